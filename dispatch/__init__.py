@@ -1,0 +1,24 @@
+"""WHICH kernel and HOW: selection, plans, devices and backends."""
+
+from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
+from skuda.dispatch.device import KNOWN_DEVICES, Device, device_named
+from skuda.dispatch.dispatcher import Dispatcher
+from skuda.dispatch.explanation import Decision, Explanation
+from skuda.dispatch.plan import Plan
+from skuda.dispatch.plugins import Quarantined
+from skuda.dispatch.preference import PlanPreference
+
+__all__ = [
+    "KNOWN_DEVICES",
+    "Backend",
+    "BackendStatus",
+    "Decision",
+    "Device",
+    "Dispatcher",
+    "Explanation",
+    "Plan",
+    "PlanPreference",
+    "Quarantined",
+    "Runner",
+    "device_named",
+]

@@ -1,0 +1,115 @@
+"""Arrays of any framework: where they live, and how host arrays are seen as NumPy without a copy.
+
+No framework is imported here: an array says itself where it is (``__dlpack_device__``, ``__cuda_array_interface__``),
+and a torch tensor can only exist once torch has been imported by somebody else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from skuda.registry.errors import InvalidProblem
+
+Place = tuple[str, int]
+"""Kind of processor and ordinal, for example ``("cuda", 0)``."""
+
+HOST_PLACE: Place = ("cpu", 0)
+
+# Device types of the DLPack standard.
+_DLPACK = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
+
+
+def place_of(op: str, name: str, value: object) -> Place | None:
+    """Return where an argument lives; None for a number, which lives nowhere.
+
+    Raises
+    ------
+    InvalidProblem
+        Where the value is neither an array nor a number, or lives on a device of an unknown kind.
+    """
+    if isinstance(value, (np.ndarray, np.memmap)):
+        return HOST_PLACE
+    if isinstance(value, (bool, int, float, np.generic)):
+        return None
+    if hasattr(value, "__dlpack_device__"):
+        kind, ordinal = value.__dlpack_device__()
+        processor = _DLPACK.get(int(kind))
+        if processor is None:
+            raise InvalidProblem(
+                op, name, f"an array on DLPack device type {int(kind)}", "be on a CPU or a CUDA device"
+            )
+        return HOST_PLACE if processor == "cpu" else (processor, int(ordinal))
+    if hasattr(value, "__cuda_array_interface__"):
+        device = getattr(value, "device", 0)
+        return ("cuda", int(getattr(device, "id", device if isinstance(device, int) else 0)))
+    raise InvalidProblem(op, name, f"a {type(value).__name__}", "be an array (NumPy, DLPack, CUDA array interface)")
+
+
+def common_place(op: str, arrays: Mapping[str, object]) -> Place:
+    """Return the one device on which all arrays live.
+
+    Raises
+    ------
+    InvalidProblem
+        Where they live on different devices.
+    """
+    places = {
+        name: place
+        for name, value in arrays.items()
+        if value is not None and (place := place_of(op, name, value)) is not None
+    }
+    if len(set(places.values())) > 1:
+        told = ", ".join(f"{name} on {kind}:{ordinal}" for name, (kind, ordinal) in places.items())
+        raise InvalidProblem(op, "arrays", told, "all be on one device; move them there first")
+    return next(iter(places.values()), HOST_PLACE)
+
+
+def _is_torch(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def host_view(op: str, name: str, value: Any) -> npt.NDArray[Any]:
+    """Return a NumPy view of a host array, sharing its memory.
+
+    Raises
+    ------
+    InvalidProblem
+        Where the array cannot be viewed without a copy.
+    """
+    if isinstance(value, np.ndarray):
+        return value
+    try:
+        if _is_torch(value):
+            if value.requires_grad:
+                raise InvalidProblem(op, name, "a tensor that requires grad", "be detached: pass x.detach()")
+            if value.dtype == sys.modules["torch"].bfloat16:
+                return np.asarray(value.view(sys.modules["torch"].int16).numpy()).view(ml_dtypes.bfloat16)
+            return np.asarray(value.numpy())
+        return np.from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidProblem(op, name, f"a {type(value).__name__}", f"be readable without a copy ({error})") from error
+
+
+def same_framework(values: Mapping[str, object]) -> Callable[[npt.NDArray[Any]], object]:
+    """Return how a new NumPy array is handed back in the framework of the first array among `values`.
+
+    Torch tensors in, torch tensors out, sharing the memory; anything else gets NumPy arrays.
+    """
+    first = next((value for value in values.values() if hasattr(value, "__dlpack_device__")), None)
+    if first is None or not _is_torch(first):
+        return lambda array: array
+    torch = sys.modules["torch"]
+
+    def wrap(array: npt.NDArray[Any]) -> object:
+        if array.dtype == ml_dtypes.bfloat16:
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+
+    return wrap

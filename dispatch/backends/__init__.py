@@ -1,0 +1,1 @@
+"""HOW kernels run: one module per backend."""

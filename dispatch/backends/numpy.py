@@ -1,0 +1,69 @@
+"""The ``numpy`` backend: the meaning of every op, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
+from skuda.dispatch.bind import Binding
+from skuda.dispatch.device import HOST, Device
+from skuda.registry.backend import BUILT_IN
+from skuda.registry.descriptor import Descriptor
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.sku import KernelSku
+from skuda.registry.source import resolve
+
+
+class HostRunner:
+    """Runs a Python kernel over host arrays.
+
+    Parameters
+    ----------
+    problem : Descriptor
+        The problem.
+    kernel : callable
+        ``kernel(problem, **arrays)``, which writes the outputs.
+    """
+
+    def __init__(self, problem: Descriptor, kernel: Callable[..., None]) -> None:
+        self._problem = problem
+        self._arguments = problem.arguments()
+        self._kernel = kernel
+
+    def check(self, arrays: Mapping[str, object]) -> None:
+        """Raise `InvalidProblem` for arguments that `run` would refuse."""
+        Binding(self._problem, self._arguments, arrays)
+
+    def run(self, arrays: Mapping[str, object], stream: object) -> object:
+        """Run and return the op's result.
+
+        Raises
+        ------
+        InvalidProblem
+            For a missing, unknown or unsuitable argument, or a stream, which a CPU does not have.
+        """
+        if stream is not None:
+            raise InvalidProblem(self._problem.op_name(), "stream", repr(stream), "be None: this plan runs on the CPU")
+        binding = Binding(self._problem, self._arguments, arrays)
+        self._kernel(self._problem, **binding.values)
+        return binding.result()
+
+
+class NumpyBackend(Backend):
+    """Python kernels over NumPy arrays."""
+
+    spec = next(spec for spec in BUILT_IN if spec.name == "numpy")
+
+    def status(self) -> BackendStatus:
+        """Say which NumPy is here; it always works."""
+        return BackendStatus(available=True, detail=f"numpy {np.__version__}")
+
+    def devices(self) -> tuple[Device, ...]:
+        """Return the CPU."""
+        return (HOST,)
+
+    def prepare(self, sku: KernelSku, problem: Descriptor, device: Device) -> Runner:  # noqa: ARG002  one CPU
+        """Look the kernel's function up."""
+        return HostRunner(problem, resolve(sku.source, sku.entry_point))

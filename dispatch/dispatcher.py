@@ -1,0 +1,219 @@
+"""`Dispatcher`: from a descriptor to a plan, and from a descriptor and arrays to a result."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterable
+from functools import cached_property
+from typing import Any
+
+from skuda.dispatch import match
+from skuda.dispatch.arrays import common_place
+from skuda.dispatch.backends.base import Backend, BackendStatus
+from skuda.dispatch.backends.numpy import NumpyBackend
+from skuda.dispatch.device import HOST, Device
+from skuda.dispatch.explanation import Explanation
+from skuda.dispatch.plan import Plan
+from skuda.dispatch.plugins import Quarantined, load_backends, load_kernels
+from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
+from skuda.dispatch.settings import plugins_enabled
+from skuda.kernels.catalog import built_in_registry
+from skuda.registry.descriptor import Descriptor
+from skuda.registry.errors import InvalidProblem, Unsupported
+from skuda.registry.registry import Registry
+
+_MOST_PLANS = 4096
+
+
+class Dispatcher:
+    """Chooses, prepares and runs kernels. Safe to share between threads.
+
+    Parameters
+    ----------
+    registry : Registry or None
+        What to choose from; None for the built-in ops and those of installed plug-ins.
+    backends : iterable of Backend, or None
+        What to run with; None for the built-in backends and those of installed plug-ins.
+    """
+
+    def __init__(self, registry: Registry | None = None, *, backends: Iterable[Backend] | None = None) -> None:
+        aside: tuple[Quarantined, ...] = ()
+        brought: tuple[Backend, ...] = ()
+        if backends is None:
+            backends = (NumpyBackend(),)
+            if plugins_enabled():
+                taken = {backend.spec.name for backend in backends}
+                brought, aside = load_backends(taken)
+        if registry is None:
+            registry = built_in_registry()
+            missing = [b.spec for b in brought if b.spec.name not in registry.backends]
+            registry = registry.register(*missing, origin="an installed backend") if missing else registry
+            if plugins_enabled():
+                registry, more = load_kernels(registry)
+                aside += more
+        self.registry = registry
+        self.backends = {backend.spec.name: backend for backend in (*backends, *brought)}
+        self.quarantined = aside
+        self._plans: dict[Hashable, Plan] = {}
+        self._lock = threading.RLock()
+
+    @cached_property
+    def status(self) -> dict[str, BackendStatus]:
+        """Whether each registered backend works here."""
+        found = {}
+        for name in self.registry.backends:
+            backend = self.backends.get(name)
+            if backend is None:
+                remedy = f"install a package that brings the backend {name!r}"
+                found[name] = BackendStatus(available=False, detail="no such backend is installed", remedy=remedy)
+            else:
+                found[name] = backend.status()
+        return found
+
+    @cached_property
+    def _unavailable(self) -> dict[str, tuple[str, str]]:
+        return {name: (s.remedy, s.detail) for name, s in self.status.items() if not s.available}
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices here, best first: GPUs in their order, then the CPU."""
+        found: dict[tuple[str, int | None], Device] = {}
+        for name, backend in self.backends.items():
+            if self.status.get(name, BackendStatus(available=False, detail="unregistered")).available:
+                for device in backend.devices():
+                    found.setdefault(device.place, device)
+        found.setdefault(HOST.place, HOST)
+        return tuple(sorted(found.values(), key=lambda device: device.processor == "cpu"))
+
+    @cached_property
+    def _by_place(self) -> dict[tuple[str, int | None], Device]:
+        return {device.place: device for device in self.devices}
+
+    def select(
+        self, problem: Descriptor, preference: PlanPreference = NO_PREFERENCE, device: Device | None = None
+    ) -> Plan:
+        """Choose the best kernel for a problem and prepare it.
+
+        Parameters
+        ----------
+        problem : Descriptor
+            The problem.
+        preference : PlanPreference
+            What to insist on.
+        device : Device or None
+            Where to run; None for the best device here. A device that is not here gives a plan to look at.
+
+        Returns
+        -------
+        Plan
+            Cached: the same question gets the same plan.
+
+        Raises
+        ------
+        Unsupported
+            Where no kernel can serve it; the error carries every reason.
+        """
+        device = self.devices[0] if device is None else device
+        # By place, not "the current device": that changes under a cache's feet.
+        key = (problem, preference, device.place if device.ordinal is not None else device)
+        plan = self._plans.get(key)
+        return plan if plan is not None else self._plan(key, problem, preference, device)
+
+    def _plan(self, key: Hashable, problem: Descriptor, preference: PlanPreference, device: Device) -> Plan:
+        with self._lock:
+            if key in self._plans:
+                return self._plans[key]
+            sku = match.choose(self.registry, problem, device, preference, self._unavailable)
+            if sku is None:
+                raise Unsupported(self.explain(problem, preference, device))
+            here = device.ordinal is not None
+            runner = self.backends[sku.backend].prepare(sku, problem, device) if here else None
+            plan = Plan.prepared(sku, problem, device, preference, runner)
+            while len(self._plans) >= _MOST_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = plan
+            return plan
+
+    def prepare(self, plan: Plan) -> Plan:
+        """Make a plan that came from JSON, or from another dispatcher, ready to run here: the same kernel or none.
+
+        Raises
+        ------
+        Unsupported
+            Where its kernel is not registered here or cannot serve the problem any more.
+        """
+        preference = plan.preference.model_copy(update={"sku": plan.sku.id})
+        return self.select(plan.problem, preference, plan.device)
+
+    def run(
+        self,
+        problem: Descriptor,
+        *,
+        preference: PlanPreference = NO_PREFERENCE,
+        stream: object = None,
+        **arrays: Any,
+    ) -> Any:
+        """Choose (cached) and run; the arrays say on which device.
+
+        Parameters
+        ----------
+        problem : Descriptor
+            The problem.
+        preference : PlanPreference
+            What to insist on.
+        stream : object
+            See `Plan.run`.
+        **arrays
+            The op's arguments by name.
+
+        Raises
+        ------
+        InvalidProblem
+            For a bad argument, or arrays on different devices.
+        Unsupported
+            Where no kernel can serve it on that device.
+        """
+        return self.select(problem, preference, self._device_of(problem, arrays)).run(stream=stream, **arrays)
+
+    def _device_of(self, problem: Descriptor, arrays: dict[str, Any]) -> Device:
+        place = common_place(problem.op_name(), arrays)
+        device = self._by_place.get(place)
+        if device is None:
+            device = Device(name=f"CUDA device {place[1]}", processor="cuda", ordinal=place[1])
+        return device
+
+    def explain(
+        self, problem: Descriptor, preference: PlanPreference = NO_PREFERENCE, device: Device | None = None
+    ) -> Explanation:
+        """Say what `select` would do and why: the same object whether it would succeed or fail.
+
+        Parameters
+        ----------
+        problem, preference, device
+            See `select`.
+        """
+        device = self.devices[0] if device is None else device
+        notes = [str(plugin) for plugin in self.quarantined]
+        if problem.op_name() not in self.registry.ops:
+            notes.insert(0, f"op {problem.op_name()!r} is not registered")
+        if preference.sku is not None and preference.sku not in self.registry:
+            notes.insert(0, f"no kernel with the id {preference.sku!r} is registered; see `skuda list`")
+        if preference.backend is not None and preference.backend not in self.registry.backends:
+            known = ", ".join(self.registry.backends)
+            notes.insert(0, f"no backend named {preference.backend!r} is registered (known: {known})")
+        if device.processor == "cuda" and device.ordinal is not None and device.place not in self._by_place:
+            notes.insert(0, "no backend here drives CUDA devices; `skuda doctor` says what is missing")
+        return match.explain(self.registry, problem, device, preference, self._unavailable, tuple(notes))
+
+    def describe(self, op: str, **fields: Any) -> Descriptor:
+        """Build the descriptor of an op by its name.
+
+        Raises
+        ------
+        InvalidProblem
+            For an unknown op or a bad field.
+        """
+        known = self.registry.ops.get(op)
+        if known is None:
+            raise InvalidProblem("Dispatcher.describe", "op", repr(op), f"be one of {', '.join(self.registry.ops)}")
+        return known.descriptor(**fields)

@@ -1,0 +1,131 @@
+"""Decisions and explanations: the same object whether a kernel was found or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import JsonValue
+
+from skuda.dispatch.device import Device
+from skuda.dispatch.preference import PlanPreference
+from skuda.registry.reason import Reason
+from skuda.registry.sku import SkuIdentity
+from skuda.registry.value import Value
+
+
+class Decision(Value):
+    """The verdict on one kernel for a problem on a device.
+
+    Attributes
+    ----------
+    sku : str
+        Id of the kernel.
+    rank : int or None
+        Place among the accepted ones, 0 being the one chosen; None where refused.
+    reasons : tuple of Reason
+        Every reason for the refusal; empty where accepted.
+    """
+
+    sku: str
+    rank: int | None = None
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the kernel can serve the problem."""
+        return not self.reasons
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What would have to change for the kernel to be accepted, one line each."""
+        return tuple(reason.change for reason in self.reasons)
+
+    def __str__(self) -> str:
+        if self.accepted:
+            return f"{self.sku}: accepted, rank {self.rank}"
+        return f"{self.sku}: refused: {'; '.join(str(reason) for reason in self.reasons)}"
+
+
+class Explanation(Value):
+    """Why a kernel was chosen, or why none was.
+
+    Attributes
+    ----------
+    op : str
+        The op asked for.
+    problem : dict
+        The descriptor's fields.
+    device : Device
+        Where it should run.
+    preference : PlanPreference
+        What the caller insisted on.
+    decisions : tuple of Decision
+        One for every kernel of the op: the accepted ones by rank, then the refused ones, the nearest first.
+    notes : tuple of str
+        What else is worth knowing, for example a quarantined plug-in or an op that nobody registered.
+    registry : str
+        Digest of the registry that was asked.
+    """
+
+    op: str
+    problem: dict[str, JsonValue]
+    device: Device
+    preference: PlanPreference
+    decisions: tuple[Decision, ...]
+    notes: tuple[str, ...] = ()
+    registry: str
+
+    @property
+    def chosen(self) -> str | None:
+        """Id of the chosen kernel, or None."""
+        return self.decisions[0].sku if self.decisions and self.decisions[0].accepted else None
+
+    @property
+    def accepted(self) -> tuple[Decision, ...]:
+        """The accepted kernels, best first."""
+        return tuple(decision for decision in self.decisions if decision.accepted)
+
+    @property
+    def refused(self) -> tuple[Decision, ...]:
+        """The refused kernels, nearest to acceptance first."""
+        return tuple(decision for decision in self.decisions if not decision.accepted)
+
+    def __hash__(self) -> int:
+        return hash((self.op, self.device, self.preference, self.decisions, self.registry))
+
+    def question(self) -> str:
+        """Say what was asked, in one line."""
+        fields = ", ".join(f"{name}={value}" for name, value in self.problem.items() if name != "op")
+        return f"{self.op}({fields}) on {self.device.describe()}"
+
+    def why_not(self, limit: int = 4) -> str:
+        """Say why nothing was chosen: the nearest candidates first.
+
+        Parameters
+        ----------
+        limit : int
+            How many candidates are spelt out.
+        """
+        if not self.decisions:
+            return "\n  ".join((f"no kernel for {self.question()}: none is registered for this op", *self.notes))
+        lines = [f"no kernel for {self.question()}; {len(self.decisions)} candidates, the nearest:"]
+        for decision in self.refused[:limit]:
+            lines += [f"  {decision.sku}", *(f"    {reason}  ->  {reason.change}" for reason in decision.reasons)]
+        lines += [f"  {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        lines = [self.question()]
+        lines += [f"  {'* ' if d.rank == 0 else '  '}{d}" for d in self.accepted]
+        lines += [f"    {d}" for d in self.refused]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def same_op(self) -> list[tuple[SkuIdentity, Decision]]:
+        """Pair every decision with the parts of its kernel's id, for tables."""
+        return [(SkuIdentity.parse(decision.sku), decision) for decision in self.decisions]
+
+
+def as_json(problem: Value) -> dict[str, Any]:
+    """Return a descriptor's fields as JSON values."""
+    return problem.model_dump(mode="json")

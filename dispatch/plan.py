@@ -1,0 +1,134 @@
+"""`Plan`: a chosen and prepared kernel."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, PrivateAttr, SerializeAsAny
+
+from skuda.dispatch.backends.base import Runner
+from skuda.dispatch.device import Device
+from skuda.dispatch.preference import PlanPreference
+from skuda.registry.descriptor import Argument, Descriptor
+from skuda.registry.errors import NotPrepared
+from skuda.registry.guarantee import PrecisionGuarantee
+from skuda.registry.sku import KernelSku
+from skuda.registry.value import Value
+
+
+def _descriptor(value: object) -> object:
+    """Find the class of a descriptor that comes from JSON by its ``op``."""
+    if not isinstance(value, dict):
+        return value
+    kinds: list[type[Descriptor]] = [Descriptor]
+    for kind in kinds:
+        kinds.extend(kind.__subclasses__())
+        if "op" in kind.model_fields and kind.op_name() == value.get("op"):
+            return kind.model_validate(value)
+    Plan.refuse("problem.op", repr(value.get("op")), "name an op whose module has been imported")
+
+
+class Plan(Value):
+    """A chosen kernel, ready to run. It owns no memory of the caller's and is safe to share between threads.
+
+    Attributes
+    ----------
+    sku : KernelSku
+        The kernel.
+    problem : Descriptor
+        What it was planned for.
+    device : Device
+        Where it runs.
+    preference : PlanPreference
+        What the caller insisted on.
+    """
+
+    sku: KernelSku
+    problem: Annotated[SerializeAsAny[Descriptor], BeforeValidator(_descriptor)]
+    device: Device
+    preference: PlanPreference
+    _runner: Runner | None = PrivateAttr(default=None)
+
+    @classmethod
+    def prepared(
+        cls, sku: KernelSku, problem: Descriptor, device: Device, preference: PlanPreference, runner: Runner | None
+    ) -> Self:
+        """Build a plan around a runner; without one it can be looked at and saved, not run."""
+        plan = cls(sku=sku, problem=problem, device=device, preference=preference)
+        object.__setattr__(plan, "__pydantic_private__", {"_runner": runner})
+        return plan
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[KernelSku, Descriptor, Device, PlanPreference]:
+        return (self.sku, self.problem, self.device, self.preference)
+
+    @property
+    def precision_guarantee(self) -> PrecisionGuarantee:
+        """What the kernel promises about its bits."""
+        return self.sku.precision_guarantee
+
+    @property
+    def workspace_size(self) -> int:
+        """Bytes of scratch that the plan keeps."""
+        return self.sku.workspace_size(self.problem)
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """What `run` takes: names, roles, elements and shapes."""
+        return self.problem.arguments()
+
+    def can_implement(self, **arrays: Any) -> bool:
+        """Check arguments without running.
+
+        Returns
+        -------
+        bool
+            True.
+
+        Raises
+        ------
+        InvalidProblem
+            For the argument that `run` would refuse.
+        """
+        self._ready().check(arrays)
+        return True
+
+    def run(self, *, stream: object = None, **arrays: Any) -> Any:
+        """Run the kernel.
+
+        Parameters
+        ----------
+        stream : object
+            Where to enqueue the work; None for the framework's current stream. Always None on a CPU.
+        **arrays
+            The op's arguments by name. An output left out is allocated in the framework of the inputs.
+
+        Returns
+        -------
+        array or named tuple of arrays
+            The op's outputs.
+
+        Raises
+        ------
+        InvalidProblem
+            For a missing, unknown or unsuitable argument.
+        NotPrepared
+            For a plan made for a card that is not here, or loaded from JSON.
+        """
+        return self._ready().run(arrays, stream)
+
+    def _ready(self) -> Runner:
+        private = self.__pydantic_private__
+        runner: Runner | None = private["_runner"] if private else None
+        if runner is None:
+            where = "a device that is not here" if self.device.ordinal is None else "another process"
+            raise NotPrepared(
+                f"this plan was made for {where} ({self.device.describe()}); "
+                "select again on a device that is here, or pass it to Dispatcher.prepare"
+            )
+        return runner

@@ -1,0 +1,74 @@
+"""Working through large arrays in small pieces, so that temporaries stay in cache and memory stays bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from skuda.registry.elements import ElementKind
+
+Array = npt.NDArray[Any]
+Index = tuple[slice, ...]
+
+BLOCK = 1 << 16
+"""Elements per piece: about half a megabyte per f64 temporary."""
+
+
+def blocks(shape: tuple[int, ...], limit: int = BLOCK) -> Iterator[Index]:
+    """Cut an index space into boxes of at most about `limit` elements, in row-major order.
+
+    Along the last axis boxes begin at even positions, so that packed elements are never split.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Extents of the index space; an empty one yields nothing, rank 0 yields one empty index.
+    limit : int
+        Elements per box, at least 2.
+    """
+    if 0 in shape:
+        return
+    if not shape:
+        yield ()
+        return
+    axis, inner = len(shape) - 1, 1
+    while axis > 0 and inner * shape[axis] <= limit:
+        inner *= shape[axis]
+        axis -= 1
+    step = max(2, limit // inner // 2 * 2)
+    rest = tuple(slice(0, extent) for extent in shape[axis + 1 :])
+    for lead in np.ndindex(*shape[:axis]):
+        head = tuple(slice(i, i + 1) for i in lead)
+        for start in range(0, shape[axis], step):
+            yield (*head, slice(start, min(start + step, shape[axis])), *rest)
+
+
+def _bytes_index(index: Index) -> Index:
+    last = index[-1]
+    return (*index[:-1], slice(last.start // 2, -(-last.stop // 2)))
+
+
+def read(array: Array, element: ElementKind, index: Index) -> Array:
+    """Return one box of elements; packed ones come back one to an int8 or uint8."""
+    if not element.is_packed:
+        return np.asarray(array[index])
+    pairs = array[_bytes_index(index)]
+    both = np.stack((pairs & 15, pairs >> 4), axis=-1).reshape(*pairs.shape[:-1], -1)
+    nibbles = both[..., : index[-1].stop - index[-1].start]
+    if element is ElementKind.S4:
+        return ((nibbles ^ 8).astype(np.int8) - 8).astype(np.int8)
+    return nibbles
+
+
+def write(array: Array, element: ElementKind, index: Index, values: Array) -> None:
+    """Store one box of elements; packed ones two to a byte, low nibble first, a spare high nibble as zero."""
+    if not element.is_packed:
+        array[index] = values
+        return
+    nibbles = values.astype(np.uint8) & 15
+    if nibbles.shape[-1] % 2:
+        nibbles = np.concatenate((nibbles, np.zeros((*nibbles.shape[:-1], 1), np.uint8)), axis=-1)
+    array[_bytes_index(index)] = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)

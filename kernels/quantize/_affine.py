@@ -1,0 +1,197 @@
+"""The arithmetic of affine quantization, once, for every granularity.
+
+Every formula is written for one block of elements whose scale and zero point broadcast against it; the drivers below
+walk an array of any strides in such blocks. Naming: C is the compute type (f64 for f64 data, else f32), T the data's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from skuda.kernels.blocks import Index, blocks, read, write
+from skuda.kernels.dtypes import compute_dtype
+from skuda.registry.elements import ElementKind
+
+Array = npt.NDArray[Any]
+Spread = Callable[[Any, Index], Any]
+"""Maps (scale or zero point, box) to values that broadcast against the box."""
+
+
+def per_tensor(values: Any, index: Index) -> Any:  # noqa: ARG001  the same everywhere
+    """One value for everything."""
+    return values
+
+
+def per_channel(axis: int) -> Spread:
+    """One value per index along `axis`."""
+
+    def spread(values: Array, index: Index) -> Array:
+        return values[index[axis]].reshape((-1, *(1,) * (len(index) - axis - 1)))
+
+    return spread
+
+
+per_token = per_channel(0)
+
+
+def per_group(size: int) -> Spread:
+    """One value per run of `size` along the last of two axes."""
+
+    def spread(values: Array, index: Index) -> Array:
+        rows, columns = index
+        return np.asarray(values[rows][:, np.arange(columns.start, columns.stop) // size])
+
+    return spread
+
+
+def rounded_quotient(x: Array, scale: Any) -> Array:
+    """``t = rne(RN_C(x / s))`` as f64, which holds it exactly; NaN where x or the quotient is NaN."""
+    return np.asarray(np.rint(np.divide(x, scale)), np.float64)
+
+
+def clamp_codes(t: Array, zero_point: Any, q_min: int, q_max: int) -> Array:
+    """``clamp(t + z, q_min, q_max)`` as f64, without wrapping; a NaN `t` counts as 0 (real zero)."""
+    z = np.asarray(zero_point).astype(np.float64)
+    real = np.where(np.isnan(t), 0.0, t)
+    # |q - z| < 2^33, so bounds and sums are exact in f64 even where t is 1e300.
+    return np.asarray(np.clip(real, q_min - z, q_max - z) + z)
+
+
+def in_range(t: Array, zero_point: Any, q_min: int, q_max: int) -> Array:
+    """``q_min <= t + z <= q_max``, inclusive; False for a NaN `t`."""
+    z = np.asarray(zero_point).astype(np.float64)
+    return np.asarray((t >= q_min - z) & (t <= q_max - z))
+
+
+def real_value(q: Array, zero_point: Any, scale: Any, compute: np.dtype[Any]) -> Array:
+    """``RN_C(C(q - z) * s)``; the difference is exact before it is rounded to C."""
+    offset = q.astype(np.float64) - np.asarray(zero_point).astype(np.float64)
+    return np.asarray(np.multiply(offset.astype(compute), scale))
+
+
+def _widened(scale: Any, compute: np.dtype[Any]) -> Any:
+    return np.asarray(scale).astype(compute, copy=False)
+
+
+@np.errstate(all="ignore")  # infinities and NaN are answers here, not accidents
+def quantize(
+    spread: Spread,
+    elements: tuple[ElementKind, ElementKind],
+    bounds: tuple[int, int],
+    arrays: tuple[Array, Any, Any, Array],
+) -> None:
+    """Quantize ``input`` into ``output``; arrays are (input, scale, zero_point, output)."""
+    data, code = elements
+    x, scale, zero_point, output = arrays
+    compute = compute_dtype(data)
+    for index in blocks(x.shape):
+        s, z = _widened(spread(scale, index), compute), spread(zero_point, index)
+        t = rounded_quotient(x[index].astype(compute), s)
+        write(output, code, index, clamp_codes(t, z, *bounds).astype(np.int16))
+
+
+@np.errstate(all="ignore")
+def dequantize(
+    spread: Spread, elements: tuple[ElementKind, ElementKind], arrays: tuple[Array, Any, Any, Array]
+) -> None:
+    """Dequantize ``input`` into ``output``; arrays are (input, scale, zero_point, output)."""
+    code, data = elements
+    q, scale, zero_point, output = arrays
+    compute = compute_dtype(data)
+    for index in blocks(output.shape):
+        s, z = _widened(spread(scale, index), compute), spread(zero_point, index)
+        output[index] = real_value(read(q, code, index), z, s, compute).astype(output.dtype)
+
+
+@np.errstate(all="ignore")
+def fake_quantize(
+    spread: Spread, data: ElementKind, bounds: tuple[int, int], arrays: tuple[Array, Any, Any, Array]
+) -> None:
+    """Quantize and dequantize in one go; arrays are (input, scale, zero_point, output)."""
+    x, scale, zero_point, output = arrays
+    compute = compute_dtype(data)
+    for index in blocks(x.shape):
+        s, z = _widened(spread(scale, index), compute), spread(zero_point, index)
+        q = clamp_codes(rounded_quotient(x[index].astype(compute), s), z, *bounds)
+        y = real_value(q, z, s, compute).astype(output.dtype)
+        y[y == 0] = 0  # a zero result is +0, also under a negative scale or after underflow
+        output[index] = y
+
+
+@np.errstate(all="ignore")
+def straight_through(
+    spread: Spread,
+    data: ElementKind,
+    bounds: tuple[int, int],
+    arrays: tuple[Array, Array, Any, Any, Array],
+    *,
+    divide: bool,
+) -> None:
+    """Pass the gradient where the forward did not clip; arrays are (d_output, input, scale, zero_point, d_input).
+
+    Parameters
+    ----------
+    divide : bool
+        True for quantize (dy / s), False for fake_quantize (dy).
+    """
+    dy, x, scale, zero_point, dx = arrays
+    compute = compute_dtype(data)
+    for index in blocks(x.shape):
+        s, z = _widened(spread(scale, index), compute), spread(zero_point, index)
+        passes = in_range(rounded_quotient(x[index].astype(compute), s), z, *bounds)
+        gradient = np.divide(dy[index].astype(compute), s) if divide else dy[index]
+        dx[index] = np.where(passes, gradient, gradient.dtype.type(0)).astype(dx.dtype)
+
+
+@np.errstate(all="ignore")
+def scale_gradient(spread: Spread, data: ElementKind, arrays: tuple[Array, Any, Array]) -> None:
+    """``d_input = RN_T(RN_C(dy * s))``; arrays are (d_output, scale, d_input)."""
+    dy, scale, dx = arrays
+    compute = compute_dtype(data)
+    for index in blocks(dy.shape):
+        s = _widened(spread(scale, index), compute)
+        dx[index] = np.multiply(dy[index].astype(compute), s).astype(dx.dtype)
+
+
+@np.errstate(all="ignore")
+def symmetric_scale(x: Array, axes: tuple[int, ...], data: ElementKind, q_max: int) -> Array:
+    """Scale of every segment: ``RN_C(max|x| / q_max)``, 1 where that is 0; NaN elements are skipped.
+
+    Parameters
+    ----------
+    x : array
+        The data; `axes` are those that a segment runs over, and stay as extent 1 in the result.
+    """
+    compute = compute_dtype(data)
+    peak = _reduce(np.fmax, x, axes, compute, absolute=True)
+    scale = np.divide(peak, compute.type(q_max))
+    return np.asarray(np.where(scale == 0, compute.type(1), scale))
+
+
+@np.errstate(all="ignore")
+def asymmetric_scale(x: Array, axes: tuple[int, ...], data: ElementKind, q_min: int, q_max: int) -> tuple[Array, Array]:
+    """Scale and zero point of every segment, so that [min(0, min x), max(0, max x)] maps onto [q_min, q_max]."""
+    compute = compute_dtype(data)
+    low, high = _reduce(np.fmin, x, axes, compute), _reduce(np.fmax, x, axes, compute)
+    scale = np.divide(np.subtract(high, low), compute.type(q_max - q_min))
+    scale = np.where(scale == 0, compute.type(1), scale)
+    offset = rounded_quotient(low, scale)
+    zero_point = np.clip(q_min - np.where(np.isnan(offset), 0.0, offset), q_min, q_max)
+    return scale, zero_point.astype(np.int32)
+
+
+def _reduce(
+    extreme: np.ufunc, x: Array, axes: tuple[int, ...], compute: np.dtype[Any], *, absolute: bool = False
+) -> Array:
+    """Extreme over `axes`, starting from 0; `fmax` and `fmin` skip NaN."""
+    found = np.zeros([1 if axis in axes else extent for axis, extent in enumerate(x.shape)], compute)
+    for index in blocks(x.shape):
+        block = x[index].astype(compute)
+        part = extreme.reduce(np.abs(block) if absolute else block, axis=axes, keepdims=True)
+        place = tuple(slice(0, 1) if axis in axes else at for axis, at in enumerate(index))
+        found[place] = extreme(found[place], part)
+    return found

@@ -1,0 +1,183 @@
+"""What the two int8 linear layers share: the exact product, the epilogue, and their arguments.
+
+The product goes through BLAS although it is of integers: a sum of int8 products is exact in f32, in any order and with
+or without fused multiply-add, as long as the sum of magnitudes stays within 2^24. So K is cut into runs that short
+(1,024 for s8 by s8), and the runs are added up in f64, which is exact up to 2^53.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.quantize import _affine
+from skuda.kernels.quantize._activation import gelu, silu
+from skuda.registry.constraints import OneOf
+from skuda.registry.descriptor import Argument, Descriptor, Role
+from skuda.registry.elements import FLOATS, ElementKind
+from skuda.registry.guarantee import PrecisionGuarantee
+from skuda.registry.vocabulary import ActivationKind, EpilogueKind, LayoutSku, MathPrecision, OpCategory
+
+Array = npt.NDArray[Any]
+
+CODES8 = (ElementKind.S8, ElementKind.U8)
+OUTPUTS = (*FLOATS, *CODES8)
+SERVED_OUTPUT = OneOf(field="output_element", allowed=OUTPUTS)
+GUARANTEE = PrecisionGuarantee(math_precision=MathPrecision.INT8, accumulator=ElementKind.S64)
+"""NumPy adds exactly at any K, which is what an s64 accumulator does."""
+
+_ROWS, _COLUMNS = 512, 1024
+_CODES_AT_ONCE = 1 << 22
+
+
+class LinearProblem(Descriptor):
+    """What both linear descriptors have in common: y = x W^T with W stored [N, K]."""
+
+    category: ClassVar[OpCategory] = OpCategory.QUANTIZATION
+    layout: ClassVar[LayoutSku | None] = LayoutSku.RCR
+    aux_field: ClassVar[str | None] = "weight_element"
+    weight_element: ElementKind = ElementKind.S8
+    epilogue: EpilogueKind = EpilogueKind.IDENTITY
+    has_weight_zero_point: bool = False
+
+    @property
+    def compute(self) -> ElementKind:
+        """The type C that scales and epilogue are computed in."""
+        raise NotImplementedError
+
+
+def tail_arguments(problem: LinearProblem, rows: int, columns: int, output: ElementKind) -> tuple[Argument, ...]:
+    """Return the arguments behind the weight: scale, zero point, bias, requantization, output.
+
+    Parameters
+    ----------
+    problem : LinearProblem
+        The problem.
+    rows, columns : int
+        Sizes of the output.
+    output : ElementKind
+        Element of the output.
+    """
+    compute = problem.compute
+    wide = tuple(dict.fromkeys((compute, *(e for e in FLOATS if e.bits < compute.bits))))
+    arguments = [Argument("weight_scale", Role.INPUT, wide, (columns,))]
+    if problem.has_weight_zero_point:
+        arguments.append(Argument("weight_zero_point", Role.INPUT, (ElementKind.S32,), (columns,)))
+    if problem.epilogue.requires_bias:
+        arguments.append(Argument("bias", Role.INPUT, wide, (columns,)))
+    if output in CODES8:
+        arguments.append(Argument("output_scale", Role.SCALE, (compute,)))
+        arguments.append(Argument("output_zero_point", Role.ZERO_POINT, (ElementKind.S32,)))
+    return (*arguments, Argument("output", Role.OUTPUT, (output,), (rows, columns)))
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """Everything that happens to an exact product before it is stored."""
+
+    kind: EpilogueKind
+    compute: ElementKind
+    output: ElementKind
+    weight_scale: Array
+    bias: Array | None
+    output_scale: Any
+    output_zero_point: Any
+
+    def apply(self, act_scale: Array, product: Array | None, columns: slice) -> Array:
+        """Return the finished block of outputs.
+
+        Parameters
+        ----------
+        act_scale : array of shape (rows,), C
+            Scale of every row.
+        product : array of shape (rows, columns), or None
+            The exact integer product; None stands for K == 0, where the sum is +0 whatever the scales.
+        columns : slice
+            Which columns these are.
+        """
+        compute = storage_dtype(self.compute)
+        scale = np.multiply.outer(act_scale, self.weight_scale[columns].astype(compute))
+        value = np.zeros_like(scale) if product is None else scale * product.astype(compute)
+        if self.bias is not None:
+            value = value + self.bias[columns].astype(compute)
+        value = _activated(value, self.kind.activation)
+        limits = self.output.integer_range
+        if limits is not None:
+            t = _affine.rounded_quotient(value, np.asarray(self.output_scale).astype(compute))
+            value = _affine.clamp_codes(t, self.output_zero_point, *limits)
+        return np.asarray(value.astype(storage_dtype(self.output)))
+
+
+def _activated(value: Array, activation: ActivationKind | None) -> Array:
+    match activation:
+        case None:
+            return value
+        case ActivationKind.RELU:
+            # NaN stays NaN; -0 and everything below become +0.
+            return np.where(value <= 0, value.dtype.type(0), value)
+        case ActivationKind.GELU:
+            return gelu(value)
+        case ActivationKind.SILU:
+            return silu(value)
+
+
+def row_blocks(m: int, k: int) -> Iterator[slice]:
+    """Cut M rows so that the codes of one block stay within a few megabytes."""
+    step = max(1, min(_ROWS, _CODES_AT_ONCE // max(k, 1)))
+    for start in range(0, m, step):
+        yield slice(start, min(start + step, m))
+
+
+def column_blocks(n: int) -> Iterator[slice]:
+    """Cut N output channels."""
+    for start in range(0, n, _COLUMNS):
+        yield slice(start, min(start + _COLUMNS, n))
+
+
+def exact_product(a: Array, w: Array, act_zero_point: int, weight_zero_point: Array | None) -> Array:
+    """``sum_k (a - za)(w - zw)``, exactly, as f64 or int64 integers.
+
+    Parameters
+    ----------
+    a : array of shape (rows, K), s8 or u8
+        Activation codes.
+    w : array of shape (columns, K), s8 or u8
+        Weight codes.
+    act_zero_point : int
+        za, within the range of `a`.
+    weight_zero_point : array of shape (columns,), s32, or None
+        zw, or None for 0.
+    """
+    rows, k = a.shape
+    run = (1 << 24) // (_magnitude(a) * _magnitude(w))
+    product = np.zeros((rows, w.shape[0]))
+    for start in range(0, k, run):
+        part = slice(start, start + run)
+        product += a[:, part].astype(np.float32) @ w[:, part].astype(np.float32).T
+    if act_zero_point == 0 and weight_zero_point is None:
+        return product
+    exact = product.astype(np.int64)
+    exact -= act_zero_point * w.sum(axis=1, dtype=np.int64)
+    if weight_zero_point is not None:
+        zw = weight_zero_point.astype(np.int64)
+        exact -= np.multiply.outer(a.sum(axis=1, dtype=np.int64) - k * act_zero_point, zw)
+    return exact
+
+
+def _magnitude(codes: Array) -> int:
+    low, high = np.iinfo(codes.dtype).min, np.iinfo(codes.dtype).max
+    return max(-int(low), int(high))
+
+
+def element_holding(q_min: int, q_max: int) -> ElementKind | None:
+    """Return s8 or u8, whichever holds [q_min, q_max] (s8 first), or None."""
+    for element in CODES8:
+        low, high = element.integer_range or (0, 0)
+        if low <= q_min and q_max <= high:
+            return element
+    return None

@@ -1,0 +1,60 @@
+"""Dequantize per group: one scale per run of a row.
+
+Formula
+-------
+output = RN_T(RN_C(C(input - zero_point) * scale)). The difference is exact before it is rounded to the compute type.
+
+Shapes
+------
+`input` [outer_size, axis_size]; `scale` and `zero_point` [outer_size, axis_size / group_size]; `output` as `input`.
+
+Elements
+--------
+input s8, u8, s4, u4 (two to a byte, low nibble first, every row starting at a byte); output f16, bf16, f32, f64.
+
+Units
+-----
+`scale` is real units per code step and `zero_point` the code that stands for 0.0. Scales have the compute type C (f64
+for f64 data, f32 otherwise) or the data's own, which is widened; zero points are s32 and never wrap.
+
+Errors
+------
+`InvalidProblem` for a size outside [0, 2^31-1], a `group_size` below 1 or one that does not divide `axis_size`; an
+argument that is missing, unknown, of another element or shape, or that overlaps an output; a scalar scale that is 0
+or not finite (array scales follow the formula: x / 0 is +-inf or NaN).
+`Unsupported` for an element outside the lists above.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from skuda.kernels.offers import numpy_skus
+from skuda.kernels.quantize import _affine
+from skuda.kernels.quantize._cases import cases
+from skuda.kernels.quantize._problems import Dequantize, PerGroup
+from skuda.registry.elements import CODES, FLOATS
+from skuda.registry.op import Op
+
+
+class DequantizePerGroupDescriptor(Dequantize, PerGroup):
+    """Problem of `dequantize_per_group`; the fields are those of `PerGroup` and `Dequantize`."""
+
+    op: Literal["dequantize_per_group"] = "dequantize_per_group"
+
+
+def reference(problem: DequantizePerGroupDescriptor, *, input: Any, scale: Any, zero_point: Any, output: Any) -> None:
+    """Write `output`; see the module."""
+    elements = (problem.input_element, problem.output_element)
+    _affine.dequantize(problem.spread(), elements, (input, scale, zero_point, output))
+
+
+CASES = cases(DequantizePerGroupDescriptor)
+SKUS = numpy_skus(DequantizePerGroupDescriptor, __name__, FLOATS, CODES)
+OP = Op(
+    DequantizePerGroupDescriptor,
+    reference,
+    CASES,
+    SKUS,
+    source="baracuda_kernels/quantize/per_group.rs",
+)

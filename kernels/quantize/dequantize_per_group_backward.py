@@ -1,0 +1,59 @@
+"""Gradient of dequantize per group: one scale per run of a row.
+
+Formula
+-------
+d_input = RN_T(RN_C(d_output * scale)), the gradient with respect to the codes as real numbers.
+
+Shapes
+------
+`d_output` and `d_input` [outer_size, axis_size]; `scale` [outer_size, axis_size / group_size].
+
+Elements
+--------
+f16, bf16, f32, f64 for both.
+
+Units
+-----
+`scale` is real units per code step and `zero_point` the code that stands for 0.0. Scales have the compute type C (f64
+for f64 data, f32 otherwise) or the data's own, which is widened; zero points are s32 and never wrap.
+
+Errors
+------
+`InvalidProblem` for a size outside [0, 2^31-1], a `group_size` below 1 or one that does not divide `axis_size`; an
+argument that is missing, unknown, of another element or shape, or that overlaps an output; a scalar scale that is 0
+or not finite (array scales follow the formula: x / 0 is +-inf or NaN).
+`Unsupported` for an element outside the lists above.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from skuda.kernels.offers import numpy_skus
+from skuda.kernels.quantize import _affine
+from skuda.kernels.quantize._cases import cases
+from skuda.kernels.quantize._problems import DequantizeBackward, PerGroup
+from skuda.registry.elements import FLOATS
+from skuda.registry.op import Op
+
+
+class DequantizePerGroupBackwardDescriptor(DequantizeBackward, PerGroup):
+    """Problem of `dequantize_per_group_backward`; the fields are those of `PerGroup` and `DequantizeBackward`."""
+
+    op: Literal["dequantize_per_group_backward"] = "dequantize_per_group_backward"
+
+
+def reference(problem: DequantizePerGroupBackwardDescriptor, *, d_output: Any, scale: Any, d_input: Any) -> None:
+    """Write `d_input`; see the module."""
+    _affine.scale_gradient(problem.spread(), problem.output_element, (d_output, scale, d_input))
+
+
+CASES = cases(DequantizePerGroupBackwardDescriptor)
+SKUS = numpy_skus(DequantizePerGroupBackwardDescriptor, __name__, FLOATS)
+OP = Op(
+    DequantizePerGroupBackwardDescriptor,
+    reference,
+    CASES,
+    SKUS,
+    source="baracuda_kernels/quantize/per_group_backward.rs",
+)

@@ -1,0 +1,234 @@
+"""Dynamic-range quantize: scale and zero point from the data's own range, per tensor, channel, token or group.
+
+Formula
+-------
+Symmetric: m = max |input| over the segment; s = RN_C(m / q_max), and if that is 0, s = 1; z = 0.
+Asymmetric: lo = min(0, min input), hi = max(0, max input); s = RN_C(RN_C(hi - lo) / C(q_max - q_min)), and if that is 0,
+s = 1; z = clamp(q_min - rne(RN_C(lo / s)), q_min, q_max).
+Then output = clamp(rne(RN_C(input / s)) + z, q_min, q_max). NaN is skipped by the range and quantizes to z; an infinity
+in a segment makes s infinite and every code z. An empty segment has s = 1 and z = 0.
+
+Shapes
+------
+`input` and `output` [n, d]; `scale_out` and `zero_point_out` [1] for scope tensor, [shape[axis]] for channel, [n] for
+token, [n, d / group_size] for group.
+
+Elements
+--------
+input f16, bf16, f32, f64; output s8, u8, s4, u4 (two to a byte, low nibble first, every row starting at a byte);
+`scale_out` has the compute type C (f64 for f64 data, f32 otherwise), `zero_point_out` is s32.
+
+Units
+-----
+`scale_out` is real units per code step, `zero_point_out` the code that stands for 0.0.
+
+Errors
+------
+`InvalidProblem` for `n` or `d` outside [0, 2^31-1]; `q_max` below `q_min` or bounds outside the range of
+`output_element`; `q_max` below 1 when symmetric, not above `q_min` when asymmetric; an `axis` missing or outside the rank
+for scope channel, a `group_size` missing, below 1 or not dividing `d` for scope group, and either where the scope has
+none; an argument that is missing, unknown, of another element or shape, or that overlaps an output.
+`Unsupported` for an element outside the lists above.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from skuda.kernels.offers import numpy_skus
+from skuda.kernels.quantize import _affine
+from skuda.kernels.quantize._problems import AffineProblem
+from skuda.registry.descriptor import Argument, Role
+from skuda.registry.elements import CODES, FLOATS, ElementKind
+from skuda.registry.op import Case, Op
+from skuda.registry.value import Extent, Int32, Integer
+from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope
+
+
+class DynamicRangeQuantized(NamedTuple):
+    """What the op returns."""
+
+    output: Any
+    """Codes, [n, d]."""
+    scale_out: Any
+    """Scale of every segment, in the compute type."""
+    zero_point_out: Any
+    """Zero point of every segment, s32; all 0 when symmetric."""
+
+
+class DynamicRangeQuantizeDescriptor(AffineProblem):
+    """Problem of `dynamic_range`.
+
+    Attributes
+    ----------
+    n, d : int
+        Rows and columns.
+    q_min, q_max : int
+        Bounds of the codes, inclusive, within the range of `output_element`.
+    mode : DynamicRangeMode
+        ``symmetric`` or ``asymmetric``.
+    scope : DynamicRangeScope
+        What shares a scale: ``tensor``, ``channel``, ``token`` or ``group``.
+    axis : int or None
+        The channel axis for scope channel; for scope group the last axis, which is also the default.
+    group_size : int or None
+        Elements that share a scale, for scope group.
+    input_element, output_element : ElementKind
+        Elements of data and codes.
+    """
+
+    op: Literal["dynamic_range"] = "dynamic_range"
+    n: Extent
+    d: Extent
+    q_min: Int32
+    q_max: Int32
+    mode: DynamicRangeMode = DynamicRangeMode.SYMMETRIC
+    scope: DynamicRangeScope = DynamicRangeScope.TOKEN
+    axis: Integer | None = None
+    group_size: Annotated[Integer, Field(gt=0, lt=2**31)] | None = None
+    input_element: ElementKind
+    output_element: ElementKind
+    element_field: ClassVar[str] = "input_element"
+    aux_field: ClassVar[str | None] = "output_element"
+    result = DynamicRangeQuantized
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        self._check_range(self.q_min, self.q_max, self.output_element)
+        if self.mode is DynamicRangeMode.SYMMETRIC and self.q_max <= 0:
+            self.refuse("q_max", self.q_max, "be greater than 0: it divides the largest magnitude")
+        if self.mode is DynamicRangeMode.ASYMMETRIC and self.q_max == self.q_min:
+            self.refuse(
+                "q_max", self.q_max, f"be greater than q_min = {self.q_min}: their difference divides the range"
+            )
+        self._check_scope()
+        return self
+
+    def _check_scope(self) -> None:
+        if self.scope is DynamicRangeScope.CHANNEL:
+            if self.axis is None or not -2 <= self.axis < 2:
+                self.refuse("axis", self.axis, "lie in [-2, 1] for scope channel")
+        elif self.scope is DynamicRangeScope.GROUP:
+            if self.axis not in (None, 1, -1):
+                self.refuse("axis", self.axis, "be the last axis (1, -1 or left out) for scope group")
+        elif self.axis is not None:
+            self.refuse("axis", self.axis, f"be left out for scope {self.scope}")
+        if self.scope is DynamicRangeScope.GROUP:
+            if self.group_size is None:
+                self.refuse("group_size", None, "be given for scope group")
+            if self.d % self.group_size:
+                self.refuse("d", self.d, f"be a multiple of group_size = {self.group_size}")
+            object.__setattr__(self, "axis", 1)
+        elif self.group_size is not None:
+            self.refuse("group_size", self.group_size, f"be left out for scope {self.scope}")
+        elif self.axis is not None:
+            # Normalized, so that axis -1 and the axis it means are the same problem.
+            object.__setattr__(self, "axis", self.axis % 2)
+
+    @property
+    def data_shape(self) -> tuple[int, ...]:
+        """Shape of the data in elements."""
+        return (self.n, self.d)
+
+    @property
+    def segment_shape(self) -> tuple[int, ...]:
+        """Shape of `scale_out` and `zero_point_out`."""
+        match self.scope:
+            case DynamicRangeScope.TENSOR:
+                return (1,)
+            case DynamicRangeScope.CHANNEL:
+                return (self.data_shape[self.axis or 0],)
+            case DynamicRangeScope.TOKEN:
+                return (self.n,)
+            case DynamicRangeScope.GROUP:
+                return (self.n, self.d // (self.group_size or 1))
+
+    def spread(self) -> _affine.Spread:
+        """Return how a scale array spreads over the data."""
+        match self.scope:
+            case DynamicRangeScope.TENSOR:
+                return _affine.per_tensor
+            case DynamicRangeScope.CHANNEL:
+                return _affine.per_channel(self.axis or 0)
+            case DynamicRangeScope.TOKEN:
+                return _affine.per_token
+            case DynamicRangeScope.GROUP:
+                return _affine.per_group(self.group_size or 1)
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return input, output, scale_out, zero_point_out."""
+        return (
+            self._data("input", Role.INPUT, self.input_element),
+            self._data("output", Role.OUTPUT, self.output_element),
+            Argument("scale_out", Role.OUTPUT, (self.input_element.compute,), self.segment_shape),
+            Argument("zero_point_out", Role.OUTPUT, (ElementKind.S32,), self.segment_shape),
+        )
+
+
+def reference(
+    problem: DynamicRangeQuantizeDescriptor, *, input: Any, output: Any, scale_out: Any, zero_point_out: Any
+) -> None:
+    """Write `output`, `scale_out` and `zero_point_out`; see the module."""
+    view, axes = _segments(problem, input)
+    data, bounds = problem.input_element, (problem.q_min, problem.q_max)
+    if problem.mode is DynamicRangeMode.SYMMETRIC:
+        scale = _affine.symmetric_scale(view, axes, data, problem.q_max)
+        zero_point = np.zeros(scale.shape, np.int32)
+    else:
+        scale, zero_point = _affine.asymmetric_scale(view, axes, data, *bounds)
+        if view.size == 0:
+            zero_point = np.zeros_like(zero_point)
+    scale_out[...] = scale.reshape(problem.segment_shape)
+    zero_point_out[...] = zero_point.reshape(problem.segment_shape)
+    elements = (data, problem.output_element)
+    _affine.quantize(problem.spread(), elements, bounds, (input, scale_out, zero_point_out, output))
+
+
+def _segments(problem: DynamicRangeQuantizeDescriptor, data: Any) -> tuple[Any, tuple[int, ...]]:
+    """View the data so that a segment runs over whole axes; return the view and those axes."""
+    match problem.scope:
+        case DynamicRangeScope.TENSOR:
+            return data, (0, 1)
+        case DynamicRangeScope.CHANNEL:
+            return data, (1 - (problem.axis or 0),)
+        case DynamicRangeScope.TOKEN:
+            return data, (1,)
+        case DynamicRangeScope.GROUP:
+            # Splitting one axis is a view whatever the strides.
+            return data.reshape(*problem.segment_shape, problem.group_size), (2,)
+
+
+def _cases() -> tuple[Case, ...]:
+    scopes: tuple[dict[str, Any], ...] = (
+        {"scope": "token"},
+        {"scope": "tensor"},
+        {"scope": "channel", "axis": 0},
+        {"scope": "channel", "axis": -1},
+        {"scope": "group", "group_size": 8},
+    )
+    sizes = ((17, 64), (0, 8), (5, 0), (1, 8), (3, 70008), (260, 16))
+    plan = [(FLOATS[0], CODES[0], scope, size) for scope in scopes for size in sizes]
+    plan += [(data, code, scope, sizes[0]) for data in FLOATS for code in CODES for scope in scopes]
+    made = []
+    for turn, (data, code, scope, (n, d)) in enumerate(plan):
+        low, high = code.integer_range or (0, 0)
+        mode = DynamicRangeMode.SYMMETRIC if turn % 2 else DynamicRangeMode.ASYMMETRIC
+        problem = DynamicRangeQuantizeDescriptor(
+            n=n, d=d, q_min=low + turn % 2, q_max=high, mode=mode, input_element=data, output_element=code, **scope
+        )
+        made.append(Case(problem, "special" if turn % 3 == 0 else "normal"))
+    return tuple(dict.fromkeys(made))
+
+
+CASES = _cases()
+SKUS = numpy_skus(DynamicRangeQuantizeDescriptor, __name__, FLOATS, CODES)
+OP = Op(
+    DynamicRangeQuantizeDescriptor,
+    reference,
+    CASES,
+    SKUS,
+    source="baracuda_kernels/quantize/dynamic_range.rs",
+)

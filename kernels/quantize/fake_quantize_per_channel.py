@@ -1,0 +1,65 @@
+"""Fake-quantize per channel: one scale per index of one axis.
+
+Formula
+-------
+q = clamp(rne(RN_C(input / scale)) + zero_point, q_min, q_max); output = RN_T(RN_C(C(q - zero_point) * scale)). rne
+rounds to nearest, ties to even; RN_C rounds to the compute type; the division is a true one. A zero result is +0; NaN
+counts as 0, infinities saturate.
+
+Shapes
+------
+`input` and `output` `shape`, any rank, any `axis`; `scale` and `zero_point` [C], C = shape[axis].
+
+Elements
+--------
+f16, bf16, f32, f64, the same in and out.
+
+Units
+-----
+`scale` is real units per code step and `zero_point` the code that stands for 0.0. Scales have the compute type C (f64
+for f64 data, f32 otherwise) or the data's own, which is widened; zero points are s32 and never wrap.
+
+Errors
+------
+`InvalidProblem` for an extent outside [0, 2^31-1], an `axis` outside the rank (negative ones count from the end);
+`q_max` below `q_min`; an argument that is missing, unknown, of another element or shape, or that overlaps an output;
+a scalar scale that is 0 or not finite (array scales follow the formula: x / 0 is +-inf or NaN).
+`Unsupported` for an element outside the lists above.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from skuda.kernels.offers import numpy_skus
+from skuda.kernels.quantize import _affine
+from skuda.kernels.quantize._cases import cases
+from skuda.kernels.quantize._problems import FakeQuantize, PerChannel
+from skuda.registry.elements import FLOATS
+from skuda.registry.op import Op
+
+
+class FakeQuantizePerChannelDescriptor(FakeQuantize, PerChannel):
+    """Problem of `fake_quantize_per_channel`; the fields are those of `PerChannel` and `FakeQuantize`."""
+
+    op: Literal["fake_quantize_per_channel"] = "fake_quantize_per_channel"
+
+
+def reference(
+    problem: FakeQuantizePerChannelDescriptor, *, input: Any, scale: Any, zero_point: Any, output: Any
+) -> None:
+    """Write `output`; see the module."""
+    bounds = (problem.q_min, problem.q_max)
+    arrays = (input, scale, zero_point, output)
+    _affine.fake_quantize(problem.spread(), problem.input_element, bounds, arrays)
+
+
+CASES = cases(FakeQuantizePerChannelDescriptor)
+SKUS = numpy_skus(FakeQuantizePerChannelDescriptor, __name__, FLOATS)
+OP = Op(
+    FakeQuantizePerChannelDescriptor,
+    reference,
+    CASES,
+    SKUS,
+    source="baracuda_kernels/quantize/fake_quantize.rs, its formula per channel",
+)

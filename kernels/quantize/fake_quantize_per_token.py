@@ -1,0 +1,63 @@
+"""Fake-quantize per token: one scale per row.
+
+Formula
+-------
+q = clamp(rne(RN_C(input / scale)) + zero_point, q_min, q_max); output = RN_T(RN_C(C(q - zero_point) * scale)). rne
+rounds to nearest, ties to even; RN_C rounds to the compute type; the division is a true one. A zero result is +0; NaN
+counts as 0, infinities saturate.
+
+Shapes
+------
+`input` and `output` [n, d]; `scale` and `zero_point` [n].
+
+Elements
+--------
+f16, bf16, f32, f64, the same in and out.
+
+Units
+-----
+`scale` is real units per code step and `zero_point` the code that stands for 0.0. Scales have the compute type C (f64
+for f64 data, f32 otherwise) or the data's own, which is widened; zero points are s32 and never wrap.
+
+Errors
+------
+`InvalidProblem` for `n` or `d` outside [0, 2^31-1]; `q_max` below `q_min`; an argument that is missing, unknown, of
+another element or shape, or that overlaps an output; a scalar scale that is 0 or not finite (array scales follow the
+formula: x / 0 is +-inf or NaN).
+`Unsupported` for an element outside the lists above.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from skuda.kernels.offers import numpy_skus
+from skuda.kernels.quantize import _affine
+from skuda.kernels.quantize._cases import cases
+from skuda.kernels.quantize._problems import FakeQuantize, PerToken
+from skuda.registry.elements import FLOATS
+from skuda.registry.op import Op
+
+
+class FakeQuantizePerTokenDescriptor(FakeQuantize, PerToken):
+    """Problem of `fake_quantize_per_token`; the fields are those of `PerToken` and `FakeQuantize`."""
+
+    op: Literal["fake_quantize_per_token"] = "fake_quantize_per_token"
+
+
+def reference(problem: FakeQuantizePerTokenDescriptor, *, input: Any, scale: Any, zero_point: Any, output: Any) -> None:
+    """Write `output`; see the module."""
+    bounds = (problem.q_min, problem.q_max)
+    arrays = (input, scale, zero_point, output)
+    _affine.fake_quantize(problem.spread(), problem.input_element, bounds, arrays)
+
+
+CASES = cases(FakeQuantizePerTokenDescriptor)
+SKUS = numpy_skus(FakeQuantizePerTokenDescriptor, __name__, FLOATS)
+OP = Op(
+    FakeQuantizePerTokenDescriptor,
+    reference,
+    CASES,
+    SKUS,
+    source="baracuda_kernels/quantize/fake_quantize.rs, its formula per token",
+)

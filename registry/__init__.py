@@ -1,0 +1,74 @@
+"""WHAT exists: pure data about elements, guarantees, kernels and ops. No array library, no device, no compiler."""
+
+from skuda.registry.arch import ArchSku
+from skuda.registry.backend import BackendSpec
+from skuda.registry.constraints import Between, Constraint, MultipleOf, OneOf, ProductAtMost
+from skuda.registry.descriptor import Argument, Descriptor, FunctionalKey, Role
+from skuda.registry.elements import ElementKind
+from skuda.registry.errors import (
+    InvalidProblem,
+    InvalidRecord,
+    MissingDependency,
+    NotPrepared,
+    RegistrationError,
+    SkudaError,
+    Unsupported,
+)
+from skuda.registry.guarantee import PrecisionGuarantee, PrecisionRequirement
+from skuda.registry.op import Case, Op
+from skuda.registry.reason import Reason
+from skuda.registry.registry import Registry
+from skuda.registry.sku import KernelSku, SkuIdentity, WorkspaceTerm
+from skuda.registry.vocabulary import (
+    ActivationKind,
+    BackendKind,
+    DynamicRangeMode,
+    DynamicRangeScope,
+    ElementwiseKind,
+    EpilogueKind,
+    LayoutSku,
+    MathPrecision,
+    OpCategory,
+    QuantizeKind,
+)
+
+__all__ = [
+    "ActivationKind",
+    "ArchSku",
+    "Argument",
+    "BackendKind",
+    "BackendSpec",
+    "Between",
+    "Case",
+    "Constraint",
+    "Descriptor",
+    "DynamicRangeMode",
+    "DynamicRangeScope",
+    "ElementKind",
+    "ElementwiseKind",
+    "EpilogueKind",
+    "FunctionalKey",
+    "InvalidProblem",
+    "InvalidRecord",
+    "KernelSku",
+    "LayoutSku",
+    "MathPrecision",
+    "MissingDependency",
+    "MultipleOf",
+    "NotPrepared",
+    "OneOf",
+    "Op",
+    "OpCategory",
+    "PrecisionGuarantee",
+    "PrecisionRequirement",
+    "ProductAtMost",
+    "QuantizeKind",
+    "Reason",
+    "RegistrationError",
+    "Registry",
+    "Role",
+    "SkuIdentity",
+    "SkudaError",
+    "Unsupported",
+    "WorkspaceTerm",
+]

@@ -1,0 +1,44 @@
+"""What a backend is, as data: enough to refuse a kernel record that it could never honour."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from skuda.registry.elements import ElementKind
+from skuda.registry.guarantee import PrecisionGuarantee
+from skuda.registry.value import Value
+from skuda.registry.vocabulary import BackendKind, MathPrecision
+
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+"""Lower case letters, digits and underscores: safe in an id, a path and a shell."""
+
+
+class BackendSpec(Value):
+    """The facts about a backend that registration and ranking need, without importing it.
+
+    Attributes
+    ----------
+    name : str
+        As `KernelSku.backend` names it.
+    processor : str
+        ``cpu`` or ``cuda``: which architectures its kernels may name.
+    ceiling : PrecisionGuarantee
+        The most that any kernel of this backend may promise.
+    reference : bool
+        Whether its kernels are the meaning of their ops; they stand last in every ranking.
+    """
+
+    name: Name
+    processor: Literal["cpu", "cuda"]
+    ceiling: PrecisionGuarantee = PrecisionGuarantee(math_precision=MathPrecision.F64, accumulator=ElementKind.F64)
+    reference: bool = False
+
+
+BUILT_IN = (
+    BackendSpec(name=BackendKind.PYCUDA, processor="cuda"),
+    BackendSpec(name=BackendKind.CUDA_CORE, processor="cuda"),
+    BackendSpec(name=BackendKind.NUMPY, processor="cpu", reference=True),
+)
+"""The backends that this project names, in order of preference."""

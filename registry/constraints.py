@@ -1,0 +1,127 @@
+"""Requirements that a kernel puts on a problem; each can check itself and say itself in words.
+
+A constraint names an attribute of the descriptor, so derived sizes (`numel`, `num_groups`) can be constrained too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from skuda.registry.reason import Reason
+from skuda.registry.value import Integer, Value
+
+if TYPE_CHECKING:
+    from skuda.registry.descriptor import Descriptor
+
+
+class _FieldConstraint(Value):
+    field: str
+
+    def describe(self) -> str:
+        """Say the requirement in words."""
+        return f"{self.field} {self.wanted()}"
+
+    def wanted(self) -> str:
+        """Say what the field must be."""
+        raise NotImplementedError
+
+    def holds(self, value: object) -> bool:
+        """Whether `value` satisfies the requirement."""
+        raise NotImplementedError
+
+    def check(self, problem: Descriptor) -> Reason | None:
+        """Return the reason for which `problem` is refused, or None."""
+        value = getattr(problem, self.field)
+        if self.holds(value):
+            return None
+        return Reason(code="constraint", field=self.field, wanted=self.wanted(), had=str(value))
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Descriptor attributes that are read."""
+        return (self.field,)
+
+
+class OneOf(_FieldConstraint):
+    """The field has one of the listed values."""
+
+    kind: Literal["one_of"] = "one_of"
+    allowed: tuple[str | int | bool, ...]
+
+    def wanted(self) -> str:
+        """Say what the field must be."""
+        return (
+            "one of " + ", ".join(str(value) for value in self.allowed) if len(self.allowed) > 1 else str(*self.allowed)
+        )
+
+    def holds(self, value: object) -> bool:
+        """Whether `value` is listed."""
+        return value in self.allowed
+
+
+class Between(_FieldConstraint):
+    """The field lies in [minimum, maximum]; either end may be open (None)."""
+
+    kind: Literal["between"] = "between"
+    minimum: Integer | None = None
+    maximum: Integer | None = None
+
+    def wanted(self) -> str:
+        """Say what the field must be."""
+        low = [] if self.minimum is None else [f"at least {self.minimum}"]
+        high = [] if self.maximum is None else [f"at most {self.maximum}"]
+        return " and ".join(low + high) or "anything"
+
+    def holds(self, value: object) -> bool:
+        """Whether `value` is in range."""
+        number = float(value) if isinstance(value, (int, float)) else math.nan
+        low = -math.inf if self.minimum is None else self.minimum
+        high = math.inf if self.maximum is None else self.maximum
+        return low <= number <= high
+
+
+class MultipleOf(_FieldConstraint):
+    """The field is a multiple of a number."""
+
+    kind: Literal["multiple_of"] = "multiple_of"
+    divisor: Annotated[Integer, Field(gt=0)]
+
+    def wanted(self) -> str:
+        """Say what the field must be."""
+        return f"a multiple of {self.divisor}"
+
+    def holds(self, value: object) -> bool:
+        """Whether `value` divides evenly."""
+        return isinstance(value, int) and value % self.divisor == 0
+
+
+class ProductAtMost(Value):
+    """The product of several fields stays within a bound, for example what 32-bit indexing reaches."""
+
+    kind: Literal["product_at_most"] = "product_at_most"
+    factors: tuple[str, ...]
+    maximum: Integer
+
+    def describe(self) -> str:
+        """Say the requirement in words."""
+        return f"{' * '.join(self.factors)} at most {self.maximum}"
+
+    def check(self, problem: Descriptor) -> Reason | None:
+        """Return the reason for which `problem` is refused, or None."""
+        product = math.prod(getattr(problem, factor) for factor in self.factors)
+        if product <= self.maximum:
+            return None
+        name = " * ".join(self.factors)
+        return Reason(code="constraint", field=name, wanted=f"at most {self.maximum}", had=str(product))
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Descriptor attributes that are read."""
+        return self.factors
+
+
+Constraint = Annotated[OneOf | Between | MultipleOf | ProductAtMost, Field(discriminator="kind")]
+"""Any of the constraints; the ``kind`` field tells them apart in JSON."""

@@ -1,0 +1,133 @@
+"""Descriptors: one concrete problem, without its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar, NamedTuple
+
+from skuda.registry.elements import ElementKind
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.value import Value
+from skuda.registry.vocabulary import EpilogueKind, LayoutSku, OpCategory
+
+
+class FunctionalKey(NamedTuple):
+    """What a kernel must match exactly before anything else is looked at."""
+
+    category: OpCategory
+    op: str
+    element: ElementKind
+    aux_element: ElementKind | None
+    layout: LayoutSku | None
+    epilogue: EpilogueKind | None
+
+
+class Role(StrEnum):
+    """What an argument is for."""
+
+    INPUT = "input"
+    OUTPUT = "output"
+    SCRATCH = "scratch"
+    SCALE = "scale"
+    """A finite non-zero number, or an array of one element on the device."""
+    ZERO_POINT = "zero_point"
+    """An s32 integer, or an s32 array of one element on the device."""
+    VALUE = "value"
+    """A number that the element can represent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of an op, as a concrete problem needs it.
+
+    Attributes
+    ----------
+    name : str
+        Keyword under which it is passed.
+    role : Role
+        What it is for.
+    elements : tuple of ElementKind
+        Accepted elements; the first is what is allocated and computed with.
+    shape : tuple of int
+        Shape in elements; for scalars ``(1,)``.
+    flat : bool
+        Any shape with as many elements is accepted, and outputs take the input's.
+    required : bool
+        Whether the caller must pass it.
+    """
+
+    name: str
+    role: Role
+    elements: tuple[ElementKind, ...]
+    shape: tuple[int, ...] = (1,)
+    flat: bool = False
+    required: bool = True
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether a plain number is accepted."""
+        return self.role in (Role.SCALE, Role.ZERO_POINT, Role.VALUE)
+
+
+def storage_shape(shape: tuple[int, ...], element: ElementKind) -> tuple[int, ...]:
+    """Shape of the array that stores `shape` elements: as given, or the last axis halved (upwards) where packed."""
+    if element.is_packed and shape:
+        return (*shape[:-1], -(-shape[-1] // 2))
+    return shape
+
+
+class Descriptor(Value):
+    """One concrete problem: sizes, element kinds, modes, and scalars that are frozen metadata of a model.
+
+    Subclasses add ``op: Literal["name"] = "name"`` and their fields, and say with `element_field` and `aux_field`
+    which of them a kernel's `element` and `aux_element` answer to.
+
+    Raises
+    ------
+    InvalidProblem
+        Where a field breaks its rule.
+    """
+
+    refusal = InvalidProblem
+    category: ClassVar[OpCategory]
+    element_field: ClassVar[str]
+    aux_field: ClassVar[str | None] = None
+    layout: ClassVar[LayoutSku | None] = None
+    in_place: ClassVar[bool] = False
+    """Whether an output may be exactly the same array as an input."""
+    result: ClassVar[Callable[..., Any] | None] = None
+    """Builds what the op returns from its outputs; None returns the only output itself."""
+
+    def __hash__(self) -> int:
+        return hash((self.__class__, *self.__dict__.values()))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (self.__class__ is other.__class__ and self.__dict__ == other.__dict__)
+
+    @classmethod
+    def op_name(cls) -> str:
+        """Name of the op that this class describes."""
+        return str(cls.model_fields["op"].default)
+
+    def key(self) -> FunctionalKey:
+        """Return the exact key under which kernels for this problem are indexed."""
+        return FunctionalKey(
+            self.category,
+            self.op_name(),
+            getattr(self, self.element_field),
+            getattr(self, self.aux_field) if self.aux_field else None,
+            self.layout,
+            getattr(self, "epilogue", None),
+        )
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return the arguments of this problem, inputs before outputs."""
+        raise NotImplementedError
+
+
+def key_field(descriptor: type[Descriptor], part: str) -> str:
+    """Name the descriptor's field that answers to `part` of a functional key."""
+    named = {"element": descriptor.element_field, "aux_element": descriptor.aux_field}
+    return named.get(part) or part

@@ -1,0 +1,112 @@
+"""The one tree of errors: every exception that skuda raises on purpose is a `SkudaError`.
+
+Exceptions carry data, not only text. `InvalidProblem` says that the request is wrong, `Unsupported` that the
+request is fine but nothing here serves it; the split is the seeds'.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from skuda.dispatch.explanation import Explanation
+
+
+class SkudaError(Exception):
+    """Base of every error that skuda raises on purpose."""
+
+
+class _RuleBroken(SkudaError):
+    """A value that breaks a rule: what it is part of, the field, what it had and what it must be.
+
+    Not a ValueError: pydantic would wrap it when a record that holds it is validated, and hide its data.
+
+    Attributes
+    ----------
+    subject : str
+        What was being described, for example ``FakeQuantizeDescriptor``.
+    field : str
+        The offending field or argument.
+    had : str
+        What was given.
+    must : str
+        The rule, phrased to follow "must".
+    """
+
+    def __init__(self, subject: str, field: str, had: str, must: str) -> None:
+        super().__init__(subject, field, had, must)  # args rebuild the exception when it is unpickled
+        self.subject, self.field, self.had, self.must = subject, field, had, must
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.field} must {self.must}; had {self.had}"
+
+
+class InvalidProblem(_RuleBroken):
+    """The request itself is wrong: a size, a range, a shape, a type, an argument."""
+
+
+class InvalidRecord(_RuleBroken):
+    """A record (`KernelSku`, `Device`, `PlanPreference`, ...) that cannot be what it says."""
+
+
+class RegistrationError(SkudaError):
+    """A record that the registry refuses.
+
+    Attributes
+    ----------
+    record : str
+        Id of the refused record.
+    field : str
+        The field at fault.
+    reason : str
+        What is wrong with it and what to do.
+    origins : tuple of str
+        Who registered it; for a duplicate, the first holder and then the newcomer.
+    """
+
+    def __init__(self, record: str, field: str, reason: str, origins: tuple[str, ...]) -> None:
+        super().__init__(record, field, reason, origins)
+        self.record, self.field, self.reason, self.origins = record, field, reason, origins
+
+    def __str__(self) -> str:
+        return f"{self.record}: {self.field}: {self.reason} (registered by {' and by '.join(self.origins)})"
+
+
+class Unsupported(SkudaError):
+    """No registered kernel serves this problem here.
+
+    Attributes
+    ----------
+    explanation : Explanation
+        Every candidate with the reasons for which it was refused.
+    """
+
+    def __init__(self, explanation: Explanation) -> None:
+        super().__init__(explanation)
+        self.explanation = explanation
+
+    def __str__(self) -> str:
+        return self.explanation.why_not()
+
+
+class NotPrepared(SkudaError):
+    """A plan that cannot run in this process: it was made for a card that is not here, or loaded from JSON."""
+
+
+class MissingDependency(SkudaError, ImportError):
+    """An optional package is absent.
+
+    Attributes
+    ----------
+    package : str
+        What is missing.
+    command : str
+        The command that installs it.
+    """
+
+    def __init__(self, package: str, command: str) -> None:
+        super().__init__(package, command)
+        self.package, self.command = package, command
+
+    def __str__(self) -> str:
+        return f"{self.package} is not installed; run: {self.command}"

@@ -1,0 +1,109 @@
+"""What a kernel promises about its bits, and what a caller may ask for."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from skuda.registry.elements import ElementKind
+from skuda.registry.reason import Reason
+from skuda.registry.value import Integer, Value
+from skuda.registry.vocabulary import MathPrecision
+
+Ulps = Annotated[Integer, Field(ge=0)]
+
+
+class PrecisionGuarantee(Value):
+    """What a kernel promises; checked by running it, and shown as unverified until that was done.
+
+    Attributes
+    ----------
+    math_precision : MathPrecision
+        Precision inside the instruction.
+    accumulator : ElementKind
+        Element that sums are kept in.
+    deterministic : bool
+        The same inputs give the same bits on every run: no atomics, no order that depends on timing.
+    bit_stable_on_same_hardware : bool
+        The same inputs give the same bits on every machine with the same processor.
+    max_ulp : int or None
+        Largest distance from the NumPy reference in units in the last place of the compute type, before the final
+        rounding; 0 is bit for bit, None is no promise.
+    batch_invariant : bool
+        A row's result does not depend on which other rows are computed with it.
+    """
+
+    math_precision: MathPrecision
+    accumulator: ElementKind
+    deterministic: bool = True
+    bit_stable_on_same_hardware: bool = True
+    max_ulp: Ulps | None = 0
+    batch_invariant: bool = True
+
+    @property
+    def bit_exact(self) -> bool:
+        """Whether the kernel equals the reference bit for bit."""
+        return self.max_ulp == 0
+
+    def describe(self) -> str:
+        """Say the promise in one line."""
+        closeness = {0: "bit-exact", None: "no ulp bound"}.get(self.max_ulp, f"within {self.max_ulp} ulp")
+        flags = {
+            "deterministic": self.deterministic,
+            "bit-stable": self.bit_stable_on_same_hardware,
+            "batch-invariant": self.batch_invariant,
+        }
+        words = [f"{self.math_precision} math", f"{self.accumulator} accumulator", closeness]
+        return ", ".join(words + [name for name, given in flags.items() if given])
+
+
+class PrecisionRequirement(Value):
+    """A partial `PrecisionGuarantee`: the fields that a caller insists on, the rest left open (None).
+
+    A flag that is True must be promised; ``max_ulp=n`` must be promised as n or fewer; ``math_precision`` and
+    ``accumulator`` must be equal.
+    """
+
+    math_precision: MathPrecision | None = None
+    accumulator: ElementKind | None = None
+    deterministic: bool | None = None
+    bit_stable_on_same_hardware: bool | None = None
+    max_ulp: Ulps | None = None
+    batch_invariant: bool | None = None
+
+    def check(self, guarantee: PrecisionGuarantee) -> tuple[Reason, ...]:
+        """Return one reason for every field in which `guarantee` falls short."""
+        return tuple(
+            Reason(code="guarantee", field=f"preference.require.{field}", wanted=wanted, had=had)
+            for field, wanted, had, met in _compare(self, guarantee)
+            if not met
+        )
+
+
+def exceeds(guarantee: PrecisionGuarantee, ceiling: PrecisionGuarantee) -> str | None:
+    """Return the first field in which `guarantee` promises more than `ceiling` allows, or None.
+
+    Math precision and accumulator are not compared: a backend limits what it can promise, not what it computes in.
+    """
+    for field in ("deterministic", "bit_stable_on_same_hardware", "batch_invariant"):
+        if getattr(guarantee, field) and not getattr(ceiling, field):
+            return field
+    if guarantee.max_ulp is not None and (ceiling.max_ulp is None or guarantee.max_ulp < ceiling.max_ulp):
+        return "max_ulp"
+    return None
+
+
+def _compare(wanted: PrecisionRequirement, given: PrecisionGuarantee) -> list[tuple[str, str, str, bool]]:
+    rows: list[tuple[str, str, str, bool]] = []
+    for field in ("math_precision", "accumulator"):
+        want, have = getattr(wanted, field), getattr(given, field)
+        if want is not None:
+            rows.append((field, str(want), str(have), want == have))
+    for field in ("deterministic", "bit_stable_on_same_hardware", "batch_invariant"):
+        if getattr(wanted, field):
+            rows.append((field, "True", str(getattr(given, field)), getattr(given, field)))
+    if wanted.max_ulp is not None:
+        met = given.max_ulp is not None and given.max_ulp <= wanted.max_ulp
+        rows.append(("max_ulp", f"at most {wanted.max_ulp}", str(given.max_ulp), met))
+    return rows

@@ -1,0 +1,79 @@
+"""`Op`: one operation, with its meaning, its cases and its kernels best first."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from skuda.registry.descriptor import Descriptor
+from skuda.registry.sku import KernelSku
+from skuda.registry.vocabulary import OpCategory
+
+Values = Literal["normal", "special", "ties"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem of an op, as tests, verification and benchmarks use it.
+
+    Attributes
+    ----------
+    problem : Descriptor
+        The problem.
+    values : str
+        How floating inputs are drawn: ``normal`` (finite, over many binades), ``special`` (also NaN, infinities,
+        zeros and subnormals) or ``ties`` (exact multiples of half a step).
+    """
+
+    problem: Descriptor
+    values: Values = "normal"
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation.
+
+    Attributes
+    ----------
+    descriptor : type of Descriptor
+        Describes a concrete problem; carries the op's name and category.
+    reference : callable
+        The op's meaning: ``reference(problem, **arrays)`` writes NumPy outputs from NumPy inputs.
+    cases : tuple of Case
+        Problems that every kernel of the op is run over.
+    skus : tuple of KernelSku
+        The kernels, best first.
+    source : str
+        Where the definition comes from.
+    draw : callable or None
+        Draws inputs for a problem where the general rule does not fit.
+    """
+
+    descriptor: type[Descriptor]
+    reference: Callable[..., None]
+    cases: tuple[Case, ...]
+    skus: tuple[KernelSku, ...]
+    source: str
+    draw: Callable[..., Mapping[str, Any]] | None = field(default=None)
+
+    @property
+    def name(self) -> str:
+        """Name of the op."""
+        return self.descriptor.op_name()
+
+    @property
+    def category(self) -> OpCategory:
+        """Category of the op."""
+        return self.descriptor.category
+
+    @property
+    def documentation(self) -> str:
+        """The op's own documentation: formula, shapes, units, errors."""
+        return inspect.getdoc(inspect.getmodule(self.reference)) or ""
+
+    @property
+    def summary(self) -> str:
+        """First line of the documentation."""
+        return self.documentation.partition("\n")[0]

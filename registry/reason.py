@@ -1,0 +1,59 @@
+"""Why a kernel was refused: data with a code, the field at fault, what was wanted and what it had."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from skuda.registry.value import Value
+
+ReasonCode = Literal[
+    "element",
+    "aux_element",
+    "layout",
+    "epilogue",
+    "arch",
+    "constraint",
+    "guarantee",
+    "workspace",
+    "preference",
+    "backend",
+]
+
+
+class Reason(Value):
+    """One reason for which a kernel was refused.
+
+    Attributes
+    ----------
+    code : str
+        Kind of reason; one of a short closed list, to branch on.
+    field : str
+        Field of the descriptor, ``device``, ``backend`` or ``preference.*`` that would have to change.
+    wanted : str
+        What the kernel needs, or what the caller insists on.
+    had : str
+        What was there instead.
+    """
+
+    code: ReasonCode
+    field: str
+    wanted: str
+    had: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: wanted {self.wanted}, had {self.had}"
+
+    @property
+    def change(self) -> str:
+        """What would have to change for this reason to go away."""
+        match self.code:
+            case "guarantee":
+                return f"relax {self.field}: this kernel promises {self.had}"
+            case "preference":
+                return f"drop {self.field} = {self.wanted}"
+            case "arch":
+                return f"run on {self.wanted}"
+            case "backend":
+                return self.wanted
+            case _:
+                return f"set {self.field} to {self.wanted}"

@@ -1,0 +1,62 @@
+"""Finding what a `KernelSku` points at, without running it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.resources
+import re
+from functools import cache
+from typing import Any
+
+
+@cache
+def source_text(source: str) -> str:
+    """Return the text of a ``package:file`` source.
+
+    Raises
+    ------
+    LookupError
+        Where the package or the file does not exist.
+    """
+    package, _, name = source.partition(":")
+    try:
+        return importlib.resources.files(package).joinpath(name).read_text(encoding="utf-8")
+    except (ImportError, OSError, TypeError) as error:
+        raise LookupError(f"{source} cannot be read: {error}") from error
+
+
+@cache
+def resolve(module: str, name: str) -> Any:
+    """Return attribute `name` of Python module `module`.
+
+    Raises
+    ------
+    LookupError
+        Where either does not exist.
+    """
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise LookupError(f"{module}:{name} cannot be loaded: {error}") from error
+
+
+def missing(source: str, entry_point: str, launch: str | None) -> tuple[str, str] | None:
+    """Return (field, reason) of the first thing that a record points at and that is not there, or None."""
+    field = "source"
+    try:
+        if ":" in source:
+            text = source_text(source)
+            field = "entry_point"
+            if not re.search(rf"\b{re.escape(entry_point)}\b", text):
+                raise LookupError(f"{entry_point} does not occur in {source}")
+        else:
+            importlib.import_module(source)
+            field = "entry_point"
+            resolve(source, entry_point)
+        if launch is not None:
+            field = "launch"
+            module, _, name = launch.partition(":")
+            resolve(module, name)
+    except (LookupError, ImportError) as error:
+        return field, str(error)
+    return None

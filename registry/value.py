@@ -1,0 +1,90 @@
+"""The base of every record: a frozen pydantic model whose failures name the field, the rule and what was given."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, NoReturn, Self, cast
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+
+from skuda.registry.errors import InvalidProblem, InvalidRecord
+
+
+def _index(value: object) -> object:
+    """Accept what Python accepts as an index (so NumPy integers too), but neither floats, strings nor booleans."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError("be an integer")
+    return operator.index(cast("Any", value))
+
+
+Integer = Annotated[int, BeforeValidator(_index)]
+"""Any integer; a float, a string or a boolean is refused rather than converted."""
+
+Size = Annotated[Integer, Field(ge=0, lt=2**63)]
+"""A count of elements, 0 up to 2^63-1."""
+
+Extent = Annotated[Integer, Field(ge=0, lt=2**31)]
+"""The size of one axis, 0 up to 2^31-1."""
+
+Int32 = Annotated[Integer, Field(ge=-(2**31), lt=2**31)]
+"""An integer that fits the s32 in which zero points and bounds are stored."""
+
+_RULES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "missing": lambda _: "be given",
+    "greater_than_equal": lambda c: f"be at least {c['ge']}",
+    "greater_than": lambda c: f"be greater than {c['gt']}",
+    "less_than": lambda c: f"be less than {c['lt']}",
+    "less_than_equal": lambda c: f"be at most {c['le']}",
+    "enum": lambda c: f"be one of {c['expected']}",
+    "literal_error": lambda c: f"be {c['expected']}",
+    "finite_number": lambda _: "be finite",
+    "float_type": lambda _: "be a number",
+    "tuple_type": lambda _: "be a tuple",
+    "string_pattern_mismatch": lambda c: f"match {c['pattern']}",
+}
+
+
+class Value(BaseModel):
+    """A frozen record: hashable, comparable, JSON round-trip, no unknown fields.
+
+    Raises
+    ------
+    InvalidRecord
+        Where a field breaks its rule (`InvalidProblem` for descriptors).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants", validate_default=False)
+    refusal: ClassVar[type[InvalidProblem | InvalidRecord]] = InvalidRecord
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse_in_our_words(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            # A misspelt field shows as one unknown and one missing; the unknown one is the cause.
+            first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
+        field = ".".join(str(part) for part in first["loc"]) or "the record"
+        context = first.get("ctx", {})
+        if first["type"] == "extra_forbidden":
+            cls.refuse(field, repr(first["input"]), f"be one of {', '.join(cls.model_fields)}")
+        if first["type"] == "value_error":
+            rule = str(context["error"])
+        else:
+            phrase = _RULES.get(first["type"])
+            rule = phrase(context) if phrase else f"satisfy: {first['msg']}"
+        return cls.refuse(field, "nothing" if first["type"] == "missing" else repr(first["input"]), rule)
+
+    @classmethod
+    def refuse(cls, field: str, had: object, must: str) -> NoReturn:
+        """Raise this record's error for `field`."""
+        raise cls.refusal(cls.__name__, field, str(had), must)

@@ -1,0 +1,150 @@
+"""The closed and open lists of words that records are made of; the words are the seeds'."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class OpCategory(StrEnum):
+    """Top of the op taxonomy; the facade is wider than what is implemented."""
+
+    GEMM = "gemm"
+    UNARY_ELEMENTWISE = "unary_elementwise"
+    BINARY_ELEMENTWISE = "binary_elementwise"
+    TERNARY_ELEMENTWISE = "ternary_elementwise"
+    GATED_ACTIVATION = "gated_activation"
+    REDUCTION = "reduction"
+    SCAN = "scan"
+    NORMALIZATION = "normalization"
+    SOFTMAX = "softmax"
+    CONVOLUTION = "convolution"
+    POOLING = "pooling"
+    ATTENTION = "attention"
+    INDEXING = "indexing"
+    EMBEDDING = "embedding"
+    SHAPE_LAYOUT = "shape_layout"
+    SORTING = "sorting"
+    QUANTIZATION = "quantization"
+    RANDOM = "random"
+    LOSS = "loss"
+    SEGMENT_OPS = "segment_ops"
+    IMAGE = "image"
+    FFT = "fft"
+    LINALG = "linalg"
+    MOE = "moe"
+
+
+class QuantizeKind(StrEnum):
+    """The ops of the quantization category that this package brings; packages may register others by name."""
+
+    PER_TENSOR = "quantize_per_tensor"
+    PER_TENSOR_BACKWARD = "quantize_per_tensor_backward"
+    DEQUANTIZE_PER_TENSOR = "dequantize_per_tensor"
+    DEQUANTIZE_PER_TENSOR_BACKWARD = "dequantize_per_tensor_backward"
+    PER_CHANNEL = "quantize_per_channel"
+    PER_CHANNEL_BACKWARD = "quantize_per_channel_backward"
+    DEQUANTIZE_PER_CHANNEL = "dequantize_per_channel"
+    DEQUANTIZE_PER_CHANNEL_BACKWARD = "dequantize_per_channel_backward"
+    PER_TOKEN = "quantize_per_token"
+    PER_TOKEN_BACKWARD = "quantize_per_token_backward"
+    DEQUANTIZE_PER_TOKEN = "dequantize_per_token"
+    DEQUANTIZE_PER_TOKEN_BACKWARD = "dequantize_per_token_backward"
+    PER_GROUP = "quantize_per_group"
+    PER_GROUP_BACKWARD = "quantize_per_group_backward"
+    DEQUANTIZE_PER_GROUP = "dequantize_per_group"
+    DEQUANTIZE_PER_GROUP_BACKWARD = "dequantize_per_group_backward"
+    FAKE_QUANTIZE = "fake_quantize"
+    FAKE_QUANTIZE_BACKWARD = "fake_quantize_backward"
+    FAKE_QUANTIZE_PER_CHANNEL = "fake_quantize_per_channel"
+    FAKE_QUANTIZE_PER_CHANNEL_BACKWARD = "fake_quantize_per_channel_backward"
+    FAKE_QUANTIZE_PER_TOKEN = "fake_quantize_per_token"
+    FAKE_QUANTIZE_PER_TOKEN_BACKWARD = "fake_quantize_per_token_backward"
+    FAKE_QUANTIZE_PER_GROUP = "fake_quantize_per_group"
+    FAKE_QUANTIZE_PER_GROUP_BACKWARD = "fake_quantize_per_group_backward"
+    DYNAMIC_RANGE = "dynamic_range"
+    QUANTIZED_LINEAR = "quantized_linear"
+    SMOOTHQUANT_LINEAR = "smoothquant_linear"
+
+
+class ElementwiseKind(StrEnum):
+    """The elementwise ops that this package brings."""
+
+    FILL = "fill"
+
+
+class BackendKind(StrEnum):
+    """The backends that this project names; a plug-in's backend has a name of its own."""
+
+    NUMPY = "numpy"
+    PYCUDA = "pycuda"
+    CUDA_CORE = "cuda_core"
+
+
+class MathPrecision(StrEnum):
+    """Precision of the arithmetic instruction itself."""
+
+    F16 = "f16"
+    BF16 = "bf16"
+    TF32 = "tf32"
+    F32 = "f32"
+    F64 = "f64"
+    INT8 = "int8"
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
+    INT4 = "int4"
+    BINARY = "binary"
+
+
+class LayoutSku(StrEnum):
+    """Operand layouts of a matrix product D = A B."""
+
+    RCR = "rcr"
+    """A by rows, B by columns, D by rows; a linear layer whose weight is [N, K] by rows."""
+    RRR = "rrr"
+    """All three by rows."""
+
+
+class ActivationKind(StrEnum):
+    """What a fused epilogue applies last."""
+
+    RELU = "relu"
+    GELU = "gelu"
+    """The erf form."""
+    SILU = "silu"
+
+
+class EpilogueKind(StrEnum):
+    """What happens to a product before it is rounded to the output element."""
+
+    IDENTITY = "identity"
+    BIAS = "bias"
+    BIAS_RELU = "bias_relu"
+    BIAS_GELU = "bias_gelu"
+    BIAS_SILU = "bias_silu"
+
+    @property
+    def requires_bias(self) -> bool:
+        """Whether the op takes a bias of one value per output channel."""
+        return self is not EpilogueKind.IDENTITY
+
+    @property
+    def activation(self) -> ActivationKind | None:
+        """The activation applied after the bias, if any."""
+        name = self.value.removeprefix("bias_")
+        return next((kind for kind in ActivationKind if kind == name), None)
+
+
+class DynamicRangeMode(StrEnum):
+    """How a dynamic range becomes scale and zero point."""
+
+    SYMMETRIC = "symmetric"
+    ASYMMETRIC = "asymmetric"
+
+
+class DynamicRangeScope(StrEnum):
+    """What shares one scale and zero point."""
+
+    TENSOR = "tensor"
+    CHANNEL = "channel"
+    TOKEN = "token"
+    GROUP = "group"

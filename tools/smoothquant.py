@@ -1,0 +1,537 @@
+"""SmoothQuant's offline half: observe activations, move their outliers into the weights, quantize, keep.
+
+A linear layer ``y = A W^T + b`` is unchanged when column k of A is divided by ``s_k`` and column k of W is multiplied
+by it. With ``s_k = max|A_k|^alpha / max|W_k|^(1-alpha)`` (both maxima floored at 1e-5) the few channels in which a
+transformer's activations are a hundred times larger than elsewhere stop setting the step of all the others.
+
+What each step is computed in, so that a checkpoint comes out the same on every machine:
+
+=====================  ========================================================================================
+maxima                 exact, f32
+both powers            f64, each rounded once to f32 (NumPy's own f32 power differs by an ulp between SIMD paths)
+``s_k``                one f32 division of the two
+``A_k / s_k``          one f32 division; ``W_k * s_k``: one f32 product
+scales, int8 values    `DynamicRangeQuantize`, `QuantizePerTensor`, symmetric -127..127, through the dispatcher
+=====================  ========================================================================================
+
+Source: Xiao et al., SmoothQuant, 2023, equation 4; numerics.md, "SmoothQuant's offline half".
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite, prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import TypeAdapter, ValidationError
+
+from skuda.dispatch import Dispatcher
+from skuda.kernels.quantize import (
+    DynamicRangeQuantizeDescriptor,
+    QuantizedLinearDescriptor,
+    QuantizePerTensorDescriptor,
+    SmoothQuantLinearDescriptor,
+)
+from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
+from skuda.registry.value import Value
+
+F32 = npt.NDArray[np.float32]
+S8 = npt.NDArray[np.int8]
+
+FLOOR = np.float32(1e-5)
+"""Least maximum of a channel, so that a silent channel neither divides by zero nor swallows the other operand."""
+
+Q_MAX = 127
+"""Symmetric range -127..127: with -128 left out, negation is exact."""
+
+FORMAT = "skuda.smoothquant"
+FORMAT_VERSION = "1"
+REMEDY = "; write it again with skuda.tools.smoothquant.save_layers"
+
+
+class ActivationRanges:
+    """Streaming calibration: the largest magnitude of every input channel of every layer.
+
+    Memory is one f32 per channel and layer, whatever the number of batches. NaN is skipped, as the dynamic-range
+    ops skip it; an infinity is kept and refused when the layer is quantized, because no scale can represent it.
+    """
+
+    def __init__(self) -> None:
+        self._maxima: dict[str, F32] = {}
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names seen so far, in the order of their first batch."""
+        return tuple(self._maxima)
+
+    def observe(self, layer: str, activation: npt.NDArray[Any]) -> None:
+        """Widen the ranges of `layer` by one batch.
+
+        Parameters
+        ----------
+        layer : str
+            Any name; batches of one name must agree in K.
+        activation : array of shape (..., K), f16, bf16 or f32
+            Input of the layer. An empty batch changes nothing.
+
+        Raises
+        ------
+        InvalidProblem
+            For a scalar, another element kind, or another K than before.
+        """
+        rows = _rows(f"calibration of layer {layer!r}", "activation", activation)
+        # Two reductions rather than abs(): no temporary of the size of the batch.
+        high = np.fmax.reduce(rows, axis=0, initial=np.float32(0))
+        low = np.fmin.reduce(rows, axis=0, initial=np.float32(0))
+        seen = self._maxima.get(layer)
+        if seen is not None and seen.shape != high.shape:
+            rule = f"have {seen.size} channels, as in the batches before"
+            raise InvalidProblem(f"calibration of layer {layer!r}", "activation", f"{high.size} channels", rule)
+        batch = np.maximum(high, -low)
+        self._maxima[layer] = batch if seen is None else np.maximum(seen, batch)
+
+    def channel_max(self, layer: str) -> F32:
+        """Return max|A_k| of one layer, shape (K,), f32, in the units of the activation.
+
+        Raises
+        ------
+        InvalidProblem
+            If no batch of `layer` was observed.
+        """
+        if layer not in self._maxima:
+            known = ", ".join(self._maxima) or "none"
+            raise InvalidProblem("calibration", "layer", repr(layer), f"have been observed (observed: {known})")
+        return self._maxima[layer].copy()
+
+
+def smoothing_factors(activation_max: F32, weight_max: F32, alpha: float) -> F32:
+    """Return ``s_k = max|A_k|^alpha / max|W_k|^(1-alpha)``, both maxima floored at 1e-5.
+
+    Parameters
+    ----------
+    activation_max, weight_max : array of shape (K,), f32
+        Largest magnitudes per input channel, as `ActivationRanges.channel_max` gives them.
+    alpha : float
+        0 moves nothing out of the activations' way, 1 moves everything into the weights.
+
+    Returns
+    -------
+    array of shape (K,), f32
+
+    Raises
+    ------
+    InvalidProblem
+        For alpha outside 0..1, shapes that differ, or a maximum that is infinite or NaN.
+    """
+    if not 0 <= alpha <= 1:
+        raise InvalidProblem("smoothing_factors", "alpha", repr(alpha), "lie in 0..1")
+    if activation_max.shape != weight_max.shape:
+        had = f"{list(activation_max.shape)} and {list(weight_max.shape)}"
+        raise InvalidProblem("smoothing_factors", "activation_max", had, "have the shape of weight_max")
+    _finite("smoothing_factors", "activation_max", activation_max)
+    _finite("smoothing_factors", "weight_max", weight_max)
+    activation_power = np.power(np.maximum(activation_max, FLOOR), alpha, dtype=np.float64).astype(np.float32)
+    weight_power = np.power(np.maximum(weight_max, FLOOR), 1 - alpha, dtype=np.float64).astype(np.float32)
+    return activation_power / weight_power
+
+
+def quantize_weight(dispatcher: Dispatcher, weight: npt.NDArray[Any]) -> tuple[S8, F32]:
+    """Quantize a weight of shape (N, K) with one symmetric scale per output channel.
+
+    Returns
+    -------
+    tuple of array of shape (N, K), s8, and array of shape (N,), f32
+        The integers and their scales.
+
+    Raises
+    ------
+    InvalidProblem
+        If the weight is not a finite matrix of f16, bf16 or f32.
+    """
+    matrix = _matrix("quantize_weight", weight)
+    return _dynamic_range(dispatcher, matrix, scope="token")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Int8Layer(ABC):
+    """A linear layer whose product runs in int8, weights quantized once.
+
+    Attributes
+    ----------
+    weight_q : array of shape (N, K), s8
+    weight_scale : array of shape (N,), f32
+    bias : array of shape (N,), f32, or None
+
+    Raises
+    ------
+    InvalidProblem
+        Where an attribute has another shape or element kind, or is not finite.
+    """
+
+    weight_q: S8
+    weight_scale: F32
+    bias: F32 | None = None
+
+    def __post_init__(self) -> None:
+        if self.weight_q.dtype != np.int8 or self.weight_q.ndim != 2:
+            self._refuse("weight_q", _shape_text(self.weight_q), "be int8 of shape [N, K]")
+        self._check_vector("weight_scale", self.weight_scale, self.shape[0])
+        if self.bias is not None:
+            self._check_vector("bias", self.bias, self.shape[0])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Output and input channels, (N, K)."""
+        return self.weight_q.shape[0], self.weight_q.shape[1]
+
+    @abstractmethod
+    def descriptor(self, m: int) -> QuantizedLinearDescriptor | SmoothQuantLinearDescriptor:
+        """Describe the product for `m` rows."""
+
+    @abstractmethod
+    def operands(self, dispatcher: Dispatcher, rows: F32) -> dict[str, Any]:
+        """Return the product's array arguments for an input of shape (M, K), f32."""
+
+    def run(self, dispatcher: Dispatcher, x: npt.NDArray[Any]) -> F32:
+        """Apply the layer.
+
+        Parameters
+        ----------
+        dispatcher : Dispatcher
+            Picks the kernels.
+        x : array of shape (..., K), f16, bf16 or f32
+
+        Returns
+        -------
+        array of shape (..., N), f32
+
+        Raises
+        ------
+        InvalidProblem
+            If x has another last axis or element kind.
+        Unsupported
+            If no registered kernel serves the product.
+        """
+        rows = _rows(type(self).__name__, "x", x)
+        if rows.shape[1] != self.shape[1]:
+            self._refuse("x", f"shape {list(x.shape)}", f"have {self.shape[1]} channels on its last axis")
+        y: F32 = dispatcher.run(self.descriptor(len(rows)), **self.operands(dispatcher, rows))
+        return y.reshape(*x.shape[:-1], self.shape[0])
+
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the arrays that the layer consists of, by attribute name."""
+        own: dict[str, npt.NDArray[Any]] = {"weight_q": self.weight_q, "weight_scale": self.weight_scale}
+        return own if self.bias is None else own | {"bias": self.bias}
+
+    @property
+    def _epilogue(self) -> Literal["identity", "bias"]:
+        return "identity" if self.bias is None else "bias"
+
+    def _check_vector(self, field: str, vector: F32, size: int) -> None:
+        if vector.dtype != np.float32 or vector.shape != (size,):
+            self._refuse(field, _shape_text(vector), f"be float32 of shape [{size}]")
+        _finite(type(self).__name__, field, vector)
+
+    def _refuse(self, field: str, had: str, must: str) -> NoReturn:
+        raise InvalidProblem(type(self).__name__, field, had, must)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DynamicLayer(Int8Layer):
+    """Dynamic W8A8: each row of the activation gets its own scale while running. Attributes as `Int8Layer`."""
+
+    @classmethod
+    def quantize(cls, dispatcher: Dispatcher, weight: npt.NDArray[Any], bias: F32 | None = None) -> DynamicLayer:
+        """Quantize a weight of shape (N, K) per output channel; errors as `quantize_weight`."""
+        weight_q, weight_scale = quantize_weight(dispatcher, weight)
+        return cls(weight_q=weight_q, weight_scale=weight_scale, bias=bias)
+
+    def descriptor(self, m: int) -> QuantizedLinearDescriptor:
+        """Describe the product for `m` rows."""
+        n, k = self.shape
+        return QuantizedLinearDescriptor(
+            m=m,
+            c_out=n,
+            k=k,
+            q_min=-Q_MAX,
+            q_max=Q_MAX,
+            activation_element="f32",
+            weight_element="s8",
+            epilogue=self._epilogue,
+        )
+
+    def operands(self, dispatcher: Dispatcher, rows: F32) -> dict[str, Any]:  # noqa: ARG002  the op itself quantizes the activation
+        """Return the product's array arguments for an input of shape (M, K), f32."""
+        return {"activation": rows, **self.tensors()}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SmoothQuantLayer(Int8Layer):
+    """Static W8A8: smoothed int8 weights and one activation scale, fixed by calibration.
+
+    Attributes, beside those of `Int8Layer`
+    ---------------------------------------
+    smooth : array of shape (K,), f32
+        Divides the activation's channels; positive; all ones when not smoothed.
+    act_scale : float
+        Step of the smoothed activation; positive and exactly an f32 value.
+    alpha : float or None
+        What `smooth` was made with; None when not smoothed.
+    """
+
+    smooth: F32
+    act_scale: float
+    alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_vector("smooth", self.smooth, self.shape[1])
+        if not (self.smooth > 0).all():
+            self._refuse("smooth", f"{self.smooth.min()}", "be positive")
+        if not (isfinite(self.act_scale) and self.act_scale > 0 and np.float32(self.act_scale) == self.act_scale):
+            self._refuse("act_scale", repr(self.act_scale), "be a positive number that f32 holds exactly")
+        if self.alpha is not None and not 0 <= self.alpha <= 1:
+            self._refuse("alpha", repr(self.alpha), "lie in 0..1, or be None")
+
+    @classmethod
+    def quantize(
+        cls,
+        dispatcher: Dispatcher,
+        activation_max: F32,
+        weight: npt.NDArray[Any],
+        bias: F32 | None = None,
+        *,
+        alpha: float | None,
+    ) -> SmoothQuantLayer:
+        """Smooth and quantize one layer.
+
+        Parameters
+        ----------
+        dispatcher : Dispatcher
+            Runs the quantization ops.
+        activation_max : array of shape (K,), f32
+            max|A_k| from calibration.
+        weight : array of shape (N, K), f16, bf16 or f32
+        bias : array of shape (N,), f32, optional
+        alpha : float or None
+            Smoothing strength in 0..1; None leaves activation and weight as they are.
+
+        Raises
+        ------
+        InvalidProblem
+            For shapes that do not fit each other, values that are not finite, or alpha outside 0..1.
+        """
+        matrix = _matrix(cls.__name__, weight)
+        if activation_max.shape != matrix.shape[1:]:
+            rule = f"have the shape [{matrix.shape[1]}], one maximum per input channel of the weight"
+            raise InvalidProblem(cls.__name__, "activation_max", f"shape {list(activation_max.shape)}", rule)
+        if alpha is None:
+            smooth = np.ones_like(activation_max)
+        else:
+            smooth = smoothing_factors(activation_max, np.abs(matrix).max(axis=0, initial=0), alpha)
+        # Division by a positive number is monotone: the largest quotient of the maxima is that of the activation.
+        smoothed_max = (activation_max / smooth)[None]
+        _, act_scale = _dynamic_range(dispatcher, smoothed_max, scope="tensor")
+        weight_q, weight_scale = quantize_weight(dispatcher, matrix * smooth)
+        return cls(
+            weight_q=weight_q,
+            weight_scale=weight_scale,
+            bias=bias,
+            smooth=smooth,
+            act_scale=float(act_scale.item()),
+            alpha=alpha,
+        )
+
+    def descriptor(self, m: int) -> SmoothQuantLinearDescriptor:
+        """Describe the product for `m` rows."""
+        n, k = self.shape
+        return SmoothQuantLinearDescriptor(
+            m=m,
+            n=n,
+            k=k,
+            act_scale=self.act_scale,
+            activation_element="s8",
+            weight_element="s8",
+            output_element="f32",
+            epilogue=self._epilogue,
+        )
+
+    def operands(self, dispatcher: Dispatcher, rows: F32) -> dict[str, Any]:
+        """Return the product's array arguments for an input of shape (M, K), f32: here smoothed and quantized."""
+        description = QuantizePerTensorDescriptor(
+            numel=rows.size, q_min=-Q_MAX, q_max=Q_MAX, input_element="f32", output_element="s8"
+        )
+        act_q = dispatcher.run(description, input=rows / self.smooth, scale=self.act_scale, zero_point=0)
+        return {"act_q": act_q, **super().tensors()}
+
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the arrays that the layer consists of, by attribute name."""
+        return {**super().tensors(), "smooth": self.smooth}
+
+
+class _Header(Value):
+    """What a checkpoint's metadata says of one layer."""
+
+    shape: tuple[int, int]
+    act_scale: float
+    alpha: float | None
+    bias: bool
+
+    def tensors(self) -> dict[str, str]:
+        """Return element kind and shape of each tensor, as text."""
+        n, k = self.shape
+        kinds = {"weight_q": f"I8 [{n}, {k}]", "weight_scale": f"F32 [{n}]", "smooth": f"F32 [{k}]"}
+        return {**kinds, "bias": f"F32 [{n}]"} if self.bias else kinds
+
+
+_HEADERS = TypeAdapter(dict[str, _Header])
+
+
+def save_layers(path: Path, layers: Mapping[str, SmoothQuantLayer]) -> None:
+    """Write a model's layers into one safetensors file, replacing it only when complete.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    layers : mapping of str to SmoothQuantLayer
+        By layer name.
+
+    Raises
+    ------
+    MissingDependency
+        Without the package safetensors.
+    OSError
+        If the file cannot be written.
+    """
+    safetensors = _safetensors()
+    headers = {
+        name: _Header(shape=layer.shape, act_scale=layer.act_scale, alpha=layer.alpha, bias=layer.bias is not None)
+        for name, layer in layers.items()
+    }
+    tensors = {
+        f"{name}.{part}": np.ascontiguousarray(array)
+        for name, layer in layers.items()
+        for part, array in layer.tensors().items()
+    }
+    metadata = {"format": FORMAT, "version": FORMAT_VERSION, "layers": _HEADERS.dump_json(headers).decode()}
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        safetensors.numpy.save_file(tensors, unfinished, metadata)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def load_layers(path: Path) -> dict[str, SmoothQuantLayer]:
+    """Read what `save_layers` wrote, every value exactly as it was.
+
+    Returns
+    -------
+    dict of str to SmoothQuantLayer
+        In the order in which they were saved.
+
+    Raises
+    ------
+    InvalidRecord
+        If the file is not such a checkpoint: another format or version, a tensor that is missing, left over, or of
+        another element kind or shape than the metadata says, a value out of range.
+    MissingDependency
+        Without the package safetensors.
+    OSError
+        If the file cannot be read.
+    """
+    safetensors = _safetensors()
+    try:
+        with path.open("rb"), safetensors.safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            for field, expected in (("format", FORMAT), ("version", FORMAT_VERSION)):
+                if metadata.get(field) != expected:
+                    raise InvalidRecord(str(path), field, repr(metadata.get(field)), f"be {expected!r}{REMEDY}")
+            headers = _HEADERS.validate_json(metadata.get("layers", ""))
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  safe_open is no mapping
+            found = {key: f"{tensor.get_dtype()} {tensor.get_shape()}" for key, tensor in slices.items()}
+            _check_tensors(path, found, headers)
+            return {
+                name: SmoothQuantLayer(
+                    act_scale=header.act_scale,
+                    alpha=header.alpha,
+                    **{part: file.get_tensor(f"{name}.{part}") for part in header.tensors()},
+                )
+                for name, header in headers.items()
+            }
+    except safetensors.SafetensorError as error:
+        raise InvalidRecord(str(path), "file", str(error), f"be a whole safetensors file{REMEDY}") from error
+    except (ValidationError, InvalidProblem) as error:
+        raise InvalidRecord(str(path), "layers", str(error), f"hold valid layers{REMEDY}") from error
+
+
+def _check_tensors(path: Path, found: Mapping[str, str], headers: Mapping[str, _Header]) -> None:
+    """Refuse a file whose tensors are not those that its metadata lists."""
+    wanted = {f"{name}.{part}": kind for name, header in headers.items() for part, kind in header.tensors().items()}
+    for key in sorted(wanted.keys() | found.keys()):
+        if found.get(key) != wanted.get(key):
+            rule = f"be {wanted.get(key, 'absent')}, as the metadata says{REMEDY}"
+            raise InvalidRecord(str(path), f"tensor {key}", found.get(key, "nothing"), rule)
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors
+        import safetensors.numpy
+    except ImportError as error:
+        raise MissingDependency("safetensors", "pip install 'safetensors>=0.4'") from error
+    return safetensors
+
+
+def _dynamic_range(dispatcher: Dispatcher, matrix: F32, scope: Literal["token", "tensor"]) -> tuple[S8, F32]:
+    """Quantize a matrix symmetrically, with one scale per row or one in all; returns integers and scales."""
+    description = DynamicRangeQuantizeDescriptor(
+        n=matrix.shape[0],
+        d=matrix.shape[1],
+        q_min=-Q_MAX,
+        q_max=Q_MAX,
+        mode="symmetric",
+        scope=scope,
+        input_element="f32",
+        output_element="s8",
+    )
+    ranges = dispatcher.run(description, input=matrix)
+    return ranges.output, ranges.scale_out
+
+
+def _rows(subject: str, field: str, array: npt.NDArray[Any]) -> F32:
+    """Return (..., K) as f32 rows of shape (M, K); f16 and bf16 widen exactly, f64 would not fit and is refused."""
+    if array.dtype.name not in ("float16", "bfloat16", "float32"):
+        raise InvalidProblem(subject, field, array.dtype.name, "be float16, bfloat16 or float32")
+    if array.ndim == 0:
+        raise InvalidProblem(subject, field, "a scalar", "have the shape [..., K]")
+    return array.reshape(prod(array.shape[:-1]), array.shape[-1]).astype(np.float32, copy=False)
+
+
+def _matrix(subject: str, weight: npt.NDArray[Any]) -> F32:
+    """Return a weight as f32, refusing what is no finite matrix."""
+    if weight.ndim != 2:
+        raise InvalidProblem(subject, "weight", f"shape {list(weight.shape)}", "have the shape [N, K]")
+    matrix = _rows(subject, "weight", weight)
+    _finite(subject, "weight", matrix)
+    return matrix
+
+
+def _finite(subject: str, field: str, array: F32) -> None:
+    finite = np.isfinite(array)
+    if not finite.all():
+        place = np.unravel_index(int(np.argmin(finite)), array.shape)
+        where = ", ".join(str(index) for index in place)
+        raise InvalidProblem(subject, field, f"{array[place]} at [{where}]", "be finite")
+
+
+def _shape_text(array: npt.NDArray[Any]) -> str:
+    return f"{array.dtype.name} of shape {list(array.shape)}"
