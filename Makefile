@@ -40,4 +40,4 @@ format: $(VENV)/.dev  ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 clean:  ## remove everything that make made
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis skuda-demo.png

@@ -39,7 +39,7 @@ class Binding:
         for name in given:
             if name not in known:
                 self._refuse(name, "an unknown argument", f"be one of {', '.join(known)}")
-        arrays = {
+        arrays: dict[str, Array] = {
             name: self._view(name, value)
             for name, value in given.items()
             if value is not None and not (known[name].is_scalar and place_of(self._op, name, value) is None)
@@ -60,15 +60,16 @@ class Binding:
 
     def result(self) -> object:
         """Return the outputs as the op returns them: alone, or as its named tuple."""
-        outputs = [self._native.get(name, self.values[name]) for name in self._outputs]
-        outputs = [o if name in self._native else self._wrap(o) for name, o in zip(self._outputs, outputs, strict=True)]
+        outputs = [
+            self._native[name] if name in self._native else self._wrap(self.values[name]) for name in self._outputs
+        ]
         build = type(self._problem).result
         return outputs[0] if build is None else build(*outputs)
 
     def _refuse(self, name: str, had: str, must: str) -> NoReturn:
         raise InvalidProblem(self._op, name, had, must)
 
-    def _view(self, name: str, value: object) -> Array:
+    def _view(self, name: str, value: Any) -> Array:
         place = place_of(self._op, name, value)
         if place is None:
             self._refuse(name, repr(value), "be an array")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 
 from skuda.dispatch.device import Device
 from skuda.dispatch.explanation import Decision, Explanation, as_json
-from skuda.dispatch.preference import PlanPreference
+from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.registry.arch import ArchSku
 from skuda.registry.descriptor import Descriptor, FunctionalKey, key_field
 from skuda.registry.reason import Reason, ReasonCode
@@ -18,60 +17,101 @@ Unavailable = Mapping[str, tuple[str, str]]
 """Backends that cannot be used here: name to (what to do, what is wrong)."""
 
 
-@lru_cache(maxsize=4096)
-def _reason(code: ReasonCode, field: str, wanted: str, had: str) -> Reason:
-    # Many candidates are refused for the same reason; frozen records can be shared.
-    return Reason(code=code, field=field, wanted=wanted, had=had)
+_KEY_PARTS: tuple[ReasonCode, ...] = ("element", "aux_element", "layout", "epilogue")
+"""The parts of a functional key behind category and op, in its order."""
 
 
-def _key_reasons(sku: KernelSku, key: FunctionalKey, problem: Descriptor) -> Iterator[Reason]:
-    if sku.key == key:
-        return
-    codes: tuple[ReasonCode, ...] = ("element", "aux_element", "layout", "epilogue")
-    for code in codes:
-        want, had = getattr(sku, code), getattr(key, code)
-        if want != had:
-            yield _reason(code, key_field(type(problem), code), str(want), str(had))
+class Question:
+    """One selection, with what its many candidates have in common worked out once.
 
+    Parameters
+    ----------
+    problem : Descriptor
+        The problem.
+    device : Device
+        Where it should run.
+    preference : PlanPreference
+        What the caller insists on.
+    unavailable : Unavailable
+        Backends that cannot be used here.
+    """
 
-def _arch_reasons(sku: KernelSku, device: Device, *, allow_specific: bool) -> Iterator[Reason]:
-    # A CUDA device whose capability nobody could read runs nothing; it must not pass for a CPU.
-    same_processor = (sku.arch is ArchSku.CPU) is (device.processor == "cpu")
-    if not same_processor or not sku.arch.runs_on(device.compute_capability):
-        yield _reason("arch", "device", sku.arch.describe(), device.describe())
-    if sku.arch is not ArchSku.CPU and sku.arch.is_specific and not allow_specific:
-        yield _reason("preference", "preference.allow_arch_specific", "False", str(sku.arch))
+    def __init__(
+        self, problem: Descriptor, device: Device, preference: PlanPreference, unavailable: Unavailable
+    ) -> None:
+        self.key = problem.key()
+        self._problem, self._device, self._preference = problem, device, preference
+        # A card that is not here is planned for on paper: what is installed on this machine does not matter then.
+        self._unavailable = unavailable if device.ordinal is not None else {}
+        self._requires = preference.require != NO_PREFERENCE.require
+        self._by_key: dict[FunctionalKey, tuple[Reason, ...]] = {self.key: ()}
+        self._by_part: dict[tuple[str, str | None], Reason] = {}
+        self._by_arch: dict[ArchSku, tuple[Reason, ...]] = {}
+        self._by_backend: dict[str, tuple[Reason, ...]] = {}
 
+    def reasons_against(self, sku: KernelSku) -> tuple[Reason, ...]:
+        """Return every reason for which `sku` cannot serve; empty if it can."""
+        by_key = self._by_key.get(sku.key)
+        if by_key is None:
+            by_key = self._by_key[sku.key] = tuple(self._key_reasons(sku))
+        by_arch = self._by_arch.get(sku.arch)
+        if by_arch is None:
+            by_arch = self._by_arch[sku.arch] = tuple(self._arch_reasons(sku))
+        by_backend = self._by_backend.get(sku.backend)
+        if by_backend is None:
+            by_backend = self._by_backend[sku.backend] = tuple(self._backend_reasons(sku))
+        shared = by_key + by_arch + by_backend
+        if self._preference is NO_PREFERENCE and not sku.constraints:
+            return shared
+        return (*shared, *self._own_reasons(sku))
 
-def _preference_reasons(sku: KernelSku, preference: PlanPreference) -> Iterator[Reason]:
-    if preference.sku is not None and sku.id != preference.sku:
-        yield _reason("preference", "preference.sku", preference.sku, sku.id)
-    if preference.backend is not None and sku.backend != preference.backend:
-        yield _reason("preference", "preference.backend", preference.backend, sku.backend)
-    yield from preference.require.check(sku.precision_guarantee)
+    def _key_reasons(self, sku: KernelSku) -> Iterator[Reason]:
+        for code, want, had in zip(_KEY_PARTS, sku.key[2:], self.key[2:], strict=True):
+            if want != had:
+                reason = self._by_part.get((code, want))
+                if reason is None:
+                    field = key_field(type(self._problem), code)
+                    reason = Reason(code=code, field=field, wanted=str(want), had=str(had))
+                    self._by_part[code, want] = reason
+                yield reason
 
+    def _arch_reasons(self, sku: KernelSku) -> Iterator[Reason]:
+        # A CUDA device whose capability nobody could read runs nothing; it must not pass for a CPU.
+        same_processor = (sku.arch is ArchSku.CPU) is (self._device.processor == "cpu")
+        if not same_processor or not sku.arch.runs_on(self._device.compute_capability):
+            yield Reason(code="arch", field="device", wanted=sku.arch.describe(), had=self._device.describe())
+        if sku.arch.is_specific and not self._preference.allow_arch_specific:
+            yield Reason(
+                code="preference", field="preference.allow_arch_specific", wanted="False", had=f"{sku.arch} only"
+            )
 
-def reasons_against(
-    sku: KernelSku, problem: Descriptor, device: Device, preference: PlanPreference, unavailable: Unavailable
-) -> tuple[Reason, ...]:
-    """Return every reason for which `sku` cannot serve `problem` on `device`; empty if it can."""
-    key = problem.key()
-    reasons = [
-        *_key_reasons(sku, key, problem),
-        *_arch_reasons(sku, device, allow_specific=preference.allow_arch_specific),
-        *_preference_reasons(sku, preference),
-        *(found for constraint in sku.constraints if (found := constraint.check(problem)) is not None),
-    ]
-    if preference.max_workspace_bytes is not None:
-        needed = sku.workspace_size(problem)
-        if needed > preference.max_workspace_bytes:
-            wanted, had = f"at least {needed}", str(preference.max_workspace_bytes)
-            reasons.append(_reason("workspace", "preference.max_workspace_bytes", wanted, had))
-    # A card that is not here is planned for on paper: what is installed on this machine does not matter then.
-    if device.ordinal is not None and sku.backend in unavailable:
-        remedy, trouble = unavailable[sku.backend]
-        reasons.append(_reason("backend", "backend", remedy, trouble))
-    return tuple(reasons)
+    def _backend_reasons(self, sku: KernelSku) -> Iterator[Reason]:
+        wanted = self._preference.backend
+        if wanted is not None and sku.backend != wanted:
+            yield Reason(code="preference", field="preference.backend", wanted=wanted, had=sku.backend)
+        if sku.backend in self._unavailable:
+            remedy, trouble = self._unavailable[sku.backend]
+            yield Reason(code="backend", field="backend", wanted=remedy, had=trouble)
+
+    def _own_reasons(self, sku: KernelSku) -> Iterator[Reason]:
+        preference = self._preference
+        if preference.sku is not None and sku.id != preference.sku:
+            yield Reason(code="preference", field="preference.sku", wanted=preference.sku, had=sku.id)
+        if self._requires:
+            yield from preference.require.check(sku.precision_guarantee)
+        for constraint in sku.constraints:
+            reason = constraint.check(self._problem)
+            if reason is not None:
+                yield reason
+        if preference.max_workspace_bytes is not None:
+            needed = sku.workspace_size(self._problem)
+            if needed > preference.max_workspace_bytes:
+                yield Reason(
+                    code="workspace",
+                    field="preference.max_workspace_bytes",
+                    wanted=f"at least {needed}",
+                    had=str(preference.max_workspace_bytes),
+                )
 
 
 def choose(
@@ -81,10 +121,8 @@ def choose(
 
     Only kernels under the problem's exact key are looked at, so the time does not grow with the registry.
     """
-    for sku in registry.candidates(problem.key()):
-        if not reasons_against(sku, problem, device, preference, unavailable):
-            return sku
-    return None
+    question = Question(problem, device, preference, unavailable)
+    return next((sku for sku in registry.candidates(question.key) if not question.reasons_against(sku)), None)
 
 
 def explain(
@@ -96,13 +134,13 @@ def explain(
     notes: tuple[str, ...] = (),
 ) -> Explanation:
     """Judge every kernel of the problem's op."""
+    question = Question(problem, device, preference, unavailable)
     accepted: list[Decision] = []
     refused: list[Decision] = []
     for sku in registry.skus_of(problem.op_name()):
-        reasons = reasons_against(sku, problem, device, preference, unavailable)
+        reasons = question.reasons_against(sku)
         rank = None if reasons else len(accepted)
-        # The parts are valid already; skipping validation keeps an explanation of 500 kernels near a millisecond.
-        decision = Decision.model_construct(sku=sku.id, rank=rank, reasons=reasons)
+        decision = Decision(sku=sku.id, rank=rank, reasons=reasons)
         (refused if reasons else accepted).append(decision)
     refused.sort(key=lambda decision: len(decision.reasons))
     return Explanation(

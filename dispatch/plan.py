@@ -25,7 +25,7 @@ def _descriptor(value: object) -> object:
         kinds.extend(kind.__subclasses__())
         if "op" in kind.model_fields and kind.op_name() == value.get("op"):
             return kind.model_validate(value)
-    Plan.refuse("problem.op", repr(value.get("op")), "name an op whose module has been imported")
+    return Plan.refuse("problem.op", repr(value.get("op")), "name an op whose module has been imported")
 
 
 class Plan(Value):

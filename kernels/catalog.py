@@ -14,14 +14,14 @@ from skuda.registry.registry import Registry
 @cache
 def built_in_ops() -> tuple[Op, ...]:
     """Import every op module and return the ops, by category and name."""
-    found = []
-    for category in pkgutil.iter_modules(skuda.kernels.__path__, "skuda.kernels."):
-        if category.ispkg:
-            package = importlib.import_module(category.name)
-            for module in pkgutil.iter_modules(package.__path__, f"{category.name}."):
-                if not module.name.rpartition(".")[2].startswith("_"):
-                    found.append(importlib.import_module(module.name).OP)
-    return tuple(found)
+    categories = [m.name for m in pkgutil.iter_modules(skuda.kernels.__path__, "skuda.kernels.") if m.ispkg]
+    modules = [
+        module.name
+        for category in categories
+        for module in pkgutil.iter_modules(importlib.import_module(category).__path__, f"{category}.")
+        if not module.name.rpartition(".")[2].startswith("_")
+    ]
+    return tuple(importlib.import_module(module).OP for module in modules)
 
 
 @cache

@@ -14,7 +14,7 @@ from skuda.registry.vocabulary import BackendKind, EpilogueKind, MathPrecision
 
 
 def elementwise_guarantee(data: ElementKind) -> PrecisionGuarantee:
-    """What a kernel that does `numerics.md` literally promises for data of element `data`."""
+    """Return what a kernel that keeps the arithmetic contract literally promises for data of element `data`."""
     compute = data.compute
     math = MathPrecision.F64 if compute is ElementKind.F64 else MathPrecision.F32
     return PrecisionGuarantee(math_precision=math, accumulator=compute)

@@ -49,7 +49,7 @@ class ArchSku(StrEnum):
     @property
     def is_specific(self) -> bool:
         """Whether the entry is tied to a chip or a family rather than to a floor."""
-        return self.value[-1] in "af"
+        return self is not ArchSku.CPU and self.value[-1] in "af"
 
     def runs_on(self, capability: tuple[int, int] | None) -> bool:
         """Whether a processor of this compute capability (None: a CPU) can run the entry.

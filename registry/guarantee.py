@@ -95,14 +95,17 @@ def exceeds(guarantee: PrecisionGuarantee, ceiling: PrecisionGuarantee) -> str |
 
 
 def _compare(wanted: PrecisionRequirement, given: PrecisionGuarantee) -> list[tuple[str, str, str, bool]]:
-    rows: list[tuple[str, str, str, bool]] = []
-    for field in ("math_precision", "accumulator"):
-        want, have = getattr(wanted, field), getattr(given, field)
-        if want is not None:
-            rows.append((field, str(want), str(have), want == have))
-    for field in ("deterministic", "bit_stable_on_same_hardware", "batch_invariant"):
-        if getattr(wanted, field):
-            rows.append((field, "True", str(getattr(given, field)), getattr(given, field)))
+    """Return (field, wanted, had, met) for every field that `wanted` insists on."""
+    rows = [
+        (field, str(want), str(getattr(given, field)), want == getattr(given, field))
+        for field in ("math_precision", "accumulator")
+        if (want := getattr(wanted, field)) is not None
+    ]
+    rows += [
+        (field, "True", str(getattr(given, field)), getattr(given, field))
+        for field in ("deterministic", "bit_stable_on_same_hardware", "batch_invariant")
+        if getattr(wanted, field)
+    ]
     if wanted.max_ulp is not None:
         met = given.max_ulp is not None and given.max_ulp <= wanted.max_ulp
         rows.append(("max_ulp", f"at most {wanted.max_ulp}", str(given.max_ulp), met))

@@ -138,4 +138,4 @@ class KernelSku(SkuIdentity):
 
     def on(self, backend: str, *, arch: ArchSku | None = None) -> Self:
         """Return the same kernel offered under another backend (and architecture)."""
-        return self.model_validate({**dict(self), "backend": backend, "arch": arch or self.arch})
+        return self.model_copy(update={"backend": backend, "arch": arch or self.arch})

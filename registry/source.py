@@ -45,10 +45,8 @@ def missing(source: str, entry_point: str, launch: str | None) -> tuple[str, str
     field = "source"
     try:
         if ":" in source:
-            text = source_text(source)
-            field = "entry_point"
-            if not re.search(rf"\b{re.escape(entry_point)}\b", text):
-                raise LookupError(f"{entry_point} does not occur in {source}")
+            if not re.search(rf"\b{re.escape(entry_point)}\b", source_text(source)):
+                return "entry_point", f"{entry_point} does not occur in {source}"
         else:
             importlib.import_module(source)
             field = "entry_point"

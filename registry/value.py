@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, NoReturn, Self, cast
 
 from pydantic import (
@@ -11,9 +11,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ModelWrapValidatorHandler,
     ValidationError,
-    model_validator,
 )
 
 from skuda.registry.errors import InvalidProblem, InvalidRecord
@@ -65,14 +63,20 @@ class Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants", validate_default=False)
     refusal: ClassVar[type[InvalidProblem | InvalidRecord]] = InvalidRecord
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _refuse_in_our_words(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def __init__(self, **fields: Any) -> None:
+        # pydantic calls this for nested records and for JSON too, so every way in has the same errors.
         try:
-            return handler(data)
+            super().__init__(**fields)
         except ValidationError as error:
-            # A misspelt field shows as one unknown and one missing; the unknown one is the cause.
-            first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
+            found = error
+        else:
+            return
+        self._refuse_in_our_words(found)
+
+    @classmethod
+    def _refuse_in_our_words(cls, error: ValidationError) -> NoReturn:
+        # A misspelt field shows as one unknown and one missing; the unknown one is the cause.
+        first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
         field = ".".join(str(part) for part in first["loc"]) or "the record"
         context = first.get("ctx", {})
         if first["type"] == "extra_forbidden":
@@ -82,7 +86,18 @@ class Value(BaseModel):
         else:
             phrase = _RULES.get(first["type"])
             rule = phrase(context) if phrase else f"satisfy: {first['msg']}"
-        return cls.refuse(field, "nothing" if first["type"] == "missing" else repr(first["input"]), rule)
+        cls.refuse(field, "nothing" if first["type"] == "missing" else repr(first["input"]), rule)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:  # noqa: ARG002  frozen
+        """Return a copy with some fields changed, validated like any other record.
+
+        Raises
+        ------
+        InvalidRecord
+            Where a changed field breaks its rule, which pydantic's own `model_copy` would let through.
+        """
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self).model_validate({**fields, **(update or {})})
 
     @classmethod
     def refuse(cls, field: str, had: object, must: str) -> NoReturn:

@@ -70,13 +70,13 @@ def _square(a: Array) -> tuple[Array, Array]:
 
 
 def _times(a: Array, head: Array, tail: Array, error: Array) -> Array:
-    """``a * (head + tail) * (1 - error / 2)`` with a single rounding of note."""
+    """Multiply ``a * (head + tail) * (1 - error / 2)`` with a single rounding of note."""
     product = a * head
     big_a, big_h = a * _SPLIT, head * _SPLIT
     a1, h1 = big_a - (big_a - a), big_h - (big_h - head)
     a2, h2 = a - a1, head - h1
     lost = ((a1 * h1 - product) + a1 * h2 + a2 * h1) + a2 * h2
-    return product + (lost + a * tail - 0.5 * error * product)
+    return np.asarray(product + (lost + a * tail - 0.5 * error * product))
 
 
 @cache

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from skuda.kernels.blocks import blocks
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.quantize import _affine
 from skuda.kernels.quantize._activation import gelu, silu
@@ -88,8 +89,8 @@ class Epilogue:
     output_scale: Any
     output_zero_point: Any
 
-    def apply(self, act_scale: Array, product: Array | None, columns: slice) -> Array:
-        """Return the finished block of outputs.
+    def apply(self, act_scale: Array, product: Array | None, columns: slice, output: Array) -> None:
+        """Write the finished block of outputs.
 
         Parameters
         ----------
@@ -99,18 +100,28 @@ class Epilogue:
             The exact integer product; None stands for K == 0, where the sum is +0 whatever the scales.
         columns : slice
             Which columns these are.
+        output : array of shape (rows, columns)
+            The block to write.
         """
         compute = storage_dtype(self.compute)
-        scale = np.multiply.outer(act_scale, self.weight_scale[columns].astype(compute))
-        value = np.zeros_like(scale) if product is None else scale * product.astype(compute)
-        if self.bias is not None:
-            value = value + self.bias[columns].astype(compute)
-        value = _activated(value, self.kind.activation)
+        weight_scale = self.weight_scale[columns].astype(compute)
+        bias = None if self.bias is None else self.bias[columns].astype(compute)
+        for rows, part in blocks(output.shape):
+            value = np.multiply.outer(act_scale[rows], weight_scale[part])
+            if product is None:
+                value[...] = 0
+            else:
+                value *= product[rows, part].astype(compute, copy=False)
+            if bias is not None:
+                value += bias[part]
+            output[rows, part] = self._requantized(_activated(value, self.kind.activation), compute)
+
+    def _requantized(self, value: Array, compute: np.dtype[Any]) -> Array:
         limits = self.output.integer_range
-        if limits is not None:
-            t = _affine.rounded_quotient(value, np.asarray(self.output_scale).astype(compute))
-            value = _affine.clamp_codes(t, self.output_zero_point, *limits)
-        return np.asarray(value.astype(storage_dtype(self.output)))
+        if limits is None:
+            return value
+        t = _affine.rounded_quotient(value, np.asarray(self.output_scale).astype(compute))
+        return _affine.clamp_codes(t, self.output_zero_point, *limits)
 
 
 def _activated(value: Array, activation: ActivationKind | None) -> Array:
@@ -119,7 +130,8 @@ def _activated(value: Array, activation: ActivationKind | None) -> Array:
             return value
         case ActivationKind.RELU:
             # NaN stays NaN; -0 and everything below become +0.
-            return np.where(value <= 0, value.dtype.type(0), value)
+            value[value <= 0] = 0
+            return value
         case ActivationKind.GELU:
             return gelu(value)
         case ActivationKind.SILU:
@@ -140,7 +152,7 @@ def column_blocks(n: int) -> Iterator[slice]:
 
 
 def exact_product(a: Array, w: Array, act_zero_point: int, weight_zero_point: Array | None) -> Array:
-    """``sum_k (a - za)(w - zw)``, exactly, as f64 or int64 integers.
+    """``sum_k (a - za)(w - zw)``, exactly, as whole numbers in f32, f64 or int64.
 
     Parameters
     ----------
@@ -153,10 +165,12 @@ def exact_product(a: Array, w: Array, act_zero_point: int, weight_zero_point: Ar
     weight_zero_point : array of shape (columns,), s32, or None
         zw, or None for 0.
     """
-    rows, k = a.shape
+    k = a.shape[1]
     run = (1 << 24) // (_magnitude(a) * _magnitude(w))
-    product = np.zeros((rows, w.shape[0]))
-    for start in range(0, k, run):
+    product = a[:, :run].astype(np.float32) @ w[:, :run].astype(np.float32).T
+    if k > run:
+        product = product.astype(np.float64)
+    for start in range(run, k, run):
         part = slice(start, start + run)
         product += a[:, part].astype(np.float32) @ w[:, part].astype(np.float32).T
     if act_zero_point == 0 and weight_zero_point is None:

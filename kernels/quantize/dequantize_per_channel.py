@@ -38,7 +38,7 @@ from skuda.registry.op import Op
 
 
 class DequantizePerChannelDescriptor(Dequantize, PerChannel):
-    """Problem of `dequantize_per_channel`; the fields are those of `PerChannel` and `Dequantize`."""
+    """Problem of `dequantize_per_channel`; for the fields see `PerChannel` and `Dequantize`."""
 
     op: Literal["dequantize_per_channel"] = "dequantize_per_channel"
 

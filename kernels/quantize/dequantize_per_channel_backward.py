@@ -38,7 +38,7 @@ from skuda.registry.op import Op
 
 
 class DequantizePerChannelBackwardDescriptor(DequantizeBackward, PerChannel):
-    """Problem of `dequantize_per_channel_backward`; the fields are those of `PerChannel` and `DequantizeBackward`."""
+    """Problem of `dequantize_per_channel_backward`; for the fields see `PerChannel` and `DequantizeBackward`."""
 
     op: Literal["dequantize_per_channel_backward"] = "dequantize_per_channel_backward"
 

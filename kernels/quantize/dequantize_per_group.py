@@ -38,7 +38,7 @@ from skuda.registry.op import Op
 
 
 class DequantizePerGroupDescriptor(Dequantize, PerGroup):
-    """Problem of `dequantize_per_group`; the fields are those of `PerGroup` and `Dequantize`."""
+    """Problem of `dequantize_per_group`; for the fields see `PerGroup` and `Dequantize`."""
 
     op: Literal["dequantize_per_group"] = "dequantize_per_group"
 

@@ -38,7 +38,7 @@ from skuda.registry.op import Op
 
 
 class DequantizePerGroupBackwardDescriptor(DequantizeBackward, PerGroup):
-    """Problem of `dequantize_per_group_backward`; the fields are those of `PerGroup` and `DequantizeBackward`."""
+    """Problem of `dequantize_per_group_backward`; for the fields see `PerGroup` and `DequantizeBackward`."""
 
     op: Literal["dequantize_per_group_backward"] = "dequantize_per_group_backward"
 

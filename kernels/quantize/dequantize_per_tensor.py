@@ -39,7 +39,7 @@ from skuda.registry.op import Op
 
 
 class DequantizePerTensorDescriptor(Dequantize, PerTensor):
-    """Problem of `dequantize_per_tensor`; the fields are those of `PerTensor` and `Dequantize`."""
+    """Problem of `dequantize_per_tensor`; for the fields see `PerTensor` and `Dequantize`."""
 
     op: Literal["dequantize_per_tensor"] = "dequantize_per_tensor"
 

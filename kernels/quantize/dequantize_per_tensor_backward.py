@@ -38,7 +38,7 @@ from skuda.registry.op import Op
 
 
 class DequantizePerTensorBackwardDescriptor(DequantizeBackward, PerTensor):
-    """Problem of `dequantize_per_tensor_backward`; the fields are those of `PerTensor` and `DequantizeBackward`."""
+    """Problem of `dequantize_per_tensor_backward`; for the fields see `PerTensor` and `DequantizeBackward`."""
 
     op: Literal["dequantize_per_tensor_backward"] = "dequantize_per_tensor_backward"
 

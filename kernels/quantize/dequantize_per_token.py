@@ -38,7 +38,7 @@ from skuda.registry.op import Op
 
 
 class DequantizePerTokenDescriptor(Dequantize, PerToken):
-    """Problem of `dequantize_per_token`; the fields are those of `PerToken` and `Dequantize`."""
+    """Problem of `dequantize_per_token`; for the fields see `PerToken` and `Dequantize`."""
 
     op: Literal["dequantize_per_token"] = "dequantize_per_token"
 

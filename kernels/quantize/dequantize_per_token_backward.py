@@ -38,7 +38,7 @@ from skuda.registry.op import Op
 
 
 class DequantizePerTokenBackwardDescriptor(DequantizeBackward, PerToken):
-    """Problem of `dequantize_per_token_backward`; the fields are those of `PerToken` and `DequantizeBackward`."""
+    """Problem of `dequantize_per_token_backward`; for the fields see `PerToken` and `DequantizeBackward`."""
 
     op: Literal["dequantize_per_token_backward"] = "dequantize_per_token_backward"
 

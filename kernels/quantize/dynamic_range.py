@@ -3,10 +3,10 @@
 Formula
 -------
 Symmetric: m = max |input| over the segment; s = RN_C(m / q_max), and if that is 0, s = 1; z = 0.
-Asymmetric: lo = min(0, min input), hi = max(0, max input); s = RN_C(RN_C(hi - lo) / C(q_max - q_min)), and if that is 0,
-s = 1; z = clamp(q_min - rne(RN_C(lo / s)), q_min, q_max).
-Then output = clamp(rne(RN_C(input / s)) + z, q_min, q_max). NaN is skipped by the range and quantizes to z; an infinity
-in a segment makes s infinite and every code z. An empty segment has s = 1 and z = 0.
+Asymmetric: lo = min(0, min input), hi = max(0, max input); s = RN_C(RN_C(hi - lo) / C(q_max - q_min)), and if that is
+0, s = 1; z = clamp(q_min - rne(RN_C(lo / s)), q_min, q_max).
+Then output = clamp(rne(RN_C(input / s)) + z, q_min, q_max). NaN is skipped by the range and quantizes to z; an
+infinity in a segment makes s infinite and every code z. An empty segment has s = 1 and z = 0.
 
 Shapes
 ------
@@ -25,9 +25,9 @@ Units
 Errors
 ------
 `InvalidProblem` for `n` or `d` outside [0, 2^31-1]; `q_max` below `q_min` or bounds outside the range of
-`output_element`; `q_max` below 1 when symmetric, not above `q_min` when asymmetric; an `axis` missing or outside the rank
-for scope channel, a `group_size` missing, below 1 or not dividing `d` for scope group, and either where the scope has
-none; an argument that is missing, unknown, of another element or shape, or that overlaps an output.
+`output_element`; `q_max` below 1 when symmetric, not above `q_min` when asymmetric; an `axis` missing or outside the
+rank for scope channel, a `group_size` missing, below 1 or not dividing `d` for scope group, and either where the
+scope has none; an argument that is missing, unknown, of another element or shape, or that overlaps an output.
 `Unsupported` for an element outside the lists above.
 """
 
@@ -108,25 +108,22 @@ class DynamicRangeQuantizeDescriptor(AffineProblem):
         return self
 
     def _check_scope(self) -> None:
-        if self.scope is DynamicRangeScope.CHANNEL:
-            if self.axis is None or not -2 <= self.axis < 2:
-                self.refuse("axis", self.axis, "lie in [-2, 1] for scope channel")
-        elif self.scope is DynamicRangeScope.GROUP:
-            if self.axis not in (None, 1, -1):
-                self.refuse("axis", self.axis, "be the last axis (1, -1 or left out) for scope group")
-        elif self.axis is not None:
-            self.refuse("axis", self.axis, f"be left out for scope {self.scope}")
-        if self.scope is DynamicRangeScope.GROUP:
-            if self.group_size is None:
-                self.refuse("group_size", None, "be given for scope group")
-            if self.d % self.group_size:
-                self.refuse("d", self.d, f"be a multiple of group_size = {self.group_size}")
-            object.__setattr__(self, "axis", 1)
-        elif self.group_size is not None:
-            self.refuse("group_size", self.group_size, f"be left out for scope {self.scope}")
-        elif self.axis is not None:
-            # Normalized, so that axis -1 and the axis it means are the same problem.
-            object.__setattr__(self, "axis", self.axis % 2)
+        allowed, rule = {
+            DynamicRangeScope.CHANNEL: ((-2, -1, 0, 1), "lie in [-2, 1]"),
+            DynamicRangeScope.GROUP: ((None, -1, 1), "be the last axis (1, -1 or left out)"),
+        }.get(self.scope, ((None,), "be left out"))
+        if self.axis not in allowed:
+            self.refuse("axis", self.axis, f"{rule} for scope {self.scope}")
+        grouped = self.scope is DynamicRangeScope.GROUP
+        if grouped is (self.group_size is None):
+            self.refuse(
+                "group_size", self.group_size, f"be {'given' if grouped else 'left out'} for scope {self.scope}"
+            )
+        if self.group_size is not None and self.d % self.group_size:
+            self.refuse("d", self.d, f"be a multiple of group_size = {self.group_size}")
+        # Normalized, so that axis -1 and the axis it means are the same problem.
+        if grouped or self.axis is not None:
+            object.__setattr__(self, "axis", 1 if grouped else (self.axis or 0) % 2)
 
     @property
     def data_shape(self) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ from skuda.registry.op import Op
 
 
 class FakeQuantizeDescriptor(FakeQuantize, PerTensor):
-    """Problem of `fake_quantize`; the fields are those of `PerTensor` and `FakeQuantize`."""
+    """Problem of `fake_quantize`; for the fields see `PerTensor` and `FakeQuantize`."""
 
     op: Literal["fake_quantize"] = "fake_quantize"
 

@@ -41,7 +41,7 @@ from skuda.registry.op import Op
 
 
 class FakeQuantizeBackwardDescriptor(FakeQuantizeBackward, PerTensor):
-    """Problem of `fake_quantize_backward`; the fields are those of `PerTensor` and `FakeQuantizeBackward`."""
+    """Problem of `fake_quantize_backward`; for the fields see `PerTensor` and `FakeQuantizeBackward`."""
 
     op: Literal["fake_quantize_backward"] = "fake_quantize_backward"
 

@@ -40,7 +40,7 @@ from skuda.registry.op import Op
 
 
 class FakeQuantizePerChannelDescriptor(FakeQuantize, PerChannel):
-    """Problem of `fake_quantize_per_channel`; the fields are those of `PerChannel` and `FakeQuantize`."""
+    """Problem of `fake_quantize_per_channel`; for the fields see `PerChannel` and `FakeQuantize`."""
 
     op: Literal["fake_quantize_per_channel"] = "fake_quantize_per_channel"
 

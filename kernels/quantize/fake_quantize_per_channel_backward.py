@@ -40,7 +40,7 @@ from skuda.registry.op import Op
 
 
 class FakeQuantizePerChannelBackwardDescriptor(FakeQuantizeBackward, PerChannel):
-    """Problem of `fake_quantize_per_channel_backward`; the fields are those of `PerChannel` and `FakeQuantizeBackward`."""
+    """Problem of `fake_quantize_per_channel_backward`; for the fields see `PerChannel` and `FakeQuantizeBackward`."""
 
     op: Literal["fake_quantize_per_channel_backward"] = "fake_quantize_per_channel_backward"
 

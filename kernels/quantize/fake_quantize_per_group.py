@@ -40,7 +40,7 @@ from skuda.registry.op import Op
 
 
 class FakeQuantizePerGroupDescriptor(FakeQuantize, PerGroup):
-    """Problem of `fake_quantize_per_group`; the fields are those of `PerGroup` and `FakeQuantize`."""
+    """Problem of `fake_quantize_per_group`; for the fields see `PerGroup` and `FakeQuantize`."""
 
     op: Literal["fake_quantize_per_group"] = "fake_quantize_per_group"
 

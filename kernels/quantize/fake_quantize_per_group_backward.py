@@ -41,7 +41,7 @@ from skuda.registry.op import Op
 
 
 class FakeQuantizePerGroupBackwardDescriptor(FakeQuantizeBackward, PerGroup):
-    """Problem of `fake_quantize_per_group_backward`; the fields are those of `PerGroup` and `FakeQuantizeBackward`."""
+    """Problem of `fake_quantize_per_group_backward`; for the fields see `PerGroup` and `FakeQuantizeBackward`."""
 
     op: Literal["fake_quantize_per_group_backward"] = "fake_quantize_per_group_backward"
 

@@ -40,7 +40,7 @@ from skuda.registry.op import Op
 
 
 class FakeQuantizePerTokenDescriptor(FakeQuantize, PerToken):
-    """Problem of `fake_quantize_per_token`; the fields are those of `PerToken` and `FakeQuantize`."""
+    """Problem of `fake_quantize_per_token`; for the fields see `PerToken` and `FakeQuantize`."""
 
     op: Literal["fake_quantize_per_token"] = "fake_quantize_per_token"
 

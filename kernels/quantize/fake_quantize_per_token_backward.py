@@ -40,7 +40,7 @@ from skuda.registry.op import Op
 
 
 class FakeQuantizePerTokenBackwardDescriptor(FakeQuantizeBackward, PerToken):
-    """Problem of `fake_quantize_per_token_backward`; the fields are those of `PerToken` and `FakeQuantizeBackward`."""
+    """Problem of `fake_quantize_per_token_backward`; for the fields see `PerToken` and `FakeQuantizeBackward`."""
 
     op: Literal["fake_quantize_per_token_backward"] = "fake_quantize_per_token_backward"
 

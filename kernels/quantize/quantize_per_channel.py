@@ -40,7 +40,7 @@ from skuda.registry.op import Op
 
 
 class QuantizePerChannelDescriptor(Quantize, PerChannel):
-    """Problem of `quantize_per_channel`; the fields are those of `PerChannel` and `Quantize`."""
+    """Problem of `quantize_per_channel`; for the fields see `PerChannel` and `Quantize`."""
 
     op: Literal["quantize_per_channel"] = "quantize_per_channel"
 

@@ -41,7 +41,7 @@ from skuda.registry.op import Op
 
 
 class QuantizePerChannelBackwardDescriptor(QuantizeBackward, PerChannel):
-    """Problem of `quantize_per_channel_backward`; the fields are those of `PerChannel` and `QuantizeBackward`."""
+    """Problem of `quantize_per_channel_backward`; for the fields see `PerChannel` and `QuantizeBackward`."""
 
     op: Literal["quantize_per_channel_backward"] = "quantize_per_channel_backward"
 

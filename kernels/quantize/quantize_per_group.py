@@ -40,7 +40,7 @@ from skuda.registry.op import Op
 
 
 class QuantizePerGroupDescriptor(Quantize, PerGroup):
-    """Problem of `quantize_per_group`; the fields are those of `PerGroup` and `Quantize`."""
+    """Problem of `quantize_per_group`; for the fields see `PerGroup` and `Quantize`."""
 
     op: Literal["quantize_per_group"] = "quantize_per_group"
 

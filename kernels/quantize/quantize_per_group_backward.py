@@ -42,7 +42,7 @@ from skuda.registry.op import Op
 
 
 class QuantizePerGroupBackwardDescriptor(QuantizeBackward, PerGroup):
-    """Problem of `quantize_per_group_backward`; the fields are those of `PerGroup` and `QuantizeBackward`."""
+    """Problem of `quantize_per_group_backward`; for the fields see `PerGroup` and `QuantizeBackward`."""
 
     op: Literal["quantize_per_group_backward"] = "quantize_per_group_backward"
 

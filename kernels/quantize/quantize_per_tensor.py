@@ -40,7 +40,7 @@ from skuda.registry.op import Op
 
 
 class QuantizePerTensorDescriptor(Quantize, PerTensor):
-    """Problem of `quantize_per_tensor`; the fields are those of `PerTensor` and `Quantize`."""
+    """Problem of `quantize_per_tensor`; for the fields see `PerTensor` and `Quantize`."""
 
     op: Literal["quantize_per_tensor"] = "quantize_per_tensor"
 

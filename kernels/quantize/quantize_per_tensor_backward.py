@@ -41,7 +41,7 @@ from skuda.registry.op import Op
 
 
 class QuantizePerTensorBackwardDescriptor(QuantizeBackward, PerTensor):
-    """Problem of `quantize_per_tensor_backward`; the fields are those of `PerTensor` and `QuantizeBackward`."""
+    """Problem of `quantize_per_tensor_backward`; for the fields see `PerTensor` and `QuantizeBackward`."""
 
     op: Literal["quantize_per_tensor_backward"] = "quantize_per_tensor_backward"
 

@@ -39,7 +39,7 @@ from skuda.registry.op import Op
 
 
 class QuantizePerTokenDescriptor(Quantize, PerToken):
-    """Problem of `quantize_per_token`; the fields are those of `PerToken` and `Quantize`."""
+    """Problem of `quantize_per_token`; for the fields see `PerToken` and `Quantize`."""
 
     op: Literal["quantize_per_token"] = "quantize_per_token"
 

@@ -40,7 +40,7 @@ from skuda.registry.op import Op
 
 
 class QuantizePerTokenBackwardDescriptor(QuantizeBackward, PerToken):
-    """Problem of `quantize_per_token_backward`; the fields are those of `PerToken` and `QuantizeBackward`."""
+    """Problem of `quantize_per_token_backward`; for the fields see `PerToken` and `QuantizeBackward`."""
 
     op: Literal["quantize_per_token_backward"] = "quantize_per_token_backward"
 

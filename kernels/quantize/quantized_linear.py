@@ -2,22 +2,23 @@
 
 Formula
 -------
-The activation is quantized by dynamic range, symmetric, per token, to [q_min, q_max] (codes a, scale sa[m]);
-acc = sum_k a[m, k] (weight_q[n, k] - weight_zero_point[n]), exactly; v = RN_C(RN_C(sa[m] * weight_scale[n]) * RN_C(acc));
-then, by epilogue, RN_C(v + bias[n]) and relu (exact), gelu (erf form) or silu (both within 2 ulp of C); output = RN_T(v),
-or clamp(rne(RN_C(v / output_scale)) + output_zero_point) for an s8 or u8 output. C is f64 where activation or output is
-f64, else f32. K == 0 gives v = +0.
+The activation is quantized by dynamic range, symmetric, per token, to [q_min, q_max] (codes a, scale sa[m]); acc =
+sum_k a[m, k] (weight_q[n, k] - weight_zero_point[n]), exactly; v = RN_C(RN_C(sa[m] * weight_scale[n]) * RN_C(acc));
+then, by epilogue, RN_C(v + bias[n]) and relu (exact), gelu (erf form) or silu (both within 2 ulp of C); output =
+RN_T(v), or clamp(rne(RN_C(v / output_scale)) + output_zero_point) for an s8 or u8 output. C is f64 where activation
+or output is f64, else f32. K == 0 gives v = +0.
 
 Shapes
 ------
-`activation` [m, k], `weight_q` [c_out, k] (one row per output channel, as torch stores `Linear.weight`), `weight_scale`,
-`bias` and `weight_zero_point` [c_out], `output` [m, c_out], `act_q_scratch` [m, k], `act_scale_scratch` [m].
+`activation` [m, k], `weight_q` [c_out, k] (one row per output channel, as torch stores `Linear.weight`),
+`weight_scale`, `bias` and `weight_zero_point` [c_out], `output` [m, c_out], `act_q_scratch` [m, k],
+`act_scale_scratch` [m].
 
 Elements
 --------
 activation f16, bf16, f32, f64; weight s8, u8; output f16, bf16, f32, f64, s8, u8 (by default the activation's);
-`weight_scale` and `bias` C or any narrower float; `weight_zero_point` s32. The scratch arrays are optional: given, they
-receive the codes (s8, or u8 where the bounds need it) and the scales (f64 for f64 activations, else f32).
+`weight_scale` and `bias` C or any narrower float; `weight_zero_point` s32. The scratch arrays are optional: given,
+they receive the codes (s8, or u8 where the bounds need it) and the scales (f64 for f64 activations, else f32).
 
 Units
 -----
@@ -26,8 +27,8 @@ code.
 
 Errors
 ------
-`InvalidProblem` for `m`, `c_out` or `k` outside [0, 2^31-1]; `q_max` below 1 or below `q_min`; bounds that neither s8 nor
-u8 holds; an argument that is missing, unknown, of another element or shape, or that overlaps an output; an
+`InvalidProblem` for `m`, `c_out` or `k` outside [0, 2^31-1]; `q_max` below 1 or below `q_min`; bounds that neither s8
+nor u8 holds; an argument that is missing, unknown, of another element or shape, or that overlaps an output; an
 `output_scale` that is 0 or not finite.
 `Unsupported` for an element outside the lists above.
 """
@@ -152,7 +153,7 @@ def reference(
         for columns in _linear.column_blocks(problem.c_out):
             zero_point = None if weight_zero_point is None else weight_zero_point[columns]
             acc = _linear.exact_product(codes, weight_q[columns], 0, zero_point) if problem.k > 0 else None
-            output[rows, columns] = epilogue.apply(row_scale, acc, columns)
+            epilogue.apply(row_scale, acc, columns, output[rows, columns])
 
 
 def _cases() -> tuple[Case, ...]:

@@ -2,15 +2,15 @@
 
 Formula
 -------
-acc = sum_k (act_q[m, k] - act_zero_point) (weight_q[n, k] - weight_zero_point[n]), exactly;
-v = RN_C(RN_C(act_scale * weight_scale[n]) * RN_C(acc)); then, by epilogue, RN_C(v + bias[n]) and relu (exact), gelu (erf
-form) or silu (both within 2 ulp of C); output = RN_T(v), or clamp(rne(RN_C(v / output_scale)) + output_zero_point) for an
-s8 or u8 output. C is f64 for an f64 output, else f32. K == 0 gives v = +0.
+acc = sum_k (act_q[m, k] - act_zero_point) (weight_q[n, k] - weight_zero_point[n]), exactly; v = RN_C(RN_C(act_scale *
+weight_scale[n]) * RN_C(acc)); then, by epilogue, RN_C(v + bias[n]) and relu (exact), gelu (erf form) or silu (both
+within 2 ulp of C); output = RN_T(v), or clamp(rne(RN_C(v / output_scale)) + output_zero_point) for an s8 or u8
+output. C is f64 for an f64 output, else f32. K == 0 gives v = +0.
 
 Shapes
 ------
-`act_q` [m, k], `weight_q` [n, k] (one row per output channel, as torch stores `Linear.weight`), `weight_scale`, `bias` and
-`weight_zero_point` [n], `output` [m, n], `act_scale_scratch` [m].
+`act_q` [m, k], `weight_q` [n, k] (one row per output channel, as torch stores `Linear.weight`), `weight_scale`,
+`bias` and `weight_zero_point` [n], `output` [m, n], `act_scale_scratch` [m].
 
 Elements
 --------
@@ -19,13 +19,14 @@ activation and weight s8, u8; output f16, bf16, f32, f64, s8, u8; `weight_scale`
 
 Units
 -----
-`act_scale` and `weight_scale` are real units per code step; `bias` is real; `output_scale` is real units per output code.
+`act_scale` and `weight_scale` are real units per code step; `bias` is real; `output_scale` is real units per output
+code.
 
 Errors
 ------
-`InvalidProblem` for `m`, `n` or `k` outside [0, 2^31-1]; an `act_scale` that is not finite (0 and negative are allowed);
-an `act_zero_point` outside the range of `activation_element`; an argument that is missing, unknown, of another element or
-shape, or that overlaps an output; an `output_scale` that is 0 or not finite.
+`InvalidProblem` for `m`, `n` or `k` outside [0, 2^31-1]; an `act_scale` that is not finite (0 and negative are
+allowed); an `act_zero_point` outside the range of `activation_element`; an argument that is missing, unknown, of
+another element or shape, or that overlaps an output; an `output_scale` that is 0 or not finite.
 `Unsupported` for an element outside the lists above.
 
 Method: Xiao et al., SmoothQuant, ICML 2023. The offline half is in `skuda.tools.smoothquant`.
@@ -136,7 +137,7 @@ def reference(
             acc = None
             if problem.k > 0:
                 acc = _linear.exact_product(act_q[rows], weight_q[columns], problem.act_zero_point, zero_point)
-            output[rows, columns] = epilogue.apply(row_scale, acc, columns)
+            epilogue.apply(row_scale, acc, columns, output[rows, columns])
 
 
 def _cases() -> tuple[Case, ...]:

@@ -1,0 +1,366 @@
+"""The meaning of every op, one element at a time, in integers and fractions.
+
+Written from the contract alone: no NumPy arithmetic, no blocks, no broadcasting. Python floats only carry values (every
+f16, bf16 and f32 number is also an f64 one); every operation goes through `Fraction` and is rounded here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import mpmath
+
+NAN, INF = math.nan, math.inf
+
+
+class Format(NamedTuple):
+    """A binary floating format: significant bits and largest exponent."""
+
+    precision: int
+    top: int
+
+
+FORMATS = {"f16": Format(11, 15), "bf16": Format(8, 127), "f32": Format(24, 127), "f64": Format(53, 1023)}
+RANGES = {"s4": (-8, 7), "u4": (0, 15), "s8": (-128, 127), "u8": (0, 255), "s32": (-(2**31), 2**31 - 1)}
+
+
+def compute(element: str) -> str:
+    """Return the type C of data of type T."""
+    return "f64" if element == "f64" else "f32"
+
+
+# --- correctly rounded arithmetic ------------------------------------------------------------------------------------
+
+
+def nearest_even(value: Fraction) -> int:
+    """Round to the nearest integer, ties to even."""
+    below, rest = divmod(value.numerator, value.denominator)
+    if 2 * rest == value.denominator:
+        return below + below % 2
+    return below + (2 * rest > value.denominator)
+
+
+def _exponent(value: Fraction) -> int:
+    """Floor of the base-2 logarithm of a positive number."""
+    guess = value.numerator.bit_length() - value.denominator.bit_length()
+    return guess if value >= Fraction(2) ** guess else guess - 1
+
+
+def _quantum(value: Fraction, form: Format) -> int:
+    """Exponent of one unit in the last place at `value`."""
+    lowest = 1 - form.top
+    exponent = max(_exponent(abs(value)), lowest) if value else lowest
+    return exponent - form.precision + 1
+
+
+def to_format(value: Fraction, element: str, *, negative_zero: bool = False) -> float:
+    """Round an exact number to a format: ties to even, subnormals kept, infinity beyond the largest number."""
+    form = FORMATS[element]
+    unit = _quantum(value, form)
+    steps = nearest_even(abs(value) / Fraction(2) ** unit)
+    if steps == 0:
+        return -0.0 if value < 0 or (value == 0 and negative_zero) else 0.0
+    if steps * Fraction(2) ** unit >= Fraction(2) ** (form.top + 1):
+        return -INF if value < 0 else INF
+    return math.copysign(math.ldexp(steps, unit), value)
+
+
+def convert(value: float, element: str) -> float:
+    """Round a number that may be special."""
+    if math.isnan(value) or math.isinf(value):
+        return value
+    return to_format(Fraction(value), element, negative_zero=_negative(value))
+
+
+def _negative(value: float) -> bool:
+    return math.copysign(1.0, value) < 0
+
+
+def multiply(a: float, b: float, element: str) -> float:
+    """IEEE product."""
+    if math.isnan(a) or math.isnan(b):
+        return NAN
+    negative = _negative(a) != _negative(b)
+    if math.isinf(a) or math.isinf(b):
+        return NAN if 0 in (a, b) else (-INF if negative else INF)
+    return to_format(Fraction(a) * Fraction(b), element, negative_zero=negative)
+
+
+def divide(a: float, b: float, element: str) -> float:
+    """IEEE quotient."""
+    if math.isnan(a) or math.isnan(b):
+        return NAN
+    negative = _negative(a) != _negative(b)
+    if math.isinf(a) or b == 0:
+        return NAN if math.isinf(b) or (a == 0 and b == 0) else (-INF if negative else INF)
+    if math.isinf(b):
+        return -0.0 if negative else 0.0
+    return to_format(Fraction(a) / Fraction(b), element, negative_zero=negative)
+
+
+def add(a: float, b: float, element: str) -> float:
+    """IEEE sum."""
+    if math.isnan(a) or math.isnan(b) or (math.isinf(a) and math.isinf(b) and a != b):
+        return NAN
+    if math.isinf(a) or math.isinf(b):
+        return a if math.isinf(a) else b
+    return to_format(Fraction(a) + Fraction(b), element, negative_zero=_negative(a) and _negative(b))
+
+
+# --- affine quantization ---------------------------------------------------------------------------------------------
+
+
+def steps_of(x: float, scale: float, c: str) -> float | int:
+    """``t = rne(RN_C(x / s))``: an integer, an infinity, or NaN."""
+    quotient = divide(x, scale, c)
+    return nearest_even(Fraction(quotient)) if math.isfinite(quotient) else quotient
+
+
+def code_of(t: float | int, zero_point: int, low: int, high: int) -> int:
+    """``clamp(t + z)``; NaN counts as real zero."""
+    if isinstance(t, float):
+        if math.isinf(t):
+            return high if t > 0 else low
+        t = 0
+    return min(max(t + zero_point, low), high)
+
+
+def passes(t: float | int, zero_point: int, low: int, high: int) -> bool:
+    """Whether a gradient passes: inclusive bounds, nothing through NaN or an infinity."""
+    return not isinstance(t, float) and low <= t + zero_point <= high
+
+
+def real_of(q: int, zero_point: int, scale: float, element: str) -> float:
+    """``RN_T(RN_C(C(q - z) * s))``."""
+    c = compute(element)
+    return convert(multiply(to_format(Fraction(q - zero_point), c), scale, c), element)
+
+
+def dynamic_range(
+    values: Iterable[float], low: int, high: int, element: str, *, symmetric: bool = True
+) -> tuple[float, int]:
+    """Scale and zero point of one segment."""
+    c = compute(element)
+    values = list(values)
+    if not values:
+        return 1.0, 0
+    known = [v for v in values if not math.isnan(v)]
+    if symmetric:
+        peak = max((abs(v) for v in known), default=0.0)
+        return divide(peak, float(high), c) or 1.0, 0
+    least, most = min([0.0, *known]), max([0.0, *known])
+    scale = divide(add(most, -least, c), float(high - low), c) or 1.0
+    t = steps_of(least, scale, c)
+    return scale, code_of(t if math.isnan(t) else -t, low, low, high)
+
+
+# --- the linear layers' epilogue -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Within:
+    """A result that the contract allows a few ulp: any number from `low` to `high`."""
+
+    low: float
+    high: float
+
+
+Expected = float | int | Within
+
+
+def linear_cell(  # noqa: C901  the epilogue in the order of the contract
+    scales: tuple[float, float], acc: int | None, bias: float | None, kind: str, types: tuple[str, str]
+) -> Expected:
+    """Return ``RN_T(epi(RN_C(RN_C(sa * sw) * RN_C(acc))))``, less requantization; acc None stands for K == 0."""
+    c, out = types
+    value = 0.0
+    if acc is not None:
+        value = multiply(multiply(*scales, c), to_format(Fraction(acc), c), c)
+    if bias is not None:
+        value = add(value, bias, c)
+    final = (lambda v: v) if out in RANGES else (lambda v: convert(v, out))
+    if kind == "bias_relu":
+        value = 0.0 if value <= 0 else value
+    if kind not in ("bias_gelu", "bias_silu") or math.isnan(value):
+        return final(value)
+    if math.isinf(value):
+        return final(INF) if value > 0 else Within(-0.0, 0.0)
+    exact = _activation(value, kind)
+    slack = 2 * Fraction(2) ** _quantum(exact, FORMATS[c])
+    return Within(final(to_format(exact - slack, c)), final(to_format(exact + slack, c)))
+
+
+def _activation(value: float, kind: str) -> Fraction:
+    if value < -3000:
+        return Fraction(0)  # far below the least f64
+    with mpmath.workprec(200):
+        x = mpmath.mpf(value)
+        y = x * mpmath.erfc(-x / mpmath.sqrt(2)) / 2 if kind == "bias_gelu" else x / (1 + mpmath.exp(-x))
+        sign, mantissa, exponent, _ = y._mpf_
+    return (-1) ** sign * Fraction(int(mantissa)) * Fraction(2) ** exponent
+
+
+def requantize(value: Expected, scale: float, zero_point: int, c: str, out: str) -> Expected:
+    """``clamp(rne(RN_C(v / s_out)) + z_out)``."""
+    if isinstance(value, Within):
+        ends = [code_of(steps_of(v, scale, c), zero_point, *RANGES[out]) for v in (value.low, value.high)]
+        return Within(min(ends), max(ends))
+    return code_of(steps_of(value, scale, c), zero_point, *RANGES[out])
+
+
+def matches(got: float, want: Expected) -> bool:
+    """Whether a result is what the definition says; NaN equals NaN, the zeros differ."""
+    if isinstance(want, Within):
+        return want.low <= got <= want.high
+    if isinstance(want, int):
+        return got == want
+    if math.isnan(want):
+        return math.isnan(got)
+    return got == want and _negative(got) == _negative(want)
+
+
+# --- ops -------------------------------------------------------------------------------------------------------------
+
+Coordinate = tuple[int, ...]
+Definition = Callable[[str, Coordinate], Expected]
+
+
+def element_at(array: Any, element: str, at: Coordinate) -> float | int:
+    """Read one element; a packed one from its nibble, low first."""
+    if element in ("s4", "u4"):
+        byte = int(array[(*at[:-1], at[-1] // 2)])
+        nibble = byte >> 4 if at[-1] % 2 else byte & 15
+        return nibble - 16 if element == "s4" and nibble > 7 else nibble
+    return int(array[at]) if element in RANGES else float(array[at])
+
+
+def _only(value: Any) -> Any:
+    """Return the number that a number or an array of one element holds."""
+    return value.reshape(-1)[0] if hasattr(value, "reshape") else value
+
+
+def segment_of(problem: Any, at: Coordinate) -> Coordinate | None:
+    """Index of the scale that one element uses; None for a single one."""
+    if hasattr(problem, "group_size"):
+        return (at[0], at[1] // problem.group_size)
+    if hasattr(problem, "axis"):
+        return (at[problem.axis],)
+    return (at[0],) if hasattr(problem, "d") else None
+
+
+def definition(problem: Any, inputs: dict[str, Any]) -> Definition:
+    """Return the function from (output, coordinate) to what must stand there."""
+    op = problem.op
+    if op == "fill":
+        element = problem.output_element
+        value = _only(inputs["value"])
+        return lambda _, __: int(value) if element in RANGES else convert(float(value), element)
+    if op == "dynamic_range":
+        return _dynamic_range_op(problem, inputs)
+    if op.endswith("_linear"):
+        return _linear_op(problem, inputs)
+    return lambda _, at: _affine(problem, inputs, at)
+
+
+def _affine(problem: Any, inputs: dict[str, Any], at: Coordinate) -> float | int:
+    op, backward = problem.op, problem.op.endswith("_backward")
+    dequantize = op.startswith("dequantize")
+    element = problem.output_element if dequantize else problem.input_element
+    c = compute(element)
+
+    def parameter(name: str) -> Any:
+        index = segment_of(problem, at)
+        return _only(inputs[name]) if index is None else inputs[name][index]
+
+    scale = convert(float(parameter("scale")), c)
+    zero_point = int(parameter("zero_point")) if "zero_point" in inputs else 0
+    gradient = float(inputs["d_output"][at]) if backward else NAN
+    if dequantize:
+        if backward:
+            return convert(multiply(gradient, scale, c), element)
+        return real_of(element_at(inputs["input"], problem.input_element, at), zero_point, scale, element)
+    t = steps_of(float(inputs["input"][at]), scale, c)
+    bounds = (problem.q_min, problem.q_max)
+    if backward:
+        if not passes(t, zero_point, *bounds):
+            return 0.0
+        return gradient if op.startswith("fake") else convert(divide(gradient, scale, c), element)
+    q = code_of(t, zero_point, *bounds)
+    if not op.startswith("fake"):
+        return q
+    return real_of(q, zero_point, scale, element) or 0.0
+
+
+def _dynamic_range_op(problem: Any, inputs: dict[str, Any]) -> Definition:
+    data, scope = inputs["input"], problem.scope
+    found: dict[Coordinate, tuple[float, int]] = {}
+
+    def members(index: Coordinate) -> Any:
+        if scope == "tensor":
+            return data
+        if scope == "group":
+            start = index[1] * problem.group_size
+            return data[index[0], start : start + problem.group_size]
+        return data[:, index[0]] if scope == "channel" and problem.axis == 1 else data[index[0]]
+
+    def parameters(index: Coordinate) -> tuple[float, int]:
+        if index not in found:
+            values = [float(v) for v in members(index).reshape(-1).astype(float).tolist()]
+            symmetric = problem.mode == "symmetric"
+            bounds = (problem.q_min, problem.q_max)
+            found[index] = dynamic_range(values, *bounds, problem.input_element, symmetric=symmetric)
+        return found[index]
+
+    def at(name: str, where: Coordinate) -> float | int:
+        if name != "output":
+            return parameters(where)[name == "zero_point_out"]
+        index = {"tensor": (0,), "token": where[:1], "channel": (where[problem.axis or 0],)}.get(scope)
+        if index is None:
+            index = (where[0], where[1] // problem.group_size)
+        scale, zero_point = parameters(index)
+        t = steps_of(float(data[where]), scale, compute(problem.input_element))
+        return code_of(t, zero_point, problem.q_min, problem.q_max)
+
+    return at
+
+
+def _linear_op(problem: Any, inputs: dict[str, Any]) -> Definition:
+    dynamic = problem.op == "quantized_linear"
+    out = problem.output_element
+    c = "f64" if "f64" in ((problem.activation_element, out) if dynamic else (out,)) else "f32"
+    rows: dict[int, tuple[float, list[int]]] = {}
+
+    def activation(m: int) -> tuple[float, list[int]]:
+        if m not in rows and not dynamic:
+            codes = [q - problem.act_zero_point for q in inputs["act_q"][m].tolist()]
+            rows[m] = convert(float(problem.act_scale), c), codes
+        elif m not in rows:
+            element, bounds = problem.activation_element, (problem.q_min, problem.q_max)
+            values = [float(v) for v in inputs["activation"][m]]
+            scale, _ = dynamic_range(values, *bounds, element)
+            codes = [code_of(steps_of(v, scale, compute(element)), 0, *bounds) for v in values]
+            rows[m] = scale, codes
+        return rows[m]
+
+    def at(name: str, where: Coordinate) -> Expected:
+        scale, codes = activation(where[0])
+        if name == "act_scale_scratch":
+            return scale
+        n = where[1]
+        if name == "act_q_scratch":
+            return codes[n]
+        shift = int(inputs["weight_zero_point"][n]) if "weight_zero_point" in inputs else 0
+        acc = sum(a * (w - shift) for a, w in zip(codes, inputs["weight_q"][n].tolist(), strict=True))
+        bias = convert(float(inputs["bias"][n]), c) if "bias" in inputs else None
+        scales = (scale, convert(float(inputs["weight_scale"][n]), c))
+        value = linear_cell(scales, acc if problem.k else None, bias, problem.epilogue, (c, out))
+        if out not in RANGES:
+            return value
+        step = convert(float(_only(inputs["output_scale"])), c)
+        return requantize(value, step, int(_only(inputs["output_zero_point"])), c, out)
+
+    return at

@@ -1,0 +1,133 @@
+"""Every op over every one of its cases: against the definition, in every layout, and in place."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracle
+import pytest
+from support import (
+    LAYOUTS,
+    Guarded,
+    arguments_of,
+    assert_same_bits,
+    coordinates,
+    draw,
+    every_case,
+    fresh,
+    guarded_outputs,
+    run,
+)
+
+from skuda.kernels.catalog import built_in_ops
+from skuda.registry.descriptor import Role, storage_shape
+from skuda.registry.op import Case
+
+EVERY = [pytest.param(op, case, id=name) for name, op, case in every_case()]
+IN_PLACE = [pytest.param(op, case, id=name) for name, op, case in every_case() if op.descriptor.in_place]
+_BIG = 200_000
+
+
+def _assert_defined(problem, inputs, outputs, shapes, rng):
+    define = oracle.definition(problem, inputs)
+    for argument in arguments_of(problem, Role.OUTPUT, Role.SCRATCH):
+        name, element = argument.name, argument.elements[0]
+        if name not in outputs:
+            continue
+        for at in coordinates(shapes[name], rng):
+            got, want = oracle.element_at(outputs[name], element, at), define(name, at)
+            assert oracle.matches(got, want), f"{name}{list(at)}: got {got!r}, want {want!r} for {problem!r}"
+
+
+def _assert_spare_nibbles_are_zero(problem, outputs, shapes):
+    for argument in arguments_of(problem, Role.OUTPUT):
+        shape = shapes[argument.name]
+        if argument.elements[0].is_packed and shape[-1] % 2:
+            assert not (outputs[argument.name][..., -1] >> 4).any(), "a spare high nibble is not zero"
+
+
+@pytest.mark.parametrize(("op", "case"), EVERY)
+def test_result_is_what_the_definition_says(op, case):
+    rng = fresh(op.name, case)
+    drawn = draw(op, case, rng)
+    problem = case.problem
+    outputs = run(problem, drawn.inputs)
+    for argument in arguments_of(problem, Role.OUTPUT):
+        want = storage_shape(drawn.shapes[argument.name], argument.elements[0])
+        assert outputs[argument.name].shape == want, argument.name
+    _assert_defined(problem, drawn.inputs, outputs, drawn.shapes, rng)
+    _assert_spare_nibbles_are_zero(problem, outputs, drawn.shapes)
+
+
+@pytest.mark.parametrize(("op", "case"), EVERY)
+def test_layout_changes_no_bit_and_nothing_beside_the_outputs_is_written(op, case):
+    rng = fresh(op.name, case)
+    drawn = draw(op, case, rng)
+    problem = case.problem
+    want = run(problem, drawn.inputs)
+    some = list(LAYOUTS) if sum(array.size for array in want.values()) < _BIG else ["strided", "reversed"]
+    for layout in some:
+        inputs = {
+            name: Guarded.of(value, str(rng.choice(LAYOUTS) if layout == "contiguous" else layout))
+            for name, value in drawn.inputs.items()
+            if isinstance(value, np.ndarray)
+        }
+        outputs = guarded_outputs(problem, drawn.shapes, layout)
+        given = drawn.inputs | {name: guarded.array for name, guarded in (inputs | outputs).items()}
+        got = run(problem, given)
+        for name, array in got.items():
+            assert array is given[name], f"{name} was given and another array came back"
+            assert_same_bits(array, want[name], f"{name}, {layout}")
+        for guarded in inputs.values():
+            guarded.assert_unchanged()
+        for guarded in outputs.values():
+            guarded.assert_only_elements_written()
+
+
+@pytest.mark.parametrize(("op", "case"), IN_PLACE)
+def test_output_may_be_the_input_itself_where_the_descriptor_allows_it(op, case):
+    drawn = draw(op, case, fresh(op.name, case))
+    problem = case.problem
+    (target,) = arguments_of(problem, Role.OUTPUT)
+    want = run(problem, drawn.inputs)[target.name]
+    shape, element = drawn.shapes[target.name], target.elements
+    sources = [a for a in arguments_of(problem, Role.INPUT) if a.elements == element and drawn.shapes[a.name] == shape]
+    # A scale of the data's own shape (one element per channel) must stay apart.
+    sources = [a for a in sources if "scale" not in a.name]
+    assert sources
+    for source in sources:
+        for layout in ("contiguous", "strided", "reversed"):
+            shared = Guarded.of(drawn.inputs[source.name], layout)
+            got = run(problem, drawn.inputs | {source.name: shared.array, target.name: shared.array})
+            assert_same_bits(got[target.name], want, f"in place of {source.name}, {layout}")
+            shared.assert_only_elements_written()
+
+
+SCRATCH = [e for e in EVERY if e.values[0].name.endswith("_linear")]
+
+
+@pytest.mark.parametrize(("op", "case"), SCRATCH[::7])
+def test_scratch_of_a_linear_receives_the_activation_codes_and_scales(op, case):
+    rng = fresh(op.name, case)
+    drawn = draw(op, case, rng)
+    problem = case.problem
+    given = {name: guarded.array for name, guarded in guarded_outputs(problem, drawn.shapes, "contiguous").items()}
+    want = run(problem, drawn.inputs)["output"]
+    assert_same_bits(run(problem, drawn.inputs | given)["output"], want, "with scratch")
+    _assert_defined(problem, drawn.inputs, given, drawn.shapes, rng)
+
+
+@pytest.mark.parametrize("op", built_in_ops(), ids=lambda op: op.name)
+def test_running_twice_gives_the_same_bits(op):
+    case = Case(op.cases[0].problem, "special")
+    drawn = draw(op, case, fresh(op.name))
+    first, second = run(case.problem, drawn.inputs), run(case.problem, drawn.inputs)
+    for name, array in first.items():
+        assert_same_bits(second[name], array, name)
+        assert not np.shares_memory(second[name], array)
+
+
+def test_every_family_element_pair_and_flavour_is_among_the_cases():
+    for op in built_in_ops():
+        keys = {case.problem.key() for case in op.cases}
+        assert {sku.key for sku in op.skus} == keys, op.name
+    assert {case.values for _, _, case in every_case()} == {"normal", "special", "ties"}
