@@ -16,14 +16,13 @@ from safetensors.numpy import save_file
 
 from skuda.dispatch import Dispatcher
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
-from skuda.tools import smoothquant
+from skuda.tools import checkpoint
+from skuda.tools.checkpoint import load_layers, save_layers
 from skuda.tools.smoothquant import (
     ActivationRanges,
     DynamicLayer,
     SmoothQuantLayer,
-    load_layers,
     quantize_weight,
-    save_layers,
     smoothing_factors,
 )
 
@@ -479,4 +478,4 @@ def test_layers_cannot_be_changed(dispatcher, rng):
     layer = smooth_layer(dispatcher, rng)
     with pytest.raises(AttributeError):
         layer.act_scale = 1.0
-    assert smoothquant.FORMAT_VERSION == "1"
+    assert checkpoint.FORMAT_VERSION == "1"

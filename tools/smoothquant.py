@@ -19,18 +19,13 @@ Source: Xiao et al., SmoothQuant, 2023, equation 4; numerics.md, "SmoothQuant's 
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite, prod
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import TypeAdapter, ValidationError
 
 from skuda.dispatch import Dispatcher
 from skuda.kernels.quantize import (
@@ -39,8 +34,7 @@ from skuda.kernels.quantize import (
     QuantizePerTensorDescriptor,
     SmoothQuantLinearDescriptor,
 )
-from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
-from skuda.registry.value import Value
+from skuda.registry.errors import InvalidProblem
 
 F32 = npt.NDArray[np.float32]
 S8 = npt.NDArray[np.int8]
@@ -50,10 +44,6 @@ FLOOR = np.float32(1e-5)
 
 Q_MAX = 127
 """Symmetric range -127..127: with -128 left out, negation is exact."""
-
-FORMAT = "skuda.smoothquant"
-FORMAT_VERSION = "1"
-REMEDY = "; write it again with skuda.tools.smoothquant.save_layers"
 
 
 class ActivationRanges:
@@ -79,7 +69,7 @@ class ActivationRanges:
         layer : str
             Any name; batches of one name must agree in K.
         activation : array of shape (..., K), f16, bf16 or f32
-            Input of the layer. An empty batch changes nothing.
+            Input of the layer. An empty batch widens nothing.
 
         Raises
         ------
@@ -155,8 +145,7 @@ def quantize_weight(dispatcher: Dispatcher, weight: npt.NDArray[Any]) -> tuple[S
     InvalidProblem
         If the weight is not a finite matrix of f16, bf16 or f32.
     """
-    matrix = _matrix("quantize_weight", weight)
-    return _dynamic_range(dispatcher, matrix, scope="token")
+    return _dynamic_range(dispatcher, _matrix("quantize_weight", weight), scope="token")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -295,7 +284,10 @@ class SmoothQuantLayer(Int8Layer):
         self._check_vector("smooth", self.smooth, self.shape[1])
         if not (self.smooth > 0).all():
             self._refuse("smooth", f"{self.smooth.min()}", "be positive")
-        if not (isfinite(self.act_scale) and self.act_scale > 0 and np.float32(self.act_scale) == self.act_scale):
+        with np.errstate(over="ignore"):
+            # float(): beside an f32, NumPy would round the number it is compared with.
+            held = float(np.float32(self.act_scale))
+        if not (isfinite(held) and self.act_scale > 0 and held == self.act_scale):
             self._refuse("act_scale", repr(self.act_scale), "be a positive number that f32 holds exactly")
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             self._refuse("alpha", repr(self.alpha), "lie in 0..1, or be None")
@@ -329,17 +321,19 @@ class SmoothQuantLayer(Int8Layer):
             For shapes that do not fit each other, values that are not finite, or alpha outside 0..1.
         """
         matrix = _matrix(cls.__name__, weight)
-        if activation_max.shape != matrix.shape[1:]:
-            rule = f"have the shape [{matrix.shape[1]}], one maximum per input channel of the weight"
-            raise InvalidProblem(cls.__name__, "activation_max", f"shape {list(activation_max.shape)}", rule)
+        if activation_max.dtype != np.float32 or activation_max.shape != matrix.shape[1:]:
+            rule = f"be float32 of shape [{matrix.shape[1]}], one maximum per input channel of the weight"
+            raise InvalidProblem(cls.__name__, "activation_max", _shape_text(activation_max), rule)
+        _finite(cls.__name__, "activation_max", activation_max)
         if alpha is None:
             smooth = np.ones_like(activation_max)
         else:
             smooth = smoothing_factors(activation_max, np.abs(matrix).max(axis=0, initial=0), alpha)
         # Division by a positive number is monotone: the largest quotient of the maxima is that of the activation.
-        smoothed_max = (activation_max / smooth)[None]
-        _, act_scale = _dynamic_range(dispatcher, smoothed_max, scope="tensor")
-        weight_q, weight_scale = quantize_weight(dispatcher, matrix * smooth)
+        with np.errstate(over="ignore"):  # what overflows is infinite, and refused as such
+            smoothed_max, smoothed_weight = activation_max / smooth, matrix * smooth
+        _, act_scale = _dynamic_range(dispatcher, smoothed_max[None], scope="tensor")
+        weight_q, weight_scale = quantize_weight(dispatcher, smoothed_weight)
         return cls(
             weight_q=weight_q,
             weight_scale=weight_scale,
@@ -368,127 +362,14 @@ class SmoothQuantLayer(Int8Layer):
         description = QuantizePerTensorDescriptor(
             numel=rows.size, q_min=-Q_MAX, q_max=Q_MAX, input_element="f32", output_element="s8"
         )
-        act_q = dispatcher.run(description, input=rows / self.smooth, scale=self.act_scale, zero_point=0)
+        with np.errstate(over="ignore"):  # what overflows is infinite, and saturates
+            smoothed = rows / self.smooth
+        act_q = dispatcher.run(description, input=smoothed, scale=self.act_scale, zero_point=0)
         return {"act_q": act_q, **super().tensors()}
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays that the layer consists of, by attribute name."""
         return {**super().tensors(), "smooth": self.smooth}
-
-
-class _Header(Value):
-    """What a checkpoint's metadata says of one layer."""
-
-    shape: tuple[int, int]
-    act_scale: float
-    alpha: float | None
-    bias: bool
-
-    def tensors(self) -> dict[str, str]:
-        """Return element kind and shape of each tensor, as text."""
-        n, k = self.shape
-        kinds = {"weight_q": f"I8 [{n}, {k}]", "weight_scale": f"F32 [{n}]", "smooth": f"F32 [{k}]"}
-        return {**kinds, "bias": f"F32 [{n}]"} if self.bias else kinds
-
-
-_HEADERS = TypeAdapter(dict[str, _Header])
-
-
-def save_layers(path: Path, layers: Mapping[str, SmoothQuantLayer]) -> None:
-    """Write a model's layers into one safetensors file, replacing it only when complete.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    layers : mapping of str to SmoothQuantLayer
-        By layer name.
-
-    Raises
-    ------
-    MissingDependency
-        Without the package safetensors.
-    OSError
-        If the file cannot be written.
-    """
-    safetensors = _safetensors()
-    headers = {
-        name: _Header(shape=layer.shape, act_scale=layer.act_scale, alpha=layer.alpha, bias=layer.bias is not None)
-        for name, layer in layers.items()
-    }
-    tensors = {
-        f"{name}.{part}": np.ascontiguousarray(array)
-        for name, layer in layers.items()
-        for part, array in layer.tensors().items()
-    }
-    metadata = {"format": FORMAT, "version": FORMAT_VERSION, "layers": _HEADERS.dump_json(headers).decode()}
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        safetensors.numpy.save_file(tensors, unfinished, metadata)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def load_layers(path: Path) -> dict[str, SmoothQuantLayer]:
-    """Read what `save_layers` wrote, every value exactly as it was.
-
-    Returns
-    -------
-    dict of str to SmoothQuantLayer
-        In the order in which they were saved.
-
-    Raises
-    ------
-    InvalidRecord
-        If the file is not such a checkpoint: another format or version, a tensor that is missing, left over, or of
-        another element kind or shape than the metadata says, a value out of range.
-    MissingDependency
-        Without the package safetensors.
-    OSError
-        If the file cannot be read.
-    """
-    safetensors = _safetensors()
-    try:
-        with path.open("rb"), safetensors.safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            for field, expected in (("format", FORMAT), ("version", FORMAT_VERSION)):
-                if metadata.get(field) != expected:
-                    raise InvalidRecord(str(path), field, repr(metadata.get(field)), f"be {expected!r}{REMEDY}")
-            headers = _HEADERS.validate_json(metadata.get("layers", ""))
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  safe_open is no mapping
-            found = {key: f"{tensor.get_dtype()} {tensor.get_shape()}" for key, tensor in slices.items()}
-            _check_tensors(path, found, headers)
-            return {
-                name: SmoothQuantLayer(
-                    act_scale=header.act_scale,
-                    alpha=header.alpha,
-                    **{part: file.get_tensor(f"{name}.{part}") for part in header.tensors()},
-                )
-                for name, header in headers.items()
-            }
-    except safetensors.SafetensorError as error:
-        raise InvalidRecord(str(path), "file", str(error), f"be a whole safetensors file{REMEDY}") from error
-    except (ValidationError, InvalidProblem) as error:
-        raise InvalidRecord(str(path), "layers", str(error), f"hold valid layers{REMEDY}") from error
-
-
-def _check_tensors(path: Path, found: Mapping[str, str], headers: Mapping[str, _Header]) -> None:
-    """Refuse a file whose tensors are not those that its metadata lists."""
-    wanted = {f"{name}.{part}": kind for name, header in headers.items() for part, kind in header.tensors().items()}
-    for key in sorted(wanted.keys() | found.keys()):
-        if found.get(key) != wanted.get(key):
-            rule = f"be {wanted.get(key, 'absent')}, as the metadata says{REMEDY}"
-            raise InvalidRecord(str(path), f"tensor {key}", found.get(key, "nothing"), rule)
-
-
-def _safetensors() -> ModuleType:
-    try:
-        import safetensors
-        import safetensors.numpy
-    except ImportError as error:
-        raise MissingDependency("safetensors", "pip install 'safetensors>=0.4'") from error
-    return safetensors
 
 
 def _dynamic_range(dispatcher: Dispatcher, matrix: F32, scope: Literal["token", "tensor"]) -> tuple[S8, F32]:

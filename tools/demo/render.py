@@ -28,7 +28,8 @@ def render(result: DemoResult, console: Console) -> None:
     console.print(way_table(result))
     _say(
         console,
-        f"rank: Spearman correlation of each sentence's ranking of the others. f32: {result.f32_seconds:.2f} s.\n"
+        f"rank: Spearman correlation of each sentence's ranking of the others.\n"
+        f"f32 takes {result.f32_seconds:.2f} s for that half.\n"
         f"alpha {result.alpha:g} was found on the calibration half alone, by mean cosine, in "
         f"{result.search_seconds:.1f} s:",
     )
@@ -63,7 +64,8 @@ def sku_lines(result: DemoResult) -> list[str]:
     for number, chosen in enumerate(kernels, start=1):
         head = "SKU, all layers:" if len(kernels) == 1 else f"SKU {number}:"
         lines.append(head)
-        lines += [f"  {way}: {' or '.join(ids)}" for way, ids in chosen]
+        for way, ids in chosen:
+            lines += [f"  {way}", *(f"    {sku}" for sku in ids)]
     return lines
 
 

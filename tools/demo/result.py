@@ -126,7 +126,12 @@ class DemoResult(Value):
     @property
     def passed(self) -> bool:
         """Whether every judged way keeps every held-out sentence at `required_cosine` or above; a NaN fails."""
-        return all(way.worst_cosine >= self.required_cosine for way in self.judged)
+        return not self.below
+
+    @property
+    def below(self) -> tuple[WayResult, ...]:
+        """The judged ways that do not reach the required cosine."""
+        return tuple(way for way in self.judged if not way.worst_cosine >= self.required_cosine)
 
     @property
     def judged(self) -> tuple[WayResult, ...]:

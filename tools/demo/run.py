@@ -27,7 +27,7 @@ from skuda.registry.errors import InvalidProblem, MissingDependency, SkudaError
 from skuda.tools.demo.encoder import Encoder, Model, label_of, load_model
 from skuda.tools.demo.metrics import Power, cosine, power, ranking_agreement
 from skuda.tools.demo.plot import draw
-from skuda.tools.demo.render import render
+from skuda.tools.demo.render import render, verdict
 from skuda.tools.demo.result import DemoResult, LayerResult, WayResult
 from skuda.tools.demo.ways import (
     COARSE_ALPHAS,
@@ -228,6 +228,8 @@ def demo(
         return 2
     if as_json:
         console.out(result.model_dump_json(indent=2), highlight=False)
+        for way in result.below:
+            errors.print(verdict(way, result.required_cosine))
     else:
         render(result, console)
     return 0 if result.passed else 1
