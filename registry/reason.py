@@ -48,7 +48,7 @@ class Reason(Value):
         """What would have to change for this reason to go away."""
         match self.code:
             case "guarantee":
-                return f"relax {self.field}: this kernel promises {self.had}"
+                return f"relax {self.field} = {self.wanted}: this kernel promises {self.had}"
             case "preference":
                 return f"drop {self.field} = {self.wanted}"
             case "arch":

@@ -46,6 +46,9 @@ _RULES: dict[str, Callable[[dict[str, Any]], str]] = {
     "literal_error": lambda c: f"be {c['expected']}",
     "finite_number": lambda _: "be finite",
     "float_type": lambda _: "be a number",
+    "float_parsing": lambda _: "be a number",
+    "bool_type": lambda _: "be true or false",
+    "bool_parsing": lambda _: "be true or false",
     "tuple_type": lambda _: "be a tuple",
     "string_pattern_mismatch": lambda c: f"match {c['pattern']}",
 }

@@ -200,7 +200,7 @@ class TestEveryReason:
         strict = PlanPreference(require={"deterministic": True})
         found = self.reasons(dispatcher, ToyDescriptor(), KNOWN_DEVICES["a100"], strict, "loose")
         reason = found["guarantee", "preference.require.deterministic"]
-        assert reason.change == "relax preference.require.deterministic: this kernel promises False"
+        assert reason.change == "relax preference.require.deterministic = True: this kernel promises False"
 
     def test_arch_specific_kernels_can_be_ruled_out(self, dispatcher):
         careful = PlanPreference(allow_arch_specific=False)

@@ -1,0 +1,225 @@
+"""The ``skuda`` command. Each subcommand lives in a module of its own, imported when it runs: help must be fast."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
+"""ClickException, from click or from typer's own copy of it, whichever this typer uses."""
+
+_NO, _BAD_INPUT, _INTERRUPTED = 1, 2, 130
+
+app = typer.Typer(
+    name="skuda",
+    help="Which int8 kernels there are, which one runs where, and why.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="JSON, for machines.")]
+Some = list[str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        What stands behind ``skuda``; the process's own arguments when not given.
+
+    Returns
+    -------
+    int
+        0; 1 where the answer is no (no kernel, a required part missing, accuracy not reached); 2 for bad input, which
+        is told in one line on standard error.
+    """
+    command = typer.main.get_command(app)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        status = command.main(args=given, prog_name="skuda", standalone_mode=False)
+        sys.stdout.flush()
+    except _USAGE_ERROR as error:
+        message = getattr(error, "format_message", error.__str__)()
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context is not None else "skuda"
+        return _fail(f"{message} (see `{where} --help`)")
+    except (typer.Abort, KeyboardInterrupt):
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone (`skuda list | head`). Nothing is left to say, at exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _NO
+    except ImportError as error:
+        if given[:1] == ["doctor"]:
+            # The doctor can do without everything else, also without what typer needs.
+            from skuda.tools import doctor
+
+            return doctor.run(as_json="--json" in given)
+        return _fail(str(error) if hasattr(error, "command") else f"{error}; `skuda doctor` says what is missing")
+    except Exception as error:
+        # A SkudaError is an answer; its class is looked up late because importing it takes pydantic.
+        from skuda.registry.errors import SkudaError
+
+        if not isinstance(error, SkudaError):
+            raise
+        return _fail(str(error))
+    return int(status or 0)
+
+
+def _fail(message: str) -> int:
+    """Say what was wrong in one line."""
+    from skuda.tools.output import stderr
+
+    stderr().print(f"skuda: {' '.join(message.split())}", style="red", soft_wrap=True)
+    return _BAD_INPUT
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    *,
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if show_version:
+        try:
+            typer.echo(f"skuda {version('skuda')}")
+        except PackageNotFoundError:
+            typer.echo("skuda, not installed as a package")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command("list")
+def _list(
+    *,
+    op: Annotated[Some | None, typer.Option(help="Only these ops.", metavar="NAME")] = None,
+    element: Annotated[Some | None, typer.Option(help="Only kernels for these elements.", metavar="KIND")] = None,
+    aux: Annotated[
+        Some | None, typer.Option(help="Only these second elements; `none` for kernels without.", metavar="KIND")
+    ] = None,
+    arch: Annotated[Some | None, typer.Option(help="Only these architectures.", metavar="ARCH")] = None,
+    backend: Annotated[Some | None, typer.Option(help="Only these backends.", metavar="NAME")] = None,
+    skus: Annotated[bool, typer.Option("--skus", help="One line per kernel: its id.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Show the op matrix, or every kernel.
+
+    Filters may be repeated and may hold several values, separated by commas. Piped, each line is a record with tabs
+    between op, category, elements, second elements, archs, backends, number of kernels and promise.
+    """
+    from skuda.tools import listing
+
+    return listing.run(
+        ops=op or (),
+        elements=element or (),
+        aux=aux or (),
+        archs=arch or (),
+        backends=backend or (),
+        skus=skus,
+        as_json=as_json,
+    )
+
+
+@app.command("show")
+def _show(
+    name: Annotated[str, typer.Argument(metavar="ID", help="The id of a kernel, or the name of an op.")],
+    *,
+    as_json: Json = False,
+) -> int:
+    """Show everything about a kernel or an op."""
+    from skuda.tools import showing
+
+    return showing.run(name, as_json=as_json)
+
+
+@app.command(
+    "explain",
+    # The fields of the op are options too; which ones there are is known when the op is.
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    add_help_option=False,
+    options_metavar="OP [--FIELD VALUE]... [OPTIONS]",
+)
+def _explain(
+    context: typer.Context,
+    *,
+    device: Annotated[
+        str, typer.Option(help="Plan for this device: here, cpu, or a card such as h200.", metavar="NAME")
+    ] = "here",
+    prefer_backend: Annotated[str | None, typer.Option(help="Insist on this backend.", metavar="NAME")] = None,
+    sku: Annotated[str | None, typer.Option(help="Insist on this kernel.", metavar="ID")] = None,
+    require: Annotated[
+        Some | None, typer.Option(help="Insist on a promise, such as deterministic,max_ulp=0.", metavar="PROMISE")
+    ] = None,
+    max_workspace_bytes: Annotated[
+        int | None, typer.Option(help="Refuse kernels that need more scratch.", metavar="BYTES")
+    ] = None,
+    no_arch_specific: Annotated[
+        bool, typer.Option("--no-arch-specific", help="Refuse kernels for one chip or family only (sm_90a).")
+    ] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="List every refused kernel.")] = False,
+    as_json: Json = False,
+    show_help: Annotated[
+        bool, typer.Option("--help", "-h", help="This page; behind an op's name, the op's fields too.")
+    ] = False,
+) -> int:
+    """Say which kernel would run, and why the others would not.
+
+    Every field of the op is an option: `skuda explain quantized_linear --m 8 --c-out 4096 --k 4096 --device h200`.
+    Exits with 1 where no kernel serves the problem.
+    """
+    if show_help:
+        typer.echo(context.get_help())
+        if not context.args:
+            return 0
+    from skuda.tools import explaining
+
+    if show_help:
+        return explaining.show_fields(context.args[0])
+    wishes = explaining.Wishes(
+        device=device,
+        backend=prefer_backend,
+        sku=sku,
+        require=tuple(require or ()),
+        max_workspace_bytes=max_workspace_bytes,
+        allow_arch_specific=not no_arch_specific,
+    )
+    own = [name.lstrip("-").replace("-", "_") for param in context.command.params for name in param.opts]
+    return explaining.run(context.args, wishes, own_options=own, show_all=show_all, as_json=as_json)
+
+
+@app.command("doctor")
+def _doctor(*, as_json: Json = False) -> int:
+    """Check this machine, and name what fixes it."""
+    from skuda.tools import doctor
+
+    return doctor.run(as_json=as_json)
+
+
+@app.command("demo")
+def _demo(
+    *,
+    plot: Annotated[Path, typer.Option(help="Where the plot of the error per layer goes.", metavar="PNG")] = Path(
+        "skuda-demo.png"
+    ),
+    as_json: Json = False,
+) -> int:
+    """Run a real sentence encoder in int8, and in f32."""
+    from skuda.tools.demo.run import demo
+    from skuda.tools.output import stdout
+
+    return demo(plot=plot, as_json=as_json, console=stdout())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

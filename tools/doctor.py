@@ -1,0 +1,261 @@
+"""``skuda doctor``: what works on this machine, what is missing, and the command that fixes it.
+
+Nothing here may fail because something is absent, so everything that could be is imported inside a check, and a check
+that fails is itself a finding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from importlib import metadata
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from skuda.tools.packages import Finding, State, meets, optional_packages, required_packages, requirements
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from skuda.dispatch import Dispatcher
+
+_COLOURS = {"ok": "green", "missing": "yellow", "broken": "bold red"}
+_DRIVER = "install NVIDIA's driver (https://www.nvidia.com/drivers); a machine without an NVIDIA GPU needs none"
+_CUDA_LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+
+
+def run(*, as_json: bool = False) -> int:
+    """Check everything and print it.
+
+    Parameters
+    ----------
+    as_json : bool
+        JSON instead of text.
+
+    Returns
+    -------
+    int
+        Exit status: 0 where everything required works, else 1.
+    """
+    from skuda.tools.output import print_json, records, stdout
+
+    findings = examine()
+    works = all(finding.state == "ok" for finding in findings if finding.required)
+    console = stdout()
+    if as_json:
+        print_json({"works": works, "findings": [asdict(finding) for finding in findings]})
+    elif not console.is_terminal:
+        records((f.state, f.section, f.name, f.detail, f.fix) for f in findings)
+    else:
+        _print(console, findings, works=works)
+    return 0 if works else 1
+
+
+def examine() -> list[Finding]:
+    """Return every finding, by section."""
+    checks: tuple[tuple[str, bool, Callable[[], Iterator[Finding]]], ...] = (
+        ("Python", True, _python),
+        ("Required packages", True, required_packages),
+        ("Optional packages", False, optional_packages),
+        ("NVIDIA driver", False, _driver),
+        ("Compilers", False, _compilers),
+        ("Kernels and backends", True, _backends),
+        ("Plug-ins", False, _plugins),
+        ("Cache", False, _cache),
+    )
+    found: list[Finding] = []
+    for section, required, check in checks:
+        try:
+            found.extend(check())
+        except Exception as error:  # noqa: BLE001  a doctor that dies of a finding tells nothing
+            detail = f"{type(error).__name__}: {error}"
+            fix = "install the packages named above, or reinstall skuda" if required else ""
+            found.append(Finding(section, "broken", section.lower(), detail, fix, required))
+    return found
+
+
+def _python() -> Iterator[Finding]:
+    section = "Python"
+    needed = ">=3.11"
+    try:
+        needed = str(metadata.metadata("skuda")["Requires-Python"])
+        own = Finding(section, "ok", "skuda", metadata.version("skuda"), required=True)
+    except metadata.PackageNotFoundError:
+        own = Finding(section, "missing", "skuda", "not installed as a package", "pip install -e .", required=True)
+    version = platform.python_version()
+    if meets(version, needed):
+        yield Finding(section, "ok", "python", f"{version} at {sys.executable}", required=True)
+    else:
+        yield Finding(
+            section, "broken", "python", f"{version}, needs {needed}", f"install Python {needed}", required=True
+        )
+    yield own
+    yield Finding(section, "ok", "platform", f"{platform.system()} {platform.release()}, {platform.machine()}")
+
+
+def _driver() -> Iterator[Finding]:
+    section = "NVIDIA driver"
+    try:
+        library = ctypes.CDLL(_CUDA_LIBRARY)
+    except OSError:
+        yield Finding(section, "missing", "driver", f"{_CUDA_LIBRARY} cannot be loaded", _DRIVER)
+        return
+    version = ctypes.c_int()
+    # The one call of the driver that needs no initialization, so no context and no trace of this process on the card.
+    status = library.cuDriverGetVersion(ctypes.byref(version))
+    if status != 0 or version.value == 0:
+        yield Finding(section, "broken", "driver", f"{_CUDA_LIBRARY} answers with error {status}", _DRIVER)
+        return
+    major, minor = version.value // 1000, version.value % 1000 // 10
+    yield Finding(section, "ok", "driver", f"supports CUDA {major}.{minor}")
+
+
+def _compilers() -> Iterator[Finding]:
+    yield _nvcc()
+    yield _nvrtc()
+
+
+def _nvcc() -> Finding:
+    section = "Compilers"
+    path = shutil.which("nvcc")
+    if path is None:
+        fix = "install the CUDA toolkit (https://developer.nvidia.com/cuda-downloads) and put its bin on PATH"
+        return Finding(section, "missing", "nvcc", "not on PATH; the backend pycuda needs it", fix)
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding(section, "broken", "nvcc", f"{path}: {error}", "reinstall the CUDA toolkit")
+    version = re.search(r"release ([\d.]+)", said)
+    return Finding(section, "ok", "nvcc", f"{version[1] if version else 'unknown version'} at {path}")
+
+
+def _nvrtc() -> Finding:
+    section, name = "Compilers", "nvidia-cuda-nvrtc"
+    wanted = next((wanted for package, wanted, _ in requirements() if package == name), "")
+    fix = f"pip install '{name}{wanted}'"
+    try:
+        brought = metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        system = ctypes.util.find_library("nvrtc")
+        if system is not None:
+            return Finding(section, "ok", "nvrtc", f"{system} of the system")
+        return Finding(section, "missing", "nvrtc", "no library; the backend cuda_core needs it", fix)
+    libraries = [file for file in brought.files or () if re.match(r"(lib)?nvrtc(64_\w+\.dll|\.so)", file.name)]
+    if not any(brought.locate_file(file).is_file() for file in libraries):  # type: ignore[attr-defined]  # a Path here
+        return Finding(section, "broken", "nvrtc", f"{name} {brought.version} without its library", fix)
+    return Finding(section, "ok", "nvrtc", f"{brought.version} from {name}")
+
+
+def _dispatcher() -> Dispatcher:
+    from skuda.dispatch import Dispatcher
+
+    return Dispatcher()
+
+
+def _backends() -> Iterator[Finding]:
+    section = "Kernels and backends"
+    dispatcher = _dispatcher()
+    registry = dispatcher.registry
+    yield Finding(section, "ok", "registry", f"{len(registry)} kernels of {len(registry.ops)} ops", required=True)
+    for name, status in dispatcher.status.items():
+        required = registry.backends[name].reference
+        absent: State = "broken" if required else "missing"
+        state: State = "ok" if status.available else absent
+        yield Finding(section, state, name, status.detail, status.remedy, required)
+    for device in dispatcher.devices:
+        ordinal = f"{device.processor}:{device.ordinal}"
+        facts = [device.describe()]
+        if device.sm_count:
+            facts += [f"{device.sm_count} SMs", f"{device.memory / 2**30:.0f} GiB"]
+        yield Finding(section, "ok", ordinal, ", ".join(facts))
+
+
+def _plugins() -> Iterator[Finding]:
+    from skuda.dispatch.plugins import BACKENDS, KERNELS
+    from skuda.dispatch.settings import plugins_enabled
+
+    section = "Plug-ins"
+    points = [point for group in (KERNELS, BACKENDS) for point in sorted(metadata.entry_points(group=group))]
+    if not plugins_enabled():
+        for point in points:
+            yield Finding(section, "missing", point.name, "plug-ins are turned off", "unset SKUDA_PLUGINS")
+        return
+    if not points:
+        yield Finding(section, "ok", "plug-ins", "none installed")
+        return
+    aside = {(plugin.group, plugin.name): plugin for plugin in _dispatcher().quarantined}
+    for point in points:
+        package = point.dist.name if point.dist is not None else point.value
+        version = f" {point.dist.version}" if point.dist is not None else ""
+        plugin = aside.get((point.group, point.name))
+        if plugin is None:
+            yield Finding(section, "ok", point.name, f"{point.group} of {package}{version}")
+        else:
+            fix = f"pip install --upgrade {package}, or pip uninstall {package}"
+            yield Finding(section, "broken", point.name, f"{point.group} of {plugin.origin}: {plugin.reason}", fix)
+
+
+def _cache() -> Iterator[Finding]:
+    from pathlib import Path
+
+    from skuda.dispatch.settings import cache_directory
+
+    section = "Cache"
+    path = cache_directory()
+    fix = "set SKUDA_CACHE_DIR to a folder that can be written"
+    # The folder is made when the first kernel is compiled; until then its nearest parent decides.
+    there = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), Path(path.anchor))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        yield Finding(section, "broken", "directory", f"{path} cannot be written", fix)
+    elif there != path:
+        yield Finding(section, "ok", "directory", f"{path}, made when needed")
+    else:
+        yield Finding(section, "ok", "directory", f"{path}, {_size(path)}")
+
+
+def _size(folder: Path) -> str:
+    sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
+    size, unit = float(sum(sizes)), "bytes"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size >= 1024:
+            size, unit = size / 1024, larger
+    return f"{len(sizes)} files, {size:.3g} {unit}"
+
+
+def _print(console: Console, findings: list[Finding], *, works: bool) -> None:
+    from rich.text import Text
+
+    from skuda.tools.output import count, heading, indented, plain_table
+
+    width = max(len(finding.name) for finding in findings)
+    for section, lines in groupby(findings, key=lambda finding: finding.section):
+        console.print(heading(section))
+        for finding in lines:
+            table = plain_table(indent=2)
+            table.add_column(width=7)
+            table.add_column(width=min(width, 22))
+            table.add_column(overflow="fold")
+            table.add_row("", Text(finding.state, style=_COLOURS[finding.state]), finding.name, finding.detail)
+            console.print(table)
+            if finding.fix:
+                console.print(indented(Text(f"fix: {finding.fix}", style="yellow"), 10))
+    console.print()
+    for state in ("missing", "broken"):
+        number = sum(finding.state == state and not finding.required for finding in findings)
+        if number:
+            console.print(f"{count(number, 'optional part')} {state}.", style=_COLOURS[state])
+    bad = [finding.name for finding in findings if finding.required and finding.state != "ok"]
+    if works:
+        console.print("Everything required works.", style="bold green")
+    else:
+        console.print(f"Required, and not working: {', '.join(bad)}.", style="bold red")

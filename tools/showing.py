@@ -1,0 +1,311 @@
+"""``skuda show``: everything about one kernel or one op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from skuda.dispatch import Dispatcher
+from skuda.registry.descriptor import Argument, Descriptor
+from skuda.registry.op import Op
+from skuda.registry.registry import Registry
+from skuda.registry.sku import KernelSku, WorkspaceTerm
+from skuda.tools.output import (
+    count,
+    folded,
+    heading,
+    indented,
+    plain_table,
+    print_json,
+    records,
+    reflowed,
+    refuse,
+    stdout,
+)
+from skuda.tools.problem import default_words, fields_of, type_words
+
+_IDS_SHOWN = 10
+
+
+def run(name: str, *, as_json: bool = False) -> int:
+    """Show a kernel by its id or an op by its name.
+
+    Parameters
+    ----------
+    name : str
+        Exactly an id or a name.
+    as_json : bool
+        JSON instead of text.
+
+    Returns
+    -------
+    int
+        Exit status 0.
+
+    Raises
+    ------
+    InvalidProblem
+        Where there is neither.
+    """
+    registry = Dispatcher().registry
+    sku = registry.sku(name)
+    if sku is not None:
+        _show_sku(registry, sku, as_json=as_json)
+    elif name in registry.ops:
+        _show_op(registry, registry.ops[name], as_json=as_json)
+    else:
+        known = tuple(registry.ops) if "." not in name else tuple(sku.id for sku in registry)
+        refuse("show", "ID", name, known, kind="the id of a kernel or the name of an op", more="see `skuda list`")
+    return 0
+
+
+def _show_sku(registry: Registry, sku: KernelSku, *, as_json: bool) -> None:
+    groups = _sku_groups(registry, sku)
+    console = stdout()
+    if as_json:
+        print_json(
+            {
+                "kind": "sku",
+                "id": sku.id,
+                "origin": registry.origin(sku.id),
+                "verified": _is_reference(registry, sku),
+                "promise": sku.precision_guarantee.describe(),
+                "requires": _requirements(sku),
+                "workspace": _workspace(sku.workspace),
+                "sku": sku.model_dump(mode="json"),
+            }
+        )
+    elif not console.is_terminal:
+        records(
+            [("kind", "sku"), ("id", sku.id), *((name, *_lines(value)) for _, rows in groups for name, value in rows)]
+        )
+    else:
+        console.print(folded(sku.id, console.width), style="bold cyan")
+        if sku.summary:
+            console.print(indented(sku.summary, 2))
+        width = max(len(name) for _, rows in groups for name, _ in rows)
+        for title, rows in groups:
+            console.print(heading(f"\n{title}"))
+            table = plain_table(indent=2)
+            table.add_column(style="dim", width=width)
+            table.add_column(overflow="fold")
+            for name, value in rows:
+                table.add_row("", name, "\n".join(_lines(value)))
+            console.print(table)
+
+
+def _lines(value: object) -> list[str]:
+    return [str(part) for part in value] if isinstance(value, (tuple, list)) else [str(value)]
+
+
+def _is_reference(registry: Registry, sku: KernelSku) -> bool:
+    return registry.backends[sku.backend].reference
+
+
+def _requirements(sku: KernelSku) -> list[str]:
+    return [sku.arch.describe(), *(constraint.describe() for constraint in sku.constraints)]
+
+
+def _workspace(terms: Iterable[WorkspaceTerm]) -> str:
+    said = [" x ".join((f"{term.bytes_each} bytes", *term.factors)) for term in terms]
+    return " + ".join(said) or "none"
+
+
+def _sku_groups(registry: Registry, sku: KernelSku) -> list[tuple[str, list[tuple[str, Any]]]]:
+    promised = sku.precision_guarantee
+    ulp = "none" if promised.max_ulp is None else f"{promised.max_ulp}" + (" (bit-exact)" if promised.bit_exact else "")
+    verified = (
+        "by definition: it is the reference"
+        if _is_reference(registry, sku)
+        else "no: nothing on this machine has recorded a comparison with the reference"
+    )
+    return [
+        ("Identity", [(name, _or_none(getattr(sku, name))) for name in type(sku.identity).model_fields]),
+        (
+            "Promise",
+            [
+                ("math precision", promised.math_precision),
+                ("accumulator", promised.accumulator),
+                ("max ulp to reference", ulp),
+                ("deterministic", _yes(promised.deterministic)),
+                ("bit-stable on same hardware", _yes(promised.bit_stable_on_same_hardware)),
+                ("batch-invariant", _yes(promised.batch_invariant)),
+                ("verified", verified),
+            ],
+        ),
+        (
+            "Needs",
+            [("requires", _requirements(sku)), ("workspace", _workspace(sku.workspace))],
+        ),
+        (
+            "Code",
+            [
+                ("source", sku.source),
+                ("entry point", sku.entry_point),
+                ("launch", _or_none(sku.launch)),
+                ("flags", " ".join(sku.flags) or "none"),
+                ("origin", registry.origin(sku.id)),
+            ],
+        ),
+    ]
+
+
+def _or_none(value: object) -> str:
+    return "none" if value is None else str(value)
+
+
+def _yes(value: object) -> str:
+    return "yes" if value else "no"
+
+
+@dataclass(frozen=True)
+class ArgumentFacts:
+    """One argument of an op over all its cases.
+
+    Attributes
+    ----------
+    name, role : str
+        As in `Argument`.
+    elements : tuple of str
+        Every element that some case accepts.
+    shape : str
+        Extents by the names of the descriptor's fields, as far as the cases tell them apart.
+    needed : str
+        ``always``, ``optional``, or ``some problems`` where only some cases take it at all.
+    """
+
+    name: str
+    role: str
+    elements: tuple[str, ...]
+    shape: str
+    needed: str
+
+
+def arguments_of(op: Op) -> list[ArgumentFacts]:
+    """Return the arguments of an op, gathered from its cases; empty where it has none."""
+    seen: dict[str, list[tuple[Descriptor, Argument]]] = {}
+    for case in op.cases:
+        for argument in case.problem.arguments():
+            seen.setdefault(argument.name, []).append((case.problem, argument))
+    found = []
+    for name, uses in seen.items():
+        first = uses[0][1]
+        required = all(argument.required for _, argument in uses)
+        needed = "optional" if not required else "always" if len(uses) == len(op.cases) else "some problems"
+        if first.role == "output":
+            needed = "allocated"
+        elements = tuple(dict.fromkeys(str(element) for _, argument in uses for element in argument.elements))
+        found.append(ArgumentFacts(name, first.role, elements, _shape(uses), needed))
+    # Some cases lack an argument, so first appearance is not the order in which they are declared.
+    order = {"output": 1, "scratch": 2}
+    return sorted(found, key=lambda argument: order.get(argument.role, 0))
+
+
+def _shape(uses: list[tuple[Descriptor, Argument]]) -> str:
+    problem, first = uses[0]
+    if first.is_scalar:
+        return "a number"
+    ranks = {len(argument.shape) for _, argument in uses}
+    whole = [name for name in _names(problem) if all(getattr(p, name) == a.shape for p, a in uses)]
+    if whole:
+        return whole[0]
+    if len(ranks) > 1:
+        return "by the problem"
+    axes = [
+        next((name for name in _names(problem) if all(getattr(p, name) == a.shape[axis] for p, a in uses)), "?")
+        for axis in range(ranks.pop())
+    ]
+    return f"[{', '.join(axes)}]" + (" in any shape" if first.flat else "")
+
+
+def _names(problem: Descriptor) -> Iterator[str]:
+    yield from fields_of(type(problem))
+    for kind in type(problem).__mro__:
+        if issubclass(kind, Descriptor):
+            yield from (name for name, value in vars(kind).items() if isinstance(value, property))
+
+
+def _show_op(registry: Registry, op: Op, *, as_json: bool) -> None:
+    fields = [(name, type_words(field), default_words(field)) for name, field in fields_of(op.descriptor).items()]
+    arguments = arguments_of(op)
+    ids = [sku.id for sku in registry.skus_of(op.name)]
+    descriptor = f"{op.descriptor.__module__}:{op.descriptor.__qualname__}"
+    facts = [
+        ("op", op.name),
+        ("category", op.category),
+        ("descriptor", descriptor),
+        ("source", op.source),
+        ("origin", registry.origin(op.name)),
+        ("cases", len(op.cases)),
+    ]
+    console = stdout()
+    if as_json:
+        print_json(
+            {
+                "kind": "op",
+                **dict(facts),
+                "summary": op.summary,
+                "documentation": op.documentation,
+                "fields": [dict(zip(("name", "takes", "default"), field, strict=True)) for field in fields],
+                "arguments": [asdict(argument) for argument in arguments],
+                "skus": ids,
+            }
+        )
+    elif not console.is_terminal:
+        records(
+            [
+                ("kind", "op"),
+                *facts,
+                *(("documentation", line) for line in op.documentation.splitlines()),
+                *(("field", *field) for field in fields),
+                *(("argument", a.name, a.role, ",".join(a.elements), a.shape, a.needed) for a in arguments),
+                *(("sku", sku_id) for sku_id in ids),
+            ]
+        )
+    else:
+        _print_op(console, op, facts, fields, arguments)
+        _print_ids(console, op, ids)
+
+
+def _print_op(
+    console: Console,
+    op: Op,
+    facts: list[tuple[str, Any]],
+    fields: list[tuple[str, str, str]],
+    arguments: list[ArgumentFacts],
+) -> None:
+    console.print(Text(op.name, style="bold cyan"))
+    for line in reflowed(op.documentation, console.width - 2):
+        console.print(indented(line, 2))
+    console.print(heading("\nFields"))
+    table = plain_table("name", "takes", "default", indent=2)
+    for name, takes, default in fields:
+        table.add_row("", Text(name, style="cyan"), takes, default)
+    console.print(table)
+    console.print(heading("\nArguments"))
+    table = plain_table("name", "role", "elements", "shape", "passed", indent=2)
+    for argument in arguments:
+        styled = Text(argument.name, style="cyan")
+        table.add_row("", styled, argument.role, " ".join(argument.elements), argument.shape, argument.needed)
+    console.print(table if arguments else "  unknown: the op has no cases to read them from")
+    console.print(heading("\nAbout"))
+    table = plain_table(indent=2)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for name, value in facts[1:]:
+        table.add_row("", name, str(value))
+    console.print(table)
+
+
+def _print_ids(console: Console, op: Op, ids: list[str]) -> None:
+    console.print(heading(f"\n{count(len(ids), 'kernel').capitalize()}, best first"))
+    shown = ids if len(ids) <= _IDS_SHOWN + 2 else ids[:_IDS_SHOWN]
+    for sku_id in shown:
+        console.print(indented(folded(sku_id, console.width - 2), 2))
+    if len(shown) < len(ids):
+        more = f"and {len(ids) - len(shown)} more: skuda list --skus --op {op.name}"
+        console.print(indented(Text(more, style="dim"), 2))
