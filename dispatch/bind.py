@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from skuda.dispatch.arrays import HOST_PLACE, host_view, place_of, same_framework
-from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.dtypes import rounded_to, storage_dtype
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
+from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 
 Array = npt.NDArray[Any]
@@ -110,6 +111,8 @@ class Binding:
         if element is None:
             self._refuse(name, f"an array of {array.dtype}", f"be {_wanted(argument, shape)}")
         if argument.is_scalar:
+            if element.is_packed:
+                self._refuse(name, "an array", f"be a number: {element} has no array of one element")
             if array.size != 1:
                 self._refuse(name, f"shape {array.shape}", "be a number or an array of one element")
             return array.reshape(())
@@ -126,18 +129,24 @@ class Binding:
 
     def _number(self, argument: Argument, value: Any) -> Any:
         name, element = argument.name, argument.elements[0]
-        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
-            # ml_dtypes scalars are neither; they convert like any other float.
-            if not (isinstance(value, np.generic) and not isinstance(value, np.bool_)):
-                self._refuse(name, repr(value), "be a number")
-            value = float(value)
+        if isinstance(value, np.generic):
+            is_number = value.dtype.kind in "iuf" or value.dtype == storage_dtype(ElementKind.BF16)
+        else:
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number:
+            self._refuse(name, repr(value), "be a number")
         if element.integer_range is not None:
             low, high = element.integer_range
-            if value != value or math.isinf(value) or int(value) != value or not low <= value <= high:  # noqa: PLR0124
+            is_whole = isinstance(value, (int, np.integer)) or float(value).is_integer()
+            if not is_whole or not low <= int(value) <= high:
                 self._refuse(name, repr(value), f"be an integer in [{low}, {high}], the range of {element}")
             return int(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            self._refuse(name, repr(value), f"be representable in {element}")
         with np.errstate(over="ignore", under="ignore"):
-            number = np.float64(value).astype(storage_dtype(element))[()]
+            number = rounded_to(np.asarray(value, np.float64), storage_dtype(element))[()]
         if argument.role is Role.SCALE and (not np.isfinite(number) or number == 0):
             self._refuse(name, repr(value), f"be finite and not zero in {element}")
         if np.isinf(number) and not math.isinf(value):

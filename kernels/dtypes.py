@@ -6,6 +6,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
 from skuda.registry.elements import ElementKind
 
@@ -38,3 +39,20 @@ def storage_dtype(element: ElementKind) -> np.dtype[Any]:
 def compute_dtype(element: ElementKind) -> np.dtype[Any]:
     """Return the dtype that arithmetic on `element` happens in (numerics: C)."""
     return _STORAGE[element.compute]
+
+
+def rounded_to(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Round to `dtype`, to nearest, ties to even, once.
+
+    ml_dtypes takes f64 to bf16 by way of f32, which rounds twice; here f32 is reached by rounding to odd, which keeps
+    what the second rounding needs to know.
+    """
+    if values.dtype != np.float64 or dtype != _STORAGE[ElementKind.BF16]:
+        return np.asarray(values, dtype)
+    with np.errstate(all="ignore"):
+        near = np.asarray(values.astype(np.float32))
+        inexact = near.astype(np.float64) != values
+        outward = np.abs(near.astype(np.float64)) > np.abs(values)
+        toward_zero = np.where(outward, np.nextafter(near, np.float32(0)), near)
+        odd = toward_zero.view(np.uint32) | (inexact & ~np.isnan(values)).astype(np.uint32)
+        return np.asarray(odd.view(np.float32).astype(dtype))

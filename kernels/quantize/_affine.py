@@ -6,19 +6,24 @@ walk an array of any strides in such blocks. Naming: C is the compute type (f64 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from skuda.kernels.blocks import Index, blocks, read, write
+from skuda.kernels.blocks import BLOCK, Index, blocks, read, write
 from skuda.kernels.dtypes import compute_dtype
 from skuda.registry.elements import ElementKind
 
 Array = npt.NDArray[Any]
 Spread = Callable[[Any, Index], Any]
 """Maps (scale or zero point, box) to values that broadcast against the box."""
+
+
+_SEGMENTS = 4096
+"""Segments whose ranges are taken together, at least."""
 
 
 def per_tensor(values: Any, index: Index) -> Any:  # noqa: ARG001  the same everywhere
@@ -158,40 +163,60 @@ def scale_gradient(spread: Spread, data: ElementKind, arrays: tuple[Array, Any, 
 
 
 @np.errstate(all="ignore")
-def symmetric_scale(x: Array, axes: tuple[int, ...], data: ElementKind, q_max: int) -> Array:
-    """Scale of every segment: ``RN_C(max|x| / q_max)``, 1 where that is 0; NaN elements are skipped.
+def dynamic_scales(
+    x: Array,
+    axes: tuple[int, ...],
+    data: ElementKind,
+    bounds: tuple[int, int],
+    outputs: tuple[Array, Array],
+    *,
+    asymmetric: bool,
+) -> None:
+    """Write scale and zero point of every segment from the range of its data; NaN elements are skipped.
 
     Parameters
     ----------
     x : array
-        The data; `axes` are those that a segment runs over, and stay as extent 1 in the result.
+        The data, viewed so that a segment runs over whole axes.
+    axes : tuple of int
+        Those axes.
+    data : ElementKind
+        Element of the data.
+    bounds : (int, int)
+        ``q_min`` and ``q_max``.
+    outputs : (array, array)
+        Scales and zero points, with extent 1 along `axes`.
+    asymmetric : bool
+        Whether [min(0, min x), max(0, max x)] maps onto the bounds, rather than max abs x onto ``q_max``.
     """
     compute = compute_dtype(data)
-    peak = _reduce(np.fmax, x, axes, compute, absolute=True)
-    scale = np.divide(peak, compute.type(q_max))
-    return np.asarray(np.where(scale == 0, compute.type(1), scale))
+    q_min, q_max = bounds
+    scale_out, zero_point_out = outputs
+    length = math.prod(x.shape[axis] for axis in axes)
+    for index in blocks(scale_out.shape, max(_SEGMENTS, BLOCK // max(length, 1))):
+        whole = tuple(slice(0, x.shape[axis]) if axis in axes else at for axis, at in enumerate(index))
+        low, high = _range(x[whole], axes, compute)
+        if asymmetric:
+            scale = np.divide(high - low, compute.type(q_max - q_min))
+        else:
+            scale = np.divide(np.maximum(high, -low), compute.type(q_max))
+        scale[scale == 0] = 1
+        scale_out[index] = scale
+        zero_point: Any = 0
+        if asymmetric and length > 0:
+            offset = rounded_quotient(low, scale)
+            zero_point = np.clip(q_min - np.where(np.isnan(offset), 0.0, offset), q_min, q_max)
+        zero_point_out[index] = zero_point
 
 
-@np.errstate(all="ignore")
-def asymmetric_scale(x: Array, axes: tuple[int, ...], data: ElementKind, q_min: int, q_max: int) -> tuple[Array, Array]:
-    """Scale and zero point of every segment, so that [min(0, min x), max(0, max x)] maps onto [q_min, q_max]."""
-    compute = compute_dtype(data)
-    low, high = _reduce(np.fmin, x, axes, compute), _reduce(np.fmax, x, axes, compute)
-    scale = np.divide(np.subtract(high, low), compute.type(q_max - q_min))
-    scale = np.where(scale == 0, compute.type(1), scale)
-    offset = rounded_quotient(low, scale)
-    zero_point = np.clip(q_min - np.where(np.isnan(offset), 0.0, offset), q_min, q_max)
-    return scale, zero_point.astype(np.int32)
-
-
-def _reduce(
-    extreme: np.ufunc, x: Array, axes: tuple[int, ...], compute: np.dtype[Any], *, absolute: bool = False
-) -> Array:
-    """Extreme over `axes`, starting from 0; `fmax` and `fmin` skip NaN."""
-    found = np.zeros([1 if axis in axes else extent for axis, extent in enumerate(x.shape)], compute)
+def _range(x: Array, axes: tuple[int, ...], compute: np.dtype[Any]) -> tuple[Array, Array]:
+    """Smallest and largest value over `axes`, both starting from 0; NaN is skipped."""
+    low = np.zeros([1 if axis in axes else extent for axis, extent in enumerate(x.shape)], compute)
+    high = low.copy()
     for index in blocks(x.shape):
         block = x[index].astype(compute)
-        part = extreme.reduce(np.abs(block) if absolute else block, axis=axes, keepdims=True)
+        block[np.isnan(block)] = 0  # fmax would do for a quiet NaN, but not for a signalling one
         place = tuple(slice(0, 1) if axis in axes else at for axis, at in enumerate(index))
-        found[place] = extreme(found[place], part)
-    return found
+        low[place] = np.minimum(low[place], block.min(axis=axes, keepdims=True))
+        high[place] = np.maximum(high[place], block.max(axis=axes, keepdims=True))
+    return low, high

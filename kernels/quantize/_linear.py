@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skuda.kernels.blocks import blocks
-from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.dtypes import rounded_to, storage_dtype
 from skuda.kernels.quantize import _affine
 from skuda.kernels.quantize._activation import gelu, silu
 from skuda.registry.constraints import OneOf
@@ -97,7 +97,7 @@ class Epilogue:
         act_scale : array of shape (rows,), C
             Scale of every row.
         product : array of shape (rows, columns), or None
-            The exact integer product; None stands for K == 0, where the sum is +0 whatever the scales.
+            The integer product, rounded to C; None stands for K == 0, where the sum is +0 whatever the scales.
         columns : slice
             Which columns these are.
         output : array of shape (rows, columns)
@@ -111,10 +111,11 @@ class Epilogue:
             if product is None:
                 value[...] = 0
             else:
-                value *= product[rows, part].astype(compute, copy=False)
+                value *= product[rows, part]
             if bias is not None:
                 value += bias[part]
-            output[rows, part] = self._requantized(_activated(value, self.kind.activation), compute)
+            finished = self._requantized(_activated(value, self.kind.activation), compute)
+            output[rows, part] = rounded_to(finished, output.dtype)
 
     def _requantized(self, value: Array, compute: np.dtype[Any]) -> Array:
         limits = self.output.integer_range
@@ -151,8 +152,10 @@ def column_blocks(n: int) -> Iterator[slice]:
         yield slice(start, min(start + _COLUMNS, n))
 
 
-def exact_product(a: Array, w: Array, act_zero_point: int, weight_zero_point: Array | None) -> Array:
-    """``sum_k (a - za)(w - zw)``, exactly, as whole numbers in f32, f64 or int64.
+def exact_product(
+    a: Array, w: Array, act_zero_point: int, weight_zero_point: Array | None, compute: ElementKind
+) -> Array:
+    """``RN_C(sum_k (a - za)(w - zw))``: the sum is exact and rounded once, to the compute type.
 
     Parameters
     ----------
@@ -164,8 +167,11 @@ def exact_product(a: Array, w: Array, act_zero_point: int, weight_zero_point: Ar
         za, within the range of `a`.
     weight_zero_point : array of shape (columns,), s32, or None
         zw, or None for 0.
+    compute : ElementKind
+        C.
     """
     k = a.shape[1]
+    dtype = storage_dtype(compute)
     run = (1 << 24) // (_magnitude(a) * _magnitude(w))
     product = a[:, :run].astype(np.float32) @ w[:, :run].astype(np.float32).T
     if k > run:
@@ -174,13 +180,25 @@ def exact_product(a: Array, w: Array, act_zero_point: int, weight_zero_point: Ar
         part = slice(start, start + run)
         product += a[:, part].astype(np.float32) @ w[:, part].astype(np.float32).T
     if act_zero_point == 0 and weight_zero_point is None:
-        return product
-    exact = product.astype(np.int64)
-    exact -= act_zero_point * w.sum(axis=1, dtype=np.int64)
-    if weight_zero_point is not None:
-        zw = weight_zero_point.astype(np.int64)
-        exact -= np.multiply.outer(a.sum(axis=1, dtype=np.int64) - k * act_zero_point, zw)
-    return exact
+        return np.asarray(product, dtype)
+    exact = product.astype(np.int64) - act_zero_point * w.sum(axis=1, dtype=np.int64)
+    if weight_zero_point is None:
+        return np.asarray(exact, dtype)
+    sums = a.sum(axis=1, dtype=np.int64) - k * act_zero_point
+    zw = weight_zero_point.astype(np.int64)
+    if k * 510 * int(np.abs(zw).max(initial=0)) < 1 << 62:
+        return np.asarray(exact - np.multiply.outer(sums, zw), dtype)
+    # Zero points far outside the codes: Python's integers, rounded once.
+    wide = exact.astype(object) - np.multiply.outer(sums.astype(object), zw.astype(object))
+    return np.asarray(np.frompyfunc(lambda n: _round_integer(n, dtype), 1, 1)(wide), dtype)
+
+
+def _round_integer(n: int, dtype: np.dtype[Any]) -> Any:
+    """Round an integer of any size to f32 or f64: its leading bits, with what is cut off kept as a sticky bit."""
+    cut = max(0, n.bit_length() - 62)
+    leading = abs(n) >> cut
+    sticky = int(leading << cut != abs(n))
+    return np.copysign(np.ldexp(np.int64(leading | sticky).astype(dtype), cut), dtype.type(n < 0) * -2 + 1)
 
 
 def _magnitude(codes: Array) -> int:

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from skuda.kernels.offers import numpy_skus
@@ -171,15 +170,10 @@ def reference(
     """Write `output`, `scale_out` and `zero_point_out`; see the module."""
     view, axes = _segments(problem, input)
     data, bounds = problem.input_element, (problem.q_min, problem.q_max)
-    if problem.mode is DynamicRangeMode.SYMMETRIC:
-        scale = _affine.symmetric_scale(view, axes, data, problem.q_max)
-        zero_point = np.zeros(scale.shape, np.int32)
-    else:
-        scale, zero_point = _affine.asymmetric_scale(view, axes, data, *bounds)
-        if view.size == 0:
-            zero_point = np.zeros_like(zero_point)
-    scale_out[...] = scale.reshape(problem.segment_shape)
-    zero_point_out[...] = zero_point.reshape(problem.segment_shape)
+    kept = tuple(1 if axis in axes else extent for axis, extent in enumerate(view.shape))
+    outputs = (scale_out.reshape(kept), zero_point_out.reshape(kept))  # axes of extent 1 come and go without a copy
+    asymmetric = problem.mode is DynamicRangeMode.ASYMMETRIC
+    _affine.dynamic_scales(view, axes, data, bounds, outputs, asymmetric=asymmetric)
     elements = (data, problem.output_element)
     _affine.quantize(problem.spread(), elements, bounds, (input, scale_out, zero_point_out, output))
 

@@ -41,7 +41,7 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import model_validator
 
-from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.dtypes import compute_dtype, storage_dtype
 from skuda.kernels.offers import numpy_skus
 from skuda.kernels.quantize import _affine, _linear
 from skuda.registry.descriptor import Argument, Role
@@ -144,15 +144,20 @@ def reference(
     )
     for rows in _linear.row_blocks(problem.m, problem.k):
         x = activation[rows]
-        scale = _affine.symmetric_scale(x, (1,), data, problem.q_max).reshape(-1)
+        scale = np.empty(len(x), compute_dtype(data))
+        zero_point = np.empty(len(x), np.int32)
+        outputs = (scale[:, None], zero_point[:, None])
+        _affine.dynamic_scales(x, (1,), data, bounds, outputs, asymmetric=False)
         codes = np.empty(x.shape, storage_dtype(code)) if act_q_scratch is None else act_q_scratch[rows]
-        _affine.quantize(_affine.per_token, (data, code), bounds, (x, scale, np.zeros(len(x)), codes))
+        _affine.quantize(_affine.per_token, (data, code), bounds, (x, scale, zero_point, codes))
         if act_scale_scratch is not None:
             act_scale_scratch[rows] = scale
         row_scale = scale.astype(storage_dtype(problem.compute))
         for columns in _linear.column_blocks(problem.c_out):
-            zero_point = None if weight_zero_point is None else weight_zero_point[columns]
-            acc = _linear.exact_product(codes, weight_q[columns], 0, zero_point) if problem.k > 0 else None
+            weight_zero = None if weight_zero_point is None else weight_zero_point[columns]
+            acc = None
+            if problem.k > 0:
+                acc = _linear.exact_product(codes, weight_q[columns], 0, weight_zero, problem.compute)
             epilogue.apply(row_scale, acc, columns, output[rows, columns])
 
 

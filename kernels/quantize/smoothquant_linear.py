@@ -34,6 +34,7 @@ Method: Xiao et al., SmoothQuant, ICML 2023. The offline half is in `skuda.tools
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -94,6 +95,12 @@ class SmoothQuantLinearDescriptor(_linear.LinearProblem):
             self.refuse("act_zero_point", self.act_zero_point, rule)
         return self
 
+    def __eq__(self, other: object) -> bool:
+        # 0.0 == -0.0, but they scale to zeros of different sign.
+        return super().__eq__(other) and math.copysign(1, self.act_scale) == math.copysign(1, other.act_scale)  # type: ignore[attr-defined]  # equal classes
+
+    __hash__ = _linear.LinearProblem.__hash__
+
     @property
     def compute(self) -> ElementKind:
         """The type C that scales and epilogue are computed in."""
@@ -136,7 +143,9 @@ def reference(
             zero_point = None if weight_zero_point is None else weight_zero_point[columns]
             acc = None
             if problem.k > 0:
-                acc = _linear.exact_product(act_q[rows], weight_q[columns], problem.act_zero_point, zero_point)
+                acc = _linear.exact_product(
+                    act_q[rows], weight_q[columns], problem.act_zero_point, zero_point, problem.compute
+                )
             epilogue.apply(row_scale, acc, columns, output[rows, columns])
 
 
