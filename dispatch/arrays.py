@@ -38,7 +38,11 @@ def place_of(op: str, name: str, value: object) -> Place | None:
     if isinstance(value, (bool, int, float, np.generic)):
         return None
     if hasattr(value, "__dlpack_device__"):
-        kind, ordinal = value.__dlpack_device__()
+        try:
+            kind, ordinal = value.__dlpack_device__()
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            must = f"be in the memory of a CPU or a CUDA device ({error})"
+            raise InvalidProblem(op, name, f"a {type(value).__name__}", must) from error
         processor = _DLPACK.get(int(kind))
         if processor is None:
             raise InvalidProblem(

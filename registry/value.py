@@ -27,6 +27,20 @@ def _index(value: object) -> object:
 Integer = Annotated[int, BeforeValidator(_index)]
 """Any integer; a float, a string or a boolean is refused rather than converted."""
 
+
+def _real(value: object) -> object:
+    """Accept Python's and NumPy's numbers, but neither strings nor booleans."""
+    if isinstance(value, bool) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+        raise ValueError("be a number")
+    try:
+        return float(cast("Any", value))
+    except OverflowError as error:
+        raise ValueError("be finite") from error
+
+
+Real = Annotated[float, BeforeValidator(_real), Field(allow_inf_nan=False)]
+"""A finite number; a string or a boolean is refused rather than converted."""
+
 Size = Annotated[Integer, Field(ge=0, lt=2**63)]
 """A count of elements, 0 up to 2^63-1."""
 

@@ -24,6 +24,7 @@ from skuda.registry.op import Case
 
 EVERY = [pytest.param(op, case, id=name) for name, op, case in every_case()]
 IN_PLACE = [pytest.param(op, case, id=name) for name, op, case in every_case() if op.descriptor.in_place]
+ELEMENTWISE = [op for op in built_in_ops() if not op.name.endswith("_linear")]
 _BIG = 200_000
 
 
@@ -114,6 +115,29 @@ def test_scratch_of_a_linear_receives_the_activation_codes_and_scales(op, case):
     want = run(problem, drawn.inputs)["output"]
     assert_same_bits(run(problem, drawn.inputs | given)["output"], want, "with scratch")
     _assert_defined(problem, drawn.inputs, given, drawn.shapes, rng)
+
+
+LONG = {
+    "group_size": [{"outer_size": 2, "axis_size": 70_007, "group_size": 73}],
+    "shape": [
+        {"shape": (2, 70_001), "axis": 1},
+        {"shape": (70_001, 2), "axis": 0},
+        {"shape": (3, 2, 70_001), "axis": 0},
+    ],
+    "n": [{"n": 2, "d": 70_001}, {"n": 70_001, "d": 2}],
+    "numel": [{"numel": 140_001}],
+}
+
+
+@pytest.mark.parametrize("op", ELEMENTWISE, ids=lambda op: op.name)
+def test_axes_longer_than_any_block_are_cut_in_the_right_places(op):
+    fields = op.cases[0].problem.model_dump()
+    changes = next(found for name, found in LONG.items() if fields.get(name) is not None)
+    for change in changes:
+        case = Case(op.descriptor(**fields | change))
+        rng = fresh(op.name, case)
+        drawn = draw(op, case, rng)
+        _assert_defined(case.problem, drawn.inputs, run(case.problem, drawn.inputs), drawn.shapes, rng)
 
 
 @pytest.mark.parametrize("op", built_in_ops(), ids=lambda op: op.name)

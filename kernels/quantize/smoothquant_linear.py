@@ -36,10 +36,10 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.offers import numpy_skus
@@ -48,7 +48,7 @@ from skuda.registry.constraints import OneOf
 from skuda.registry.descriptor import Argument, Role
 from skuda.registry.elements import ElementKind
 from skuda.registry.op import Case, Op
-from skuda.registry.value import Extent, Int32
+from skuda.registry.value import Extent, Int32, Real
 from skuda.registry.vocabulary import EpilogueKind
 
 
@@ -78,7 +78,7 @@ class SmoothQuantLinearDescriptor(_linear.LinearProblem):
     m: Extent
     n: Extent
     k: Extent
-    act_scale: Annotated[float, Field(allow_inf_nan=False)]
+    act_scale: Real
     activation_element: ElementKind = ElementKind.S8
     output_element: ElementKind
     act_zero_point: Int32 = 0

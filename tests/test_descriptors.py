@@ -1,0 +1,413 @@
+"""Every bad field of every descriptor, and every bad argument of `run`, gets its documented error."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+from support import Guarded, arguments_of, dispatcher, draw, every_case, fresh, guarded_outputs, run
+
+from skuda.kernels.catalog import built_in_ops
+from skuda.kernels.dtypes import storage_dtype
+from skuda.registry.descriptor import Role
+from skuda.registry.elements import ElementKind
+from skuda.registry.errors import InvalidProblem, SkudaError, Unsupported
+from skuda.registry.op import Case
+
+OPS = built_in_ops()
+EACH_OP = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+COUNTS = ("numel", "n", "d", "m", "k", "c_out", "outer_size", "axis_size")
+
+
+def _fields(op):
+    """Fields of a good problem of the op, none empty."""
+    problem = next(c.problem for c in op.cases if all(math.prod(a.shape) for a in c.problem.arguments()))
+    return {name: value for name, value in problem.model_dump().items() if name != "op" and value is not None}
+
+
+def _bad_fields(op):
+    """Yield (what is wrong, changes, the field that the error names)."""
+    good, names = _fields(op), op.descriptor.model_fields
+    yield from _bad_sizes(good, names)
+    if "q_min" in names:
+        yield "q_max < q_min", {"q_min": 3, "q_max": 2}, "q_max"
+        for value in (2**31, -(2**31) - 1, 1.0, "1"):
+            yield f"q_max={value!r}", {"q_max": value}, "q_max"
+            yield f"q_min={value!r}", {"q_min": value}, "q_min"
+        yield from _bad_bounds(op, names)
+    if op.name == "dynamic_range":
+        yield from _bad_dynamic_ranges()
+    if "epilogue" in names:
+        yield from _bad_linears(op)
+    for name in names:
+        if name.endswith("_element"):
+            for value in ("f23", "float32", 32):
+                yield f"{name}={value!r}", {name: value}, name
+    yield "unknown field", {"colour": "red"}, "colour"
+    yield "another op's name", {"op": "no_such_op"}, "op"
+
+
+def _bad_sizes(good, names):
+    for name in COUNTS:
+        if name in names:
+            beyond = 2**63 if name == "numel" else 2**31
+            for value in (-1, beyond, 4.0, "4", True, None):
+                yield f"{name}={value!r}", {name: value}, name
+    if "shape" in names:
+        for value in ((), (2, -1), (2, 2**31), (2, 1.5), (2, True), 3, "23"):
+            yield f"shape={value!r}", {"shape": value, "axis": 0}, "shape"
+        yield "2^63 elements", {"shape": (2**30, 2**30, 2**3), "axis": 0}, "shape"
+        rank = len(good["shape"])
+        for value in (rank, -rank - 1, 0.0, None):
+            yield f"axis={value!r}", {"axis": value}, "axis"
+    if "group_size" in names and "outer_size" in names:
+        for value in (0, -4, 2.0, 2**31):
+            yield f"group_size={value!r}", {"group_size": value}, "group_size"
+        yield "groups that do not divide", {"axis_size": 10, "group_size": 4}, "axis_size"
+
+
+def _bad_linears(op):
+    if op.name == "quantized_linear":
+        yield "q_max = 0", {"q_min": -127, "q_max": 0}, "q_max"
+        yield "bounds of no 8-bit element", {"q_min": -1, "q_max": 200}, "q_min, q_max"
+    else:
+        for value in (math.inf, -math.inf, math.nan, 1e39, "one", None):
+            yield f"act_scale={value!r}", {"act_scale": value, "output_element": "f32"}, "act_scale"
+        for value in (-129, 128, 0.0):
+            yield f"act_zero_point={value!r}", {"activation_element": "s8", "act_zero_point": value}, "act_zero_point"
+        yield "act_zero_point of u8", {"activation_element": "u8", "act_zero_point": -1}, "act_zero_point"
+    yield "misspelt epilogue", {"epilogue": "bias_gleu"}, "epilogue"
+    yield "flag that is no boolean", {"has_weight_zero_point": "maybe"}, "has_weight_zero_point"
+
+
+def _bad_bounds(op, names):
+    codes = {"s8": (-128, 127), "u8": (0, 255), "s4": (-8, 7), "u4": (0, 15)}
+    if "output_element" not in names or op.name == "quantized_linear":
+        return
+    for code, (low, high) in codes.items():
+        mode = {"mode": "asymmetric"} if op.name == "dynamic_range" else {}
+        yield f"{code} above", {"output_element": code, "q_min": low, "q_max": high + 1, **mode}, "q_max"
+        yield f"{code} below", {"output_element": code, "q_min": low - 1, "q_max": high, **mode}, "q_min"
+
+
+def _bad_dynamic_ranges():
+    for q_max in (0, -1):
+        yield f"symmetric q_max={q_max}", {"q_min": -8, "q_max": q_max, "mode": "symmetric"}, "q_max"
+    yield "asymmetric q_max = q_min", {"q_min": 5, "q_max": 5, "mode": "asymmetric"}, "q_max"
+    yield "misspelt mode", {"mode": "symetric"}, "mode"
+    yield "misspelt scope", {"scope": "row"}, "scope"
+    for axis in (None, 2, -3):
+        yield f"channel axis={axis}", {"scope": "channel", "axis": axis}, "axis"
+    yield "axis without a use", {"scope": "token", "axis": 0}, "axis"
+    yield "axis of a tensor", {"scope": "tensor", "axis": 1}, "axis"
+    yield "group along the first axis", {"scope": "group", "axis": 0, "group_size": 4}, "axis"
+    yield "no group_size", {"scope": "group"}, "group_size"
+    yield "group_size 0", {"scope": "group", "group_size": 0}, "group_size"
+    yield "group_size without a use", {"scope": "token", "group_size": 4}, "group_size"
+    yield "groups that do not divide", {"scope": "group", "group_size": 4, "d": 10}, "d"
+
+
+BAD = [
+    pytest.param(op, changes, field, id=f"{op.name}-{i}-{wrong}")
+    for op in OPS
+    for i, (wrong, changes, field) in enumerate(_bad_fields(op))
+]
+
+
+@pytest.mark.parametrize(("op", "changes", "field"), BAD)
+def test_bad_field_is_an_invalid_problem_that_names_it(op, changes, field):
+    good = _fields(op)
+    op.descriptor(**good)
+    with pytest.raises(InvalidProblem) as caught:
+        op.descriptor(**good | changes)
+    error = caught.value
+    assert error.field.partition(".")[0] == field
+    assert error.subject == op.descriptor.__name__
+    assert all((error.had, error.must))
+    assert str(error) == f"{error.subject}: {error.field} must {error.must}; had {error.had}"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)  # noqa: S301  our own
+
+
+@EACH_OP
+def test_every_missing_field_is_named(op):
+    good = _fields(op)
+    for name, field in op.descriptor.model_fields.items():
+        if field.is_required():
+            with pytest.raises(InvalidProblem) as caught:
+                op.descriptor(**{key: value for key, value in good.items() if key != name})
+            assert (caught.value.field, caught.value.must) == (name, "be given")
+
+
+UNSERVED = [
+    pytest.param(op, field, element, id=f"{op.name}-{field}-{element}")
+    for op in OPS
+    for field in dict.fromkeys(
+        (op.descriptor.element_field, op.descriptor.aux_field, "activation_element", "weight_element")
+    )
+    if field in op.descriptor.model_fields
+    for element in (ElementKind.FP8_E4M3, ElementKind.COMPLEX64, ElementKind.BOOL)
+]
+
+
+@pytest.mark.parametrize(("op", "field", "element"), UNSERVED)
+def test_an_element_that_no_kernel_serves_is_unsupported_with_every_reason(op, field, element):
+    problem = op.descriptor(**_fields(op) | {field: element})
+    with pytest.raises(Unsupported) as caught:
+        dispatcher().select(problem)
+    explanation = caught.value.explanation
+    assert {decision.sku for decision in explanation.decisions} == {sku.id for sku in op.skus}
+    assert explanation.chosen is None
+    for decision in explanation.decisions:
+        assert not decision.accepted
+        named = [reason for reason in decision.reasons if reason.field == field]
+        assert named, decision
+        assert named[0].had == element
+        assert f"set {field} to" in named[0].change
+    nearest = explanation.decisions[0]
+    assert nearest.sku in str(caught.value)
+    assert {reason.field for reason in nearest.reasons} == {field}
+
+
+def test_codes_in_place_of_floats_and_the_reverse_are_unsupported():
+    describe = dispatcher().describe
+    for changes in ({"input_element": "s8"}, {"output_element": "f32"}, {"output_element": "s32"}):
+        fields = {"numel": 4, "q_min": 0, "q_max": 7, "input_element": "f32", "output_element": "s8"}
+        with pytest.raises(Unsupported):
+            dispatcher().select(describe("quantize_per_tensor", **fields | changes))
+
+
+# --- descriptors as values -------------------------------------------------------------------------------------------
+
+
+@EACH_OP
+def test_descriptors_compare_hash_and_survive_json(op):
+    problems = [case.problem for case in op.cases]
+    again = [op.descriptor.model_validate_json(problem.model_dump_json()) for problem in problems]
+    assert again == problems
+    assert [hash(problem) for problem in again] == [hash(problem) for problem in problems]
+    assert len(set(problems + again)) == len(set(problems))
+    assert [pickle.loads(pickle.dumps(problem)) for problem in problems] == problems  # noqa: S301  our own
+    fields = _fields(op)
+    assert len({op.descriptor(**fields), op.descriptor(**fields)}) == 1
+    name = next(name for name in (*COUNTS, "axis") if name in fields)
+    other = op.descriptor(**fields | {name: 8 * fields[name] if name != "axis" else 0})
+    assert other != op.descriptor(**fields)
+
+
+@EACH_OP
+def test_descriptors_are_frozen(op):
+    problem = op.cases[0].problem
+    for name in type(problem).model_fields:
+        with pytest.raises(ValidationError):
+            setattr(problem, name, None)
+
+
+def test_descriptors_of_different_ops_differ():
+    fields = {"n": 2, "d": 3, "q_min": 0, "q_max": 1, "input_element": "f32"}
+    describe = dispatcher().describe
+    assert describe("fake_quantize_per_token", **fields) != describe("fake_quantize_per_token_backward", **fields)
+
+
+def test_two_spellings_of_one_problem_are_equal():
+    describe = dispatcher().describe
+    fields = {"shape": (2, 3), "q_min": 0, "q_max": 1, "input_element": "f32"}
+    assert describe("fake_quantize_per_channel", axis=-1, **fields) == describe(
+        "fake_quantize_per_channel", axis=np.int64(1), **fields | {"shape": [np.int32(2), 3]}
+    )
+    fields = {"n": 2, "d": 4, "q_min": 0, "q_max": 1, "input_element": "f32", "output_element": "u8"}
+    group = {"scope": "group", "group_size": 2}
+    assert describe("dynamic_range", **group, **fields) == describe("dynamic_range", **group, axis=-1, **fields)
+    fields = {"m": 1, "c_out": 1, "k": 1, "q_min": -1, "q_max": 1, "activation_element": "f16"}
+    assert describe("quantized_linear", **fields) == describe("quantized_linear", **fields, output_element="f16")
+
+
+# --- arguments of run ------------------------------------------------------------------------------------------------
+
+BY_TENSOR = [op for op in OPS if any(a.role is Role.SCALE for a in op.cases[0].problem.arguments())]
+
+
+def _ready(op):
+    """Return a good problem of the op, its inputs and its outputs."""
+    problem = op.descriptor(**_fields(op))
+    drawn = draw(op, Case(problem), fresh(op.name))
+    outputs = guarded_outputs(problem, drawn.shapes, "contiguous")
+    return problem, drawn.inputs, {name: guarded.array for name, guarded in outputs.items()}
+
+
+def _refused(problem, arrays, name, **more):
+    with pytest.raises(InvalidProblem) as caught:
+        run(problem, arrays, **more)
+    assert (caught.value.subject, caught.value.field) == (problem.op, name)
+    with pytest.raises(InvalidProblem):
+        dispatcher().select(problem).can_implement(**arrays)
+    return caught.value
+
+
+@EACH_OP
+def test_every_missing_argument_is_named(op):
+    problem, inputs, _ = _ready(op)
+    for name in inputs:
+        missing = {key: value for key, value in inputs.items() if key != name}
+        assert _refused(problem, missing, name).had == "nothing"
+        _refused(problem, inputs | {name: None}, name)
+
+
+@EACH_OP
+def test_an_unknown_argument_is_refused_with_the_known_ones(op):
+    problem, inputs, outputs = _ready(op)
+    error = _refused(problem, inputs | {"scael": 1.0}, "scael")
+    assert all(name in error.must for name in (*inputs, *outputs))
+
+
+@EACH_OP
+def test_arrays_of_another_dtype_or_shape_are_refused(op):
+    problem, inputs, outputs = _ready(op)
+    given = inputs | outputs
+    for argument in problem.arguments():
+        array = given.get(argument.name)
+        if not isinstance(array, np.ndarray) or argument.is_scalar:
+            continue
+        wrong = np.uint32 if array.dtype.itemsize == 4 else np.int16
+        error = _refused(problem, given | {argument.name: np.zeros(array.shape, wrong)}, argument.name)
+        assert np.dtype(wrong).name in error.had
+        longer = np.zeros((*array.shape[:-1], array.shape[-1] + 1) if array.ndim else (2,), array.dtype)
+        named = {a.name for a in problem.arguments() if a.flat} if argument.flat else {argument.name}
+        with pytest.raises(InvalidProblem) as caught:
+            run(problem, given | {argument.name: longer})
+        assert caught.value.field in named
+        if not argument.flat:
+            _refused(problem, given | {argument.name: array.reshape(1, *array.shape)}, argument.name)
+
+
+@EACH_OP
+def test_what_is_no_array_is_refused(op):
+    problem, inputs, _ = _ready(op)
+    for name, value in inputs.items():
+        for wrong in ([1, 2], "1", {}, object()):
+            with pytest.raises(InvalidProblem, match=name):
+                run(problem, inputs | {name: wrong})
+        if isinstance(value, np.ndarray) and not next(a for a in problem.arguments() if a.name == name).is_scalar:
+            _refused(problem, inputs | {name: 1.0}, name)
+
+
+@EACH_OP
+def test_outputs_that_cannot_be_written_are_refused(op):
+    problem, inputs, outputs = _ready(op)
+    for name, array in outputs.items():
+        locked = array.copy()
+        locked.flags.writeable = False
+        assert "read-only" in _refused(problem, inputs | {name: locked}, name).had
+        if array.size > 1:
+            row = np.zeros((1,) * array.ndim, array.dtype)
+            repeated = np.lib.stride_tricks.as_strided(row, array.shape, (0,) * array.ndim)
+            assert "strides" in _refused(problem, inputs | {name: repeated}, name).had
+
+
+@EACH_OP
+def test_outputs_that_overlap_anything_are_refused(op):
+    problem, inputs, outputs = _ready(op)
+    given = inputs | outputs
+    for target in outputs:
+        for name, array in given.items():
+            if name == target or not isinstance(array, np.ndarray):
+                continue
+            room = np.zeros(array.nbytes + outputs[target].nbytes, np.uint8)
+            first = np.ndarray(array.shape, array.dtype, room)
+            first[...] = array
+            # One byte into the other array.
+            shared = np.ndarray(outputs[target].shape, outputs[target].dtype, room, array.nbytes - 1)
+            with pytest.raises(InvalidProblem, match="apart") as caught:
+                run(problem, given | {name: first, target: shared})
+            assert caught.value.field in (target, name)
+            beside = np.ndarray(outputs[target].shape, outputs[target].dtype, room, array.nbytes)
+            run(problem, given | {name: first, target: beside})
+
+
+NOT_IN_PLACE = [op for op in OPS if not op.descriptor.in_place and op.name != "fill"]
+
+
+@pytest.mark.parametrize("op", NOT_IN_PLACE, ids=lambda op: op.name)
+def test_an_output_over_an_input_of_the_same_bytes_is_refused_where_it_is_not_in_place(op):
+    problem, inputs, outputs = _ready(op)
+    name = next(a.name for a in arguments_of(problem, Role.INPUT))
+    target = outputs[arguments_of(problem, Role.OUTPUT)[0].name]
+    size = max(inputs[name].nbytes, target.nbytes)
+    room = np.zeros(size, np.uint8)
+    source = np.ndarray(inputs[name].shape, inputs[name].dtype, room)
+    sink = np.ndarray(target.shape, target.dtype, room)
+    _refused(problem, inputs | {name: source, arguments_of(problem, Role.OUTPUT)[0].name: sink}, "output")
+
+
+@pytest.mark.parametrize("op", BY_TENSOR, ids=lambda op: op.name)
+def test_bad_scalars_are_refused(op):
+    problem, inputs, _ = _ready(op)
+    dtype = storage_dtype(next(a for a in problem.arguments() if a.name == "scale").elements[0])
+    tiny, huge = (1e-60, 1e60) if dtype == np.float32 else (0, math.inf)
+    for value in (0, 0.0, -0.0, math.inf, -math.inf, math.nan, np.float32(0), np.float64(math.nan), tiny, huge, True):
+        _refused(problem, inputs | {"scale": value}, "scale")
+    _refused(problem, inputs | {"scale": np.ones(2, dtype)}, "scale")
+    _refused(problem, inputs | {"scale": np.ones(1, np.int32)}, "scale")
+    if "zero_point" in inputs:
+        for value in (2**31, -(2**31) - 1, 0.5, math.nan, math.inf, False, np.int64(2**31)):
+            _refused(problem, inputs | {"zero_point": value}, "zero_point")
+        _refused(problem, inputs | {"zero_point": np.zeros(1, np.int64)}, "zero_point")
+        _refused(problem, inputs | {"zero_point": np.zeros(0, np.int32)}, "zero_point")
+
+
+@pytest.mark.parametrize("op", BY_TENSOR, ids=lambda op: op.name)
+def test_scalars_that_are_no_real_numbers_are_refused(op):
+    problem, inputs, _ = _ready(op)
+    strange = (10**400, np.str_("1"), np.void(b"12"), np.datetime64(1, "s"), np.complex64(1), "0.1", 1j)
+    for name in {"scale", "zero_point"} & set(inputs):
+        for value in strange:
+            _refused(problem, inputs | {name: value}, name)
+
+
+@pytest.mark.parametrize(
+    ("element", "value"),
+    [
+        *(("s8", 128), ("s8", -129), ("u8", -1), ("u4", 16), ("s4", 8), ("s8", 0.5), ("s32", 2**31), ("f16", 65520)),
+        *(("f32", 1e39), ("bf16", 3.4e38), ("s8", math.nan), ("u8", math.inf), ("f32", "1"), ("f32", True)),
+        *(("f32", None), ("f64", 10**400), ("s32", 10**400), ("f32", np.str_("1")), ("u4", np.array([200], np.uint8))),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_fill_refuses_a_value_that_the_element_cannot_represent(element, value):
+    _refused(dispatcher().describe("fill", numel=3, output_element=element), {"value": value}, "value")
+
+
+@EACH_OP
+def test_a_cpu_has_no_streams(op):
+    problem, inputs, _ = _ready(op)
+    with pytest.raises(InvalidProblem) as caught:
+        run(problem, inputs, stream=object())
+    assert caught.value.field == "stream"
+
+
+@EACH_OP
+def test_a_refused_run_has_written_nothing(op):
+    problem, inputs, _ = _ready(op)
+    outputs = {
+        a.name: Guarded(array.shape, array.dtype)
+        for a in arguments_of(problem, Role.OUTPUT)
+        for array in [_ready(op)[2][a.name]]
+    }
+    with pytest.raises(SkudaError):
+        run(problem, inputs | {name: guarded.array for name, guarded in outputs.items()}, unknown=1)
+    for guarded in outputs.values():
+        guarded.assert_unchanged()
+
+
+def test_every_op_is_covered():
+    assert len(OPS) == 28
+    assert {op.name for op in OPS} == {op.name for _, op, _ in every_case()}
+
+
+@pytest.mark.parametrize("scale", [True, "1.5", None, 10**400, math.inf, math.nan])
+def test_a_static_scale_that_is_no_finite_number_is_refused(scale):
+    with pytest.raises(InvalidProblem) as caught:
+        SmoothQuantLinearDescriptor(m=1, n=1, k=1, act_scale=scale, output_element="f32")
+    assert caught.value.field == "act_scale"

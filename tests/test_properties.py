@@ -1,0 +1,329 @@
+"""Arbitrary bits against the definition, and relations between runs that must hold for any data."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracle
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from support import arguments_of, assert_same_bits, dispatcher, run, specials
+
+from skuda.kernels.dtypes import storage_dtype
+from skuda.registry.descriptor import Role, storage_shape
+from skuda.registry.elements import CODES, FLOATS, ElementKind
+from skuda.registry.vocabulary import EpilogueKind
+
+SIZE = 6
+INT32 = st.integers(-(2**31), 2**31 - 1)
+FLOAT, CODE = st.sampled_from(FLOATS), st.sampled_from(CODES)
+OUT = st.sampled_from([*FLOATS, ElementKind.S8, ElementKind.U8])
+often = settings(max_examples=250, deadline=None)
+seldom = settings(max_examples=80, deadline=None)
+
+
+def _stored(values, element):
+    with np.errstate(all="ignore"):
+        return np.asarray(values).astype(storage_dtype(element))
+
+
+@st.composite
+def numbers(draw, element, count):
+    """Draw `count` numbers of a floating element: any bits, ordinary numbers, halves, or the edges."""
+    dtype = storage_dtype(element)
+    width = 8 * dtype.itemsize
+    # All bits set in the exponent: infinities, and NaN of every payload, signalling ones too.
+    top = int(np.array(np.inf, dtype).view(f"u{dtype.itemsize}"))
+    patterns = st.integers(0, 2**width - 1) | st.integers(0, 2**width - 1).map(lambda bits: bits | top)
+    any_bits = patterns.map(lambda bits: np.array(bits, f"u{dtype.itemsize}").view(dtype))
+    near = st.floats(-300, 300, width=32) | st.integers(-600, 600).map(lambda n: n / 2) | st.sampled_from([0.5, 1, 2])
+    edges = st.sampled_from(specials(element).tolist())
+    one = any_bits | near.map(lambda v: np.float64(v).astype(dtype)) | edges.map(lambda v: np.float64(v).astype(dtype))
+    return np.array([draw(one) for _ in range(count)], dtype)
+
+
+@st.composite
+def bounds(draw, code=None):
+    """Draw q_min <= q_max, within the range of `code` or of s32."""
+    low, high = (-(2**31), 2**31 - 1) if code is None else code.integer_range
+    near = st.integers(max(low, -200), min(high, 300))
+    ends = sorted([draw(near | st.integers(low, high)), draw(near | st.integers(low, high))])
+    return {"q_min": ends[0], "q_max": ends[1]}
+
+
+@st.composite
+def zero_points(draw, count):
+    return np.array([draw(st.integers(-300, 300) | INT32) for _ in range(count)], np.int32)
+
+
+def _scales(data, element):
+    kinds = tuple(dict.fromkeys((element.compute, element)))
+    return data.draw(numbers(data.draw(st.sampled_from(kinds)), SIZE))
+
+
+def _assert_defined(problem, arrays):
+    got, define = run(problem, arrays), oracle.definition(problem, arrays)
+    for argument in arguments_of(problem, Role.OUTPUT):
+        for at in np.ndindex(*argument.shape):
+            element = argument.elements[0]
+            found, want = oracle.element_at(got[argument.name], element, at), define(argument.name, at)
+            assert oracle.matches(found, want), f"{argument.name}{list(at)}: got {found!r}, want {want!r}"
+    return got
+
+
+# Per channel over one axis gives every element a scale and zero point of its own.
+LINE = {"shape": (SIZE,), "axis": 0}
+
+
+@often
+@given(data=st.data(), element=FLOAT, code=CODE)
+def test_quantize_of_any_bits(data, element, code):
+    problem = dispatcher().describe(
+        "quantize_per_channel", **LINE, **data.draw(bounds(code)), input_element=element, output_element=code
+    )
+    arrays = {"scale": _scales(data, element), "zero_point": data.draw(zero_points(SIZE))}
+    _assert_defined(problem, {"input": data.draw(numbers(element, SIZE)), **arrays})
+
+
+@often
+@given(data=st.data(), element=FLOAT, code=CODE)
+def test_dequantize_of_any_bits(data, element, code):
+    problem = dispatcher().describe("dequantize_per_channel", **LINE, input_element=code, output_element=element)
+    arrays = {"scale": _scales(data, element), "zero_point": data.draw(zero_points(SIZE))}
+    stored = storage_shape((SIZE,), code)[0]
+    codes = np.frombuffer(data.draw(st.binary(min_size=stored, max_size=stored)), storage_dtype(code))
+    _assert_defined(problem, {"input": codes, **arrays})
+
+
+@often
+@given(data=st.data(), element=FLOAT)
+def test_fake_quantize_of_any_bits_and_bounds(data, element):
+    problem = dispatcher().describe("fake_quantize_per_channel", **LINE, **data.draw(bounds()), input_element=element)
+    arrays = {"scale": _scales(data, element), "zero_point": data.draw(zero_points(SIZE))}
+    _assert_defined(problem, {"input": data.draw(numbers(element, SIZE)), **arrays})
+
+
+@often
+@given(data=st.data(), element=FLOAT, kind=st.sampled_from(["quantize", "fake_quantize", "dequantize"]))
+def test_gradients_of_any_bits(data, element, kind):
+    fields = {"output_element": element}
+    arrays = {"scale": _scales(data, element), "d_output": data.draw(numbers(element, SIZE))}
+    if kind != "dequantize":
+        fields = {"input_element": element, **data.draw(bounds())}
+        arrays |= {"input": data.draw(numbers(element, SIZE)), "zero_point": data.draw(zero_points(SIZE))}
+    _assert_defined(dispatcher().describe(f"{kind}_per_channel_backward", **LINE, **fields), arrays)
+
+
+SCOPES = st.sampled_from(
+    [
+        {"scope": "tensor"},
+        {"scope": "token"},
+        {"scope": "channel", "axis": 0},
+        {"scope": "channel", "axis": 1},
+        {"scope": "group", "group_size": 2},
+    ]
+)
+
+
+@often
+@given(data=st.data(), element=FLOAT, code=CODE, scope=SCOPES, mode=st.sampled_from(["symmetric", "asymmetric"]))
+def test_dynamic_range_of_any_bits(data, element, code, scope, mode):
+    limits = data.draw(bounds(code))
+    assume(limits["q_max"] > (0 if mode == "symmetric" else limits["q_min"]))
+    problem = dispatcher().describe(
+        "dynamic_range", n=3, d=4, mode=mode, input_element=element, output_element=code, **scope, **limits
+    )
+    # Half of the time one magnitude for all, so that infinities do not hide the rest.
+    plain = st.lists(st.floats(-1, 1, width=16), min_size=12, max_size=12)
+    unit = data.draw(st.sampled_from([1.0, 2.0**-14, 3e-42, 1e-320, 2.0**14, 1e38, 1e300]))
+    same = plain.map(lambda values: _stored(np.array(values) * unit, element))
+    _assert_defined(problem, {"input": data.draw(numbers(element, 12) | same).reshape(3, 4)})
+
+
+def _codes(data, shape, element):
+    size = int(np.prod(shape))
+    raw = data.draw(st.binary(min_size=size, max_size=size))
+    return np.frombuffer(raw, storage_dtype(element)).reshape(shape)
+
+
+def _linear_arrays(data, problem, n):
+    compute = problem.compute
+    arrays = {"weight_scale": data.draw(numbers(compute, n))}
+    if problem.has_weight_zero_point:
+        arrays["weight_zero_point"] = data.draw(zero_points(n))
+    if problem.epilogue.requires_bias:
+        arrays["bias"] = data.draw(numbers(compute, n))
+    if problem.output_element.integer_range is not None:
+        arrays["output_scale"] = data.draw(numbers(compute, 1))
+        arrays["output_zero_point"] = data.draw(INT32)
+    return arrays
+
+
+SIZES = st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 5))
+CODE8 = st.sampled_from([ElementKind.S8, ElementKind.U8])
+
+
+@often
+@given(data=st.data(), sizes=SIZES, act=CODE8, weight=CODE8, out=OUT, epilogue=st.sampled_from(EpilogueKind))
+def test_static_linear_of_any_codes_scales_and_zero_points(data, sizes, act, weight, out, epilogue):
+    m, n, k = sizes
+    problem = dispatcher().describe(
+        "smoothquant_linear",
+        **dict(zip("mnk", sizes, strict=True)),
+        act_scale=data.draw(st.floats(-(2.0**100), 2.0**100, width=32).filter(lambda v: v != 0)),
+        activation_element=act,
+        weight_element=weight,
+        output_element=out,
+        epilogue=epilogue,
+        act_zero_point=data.draw(st.integers(*act.integer_range)),
+        has_weight_zero_point=data.draw(st.booleans()),
+    )
+    arrays = {"act_q": _codes(data, (m, k), act), "weight_q": _codes(data, (n, k), weight)}
+    _assert_defined(problem, arrays | _linear_arrays(data, problem, n))
+
+
+@often
+@given(data=st.data(), sizes=SIZES, element=FLOAT, weight=CODE8, out=OUT, epilogue=st.sampled_from(EpilogueKind))
+def test_dynamic_linear_of_any_bits(data, sizes, element, weight, out, epilogue):
+    m, n, k = sizes
+    limits = data.draw(bounds(data.draw(CODE8)).filter(lambda found: found["q_max"] > 0))
+    problem = dispatcher().describe(
+        "quantized_linear",
+        m=m,
+        c_out=n,
+        k=k,
+        **limits,
+        activation_element=element,
+        weight_element=weight,
+        output_element=out,
+        epilogue=epilogue,
+        has_weight_zero_point=data.draw(st.booleans()),
+    )
+    arrays = {"activation": data.draw(numbers(element, m * k)).reshape(m, k), "weight_q": _codes(data, (n, k), weight)}
+    _assert_defined(problem, arrays | _linear_arrays(data, problem, n))
+
+
+@often
+@given(data=st.data(), out=CODE8, zero_point=st.integers(-300, 300) | INT32)
+def test_requantization_of_any_bits(data, out, zero_point):
+    problem = dispatcher().describe(
+        "smoothquant_linear", m=1, n=SIZE, k=0, act_scale=1.0, output_element=out, epilogue="bias"
+    )
+    codes = np.empty((1, 0), np.int8), np.empty((SIZE, 0), np.int8)
+    arrays = {"act_q": codes[0], "weight_q": codes[1], "weight_scale": np.ones(SIZE, np.float32)}
+    arrays |= {"bias": data.draw(numbers(ElementKind.F32, SIZE)), "output_zero_point": zero_point}
+    _assert_defined(problem, arrays | {"output_scale": data.draw(numbers(ElementKind.F32, 1))})
+
+
+# --- relations -------------------------------------------------------------------------------------------------------
+
+TOKENS, DEPTH = 5, 7
+BY_ROW = {
+    "quantize_per_token": {"q_min": -100, "q_max": 127, "output_element": ElementKind.S8},
+    "fake_quantize_per_token": {"q_min": -8, "q_max": 7},
+    "dynamic_range": {"q_min": -8, "q_max": 7, "mode": "asymmetric", "output_element": ElementKind.S4},
+    "quantized_linear": {"q_min": -127, "q_max": 127, "c_out": 3, "epilogue": "bias_gelu"},
+}
+
+
+def _by_row(op, element, rows, weights):
+    """Run an op over some rows; `rows` maps names to arrays that have a row for each."""
+    data = "activation" if op == "quantized_linear" else "input"
+    sizes = {"m": len(rows["x"]), "k": DEPTH} if op == "quantized_linear" else {"n": len(rows["x"]), "d": DEPTH}
+    problem = dispatcher().describe(op, **sizes, **{f"{data}_element": element}, **BY_ROW[op])
+    arrays = {data: rows["x"]}
+    if "per_token" in op:
+        arrays |= {"scale": rows["scale"], "zero_point": rows["zero_point"]}
+    return run(problem, arrays | (weights if op == "quantized_linear" else {}))
+
+
+@pytest.mark.parametrize("op", BY_ROW)
+@seldom
+@given(data=st.data(), element=FLOAT, order=st.permutations(range(TOKENS)), cut=st.integers(0, TOKENS))
+def test_a_row_s_result_depends_on_that_row_alone(op, data, element, order, cut):
+    rows = {
+        "x": data.draw(numbers(element, TOKENS * DEPTH)).reshape(TOKENS, DEPTH),
+        "scale": data.draw(numbers(element.compute, TOKENS)),
+        "zero_point": data.draw(zero_points(TOKENS)),
+    }
+    weights = {"weight_q": _codes(data, (3, DEPTH), ElementKind.S8), "weight_scale": np.ones(3, np.float32)}
+    weights["bias"] = data.draw(numbers(ElementKind.F32, 3))
+    whole = _by_row(op, element, rows, weights)
+    permuted = _by_row(op, element, {name: array[list(order)] for name, array in rows.items()}, weights)
+    parts = [{name: array[at] for name, array in rows.items()} for at in (slice(cut), slice(cut, None))]
+    parts = [_by_row(op, element, part, weights) for part in parts]
+    for name, array in whole.items():
+        assert_same_bits(permuted[name], array[list(order)], f"{name}, rows permuted")
+        assert_same_bits(np.concatenate([part[name] for part in parts]), array, f"{name}, cut at {cut}")
+
+
+SANE = {ElementKind.F16: 4, ElementKind.F32: 30, ElementKind.F64: 200}
+
+
+@often
+@given(data=st.data(), element=st.sampled_from(list(SANE)), code=CODE)
+def test_quantizing_what_was_dequantized_gives_the_codes_back(data, element, code):
+    low, high = code.integer_range
+    codes = np.frombuffer(data.draw(st.binary(min_size=8, max_size=8)), storage_dtype(code))
+    count = 2 * codes.size if code.is_packed else codes.size
+    reach = SANE[element]
+    step = data.draw(st.floats(1, 2)) * 2.0 ** data.draw(st.integers(-reach, reach))
+    given_ = {"scale": step, "zero_point": data.draw(st.integers(low, high))}
+    back = dispatcher().describe("dequantize_per_tensor", numel=count, input_element=code, output_element=element)
+    there = dispatcher().describe(
+        "quantize_per_tensor", numel=count, q_min=low, q_max=high, input_element=element, output_element=code
+    )
+    real = run(back, {"input": codes, **given_})["output"]
+    assert_same_bits(run(there, {"input": real, **given_})["output"], codes)
+    twice = dispatcher().describe("fake_quantize", numel=count, q_min=low, q_max=high, input_element=element)
+    assert_same_bits(run(twice, {"input": real, **given_})["output"], real + 0 * real)
+
+
+@often
+@given(data=st.data(), element=FLOAT, code=CODE)
+def test_fake_quantize_is_quantize_and_then_dequantize_but_for_the_sign_of_zero(data, element, code):
+    limits = data.draw(bounds(code))
+    x = data.draw(numbers(element, SIZE))
+    arrays = {"scale": _scales(data, element), "zero_point": data.draw(zero_points(SIZE))}
+    describe = dispatcher().describe
+    there = describe("quantize_per_channel", **LINE, **limits, input_element=element, output_element=code)
+    back = describe("dequantize_per_channel", **LINE, input_element=code, output_element=element)
+    fake = describe("fake_quantize_per_channel", **LINE, **limits, input_element=element)
+    real = run(back, {"input": run(there, {"input": x, **arrays})["output"], **arrays})["output"].copy()
+    real[real == 0] = 0
+    assert_same_bits(run(fake, {"input": x, **arrays})["output"], real)
+
+
+@often
+@given(data=st.data(), element=FLOAT, op=st.sampled_from(["quantize", "fake_quantize"]))
+def test_all_granularities_agree_on_one_scale(data, element, op):
+    limits = data.draw(bounds(ElementKind.S8))
+    x = data.draw(numbers(element, 8))
+    scale, zero_point = data.draw(numbers(element.compute, 1)), data.draw(zero_points(1))
+    sizes = {
+        "per_tensor": ({"numel": 8}, (2, 4), (1,)),
+        "per_channel": ({"shape": (2, 2, 2), "axis": 1}, (2, 2, 2), (2,)),
+        "per_token": ({"n": 2, "d": 4}, (2, 4), (2,)),
+        "per_group": ({"outer_size": 2, "axis_size": 4, "group_size": 2}, (2, 4), (2, 2)),
+    }
+    fields = {"input_element": element, **limits} | ({"output_element": "s8"} if op == "quantize" else {})
+    found = []
+    for granularity, (size, shape, segments) in sizes.items():
+        name = op if (op, granularity) == ("fake_quantize", "per_tensor") else f"{op}_{granularity}"
+        arrays = {"scale": np.broadcast_to(scale, segments), "zero_point": np.broadcast_to(zero_point, segments)}
+        problem = dispatcher().describe(name, **size, **fields)
+        found.append(run(problem, {"input": x.reshape(shape), **arrays})["output"].reshape(-1))
+    for other in found[1:]:
+        assert_same_bits(other, found[0])
+
+
+@often
+@given(data=st.data(), element=FLOAT)
+def test_symmetric_quantization_is_odd(data, element):
+    problem = dispatcher().describe(
+        "dynamic_range", n=1, d=SIZE, q_min=-127, q_max=127, input_element=element, output_element="s8"
+    )
+    x = data.draw(numbers(element, SIZE)).reshape(1, SIZE)
+    plus, minus = run(problem, {"input": x}), run(problem, {"input": -x})
+    assert_same_bits(minus["scale_out"], plus["scale_out"])
+    assert_same_bits(minus["output"], -plus["output"])
