@@ -12,6 +12,7 @@ from support import Guarded, arguments_of, dispatcher, draw, every_case, fresh, 
 
 from skuda.kernels.catalog import built_in_ops
 from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.quantize import SmoothQuantLinearDescriptor
 from skuda.registry.descriptor import Role
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem, SkudaError, Unsupported
