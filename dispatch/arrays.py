@@ -14,7 +14,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from skuda.registry.errors import InvalidProblem
+from skuda.dispatch.driver import driver
+from skuda.registry.errors import DriverError, InvalidProblem
 
 Place = tuple[str, int]
 """Kind of processor and ordinal, for example ``("cuda", 0)``."""
@@ -25,7 +26,7 @@ HOST_PLACE: Place = ("cpu", 0)
 _DLPACK = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
 
 
-def place_of(op: str, name: str, value: object) -> Place | None:
+def place_of(op: str, name: str, value: Any) -> Place | None:
     """Return where an argument lives; None for a number, which lives nowhere.
 
     Raises
@@ -37,6 +38,9 @@ def place_of(op: str, name: str, value: object) -> Place | None:
         return HOST_PLACE
     if isinstance(value, (bool, int, float, np.generic)):
         return None
+    if _is_torch(value) and value.device.type in {"cpu", "cuda"}:
+        # __dlpack_device__ is slow, and refuses a tensor that requires grad before we can say why.
+        return HOST_PLACE if value.device.type == "cpu" else ("cuda", value.get_device())
     if hasattr(value, "__dlpack_device__"):
         try:
             kind, ordinal = value.__dlpack_device__()
@@ -50,9 +54,18 @@ def place_of(op: str, name: str, value: object) -> Place | None:
             )
         return HOST_PLACE if processor == "cpu" else (processor, int(ordinal))
     if hasattr(value, "__cuda_array_interface__"):
-        device = getattr(value, "device", 0)
-        return ("cuda", int(getattr(device, "id", device if isinstance(device, int) else 0)))
+        device = getattr(value, "device", None)
+        ordinal = getattr(device, "id", device)
+        return ("cuda", ordinal if isinstance(ordinal, int) else _ordinal_of(value))
     raise InvalidProblem(op, name, f"a {type(value).__name__}", "be an array (NumPy, DLPack, CUDA array interface)")
+
+
+def _ordinal_of(value: Any) -> int:
+    """Ask the driver which device an array's memory is on; the first one where there is no memory or no driver."""
+    try:
+        return driver().ordinal_of(int(value.__cuda_array_interface__["data"][0])) or 0
+    except (DriverError, KeyError):
+        return 0
 
 
 def common_place(op: str, arrays: Mapping[str, object]) -> Place:

@@ -10,7 +10,9 @@ from typing import Any
 from skuda.dispatch import match
 from skuda.dispatch.arrays import common_place
 from skuda.dispatch.backends.base import Backend, BackendStatus
+from skuda.dispatch.backends.cuda_core import CudaCoreBackend
 from skuda.dispatch.backends.numpy import NumpyBackend
+from skuda.dispatch.backends.pycuda import PycudaBackend
 from skuda.dispatch.device import HOST, Device
 from skuda.dispatch.explanation import Explanation
 from skuda.dispatch.plan import Plan
@@ -40,7 +42,7 @@ class Dispatcher:
         aside: tuple[Quarantined, ...] = ()
         brought: tuple[Backend, ...] = ()
         if backends is None:
-            backends = (NumpyBackend(),)
+            backends = (PycudaBackend(), CudaCoreBackend(), NumpyBackend())
             if plugins_enabled():
                 taken = {backend.spec.name for backend in backends}
                 brought, aside = load_backends(taken)
@@ -203,7 +205,11 @@ class Dispatcher:
             notes.insert(0, f"no backend named {preference.backend!r} is registered (known: {known})")
         if device.processor == "cuda" and device.ordinal is not None and device.place not in self._by_place:
             notes.insert(0, "no backend here drives CUDA devices; `skuda doctor` says what is missing")
-        return match.explain(self.registry, problem, device, preference, self._unavailable, tuple(notes))
+        found = match.explain(self.registry, problem, device, preference, self._unavailable, tuple(notes))
+        chosen = self.registry.sku(found.chosen or "")
+        backend = self.backends.get(chosen.backend) if chosen is not None else None
+        more = backend.notes() if backend is not None and device.ordinal is not None else ()
+        return found.model_copy(update={"notes": (*found.notes, *more)}) if more else found
 
     def describe(self, op: str, **fields: Any) -> Descriptor:
         """Build the descriptor of an op by its name.

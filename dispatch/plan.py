@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, PrivateAttr, SerializeAsAny
@@ -82,6 +83,11 @@ class Plan(Value):
         """What `run` takes: names, roles, elements and shapes."""
         return self.problem.arguments()
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know about how it runs, for example who launches on streams of other libraries."""
+        return self._ready().notes
+
     def can_implement(self, **arrays: Any) -> bool:
         """Check arguments without running.
 
@@ -120,7 +126,31 @@ class Plan(Value):
         NotPrepared
             For a plan made for a card that is not here, or loaded from JSON.
         """
-        return self._ready().run(arrays, stream)
+        private = self.__pydantic_private__
+        runner: Runner | None = private["_runner"] if private else None
+        # Spelt out here: a warm run counts every call.
+        return (runner or self._ready()).run(arrays, stream)
+
+    def bind(self, *, stream: object = None, **arrays: Any) -> Callable[[], Any]:
+        """Check the arguments once and return a callable that only launches.
+
+        It keeps the arrays alive, and returns the same outputs every time.
+
+        Parameters
+        ----------
+        stream : object
+            As in `run`; None for the framework's current stream at every call.
+        **arrays
+            As in `run`.
+
+        Raises
+        ------
+        InvalidProblem
+            For a missing, unknown or unsuitable argument.
+        NotPrepared
+            As in `run`.
+        """
+        return self._ready().bind(arrays, stream)
 
     def _ready(self) -> Runner:
         private = self.__pydantic_private__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from skuda.registry.arch import ArchSku
@@ -66,3 +66,75 @@ def numpy_skus(
         for second in aux
         for epilogue in epilogues
     )
+
+
+def cuda_skus(
+    descriptor: type[Descriptor],
+    module: str,
+    elements: Iterable[ElementKind],
+    aux: Iterable[ElementKind | None] = (None,),
+    epilogues: Iterable[EpilogueKind | None] = (None,),
+    *,
+    launch: str,
+    flags: Callable[[ElementKind, ElementKind | None], tuple[str, ...]] | None = None,
+    guarantee: Callable[[ElementKind, EpilogueKind | None], PrecisionGuarantee] | None = None,
+    **fields: Any,
+) -> tuple[KernelSku, ...]:
+    """Offer the kernel in an op's ``.cu`` under both CUDA backends, one SKU per combination and backend.
+
+    Parameters
+    ----------
+    descriptor : type of Descriptor
+        The op's descriptor.
+    module : str
+        Dotted name of the op's module; the source is the file beside it with the same stem.
+    elements, aux, epilogues : iterable
+        The combinations; the elements choose what the source is compiled for.
+    launch : str
+        ``module:function`` of the launch rule.
+    flags : callable or None
+        Compiler flags of a pair of elements; None for `element_flags`.
+    guarantee : callable or None
+        Promise for an element and an epilogue; None for bit-exact in the compute type.
+    **fields
+        Further fields of `KernelSku`.
+    """
+    package, _, stem = module.rpartition(".")
+    aux, epilogues = tuple(aux), tuple(epilogues)
+    flags = flags or element_flags
+    guarantee = guarantee or _promise
+    offered = [
+        KernelSku(
+            category=descriptor.category,
+            op=descriptor.op_name(),
+            element=element,
+            aux_element=second,
+            layout=descriptor.layout,
+            epilogue=epilogue,
+            arch=ArchSku.SM_80,
+            backend=BackendKind.PYCUDA,
+            source=f"{package}:{stem}.cu",
+            launch=launch,
+            flags=flags(element, second),
+            **{
+                "variant": "chunked",
+                "entry_point": descriptor.op_name(),
+                "precision_guarantee": guarantee(element, epilogue),
+                "summary": "16-byte chunks",
+                **fields,
+            },
+        )
+        for element in elements
+        for second in aux
+        for epilogue in epilogues
+    ]
+    return tuple(sku.on(backend) for sku in offered for backend in (BackendKind.PYCUDA, BackendKind.CUDA_CORE))
+
+
+def _promise(data: ElementKind, epilogue: EpilogueKind | None) -> PrecisionGuarantee:  # noqa: ARG001  a rule's signature
+    return elementwise_guarantee(data)
+
+
+def element_flags(data: ElementKind, code: ElementKind | None) -> tuple[str, ...]:
+    """Return the compiler flags that choose a source's elements and keep its arithmetic as written."""
+    return ("-fmad=false", f"-DSKUDA_DATA={data}", *((f"-DSKUDA_CODE={code}",) if code is not None else ()))

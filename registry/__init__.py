@@ -6,6 +6,8 @@ from skuda.registry.constraints import Between, Constraint, MultipleOf, OneOf, P
 from skuda.registry.descriptor import Argument, Descriptor, FunctionalKey, Role
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import (
+    CompileError,
+    DriverError,
     InvalidProblem,
     InvalidRecord,
     MissingDependency,
@@ -40,8 +42,10 @@ __all__ = [
     "BackendSpec",
     "Between",
     "Case",
+    "CompileError",
     "Constraint",
     "Descriptor",
+    "DriverError",
     "DynamicRangeMode",
     "DynamicRangeScope",
     "ElementKind",

@@ -110,3 +110,49 @@ class MissingDependency(SkudaError, ImportError):
 
     def __str__(self) -> str:
         return f"{self.package} is not installed; run: {self.command}"
+
+
+class DriverError(SkudaError):
+    """The CUDA driver refused something, or is not there.
+
+    Attributes
+    ----------
+    action : str
+        What was asked of it, for example ``cuInit``.
+    reason : str
+        What it answered.
+    code : int or None
+        Its ``CUresult``, where it answered at all.
+    """
+
+    def __init__(self, action: str, reason: str, code: int | None = None) -> None:
+        super().__init__(action, reason, code)
+        self.action, self.reason, self.code = action, reason, code
+
+    def __str__(self) -> str:
+        return f"CUDA driver: {self.action}: {self.reason}"
+
+
+class CompileError(SkudaError):
+    """A kernel that could not be compiled.
+
+    Attributes
+    ----------
+    sku : str
+        Id of the kernel.
+    reason : str
+        What went wrong, and what to do.
+    command : str
+        What was run, or the options that were given.
+    log : str
+        Everything that the compiler said.
+    """
+
+    def __init__(self, sku: str, reason: str, command: str = "", log: str = "") -> None:
+        super().__init__(sku, reason, command, log)
+        self.sku, self.reason, self.command, self.log = sku, reason, command, log
+
+    def __str__(self) -> str:
+        lines = [f"{self.sku}: {self.reason}"]
+        lines += [f"  {self.command}"] if self.command else []
+        return "\n".join(lines + [f"  {line}" for line in self.log.splitlines()])

@@ -26,6 +26,9 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="JSON, for machines.")]
+Evidence = Annotated[
+    Path | None, typer.Option("--evidence", help="Read records of `skuda verify` from this folder.", metavar="DIR")
+]
 Some = list[str]
 
 
@@ -111,6 +114,7 @@ def _list(
     arch: Annotated[Some | None, typer.Option(help="Only these architectures.", metavar="ARCH")] = None,
     backend: Annotated[Some | None, typer.Option(help="Only these backends.", metavar="NAME")] = None,
     skus: Annotated[bool, typer.Option("--skus", help="One line per kernel: its id.")] = False,
+    evidence: Evidence = None,
     as_json: Json = False,
 ) -> int:
     """Show the op matrix, or every kernel.
@@ -127,6 +131,7 @@ def _list(
         archs=arch or (),
         backends=backend or (),
         skus=skus,
+        evidence=evidence,
         as_json=as_json,
     )
 
@@ -135,12 +140,13 @@ def _list(
 def _show(
     name: Annotated[str, typer.Argument(metavar="ID", help="The id of a kernel, or the name of an op.")],
     *,
+    evidence: Evidence = None,
     as_json: Json = False,
 ) -> int:
     """Show everything about a kernel or an op."""
     from skuda.tools import showing
 
-    return showing.run(name, as_json=as_json)
+    return showing.run(name, evidence=evidence, as_json=as_json)
 
 
 @app.command(
@@ -196,6 +202,40 @@ def _explain(
     )
     own = [name.lstrip("-").replace("-", "_") for param in context.command.params for name in param.opts]
     return explaining.run(context.args, wishes, own_options=own, show_all=show_all, as_json=as_json)
+
+
+@app.command("verify")
+def _verify(
+    *,
+    op: Annotated[Some | None, typer.Option(help="Only these ops.", metavar="NAME")] = None,
+    sku: Annotated[Some | None, typer.Option(help="Only these kernels.", metavar="ID")] = None,
+    backend: Annotated[Some | None, typer.Option(help="Only these backends.", metavar="NAME")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="A CUDA device by its number, or cpu; else the first one.", metavar="DEVICE")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer memory layouts, no large problems.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Draw inputs from this; fresh if left out.", min=0)] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the record here.", metavar="FILE")] = None,
+    as_json: Json = False,
+) -> int:
+    """Run every kernel against its reference.
+
+    Runs each kernel that the device accepts over every case of its op: in several memory layouts between guard zones,
+    again, and with its rows permuted. Without filters, on a CUDA device and in a checkout, the record goes to
+    docs/evidence. Exits with 1 where a kernel fails.
+    """
+    from skuda.tools import verify_page
+
+    return verify_page.run(
+        ops=op or (),
+        skus=sku or (),
+        backends=backend or (),
+        device=device,
+        quick=quick,
+        seed=seed,
+        output=output,
+        as_json=as_json,
+    )
 
 
 @app.command("doctor")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -14,6 +16,7 @@ from skuda.registry.elements import CODES, FLOATS, ElementKind
 from skuda.registry.op import Op
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
+from skuda.tools.evidence import Word, load_records, status, tally
 from skuda.tools.output import count, folded, plain_table, print_json, records, refuse, split, stdout, words
 
 _NONE = "none"
@@ -29,6 +32,7 @@ def run(
     archs: Sequence[str] = (),
     backends: Sequence[str] = (),
     skus: bool = False,
+    evidence: Path | None = None,
     as_json: bool = False,
 ) -> int:
     """List ops, or kernels, that pass the filters.
@@ -39,6 +43,8 @@ def run(
         A kernel passes where each filter that was given names its value; ``none`` stands for no second element.
     skus : bool
         One line per kernel rather than one row per op.
+    evidence : Path or None
+        Folder with records of ``skuda verify``; None for the checkout's.
     as_json : bool
         JSON instead of text.
 
@@ -54,14 +60,20 @@ def run(
     """
     registry = Dispatcher().registry
     found = _filtered(registry, ops, elements, aux, archs, backends)
+    recorded = load_records(evidence)
+
+    def word(sku: KernelSku) -> Word:
+        return status(sku, recorded, reference=registry.backends[sku.backend].reference).word
+
     if skus:
-        _print_skus(registry, [sku for _, kernels in found for sku in kernels], as_json=as_json)
+        _print_skus(registry, [sku for _, kernels in found for sku in kernels], word, as_json=as_json)
     else:
-        _print_ops(found, as_json=as_json)
+        _print_ops(found, word, as_json=as_json)
     return 0
 
 
 Found = list[tuple[Op, tuple[KernelSku, ...]]]
+Judge = Callable[[KernelSku], Word]
 
 
 def _filtered(
@@ -132,7 +144,7 @@ def _places(skus: Iterable[KernelSku]) -> dict[str, tuple[str, ...]]:
     return {backend: tuple(archs) for backend, archs in found.items()}
 
 
-def _print_ops(found: Found, *, as_json: bool) -> None:
+def _print_ops(found: Found, word: Judge, *, as_json: bool) -> None:
     if as_json:
         print_json(
             [
@@ -145,6 +157,7 @@ def _print_ops(found: Found, *, as_json: bool) -> None:
                     "backends": _places(skus),
                     "skus": len(skus),
                     "promise": promise(skus),
+                    "evidence": Counter(word(sku) for sku in skus),
                 }
                 for op, skus in found
             ]
@@ -152,7 +165,7 @@ def _print_ops(found: Found, *, as_json: bool) -> None:
         return
     console = stdout()
     if console.is_terminal:
-        _matrix(console, found)
+        _matrix(console, found, word)
         return
     records(
         (
@@ -169,7 +182,7 @@ def _print_ops(found: Found, *, as_json: bool) -> None:
     )
 
 
-def _matrix(console: Console, found: Found) -> None:
+def _matrix(console: Console, found: Found, word: Judge) -> None:
     if not found:
         console.print("no op passes these filters", style="yellow")
         return
@@ -190,7 +203,7 @@ def _matrix(console: Console, found: Found) -> None:
             f"{first} x {second}" if second else first,
             "\n".join(f"{backend} {' '.join(archs)}" for backend, archs in _places(skus).items()),
             str(len(skus)),
-            Text(close, style="green" if close == "bit-exact" else "yellow"),
+            _promised(close, tally(word(sku) for sku in skus)),
         )
     console.print(table)
     total = sum(len(skus) for _, skus in found)
@@ -198,6 +211,16 @@ def _matrix(console: Console, found: Found) -> None:
     console.print()
     console.print(f"{count(len(found), 'op')}, {count(total, 'kernel')}." + (f" {legend}." if legend else ""))
     console.print("`skuda show OP` tells all about one, `skuda list --skus` names the kernels.", style="dim")
+
+
+def _promised(close: str, evidence: str) -> Text:
+    """Say what is promised, and below it what was verified: 80 columns have no room for another column."""
+    text = Text().append(close, style="green" if close == "bit-exact" else "yellow")
+    colours = {"verified": "green", "unverified": "dim"}
+    if evidence not in ("reference", "-"):
+        style = colours.get(evidence, "bold red" if "failed" in evidence else "yellow")
+        text.append("\n" + evidence.replace(", ", "\n"), style=style)
+    return text
 
 
 def _short(elements: tuple[str, ...], used: set[str]) -> str:
@@ -210,10 +233,18 @@ def _short(elements: tuple[str, ...], used: set[str]) -> str:
     return " ".join((*said, *rest))
 
 
-def _print_skus(registry: Registry, skus: list[KernelSku], *, as_json: bool) -> None:
+def _print_skus(registry: Registry, skus: list[KernelSku], word: Judge, *, as_json: bool) -> None:
     if as_json:
         print_json(
-            [{"id": sku.id, "origin": registry.origin(sku.id), "sku": sku.model_dump(mode="json")} for sku in skus]
+            [
+                {
+                    "id": sku.id,
+                    "origin": registry.origin(sku.id),
+                    "evidence": word(sku),
+                    "sku": sku.model_dump(mode="json"),
+                }
+                for sku in skus
+            ]
         )
         return
     console = stdout()

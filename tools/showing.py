@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from skuda.registry.descriptor import Argument, Descriptor
 from skuda.registry.op import Op
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku, WorkspaceTerm
+from skuda.tools.evidence import Status, load_records, status
 from skuda.tools.output import (
     count,
     folded,
@@ -31,13 +33,15 @@ from skuda.tools.problem import default_words, fields_of, type_words
 _IDS_SHOWN = 10
 
 
-def run(name: str, *, as_json: bool = False) -> int:
+def run(name: str, *, evidence: Path | None = None, as_json: bool = False) -> int:
     """Show a kernel by its id or an op by its name.
 
     Parameters
     ----------
     name : str
         Exactly an id or a name.
+    evidence : Path or None
+        Folder with records of ``skuda verify``; None for the checkout's.
     as_json : bool
         JSON instead of text.
 
@@ -54,7 +58,8 @@ def run(name: str, *, as_json: bool = False) -> int:
     registry = Dispatcher().registry
     sku = registry.sku(name)
     if sku is not None:
-        _show_sku(registry, sku, as_json=as_json)
+        found = status(sku, load_records(evidence), reference=_is_reference(registry, sku))
+        _show_sku(registry, sku, found, as_json=as_json)
     elif name in registry.ops:
         _show_op(registry, registry.ops[name], as_json=as_json)
     else:
@@ -63,8 +68,8 @@ def run(name: str, *, as_json: bool = False) -> int:
     return 0
 
 
-def _show_sku(registry: Registry, sku: KernelSku, *, as_json: bool) -> None:
-    groups = _sku_groups(registry, sku)
+def _show_sku(registry: Registry, sku: KernelSku, found: Status, *, as_json: bool) -> None:
+    groups = _sku_groups(registry, sku, found)
     console = stdout()
     if as_json:
         print_json(
@@ -72,7 +77,8 @@ def _show_sku(registry: Registry, sku: KernelSku, *, as_json: bool) -> None:
                 "kind": "sku",
                 "id": sku.id,
                 "origin": registry.origin(sku.id),
-                "verified": _is_reference(registry, sku),
+                "verified": found.word in ("verified", "reference"),
+                "evidence": asdict(found),
                 "promise": sku.precision_guarantee.describe(),
                 "requires": _requirements(sku),
                 "workspace": _workspace(sku.workspace),
@@ -115,14 +121,9 @@ def _workspace(terms: Iterable[WorkspaceTerm]) -> str:
     return " + ".join(said) or "none"
 
 
-def _sku_groups(registry: Registry, sku: KernelSku) -> list[tuple[str, list[tuple[str, Any]]]]:
+def _sku_groups(registry: Registry, sku: KernelSku, found: Status) -> list[tuple[str, list[tuple[str, Any]]]]:
     promised = sku.precision_guarantee
     ulp = "none" if promised.max_ulp is None else f"{promised.max_ulp}" + (" (bit-exact)" if promised.bit_exact else "")
-    verified = (
-        "by definition: it is the reference"
-        if _is_reference(registry, sku)
-        else "no: nothing on this machine has recorded a comparison with the reference"
-    )
     return [
         ("Identity", [(name, _or_none(getattr(sku, name))) for name in type(sku.identity).model_fields]),
         (
@@ -134,7 +135,7 @@ def _sku_groups(registry: Registry, sku: KernelSku) -> list[tuple[str, list[tupl
                 ("deterministic", _yes(promised.deterministic)),
                 ("bit-stable on same hardware", _yes(promised.bit_stable_on_same_hardware)),
                 ("batch-invariant", _yes(promised.batch_invariant)),
-                ("verified", verified),
+                ("verified", found.describe()),
             ],
         ),
         (

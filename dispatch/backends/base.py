@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from skuda.dispatch.device import Device
@@ -32,13 +32,24 @@ class BackendStatus(Value):
 
 
 class Runner(Protocol):
-    """A prepared kernel for one problem on one device. It owns no memory of the caller's."""
+    """A prepared kernel for one problem on one device. It owns no memory of the caller's.
+
+    Attributes
+    ----------
+    notes : tuple of str
+        What a person should know about how it runs.
+    """
+
+    notes: tuple[str, ...]
 
     def check(self, arrays: Mapping[str, object]) -> None:
         """Raise what `run` would raise for these arguments, without running."""
 
     def run(self, arrays: Mapping[str, object], stream: object) -> object:
         """Run the kernel and return the op's result."""
+
+    def bind(self, arrays: Mapping[str, object], stream: object) -> Callable[[], object]:
+        """Check the arguments once; return what runs the kernel on them and returns the op's result."""
 
 
 class Backend(ABC):
@@ -59,6 +70,10 @@ class Backend(ABC):
     @abstractmethod
     def devices(self) -> tuple[Device, ...]:
         """Return the devices it drives here, best first; empty where it does not work."""
+
+    def notes(self) -> tuple[str, ...]:
+        """Say what its kernels' ids do not: what else has a hand in running them."""
+        return ()
 
     @abstractmethod
     def prepare(self, sku: KernelSku, problem: Descriptor, device: Device) -> Runner:

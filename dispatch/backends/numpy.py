@@ -27,6 +27,8 @@ class HostRunner:
         ``kernel(problem, **arrays)``, which writes the outputs.
     """
 
+    notes: tuple[str, ...] = ()
+
     def __init__(self, problem: Descriptor, kernel: Callable[..., None]) -> None:
         self._problem = problem
         self._arguments = problem.arguments()
@@ -44,11 +46,32 @@ class HostRunner:
         InvalidProblem
             For a missing, unknown or unsuitable argument, or a stream, which a CPU does not have.
         """
-        if stream is not None:
-            raise InvalidProblem(self._problem.op_name(), "stream", repr(stream), "be None: this plan runs on the CPU")
+        self._refuse_stream(stream)
         binding = Binding(self._problem, self._arguments, arrays)
         self._kernel(self._problem, **binding.values)
         return binding.result()
+
+    def bind(self, arrays: Mapping[str, object], stream: object) -> Callable[[], object]:
+        """Check once; return what only calls the kernel.
+
+        Raises
+        ------
+        InvalidProblem
+            As `run`.
+        """
+        self._refuse_stream(stream)
+        binding = Binding(self._problem, self._arguments, arrays)
+        result = binding.result()
+
+        def launch() -> object:
+            self._kernel(self._problem, **binding.values)
+            return result
+
+        return launch
+
+    def _refuse_stream(self, stream: object) -> None:
+        if stream is not None:
+            raise InvalidProblem(self._problem.op_name(), "stream", repr(stream), "be None: this plan runs on the CPU")
 
 
 class NumpyBackend(Backend):

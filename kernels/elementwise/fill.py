@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from skuda.kernels.blocks import blocks, write
-from skuda.kernels.offers import numpy_skus
+from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.registry.descriptor import Argument, Descriptor, Role
 from skuda.registry.elements import CODES, FLOATS, ElementKind
 from skuda.registry.op import Case, Op
@@ -82,5 +82,8 @@ CASES = tuple(
     for element in ELEMENTS
     for numel in (0, 1, 7, 1000, 140_001)
 )
-SKUS = numpy_skus(FillDescriptor, __name__, ELEMENTS)
+SKUS = (
+    *cuda_skus(FillDescriptor, __name__, ELEMENTS, launch="skuda.kernels.quantize._cuda:fill"),
+    *numpy_skus(FillDescriptor, __name__, ELEMENTS),
+)
 OP = Op(FillDescriptor, reference, CASES, SKUS, source="baracuda_kernels fill, as smoothquant.rs uses it")

@@ -29,9 +29,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from skuda.kernels.offers import numpy_skus
+from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.quantize import _affine
 from skuda.kernels.quantize._cases import cases
+from skuda.kernels.quantize._cuda import ELEMENTWISE
 from skuda.kernels.quantize._problems import DequantizeBackward, PerGroup
 from skuda.registry.elements import FLOATS
 from skuda.registry.op import Op
@@ -49,7 +50,10 @@ def reference(problem: DequantizePerGroupBackwardDescriptor, *, d_output: Any, s
 
 
 CASES = cases(DequantizePerGroupBackwardDescriptor)
-SKUS = numpy_skus(DequantizePerGroupBackwardDescriptor, __name__, FLOATS)
+SKUS = (
+    *cuda_skus(DequantizePerGroupBackwardDescriptor, __name__, FLOATS, launch=ELEMENTWISE),
+    *numpy_skus(DequantizePerGroupBackwardDescriptor, __name__, FLOATS),
+)
 OP = Op(
     DequantizePerGroupBackwardDescriptor,
     reference,

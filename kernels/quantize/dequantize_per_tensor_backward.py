@@ -29,9 +29,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from skuda.kernels.offers import numpy_skus
+from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.quantize import _affine
 from skuda.kernels.quantize._cases import cases
+from skuda.kernels.quantize._cuda import ELEMENTWISE
 from skuda.kernels.quantize._problems import DequantizeBackward, PerTensor
 from skuda.registry.elements import FLOATS
 from skuda.registry.op import Op
@@ -49,7 +50,10 @@ def reference(problem: DequantizePerTensorBackwardDescriptor, *, d_output: Any, 
 
 
 CASES = cases(DequantizePerTensorBackwardDescriptor)
-SKUS = numpy_skus(DequantizePerTensorBackwardDescriptor, __name__, FLOATS)
+SKUS = (
+    *cuda_skus(DequantizePerTensorBackwardDescriptor, __name__, FLOATS, launch=ELEMENTWISE),
+    *numpy_skus(DequantizePerTensorBackwardDescriptor, __name__, FLOATS),
+)
 OP = Op(
     DequantizePerTensorBackwardDescriptor,
     reference,

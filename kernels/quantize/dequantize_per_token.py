@@ -29,9 +29,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from skuda.kernels.offers import numpy_skus
+from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.quantize import _affine
 from skuda.kernels.quantize._cases import cases
+from skuda.kernels.quantize._cuda import ELEMENTWISE
 from skuda.kernels.quantize._problems import Dequantize, PerToken
 from skuda.registry.elements import CODES, FLOATS
 from skuda.registry.op import Op
@@ -50,7 +51,10 @@ def reference(problem: DequantizePerTokenDescriptor, *, input: Any, scale: Any, 
 
 
 CASES = cases(DequantizePerTokenDescriptor)
-SKUS = numpy_skus(DequantizePerTokenDescriptor, __name__, FLOATS, CODES)
+SKUS = (
+    *cuda_skus(DequantizePerTokenDescriptor, __name__, FLOATS, CODES, launch=ELEMENTWISE),
+    *numpy_skus(DequantizePerTokenDescriptor, __name__, FLOATS, CODES),
+)
 OP = Op(
     DequantizePerTokenDescriptor,
     reference,

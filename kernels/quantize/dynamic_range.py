@@ -37,7 +37,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from skuda.kernels.offers import numpy_skus
+from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.quantize import _affine
 from skuda.kernels.quantize._problems import AffineProblem
 from skuda.registry.descriptor import Argument, Role
@@ -215,7 +215,18 @@ def _cases() -> tuple[Case, ...]:
 
 
 CASES = _cases()
-SKUS = numpy_skus(DynamicRangeQuantizeDescriptor, __name__, FLOATS, CODES)
+SKUS = (
+    *cuda_skus(
+        DynamicRangeQuantizeDescriptor,
+        __name__,
+        FLOATS,
+        CODES,
+        launch="skuda.kernels.quantize._cuda:dynamic_range",
+        entry_point="dynamic_range_4",
+        summary="one read per segment where it is one run",
+    ),
+    *numpy_skus(DynamicRangeQuantizeDescriptor, __name__, FLOATS, CODES),
+)
 OP = Op(
     DynamicRangeQuantizeDescriptor,
     reference,

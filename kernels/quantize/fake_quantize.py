@@ -31,9 +31,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from skuda.kernels.offers import numpy_skus
+from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.quantize import _affine
 from skuda.kernels.quantize._cases import cases
+from skuda.kernels.quantize._cuda import ELEMENTWISE
 from skuda.kernels.quantize._problems import FakeQuantize, PerTensor
 from skuda.registry.elements import FLOATS
 from skuda.registry.op import Op
@@ -53,7 +54,10 @@ def reference(problem: FakeQuantizeDescriptor, *, input: Any, scale: Any, zero_p
 
 
 CASES = cases(FakeQuantizeDescriptor)
-SKUS = numpy_skus(FakeQuantizeDescriptor, __name__, FLOATS)
+SKUS = (
+    *cuda_skus(FakeQuantizeDescriptor, __name__, FLOATS, launch=ELEMENTWISE),
+    *numpy_skus(FakeQuantizeDescriptor, __name__, FLOATS),
+)
 OP = Op(
     FakeQuantizeDescriptor,
     reference,

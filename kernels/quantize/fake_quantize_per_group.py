@@ -31,9 +31,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from skuda.kernels.offers import numpy_skus
+from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.quantize import _affine
 from skuda.kernels.quantize._cases import cases
+from skuda.kernels.quantize._cuda import ELEMENTWISE
 from skuda.kernels.quantize._problems import FakeQuantize, PerGroup
 from skuda.registry.elements import FLOATS
 from skuda.registry.op import Op
@@ -53,7 +54,10 @@ def reference(problem: FakeQuantizePerGroupDescriptor, *, input: Any, scale: Any
 
 
 CASES = cases(FakeQuantizePerGroupDescriptor)
-SKUS = numpy_skus(FakeQuantizePerGroupDescriptor, __name__, FLOATS)
+SKUS = (
+    *cuda_skus(FakeQuantizePerGroupDescriptor, __name__, FLOATS, launch=ELEMENTWISE),
+    *numpy_skus(FakeQuantizePerGroupDescriptor, __name__, FLOATS),
+)
 OP = Op(
     FakeQuantizePerGroupDescriptor,
     reference,

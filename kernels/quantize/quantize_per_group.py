@@ -31,9 +31,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from skuda.kernels.offers import numpy_skus
+from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.quantize import _affine
 from skuda.kernels.quantize._cases import cases
+from skuda.kernels.quantize._cuda import ELEMENTWISE
 from skuda.kernels.quantize._problems import PerGroup, Quantize
 from skuda.registry.elements import CODES, FLOATS
 from skuda.registry.op import Op
@@ -53,7 +54,10 @@ def reference(problem: QuantizePerGroupDescriptor, *, input: Any, scale: Any, ze
 
 
 CASES = cases(QuantizePerGroupDescriptor)
-SKUS = numpy_skus(QuantizePerGroupDescriptor, __name__, FLOATS, CODES)
+SKUS = (
+    *cuda_skus(QuantizePerGroupDescriptor, __name__, FLOATS, CODES, launch=ELEMENTWISE),
+    *numpy_skus(QuantizePerGroupDescriptor, __name__, FLOATS, CODES),
+)
 OP = Op(
     QuantizePerGroupDescriptor,
     reference,

@@ -33,9 +33,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from skuda.kernels.offers import numpy_skus
+from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.quantize import _affine
 from skuda.kernels.quantize._cases import cases
+from skuda.kernels.quantize._cuda import ELEMENTWISE
 from skuda.kernels.quantize._problems import PerGroup, QuantizeBackward
 from skuda.registry.elements import FLOATS
 from skuda.registry.op import Op
@@ -57,7 +58,10 @@ def reference(
 
 
 CASES = cases(QuantizePerGroupBackwardDescriptor)
-SKUS = numpy_skus(QuantizePerGroupBackwardDescriptor, __name__, FLOATS)
+SKUS = (
+    *cuda_skus(QuantizePerGroupBackwardDescriptor, __name__, FLOATS, launch=ELEMENTWISE),
+    *numpy_skus(QuantizePerGroupBackwardDescriptor, __name__, FLOATS),
+)
 OP = Op(
     QuantizePerGroupBackwardDescriptor,
     reference,

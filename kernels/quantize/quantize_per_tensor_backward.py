@@ -32,9 +32,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from skuda.kernels.offers import numpy_skus
+from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.quantize import _affine
 from skuda.kernels.quantize._cases import cases
+from skuda.kernels.quantize._cuda import ELEMENTWISE
 from skuda.kernels.quantize._problems import PerTensor, QuantizeBackward
 from skuda.registry.elements import FLOATS
 from skuda.registry.op import Op
@@ -62,7 +63,10 @@ def reference(
 
 
 CASES = cases(QuantizePerTensorBackwardDescriptor)
-SKUS = numpy_skus(QuantizePerTensorBackwardDescriptor, __name__, FLOATS)
+SKUS = (
+    *cuda_skus(QuantizePerTensorBackwardDescriptor, __name__, FLOATS, launch=ELEMENTWISE),
+    *numpy_skus(QuantizePerTensorBackwardDescriptor, __name__, FLOATS),
+)
 OP = Op(
     QuantizePerTensorBackwardDescriptor,
     reference,

@@ -30,9 +30,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from skuda.kernels.offers import numpy_skus
+from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.quantize import _affine
 from skuda.kernels.quantize._cases import cases
+from skuda.kernels.quantize._cuda import ELEMENTWISE
 from skuda.kernels.quantize._problems import PerToken, Quantize
 from skuda.registry.elements import CODES, FLOATS
 from skuda.registry.op import Op
@@ -52,7 +53,10 @@ def reference(problem: QuantizePerTokenDescriptor, *, input: Any, scale: Any, ze
 
 
 CASES = cases(QuantizePerTokenDescriptor)
-SKUS = numpy_skus(QuantizePerTokenDescriptor, __name__, FLOATS, CODES)
+SKUS = (
+    *cuda_skus(QuantizePerTokenDescriptor, __name__, FLOATS, CODES, launch=ELEMENTWISE),
+    *numpy_skus(QuantizePerTokenDescriptor, __name__, FLOATS, CODES),
+)
 OP = Op(
     QuantizePerTokenDescriptor,
     reference,

@@ -31,9 +31,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from skuda.kernels.offers import numpy_skus
+from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.quantize import _affine
 from skuda.kernels.quantize._cases import cases
+from skuda.kernels.quantize._cuda import ELEMENTWISE
 from skuda.kernels.quantize._problems import PerToken, QuantizeBackward
 from skuda.registry.elements import FLOATS
 from skuda.registry.op import Op
@@ -55,7 +56,10 @@ def reference(
 
 
 CASES = cases(QuantizePerTokenBackwardDescriptor)
-SKUS = numpy_skus(QuantizePerTokenBackwardDescriptor, __name__, FLOATS)
+SKUS = (
+    *cuda_skus(QuantizePerTokenBackwardDescriptor, __name__, FLOATS, launch=ELEMENTWISE),
+    *numpy_skus(QuantizePerTokenBackwardDescriptor, __name__, FLOATS),
+)
 OP = Op(
     QuantizePerTokenBackwardDescriptor,
     reference,

@@ -42,11 +42,12 @@ import numpy as np
 from pydantic import model_validator
 
 from skuda.kernels.dtypes import compute_dtype, storage_dtype
-from skuda.kernels.offers import numpy_skus
-from skuda.kernels.quantize import _affine, _linear
+from skuda.kernels.offers import cuda_skus, numpy_skus
+from skuda.kernels.quantize import _affine, _cuda_linear, _linear
 from skuda.registry.descriptor import Argument, Role
 from skuda.registry.elements import FLOATS, ElementKind
 from skuda.registry.op import Case, Op
+from skuda.registry.sku import WorkspaceTerm
 from skuda.registry.value import Extent, Int32
 from skuda.registry.vocabulary import EpilogueKind
 
@@ -186,15 +187,35 @@ def _cases() -> tuple[Case, ...]:
 
 
 CASES = _cases()
-SKUS = numpy_skus(
-    QuantizedLinearDescriptor,
-    __name__,
-    FLOATS,
-    _linear.CODES8,
-    EpilogueKind,
-    precision_guarantee=_linear.GUARANTEE,
-    constraints=(_linear.SERVED_OUTPUT,),
-    summary="exact integer product through BLAS",
+SKUS = (
+    *cuda_skus(
+        QuantizedLinearDescriptor,
+        __name__,
+        FLOATS,
+        _linear.CODES8,
+        EpilogueKind,
+        launch="skuda.kernels.quantize._cuda_linear:quantized",
+        flags=_cuda_linear.quantized_flags,
+        guarantee=_cuda_linear.guarantee,
+        constraints=(_linear.SERVED_OUTPUT, *_cuda_linear.LIMITS),
+        entry_point="quantized_linear_codes",
+        variant="plain",
+        workspace=(
+            WorkspaceTerm(factors=("m", "k"), bytes_each=1),
+            WorkspaceTerm(factors=("m",), bytes_each=8),
+        ),
+        summary="64 x 64 tiles, dp4a; serves every shape",
+    ),
+    *numpy_skus(
+        QuantizedLinearDescriptor,
+        __name__,
+        FLOATS,
+        _linear.CODES8,
+        EpilogueKind,
+        precision_guarantee=_linear.GUARANTEE,
+        constraints=(_linear.SERVED_OUTPUT,),
+        summary="exact integer product through BLAS",
+    ),
 )
 OP = Op(
     QuantizedLinearDescriptor,

@@ -42,8 +42,8 @@ import numpy as np
 from pydantic import model_validator
 
 from skuda.kernels.dtypes import compute_dtype
-from skuda.kernels.offers import numpy_skus
-from skuda.kernels.quantize import _linear
+from skuda.kernels.offers import cuda_skus, numpy_skus
+from skuda.kernels.quantize import _cuda_linear, _linear
 from skuda.registry.constraints import OneOf
 from skuda.registry.descriptor import Argument, Role
 from skuda.registry.elements import ElementKind
@@ -174,15 +174,31 @@ def _cases() -> tuple[Case, ...]:
 
 
 CASES = _cases()
-SKUS = numpy_skus(
-    SmoothQuantLinearDescriptor,
-    __name__,
-    _linear.OUTPUTS,
-    _linear.CODES8,
-    EpilogueKind,
-    precision_guarantee=_linear.GUARANTEE,
-    constraints=(OneOf(field="activation_element", allowed=_linear.CODES8),),
-    summary="exact integer product through BLAS",
+_ACTIVATION = OneOf(field="activation_element", allowed=_linear.CODES8)
+SKUS = (
+    *cuda_skus(
+        SmoothQuantLinearDescriptor,
+        __name__,
+        _linear.OUTPUTS,
+        _linear.CODES8,
+        EpilogueKind,
+        launch="skuda.kernels.quantize._cuda_linear:smoothquant",
+        flags=_cuda_linear.smoothquant_flags,
+        guarantee=_cuda_linear.guarantee,
+        constraints=(_ACTIVATION, *_cuda_linear.LIMITS),
+        variant="plain",
+        summary="64 x 64 tiles, dp4a; serves every shape",
+    ),
+    *numpy_skus(
+        SmoothQuantLinearDescriptor,
+        __name__,
+        _linear.OUTPUTS,
+        _linear.CODES8,
+        EpilogueKind,
+        precision_guarantee=_linear.GUARANTEE,
+        constraints=(_ACTIVATION,),
+        summary="exact integer product through BLAS",
+    ),
 )
 OP = Op(
     SmoothQuantLinearDescriptor,

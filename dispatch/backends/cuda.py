@@ -1,0 +1,228 @@
+"""What the two CUDA backends share: from a SKU to a loaded launch. They differ in who compiles and who launches."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar, cast
+
+from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
+from skuda.dispatch.compiling import Compiler, Job
+from skuda.dispatch.cubin import read_kernels
+from skuda.dispatch.cubin_cache import CubinCache, Found, Key
+from skuda.dispatch.device import Device
+from skuda.dispatch.driver import driver
+from skuda.dispatch.gpu_arrays import current_streams
+from skuda.dispatch.gpu_call import parameter_layout
+from skuda.dispatch.gpu_run import CudaRunner, Engine, Send
+from skuda.dispatch.sources import read_source
+from skuda.kernels.launch import Launch, Step
+from skuda.registry.descriptor import Descriptor
+from skuda.registry.errors import CompileError, DriverError, NotPrepared
+from skuda.registry.sku import KernelSku
+from skuda.registry.source import resolve
+
+_DRIVER_REMEDY = "install the NVIDIA driver: https://www.nvidia.com/drivers (in a container: run it with --gpus all)"
+_MOST_SHARED = 48 << 10
+"""Bytes of shared memory that a block gets without asking."""
+
+Module = TypeVar("Module")
+
+
+class CudaBackend(Backend, Generic[Module]):
+    """A way to compile and launch CUDA source.
+
+    Attributes
+    ----------
+    compilers : str
+        How to get a cubin, for messages.
+    """
+
+    compilers: ClassVar[str]
+
+    def __init__(self, cache: CubinCache | None = None) -> None:
+        self._cache = cache
+
+    @abstractmethod
+    def trouble(self) -> BackendStatus | None:
+        """Say why the backend's own packages do not work here, or None."""
+
+    @abstractmethod
+    def compiler(self) -> Compiler | None:
+        """Return the compiler, or None where there is none here."""
+
+    @abstractmethod
+    def versions(self) -> str:
+        """Name what works here, with versions."""
+
+    @abstractmethod
+    def load(self, cubin: bytes, ordinal: int) -> Module:
+        """Load a cubin into a device's primary context. Called once per cubin and device."""
+
+    @abstractmethod
+    def engine(self, module: Module, launch: Launch, op: str, ordinal: int) -> Engine:
+        """Return the steps of a launch, ready to be enqueued."""
+
+    @property
+    def cache(self) -> CubinCache:
+        """The cubin cache; its folder is asked for when it is first needed."""
+        if self._cache is None:
+            self._cache = CubinCache()
+        return self._cache
+
+    def status(self) -> BackendStatus:
+        """Say whether the backend works here; makes no context."""
+        trouble = self.trouble()
+        if trouble is not None:
+            return trouble
+        try:
+            found = driver()
+            count, version = found.device_count, found.version
+        except DriverError as error:
+            return BackendStatus(available=False, detail=str(error), remedy=_DRIVER_REMEDY)
+        if count == 0:
+            return BackendStatus(available=False, detail="the driver sees no GPU", remedy="set CUDA_VISIBLE_DEVICES")
+        detail = f"{self.versions()}, driver for CUDA {version}"
+        if self.compiler() is not None:
+            return BackendStatus(available=True, detail=detail)
+        if self.cache.has_any(self.spec.name):
+            return BackendStatus(available=True, detail=f"{detail}; no compiler: only cached kernels run")
+        return BackendStatus(available=False, detail=f"{detail}; no compiler", remedy=self.compilers)
+
+    def devices(self) -> tuple[Device, ...]:
+        """Return the CUDA devices in the driver's order."""
+        return driver().devices()
+
+    def prepare(self, sku: KernelSku, problem: Descriptor, device: Device) -> Runner:
+        """Compile or find the kernel, load it, check its parameters, allocate scratch.
+
+        Raises
+        ------
+        CompileError
+            Where it does not compile, or is not cached and there is no compiler.
+        NotPrepared
+            While a stream is being captured.
+        """
+        found, ordinal = driver(), device.ordinal or 0
+        context = _context(ordinal)
+        launch = self.launch_of(sku, problem, device)
+        if not launch.steps:
+            return CudaRunner(problem, launch, _Nothing(), found, (ordinal, context), self.notes())
+        with found.using(context):
+            _refuse_capture(sku, ordinal)
+            cubin = self.cubin(sku, launch, device)
+            module = self._loaded(sku, cubin.cubin, ordinal)
+            engine = self.engine(module, launch, problem.op_name(), ordinal)
+            notes = (*self.notes(), *cubin.notes)
+            return CudaRunner(problem, launch, engine, found, (ordinal, context), notes)
+
+    @staticmethod
+    def launch_of(sku: KernelSku, problem: Descriptor, device: Device) -> Launch:
+        """Return what a SKU launches for a problem, without steps that do nothing."""
+        module, _, name = (sku.launch or "").partition(":")
+        launch: Launch = resolve(module, name)(problem, device)
+        return replace(launch, steps=tuple(step for step in launch.steps if math.prod(step.grid)))
+
+    def cubin(self, sku: KernelSku, launch: Launch, device: Device) -> Found:
+        """Return a SKU's cubin for a device, from the cache or the compiler.
+
+        Raises
+        ------
+        CompileError
+            Where it does not compile, is not cached and there is no compiler, or does not take what the launch gives.
+        """
+        source, arch, compiler = read_source(sku.source), _arch(sku, device), self.compiler()
+        key = Key(source.digest, sku.flags, arch, f"{sku.entry_point} {sku.launch}", self.spec.name)
+
+        def build() -> bytes:
+            if compiler is None:
+                self._refuse_without_compiler(sku, arch)
+            return compiler.compile(Job(sku.id, source, sku.flags, arch))
+
+        identity = None if compiler is None else compiler.identity(source)
+        found = self.cache.get(key, identity, build, {"sku": sku.id, "source": sku.source, "flags": sku.flags})
+        check_parameters(sku, launch.steps, found.cubin)
+        return found
+
+    def _refuse_without_compiler(self, sku: KernelSku, arch: str) -> NoReturn:
+        folder = self.cache.folder
+        raise CompileError(
+            sku.id,
+            f"there is no compiler here and no cubin for {arch} in {folder}; either {self.compilers}, or compile it on "
+            f"a machine that has one (`skuda compile`) and set SKUDA_CACHE_DIR to a copy of its cache",
+        )
+
+    def _loaded(self, sku: KernelSku, cubin: bytes, ordinal: int) -> Module:
+        # For the life of the process: a captured graph may hold a kernel, and there are few cubins.
+        key = (self.spec.name, hashlib.sha256(cubin).digest(), ordinal)
+        with _loading:
+            if key not in _modules:
+                try:
+                    _modules[key] = self.load(cubin, ordinal)
+                except Exception as error:  # PyCUDA's or cuda-bindings'
+                    raise DriverError(f"loading {sku.id}", str(error)) from error
+            return cast("Module", _modules[key])
+
+
+class _Nothing:
+    """The engine of a launch without steps: a problem of no elements."""
+
+    def launch(self, step: int, parameters: tuple[Any, ...], handle: int, stream: object) -> None:
+        """Enqueue nothing."""
+
+    def bound(self, step: int, parameters: tuple[Any, ...]) -> Send:  # noqa: ARG002  there is no step
+        """Return what enqueues nothing."""
+        return lambda handle, stream: None  # noqa: ARG005  as above
+
+
+_loading = threading.Lock()
+_modules: dict[tuple[str, bytes, int], object] = {}
+_contexts: dict[int, int] = {}
+
+
+def _context(ordinal: int) -> int:
+    with _loading:
+        if ordinal not in _contexts:
+            _contexts[ordinal] = driver().primary_context(ordinal)
+        return _contexts[ordinal]
+
+
+def _arch(sku: KernelSku, device: Device) -> str:
+    """Return what to compile for: a plain SKU for the card at hand, one with a suffix for exactly its own."""
+    if sku.arch.is_specific or device.compute_capability is None:
+        return sku.arch.value
+    major, minor = device.compute_capability
+    return f"sm_{major}{minor}"
+
+
+def _refuse_capture(sku: KernelSku, ordinal: int) -> None:
+    # Loading a module, let alone compiling, would break the capture.
+    if any(driver().capture_of(stream) for stream in (0, *current_streams(ordinal))):
+        raise NotPrepared(f"{sku.id} cannot be prepared while a stream is being captured: select the plan before")
+
+
+def check_parameters(sku: KernelSku, steps: tuple[Step, ...], cubin: bytes) -> None:
+    """Compare what the launch gives with what the compiled kernels take.
+
+    Raises
+    ------
+    CompileError
+        Where an entry is missing, or the number or size of its parameters differs.
+    """
+    kernels = read_kernels(cubin)
+    for step in steps:
+        kernel = kernels.get(step.entry)
+        given = parameter_layout(step)
+        if kernel is None and kernels:
+            raise CompileError(sku.id, f"there is no kernel {step.entry} in it; it has {', '.join(sorted(kernels))}")
+        if kernel is not None and kernel.parameters and kernel.parameters != given:
+            told = f"{step.entry} takes parameters of (offset, bytes) {kernel.parameters}, the launch gives {given}"
+            raise CompileError(sku.id, told)
+
+
+def must_opt_in(step: Step) -> bool:
+    """Whether a step needs more shared memory than a block gets unasked."""
+    return step.shared > _MOST_SHARED

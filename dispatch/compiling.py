@@ -1,0 +1,253 @@
+"""From CUDA source to cubin bytes: by nvcc where a toolkit is installed, by NVRTC where its wheels are.
+
+nvcc is called here and not through `pycuda.compiler`, which takes flags from the environment (they would change bits
+behind the cache key), wraps the source, and cannot be imported without a driver. Both compilers get the very bytes that
+were hashed: nvcc from a private folder, NVRTC from memory.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from skuda.dispatch.settings import cache_directory
+from skuda.dispatch.sources import Source
+from skuda.registry.errors import CompileError
+
+_STANDARD = "-std=c++17"
+_TIMEOUT = 1800
+_BUNDLED_SINCE = (13, 3)
+
+
+class Job(NamedTuple):
+    """One compilation.
+
+    Attributes
+    ----------
+    sku : str
+        Id of the kernel, for errors.
+    source : Source
+        Source and headers.
+    flags : tuple of str
+        Of the SKU; the same for every compiler.
+    arch : str
+        For example ``sm_90``.
+    """
+
+    sku: str
+    source: Source
+    flags: tuple[str, ...]
+    arch: str
+
+
+class Compiler(Protocol):
+    """What compiles."""
+
+    def identity(self, source: Source) -> str:
+        """Name everything about the compiler on which the cubin depends."""
+
+    def compile(self, job: Job) -> bytes:
+        """Return the cubin.
+
+        Raises
+        ------
+        CompileError
+            With everything that the compiler said.
+        """
+
+
+class Nvcc:
+    """The toolkit's compiler.
+
+    Parameters
+    ----------
+    path : str
+        The program.
+    version : str
+        As it states it, for example ``13.0.88``.
+    """
+
+    def __init__(self, path: str, version: str) -> None:
+        self.path, self.version = path, version
+
+    def identity(self, source: Source) -> str:  # noqa: ARG002  its headers come with it
+        """Name the compiler by its version; where it is installed does not matter."""
+        return f"nvcc {self.version} {_STANDARD}"
+
+    def compile(self, job: Job) -> bytes:
+        """Return the cubin.
+
+        Raises
+        ------
+        CompileError
+            With the command and everything that nvcc said.
+        """
+        with tempfile.TemporaryDirectory(prefix="skuda-") as name:
+            folder = Path(name)
+            for header, content in (*job.source.headers, (job.source.name, job.source.text)):
+                path = folder / header
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            target = folder / "kernel.cubin"
+            command = [self.path, "-cubin", f"-arch={job.arch}", _STANDARD, "-I.", *job.flags]
+            command += ["-o", target.name, job.source.name]
+            told = " ".join(command)
+            try:
+                done = subprocess.run(
+                    command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT, check=False
+                )
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise CompileError(job.sku, f"nvcc does not run: {error}", told) from error
+            log = done.stderr + done.stdout
+            if done.returncode or not target.exists():
+                raise CompileError(job.sku, f"nvcc {self.version} fails with exit code {done.returncode}", told, log)
+            return target.read_bytes()
+
+
+class Nvrtc:
+    """The run-time compiler: a library, found by cuda-bindings in wheels or in a toolkit.
+
+    Parameters
+    ----------
+    api : module
+        ``cuda.bindings.nvrtc``.
+    version : (int, int)
+        Major and minor.
+    """
+
+    def __init__(self, api: Any, version: tuple[int, int]) -> None:
+        self._api, self.version = api, version
+
+    def identity(self, source: Source) -> str:
+        """Name the compiler, and the toolkit whose headers are used where there are any."""
+        # The wheel's version has what the library's own lacks: the build.
+        build = _version_of("nvidia-cuda-nvrtc") or _version_of("nvidia-cuda-nvrtc-cu12") or ""
+        headers = f" headers {_header_version(self._header_options())}" if source.foreign else ""
+        return f"nvrtc {self.version[0]}.{self.version[1]} {build} {_STANDARD}{headers}"
+
+    def compile(self, job: Job) -> bytes:
+        """Return the cubin.
+
+        Raises
+        ------
+        CompileError
+            With the options and everything that NVRTC said.
+        """
+        api = self._api
+        options = [f"--gpu-architecture={job.arch}", _STANDARD, *job.flags]
+        options += self._header_options() if job.source.foreign else []
+        told = f"nvrtc {self.version[0]}.{self.version[1]} {' '.join(options)} {job.source.name}"
+
+        def call(name: str, *arguments: Any) -> Any:
+            code, *found = getattr(api, name)(*arguments)
+            if int(code):
+                raise CompileError(job.sku, f"{name}: {code.name}", told, log(program) if program else "")
+            return found[0] if found else None
+
+        def log(program: Any) -> str:
+            code, size = api.nvrtcGetProgramLogSize(program)
+            text = b" " * size
+            return "" if int(code) or int(api.nvrtcGetProgramLog(program, text)[0]) else text.rstrip(b"\0").decode()
+
+        program = None
+        names = [name.encode() for name, _ in job.source.headers]
+        contents = [content for _, content in job.source.headers]
+        program = call("nvrtcCreateProgram", job.source.text, job.source.name.encode(), len(names), contents, names)
+        try:
+            call("nvrtcCompileProgram", program, len(options), [option.encode() for option in options])
+            cubin = b" " * int(call("nvrtcGetCUBINSize", program))
+            call("nvrtcGetCUBIN", program, cubin)
+            return cubin
+        finally:
+            api.nvrtcDestroyProgram(program)
+
+    def _header_options(self) -> list[str]:
+        """Say where CUDA's own headers are: NVRTC's bundled ones fit it best, else those of wheels or a toolkit."""
+        if self.version >= _BUNDLED_SINCE:
+            folder = cache_directory() / f"nvrtc-headers-{self.version[0]}.{self.version[1]}"
+            return [f"--use-bundled-headers={folder}"]
+        return [f"-I{folder}" for folder in _toolkit_headers()]
+
+
+def find_nvcc() -> Nvcc | None:
+    """Return the nvcc on the search path, or None."""
+    path = shutil.which("nvcc")
+    version = _nvcc_version(path) if path else None
+    return Nvcc(path, version) if path and version else None
+
+
+@cache
+def _nvcc_version(path: str) -> str | None:
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r"\bV(\d+\.\d+\.\d+)", done.stdout)
+    return found[1] if found else None
+
+
+def find_nvrtc() -> Nvrtc | None:
+    """Return NVRTC, or None where cuda-bindings or the library itself is missing."""
+    return _nvrtc() if nvrtc_trouble() is None else None
+
+
+@cache
+def nvrtc_trouble() -> str | None:
+    """Say why NVRTC cannot be used here, or None where it can."""
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        return "cuda-bindings is not installed"
+    try:
+        _nvrtc()
+    except Exception as error:  # noqa: BLE001  whatever a broken installation raises
+        return f"NVRTC cannot be loaded: {error}"
+    return None
+
+
+@cache
+def _nvrtc() -> Nvrtc:
+    from cuda.bindings import nvrtc
+
+    code, major, minor = nvrtc.nvrtcVersion()
+    if int(code):
+        raise CompileError("nvrtc", f"nvrtcVersion: {code.name}")
+    return Nvrtc(nvrtc, (major, minor))
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def _toolkit_headers() -> tuple[str, ...]:
+    """Return folders with CUDA's headers: of wheels or a toolkit that cuda-pathfinder knows, or beside nvcc."""
+    found = []
+    try:
+        from cuda.pathfinder import find_nvidia_header_directory
+
+        found = [folder for name in ("cudart", "cccl") if (folder := find_nvidia_header_directory(name))]
+    except ImportError:
+        pass
+    beside = shutil.which("nvcc")
+    if not found and beside:
+        found = [str(Path(beside).resolve().parent.parent / "include")]
+    return tuple(found)
+
+
+def _header_version(options: list[str]) -> str:
+    """Return the CUDART_VERSION of the headers that options name; bundled ones have NVRTC's."""
+    for option in options:
+        header = Path(option.removeprefix("-I")) / "cuda_runtime_api.h"
+        if option.startswith("-I") and header.exists():
+            found = re.search(r"define CUDART_VERSION\s+(\d+)", header.read_text(errors="replace"))
+            return found[1] if found else "unknown"
+    return "bundled" if options else "none"

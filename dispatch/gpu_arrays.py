@@ -1,0 +1,403 @@
+"""Device arrays of any framework: their facts, new ones like them, and the stream that they are worked on.
+
+A framework is one class; nothing is imported that the caller has not imported, because an array of a library can only
+exist where the library does.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, ClassVar, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from skuda.dispatch import dlpack
+from skuda.dispatch.driver import driver
+from skuda.kernels.dtypes import storage_dtype
+from skuda.registry.elements import ElementKind
+
+Guard = Callable[[Any], Any]
+"""Takes an argument; returns what is passed to the kernel where it has the facts that were checked, else None."""
+
+
+ANYWHERE = -1
+_CUDA_KINDS = frozenset({2, 13})  # DLPack: device memory, managed memory
+
+
+class Facts(NamedTuple):
+    """What a launch needs to know about an array.
+
+    Attributes
+    ----------
+    address : int
+        Of the first element.
+    element : ElementKind or None
+        As stored (packed elements show as u8); None for a type that no kernel here knows.
+    kind : str
+        The element's type as the framework writes it.
+    shape, strides : tuple of int
+        In stored elements.
+    ordinal : int or None
+        The CUDA device; `ANYWHERE` for no memory at all, None for memory that is not on one.
+    read_only : bool
+        Whether the owner forbids writing.
+    stream : int or None
+        Where the owner says that the last write was enqueued; None where it does not say.
+    """
+
+    address: int
+    element: ElementKind | None
+    kind: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    ordinal: int | None
+    read_only: bool = False
+    stream: int | None = None
+
+
+class Refused(Exception):
+    """An array that cannot be taken: what it is, and what it must be. Whoever knows its name says `InvalidProblem`."""
+
+    def __init__(self, had: str, must: str) -> None:
+        super().__init__(had, must)
+        self.had, self.must = had, must
+
+
+class Framework(ABC):
+    """How one library's arrays are seen and made. Stateless.
+
+    Attributes
+    ----------
+    name : str
+        The library.
+    waits : bool
+        Whether the library cannot be told about streams, so that a run waits before and after its launch.
+    """
+
+    name: ClassVar[str]
+    waits: ClassVar[bool] = False
+
+    @abstractmethod
+    def facts(self, value: Any) -> Facts:
+        """Return an array's facts, without a copy.
+
+        Raises
+        ------
+        Refused
+            Where it cannot be seen as plain device memory.
+        """
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], element: ElementKind, ordinal: int, stream: int | None) -> Any:
+        """Return a new array on a device.
+
+        Parameters
+        ----------
+        shape : tuple of int
+            In stored elements.
+        element : ElementKind
+            As stored.
+        ordinal : int
+            The device.
+        stream : int or None
+            Handle of the stream that it will be used on; None for the framework's current one.
+        """
+
+    def guard(self, value: Any, facts: Facts) -> Guard:
+        """Return the cheap check that another array has the same facts but for its address."""
+        kind, layout = type(value), facts[1:]
+        size = facts.element.bits // 8 if facts.element is not None else 1
+
+        def same(other: Any) -> int | None:
+            if type(other) is not kind:
+                return None
+            found = self.facts(other)
+            # An owner may say any address; torch and CuPy, which have guards of their own, only give aligned ones.
+            return found[0] if found[1:] == layout and found[0] % size == 0 else None
+
+        return same
+
+    def current_stream(self, ordinal: int) -> Callable[[], int]:  # noqa: ARG002  one per device in most libraries
+        """Return how to ask for the handle of the current stream of a device; 0 is the default stream."""
+        return int
+
+    def deliver(self, array: Any) -> Any:
+        """Turn what `empty` made into what the caller gets."""
+        return array
+
+
+class Torch(Framework):
+    """PyTorch: strides in elements already, its own bfloat16."""
+
+    name = "torch"
+
+    def facts(self, value: Any) -> Facts:
+        """Return a tensor's facts."""
+        torch = sys.modules["torch"]
+        if value.requires_grad:
+            raise Refused("a tensor that requires grad", "be detached: pass x.detach()")
+        if value.layout is not torch.strided or value.is_neg() or value.is_conj():
+            raise Refused(f"a tensor of layout {value.layout}, or a lazily negated one", "be dense: pass x.to_dense()")
+        ordinal = value.get_device() if value.is_cuda else None
+        address = value.data_ptr() if ordinal is not None else 0
+        element = _torch_elements().get(value.dtype)
+        return Facts(address, element, str(value.dtype), tuple(value.shape), value.stride(), ordinal)
+
+    def guard(self, value: Any, facts: Facts) -> Guard:
+        """Return a check that reads six attributes."""
+        kind, dtype, ordinal = type(value), value.dtype, facts.ordinal
+        # torch.Size compares with another one fastest.
+        shape, strides = value.shape, facts.strides
+
+        def same(other: Any) -> Any:
+            if (
+                type(other) is kind
+                and other.shape == shape
+                and other.stride() == strides
+                and other.dtype is dtype
+                and other.get_device() == ordinal
+                and not other.requires_grad
+            ):
+                return other.data_ptr()
+            return None
+
+        return same
+
+    def empty(self, shape: tuple[int, ...], element: ElementKind, ordinal: int, stream: int | None) -> Any:
+        """Return a new tensor, from the pool of the stream that it will be used on."""
+        torch = sys.modules["torch"]
+        dtype = next(dtype for dtype, kind in _torch_elements().items() if kind is element)
+        if stream is None or stream == self.current_stream(ordinal)():
+            return torch.empty(shape, dtype=dtype, device=f"cuda:{ordinal}")
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=ordinal)):
+            return torch.empty(shape, dtype=dtype, device=f"cuda:{ordinal}")
+
+    def current_stream(self, ordinal: int) -> Callable[[], int]:
+        """Return how to ask for the current stream: by the raw accessor that compiled torch code uses, where it is."""
+        torch = sys.modules["torch"]
+        raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001  0.06 us against 1 us
+        if raw is not None:
+            return partial(raw, ordinal)
+        return lambda: int(torch.cuda.current_stream(ordinal).cuda_stream)
+
+
+class Cupy(Framework):
+    """CuPy: NumPy dtypes, strides in bytes."""
+
+    name = "cupy"
+
+    def facts(self, value: Any) -> Facts:
+        """Return an ndarray's facts."""
+        size = value.dtype.itemsize
+        strides = _in_elements(value.strides, size)
+        element = element_of(value.dtype)
+        return Facts(value.data.ptr, element, str(value.dtype), value.shape, strides, value.data.device_id)
+
+    def guard(self, value: Any, facts: Facts) -> Guard:
+        """Return a check that reads five attributes."""
+        kind, dtype, shape, strides, ordinal = type(value), value.dtype, value.shape, value.strides, facts.ordinal
+
+        def same(other: Any) -> Any:
+            if (
+                type(other) is kind
+                and other.shape == shape
+                and other.strides == strides
+                and other.dtype == dtype
+                and other.data.device_id == ordinal
+            ):
+                return other.data.ptr
+            return None
+
+        return same
+
+    def empty(self, shape: tuple[int, ...], element: ElementKind, ordinal: int, stream: int | None) -> Any:
+        """Return a new array, from the pool of the stream that it will be used on."""
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(ordinal):
+            if stream is None:
+                return cupy.empty(shape, storage_dtype(element))
+            with cupy.cuda.ExternalStream(stream, ordinal):
+                return cupy.empty(shape, storage_dtype(element))
+
+    def current_stream(self, ordinal: int) -> Callable[[], int]:  # noqa: ARG002  CuPy keeps one per device and thread
+        """Return how to ask for the current stream."""
+        current = sys.modules["cupy"].cuda.get_current_stream
+        return lambda: int(current().ptr)
+
+
+class PycudaArray(Framework):
+    """PyCUDA's GPUArray: NumPy dtypes, strides in bytes, the default stream."""
+
+    name = "pycuda"
+
+    def facts(self, value: Any) -> Facts:
+        """Return a GPUArray's facts; the driver knows which device it is on."""
+        strides = _in_elements(value.strides, value.dtype.itemsize)
+        address = int(value.gpudata) if value.gpudata is not None else 0
+        ordinal = _ordinal(address, value.size)
+        return Facts(address, element_of(value.dtype), str(value.dtype), value.shape, strides, ordinal)
+
+    def empty(self, shape: tuple[int, ...], element: ElementKind, ordinal: int, stream: int | None) -> Any:  # noqa: ARG002  PyCUDA's memory belongs to no stream
+        """Return a new GPUArray, in the PyCUDA context that is active or the primary one."""
+        import pycuda.driver
+        import pycuda.gpuarray
+
+        if pycuda.driver.Context.get_current() is not None:
+            return pycuda.gpuarray.empty(shape, storage_dtype(element))
+        from skuda.dispatch.backends.pycuda import pushed
+
+        with pushed(ordinal):
+            return pycuda.gpuarray.empty(shape, storage_dtype(element))
+
+
+class Standard(Framework):
+    """Anything that follows a standard: ``__cuda_array_interface__``, else DLPack. Cannot be asked for new arrays."""
+
+    name = "the array's library"
+
+    def facts(self, value: Any) -> Facts:
+        """Return an array's facts."""
+        interface = getattr(value, "__cuda_array_interface__", None)
+        if interface is None:
+            return self._from_dlpack(value)
+        if interface.get("mask") is not None:
+            raise Refused("a masked array", "have no mask")
+        address, read_only = interface["data"]
+        shape, kind = tuple(interface["shape"]), interface["typestr"]
+        dtype = getattr(value, "dtype", None)
+        element = element_of(dtype if isinstance(dtype, np.dtype) else np.dtype(kind))
+        if element is None and hasattr(value, "__dlpack__"):
+            # The interface has no word for bf16.
+            return self._from_dlpack(value)._replace(read_only=read_only, stream=interface.get("stream"))
+        size = np.dtype(kind).itemsize
+        given = interface.get("strides")
+        strides = dlpack.dense_strides(shape) if given is None else _in_elements(tuple(given), size)
+        count = math.prod(shape)
+        ordinal = _ordinal_said(value) if hasattr(value, "__dlpack_device__") else _ordinal(address, count)
+        return Facts(address, element, kind, shape, strides, ordinal, bool(read_only), interface.get("stream"))
+
+    def _from_dlpack(self, value: Any) -> Facts:
+        if not hasattr(value, "__dlpack__"):
+            raise Refused(f"a {type(value).__name__}", "be an array (CUDA array interface or DLPack)")
+        found = dlpack.read(value.__dlpack__())
+        ordinal = found.device[1] if found.device[0] in _CUDA_KINDS else None
+        return Facts(found.address, found.element, found.kind, found.shape, found.strides, ordinal)
+
+    def empty(self, shape: tuple[int, ...], element: ElementKind, ordinal: int, stream: int | None) -> Any:
+        """Return a new array of torch or CuPy, whichever the program has imported.
+
+        Raises
+        ------
+        Refused
+            Where it has imported neither.
+        """
+        return _helper().empty(shape, element, ordinal, stream)
+
+
+class Jax(Standard):
+    """JAX: immutable arrays, ready when JAX says so; new ones are made by torch or CuPy and handed over."""
+
+    name = "jax"
+    waits = True
+
+    def facts(self, value: Any) -> Facts:
+        """Return an array's facts, once it is computed."""
+        value.block_until_ready()
+        return self._from_dlpack(value)._replace(read_only=True)
+
+    def deliver(self, array: Any) -> Any:
+        """Hand an array over to JAX."""
+        return sys.modules["jax"].dlpack.from_dlpack(array)
+
+
+_TORCH, _CUPY, _PYCUDA, _JAX, _STANDARD = Torch(), Cupy(), PycudaArray(), Jax(), Standard()
+_BY_MODULE: dict[str, Framework] = {
+    "torch": _TORCH,
+    "cupy": _CUPY,
+    "pycuda": _PYCUDA,
+    "jax": _JAX,
+    "jaxlib": _JAX,
+}
+
+
+def framework_of(kind: type) -> Framework:
+    """Return the framework whose arrays are of a type, or derive from it."""
+    roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
+    return next((_BY_MODULE[root] for root in roots if root in _BY_MODULE), _STANDARD)
+
+
+def _helpers() -> list[Framework]:
+    """Return the frameworks that can make device memory and that the program has imported."""
+    torch = sys.modules.get("torch")
+    found: list[Framework] = [_TORCH] if torch is not None and torch.version.cuda is not None else []
+    return [*found, _CUPY] if "cupy" in sys.modules else found
+
+
+def _helper() -> Framework:
+    for framework in _helpers():
+        return framework
+    raise Refused("nothing", "be given: new device memory comes from torch or CuPy, and neither is imported")
+
+
+def standard() -> Framework:
+    """Return the framework of a call without arrays: torch or CuPy, whichever the program has imported."""
+    return next(iter(_helpers()), _STANDARD)
+
+
+def current_streams(ordinal: int) -> list[int]:
+    """Return the current streams of the frameworks that are at work in this program."""
+    busy = [f for f in _helpers() if f is not _TORCH or sys.modules["torch"].cuda.is_initialized()]
+    return [framework.current_stream(ordinal)() for framework in busy]
+
+
+def element_of(dtype: np.dtype[Any]) -> ElementKind | None:
+    """Return the element that a NumPy dtype stores, or None."""
+    return _NUMPY_ELEMENTS.get(dtype)
+
+
+_NUMPY_ELEMENTS: dict[np.dtype[Any], ElementKind] = {
+    **{
+        storage_dtype(element): element
+        for element in ElementKind
+        if element.bits >= 8 and element.value in {"f16", "bf16", "f32", "f64", "s8", "u8", "s32", "u32", "s64"}
+    },
+    np.dtype(ml_dtypes.bfloat16): ElementKind.BF16,
+}
+
+
+@cache
+def _torch_elements() -> dict[Any, ElementKind]:
+    torch = sys.modules["torch"]
+    later = {torch.uint32: ElementKind.U32} if hasattr(torch, "uint32") else {}
+    return {
+        **later,
+        torch.float16: ElementKind.F16,
+        torch.bfloat16: ElementKind.BF16,
+        torch.float32: ElementKind.F32,
+        torch.float64: ElementKind.F64,
+        torch.int8: ElementKind.S8,
+        torch.uint8: ElementKind.U8,
+        torch.int32: ElementKind.S32,
+        torch.int64: ElementKind.S64,
+    }
+
+
+def _in_elements(strides: tuple[int, ...], size: int) -> tuple[int, ...]:
+    if any(stride % size for stride in strides):
+        raise Refused(f"strides of {strides} bytes", f"step by whole elements of {size} bytes")
+    return tuple(stride // size for stride in strides)
+
+
+def _ordinal_said(value: Any) -> int | None:
+    """Return the device that an array names itself."""
+    kind, ordinal = value.__dlpack_device__()
+    return int(ordinal) if int(kind) in _CUDA_KINDS else None
+
+
+def _ordinal(address: int, count: int) -> int | None:
+    return driver().ordinal_of(address) if count else ANYWHERE

@@ -1,0 +1,230 @@
+// The elementwise ops of the affine family, one struct each, for `walk`.
+#pragma once
+#include "walk.cuh"
+
+typedef SKUDA_DATA Data;
+typedef Compute<Data>::type Real;
+
+// Blocks of 256 threads per multiprocessor that the registers must allow: as many as neither nvcc nor NVRTC spills for.
+#define BLOCKS (sizeof(Data) == 8 ? 2 : 4)
+#define MIXED_BLOCKS (sizeof(Data) == 2 ? 1 : 2)
+
+template <class T> DEVICE bool rows_of_chunks(const T* p, s64 leading, s64 rows) {
+  return aligned(p, leading * (s64)sizeof(T), rows, 16);
+}
+DEVICE bool rows_of_codes(const void* p, s64 leading, s64 rows, u64 bytes) { return aligned(p, leading, rows, bytes); }
+
+#ifdef SKUDA_CODE
+struct Quantize {
+  enum { V = Width<Data>::count, W = Codes<SKUDA_CODE>::packed ? 2 : 1, U = 4 };
+  typedef uint4 Held;
+  const Data* input;
+  s64 input_leading;
+  u8* output;
+  s64 output_leading;
+
+  DEVICE Held load(s64 row, s64 column) const { return load16(input + row * input_leading + column); }
+  template <int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 row, s64 column) const {
+    Real x[V];
+    u32 q[V];
+    Chunk<Data>::unpack(h, x);
+    quantized(x, g, q);
+    Codes<SKUDA_CODE>::store(output + row * output_leading, column, q);
+  }
+  DEVICE void single(const Segment<Real> (&g)[W], int count, s64 row, s64 column) const {
+    const Data* from = input + row * input_leading + column;
+    Real x[W];
+    u32 q[W];
+#pragma unroll
+    for (int j = 0; j < W; ++j) x[j] = j < count ? widen(from[j]) : (Real)0;
+    quantized(x, g, q);
+    if (W == 2) q[0] = (q[0] & 15u) | (count == 2 ? (q[W - 1] & 15u) << 4 : 0u);
+    output[row * output_leading + column / W] = (u8)q[0];
+  }
+};
+
+struct Dequantize {
+  enum { V = Width<Data>::count, W = 1, U = 4 };
+  typedef Raw Held;
+  const u8* input;
+  s64 input_leading;
+  Data* output;
+  s64 output_leading;
+
+  DEVICE Held load(s64 row, s64 column) const {
+    return Codes<SKUDA_CODE>::fetch<V>(input + row * input_leading, column);
+  }
+  template <int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 row, s64 column) const {
+    s32 q[V];
+    Real y[V];
+    Codes<SKUDA_CODE>::spread(h, q);
+    dequantized(q, g, y);
+    store16(output + row * output_leading + column, Chunk<Data>::pack(y));
+  }
+  DEVICE void single(const Segment<Real> (&g)[W], int, s64 row, s64 column) const {
+    const s32 q[1] = {Codes<SKUDA_CODE>::get(input + row * input_leading, column)};
+    Real y[1];
+    dequantized(q, g, y);
+    narrow(y[0], output[row * output_leading + column]);
+  }
+};
+#endif
+
+// One floating input, one floating output; F::apply does it for any number of elements.
+template <class F> struct Map {
+  enum { V = Width<Data>::count, W = 1, U = 4 };
+  typedef uint4 Held;
+  const Data* input;
+  s64 input_leading;
+  Data* output;
+  s64 output_leading;
+
+  DEVICE Held load(s64 row, s64 column) const { return load16(input + row * input_leading + column); }
+  template <int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 row, s64 column) const {
+    Real x[V], y[V];
+    Chunk<Data>::unpack(h, x);
+    F::apply(x, g, y);
+    store16(output + row * output_leading + column, Chunk<Data>::pack(y));
+  }
+  DEVICE void single(const Segment<Real> (&g)[W], int, s64 row, s64 column) const {
+    const Real x[1] = {widen(input[row * input_leading + column])};
+    Real y[1];
+    F::apply(x, g, y);
+    narrow(y[0], output[row * output_leading + column]);
+  }
+};
+
+// Two floating inputs: F::apply(dy, x, segments, dx).
+template <class F> struct Gradient {
+  enum { V = Width<Data>::count, W = 1, U = 2 };
+  struct Held { uint4 dy, x; };
+  const Data* d_output;
+  s64 d_output_leading;
+  const Data* input;
+  s64 input_leading;
+  Data* d_input;
+  s64 d_input_leading;
+
+  DEVICE Held load(s64 row, s64 column) const {
+    return Held{load16(d_output + row * d_output_leading + column), load16(input + row * input_leading + column)};
+  }
+  template <int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 row, s64 column) const {
+    Real dy[V], x[V], dx[V];
+    Chunk<Data>::unpack(h.dy, dy), Chunk<Data>::unpack(h.x, x);
+    F::apply(dy, x, g, dx);
+    store16(d_input + row * d_input_leading + column, Chunk<Data>::pack(dx));
+  }
+  DEVICE void single(const Segment<Real> (&g)[W], int, s64 row, s64 column) const {
+    const Real dy[1] = {widen(d_output[row * d_output_leading + column])};
+    const Real x[1] = {widen(input[row * input_leading + column])};
+    Real dx[1];
+    F::apply(dy, x, g, dx);
+    narrow(dx[0], d_input[row * d_input_leading + column]);
+  }
+};
+
+struct Fake {
+  template <int V, int N> static DEVICE void apply(const Real (&x)[V], const Segment<Real> (&g)[N], Real (&y)[V]) {
+    fake_quantized(x, g, y);
+    if (sizeof(Data) != 2) return;
+    bool may_vanish = false;  // a scale so small that rounding to 16 bits can make a zero, whose sign must go
+#pragma unroll
+    for (int j = 0; j < N; ++j) may_vanish = may_vanish || !(magnitude(g[j].s) > (Real)1e-7);
+    if (!may_vanish) return;
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      Data rounded;
+      narrow(y[j], rounded);
+      if (widen(rounded) == (Real)0) y[j] = (Real)0;
+    }
+  }
+};
+
+struct Divided {  // quantize, backward
+  template <int V, int N>
+  static DEVICE void apply(const Real (&dy)[V], const Real (&x)[V], const Segment<Real> (&g)[N], Real (&dx)[V]) {
+    bool inside[V];
+    in_range(x, g, inside);
+    divided(dy, g, dx);
+#pragma unroll
+    for (int j = 0; j < V; ++j) dx[j] = inside[j] ? dx[j] : (Real)0;
+  }
+};
+
+struct Passed {  // fake-quantize, backward
+  template <int V, int N>
+  static DEVICE void apply(const Real (&dy)[V], const Real (&x)[V], const Segment<Real> (&g)[N], Real (&dx)[V]) {
+    bool inside[V];
+    in_range(x, g, inside);
+#pragma unroll
+    for (int j = 0; j < V; ++j) dx[j] = inside[j] ? dy[j] : (Real)0;
+  }
+};
+
+struct Scaled {  // dequantize, backward
+  template <int V, int N> static DEVICE void apply(const Real (&dy)[V], const Segment<Real> (&g)[N], Real (&dx)[V]) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) dx[j] = product(dy[j], SEGMENT_OF(j).s);
+  }
+};
+
+#define SEGMENTS                                                                                                   \
+  const void *scale, s32 scale_is_data, Real scale_value, const s32 *zero_point, s32 zero_point_value, s32 q_min, \
+      s32 q_max
+#define SHAPE                                                                                                      \
+  s64 rows, s64 columns, s64 inner, s64 channels, u32 chunks, u32 chunks_multiplier, s32 chunks_shift,             \
+      u32 channels_multiplier, s32 channels_shift, s32 together
+#define SHAPE_GIVEN                                                                                                \
+  Shape{rows, columns, inner, channels, Divisor{chunks, chunks_multiplier, chunks_shift},                          \
+        Divisor{(u32)channels, channels_multiplier, channels_shift}, together}
+#define SCALES Scales<Data>{scale, scale_is_data, scale_value, zero_point, zero_point_value, q_min, q_max}
+
+// Whether rows follow each other without a gap, so that the whole shape is one row.
+DEVICE bool gapless(s64 rows, s64 columns, s64 leading) { return rows <= 1 || leading == columns; }
+
+#ifdef SKUDA_CODE
+DEVICE bool gapless_codes(s64 rows, s64 columns, s64 leading) {
+  return gapless(rows, columns, Codes<SKUDA_CODE>::packed ? 2 * leading : leading);
+}
+
+template <Layout LAYOUT>
+DEVICE void quantize(const Data* input, s64 input_leading, u8* output, s64 output_leading, const Scales<Data>& scales, const Shape& v) {
+  const s64 rows = v.rows, columns = v.columns;
+  const bool chunks = rows_of_chunks(input, input_leading, rows) &&
+                      aligned(output, output_leading, rows, Quantize::V / Quantize::W);
+  const bool whole = gapless(rows, columns, input_leading) && gapless_codes(rows, columns, output_leading);
+  walk<LAYOUT>(Quantize{input, input_leading, output, output_leading}, v,
+                    scales, chunks, whole);
+}
+
+template <Layout LAYOUT>
+DEVICE void dequantize(const u8* input, s64 input_leading, Data* output, s64 output_leading, const Scales<Data>& scales, const Shape& v) {
+  const s64 rows = v.rows, columns = v.columns;
+  const u64 bytes = Dequantize::V / (Codes<SKUDA_CODE>::packed ? 2 : 1);
+  const bool chunks = aligned(input, input_leading, rows, bytes) && rows_of_chunks(output, output_leading, rows);
+  const bool whole = gapless(rows, columns, output_leading) && gapless_codes(rows, columns, input_leading);
+  walk<LAYOUT>(Dequantize{input, input_leading, output, output_leading}, v,
+                    scales, chunks, whole);
+}
+#endif
+
+template <Layout LAYOUT, class F>
+DEVICE void map(const Data* input, s64 input_leading, Data* output, s64 output_leading, const Scales<Data>& scales, const Shape& v) {
+  const s64 rows = v.rows, columns = v.columns;
+  const bool chunks = rows_of_chunks(input, input_leading, rows) && rows_of_chunks(output, output_leading, rows);
+  const bool whole = gapless(rows, columns, input_leading) && gapless(rows, columns, output_leading);
+  walk<LAYOUT>(Map<F>{input, input_leading, output, output_leading}, v,
+                    scales, chunks, whole);
+}
+
+template <Layout LAYOUT, class F>
+DEVICE void gradient(const Data* d_output, s64 d_output_leading, const Data* input, s64 input_leading, Data* d_input,
+                     s64 d_input_leading, const Scales<Data>& scales, const Shape& v) {
+  const s64 rows = v.rows, columns = v.columns;
+  const bool chunks = rows_of_chunks(d_output, d_output_leading, rows) && rows_of_chunks(input, input_leading, rows) &&
+                      rows_of_chunks(d_input, d_input_leading, rows);
+  const bool whole = gapless(rows, columns, d_output_leading) && gapless(rows, columns, input_leading) &&
+                     gapless(rows, columns, d_input_leading);
+  walk<LAYOUT>(Gradient<F>{d_output, d_output_leading, input, input_leading, d_input, d_input_leading},
+                    v, scales, chunks, whole);
+}

@@ -1,0 +1,213 @@
+// One segment's scale and zero point, and the quotient x / s rounded as the contract says.
+//
+//   t = rne(RN_C(x / s)),  q = clamp(t + z, q_min, q_max)
+//
+// The division is a true one, at the price of multiplications. With y = RN(1/s), q0 = x y is within 2 ulp of x / s; a
+// residual step (r = x - s q0 exactly, in one FMA; q1 = q0 + r y) makes it faithful, and a second one, from a faithful
+// value, rounds it correctly because y is correctly rounded (Markstein). For 16-bit data one step rounds it correctly
+// already: shown for every mantissa of f16 and bf16 by every mantissa of s. It holds where s is well inside the range.
+//
+// The clamp is done on x, to s lo and s hi with lo = q_min - z and hi = q_max - z: their quotients lie within 0.4 of lo
+// and hi and round to them, and in between the order is kept. So no quotient is ever large, infinite or out of range.
+// NaN and infinities in a chunk, and segments whose scale or zero point is extreme, take the slow road: plain division,
+// in f64 behind it.
+#pragma once
+#include "elements.cuh"
+
+DEVICE f32 fused(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
+DEVICE f64 fused(f64 a, f64 b, f64 c) { return __fma_rn(a, b, c); }
+DEVICE f32 product(f32 a, f32 b) { return __fmul_rn(a, b); }
+DEVICE f64 product(f64 a, f64 b) { return __dmul_rn(a, b); }
+DEVICE f32 divide(f32 a, f32 b) { return __fdiv_rn(a, b); }
+DEVICE f64 divide(f64 a, f64 b) { return __ddiv_rn(a, b); }
+DEVICE f32 reciprocal(f32 s) { return __frcp_rn(s); }
+DEVICE f64 reciprocal(f64 s) { return __drcp_rn(s); }
+DEVICE f32 least(f32 a, f32 b) { return fminf(a, b); }
+DEVICE f64 least(f64 a, f64 b) { return fmin(a, b); }
+DEVICE f32 most(f32 a, f32 b) { return fmaxf(a, b); }
+DEVICE f64 most(f64 a, f64 b) { return fmax(a, b); }
+DEVICE f32 magnitude(f32 a) { return fabsf(a); }
+DEVICE f64 magnitude(f64 a) { return fabs(a); }
+DEVICE f32 whole(f32 a) { return rintf(a); }
+DEVICE f64 whole(f64 a) { return rint(a); }
+
+// Adding and subtracting this rounds to an integer, ties to even, and leaves it in the low bits.
+template <class C> struct Magic;
+template <> struct Magic<f32> {
+  static DEVICE f32 value() { return 12582912.0f; }  // 1.5 * 2^23, for |q| <= 2^22
+  static DEVICE u32 low(f32 v) { return __float_as_uint(v); }
+};
+template <> struct Magic<f64> {
+  static DEVICE f64 value() { return 6755399441055744.0; }  // 1.5 * 2^52, for |q| <= 2^31
+  static DEVICE u32 low(f64 v) { return (u32)__double2loint(v); }
+};
+
+// Scales for which the quick road is exact.
+DEVICE bool tame(f32 s) { return fabsf(s) >= 8.7e-19f && fabsf(s) <= 1.0e12f; }
+DEVICE bool tame(f64 s) { return fabs(s) >= 1e-120 && fabs(s) <= 1e120; }
+
+template <class C> struct Segment {
+  C s, y;               // scale, and its reciprocal
+  C least_x, most_x;    // x clamped to these has its quotient in [lo, hi], after rounding
+  s32 z, q_min, q_max;  // zero point, bounds of the codes
+  bool quick;           // whether the quick road is exact
+
+  static DEVICE Segment make(C scale, s32 zero_point, s32 q_min, s32 q_max) {
+    Segment g;
+    g.s = scale, g.z = zero_point, g.q_min = q_min, g.q_max = q_max;
+    g.quick = tame(scale) && near(zero_point) && near(q_min) && near(q_max);
+    g.y = reciprocal(g.quick ? scale : (C)1);
+    // Unsigned, because an extreme zero point may wrap here; then the quick road is not taken.
+    const C a = product(scale, (C)(s32)((u32)q_min - (u32)zero_point));
+    const C b = product(scale, (C)(s32)((u32)q_max - (u32)zero_point));
+    g.least_x = least(a, b), g.most_x = most(a, b);
+    return g;
+  }
+  static DEVICE bool near(s32 v) { return (u32)v + 0x100000u < 0x200000u; }  // sums of two stay below 2^22
+};
+
+// The slow road, out of line: whole segments take it, or a chunk with a NaN or an infinity in it.
+template <class C> __device__ __noinline__ f64 slow_level(C x, C s, s32 z, s32 q_min, s32 q_max) {
+  f64 t = (f64)whole(divide(x, s));
+  t = t == t ? t : 0.0;
+  return fmin(fmax(t, (f64)q_min - (f64)z), (f64)q_max - (f64)z);
+}
+template <class C> __device__ __noinline__ u32 slow_code(C x, C s, s32 z, s32 q_min, s32 q_max) {
+  return (u32)(s32)(s64)(slow_level(x, s, z, q_min, q_max) + (f64)z);
+}
+template <class C> __device__ __noinline__ C slow_fake(C x, C s, s32 z, s32 q_min, s32 q_max) {
+  return product((C)slow_level(x, s, z, q_min, q_max), s) + (C)0;
+}
+template <class C> __device__ __noinline__ bool slow_inside(C x, C s, s32 z, s32 q_min, s32 q_max) {
+  const f64 t = (f64)whole(divide(x, s));
+  return t >= (f64)q_min - (f64)z && t <= (f64)q_max - (f64)z;
+}
+template <class C> __device__ __noinline__ C slow_quotient(C x, C s) { return divide(x, s); }
+#define SLOWLY(function, x, g) function(x, (g).s, (g).z, (g).q_min, (g).q_max)
+
+// x / s, correctly rounded, for a bounded quotient.
+#ifdef SKUDA_DATA
+enum { RESIDUAL_STEPS = sizeof(SKUDA_DATA) == 2 ? 1 : 2 };
+#else
+enum { RESIDUAL_STEPS = 2 };
+#endif
+template <class C> DEVICE C quotient(C x, const Segment<C>& g) {
+  C q = product(x, g.y);
+#pragma unroll
+  for (int step = 0; step < RESIDUAL_STEPS; ++step) q = fused(fused(-q, g.s, x), g.y, q);
+  return q;
+}
+
+// t clamped to [lo, hi], plus the magic number.
+template <class C> DEVICE C quick_level(C x, const Segment<C>& g) {
+  return quotient(least(most(x, g.least_x), g.most_x), g) + Magic<C>::value();
+}
+
+// Whether every value is finite: 0 * x is 0 for those only.
+template <int V, class C> DEVICE bool all_finite(const C (&x)[V]) {
+  C sum = 0;
+#pragma unroll
+  for (int j = 0; j < V; ++j) sum = fused(x[j], (C)0, sum);
+  return sum == (C)0;
+}
+
+template <int N, class C> DEVICE bool all_quick(const Segment<C> (&g)[N]) {
+  bool quick = true;
+#pragma unroll
+  for (int j = 0; j < N; ++j) quick = quick && g[j].quick;
+  return quick;
+}
+
+// Element j of a chunk belongs to g[j], or all of them to g[0].
+#define SEGMENT_OF(j) g[N == 1 ? 0 : (j)]
+
+// Codes, as integers whose low bits count.
+template <int V, int N, class C> DEVICE void quantized(const C (&x)[V], const Segment<C> (&g)[N], u32 (&q)[V]) {
+  if (all_quick(g) && all_finite(x)) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) q[j] = Magic<C>::low(quick_level(x[j], SEGMENT_OF(j)) + (C)SEGMENT_OF(j).z);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < V; ++j) q[j] = SLOWLY(slow_code, x[j], SEGMENT_OF(j));
+}
+
+// The same where z is 0 and no |x| exceeds q_max s, as when s was made from the largest of them: nothing to clamp.
+template <int V, class C> DEVICE void quantized_within(const C (&x)[V], const Segment<C>& g, u32 (&q)[V]) {
+  if (g.quick && all_finite(x)) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) q[j] = Magic<C>::low(quotient(x[j], g) + Magic<C>::value());
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < V; ++j) q[j] = SLOWLY(slow_code, x[j], g);
+}
+
+// RN_C(C(q - z) s): q - z is t clamped, so the zero point never enters. A zero result is +0.
+template <int V, int N, class C>
+DEVICE void fake_quantized(const C (&x)[V], const Segment<C> (&g)[N], C (&y)[V]) {
+  if (all_quick(g) && all_finite(x)) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      y[j] = product(quick_level(x[j], SEGMENT_OF(j)) - Magic<C>::value(), SEGMENT_OF(j).s) + (C)0;
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < V; ++j) y[j] = SLOWLY(slow_fake, x[j], SEGMENT_OF(j));
+}
+
+// Whether t + z lies within [q_min, q_max]; false for NaN.
+template <int V, int N, class C>
+DEVICE void in_range(const C (&x)[V], const Segment<C> (&g)[N], bool (&inside)[V]) {
+  if (all_quick(g)) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      // One step beyond the bounds, on either side, is enough to tell what lies outside; a NaN is clamped there too.
+      const Segment<C>& own = SEGMENT_OF(j);
+      const C step = magnitude(own.s), low = own.least_x - step, high = own.most_x + step;
+      const C t = quotient(least(most(x[j], low), high), own) + Magic<C>::value();
+      const C lo = (C)(own.q_min - own.z) + Magic<C>::value(), hi = (C)(own.q_max - own.z) + Magic<C>::value();
+      inside[j] = t >= lo && t <= hi;
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < V; ++j) inside[j] = SLOWLY(slow_inside, x[j], SEGMENT_OF(j));
+}
+
+// Whether a value is 0 or so large that its residuals keep all their bits, and its sign.
+DEVICE bool too_small(f32 v) { return __float_as_uint(v) * 2 - 1 < 0x1b000000u * 2 - 1; }  // below 2^-73, not 0
+DEVICE bool too_small(f64 v) { return v != 0 && fabs(v) < 1e-150; }
+DEVICE f32 with_sign(f32 v, f32 sign) { return copysignf(v, sign); }
+DEVICE f64 with_sign(f64 v, f64 sign) { return copysign(v, sign); }
+
+// RN_C(v / s) for any v.
+template <int V, int N, class C> DEVICE void divided(const C (&v)[V], const Segment<C> (&g)[N], C (&out)[V]) {
+  bool small = false;
+  C sum = 0;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    const C q = product(v[j], SEGMENT_OF(j).y);
+    small = small || too_small(v[j]);
+    out[j] = with_sign(quotient(v[j], SEGMENT_OF(j)), q);
+    sum = fused(out[j], (C)0, sum);  // NaN where a quotient overflows, be it only in its last step
+  }
+  if (all_quick(g) && !small && sum == (C)0) return;
+#pragma unroll
+  for (int j = 0; j < V; ++j) out[j] = slow_quotient(v[j], SEGMENT_OF(j).s);
+}
+
+// RN_C(C(q - z) s), the difference being exact before it is rounded.
+template <int V, int N, class C> DEVICE void dequantized(const s32 (&q)[V], const Segment<C> (&g)[N], C (&y)[V]) {
+  bool small = true;
+#pragma unroll
+  for (int j = 0; j < N; ++j) small = small && (u32)g[j].z + 0x400000u < 0x800000u;
+  if (small) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) y[j] = product((C)(q[j] - SEGMENT_OF(j).z), SEGMENT_OF(j).s);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < V; ++j) y[j] = product((C)((s64)q[j] - (s64)SEGMENT_OF(j).z), SEGMENT_OF(j).s);
+}

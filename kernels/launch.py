@@ -1,0 +1,106 @@
+"""How a CUDA kernel is launched, as plain data: a launch rule maps (problem, device) to a `Launch`.
+
+A rule is pure and runs without a GPU. The backend turns each parameter into bytes when arrays are bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skuda.registry.elements import ElementKind
+
+Dim3 = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """Address of an argument's or scratch buffer's first element; 0 where it is absent or passed by value."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leading:
+    """Distance, in stored elements, between rows of an argument's two-dimensional view (s64)."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A scalar argument by value, in `element`; 0 where the caller passed a one-element array instead."""
+
+    name: str
+    element: ElementKind
+
+
+@dataclass(frozen=True, slots=True)
+class Which:
+    """Index, among an argument's accepted elements, of the one that the array given has (s32); 0 for a number."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A value fixed by the problem, passed as `element` (s32, s64, f32 or f64)."""
+
+    element: ElementKind
+    value: int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of the view that all of `Launch.view` share (s64)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Columns, in elements, of the view that all of `Launch.view` share (s64)."""
+
+
+Parameter = Pointer | Leading | Number | Which | Constant | Rows | Columns
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One kernel launch.
+
+    Attributes
+    ----------
+    entry : str
+        Function in the SKU's source.
+    grid, block : (int, int, int)
+        Launch geometry; a grid with a 0 is skipped.
+    parameters : tuple of Parameter
+        In the order of the function's parameters.
+    shared : int
+        Bytes of dynamic shared memory.
+    """
+
+    entry: str
+    grid: Dim3
+    block: Dim3
+    parameters: tuple[Parameter, ...]
+    shared: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Everything that a run launches, in stream order.
+
+    Attributes
+    ----------
+    steps : tuple of Step
+        The launches.
+    view : tuple of str
+        Arguments of one shape that are walked together: each is seen as rows of contiguous columns with one leading
+        stride, the same rows and columns for all. Arguments outside it whose `Leading` is asked for are matrices with
+        contiguous rows; all others are contiguous.
+    scratch : tuple of (str, int)
+        Named scratch buffers and their bytes; allocated once when the plan is made.
+    """
+
+    steps: tuple[Step, ...]
+    view: tuple[str, ...] = ()
+    scratch: tuple[tuple[str, int], ...] = ()

@@ -1,0 +1,16 @@
+// Gradient of dequantize per tensor: one scale and zero point for everything.
+//
+//   dx = RN_T(RN_C(dy * s))
+//
+//   d_output, d_input   Data, rows of columns, *_leading elements apart
+//   scale           C, or Data where scale_is_data; null: scale_value
+//   zero_point      s32; null: zero_point_value
+//   rows, columns   the view that all data arrays share; element e of it has segment (e / inner) % channels
+//   chunks          16-byte chunks in a segment, 0 where they are not whole; with the multipliers that divide by both
+//   together        whether all chunks that a block has in flight share a segment
+#include "affine.cuh"
+
+KERNEL(256, BLOCKS) dequantize_per_tensor_backward(
+    const Data* d_output, s64 d_output_leading, Data* d_input, s64 d_input_leading, SEGMENTS, SHAPE) {
+  map<WHOLE, Scaled>(d_output, d_output_leading, d_input, d_input_leading, SCALES, SHAPE_GIVEN);
+}

@@ -1,0 +1,23 @@
+// Fake-quantize per channel: one scale and zero point per index along one axis; data are [outer, C, inner].
+//
+//   y = RN_T(RN_C(C(q - z) * s)), q = clamp(rne(RN_C(x / s)) + z, q_min, q_max); a zero result is +0
+//
+//   input, output   Data, rows of columns, *_leading elements apart
+//   scale           C, or Data where scale_is_data; null: scale_value
+//   zero_point      s32; null: zero_point_value
+//   rows, columns   the view that all data arrays share; element e of it has segment (e / inner) % channels
+//   chunks          16-byte chunks in a segment, 0 where they are not whole; with the multipliers that divide by both
+//   together        whether all chunks that a block has in flight share a segment
+//
+// Two entries: in the plain one a 16-byte chunk lies within one segment, in `_mixed` its elements may have several.
+#include "affine.cuh"
+
+KERNEL(256, BLOCKS) fake_quantize_per_channel(
+    const Data* input, s64 input_leading, Data* output, s64 output_leading, SEGMENTS, SHAPE) {
+  map<RUNS, Fake>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
+}
+
+KERNEL(256, MIXED_BLOCKS) fake_quantize_per_channel_mixed(
+    const Data* input, s64 input_leading, Data* output, s64 output_leading, SEGMENTS, SHAPE) {
+  map<MIXED, Fake>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
+}

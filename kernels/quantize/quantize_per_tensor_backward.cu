@@ -1,0 +1,17 @@
+// Gradient of quantize per tensor, straight through: one scale and zero point for everything.
+//
+//   dx = q_min <= rne(RN_C(x / s)) + z <= q_max ? RN_T(RN_C(dy / s)) : 0
+//
+//   d_output, input, d_input   Data, rows of columns, *_leading elements apart
+//   scale           C, or Data where scale_is_data; null: scale_value
+//   zero_point      s32; null: zero_point_value
+//   rows, columns   the view that all data arrays share; element e of it has segment (e / inner) % channels
+//   chunks          16-byte chunks in a segment, 0 where they are not whole; with the multipliers that divide by both
+//   together        whether all chunks that a block has in flight share a segment
+#include "affine.cuh"
+
+KERNEL(256, BLOCKS) quantize_per_tensor_backward(
+    const Data* d_output, s64 d_output_leading, const Data* input, s64 input_leading, Data* d_input,
+    s64 d_input_leading, SEGMENTS, SHAPE) {
+  gradient<WHOLE, Divided>(d_output, d_output_leading, input, input_leading, d_input, d_input_leading, SCALES, SHAPE_GIVEN);
+}

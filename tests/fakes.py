@@ -1,0 +1,140 @@
+"""Device arrays, a driver and an engine that exist on paper: binding and running can be tried without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from typing import Any
+
+import numpy as np
+
+from skuda.dispatch.device import device_named
+from skuda.dispatch.gpu_call import packer
+from skuda.dispatch.gpu_run import CudaRunner
+from skuda.kernels.launch import Launch
+
+CONTEXT = 0xC0
+DEVICE = device_named("h200").model_copy(update={"ordinal": 0})
+
+
+class FakeArray:
+    """Memory at an address that nobody reads: the CUDA array interface, and where it is."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: Any = np.float32,
+        address: int = 0x10000,
+        strides: tuple[int, ...] | None = None,
+        *,
+        read_only: bool = False,
+        ordinal: int | None = 0,
+        stream: int | None = None,
+    ) -> None:
+        self.dtype, self.shape = np.dtype(dtype), shape
+        strides = None if strides is None else tuple(step * self.dtype.itemsize for step in strides)
+        typestr = self.dtype.str if self.dtype.isbuiltin == 1 else f"<V{self.dtype.itemsize}"
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": shape,
+            "typestr": typestr,
+            "data": (address, read_only),
+            "strides": strides,
+            "stream": stream,
+        }
+        self._place = (1, 0) if ordinal is None else (2, ordinal)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._place
+
+
+class FakeDriver:
+    """Contexts, allocations and captures as the driver has them, per thread where it does."""
+
+    def __init__(self, devices: int = 1) -> None:
+        self.device_count = devices
+        self.capturing: dict[int, int] = {}
+        self.allocated: dict[int, int] = {}
+        self.freed: list[int] = []
+        self.synchronized: list[int] = []
+        self._next = itertools.count(0x900000, 0x1000)
+        self._local = threading.local()
+
+    @property
+    def stack(self) -> list[int]:
+        if not hasattr(self._local, "stack"):
+            self._local.stack = []
+        return self._local.stack
+
+    def current(self) -> int | None:
+        return self.stack[-1] if self.stack else None
+
+    @contextlib.contextmanager
+    def using(self, context: int) -> Any:
+        self.stack.append(context)
+        try:
+            yield
+        finally:
+            self.stack.pop()
+
+    def capture_of(self, stream: int) -> int:
+        return self.capturing.get(stream, 0)
+
+    def allocate(self, size: int) -> int:
+        assert self.current() == CONTEXT
+        address = next(self._next)
+        self.allocated[address] = size
+        return address
+
+    def free(self, address: int) -> None:
+        assert self.current() == CONTEXT
+        self.freed.append(address)
+
+    def synchronize(self, stream: int) -> None:
+        self.synchronized.append(stream)
+
+
+class FakeEngine:
+    """Writes launches down, and refuses them in a wrong context as the driver does.
+
+    Attributes
+    ----------
+    launches : list of (str, tuple, int)
+        Entry, parameters and stream of every launch.
+    """
+
+    def __init__(self, launch: Launch, driver: FakeDriver) -> None:
+        self._steps, self._driver = launch.steps, driver
+        self.launches: list[tuple[str, tuple[Any, ...], int]] = []
+        self.trouble: Exception | None = None
+
+    def launch(self, step: int, parameters: tuple[Any, ...], handle: int, stream: object) -> None:
+        packer(self._steps[step]).pack(*parameters)  # whatever cannot be packed raises here
+        if self._driver.current() != CONTEXT:
+            raise RuntimeError("invalid context")
+        if self.trouble is not None:
+            raise self.trouble
+        self.launches.append((self._steps[step].entry, parameters, handle))
+
+    def bound(self, step: int, parameters: tuple[Any, ...]) -> Any:
+        return lambda handle, stream: self.launch(step, parameters, handle, stream)
+
+
+class Rig:
+    """A runner over a fake driver and engine."""
+
+    def __init__(self, problem: Any, rule: Any, *, devices: int = 1, in_context: bool = True) -> None:
+        self.driver = FakeDriver(devices)
+        if in_context:
+            self.driver.stack.append(CONTEXT)
+        launch = rule(problem, DEVICE)
+        self.engine = FakeEngine(launch, self.driver)
+        self.runner = CudaRunner(problem, launch, self.engine, self.driver, (0, CONTEXT))
+
+    def run(self, stream: object = None, **arrays: Any) -> Any:
+        return self.runner.run(arrays, stream)
+
+    @property
+    def last(self) -> tuple[Any, ...]:
+        return self.engine.launches[-1][1]

@@ -1,0 +1,228 @@
+"""A CUDA SKU run on NumPy arrays: arrays of every layout that it serves, and its launch rule evaluated for them."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+from harness.emulator import SANITIZED, Library
+from support import FLOAT_DTYPES, Guarded
+
+from skuda.dispatch.device import Device
+from skuda.dispatch.rules import number
+from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.launch import Columns, Constant, Launch, Leading, Number, Parameter, Pointer, Rows, Which
+from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
+from skuda.registry.elements import ElementKind
+from skuda.registry.sku import KernelSku
+from skuda.registry.source import resolve
+
+Shape = tuple[int, ...]
+_OUTSIDE, _GUARD, _ALIGNMENT = 0x55, 96, 256
+_LETTER = {ElementKind.S32: "i", ElementKind.S64: "l", ElementKind.F32: "f", ElementKind.F64: "d"}
+
+
+# --- arrays ----------------------------------------------------------------------------------------------------------
+
+
+class Placed(Guarded):
+    """A poisoned array with given byte strides, `offset` bytes after a 256-byte boundary, between guard zones."""
+
+    def __init__(self, shape: Shape, dtype: Any, strides: Shape | None = None, offset: int = 0) -> None:
+        dtype = np.dtype(dtype)
+        strides = _contiguous(shape, dtype.itemsize) if strides is None else strides
+        span = dtype.itemsize + sum((max(n, 1) - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        self._bytes = np.full(span + offset + 2 * _GUARD + 2 * _ALIGNMENT, _OUTSIDE, np.uint8)
+        start = _GUARD + -(self._bytes.ctypes.data + _GUARD) % _ALIGNMENT + offset
+        self._outside = np.ones(self._bytes.shape, bool)
+        np.ndarray((*shape, dtype.itemsize), bool, self._outside, start, (*strides, 1))[...] = False
+        self._bytes[~self._outside] = 0xFF if dtype in FLOAT_DTYPES else 0xA6
+        self.array = np.ndarray(shape, dtype, self._bytes, start, strides)
+        self._before = self._bytes.copy()
+
+    def fill(self, values: np.ndarray) -> Placed:
+        """Copy `values` in, for `assert_unchanged`."""
+        self.array[...] = values
+        self._before = self._bytes.copy()
+        return self
+
+    def forbid(self, *, forbidden: bool) -> None:
+        """Tell AddressSanitizer whether the bytes beside the elements may be touched."""
+        poison, allow = _poisoning()
+        allow(self._bytes.ctypes.data, self._bytes.size)
+        edges = np.flatnonzero(np.diff(self._outside, prepend=False, append=False))
+        for start, end in edges.reshape(-1, 2) if forbidden else ():
+            poison(self._bytes.ctypes.data + int(start), int(end - start))
+
+
+@cache
+def _poisoning():
+    symbols = ctypes.CDLL(None)
+    functions = symbols.__asan_poison_memory_region, symbols.__asan_unpoison_memory_region
+    for function in functions:
+        function.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        function.restype = None
+    return functions
+
+
+def _contiguous(shape: Shape, itemsize: int, axis: int = 0, pad: int = 0) -> Shape:
+    """Return byte strides with `pad` bytes after each run of the axes from `axis` on."""
+    strides, span = [0] * len(shape), itemsize
+    for i in reversed(range(len(shape))):
+        span += pad if i == axis - 1 else 0
+        strides[i] = span
+        span *= max(shape[i], 1)
+    return tuple(strides)
+
+
+def place(
+    problem: Descriptor, launch: Launch, shapes: Mapping[str, Shape], values: Mapping[str, Any], rng: Any
+) -> dict[str, Any]:
+    """Return arguments by name: arrays in any layout that the launch serves, numbers as they are.
+
+    Inputs are copied; outputs and scratch arrays are poisoned.
+    """
+    asked = {p.name for step in launch.steps for p in step.parameters if isinstance(p, Leading)}
+    axis = _shared_axis([a for a in problem.arguments() if a.name in launch.view], shapes, rng)
+    placed: dict[str, Any] = {}
+    for argument in problem.arguments():
+        name, value = argument.name, values.get(argument.name)
+        written = argument.role in (Role.OUTPUT, Role.SCRATCH)
+        if not written and not isinstance(value, np.ndarray):
+            placed[name] = value
+            continue
+        dtype = storage_dtype(argument.elements[0]) if written else value.dtype
+        shape = storage_shape(shapes[name], argument.elements[0]) if written else value.shape
+        rows = axis if name in launch.view else len(shape) - 1
+        pad = _pad(shape, dtype.itemsize, rows, rng) if name in asked and rows > 0 else 0
+        offset = int(rng.integers(1, 17)) * dtype.itemsize if rng.random() < 0.3 else 0
+        array = Placed(shape, dtype, _contiguous(shape, dtype.itemsize, rows, pad), offset)
+        placed[name] = array if written else array.fill(value)
+    return placed
+
+
+def _shared_axis(view: list[Argument], shapes: Mapping[str, Shape], rng: Any) -> int:
+    """Pick the axis before which arrays of one view may have gaps; elsewhere they would have no leading stride."""
+    shape = shapes[view[0].name] if view else ()
+    if not any(argument.elements[0].is_packed for argument in view):
+        return int(rng.integers(0, len(shape), endpoint=True))
+    # Packed rows start at a byte.
+    return len(shape) - 1 if shape[-1] % 2 else int(rng.integers(0, max(len(shape), 1)))
+
+
+def _pad(shape: Shape, itemsize: int, axis: int, rng: Any) -> int:
+    """Return bytes between rows: none, a few elements, or as many as make rows start at 16-byte boundaries."""
+    row = itemsize * math.prod(shape[axis:])
+    return int(rng.choice([0, itemsize * rng.integers(1, 4), -row % 16, -row % 16 + 16]))
+
+
+# --- launch rules ----------------------------------------------------------------------------------------------------
+
+
+def run_steps(
+    library: Library,
+    launch: Launch,
+    problem: Descriptor,
+    placed: Mapping[str, Any],
+    shapes: Mapping[str, Shape],
+) -> None:
+    """Run everything that a launch rule says, in order."""
+    arguments = {argument.name: argument for argument in problem.arguments()}
+    arrays = {name: value.array if isinstance(value, Placed) else value for name, value in placed.items()}
+    scratch = {name: Placed((size,), np.uint8) for name, size in launch.scratch}
+    arrays |= {name: made.array for name, made in scratch.items()}
+    view = _view(launch, arguments, arrays, shapes)
+    memory = [value for value in (*placed.values(), *scratch.values()) if isinstance(value, Placed)]
+    for made in memory if SANITIZED else ():
+        made.forbid(forbidden=True)
+    for step in launch.steps:
+        if 0 in step.grid:
+            continue
+        values = [_value(parameter, problem, arguments, arrays, view) for parameter in step.parameters]
+        library.launch(step.entry, step.grid, step.block, step.shared, values)
+    for made in memory if SANITIZED else ():
+        made.forbid(forbidden=False)
+    for made in scratch.values():
+        made.assert_only_elements_written()
+
+
+def _value(
+    parameter: Parameter,
+    problem: Descriptor,
+    arguments: Mapping[str, Argument],
+    arrays: Mapping[str, Any],
+    view: Mapping[str, int],
+) -> tuple[str, int | float]:
+    match parameter:
+        case Rows():
+            return "l", view["rows"]
+        case Columns():
+            return "l", view["columns"]
+        case Constant(element, value):
+            return _LETTER[element], value
+        case Pointer(name):
+            return "p", arrays[name].ctypes.data if isinstance(arrays.get(name), np.ndarray) else 0
+        case Leading(name):
+            return "l", view[name] if name in view else _leading(arrays[name])
+        case Which(name):
+            if not isinstance(arrays[name], np.ndarray):
+                return "i", 0
+            return "i", [storage_dtype(e) for e in arguments[name].elements].index(arrays[name].dtype)
+        case Number(name, element):
+            value = arrays[name]
+            if value is None or isinstance(value, np.ndarray):
+                return _LETTER[element], 0
+            rounded = number(problem.op_name(), arguments[name], value)
+            return _LETTER[element], int(rounded) if element in (ElementKind.S32, ElementKind.S64) else float(rounded)
+    raise AssertionError(parameter)
+
+
+def _leading(matrix: np.ndarray) -> int:
+    return (matrix.strides[-2] if matrix.ndim > 1 and matrix.shape[-2] > 1 else matrix.nbytes) // matrix.itemsize
+
+
+def _view(
+    launch: Launch, arguments: Mapping[str, Argument], arrays: Mapping[str, Any], shapes: Mapping[str, Shape]
+) -> dict[str, int]:
+    """See all arrays of the view as the fewest rows of contiguous columns."""
+    if not launch.view:
+        return {}
+    shape = shapes[launch.view[0]]
+    for axis in range(len(shape) + 1):
+        leading = {
+            name: _leading_at(arrays[name], shape, axis, packed=arguments[name].elements[0].is_packed)
+            for name in launch.view
+        }
+        if None not in leading.values():
+            return {"rows": math.prod(shape[:axis]), "columns": math.prod(shape[axis:]), **leading}
+    raise AssertionError(f"no common view of {', '.join(launch.view)}")
+
+
+def _leading_at(array: np.ndarray, shape: Shape, axis: int, *, packed: bool) -> int | None:
+    """Return the distance of rows, in stored elements, where the axes from `axis` on are one row; else None."""
+    if packed and shape and (axis == len(shape) or (shape[-1] % 2 and math.prod(shape[axis:-1]) > 1)):
+        return None
+    span = array.itemsize
+    for i in reversed(range(axis, len(shape))):
+        if array.shape[i] > 1 and array.strides[i] != span:
+            return None
+        span *= array.shape[i]
+    leading = None
+    for i in reversed(range(axis)):
+        if array.shape[i] <= 1:
+            continue
+        if leading is not None and array.strides[i] != span:
+            return None
+        leading = array.strides[i] if leading is None else leading
+        span = array.strides[i] * array.shape[i]
+    return (span if leading is None else leading) // array.itemsize
+
+
+def launch_of(sku: KernelSku, problem: Descriptor, device: Device) -> Launch:
+    """Evaluate the SKU's launch rule."""
+    module, _, name = sku.launch.partition(":")
+    return resolve(module, name)(problem, device)

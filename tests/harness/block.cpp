@@ -1,0 +1,182 @@
+// The threads of a block as fibres: each has its own stack and runs until it waits or ends. Blocks run one after
+// another. The order of threads alternates between blocks, so that a missing barrier shows in one order or the other.
+#include <setjmp.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include "shim.h"
+
+dim3 gridDim, blockDim, blockIdx, threadIdx;
+unsigned long long skuda_slots[1024];
+alignas(1024) unsigned char skuda_dynamic_shared[256 << 10];
+extern "C" __attribute__((weak, visibility("hidden"))) unsigned char __start_skuda_shared[], __stop_skuda_shared[];
+
+#ifdef __SANITIZE_ADDRESS__
+extern "C" void __sanitizer_start_switch_fiber(void** save, const void* bottom, size_t size);
+extern "C" void __sanitizer_finish_switch_fiber(void* save, const void** bottom, size_t* size);
+extern "C" void __asan_poison_memory_region(const volatile void*, size_t);
+extern "C" void __asan_unpoison_memory_region(const volatile void*, size_t);
+#else
+static void __sanitizer_start_switch_fiber(void**, const void*, size_t) {}
+static void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
+static void __asan_poison_memory_region(const volatile void*, size_t) {}
+static void __asan_unpoison_memory_region(const volatile void*, size_t) {}
+#endif
+
+namespace {
+
+enum State { READY, AT_BLOCK, AT_WARP, ENDED };
+struct Fibre {
+  State state;
+  unsigned mask;
+  bool made;
+  jmp_buf at;
+  void* shadow;  // AddressSanitizer's
+};
+const size_t STACK = 256 << 10;
+Fibre fibres[1024];
+char* stacks;
+jmp_buf scheduler;
+const void* scheduler_bottom;
+size_t scheduler_size;
+unsigned current, count;
+const char* fault;
+void (*thread_code)(const void*);
+const void* thread_argument;
+
+void suspend() {
+  Fibre& self = fibres[current];
+  __sanitizer_start_switch_fiber(&self.shadow, scheduler_bottom, scheduler_size);
+  if (!_setjmp(self.at)) _longjmp(scheduler, 1);
+  __sanitizer_finish_switch_fiber(self.shadow, &scheduler_bottom, &scheduler_size);
+}
+
+void body() {  // a fibre outlives its thread and runs the next one
+  __sanitizer_finish_switch_fiber(nullptr, &scheduler_bottom, &scheduler_size);
+  for (;;) {
+    thread_code(thread_argument);
+    fibres[current].state = ENDED;
+    suspend();
+  }
+}
+
+void resume(unsigned thread) {
+  Fibre& fibre = fibres[thread];
+  char* stack = stacks + thread * STACK;
+  void* shadow;
+  current = thread;
+  threadIdx = {thread % blockDim.x, thread / blockDim.x % blockDim.y, thread / blockDim.x / blockDim.y};
+  __sanitizer_start_switch_fiber(&shadow, stack, STACK);
+  if (!_setjmp(scheduler)) {
+    if (fibre.made) _longjmp(fibre.at, 1);
+    fibre.made = true;
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = stack, context.uc_stack.ss_size = STACK, context.uc_link = nullptr;
+    makecontext(&context, body, 0);
+    setcontext(&context);
+  }
+  __sanitizer_finish_switch_fiber(shadow, nullptr, nullptr);
+}
+
+// Reading shared memory that the block has not written gives NaN and -1.
+__attribute__((no_sanitize_address)) void fill(unsigned char* p, unsigned char* end) {
+  for (; p < end; ++p) *(volatile unsigned char*)p = 0xff;
+}
+
+void run_block(bool backwards) {
+  for (unsigned i = 0; i < count; ++i) fibres[i].state = READY;
+  fill(__start_skuda_shared, __stop_skuda_shared);
+  for (;;) {
+    bool moved = false;
+    unsigned ended = 0, waiting = 0;
+    for (unsigned i = 0; i < count; ++i) {
+      const unsigned thread = backwards ? count - 1 - i : i;
+      if (fibres[thread].state == READY) resume(thread), moved = true;
+      if (fault) return;
+    }
+    for (unsigned i = 0; i < count; ++i) ended += fibres[i].state == ENDED, waiting += fibres[i].state == AT_BLOCK;
+    if (ended == count) return;
+    if (moved) continue;
+    if (ended + waiting < count) {
+      fault = "a deadlock: threads of one block or warp wait at different barriers";
+      return;
+    }
+    for (unsigned i = 0; i < count; ++i) {
+      if (fibres[i].state == AT_BLOCK) fibres[i].state = READY;
+    }
+  }
+}
+
+// What the processor refuses ends the launch, not Python.
+void on_signal(int signal) { skuda_fault(signal == SIGFPE ? "an integer division by zero" : "a bad address"); }
+
+#ifdef __SANITIZE_ADDRESS__
+const int SIGNALS[] = {SIGFPE};  // bad addresses are AddressSanitizer's to report
+#else
+const int SIGNALS[] = {SIGFPE, SIGSEGV, SIGBUS};
+#endif
+
+}  // namespace
+
+unsigned skuda_thread() { return current; }
+
+void skuda_fault(const char* what) {
+  fault = what;
+  suspend();
+  __builtin_unreachable();
+}
+
+void skuda_wait_block() {
+  fibres[current].state = AT_BLOCK;
+  suspend();
+}
+
+void skuda_wait_warp(unsigned mask) {
+  const unsigned base = current / 32 * 32;
+  if (!(mask >> current % 32 & 1)) skuda_fault("a lane that is not in its own mask");
+  fibres[current].state = AT_WARP, fibres[current].mask = mask;
+  bool complete = true;
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    if (!(mask >> lane & 1)) continue;
+    if (base + lane >= count || fibres[base + lane].state == ENDED) skuda_fault("a mask with a lane that has ended");
+    complete &= fibres[base + lane].state == AT_WARP && fibres[base + lane].mask == mask;
+  }
+  if (!complete) return suspend();
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    if (mask >> lane & 1) fibres[base + lane].state = READY;
+  }
+}
+
+const char* skuda_run(const Geometry& geometry, void (*thread)(const void*), const void* argument) {
+  gridDim = geometry.grid, blockDim = geometry.block;
+  const unsigned long long threads = 1ull * blockDim.x * blockDim.y * blockDim.z;
+  if (threads == 0 || threads > 1024) return "a block without threads or with more than 1024";
+  if (geometry.shared > sizeof skuda_dynamic_shared) return "more shared memory than any card has";
+  if (!stacks) {
+    void* got = mmap(nullptr, 1024 * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (got == MAP_FAILED) return "no memory for stacks";
+    stacks = (char*)got;
+  }
+  count = (unsigned)threads, thread_code = thread, thread_argument = argument, fault = nullptr;
+  __asan_poison_memory_region(skuda_dynamic_shared, sizeof skuda_dynamic_shared);
+  __asan_unpoison_memory_region(skuda_dynamic_shared, geometry.shared);
+  struct sigaction before[4], ours = {};
+  ours.sa_handler = on_signal, ours.sa_flags = SA_NODEFER;
+  const int signals = sizeof SIGNALS / sizeof *SIGNALS;
+  for (int i = 0; i < signals; ++i) sigaction(SIGNALS[i], &ours, &before[i]);
+  for (blockIdx.z = 0; blockIdx.z < gridDim.z && !fault; ++blockIdx.z) {
+    for (blockIdx.y = 0; blockIdx.y < gridDim.y && !fault; ++blockIdx.y) {
+      for (blockIdx.x = 0; blockIdx.x < gridDim.x && !fault; ++blockIdx.x) {
+        fill(skuda_dynamic_shared, skuda_dynamic_shared + geometry.shared);
+        run_block((blockIdx.x + blockIdx.y + blockIdx.z) % 2);
+      }
+    }
+  }
+  for (int i = 0; i < signals; ++i) sigaction(SIGNALS[i], &before[i], nullptr);
+  if (fault) {
+    for (Fibre& fibre : fibres) fibre.made = false;  // abandon whatever they were doing
+  }
+  return fault;
+}

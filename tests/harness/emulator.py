@@ -1,0 +1,254 @@
+"""CUDA sources compiled by g++ with `shim.h`, unmodified, and run on this machine one thread at a time.
+
+No library does this well: cuda4cpu is GPL, is on no package index, and its published part dates from 2015; the other
+emulators translate PTX or need LLVM builds. The kernels need few enough words that a header defines them all.
+
+``SKUDA_SANITIZE=1`` builds with AddressSanitizer and UBSan; libasan must then be preloaded into Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.resources
+import os
+import platform
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import platformdirs
+
+from skuda.dispatch.sources import read_source
+from skuda.kernels.launch import Dim3
+from skuda.registry.sku import KernelSku
+
+SANITIZED = os.environ.get("SKUDA_SANITIZE") == "1"
+COMPILER = os.environ.get("CXX", "g++")
+_HERE = Path(__file__).parent
+_CACHE = Path(os.environ.get("SKUDA_HOST_CACHE") or platformdirs.user_cache_path("skuda") / "cuda-on-cpu")
+_KEPT_DAYS = 2
+_BOUNDS = r"(?:\s+__launch_bounds__\([^)]*\))?"
+_ENTRY = re.compile(rf'^(?:KERNEL\([^)]*\)|extern "C" __global__ void{_BOUNDS})\s*(\w+)\s*\(', re.MULTILINE)
+_DYNAMIC = re.compile(r"extern\s+__shared__\s+(?:__align__\([^)]*\)\s*)?([^;]+?)\s*\b(\w+)\s*\[\s*\]\s*;")
+_SANITIZE = (
+    "-g",
+    "-fsanitize=address,undefined,float-cast-overflow",
+    "-fno-sanitize-recover=all",
+    "-fsanitize-sections=skuda_shared",
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One source with everything that its bits depend on.
+
+    Attributes
+    ----------
+    name : str
+        Path of the source, for messages.
+    text : str
+        Its text.
+    headers : tuple of (str, str)
+        Name and text of every header of ours that is included.
+    foreign : tuple of str
+        Names of the compiler's own headers that are included.
+    defines : tuple of str
+        ``-D`` flags.
+    """
+
+    name: str
+    text: str
+    headers: tuple[tuple[str, str], ...] = ()
+    foreign: tuple[str, ...] = ()
+    defines: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, sku: KernelSku) -> Unit:
+        """Return what a CUDA SKU is compiled from."""
+        package, _, name = sku.source.partition(":")
+        source = read_source(sku.source)
+        headers = tuple((name, text.decode()) for name, text in source.headers)
+        defines = tuple(flag for flag in sku.flags if flag.startswith("-D"))
+        path = str(importlib.resources.files(package).joinpath(name))
+        return cls(path, source.text.decode(), headers, source.foreign, defines)
+
+    def with_change(self, before: str, after: str) -> Unit:
+        """Return the same unit with one piece of its text or headers replaced, which must occur."""
+        texts = [self.text, *(text for _, text in self.headers)]
+        assert sum(text.count(before) for text in texts) > 0, f"{before!r} does not occur"
+        changed = tuple((name, text.replace(before, after)) for name, text in self.headers)
+        return replace(self, text=self.text.replace(before, after), headers=changed)
+
+
+def write_headers(unit: Unit, folder: Path) -> None:
+    """Write a unit's headers where ``-I folder`` finds them."""
+    for name, text in unit.headers:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+# --- building --------------------------------------------------------------------------------------------------------
+
+
+def build(units: Iterable[Unit]) -> None:
+    """Compile what is not compiled yet, on all cores; what does not compile fails where it is loaded."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for unit in dict.fromkeys(units):
+            pool.submit(_library_path, unit)
+
+
+@cache
+def load(unit: Unit) -> Library:
+    """Return the compiled unit."""
+    return Library(_library_path(unit))
+
+
+@cache
+def _flags() -> tuple[str, ...]:
+    machine = ("-mfma", "-mf16c") if platform.machine() == "x86_64" else ()
+    checked = _SANITIZE if SANITIZED else ()
+    # Without -fno-weak, shared variables of inline functions could not lie in one section with those of kernels.
+    plain = ("-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-weak", "-w")
+    return (*plain, *machine, *checked)
+
+
+@cache
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+
+
+def _compile(arguments: Sequence[str], folder: Path) -> None:
+    command = [COMPILER, *_flags(), *arguments]
+    done = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, check=False)
+    errors = [line for line in done.stderr.splitlines() if "error" in line]
+    assert done.returncode == 0, "\n".join(errors[:5] or [done.stderr])
+
+
+def digest(*parts: object) -> str:
+    """Return a name that is the same for the same parts, compiled here in the same way."""
+    return hashlib.sha256(repr((parts, _flags(), _compiler())).encode()).hexdigest()[:24]
+
+
+@cache
+def _compiler() -> str:
+    return subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True).stdout.partition("\n")[0]
+
+
+@cache
+def _own(name: str) -> str:
+    return (_HERE / name).read_text()
+
+
+@cache
+def _switching() -> Path:
+    """Build the part that is the same for all units."""
+    path = cache_folder() / f"{digest(_own('shim.h'), _own('block.cpp'))}.o"
+    return _publish(path, lambda folder, out: _compile(["-O2", "-c", str(_HERE / "block.cpp"), "-o", out], folder))
+
+
+@cache
+def cache_folder() -> Path:
+    """Return the folder of compiled things, without those that were not used lately."""
+    _CACHE.mkdir(parents=True, exist_ok=True)
+    for old in _CACHE.iterdir():
+        if time.time() - old.stat().st_mtime > _KEPT_DAYS * 86400:
+            old.unlink(missing_ok=True)
+    return _CACHE
+
+
+def _publish(path: Path, make) -> Path:
+    """Return `path`, made by `make(folder, file)` if it is not there; a half-written file is never seen."""
+    if path.exists():
+        path.touch()
+        return path
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / "out"
+        make(Path(folder), str(made))
+        made.replace(path)
+    return path
+
+
+def _library_path(unit: Unit) -> Path:
+    path = cache_folder() / f"{digest(unit, _own('shim.h'), _own('block.cpp'))}.so"
+
+    def make(folder: Path, out: str) -> None:
+        write_headers(replace(unit, headers=tuple((name, _rewritten(text)) for name, text in unit.headers)), folder)
+        entries = "".join(f"SKUDA_ENTRY({name})\n" for name in _ENTRY.findall(unit.text))
+        (folder / "unit.cpp").write_text(f'#line 1 "{unit.name}"\n{_rewritten(unit.text)}\n{entries}')
+        options = ["-DSKUDA_HOST", *unit.defines, "-include", str(_HERE / "shim.h"), "-I.", "-shared", "-Wl,-Bsymbolic"]
+        _compile([*options, "unit.cpp", str(_switching()), "-o", out], folder)
+
+    return _publish(path, make)
+
+
+def _rewritten(text: str) -> str:
+    """Name dynamic shared memory the way the shim can define it; everything else is compiled as it stands."""
+    return _DYNAMIC.sub(r"SKUDA_DYNAMIC_SHARED(\1, \2);", text)
+
+
+# --- launching -------------------------------------------------------------------------------------------------------
+
+
+Value = tuple[str, int | float]
+
+
+class _Geometry(ctypes.Structure):
+    _fields_ = (("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint))
+
+
+_LETTERS = {"p": ctypes.c_uint64, "l": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float, "d": ctypes.c_double}
+
+
+class Library:
+    """A compiled unit.
+
+    Parameters
+    ----------
+    path : Path
+        The shared object.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+
+    def signature(self, entry: str) -> str:
+        """Return one letter per parameter: p pointer, i and l integers, f and d floating."""
+        return self._call(f"signature_{entry}")().decode()
+
+    def launch(self, entry: str, grid: Dim3, block: Dim3, shared: int, values: Sequence[Value]) -> None:
+        """Run one launch to its end.
+
+        Parameters
+        ----------
+        entry : str
+            The ``extern "C"`` kernel.
+        grid, block, shared
+            Geometry and bytes of dynamic shared memory.
+        values : sequence of (str, number)
+            The arguments, each with its letter, which must be the kernel's own.
+        """
+        own = self.signature(entry)
+        # A constant 0 of 64 bits stands for a pointer that there is not.
+        given = "".join(
+            "p" if o == "p" and v == ("l", 0) else v[0] for o, v in zip(own.ljust(len(values)), values, strict=False)
+        )
+        assert given == own, f"{entry} takes ({own}) and is launched with ({given})"
+        boxes = [_LETTERS[letter](value) for letter, value in values]
+        pointers = (ctypes.c_void_p * len(boxes))(*(ctypes.addressof(box) for box in boxes))
+        geometry = _Geometry((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), shared)
+        fault = self._call(f"launch_{entry}")(ctypes.byref(geometry), pointers)
+        assert not fault, f"{entry}: {fault.decode()}"
+
+    def _call(self, name: str):
+        found = getattr(self._library, name, None)
+        assert found is not None, f"the source has no kernel behind {name}"
+        found.restype = ctypes.c_char_p
+        return found

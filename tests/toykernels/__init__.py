@@ -1,0 +1,1 @@
+"""Kernels of a made-up package: what the CUDA backends need of one, and nothing else."""

@@ -1,0 +1,2 @@
+#pragma once
+typedef long long s64;

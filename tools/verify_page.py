@@ -1,0 +1,196 @@
+"""``skuda verify``: what the command does around `verify`."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from skuda.dispatch import Dispatcher
+from skuda.dispatch.device import Device
+from skuda.registry.registry import Registry
+from skuda.tools.evidence import EvidenceFile, SkuEvidence, evidence_directory
+from skuda.tools.output import count, folded, indented, plain_table, records, refuse, split, stderr, stdout, words
+from skuda.tools.verifying import Progress as Report
+from skuda.tools.verifying import verify
+
+_FAILURES_SHOWN = 10
+
+
+def run(
+    *,
+    ops: Sequence[str] = (),
+    skus: Sequence[str] = (),
+    backends: Sequence[str] = (),
+    device: str | None = None,
+    quick: bool = False,
+    seed: int | None = None,
+    output: Path | None = None,
+    as_json: bool = False,
+) -> int:
+    """Verify kernels and print what came of it.
+
+    Parameters
+    ----------
+    ops, skus, backends : sequence of str
+        Only these; empty for all.
+    device : str or None
+        An ordinal, or ``cpu``; None for the first CUDA device.
+    quick : bool
+        Fewer layouts, no large problems.
+    seed : int or None
+        What inputs are drawn from; None for a fresh one.
+    output : Path or None
+        Where the record goes; None for the checkout's ``docs/evidence`` after a run of everything on a CUDA device.
+    as_json : bool
+        The record on standard output instead of a table.
+
+    Returns
+    -------
+    int
+        0; 1 where a kernel failed, or where there is no CUDA device and none other was asked for.
+
+    Raises
+    ------
+    InvalidProblem
+        For a word that nobody knows.
+    """
+    dispatcher = Dispatcher()
+    ops, skus, backends = split(ops), split(skus), split(backends)
+    _refuse_unknown(dispatcher.registry, ops, skus, backends)
+    place = _device(dispatcher, device)
+    if place is None:
+        line = "no CUDA device is here: `skuda doctor` says what is missing, --device cpu verifies the CPU's kernels"
+        stderr().print(f"skuda: {line}", style="yellow", soft_wrap=True)
+        return 1
+    with _progress() as report:
+        found = verify(
+            dispatcher,
+            place,
+            ops=ops,
+            skus=skus,
+            backends=backends,
+            seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed,
+            quick=quick,
+            progress=report,
+        )
+    everything = not (ops or skus or backends or quick)
+    path = output or (_default_path(place) if everything else None)
+    if path is not None:
+        found.save(path)
+    if as_json:
+        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+    elif stdout().is_terminal:
+        _print(stdout(), found, path)
+    else:
+        records(_rows(found))
+        records(("failure", sku.sku, failure.describe()) for sku in found.failed if (failure := sku.first_failure))
+    return 1 if found.failed else 0
+
+
+def _refuse_unknown(registry: Registry, ops: Sequence[str], skus: Sequence[str], backends: Sequence[str]) -> None:
+    for name in ops:
+        if name not in registry.ops:
+            refuse("verify", "--op", name, registry.ops, kind="a registered op", more="`skuda list` names all")
+    for name in skus:
+        if name not in registry:
+            known = tuple(sku.id for sku in registry)
+            refuse("verify", "--sku", name, known, kind="the id of a kernel", more="see `skuda list --skus`")
+    for name in backends:
+        if name not in registry.backends:
+            refuse("verify", "--backend", name, tuple(registry.backends))
+
+
+def _device(dispatcher: Dispatcher, name: str | None) -> Device | None:
+    """Return the device that was asked for; None where none was and there is no CUDA device."""
+    here = dispatcher.devices
+    cuda = {str(found.ordinal): found for found in here if found.processor == "cuda"}
+    if name is None:
+        return next(iter(cuda.values()), None)
+    known = {**cuda, "cpu": next(found for found in here if found.processor == "cpu")}
+    if name not in known:
+        refuse("verify", "--device", name, known)
+    return known[name]
+
+
+def _default_path(device: Device) -> Path | None:
+    folder = evidence_directory()
+    if folder is None or device.processor == "cpu":
+        return None
+    return folder / f"{re.sub(r'[^a-z0-9]+', '-', device.name.lower()).strip('-')}.json"
+
+
+@contextmanager
+def _progress() -> Iterator[Report | None]:
+    """Show a bar on standard error, where a person sees it."""
+    console = stderr()
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("")
+
+        def report(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        yield report
+
+
+def _by_op(found: EvidenceFile) -> dict[str, list[SkuEvidence]]:
+    ops: dict[str, list[SkuEvidence]] = {}
+    for sku in found.skus:
+        ops.setdefault(sku.sku.split(".")[1], []).append(sku)
+    return dict(sorted(ops.items()))
+
+
+def _rows(found: EvidenceFile) -> list[tuple[str, int, int, int, int, int]]:
+    """Return op, verified, failed, skipped, cases and outputs."""
+    rows = []
+    for op, skus in _by_op(found).items():
+        verdicts = [sku.verdict for sku in skus]
+        counts = (verdicts.count("verified"), verdicts.count("failed"), verdicts.count("skipped"))
+        rows.append((op, *counts, sum(sku.cases for sku in skus), sum(sku.outputs for sku in skus)))
+    return rows
+
+
+def _print(console: Console, found: EvidenceFile, path: Path | None) -> None:
+    table = plain_table("op", "verified", "failed", "skipped", "cases", "outputs")
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for op, verified, failed, skipped, cases, outputs in _rows(found):
+        table.add_row(
+            Text(op, style="cyan"),
+            Text(str(verified), style="green" if verified else "dim"),
+            Text(str(failed), style="bold red" if failed else "dim"),
+            Text(str(skipped), style="yellow" if skipped else "dim"),
+            str(cases),
+            str(outputs),
+        )
+    console.print(table)
+    for sku in found.failed[:_FAILURES_SHOWN]:
+        console.print()
+        console.print(folded(sku.sku, console.width), style="bold red")
+        if sku.first_failure is not None:
+            console.print(indented(sku.first_failure.describe(), 2))
+    if len(found.failed) > _FAILURES_SHOWN:
+        console.print(f"\nand {len(found.failed) - _FAILURES_SHOWN} more", style="dim")
+    for note in dict.fromkeys(sku.note for sku in found.skus if sku.note and sku.verdict == "skipped"):
+        console.print(indented(Text(f"skipped: {note}", style="yellow"), 0))
+    verdicts = [sku.verdict for sku in found.skus]
+    said = words(f"{verdicts.count(word)} {word}" for word in ("verified", "failed", "skipped") if word in verdicts)
+    console.print()
+    console.print(
+        f"{count(len(verdicts), 'kernel')} on {found.device.describe()}: {said or 'none'}; seed {found.seed}."
+    )
+    console.print(
+        f"recorded in {path}" if path else "not recorded: --output FILE does that", style="dim", soft_wrap=True
+    )
