@@ -69,10 +69,11 @@ if emulator.SANITIZED:
     EVERY = [e for i, e in enumerate(EVERY) if i in firsts.values() or sampler.random() < 0.2]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def built(request):
     """Compile at once everything that the chosen tests run."""
-    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    here = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
+    params = [item.callspec.params for item in here]
     emulator.build(emulator.Unit.of(p["sku"]) for p in params if "sku" in p)
 
 

@@ -321,9 +321,10 @@ def _ordered(bits: Array) -> Array:
 
 
 def _distance(a: Array, b: Array) -> Array:
-    # In f64, because the difference of two s64 may not fit; it is only compared with small numbers.
-    apart: Array = np.abs(a.astype(np.float64) - b.astype(np.float64))
-    return np.asarray(np.where(a == b, 0.0, np.maximum(1.0, apart)))
+    """How far apart two s64 arrays are, or some large number where that would not fit."""
+    most = 1 << 61
+    across = np.minimum(np.abs(a), most) + np.minimum(np.abs(b), most)
+    return np.asarray(np.where((a < 0) == (b < 0), np.abs(a - b), across))
 
 
 def first_of(mask: Array) -> tuple[int, ...]:
