@@ -97,7 +97,7 @@ def _one(
         case Role.VALUE if limits is not None:
             return int(rng.integers(*limits, endpoint=True))
         case Role.VALUE:
-            number = _rounded(_special(floats((), element, rng), element, 0.3, rng), element)
+            number = rounded(_special(floats((), element, rng), element, 0.3, rng), element)
             return _beside_a_tie(float(number), element)
         case _:
             pass
@@ -112,7 +112,7 @@ def _one(
         data = _in_steps(problem, np.asarray(scale, np.float64), shape, values, rng)
     else:
         data = floats(shape, element, rng)
-    return _rounded(_special(data, element, 0.15, rng) if values == "special" else data, element)
+    return rounded(_special(data, element, 0.15, rng) if values == "special" else data, element)
 
 
 def floats(shape: Shape, element: ElementKind, rng: np.random.Generator) -> Array:
@@ -147,12 +147,12 @@ def scales(shape: Shape, element: ElementKind, values: Values, rng: np.random.Ge
         Where the numbers come from.
     """
     if values == "ties":
-        return _rounded(np.exp2(rng.integers(-6, 4, shape).astype(np.float64)), element)
+        return rounded(np.exp2(rng.integers(-6, 4, shape).astype(np.float64)), element)
     reach = {ElementKind.F16: 8, ElementKind.F64: 200}.get(element, 30)
     found = np.exp2(np.where(rng.random(shape) < 0.3, rng.uniform(-reach, reach, shape), rng.uniform(-8, 2, shape)))
     if values == "special":
         found = _special(found * rng.choice([1, 1, 1, -1], shape), element, 0.25, rng)
-    return _rounded(found, element)
+    return rounded(found, element)
 
 
 def zero_points(shape: Shape, problem: Descriptor, values: Values, rng: np.random.Generator) -> Any:
@@ -202,10 +202,10 @@ def _in_steps(problem: Descriptor, scale: Array, shape: Shape, values: Values, r
         wide = rng.random(shape) < 0.1
         steps = np.where(wide, steps * np.exp2(rng.uniform(-30, 30, shape)), steps)
     with np.errstate(all="ignore"):
-        return np.asarray(steps * _spread(problem, scale, shape))
+        return np.asarray(steps * spread(problem, scale, shape))
 
 
-def _spread(problem: Any, scale: Array, shape: Shape) -> Array:
+def spread(problem: Any, scale: Array, shape: Shape) -> Array:
     """Return scales so that they broadcast against the data."""
     if getattr(problem, "group_size", None) is not None:
         return np.repeat(scale, problem.group_size, axis=1)
@@ -230,7 +230,7 @@ def _beside_a_tie(value: float, element: ElementKind) -> float:
     return value - math.copysign(unit / 2 * (1 - 2**-30), value)
 
 
-def _rounded(values: Array, element: ElementKind) -> Array:
+def rounded(values: Array, element: ElementKind) -> Array:
     """Round to the element, keeping finite numbers finite."""
     most = float(_limits(element).max)
     with np.errstate(all="ignore"):

@@ -15,9 +15,7 @@ import numpy as np
 import pytest
 from harness import emulator
 from harness.binding import Placed, launch_of, place, run_steps
-from support import SEED, arguments_of, assert_same_bits, draw, fresh, run, specials, zero_points
-from support import _rounded as rounded
-from support import _spread as spread
+from support import SEED, arguments_of, assert_same_bits, draw, fresh, rounded, run, specials, spread, zero_points
 
 from skuda.dispatch.device import Device
 from skuda.kernels.catalog import built_in_ops

@@ -49,7 +49,13 @@ DEVICE f64 gelu(f64 x) {
   const f64 z = -x * root, lost = fused(-x, root, -z) + -x * rest;
   f64 tail = erfc(z);
   if (z > 1.0) tail = fused(tail, -2.0 * z * lost, tail);
-  return x == x && x < -40.0 ? -0.0 : 0.5 * x * tail;
+  if (x >= -36.0 || x != x) return 0.5 * x * tail;
+  // Further down erfc is subnormal where the product is not yet: the first terms of the normal tail's own series.
+  const f64 bounded = fmax(x, -45.0), square = bounded * bounded, below = fused(bounded, bounded, -square);
+  const f64 u = 1.0 / square;
+  const f64 series = 1.0 - u * (1.0 - u * (3.0 - u * (15.0 - u * (105.0 - u * (945.0 - u * 10395.0)))));
+  const f64 height = 0.3989422804014327 * series;  // 1 / sqrt(2 pi)
+  return -(exp(-0.5 * square) * fused(height, -0.5 * below, height));
 }
 DEVICE f64 silu(f64 x) {
   if (x > -700.0) return x / (1.0 + exp(-x));
