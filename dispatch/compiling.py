@@ -206,7 +206,7 @@ def nvrtc_trouble() -> str | None:
     try:
         _nvrtc()
     except Exception as error:  # noqa: BLE001  whatever a broken installation raises
-        return f"NVRTC cannot be loaded: {error}"
+        return f"NVRTC cannot be loaded: {' '.join(str(error).split())}"
     return None
 
 

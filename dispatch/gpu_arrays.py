@@ -1,4 +1,4 @@
-"""Device arrays of any framework: their facts, new ones like them, and the stream that they are worked on.
+"""Device arrays of every framework: their facts, new ones like them, and the stream that they are worked on.
 
 A framework is one class; nothing is imported that the caller has not imported, because an array of a library can only
 exist where the library does.
@@ -8,127 +8,25 @@ from __future__ import annotations
 
 import math
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from skuda.dispatch import dlpack
-from skuda.dispatch.driver import driver
+from skuda.dispatch.gpu_facts import (
+    Facts,
+    Framework,
+    Guard,
+    Refused,
+    element_of,
+    in_elements,
+    ordinal_asked,
+    ordinal_said,
+)
 from skuda.kernels.dtypes import storage_dtype
 from skuda.registry.elements import ElementKind
-
-Guard = Callable[[Any], Any]
-"""Takes an argument; returns what is passed to the kernel where it has the facts that were checked, else None."""
-
-
-ANYWHERE = -1
-_CUDA_KINDS = frozenset({2, 13})  # DLPack: device memory, managed memory
-
-
-class Facts(NamedTuple):
-    """What a launch needs to know about an array.
-
-    Attributes
-    ----------
-    address : int
-        Of the first element.
-    element : ElementKind or None
-        As stored (packed elements show as u8); None for a type that no kernel here knows.
-    kind : str
-        The element's type as the framework writes it.
-    shape, strides : tuple of int
-        In stored elements.
-    ordinal : int or None
-        The CUDA device; `ANYWHERE` for no memory at all, None for memory that is not on one.
-    read_only : bool
-        Whether the owner forbids writing.
-    stream : int or None
-        Where the owner says that the last write was enqueued; None where it does not say.
-    """
-
-    address: int
-    element: ElementKind | None
-    kind: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    ordinal: int | None
-    read_only: bool = False
-    stream: int | None = None
-
-
-class Refused(Exception):
-    """An array that cannot be taken: what it is, and what it must be. Whoever knows its name says `InvalidProblem`."""
-
-    def __init__(self, had: str, must: str) -> None:
-        super().__init__(had, must)
-        self.had, self.must = had, must
-
-
-class Framework(ABC):
-    """How one library's arrays are seen and made. Stateless.
-
-    Attributes
-    ----------
-    name : str
-        The library.
-    waits : bool
-        Whether the library cannot be told about streams, so that a run waits before and after its launch.
-    """
-
-    name: ClassVar[str]
-    waits: ClassVar[bool] = False
-
-    @abstractmethod
-    def facts(self, value: Any) -> Facts:
-        """Return an array's facts, without a copy.
-
-        Raises
-        ------
-        Refused
-            Where it cannot be seen as plain device memory.
-        """
-
-    @abstractmethod
-    def empty(self, shape: tuple[int, ...], element: ElementKind, ordinal: int, stream: int | None) -> Any:
-        """Return a new array on a device.
-
-        Parameters
-        ----------
-        shape : tuple of int
-            In stored elements.
-        element : ElementKind
-            As stored.
-        ordinal : int
-            The device.
-        stream : int or None
-            Handle of the stream that it will be used on; None for the framework's current one.
-        """
-
-    def guard(self, value: Any, facts: Facts) -> Guard:
-        """Return the cheap check that another array has the same facts but for its address."""
-        kind, layout = type(value), facts[1:]
-        size = facts.element.bits // 8 if facts.element is not None else 1
-
-        def same(other: Any) -> int | None:
-            if type(other) is not kind:
-                return None
-            found = self.facts(other)
-            # An owner may say any address; torch and CuPy, which have guards of their own, only give aligned ones.
-            return found[0] if found[1:] == layout and found[0] % size == 0 else None
-
-        return same
-
-    def current_stream(self, ordinal: int) -> Callable[[], int]:  # noqa: ARG002  one per device in most libraries
-        """Return how to ask for the handle of the current stream of a device; 0 is the default stream."""
-        return int
-
-    def deliver(self, array: Any) -> Any:
-        """Turn what `empty` made into what the caller gets."""
-        return array
 
 
 class Torch(Framework):
@@ -174,7 +72,8 @@ class Torch(Framework):
         dtype = next(dtype for dtype, kind in _torch_elements().items() if kind is element)
         if stream is None or stream == self.current_stream(ordinal)():
             return torch.empty(shape, dtype=dtype, device=f"cuda:{ordinal}")
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=ordinal)):
+        target = torch.cuda.ExternalStream(stream, device=ordinal) if stream else torch.cuda.default_stream(ordinal)
+        with torch.cuda.stream(target):
             return torch.empty(shape, dtype=dtype, device=f"cuda:{ordinal}")
 
     def current_stream(self, ordinal: int) -> Callable[[], int]:
@@ -194,7 +93,7 @@ class Cupy(Framework):
     def facts(self, value: Any) -> Facts:
         """Return an ndarray's facts."""
         size = value.dtype.itemsize
-        strides = _in_elements(value.strides, size)
+        strides = in_elements(value.strides, size)
         element = element_of(value.dtype)
         return Facts(value.data.ptr, element, str(value.dtype), value.shape, strides, value.data.device_id)
 
@@ -221,13 +120,13 @@ class Cupy(Framework):
         with cupy.cuda.Device(ordinal):
             if stream is None:
                 return cupy.empty(shape, storage_dtype(element))
-            with cupy.cuda.ExternalStream(stream, ordinal):
+            with cupy.cuda.ExternalStream(stream, ordinal) if stream else cupy.cuda.Stream.null:
                 return cupy.empty(shape, storage_dtype(element))
 
-    def current_stream(self, ordinal: int) -> Callable[[], int]:  # noqa: ARG002  CuPy keeps one per device and thread
-        """Return how to ask for the current stream."""
+    def current_stream(self, ordinal: int) -> Callable[[], int]:
+        """Return how to ask for the current stream of a device; CuPy keeps one per device and thread."""
         current = sys.modules["cupy"].cuda.get_current_stream
-        return lambda: int(current().ptr)
+        return lambda: int(current(ordinal).ptr)
 
 
 class PycudaArray(Framework):
@@ -237,9 +136,9 @@ class PycudaArray(Framework):
 
     def facts(self, value: Any) -> Facts:
         """Return a GPUArray's facts; the driver knows which device it is on."""
-        strides = _in_elements(value.strides, value.dtype.itemsize)
+        strides = in_elements(value.strides, value.dtype.itemsize)
         address = int(value.gpudata) if value.gpudata is not None else 0
-        ordinal = _ordinal(address, value.size)
+        ordinal = ordinal_asked(address, value.size)
         return Facts(address, element_of(value.dtype), str(value.dtype), value.shape, strides, ordinal)
 
     def empty(self, shape: tuple[int, ...], element: ElementKind, ordinal: int, stream: int | None) -> Any:  # noqa: ARG002  PyCUDA's memory belongs to no stream
@@ -259,6 +158,7 @@ class Standard(Framework):
     """Anything that follows a standard: ``__cuda_array_interface__``, else DLPack. Cannot be asked for new arrays."""
 
     name = "the array's library"
+    borrows = True
 
     def facts(self, value: Any) -> Facts:
         """Return an array's facts."""
@@ -276,17 +176,18 @@ class Standard(Framework):
             return self._from_dlpack(value)._replace(read_only=read_only, stream=interface.get("stream"))
         size = np.dtype(kind).itemsize
         given = interface.get("strides")
-        strides = dlpack.dense_strides(shape) if given is None else _in_elements(tuple(given), size)
+        strides = dlpack.dense_strides(shape) if given is None else in_elements(tuple(given), size)
         count = math.prod(shape)
-        ordinal = _ordinal_said(value) if hasattr(value, "__dlpack_device__") else _ordinal(address, count)
+        ordinal = ordinal_said(value) if hasattr(value, "__dlpack_device__") else ordinal_asked(address, count)
         return Facts(address, element, kind, shape, strides, ordinal, bool(read_only), interface.get("stream"))
 
     def _from_dlpack(self, value: Any) -> Facts:
         if not hasattr(value, "__dlpack__"):
             raise Refused(f"a {type(value).__name__}", "be an array (CUDA array interface or DLPack)")
+        if ordinal_said(value) is None:
+            return Facts(0, None, type(value).__name__, (), (), None)
         found = dlpack.read(value.__dlpack__())
-        ordinal = found.device[1] if found.device[0] in _CUDA_KINDS else None
-        return Facts(found.address, found.element, found.kind, found.shape, found.strides, ordinal)
+        return Facts(found.address, found.element, found.kind, found.shape, found.strides, found.device[1])
 
     def empty(self, shape: tuple[int, ...], element: ElementKind, ordinal: int, stream: int | None) -> Any:
         """Return a new array of torch or CuPy, whichever the program has imported.
@@ -355,21 +256,6 @@ def current_streams(ordinal: int) -> list[int]:
     return [framework.current_stream(ordinal)() for framework in busy]
 
 
-def element_of(dtype: np.dtype[Any]) -> ElementKind | None:
-    """Return the element that a NumPy dtype stores, or None."""
-    return _NUMPY_ELEMENTS.get(dtype)
-
-
-_NUMPY_ELEMENTS: dict[np.dtype[Any], ElementKind] = {
-    **{
-        storage_dtype(element): element
-        for element in ElementKind
-        if element.bits >= 8 and element.value in {"f16", "bf16", "f32", "f64", "s8", "u8", "s32", "u32", "s64"}
-    },
-    np.dtype(ml_dtypes.bfloat16): ElementKind.BF16,
-}
-
-
 @cache
 def _torch_elements() -> dict[Any, ElementKind]:
     torch = sys.modules["torch"]
@@ -385,19 +271,3 @@ def _torch_elements() -> dict[Any, ElementKind]:
         torch.int32: ElementKind.S32,
         torch.int64: ElementKind.S64,
     }
-
-
-def _in_elements(strides: tuple[int, ...], size: int) -> tuple[int, ...]:
-    if any(stride % size for stride in strides):
-        raise Refused(f"strides of {strides} bytes", f"step by whole elements of {size} bytes")
-    return tuple(stride // size for stride in strides)
-
-
-def _ordinal_said(value: Any) -> int | None:
-    """Return the device that an array names itself."""
-    kind, ordinal = value.__dlpack_device__()
-    return int(ordinal) if int(kind) in _CUDA_KINDS else None
-
-
-def _ordinal(address: int, count: int) -> int | None:
-    return driver().ordinal_of(address) if count else ANYWHERE

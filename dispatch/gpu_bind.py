@@ -13,8 +13,9 @@ import numpy as np
 
 from skuda.dispatch import rules
 from skuda.dispatch.dlpack import dense_strides
-from skuda.dispatch.gpu_arrays import ANYWHERE, Facts, Framework, Guard, Refused, framework_of, standard
+from skuda.dispatch.gpu_arrays import framework_of, standard
 from skuda.dispatch.gpu_call import Call, Clash, Made, packable, picker
+from skuda.dispatch.gpu_facts import ANYWHERE, Facts, Framework, Guard, Refused
 from skuda.dispatch.gpu_views import Layout, common_view, is_contiguous, matrix_view
 from skuda.kernels.launch import Columns, Constant, Launch, Leading, Number, Parameter, Pointer, Rows, Which
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
@@ -87,7 +88,7 @@ class Binder:
         framework = next(iter(frameworks.values()), standard())
         guards = tuple(self._guards(arrays, facts, frameworks, shapes))
         made = tuple(
-            Made(a.name, self._maker(a, shapes[a.name], framework), lambda array: framework.facts(array).address)
+            Made(a.name, self._maker(a, shapes[a.name], framework), _address)
             for a in self._arguments
             if a.role is Role.OUTPUT and arrays.get(a.name) is None
         )
@@ -277,6 +278,11 @@ class Binder:
         shared = {name: layouts[name] for name in self._launch.view}
         rows, columns, strides = common_view(self._op, shapes[self._launch.view[0]], shared)
         return rows, columns, leading | strides
+
+
+def _address(array: Any) -> int:
+    # A framework may have another one make its arrays.
+    return framework_of(type(array)).facts(array).address
 
 
 def _absent(value: Any) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from skuda.dispatch.gpu_arrays import Framework, Guard
+from skuda.dispatch.gpu_facts import Framework, Guard
 from skuda.kernels.launch import Columns, Constant, Leading, Number, Parameter, Pointer, Rows, Step, Which
 from skuda.registry.elements import ElementKind
 

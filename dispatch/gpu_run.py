@@ -170,7 +170,7 @@ class CudaRunner:
         if call is not self._latest:
             self._remember(call)
         handle = call.stream() if stream is None else stream_handle(self._op, stream, self._ordinal)
-        made = self._make(call, values, handle if stream is not None else None) if call.made else None
+        made = self._make(call, values, stream, handle) if call.made else None
         if self._launch_one is None or not call.direct:
             self._enqueue(call, values, handle, stream)
         else:
@@ -195,7 +195,7 @@ class CudaRunner:
             raise InvalidProblem(self._op, "arrays", f"{call.framework.name} arrays", "be run: they must never change")
         fixed = None if stream is None else stream_handle(self._op, stream, self._ordinal)
         values = call.checked_values(arrays)
-        made = self._make(call, values, fixed) if call.made else {}
+        made = self._make(call, values, stream, call.stream() if fixed is None else fixed) if call.made else {}
         result = self._results(call, arrays, made)
         parameters = [*values, *call.constants]
         sends = [] if self._scratch else [self._engine.bound(s, call.picks[s](parameters)) for s in self._steps]
@@ -248,10 +248,12 @@ class CudaRunner:
                 launch(step, call.picks[step](parameters), handle, stream)
 
     @staticmethod
-    def _make(call: Call, values: list[Any], stream: int | None) -> dict[str, Any]:
+    def _make(call: Call, values: list[Any], stream: object, handle: int) -> dict[str, Any]:
         made = {}
+        # A framework makes arrays for its current stream by itself, and at once.
+        target = None if stream is None and not call.framework.borrows else handle
         for each in call.made:
-            array = made[each.name] = each.make(stream)
+            array = made[each.name] = each.make(target)
             values.append(each.address(array))
         return made
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from skuda.dispatch.dlpack import dense_strides
-from skuda.dispatch.gpu_arrays import Facts
+from skuda.dispatch.gpu_facts import Facts
 from skuda.registry.errors import InvalidProblem
 
 Shape = tuple[int, ...]

@@ -86,7 +86,9 @@ class Plan(Value):
     @property
     def notes(self) -> tuple[str, ...]:
         """What a person should know about how it runs, for example who launches on streams of other libraries."""
-        return self._ready().notes
+        private = self.__pydantic_private__
+        runner: Runner | None = private["_runner"] if private else None
+        return runner.notes if runner is not None else ()
 
     def can_implement(self, **arrays: Any) -> bool:
         """Check arguments without running.

@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 from toykernels.scaled import ScaledDescriptor, SummedDescriptor, scaled, summed
 
 from skuda.dispatch import dlpack, gpu_arrays
-from skuda.dispatch.gpu_arrays import Facts, Torch
+from skuda.dispatch.gpu_arrays import Torch
+from skuda.dispatch.gpu_facts import Facts
 from skuda.dispatch.gpu_streams import stream_handle
 from skuda.dispatch.gpu_views import Layout, common_view
 from skuda.registry import DriverError, ElementKind, InvalidProblem
@@ -306,7 +308,7 @@ def test_an_output_left_out_is_made_and_returned(rig, maker):
     rig.run(**arrays())
     assert rig.last[5] == Y, "an output given after a call with output=None is used"
     rig.run(stream=5, **arrays(y=...))
-    assert maker == [((4, 8), ElementKind.F32, 0, None)] * 3 + [((4, 8), ElementKind.F32, 0, 5)]
+    assert maker == [((4, 8), ElementKind.F32, 0, 0)] * 3 + [((4, 8), ElementKind.F32, 0, 5)]
 
 
 def test_without_torch_and_cupy_there_is_nobody_to_ask_for_memory(rig, monkeypatch):
@@ -551,6 +553,91 @@ def test_a_tensor_that_changed_is_noticed(rig, torch, change, words):
         with pytest.raises(InvalidProblem, match=words):
             rig.run(x=other, scale=1.0, y=y)
     assert len(rig.engine.launches) == 1
+
+
+class FakeCupyArray:
+    """What `Cupy` reads of an ndarray."""
+
+    __module__ = "cupy.fake"
+
+    def __init__(self, address=X, shape=(4, 8), dtype=np.float32, strides=(32, 4), ordinal=0):
+        self.shape, self.dtype, self.strides = shape, np.dtype(dtype), strides
+        self.data = SimpleNamespace(ptr=address, device_id=ordinal)
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    fake = SimpleNamespace(
+        cuda=SimpleNamespace(get_current_stream=lambda device: SimpleNamespace(ptr=80 + device)),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    return fake
+
+
+def test_arrays_of_cupy_are_taken_on_their_current_stream(rig, cupy):
+    y = FakeCupyArray(Y)
+    for _ in range(2):
+        assert rig.run(x=FakeCupyArray(), scale=1.0, y=y) is y
+        assert rig.engine.launches[-1][1:] == ((X, 32, 0, 0, 1.0, Y, 32, 1, 32), 80)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": np.int32}, "an array of int32"),
+        ({"shape": (8, 4)}, "shape"),
+        ({"strides": (4, 16)}, "contiguous"),
+        ({"strides": (34, 4)}, "whole elements"),
+        ({"ordinal": 1}, "cuda:1"),
+    ],
+)
+def test_an_array_of_cupy_that_changed_is_noticed(rig, cupy, change, words):
+    rig.run(x=FakeCupyArray(), scale=1.0, y=FakeCupyArray(Y))
+    with pytest.raises(InvalidProblem, match=words):
+        rig.run(x=FakeCupyArray(**change), scale=1.0, y=FakeCupyArray(Y))
+    assert len(rig.engine.launches) == 1
+
+
+class FakeJaxArray:
+    """What `Jax` reads of an array."""
+
+    __module__ = "jaxlib.fake"
+
+    def __init__(self, log):
+        self.log, self.array = log, np.zeros((4, 8), np.float32)
+
+    def block_until_ready(self):
+        self.log.append("ready")
+
+    def __dlpack__(self):
+        return self.array.__dlpack__()
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+
+def test_jax_waits_before_and_after_and_gets_outputs_of_its_own(rig, torch, monkeypatch):
+    log, streams = [], []
+    torch.empty = lambda shape, dtype, device: FakeTensor(shape=shape, dtype=dtype, address=Y)
+    torch.cuda = SimpleNamespace(
+        stream=lambda stream: streams.append(stream) or nullcontext(), default_stream=lambda ordinal: "default"
+    )
+    handed = SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=lambda array: ("jax", array.data_ptr())))
+    monkeypatch.setitem(sys.modules, "jax", handed)
+    real = dlpack.read
+    monkeypatch.setattr(dlpack, "read", lambda capsule: real(capsule)._replace(device=(2, 0)))
+    x = FakeJaxArray(log)
+    for turn in (1, 2):
+        assert rig.run(x=x, scale=1.0) == ("jax", Y)
+        assert rig.last == (x.array.ctypes.data, 32, 0, 0, 1.0, Y, 32, 1, 32)
+        assert rig.driver.synchronized == [0] * turn
+        assert log
+        log.clear()
+    assert streams == ["default"] * 2, "torch made the outputs for the stream that they are used on, not for its own"
+    with pytest.raises(InvalidProblem, match="read-only"):
+        rig.run(x=x, scale=1.0, y=FakeJaxArray(log))
+    with pytest.raises(InvalidProblem, match="must never change"):
+        rig.runner.bind({"x": x, "scale": 1.0}, None)
 
 
 def test_a_capsule_is_read_without_being_consumed():
