@@ -9,7 +9,6 @@ from pydantic import JsonValue
 from skuda.dispatch.device import Device
 from skuda.dispatch.preference import PlanPreference
 from skuda.registry.reason import Reason
-from skuda.registry.sku import SkuIdentity
 from skuda.registry.value import Value
 
 
@@ -120,10 +119,6 @@ class Explanation(Value):
         lines += [f"    {d}" for d in self.refused]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
-
-    def same_op(self) -> list[tuple[SkuIdentity, Decision]]:
-        """Pair every decision with the parts of its kernel's id, for tables."""
-        return [(SkuIdentity.parse(decision.sku), decision) for decision in self.decisions]
 
 
 def as_json(problem: Value) -> dict[str, Any]:
