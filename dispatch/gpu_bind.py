@@ -6,7 +6,7 @@ which recognizes the next call like it and packs its parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,15 +14,28 @@ import numpy as np
 from skuda.dispatch import rules
 from skuda.dispatch.dlpack import dense_strides
 from skuda.dispatch.gpu_arrays import framework_of, standard
-from skuda.dispatch.gpu_call import Call, Clash, Made, packable, picker
-from skuda.dispatch.gpu_facts import ANYWHERE, Facts, Framework, Guard, Refused
+from skuda.dispatch.gpu_call import Call, Made, packable, picker
+from skuda.dispatch.gpu_code import Clash, Form, Given, Group
+from skuda.dispatch.gpu_facts import ANYWHERE, Facts, Framework, Refused
 from skuda.dispatch.gpu_views import Layout, common_view, is_contiguous, matrix_view
-from skuda.kernels.launch import Columns, Constant, Launch, Leading, Number, Parameter, Pointer, Rows, Which
+from skuda.dispatch.tensor_maps import refuse_unaligned
+from skuda.kernels.launch import (
+    Columns,
+    Constant,
+    Launch,
+    Leading,
+    Number,
+    Parameter,
+    Pointer,
+    Rows,
+    TensorMap,
+    Which,
+)
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 
-_SMALLEST, _LARGEST = 2.0**-126, 2.0**127
+_SMALL, _LARGE = 2.0**-126, 2.0**127
 """Magnitudes between which an f64 number rounds to a normal f32 one."""
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -53,10 +66,12 @@ class Binder:
         self._launch = launch
         self._ordinal = ordinal
         parameters = [parameter for step in launch.steps for parameter in step.parameters]
+        self._maps = [p for p in parameters if isinstance(p, TensorMap)]
         self._leading = {p.name for p in parameters if isinstance(p, Leading)}
+        self._leading |= {p.name for p in self._maps if not p.otherwise}
         self._which = {p.name for p in parameters if isinstance(p, Which)}
         self._numbers = {p.name: p.element for p in parameters if isinstance(p, Number)}
-        self._pointers = {p.name for p in parameters if isinstance(p, Pointer)}
+        self._pointers = {p.name for p in parameters if isinstance(p, (Pointer, TensorMap))}
 
     def bind(self, arrays: Mapping[str, Any]) -> Call:
         """Check a call in full.
@@ -69,7 +84,7 @@ class Binder:
         Raises
         ------
         InvalidProblem
-            For a missing, unknown or unsuitable argument.
+            For a missing, unknown or unsuitable argument; `Unaligned` where another kernel may take it.
         """
         rules.refuse_unknown(self._op, self._arguments, arrays)
         frameworks: dict[str, Framework] = {}
@@ -86,20 +101,33 @@ class Binder:
         places = {name: _place(found) for name, found in facts.items()}
         rules.refuse_overlap(self._op, self._arguments, places, in_place=self._in_place)
         framework = next(iter(frameworks.values()), standard())
-        guards = tuple(self._guards(arrays, facts, frameworks, shapes))
+        given = tuple(self._given(arrays, facts, frameworks, shapes))
         made = tuple(
             Made(a.name, self._maker(a, shapes[a.name], framework), _address)
             for a in self._arguments
             if a.role is Role.OUTPUT and arrays.get(a.name) is None
         )
-        names = [name for name, _ in guards]
-        picks, constants = self._picks(names, [each.name for each in made], facts, self._views(facts, shapes), which)
+        names = [one.name for one in given]
+        views = self._views(facts, shapes)
+        aligned = [name for name in (*(each.name for each in self._maps), *self._launch.aligned) if name in facts]
+        for name in aligned:
+            found = facts[name]
+            distance = views[2].get(name, found.shape[-1]) if found.shape[0] > 1 else 0
+            refuse_unaligned(self._op, name, found.address, distance * ((found.element or ElementKind.U8).bits // 8))
+        indices, constants = self._indices(names, [each.name for each in made], facts, views, which)
+        form = Form(
+            given,
+            tuple(_groups(names, arrays, frameworks)),
+            tuple(self._clashes(names, places)),
+            tuple(map(names.index, aligned)),
+        )
+        alone = len(indices) == 1 and not made and not self._launch.scratch
         return Call(
-            count=len(arrays),
-            guards=guards,
-            clashes=tuple(self._clashes(names, places)),
+            given=given,
+            values=form.values(),
+            parameters=form.parameters(indices[0], constants) if alone else None,
             made=made,
-            picks=picks,
+            picks=tuple(picker(each) for each in indices),
             constants=constants,
             framework=framework,
             stream=self._stream(framework, facts),
@@ -157,44 +185,42 @@ class Binder:
             return lambda: handle
         return framework.current_stream(self._ordinal)
 
-    def _guards(
+    def _given(
         self, arrays: Mapping[str, Any], facts: Mapping[str, Facts], frameworks: Mapping[str, Framework], shapes: Shapes
-    ) -> list[tuple[str, Guard]]:
-        guards: list[tuple[str, Guard]] = []
+    ) -> list[Given]:
+        given: list[Given] = []
         for argument in self._arguments:
             name, value = argument.name, arrays.get(argument.name)
             if name in facts:
-                guards.append((name, frameworks[name].guard(value, facts[name])))
+                given.append(Given(name, frameworks[name].guard(value, facts[name])))
             elif value is not None:
                 if name in self._pointers and name not in self._numbers:
                     self._refuse(name, repr(value), "be an array of one element: this kernel takes no number")
-                guards.append((name, self._number_guard(argument, value)))
+                given.append(self._number(argument, value))
             elif argument.required and argument.role is not Role.OUTPUT:
                 self._refuse(name, "nothing", f"be given: {rules.wanted(argument, shapes[name])}")
             elif name in arrays:
-                guards.append((name, _absent))
-        return guards
+                given.append(Given(name, _absent))
+        return given
 
-    def _number_guard(self, argument: Argument, value: Any) -> Guard:
-        """Return what turns a number into what is packed: at once where it is plainly in range, else by the rules."""
+    def _number(self, argument: Argument, value: Any) -> Given:
+        """Return what turns a number into what is packed: it is so itself where it is plainly in range."""
         rules.number(self._op, argument, value)
         element = argument.elements[0]
         packed = self._numbers.get(argument.name, element)
-        plain = element is packed and element in {ElementKind.F32, ElementKind.F64}
-        low, high = element.integer_range or (1, 0)
 
         def convert(other: Any) -> Any:
-            kind = type(other)
-            if kind is float:
-                if plain and (_SMALLEST < other < _LARGEST or -_LARGEST < other < -_SMALLEST):
-                    return other
-            elif kind is int and low <= other <= high:
-                return other
             if not isinstance(other, (bool, int, float, np.generic)):
                 return None
             return packable(rules.number(self._op, argument, other), packed)
 
-        return convert
+        plainly = ""
+        if element.integer_range is not None:
+            low, high = element.integer_range
+            plainly = f"type({{0}}) is int and {low} <= {{0}} <= {high}"
+        elif element is packed and element in {ElementKind.F32, ElementKind.F64}:
+            plainly = f"type({{0}}) is float and ({_SMALL} < {{0}} < {_LARGE} or -{_LARGE} < {{0}} < -{_SMALL})"
+        return Given(argument.name, convert, plainly)
 
     def _maker(self, argument: Argument, shape: tuple[int, ...], framework: Framework) -> Callable[[int | None], Any]:
         stored, element = storage_shape(shape, argument.elements[0]), storage_element(argument.elements[0])
@@ -221,14 +247,14 @@ class Binder:
                 found.append(Clash(names.index(target), names.index(name), low - one_high, high - one_low, equal))
         return found
 
-    def _picks(
+    def _indices(  # noqa: C901  one case for each kind of parameter
         self,
         given: list[str],
         made: list[str],
         facts: Mapping[str, Facts],
         view: tuple[int, int, dict[str, int]],
         which: Mapping[str, int],
-    ) -> tuple[tuple[Callable[[Any], tuple[Any, ...]], ...], tuple[Any, ...]]:
+    ) -> tuple[list[list[int]], tuple[Any, ...]]:
         """Say where each parameter of each step stands: among values, new addresses, scratch addresses, constants."""
         rows, columns, leading = view
         scratch = [name for name, _ in self._launch.scratch]
@@ -239,12 +265,16 @@ class Binder:
         before = len(given) + len(made) + len(scratch)
         constants: list[Any] = []
 
-        def place(parameter: Parameter) -> int:
+        def places(parameter: Parameter) -> list[int]:
             match parameter:
                 case Pointer(name) if name in addresses:
-                    return addresses[name]
+                    return [addresses[name]]
                 case Number(name) if name in numbers:
-                    return numbers[name]
+                    return [numbers[name]]
+                case TensorMap(name):
+                    constants.append(leading.get(name, parameter.columns))
+                    at = addresses[name] if name in addresses else addresses[parameter.otherwise]
+                    return [at, before + len(constants) - 1]
                 case Pointer() | Number():
                     constants.append(0)
                 case Which(name):
@@ -257,10 +287,10 @@ class Binder:
                     constants.append(rows)
                 case Columns():
                     constants.append(columns)
-            return before + len(constants) - 1
+            return [before + len(constants) - 1]
 
-        picks = tuple(picker([place(parameter) for parameter in step.parameters]) for step in self._launch.steps)
-        return picks, tuple(constants)
+        indices = [[at for one in step.parameters for at in places(one)] for step in self._launch.steps]
+        return indices, tuple(constants)
 
     def _views(self, facts: Mapping[str, Facts], shapes: Shapes) -> tuple[int, int, dict[str, int]]:
         """Return rows and columns of the common view, and every leading stride that is asked for."""
@@ -280,9 +310,18 @@ class Binder:
         return rows, columns, leading | strides
 
 
+def _groups(names: list[str], arrays: Mapping[str, Any], frameworks: Mapping[str, Framework]) -> Iterator[Group]:
+    """Yield the arrays of each library that are recognized together."""
+    for framework in dict.fromkeys(frameworks.values()):
+        members = tuple(at for at, name in enumerate(names) if frameworks.get(name) is framework)
+        how = framework.together(tuple(arrays[names[at]] for at in members))
+        if how is not None:
+            yield Group(members, how)
+
+
 def _address(array: Any) -> int:
     # A framework may have another one make its arrays.
-    return framework_of(type(array)).facts(array).address
+    return framework_of(type(array)).address(array)
 
 
 def _absent(value: Any) -> int | None:

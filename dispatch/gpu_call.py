@@ -1,4 +1,4 @@
-"""A checked call as data: how to recognize the next one like it, and how its values become a kernel's parameters."""
+"""A checked call as data: what recognizes the next one like it, and how its values become a kernel's parameters."""
 
 from __future__ import annotations
 
@@ -8,8 +8,21 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from skuda.dispatch.gpu_facts import Framework, Guard
-from skuda.kernels.launch import Columns, Constant, Leading, Number, Parameter, Pointer, Rows, Step, Which
+from skuda.dispatch.gpu_code import Given, Recognizer
+from skuda.dispatch.gpu_facts import Framework
+from skuda.dispatch.tensor_maps import ALIGNMENT, BYTES, Encoder, encoder
+from skuda.kernels.launch import (
+    Columns,
+    Constant,
+    Leading,
+    Number,
+    Parameter,
+    Pointer,
+    Rows,
+    Step,
+    TensorMap,
+    Which,
+)
 from skuda.registry.elements import ElementKind
 
 _FORMATS = {
@@ -25,26 +38,6 @@ _FORMATS = {
     ElementKind.U32: "I",
     ElementKind.S64: "q",
 }
-
-
-class Clash(NamedTuple):
-    """Two arrays that must be apart, one of them written.
-
-    Attributes
-    ----------
-    written, other : int
-        Where their addresses stand among the values.
-    low, high : int
-        They reach into each other where the one address less the other lies between these.
-    equal : bool
-        Whether they may be exactly the same array.
-    """
-
-    written: int
-    other: int
-    low: int
-    high: int
-    equal: bool
 
 
 class Made(NamedTuple):
@@ -71,14 +64,14 @@ class Call:
 
     Attributes
     ----------
-    count : int
-        How many arguments were given.
-    guards : tuple of (str, Guard)
-        Every argument given; each guard gives one value, or None where the argument is not like the one checked.
-    clashes : tuple of Clash
-        What must be apart.
+    given : tuple of Given
+        Every argument given.
+    values : Recognizer
+        Gives a new list of one value for each of them where a call is like the one that was checked, else None.
+    parameters : Recognizer or None
+        Gives the parameters of the only step at once; None where there are several, or something must be made.
     made : tuple of Made
-        What must be made; the new addresses follow the guards' values.
+        What must be made; the new addresses follow the values.
     picks : tuple of callable
         For every step: from all values to its parameters.
     constants : tuple
@@ -91,9 +84,9 @@ class Call:
         Whether a launch is all there is to a run: the framework need not wait.
     """
 
-    count: int
-    guards: tuple[tuple[str, Guard], ...]
-    clashes: tuple[Clash, ...]
+    given: tuple[Given, ...]
+    values: Recognizer
+    parameters: Recognizer | None
     made: tuple[Made, ...]
     picks: tuple[Callable[[Any], tuple[Any, ...]], ...]
     constants: tuple[Any, ...]
@@ -101,32 +94,16 @@ class Call:
     stream: Callable[[], int]
     direct: bool
 
-    def values(self, arrays: Mapping[str, Any]) -> list[Any] | None:
-        """Return one value per guard where `arrays` are like those that were checked, else None."""
-        if len(arrays) != self.count:
-            return None
-        values = []
-        get = arrays.get
-        for name, guard in self.guards:
-            value = guard(get(name))
-            if value is None:
-                return None
-            values.append(value)
-        for written, other, low, high, equal in self.clashes:
-            distance = values[written] - values[other]
-            # Arrays that only reach into each other's gaps are for the full check to tell apart.
-            if low < distance < high and (distance or not equal):
-                return None
-        return values
-
     def checked_values(self, arrays: Mapping[str, Any]) -> list[Any]:
         """Return the values of the very arrays that were checked."""
-        return [guard(arrays.get(name)) for name, guard in self.guards]
+        return [one.guard(arrays.get(one.name)) for one in self.given]
 
 
 def format_of(parameter: Parameter) -> str:
     """Return a parameter's `struct` format."""
     match parameter:
+        case TensorMap():
+            return f"{BYTES}s"
         case Pointer():
             return "Q"
         case Number() | Constant():
@@ -139,18 +116,52 @@ def format_of(parameter: Parameter) -> str:
 
 def parameter_layout(step: Step) -> tuple[tuple[int, int], ...]:
     """Return (offset, size) of every parameter of a step."""
-    layout, end = [], 0
+    layout, end = [], step.lead
     for parameter in step.parameters:
         size = struct.calcsize(format_of(parameter))
-        offset = -(-end // size) * size
+        alignment = min(size, ALIGNMENT)
+        offset = step.lead + -(-(end - step.lead) // alignment) * alignment
         layout.append((offset, size))
         end = offset + size
     return tuple(layout)
 
 
-def packer(step: Step) -> struct.Struct:
-    """Return what packs a step's parameters as the kernel reads them."""
-    return struct.Struct("@" + "".join(format_of(parameter) for parameter in step.parameters))
+class Packer(NamedTuple):
+    """Packs a step's parameters as the kernel reads them.
+
+    Attributes
+    ----------
+    size : int
+        In bytes.
+    pack : callable
+        Takes the parameters; a tensor map is given as two, an address and the bytes between rows.
+    """
+
+    size: int
+    pack: Callable[..., bytes]
+
+
+def packer(step: Step, op: str) -> Packer:
+    """Return what packs a step's parameters.
+
+    Parameters
+    ----------
+    step : Step
+        The step, its tensor maps before all else, where their alignment asks for no gap.
+    op : str
+        For errors.
+    """
+    whole = struct.Struct(f"@{step.lead}x" + "".join(format_of(parameter) for parameter in step.parameters))
+    maps: list[Encoder] = [encoder(each, op) for each in step.parameters if isinstance(each, TensorMap)]
+    if not maps:
+        return Packer(whole.size, whole.pack)
+    count = len(maps)
+
+    def pack(*given: Any) -> bytes:
+        made = [encode(given[2 * at], given[2 * at + 1]) for at, encode in enumerate(maps)]
+        return whole.pack(*made, *given[2 * count :])
+
+    return Packer(whole.size, pack)
 
 
 def picker(indices: list[int]) -> Callable[[Any], tuple[Any, ...]]:

@@ -53,6 +53,24 @@ class Facts(NamedTuple):
     stream: int | None = None
 
 
+class Together(NamedTuple):
+    """How several arrays of one library are recognized at once.
+
+    Attributes
+    ----------
+    same : callable
+        Takes as many arrays as were checked; says whether they have the same facts but for their addresses.
+    unless : str
+        An expression of an array ``{0}`` that speaks against it.
+    address : str
+        An expression of an array ``{0}`` that is its address.
+    """
+
+    same: Callable[..., bool]
+    unless: str
+    address: str
+
+
 class Refused(Exception):
     """An array that cannot be taken: what it is, and what it must be. Whoever knows its name says `InvalidProblem`."""
 
@@ -104,6 +122,10 @@ class Framework(ABC):
             Handle of the stream that it will be used on; None for the framework's current one.
         """
 
+    def address(self, value: Any) -> int:
+        """Return the address of an array that `empty` made."""
+        return self.facts(value).address
+
     def guard(self, value: Any, facts: Facts) -> Guard:
         """Return the cheap check that another array has the same facts but for its address."""
         kind, layout = type(value), facts[1:]
@@ -117,6 +139,10 @@ class Framework(ABC):
             return found[0] if found[1:] == layout and found[0] % size == 0 else None
 
         return same
+
+    def together(self, values: tuple[Any, ...]) -> Together | None:  # noqa: ARG002  most libraries have no such thing
+        """Return what recognizes several arrays at once, faster than a guard for each; None where there is none."""
+        return None
 
     def current_stream(self, ordinal: int) -> Callable[[], int]:  # noqa: ARG002  one per device in most libraries
         """Return how to ask for the handle of the current stream of a device; 0 is the default stream."""

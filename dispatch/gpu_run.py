@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from skuda.dispatch.driver import Driver
 from skuda.dispatch.gpu_bind import Binder
 from skuda.dispatch.gpu_call import Call
+from skuda.dispatch.gpu_code import Recognizer
 from skuda.dispatch.gpu_streams import stream_handle
 from skuda.kernels.launch import Launch
 from skuda.registry.descriptor import Descriptor, Role
@@ -17,29 +19,23 @@ from skuda.registry.errors import DriverError, InvalidProblem, SkudaError
 
 _MOST_CALLS = 4
 
-Send = Callable[[int, object], None]
+Send = Callable[[tuple[Any, ...], int, object], None]
+"""Enqueues a step: its parameters as `struct` packs them, the stream's handle (0: the default one), what the caller
+gave for the stream."""
+
+Bound = Callable[[int, object], None]
+"""Enqueues a step whose parameters are fixed: handle and stream as in `Send`."""
 
 
 class Engine(Protocol):
     """The loaded steps of one launch."""
 
-    def launch(self, step: int, parameters: tuple[Any, ...], handle: int, stream: object) -> None:
-        """Enqueue one step.
+    @property
+    def sends(self) -> Sequence[Send]:
+        """What enqueues each step."""
 
-        Parameters
-        ----------
-        step : int
-            Which.
-        parameters : tuple
-            Its parameters, as `struct` packs them.
-        handle : int
-            The stream, 0 for the default one.
-        stream : object
-            What the caller gave for it.
-        """
-
-    def bound(self, step: int, parameters: tuple[Any, ...]) -> Send:
-        """Return what enqueues one step with these parameters, given handle and stream."""
+    def bound(self, step: int, parameters: tuple[Any, ...]) -> Bound:
+        """Return what enqueues one step with these parameters."""
 
 
 class Scratch:
@@ -134,7 +130,7 @@ class CudaRunner:
         self._only = self._outputs[0] if self._result is None else None
         self._binder = Binder(problem, launch, self._ordinal)
         self._engine, self._driver = engine, driver
-        self._steps = range(len(launch.steps))
+        self._sends = tuple(engine.sends)
         self._scratch = (
             Scratch(driver, self._context, tuple(size for _, size in launch.scratch)) if launch.scratch else None
         )
@@ -145,8 +141,9 @@ class CudaRunner:
         self._latest: Call | None = None
         # With one card a wrong context makes the driver refuse the launch; with several it is asked before.
         self._careful = driver.device_count > 1
-        simple = len(launch.steps) == 1 and not launch.scratch and not self._careful
-        self._launch_one = engine.launch if simple else None
+        self._only_send = self._sends[0] if len(self._sends) == 1 and not launch.scratch and not self._careful else None
+        # The shortest way, where a launch is all there is to the latest call.
+        self._quick: tuple[Recognizer, Callable[[], int], Send] | None = None
 
     def check(self, arrays: Mapping[str, object]) -> None:
         """Raise `InvalidProblem` for arguments that `run` would refuse."""
@@ -160,6 +157,20 @@ class CudaRunner:
         InvalidProblem
             For a missing, unknown or unsuitable argument or stream.
         """
+        quick = self._quick
+        if quick is not None:
+            recognize, current, send = quick
+            parameters = recognize(arrays)
+            if parameters is not None:
+                handle = current() if stream is None else stream_handle(self._op, stream, self._ordinal)
+                try:
+                    send(parameters, handle, stream)
+                except Exception as error:  # noqa: BLE001  PyCUDA's or the driver's
+                    self._again(error, partial(send, parameters, handle, stream))
+                return arrays[self._only] if self._only is not None else self._given(arrays)
+        return self._run(arrays, stream)
+
+    def _run(self, arrays: Mapping[str, object], stream: object) -> object:
         for call in self._calls:
             values = call.values(arrays)
             if values is not None:
@@ -170,17 +181,17 @@ class CudaRunner:
         if call is not self._latest:
             self._remember(call)
         handle = call.stream() if stream is None else stream_handle(self._op, stream, self._ordinal)
-        made = self._make(call, values, stream, handle) if call.made else None
-        if self._launch_one is None or not call.direct:
+        made = self._make(call, values, stream, handle)
+        send = self._only_send if call.direct else None
+        if send is None:
             self._enqueue(call, values, handle, stream)
         else:
+            parameters = call.picks[0]([*values, *call.constants])
             try:
-                self._launch_one(0, call.picks[0]([*values, *call.constants]), handle, stream)
-            except Exception as error:  # noqa: BLE001  PyCUDA's or cuda-bindings'
-                self._again(error, call, values, handle, stream)
-        if made is None and self._only is not None:
-            return arrays[self._only]
-        return self._results(call, arrays, made or {})
+                send(parameters, handle, stream)
+            except Exception as error:  # noqa: BLE001  PyCUDA's or the driver's
+                self._again(error, partial(send, parameters, handle, stream))
+        return self._results(call, arrays, made)
 
     def bind(self, arrays: Mapping[str, object], stream: object) -> Callable[[], object]:
         """Check once and return a callable that only launches; it keeps the arrays alive.
@@ -195,10 +206,11 @@ class CudaRunner:
             raise InvalidProblem(self._op, "arrays", f"{call.framework.name} arrays", "be run: they must never change")
         fixed = None if stream is None else stream_handle(self._op, stream, self._ordinal)
         values = call.checked_values(arrays)
-        made = self._make(call, values, stream, call.stream() if fixed is None else fixed) if call.made else {}
+        made = self._make(call, values, stream, call.stream() if fixed is None else fixed)
         result = self._results(call, arrays, made)
         parameters = [*values, *call.constants]
-        sends = [] if self._scratch else [self._engine.bound(s, call.picks[s](parameters)) for s in self._steps]
+        steps = enumerate(() if self._scratch else call.picks)
+        sends = [self._engine.bound(step, pick(parameters)) for step, pick in steps]
 
         def send_all(handle: int) -> None:
             for send in sends:
@@ -211,8 +223,8 @@ class CudaRunner:
                 return result
             try:
                 send_all(handle)
-            except Exception as error:  # noqa: BLE001  PyCUDA's or cuda-bindings'
-                self._again(error, call, values, handle, stream)
+            except Exception as error:  # noqa: BLE001  PyCUDA's or the driver's
+                self._again(error, partial(send_all, handle))
             return result
 
         return launch
@@ -220,6 +232,8 @@ class CudaRunner:
     def _remember(self, call: Call) -> None:
         self._calls = (call, *(other for other in self._calls if other is not call))[:_MOST_CALLS]
         self._latest = call
+        quick = self._only_send if call.direct else None
+        self._quick = (call.parameters, call.stream, quick) if call.parameters and quick else None
 
     def _enqueue(self, call: Call, values: list[Any], handle: int, stream: object) -> None:
         with self._driver.using(self._context):
@@ -227,29 +241,31 @@ class CudaRunner:
             if not call.direct:
                 self._driver.synchronize(handle)
 
-    def _again(self, error: Exception, call: Call, values: list[Any], handle: int, stream: object) -> None:
+    def _again(self, error: Exception, send: Callable[[], None]) -> None:
         """Launch again where the thread's context was to blame, which a launch does not ask; else raise the error."""
         if isinstance(error, SkudaError) and not isinstance(error, DriverError):
             raise error
         if self._driver.current() == self._context:
             raise DriverError(f"launching {self._op}", str(error)) from error
-        self._enqueue(call, values, handle, stream)
+        with self._driver.using(self._context):
+            send()
 
     def _launch_all(self, call: Call, values: list[Any], handle: int, stream: object) -> None:
-        launch = self._engine.launch
         if self._scratch is None:
             parameters = [*values, *call.constants]
-            for step in self._steps:
-                launch(step, call.picks[step](parameters), handle, stream)
+            for send, pick in zip(self._sends, call.picks, strict=True):
+                send(pick(parameters), handle, stream)
             return
         parameters = [*values, *self._scratch.addresses(handle), *call.constants]
         with self._lock:
-            for step in self._steps:
-                launch(step, call.picks[step](parameters), handle, stream)
+            for send, pick in zip(self._sends, call.picks, strict=True):
+                send(pick(parameters), handle, stream)
 
     @staticmethod
     def _make(call: Call, values: list[Any], stream: object, handle: int) -> dict[str, Any]:
-        made = {}
+        made: dict[str, Any] = {}
+        if not call.made:
+            return made
         # A framework makes arrays for its current stream by itself, and at once.
         target = None if stream is None and not call.framework.borrows else handle
         for each in call.made:
@@ -260,4 +276,9 @@ class CudaRunner:
     def _results(self, call: Call, arrays: Mapping[str, Any], made: Mapping[str, Any]) -> object:
         deliver = call.framework.deliver
         outputs = [deliver(made[name]) if name in made else arrays[name] for name in self._outputs]
+        return outputs[0] if self._result is None else self._result(*outputs)
+
+    def _given(self, arrays: Mapping[str, Any]) -> object:
+        """Return the outputs where the caller gave them all."""
+        outputs = [arrays[name] for name in self._outputs]
         return outputs[0] if self._result is None else self._result(*outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 from skuda.dispatch.device import Device
@@ -19,6 +20,18 @@ Unavailable = Mapping[str, tuple[str, str]]
 
 _KEY_PARTS: tuple[ReasonCode, ...] = ("element", "aux_element", "layout", "epilogue")
 """The parts of a functional key behind category and op, in its order."""
+
+
+class _Part(dict[str | None, tuple[Reason, ...]]):
+    """What speaks against each value that kernels want of one part of the key; worked out when it is asked for."""
+
+    def __init__(self, field: str, code: ReasonCode, had: str | None) -> None:
+        super().__init__({had: ()})
+        self._field, self._code, self._had = field, code, str(had)
+
+    def __missing__(self, wanted: str | None) -> tuple[Reason, ...]:
+        found = self[wanted] = (Reason(code=self._code, field=self._field, wanted=str(wanted), had=self._had),)
+        return found
 
 
 class Question:
@@ -45,7 +58,7 @@ class Question:
         self._unavailable = unavailable if device.ordinal is not None else {}
         self._requires = preference.require != NO_PREFERENCE.require
         self._by_key: dict[FunctionalKey, tuple[Reason, ...]] = {self.key: ()}
-        self._by_part: dict[tuple[str, str | None], Reason] = {}
+        self._by_part: tuple[_Part, ...] = ()
         self._by_arch: dict[ArchSku, tuple[Reason, ...]] = {}
         self._by_backend: dict[str, tuple[Reason, ...]] = {}
 
@@ -53,7 +66,7 @@ class Question:
         """Return every reason for which `sku` cannot serve; empty if it can."""
         by_key = self._by_key.get(sku.key)
         if by_key is None:
-            by_key = self._by_key[sku.key] = tuple(self._key_reasons(sku))
+            by_key = self._by_key[sku.key] = self._key_reasons(sku.key)
         by_arch = self._by_arch.get(sku.arch)
         if by_arch is None:
             by_arch = self._by_arch[sku.arch] = tuple(self._arch_reasons(sku))
@@ -65,15 +78,12 @@ class Question:
             return shared
         return (*shared, *self._own_reasons(sku))
 
-    def _key_reasons(self, sku: KernelSku) -> Iterator[Reason]:
-        for code, want, had in zip(_KEY_PARTS, sku.key[2:], self.key[2:], strict=True):
-            if want != had:
-                reason = self._by_part.get((code, want))
-                if reason is None:
-                    field = key_field(type(self._problem), code)
-                    reason = Reason(code=code, field=field, wanted=str(want), had=str(had))
-                    self._by_part[code, want] = reason
-                yield reason
+    def _key_reasons(self, key: FunctionalKey) -> tuple[Reason, ...]:
+        if not self._by_part:
+            parts = zip(_KEY_PARTS, self.key[2:], strict=True)
+            self._by_part = tuple(_Part(key_field(type(self._problem), code), code, had) for code, had in parts)
+        element, aux, layout, epilogue = self._by_part
+        return element[key.element] + aux[key.aux_element] + layout[key.layout] + epilogue[key.epilogue]
 
     def _arch_reasons(self, sku: KernelSku) -> Iterator[Reason]:
         # A CUDA device whose capability nobody could read runs nothing; it must not pass for a CPU.
@@ -115,14 +125,24 @@ class Question:
 
 
 def choose(
-    registry: Registry, problem: Descriptor, device: Device, preference: PlanPreference, unavailable: Unavailable
+    registry: Registry,
+    problem: Descriptor,
+    device: Device,
+    preference: PlanPreference,
+    unavailable: Unavailable,
+    behind: KernelSku | None = None,
 ) -> KernelSku | None:
     """Return the first kernel, best first, against which nothing speaks; None if there is none.
+
+    With `behind`, only those that stand behind that kernel are looked at.
 
     Only kernels under the problem's exact key are looked at, so the time does not grow with the registry.
     """
     question = Question(problem, device, preference, unavailable)
-    return next((sku for sku in registry.candidates(question.key) if not question.reasons_against(sku)), None)
+    candidates = iter(registry.candidates(question.key))
+    if behind is not None:
+        candidates = itertools.islice(itertools.dropwhile(lambda sku: sku is not behind, candidates), 1, None)
+    return next((sku for sku in candidates if not question.reasons_against(sku)), None)
 
 
 def explain(
@@ -140,7 +160,7 @@ def explain(
     for sku in registry.skus_of(problem.op_name()):
         reasons = question.reasons_against(sku)
         rank = None if reasons else len(accepted)
-        decision = Decision(sku=sku.id, rank=rank, reasons=reasons)
+        decision = Decision.judged(sku.id, rank, reasons)
         (refused if reasons else accepted).append(decision)
     refused.sort(key=lambda decision: len(decision.reasons))
     return Explanation(

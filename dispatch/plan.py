@@ -11,7 +11,7 @@ from skuda.dispatch.backends.base import Runner
 from skuda.dispatch.device import Device
 from skuda.dispatch.preference import PlanPreference
 from skuda.registry.descriptor import Argument, Descriptor
-from skuda.registry.errors import NotPrepared
+from skuda.registry.errors import NotPrepared, Unaligned
 from skuda.registry.guarantee import PrecisionGuarantee
 from skuda.registry.sku import KernelSku
 from skuda.registry.value import Value
@@ -49,14 +49,25 @@ class Plan(Value):
     device: Device
     preference: PlanPreference
     _runner: Runner | None = PrivateAttr(default=None)
+    _next: Callable[[], Plan | None] = PrivateAttr(default=lambda: None)
 
     @classmethod
     def prepared(
-        cls, sku: KernelSku, problem: Descriptor, device: Device, preference: PlanPreference, runner: Runner | None
+        cls,
+        sku: KernelSku,
+        problem: Descriptor,
+        device: Device,
+        preference: PlanPreference,
+        runner: Runner | None,
+        following: Callable[[], Plan | None] = lambda: None,
     ) -> Self:
-        """Build a plan around a runner; without one it can be looked at and saved, not run."""
+        """Build a plan around a runner; without one it can be looked at and saved, not run.
+
+        `following` gives the plan of the kernel that stands next in the ranking: it serves arrays that this one cannot
+        read for their address or stride alone.
+        """
         plan = cls(sku=sku, problem=problem, device=device, preference=preference)
-        object.__setattr__(plan, "__pydantic_private__", {"_runner": runner})
+        object.__setattr__(plan, "__pydantic_private__", {"_runner": runner, "_next": following})
         return plan
 
     def __eq__(self, other: object) -> bool:
@@ -103,7 +114,10 @@ class Plan(Value):
         InvalidProblem
             For the argument that `run` would refuse.
         """
-        self._ready().check(arrays)
+        try:
+            self._ready().check(arrays)
+        except Unaligned as error:
+            return self._following(error).can_implement(**arrays)
         return True
 
     def run(self, *, stream: object = None, **arrays: Any) -> Any:
@@ -131,7 +145,10 @@ class Plan(Value):
         private = self.__pydantic_private__
         runner: Runner | None = private["_runner"] if private else None
         # Spelt out here: a warm run counts every call.
-        return (runner or self._ready()).run(arrays, stream)
+        try:
+            return (runner or self._ready()).run(arrays, stream)
+        except Unaligned as error:
+            return self._following(error).run(stream=stream, **arrays)
 
     def bind(self, *, stream: object = None, **arrays: Any) -> Callable[[], Any]:
         """Check the arguments once and return a callable that only launches.
@@ -152,7 +169,17 @@ class Plan(Value):
         NotPrepared
             As in `run`.
         """
-        return self._ready().bind(arrays, stream)
+        try:
+            return self._ready().bind(arrays, stream)
+        except Unaligned as error:
+            return self._following(error).bind(stream=stream, **arrays)
+
+    def _following(self, error: Unaligned) -> Plan:
+        private = self.__pydantic_private__
+        following: Plan | None = private["_next"]() if private else None
+        if following is None:
+            raise error
+        return following
 
     def _ready(self) -> Runner:
         private = self.__pydantic_private__

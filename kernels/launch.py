@@ -59,7 +59,36 @@ class Columns:
     """Columns, in elements, of the view that all of `Launch.view` share (s64)."""
 
 
-Parameter = Pointer | Leading | Number | Which | Constant | Rows | Columns
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """How Hopper's copy engine reads an argument of one-byte elements, by boxes of its rows (128 bytes, aligned to 64).
+
+    A box lies in shared memory as rows of 128 bytes whose 16-byte units are xored with the row's number modulo 8;
+    what it has beyond the matrix is zero. The argument's address and leading stride must be multiples of 16.
+
+    Attributes
+    ----------
+    name : str
+        The argument, a matrix.
+    rows, columns : int
+        Its shape.
+    box_rows : int
+        Rows of a box, a multiple of 8, at most 256.
+    otherwise : str
+        The scratch buffer that is read where the argument is absent; both are without gaps then.
+    promotion : int
+        Bytes of second-level cache that a read asks for: 128 or 256.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    box_rows: int
+    otherwise: str = ""
+    promotion: int = 128
+
+
+Parameter = TensorMap | Pointer | Leading | Number | Which | Constant | Rows | Columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +105,11 @@ class Step:
         In the order of the function's parameters.
     shared : int
         Bytes of dynamic shared memory.
+    overlaps : bool
+        Whether it may start while the step before it still runs; it waits by itself for what it needs.
+    lead : int
+        Bytes in front of the first parameter. Rules leave it at 0: it is read off the compiled kernel, because a
+        tensor map lies at a multiple of 64 in a bank of memory where parameters need not begin at one.
     """
 
     entry: str
@@ -83,6 +117,8 @@ class Step:
     block: Dim3
     parameters: tuple[Parameter, ...]
     shared: int = 0
+    overlaps: bool = False
+    lead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +135,17 @@ class Launch:
         contiguous rows; all others are contiguous.
     scratch : tuple of (str, int)
         Named scratch buffers and their bytes; allocated once when the plan is made.
+    aligned : tuple of str
+        Matrices, apart from those of tensor maps, whose address and rows must begin at multiples of 16 bytes.
+    flags : tuple of str
+        Compiler flags of the chosen configuration, behind those of the SKU.
+    notes : tuple of str
+        What was chosen and what stood behind it, for people.
     """
 
     steps: tuple[Step, ...]
     view: tuple[str, ...] = ()
     scratch: tuple[tuple[str, int], ...] = ()
+    aligned: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()

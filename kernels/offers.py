@@ -76,6 +76,8 @@ def cuda_skus(
     epilogues: Iterable[EpilogueKind | None] = (None,),
     *,
     launch: str,
+    suffix: str = "",
+    arch: ArchSku = ArchSku.SM_80,
     flags: Callable[[ElementKind, ElementKind | None], tuple[str, ...]] | None = None,
     guarantee: Callable[[ElementKind, EpilogueKind | None], PrecisionGuarantee] | None = None,
     **fields: Any,
@@ -87,11 +89,15 @@ def cuda_skus(
     descriptor : type of Descriptor
         The op's descriptor.
     module : str
-        Dotted name of the op's module; the source is the file beside it with the same stem.
+        Dotted name of the op's module; the source is the file beside it with the same stem (and `suffix`).
     elements, aux, epilogues : iterable
         The combinations; the elements choose what the source is compiled for.
     launch : str
         ``module:function`` of the launch rule.
+    suffix : str
+        What the source's and the entry's names have behind the op's, for a kernel beside the plain one.
+    arch : ArchSku
+        What the source needs.
     flags : callable or None
         Compiler flags of a pair of elements; None for `element_flags`.
     guarantee : callable or None
@@ -111,14 +117,14 @@ def cuda_skus(
             aux_element=second,
             layout=descriptor.layout,
             epilogue=epilogue,
-            arch=ArchSku.SM_80,
+            arch=arch,
             backend=BackendKind.PYCUDA,
-            source=f"{package}:{stem}.cu",
+            source=f"{package}:{stem}{suffix}.cu",
             launch=launch,
             flags=flags(element, second),
             **{
                 "variant": "chunked",
-                "entry_point": descriptor.op_name(),
+                "entry_point": descriptor.op_name() + suffix,
                 "precision_guarantee": guarantee(element, epilogue),
                 "summary": "16-byte chunks",
                 **fields,

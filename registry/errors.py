@@ -45,6 +45,10 @@ class InvalidProblem(_RuleBroken):
     """The request itself is wrong: a size, a range, a shape, a type, an argument."""
 
 
+class Unaligned(InvalidProblem):
+    """An array that this kernel cannot read for its address or stride alone; another kernel may."""
+
+
 class InvalidRecord(_RuleBroken):
     """A record (`KernelSku`, `Device`, `PlanPreference`, ...) that cannot be what it says."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 from typing import Any
@@ -108,9 +109,10 @@ class FakeEngine:
         self._steps, self._driver = launch.steps, driver
         self.launches: list[tuple[str, tuple[Any, ...], int]] = []
         self.trouble: Exception | None = None
+        self.sends = [functools.partial(self.launch, step) for step in range(len(launch.steps))]
 
     def launch(self, step: int, parameters: tuple[Any, ...], handle: int, stream: object) -> None:
-        packer(self._steps[step]).pack(*parameters)  # whatever cannot be packed raises here
+        packer(self._steps[step], "fake").pack(*parameters)  # whatever cannot be packed raises here
         if self._driver.current() != CONTEXT:
             raise RuntimeError("invalid context")
         if self.trouble is not None:

@@ -167,12 +167,12 @@ def test_version(skuda):
 def test_help_names_every_command_and_cuts_nothing_off(skuda, arguments):
     status, out, err = skuda(*arguments)
     assert (status, err) == (0, "")
-    for command in ("list", "show", "explain", "doctor", "demo"):
+    for command in ("list", "show", "explain", "verify", "bench", "doctor", "demo"):
         assert re.search(rf"^  {command} ", out, re.MULTILINE)
     assert "..." not in out.replace("[ARGS]...", "")
 
 
-@pytest.mark.parametrize("command", ["list", "show", "explain", "doctor", "demo"])
+@pytest.mark.parametrize("command", ["list", "show", "explain", "verify", "bench", "doctor", "demo"])
 def test_every_command_has_help(skuda, command):
     status, out, err = skuda(command, "--help")
     assert (status, err) == (0, "")
@@ -870,15 +870,15 @@ def test_versions_are_compared_as_numbers(version, wanted, answer):
 def test_demo_gets_its_options(skuda, monkeypatch, tmp_path):
     seen = {}
 
-    def demo(*, plot, as_json, console):
-        seen.update(plot=plot, as_json=as_json, console=console)
+    def demo(*, plot, as_json, console, device):
+        seen.update(plot=plot, as_json=as_json, console=console, device=device)
         return 1
 
     monkeypatch.setattr("skuda.tools.demo.run.demo", demo)
-    assert skuda("demo", "--plot", str(tmp_path / "x.png"), "--json")[0] == 1
-    assert (seen["plot"], seen["as_json"]) == (tmp_path / "x.png", True)
+    assert skuda("demo", "--plot", str(tmp_path / "x.png"), "--device", "host", "--json")[0] == 1
+    assert (seen["plot"], seen["as_json"], seen["device"]) == (tmp_path / "x.png", True, "host")
     assert skuda("demo")[0] == 1
-    assert (str(seen["plot"]), seen["as_json"]) == ("skuda-demo.png", False)
+    assert (str(seen["plot"]), seen["as_json"], seen["device"]) == ("skuda-demo.png", False, "auto")
 
 
 def test_demo_refuses_a_folder_that_is_not_there(skuda, tmp_path):

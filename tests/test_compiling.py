@@ -12,7 +12,7 @@ import pytest
 from toykernels import scaled as toy
 
 from skuda.dispatch import compiling, device_named
-from skuda.dispatch.backends.cuda import check_parameters
+from skuda.dispatch.backends.cuda import placed
 from skuda.dispatch.backends.cuda_core import CudaCoreBackend
 from skuda.dispatch.backends.pycuda import PycudaBackend
 from skuda.dispatch.compiling import Job, Nvcc, Nvrtc, find_nvcc, find_nvrtc, nvrtc_trouble
@@ -104,7 +104,7 @@ def test_a_cubin_says_the_parameters_that_the_launch_packs(find, arch):
         assert kernels[step.entry].parameters == parameter_layout(step)
         assert 0 < kernels[step.entry].registers <= 255
         assert kernels[step.entry].frame == 0
-        check_parameters(toy.sku("scaled", "cuda_core"), (step,), cubin)
+        placed(toy.sku("scaled", "cuda_core"), (step,), cubin)
 
 
 @every_compiler
@@ -201,7 +201,7 @@ def cubin():
 )
 def test_a_launch_that_gives_other_parameters_is_refused(cubin, step, words):
     with pytest.raises(CompileError, match=words):
-        check_parameters(toy.sku("summed", "pycuda"), (step,), cubin)
+        placed(toy.sku("summed", "pycuda"), (step,), cubin)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF", b"\x7fELF\x02\x01" + b"\0" * 58, b"PTX" * 100])
@@ -271,7 +271,7 @@ def test_parameters_are_aligned_as_the_compiler_aligns_them():
     kinds = [ElementKind.S8, ElementKind.F64, ElementKind.F16, ElementKind.S32, ElementKind.BF16, ElementKind.S64]
     step = Step("k", (1, 1, 1), (1, 1, 1), tuple(Constant(kind, 0) for kind in kinds))
     assert parameter_layout(step) == ((0, 1), (8, 8), (16, 2), (20, 4), (24, 2), (32, 8))
-    packed = packer(step).pack(-1, 0.5, 1.5, -2, 0x3F80, 7)
+    packed = packer(step, "op").pack(-1, 0.5, 1.5, -2, 0x3F80, 7)
     assert packed[20:24] == struct.pack("<i", -2)
     assert packed[24:26] == b"\x80\x3f"
     assert len(packed) == 40

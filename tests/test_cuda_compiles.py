@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.binding import launch_of
-from harness.resources import Job, architectures, compiled, cuda_skus
+from harness.resources import Job, architectures, compiled, configurations, cuda_skus
 from support import SEED
 
 import skuda.kernels
@@ -29,17 +29,21 @@ def _chosen():
     found = {}
     for sku in SKUS:
         own = architectures(sku)
-        found[sku.source, sku.flags, "sm_90" if "sm_90" in own else own[0], "nvrtc"] = sku
-    for source, group in itertools.groupby(sorted(shuffled, key=lambda sku: sku.source), lambda sku: sku.source):
+        found[_flags(sku), "sm_90" if "sm_90" in own else own[0], "nvrtc"] = sku
+    for _, group in itertools.groupby(sorted(shuffled, key=lambda sku: sku.source), lambda sku: sku.source):
         members = list(group)
         every = sorted({arch for sku in members for arch in architectures(sku)})
         for turn, arch in enumerate(every):
             able = [sku for sku in members if arch in architectures(sku)]
             sku = able[turn % len(able)]
-            found.setdefault((source, sku.flags, arch, "nvrtc"), sku)
+            found.setdefault((_flags(sku), arch, "nvrtc"), sku)
             if arch in ("sm_90", "sm_90a"):
-                found.setdefault((source, sku.flags, arch, "nvcc"), sku)
-    return [(sku, arch, compiler) for (_, _, arch, compiler), sku in found.items()]
+                found.setdefault((_flags(sku), arch, "nvcc"), sku)
+    return [(sku, arch, compiler) for (_, arch, compiler), sku in found.items()]
+
+
+def _flags(sku):
+    return (sku.source, *sku.flags, *configurations(sku)[0])
 
 
 def _name(sku, arch, compiler):

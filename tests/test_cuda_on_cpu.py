@@ -11,6 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import ml_dtypes
+import mpmath
 import numpy as np
 import pytest
 from harness import emulator
@@ -18,12 +19,15 @@ from harness.binding import Placed, launch_of, place, run_steps
 from support import SEED, arguments_of, assert_same_bits, draw, fresh, rounded, run, specials, spread, zero_points
 
 from skuda.dispatch.device import Device
+from skuda.dispatch.sources import read_source
 from skuda.kernels.catalog import built_in_ops
 from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.quantize import _activation
 from skuda.registry.arch import ArchSku
 from skuda.registry.descriptor import Role
 from skuda.registry.elements import ElementKind
 from skuda.registry.op import Case
+from skuda.tools.placing import differing
 
 pytestmark = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler")
 
@@ -58,11 +62,18 @@ def _offered():
     return [(op, sku, cases[sku.key]) for op, sku in found.values()]
 
 
+def _served(sku, cases):
+    return [case for case in cases if not any(constraint.check(case.problem) for constraint in sku.constraints)]
+
+
 OFFERED = _offered()
 EVERY = [pytest.param(op, sku, cases, id=sku.id.replace(f".{sku.backend}.", ".")) for op, sku, cases in OFFERED]
+sampler = np.random.default_rng(SEED)
+# Tensor cores are slow on a CPU, and every configuration is a compilation: a few, drawn afresh each run.
+EVERY = [e for e, (_, sku, _) in zip(EVERY, OFFERED, strict=True) if sku.variant != "mma" or sampler.random() < 0.1]
+OFFERED = [e.values for e in EVERY]
 if emulator.SANITIZED:
     # Each op at least once, the rest by chance.
-    sampler = np.random.default_rng(SEED)
     firsts = {op.name: i for i, (op, _, _) in reversed(list(enumerate(OFFERED)))}
     EVERY = [e for i, e in enumerate(EVERY) if i in firsts.values() or sampler.random() < 0.2]
 
@@ -72,7 +83,14 @@ def built(request):
     """Compile at once everything that the chosen tests run."""
     here = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
     params = [item.callspec.params for item in here]
-    emulator.build(emulator.Unit.of(p["sku"]) for p in params if "sku" in p)
+    emulator.build(
+        emulator.Unit.of(p["sku"]).configured(launch_of(p["sku"], case.problem, device).flags)
+        for p in params
+        if "sku" in p
+        for case in _served(p["sku"], p.get("cases", ()))
+        for device in DEVICES
+        if launch_of(p["sku"], case.problem, device).steps
+    )
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
@@ -194,7 +212,8 @@ def check(unit, sku, case, inputs, shapes, rng, *, in_place=False):
             if a.name in launch.view and placed[a.name].array.dtype == placed[outputs[0]].array.dtype
         )
         placed[outputs[0]] = placed[source]
-    run_steps(emulator.load(unit), launch, problem, placed, shapes)
+    if launch.steps:
+        run_steps(emulator.load(unit.configured(launch.flags)), launch, problem, placed, shapes)
     for name in outputs:
         _assert_agrees(placed[name].array, want[name], sku, f"{name} of {problem!r}")
     written = {id(placed[a.name]) for a in arguments_of(problem, Role.OUTPUT, Role.SCRATCH)}
@@ -207,9 +226,7 @@ def check(unit, sku, case, inputs, shapes, rng, *, in_place=False):
 
 def check_all(unit, op, sku, cases, rng):
     """Check cases as they are drawn, with values on the edges, and in place."""
-    for case in cases:
-        if any(constraint.check(case.problem) for constraint in sku.constraints):
-            continue
+    for case in _served(sku, cases):
         drawn = draw(op, case, rng)
         check(unit, sku, case, drawn.inputs, drawn.shapes, rng)
         if "scale" in drawn.inputs:
@@ -266,6 +283,35 @@ def test_gradients_are_divided_exactly_where_quotients_are_hardest_to_round(op, 
     check(emulator.Unit.of(sku), sku, Case(problem), inputs, shapes, rng)
 
 
+QUANTIZING = [
+    pytest.param(op, sku, cases, id=sku.id)
+    for op, sku, cases in OFFERED
+    if op.name == "quantize_per_token" and sku.element.bits == 16 and sku.aux_element is ElementKind.S8
+]
+
+
+def _check_beside_ties(unit, op, sku):
+    """Quantize numbers whose quotient is half an integer, or one or two units of f32 beside that."""
+    rng, n, d = fresh(sku.id), 4096, 8
+    digits = ml_dtypes.finfo(storage_dtype(sku.element)).nmant
+    x = rng.integers(1 << digits, 2 << digits, (n, 1)) * rng.choice([-1.0, 1.0], (n, d))
+    scale = (np.abs(x[:, 0]) / (rng.integers(0, 127, n) + 0.5)).astype(np.float32)
+    scale = (scale.view(np.int32) + rng.integers(-2, 2, n, endpoint=True).astype(np.int32)).view(np.float32)
+    problem = op.descriptor(n=n, d=d, q_min=-128, q_max=127, input_element=sku.element, output_element=sku.aux_element)
+    inputs = {"input": rounded(x, sku.element), "scale": scale, "zero_point": np.zeros(n, np.int32)}
+    check(unit, sku, Case(problem), inputs, dict.fromkeys(("input", "output"), (n, d)), rng)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(("op", "sku", "cases"), QUANTIZING)
+def test_codes_are_exact_where_quotients_are_hardest_to_round(op, sku, cases):
+    unit = emulator.Unit.of(sku)
+    _check_beside_ties(unit, op, sku)
+    if not emulator.SANITIZED:
+        with pytest.raises(AssertionError):
+            _check_beside_ties(unit.with_change("product(x, g.rest)", "(C)0"), op, sku)
+
+
 # --- the check itself ------------------------------------------------------------------------------------------------
 
 plainly = pytest.mark.skipif(emulator.SANITIZED, reason="sanitizers end the process where these expect a message")
@@ -282,6 +328,8 @@ MUTANTS = {
     "a byte too far": ("quantize_per_channel", "unit < all_units;", "unit < all_units + 1;"),
     "wrong nibble order": ("quantize_per_group", "(q[i] & 15u) << 4 * i", "(q[i] & 15u) << 4 * (N - 1 - i)"),
     "missing barrier": ("dynamic_range", "__syncthreads();", ""),
+    "missing unit": ("dequantize_per_token", "if (e >= total) return true;", "if (e + length >= total) return true;"),
+    "not a number unseen": ("dynamic_range", "bool quick = by_chunks && !has_nan(r);", "bool quick = by_chunks;"),
 }
 
 
@@ -387,6 +435,47 @@ def test_conversions_of_the_shim_round_once_and_keep_nan():
         assert_same_bits(half.view(np.float16), values.astype(np.float16), "f16")
         assert_same_bits(brain.view(ml_dtypes.bfloat16), values.astype(ml_dtypes.bfloat16), "bf16")
         assert_same_bits(back, values.astype(np.float16).astype(np.float32), "f16 to f32")
+
+
+CURVES = """
+#include "activation.cuh"
+extern "C" __global__ void curves(const double* in, double* gelus, double* silus) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  gelus[i] = gelu(in[i]), silus[i] = silu(in[i]);
+}"""
+
+
+def test_gelu_and_silu_are_within_an_ulp_in_f64_and_the_reference_within_two():
+    """Nothing but sums, products and quotients is in them, so these are the bits of a GPU too."""
+    rng = fresh("curves")
+    drawn = (
+        rng.uniform(-39, 10, 800),
+        rng.uniform(-760, 50, 800),
+        rng.normal(size=400),
+        # Where one branch ends, where results become subnormal, where they vanish; and tiny numbers.
+        *(edge + rng.normal(size=60) for edge in (-38.0, -36.0, 9.0, 45.0, -700.0, -708.4, -745.0)),
+        np.exp(rng.uniform(-700, 0, 200)) * rng.choice([-1, 1], 200),
+        [0.0, -0.0, 5e-324, -5e-324, 1e308, -1e308, np.inf, -np.inf, np.nan, 9.0, -40.0, 45.0, -800.0, -2000.0],
+    )
+    x = np.concatenate(drawn)
+    x = np.resize(x, -(-x.size // 32) * 32)
+    gelus, silus = np.empty_like(x), np.empty_like(x)
+    source = read_source("skuda.kernels.quantize:quantized_linear.cu")
+    headers = tuple((name, text.decode()) for name, text in source.headers)
+    library = emulator.load(emulator.Unit("curves.cu", CURVES, headers, source.foreign))
+    pointers = [("p", array.ctypes.data) for array in (x, gelus, silus)]
+    library.launch("curves", (x.size // 32, 1, 1), (32, 1, 1), 0, pointers)
+    with mpmath.workprec(200):
+        for kind, got, own in (("gelu", gelus, _activation.gelu(x)), ("silu", silus, _activation.silu(x))):
+            assert differing(got, own, 2).sum() == 0, kind
+            assert_same_bits(np.signbit(got[~np.isnan(x)]), np.signbit(own[~np.isnan(x)]), kind)
+            for each, device, host in zip(x.tolist(), got.tolist(), own.tolist(), strict=True):
+                if abs(each) < 3000:  # mpmath has no erfc of much more
+                    v = mpmath.mpf(each)
+                    true = v * mpmath.erfc(-v / mpmath.sqrt(2)) / 2 if kind == "gelu" else v / (1 + mpmath.exp(-v))
+                    ulp = math.ulp(float(true))
+                    assert abs(device - true) <= 1.0 * ulp, (kind, each, device, host)
+                    assert abs(host - true) <= 2.0 * ulp, (kind, each, device, host)
 
 
 # --- sanitizers ------------------------------------------------------------------------------------------------------

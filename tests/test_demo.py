@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import math
@@ -14,9 +15,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from skuda.dispatch import Dispatcher
+from skuda.dispatch import Dispatcher, device_named
+from skuda.dispatch.backends.numpy import NumpyBackend
+from skuda.dispatch.device import HOST
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
 from skuda.tools.demo import encoder as encoder_module
+from skuda.tools.demo import placed as placed_module
 from skuda.tools.demo import run as run_module
 from skuda.tools.demo import ways as ways_module
 from skuda.tools.demo.encoder import (
@@ -35,6 +39,7 @@ from skuda.tools.demo.plot import draw
 from skuda.tools.demo.render import render
 from skuda.tools.demo.result import DemoResult
 from skuda.tools.demo.run import demo, read_sentences, run_demo
+from skuda.tools.placing import HostPlacement
 from skuda.tools.smoothquant import DynamicLayer
 
 needs_model = pytest.mark.skipif(
@@ -424,6 +429,82 @@ def test_the_search_never_sees_the_held_out_half(rng):
     second = run_demo(model, mixed, dispatcher, plot=Path("p.png"))
     assert second.search == first.search
     assert second.ways[0].mean_cosine != first.ways[0].mean_cosine
+
+
+class Elsewhere(HostPlacement):
+    """Stands for a GPU's memory: arrays of another type, counted."""
+
+    name = "elsewhere"
+
+    def __init__(self):
+        self.sent = []
+
+    def upload(self, content):
+        self.sent.append(content.shape)
+        return content.copy()
+
+
+def without_times(result):
+    fields = result.model_dump()
+    for way in fields["ways"]:
+        del way["prepare_seconds"], way["run_seconds"]
+    return {name: value for name, value in fields.items() if not name.endswith("_seconds")}
+
+
+def test_a_placed_dispatcher_gives_the_same_results_and_takes_weights_over_once(rng):
+    model, sentences = tiny_model(rng), tiny_sentences(rng, 20)
+    here = run_demo(model, sentences, Dispatcher(), plot=Path("p.png"))
+    placement = Elsewhere()
+    dispatcher = placed_module.Placed(Dispatcher(), HOST, placement)
+    there = run_demo(model, sentences, dispatcher, plot=Path("p.png"))
+    assert without_times(there) == without_times(here)
+    weight, x = rng.normal(size=(24, 16)).astype(np.float32), rng.normal(size=(5, 16)).astype(np.float32)
+    layer = DynamicLayer.quantize(dispatcher, weight)
+    want = layer.run(Dispatcher(), x)
+    del placement.sent[:]
+    for _ in range(3):
+        np.testing.assert_array_equal(layer.run(dispatcher, x), want)
+    assert sorted(placement.sent) == sorted([(24, 16), (24,)] + [(5, 16)] * 3)
+    del layer, there
+    gc.collect()
+    # What is left belongs to arrays that still are.
+    assert set(dispatcher._weights) == {id(model.encoder.bias(name)) for name in model.encoder.linear_names}
+
+
+class WithCard(NumpyBackend):
+    """The host's backend, which says that a card is here."""
+
+    def devices(self):
+        return (device_named("h200").model_copy(update={"ordinal": 0}), HOST)
+
+
+def test_where_the_demo_runs(monkeypatch):
+    host, card = Dispatcher(backends=[NumpyBackend()]), Dispatcher(backends=[WithCard()])
+    placement = Elsewhere()
+    monkeypatch.setattr(placed_module, "placement_for", lambda device: placement)
+    assert placed_module.placed(host, "auto") == (host, "")
+    assert placed_module.placed(card, "host") == (card, "")
+    for where in ("auto", "gpu"):
+        found, note = placed_module.placed(card, where)
+        assert (placed_module.device_of(found).name, note) == ("NVIDIA H200", "")
+    assert placed_module.device_of(host) is HOST
+    with pytest.raises(InvalidProblem, match=r"--device must be host or auto.*skuda doctor.*had gpu"):
+        placed_module.placed(host, "gpu")
+    with pytest.raises(InvalidProblem, match="one of auto, gpu, host"):
+        placed_module.placed(host, "moon")
+
+
+def test_a_card_that_no_array_gets_to_is_told(monkeypatch):
+    card = Dispatcher(backends=[WithCard()])
+    placement = Elsewhere()
+    placement.upload = lambda content: 1 / 0
+    monkeypatch.setattr(placed_module, "placement_for", lambda device: placement)
+    found, note = placed_module.placed(card, "auto")
+    assert found is card
+    assert "NVIDIA H200" in note
+    assert "division by zero" in note
+    with pytest.raises(MissingDependency, match="division by zero"):
+        placed_module.placed(card, "gpu")
 
 
 def test_too_few_sentences_are_refused(rng):

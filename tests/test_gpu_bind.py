@@ -517,8 +517,10 @@ def torch(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "torch", fake)
     gpu_arrays._torch_elements.cache_clear()
+    gpu_arrays._torch_dtypes.cache_clear()
     yield fake
     gpu_arrays._torch_elements.cache_clear()
+    gpu_arrays._torch_dtypes.cache_clear()
 
 
 def test_tensors_are_taken_on_their_current_stream(rig, torch):
@@ -549,7 +551,7 @@ def test_a_tensor_that_changed_is_noticed(rig, torch, change, words):
     for other in (FakeTensor(**change), x):
         other.fields.update(change)
         if change.get("negative") or change.get("layout"):
-            rig.runner._calls = ()  # neither can change while everything else stays
+            rig.runner._calls, rig.runner._quick = (), None  # neither can change while everything else stays
         with pytest.raises(InvalidProblem, match=words):
             rig.run(x=other, scale=1.0, y=y)
     assert len(rig.engine.launches) == 1

@@ -36,6 +36,11 @@ def test_importing_loads_no_gpu_library_no_tool_and_no_op(package):
     assert not [name for name in loaded if re.match(r"skuda\.kernels\.quantize\.\w", name)]
 
 
+def test_importing_the_dispatcher_loads_no_backend_that_it_does_not_make():
+    loaded = modules_after("import skuda.dispatch")
+    assert not [name for name in loaded if re.match(r"skuda\.dispatch\.(gpu_\w+|backends\.(?!base)\w+)", name)]
+
+
 def test_the_registry_needs_no_array_library():
     assert "numpy" not in modules_after("import skuda.registry")
 

@@ -497,43 +497,73 @@ def test_streams_of_pycuda_are_launched_on_by_pycuda(run):
     assert [launch.stream for launch in told.launches] == [told.values["handle"]] * 2
 
 
+FOREIGN = """
+        from types import SimpleNamespace
+        # As torch, CuPy and others give them; for the last one the arrays themselves say where they are worked on.
+        streams = [
+            SimpleNamespace(cuda_stream=71, device_index=0),
+            SimpleNamespace(ptr=72, device_id=0),
+            SimpleNamespace(__cuda_stream__=lambda: (0, 73)),
+            74,
+            None,
+        ]
+        given = arrays()
+        owned = {name: FakeArray((4, 8), address=at, stream=75) for name, at in (("x", X), ("y", Y))} | {"scale": 0.5}
+"""
+
+
 @needs_pycuda
 @needs_bindings
 def test_foreign_streams_are_served_by_cuda_core_visibly(run):
     told = run(
-        """
+        FOREIGN
+        + """
         p = plan()
-        p.run(**arrays(), stream=77)
-        p.bind(**arrays(), stream=78)()
+        for stream in streams:
+            for _ in range(2):
+                p.run(**owned if stream is None else given, stream=stream)
+        p.bind(**given, stream=78)()
         told["notes"] = p.notes
         told["explained"] = d.explain(ScaledDescriptor(numel=32), prefer).notes
+        told["printed"] = str(d.explain(ScaledDescriptor(numel=32), prefer))
         """
     )
-    assert [(launch.stream, launch.parameters) for launch in told.launches] == [(77, expected()), (78, expected())]
-    for notes in (told.values["notes"], told.values["explained"]):
+    handles = [71, 71, 72, 72, 73, 73, 74, 74, 75, 75, 78]
+    assert [(launch.stream, launch.parameters) for launch in told.launches] == [(h, expected()) for h in handles]
+    for notes in (told.values["notes"], told.values["explained"], [told.values["printed"]]):
         assert any("cuda_core" in note and "streams of other libraries" in note for note in notes)
 
 
 @needs_pycuda
 def test_foreign_streams_are_refused_where_cuda_core_is_absent(run):
     told = run(
-        """
+        FOREIGN
+        + """
         sys.modules["cuda"] = None
         p = plan()
-        p.run(**arrays())
+        p.run(**given)
+        p.run(**given)
         told["notes"] = p.notes
-        for call in (lambda: p.run(**arrays(), stream=77), p.bind(**arrays(), stream=77)):
-            try:
-                call()
-            except InvalidProblem as error:
-                told.setdefault("errors", []).append(str(error))
+        told["explained"] = d.explain(ScaledDescriptor(numel=32), prefer).notes
+        for stream in streams:
+            mine = owned if stream is None else given
+            for call in (lambda: p.run(**mine, stream=stream), p.bind(**mine, stream=stream)):
+                try:
+                    call()
+                except InvalidProblem as error:
+                    told.setdefault("errors", []).append(str(error))
         told["status"] = d.status["cuda_core"].model_dump()
         """
     )
-    assert len(told.launches) == 1
-    assert len(told.values["errors"]) == 2
-    assert all("pip install 'skuda[cuda13]'" in error for error in told.values["errors"])
-    assert "refused" in told.values["notes"][0]
+    assert len(told.launches) == 2
+    errors = told.values["errors"]
+    assert len(errors) == 10
+    for error, handle in zip(errors, (h for h in range(71, 76) for _ in range(2)), strict=True):
+        assert "scaled: stream" in error
+        assert f"a stream of another library ({handle:#x})" in error
+        assert "pip install 'skuda[cuda13]'" in error
+    for notes in (told.values["notes"], told.values["explained"]):
+        assert "streams of other libraries are refused: cuda-bindings is not installed" in notes
     assert told.values["status"] == {
         "available": False,
         "detail": "cuda-bindings is not installed",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from toy import EXACT, ToyDescriptor, cuda_sku, toy_op, toy_sku
 
 from skuda.dispatch import (
@@ -389,6 +392,22 @@ class TestArraysDecide:
             dispatcher.run(ToyDescriptor(), x=[1.0])
 
 
+def test_a_decision_that_was_not_validated_is_like_one_that_was(dispatcher):
+    told = dispatcher.explain(ToyDescriptor())
+    assert {decision.accepted for decision in told.decisions} == {True, False}
+    for decision in told.decisions:
+        again = Decision(sku=decision.sku, rank=decision.rank, reasons=decision.reasons)
+        assert decision == again
+        assert hash(decision) == hash(again)
+        assert repr(decision) == repr(again)
+        assert decision.model_dump_json() == again.model_dump_json()
+        assert decision.model_fields_set == again.model_fields_set
+        assert decision.model_copy(update={"rank": 7}) == again.model_copy(update={"rank": 7})
+        assert pickle.loads(pickle.dumps(decision)) == again  # noqa: S301  our own
+        with pytest.raises(ValidationError):
+            decision.rank = 3
+
+
 class TestThreads:
     def test_many_threads_get_one_plan_and_one_preparation(self, registry):
         fake = FakeCuda((KNOWN_DEVICES["a100"].model_copy(update={"ordinal": 0}),))
@@ -411,6 +430,55 @@ class TestThreads:
         assert failures == []
         assert len({id(plan) for plan in plans}) == 20
         assert len(fake.prepared) == 20
+
+    def test_different_problems_are_prepared_side_by_side_and_nobody_else_waits(self, registry):
+        """Two preparations that each wait for the other to have begun, and a cached selection between them."""
+        fake = FakeCuda((KNOWN_DEVICES["a100"].model_copy(update={"ordinal": 0}),))
+        dispatcher = Dispatcher(registry, backends=[NumpyBackend(), fake])
+        warm = dispatcher.select(ToyDescriptor(m=3))
+        both, finish = threading.Barrier(3), threading.Event()
+        prepare = fake.prepare
+
+        def slow(sku, problem, device):
+            both.wait(60)
+            assert finish.wait(60)
+            return prepare(sku, problem, device)
+
+        fake.prepare = slow
+        with ThreadPoolExecutor(3) as pool:
+            plans = [pool.submit(dispatcher.select, ToyDescriptor(m=m)) for m in (1, 2)]
+            both.wait(60)
+            same = pool.submit(dispatcher.select, ToyDescriptor(m=2))
+            assert dispatcher.select(ToyDescriptor(m=3)) is warm
+            assert not any(plan.done() for plan in plans)
+            finish.set()
+            assert [plan.result(60).problem.m for plan in plans] == [1, 2]
+            assert same.result(60) is plans[1].result()
+        assert len(fake.prepared) == 3
+
+    def test_whoever_waited_for_a_preparation_that_failed_tries_for_himself(self, registry):
+        fake = FakeCuda((KNOWN_DEVICES["a100"].model_copy(update={"ordinal": 0}),))
+        dispatcher = Dispatcher(registry, backends=[NumpyBackend(), fake])
+        begun, fail = threading.Event(), threading.Event()
+        prepare = fake.prepare
+
+        def failing(sku, problem, device):
+            fake.prepare = prepare
+            begun.set()
+            assert fail.wait(60)
+            raise NotPrepared("a stream is being captured")
+
+        fake.prepare = failing
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(dispatcher.select, ToyDescriptor())
+            assert begun.wait(60)
+            second = pool.submit(dispatcher.select, ToyDescriptor())
+            fail.set()
+            with pytest.raises(NotPrepared):
+                first.result(60)
+            assert second.result(60).problem == ToyDescriptor()
+        assert len(fake.prepared) == 1
+        assert dispatcher._answering == {}
 
     def test_one_plan_serves_many_threads_at_once(self):
         dispatcher = Dispatcher()

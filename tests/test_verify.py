@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
+import sys
+import textwrap
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -36,7 +40,8 @@ from skuda.registry.descriptor import storage_shape
 from skuda.registry.value import Extent
 from skuda.tools import evidence, listing, showing, verify_page
 from skuda.tools.cli import main
-from skuda.tools.evidence import EvidenceFile, Records, load_records, source_hash, status, tally
+from skuda.tools.evidence import EvidenceFile, Records, load_records, status, tally
+from skuda.tools.fingerprint import modules_of, reference_hash, source_hash
 from skuda.tools.large import large_problems, suitable
 from skuda.tools.placing import LAYOUTS, Geometry, HostPlacement, Image, differing
 from skuda.tools.trial import row_arguments, row_field
@@ -132,12 +137,12 @@ def toy(entry: str, guarantee: PrecisionGuarantee = EXACT, **changes: Any) -> Ke
     return KernelSku(**{**fields, **changes})
 
 
+CASES = tuple(Case(HalvedDescriptor(n=n, d=d)) for n, d in ((5, 3), (0, 3), (1, 1), (7, 8)))
+OP = Op(HalvedDescriptor, reference, CASES, (toy("reference", backend="numpy"),), source="tests/test_verify.py")
+
+
 def dispatcher_of(*skus: KernelSku) -> Dispatcher:
-    sizes = ((5, 3), (0, 3), (1, 1), (7, 8))
-    cases = tuple(Case(HalvedDescriptor(n=n, d=d)) for n, d in sizes)
-    own = toy("reference", backend="numpy")
-    op = Op(HalvedDescriptor, reference, cases, (own,), source="tests/test_verify.py")
-    return Dispatcher(Registry([ToyBackend.spec, op, *skus], origin="toy"), backends=(ToyBackend(), NumpyBackend()))
+    return Dispatcher(Registry([ToyBackend.spec, OP, *skus], origin="toy"), backends=(ToyBackend(), NumpyBackend()))
 
 
 def verified(*skus: KernelSku, **more: Any) -> EvidenceFile:
@@ -352,24 +357,24 @@ def test_a_record_speaks_for_this_very_kernel_only(tmp_path, monkeypatch):
     module = tmp_path / "halved_kernel.py"
     module.write_text("def halve(problem, *, x, y):\n    y[...] = x / 2\n")
     sku = toy("halve", source="halved_kernel", variant="module")
-    assert status(sku, Records()).word == "unverified"
+    assert status(sku, OP, Records()).word == "unverified"
     found = verified(sku, toy("wrong_at_one_place"))
     records = Records((found,))
-    assert status(sku, records).word == "verified"
-    assert status(toy("wrong_at_one_place"), records).word == "failed"
-    assert status(toy("reference", variant="other"), records).word == "unverified"
-    assert status(toy("reference", backend="numpy"), records).word == "reference"
+    assert status(sku, OP, records).word == "verified"
+    assert status(toy("wrong_at_one_place"), OP, records).word == "failed"
+    assert status(toy("reference", variant="other"), OP, records).word == "unverified"
+    assert status(toy("reference", backend="numpy"), OP, records).word == "reference"
     for changed in (
         sku.model_copy(update={"flags": ("-O3",)}),
         sku.model_copy(update={"launch": "toykernels.scaled:scaled"}),
         sku.model_copy(update={"precision_guarantee": LOOSE}),
         sku.model_copy(update={"entry_point": "other"}),
     ):
-        assert status(changed, records).word == "stale"
+        assert status(changed, OP, records).word == "stale"
     module.write_text("def halve(problem, *, x, y):\n    y[...] = x * 0.5\n")
-    assert status(sku, records).word == "stale"
+    assert status(sku, OP, records).word == "stale"
     module.unlink()
-    assert status(sku, records).word == "stale"
+    assert status(sku, OP, records).word == "stale"
 
 
 def test_the_hash_knows_headers(tmp_path, monkeypatch):
@@ -388,6 +393,86 @@ def test_the_hash_knows_headers(tmp_path, monkeypatch):
     assert source_hash(sku) != before
 
 
+@pytest.fixture
+def meaning(tmp_path, monkeypatch):
+    """An op in a package of its own: its module, what that imports, and what declares its kernels."""
+    package = tmp_path / "meant_kernels"
+    package.mkdir()
+    texts = {
+        "__init__.py": "",
+        "shared.py": "from meant_kernels import deeper\n\ndef halve(x):\n    return x / deeper.TWO\n",
+        "deeper.py": "TWO = 2\n",
+        "rules.py": "from skuda.kernels.launch import Launch\n",
+        "module.py": """
+            from meant_kernels import rules
+            from meant_kernels.shared import halve
+
+            def reference(problem, *, x, y):
+                'Halve.'
+                y[...] = halve(x)  # the meaning
+
+            SKUS = (
+                1,
+            )
+            """,
+    }
+    for name, text in texts.items():
+        (package / name).write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    yield package
+    for name in [name for name in sys.modules if name.startswith("meant_kernels")]:
+        del sys.modules[name]
+
+
+def test_a_record_speaks_for_this_very_meaning_only(meaning):
+    module = importlib.import_module("meant_kernels.module")
+    op, sku = replace(OP, reference=module.reference), toy("reference")
+    registry = Registry([ToyBackend.spec, op, sku], origin="toy")
+    dispatcher = Dispatcher(registry, backends=(ToyBackend(), NumpyBackend()))
+    records = Records((verify(dispatcher, HOST, seed=3, skus=[sku.id]),))
+    assert status(sku, op, records).word == "verified"
+
+    def edit(file, old, new):
+        path = meaning / file
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+        return status(sku, op, records).word
+
+    # What no result depends on.
+    assert edit("module.py", "Halve.", "Write half of it.") == "verified"
+    assert edit("module.py", "# the meaning", "") == "verified"
+    assert edit("module.py", "    1,\n", "    1,\n    2,\n") == "verified"
+    assert edit("rules.py", "import Launch", "import Step") == "verified"
+    # What every result depends on: the module, what it imports, and what that imports.
+    assert edit("module.py", "halve(x)", "halve(x + 0)") == "stale"
+    assert edit("module.py", "halve(x + 0)", "halve(x)") == "verified"
+    assert edit("shared.py", "x / deeper", "x // deeper") == "stale"
+    assert edit("shared.py", "x // deeper", "x / deeper") == "verified"
+    assert edit("deeper.py", "TWO = 2", "TWO = 3") == "stale"
+    (meaning / "deeper.py").unlink()
+    importlib.invalidate_caches()
+    assert status(sku, op, records).word == "stale"
+
+
+def test_a_record_from_before_meanings_were_recorded_is_stale():
+    sku = toy("reference")
+    found = verified(sku)
+    old = found.model_copy(update={"skus": (found.skus[0].model_copy(update={"reference_hash": ""}),)})
+    assert status(sku, OP, Records((old,))).word == "stale"
+
+
+def test_every_built_in_op_has_a_meaning_of_its_own_that_reaches_its_arithmetic():
+    ops = built_in_ops()
+    assert len({reference_hash(op) for op in ops}) == len(ops)
+    for op in ops:
+        reached = modules_of(op)
+        assert "skuda.kernels.blocks" in reached
+        assert not [name for name in reached if re.search(r"launch|offers|_cuda", name)]
+        assert ("skuda.kernels.quantize._activation" in reached) is op.name.endswith("linear")
+
+
 def test_the_latest_run_of_each_device_counts_and_a_failure_anywhere_shows():
     sku = toy("reference")
     good = verified(sku)
@@ -397,12 +482,12 @@ def test_the_latest_run_of_each_device_counts_and_a_failure_anywhere_shows():
         return good.model_copy(update={"date": date, "device": device_named(card), "skus": (one,)})
 
     first, second = run("2026-01-01", "h200", bad), run("2026-01-02", "h200", good.skus[0])
-    assert status(sku, Records((second, first))).word == "verified"
-    assert status(sku, Records((second, first, run("2026-01-01", "a100", bad)))).device == "NVIDIA A100-SXM4-80GB"
+    assert status(sku, OP, Records((second, first))).word == "verified"
+    assert status(sku, OP, Records((second, first, run("2026-01-01", "a100", bad)))).device == "NVIDIA A100-SXM4-80GB"
     old = good.skus[0].model_copy(update={"source_hash": "0"})
-    assert status(sku, Records((run("2026-01-03", "h200", old),))).word == "stale"
+    assert status(sku, OP, Records((run("2026-01-03", "h200", old),))).word == "stale"
     skipped = good.skus[0].model_copy(update={"verdict": "skipped"})
-    assert status(sku, Records((run("2026-01-03", "h200", skipped),))).word == "unverified"
+    assert status(sku, OP, Records((run("2026-01-03", "h200", skipped),))).word == "unverified"
 
 
 def test_tally():
@@ -443,7 +528,7 @@ def test_verify_list_and_show(skuda, tmp_path):
     assert json.loads(out)[0]["evidence"] == {"verified": 1, "reference": 1}
     changed = dispatcher_of(right.model_copy(update={"flags": ("-O3",)}))
     _, out, _ = skuda(changed, "show", right.id, "--evidence", tmp_path)
-    assert "verified\tno: stale, the kernel has changed since it was run on CPU" in out
+    assert "verified\tno: stale, the kernel or its reference has changed since it was run on CPU" in out
     _, out, _ = skuda(changed, "list", "--skus", "--evidence", tmp_path, "--json")
     assert {row["evidence"] for row in json.loads(out)} == {"reference", "stale"}
 

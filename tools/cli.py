@@ -114,6 +114,12 @@ def _list(
     arch: Annotated[Some | None, typer.Option(help="Only these architectures.", metavar="ARCH")] = None,
     backend: Annotated[Some | None, typer.Option(help="Only these backends.", metavar="NAME")] = None,
     skus: Annotated[bool, typer.Option("--skus", help="One line per kernel: its id.")] = False,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="Ops by backends with what is verified, as a Markdown table.")
+    ] = False,
+    into: Annotated[
+        Path | None, typer.Option(help="Put that table into this file, between its markers.", metavar="FILE")
+    ] = None,
     evidence: Evidence = None,
     as_json: Json = False,
 ) -> int:
@@ -131,6 +137,8 @@ def _list(
         archs=arch or (),
         backends=backend or (),
         skus=skus,
+        matrix=matrix,
+        into=into,
         evidence=evidence,
         as_json=as_json,
     )
@@ -238,6 +246,48 @@ def _verify(
     )
 
 
+@app.command("bench")
+def _bench(
+    names: Annotated[
+        Some | None, typer.Argument(metavar="[OPS]...", help="Ops, or quantize, linear, all; all if left out.")
+    ] = None,
+    *,
+    shapes: Annotated[
+        Some | None, typer.Option(help="These shapes: ROWSxCOLUMNS, or MxNxK for a product.", metavar="SHAPE")
+    ] = None,
+    element: Annotated[Some | None, typer.Option(help="These elements: f16, bf16, f32, f64.", metavar="KIND")] = None,
+    backend: Annotated[str | None, typer.Option(help="Insist on this backend.", metavar="NAME")] = None,
+    seed: Annotated[int | None, typer.Option(help="Draw inputs from this; fresh if left out.", min=0)] = None,
+    repeats: Annotated[int, typer.Option(help="Rounds; slow kernels get fewer.", min=1)] = 20,
+    cutlass: Annotated[
+        Path | None, typer.Option(help="Compare products with CUTLASS, built into this folder.", metavar="FOLDER")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the record here.", metavar="FILE")] = None,
+    show: Annotated[Path | None, typer.Option(help="Show this record; measure nothing.", metavar="FILE")] = None,
+    as_json: Json = False,
+) -> int:
+    """Measure the kernels that the dispatcher chooses, against rivals.
+
+    Needs a CUDA device and torch. Results are compared before they are timed; a wrong one is refused, and the exit
+    status is 1. Rivals run in turn with ours, behind a flushed cache; those that are absent are named. CUTLASS is here
+    where --cutlass names a folder of its built objects; what builds them is told without it.
+    """
+    from skuda.tools import bench_page
+
+    return bench_page.run(
+        names=names or (),
+        shapes=shapes or (),
+        elements=element or (),
+        backend=backend,
+        seed=seed,
+        repeats=repeats,
+        cutlass=cutlass,
+        output=output,
+        show=show,
+        as_json=as_json,
+    )
+
+
 @app.command("doctor")
 def _doctor(*, as_json: Json = False) -> int:
     """Check this machine, and name what fixes it."""
@@ -252,13 +302,19 @@ def _demo(
     plot: Annotated[Path, typer.Option(help="Where the plot of the error per layer goes.", metavar="PNG")] = Path(
         "skuda-demo.png"
     ),
+    device: Annotated[
+        str, typer.Option(help="Where the products run: host, gpu, or a GPU where one is usable.", metavar="WHERE")
+    ] = "auto",
     as_json: Json = False,
 ) -> int:
-    """Run a real sentence encoder in int8, and in f32."""
+    """Run a real sentence encoder in int8, and in f32.
+
+    The arithmetic is the same to the bit on the host and on a GPU; the report says where it ran.
+    """
     from skuda.tools.demo.run import demo
     from skuda.tools.output import stdout
 
-    return demo(plot=plot, as_json=as_json, console=stdout())
+    return demo(plot=plot, as_json=as_json, console=stdout(), device=device)
 
 
 if __name__ == "__main__":

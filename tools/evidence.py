@@ -1,12 +1,11 @@
 """Evidence: what ``skuda verify`` found, as records, and what they say about the kernels of today.
 
-A record speaks for a kernel only as long as the hash of everything that makes it is the one that was recorded.
+A record speaks for a kernel only as long as the hashes of everything that makes it, and of everything that says what it
+should give, are those that were recorded.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,11 +15,12 @@ from typing import Any, Literal
 from pydantic import Field
 
 from skuda.dispatch.device import Device
-from skuda.dispatch.sources import read_source
 from skuda.registry.backend import BUILT_IN
 from skuda.registry.errors import InvalidRecord
+from skuda.registry.op import Op
 from skuda.registry.sku import KernelSku
 from skuda.registry.value import Size, Value
+from skuda.tools.fingerprint import reference_hash, source_hash
 
 Verdict = Literal["verified", "failed", "skipped"]
 _REFERENCES = frozenset(spec.name for spec in BUILT_IN if spec.reference)
@@ -99,8 +99,9 @@ class SkuEvidence(Value):
     ----------
     sku : str
         Its id.
-    source_hash : str
-        See `source_hash`.
+    source_hash, reference_hash : str
+        Of the kernel and of what it was compared with; see `skuda.tools.fingerprint`. Records made before there was
+        the second one are stale.
     verdict : str
         ``verified``, ``failed``, or ``skipped`` where it could not be run here.
     cases : int
@@ -119,6 +120,7 @@ class SkuEvidence(Value):
 
     sku: str
     source_hash: str
+    reference_hash: str = ""
     verdict: Verdict
     cases: Size = 0
     outputs: Size = 0
@@ -205,47 +207,6 @@ class EvidenceFile(Value):
             raise InvalidRecord(f"evidence {path}: {error.subject}", error.field, error.had, error.must) from error
 
 
-def source_hash(sku: KernelSku) -> str:
-    """Return the fingerprint of everything that makes a kernel and its launch.
-
-    Its source with every header of ours that it includes, its entry point, flags and architecture, the module of its
-    launch rule, and what it promises: a promise that was made after the run was not verified by it.
-
-    Parameters
-    ----------
-    sku : KernelSku
-        The kernel.
-
-    Raises
-    ------
-    LookupError
-        Where its source or its launch rule does not exist.
-    """
-    state = hashlib.sha256()
-    promised = sku.precision_guarantee.model_dump_json()
-    parts = [_content(sku.source), sku.entry_point, *sku.flags, sku.arch.value, promised]
-    if sku.launch is not None:
-        parts += [sku.launch, _content(sku.launch.partition(":")[0])]
-    for part in parts:
-        state.update(f"{len(part)}\0{part}".encode())
-    return state.hexdigest()
-
-
-def _content(source: str) -> str:
-    """Return the digest of a ``package:file`` source with its headers, or of a Python module."""
-    if ":" in source:
-        return read_source(source).digest
-    try:
-        spec = importlib.util.find_spec(source)
-    except (ImportError, ValueError) as error:
-        raise LookupError(f"{source} cannot be found: {error}") from error
-    if spec is None:
-        raise LookupError(f"{source} cannot be found")
-    # A module of the interpreter itself has no file; its version is in the record.
-    path = Path(spec.origin or "")
-    return hashlib.sha256(path.read_bytes() if path.is_file() else source.encode()).hexdigest()
-
-
 @dataclass
 class Records:
     """The evidence at hand.
@@ -296,20 +257,22 @@ class Status:
             case "verified":
                 return f"yes:{where}"
             case "stale":
-                return f"no: stale, the kernel has changed since it was run{where}"
+                return f"no: stale, the kernel or its reference has changed since it was run{where}"
             case "failed":
                 return f"no: failed{where}"
             case "unverified":
                 return "no: nothing on this machine has recorded a comparison with the reference"
 
 
-def status(sku: KernelSku, records: Records, *, reference: bool | None = None) -> Status:
+def status(sku: KernelSku, op: Op, records: Records, *, reference: bool | None = None) -> Status:
     """Say what the evidence is worth for a kernel as it is today.
 
     Parameters
     ----------
     sku : KernelSku
         The kernel.
+    op : Op
+        Its op.
     records : Records
         The evidence.
     reference : bool or None
@@ -322,10 +285,10 @@ def status(sku: KernelSku, records: Records, *, reference: bool | None = None) -
     """
     found = records.of(sku.id)
     try:
-        today = source_hash(sku) if found else ""
+        today = (source_hash(sku), reference_hash(op)) if found else None
     except LookupError:
-        today = ""
-    current = [(file, one) for file, one in found if one.source_hash == today]
+        today = None
+    current = [(file, one) for file, one in found if (one.source_hash, one.reference_hash) == today]
     for file, _ in (one for one in current if one[1].verdict == "failed"):
         return Status("failed", file.device.name, file.date)
     if reference if reference is not None else sku.backend in _REFERENCES:

@@ -12,16 +12,15 @@ from rich.text import Text
 
 from skuda.dispatch import Dispatcher
 from skuda.registry.arch import ArchSku
-from skuda.registry.elements import CODES, FLOATS, ElementKind
+from skuda.registry.elements import ElementKind
 from skuda.registry.op import Op
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
 from skuda.tools.evidence import Word, load_records, status, tally
-from skuda.tools.output import count, folded, plain_table, print_json, records, refuse, split, stdout, words
+from skuda.tools.matrix import legend, markdown, short, write_into
+from skuda.tools.output import count, folded, plain_table, print_json, records, refuse, split, stderr, stdout, words
 
 _NONE = "none"
-_SETS = {"float": FLOATS, "int": CODES, "int8": (ElementKind.S8, ElementKind.U8)}
-"""Short names for sets of elements, so that a row of the matrix fits on a line; the larger set is tried first."""
 
 
 def run(
@@ -32,6 +31,8 @@ def run(
     archs: Sequence[str] = (),
     backends: Sequence[str] = (),
     skus: bool = False,
+    matrix: bool = False,
+    into: Path | None = None,
     evidence: Path | None = None,
     as_json: bool = False,
 ) -> int:
@@ -43,6 +44,10 @@ def run(
         A kernel passes where each filter that was given names its value; ``none`` stands for no second element.
     skus : bool
         One line per kernel rather than one row per op.
+    matrix : bool
+        A Markdown table of ops by backends.
+    into : Path or None
+        File to put that table into, between its markers, rather than printing it.
     evidence : Path or None
         Folder with records of ``skuda verify``; None for the checkout's.
     as_json : bool
@@ -63,9 +68,15 @@ def run(
     recorded = load_records(evidence)
 
     def word(sku: KernelSku) -> Word:
-        return status(sku, recorded, reference=registry.backends[sku.backend].reference).word
+        return status(sku, registry.ops[sku.op], recorded, reference=registry.backends[sku.backend].reference).word
 
-    if skus:
+    if matrix or into is not None:
+        table = markdown(found, word)
+        if into is None:
+            stdout().out(table, end="", highlight=False)
+        elif write_into(into, table):
+            stderr().print(f"{into}: the op matrix has changed", soft_wrap=True)
+    elif skus:
         _print_skus(registry, [sku for _, kernels in found for sku in kernels], word, as_json=as_json)
     else:
         _print_ops(found, word, as_json=as_json)
@@ -195,8 +206,8 @@ def _matrix(console: Console, found: Found, word: Judge) -> None:
         if op.category != category:
             category = op.category
             table.add_row(Text(f"{category}", style="bold"))
-        first = _short(_unique(sku.element for sku in skus), used)
-        second = _short(_unique(sku.aux_element for sku in skus), used)
+        first = short(_unique(sku.element for sku in skus), used)
+        second = short(_unique(sku.aux_element for sku in skus), used)
         close = promise(skus)
         table.add_row(
             Text(op.name, style="cyan"),
@@ -207,9 +218,8 @@ def _matrix(console: Console, found: Found, word: Judge) -> None:
         )
     console.print(table)
     total = sum(len(skus) for _, skus in found)
-    legend = "; ".join(f"{name} = {' '.join(_SETS[name])}" for name in _SETS if name in used)
     console.print()
-    console.print(f"{count(len(found), 'op')}, {count(total, 'kernel')}." + (f" {legend}." if legend else ""))
+    console.print(f"{count(len(found), 'op')}, {count(total, 'kernel')}." + (f" {legend(used)}." if used else ""))
     console.print("`skuda show OP` tells all about one, `skuda list --skus` names the kernels.", style="dim")
 
 
@@ -221,16 +231,6 @@ def _promised(close: str, evidence: str) -> Text:
         style = colours.get(evidence, "bold red" if "failed" in evidence else "yellow")
         text.append("\n" + evidence.replace(", ", "\n"), style=style)
     return text
-
-
-def _short(elements: tuple[str, ...], used: set[str]) -> str:
-    rest, said = list(elements), []
-    for name, members in _SETS.items():
-        if set(members) <= set(rest):
-            rest = [element for element in rest if element not in members]
-            said.append(name)
-            used.add(name)
-    return " ".join((*said, *rest))
 
 
 def _print_skus(registry: Registry, skus: list[KernelSku], word: Judge, *, as_json: bool) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import NoReturn
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -80,6 +82,27 @@ def indented(text: RenderableType, by: int) -> Padding:
 def heading(text: str) -> Text:
     """Return a section's heading."""
     return Text(text, style="bold")
+
+
+Report = Callable[[int, int, str], None]
+"""Takes what is done, how much there is, and what is being done."""
+
+
+@contextmanager
+def progress() -> Iterator[Report | None]:
+    """Show a bar on standard error, where a person sees it; gives what to tell about it, else None."""
+    console = stderr()
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("")
+
+        def report(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        yield report
 
 
 def words(values: Iterable[object]) -> str:

@@ -58,7 +58,7 @@ def run(name: str, *, evidence: Path | None = None, as_json: bool = False) -> in
     registry = Dispatcher().registry
     sku = registry.sku(name)
     if sku is not None:
-        found = status(sku, load_records(evidence), reference=_is_reference(registry, sku))
+        found = status(sku, registry.ops[sku.op], load_records(evidence), reference=_is_reference(registry, sku))
         _show_sku(registry, sku, found, as_json=as_json)
     elif name in registry.ops:
         _show_op(registry, registry.ops[name], as_json=as_json)

@@ -15,13 +15,14 @@ from skuda.kernels.draw import Drawn, draw
 from skuda.kernels.dtypes import storage_dtype
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.elements import ElementKind
-from skuda.registry.errors import InvalidProblem, Unsupported
+from skuda.registry.errors import InvalidProblem, Unaligned, Unsupported
 from skuda.registry.op import Case, Op
 from skuda.registry.sku import KernelSku
 from skuda.tools.evidence import Failure, Promises
 from skuda.tools.placing import Geometry, Image, Layout, Placement, differing, first_of, is_float, told
 
 Array = npt.NDArray[Any]
+_HANDED_ON = "arrays that are not aligned to 16 bytes are handed on to the next kernel"
 _POISON = (0xFF, 0x6B)
 """NaN in every float first, then something else: what a kernel leaves unwritten shows as a difference between runs."""
 
@@ -186,19 +187,24 @@ class Trial:
         rng : Generator
             Chooses rows.
         """
-        layout: Layout = layouts[0]
+        layout = layouts[0]
         try:
             plan = self._select(question.case.problem)
             self.finding.cases += 1
-            first: dict[str, Array] | None = None
-            for layout in layouts:
-                got = self._attempt(plan, question, layout, 0)
-                self._compare(question, got, layout)
-                first = got if first is None else first
-            layout = layouts[0]
-            if first is not None:
-                self._repeat(plan, question, first, layout)
-                self._rows(question, first, layout, rng)
+            accepted: dict[Layout, dict[str, Array]] = {}
+            # The last stands in where a kernel hands all of the others on.
+            for layout in (*layouts, "contiguous"):
+                if layout in accepted or (layout not in layouts and accepted):
+                    continue
+                try:
+                    accepted[layout] = self._attempt(plan, question, layout, 0)
+                except Unaligned:
+                    self.finding.note = _HANDED_ON
+                    continue
+                self._compare(question, accepted[layout], layout)
+            layout, first = next(iter(accepted.items()))
+            self._repeat(plan, question, first, layout)
+            self._rows(question, first, layout, rng)
         except Unsupported as error:
             self.finding.note = f"some cases are refused: {error}".partition("\n")[0]
         except Spoiled as error:
@@ -278,6 +284,8 @@ class Trial:
             try:
                 plan.can_implement(**views, **numbers)
                 break
+            except Unaligned:
+                raise
             except InvalidProblem as error:
                 # A kernel may refuse gaps in an argument that is no data, such as the scales of groups.
                 image = images.get(error.field)

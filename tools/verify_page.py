@@ -5,20 +5,29 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.device import Device
 from skuda.registry.registry import Registry
 from skuda.tools.evidence import EvidenceFile, SkuEvidence, evidence_directory
-from skuda.tools.output import count, folded, indented, plain_table, records, refuse, split, stderr, stdout, words
-from skuda.tools.verifying import Progress as Report
+from skuda.tools.output import (
+    count,
+    folded,
+    indented,
+    plain_table,
+    progress,
+    records,
+    refuse,
+    split,
+    stderr,
+    stdout,
+    words,
+)
 from skuda.tools.verifying import verify
 
 _FAILURES_SHOWN = 10
@@ -70,7 +79,7 @@ def run(
         line = "no CUDA device is here: `skuda doctor` says what is missing, --device cpu verifies the CPU's kernels"
         stderr().print(f"skuda: {line}", style="yellow", soft_wrap=True)
         return 1
-    with _progress() as report:
+    with progress() as report:
         found = verify(
             dispatcher,
             place,
@@ -125,23 +134,6 @@ def _default_path(device: Device) -> Path | None:
     if folder is None or device.processor == "cpu":
         return None
     return folder / f"{re.sub(r'[^a-z0-9]+', '-', device.name.lower()).strip('-')}.json"
-
-
-@contextmanager
-def _progress() -> Iterator[Report | None]:
-    """Show a bar on standard error, where a person sees it."""
-    console = stderr()
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("")
-
-        def report(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
-
-        yield report
 
 
 def _by_op(found: EvidenceFile) -> dict[str, list[SkuEvidence]]:

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -21,12 +21,14 @@ from skuda.dispatch.backends.cuda import CudaBackend
 from skuda.dispatch.compiling import find_nvcc
 from skuda.dispatch.device import Device
 from skuda.dispatch.plan import Plan
+from skuda.kernels.launch import Launch
 from skuda.registry.arch import ArchSku
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import DriverError
 from skuda.registry.op import Op
 from skuda.registry.sku import KernelSku
-from skuda.tools.evidence import EvidenceFile, SkuEvidence, source_hash
+from skuda.tools.evidence import EvidenceFile, SkuEvidence
+from skuda.tools.fingerprint import reference_hash, source_hash
 from skuda.tools.large import MEMORY, large_problems, run_large, suitable
 from skuda.tools.placing import LAYOUTS, Layout, Placement, TorchPlacement, placement_for
 from skuda.tools.trial import Question, Trial
@@ -34,7 +36,7 @@ from skuda.tools.trial import Question, Trial
 Progress = Callable[[int, int, str], None]
 """Takes what is done, how much there is, and what is being done."""
 
-_PACKAGES = ("numpy", "ml_dtypes", "torch", "cupy", "pycuda", "cuda-bindings", "cuda-core")
+_PACKAGES = ("numpy", "ml_dtypes", "torch", "cupy", "pycuda", "cuda-bindings")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -84,10 +86,10 @@ def verify(
     found = run.all(kernels)
     return EvidenceFile(
         device=device,
-        driver=_driver() if device.processor == "cuda" else "",
+        driver=driver_version() if device.processor == "cuda" else "",
         versions=versions(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        skuda=_version("skuda") or "unknown",
+        skuda=skuda_version(),
         seed=seed,
         quick=quick,
         skus=tuple(found[sku.id] for sku in kernels),
@@ -152,15 +154,20 @@ class _Run:
     def _compile(self, skus: list[KernelSku]) -> None:
         """Fill the cubin cache with all processors: one kernel after the other would take minutes."""
 
-        def build(sku: KernelSku, backend: CudaBackend[object]) -> None:
-            problems = (case.problem for case in self._dispatcher.registry.ops[sku.op].cases)
-            problem = next((problem for problem in problems if problem.key() == sku.key), None)
+        def build(sku: KernelSku, launch: Launch, backend: CudaBackend[object]) -> None:
             # What goes wrong here goes wrong again when the kernel is selected, and is recorded there.
             with suppress(Exception):
-                if problem is not None:
-                    backend.cubin(sku, backend.launch_of(sku, problem, self._device), self._device)
+                backend.cubin(sku, launch, self._device)
 
-        jobs = [(s, b) for s in skus if isinstance(b := self._dispatcher.backends.get(s.backend), CudaBackend)]
+        jobs = []
+        for sku in skus:
+            backend = self._dispatcher.backends.get(sku.backend)
+            if isinstance(backend, CudaBackend):
+                problems = [case.problem for case in self._dispatcher.registry.ops[sku.op].cases]
+                mine = [p for p in problems if p.key() == sku.key and not any(c.check(p) for c in sku.constraints)]
+                # One for every configuration that the launch rule chooses.
+                launches = {launch.flags: launch for p in mine for launch in [backend.launch_of(sku, p, self._device)]}
+                jobs += [(sku, launch, backend) for launch in launches.values()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for turn, _ in enumerate(pool.map(lambda job: build(*job), jobs)):
                 self._progress(turn + 1, len(jobs), "compiling")
@@ -188,7 +195,8 @@ class _Run:
                     trial.run(question, self._layouts(number), rng)
                     self._look_after(trial)
         self._large(op, list(trials.values()))
-        return {name: self._evidence(trial, hashes[name]) for name, trial in trials.items()}
+        meaning = reference_hash(op)
+        return {name: self._evidence(trial, hashes[name], meaning) for name, trial in trials.items()}
 
     def _layouts(self, number: int) -> tuple[Layout, ...]:
         return LAYOUTS if not self._quick else ("contiguous", LAYOUTS[1 + number % 3])
@@ -221,7 +229,7 @@ class _Run:
                     run_large(trial, op, large, select, self._placement, self._seed)
                     self._look_after(trial)
 
-    def _evidence(self, trial: Trial, digest: str) -> SkuEvidence:
+    def _evidence(self, trial: Trial, digest: str, meaning: str) -> SkuEvidence:
         found = trial.finding
         note = found.note
         if found.failure is None and self._lost:
@@ -235,6 +243,7 @@ class _Run:
         return SkuEvidence(
             sku=trial.sku.id,
             source_hash=digest,
+            reference_hash=meaning,
             verdict=verdict,
             cases=found.cases,
             outputs=found.outputs,
@@ -245,10 +254,16 @@ class _Run:
         )
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of what kernels are compiled, launched and compared with, as far as they are here."""
+def versions(more: Iterable[str] = ()) -> dict[str, str]:
+    """Return the versions of what kernels are compiled, launched and compared with, as far as they are here.
+
+    Parameters
+    ----------
+    more : iterable of str
+        Further distributions to look for.
+    """
     found = {"python": platform.python_version()}
-    found |= {name: version for name in _PACKAGES if (version := _version(name))}
+    found |= {name: version for name in (*_PACKAGES, *more) if (version := _version(name))}
     nvcc = find_nvcc()
     if nvcc is not None:
         found["nvcc"] = nvcc.version
@@ -263,7 +278,12 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _driver() -> str:
+def skuda_version() -> str:
+    """Return the version of skuda; ``unknown`` where it is not installed."""
+    return _version("skuda") or "unknown"
+
+
+def driver_version() -> str:
     """Return the kernel driver's version where Linux tells it, else the CUDA version that it speaks."""
     from skuda.dispatch.driver import driver
 

@@ -75,6 +75,10 @@ class Backend(ABC):
         """Say what its kernels' ids do not: what else has a hand in running them."""
         return ()
 
+    def choices(self, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[str, ...]:  # noqa: ARG002  most make none
+        """Say what is chosen within a kernel for a problem, for example its tile; needs no device to be here."""
+        return ()
+
     @abstractmethod
     def prepare(self, sku: KernelSku, problem: Descriptor, device: Device) -> Runner:
         """Make `sku` ready to run `problem` on `device`: compile, load, allocate scratch."""

@@ -17,7 +17,7 @@ from skuda.dispatch.device import Device
 from skuda.dispatch.driver import driver
 from skuda.dispatch.gpu_arrays import current_streams
 from skuda.dispatch.gpu_call import parameter_layout
-from skuda.dispatch.gpu_run import CudaRunner, Engine, Send
+from skuda.dispatch.gpu_run import Bound, CudaRunner, Engine
 from skuda.dispatch.sources import read_source
 from skuda.kernels.launch import Launch, Step
 from skuda.registry.descriptor import Descriptor
@@ -114,10 +114,15 @@ class CudaBackend(Backend, Generic[Module]):
         with found.using(context):
             _refuse_capture(sku, ordinal)
             cubin = self.cubin(sku, launch, device)
+            launch = replace(launch, steps=placed(sku, launch.steps, cubin.cubin))
             module = self._loaded(sku, cubin.cubin, ordinal)
             engine = self.engine(module, launch, problem.op_name(), ordinal)
-            notes = (*self.notes(), *cubin.notes)
+            notes = (*launch.notes, *self.notes(), *cubin.notes)
             return CudaRunner(problem, launch, engine, found, (ordinal, context), notes)
+
+    def choices(self, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[str, ...]:
+        """Say what the kernel's launch rule chose."""
+        return self.launch_of(sku, problem, device).notes if sku.launch is not None else ()
 
     @staticmethod
     def launch_of(sku: KernelSku, problem: Descriptor, device: Device) -> Launch:
@@ -135,16 +140,17 @@ class CudaBackend(Backend, Generic[Module]):
             Where it does not compile, is not cached and there is no compiler, or does not take what the launch gives.
         """
         source, arch, compiler = read_source(sku.source), _arch(sku, device), self.compiler()
-        key = Key(source.digest, sku.flags, arch, f"{sku.entry_point} {sku.launch}", self.spec.name)
+        flags = (*sku.flags, *launch.flags)
+        key = Key(source.digest, flags, arch, f"{sku.entry_point} {sku.launch}", self.spec.name)
 
         def build() -> bytes:
             if compiler is None:
                 self._refuse_without_compiler(sku, arch)
-            return compiler.compile(Job(sku.id, source, sku.flags, arch))
+            return compiler.compile(Job(sku.id, source, flags, arch))
 
         identity = None if compiler is None else compiler.identity(source)
-        found = self.cache.get(key, identity, build, {"sku": sku.id, "source": sku.source, "flags": sku.flags})
-        check_parameters(sku, launch.steps, found.cubin)
+        found = self.cache.get(key, identity, build, {"sku": sku.id, "source": sku.source, "flags": flags})
+        placed(sku, launch.steps, found.cubin)
         return found
 
     def _refuse_without_compiler(self, sku: KernelSku, arch: str) -> NoReturn:
@@ -170,12 +176,11 @@ class CudaBackend(Backend, Generic[Module]):
 class _Nothing:
     """The engine of a launch without steps: a problem of no elements."""
 
-    def launch(self, step: int, parameters: tuple[Any, ...], handle: int, stream: object) -> None:
-        """Enqueue nothing."""
+    sends = ()
 
-    def bound(self, step: int, parameters: tuple[Any, ...]) -> Send:  # noqa: ARG002  there is no step
-        """Return what enqueues nothing."""
-        return lambda handle, stream: None  # noqa: ARG005  as above
+    def bound(self, step: int, parameters: tuple[Any, ...]) -> Bound:
+        """Never called: there is no step."""
+        raise IndexError(step, parameters)
 
 
 _loading = threading.Lock()
@@ -204,8 +209,8 @@ def _refuse_capture(sku: KernelSku, ordinal: int) -> None:
         raise NotPrepared(f"{sku.id} cannot be prepared while a stream is being captured: select the plan before")
 
 
-def check_parameters(sku: KernelSku, steps: tuple[Step, ...], cubin: bytes) -> None:
-    """Compare what the launch gives with what the compiled kernels take.
+def placed(sku: KernelSku, steps: tuple[Step, ...], cubin: bytes) -> tuple[Step, ...]:
+    """Compare what the launch gives with what the compiled kernels take; return it with its place in memory.
 
     Raises
     ------
@@ -213,14 +218,18 @@ def check_parameters(sku: KernelSku, steps: tuple[Step, ...], cubin: bytes) -> N
         Where an entry is missing, or the number or size of its parameters differs.
     """
     kernels = read_kernels(cubin)
+    found = []
     for step in steps:
         kernel = kernels.get(step.entry)
-        given = parameter_layout(step)
+        lead = kernel.parameters[0][0] if kernel is not None and kernel.parameters else 0
+        found.append(replace(step, lead=lead))
+        given = parameter_layout(found[-1])
         if kernel is None and kernels:
             raise CompileError(sku.id, f"there is no kernel {step.entry} in it; it has {', '.join(sorted(kernels))}")
         if kernel is not None and kernel.parameters and kernel.parameters != given:
             told = f"{step.entry} takes parameters of (offset, bytes) {kernel.parameters}, the launch gives {given}"
             raise CompileError(sku.id, told)
+    return tuple(found)
 
 
 def must_opt_in(step: Step) -> bool:

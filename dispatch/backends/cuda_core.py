@@ -1,4 +1,4 @@
-"""The ``cuda_core`` backend: NVRTC from wheels, launches on any stream through cuda-bindings.
+"""The ``cuda_core`` backend: NVRTC from wheels, modules through cuda-bindings, launches on any stream.
 
 cuda.core's own objects stand on the same cuda-bindings; its `launch` packs and converts per call what is packed once
 here, so that only the driver's function is called.
@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import struct
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from skuda.dispatch.backends.base import BackendStatus
 from skuda.dispatch.backends.cuda import CudaBackend, must_opt_in
 from skuda.dispatch.compiling import Nvrtc, find_nvrtc, nvrtc_trouble
+from skuda.dispatch.driver import driver, failure
 from skuda.dispatch.gpu_call import packer
-from skuda.dispatch.gpu_run import Send
+from skuda.dispatch.gpu_run import Bound, Send
 from skuda.kernels.launch import Launch, Step
 from skuda.registry.backend import BUILT_IN
 from skuda.registry.errors import DriverError
@@ -65,35 +64,51 @@ class CudaCoreBackend(CudaBackend[Any]):
         """Load a cubin; returns a CUmodule."""
         return load_module(cubin)
 
-    def engine(self, module: Any, launch: Launch, op: str, ordinal: int) -> BindingsEngine:  # noqa: ARG002  any stream
+    def engine(self, module: Any, launch: Launch, op: str, ordinal: int) -> BindingsEngine:  # noqa: ARG002  the context is current
         """Return the steps of a launch."""
-        return BindingsEngine(module, launch)
+        return BindingsEngine(module, launch, op)
 
 
-class _Step(NamedTuple):
-    """What `cuLaunchKernel` takes, and spare parameter buffers."""
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
 
-    head: tuple[Any, ...]
-    packer: struct.Struct
-    pack_into: Callable[..., None]
-    spare: list[_Buffer]
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    )
+
+
+class _Overlap(ctypes.Structure):
+    """CUlaunchAttribute: the kernel may start before the one ahead of it in the stream is done."""
+
+    _fields_ = (("which", ctypes.c_uint), ("allowed", ctypes.c_int * 17))
+
+
+_OVERLAP = _Overlap(6, (ctypes.c_int * 17)(0, 1))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class _Buffer:
-    """Packed parameters where the driver can read them."""
+    """One launch where the driver can read it: geometry, stream and packed parameters."""
 
-    __slots__ = ("_extra", "_size", "address", "content")
+    __slots__ = ("_extra", "_size", "config", "content", "where", "with_what")
 
-    def __init__(self, packer: struct.Struct) -> None:
-        self.content = ctypes.create_string_buffer(max(1, packer.size))
-        self._size = ctypes.c_size_t(packer.size)
+    def __init__(self, step: Step, size: int) -> None:
+        self.config = _Config(step.grid, step.block, step.shared)
+        if step.overlaps:
+            self.config.attributes, self.config.count = ctypes.addressof(_OVERLAP), 1
+        self.content = ctypes.create_string_buffer(max(1, size))
+        self._size = ctypes.c_size_t(size)
         entries = (_POINTER, ctypes.addressof(self.content), _SIZE, ctypes.addressof(self._size), None)
         self._extra = (ctypes.c_void_p * 5)(*entries)
-        self.address = ctypes.addressof(self._extra)
+        self.where, self.with_what = ctypes.byref(self.config), ctypes.byref(self._extra)
 
 
 class BindingsEngine:
-    """Launches through ``cuLaunchKernel``, on any stream.
+    """Launches through ``cuLaunchKernelEx``, on any stream.
 
     Parameters
     ----------
@@ -101,48 +116,69 @@ class BindingsEngine:
         The loaded cubin.
     launch : Launch
         What to launch.
+    op : str
+        For errors.
     """
 
-    def __init__(self, module: Any, launch: Launch) -> None:
+    def __init__(self, module: Any, launch: Launch, op: str) -> None:
         from cuda.bindings import driver as api
 
-        self._launch_kernel = api.cuLaunchKernel
-        self._steps = [self._prepared(api, module, step) for step in launch.steps]
+        # Four arguments, made before: a third of what cuda-bindings need to convert the eleven of `cuLaunchKernel`.
+        self._start = driver().function("cuLaunchKernelEx")
+        self._steps, self._op = launch.steps, op
+        self._functions = [self._function(api, module, step) for step in launch.steps]
+        self.sends = [self._send(step, function) for step, function in zip(self._steps, self._functions, strict=True)]
 
     @staticmethod
-    def _prepared(api: Any, module: Any, step: Step) -> _Step:
+    def _function(api: Any, module: Any, step: Step) -> ctypes.c_void_p:
         function = succeed("cuModuleGetFunction", *api.cuModuleGetFunction(module, step.entry.encode()))
         attribute = api.CUfunction_attribute(_MAX_DYNAMIC_SHARED)
         if must_opt_in(step):
             succeed("cuFuncSetAttribute", *api.cuFuncSetAttribute(function, attribute, step.shared))
-        packed = packer(step)
-        return _Step((function, *step.grid, *step.block, step.shared), packed, packed.pack_into, [])
+        return ctypes.c_void_p(int(function))
 
-    def launch(self, step: int, parameters: tuple[Any, ...], handle: int, stream: object) -> None:  # noqa: ARG002  the handle says all
-        """Enqueue one step."""
-        head, packed, pack_into, spare = self._steps[step]
-        try:
-            # A buffer belongs to one launch at a time, whatever threads do: taking one out is atomic.
-            buffer = spare.pop()
-        except IndexError:
-            buffer = _Buffer(packed)
-        pack_into(buffer.content, 0, *parameters)
-        (code,) = self._launch_kernel(*head, handle, 0, buffer.address)
-        spare.append(buffer)
-        if code:
-            succeed("cuLaunchKernel", code)
+    def _send(self, step: Step, function: ctypes.c_void_p) -> Send:
+        packed = packer(step, self._op)
+        pack, start = packed.pack, self._start
+        spare: list[_Buffer] = []
+        take, give = spare.pop, spare.append
 
-    def bound(self, step: int, parameters: tuple[Any, ...]) -> Send:
-        """Return what enqueues one step with these parameters."""
-        head, packed, pack_into, _ = self._steps[step]
-        buffer, launch_kernel = _Buffer(packed), self._launch_kernel
-        pack_into(buffer.content, 0, *parameters)
-        address = buffer.address
-
-        def send(handle: int, stream: object, _kept: _Buffer = buffer) -> None:  # noqa: ARG001  the handle says all
-            (code,) = launch_kernel(*head, handle, 0, address)
+        def send(parameters: tuple[Any, ...], handle: int, stream: object) -> None:  # noqa: ARG001  the handle says all
+            try:
+                # A buffer belongs to one launch at a time, whatever threads do: taking one out is atomic.
+                buffer = take()
+            except IndexError:
+                buffer = _Buffer(step, packed.size)
+            buffer.content.raw = pack(*parameters)
+            buffer.config.stream = handle
+            code = start(buffer.where, function, None, buffer.with_what)
+            give(buffer)
             if code:
-                succeed("cuLaunchKernel", code)
+                raise failure("cuLaunchKernelEx", code)
+
+        return send
+
+    def bound(self, step: int, parameters: tuple[Any, ...]) -> Bound:
+        """Return what enqueues one step with these parameters."""
+        packed, function, start = packer(self._steps[step], self._op), self._functions[step], self._start
+
+        def made() -> _Buffer:
+            buffer = _Buffer(self._steps[step], packed.size)
+            buffer.content.raw = packed.pack(*parameters)
+            return buffer
+
+        # One for every stream, so that threads on different ones do not change each other's.
+        buffers: dict[int, _Buffer] = {}
+
+        def send(handle: int, stream: object) -> None:  # noqa: ARG001  the handle says all
+            buffer = buffers.get(handle)
+            if buffer is None:
+                buffer = made()
+                buffer.config.stream = handle
+                buffers[handle] = buffer
+            code = start(buffer.where, function, None, buffer.with_what)
+            if code:
+                raise failure("cuLaunchKernelEx", code)
 
         return send
 

@@ -14,7 +14,8 @@ import ctypes
 import importlib
 import importlib.util
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from skuda.dispatch.backends.base import BackendStatus
@@ -22,8 +23,8 @@ from skuda.dispatch.backends.cuda import CudaBackend, must_opt_in
 from skuda.dispatch.backends.cuda_core import BindingsEngine, bindings_trouble, bindings_version, load_module
 from skuda.dispatch.compiling import Nvcc, find_nvcc
 from skuda.dispatch.gpu_call import packer
-from skuda.dispatch.gpu_run import Send
-from skuda.kernels.launch import Launch
+from skuda.dispatch.gpu_run import Bound, Send
+from skuda.kernels.launch import Dim3, Launch
 from skuda.registry.backend import BUILT_IN
 from skuda.registry.errors import InvalidProblem
 
@@ -85,6 +86,16 @@ class PycudaBackend(CudaBackend[_Loaded]):
         return PycudaEngine(module, launch, op, ordinal)
 
 
+class _Step(NamedTuple):
+    """What PyCUDA's launch takes but for parameters and stream."""
+
+    start: Callable[..., None]
+    grid: Dim3
+    block: Dim3
+    pack: Callable[..., bytes]
+    shared: int
+
+
 class PycudaEngine:
     """Launches through PyCUDA's pre-packed path.
 
@@ -103,59 +114,54 @@ class PycudaEngine:
     def __init__(self, loaded: _Loaded, launch: Launch, op: str, ordinal: int) -> None:
         import pycuda.driver
 
-        self._op, self._stream = op, pycuda.driver.Stream
-        self._steps = []
+        self._op, self._own = op, pycuda.driver.Stream
+        self._steps: list[_Step] = []
         attribute = pycuda.driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES
         with pushed(ordinal):
-            self._foreign = BindingsEngine(loaded.foreign, launch) if loaded.foreign is not None else None
+            self._foreign = BindingsEngine(loaded.foreign, launch, op) if loaded.foreign is not None else None
             for step in launch.steps:
                 function = loaded.module.get_function(step.entry)
                 if must_opt_in(step):
                     function.set_attribute(attribute, step.shared)
                 # Neither the number nor the types of parameters are checked beyond this point; the binder did both.
-                send = function._launch_kernel  # noqa: SLF001  PyCUDA's own prepared calls end here
-                self._steps.append((send, step.grid, step.block, packer(step).pack, step.shared))
+                start = function._launch_kernel  # noqa: SLF001  PyCUDA's own prepared calls end here
+                self._steps.append(_Step(start, step.grid, step.block, packer(step, op).pack, step.shared))
+        self.sends = [self._send(step) for step in range(len(self._steps))]
 
-    def launch(self, step: int, parameters: tuple[Any, ...], handle: int, stream: object) -> None:
-        """Enqueue one step.
+    def _send(self, step: int) -> Send:
+        start, grid, block, pack, shared = self._steps[step]
+        own, foreign = self._own, self._foreign.sends[step] if self._foreign is not None else self._refuse
 
-        Raises
-        ------
-        InvalidProblem
-            For a stream of another library where cuda-bindings are not installed.
-        """
-        if handle == 0:
-            send, grid, block, pack, shared = self._steps[step]
-            send(grid, block, pack(*parameters), shared, None)
-        elif isinstance(stream, self._stream):
-            send, grid, block, pack, shared = self._steps[step]
-            send(grid, block, pack(*parameters), shared, stream)
-        else:
-            self._other().launch(step, parameters, handle, stream)
-
-    def bound(self, step: int, parameters: tuple[Any, ...]) -> Send:
-        """Return what enqueues one step with these parameters."""
-        launch, grid, block, pack, shared = self._steps[step]
-        packed, own = pack(*parameters), self._stream
-        foreign: Send | None = self._foreign.bound(step, parameters) if self._foreign is not None else None
-
-        def send(handle: int, stream: object) -> None:
+        def send(parameters: tuple[Any, ...], handle: int, stream: object) -> None:
             if handle == 0:
-                launch(grid, block, packed, shared, None)
+                start(grid, block, pack(*parameters), shared, None)
             elif isinstance(stream, own):
-                launch(grid, block, packed, shared, stream)
-            elif foreign is not None:
-                foreign(handle, stream)
+                start(grid, block, pack(*parameters), shared, stream)
             else:
-                self._other()
+                foreign(parameters, handle, stream)
 
         return send
 
-    def _other(self) -> BindingsEngine:
-        if self._foreign is None:
-            rule = "be the default stream or PyCUDA's own: PyCUDA cannot launch on others; pip install 'skuda[cuda13]'"
-            raise InvalidProblem(self._op, "stream", "a stream of another library", rule)
-        return self._foreign
+    def bound(self, step: int, parameters: tuple[Any, ...]) -> Bound:
+        """Return what enqueues one step with these parameters."""
+        start, grid, block, pack, shared = self._steps[step]
+        packed, own = pack(*parameters), self._own
+        other = partial(self._refuse, parameters)
+        foreign: Bound = self._foreign.bound(step, parameters) if self._foreign is not None else other
+
+        def send(handle: int, stream: object) -> None:
+            if handle == 0:
+                start(grid, block, packed, shared, None)
+            elif isinstance(stream, own):
+                start(grid, block, packed, shared, stream)
+            else:
+                foreign(handle, stream)
+
+        return send
+
+    def _refuse(self, parameters: tuple[Any, ...], handle: int, stream: object) -> None:  # noqa: ARG002  a Send
+        rule = "be the default stream or PyCUDA's own: PyCUDA cannot launch on others; pip install 'skuda[cuda13]'"
+        raise InvalidProblem(self._op, "stream", f"a stream of another library ({handle:#x})", rule)
 
 
 _contexts: dict[int, Any] = {}

@@ -35,7 +35,7 @@ _HERE = Path(__file__).parent
 _CACHE = Path(os.environ.get("SKUDA_HOST_CACHE") or platformdirs.user_cache_path("skuda") / "cuda-on-cpu")
 _KEPT_DAYS = 2
 _BOUNDS = r"(?:\s+__launch_bounds__\([^)]*\))?"
-_ENTRY = re.compile(rf'^(?:KERNEL\([^)]*\)|extern "C" __global__ void{_BOUNDS})\s*(\w+)\s*\(', re.MULTILINE)
+_ENTRY = re.compile(rf'^[ \t]*(?:KERNEL\([^)]*\)|extern "C" __global__ void{_BOUNDS})\s*(\w+)\s*\(', re.MULTILINE)
 _DYNAMIC = re.compile(r"extern\s+__shared__\s+(?:__align__\([^)]*\)\s*)?([^;]+?)\s*\b(\w+)\s*\[\s*\]\s*;")
 _SANITIZE = (
     "-g",
@@ -78,6 +78,10 @@ class Unit:
         defines = tuple(flag for flag in sku.flags if flag.startswith("-D"))
         path = str(importlib.resources.files(package).joinpath(name))
         return cls(path, source.text.decode(), headers, source.foreign, defines)
+
+    def configured(self, flags: Iterable[str]) -> Unit:
+        """Return the same unit in the configuration that a launch rule chose."""
+        return replace(self, defines=(*self.defines, *(flag for flag in flags if flag.startswith("-D"))))
 
     def with_change(self, before: str, after: str) -> Unit:
         """Return the same unit with one piece of its text or headers replaced, which must occur."""
@@ -177,11 +181,14 @@ def _publish(path: Path, make) -> Path:
 
 
 def _library_path(unit: Unit) -> Path:
-    path = cache_folder() / f"{digest(unit, _own('shim.h'), _own('block.cpp'))}.so"
+    path = cache_folder() / f"{digest(unit, _own('shim.h'), _own('block.cpp'), _ENTRY.pattern)}.so"
 
     def make(folder: Path, out: str) -> None:
         write_headers(replace(unit, headers=tuple((name, _rewritten(text)) for name, text in unit.headers)), folder)
-        entries = "".join(f"SKUDA_ENTRY({name})\n" for name in _ENTRY.findall(unit.text))
+        texts = [unit.text]
+        for text in texts:  # those that are included, and what they include
+            texts += [found for name, found in unit.headers if f'#include "{name}"' in text and found not in texts]
+        entries = "".join(f"SKUDA_ENTRY({name})\n" for text in texts for name in _ENTRY.findall(text))
         (folder / "unit.cpp").write_text(f'#line 1 "{unit.name}"\n{_rewritten(unit.text)}\n{entries}')
         options = ["-DSKUDA_HOST", *unit.defines, "-include", str(_HERE / "shim.h"), "-I.", "-shared", "-Wl,-Bsymbolic"]
         _compile([*options, "unit.cpp", str(_switching()), "-o", out], folder)

@@ -14,11 +14,14 @@ import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
+from harness.binding import launch_of
 from harness.emulator import Unit, cache_folder, digest, write_headers
 
 from skuda.dispatch import compiling
+from skuda.dispatch.device import KNOWN_DEVICES
 from skuda.kernels.catalog import built_in_ops
 from skuda.registry.arch import ArchSku
 from skuda.registry.sku import KernelSku
@@ -76,8 +79,18 @@ class Job:
 
     @classmethod
     def of(cls, sku: KernelSku, arch: str, compiler: str = "nvrtc") -> Job:
-        """Return the compilation of a SKU."""
-        return cls(Unit.of(sku), sku.flags, arch, compiler)
+        """Return the compilation of a SKU, in the configuration of one of its cases where it has several."""
+        return cls(Unit.of(sku), (*sku.flags, *configurations(sku)[0]), arch, compiler)
+
+
+@cache
+def configurations(sku: KernelSku) -> tuple[tuple[str, ...], ...]:
+    """Return the flags of every configuration that the launch rule chooses for the cases that a SKU serves."""
+    cases = [case for op in built_in_ops() for case in op.cases if case.problem.key() == sku.key]
+    problems = [case.problem for case in cases if not any(rule.check(case.problem) for rule in sku.constraints)]
+    device = KNOWN_DEVICES["h200"].model_copy(update={"compute_capability": sku.arch.capability})
+    launches = [launch_of(sku, problem, device) for problem in problems]
+    return tuple(dict.fromkeys(launch.flags for launch in launches if launch.steps)) or ((),)
 
 
 def architectures(sku: KernelSku) -> tuple[ArchSku, ...]:
@@ -164,7 +177,11 @@ def cuda_skus() -> list[KernelSku]:
 
 def table() -> dict[str, object]:
     """Compile everything for everything and return what it needs, one line per kernel and architecture."""
-    skus = {(sku.source, sku.flags, arch): sku for sku in cuda_skus() for arch in architectures(sku)}
+    skus = {
+        (sku.source, (*sku.flags, *configurations(sku)[0]), arch): sku
+        for sku in cuda_skus()
+        for arch in architectures(sku)
+    }
     found = compiled([Job.of(sku, key[2]) for key, sku in skus.items()])
     lines = {}
     for (source, flags, arch), result in zip(skus, found, strict=True):

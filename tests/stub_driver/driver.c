@@ -255,6 +255,14 @@ R cuLaunchKernel(Function *function, unsigned gx, unsigned gy, unsigned gz, unsi
   return OK;
 }
 
+typedef struct { unsigned grid[3], block[3], shared; void *stream, *attributes; unsigned count; } Config;
+
+R cuLaunchKernelEx(const Config *c, Function *function, void **parameters, void **extra) {
+  if (c->count) return NOT_SUPPORTED;
+  return cuLaunchKernel(function, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared,
+                        c->stream, parameters, extra);
+}
+
 /* --- memory and streams ------------------------------------------------------------------------------------------- */
 
 static struct { uintptr_t start, end; int device; } allocations[4096];

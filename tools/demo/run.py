@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from skuda.dispatch import Dispatcher
-from skuda.dispatch.device import HOST
 from skuda.registry.errors import InvalidProblem, MissingDependency, SkudaError
 from skuda.tools.demo.encoder import Encoder, Model, label_of, load_model
 from skuda.tools.demo.metrics import Power, cosine, power, ranking_agreement
+from skuda.tools.demo.placed import device_of, placed
 from skuda.tools.demo.plot import draw
 from skuda.tools.demo.render import render, verdict
 from skuda.tools.demo.result import DemoResult, LayerResult, WayResult
@@ -109,7 +109,7 @@ def run_demo(
     return DemoResult(
         model=model.name,
         model_version=model.version,
-        device=HOST.describe(),
+        device=device_of(dispatcher).describe(),
         split=SPLIT,
         calibration_sentences=len(calibration),
         calibration_tokens=sum(map(len, calibration)),
@@ -164,7 +164,7 @@ def measure_layers(
     rows = [sum(len(held_out[i]) for i in batch) for batch in batches(held_out)]
 
     def skus(layer: Int8Layer) -> tuple[str, ...]:
-        chosen = (dispatcher.select(layer.descriptor(m), device=HOST).sku.id for m in rows)
+        chosen = (dispatcher.select(layer.descriptor(m), device=device_of(dispatcher)).sku.id for m in rows)
         return tuple(dict.fromkeys(chosen))
 
     return tuple(
@@ -192,6 +192,7 @@ def demo(
     console: Console,
     errors: Console | None = None,
     dispatcher: Dispatcher | None = None,
+    device: str = "auto",
 ) -> int:
     """Run the job, print its report and write its plot.
 
@@ -207,6 +208,8 @@ def demo(
         Gets the progress bar, if a terminal, and the one line of an error; standard error when not given.
     dispatcher : Dispatcher, optional
         A new one when not given.
+    device : str
+        Where the products run: ``host``, ``gpu``, or ``auto`` for a GPU where one is usable.
 
     Returns
     -------
@@ -219,9 +222,12 @@ def demo(
             raise MissingDependency("matplotlib", "pip install 'matplotlib>=3.8'")
         if not plot.absolute().parent.is_dir():
             raise InvalidProblem("demo", "plot", str(plot), "lie in a folder that exists")
+        chosen, note = placed(dispatcher or Dispatcher(), device)
+        if note:
+            errors.print(f"skuda demo: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
         model = load_model()
         with _progress(errors) as track:
-            result = run_demo(model, read_sentences(), dispatcher or Dispatcher(), plot=plot, track=track)
+            result = run_demo(model, read_sentences(), chosen, plot=plot, track=track)
             draw(result, plot)
     except (SkudaError, OSError) as error:
         errors.print(f"skuda demo: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
