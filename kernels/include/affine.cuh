@@ -6,17 +6,42 @@ typedef SKUDA_DATA Data;
 typedef Compute<Data>::type Real;
 
 // Blocks of 256 threads per multiprocessor that the registers must allow: as many as neither nvcc nor NVRTC spills for.
-#define BLOCKS (sizeof(Data) == 8 ? 2 : 4)
+#define BLOCKS (sizeof(Data) == 8 ? 3 : 4)
+#define PASSED_BLOCKS (sizeof(Data) == 8 ? 2 : 4)
+#define DIVIDED_BLOCKS (sizeof(Data) == 8 ? 2 : sizeof(Data) == 2 ? 3 : 4)
 #define MIXED_BLOCKS (sizeof(Data) == 2 ? 1 : 2)
+
+// Chunks that a thread has in flight; the launch rule knows.
+enum { IN_FLIGHT = sizeof(Data) == 8 ? 8 : 4 };
 
 template <class T> DEVICE bool rows_of_chunks(const T* p, s64 leading, s64 rows) {
   return aligned(p, leading * (s64)sizeof(T), rows, 16);
 }
 DEVICE bool rows_of_codes(const void* p, s64 leading, s64 rows, u64 bytes) { return aligned(p, leading, rows, bytes); }
 
+// Whether every value in chunks is finite; two 16-bit ones at a time.
+template <int U> DEVICE bool all_finite_chunks(const uint4 (&h)[U]) {
+  Extremes<Data> found = Extremes<Data>::zero();
+  bool finite = true;
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    typename Extremes<Data>::Word words[Extremes<Data>::words];
+    Extremes<Data>::split(h[u], words);
+    if (sizeof(Data) == 2) {
+#pragma unroll
+      for (int i = 0; i < Extremes<Data>::words; ++i) found.include_magnitude(words[i]);
+    } else {
+      Real x[Width<Data>::count];
+      Chunk<Data>::unpack(h[u], x);
+      finite &= all_finite(x);
+    }
+  }
+  return finite && found.up() < Infinity<Real>::bits();
+}
+
 #ifdef SKUDA_CODE
 struct Quantize {
-  enum { V = Width<Data>::count, W = Codes<SKUDA_CODE>::packed ? 2 : 1, U = 4 };
+  enum { V = Width<Data>::count, W = Codes<SKUDA_CODE>::packed ? 2 : 1, U = IN_FLIGHT };
   typedef uint4 Held;
   const Data* input;
   s64 input_leading;
@@ -24,11 +49,15 @@ struct Quantize {
   s64 output_leading;
 
   DEVICE Held load(s64 row, s64 column) const { return load16(input + row * input_leading + column); }
-  template <int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 row, s64 column) const {
+  template <int N> DEVICE bool quick(const Held (&h)[U], const Segment<Real> (&g)[N]) const {
+    return all_quick(g) && all_finite_chunks(h);
+  }
+  template <bool QUICK, int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 row, s64 column) const {
     Real x[V];
     u32 q[V];
     Chunk<Data>::unpack(h, x);
-    quantized(x, g, q);
+    if (QUICK) quick_codes(x, g, q);
+    else quantized(x, g, q);
     Codes<SKUDA_CODE>::store(output + row * output_leading, column, q);
   }
   DEVICE void single(const Segment<Real> (&g)[W], int count, s64 row, s64 column) const {
@@ -44,7 +73,7 @@ struct Quantize {
 };
 
 struct Dequantize {
-  enum { V = Width<Data>::count, W = 1, U = 4 };
+  enum { V = Width<Data>::count, W = 1, U = IN_FLIGHT };
   typedef Raw Held;
   const u8* input;
   s64 input_leading;
@@ -54,7 +83,8 @@ struct Dequantize {
   DEVICE Held load(s64 row, s64 column) const {
     return Codes<SKUDA_CODE>::fetch<V>(input + row * input_leading, column);
   }
-  template <int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 row, s64 column) const {
+  template <int N> DEVICE bool quick(const Held (&)[U], const Segment<Real> (&)[N]) const { return true; }
+  template <bool QUICK, int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 row, s64 column) const {
     s32 q[V];
     Real y[V];
     Codes<SKUDA_CODE>::spread(h, q);
@@ -72,7 +102,7 @@ struct Dequantize {
 
 // One floating input, one floating output; F::apply does it for any number of elements.
 template <class F> struct Map {
-  enum { V = Width<Data>::count, W = 1, U = 4 };
+  enum { V = Width<Data>::count, W = 1, U = IN_FLIGHT };
   typedef uint4 Held;
   const Data* input;
   s64 input_leading;
@@ -80,23 +110,26 @@ template <class F> struct Map {
   s64 output_leading;
 
   DEVICE Held load(s64 row, s64 column) const { return load16(input + row * input_leading + column); }
-  template <int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 row, s64 column) const {
+  template <int N> DEVICE bool quick(const Held (&h)[U], const Segment<Real> (&g)[N]) const {
+    return !F::slow_road || (all_quick(g) && all_finite_chunks(h));
+  }
+  template <bool QUICK, int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 row, s64 column) const {
     Real x[V], y[V];
     Chunk<Data>::unpack(h, x);
-    F::apply(x, g, y);
+    F::template apply<QUICK>(x, g, y);
     store16(output + row * output_leading + column, Chunk<Data>::pack(y));
   }
   DEVICE void single(const Segment<Real> (&g)[W], int, s64 row, s64 column) const {
     const Real x[1] = {widen(input[row * input_leading + column])};
     Real y[1];
-    F::apply(x, g, y);
+    F::template apply<false>(x, g, y);
     narrow(y[0], output[row * output_leading + column]);
   }
 };
 
 // Two floating inputs: F::apply(dy, x, segments, dx).
 template <class F> struct Gradient {
-  enum { V = Width<Data>::count, W = 1, U = 2 };
+  enum { V = Width<Data>::count, W = 1, U = IN_FLIGHT / 2 };
   struct Held { uint4 dy, x; };
   const Data* d_output;
   s64 d_output_leading;
@@ -108,7 +141,8 @@ template <class F> struct Gradient {
   DEVICE Held load(s64 row, s64 column) const {
     return Held{load16(d_output + row * d_output_leading + column), load16(input + row * input_leading + column)};
   }
-  template <int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 row, s64 column) const {
+  template <int N> DEVICE bool quick(const Held (&)[U], const Segment<Real> (&)[N]) const { return true; }
+  template <bool QUICK, int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 row, s64 column) const {
     Real dy[V], x[V], dx[V];
     Chunk<Data>::unpack(h.dy, dy), Chunk<Data>::unpack(h.x, x);
     F::apply(dy, x, g, dx);
@@ -124,8 +158,11 @@ template <class F> struct Gradient {
 };
 
 struct Fake {
-  template <int V, int N> static DEVICE void apply(const Real (&x)[V], const Segment<Real> (&g)[N], Real (&y)[V]) {
-    fake_quantized(x, g, y);
+  enum { slow_road = 1 };
+  template <bool QUICK, int V, int N>
+  static DEVICE void apply(const Real (&x)[V], const Segment<Real> (&g)[N], Real (&y)[V]) {
+    if (QUICK) quick_fake(x, g, y);
+    else fake_quantized(x, g, y);
     if (sizeof(Data) != 2) return;
     bool may_vanish = false;  // a scale so small that rounding to 16 bits can make a zero, whose sign must go
 #pragma unroll
@@ -162,7 +199,9 @@ struct Passed {  // fake-quantize, backward
 };
 
 struct Scaled {  // dequantize, backward
-  template <int V, int N> static DEVICE void apply(const Real (&dy)[V], const Segment<Real> (&g)[N], Real (&dx)[V]) {
+  enum { slow_road = 0 };
+  template <bool, int V, int N>
+  static DEVICE void apply(const Real (&dy)[V], const Segment<Real> (&g)[N], Real (&dx)[V]) {
 #pragma unroll
     for (int j = 0; j < V; ++j) dx[j] = product(dy[j], SEGMENT_OF(j).s);
   }
@@ -172,11 +211,11 @@ struct Scaled {  // dequantize, backward
   const void *scale, s32 scale_is_data, Real scale_value, const s32 *zero_point, s32 zero_point_value, s32 q_min, \
       s32 q_max
 #define SHAPE                                                                                                      \
-  s64 rows, s64 columns, s64 inner, s64 channels, u32 chunks, u32 chunks_multiplier, s32 chunks_shift,             \
-      u32 channels_multiplier, s32 channels_shift, s32 together
+  s64 rows, s64 columns, s64 inner, s64 channels, u32 parts, u32 parts_multiplier, s32 parts_shift,                \
+      u32 channels_multiplier, s32 channels_shift, s32 lanes
 #define SHAPE_GIVEN                                                                                                \
-  Shape{rows, columns, inner, channels, Divisor{chunks, chunks_multiplier, chunks_shift},                          \
-        Divisor{(u32)channels, channels_multiplier, channels_shift}, together}
+  Shape{rows, columns, inner, channels, Divisor{parts, parts_multiplier, parts_shift},                             \
+        Divisor{(u32)channels, channels_multiplier, channels_shift}, lanes}
 #define SCALES Scales<Data>{scale, scale_is_data, scale_value, zero_point, zero_point_value, q_min, q_max}
 
 // Whether rows follow each other without a gap, so that the whole shape is one row.

@@ -87,56 +87,91 @@ template <class T> struct HalfChunk {
 template <> struct Chunk<f16> : HalfChunk<f16> {};
 template <> struct Chunk<bf16> : HalfChunk<bf16> {};
 
-// The largest magnitude so far among non-negative elements of a chunk, two 16-bit ones at a time; NaN is skipped.
+// The bits of a number as an integer: numbers >= 0 are ordered as their bits, infinity above them and NaN above that.
+template <class C> struct Bits { typedef s32 type; };
+template <> struct Bits<f64> { typedef s64 type; };
+DEVICE s32 bits_of(f32 v) { return (s32)__float_as_uint(v); }
+DEVICE s64 bits_of(f64 v) { return __double_as_longlong(v); }
+template <class C> struct Infinity;
+template <> struct Infinity<f32> { static DEVICE s32 bits() { return 0x7f800000; } };
+template <> struct Infinity<f64> { static DEVICE s64 bits() { return 0x7ff0000000000000ll; } };
+DEVICE f32 number_of(s32 bits) { return __uint_as_float((u32)bits); }
+DEVICE f64 number_of(s64 bits) { return __longlong_as_double(bits); }
+template <class B> struct Sign { static DEVICE B bit() { return (B)((u64)1 << (8 * sizeof(B) - 1)); } };
+template <class B> DEVICE B greater(B a, B b) { return a > b ? a : b; }
+
+// Two 16-bit elements at a time. `max_nan` keeps a NaN, `max_nan_magnitude` looks at magnitudes and leaves any signs.
 #ifndef SKUDA_HOST
-DEVICE u32 larger(u32 a, u32 b, f16) { u32 r; asm("max.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-DEVICE u32 larger(u32 a, u32 b, bf16) { u32 r; asm("max.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+#define PAIRWISE(name, instruction, T) \
+  DEVICE u32 name(u32 a, u32 b, T) { u32 r; asm(instruction "." #T "x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+#define PAIRWISE_NAN(T)                                                                                      \
+  PAIRWISE(max_nan, "max.NaN", T) PAIRWISE(min_number, "min", T)                                            \
+  DEVICE u32 max_nan_magnitude(u32 a, u32 b, T) { return max_nan(a & 0x7fff7fffu, b & 0x7fff7fffu, T()); }
+#if __CUDA_ARCH__ >= 860
+#undef PAIRWISE_NAN
+#define PAIRWISE_NAN(T) \
+  PAIRWISE(max_nan, "max.NaN", T) PAIRWISE(min_number, "min", T) PAIRWISE(max_nan_magnitude, "max.NaN.xorsign.abs", T)
+#endif
+PAIRWISE_NAN(f16)
+PAIRWISE_NAN(bf16)
 #else
-template <class T> DEVICE u32 larger(u32 a, u32 b, T) {
+template <class T, class F> DEVICE u32 pairwise(u32 a, u32 b, T, F takes_first) {
   u32 r = 0;
   for (int i = 0; i < 32; i += 16) {
     T x, y;
     x.bits = (u16)(a >> i), y.bits = (u16)(b >> i);
-    r |= (u32)(widen(x) >= widen(y) || widen(y) != widen(y) ? x : y).bits << i;
+    r |= (u32)(takes_first(widen(x), widen(y)) ? x : y).bits << i;
   }
   return r;
 }
+template <class T> DEVICE u32 max_nan(u32 a, u32 b, T) {
+  return pairwise(a, b, T(), [](f32 x, f32 y) { return x != x || x >= y; });
+}
+template <class T> DEVICE u32 min_number(u32 a, u32 b, T) {
+  return pairwise(a, b, T(), [](f32 x, f32 y) { return y != y || x <= y; });
+}
+template <class T> DEVICE u32 max_nan_magnitude(u32 a, u32 b, T) { return max_nan(a & 0x7fff7fffu, b & 0x7fff7fffu, T()); }
 #endif
-template <class T> struct Peak {  // f16 and bf16
-  u32 two;
-  static DEVICE Peak zero() { Peak p; p.two = 0; return p; }
-  DEVICE void include(const uint4& w) {
-    const u32 words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) two = larger(two, words[i] & 0x7fff7fffu, T());
-  }
-  DEVICE f32 value() const {
-    T low, high;
-    low.bits = (u16)two, high.bits = (u16)(two >> 16);
-    return fmaxf(widen(low), widen(high));
-  }
+// The largest x and the largest -x of some words of chunks, at least 0, as bits; a NaN stays, in one of them. A word is
+// an element, or two 16-bit ones, whose results can be had one by one.
+template <class T> struct Extremes {
+  typedef typename Bits<T>::type B;
+  typedef T Word;
+  enum { words = Width<T>::count, elements = 1 };  // in a chunk, in a word
+  B high, low;
+  static DEVICE Extremes zero() { return Extremes{0, 0}; }
+  static DEVICE void split(const uint4& w, Word (&words)[Width<T>::count]) { Chunk<T>::unpack(w, words); }
+  DEVICE void include(Word x) { high = greater(high, bits_of(x)), low = greater(low, bits_of(x) ^ Sign<B>::bit()); }
+  DEVICE void include_magnitude(Word x) { high = greater(high, bits_of(x) & ~Sign<B>::bit()); }  // the larger of both
+  DEVICE B up(int) const { return high; }
+  DEVICE B down(int) const { return low; }
+  DEVICE B up() const { return high; }
+  DEVICE B down() const { return low; }
 };
-template <> struct Peak<f32> {
-  f32 most;
-  static DEVICE Peak zero() { Peak p; p.most = 0; return p; }
-  DEVICE void include(const uint4& w) {
-    f32 x[4];
-    Chunk<f32>::unpack(w, x);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) most = fmaxf(most, fabsf(x[i]));
+
+template <class T> struct HalfExtremes {
+  typedef s32 B;
+  typedef u32 Word;
+  enum { words = 4, elements = 2 };
+  u32 high, low;
+  static DEVICE void split(const uint4& w, Word (&words)[4]) { words[0] = w.x, words[1] = w.y, words[2] = w.z, words[3] = w.w; }
+  DEVICE void include(Word two) { high = max_nan(high, two, T()), low = min_number(low, two, T()); }
+  DEVICE void include_magnitude(Word two) { high = max_nan_magnitude(high, two, T()); }
+  static DEVICE s32 magnitude_of(u32 half) {
+    T one;
+    one.bits = (u16)(half & 0x7fffu);
+    return bits_of(widen(one)) & ~Sign<s32>::bit();
   }
-  DEVICE f32 value() const { return most; }
+  DEVICE s32 up(int i) const { return magnitude_of(high >> 16 * i); }
+  DEVICE s32 down(int i) const { return magnitude_of(low >> 16 * i); }
+  DEVICE s32 up() const { return magnitude_of(greater(high & 0x7fffu, high >> 16 & 0x7fffu)); }
+  DEVICE s32 down() const { return magnitude_of(greater(low & 0x7fffu, low >> 16 & 0x7fffu)); }
 };
-template <> struct Peak<f64> {
-  f64 most;
-  static DEVICE Peak zero() { Peak p; p.most = 0; return p; }
-  DEVICE void include(const uint4& w) {
-    f64 x[2];
-    Chunk<f64>::unpack(w, x);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) most = fmax(most, fabs(x[i]));
-  }
-  DEVICE f64 value() const { return most; }
+template <> struct Extremes<f16> : HalfExtremes<f16> {
+  static DEVICE Extremes zero() { Extremes e; e.high = e.low = 0; return e; }
+};
+template <> struct Extremes<bf16> : HalfExtremes<bf16> {
+  static DEVICE Extremes zero() { Extremes e; e.high = e.low = 0; return e; }
 };
 
 // Streamed: everything is touched once.

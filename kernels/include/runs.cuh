@@ -2,133 +2,203 @@
 #pragma once
 #include "affine.cuh"
 
-struct Range { Real lo, hi; };
+// The largest x and the largest -x, at least 0, as bits.
+typedef Bits<Real>::type RealBits;
+struct Range { RealBits up, down; };
 
-DEVICE void include(Range& r, Real x) { r.lo = least(r.lo, x), r.hi = most(r.hi, x); }
-DEVICE void include(Range& r, const Range& other) { include(r, other.lo), include(r, other.hi); }
-
-DEVICE void include(Range& r, const uint4& chunk) {
-  Real x[Width<Data>::count];
-  Chunk<Data>::unpack(chunk, x);
-#pragma unroll
-  for (int j = 0; j < Width<Data>::count; ++j) include(r, x[j]);
+DEVICE bool has_nan(const Range& r) { return greater(r.up, r.down) > Infinity<Real>::bits(); }
+DEVICE void include(Range& r, const Range& other) { r.up = greater(r.up, other.up), r.down = greater(r.down, other.down); }
+DEVICE void include(Range& r, Real x) {  // NaN is skipped
+  if (x == x) include(r, Range{bits_of(x), bits_of(x) ^ Sign<RealBits>::bit()});
 }
 
 DEVICE Segment<Real> segment_of(const Range& r, s32 asymmetric, s32 q_min, s32 q_max) {
-  Real s = asymmetric ? divide(r.hi - r.lo, (Real)(q_max - q_min)) : divide(most(r.hi, -r.lo), (Real)q_max);
+  const Real hi = number_of(r.up), lo = -number_of(r.down);
+  Real s = asymmetric ? divide(hi - lo, (Real)(q_max - q_min)) : divide(most(hi, -lo), (Real)q_max);
   if (s == (Real)0) s = (Real)1;
   s32 z = 0;
   if (asymmetric) {
-    Real t = whole(divide(r.lo, s));
+    Real t = whole(divide(lo, s));
     t = t == t ? t : (Real)0;
-    z = (s32)fmin(fmax((f64)q_min - (f64)t, (f64)q_min), (f64)q_max);
+    z = q_min - (s32)t;  // |t| is below 2^10: lo / s is at most q_max - q_min but for the rounding of s
+    z = z < q_min ? q_min : z > q_max ? q_max : z;
   }
-  return Segment<Real>::make(s, z, q_min, q_max);
+  return Segment<Real>::make(s, z, q_min, q_max, true);
 }
 
-// The range over `lanes` neighbouring threads, a power of two, or over the whole block where that is more than a warp.
-DEVICE Range over_lanes(Range r, int lanes) {
-  for (int offset = lanes < 32 ? lanes / 2 : 16; offset > 0; offset /= 2) {
-    Range other;
-    other.lo = __shfl_xor_sync(0xffffffffu, r.lo, offset), other.hi = __shfl_xor_sync(0xffffffffu, r.hi, offset);
-    include(r, other);
+DEVICE s32 over_warp(s32 bits) { return (s32)__reduce_max_sync(0xffffffffu, (u32)bits); }
+DEVICE s64 over_warp(s64 bits) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) bits = greater(bits, __shfl_xor_sync(0xffffffffu, bits, offset));
+  return bits;
+}
+
+// Ranges over groups of threads; where not asymmetric they are of magnitudes, which are all in `up`.
+struct Lanes {  // neighbours, a power of two within a warp
+  u32 count;
+  DEVICE u32 lane() const { return threadIdx.x & (count - 1); }
+  DEVICE u32 group() const { return threadIdx.x >> (__ffs(count) - 1); }
+  DEVICE u32 groups() const { return blockDim.x >> (__ffs(count) - 1); }
+  DEVICE bool any(bool of_one) const { return __any_sync(0xffffffffu, of_one); }
+  DEVICE void wait() const {}
+  DEVICE Range over(Range r, s32 asymmetric) const {
+#pragma unroll 1
+    for (int offset = count / 2; offset > 0; offset /= 2) {
+      r.up = greater(r.up, __shfl_xor_sync(0xffffffffu, r.up, offset));
+      if (asymmetric) r.down = greater(r.down, __shfl_xor_sync(0xffffffffu, r.down, offset));
+    }
+    return r;
   }
-  if (lanes <= 32) return r;
-  __shared__ Real low[32], high[32];
-  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  __syncthreads();  // the last use of the arrays is over
-  if (threadIdx.x % 32 == 0) low[warp] = r.lo, high[warp] = r.hi;
-  __syncthreads();
-  for (int i = 0; i < warps; ++i) {
-    Range other;
-    other.lo = low[i], other.hi = high[i];
-    include(r, other);
+};
+struct Block {  // all threads of the block, whole warps
+  u32 count;
+  DEVICE u32 lane() const { return threadIdx.x; }
+  DEVICE u32 group() const { return 0; }
+  DEVICE u32 groups() const { return 1; }
+  DEVICE bool any(bool of_all) const { return of_all; }
+  DEVICE void wait() const { __syncthreads(); }  // between uses of `over`
+  DEVICE Range over(Range r, s32 asymmetric) const {
+    __shared__ RealBits up[32], down[32];
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    r.up = over_warp(r.up);
+    if (asymmetric) r.down = over_warp(r.down);
+    if (lane == 0) up[warp] = r.up, down[warp] = r.down;
+    __syncthreads();
+    const bool used = lane * 32 < count;
+    r.up = over_warp(used ? up[lane] : 0);
+    if (asymmetric) r.down = over_warp(used ? down[lane] : 0);
+    return r;
   }
+};
+
+// R chunks that a thread holds, `lanes` apart; beyond the last one that one, which leaves a range as it is.
+template <int R> struct HeldChunks {
+  uint4 chunk[R];
+  DEVICE void load(const Data* run, u32 first, u32 lanes, u32 chunks) {
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+      const u32 at = first + k * lanes;
+      chunk[k] = load16((const uint4*)run + (at < chunks ? at : chunks - 1));
+    }
+  }
+  DEVICE void include_in(Extremes<Data>& e, bool asymmetric) const {
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+      typename Extremes<Data>::Word words[Extremes<Data>::words];
+      Extremes<Data>::split(chunk[k], words);
+#pragma unroll
+      for (int i = 0; i < Extremes<Data>::words; ++i) asymmetric ? e.include(words[i]) : e.include_magnitude(words[i]);
+    }
+  }
+  template <bool WITHIN> DEVICE void quantize(u8* codes, u32 first, u32 lanes, u32 chunks, const Segment<Real>& g) const {
+    enum { V = Width<Data>::count };
+    const Segment<Real> own[1] = {g};
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+      Real x[V];
+      u32 q[V];
+      Chunk<Data>::unpack(chunk[k], x);
+      if (WITHIN) quick_codes_within(x, g, q);
+      else quick_codes(x, own, q);
+      if (first + k * lanes < chunks) Codes<SKUDA_CODE>::store(codes, (s64)(first + k * lanes) * V, q);
+    }
+  }
+};
+
+// The roads of runs that are not whole chunks, have a NaN, or whose scale is extreme: element by element, out of line.
+__device__ __noinline__ Range slow_range(const Data* x, s64 inner, u32 lane, u32 lanes, s32 asymmetric) {
+  Range r = Range{0, 0};
+#pragma unroll 1
+  for (s64 i = lane; i < inner; i += lanes) include(r, widen(x[i]));
+  if (!asymmetric) r.up = greater(r.up, r.down);
   return r;
 }
-
-DEVICE void put_codes(u8* row, s64 column, const uint4& chunk, const Segment<Real>& g, bool within) {
-  enum { V = Width<Data>::count };
-  Real x[V];
-  u32 q[V];
-  const Segment<Real> own[1] = {g};
-  Chunk<Data>::unpack(chunk, x);
-  if (within) {
-    quantized_within(x, g, q);
-  } else {
-    quantized(x, own, q);
+__device__ __noinline__ void slow_codes(const Data* x, u8* codes, s64 inner, u32 lane, u32 lanes, Real s, s32 z, s32 q_min,
+                                        s32 q_max) {
+  enum { W = Codes<SKUDA_CODE>::packed ? 2 : 1 };
+  const Segment<Real> own[1] = {Segment<Real>::make(s, z, q_min, q_max)};
+#pragma unroll 1
+  for (s64 i = (s64)lane * W; i < inner; i += (s64)lanes * W) {
+    const Real pair[2] = {widen(x[i]), W == 2 && i + 1 < inner ? widen(x[i + 1]) : (Real)0};
+    u32 q[2];
+    quantized(pair, own, q);
+    if (W == 2) q[0] = (q[0] & 15u) | (i + 1 < inner ? (q[1] & 15u) << 4 : 0u);
+    codes[i / W] = (u8)q[0];
   }
-  Codes<SKUDA_CODE>::store(row, column, q);
 }
 
-// One segment, of `runs` in a row, per group of `lanes` threads. `codes` is 0 where a byte can hold codes of two segments: then only scales
-// and zero points are written here.
+// One segment, of `runs` in a row, per group of threads. It has at most R chunks a thread, which are read once, unless
+// LONG. `codes` is 0 where a byte can hold codes of two segments: then only scales and zero points are written here.
+template <int R, bool LONG, class Group>
+DEVICE void by_groups(const Group group, const Data* input, s64 input_leading, u8* output, s64 output_leading, Real* scale_out,
+                      s32* zero_point_out, s64 columns, s64 inner, s64 segments, s32 runs, s32 asymmetric, s32 q_min,
+                      s32 q_max, s32 codes, s64 rows) {
+  enum { V = Width<Data>::count, W = Codes<SKUDA_CODE>::packed ? 2 : 1 };
+  const u32 lane = group.lane(), lanes = group.count, piece = R * lanes, chunks = (u32)(inner / V);
+  const bool by_chunks = inner % V == 0 && inner > 0 && columns % V == 0 && rows_of_chunks(input, input_leading, rows) &&
+                         aligned(output, output_leading, rows, V / W);
+  const s64 own = ((s64)blockIdx.y * gridDim.x + blockIdx.x) * group.groups() + group.group();
+  const bool mine = own < segments;
+  const s64 at = mine ? own : 0;
+  s64 row = at, column = 0;
+  if (runs != 1) {
+    const bool gapless = by_chunks && input_leading == columns && output_leading * W == columns;
+    row = gapless ? 0 : at / runs, column = (at - row * runs) * inner;
+  }
+  const Data* x = input + row * input_leading + column;
+  u8* out = output + row * output_leading + column / W;
+  HeldChunks<R> held;
+  Range r = Range{0, 0};
+  if (by_chunks) {
+    Extremes<Data> found = Extremes<Data>::zero();
+    u32 base = lane;
+    do {
+      held.load(x, base, lanes, chunks);
+      if (asymmetric) held.include_in(found, true);
+      else held.include_in(found, false);
+      base += piece;
+    } while (LONG && base - lane < chunks);
+    r = group.over(Range{found.up(), found.down()}, asymmetric);
+  }
+  bool quick = by_chunks && !has_nan(r);
+  if (group.any(!quick)) {
+    group.wait();
+    r = group.over(slow_range(x, inner, lane, lanes, asymmetric), asymmetric);
+  }
+  if (!mine) return;
+  const Segment<Real> g = segment_of(r, asymmetric, q_min, q_max);
+  quick = quick && g.quick;
+  if (lane == 0) {
+    scale_out[at] = g.s;
+    if (zero_point_out != nullptr) zero_point_out[at] = inner > 0 ? g.z : 0;
+  }
+  if (!codes) return;
+  if (!quick) {
+    slow_codes(x, out, inner, lane, lanes, g.s, g.z, q_min, q_max);
+    return;
+  }
+  const bool within = !asymmetric && q_min <= -q_max;
+  u32 base = lane;
+  do {
+    if (LONG && chunks > piece) held.load(x, base, lanes, chunks);
+    if (within) held.template quantize<true>(out, base, lanes, chunks, g);
+    else held.template quantize<false>(out, base, lanes, chunks, g);
+    base += piece;
+  } while (LONG && base - lane < chunks);
+}
+
+#define BY_GROUPS(R, LONG, GROUP)                                                                                      \
+  by_groups<R, LONG>(GROUP, input, input_leading, output, output_leading, scale_out, zero_point_out, columns, inner,   \
+                     segments, runs, asymmetric, q_min, q_max, codes, rows)
+
+// The same by `lanes` threads: a power of two within a warp, or else the block.
 template <int R>
 DEVICE void by_runs(const Data* input, s64 input_leading, u8* output, s64 output_leading, Real* scale_out,
                     s32* zero_point_out, s64 columns, s64 inner, s64 segments, s32 runs, s32 lanes, s32 asymmetric, s32 q_min,
                     s32 q_max, s32 codes, s64 rows) {
-  enum { V = Width<Data>::count, PACKED = Codes<SKUDA_CODE>::packed };
-  const int groups = blockDim.x / lanes, lane = threadIdx.x % lanes;
-  const bool whole = inner % V == 0 && columns % V == 0 && rows_of_chunks(input, input_leading, rows) &&
-                     aligned(output, output_leading, rows, PACKED ? V / 2 : V);
-  const s64 chunks = whole ? inner / V : 0;
-  for (s64 first = (s64)blockIdx.x * groups; first < segments; first += (s64)gridDim.x * groups) {
-    const s64 at = first + threadIdx.x / lanes;
-    const bool mine = at < segments;
-    const s64 e = mine ? at * inner : 0, row = inner > 0 ? e / columns : 0, column = e - row * columns;
-    const Data* x = input + row * input_leading + column;
-    u8* out = output + row * output_leading;
-    Range r;
-    r.lo = 0, r.hi = 0;
-    uint4 held[R];
-    const bool once = chunks > 0 && chunks <= (s64)R * lanes;
-    if (once) {
-#pragma unroll
-      for (int k = 0; k < R; ++k) {
-        held[k] = make_uint4(0, 0, 0, 0);  // zeros leave the range as it is
-        if (mine && lane + k * lanes < chunks) held[k] = load16(x + (s64)(lane + k * lanes) * V);
-      }
-      if (asymmetric) {
-#pragma unroll
-        for (int k = 0; k < R; ++k) include(r, held[k]);
-      } else {
-        Peak<Data> peak = Peak<Data>::zero();
-#pragma unroll
-        for (int k = 0; k < R; ++k) peak.include(held[k]);
-        r.hi = peak.value();
-      }
-    } else if (whole) {
-      for (s64 c = lane; mine && c < chunks; c += lanes) include(r, *(const uint4*)(x + c * V));
-    } else {
-      for (s64 i = lane; mine && i < inner; i += lanes) include(r, widen(x[i]));
-    }
-    r = over_lanes(r, lanes);
-    if (!mine) continue;  // only where groups are parts of a warp: no barrier follows
-    const Segment<Real> g = segment_of(r, asymmetric, q_min, q_max);
-    if (lane == 0) {
-      scale_out[at] = g.s;
-      if (zero_point_out != nullptr) zero_point_out[at] = inner > 0 ? g.z : 0;
-    }
-    if (!codes) continue;
-    const bool within = !asymmetric && q_min <= -q_max;
-    if (once) {
-#pragma unroll
-      for (int k = 0; k < R; ++k) {
-        const s64 c = lane + k * lanes;
-        if (c < chunks) put_codes(out, column + c * V, held[k], g, within);
-      }
-    } else if (whole) {
-      for (s64 c = lane; c < chunks; c += lanes) put_codes(out, column + c * V, *(const uint4*)(x + c * V), g, within);
-    } else {
-      const int step = PACKED ? 2 : 1;
-      for (s64 i = (s64)lane * step; i < inner; i += (s64)lanes * step) {
-        const Segment<Real> own[1] = {g};
-        const Real pair[2] = {widen(x[i]), PACKED && i + 1 < inner ? widen(x[i + 1]) : (Real)0};
-        u32 q[2];
-        quantized(pair, own, q);
-        if (PACKED) q[0] = (q[0] & 15u) | (i + 1 < inner ? (q[1] & 15u) << 4 : 0u);
-        out[(column + i) / step] = (u8)q[0];
-      }
-    }
+  if (lanes > 32) {
+    BY_GROUPS(R, true, Block{blockDim.x});
+  } else {
+    BY_GROUPS(R, true, (Lanes{(u32)lanes}));
   }
 }

@@ -35,8 +35,8 @@ struct Divisor {
 
 struct Shape {
   s64 rows, columns, inner, channels;
-  Divisor per_segment, per_channels;  // chunks in a segment, and channels; for RUNS
-  s32 together;                       // whether all chunks that a block has in flight share a segment
+  Divisor parts, per_channels;  // units in a segment, 0 where it is not whole chunks; and channels; for RUNS
+  s32 lanes;                    // threads that share a unit: a power of two within a warp, or the block; for RUNS
   DEVICE s64 segment(s64 e) const { return (e / inner) % channels; }
 };
 
@@ -48,19 +48,77 @@ DEVICE bool aligned(const void* p, s64 leading_bytes, s64 rows, u64 bytes) {
 //   V, U                                       elements per chunk, chunks in flight
 //   W                                          elements that one thread must handle together (2 where packed)
 //   Held load(row, column)                     read one chunk
-//   void finish(held, segments, row, column)   compute and write it; one segment, or one per element
+//   bool quick(held[U], segments)              whether these chunks can do without the slow road
+//   void finish<QUICK>(held, segments, row, column)   compute and write one; one segment, or one per element
 //   void single(segments, count, row, column)  handle `count` <= W elements, one by one
+
+// U chunks of a run that begins at (row, column), `apart` from each other; beyond the last one that one again.
+template <class Op, class I>
+DEVICE void load_chunks(const Op& op, typename Op::Held (&held)[Op::U], I first, I apart, I chunks, s64 row, s64 column) {
+#pragma unroll
+  for (int u = 0; u < Op::U; ++u) {
+    const I chunk = first + u * apart;
+    held[u] = op.load(row, column + (s64)(chunk < chunks ? chunk : chunks - 1) * Op::V);
+  }
+}
+
+// One decision for all of them, so that they overlap. Where it is for the slow road they are read again, one at a time.
+template <int N, class Op, class I, class C>
+DEVICE void finish_chunks(const Op& op, const typename Op::Held (&held)[Op::U], const Segment<C> (&g)[N], I first, I apart,
+                          I chunks, s64 row, s64 column) {
+  if (op.quick(held, g)) {
+#pragma unroll
+    for (int u = 0; u < Op::U; ++u) {
+      const I chunk = first + u * apart;
+      if (chunk < chunks) op.template finish<true>(held[u], g, row, column + (s64)chunk * Op::V);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (I chunk = first, u = 0; u < Op::U && chunk < chunks; ++u, chunk += apart) {
+    op.template finish<false>(op.load(row, column + (s64)chunk * Op::V), g, row, column + (s64)chunk * Op::V);
+  }
+}
+
+// RUNS: threads share units of lanes * U chunks of one segment, so that each sets a segment up for U chunks. False where
+// chunks or 32 bits do not do.
+template <class T, class Op> DEVICE bool walk_units(const Op& op, const Shape& v, const Scales<T>& scales) {
+  enum { V = Op::V, U = Op::U };
+  const bool flat = v.rows == 1, spans = !flat && v.columns < v.inner;
+  const s64 length = spans ? v.columns : v.inner, total = v.rows * v.columns;  // of a run: a segment's part of a row
+  if (v.parts.d == 0 || length % V != 0 || total / V >= 0x7fffffffll) return false;
+  if (!flat && length != v.columns && v.columns % length != 0) return false;
+  if (spans && v.inner % length != 0) return false;
+  const u32 chunks = (u32)(length / V), lanes = v.lanes, unit_chunks = U * lanes;
+  const u32 parts = spans ? (chunks + unit_chunks - 1) / unit_chunks : v.parts.d;
+  const u32 shift = lanes < blockDim.x ? __ffs(lanes) - 1 : 31, groups = lanes < blockDim.x ? blockDim.x >> shift : 1;
+  const u32 lane = threadIdx.x - (threadIdx.x >> shift << shift);
+#pragma unroll 1
+  for (u32 unit = blockIdx.x * groups + (threadIdx.x >> shift);; unit += gridDim.x * groups) {
+    const u32 run = spans ? unit / parts : v.parts.quotient(unit);
+    const s64 e = run * length;
+    if (e >= total) return true;
+    const u32 counted = spans ? (u32)(e / v.inner) : run, segment = counted - v.per_channels.quotient(counted) * v.per_channels.d;
+    const s64 row = flat ? 0 : length == v.columns ? run : e / v.columns, column = e - row * v.columns;
+    const u32 first = (unit - run * parts) * unit_chunks + lane;
+    typename Op::Held held[U];
+    load_chunks(op, held, first, lanes, chunks, row, column);
+    const Segment<typename Compute<T>::type> g[1] = {scales.at(segment)};
+    finish_chunks(op, held, g, first, lanes, chunks, row, column);
+  }
+}
+
 template <Layout LAYOUT, class T, class Op>
 DEVICE void walk(const Op& op, Shape v, const Scales<T>& scales, bool chunks_allowed, bool contiguous) {
   typedef typename Compute<T>::type C;
-  enum { V = Op::V, W = Op::W, U = LAYOUT == RUNS ? Op::U / 2 : Op::U, SEGMENTS_PER_CHUNK = LAYOUT == MIXED ? V : 1 };
+  enum { V = Op::V, W = Op::W, U = Op::U, SEGMENTS_PER_CHUNK = LAYOUT == MIXED ? V : 1 };
   const s64 thread = (s64)blockIdx.x * blockDim.x + threadIdx.x, threads = (s64)gridDim.x * blockDim.x;
   if (contiguous) v.columns *= v.rows, v.rows = 1;
-  const s64 chunks = v.columns / V, all_chunks = chunks * v.rows;
-  bool by_chunks = chunks_allowed && v.columns % V == 0;
-  if (LAYOUT == RUNS) by_chunks = by_chunks && v.per_segment.d > 0 && all_chunks < 0x7fffffffll;
-  // Only where every thread comes back to its own columns, whose scales it then keeps.
-  if (LAYOUT == MIXED) by_chunks = by_chunks && v.rows == 1 && v.inner == 1 && threads * V % v.channels == 0;
+  if (LAYOUT == RUNS && chunks_allowed && walk_units(op, v, scales)) return;
+  const s64 chunks = v.columns / V;
+  bool by_chunks = LAYOUT != RUNS && chunks_allowed && (LAYOUT == MIXED ? v.rows == 1 : v.columns % V == 0);
+  // Only where every thread comes back to elements of its own channels, whose scales it then keeps, or never comes back.
+  if (LAYOUT == MIXED) by_chunks = by_chunks && (threads >= chunks || threads * V % (v.inner * v.channels) == 0);
   if (by_chunks) {
     const bool flat = v.rows == 1;  // else a block takes a row, and the next gridDim.x further on
     // Blocks take U * blockDim.x neighbouring chunks at a time; where threads must come back to their columns, every
@@ -70,44 +128,30 @@ DEVICE void walk(const Op& op, Shape v, const Scales<T>& scales, bool chunks_all
     const s64 stride = (flat ? threads : blockDim.x) * U;
     Segment<C> g[SEGMENTS_PER_CHUNK];
     if (LAYOUT == WHOLE) g[0] = scales.at(0);
-    if (LAYOUT == MIXED && thread < all_chunks) {
+    if (LAYOUT == MIXED && thread < chunks) {
+      s64 run = thread * V / v.inner, column = thread * V - run * v.inner;
+      run %= v.channels;
 #pragma unroll
-      for (int j = 0; j < SEGMENTS_PER_CHUNK; ++j) g[j] = scales.at((thread * V + j) % v.channels);
+      for (int j = 0; j < SEGMENTS_PER_CHUNK; ++j) {
+        g[j] = scales.at(run);
+        if (++column == v.inner) column = 0, run = run + 1 == v.channels ? 0 : run + 1;
+      }
     }
 #pragma unroll 1
     for (s64 row = flat ? 0 : blockIdx.x; row < v.rows; row += flat ? 1 : gridDim.x) {
 #pragma unroll 1
       for (s64 first = start; first < chunks; first += stride) {
         typename Op::Held held[U];
-        C s[U];
-        s32 z[U];
-#pragma unroll
-        for (int u = 0; u < U; ++u) {
-          const s64 chunk = first + u * apart;
-          if (chunk < chunks) {
-            held[u] = op.load(row, chunk * V);
-            if (LAYOUT == RUNS && (u == 0 || !v.together)) {
-              const u32 run = v.per_segment.quotient((u32)(row * chunks + chunk));
-              const u32 segment = run - v.per_channels.quotient(run) * v.per_channels.d;
-              s[u] = scales.scale_at(segment), z[u] = scales.zero_point_at(segment);
-            }
-          }
-        }
-#pragma unroll
-        for (int u = 0; u < U; ++u) {
-          const s64 chunk = first + u * apart;
-          if (chunk < chunks) {
-            if (LAYOUT == RUNS && (u == 0 || !v.together)) g[0] = scales.make(s[u], z[u]);
-            op.finish(held[u], g, row, chunk * V);
-          }
-        }
+        load_chunks(op, held, first, apart, chunks, row, 0);
+        finish_chunks(op, held, g, first, apart, chunks, row, 0);
       }
     }
-    return;
   }
+  const s64 done = by_chunks ? chunks * V : 0;  // of a row; what is left is the end of a single one
+  if (done == v.columns) return;
   const s64 units = (v.columns + W - 1) / W, all_units = units * v.rows;
 #pragma unroll 1
-  for (s64 unit = thread; unit < all_units; unit += threads) {
+  for (s64 unit = done / W + thread; unit < all_units; unit += threads) {
     const s64 row = unit / units, column = (unit - row * units) * W;
     const int count = column + W <= v.columns ? W : 1;
     Segment<C> g[W];

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from skuda.kernels.launch import (
@@ -32,8 +31,10 @@ ELEMENTWISE = "skuda.kernels.quantize._cuda:elementwise"
 """The launch rule of the elementwise ops, as their SKUs name it."""
 
 THREADS = 256
+_WARP = 32
 _CHUNK_BYTES = 16
-_IN_FLIGHT = 4
+_PASSES = 4
+_CHUNKS = 4
 _MOST_BLOCKS = 2**31 - 1
 
 
@@ -64,17 +65,23 @@ def elementwise(problem: _problems.AffineProblem, device: Device) -> Launch:
     floating = next(a.elements[0] for a in data if a.elements[0].is_float)
     inner, channels = segmentation(problem)
     width = _CHUNK_BYTES * 8 // floating.bits
-    mixed = channels > 1 and inner % width != 0
     numel = math.prod(problem.data_shape)
-    parameters: list[Parameter] = [part for a in data for part in (Pointer(a.name), Leading(a.name))]
-    parameters += segment_parameters(problem, floating)
-    threads = threads_for(inner, width) if channels > 1 and not mixed else THREADS
-    parameters += shape_parameters(inner, channels, width, threads)
+    # A backward pass of two inputs holds chunks of both.
+    in_flight = in_flight_of(floating) // (len(data) - 1)
+    whole = not isinstance(problem, (_problems.PerChannel, _problems.PerToken, _problems.PerGroup))
+    segmented = None if whole else (inner, channels)
+    blocks, threads, shape = walk(segmented, numel, width, in_flight, device)
     step = Step(
-        entry=problem.op_name() + ("_mixed" if mixed else ""),
-        grid=(blocks_for(-(-numel // width), channels // width if mixed and inner == 1 else 1, device, threads), 1, 1),
+        entry=problem.op_name() + ("_mixed" if channels > 1 and inner % width else ""),
+        grid=(blocks, 1, 1),
         block=(threads, 1, 1),
-        parameters=tuple(parameters),
+        parameters=(
+            *_data_pointers(*(a.name for a in data)),
+            *segment_parameters(problem, floating),
+            Rows(),
+            Columns(),
+            *shape,
+        ),
     )
     return Launch(steps=(step,) if numel else (), view=tuple(a.name for a in data))
 
@@ -95,27 +102,76 @@ def segment_parameters(problem: _problems.AffineProblem, data: ElementKind) -> l
     ]
 
 
-def shape_parameters(inner: int, channels: int, width: int, threads: int) -> list[Parameter]:
-    """Return the parameters behind the SHAPE macro of ``affine.cuh``; `width` is elements per chunk."""
-    chunks = inner // width if inner % width == 0 and inner // width < _MOST_BLOCKS else 0
-    return [
-        Rows(),
-        Columns(),
+def walk(
+    segmented: tuple[int, int] | None, numel: int, width: int, in_flight: int, device: Device
+) -> tuple[int, int, list[Parameter]]:
+    """Return how `walk` of ``walk.cuh`` goes over a shape.
+
+    Parameters
+    ----------
+    segmented : (int, int) or None
+        What `segmentation` gives; None where the entry is for one segment only.
+    numel : int
+        Elements of the shape.
+    width : int
+        Elements of a 16-byte chunk.
+    in_flight : int
+        Chunks that a thread has in flight.
+    device : Device
+        Where it runs.
+
+    Returns
+    -------
+    (int, int, list of Parameter)
+        Blocks, threads of a block, and the parameters of the SHAPE macro of ``affine.cuh`` behind rows and columns.
+    """
+    inner, channels = segmented or (max(1, numel), 1)
+    lanes, threads, parts = units_of(inner, width, in_flight) if segmented else (THREADS, THREADS, 0)
+    if parts:
+        enough = -(-(numel // inner) * parts * lanes // threads)
+        # Where a thread has few chunks in flight for their size, setting segments up pays off over a few units.
+        passes = max(1, min(_PASSES, enough // (16 * max(1, device.sm_count)))) if width >= 4 * in_flight else 1
+        blocks = max(1, min(-(-enough // passes), _MOST_BLOCKS))
+    else:
+        period = period_of(inner * channels, width) if channels > 1 and numel else 0
+        blocks = blocks_for(-(-numel // width), period, in_flight, device)
+    shape = [
         Constant(ElementKind.S64, inner),
         Constant(ElementKind.S64, channels),
-        Constant(ElementKind.S32, chunks),
-        *_divisor(max(1, chunks)),
+        Constant(ElementKind.S32, parts),
+        *_divisor(max(1, parts)),
         *_divisor(min(max(1, channels), _MOST_BLOCKS)),
-        Constant(ElementKind.S32, int(chunks > 0 and chunks % (threads * _IN_FLIGHT // 2) == 0)),
+        Constant(ElementKind.S32, lanes),
     ]
+    return blocks, threads, shape
 
 
-def threads_for(inner: int, width: int) -> int:
-    """Return threads per block: fewer where the chunks that a block has in flight then share one segment."""
-    chunks = inner // width
-    if chunks == 0 or inner % width:
-        return THREADS
-    return next((n for n in (THREADS, THREADS // 2) if chunks % (n * _IN_FLIGHT // 2) == 0), THREADS)
+def units_of(inner: int, width: int, in_flight: int) -> tuple[int, int, int]:
+    """Return how segments are cut into units, of which a thread takes `in_flight` chunks.
+
+    Parameters
+    ----------
+    inner : int
+        Elements of a segment.
+    width : int
+        Elements of a 16-byte chunk.
+    in_flight : int
+        Chunks that a thread has in flight.
+
+    Returns
+    -------
+    (int, int, int)
+        Threads that share a unit (a power of two within a warp, or the block), threads of a block, and units in a
+        segment, 0 where that is not whole chunks.
+    """
+    if inner % width or not inner:
+        return THREADS, THREADS, 0
+    threads = -(-(inner // width) // in_flight)
+    if threads <= _WARP:
+        return 1 << max(0, threads - 1).bit_length(), THREADS, 1
+    parts = -(-threads // THREADS)
+    lanes = -(-threads // (parts * _WARP)) * _WARP
+    return lanes, lanes, parts if parts < _MOST_BLOCKS else 0
 
 
 def _divisor(d: int) -> list[Parameter]:
@@ -126,27 +182,36 @@ def _divisor(d: int) -> list[Parameter]:
     return [Constant(ElementKind.S32, signed), Constant(ElementKind.S32, shift)]
 
 
-def blocks_for(chunks: int, columns: int, device: Device, threads: int = THREADS) -> int:
+def in_flight_of(data: ElementKind) -> int:
+    """Return how many chunks of `data` a thread of an elementwise op has in flight: IN_FLIGHT of ``affine.cuh``."""
+    return 8 if data is ElementKind.F64 else 4
+
+
+def period_of(elements: int, width: int) -> int:
+    """Return blocks after which chunks of `width` elements meet the same of `elements` again."""
+    return elements // math.gcd(elements, THREADS * width)
+
+
+def blocks_for(chunks: int, period: int, in_flight: int, device: Device) -> int:
     """Return the number of blocks for `chunks` 16-byte chunks.
 
     Parameters
     ----------
     chunks : int
         Chunks of the whole shape.
-    columns : int
-        Chunks after which the scales repeat, where a thread should come back to the same ones; else 1.
+    period : int
+        Blocks after which the scales repeat, where a thread should come back to the same ones; else 0.
+    in_flight : int
+        Chunks that a thread has in flight.
     device : Device
         Where it runs.
-    threads : int
-        Threads per block.
     """
-    enough = max(1, -(-chunks // (threads * _IN_FLIGHT)))
-    if columns <= 1:
-        return min(enough, _MOST_BLOCKS)
-    # Threads that step by a multiple of `columns` keep the scales of their columns in registers.
-    period = columns // math.gcd(columns, THREADS)
+    if period == 0:
+        return max(1, min(-(-chunks // (THREADS * in_flight)), _MOST_BLOCKS))
+    # Threads keep the scales of their columns in registers: they step by whole periods, or take one chunk each.
+    once = max(1, -(-chunks // THREADS))
     resident = 8 * max(1, device.sm_count)
-    return min(enough, max(period, resident // period * period))
+    return min(once, max(period, min(once // in_flight, resident) // period * period), _MOST_BLOCKS)
 
 
 def dynamic_range(problem: DynamicRangeQuantizeDescriptor, device: Device) -> Launch:
@@ -175,11 +240,12 @@ def dynamic_range(problem: DynamicRangeQuantizeDescriptor, device: Device) -> La
     shared = problem.output_element.is_packed and inner % 2 == 1 and d > inner
     width = _CHUNK_BYTES * 8 // problem.input_element.bits
     held, lanes = _held(-(-inner // width))
-    block = max(THREADS, lanes)
+    together = max(1, THREADS // lanes) if lanes <= _WARP else 1  # segments of one block
+    blocks = -(-segments // together)
     step = Step(
-        entry=f"dynamic_range_{held}",
-        grid=(min(-(-segments * lanes // block), _MOST_BLOCKS), 1, 1),
-        block=(block, 1, 1) if lanes <= 32 else (lanes, 1, 1),
+        entry=f"dynamic_range_{'lanes_' if lanes <= _WARP else ''}{held}",
+        grid=(min(blocks, _MOST_BLOCKS), -(-blocks // _MOST_BLOCKS), 1),
+        block=(lanes * together, 1, 1),
         parameters=(
             *_data_pointers("input", "output"),
             Pointer("scale_out"),
@@ -193,19 +259,21 @@ def dynamic_range(problem: DynamicRangeQuantizeDescriptor, device: Device) -> La
             Constant(ElementKind.S32, int(not shared)),
         ),
     )
-    if lanes > 32:
-        step = replace(step, grid=(min(segments, _MOST_BLOCKS), 1, 1))
     steps = (step, _codes(problem, device, inner, segments)) if shared else (step,)
     return Launch(steps=steps if segments else ())
 
 
 def _held(chunks: int) -> tuple[int, int]:
-    """Return chunks a thread holds and threads a segment gets: up to 4,096 chunks (64 KiB) are read once."""
-    for held, most in ((1, 8), (2, 32), (4, 512)):
+    """Return chunks a thread holds and threads a segment gets: up to 8,192 chunks (128 KiB) are read once."""
+    for held, most in ((1, 2), (4, _WARP)):
         lanes = 1 << (max(1, -(-chunks // held)) - 1).bit_length()
         if lanes <= most:
             return held, lanes
-    return 8, 512
+    for held, most in ((4, 256), (8, 256), (16, 512)):
+        lanes = -(-chunks // (held * _WARP)) * _WARP
+        if lanes <= most:
+            return held, lanes
+    return 16, 512
 
 
 def _matrix(problem: DynamicRangeQuantizeDescriptor) -> tuple[Parameter, ...]:
@@ -226,7 +294,7 @@ def _by_parts(
     width = _CHUNK_BYTES * 8 // problem.input_element.bits
     compute = problem.input_element.compute
     if segments == 1 and problem.scope is DynamicRangeScope.TENSOR:
-        parts = min(blocks_for(-(-n * d // width), 1, device), 8 * max(1, device.sm_count))
+        parts = max(1, min(-(-n * d // (width * THREADS * _CHUNKS)), 8 * max(1, device.sm_count)))
         entry, grid = "dynamic_range_whole", (parts, 1, 1)
     else:
         strips = -(-d // (32 * width))
@@ -238,9 +306,10 @@ def _by_parts(
         block=(THREADS, 1, 1),
         parameters=(*_data_pointers("input"), Pointer("partial"), *_matrix(problem)),
     )
+    together = _WARP if segments > 1 else 1
     scales = Step(
         entry="dynamic_range_scales",
-        grid=(max(1, min(-(-segments // THREADS), _MOST_BLOCKS)), 1, 1),
+        grid=(-(-segments // together), 1, 1),
         block=(THREADS, 1, 1),
         parameters=(
             Pointer("partial"),
@@ -248,6 +317,7 @@ def _by_parts(
             Pointer("zero_point_out"),
             Constant(ElementKind.S64, parts),
             Constant(ElementKind.S64, segments),
+            Constant(ElementKind.S32, together),
             *mode,
             Constant(ElementKind.S32, int(n * d == 0)),
         ),
@@ -260,12 +330,13 @@ def _by_parts(
 def _codes(problem: DynamicRangeQuantizeDescriptor, device: Device, inner: int, channels: int) -> Step:
     width = _CHUNK_BYTES * 8 // problem.input_element.bits
     compute = problem.input_element.compute
-    mixed = channels > 1 and inner % width != 0
-    chunks = -(-math.prod(problem.data_shape) // width)
+    numel, in_flight = math.prod(problem.data_shape), in_flight_of(problem.input_element)
+    blocks, threads, shape = walk((inner, channels) if channels > 1 else None, numel, width, in_flight, device)
+    road = "_whole" if channels == 1 else "_mixed" if inner % width else ""
     return Step(
-        entry="dynamic_range_codes" + ("_whole" if channels == 1 else "_mixed" if mixed else ""),
-        grid=(blocks_for(chunks, channels // width if mixed and inner == 1 else 1, device), 1, 1),
-        block=(THREADS, 1, 1),
+        entry=f"dynamic_range_codes{road}",
+        grid=(blocks, 1, 1),
+        block=(threads, 1, 1),
         parameters=(
             *_data_pointers("input", "output"),
             Pointer("scale_out"),
@@ -276,7 +347,7 @@ def _codes(problem: DynamicRangeQuantizeDescriptor, device: Device, inner: int, 
             Constant(ElementKind.S32, problem.q_min),
             Constant(ElementKind.S32, problem.q_max),
             *_matrix(problem),
-            *shape_parameters(inner, channels, width, THREADS)[2:],
+            *shape,
         ),
     )
 
@@ -294,7 +365,7 @@ def fill(problem: FillDescriptor, device: Device) -> Launch:  # noqa: ARG001  ev
     size = max(1, problem.numel * problem.output_element.bits // 8 // _CHUNK_BYTES)
     step = Step(
         entry="fill",
-        grid=(min(-(-size // (THREADS * _IN_FLIGHT)), _MOST_BLOCKS), 1, 1),
+        grid=(min(-(-size // (THREADS * _CHUNKS)), _MOST_BLOCKS), 1, 1),
         block=(THREADS, 1, 1),
         parameters=(
             *_data_pointers("output"),

@@ -7,8 +7,8 @@
 //   scale           C, or Data where scale_is_data; null: scale_value
 //   zero_point      s32; null: zero_point_value
 //   rows, columns   the view that all data arrays share; element e of it has segment (e / inner) % channels
-//   chunks          16-byte chunks in a segment, 0 where they are not whole; with the multipliers that divide by both
-//   together        whether all chunks that a block has in flight share a segment
+//   parts           units in a segment, 0 where it is not whole chunks; with the multipliers that divide by both
+//   lanes           threads that share a unit
 #include "affine.cuh"
 
 KERNEL(256, BLOCKS) dequantize_per_tensor(

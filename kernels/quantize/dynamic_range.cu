@@ -11,100 +11,124 @@
 //   zero_point_out  s32, one per segment
 //   partial         C, scratch: lows and highs of parts of a segment
 //
-// A segment that is one run (token, group, first axis) is read once: `dynamic_range_R` holds it in R chunks a thread. A
-// segment that is spread (tensor, last axis) takes three launches: partial ranges, scales, codes. Maxima and minima do
-// not depend on the order in which they are taken, so every road gives the same bits.
+// A segment that is one run (token, group, first axis) is read once: `dynamic_range_R` holds it in R chunks a thread, up
+// to 8,192 in all, and only beyond that reads it again. A segment that is spread (tensor, last axis) takes three launches:
+// partial ranges, scales, codes. Maxima and minima do not depend on the order in which they are taken, so every road gives
+// the same bits.
 #include "runs.cuh"
 
-#define BY_RUNS_PARAMETERS \
-  const Data *input, s64 input_leading, u8 *output, s64 output_leading, Real *scale_out, s32 *zero_point_out, s64 rows, \
-      s64 columns, s64 inner, s64 segments, s32 runs, s32 lanes, s32 asymmetric, s32 q_min, s32 q_max, s32 codes
-#define BY_RUNS_ARGUMENTS \
-  input, input_leading, output, output_leading, scale_out, zero_point_out, columns, inner, segments, runs, lanes, asymmetric, \
-      q_min, q_max, codes, rows
+#define RUNS_PARAMETERS                                                                                              \
+  const Data *input, s64 input_leading, u8 *output, s64 output_leading, Real *scale_out, s32 *zero_point_out,        \
+      s64 rows, s64 columns, s64 inner, s64 segments, s32 runs, s32 lanes, s32 asymmetric, s32 q_min, s32 q_max,     \
+      s32 codes
 
-KERNEL(256, 2) dynamic_range_1(BY_RUNS_PARAMETERS) { by_runs<1>(BY_RUNS_ARGUMENTS); }
-KERNEL(256, 2) dynamic_range_2(BY_RUNS_PARAMETERS) { by_runs<2>(BY_RUNS_ARGUMENTS); }
-KERNEL(512, 1) dynamic_range_4(BY_RUNS_PARAMETERS) { by_runs<4>(BY_RUNS_ARGUMENTS); }
-KERNEL(512, 1) dynamic_range_8(BY_RUNS_PARAMETERS) { by_runs<8>(BY_RUNS_ARGUMENTS); }
+// R chunks a thread; a segment per block, or per so many lanes of a warp.
+KERNEL(256, sizeof(Data) == 8 ? 4 : 6) dynamic_range_4(RUNS_PARAMETERS) { BY_GROUPS(4, false, Block{blockDim.x}); }
+KERNEL(256, 4) dynamic_range_8(RUNS_PARAMETERS) { BY_GROUPS(8, false, Block{blockDim.x}); }
+KERNEL(512, 1) dynamic_range_16(RUNS_PARAMETERS) { BY_GROUPS(16, true, Block{blockDim.x}); }
+KERNEL(256, 4) dynamic_range_lanes_1(RUNS_PARAMETERS) { BY_GROUPS(1, false, Lanes{(u32)lanes}); }
+KERNEL(256, 4) dynamic_range_lanes_4(RUNS_PARAMETERS) { BY_GROUPS(4, false, Lanes{(u32)lanes}); }
 
-// Scope tensor: the range of what each block sees; lows first, then highs.
+// Partial ranges are [parts, segments] lows and then as many highs.
+DEVICE void put_range(Real* partial, s64 segments, s64 parts, s64 at, const Range& r) {
+  partial[at] = -number_of(r.down), partial[parts * segments + at] = number_of(r.up);
+}
+DEVICE Range range_at(const Real* partial, s64 segments, s64 parts, s64 at) {
+  return Range{bits_of(partial[parts * segments + at]), bits_of(partial[at]) ^ Sign<RealBits>::bit()};
+}
+
+// Scope tensor: the range of what each block sees.
 KERNEL(256, 2) dynamic_range_whole(const Data* input, s64 input_leading, Real* partial, s64 rows, s64 columns) {
   enum { V = Width<Data>::count, U = 4 };
   const s64 thread = (s64)blockIdx.x * blockDim.x + threadIdx.x, threads = (s64)gridDim.x * blockDim.x;
   if (gapless(rows, columns, input_leading)) columns *= rows, rows = 1;
-  Range r;
-  r.lo = 0, r.hi = 0;
-  if (columns % V == 0 && rows_of_chunks(input, input_leading, rows)) {
-    const s64 per_row = columns / V, total = per_row * rows;
-    for (s64 first = thread; first < total; first += threads * U) {
-      uint4 held[U];
+  Extremes<Data> found = Extremes<Data>::zero();
+  const bool by_chunks = columns % V == 0 && rows_of_chunks(input, input_leading, rows);
+  const s64 per_row = columns / V, total = by_chunks ? per_row * rows : 0;
+  for (s64 first = thread; first < total; first += threads * U) {
+    HeldChunks<U> held;
 #pragma unroll
-      for (int u = 0; u < U; ++u) {
-        const s64 chunk = first + u * threads, row = rows == 1 ? 0 : chunk / per_row;
-        held[u] = make_uint4(0, 0, 0, 0);
-        if (chunk < total) held[u] = *(const uint4*)(input + row * input_leading + (chunk - row * per_row) * V);
-      }
-#pragma unroll
-      for (int u = 0; u < U; ++u) include(r, held[u]);
+    for (int u = 0; u < U; ++u) {
+      const s64 chunk = first + u * threads, row = rows == 1 ? 0 : chunk / per_row;
+      held.chunk[u] = make_uint4(0, 0, 0, 0);
+      if (chunk < total) held.chunk[u] = *(const uint4*)(input + row * input_leading + (chunk - row * per_row) * V);
     }
-  } else {
-    for (s64 e = thread; e < rows * columns; e += threads) {
+    held.include_in(found, true);
+  }
+  Range r = Range{found.up(), found.down()};
+  if (!by_chunks || has_nan(r)) {
+    r = Range{0, 0};
+    const s64 step = by_chunks ? V : 1;
+    for (s64 e = thread * step; e < rows * columns; e += threads * step) {
       const s64 row = e / columns;
-      include(r, widen(input[row * input_leading + e - row * columns]));
+      for (s64 j = 0; j < step; ++j) include(r, widen(input[row * input_leading + e - row * columns + j]));
     }
   }
-  r = over_lanes(r, blockDim.x);
-  if (threadIdx.x == 0) partial[blockIdx.x] = r.lo, partial[gridDim.x + blockIdx.x] = r.hi;
+  r = Block{blockDim.x}.over(r, 1);
+  if (threadIdx.x == 0) put_range(partial, 1, gridDim.x, blockIdx.x, r);
 }
 
 // Scope channel, last axis: block (x, y) sees 32 chunks of columns and every gridDim.y-th batch of 8 rows.
-KERNEL(256, 2) dynamic_range_columns(const Data* input, s64 input_leading, Real* partial, s64 n, s64 d) {
-  enum { V = Width<Data>::count };
-  __shared__ Real low[8][32], high[8][32];
+KERNEL(256, 4) dynamic_range_columns(const Data* input, s64 input_leading, Real* partial, s64 n, s64 d) {
+  enum { V = Width<Data>::count, U = 4, WORDS = Extremes<Data>::words, ELEMENTS = Extremes<Data>::elements };
+  __shared__ RealBits up[8][32], down[8][32];
   const int lane = threadIdx.x % 32, band = threadIdx.x / 32;
-  const bool whole = d % V == 0 && rows_of_chunks(input, input_leading, n);
-  const int width = whole ? V : 1;
-  const s64 column = ((s64)blockIdx.x * 32 + lane) * V;
-  Range r[V];
+  const s64 column = ((s64)blockIdx.x * 32 + lane) * V, start = (s64)blockIdx.y * 8 + band, step = (s64)gridDim.y * 8;
+  const bool by_chunks = d % V == 0 && rows_of_chunks(input, input_leading, n);
+  Extremes<Data> found[WORDS];
 #pragma unroll
-  for (int j = 0; j < V; ++j) r[j].lo = 0, r[j].hi = 0;
-  for (s64 row = (s64)blockIdx.y * 8 + band; row < n; row += (s64)gridDim.y * 8) {
-    const Data* x = input + row * input_leading + column;
-    if (width == V) {
-      if (column < d) {
-        Real v[V];
-        Chunk<Data>::unpack(*(const uint4*)x, v);
+  for (int i = 0; i < WORDS; ++i) found[i] = Extremes<Data>::zero();
+  for (s64 first = start; by_chunks && column < d && first < n; first += U * step) {
+    uint4 held[U];
 #pragma unroll
-        for (int j = 0; j < V; ++j) include(r[j], v[j]);
-      }
-    } else {
+    for (int u = 0; u < U; ++u) {
+      held[u] = make_uint4(0, 0, 0, 0);
+      if (first + u * step < n) held[u] = *(const uint4*)(input + (first + u * step) * input_leading + column);
+    }
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        if (column + j < d) include(r[j], widen(x[j]));
-      }
+    for (int u = 0; u < U; ++u) {
+      typename Extremes<Data>::Word words[WORDS];
+      Extremes<Data>::split(held[u], words);
+#pragma unroll
+      for (int i = 0; i < WORDS; ++i) found[i].include(words[i]);
     }
   }
 #pragma unroll
   for (int j = 0; j < V; ++j) {
+    Range r = Range{found[j / ELEMENTS].up(j % ELEMENTS), found[j / ELEMENTS].down(j % ELEMENTS)};
+    if (!by_chunks || has_nan(r)) {
+      r = Range{0, 0};
+      for (s64 row = start; column + j < d && row < n; row += step) include(r, widen(input[row * input_leading + column + j]));
+    }
     __syncthreads();
-    low[band][lane] = r[j].lo, high[band][lane] = r[j].hi;
+    up[band][lane] = r.up, down[band][lane] = r.down;
     __syncthreads();
     if (band == 0 && column + j < d) {
-      for (int b = 1; b < 8; ++b) include(r[j], low[b][lane]), include(r[j], high[b][lane]);
-      partial[(s64)blockIdx.y * d + column + j] = r[j].lo;
-      partial[((s64)gridDim.y + blockIdx.y) * d + column + j] = r[j].hi;
+      for (int b = 1; b < 8; ++b) include(r, Range{up[b][lane], down[b][lane]});
+      put_range(partial, d, gridDim.y, (s64)blockIdx.y * d + column + j, r);
     }
   }
 }
 
-// Scale and zero point of every segment from `parts` partial ranges, [parts, segments] lows and then as many highs.
+// Scale and zero point from `parts` partial ranges: `together` segments per block, a power of two, each by several bands.
 KERNEL(256, 2) dynamic_range_scales(const Real* partial, Real* scale_out, s32* zero_point_out, s64 parts, s64 segments,
-                                 s32 asymmetric, s32 q_min, s32 q_max, s32 empty) {
-  for (s64 at = (s64)blockIdx.x * blockDim.x + threadIdx.x; at < segments; at += (s64)gridDim.x * blockDim.x) {
-    Range r;
-    r.lo = 0, r.hi = 0;
-    for (s64 i = 0; i < parts; ++i) include(r, partial[i * segments + at]), include(r, partial[(parts + i) * segments + at]);
+                                    s32 together, s32 asymmetric, s32 q_min, s32 q_max, s32 empty) {
+  __shared__ RealBits up[256], down[256];
+  const u32 thread = threadIdx.x;
+  const s64 at = (s64)blockIdx.x * together + (thread & (together - 1));
+  Range r = Range{0, 0};
+  for (s64 i = thread / together; at < segments && i < parts; i += 256 / together) {
+    include(r, range_at(partial, segments, parts, i * segments + at));
+  }
+  up[thread] = r.up, down[thread] = r.down;
+  for (u32 half = 128; half >= together; half /= 2) {
+    __syncthreads();
+    if (thread < half) {
+      include(r, Range{up[thread + half], down[thread + half]});
+      up[thread] = r.up, down[thread] = r.down;
+    }
+  }
+  if (thread < together && at < segments) {
     const Segment<Real> g = segment_of(r, asymmetric, q_min, q_max);
     scale_out[at] = g.s, zero_point_out[at] = empty ? 0 : g.z;
   }

@@ -6,13 +6,13 @@
 //   scale           C, or Data where scale_is_data; null: scale_value
 //   zero_point      s32; null: zero_point_value
 //   rows, columns   the view that all data arrays share; element e of it has segment (e / inner) % channels
-//   chunks          16-byte chunks in a segment, 0 where they are not whole; with the multipliers that divide by both
-//   together        whether all chunks that a block has in flight share a segment
+//   parts           units in a segment, 0 where it is not whole chunks; with the multipliers that divide by both
+//   lanes           threads that share a unit
 //
 // Two entries: in the plain one a 16-byte chunk lies within one segment, in `_mixed` its elements may have several.
 #include "affine.cuh"
 
-KERNEL(256, BLOCKS) fake_quantize_per_channel_backward(
+KERNEL(256, PASSED_BLOCKS) fake_quantize_per_channel_backward(
     const Data* d_output, s64 d_output_leading, const Data* input, s64 input_leading, Data* d_input,
     s64 d_input_leading, SEGMENTS, SHAPE) {
   gradient<RUNS, Passed>(d_output, d_output_leading, input, input_leading, d_input, d_input_leading, SCALES, SHAPE_GIVEN);
