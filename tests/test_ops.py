@@ -155,3 +155,10 @@ def test_every_family_element_pair_and_flavour_is_among_the_cases():
         keys = {case.problem.key() for case in op.cases}
         assert {sku.key for sku in op.skus} == keys, op.name
     assert {case.values for _, _, case in every_case()} == {"normal", "special", "ties"}
+
+
+@pytest.mark.parametrize("op", built_in_ops(), ids=lambda op: op.name)
+def test_every_kernel_on_offer_serves_a_case(op):
+    for sku in op.skus:
+        mine = [case.problem for case in op.cases if case.problem.key() == sku.key]
+        assert any(not any(rule.check(problem) for rule in sku.constraints) for problem in mine), sku.id

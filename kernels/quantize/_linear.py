@@ -28,6 +28,8 @@ Array = npt.NDArray[Any]
 
 CODES8 = (ElementKind.S8, ElementKind.U8)
 OUTPUTS = (*FLOATS, *CODES8)
+ALIGNED_SIZES = ((33, 40, 64), (60, 264, 144), (3, 17, 1040), (64, 136, 400), (1, 8, 16))
+"""m, n, k whose rows begin at multiples of 16 bytes, as kernels that copy boxes need."""
 SERVED_OUTPUT = OneOf(field="output_element", allowed=OUTPUTS)
 GUARANTEE = PrecisionGuarantee(math_precision=MathPrecision.INT8, accumulator=ElementKind.S64)
 """NumPy adds exactly at any K, which is what an s64 accumulator does."""

@@ -11,15 +11,8 @@
 //   output       [m, n] of output_is, output_leading elements apart
 //
 // Entries of the product say what is computed in (f32, f64) and what the codes are (s8, u8).
-#include "runs.cuh"
+#include "quantized_codes.cuh"
 #include "linear.cuh"
-
-KERNEL(512, 1) quantized_linear_codes(const Data* activation, s64 activation_leading, u8* codes, u8* given_codes,
-                                      Real* act_scale, Real* given_scale, s64 m, s64 k, s32 lanes, s32 q_min,
-                                      s32 q_max) {
-  by_runs<8>(activation, activation_leading, given_codes ? given_codes : codes, k, given_scale ? given_scale : act_scale,
-             nullptr, k, k, m, 1, lanes, 0, q_min, q_max, 1, m);
-}
 
 #define PRODUCT(C, A)                                                                                              \
   linear<A, SKUDA_WEIGHT, C, Real>(LAYER(given_codes ? given_codes : codes, k, 0),                                  \

@@ -43,7 +43,7 @@ from pydantic import model_validator
 
 from skuda.kernels.dtypes import compute_dtype, storage_dtype
 from skuda.kernels.offers import cuda_skus, numpy_skus
-from skuda.kernels.quantize import _affine, _cuda_linear, _linear
+from skuda.kernels.quantize import _affine, _cuda_linear, _linear, _tensor_cores
 from skuda.registry.descriptor import Argument, Role
 from skuda.registry.elements import FLOATS, ElementKind
 from skuda.registry.op import Case, Op
@@ -183,11 +183,36 @@ def _cases() -> tuple[Case, ...]:
             has_weight_zero_point=turn % 3 == 1,
         )
         made.append(Case(problem, "special" if turn % 5 == 0 else "normal"))
+    for turn, (activation, weight, epilogue) in enumerate(product(FLOATS, _linear.CODES8, EpilogueKind)):
+        m, n, k = _linear.ALIGNED_SIZES[turn % len(_linear.ALIGNED_SIZES)]
+        q_min, q_max = ((-127, 127), (-128, 127), (0, 255), (-8, 7))[turn % 4]
+        aligned = QuantizedLinearDescriptor(
+            m=m,
+            c_out=n,
+            k=k,
+            q_min=q_min,
+            q_max=q_max,
+            activation_element=activation,
+            weight_element=weight,
+            output_element=(None, *(e for e in _linear.OUTPUTS if e is not ElementKind.F64))[turn // 2 % 6],
+            epilogue=epilogue,
+        )
+        made.append(Case(aligned, "special" if turn % 7 == 0 else "normal"))
     return tuple(made)
 
 
 CASES = _cases()
+_WORKSPACE = (WorkspaceTerm(factors=("m", "k"), bytes_each=1), WorkspaceTerm(factors=("m",), bytes_each=8))
 SKUS = (
+    *_tensor_cores.skus(
+        QuantizedLinearDescriptor,
+        __name__,
+        FLOATS,
+        "quantized",
+        _linear.SERVED_OUTPUT,
+        flags=_tensor_cores.quantizing_flags,
+        workspace=_WORKSPACE,
+    ),
     *cuda_skus(
         QuantizedLinearDescriptor,
         __name__,
@@ -200,10 +225,7 @@ SKUS = (
         constraints=(_linear.SERVED_OUTPUT, *_cuda_linear.LIMITS),
         entry_point="quantized_linear_codes",
         variant="plain",
-        workspace=(
-            WorkspaceTerm(factors=("m", "k"), bytes_each=1),
-            WorkspaceTerm(factors=("m",), bytes_each=8),
-        ),
+        workspace=_WORKSPACE,
         summary="64 x 64 tiles, dp4a; serves every shape",
     ),
     *numpy_skus(

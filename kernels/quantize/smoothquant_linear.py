@@ -43,7 +43,7 @@ from pydantic import model_validator
 
 from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.offers import cuda_skus, numpy_skus
-from skuda.kernels.quantize import _cuda_linear, _linear
+from skuda.kernels.quantize import _cuda_linear, _linear, _tensor_cores
 from skuda.registry.constraints import OneOf
 from skuda.registry.descriptor import Argument, Role
 from skuda.registry.elements import ElementKind
@@ -170,12 +170,33 @@ def _cases() -> tuple[Case, ...]:
             has_weight_zero_point=turn % 2 == 1,
         )
         made.append(Case(problem, "special" if turn % 5 == 0 else "normal"))
+    for turn, (out, weight, epilogue) in enumerate(product(_linear.OUTPUTS, _linear.CODES8, EpilogueKind)):
+        m, n, k = _linear.ALIGNED_SIZES[turn % len(_linear.ALIGNED_SIZES)]
+        aligned = SmoothQuantLinearDescriptor(
+            m=m,
+            n=n,
+            k=k,
+            act_scale=0.0131,
+            activation_element=_linear.CODES8[turn // 3 % 2],
+            weight_element=weight,
+            output_element=out,
+            epilogue=epilogue,
+        )
+        made.append(Case(aligned, "special" if turn % 7 == 0 else "normal"))
     return tuple(made)
 
 
 CASES = _cases()
 _ACTIVATION = OneOf(field="activation_element", allowed=_linear.CODES8)
 SKUS = (
+    *_tensor_cores.skus(
+        SmoothQuantLinearDescriptor,
+        __name__,
+        _linear.OUTPUTS,
+        "smoothquant",
+        _ACTIVATION,
+        flags=_tensor_cores.flags,
+    ),
     *cuda_skus(
         SmoothQuantLinearDescriptor,
         __name__,

@@ -1,0 +1,288 @@
+// The int8 product on Hopper's warpgroup instructions: y[m, n] = epilogue(sa[m] sw[n] sum_k a[m, k] w[n, k]).
+//
+// A persistent block has one warpgroup that loads and two that multiply. The loader streams boxes of 128 bytes of K, as
+// rows of a and of w, through a ring of stages; each is filled by the copy engine and emptied by the multipliers. They
+// work on one tile together (COOPERATIVE, half of its rows each) or on every other tile each, so that one multiplies
+// while the other writes its results. A cluster of CLUSTER_M x CLUSTER_N blocks takes as many neighbouring tiles; each
+// block loads a part of the rows of a that its row of blocks shares, and of those of w that its column shares, for all.
+//
+// Sums are exact in s32, so neither tile nor order shows in the bits. Edges are zeros from the copy engine.
+//
+// Flags: TILE_M, TILE_N, STAGES, CLUSTER_M, CLUSTER_N, COOPERATIVE, SKUDA_CODE, SKUDA_WEIGHT, SKUDA_OUT, SKUDA_EPILOGUE.
+#pragma once
+#include "hopper.cuh"
+#include "layer.cuh"
+
+enum {
+  STEP = 128,  // bytes of K in a stage
+  A_BYTES = TILE_M * STEP,
+  W_BYTES = TILE_N * STEP,
+  STAGE_BYTES = A_BYTES + W_BYTES,
+  GROUP_M = COOPERATIVE ? TILE_M / 2 : TILE_M,  // rows of a tile that a warpgroup multiplies
+  BLOCKS_M = GROUP_M / 64,
+  CLUSTER = CLUSTER_M * CLUSTER_N,
+  PITCH = 144,                 // bytes between rows of 128 in staging: banks differ, 16 bytes stay aligned
+  STAGING = 8 * 16 * PITCH,    // 16 rows for each multiplying warp
+  COLUMNS = 2 * 2 * TILE_N * 4,  // scales and biases of the columns, for each multiplying warpgroup
+  SHARED = 1024 + STAGES * STAGE_BYTES + STAGING + COLUMNS + 16 * STAGES
+};
+
+DEVICE void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+// Turns: a warpgroup that takes every other tile may look at the ring only when the other has gone through its steps,
+// since a barrier tells no more than the parity of its phase.
+DEVICE void turn_wait(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 3) : "memory"); }
+DEVICE void turn_give(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group + 3) : "memory"); }
+
+// A warp is done with a stage.
+DEVICE void release(u32 barrier, int lane, bool shares) {
+  if (CLUSTER == 1) {
+    if (lane == 0) barrier_arrive(barrier);
+  } else if (shares) {
+    barrier_arrive_at(barrier, lane);
+  }
+}
+
+// Position in the ring of stages.
+struct Ring {
+  u32 stage, parity;
+  DEVICE void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+  DEVICE void skip(u32 steps) {
+    const u32 at = stage + steps;
+    parity ^= at / STAGES & 1, stage = at % STAGES;
+  }
+};
+
+// Tiles go down `band` rows of clusters, then to the next column: what runs at one time shares few rows of a and w.
+struct Order {
+  u32 rows, columns, band;
+  DEVICE void at(u32 tile, u32& row, u32& column) const {
+    const u32 per_band = band * columns, number = tile / per_band, first = number * band, rest = tile - number * per_band;
+    const u32 height = rows - first < band ? rows - first : band;
+    row = first + rest % height, column = rest / height;
+  }
+};
+
+// Two neighbouring results to `to`.
+DEVICE void put_pair(u8* to, const f32 (&v)[2], const Segment<f32>&, f32) {
+  *(uint2*)to = make_uint2(__float_as_uint(v[0]), __float_as_uint(v[1]));
+}
+template <class T> DEVICE void put_half(u8* to, const f32 (&v)[2]) {
+  T low, high;
+  narrow(v[0], low), narrow(v[1], high);
+  *(u32*)to = (u32)low.bits | (u32)high.bits << 16;
+}
+DEVICE void put_pair(u8* to, const f32 (&v)[2], const Segment<f32>&, f16) { put_half<f16>(to, v); }
+DEVICE void put_pair(u8* to, const f32 (&v)[2], const Segment<f32>&, bf16) { put_half<bf16>(to, v); }
+DEVICE void put_codes(u8* to, const f32 (&v)[2], const Segment<f32>& codes) {
+  u32 q[2];
+  result_codes(v, codes, q);
+  *(u16*)to = (u16)__byte_perm(q[0], q[1], 0x0040);
+}
+DEVICE void put_pair(u8* to, const f32 (&v)[2], const Segment<f32>& codes, s8) { put_codes(to, v, codes); }
+DEVICE void put_pair(u8* to, const f32 (&v)[2], const Segment<f32>& codes, u8) { put_codes(to, v, codes); }
+
+// GELU and SiLU take too much code to be written out for every register: they work on what lies in staging.
+enum { CURVED = SKUDA_EPILOGUE == BIAS_GELU || SKUDA_EPILOGUE == BIAS_SILU };
+
+// What staging holds: results, or where they are yet to be curved, values.
+template <bool CURVED_, class T> struct Staged { typedef T type; };
+template <class T> struct Staged<true, T> { typedef f32 type; };
+
+DEVICE f32 finished(s32 acc, f32 sa, f32 sw, f32 bias) {
+  f32 v = product(product(sa, sw), (f32)acc);
+  if (SKUDA_EPILOGUE != IDENTITY) v = v + bias;
+  return CURVED ? v : activated(v, SKUDA_EPILOGUE);
+}
+
+template <class T> DEVICE void put_one(T& to, f32 v, const Segment<f32>&) { narrow(v, to); }
+DEVICE void put_one(s8& to, f32 v, const Segment<f32>& g) { to = (s8)SLOWLY(slow_code, v, g); }
+DEVICE void put_one(u8& to, f32 v, const Segment<f32>& g) { to = (u8)SLOWLY(slow_code, v, g); }
+
+// One result from staging to memory.
+template <bool CURVED_> struct Finish {
+  template <class T> static DEVICE void one(T& to, const T& from, const Segment<f32>&) { to = from; }
+};
+template <> struct Finish<true> {
+  template <class T> static DEVICE void one(T& to, f32 from, const Segment<f32>& codes) {
+    put_one(to, activated(from, SKUDA_EPILOGUE), codes);
+  }
+};
+
+// 16 rows of results from a warp's registers to memory, a strip of 128 bytes of each row at a time through its staging.
+DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const f32 (&sa)[2], const Tail& p, u8* staging, const f32* columns,
+                       s64 row0, s64 column0, bool chunks, const Segment<f32>& codes) {
+  typedef Staged<CURVED, SKUDA_OUT>::type Stage;
+  enum { SIZE = sizeof(Stage), WIDE = 128 / SIZE, STRIP = WIDE < TILE_N ? WIDE : TILE_N, UNITS = STRIP * SIZE / 16 };
+  const int lane = threadIdx.x % 32, quad = lane % 4;
+#pragma unroll
+  for (int strip = 0; strip < TILE_N / STRIP; ++strip) {
+#pragma unroll
+    for (int i = 0; i < STRIP / 8; ++i) {
+      const int column = strip * STRIP + 8 * i + 2 * quad;
+      const float2 sw = *(const float2*)(columns + column), bias = *(const float2*)(columns + TILE_N + column);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int at = 4 * (strip * (STRIP / 8) + i) + 2 * h;
+        const f32 v[2] = {finished(d[at], sa[h], sw.x, bias.x), finished(d[at + 1], sa[h], sw.y, bias.y)};
+        put_pair(staging + (lane / 4 + 8 * h) * PITCH + (8 * i + 2 * quad) * SIZE, v, codes, Stage());
+      }
+    }
+    __syncwarp();
+    const s64 first = column0 + strip * STRIP;
+    if (!CURVED && chunks) {
+#pragma unroll
+      for (int i = 0; i < UNITS / 2; ++i) {
+        const int unit = lane + 32 * i, r = unit / UNITS, c = unit % UNITS;
+        const s64 row = row0 + r, column = first + c * (16 / SIZE);
+        const uint4 w = *(const uint4*)(staging + r * PITCH + c * 16);
+        if (row < p.m && column < p.n) *(uint4*)(p.output + row * p.output_leading + column) = w;
+      }
+    } else {
+#pragma unroll 1
+      for (int r = 0; r < 16 && row0 + r < p.m; ++r) {
+#pragma unroll 1
+        for (int c = lane; c < STRIP && first + c < p.n; c += 32) {
+          SKUDA_OUT& to = p.output[(row0 + r) * p.output_leading + first + c];
+          const Stage& from = *(const Stage*)(staging + r * PITCH + c * SIZE);
+          Finish<CURVED>::one(to, from, codes);
+        }
+      }
+    }
+    __syncwarp();
+  }
+}
+
+// act_scale: [m] or null: the value.
+DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, const f32* act_scale, f32 act_scale_value,
+                             const Tail& p, s64 k, u32 band) {
+  extern __shared__ u8 unaligned[];
+  u8* const shared = unaligned + (-shared_address(unaligned) & 1023);
+  u8* const staging = shared + STAGES * STAGE_BYTES;
+  f32* const columns = (f32*)(staging + STAGING);
+  const u32 stages = shared_address(shared), full = shared_address(columns) + COLUMNS, empty = full + 8 * STAGES;
+  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const int group = threadIdx.x / 128;
+  const u32 cluster_row = rank / CLUSTER_N, cluster_column = rank % CLUSTER_N;
+  const Order order{(u32)((p.m + TILE_M * CLUSTER_M - 1) / (TILE_M * CLUSTER_M)),
+                    (u32)((p.n + TILE_N * CLUSTER_N - 1) / (TILE_N * CLUSTER_N)), band};
+  const u32 tiles = order.rows * order.columns, steps = (u32)((k + STEP - 1) / STEP);
+  if (threadIdx.x == 0) {
+    prefetch_map(&a_map), prefetch_map(&w_map);
+    for (int s = 0; s < STAGES; ++s) {
+      barrier_make(full + 8 * s, 1);
+      barrier_make(empty + 8 * s, (CLUSTER_M + CLUSTER_N - 1) * 4 * (COOPERATIVE ? 2 : 1));
+    }
+    barriers_made();
+  }
+  __syncthreads();
+  if (CLUSTER > 1) cluster_sync();
+  if (group == 0) {
+    registers_down<40>();
+    if (threadIdx.x == 0) {
+      Ring at{0, 0};
+      u16 row_mask = 0, column_mask = 0;
+      for (u32 other = 0; other < CLUSTER; ++other) {
+        if (other / CLUSTER_N == cluster_row) row_mask |= 1 << other;
+        if (other % CLUSTER_N == cluster_column) column_mask |= 1 << other;
+      }
+      wait_for_previous_kernel();
+      for (u32 tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
+        u32 row, column;
+        order.at(tile, row, column);
+        const s32 a_row = (s32)((row * CLUSTER_M + cluster_row) * TILE_M + cluster_column * (TILE_M / CLUSTER_N));
+        const s32 w_row = (s32)((column * CLUSTER_N + cluster_column) * TILE_N + cluster_row * (TILE_N / CLUSTER_M));
+        for (u32 step = 0; step < steps; ++step, at.next()) {
+          const u32 stage = stages + at.stage * STAGE_BYTES, filled = full + 8 * at.stage;
+          const u32 to_a = stage + cluster_column * (A_BYTES / CLUSTER_N);
+          const u32 to_w = stage + A_BYTES + cluster_row * (W_BYTES / CLUSTER_M);
+          barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
+          barrier_expect(filled, STAGE_BYTES);
+          if (CLUSTER_N > 1) {
+            load_box_to_all(to_a, &a_map, (s32)(step * STEP), a_row, filled, row_mask);
+          } else {
+            load_box(to_a, &a_map, (s32)(step * STEP), a_row, filled);
+          }
+          if (CLUSTER_M > 1) {
+            load_box_to_all(to_w, &w_map, (s32)(step * STEP), w_row, filled, column_mask);
+          } else {
+            load_box(to_w, &w_map, (s32)(step * STEP), w_row, filled);
+          }
+        }
+      }
+    }
+  } else {
+    registers_up<232>();
+    const int mine = group - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    f32* const own = columns + mine * 2 * TILE_N;
+    const bool chunks = ((u64)p.output | (u64)p.output_leading * sizeof(SKUDA_OUT) | (u64)p.n * sizeof(SKUDA_OUT)) % 16 == 0;
+    Segment<f32> codes;
+    if (CodeRange<SKUDA_OUT>::most != 0) codes = p.codes(CodeRange<SKUDA_OUT>::least, CodeRange<SKUDA_OUT>::most);
+    // Lane i of a warp tells block i of the cluster, if that one loads for this one.
+    const bool shares = lane < CLUSTER && (lane / CLUSTER_N == cluster_row || lane % CLUSTER_N == cluster_column);
+    Ring at{0, 0};
+    u32 turn = 0;
+    wait_for_previous_kernel();
+    for (u32 tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER, ++turn) {
+      if (!COOPERATIVE && turn % 2 != mine) {
+        at.skip(steps);
+        continue;
+      }
+      u32 row, column;
+      order.at(tile, row, column);
+      const s64 column0 = (s64)(column * CLUSTER_N + cluster_column) * TILE_N;
+      const s64 row0 = (s64)(row * CLUSTER_M + cluster_row) * TILE_M + (COOPERATIVE ? mine * GROUP_M : 0) + warp * 16;
+      f32 sa[BLOCKS_M][2];
+#pragma unroll
+      for (int b = 0; b < BLOCKS_M; ++b) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const s64 r = row0 + b * 64 + lane / 4 + 8 * h;
+          sa[b][h] = act_scale == nullptr ? act_scale_value : r < p.m ? act_scale[r] : 0.0f;
+        }
+      }
+      group_sync(mine);  // the last tile's columns have been read
+      for (int c = thread; c < TILE_N; c += 128) {
+        const bool inside = column0 + c < p.n;
+        own[c] = inside ? real_at(p.weight_scale, p.weight_scale_is, column0 + c, 0.0f) : 0.0f;
+        own[TILE_N + c] = inside && p.bias != nullptr ? real_at(p.bias, p.bias_is, column0 + c, 0.0f) : 0.0f;
+      }
+      s32 d[BLOCKS_M][TILE_N / 2];
+      u32 before = 0;
+      if (!COOPERATIVE && turn > 0) turn_wait(mine);
+      for (u32 step = 0; step < steps; ++step, at.next()) {
+        const u32 stage = stages + at.stage * STAGE_BYTES;
+        barrier_wait(full + 8 * at.stage, at.parity);
+        const u64 a = rows_of_128(stage + (COOPERATIVE ? mine * GROUP_M * STEP : 0)), w = rows_of_128(stage + A_BYTES);
+        products_begin();
+#pragma unroll
+        for (int part = 0; part < STEP / 32; ++part) {
+#pragma unroll
+          for (int b = 0; b < BLOCKS_M; ++b) {
+            Product<TILE_N, SKUDA_CODE, SKUDA_WEIGHT>::add(d[b], a + b * (64 * STEP / 16) + part * 2, w + part * 2,
+                                                           part > 0 || step > 0);
+          }
+        }
+        products_commit();
+        if (step > 0) {
+          products_wait<1>();
+          release(empty + 8 * before, lane, shares);
+        }
+        before = at.stage;
+      }
+      if (!COOPERATIVE && tile + gridDim.x / CLUSTER < tiles) turn_give(mine ^ 1);
+      products_wait<0>();
+      release(empty + 8 * before, lane, shares);
+      group_sync(mine);
+#pragma unroll
+      for (int b = 0; b < BLOCKS_M; ++b) {
+        write_rows(d[b], sa[b], p, staging + (mine * 4 + warp) * 16 * PITCH, own, row0 + b * 64, column0, chunks, codes);
+      }
+    }
+  }
+  if (CLUSTER > 1) cluster_sync();  // no block leaves while another may still signal it
+}
+
+#define WARPGROUP_KERNEL \
+  extern "C" __global__ void __cluster_dims__(CLUSTER_M * CLUSTER_N, 1, 1) __launch_bounds__(384, 1)

@@ -1,0 +1,280 @@
+"""Tiles of ``mma_linear.cuh``: which one a device runs a shape with, how it is launched, and how long it should take.
+
+Pure: nothing here needs a GPU. Times are a model fitted to an H200; on other cards only their order is claimed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from skuda.kernels.launch import Constant, Launch, Leading, Pointer, Step
+from skuda.kernels.quantize import _cuda_linear
+from skuda.registry.constraints import Between, Constraint
+from skuda.registry.elements import ElementKind
+
+if TYPE_CHECKING:
+    from skuda.dispatch.device import Device
+    from skuda.kernels.quantize.quantized_linear import QuantizedLinearDescriptor
+    from skuda.kernels.quantize.smoothquant_linear import SmoothQuantLinearDescriptor
+
+_REGISTERS = 65_536
+_RESERVED = 1024  # bytes of shared memory that a block takes beside its own
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a block computes and how; one of the tiles named in ``mma_linear.cuh``.
+
+    Attributes
+    ----------
+    rows, columns : int
+        Outputs of a block.
+    depth : int
+        Bytes of K in a stage.
+    warps : (int, int, int)
+        Warps along rows, columns and within a stage.
+    stages : int
+        Stages in shared memory.
+    blocks : int
+        Blocks that share a multiprocessor, as far as registers go.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: tuple[int, int, int]
+    stages: int
+    blocks: int
+
+    @property
+    def name(self) -> str:
+        """The name that ``-DSKUDA_TILE`` takes."""
+        return f"t{self.rows}x{self.columns}x{self.depth}s{self.stages}"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        down, across, within = self.warps
+        return 32 * down * across * within
+
+    def shared(self, *, zero_points: bool) -> int:
+        """Return the bytes of dynamic shared memory of a block."""
+        edge = self.rows + self.columns
+        return edge * self.depth * self.stages + (4 * self.warps[2] * edge if zero_points else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one product is launched.
+
+    Attributes
+    ----------
+    tile : Tile
+        The tile.
+    grid : int
+        Blocks, all along x.
+    shared : int
+        Bytes of dynamic shared memory.
+    microseconds : float
+        Predicted time.
+    """
+
+    tile: Tile
+    grid: int
+    shared: int
+    microseconds: float
+
+
+TILES = (
+    Tile(256, 128, 64, (4, 2, 1), 4, 1),
+    Tile(128, 128, 128, (2, 4, 1), 3, 2),
+    Tile(128, 128, 64, (2, 2, 1), 4, 2),
+    Tile(128, 64, 128, (4, 2, 1), 4, 2),
+    Tile(64, 128, 128, (2, 4, 1), 4, 2),
+    Tile(64, 64, 128, (2, 2, 1), 4, 3),
+    Tile(64, 64, 128, (2, 2, 2), 6, 2),
+    Tile(64, 32, 128, (2, 1, 2), 6, 3),
+    Tile(32, 64, 128, (1, 2, 2), 6, 2),
+    Tile(32, 32, 128, (2, 1, 2), 6, 4),
+    Tile(16, 128, 128, (1, 4, 2), 6, 1),
+    Tile(16, 32, 128, (1, 2, 2), 8, 3),
+)
+"""The tiles named in ``mma_linear.cuh``."""
+
+
+# What a multiprocessor of an H200 does in a microsecond: products, bytes of its shared memory, bytes from L2, bytes
+# moved into place where rows are not whole units. They overlap, all but a share, and better where blocks share it.
+_PRODUCTS, _SHARED, _FROM_L2, _MOVED = 4.126e6, 2.783e5, 1.339e5, 3.939e4
+_APART, _ALONE, _HIDING = 0.0444, 0.34, 0.716
+# The same on other generations, for products and shared memory, by what their data sheets say.
+_RELATIVE = {(8, 0): (0.63, 0.83), (8, 6): (0.4, 1.0), (8, 9): (0.6, 1.45), (9, 0): (1.0, 1.0), (12, 0): (0.57, 1.4)}
+_MEMORY = 0.729  # of the peak
+_LATENCY, _LONG_LATENCY = 1.095, 2.065  # microseconds from a copy's start to its use; the same with moving into place
+_STARTED, _TURN, _EACH = 5.99, 0.828, 1.65e-4  # a launch; a block; an output of it
+
+
+def _microseconds(size: tuple[int, int, int], device: Device, tile: Tile, most_blocks: int, *, whole: bool) -> float:
+    """Predict the time of a product with `tile`, `most_blocks` of whose blocks fit on a multiprocessor."""
+    m, n, k = size
+    capability = device.compute_capability or (9, 0)
+    rate, shared_rate = _RELATIVE[max(known for known in _RELATIVE if known <= max(capability, (8, 0)))]
+    down, across, _ = tile.warps
+    outputs, edge = tile.rows * tile.columns, tile.rows + tile.columns
+    fragments = tile.rows * across + tile.columns * down
+    stages = tile.stages if whole else tile.stages * tile.depth // (tile.depth + 16)
+    parts = (
+        outputs / (_PRODUCTS * rate),
+        edge / _FROM_L2,
+        (fragments + edge) / (_SHARED * shared_rate),
+    )
+
+    def turn(blocks: int) -> float:
+        step = (blocks + _ALONE) * (max(parts) + _APART * (sum(parts) - max(parts)))
+        if not whole:
+            step += blocks * edge / (_MOVED * rate) * max(1.0, 512 / (tile.threads * blocks)) ** _HIDING
+        latency = (_LATENCY if whole else _LONG_LATENCY) / (stages - 1)
+        return -(-k // tile.depth) * max(tile.depth * step, latency) + _TURN + blocks * outputs * _EACH
+
+    grid = -(-m // tile.rows) * -(-n // tile.columns)
+    sms = max(1, device.sm_count)
+    full, rest = divmod(grid, sms * most_blocks)
+    computed = full * turn(most_blocks) + (turn(-(-rest // sms)) if rest else 0.0)
+    moved = (m * k + n * k + 2 * m * n) / max(1.0, _MEMORY * device.memory_bandwidth / 1e6)
+    return _STARTED + max(computed, moved) + 0.05 * min(computed, moved)
+
+
+def longest(activation: ElementKind, weight: ElementKind) -> int:
+    """Return the largest K whose sums fit into s32, whatever the codes.
+
+    Parameters
+    ----------
+    activation, weight : ElementKind
+        Elements of the codes, s8 or u8.
+    """
+    largest = 1
+    for element in (activation, weight):
+        low, high = element.integer_range or (0, 0)
+        largest *= max(-low, high)
+    return (2**31 - 1) // largest
+
+
+def plan(m: int, n: int, k: int, device: Device, *, zero_points: bool = False, whole: bool | None = None) -> Plan:
+    """Return the launch that should be the fastest.
+
+    Parameters
+    ----------
+    m, n, k : int
+        Rows, columns and inner size of the product, all at least 1.
+    device : Device
+        Where it runs; compute capability 8.0 or later.
+    zero_points : bool
+        Whether sums of codes are needed beside the product.
+    whole : bool or None
+        Whether addresses, leading strides and K are multiples of 16; None where only K is known. It decides which tile
+        is the fastest, not which ones are right.
+    """
+    return _plan((m, n, k), device, zero_points, k % 16 == 0 if whole is None else whole)
+
+
+@cache
+def _plan(size: tuple[int, int, int], device: Device, zero_points: bool, whole: bool) -> Plan:  # noqa: FBT001  a cache's key
+    plans = []
+    for tile in TILES:
+        shared = tile.shared(zero_points=zero_points)
+        if shared <= device.shared_memory:
+            blocks = min(tile.blocks, (device.shared_memory + _RESERVED) // (shared + _RESERVED))
+            grid = -(-size[0] // tile.rows) * -(-size[1] // tile.columns)
+            plans.append(Plan(tile, grid, shared, _microseconds(size, device, tile, blocks, whole=whole)))
+    return min(plans, key=lambda found: found.microseconds)
+
+
+def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
+    """Return what the kernel requires: sums that fit in 32 bits.
+
+    Parameters
+    ----------
+    weight : ElementKind
+        s8 or u8; the activation may be either.
+    """
+    return (Between(field="k", minimum=1, maximum=longest(ElementKind.U8, weight)),)
+
+
+def smoothquant(problem: SmoothQuantLinearDescriptor, device: Device) -> Launch:
+    """Launch the product with a static activation scale.
+
+    Parameters
+    ----------
+    problem : SmoothQuantLinearDescriptor
+        The problem.
+    device : Device
+        Where it runs.
+    """
+    m, n = problem.m, problem.n
+    if not m or not n:
+        return Launch(steps=())
+    zero_points = problem.act_zero_point != 0 or problem.has_weight_zero_point
+    chosen = plan(m, n, problem.k, device, zero_points=zero_points)
+    step = Step(
+        entry="smoothquant_linear_mma",
+        grid=(chosen.grid, 1, 1),
+        block=(chosen.tile.threads, 1, 1),
+        parameters=(
+            Pointer("act_q"),
+            Leading("act_q"),
+            Constant(ElementKind.S32, problem.act_zero_point),
+            Constant(ElementKind.F32, problem.act_scale),
+            Pointer("act_scale_scratch"),
+            *_cuda_linear.layer_tail(problem, m, n, problem.output_element),
+        ),
+        shared=chosen.shared,
+    )
+    flags = _flags(chosen, problem.activation_element, problem.output_element, zero_points=zero_points)
+    return Launch(steps=(step,), flags=flags, notes=_notes(chosen))
+
+
+def quantized(problem: QuantizedLinearDescriptor, device: Device) -> Launch:
+    """Launch the dynamic quantization of the activation, then the product.
+
+    Parameters
+    ----------
+    problem : QuantizedLinearDescriptor
+        The problem.
+    device : Device
+        Where it runs.
+    """
+    m, n = problem.m, problem.c_out
+    zero_points = problem.has_weight_zero_point
+    chosen = plan(max(1, m), max(1, n), problem.k, device, zero_points=zero_points)
+    product = Step(
+        entry="quantized_linear_mma",
+        grid=(chosen.grid, 1, 1),
+        block=(chosen.tile.threads, 1, 1),
+        parameters=(
+            *_cuda_linear.CODES,
+            *_cuda_linear.SCALES,
+            *_cuda_linear.layer_tail(problem, m, n, problem.output),
+        ),
+        shared=chosen.shared,
+    )
+    codes = _cuda_linear.quantized_codes(problem)
+    steps = (codes, product) if n else (codes,)
+    flags = _flags(chosen, problem.code_element, problem.output, zero_points=zero_points)
+    scratch = _cuda_linear.quantized_scratch(problem)
+    return Launch(steps=steps if m else (), scratch=scratch, flags=flags, notes=_notes(chosen))
+
+
+def _flags(chosen: Plan, code: ElementKind, output: ElementKind, *, zero_points: bool) -> tuple[str, ...]:
+    return (
+        f"-DSKUDA_TILE={chosen.tile.name}",
+        f"-DSKUDA_ZERO_POINTS={int(zero_points)}",
+        f"-DSKUDA_CODE={code}",
+        f"-DSKUDA_OUT={output}",
+    )
+
+
+def _notes(chosen: Plan) -> tuple[str, ...]:
+    tile = chosen.tile
+    cut = f"{tile.rows} x {tile.columns}, {tile.stages} stages of {tile.depth} bytes of k"
+    return (f"tile {cut}: {chosen.microseconds:.1f} us predicted",)
