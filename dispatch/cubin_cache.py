@@ -18,7 +18,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,6 +78,30 @@ class Found(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
+class Entry(NamedTuple):
+    """One file of the cache, as somebody who looks after it sees it.
+
+    Attributes
+    ----------
+    path : Path
+        Where it is.
+    facts : dict
+        What stands beside the cubin; empty where it cannot be read.
+    trouble : str
+        Why it would not be used; empty where it would.
+    size : int
+        Bytes on disk.
+    written : float
+        When, in seconds since the epoch.
+    """
+
+    path: Path
+    facts: dict[str, Any]
+    trouble: str
+    size: int
+    written: float
+
+
 class CubinCache:
     """The cache below one folder. Any number of processes and threads may share it.
 
@@ -118,6 +142,10 @@ class CubinCache:
             _log.warning("%s", note)
         return Found(cubin, tuple(notes))
 
+    def has(self, key: Key, compiler: str | None) -> bool:
+        """Whether `get` with the same arguments would build nothing."""
+        return self._read_any(key, compiler, []) is not None
+
     def has_any(self, backend: str) -> bool:
         """Whether anything was ever compiled for a backend."""
         return any(json.loads(line)["backend"] == backend for _, line in self._lines())
@@ -128,6 +156,48 @@ class CubinCache:
             read = _read(path)
             yield path, None if isinstance(read, str) else read[0]
 
+    def survey(self) -> list[Entry]:
+        """Return every entry, its checksum and its place compared; what vanishes meanwhile is left out.
+
+        Raises
+        ------
+        OSError
+            Where the folder is absent or cannot be read.
+        """
+        found = []
+        for folder in sorted(Path(item) for item in os.scandir(self.folder) if item.is_dir(follow_symlinks=False)):
+            for path in sorted(folder.glob("*.cubin")):
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    read = _read(path)
+                    facts, trouble = ({}, read) if isinstance(read, str) else (read[0], _misplaced(path, read[0]))
+                    found.append(Entry(path, facts, trouble, status.st_size, status.st_mtime))
+        return found
+
+    def leftovers(self, before: float = float("inf")) -> list[Path]:
+        """Return what processes that were killed while they published have left.
+
+        Parameters
+        ----------
+        before : float
+            Seconds since the epoch; what was written later may be in use, which costs whoever publishes it the cache.
+        """
+        found = []
+        for path in sorted(self.folder.glob("*/.new-*")):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < before:
+                    found.append(path)
+        return found
+
+    def obstacle(self) -> str | None:
+        """Say why nothing can be published, or None. Makes the folder."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryFile(dir=self.folder):
+                return self.distrust()
+        except OSError as error:
+            return f"the cache {self.folder} cannot be written: {error}"
+
     def _lines(self) -> Iterator[tuple[Path, bytes]]:
         for path in self.folder.glob("*/*.cubin"):
             with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
@@ -137,10 +207,10 @@ class CubinCache:
                     yield path, line
 
     def _path(self, key: Key, compiler: str) -> Path:
-        return self.folder / key.digest / f"{hashlib.sha256(compiler.encode()).hexdigest()[:16]}.cubin"
+        return self.folder / key.digest / f"{_stem(compiler)}.cubin"
 
     def _read_any(self, key: Key, compiler: str | None, notes: list[str]) -> bytes | None:
-        trouble = self._distrust()
+        trouble = self.distrust()
         if trouble:
             notes.append(trouble)
             return None
@@ -158,7 +228,7 @@ class CubinCache:
             notes.append(f"the cached kernel {path} was not used: {trouble}")
         return None
 
-    def _distrust(self) -> str | None:
+    def distrust(self) -> str | None:
         """Say why the folder is not used, or None: code that strangers can write is not run."""
         if not hasattr(os, "geteuid"):
             return None
@@ -187,7 +257,7 @@ class CubinCache:
         temporary = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if self._distrust():
+            if self.distrust():
                 return
             path.parent.mkdir(exist_ok=True, mode=0o700)
             handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
@@ -221,6 +291,63 @@ class CubinCache:
                 stack.callback(os.close, handle)
                 _lock_file(handle)
             yield
+
+
+def outdated(
+    entries: Iterable[Entry], now: float, *, max_size: int | None = None, max_age: float | None = None
+) -> list[Entry]:
+    """Return what has to go, oldest first: all that is too old, then the oldest until the rest fits.
+
+    Parameters
+    ----------
+    entries : iterable of Entry
+        What there is.
+    now : float
+        Seconds since the epoch.
+    max_size : int or None
+        Bytes that may stay; None for any number.
+    max_age : float or None
+        Seconds; None for any age.
+    """
+    oldest_first = sorted(entries, key=lambda entry: (entry.written, entry.path))
+    remaining = sum(entry.size for entry in oldest_first)
+    found = []
+    for entry in oldest_first:
+        too_old = max_age is not None and now - entry.written > max_age
+        if too_old or (max_size is not None and remaining > max_size):
+            found.append(entry)
+            remaining -= entry.size
+    return found
+
+
+def remove(paths: Iterable[Path]) -> list[str]:
+    """Remove files of the cache, and their folders where nothing else is in them; return what went wrong.
+
+    A reader that has opened an entry keeps it, and a missing one is built again, so nobody has to be kept out.
+    """
+    troubles = []
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            troubles.append(f"{path} cannot be removed: {error.strerror or error}")
+            continue
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()
+    return troubles
+
+
+def _misplaced(path: Path, facts: dict[str, Any]) -> str:
+    """Say that an entry does not lie where its key is looked for; nothing where it does."""
+    try:
+        fits = (Key(*facts["key"]).digest, _stem(facts["compiler"])) == (path.parent.name, path.stem)
+    except (KeyError, TypeError, AttributeError):
+        return "its facts cannot be read"
+    return "" if fits else "it belongs to another kernel"
+
+
+def _stem(compiler: str) -> str:
+    return hashlib.sha256(compiler.encode()).hexdigest()[:16]
 
 
 def _lock_file(handle: int) -> None:

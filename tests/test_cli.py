@@ -167,12 +167,12 @@ def test_version(skuda):
 def test_help_names_every_command_and_cuts_nothing_off(skuda, arguments):
     status, out, err = skuda(*arguments)
     assert (status, err) == (0, "")
-    for command in ("list", "show", "explain", "verify", "bench", "doctor", "demo"):
+    for command in ("list", "show", "explain", "verify", "bench", "compile", "cache", "doctor", "demo"):
         assert re.search(rf"^  {command} ", out, re.MULTILINE)
     assert "..." not in out.replace("[ARGS]...", "")
 
 
-@pytest.mark.parametrize("command", ["list", "show", "explain", "verify", "bench", "doctor", "demo"])
+@pytest.mark.parametrize("command", ["list", "show", "explain", "verify", "bench", "compile", "doctor", "demo"])
 def test_every_command_has_help(skuda, command):
     status, out, err = skuda(command, "--help")
     assert (status, err) == (0, "")

@@ -25,6 +25,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 
+_cache = typer.Typer(rich_markup_mode=None)
+app.add_typer(_cache, name="cache")
+
 Json = Annotated[bool, typer.Option("--json", help="JSON, for machines.")]
 Evidence = Annotated[
     Path | None, typer.Option("--evidence", help="Read records of `skuda verify` from this folder.", metavar="DIR")
@@ -286,6 +289,102 @@ def _bench(
         show=show,
         as_json=as_json,
     )
+
+
+@app.command(
+    "compile",
+    # The fields of a problem are options too, as in `explain`.
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    options_metavar="[--op NAME [--FIELD VALUE]...] [OPTIONS]",
+)
+def _compile(
+    context: typer.Context,
+    *,
+    op: Annotated[Some | None, typer.Option(help="Only these ops.", metavar="NAME")] = None,
+    arch: Annotated[
+        Some | None, typer.Option(help="For the known cards of these, such as sm_90a,sm_80.", metavar="ARCH")
+    ] = None,
+    device: Annotated[
+        Some | None, typer.Option(help="For these cards, such as h200,a100; else those here.", metavar="NAME")
+    ] = None,
+    backend: Annotated[
+        Some | None,
+        typer.Option(help="For these: cuda_core, pycuda, all; else those with a compiler here.", metavar="NAME"),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Fill the cache of compiled kernels ahead of time.
+
+    Needs a compiler, but no GPU and no driver. What is compiled is what the cards would look for: every kernel that
+    fits, in each configuration that the cases of its op lead to, or one problem does:
+    `skuda compile --device h200 --op quantized_linear --m 8 --n 4096 --k 4096`. A machine without a compiler takes it
+    from a copy of the cache, which SKUDA_CACHE_DIR names. Exits with 1 where a kernel does not compile.
+    """
+    from skuda.tools import compile_page
+
+    own = [name.lstrip("-").replace("-", "_") for param in context.command.params for name in param.opts]
+    return compile_page.run(
+        context.args,
+        ops=op or (),
+        archs=arch or (),
+        devices=device or (),
+        backends=backend or (),
+        own_options=own,
+        as_json=as_json,
+    )
+
+
+@_cache.callback(invoke_without_command=True)
+def _cache_root(context: typer.Context) -> None:
+    """Look after the cache of compiled kernels."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@_cache.command("ls")
+def _cache_ls(*, as_json: Json = False) -> int:
+    """List what is in the cache.
+
+    Piped, each line is a record with tabs between kernel, arch, compiler, bytes, seconds of age, trouble and path.
+    """
+    from skuda.tools import cache_page
+
+    return cache_page.show(as_json=as_json)
+
+
+@_cache.command("verify")
+def _cache_verify(*, as_json: Json = False) -> int:
+    """Check every checksum.
+
+    Lists what would not be used. Exits with 1 where there is any.
+    """
+    from skuda.tools import cache_page
+
+    return cache_page.verify(as_json=as_json)
+
+
+@_cache.command("gc")
+def _cache_gc(
+    *,
+    max_size: Annotated[
+        str | None, typer.Option(help="Remove the oldest until the rest fits into this, such as 1GiB.", metavar="SIZE")
+    ] = None,
+    older_than: Annotated[
+        str | None, typer.Option(help="Remove what was compiled longer ago, such as 30d.", metavar="AGE")
+    ] = None,
+) -> int:
+    """Remove what is old or too much."""
+    from skuda.tools import cache_page
+
+    return cache_page.gc(max_size=max_size, older_than=older_than)
+
+
+@_cache.command("clear")
+def _cache_clear(*, yes: Annotated[bool, typer.Option("--yes", help="Without asking.")] = False) -> int:
+    """Remove everything."""
+    from skuda.tools import cache_page
+
+    return cache_page.clear(yes=yes)
 
 
 @app.command("doctor")

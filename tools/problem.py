@@ -169,7 +169,7 @@ def _unknown(op: Op, written: str, known: Sequence[str]) -> None:
     near = [f"--{name.replace('_', '-')}" for name in nearest(written.replace("-", "_"), known)]
     fields = words(fields_of(op.descriptor))
     rule = f"be a field of {op.name} ({fields})" + (f", perhaps {' or '.join(near)}" if near else "")
-    raise InvalidProblem("explain", "an option", f"--{written}", rule)
+    raise InvalidProblem(op.name, "an option", f"--{written}", rule)
 
 
 def assumptions(op: Op, given: Mapping[str, Any]) -> dict[str, Any]:

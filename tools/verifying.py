@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -17,16 +15,15 @@ from pathlib import Path
 import numpy as np
 
 from skuda.dispatch import Dispatcher, PlanPreference
-from skuda.dispatch.backends.cuda import CudaBackend
 from skuda.dispatch.compiling import find_nvcc
 from skuda.dispatch.device import Device
 from skuda.dispatch.plan import Plan
-from skuda.kernels.launch import Launch
 from skuda.registry.arch import ArchSku
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import DriverError
 from skuda.registry.op import Op
 from skuda.registry.sku import KernelSku
+from skuda.tools.cubins import build_cubins, cubins_of
 from skuda.tools.evidence import EvidenceFile, SkuEvidence
 from skuda.tools.fingerprint import reference_hash, source_hash
 from skuda.tools.large import MEMORY, large_problems, run_large, suitable
@@ -152,25 +149,11 @@ class _Run:
         return self._dispatcher.select(problem, PlanPreference(sku=sku.id), self._device)
 
     def _compile(self, skus: list[KernelSku]) -> None:
-        """Fill the cubin cache with all processors: one kernel after the other would take minutes."""
-
-        def build(sku: KernelSku, launch: Launch, backend: CudaBackend[object]) -> None:
-            # What goes wrong here goes wrong again when the kernel is selected, and is recorded there.
-            with suppress(Exception):
-                backend.cubin(sku, launch, self._device)
-
-        jobs = []
-        for sku in skus:
-            backend = self._dispatcher.backends.get(sku.backend)
-            if isinstance(backend, CudaBackend):
-                problems = [case.problem for case in self._dispatcher.registry.ops[sku.op].cases]
-                mine = [p for p in problems if p.key() == sku.key and not any(c.check(p) for c in sku.constraints)]
-                # One for every configuration that the launch rule chooses.
-                launches = {launch.flags: launch for p in mine for launch in [backend.launch_of(sku, p, self._device)]}
-                jobs += [(sku, launch, backend) for launch in launches.values()]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for turn, _ in enumerate(pool.map(lambda job: build(*job), jobs)):
-                self._progress(turn + 1, len(jobs), "compiling")
+        """Fill the cubin cache: one kernel after the other would take minutes."""
+        cases = {op.name: [case.problem for case in op.cases] for op in self._dispatcher.registry.ops.values()}
+        jobs = cubins_of(skus, cases, self._dispatcher.backends, self._device)
+        # What goes wrong here goes wrong again when the kernel is selected, and is recorded there.
+        build_cubins(jobs, self._progress)
 
     def _op(self, op: Op, skus: list[KernelSku]) -> dict[str, SkuEvidence]:
         hashes = {sku.id: source_hash(sku) for sku in skus}

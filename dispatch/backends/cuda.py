@@ -18,7 +18,7 @@ from skuda.dispatch.driver import driver
 from skuda.dispatch.gpu_arrays import current_streams
 from skuda.dispatch.gpu_call import parameter_layout
 from skuda.dispatch.gpu_run import Bound, CudaRunner, Engine
-from skuda.dispatch.sources import read_source
+from skuda.dispatch.sources import Source, read_source
 from skuda.kernels.launch import Launch, Step
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import CompileError, DriverError, NotPrepared
@@ -139,9 +139,9 @@ class CudaBackend(Backend, Generic[Module]):
         CompileError
             Where it does not compile, is not cached and there is no compiler, or does not take what the launch gives.
         """
-        source, arch, compiler = read_source(sku.source), _arch(sku, device), self.compiler()
-        flags = (*sku.flags, *launch.flags)
-        key = Key(source.digest, flags, arch, f"{sku.entry_point} {sku.launch}", self.spec.name)
+        source, compiler = read_source(sku.source), self.compiler()
+        key = self._key(sku, launch, device, source)
+        arch, flags = key.arch, key.flags
 
         def build() -> bytes:
             if compiler is None:
@@ -152,6 +152,16 @@ class CudaBackend(Backend, Generic[Module]):
         found = self.cache.get(key, identity, build, {"sku": sku.id, "source": sku.source, "flags": flags})
         placed(sku, launch.steps, found.cubin)
         return found
+
+    def cached(self, sku: KernelSku, launch: Launch, device: Device) -> bool:
+        """Whether `cubin` would compile nothing."""
+        source, compiler = read_source(sku.source), self.compiler()
+        identity = None if compiler is None else compiler.identity(source)
+        return self.cache.has(self._key(sku, launch, device, source), identity)
+
+    def _key(self, sku: KernelSku, launch: Launch, device: Device, source: Source) -> Key:
+        flags, arch = (*sku.flags, *launch.flags), arch_of(sku, device)
+        return Key(source.digest, flags, arch, f"{sku.entry_point} {sku.launch}", self.spec.name)
 
     def _refuse_without_compiler(self, sku: KernelSku, arch: str) -> NoReturn:
         folder = self.cache.folder
@@ -195,7 +205,7 @@ def _context(ordinal: int) -> int:
         return _contexts[ordinal]
 
 
-def _arch(sku: KernelSku, device: Device) -> str:
+def arch_of(sku: KernelSku, device: Device) -> str:
     """Return what to compile for: a plain SKU for the card at hand, one with a suffix for exactly its own."""
     if sku.arch.is_specific or device.compute_capability is None:
         return sku.arch.value

@@ -1,0 +1,227 @@
+"""``skuda compile``: the cubin cache filled ahead of time, for cards that need not be here."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from skuda.dispatch import KNOWN_DEVICES, Device, Dispatcher, device_named
+from skuda.dispatch.backends.base import Backend
+from skuda.dispatch.backends.cuda import CudaBackend
+from skuda.registry.arch import ArchSku
+from skuda.registry.descriptor import Descriptor
+from skuda.registry.errors import CompileError, InvalidProblem, InvalidRecord
+from skuda.registry.registry import Registry
+from skuda.tools.cubins import Outcome, State, build_cubins, cubins_of
+from skuda.tools.explain_page import pairs
+from skuda.tools.output import (
+    count,
+    folded,
+    indented,
+    nearest,
+    plain_table,
+    print_json,
+    progress,
+    records,
+    refuse,
+    split,
+    stderr,
+    stdout,
+    words,
+)
+from skuda.tools.problem import describe
+
+_FAILURES_SHOWN = 10
+_STATES: tuple[State, ...] = ("compiled", "cached", "failed")
+_CARDS = {name: device for name, device in KNOWN_DEVICES.items() if device.processor == "cuda"}
+
+
+def run(
+    tokens: Sequence[str] = (),
+    *,
+    ops: Sequence[str] = (),
+    archs: Sequence[str] = (),
+    devices: Sequence[str] = (),
+    backends: Sequence[str] = (),
+    own_options: Sequence[str] = (),
+    as_json: bool = False,
+) -> int:
+    """Compile what cards would look for at run time, and print what came of it.
+
+    Parameters
+    ----------
+    tokens : sequence of str
+        Options that describe one problem of one op; none for all cases of the ops.
+    ops : sequence of str
+        Only these; empty for all.
+    archs, devices : sequence of str
+        For all known cards of these architectures, or for these cards; both empty for the CUDA devices here.
+    backends : sequence of str
+        For these, ``all`` among them; empty for those that have a compiler here.
+    own_options : sequence of str
+        Names of the command's own options, to suggest for a misspelt one.
+    as_json : bool
+        Every cubin, on standard output.
+
+    Returns
+    -------
+    int
+        0; 1 where a cubin failed, or where nothing fits.
+
+    Raises
+    ------
+    InvalidProblem
+        For a word that nobody knows.
+    CompileError
+        Without a compiler, or where the cache cannot be written.
+    """
+    dispatcher = Dispatcher()
+    registry = dispatcher.registry
+    names = split(ops)
+    for name in names:
+        if name not in registry.ops:
+            refuse("compile", "--op", name, registry.ops, kind="a registered op", more="`skuda list` names all")
+    problems, assumed = _problems(registry, names, tokens, own_options)
+    targets = _targets(dispatcher, split(archs), split(devices))
+    chosen = _backends(dispatcher, split(backends))
+    folders = sorted({backend.cache.folder for backend in chosen.values()})
+    for folder_trouble in filter(None, (backend.cache.obstacle() for backend in chosen.values())):
+        raise CompileError("compile", folder_trouble)
+    for text in pairs(assumed):
+        stderr().print(f"skuda: assumed {text}", style="dim", soft_wrap=True)
+    wanted = cubins_of((sku for sku in registry if sku.op in problems), problems, chosen, *targets)
+    if not wanted:
+        for_whom = words(device.describe() for device in targets)
+        line = (
+            f"nothing to compile: no kernel of {words(chosen)} serves {'this' if tokens else 'these ops'} on {for_whom}"
+        )
+        stderr().print(f"skuda: {line}", style="yellow", soft_wrap=True)
+        return 1
+    with progress() as report:
+        found = build_cubins(wanted, report)
+    failed = [outcome for outcome in found if outcome.state == "failed"]
+    if as_json:
+        print_json({"folders": [str(folder) for folder in folders], "cubins": [_as_json(outcome) for outcome in found]})
+    elif stdout().is_terminal:
+        _print(stdout(), found, folders)
+    else:
+        records(_rows(found))
+        records(("failure", outcome.wanted.sku.id, outcome.wanted.arch, outcome.reason) for outcome in failed)
+    return 1 if failed else 0
+
+
+def _problems(
+    registry: Registry, ops: Sequence[str], tokens: Sequence[str], own_options: Sequence[str]
+) -> tuple[dict[str, Sequence[Descriptor]], dict[str, Any]]:
+    """Return the problems to compile for by op, and what was assumed about a given one."""
+    if not tokens:
+        return {name: [case.problem for case in registry.ops[name].cases] for name in ops or registry.ops}, {}
+    if len(ops) != 1:
+        near = [f"--{name}" for name in nearest(tokens[0].lstrip("-").partition("=")[0], own_options)]
+        rule = "be an option of the command" + (f" (near: {words(near)})" if near else "")
+        raise InvalidProblem("compile", "an option", tokens[0], f"{rule}, or a field of the one op that --op names")
+    problem, assumed = describe(registry.ops[ops[0]], tokens, own_options)
+    return {ops[0]: [problem]}, assumed
+
+
+def _targets(dispatcher: Dispatcher, archs: Sequence[str], devices: Sequence[str]) -> list[Device]:
+    found = [_card(name) for name in devices] + [card for name in archs for card in _cards_of(name)]
+    if not archs and not devices:
+        found = [device for device in dispatcher.devices if device.processor == "cuda"]
+        if not found:
+            rule = f"be given, as no CUDA device is here; cards: {words(_CARDS)}"
+            raise InvalidProblem("compile", "--arch or --device", "neither", rule)
+    return list(dict.fromkeys(found))
+
+
+def _card(name: str) -> Device:
+    try:
+        found = device_named(name)
+    except InvalidRecord:
+        return refuse("compile", "--device", name, _CARDS)
+    return found if found.processor == "cuda" else refuse("compile", "--device", name, _CARDS)
+
+
+def _cards_of(name: str) -> list[Device]:
+    """Return the known cards of an architecture; a suffix makes no difference, as a card runs both kinds of kernels."""
+    known = {
+        arch.value: arch for arch in ArchSku if any(arch.capability == c.compute_capability for c in _CARDS.values())
+    }
+    if name not in known:
+        refuse("compile", "--arch", name, known)
+    return [card for card in _CARDS.values() if card.compute_capability == known[name].capability]
+
+
+def _backends(dispatcher: Dispatcher, names: Sequence[str]) -> dict[str, CudaBackend[Any]]:
+    """Return the backends to compile for.
+
+    Raises
+    ------
+    CompileError
+        Where one that was asked for has no compiler, or none has.
+    """
+    every: Mapping[str, Backend] = dispatcher.backends
+    cuda = {name: backend for name, backend in every.items() if isinstance(backend, CudaBackend)}
+    for name in names:
+        if name not in cuda and name != "all":
+            refuse("compile", "--backend", name, (*cuda, "all"))
+    asked = {name: backend for name, backend in cuda.items() if not names or name in names or "all" in names}
+    lacking = [f"{name}: {backend.compilers}" for name, backend in asked.items() if backend.compiler() is None]
+    if lacking and (names or len(lacking) == len(asked)):
+        raise CompileError("compile", f"there is no compiler here for {'; for '.join(lacking)}")
+    for line in lacking:
+        stderr().print(f"skuda: left out for want of a compiler: {line}", style="yellow", soft_wrap=True)
+    return {name: backend for name, backend in asked.items() if backend.compiler() is not None}
+
+
+def _rows(found: Sequence[Outcome]) -> list[tuple[str, str, str, int, int, int]]:
+    """Return op, backend, architecture, compiled, found in the cache, failed."""
+    counts: dict[tuple[str, str, str], Counter[str]] = {}
+    for outcome in found:
+        sku = outcome.wanted.sku
+        counts.setdefault((sku.op, sku.backend, outcome.wanted.arch), Counter())[outcome.state] += 1
+    return [
+        (*key, counted["compiled"], counted["cached"], counted["failed"]) for key, counted in sorted(counts.items())
+    ]
+
+
+def _as_json(outcome: Outcome) -> dict[str, Any]:
+    sku, launch, _, device = outcome.wanted
+    return {
+        "sku": sku.id,
+        "arch": outcome.wanted.arch,
+        "device": device.name,
+        "flags": [*sku.flags, *launch.flags],
+        "state": outcome.state,
+        "reason": outcome.reason,
+    }
+
+
+def _print(console: Console, found: Sequence[Outcome], folders: Sequence[Path]) -> None:
+    table = plain_table("op", "backend", "arch", *_STATES)
+    table.columns[0].no_wrap = True
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for op, backend, arch, *counts in _rows(found):
+        styles = ("green", "default", "bold red")
+        shown = (Text(str(n), style=style if n else "dim") for n, style in zip(counts, styles, strict=True))
+        table.add_row(Text(op, style="cyan"), backend, arch, *shown)
+    console.print(table)
+    failed = [outcome for outcome in found if outcome.state == "failed"]
+    for outcome in failed[:_FAILURES_SHOWN]:
+        console.print()
+        console.print(folded(outcome.wanted.sku.id, console.width), style="bold red")
+        reason = re.sub(rf"^{re.escape(outcome.wanted.sku.id)}: ", "", outcome.reason)
+        console.print(indented(Text(f"for {outcome.wanted.arch}: {reason}"), 2))
+    if len(failed) > _FAILURES_SHOWN:
+        console.print(f"\nand {len(failed) - _FAILURES_SHOWN} more", style="dim")
+    states = Counter(outcome.state for outcome in found)
+    console.print()
+    console.print(f"{count(len(found), 'cubin')}: {words(f'{states[s]} {s}' for s in _STATES if states[s])}.")
+    console.print(f"in {words(folders)}", style="dim", soft_wrap=True)
