@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from skuda.dispatch import Dispatcher, cubin_cache, device_named
+from skuda.dispatch.backends.cuda import CudaBackend
 from skuda.dispatch.backends.cuda_core import CudaCoreBackend
 from skuda.dispatch.backends.pycuda import PycudaBackend
 from skuda.dispatch.compiling import nvrtc_trouble
 from skuda.dispatch.cubin_cache import CubinCache, Entry, Key, outdated
 from skuda.kernels.catalog import built_in_registry
+from skuda.kernels.elementwise.fill import FillDescriptor
 from skuda.registry import Registry
 from skuda.registry.errors import CompileError
 from skuda.tools import compile_page
@@ -170,6 +172,28 @@ def test_a_failure_is_told_and_the_rest_goes_on(skuda, monkeypatch):
     status, out, _ = skuda(*FILL)
     assert status == 1
     assert "line two" in out
+
+
+def test_a_launch_rule_that_fails_is_told_and_stops_neither_the_rest_nor_an_explanation(skuda, monkeypatch):
+    fake(monkeypatch)
+
+    def launch_of(sku, problem, device):
+        if sku.element == "f32":
+            raise RuntimeError("no rule for this")
+        return _launch_of(sku, problem, device)
+
+    _launch_of = CudaCoreBackend.launch_of
+    monkeypatch.setattr(CudaBackend, "launch_of", staticmethod(launch_of))
+    status, out, _ = skuda(*FILL)
+    first, *failures = rows(out)
+    assert status == 1
+    assert int(first[3]) > 1
+    assert first[5] == "1"
+    assert failures[0][3] == "its launch rule fails: no rule for this"
+    problem = FillDescriptor(numel=8, output_element="f32")
+    found = Dispatcher().explain(problem, device=device_named("h200"))
+    assert found.chosen
+    assert "its launch rule fails: RuntimeError: no rule for this" in found.notes
 
 
 def test_what_cannot_be_kept_is_not_called_compiled(skuda, monkeypatch):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -25,6 +23,7 @@ from skuda.tools.bench_cases import BenchCase, work_of
 from skuda.tools.bench_lab import Ceiling, Lab, Replay
 from skuda.tools.bench_record import BenchRecord, CaseResult, Ceilings, HostCost, RivalResult, Timing
 from skuda.tools.bench_rivals import Rival, Ways, absence, rivals_of, said
+from skuda.tools.cubins import Wanted, build_cubins, cubins_of
 from skuda.tools.fingerprint import source_hash
 from skuda.tools.output import Report
 from skuda.tools.trial import allowed_ulps
@@ -278,22 +277,15 @@ class Bench:
         return Ceilings(**found, notes=tuple(notes))
 
     def _compile(self, cases: Sequence[BenchCase]) -> None:
-        """Fill the cubin cache with all processors: one kernel after the other would take minutes."""
-        chosen: dict[str, Descriptor] = {}
+        """Fill the cubin cache: one kernel after the other would take minutes."""
+        jobs: list[Wanted] = []
         for case in cases:
             name = self.dispatcher.explain(case.problem, self.preference, self.device).chosen
-            chosen.setdefault(name or "", case.problem)
-
-        def build(name: str, problem: Descriptor) -> None:
-            sku = self.dispatcher.registry.sku(name)
-            backend = self.dispatcher.backends[sku.backend] if sku is not None else None
-            # What goes wrong here goes wrong again when the kernel is selected, and is recorded there.
-            with suppress(Exception):
-                if sku is not None and isinstance(backend, CudaBackend):
-                    backend.cubin(sku, backend.launch_of(sku, problem, self.device), self.device)
-
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(build, chosen.keys(), chosen.values()))
+            sku = self.dispatcher.registry.sku(name or "")
+            if sku is not None:
+                jobs += cubins_of((sku,), {sku.op: (case.problem,)}, self.dispatcher.backends, self.device)
+        # What goes wrong here goes wrong again when the kernel is selected, and is recorded there.
+        build_cubins(list({job.identity: job for job in jobs}.values()))
 
 
 def rounds_each(estimates: Mapping[str, float], repeats: int, budget: float) -> dict[str, int]:

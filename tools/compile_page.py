@@ -192,7 +192,7 @@ def _rows(found: Sequence[Outcome]) -> list[tuple[str, str, str, int, int, int]]
 
 
 def _as_json(outcome: Outcome) -> dict[str, Any]:
-    sku, launch, _, device = outcome.wanted
+    sku, launch, _, device, _ = outcome.wanted
     return {
         "sku": sku.id,
         "arch": outcome.wanted.arch,

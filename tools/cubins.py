@@ -32,12 +32,15 @@ class Wanted(NamedTuple):
         Who looks for it.
     device : Device
         For whom; it need not be here.
+    trouble : str
+        What went wrong when the launch rule was asked; empty where nothing did.
     """
 
     sku: KernelSku
     launch: Launch
     backend: CudaBackend[Any]
     device: Device
+    trouble: str = ""
 
     @property
     def arch(self) -> str:
@@ -97,11 +100,22 @@ def cubins_of(
         mine = [p for p in problems.get(sku.op, ()) if p.key() == sku.key]
         fit = [p for p in mine if not any(constraint.check(p) for constraint in sku.constraints)]
         for device, problem in product((d for d in devices if sku.arch.runs_on(d.compute_capability)), fit):
-            wanted = Wanted(sku, backend.launch_of(sku, problem, device), backend, device)
+            wanted = _asked(sku, problem, backend, device)
             # A launch without steps needs no cubin.
-            if wanted.launch.steps:
-                found.setdefault(wanted.identity, wanted)
+            if wanted.launch.steps or wanted.trouble:
+                found.setdefault((*wanted.identity, wanted.trouble), wanted)
     return list(found.values())
+
+
+def _asked(sku: KernelSku, problem: Descriptor, backend: CudaBackend[Any], device: Device) -> Wanted:
+    try:
+        return Wanted(sku, backend.launch_of(sku, problem, device), backend, device)
+    except Exception as error:  # noqa: BLE001  a plug-in's launch rule can fail in any way
+        return Wanted(sku, Launch(steps=()), backend, device, f"its launch rule fails: {_said(error)}")
+
+
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def build_cubins(wanted: Sequence[Wanted], progress: Report | None = None) -> list[Outcome]:
@@ -124,7 +138,9 @@ def build_cubins(wanted: Sequence[Wanted], progress: Report | None = None) -> li
 
 
 def _build(wanted: Wanted) -> Outcome:
-    sku, launch, backend, device = wanted
+    sku, launch, backend, device, trouble = wanted
+    if trouble:
+        return Outcome(wanted, "failed", trouble)
     try:
         there = backend.cached(sku, launch, device)
         notes = backend.cubin(sku, launch, device).notes
@@ -133,5 +149,5 @@ def _build(wanted: Wanted) -> Outcome:
         if backend.cached(sku, launch, device):
             return Outcome(wanted, "compiled")
     except Exception as error:  # noqa: BLE001  a plug-in's source or compiler can fail in any way
-        return Outcome(wanted, "failed", str(error) or type(error).__name__)
+        return Outcome(wanted, "failed", _said(error))
     return Outcome(wanted, "failed", "; ".join(notes) or "it was compiled but is not in the cache")

@@ -122,7 +122,12 @@ class CudaBackend(Backend, Generic[Module]):
 
     def choices(self, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[str, ...]:
         """Say what the kernel's launch rule chose."""
-        return self.launch_of(sku, problem, device).notes if sku.launch is not None else ()
+        if sku.launch is None:
+            return ()
+        try:
+            return self.launch_of(sku, problem, device).notes
+        except Exception as error:  # noqa: BLE001  a plug-in's launch rule can fail in any way; an explanation is given still
+            return (f"its launch rule fails: {type(error).__name__}: {error}",)
 
     @staticmethod
     def launch_of(sku: KernelSku, problem: Descriptor, device: Device) -> Launch:
