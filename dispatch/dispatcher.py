@@ -250,7 +250,7 @@ class Dispatcher:
         backend = self.backends.get(chosen.backend) if chosen is not None else None
         more = backend.notes() if backend is not None and device.ordinal is not None else ()
         if chosen is not None and backend is not None:
-            more = (*backend.choices(chosen, problem, device), *more)
+            more = (*backend.told(chosen, problem, device), *more)
         return found.model_copy(update={"notes": (*found.notes, *more)}) if more else found
 
     def describe(self, op: str, **fields: Any) -> Descriptor:

@@ -11,6 +11,8 @@ from skuda.registry.elements import ElementKind
 
 Dim3 = tuple[int, int, int]
 
+_OTHERS_TOLD = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
@@ -122,6 +124,22 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """One configuration in which a kernel can run a problem. All give the same bits.
+
+    Attributes
+    ----------
+    name : str
+        Which one: what a launch rule takes as its third argument.
+    microseconds : float
+        The time that the launch rule predicts for it.
+    """
+
+    name: str
+    microseconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """Everything that a run launches, in stream order.
 
@@ -139,8 +157,13 @@ class Launch:
         Matrices, apart from those of tensor maps, whose address and rows must begin at multiples of 16 bytes.
     flags : tuple of str
         Compiler flags of the chosen configuration, behind those of the SKU.
+    choices : tuple of Choice
+        The configurations that there are, the fastest by prediction first. A rule that has any takes the name of one
+        as its third argument, and the first one without it.
+    choice : str
+        The name of the configuration that this is; empty where there is but one.
     notes : tuple of str
-        What was chosen and what stood behind it, for people.
+        What else a person should know.
     """
 
     steps: tuple[Step, ...]
@@ -148,4 +171,17 @@ class Launch:
     scratch: tuple[tuple[str, int], ...] = ()
     aligned: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
+    choices: tuple[Choice, ...] = ()
+    choice: str = ""
     notes: tuple[str, ...] = ()
+
+    def told(self) -> tuple[str, ...]:
+        """Return what was chosen and what stood behind it, then the notes."""
+        if not self.choices:
+            return self.notes
+        mine = next(choice for choice in self.choices if choice.name == self.choice)
+        others = [choice for choice in self.choices if choice is not mine][:_OTHERS_TOLD]
+        told = f"configuration {mine.name}: {mine.microseconds:.1f} us predicted"
+        if others:
+            told += "; others: " + ", ".join(f"{other.microseconds:.1f} us for {other.name}" for other in others)
+        return (told, *self.notes)

@@ -177,10 +177,10 @@ def test_a_failure_is_told_and_the_rest_goes_on(skuda, monkeypatch):
 def test_a_launch_rule_that_fails_is_told_and_stops_neither_the_rest_nor_an_explanation(skuda, monkeypatch):
     fake(monkeypatch)
 
-    def launch_of(sku, problem, device):
+    def launch_of(sku, problem, device, *choice):
         if sku.element == "f32":
             raise RuntimeError("no rule for this")
-        return _launch_of(sku, problem, device)
+        return _launch_of(sku, problem, device, *choice)
 
     _launch_of = CudaCoreBackend.launch_of
     monkeypatch.setattr(CudaBackend, "launch_of", staticmethod(launch_of))

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,12 @@ from harness.resources import Job, compiled
 from support import SEED
 
 from skuda.dispatch import Dispatcher, Plan, PlanPreference, compiling, tensor_maps
+from skuda.dispatch.backends.cuda_core import CudaCoreBackend
 from skuda.dispatch.device import HOST, KNOWN_DEVICES
 from skuda.dispatch.gpu_call import packer, parameter_layout
+from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.launch import Constant, Launch, Pointer, Step, TensorMap
-from skuda.kernels.quantize import QuantizedLinearDescriptor, SmoothQuantLinearDescriptor, _warpgroup
+from skuda.kernels.quantize import QuantizedLinearDescriptor, SmoothQuantLinearDescriptor, _mma, _warpgroup
 from skuda.registry import ElementKind, InvalidProblem, NotPrepared, PrecisionRequirement
 from skuda.registry.errors import Unaligned
 
@@ -83,12 +86,30 @@ def test_the_grid_covers_every_result_and_never_exceeds_the_card():
 def test_a_launch_names_its_tile_its_time_and_the_runners_up():
     launch = _warpgroup.smoothquant(static(4096, 4096, 4096), H200)
     best, second = (tile for _, tile in _warpgroup.ranking(4096, 4096, 4096, 132)[:2])
-    assert launch.notes[0].startswith(f"tile {best}: ")
-    assert str(second) in launch.notes[0]
+    assert launch.told()[0].startswith(f"configuration {best}: ")
+    assert str(second) in launch.told()[0]
     assert f"-DTILE_M={best.m}" in launch.flags
     explained = Dispatcher().explain(static(4096, 4096, 4096), device=H200)
     assert explained.chosen.endswith("warpgroup")
-    assert launch.notes[0] in explained.notes
+    assert launch.told()[0] in explained.notes
+
+
+@pytest.mark.parametrize("module", [_warpgroup, _mma])
+@pytest.mark.parametrize("rule", ["smoothquant", "quantized"])
+def test_every_configuration_that_a_rule_ranks_can_be_asked_for(module, rule):
+    launched, problem = getattr(module, rule), static() if rule == "smoothquant" else dynamic()
+    best = launched(problem, H200)
+    assert best.choice == best.choices[0].name
+    assert [c.microseconds for c in best.choices] == sorted(c.microseconds for c in best.choices)
+    assert len({c.name for c in best.choices}) == len(best.choices) == len(module.TILES)
+    asked = [launched(problem, H200, c.name) for c in best.choices]
+    assert asked[0] == best
+    assert [launch.choice for launch in asked] == [c.name for c in best.choices]
+    assert all(launch.choices == best.choices for launch in asked)
+    assert len({launch.flags for launch in asked}) == len(asked)
+    assert asked[1].told()[0].startswith(f"configuration {asked[1].choice}: ")
+    with pytest.raises(LookupError, match=re.escape(best.choices[-1].name)):
+        launched(problem, H200, "1 x 1")
 
 
 # --- what it serves --------------------------------------------------------------------------------------------------
@@ -142,7 +163,23 @@ def test_sums_fit_in_32_bits_at_the_largest_k():
 
 @pytest.mark.parametrize("problem", [static(m=0), static(n=0)], ids=str)
 def test_nothing_to_do_launches_nothing(problem):
-    assert _warpgroup.smoothquant(problem, H200).steps == ()
+    for found in Dispatcher().explain(problem, device=H200).decisions:
+        if found.accepted and "numpy" not in found.sku:
+            assert launch_of(found.sku, problem).steps == ()
+
+
+def launch_of(sku, problem):
+    return CudaCoreBackend.launch_of(built_in_registry().sku(sku), problem, H200)
+
+
+@pytest.mark.parametrize("m", [3, 40, 256])  # 3: one kernel for both, elsewhere
+def test_codes_are_made_where_only_their_product_is_empty(m):
+    problem = dynamic(m=m, n=0)
+    taken = [d.sku for d in Dispatcher().explain(problem, device=H200).accepted if "numpy" not in d.sku]
+    assert {sku.rpartition(".")[2] for sku in taken} >= {"warpgroup", "mma", "plain"}
+    for sku in taken:
+        (step,) = launch_of(sku, problem).steps
+        assert step.entry == "quantized_linear_codes", sku
 
 
 def test_the_dynamic_product_may_start_beside_the_quantization():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from skuda.dispatch.device import Device
+from skuda.kernels.launch import Choice
 from skuda.registry.backend import BackendSpec
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.sku import KernelSku
@@ -75,10 +76,26 @@ class Backend(ABC):
         """Say what its kernels' ids do not: what else has a hand in running them."""
         return ()
 
-    def choices(self, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[str, ...]:  # noqa: ARG002  most make none
-        """Say what is chosen within a kernel for a problem, for example its tile; needs no device to be here."""
+    def choices(self, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[Choice, ...]:  # noqa: ARG002  most have none
+        """Return the configurations in which a kernel can run a problem, best first; needs no device to be here."""
+        return ()
+
+    def told(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> tuple[str, ...]:  # noqa: ARG002  as above
+        """Say how a kernel would run a problem, for example with which tile; needs no device to be here."""
         return ()
 
     @abstractmethod
-    def prepare(self, sku: KernelSku, problem: Descriptor, device: Device) -> Runner:
-        """Make `sku` ready to run `problem` on `device`: compile, load, allocate scratch."""
+    def prepare(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> Runner:
+        """Make `sku` ready to run `problem` on `device`: compile, load, allocate scratch.
+
+        Parameters
+        ----------
+        sku : KernelSku
+            The kernel.
+        problem : Descriptor
+            The problem.
+        device : Device
+            Where it runs.
+        choice : str
+            The name of one of `choices`; empty for the best. A backend without choices is never given one.
+        """

@@ -19,7 +19,7 @@ from skuda.dispatch.gpu_arrays import current_streams
 from skuda.dispatch.gpu_call import parameter_layout
 from skuda.dispatch.gpu_run import Bound, CudaRunner, Engine
 from skuda.dispatch.sources import Source, read_source
-from skuda.kernels.launch import Launch, Step
+from skuda.kernels.launch import Choice, Launch, Step
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import CompileError, DriverError, NotPrepared
 from skuda.registry.sku import KernelSku
@@ -96,7 +96,7 @@ class CudaBackend(Backend, Generic[Module]):
         """Return the CUDA devices in the driver's order."""
         return driver().devices()
 
-    def prepare(self, sku: KernelSku, problem: Descriptor, device: Device) -> Runner:
+    def prepare(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> Runner:
         """Compile or find the kernel, load it, check its parameters, allocate scratch.
 
         Raises
@@ -108,7 +108,7 @@ class CudaBackend(Backend, Generic[Module]):
         """
         found, ordinal = driver(), device.ordinal or 0
         context = _context(ordinal)
-        launch = self.launch_of(sku, problem, device)
+        launch = self.launch_of(sku, problem, device, choice)
         if not launch.steps:
             return CudaRunner(problem, launch, _Nothing(), found, (ordinal, context), self.notes())
         with found.using(context):
@@ -117,23 +117,28 @@ class CudaBackend(Backend, Generic[Module]):
             launch = replace(launch, steps=placed(sku, launch.steps, cubin.cubin))
             module = self._loaded(sku, cubin.cubin, ordinal)
             engine = self.engine(module, launch, problem.op_name(), ordinal)
-            notes = (*launch.notes, *self.notes(), *cubin.notes)
+            notes = (*launch.told(), *self.notes(), *cubin.notes)
             return CudaRunner(problem, launch, engine, found, (ordinal, context), notes)
 
-    def choices(self, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[str, ...]:
+    def choices(self, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[Choice, ...]:
+        """Return the configurations that the kernel's launch rule ranks."""
+        return self.launch_of(sku, problem, device).choices if sku.launch is not None else ()
+
+    def told(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> tuple[str, ...]:
         """Say what the kernel's launch rule chose."""
         if sku.launch is None:
             return ()
         try:
-            return self.launch_of(sku, problem, device).notes
+            return self.launch_of(sku, problem, device, choice).told()
         except Exception as error:  # noqa: BLE001  a plug-in's launch rule can fail in any way; an explanation is given still
             return (f"its launch rule fails: {type(error).__name__}: {error}",)
 
     @staticmethod
-    def launch_of(sku: KernelSku, problem: Descriptor, device: Device) -> Launch:
+    def launch_of(sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> Launch:
         """Return what a SKU launches for a problem, without steps that do nothing."""
         module, _, name = (sku.launch or "").partition(":")
-        launch: Launch = resolve(module, name)(problem, device)
+        rule = resolve(module, name)
+        launch: Launch = rule(problem, device, choice) if choice else rule(problem, device)
         return replace(launch, steps=tuple(step for step in launch.steps if math.prod(step.grid)))
 
     def cubin(self, sku: KernelSku, launch: Launch, device: Device) -> Found:

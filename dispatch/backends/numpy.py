@@ -87,6 +87,6 @@ class NumpyBackend(Backend):
         """Return the CPU."""
         return (HOST,)
 
-    def prepare(self, sku: KernelSku, problem: Descriptor, device: Device) -> Runner:  # noqa: ARG002  one CPU
+    def prepare(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> Runner:  # noqa: ARG002  one CPU, one way
         """Look the kernel's function up."""
         return HostRunner(problem, resolve(sku.source, sku.entry_point))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from skuda.kernels.launch import Constant, Launch, Leading, Number, Parameter, Pointer, Step, Which
+from skuda.kernels.launch import Choice, Constant, Launch, Leading, Number, Parameter, Pointer, Step, Which
 from skuda.kernels.quantize import _cuda
 from skuda.registry.constraints import Between, Constraint
 from skuda.registry.elements import ElementKind
@@ -75,7 +76,7 @@ def smoothquant(problem: SmoothQuantLinearDescriptor, device: Device) -> Launch:
             *layer_tail(problem, problem.m, problem.n, problem.output_element),
         ),
     )
-    return Launch(steps=(step,) if problem.m and problem.n else ())
+    return Launch(steps=(step,))
 
 
 def quantized(problem: QuantizedLinearDescriptor, device: Device) -> Launch:  # noqa: ARG001  one tile for all
@@ -89,46 +90,41 @@ def quantized(problem: QuantizedLinearDescriptor, device: Device) -> Launch:  # 
         Where it runs.
     """
     m, n = problem.m, problem.c_out
-    codes = quantized_codes(problem)
     product = Step(
         entry=f"quantized_linear_{problem.compute}_{problem.code_element}",
         grid=_grid(m, n),
         block=(_cuda.THREADS, 1, 1),
         parameters=(*CODES, *SCALES, *layer_tail(problem, m, n, problem.output)),
     )
-    steps = (codes, product) if n else (codes,)
-    return Launch(steps=steps if m else (), scratch=quantized_scratch(problem))
+    return behind_codes(problem, product)
 
 
-def quantized_scratch(problem: QuantizedLinearDescriptor) -> tuple[tuple[str, int], ...]:
-    """Return the scratch that codes and scales of the activation take where the caller gives none.
-
-    Parameters
-    ----------
-    problem : QuantizedLinearDescriptor
-        The problem.
-    """
-    return (
-        ("codes", problem.m * problem.k),
-        ("scales", problem.m * problem.activation_element.compute.bits // 8),
-    )
-
-
-def quantized_codes(problem: QuantizedLinearDescriptor) -> Step:
-    """Return the step that quantizes the activation, per token.
+def behind_codes(problem: QuantizedLinearDescriptor, product: Step, **fields: Any) -> Launch:
+    """Launch the dynamic quantization of the activation, then the product of its codes.
 
     Parameters
     ----------
     problem : QuantizedLinearDescriptor
         The problem.
+    product : Step
+        What multiplies the codes.
+    **fields
+        Others of `Launch`.
     """
+    compute = problem.activation_element.compute
+    scratch = (("codes", problem.m * problem.k), ("scales", problem.m * compute.bits // 8))
+    return Launch(steps=(_codes(problem), product), scratch=scratch, **fields)
+
+
+def _codes(problem: QuantizedLinearDescriptor) -> Step:
+    """Return the step that quantizes the activation, per token."""
     m, k = problem.m, problem.k
     chunks = -(-k * problem.activation_element.bits // 128)
     lanes = min(512, 1 << (max(1, -(-chunks // _HELD)) - 1).bit_length())
     block = lanes if lanes > 32 else _cuda.THREADS
     return Step(
         entry="quantized_linear_codes",
-        grid=(max(1, -(-m * lanes // block)), 1, 1),
+        grid=(-(-m * lanes // block), 1, 1),
         block=(block, 1, 1),
         parameters=(
             Pointer("activation"),
@@ -142,6 +138,32 @@ def quantized_codes(problem: QuantizedLinearDescriptor) -> Step:
             Constant(ElementKind.S32, problem.q_max),
         ),
     )
+
+
+T = TypeVar("T")
+
+
+def choose(ranked: Sequence[tuple[float, T]], choice: str) -> tuple[T, dict[str, Any]]:
+    """Return one of several configurations, and what `Launch` says of them.
+
+    Parameters
+    ----------
+    ranked : sequence of (float, T)
+        (predicted us, configuration), the fastest first. ``str`` of a configuration is its name.
+    choice : str
+        The name of the one to take; empty for the first.
+
+    Raises
+    ------
+    LookupError
+        Where none has that name.
+    """
+    choices = tuple(Choice(str(made), us) for us, made in ranked)
+    name = choice or choices[0].name
+    for found, (_, made) in zip(choices, ranked, strict=True):
+        if found.name == name:
+            return made, {"choices": choices, "choice": name}
+    raise LookupError(f"there is no configuration {choice!r}; there are {', '.join(found.name for found in choices)}")
 
 
 def _grid(m: int, n: int) -> tuple[int, int, int]:

@@ -6,10 +6,10 @@ Pure: nothing here needs a GPU. Times are a model fitted to an H200; on other ca
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from skuda.kernels.launch import Constant, Launch, Leading, Pointer, Step
+from skuda.kernels.launch import Constant, Launch, Leading, Parameter, Pointer, Step
 from skuda.kernels.quantize import _cuda_linear
 from skuda.registry.constraints import Between, Constraint
 from skuda.registry.elements import ElementKind
@@ -59,32 +59,17 @@ class Tile:
         down, across, within = self.warps
         return 32 * down * across * within
 
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.columns}, {self.stages} stages of {self.depth} bytes of k, {self.threads} threads"
+
+    def grid(self, m: int, n: int) -> int:
+        """Return the number of blocks that cover m x n results."""
+        return -(-m // self.rows) * -(-n // self.columns)
+
     def shared(self, *, zero_points: bool) -> int:
         """Return the bytes of dynamic shared memory of a block."""
         edge = self.rows + self.columns
         return edge * self.depth * self.stages + (4 * self.warps[2] * edge if zero_points else 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How one product is launched.
-
-    Attributes
-    ----------
-    tile : Tile
-        The tile.
-    grid : int
-        Blocks, all along x.
-    shared : int
-        Bytes of dynamic shared memory.
-    microseconds : float
-        Predicted time.
-    """
-
-    tile: Tile
-    grid: int
-    shared: int
-    microseconds: float
 
 
 TILES = (
@@ -137,7 +122,7 @@ def _microseconds(size: tuple[int, int, int], device: Device, tile: Tile, most_b
         latency = (_LATENCY if whole else _LONG_LATENCY) / (stages - 1)
         return -(-k // tile.depth) * max(tile.depth * step, latency) + _TURN + blocks * outputs * _EACH
 
-    grid = -(-m // tile.rows) * -(-n // tile.columns)
+    grid = tile.grid(m, n)
     sms = max(1, device.sm_count)
     full, rest = divmod(grid, sms * most_blocks)
     computed = full * turn(most_blocks) + (turn(-(-rest // sms)) if rest else 0.0)
@@ -160,8 +145,11 @@ def longest(activation: ElementKind, weight: ElementKind) -> int:
     return (2**31 - 1) // largest
 
 
-def plan(m: int, n: int, k: int, device: Device, *, zero_points: bool = False, whole: bool | None = None) -> Plan:
-    """Return the launch that should be the fastest.
+@lru_cache(maxsize=4096)
+def ranking(
+    m: int, n: int, k: int, device: Device, *, zero_points: bool = False, whole: bool | None = None
+) -> tuple[tuple[float, Tile], ...]:
+    """Return (predicted us, tile) of every tile that fits into a multiprocessor, the fastest first.
 
     Parameters
     ----------
@@ -175,19 +163,14 @@ def plan(m: int, n: int, k: int, device: Device, *, zero_points: bool = False, w
         Whether addresses, leading strides and K are multiples of 16; None where only K is known. It decides which tile
         is the fastest, not which ones are right.
     """
-    return _plan((m, n, k), device, zero_points, k % 16 == 0 if whole is None else whole)
-
-
-@cache
-def _plan(size: tuple[int, int, int], device: Device, zero_points: bool, whole: bool) -> Plan:  # noqa: FBT001  a cache's key
-    plans = []
+    found = []
     for tile in TILES:
         shared = tile.shared(zero_points=zero_points)
         if shared <= device.shared_memory:
             blocks = min(tile.blocks, (device.shared_memory + _RESERVED) // (shared + _RESERVED))
-            grid = -(-size[0] // tile.rows) * -(-size[1] // tile.columns)
-            plans.append(Plan(tile, grid, shared, _microseconds(size, device, tile, blocks, whole=whole)))
-    return min(plans, key=lambda found: found.microseconds)
+            aligned = k % 16 == 0 if whole is None else whole
+            found.append((_microseconds((m, n, k), device, tile, blocks, whole=aligned), tile))
+    return tuple(sorted(found, key=lambda pair: pair[0]))
 
 
 def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
@@ -201,7 +184,7 @@ def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
     return (Between(field="k", minimum=1, maximum=longest(ElementKind.U8, weight)),)
 
 
-def smoothquant(problem: SmoothQuantLinearDescriptor, device: Device) -> Launch:
+def smoothquant(problem: SmoothQuantLinearDescriptor, device: Device, choice: str = "") -> Launch:
     """Launch the product with a static activation scale.
 
     Parameters
@@ -210,31 +193,26 @@ def smoothquant(problem: SmoothQuantLinearDescriptor, device: Device) -> Launch:
         The problem.
     device : Device
         Where it runs.
+    choice : str
+        The tile; empty for the one that should be the fastest.
     """
-    m, n = problem.m, problem.n
-    if not m or not n:
-        return Launch(steps=())
+    size = problem.m, problem.n, problem.k
     zero_points = problem.act_zero_point != 0 or problem.has_weight_zero_point
-    chosen = plan(m, n, problem.k, device, zero_points=zero_points)
-    step = Step(
-        entry="smoothquant_linear_mma",
-        grid=(chosen.grid, 1, 1),
-        block=(chosen.tile.threads, 1, 1),
-        parameters=(
-            Pointer("act_q"),
-            Leading("act_q"),
-            Constant(ElementKind.S32, problem.act_zero_point),
-            Constant(ElementKind.F32, problem.act_scale),
-            Pointer("act_scale_scratch"),
-            *_cuda_linear.layer_tail(problem, m, n, problem.output_element),
-        ),
-        shared=chosen.shared,
+    tile, chosen = _cuda_linear.choose(_ranked(size, device, zero_points=zero_points), choice)
+    own = (
+        Pointer("act_q"),
+        Leading("act_q"),
+        Constant(ElementKind.S32, problem.act_zero_point),
+        Constant(ElementKind.F32, problem.act_scale),
+        Pointer("act_scale_scratch"),
     )
-    flags = _flags(chosen, problem.activation_element, problem.output_element, zero_points=zero_points)
-    return Launch(steps=(step,), flags=flags, notes=_notes(chosen))
+    tail = _cuda_linear.layer_tail(problem, problem.m, problem.n, problem.output_element)
+    step = _product("smoothquant_linear_mma", tile, size, (*own, *tail), zero_points=zero_points)
+    flags = _flags(tile, problem.activation_element, problem.output_element, zero_points=zero_points)
+    return Launch(steps=(step,), flags=flags, **chosen)
 
 
-def quantized(problem: QuantizedLinearDescriptor, device: Device) -> Launch:
+def quantized(problem: QuantizedLinearDescriptor, device: Device, choice: str = "") -> Launch:
     """Launch the dynamic quantization of the activation, then the product.
 
     Parameters
@@ -243,38 +221,35 @@ def quantized(problem: QuantizedLinearDescriptor, device: Device) -> Launch:
         The problem.
     device : Device
         Where it runs.
+    choice : str
+        The tile; empty for the one that should be the fastest.
     """
-    m, n = problem.m, problem.c_out
+    size = problem.m, problem.c_out, problem.k
     zero_points = problem.has_weight_zero_point
-    chosen = plan(max(1, m), max(1, n), problem.k, device, zero_points=zero_points)
-    product = Step(
-        entry="quantized_linear_mma",
-        grid=(chosen.grid, 1, 1),
-        block=(chosen.tile.threads, 1, 1),
-        parameters=(
-            *_cuda_linear.CODES,
-            *_cuda_linear.SCALES,
-            *_cuda_linear.layer_tail(problem, m, n, problem.output),
-        ),
-        shared=chosen.shared,
-    )
-    codes = _cuda_linear.quantized_codes(problem)
-    steps = (codes, product) if n else (codes,)
-    flags = _flags(chosen, problem.code_element, problem.output, zero_points=zero_points)
-    scratch = _cuda_linear.quantized_scratch(problem)
-    return Launch(steps=steps if m else (), scratch=scratch, flags=flags, notes=_notes(chosen))
+    tile, chosen = _cuda_linear.choose(_ranked(size, device, zero_points=zero_points), choice)
+    own = (*_cuda_linear.CODES, *_cuda_linear.SCALES)
+    tail = _cuda_linear.layer_tail(problem, problem.m, problem.c_out, problem.output)
+    product = _product("quantized_linear_mma", tile, size, (*own, *tail), zero_points=zero_points)
+    flags = _flags(tile, problem.code_element, problem.output, zero_points=zero_points)
+    return _cuda_linear.behind_codes(problem, product, flags=flags, **chosen)
 
 
-def _flags(chosen: Plan, code: ElementKind, output: ElementKind, *, zero_points: bool) -> tuple[str, ...]:
+def _ranked(size: tuple[int, int, int], device: Device, *, zero_points: bool) -> tuple[tuple[float, Tile], ...]:
+    m, n, k = size
+    return ranking(max(1, m), max(1, n), k, device, zero_points=zero_points)
+
+
+def _product(
+    entry: str, tile: Tile, size: tuple[int, int, int], parameters: tuple[Parameter, ...], *, zero_points: bool
+) -> Step:
+    grid, block = (tile.grid(size[0], size[1]), 1, 1), (tile.threads, 1, 1)
+    return Step(entry, grid, block, parameters, shared=tile.shared(zero_points=zero_points))
+
+
+def _flags(tile: Tile, code: ElementKind, output: ElementKind, *, zero_points: bool) -> tuple[str, ...]:
     return (
-        f"-DSKUDA_TILE={chosen.tile.name}",
+        f"-DSKUDA_TILE={tile.name}",
         f"-DSKUDA_ZERO_POINTS={int(zero_points)}",
         f"-DSKUDA_CODE={code}",
         f"-DSKUDA_OUT={output}",
     )
-
-
-def _notes(chosen: Plan) -> tuple[str, ...]:
-    tile = chosen.tile
-    cut = f"{tile.rows} x {tile.columns}, {tile.stages} stages of {tile.depth} bytes of k"
-    return (f"tile {cut}: {chosen.microseconds:.1f} us predicted",)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from skuda.kernels.launch import Constant, Launch, Leading, Parameter, Pointer, Step, TensorMap
 from skuda.kernels.quantize import _cuda_linear, _warpgroup
-from skuda.registry.constraints import Between
+from skuda.registry.constraints import Between, Constraint
 from skuda.registry.elements import ElementKind
 
 if TYPE_CHECKING:
@@ -15,19 +15,27 @@ if TYPE_CHECKING:
     from skuda.kernels.quantize.quantized_linear import QuantizedLinearDescriptor
     from skuda.kernels.quantize.smoothquant_linear import SmoothQuantLinearDescriptor
 
-CONSTRAINTS = (Between(field="m", maximum=128),)
-"""Beyond so many tokens the weights are not what takes the time."""
-
 _ATOM = 1024
 _CHUNK = 128
 _MOST_SHARED = 232_448
 _MOST_STAGES = 64
-_TOKENS = (8, 16, 32, 64, 128)
+_TOKENS = (8, 16, 32, 64)
 _IN_FLIGHT = 64 << 10
 _FEWEST_STAGES = 4
 _MAKERS = 512
 _DEEP = 4096
 _SHARED_BY_TWO = 115_712
+
+
+def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
+    """Return what the kernel requires: what the copy engine can read, and no more tokens than it is the fastest for.
+
+    Parameters
+    ----------
+    weight : ElementKind
+        s8 or u8; the activation may be either.
+    """
+    return (Between(field="m", maximum=_TOKENS[-1]), *_warpgroup.constraints(weight))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +168,12 @@ def smoothquant(problem: SmoothQuantLinearDescriptor, device: Device) -> Launch:
         Where it runs.
     """
     m, n, k = problem.m, problem.n, problem.k
-    if not m or not n:
-        return Launch(steps=())
     cut = _planned((m, n, k), device, problem.output_element)
     own = (Constant(ElementKind.F32, problem.act_scale), Pointer("act_scale_scratch"))
     maps = (TensorMap("act_q", m, k, cut.tokens), _weight(cut, n, k))
     step = _step("smoothquant_linear_streamed", cut, (*maps, *own, *_cuda_linear.epilogue(problem, m, n)))
-    chosen = _flags(cut, problem.activation_element, problem.output_element, problem.epilogue.name)
-    return Launch(steps=(step,), flags=chosen, notes=_notes(cut))
+    flags = _flags(cut, problem.activation_element, problem.output_element, problem.epilogue.name)
+    return Launch(steps=(step,), flags=flags, notes=_notes(cut))
 
 
 def quantized(problem: QuantizedLinearDescriptor, device: Device) -> Launch:
@@ -182,8 +188,7 @@ def quantized(problem: QuantizedLinearDescriptor, device: Device) -> Launch:
     """
     m, n, k = problem.m, problem.c_out, problem.k
     rows = rows_of(m, k) if m and n else 0
-    scratch = () if rows else _cuda_linear.quantized_scratch(problem)
-    cut = _planned((max(1, m), max(1, n), k), device, problem.output, fused=rows > 0)
+    cut = _planned((m, n, k), device, problem.output, fused=rows > 0)
     flags = _flags(cut, problem.code_element, problem.output, problem.epilogue.name)
     tail = _cuda_linear.epilogue(problem, m, n)
     entry = "quantized_linear_streamed"
@@ -199,18 +204,18 @@ def quantized(problem: QuantizedLinearDescriptor, device: Device) -> Launch:
         step = _step(entry, cut, (_weight(cut, n, k), *own, *tail))
         notes = ("every block quantizes the activation itself: one launch", *_notes(cut))
         return Launch(steps=(step,), aligned=("activation",), flags=(*flags, f"-DROWS={rows}"), notes=notes)
-    codes = _cuda_linear.quantized_codes(problem)
     maps = (TensorMap("act_q_scratch", m, k, cut.tokens, otherwise="codes"), _weight(cut, n, k))
-    product = _step(entry, cut, (*maps, Pointer("scales"), Pointer("act_scale_scratch"), *tail), overlaps=True)
-    steps = (codes, product) if n else (codes,)
-    return Launch(steps=steps if m else (), scratch=scratch, flags=flags, notes=_notes(cut))
+    product = _step(entry, cut, (*maps, *_cuda_linear.SCALES, *tail), overlaps=True)
+    return _cuda_linear.behind_codes(problem, product, flags=flags, notes=_notes(cut))
 
 
 def _planned(sizes: tuple[int, int, int], device: Device, output: ElementKind, *, fused: bool = False) -> Streamed:
-    found = streamed(*sizes, device.sm_count or _warpgroup.H200, output.bits // 8, fused=fused)
+    m, n, k = sizes
+    sm_count = device.sm_count or _warpgroup.H200
+    found = streamed(max(1, m), max(1, n), k, sm_count, output.bits // 8, fused=fused)
     if found is None:
-        raise ValueError(f"m, n, k must be at most 128, at least 1 and a multiple of 16; had {sizes}")
-    return found
+        raise ValueError(f"m must be at most {_TOKENS[-1]} and k a multiple of 16; had m, n, k = {sizes}")
+    return found if m and n else replace(found, grid=(0, 1, 1))
 
 
 def _weight(cut: Streamed, n: int, k: int) -> TensorMap:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from skuda.kernels.offers import cuda_skus
 from skuda.kernels.quantize import _cuda_linear, _linear, _mma, _streamed, _warpgroup
 from skuda.registry.arch import ArchSku
-from skuda.registry.constraints import Between, Constraint, OneOf
+from skuda.registry.constraints import Constraint, OneOf
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import ElementKind
 from skuda.registry.guarantee import PrecisionGuarantee
@@ -22,32 +22,40 @@ class Way(NamedTuple):
     Attributes
     ----------
     variant : str
-        Its name; the sources are called after it.
+        Its name; the sources and the module of its launch rules are called after it.
     arch : ArchSku
         What it needs.
+    constraints : callable
+        From the weight's element to what it requires, whatever the op.
     summary : str
         One line for people.
     """
 
     variant: str
     arch: ArchSku
+    constraints: Callable[[ElementKind], tuple[Constraint, ...]]
     summary: str
-
-    def constraints(self, weight: ElementKind) -> tuple[Constraint, ...]:
-        """Return what the kernel requires, whatever the op."""
-        match self.variant:
-            case "streamed":
-                # It serves more tokens than that, but not as fast as the next one.
-                return (*_streamed.CONSTRAINTS, Between(field="m", maximum=64), *_warpgroup.constraints(weight))
-            case "warpgroup":
-                return _warpgroup.constraints(weight)
-        return _mma.constraints(weight)
 
 
 WAYS = (
-    Way("streamed", ArchSku.SM_90A, "few tokens: Hopper's products as fast as the weights arrive"),
-    Way("warpgroup", ArchSku.SM_90A, "Hopper's warpgroup products, tiles by predicted time, loads by the copy engine"),
-    Way("mma", ArchSku.SM_80, "tensor cores of any card since Ampere; every alignment and zero point"),
+    Way(
+        "streamed",
+        ArchSku.SM_90A,
+        _streamed.constraints,
+        "few tokens: Hopper's products as fast as the weights arrive",
+    ),
+    Way(
+        "warpgroup",
+        ArchSku.SM_90A,
+        _warpgroup.constraints,
+        "Hopper's warpgroup products, tiles by predicted time, loads by the copy engine",
+    ),
+    Way(
+        "mma",
+        ArchSku.SM_80,
+        _mma.constraints,
+        "tensor cores of any card since Ampere; every alignment and zero point",
+    ),
 )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from skuda.kernels.launch import Constant, Launch, Pointer, Step, TensorMap
+from skuda.kernels.launch import Constant, Launch, Parameter, Pointer, Step, TensorMap
 from skuda.kernels.quantize import _cuda_linear
 from skuda.registry.constraints import Between, Constraint, MultipleOf
 from skuda.registry.elements import ElementKind
@@ -59,7 +59,7 @@ class Tile:
     tail : float
         Writing the results of one tile.
     bandwidth : float
-        Bytes a us that it draws from memory.
+        TB/s that it draws from memory.
     """
 
     m: int
@@ -166,7 +166,7 @@ ALIGNED = "arrays that do not begin, or whose rows do not begin, at multiples of
 """What the kernels that read through the copy engine tell people."""
 
 
-def smoothquant(problem: SmoothQuantLinearDescriptor, device: Device) -> Launch:
+def smoothquant(problem: SmoothQuantLinearDescriptor, device: Device, choice: str = "") -> Launch:
     """Launch the product with a static activation scale: one kernel, no scratch.
 
     Parameters
@@ -175,31 +175,19 @@ def smoothquant(problem: SmoothQuantLinearDescriptor, device: Device) -> Launch:
         The problem.
     device : Device
         Where it runs.
+    choice : str
+        The tile; empty for the one that should be the fastest.
     """
-    m, n, k = problem.m, problem.n, problem.k
-    if not m or not n:
-        return Launch(steps=())
-    ranked = ranking(m, n, k, device.sm_count or H200)
-    tile = ranked[0][1]
-    step = Step(
-        entry="smoothquant_linear_warpgroup",
-        grid=_grid(tile, m, n, device),
-        block=(_THREADS, 1, 1),
-        parameters=(
-            TensorMap("act_q", m, k, tile.m // tile.cluster[1]),
-            TensorMap("weight_q", n, k, tile.n // tile.cluster[0]),
-            Constant(ElementKind.F32, problem.act_scale),
-            Pointer("act_scale_scratch"),
-            *_cuda_linear.epilogue(problem, m, n),
-            Constant(ElementKind.S32, tile.band),
-        ),
-        shared=tile.shared,
-    )
-    chosen = tile_flags(tile, problem.activation_element, problem.output_element, problem.epilogue.name)
-    return Launch(steps=(step,), flags=chosen, notes=_notes(ranked))
+    size = problem.m, problem.n, problem.k
+    tile, chosen = _cuda_linear.choose(_ranked(size, device), choice)
+    scale = (Constant(ElementKind.F32, problem.act_scale), Pointer("act_scale_scratch"))
+    tail = _cuda_linear.epilogue(problem, problem.m, problem.n)
+    step = _product("smoothquant_linear_warpgroup", tile, size, device, ("act_q", ""), (*scale, *tail))
+    flags = tile_flags(tile, problem.activation_element, problem.output_element, problem.epilogue.name)
+    return Launch(steps=(step,), flags=flags, notes=(ALIGNED,), **chosen)
 
 
-def quantized(problem: QuantizedLinearDescriptor, device: Device) -> Launch:
+def quantized(problem: QuantizedLinearDescriptor, device: Device, choice: str = "") -> Launch:
     """Launch the dynamic quantization of the activation, then the product.
 
     Parameters
@@ -208,45 +196,46 @@ def quantized(problem: QuantizedLinearDescriptor, device: Device) -> Launch:
         The problem.
     device : Device
         Where it runs.
+    choice : str
+        The tile; empty for the one that should be the fastest.
     """
-    m, n, k = problem.m, problem.c_out, problem.k
-    codes = _cuda_linear.quantized_codes(problem)
-    scratch = _cuda_linear.quantized_scratch(problem)
-    if not m or not n:
-        return Launch(
-            steps=(codes,) if m else (),
-            scratch=scratch,
-            flags=tile_flags(TILES[0], problem.code_element, ElementKind.F32, "IDENTITY"),
-        )
-    ranked = ranking(m, n, k, device.sm_count or H200)
-    tile = ranked[0][1]
-    product = Step(
-        entry="quantized_linear_warpgroup",
-        grid=_grid(tile, m, n, device),
+    size = problem.m, problem.c_out, problem.k
+    tile, chosen = _cuda_linear.choose(_ranked(size, device), choice)
+    tail = _cuda_linear.epilogue(problem, problem.m, problem.c_out)
+    codes = ("act_q_scratch", "codes")
+    product = _product("quantized_linear_warpgroup", tile, size, device, codes, (*_cuda_linear.SCALES, *tail))
+    flags = tile_flags(tile, problem.code_element, problem.output, problem.epilogue.name)
+    return _cuda_linear.behind_codes(problem, replace(product, overlaps=True), flags=flags, notes=(ALIGNED,), **chosen)
+
+
+def _ranked(size: tuple[int, int, int], device: Device) -> tuple[tuple[float, Tile], ...]:
+    m, n, k = size
+    return ranking(max(1, m), max(1, n), k, device.sm_count or H200)
+
+
+def _product(
+    entry: str,
+    tile: Tile,
+    size: tuple[int, int, int],
+    device: Device,
+    activation: tuple[str, str],
+    scale_and_tail: tuple[Parameter, ...],
+) -> Step:
+    m, n, k = size
+    clusters = min(math.prod(tile.grid(m, n)), max(1, (device.sm_count or H200) // tile.blocks))
+    name, otherwise = activation
+    return Step(
+        entry=entry,
+        grid=(clusters * tile.blocks, 1, 1),
         block=(_THREADS, 1, 1),
         parameters=(
-            TensorMap("act_q_scratch", m, k, tile.m // tile.cluster[1], otherwise="codes"),
+            TensorMap(name, m, k, tile.m // tile.cluster[1], otherwise=otherwise),
             TensorMap("weight_q", n, k, tile.n // tile.cluster[0]),
-            Pointer("scales"),
-            Pointer("act_scale_scratch"),
-            *_cuda_linear.epilogue(problem, m, n),
+            *scale_and_tail,
             Constant(ElementKind.S32, tile.band),
         ),
         shared=tile.shared,
-        overlaps=True,
     )
-    chosen = tile_flags(tile, problem.code_element, problem.output, problem.epilogue.name)
-    return Launch(steps=(codes, product), scratch=scratch, flags=chosen, notes=_notes(ranked))
-
-
-def _grid(tile: Tile, m: int, n: int, device: Device) -> tuple[int, int, int]:
-    clusters = min(math.prod(tile.grid(m, n)), max(1, (device.sm_count or H200) // tile.blocks))
-    return (clusters * tile.blocks, 1, 1)
-
-
-def _notes(ranked: tuple[tuple[float, Tile], ...]) -> tuple[str, ...]:
-    others = ", ".join(f"{us:.1f} us for {tile}" for us, tile in ranked[1:4])
-    return (f"tile {ranked[0][1]}: {ranked[0][0]:.1f} us predicted; then {others}", ALIGNED)
 
 
 def tile_flags(tile: Tile, code: ElementKind, output: ElementKind, epilogue: str) -> tuple[str, ...]:
