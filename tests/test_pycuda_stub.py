@@ -534,6 +534,27 @@ def test_foreign_streams_are_served_by_cuda_core_visibly(run):
         assert any("cuda_core" in note and "streams of other libraries" in note for note in notes)
 
 
+@every_backend
+@pytest.mark.parametrize("bindings", [True, False])
+def test_a_step_that_may_overlap_does_so_where_the_driver_can_be_told(run, backend, bindings):
+    if not bindings and backend != "pycuda":
+        pytest.skip("there is no such backend without cuda-bindings")
+    told = run(
+        f"""
+        if not {bindings}:
+            sys.modules["cuda"] = None
+        p = plan(problem=SummedDescriptor(n=32))
+        given = {{"x": FakeArray((32,), address=X), "y": FakeArray((1,), address=Y)}}
+        for _ in range(2):
+            p.run(**given)
+        p.bind(**given)()
+        """,
+        backend,
+    )
+    assert [launch.entry for launch in told.launches] == ["partial_sums", "total"] * 3
+    assert told.count("cuLaunchKernelEx") == (3 if bindings and BINDINGS else 0)
+
+
 @needs_pycuda
 def test_foreign_streams_are_refused_where_cuda_core_is_absent(run):
     told = run(

@@ -1,7 +1,8 @@
 """The ``pycuda`` backend: nvcc, modules and launches through PyCUDA.
 
 PyCUDA launches on its own streams and on the default one. On a stream of another library the same cubin is launched by
-cuda-bindings where they are installed, and the plan's notes say so; else the stream is refused.
+cuda-bindings where they are installed, and the plan's notes say so; else the stream is refused. They launch a step too
+that may overlap the one before it, which PyCUDA cannot ask for; without them it waits.
 
 No context is left pushed: PyCUDA aborts the process where one is when a thread ends or the interpreter exits. Its
 launch asks the driver alone, so a pushed context is needed only to load a module.
@@ -94,6 +95,7 @@ class _Step(NamedTuple):
     block: Dim3
     pack: Callable[..., bytes]
     shared: int
+    overlaps: bool
 
 
 class PycudaEngine:
@@ -125,11 +127,14 @@ class PycudaEngine:
                     function.set_attribute(attribute, step.shared)
                 # Neither the number nor the types of parameters are checked beyond this point; the binder did both.
                 start = function._launch_kernel  # noqa: SLF001  PyCUDA's own prepared calls end here
-                self._steps.append(_Step(start, step.grid, step.block, packer(step, op).pack, step.shared))
+                pack = packer(step, op).pack
+                self._steps.append(_Step(start, step.grid, step.block, pack, step.shared, step.overlaps))
         self.sends = [self._send(step) for step in range(len(self._steps))]
 
     def _send(self, step: int) -> Send:
-        start, grid, block, pack, shared = self._steps[step]
+        start, grid, block, pack, shared, overlaps = self._steps[step]
+        if overlaps and self._foreign is not None:  # PyCUDA cannot ask for it
+            return self._foreign.sends[step]
         own, foreign = self._own, self._foreign.sends[step] if self._foreign is not None else self._refuse
 
         def send(parameters: tuple[Any, ...], handle: int, stream: object) -> None:
@@ -144,7 +149,9 @@ class PycudaEngine:
 
     def bound(self, step: int, parameters: tuple[Any, ...]) -> Bound:
         """Return what enqueues one step with these parameters."""
-        start, grid, block, pack, shared = self._steps[step]
+        start, grid, block, pack, shared, overlaps = self._steps[step]
+        if overlaps and self._foreign is not None:
+            return self._foreign.bound(step, parameters)
         packed, own = pack(*parameters), self._own
         other = partial(self._refuse, parameters)
         foreign: Bound = self._foreign.bound(step, parameters) if self._foreign is not None else other

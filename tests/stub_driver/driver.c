@@ -257,8 +257,11 @@ R cuLaunchKernel(Function *function, unsigned gx, unsigned gy, unsigned gz, unsi
 
 typedef struct { unsigned grid[3], block[3], shared; void *stream, *attributes; unsigned count; } Config;
 
+/* The one attribute there is: a kernel may start before the one ahead of it is done. */
 R cuLaunchKernelEx(const Config *c, Function *function, void **parameters, void **extra) {
-  if (c->count) return NOT_SUPPORTED;
+  const struct { unsigned which, pad; int allowed; } *attribute = c->attributes;
+  if (c->count > 1 || (c->count && attribute->which != 6)) return NOT_SUPPORTED;
+  if (c->count && attribute->allowed) CALLED("overlaps");
   return cuLaunchKernel(function, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared,
                         c->stream, parameters, extra);
 }
