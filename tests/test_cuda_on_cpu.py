@@ -442,7 +442,26 @@ CURVES = """
 extern "C" __global__ void curves(const double* in, double* gelus, double* silus) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   gelus[i] = gelu(in[i]), silus[i] = silu(in[i]);
+}
+extern "C" __global__ void narrow_curves(const float* in, float* gelus, float* silus) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  gelus[i] = gelu(in[i]), silus[i] = silu(in[i]);
+}
+extern "C" __global__ void brief_curves(const float* in, float* gelus, float* silus) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  gelus[i] = brief_gelu(in[i]), silus[i] = brief_silu(in[i]);
 }"""
+
+
+def curved(entry, x):
+    """Return what the kernels' gelu and silu make of `x`, whose size is a multiple of 32."""
+    gelus, silus = np.empty_like(x), np.empty_like(x)
+    source = read_source("skuda.kernels.quantize:quantized_linear.cu")
+    headers = tuple((name, text.decode()) for name, text in source.headers)
+    library = emulator.load(emulator.Unit("curves.cu", CURVES, headers, source.foreign))
+    pointers = [("p", array.ctypes.data) for array in (x, gelus, silus)]
+    library.launch(entry, (x.size // 32, 1, 1), (32, 1, 1), 0, pointers)
+    return gelus, silus
 
 
 def test_gelu_and_silu_are_within_an_ulp_in_f64_and_the_reference_within_two():
@@ -459,12 +478,7 @@ def test_gelu_and_silu_are_within_an_ulp_in_f64_and_the_reference_within_two():
     )
     x = np.concatenate(drawn)
     x = np.resize(x, -(-x.size // 32) * 32)
-    gelus, silus = np.empty_like(x), np.empty_like(x)
-    source = read_source("skuda.kernels.quantize:quantized_linear.cu")
-    headers = tuple((name, text.decode()) for name, text in source.headers)
-    library = emulator.load(emulator.Unit("curves.cu", CURVES, headers, source.foreign))
-    pointers = [("p", array.ctypes.data) for array in (x, gelus, silus)]
-    library.launch("curves", (x.size // 32, 1, 1), (32, 1, 1), 0, pointers)
+    gelus, silus = curved("curves", x)
     with mpmath.workprec(200):
         for kind, got, own in (("gelu", gelus, _activation.gelu(x)), ("silu", silus, _activation.silu(x))):
             assert differing(got, own, 2).sum() == 0, kind
@@ -476,6 +490,54 @@ def test_gelu_and_silu_are_within_an_ulp_in_f64_and_the_reference_within_two():
                     ulp = math.ulp(float(true))
                     assert abs(device - true) <= 1.0 * ulp, (kind, each, device, host)
                     assert abs(host - true) <= 2.0 * ulp, (kind, each, device, host)
+
+
+def floats(rng):
+    """Draw f32 numbers where the curves bend, end, vanish or are nothing but their argument."""
+    drawn = (
+        rng.uniform(-16, 8, 1 << 15),
+        rng.uniform(-115, 25, 1 << 15),
+        rng.normal(size=1 << 15),
+        rng.integers(0, 1 << 32, 1 << 15, dtype=np.uint32).view(np.float32),  # every kind, NaN too
+        *(
+            edge + rng.normal(size=1 << 10)
+            for edge in (-14.6, -14.4, -13.0, -5.5, 5.5, 9.0, -87.3, -103.97, -110.0, 17.3)
+        ),
+        np.exp(rng.uniform(-104, 0, 1 << 12)) * rng.choice([-1, 1], 1 << 12),
+        [0.0, -0.0, 1e-45, -1e-45, 3e38, -3e38, np.inf, -np.inf, np.nan, 9.0, -14.6, -110.0],
+    )
+    x = np.concatenate([np.asarray(part, np.float32) for part in drawn])
+    return np.resize(x, -(-x.size // 32) * 32)
+
+
+def test_gelu_and_silu_in_f32_are_the_reference_s_but_for_near_ties():
+    x = floats(fresh("curves in f32"))
+    with np.errstate(invalid="ignore"):
+        wanted = _activation.gelu(x), _activation.silu(x)
+    for kind, got, own in zip(("gelu", "silu"), curved("narrow_curves", x), wanted, strict=True):
+        assert differing(got, own, 1).sum() == 0, kind
+        assert_same_bits(np.signbit(got[~np.isnan(x)]), np.signbit(own[~np.isnan(x)]), kind)
+        assert differing(got, own, 0).mean() < 0.01, kind
+        with mpmath.workprec(200):
+            for each, device in zip(x[::97].tolist(), got[::97].tolist(), strict=True):
+                if abs(each) < 3000:
+                    v = mpmath.mpf(each)
+                    true = v * mpmath.erfc(-v / mpmath.sqrt(2)) / 2 if kind == "gelu" else v / (1 + mpmath.exp(-v))
+                    ulp = float(np.spacing(np.float32(abs(device)) or np.float32(1e-45)))
+                    assert abs(device - true) <= 0.51 * ulp, (kind, each, device)
+
+
+@pytest.mark.parametrize(("element", "rare"), [("f16", 2**-12), ("bf16", 2**-15)])
+def test_gelu_and_silu_for_16_bits_differ_rarely_and_by_an_ulp(element, rare):
+    x = floats(fresh(f"curves for {element}"))
+    dtype = np.float16 if element == "f16" else ml_dtypes.bfloat16
+    with np.errstate(invalid="ignore", over="ignore"):
+        wanted = _activation.gelu(x), _activation.silu(x)
+        for kind, got, own in zip(("gelu", "silu"), curved("brief_curves", x), wanted, strict=True):
+            assert differing(got, own, 8).sum() == 0, kind
+            assert_same_bits(np.signbit(got[~np.isnan(x)]), np.signbit(own[~np.isnan(x)]), kind)
+            assert differing(got.astype(dtype), own.astype(dtype), 1).sum() == 0, kind
+            assert differing(got.astype(dtype), own.astype(dtype), 0).mean() < rare, kind
 
 
 # --- sanitizers ------------------------------------------------------------------------------------------------------

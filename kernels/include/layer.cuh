@@ -18,11 +18,26 @@ DEVICE f64 real_at(const void* p, s32 which, s64 i, f64) {
   return which == 0 ? ((const f64*)p)[i] : (f64)real_at(p, which - 1, i, 0.0f);
 }
 
-template <class C> DEVICE C activated(C v, s32 epilogue) {
+// How well GELU and SiLU are evaluated for an output: its own element tells, whichever kernel writes it.
+template <class Out> struct Curves {
+  static DEVICE f32 gelu(f32 v) { return brief_gelu(v); }
+  static DEVICE f32 silu(f32 v) { return brief_silu(v); }
+};
+template <> struct Curves<f32> {
+  template <class C> static DEVICE C gelu(C v) { return ::gelu(v); }
+  template <class C> static DEVICE C silu(C v) { return ::silu(v); }
+};
+
+template <class Out, class C> DEVICE C activated(C v, s32 epilogue) {
   if (epilogue == BIAS_RELU) return v <= (C)0 ? (C)0 : v;
-  if (epilogue == BIAS_GELU) return (C)gelu((f64)v);
-  if (epilogue == BIAS_SILU) return (C)silu((f64)v);
+  if (epilogue == BIAS_GELU) return Curves<Out>::gelu(v);
+  if (epilogue == BIAS_SILU) return Curves<Out>::silu(v);
   return v;
+}
+// The same where the output's element is known when it runs.
+DEVICE f64 activated_for(s32, f64 v, s32 epilogue) { return activated<f32>(v, epilogue); }
+DEVICE f32 activated_for(s32 output_is, f32 v, s32 epilogue) {
+  return output_is == OUT_F32 || output_is == OUT_F64 ? activated<f32>(v, epilogue) : activated<bf16>(v, epilogue);
 }
 
 // f64 to 16 bits by way of f32 rounded to odd, which keeps what the second rounding needs to know.
@@ -116,4 +131,18 @@ template <int V> DEVICE void result_codes(const f32 (&v)[V], const Segment<f32>&
 #pragma unroll
   for (int j = 0; RESIDUAL_STEPS != 2 && j < V; ++j) q[j] = SLOWLY(slow_code, v[j], codes);
 }
+
+// Results as elements of the output.
+template <int V, class T> DEVICE void rounded(const f32 (&v)[V], const Segment<f32>&, T (&y)[V]) {
+#pragma unroll
+  for (int j = 0; j < V; ++j) narrow(v[j], y[j]);
+}
+template <int V, class Q> DEVICE void coded(const f32 (&v)[V], const Segment<f32>& codes, Q (&y)[V]) {
+  u32 q[V];
+  result_codes(v, codes, q);
+#pragma unroll
+  for (int j = 0; j < V; ++j) y[j] = (Q)q[j];
+}
+template <int V> DEVICE void rounded(const f32 (&v)[V], const Segment<f32>& codes, s8 (&y)[V]) { coded(v, codes, y); }
+template <int V> DEVICE void rounded(const f32 (&v)[V], const Segment<f32>& codes, u8 (&y)[V]) { coded(v, codes, y); }
 #endif

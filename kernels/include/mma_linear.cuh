@@ -236,10 +236,23 @@ template <int HEIGHT, class T> struct Operand {
 
 // --- what follows the product ----------------------------------------------------------------------------------------
 
-__device__ __noinline__ f32 curved(f32 v, s32 epilogue) { return activated(v, epilogue); }
-DEVICE f32 activated_apart(f32 v, s32 epilogue) {
-  if (epilogue == BIAS_RELU) return v <= 0.0f ? 0.0f : v;
-  return epilogue > BIAS_RELU ? curved(v, epilogue) : v;
+// GELU and SiLU of four values at a time: one waits for each other's arithmetic. Long: once in the code.
+template <class Out> __device__ __noinline__ float4 curved(float4 v, s32 epilogue) {
+  return make_float4(activated<Out>(v.x, epilogue), activated<Out>(v.y, epilogue), activated<Out>(v.z, epilogue),
+                     activated<Out>(v.w, epilogue));
+}
+template <class Out> DEVICE void activate(f32 (&v)[4], s32 epilogue) {
+  if (epilogue > BIAS_RELU) {
+    const float4 y = curved<Out>(make_float4(v[0], v[1], v[2], v[3]), epilogue);
+    v[0] = y.x, v[1] = y.y, v[2] = y.z, v[3] = y.w;
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[j] = activated<Out>(v[j], epilogue);
+  }
+}
+template <class Out> __device__ __noinline__ f32 curved(f32 v, s32 epilogue) { return activated<Out>(v, epilogue); }
+template <class Out> DEVICE void activate(f32 (&v)[1], s32 epilogue) {
+  v[0] = epilogue > BIAS_RELU ? curved<Out>(v[0], epilogue) : activated<Out>(v[0], epilogue);
 }
 
 // Where a value goes: one, or four beside each other, as elements of the output.
@@ -340,8 +353,8 @@ DEVICE void finish(const Layer& p, const f32* act_scale, f32 act_scale_value, s6
         const f32 sum = ZERO_POINTS ? (f32)(acc[j] - outside) : (f32)acc[j];
         v[j] = p.k == 0 ? 0.0f : product(product(row_scale, scale[j]), sum);
         if (p.bias) v[j] = v[j] + bias[j];
-        v[j] = activated_apart(v[j], p.epilogue);
       }
+      activate<Out>(v, p.epilogue);
       sink.put((Out*)p.output + row * p.output_leading + column, v);
     }
   }

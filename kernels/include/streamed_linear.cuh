@@ -52,25 +52,12 @@ struct Ring {  // position among the stages
   }
 };
 
-__device__ __noinline__ f32 curved(f32 v) { return activated(v, SKUDA_EPILOGUE); }  // long: once in the code
+__device__ __noinline__ f32 curved(f32 v) { return activated<SKUDA_OUT>(v, SKUDA_EPILOGUE); }  // long: once in the code
 DEVICE f32 finished(s32 acc, f32 sa, f32 sw, f32 bias) {
   f32 v = product(product(sa, sw), (f32)acc);
   if (SKUDA_EPILOGUE != IDENTITY) v = v + bias;
-  return SKUDA_EPILOGUE == BIAS_GELU || SKUDA_EPILOGUE == BIAS_SILU ? curved(v) : activated(v, SKUDA_EPILOGUE);
+  return SKUDA_EPILOGUE == BIAS_GELU || SKUDA_EPILOGUE == BIAS_SILU ? curved(v) : activated<SKUDA_OUT>(v, SKUDA_EPILOGUE);
 }
-
-template <class T> DEVICE void rounded(const f32 (&v)[4], const Segment<f32>&, T (&y)[4]) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j) narrow(v[j], y[j]);
-}
-template <class Q> DEVICE void coded(const f32 (&v)[4], const Segment<f32>& codes, Q (&y)[4]) {
-  u32 q[4];
-  result_codes(v, codes, q);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) y[j] = (Q)q[j];
-}
-DEVICE void rounded(const f32 (&v)[4], const Segment<f32>& codes, s8 (&y)[4]) { coded(v, codes, y); }
-DEVICE void rounded(const f32 (&v)[4], const Segment<f32>& codes, u8 (&y)[4]) { coded(v, codes, y); }
 
 // A slab of a warp's 16 rows, from `row` on, by SLAB tokens from `token` on: each token's results side by side.
 DEVICE void write_slab(const s32 (&d)[4 * QUADS], const Tail& p, u8* staging, const f32* act_scales, const f32 (&sw)[2],

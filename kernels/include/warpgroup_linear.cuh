@@ -83,7 +83,7 @@ DEVICE void put_codes(u8* to, const f32 (&v)[2], const Segment<f32>& codes) {
 DEVICE void put_pair(u8* to, const f32 (&v)[2], const Segment<f32>& codes, s8) { put_codes(to, v, codes); }
 DEVICE void put_pair(u8* to, const f32 (&v)[2], const Segment<f32>& codes, u8) { put_codes(to, v, codes); }
 
-// GELU and SiLU take too much code to be written out for every register: they work on what lies in staging.
+// GELU and SiLU are too much code to be written out for every register: they work on what lies in staging.
 enum { CURVED = SKUDA_EPILOGUE == BIAS_GELU || SKUDA_EPILOGUE == BIAS_SILU };
 
 // What staging holds: results, or where they are yet to be curved, values.
@@ -93,22 +93,32 @@ template <class T> struct Staged<true, T> { typedef f32 type; };
 DEVICE f32 finished(s32 acc, f32 sa, f32 sw, f32 bias) {
   f32 v = product(product(sa, sw), (f32)acc);
   if (SKUDA_EPILOGUE != IDENTITY) v = v + bias;
-  return CURVED ? v : activated(v, SKUDA_EPILOGUE);
+  return CURVED ? v : activated<SKUDA_OUT>(v, SKUDA_EPILOGUE);
 }
 
-template <class T> DEVICE void put_one(T& to, f32 v, const Segment<f32>&) { narrow(v, to); }
-DEVICE void put_one(s8& to, f32 v, const Segment<f32>& g) { to = (s8)SLOWLY(slow_code, v, g); }
-DEVICE void put_one(u8& to, f32 v, const Segment<f32>& g) { to = (u8)SLOWLY(slow_code, v, g); }
-
-// One result from staging to memory.
-template <bool CURVED_> struct Finish {
-  template <class T> static DEVICE void one(T& to, const T& from, const Segment<f32>&) { to = from; }
-};
-template <> struct Finish<true> {
-  template <class T> static DEVICE void one(T& to, f32 from, const Segment<f32>& codes) {
-    put_one(to, activated(from, SKUDA_EPILOGUE), codes);
+// Eight neighbouring values from staging, curved, to memory: a warp for each scheduler is busy with no fewer.
+template <class T> struct alignas(sizeof(T) > 1 ? 16 : 8) Eight { T of[8]; };
+template <class T> DEVICE void put_curved(T* to, const uint4* from, s64 left, bool chunks, const Segment<f32>& codes) {
+  f32 v[8];
+#pragma unroll
+  for (int j = 0; j < 8; j += 4) {
+    const uint4 w = from[j / 4];
+    v[j] = __uint_as_float(w.x), v[j + 1] = __uint_as_float(w.y);
+    v[j + 2] = __uint_as_float(w.z), v[j + 3] = __uint_as_float(w.w);
   }
-};
+#pragma unroll
+  for (int j = 0; j < 8; ++j) v[j] = activated<SKUDA_OUT>(v[j], SKUDA_EPILOGUE);
+  Eight<T> y;
+  rounded(v, codes, y.of);
+  if (chunks && left >= 8) {
+    *(Eight<T>*)to = y;
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (j < left) to[j] = y.of[j];
+    }
+  }
+}
 
 // 16 rows of results from a warp's registers to memory, a strip of 128 bytes of each row at a time through its staging.
 DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const f32 (&sa)[2], const Tail& p, u8* staging, const f32* columns,
@@ -131,7 +141,17 @@ DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const f32 (&sa)[2], const Tai
     }
     __syncwarp();
     const s64 first = column0 + strip * STRIP;
-    if (!CURVED && chunks) {
+    if (CURVED) {
+#pragma unroll 1
+      for (int i = 0; i < UNITS / 4; ++i) {
+        const int pair = lane + 32 * i, r = pair / (UNITS / 2), c = pair % (UNITS / 2);
+        const s64 row = row0 + r, column = first + c * 8;
+        if (row < p.m && column < p.n) {
+          const uint4* const from = (const uint4*)(staging + r * PITCH + c * 32);
+          put_curved(p.output + row * p.output_leading + column, from, p.n - column, chunks, codes);
+        }
+      }
+    } else if (chunks) {
 #pragma unroll
       for (int i = 0; i < UNITS / 2; ++i) {
         const int unit = lane + 32 * i, r = unit / UNITS, c = unit % UNITS;
@@ -144,9 +164,7 @@ DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const f32 (&sa)[2], const Tai
       for (int r = 0; r < 16 && row0 + r < p.m; ++r) {
 #pragma unroll 1
         for (int c = lane; c < STRIP && first + c < p.n; c += 32) {
-          SKUDA_OUT& to = p.output[(row0 + r) * p.output_leading + first + c];
-          const Stage& from = *(const Stage*)(staging + r * PITCH + c * SIZE);
-          Finish<CURVED>::one(to, from, codes);
+          p.output[(row0 + r) * p.output_leading + first + c] = *(const SKUDA_OUT*)(staging + r * PITCH + c * SIZE);
         }
       }
     }

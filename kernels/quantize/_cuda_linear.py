@@ -47,7 +47,7 @@ def guarantee(element: ElementKind, epilogue: EpilogueKind | None) -> PrecisionG
         What is fused behind the product.
     """
     curved = epilogue is not None and epilogue.activation in (ActivationKind.GELU, ActivationKind.SILU)
-    # Both are within 1 ulp of the true value in f64, and the reference within 2; an f32 result hardly shows it.
+    # Within 1 ulp of the true value in f64, and the reference within 2; an f32 or shorter result hardly shows it.
     ulps = 2 if curved else 0
     return PrecisionGuarantee(math_precision=MathPrecision.INT8, accumulator=ElementKind.S64, max_ulp=ulps)
 
