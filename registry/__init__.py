@@ -6,6 +6,7 @@ from skuda.registry.constraints import Between, Constraint, MultipleOf, OneOf, P
 from skuda.registry.descriptor import Argument, Descriptor, FunctionalKey, Role
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import (
+    BundleError,
     CompileError,
     DriverError,
     InvalidProblem,
@@ -41,6 +42,7 @@ __all__ = [
     "BackendKind",
     "BackendSpec",
     "Between",
+    "BundleError",
     "Case",
     "CompileError",
     "Constraint",

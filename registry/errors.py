@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from skuda.dispatch.explanation import Explanation
 
 
@@ -135,6 +137,25 @@ class DriverError(SkudaError):
 
     def __str__(self) -> str:
         return f"CUDA driver: {self.action}: {self.reason}"
+
+
+class BundleError(SkudaError):
+    """A file of compiled kernels that is not used, or cannot be written.
+
+    Attributes
+    ----------
+    path : Path
+        The file.
+    reason : str
+        What is wrong with it, and what to do.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path, self.reason = path, reason
+
+    def __str__(self) -> str:
+        return f"bundle {self.path}: {self.reason}"
 
 
 class CompileError(SkudaError):

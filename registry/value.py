@@ -80,7 +80,7 @@ class Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants", validate_default=False)
     refusal: ClassVar[type[InvalidProblem | InvalidRecord]] = InvalidRecord
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, /, **fields: Any) -> None:
         # pydantic calls this for nested records and for JSON too, so every way in has the same errors.
         try:
             super().__init__(**fields)

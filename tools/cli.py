@@ -34,6 +34,24 @@ Evidence = Annotated[
 ]
 Some = list[str]
 
+Ops = Annotated[Some | None, typer.Option("--op", help="Only these ops.", metavar="NAME")]
+Descriptors = Annotated[
+    Path | None,
+    typer.Option("--descriptors", help="For these problems: JSON objects with `op` and its fields.", metavar="FILE"),
+]
+Archs = Annotated[
+    Some | None, typer.Option("--arch", help="For the known cards of these, such as sm_90a,sm_80.", metavar="ARCH")
+]
+Devices = Annotated[
+    Some | None, typer.Option("--device", help="For these cards, such as h200,a100; else those here.", metavar="NAME")
+]
+Backends = Annotated[
+    Some | None,
+    typer.Option(
+        "--backend", help="For these: cuda_core, pycuda, all; else those with a compiler here.", metavar="NAME"
+    ),
+]
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
@@ -88,6 +106,10 @@ def _fail(message: str) -> int:
 
     stderr().print(f"skuda: {' '.join(message.split())}", style="red", soft_wrap=True)
     return _BAD_INPUT
+
+
+def _own_options(context: typer.Context) -> Some:
+    return [name.lstrip("-").replace("-", "_") for param in context.command.params for name in param.opts]
 
 
 @app.callback(invoke_without_command=True)
@@ -211,8 +233,7 @@ def _explain(
         max_workspace_bytes=max_workspace_bytes,
         allow_arch_specific=not no_arch_specific,
     )
-    own = [name.lstrip("-").replace("-", "_") for param in context.command.params for name in param.opts]
-    return explaining.run(context.args, wishes, own_options=own, show_all=show_all, as_json=as_json)
+    return explaining.run(context.args, wishes, own_options=_own_options(context), show_all=show_all, as_json=as_json)
 
 
 @app.command("verify")
@@ -300,38 +321,111 @@ def _bench(
 def _compile(
     context: typer.Context,
     *,
-    op: Annotated[Some | None, typer.Option(help="Only these ops.", metavar="NAME")] = None,
-    arch: Annotated[
-        Some | None, typer.Option(help="For the known cards of these, such as sm_90a,sm_80.", metavar="ARCH")
-    ] = None,
-    device: Annotated[
-        Some | None, typer.Option(help="For these cards, such as h200,a100; else those here.", metavar="NAME")
-    ] = None,
-    backend: Annotated[
-        Some | None,
-        typer.Option(help="For these: cuda_core, pycuda, all; else those with a compiler here.", metavar="NAME"),
-    ] = None,
+    op: Ops = None,
+    descriptors: Descriptors = None,
+    arch: Archs = None,
+    device: Devices = None,
+    backend: Backends = None,
     as_json: Json = False,
 ) -> int:
     """Fill the cache of compiled kernels ahead of time.
 
     Needs a compiler, but no GPU and no driver. What is compiled is what the cards would look for: every kernel that
-    fits, in each configuration that the cases of its op lead to, or one problem does:
-    `skuda compile --device h200 --op quantized_linear --m 8 --n 4096 --k 4096`. A machine without a compiler takes it
-    from a copy of the cache, which SKUDA_CACHE_DIR names. Exits with 1 where a kernel does not compile.
+    fits, in each configuration that the cases of its op lead to, or those of a list (--descriptors), or one problem:
+    `skuda compile --device h200 --op quantized_linear --m 8 --n 4096 --k 4096`. `skuda bundle` writes the same into one
+    file, for machines without a compiler. Exits with 1 where a kernel does not compile.
     """
     from skuda.tools import compile_page
 
-    own = [name.lstrip("-").replace("-", "_") for param in context.command.params for name in param.opts]
-    return compile_page.run(
-        context.args,
+    request = compile_page.Request(
+        command="compile",
+        tokens=context.args,
+        descriptors=descriptors,
         ops=op or (),
         archs=arch or (),
         devices=device or (),
         backends=backend or (),
-        own_options=own,
-        as_json=as_json,
+        own_options=_own_options(context),
     )
+    return compile_page.run(request, as_json=as_json)
+
+
+@app.command(
+    "bundle",
+    # The fields of a problem are options too, as in `explain`.
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    options_metavar="FILE [--op NAME [--FIELD VALUE]...] [OPTIONS]",
+)
+def _bundle(
+    context: typer.Context,
+    *,
+    op: Ops = None,
+    descriptors: Descriptors = None,
+    arch: Archs = None,
+    device: Devices = None,
+    backend: Backends = None,
+    show: Annotated[bool, typer.Option("--show", help="Say what FILE holds, and check it; compile nothing.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Write compiled kernels into one file, to be shipped.
+
+    Takes what `skuda compile` takes, compiles what is not in the cache yet, and writes exactly that into FILE, which
+    stands first. A machine whose SKUDA_BUNDLE names a copy of FILE runs from it, with a driver, but without nvcc and
+    NVRTC. FILE is code; docs/shipping.md says how a machine takes no other. Exits with 1, and writes nothing, where a
+    kernel does not compile; with --show, where a checksum is wrong.
+    """
+    from skuda.tools import bundle_page, compile_page
+
+    file, *fields = context.args or [""]
+    request = compile_page.Request(
+        command="bundle",
+        tokens=fields,
+        descriptors=descriptors,
+        ops=op or (),
+        archs=arch or (),
+        devices=device or (),
+        backends=backend or (),
+        own_options=_own_options(context),
+    )
+    return bundle_page.run(file, request, show=show, as_json=as_json)
+
+
+@app.command("lock")
+def _lock(
+    *,
+    descriptors: Descriptors = None,
+    device: Annotated[
+        Some | None, typer.Option(help="For these, such as cpu,h200; else every known one.", metavar="NAME")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write it here.", metavar="FILE")] = None,
+) -> int:
+    """Write down what is registered, and what is selected from it.
+
+    One line for every kernel, and one for every problem and device: the kernel that it gets, its place in the ranking,
+    and the time that its launch rule predicts. Needs no GPU. Without --descriptors, the problems are the cases of every
+    op and those of `skuda bench`. `skuda diff` compares two such files.
+    """
+    from skuda.tools import lock_page
+
+    return lock_page.run(descriptors=descriptors, devices=device or (), output=output)
+
+
+@app.command("diff")
+def _diff(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="What `skuda lock` wrote then.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="What it writes now.")],
+    *,
+    show_all: Annotated[bool, typer.Option("--all", help="Every difference, not the first of each kind.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Say which problems get another kernel, guarantee or speed class.
+
+    Exits with 0 where nothing differs, with 1 where anything does. Piped, each line is a record with tabs between
+    kind, op, what, old and new. Predicted times count where they differ by more than a factor of 1.25.
+    """
+    from skuda.tools import diff_page
+
+    return diff_page.run(old, new, show_all=show_all, as_json=as_json)
 
 
 @_cache.callback(invoke_without_command=True)

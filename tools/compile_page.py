@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.text import Text
@@ -36,28 +37,25 @@ from skuda.tools.output import (
     words,
 )
 from skuda.tools.problem import describe
+from skuda.tools.problem_list import read_problems
 
 _FAILURES_SHOWN = 10
 _STATES: tuple[State, ...] = ("compiled", "cached", "failed")
 _CARDS = {name: device for name, device in KNOWN_DEVICES.items() if device.processor == "cuda"}
 
 
-def run(
-    tokens: Sequence[str] = (),
-    *,
-    ops: Sequence[str] = (),
-    archs: Sequence[str] = (),
-    devices: Sequence[str] = (),
-    backends: Sequence[str] = (),
-    own_options: Sequence[str] = (),
-    as_json: bool = False,
-) -> int:
-    """Compile what cards would look for at run time, and print what came of it.
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for, as typed.
 
-    Parameters
+    Attributes
     ----------
+    command : str
+        Who asks, for messages.
     tokens : sequence of str
-        Options that describe one problem of one op; none for all cases of the ops.
+        Options that describe one problem of one op.
+    descriptors : Path or None
+        A list of problems instead; without either, all cases of the ops.
     ops : sequence of str
         Only these; empty for all.
     archs, devices : sequence of str
@@ -66,6 +64,29 @@ def run(
         For these, ``all`` among them; empty for those that have a compiler here.
     own_options : sequence of str
         Names of the command's own options, to suggest for a misspelt one.
+    """
+
+    command: str
+    tokens: Sequence[str] = ()
+    descriptors: Path | None = None
+    ops: Sequence[str] = ()
+    archs: Sequence[str] = ()
+    devices: Sequence[str] = ()
+    backends: Sequence[str] = ()
+    own_options: Sequence[str] = ()
+
+    def refuse(self, what: str, had: str, known: Iterable[str], **more: str) -> NoReturn:
+        """Refuse a word that is not known; see `output.refuse`."""
+        refuse(self.command, what, had, known, **more)
+
+
+def run(request: Request, *, as_json: bool = False) -> int:
+    """Compile what cards would look for at run time, and print what came of it.
+
+    Parameters
+    ----------
+    request : Request
+        What is asked for.
     as_json : bool
         Every cubin, on standard output.
 
@@ -81,84 +102,111 @@ def run(
     CompileError
         Without a compiler, or where the cache cannot be written.
     """
+    found = compiled(request)
+    if not found:
+        return 1
+    print_outcomes(found, as_json=as_json)
+    return 1 if any(outcome.state == "failed" for outcome in found) else 0
+
+
+def compiled(request: Request) -> list[Outcome]:
+    """Compile what is asked for, showing how far it is; empty, and told, where nothing fits.
+
+    Raises
+    ------
+    InvalidProblem, CompileError
+        As `run`.
+    """
     dispatcher = Dispatcher()
     registry = dispatcher.registry
-    names = split(ops)
+    names = split(request.ops)
     for name in names:
         if name not in registry.ops:
-            refuse("compile", "--op", name, registry.ops, kind="a registered op", more="`skuda list` names all")
-    problems, assumed = _problems(registry, names, tokens, own_options)
-    targets = _targets(dispatcher, split(archs), split(devices))
-    chosen = _backends(dispatcher, split(backends))
-    folders = sorted({backend.cache.folder for backend in chosen.values()})
+            request.refuse("--op", name, registry.ops, kind="a registered op", more="`skuda list` names all")
+    problems, assumed = _problems(request, registry, names)
+    targets = _targets(request, dispatcher)
+    chosen = _backends(request, dispatcher)
     for folder_trouble in filter(None, (backend.cache.obstacle() for backend in chosen.values())):
-        raise CompileError("compile", folder_trouble)
+        raise CompileError(request.command, folder_trouble)
     for text in pairs(assumed):
         stderr().print(f"skuda: assumed {text}", style="dim", soft_wrap=True)
     wanted = cubins_of((sku for sku in registry if sku.op in problems), problems, chosen, *targets)
     if not wanted:
         for_whom = words(device.describe() for device in targets)
-        line = (
-            f"nothing to compile: no kernel of {words(chosen)} serves {'this' if tokens else 'these ops'} on {for_whom}"
-        )
+        served = "this" if request.tokens else "these ops"
+        line = f"nothing to compile: no kernel of {words(chosen)} serves {served} on {for_whom}"
         stderr().print(f"skuda: {line}", style="yellow", soft_wrap=True)
-        return 1
+        return []
     with progress() as report:
-        found = build_cubins(wanted, report)
-    failed = [outcome for outcome in found if outcome.state == "failed"]
+        return build_cubins(wanted, report)
+
+
+def print_outcomes(found: Sequence[Outcome], *, as_json: bool = False) -> None:
+    """Print what came of every cubin: a table, records where nobody looks, or JSON."""
+    folders = sorted({outcome.wanted.backend.cache.folder for outcome in found})
     if as_json:
         print_json({"folders": [str(folder) for folder in folders], "cubins": [_as_json(outcome) for outcome in found]})
     elif stdout().is_terminal:
         _print(stdout(), found, folders)
     else:
+        failed = [outcome for outcome in found if outcome.state == "failed"]
         records(_rows(found))
         records(("failure", outcome.wanted.sku.id, outcome.wanted.arch, outcome.reason) for outcome in failed)
-    return 1 if failed else 0
 
 
 def _problems(
-    registry: Registry, ops: Sequence[str], tokens: Sequence[str], own_options: Sequence[str]
+    request: Request, registry: Registry, ops: Sequence[str]
 ) -> tuple[dict[str, Sequence[Descriptor]], dict[str, Any]]:
     """Return the problems to compile for by op, and what was assumed about a given one."""
+    tokens = request.tokens
+    if request.descriptors is not None:
+        if tokens:
+            raise InvalidProblem(request.command, "--descriptors", tokens[0], "stand without a problem's fields")
+        listed = read_problems(request.command, registry, request.descriptors)
+        chosen = ops or registry.ops
+        return {op: [p for p in listed if p.op_name() == op] for op in chosen}, {}
     if not tokens:
         return {name: [case.problem for case in registry.ops[name].cases] for name in ops or registry.ops}, {}
     if len(ops) != 1:
-        near = [f"--{name}" for name in nearest(tokens[0].lstrip("-").partition("=")[0], own_options)]
+        near = [f"--{name}" for name in nearest(tokens[0].lstrip("-").partition("=")[0], request.own_options)]
         rule = "be an option of the command" + (f" (near: {words(near)})" if near else "")
-        raise InvalidProblem("compile", "an option", tokens[0], f"{rule}, or a field of the one op that --op names")
-    problem, assumed = describe(registry.ops[ops[0]], tokens, own_options)
+        raise InvalidProblem(
+            request.command, "an option", tokens[0], f"{rule}, or a field of the one op that --op names"
+        )
+    problem, assumed = describe(registry.ops[ops[0]], tokens, request.own_options)
     return {ops[0]: [problem]}, assumed
 
 
-def _targets(dispatcher: Dispatcher, archs: Sequence[str], devices: Sequence[str]) -> list[Device]:
-    found = [_card(name) for name in devices] + [card for name in archs for card in _cards_of(name)]
+def _targets(request: Request, dispatcher: Dispatcher) -> list[Device]:
+    archs, devices = split(request.archs), split(request.devices)
+    found = [_card(request, name) for name in devices] + [card for name in archs for card in _cards_of(request, name)]
     if not archs and not devices:
         found = [device for device in dispatcher.devices if device.processor == "cuda"]
         if not found:
             rule = f"be given, as no CUDA device is here; cards: {words(_CARDS)}"
-            raise InvalidProblem("compile", "--arch or --device", "neither", rule)
+            raise InvalidProblem(request.command, "--arch or --device", "neither", rule)
     return list(dict.fromkeys(found))
 
 
-def _card(name: str) -> Device:
+def _card(request: Request, name: str) -> Device:
     try:
         found = device_named(name)
     except InvalidRecord:
-        return refuse("compile", "--device", name, _CARDS)
-    return found if found.processor == "cuda" else refuse("compile", "--device", name, _CARDS)
+        request.refuse("--device", name, _CARDS)
+    return found if found.processor == "cuda" else request.refuse("--device", name, _CARDS)
 
 
-def _cards_of(name: str) -> list[Device]:
+def _cards_of(request: Request, name: str) -> list[Device]:
     """Return the known cards of an architecture; a suffix makes no difference, as a card runs both kinds of kernels."""
     known = {
         arch.value: arch for arch in ArchSku if any(arch.capability == c.compute_capability for c in _CARDS.values())
     }
     if name not in known:
-        refuse("compile", "--arch", name, known)
+        request.refuse("--arch", name, known)
     return [card for card in _CARDS.values() if card.compute_capability == known[name].capability]
 
 
-def _backends(dispatcher: Dispatcher, names: Sequence[str]) -> dict[str, CudaBackend[Any]]:
+def _backends(request: Request, dispatcher: Dispatcher) -> dict[str, CudaBackend[Any]]:
     """Return the backends to compile for.
 
     Raises
@@ -166,15 +214,16 @@ def _backends(dispatcher: Dispatcher, names: Sequence[str]) -> dict[str, CudaBac
     CompileError
         Where one that was asked for has no compiler, or none has.
     """
+    names = split(request.backends)
     every: Mapping[str, Backend] = dispatcher.backends
     cuda = {name: backend for name, backend in every.items() if isinstance(backend, CudaBackend)}
     for name in names:
         if name not in cuda and name != "all":
-            refuse("compile", "--backend", name, (*cuda, "all"))
+            request.refuse("--backend", name, (*cuda, "all"))
     asked = {name: backend for name, backend in cuda.items() if not names or name in names or "all" in names}
     lacking = [f"{name}: {backend.compilers}" for name, backend in asked.items() if backend.compiler() is None]
     if lacking and (names or len(lacking) == len(asked)):
-        raise CompileError("compile", f"there is no compiler here for {'; for '.join(lacking)}")
+        raise CompileError(request.command, f"there is no compiler here for {'; for '.join(lacking)}")
     for line in lacking:
         stderr().print(f"skuda: left out for want of a compiler: {line}", style="yellow", soft_wrap=True)
     return {name: backend for name, backend in asked.items() if backend.compiler() is not None}

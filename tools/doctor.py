@@ -72,6 +72,7 @@ def examine() -> list[Finding]:
         ("Kernels and backends", True, _backends),
         ("Plug-ins", False, _plugins),
         ("Cache", False, _cache),
+        ("Bundles", False, _bundles),
     )
     found: list[Finding] = []
     for section, required, check in checks:
@@ -221,6 +222,40 @@ def _cache() -> Iterator[Finding]:
         yield Finding(section, "ok", "directory", f"{path}, made when needed")
     else:
         yield Finding(section, "ok", "directory", f"{path}, {_size(path)}")
+
+
+def _bundles() -> Iterator[Finding]:
+    from skuda.dispatch.settings import bundle_names
+
+    for name in bundle_names():
+        yield _bundle(name)
+
+
+def _bundle(name: str) -> Finding:
+    from skuda.dispatch.bundle import open_bundle
+    from skuda.registry.errors import BundleError
+    from skuda.tools.bundling import foreign_members
+    from skuda.tools.output import count, words
+
+    fix = "replace it, or unset SKUDA_BUNDLE"
+    try:
+        bundle = open_bundle(name)
+    except BundleError as error:
+        return Finding("Bundles", "broken", "bundle", f"{error.path}: {error.reason}", fix)
+    members, troubles = bundle.manifest.members, bundle.troubles()
+    if troubles:
+        told = f"{len(troubles)} of {count(len(members), 'cubin')} cannot be used: {troubles[0]}"
+        return Finding("Bundles", "broken", "bundle", f"{bundle.path}: {told}", fix)
+    served = words(sorted({f"{member.arch} under {member.backend}" for member in members}))
+    told = (
+        f"{bundle.path}, made by skuda {bundle.manifest.skuda}: {count(len(members), 'cubin')} for {served}, all whole"
+    )
+    foreign = len(foreign_members(bundle, _dispatcher().registry))
+    if not foreign:
+        return Finding("Bundles", "ok", "bundle", told)
+    told += f"; {foreign} from other sources than those here, and never found"
+    state: State = "broken" if foreign == len(members) else "ok"
+    return Finding("Bundles", state, "bundle", told, "make it again with the `skuda bundle` of this version")
 
 
 def _size(folder: Path) -> str:

@@ -144,7 +144,8 @@ class EvidenceFile(Value):
     driver : str
         Version of its driver; empty on a CPU.
     versions : dict
-        Versions by name: python, numpy, torch, pycuda, cuda-bindings, nvcc, nvrtc, those that are there.
+        Versions by name: python, numpy, torch, pycuda, cuda-bindings, nvcc, nvrtc, those that are there;
+        the bundles that kernels came from, where any were named.
     date : str
         When it was made, UTC.
     skuda : str

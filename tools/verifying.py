@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import zlib
@@ -18,6 +19,7 @@ from skuda.dispatch import Dispatcher, PlanPreference
 from skuda.dispatch.compiling import find_nvcc
 from skuda.dispatch.device import Device
 from skuda.dispatch.plan import Plan
+from skuda.dispatch.settings import bundle_names
 from skuda.registry.arch import ArchSku
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import DriverError
@@ -251,7 +253,10 @@ def versions(more: Iterable[str] = ()) -> dict[str, str]:
     if nvcc is not None:
         found["nvcc"] = nvcc.version
     nvrtc = _version("nvidia-cuda-nvrtc") or _version("nvidia-cuda-nvrtc-cu12")
-    return found | ({"nvrtc": nvrtc} if nvrtc else {})
+    if nvrtc:
+        found["nvrtc"] = nvrtc
+    # What lies in a bundle was not compiled here.
+    return found | ({"bundle": os.pathsep.join(bundle_names())} if bundle_names() else {})
 
 
 def _version(distribution: str) -> str | None:

@@ -7,9 +7,10 @@ import math
 import threading
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Any, ClassVar, Generic, NoReturn, TypeVar, cast
+from typing import Any, ClassVar, Generic, NamedTuple, NoReturn, TypeVar, cast
 
 from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
+from skuda.dispatch.bundle import Bundle, open_bundle
 from skuda.dispatch.compiling import Compiler, Job
 from skuda.dispatch.cubin import read_kernels
 from skuda.dispatch.cubin_cache import CubinCache, Found, Key
@@ -18,10 +19,11 @@ from skuda.dispatch.driver import driver
 from skuda.dispatch.gpu_arrays import current_streams
 from skuda.dispatch.gpu_call import parameter_layout
 from skuda.dispatch.gpu_run import Bound, CudaRunner, Engine
+from skuda.dispatch.settings import bundle_names
 from skuda.dispatch.sources import Source, read_source
 from skuda.kernels.launch import Choice, Launch, Step
 from skuda.registry.descriptor import Descriptor
-from skuda.registry.errors import CompileError, DriverError, NotPrepared
+from skuda.registry.errors import BundleError, CompileError, DriverError, NotPrepared
 from skuda.registry.sku import KernelSku
 from skuda.registry.source import resolve
 
@@ -32,8 +34,36 @@ _MOST_SHARED = 48 << 10
 Module = TypeVar("Module")
 
 
+class Sought(NamedTuple):
+    """A cubin that is looked for.
+
+    Attributes
+    ----------
+    key : Key
+        What it is found by.
+    source : Source
+        What it is compiled from.
+    compiler : Compiler or None
+        Who would compile it here.
+    identity : str or None
+        That of the compiler.
+    """
+
+    key: Key
+    source: Source
+    compiler: Compiler | None
+    identity: str | None
+
+
 class CudaBackend(Backend, Generic[Module]):
     """A way to compile and launch CUDA source.
+
+    Parameters
+    ----------
+    cache : CubinCache or None
+        None for the one that the settings name.
+    bundles : tuple of Bundle or None
+        What is looked at before the cache; None for those that the settings name.
 
     Attributes
     ----------
@@ -43,8 +73,8 @@ class CudaBackend(Backend, Generic[Module]):
 
     compilers: ClassVar[str]
 
-    def __init__(self, cache: CubinCache | None = None) -> None:
-        self._cache = cache
+    def __init__(self, cache: CubinCache | None = None, bundles: tuple[Bundle, ...] | None = None) -> None:
+        self._cache, self._bundles = cache, bundles
 
     @abstractmethod
     def trouble(self) -> BackendStatus | None:
@@ -73,6 +103,19 @@ class CudaBackend(Backend, Generic[Module]):
             self._cache = CubinCache()
         return self._cache
 
+    @property
+    def bundles(self) -> tuple[Bundle, ...]:
+        """The bundles that are looked at before the cache, in this order; opened when they are first needed.
+
+        Raises
+        ------
+        BundleError
+            Where one that the settings name is not to be used.
+        """
+        if self._bundles is None:
+            self._bundles = tuple(open_bundle(name) for name in bundle_names())
+        return self._bundles
+
     def status(self) -> BackendStatus:
         """Say whether the backend works here; makes no context."""
         trouble = self.trouble()
@@ -85,12 +128,21 @@ class CudaBackend(Backend, Generic[Module]):
             return BackendStatus(available=False, detail=str(error), remedy=_DRIVER_REMEDY)
         if count == 0:
             return BackendStatus(available=False, detail="the driver sees no GPU", remedy="set CUDA_VISIBLE_DEVICES")
+        try:
+            shipped = [str(bundle.path) for bundle in self.bundles if bundle.serves(self.spec.name)]
+        except BundleError as error:
+            return BackendStatus(available=False, detail=str(error), remedy="replace it, or unset SKUDA_BUNDLE")
         detail = f"{self.versions()}, driver for CUDA {version}"
         if self.compiler() is not None:
-            return BackendStatus(available=True, detail=detail)
-        if self.cache.has_any(self.spec.name):
-            return BackendStatus(available=True, detail=f"{detail}; no compiler: only cached kernels run")
-        return BackendStatus(available=False, detail=f"{detail}; no compiler", remedy=self.compilers)
+            return BackendStatus(
+                available=True, detail=detail + (f"; first from {', '.join(shipped)}" if shipped else "")
+            )
+        shipped += ["the cache"] if self.cache.has_any(self.spec.name) else []
+        if shipped:
+            told = f"{detail}; no compiler: only kernels from {' and '.join(shipped)} run"
+            return BackendStatus(available=True, detail=told)
+        remedy = f"{self.compilers}, or set SKUDA_BUNDLE to a file of `skuda bundle` made for {self.spec.name}"
+        return BackendStatus(available=False, detail=f"{detail}; no compiler", remedy=remedy)
 
     def devices(self) -> tuple[Device, ...]:
         """Return the CUDA devices in the driver's order."""
@@ -101,8 +153,10 @@ class CudaBackend(Backend, Generic[Module]):
 
         Raises
         ------
+        BundleError
+            Where a bundle that the settings name is not to be used.
         CompileError
-            Where it does not compile, or is not cached and there is no compiler.
+            Where it does not compile, or is neither bundled nor cached and there is no compiler.
         NotPrepared
             While a stream is being captured.
         """
@@ -113,7 +167,7 @@ class CudaBackend(Backend, Generic[Module]):
             return CudaRunner(problem, launch, _Nothing(), found, (ordinal, context), self.notes())
         with found.using(context):
             _refuse_capture(sku, ordinal)
-            cubin = self.cubin(sku, launch, device)
+            cubin = self.shipped(sku, launch, device) or self.cubin(sku, launch, device)
             launch = replace(launch, steps=placed(sku, launch.steps, cubin.cubin))
             module = self._loaded(sku, cubin.cubin, ordinal)
             engine = self.engine(module, launch, problem.op_name(), ordinal)
@@ -141,6 +195,41 @@ class CudaBackend(Backend, Generic[Module]):
         launch: Launch = rule(problem, device, choice) if choice else rule(problem, device)
         return replace(launch, steps=tuple(step for step in launch.steps if math.prod(step.grid)))
 
+    def sought(self, sku: KernelSku, launch: Launch, device: Device) -> Sought:
+        """Return what a SKU's cubin for a device is found by, and who would compile it."""
+        source, compiler = read_source(sku.source), self.compiler()
+        flags, arch = (*sku.flags, *launch.flags), arch_of(sku, device)
+        key = Key(source.digest, flags, arch, f"{sku.entry_point} {sku.launch}", self.spec.name)
+        return Sought(key, source, compiler, None if compiler is None else compiler.identity(source))
+
+    def shipped(self, sku: KernelSku, launch: Launch, device: Device) -> Found | None:
+        """Return a SKU's cubin for a device from the first bundle that has it, or None.
+
+        A bundle was named to be used, so it is whichever compiler is here, or made it.
+
+        Raises
+        ------
+        BundleError
+            Where a bundle is not to be used, or what it has for the key is not what the key says.
+        CompileError
+            Where the cubin does not take what the launch gives.
+        """
+        if not self.bundles:
+            return None
+        sought = self.sought(sku, launch, device)
+        for bundle in self.bundles:
+            member = bundle.find(sought.key, sought.identity)
+            if member is None:
+                continue
+            cubin = bundle.read(member)
+            try:
+                placed(sku, launch.steps, cubin)
+            except ValueError as error:
+                told = f"what it has for {sku.id} is no cubin ({error}); make it again with `skuda bundle`"
+                raise BundleError(bundle.path, told) from error
+            return Found(cubin, (f"from {bundle.path}, compiled by {member.compiler}",))
+        return None
+
     def cubin(self, sku: KernelSku, launch: Launch, device: Device) -> Found:
         """Return a SKU's cubin for a device, from the cache or the compiler.
 
@@ -149,36 +238,31 @@ class CudaBackend(Backend, Generic[Module]):
         CompileError
             Where it does not compile, is not cached and there is no compiler, or does not take what the launch gives.
         """
-        source, compiler = read_source(sku.source), self.compiler()
-        key = self._key(sku, launch, device, source)
-        arch, flags = key.arch, key.flags
+        sought = self.sought(sku, launch, device)
+        arch, flags = sought.key.arch, sought.key.flags
 
         def build() -> bytes:
-            if compiler is None:
-                self._refuse_without_compiler(sku, arch)
-            return compiler.compile(Job(sku.id, source, flags, arch))
+            if sought.compiler is None:
+                self._refuse_without_compiler(sku, sought.key)
+            return sought.compiler.compile(Job(sku.id, sought.source, flags, arch))
 
-        identity = None if compiler is None else compiler.identity(source)
-        found = self.cache.get(key, identity, build, {"sku": sku.id, "source": sku.source, "flags": flags})
+        facts = {"sku": sku.id, "source": sku.source, "flags": flags}
+        found = self.cache.get(sought.key, sought.identity, build, facts)
         placed(sku, launch.steps, found.cubin)
         return found
 
     def cached(self, sku: KernelSku, launch: Launch, device: Device) -> bool:
         """Whether `cubin` would compile nothing."""
-        source, compiler = read_source(sku.source), self.compiler()
-        identity = None if compiler is None else compiler.identity(source)
-        return self.cache.has(self._key(sku, launch, device, source), identity)
+        sought = self.sought(sku, launch, device)
+        return self.cache.has(sought.key, sought.identity)
 
-    def _key(self, sku: KernelSku, launch: Launch, device: Device, source: Source) -> Key:
-        flags, arch = (*sku.flags, *launch.flags), arch_of(sku, device)
-        return Key(source.digest, flags, arch, f"{sku.entry_point} {sku.launch}", self.spec.name)
-
-    def _refuse_without_compiler(self, sku: KernelSku, arch: str) -> NoReturn:
-        folder = self.cache.folder
+    def _refuse_without_compiler(self, sku: KernelSku, key: Key) -> NoReturn:
+        lacking = "".join(f", nor in {bundle.path}: {bundle.lacks(key, sku.source)}" for bundle in self.bundles)
         raise CompileError(
             sku.id,
-            f"there is no compiler here and no cubin for {arch} in {folder}; either {self.compilers}, or compile it on "
-            f"a machine that has one (`skuda compile`) and set SKUDA_CACHE_DIR to a copy of its cache",
+            f"there is no compiler here and no cubin for {key.arch} in {self.cache.folder}{lacking}; either "
+            f"{self.compilers}, or compile it on a machine that has one and copy the result: set SKUDA_BUNDLE to the "
+            f"file of `skuda bundle`, or SKUDA_CACHE_DIR to the cache of `skuda compile`",
         )
 
     def _loaded(self, sku: KernelSku, cubin: bytes, ordinal: int) -> Module:
