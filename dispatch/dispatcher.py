@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 from skuda.dispatch import match
 from skuda.dispatch.arrays import common_place
@@ -15,11 +15,15 @@ from skuda.dispatch.explanation import Explanation
 from skuda.dispatch.plan import Plan
 from skuda.dispatch.plugins import Quarantined, load_backends, load_kernels
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
-from skuda.dispatch.settings import plugins_enabled
+from skuda.dispatch.settings import nvtx_enabled, plugins_enabled
+from skuda.dispatch.telemetry import Guarded, Observer, Selection, Watch, log_selection, logger_of
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem, Unsupported
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
+
+if TYPE_CHECKING:
+    from skuda.dispatch.ranges import Ranges
 
 _MOST_PLANS = 4096
 
@@ -33,9 +37,28 @@ class Dispatcher:
         What to choose from; None for the built-in ops and those of installed plug-ins.
     backends : iterable of Backend, or None
         What to run with; None for the built-in backends and those of installed plug-ins.
+    on_selection : callable or None
+        Called with a `Selection` for every selection that is made, whatever its outcome; a plan from the cache makes
+        none. What it raises is logged once and stops nothing.
+    nvtx : bool or None
+        Whether every launch is an NVTX range; None for what ``SKUDA_NVTX`` says.
+
+    Raises
+    ------
+    MissingDependency
+        Where NVTX ranges are asked for and the package ``nvtx`` is absent.
+    InvalidRecord
+        Where an environment variable has a value that it cannot have.
     """
 
-    def __init__(self, registry: Registry | None = None, *, backends: Iterable[Backend] | None = None) -> None:
+    def __init__(
+        self,
+        registry: Registry | None = None,
+        *,
+        backends: Iterable[Backend] | None = None,
+        on_selection: Observer | None = None,
+        nvtx: bool | None = None,
+    ) -> None:
         aside: tuple[Quarantined, ...] = ()
         brought: tuple[Backend, ...] = ()
         if backends is None:
@@ -63,6 +86,13 @@ class Dispatcher:
         self._plans: dict[Hashable, Plan] = {}
         self._answering: dict[Hashable, threading.Lock] = {}
         self._lock = threading.Lock()
+        log = log_selection if logger_of("dispatch") is not None else None
+        self._observers = [Guarded(observer) for observer in (log, on_selection) if observer is not None]
+        self._ranges: Ranges | None = None
+        if nvtx_enabled() if nvtx is None else nvtx:
+            from skuda.dispatch.ranges import Ranges
+
+            self._ranges = Ranges()
 
     @cached_property
     def status(self) -> dict[str, BackendStatus]:
@@ -126,7 +156,7 @@ class Dispatcher:
         plan = self._plans.get(key)
         if plan is not None:
             return plan
-        plan = self._plan(key, lambda: self._made(problem, preference, device))
+        plan = self._selected(key, problem, preference, device)
         if plan is None:
             raise Unsupported(self.explain(problem, preference, device))
         return plan
@@ -160,19 +190,38 @@ class Dispatcher:
                 del self._answering[key]
             mine.release()
 
-    def _made(
-        self, problem: Descriptor, preference: PlanPreference, device: Device, behind: KernelSku | None = None
+    def _selected(
+        self,
+        key: Hashable,
+        problem: Descriptor,
+        preference: PlanPreference,
+        device: Device,
+        behind: KernelSku | None = None,
     ) -> Plan | None:
-        """Make the plan of the best kernel, or of the best one behind another in the ranking."""
-        sku = match.choose(self.registry, problem, device, preference, self._unavailable, behind)
-        if sku is None:
-            return None
+        """Answer a question with the best kernel, or the best behind another in the ranking, and tell the observers."""
+        choose = partial(match.choose, self.registry, problem, device, preference, self._unavailable, behind)
+        watch = Watch(choose, partial(self._prepared, problem, preference, device))
+        try:
+            return self._plan(key, watch)
+        finally:
+            # Behind the lock of the question: an observer may ask it, too.
+            if watch.times is not None and self._observers:
+                explain = partial(self.explain, problem, preference, device)
+                passed = None if behind is None else behind.id
+                told = (watch.sku, *watch.times, watch.error, passed, explain)
+                selection = Selection(problem, device, preference, *told)
+                for observer in self._observers:
+                    observer(selection)
+
+    def _prepared(self, problem: Descriptor, preference: PlanPreference, device: Device, sku: KernelSku) -> Plan:
         here = device.ordinal is not None
         runner = self.backends[sku.backend].prepare(sku, problem, device) if here else None
+        if runner is not None and self._ranges is not None:
+            runner = self._ranges.round(runner, sku)
 
         def following() -> Plan | None:
             key = (problem, preference, device.place, sku.id)
-            return self._plans.get(key) or self._plan(key, lambda: self._made(problem, preference, device, sku))
+            return self._plans.get(key) or self._selected(key, problem, preference, device, sku)
 
         return Plan.prepared(sku, problem, device, preference, runner, following)
 
@@ -231,7 +280,11 @@ class Dispatcher:
 
         Parameters
         ----------
-        problem, preference, device
+        problem : Descriptor
+            See `select`.
+        preference : PlanPreference
+            See `select`.
+        device : Device or None
             See `select`.
         """
         device = self.devices[0] if device is None else device

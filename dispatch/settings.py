@@ -4,21 +4,136 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import platformdirs
+
+from skuda.registry.errors import InvalidRecord
+
+
+class Setting(NamedTuple):
+    """One environment variable.
+
+    Attributes
+    ----------
+    name : str
+        Its name.
+    takes : str
+        What it may be set to.
+    default : str
+        What holds without it.
+    meaning : str
+        What it does.
+    read : str
+        When it is read.
+    """
+
+    name: str
+    takes: str
+    default: str
+    meaning: str
+    read: str
+
+    @property
+    def given(self) -> str:
+        """What it is set to; empty where it is not set."""
+        return os.environ.get(self.name, "")
+
+    def refuse(self, must: str) -> InvalidRecord:
+        """Return the error for what it is set to."""
+        return InvalidRecord("the environment", self.name, repr(self.given), must)
+
+
+_TOPICS = ("dispatch", "compile")
+_BY_DISPATCHER = "when a `Dispatcher` is made"
+
+_CACHE_DIR = Setting(
+    "SKUDA_CACHE_DIR",
+    "a folder",
+    "the platform's folder for caches of the user",
+    "Where compiled kernels are kept.",
+    "when the first kernel is compiled or looked up",
+)
+_BUNDLE = Setting(
+    "SKUDA_BUNDLE",
+    "files of `skuda bundle`, separated as in `PATH`, each with `#sha256=` and its checksum behind it if wanted",
+    "none",
+    "Which files compiled kernels are read from, before the cache.",
+    "when a CUDA backend is first asked what it can do",
+)
+_PLUGINS = Setting(
+    "SKUDA_PLUGINS", "`0` or `1`", "`1`", "Whether kernels and backends of other packages are loaded.", _BY_DISPATCHER
+)
+_LOG = Setting(
+    "SKUDA_LOG",
+    f"one or more of {', '.join(f'`{topic}`' for topic in _TOPICS)}, separated by commas",
+    "nothing is logged",
+    "Log selections (`dispatch`), and compilations and what the cache had (`compile`), to standard error.",
+    f"{_BY_DISPATCHER}, and when a kernel is compiled or looked up",
+)
+_NVTX = Setting(
+    "SKUDA_NVTX",
+    "`0` or `1`",
+    "`0`",
+    "An NVTX range round every launch of a plan, for Nsight Systems; needs the package `nvtx`.",
+    _BY_DISPATCHER,
+)
+
+SETTINGS = (_CACHE_DIR, _BUNDLE, _PLUGINS, _LOG, _NVTX)
+"""Every environment variable that skuda reads."""
 
 
 def cache_directory() -> Path:
     """Where compiled kernels are kept: ``SKUDA_CACHE_DIR``, else the platform's user cache."""
-    given = os.environ.get("SKUDA_CACHE_DIR")
+    given = _CACHE_DIR.given
     return Path(given) if given else Path(platformdirs.user_cache_dir("skuda", appauthor=False))
 
 
 def bundle_names() -> tuple[str, ...]:
     """Which files of compiled kernels are read: ``SKUDA_BUNDLE``, separated as in ``PATH``."""
-    return tuple(filter(None, os.environ.get("SKUDA_BUNDLE", "").split(os.pathsep)))
+    return tuple(filter(None, _BUNDLE.given.split(os.pathsep)))
 
 
 def plugins_enabled() -> bool:
-    """Whether installed plug-ins are loaded; ``SKUDA_PLUGINS=0`` turns them off."""
-    return os.environ.get("SKUDA_PLUGINS", "1") != "0"
+    """Whether installed plug-ins are loaded; ``SKUDA_PLUGINS=0`` turns them off.
+
+    Raises
+    ------
+    InvalidRecord
+        Where it is neither 0 nor 1.
+    """
+    return _switch(_PLUGINS, otherwise=True)
+
+
+def logged_topics() -> frozenset[str]:
+    """Return what ``SKUDA_LOG`` asks to log.
+
+    Raises
+    ------
+    InvalidRecord
+        For a topic that there is not.
+    """
+    topics = frozenset(word.strip() for word in _LOG.given.split(",")) - {""}
+    if not topics <= set(_TOPICS):
+        raise _LOG.refuse(f"be one or more of {', '.join(_TOPICS)}, separated by commas")
+    return topics
+
+
+def nvtx_enabled() -> bool:
+    """Whether ``SKUDA_NVTX`` asks for ranges round launches.
+
+    Raises
+    ------
+    InvalidRecord
+        Where it is neither 0 nor 1.
+    """
+    return _switch(_NVTX, otherwise=False)
+
+
+def _switch(setting: Setting, *, otherwise: bool) -> bool:
+    match setting.given:
+        case "":
+            return otherwise
+        case "0" | "1" as given:
+            return given == "1"
+    raise setting.refuse("be 0 or 1")

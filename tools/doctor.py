@@ -15,12 +15,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from skuda.tools.packages import Finding, State, meets, optional_packages, required_packages, requirements
+from skuda.tools import findings as known
+from skuda.tools.findings import Finding
+from skuda.tools.packages import meets, optional_packages, required_packages, requirements
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from skuda.dispatch import Dispatcher
 
 _COLOURS = {"ok": "green", "missing": "yellow", "broken": "bold red"}
-_DRIVER = "install NVIDIA's driver (https://www.nvidia.com/drivers); a machine without an NVIDIA GPU needs none"
 _CUDA_LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
@@ -69,6 +70,7 @@ def examine() -> list[Finding]:
         ("Optional packages", False, optional_packages),
         ("NVIDIA driver", False, _driver),
         ("Compilers", False, _compilers),
+        ("Environment", True, _environment),
         ("Kernels and backends", True, _backends),
         ("Plug-ins", False, _plugins),
         ("Cache", False, _cache),
@@ -92,16 +94,32 @@ def _python() -> Iterator[Finding]:
         needed = str(metadata.metadata("skuda")["Requires-Python"])
         own = Finding(section, "ok", "skuda", metadata.version("skuda"), required=True)
     except metadata.PackageNotFoundError:
-        own = Finding(section, "missing", "skuda", "not installed as a package", "pip install -e .", required=True)
+        own = known.NOT_INSTALLED.found()
     version = platform.python_version()
     if meets(version, needed):
         yield Finding(section, "ok", "python", f"{version} at {sys.executable}", required=True)
     else:
-        yield Finding(
-            section, "broken", "python", f"{version}, needs {needed}", f"install Python {needed}", required=True
-        )
+        yield known.PYTHON_OLD.found(version=version, needed=needed)
     yield own
     yield Finding(section, "ok", "platform", f"{platform.system()} {platform.release()}, {platform.machine()}")
+
+
+def _environment() -> Iterator[Finding]:
+    from skuda.dispatch.settings import SETTINGS, logged_topics, nvtx_enabled, plugins_enabled
+    from skuda.registry.errors import InvalidRecord
+
+    wrong = {}
+    for read in (plugins_enabled, logged_topics, nvtx_enabled):
+        try:
+            read()
+        except InvalidRecord as error:
+            wrong[error.field] = error.must
+    for setting in SETTINGS:
+        if setting.name in wrong:
+            rule = wrong[setting.name]
+            yield known.SETTING_WRONG.found(variable=setting.name, value=setting.given, rule=rule)
+        elif setting.given:
+            yield Finding("Environment", "ok", setting.name, setting.given)
 
 
 def _driver() -> Iterator[Finding]:
@@ -109,13 +127,13 @@ def _driver() -> Iterator[Finding]:
     try:
         library = ctypes.CDLL(_CUDA_LIBRARY)
     except OSError:
-        yield Finding(section, "missing", "driver", f"{_CUDA_LIBRARY} cannot be loaded", _DRIVER)
+        yield known.DRIVER_ABSENT.found(library=_CUDA_LIBRARY)
         return
     version = ctypes.c_int()
     # The one call of the driver that needs no initialization, so no context and no trace of this process on the card.
     status = library.cuDriverGetVersion(ctypes.byref(version))
     if status != 0 or version.value == 0:
-        yield Finding(section, "broken", "driver", f"{_CUDA_LIBRARY} answers with error {status}", _DRIVER)
+        yield known.DRIVER_BROKEN.found(library=_CUDA_LIBRARY, status=status)
         return
     major, minor = version.value // 1000, version.value % 1000 // 10
     yield Finding(section, "ok", "driver", f"supports CUDA {major}.{minor}")
@@ -130,12 +148,11 @@ def _nvcc() -> Finding:
     section = "Compilers"
     path = shutil.which("nvcc")
     if path is None:
-        fix = "install the CUDA toolkit (https://developer.nvidia.com/cuda-downloads) and put its bin on PATH"
-        return Finding(section, "missing", "nvcc", "not on PATH; the backend pycuda needs it", fix)
+        return known.NVCC_ABSENT.found()
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        return Finding(section, "broken", "nvcc", f"{path}: {error}", "reinstall the CUDA toolkit")
+        return known.NVCC_BROKEN.found(path=path, error=error)
     version = re.search(r"release ([\d.]+)", said)
     return Finding(section, "ok", "nvcc", f"{version[1] if version else 'unknown version'} at {path}")
 
@@ -143,17 +160,16 @@ def _nvcc() -> Finding:
 def _nvrtc() -> Finding:
     section, name = "Compilers", "nvidia-cuda-nvrtc"
     wanted = next((wanted for package, wanted, _ in requirements() if package == name), "")
-    fix = f"pip install '{name}{wanted}'"
     try:
         brought = metadata.distribution(name)
     except metadata.PackageNotFoundError:
         system = ctypes.util.find_library("nvrtc")
         if system is not None:
             return Finding(section, "ok", "nvrtc", f"{system} of the system")
-        return Finding(section, "missing", "nvrtc", "no library; the backend cuda_core needs it", fix)
+        return known.NVRTC_ABSENT.found(requirement=f"{name}{wanted}")
     libraries = [file for file in brought.files or () if re.match(r"(lib)?nvrtc(64_\w+\.dll|\.so)", file.name)]
     if not any(brought.locate_file(file).is_file() for file in libraries):  # type: ignore[attr-defined]  # a Path here
-        return Finding(section, "broken", "nvrtc", f"{name} {brought.version} without its library", fix)
+        return known.NVRTC_BROKEN.found(requirement=f"{name}{wanted}", package=name, version=brought.version)
     return Finding(section, "ok", "nvrtc", f"{brought.version} from {name}")
 
 
@@ -170,9 +186,11 @@ def _backends() -> Iterator[Finding]:
     yield Finding(section, "ok", "registry", f"{len(registry)} kernels of {len(registry.ops)} ops", required=True)
     for name, status in dispatcher.status.items():
         required = registry.backends[name].reference
-        absent: State = "broken" if required else "missing"
-        state: State = "ok" if status.available else absent
-        yield Finding(section, state, name, status.detail, status.remedy, required)
+        absent = known.BACKEND_BROKEN if required else known.BACKEND_ABSENT
+        if status.available:
+            yield Finding(section, "ok", name, status.detail, status.remedy, required)
+        else:
+            yield absent.found(backend=name, trouble=status.detail, remedy=status.remedy)
     for device in dispatcher.devices:
         ordinal = f"{device.processor}:{device.ordinal}"
         facts = [device.describe()]
@@ -189,7 +207,7 @@ def _plugins() -> Iterator[Finding]:
     points = [point for group in (KERNELS, BACKENDS) for point in sorted(metadata.entry_points(group=group))]
     if not plugins_enabled():
         for point in points:
-            yield Finding(section, "missing", point.name, "plug-ins are turned off", "unset SKUDA_PLUGINS")
+            yield known.PLUGINS_OFF.found(plugin=point.name)
         return
     if not points:
         yield Finding(section, "ok", "plug-ins", "none installed")
@@ -202,8 +220,8 @@ def _plugins() -> Iterator[Finding]:
         if plugin is None:
             yield Finding(section, "ok", point.name, f"{point.group} of {package}{version}")
         else:
-            fix = f"pip install --upgrade {package}, or pip uninstall {package}"
-            yield Finding(section, "broken", point.name, f"{point.group} of {plugin.origin}: {plugin.reason}", fix)
+            words = {"plugin": point.name, "group": point.group, "package": package}
+            yield known.PLUGIN_BROKEN.found(**words, origin=plugin.origin, reason=plugin.reason)
 
 
 def _cache() -> Iterator[Finding]:
@@ -213,11 +231,10 @@ def _cache() -> Iterator[Finding]:
 
     section = "Cache"
     path = cache_directory()
-    fix = "set SKUDA_CACHE_DIR to a folder that can be written"
     # The folder is made when the first kernel is compiled; until then its nearest parent decides.
     there = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), Path(path.anchor))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        yield Finding(section, "broken", "directory", f"{path} cannot be written", fix)
+        yield known.CACHE_CLOSED.found(path=path)
     elif there != path:
         yield Finding(section, "ok", "directory", f"{path}, made when needed")
     else:
@@ -237,25 +254,23 @@ def _bundle(name: str) -> Finding:
     from skuda.tools.bundling import foreign_members
     from skuda.tools.output import count, words
 
-    fix = "replace it, or unset SKUDA_BUNDLE"
     try:
         bundle = open_bundle(name)
     except BundleError as error:
-        return Finding("Bundles", "broken", "bundle", f"{error.path}: {error.reason}", fix)
+        return known.BUNDLE_BROKEN.found(path=error.path, trouble=error.reason)
     members, troubles = bundle.manifest.members, bundle.troubles()
     if troubles:
         told = f"{len(troubles)} of {count(len(members), 'cubin')} cannot be used: {troubles[0]}"
-        return Finding("Bundles", "broken", "bundle", f"{bundle.path}: {told}", fix)
+        return known.BUNDLE_BROKEN.found(path=bundle.path, trouble=told)
     served = words(sorted({f"{member.arch} under {member.backend}" for member in members}))
-    told = (
-        f"{bundle.path}, made by skuda {bundle.manifest.skuda}: {count(len(members), 'cubin')} for {served}, all whole"
-    )
+    made = f"{bundle.path}, made by skuda {bundle.manifest.skuda}"
+    contents = f"{made}: {count(len(members), 'cubin')} for {served}, all whole"
     foreign = len(foreign_members(bundle, _dispatcher().registry))
     if not foreign:
-        return Finding("Bundles", "ok", "bundle", told)
-    told += f"; {foreign} from other sources than those here, and never found"
-    state: State = "broken" if foreign == len(members) else "ok"
-    return Finding("Bundles", state, "bundle", told, "make it again with the `skuda bundle` of this version")
+        return Finding("Bundles", "ok", "bundle", contents)
+    found = known.BUNDLE_FOREIGN.found(contents=contents, foreign=foreign)
+    # What is left still serves.
+    return found if foreign == len(members) else replace(found, state="ok")
 
 
 def _size(folder: Path) -> str:

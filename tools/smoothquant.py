@@ -6,13 +6,11 @@ transformer's activations are a hundred times larger than elsewhere stop setting
 
 What each step is computed in, so that a checkpoint comes out the same on every machine:
 
-=====================  ========================================================================================
-maxima                 exact, f32
-both powers            f64, each rounded once to f32 (NumPy's own f32 power differs by an ulp between SIMD paths)
-``s_k``                one f32 division of the two
-``A_k / s_k``          one f32 division; ``W_k * s_k``: one f32 product
-scales, int8 values    `DynamicRangeQuantize`, `QuantizePerTensor`, symmetric -127..127, through the dispatcher
-=====================  ========================================================================================
+- maxima: exact, f32
+- both powers: f64, each rounded once to f32 (NumPy's own f32 power differs by an ulp between SIMD paths)
+- ``s_k``: one f32 division of the two
+- ``A_k / s_k``: one f32 division; ``W_k * s_k``: one f32 product
+- scales and int8 values: `DynamicRangeQuantize`, `QuantizePerTensor`, symmetric -127..127, through the dispatcher
 
 Source: Xiao et al., SmoothQuant, 2023, equation 4; numerics.md, "SmoothQuant's offline half".
 """

@@ -7,6 +7,7 @@ import math
 import threading
 from abc import abstractmethod
 from dataclasses import replace
+from time import perf_counter
 from typing import Any, ClassVar, Generic, NamedTuple, NoReturn, TypeVar, cast
 
 from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
@@ -21,6 +22,7 @@ from skuda.dispatch.gpu_call import parameter_layout
 from skuda.dispatch.gpu_run import Bound, CudaRunner, Engine
 from skuda.dispatch.settings import bundle_names
 from skuda.dispatch.sources import Source, read_source
+from skuda.dispatch.telemetry import logger_of
 from skuda.kernels.launch import Choice, Launch, Step
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import BundleError, CompileError, DriverError, NotPrepared
@@ -227,6 +229,9 @@ class CudaBackend(Backend, Generic[Module]):
             except ValueError as error:
                 told = f"what it has for {sku.id} is no cubin ({error}); make it again with `skuda bundle`"
                 raise BundleError(bundle.path, told) from error
+            log = logger_of("compile")
+            if log is not None:
+                log.info("%s for %s: found in %s", sku.id, sought.key.arch, bundle.path)
             return Found(cubin, (f"from {bundle.path}, compiled by {member.compiler}",))
         return None
 
@@ -241,13 +246,23 @@ class CudaBackend(Backend, Generic[Module]):
         sought = self.sought(sku, launch, device)
         arch, flags = sought.key.arch, sought.key.flags
 
+        log, built = logger_of("compile"), False
+
         def build() -> bytes:
+            nonlocal built
+            built = True
             if sought.compiler is None:
                 self._refuse_without_compiler(sku, sought.key)
-            return sought.compiler.compile(Job(sku.id, sought.source, flags, arch))
+            start = perf_counter()
+            cubin = sought.compiler.compile(Job(sku.id, sought.source, flags, arch))
+            if log is not None:
+                log.info("%s for %s: compiled in %.2f s by %s", sku.id, arch, perf_counter() - start, sought.identity)
+            return cubin
 
         facts = {"sku": sku.id, "source": sku.source, "flags": flags}
         found = self.cache.get(sought.key, sought.identity, build, facts)
+        if log is not None and not built:
+            log.info("%s for %s: found in %s", sku.id, arch, self.cache.folder)
         placed(sku, launch.steps, found.cubin)
         return found
 

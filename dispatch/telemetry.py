@@ -1,0 +1,224 @@
+"""What the dispatcher tells about itself: one `Selection` for every selection made, to a callback or to the log."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from skuda.dispatch.explanation import Decision, Explanation, as_json
+from skuda.dispatch.settings import logged_topics
+from skuda.registry.errors import Unsupported
+
+if TYPE_CHECKING:
+    from skuda.dispatch.device import Device
+    from skuda.dispatch.plan import Plan
+    from skuda.dispatch.preference import PlanPreference
+    from skuda.registry.descriptor import Descriptor
+    from skuda.registry.sku import KernelSku
+
+_log = logging.getLogger("skuda.dispatch")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """One selection, as it went. A plan that comes from the dispatcher's cache was selected before: it makes none.
+
+    Attributes
+    ----------
+    problem : Descriptor
+        What was asked for.
+    device : Device
+        Where it should run.
+    preference : PlanPreference
+        What the caller insisted on.
+    sku : KernelSku or None
+        The kernel chosen; None where there is none.
+    duration : float
+        Seconds that choosing took.
+    preparation : float
+        Seconds that preparing took: compiling or finding it in the cache, loading, allocating scratch.
+    error : BaseException or None
+        What preparing raised.
+    behind : str or None
+        Id of the kernel that could not read the arrays for their alignment, where this one was chosen to stand in.
+    """
+
+    problem: Descriptor
+    device: Device
+    preference: PlanPreference
+    sku: KernelSku | None
+    duration: float
+    preparation: float
+    error: BaseException | None = field(compare=False)
+    behind: str | None
+    _explain: Callable[[], Explanation] = field(repr=False, compare=False)
+
+    @cached_property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The verdict on every kernel of the op; worked out when it is first asked for."""
+        return self._explain().decisions
+
+    def attributes(self) -> dict[str, str | bool | int | float | list[Any]]:
+        """Return flat attributes named as in OpenTelemetry; times in seconds. What is not known is left out."""
+        sku, device = self.sku, self.device
+        found: dict[str, Any] = {
+            "skuda.op": self.problem.op_name(),
+            "skuda.device.name": device.name,
+            "skuda.device.processor": device.processor,
+            "skuda.device.ordinal": device.ordinal,
+            "skuda.selection.duration": self.duration,
+            "skuda.selection.preparation.duration": self.preparation,
+            "skuda.selection.behind": self.behind,
+        }
+        if device.compute_capability is not None:
+            found["skuda.device.compute_capability"] = "{}.{}".format(*device.compute_capability)
+        found |= {f"skuda.problem.{name}": value for name, value in as_json(self.problem).items() if name != "op"}
+        if sku is not None:
+            found |= {"skuda.sku.id": sku.id, "skuda.sku.backend": sku.backend, "skuda.sku.variant": sku.variant}
+            promised = as_json(sku.precision_guarantee)
+            found |= {f"skuda.guarantee.{name}": value for name, value in promised.items()}
+        kind = Unsupported if sku is None else type(self.error) if self.error is not None else None
+        if kind is not None:
+            found["error.type"] = f"{kind.__module__}.{kind.__qualname__}"
+        return {name: value for name, value in found.items() if value is not None}
+
+
+Observer = Callable[[Selection], object]
+"""What is called with every selection, in the thread that asked for it and before it gets its plan."""
+
+
+class Watch:
+    """Makes a plan and takes the time.
+
+    Parameters
+    ----------
+    choose : callable
+        Returns the kernel, or None.
+    prepare : callable
+        Returns the plan of a kernel.
+    """
+
+    def __init__(self, choose: Callable[[], KernelSku | None], prepare: Callable[[KernelSku], Plan]) -> None:
+        self._choose, self._prepare = choose, prepare
+        self.sku: KernelSku | None = None
+        self.error: BaseException | None = None
+        self.times: tuple[float, float] | None = None
+
+    def __call__(self) -> Plan | None:
+        """Choose and prepare."""
+        start = perf_counter()
+        self.sku = self._choose()
+        chosen = perf_counter()
+        try:
+            return None if self.sku is None else self._prepare(self.sku)
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            self.times = (chosen - start, perf_counter() - chosen)
+
+
+class Guarded:
+    """An observer whose failures never reach the selection; the first of them is logged.
+
+    Parameters
+    ----------
+    observer : callable
+        Who is told.
+    """
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._reported = False
+
+    def __call__(self, selection: Selection) -> None:
+        """Tell the observer."""
+        try:
+            self._observer(selection)
+        except Exception:  # noqa: BLE001  whatever the observer raises
+            if not self._reported:
+                self._reported = True
+                # An error, so that it shows without any set-up of logging.
+                _log.exception("%s failed; selections go on, and its later failures are not shown", self._origin())
+
+    def _origin(self) -> str:
+        code = getattr(self._observer, "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        return f"on_selection {getattr(self._observer, '__qualname__', repr(self._observer))}{where}"
+
+
+def log_selection(selection: Selection) -> None:
+    """Write a selection to the logger ``skuda.dispatch``: a line at INFO, and one at DEBUG for every kernel refused.
+
+    ``SKUDA_LOG=dispatch`` does this by itself; an application with handlers of its own passes it as `on_selection`.
+    """
+    question = f"{selection.problem.op_name()}({_fields(selection)}) on {selection.device.describe()}"
+    _log.info("%s: %s", question, _outcome(selection))
+    if _log.isEnabledFor(logging.DEBUG):
+        for decision in selection.decisions:
+            if not decision.accepted:
+                reasons = "; ".join(f"[{reason.code}] {reason}" for reason in decision.reasons)
+                _log.debug("refused %s: %s", decision.sku, reasons)
+
+
+def _fields(selection: Selection) -> str:
+    return ", ".join(f"{name}={value}" for name, value in as_json(selection.problem).items() if name != "op")
+
+
+def _outcome(selection: Selection) -> str:
+    behind = f" behind {selection.behind}, which the arrays' alignment rules out" if selection.behind else ""
+    if selection.sku is None:
+        return f"no kernel{behind}"
+    chose = f"chose {selection.sku.id}{behind} in {selection.duration * 1e3:.3f} ms"
+    if selection.error is not None:
+        trouble = " ".join(str(selection.error).split())
+        return f"{chose}, which could not be prepared: {type(selection.error).__name__}: {trouble}"
+    return f"{chose}, prepared in {selection.preparation * 1e3:.3f} ms"
+
+
+class _ToStandardError(logging.Handler):
+    """Writes where no handler of the application does, so that a line never shows twice."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line."""
+        logger: logging.Logger | None = logging.getLogger(record.name)
+        while logger is not None:
+            if not all(handler is self or isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+                return
+            logger = logger.parent if logger.propagate else None
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+        except Exception:  # noqa: BLE001  a stream that is closed or full, as for every handler of `logging`
+            self.handleError(record)
+
+
+# One, since a logger takes the same handler only once.
+_to_standard_error = _ToStandardError()
+_to_standard_error.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+
+
+def logger_of(topic: str) -> logging.Logger | None:
+    """Return the logger of a topic where ``SKUDA_LOG`` asks for it, ready to be written to; else None.
+
+    Parameters
+    ----------
+    topic : str
+        ``dispatch`` or ``compile``.
+
+    Raises
+    ------
+    InvalidRecord
+        Where ``SKUDA_LOG`` names a topic that there is not.
+    """
+    if topic not in logged_topics():
+        return None
+    logging.getLogger("skuda").addHandler(_to_standard_error)
+    logger = logging.getLogger(f"skuda.{topic}")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.DEBUG)
+    return logger
