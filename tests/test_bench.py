@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -31,13 +32,15 @@ from skuda.registry import BackendSpec, Case, InvalidProblem, InvalidRecord, Reg
 from skuda.registry.descriptor import storage_shape
 from skuda.registry.errors import MissingDependency
 from skuda.tools import bench_cutlass, bench_lab, bench_page, bench_rivals
-from skuda.tools.bench_cases import Work, groups, problem_of, read_shapes, select_cases, work_of
+from skuda.tools.bench_cases import Work, groups, problem_of, select_cases, work_of
+from skuda.tools.bench_cupy import elementwise, serves
 from skuda.tools.bench_cutlass import Configuration, Cutlass, build_command, refusal
 from skuda.tools.bench_host import host_costs
 from skuda.tools.bench_lab import Ceiling, TorchLab, describe_mismatch, flush_bytes
-from skuda.tools.bench_page import choices, command_line, means, rate, refusals
-from skuda.tools.bench_record import BenchRecord, CaseResult, Ceilings, HostCost, RivalResult, Timing
+from skuda.tools.bench_page import command_line
+from skuda.tools.bench_record import BenchRecord, CaseResult, Ceilings, HostCost, RivalResult, Timing, load_benches
 from skuda.tools.bench_rivals import Rival, Ways, absence, rivals_of, said
+from skuda.tools.bench_summary import choices, means, rate, refusals
 from skuda.tools.benching import Bench, best_ceilings, max_ulps, rounds_each, schedule
 from skuda.tools.cli import main
 from skuda.tools.evidence import load_records
@@ -114,13 +117,6 @@ def test_shapes_and_elements_replace_the_defaults():
 def test_what_cannot_be_measured_is_refused(names, shapes, elements, says):
     with pytest.raises(InvalidProblem, match=says):
         select_cases(REGISTRY, names, shapes, elements)
-
-
-def test_shapes_are_read():
-    assert read_shapes(["4096x8192", "1X2x3", "4096x8192"]) == ((4096, 8192), (1, 2, 3))
-    for text in ("4096", "1x2x3x4", "0x4", "-1x4", "ax4", "4x", "4 x²"):
-        with pytest.raises(InvalidProblem, match="--shapes must be ROWSxCOLUMNS or MxNxK"):
-            read_shapes([text])
 
 
 # ------------------------------------------------------------------------------------------------------------- the work
@@ -521,6 +517,7 @@ def test_every_problem_has_rivals_that_say_what_they_compute():
         assert ("fp8" in names) is case.op.endswith("linear")
         assert ("copy" in names) is not case.op.endswith("linear")
         assert ("bitsandbytes" in names) is (case.op == "dynamic_range")
+        assert ("cupy" in names) is (re.fullmatch(r"(fake_|de)?quantize(_per_[a-z]+)?", case.op) is not None)
         assert ("builtin" in names) is (
             case.op.startswith("fake_") or re.fullmatch(r"quantize_per_[a-z]+", case.op) is not None
         )
@@ -529,6 +526,70 @@ def test_every_problem_has_rivals_that_say_what_they_compute():
     )
     assert "quantized before" in {r.name: r.computes for r in dynamic}["fp8"]
     assert "quantized before" not in {r.name: r.computes for r in static}["fp8"]
+
+
+# ----------------------------------------------------------------------------------------------------------------- CuPy
+
+
+class Shared(np.ndarray):
+    """An array that torch and CuPy both have."""
+
+    device = nullcontext()
+
+
+class Kernel:
+    """What CuPy would make of an expression that is Python too."""
+
+    def __init__(self, inputs, outputs, body, name):
+        self.names = [part.split() for part in inputs.split(", ")]
+        self.text = body.removeprefix("y = ")
+
+    def __call__(self, *arrays):
+        *given, y = arrays
+        values = {name: value for (_, name), value in zip(self.names, given, strict=True)}
+        known = {"min": np.minimum, "max": np.maximum, "rint": np.rint, "S": values["scale"].dtype.type}
+        with np.errstate(over="ignore", under="ignore"):
+            y[...] = eval(self.text, known, values).astype(y.dtype)  # noqa: S307  our own expression
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """CuPy and torch over NumPy arrays, and the streams that were asked for."""
+
+    def stream(pointer):
+        streams.append(pointer)
+        return nullcontext()
+
+    def as_tensor(value, dtype, device):
+        return np.asarray(value, dtype).view(Shared)
+
+    streams = []
+    kinds = {name: np.dtype(name) for name in ("float16", "float32", "float64", "int8", "int32")}
+    cuda = SimpleNamespace(current_stream=lambda: SimpleNamespace(cuda_stream=77))
+    empty = lambda shape, dtype, device: np.full(shape, 99).astype(dtype).view(Shared)  # noqa: E731  one line is clearer
+    torch = SimpleNamespace(cuda=cuda, empty=empty, as_tensor=as_tensor, Tensor=Kernel, **kinds)
+    same = SimpleNamespace(
+        from_dlpack=lambda array: array, ElementwiseKernel=Kernel, cuda=SimpleNamespace(ExternalStream=stream)
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "cupy", same)
+    return streams
+
+
+@pytest.mark.parametrize("element", ["f16", "f32", "f64"])
+def test_cupy_computes_what_the_op_means_on_the_stream_of_torch(cupy, element):
+    served = [case for case in select_cases(REGISTRY, ["quantize"], [(6, 256)], [element]) if serves(case.problem)]
+    assert len(served) == 12
+    for case in served:
+        inputs = PaperLab().draw(case.problem, int(fresh("cupy").integers(2**31)))
+        want = answer(OPS[case.op], case.problem, inputs)["output"]
+        shared = {n: v.view(Shared) if isinstance(v, np.ndarray) else v for n, v in inputs.items()}
+        call = elementwise(case.problem, shared)
+        assert cupy == []
+        got = np.asarray(call())
+        assert np.array_equal(got.reshape(want.shape), want, equal_nan=True), case.label
+        assert cupy == [77]
+        cupy.clear()
 
 
 # -------------------------------------------------------------------------------------------------------------- CUTLASS
@@ -735,6 +796,13 @@ def test_a_record_survives_its_file(tmp_path):
     (tmp_path / "old.json").write_text(json.dumps(found))
     assert BenchRecord.load(tmp_path / "old.json").flush == "dirty", "as it was before records said so"
     assert load_records(path.parent).files == (), "evidence of `skuda verify` stands in the same folder"
+    earlier = record.model_copy(update={"date": "2020-01-01"})
+    earlier.save(path.with_name("z.json"))
+    (path.parent / "other.json").write_text('{"kind": "skuda verify"}')
+    assert load_benches(path.parent) == (earlier, record)
+    (path.parent / "other.json").write_text("{")
+    with pytest.raises(InvalidRecord, match=r"other\.json"):
+        load_benches(path.parent)
 
 
 def test_other_files_are_refused_by_name(tmp_path):
@@ -863,6 +931,12 @@ def on_paper(monkeypatch):
         (["--seed", "-1"], "seed"),
         (["--show", "nowhere.json"], "nowhere.json"),
         (["linear", "--show", "nowhere.json"], "OPS must be left out: --show measures nothing"),
+        (["--op", "linear", "--show", "nowhere.json"], "OPS must be left out"),
+        (["--m", "4", "--show", "nowhere.json"], "--m must be left out"),
+        (["--op", "fake_quantise"], "OPS must be"),
+        (["linear", "--shapes", "llama"], "a file of those, or a model: llama-3-8b, llama-3-70b, minilm; had 'llama'"),
+        (["--shapes", "minilm", "--m", "0"], "--m must be whole numbers above 0"),
+        (["--m", "4"], "--m must stand beside --shapes with a model"),
         (["--output", "x", "--show", "nowhere.json"], "--output must be left out"),
         (["--cutlass", "x", "--show", "nowhere.json"], "--cutlass must be left out"),
         (["linear", "--cutlass", "nowhere"], "--cutlass must be a folder with the objects that this builds: bash "),
@@ -907,6 +981,20 @@ def test_a_run_is_recorded_and_shown_again(skuda, on_paper, tmp_path, monkeypatc
     wrong = record.cases[0].model_copy(update={"refused": "wrong result: x", "timing": None})
     record.model_copy(update={"cases": (wrong,)}).save(path)
     assert skuda("--show", path)[0] == 1
+
+
+def test_a_model_gives_each_op_its_shapes_and_the_command_names_it(skuda, on_paper, tmp_path):
+    path = tmp_path / "out.json"
+    typed = ("--shapes", "minilm", "--m", "2,3", "--element", "f32", "--seed", "7", "--repeats", "1", "--output", path)
+    assert skuda("quantize_per_token", "--op", "quantized_linear", *typed)[0] == 0
+    record = BenchRecord.load(path)
+    command = "skuda bench quantize_per_token quantized_linear --shapes minilm --m 2,3 --element f32 --seed 7"
+    assert record.command == f"{command} --repeats 1"
+    found = {op: {case.shape for case in record.cases if case.op == op} for op in {case.op for case in record.cases}}
+    assert found == {
+        "quantize_per_token": {(m, n) for m in (2, 3) for n in (384, 1536)},
+        "quantized_linear": {(m, n, k) for m in (2, 3) for n, k in ((384, 384), (1536, 384), (384, 1536))},
+    }
 
 
 @needs_cc

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,9 @@ from skuda.registry.elements import FLOATS, ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Op
 from skuda.registry.registry import Registry
+from skuda.tools.model_shapes import Shape
 from skuda.tools.output import refuse, words
 
-Shape = tuple[int, ...]
 _F16, _BF16, _F32, _F64 = ElementKind.F16, ElementKind.BF16, ElementKind.F32, ElementKind.F64
 
 GROUP_SIZE = 128
@@ -159,14 +159,10 @@ def select_cases(
     InvalidProblem
         For a word that nobody knows, or a shape that fits none of the ops.
     """
-    known = groups(registry)
-    for name in names:
-        if name not in known and name not in known["all"]:
-            refuse("bench", "OPS", name, (*known, *known["all"]), kind="an op of the quantization family or a group")
+    chosen = select_ops(registry, names)
     for name in elements:
         if name not in FLOATS:
             refuse("bench", "--element", name, FLOATS)
-    chosen = dict.fromkeys(op for name in (names or ("all",)) for op in known.get(name, (name,)))
     ranks = {rank_of(registry.ops[op]) for op in chosen}
     for shape in shapes:
         if len(shape) not in ranks:
@@ -176,6 +172,28 @@ def select_cases(
     return tuple(case for op in chosen for case in _cases(registry.ops[op], shapes, kinds))
 
 
+def select_ops(registry: Registry, names: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the ops that names stand for, each once.
+
+    Parameters
+    ----------
+    registry : Registry
+        Whose ops.
+    names : sequence of str
+        Ops and groups of them; empty for all.
+
+    Raises
+    ------
+    InvalidProblem
+        For a word that nobody knows.
+    """
+    known = groups(registry)
+    for name in names:
+        if name not in known and name not in known["all"]:
+            refuse("bench", "OPS", name, (*known, *known["all"]), kind="an op of the quantization family or a group")
+    return tuple(dict.fromkeys(op for name in (names or ("all",)) for op in known.get(name, (name,))))
+
+
 def rank_of(op: Op) -> int:
     """Return how many sizes an op's shapes have here: 3 for a product, else 2."""
     return 3 if issubclass(op.descriptor, LinearProblem) else 2
@@ -183,28 +201,6 @@ def rank_of(op: Op) -> int:
 
 def _form(rank: int) -> str:
     return "MxNxK (rows, output channels, inner size)" if rank == 3 else "ROWSxCOLUMNS"
-
-
-def read_shapes(texts: Iterable[str]) -> tuple[Shape, ...]:
-    """Read shapes as they are typed: ``4096x4096``.
-
-    Parameters
-    ----------
-    texts : iterable of str
-        One shape each.
-
-    Raises
-    ------
-    InvalidProblem
-        For a text that is no shape.
-    """
-    found = []
-    for text in texts:
-        sizes = text.lower().split("x")
-        if len(sizes) not in (2, 3) or not all(size.isascii() and size.isdigit() and int(size) for size in sizes):
-            raise InvalidProblem("bench", "--shapes", repr(text), "be ROWSxCOLUMNS or MxNxK, of sizes above 0")
-        found.append(tuple(map(int, sizes)))
-    return tuple(dict.fromkeys(found))
 
 
 def _cases(op: Op, shapes: Sequence[Shape], elements: Sequence[ElementKind]) -> tuple[BenchCase, ...]:

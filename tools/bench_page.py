@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import shlex
-import statistics
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -21,13 +19,17 @@ from skuda.dispatch import Dispatcher
 from skuda.dispatch.device import Device
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.registry import Registry
-from skuda.tools.bench_cases import read_shapes, select_cases
+from skuda.tools import bench_plot
+from skuda.tools.bench_cases import rank_of, select_cases, select_ops
 from skuda.tools.bench_cutlass import CAPABILITY, Cutlass
 from skuda.tools.bench_host import cuda_calls, host_costs
 from skuda.tools.bench_lab import TorchLab
 from skuda.tools.bench_record import BenchRecord, CaseResult, HostCost
 from skuda.tools.bench_rivals import rivals_of
+from skuda.tools.bench_summary import FLUSHES, ROWS, choices, figure, means, rate, refusals
 from skuda.tools.benching import Bench
+from skuda.tools.evidence import load_records
+from skuda.tools.model_shapes import read_rows, read_shapes
 from skuda.tools.output import (
     count,
     folded,
@@ -42,12 +44,15 @@ from skuda.tools.output import (
     stdout,
     words,
 )
+from skuda.tools.report.page import check as check_html
+from skuda.tools.report.page import save as save_html
 
 
 def run(
     *,
     names: Sequence[str] = (),
     shapes: Sequence[str] = (),
+    m: Sequence[str] = (),
     elements: Sequence[str] = (),
     backend: str | None = None,
     seed: int | None = None,
@@ -55,6 +60,8 @@ def run(
     cutlass: Path | None = None,
     output: Path | None = None,
     show: Path | None = None,
+    plot: Path | None = None,
+    html: Path | None = None,
     as_json: bool = False,
 ) -> int:
     """Measure, or show a record of what was measured.
@@ -64,7 +71,9 @@ def run(
     names : sequence of str
         Ops and groups of them; empty for all.
     shapes, elements : sequence of str
-        Instead of the ops' own.
+        Instead of the ops' own; see `skuda.tools.model_shapes.read_shapes`.
+    m : sequence of str
+        Numbers of rows at which the shapes of models are taken.
     backend : str or None
         The backend to insist on.
     seed : int or None
@@ -77,6 +86,10 @@ def run(
         Where the record goes.
     show : Path or None
         A record to show; nothing is measured.
+    plot : Path or None
+        Where its plots go; see `skuda.tools.bench_plot.save`.
+    html : Path or None
+        Where the report page goes.
     as_json : bool
         The record on standard output instead of tables.
 
@@ -88,22 +101,30 @@ def run(
     Raises
     ------
     InvalidProblem
-        For a word that nobody knows, and for torch without CUDA.
+        For a word that nobody knows, a file that cannot be written, and for torch without CUDA.
     MissingDependency
-        Where torch is not installed.
+        Where torch, or matplotlib for plots, is not installed.
     InvalidRecord
         For a file that is no record.
     """
+    if plot is not None:
+        bench_plot.check(plot)
+    if html is not None:
+        check_html("bench", html)
     if show is not None:
-        given: dict[str, object] = {"OPS": names, "--shapes": shapes, "--element": elements, "--backend": backend}
-        given |= {"--cutlass": cutlass, "--output": output}
+        given: dict[str, object] = {"OPS": names, "--shapes": shapes, "--m": m, "--element": elements}
+        given |= {"--backend": backend, "--cutlass": cutlass, "--output": output}
         other = next((name for name, value in given.items() if value), None)
         if other is not None:
             raise InvalidProblem("bench", other, "--show beside it", "be left out: --show measures nothing")
-        return _tell(BenchRecord.load(show), Dispatcher().registry, as_json=as_json)
+        record, registry = BenchRecord.load(show), Dispatcher().registry
+        status = _tell(record, registry, as_json=as_json)
+        _draw(record, registry, plot, html)
+        return status
     dispatcher = Dispatcher()
-    names, elements = split(names), split(elements)
-    sizes = read_shapes(split(shapes))
+    names, shapes, elements = split(names), split(shapes), split(elements)
+    ranks = {rank_of(dispatcher.registry.ops[op]) for op in select_ops(dispatcher.registry, names)}
+    sizes = read_shapes(shapes, ranks, read_rows(split(m)))
     cases = select_cases(dispatcher.registry, names, sizes, elements)
     if backend is not None and backend not in dispatcher.registry.backends:
         refuse("bench", "--backend", backend, tuple(dispatcher.registry.backends))
@@ -116,7 +137,7 @@ def run(
     seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
     rivals = partial(rivals_of, cutlass=_able(products, device))
     bench = Bench(dispatcher, device, TorchLab(device), seed=seed, repeats=repeats, backend=backend, rivals=rivals)
-    told: dict[str, Sequence[str]] = {"--shapes": split(shapes), "--element": elements}
+    told: dict[str, Sequence[str]] = {"--shapes": shapes, "--m": split(m), "--element": elements}
     told["--backend"] = (backend,) if backend else ()
     told |= {"--seed": (str(seed),), "--repeats": (str(repeats),), "--cutlass": (str(cutlass),) if cutlass else ()}
     command = command_line(names, told)
@@ -126,6 +147,7 @@ def run(
     if output is not None:
         record.save(output)
     status = _tell(record, dispatcher.registry, as_json=as_json)
+    _draw(record, dispatcher.registry, plot, html)
     if stdout().is_terminal and not as_json:
         line = f"recorded in {output}" if output else "not recorded: --output FILE does that"
         stdout().print(line, style="dim", soft_wrap=True)
@@ -169,6 +191,16 @@ def _tell(record: BenchRecord, registry: Registry, *, as_json: bool) -> int:
     return 1 if record.refused else 0
 
 
+def _draw(record: BenchRecord, registry: Registry, plot: Path | None, html: Path | None) -> None:
+    """Write what was asked for of plots and page, and say where they are."""
+    made = bench_plot.save(record, plot) if plot is not None else []
+    if html is not None:
+        save_html("bench", html, registry, load_records(), (record,))
+        made.append(html)
+    for path in made:
+        stderr().print(f"wrote {path}", style="dim", soft_wrap=True)
+
+
 def rows(record: BenchRecord) -> Iterator[tuple[object, ...]]:
     """Give one row per case and rival: op, shape, element, who, median, p10, p90, best, ratio, kernel or refusal.
 
@@ -209,7 +241,7 @@ def print_record(console: Console, record: BenchRecord, registry: Registry) -> N
         _print_op(console, record, op, list(group), registry)
     rivals = (rival for case in record.cases for rival in case.rivals if rival.timing)
     told = dict.fromkeys(f"{rival.name}: {rival.computes}" for rival in rivals)
-    for line in ("x NAME: its time over ours, above 1 where ours is faster", *told, _FLUSHES[record.flush]):
+    for line in ("x NAME: its time over ours, above 1 where ours is faster", *told, FLUSHES[record.flush]):
         console.print(indented(Text(line, style="dim"), 2))
     for name, reason in record.absent.items():
         console.print(indented(Text(f"{name} is absent: {reason}", style="yellow"), 2))
@@ -226,10 +258,6 @@ def print_record(console: Console, record: BenchRecord, registry: Registry) -> N
 
 _WIDE = 100
 """Columns of a terminal from which on a table of products has its headings in one line."""
-_FLUSHES = {
-    "clean": "every run finds the L2 cache full of clean lines of something else",
-    "dirty": "every run finds the L2 cache full of dirty lines of something else, and pays for writing them back",
-}
 
 
 def _print_op(console: Console, record: BenchRecord, op: str, cases: list[CaseResult], registry: Registry) -> None:
@@ -276,37 +304,11 @@ def _print_notes(console: Console, record: BenchRecord, cases: list[CaseResult],
     console.print()
 
 
-_ROWS = {"M >= 1024": (1024, math.inf), "64 <= M <= 512": (64, 512), "M <= 16": (1, 16)}
-"""What the means of a product are taken over: arithmetic bounds the first and memory the last."""
-
-
-def means(cases: Sequence[CaseResult]) -> dict[str, dict[str, tuple[float, int]]]:
-    """Return geometric means of the ratios of products, by rival and by rows, each with how many cases that are.
-
-    Parameters
-    ----------
-    cases : sequence of CaseResult
-        Of one op; what is no product, and what was refused, counts nowhere.
-    """
-    found: dict[str, dict[str, list[float]]] = {}
-    for case in cases:
-        for rival in case.rivals if len(case.shape) == 3 else ():
-            rows = found.setdefault(rival.name, {})
-            for name, (low, high) in _ROWS.items():
-                if rival.ratio and low <= case.shape[0] <= high:
-                    rows.setdefault(name, []).append(rival.ratio)
-    return {
-        rival: {name: (statistics.geometric_mean(ratios), len(ratios)) for name, ratios in rows.items()}
-        for rival, rows in found.items()
-        if rows
-    }
-
-
 def _print_means(console: Console, cases: Sequence[CaseResult]) -> None:
     found = means(cases)
     if not found:
         return
-    names = [name for name in _ROWS if any(name in rows for rows in found.values())]
+    names = [name for name in ROWS if any(name in rows for rows in found.values())]
     table = plain_table("geometric mean", *(f"{name} (of)" for name in names), indent=2)
     for column in table.columns[2:]:
         column.justify = "right"
@@ -323,73 +325,12 @@ def _mean(found: tuple[float, int] | None) -> Text:
     return _ratio(mean).append(f" ({cases})", style="dim")
 
 
-def choices(cases: Sequence[CaseResult]) -> list[str]:
-    """Say which way of a rival was the fastest for which cases: one line for each.
-
-    Parameters
-    ----------
-    cases : sequence of CaseResult
-        Of one op.
-    """
-    found: dict[tuple[str, str], list[str]] = {}
-    for case in cases:
-        for rival in case.rivals:
-            if rival.chosen:
-                found.setdefault((rival.name, rival.chosen), []).append("x".join(map(str, case.shape)))
-    return [f"{name} by {way}: {words(dict.fromkeys(where))}" for (name, way), where in found.items()]
-
-
 def _by_kernel(cases: list[CaseResult]) -> list[tuple[str, list[CaseResult]]]:
     found: dict[str, list[CaseResult]] = {}
     for case in cases:
         if case.sku:
             found.setdefault(case.sku, []).append(case)
     return list(found.items())
-
-
-def refusals(cases: Sequence[CaseResult], absent: Collection[str] = ()) -> list[str]:
-    """Say which rivals refused which cases, and why: one line for each reason.
-
-    Parameters
-    ----------
-    cases : sequence of CaseResult
-        Of one op.
-    absent : collection of str
-        Rivals to leave out: they are named elsewhere.
-    """
-    found: dict[tuple[str, str], list[str]] = {}
-    for case in cases:
-        for rival in case.rivals:
-            if rival.refused and rival.name not in absent:
-                found.setdefault((rival.name, rival.refused), []).append(
-                    f"{'x'.join(map(str, case.shape))} {case.element}"
-                )
-    return [
-        f"{name} refuses {words(where) if len(where) <= 3 else count(len(where), 'case')}: {reason}"
-        for (name, reason), where in found.items()
-    ]
-
-
-def rate(case: CaseResult) -> str:
-    """Write what a case's time is worth: TOPS of a product of more than 64 rows, else TB/s.
-
-    Parameters
-    ----------
-    case : CaseResult
-        The case.
-    """
-    if len(case.shape) == 3 and case.shape[0] > _FEW and case.operations_per_second is not None:
-        return f"{_figure(case.operations_per_second / 1e12)} TOPS"
-    return "" if case.bytes_per_second is None else f"{_figure(case.bytes_per_second / 1e12)} TB/s"
-
-
-_FEW = 64
-"""Rows up to which reading the weight is what a product costs."""
-
-
-def _figure(value: float) -> str:
-    """Write a number with three digits."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value >= 1e-3 else f"{value:.1g}"
 
 
 def _ratio(value: float | None) -> Text:
@@ -408,7 +349,7 @@ def _print_ceilings(console: Console, record: BenchRecord) -> None:
     console.print(heading("ceilings of this run"))
     for name, value, unit in known:
         if value is not None:
-            console.print(indented(f"{name}: {_figure(value / 1e12)} {unit}", 2))
+            console.print(indented(f"{name}: {figure(value / 1e12)} {unit}", 2))
     for note in found.notes:
         console.print(indented(Text(note, style="yellow"), 2))
     console.print()

@@ -16,6 +16,7 @@ from skuda.registry.errors import InvalidRecord
 from skuda.registry.registry import Registry
 from skuda.registry.value import Real, Size, Value
 from skuda.tools.bench_cases import Work
+from skuda.tools.evidence import evidence_directory
 from skuda.tools.fingerprint import source_hash
 
 _KIND = ("skuda bench", 1)
@@ -287,11 +288,8 @@ class BenchRecord(Value):
         InvalidRecord
             Where it cannot be read, or is no record of a bench.
         """
-        try:
-            found: Any = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InvalidRecord("bench", str(path), str(error), "be readable JSON") from error
-        said = (found.get("kind"), found.get("schema_version")) if isinstance(found, dict) else (None, None)
+        found = _read(path)
+        said = _kind_of(found)
         if said != _KIND:
             rule = f"be a record of kind {_KIND[0]!r}, schema {_KIND[1]}: `skuda bench --output FILE` makes one"
             raise InvalidRecord("bench", str(path), f"kind {said[0]!r}, schema {said[1]!r}", rule)
@@ -299,3 +297,33 @@ class BenchRecord(Value):
             return cls.model_validate(found)
         except InvalidRecord as error:
             raise InvalidRecord(f"bench {path}: {error.subject}", error.field, error.had, error.must) from error
+
+
+def load_benches(directory: Path | None = None) -> tuple[BenchRecord, ...]:
+    """Read every record of a bench in a folder, the earliest first.
+
+    Parameters
+    ----------
+    directory : Path or None
+        The folder; None for the checkout's ``docs/evidence``, which may be absent.
+
+    Raises
+    ------
+    InvalidRecord
+        Where a file cannot be read, or says that it is a record of a bench and is not.
+    """
+    folder = directory if directory is not None else evidence_directory()
+    paths = sorted(folder.glob("*.json")) if folder is not None else ()
+    found = (BenchRecord.load(path) for path in paths if _kind_of(_read(path)) == _KIND)
+    return tuple(sorted(found, key=lambda record: record.date))
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidRecord("bench", str(path), str(error), "be readable JSON") from error
+
+
+def _kind_of(found: Any) -> tuple[object, object]:
+    return (found.get("kind"), found.get("schema_version")) if isinstance(found, dict) else (None, None)

@@ -15,6 +15,7 @@ from skuda.kernels.quantize._linear import LinearProblem
 from skuda.kernels.quantize.dynamic_range import DynamicRangeQuantizeDescriptor
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope
+from skuda.tools import bench_cupy
 from skuda.tools.bench_cutlass import Cutlass, build_command, refusal
 from skuda.tools.bench_formulas import formula, token_codes, torch_dtype, views
 from skuda.tools.output import count
@@ -24,6 +25,8 @@ Call = Callable[[], Any]
 
 _BITSANDBYTES = "bitsandbytes.functional"
 _TORCHAO = "torchao.prototype.quantized_training.int8_mm"
+_WHEELS = {"cupy": "cupy-cuda13x"}
+"""What to install where that is not called as the module is."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,8 @@ def rivals_of(problem: Descriptor, cutlass: Cutlass | str = "") -> tuple[Rival, 
             found.append(Rival("bitsandbytes", told, _vectorwise, _BITSANDBYTES))
         case _:
             pass
+    if bench_cupy.serves(problem):
+        found.append(Rival("cupy", "the same by one cupy.ElementwiseKernel", bench_cupy.elementwise, "cupy"))
     return (*found, Rival("copy", "copies the input, outside a graph", _copy, graph=False))
 
 
@@ -155,7 +160,7 @@ def absence(rival: Rival) -> str:
         return rival.away
     package = rival.needs.partition(".")[0]
     if find_spec(package) is None:
-        return f"{package} is not installed; run: pip install {package}"
+        return f"{package} is not installed; run: pip install {_WHEELS.get(package, package)}"
     try:
         importlib.import_module(rival.needs)
     except Exception as error:  # noqa: BLE001  a foreign package can fail in any way

@@ -31,7 +31,7 @@ from skuda.tools.verifying import driver_version, skuda_version, versions
 
 RivalsOf = Callable[[Descriptor], tuple[Rival, ...]]
 
-_PACKAGES = ("triton", "bitsandbytes", "torchao")
+_PACKAGES = ("triton", "bitsandbytes", "torchao", "cupy-cuda12x", "cupy-cuda13x")
 _OURS = "skuda"
 _FEWEST = 3
 """Rounds of what one budget holds less often."""
@@ -103,8 +103,7 @@ class Bench:
         """
         start = time.perf_counter()
         report: Report = progress or (lambda done, total, what: None)  # noqa: ARG005  nobody is told
-        report(0, len(cases), "compiling")
-        self._compile(cases)
+        self._compile(cases, report)
         makers = self.lab.ceilings()
         first = self._ceilings(makers)
         results = []
@@ -276,7 +275,7 @@ class Bench:
                 self._tidy()
         return Ceilings(**found, notes=tuple(notes))
 
-    def _compile(self, cases: Sequence[BenchCase]) -> None:
+    def _compile(self, cases: Sequence[BenchCase], report: Report) -> None:
         """Fill the cubin cache: one kernel after the other would take minutes."""
         jobs: list[Wanted] = []
         for case in cases:
@@ -285,7 +284,7 @@ class Bench:
             if sku is not None:
                 jobs += cubins_of((sku,), {sku.op: (case.problem,)}, self.dispatcher.backends, self.device)
         # What goes wrong here goes wrong again when the kernel is selected, and is recorded there.
-        build_cubins(list({job.identity: job for job in jobs}.values()))
+        build_cubins(list({job.identity: job for job in jobs}.values()), report)
 
 
 def rounds_each(estimates: Mapping[str, float], repeats: int, budget: float) -> dict[str, int]:

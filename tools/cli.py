@@ -32,6 +32,9 @@ Json = Annotated[bool, typer.Option("--json", help="JSON, for machines.")]
 Evidence = Annotated[
     Path | None, typer.Option("--evidence", help="Read records of `skuda verify` from this folder.", metavar="DIR")
 ]
+Html = Annotated[
+    Path | None, typer.Option(help="Write a page with op matrix, evidence and measurements.", metavar="FILE")
+]
 Some = list[str]
 
 Ops = Annotated[Some | None, typer.Option("--op", help="Only these ops.", metavar="NAME")]
@@ -145,6 +148,7 @@ def _list(
     into: Annotated[
         Path | None, typer.Option(help="Put that table into this file, between its markers.", metavar="FILE")
     ] = None,
+    html: Html = None,
     evidence: Evidence = None,
     as_json: Json = False,
 ) -> int:
@@ -164,6 +168,7 @@ def _list(
         skus=skus,
         matrix=matrix,
         into=into,
+        html=html,
         evidence=evidence,
         as_json=as_json,
     )
@@ -248,6 +253,7 @@ def _verify(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer memory layouts, no large problems.")] = False,
     seed: Annotated[int | None, typer.Option(help="Draw inputs from this; fresh if left out.", min=0)] = None,
     output: Annotated[Path | None, typer.Option(help="Write the record here.", metavar="FILE")] = None,
+    html: Html = None,
     as_json: Json = False,
 ) -> int:
     """Run every kernel against its reference.
@@ -266,6 +272,7 @@ def _verify(
         quick=quick,
         seed=seed,
         output=output,
+        html=html,
         as_json=as_json,
     )
 
@@ -276,9 +283,15 @@ def _bench(
         Some | None, typer.Argument(metavar="[OPS]...", help="Ops, or quantize, linear, all; all if left out.")
     ] = None,
     *,
+    op: Annotated[Some | None, typer.Option(help="Ops and groups too.", metavar="NAME")] = None,
     shapes: Annotated[
-        Some | None, typer.Option(help="These shapes: ROWSxCOLUMNS, or MxNxK for a product.", metavar="SHAPE")
+        Some | None,
+        typer.Option(
+            help="ROWSxCOLUMNS, MxNxK for a product, a file of these, or llama-3-8b, llama-3-70b, minilm.",
+            metavar="SHAPE",
+        ),
     ] = None,
+    m: Annotated[Some | None, typer.Option("--m", help="Numbers of rows for a model's shapes.", metavar="ROWS")] = None,
     element: Annotated[Some | None, typer.Option(help="These elements: f16, bf16, f32, f64.", metavar="KIND")] = None,
     backend: Annotated[str | None, typer.Option(help="Insist on this backend.", metavar="NAME")] = None,
     seed: Annotated[int | None, typer.Option(help="Draw inputs from this; fresh if left out.", min=0)] = None,
@@ -288,6 +301,11 @@ def _bench(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the record here.", metavar="FILE")] = None,
     show: Annotated[Path | None, typer.Option(help="Show this record; measure nothing.", metavar="FILE")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw it: into a folder, or one .png, .svg or .pdf.", metavar="PATH"),
+    ] = None,
+    html: Html = None,
     as_json: Json = False,
 ) -> int:
     """Measure the kernels that the dispatcher chooses, against rivals.
@@ -299,8 +317,9 @@ def _bench(
     from skuda.tools import bench_page
 
     return bench_page.run(
-        names=names or (),
+        names=(*(names or ()), *(op or ())),
         shapes=shapes or (),
+        m=m or (),
         elements=element or (),
         backend=backend,
         seed=seed,
@@ -308,6 +327,8 @@ def _bench(
         cutlass=cutlass,
         output=output,
         show=show,
+        plot=plot,
+        html=html,
         as_json=as_json,
     )
 

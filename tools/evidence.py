@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -317,6 +317,36 @@ def tally(words: Iterable[Word]) -> str:
     if len(counts) == 1:
         return counts[0][0]
     return ", ".join(f"{number} {word}" for word, number in counts) or "-"
+
+
+class OpCounts(NamedTuple):
+    """What a run did with an op's kernels: how many of them came out how, over how many cases and output elements."""
+
+    op: str
+    verified: int
+    failed: int
+    skipped: int
+    cases: int
+    outputs: int
+
+
+def by_op(found: EvidenceFile) -> list[OpCounts]:
+    """Count a run's verdicts op by op.
+
+    Parameters
+    ----------
+    found : EvidenceFile
+        The run.
+    """
+    ops: dict[str, list[SkuEvidence]] = {}
+    for sku in found.skus:
+        ops.setdefault(sku.sku.split(".")[1], []).append(sku)
+    rows = []
+    for op, skus in sorted(ops.items()):
+        verdicts = [sku.verdict for sku in skus]
+        counts = (verdicts.count("verified"), verdicts.count("failed"), verdicts.count("skipped"))
+        rows.append(OpCounts(op, *counts, sum(sku.cases for sku in skus), sum(sku.outputs for sku in skus)))
+    return rows
 
 
 def evidence_directory() -> Path | None:

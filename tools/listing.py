@@ -33,6 +33,7 @@ def run(
     skus: bool = False,
     matrix: bool = False,
     into: Path | None = None,
+    html: Path | None = None,
     evidence: Path | None = None,
     as_json: bool = False,
 ) -> int:
@@ -48,8 +49,10 @@ def run(
         A Markdown table of ops by backends.
     into : Path or None
         File to put that table into, between its markers, rather than printing it.
+    html : Path or None
+        File to write the report page to, rather than printing anything.
     evidence : Path or None
-        Folder with records of ``skuda verify``; None for the checkout's.
+        Folder with records of ``skuda verify``, and of ``skuda bench`` for the page; None for the checkout's.
     as_json : bool
         JSON instead of text.
 
@@ -61,7 +64,7 @@ def run(
     Raises
     ------
     InvalidProblem
-        For a value that nobody knows.
+        For a value that nobody knows, and a file that cannot be written.
     """
     registry = Dispatcher().registry
     found = _filtered(registry, ops, elements, aux, archs, backends)
@@ -70,7 +73,15 @@ def run(
     def word(sku: KernelSku) -> Word:
         return status(sku, registry.ops[sku.op], recorded, reference=registry.backends[sku.backend].reference).word
 
-    if matrix or into is not None:
+    if html is not None:
+        # With what it needs: measuring's records are none of the list's business.
+        from skuda.tools.bench_record import load_benches
+        from skuda.tools.report import page
+
+        page.check("list", html)
+        page.save("list", html, registry, recorded, load_benches(evidence), found)
+        stderr().print(f"wrote {html}", style="dim", soft_wrap=True)
+    elif matrix or into is not None:
         table = markdown(found, word)
         if into is None:
             stdout().out(table, end="", highlight=False)

@@ -84,6 +84,7 @@ _PURPOSE = {
     "nvtx": "ranges round launches in a profiler",
     "smoothquant": "saving SmoothQuant checkpoints",
     "demo": "skuda demo",
+    "plot": "skuda bench --plot, and plots in --html",
 }
 
 

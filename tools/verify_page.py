@@ -14,7 +14,8 @@ from rich.text import Text
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.device import Device
 from skuda.registry.registry import Registry
-from skuda.tools.evidence import EvidenceFile, SkuEvidence, evidence_directory
+from skuda.tools.bench_record import load_benches
+from skuda.tools.evidence import EvidenceFile, Records, by_op, evidence_directory, load_records
 from skuda.tools.output import (
     count,
     folded,
@@ -28,6 +29,8 @@ from skuda.tools.output import (
     stdout,
     words,
 )
+from skuda.tools.report.page import check as check_html
+from skuda.tools.report.page import save as save_html
 from skuda.tools.verifying import verify
 
 _FAILURES_SHOWN = 10
@@ -42,6 +45,7 @@ def run(
     quick: bool = False,
     seed: int | None = None,
     output: Path | None = None,
+    html: Path | None = None,
     as_json: bool = False,
 ) -> int:
     """Verify kernels and print what came of it.
@@ -58,6 +62,8 @@ def run(
         What inputs are drawn from; None for a fresh one.
     output : Path or None
         Where the record goes; None for the checkout's ``docs/evidence`` after a run of everything on a CUDA device.
+    html : Path or None
+        Where the report page goes: this run, and the records of the checkout.
     as_json : bool
         The record on standard output instead of a table.
 
@@ -74,6 +80,10 @@ def run(
     dispatcher = Dispatcher()
     ops, skus, backends = split(ops), split(skus), split(backends)
     _refuse_unknown(dispatcher.registry, ops, skus, backends)
+    if html is not None:
+        check_html("verify", html)
+    # Before this run is one of them.
+    recorded = load_records() if html is not None else Records()
     place = _device(dispatcher, device)
     if place is None:
         line = "no CUDA device is here: `skuda doctor` says what is missing, --device cpu verifies the CPU's kernels"
@@ -94,12 +104,16 @@ def run(
     path = output or (_default_path(place) if everything else None)
     if path is not None:
         found.save(path)
+    if html is not None:
+        records_now = Records((*recorded.files, found))
+        save_html("verify", html, dispatcher.registry, records_now, load_benches())
+        stderr().print(f"wrote {html}", style="dim", soft_wrap=True)
     if as_json:
         sys.stdout.write(found.model_dump_json(indent=2) + "\n")
     elif stdout().is_terminal:
         _print(stdout(), found, path)
     else:
-        records(_rows(found))
+        records(by_op(found))
         records(("failure", sku.sku, failure.describe()) for sku in found.failed if (failure := sku.first_failure))
     return 1 if found.failed else 0
 
@@ -136,29 +150,12 @@ def _default_path(device: Device) -> Path | None:
     return folder / f"{re.sub(r'[^a-z0-9]+', '-', device.name.lower()).strip('-')}.json"
 
 
-def _by_op(found: EvidenceFile) -> dict[str, list[SkuEvidence]]:
-    ops: dict[str, list[SkuEvidence]] = {}
-    for sku in found.skus:
-        ops.setdefault(sku.sku.split(".")[1], []).append(sku)
-    return dict(sorted(ops.items()))
-
-
-def _rows(found: EvidenceFile) -> list[tuple[str, int, int, int, int, int]]:
-    """Return op, verified, failed, skipped, cases and outputs."""
-    rows = []
-    for op, skus in _by_op(found).items():
-        verdicts = [sku.verdict for sku in skus]
-        counts = (verdicts.count("verified"), verdicts.count("failed"), verdicts.count("skipped"))
-        rows.append((op, *counts, sum(sku.cases for sku in skus), sum(sku.outputs for sku in skus)))
-    return rows
-
-
 def _print(console: Console, found: EvidenceFile, path: Path | None) -> None:
     table = plain_table("op", "verified", "failed", "skipped", "cases", "outputs")
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
-    for op, verified, failed, skipped, cases, outputs in _rows(found):
+    for op, verified, failed, skipped, cases, outputs in by_op(found):
         table.add_row(
             Text(op, style="cyan"),
             Text(str(verified), style="green" if verified else "dim"),

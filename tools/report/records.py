@@ -1,0 +1,186 @@
+"""What was verified and measured, on the report page: runs of ``skuda verify`` and of ``skuda bench``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from xml.etree.ElementTree import Element
+
+from skuda.registry.registry import Registry
+from skuda.tools.bench_plot import drawable, plots, rendered
+from skuda.tools.bench_record import BenchRecord, CaseResult, Ceilings, Timing
+from skuda.tools.bench_summary import FLUSHES, ROWS, choices, figure, means, rate, refusals
+from skuda.tools.evidence import EvidenceFile, by_op
+from skuda.tools.output import count
+from skuda.tools.report.kernels import Row
+from skuda.tools.report.markup import Cell, Node, drawing, el, facts, number, row, table
+
+
+def evidence(files: Sequence[EvidenceFile], rows: Iterable[Row]) -> Element:
+    """Return the runs of ``skuda verify``, the latest first, with every failure.
+
+    Parameters
+    ----------
+    files : sequence of EvidenceFile
+        The runs.
+    rows : iterable of Row
+        The kernels of the page: how many of them speak from which run.
+    """
+    speaking = [(each.status.device, each.status.date) for each in rows if each.status.word in ("verified", "failed")]
+    latest = sorted(files, key=lambda file: file.date, reverse=True)
+    parts = [_run(file, speaking.count((file.device.name, file.date))) for file in latest]
+    if not parts:
+        parts = [el("p", "No run is recorded here: ", el("code", "skuda verify"), " makes one.")]
+    return el("section", el("h2", "Verified", id="verified"), *parts)
+
+
+def _run(file: EvidenceFile, current: int) -> Element:
+    tried = [sku for sku in file.skus if sku.verdict != "skipped"]
+    told = [
+        ("driver", file.driver),
+        ("versions", _versions(file.versions)),
+        ("seed", str(file.seed) + (", quick" if file.quick else "")),
+        ("result", f"{count(len(tried), 'kernel')} run, {len(file.failed)} failed"),
+        ("today", f"{current} of the kernels above rest on it"),
+    ]
+    lines = (
+        row([el("code", c.op), *(number(n, f"{n:,}") for n in (c.verified, c.failed, c.skipped, c.cases, c.outputs))])
+        for c in by_op(file)
+    )
+    headings = ("op", "verified", "failed", "skipped", "cases", "outputs compared")
+    label = f"{_when(file)}, by op"
+    failures = [
+        row([el("code", sku.sku), sku.first_failure.describe() if sku.first_failure else sku.note])
+        for sku in file.failed
+    ]
+    return el(
+        "article",
+        el("h3", _when(file)),
+        facts(told),
+        table(f"Failures on {_when(file)}", ("kernel", "first failure"), failures) if failures else None,
+        el("details", el("summary", "By op"), table(label, headings, lines)),
+    )
+
+
+def _when(run: EvidenceFile | BenchRecord) -> str:
+    return f"{run.device.describe()}, {run.date[:16].replace('T', ' ')} UTC"
+
+
+def _versions(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def measured(records: Sequence[BenchRecord], registry: Registry) -> Element:
+    """Return the runs of ``skuda bench`` with their tables and, where matplotlib is installed, their plots.
+
+    Parameters
+    ----------
+    records : sequence of BenchRecord
+        The runs.
+    registry : Registry
+        What is registered today: a case whose kernel has changed since is marked.
+    """
+    parts = [part for at, record in enumerate(records) for part in _bench(record, registry, f"bench{at}")]
+    if not parts:
+        parts = [el("p", "No run is recorded here: ", el("code", "skuda bench --output FILE"), " makes one.")]
+    return el("section", el("h2", "Measured", id="measured"), *parts)
+
+
+def _bench(record: BenchRecord, registry: Registry, name: str) -> Iterator[Element]:
+    told: list[tuple[str, Node]] = [
+        ("driver", record.driver),
+        ("versions", _versions(record.versions)),
+        ("command", el("code", record.command)),
+        ("ceilings", _ceilings(record.ceilings)),
+        ("cache", FLUSHES[record.flush]),
+        *((f"{rival} is absent", reason) for rival, reason in record.absent.items()),
+    ]
+    yield el("article", el("h3", _when(record)), facts(told))
+    for op, group in groupby(record.cases, key=lambda case: case.op):
+        yield _op(op, list(group), record, registry)
+    if record.host:
+        lines = (row([cost.name, *_host(cost.timing), cost.refused]) for cost in record.host)
+        label = "What a launch of a tiny kernel costs the host"
+        yield el("article", el("h4", label), table(label, ("way", "us", "p90", "note"), lines))
+    if not drawable():
+        yield el("p", "Plots need matplotlib: ", el("code", "pip install 'matplotlib>=3.8'"))
+        return
+    for at, plot in enumerate(plots(record)):
+        yield drawing(rendered([plot], "svg", inline=True), f"{name}-{at}", plot.title)
+
+
+def _host(timing: Timing | None) -> tuple[Cell, Cell]:
+    median, p90 = (timing.median, timing.p90) if timing else (None, None)
+    return number(median, f"{median or 0:.2f}"), number(p90, f"{p90 or 0:.2f}")
+
+
+def _ceilings(found: Ceilings) -> str:
+    known = (
+        ("copy", found.copy_bandwidth, "TB/s"),
+        ("bf16 product", found.bf16, "TFLOP/s"),
+        ("fp8 product", found.fp8, "TFLOP/s"),
+    )
+    told = [f"{name} {figure(value / 1e12)} {unit}" for name, value, unit in known if value is not None]
+    return "; ".join((*told, *found.notes))
+
+
+def _op(op: str, cases: list[CaseResult], record: BenchRecord, registry: Registry) -> Element:
+    timed = {rival.name for case in cases for rival in case.rivals if rival.timing}
+    names = [n for n in dict.fromkeys(rival.name for case in cases for rival in case.rivals) if n in timed]
+    computes = dict.fromkeys(
+        f"x {rival.name}: {rival.computes}" for case in cases for rival in case.rivals if rival.timing
+    )
+    headings = ("shape", "element", "us", "p10 to p90", "rate", "of ceiling", *(f"x {n}" for n in names), "kernel")
+    lines = (_case(case, names, registry) for case in cases)
+    notes = [*computes, *refusals(cases, record.absent), *choices(cases)]
+    label = f"{op} on {record.device.name}"
+    return el(
+        "article",
+        el("h4", el("code", op)),
+        table(label, headings, lines),
+        _means(op, cases),
+        el(
+            "details",
+            el("summary", "What x means, who refused what"),
+            el("p", "x NAME is its time over ours: above 1 where ours is faster."),
+            el("ul", *(el("li", note) for note in notes)),
+        ),
+    )
+
+
+def _case(case: CaseResult, names: Sequence[str], registry: Registry) -> Element:
+    shape = Cell("x".join(map(str, case.shape)), " ".join(f"{size:09}" for size in case.shape))
+    if case.timing is None:
+        return row([shape, case.element, *("",) * (4 + len(names)), Cell(f"refused: {case.refused}", None, "bad")])
+    t = case.timing
+    ratios = {rival.name: rival.ratio for rival in case.rivals}
+    worth = case.operations_per_second or case.bytes_per_second
+    mark = el("span", "~ stale: changed since", class_="badge stale") if case.stale(registry) else None
+    return row(
+        [
+            shape,
+            case.element,
+            number(t.median, f"{t.median:.1f}"),
+            number(t.p10, f"{t.p10:.1f} to {t.p90:.1f}"),
+            number(worth, rate(case)),
+            number(case.ceiling_share, f"{case.ceiling_share or 0:.0%}"),
+            *(_ratio(ratios.get(name)) for name in names),
+            Cell(el("span", el("code", " ".join(case.sku.split(".")[-3:]), title=case.sku), mark), case.sku),
+        ]
+    )
+
+
+def _ratio(value: float | None) -> Cell:
+    return number(value, f"{value or 0:.2f}", "good" if (value or 0) >= 1 else "bad")
+
+
+def _means(op: str, cases: Sequence[CaseResult]) -> Element | None:
+    found = means(cases)
+    if not found:
+        return None
+    names = [name for name in ROWS if any(name in rows for rows in found.values())]
+    lines = (
+        row([f"x {rival}", *(_ratio(rows[name][0] if name in rows else None) for name in names)])
+        for rival, rows in found.items()
+    )
+    return table(f"Geometric means of {op}", ("geometric mean", *names), lines)
