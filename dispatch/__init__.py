@@ -8,6 +8,7 @@ from skuda.dispatch.plan import Plan
 from skuda.dispatch.plugins import Quarantined
 from skuda.dispatch.preference import PlanPreference
 from skuda.dispatch.telemetry import Selection, log_selection
+from skuda.dispatch.tuning import Tuning
 
 __all__ = [
     "KNOWN_DEVICES",
@@ -22,6 +23,7 @@ __all__ = [
     "Quarantined",
     "Runner",
     "Selection",
+    "Tuning",
     "device_named",
     "log_selection",
 ]

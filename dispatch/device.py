@@ -17,7 +17,7 @@ class Device(Value):
     Attributes
     ----------
     name : str
-        The vendor's name, for people; nothing is decided by it.
+        The vendor's name, for people; only times that were measured on a device of another name do not count here.
     processor : str
         ``cpu`` or ``cuda``.
     ordinal : int or None

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skuda.dispatch import match
 from skuda.dispatch.arrays import common_place
 from skuda.dispatch.backends.base import Backend, BackendStatus
 from skuda.dispatch.device import HOST, Device
+from skuda.dispatch.environment import driver_of
 from skuda.dispatch.explanation import Explanation
 from skuda.dispatch.plan import Plan
 from skuda.dispatch.plugins import Quarantined, load_backends, load_kernels
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
-from skuda.dispatch.settings import nvtx_enabled, plugins_enabled
+from skuda.dispatch.settings import nvtx_enabled, plugins_enabled, tuning_file
 from skuda.dispatch.telemetry import Guarded, Observer, Selection, Watch, log_selection, logger_of
+from skuda.dispatch.tuning import Tuning
+from skuda.dispatch.weighing import Pick, Tuned
 from skuda.registry.descriptor import Descriptor
-from skuda.registry.errors import InvalidProblem, Unsupported
+from skuda.registry.errors import InvalidProblem, NotPrepared, Unsupported
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
 
@@ -37,6 +42,9 @@ class Dispatcher:
         What to choose from; None for the built-in ops and those of installed plug-ins.
     backends : iterable of Backend, or None
         What to run with; None for the built-in backends and those of installed plug-ins.
+    tuning : Tuning, path or None
+        Measured times that may change the choice, or a file of them; None for the file that ``SKUDA_TUNING`` names, if
+        it names one; an empty string for none at all. Nothing else is read, and nothing is ever measured or written.
     on_selection : callable or None
         Called with a `Selection` for every selection that is made, whatever its outcome; a plan from the cache makes
         none. What it raises is logged once and stops nothing.
@@ -48,7 +56,8 @@ class Dispatcher:
     MissingDependency
         Where NVTX ranges are asked for and the package ``nvtx`` is absent.
     InvalidRecord
-        Where an environment variable has a value that it cannot have.
+        For a file of measured times that is not there or is none, and where an environment variable has a value that it
+        cannot have.
     """
 
     def __init__(
@@ -56,9 +65,11 @@ class Dispatcher:
         registry: Registry | None = None,
         *,
         backends: Iterable[Backend] | None = None,
+        tuning: Tuning | str | os.PathLike[str] | None = None,
         on_selection: Observer | None = None,
         nvtx: bool | None = None,
     ) -> None:
+        self._tuned = self._tuned_by(tuning_file() if tuning is None else tuning)
         aside: tuple[Quarantined, ...] = ()
         brought: tuple[Backend, ...] = ()
         if backends is None:
@@ -93,6 +104,22 @@ class Dispatcher:
             from skuda.dispatch.ranges import Ranges
 
             self._ranges = Ranges()
+
+    def _tuned_by(self, tuning: Tuning | str | os.PathLike[str] | None) -> Tuned | None:
+        if isinstance(tuning, Tuning):
+            return Tuned(tuning, "a tuning of this program", self._driver_of, self.choices)
+        if tuning is None or tuning == "":
+            return None
+        return Tuned(Tuning.load(Path(tuning)), os.fspath(tuning), self._driver_of, self.choices)
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """The measured times that may change the choice."""
+        return self._tuned.tuning if self._tuned is not None else None
+
+    @staticmethod
+    def _driver_of(device: Device) -> str | None:
+        return driver_of(device) if device.ordinal is not None else None
 
     @cached_property
     def status(self) -> dict[str, BackendStatus]:
@@ -199,8 +226,17 @@ class Dispatcher:
         behind: KernelSku | None = None,
     ) -> Plan | None:
         """Answer a question with the best kernel, or the best behind another in the ranking, and tell the observers."""
-        choose = partial(match.choose, self.registry, problem, device, preference, self._unavailable, behind)
-        watch = Watch(choose, partial(self._prepared, problem, preference, device))
+        choose = partial(
+            match.choose,
+            self.registry,
+            problem,
+            device,
+            preference,
+            self._unavailable,
+            behind=behind,
+            tuned=self._tuned,
+        )
+        watch = Watch(choose, partial(self._planned, problem, preference, device))
         try:
             return self._plan(key, watch)
         finally:
@@ -208,22 +244,27 @@ class Dispatcher:
             if watch.times is not None and self._observers:
                 explain = partial(self.explain, problem, preference, device)
                 passed = None if behind is None else behind.id
-                told = (watch.sku, *watch.times, watch.error, passed, explain)
+                told = (watch.pick, *watch.times, watch.error, passed, explain)
                 selection = Selection(problem, device, preference, *told)
                 for observer in self._observers:
                     observer(selection)
 
-    def _prepared(self, problem: Descriptor, preference: PlanPreference, device: Device, sku: KernelSku) -> Plan:
-        here = device.ordinal is not None
-        runner = self.backends[sku.backend].prepare(sku, problem, device) if here else None
-        if runner is not None and self._ranges is not None:
-            runner = self._ranges.round(runner, sku)
+    def _planned(self, problem: Descriptor, preference: PlanPreference, device: Device, pick: Pick) -> Plan:
+        sku, choice = pick.sku, pick.choice
+        runner = None
+        if device.ordinal is not None:
+            # A backend without choices need not know of any.
+            more = {"choice": choice} if choice else {}
+            runner = self.backends[sku.backend].prepare(sku, problem, device, **more)
+            if self._ranges is not None:
+                runner = self._ranges.round(runner, sku)
 
         def following() -> Plan | None:
             key = (problem, preference, device.place, sku.id)
             return self._plans.get(key) or self._selected(key, problem, preference, device, sku)
 
-        return Plan.prepared(sku, problem, device, preference, runner, following)
+        how = {"choice": choice, "measured": pick.reason}
+        return Plan.prepared(sku, problem, device, preference, runner, following, **how)
 
     def prepare(self, plan: Plan) -> Plan:
         """Make a plan that came from JSON, or from another dispatcher, ready to run here: the same kernel or none.
@@ -232,9 +273,20 @@ class Dispatcher:
         ------
         Unsupported
             Where its kernel is not registered here or cannot serve the problem any more.
+        NotPrepared
+            Where its kernel does not have its configuration any more.
         """
         preference = plan.preference.model_copy(update={"sku": plan.sku.id})
-        return self.select(plan.problem, preference, plan.device)
+        found = match.choose(self.registry, plan.problem, plan.device, preference, self._unavailable)
+        if found is None:
+            raise Unsupported(self.explain(plan.problem, preference, plan.device))
+        if plan.choice and plan.choice not in self.choices(found.sku, plan.problem, plan.device):
+            raise NotPrepared(f"{plan.sku.id} has no configuration {plan.choice!r} any more: select again")
+        pick = Pick(found.sku, plan.choice, plan.measured)
+        key = (plan.problem, preference, plan.device, plan.choice)
+        ready = self._plan(key, partial(self._planned, plan.problem, preference, plan.device, pick))
+        assert ready is not None
+        return ready
 
     def run(
         self,
@@ -298,13 +350,26 @@ class Dispatcher:
             notes.insert(0, f"no backend named {preference.backend!r} is registered (known: {known})")
         if device.processor == "cuda" and device.ordinal is not None and device.place not in self._by_place:
             notes.insert(0, "no backend here drives CUDA devices; `skuda doctor` says what is missing")
-        found = match.explain(self.registry, problem, device, preference, self._unavailable, tuple(notes))
+        found = match.explain(
+            self.registry, problem, device, preference, self._unavailable, tuple(notes), tuned=self._tuned
+        )
         chosen = self.registry.sku(found.chosen or "")
         backend = self.backends.get(chosen.backend) if chosen is not None else None
         more = backend.notes() if backend is not None and device.ordinal is not None else ()
         if chosen is not None and backend is not None:
-            more = (*backend.told(chosen, problem, device), *more)
+            more = (*backend.told(chosen, problem, device, *filter(None, [found.choice])), *more)
         return found.model_copy(update={"notes": (*found.notes, *more)}) if more else found
+
+    def choices(self, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[str, ...]:
+        """Return the names of the configurations in which a kernel can run a problem on a device, best first.
+
+        Empty where it has but one, and where its launch rule fails.
+        """
+        backend = self.backends.get(sku.backend)
+        try:
+            return tuple(choice.name for choice in backend.choices(sku, problem, device)) if backend else ()
+        except Exception:  # noqa: BLE001  a plug-in's launch rule can fail in any way; preparing the kernel says how
+            return ()
 
     def describe(self, op: str, **fields: Any) -> Descriptor:
         """Build the descriptor of an op by its name.

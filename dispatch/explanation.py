@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from skuda.dispatch.device import Device
 from skuda.dispatch.preference import PlanPreference
 from skuda.registry.reason import Reason
-from skuda.registry.value import Value
+from skuda.registry.value import Real, Value
 
 _set = object.__setattr__
 
@@ -57,6 +57,59 @@ class Decision(Value):
         return f"{self.sku}: refused: {'; '.join(str(reason) for reason in self.reasons)}"
 
 
+class Measured(Value):
+    """What was measured of one kernel in one configuration.
+
+    Attributes
+    ----------
+    sku : str
+        Id of the kernel.
+    choice : str
+        Name of the configuration; empty where the kernel has but one.
+    microseconds : float or None
+        Median of its times; None where it was not timed.
+    against : str
+        Why it could not be chosen by that; empty where it could.
+    """
+
+    sku: str
+    choice: str = ""
+    microseconds: Real | None = None
+    against: str = ""
+
+    def __str__(self) -> str:
+        took = "not timed" if self.microseconds is None else f"{self.microseconds:.1f} us"
+        name = f"{self.sku}, {self.choice}" if self.choice else self.sku
+        return f"{took}: {name}" + (f": {self.against}" if self.against else "")
+
+
+class Verdict(Value):
+    """What came of measured times for one selection.
+
+    Attributes
+    ----------
+    origin : str
+        The file that they are from.
+    chosen : bool
+        Whether they decided, against the ranking.
+    reason : str
+        Why they did, or did not.
+    choice : str
+        The configuration that they chose; empty where they did not decide, or the kernel has but one.
+    times : tuple of Measured
+        The fastest first; empty where there are none for the problem.
+    """
+
+    origin: str
+    chosen: bool
+    reason: str
+    choice: str = ""
+    times: tuple[Measured, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{'chosen' if self.chosen else 'not chosen'} by {self.origin}: {self.reason}"
+
+
 class Explanation(Value):
     """Why a kernel was chosen, or why none was.
 
@@ -76,6 +129,8 @@ class Explanation(Value):
         What else is worth knowing, for example a quarantined plug-in or an op that nobody registered.
     registry : str
         Digest of the registry that was asked.
+    verdict : Verdict or None
+        What came of measured times; None where nobody gave any.
     """
 
     op: str
@@ -85,11 +140,17 @@ class Explanation(Value):
     decisions: tuple[Decision, ...]
     notes: tuple[str, ...] = ()
     registry: str
+    verdict: Verdict | None = None
 
     @property
     def chosen(self) -> str | None:
         """Id of the chosen kernel, or None."""
         return self.decisions[0].sku if self.decisions and self.decisions[0].accepted else None
+
+    @property
+    def choice(self) -> str:
+        """Name of the configuration that measured times chose; empty for the one that the kernel ranks first."""
+        return self.verdict.choice if self.verdict is not None else ""
 
     @property
     def accepted(self) -> tuple[Decision, ...]:
@@ -129,6 +190,8 @@ class Explanation(Value):
         lines = [self.question()]
         lines += [f"  {'* ' if d.rank == 0 else '  '}{d}" for d in self.accepted]
         lines += [f"    {d}" for d in self.refused]
+        if self.verdict is not None:
+            lines += [f"  {self.verdict}", *(f"    {measured}" for measured in self.verdict.times)]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 

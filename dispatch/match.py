@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from skuda.dispatch.device import Device
-from skuda.dispatch.explanation import Decision, Explanation, as_json
+from skuda.dispatch.explanation import Decision, Explanation, Verdict, as_json
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
+from skuda.dispatch.weighing import Pick, Tuned
 from skuda.registry.arch import ArchSku
 from skuda.registry.descriptor import Descriptor, FunctionalKey, key_field
 from skuda.registry.reason import Reason, ReasonCode
@@ -53,7 +54,7 @@ class Question:
         self, problem: Descriptor, device: Device, preference: PlanPreference, unavailable: Unavailable
     ) -> None:
         self.key = problem.key()
-        self._problem, self._device, self._preference = problem, device, preference
+        self.problem, self.device, self._preference = problem, device, preference
         # A card that is not here is planned for on paper: what is installed on this machine does not matter then.
         self._unavailable = unavailable if device.ordinal is not None else {}
         self._requires = preference.require != NO_PREFERENCE.require
@@ -81,15 +82,15 @@ class Question:
     def _key_reasons(self, key: FunctionalKey) -> tuple[Reason, ...]:
         if not self._by_part:
             parts = zip(_KEY_PARTS, self.key[2:], strict=True)
-            self._by_part = tuple(_Part(key_field(type(self._problem), code), code, had) for code, had in parts)
+            self._by_part = tuple(_Part(key_field(type(self.problem), code), code, had) for code, had in parts)
         element, aux, layout, epilogue = self._by_part
         return element[key.element] + aux[key.aux_element] + layout[key.layout] + epilogue[key.epilogue]
 
     def _arch_reasons(self, sku: KernelSku) -> Iterator[Reason]:
         # A CUDA device whose capability nobody could read runs nothing; it must not pass for a CPU.
-        same_processor = (sku.arch is ArchSku.CPU) is (self._device.processor == "cpu")
-        if not same_processor or not sku.arch.runs_on(self._device.compute_capability):
-            yield Reason(code="arch", field="device", wanted=sku.arch.describe(), had=self._device.describe())
+        same_processor = (sku.arch is ArchSku.CPU) is (self.device.processor == "cpu")
+        if not same_processor or not sku.arch.runs_on(self.device.compute_capability):
+            yield Reason(code="arch", field="device", wanted=sku.arch.describe(), had=self.device.describe())
         if sku.arch.is_specific and not self._preference.allow_arch_specific:
             yield Reason(
                 code="preference", field="preference.allow_arch_specific", wanted="False", had=f"{sku.arch} only"
@@ -110,11 +111,11 @@ class Question:
         if self._requires:
             yield from preference.require.check(sku.precision_guarantee)
         for constraint in sku.constraints:
-            reason = constraint.check(self._problem)
+            reason = constraint.check(self.problem)
             if reason is not None:
                 yield reason
         if preference.max_workspace_bytes is not None:
-            needed = sku.workspace_size(self._problem)
+            needed = sku.workspace_size(self.problem)
             if needed > preference.max_workspace_bytes:
                 yield Reason(
                     code="workspace",
@@ -130,19 +131,43 @@ def choose(
     device: Device,
     preference: PlanPreference,
     unavailable: Unavailable,
+    *,
     behind: KernelSku | None = None,
-) -> KernelSku | None:
+    tuned: Tuned | None = None,
+) -> Pick | None:
     """Return the first kernel, best first, against which nothing speaks; None if there is none.
 
-    With `behind`, only those that stand behind that kernel are looked at.
+    With `behind`, only those that stand behind that kernel are looked at. With `tuned`, measured times may put one of
+    them before the others; see `Tuned.weigh`.
 
     Only kernels under the problem's exact key are looked at, so the time does not grow with the registry.
     """
     question = Question(problem, device, preference, unavailable)
-    candidates = iter(registry.candidates(question.key))
+    accepted = (sku for sku in registry.candidates(question.key) if not question.reasons_against(sku))
+    picks: Iterable[Pick] = map(Pick, accepted)
+    if tuned is not None:
+        picks, _ = _weighed(registry, question, tuple(accepted), tuned)
     if behind is not None:
-        candidates = itertools.islice(itertools.dropwhile(lambda sku: sku is not behind, candidates), 1, None)
-    return next((sku for sku in candidates if not question.reasons_against(sku)), None)
+        picks = itertools.islice(itertools.dropwhile(lambda pick: pick.sku is not behind, picks), 1, None)
+    return next(iter(picks), None)
+
+
+def _weighed(
+    registry: Registry, question: Question, accepted: tuple[KernelSku, ...], tuned: Tuned
+) -> tuple[tuple[Pick, ...], Verdict | None]:
+    """Return accepted kernels with the one that measured times choose in front, and what came of those."""
+    if not accepted:
+        return (), None
+
+    def against(sku_id: str) -> str:
+        sku = registry.sku(sku_id)
+        if sku is None:
+            return "it is not registered here"
+        return "; ".join(map(str, question.reasons_against(sku))) or "it does not serve this problem"
+
+    pick, verdict = tuned.weigh(question.problem, question.device, accepted, against)
+    first = () if pick is None else (pick,)
+    return (*first, *(Pick(sku) for sku in accepted if pick is None or sku is not pick.sku)), verdict
 
 
 def explain(
@@ -152,23 +177,31 @@ def explain(
     preference: PlanPreference,
     unavailable: Unavailable,
     notes: tuple[str, ...] = (),
+    *,
+    tuned: Tuned | None = None,
 ) -> Explanation:
     """Judge every kernel of the problem's op."""
     question = Question(problem, device, preference, unavailable)
-    accepted: list[Decision] = []
+    accepted: list[KernelSku] = []
     refused: list[Decision] = []
     for sku in registry.skus_of(problem.op_name()):
         reasons = question.reasons_against(sku)
-        rank = None if reasons else len(accepted)
-        decision = Decision.judged(sku.id, rank, reasons)
-        (refused if reasons else accepted).append(decision)
+        if reasons:
+            refused.append(Decision.judged(sku.id, None, reasons))
+        else:
+            accepted.append(sku)
     refused.sort(key=lambda decision: len(decision.reasons))
+    verdict = None
+    if tuned is not None:
+        picks, verdict = _weighed(registry, question, tuple(accepted), tuned)
+        accepted = [pick.sku for pick in picks]
     return Explanation(
         op=problem.op_name(),
         problem=as_json(problem),
         device=device,
         preference=preference,
-        decisions=(*accepted, *refused),
+        decisions=(*(Decision.judged(sku.id, rank, ()) for rank, sku in enumerate(accepted)), *refused),
         notes=notes,
         registry=registry.digest,
+        verdict=verdict,
     )

@@ -42,12 +42,18 @@ class Plan(Value):
         Where it runs.
     preference : PlanPreference
         What the caller insisted on.
+    choice : str
+        The configuration that a measurement chose; empty for the one that the kernel's launch rule ranks first.
+    measured : str
+        The measurement that decided for this kernel or configuration; empty where the ranking did.
     """
 
     sku: KernelSku
     problem: Annotated[SerializeAsAny[Descriptor], BeforeValidator(_descriptor)]
     device: Device
     preference: PlanPreference
+    choice: str = ""
+    measured: str = ""
     _runner: Runner | None = PrivateAttr(default=None)
     _next: Callable[[], Plan | None] = PrivateAttr(default=lambda: None)
 
@@ -60,13 +66,16 @@ class Plan(Value):
         preference: PlanPreference,
         runner: Runner | None,
         following: Callable[[], Plan | None] = lambda: None,
+        *,
+        choice: str = "",
+        measured: str = "",
     ) -> Self:
         """Build a plan around a runner; without one it can be looked at and saved, not run.
 
         `following` gives the plan of the kernel that stands next in the ranking: it serves arrays that this one cannot
         read for their address or stride alone.
         """
-        plan = cls(sku=sku, problem=problem, device=device, preference=preference)
+        plan = cls(sku=sku, problem=problem, device=device, preference=preference, choice=choice, measured=measured)
         object.__setattr__(plan, "__pydantic_private__", {"_runner": runner, "_next": following})
         return plan
 
@@ -76,8 +85,8 @@ class Plan(Value):
     def __hash__(self) -> int:
         return hash(self._identity())
 
-    def _identity(self) -> tuple[KernelSku, Descriptor, Device, PlanPreference]:
-        return (self.sku, self.problem, self.device, self.preference)
+    def _identity(self) -> tuple[KernelSku, Descriptor, Device, PlanPreference, str]:
+        return (self.sku, self.problem, self.device, self.preference, self.choice)
 
     @property
     def precision_guarantee(self) -> PrecisionGuarantee:
@@ -99,7 +108,8 @@ class Plan(Value):
         """What a person should know about how it runs, for example who launches on streams of other libraries."""
         private = self.__pydantic_private__
         runner: Runner | None = private["_runner"] if private else None
-        return runner.notes if runner is not None else ()
+        notes = runner.notes if runner is not None else ()
+        return (self.measured, *notes) if self.measured else notes
 
     def can_implement(self, **arrays: Any) -> bool:
         """Check arguments without running.

@@ -61,6 +61,13 @@ _BUNDLE = Setting(
     "Which files compiled kernels are read from, before the cache.",
     "when a CUDA backend is first asked what it can do",
 )
+_TUNING = Setting(
+    "SKUDA_TUNING",
+    "a file of `skuda tune`",
+    "the ranking decides",
+    "Measured times that may change which kernel is chosen.",
+    _BY_DISPATCHER,
+)
 _PLUGINS = Setting(
     "SKUDA_PLUGINS", "`0` or `1`", "`1`", "Whether kernels and backends of other packages are loaded.", _BY_DISPATCHER
 )
@@ -79,7 +86,7 @@ _NVTX = Setting(
     _BY_DISPATCHER,
 )
 
-SETTINGS = (_CACHE_DIR, _BUNDLE, _PLUGINS, _LOG, _NVTX)
+SETTINGS = (_CACHE_DIR, _BUNDLE, _TUNING, _PLUGINS, _LOG, _NVTX)
 """Every environment variable that skuda reads."""
 
 
@@ -92,6 +99,11 @@ def cache_directory() -> Path:
 def bundle_names() -> tuple[str, ...]:
     """Which files of compiled kernels are read: ``SKUDA_BUNDLE``, separated as in ``PATH``."""
     return tuple(filter(None, _BUNDLE.given.split(os.pathsep)))
+
+
+def tuning_file() -> Path | None:
+    """Return the file of measured times that ``SKUDA_TUNING`` names, or None."""
+    return Path(_TUNING.given) if _TUNING.given else None
 
 
 def plugins_enabled() -> bool:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib.resources
+import importlib.util
 import re
 from functools import cache
 from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import NamedTuple
+
+from skuda.registry.sku import KernelSku
 
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
 _SHARED = "skuda.kernels"
@@ -103,3 +107,55 @@ def _read(folders: tuple[Traversable, ...], name: str) -> bytes | None:
         except (OSError, ValueError):
             continue
     return None
+
+
+def source_hash(sku: KernelSku) -> str:
+    """Return the fingerprint of everything that makes a kernel and its launch.
+
+    Its source with every header of ours that it includes, its entry point, flags and architecture, the module of its
+    launch rule, and what it promises: a promise that was made after the run was not verified by it.
+
+    Parameters
+    ----------
+    sku : KernelSku
+        The kernel.
+
+    Raises
+    ------
+    LookupError
+        Where its source or its launch rule does not exist.
+    """
+    state = hashlib.sha256()
+    promised = sku.precision_guarantee.model_dump_json()
+    parts = [_content(sku.source), sku.entry_point, *sku.flags, sku.arch.value, promised]
+    if sku.launch is not None:
+        parts += [sku.launch, _content(sku.launch.partition(":")[0])]
+    for part in parts:
+        state.update(f"{len(part)}\0{part}".encode())
+    return state.hexdigest()
+
+
+def _content(source: str) -> str:
+    """Return the digest of a ``package:file`` source with its headers, or of a Python module."""
+    if ":" in source:
+        return read_source(source).digest
+    # A module of the interpreter itself has no file; its version is in the record.
+    path = module_file(source)
+    return hashlib.sha256(path.read_bytes() if path.is_file() else source.encode()).hexdigest()
+
+
+def module_file(module: str) -> Path:
+    """Return where a Python module's text is, without importing it.
+
+    Raises
+    ------
+    LookupError
+        Where it does not exist.
+    """
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise LookupError(f"{module} cannot be found: {error}") from error
+    if spec is None:
+        raise LookupError(f"{module} cannot be found")
+    return Path(spec.origin or "")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from skuda.dispatch.device import Device
     from skuda.dispatch.plan import Plan
     from skuda.dispatch.preference import PlanPreference
+    from skuda.dispatch.weighing import Pick
     from skuda.registry.descriptor import Descriptor
     from skuda.registry.sku import KernelSku
 
@@ -36,8 +37,9 @@ class Selection:
         Where it should run.
     preference : PlanPreference
         What the caller insisted on.
-    sku : KernelSku or None
-        The kernel chosen; None where there is none.
+    pick : Pick or None
+        What was chosen: the kernel, its configuration where a measurement chose that, and the measurement that decided;
+        None where there is no kernel.
     duration : float
         Seconds that choosing took.
     preparation : float
@@ -51,12 +53,17 @@ class Selection:
     problem: Descriptor
     device: Device
     preference: PlanPreference
-    sku: KernelSku | None
+    pick: Pick | None
     duration: float
     preparation: float
     error: BaseException | None = field(compare=False)
     behind: str | None
     _explain: Callable[[], Explanation] = field(repr=False, compare=False)
+
+    @property
+    def sku(self) -> KernelSku | None:
+        """The kernel chosen; None where there is none."""
+        return self.pick.sku if self.pick is not None else None
 
     @cached_property
     def decisions(self) -> tuple[Decision, ...]:
@@ -78,8 +85,12 @@ class Selection:
         if device.compute_capability is not None:
             found["skuda.device.compute_capability"] = "{}.{}".format(*device.compute_capability)
         found |= {f"skuda.problem.{name}": value for name, value in as_json(self.problem).items() if name != "op"}
-        if sku is not None:
+        if sku is not None and self.pick is not None:
             found |= {"skuda.sku.id": sku.id, "skuda.sku.backend": sku.backend, "skuda.sku.variant": sku.variant}
+            found |= {
+                "skuda.sku.choice": self.pick.choice or None,
+                "skuda.selection.measured": self.pick.reason or None,
+            }
             promised = as_json(sku.precision_guarantee)
             found |= {f"skuda.guarantee.{name}": value for name, value in promised.items()}
         kind = Unsupported if sku is None else type(self.error) if self.error is not None else None
@@ -98,24 +109,24 @@ class Watch:
     Parameters
     ----------
     choose : callable
-        Returns the kernel, or None.
+        Returns what is chosen, or None.
     prepare : callable
-        Returns the plan of a kernel.
+        Returns the plan of what was chosen.
     """
 
-    def __init__(self, choose: Callable[[], KernelSku | None], prepare: Callable[[KernelSku], Plan]) -> None:
+    def __init__(self, choose: Callable[[], Pick | None], prepare: Callable[[Pick], Plan]) -> None:
         self._choose, self._prepare = choose, prepare
-        self.sku: KernelSku | None = None
+        self.pick: Pick | None = None
         self.error: BaseException | None = None
         self.times: tuple[float, float] | None = None
 
     def __call__(self) -> Plan | None:
         """Choose and prepare."""
         start = perf_counter()
-        self.sku = self._choose()
+        self.pick = self._choose()
         chosen = perf_counter()
         try:
-            return None if self.sku is None else self._prepare(self.sku)
+            return None if self.pick is None else self._prepare(self.pick)
         except BaseException as error:
             self.error = error
             raise
@@ -174,7 +185,8 @@ def _outcome(selection: Selection) -> str:
     behind = f" behind {selection.behind}, which the arrays' alignment rules out" if selection.behind else ""
     if selection.sku is None:
         return f"no kernel{behind}"
-    chose = f"chose {selection.sku.id}{behind} in {selection.duration * 1e3:.3f} ms"
+    measured = f", {selection.pick.reason}," if selection.pick is not None and selection.pick.reason else ""
+    chose = f"chose {selection.sku.id}{behind}{measured} in {selection.duration * 1e3:.3f} ms"
     if selection.error is not None:
         trouble = " ".join(str(selection.error).split())
         return f"{chose}, which could not be prepared: {type(selection.error).__name__}: {trouble}"

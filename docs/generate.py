@@ -19,8 +19,8 @@ from skuda.dispatch.settings import SETTINGS
 from skuda.kernels.catalog import built_in_registry
 from skuda.registry import Descriptor, KernelSku, Op, Registry
 from skuda.registry.elements import ElementKind
-from skuda.tools.bench_summary import means, rate
 from skuda.tools.bench_record import BenchRecord, CaseResult
+from skuda.tools.bench_summary import means, rate
 from skuda.tools.evidence import Records, Word, evidence_directory, load_records, status, tally
 from skuda.tools.findings import TROUBLES
 from skuda.tools.matrix import legend, markdown, short

@@ -94,6 +94,19 @@ def exceeds(guarantee: PrecisionGuarantee, ceiling: PrecisionGuarantee) -> str |
     return None
 
 
+def falls_short(guarantee: PrecisionGuarantee, other: PrecisionGuarantee) -> str | None:
+    """Return the first field in which `guarantee` promises less than `other`, or None.
+
+    What is bit-exact equals the reference, whatever it computes in; for all else another math precision or accumulator
+    is another promise.
+    """
+    if not guarantee.bit_exact:
+        for field in ("math_precision", "accumulator"):
+            if getattr(guarantee, field) != getattr(other, field):
+                return field
+    return exceeds(other, guarantee)
+
+
 def _compare(wanted: PrecisionRequirement, given: PrecisionGuarantee) -> list[tuple[str, str, str, bool]]:
     """Return (field, wanted, had, met) for every field that `wanted` insists on."""
     rows = [

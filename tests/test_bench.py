@@ -23,6 +23,7 @@ from support import fresh
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.backends.numpy import NumpyBackend
 from skuda.dispatch.device import HOST, device_named
+from skuda.dispatch.timing import Timing
 from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.kernels.draw import draw
 from skuda.kernels.dtypes import storage_dtype
@@ -36,15 +37,15 @@ from skuda.tools.bench_cases import Work, groups, problem_of, select_cases, work
 from skuda.tools.bench_cupy import elementwise, serves
 from skuda.tools.bench_cutlass import Configuration, Cutlass, build_command, refusal
 from skuda.tools.bench_host import host_costs
-from skuda.tools.bench_lab import Ceiling, TorchLab, describe_mismatch, flush_bytes
+from skuda.tools.bench_lab import Ceiling, TorchLab, flush_bytes
 from skuda.tools.bench_page import command_line
-from skuda.tools.bench_record import BenchRecord, CaseResult, Ceilings, HostCost, RivalResult, Timing, load_benches
+from skuda.tools.bench_record import BenchRecord, CaseResult, Ceilings, HostCost, RivalResult, load_benches
 from skuda.tools.bench_rivals import Rival, Ways, absence, rivals_of, said
 from skuda.tools.bench_summary import choices, means, rate, refusals
 from skuda.tools.benching import Bench, best_ceilings, max_ulps, rounds_each, schedule
 from skuda.tools.cli import main
 from skuda.tools.evidence import load_records
-from skuda.tools.placing import differing, first_of
+from skuda.tools.host_lab import HostLab
 from skuda.tools.trial import answer
 
 REGISTRY = built_in_registry()
@@ -205,29 +206,16 @@ def test_the_lower_ceiling_bounds():
 # ------------------------------------------------------------------------------------------------------------ measuring
 
 
-class PaperLab:
+class PaperLab(HostLab):
     """NumPy arrays, and a clock that says what each replay costs."""
 
     def __init__(self):
+        super().__init__(REGISTRY)
         self.measured, self.captured = [], []
         self.tidied = 0
 
-    def draw(self, problem, seed):
-        inputs = draw(OPS[problem.op_name()], Case(problem), np.random.default_rng(seed)).inputs
-        flat = {a.name for a in problem.arguments() if a.flat}
-        return {name: value.reshape(-1) if name in flat else value for name, value in inputs.items()}
-
-    def outputs(self, problem):
-        made = [a for a in problem.arguments() if a.role is Role.OUTPUT]
-        return {a.name: np.empty(storage_shape(a.shape, a.elements[0]), storage_dtype(a.elements[0])) for a in made}
-
-    def poison(self, arrays):
-        for array in arrays.values():
-            array.view(np.uint8).fill(0xFF)
-
     def capture(self, call, *, careful=True):
-        call()
-        self.captured.append(call)
+        self.captured.append(super().capture(call, careful=careful))
         return call
 
     def measure(self, replays):
@@ -236,15 +224,6 @@ class PaperLab:
         times = [getattr(replay, "us", US) for replay in replays]
         self.measured.append(times)
         return times
-
-    def mismatch(self, op, problem, inputs, outputs, ulps):
-        for name, wanted in answer(op, problem, inputs).items():
-            got, want = outputs[name].reshape(-1), wanted.reshape(-1)
-            bad = differing(got, want, ulps or 0) & (ulps is not None)
-            if bad.any():
-                (at,) = first_of(bad)
-                return describe_mismatch(name, (at,), got, want, at, int(bad.sum()), bad.size)
-        return ""
 
     def ceilings(self):
         def refuse():

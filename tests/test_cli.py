@@ -87,7 +87,7 @@ def terminal(monkeypatch, skuda):
 
 def use(monkeypatch, registry):
     for module in (explaining, listing, showing):
-        monkeypatch.setattr(module, "Dispatcher", lambda: Dispatcher(registry))
+        monkeypatch.setattr(module, "Dispatcher", lambda **more: Dispatcher(registry, **more))
 
 
 @pytest.fixture

@@ -424,9 +424,21 @@ def test_ranges_without_the_package_are_refused_with_the_command_that_brings_it(
     dispatcher_with(registry)
 
 
+def test_a_measurement_that_decided_is_told(registry, caplog):
+    told = []
+    dispatcher_with(registry, on_selection=told.append).select(ToyDescriptor())
+    assert not {"skuda.sku.choice", "skuda.selection.measured"} & told[0].attributes().keys()
+    measured = dataclasses.replace(told[0], pick=told[0].pick._replace(choice="8 x 8", reason="chosen by a file: 2 us"))
+    assert measured.attributes()["skuda.sku.choice"] == "8 x 8"
+    assert measured.attributes()["skuda.selection.measured"] == "chosen by a file: 2 us"
+    with caplog.at_level(logging.INFO, "skuda.dispatch"):
+        log_selection(measured)
+    assert f"chose {measured.sku.id}, chosen by a file: 2 us, in " in caplog.text
+
+
 def test_selections_compare_by_what_was_chosen(registry):
     told = []
     dispatcher_with(registry, on_selection=told.append).select(ToyDescriptor())
     assert told[0] == dataclasses.replace(told[0], error=ValueError(), _explain=lambda: None)
-    assert told[0] != dataclasses.replace(told[0], sku=None)
+    assert told[0] != dataclasses.replace(told[0], pick=None)
     assert isinstance(told[0], Selection)

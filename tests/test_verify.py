@@ -508,7 +508,7 @@ def skuda(capsys, monkeypatch):
 
     def run(dispatcher, *arguments):
         for module in (verify_page, listing, showing):
-            monkeypatch.setattr(module, "Dispatcher", lambda: dispatcher)
+            monkeypatch.setattr(module, "Dispatcher", lambda **_: dispatcher)
         status = main([str(argument) for argument in arguments])
         return status, *capsys.readouterr()
 

@@ -140,6 +140,8 @@ def select_cases(
     names: Sequence[str] = (),
     shapes: Sequence[Shape] = (),
     elements: Sequence[str] = (),
+    *,
+    command: str = "bench",
 ) -> tuple[BenchCase, ...]:
     """Return what to measure.
 
@@ -153,26 +155,28 @@ def select_cases(
         Instead of the op's own; an op takes those with as many sizes as its problem has.
     elements : sequence of str
         Instead of the op's own.
+    command : str
+        Who asks, for errors.
 
     Raises
     ------
     InvalidProblem
         For a word that nobody knows, or a shape that fits none of the ops.
     """
-    chosen = select_ops(registry, names)
+    chosen = select_ops(registry, names, command=command)
     for name in elements:
         if name not in FLOATS:
-            refuse("bench", "--element", name, FLOATS)
+            refuse(command, "--element", name, FLOATS)
     ranks = {rank_of(registry.ops[op]) for op in chosen}
     for shape in shapes:
         if len(shape) not in ranks:
             forms = words(_form(rank) for rank in sorted(ranks))
-            raise InvalidProblem("bench", "--shapes", "x".join(map(str, shape)), f"be {forms} for {words(chosen)}")
+            raise InvalidProblem(command, "--shapes", "x".join(map(str, shape)), f"be {forms} for {words(chosen)}")
     kinds = tuple(ElementKind(name) for name in elements)
     return tuple(case for op in chosen for case in _cases(registry.ops[op], shapes, kinds))
 
 
-def select_ops(registry: Registry, names: Sequence[str] = ()) -> tuple[str, ...]:
+def select_ops(registry: Registry, names: Sequence[str] = (), *, command: str = "bench") -> tuple[str, ...]:
     """Return the ops that names stand for, each once.
 
     Parameters
@@ -181,6 +185,8 @@ def select_ops(registry: Registry, names: Sequence[str] = ()) -> tuple[str, ...]
         Whose ops.
     names : sequence of str
         Ops and groups of them; empty for all.
+    command : str
+        Who asks, for errors.
 
     Raises
     ------
@@ -190,7 +196,7 @@ def select_ops(registry: Registry, names: Sequence[str] = ()) -> tuple[str, ...]
     known = groups(registry)
     for name in names:
         if name not in known and name not in known["all"]:
-            refuse("bench", "OPS", name, (*known, *known["all"]), kind="an op of the quantization family or a group")
+            refuse(command, "OPS", name, (*known, *known["all"]), kind="an op of the quantization family or a group")
     return tuple(dict.fromkeys(op for name in (names or ("all",)) for op in known.get(name, (name,))))
 
 

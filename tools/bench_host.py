@@ -11,8 +11,9 @@ from typing import Any
 from skuda.dispatch import Dispatcher, PlanPreference
 from skuda.dispatch.compiling import find_nvcc
 from skuda.dispatch.device import Device
+from skuda.dispatch.timing import Timing
 from skuda.kernels.quantize import FakeQuantizeDescriptor
-from skuda.tools.bench_record import HostCost, Timing
+from skuda.tools.bench_record import HostCost
 from skuda.tools.bench_rivals import said
 
 Call = Callable[[], object]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import Field, JsonValue
 
 from skuda.dispatch.device import Device
+from skuda.dispatch.timing import Timing
 from skuda.registry.errors import InvalidRecord
 from skuda.registry.registry import Registry
 from skuda.registry.value import Real, Size, Value
@@ -20,32 +18,6 @@ from skuda.tools.evidence import evidence_directory
 from skuda.tools.fingerprint import source_hash
 
 _KIND = ("skuda bench", 1)
-
-
-class Timing(Value):
-    """How long one thing took, in microseconds.
-
-    Attributes
-    ----------
-    median, p10, p90, best : float
-        Median, 10th and 90th percentile, minimum.
-    rounds : int
-        How often it was timed; fewer than asked for where the time budget ended it.
-    """
-
-    median: Real
-    p10: Real
-    p90: Real
-    best: Real
-    rounds: Size
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> Timing:
-        """Sum up samples in microseconds; at least one."""
-        p10, p90 = np.percentile(samples, (10, 90))
-        return cls(
-            median=statistics.median(samples), p10=float(p10), p90=float(p90), best=min(samples), rounds=len(samples)
-        )
 
 
 class RivalResult(Value):

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from skuda.dispatch import Dispatcher, PlanPreference
 from skuda.dispatch.backends.cuda import CudaBackend
 from skuda.dispatch.device import Device
+from skuda.dispatch.environment import driver_version
 from skuda.dispatch.explanation import as_json
 from skuda.dispatch.plan import Plan
+from skuda.dispatch.timing import Timing
 from skuda.registry.descriptor import Descriptor, Role
 from skuda.registry.errors import SkudaError
 from skuda.registry.sku import KernelSku
 from skuda.tools.bench_cases import BenchCase, work_of
 from skuda.tools.bench_lab import Ceiling, Lab, Replay
-from skuda.tools.bench_record import BenchRecord, CaseResult, Ceilings, HostCost, RivalResult, Timing
+from skuda.tools.bench_record import BenchRecord, CaseResult, Ceilings, HostCost, RivalResult
 from skuda.tools.bench_rivals import Rival, Ways, absence, rivals_of, said
 from skuda.tools.cubins import Wanted, build_cubins, cubins_of
 from skuda.tools.fingerprint import source_hash
 from skuda.tools.output import Report
 from skuda.tools.trial import allowed_ulps
-from skuda.tools.verifying import driver_version, skuda_version, versions
+from skuda.tools.verifying import skuda_version, versions
 
+Name = TypeVar("Name", bound=Hashable)
 RivalsOf = Callable[[Descriptor], tuple[Rival, ...]]
 
 _PACKAGES = ("triton", "bitsandbytes", "torchao", "cupy-cuda12x", "cupy-cuda13x")
@@ -177,7 +179,7 @@ class Bench:
         sku, backend = plan.sku, self.dispatcher.backends[plan.sku.backend]
         steps: tuple[str, ...] = ()
         if isinstance(backend, CudaBackend):
-            launch = backend.launch_of(sku, plan.problem, self.device)
+            launch = backend.launch_of(sku, plan.problem, self.device, plan.choice)
             steps = tuple(f"{s.entry} grid {_dim(s.grid)} block {_dim(s.block)}" for s in launch.steps)
         return {"sku": sku.id, "steps": steps, "source_hash": source_hash(sku)}
 
@@ -239,11 +241,8 @@ class Bench:
                 failed.append(said(error))
         if not able:
             raise RuntimeError(failed[0] if failed else "there is no way to do it")
-        turns = schedule(dict.fromkeys(able, _QUICK))
-        samples: dict[str, list[float]] = {name: [] for name in able}
-        for name, us in zip(turns, lab.measure([able[name] for name in turns]), strict=True):
-            samples[name].append(us)
-        best = min(samples, key=lambda name: statistics.median(samples[name]))
+        quick = time_in_turn(lab, able, dict.fromkeys(able, _QUICK))
+        best = min(quick, key=lambda name: quick[name].median)
         replay = lab.capture(able[best])
         lab.poison(ways.outputs)
         lab.measure([replay])
@@ -253,11 +252,7 @@ class Bench:
         return replay, best
 
     def _rounds(self, replays: Mapping[str, Replay], estimates: Mapping[str, float]) -> dict[str, Timing]:
-        turns = schedule(rounds_each(estimates, self.repeats, self.budget))
-        samples: dict[str, list[float]] = {name: [] for name in replays}
-        for name, us in zip(turns, self.lab.measure([replays[name] for name in turns]), strict=True):
-            samples[name].append(us)
-        return {name: Timing.of(found) for name, found in samples.items()}
+        return time_in_turn(self.lab, replays, rounds_each(estimates, self.repeats, self.budget))
 
     def _ceilings(self, makers: Sequence[Ceiling]) -> Ceilings:
         found: dict[str, Any] = {}
@@ -279,22 +274,42 @@ class Bench:
         """Fill the cubin cache: one kernel after the other would take minutes."""
         jobs: list[Wanted] = []
         for case in cases:
-            name = self.dispatcher.explain(case.problem, self.preference, self.device).chosen
-            sku = self.dispatcher.registry.sku(name or "")
+            explained = self.dispatcher.explain(case.problem, self.preference, self.device)
+            sku = self.dispatcher.registry.sku(explained.chosen or "")
             if sku is not None:
-                jobs += cubins_of((sku,), {sku.op: (case.problem,)}, self.dispatcher.backends, self.device)
+                problems, backends, choice = {sku.op: (case.problem,)}, self.dispatcher.backends, explained.choice
+                jobs += cubins_of((sku,), problems, backends, self.device, choices=lambda *_, only=choice: (only,))
         # What goes wrong here goes wrong again when the kernel is selected, and is recorded there.
         build_cubins(list({job.identity: job for job in jobs}.values()), report)
 
 
-def rounds_each(estimates: Mapping[str, float], repeats: int, budget: float) -> dict[str, int]:
+def time_in_turn(lab: Lab, replays: Mapping[Name, Replay], rounds: Mapping[Name, int]) -> dict[Name, Timing]:
+    """Time contestants in the rounds that they share.
+
+    Parameters
+    ----------
+    lab : Lab
+        Runs them and has the clock.
+    replays : mapping of name to callable
+        The contestants.
+    rounds : mapping of name to int
+        How often each runs, at least once.
+    """
+    turns = schedule(rounds)
+    samples: dict[Name, list[float]] = {name: [] for name in replays}
+    for name, us in zip(turns, lab.measure([replays[name] for name in turns]), strict=True):
+        samples[name].append(us)
+    return {name: Timing.of(found) for name, found in samples.items()}
+
+
+def rounds_each(estimates: Mapping[Name, float], repeats: int, budget: float) -> dict[Name, int]:
     """Return how often each contestant runs.
 
     As often as asked for, or as its budget allows, though thrice; once where one run takes the whole budget.
 
     Parameters
     ----------
-    estimates : mapping of str to float
+    estimates : mapping of name to float
         Microseconds of one run, by name.
     repeats : int
         Rounds asked for.
@@ -309,18 +324,18 @@ def rounds_each(estimates: Mapping[str, float], repeats: int, budget: float) -> 
     return found
 
 
-def schedule(rounds: Mapping[str, int]) -> list[str]:
+def schedule(rounds: Mapping[Name, int]) -> list[Name]:
     """Return contestants in the order of their runs: all in turn, from another one on every round.
 
     Who runs less often is spread over the rounds, so that a clock that drifts hits all alike.
 
     Parameters
     ----------
-    rounds : mapping of str to int
+    rounds : mapping of name to int
         How often each runs.
     """
     names, most = list(rounds), max(rounds.values(), default=0)
-    turns = []
+    turns: list[Name] = []
     for turn in range(most):
         start = turn % len(names)
         rotated = names[start:] + names[:start]

@@ -211,6 +211,10 @@ def _explain(
     no_arch_specific: Annotated[
         bool, typer.Option("--no-arch-specific", help="Refuse kernels for one chip or family only (sm_90a).")
     ] = False,
+    tuning: Annotated[
+        Path | None,
+        typer.Option(help="Use these measured times; else those that SKUDA_TUNING names.", metavar="FILE"),
+    ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="List every refused kernel.")] = False,
     as_json: Json = False,
     show_help: Annotated[
@@ -238,7 +242,8 @@ def _explain(
         max_workspace_bytes=max_workspace_bytes,
         allow_arch_specific=not no_arch_specific,
     )
-    return explaining.run(context.args, wishes, own_options=_own_options(context), show_all=show_all, as_json=as_json)
+    own = _own_options(context)
+    return explaining.run(context.args, wishes, tuning=tuning, own_options=own, show_all=show_all, as_json=as_json)
 
 
 @app.command("verify")
@@ -334,6 +339,59 @@ def _bench(
 
 
 @app.command(
+    "tune",
+    # The fields of a problem are options too, as in `explain`.
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    options_metavar="OP... [--FIELD VALUE]... [OPTIONS]",
+)
+def _tune(
+    context: typer.Context,
+    *,
+    shapes: Annotated[
+        Some | None, typer.Option(help="These shapes: ROWSxCOLUMNS, or MxNxK for a product.", metavar="SHAPE")
+    ] = None,
+    element: Annotated[Some | None, typer.Option(help="These elements: f16, bf16, f32, f64.", metavar="KIND")] = None,
+    backend: Annotated[str | None, typer.Option(help="Only kernels of this backend.", metavar="NAME")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the times here; else a name after the device.", metavar="FILE")
+    ] = None,
+    update: Annotated[bool, typer.Option("--update", help="Take new problems into a file that is there.")] = False,
+    margin: Annotated[
+        float | None,
+        typer.Option(help="Per cent by which a kernel must be faster than the first of the ranking; 3 if left out."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Rounds; slow kernels get fewer.", min=1)] = 20,
+    seed: Annotated[int | None, typer.Option(help="Draw inputs from this; fresh if left out.", min=0)] = None,
+    show: Annotated[Path | None, typer.Option(help="Show this file; measure nothing.", metavar="FILE")] = None,
+    as_json: Json = False,
+) -> int:
+    """Time every kernel that serves a problem, in each configuration.
+
+    The problems are shapes of ops, as in `skuda bench`, or one with its fields:
+    `skuda tune quantized_linear --m 8 --n 4096 --k 4096`. Results are compared before they are timed; a wrong one is
+    refused, and the exit status is 1. The file changes a choice only where it is named: by SKUDA_TUNING, or as
+    Dispatcher(tuning=FILE). Piped, each line is a record with tabs between op, problem, kernel, configuration, median,
+    p10 and p90 in us, rounds, what would run (chosen by time, or first of the ranking), and what speaks against it.
+    """
+    from skuda.tools import tune_page
+
+    return tune_page.run(
+        context.args,
+        shapes=shapes or (),
+        elements=element or (),
+        backend=backend,
+        output=output,
+        update=update,
+        margin=margin,
+        repeats=repeats,
+        seed=seed,
+        show=show,
+        own_options=_own_options(context),
+        as_json=as_json,
+    )
+
+
+@app.command(
     "compile",
     # The fields of a problem are options too, as in `explain`.
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
@@ -354,7 +412,8 @@ def _compile(
     Needs a compiler, but no GPU and no driver. What is compiled is what the cards would look for: every kernel that
     fits, in each configuration that the cases of its op lead to, or those of a list (--descriptors), or one problem:
     `skuda compile --device h200 --op quantized_linear --m 8 --n 4096 --k 4096`. `skuda bundle` writes the same into one
-    file, for machines without a compiler. Exits with 1 where a kernel does not compile.
+    file, for machines without a compiler. With SKUDA_TUNING, what its times choose is compiled too. Exits with 1 where
+    a kernel does not compile.
     """
     from skuda.tools import compile_page
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.text import Text
 
-from skuda.dispatch import KNOWN_DEVICES, Device, Dispatcher, device_named
+from skuda.dispatch import KNOWN_DEVICES, Device, Dispatcher, PlanPreference, Tuning, device_named
 from skuda.dispatch.backends.base import Backend
 from skuda.dispatch.backends.cuda import CudaBackend
 from skuda.registry.arch import ArchSku
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import CompileError, InvalidProblem, InvalidRecord
 from skuda.registry.registry import Registry
+from skuda.registry.sku import KernelSku
 from skuda.tools.cubins import Outcome, State, build_cubins, cubins_of
 from skuda.tools.explain_page import pairs
 from skuda.tools.output import (
@@ -124,13 +127,16 @@ def compiled(request: Request) -> list[Outcome]:
         if name not in registry.ops:
             request.refuse("--op", name, registry.ops, kind="a registered op", more="`skuda list` names all")
     problems, assumed = _problems(request, registry, names)
+    if not request.tokens and request.descriptors is None and dispatcher.tuning is not None:
+        problems = {op: [*_tuned(registry, dispatcher.tuning, op), *found] for op, found in problems.items()}
     targets = _targets(request, dispatcher)
     chosen = _backends(request, dispatcher)
     for folder_trouble in filter(None, (backend.cache.obstacle() for backend in chosen.values())):
         raise CompileError(request.command, folder_trouble)
     for text in pairs(assumed):
         stderr().print(f"skuda: assumed {text}", style="dim", soft_wrap=True)
-    wanted = cubins_of((sku for sku in registry if sku.op in problems), problems, chosen, *targets)
+    skus = (sku for sku in registry if sku.op in problems)
+    wanted = cubins_of(skus, problems, chosen, *targets, choices=partial(_configurations, dispatcher))
     if not wanted:
         for_whom = words(device.describe() for device in targets)
         served = "this" if request.tokens else "these ops"
@@ -152,6 +158,28 @@ def print_outcomes(found: Sequence[Outcome], *, as_json: bool = False) -> None:
         failed = [outcome for outcome in found if outcome.state == "failed"]
         records(_rows(found))
         records(("failure", outcome.wanted.sku.id, outcome.wanted.arch, outcome.reason) for outcome in failed)
+
+
+def _tuned(registry: Registry, tuning: Tuning, op: str) -> Iterator[Descriptor]:
+    """Return the problems of an op that were measured, those that are problems of it still."""
+    for entry in tuning.entries:
+        if entry.op == op:
+            with suppress(InvalidProblem):
+                yield registry.ops[op].descriptor.model_validate(entry.problem)
+
+
+def _configurations(dispatcher: Dispatcher, sku: KernelSku, problem: Descriptor, device: Device) -> list[str]:
+    """Return the configurations in which a kernel may be chosen: the first it has, and those that were measured.
+
+    Another one may be chosen where a preference leaves less to choose from.
+    """
+    found = {""}
+    if dispatcher.tuning is not None and dispatcher.tuning.entry(problem) is not None:
+        for preference in (PlanPreference(), PlanPreference(backend=sku.backend), PlanPreference(sku=sku.id)):
+            explained = dispatcher.explain(problem, preference, device)
+            if explained.chosen == sku.id:
+                found.add(explained.choice)
+    return sorted(found)
 
 
 def _problems(

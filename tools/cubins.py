@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any, Literal, NamedTuple
@@ -16,6 +16,7 @@ from skuda.registry.descriptor import Descriptor
 from skuda.registry.sku import KernelSku
 from skuda.tools.output import Report
 
+Choices = Callable[[KernelSku, Descriptor, Device], Iterable[str]]
 State = Literal["compiled", "cached", "failed"]
 
 
@@ -78,6 +79,7 @@ def cubins_of(
     problems: Mapping[str, Sequence[Descriptor]],
     backends: Mapping[str, Backend],
     *devices: Device,
+    choices: Choices = lambda *_: ("",),
 ) -> list[Wanted]:
     """Return what devices would look for, each cubin once: one for every configuration that a launch rule chooses.
 
@@ -91,6 +93,9 @@ def cubins_of(
         By name.
     *devices : Device
         For whom.
+    choices : callable
+        Returns the names of the configurations that are wanted of a kernel for a problem on a device; an empty one
+        stands for that which its launch rule ranks first.
     """
     found: dict[tuple[object, ...], Wanted] = {}
     for sku in skus:
@@ -100,16 +105,17 @@ def cubins_of(
         mine = [p for p in problems.get(sku.op, ()) if p.key() == sku.key]
         fit = [p for p in mine if not any(constraint.check(p) for constraint in sku.constraints)]
         for device, problem in product((d for d in devices if sku.arch.runs_on(d.compute_capability)), fit):
-            wanted = _asked(sku, problem, backend, device)
-            # A launch without steps needs no cubin.
-            if wanted.launch.steps or wanted.trouble:
-                found.setdefault((*wanted.identity, wanted.trouble), wanted)
+            for choice in choices(sku, problem, device):
+                wanted = _asked(sku, problem, backend, device, choice)
+                # A launch without steps needs no cubin.
+                if wanted.launch.steps or wanted.trouble:
+                    found.setdefault((*wanted.identity, wanted.trouble), wanted)
     return list(found.values())
 
 
-def _asked(sku: KernelSku, problem: Descriptor, backend: CudaBackend[Any], device: Device) -> Wanted:
+def _asked(sku: KernelSku, problem: Descriptor, backend: CudaBackend[Any], device: Device, choice: str) -> Wanted:
     try:
-        return Wanted(sku, backend.launch_of(sku, problem, device), backend, device)
+        return Wanted(sku, backend.launch_of(sku, problem, device, choice), backend, device)
     except Exception as error:  # noqa: BLE001  a plug-in's launch rule can fail in any way
         return Wanted(sku, Launch(steps=()), backend, device, f"its launch rule fails: {_said(error)}")
 

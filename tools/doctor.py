@@ -75,6 +75,7 @@ def examine() -> list[Finding]:
         ("Plug-ins", False, _plugins),
         ("Cache", False, _cache),
         ("Bundles", False, _bundles),
+        ("Tuning", False, _tuning),
     )
     found: list[Finding] = []
     for section, required, check in checks:
@@ -176,7 +177,8 @@ def _nvrtc() -> Finding:
 def _dispatcher() -> Dispatcher:
     from skuda.dispatch import Dispatcher
 
-    return Dispatcher()
+    # A file of measured times is a finding of its own.
+    return Dispatcher(tuning="")
 
 
 def _backends() -> Iterator[Finding]:
@@ -271,6 +273,24 @@ def _bundle(name: str) -> Finding:
     found = known.BUNDLE_FOREIGN.found(contents=contents, foreign=foreign)
     # What is left still serves.
     return found if foreign == len(members) else replace(found, state="ok")
+
+
+def _tuning() -> Iterator[Finding]:
+    from skuda.dispatch.settings import tuning_file
+    from skuda.dispatch.tuning import Tuning
+    from skuda.registry.errors import InvalidRecord
+
+    section, path = "Tuning", tuning_file()
+    if path is None:
+        yield Finding(section, "ok", "measured times", "none: SKUDA_TUNING names no file")
+        return
+    try:
+        tuning = Tuning.load(path)
+    except InvalidRecord as error:
+        yield Finding(section, "broken", "measured times", str(error), "unset SKUDA_TUNING, or write it: skuda tune")
+        return
+    where, number = tuning.environment.device.describe(), len(tuning.entries)
+    yield Finding(section, "ok", "measured times", f"{path}, {number} problems, measured on {where}")
 
 
 def _size(folder: Path) -> str:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from skuda.dispatch import Decision, Explanation
+from skuda.dispatch.explanation import Verdict
 from skuda.registry.reason import Reason
 from skuda.registry.registry import Registry
 from skuda.tools.output import count, folded, heading, indented, plain_table, words
@@ -131,6 +132,8 @@ class Page:
         self._answer()
         if self.explanation.decisions:
             self._candidates(show_all=show_all)
+        if self.explanation.verdict is not None:
+            self._measured(self.explanation.verdict, show_all=show_all)
         for note in self.explanation.notes:
             self.console.print(f"note: {note}", style="yellow")
 
@@ -169,6 +172,8 @@ class Page:
             return
         self._say(Text("chosen", style="bold green"))
         self._say(Text(folded(chosen, self.console.width - 2), style="green"), indent=2)
+        if self.explanation.choice:
+            self._say(Text(f"configuration {self.explanation.choice}", style="green"), indent=2)
         sku = self.registry.sku(chosen)
         if sku is not None:
             self._say(Text(sku.precision_guarantee.describe()), indent=2)
@@ -204,6 +209,26 @@ class Page:
         self.console.print(table)
         if groups < len(refused) or len(shown) < len(accepted):
             self._say(Text("--all gives every kernel a row", style="dim"))
+
+    def _measured(self, verdict: Verdict, *, show_all: bool) -> None:
+        self.console.print()
+        self._say(heading(f"measured, by {verdict.origin}"))
+        said = "chosen by time" if verdict.chosen else "the ranking stays"
+        self._say(Text(f"{said}: {verdict.reason}", style="green" if verdict.chosen else "yellow"))
+        table = plain_table()
+        for how in ("right", "left"):
+            table.add_column(justify=how, overflow="fold")
+        shown = verdict.times if show_all else verdict.times[:_ACCEPTED_SHOWN]
+        for measured in shown:
+            took = "not timed" if measured.microseconds is None else f"{measured.microseconds:.1f} us"
+            name = " ".join(measured.sku.split(".")[-3:]) + (f": {measured.choice}" if measured.choice else "")
+            text = Text(name)
+            if measured.against:
+                text.append(f"\n{measured.against}", style="yellow")
+            table.add_row(took, text)
+        self.console.print(table)
+        if len(shown) < len(verdict.times):
+            self._say(Text(f"{len(verdict.times) - len(shown)} more were measured; --all shows them", style="dim"))
 
     def _refused(self, table: Table, refused: tuple[Decision, ...], *, show_all: bool) -> int:
         """Add the refused kernels to a table and return how many rows they took."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from skuda.dispatch import KNOWN_DEVICES, Device, Dispatcher, Explanation, PlanPreference, device_named
@@ -32,6 +33,7 @@ def run(
     tokens: Sequence[str],
     wishes: Wishes,
     *,
+    tuning: Path | None = None,
     own_options: Sequence[str] = (),
     show_all: bool = False,
     as_json: bool = False,
@@ -44,6 +46,8 @@ def run(
         The op's name and the options that describe the problem.
     wishes : Wishes
         Device and preferences.
+    tuning : Path or None
+        A file of measured times; None for what ``SKUDA_TUNING`` names.
     own_options : sequence of str
         Names of the command's own options, to suggest for a misspelt one.
     show_all : bool
@@ -61,7 +65,7 @@ def run(
     SkudaError
         For bad input.
     """
-    dispatcher = Dispatcher()
+    dispatcher = Dispatcher(tuning=tuning)
     op, rest = _op_of(dispatcher.registry, tokens)
     device = _device_of(wishes.device)
     preference = _preference_of(dispatcher.registry, op, wishes)
@@ -155,7 +159,8 @@ def _print_records(explanation: Explanation, assumed: dict[str, Any]) -> None:
             *(("preference", *pair) for pair in preference.items()),
             ("device", explanation.device.describe()),
             *(("note", note) for note in explanation.notes),
-            ("chosen", explanation.chosen),
+            ("chosen", explanation.chosen, *filter(None, [explanation.choice])),
+            *_measured(explanation),
             *(("accepted", decision.sku, decision.rank) for decision in explanation.accepted),
             *(
                 ("refused", decision.sku, "; ".join(map(str, decision.reasons)), "; ".join(decision.changes))
@@ -163,3 +168,11 @@ def _print_records(explanation: Explanation, assumed: dict[str, Any]) -> None:
             ),
         )
     )
+
+
+def _measured(explanation: Explanation) -> Iterator[tuple[object, ...]]:
+    verdict = explanation.verdict
+    if verdict is not None:
+        yield ("tuning", verdict.origin, "chosen" if verdict.chosen else "not chosen", verdict.reason)
+        for measured in verdict.times:
+            yield ("measured", measured.sku, measured.choice, measured.microseconds, measured.against)

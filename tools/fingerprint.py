@@ -11,40 +11,15 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from skuda.dispatch.sources import read_source
+from skuda.dispatch.sources import module_file, source_hash
 from skuda.registry.op import Op
-from skuda.registry.sku import KernelSku
+
+__all__ = ["modules_of", "reference_hash", "source_hash"]
 
 _DECLARING = frozenset({"skuda.kernels.launch", "skuda.registry.sku"})
 """A module that imports one of these declares or launches kernels; that it holds arithmetic too, nothing here does."""
 
 _DECLARED = frozenset({"SKUS", "OP"})
-
-
-def source_hash(sku: KernelSku) -> str:
-    """Return the fingerprint of everything that makes a kernel and its launch.
-
-    Its source with every header of ours that it includes, its entry point, flags and architecture, the module of its
-    launch rule, and what it promises: a promise that was made after the run was not verified by it.
-
-    Parameters
-    ----------
-    sku : KernelSku
-        The kernel.
-
-    Raises
-    ------
-    LookupError
-        Where its source or its launch rule does not exist.
-    """
-    state = hashlib.sha256()
-    promised = sku.precision_guarantee.model_dump_json()
-    parts = [_content(sku.source), sku.entry_point, *sku.flags, sku.arch.value, promised]
-    if sku.launch is not None:
-        parts += [sku.launch, _content(sku.launch.partition(":")[0])]
-    for part in parts:
-        state.update(f"{len(part)}\0{part}".encode())
-    return state.hexdigest()
 
 
 def reference_hash(op: Op) -> str:
@@ -89,32 +64,13 @@ def _package(module: str) -> str:
     return "skuda.kernels." if top == "skuda" else f"{top}."
 
 
-def _content(source: str) -> str:
-    """Return the digest of a ``package:file`` source with its headers, or of a Python module."""
-    if ":" in source:
-        return read_source(source).digest
-    # A module of the interpreter itself has no file; its version is in the record.
-    path = _file(source)
-    return hashlib.sha256(path.read_bytes() if path.is_file() else source.encode()).hexdigest()
-
-
-def _file(module: str) -> Path:
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError) as error:
-        raise LookupError(f"{module} cannot be found: {error}") from error
-    if spec is None:
-        raise LookupError(f"{module} cannot be found")
-    return Path(spec.origin or "")
-
-
 @cache
 def _text(path: Path, changed: int) -> str:  # noqa: ARG001  another time of change is another text
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 def _read(module: str) -> str:
-    path = _file(module)
+    path = module_file(module)
     return _text(path, path.stat().st_mtime_ns if path.is_file() else 0)
 
 

@@ -172,10 +172,11 @@ def _row(dispatcher: Dispatcher, problem: Descriptor, devices: Mapping[str, Devi
 
 def _selection(dispatcher: Dispatcher, problem: Descriptor, device: Device) -> Selection:
     registry = dispatcher.registry
-    chosen = match.choose(registry, problem, device, NO_PREFERENCE, {})
-    if chosen is None:
+    pick = match.choose(registry, problem, device, NO_PREFERENCE, {})
+    if pick is None:
         decisions = match.explain(registry, problem, device, NO_PREFERENCE, {}).decisions
         return Selection(why=str(decisions[0].reasons[0]) if decisions else "no kernel is registered")
+    chosen = pick.sku
     before = registry.candidates(problem.key())[: registry.candidates(problem.key()).index(chosen)]
     rank = sum(sku.arch.runs_on(device.compute_capability) for sku in before)
     us, why = None, ""

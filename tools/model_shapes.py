@@ -75,7 +75,9 @@ MODELS = {
 """By the names that ``--shapes`` takes."""
 
 
-def read_shapes(texts: Sequence[str], ranks: Collection[int] = (2, 3), rows: Sequence[int] = ()) -> tuple[Shape, ...]:
+def read_shapes(
+    texts: Sequence[str], ranks: Collection[int] = (2, 3), rows: Sequence[int] = (), *, command: str = "bench"
+) -> tuple[Shape, ...]:
     """Read shapes as they are typed (``4096x4096``), models by name, and files.
 
     A file holds one shape a line, with comments behind ``#``; or JSON, a list of shapes as text or as lists of sizes.
@@ -88,6 +90,8 @@ def read_shapes(texts: Sequence[str], ranks: Collection[int] = (2, 3), rows: Seq
         Of a model, only shapes of so many sizes: 3 for products, 2 for activations.
     rows : sequence of int
         Numbers of rows that models are taken at; empty for `ROWS`.
+    command : str
+        Who asks, for errors.
 
     Raises
     ------
@@ -95,7 +99,7 @@ def read_shapes(texts: Sequence[str], ranks: Collection[int] = (2, 3), rows: Seq
         For a text that is none of these, a file with something else in it, and `rows` without a model.
     """
     if rows and not any(text.lower() in MODELS for text in texts):
-        raise InvalidProblem("bench", "--m", words(rows), f"stand beside --shapes with a model: {words(MODELS)}")
+        raise InvalidProblem(command, "--m", words(rows), f"stand beside --shapes with a model: {words(MODELS)}")
     found: list[Shape] = []
     for text in texts:
         model = MODELS.get(text.lower())
@@ -103,9 +107,9 @@ def read_shapes(texts: Sequence[str], ranks: Collection[int] = (2, 3), rows: Seq
             found += model.products(rows or ROWS) if 3 in ranks else ()
             found += model.activations(rows or ROWS) if 2 in ranks else ()
         elif _sizes(text) is None and Path(text).is_file():
-            found += _read_file(Path(text))
+            found += _read_file(Path(text), command)
         else:
-            found.append(_read(text, repr(text)))
+            found.append(_read(text, repr(text), command))
     return tuple(dict.fromkeys(found))
 
 
@@ -123,24 +127,24 @@ def read_rows(texts: Sequence[str]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, texts)))
 
 
-def _read_file(path: Path) -> list[Shape]:
+def _read_file(path: Path, command: str) -> list[Shape]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise InvalidProblem("bench", "--shapes", str(path), f"be a file of text that can be read ({error})") from error
+        raise InvalidProblem(command, "--shapes", str(path), f"be a file of text that can be read ({error})") from error
     if path.suffix.lower() == ".json":
         try:
             listed: Any = json.loads(text)
         except ValueError as error:
-            raise InvalidProblem("bench", "--shapes", str(path), f"be JSON as its name says ({error})") from error
+            raise InvalidProblem(command, "--shapes", str(path), f"be JSON as its name says ({error})") from error
         entries = listed if isinstance(listed, list) else [listed]
         named = [(_typed(entry), f"{entry!r} in {path}") for entry in entries]
     else:
         lines = ((number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), 1))
         named = [(line, f"{line!r} in line {number} of {path}") for number, line in lines if line]
     if not named:
-        raise InvalidProblem("bench", "--shapes", str(path), "hold a shape, one a line")
-    return [_read(shape, where) for shape, where in named]
+        raise InvalidProblem(command, "--shapes", str(path), "hold a shape, one a line")
+    return [_read(shape, where, command) for shape, where in named]
 
 
 def _typed(entry: Any) -> str:
@@ -148,11 +152,11 @@ def _typed(entry: Any) -> str:
     return "x".join(map(str, entry)) if isinstance(entry, list) else str(entry)
 
 
-def _read(text: str, where: str) -> Shape:
+def _read(text: str, where: str, command: str) -> Shape:
     sizes = _sizes(text)
     if sizes is None:
         rule = f"be ROWSxCOLUMNS or MxNxK, of sizes above 0, a file of those, or a model: {words(MODELS)}"
-        raise InvalidProblem("bench", "--shapes", where, rule)
+        raise InvalidProblem(command, "--shapes", where, rule)
     return sizes
 
 

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import zlib
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 
 import numpy as np
 
 from skuda.dispatch import Dispatcher, PlanPreference
 from skuda.dispatch.compiling import find_nvcc
 from skuda.dispatch.device import Device
+from skuda.dispatch.environment import driver_version
 from skuda.dispatch.plan import Plan
 from skuda.dispatch.settings import bundle_names
 from skuda.registry.arch import ArchSku
 from skuda.registry.descriptor import Descriptor
-from skuda.registry.errors import DriverError
 from skuda.registry.op import Op
 from skuda.registry.sku import KernelSku
 from skuda.tools.cubins import build_cubins, cubins_of
@@ -36,7 +33,6 @@ Progress = Callable[[int, int, str], None]
 """Takes what is done, how much there is, and what is being done."""
 
 _PACKAGES = ("numpy", "ml_dtypes", "torch", "cupy", "pycuda", "cuda-bindings")
-_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def verify(
@@ -269,18 +265,3 @@ def _version(distribution: str) -> str | None:
 def skuda_version() -> str:
     """Return the version of skuda; ``unknown`` where it is not installed."""
     return _version("skuda") or "unknown"
-
-
-def driver_version() -> str:
-    """Return the kernel driver's version where Linux tells it, else the CUDA version that it speaks."""
-    from skuda.dispatch.driver import driver
-
-    try:
-        spoken = f"CUDA {driver().version}"
-    except DriverError:
-        return ""
-    with suppress(OSError):
-        match = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", _DRIVER.read_text(encoding="utf-8"))
-        if match is not None:
-            return f"{match[1]} ({spoken})"
-    return spoken

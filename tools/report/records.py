@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from xml.etree.ElementTree import Element
 
+from skuda.dispatch.timing import Timing
 from skuda.registry.registry import Registry
 from skuda.tools.bench_plot import drawable, plots, rendered
-from skuda.tools.bench_record import BenchRecord, CaseResult, Ceilings, Timing
+from skuda.tools.bench_record import BenchRecord, CaseResult, Ceilings
 from skuda.tools.bench_summary import FLUSHES, ROWS, choices, figure, means, rate, refusals
 from skuda.tools.evidence import EvidenceFile, by_op
 from skuda.tools.output import count
