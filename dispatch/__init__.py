@@ -5,7 +5,7 @@ from skuda.dispatch.device import KNOWN_DEVICES, Device, device_named
 from skuda.dispatch.dispatcher import Dispatcher
 from skuda.dispatch.explanation import Decision, Explanation
 from skuda.dispatch.plan import Plan
-from skuda.dispatch.plugins import Quarantined
+from skuda.dispatch.plugins import Plugin
 from skuda.dispatch.preference import PlanPreference
 from skuda.dispatch.telemetry import Selection, log_selection
 from skuda.dispatch.tuning import Tuning
@@ -20,7 +20,7 @@ __all__ = [
     "Explanation",
     "Plan",
     "PlanPreference",
-    "Quarantined",
+    "Plugin",
     "Runner",
     "Selection",
     "Tuning",

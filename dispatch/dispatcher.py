@@ -16,9 +16,19 @@ from skuda.dispatch.device import HOST, Device
 from skuda.dispatch.environment import driver_of
 from skuda.dispatch.explanation import Explanation
 from skuda.dispatch.plan import Plan
-from skuda.dispatch.plugins import Quarantined, load_backends, load_kernels
+from skuda.dispatch.plugins import (
+    Misbehaved,
+    Plugin,
+    ask_choices,
+    ask_devices,
+    ask_runner,
+    ask_status,
+    ask_words,
+    load_backends,
+    load_kernels,
+)
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
-from skuda.dispatch.settings import nvtx_enabled, plugins_enabled, tuning_file
+from skuda.dispatch.settings import nvtx_enabled, tuning_file
 from skuda.dispatch.telemetry import Guarded, Observer, Selection, Watch, log_selection, logger_of
 from skuda.dispatch.tuning import Tuning
 from skuda.dispatch.weighing import Pick, Tuned
@@ -70,30 +80,31 @@ class Dispatcher:
         nvtx: bool | None = None,
     ) -> None:
         self._tuned = self._tuned_by(tuning_file() if tuning is None else tuning)
-        aside: tuple[Quarantined, ...] = ()
-        brought: tuple[Backend, ...] = ()
+        own = registry is None
+        if registry is None:
+            from skuda.kernels.catalog import built_in_registry
+
+            registry = built_in_registry()
+        plugins: list[Plugin] = []
+        self._brought: dict[str, Plugin] = {}
         if backends is None:
             # Here and not above: a program that only names kernels and devices needs no backend.
             from skuda.dispatch.backends.cuda_core import CudaCoreBackend
             from skuda.dispatch.backends.numpy import NumpyBackend
             from skuda.dispatch.backends.pycuda import PycudaBackend
 
-            backends = (PycudaBackend(), CudaCoreBackend(), NumpyBackend())
-            if plugins_enabled():
-                taken = {backend.spec.name for backend in backends}
-                brought, aside = load_backends(taken)
-        if registry is None:
-            from skuda.kernels.catalog import built_in_registry
-
-            registry = built_in_registry()
-            missing = [b.spec for b in brought if b.spec.name not in registry.backends]
-            registry = registry.register(*missing, origin="an installed backend") if missing else registry
-            if plugins_enabled():
-                registry, more = load_kernels(registry)
-                aside += more
+            # A registry that was given may name them already.
+            known, brought, aside = load_backends(registry if own else Registry())
+            registry = known if own else registry
+            backends = (PycudaBackend(), CudaCoreBackend(), NumpyBackend(), *(backend for backend, _ in brought))
+            self._brought = {backend.spec.name: plugin for backend, plugin in brought}
+            plugins += [*self._brought.values(), *aside]
+        if own:
+            registry, more = load_kernels(registry)
+            plugins += more
         self.registry = registry
-        self.backends = {backend.spec.name: backend for backend in (*backends, *brought)}
-        self.quarantined = aside
+        self.backends = {backend.spec.name: backend for backend in backends}
+        self.plugins = tuple(plugins)
         self._plans: dict[Hashable, Plan] = {}
         self._answering: dict[Hashable, threading.Lock] = {}
         self._lock = threading.Lock()
@@ -121,6 +132,11 @@ class Dispatcher:
     def _driver_of(device: Device) -> str | None:
         return driver_of(device) if device.ordinal is not None else None
 
+    @property
+    def quarantined(self) -> tuple[Plugin, ...]:
+        """The plug-ins that are set aside, each with its reason."""
+        return tuple(plugin for plugin in self.plugins if plugin.reason)
+
     @cached_property
     def status(self) -> dict[str, BackendStatus]:
         """Whether each registered backend works here."""
@@ -130,13 +146,34 @@ class Dispatcher:
             if backend is None:
                 remedy = f"install a package that brings the backend {name!r}"
                 found[name] = BackendStatus(available=False, detail="no such backend is installed", remedy=remedy)
-            else:
-                found[name] = backend.status()
+                continue
+            try:
+                found[name] = ask_status(backend)
+            except Misbehaved as error:
+                found[name] = self._blamed(name, error)
         return found
+
+    def _blamed(self, name: str, error: Misbehaved) -> BackendStatus:
+        """Set the plug-in aside that brought a backend; what it promised to serve goes to the next kernels."""
+        plugin = self._brought.get(name)
+        if plugin is None:
+            return BackendStatus(available=False, detail=str(error))
+        aside = plugin.model_copy(update={"reason": str(error)})
+        with self._lock:
+            if not self._brought[name].reason:
+                self._brought[name] = aside
+                self.plugins = tuple(aside if each is plugin else each for each in self.plugins)
+        return BackendStatus(available=False, detail=f"of {plugin.origin}: {error}", remedy=plugin.remedy)
 
     @cached_property
     def _unavailable(self) -> dict[str, tuple[str, str]]:
         return {name: (s.remedy, s.detail) for name, s in self.status.items() if not s.available}
+
+    def _give_up(self, error: Misbehaved) -> None:
+        """Select nothing of a backend from now on."""
+        name = error.backend
+        state = self.status[name] = self._blamed(name, error)
+        self._unavailable[name] = (state.remedy, state.detail)
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
@@ -144,7 +181,12 @@ class Dispatcher:
         found: dict[tuple[str, int | None], Device] = {}
         for name, backend in self.backends.items():
             if self.status.get(name, BackendStatus(available=False, detail="unregistered")).available:
-                for device in backend.devices():
+                try:
+                    devices = ask_devices(backend)
+                except Misbehaved as error:
+                    self._give_up(error)
+                    continue
+                for device in devices:
                     found.setdefault(device.place, device)
         found.setdefault(HOST.place, HOST)
         return tuple(sorted(found.values(), key=lambda device: device.processor == "cpu"))
@@ -236,26 +278,34 @@ class Dispatcher:
             behind=behind,
             tuned=self._tuned,
         )
-        watch = Watch(choose, partial(self._planned, problem, preference, device))
-        try:
-            return self._plan(key, watch)
-        finally:
-            # Behind the lock of the question: an observer may ask it, too.
-            if watch.times is not None and self._observers:
-                explain = partial(self.explain, problem, preference, device)
-                passed = None if behind is None else behind.id
-                told = (watch.pick, *watch.times, watch.error, passed, explain)
-                selection = Selection(problem, device, preference, *told)
-                for observer in self._observers:
-                    observer(selection)
+        while True:
+            watch = Watch(choose, partial(self._planned, problem, preference, device))
+            try:
+                return self._plan(key, watch)
+            except Misbehaved as error:
+                # From now on its kernels are refused, so that the next one of the ranking is chosen.
+                self._give_up(error)
+            finally:
+                # Behind the lock of the question: an observer may ask it, too.
+                if watch.times is not None and self._observers:
+                    explain = partial(self.explain, problem, preference, device)
+                    passed = None if behind is None else behind.id
+                    told = (watch.pick, *watch.times, watch.error, passed, explain)
+                    selection = Selection(problem, device, preference, *told)
+                    for observer in self._observers:
+                        observer(selection)
 
     def _planned(self, problem: Descriptor, preference: PlanPreference, device: Device, pick: Pick) -> Plan:
         sku, choice = pick.sku, pick.choice
         runner = None
         if device.ordinal is not None:
-            # A backend without choices need not know of any.
-            more = {"choice": choice} if choice else {}
-            runner = self.backends[sku.backend].prepare(sku, problem, device, **more)
+            backend = self.backends[sku.backend]
+            if sku.backend in self._brought:
+                runner = ask_runner(backend, sku, problem, device, choice)
+            else:
+                # A backend without choices need not know of any.
+                more = {"choice": choice} if choice else {}
+                runner = backend.prepare(sku, problem, device, **more)
             if self._ranges is not None:
                 runner = self._ranges.round(runner, sku)
 
@@ -284,7 +334,11 @@ class Dispatcher:
             raise NotPrepared(f"{plan.sku.id} has no configuration {plan.choice!r} any more: select again")
         pick = Pick(found.sku, plan.choice, plan.measured)
         key = (plan.problem, preference, plan.device, plan.choice)
-        ready = self._plan(key, partial(self._planned, plan.problem, preference, plan.device, pick))
+        try:
+            ready = self._plan(key, partial(self._planned, plan.problem, preference, plan.device, pick))
+        except Misbehaved as error:
+            self._give_up(error)
+            raise Unsupported(self.explain(plan.problem, preference, plan.device)) from error
         assert ready is not None
         return ready
 
@@ -355,9 +409,13 @@ class Dispatcher:
         )
         chosen = self.registry.sku(found.chosen or "")
         backend = self.backends.get(chosen.backend) if chosen is not None else None
-        more = backend.notes() if backend is not None and device.ordinal is not None else ()
+        more: tuple[str, ...] = ()
         if chosen is not None and backend is not None:
-            more = (*backend.told(chosen, problem, device, *filter(None, [found.choice])), *more)
+            try:
+                more = ask_words(backend, "told", chosen, problem, device, *filter(None, [found.choice]))
+                more += ask_words(backend, "notes") if device.ordinal is not None else ()
+            except Misbehaved as error:
+                more += (f"backend {backend.spec.name}: {error}",)
         return found.model_copy(update={"notes": (*found.notes, *more)}) if more else found
 
     def choices(self, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[str, ...]:
@@ -367,8 +425,8 @@ class Dispatcher:
         """
         backend = self.backends.get(sku.backend)
         try:
-            return tuple(choice.name for choice in backend.choices(sku, problem, device)) if backend else ()
-        except Exception:  # noqa: BLE001  a plug-in's launch rule can fail in any way; preparing the kernel says how
+            return ask_choices(backend, sku, problem, device) if backend is not None else ()
+        except Misbehaved:
             return ()
 
     def describe(self, op: str, **fields: Any) -> Descriptor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,7 +70,11 @@ _TUNING = Setting(
     _BY_DISPATCHER,
 )
 _PLUGINS = Setting(
-    "SKUDA_PLUGINS", "`0` or `1`", "`1`", "Whether kernels and backends of other packages are loaded.", _BY_DISPATCHER
+    "SKUDA_PLUGINS",
+    "names with commas between (only these are loaded), names behind a minus (these are not), or `0` (none is)",
+    "all are loaded",
+    "Which kernels and backends of other packages are loaded.",
+    _BY_DISPATCHER,
 )
 _LOG = Setting(
     "SKUDA_LOG",
@@ -106,15 +111,22 @@ def tuning_file() -> Path | None:
     return Path(_TUNING.given) if _TUNING.given else None
 
 
-def plugins_enabled() -> bool:
-    """Whether installed plug-ins are loaded; ``SKUDA_PLUGINS=0`` turns them off.
+def plugin_enabled(*names: str) -> bool:
+    """Whether a plug-in is loaded that has these names: its entry point's, its distribution's.
 
-    Raises
-    ------
-    InvalidRecord
-        Where it is neither 0 nor 1.
+    ``SKUDA_PLUGINS`` is a list with commas between: names (only these are loaded), names behind a minus (these are
+    not), or ``0`` (none is). Unset, all are.
     """
-    return _switch(_PLUGINS, otherwise=True)
+    words = [word.strip() for word in _PLUGINS.given.split(",")]
+    known = {_plain(name) for name in names}
+    left_out = {_plain(word[1:]) for word in words if word.startswith("-")}
+    only = {_plain(word) for word in words if word not in {"", "1"} and not word.startswith("-")}
+    return not known & left_out and (not only or bool(known & only))
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Return the environment for a program to be started, with some variables changed."""
+    return {**os.environ, **changes}
 
 
 def logged_topics() -> frozenset[str]:
@@ -149,3 +161,8 @@ def _switch(setting: Setting, *, otherwise: bool) -> bool:
         case "0" | "1" as given:
             return given == "1"
     raise setting.refuse("be 0 or 1")
+
+
+def _plain(name: str) -> str:
+    """Return a name as package indexes compare them."""
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from skuda.registry.arch import ArchSku
 from skuda.registry.backend import BUILT_IN, BackendSpec
-from skuda.registry.descriptor import FunctionalKey
+from skuda.registry.descriptor import Descriptor, FunctionalKey
 from skuda.registry.errors import RegistrationError
 from skuda.registry.guarantee import exceeds
-from skuda.registry.op import Op
+from skuda.registry.op import Case, Op
 from skuda.registry.sku import KernelSku
 from skuda.registry.source import missing
 
@@ -65,6 +65,9 @@ class Registry:
                 self._claim(record.name, "name", origin)
                 self._backends[record.name] = record
             elif isinstance(record, Op):
+                fault = _fault_of(record)
+                if fault is not None:
+                    raise RegistrationError(repr(record)[:80], *fault, (origin,))
                 self._claim(record.name, "op", origin)
                 self._ops[record.name] = record
                 for sku in record.skus:
@@ -175,3 +178,23 @@ class Registry:
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError("a Registry holds functions of ops; pickle its records or its digest instead")
+
+
+def _fault_of(op: Op) -> tuple[str, str] | None:
+    """Return (field, reason) of the first thing that no op can be, or None."""
+    kind: Any = op.descriptor  # typed, but nobody has checked it yet
+    if not (isinstance(kind, type) and issubclass(kind, Descriptor) and "op" in kind.model_fields):
+        return "descriptor", 'must be a class derived from Descriptor with op: Literal["name"] = "name"'
+    for name in ("category", "element_field"):
+        if not hasattr(kind, name):
+            return "descriptor", f"{kind.__name__} must say its {name}"
+    reference: Any = op.reference
+    skus: tuple[Any, ...] = op.skus
+    if not callable(reference):
+        return "reference", f"must be a function; had {reference!r}"
+    cases: tuple[Any, ...] = op.cases
+    if not all(isinstance(case, Case) and isinstance(case.problem, kind) for case in cases):
+        return "cases", f"must be Case records of {kind.__name__}"
+    if not all(isinstance(sku, KernelSku) for sku in skus):
+        return "skus", "must be KernelSku records"
+    return None

@@ -264,6 +264,7 @@ def definition(problem: Any, inputs: dict[str, Any]) -> Definition:
         return _dynamic_range_op(problem, inputs)
     if op.endswith("_linear"):
         return _linear_op(problem, inputs)
+    assert "quantize" in op, f"add an exact definition of {op} to tests/oracle.py"
     return lambda _, at: _affine(problem, inputs, at)
 
 

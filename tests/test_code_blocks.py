@@ -1,4 +1,4 @@
-"""What README, CONTRIBUTING and the documentation say a reader can type, typed.
+"""What README and the documentation say a reader can type, typed; tests/test_contributing.py does CONTRIBUTING.
 
 Python blocks of a page run in order, in one namespace; a comment behind or below a print is what it prints. Blocks of a
 terminal run line by line, as on one of 100 columns; what stands below a command is what it writes. ``...`` stands for
@@ -26,7 +26,7 @@ import typer
 from skuda.tools.cli import app, main
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w+)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->\n+ *\Z")
 PRINTED = re.compile(r"^ *print\(.*\)(?:  |\n *)# (.*)$", re.MULTILINE)

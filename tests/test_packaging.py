@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-import venv
 import zipfile
 from pathlib import Path
 
@@ -12,14 +10,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.install
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    out = tmp_path_factory.mktemp("dist")
-    subprocess.run([sys.executable, "-m", "build", "--wheel", "--outdir", out, ROOT], check=True, capture_output=True)
-    (made,) = out.glob("*.whl")
-    return made
 
 
 def test_the_wheel_holds_every_source_file_and_nothing_outside_skuda(wheel):
@@ -35,11 +25,8 @@ def test_the_wheel_holds_every_source_file_and_nothing_outside_skuda(wheel):
     assert names == {f"skuda/{name}" for name in tracked.stdout.split()}
 
 
-def test_it_works_next_to_the_package_called_kernels(wheel, tmp_path):
-    venv.create(tmp_path / "env", with_pip=True)
-    python = tmp_path / "env" / "bin" / "python"
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "kernels", wheel], check=True, capture_output=True)
+def test_it_works_next_to_the_package_called_kernels(clean_python, tmp_path):
+    python = clean_python
     code = """
 import kernels, skuda.kernels, numpy as np
 from skuda.dispatch import Dispatcher
@@ -51,7 +38,7 @@ print(Dispatcher().run(desc, input=np.array([0.26, 99], np.float32), scale=0.5, 
     ran = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path)
     assert ran.stdout.strip() == "[0.5, 63.5]"
     listed = subprocess.run(
-        [tmp_path / "env" / "bin" / "skuda", "list", "--json"], check=True, capture_output=True, cwd=tmp_path
+        [python.with_name("skuda"), "list", "--json"], check=True, capture_output=True, cwd=tmp_path
     )
     assert b"fake_quantize" in listed.stdout
     files = "import importlib.metadata as m; print(*m.files('skuda'), sep='\\n')"

@@ -344,7 +344,6 @@ def test_compilations_and_what_the_cache_had_are_logged(tmp_path, monkeypatch, c
     [
         ("SKUDA_LOG", "dispatch,launch", "be one or more of dispatch, compile, separated by commas"),
         ("SKUDA_NVTX", "yes", "be 0 or 1"),
-        ("SKUDA_PLUGINS", "off", "be 0 or 1"),
     ],
 )
 def test_a_value_that_a_setting_cannot_have_is_refused_and_the_doctor_says_so(monkeypatch, name, value, rule):

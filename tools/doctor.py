@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import cache
 from importlib import metadata
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from skuda.dispatch import Dispatcher
 
 _COLOURS = {"ok": "green", "missing": "yellow", "broken": "bold red"}
+_SLOW = 1.0
+"""Seconds of every start that a plug-in may take before it is called slow."""
 _CUDA_LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
@@ -64,6 +67,8 @@ def run(*, as_json: bool = False) -> int:
 
 def examine() -> list[Finding]:
     """Return every finding, by section."""
+    # One for all: a plug-in's module is imported, and the time that takes measured, once.
+    dispatcher = cache(_dispatcher)
     checks: tuple[tuple[str, bool, Callable[[], Iterator[Finding]]], ...] = (
         ("Python", True, _python),
         ("Required packages", True, required_packages),
@@ -71,10 +76,10 @@ def examine() -> list[Finding]:
         ("NVIDIA driver", False, _driver),
         ("Compilers", False, _compilers),
         ("Environment", True, _environment),
-        ("Kernels and backends", True, _backends),
-        ("Plug-ins", False, _plugins),
+        ("Kernels and backends", True, lambda: _backends(dispatcher())),
+        ("Plug-ins", False, lambda: _plugins(dispatcher)),
         ("Cache", False, _cache),
-        ("Bundles", False, _bundles),
+        ("Bundles", False, lambda: _bundles(dispatcher)),
         ("Tuning", False, _tuning),
     )
     found: list[Finding] = []
@@ -106,11 +111,11 @@ def _python() -> Iterator[Finding]:
 
 
 def _environment() -> Iterator[Finding]:
-    from skuda.dispatch.settings import SETTINGS, logged_topics, nvtx_enabled, plugins_enabled
+    from skuda.dispatch.settings import SETTINGS, logged_topics, nvtx_enabled
     from skuda.registry.errors import InvalidRecord
 
     wrong = {}
-    for read in (plugins_enabled, logged_topics, nvtx_enabled):
+    for read in (logged_topics, nvtx_enabled):
         try:
             read()
         except InvalidRecord as error:
@@ -181,9 +186,8 @@ def _dispatcher() -> Dispatcher:
     return Dispatcher(tuning="")
 
 
-def _backends() -> Iterator[Finding]:
+def _backends(dispatcher: Dispatcher) -> Iterator[Finding]:
     section = "Kernels and backends"
-    dispatcher = _dispatcher()
     registry = dispatcher.registry
     yield Finding(section, "ok", "registry", f"{len(registry)} kernels of {len(registry.ops)} ops", required=True)
     for name, status in dispatcher.status.items():
@@ -201,29 +205,29 @@ def _backends() -> Iterator[Finding]:
         yield Finding(section, "ok", ordinal, ", ".join(facts))
 
 
-def _plugins() -> Iterator[Finding]:
-    from skuda.dispatch.plugins import BACKENDS, KERNELS
-    from skuda.dispatch.settings import plugins_enabled
+def _plugins(get: Callable[[], Dispatcher]) -> Iterator[Finding]:
+    from skuda.dispatch.plugins import BACKENDS, KERNELS, found
 
     section = "Plug-ins"
-    points = [point for group in (KERNELS, BACKENDS) for point in sorted(metadata.entry_points(group=group))]
-    if not plugins_enabled():
-        for point in points:
-            yield known.PLUGINS_OFF.found(plugin=point.name)
-        return
-    if not points:
+    groups = [found(group) for group in (KERNELS, BACKENDS)]
+    named = [plugin for points, broken in groups for plugin in (*(plugin for _, plugin in points), *broken)]
+    if not named:
         yield Finding(section, "ok", "plug-ins", "none installed")
         return
-    aside = {(plugin.group, plugin.name): plugin for plugin in _dispatcher().quarantined}
-    for point in points:
-        package = point.dist.name if point.dist is not None else point.value
-        version = f" {point.dist.version}" if point.dist is not None else ""
-        plugin = aside.get((point.group, point.name))
+    dispatcher = get()
+    _ = dispatcher.devices  # a backend may show what it is only when it is asked
+    taken = {(plugin.group, plugin.name, plugin.origin): plugin for plugin in dispatcher.plugins}
+    for each in named:
+        plugin = taken.get((each.group, each.name, each.origin))
+        what = f"{each.group} of {each.origin}"
         if plugin is None:
-            yield Finding(section, "ok", point.name, f"{point.group} of {package}{version}")
+            yield known.PLUGIN_OFF.found(plugin=each.name, what=what)
+        elif plugin.reason:
+            yield known.PLUGIN_BROKEN.found(plugin=each.name, what=what, reason=plugin.reason, package=plugin.package)
+        elif plugin.seconds > _SLOW:
+            yield known.PLUGIN_SLOW.found(plugin=each.name, what=what, seconds=f"{plugin.seconds:.3f}")
         else:
-            words = {"plugin": point.name, "group": point.group, "package": package}
-            yield known.PLUGIN_BROKEN.found(**words, origin=plugin.origin, reason=plugin.reason)
+            yield Finding(section, "ok", each.name, f"{what}, {plugin.seconds:.3f} s to load")
 
 
 def _cache() -> Iterator[Finding]:
@@ -243,14 +247,14 @@ def _cache() -> Iterator[Finding]:
         yield Finding(section, "ok", "directory", f"{path}, {_size(path)}")
 
 
-def _bundles() -> Iterator[Finding]:
+def _bundles(get: Callable[[], Dispatcher]) -> Iterator[Finding]:
     from skuda.dispatch.settings import bundle_names
 
     for name in bundle_names():
-        yield _bundle(name)
+        yield _bundle(name, get)
 
 
-def _bundle(name: str) -> Finding:
+def _bundle(name: str, get: Callable[[], Dispatcher]) -> Finding:
     from skuda.dispatch.bundle import open_bundle
     from skuda.registry.errors import BundleError
     from skuda.tools.bundling import foreign_members
@@ -267,7 +271,7 @@ def _bundle(name: str) -> Finding:
     served = words(sorted({f"{member.arch} under {member.backend}" for member in members}))
     made = f"{bundle.path}, made by skuda {bundle.manifest.skuda}"
     contents = f"{made}: {count(len(members), 'cubin')} for {served}, all whole"
-    foreign = len(foreign_members(bundle, _dispatcher().registry))
+    foreign = len(foreign_members(bundle, get().registry))
     if not foreign:
         return Finding("Bundles", "ok", "bundle", contents)
     found = known.BUNDLE_FOREIGN.found(contents=contents, foreign=foreign)

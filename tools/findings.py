@@ -111,13 +111,20 @@ SETTING_WRONG = Trouble(
 )
 BACKEND_ABSENT = Trouble("Kernels and backends", "missing", "{backend}", "{trouble}", "{remedy}")
 BACKEND_BROKEN = Trouble("Kernels and backends", "broken", "{backend}", "{trouble}", "{remedy}", required=True)
-PLUGINS_OFF = Trouble("Plug-ins", "missing", "{plugin}", "plug-ins are turned off", "unset SKUDA_PLUGINS")
+PLUGIN_OFF = Trouble("Plug-ins", "missing", "{plugin}", "{what}, turned off", "unset SKUDA_PLUGINS")
+PLUGIN_SLOW = Trouble(
+    "Plug-ins",
+    "ok",
+    "{plugin}",
+    "{what}, slow: {seconds} s to load",
+    "tell its author; SKUDA_PLUGINS=-{plugin} leaves it out",
+)
 PLUGIN_BROKEN = Trouble(
     "Plug-ins",
     "broken",
     "{plugin}",
-    "{group} of {origin}: {reason}",
-    "pip install --upgrade {package}, or pip uninstall {package}",
+    "{what}: {reason}",
+    "pip install --upgrade {package}, pip uninstall {package}, or SKUDA_PLUGINS=-{plugin}",
 )
 BUNDLE_BROKEN = Trouble("Bundles", "broken", "bundle", "{path}: {trouble}", "replace it, or unset SKUDA_BUNDLE")
 BUNDLE_FOREIGN = Trouble(

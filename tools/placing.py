@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -25,10 +26,13 @@ Layout = Literal["contiguous", "wide", "misaligned", "crooked"]
 LAYOUTS: tuple[Layout, ...] = ("contiguous", "wide", "misaligned", "crooked")
 """As they come; rows sliced out of a wider array; one element off; both, by an odd number of elements."""
 
+_LATE = 100_000_000
+"""Cycles of a GPU's clock, some 50 ms, for which inputs are held back: long beside a launch."""
 GUARD = 256
 """Bytes before and behind an array; what is aligned at the buffer's start is aligned behind them."""
 
-OUTSIDE = 0x55
+OUTSIDE = (0x55, 0x7F)
+"""What lies around an array, in the first run and in the second: who reads it gets other bits."""
 FLOATS = frozenset(np.dtype(kind) for kind in (np.float16, np.float32, np.float64, ml_dtypes.bfloat16))
 _GAPS: dict[Layout, int] = {"wide": 8, "crooked": 3}
 
@@ -104,11 +108,13 @@ class Image:
         Where the elements lie.
     content : array or int
         The elements, or the byte that each of their bytes is poisoned with.
+    outside : int
+        The byte that everything beside the elements is filled with.
     """
 
-    def __init__(self, geometry: Geometry, content: Array | int) -> None:
-        self.geometry = geometry
-        self.before = np.full(geometry.size, OUTSIDE, np.uint8)
+    def __init__(self, geometry: Geometry, content: Array | int, outside: int = OUTSIDE[0]) -> None:
+        self.geometry, self.outside = geometry, outside
+        self.before = np.full(geometry.size, outside, np.uint8)
         if isinstance(content, int):
             self.before[~geometry.outside] = content
         else:
@@ -116,7 +122,7 @@ class Image:
 
     def spilt(self, after: Array) -> int | None:
         """Return the first byte beside the elements that was written, relative to the first element; None if none."""
-        touched = np.flatnonzero(self.geometry.outside & (after != OUTSIDE))
+        touched = np.flatnonzero(self.geometry.outside & (after != self.outside))
         return int(touched[0]) - self.geometry.start if touched.size else None
 
     def changed(self, after: Array) -> int | None:
@@ -223,6 +229,22 @@ class TorchPlacement:
         """Return a copy on the host."""
         return np.array(buffer.cpu().numpy())
 
+    def late(self, buffers: Mapping[str, Any], contents: Mapping[str, Array]) -> Any:
+        """Return a stream on which buffers get their contents after a while: who does not wait for it reads others."""
+        ready = {name: self.upload(content) for name, content in contents.items()}
+        stream = self.torch.cuda.Stream(self.device)
+        self.torch.cuda.synchronize(self.device)
+        with self.torch.cuda.stream(stream):
+            self.torch.cuda._sleep(_LATE)  # noqa: SLF001  torch has no public delay
+            for name, content in ready.items():
+                buffers[name].copy_(content)
+        return stream
+
+    @staticmethod
+    def finish(stream: Any) -> None:
+        """Wait for everything on a stream."""
+        stream.synchronize()
+
 
 class CupyPlacement:
     """CuPy arrays.
@@ -255,6 +277,12 @@ class CupyPlacement:
         """Return a copy on the host."""
         with self._device:
             return np.asarray(self._cupy.asnumpy(buffer))
+
+
+def placed(placement: Placement, images: Mapping[str, Image]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return device buffers that hold images, and the arrays in them, both by name."""
+    buffers = {name: placement.upload(image.before) for name, image in images.items()}
+    return buffers, {name: placement.view(buffers[name], image.geometry) for name, image in images.items()}
 
 
 def placement_for(device: Device) -> Placement:

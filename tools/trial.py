@@ -19,7 +19,18 @@ from skuda.registry.errors import InvalidProblem, Unaligned, Unsupported
 from skuda.registry.op import Case, Op
 from skuda.registry.sku import KernelSku
 from skuda.tools.evidence import Failure, Promises
-from skuda.tools.placing import Geometry, Image, Layout, Placement, differing, first_of, is_float, told
+from skuda.tools.placing import (
+    OUTSIDE,
+    Geometry,
+    Image,
+    Layout,
+    Placement,
+    differing,
+    first_of,
+    is_float,
+    placed,
+    told,
+)
 
 Array = npt.NDArray[Any]
 _HANDED_ON = "arrays that are not aligned to 16 bytes are handed on to the next kernel"
@@ -121,8 +132,8 @@ class Finding:
         Layouts that were accepted, in order.
     gapless : set of str
         Arguments of two axes or more that must have no gaps between rows.
-    failure : Failure or None
-        The first one.
+    failures : dict of str to Failure
+        The first one of each check, in order.
     promises : dict
         See `Promises`; a broken one stays broken.
     note : str
@@ -133,13 +144,18 @@ class Finding:
     outputs: int = 0
     layouts: dict[str, None] = field(default_factory=dict)
     gapless: set[str] = field(default_factory=set)
-    failure: Failure | None = None
+    failures: dict[str, Failure] = field(default_factory=dict)
     promises: dict[str, bool] = field(default_factory=dict)
     note: str = ""
 
     def fail(self, failure: Failure) -> None:
-        """Note a failure, if it is the first."""
-        self.failure = self.failure or failure
+        """Note a failure, if it is the first of its check."""
+        self.failures.setdefault(failure.check, failure)
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure of all."""
+        return next(iter(self.failures.values()), None)
 
     def held(self, promise: str, *, ok: bool) -> None:
         """Note whether a promise held."""
@@ -233,7 +249,7 @@ class Trial:
             promise, check = ("within_ulp", "ulp") if ulps else ("bit_exact", "bits")
             self.finding.held(promise, ok=not bad.any())
             if bad.any():
-                self._fail(question, layout, check=check, **_different(name, bad, got[name], want))
+                self._fail(question, layout, check=check, **difference(name, bad, got[name], want))
 
     def _repeat(self, plan: Plan, question: Question, first: Mapping[str, Array], layout: Layout) -> None:
         again = self._attempt(plan, question, layout, 1)
@@ -243,8 +259,8 @@ class Trial:
             if self.sku.precision_guarantee.deterministic:
                 self.finding.held("deterministic", ok=not bad.any())
                 if bad.any():
-                    how = "a second run, over other poison, gave other bits"
-                    self._fail(question, layout, check="repeat", **_different(name, bad, again[name], before, how))
+                    how = "a second run, among other bytes, gave other bits"
+                    self._fail(question, layout, check="repeat", **difference(name, bad, again[name], before, how))
 
     def _rows(self, question: Question, first: Mapping[str, Array], layout: Layout, rng: np.random.Generator) -> None:
         problem = question.case.problem
@@ -266,7 +282,7 @@ class Trial:
                 bad = differing(got[output], want)
                 self.finding.held("batch_invariant", ok=not bad.any())
                 if bad.any():
-                    said = _different(output, bad, got[output], want, f"{how} gave other bits")
+                    said = difference(output, bad, got[output], want, f"{how} gave other bits")
                     self._fail(question, layout, check="rows", **said)
 
     def _attempt(self, plan: Plan, question: Question, layout: Layout, turn: int) -> dict[str, Array]:
@@ -278,8 +294,8 @@ class Trial:
             Where something beside the outputs was written.
         """
         arguments = question.case.problem.arguments()
-        images, numbers = _images(arguments, question.drawn, layout, turn)
-        buffers, views = self._placed(images)
+        images, numbers = images_of(arguments, question.drawn, layout, turn)
+        buffers, views = placed(self._placement, images)
         while True:
             try:
                 plan.can_implement(**views, **numbers)
@@ -294,8 +310,8 @@ class Trial:
                 self.finding.gapless.add(error.field)
                 old = image.geometry
                 geometry = Geometry.of(old.shape, old.dtype, "misaligned" if layout == "crooked" else "contiguous")
-                images[error.field] = Image(geometry, old.view(image.before))
-                fresh = self._placed({error.field: images[error.field]})
+                images[error.field] = Image(geometry, old.view(image.before), image.outside)
+                fresh = placed(self._placement, {error.field: images[error.field]})
                 buffers |= fresh[0]
                 views |= fresh[1]
         gaps = layout in ("wide", "crooked")
@@ -303,11 +319,6 @@ class Trial:
             self.finding.layouts[layout] = None
         plan.run(**views, **numbers)
         return self._collected(arguments, images, buffers)
-
-    def _placed(self, images: Mapping[str, Image]) -> tuple[dict[str, Any], dict[str, Any]]:
-        buffers = {name: self._placement.upload(image.before) for name, image in images.items()}
-        views = {name: self._placement.view(buffers[name], image.geometry) for name, image in images.items()}
-        return buffers, views
 
     def _collected(
         self, arguments: tuple[Argument, ...], images: Mapping[str, Image], buffers: Mapping[str, Any]
@@ -327,10 +338,22 @@ class Trial:
         return outputs
 
 
-def _images(
+def images_of(
     arguments: tuple[Argument, ...], drawn: Drawn, layout: Layout, turn: int
 ) -> tuple[dict[str, Image], dict[str, Any]]:
-    """Return an image of every array, outputs poisoned, and the numbers."""
+    """Return an image of every array, outputs poisoned, and the numbers.
+
+    Parameters
+    ----------
+    arguments : tuple of Argument
+        The problem's.
+    drawn : Drawn
+        Its inputs.
+    layout : str
+        How the arrays lie.
+    turn : int
+        0 or 1: what outputs are poisoned with, and what lies around all arrays.
+    """
     images: dict[str, Image] = {}
     numbers: dict[str, Any] = {}
     for argument in arguments:
@@ -342,9 +365,9 @@ def _images(
                 element = argument.elements[0]
                 shape, dtype = storage_shape(drawn.shapes[name], element), storage_dtype(element)
                 poison = _POISON[turn] if is_float(dtype) or turn else 0xA6
-                images[name] = Image(Geometry.of(shape, dtype, layout), poison)
+                images[name] = Image(Geometry.of(shape, dtype, layout), poison, OUTSIDE[turn])
         elif isinstance(value, np.ndarray):
-            images[name] = Image(Geometry.of(value.shape, value.dtype, layout), value)
+            images[name] = Image(Geometry.of(value.shape, value.dtype, layout), value, OUTSIDE[turn])
         elif value is not None:
             numbers[name] = value
     return images, numbers
@@ -354,7 +377,20 @@ def _raw(array: Array) -> Array:
     return array.view(f"u{array.dtype.itemsize}")
 
 
-def _different(name: str, bad: Array, got: Array, want: Array, how: str = "") -> dict[str, Any]:
+def difference(name: str, bad: Array, got: Array, want: Array, how: str = "") -> dict[str, Any]:
+    """Return the fields of a failure that say where two arrays differ.
+
+    Parameters
+    ----------
+    name : str
+        The output.
+    bad : array of bool
+        Where they differ.
+    got, want : array
+        What stands there and what should.
+    how : str
+        How it came to that.
+    """
     at = first_of(bad)
     counted = f"{int(bad.sum())} of {bad.size} elements differ"
     message = f"{how}; {counted}" if how else counted

@@ -1,0 +1,1 @@
+"""An op of its own for skuda; `row_absmax` is all of it."""
