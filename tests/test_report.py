@@ -271,7 +271,9 @@ def skuda(capsys, monkeypatch):
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     registry = Registry([FILL, OPS["fake_quantize"]], origin="a test")
     for module in (listing, verify_page):
-        monkeypatch.setattr(module, "Dispatcher", lambda: Dispatcher(registry, backends=(NumpyBackend(),)))
+        monkeypatch.setattr(
+            module, "Dispatcher", lambda **more: Dispatcher(registry, backends=(NumpyBackend(),), **more)
+        )
 
     def run(*arguments):
         status = main([str(argument) for argument in arguments])
