@@ -273,7 +273,7 @@ def test_looking_around_makes_no_context(run):
     for name in BACKENDS:
         assert told.values["status"][name]["available"], told.values["status"]
         assert "driver for CUDA 13.0" in told.values["status"][name]["detail"]
-        assert ("only cached kernels" in told.values["status"]["pycuda"]["detail"]) or not PYCUDA
+        assert ("only kernels from the cache" in told.values["status"]["pycuda"]["detail"]) or not PYCUDA
     gpu = told.values["devices"][0]
     assert gpu == {
         "name": "Stub 0",

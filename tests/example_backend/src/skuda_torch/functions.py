@@ -73,11 +73,16 @@ def _layer(epilogue: Any, codes: Any, scale: Any, weight: Any, weight_scale: Any
 
     if not output.numel():
         return
-    product = torch._int_mm(codes.contiguous(), weight.contiguous().t())
+    product = torch._int_mm(_aligned(codes), _aligned(weight).t())
     value = (scale[:, None] * weight_scale.float()[None, :]) * product.float()
     if bias is not None:
         value = value + bias.float()
     output.copy_(_activated(value, epilogue))
+
+
+def _aligned(codes: Any) -> Any:
+    """Return codes as cuBLASLt takes them: contiguous, from a multiple of 16 bytes on. A copy where they are not."""
+    return codes if codes.is_contiguous() and codes.data_ptr() % 16 == 0 else codes.clone().contiguous()
 
 
 def _activated(value: Any, epilogue: Any) -> Any:
