@@ -25,8 +25,10 @@ from skuda.dispatch.device import HOST
 from skuda.dispatch.sources import source_hash
 from skuda.kernels.launch import Choice
 from skuda.registry import BackendSpec, Registry, Unsupported
+from skuda.tools import host_lab
 from skuda.tools.cli import main
 from skuda.tools.host_lab import HostLab
+from skuda.tools.trial import answer
 from skuda.tools.tune_page import _slug
 from skuda.tools.tuning import Tuner, environment
 
@@ -108,6 +110,19 @@ def test_every_kernel_is_timed_in_each_configuration_best_first():
     # All in turn, so that a clock that drifts hits all alike.
     assert sorted(made.lab.runs[:3]) == sorted(made.lab.runs[3:6]) == [10.0, 20.0, 30.0]
     assert seen == [(0, 3, "compiling"), (0, 3, "toy"), (1, 3, "toy"), (2, 3, "toy")]
+
+
+def test_the_definition_is_asked_once_a_problem_however_many_are_compared_with_it(monkeypatch):
+    asked = []
+
+    def counted(op, problem, inputs):
+        asked.append(problem)
+        return answer(op, problem, inputs)
+
+    monkeypatch.setattr(host_lab, "answer", counted)
+    problems = [ToyDescriptor(m=5), ToyDescriptor(m=6)]
+    assert [len(entry.candidates) for entry in tuner().run(problems)] == [3, 3]
+    assert asked == problems
 
 
 def test_its_times_choose():
