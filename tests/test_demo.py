@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from skuda.dispatch import Dispatcher, device_named
+from skuda.dispatch import BackendStatus, Dispatcher, device_named
+from skuda.dispatch.backends.cuda_core import CudaCoreBackend
 from skuda.dispatch.backends.numpy import NumpyBackend
 from skuda.dispatch.device import HOST
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
@@ -471,15 +472,18 @@ def test_a_placed_dispatcher_gives_the_same_results_and_takes_weights_over_once(
     assert set(dispatcher._weights) == {id(model.encoder.bias(name)) for name in model.encoder.linear_names}
 
 
-class WithCard(NumpyBackend):
-    """The host's backend, which says that a card is here."""
+class WithCard(CudaCoreBackend):
+    """A backend that says that a card is here."""
+
+    def status(self):
+        return BackendStatus(available=True, detail="on paper")
 
     def devices(self):
-        return (device_named("h200").model_copy(update={"ordinal": 0}), HOST)
+        return (device_named("h200").model_copy(update={"ordinal": 0}),)
 
 
 def test_where_the_demo_runs(monkeypatch):
-    host, card = Dispatcher(backends=[NumpyBackend()]), Dispatcher(backends=[WithCard()])
+    host, card = Dispatcher(backends=[NumpyBackend()]), Dispatcher(backends=[WithCard(), NumpyBackend()])
     placement = Elsewhere()
     monkeypatch.setattr(placed_module, "placement_for", lambda device: placement)
     assert placed_module.placed(host, "auto") == (host, "")
@@ -495,7 +499,7 @@ def test_where_the_demo_runs(monkeypatch):
 
 
 def test_a_card_that_no_array_gets_to_is_told(monkeypatch):
-    card = Dispatcher(backends=[WithCard()])
+    card = Dispatcher(backends=[WithCard(), NumpyBackend()])
     placement = Elsewhere()
     placement.upload = lambda content: 1 / 0
     monkeypatch.setattr(placed_module, "placement_for", lambda device: placement)

@@ -40,6 +40,8 @@ _DYNAMIC = re.compile(r"extern\s+__shared__\s+(?:__align__\([^)]*\)\s*)?([^;]+?)
 _SANITIZE = (
     "-g",
     "-fsanitize=address,undefined,float-cast-overflow",
+    # Negative numbers shift as GPUs do it, and as C++20 says.
+    "-fno-sanitize=shift-base",
     "-fno-sanitize-recover=all",
     "-fsanitize-sections=skuda_shared",
 )
