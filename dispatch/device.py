@@ -17,12 +17,12 @@ class Device(Value):
     Attributes
     ----------
     name : str
-        The vendor's name, for people; only times that were measured on a device of another name do not count here.
+        The vendor's name; measured times count only for devices of the same name.
     processor : str
         ``cpu`` or ``cuda``.
     ordinal : int or None
-        Index among the processors of its kind in this process; None for one that is not here, which can be planned
-        for but not run on.
+        Index among the processors of its kind in this process; None for an absent device, for which
+        plans can be made but not run.
     compute_capability : (int, int) or None
         Major and minor; None for a CPU.
     sm_count : int
@@ -49,11 +49,11 @@ class Device(Value):
 
     @property
     def place(self) -> tuple[str, int | None]:
-        """What identifies the device in this process."""
+        """Processor kind and ordinal: the identity of the device in this process."""
         return (self.processor, self.ordinal)
 
     def describe(self) -> str:
-        """Say what it is in a few words."""
+        """Return a description in a few words."""
         if self.compute_capability is None:
             return self.name
         major, minor = self.compute_capability

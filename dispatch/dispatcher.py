@@ -7,38 +7,26 @@ import threading
 from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from skuda.dispatch import match
-from skuda.dispatch.arrays import common_place
 from skuda.dispatch.backends.base import Backend, BackendStatus
 from skuda.dispatch.device import HOST, Device
-from skuda.dispatch.environment import driver_of
-from skuda.dispatch.explanation import Explanation
 from skuda.dispatch.plan import Plan
-from skuda.dispatch.plugins import (
-    Misbehaved,
-    Plugin,
-    ask_choices,
-    ask_devices,
-    ask_runner,
-    ask_status,
-    ask_words,
-    load_backends,
-    load_kernels,
-)
+from skuda.dispatch.plugins.asking import Misbehaved, ask_choices, ask_devices, ask_runner, ask_status, ask_words
+from skuda.dispatch.plugins.loading import Plugin, load_backends, load_kernels
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
+from skuda.dispatch.select import match
+from skuda.dispatch.select.environment import driver_of
+from skuda.dispatch.select.explanation import Explanation
+from skuda.dispatch.select.measured import Pick, Tuned
+from skuda.dispatch.select.place import common_place
+from skuda.dispatch.select.tuning import Tuning
 from skuda.dispatch.settings import nvtx_enabled, tuning_file
-from skuda.dispatch.telemetry import Guarded, Observer, Selection, Watch, log_selection, logger_of
-from skuda.dispatch.tuning import Tuning
-from skuda.dispatch.weighing import Pick, Tuned
+from skuda.dispatch.telemetry import Guarded, Observer, Ranges, Selection, Watch, log_selection, logger_of
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem, NotPrepared, Unsupported
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
-
-if TYPE_CHECKING:
-    from skuda.dispatch.ranges import Ranges
 
 _MOST_PLANS = 4096
 
@@ -56,18 +44,17 @@ class Dispatcher:
         Measured times that may change the choice, or a file of them; None for the file that ``SKUDA_TUNING`` names, if
         it names one; an empty string for none at all. Nothing else is read, and nothing is ever measured or written.
     on_selection : callable or None
-        Called with a `Selection` for every selection that is made, whatever its outcome; a plan from the cache makes
-        none. What it raises is logged once and stops nothing.
+        Called with a `Selection` for every selection, whether it succeeds or fails; a cached plan is not selected
+        again. Its first exception is logged; none stops a selection.
     nvtx : bool or None
-        Whether every launch is an NVTX range; None for what ``SKUDA_NVTX`` says.
+        Whether every launch is an NVTX range; None for the value of ``SKUDA_NVTX``.
 
     Raises
     ------
     MissingDependency
-        Where NVTX ranges are asked for and the package ``nvtx`` is absent.
+        If NVTX ranges are asked for and the package ``nvtx`` is absent.
     InvalidRecord
-        For a file of measured times that is not there or is none, and where an environment variable has a value that it
-        cannot have.
+        For a missing or malformed file of measured times, or an environment variable with an invalid value.
     """
 
     def __init__(
@@ -88,12 +75,12 @@ class Dispatcher:
         plugins: list[Plugin] = []
         self._brought: dict[str, Plugin] = {}
         if backends is None:
-            # Here and not above: a program that only names kernels and devices needs no backend.
+            # Imported here: a program that only names kernels and devices needs no backend.
             from skuda.dispatch.backends.cuda_core import CudaCoreBackend
             from skuda.dispatch.backends.numpy import NumpyBackend
             from skuda.dispatch.backends.pycuda import PycudaBackend
 
-            # A registry that was given may name them already.
+            # A registry given by the caller may already contain them.
             known, brought, aside = load_backends(registry if own else Registry())
             registry = known if own else registry
             backends = (PycudaBackend(), CudaCoreBackend(), NumpyBackend(), *(backend for backend, _ in brought))
@@ -112,8 +99,6 @@ class Dispatcher:
         self._observers = [Guarded(observer) for observer in (log, on_selection) if observer is not None]
         self._ranges: Ranges | None = None
         if nvtx_enabled() if nvtx is None else nvtx:
-            from skuda.dispatch.ranges import Ranges
-
             self._ranges = Ranges()
 
     def _tuned_by(self, tuning: Tuning | str | os.PathLike[str] | None) -> Tuned | None:
@@ -154,7 +139,7 @@ class Dispatcher:
         return found
 
     def _blamed(self, name: str, error: Misbehaved) -> BackendStatus:
-        """Set the plug-in aside that brought a backend; what it promised to serve goes to the next kernels."""
+        """Quarantine the plug-in that provides a backend, so that other kernels serve its problems."""
         plugin = self._brought.get(name)
         if plugin is None:
             return BackendStatus(available=False, detail=str(error))
@@ -170,7 +155,7 @@ class Dispatcher:
         return {name: (s.remedy, s.detail) for name, s in self.status.items() if not s.available}
 
     def _give_up(self, error: Misbehaved) -> None:
-        """Select nothing of a backend from now on."""
+        """Exclude a backend's kernels from all later selections."""
         name = error.backend
         state = self.status[name] = self._blamed(name, error)
         self._unavailable[name] = (state.remedy, state.detail)
@@ -205,22 +190,22 @@ class Dispatcher:
         problem : Descriptor
             The problem.
         preference : PlanPreference
-            What to insist on.
+            The caller's requirements.
         device : Device or None
-            Where to run; None for the best device here. A device that is not here gives a plan to look at.
+            Where to run; None for the best device here. The plan for an absent device can be inspected, not run.
 
         Returns
         -------
         Plan
-            Cached: the same question gets the same plan.
+            Cached: the same arguments give the same plan.
 
         Raises
         ------
         Unsupported
-            Where no kernel can serve it; the error carries every reason.
+            If no kernel can serve it; the error carries every reason.
         """
         device = self.devices[0] if device is None else device
-        # By place, not "the current device": that changes under a cache's feet.
+        # By place, not by "the current device", which can change between calls.
         key = (problem, preference, device.place if device.ordinal is not None else device)
         plan = self._plans.get(key)
         if plan is not None:
@@ -231,7 +216,7 @@ class Dispatcher:
         return plan
 
     def _plan(self, key: Hashable, make: Callable[[], Plan | None]) -> Plan | None:
-        """Answer a question once, whoever asks it meanwhile; nobody else waits for what may be a compilation."""
+        """Make a plan once, even if several threads ask for it; threads that ask for other plans do not wait."""
         while True:
             with self._lock:
                 plan = self._plans.get(key)
@@ -242,7 +227,7 @@ class Dispatcher:
                     mine = self._answering[key] = threading.Lock()
                     mine.acquire()
                     break
-            # Where it failed for others, this thread tries: what was in their way need not be in ours.
+            # If it failed in another thread, this one tries again: the obstacle may be gone.
             with others:
                 pass
         try:
@@ -267,7 +252,7 @@ class Dispatcher:
         device: Device,
         behind: KernelSku | None = None,
     ) -> Plan | None:
-        """Answer a question with the best kernel, or the best behind another in the ranking, and tell the observers."""
+        """Plan with the best kernel, or with the best one ranked after `behind`, and notify the observers."""
         choose = partial(
             match.choose,
             self.registry,
@@ -283,10 +268,10 @@ class Dispatcher:
             try:
                 return self._plan(key, watch)
             except Misbehaved as error:
-                # From now on its kernels are refused, so that the next one of the ranking is chosen.
+                # From now on its kernels are refused, so the next kernel of the ranking is chosen.
                 self._give_up(error)
             finally:
-                # Behind the lock of the question: an observer may ask it, too.
+                # After the lock is released: an observer may ask for the same plan.
                 if watch.times is not None and self._observers:
                     explain = partial(self.explain, problem, preference, device)
                     passed = None if behind is None else behind.id
@@ -303,7 +288,7 @@ class Dispatcher:
             if sku.backend in self._brought:
                 runner = ask_runner(backend, sku, problem, device, choice)
             else:
-                # A backend without choices need not know of any.
+                # A backend without choices need not accept the parameter.
                 more = {"choice": choice} if choice else {}
                 runner = backend.prepare(sku, problem, device, **more)
             if self._ranges is not None:
@@ -317,14 +302,14 @@ class Dispatcher:
         return Plan.prepared(sku, problem, device, preference, runner, following, **how)
 
     def prepare(self, plan: Plan) -> Plan:
-        """Make a plan that came from JSON, or from another dispatcher, ready to run here: the same kernel or none.
+        """Make a plan that came from JSON, or from another dispatcher, ready to run here, with the same kernel.
 
         Raises
         ------
         Unsupported
-            Where its kernel is not registered here or cannot serve the problem any more.
+            If its kernel is not registered here or no longer serves the problem.
         NotPrepared
-            Where its kernel does not have its configuration any more.
+            If its kernel no longer has its configuration.
         """
         preference = plan.preference.model_copy(update={"sku": plan.sku.id})
         found = match.choose(self.registry, plan.problem, plan.device, preference, self._unavailable)
@@ -350,14 +335,14 @@ class Dispatcher:
         stream: object = None,
         **arrays: Any,
     ) -> Any:
-        """Choose (cached) and run; the arrays say on which device.
+        """Choose a kernel (cached) and run it on the device of the arrays.
 
         Parameters
         ----------
         problem : Descriptor
             The problem.
         preference : PlanPreference
-            What to insist on.
+            The caller's requirements.
         stream : object
             See `Plan.run`.
         **arrays
@@ -368,7 +353,7 @@ class Dispatcher:
         InvalidProblem
             For a bad argument, or arrays on different devices.
         Unsupported
-            Where no kernel can serve it on that device.
+            If no kernel can serve it on that device.
         """
         return self.select(problem, preference, self._device_of(problem, arrays)).run(stream=stream, **arrays)
 
@@ -382,17 +367,7 @@ class Dispatcher:
     def explain(
         self, problem: Descriptor, preference: PlanPreference = NO_PREFERENCE, device: Device | None = None
     ) -> Explanation:
-        """Say what `select` would do and why: the same object whether it would succeed or fail.
-
-        Parameters
-        ----------
-        problem : Descriptor
-            See `select`.
-        preference : PlanPreference
-            See `select`.
-        device : Device or None
-            See `select`.
-        """
+        """Return what `select` would do with the same arguments and why, also where it would fail."""
         device = self.devices[0] if device is None else device
         notes = [str(plugin) for plugin in self.quarantined]
         if problem.op_name() not in self.registry.ops:
@@ -421,7 +396,7 @@ class Dispatcher:
     def choices(self, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[str, ...]:
         """Return the names of the configurations in which a kernel can run a problem on a device, best first.
 
-        Empty where it has but one, and where its launch rule fails.
+        Empty if it has only one, or if its launch rule fails.
         """
         backend = self.backends.get(sku.backend)
         try:

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, PrivateAttr, SerializeAsAny
 from skuda.dispatch.backends.base import Runner
 from skuda.dispatch.device import Device
 from skuda.dispatch.preference import PlanPreference
+from skuda.dispatch.select.explanation import as_json, html_table
 from skuda.registry.descriptor import Argument, Descriptor
 from skuda.registry.errors import NotPrepared, Unaligned
 from skuda.registry.guarantee import PrecisionGuarantee
@@ -30,22 +31,22 @@ def _descriptor(value: object) -> object:
 
 
 class Plan(Value):
-    """A chosen kernel, ready to run. It owns no memory of the caller's and is safe to share between threads.
+    """A chosen kernel, ready to run. It holds none of the caller's arrays and is safe to share between threads.
 
     Attributes
     ----------
     sku : KernelSku
         The kernel.
     problem : Descriptor
-        What it was planned for.
+        The problem that it was planned for.
     device : Device
         Where it runs.
     preference : PlanPreference
-        What the caller insisted on.
+        The caller's requirements.
     choice : str
-        The configuration that a measurement chose; empty for the one that the kernel's launch rule ranks first.
+        The configuration that a measurement chose; empty for the first one of the kernel's launch rule.
     measured : str
-        The measurement that decided for this kernel or configuration; empty where the ranking did.
+        The measurement that decided for this kernel or configuration; empty if the ranking decided.
     """
 
     sku: KernelSku
@@ -70,10 +71,10 @@ class Plan(Value):
         choice: str = "",
         measured: str = "",
     ) -> Self:
-        """Build a plan around a runner; without one it can be looked at and saved, not run.
+        """Build a plan around a runner; a plan without one can be inspected and saved, but not run.
 
-        `following` gives the plan of the kernel that stands next in the ranking: it serves arrays that this one cannot
-        read for their address or stride alone.
+        `following` gives the plan of the next kernel in the ranking, for arrays that this kernel cannot read
+        because of their address or stride.
         """
         plan = cls(sku=sku, problem=problem, device=device, preference=preference, choice=choice, measured=measured)
         object.__setattr__(plan, "__pydantic_private__", {"_runner": runner, "_next": following})
@@ -105,11 +106,24 @@ class Plan(Value):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know about how it runs, for example who launches on streams of other libraries."""
+        """Remarks on how it runs, for example which package launches on streams of other libraries."""
         private = self.__pydantic_private__
         runner: Runner | None = private["_runner"] if private else None
         notes = runner.notes if runner is not None else ()
         return (self.measured, *notes) if self.measured else notes
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        fields = as_json(self.problem).items()
+        rows = {
+            "problem": ", ".join(f"{name}={value}" for name, value in fields if name != "op"),
+            "device": self.device.describe(),
+            "configuration": self.choice,
+            "workspace": f"{self.workspace_size} bytes",
+            "guarantee": self.precision_guarantee.describe(),
+            "notes": "; ".join(self.notes),
+        }
+        return html_table(f"plan: {self.sku.id}", ((name, value) for name, value in rows.items() if value))
 
     def can_implement(self, **arrays: Any) -> bool:
         """Check arguments without running.
@@ -150,11 +164,11 @@ class Plan(Value):
         InvalidProblem
             For a missing, unknown or unsuitable argument.
         NotPrepared
-            For a plan made for a card that is not here, or loaded from JSON.
+            For a plan made for an absent card, or loaded from JSON.
         """
         private = self.__pydantic_private__
         runner: Runner | None = private["_runner"] if private else None
-        # Spelt out here: a warm run counts every call.
+        # Inlined: every Python call counts in a warm run.
         try:
             return (runner or self._ready()).run(arrays, stream)
         except Unaligned as error:

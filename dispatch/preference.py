@@ -1,4 +1,4 @@
-"""What a caller may insist on when a kernel is chosen."""
+"""What a caller may require of the chosen kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from skuda.registry.value import Size, Value
 
 
 class PlanPreference(Value):
-    """What a caller insists on. Every field is honoured by every op, or the selection is refused with the reason.
+    """A caller's requirements. Every op honours every field; a selection that cannot is refused with the reason.
 
     Attributes
     ----------
@@ -20,7 +20,7 @@ class PlanPreference(Value):
     max_workspace_bytes : int or None
         Only kernels that need no more scratch than this.
     allow_arch_specific : bool
-        Whether kernels for one chip or family only (``sm_90a``) may be chosen; the seeds call it ``allow_sm90a``.
+        Whether kernels for one chip or family only (``sm_90a``) may be chosen.
     """
 
     backend: str | None = None

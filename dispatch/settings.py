@@ -13,21 +13,7 @@ from skuda.registry.errors import InvalidRecord
 
 
 class Setting(NamedTuple):
-    """One environment variable.
-
-    Attributes
-    ----------
-    name : str
-        Its name.
-    takes : str
-        What it may be set to.
-    default : str
-        What holds without it.
-    meaning : str
-        What it does.
-    read : str
-        When it is read.
-    """
+    """One environment variable: its name, accepted values, default, meaning, and when it is read."""
 
     name: str
     takes: str
@@ -37,11 +23,11 @@ class Setting(NamedTuple):
 
     @property
     def given(self) -> str:
-        """What it is set to; empty where it is not set."""
+        """Its value; empty if it is not set."""
         return os.environ.get(self.name, "")
 
     def refuse(self, must: str) -> InvalidRecord:
-        """Return the error for what it is set to."""
+        """Return the error for its present value."""
         return InvalidRecord("the environment", self.name, repr(self.given), must)
 
 
@@ -57,7 +43,7 @@ _CACHE_DIR = Setting(
 )
 _BUNDLE = Setting(
     "SKUDA_BUNDLE",
-    "files of `skuda bundle`, separated as in `PATH`, each with `#sha256=` and its checksum behind it if wanted",
+    "files of `skuda bundle`, separated as in `PATH`, each optionally followed by `#sha256=` and its checksum",
     "none",
     "Which files compiled kernels are read from, before the cache.",
     "when a CUDA backend is first asked what it can do",
@@ -71,7 +57,7 @@ _TUNING = Setting(
 )
 _PLUGINS = Setting(
     "SKUDA_PLUGINS",
-    "names with commas between (only these are loaded), names behind a minus (these are not), or `0` (none is)",
+    "names separated by commas (only these are loaded), names with a leading minus (these are not), or `0` (none)",
     "all are loaded",
     "Which kernels and backends of other packages are loaded.",
     _BY_DISPATCHER,
@@ -87,7 +73,7 @@ _NVTX = Setting(
     "SKUDA_NVTX",
     "`0` or `1`",
     "`0`",
-    "An NVTX range round every launch of a plan, for Nsight Systems; needs the package `nvtx`.",
+    "An NVTX range around every launch of a plan, for Nsight Systems; needs the package `nvtx`.",
     _BY_DISPATCHER,
 )
 
@@ -96,13 +82,13 @@ SETTINGS = (_CACHE_DIR, _BUNDLE, _TUNING, _PLUGINS, _LOG, _NVTX)
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels are kept: ``SKUDA_CACHE_DIR``, else the platform's user cache."""
+    """Return the directory of compiled kernels: ``SKUDA_CACHE_DIR``, else the platform's user cache."""
     given = _CACHE_DIR.given
     return Path(given) if given else Path(platformdirs.user_cache_dir("skuda", appauthor=False))
 
 
 def bundle_names() -> tuple[str, ...]:
-    """Which files of compiled kernels are read: ``SKUDA_BUNDLE``, separated as in ``PATH``."""
+    """Return the bundles of compiled kernels to read: ``SKUDA_BUNDLE``, separated as in ``PATH``."""
     return tuple(filter(None, _BUNDLE.given.split(os.pathsep)))
 
 
@@ -112,10 +98,10 @@ def tuning_file() -> Path | None:
 
 
 def plugin_enabled(*names: str) -> bool:
-    """Whether a plug-in is loaded that has these names: its entry point's, its distribution's.
+    """Whether a plug-in with these names (of its entry point and its distribution) is loaded.
 
-    ``SKUDA_PLUGINS`` is a list with commas between: names (only these are loaded), names behind a minus (these are
-    not), or ``0`` (none is). Unset, all are.
+    ``SKUDA_PLUGINS`` is a list separated by commas: names (only these are loaded), names with a leading minus (these
+    are not loaded), or ``0`` (none). Unset, all are loaded.
     """
     words = [word.strip() for word in _PLUGINS.given.split(",")]
     known = {_plain(name) for name in names}
@@ -125,17 +111,17 @@ def plugin_enabled(*names: str) -> bool:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return the environment for a program to be started, with some variables changed."""
+    """Return the environment for a child process, with some variables changed."""
     return {**os.environ, **changes}
 
 
 def logged_topics() -> frozenset[str]:
-    """Return what ``SKUDA_LOG`` asks to log.
+    """Return the topics that ``SKUDA_LOG`` names.
 
     Raises
     ------
     InvalidRecord
-        For a topic that there is not.
+        For an unknown topic.
     """
     topics = frozenset(word.strip() for word in _LOG.given.split(",")) - {""}
     if not topics <= set(_TOPICS):
@@ -144,12 +130,12 @@ def logged_topics() -> frozenset[str]:
 
 
 def nvtx_enabled() -> bool:
-    """Whether ``SKUDA_NVTX`` asks for ranges round launches.
+    """Whether ``SKUDA_NVTX`` asks for ranges around launches.
 
     Raises
     ------
     InvalidRecord
-        Where it is neither 0 nor 1.
+        If it is neither 0 nor 1.
     """
     return _switch(_NVTX, otherwise=False)
 
@@ -164,5 +150,5 @@ def _switch(setting: Setting, *, otherwise: bool) -> bool:
 
 
 def _plain(name: str) -> str:
-    """Return a name as package indexes compare them."""
+    """Return a package name in the normalized form in which indexes compare names."""
     return re.sub(r"[-_.]+", "-", name).lower()

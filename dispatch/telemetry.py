@@ -1,24 +1,25 @@
-"""What the dispatcher tells about itself: one `Selection` for every selection made, to a callback or to the log."""
+"""Telemetry: selections go to a callback or to the log, launches become NVTX ranges."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from skuda.dispatch.explanation import Decision, Explanation, as_json
 from skuda.dispatch.settings import logged_topics
-from skuda.registry.errors import Unsupported
+from skuda.registry.errors import MissingDependency, Unsupported
 
 if TYPE_CHECKING:
+    from skuda.dispatch.backends.base import Runner
     from skuda.dispatch.device import Device
     from skuda.dispatch.plan import Plan
     from skuda.dispatch.preference import PlanPreference
-    from skuda.dispatch.weighing import Pick
+    from skuda.dispatch.select.explanation import Decision, Explanation
+    from skuda.dispatch.select.measured import Pick
     from skuda.registry.descriptor import Descriptor
     from skuda.registry.sku import KernelSku
 
@@ -27,27 +28,27 @@ _log = logging.getLogger("skuda.dispatch")
 
 @dataclass(frozen=True)
 class Selection:
-    """One selection, as it went. A plan that comes from the dispatcher's cache was selected before: it makes none.
+    """One selection and its outcome. Taking a plan from the dispatcher's cache is not a selection.
 
     Attributes
     ----------
     problem : Descriptor
-        What was asked for.
+        The problem.
     device : Device
-        Where it should run.
+        The device to run on.
     preference : PlanPreference
-        What the caller insisted on.
+        The caller's requirements.
     pick : Pick or None
         What was chosen: the kernel, its configuration where a measurement chose that, and the measurement that decided;
-        None where there is no kernel.
+        None if no kernel serves the problem.
     duration : float
         Seconds that choosing took.
     preparation : float
         Seconds that preparing took: compiling or finding it in the cache, loading, allocating scratch.
     error : BaseException or None
-        What preparing raised.
+        The exception that preparing raised.
     behind : str or None
-        Id of the kernel that could not read the arrays for their alignment, where this one was chosen to stand in.
+        Id of the kernel that could not read the arrays for their alignment, if this one replaced it.
     """
 
     problem: Descriptor
@@ -62,16 +63,16 @@ class Selection:
 
     @property
     def sku(self) -> KernelSku | None:
-        """The kernel chosen; None where there is none."""
+        """The kernel chosen, or None."""
         return self.pick.sku if self.pick is not None else None
 
     @cached_property
     def decisions(self) -> tuple[Decision, ...]:
-        """The verdict on every kernel of the op; worked out when it is first asked for."""
+        """The verdict on every kernel of the op; computed on first use."""
         return self._explain().decisions
 
     def attributes(self) -> dict[str, str | bool | int | float | list[Any]]:
-        """Return flat attributes named as in OpenTelemetry; times in seconds. What is not known is left out."""
+        """Return flat attributes named as in OpenTelemetry; times in seconds. Unknown values are left out."""
         sku, device = self.sku, self.device
         found: dict[str, Any] = {
             "skuda.op": self.problem.op_name(),
@@ -84,14 +85,14 @@ class Selection:
         }
         if device.compute_capability is not None:
             found["skuda.device.compute_capability"] = "{}.{}".format(*device.compute_capability)
-        found |= {f"skuda.problem.{name}": value for name, value in as_json(self.problem).items() if name != "op"}
+        found |= {f"skuda.problem.{name}": value for name, value in _fields(self.problem).items()}
         if sku is not None and self.pick is not None:
             found |= {"skuda.sku.id": sku.id, "skuda.sku.backend": sku.backend, "skuda.sku.variant": sku.variant}
             found |= {
                 "skuda.sku.choice": self.pick.choice or None,
                 "skuda.selection.measured": self.pick.reason or None,
             }
-            promised = as_json(sku.precision_guarantee)
+            promised = sku.precision_guarantee.model_dump(mode="json")
             found |= {f"skuda.guarantee.{name}": value for name, value in promised.items()}
         kind = Unsupported if sku is None else type(self.error) if self.error is not None else None
         if kind is not None:
@@ -100,19 +101,11 @@ class Selection:
 
 
 Observer = Callable[[Selection], object]
-"""What is called with every selection, in the thread that asked for it and before it gets its plan."""
+"""Called with every selection, in the thread that requested it and before that thread gets its plan."""
 
 
 class Watch:
-    """Makes a plan and takes the time.
-
-    Parameters
-    ----------
-    choose : callable
-        Returns what is chosen, or None.
-    prepare : callable
-        Returns the plan of what was chosen.
-    """
+    """Makes a plan with `choose` (the pick or None) and `prepare`, and measures how long each takes."""
 
     def __init__(self, choose: Callable[[], Pick | None], prepare: Callable[[Pick], Plan]) -> None:
         self._choose, self._prepare = choose, prepare
@@ -135,26 +128,20 @@ class Watch:
 
 
 class Guarded:
-    """An observer whose failures never reach the selection; the first of them is logged.
-
-    Parameters
-    ----------
-    observer : callable
-        Who is told.
-    """
+    """An observer whose failures never reach the selection; only the first of them is logged."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self._reported = False
 
     def __call__(self, selection: Selection) -> None:
-        """Tell the observer."""
+        """Notify the observer."""
         try:
             self._observer(selection)
-        except Exception:  # noqa: BLE001  whatever the observer raises
+        except Exception:  # noqa: BLE001  an observer may raise anything
             if not self._reported:
                 self._reported = True
-                # An error, so that it shows without any set-up of logging.
+                # At level ERROR, so that it appears even if logging is not configured.
                 _log.exception("%s failed; selections go on, and its later failures are not shown", self._origin())
 
     def _origin(self) -> str:
@@ -168,7 +155,8 @@ def log_selection(selection: Selection) -> None:
 
     ``SKUDA_LOG=dispatch`` does this by itself; an application with handlers of its own passes it as `on_selection`.
     """
-    question = f"{selection.problem.op_name()}({_fields(selection)}) on {selection.device.describe()}"
+    fields = ", ".join(f"{name}={value}" for name, value in _fields(selection.problem).items())
+    question = f"{selection.problem.op_name()}({fields}) on {selection.device.describe()}"
     _log.info("%s: %s", question, _outcome(selection))
     if _log.isEnabledFor(logging.DEBUG):
         for decision in selection.decisions:
@@ -177,8 +165,8 @@ def log_selection(selection: Selection) -> None:
                 _log.debug("refused %s: %s", decision.sku, reasons)
 
 
-def _fields(selection: Selection) -> str:
-    return ", ".join(f"{name}={value}" for name, value in as_json(selection.problem).items() if name != "op")
+def _fields(problem: Descriptor) -> dict[str, Any]:
+    return problem.model_dump(mode="json", exclude={"op"})
 
 
 def _outcome(selection: Selection) -> str:
@@ -194,7 +182,7 @@ def _outcome(selection: Selection) -> str:
 
 
 class _ToStandardError(logging.Handler):
-    """Writes where no handler of the application does, so that a line never shows twice."""
+    """Writes only if the application has no handler, so that no line appears twice."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
@@ -209,23 +197,18 @@ class _ToStandardError(logging.Handler):
             self.handleError(record)
 
 
-# One, since a logger takes the same handler only once.
+# One handler for all loggers, because a logger adds the same handler only once.
 _to_standard_error = _ToStandardError()
 _to_standard_error.setFormatter(logging.Formatter("%(name)s: %(message)s"))
 
 
 def logger_of(topic: str) -> logging.Logger | None:
-    """Return the logger of a topic where ``SKUDA_LOG`` asks for it, ready to be written to; else None.
-
-    Parameters
-    ----------
-    topic : str
-        ``dispatch`` or ``compile``.
+    """Return the logger of a topic (``dispatch`` or ``compile``) if ``SKUDA_LOG`` asks for it, ready to use; else None.
 
     Raises
     ------
     InvalidRecord
-        Where ``SKUDA_LOG`` names a topic that there is not.
+        If ``SKUDA_LOG`` names an unknown topic.
     """
     if topic not in logged_topics():
         return None
@@ -234,3 +217,58 @@ def logger_of(topic: str) -> logging.Logger | None:
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.DEBUG)
     return logger
+
+
+class Ranges:
+    """Opens and closes ranges of the domain ``skuda``.
+
+    Raises
+    ------
+    MissingDependency
+        If the package ``nvtx`` is absent.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import nvtx
+        except ImportError as error:
+            raise MissingDependency("nvtx", "pip install 'skuda[nvtx]'") from error
+        self._domain = nvtx.get_domain("skuda")
+
+    def round(self, runner: Runner, sku: KernelSku) -> Runner:
+        """Return a runner whose every launch is a range named by op and SKU."""
+        return _InRange(runner, self._domain, self._domain.get_event_attributes(message=f"{sku.op}: {sku.id}"))
+
+
+class _InRange:
+    """A runner whose launches are NVTX ranges; `domain` and `attributes` are objects of the package ``nvtx``."""
+
+    def __init__(self, runner: Runner, domain: Any, attributes: Any) -> None:
+        self.notes = runner.notes
+        self._runner = runner
+        self._push, self._pop, self._attributes = domain.push_range, domain.pop_range, attributes
+
+    def check(self, arrays: Mapping[str, object]) -> None:
+        """Check without running, and without a range."""
+        self._runner.check(arrays)
+
+    def run(self, arrays: Mapping[str, object], stream: object) -> object:
+        """Run inside the range."""
+        self._push(self._attributes)
+        try:
+            return self._runner.run(arrays, stream)
+        finally:
+            self._pop()
+
+    def bind(self, arrays: Mapping[str, object], stream: object) -> Callable[[], object]:
+        """Return a callable that launches inside the range."""
+        launch, push, pop, attributes = self._runner.bind(arrays, stream), self._push, self._pop, self._attributes
+
+        def ranged() -> object:
+            push(attributes)
+            try:
+                return launch()
+            finally:
+                pop()
+
+        return ranged

@@ -1,14 +1,14 @@
-"""What the documentation takes from the registry and the records, and the hooks by which MkDocs gets it.
+"""Pages and parts of pages that are made from the registry and the records, and the hooks that MkDocs calls.
 
-Whole pages: one for every op, their index, and CONTRIBUTING and CHANGELOG. Parts of pages: what stands behind a comment
-``<!-- made here: NAME -->`` is one of `PARTS`.
+Generated pages: one for every op, their index, and copies of CONTRIBUTING and CHANGELOG. Generated parts: a comment
+``<!-- made here: NAME -->`` in a page is replaced by one of `PARTS`.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from html.parser import HTMLParser
 from itertools import groupby
 from pathlib import Path
@@ -19,17 +19,16 @@ from skuda.dispatch.settings import SETTINGS
 from skuda.kernels.catalog import built_in_registry
 from skuda.registry import Descriptor, KernelSku, Op, Registry
 from skuda.registry.elements import ElementKind
-from skuda.tools.bench_record import BenchRecord, CaseResult
-from skuda.tools.bench_summary import means, rate
-from skuda.tools.evidence import Records, Word, evidence_directory, load_records, status, tally
-from skuda.tools.findings import TROUBLES
-from skuda.tools.matrix import legend, markdown, short
-from skuda.tools.problem import default_words, fields_of, type_words
-from skuda.tools.showing import arguments_of
+from skuda.tools.bench.markdown import markdown_table
+from skuda.tools.show.findings import TROUBLES
+from skuda.tools.show.matrix import elements_of, legend, markdown
+from skuda.tools.show.show import arguments_of
+from skuda.tools.verify.evidence import Records, Word, load_records, status, tally
+from skuda.tools.words.problem import default_words, fields_of, type_words
 
 ROOT = Path(__file__).resolve().parent.parent
 _MARK = re.compile(r"^<!-- made here: (\S+) -->$", re.MULTILINE)
-_STALE = "`skuda verify` compares every kernel with its reference. Stale: one of the two has changed since."
+_STALE = "`skuda verify` compares every kernel with its reference. A stale kernel was verified before a change."
 
 
 def pages() -> dict[str, str]:
@@ -43,7 +42,7 @@ def pages() -> dict[str, str]:
 
 
 def moved(text: str) -> str:
-    """Return a page of the top level as one below docs/: its links to there fit, those to other files are words."""
+    """Return a page of the top level as a page of docs/: links into docs/ are adapted, other file links become text."""
     text = re.sub(r"\[([^]]+)\]\((?!https?:|#|docs/)[^)]+\)", r"\1", text)
     return re.sub(r"\]\(docs/", "](", text)
 
@@ -54,19 +53,9 @@ def filled(text: str) -> str:
     Raises
     ------
     KeyError
-        For a part that there is not.
+        For an unknown part.
     """
     return _MARK.sub(lambda found: PARTS[found[1]](), text)
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a Markdown table."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines) + "\n"
-
-
-def _cell(value: object) -> str:
-    return " ".join(str(value).split()).replace("|", "\\|")
 
 
 def _code(value: object) -> str:
@@ -74,18 +63,21 @@ def _code(value: object) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape what Markdown would take for markup, outside backticks."""
+    """Escape Markdown's markup outside backticks."""
     parts = text.split("`")
     parts[::2] = [re.sub(r"([*_<\[\]])", r"\\\1", part) for part in parts[::2]]
     return "`".join(parts)
 
 
 def _index(registry: Registry, recorded: Records) -> str:
-    lines = ["# Ops\n", "What each computes, its fields and arguments, its kernels, and where they were verified.\n"]
+    lines = [
+        "# Ops\n",
+        "Each page has the op's formula, fields, arguments and kernels, and where they were verified.\n",
+    ]
     ops = sorted(registry.ops.values(), key=lambda op: (op.category, op.name))
     for category, group in groupby(ops, key=lambda op: op.category):
         rows = [(f"[`{op.name}`]({op.name}.md)", _plain(op.summary), len(registry.skus_of(op.name))) for op in group]
-        lines += [f"## {category.replace('_', ' ').capitalize()}\n", table(("op", "", "kernels"), rows)]
+        lines += [f"## {category.replace('_', ' ').capitalize()}\n", markdown_table(("op", "", "kernels"), rows)]
 
     def word(sku: KernelSku) -> Word:
         return status(sku, registry.ops[sku.op], recorded, reference=registry.backends[sku.backend].reference).word
@@ -111,16 +103,20 @@ def op_page(registry: Registry, op: Op, recorded: Records) -> str:
         (_code(key), type_words(field), default_words(field), _plain(said.get(key, "")))
         for key, field in fields_of(op.descriptor).items()
     )
-    facts += ["## Fields\n", table(("field", "takes", "default", ""), fields)]
+    facts += ["## Fields\n", markdown_table(("field", "takes", "default", ""), fields)]
     arguments = ((_code(one.name), one.role, " ".join(one.elements), one.shape, one.needed) for one in arguments_of(op))
-    facts += ["## Arguments\n", table(("argument", "role", "elements", "shape", "passed"), arguments)]
-    facts += ["## Kernels\n", "Best first: the first that accepts a problem is chosen.\n", _kernels(registry, op)]
+    facts += ["## Arguments\n", markdown_table(("argument", "role", "elements", "shape", "passed"), arguments)]
+    facts += [
+        "## Kernels\n",
+        "Best first. The first kernel that accepts a problem is chosen.\n",
+        _kernels(registry, op),
+    ]
     facts += ["## Verified\n", _verified(registry, op, recorded)]
     return "\n".join(facts)
 
 
 def field_descriptions(kind: type[Descriptor]) -> dict[str, str]:
-    """Return what the docstrings of a descriptor and its bases say about each field, in numpy's Attributes sections."""
+    """Return the description of each field from the Attributes sections of a descriptor's docstring and its bases'."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         _, _, section = inspect.cleandoc(base.__dict__.get("__doc__") or "").partition("Attributes\n----------\n")
@@ -130,7 +126,7 @@ def field_descriptions(kind: type[Descriptor]) -> dict[str, str]:
 
 
 def _kernels(registry: Registry, op: Op) -> str:
-    """Return a table of an op's kernels, those that differ in elements, epilogue and backend alone in one row."""
+    """Return a table of an op's kernels; kernels that differ only in element, epilogue or backend share a row."""
     groups: dict[tuple[str, str, str], list[KernelSku]] = {}
     for sku in registry.skus_of(op.name):
         needs = "; ".join((sku.arch.describe(), *(constraint.describe() for constraint in sku.constraints)))
@@ -138,16 +134,12 @@ def _kernels(registry: Registry, op: Op) -> str:
     used: set[str] = set()
     rows = []
     for (variant, needs, promise), skus in groups.items():
-        elements, aux = (
-            short(_distinct(str(part) for part in parts if part is not None), used)
-            for parts in ((sku.element for sku in skus), (sku.aux_element for sku in skus))
-        )
         epilogues = _distinct(_code(sku.epilogue) for sku in skus if sku.epilogue is not None)
         backends = _distinct(_code(sku.backend) for sku in skus)
-        cells = (f"{elements} x {aux}" if aux else elements, ", ".join(epilogues), needs, promise, len(skus))
+        cells = (elements_of(skus, used), ", ".join(epilogues), needs, promise, len(skus))
         rows.append((_code(variant), ", ".join(backends), *cells))
     headings = ("variant", "backends", "elements", "epilogues", "needs", "promises", "kernels")
-    return table(headings, rows) + (f"\n{legend(used)}.\n" if used else "")
+    return markdown_table(headings, rows) + (f"\n{legend(used)}.\n" if used else "")
 
 
 def _distinct(values: Iterable[str]) -> tuple[str, ...]:
@@ -155,7 +147,7 @@ def _distinct(values: Iterable[str]) -> tuple[str, ...]:
 
 
 def _verified(registry: Registry, op: Op, recorded: Records) -> str:
-    """Return what the records say about an op's kernels, by backend and device."""
+    """Return the results of the records for an op's kernels, by backend and device."""
     rows: list[tuple[object, ...]] = []
     for name, backend in registry.backends.items():
         skus = [sku for sku in registry.skus_of(op.name) if sku.backend == name]
@@ -172,12 +164,12 @@ def _verified(registry: Registry, op: Op, recorded: Records) -> str:
             for key, found in runs.items()
         ] or [(_code(name), words, "", "", "", "")]
     headings = ("backend", "today", "recorded on", "kernels run", "problems", "outputs compared")
-    return f"{_STALE}\n\n{table(headings, rows)}"
+    return f"{_STALE}\n\n{markdown_table(headings, rows)}"
 
 
 def _settings() -> str:
     rows = ((_code(one.name), one.takes, one.default, one.meaning, one.read) for one in SETTINGS)
-    return table(("variable", "takes", "without it", "", "read"), rows)
+    return markdown_table(("variable", "takes", "without it", "", "read"), rows)
 
 
 def _devices() -> str:
@@ -191,105 +183,30 @@ def _devices() -> str:
         )
         for short_name, device in KNOWN_DEVICES.items()
     )
-    return table(("name", "card", "compute capability", "SMs", "memory bandwidth"), rows)
+    return markdown_table(("name", "card", "compute capability", "SMs", "memory bandwidth"), rows)
 
 
 def _troubles() -> str:
     rows = ((one.section, _fields(one.name), one.state, _fields(one.detail), _fields(one.fix)) for one in TROUBLES)
-    return table(("section", "line", "says", "because", "what to do"), rows)
+    return markdown_table(("section", "line", "says", "because", "what to do"), rows)
 
 
 def _fields(template: str) -> str:
-    """Show what depends on the machine in capitals, as in a usage message."""
+    """Write the parts that depend on the machine in capitals, as in a usage message."""
     return _plain(re.sub(r"\{(\w+)\}", lambda found: found[1].upper(), template))
 
 
-def _bench() -> str:
-    folder = evidence_directory()
-    paths = sorted(folder.glob("*-bench-*.json")) if folder is not None else []
-    registry = built_in_registry()
-    return "\n".join(bench_part(path.name, BenchRecord.load(path), registry) for path in paths)
-
-
-def bench_part(name: str, record: BenchRecord, registry: Registry) -> str:
-    """Return a record of `skuda bench` as Markdown: how it was measured, then its figures by op."""
-    found = record.ceilings
-    ceilings = [
-        f"{what} {value / 1e12:,.{0 if value >= 1e14 else 2}f} {unit}"
-        for what, value, unit in (
-            ("copy", found.copy_bandwidth, "TB/s"),
-            ("bf16 product", found.bf16, "TFLOP/s"),
-            ("fp8 product", found.fp8, "TFLOP/s"),
-        )
-        if value is not None
-    ]
-    versions = ", ".join(f"{key} {value}" for key, value in record.versions.items())
-    rivals = {one.name: one.computes for case in record.cases for one in case.rivals if one.timing}
-    facts = [
-        ("record", f"[{name}](evidence/{name})"),
-        ("command", _code(record.command)),
-        ("device", f"{record.device.describe()}, driver {record.driver or 'unknown'}"),
-        ("date", record.date),
-        ("rounds", f"{record.repeats} of everything; inputs drawn from seed {record.seed}"),
-        ("L2 cache", record.flush),
-        ("ceilings", ", ".join(ceilings)),
-        ("versions", versions),
-        *((f"x {key}", _plain(computes)) for key, computes in rivals.items()),
-        *((f"absent: {key}", _plain(reason)) for key, reason in record.absent.items()),
-    ]
-    lines = [f"## {name.removesuffix('.json')}\n", "".join(f"- {what}: {told}\n" for what, told in facts)]
-    for op, group in groupby(record.cases, key=lambda case: case.op):
-        lines += [f"### {op}\n", *_bench_op(list(group), registry)]
-    if record.host:
-        costs = ((one.name, f"{one.timing.median:.2f}", f"{one.timing.p90:.2f}") for one in record.host if one.timing)
-        lines += ["### The host's cost of one launch\n", table(("way", "median, us", "p90"), costs)]
-    return "\n".join(lines)
-
-
-def _bench_op(cases: list[CaseResult], registry: Registry) -> Iterator[str]:
-    names = _distinct(one.name for case in cases for one in case.rivals if one.timing)
-    rows = []
-    for case in cases:
-        where = ("x".join(map(str, case.shape)), case.element)
-        if case.timing is None:
-            rows.append((*where, "refused", _plain(case.refused), "", "", *("" for _ in names), ""))
-            continue
-        t, ratios = case.timing, {one.name: one.ratio for one in case.rivals}
-        share = "" if case.ceiling_share is None else f"{case.ceiling_share:.0%}"
-        told = (f"{t.median:.1f}", f"{t.p10:.1f} to {t.p90:.1f}", rate(case), share)
-        kernel = _code(".".join(case.sku.split(".")[-3:])) + (" (stale)" if case.stale(registry) else "")
-        rows.append((*where, *told, *(_ratio(ratios.get(one)) for one in names), kernel))
-    headings = ("shape", "element", "median, us", "p10 to p90", "rate", "of ceiling")
-    yield table((*headings, *(f"x {one}" for one in names), "kernel"), rows)
-    found = means(cases)
-    sizes = _distinct(size for by_rows in found.values() for size in by_rows)
-    if found:
-        summary = (
-            (
-                f"x {rival}",
-                *(f"{by_rows[size][0]:.2f} ({by_rows[size][1]})" if size in by_rows else "-" for size in sizes),
-            )
-            for rival, by_rows in found.items()
-        )
-        yield table(("geometric mean (of)", *(_code(size) for size in sizes)), summary)
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
 PARTS: dict[str, Callable[[], str]] = {
-    "bench": _bench,
     "devices": _devices,
     "elements": lambda: ", ".join(_code(kind) for kind in ElementKind) + "\n",
     "settings": _settings,
     "troubles": _troubles,
 }
-"""What can be filled into a page, by the name in its comment."""
+"""The generated parts of pages, by the name in the comment."""
 
 
 class _Loads(HTMLParser):
-    """Gathers what a browser fetches by itself when it shows a page."""
+    """Gathers what a browser fetches without a click when it shows a page."""
 
     _SOURCES = frozenset({"script", "img", "source", "iframe", "video", "audio", "embed", "track", "input"})
 
@@ -315,7 +232,7 @@ def _in_styles(text: str) -> list[str]:
 
 
 def fetched_from_elsewhere(name: str, text: str) -> list[str]:
-    """Return what a page or a style sheet makes a browser fetch from another host.
+    """Return the addresses on other hosts that a page or a style sheet makes a browser fetch.
 
     Parameters
     ----------

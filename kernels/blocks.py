@@ -1,4 +1,4 @@
-"""Working through large arrays in small pieces, so that temporaries stay in cache and memory stays bounded."""
+"""Iteration over large arrays in blocks, so that temporaries stay in cache and memory stays bounded."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Array = npt.NDArray[Any]
 Index = tuple[slice, ...]
 
 BLOCK = 1 << 16
-"""Elements per piece: about half a megabyte per f64 temporary."""
+"""Elements per block: half a megabyte per f64 temporary."""
 
 
 def blocks(shape: tuple[int, ...], limit: int = BLOCK) -> Iterator[Index]:
-    """Cut an index space into boxes of at most about `limit` elements, in row-major order.
+    """Yield the indices of boxes of at most about `limit` elements that cover an index space, in row-major order.
 
-    Along the last axis boxes begin at even positions, so that packed elements are never split.
+    Boxes begin at even positions of the last axis, so that no byte of packed elements is split.
 
     Parameters
     ----------
     shape : tuple of int
-        Extents of the index space; an empty one yields nothing, rank 0 yields one empty index.
+        Extents of the index space; an empty space yields nothing, rank 0 yields one empty index.
     limit : int
         Elements per box, at least 2.
     """
@@ -52,7 +52,7 @@ def _bytes_index(index: Index) -> Index:
 
 
 def read(array: Array, element: ElementKind, index: Index) -> Array:
-    """Return one box of elements; packed ones come back one to an int8 or uint8."""
+    """Return the elements of one box; packed elements are unpacked to int8 or uint8."""
     if not element.is_packed:
         return np.asarray(array[index])
     pairs = array[_bytes_index(index)]
@@ -64,7 +64,7 @@ def read(array: Array, element: ElementKind, index: Index) -> Array:
 
 
 def write(array: Array, element: ElementKind, index: Index, values: Array) -> None:
-    """Store one box of elements; packed ones two to a byte, low nibble first, a spare high nibble as zero."""
+    """Store the elements of one box; packed elements two per byte, low nibble first, an unused high nibble as zero."""
     if not element.is_packed:
         array[index] = values
         return

@@ -1,6 +1,6 @@
-"""Random inputs for any problem, from what its arguments say: what tests and ``skuda verify`` run kernels on.
+"""Random inputs for any problem, drawn according to its arguments; tests and ``skuda verify`` run kernels on them.
 
-Data is drawn in steps of its own scale, so that most of it falls within the codes' range and some of it does not.
+Data is drawn in multiples of its scale, so that most of it falls within the range of the codes and some outside.
 """
 
 from __future__ import annotations
@@ -9,29 +9,33 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.ties import at_ties, tie_scales
+from skuda.kernels.values import finfo_of, floats, rounded, specials, spread
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.elements import ElementKind
 from skuda.registry.op import Case, Op, Values
+from skuda.registry.vocabulary import ActivationKind
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
+_ROOMY = 5
+"""Least extent of an axis on which one slice is set to zeros and one to subnormals."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What `draw` returns.
+    """The inputs of a problem.
 
     Attributes
     ----------
     inputs : dict
-        Arrays and numbers by argument name; neither outputs nor scratch.
+        Arrays and numbers by argument name, without outputs and scratch.
     shapes : dict
-        Shape in elements of every array argument, outputs and scratch too.
+        Shape in elements of every array argument, including outputs and scratch.
     """
 
     inputs: dict[str, Any]
@@ -44,11 +48,11 @@ def draw(op: Op, case: Case, rng: np.random.Generator) -> Drawn:
     Parameters
     ----------
     op : Op
-        Whose case it is; its own `draw`, where it has one, takes precedence over the general rule.
+        The op of the case; its own `draw`, if any, replaces the general rule.
     case : Case
         The problem and how its floating inputs are drawn.
     rng : Generator
-        Where the numbers come from.
+        Source of the random numbers.
     """
     problem, arguments = case.problem, case.problem.arguments()
     flat = _flat_shape(arguments, rng)
@@ -56,16 +60,18 @@ def draw(op: Op, case: Case, rng: np.random.Generator) -> Drawn:
     if op.draw is not None:
         return Drawn(dict(op.draw(problem, case.values, rng)), shapes)
     inputs: dict[str, Any] = {}
-    # Scales first: data is drawn in steps of its scale.
+    # Scales come first, because data is drawn in multiples of its scale.
     for argument in sorted(arguments, key=lambda a: a.name != "scale"):
         if argument.role not in (Role.OUTPUT, Role.SCRATCH):
             shape = shapes.get(argument.name, ())
             inputs[argument.name] = _one(problem, argument, shape, inputs.get("scale"), case.values, rng)
+    if case.values == "ties":
+        inputs |= at_ties(problem, inputs, shapes.get("scale_out", ()), rng)
     return Drawn(inputs, shapes)
 
 
 def _flat_shape(arguments: tuple[Argument, ...], rng: np.random.Generator) -> Shape:
-    """Return a shape for per-tensor data: 1-D, or of more axes where the last one packs evenly."""
+    """Return a shape for per-tensor data: one axis, or several if the last one packs evenly."""
     flat = [a for a in arguments if a.flat]
     if not flat:
         return ()
@@ -86,12 +92,14 @@ def _flat_shape(arguments: tuple[Argument, ...], rng: np.random.Generator) -> Sh
 def _one(
     problem: Descriptor, argument: Argument, shape: Shape, scale: Any, values: Values, rng: np.random.Generator
 ) -> Any:
-    """Draw one argument: an array, or a number where one will do."""
+    """Draw one argument: an array, or a number if the argument is a scalar."""
     element = argument.elements[rng.integers(len(argument.elements))]
     limits = element.integer_range
     match argument.role:
         case Role.SCALE:
-            return _as_scalar(scales((), element, values, rng), argument, rng)
+            if argument.name != "scale" and _rounds_freely(problem) and values == "special":
+                values = "normal"
+            return _as_scalar(_scales((), problem, element, values, rng), argument, rng)
         case Role.ZERO_POINT:
             return _as_scalar(zero_points((), problem, values, rng), argument, rng)
         case Role.VALUE if limits is not None:
@@ -107,47 +115,41 @@ def _one(
         low, high = (0, 255) if element.is_packed else limits
         return rng.integers(low, high, storage_shape(shape, element), storage_dtype(element), endpoint=True)
     if "scale" in argument.name:
-        return scales(shape, element, values, rng)
-    if argument.name == "input" and scale is not None:
-        data = _in_steps(problem, np.asarray(scale, np.float64), shape, values, rng)
+        return _scales(shape, problem, element, values, rng)
+    return _data(problem, argument.name, element, shape, scale, values, rng)
+
+
+def _rounds_freely(problem: Descriptor) -> bool:
+    """Return whether an activation is exact only within some ulps: over a scale of 0, an ulp decides NaN or inf."""
+    activation = getattr(getattr(problem, "epilogue", None), "activation", None)
+    return activation in (ActivationKind.GELU, ActivationKind.SILU)
+
+
+def _data(
+    problem: Descriptor,
+    name: str,
+    element: ElementKind,
+    shape: Shape,
+    scale: Any,
+    values: Values,
+    rng: np.random.Generator,
+) -> Array:
+    """Draw floating data."""
+    if values == "zero":
+        return np.zeros(shape, storage_dtype(element))
+    if name == "input" and scale is not None:
+        data = _in_steps(problem, np.asarray(scale, np.float64), shape, rng)
     else:
         data = floats(shape, element, rng)
-    return rounded(_special(data, element, 0.15, rng) if values == "special" else data, element)
+    if values in ("special", "infinite"):
+        data = _planted(_special(data, element, 0.15, rng), element, rng, infinite=values == "infinite")
+    return rounded(data, element)
 
 
-def floats(shape: Shape, element: ElementKind, rng: np.random.Generator) -> Array:
-    """Draw finite numbers over many binades, most of them near each other, as f64.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        Shape.
-    element : ElementKind
-        What they will be rounded to; it bounds the exponents.
-    rng : Generator
-        Where the numbers come from.
-    """
-    reach = {ElementKind.F16: 8, ElementKind.F64: 60}.get(element, 24)
-    exponent = np.where(rng.random(shape) < 0.2, rng.uniform(-reach, reach, shape), rng.uniform(-3, 3, shape))
-    return np.asarray(rng.standard_normal(shape) * np.exp2(exponent))
-
-
-def scales(shape: Shape, element: ElementKind, values: Values, rng: np.random.Generator) -> Array:
-    """Draw scales: powers of two in ``ties``, so that half a step is exact; in ``special`` also unusable ones.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        Shape.
-    element : ElementKind
-        Element of the result.
-    values : str
-        As in `Case`.
-    rng : Generator
-        Where the numbers come from.
-    """
+def _scales(shape: Shape, problem: Descriptor, element: ElementKind, values: Values, rng: np.random.Generator) -> Array:
+    """Draw scales: with `tie_scales` for ``ties``; also zero, NaN, infinite and negative ones for ``special``."""
     if values == "ties":
-        return rounded(np.exp2(rng.integers(-6, 4, shape).astype(np.float64)), element)
+        return rounded(tie_scales(shape, getattr(problem, problem.element_field), rng), element)
     reach = {ElementKind.F16: 8, ElementKind.F64: 200}.get(element, 30)
     found = np.exp2(np.where(rng.random(shape) < 0.3, rng.uniform(-reach, reach, shape), rng.uniform(-8, 2, shape)))
     if values == "special":
@@ -156,18 +158,18 @@ def scales(shape: Shape, element: ElementKind, values: Values, rng: np.random.Ge
 
 
 def zero_points(shape: Shape, problem: Descriptor, values: Values, rng: np.random.Generator) -> Any:
-    """Draw zero points within the codes' range, s32; in ``special`` also the extremes of s32.
+    """Draw s32 zero points within the range of the codes; ``special`` also gives the extremes of s32.
 
     Parameters
     ----------
     shape : tuple of int
-        Shape.
+        Shape of the result.
     problem : Descriptor
-        Whose ``q_min`` and ``q_max`` bound them.
+        Its ``q_min`` and ``q_max`` bound the zero points.
     values : str
         As in `Case`.
     rng : Generator
-        Where the numbers come from.
+        Source of the random numbers.
     """
     low, high = getattr(problem, "q_min", -8), getattr(problem, "q_max", 7)
     found: Any = rng.integers(low, high, shape, np.int32, endpoint=True)
@@ -177,69 +179,56 @@ def zero_points(shape: Shape, problem: Descriptor, values: Values, rng: np.rando
     return found
 
 
-def specials(element: ElementKind) -> Array:
-    """Return the numbers at the edges of a floating element, as f64.
-
-    Parameters
-    ----------
-    element : ElementKind
-        The element.
-    """
-    info = _limits(element)
-    tiny, least, most = (float(v) for v in (info.smallest_normal, info.smallest_subnormal, info.max))
-    edges = [0.0, math.inf, least, 3 * least, tiny - least, tiny, most, 1.0]
-    return np.array([math.nan, *edges, *(-edge for edge in edges)])
-
-
-def _in_steps(problem: Descriptor, scale: Array, shape: Shape, values: Values, rng: np.random.Generator) -> Array:
-    """Draw data so that most of it falls within the range of the codes, or a little outside."""
+def _in_steps(problem: Descriptor, scale: Array, shape: Shape, rng: np.random.Generator) -> Array:
+    """Draw data of which most falls within the range of the codes and some slightly or far outside."""
     low, high = getattr(problem, "q_min", -128), getattr(problem, "q_max", 127)
-    steps: Any
-    if values == "ties":
-        steps = rng.integers(low - high - 3, high - low + 3, shape, endpoint=True) + rng.choice([0.5, 0.5, 0.0], shape)
-    else:
-        steps = rng.uniform(-1.3, 1.3, shape) * (high - low + 1)
-        wide = rng.random(shape) < 0.1
-        steps = np.where(wide, steps * np.exp2(rng.uniform(-30, 30, shape)), steps)
+    steps: Any = rng.uniform(-1.3, 1.3, shape) * (high - low + 1)
+    wide = rng.random(shape) < 0.1
+    steps = np.where(wide, steps * np.exp2(rng.uniform(-30, 30, shape)), steps)
     with np.errstate(all="ignore"):
         return np.asarray(steps * spread(problem, scale, shape))
 
 
-def spread(problem: Any, scale: Array, shape: Shape) -> Array:
-    """Return scales so that they broadcast against the data."""
-    if getattr(problem, "group_size", None) is not None:
-        return np.repeat(scale, problem.group_size, axis=1)
-    if getattr(problem, "axis", None) is not None:
-        return scale.reshape([-1 if axis == problem.axis else 1 for axis in range(len(shape))])
-    return scale.reshape(-1, 1) if hasattr(problem, "d") else scale.reshape(())
-
-
 def _special(values: Array, element: ElementKind, share: float, rng: np.random.Generator) -> Array:
     values, edges = np.asarray(values), specials(element)
-    # Some rows stay free of them, and some arrays of infinities: one infinity hides all else in a dynamic range.
+    # Some rows stay free of special numbers and some arrays of infinities: one infinity dominates a dynamic range.
     some = rng.random((*values.shape[:1], *(1,) * (values.ndim - 1))) < 0.6
     edges = edges[~np.isinf(edges)] if rng.random() < 0.4 else edges
     return np.where(some & (rng.random(values.shape) < share), rng.choice(edges, values.shape), values)
 
 
+def _planted(data: Array, element: ElementKind, rng: np.random.Generator, *, infinite: bool) -> Array:
+    """Place every special number, and on each axis a slice of zeros and one of subnormals; infinities if `infinite`.
+
+    A dynamic range of zeros or subnormals needs a whole segment of them, and segments may run along any axis.
+    """
+    data, free = np.array(data), np.ones(np.shape(data), bool)
+    least = float(finfo_of(element).smallest_subnormal)
+    roomy = [axis for axis, extent in enumerate(data.shape) if data.ndim > 1 and extent >= _ROOMY]
+    # Zeros are written last, so that the subnormals of another axis do not overwrite them.
+    for share in (least, 0.0):
+        for axis in roomy:
+            at = rng.integers(data.shape[axis])
+            chosen = np.moveaxis(data, axis, 0)[at]
+            chosen[...] = share * rng.integers(-3, 4, chosen.shape)
+            np.moveaxis(free, axis, 0)[at] = False
+    edges = specials(element)
+    places = rng.permutation(np.flatnonzero(free))[: len(edges)]
+    usable = edges if infinite else edges[~np.isinf(edges)]
+    data.reshape(-1)[places[: len(usable)]] = usable[: len(places)]
+    return data
+
+
 def _beside_a_tie(value: float, element: ElementKind) -> float:
-    """Return a little more than the middle between a number and its neighbour: rounding in two steps shows there."""
+    """Return a number just beside the midpoint of two neighbours, where rounding twice differs from rounding once."""
     if not math.isfinite(value) or element is ElementKind.F64:
         return value
-    unit = math.ldexp(float(_limits(element).eps), math.frexp(value)[1] - 1)
+    unit = math.ldexp(float(finfo_of(element).eps), math.frexp(value)[1] - 1)
     return value - math.copysign(unit / 2 * (1 - 2**-30), value)
 
 
-def rounded(values: Array, element: ElementKind) -> Array:
-    """Round to the element, keeping finite numbers finite."""
-    most = float(_limits(element).max)
-    with np.errstate(all="ignore"):
-        kept = np.asarray(np.where(np.isinf(values), values, np.clip(values, -most, most)))
-        return np.asarray(kept.astype(storage_dtype(element)))
-
-
 def _as_scalar(value: Any, argument: Argument, rng: np.random.Generator) -> Any:
-    """Pass a number as a number or as an array of one element of any rank."""
+    """Return a scalar as a number or as an array of one element of any rank."""
     array = np.asarray(value)
     with np.errstate(all="ignore"):
         plain = float(array.astype(storage_dtype(argument.elements[0])))
@@ -249,8 +238,3 @@ def _as_scalar(value: Any, argument: Argument, rng: np.random.Generator) -> Any:
         return plain if argument.role is Role.SCALE else int(plain)
     shapes: list[Shape] = [(1,), (1, 1), (), (1,), (1, 1, 1)]
     return array.reshape(shapes[kind])
-
-
-def _limits(element: ElementKind) -> Any:
-    finfo: Any = ml_dtypes.finfo  # without annotations of its own
-    return finfo(storage_dtype(element))

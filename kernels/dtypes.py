@@ -1,4 +1,4 @@
-"""Element kinds as NumPy dtypes."""
+"""NumPy dtypes of element kinds."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def storage_dtype(element: ElementKind) -> np.dtype[Any]:
     Raises
     ------
     KeyError
-        For an element that NumPy arrays do not hold.
+        If no NumPy dtype stores the element.
     """
     return _STORAGE[element]
 
 
 def compute_dtype(element: ElementKind) -> np.dtype[Any]:
-    """Return the dtype that arithmetic on `element` happens in (numerics: C)."""
+    """Return the dtype in which arithmetic on `element` is done (C in numerics.md)."""
     return _STORAGE[element.compute]
 
 
 def rounded_to(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Round to `dtype`, to nearest, ties to even, once.
+    """Round once to `dtype`, to nearest, ties to even.
 
-    ml_dtypes takes f64 to bf16 by way of f32, which rounds twice; here f32 is reached by rounding to odd, which keeps
-    what the second rounding needs to know.
+    ml_dtypes converts f64 to bf16 through f32, which rounds twice. Here the conversion to f32 rounds to odd, which
+    keeps the information that the second rounding needs.
     """
     if values.dtype != np.float64 or dtype != _STORAGE[ElementKind.BF16]:
         return np.asarray(values, dtype)

@@ -1,6 +1,7 @@
-"""How a CUDA kernel is launched, as plain data: a launch rule maps (problem, device) to a `Launch`.
+"""Launches of CUDA kernels as plain data: a launch rule maps (problem, device) to a `Launch`.
 
-A rule is pure and runs without a GPU. The backend turns each parameter into bytes when arrays are bound.
+A rule is a pure function and needs no GPU: ``rule(problem, device)``, or ``rule(problem, device, choice)`` if it ranks
+several configurations. The backend converts each parameter to bytes when arrays are bound.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _OTHERS_TOLD = 3
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """Address of an argument's or scratch buffer's first element; 0 where it is absent or passed by value."""
+    """Address of the first element of an argument or scratch buffer; 0 if it is absent or passed by value."""
 
     name: str
 
@@ -30,7 +31,7 @@ class Leading:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A scalar argument by value, in `element`; 0 where the caller passed a one-element array instead."""
+    """A scalar argument by value, in `element`; 0 if the caller passed a one-element array instead."""
 
     name: str
     element: ElementKind
@@ -38,7 +39,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Which:
-    """Index, among an argument's accepted elements, of the one that the array given has (s32); 0 for a number."""
+    """Index of a given array's element among the argument's accepted elements (s32); 0 for a number."""
 
     name: str
 
@@ -53,33 +54,34 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of the view that all of `Launch.view` share (s64)."""
+    """Number of rows of the view that all arguments in `Launch.view` share (s64)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Columns, in elements, of the view that all of `Launch.view` share (s64)."""
+    """Number of columns, in elements, of the view that all arguments in `Launch.view` share (s64)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """How Hopper's copy engine reads an argument of one-byte elements, by boxes of its rows (128 bytes, aligned to 64).
+    """Tensor map of a matrix of one-byte elements: the TMA copies boxes of rows (128 bytes, aligned to 64).
 
-    A box lies in shared memory as rows of 128 bytes whose 16-byte units are xored with the row's number modulo 8;
-    what it has beyond the matrix is zero. The argument's address and leading stride must be multiples of 16.
+    A box lies in shared memory as rows of 128 bytes with the 128-byte swizzle: the index of each 16-byte unit is xored
+    with the row number modulo 8. Parts of a box beyond the matrix are zero. The argument's address and leading stride
+    must be multiples of 16.
 
     Attributes
     ----------
     name : str
-        The argument, a matrix.
+        Name of the argument, a matrix.
     rows, columns : int
         Its shape.
     box_rows : int
         Rows of a box, a multiple of 8, at most 256.
     otherwise : str
-        The scratch buffer that is read where the argument is absent; both are without gaps then.
+        The scratch buffer that is read if the argument is absent; both are then contiguous.
     promotion : int
-        Bytes of second-level cache that a read asks for: 128 or 256.
+        L2 promotion size of a read in bytes: 128 or 256.
     """
 
     name: str
@@ -93,6 +95,26 @@ class TensorMap:
 Parameter = TensorMap | Pointer | Leading | Number | Which | Constant | Rows | Columns
 
 
+def pointers(*names: str) -> tuple[Pointer, ...]:
+    """Return pointers to arguments or scratch buffers."""
+    return tuple(Pointer(name) for name in names)
+
+
+def strided(*names: str) -> tuple[Parameter, ...]:
+    """Return the pointer and the leading stride of every argument."""
+    return tuple(part for name in names for part in (Pointer(name), Leading(name)))
+
+
+def s32(*values: int) -> tuple[Constant, ...]:
+    """Return s32 constants."""
+    return tuple(Constant(ElementKind.S32, int(value)) for value in values)
+
+
+def s64(*values: int) -> tuple[Constant, ...]:
+    """Return s64 constants."""
+    return tuple(Constant(ElementKind.S64, int(value)) for value in values)
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One kernel launch.
@@ -100,18 +122,19 @@ class Step:
     Attributes
     ----------
     entry : str
-        Function in the SKU's source.
+        Name of the kernel in the SKU's source.
     grid, block : (int, int, int)
-        Launch geometry; a grid with a 0 is skipped.
+        Launch geometry; a step whose grid contains a 0 is skipped.
     parameters : tuple of Parameter
-        In the order of the function's parameters.
+        In the order of the kernel's parameters.
     shared : int
         Bytes of dynamic shared memory.
     overlaps : bool
-        Whether it may start while the step before it still runs; it waits by itself for what it needs.
+        Whether it may start before the previous step ends (programmatic dependent launch); it then waits by itself for
+        the data that it needs.
     lead : int
-        Bytes in front of the first parameter. Rules leave it at 0: it is read off the compiled kernel, because a
-        tensor map lies at a multiple of 64 in a bank of memory where parameters need not begin at one.
+        Offset in bytes of the first parameter. Rules leave it at 0, because it is read from the compiled kernel: a
+        tensor map needs an alignment of 64, and the parameters may begin elsewhere in the constant bank.
     """
 
     entry: str
@@ -125,14 +148,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One configuration in which a kernel can run a problem. All give the same bits.
+    """One configuration in which a kernel can run a problem; all configurations give the same bits.
 
     Attributes
     ----------
     name : str
-        Which one: what a launch rule takes as its third argument.
+        Its name, which a launch rule takes as its third argument.
     microseconds : float
-        The time that the launch rule predicts for it.
+        The time that the launch rule predicts.
     """
 
     name: str
@@ -141,29 +164,29 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Everything that a run launches, in stream order.
+    """All launches of a run, in stream order.
 
     Attributes
     ----------
     steps : tuple of Step
         The launches.
     view : tuple of str
-        Arguments of one shape that are walked together: each is seen as rows of contiguous columns with one leading
-        stride, the same rows and columns for all. Arguments outside it whose `Leading` is asked for are matrices with
-        contiguous rows; all others are contiguous.
+        Arguments of one shape that are traversed in parallel. Each is viewed as rows of contiguous columns with one
+        leading stride; rows and columns are the same for all. Other arguments with a `Leading` are matrices with
+        contiguous rows; all remaining ones are contiguous.
     scratch : tuple of (str, int)
-        Named scratch buffers and their bytes; allocated once when the plan is made.
+        Names and sizes in bytes of scratch buffers, which are allocated once when the plan is made.
     aligned : tuple of str
         Matrices, apart from those of tensor maps, whose address and rows must begin at multiples of 16 bytes.
     flags : tuple of str
-        Compiler flags of the chosen configuration, behind those of the SKU.
+        Compiler flags of the chosen configuration, after those of the SKU.
     choices : tuple of Choice
-        The configurations that there are, the fastest by prediction first. A rule that has any takes the name of one
-        as its third argument, and the first one without it.
+        The available configurations, the fastest prediction first. A rule that returns any takes the name of one as
+        its third argument; without it, it chooses the first.
     choice : str
-        The name of the configuration that this is; empty where there is but one.
+        Name of the configuration of this launch; empty if there is only one.
     notes : tuple of str
-        What else a person should know.
+        Further remarks for the user.
     """
 
     steps: tuple[Step, ...]
@@ -176,7 +199,7 @@ class Launch:
     notes: tuple[str, ...] = ()
 
     def told(self) -> tuple[str, ...]:
-        """Return what was chosen and what stood behind it, then the notes."""
+        """Return the chosen configuration with some alternatives, then the notes, as lines for the user."""
         if not self.choices:
             return self.notes
         mine = next(choice for choice in self.choices if choice.name == self.choice)

@@ -1,4 +1,4 @@
-"""Declaring kernels: one call gives an op's SKUs for every combination of elements that its code serves."""
+"""Declaration of kernels: one call returns an op's SKUs for every combination of elements that its code supports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skuda.registry.vocabulary import BackendKind, EpilogueKind, MathPrecision
 
 
 def elementwise_guarantee(data: ElementKind) -> PrecisionGuarantee:
-    """Return what a kernel that keeps the arithmetic contract literally promises for data of element `data`."""
+    """Return the guarantee of a kernel that follows the arithmetic contract literally, for data of element `data`."""
     compute = data.compute
     math = MathPrecision.F64 if compute is ElementKind.F64 else MathPrecision.F32
     return PrecisionGuarantee(math_precision=math, accumulator=compute)
@@ -28,14 +28,14 @@ def numpy_skus(
     epilogues: Iterable[EpilogueKind | None] = (None,),
     **fields: Any,
 ) -> tuple[KernelSku, ...]:
-    """Offer the reference of an op on the ``numpy`` backend, one SKU per combination.
+    """Return the SKUs of an op's reference on the ``numpy`` backend, one per combination.
 
     Parameters
     ----------
     descriptor : type of Descriptor
         The op's descriptor.
     module : str
-        Dotted name of the module whose ``reference`` is offered.
+        Dotted name of the module that defines ``reference``.
     elements, aux, epilogues : iterable
         The combinations.
     **fields
@@ -82,26 +82,26 @@ def cuda_skus(
     guarantee: Callable[[ElementKind, EpilogueKind | None], PrecisionGuarantee] | None = None,
     **fields: Any,
 ) -> tuple[KernelSku, ...]:
-    """Offer the kernel in an op's ``.cu`` under both CUDA backends, one SKU per combination and backend.
+    """Return the SKUs of an op's ``.cu`` kernel for both CUDA backends, one per combination and backend.
 
     Parameters
     ----------
     descriptor : type of Descriptor
         The op's descriptor.
     module : str
-        Dotted name of the op's module; the source is the file beside it with the same stem (and `suffix`).
+        Dotted name of the op's module; the source is the file beside it with the same stem and `suffix`.
     elements, aux, epilogues : iterable
-        The combinations; the elements choose what the source is compiled for.
+        The combinations; the elements select what the source is compiled for.
     launch : str
         ``module:function`` of the launch rule.
     suffix : str
-        What the source's and the entry's names have behind the op's, for a kernel beside the plain one.
+        Suffix of the source's and the entry's names, for a kernel beside the plain one.
     arch : ArchSku
-        What the source needs.
+        The architecture that the source requires.
     flags : callable or None
-        Compiler flags of a pair of elements; None for `element_flags`.
+        Returns the compiler flags of a pair of elements; None for `element_flags`.
     guarantee : callable or None
-        Promise for an element and an epilogue; None for bit-exact in the compute type.
+        Returns the guarantee for an element and an epilogue; None for bit-exact in the compute type.
     **fields
         Further fields of `KernelSku`.
     """
@@ -142,5 +142,5 @@ def _promise(data: ElementKind, epilogue: EpilogueKind | None) -> PrecisionGuara
 
 
 def element_flags(data: ElementKind, code: ElementKind | None) -> tuple[str, ...]:
-    """Return the compiler flags that choose a source's elements and keep its arithmetic as written."""
+    """Return the compiler flags that select a source's elements and forbid contraction to fused multiply-adds."""
     return ("-fmad=false", f"-DSKUDA_DATA={data}", *((f"-DSKUDA_CODE={code}",) if code is not None else ()))

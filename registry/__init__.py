@@ -1,4 +1,4 @@
-"""WHAT exists: pure data about elements, guarantees, kernels and ops. No array library, no device, no compiler."""
+"""The registry's records as pure data: elements, guarantees, kernels, ops. No array library, device or compiler."""
 
 from skuda.registry.arch import ArchSku
 from skuda.registry.backend import BackendSpec

@@ -13,7 +13,7 @@ class ArchSku(StrEnum):
 
     A plain ``sm_80`` entry is compiled at run time for the card at hand, so it serves 8.0 and everything later. A
     suffix ``a`` names instructions of one chip only: ``sm_90a`` runs on 9.0 and nowhere else. A suffix ``f`` names
-    those of a family: same major number, same or later minor.
+    those of a family: the same major number and the same or a later minor number.
     """
 
     CPU = "cpu"
@@ -52,13 +52,7 @@ class ArchSku(StrEnum):
         return self is not ArchSku.CPU and self.value[-1] in "af"
 
     def runs_on(self, capability: tuple[int, int] | None) -> bool:
-        """Whether a processor of this compute capability (None: a CPU) can run the entry.
-
-        Parameters
-        ----------
-        capability : (int, int) or None
-            Major and minor compute capability, or None for a CPU.
-        """
+        """Whether a processor of this compute capability (major, minor; None: a CPU) can run the entry."""
         own = self.capability
         if own is None or capability is None:
             return own is capability is None
@@ -69,7 +63,7 @@ class ArchSku(StrEnum):
         return capability >= own
 
     def describe(self) -> str:
-        """Say in words what the entry needs."""
+        """Return what the entry needs, in words."""
         own = self.capability
         if own is None:
             return "a CPU"

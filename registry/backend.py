@@ -1,4 +1,4 @@
-"""What a backend is, as data: enough to refuse a kernel record that it could never honour."""
+"""The facts about a backend, enough to refuse a kernel record whose promises it cannot keep."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BackendSpec(Value):
     ceiling : PrecisionGuarantee
         The most that any kernel of this backend may promise.
     reference : bool
-        Whether its kernels are the meaning of their ops; they stand last in every ranking.
+        Whether its kernels define the results of their ops; they rank last.
     """
 
     name: Name

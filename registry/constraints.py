@@ -1,4 +1,4 @@
-"""Requirements that a kernel puts on a problem; each can check itself and say itself in words.
+"""Requirements of a kernel on a problem; each can check a problem and describe itself.
 
 A constraint names an attribute of the descriptor, so derived sizes (`numel`, `num_groups`) can be constrained too.
 """
@@ -21,11 +21,11 @@ class _FieldConstraint(Value):
     field: str
 
     def describe(self) -> str:
-        """Say the requirement in words."""
+        """Return the requirement in words."""
         return f"{self.field} {self.wanted()}"
 
     def wanted(self) -> str:
-        """Say what the field must be."""
+        """Return what the field must be, in words."""
         raise NotImplementedError
 
     def holds(self, value: object) -> bool:
@@ -52,7 +52,7 @@ class OneOf(_FieldConstraint):
     allowed: tuple[str | int | bool, ...]
 
     def wanted(self) -> str:
-        """Say what the field must be."""
+        """Return what the field must be, in words."""
         return (
             "one of " + ", ".join(str(value) for value in self.allowed) if len(self.allowed) > 1 else str(*self.allowed)
         )
@@ -70,7 +70,7 @@ class Between(_FieldConstraint):
     maximum: Integer | None = None
 
     def wanted(self) -> str:
-        """Say what the field must be."""
+        """Return what the field must be, in words."""
         low = [] if self.minimum is None else [f"at least {self.minimum}"]
         high = [] if self.maximum is None else [f"at most {self.maximum}"]
         return " and ".join(low + high) or "anything"
@@ -90,7 +90,7 @@ class MultipleOf(_FieldConstraint):
     divisor: Annotated[Integer, Field(gt=0)]
 
     def wanted(self) -> str:
-        """Say what the field must be."""
+        """Return what the field must be, in words."""
         return f"a multiple of {self.divisor}"
 
     def holds(self, value: object) -> bool:
@@ -99,14 +99,14 @@ class MultipleOf(_FieldConstraint):
 
 
 class ProductAtMost(Value):
-    """The product of several fields stays within a bound, for example what 32-bit indexing reaches."""
+    """The product of several fields stays within a bound, for example the largest 32-bit index."""
 
     kind: Literal["product_at_most"] = "product_at_most"
     factors: tuple[str, ...]
     maximum: Integer
 
     def describe(self) -> str:
-        """Say the requirement in words."""
+        """Return the requirement in words."""
         return f"{' * '.join(self.factors)} at most {self.maximum}"
 
     def check(self, problem: Descriptor) -> Reason | None:
@@ -124,4 +124,4 @@ class ProductAtMost(Value):
 
 
 Constraint = Annotated[OneOf | Between | MultipleOf | ProductAtMost, Field(discriminator="kind")]
-"""Any of the constraints; the ``kind`` field tells them apart in JSON."""
+"""Any of the constraints; the ``kind`` field distinguishes them in JSON."""

@@ -14,7 +14,7 @@ from skuda.registry.vocabulary import EpilogueKind, LayoutSku, OpCategory
 
 
 class FunctionalKey(NamedTuple):
-    """What a kernel must match exactly before anything else is looked at."""
+    """The fields that a kernel must match exactly; they are compared first."""
 
     category: OpCategory
     op: str
@@ -53,7 +53,7 @@ class Argument:
     shape : tuple of int
         Shape in elements; for scalars ``(1,)``.
     flat : bool
-        Any shape with as many elements is accepted, and outputs take the input's.
+        Whether any shape with as many elements is accepted; outputs then take the input's shape.
     required : bool
         Whether the caller must pass it.
     """
@@ -72,7 +72,7 @@ class Argument:
 
 
 def storage_shape(shape: tuple[int, ...], element: ElementKind) -> tuple[int, ...]:
-    """Shape of the array that stores `shape` elements: as given, or the last axis halved (upwards) where packed."""
+    """Return the shape of the array that stores `shape` elements; packed, the last axis is halved and rounded up."""
     if element.is_packed and shape:
         return (*shape[:-1], -(-shape[-1] // 2))
     return shape
@@ -81,13 +81,13 @@ def storage_shape(shape: tuple[int, ...], element: ElementKind) -> tuple[int, ..
 class Descriptor(Value):
     """One concrete problem: sizes, element kinds, modes, and scalars that are frozen metadata of a model.
 
-    Subclasses add ``op: Literal["name"] = "name"`` and their fields, and say with `element_field` and `aux_field`
-    which of them a kernel's `element` and `aux_element` answer to.
+    Subclasses add ``op: Literal["name"] = "name"`` and their fields, and name with `element_field` and `aux_field`
+    the fields that a kernel's `element` and `aux_element` must equal.
 
     Raises
     ------
     InvalidProblem
-        Where a field breaks its rule.
+        If a field breaks its rule.
     """
 
     refusal = InvalidProblem
@@ -98,7 +98,7 @@ class Descriptor(Value):
     in_place: ClassVar[bool] = False
     """Whether an output may be exactly the same array as an input."""
     result: ClassVar[Callable[..., Any] | None] = None
-    """Builds what the op returns from its outputs; None returns the only output itself."""
+    """Builds the op's result from its outputs; None if the op returns its only output."""
 
     def __hash__(self) -> int:
         return hash((self.__class__, *self.__dict__.values()))
@@ -128,6 +128,6 @@ class Descriptor(Value):
 
 
 def key_field(descriptor: type[Descriptor], part: str) -> str:
-    """Name the descriptor's field that answers to `part` of a functional key."""
+    """Return the name of the descriptor's field that holds `part` of a functional key."""
     named = {"element": descriptor.element_field, "aux_element": descriptor.aux_field}
     return named.get(part) or part

@@ -52,7 +52,7 @@ class ElementKind(StrEnum):
 
     @property
     def compute(self) -> ElementKind:
-        """The type that arithmetic on this element happens in (numerics: C): f64 for f64, else f32."""
+        """The compute type C of arithmetic on this element: f64 for f64, else f32."""
         return ElementKind.F64 if self is ElementKind.F64 else ElementKind.F32
 
 

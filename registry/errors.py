@@ -1,17 +1,15 @@
 """The one tree of errors: every exception that skuda raises on purpose is a `SkudaError`.
 
-Exceptions carry data, not only text. `InvalidProblem` says that the request is wrong, `Unsupported` that the
-request is fine but nothing here serves it; the split is the seeds'.
+Exceptions carry data, not only text. `InvalidProblem` means that the request is wrong; `Unsupported` means that the
+request is valid but no kernel here serves it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from skuda.dispatch.explanation import Explanation
 
 
 class SkudaError(Exception):
@@ -19,14 +17,14 @@ class SkudaError(Exception):
 
 
 class _RuleBroken(SkudaError):
-    """A value that breaks a rule: what it is part of, the field, what it had and what it must be.
+    """A value that breaks a rule, with its record, its field, what was given and the rule.
 
     Not a ValueError: pydantic would wrap it when a record that holds it is validated, and hide its data.
 
     Attributes
     ----------
     subject : str
-        What was being described, for example ``FakeQuantizeDescriptor``.
+        The record, for example ``FakeQuantizeDescriptor``.
     field : str
         The offending field or argument.
     had : str
@@ -48,11 +46,11 @@ class InvalidProblem(_RuleBroken):
 
 
 class Unaligned(InvalidProblem):
-    """An array that this kernel cannot read for its address or stride alone; another kernel may."""
+    """An array that this kernel cannot read because of its address or stride; another kernel may be able to."""
 
 
 class InvalidRecord(_RuleBroken):
-    """A record (`KernelSku`, `Device`, `PlanPreference`, ...) that cannot be what it says."""
+    """A record (`KernelSku`, `Device`, `PlanPreference`, ...) with a field that breaks its rule."""
 
 
 class RegistrationError(SkudaError):
@@ -67,7 +65,7 @@ class RegistrationError(SkudaError):
     reason : str
         What is wrong with it and what to do.
     origins : tuple of str
-        Who registered it; for a duplicate, the first holder and then the newcomer.
+        Who registered it; for a duplicate, the first owner and then the second.
     """
 
     def __init__(self, record: str, field: str, reason: str, origins: tuple[str, ...]) -> None:
@@ -78,16 +76,27 @@ class RegistrationError(SkudaError):
         return f"{self.record}: {self.field}: {self.reason} (registered by {' and by '.join(self.origins)})"
 
 
+class Refusal(Protocol):
+    """Why no kernel serves a problem; the `Explanation` of `skuda.dispatch` is one."""
+
+    @property
+    def decisions(self) -> tuple[Any, ...]:
+        """The verdict on every candidate."""
+
+    def why_not(self) -> str:
+        """Return why no kernel was chosen, the nearest candidates first."""
+
+
 class Unsupported(SkudaError):
     """No registered kernel serves this problem here.
 
     Attributes
     ----------
-    explanation : Explanation
+    explanation : Refusal
         Every candidate with the reasons for which it was refused.
     """
 
-    def __init__(self, explanation: Explanation) -> None:
+    def __init__(self, explanation: Refusal) -> None:
         super().__init__(explanation)
         self.explanation = explanation
 
@@ -96,7 +105,7 @@ class Unsupported(SkudaError):
 
 
 class NotPrepared(SkudaError):
-    """A plan that cannot run in this process: it was made for a card that is not here, or loaded from JSON."""
+    """A plan that cannot run in this process: it was made for an absent card, or loaded from JSON."""
 
 
 class MissingDependency(SkudaError, ImportError):
@@ -105,7 +114,7 @@ class MissingDependency(SkudaError, ImportError):
     Attributes
     ----------
     package : str
-        What is missing.
+        The missing package.
     command : str
         The command that installs it.
     """
@@ -119,16 +128,16 @@ class MissingDependency(SkudaError, ImportError):
 
 
 class DriverError(SkudaError):
-    """The CUDA driver refused something, or is not there.
+    """A call of the CUDA driver failed, or there is no driver.
 
     Attributes
     ----------
     action : str
-        What was asked of it, for example ``cuInit``.
+        The call, for example ``cuInit``.
     reason : str
-        What it answered.
+        Why it failed.
     code : int or None
-        Its ``CUresult``, where it answered at all.
+        Its ``CUresult``; None if it returned none.
     """
 
     def __init__(self, action: str, reason: str, code: int | None = None) -> None:
@@ -140,7 +149,7 @@ class DriverError(SkudaError):
 
 
 class BundleError(SkudaError):
-    """A file of compiled kernels that is not used, or cannot be written.
+    """A file of compiled kernels that cannot be used or written.
 
     Attributes
     ----------
@@ -168,9 +177,9 @@ class CompileError(SkudaError):
     reason : str
         What went wrong, and what to do.
     command : str
-        What was run, or the options that were given.
+        The command that was run, or the options that were given.
     log : str
-        Everything that the compiler said.
+        The compiler's full output.
     """
 
     def __init__(self, sku: str, reason: str, command: str = "", log: str = "") -> None:

@@ -1,4 +1,4 @@
-"""What a kernel promises about its bits, and what a caller may ask for."""
+"""What a kernel promises about its bits, and what a caller may require."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Ulps = Annotated[Integer, Field(ge=0)]
 
 
 class PrecisionGuarantee(Value):
-    """What a kernel promises; checked by running it, and shown as unverified until that was done.
+    """What a kernel promises. ``skuda verify`` checks it by running the kernel; until then it is shown as unverified.
 
     Attributes
     ----------
     math_precision : MathPrecision
         Precision inside the instruction.
     accumulator : ElementKind
-        Element that sums are kept in.
+        Element of the accumulated sums.
     deterministic : bool
         The same inputs give the same bits on every run: no atomics, no order that depends on timing.
     bit_stable_on_same_hardware : bool
         The same inputs give the same bits on every machine with the same processor.
     max_ulp : int or None
         Largest distance from the NumPy reference in units in the last place of the compute type, before the final
-        rounding; 0 is bit for bit, None is no promise.
+        rounding; 0 means equal bit for bit, None means no promise.
     batch_invariant : bool
         A row's result does not depend on which other rows are computed with it.
     """
@@ -47,7 +47,7 @@ class PrecisionGuarantee(Value):
         return self.max_ulp == 0
 
     def describe(self) -> str:
-        """Say the promise in one line."""
+        """Return the promise as one line of text."""
         closeness = {0: "bit-exact", None: "no ulp bound"}.get(self.max_ulp, f"within {self.max_ulp} ulp")
         flags = {
             "deterministic": self.deterministic,
@@ -59,7 +59,7 @@ class PrecisionGuarantee(Value):
 
 
 class PrecisionRequirement(Value):
-    """A partial `PrecisionGuarantee`: the fields that a caller insists on, the rest left open (None).
+    """A partial `PrecisionGuarantee`: the fields that a caller requires; the others are None.
 
     A flag that is True must be promised; ``max_ulp=n`` must be promised as n or fewer; ``math_precision`` and
     ``accumulator`` must be equal.
@@ -97,8 +97,8 @@ def exceeds(guarantee: PrecisionGuarantee, ceiling: PrecisionGuarantee) -> str |
 def falls_short(guarantee: PrecisionGuarantee, other: PrecisionGuarantee) -> str | None:
     """Return the first field in which `guarantee` promises less than `other`, or None.
 
-    What is bit-exact equals the reference, whatever it computes in; for all else another math precision or accumulator
-    is another promise.
+    A bit-exact kernel equals the reference whatever it computes in; for other kernels a different math precision or
+    accumulator is a different promise.
     """
     if not guarantee.bit_exact:
         for field in ("math_precision", "accumulator"):
@@ -108,7 +108,7 @@ def falls_short(guarantee: PrecisionGuarantee, other: PrecisionGuarantee) -> str
 
 
 def _compare(wanted: PrecisionRequirement, given: PrecisionGuarantee) -> list[tuple[str, str, str, bool]]:
-    """Return (field, wanted, had, met) for every field that `wanted` insists on."""
+    """Return (field, wanted, had, met) for every field that `wanted` requires."""
     rows = [
         (field, str(want), str(getattr(given, field)), want == getattr(given, field))
         for field in ("math_precision", "accumulator")

@@ -1,4 +1,4 @@
-"""`Op`: one operation, with its meaning, its cases and its kernels best first."""
+"""`Op`: one operation, with its reference, its cases and its kernels, best first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skuda.registry.descriptor import Descriptor
 from skuda.registry.sku import KernelSku
 from skuda.registry.vocabulary import OpCategory
 
-Values = Literal["normal", "special", "ties"]
+Values = Literal["normal", "special", "infinite", "zero", "ties"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,9 @@ class Case:
     problem : Descriptor
         The problem.
     values : str
-        How floating inputs are drawn: ``normal`` (finite, over many binades), ``special`` (also NaN, infinities,
-        zeros and subnormals) or ``ties`` (exact multiples of half a step).
+        How floating inputs are drawn: ``normal`` (finite, over many binades), ``special`` (also NaN, zeros and
+        subnormals, sometimes infinities, and unusable scales), ``infinite`` (both infinities and NaN, usable scales),
+        ``zero`` (all data is 0) or ``ties`` (quotients by the scale on a rounding boundary or one number beside it).
     """
 
     problem: Descriptor
@@ -40,15 +41,15 @@ class Op:
     descriptor : type of Descriptor
         Describes a concrete problem; carries the op's name and category.
     reference : callable
-        The op's meaning: ``reference(problem, **arrays)`` writes NumPy outputs from NumPy inputs.
+        Defines the op's results: ``reference(problem, **arrays)`` writes NumPy outputs from NumPy inputs.
     cases : tuple of Case
-        Problems that every kernel of the op is run over.
+        Problems on which every kernel of the op is tested.
     skus : tuple of KernelSku
         The kernels, best first.
     source : str
-        Where the definition comes from.
+        Source of the definition.
     draw : callable or None
-        Draws inputs for a problem where the general rule does not fit.
+        ``draw(problem, values, rng)`` draws inputs where the general rule does not fit, for each kind of `Case.values`.
     """
 
     descriptor: type[Descriptor]

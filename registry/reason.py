@@ -1,4 +1,4 @@
-"""Why a kernel was refused: data with a code, the field at fault, what was wanted and what it had."""
+"""Why a kernel was refused, as data: a code, the field at fault, what was wanted and what was given."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Reason(Value):
     Attributes
     ----------
     code : str
-        Kind of reason; one of a short closed list, to branch on.
+        Kind of reason, one of a closed list; programs branch on it.
     field : str
         Field of the descriptor, ``device``, ``backend`` or ``preference.*`` that would have to change.
     wanted : str
-        What the kernel needs, or what the caller insists on.
+        What the kernel needs, or what the caller requires.
     had : str
-        What was there instead.
+        What was given instead.
     """
 
     code: ReasonCode
@@ -45,7 +45,7 @@ class Reason(Value):
 
     @property
     def change(self) -> str:
-        """What would have to change for this reason to go away."""
+        """The change that would remove this reason, in words."""
         match self.code:
             case "guarantee":
                 return f"relax {self.field} = {self.wanted}: this kernel promises {self.had}"

@@ -1,4 +1,4 @@
-"""The registry: immutable snapshots of what exists."""
+"""The registry: immutable snapshots of backends, ops and kernels."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Item = TypeVar("Item")
 
 
 class Registry:
-    """What exists: backends, ops and kernels. A snapshot never changes; `register` returns a new one.
+    """The registered backends, ops and kernels. A snapshot never changes; `register` returns a new one.
 
     Parameters
     ----------
     records : iterable of Op, KernelSku or BackendSpec
         What to register on top of the built-in backends. An op brings its own kernels.
     origin : str
-        Who registers: named in errors and shown by ``skuda show``.
+        Who registers; errors name it and ``skuda show`` shows it.
 
     Raises
     ------
     RegistrationError
-        For a duplicate, a dangling reference, or a promise that cannot be kept; it names the record, the field and
+        For a duplicate, a dangling reference, or a promise that cannot be kept. It names the record, the field and
         the origins.
     """
 
@@ -46,7 +46,7 @@ class Registry:
         self._add(records, origin)
 
     def register(self, *records: Record, origin: str = "this program") -> Registry:
-        """Return a new snapshot with `records` added; this one stays as it is.
+        """Return a new snapshot with `records` added; this one does not change.
 
         Raises
         ------
@@ -126,7 +126,7 @@ class Registry:
     def _index(self) -> None:
         by_key: dict[FunctionalKey, list[KernelSku]] = {}
         by_op: dict[str, list[KernelSku]] = {name: [] for name in self._ops}
-        # A stable sort: list order is the ranking, and reference kernels stand last whoever registered them.
+        # The sort is stable: list order is the ranking, and reference kernels rank last whoever registered them.
         for sku in sorted(self._skus.values(), key=lambda sku: self._backends[sku.backend].reference):
             by_key.setdefault(sku.key, []).append(sku)
             by_op[sku.op].append(sku)
@@ -170,7 +170,7 @@ class Registry:
 
     @cached_property
     def digest(self) -> str:
-        """Fingerprint of everything registered, in order: two equal digests select alike."""
+        """Fingerprint of everything registered, in order: equal digests give equal selections."""
         state = hashlib.sha256()
         for part in (*self._backends.values(), *self._skus.values()):
             state.update(part.model_dump_json().encode())
@@ -181,8 +181,8 @@ class Registry:
 
 
 def _fault_of(op: Op) -> tuple[str, str] | None:
-    """Return (field, reason) of the first thing that no op can be, or None."""
-    kind: Any = op.descriptor  # typed, but nobody has checked it yet
+    """Return (field, reason) of the first field with a value that no op may have, or None."""
+    kind: Any = op.descriptor  # annotated, but not checked yet
     if not (isinstance(kind, type) and issubclass(kind, Descriptor) and "op" in kind.model_fields):
         return "descriptor", 'must be a class derived from Descriptor with op: Literal["name"] = "name"'
     for name in ("category", "element_field"):

@@ -32,7 +32,7 @@ class WorkspaceTerm(Value):
 
 
 class SkuIdentity(Value):
-    """The fields that tell one kernel from every other; `id` writes them as one string and `parse` reads it back."""
+    """The fields that identify a kernel; `id` writes them as one string and `parse` reads it back."""
 
     category: OpCategory
     op: Name
@@ -46,7 +46,7 @@ class SkuIdentity(Value):
 
     @cached_property
     def id(self) -> str:
-        """``category.op.element[-aux].layout[-epilogue].arch.backend.variant``, with ``plain`` for no layout.
+        """``category.op.element[-aux].layout[-epilogue].arch.backend.variant``, ``plain`` if there is no layout.
 
         For example ``quantization.quantized_linear.bf16-s8.rcr-bias.sm_90a.pycuda.wgmma_128x128``.
         """
@@ -61,7 +61,7 @@ class SkuIdentity(Value):
         Raises
         ------
         InvalidRecord
-            Where `text` is not an id.
+            If `text` is not an id.
         """
         parts = text.split(".")
         if len(parts) != 7:
@@ -89,7 +89,7 @@ class SkuIdentity(Value):
 
     @property
     def identity(self) -> SkuIdentity:
-        """The identity alone, without what the kernel promises or how it is launched."""
+        """The identity alone, without promises and launch."""
         return SkuIdentity.parse(self.id)
 
     @cached_property
@@ -99,7 +99,7 @@ class SkuIdentity(Value):
 
 
 class KernelSku(SkuIdentity):
-    """One kernel on offer: what it computes, where it runs, what it promises, what it requires and where it is.
+    """One kernel on offer: what it computes, where it runs, what it promises, what it requires and where its code is.
 
     Attributes
     ----------
@@ -110,15 +110,15 @@ class KernelSku(SkuIdentity):
     source : str
         A Python module, or ``package:file`` for a source file that belongs to a package.
     entry_point : str
-        The function in `source`.
+        Name of the function in `source`.
     launch : str or None
         ``module:function`` that maps (descriptor, device) to grid, block and shared memory; None for Python kernels.
     flags : tuple of str
-        Compiler flags on which the kernel's bits depend; part of the cache key.
+        Compiler flags that the kernel's bits depend on; part of the cache key.
     workspace : tuple of WorkspaceTerm
-        Bytes of scratch that the plan keeps, as a sum of products of descriptor fields.
+        Bytes of scratch that the plan allocates, as a sum of products of descriptor fields.
     summary : str
-        One line for people.
+        One line of description.
     """
 
     precision_guarantee: PrecisionGuarantee

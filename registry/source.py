@@ -1,4 +1,4 @@
-"""Finding what a `KernelSku` points at, without running it."""
+"""Finding the source, entry point and launch rule of a `KernelSku`, without running them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def source_text(source: str) -> str:
     Raises
     ------
     LookupError
-        Where the package or the file does not exist.
+        If the package or the file does not exist.
     """
     package, _, name = source.partition(":")
     try:
@@ -32,7 +32,7 @@ def resolve(module: str, name: str) -> Any:
     Raises
     ------
     LookupError
-        Where either does not exist.
+        If either does not exist.
     """
     try:
         return getattr(importlib.import_module(module), name)
@@ -41,7 +41,7 @@ def resolve(module: str, name: str) -> Any:
 
 
 def missing(source: str, entry_point: str, launch: str | None) -> tuple[str, str] | None:
-    """Return (field, reason) of the first thing that a record points at and that is not there, or None."""
+    """Return (field, reason) of the first missing module, file or attribute that a record names, or None."""
     field = "source"
     try:
         if ":" in source:

@@ -1,4 +1,4 @@
-"""The base of every record: a frozen pydantic model whose failures name the field, the rule and what was given."""
+"""The base of every record: a frozen pydantic model whose errors name the field, the rule and what was given."""
 
 from __future__ import annotations
 
@@ -69,19 +69,19 @@ _RULES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 class Value(BaseModel):
-    """A frozen record: hashable, comparable, JSON round-trip, no unknown fields.
+    """A frozen record: hashable, comparable, convertible to and from JSON, without unknown fields.
 
     Raises
     ------
     InvalidRecord
-        Where a field breaks its rule (`InvalidProblem` for descriptors).
+        If a field breaks its rule (`InvalidProblem` for descriptors).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants", validate_default=False)
     refusal: ClassVar[type[InvalidProblem | InvalidRecord]] = InvalidRecord
 
     def __init__(self, /, **fields: Any) -> None:
-        # pydantic calls this for nested records and for JSON too, so every way in has the same errors.
+        # pydantic calls this for nested records and JSON too, so that all of them raise the same errors.
         try:
             super().__init__(**fields)
         except ValidationError as error:
@@ -111,7 +111,7 @@ class Value(BaseModel):
         Raises
         ------
         InvalidRecord
-            Where a changed field breaks its rule, which pydantic's own `model_copy` would let through.
+            If a changed field breaks its rule, which pydantic's own `model_copy` would let through.
         """
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self).model_validate({**fields, **(update or {})})

@@ -1,4 +1,4 @@
-"""The closed and open lists of words that records are made of; the words are the seeds'."""
+"""The vocabularies of records: closed and open enumerations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class OpCategory(StrEnum):
-    """Top of the op taxonomy; the facade is wider than what is implemented."""
+    """Top level of the op taxonomy; not every category has implemented ops."""
 
     GEMM = "gemm"
     UNARY_ELEMENTWISE = "unary_elementwise"
@@ -35,7 +35,7 @@ class OpCategory(StrEnum):
 
 
 class QuantizeKind(StrEnum):
-    """The ops of the quantization category that this package brings; packages may register others by name."""
+    """The built-in ops of the quantization category; other packages may register more by name."""
 
     PER_TENSOR = "quantize_per_tensor"
     PER_TENSOR_BACKWARD = "quantize_per_tensor_backward"
@@ -67,13 +67,13 @@ class QuantizeKind(StrEnum):
 
 
 class ElementwiseKind(StrEnum):
-    """The elementwise ops that this package brings."""
+    """The built-in elementwise ops."""
 
     FILL = "fill"
 
 
 class BackendKind(StrEnum):
-    """The backends that this project names; a plug-in's backend has a name of its own."""
+    """The built-in backends; a plug-in's backend has its own name."""
 
     NUMPY = "numpy"
     PYCUDA = "pycuda"
@@ -99,17 +99,17 @@ class LayoutSku(StrEnum):
     """Operand layouts of a matrix product D = A B."""
 
     RCR = "rcr"
-    """A by rows, B by columns, D by rows; a linear layer whose weight is [N, K] by rows."""
+    """A and D row-major, B column-major: a linear layer whose weight is stored as [N, K]."""
     RRR = "rrr"
-    """All three by rows."""
+    """All three row-major."""
 
 
 class ActivationKind(StrEnum):
-    """What a fused epilogue applies last."""
+    """The activation function that a fused epilogue applies."""
 
     RELU = "relu"
     GELU = "gelu"
-    """The erf form."""
+    """In the erf form."""
     SILU = "silu"
 
 
@@ -142,7 +142,7 @@ class DynamicRangeMode(StrEnum):
 
 
 class DynamicRangeScope(StrEnum):
-    """What shares one scale and zero point."""
+    """Which elements share one scale and zero point."""
 
     TENSOR = "tensor"
     CHANNEL = "channel"

@@ -14,7 +14,7 @@ from stub_driver.build import build
 from toykernels import scaled as toy
 
 from skuda.dispatch import Dispatcher, PlanPreference
-from skuda.dispatch.gpu_arrays import Torch
+from skuda.dispatch.cuda.arrays import Torch
 from skuda.registry import Registry
 
 pytestmark = pytest.mark.skipif(
@@ -59,7 +59,7 @@ def test_warm(benchmark, dispatcher, arrays, backend, how):
 
 def test_pycuda_prepared_call(benchmark, dispatcher, arrays):
     from skuda.dispatch.backends import cuda
-    from skuda.dispatch.backends.pycuda import pushed
+    from skuda.dispatch.cuda.pycuda_context import pushed
 
     dispatcher.select(toy.ScaledDescriptor(numel=64 * 64), PlanPreference(backend="pycuda"))
     module = next(loaded.module for key, loaded in cuda._modules.items() if key[0] == "pycuda")

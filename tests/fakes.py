@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from skuda.dispatch.cuda.call import packer
+from skuda.dispatch.cuda.runner import CudaRunner
 from skuda.dispatch.device import device_named
-from skuda.dispatch.gpu_call import packer
-from skuda.dispatch.gpu_run import CudaRunner
 from skuda.kernels.launch import Launch
 
 CONTEXT = 0xC0

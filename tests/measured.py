@@ -6,8 +6,9 @@ from typing import Any
 
 from skuda.dispatch.device import device_named
 from skuda.kernels.catalog import built_in_registry
-from skuda.tools.bench_cases import select_cases, work_of
-from skuda.tools.bench_record import BenchRecord, CaseResult, Ceilings, RivalResult, Timing
+from skuda.tools.bench.record import BenchRecord, CaseResult, Ceilings, RivalResult, Timing
+from skuda.tools.bench.work import work_of
+from skuda.tools.words.cases import select_cases
 
 REGISTRY = built_in_registry()
 CEILINGS = Ceilings(copy_bandwidth=4e12, bf16=8e14, fp8=1.6e15)

@@ -1,4 +1,4 @@
-"""Shared objects with the interface of `tools/cutlass/cutlass_rival.cu` that compute on the CPU; cc builds them."""
+"""Shared objects with the interface of `cutlass_rival.cu` that compute on the CPU; cc builds them."""
 
 from __future__ import annotations
 

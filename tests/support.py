@@ -6,16 +6,21 @@ import math
 import os
 import sys
 import zlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
 from functools import cache
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
+from _pytest.mark import ParameterSet
 
 from skuda.dispatch import Dispatcher
 from skuda.kernels.catalog import built_in_ops, built_in_registry
-from skuda.kernels.draw import Drawn, draw, floats, rounded, specials, spread, zero_points
+from skuda.kernels.draw import Drawn, draw, zero_points
 from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.values import floats, rounded, specials, spread
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.op import Case, Op
 
@@ -33,12 +38,14 @@ __all__ = [
     "guarded_outputs",
     "rounded",
     "run",
+    "sampled",
     "specials",
     "spread",
     "zero_points",
 ]
 
 SEED = int(os.environ.get("SKUDA_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))
+os.environ["SKUDA_TEST_SEED"] = str(SEED)  # every worker of pytest-xdist must draw the same sample
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT_DTYPES = (*map(np.dtype, (np.float16, np.float32, np.float64)), BFLOAT16)
 LAYOUTS = ("contiguous", "strided", "transposed", "reversed", "misaligned")
@@ -49,6 +56,33 @@ def fresh(*key: object) -> np.random.Generator:
     """Return a generator that depends on this run's seed and `key`; pytest shows the seed where a test fails."""
     sys.stdout.write(f"to draw these numbers again: SKUDA_TEST_SEED={SEED}\n")
     return np.random.default_rng([SEED, zlib.crc32(repr(key).encode())])
+
+
+def sampled(
+    params: Iterable[Any], most: int = 1, *, each: Callable[..., Hashable] = lambda *_: None, key: object = ""
+) -> list[ParameterSet]:
+    """Mark all but a sample of a test's parameters as ``full``, so that they run where everything runs.
+
+    Parameters
+    ----------
+    params : iterable
+        What ``parametrize`` takes: values, or ``pytest.param``.
+    most : int
+        How many of each group are drawn, afresh each run.
+    each : callable
+        Returns the group of a parameter from its values; without it, all are one group.
+    key : object
+        Tells samples of equal parameters apart.
+    """
+    every = [p if isinstance(p, ParameterSet) else pytest.param(p) for p in params]
+    rng = np.random.default_rng([SEED, len(every), zlib.crc32(repr(key).encode())])
+    drawn: Counter[Hashable] = Counter()
+    for i in rng.permutation(len(every)):
+        group = each(*every[i].values)
+        drawn[group] += 1
+        if drawn[group] > most:
+            every[i] = pytest.param(*every[i].values, id=every[i].id, marks=(*every[i].marks, pytest.mark.full))
+    return every
 
 
 @cache

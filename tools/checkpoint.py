@@ -1,8 +1,7 @@
-"""SmoothQuant checkpoints: int8 layers in one safetensors file, with metadata that says what must be there."""
+"""SmoothQuant checkpoints: int8 layers in one safetensors file, with metadata that lists every tensor."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
 from skuda.registry.value import Value
+from skuda.tools.files import replacing
 from skuda.tools.smoothquant import SmoothQuantLayer
 
 FORMAT = "skuda.smoothquant"
@@ -22,7 +22,7 @@ REMEDY = "; write it again with skuda.tools.checkpoint.save_layers"
 
 
 class _Header(Value):
-    """What a checkpoint's metadata says of one layer."""
+    """The description of one layer in a checkpoint's metadata."""
 
     shape: tuple[int, int]
     act_scale: float
@@ -40,19 +40,19 @@ _HEADERS = TypeAdapter(dict[str, _Header])
 
 
 def save_layers(path: Path, layers: Mapping[str, SmoothQuantLayer]) -> None:
-    """Write a model's layers into one safetensors file, replacing it only when complete.
+    """Write a model's layers into one safetensors file, which is replaced only when the new one is complete.
 
     Parameters
     ----------
     path : Path
         The file.
     layers : mapping of str to SmoothQuantLayer
-        By layer name.
+        Layers by name.
 
     Raises
     ------
     MissingDependency
-        Without the package safetensors.
+        If the package safetensors is not installed.
     OSError
         If the file cannot be written.
     """
@@ -67,29 +67,25 @@ def save_layers(path: Path, layers: Mapping[str, SmoothQuantLayer]) -> None:
         for part, array in layer.tensors().items()
     }
     metadata = {"format": FORMAT, "version": FORMAT_VERSION, "layers": _HEADERS.dump_json(headers).decode()}
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        safetensors.numpy.save_file(tensors, unfinished, metadata)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replacing(path) as fresh:
+        safetensors.numpy.save_file(tensors, fresh, metadata)
 
 
 def load_layers(path: Path) -> dict[str, SmoothQuantLayer]:
-    """Read what `save_layers` wrote, every value exactly as it was.
+    """Read the layers that `save_layers` wrote, every value bit for bit.
 
     Returns
     -------
     dict of str to SmoothQuantLayer
-        In the order in which they were saved.
+        Layers by name, in the order in which they were saved.
 
     Raises
     ------
     InvalidRecord
-        If the file is not such a checkpoint: another format or version, a tensor that is missing, left over, or of
-        another element kind or shape than the metadata says, a value out of range.
+        If the file is not such a checkpoint: another format or version, a tensor that is missing, unexpected, or of
+        another element kind or shape than in the metadata, or a value out of range.
     MissingDependency
-        Without the package safetensors.
+        If the package safetensors is not installed.
     OSError
         If the file cannot be read.
     """
@@ -128,7 +124,7 @@ def _headers(path: Path, metadata: Mapping[str, str]) -> dict[str, _Header]:
 
 
 def _check_tensors(path: Path, found: Mapping[str, str], headers: Mapping[str, _Header]) -> None:
-    """Refuse a file whose tensors are not those that its metadata lists."""
+    """Refuse a file whose tensors differ from those in its metadata."""
     wanted = {f"{name}.{part}": kind for name, header in headers.items() for part, kind in header.tensors().items()}
     for key in sorted(wanted.keys() | found.keys()):
         if found.get(key) != wanted.get(key):

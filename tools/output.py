@@ -1,4 +1,4 @@
-"""What the commands share: a console, tab-separated records, JSON, and how a wrong word is refused."""
+"""Output shared by the commands: consoles, tab-separated records, JSON, and the error for an unknown word."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.text import Text
 
 
 def stdout() -> Console:
-    """Return a console on standard output; `is_terminal` says whether a person reads it."""
+    """Return a console on standard output; `is_terminal` is true if a person reads it."""
     return Console(highlight=False, markup=False, emoji=False)
 
 
@@ -27,13 +27,15 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
-def records(rows: Iterable[Sequence[object]]) -> None:
-    """Print one line per row, fields separated by tabs, nothing cut off; None is an empty field.
+def tell(text: str, style: str = "yellow") -> None:
+    """Print one line about the run on standard error."""
+    stderr().print(f"skuda: {text}", style=style, soft_wrap=True)
 
-    Parameters
-    ----------
-    rows : iterable of sequence
-        Tabs and line breaks inside a field become blanks, so that a line stays a record.
+
+def records(rows: Iterable[Sequence[object]]) -> None:
+    """Print one line per row with fields separated by tabs; None is an empty field, and nothing is cut off.
+
+    Tabs and line breaks inside a field become blanks, so that each record stays on one line.
     """
     sys.stdout.writelines("\t".join(_field(value) for value in row) + "\n" for row in rows)
 
@@ -47,15 +49,10 @@ def print_json(value: object) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
-def plain_table(*headings: str, indent: int = 0) -> Table:
+def plain_table(*headings: str, indent: int = 0, numbers: int | None = None) -> Table:
     """Return a table without lines: one blank between columns, headings dim.
 
-    Parameters
-    ----------
-    *headings : str
-        Column headings; none for a table without a heading row.
-    indent : int
-        Blanks before the first column.
+    It is indented by `indent` blanks. Columns hold numbers from the heading `numbers` on.
     """
     table = Table(
         box=None,
@@ -66,16 +63,26 @@ def plain_table(*headings: str, indent: int = 0) -> Table:
         title_justify="left",
     )
     if indent:
-        # A column of blanks: the padding of the table above adds one.
+        # This column holds blanks; the table's padding adds one more.
         table.add_column("", width=indent - 1)
-    for heading in headings:
-        # Folded, never cut: half an id is of no use.
-        table.add_column(heading, overflow="fold")
+    for at, heading in enumerate(headings):
+        # Long text is folded and never cut, because half an id is useless.
+        table.add_column(heading, overflow="fold", justify="left" if numbers is None or at < numbers else "right")
+    return table
+
+
+def facts(rows: Iterable[tuple[str, RenderableType]], width: int | None = None) -> Table:
+    """Return a table of names, dim and `width` columns wide, and values."""
+    table = plain_table(indent=2)
+    table.add_column(style="dim", width=width)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row("", name, value)
     return table
 
 
 def indented(text: RenderableType, by: int) -> Padding:
-    """Indent what is printed, without filling the lines up with blanks."""
+    """Indent text for printing, without filling its lines with blanks."""
     return Padding(text, (0, 0, 0, by), expand=False)
 
 
@@ -84,13 +91,16 @@ def heading(text: str) -> Text:
     return Text(text, style="bold")
 
 
+SavePage = Callable[..., None]
+"""Writes the report page of a command's ``--html``: `skuda.tools.report.page.save` without its first two parameters."""
+
 Report = Callable[[int, int, str], None]
-"""Takes what is done, how much there is, and what is being done."""
+"""Takes the number of finished steps, the number of all steps, and the current step's name."""
 
 
 @contextmanager
 def progress() -> Iterator[Report | None]:
-    """Show a bar on standard error, where a person sees it; gives what to tell about it, else None."""
+    """Show a bar on standard error if it is a terminal; yield the function that updates it, else None."""
     console = stderr()
     if not console.is_terminal:
         yield None
@@ -111,37 +121,37 @@ def words(values: Iterable[object]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Say how many: ``1 kernel``, ``2 kernels``."""
+    """Return a number with its noun: ``1 kernel``, ``2 kernels``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def split(given: Iterable[str]) -> tuple[str, ...]:
-    """Return the values of an option that may be repeated and may hold several, separated by commas."""
+    """Return the values of an option that may be repeated and may hold several values, separated by commas."""
     return tuple(dict.fromkeys(part.strip() for text in given for part in text.split(",") if part.strip()))
 
 
+OP_WORDS = {"kind": "a registered op", "more": "`skuda list` names all"}
+"""Arguments of `refuse` for an unknown op."""
+
+
+def chosen(
+    command: str, option: str, given: Iterable[str], known: Iterable[str], *, kind: str = "", more: str = ""
+) -> tuple[str, ...]:
+    """Return the values of an option as `split` does, all of them known; see `refuse`."""
+    values, known = split(given), tuple(known)
+    for value in values:
+        if value not in known:
+            refuse(command, option, value, known, kind=kind, more=more)
+    return values
+
+
 def refuse(command: str, what: str, had: str, known: Iterable[str], *, kind: str = "", more: str = "") -> NoReturn:
-    """Refuse a word that is not known: name the nearest ones, or all where none is near.
+    """Raise `InvalidProblem` for an unknown word: name the nearest known ones, or all of them without a `kind`.
 
-    Parameters
-    ----------
-    command, what : str
-        The command, and its argument or option.
-    had : str
-        The word.
-    known : iterable of str
-        The words that would do.
-    kind : str
-        What the words are, where there are too many to list all of them.
-    more : str
-        Where the full list is.
-
-    Raises
-    ------
-    InvalidProblem
-        Always.
+    `what` is the command's argument or option, `had` the word, and `known` the accepted words. If there are too many to
+    list, `kind` describes them and `more` says where the full list is.
     """
-    # Here, so that the doctor can print where pydantic is missing.
+    # Imported here, so that the doctor can print without pydantic.
     from skuda.registry.errors import InvalidProblem
 
     known = tuple(known)
@@ -155,12 +165,12 @@ def refuse(command: str, what: str, had: str, known: Iterable[str], *, kind: str
 
 
 def nearest(word: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """Return the known words that look most like `word`, best first."""
+    """Return the known words that are most similar to `word`, best first."""
     return get_close_matches(word, tuple(known), n=most, cutoff=0.55)
 
 
 def folded(sku_id: str, width: int) -> str:
-    """Break an id that is wider than `width` behind a dot; anything narrower stays as it is."""
+    """Break an id that is wider than `width` after a dot."""
     if len(sku_id) <= width:
         return sku_id
     at = sku_id.rfind(".", 0, width) + 1 or width
@@ -168,14 +178,9 @@ def folded(sku_id: str, width: int) -> str:
 
 
 def reflowed(documentation: str, width: int) -> Iterator[Text]:
-    """Wrap a docstring to a width: underlined lines become headings, each paragraph below them is filled anew.
+    """Wrap a docstring to a width: underlined lines become headings, and each paragraph below them is filled again.
 
-    Parameters
-    ----------
-    documentation : str
-        As written; a line that ends a sentence stays the end of a line.
-    width : int
-        Columns.
+    A line that ends a sentence stays the end of a line.
     """
     lines = documentation.splitlines()
     sentence: list[str] = []
@@ -187,9 +192,7 @@ def reflowed(documentation: str, width: int) -> Iterator[Text]:
         elif line.strip("-"):
             sentence.append(line.strip())
         if sentence and (line.endswith(".") or not below):
-            said = " ".join(sentence)
-            wrapped = textwrap.wrap(
-                said, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
-            )
-            yield from map(Text, wrapped)
+            text = " ".join(sentence)
+            filled = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+            yield from map(Text, filled)
             sentence = []

@@ -1,14 +1,14 @@
-"""SmoothQuant's offline half: observe activations, move their outliers into the weights, quantize, keep.
+"""SmoothQuant before inference: observe activations, move their outliers into the weights, and quantize.
 
-A linear layer ``y = A W^T + b`` is unchanged when column k of A is divided by ``s_k`` and column k of W is multiplied
-by it. With ``s_k = max|A_k|^alpha / max|W_k|^(1-alpha)`` (both maxima floored at 1e-5) the few channels in which a
-transformer's activations are a hundred times larger than elsewhere stop setting the step of all the others.
+A linear layer ``y = A W^T + b`` does not change if column k of A is divided by ``s_k`` and column k of W is multiplied
+by it. The factors are ``s_k = max|A_k|^alpha / max|W_k|^(1-alpha)``, with both maxima at least 1e-5. The few channels
+in which a transformer's activations are a hundred times larger than elsewhere no longer set the step of all others.
 
-What each step is computed in, so that a checkpoint comes out the same on every machine:
+The precision of each step is fixed, so that a checkpoint is the same on every machine:
 
 - maxima: exact, f32
 - both powers: f64, each rounded once to f32 (NumPy's own f32 power differs by an ulp between SIMD paths)
-- ``s_k``: one f32 division of the two
+- ``s_k``: one f32 division of the two powers
 - ``A_k / s_k``: one f32 division; ``W_k * s_k``: one f32 product
 - scales and int8 values: `DynamicRangeQuantize`, `QuantizePerTensor`, symmetric -127..127, through the dispatcher
 
@@ -38,17 +38,17 @@ F32 = npt.NDArray[np.float32]
 S8 = npt.NDArray[np.int8]
 
 FLOOR = np.float32(1e-5)
-"""Least maximum of a channel, so that a silent channel neither divides by zero nor swallows the other operand."""
+"""Least maximum of a channel, so that a zero channel causes neither a division by zero nor an infinite factor."""
 
 Q_MAX = 127
-"""Symmetric range -127..127: with -128 left out, negation is exact."""
+"""Bound of the symmetric range -127..127; without -128, every code has a negative."""
 
 
 class ActivationRanges:
     """Streaming calibration: the largest magnitude of every input channel of every layer.
 
-    Memory is one f32 per channel and layer, whatever the number of batches. NaN is skipped, as the dynamic-range
-    ops skip it; an infinity is kept and refused when the layer is quantized, because no scale can represent it.
+    Memory is one f32 per channel and layer, whatever the number of batches. NaN is skipped, as in the dynamic-range
+    ops. An infinity is kept and refused when the layer is quantized, because no scale can represent it.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class ActivationRanges:
         layer : str
             Any name; batches of one name must agree in K.
         activation : array of shape (..., K), f16, bf16 or f32
-            Input of the layer. An empty batch widens nothing.
+            Input of the layer. An empty batch changes nothing.
 
         Raises
         ------
@@ -75,7 +75,7 @@ class ActivationRanges:
             For a scalar, another element kind, or another K than before.
         """
         rows = _rows(f"calibration of layer {layer!r}", "activation", activation)
-        # Two reductions rather than abs(): no temporary of the size of the batch.
+        # Two reductions, unlike abs(), need no temporary of the size of the batch.
         high = np.fmax.reduce(rows, axis=0, initial=np.float32(0))
         low = np.fmin.reduce(rows, axis=0, initial=np.float32(0))
         seen = self._maxima.get(layer)
@@ -86,13 +86,7 @@ class ActivationRanges:
         self._maxima[layer] = batch if seen is None else np.maximum(seen, batch)
 
     def channel_max(self, layer: str) -> F32:
-        """Return max|A_k| of one layer, shape (K,), f32, in the units of the activation.
-
-        Raises
-        ------
-        InvalidProblem
-            If no batch of `layer` was observed.
-        """
+        """Return max|A_k| of one layer, shape (K,), f32; raise `InvalidProblem` if no batch of it was observed."""
         if layer not in self._maxima:
             known = ", ".join(self._maxima) or "none"
             raise InvalidProblem("calibration", "layer", repr(layer), f"have been observed (observed: {known})")
@@ -100,18 +94,14 @@ class ActivationRanges:
 
 
 def smoothing_factors(activation_max: F32, weight_max: F32, alpha: float) -> F32:
-    """Return ``s_k = max|A_k|^alpha / max|W_k|^(1-alpha)``, both maxima floored at 1e-5.
+    """Return ``s_k = max|A_k|^alpha / max|W_k|^(1-alpha)``, shape (K,), f32, both maxima floored at 1e-5.
 
     Parameters
     ----------
     activation_max, weight_max : array of shape (K,), f32
         Largest magnitudes per input channel, as `ActivationRanges.channel_max` gives them.
     alpha : float
-        0 moves nothing out of the activations' way, 1 moves everything into the weights.
-
-    Returns
-    -------
-    array of shape (K,), f32
+        Smoothing strength: 0 leaves the whole range in the activations, 1 moves it all into the weights.
 
     Raises
     ------
@@ -131,12 +121,7 @@ def smoothing_factors(activation_max: F32, weight_max: F32, alpha: float) -> F32
 
 
 def quantize_weight(dispatcher: Dispatcher, weight: npt.NDArray[Any]) -> tuple[S8, F32]:
-    """Quantize a weight of shape (N, K) with one symmetric scale per output channel.
-
-    Returns
-    -------
-    tuple of array of shape (N, K), s8, and array of shape (N,), f32
-        The integers and their scales.
+    """Quantize a weight of shape (N, K) symmetrically; return s8 codes and a scale per output channel, (N,), f32.
 
     Raises
     ------
@@ -148,7 +133,7 @@ def quantize_weight(dispatcher: Dispatcher, weight: npt.NDArray[Any]) -> tuple[S
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Int8Layer(ABC):
-    """A linear layer whose product runs in int8, weights quantized once.
+    """A linear layer whose product runs in int8, with weights quantized once.
 
     Attributes
     ----------
@@ -159,7 +144,7 @@ class Int8Layer(ABC):
     Raises
     ------
     InvalidProblem
-        Where an attribute has another shape or element kind, or is not finite.
+        If an attribute has another shape or element kind, or is not finite.
     """
 
     weight_q: S8
@@ -187,17 +172,7 @@ class Int8Layer(ABC):
         """Return the product's array arguments for an input of shape (M, K), f32."""
 
     def run(self, dispatcher: Dispatcher, x: npt.NDArray[Any]) -> F32:
-        """Apply the layer.
-
-        Parameters
-        ----------
-        dispatcher : Dispatcher
-            Picks the kernels.
-        x : array of shape (..., K), f16, bf16 or f32
-
-        Returns
-        -------
-        array of shape (..., N), f32
+        """Apply the layer to an array of shape (..., K), f16, bf16 or f32; return one of shape (..., N), f32.
 
         Raises
         ------
@@ -213,7 +188,7 @@ class Int8Layer(ABC):
         return y.reshape(*x.shape[:-1], self.shape[0])
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays that the layer consists of, by attribute name."""
+        """Return the layer's arrays, by attribute name."""
         own: dict[str, npt.NDArray[Any]] = {"weight_q": self.weight_q, "weight_scale": self.weight_scale}
         return own if self.bias is None else own | {"bias": self.bias}
 
@@ -232,7 +207,7 @@ class Int8Layer(ABC):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DynamicLayer(Int8Layer):
-    """Dynamic W8A8: each row of the activation gets its own scale while running. Attributes as `Int8Layer`."""
+    """Dynamic W8A8: each row of the activation gets its own scale at run time. Attributes as `Int8Layer`."""
 
     @classmethod
     def quantize(cls, dispatcher: Dispatcher, weight: npt.NDArray[Any], bias: F32 | None = None) -> DynamicLayer:
@@ -266,11 +241,11 @@ class SmoothQuantLayer(Int8Layer):
     Attributes, beside those of `Int8Layer`
     ---------------------------------------
     smooth : array of shape (K,), f32
-        Divides the activation's channels; positive; all ones when not smoothed.
+        Divisors of the activation's channels; positive; all ones without smoothing.
     act_scale : float
         Step of the smoothed activation; positive and exactly an f32 value.
     alpha : float or None
-        What `smooth` was made with; None when not smoothed.
+        Smoothing strength that `smooth` was made with; None without smoothing.
     """
 
     smooth: F32
@@ -283,7 +258,7 @@ class SmoothQuantLayer(Int8Layer):
         if not (self.smooth > 0).all():
             self._refuse("smooth", f"{self.smooth.min()}", "be positive")
         with np.errstate(over="ignore"):
-            # float(): beside an f32, NumPy would round the number it is compared with.
+            # NumPy would round the number to f32 if it were compared with one.
             held = float(np.float32(self.act_scale))
         if not (isfinite(held) and self.act_scale > 0 and held == self.act_scale):
             self._refuse("act_scale", repr(self.act_scale), "be a positive number that f32 holds exactly")
@@ -307,7 +282,7 @@ class SmoothQuantLayer(Int8Layer):
         dispatcher : Dispatcher
             Runs the quantization ops.
         activation_max : array of shape (K,), f32
-            max|A_k| from calibration.
+            max|A_k| from calibration, see `ActivationRanges.channel_max`.
         weight : array of shape (N, K), f16, bf16 or f32
         bias : array of shape (N,), f32, optional
         alpha : float or None
@@ -327,7 +302,7 @@ class SmoothQuantLayer(Int8Layer):
             smooth = np.ones_like(activation_max)
         else:
             smooth = smoothing_factors(activation_max, np.abs(matrix).max(axis=0, initial=0), alpha)
-        # Division by a positive number is monotone: the largest quotient of the maxima is that of the activation.
+        # Division by a positive number is monotone, so the quotient of the maxima is the largest one of the activation.
         with np.errstate(over="ignore"):  # what overflows is infinite, and refused as such
             smoothed_max, smoothed_weight = activation_max / smooth, matrix * smooth
         _, act_scale = _dynamic_range(dispatcher, smoothed_max[None], scope="tensor")
@@ -356,7 +331,7 @@ class SmoothQuantLayer(Int8Layer):
         )
 
     def operands(self, dispatcher: Dispatcher, rows: F32) -> dict[str, Any]:
-        """Return the product's array arguments for an input of shape (M, K), f32: here smoothed and quantized."""
+        """Return the product's array arguments for an input of shape (M, K), f32, smoothed and quantized here."""
         description = QuantizePerTensorDescriptor(
             numel=rows.size, q_min=-Q_MAX, q_max=Q_MAX, input_element="f32", output_element="s8"
         )
@@ -366,12 +341,12 @@ class SmoothQuantLayer(Int8Layer):
         return {"act_q": act_q, **super().tensors()}
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays that the layer consists of, by attribute name."""
+        """Return the layer's arrays, by attribute name."""
         return {**super().tensors(), "smooth": self.smooth}
 
 
 def _dynamic_range(dispatcher: Dispatcher, matrix: F32, scope: Literal["token", "tensor"]) -> tuple[S8, F32]:
-    """Quantize a matrix symmetrically, with one scale per row or one in all; returns integers and scales."""
+    """Quantize a matrix symmetrically, with one scale per row or one for all; return codes and scales."""
     description = DynamicRangeQuantizeDescriptor(
         n=matrix.shape[0],
         d=matrix.shape[1],
@@ -387,7 +362,7 @@ def _dynamic_range(dispatcher: Dispatcher, matrix: F32, scope: Literal["token", 
 
 
 def _rows(subject: str, field: str, array: npt.NDArray[Any]) -> F32:
-    """Return (..., K) as f32 rows of shape (M, K); f16 and bf16 widen exactly, f64 would not fit and is refused."""
+    """Return (..., K) as f32 rows of shape (M, K); f16 and bf16 are widened exactly, and f64 is refused."""
     if array.dtype.name not in ("float16", "bfloat16", "float32"):
         raise InvalidProblem(subject, field, array.dtype.name, "be float16, bfloat16 or float32")
     if array.ndim == 0:
@@ -396,7 +371,7 @@ def _rows(subject: str, field: str, array: npt.NDArray[Any]) -> F32:
 
 
 def _matrix(subject: str, weight: npt.NDArray[Any]) -> F32:
-    """Return a weight as f32, refusing what is no finite matrix."""
+    """Return a weight as f32; raise `InvalidProblem` if it is not a finite matrix."""
     if weight.ndim != 2:
         raise InvalidProblem(subject, "weight", f"shape {list(weight.shape)}", "have the shape [N, K]")
     matrix = _rows(subject, "weight", weight)

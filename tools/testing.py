@@ -7,9 +7,9 @@ In a test file of the package, for example ``tests/test_conformance.py``::
     class TestConformance(Conformance):
         package = "my-package"  # the distribution's name
 
-Every kernel that the package registers, and every kernel on a backend that it brings, is then run over the cases of its
-op; each check is an item of its own for each kernel. What this machine cannot run is skipped with the reason. Nothing
-else of skuda imports pytest.
+The suite runs every kernel that the package registers, and every kernel on its backends, over the cases of its op. Each
+check of each kernel is one test item. What this machine cannot run is skipped with the reason. No other module of skuda
+imports pytest.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.settings import environment
 from skuda.registry.errors import MissingDependency
-from skuda.tools.conforming import Checks
-from skuda.tools.kit import Broken, NotRun
-from skuda.tools.placing import placement_for
+from skuda.tools.verify.conformance import Checks
+from skuda.tools.verify.kit import Broken, NotRun
+from skuda.tools.verify.placement import placement_for
 
 try:
     import pytest
@@ -40,27 +40,27 @@ if TYPE_CHECKING:
     from skuda.dispatch.device import Device
     from skuda.registry.op import Case, Op
     from skuda.registry.sku import KernelSku
-    from skuda.tools.placing import Placement
+    from skuda.tools.verify.placement import Placement
 
 HEAVY = frozenset(
     {"cuda", "cupy", "jax", "matplotlib", "numba", "pandas", "pycuda", "scipy", "tensorflow", "torch", "triton"}
 )
-"""What a plug-in must not import before somebody asks for it: each costs the start of every program a second or so."""
+"""Modules that loading a plug-in must not import: each would delay the start of every program by about a second."""
 
 _SEED = secrets.randbelow(2**32)
 
 
 class Conformance:
-    """Derive from it, name the package, and pytest runs every check.
+    """Base class of a package's conformance tests; a subclass names the package.
 
     Attributes
     ----------
     package : str
-        The distribution whose plug-ins are meant; or the origin of records that `dispatcher` has registered.
+        The distribution that brings the plug-ins, or the origin of records that `dispatcher` has registered.
     cases : tuple of Case
-        Problems beside those of the ops, for kernels that the ops' own cases do not reach.
+        Problems in addition to those of the ops, for kernels that the ops' own cases do not reach.
     seed : int
-        What inputs are drawn from: another one in every process. A failure prints it; set it to see that failure again.
+        Seed of the inputs, different in every process. A failure prints it; set it to reproduce that failure.
     """
 
     package: ClassVar[str]
@@ -71,16 +71,16 @@ class Conformance:
 
     @classmethod
     def dispatcher(cls) -> Dispatcher:
-        """Return a dispatcher that has the package; by default one over everything that is installed."""
+        """Return a dispatcher that has the package; by default one with everything that is installed."""
         return Dispatcher()
 
     @classmethod
     def placement(cls, device: Device) -> Placement:
-        """Return how arrays get to a device; by default NumPy on the CPU, and torch or CuPy on a GPU."""
+        """Return the placement for a device; by default NumPy on the CPU, and torch or CuPy on a GPU."""
         return placement_for(device)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Make one item per kernel, backend or op of the package."""
+        """Make one test item per kernel, backend or op of the package."""
         kit = self._kit()
         items: dict[str, dict[str, Any]] = {
             "sku": {sku.id: sku for sku in kit.skus},
@@ -93,14 +93,14 @@ class Conformance:
 
     @classmethod
     def _kit(cls) -> Checks:
-        """Return what is known of the package, made once for each class."""
+        """Return the checks of the package; they are made once for each class."""
         if "_made" not in vars(cls):
             cls._made = Checks(cls.package, cls.dispatcher(), cls.placement, cls.seed, cls.cases)
         return cls._made
 
     @classmethod
     def _digests(cls) -> tuple[dict[str, str], dict[str, str]]:
-        """Return what the kernels' outputs come to here, and in another process."""
+        """Return the digests of the kernels' outputs in this process and in another one."""
         if "_compared" not in vars(cls):
             where = (inspect.getfile(cls), cls.__module__, cls.__qualname__, cls.seed)
             code = f"from skuda.tools.testing import _tell; _tell(*{where!r})"
@@ -110,7 +110,7 @@ class Conformance:
         return cls._compared
 
     def _check(self, what: str, check: Callable[..., None], *asked: Any) -> None:
-        """Run a check and say in pytest's words what came of it."""
+        """Run a check and report its result to pytest."""
         try:
             check(*asked)
         except NotRun as reason:
@@ -131,11 +131,11 @@ class Conformance:
     # --- the package -------------------------------------------------------------------------------------------------
 
     def test_package_is_loaded(self) -> None:
-        """Its plug-ins are installed, and none is set aside."""
+        """Every plug-in of the package is installed and loaded."""
         self._check(self.package, self._kit().check_loaded)
 
     def test_loading_imports_nothing_heavy(self) -> None:
-        """A program that only starts does not pay for what the package needs to run."""
+        """Loading the package's plug-ins imports no heavy module, so that programs start fast."""
         if not self._kit().plugins:
             pytest.skip(f"{self.package!r} is not an installed package with plug-ins")
         code = "import json; from skuda.dispatch import Dispatcher; Dispatcher(); print(json.dumps([*sys.modules]))"
@@ -147,39 +147,39 @@ class Conformance:
             )
 
     def test_op(self, op: Op) -> None:
-        """An op of the package documents itself, has a reference, and has cases that survive JSON."""
+        """An op of the package is documented, has a reference, and has cases that survive JSON."""
         self._check(op.name, self._kit().check_op, op)
 
     # --- its backends ------------------------------------------------------------------------------------------------
 
     def test_status_is_honest(self, backend: Backend) -> None:
-        """`status` and `devices` do not raise, are complete, and agree."""
+        """`status` and `devices` do not raise, are complete, and are consistent."""
         self._check(f"backend {backend.spec.name}", self._kit().check_status, backend)
 
     # --- its kernels -------------------------------------------------------------------------------------------------
 
     def test_record(self, sku: KernelSku) -> None:
-        """The id parses back, the record survives JSON, and a case is for it."""
+        """The id parses back, the record survives JSON, and a case fits the kernel."""
         self._check(sku.id, self._kit().check_record, sku)
 
     def test_meaning(self, sku: KernelSku) -> None:
-        """In every layout, the outputs are the reference's, bit for bit or as near as promised."""
+        """In every layout, the outputs are within the promised distance of the reference."""
         self._check(sku.id, self._kit().check_meaning, sku)
 
     def test_memory(self, sku: KernelSku) -> None:
-        """Nothing beside the outputs is written."""
+        """Nothing outside the outputs is written."""
         self._check(sku.id, self._kit().check_memory, sku)
 
     def test_deterministic(self, sku: KernelSku) -> None:
-        """A promise of determinism holds for a second run among other bytes."""
+        """If determinism is promised, a second run with other bytes around the arrays gives the same bits."""
         self._check(sku.id, self._kit().check_deterministic, sku)
 
     def test_batch_invariant(self, sku: KernelSku) -> None:
-        """A promise of batch invariance holds for permuted rows and for some of them."""
+        """If batch invariance is promised, permuted rows and a subset of the rows give the same rows."""
         self._check(sku.id, self._kit().check_batch_invariant, sku)
 
     def test_bit_stable(self, sku: KernelSku) -> None:
-        """A promise of stable bits holds in another process, with one thread and another hash seed."""
+        """If stable bits are promised, another process with one thread and another hash seed gives the same bits."""
         if not sku.precision_guarantee.bit_stable_on_same_hardware:
             pytest.skip("it does not promise bit_stable_on_same_hardware")
         if "<locals>" in type(self).__qualname__:
@@ -192,11 +192,11 @@ class Conformance:
             self._fail(sku.id, f"promises bit_stable_on_same_hardware\nanother process {what}")
 
     def test_constraints(self, sku: KernelSku) -> None:
-        """What its constraints refuse, on the far side of every edge, is refused with the reason."""
+        """Problems beyond an edge of a constraint are refused, with a constraint as the reason."""
         self._check(sku.id, self._kit().check_constraints, sku)
 
     def test_compiles(self, sku: KernelSku) -> None:
-        """CUDA source compiles, and takes what its launch rule gives, for cards that need not be here."""
+        """CUDA source compiles, and fits its launch rule, for cards that need not be present."""
         self._check(sku.id, self._kit().check_compiles, sku)
 
     def test_refusals(self, sku: KernelSku) -> None:
@@ -204,24 +204,28 @@ class Conformance:
         self._check(sku.id, self._kit().check_refusals, sku)
 
     def test_outputs(self, sku: KernelSku) -> None:
-        """A given output is written and returned; one that is left out is made anew."""
+        """A given output is written and returned; an omitted one is a new array."""
         self._check(sku.id, self._kit().check_outputs, sku)
 
+    def test_calls(self, sku: KernelSku) -> None:
+        """Many calls all give the same outputs, print nothing and leave the process state unchanged."""
+        self._check(sku.id, self._kit().check_calls, sku)
+
     def test_reuse(self, sku: KernelSku) -> None:
-        """One plan serves run after run; `bind`, and a plan from JSON, give the same."""
+        """One plan serves several runs; `bind` and a plan from JSON give the same outputs."""
         self._check(sku.id, self._kit().check_reuse, sku)
 
     def test_threads(self, sku: KernelSku) -> None:
-        """Several threads at once get what one alone gets."""
+        """Several concurrent threads get the same outputs as one thread alone."""
         self._check(sku.id, self._kit().check_threads, sku)
 
     def test_streams(self, sku: KernelSku) -> None:
-        """Work waits for what stands on the given stream before it."""
+        """Work on the given stream waits for the work enqueued before it."""
         self._check(sku.id, self._kit().check_streams, sku)
 
 
 def _tell(file: str, module: str, name: str, seed: int) -> None:
-    """Print the digests of a suite; runs in the other process."""
+    """Print the digests of a suite; called in the other process."""
     spec = importlib.util.spec_from_file_location(module, file)
     assert spec is not None
     assert spec.loader is not None
@@ -235,7 +239,7 @@ def _tell(file: str, module: str, name: str, seed: int) -> None:
 
 
 def _child(code: str, **changes: str) -> str:
-    """Return the last line that a program prints, run with this one's path."""
+    """Return the last line that a program prints, run with this process's `sys.path`."""
     program = f"import sys; sys.path[:] = {sys.path!r}; {code}"
     ran = subprocess.run(
         [sys.executable, "-c", program], env=environment(**changes), capture_output=True, text=True, check=False

@@ -1,1 +1,1 @@
-"""HOW kernels run: one module per backend."""
+"""Backends: how kernels are prepared and run, one module each."""

@@ -1,4 +1,4 @@
-"""What a backend is: how kernels of one kind are found able, prepared and run."""
+"""`Backend`: how kernels of one kind are prepared and run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from skuda.registry.value import Value
 
 
 class BackendStatus(Value):
-    """Whether a backend works here.
+    """Whether a backend works on this machine.
 
     Attributes
     ----------
     available : bool
         Whether its kernels can run on this machine.
     detail : str
-        Versions where it works, what is wrong where it does not.
+        Versions if it works, else what is wrong.
     remedy : str
-        The command or step that makes it work; empty where it does.
+        The command or step that makes it work; empty if it works.
     """
 
     available: bool
@@ -33,55 +33,55 @@ class BackendStatus(Value):
 
 
 class Runner(Protocol):
-    """A prepared kernel for one problem on one device. It owns no memory of the caller's.
+    """A prepared kernel for one problem on one device. It holds none of the caller's arrays.
 
     Attributes
     ----------
     notes : tuple of str
-        What a person should know about how it runs.
+        Remarks on how it runs.
     """
 
     notes: tuple[str, ...]
 
     def check(self, arrays: Mapping[str, object]) -> None:
-        """Raise what `run` would raise for these arguments, without running."""
+        """Raise the error that `run` would raise for these arguments, without running."""
 
     def run(self, arrays: Mapping[str, object], stream: object) -> object:
         """Run the kernel and return the op's result."""
 
     def bind(self, arrays: Mapping[str, object], stream: object) -> Callable[[], object]:
-        """Check the arguments once; return what runs the kernel on them and returns the op's result."""
+        """Check the arguments once; return a callable that runs the kernel on them and returns the op's result."""
 
 
 class Backend(ABC):
-    """How kernels of one kind run. Constructing one must be cheap and must not touch a device.
+    """Prepares and runs the kernels of one kind. Constructing one must be cheap and must not touch a device.
 
     Attributes
     ----------
     spec : BackendSpec
-        Its facts; the name is what `KernelSku.backend` says.
+        Its facts; `KernelSku.backend` is its name.
     """
 
     spec: BackendSpec
 
     @abstractmethod
     def status(self) -> BackendStatus:
-        """Say whether the backend works here, and if not what would make it."""
+        """Return whether the backend works here and, if not, how to make it work."""
 
     @abstractmethod
     def devices(self) -> tuple[Device, ...]:
-        """Return the devices it drives here, best first; empty where it does not work."""
+        """Return the devices it drives here, best first; empty if it does not work."""
 
     def notes(self) -> tuple[str, ...]:
-        """Say what its kernels' ids do not: what else has a hand in running them."""
+        """Return remarks on what else is used to run its kernels, which their ids do not show."""
         return ()
 
     def choices(self, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[Choice, ...]:  # noqa: ARG002  most have none
-        """Return the configurations in which a kernel can run a problem, best first; needs no device to be here."""
+        """Return the configurations in which a kernel can run a problem, best first; the device may be absent."""
         return ()
 
     def told(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> tuple[str, ...]:  # noqa: ARG002  as above
-        """Say how a kernel would run a problem, for example with which tile; needs no device to be here."""
+        """Return remarks on how a kernel would run a problem, for example its tile; the device may be absent."""
         return ()
 
     @abstractmethod
@@ -95,7 +95,7 @@ class Backend(ABC):
         problem : Descriptor
             The problem.
         device : Device
-            Where it runs.
+            The device to run on.
         choice : str
             The name of one of `choices`; empty for the best. A backend without choices is never given one.
         """

@@ -1,4 +1,4 @@
-"""The ``numpy`` backend: the meaning of every op, on the CPU."""
+"""The ``numpy`` backend: the reference of every op, on the CPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
-from skuda.dispatch.bind import Binding
 from skuda.dispatch.device import HOST, Device
+from skuda.dispatch.host.binding import Binding
 from skuda.registry.backend import BUILT_IN
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem
@@ -17,15 +17,7 @@ from skuda.registry.source import resolve
 
 
 class HostRunner:
-    """Runs a Python kernel over host arrays.
-
-    Parameters
-    ----------
-    problem : Descriptor
-        The problem.
-    kernel : callable
-        ``kernel(problem, **arrays)``, which writes the outputs.
-    """
+    """Runs a Python kernel over host arrays; ``kernel(problem, **arrays)`` writes the outputs."""
 
     notes: tuple[str, ...] = ()
 
@@ -52,7 +44,7 @@ class HostRunner:
         return binding.result()
 
     def bind(self, arrays: Mapping[str, object], stream: object) -> Callable[[], object]:
-        """Check once; return what only calls the kernel.
+        """Check the arguments once; return a callable that only calls the kernel.
 
         Raises
         ------
@@ -80,7 +72,7 @@ class NumpyBackend(Backend):
     spec = next(spec for spec in BUILT_IN if spec.name == "numpy")
 
     def status(self) -> BackendStatus:
-        """Say which NumPy is here; it always works."""
+        """Return NumPy's version; this backend always works."""
         return BackendStatus(available=True, detail=f"numpy {np.__version__}")
 
     def devices(self) -> tuple[Device, ...]:
@@ -88,5 +80,5 @@ class NumpyBackend(Backend):
         return (HOST,)
 
     def prepare(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> Runner:  # noqa: ARG002  one CPU, one way
-        """Look the kernel's function up."""
+        """Look up the kernel's function."""
         return HostRunner(problem, resolve(sku.source, sku.entry_point))

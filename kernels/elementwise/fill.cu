@@ -5,7 +5,7 @@
 //   output          Data, rows of columns, output_leading stored elements apart (bytes where packed)
 //   value           one element on the device, or null: number
 //   number          the value, already rounded to Data
-//   rows, columns   the shape in elements; packed rows start at a byte, a spare high nibble is 0
+//   rows, columns   the shape in elements; packed rows start at a byte, an unused high nibble is 0
 #include "elements.cuh"
 
 typedef SKUDA_DATA Data;

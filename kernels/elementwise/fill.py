@@ -66,11 +66,11 @@ class FillDescriptor(Descriptor):
 
 
 def reference(problem: FillDescriptor, *, value: Any, output: Any) -> None:
-    """Write `output`; see the module."""
+    """Write `output` by the formula of the module."""
     if not problem.output_element.is_packed:
         output[...] = value
         return
-    # A packed output shows only its bytes; a row of an odd number of elements is one that `numel` tells apart.
+    # A packed output shows only its bytes; `numel` decides whether its last byte holds one element or two.
     columns = problem.numel if output.ndim == 1 else 2 * output.shape[-1]
     for index in blocks((*output.shape[:-1], columns)):
         shape = tuple(at.stop - at.start for at in index)
@@ -83,7 +83,7 @@ CASES = tuple(
     for numel in (0, 1, 7, 1000, 140_001)
 )
 SKUS = (
-    *cuda_skus(FillDescriptor, __name__, ELEMENTS, launch="skuda.kernels.quantize._cuda:fill"),
+    *cuda_skus(FillDescriptor, __name__, ELEMENTS, launch="skuda.kernels.elementwise.fill_launch:fill"),
     *numpy_skus(FillDescriptor, __name__, ELEMENTS),
 )
 OP = Op(FillDescriptor, reference, CASES, SKUS, source="baracuda_kernels fill, as smoothquant.rs uses it")

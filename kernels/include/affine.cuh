@@ -1,17 +1,29 @@
 // The elementwise ops of the affine family, one struct each, for `walk`.
+//
+//   q  = clamp(rne(RN_C(x / s)) + z, q_min, q_max)          Quantize
+//   y  = RN_T(RN_C(C(q - z) * s))                           Dequantize; Fake, with q as above
+//   dx = mask ? RN_T(RN_C(dy / s)) : 0                      Divided: the gradient of Quantize
+//   dx = mask ? dy : 0                                      Passed: the gradient of Fake
+//   dx = RN_T(RN_C(dy * s))                                 Scaled: the gradient of Dequantize
+//
+// Data: global memory -> chunks in registers -> values of the compute type -> chunks -> global memory (walk.cuh).
+//
+// Variants: Map has one floating input and one output; Gradient has two inputs and holds half as many chunks of each in
+// flight, so that it needs about as many registers; Quantize and Dequantize have codes on one side. Every struct has a fast path,
+// which wins for finite chunks of segments that are not extreme, and a slow path for the others (quotient.cuh).
 #pragma once
 #include "walk.cuh"
 
 typedef SKUDA_DATA Data;
 typedef Compute<Data>::type Real;
 
-// Blocks of 256 threads per multiprocessor that the registers must allow: as many as neither nvcc nor NVRTC spills for.
+// Blocks of 256 threads per multiprocessor that the registers must allow: the most without spills in nvcc and NVRTC.
 #define BLOCKS (sizeof(Data) == 8 ? 3 : 4)
 #define PASSED_BLOCKS (sizeof(Data) == 8 ? 2 : 4)
 #define DIVIDED_BLOCKS (sizeof(Data) == 8 ? 2 : sizeof(Data) == 2 ? 3 : 4)
 #define MIXED_BLOCKS (sizeof(Data) == 2 ? 1 : 2)
 
-// Chunks that a thread has in flight; the launch rule knows.
+// Chunks that a thread has in flight; the launch rule uses the same numbers.
 enum { IN_FLIGHT = sizeof(Data) == 8 ? 8 : 4 };
 
 template <class T> DEVICE bool rows_of_chunks(const T* p, s64 leading, s64 rows) {
@@ -19,7 +31,7 @@ template <class T> DEVICE bool rows_of_chunks(const T* p, s64 leading, s64 rows)
 }
 DEVICE bool rows_of_codes(const void* p, s64 leading, s64 rows, u64 bytes) { return aligned(p, leading, rows, bytes); }
 
-// Whether every value in chunks is finite; two 16-bit ones at a time.
+// Whether every value in some chunks is finite; 16-bit values are tested in pairs.
 template <int U> DEVICE bool all_finite_chunks(const uint4 (&h)[U]) {
   Extremes<Data> found = Extremes<Data>::zero();
   bool finite = true;
@@ -111,7 +123,7 @@ template <class F> struct Map {
 
   DEVICE Held load(s64 row, s64 column) const { return load16(input + row * input_leading + column); }
   template <int N> DEVICE bool quick(const Held (&h)[U], const Segment<Real> (&g)[N]) const {
-    return !F::slow_road || (all_quick(g) && all_finite_chunks(h));
+    return !F::has_slow_path || (all_quick(g) && all_finite_chunks(h));
   }
   template <bool QUICK, int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 row, s64 column) const {
     Real x[V], y[V];
@@ -158,13 +170,13 @@ template <class F> struct Gradient {
 };
 
 struct Fake {
-  enum { slow_road = 1 };
+  enum { has_slow_path = 1 };
   template <bool QUICK, int V, int N>
   static DEVICE void apply(const Real (&x)[V], const Segment<Real> (&g)[N], Real (&y)[V]) {
     if (QUICK) quick_fake(x, g, y);
     else fake_quantized(x, g, y);
     if (sizeof(Data) != 2) return;
-    bool may_vanish = false;  // a scale so small that rounding to 16 bits can make a zero, whose sign must go
+    bool may_vanish = false;  // the scale is so small that rounding to 16 bits can give a zero, which must be +0
 #pragma unroll
     for (int j = 0; j < N; ++j) may_vanish = may_vanish || !(magnitude(g[j].s) > (Real)1e-7);
     if (!may_vanish) return;
@@ -199,7 +211,7 @@ struct Passed {  // fake-quantize, backward
 };
 
 struct Scaled {  // dequantize, backward
-  enum { slow_road = 0 };
+  enum { has_slow_path = 0 };
   template <bool, int V, int N>
   static DEVICE void apply(const Real (&dy)[V], const Segment<Real> (&g)[N], Real (&dx)[V]) {
 #pragma unroll
@@ -227,7 +239,7 @@ DEVICE bool gapless_codes(s64 rows, s64 columns, s64 leading) {
 }
 
 template <Layout LAYOUT>
-DEVICE void quantize(const Data* input, s64 input_leading, u8* output, s64 output_leading, const Scales<Data>& scales, const Shape& v) {
+DEVICE void walk_quantize(const Data* input, s64 input_leading, u8* output, s64 output_leading, const Scales<Data>& scales, const Shape& v) {
   const s64 rows = v.rows, columns = v.columns;
   const bool chunks = rows_of_chunks(input, input_leading, rows) &&
                       aligned(output, output_leading, rows, Quantize::V / Quantize::W);
@@ -237,7 +249,7 @@ DEVICE void quantize(const Data* input, s64 input_leading, u8* output, s64 outpu
 }
 
 template <Layout LAYOUT>
-DEVICE void dequantize(const u8* input, s64 input_leading, Data* output, s64 output_leading, const Scales<Data>& scales, const Shape& v) {
+DEVICE void walk_dequantize(const u8* input, s64 input_leading, Data* output, s64 output_leading, const Scales<Data>& scales, const Shape& v) {
   const s64 rows = v.rows, columns = v.columns;
   const u64 bytes = Dequantize::V / (Codes<SKUDA_CODE>::packed ? 2 : 1);
   const bool chunks = aligned(input, input_leading, rows, bytes) && rows_of_chunks(output, output_leading, rows);
@@ -248,7 +260,7 @@ DEVICE void dequantize(const u8* input, s64 input_leading, Data* output, s64 out
 #endif
 
 template <Layout LAYOUT, class F>
-DEVICE void map(const Data* input, s64 input_leading, Data* output, s64 output_leading, const Scales<Data>& scales, const Shape& v) {
+DEVICE void walk_map(const Data* input, s64 input_leading, Data* output, s64 output_leading, const Scales<Data>& scales, const Shape& v) {
   const s64 rows = v.rows, columns = v.columns;
   const bool chunks = rows_of_chunks(input, input_leading, rows) && rows_of_chunks(output, output_leading, rows);
   const bool whole = gapless(rows, columns, input_leading) && gapless(rows, columns, output_leading);
@@ -257,7 +269,7 @@ DEVICE void map(const Data* input, s64 input_leading, Data* output, s64 output_l
 }
 
 template <Layout LAYOUT, class F>
-DEVICE void gradient(const Data* d_output, s64 d_output_leading, const Data* input, s64 input_leading, Data* d_input,
+DEVICE void walk_gradient(const Data* d_output, s64 d_output_leading, const Data* input, s64 input_leading, Data* d_input,
                      s64 d_input_leading, const Scales<Data>& scales, const Shape& v) {
   const s64 rows = v.rows, columns = v.columns;
   const bool chunks = rows_of_chunks(d_output, d_output_leading, rows) && rows_of_chunks(input, input_leading, rows) &&

@@ -1,4 +1,13 @@
-// Element types: widening, rounding, 16-byte chunks of data and the codes that go with them.
+// Element types: widening, rounding, and 16-byte chunks of data with the codes that belong to them.
+//
+//   x = widen(t), exact;  t = RN_T(x), one rounding to nearest, ties to even
+//
+// Data: global memory -> one 16-byte chunk a thread, in four registers -> values of the compute type where they are used
+// -> packed again, each rounded once -> global memory. A chunk is the widest access of a thread, so memory-bound kernels
+// need the fewest instructions per byte; reads and writes are marked as streamed, because all data is accessed once.
+//
+// Variants: f32 and f64 are words as they are; f16 and bf16 are two to a word; s8 and u8 codes are four to a word, s4 and
+// u4 eight. Extremes and finite checks of 16-bit data work on two elements per instruction, which halves their cost.
 //
 // A source is compiled once per SKU; its flags choose the elements: -DSKUDA_DATA=bf16 -DSKUDA_CODE=s8. No arithmetic
 // may be contracted (-fmad=false): every fused multiply-add here is written as one.
@@ -21,7 +30,7 @@ struct u4 { u8 pair; };
 #define DEVICE __device__ __forceinline__
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 
-// C, the type that arithmetic on data of type T happens in.
+// C, the compute type of data of type T.
 template <class T> struct Compute { typedef f32 type; };
 template <> struct Compute<f64> { typedef f64 type; };
 
@@ -41,10 +50,10 @@ DEVICE void narrow(f64 v, f64& out) { out = v; }
 DEVICE void narrow(f32 v, f16& out) { out.bits = f32_to_f16(v); }
 DEVICE void narrow(f32 v, bf16& out) { out.bits = f32_to_bf16(v); }
 
-// Elements in 16 bytes: what a thread moves at once.
+// Elements in 16 bytes, the widest access of a thread.
 template <class T> struct Width { enum { count = 16 / sizeof(T) }; };
 
-// 16 bytes of T: moved as words, unpacked to values of the compute type where they are used, packed rounding once each.
+// 16 bytes of T: moved as words, unpacked to the compute type where they are used, and packed with one rounding each.
 template <class T> struct Chunk;
 template <> struct Chunk<f32> {
   static DEVICE void unpack(const uint4& w, f32 (&x)[4]) {
@@ -100,7 +109,7 @@ DEVICE f64 number_of(s64 bits) { return __longlong_as_double(bits); }
 template <class B> struct Sign { static DEVICE B bit() { return (B)((u64)1 << (8 * sizeof(B) - 1)); } };
 template <class B> DEVICE B greater(B a, B b) { return a > b ? a : b; }
 
-// Two 16-bit elements at a time. `max_nan` keeps a NaN, `max_nan_magnitude` looks at magnitudes and leaves any signs.
+// Two 16-bit elements at a time. `max_nan` keeps a NaN; `max_nan_magnitude` compares magnitudes and leaves any sign.
 #ifndef SKUDA_HOST
 #define PAIRWISE(name, instruction, T) \
   DEVICE u32 name(u32 a, u32 b, T) { u32 r; asm(instruction "." #T "x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
@@ -174,12 +183,12 @@ template <> struct Extremes<bf16> : HalfExtremes<bf16> {
   static DEVICE Extremes zero() { Extremes e; e.high = e.low = 0; return e; }
 };
 
-// Streamed: everything is touched once.
+// Streamed, because all data is accessed once.
 DEVICE uint4 load16(const void* p) { return __ldcs((const uint4*)p); }
 DEVICE void store16(void* p, const uint4& w) { __stcs((uint4*)p, w); }
 
-// Codes. `store` takes them as 32-bit integers whose low bits count; `fetch` reads a chunk's as they lie in memory, and
-// `spread` makes integers of them where they are used.
+// Codes. `store` takes 32-bit integers and uses their low bits; `fetch` reads a chunk's codes as they lie in memory, and
+// `spread` converts them to integers where they are used.
 struct Raw { u32 low, high; };
 DEVICE u32 four_bytes(u32 a, u32 b, u32 c, u32 d) {
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);

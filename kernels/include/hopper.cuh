@@ -1,5 +1,13 @@
-// Hopper's own instructions (sm_90a): bulk tensor copies, the barriers they complete on, and the integer products of a
-// warpgroup. PTX ISA 8.0, chapters "Data movement and conversion", "mbarrier" and "wgmma".
+// Hopper's own instructions (sm_90a): bulk tensor copies, the barriers they complete on, clusters, and the integer
+// products of a warpgroup. PTX ISA 8.0, chapters "Data movement and conversion", "mbarrier" and "wgmma".
+//
+//   d[64, N] += a[64, 32] b[N, 32]^T, exact in s32
+//
+// Data: global memory -> a box of rows of 128 bytes in shared memory, by the copy engine (TMA), which counts its bytes on
+// a barrier -> products read both operands from shared memory -> sums in registers.
+//
+// Variants: a box goes to one block, or by multicast to the blocks of a cluster, which wins if L2 traffic is the limit. N
+// ranges from 8, which wastes the fewest products on few tokens, to 256, which reads the fewest bytes per product.
 #pragma once
 #include "elements.cuh"
 
@@ -25,7 +33,7 @@ DEVICE void barrier_arrive_at(u32 barrier, u32 rank) {
       "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank)
       : "memory");
 }
-// The same, after what this thread has stored into that block.
+// The same, ordered after this thread's stores into that block.
 DEVICE void barrier_release_at(u32 barrier, u32 rank) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -39,14 +47,14 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
-// For what another block of the cluster has stored and released.
+// Waits for data that another block of the cluster has stored and released.
 DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;\n}" ::"r"(barrier), "r"(parity)
       : "memory");
 }
-// 16 bytes to the same place in block `rank` of the cluster.
+// Stores 16 bytes at the same address in block `rank` of the cluster.
 DEVICE void store16_at(u32 to, u32 rank, const s32 (&v)[4]) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -63,14 +71,14 @@ DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// A box of a matrix, from byte `x` of row `y` on, into shared memory; bytes beyond the edges are zero.
+// Loads a box of a matrix, from byte `x` of row `y` on, into shared memory; bytes beyond the edges are zero.
 DEVICE void load_box(u32 to, const TensorMap* map, s32 x, s32 y, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
       "l"(map), "r"(x), "r"(y), "r"(barrier)
       : "memory");
 }
-// The same, leaving the second-level cache before all else: for what is read once.
+// The same with evict-first priority in L2, for data that is read once.
 DEVICE u64 evict_first() { u64 r; asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(r)); return r; }
 DEVICE void load_box(u32 to, const TensorMap* map, s32 x, s32 y, u32 barrier, u64 policy) {
   asm volatile(
@@ -78,7 +86,7 @@ DEVICE void load_box(u32 to, const TensorMap* map, s32 x, s32 y, u32 barrier, u6
       "[%4], %5;" ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
       : "memory");
 }
-// The same into the same place of every block in `mask`.
+// The same, multicast to the same address in every block of `mask`.
 DEVICE void load_box_to_all(u32 to, const TensorMap* map, s32 x, s32 y, u32 barrier, u16 mask) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
@@ -90,7 +98,7 @@ DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensorma
 template <int N> DEVICE void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> DEVICE void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 
-// A wait for the kernel launched before this one in the stream, where they were allowed to overlap; else nothing.
+// Waits for the previous kernel in the stream if the launch allows them to overlap; else does nothing.
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 

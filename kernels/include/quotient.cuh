@@ -2,19 +2,22 @@
 //
 //   t = rne(RN_C(x / s)),  q = clamp(t + z, q_min, q_max)
 //
-// The division is a true one, at the price of multiplications. With y = RN(1/s), q0 = x y is within 2 ulp of x / s; a
-// residual step (r = x - s q0 exactly, in one FMA; q1 = q0 + r y) makes it faithful, and a second one, from a faithful
-// value, rounds it correctly because y is correctly rounded (Markstein). For 16-bit data one step rounds it correctly
-// already: shown for every mantissa of f16 and bf16 by every mantissa of s. It holds where s is well inside the range.
+// Data: registers -> registers; a segment's scale, its reciprocal and its bounds are computed once for many chunks.
 //
-// Where t alone counts, 16-bit data need less: with y + w = 1/s to twice the precision, q = RN(x y + RN(x w)). Of all
-// 2^33 pairs of mantissas 16 come out one ulp off, and none of theirs or of the right ones has fewer than 19 bits behind
-// its first: so none is k + 0.5 for a k below 2^18, and t is the same.
+// Variants. The fast path replaces the division by multiplications. With y = RN(1/s), q0 = x y is within 2 ulp of x / s;
+// a residual step (r = x - s q0 exactly, in one FMA; q1 = q0 + r y) makes it faithful, and a second one, from a faithful
+// value, rounds it correctly because y is correctly rounded (Markstein). For 16-bit data one step is enough, as a test of
+// every mantissa of f16 and bf16 with every mantissa of s shows. Both hold if s is well inside the range.
 //
-// The clamp is done on x, to s lo and s hi with lo = q_min - z and hi = q_max - z: their quotients lie within 0.4 of lo
-// and hi and round to them, and in between the order is kept. So no quotient is ever large, infinite or out of range.
-// NaN and infinities in a chunk, and segments whose scale or zero point is extreme, take the slow road: plain division,
-// in f64 behind it.
+// If only t is needed, 16-bit data need less: with y + w = 1/s to twice the precision, q = RN(x y + RN(x w)). Of all 2^33
+// pairs of mantissas 16 are one ulp off, and neither these quotients nor the correct ones have fewer than 19 bits after
+// the first: so none is k + 0.5 for a k below 2^18, and t is the same.
+//
+// x itself is clamped, to s lo and s hi with lo = q_min - z and hi = q_max - z: their quotients lie within 0.4 of lo and
+// hi and round to them, and between them the order is kept. So no quotient is large, infinite or out of range.
+//
+// The slow path is a division and then f64. Chunks with a NaN or an infinity take it, as do segments whose scale or zero
+// point is extreme. It is not inlined, so that it costs the fast path no registers.
 #pragma once
 #include "elements.cuh"
 
@@ -27,7 +30,7 @@ DEVICE f64 divide(f64 a, f64 b) { return __ddiv_rn(a, b); }
 DEVICE f32 reciprocal(f32 s) { return __frcp_rn(s); }
 DEVICE f64 reciprocal(f64 s) { return __drcp_rn(s); }
 DEVICE f32 least(f32 a, f32 b) { return fminf(a, b); }
-DEVICE f64 least(f64 a, f64 b) { return a < b ? a : b; }  // b where a is NaN, at half of fmin's price
+DEVICE f64 least(f64 a, f64 b) { return a < b ? a : b; }  // b if a is NaN, at half the cost of fmin
 DEVICE f32 most(f32 a, f32 b) { return fmaxf(a, b); }
 DEVICE f64 most(f64 a, f64 b) { return a > b ? a : b; }
 DEVICE f32 magnitude(f32 a) { return fabsf(a); }
@@ -46,15 +49,15 @@ template <> struct Magic<f64> {
   static DEVICE u32 low(f64 v) { return (u32)__double2loint(v); }
 };
 
-// Scales for which the quick road is exact.
+// Scales for which the fast path is exact.
 DEVICE bool tame(f32 s) { return fabsf(s) >= 8.7e-19f && fabsf(s) <= 1.0e12f; }
 DEVICE bool tame(f64 s) { return fabs(s) >= 1e-120 && fabs(s) <= 1e120; }
 
 template <class C> struct Segment {
-  C s, y, rest;         // scale, its reciprocal, and what that lacks
+  C s, y, rest;         // scale, its reciprocal, and the error of that
   C least_x, most_x;    // x clamped to these has its quotient in [lo, hi], after rounding
   s32 z, q_min, q_max;  // zero point, bounds of the codes
-  bool quick;           // whether the quick road is exact
+  bool quick;           // whether the fast path is exact
 
   static DEVICE Segment make(C scale, s32 zero_point, s32 q_min, s32 q_max, bool known_near = false) {
     Segment g;
@@ -64,7 +67,7 @@ template <class C> struct Segment {
     g.y = reciprocal(tame_scale);
     const C lack = fused(-tame_scale, g.y, (C)1);
     g.rest = fused(product(lack, lack), g.y, product(lack, g.y));
-    // Unsigned, because an extreme zero point may wrap here; then the quick road is not taken.
+    // Unsigned, because an extreme zero point may wrap here; then the fast path is not taken.
     const C a = product(scale, (C)(s32)((u32)q_min - (u32)zero_point));
     const C b = product(scale, (C)(s32)((u32)q_max - (u32)zero_point));
     g.least_x = least(a, b), g.most_x = most(a, b);
@@ -73,7 +76,7 @@ template <class C> struct Segment {
   static DEVICE bool near(s32 v) { return (u32)v + 0x10000u < 0x20000u; }  // sums of two: 2^17 at most
 };
 
-// The slow road, out of line: whole segments take it, or a chunk with a NaN or an infinity in it.
+// The slow path, not inlined: for extreme segments, and for chunks with a NaN or an infinity.
 template <class C> __device__ __noinline__ f64 slow_level(C x, C s, s32 z, s32 q_min, s32 q_max) {
   f64 t = (f64)whole(divide(x, s));
   t = t == t ? t : 0.0;
@@ -134,19 +137,19 @@ template <int N, class C> DEVICE bool all_quick(const Segment<C> (&g)[N]) {
 // Element j of a chunk belongs to g[j], or all of them to g[0].
 #define SEGMENT_OF(j) g[N == 1 ? 0 : (j)]
 
-// Codes, as integers whose low bits count; for finite x, on the quick road.
+// Codes in the low bits of integers; for finite x, on the fast path.
 template <int V, int N, class C> DEVICE void quick_codes(const C (&x)[V], const Segment<C> (&g)[N], u32 (&q)[V]) {
 #pragma unroll
   for (int j = 0; j < V; ++j) q[j] = Magic<C>::low(quick_level(x[j], SEGMENT_OF(j)) + (C)SEGMENT_OF(j).z);
 }
 
-// The same where z is 0 and no |x| exceeds q_max s, as when s was made from the largest of them: nothing to clamp.
+// The same if z is 0 and no |x| exceeds q_max s, as when s comes from the largest |x|: there is nothing to clamp.
 template <int V, class C> DEVICE void quick_codes_within(const C (&x)[V], const Segment<C>& g, u32 (&q)[V]) {
 #pragma unroll
   for (int j = 0; j < V; ++j) q[j] = Magic<C>::low(bounded_level(x[j], g));
 }
 
-// The same for any x, on any road.
+// The same for any x, on either path.
 template <int V, int N, class C> DEVICE void quantized(const C (&x)[V], const Segment<C> (&g)[N], u32 (&q)[V]) {
   if (all_quick(g) && all_finite(x)) {
     quick_codes(x, g, q);
@@ -156,7 +159,7 @@ template <int V, int N, class C> DEVICE void quantized(const C (&x)[V], const Se
   for (int j = 0; j < V; ++j) q[j] = SLOWLY(slow_code, x[j], SEGMENT_OF(j));
 }
 
-// RN_C(C(q - z) s): q - z is t clamped, so the zero point never enters. A zero result is +0. For finite x, quickly.
+// RN_C(C(q - z) s): q - z is t clamped, so the zero point never enters. A zero result is +0. For finite x only.
 template <int V, int N, class C> DEVICE void quick_fake(const C (&x)[V], const Segment<C> (&g)[N], C (&y)[V]) {
 #pragma unroll
   for (int j = 0; j < V; ++j) {
@@ -164,7 +167,7 @@ template <int V, int N, class C> DEVICE void quick_fake(const C (&x)[V], const S
   }
 }
 
-// The same for any x, on any road.
+// The same for any x, on either path.
 template <int V, int N, class C>
 DEVICE void fake_quantized(const C (&x)[V], const Segment<C> (&g)[N], C (&y)[V]) {
   if (all_quick(g) && all_finite(x)) {
@@ -181,7 +184,7 @@ DEVICE void in_range(const C (&x)[V], const Segment<C> (&g)[N], bool (&inside)[V
   if (all_quick(g)) {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      // One step beyond the bounds, on either side, is enough to tell what lies outside; a NaN is clamped there too.
+      // Clamping one step beyond the bounds on both sides still shows what lies outside; a NaN is clamped there too.
       const Segment<C>& own = SEGMENT_OF(j);
       const C step = magnitude(own.s), low = own.least_x - step, high = own.most_x + step;
       const C t = bounded_level(least(most(x[j], low), high), own);
@@ -209,7 +212,7 @@ template <int V, int N, class C> DEVICE void divided(const C (&v)[V], const Segm
     const C q = product(v[j], SEGMENT_OF(j).y);
     small = small || too_small(v[j]);
     out[j] = with_sign(quotient(v[j], SEGMENT_OF(j)), q);
-    sum = fused(out[j], (C)0, sum);  // NaN where a quotient overflows, be it only in its last step
+    sum = fused(out[j], (C)0, sum);  // NaN if a quotient overflows, even if only in its last step
   }
   if (all_quick(g) && !small && sum == (C)0) return;
 #pragma unroll

@@ -1,4 +1,15 @@
-// Dynamic-range quantization of segments that are one run of memory: range, scale and codes in one read.
+// Dynamic-range quantization of segments that are one run of memory.
+//
+//   m = max |x| over the segment, s = RN_C(m / q_max) or 1, q = clamp(rne(RN_C(x / s)), q_min, q_max)
+//
+// and the asymmetric form of dynamic_range.cu.
+//
+// Data: global memory -> R chunks per thread in registers -> range of the segment by shuffles (Lanes) or shared memory
+// (Block) -> scale -> codes from the same registers -> global memory: one read.
+//
+// Variants: Lanes gives a segment a power of two of neighbouring threads within a warp; it wins for short segments, since
+// several share a block and the reduction needs no barrier. Block gives a longer segment a whole block, so that it fits
+// into registers. LONG segments, beyond R chunks per thread, are read a second time for their codes.
 #pragma once
 #include "affine.cuh"
 
@@ -33,7 +44,7 @@ DEVICE s64 over_warp(s64 bits) {
   return bits;
 }
 
-// Ranges over groups of threads; where not asymmetric they are of magnitudes, which are all in `up`.
+// Ranges over groups of threads; if symmetric they are ranges of magnitudes, which are all in `up`.
 struct Lanes {  // neighbours, a power of two within a warp
   u32 count;
   DEVICE u32 lane() const { return threadIdx.x & (count - 1); }
@@ -71,7 +82,7 @@ struct Block {  // all threads of the block, whole warps
   }
 };
 
-// R chunks that a thread holds, `lanes` apart; beyond the last one that one, which leaves a range as it is.
+// Loads R chunks into a thread, `lanes` apart; beyond the last chunk it repeats that one, which does not change a range.
 template <int R> struct HeldChunks {
   uint4 chunk[R];
   DEVICE void load(const Data* run, u32 first, u32 lanes, u32 chunks) {
@@ -105,7 +116,7 @@ template <int R> struct HeldChunks {
   }
 };
 
-// The roads of runs that are not whole chunks, have a NaN, or whose scale is extreme: element by element, out of line.
+// The path for runs that are not whole chunks, have a NaN, or have an extreme scale: element by element, not inlined.
 __device__ __noinline__ Range slow_range(const Data* x, s64 inner, u32 lane, u32 lanes, s32 asymmetric) {
   Range r = Range{0, 0};
 #pragma unroll 1
@@ -127,8 +138,8 @@ __device__ __noinline__ void slow_codes(const Data* x, u8* codes, s64 inner, u32
   }
 }
 
-// One segment, of `runs` in a row, per group of threads. It has at most R chunks a thread, which are read once, unless
-// LONG. `codes` is 0 where a byte can hold codes of two segments: then only scales and zero points are written here.
+// One segment, of `runs` in a row, per group of threads. It has at most R chunks per thread, which are read once, unless
+// LONG. `codes` is 0 if a byte can hold codes of two segments: then only scales and zero points are written here.
 template <int R, bool LONG, class Group>
 DEVICE void by_groups(const Group group, const Data* input, s64 input_leading, u8* output, s64 output_leading, Real* scale_out,
                       s32* zero_point_out, s64 columns, s64 inner, s64 segments, s32 runs, s32 asymmetric, s32 q_min,
@@ -191,7 +202,7 @@ DEVICE void by_groups(const Group group, const Data* input, s64 input_leading, u
   by_groups<R, LONG>(GROUP, input, input_leading, output, output_leading, scale_out, zero_point_out, columns, inner,   \
                      segments, runs, asymmetric, q_min, q_max, codes, rows)
 
-// The same by `lanes` threads: a power of two within a warp, or else the block.
+// The same by `lanes` threads: a power of two within a warp, or the block.
 template <int R>
 DEVICE void by_runs(const Data* input, s64 input_leading, u8* output, s64 output_leading, Real* scale_out,
                     s32* zero_point_out, s64 columns, s64 inner, s64 segments, s32 runs, s32 lanes, s32 asymmetric, s32 q_min,

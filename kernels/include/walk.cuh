@@ -1,10 +1,22 @@
-// Walking one shape, seen as rows of contiguous columns: whole 16-byte chunks where every array allows them, element by
-// element where one does not. Data are [outer, channels, inner] in memory order; the segment of element e is
-// (e / inner) % channels, so per tensor, channel, token and group differ in two numbers only.
+// Traverses one shape as rows of contiguous columns. Data are [outer, channels, inner] in memory order:
+//
+//   segment(e) = (e / inner) % channels
+//
+// so that per tensor, channel, token and group differ in two numbers only.
+//
+// Data: global memory -> U 16-byte chunks per thread in registers, all requested before the first is used -> global
+// memory.
+//
+// Variants, by how segments lie in chunks:
+//   WHOLE   one segment: a thread sets its scale up once, and blocks take neighbouring chunks
+//   RUNS    each chunk lies in one segment: threads share units of a segment, so that one setup serves U chunks
+//   MIXED   a chunk spans several segments: a thread keeps the scales of its columns and returns to the same columns
+// Each wins where its condition holds, because it sets scales up the least often. Data that none of them can take,
+// because an address, a stride or the end of a row is not a whole chunk, are processed element by element.
 #pragma once
 #include "quotient.cuh"
 
-// How segments lie in chunks: one for everything; each chunk within one; each element its own.
+// How segments lie in chunks: one for everything; each chunk within one; any segment per element.
 enum Layout { WHOLE, RUNS, MIXED };
 
 // Scale and zero point of every segment: arrays, or one number each.
@@ -12,7 +24,7 @@ template <class T> struct Scales {
   typedef typename Compute<T>::type C;
   const void* scale;
   s32 scale_is_data;  // 0: an array of C; 1: an array of T, which is widened
-  C scale_value;      // where there is no array
+  C scale_value;      // used if there is no array
   const s32* zero_point;
   s32 zero_point_value, q_min, q_max;
 
@@ -25,7 +37,7 @@ template <class T> struct Scales {
   DEVICE Segment<C> at(s64 i) const { return make(scale_at(i), zero_point_at(i)); }
 };
 
-// n / d for n < 2^31 by a multiplication; the host works the multiplier out.
+// n / d for n < 2^31 by a multiplication; the host computes the multiplier.
 struct Divisor {
   u32 d, multiplier;
   s32 shift;
@@ -46,13 +58,13 @@ DEVICE bool aligned(const void* p, s64 leading_bytes, s64 rows, u64 bytes) {
 
 // Op: struct with
 //   V, U                                       elements per chunk, chunks in flight
-//   W                                          elements that one thread must handle together (2 where packed)
+//   W                                          elements that one thread must handle as a unit (2 where packed)
 //   Held load(row, column)                     read one chunk
-//   bool quick(held[U], segments)              whether these chunks can do without the slow road
+//   bool quick(held[U], segments)              whether the fast path serves these chunks
 //   void finish<QUICK>(held, segments, row, column)   compute and write one; one segment, or one per element
 //   void single(segments, count, row, column)  handle `count` <= W elements, one by one
 
-// U chunks of a run that begins at (row, column), `apart` from each other; beyond the last one that one again.
+// Loads U chunks of a run that begins at (row, column), `apart` from each other; beyond the end it repeats the last one.
 template <class Op, class I>
 DEVICE void load_chunks(const Op& op, typename Op::Held (&held)[Op::U], I first, I apart, I chunks, s64 row, s64 column) {
 #pragma unroll
@@ -62,7 +74,7 @@ DEVICE void load_chunks(const Op& op, typename Op::Held (&held)[Op::U], I first,
   }
 }
 
-// One decision for all of them, so that they overlap. Where it is for the slow road they are read again, one at a time.
+// One decision for all U chunks, so that they overlap. On the slow path they are read again, one at a time.
 template <int N, class Op, class I, class C>
 DEVICE void finish_chunks(const Op& op, const typename Op::Held (&held)[Op::U], const Segment<C> (&g)[N], I first, I apart,
                           I chunks, s64 row, s64 column) {
@@ -80,8 +92,8 @@ DEVICE void finish_chunks(const Op& op, const typename Op::Held (&held)[Op::U], 
   }
 }
 
-// RUNS: threads share units of lanes * U chunks of one segment, so that each sets a segment up for U chunks. False where
-// chunks or 32 bits do not do.
+// RUNS: threads share units of lanes * U chunks of one segment, so that each sets a segment up for U chunks. False if
+// segments are not whole chunks, or chunk numbers exceed 32 bits.
 template <class T, class Op> DEVICE bool walk_units(const Op& op, const Shape& v, const Scales<T>& scales) {
   enum { V = Op::V, U = Op::U };
   const bool flat = v.rows == 1, spans = !flat && v.columns < v.inner;
@@ -117,11 +129,11 @@ DEVICE void walk(const Op& op, Shape v, const Scales<T>& scales, bool chunks_all
   if (LAYOUT == RUNS && chunks_allowed && walk_units(op, v, scales)) return;
   const s64 chunks = v.columns / V;
   bool by_chunks = LAYOUT != RUNS && chunks_allowed && (LAYOUT == MIXED ? v.rows == 1 : v.columns % V == 0);
-  // Only where every thread comes back to elements of its own channels, whose scales it then keeps, or never comes back.
+  // Only if every thread returns to elements of the same channels, whose scales it keeps, or takes one chunk only.
   if (LAYOUT == MIXED) by_chunks = by_chunks && (threads >= chunks || threads * V % (v.inner * v.channels) == 0);
   if (by_chunks) {
-    const bool flat = v.rows == 1;  // else a block takes a row, and the next gridDim.x further on
-    // Blocks take U * blockDim.x neighbouring chunks at a time; where threads must come back to their columns, every
+    const bool flat = v.rows == 1;  // else a block takes every gridDim.x-th row
+    // Blocks take U * blockDim.x neighbouring chunks at a time; if threads must return to their columns, they take every
     // threads-th chunk instead.
     const s64 apart = LAYOUT == MIXED ? threads : blockDim.x;
     const s64 start = LAYOUT == MIXED ? thread : (flat ? (s64)blockIdx.x * blockDim.x * U : 0) + threadIdx.x;
@@ -147,7 +159,7 @@ DEVICE void walk(const Op& op, Shape v, const Scales<T>& scales, bool chunks_all
       }
     }
   }
-  const s64 done = by_chunks ? chunks * V : 0;  // of a row; what is left is the end of a single one
+  const s64 done = by_chunks ? chunks * V : 0;  // of a row; the rest is the end of a single row
   if (done == v.columns) return;
   const s64 units = (v.columns + W - 1) / W, all_units = units * v.rows;
 #pragma unroll 1

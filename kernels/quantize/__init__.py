@@ -1,4 +1,4 @@
-"""The quantization family: one module per op, one descriptor class per op, re-exported here.
+"""The quantization family: one module per direction, one descriptor class per op, re-exported here.
 
 Modules are imported on first use of a name, so that importing the package costs nothing.
 """
@@ -8,33 +8,47 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from skuda.kernels.quantize.dequantize_per_channel import DequantizePerChannelDescriptor
-    from skuda.kernels.quantize.dequantize_per_channel_backward import DequantizePerChannelBackwardDescriptor
-    from skuda.kernels.quantize.dequantize_per_group import DequantizePerGroupDescriptor
-    from skuda.kernels.quantize.dequantize_per_group_backward import DequantizePerGroupBackwardDescriptor
-    from skuda.kernels.quantize.dequantize_per_tensor import DequantizePerTensorDescriptor
-    from skuda.kernels.quantize.dequantize_per_tensor_backward import DequantizePerTensorBackwardDescriptor
-    from skuda.kernels.quantize.dequantize_per_token import DequantizePerTokenDescriptor
-    from skuda.kernels.quantize.dequantize_per_token_backward import DequantizePerTokenBackwardDescriptor
-    from skuda.kernels.quantize.dynamic_range import DynamicRangeQuantized, DynamicRangeQuantizeDescriptor
-    from skuda.kernels.quantize.fake_quantize import FakeQuantizeDescriptor
-    from skuda.kernels.quantize.fake_quantize_backward import FakeQuantizeBackwardDescriptor
-    from skuda.kernels.quantize.fake_quantize_per_channel import FakeQuantizePerChannelDescriptor
-    from skuda.kernels.quantize.fake_quantize_per_channel_backward import FakeQuantizePerChannelBackwardDescriptor
-    from skuda.kernels.quantize.fake_quantize_per_group import FakeQuantizePerGroupDescriptor
-    from skuda.kernels.quantize.fake_quantize_per_group_backward import FakeQuantizePerGroupBackwardDescriptor
-    from skuda.kernels.quantize.fake_quantize_per_token import FakeQuantizePerTokenDescriptor
-    from skuda.kernels.quantize.fake_quantize_per_token_backward import FakeQuantizePerTokenBackwardDescriptor
-    from skuda.kernels.quantize.quantize_per_channel import QuantizePerChannelDescriptor
-    from skuda.kernels.quantize.quantize_per_channel_backward import QuantizePerChannelBackwardDescriptor
-    from skuda.kernels.quantize.quantize_per_group import QuantizePerGroupDescriptor
-    from skuda.kernels.quantize.quantize_per_group_backward import QuantizePerGroupBackwardDescriptor
-    from skuda.kernels.quantize.quantize_per_tensor import QuantizePerTensorDescriptor
-    from skuda.kernels.quantize.quantize_per_tensor_backward import QuantizePerTensorBackwardDescriptor
-    from skuda.kernels.quantize.quantize_per_token import QuantizePerTokenDescriptor
-    from skuda.kernels.quantize.quantize_per_token_backward import QuantizePerTokenBackwardDescriptor
-    from skuda.kernels.quantize.quantized_linear import QuantizedLinearDescriptor
-    from skuda.kernels.quantize.smoothquant_linear import SmoothQuantLinearDescriptor
+    from skuda.kernels.linear import QuantizedLinearDescriptor, SmoothQuantLinearDescriptor
+    from skuda.kernels.quantize.dequantize import (
+        DequantizePerChannelDescriptor,
+        DequantizePerGroupDescriptor,
+        DequantizePerTensorDescriptor,
+        DequantizePerTokenDescriptor,
+    )
+    from skuda.kernels.quantize.dequantize_backward import (
+        DequantizePerChannelBackwardDescriptor,
+        DequantizePerGroupBackwardDescriptor,
+        DequantizePerTensorBackwardDescriptor,
+        DequantizePerTokenBackwardDescriptor,
+    )
+    from skuda.kernels.quantize.dynamic_range import (
+        DynamicRangeQuantized,
+        DynamicRangeQuantizeDescriptor,
+    )
+    from skuda.kernels.quantize.fake_quantize import (
+        FakeQuantizeDescriptor,
+        FakeQuantizePerChannelDescriptor,
+        FakeQuantizePerGroupDescriptor,
+        FakeQuantizePerTokenDescriptor,
+    )
+    from skuda.kernels.quantize.fake_quantize_backward import (
+        FakeQuantizeBackwardDescriptor,
+        FakeQuantizePerChannelBackwardDescriptor,
+        FakeQuantizePerGroupBackwardDescriptor,
+        FakeQuantizePerTokenBackwardDescriptor,
+    )
+    from skuda.kernels.quantize.quantize import (
+        QuantizePerChannelDescriptor,
+        QuantizePerGroupDescriptor,
+        QuantizePerTensorDescriptor,
+        QuantizePerTokenDescriptor,
+    )
+    from skuda.kernels.quantize.quantize_backward import (
+        QuantizePerChannelBackwardDescriptor,
+        QuantizePerGroupBackwardDescriptor,
+        QuantizePerTensorBackwardDescriptor,
+        QuantizePerTokenBackwardDescriptor,
+    )
 
 __all__ = [
     "DequantizePerChannelBackwardDescriptor",
@@ -69,13 +83,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Also finds the descriptor of an op module that is not listed above: the list is for type checkers.
-    if not name.startswith("_"):
+    if name in __all__:
         from skuda.kernels.catalog import exported
 
-        found = exported(__name__, name)
-        if found is not None:
-            return found
+        return exported(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -11,10 +11,10 @@
 //   zero_point_out  s32, one per segment
 //   partial         C, scratch: lows and highs of parts of a segment
 //
-// A segment that is one run (token, group, first axis) is read once: `dynamic_range_R` holds it in R chunks a thread, up
-// to 8,192 in all, and only beyond that reads it again. A segment that is spread (tensor, last axis) takes three launches:
-// partial ranges, scales, codes. Maxima and minima do not depend on the order in which they are taken, so every road gives
-// the same bits.
+// A segment that is one run of memory (token, group, first axis) is read once: `dynamic_range_R` holds it in R chunks per
+// thread, up to 8,192 in all, and reads only longer segments twice. A segment that is not contiguous (tensor, last axis)
+// takes three launches: partial ranges, scales, codes. Maxima and minima do not depend on the order of evaluation, so
+// every path gives the same bits.
 #include "runs.cuh"
 
 #define RUNS_PARAMETERS                                                                                              \
@@ -22,14 +22,14 @@
       s64 rows, s64 columns, s64 inner, s64 segments, s32 runs, s32 lanes, s32 asymmetric, s32 q_min, s32 q_max,     \
       s32 codes
 
-// R chunks a thread; a segment per block, or per so many lanes of a warp.
+// R chunks per thread; one segment per block, or per `lanes` threads of a warp.
 KERNEL(256, sizeof(Data) == 8 ? 4 : 6) dynamic_range_4(RUNS_PARAMETERS) { BY_GROUPS(4, false, Block{blockDim.x}); }
 KERNEL(256, 4) dynamic_range_8(RUNS_PARAMETERS) { BY_GROUPS(8, false, Block{blockDim.x}); }
 KERNEL(512, 1) dynamic_range_16(RUNS_PARAMETERS) { BY_GROUPS(16, true, Block{blockDim.x}); }
 KERNEL(256, 4) dynamic_range_lanes_1(RUNS_PARAMETERS) { BY_GROUPS(1, false, Lanes{(u32)lanes}); }
 KERNEL(256, 4) dynamic_range_lanes_4(RUNS_PARAMETERS) { BY_GROUPS(4, false, Lanes{(u32)lanes}); }
 
-// Partial ranges are [parts, segments] lows and then as many highs.
+// Partial ranges are [parts, segments] lows, followed by as many highs.
 DEVICE void put_range(Real* partial, s64 segments, s64 parts, s64 at, const Range& r) {
   partial[at] = -number_of(r.down), partial[parts * segments + at] = number_of(r.up);
 }
@@ -37,7 +37,7 @@ DEVICE Range range_at(const Real* partial, s64 segments, s64 parts, s64 at) {
   return Range{bits_of(partial[parts * segments + at]), bits_of(partial[at]) ^ Sign<RealBits>::bit()};
 }
 
-// Scope tensor: the range of what each block sees.
+// Scope tensor: the range of the elements of each block.
 KERNEL(256, 2) dynamic_range_whole(const Data* input, s64 input_leading, Real* partial, s64 rows, s64 columns) {
   enum { V = Width<Data>::count, U = 4 };
   const s64 thread = (s64)blockIdx.x * blockDim.x + threadIdx.x, threads = (s64)gridDim.x * blockDim.x;
@@ -68,7 +68,7 @@ KERNEL(256, 2) dynamic_range_whole(const Data* input, s64 input_leading, Real* p
   if (threadIdx.x == 0) put_range(partial, 1, gridDim.x, blockIdx.x, r);
 }
 
-// Scope channel, last axis: block (x, y) sees 32 chunks of columns and every gridDim.y-th batch of 8 rows.
+// Scope channel, last axis: block (x, y) reads 32 chunks of columns and every gridDim.y-th batch of 8 rows.
 KERNEL(256, 4) dynamic_range_columns(const Data* input, s64 input_leading, Real* partial, s64 n, s64 d) {
   enum { V = Width<Data>::count, U = 4, WORDS = Extremes<Data>::words, ELEMENTS = Extremes<Data>::elements };
   __shared__ RealBits up[8][32], down[8][32];
@@ -110,41 +110,42 @@ KERNEL(256, 4) dynamic_range_columns(const Data* input, s64 input_leading, Real*
   }
 }
 
-// Scale and zero point from `parts` partial ranges: `together` segments per block, a power of two, each by several bands.
+// Scale and zero point from `parts` partial ranges: `per_block` segments a block, a power of two, each by several bands.
 KERNEL(256, 2) dynamic_range_scales(const Real* partial, Real* scale_out, s32* zero_point_out, s64 parts, s64 segments,
-                                    s32 together, s32 asymmetric, s32 q_min, s32 q_max, s32 empty) {
+                                    s32 per_block, s32 asymmetric, s32 q_min, s32 q_max, s32 empty) {
   __shared__ RealBits up[256], down[256];
   const u32 thread = threadIdx.x;
-  const s64 at = (s64)blockIdx.x * together + (thread & (together - 1));
+  const s64 at = (s64)blockIdx.x * per_block + (thread & (per_block - 1));
   Range r = Range{0, 0};
-  for (s64 i = thread / together; at < segments && i < parts; i += 256 / together) {
+  for (s64 i = thread / per_block; at < segments && i < parts; i += 256 / per_block) {
     include(r, range_at(partial, segments, parts, i * segments + at));
   }
   up[thread] = r.up, down[thread] = r.down;
-  for (u32 half = 128; half >= together; half /= 2) {
+  for (u32 half = 128; half >= per_block; half /= 2) {
     __syncthreads();
     if (thread < half) {
       include(r, Range{up[thread + half], down[thread + half]});
       up[thread] = r.up, down[thread] = r.down;
     }
   }
-  if (thread < together && at < segments) {
+  if (thread < per_block && at < segments) {
     const Segment<Real> g = segment_of(r, asymmetric, q_min, q_max);
     scale_out[at] = g.s, zero_point_out[at] = empty ? 0 : g.z;
   }
 }
 
 // Codes from finished scales.
-KERNEL(256, BLOCKS) dynamic_range_codes(const Data* input, s64 input_leading, u8* output, s64 output_leading, SEGMENTS, SHAPE) {
-  quantize<RUNS>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
+KERNEL(256, BLOCKS) dynamic_range_codes(
+    const Data* input, s64 input_leading, u8* output, s64 output_leading, SEGMENTS, SHAPE) {
+  walk_quantize<WHOLE>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
 }
 
-KERNEL(256, BLOCKS) dynamic_range_codes_whole(const Data* input, s64 input_leading, u8* output, s64 output_leading, SEGMENTS,
-                                      SHAPE) {
-  quantize<WHOLE>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
+KERNEL(256, BLOCKS) dynamic_range_codes_runs(
+    const Data* input, s64 input_leading, u8* output, s64 output_leading, SEGMENTS, SHAPE) {
+  walk_quantize<RUNS>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
 }
 
-KERNEL(256, MIXED_BLOCKS) dynamic_range_codes_mixed(const Data* input, s64 input_leading, u8* output, s64 output_leading, SEGMENTS,
-                                      SHAPE) {
-  quantize<MIXED>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
+KERNEL(256, MIXED_BLOCKS) dynamic_range_codes_mixed(
+    const Data* input, s64 input_leading, u8* output, s64 output_leading, SEGMENTS, SHAPE) {
+  walk_quantize<MIXED>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
 }

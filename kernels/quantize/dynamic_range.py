@@ -38,8 +38,15 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from skuda.kernels.offers import cuda_skus, numpy_skus
-from skuda.kernels.quantize import _affine
-from skuda.kernels.quantize._problems import AffineProblem
+from skuda.kernels.quantize import affine
+from skuda.kernels.quantize.granularity import (
+    AffineProblem,
+    Granularity,
+    per_channel,
+    per_group,
+    per_tensor,
+    per_token,
+)
 from skuda.registry.descriptor import Argument, Role
 from skuda.registry.elements import CODES, FLOATS, ElementKind
 from skuda.registry.op import Case, Op
@@ -48,7 +55,7 @@ from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope
 
 
 class DynamicRangeQuantized(NamedTuple):
-    """What the op returns."""
+    """The op's result."""
 
     output: Any
     """Codes, [n, d]."""
@@ -70,7 +77,7 @@ class DynamicRangeQuantizeDescriptor(AffineProblem):
     mode : DynamicRangeMode
         ``symmetric`` or ``asymmetric``.
     scope : DynamicRangeScope
-        What shares a scale: ``tensor``, ``channel``, ``token`` or ``group``.
+        Which elements share a scale: ``tensor``, ``channel``, ``token`` or ``group``.
     axis : int or None
         The channel axis for scope channel; for scope group the last axis, which is also the default.
     group_size : int or None
@@ -79,6 +86,7 @@ class DynamicRangeQuantizeDescriptor(AffineProblem):
         Elements of data and codes.
     """
 
+    kernel: ClassVar[str] = "dynamic_range"
     op: Literal["dynamic_range"] = "dynamic_range"
     n: Extent
     d: Extent
@@ -96,7 +104,7 @@ class DynamicRangeQuantizeDescriptor(AffineProblem):
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
-        self._check_range(self.q_min, self.q_max, self.output_element)
+        self.check_bounds(self.q_min, self.q_max, self.output_element)
         if self.mode is DynamicRangeMode.SYMMETRIC and self.q_max <= 0:
             self.refuse("q_max", self.q_max, "be greater than 0: it divides the largest magnitude")
         if self.mode is DynamicRangeMode.ASYMMETRIC and self.q_max == self.q_min:
@@ -120,45 +128,34 @@ class DynamicRangeQuantizeDescriptor(AffineProblem):
             )
         if self.group_size is not None and self.d % self.group_size:
             self.refuse("d", self.d, f"be a multiple of group_size = {self.group_size}")
-        # Normalized, so that axis -1 and the axis it means are the same problem.
+        # Normalized, so that axis -1 and the last axis describe the same problem.
         if grouped or self.axis is not None:
             object.__setattr__(self, "axis", 1 if grouped else (self.axis or 0) % 2)
 
     @property
-    def data_shape(self) -> tuple[int, ...]:
-        """Shape of the data in elements."""
-        return (self.n, self.d)
+    def granularity(self) -> Granularity:
+        """How the data divide into segments."""
+        shape, axis, group_size = (self.n, self.d), self.axis or 0, self.group_size or 1
+        match self.scope:
+            case DynamicRangeScope.TENSOR:
+                return Granularity(shape, (1,), per_tensor)
+            case DynamicRangeScope.CHANNEL:
+                return Granularity(shape, (shape[axis],), per_channel(axis))
+            case DynamicRangeScope.TOKEN:
+                return Granularity(shape, (self.n,), per_token)
+            case DynamicRangeScope.GROUP:
+                return Granularity(shape, (self.n, self.d // group_size), per_group(group_size))
 
     @property
     def segment_shape(self) -> tuple[int, ...]:
         """Shape of `scale_out` and `zero_point_out`."""
-        match self.scope:
-            case DynamicRangeScope.TENSOR:
-                return (1,)
-            case DynamicRangeScope.CHANNEL:
-                return (self.data_shape[self.axis or 0],)
-            case DynamicRangeScope.TOKEN:
-                return (self.n,)
-            case DynamicRangeScope.GROUP:
-                return (self.n, self.d // (self.group_size or 1))
-
-    def spread(self) -> _affine.Spread:
-        """Return how a scale array spreads over the data."""
-        match self.scope:
-            case DynamicRangeScope.TENSOR:
-                return _affine.per_tensor
-            case DynamicRangeScope.CHANNEL:
-                return _affine.per_channel(self.axis or 0)
-            case DynamicRangeScope.TOKEN:
-                return _affine.per_token
-            case DynamicRangeScope.GROUP:
-                return _affine.per_group(self.group_size or 1)
+        return self.granularity.segments
 
     def arguments(self) -> tuple[Argument, ...]:
         """Return input, output, scale_out, zero_point_out."""
         return (
-            self._data("input", Role.INPUT, self.input_element),
-            self._data("output", Role.OUTPUT, self.output_element),
+            self.data("input", Role.INPUT, self.input_element),
+            self.data("output", Role.OUTPUT, self.output_element),
             Argument("scale_out", Role.OUTPUT, (self.input_element.compute,), self.segment_shape),
             Argument("zero_point_out", Role.OUTPUT, (ElementKind.S32,), self.segment_shape),
         )
@@ -167,29 +164,24 @@ class DynamicRangeQuantizeDescriptor(AffineProblem):
 def reference(
     problem: DynamicRangeQuantizeDescriptor, *, input: Any, output: Any, scale_out: Any, zero_point_out: Any
 ) -> None:
-    """Write `output`, `scale_out` and `zero_point_out`; see the module."""
+    """Write `output`, `scale_out` and `zero_point_out` by the formula of the module."""
     view, axes = _segments(problem, input)
     data, bounds = problem.input_element, (problem.q_min, problem.q_max)
     kept = tuple(1 if axis in axes else extent for axis, extent in enumerate(view.shape))
-    outputs = (scale_out.reshape(kept), zero_point_out.reshape(kept))  # axes of extent 1 come and go without a copy
+    outputs = (scale_out.reshape(kept), zero_point_out.reshape(kept))  # axes of extent 1 can be added without a copy
     asymmetric = problem.mode is DynamicRangeMode.ASYMMETRIC
-    _affine.dynamic_scales(view, axes, data, bounds, outputs, asymmetric=asymmetric)
+    affine.dynamic_scales(view, axes, data, bounds, outputs, asymmetric=asymmetric)
     elements = (data, problem.output_element)
-    _affine.quantize(problem.spread(), elements, bounds, (input, scale_out, zero_point_out, output))
+    affine.quantize(problem.granularity.spread, elements, bounds, (input, scale_out, zero_point_out, output))
 
 
 def _segments(problem: DynamicRangeQuantizeDescriptor, data: Any) -> tuple[Any, tuple[int, ...]]:
     """View the data so that a segment runs over whole axes; return the view and those axes."""
-    match problem.scope:
-        case DynamicRangeScope.TENSOR:
-            return data, (0, 1)
-        case DynamicRangeScope.CHANNEL:
-            return data, (1 - (problem.axis or 0),)
-        case DynamicRangeScope.TOKEN:
-            return data, (1,)
-        case DynamicRangeScope.GROUP:
-            # Splitting one axis is a view whatever the strides.
-            return data.reshape(*problem.segment_shape, problem.group_size), (2,)
+    if problem.scope is DynamicRangeScope.GROUP:
+        # Splitting one axis gives a view for any strides.
+        return data.reshape(*problem.segment_shape, problem.group_size), (2,)
+    axes = {DynamicRangeScope.TENSOR: (0, 1), DynamicRangeScope.CHANNEL: (1 - (problem.axis or 0),)}
+    return data, axes.get(problem.scope, (1,))
 
 
 def _cases() -> tuple[Case, ...]:
@@ -204,13 +196,13 @@ def _cases() -> tuple[Case, ...]:
     plan = [(FLOATS[0], CODES[0], scope, size) for scope in scopes for size in sizes]
     plan += [(data, code, scope, sizes[0]) for data in FLOATS for code in CODES for scope in scopes]
     made = []
-    for turn, (data, code, scope, (n, d)) in enumerate(plan):
+    for number, (data, code, scope, (n, d)) in enumerate(plan):
         low, high = code.integer_range or (0, 0)
-        mode = DynamicRangeMode.SYMMETRIC if turn % 2 else DynamicRangeMode.ASYMMETRIC
+        mode = DynamicRangeMode.SYMMETRIC if number % 2 else DynamicRangeMode.ASYMMETRIC
         problem = DynamicRangeQuantizeDescriptor(
-            n=n, d=d, q_min=low + turn % 2, q_max=high, mode=mode, input_element=data, output_element=code, **scope
+            n=n, d=d, q_min=low + number % 2, q_max=high, mode=mode, input_element=data, output_element=code, **scope
         )
-        made.append(Case(problem, "special" if turn % 3 == 0 else "normal"))
+        made.append(Case(problem, "special" if number % 3 == 0 else "normal"))
     return tuple(dict.fromkeys(made))
 
 
@@ -221,16 +213,10 @@ SKUS = (
         __name__,
         FLOATS,
         CODES,
-        launch="skuda.kernels.quantize._cuda:dynamic_range",
+        launch="skuda.kernels.quantize.dynamic_range_launch:dynamic_range",
         entry_point="dynamic_range_4",
         summary="one read per segment where it is one run",
     ),
     *numpy_skus(DynamicRangeQuantizeDescriptor, __name__, FLOATS, CODES),
 )
-OP = Op(
-    DynamicRangeQuantizeDescriptor,
-    reference,
-    CASES,
-    SKUS,
-    source="baracuda_kernels/quantize/dynamic_range.rs",
-)
+OP = Op(DynamicRangeQuantizeDescriptor, reference, CASES, SKUS, source="baracuda_kernels/quantize/dynamic_range.rs")

@@ -1,4 +1,4 @@
-"""Fake-quantize per tensor: one scale for everything.
+"""Fake-quantize: quantize and dequantize without leaving floating point.
 
 Formula
 -------
@@ -8,7 +8,12 @@ counts as 0, infinities saturate.
 
 Shapes
 ------
-`input` and `output` `numel` elements of any shape; `scale` and `zero_point` a number, or an array of one element.
+- Per tensor: `input` and `output` `numel` elements of any shape; `scale` and `zero_point` a number, or an array of
+  one element.
+- Per channel: `input` and `output` `shape`, any rank, any `axis`; `scale` and `zero_point` [shape[axis]].
+- Per token: `input` and `output` [n, d]; `scale` and `zero_point` [n].
+- Per group: `input` and `output` [outer_size, axis_size]; `scale` and `zero_point` [outer_size, axis_size /
+  group_size].
 
 Elements
 --------
@@ -21,23 +26,43 @@ for f64 data, f32 otherwise) or the data's own, which is widened; zero points ar
 
 Errors
 ------
-`InvalidProblem` for `numel` outside [0, 2^63-1]; `q_max` below `q_min`; an argument that is missing, unknown, of
-another element or shape, or that overlaps an output; a scalar scale that is 0 or not finite (array scales follow the
-formula: x / 0 is +-inf or NaN).
-`Unsupported` for an element outside the lists above.
+`InvalidProblem` for `numel` outside [0, 2^63-1] or another size outside [0, 2^31-1]; an `axis` outside the rank
+(negative ones count from the end); a `group_size` below 1 or one that does not divide `axis_size`; `q_max` below
+`q_min`; an argument that is missing, unknown, of another element or shape, or that overlaps an output; a scalar scale
+that is 0 or not finite (array scales follow the formula: x / 0 is +-inf or NaN).
+`Unsupported` for an element outside the list above.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from skuda.kernels.offers import cuda_skus, numpy_skus
-from skuda.kernels.quantize import _affine
-from skuda.kernels.quantize._cases import cases
-from skuda.kernels.quantize._cuda import ELEMENTWISE
-from skuda.kernels.quantize._problems import FakeQuantize, PerTensor
-from skuda.registry.elements import FLOATS
-from skuda.registry.op import Op
+import numpy as np
+
+from skuda.kernels.dtypes import compute_dtype
+from skuda.kernels.quantize import affine
+from skuda.kernels.quantize.elementwise import elementwise_ops
+from skuda.kernels.quantize.granularity import Bounded, PerChannel, PerGroup, PerTensor, PerToken
+from skuda.registry.descriptor import Argument
+
+
+class FakeQuantize(Bounded):
+    """Quantize and dequantize without leaving floating point.
+
+    Attributes
+    ----------
+    q_min, q_max : int
+        Bounds of the codes, inclusive; any s32 integers, since no code is stored.
+    input_element : ElementKind
+        Element of input and output: f16, bf16, f32 or f64.
+    """
+
+    kernel: ClassVar[str] = "fake_quantize"
+    in_place: ClassVar[bool] = True
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return input, scale, zero_point, output."""
+        return self.forward_arguments(self.input_element, self.input_element)
 
 
 class FakeQuantizeDescriptor(FakeQuantize, PerTensor):
@@ -46,22 +71,42 @@ class FakeQuantizeDescriptor(FakeQuantize, PerTensor):
     op: Literal["fake_quantize"] = "fake_quantize"
 
 
-def reference(problem: FakeQuantizeDescriptor, *, input: Any, scale: Any, zero_point: Any, output: Any) -> None:
-    """Write `output`; see the module."""
-    bounds = (problem.q_min, problem.q_max)
-    arrays = (input, scale, zero_point, output)
-    _affine.fake_quantize(problem.spread(), problem.input_element, bounds, arrays)
+class FakeQuantizePerChannelDescriptor(FakeQuantize, PerChannel):
+    """Problem of `fake_quantize_per_channel`; for the fields see `PerChannel` and `FakeQuantize`."""
+
+    op: Literal["fake_quantize_per_channel"] = "fake_quantize_per_channel"
 
 
-CASES = cases(FakeQuantizeDescriptor)
-SKUS = (
-    *cuda_skus(FakeQuantizeDescriptor, __name__, FLOATS, launch=ELEMENTWISE),
-    *numpy_skus(FakeQuantizeDescriptor, __name__, FLOATS),
-)
-OP = Op(
-    FakeQuantizeDescriptor,
+class FakeQuantizePerTokenDescriptor(FakeQuantize, PerToken):
+    """Problem of `fake_quantize_per_token`; for the fields see `PerToken` and `FakeQuantize`."""
+
+    op: Literal["fake_quantize_per_token"] = "fake_quantize_per_token"
+
+
+class FakeQuantizePerGroupDescriptor(FakeQuantize, PerGroup):
+    """Problem of `fake_quantize_per_group`; for the fields see `PerGroup` and `FakeQuantize`."""
+
+    op: Literal["fake_quantize_per_group"] = "fake_quantize_per_group"
+
+
+@np.errstate(all="ignore")  # infinities and NaN are valid results here
+def reference(problem: FakeQuantize, *, input: Any, scale: Any, zero_point: Any, output: Any) -> None:
+    """Write `output` by the formula of the module."""
+    compute = compute_dtype(problem.input_element)
+    for index, s, z in affine.segments(input.shape, problem.granularity.spread, scale, zero_point, compute):
+        t = affine.rounded_quotient(input[index].astype(compute), s)
+        q = affine.clamp_codes(t, z, problem.q_min, problem.q_max)
+        y = affine.real_value(q, z, s, compute).astype(output.dtype)
+        y[y == 0] = 0  # a zero result is +0, also under a negative scale or after underflow
+        output[index] = y
+
+
+OPS = elementwise_ops(
     reference,
-    CASES,
-    SKUS,
-    source="baracuda_kernels/quantize/fake_quantize.rs",
+    {
+        FakeQuantizeDescriptor: "baracuda_kernels/quantize/fake_quantize.rs",
+        FakeQuantizePerChannelDescriptor: "baracuda_kernels/quantize/fake_quantize.rs, its formula per channel",
+        FakeQuantizePerTokenDescriptor: "baracuda_kernels/quantize/fake_quantize.rs, its formula per token",
+        FakeQuantizePerGroupDescriptor: "baracuda_kernels/quantize/fake_quantize.rs, its formula per group",
+    },
 )

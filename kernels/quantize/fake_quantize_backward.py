@@ -1,15 +1,20 @@
-"""Gradient of fake-quantize per tensor, straight through: one scale for everything.
+"""Gradient of fake-quantize, straight through.
 
 Formula
 -------
-t = rne(RN_C(input / scale)); d_input = d_output where q_min <= t + zero_point <= q_max, else 0. The mask is
-inclusive. rne rounds to nearest, ties to even; RN_C rounds to the compute type; the division is a true one. NaN
-inputs have gradient 0.
+t = rne(RN_C(input / scale)); d_input = d_output where q_min <= t + zero_point <= q_max, else 0. The mask is inclusive.
+rne rounds to nearest, ties to even; RN_C rounds to the compute type; the division is a true one. NaN inputs have
+gradient 0.
 
 Shapes
 ------
-`d_output`, `input` and `d_input` `numel` elements of any shape; `scale` and `zero_point` a number, or an array of one
-element.
+- Per tensor: `d_output`, `input` and `d_input` `numel` elements of any shape; `scale` and `zero_point` a number, or
+  an array of one element.
+- Per channel: `d_output`, `input` and `d_input` `shape`, any rank, any `axis`; `scale` and `zero_point`
+  [shape[axis]].
+- Per token: `d_output`, `input` and `d_input` [n, d]; `scale` and `zero_point` [n].
+- Per group: `d_output`, `input` and `d_input` [outer_size, axis_size]; `scale` and `zero_point` [outer_size,
+  axis_size / group_size].
 
 Elements
 --------
@@ -22,23 +27,40 @@ for f64 data, f32 otherwise) or the data's own, which is widened; zero points ar
 
 Errors
 ------
-`InvalidProblem` for `numel` outside [0, 2^63-1]; `q_max` below `q_min`; an argument that is missing, unknown, of
-another element or shape, or that overlaps an output; a scalar scale that is 0 or not finite (array scales follow the
-formula: x / 0 is +-inf or NaN).
-`Unsupported` for an element outside the lists above.
+`InvalidProblem` for `numel` outside [0, 2^63-1] or another size outside [0, 2^31-1]; an `axis` outside the rank
+(negative ones count from the end); a `group_size` below 1 or one that does not divide `axis_size`; `q_max` below
+`q_min`; an argument that is missing, unknown, of another element or shape, or that overlaps an output; a scalar scale
+that is 0 or not finite (array scales follow the formula: x / 0 is +-inf or NaN).
+`Unsupported` for an element outside the list above.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from skuda.kernels.offers import cuda_skus, numpy_skus
-from skuda.kernels.quantize import _affine
-from skuda.kernels.quantize._cases import cases
-from skuda.kernels.quantize._cuda import ELEMENTWISE
-from skuda.kernels.quantize._problems import FakeQuantizeBackward, PerTensor
-from skuda.registry.elements import FLOATS
-from skuda.registry.op import Op
+from skuda.kernels.quantize import affine
+from skuda.kernels.quantize.elementwise import elementwise_ops
+from skuda.kernels.quantize.granularity import Bounded, PerChannel, PerGroup, PerTensor, PerToken
+from skuda.registry.descriptor import Argument
+
+
+class FakeQuantizeBackward(Bounded):
+    """Straight-through gradient of `fake_quantize`.
+
+    Attributes
+    ----------
+    q_min, q_max : int
+        The forward's bounds.
+    input_element : ElementKind
+        Element of the forward's input and of the gradients.
+    """
+
+    kernel: ClassVar[str] = "fake_quantize_backward"
+    in_place: ClassVar[bool] = True
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return d_output, input, scale, zero_point, d_input."""
+        return self.backward_arguments()
 
 
 class FakeQuantizeBackwardDescriptor(FakeQuantizeBackward, PerTensor):
@@ -47,24 +69,39 @@ class FakeQuantizeBackwardDescriptor(FakeQuantizeBackward, PerTensor):
     op: Literal["fake_quantize_backward"] = "fake_quantize_backward"
 
 
+class FakeQuantizePerChannelBackwardDescriptor(FakeQuantizeBackward, PerChannel):
+    """Problem of `fake_quantize_per_channel_backward`; for the fields see `PerChannel` and `FakeQuantizeBackward`."""
+
+    op: Literal["fake_quantize_per_channel_backward"] = "fake_quantize_per_channel_backward"
+
+
+class FakeQuantizePerTokenBackwardDescriptor(FakeQuantizeBackward, PerToken):
+    """Problem of `fake_quantize_per_token_backward`; for the fields see `PerToken` and `FakeQuantizeBackward`."""
+
+    op: Literal["fake_quantize_per_token_backward"] = "fake_quantize_per_token_backward"
+
+
+class FakeQuantizePerGroupBackwardDescriptor(FakeQuantizeBackward, PerGroup):
+    """Problem of `fake_quantize_per_group_backward`; for the fields see `PerGroup` and `FakeQuantizeBackward`."""
+
+    op: Literal["fake_quantize_per_group_backward"] = "fake_quantize_per_group_backward"
+
+
 def reference(
-    problem: FakeQuantizeBackwardDescriptor, *, d_output: Any, input: Any, scale: Any, zero_point: Any, d_input: Any
+    problem: FakeQuantizeBackward, *, d_output: Any, input: Any, scale: Any, zero_point: Any, d_input: Any
 ) -> None:
-    """Write `d_input`; see the module."""
+    """Write `d_input` by the formula of the module."""
     bounds = (problem.q_min, problem.q_max)
     arrays = (d_output, input, scale, zero_point, d_input)
-    _affine.straight_through(problem.spread(), problem.input_element, bounds, arrays, divide=False)
+    affine.straight_through(problem.granularity.spread, problem.input_element, bounds, arrays, divide=False)
 
 
-CASES = cases(FakeQuantizeBackwardDescriptor)
-SKUS = (
-    *cuda_skus(FakeQuantizeBackwardDescriptor, __name__, FLOATS, launch=ELEMENTWISE),
-    *numpy_skus(FakeQuantizeBackwardDescriptor, __name__, FLOATS),
-)
-OP = Op(
-    FakeQuantizeBackwardDescriptor,
+OPS = elementwise_ops(
     reference,
-    CASES,
-    SKUS,
-    source="baracuda_kernels/quantize/fake_quantize.rs",
+    {
+        FakeQuantizeBackwardDescriptor: "baracuda_kernels/quantize/fake_quantize.rs",
+        FakeQuantizePerChannelBackwardDescriptor: "baracuda_kernels/quantize/fake_quantize.rs, its formula per channel",
+        FakeQuantizePerTokenBackwardDescriptor: "baracuda_kernels/quantize/fake_quantize.rs, its formula per token",
+        FakeQuantizePerGroupBackwardDescriptor: "baracuda_kernels/quantize/fake_quantize.rs, its formula per group",
+    },
 )

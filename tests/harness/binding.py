@@ -13,7 +13,7 @@ from harness.emulator import SANITIZED, Library
 from support import FLOAT_DTYPES, Guarded
 
 from skuda.dispatch.device import Device
-from skuda.dispatch.rules import number
+from skuda.dispatch.host.rules import number
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.launch import Columns, Constant, Launch, Leading, Number, Parameter, Pointer, Rows, Which
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape

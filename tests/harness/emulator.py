@@ -8,24 +8,25 @@ emulators translate PTX or need LLVM builds. The kernels need few enough words t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.resources
 import os
 import platform
 import re
+import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import platformdirs
 
-from skuda.dispatch.sources import read_source
+from skuda.dispatch.compile.sources import read_source
 from skuda.kernels.launch import Dim3
 from skuda.registry.sku import KernelSku
 
@@ -104,16 +105,9 @@ def write_headers(unit: Unit, folder: Path) -> None:
 # --- building --------------------------------------------------------------------------------------------------------
 
 
-def build(units: Iterable[Unit]) -> None:
-    """Compile what is not compiled yet, on all cores; what does not compile fails where it is loaded."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for unit in dict.fromkeys(units):
-            pool.submit(_library_path, unit)
-
-
 @cache
 def load(unit: Unit) -> Library:
-    """Return the compiled unit."""
+    """Return the unit, compiled where the same content was not compiled before."""
     return Library(_library_path(unit))
 
 
@@ -157,7 +151,7 @@ def _own(name: str) -> str:
 def _switching() -> Path:
     """Build the part that is the same for all units."""
     path = cache_folder() / f"{digest(_own('shim.h'), _own('block.cpp'))}.o"
-    return _publish(path, lambda folder, out: _compile(["-O2", "-c", str(_HERE / "block.cpp"), "-o", out], folder))
+    return publish(path, lambda folder, out: _compile(["-O2", "-c", str(_HERE / "block.cpp"), "-o", out], folder))
 
 
 @cache
@@ -165,15 +159,16 @@ def cache_folder() -> Path:
     """Return the folder of compiled things, without those that were not used lately."""
     _CACHE.mkdir(parents=True, exist_ok=True)
     for old in _CACHE.iterdir():
-        if time.time() - old.stat().st_mtime > _KEPT_DAYS * 86400:
-            old.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another worker was faster
+            if time.time() - old.stat().st_mtime > _KEPT_DAYS * 86400:
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
     return _CACHE
 
 
-def _publish(path: Path, make) -> Path:
+def publish(path: Path, make: Callable[[Path, str], object]) -> Path:
     """Return `path`, made by `make(folder, file)` if it is not there; a half-written file is never seen."""
-    if path.exists():
-        path.touch()
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(path)
         return path
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / "out"
@@ -195,7 +190,7 @@ def _library_path(unit: Unit) -> Path:
         options = ["-DSKUDA_HOST", *unit.defines, "-include", str(_HERE / "shim.h"), "-I.", "-shared", "-Wl,-Bsymbolic"]
         _compile([*options, "unit.cpp", str(_switching()), "-o", out], folder)
 
-    return _publish(path, make)
+    return publish(path, make)
 
 
 def _rewritten(text: str) -> str:

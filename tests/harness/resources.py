@@ -11,19 +11,22 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from harness.binding import launch_of
-from harness.emulator import Unit, cache_folder, digest, write_headers
+from harness.emulator import Unit, cache_folder, digest, publish, write_headers
 
-from skuda.dispatch import compiling
+from skuda.dispatch.compile import compilers as compiling
 from skuda.dispatch.device import KNOWN_DEVICES
 from skuda.kernels.catalog import built_in_ops
+from skuda.kernels.launch import Launch
 from skuda.registry.arch import ArchSku
+from skuda.registry.op import Case
 from skuda.registry.sku import KernelSku
 
 ARCHITECTURES = tuple(map(ArchSku, ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")))
@@ -84,13 +87,31 @@ class Job:
 
 
 @cache
+def _cases() -> dict[Any, list[Case]]:
+    """Return the cases of all ops by the key of their problem."""
+    found = defaultdict(list)
+    for op in built_in_ops():
+        for case in op.cases:
+            found[case.problem.key()].append(case)
+    return found
+
+
+def cases_of(sku: KernelSku) -> list[Case]:
+    """Return the cases that a SKU serves."""
+    return [case for case in _cases()[sku.key] if not any(rule.check(case.problem) for rule in sku.constraints)]
+
+
+@cache
 def configurations(sku: KernelSku) -> tuple[tuple[str, ...], ...]:
     """Return the flags of every configuration that the launch rule chooses for the cases that a SKU serves."""
-    cases = [case for op in built_in_ops() for case in op.cases if case.problem.key() == sku.key]
-    problems = [case.problem for case in cases if not any(rule.check(case.problem) for rule in sku.constraints)]
+    return tuple(dict.fromkeys(launch.flags for launch in launches(sku) if launch.steps)) or ((),)
+
+
+@cache
+def launches(sku: KernelSku) -> list[Launch]:
+    """Return the launches of all cases that a SKU serves, on an H200 that is of its architecture."""
     device = KNOWN_DEVICES["h200"].model_copy(update={"compute_capability": sku.arch.capability})
-    launches = [launch_of(sku, problem, device) for problem in problems]
-    return tuple(dict.fromkeys(launch.flags for launch in launches if launch.steps)) or ((),)
+    return [launch_of(sku, case.problem, device) for case in cases_of(sku)]
 
 
 def architectures(sku: KernelSku) -> tuple[ArchSku, ...]:
@@ -100,24 +121,13 @@ def architectures(sku: KernelSku) -> tuple[ArchSku, ...]:
     return tuple(arch for arch in ARCHITECTURES if not arch.is_specific and sku.arch.runs_on(arch.capability))
 
 
-def compiled(jobs: Iterable[Job]) -> list[Compiled]:
-    """Compile on all cores; results are kept, by content, for the next run."""
-    # NVRTC compiles one program at a time in a process.
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(_kept, jobs, chunksize=4))
-
-
-def _kept(job: Job) -> Compiled:
-    identity = compiling.find_nvcc if job.compiler == "nvcc" else compiling.find_nvrtc
-    path = cache_folder() / f"{digest(job, identity().version)}.json"
-    if path.exists():
-        kept = json.loads(path.read_text())
-        return Compiled({name: Resources(**needs) for name, needs in kept["kernels"].items()}, kept["remarks"])
-    made = _read(*(_nvcc if job.compiler == "nvcc" else _nvrtc)(job))
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump(asdict(made), file)
-    Path(file.name).replace(path)
-    return made
+def compiled(job: Job) -> Compiled:
+    """Compile; the result is kept, by content, for the next run."""
+    find, run = (compiling.find_nvcc, _nvcc) if job.compiler == "nvcc" else (compiling.find_nvrtc, _nvrtc)
+    path = cache_folder() / f"{digest(job, find().version)}.json"
+    publish(path, lambda _, file: Path(file).write_text(json.dumps(asdict(_read(*run(job))))))
+    kept = json.loads(path.read_text())
+    return Compiled({name: Resources(**needs) for name, needs in kept["kernels"].items()}, kept["remarks"])
 
 
 def _nvrtc(job: Job) -> tuple[bool, str]:
@@ -182,7 +192,9 @@ def table() -> dict[str, object]:
         for sku in cuda_skus()
         for arch in architectures(sku)
     }
-    found = compiled([Job.of(sku, key[2]) for key, sku in skus.items()])
+    # NVRTC compiles one program at a time in a process.
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        found = list(pool.map(compiled, [Job.of(sku, key[2]) for key, sku in skus.items()], chunksize=4))
     lines = {}
     for (source, flags, arch), result in zip(skus, found, strict=True):
         if result.remarks:

@@ -1,1 +1,1 @@
-"""The main job: a real sentence-embedding model in f32 and in int8, side by side."""
+"""The demo: a real sentence-embedding model in f32 and in int8, compared."""

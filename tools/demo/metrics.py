@@ -1,4 +1,4 @@
-"""How far quantized results are from the f32 ones: signal to noise, cosine, agreement of rankings."""
+"""Distance between quantized and f32 results: signal to noise ratio, cosine, agreement of rankings."""
 
 from __future__ import annotations
 
@@ -12,54 +12,30 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
 
-class Power(NamedTuple):
-    """Sums of squares of a reference and of the error against it; add up over batches.
-
-    Attributes
-    ----------
-    signal, noise : float
-        In the square of the reference's unit.
-    """
-
-    signal: float = 0.0
-    noise: float = 0.0
-
-    def __add__(self, other: object) -> Power:
-        """Combine two batches."""
-        if not isinstance(other, Power):
-            return NotImplemented
-        return Power(self.signal + other.signal, self.noise + other.noise)
-
-    @property
-    def sqnr_db(self) -> float:
-        """Signal to quantization noise ratio in dB; infinite without noise, minus infinite without signal."""
-        if self.noise == 0:
-            return inf
-        return 10 * log10(self.signal / self.noise) if self.signal > 0 else -inf
+def powers(reference: F32, approximation: F32) -> F64:
+    """Return the sums of squares, in f64, of a reference and of the error against it; both add up over batches."""
+    return np.array([np.square(x, dtype=np.float64).sum() for x in (reference, reference - approximation)])
 
 
-def power(reference: F32, approximation: F32) -> Power:
-    """Measure one batch: arrays of one shape, f32; summed in f64."""
-    error = reference - approximation
-    return Power(float(np.square(reference, dtype=np.float64).sum()), float(np.square(error, dtype=np.float64).sum()))
+def sqnr_db(signal: float, noise: float) -> float:
+    """Return the signal to quantization noise ratio in dB; infinite without noise, minus infinite without signal."""
+    if noise == 0:
+        return inf
+    return 10 * log10(signal / noise) if signal > 0 else -inf
 
 
 def cosine(a: F32, b: F32) -> F64:
-    """Cosine of the angle between corresponding rows of two arrays of shape (n, d), shape (n,), f64."""
+    """Return the cosines between corresponding rows of two arrays of shape (n, d)."""
     x, y = a.astype(np.float64), b.astype(np.float64)
     products: F64 = (x * y).sum(axis=1) / np.sqrt((x * x).sum(axis=1) * (y * y).sum(axis=1))
     return products
 
 
 class Ranking(NamedTuple):
-    """How alike two sets of embeddings rank each sentence's neighbours.
+    """How well two sets of embeddings agree on the ranking of each sentence's neighbours.
 
-    Attributes
-    ----------
-    worst, mean : float
-        Spearman's rank correlation over all sentences, -1..1.
-    top1 : float
-        Share of sentences with the same nearest neighbour, 0..1.
+    `worst` and `mean` are Spearman's rank correlations over all sentences, -1..1; `top1` is the share of sentences with
+    the same nearest neighbour, 0..1.
     """
 
     worst: float
@@ -68,15 +44,7 @@ class Ranking(NamedTuple):
 
 
 def ranking_agreement(reference: F32, approximation: F32) -> Ranking:
-    """Compare the similarity rankings of two sets of embeddings of the same sentences.
-
-    Each sentence ranks all the others by cosine, once among `reference` and once among `approximation`.
-
-    Parameters
-    ----------
-    reference, approximation : array of shape (n, d), f32
-        n of at least 3: two others are the least that can be ranked.
-    """
+    """Compare the rankings of all other sentences by cosine, in two arrays of shape (n, d) with n >= 3."""
     mine, theirs = _similarities_to_others(reference), _similarities_to_others(approximation)
     correlations = [spearman(a, b) for a, b in zip(mine, theirs, strict=True)]
     top1 = float(np.mean(mine.argmax(axis=1) == theirs.argmax(axis=1)))
@@ -84,11 +52,8 @@ def ranking_agreement(reference: F32, approximation: F32) -> Ranking:
 
 
 def spearman(a: F64, b: F64) -> float:
-    """Spearman's rank correlation of two vectors of shape (n,); values that tie share their mean rank."""
-    x, y = _ranks(a), _ranks(b)
-    x -= x.mean()
-    y -= y.mean()
-    return float(x @ y / np.sqrt((x @ x) * (y @ y)))
+    """Return Spearman's rank correlation of two vectors; equal values share their mean rank."""
+    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
 
 
 def _ranks(values: F64) -> F64:
@@ -98,7 +63,7 @@ def _ranks(values: F64) -> F64:
 
 
 def _similarities_to_others(embeddings: F32) -> F64:
-    """Cosines of each row to all other rows, shape (n, n - 1)."""
+    """Return the cosines of each row with all other rows, shape (n, n - 1)."""
     unit = embeddings.astype(np.float64)
     unit /= np.linalg.norm(unit, axis=1, keepdims=True)
     n = len(unit)

@@ -1,4 +1,4 @@
-"""The demo's products on a GPU: host arrays in, host arrays out, weights taken over once."""
+"""The demo's products on a GPU: host arrays go in and come out, and weights are copied once."""
 
 from __future__ import annotations
 
@@ -14,24 +14,14 @@ from skuda.dispatch.preference import NO_PREFERENCE
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem, MissingDependency
 from skuda.tools.output import refuse
-from skuda.tools.placing import Placement, placement_for
+from skuda.tools.verify.placement import Placement, placement_for
 
 WHERE = ("auto", "gpu", "host")
 _KEPT = ("weight_q", "weight_scale", "bias")
 
 
 class Placed(Dispatcher):
-    """A dispatcher whose `run` takes NumPy arrays to a device and brings the results back.
-
-    Parameters
-    ----------
-    dispatcher : Dispatcher
-        Whose kernels and backends are used.
-    device : Device
-        Where they run.
-    placement : Placement
-        How arrays get there.
-    """
+    """A dispatcher whose `run` copies NumPy arrays to a device and the results back to the host."""
 
     def __init__(self, dispatcher: Dispatcher, device: Device, placement: Placement) -> None:
         super().__init__(dispatcher.registry, backends=dispatcher.backends.values())
@@ -42,13 +32,13 @@ class Placed(Dispatcher):
     def select(
         self, problem: Descriptor, preference: PlanPreference = NO_PREFERENCE, device: Device | None = None
     ) -> Plan:
-        """Choose as `Dispatcher.select`, for this device unless another one is named."""
+        """Select as `Dispatcher.select` does, for this device unless another one is given."""
         return super().select(problem, preference, device or self.device)
 
     def run(
         self, problem: Descriptor, *, preference: PlanPreference = NO_PREFERENCE, stream: object = None, **arrays: Any
     ) -> Any:
-        """Run as `Dispatcher.run`, with host arrays; it returns when the results are on the host."""
+        """Run as `Dispatcher.run` does, with host arrays; return when the results are on the host."""
         there = {name: self._sent(name, value) for name, value in arrays.items()}
         found = super().run(problem, preference=preference, stream=stream, **there)
         if isinstance(found, tuple):
@@ -63,7 +53,7 @@ class Placed(Dispatcher):
         sent = self._weights.get(id(value))
         if sent is None:
             sent = self._weights[id(value)] = self._upload(value)
-            # Before the number can be that of another array.
+            # The entry must be dropped before another array can get the same id.
             weakref.finalize(value, self._weights.pop, id(value), None).atexit = False
         return sent
 
@@ -72,28 +62,10 @@ class Placed(Dispatcher):
 
 
 def placed(dispatcher: Dispatcher, where: str) -> tuple[Dispatcher, str]:
-    """Return a dispatcher for the device that was asked for.
+    """Return a dispatcher for ``host``, ``gpu`` or ``auto``, and the reason, if any, why a present GPU is not used.
 
-    Parameters
-    ----------
-    dispatcher : Dispatcher
-        Takes host arrays.
-    where : str
-        ``host``, ``gpu``, or ``auto``: a GPU where one is usable.
-
-    Returns
-    -------
-    dispatcher : Dispatcher
-        The same one for the host.
-    note : str
-        Why a GPU that is here is not used; empty where there is nothing to say.
-
-    Raises
-    ------
-    InvalidProblem
-        For another word, or ``gpu`` where none is here.
-    MissingDependency
-        Where one is here and was asked for, and arrays cannot be taken to it.
+    Raise `InvalidProblem` for another word, or for ``gpu`` without one, and `MissingDependency` if a requested GPU is
+    present but arrays cannot be copied to it.
     """
     if where not in WHERE:
         refuse("demo", "--device", where, WHERE)
@@ -104,30 +76,24 @@ def placed(dispatcher: Dispatcher, where: str) -> tuple[Dispatcher, str]:
     if gpu is None or where == "host":
         return dispatcher, ""
     try:
-        placement = placement_for(gpu)
-        _try(placement)
+        return Placed(dispatcher, gpu, _reaching(gpu)), ""
     except MissingDependency as error:
         if where == "gpu":
             raise
         return dispatcher, f"not on {gpu.name}: {error}"
-    return Placed(dispatcher, gpu, placement), ""
 
 
-def _try(placement: Placement) -> None:
-    """Take a few bytes there and back, which a library that was built without CUDA cannot do.
-
-    Raises
-    ------
-    MissingDependency
-        Where that fails.
-    """
+def _reaching(gpu: Device) -> Placement:
+    """Return the placement for a GPU, after a test copy of a few bytes, which fails with a library without CUDA."""
+    placement = placement_for(gpu)
     try:
         placement.download(placement.upload(np.zeros(8, np.uint8)))
     except Exception as error:
         what = f"a {placement.name} that reaches the GPU ({str(error).splitlines()[0]})"
         raise MissingDependency(what, f"pip install {placement.name}, built for CUDA") from error
+    return placement
 
 
 def device_of(dispatcher: Dispatcher) -> Device:
-    """Return where a dispatcher runs host arrays."""
+    """Return the device on which a dispatcher runs host arrays."""
     return dispatcher.device if isinstance(dispatcher, Placed) else HOST

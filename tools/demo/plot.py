@@ -1,4 +1,4 @@
-"""The demo's picture: every layer's own error, for each way compared."""
+"""The demo's plot: every layer's own error in each of the compared ways."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from skuda.tools.demo.result import DemoResult
 
-# Told apart without colour too: by marker and line style. The colours are Okabe and Ito's.
+# Marker and line style identify a way without colour. The colours are Okabe and Ito's.
 STYLES = (
     ("#000000", "o", "-"),
     ("#D55E00", "v", ":"),
@@ -17,20 +17,8 @@ STYLES = (
 
 
 def draw(result: DemoResult, path: Path) -> None:
-    """Write a PNG of the relative error of each layer's output, on its f32 input, by way.
-
-    Parameters
-    ----------
-    result : DemoResult
-    path : Path
-        A PNG is written whatever its suffix.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written.
-    """
-    # Figure and not pyplot: no global state, and no window system is looked for.
+    """Plot the relative error of each layer's output on its f32 input, as a PNG whatever the path's suffix."""
+    # Figure instead of pyplot avoids global state and the search for a window system.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5.5), dpi=150, layout="constrained")

@@ -41,7 +41,7 @@ def render(result: DemoResult, console: Console) -> None:
 
 
 def layer_table(result: DemoResult) -> Table:
-    """One row per linear layer: shape, SQNR both ways, and the kernel's number where the layers differ in it."""
+    """Return one row per linear layer: shape, SQNR in both ways, and the kernel's number if the layers differ in it."""
     kernels = _kernels(result)
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("layer")
@@ -58,7 +58,7 @@ def layer_table(result: DemoResult) -> Table:
 
 
 def sku_lines(result: DemoResult) -> list[str]:
-    """Name the kernels chosen: once where all layers share them, else by the numbers of the table."""
+    """Return the chosen kernels: once if all layers share them, else by the numbers of the table."""
     kernels = _kernels(result)
     lines = []
     for number, chosen in enumerate(kernels, start=1):
@@ -70,7 +70,7 @@ def sku_lines(result: DemoResult) -> list[str]:
 
 
 def way_table(result: DemoResult) -> Table:
-    """One row per way: cosine to the f32 embeddings, agreement of the rankings, time."""
+    """Return one row per way: cosine to the f32 embeddings, agreement of the rankings, time."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("way")
     for heading in ("cosine\nworst", "cosine\nmean", "rank\nworst", "rank\nmean", "nearest\nsame", "time\ns"):
@@ -91,7 +91,7 @@ def way_table(result: DemoResult) -> Table:
 
 
 def verdict(way: WayResult, required: float) -> Text:
-    """Say whether a judged way keeps the required cosine."""
+    """Return a line that says whether a judged way keeps the required cosine."""
     passed = way.worst_cosine >= required
     word, sign = ("PASS", ">=") if passed else ("FAIL", "is below")
     text = f"{word}  {way.name}: worst cosine {way.worst_cosine:.4f} {sign} {required:g}"
@@ -106,7 +106,7 @@ def _skus(layer: LayerResult) -> Chosen:
 
 
 def _kernels(result: DemoResult) -> list[Chosen]:
-    """Distinct choices of kernels, in the order in which they first occur."""
+    """Return the distinct choices of kernels, in order of first appearance."""
     return list(dict.fromkeys(_skus(layer) for layer in result.layers))
 
 

@@ -1,4 +1,4 @@
-"""Everything that the demo measures, as frozen records that `--json` prints."""
+"""The demo's measurements, as frozen records that `--json` prints."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ from pydantic import computed_field
 from skuda.registry.value import Value
 
 REQUIRED_COSINE = 0.99
-"""Least cosine to the f32 embedding that every held-out sentence must keep, both ways."""
+"""Least cosine to the f32 embedding for every held-out sentence, in both judged ways."""
 
 
 class AlphaScore(Value):
-    """One step of the search for alpha, measured on the calibration half alone.
-
-    Attributes
-    ----------
-    alpha : float
-    worst_cosine, mean_cosine : float
-        Over the calibration sentences, each scored with ranges to which it did not contribute.
-    """
+    """One step of the search for alpha: cosines of calibration sentences that did not set the ranges used for them."""
 
     alpha: float
     worst_cosine: float
@@ -34,15 +27,13 @@ class WayResult(Value):
     alpha : float or None
         Smoothing strength of a static way.
     judged : bool
-        Whether the way must reach `REQUIRED_COSINE`; the others are there for comparison.
+        Whether the way must reach `REQUIRED_COSINE`; the other ways are shown for comparison.
     worst_cosine, mean_cosine : float
-        To the f32 embedding of the same sentence.
-    worst_rank_correlation, mean_rank_correlation : float
-        Spearman, of each sentence's ranking of all the others.
-    same_nearest : float
-        Share of sentences whose nearest other sentence is the same, 0..1.
+        Cosine to the f32 embedding of the same sentence.
+    worst_rank_correlation, mean_rank_correlation, same_nearest : float
+        See `skuda.tools.demo.metrics.Ranking`.
     prepare_seconds, run_seconds : float
-        Quantizing the model; embedding the held-out half once.
+        Time to quantize the model, and to embed the held-out half once.
     """
 
     name: str
@@ -58,19 +49,11 @@ class WayResult(Value):
 
 
 class LayerResult(Value):
-    """One linear layer.
+    """One linear layer: its name in the checkpoint and in a table, and its output and input channels.
 
-    Attributes
-    ----------
-    name, label : str
-        In the checkpoint; in a table.
-    n, k : int
-        Output and input channels.
-    skus : dict of str to tuple of str
-        Ids of the kernels chosen for the product, by way; several where the number of rows decides.
-    sqnr_db : dict of str to float
-        Signal to quantization noise ratio of the layer's output over the held-out half, by way. Each layer gets its
-        f32 input, so the figure is the layer's own error and not that of the layers before.
+    `skus` are the ids of the kernels chosen for the product, by way; there are several if the choice depends on the
+    number of rows. `sqnr_db` is the signal to quantization noise ratio of the layer's output over the held-out half, by
+    way. Each layer gets its f32 input, so the ratio does not include the error of earlier layers.
     """
 
     name: str
@@ -84,23 +67,8 @@ class LayerResult(Value):
 class DemoResult(Value):
     """The whole run.
 
-    Attributes
-    ----------
-    model, model_version, device : str
-    split : str
-        How the sentences were divided.
-    calibration_sentences, calibration_tokens, held_out_sentences, held_out_tokens : int
-    alpha : float
-        The one found by `search`.
-    search : tuple of AlphaScore
-        In order of alpha.
-    ways : tuple of WayResult
-    layers : tuple of LayerResult
-        In the order in which they run.
-    f32_seconds, calibration_seconds, search_seconds, total_seconds : float
-        Embedding the held-out half in f32; observing the calibration half; the search; everything, plot aside.
-    plot : str
-        Path of the PNG.
+    `split` describes the division of the sentences, `alpha` is the best of `search`, which is in order of alpha, and
+    `layers` are in the order in which they run. `total_seconds` includes everything but the plot, whose path is `plot`.
     """
 
     model: str
@@ -125,7 +93,7 @@ class DemoResult(Value):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def passed(self) -> bool:
-        """Whether every judged way keeps every held-out sentence at `required_cosine` or above; a NaN fails."""
+        """Whether every judged way keeps every held-out sentence at `required_cosine` or above; NaN fails."""
         return not self.below
 
     @property

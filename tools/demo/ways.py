@@ -1,4 +1,4 @@
-"""The ways in which the encoder's linear layers can run in int8, and the search for the best alpha among them."""
+"""The int8 ways to run the encoder's linear layers, and the search for the best alpha."""
 
 from __future__ import annotations
 
@@ -7,30 +7,27 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
-import numpy.typing as npt
 
 from skuda.dispatch import Dispatcher
-from skuda.tools.demo.encoder import Encoder, Linear
+from skuda.tools.demo.encoder import F32, Encoder, Linear
 from skuda.tools.demo.metrics import cosine
 from skuda.tools.demo.result import AlphaScore
 from skuda.tools.smoothquant import ActivationRanges, DynamicLayer, Int8Layer, SmoothQuantLayer
 
-F32 = npt.NDArray[np.float32]
 Tokens = Sequence[Sequence[int]]
 Advance = Callable[[], None]
 
 BATCH = 16
-"""Sentences embedded at a time, taken in order of length so that attention pads little."""
-
+"""Sentences embedded in one batch; batches are in order of length, so that attention pads little."""
 COARSE_ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 FINE_STEP = 0.05
 COMPARED_ALPHAS = (None, 0.5, 0.8)
-"""Static ways shown beside the one found; None is without smoothing."""
+"""Alphas of the static ways that are compared with the one found; None is without smoothing."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some of the calibration sentences: token ids, f32 embeddings, activation ranges."""
+    """A part of the calibration sentences: token ids, f32 embeddings, activation ranges."""
 
     sentences: Tokens
     embeddings: F32
@@ -39,7 +36,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """The whole model quantized one way: one int8 layer for every linear layer of the encoder."""
+    """The whole model quantized in one way: one int8 layer for every linear layer of the encoder."""
 
     name: str
     alpha: float | None
@@ -48,17 +45,23 @@ class Way:
     prepare_seconds: float
 
     def linear(self, dispatcher: Dispatcher) -> Linear:
-        """Return the function that runs the layers, to be injected into the encoder."""
+        """Return the function to inject into the encoder, which runs the layers."""
         return lambda name, x: self.layers[name].run(dispatcher, x)
 
 
 def embed(encoder: Encoder, sentences: Tokens, linear: Linear, advance: Advance = lambda: None) -> F32:
-    """Embed sentences batch by batch, shape (len(sentences), hidden_size); `advance` is called after each batch."""
+    """Embed sentences in batches, shape (len(sentences), hidden_size); `advance` is called after each batch."""
     embeddings = np.empty((len(sentences), encoder.config.hidden_size), np.float32)
     for batch in batches(sentences):
         embeddings[batch] = encoder.embed([sentences[i] for i in batch], linear)
         advance()
     return embeddings
+
+
+def batches(sentences: Tokens) -> list[list[int]]:
+    """Return the indices of the sentences in batches, the shortest sentences first."""
+    order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))
+    return [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
 
 
 def observe(encoder: Encoder, sentences: Tokens, advance: Advance) -> Part:
@@ -75,7 +78,7 @@ def observe(encoder: Encoder, sentences: Tokens, advance: Advance) -> Part:
 
 
 def union(parts: Sequence[ActivationRanges]) -> ActivationRanges:
-    """Return the ranges of all parts together: a part's maxima are observed like a batch of one row."""
+    """Return the joint ranges of all parts; the maxima of a part are observed as a batch of one row."""
     together = ActivationRanges()
     for part in parts:
         for layer in part.layers:
@@ -86,10 +89,10 @@ def union(parts: Sequence[ActivationRanges]) -> ActivationRanges:
 def search_alpha(
     encoder: Encoder, dispatcher: Dispatcher, parts: tuple[Part, Part], advance: Advance
 ) -> tuple[AlphaScore, ...]:
-    """Score alphas on a coarse grid, then on both sides of the best; in order of alpha.
+    """Score alphas on a coarse grid, then on both sides of the best; return the scores in order of alpha.
 
-    Each part is embedded in static int8 with the ranges of the other. The mean cosine decides: the worst one hangs on
-    a single sentence.
+    Each part is embedded in static int8 with the ranges of the other one. The best mean cosine wins, because the worst
+    cosine depends on a single sentence.
     """
 
     def score(alpha: float) -> AlphaScore:
@@ -112,34 +115,28 @@ def search_alpha(
 def static_way(
     encoder: Encoder, dispatcher: Dispatcher, ranges: ActivationRanges, alpha: float | None, *, judged: bool = False
 ) -> Way:
-    """Quantize the whole model for static W8A8; alpha None leaves it unsmoothed."""
-    begin = perf_counter()
-    layers: dict[str, Int8Layer] = {}
-    for name in encoder.linear_names:
+    """Quantize the whole model for static W8A8; alpha None means no smoothing."""
+
+    def layer(name: str) -> Int8Layer:
         weight, bias = encoder.weight(name), encoder.bias(name)
-        layers[name] = SmoothQuantLayer.quantize(dispatcher, ranges.channel_max(name), weight, bias, alpha=alpha)
+        return SmoothQuantLayer.quantize(dispatcher, ranges.channel_max(name), weight, bias, alpha=alpha)
+
     title = "static, unsmoothed" if alpha is None else f"static, alpha {alpha:g}"
-    return Way(title, alpha, judged, layers, perf_counter() - begin)
+    return _way(encoder, title, alpha, layer, judged=judged)
 
 
-def dynamic_way(encoder: Encoder, dispatcher: Dispatcher) -> Way:
-    """Quantize the whole model for dynamic W8A8."""
+def _way(encoder: Encoder, name: str, alpha: float | None, layer: Callable[[str], Int8Layer], *, judged: bool) -> Way:
     begin = perf_counter()
-    layers: dict[str, Int8Layer] = {
-        name: DynamicLayer.quantize(dispatcher, encoder.weight(name), encoder.bias(name))
-        for name in encoder.linear_names
-    }
-    return Way("dynamic", None, judged=True, layers=layers, prepare_seconds=perf_counter() - begin)
+    layers = {linear: layer(linear) for linear in encoder.linear_names}
+    return Way(name, alpha, judged, layers, perf_counter() - begin)
 
 
 def prepare_ways(encoder: Encoder, dispatcher: Dispatcher, ranges: ActivationRanges, found: float) -> tuple[Way, ...]:
-    """Quantize the model every way that is compared: the dynamic one, then the static ones in order of alpha."""
+    """Quantize the model in every compared way: dynamic W8A8 first, then the static ones in order of alpha."""
+
+    def layer(name: str) -> Int8Layer:
+        return DynamicLayer.quantize(dispatcher, encoder.weight(name), encoder.bias(name))
+
     alphas = sorted({*COMPARED_ALPHAS, found}, key=lambda alpha: -1 if alpha is None else alpha)
     static = (static_way(encoder, dispatcher, ranges, alpha, judged=alpha == found) for alpha in alphas)
-    return (dynamic_way(encoder, dispatcher), *static)
-
-
-def batches(sentences: Tokens) -> list[list[int]]:
-    """Return the indices of the sentences, batch by batch, the shortest first."""
-    order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))
-    return [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
+    return (_way(encoder, "dynamic", None, layer, judged=True), *static)

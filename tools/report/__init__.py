@@ -1,1 +1,1 @@
-"""The report: one page, complete in one file, of what is registered, verified and measured."""
+"""The report: one self-contained page of what is registered, verified and measured."""

@@ -1,4 +1,4 @@
-"""What is registered, on the report page: counts, filters, the op matrix and the list of kernels."""
+"""Registered kernels on the report page: counts, filters, the op matrix and the list of kernels."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from xml.etree.ElementTree import Element
 
 from skuda.registry.op import Op
 from skuda.registry.sku import KernelSku
-from skuda.tools.evidence import Status, Word
-from skuda.tools.listing import promise
 from skuda.tools.output import count
 from skuda.tools.report.markup import Cell, el, row, table
+from skuda.tools.show.list import promise
+from skuda.tools.verify.evidence import Status, Word
 
 WORDS: tuple[Word, ...] = ("verified", "failed", "stale", "unverified", "reference")
 _SIGNS: dict[Word, str] = {"verified": "✓", "failed": "✗", "stale": "~", "unverified": "?", "reference": "="}
@@ -21,13 +21,13 @@ _MEANINGS: dict[Word, str] = {
     "verified": "run and compared with the reference, both as they are today",
     "failed": "run as it is today, and wrong or in error",
     "stale": "run, but the kernel, its promise or its reference has changed since",
-    "unverified": "nobody has recorded a run",
+    "unverified": "no run is recorded",
     "reference": "what the others are compared with",
 }
 
 
 class Row(NamedTuple):
-    """A kernel, and what the evidence says about it."""
+    """A kernel and the state of its evidence."""
 
     op: Op
     sku: KernelSku
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
     @property
     def facets(self) -> dict[str, str]:
-        """What the filters of the page look at."""
+        """The values that the page's filters compare."""
         return {
             "op": self.sku.op,
             "element": str(self.sku.element),
@@ -46,20 +46,12 @@ class Row(NamedTuple):
 
 
 def badge(word: Word, number: int | None = None) -> Element:
-    """Return a status as a word with a sign, so that it is not told by colour alone."""
+    """Return a status as a word with a sign, so that it does not depend on colour alone."""
     return el("span", f"{_SIGNS[word]} {'' if number is None else f'{number} '}{word}", class_=f"badge {word}")
 
 
 def summary(rows: Sequence[Row], ops: int) -> Element:
-    """Return the counts by status, each a link that shows its kernels.
-
-    Parameters
-    ----------
-    rows : sequence of Row
-        The kernels.
-    ops : int
-        How many ops there are.
-    """
+    """Return the number of ops, and of kernels by status; each status is a link that shows its kernels."""
     counts = Counter(found.status.word for found in rows)
     tiles = (
         el(
@@ -69,18 +61,12 @@ def summary(rows: Sequence[Row], ops: int) -> Element:
         )
         for word in WORDS
     )
-    said = f"{count(ops, 'op')}, {count(len(rows), 'kernel')}"
-    return el("section", el("p", said), el("ul", *tiles, class_="tiles"), aria_label="Counts")
+    total = f"{count(ops, 'op')}, {count(len(rows), 'kernel')}"
+    return el("section", el("p", total), el("ul", *tiles, class_="tiles"), aria_label="Counts")
 
 
 def filters(rows: Iterable[Row]) -> Element:
-    """Return the form that narrows matrix and list; it does nothing without JavaScript and is hidden until that runs.
-
-    Parameters
-    ----------
-    rows : iterable of Row
-        The kernels, whose facets can be chosen.
-    """
+    """Return the form that filters matrix and list; it needs JavaScript and is hidden until that runs."""
     found: dict[str, dict[str, None]] = {}
     for each in rows:
         for name, value in each.facets.items():
@@ -99,19 +85,15 @@ def filters(rows: Iterable[Row]) -> Element:
         for name, values in found.items()
     )
     reset = el("button", "show all", type="reset")
-    told = el("output", id="count", aria_live="polite")
-    return el("form", search, *chosen, reset, told, id="filters", hidden="", role="search", aria_label="Filter kernels")
+    shown = el("output", id="count", aria_live="polite")
+    label = "Filter kernels"
+    return el("form", search, *chosen, reset, shown, id="filters", hidden="", role="search", aria_label=label)
 
 
 def matrix(found: Iterable[tuple[Op, tuple[KernelSku, ...]]], rows: Sequence[Row]) -> Element:
     """Return the op matrix: op and element by backend and architecture, with the number of kernels of each status.
 
-    Parameters
-    ----------
-    found : iterable of (Op, tuple of KernelSku)
-        The ops; one that has no kernel is a row too.
-    rows : sequence of Row
-        Their kernels.
+    An op without kernels is a row too.
     """
     places = list(dict.fromkeys((each.sku.backend, each.sku.arch) for each in rows))
     places.sort(key=lambda place: [each.sku.backend for each in rows].index(place[0]))
@@ -140,18 +122,12 @@ def _cell(op: str, element: str, backend: str, arch: str, counts: Counter[Word] 
         for word in WORDS
         if counts[word]
     )
-    told = el("span", *links, class_="cell", data_arch=arch, data_backend=backend)
-    return Cell(told, " ".join(f"{WORDS.index(word)} {counts[word]:09}" for word in WORDS if counts[word]))
+    key = " ".join(f"{WORDS.index(word)} {counts[word]:09}" for word in WORDS if counts[word])
+    return Cell(el("span", *links, class_="cell", data_arch=arch, data_backend=backend), key)
 
 
 def listing(rows: Iterable[Row]) -> Element:
-    """Return the table of kernels.
-
-    Parameters
-    ----------
-    rows : iterable of Row
-        The kernels.
-    """
+    """Return the table of kernels."""
     headings = ("op", "elements", "arch", "backend", "variant", "promise", "status", "recorded", "id")
     return table("Kernels", headings, map(_line, rows), id="kernels")
 
@@ -160,7 +136,7 @@ def _line(found: Row) -> Element:
     sku, status = found.sku, found.status
     elements = " x ".join(str(part) for part in (sku.element, sku.aux_element) if part is not None)
     where = f"{status.device}, {status.date[:10]}" if status.device else ""
-    told = "; ".join(filter(None, (sku.summary, sku.precision_guarantee.describe())))
+    described = "; ".join(filter(None, (sku.summary, sku.precision_guarantee.describe())))
     cells = (
         el("code", sku.op),
         elements,
@@ -170,6 +146,6 @@ def _line(found: Row) -> Element:
         promise((sku,)),
         Cell(badge(status.word), str(WORDS.index(status.word))),
         where,
-        el("div", el("code", sku.id), el("small", told), class_="id"),
+        el("div", el("code", sku.id), el("small", described), class_="id"),
     )
     return row(cells, **{f"data_{name}": value for name, value in found.facets.items()})

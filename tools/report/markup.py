@@ -1,4 +1,4 @@
-"""HTML as a tree: text is escaped where it is written out, so nothing that a record says can become markup."""
+"""HTML as a tree: text is escaped when it is written, so no text of a record can become markup."""
 
 from __future__ import annotations
 
@@ -7,23 +7,16 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
-from skuda.tools.bench_drawing import INK
+from skuda.tools.bench.drawing import INK
 
 Node = ET.Element | str
 _COLOUR = re.compile(r"#[0-9a-fA-F]{6}\b")
 
 
 def el(tag: str, *children: Node | None, **attributes: str | None) -> ET.Element:
-    """Return an element.
+    """Return an element with its children and attributes; None is left out.
 
-    Parameters
-    ----------
-    tag : str
-        Its name.
-    *children : Element, str or None
-        What it holds; None is left out.
-    **attributes : str or None
-        Its attributes, ``class_`` for ``class`` and underscores for dashes; None is left out.
+    A keyword ``class_`` is the attribute ``class``; underscores are dashes.
     """
     named = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items() if value is not None}
     node = ET.Element(tag, named)
@@ -44,17 +37,7 @@ def written(*nodes: ET.Element) -> str:
 
 
 class Cell(NamedTuple):
-    """A table's cell.
-
-    Attributes
-    ----------
-    content : Element or str
-        What it shows.
-    key : str or None
-        What it is sorted by; None for its text.
-    kind : str or None
-        Its class.
-    """
+    """A table's cell: its content, its sort key (None for its text), and its class."""
 
     content: Node
     key: str | None = None
@@ -62,7 +45,7 @@ class Cell(NamedTuple):
 
 
 def number(value: float | None, text: str, kind: str = "") -> Cell:
-    """Return a cell with a number, sorted by its value; an empty one for None."""
+    """Return a cell with a number, sorted by its value; the cell is empty for None."""
     return Cell("", "", "number") if value is None else Cell(text, f"{value:.9g}", f"number {kind}".strip())
 
 
@@ -73,27 +56,15 @@ def row(cells: Iterable[Cell | Node], **attributes: str) -> ET.Element:
         content, key, kind = cell if isinstance(cell, Cell) else Cell(cell)
         head = {"scope": "row"} if at == 0 else {}
         made.append(el("th" if at == 0 else "td", content, data_sort=key, class_=kind, **head))
-    # One line each, for whoever reads the file.
+    # Each row is one line, so that people can read the file.
     made.tail = "\n"
     return made
 
 
 def table(label: str, headings: Sequence[str], rows: Iterable[ET.Element], **attributes: str) -> ET.Element:
-    """Return a table that scrolls inside its own box and whose columns can be sorted.
-
-    Parameters
-    ----------
-    label : str
-        What it holds, for those who do not see it.
-    headings : sequence of str
-        Of its columns.
-    rows : iterable of Element
-        See `row`.
-    **attributes : str
-        Of the table.
-    """
+    """Return a table that scrolls inside its own box and has sortable columns; `label` describes its content."""
     body = el("tbody", *rows)
-    # A heading stands over the side where its column's numbers are.
+    # The heading of a numeric column is aligned like its numbers.
     numbers = {at for line in body for at, cell in enumerate(line) if cell.get("class", "").startswith("number")}
     head = (
         el("th", heading, scope="col", class_="number" if at in numbers else None)
@@ -111,24 +82,17 @@ def facts(pairs: Iterable[tuple[str, Node]]) -> ET.Element:
 def drawing(svg: bytes, name: str, title: str) -> ET.Element:
     """Return a plot as part of the page: text and axes in the page's colour, data in colours that the page may change.
 
-    Parameters
-    ----------
-    svg : bytes
-        As matplotlib writes it.
-    name : str
-        Unlike that of any other plot of the page: its ids start with it.
-    title : str
-        What it shows.
+    `svg` is matplotlib's output; `name` is the prefix of its ids and must be unique on the page.
     """
     text = svg.decode()
     root = ET.fromstring(_ALIEN.sub("", text))  # noqa: S314  our own drawing
     used = set(_USED.findall(text))
     for node in root.iter():
         node.tag = _local(node.tag)
-        # Names that nobody uses, and indentation, are a third of the drawing.
+        # Unused ids and indentation are a third of the drawing.
         if node.get("id") not in used:
             node.attrib.pop("id", None)
-        node.text, node.tail = (said if said and said.strip() else None for said in (node.text, node.tail))
+        node.text, node.tail = (text if text and text.strip() else None for text in (node.text, node.tail))
         node.attrib = {_local(key): _adapted(_local(key), value, name) for key, value in node.attrib.items()}
     for size in ("width", "height", "version"):
         root.attrib.pop(size, None)
@@ -137,7 +101,7 @@ def drawing(svg: bytes, name: str, title: str) -> ET.Element:
 
 
 _ALIEN = re.compile(r"<(metadata|style)\b.*?</\1>", re.DOTALL)
-"""What would speak about, or to, the whole page."""
+"""Elements of a drawing that would affect or describe the whole page."""
 _USED = re.compile(r"(?:href=\"#|url\(#)([^\")]+)")
 
 

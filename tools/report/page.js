@@ -1,4 +1,4 @@
-// Sorting and filtering of what the page already holds. Without it the page is complete, only not sortable.
+// Sort and filter the page's content. Without this script the page is complete but cannot be sorted.
 "use strict";
 
 const form = document.getElementById("filters");
@@ -6,7 +6,7 @@ const kernels = [...document.querySelectorAll("#kernels tbody tr")].map((row) =>
 const lines = [...document.querySelectorAll("#matrix tbody tr")].map((row) => ({ row, cells: [...row.querySelectorAll(".cell")] }));
 const FACETS = ["op", "element", "arch", "backend", "status"];
 
-/** What is chosen in the form, without what is left open. */
+/** The form's chosen values, without the empty ones. */
 function chosen() {
   return Object.fromEntries([...new FormData(form)].filter(([, value]) => value.trim() !== ""));
 }
@@ -35,7 +35,7 @@ function apply() {
   document.getElementById("count").value = `${shown.toLocaleString("en")} of ${all} kernels`;
 }
 
-/** Fill the form from the address: `#status=stale&backend=pycuda`. An address of a section leaves it alone. */
+/** Fill the form from the address: `#status=stale&backend=pycuda`. The address of a section does not change it. */
 function recall() {
   if (!location.hash || location.hash.includes("=")) {
     const told = new URLSearchParams(location.hash.slice(1));
@@ -52,7 +52,7 @@ function remember() {
   apply();
 }
 
-/** Numbers by size, everything else as text; what is empty stands last either way. */
+/** Compare numbers by value and everything else as text; empty values are last in both directions. */
 function compare(a, b, sign) {
   if (a === "" || b === "") return (a === "") - (b === "");
   const difference = Number(a) - Number(b);

@@ -1,4 +1,4 @@
-"""The report page: built from values, written as one file that asks nobody for anything."""
+"""The report page: one file without external resources."""
 
 from __future__ import annotations
 
@@ -10,35 +10,26 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from skuda.dispatch.select.environment import skuda_version
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Op
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
-from skuda.tools.bench_record import BenchRecord
-from skuda.tools.evidence import Records, status
+from skuda.tools.bench.record import BenchRecord, load_benches
+from skuda.tools.files import write_whole
+from skuda.tools.output import stderr
 from skuda.tools.report.kernels import Row, filters, listing, matrix, summary
 from skuda.tools.report.markup import el, written
 from skuda.tools.report.records import evidence, measured
-from skuda.tools.verifying import skuda_version
+from skuda.tools.verify.evidence import Records, load_records, status
 
 Found = Sequence[tuple[Op, tuple[KernelSku, ...]]]
 
 
 def page(found: Found, registry: Registry, records: Records, benches: Sequence[BenchRecord], *, version: str) -> str:
-    """Return the page; the same for the same values.
+    """Return the page; equal arguments give equal text.
 
-    Parameters
-    ----------
-    found : sequence of (Op, tuple of KernelSku)
-        What it shows of the registry.
-    registry : Registry
-        All that is registered: what is a reference, and which measured kernels have changed since.
-    records : Records
-        Runs of ``skuda verify``.
-    benches : sequence of BenchRecord
-        Runs of ``skuda bench``.
-    version : str
-        Of skuda.
+    The page shows the kernels in `found`; `registry` provides the references and the sources of measured kernels.
     """
     rows = [
         Row(op, sku, status(sku, op, records, reference=registry.backends[sku.backend].reference))
@@ -62,7 +53,7 @@ def page(found: Found, registry: Registry, records: Records, benches: Sequence[B
     script = _part("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Template(_part("page.html")).substitute(
-        # Styles may be inline: plots set theirs on every element. Of scripts only this one runs.
+        # Inline styles are allowed, because plots use them on every element; only the script with this hash may run.
         policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
         "base-uri 'none'; form-action 'none'",
         version=written(el("span", version)),
@@ -78,20 +69,7 @@ def _part(name: str) -> str:
 
 
 def check(command: str, path: Path) -> None:
-    """Refuse a place for the page before anything slow happens.
-
-    Parameters
-    ----------
-    command : str
-        Whose option ``--html`` is.
-    path : Path
-        The file.
-
-    Raises
-    ------
-    InvalidProblem
-        For a folder, and for a file in a folder that does not exist.
-    """
+    """Refuse a path that cannot be a file in an existing folder; `command` has the option ``--html``."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise InvalidProblem(command, "--html", str(path), "be a file in a folder that exists")
 
@@ -100,35 +78,25 @@ def save(
     command: str,
     path: Path,
     registry: Registry,
-    records: Records,
-    benches: Sequence[BenchRecord],
+    *,
+    records: Records | None = None,
+    benches: Sequence[BenchRecord] | None = None,
     found: Found | None = None,
+    evidence: Path | None = None,
 ) -> None:
-    """Write the page; a reader never sees half of it.
+    """Write the page, and report that on standard error.
 
-    Parameters
-    ----------
-    command : str
-        Whose option ``--html`` is.
-    path : Path
-        The file.
-    registry, records, benches
-        See `page`.
-    found : sequence of (Op, tuple of KernelSku) or None
-        What it shows of the registry; None for all.
-
-    Raises
-    ------
-    InvalidProblem
-        Where the file cannot be written.
+    `command` has the option ``--html``, and `path` is its file. `records` and `benches` are runs of ``skuda verify``
+    and ``skuda bench``; None for those in the folder `evidence`, or in the checkout. The page shows `found`, or
+    everything in `registry` if it is None.
     """
     if found is None:
         ops = sorted(registry.ops.values(), key=lambda op: (op.category, op.name))
         found = [(op, registry.skus_of(op.name)) for op in ops]
-    text = page(found, registry, records, benches, version=skuda_version())
-    fresh = path.with_name(f".{path.name}.new")
+    records = load_records(evidence) if records is None else records
+    benches = load_benches(evidence) if benches is None else benches
     try:
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(path)
+        write_whole(path, page(found, registry, records, benches, version=skuda_version()))
     except OSError as error:
         raise InvalidProblem(command, "--html", str(path), f"be a file that can be written ({error})") from error
+    stderr().print(f"wrote {path}", style="dim", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What was verified and measured, on the report page: runs of ``skuda verify`` and of ``skuda bench``."""
+"""Verification and measurements on the report page: runs of ``skuda verify`` and of ``skuda bench``."""
 
 from __future__ import annotations
 
@@ -6,30 +6,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from xml.etree.ElementTree import Element
 
-from skuda.dispatch.timing import Timing
+from skuda.dispatch.select.tuning import Timing
 from skuda.registry.registry import Registry
-from skuda.tools.bench_plot import drawable, plots, rendered
-from skuda.tools.bench_record import BenchRecord, CaseResult, Ceilings
-from skuda.tools.bench_summary import FLUSHES, ROWS, choices, figure, means, rate, refusals
-from skuda.tools.evidence import EvidenceFile, by_op
+from skuda.tools.bench.plot import drawable, plots, rendered
+from skuda.tools.bench.record import BenchRecord, CaseResult, Ceilings
+from skuda.tools.bench.summary import FLUSHES, ROWS, choices, figure, means, rate, refusals, timed_rivals
 from skuda.tools.output import count
 from skuda.tools.report.kernels import Row
 from skuda.tools.report.markup import Cell, Node, drawing, el, facts, number, row, table
+from skuda.tools.verify.evidence import EvidenceFile, by_op
 
 
 def evidence(files: Sequence[EvidenceFile], rows: Iterable[Row]) -> Element:
-    """Return the runs of ``skuda verify``, the latest first, with every failure.
-
-    Parameters
-    ----------
-    files : sequence of EvidenceFile
-        The runs.
-    rows : iterable of Row
-        The kernels of the page: how many of them speak from which run.
-    """
-    speaking = [(each.status.device, each.status.date) for each in rows if each.status.word in ("verified", "failed")]
+    """Return the runs of ``skuda verify``, the latest first, with failures and how many `rows` rest on each."""
+    resting = [(each.status.device, each.status.date) for each in rows if each.status.word in ("verified", "failed")]
     latest = sorted(files, key=lambda file: file.date, reverse=True)
-    parts = [_run(file, speaking.count((file.device.name, file.date))) for file in latest]
+    parts = [_run(file, resting.count((file.device.name, file.date))) for file in latest]
     if not parts:
         parts = [el("p", "No run is recorded here: ", el("code", "skuda verify"), " makes one.")]
     return el("section", el("h2", "Verified", id="verified"), *parts)
@@ -37,7 +29,7 @@ def evidence(files: Sequence[EvidenceFile], rows: Iterable[Row]) -> Element:
 
 def _run(file: EvidenceFile, current: int) -> Element:
     tried = [sku for sku in file.skus if sku.verdict != "skipped"]
-    told = [
+    about = [
         ("driver", file.driver),
         ("versions", _versions(file.versions)),
         ("seed", str(file.seed) + (", quick" if file.quick else "")),
@@ -46,7 +38,7 @@ def _run(file: EvidenceFile, current: int) -> Element:
     ]
     lines = (
         row([el("code", c.op), *(number(n, f"{n:,}") for n in (c.verified, c.failed, c.skipped, c.cases, c.outputs))])
-        for c in by_op(file)
+        for c in by_op(file.skus)
     )
     headings = ("op", "verified", "failed", "skipped", "cases", "outputs compared")
     label = f"{_when(file)}, by op"
@@ -57,7 +49,7 @@ def _run(file: EvidenceFile, current: int) -> Element:
     return el(
         "article",
         el("h3", _when(file)),
-        facts(told),
+        facts(about),
         table(f"Failures on {_when(file)}", ("kernel", "first failure"), failures) if failures else None,
         el("details", el("summary", "By op"), table(label, headings, lines)),
     )
@@ -72,14 +64,9 @@ def _versions(versions: dict[str, str]) -> str:
 
 
 def measured(records: Sequence[BenchRecord], registry: Registry) -> Element:
-    """Return the runs of ``skuda bench`` with their tables and, where matplotlib is installed, their plots.
+    """Return the runs of ``skuda bench`` with their tables and, if matplotlib is installed, their plots.
 
-    Parameters
-    ----------
-    records : sequence of BenchRecord
-        The runs.
-    registry : Registry
-        What is registered today: a case whose kernel has changed since is marked.
+    A case whose kernel differs from the registry's is marked.
     """
     parts = [part for at, record in enumerate(records) for part in _bench(record, registry, f"bench{at}")]
     if not parts:
@@ -88,15 +75,16 @@ def measured(records: Sequence[BenchRecord], registry: Registry) -> Element:
 
 
 def _bench(record: BenchRecord, registry: Registry, name: str) -> Iterator[Element]:
-    told: list[tuple[str, Node]] = [
+    about: list[tuple[str, Node]] = [
         ("driver", record.driver),
         ("versions", _versions(record.versions)),
         ("command", el("code", record.command)),
+        *((("stale", record.outdated),) if record.outdated else ()),
         ("ceilings", _ceilings(record.ceilings)),
         ("cache", FLUSHES[record.flush]),
         *((f"{rival} is absent", reason) for rival, reason in record.absent.items()),
     ]
-    yield el("article", el("h3", _when(record)), facts(told))
+    yield el("article", el("h3", _when(record)), facts(about))
     for op, group in groupby(record.cases, key=lambda case: case.op):
         yield _op(op, list(group), record, registry)
     if record.host:
@@ -121,24 +109,22 @@ def _ceilings(found: Ceilings) -> str:
         ("bf16 product", found.bf16, "TFLOP/s"),
         ("fp8 product", found.fp8, "TFLOP/s"),
     )
-    told = [f"{name} {figure(value / 1e12)} {unit}" for name, value, unit in known if value is not None]
-    return "; ".join((*told, *found.notes))
+    rates = [f"{name} {figure(value / 1e12)} {unit}" for name, value, unit in known if value is not None]
+    return "; ".join((*rates, *found.notes))
 
 
 def _op(op: str, cases: list[CaseResult], record: BenchRecord, registry: Registry) -> Element:
-    timed = {rival.name for case in cases for rival in case.rivals if rival.timing}
-    names = [n for n in dict.fromkeys(rival.name for case in cases for rival in case.rivals) if n in timed]
+    names = timed_rivals(cases)
     computes = dict.fromkeys(
         f"x {rival.name}: {rival.computes}" for case in cases for rival in case.rivals if rival.timing
     )
     headings = ("shape", "element", "us", "p10 to p90", "rate", "of ceiling", *(f"x {n}" for n in names), "kernel")
     lines = (_case(case, names, registry) for case in cases)
     notes = [*computes, *refusals(cases, record.absent), *choices(cases)]
-    label = f"{op} on {record.device.name}"
     return el(
         "article",
         el("h4", el("code", op)),
-        table(label, headings, lines),
+        table(f"{op} on {record.device.name}", headings, lines),
         _means(op, cases),
         el(
             "details",
@@ -150,7 +136,7 @@ def _op(op: str, cases: list[CaseResult], record: BenchRecord, registry: Registr
 
 
 def _case(case: CaseResult, names: Sequence[str], registry: Registry) -> Element:
-    shape = Cell("x".join(map(str, case.shape)), " ".join(f"{size:09}" for size in case.shape))
+    shape = Cell(case.size, " ".join(f"{size:09}" for size in case.shape))
     if case.timing is None:
         return row([shape, case.element, *("",) * (4 + len(names)), Cell(f"refused: {case.refused}", None, "bad")])
     t = case.timing

@@ -8,8 +8,8 @@ from importlib import metadata
 from typing import Any
 
 from skuda.dispatch import Backend, BackendStatus, Device
+from skuda.dispatch.cuda.driver import driver
 from skuda.dispatch.device import HOST
-from skuda.dispatch.driver import driver
 from skuda.registry import BackendSpec, Descriptor, DriverError, InvalidProblem, KernelSku
 from skuda.registry.source import resolve
 from skuda_torch.tensors import bound

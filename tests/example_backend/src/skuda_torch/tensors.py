@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from skuda.dispatch import rules
+from skuda.dispatch.host import rules
 from skuda.registry import Argument, Descriptor, ElementKind, InvalidProblem, Role
 from skuda.registry.descriptor import storage_shape
 from skuda.registry.errors import Unaligned

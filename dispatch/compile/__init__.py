@@ -1,0 +1,1 @@
+"""Sources, compilers, cubins, the cubin cache and bundles."""

@@ -1,0 +1,352 @@
+"""Bundles: compiled kernels in one file, written on a machine with a compiler and read on others.
+
+The layout of a bundle is::
+
+    skuda bundle 1
+    <bytes of the manifest, 12 digits> <sha256 of the manifest>
+    <the manifest: JSON that lists every cubin with its key, its size and its sha256>
+    <the cubins, in the manifest's order>
+
+It contains no file names and no compression, so reading it can neither follow a path or a link nor expand data. The
+file size must equal the sum of the parts, so truncated and appended data are detected. Reading it runs no code.
+
+Checksums detect damage, not tampering. A bundle is code, so it is read only if no other user can write it, or if its
+name includes its sha256.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+from pydantic import Field, StringConstraints, ValidationError
+
+from skuda.dispatch.compile.cache import SCHEMA, Key
+from skuda.registry.errors import BundleError, InvalidRecord
+from skuda.registry.value import Integer, Value
+
+MOST_CUBINS = 1 << 16
+LARGEST_CUBIN = 1 << 28
+LARGEST_MANIFEST = 1 << 26
+LARGEST_BUNDLE = 1 << 32
+
+_FORMAT = re.compile(rb"skuda bundle (\d{1,9})\n")
+_MAGIC = b"skuda bundle 1\n"
+_HEAD = re.compile(rb"(\d{12}) ([0-9a-f]{64})\n")
+_HEAD_SIZE = 12 + 1 + 64 + 1
+_PIN = "#sha256="
+_LONGEST_QUOTE = 200
+_AGAIN = "copy it again, or make it again with `skuda bundle`"
+_BY_THIS = "make it again with the `skuda bundle` of this version"
+
+# Text from a bundle must be printable, because terminals interpret control characters.
+Text = Annotated[str, StringConstraints(pattern=r"^[ -~]{1,1000}$")]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Member(Value):
+    """One cubin of a bundle.
+
+    Attributes
+    ----------
+    sku : str
+        Id of the kernel, or of one of several that share the cubin.
+    file : str
+        The kernel's ``package:file`` source.
+    source, flags, arch, launch, backend
+        Parts of the key; see `Key`.
+    compiler : str
+        Identity of the compiler.
+    size : int
+        Size in bytes.
+    sha256 : str
+        Hash of the cubin.
+    """
+
+    sku: Text
+    file: Text
+    source: Sha256
+    flags: Annotated[tuple[Text, ...], Field(max_length=1000)]
+    arch: Text
+    launch: Text
+    backend: Text
+    compiler: Text
+    size: Annotated[Integer, Field(ge=1, le=LARGEST_CUBIN)]
+    sha256: Sha256
+
+    @property
+    def key(self) -> Key:
+        """The key of the cubin."""
+        return Key(self.source, self.flags, self.arch, self.launch, self.backend)
+
+    @classmethod
+    def of(cls, key: Key, cubin: bytes, *, sku: str, file: str, compiler: str) -> Member:
+        """Return the member that describes a cubin."""
+        return cls(
+            sku=sku,
+            file=file,
+            compiler=compiler,
+            size=len(cubin),
+            sha256=hashlib.sha256(cubin).hexdigest(),
+            **key._asdict(),
+        )
+
+
+class Manifest(Value):
+    """The description of a bundle's content.
+
+    Attributes
+    ----------
+    skuda : str
+        The version that made it.
+    cubins : int
+        Schema version of the cubins' keys, the same as that of the cubin cache.
+    members : tuple of Member
+        The cubins, in the order in which they are stored.
+    """
+
+    skuda: Text
+    cubins: Integer
+    members: Annotated[tuple[Member, ...], Field(max_length=MOST_CUBINS)]
+
+
+class Bundle:
+    """An open bundle; it keeps the manifest, and reads and checks each cubin on demand.
+
+    Attributes
+    ----------
+    path : Path
+        Its absolute path.
+    manifest : Manifest
+        The description of its content.
+    size : int
+        Size of the file in bytes.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, size: int) -> None:
+        self.path, self.manifest, self.size = path, manifest, size
+        self._found: dict[Key, list[Member]] = {}
+        self._starts: dict[tuple[Key, str], int] = {}
+        start = size - sum(member.size for member in manifest.members)
+        for member in manifest.members:
+            key = member.key
+            if (key, member.compiler) in self._starts:
+                raise BundleError(path, f"it holds the same cubin of {member.sku} twice; {_AGAIN}")
+            self._found.setdefault(key, []).append(member)
+            self._starts[key, member.compiler] = start
+            start += member.size
+
+    def find(self, key: Key, compiler: str | None = None) -> Member | None:
+        """Return the cubin of a key, preferably by this compiler, else by any; None if there is none."""
+        found = self._found.get(key, [])
+        return next((member for member in found if member.compiler == compiler), found[0] if found else None)
+
+    def serves(self, backend: str) -> bool:
+        """Return whether it holds any cubin for a backend."""
+        return any(member.backend == backend for member in self.manifest.members)
+
+    def read(self, member: Member) -> bytes:
+        """Return the bytes of a cubin.
+
+        Raises
+        ------
+        BundleError
+            If the file can no longer be read, or the cubin's checksum is wrong.
+        """
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._starts[member.key, member.compiler])
+                cubin = file.read(member.size)
+        except OSError as error:
+            raise BundleError(self.path, f"it cannot be read: {error.strerror or error}; {_AGAIN}") from error
+        if len(cubin) != member.size or hashlib.sha256(cubin).hexdigest() != member.sha256:
+            raise BundleError(self.path, f"the checksum of the cubin of {member.sku} is wrong; {_AGAIN}")
+        return cubin
+
+    def troubles(self) -> list[str]:
+        """Read every cubin and return a description of each defect."""
+        found = []
+        for member in self.manifest.members:
+            try:
+                self.read(member)
+            except BundleError as error:
+                found.append(error.reason)
+        return found
+
+    def lacks(self, key: Key, file: str) -> str:
+        """Return why a key is not in it; `file` is the kernel's ``package:file`` source."""
+        made = f"it was made by skuda {self.manifest.skuda} from other sources of {file}"
+        left: Sequence[Member] = self.manifest.members
+        for name, wanted, told in (
+            ("backend", key.backend, f"it holds nothing for the backend {key.backend}"),
+            ("arch", key.arch, f"it holds nothing for {key.arch} under the backend {key.backend}"),
+            ("file", file, f"it holds no kernel of {file} for {key.arch}"),
+            ("source", key.source, made),
+            ("launch", key.launch, f"it lacks the kernel {key.launch.partition(' ')[0]} of {file} for {key.arch}"),
+        ):
+            left = [member for member in left if getattr(member, name) == wanted]
+            if not left:
+                return told
+        return f"it lacks the configuration {' '.join(key.flags) or 'without flags'} of {file} for {key.arch}"
+
+
+def open_bundle(name: str) -> Bundle:
+    """Open a bundle and check everything but its cubins, which are checked when they are read.
+
+    Parameters
+    ----------
+    name : str
+        Its path, optionally followed by ``#sha256=`` and the required hash of the file.
+
+    Raises
+    ------
+    BundleError
+        If the file is not a bundle, is damaged, does not have the required hash, or can be written by other users.
+    """
+    text, pinned, pin = name.partition(_PIN)
+    path = Path(text).absolute()
+    try:
+        # Opening a named pipe would block until something writes into it, so the file type is checked first.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise BundleError(path, "it is no file; name a file that `skuda bundle` has written")
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if not pinned:
+                _refuse_shared(path, status)
+            head, manifest = _read_head(path, file, status.st_size)
+            if pinned:
+                _refuse_another(path, file, head, pin)
+    except OSError as error:
+        told = f"it cannot be read: {error.strerror or error}; name a file that `skuda bundle` has written"
+        raise BundleError(path, told) from error
+    parts = len(head) + sum(member.size for member in manifest.members)
+    if parts != status.st_size:
+        raise BundleError(path, f"it has {status.st_size} bytes and its parts have {parts}; {_AGAIN}")
+    return Bundle(path, manifest, status.st_size)
+
+
+def _read_head(path: Path, file: BinaryIO, size: int) -> tuple[bytes, Manifest]:
+    """Return all bytes before the cubins, and the manifest."""
+    magic = file.read(len(_MAGIC))
+    if magic != _MAGIC:
+        other = _FORMAT.match(magic + file.read(9))
+        if other is not None:
+            told = f"it is of format {other[1].decode()}, and this skuda reads format 1"
+            raise BundleError(path, f"{told}; {_BY_THIS}")
+        raise BundleError(path, "it is no bundle; name a file that `skuda bundle` has written")
+    if size > LARGEST_BUNDLE:
+        raise BundleError(path, f"it has {size} bytes and may have {LARGEST_BUNDLE}; make several bundles")
+    line = file.read(_HEAD_SIZE)
+    found = _HEAD.fullmatch(line)
+    if found is None:
+        raise BundleError(path, f"its second line is damaged; {_AGAIN}")
+    length, digest = int(found[1]), found[2].decode()
+    if length > LARGEST_MANIFEST:
+        raise BundleError(path, f"its manifest has {length} bytes and may have {LARGEST_MANIFEST}; {_AGAIN}")
+    manifest = file.read(length)
+    if len(manifest) != length or hashlib.sha256(manifest).hexdigest() != digest:
+        raise BundleError(path, f"the checksum of its manifest is wrong; {_AGAIN}")
+    try:
+        read = Manifest.model_validate_json(manifest)
+    except InvalidRecord as error:
+        raise BundleError(path, f"its manifest breaks a rule: {_shown(str(error))}; {_BY_THIS}") from error
+    except ValidationError as error:
+        told = _shown(error.errors()[0]["msg"])
+        raise BundleError(path, f"its manifest cannot be read: {told}; {_BY_THIS}") from error
+    if read.cubins != SCHEMA:
+        told = f"skuda {read.skuda} made it, and names kernels in another way ({read.cubins}, here {SCHEMA})"
+        raise BundleError(path, f"{told}; {_BY_THIS}")
+    return magic + line + manifest, read
+
+
+def _shown(text: str) -> str:
+    """Return text from a manifest, shortened and without terminal control characters."""
+    safe = "".join(character if " " <= character <= "~" else "?" for character in text)
+    return safe if len(safe) <= _LONGEST_QUOTE else f"{safe[:_LONGEST_QUOTE]}..."
+
+
+def _refuse_shared(path: Path, status: os.stat_result) -> None:
+    if hasattr(os, "geteuid") and (status.st_uid not in {os.geteuid(), 0} or status.st_mode & 0o022):
+        remedy = f"chmod go-w and chown it, or say which one is meant: {path}{_PIN} and what sha256sum says of it"
+        raise BundleError(path, f"others can write it, and it holds code; {remedy}")
+
+
+def _refuse_another(path: Path, file: BinaryIO, head: bytes, pin: str) -> None:
+    """Compare the file's sha256 with the pinned one; `head` is what was read already."""
+    state = hashlib.sha256(head)
+    while piece := file.read(1 << 20):
+        state.update(piece)
+    if state.hexdigest() != pin.lower():
+        told = f"its sha256 is {state.hexdigest()}, not {pin or 'empty'} as behind {_PIN[:-1]}"
+        raise BundleError(path, f"{told}; name the file that is meant")
+
+
+def write_bundle(path: Path, skuda: str, cubins: Iterable[tuple[Member, bytes]]) -> Path:
+    """Write a bundle atomically and return its path; the same cubins give the same bytes.
+
+    Parameters
+    ----------
+    path : Path
+        The file to write; only an existing bundle is replaced.
+    skuda : str
+        The version that makes it.
+    cubins : iterable of (Member, bytes)
+        The members and their bytes; each pair of key and compiler at most once.
+
+    Raises
+    ------
+    BundleError
+        If the file cannot be written, exists and is not a bundle, or would exceed the limits.
+    """
+    refuse_to_replace(path)
+    temporary = None
+    try:
+        ordered = sorted(cubins, key=lambda item: (item[0].sku, item[0].key.digest, item[0].compiler))
+        manifest = Manifest(skuda=skuda, cubins=SCHEMA, members=tuple(member for member, _ in ordered))
+        text = manifest.model_dump_json().encode()
+        head = _MAGIC + f"{len(text):012d} {hashlib.sha256(text).hexdigest()}\n".encode() + text
+        size = len(head) + sum(len(cubin) for _, cubin in ordered)
+        if len(text) > LARGEST_MANIFEST or size > LARGEST_BUNDLE:
+            raise BundleError(path, f"it would have {size} bytes and may have {LARGEST_BUNDLE}; make several bundles")
+        handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}-")
+        with os.fdopen(handle, "wb") as file:
+            file.write(head)
+            file.writelines(cubin for _, cubin in ordered)
+            file.flush()
+            os.fsync(file.fileno())
+        # All users of the target machine must be able to read it.
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+        temporary = None
+    except InvalidRecord as error:
+        raise BundleError(path, f"it was not written: {error}") from error
+    except OSError as error:
+        raise BundleError(path, f"it cannot be written: {error.strerror or error}") from error
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                Path(temporary).unlink()
+    return path
+
+
+def refuse_to_replace(path: Path) -> None:
+    """Raise `BundleError` if the path is anything but a bundle or a new file in an existing folder."""
+    if not path.absolute().parent.is_dir():
+        raise BundleError(path, "there is no such folder to write it into; make it, or name another file")
+    try:
+        if not path.exists():
+            return
+        if path.is_file():
+            with path.open("rb") as file:
+                if _FORMAT.match(file.read(len(_MAGIC) + 9)):
+                    return
+    except OSError as error:
+        raise BundleError(path, f"it cannot be written: {error.strerror or error}") from error
+    raise BundleError(path, "something else is there; name a new file, or a bundle to replace")

@@ -1,0 +1,206 @@
+"""Cubins for kernels and their launches, from a bundle, the cache or a compiler."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from time import perf_counter
+from typing import ClassVar, NamedTuple, NoReturn
+
+from skuda.dispatch.compile.bundle import Bundle, open_bundle
+from skuda.dispatch.compile.cache import CubinCache, Found, Key
+from skuda.dispatch.compile.compilers import Compiler, Job
+from skuda.dispatch.compile.cubin import read_kernels
+from skuda.dispatch.compile.sources import Source, read_source
+from skuda.dispatch.cuda.call import parameter_layout
+from skuda.dispatch.device import Device
+from skuda.dispatch.settings import bundle_names
+from skuda.dispatch.telemetry import logger_of
+from skuda.kernels.launch import Launch, Step
+from skuda.registry.backend import BackendSpec
+from skuda.registry.errors import BundleError, CompileError
+from skuda.registry.sku import KernelSku
+
+
+class Sought(NamedTuple):
+    """One lookup of a cubin.
+
+    Attributes
+    ----------
+    key : Key
+        Key of the cubin.
+    source : Source
+        Source of the kernel.
+    compiler : Compiler or None
+        The compiler here, if any.
+    identity : str or None
+        Identity of that compiler.
+    """
+
+    key: Key
+    source: Source
+    compiler: Compiler | None
+    identity: str | None
+
+
+class CubinProvider(ABC):
+    """Provides the cubins of one backend.
+
+    Parameters
+    ----------
+    cache : CubinCache or None
+        The cubin cache; None for the one in the settings.
+    bundles : tuple of Bundle or None
+        Bundles to search before the cache; None for those in the settings.
+
+    Attributes
+    ----------
+    spec : BackendSpec
+        The backend; two backends never share a cubin.
+    compilers : str
+        How to get a compiler, for messages.
+    """
+
+    spec: BackendSpec
+    compilers: ClassVar[str]
+
+    def __init__(self, cache: CubinCache | None = None, bundles: tuple[Bundle, ...] | None = None) -> None:
+        self._cache, self._bundles = cache, bundles
+
+    @abstractmethod
+    def compiler(self) -> Compiler | None:
+        """Return the compiler, or None if there is none here."""
+
+    @property
+    def cache(self) -> CubinCache:
+        """The cubin cache, created on first use."""
+        if self._cache is None:
+            self._cache = CubinCache()
+        return self._cache
+
+    @property
+    def bundles(self) -> tuple[Bundle, ...]:
+        """The bundles to search, in order, before the cache; opened on first use.
+
+        Raises
+        ------
+        BundleError
+            If a bundle in the settings must not be used.
+        """
+        if self._bundles is None:
+            self._bundles = tuple(open_bundle(name) for name in bundle_names())
+        return self._bundles
+
+    def sought(self, sku: KernelSku, launch: Launch, device: Device) -> Sought:
+        """Return the key of a SKU's cubin for a device, with the source and the compiler that would build it."""
+        source, compiler = read_source(sku.source), self.compiler()
+        flags, arch = (*sku.flags, *launch.flags), arch_of(sku, device)
+        key = Key(source.digest, flags, arch, f"{sku.entry_point} {sku.launch}", self.spec.name)
+        return Sought(key, source, compiler, None if compiler is None else compiler.identity(source))
+
+    def shipped(self, sku: KernelSku, launch: Launch, device: Device) -> Found | None:
+        """Return a SKU's cubin for a device from the first bundle that has it, or None.
+
+        The user named the bundle, so its cubin is used regardless of which compiler made it or is installed here.
+
+        Raises
+        ------
+        BundleError
+            If a bundle must not be used, or its entry for the key is damaged or not a cubin.
+        CompileError
+            If the parameters of the cubin's kernels differ from those of the launch.
+        """
+        if not self.bundles:
+            return None
+        sought = self.sought(sku, launch, device)
+        for bundle in self.bundles:
+            member = bundle.find(sought.key, sought.identity)
+            if member is None:
+                continue
+            cubin = bundle.read(member)
+            try:
+                placed(sku, launch.steps, cubin)
+            except ValueError as error:
+                told = f"what it has for {sku.id} is no cubin ({error}); make it again with `skuda bundle`"
+                raise BundleError(bundle.path, told) from error
+            log = logger_of("compile")
+            if log is not None:
+                log.info("%s for %s: found in %s", sku.id, sought.key.arch, bundle.path)
+            return Found(cubin, (f"from {bundle.path}, compiled by {member.compiler}",))
+        return None
+
+    def cubin(self, sku: KernelSku, launch: Launch, device: Device) -> Found:
+        """Return a SKU's cubin for a device, from the cache or the compiler.
+
+        Raises
+        ------
+        CompileError
+            If it does not compile, is not cached and there is no compiler, or its parameters differ from the launch's.
+        """
+        sought = self.sought(sku, launch, device)
+        arch, flags = sought.key.arch, sought.key.flags
+
+        log, built = logger_of("compile"), False
+
+        def build() -> bytes:
+            nonlocal built
+            built = True
+            if sought.compiler is None:
+                self._refuse_without_compiler(sku, sought.key)
+            start = perf_counter()
+            cubin = sought.compiler.compile(Job(sku.id, sought.source, flags, arch))
+            if log is not None:
+                log.info("%s for %s: compiled in %.2f s by %s", sku.id, arch, perf_counter() - start, sought.identity)
+            return cubin
+
+        facts = {"sku": sku.id, "source": sku.source, "flags": flags}
+        found = self.cache.get(sought.key, sought.identity, build, facts)
+        if log is not None and not built:
+            log.info("%s for %s: found in %s", sku.id, arch, self.cache.folder)
+        placed(sku, launch.steps, found.cubin)
+        return found
+
+    def cached(self, sku: KernelSku, launch: Launch, device: Device) -> bool:
+        """Return whether `cubin` would compile nothing."""
+        sought = self.sought(sku, launch, device)
+        return self.cache.has(sought.key, sought.identity)
+
+    def _refuse_without_compiler(self, sku: KernelSku, key: Key) -> NoReturn:
+        lacking = "".join(f", nor in {bundle.path}: {bundle.lacks(key, sku.source)}" for bundle in self.bundles)
+        raise CompileError(
+            sku.id,
+            f"there is no compiler here and no cubin for {key.arch} in {self.cache.folder}{lacking}; either "
+            f"{self.compilers}, or compile it on a machine that has one and copy the result: set SKUDA_BUNDLE to the "
+            f"file of `skuda bundle`, or SKUDA_CACHE_DIR to the cache of `skuda compile`",
+        )
+
+
+def arch_of(sku: KernelSku, device: Device) -> str:
+    """Return the target architecture: the SKU's own if it has a suffix such as ``a``, else that of the card."""
+    if sku.arch.is_specific or device.compute_capability is None:
+        return sku.arch.value
+    major, minor = device.compute_capability
+    return f"sm_{major}{minor}"
+
+
+def placed(sku: KernelSku, steps: tuple[Step, ...], cubin: bytes) -> tuple[Step, ...]:
+    """Compare a launch's parameters with those of the compiled kernels; return the steps with parameter offsets.
+
+    Raises
+    ------
+    CompileError
+        If a kernel is missing, or the number or size of its parameters differs.
+    """
+    kernels = read_kernels(cubin)
+    found = []
+    for step in steps:
+        kernel = kernels.get(step.entry)
+        lead = kernel.parameters[0][0] if kernel is not None and kernel.parameters else 0
+        found.append(replace(step, lead=lead))
+        given = parameter_layout(found[-1])
+        if kernel is None and kernels:
+            raise CompileError(sku.id, f"there is no kernel {step.entry} in it; it has {', '.join(sorted(kernels))}")
+        if kernel is not None and kernel.parameters and kernel.parameters != given:
+            told = f"{step.entry} takes parameters of (offset, bytes) {kernel.parameters}, the launch gives {given}"
+            raise CompileError(sku.id, told)
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Arrays on an NVIDIA GPU: intake, binding, calls, streams and the driver."""

@@ -1,0 +1,318 @@
+"""Binding device arrays to a launch: a full check of a new call, a few comparisons for a call like an earlier one.
+
+`Binder` compiles a problem's arguments and its `Launch` once. `Binder.bind` checks a call in full and returns a `Call`,
+which recognizes the next call like it and packs its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+
+from skuda.dispatch.cuda.arrays import framework_of, standard
+from skuda.dispatch.cuda.call import Call, Made, packable, picker
+from skuda.dispatch.cuda.dlpack import dense_strides
+from skuda.dispatch.cuda.facts import ANYWHERE, Facts, Framework, Refused
+from skuda.dispatch.cuda.recognizer import Clash, Form, Given, Group
+from skuda.dispatch.cuda.tensor_maps import refuse_unaligned
+from skuda.dispatch.cuda.views import Layout, common_view, is_contiguous, matrix_view
+from skuda.dispatch.host import rules
+from skuda.kernels.launch import (
+    Columns,
+    Constant,
+    Launch,
+    Leading,
+    Number,
+    Parameter,
+    Pointer,
+    Rows,
+    TensorMap,
+    Which,
+)
+from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
+from skuda.registry.elements import ElementKind
+from skuda.registry.errors import InvalidProblem
+
+_SMALL, _LARGE = 2.0**-126, 2.0**127
+"""Magnitudes between which an f64 number rounds to a normal f32 one."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def storage_element(element: ElementKind) -> ElementKind:
+    """Return the element of the array that stores `element`."""
+    return ElementKind.U8 if element.is_packed else element
+
+
+class Binder:
+    """Checks calls of one problem with one launch on one device."""
+
+    def __init__(self, problem: Descriptor, launch: Launch, ordinal: int) -> None:
+        self._op = problem.op_name()
+        self._in_place = problem.in_place
+        self._arguments = problem.arguments()
+        self._launch = launch
+        self._ordinal = ordinal
+        parameters = [parameter for step in launch.steps for parameter in step.parameters]
+        self._maps = [p for p in parameters if isinstance(p, TensorMap)]
+        self._leading = {p.name for p in parameters if isinstance(p, Leading)}
+        self._leading |= {p.name for p in self._maps if not p.otherwise}
+        self._which = {p.name for p in parameters if isinstance(p, Which)}
+        self._numbers = {p.name: p.element for p in parameters if isinstance(p, Number)}
+        self._pointers = {p.name for p in parameters if isinstance(p, (Pointer, TensorMap))}
+
+    def bind(self, arrays: Mapping[str, Any]) -> Call:
+        """Check a call, the op's arguments by name, in full.
+
+        Raises
+        ------
+        InvalidProblem
+            For a missing, unknown or unsuitable argument; `Unaligned` if another kernel may accept it.
+        """
+        rules.refuse_unknown(self._op, self._arguments, arrays)
+        frameworks: dict[str, Framework] = {}
+        facts: dict[str, Facts] = {}
+        for argument in self._arguments:
+            value = arrays.get(argument.name)
+            if value is None or (argument.is_scalar and isinstance(value, (bool, int, float, np.generic))):
+                continue
+            frameworks[argument.name] = framework_of(type(value))
+            facts[argument.name] = self._facts(argument, value, frameworks[argument.name])
+        flat = rules.flat_shape(self._op, self._arguments, {name: found.shape for name, found in facts.items()})
+        shapes = {a.name: flat if a.flat and flat is not None else a.shape for a in self._arguments}
+        which = {a.name: self._checked(a, facts[a.name], shapes[a.name]) for a in self._arguments if a.name in facts}
+        places = {name: _place(found) for name, found in facts.items()}
+        rules.refuse_overlap(self._op, self._arguments, places, in_place=self._in_place)
+        framework = next(iter(frameworks.values()), standard())
+        given = tuple(self._given(arrays, facts, frameworks, shapes))
+        made = tuple(
+            Made(a.name, self._maker(a, shapes[a.name], framework), _address)
+            for a in self._arguments
+            if a.role is Role.OUTPUT and arrays.get(a.name) is None
+        )
+        names = [one.name for one in given]
+        views = self._views(facts, shapes)
+        aligned = [name for name in (*(each.name for each in self._maps), *self._launch.aligned) if name in facts]
+        for name in aligned:
+            found = facts[name]
+            distance = views[2].get(name, found.shape[-1]) if found.shape[0] > 1 else 0
+            refuse_unaligned(self._op, name, found.address, distance * ((found.element or ElementKind.U8).bits // 8))
+        indices, constants = self._indices(names, [each.name for each in made], facts, views, which)
+        form = Form(
+            given,
+            tuple(_groups(names, arrays, frameworks)),
+            tuple(self._clashes(names, places)),
+            tuple(map(names.index, aligned)),
+        )
+        alone = len(indices) == 1 and not made and not self._launch.scratch
+        return Call(
+            given=given,
+            values=form.values(),
+            parameters=form.parameters(indices[0], constants) if alone else None,
+            made=made,
+            picks=tuple(picker(each) for each in indices),
+            constants=constants,
+            framework=framework,
+            stream=self._stream(framework, facts),
+            direct=not framework.waits,
+        )
+
+    def _refuse(self, name: str, had: str, must: str) -> NoReturn:
+        raise InvalidProblem(self._op, name, had, must)
+
+    def _facts(self, argument: Argument, value: Any, framework: Framework) -> Facts:
+        name = argument.name
+        try:
+            found = framework.facts(value)
+        except Refused as error:
+            self._refuse(name, error.had, error.must)
+        except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+            self._refuse(name, f"a {type(value).__name__}", f"be readable without a copy ({error})")
+        if found.ordinal not in {self._ordinal, ANYWHERE}:
+            where = "the host" if found.ordinal is None else f"cuda:{found.ordinal}"
+            self._refuse(name, f"an array on {where}", f"be on cuda:{self._ordinal}, where this plan runs")
+        return found
+
+    def _checked(self, argument: Argument, found: Facts, shape: tuple[int, ...]) -> int:
+        """Check one array by itself; return which of the accepted elements it has."""
+        name, stored = argument.name, [storage_element(element) for element in argument.elements]
+        if found.element not in stored:
+            self._refuse(name, f"an array of {found.kind}", f"be {rules.wanted(argument, shape)}")
+        which = stored.index(found.element)
+        if which and name not in self._which and name in self._pointers:
+            self._refuse(name, f"an array of {found.kind}", f"be of {argument.elements[0]}: this kernel takes no other")
+        rules.checked_shape(self._op, argument, argument.elements[which], found.shape, shape)
+        size = found.element.bits // 8
+        if found.address % size:
+            self._refuse(name, f"the address {found.address:#x}", f"be a multiple of {size}, the bytes of an element")
+        if argument.role in rules.WRITTEN and found.read_only:
+            self._refuse(name, "a read-only array", "be writable; leave it out to get a new one")
+        if argument.role in rules.WRITTEN and rules.repeats(_place(found)):
+            self._refuse(name, f"strides {found.strides}", "have one place in memory for every element")
+        if argument.is_scalar and name in self._numbers and name not in self._pointers:
+            self._refuse(name, "an array", "be a number: this kernel takes it by value")
+        plain = not argument.is_scalar and name not in self._leading and name not in self._launch.view
+        if plain and name in self._pointers and not is_contiguous(found):
+            rule = "be contiguous; copy it first: x.contiguous(), or ascontiguousarray(x)"
+            self._refuse(name, f"strides {found.strides} for shape {found.shape}", rule)
+        return which
+
+    def _stream(self, framework: Framework, facts: Mapping[str, Facts]) -> Callable[[], int]:
+        """Return a getter of the current stream; all arrays whose owners name a stream must name the same one."""
+        named = {found.stream if found.stream != 1 else 0 for found in facts.values() if found.stream is not None}
+        if len(named) > 1:
+            told = ", ".join(f"{name} on {found.stream}" for name, found in facts.items() if found.stream is not None)
+            self._refuse("stream", f"arrays of different streams: {told}", "be given, once they are in order")
+        if named:
+            (handle,) = named
+            return lambda: handle
+        return framework.current_stream(self._ordinal)
+
+    def _given(
+        self, arrays: Mapping[str, Any], facts: Mapping[str, Facts], frameworks: Mapping[str, Framework], shapes: Shapes
+    ) -> list[Given]:
+        given: list[Given] = []
+        for argument in self._arguments:
+            name, value = argument.name, arrays.get(argument.name)
+            if name in facts:
+                given.append(Given(name, frameworks[name].guard(value, facts[name])))
+            elif value is not None:
+                if name in self._pointers and name not in self._numbers:
+                    self._refuse(name, repr(value), "be an array of one element: this kernel takes no number")
+                given.append(self._number(argument, value))
+            elif argument.required and argument.role is not Role.OUTPUT:
+                self._refuse(name, "nothing", f"be given: {rules.wanted(argument, shapes[name])}")
+            elif name in arrays:
+                given.append(Given(name, _absent))
+        return given
+
+    def _number(self, argument: Argument, value: Any) -> Given:
+        """Return how a number becomes its packed value; a number plainly in range is passed unchanged."""
+        rules.number(self._op, argument, value)
+        element = argument.elements[0]
+        packed = self._numbers.get(argument.name, element)
+
+        def convert(other: Any) -> Any:
+            if not isinstance(other, (bool, int, float, np.generic)):
+                return None
+            return packable(rules.number(self._op, argument, other), packed)
+
+        plainly = ""
+        if element.integer_range is not None:
+            low, high = element.integer_range
+            plainly = f"type({{0}}) is int and {low} <= {{0}} <= {high}"
+        elif element is packed and element in {ElementKind.F32, ElementKind.F64}:
+            plainly = f"type({{0}}) is float and ({_SMALL} < {{0}} < {_LARGE} or -{_LARGE} < {{0}} < -{_SMALL})"
+        return Given(argument.name, convert, plainly)
+
+    def _maker(self, argument: Argument, shape: tuple[int, ...], framework: Framework) -> Callable[[int | None], Any]:
+        stored, element = storage_shape(shape, argument.elements[0]), storage_element(argument.elements[0])
+
+        def make(stream: int | None) -> Any:
+            try:
+                return framework.empty(stored, element, self._ordinal, stream)
+            except Refused as error:
+                return self._refuse(argument.name, error.had, error.must)
+
+        return make
+
+    def _clashes(self, names: list[str], places: Mapping[str, rules.Place]) -> list[Clash]:
+        written = [a.name for a in self._arguments if a.role in rules.WRITTEN and a.name in places]
+        found = []
+        for target in written:
+            for name, other in places.items():
+                one = places[target]
+                empty = 0 in one.shape or 0 in other.shape
+                if empty or name == target or (name in written and name < target):
+                    continue
+                equal = self._in_place and name not in written and one[1:] == other[1:]
+                (one_low, one_high), (low, high) = one.span, other.span
+                found.append(Clash(names.index(target), names.index(name), low - one_high, high - one_low, equal))
+        return found
+
+    def _indices(  # noqa: C901  one case for each kind of parameter
+        self,
+        given: list[str],
+        made: list[str],
+        facts: Mapping[str, Facts],
+        view: tuple[int, int, dict[str, int]],
+        which: Mapping[str, int],
+    ) -> tuple[list[list[int]], tuple[Any, ...]]:
+        """Index each step's parameters among values, new addresses, scratch addresses and constants."""
+        rows, columns, leading = view
+        scratch = [name for name, _ in self._launch.scratch]
+        new = {name: len(given) + at for at, name in enumerate(made)}
+        addresses = {name: len(given) + len(made) + at for at, name in enumerate(scratch)}
+        addresses |= new | {name: given.index(name) for name in facts}
+        numbers = {name: at for at, name in enumerate(given) if name not in facts and name not in new}
+        before = len(given) + len(made) + len(scratch)
+        constants: list[Any] = []
+
+        def places(parameter: Parameter) -> list[int]:
+            match parameter:
+                case Pointer(name) if name in addresses:
+                    return [addresses[name]]
+                case Number(name) if name in numbers:
+                    return [numbers[name]]
+                case TensorMap(name):
+                    constants.append(leading.get(name, parameter.columns))
+                    at = addresses[name] if name in addresses else addresses[parameter.otherwise]
+                    return [at, before + len(constants) - 1]
+                case Pointer() | Number():
+                    constants.append(0)
+                case Which(name):
+                    constants.append(which.get(name, 0))
+                case Leading(name):
+                    constants.append(leading[name])
+                case Constant():
+                    constants.append(packable(parameter.value, parameter.element))
+                case Rows():
+                    constants.append(rows)
+                case Columns():
+                    constants.append(columns)
+            return [before + len(constants) - 1]
+
+        indices = [[at for one in step.parameters for at in places(one)] for step in self._launch.steps]
+        return indices, tuple(constants)
+
+    def _views(self, facts: Mapping[str, Facts], shapes: Shapes) -> tuple[int, int, dict[str, int]]:
+        """Return rows and columns of the common view, and every leading stride that a parameter needs."""
+        layouts = {}
+        for argument in self._arguments:
+            name, element = argument.name, argument.elements[0]
+            if name in self._launch.view or name in self._leading:
+                dense = dense_strides(storage_shape(shapes[name], element))
+                layouts[name] = Layout(facts[name].strides if name in facts else dense, element.is_packed)
+        leading: dict[str, int] = {}
+        for name in layouts.keys() - set(self._launch.view):
+            leading |= matrix_view(self._op, shapes[name], name, layouts[name]).leading
+        if not self._launch.view:
+            return 0, 0, leading
+        shared = {name: layouts[name] for name in self._launch.view}
+        rows, columns, strides = common_view(self._op, shapes[self._launch.view[0]], shared)
+        return rows, columns, leading | strides
+
+
+def _groups(names: list[str], arrays: Mapping[str, Any], frameworks: Mapping[str, Framework]) -> Iterator[Group]:
+    """Yield, for each library, its arrays if one check recognizes all of them."""
+    for framework in dict.fromkeys(frameworks.values()):
+        members = tuple(at for at, name in enumerate(names) if frameworks.get(name) is framework)
+        how = framework.joint_check(tuple(arrays[names[at]] for at in members))
+        if how is not None:
+            yield Group(members, how)
+
+
+def _address(array: Any) -> int:
+    # A framework's arrays may be allocated by another framework.
+    return framework_of(type(array)).address(array)
+
+
+def _absent(value: Any) -> int | None:
+    return 0 if value is None else None
+
+
+def _place(found: Facts) -> rules.Place:
+    size = found.element.bits // 8 if found.element is not None else 1
+    return rules.Place(found.address, found.shape, tuple(stride * size for stride in found.strides), size)

@@ -1,0 +1,241 @@
+"""The CUDA driver through ctypes: functions that no Python package wraps or that must not depend on one.
+
+Loading it creates no context. It uses a card's primary context, as torch, CuPy and JAX do, and never replaces the
+current context of a thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property
+from typing import Any
+
+from skuda.dispatch.device import Device
+from skuda.registry.errors import DriverError
+
+_LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+
+# CUdevice_attribute
+_SM_COUNT, _CLOCK_KHZ, _BUS_BITS, _L2, _MAJOR, _MINOR, _SHARED = 16, 36, 37, 38, 75, 76, 97
+_POINTER_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+_CAPTURE_IMPLICIT = 906  # the default stream was queried while a stream that waits for it is captured
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+_CODES = {
+    1: "invalid value",
+    2: "out of memory",
+    3: "not initialized",
+    35: "the driver is older than the CUDA version that the program was built with",
+    100: "no CUDA device",
+    101: "invalid device",
+    200: "invalid image",
+    201: "invalid context",
+    209: "no binary for this GPU",
+    400: "invalid handle",
+    500: "not found",
+    700: "illegal address",
+    719: "launch failed",
+    802: "the system is not ready yet",
+    803: "the driver is older than its kernel module, or the other way round",
+    804: "forward compatibility is not supported on this card",
+}
+
+
+def failure(name: str, code: int) -> DriverError:
+    """Return the error for what a driver function returned."""
+    return DriverError(name, f"{_CODES.get(code, 'see CUresult in cuda.h')} ({code})", code)
+
+
+class Driver:
+    """The driver library, initialized.
+
+    Raises
+    ------
+    DriverError
+        If there is none, or it does not start.
+    """
+
+    def __init__(self) -> None:
+        try:
+            # PyDLL keeps the interpreter lock: this function is called on every run and returns immediately.
+            self._library, self._quick = ctypes.CDLL(_LIBRARY), ctypes.PyDLL(_LIBRARY)
+        except OSError as error:
+            raise DriverError("loading it", str(error)) from error
+        self.call("cuInit", 0)
+        self._get_current = self._quick.cuCtxGetCurrent
+        self._slots = _Slots()
+        self._contexts: dict[int, int] = {}
+        self._retaining = threading.Lock()
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a driver function.
+
+        Raises
+        ------
+        DriverError
+            If it does not return success, or does not exist in this driver.
+        """
+        code = self._code(name, *arguments)
+        if code:
+            raise failure(name, code)
+
+    def function(self, name: str) -> Callable[..., int]:
+        """Return a driver function, which returns a CUresult.
+
+        Raises
+        ------
+        DriverError
+            If it does not exist in this driver.
+        """
+        try:
+            found: Callable[..., int] = self._library[name]
+        except AttributeError:
+            raise DriverError(name, "this driver does not have it") from None
+        return found
+
+    def _code(self, name: str, *arguments: Any) -> int:
+        return self.function(name)(*arguments)
+
+    @property
+    def version(self) -> str:
+        """CUDA version that the driver supports, for example ``13.0``."""
+        value = ctypes.c_int()
+        self.call("cuDriverGetVersion", ctypes.byref(value))
+        return f"{value.value // 1000}.{value.value % 1000 // 10}"
+
+    @cached_property
+    def device_count(self) -> int:
+        """Number of CUDA devices that this process sees."""
+        value = ctypes.c_int()
+        self.call("cuDeviceGetCount", ctypes.byref(value))
+        return value.value
+
+    def device(self, ordinal: int) -> Device:
+        """Return the facts about a device, without creating a context on it."""
+        handle, name, memory = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
+        self.call("cuDeviceGet", ctypes.byref(handle), ordinal)
+        self.call("cuDeviceGetName", name, len(name), handle)
+        self.call("cuDeviceTotalMem_v2", ctypes.byref(memory), handle)
+
+        def attribute(kind: int) -> int:
+            value = ctypes.c_int()
+            return value.value if not self._code("cuDeviceGetAttribute", ctypes.byref(value), kind, handle) else 0
+
+        return Device(
+            name=name.value.decode(errors="replace"),
+            processor="cuda",
+            ordinal=ordinal,
+            compute_capability=(attribute(_MAJOR), attribute(_MINOR)),
+            sm_count=attribute(_SM_COUNT),
+            shared_memory=attribute(_SHARED),
+            l2_cache=attribute(_L2),
+            memory=memory.value,
+            # Two transfers per clock; 0 where the driver does not report it.
+            memory_bandwidth=2 * 1000 * attribute(_CLOCK_KHZ) * attribute(_BUS_BITS) // 8,
+        )
+
+    def devices(self) -> tuple[Device, ...]:
+        """Return the facts about every device."""
+        return tuple(self.device(ordinal) for ordinal in range(self.device_count))
+
+    def primary_context(self, ordinal: int) -> int:
+        """Return the handle of a device's primary context, which stays alive until the process ends."""
+        with self._retaining:
+            if ordinal not in self._contexts:
+                context = ctypes.c_void_p()
+                self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
+                self._contexts[ordinal] = context.value or 0
+            return self._contexts[ordinal]
+
+    def current(self) -> int | None:
+        """Return the handle of this thread's current context, or None."""
+        slot = self._slots
+        self._get_current(slot.reference)
+        return slot.value.value
+
+    @contextmanager
+    def using(self, context: int) -> Iterator[None]:
+        """Make a context current inside a ``with`` block.
+
+        With a single card, a thread that had no context keeps this one. With several it must not, because torch and
+        CuPy derive the current device from the current context.
+        """
+        current = self.current()
+        if current == context:
+            yield
+        elif current is None and self.device_count == 1:
+            self.call("cuCtxSetCurrent", ctypes.c_void_p(context))
+            yield
+        else:
+            self.call("cuCtxPushCurrent_v2", ctypes.c_void_p(context))
+            try:
+                yield
+            finally:
+                self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def ordinal_of(self, address: int) -> int | None:
+        """Return the ordinal of the device that an address belongs to, or None if the driver does not know it."""
+        value = ctypes.c_int(-1)
+        code = self._code("cuPointerGetAttribute", ctypes.byref(value), _POINTER_ORDINAL, ctypes.c_uint64(address))
+        return value.value if not code and value.value >= 0 else None
+
+    def capture_of(self, stream: int) -> int:
+        """Return the id of the graph capture that a stream takes part in, or 0.
+
+        For the default stream, -1 means that some stream of the current context is being captured.
+        """
+        status, number = ctypes.c_int(), ctypes.c_uint64()
+        code = self._code(
+            "cuStreamGetCaptureInfo_v2",
+            ctypes.c_void_p(stream),
+            ctypes.byref(status),
+            ctypes.byref(number),
+            None,
+            None,
+            None,
+        )
+        if code == _CAPTURE_IMPLICIT:
+            return -1
+        return number.value if not code and status.value else 0
+
+    def allocate(self, size: int) -> int:
+        """Return the address of new device memory in the current context; allowed while a stream is captured."""
+        mode, address = ctypes.c_int(_RELAXED), ctypes.c_uint64()
+        self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        try:
+            self.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(1, size)))
+        finally:
+            self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Free memory from `allocate`; the caller makes sure that no work uses it."""
+        self.call("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def synchronize(self, stream: int) -> None:
+        """Wait for a stream of the current context."""
+        self.call("cuStreamSynchronize", ctypes.c_void_p(stream))
+
+
+class _Slots(threading.local):
+    """The variable that receives the result of `Driver.current`, one per thread."""
+
+    def __init__(self) -> None:
+        self.value = ctypes.c_void_p()
+        self.reference = ctypes.byref(self.value)
+
+
+@cache
+def driver() -> Driver:
+    """Return the driver of this process; a failure is not cached.
+
+    Raises
+    ------
+    DriverError
+        If there is none, or it does not start.
+    """
+    return Driver()

@@ -1,0 +1,176 @@
+"""The facts about a device array that a launch needs, and the interface of a framework."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from skuda.dispatch.cuda.driver import driver
+from skuda.kernels.dtypes import storage_dtype
+from skuda.registry.elements import ElementKind
+
+Guard = Callable[[Any], Any]
+"""Takes an argument; returns the value for the kernel if it has the facts that were checked, else None."""
+
+ANYWHERE = -1
+"""The device of an array without elements."""
+
+_CUDA_KINDS = frozenset({2, 13})  # DLPack: device memory, managed memory
+_STORED = ("f16", "bf16", "f32", "f64", "s8", "u8", "s32", "u32", "s64")
+
+
+class Facts(NamedTuple):
+    """The facts about an array that a launch needs.
+
+    Attributes
+    ----------
+    address : int
+        Of the first element.
+    element : ElementKind or None
+        As stored (packed elements show as u8); None for a type that no kernel here knows.
+    kind : str
+        The element's type as the framework writes it.
+    shape, strides : tuple of int
+        In stored elements.
+    ordinal : int or None
+        The CUDA device; `ANYWHERE` for an array without elements, None for memory on no CUDA device.
+    read_only : bool
+        Whether the owner forbids writing.
+    stream : int or None
+        The stream of the last write, as the owner reports it; None if it does not report one.
+    """
+
+    address: int
+    element: ElementKind | None
+    kind: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    ordinal: int | None
+    read_only: bool = False
+    stream: int | None = None
+
+
+class JointCheck(NamedTuple):
+    """How several arrays of one library are recognized at once.
+
+    Attributes
+    ----------
+    same : callable
+        Takes as many arrays as were checked; returns whether they have the same facts except for their addresses.
+    unless : str
+        An expression of an array ``{0}``; where it is true, the check does not count.
+    address : str
+        An expression of an array ``{0}`` that gives its address.
+    """
+
+    same: Callable[..., bool]
+    unless: str
+    address: str
+
+
+class Refused(Exception):
+    """An array that cannot be used: what it is, and what it must be. The caller raises `InvalidProblem`."""
+
+    def __init__(self, had: str, must: str) -> None:
+        super().__init__(had, must)
+        self.had, self.must = had, must
+
+
+class Framework(ABC):
+    """Reads and allocates the arrays of one library. Stateless.
+
+    Attributes
+    ----------
+    name : str
+        The library.
+    waits : bool
+        Whether the library has no interface for streams, so that a run waits before and after its launch.
+    borrows : bool
+        Whether another library allocates its arrays; that library's current stream is not the stream of the work.
+    """
+
+    name: ClassVar[str]
+    waits: ClassVar[bool] = False
+    borrows: ClassVar[bool] = False
+
+    @abstractmethod
+    def facts(self, value: Any) -> Facts:
+        """Return an array's facts, without a copy.
+
+        Raises
+        ------
+        Refused
+            If it is not plain device memory.
+        """
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], element: ElementKind, ordinal: int, stream: int | None) -> Any:
+        """Return a new array on a device; `shape` and `element` are as stored.
+
+        `stream` is the handle of the stream that will use it; None is the framework's current stream.
+        """
+
+    def address(self, value: Any) -> int:
+        """Return the address of an array that `empty` made."""
+        return self.facts(value).address
+
+    def guard(self, value: Any, facts: Facts) -> Guard:
+        """Return a cheap check that another array has the same facts except for its address."""
+        kind, layout = type(value), facts[1:]
+        size = facts.element.bits // 8 if facts.element is not None else 1
+
+        def same(other: Any) -> int | None:
+            if type(other) is not kind:
+                return None
+            found = self.facts(other)
+            # Any address is possible here; torch and CuPy, whose allocations are aligned, have guards of their own.
+            return found[0] if found[1:] == layout and found[0] % size == 0 else None
+
+        return same
+
+    def joint_check(self, values: tuple[Any, ...]) -> JointCheck | None:  # noqa: ARG002  most libraries have none
+        """Return a check of several arrays at once that is faster than a guard for each, or None."""
+        return None
+
+    def current_stream(self, ordinal: int) -> Callable[[], int]:  # noqa: ARG002  one per device in most libraries
+        """Return a getter of the handle of a device's current stream; 0 is the default stream."""
+        return int
+
+    def deliver(self, array: Any) -> Any:
+        """Convert an array made by `empty` to the type that the caller gets."""
+        return array
+
+
+def element_of(dtype: np.dtype[Any]) -> ElementKind | None:
+    """Return the element that a NumPy dtype stores, or None."""
+    return _ELEMENTS.get(dtype)
+
+
+def in_elements(strides: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """Return strides given in bytes in elements of `size` bytes.
+
+    Raises
+    ------
+    Refused
+        If one is not a whole number of elements.
+    """
+    if any(stride % size for stride in strides):
+        raise Refused(f"strides of {strides} bytes", f"step by whole elements of {size} bytes")
+    return tuple(stride // size for stride in strides)
+
+
+def ordinal_said(value: Any) -> int | None:
+    """Return the ordinal of the CUDA device that an array reports, or None."""
+    kind, ordinal = value.__dlpack_device__()
+    return int(ordinal) if int(kind) in _CUDA_KINDS else None
+
+
+def ordinal_asked(address: int, count: int) -> int | None:
+    """Return the ordinal of the CUDA device that the driver reports for `count` elements at an address, or None."""
+    return driver().ordinal_of(address) if count else ANYWHERE
+
+
+_ELEMENTS: dict[np.dtype[Any], ElementKind] = {storage_dtype(element): element for element in map(ElementKind, _STORED)}

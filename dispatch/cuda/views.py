@@ -1,0 +1,135 @@
+"""Arrays as rows of contiguous columns: the two-dimensional view, if any, that several arrays have in common."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from skuda.dispatch.cuda.dlpack import dense_strides
+from skuda.dispatch.cuda.facts import Facts
+from skuda.registry.errors import InvalidProblem
+
+Shape = tuple[int, ...]
+
+
+class Layout(NamedTuple):
+    """One array of a view.
+
+    Attributes
+    ----------
+    strides : tuple of int
+        Of the array, in stored elements.
+    packed : bool
+        Whether two elements share a byte along the last axis.
+    """
+
+    strides: Shape
+    packed: bool
+
+
+class View(NamedTuple):
+    """The two-dimensional shape that a kernel receives.
+
+    Attributes
+    ----------
+    rows, columns : int
+        In elements.
+    leading : dict
+        Distance between rows by argument, in stored elements.
+    """
+
+    rows: int
+    columns: int
+    leading: dict[str, int]
+
+
+def common_view(op: str, shape: Shape, layouts: Mapping[str, Layout]) -> View:
+    """Return the view with the longest rows that all arrays of one shape have.
+
+    `shape` is in elements and the same for all arrays in `layouts`; errors name `op`.
+
+    Raises
+    ------
+    InvalidProblem
+        If there is none; it names an array to change.
+    """
+    splits = {name: _splits(shape, layout) for name, layout in layouts.items()}
+    for name, own in splits.items():
+        if not own:
+            _refuse(op, name, layouts[name], "be rows of contiguous columns with one distance between rows")
+    common = set.intersection(*splits.values())
+    if not common:
+        # The error names the array with the fewest possible splits.
+        name = min(splits, key=lambda each: len(splits[each]))
+        others = " and ".join(other for other in layouts if other != name)
+        _refuse(op, name, layouts[name], f"be cut into rows where {others} can be")
+    return _cut(shape, layouts, min(common))
+
+
+def matrix_view(op: str, shape: Shape, name: str, layout: Layout) -> View:
+    """Return the view of one array as a matrix whose rows are its last axis.
+
+    Raises
+    ------
+    InvalidProblem
+        If it has none.
+    """
+    split = max(0, len(shape) - 1)
+    if split not in _splits(shape, layout):
+        _refuse(op, name, layout, "have contiguous rows with one distance between them")
+    return _cut(shape, {name: layout}, split)
+
+
+def is_contiguous(facts: Facts) -> bool:
+    """Whether an array has no gaps, in row-major order; an axis of one element may have any stride."""
+    dense = dense_strides(facts.shape)
+    return (
+        facts.strides == dense
+        or all(
+            extent == 1 or stride == wanted
+            for extent, stride, wanted in zip(facts.shape, facts.strides, dense, strict=True)
+        )
+        or 0 in facts.shape
+    )
+
+
+def _refuse(op: str, name: str, layout: Layout, must: str) -> None:
+    advice = "copy it first: x.contiguous(), or ascontiguousarray(x)"
+    raise InvalidProblem(op, name, f"strides {layout.strides}", f"{must}; {advice}")
+
+
+def _splits(shape: Shape, layout: Layout) -> set[int]:
+    """Return the numbers of leading axes that can be rows, so that the other axes are contiguous columns."""
+    rank = len(shape)
+    if 0 in shape:
+        return set(range(rank + 1))
+    strides = layout.strides
+    # Rows of a packed array start at a byte, so a last axis that fills its bytes can be joined to the previous axis.
+    stored = (*shape[:-1], -(-shape[-1] // 2)) if layout.packed else shape
+    whole = not layout.packed or shape[-1] % 2 == 0
+    found = set()
+    for split in range(rank + 1):
+        columns = [(n, s) for n, s in zip(stored[split:], strides[split:], strict=True) if n > 1]
+        rows = [(n, s) for n, s in zip(stored[:split], strides[:split], strict=True) if n > 1]
+        if layout.packed and (split == rank or (not whole and math.prod(shape[split:-1]) > 1)):
+            continue
+        if (not columns or columns[-1][1] == 1) and _chained(columns) and _chained(rows):
+            found.add(split)
+    return found
+
+
+def _chained(axes: list[tuple[int, int]]) -> bool:
+    """Whether axes can be traversed as one: the stride of each is the whole extent of the next."""
+    return all(outer[1] == inner[0] * inner[1] for outer, inner in itertools.pairwise(axes))
+
+
+def _cut(shape: Shape, layouts: Mapping[str, Layout], split: int) -> View:
+    rows, columns = math.prod(shape[:split]), math.prod(shape[split:])
+    leading = {}
+    for name, layout in layouts.items():
+        steps = [s for n, s in zip(shape[:split], layout.strides[:split], strict=True) if n > 1]
+        # A single row has no next one; it gets the stride of a contiguous array.
+        leading[name] = steps[-1] if steps else -(-columns // 2) if layout.packed else columns
+    return View(rows, columns, leading)

@@ -1,0 +1,106 @@
+"""Binding host arrays to a problem's arguments: all checks and allocations, once per run.
+
+The rule for each argument comes from `Descriptor.arguments`; nothing is converted or copied on the way in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from skuda.dispatch.host import rules
+from skuda.dispatch.host.arrays import HOST_PLACE, host_view, place_of, same_framework
+from skuda.kernels.dtypes import storage_dtype
+from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
+from skuda.registry.errors import InvalidProblem
+
+Array = npt.NDArray[Any]
+
+
+class Binding:
+    """Arguments of one run, ready for a NumPy kernel.
+
+    Attributes
+    ----------
+    values : dict
+        Argument name to NumPy array, NumPy scalar, integer, or None for an optional argument left out.
+    """
+
+    def __init__(self, problem: Descriptor, arguments: tuple[Argument, ...], given: Mapping[str, object]) -> None:
+        self._op = problem.op_name()
+        self._problem = problem
+        self.values: dict[str, Any] = {}
+        self._native: dict[str, object] = {}
+        self._wrap = same_framework(given)
+        rules.refuse_unknown(self._op, arguments, given)
+        known = {argument.name: argument for argument in arguments}
+        arrays: dict[str, Array] = {
+            name: self._view(name, value)
+            for name, value in given.items()
+            if value is not None and not (known[name].is_scalar and place_of(self._op, name, value) is None)
+        }
+        flat = rules.flat_shape(self._op, arguments, {name: array.shape for name, array in arrays.items()})
+        for argument in arguments:
+            value = given.get(argument.name)
+            shape = flat if argument.flat and flat is not None else argument.shape
+            if value is None:
+                self._absent(argument, shape)
+            elif argument.name in arrays:
+                self.values[argument.name] = self._checked(argument, arrays[argument.name], shape)
+                self._native[argument.name] = value
+            else:
+                self.values[argument.name] = rules.number(self._op, argument, value)
+        places = {name: _place(array) for name, array in arrays.items()}
+        rules.refuse_overlap(self._op, arguments, places, in_place=problem.in_place)
+        self._outputs = [argument.name for argument in arguments if argument.role is Role.OUTPUT]
+
+    def result(self) -> object:
+        """Return the op's result: its only output, or a named tuple of its outputs."""
+        outputs = [
+            self._native[name] if name in self._native else self._wrap(self.values[name]) for name in self._outputs
+        ]
+        build = type(self._problem).result
+        return outputs[0] if build is None else build(*outputs)
+
+    def _refuse(self, name: str, had: str, must: str) -> NoReturn:
+        raise InvalidProblem(self._op, name, had, must)
+
+    def _view(self, name: str, value: Any) -> Array:
+        place = place_of(self._op, name, value)
+        if place is None:
+            self._refuse(name, repr(value), "be an array")
+        if place != HOST_PLACE:
+            where = place[0] if place[1] is None else f"{place[0]}:{place[1]}"
+            self._refuse(name, f"an array on {where}", "be on the CPU, where this plan runs")
+        return host_view(self._op, name, value)
+
+    def _absent(self, argument: Argument, shape: tuple[int, ...]) -> None:
+        name, element = argument.name, argument.elements[0]
+        if argument.role is Role.OUTPUT:
+            self.values[name] = np.empty(storage_shape(shape, element), storage_dtype(element))
+        elif argument.required:
+            self._refuse(name, "nothing", f"be given: {rules.wanted(argument, shape)}")
+        else:
+            self.values[name] = None
+
+    def _checked(self, argument: Argument, array: Array, shape: tuple[int, ...]) -> Array:
+        name = argument.name
+        element = next((e for e in argument.elements if storage_dtype(e) == array.dtype), None)
+        if element is None:
+            self._refuse(name, f"an array of {array.dtype}", f"be {rules.wanted(argument, shape)}")
+        rules.checked_shape(self._op, argument, element, array.shape, shape)
+        if argument.is_scalar:
+            return array.reshape(())
+        if argument.role in rules.WRITTEN:
+            if not array.flags.writeable:
+                self._refuse(name, "a read-only array", "be writable")
+            if rules.repeats(_place(array)):
+                self._refuse(name, f"strides {array.strides}", "have one place in memory for every element")
+        return array
+
+
+def _place(array: Array) -> rules.Place:
+    return rules.Place(array.ctypes.data, array.shape, array.strides, array.itemsize)

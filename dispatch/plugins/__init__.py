@@ -1,0 +1,1 @@
+"""Kernels and backends of other packages."""

@@ -1,0 +1,249 @@
+"""Kernels and backends of other packages, found through entry points.
+
+Group ``skuda.kernels``: an `Op`, `KernelSku` or `BackendSpec`, several of them, or a callable that returns any.
+Group ``skuda.backends``: a `Backend` subclass. A plug-in that fails is set aside with its origin and its reason; the
+others still load. The time to load each is measured and shown by ``skuda doctor``; a slow plug-in is not set aside,
+because selection must not depend on a clock.
+
+A plug-in is code in this process. These checks catch mistakes and bad behaviour; they do not stop malicious code.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
+from typing import Any, TypeVar
+
+from skuda.dispatch.backends.base import Backend
+from skuda.dispatch.plugins.asking import told
+from skuda.dispatch.plugins.seal import Seal
+from skuda.dispatch.settings import plugin_enabled
+from skuda.registry.backend import BackendSpec
+from skuda.registry.op import Op
+from skuda.registry.registry import Registry
+from skuda.registry.sku import KernelSku
+from skuda.registry.value import Value
+
+KERNELS, BACKENDS = "skuda.kernels", "skuda.backends"
+PATIENCE = 5.0
+"""Seconds of loading after which a warning names the plug-in."""
+
+Taken = TypeVar("Taken")
+
+
+class Plugin(Value):
+    """An entry point of another package, as it was loaded or set aside.
+
+    Attributes
+    ----------
+    group, name : str
+        Its entry point.
+    origin : str
+        The distribution that brings it, with version.
+    package : str
+        The distribution's name.
+    seconds : float
+        How long loading it took; close to 0 if its module had been imported before.
+    reason : str
+        Why it is set aside; empty if it is not.
+    """
+
+    group: str
+    name: str
+    origin: str
+    package: str
+    seconds: float = 0.0
+    reason: str = ""
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it."""
+        return f"pip install --upgrade {self.package}, pip uninstall {self.package}, or SKUDA_PLUGINS=-{self.name}"
+
+    def __str__(self) -> str:
+        state = f"is set aside: {self.reason}" if self.reason else f"took {self.seconds:.3f} s to load"
+        return f"plug-in {self.name} of {self.origin} ({self.group}) {state}"
+
+
+def found(group: str) -> tuple[tuple[tuple[EntryPoint, Plugin], ...], tuple[Plugin, ...]]:
+    """Return a group's entry points in order, and the packages whose metadata cannot be read.
+
+    Returns
+    -------
+    points : tuple of (EntryPoint, Plugin)
+        Each with its record, not loaded yet.
+    broken : tuple of Plugin
+        With the reason.
+    """
+    try:
+        points = list(entry_points(group=group))
+    except Exception:  # noqa: BLE001  one package with broken metadata makes the call fail for all
+        points, broken = _one_by_one(group)
+    else:
+        broken = []
+    return tuple((point, _entry(point)) for point in sorted(points)), tuple(broken)
+
+
+def _one_by_one(group: str) -> tuple[list[EntryPoint], list[Plugin]]:
+    points: dict[str, list[EntryPoint]] = {}
+    broken = []
+    for distribution in distributions():
+        package = _name(distribution)
+        try:
+            mine = [point for point in distribution.entry_points if point.group == group]
+        except Exception as error:  # noqa: BLE001  metadata can be broken in any way
+            reason = f"its entry points cannot be read: {told(error)}"
+            broken.append(Plugin(group=group, name=package, origin=package, package=package, reason=reason))
+        else:
+            points.setdefault(package, mine)  # the first on the path is the one that is imported
+    return [point for mine in points.values() for point in mine], broken
+
+
+def _entry(point: EntryPoint) -> Plugin:
+    package = _name(point.dist) if point.dist is not None else point.value
+    version = _attribute(point.dist, "version")
+    origin = f"{package} {version}" if version else package
+    return Plugin(group=point.group, name=point.name, origin=origin, package=package)
+
+
+def _name(distribution: Distribution) -> str:
+    """Return a distribution's name, or its path where its metadata has no name."""
+    return _attribute(distribution, "name") or str(_attribute(distribution, "_path") or distribution)
+
+
+def _attribute(distribution: Distribution | None, name: str) -> Any:
+    try:
+        return getattr(distribution, name, None)
+    except Exception:  # noqa: BLE001  metadata can be missing or broken in any way
+        return None
+
+
+def _enabled(group: str) -> tuple[list[tuple[EntryPoint, Plugin]], tuple[Plugin, ...]]:
+    """Return what `found` returns, without the plug-ins that ``SKUDA_PLUGINS`` leaves out."""
+    points, broken = found(group)
+    kept = [(point, plugin) for point, plugin in points if plugin_enabled(plugin.name, plugin.package)]
+    return kept, tuple(plugin for plugin in broken if plugin_enabled(plugin.package))
+
+
+def load_backends(
+    registry: Registry,
+) -> tuple[Registry, tuple[tuple[Backend, Plugin], ...], tuple[Plugin, ...]]:
+    """Construct the backends of installed packages and register their facts.
+
+    Parameters
+    ----------
+    registry : Registry
+        What exists; a plug-in that claims a name in it is set aside.
+
+    Returns
+    -------
+    registry : Registry
+        A new snapshot.
+    backends : tuple of (Backend, Plugin)
+        Each backend with its plug-in.
+    aside : tuple of Plugin
+        The plug-ins that are set aside.
+    """
+    points, broken = _enabled(BACKENDS)
+    brought, aside = [], list(broken)
+    for point, named in points:
+        taken, plugin = _taken(named, Seal(registry), partial(_with_backend, point, named, registry))
+        if taken is None:
+            aside.append(plugin)
+        else:
+            registry, backend = taken
+            brought.append((backend, plugin))
+    return registry, tuple(brought), tuple(aside)
+
+
+def load_kernels(registry: Registry) -> tuple[Registry, tuple[Plugin, ...]]:
+    """Register the ops and kernels of installed packages; a package is registered as a whole or not at all.
+
+    Returns
+    -------
+    registry : Registry
+        A new snapshot.
+    plugins : tuple of Plugin
+        All of them, those set aside with their reason.
+    """
+    from skuda.kernels.catalog import built_in_registry
+
+    points, broken = _enabled(KERNELS)
+    plugins = list(broken)
+    for point, named in points:
+        # `registry` may be a later snapshot; other dispatchers begin with the first one.
+        seal = Seal(registry, built_in_registry())
+        taken, plugin = _taken(named, seal, partial(_with_kernels, point, named, registry))
+        registry = taken or registry
+        plugins.append(plugin)
+    return registry, tuple(plugins)
+
+
+def _with_backend(point: EntryPoint, plugin: Plugin, registry: Registry) -> tuple[Registry, Backend]:
+    backend = point.load()()
+    if not isinstance(backend, Backend) or type(getattr(backend, "spec", None)) is not BackendSpec:
+        raise TypeError(f"{point.value} must construct a skuda.dispatch.Backend whose spec is a BackendSpec")
+    return registry.register(_valid(backend.spec), origin=plugin.origin), backend
+
+
+def _with_kernels(point: EntryPoint, plugin: Plugin, registry: Registry) -> Registry:
+    loaded = point.load()
+    brought = loaded() if callable(loaded) else loaded
+    records = (brought,) if isinstance(brought, (Op, KernelSku, BackendSpec)) else brought
+    return registry.register(*(_valid(record) for record in records), origin=plugin.origin)
+
+
+def _taken(plugin: Plugin, seal: Seal, take: Callable[[], Taken]) -> tuple[Taken | None, Plugin]:
+    """Return the result of loading a plug-in, or None if it is set aside, and its record."""
+    start, reason = time.perf_counter(), ""
+    taken = None
+    try:
+        with _watched(plugin):
+            taken = take()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  whatever a plug-in does must not break the rest
+        reason = told(error)
+    seconds = time.perf_counter() - start
+    changed = seal.mend()
+    if changed:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        reason = f"it changed {changed[0]}{more}, which is not its own (put back)" + (f"; {reason}" if reason else "")
+    return None if reason else taken, plugin.model_copy(update={"seconds": seconds, "reason": reason})
+
+
+@contextmanager
+def _watched(plugin: Plugin) -> Iterator[None]:
+    """Warn about a plug-in that takes long to load: a load that hangs cannot be interrupted from outside."""
+
+    def say() -> None:
+        text = "plug-in %s of %s (%s) is still loading after %g s; SKUDA_PLUGINS=-%s leaves it out"
+        where = (plugin.name, plugin.origin, plugin.group, PATIENCE, plugin.name)
+        logging.getLogger("skuda").warning(text, *where)
+
+    timer = threading.Timer(PATIENCE, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _valid(record: Any) -> Any:
+    """Return a record after validating it again: its maker may have bypassed validation."""
+    if isinstance(record, Op):
+        for sku in record.skus:
+            _valid(sku)
+    elif isinstance(record, (KernelSku, BackendSpec)):
+        kind = KernelSku if isinstance(record, KernelSku) else BackendSpec
+        if type(record) is not kind:
+            raise TypeError(f"{type(record).__name__} must be a {kind.__name__} itself, not a class derived from it")
+        if kind.model_validate(record.model_dump(warnings=False)) != record:
+            raise ValueError(f"{record!r} must be built by its constructor, which validates it")
+    return record

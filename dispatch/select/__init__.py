@@ -1,0 +1,1 @@
+"""Selection: matching, measured times, explanations."""

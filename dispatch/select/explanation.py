@@ -1,0 +1,224 @@
+"""Decisions and explanations; an `Explanation` has the same form whether a kernel was found or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Self
+
+from pydantic import JsonValue
+
+from skuda.dispatch.device import Device
+from skuda.dispatch.preference import PlanPreference
+from skuda.registry.reason import Reason
+from skuda.registry.value import Real, Value
+
+_set = object.__setattr__
+_SHOWN = 8
+"""Number of refused kernels in the HTML table."""
+
+
+class Decision(Value):
+    """The verdict on one kernel for a problem on a device.
+
+    Attributes
+    ----------
+    sku : str
+        Id of the kernel.
+    rank : int or None
+        Rank among the accepted kernels, 0 for the chosen one; None if refused.
+    reasons : tuple of Reason
+        Every reason for the refusal; empty if accepted.
+    """
+
+    sku: str
+    rank: int | None = None
+    reasons: tuple[Reason, ...] = ()
+
+    @classmethod
+    def judged(cls, sku: str, rank: int | None, reasons: tuple[Reason, ...]) -> Self:
+        """Return a decision without validation, which would dominate the time of a long explanation."""
+        decision = cls.__new__(cls)
+        _set(decision, "__dict__", {"sku": sku, "rank": rank, "reasons": reasons})
+        _set(decision, "__pydantic_fields_set__", {"sku", "rank", "reasons"})
+        _set(decision, "__pydantic_extra__", None)
+        _set(decision, "__pydantic_private__", None)
+        return decision
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the kernel can serve the problem."""
+        return not self.reasons
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What would have to change for the kernel to be accepted, one line each."""
+        return tuple(reason.change for reason in self.reasons)
+
+    def __str__(self) -> str:
+        if self.accepted:
+            return f"{self.sku}: accepted, rank {self.rank}"
+        return f"{self.sku}: refused: {'; '.join(str(reason) for reason in self.reasons)}"
+
+
+class Measured(Value):
+    """The measured time of one kernel in one configuration.
+
+    Attributes
+    ----------
+    sku : str
+        Id of the kernel.
+    choice : str
+        Name of the configuration; empty if the kernel has only one.
+    microseconds : float or None
+        Median of its times; None if it was not timed.
+    against : str
+        Why its time does not count; empty if it counts.
+    """
+
+    sku: str
+    choice: str = ""
+    microseconds: Real | None = None
+    against: str = ""
+
+    def __str__(self) -> str:
+        took = "not timed" if self.microseconds is None else f"{self.microseconds:.1f} us"
+        name = f"{self.sku}, {self.choice}" if self.choice else self.sku
+        return f"{took}: {name}" + (f": {self.against}" if self.against else "")
+
+
+class Verdict(Value):
+    """The result of comparing measured times for one selection.
+
+    Attributes
+    ----------
+    origin : str
+        The file that the times are from.
+    chosen : bool
+        Whether the times overruled the ranking.
+    reason : str
+        Why they did, or did not.
+    choice : str
+        The configuration that they chose; empty if they chose none, or the kernel has only one.
+    times : tuple of Measured
+        The times, fastest first; empty if the file has none for the problem.
+    """
+
+    origin: str
+    chosen: bool
+    reason: str
+    choice: str = ""
+    times: tuple[Measured, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{'chosen' if self.chosen else 'not chosen'} by {self.origin}: {self.reason}"
+
+
+class Explanation(Value):
+    """Why a kernel was chosen, or why none was.
+
+    Attributes
+    ----------
+    op : str
+        Name of the op.
+    problem : dict
+        The descriptor's fields.
+    device : Device
+        The device to run on.
+    preference : PlanPreference
+        The caller's requirements.
+    decisions : tuple of Decision
+        One for every kernel of the op: the accepted ones by rank, then the refused ones, those with the fewest reasons
+        first.
+    notes : tuple of str
+        Further remarks, for example a quarantined plug-in or an op that is not registered.
+    registry : str
+        Digest of the registry.
+    verdict : Verdict or None
+        The result of comparing measured times; None if there are none.
+    """
+
+    op: str
+    problem: dict[str, JsonValue]
+    device: Device
+    preference: PlanPreference
+    decisions: tuple[Decision, ...]
+    notes: tuple[str, ...] = ()
+    registry: str
+    verdict: Verdict | None = None
+
+    @property
+    def chosen(self) -> str | None:
+        """Id of the chosen kernel, or None."""
+        return self.decisions[0].sku if self.decisions and self.decisions[0].accepted else None
+
+    @property
+    def choice(self) -> str:
+        """Name of the configuration that measured times chose; empty for the one that the kernel ranks first."""
+        return self.verdict.choice if self.verdict is not None else ""
+
+    @property
+    def accepted(self) -> tuple[Decision, ...]:
+        """The accepted kernels, best first."""
+        return tuple(decision for decision in self.decisions if decision.accepted)
+
+    @property
+    def refused(self) -> tuple[Decision, ...]:
+        """The refused kernels, those with the fewest reasons first."""
+        return tuple(decision for decision in self.decisions if not decision.accepted)
+
+    def __hash__(self) -> int:
+        return hash((self.op, self.device, self.preference, self.decisions, self.registry))
+
+    def question(self) -> str:
+        """Return the op, its problem and the device in one line."""
+        fields = ", ".join(f"{name}={value}" for name, value in self.problem.items() if name != "op")
+        return f"{self.op}({fields}) on {self.device.describe()}"
+
+    def why_not(self, limit: int = 4) -> str:
+        """Return why no kernel was chosen, with the nearest candidates first.
+
+        Parameters
+        ----------
+        limit : int
+            Number of candidates to list.
+        """
+        if not self.decisions:
+            return "\n  ".join((f"no kernel for {self.question()}: none is registered for this op", *self.notes))
+        lines = [f"no kernel for {self.question()}; {len(self.decisions)} candidates, the nearest:"]
+        for decision in self.refused[:limit]:
+            lines += [f"  {decision.sku}", *(f"    {reason}  ->  {reason.change}" for reason in decision.reasons)]
+        lines += [f"  {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        lines = [self.question()]
+        lines += [f"  {'* ' if d.rank == 0 else '  '}{d}" for d in self.accepted]
+        lines += [f"    {d}" for d in self.refused]
+        if self.verdict is not None:
+            lines += [f"  {self.verdict}", *(f"    {measured}" for measured in self.verdict.times)]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return an HTML table for notebooks: the accepted kernels and the nearest refused ones."""
+        shown = self.refused[:_SHOWN]
+        rows = [(d.sku, "chosen" if d.rank == 0 else f"accepted, rank {d.rank}") for d in self.accepted]
+        rows += [(d.sku, "; ".join(str(reason) for reason in d.reasons)) for d in shown]
+        if len(shown) < len(self.refused):
+            rows.append((f"and {len(self.refused) - len(shown)} more", "refused"))
+        if self.verdict is not None:
+            rows.append(("measured times", str(self.verdict)))
+        return html_table(self.question(), [*rows, *(("note", note) for note in self.notes)])
+
+
+def as_json(problem: Value) -> dict[str, Any]:
+    """Return a descriptor's fields as JSON values."""
+    return problem.model_dump(mode="json")
+
+
+def html_table(caption: str, rows: Iterable[tuple[str, str]]) -> str:
+    """Return an HTML table of two columns; every text is escaped."""
+    from html import escape
+
+    cells = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
+    return f"<table><caption>{escape(caption)}</caption>{''.join(cells)}</table>"

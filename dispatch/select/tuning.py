@@ -1,0 +1,280 @@
+"""`Tuning`: measured times of kernels on one device, as a file; the file does not state which kernel is fastest."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import AfterValidator, Field, JsonValue
+
+from skuda.dispatch.select.environment import Environment, Line
+from skuda.dispatch.select.explanation import as_json
+from skuda.registry.descriptor import Descriptor
+from skuda.registry.errors import InvalidRecord
+from skuda.registry.sku import SkuIdentity
+from skuda.registry.value import Real, Size, Value
+
+MARGIN = 3.0
+"""Per cent by which a kernel must be faster than the first of the ranking, unless a file says otherwise."""
+
+Percent = Annotated[Real, Field(ge=0, lt=100)]
+
+_KIND = ("skuda tuning", 1)
+_LARGEST = 64 << 20
+_TOLD = 200
+
+
+def _identity(text: str) -> str:
+    if not text.isprintable() or len(text) > _TOLD:
+        raise ValueError("be the id of a kernel")
+    SkuIdentity.parse(text)
+    return text
+
+
+class Timing(Value):
+    """Statistics of the time of one launch, in microseconds.
+
+    Attributes
+    ----------
+    median, p10, p90, best : float
+        Median, 10th and 90th percentile, minimum.
+    rounds : int
+        Number of samples; fewer than requested if the time budget ran out.
+    """
+
+    median: Real
+    p10: Real
+    p90: Real
+    best: Real
+    rounds: Size
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Timing:
+        """Return the statistics of at least one sample, in microseconds."""
+        p10, p90 = np.percentile(samples, (10, 90))
+        return cls(
+            median=statistics.median(samples), p10=float(p10), p90=float(p90), best=min(samples), rounds=len(samples)
+        )
+
+
+class Candidate(Value):
+    """One kernel in one configuration, as measured.
+
+    Attributes
+    ----------
+    sku : str
+        Id of the kernel.
+    choice : str
+        Name of the configuration; empty if the kernel has only one.
+    source_hash : str
+        See `skuda.dispatch.compile.sources.source_hash`; the times apply only while it is unchanged.
+    timing : Timing or None
+        The times; None if it was refused.
+    refused : str
+        Why it was not timed: a wrong result or an error.
+    """
+
+    sku: Annotated[str, AfterValidator(_identity)]
+    choice: Line = ""
+    source_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    timing: Timing | None = None
+    refused: Line = ""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        if (self.timing is None) is not bool(self.refused):
+            self.refuse("timing", repr(self.timing), "be given, or else refused must say why it was not measured")
+        if self.timing is not None and self.timing.median < 0:
+            self.refuse("timing.median", self.timing.median, "be at least 0")
+
+    @property
+    def label(self) -> str:
+        """Kernel and configuration in one line."""
+        return f"{self.sku}, {self.choice}" if self.choice else self.sku
+
+
+class Entry(Value):
+    """The times of one problem.
+
+    Attributes
+    ----------
+    problem : dict
+        The descriptor's fields, with its ``op``.
+    date : str
+        Time of the measurement, UTC.
+    seed : int
+        Seed of the inputs.
+    candidates : tuple of Candidate
+        Every kernel that can run the problem, in each of its configurations.
+    """
+
+    problem: dict[str, JsonValue]
+    date: Line
+    seed: Size
+    candidates: Annotated[tuple[Candidate, ...], Field(min_length=1)]
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        op = self.problem.get("op")
+        if not isinstance(op, str) or not op.isidentifier():
+            self.refuse("problem.op", repr(op), "be the name of an op")
+        seen: set[tuple[str, str]] = set()
+        for candidate in self.candidates:
+            if SkuIdentity.parse(candidate.sku).op != op:
+                self.refuse("candidates", candidate.sku, f"be kernels of {op}")
+            if (candidate.sku, candidate.choice) in seen:
+                self.refuse("candidates", f"{candidate.label} twice", "be measured once each")
+            seen.add((candidate.sku, candidate.choice))
+
+    def __hash__(self) -> int:
+        return hash((self.key, self.candidates))
+
+    @cached_property
+    def key(self) -> str:
+        """The key of its problem."""
+        return _key(self.problem)
+
+    @property
+    def op(self) -> str:
+        """Name of the op."""
+        return str(self.problem["op"])
+
+
+class Tuning(Value):
+    """Measured times on one device, from which kernels are chosen.
+
+    Attributes
+    ----------
+    kind : str
+        Distinguishes these files from other JSON.
+    schema_version : int
+        Version of the record's schema.
+    environment : Environment
+        The conditions of all measurements.
+    margin : float
+        Per cent by which a kernel must be faster than the first of the ranking to replace it.
+    entries : tuple of Entry
+        The problems, each once.
+    """
+
+    kind: Literal["skuda tuning"] = "skuda tuning"
+    schema_version: Literal[1] = 1
+    environment: Environment
+    margin: Percent = MARGIN
+    entries: tuple[Entry, ...] = ()
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        if len(self._by_problem) < len(self.entries):
+            keys = [entry.key for entry in self.entries]
+            twice = next(key for number, key in enumerate(keys) if key in keys[:number])
+            self.refuse("entries", f"{_short(twice)} twice", "hold a problem once")
+
+    @cached_property
+    def _by_problem(self) -> dict[str, Entry]:
+        return {entry.key: entry for entry in self.entries}
+
+    def entry(self, problem: Descriptor) -> Entry | None:
+        """Return the times of exactly this problem, or None."""
+        return self._by_problem.get(_key(as_json(problem)))
+
+    def updated(self, other: Tuning) -> Tuning:
+        """Return a copy with the entries of another record, which replace those of the same problems.
+
+        Raises
+        ------
+        InvalidRecord
+            If the other record has another environment or another margin.
+        """
+        mine, theirs = self._conditions(), other._conditions()
+        for name in dict.fromkeys((*mine, *theirs)):
+            had, must = theirs.get(name, "none"), mine.get(name, "none")
+            if had != must:
+                self.refuse(name, _short(str(had)), f"be that of the entries there are, {_short(str(must))}")
+        return self.model_copy(update={"entries": tuple({**self._by_problem, **other._by_problem}.values())})
+
+    def _conditions(self) -> dict[str, object]:
+        """Return, by name, the conditions that all entries share."""
+        where = self.environment
+        versions = {f"the version of {name}": version for name, version in where.versions.items()}
+        return {"device": where.device, "driver": where.driver, "skuda": where.skuda, "margin": self.margin, **versions}
+
+    def save(self, path: Path) -> None:
+        """Write the file atomically into an existing folder.
+
+        Raises
+        ------
+        InvalidRecord
+            If the file cannot be written.
+        """
+        fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+        try:
+            fresh.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            fresh.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                fresh.unlink()
+            raise InvalidRecord(f"tuning {path}", "the file", str(error), "be writable") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Tuning:
+        """Read a file.
+
+        Raises
+        ------
+        InvalidRecord
+            If it cannot be read or is not a valid tuning file; the error names the file and the field.
+        """
+        subject, written = f"tuning {path}", "be a file that `skuda tune` wrote"
+        try:
+            if not path.is_file():
+                raise InvalidRecord(subject, "the file", "no file there", written)
+            with path.open("rb") as file:
+                content = file.read(_LARGEST + 1)
+        except OSError as error:
+            raise InvalidRecord(subject, "the file", str(error), "be readable") from error
+        if len(content) > _LARGEST:
+            raise InvalidRecord(subject, "the file", f"more than {_LARGEST >> 20} MiB", written)
+        try:
+            found: Any = json.loads(content.decode(), object_pairs_hook=_once, parse_constant=_number)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRecord(subject, "the file", _short(str(error)), f"{written}, in JSON") from error
+        said = (found.get("kind"), found.get("schema_version")) if isinstance(found, dict) else (None, None)
+        if said != _KIND:
+            had = _short(f"kind {said[0]!r}, schema {said[1]!r}")
+            raise InvalidRecord(subject, "the file", had, f"be of kind {_KIND[0]!r}, schema {_KIND[1]}")
+        try:
+            return cls.model_validate(found)
+        except InvalidRecord as error:
+            where = "" if error.subject == cls.__name__ else f"{error.subject}."
+            raise InvalidRecord(subject, f"{where}{error.field}", _short(error.had), error.must) from error
+
+
+def _key(problem: Mapping[str, Any]) -> str:
+    return json.dumps(problem, sort_keys=True, separators=(",", ":"))
+
+
+def _short(text: str) -> str:
+    """Return the beginning of a text as one printable line."""
+    text = re.sub(r"[^ -~]", "?", text)
+    return text if len(text) <= _TOLD else f"{text[:_TOLD]}..."
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
+    return found
+
+
+def _number(text: str) -> float:
+    raise ValueError(f"{text} is no number in JSON")

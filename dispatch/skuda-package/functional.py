@@ -1,0 +1,84 @@
+"""Ops as functions: the implementation of `skuda.ops`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from skuda.registry.errors import InvalidProblem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from skuda.dispatch.dispatcher import Dispatcher
+    from skuda.dispatch.select.fields import Fields
+    from skuda.registry.op import Op
+
+_lock = threading.Lock()
+_default: list[Dispatcher] = []
+_fields: dict[type, Fields] = {}
+
+
+def default_dispatcher() -> Dispatcher:
+    """Return the dispatcher of calls that name none; the first such call makes it."""
+    with _lock:
+        if not _default:
+            from skuda.dispatch.dispatcher import Dispatcher
+
+            _default.append(Dispatcher())
+        return _default[0]
+
+
+def op_names() -> list[str]:
+    """Return the names of the ops, those of plug-ins included."""
+    return list(default_dispatcher().registry.ops)
+
+
+def function(name: str) -> Callable[..., Any] | None:
+    """Return an op as a function, or None where there is no such op."""
+    if name not in default_dispatcher().registry.ops:
+        return None
+    return partial(_called_by_name, name)
+
+
+def _called_by_name(op: str, **given: Any) -> Any:
+    return call(op, given)
+
+
+def call(op: str, given: Mapping[str, Any]) -> Any:
+    """Derive the descriptor of a call from its arguments, and run it.
+
+    Parameters
+    ----------
+    op : str
+        Name of the op.
+    given : mapping of str to object
+        The op's arguments, the descriptor's fields, and `dispatcher`, `preference` and `stream`; None stands for one
+        that is left out.
+
+    Raises
+    ------
+    InvalidProblem
+        For an unknown op, a bad argument, and a field that must be given because it follows from no argument.
+    Unsupported
+        Where no kernel can serve it.
+    """
+    given = dict(given)
+    dispatcher, preference = given.pop("dispatcher", None) or default_dispatcher(), given.pop("preference", None)
+    how = {"stream": given.pop("stream", None)} | ({} if preference is None else {"preference": preference})
+    known = dispatcher.registry.ops
+    if op not in known:
+        raise InvalidProblem("skuda.ops", "op", repr(op), f"be one of {', '.join(known)}, which this dispatcher has")
+    problem, arguments = _fields_of(known[op]).split(given)
+    return dispatcher.run(problem, **how, **arguments)
+
+
+def _fields_of(op: Op) -> Fields:
+    found = _fields.get(op.descriptor)
+    if found is None:
+        from skuda.dispatch.select.fields import Fields
+
+        found = _fields[op.descriptor] = Fields(op)
+    return found

@@ -1,0 +1,23 @@
+"""The linear family: int8 products with an epilogue. Modules are imported on first use of a name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skuda.kernels.linear.quantized_linear import QuantizedLinearDescriptor
+    from skuda.kernels.linear.smoothquant_linear import SmoothQuantLinearDescriptor
+
+__all__ = ["QuantizedLinearDescriptor", "SmoothQuantLinearDescriptor"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from skuda.kernels.catalog import exported
+
+        return exported(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

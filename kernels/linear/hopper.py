@@ -1,0 +1,24 @@
+"""What the kernels that load through Hopper's TMA (``hopper.cuh``) share."""
+
+from __future__ import annotations
+
+from skuda.kernels.linear.problem import longest_k
+from skuda.registry.constraints import Between, Constraint, MultipleOf
+from skuda.registry.elements import ElementKind
+
+H200 = 132
+"""Multiprocessors assumed for a device that does not report them."""
+
+ALIGNED = "arrays that do not begin, or whose rows do not begin, at multiples of 16 bytes are served by the next kernel"
+"""The note that these kernels add to a plan."""
+
+_UNIT = 16
+
+
+def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
+    """Return what these kernels require: rows that TMA can read, and sums that fit in 32 bits.
+
+    `weight` is s8 or u8; the activation may be either.
+    """
+    limit = Between(field="k", minimum=_UNIT, maximum=longest_k(ElementKind.U8, weight))
+    return (MultipleOf(field="k", divisor=_UNIT), limit)

@@ -1,0 +1,155 @@
+// A linear layer's operands and its epilogue: scales, bias, activation, the output's element.
+//
+//   acc = sum_k (a[m, k] - za) (w[n, k] - zw[n])                      exact
+//   v   = RN_C(RN_C(sa[m] * sw[n]) * RN_C(acc)); + bias[n]; activation
+//   y   = RN_T(v), or clamp(rne(RN_C(v / s_out)) + z_out)
+//
+// Data: sums in registers (or, for mma, in shared memory) -> v in registers -> y -> global memory; scales, zero points
+// and bias come from global memory.
+//
+// Variants: `Layer` takes elements and epilogue at run time, so that few compilations serve all of them; it wins where
+// that counts more than speed. `Epilogue` is compiled for one output element, so that it has no branches on elements; it
+// wins where the epilogue is a visible part of the time.
+#pragma once
+#include "activation.cuh"
+
+enum EpilogueKind { IDENTITY, BIAS, BIAS_RELU, BIAS_GELU, BIAS_SILU };
+enum Output { OUT_F32, OUT_F64, OUT_F16, OUT_BF16, OUT_S8, OUT_U8 };
+
+// Loads a scale or bias of any element: f32, f16 or bf16 if C is f32; f64, f32, f16 or bf16 if C is f64.
+DEVICE f32 real_at(const void* p, s32 which, s64 i, f32) {
+  if (which == 0) return ((const f32*)p)[i];
+  return which == 1 ? widen(((const f16*)p)[i]) : widen(((const bf16*)p)[i]);
+}
+DEVICE f64 real_at(const void* p, s32 which, s64 i, f64) {
+  return which == 0 ? ((const f64*)p)[i] : (f64)real_at(p, which - 1, i, 0.0f);
+}
+
+// The precision of GELU and SiLU depends on the output's element only, not on the kernel.
+template <class Out> struct Curves {
+  static DEVICE f32 gelu(f32 v) { return brief_gelu(v); }
+  static DEVICE f32 silu(f32 v) { return brief_silu(v); }
+};
+template <> struct Curves<f32> {
+  template <class C> static DEVICE C gelu(C v) { return ::gelu(v); }
+  template <class C> static DEVICE C silu(C v) { return ::silu(v); }
+};
+
+template <class Out, class C> DEVICE C activated(C v, s32 epilogue) {
+  if (epilogue == BIAS_RELU) return v <= (C)0 ? (C)0 : v;
+  if (epilogue == BIAS_GELU) return Curves<Out>::gelu(v);
+  if (epilogue == BIAS_SILU) return Curves<Out>::silu(v);
+  return v;
+}
+// The same if the output's element is known only at run time.
+DEVICE f64 activated_for(s32, f64 v, s32 epilogue) { return activated<f32>(v, epilogue); }
+DEVICE f32 activated_for(s32 output_is, f32 v, s32 epilogue) {
+  return output_is == OUT_F32 || output_is == OUT_F64 ? activated<f32>(v, epilogue) : activated<bf16>(v, epilogue);
+}
+
+// f64 to 16 bits through an f32 rounded to odd, which keeps the information that the second rounding needs.
+DEVICE f32 to_odd(f32 v) { return v; }
+DEVICE f32 to_odd(f64 v) {
+  f32 near = (f32)v;
+  if (!(fabs(v) <= 1.7976931348623157e308)) return near;
+  u32 bits = __float_as_uint(near);
+  if (fabs((f64)near) > fabs(v)) --bits;  // toward zero
+  if ((f64)__uint_as_float(bits) != v) bits |= 1u;
+  return __uint_as_float(bits);
+}
+
+struct Layer {
+  const u8* a;  // [m, k], a_leading bytes apart
+  s64 a_leading;
+  const u8* w;  // [n, k], w_leading bytes apart
+  s64 w_leading;
+  const void* weight_scale;  // [n]
+  s32 weight_scale_is;
+  const s32* weight_zero_point;  // [n] or null
+  const void* bias;              // [n] or null
+  s32 bias_is;
+  const void* output_scale;  // one C, or null: the value
+  f64 output_scale_value;
+  const s32* output_zero_point;
+  s32 output_zero_point_value;
+  void* output;  // [m, n], output_leading elements apart
+  s64 output_leading;
+  s64 m, n, k;
+  s32 act_zero_point, epilogue, output_is;
+};
+
+template <class C> DEVICE void put(const Layer& p, s64 at, C v) {
+  switch (p.output_is) {
+    case OUT_F32: ((f32*)p.output)[at] = (f32)v; return;
+    case OUT_F64: ((f64*)p.output)[at] = (f64)v; return;
+    case OUT_F16: narrow(to_odd(v), ((f16*)p.output)[at]); return;
+    case OUT_BF16: narrow(to_odd(v), ((bf16*)p.output)[at]); return;
+  }
+  const C s = p.output_scale ? *(const C*)p.output_scale : (C)p.output_scale_value;
+  const s32 z = p.output_zero_point ? *p.output_zero_point : p.output_zero_point_value;
+  const bool is_signed = p.output_is == OUT_S8;
+  ((u8*)p.output)[at] = (u8)slow_code(v, s, z, is_signed ? -128 : 0, is_signed ? 127 : 255);
+}
+
+#define EPILOGUE_PARAMETERS                                                                                              \
+  const void *weight_scale, s32 weight_scale_is, const s32 *weight_zero_point, const void *bias, s32 bias_is,       \
+      const void *output_scale, f64 output_scale_value, const s32 *output_zero_point, s32 output_zero_point_value,  \
+      void *output, s64 output_leading, s64 m, s64 n, s64 k
+#define LAYER_PARAMETERS const u8 *w, s64 w_leading, EPILOGUE_PARAMETERS, s32 epilogue, s32 output_is
+#define LAYER(a, a_leading, act_zero_point)                                                                        \
+  Layer{a, a_leading, w, w_leading, weight_scale, weight_scale_is, weight_zero_point, bias, bias_is, output_scale,  \
+        output_scale_value, output_zero_point, output_zero_point_value, output, output_leading, m, n, k,            \
+        act_zero_point, epilogue, output_is}
+
+#ifdef SKUDA_OUT  // kernels that are compiled for one output element
+// The epilogue, in f32.
+struct Epilogue {
+  const void* weight_scale;  // [n]
+  s32 weight_scale_is;
+  const void* bias;  // [n] or null
+  s32 bias_is;
+  const f32* output_scale;  // one, or null: the value
+  f32 output_scale_value;
+  const s32* output_zero_point;
+  s32 output_zero_point_value;
+  SKUDA_OUT* output;  // [m, n], output_leading elements apart
+  s64 output_leading;
+  s64 m, n;
+
+  // The segment that converts results to codes, for outputs of codes.
+  DEVICE Segment<f32> codes(s32 least, s32 most) const {
+    return Segment<f32>::make(output_scale ? *output_scale : output_scale_value,
+                              output_zero_point ? *output_zero_point : output_zero_point_value, least, most);
+  }
+};
+#define EPILOGUE                                                                                                       \
+  Epilogue{weight_scale, weight_scale_is, bias, bias_is, (const f32*)output_scale, (f32)output_scale_value,             \
+       output_zero_point, output_zero_point_value, (SKUDA_OUT*)output, output_leading, m, n}
+
+// Bounds of the codes, for outputs of codes.
+template <class T> struct CodeRange { enum { least = 0, most = 0 }; };
+template <> struct CodeRange<s8> { enum { least = -128, most = 127 }; };
+template <> struct CodeRange<u8> { enum { least = 0, most = 255 }; };
+
+// Codes of results. In a source that also quantizes 16-bit data, the fast path is exact for such data only.
+template <int V> DEVICE void result_codes(const f32 (&v)[V], const Segment<f32>& codes, u32 (&q)[V]) {
+  const Segment<f32> g[1] = {codes};
+  if (RESIDUAL_STEPS == 2) quantized(v, g, q);
+#pragma unroll
+  for (int j = 0; RESIDUAL_STEPS != 2 && j < V; ++j) q[j] = SLOWLY(slow_code, v[j], codes);
+}
+
+// Results as elements of the output.
+template <int V, class T> DEVICE void rounded(const f32 (&v)[V], const Segment<f32>&, T (&y)[V]) {
+#pragma unroll
+  for (int j = 0; j < V; ++j) narrow(v[j], y[j]);
+}
+template <int V, class Q> DEVICE void coded(const f32 (&v)[V], const Segment<f32>& codes, Q (&y)[V]) {
+  u32 q[V];
+  result_codes(v, codes, q);
+#pragma unroll
+  for (int j = 0; j < V; ++j) y[j] = (Q)q[j];
+}
+template <int V> DEVICE void rounded(const f32 (&v)[V], const Segment<f32>& codes, s8 (&y)[V]) { coded(v, codes, y); }
+template <int V> DEVICE void rounded(const f32 (&v)[V], const Segment<f32>& codes, u8 (&y)[V]) { coded(v, codes, y); }
+#endif

@@ -1,0 +1,122 @@
+"""Launch parameters that the linear kernels share; they match the macros of ``layer.cuh``. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from skuda.kernels.launch import (
+    Choice,
+    Constant,
+    Launch,
+    Number,
+    Parameter,
+    Pointer,
+    Step,
+    Which,
+    pointers,
+    s32,
+    s64,
+    strided,
+)
+from skuda.kernels.linear.problem import LinearProblem
+from skuda.registry.elements import ElementKind
+from skuda.registry.vocabulary import EpilogueKind
+
+THREADS = 256
+CODES = pointers("codes", "act_q_scratch")
+SCALES = pointers("scales", "act_scale_scratch")
+
+_CHUNKS_HELD = 8
+_EPILOGUES = tuple(EpilogueKind)
+_OUTPUTS = tuple(ElementKind(name) for name in ("f32", "f64", "f16", "bf16", "s8", "u8"))
+
+
+def activation_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
+    """Return codes, scale and, where it is static, zero point of the activation, for kernels without tensor maps."""
+    if problem.dynamic:
+        return (*CODES, *SCALES)
+    return (*strided("act_q"), *s32(getattr(problem, "act_zero_point", 0)), *static_scale(problem))
+
+
+def static_scale(problem: LinearProblem) -> tuple[Parameter, ...]:
+    """Return the scale of an activation that is given as codes, and the scratch array that receives it."""
+    return (Constant(problem.compute, getattr(problem, "act_scale", 0.0)), Pointer("act_scale_scratch"))
+
+
+def layer_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
+    """Return the parameters that the macro LAYER_PARAMETERS declares."""
+    kinds = s32(_EPILOGUES.index(problem.epilogue), _OUTPUTS.index(problem.output))
+    return (*strided("weight_q"), *epilogue_parameters(problem), *kinds)
+
+
+def epilogue_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
+    """Return the parameters that the macro EPILOGUE_PARAMETERS declares."""
+    names = {argument.name for argument in problem.arguments()}
+    (null,), (none,) = s64(0), s32(0)
+    scaled = "output_scale" in names
+    return (
+        Pointer("weight_scale"),
+        Which("weight_scale"),
+        Pointer("weight_zero_point") if "weight_zero_point" in names else null,
+        Pointer("bias") if "bias" in names else null,
+        Which("bias") if "bias" in names else none,
+        Pointer("output_scale") if scaled else null,
+        Number("output_scale", ElementKind.F64) if scaled else Constant(ElementKind.F64, 0.0),
+        Pointer("output_zero_point") if scaled else null,
+        Number("output_zero_point", ElementKind.S32) if scaled else none,
+        *strided("output"),
+        *s64(*problem.sizes),
+    )
+
+
+def element_flags(problem: LinearProblem) -> tuple[str, ...]:
+    """Return the compiler flags of kernels that are compiled for an output element and an epilogue."""
+    return (
+        f"-DSKUDA_CODE={problem.code_element}",
+        f"-DSKUDA_OUT={problem.output}",
+        f"-DSKUDA_EPILOGUE={problem.epilogue.name}",
+    )
+
+
+def launch_product(problem: LinearProblem, product: Step, **fields: Any) -> Launch:
+    """Launch a product, after the quantization of a dynamic activation, with further `fields` of `Launch`."""
+    if not problem.dynamic:
+        return Launch(steps=(product,), **fields)
+    m, _, k = problem.sizes
+    activation: ElementKind = getattr(problem, problem.element_field)
+    scratch = (("codes", m * k), ("scales", m * activation.compute.bits // 8))
+    return Launch(steps=(_quantization(problem, activation), product), scratch=scratch, **fields)
+
+
+def _quantization(problem: Any, activation: ElementKind) -> Step:
+    """Return the step of ``quantized_codes.cuh``, which quantizes the activation per token."""
+    m, _, k = problem.sizes
+    chunks = -(-k * activation.bits // 128)
+    lanes = min(512, 1 << (max(1, -(-chunks // _CHUNKS_HELD)) - 1).bit_length())
+    block = lanes if lanes > 32 else THREADS
+    return Step(
+        entry="quantized_linear_codes",
+        grid=(-(-m * lanes // block), 1, 1),
+        block=(block, 1, 1),
+        parameters=(*strided("activation"), *CODES, *SCALES, *s64(m, k), *s32(lanes, problem.q_min, problem.q_max)),
+    )
+
+
+T = TypeVar("T")
+
+
+def choose(ranked: Sequence[tuple[float, T]], choice: str) -> tuple[T, dict[str, Any]]:
+    """Return the configuration named `choice`, or the first of (predicted us, configuration), and fields of `Launch`.
+
+    Raises
+    ------
+    LookupError
+        If none has that name.
+    """
+    choices = tuple(Choice(str(made), us) for us, made in ranked)
+    name = choice or choices[0].name
+    for found, (_, made) in zip(choices, ranked, strict=True):
+        if found.name == name:
+            return made, {"choices": choices, "choice": name}
+    raise LookupError(f"there is no configuration {choice!r}; there are {', '.join(found.name for found in choices)}")

@@ -1,0 +1,183 @@
+"""Tiles of ``mma.cuh``: the choice for a shape and a device, the launch and the predicted time.
+
+Pure: nothing here needs a GPU. Times are a model fitted to an H200; on other cards only their order is claimed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from skuda.kernels.launch import Launch, Step
+from skuda.kernels.linear import layer
+from skuda.kernels.linear.problem import LinearProblem, longest_k
+from skuda.registry.constraints import Between, Constraint
+from skuda.registry.elements import ElementKind
+
+if TYPE_CHECKING:
+    from skuda.dispatch.device import Device
+
+_REGISTERS = 65_536
+_RESERVED = 1024  # bytes of shared memory that the system reserves per block
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One of the tiles named in ``mma.cuh``: what a block computes and how.
+
+    Attributes
+    ----------
+    rows, columns : int
+        Rows and columns of outputs of a block.
+    depth : int
+        Bytes of K in a stage.
+    warps : (int, int, int)
+        Warps along rows, columns and within a stage.
+    stages : int
+        Stages in shared memory.
+    blocks : int
+        Blocks per multiprocessor that the registers allow.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: tuple[int, int, int]
+    stages: int
+    blocks: int
+
+    @property
+    def name(self) -> str:
+        """The name that ``-DSKUDA_TILE`` takes."""
+        return f"t{self.rows}x{self.columns}x{self.depth}s{self.stages}"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        down, across, within = self.warps
+        return 32 * down * across * within
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.columns}, {self.stages} stages of {self.depth} bytes of k, {self.threads} threads"
+
+    def grid(self, m: int, n: int) -> int:
+        """Return the number of blocks that cover m x n results."""
+        return -(-m // self.rows) * -(-n // self.columns)
+
+    def shared(self, *, zero_points: bool) -> int:
+        """Return the bytes of dynamic shared memory of a block."""
+        edge = self.rows + self.columns
+        return edge * self.depth * self.stages + (4 * self.warps[2] * edge if zero_points else 0)
+
+
+TILES = (
+    Tile(256, 128, 64, (4, 2, 1), 4, 1),
+    Tile(128, 128, 128, (2, 4, 1), 3, 2),
+    Tile(128, 128, 64, (2, 2, 1), 4, 2),
+    Tile(128, 64, 128, (4, 2, 1), 4, 2),
+    Tile(64, 128, 128, (2, 4, 1), 4, 2),
+    Tile(64, 64, 128, (2, 2, 1), 4, 3),
+    Tile(64, 64, 128, (2, 2, 2), 6, 2),
+    Tile(64, 32, 128, (2, 1, 2), 6, 3),
+    Tile(32, 64, 128, (1, 2, 2), 6, 2),
+    Tile(32, 32, 128, (2, 1, 2), 6, 4),
+    Tile(16, 128, 128, (1, 4, 2), 6, 1),
+    Tile(16, 32, 128, (1, 2, 2), 8, 3),
+)
+"""The tiles named in ``mma.cuh``."""
+
+
+# Throughput of a multiprocessor of an H200 per microsecond: products, bytes of shared memory, bytes from L2, bytes
+# moved into place where rows are not whole units. They overlap except for a share, which is smaller where several
+# blocks share the multiprocessor.
+_PRODUCTS, _SHARED, _FROM_L2, _MOVED = 4.126e6, 2.783e5, 1.339e5, 3.939e4
+_APART, _ALONE, _HIDING = 0.0444, 0.34, 0.716
+# The same on other generations, for products and shared memory, according to their data sheets.
+_RELATIVE = {(8, 0): (0.63, 0.83), (8, 6): (0.4, 1.0), (8, 9): (0.6, 1.45), (9, 0): (1.0, 1.0), (12, 0): (0.57, 1.4)}
+_MEMORY = 0.729  # of the peak
+_LATENCY, _LONG_LATENCY = 1.095, 2.065  # microseconds from a copy's start to its use; the same with moving into place
+_LAUNCH, _WAVE, _OUTPUT = 5.99, 0.828, 1.65e-4  # microseconds of a launch; of a wave of blocks; of an output
+
+
+def _microseconds(size: tuple[int, int, int], device: Device, tile: Tile, most_blocks: int, *, whole: bool) -> float:
+    """Predict the time in us of a product with `tile`; `most_blocks` of its blocks fit on a multiprocessor."""
+    m, n, k = size
+    capability = device.compute_capability or (9, 0)
+    rate, shared_rate = _RELATIVE[max(known for known in _RELATIVE if known <= max(capability, (8, 0)))]
+    down, across, _ = tile.warps
+    outputs, edge = tile.rows * tile.columns, tile.rows + tile.columns
+    fragments = tile.rows * across + tile.columns * down
+    stages = tile.stages if whole else tile.stages * tile.depth // (tile.depth + 16)
+    parts = (
+        outputs / (_PRODUCTS * rate),
+        edge / _FROM_L2,
+        (fragments + edge) / (_SHARED * shared_rate),
+    )
+
+    def wave(blocks: int) -> float:
+        step = (blocks + _ALONE) * (max(parts) + _APART * (sum(parts) - max(parts)))
+        if not whole:
+            step += blocks * edge / (_MOVED * rate) * max(1.0, 512 / (tile.threads * blocks)) ** _HIDING
+        latency = (_LATENCY if whole else _LONG_LATENCY) / (stages - 1)
+        return -(-k // tile.depth) * max(tile.depth * step, latency) + _WAVE + blocks * outputs * _OUTPUT
+
+    grid = tile.grid(m, n)
+    sms = max(1, device.sm_count)
+    full, rest = divmod(grid, sms * most_blocks)
+    computed = full * wave(most_blocks) + (wave(-(-rest // sms)) if rest else 0.0)
+    moved = (m * k + n * k + 2 * m * n) / max(1.0, _MEMORY * device.memory_bandwidth / 1e6)
+    return _LAUNCH + max(computed, moved) + 0.05 * min(computed, moved)
+
+
+@lru_cache(maxsize=4096)
+def ranking(
+    m: int, n: int, k: int, device: Device, *, zero_points: bool = False, whole: bool | None = None
+) -> tuple[tuple[float, Tile], ...]:
+    """Return (predicted us, tile) of every tile that fits into a multiprocessor, fastest first.
+
+    Parameters
+    ----------
+    m, n, k : int
+        Rows, columns and inner size of the product, all at least 1.
+    device : Device
+        The device, of compute capability 8.0 or later.
+    zero_points : bool
+        Whether sums of codes are needed beside the product.
+    whole : bool or None
+        Whether addresses, leading strides and K are multiples of 16; None where only K is known. It changes which
+        tile is the fastest; every tile is correct.
+    """
+    found = []
+    for tile in TILES:
+        shared = tile.shared(zero_points=zero_points)
+        if shared <= device.shared_memory:
+            blocks = min(tile.blocks, (device.shared_memory + _RESERVED) // (shared + _RESERVED))
+            aligned = k % 16 == 0 if whole is None else whole
+            found.append((_microseconds((m, n, k), device, tile, blocks, whole=aligned), tile))
+    return tuple(sorted(found, key=lambda pair: pair[0]))
+
+
+def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
+    """Return what the kernel requires: sums that fit in 32 bits; `weight` is s8 or u8, the activation either."""
+    return (Between(field="k", minimum=1, maximum=longest_k(ElementKind.U8, weight)),)
+
+
+def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
+    """Launch the product, after the quantization of a dynamic activation."""
+    (m, n, k), zero_points = problem.sizes, problem.has_zero_points
+    tile, chosen = layer.choose(ranking(max(1, m), max(1, n), k, device, zero_points=zero_points), choice)
+    product = Step(
+        entry=f"{problem.op_name()}_mma",
+        grid=(tile.grid(m, n), 1, 1),
+        block=(tile.threads, 1, 1),
+        parameters=(*layer.activation_parameters(problem), *layer.layer_parameters(problem)),
+        shared=tile.shared(zero_points=zero_points),
+    )
+    flags = (
+        f"-DSKUDA_TILE={tile.name}",
+        f"-DSKUDA_ZERO_POINTS={int(zero_points)}",
+        f"-DSKUDA_CODE={problem.code_element}",
+        f"-DSKUDA_OUT={problem.output}",
+    )
+    return layer.launch_product(problem, product, flags=flags, **chosen)

@@ -1,0 +1,153 @@
+"""The kernels of a linear op, best first: the tiles on tensor cores, the plain kernel, the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+from skuda.kernels.linear import hopper, mma, plain, streamed
+from skuda.kernels.linear.problem import CODES8, LinearProblem
+from skuda.kernels.offers import cuda_skus, numpy_skus
+from skuda.registry.arch import ArchSku
+from skuda.registry.constraints import Constraint, OneOf
+from skuda.registry.elements import ElementKind
+from skuda.registry.guarantee import PrecisionGuarantee
+from skuda.registry.sku import KernelSku
+from skuda.registry.vocabulary import ActivationKind, EpilogueKind, MathPrecision
+
+
+class _Tile(NamedTuple):
+    """A tensor core kernel that every linear op has; its module and its ``.cuh`` have its name."""
+
+    variant: str
+    arch: ArchSku
+    constraints: Callable[[ElementKind], tuple[Constraint, ...]]
+    summary: str
+
+
+_TILES = (
+    _Tile(
+        "streamed",
+        ArchSku.SM_90A,
+        streamed.constraints,
+        "few tokens: Hopper's products as fast as the weights arrive",
+    ),
+    _Tile(
+        "warpgroup",
+        ArchSku.SM_90A,
+        hopper.constraints,
+        "Hopper's warpgroup products, tiles by predicted time, loads by the copy engine",
+    ),
+    _Tile(
+        "mma",
+        ArchSku.SM_80,
+        mma.constraints,
+        "tensor cores of any card since Ampere; every alignment and zero point",
+    ),
+)
+
+
+def skus(
+    descriptor: type[LinearProblem],
+    module: str,
+    elements: Iterable[ElementKind],
+    *constraints: Constraint,
+    **fields: Any,
+) -> tuple[KernelSku, ...]:
+    """Return an op's kernels, best first.
+
+    Parameters
+    ----------
+    descriptor : type of LinearProblem
+        The op's descriptor.
+    module : str
+        Dotted name of the op's module, beside the sources.
+    elements : iterable of ElementKind
+        Elements of the SKUs; only the plain kernel and the reference serve f64.
+    *constraints : Constraint
+        Constraints of the op beside the kernels' own.
+    **fields
+        Further fields of the CUDA SKUs; see `cuda_skus`.
+    """
+    elements = tuple(elements)
+    narrow = tuple(element for element in elements if element is not ElementKind.F64)
+    in_f32 = OneOf(field="compute", allowed=(ElementKind.F32,))
+    cores = tuple(
+        sku
+        for tile in _TILES
+        for weight in CODES8
+        for sku in cuda_skus(
+            descriptor,
+            module,
+            narrow,
+            (weight,),
+            EpilogueKind,
+            launch=f"skuda.kernels.linear.{tile.variant}:launch",
+            suffix=f"_{tile.variant}",
+            arch=tile.arch,
+            flags=partial(_flags, descriptor),
+            guarantee=partial(_guarantee, ElementKind.S32),
+            constraints=(
+                *constraints,
+                in_f32,
+                *tile.constraints(weight),
+                *(_without_zero_points(descriptor) if tile.arch.is_specific else ()),
+            ),
+            variant=tile.variant,
+            summary=tile.summary,
+            **fields,
+        )
+    )
+    any_shape = cuda_skus(
+        descriptor,
+        module,
+        elements,
+        CODES8,
+        EpilogueKind,
+        launch="skuda.kernels.linear.plain:launch",
+        flags=partial(_plain_flags, descriptor),
+        guarantee=partial(_guarantee, ElementKind.S64),
+        constraints=(*constraints, *plain.CONSTRAINTS),
+        entry_point="quantized_linear_codes" if descriptor.dynamic else descriptor.op_name(),
+        variant="plain",
+        summary="64 x 64 tiles, dp4a; serves every shape",
+        **fields,
+    )
+    reference = numpy_skus(
+        descriptor,
+        module,
+        elements,
+        CODES8,
+        EpilogueKind,
+        # NumPy adds exactly at any K, which is what an s64 accumulator does.
+        precision_guarantee=PrecisionGuarantee(math_precision=MathPrecision.INT8, accumulator=ElementKind.S64),
+        constraints=constraints,
+        summary="exact integer product through BLAS",
+    )
+    return (*cores, *any_shape, *reference)
+
+
+def _guarantee(accumulator: ElementKind, _element: ElementKind, epilogue: EpilogueKind | None) -> PrecisionGuarantee:
+    """Promise the reference's bits, except for gelu and silu."""
+    curved = epilogue is not None and epilogue.activation in (ActivationKind.GELU, ActivationKind.SILU)
+    # In f64 the kernel is within 1 ulp of the true value and the reference within 2; shorter results rarely differ.
+    ulps = 2 if curved else 0
+    return PrecisionGuarantee(math_precision=MathPrecision.INT8, accumulator=accumulator, max_ulp=ulps)
+
+
+def _flags(descriptor: type[LinearProblem], element: ElementKind, weight: ElementKind | None) -> tuple[str, ...]:
+    """Return the compiler flags that do not depend on the configuration."""
+    quantizing = (f"-DSKUDA_DATA={element}",) if descriptor.dynamic else ()
+    return ("-fmad=false", f"-DSKUDA_WEIGHT={weight}", *quantizing)
+
+
+def _plain_flags(descriptor: type[LinearProblem], element: ElementKind, weight: ElementKind | None) -> tuple[str, ...]:
+    own = (f"-DSKUDA_DATA={element}", "-DSKUDA_CODE=s8") if descriptor.dynamic else (f"-DSKUDA_REAL={element.compute}",)
+    return ("-fmad=false", *own, f"-DSKUDA_WEIGHT={weight}")
+
+
+def _without_zero_points(descriptor: type[LinearProblem]) -> tuple[Constraint, ...]:
+    """Return the constraints of kernels that do not support zero points."""
+    weight = OneOf(field="has_weight_zero_point", allowed=(False,))
+    return (weight,) if descriptor.dynamic else (weight, OneOf(field="act_zero_point", allowed=(0,)))

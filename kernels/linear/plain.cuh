@@ -1,0 +1,122 @@
+// The int8 product with its epilogue, for every shape and element: 64 x 64 outputs a block, dp4a from shared memory.
+//
+//   acc[m, n] = sum_k (a[m, k] - za) (w[n, k] - zw[n]), exact; epilogue of layer.cuh
+//
+// Data: global memory -> 16 bytes per thread in registers -> a stage of 64 bytes of K of both operands in shared memory ->
+// words in registers -> dp4a -> sums in registers -> epilogue -> global memory. With one stage, loads and products do not
+// overlap.
+//
+// Variants: one. It serves problems that no other kernel serves: f64, any stride and alignment, any K. Sums are kept in
+// s32 over at most 32,768 elements of K, where terms of 255 * 255 cannot overflow, and are then added up in s64.
+#pragma once
+#include "layer.cuh"
+
+#ifdef SKUDA_HOST
+template <class A, class W> DEVICE s32 dot4(u32 a, u32 w, s32 sum) {
+  for (int i = 0; i < 32; i += 8) sum += (s32)(A)(a >> i) * (s32)(W)(w >> i);
+  return sum;
+}
+#else
+template <class A, class W> struct Dot;
+template <> struct Dot<s8, s8> {
+  static DEVICE s32 of(u32 a, u32 w, s32 c) { s32 d; asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(w), "r"(c)); return d; }
+};
+template <> struct Dot<s8, u8> {
+  static DEVICE s32 of(u32 a, u32 w, s32 c) { s32 d; asm("dp4a.s32.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(w), "r"(c)); return d; }
+};
+template <> struct Dot<u8, s8> {
+  static DEVICE s32 of(u32 a, u32 w, s32 c) { s32 d; asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(w), "r"(c)); return d; }
+};
+template <> struct Dot<u8, u8> {
+  static DEVICE s32 of(u32 a, u32 w, s32 c) { s32 d; asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(w), "r"(c)); return d; }
+};
+template <class A, class W> DEVICE s32 dot4(u32 a, u32 w, s32 sum) { return Dot<A, W>::of(a, w, sum); }
+#endif
+
+// 16 bytes from (row, k), a quarter of a row of a stage, with zeros beyond the edges. Zeros add nothing to a sum.
+DEVICE uint4 sixteen(const u8* base, s64 leading, s64 row, s64 rows, s64 k, s64 end) {
+  if (row >= rows || k >= end) return make_uint4(0, 0, 0, 0);
+  const u8* p = base + row * leading + k;
+  if (k + 16 <= end && (u64)p % 16 == 0) return *(const uint4*)p;
+  u32 words[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    if (k + i < end) words[i / 4] |= (u32)p[i] << 8 * (i % 4);
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// act_scale: [m] of S, or null: the value.
+template <class A, class W, class C, class S>
+DEVICE void linear(const Layer& p, const S* act_scale, C act_scale_value) {
+  enum { TILE = 64, WORDS = 16, PITCH = 17, SPAN = 512 };  // an odd pitch keeps a column of words in different banks
+  __shared__ u32 as[TILE * PITCH], ws[TILE * PITCH];
+  const int t = threadIdx.x, tx = t % 16, ty = t / 16;
+  const s64 row0 = (s64)blockIdx.x * TILE, strips = (p.n + TILE - 1) / TILE;
+  for (s64 strip = blockIdx.y; strip < strips; strip += gridDim.y) {
+    const s64 column0 = strip * TILE;
+    s64 total[4][4], a_total[4], w_total[4];
+    s32 part[4][4], a_part[4], w_part[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a_total[i] = w_total[i] = 0, a_part[i] = w_part[i] = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) total[i][j] = 0, part[i][j] = 0;
+    }
+    const bool sums = p.act_zero_point != 0 || p.weight_zero_point != nullptr;
+    int steps = 0;
+    for (s64 k0 = 0; k0 < p.k; k0 += 4 * WORDS) {
+      const uint4 a = sixteen(p.a, p.a_leading, row0 + t / 4, p.m, k0 + t % 4 * 16, p.k);
+      const uint4 w = sixteen(p.w, p.w_leading, column0 + t / 4, p.n, k0 + t % 4 * 16, p.k);
+      __syncthreads();
+      u32* const to_a = as + t / 4 * PITCH + t % 4 * 4;
+      u32* const to_w = ws + t / 4 * PITCH + t % 4 * 4;
+      to_a[0] = a.x, to_a[1] = a.y, to_a[2] = a.z, to_a[3] = a.w;
+      to_w[0] = w.x, to_w[1] = w.y, to_w[2] = w.z, to_w[3] = w.w;
+      __syncthreads();
+#pragma unroll 4
+      for (int word = 0; word < WORDS; ++word) {
+        u32 x[4], y[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = as[(ty + 16 * i) * PITCH + word], y[i] = ws[(tx + 16 * i) * PITCH + word];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) part[i][j] = dot4<A, W>(x[i], y[j], part[i][j]);
+        }
+        if (sums) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            a_part[i] = dot4<A, u8>(x[i], 0x01010101u, a_part[i]);
+            w_part[i] = dot4<u8, W>(0x01010101u, y[i], w_part[i]);
+          }
+        }
+      }
+      if (++steps == SPAN || k0 + 4 * WORDS >= p.k) {
+        steps = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          a_total[i] += a_part[i], w_total[i] += w_part[i], a_part[i] = w_part[i] = 0;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) total[i][j] += part[i][j], part[i][j] = 0;
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const s64 row = row0 + ty + 16 * i;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const s64 column = column0 + tx + 16 * j;
+        if (row >= p.m || column >= p.n) continue;
+        const s64 za = p.act_zero_point, zw = p.weight_zero_point ? p.weight_zero_point[column] : 0;
+        const s64 acc = total[i][j] - za * w_total[j] - zw * (a_total[i] - p.k * za);
+        const C sa = act_scale ? (C)act_scale[row] : act_scale_value;
+        const C sw = real_at(p.weight_scale, p.weight_scale_is, column, (C)0);
+        C v = p.k == 0 ? (C)0 : product(product(sa, sw), (C)acc);
+        if (p.bias != nullptr) v = v + real_at(p.bias, p.bias_is, column, (C)0);
+        put(p, row * p.output_leading + column, activated_for(p.output_is, v, p.epilogue));
+      }
+    }
+  }
+}

@@ -1,0 +1,35 @@
+"""Launch rule of the plain kernel (``plain.cuh``): one tile for every problem. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from skuda.kernels.launch import Launch, Step
+from skuda.kernels.linear import layer
+from skuda.kernels.linear.problem import LinearProblem
+from skuda.registry.constraints import Between, Constraint
+from skuda.registry.elements import ElementKind
+
+if TYPE_CHECKING:
+    from skuda.dispatch.device import Device
+
+_TILE = 64
+_MOST_STRIPS = 65_535
+
+
+CONSTRAINTS: tuple[Constraint, ...] = (Between(field="k", maximum=(1 << 22) - 1),)
+"""Largest K whose sums of products with any s32 zero point fit in 64 bits."""
+
+
+def launch(problem: LinearProblem, device: Device) -> Launch:  # noqa: ARG001  every launch rule has this signature
+    """Launch the product, after the quantization of a dynamic activation."""
+    m, n, _ = problem.sizes
+    kinds = f"_{problem.compute}_{problem.code_element}" if problem.dynamic else ""
+    unsigned = "_u8" if not problem.dynamic and problem.code_element is ElementKind.U8 else ""
+    product = Step(
+        entry=problem.op_name() + kinds + unsigned,
+        grid=(-(-m // _TILE), min(-(-n // _TILE), _MOST_STRIPS), 1),
+        block=(layer.THREADS, 1, 1),
+        parameters=(*layer.activation_parameters(problem), *layer.layer_parameters(problem)),
+    )
+    return layer.launch_product(problem, product)

@@ -1,0 +1,94 @@
+"""The problem that the linear ops share: y = x W^T with int8 codes, W stored as [N, K], and an epilogue."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from skuda.registry.descriptor import Argument, Descriptor, Role
+from skuda.registry.elements import FLOATS, ElementKind
+from skuda.registry.vocabulary import EpilogueKind, LayoutSku, OpCategory
+
+CODES8 = (ElementKind.S8, ElementKind.U8)
+OUTPUTS = (*FLOATS, *CODES8)
+SIZES = ((17, 33, 65), (2, 3, 8), (0, 3, 4), (3, 0, 4), (3, 4, 0), (1, 1, 1), (5, 7, 1100), (130, 70, 40))
+"""m, n, k of the ops' cases."""
+ALIGNED_SIZES = ((33, 40, 64), (60, 264, 144), (3, 17, 1040), (64, 136, 400), (1, 8, 16))
+"""m, n, k whose rows begin at multiples of 16 bytes, as kernels that load through TMA need."""
+
+
+class LinearProblem(Descriptor):
+    """The base of the linear descriptors.
+
+    Attributes
+    ----------
+    dynamic : bool
+        Whether the activation is real and the op quantizes it; else it is given as codes with one scale.
+    """
+
+    category: ClassVar[OpCategory] = OpCategory.QUANTIZATION
+    layout: ClassVar[LayoutSku | None] = LayoutSku.RCR
+    aux_field: ClassVar[str | None] = "weight_element"
+    dynamic: ClassVar[bool]
+    weight_element: ElementKind = ElementKind.S8
+    epilogue: EpilogueKind = EpilogueKind.IDENTITY
+    has_weight_zero_point: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, N and K: rows of the activation, output channels, inner size."""
+        raise NotImplementedError
+
+    @property
+    def compute(self) -> ElementKind:
+        """The type C that scales and epilogue are computed in."""
+        raise NotImplementedError
+
+    @property
+    def output(self) -> ElementKind:
+        """Element of the output."""
+        raise NotImplementedError
+
+    @property
+    def code_element(self) -> ElementKind:
+        """Element of the activation's codes."""
+        raise NotImplementedError
+
+    @property
+    def has_zero_points(self) -> bool:
+        """Whether the sums of products need to be corrected for zero points."""
+        return self.has_weight_zero_point or getattr(self, "act_zero_point", 0) != 0
+
+    def weight_arguments(self) -> tuple[Argument, ...]:
+        """Return weight, its scale and zero point, bias, requantization and output."""
+        compute, (m, n, k) = self.compute, self.sizes
+        wide = tuple(dict.fromkeys((compute, *(e for e in FLOATS if e.bits < compute.bits))))
+        arguments = [
+            Argument("weight_q", Role.INPUT, (self.weight_element,), (n, k)),
+            Argument("weight_scale", Role.INPUT, wide, (n,)),
+        ]
+        if self.has_weight_zero_point:
+            arguments.append(Argument("weight_zero_point", Role.INPUT, (ElementKind.S32,), (n,)))
+        if self.epilogue.requires_bias:
+            arguments.append(Argument("bias", Role.INPUT, wide, (n,)))
+        if self.output in CODES8:
+            arguments.append(Argument("output_scale", Role.SCALE, (compute,)))
+            arguments.append(Argument("output_zero_point", Role.ZERO_POINT, (ElementKind.S32,)))
+        return (*arguments, Argument("output", Role.OUTPUT, (self.output,), (m, n)))
+
+
+def code_element_holding(q_min: int, q_max: int) -> ElementKind | None:
+    """Return s8 or u8, whichever holds [q_min, q_max] (s8 first), or None."""
+    for element in CODES8:
+        low, high = element.integer_range or (0, 0)
+        if low <= q_min and q_max <= high:
+            return element
+    return None
+
+
+def longest_k(activation: ElementKind, weight: ElementKind) -> int:
+    """Return the largest K whose sums fit into s32, whatever the codes (s8 or u8)."""
+    largest = 1
+    for element in (activation, weight):
+        low, high = element.integer_range or (0, 0)
+        largest *= max(-low, high)
+    return (2**31 - 1) // largest

@@ -1,0 +1,199 @@
+"""Quantized linear: W8A8 with a dynamic activation scale per token.
+
+Formula
+-------
+The activation is quantized by dynamic range, symmetric, per token, to [q_min, q_max] (codes a, scale sa[m]); acc =
+sum_k a[m, k] (weight_q[n, k] - weight_zero_point[n]), exactly; v = RN_C(RN_C(sa[m] * weight_scale[n]) * RN_C(acc));
+then, by epilogue, RN_C(v + bias[n]) and relu (exact), gelu (erf form) or silu (both within 2 ulp of C); output =
+RN_T(v), or clamp(rne(RN_C(v / output_scale)) + output_zero_point) for an s8 or u8 output. C is f64 where activation
+or output is f64, else f32. K == 0 gives v = +0.
+
+Codes of gelu and silu are within one of the reference's where the last ulp of v is small beside `output_scale`. If an
+array `output_scale` is 0, that ulp decides between NaN and infinity.
+
+Shapes
+------
+`activation` [m, k], `weight_q` [c_out, k] (one row per output channel, as torch stores `Linear.weight`),
+`weight_scale`, `bias` and `weight_zero_point` [c_out], `output` [m, c_out], `act_q_scratch` [m, k],
+`act_scale_scratch` [m].
+
+Elements
+--------
+activation f16, bf16, f32, f64; weight s8, u8; output f16, bf16, f32, f64, s8, u8 (by default the activation's);
+`weight_scale` and `bias` C or any narrower float; `weight_zero_point` s32. The scratch arrays are optional: given,
+they receive the codes (s8, or u8 where the bounds need it) and the scales (f64 for f64 activations, else f32).
+
+Units
+-----
+`weight_scale` is real units per code step; `activation` and `bias` are real; `output_scale` is real units per output
+code.
+
+Errors
+------
+`InvalidProblem` for `m`, `c_out` or `k` outside [0, 2^31-1]; `q_max` below 1 or below `q_min`; bounds that neither s8
+nor u8 holds; an argument that is missing, unknown, of another element or shape, or that overlaps an output; an
+`output_scale` that is 0 or not finite.
+`Unsupported` for an element outside the lists above.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+from pydantic import model_validator
+
+from skuda.kernels.dtypes import compute_dtype, storage_dtype
+from skuda.kernels.linear import offers
+from skuda.kernels.linear.epilogue import Epilogue
+from skuda.kernels.linear.problem import ALIGNED_SIZES, CODES8, OUTPUTS, SIZES, LinearProblem, code_element_holding
+from skuda.kernels.linear.product import write_layer
+from skuda.kernels.quantize import affine
+from skuda.kernels.quantize.granularity import per_token
+from skuda.registry.constraints import OneOf
+from skuda.registry.descriptor import Argument, Role
+from skuda.registry.elements import FLOATS, ElementKind
+from skuda.registry.op import Case, Op
+from skuda.registry.sku import WorkspaceTerm
+from skuda.registry.value import Extent, Int32
+from skuda.registry.vocabulary import EpilogueKind
+
+
+class QuantizedLinearDescriptor(LinearProblem):
+    """Problem of `quantized_linear`.
+
+    Attributes
+    ----------
+    m, c_out, k : int
+        Rows of the activation, output channels, inner size.
+    q_min, q_max : int
+        Bounds of the activation's codes, inclusive; -127 and 127 for symmetric s8.
+    activation_element, weight_element : ElementKind
+        Elements of the activation (a float) and of the weight codes (s8 or u8).
+    output_element : ElementKind
+        Element of the output; by default the activation's.
+    epilogue : EpilogueKind
+        What is fused with the product; all but ``identity`` take `bias`.
+    has_weight_zero_point : bool
+        Whether `weight_zero_point` is passed.
+    """
+
+    op: Literal["quantized_linear"] = "quantized_linear"
+    element_field: ClassVar[str] = "activation_element"
+    dynamic: ClassVar[bool] = True
+    m: Extent
+    c_out: Extent
+    k: Extent
+    q_min: Int32
+    q_max: Int32
+    activation_element: ElementKind
+    output_element: ElementKind | None = None
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        if self.q_max <= 0:
+            self.refuse("q_max", self.q_max, "be greater than 0: it divides the largest magnitude")
+        if self.q_max < self.q_min:
+            self.refuse("q_max", self.q_max, f"be at least q_min = {self.q_min}")
+        if code_element_holding(self.q_min, self.q_max) is None:
+            self.refuse("q_min, q_max", (self.q_min, self.q_max), "lie within the range of s8 or of u8")
+        if self.output_element is None:
+            # Filled in, so that the default and the same element given explicitly describe the same problem.
+            object.__setattr__(self, "output_element", self.activation_element)
+        return self
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, N and K: rows of the activation, output channels, inner size."""
+        return self.m, self.c_out, self.k
+
+    @property
+    def output(self) -> ElementKind:
+        """Element of the output."""
+        return self.output_element or self.activation_element
+
+    @property
+    def code_element(self) -> ElementKind:
+        """Element that the activation's codes are stored in."""
+        return code_element_holding(self.q_min, self.q_max) or ElementKind.S8
+
+    @property
+    def compute(self) -> ElementKind:
+        """The type C that scales and epilogue are computed in."""
+        wide = ElementKind.F64 in (self.activation_element, self.output)
+        return ElementKind.F64 if wide else ElementKind.F32
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return the arguments that this problem takes."""
+        scale = self.activation_element.compute
+        return (
+            Argument("activation", Role.INPUT, (self.activation_element,), (self.m, self.k)),
+            *self.weight_arguments(),
+            Argument("act_q_scratch", Role.SCRATCH, (self.code_element,), (self.m, self.k), required=False),
+            Argument("act_scale_scratch", Role.SCRATCH, (scale,), (self.m,), required=False),
+        )
+
+
+@np.errstate(all="ignore")  # infinities and NaN are valid results here
+def reference(
+    problem: QuantizedLinearDescriptor,
+    *,
+    activation: Any,
+    weight_q: Any,
+    weight_scale: Any,
+    output: Any,
+    bias: Any = None,
+    weight_zero_point: Any = None,
+    output_scale: Any = None,
+    output_zero_point: Any = None,
+    act_q_scratch: Any = None,
+    act_scale_scratch: Any = None,
+) -> None:
+    """Write `output` by the formula of the module."""
+    data, code, bounds = problem.activation_element, problem.code_element, (problem.q_min, problem.q_max)
+
+    def quantized(rows: slice) -> tuple[Any, Any]:
+        x = activation[rows]
+        scale = np.empty(len(x), compute_dtype(data))
+        zero_point = np.empty(len(x), np.int32)
+        affine.dynamic_scales(x, (1,), data, bounds, (scale[:, None], zero_point[:, None]), asymmetric=False)
+        codes = np.empty(x.shape, storage_dtype(code)) if act_q_scratch is None else act_q_scratch[rows]
+        affine.quantize(per_token, (data, code), bounds, (x, scale, zero_point, codes))
+        if act_scale_scratch is not None:
+            act_scale_scratch[rows] = scale
+        return codes, scale.astype(storage_dtype(problem.compute))
+
+    epilogue = Epilogue(problem, weight_scale, bias, output_scale, output_zero_point)
+    write_layer(epilogue, quantized, 0, (weight_q, weight_zero_point), output)
+
+
+def _case(sizes: tuple[int, int, int], number: int, **fields: Any) -> QuantizedLinearDescriptor:
+    (m, n, k), (q_min, q_max) = sizes, ((-127, 127), (-128, 127), (0, 255), (-8, 7))[number % 4]
+    return QuantizedLinearDescriptor(m=m, c_out=n, k=k, q_min=q_min, q_max=q_max, **fields)
+
+
+def _cases() -> tuple[Case, ...]:
+    made = []
+    for number, kinds in enumerate(product(FLOATS, CODES8, OUTPUTS, EpilogueKind)):
+        fields = dict(zip(("activation_element", "weight_element", "output_element", "epilogue"), kinds, strict=True))
+        problem = _case(SIZES[number % len(SIZES)], number, **fields, has_weight_zero_point=number % 3 == 1)
+        made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
+    outputs = (None, *(e for e in OUTPUTS if e is not ElementKind.F64))
+    for number, aligned in enumerate(product(FLOATS, CODES8, EpilogueKind)):
+        fields = dict(zip(("activation_element", "weight_element", "epilogue"), aligned, strict=True))
+        sizes = ALIGNED_SIZES[number % len(ALIGNED_SIZES)]
+        problem = _case(sizes, number, **fields, output_element=outputs[number // 2 % 6])
+        made.append(Case(problem, "special" if number % 7 == 0 else "normal"))
+    return tuple(made)
+
+
+CASES = _cases()
+SKUS = offers.skus(
+    QuantizedLinearDescriptor,
+    __name__,
+    FLOATS,
+    OneOf(field="output_element", allowed=OUTPUTS),
+    workspace=(WorkspaceTerm(factors=("m", "k"), bytes_each=1), WorkspaceTerm(factors=("m",), bytes_each=8)),
+)
+OP = Op(QuantizedLinearDescriptor, reference, CASES, SKUS, source="baracuda_kernels/quantize/quantized_linear.rs")

@@ -1,0 +1,15 @@
+// Quantized linear on warpgroup instructions: W8A8 with a dynamic activation scale per token. Two launches.
+//
+//   codes, sa = dynamic range, symmetric, per token (`quantized_linear_codes`)
+//   y = epilogue(sa[m] * weight_scale[n] * sum_k codes[m, k] weight_q[n, k])
+//
+//   a_map, w_map        codes [m, k] SKUDA_CODE, weight_q [n, k] SKUDA_WEIGHT
+//   scales, given       [m] f32 from the plan, and from the caller or null; the caller's is used if given
+//   weight_scale, bias  [n]; bias may be null
+//   output              [m, n] SKUDA_OUT, output_leading elements apart
+#include "quantized_codes.cuh"
+#include "warpgroup.cuh"
+
+WARPGROUP_KERNEL quantized_linear_warpgroup(TENSOR_MAPS, const f32* scales, const f32* given, EPILOGUE_PARAMETERS, s32 band) {
+  warpgroup_linear(a_map, w_map, given ? given : scales, 0.0f, EPILOGUE, k, (u32)band);
+}

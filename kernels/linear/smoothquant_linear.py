@@ -1,0 +1,187 @@
+"""SmoothQuant linear: W8A8 with one static activation scale for the whole tensor.
+
+Formula
+-------
+acc = sum_k (act_q[m, k] - act_zero_point) (weight_q[n, k] - weight_zero_point[n]), exactly; v = RN_C(RN_C(act_scale *
+weight_scale[n]) * RN_C(acc)); then, by epilogue, RN_C(v + bias[n]) and relu (exact), gelu (erf form) or silu (both
+within 2 ulp of C); output = RN_T(v), or clamp(rne(RN_C(v / output_scale)) + output_zero_point) for an s8 or u8
+output. C is f64 for an f64 output, else f32. K == 0 gives v = +0.
+
+Codes of gelu and silu are within one of the reference's where the last ulp of v is small beside `output_scale`. If an
+array `output_scale` is 0, that ulp decides between NaN and infinity.
+
+Shapes
+------
+`act_q` [m, k], `weight_q` [n, k] (one row per output channel, as torch stores `Linear.weight`), `weight_scale`,
+`bias` and `weight_zero_point` [n], `output` [m, n], `act_scale_scratch` [m].
+
+Elements
+--------
+activation and weight s8, u8; output f16, bf16, f32, f64, s8, u8; `weight_scale` and `bias` C or any narrower float;
+`weight_zero_point` s32. `act_scale_scratch` is optional: given, it is filled with `act_scale`.
+
+Units
+-----
+`act_scale` and `weight_scale` are real units per code step; `bias` is real; `output_scale` is real units per output
+code.
+
+Errors
+------
+`InvalidProblem` for `m`, `n` or `k` outside [0, 2^31-1]; an `act_scale` that is not finite (0 and negative are
+allowed); an `act_zero_point` outside the range of `activation_element`; an argument that is missing, unknown, of
+another element or shape, or that overlaps an output; an `output_scale` that is 0 or not finite.
+`Unsupported` for an element outside the lists above.
+
+Method: Xiao et al., SmoothQuant, ICML 2023. The offline half is in `skuda.tools.smoothquant`.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+from pydantic import model_validator
+
+from skuda.kernels.dtypes import compute_dtype
+from skuda.kernels.linear import offers
+from skuda.kernels.linear.epilogue import Epilogue
+from skuda.kernels.linear.problem import ALIGNED_SIZES, CODES8, OUTPUTS, SIZES, LinearProblem
+from skuda.kernels.linear.product import write_layer
+from skuda.registry.constraints import OneOf
+from skuda.registry.descriptor import Argument, Role
+from skuda.registry.elements import ElementKind
+from skuda.registry.op import Case, Op
+from skuda.registry.value import Extent, Int32, Real
+from skuda.registry.vocabulary import EpilogueKind
+
+
+class SmoothQuantLinearDescriptor(LinearProblem):
+    """Problem of `smoothquant_linear`.
+
+    Attributes
+    ----------
+    m, n, k : int
+        Rows of the activation, output channels, inner size.
+    act_scale : float
+        Scale of the activation; frozen metadata of the model.
+    activation_element, weight_element : ElementKind
+        Elements of the codes: s8 or u8.
+    output_element : ElementKind
+        Element of the output.
+    epilogue : EpilogueKind
+        What is fused with the product; all but ``identity`` take `bias`.
+    act_zero_point : int
+        Code of the activation that stands for 0.0.
+    has_weight_zero_point : bool
+        Whether `weight_zero_point` is passed.
+    """
+
+    op: Literal["smoothquant_linear"] = "smoothquant_linear"
+    element_field: ClassVar[str] = "output_element"
+    dynamic: ClassVar[bool] = False
+    m: Extent
+    n: Extent
+    k: Extent
+    act_scale: Real
+    activation_element: ElementKind = ElementKind.S8
+    output_element: ElementKind
+    act_zero_point: Int32 = 0
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        with np.errstate(over="ignore"):
+            rounded = compute_dtype(self.output_element).type(self.act_scale)
+        if not np.isfinite(rounded):
+            self.refuse("act_scale", self.act_scale, f"be finite in {self.compute}")
+        low, high = self.activation_element.integer_range or (0, 0)
+        if not low <= self.act_zero_point <= high:
+            rule = f"lie in [{low}, {high}], the range of {self.activation_element}"
+            self.refuse("act_zero_point", self.act_zero_point, rule)
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        # 0.0 == -0.0, but they give zeros of different sign.
+        return super().__eq__(other) and math.copysign(1, self.act_scale) == math.copysign(1, other.act_scale)  # type: ignore[attr-defined]  # equal classes
+
+    __hash__ = LinearProblem.__hash__
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, N and K: rows of the activation, output channels, inner size."""
+        return self.m, self.n, self.k
+
+    @property
+    def output(self) -> ElementKind:
+        """Element of the output."""
+        return self.output_element
+
+    @property
+    def code_element(self) -> ElementKind:
+        """Element of the activation's codes."""
+        return self.activation_element
+
+    @property
+    def compute(self) -> ElementKind:
+        """The type C that scales and epilogue are computed in."""
+        return self.output_element.compute
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return the arguments that this problem takes."""
+        return (
+            Argument("act_q", Role.INPUT, (self.activation_element,), (self.m, self.k)),
+            *self.weight_arguments(),
+            Argument("act_scale_scratch", Role.SCRATCH, (self.compute,), (self.m,), required=False),
+        )
+
+
+@np.errstate(all="ignore")  # infinities and NaN are valid results here
+def reference(
+    problem: SmoothQuantLinearDescriptor,
+    *,
+    act_q: Any,
+    weight_q: Any,
+    weight_scale: Any,
+    output: Any,
+    bias: Any = None,
+    weight_zero_point: Any = None,
+    output_scale: Any = None,
+    output_zero_point: Any = None,
+    act_scale_scratch: Any = None,
+) -> None:
+    """Write `output` by the formula of the module."""
+    scale = compute_dtype(problem.output_element).type(problem.act_scale)
+    if act_scale_scratch is not None:
+        act_scale_scratch[...] = scale
+
+    def quantized(rows: slice) -> tuple[Any, Any]:
+        return act_q[rows], np.full(rows.stop - rows.start, scale)
+
+    epilogue = Epilogue(problem, weight_scale, bias, output_scale, output_zero_point)
+    write_layer(epilogue, quantized, problem.act_zero_point, (weight_q, weight_zero_point), output)
+
+
+def _cases() -> tuple[Case, ...]:
+    made = []
+    for number, kinds in enumerate(product(OUTPUTS, CODES8, CODES8, EpilogueKind)):
+        fields: dict[str, Any] = dict(
+            zip(("output_element", "activation_element", "weight_element", "epilogue"), kinds, strict=True)
+        )
+        m, n, k = SIZES[number % len(SIZES)]
+        scale, zero_point = (0.0131, -0.25, 0.0)[number % 7 % 3], (0, *(kinds[1].integer_range or ()))[number % 3]
+        fields |= {"act_zero_point": zero_point, "has_weight_zero_point": number % 2 == 1}
+        problem = SmoothQuantLinearDescriptor(m=m, n=n, k=k, act_scale=scale, **fields)
+        made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
+    for number, aligned in enumerate(product(OUTPUTS, CODES8, EpilogueKind)):
+        fields = dict(zip(("output_element", "weight_element", "epilogue"), aligned, strict=True))
+        m, n, k = ALIGNED_SIZES[number % len(ALIGNED_SIZES)]
+        fields["activation_element"] = CODES8[number // 3 % 2]
+        problem = SmoothQuantLinearDescriptor(m=m, n=n, k=k, act_scale=0.0131, **fields)
+        made.append(Case(problem, "special" if number % 7 == 0 else "normal"))
+    return tuple(made)
+
+
+CASES = _cases()
+SKUS = offers.skus(SmoothQuantLinearDescriptor, __name__, OUTPUTS, OneOf(field="activation_element", allowed=CODES8))
+OP = Op(SmoothQuantLinearDescriptor, reference, CASES, SKUS, source="baracuda_kernels/quantize/smoothquant.rs")

@@ -1,0 +1,318 @@
+// The int8 product on Hopper's warpgroup instructions, persistent.
+//
+//   y[m, n] = epilogue(sa[m] sw[n] sum_k a[m, k] w[n, k]), exact in s32
+//
+// Data: global memory -> boxes of rows of a and of w by 128 bytes of K, in a ring of stages in shared memory (TMA) ->
+// wgmma, both operands from shared memory -> sums in registers -> epilogue -> a staging strip in shared memory -> global
+// memory, 128 bytes of a row at a time. TMA fills elements beyond the edges with zeros.
+//
+// A persistent block has one producer warpgroup, which fills the ring, and two consumer warpgroups, which run the mainloop
+// and the epilogue. Sums are exact, so neither tile nor order changes the bits.
+//
+// Variants.
+//   Cooperative: both consumers work on one tile, half of its rows each. The registers of both hold the sums, so tiles of
+//   128 x 256 fit, which read the fewest bytes per product. It wins at large sizes.
+//   Ping-pong: each consumer works on every other tile, so that one runs its mainloop during the other's epilogue. It wins
+//   if the epilogue is a large part of a tile's time: short k, small tiles.
+//   Clusters: CLUSTER_M x CLUSTER_N blocks take as many neighbouring tiles. Each block loads a part of the rows of a that
+//   its row of blocks shares, and of the rows of w that its column shares, and multicasts it. Clusters win if the L2 cache
+//   is the limit, and lose if a cluster has blocks without work.
+//   Rasterization: tiles go down bands of `band` rows of clusters, so that concurrent tiles share rows of a and w in L2.
+//
+// Flags: TILE_M, TILE_N, STAGES, CLUSTER_M, CLUSTER_N, COOPERATIVE, SKUDA_CODE, SKUDA_WEIGHT, SKUDA_OUT, SKUDA_EPILOGUE.
+#pragma once
+#include "hopper.cuh"
+#include "layer.cuh"
+
+enum {
+  STEP = 128,  // bytes of K in a stage
+  A_BYTES = TILE_M * STEP,
+  W_BYTES = TILE_N * STEP,
+  STAGE_BYTES = A_BYTES + W_BYTES,
+  GROUP_M = COOPERATIVE ? TILE_M / 2 : TILE_M,  // rows of a tile that a consumer warpgroup multiplies
+  BLOCKS_M = GROUP_M / 64,
+  CLUSTER = CLUSTER_M * CLUSTER_N,
+  PITCH = 144,                 // bytes between rows of 128 in staging: banks differ, 16 bytes stay aligned
+  STAGING = 8 * 16 * PITCH,    // 16 rows for each consumer warp
+  COLUMNS = 2 * 2 * TILE_N * 4,  // scales and biases of the columns, for each consumer warpgroup
+  SHARED = 1024 + STAGES * STAGE_BYTES + STAGING + COLUMNS + 16 * STAGES
+};
+
+DEVICE void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+// Ordered mainloops: a ping-pong consumer may wait on the ring only after the other consumer has passed its stages,
+// because a barrier shows only the parity of its phase.
+DEVICE void order_wait(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 3) : "memory"); }
+DEVICE void order_signal(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group + 3) : "memory"); }
+
+// Signals that a warp is done with a stage.
+DEVICE void release(u32 barrier, int lane, bool shares) {
+  if (CLUSTER == 1) {
+    if (lane == 0) barrier_arrive(barrier);
+  } else if (shares) {
+    barrier_arrive_at(barrier, lane);
+  }
+}
+
+// Position in the ring of stages.
+struct Ring {
+  u32 stage, parity;
+  DEVICE void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+  DEVICE void skip(u32 steps) {
+    const u32 at = stage + steps;
+    parity ^= at / STAGES & 1, stage = at % STAGES;
+  }
+};
+
+// Rasterization: tiles go down a band of `band` rows of clusters, then to the next column.
+struct Raster {
+  u32 rows, columns, band;
+  DEVICE void at(u32 tile, u32& row, u32& column) const {
+    const u32 per_band = band * columns, number = tile / per_band, first = number * band, rest = tile - number * per_band;
+    const u32 height = rows - first < band ? rows - first : band;
+    row = first + rest % height, column = rest / height;
+  }
+};
+
+// Stores two neighbouring results at `to`.
+DEVICE void put_pair(u8* to, const f32 (&v)[2], const Segment<f32>&, f32) {
+  *(uint2*)to = make_uint2(__float_as_uint(v[0]), __float_as_uint(v[1]));
+}
+template <class T> DEVICE void put_half(u8* to, const f32 (&v)[2]) {
+  T low, high;
+  narrow(v[0], low), narrow(v[1], high);
+  *(u32*)to = (u32)low.bits | (u32)high.bits << 16;
+}
+DEVICE void put_pair(u8* to, const f32 (&v)[2], const Segment<f32>&, f16) { put_half<f16>(to, v); }
+DEVICE void put_pair(u8* to, const f32 (&v)[2], const Segment<f32>&, bf16) { put_half<bf16>(to, v); }
+DEVICE void put_codes(u8* to, const f32 (&v)[2], const Segment<f32>& codes) {
+  u32 q[2];
+  result_codes(v, codes, q);
+  *(u16*)to = (u16)__byte_perm(q[0], q[1], 0x0040);
+}
+DEVICE void put_pair(u8* to, const f32 (&v)[2], const Segment<f32>& codes, s8) { put_codes(to, v, codes); }
+DEVICE void put_pair(u8* to, const f32 (&v)[2], const Segment<f32>& codes, u8) { put_codes(to, v, codes); }
+
+// GELU and SiLU are too much code to unroll over the registers, so they are applied to the values in staging.
+enum { CURVED = SKUDA_EPILOGUE == BIAS_GELU || SKUDA_EPILOGUE == BIAS_SILU };
+
+// The type in staging: results, or values if an activation is still to be applied.
+template <bool CURVED_, class T> struct Staged { typedef T type; };
+template <class T> struct Staged<true, T> { typedef f32 type; };
+
+DEVICE f32 finished(s32 acc, f32 sa, f32 sw, f32 bias) {
+  f32 v = product(product(sa, sw), (f32)acc);
+  if (SKUDA_EPILOGUE != IDENTITY) v = v + bias;
+  return CURVED ? v : activated<SKUDA_OUT>(v, SKUDA_EPILOGUE);
+}
+
+// Applies the activation to eight neighbouring values of staging and stores them; fewer do not keep a scheduler busy
+// with one warp.
+template <class T> struct alignas(sizeof(T) > 1 ? 16 : 8) Eight { T of[8]; };
+template <class T> DEVICE void put_curved(T* to, const uint4* from, s64 left, bool chunks, const Segment<f32>& codes) {
+  f32 v[8];
+#pragma unroll
+  for (int j = 0; j < 8; j += 4) {
+    const uint4 w = from[j / 4];
+    v[j] = __uint_as_float(w.x), v[j + 1] = __uint_as_float(w.y);
+    v[j + 2] = __uint_as_float(w.z), v[j + 3] = __uint_as_float(w.w);
+  }
+#pragma unroll
+  for (int j = 0; j < 8; ++j) v[j] = activated<SKUDA_OUT>(v[j], SKUDA_EPILOGUE);
+  Eight<T> y;
+  rounded(v, codes, y.of);
+  if (chunks && left >= 8) {
+    *(Eight<T>*)to = y;
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (j < left) to[j] = y.of[j];
+    }
+  }
+}
+
+// Writes 16 rows of results from a warp's registers to memory, through its staging, 128 bytes of each row at a time.
+DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const f32 (&sa)[2], const Epilogue& p, u8* staging, const f32* columns,
+                       s64 row0, s64 column0, bool chunks, const Segment<f32>& codes) {
+  typedef Staged<CURVED, SKUDA_OUT>::type Stage;
+  enum { SIZE = sizeof(Stage), WIDE = 128 / SIZE, STRIP = WIDE < TILE_N ? WIDE : TILE_N, UNITS = STRIP * SIZE / 16 };
+  const int lane = threadIdx.x % 32, quad = lane % 4;
+#pragma unroll
+  for (int strip = 0; strip < TILE_N / STRIP; ++strip) {
+#pragma unroll
+    for (int i = 0; i < STRIP / 8; ++i) {
+      const int column = strip * STRIP + 8 * i + 2 * quad;
+      const float2 sw = *(const float2*)(columns + column), bias = *(const float2*)(columns + TILE_N + column);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int at = 4 * (strip * (STRIP / 8) + i) + 2 * h;
+        const f32 v[2] = {finished(d[at], sa[h], sw.x, bias.x), finished(d[at + 1], sa[h], sw.y, bias.y)};
+        put_pair(staging + (lane / 4 + 8 * h) * PITCH + (8 * i + 2 * quad) * SIZE, v, codes, Stage());
+      }
+    }
+    __syncwarp();
+    const s64 first = column0 + strip * STRIP;
+    if (CURVED) {
+#pragma unroll 1
+      for (int i = 0; i < UNITS / 4; ++i) {
+        const int pair = lane + 32 * i, r = pair / (UNITS / 2), c = pair % (UNITS / 2);
+        const s64 row = row0 + r, column = first + c * 8;
+        if (row < p.m && column < p.n) {
+          const uint4* const from = (const uint4*)(staging + r * PITCH + c * 32);
+          put_curved(p.output + row * p.output_leading + column, from, p.n - column, chunks, codes);
+        }
+      }
+    } else if (chunks) {
+#pragma unroll
+      for (int i = 0; i < UNITS / 2; ++i) {
+        const int unit = lane + 32 * i, r = unit / UNITS, c = unit % UNITS;
+        const s64 row = row0 + r, column = first + c * (16 / SIZE);
+        const uint4 w = *(const uint4*)(staging + r * PITCH + c * 16);
+        if (row < p.m && column < p.n) *(uint4*)(p.output + row * p.output_leading + column) = w;
+      }
+    } else {
+#pragma unroll 1
+      for (int r = 0; r < 16 && row0 + r < p.m; ++r) {
+#pragma unroll 1
+        for (int c = lane; c < STRIP && first + c < p.n; c += 32) {
+          p.output[(row0 + r) * p.output_leading + first + c] = *(const SKUDA_OUT*)(staging + r * PITCH + c * SIZE);
+        }
+      }
+    }
+    __syncwarp();
+  }
+}
+
+// act_scale: [m] or null: the value.
+DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, const f32* act_scale, f32 act_scale_value,
+                             const Epilogue& p, s64 k, u32 band) {
+  extern __shared__ u8 unaligned[];
+  u8* const shared = unaligned + (-shared_address(unaligned) & 1023);
+  u8* const staging = shared + STAGES * STAGE_BYTES;
+  f32* const columns = (f32*)(staging + STAGING);
+  const u32 stages = shared_address(shared), full = shared_address(columns) + COLUMNS, empty = full + 8 * STAGES;
+  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const int group = threadIdx.x / 128;
+  const u32 cluster_row = rank / CLUSTER_N, cluster_column = rank % CLUSTER_N;
+  const Raster raster{(u32)((p.m + TILE_M * CLUSTER_M - 1) / (TILE_M * CLUSTER_M)),
+                    (u32)((p.n + TILE_N * CLUSTER_N - 1) / (TILE_N * CLUSTER_N)), band};
+  const u32 tiles = raster.rows * raster.columns, steps = (u32)((k + STEP - 1) / STEP);
+  if (threadIdx.x == 0) {
+    prefetch_map(&a_map), prefetch_map(&w_map);
+    for (int s = 0; s < STAGES; ++s) {
+      barrier_make(full + 8 * s, 1);
+      barrier_make(empty + 8 * s, (CLUSTER_M + CLUSTER_N - 1) * 4 * (COOPERATIVE ? 2 : 1));
+    }
+    barriers_made();
+  }
+  __syncthreads();
+  if (CLUSTER > 1) cluster_sync();
+  if (group == 0) {
+    registers_down<40>();
+    if (threadIdx.x == 0) {
+      Ring at{0, 0};
+      u16 row_mask = 0, column_mask = 0;
+      for (u32 other = 0; other < CLUSTER; ++other) {
+        if (other / CLUSTER_N == cluster_row) row_mask |= 1 << other;
+        if (other % CLUSTER_N == cluster_column) column_mask |= 1 << other;
+      }
+      wait_for_previous_kernel();
+      for (u32 tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
+        u32 row, column;
+        raster.at(tile, row, column);
+        const s32 a_row = (s32)((row * CLUSTER_M + cluster_row) * TILE_M + cluster_column * (TILE_M / CLUSTER_N));
+        const s32 w_row = (s32)((column * CLUSTER_N + cluster_column) * TILE_N + cluster_row * (TILE_N / CLUSTER_M));
+        for (u32 step = 0; step < steps; ++step, at.next()) {
+          const u32 stage = stages + at.stage * STAGE_BYTES, filled = full + 8 * at.stage;
+          const u32 to_a = stage + cluster_column * (A_BYTES / CLUSTER_N);
+          const u32 to_w = stage + A_BYTES + cluster_row * (W_BYTES / CLUSTER_M);
+          barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
+          barrier_expect(filled, STAGE_BYTES);
+          if (CLUSTER_N > 1) {
+            load_box_to_all(to_a, &a_map, (s32)(step * STEP), a_row, filled, row_mask);
+          } else {
+            load_box(to_a, &a_map, (s32)(step * STEP), a_row, filled);
+          }
+          if (CLUSTER_M > 1) {
+            load_box_to_all(to_w, &w_map, (s32)(step * STEP), w_row, filled, column_mask);
+          } else {
+            load_box(to_w, &w_map, (s32)(step * STEP), w_row, filled);
+          }
+        }
+      }
+    }
+  } else {
+    registers_up<232>();
+    const int consumer = group - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    f32* const own = columns + consumer * 2 * TILE_N;
+    const bool chunks = ((u64)p.output | (u64)p.output_leading * sizeof(SKUDA_OUT) | (u64)p.n * sizeof(SKUDA_OUT)) % 16 == 0;
+    Segment<f32> codes;
+    if (CodeRange<SKUDA_OUT>::most != 0) codes = p.codes(CodeRange<SKUDA_OUT>::least, CodeRange<SKUDA_OUT>::most);
+    // Lane i of a warp signals block i of the cluster if that block loads for this one.
+    const bool shares = lane < CLUSTER && (lane / CLUSTER_N == cluster_row || lane % CLUSTER_N == cluster_column);
+    Ring at{0, 0};
+    u32 passed = 0;  // tiles of this block
+    wait_for_previous_kernel();
+    for (u32 tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER, ++passed) {
+      if (!COOPERATIVE && passed % 2 != consumer) {
+        at.skip(steps);
+        continue;
+      }
+      u32 row, column;
+      raster.at(tile, row, column);
+      const s64 column0 = (s64)(column * CLUSTER_N + cluster_column) * TILE_N;
+      const s64 row0 = (s64)(row * CLUSTER_M + cluster_row) * TILE_M + (COOPERATIVE ? consumer * GROUP_M : 0) + warp * 16;
+      f32 sa[BLOCKS_M][2];
+#pragma unroll
+      for (int b = 0; b < BLOCKS_M; ++b) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const s64 r = row0 + b * 64 + lane / 4 + 8 * h;
+          sa[b][h] = act_scale == nullptr ? act_scale_value : r < p.m ? act_scale[r] : 0.0f;
+        }
+      }
+      group_sync(consumer);  // the last tile's columns have been read
+      for (int c = thread; c < TILE_N; c += 128) {
+        const bool inside = column0 + c < p.n;
+        own[c] = inside ? real_at(p.weight_scale, p.weight_scale_is, column0 + c, 0.0f) : 0.0f;
+        own[TILE_N + c] = inside && p.bias != nullptr ? real_at(p.bias, p.bias_is, column0 + c, 0.0f) : 0.0f;
+      }
+      s32 d[BLOCKS_M][TILE_N / 2];
+      u32 before = 0;
+      if (!COOPERATIVE && passed > 0) order_wait(consumer);
+      for (u32 step = 0; step < steps; ++step, at.next()) {
+        const u32 stage = stages + at.stage * STAGE_BYTES;
+        barrier_wait(full + 8 * at.stage, at.parity);
+        const u64 a = rows_of_128(stage + (COOPERATIVE ? consumer * GROUP_M * STEP : 0)), w = rows_of_128(stage + A_BYTES);
+        products_begin();
+#pragma unroll
+        for (int part = 0; part < STEP / 32; ++part) {
+#pragma unroll
+          for (int b = 0; b < BLOCKS_M; ++b) {
+            Product<TILE_N, SKUDA_CODE, SKUDA_WEIGHT>::add(d[b], a + b * (64 * STEP / 16) + part * 2, w + part * 2,
+                                                           part > 0 || step > 0);
+          }
+        }
+        products_commit();
+        if (step > 0) {
+          products_wait<1>();
+          release(empty + 8 * before, lane, shares);
+        }
+        before = at.stage;
+      }
+      if (!COOPERATIVE && tile + gridDim.x / CLUSTER < tiles) order_signal(consumer ^ 1);
+      products_wait<0>();
+      release(empty + 8 * before, lane, shares);
+      group_sync(consumer);
+#pragma unroll
+      for (int b = 0; b < BLOCKS_M; ++b) {
+        write_rows(d[b], sa[b], p, staging + (consumer * 4 + warp) * 16 * PITCH, own, row0 + b * 64, column0, chunks, codes);
+      }
+    }
+  }
+  if (CLUSTER > 1) cluster_sync();  // no block leaves while another may still signal it
+}
+
+#define WARPGROUP_KERNEL \
+  extern "C" __global__ void __cluster_dims__(CLUSTER_M * CLUSTER_N, 1, 1) __launch_bounds__(384, 1)

@@ -1,0 +1,158 @@
+"""The arithmetic of affine quantization, once, for every granularity.
+
+Every formula is written for one block of elements whose scale and zero point broadcast against it; the functions below
+the formulas traverse an array of any strides in such blocks. Naming: C is the compute type (f64 for f64 data, else
+f32), T the data's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from skuda.kernels.blocks import BLOCK, Index, blocks, write
+from skuda.kernels.dtypes import compute_dtype
+from skuda.kernels.quantize.granularity import Spread
+from skuda.registry.elements import ElementKind
+
+Array = npt.NDArray[Any]
+
+_SEGMENTS = 4096
+"""Smallest number of segments whose ranges are computed at a time."""
+
+
+def rounded_quotient(x: Array, scale: Any) -> Array:
+    """``t = rne(RN_C(x / s))`` as f64, which holds it exactly; NaN where x or the quotient is NaN."""
+    return np.asarray(np.rint(np.divide(x, scale)), np.float64)
+
+
+def clamp_codes(t: Array, zero_point: Any, q_min: int, q_max: int) -> Array:
+    """``clamp(t + z, q_min, q_max)`` as f64, without wrapping; a NaN `t` counts as 0 (real zero)."""
+    z = np.asarray(zero_point).astype(np.float64)
+    real = np.where(np.isnan(t), 0.0, t)
+    # |q - z| < 2^33, so bounds and sums are exact in f64 even where t is 1e300.
+    return np.asarray(np.clip(real, q_min - z, q_max - z) + z)
+
+
+def in_range(t: Array, zero_point: Any, q_min: int, q_max: int) -> Array:
+    """``q_min <= t + z <= q_max``, inclusive; False for a NaN `t`."""
+    z = np.asarray(zero_point).astype(np.float64)
+    return np.asarray((t >= q_min - z) & (t <= q_max - z))
+
+
+def real_value(q: Array, zero_point: Any, scale: Any, compute: np.dtype[Any]) -> Array:
+    """``RN_C(C(q - z) * s)``; the difference is exact before it is rounded to C."""
+    offset = q.astype(np.float64) - np.asarray(zero_point).astype(np.float64)
+    return np.asarray(np.multiply(offset.astype(compute), scale))
+
+
+def segments(
+    shape: tuple[int, ...], spread: Spread, scale: Any, zero_point: Any, compute: np.dtype[Any]
+) -> Iterator[tuple[Index, Any, Any]]:
+    """Cut data of any shape into boxes; yield each with its scales, widened to C, and its zero points."""
+    for index in blocks(shape):
+        yield index, np.asarray(spread(scale, index)).astype(compute, copy=False), spread(zero_point, index)
+
+
+@np.errstate(all="ignore")  # infinities and NaN are valid results here
+def quantize(
+    spread: Spread,
+    elements: tuple[ElementKind, ElementKind],
+    bounds: tuple[int, int],
+    arrays: tuple[Array, Any, Any, Array],
+) -> None:
+    """Quantize ``input`` into ``output``; arrays are (input, scale, zero_point, output)."""
+    data, code = elements
+    x, scale, zero_point, output = arrays
+    compute = compute_dtype(data)
+    for index, s, z in segments(x.shape, spread, scale, zero_point, compute):
+        t = rounded_quotient(x[index].astype(compute), s)
+        write(output, code, index, clamp_codes(t, z, *bounds).astype(np.int16))
+
+
+@np.errstate(all="ignore")
+def straight_through(
+    spread: Spread,
+    data: ElementKind,
+    bounds: tuple[int, int],
+    arrays: tuple[Array, Array, Any, Any, Array],
+    *,
+    divide: bool,
+) -> None:
+    """Pass the gradient where the forward did not clip; arrays are (d_output, input, scale, zero_point, d_input).
+
+    Parameters
+    ----------
+    divide : bool
+        True for quantize (dy / s), False for fake_quantize (dy).
+    """
+    dy, x, scale, zero_point, dx = arrays
+    compute = compute_dtype(data)
+    for index, s, z in segments(x.shape, spread, scale, zero_point, compute):
+        passes = in_range(rounded_quotient(x[index].astype(compute), s), z, *bounds)
+        gradient = np.divide(dy[index].astype(compute), s) if divide else dy[index]
+        dx[index] = np.where(passes, gradient, gradient.dtype.type(0)).astype(dx.dtype)
+
+
+@np.errstate(all="ignore")
+def dynamic_scales(
+    x: Array,
+    axes: tuple[int, ...],
+    data: ElementKind,
+    bounds: tuple[int, int],
+    outputs: tuple[Array, Array],
+    *,
+    asymmetric: bool,
+) -> None:
+    """Write scale and zero point of every segment from the range of its data; NaN elements are skipped.
+
+    Parameters
+    ----------
+    x : array
+        The data, viewed so that a segment runs over whole axes.
+    axes : tuple of int
+        Those axes.
+    data : ElementKind
+        Element of the data.
+    bounds : (int, int)
+        ``q_min`` and ``q_max``.
+    outputs : (array, array)
+        Scales and zero points, with extent 1 along `axes`.
+    asymmetric : bool
+        Whether [min(0, min x), max(0, max x)] maps onto the bounds, rather than max abs x onto ``q_max``.
+    """
+    compute = compute_dtype(data)
+    q_min, q_max = bounds
+    scale_out, zero_point_out = outputs
+    length = math.prod(x.shape[axis] for axis in axes)
+    for index in blocks(scale_out.shape, max(_SEGMENTS, BLOCK // max(length, 1))):
+        whole = tuple(slice(0, x.shape[axis]) if axis in axes else at for axis, at in enumerate(index))
+        low, high = _range(x[whole], axes, compute)
+        if asymmetric:
+            scale = np.divide(high - low, compute.type(q_max - q_min))
+        else:
+            scale = np.divide(np.maximum(high, -low), compute.type(q_max))
+        scale[scale == 0] = 1
+        scale_out[index] = scale
+        zero_point: Any = 0
+        if asymmetric and length > 0:
+            offset = rounded_quotient(low, scale)
+            zero_point = np.clip(q_min - np.where(np.isnan(offset), 0.0, offset), q_min, q_max)
+        zero_point_out[index] = zero_point
+
+
+def _range(x: Array, axes: tuple[int, ...], compute: np.dtype[Any]) -> tuple[Array, Array]:
+    """Return the smallest and largest value over `axes`, both starting from 0; NaN is skipped."""
+    low = np.zeros([1 if axis in axes else extent for axis, extent in enumerate(x.shape)], compute)
+    high = low.copy()
+    for index in blocks(x.shape):
+        block = x[index].astype(compute)
+        block[np.isnan(block)] = 0  # fmax skips a quiet NaN, but not a signalling one
+        place = tuple(slice(0, 1) if axis in axes else at for axis, at in enumerate(index))
+        low[place] = np.minimum(low[place], block.min(axis=axes, keepdims=True))
+        high[place] = np.maximum(high[place], block.max(axis=axes, keepdims=True))
+    return low, high

@@ -1,0 +1,31 @@
+// Dequantize: integer codes to floating data.
+//
+//   y = RN_T(RN_C(C(q - z) * s))
+//
+//   input           codes, input_leading bytes apart
+//   output          Data, rows of columns, output_leading elements apart
+//   scale           C, or Data where scale_is_data; null: scale_value
+//   zero_point      s32; null: zero_point_value
+//   rows, columns   the view that all data arrays share; element e of it has segment (e / inner) % channels
+//   parts           units in a segment, 0 where it is not whole chunks; with the multipliers that divide by both
+//   lanes           threads that share a unit
+//
+// There are three entries, by how segments lie in 16-byte chunks: one segment for everything, chunks that each lie in one
+// segment (`_runs`), and chunks that may span several segments (`_mixed`). Per tensor uses the first, the other
+// granularities use the second or the third.
+#include "affine.cuh"
+
+KERNEL(256, BLOCKS) dequantize(
+    const u8* input, s64 input_leading, Data* output, s64 output_leading, SEGMENTS, SHAPE) {
+  walk_dequantize<WHOLE>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
+}
+
+KERNEL(256, BLOCKS) dequantize_runs(
+    const u8* input, s64 input_leading, Data* output, s64 output_leading, SEGMENTS, SHAPE) {
+  walk_dequantize<RUNS>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
+}
+
+KERNEL(256, MIXED_BLOCKS) dequantize_mixed(
+    const u8* input, s64 input_leading, Data* output, s64 output_leading, SEGMENTS, SHAPE) {
+  walk_dequantize<MIXED>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
+}

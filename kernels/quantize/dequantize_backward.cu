@@ -1,0 +1,30 @@
+// Gradient of dequantize with respect to the codes.
+//
+//   dx = RN_T(RN_C(dy * s))
+//
+//   d_output, d_input   Data, rows of columns, *_leading elements apart
+//   scale           C, or Data where scale_is_data; null: scale_value
+//   zero_point      s32; null: zero_point_value
+//   rows, columns   the view that all data arrays share; element e of it has segment (e / inner) % channels
+//   parts           units in a segment, 0 where it is not whole chunks; with the multipliers that divide by both
+//   lanes           threads that share a unit
+//
+// There are three entries, by how segments lie in 16-byte chunks: one segment for everything, chunks that each lie in one
+// segment (`_runs`), and chunks that may span several segments (`_mixed`). Per tensor uses the first, the other
+// granularities use the second or the third.
+#include "affine.cuh"
+
+KERNEL(256, BLOCKS) dequantize_backward(
+    const Data* d_output, s64 d_output_leading, Data* d_input, s64 d_input_leading, SEGMENTS, SHAPE) {
+  walk_map<WHOLE, Scaled>(d_output, d_output_leading, d_input, d_input_leading, SCALES, SHAPE_GIVEN);
+}
+
+KERNEL(256, BLOCKS) dequantize_backward_runs(
+    const Data* d_output, s64 d_output_leading, Data* d_input, s64 d_input_leading, SEGMENTS, SHAPE) {
+  walk_map<RUNS, Scaled>(d_output, d_output_leading, d_input, d_input_leading, SCALES, SHAPE_GIVEN);
+}
+
+KERNEL(256, MIXED_BLOCKS) dequantize_backward_mixed(
+    const Data* d_output, s64 d_output_leading, Data* d_input, s64 d_input_leading, SEGMENTS, SHAPE) {
+  walk_map<MIXED, Scaled>(d_output, d_output_leading, d_input, d_input_leading, SCALES, SHAPE_GIVEN);
+}

@@ -1,0 +1,31 @@
+// Quantize: floating data to integer codes.
+//
+//   q = clamp(rne(RN_C(x / s)) + z, q_min, q_max)
+//
+//   input           Data, rows of columns, input_leading elements apart
+//   output          codes, output_leading bytes apart
+//   scale           C, or Data where scale_is_data; null: scale_value
+//   zero_point      s32; null: zero_point_value
+//   rows, columns   the view that all data arrays share; element e of it has segment (e / inner) % channels
+//   parts           units in a segment, 0 where it is not whole chunks; with the multipliers that divide by both
+//   lanes           threads that share a unit
+//
+// There are three entries, by how segments lie in 16-byte chunks: one segment for everything, chunks that each lie in one
+// segment (`_runs`), and chunks that may span several segments (`_mixed`). Per tensor uses the first, the other
+// granularities use the second or the third.
+#include "affine.cuh"
+
+KERNEL(256, BLOCKS) quantize(
+    const Data* input, s64 input_leading, u8* output, s64 output_leading, SEGMENTS, SHAPE) {
+  walk_quantize<WHOLE>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
+}
+
+KERNEL(256, BLOCKS) quantize_runs(
+    const Data* input, s64 input_leading, u8* output, s64 output_leading, SEGMENTS, SHAPE) {
+  walk_quantize<RUNS>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
+}
+
+KERNEL(256, MIXED_BLOCKS) quantize_mixed(
+    const Data* input, s64 input_leading, u8* output, s64 output_leading, SEGMENTS, SHAPE) {
+  walk_quantize<MIXED>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
+}

@@ -1,0 +1,311 @@
+"""The cubin cache: content keys, atomic publication, checksums, sharing, and what may go wrong with a disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from skuda.dispatch.compile import cache as cubin_cache
+from skuda.dispatch.compile.cache import CubinCache, Key
+
+KEY = Key("source", ("-fmad=false",), "sm_90", "scaled rule", "pycuda")
+CUBIN = b"\x7fELF" + bytes(range(256)) * 40
+
+
+class Compiler:
+    """Counts how often it is asked."""
+
+    def __init__(self, cubin=CUBIN):
+        self.cubin, self.calls = cubin, 0
+
+    def __call__(self):
+        self.calls += 1
+        return self.cubin
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return CubinCache(tmp_path / "cache")
+
+
+def entry_of(cache):
+    (path,) = cache.folder.glob("*/*.cubin")
+    return path
+
+
+def get(cache, build, key=KEY, compiler="nvcc 13.0"):
+    return cache.get(key, compiler, build, {"sku": "an id"})
+
+
+def leftovers(cache):
+    return [path for path in cache.folder.rglob("*") if path.is_file() and path.suffix != ".cubin"]
+
+
+def test_the_second_time_nothing_is_compiled(cache):
+    build = Compiler()
+    assert [get(cache, build), get(cache, build)] == [(CUBIN, ()), (CUBIN, ())]
+    assert build.calls == 1
+    assert get(CubinCache(cache.folder.parent), build).cubin == CUBIN
+    assert build.calls == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"source": "another"},
+        {"flags": ()},
+        {"flags": ("-fmad=false", "-DX")},
+        {"arch": "sm_90a"},
+        {"launch": "scaled other"},
+        {"backend": "cuda_core"},
+    ],
+)
+def test_every_part_of_the_key_counts(cache, change):
+    get(cache, Compiler())
+    build = Compiler(b"another")
+    assert get(cache, build, KEY._replace(**change)).cubin == b"another"
+    assert get(cache, Compiler()).cubin == CUBIN
+
+
+def test_another_compiler_or_schema_compiles_anew(cache, monkeypatch):
+    get(cache, Compiler())
+    assert get(cache, Compiler(b"another"), compiler="nvcc 13.1").cubin == b"another"
+    monkeypatch.setattr(cubin_cache, "SCHEMA", 999)
+    assert get(CubinCache(cache.folder.parent), Compiler(b"new schema")).cubin == b"new schema"
+
+
+def test_only_the_owner_may_read_or_write(cache):
+    previous = os.umask(0)
+    try:
+        get(cache, Compiler())
+    finally:
+        os.umask(previous)
+    path = entry_of(cache)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for folder in (path.parent, cache.folder):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda content: content[:-1],
+        lambda content: content[: len(content) // 2],
+        lambda _: b"",
+        lambda _: CUBIN,
+        lambda content: content[:-100] + bytes([content[-100] ^ 1]) + content[-99:],
+        lambda content: content.replace(b'"size"', b'"sise"'),
+        lambda content: content.replace(b'"arch": "sm_90"', b'"arch": "sm_90'),
+        lambda content: content.replace(b'"sm_90", "scaled', b'"sm_80", "scaled'),
+    ],
+    ids=["one byte short", "torn", "empty", "no head", "one bit", "no size", "no json", "of another kernel"],
+)
+def test_a_corrupt_entry_is_rebuilt_and_reported(cache, caplog, spoil):
+    get(cache, Compiler())
+    path = entry_of(cache)
+    content = path.read_bytes()
+    assert spoil(content) != content
+    path.write_bytes(spoil(content))
+    build = Compiler()
+    found = get(cache, build)
+    assert (found.cubin, build.calls) == (CUBIN, 1)
+    assert str(path) in found.notes[0]
+    assert str(path) in caplog.text
+    assert get(cache, build) == (CUBIN, ())
+    assert path.read_bytes()[-len(CUBIN) :] == CUBIN
+
+
+@pytest.mark.parametrize("at", ["mkdir", "mkstemp", "write", "fsync", "replace"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_disk_that_cannot_be_written_costs_the_cache_not_the_kernel(cache, monkeypatch, at, code):
+    def fails(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    class Full:
+        def __init__(self, *_):
+            self.close = lambda: None
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return False
+
+        write = staticmethod(fails)
+
+    target, name, value = {
+        "mkdir": ("pathlib.Path", "mkdir", fails),
+        "mkstemp": ("tempfile", "mkstemp", fails),
+        "write": ("os", "fdopen", Full),
+        "fsync": ("os", "fsync", fails),
+        "replace": ("os", "replace", fails),
+    }[at]
+    with monkeypatch.context() as broken:
+        broken.setattr(f"{target}.{name}", value)
+        found = get(cache, Compiler())
+    assert found.cubin == CUBIN
+    assert os.strerror(code) in found.notes[-1]
+    assert not list(cache.folder.glob("*/*.cubin"))
+    assert not leftovers(cache)
+    build = Compiler()
+    assert get(cache, build) == (CUBIN, ())
+    assert build.calls == 1
+
+
+def test_a_cache_folder_that_is_a_file_is_tolerated(tmp_path):
+    (tmp_path / "file").touch()
+    found = get(CubinCache(tmp_path / "file"), Compiler())
+    assert found.cubin == CUBIN
+    assert len(found.notes) == 1
+
+
+def test_a_failed_compilation_leaves_nothing_and_is_tried_again(cache):
+    def fails():
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        get(cache, fails)
+    assert not list(cache.folder.glob("*/*.cubin"))
+    assert get(cache, Compiler()).cubin == CUBIN
+
+
+def test_a_folder_that_others_can_write_is_neither_read_nor_written(cache):
+    get(cache, Compiler())
+    cache.folder.chmod(0o777)
+    build = Compiler(b"fresh")
+    found = get(cache, build)
+    assert found.cubin == b"fresh"
+    assert "others can write it" in found.notes[0]
+    cache.folder.chmod(0o700)
+    assert get(cache, build) == (CUBIN, ())
+
+
+def test_without_a_compiler_any_compilers_work_will_do(cache):
+    get(cache, Compiler(b"first"), compiler="nvcc 13.0")
+    get(cache, Compiler(b"second"), compiler="nvcc 13.1")
+    build = Compiler()
+    found = get(cache, build, compiler=None)
+    assert found.cubin in {b"first", b"second"}
+    assert get(cache, build, compiler=None) == found
+    spoilt = next(p for p in cache.folder.glob("*/*.cubin") if p.read_bytes().endswith(found.cubin))
+    spoilt.write_bytes(b"torn")
+    again = get(cache, build, compiler=None)
+    assert {found.cubin, again.cubin} == {b"first", b"second"}
+    assert build.calls == 0
+    assert str(spoilt) in again.notes[0]
+
+
+def test_without_a_compiler_and_a_cubin_the_builder_says_so(cache):
+    def refuses():
+        raise LookupError("no compiler")
+
+    with pytest.raises(LookupError, match="no compiler"):
+        get(cache, refuses, compiler=None)
+    assert not cache.has_any("pycuda")
+
+
+def test_entries_say_what_they_are(cache):
+    get(cache, Compiler())
+    ((path, facts),) = cache.entries()
+    assert (facts["sku"], facts["arch"], facts["compiler"]) == ("an id", "sm_90", "nvcc 13.0")
+    assert cache.has_any("pycuda")
+    assert not cache.has_any("cuda_core")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert list(cache.entries()) == [(path, None)]
+
+
+@pytest.mark.parametrize("file_locks", [True, False])
+def test_threads_that_want_the_same_kernel_compile_it_once(cache, monkeypatch, file_locks):
+    def fails(_):
+        raise OSError(errno.ENOLCK, "no locks on this file system")
+
+    if not file_locks:
+        monkeypatch.setattr(cubin_cache, "_lock_file", fails)
+    ready = threading.Barrier(8)
+    build = Compiler()
+
+    def slow():
+        threading.Event().wait(0.05)
+        return build()
+
+    def one(_):
+        ready.wait()
+        return get(cache, slow)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(one, range(8))) == {(CUBIN, ())}
+    assert build.calls == 1
+
+
+def test_processes_that_want_the_same_kernel_compile_it_once(tmp_path):
+    code = textwrap.dedent(
+        """
+        import sys, time
+        from pathlib import Path
+        from skuda.dispatch.compile.cache import CubinCache, Key
+        folder, log = map(Path, sys.argv[1:])
+
+        def build():
+            with log.open("a") as file:
+                file.write("built\\n")
+            time.sleep(0.3)
+            return b"cubin" * 1000
+
+        print("ready", flush=True)
+        sys.stdin.readline()
+        key = Key("source", (), "sm_90", "launch", "pycuda")
+        found = CubinCache(folder).get(key, "nvcc", build, {})
+        assert found == (b"cubin" * 1000, ()), found
+        """
+    )
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", code, str(tmp_path / "cache"), str(log)]
+    running = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    for process in running:
+        assert process.stdout.readline() == "ready\n"
+    for process in running:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in running:
+        process.communicate()
+        assert process.returncode == 0
+    assert log.read_text() == "built\n"
+
+
+def test_a_reader_never_sees_half_an_entry(cache):
+    """Many publish again and again while many read: every read gives the whole or nothing."""
+    stop = threading.Event()
+    troubles = []
+
+    def publish():
+        while not stop.is_set():
+            cache._publish(KEY, "nvcc 13.0", CUBIN, {}, troubles)
+
+    def read():
+        seen = 0
+        while seen < 300:
+            notes = []
+            cubin = cache._read_any(KEY, "nvcc 13.0", notes)
+            assert cubin in {None, CUBIN}
+            assert notes == []
+            seen += 1
+
+    with ThreadPoolExecutor(4) as pool:
+        writers = [pool.submit(publish) for _ in range(2)]
+        readers = [pool.submit(read) for _ in range(2)]
+        for reader in readers:
+            reader.result()
+        stop.set()
+        for writer in writers:
+            writer.result()
+    assert troubles == []
+    assert json.loads(entry_of(cache).read_bytes().split(b"\n")[1])["size"] == len(CUBIN)

@@ -1,0 +1,175 @@
+"""Real torch tensors on the warm path: whatever can change about one between two runs is noticed.
+
+Tensors on the CPU pose as those on a GPU; only the engine below is a fake. Every test runs with the check that torch's
+compiled code uses, and with the attributes read one by one, as where a torch has no such check.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+from fakes import Rig
+from toykernels.scaled import ScaledDescriptor, scaled
+
+from skuda.dispatch.cuda import arrays as cuda_arrays
+from skuda.dispatch.cuda.arrays import Torch
+from skuda.registry import InvalidProblem
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(params=["joint check", "one by one"], autouse=True)
+def posing(request, monkeypatch):
+    real, guard = Torch.facts, Torch.guard
+
+    def facts(self, value):
+        found = real(self, value)
+        return found._replace(address=value.data_ptr(), ordinal=0) if value.device.type == "cpu" else found
+
+    monkeypatch.setattr(Torch, "facts", facts)
+    monkeypatch.setattr(Torch, "guard", lambda self, x, facts: guard(self, x, facts._replace(ordinal=-1)))
+    monkeypatch.setattr(Torch, "current_stream", lambda *_: int)
+    cuda_arrays._torch_elements.cache_clear()
+    cuda_arrays._torch_dtypes.cache_clear()
+    if request.param == "one by one":
+        monkeypatch.setattr(Torch, "joint_check", lambda self, values: None)
+    return request.param
+
+
+@pytest.fixture
+def rig():
+    return Rig(ScaledDescriptor(numel=32), scaled)
+
+
+@pytest.fixture
+def bound(rig, monkeypatch):
+    """How often a call was checked in full."""
+    count = []
+    real = rig.runner._binder.bind
+    monkeypatch.setattr(rig.runner._binder, "bind", lambda arrays: count.append(1) or real(arrays))
+    return count
+
+
+def tensors():
+    return {"x": torch.zeros(4, 8), "scale": 0.5, "y": torch.empty(4, 8)}
+
+
+def test_this_torch_has_the_check(posing):
+    """Else the tests of it would show nothing, and nobody would notice that runs have become slower."""
+    found = Torch().joint_check((torch.zeros(2), torch.zeros(3)))
+    assert (found is not None) is (posing == "joint check")
+
+
+def test_like_tensors_are_recognized_and_their_addresses_passed(rig, bound):
+    for _ in range(3):
+        call = tensors()
+        assert rig.run(**call) is call["y"]
+        assert rig.last == (call["x"].data_ptr(), 32, 0, 0, 0.5, call["y"].data_ptr(), 32, 1, 32)
+    scale = torch.ones(1)
+    for _ in range(3):
+        rig.run(**tensors() | {"scale": scale})
+        assert rig.last[2:5] == (scale.data_ptr(), 0, 0)
+    assert len(bound) == 2
+
+
+def test_a_tensor_on_another_device_is_not_recognized():
+    found = Torch().joint_check((torch.zeros(2), torch.zeros(3)))
+    assert found is None or not found.same(torch.zeros(2), torch.zeros(3, device="meta"))
+
+
+def test_a_tensor_given_twice_is_left_to_the_guards_of_each():
+    x = torch.zeros(2)
+    assert Torch().joint_check((x, x)) is None
+
+
+def narrowed(x):
+    x.resize_(4, 7)
+
+
+def transposed(x):
+    x.t_()
+
+
+def of_another_type(x):
+    x.data = torch.zeros(4, 8, dtype=torch.float64)
+
+
+def wanting_a_gradient(x):
+    x.requires_grad_()
+
+
+def respaced(x):
+    x.set_(torch.zeros(200).untyped_storage(), 0, (4, 8), (17, 2))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (narrowed, "shape"),
+        (transposed, "shape"),
+        (of_another_type, "float64"),
+        (wanting_a_gradient, r"x\.detach"),
+        (respaced, "contiguous"),
+    ],
+)
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_a_tensor_changed_in_place_is_noticed(rig, name, change, words, grad):
+    call = tensors()
+    with torch.set_grad_enabled(grad):
+        rig.run(**call)
+        rig.run(**call)
+        change(call[name])
+        with pytest.raises(InvalidProblem, match=words):
+            rig.run(**call)
+    assert len(rig.engine.launches) == 2
+
+
+def test_new_memory_under_the_same_tensor_is_passed(rig, bound):
+    call = tensors()
+    rig.run(**call)
+    kept, call["x"].data = call["x"].data, torch.ones(4, 8)
+    rig.run(**call)
+    assert rig.last[0] == call["x"].data_ptr() != kept.data_ptr()
+    assert len(bound) == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda: torch.zeros(4, 8, dtype=torch.complex64).conj().imag, "negated"),
+        (lambda: torch.zeros(4, 8).to_sparse(), "layout"),
+        (lambda: torch.zeros(4, 8).numpy(), "host|CPU|readable"),
+        (lambda: torch.nn.Parameter(torch.zeros(4, 8)), r"x\.detach"),
+        (lambda: None, "be given"),
+        (lambda: 1.0, "array"),
+    ],
+)
+def test_another_kind_of_tensor_is_noticed(rig, other, words):
+    call = tensors()
+    rig.run(**call)
+    with pytest.raises(InvalidProblem, match=words):
+        rig.run(**call | {"x": other()})
+    assert len(rig.engine.launches) == 1
+
+
+def test_overlap_is_noticed(rig):
+    memory = torch.zeros(64)
+    call = {"x": memory[:32].view(4, 8), "scale": 0.5, "y": memory[32:].view(4, 8)}
+    rig.run(**call)
+    with pytest.raises(InvalidProblem, match="overlaps"):
+        rig.run(**call | {"x": memory[1:33].view(4, 8)})
+    assert len(rig.engine.launches) == 1
+
+
+def test_no_tensor_is_kept(rig):
+    call = tensors()
+    for _ in range(2):
+        rig.run(**call)
+    watched = [weakref.ref(call[name]) for name in ("x", "y")]
+    rig.engine.launches.clear()
+    del call
+    gc.collect()
+    assert [one() for one in watched] == [None, None]

@@ -1,0 +1,409 @@
+"""Plug-ins: found through entry points of installed distributions, taken whole or set aside with a reason."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from skuda.dispatch import Dispatcher, PlanPreference
+from skuda.dispatch.plugins import loading as plugins
+from skuda.dispatch.plugins.loading import load_backends, load_kernels
+from skuda.kernels.catalog import built_in_registry
+from skuda.registry import CompileError, Registry, Unsupported
+from skuda.tools.cli import main
+from skuda.tools.show import doctor
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Return a function that puts a distribution with one module and entry points on the path."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = []
+
+    def make(name, code, **points):
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        lines = [f"[skuda.{group}]\n{name} = {name}:{target}\n" for group, target in points.items()]
+        (info / "entry_points.txt").write_text("\n".join(lines))
+        made.append(name)
+
+    yield make
+    for name in made:
+        sys.modules.pop(name, None)
+
+
+GOOD = """
+    from typing import Any, ClassVar, Literal
+    from skuda.registry import *
+
+    class TwiceDescriptor(Descriptor):
+        "Problem of `twice`."
+        op: Literal["twice"] = "twice"
+        category: ClassVar = OpCategory.UNARY_ELEMENTWISE
+        element_field: ClassVar = "element"
+        n: int
+        element: ElementKind = ElementKind.F32
+
+        def arguments(self):
+            return (Argument("x", Role.INPUT, (self.element,), (self.n,)),
+                    Argument("y", Role.OUTPUT, (self.element,), (self.n,)))
+
+    def reference(problem, *, x: Any, y: Any) -> None:
+        y[...] = 2 * x
+
+    def records():
+        sku = KernelSku(category="unary_elementwise", op="twice", element="f32", arch="cpu", backend="numpy",
+                        variant="reference", source=__name__, entry_point="reference",
+                        precision_guarantee={"math_precision": "f32", "accumulator": "f32"})
+        return [Op(TwiceDescriptor, reference, (Case(TwiceDescriptor(n=3)),), (sku,), source="here")]
+
+    RECORDS = records()
+    OP = RECORDS[0]
+"""
+
+
+FILL = """
+from skuda.kernels.catalog import built_in_registry
+from skuda.registry import KernelSku, Op
+R = built_in_registry()
+OP = R.ops["fill"]
+SKU = next(sku for sku in OP.skus if sku.backend == "numpy")
+"""
+
+
+@pytest.mark.parametrize("target", ["records", "RECORDS", "OP"])
+def test_an_op_of_another_package_is_dispatched_like_our_own(install, target):
+    install("good_plugin", GOOD, kernels=target)
+    dispatcher = Dispatcher()
+    assert dispatcher.quarantined == ()
+    problem = dispatcher.describe("twice", n=3)
+    np.testing.assert_array_equal(dispatcher.run(problem, x=np.arange(3, dtype=np.float32)), [0, 2, 4])
+    assert dispatcher.registry.origin("twice") == "good_plugin 1.0"
+    assert dispatcher.registry.origin(dispatcher.select(problem).sku.id) == "good_plugin 1.0"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("raise RuntimeError('boom')", "RuntimeError: boom"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("import no_such_package", "ModuleNotFoundError"),
+        ("", "AttributeError"),
+        ("records = 3", "TypeError"),
+        ("records = ['a string']", "must be an Op"),
+        ("def records(): raise ValueError('late')", "ValueError: late"),
+        ("class Own(BaseException): pass\nraise Own('all the way down')", "Own: all the way down"),
+        ("raise GeneratorExit", "GeneratorExit"),
+        (
+            "class Mute(Exception):\n    def __str__(self): raise ValueError\nraise Mute",
+            "Mute: .a Mute that cannot be shown",
+        ),
+        (FILL + "records = [SKU]", "(?s)fill.*is registered already.*by skuda and by bad_plugin 1.0"),
+        (
+            FILL + "records = [KernelSku.model_construct(**{**vars(SKU), 'variant': 'My Own!'})]",
+            "variant.*had 'My Own!'",
+        ),
+        (
+            FILL + "class Own(KernelSku): pass\nrecords = [Own(**{**SKU.model_dump(), 'variant': 'own'})]",
+            "Own must be a KernelSku itself",
+        ),
+        (FILL + "records = [SKU.model_copy(update={'op': 'nothing'})]", "unknown op 'nothing'"),
+        (FILL + "records = [SKU.model_copy(update={'variant': 'a', 'entry_point': 'lost'})]", "lost cannot be loaded"),
+        (FILL + "records = [SKU.model_copy(update={'variant': 'a', 'backend': 'abacus'})]", "unknown backend 'abacus'"),
+        (FILL + "records = [Op(int, print, (), (), source='')]", "must be a class derived from Descriptor"),
+        (
+            FILL + "class Own(OP.descriptor): op: str = 'own'\nrecords = [Op(Own, print, OP.cases, (), source='')]",
+            "cases: must be Case records of Own",
+        ),
+        ("from skuda.kernels.elementwise.fill import OP\nrecords = [OP]", "(?s)fill.*registered already.*skuda"),
+    ],
+)
+def test_a_broken_kernel_plugin_is_set_aside_and_the_rest_goes_on(install, code, words):
+    install("bad_plugin", code, kernels="records")
+    install("good_plugin", GOOD, kernels="records")
+    registry, found = load_kernels(built_in_registry())
+    assert [(plugin.origin, bool(plugin.reason)) for plugin in found] == [
+        ("bad_plugin 1.0", True),
+        ("good_plugin 1.0", False),
+    ]
+    assert re.search(words, found[0].reason)
+    assert "twice" in registry.ops
+    assert len(registry) == len(built_in_registry()) + 1
+
+
+def test_a_plugin_is_taken_whole_or_not_at_all(install):
+    install("half_plugin", GOOD + "\n    RECORDS.append('not a record')\n", kernels="RECORDS")
+    registry, (plugin,) = load_kernels(built_in_registry())
+    assert "must be an Op" in plugin.reason
+    assert "twice" not in registry.ops
+
+
+def test_what_was_set_aside_shows_in_every_explanation(install):
+    install("bad_plugin", "raise RuntimeError('boom')", kernels="records")
+    dispatcher = Dispatcher()
+    notes = dispatcher.explain(dispatcher.describe("fill", numel=1, output_element="f32")).notes
+    assert any("bad_plugin 1.0" in note and "boom" in note for note in notes)
+
+
+BACKEND = """
+    from skuda.dispatch import Backend, BackendStatus
+    from skuda.dispatch.device import HOST
+    from skuda.registry import BackendSpec
+
+    class Odd(Backend):
+        spec = BackendSpec(name="{name}", processor="cpu")
+        def status(self):
+            return BackendStatus(available=True, detail="odd 1.0")
+        def devices(self):
+            return (HOST,)
+        def prepare(self, sku, problem, device):
+            raise NotImplementedError
+"""
+
+
+def test_a_backend_of_another_package_is_found_and_registered(install):
+    install("odd_backend", BACKEND.format(name="odd"), backends="Odd")
+    dispatcher = Dispatcher()
+    assert dispatcher.status["odd"].detail == "odd 1.0"
+    assert "odd" in dispatcher.registry.backends
+
+
+@pytest.mark.parametrize(
+    ("code", "target", "words"),
+    [
+        (BACKEND.format(name="numpy"), "Odd", "numpy: name: is registered already .*by skuda and by odd_backend 1.0"),
+        ("class Odd: pass", "Odd", "must construct"),
+        (BACKEND.format(name="odd") + "    Odd.spec = 'odd'", "Odd", "whose spec is a BackendSpec"),
+        ("def Odd(): raise OSError('no driver')", "Odd", "no driver"),
+        ("def Odd(): raise SystemExit", "Odd", "SystemExit"),
+    ],
+)
+def test_a_broken_backend_is_set_aside(install, code, target, words):
+    install("odd_backend", code, backends=target)
+    _, found, (plugin,) = load_backends(Registry())
+    assert found == ()
+    assert re.search(words, plugin.reason)
+    dispatcher = Dispatcher()
+    assert [each.origin for each in dispatcher.quarantined] == ["odd_backend 1.0"]
+    assert list(dispatcher.backends) == list(Registry().backends)
+
+
+def test_the_second_of_two_backends_of_one_name_is_set_aside_and_both_origins_are_told(install):
+    for name in ("a_backend", "b_backend"):
+        install(name, BACKEND.format(name="odd"), backends="Odd")
+    dispatcher = Dispatcher()
+    (second,) = dispatcher.quarantined
+    assert second.origin == "b_backend 1.0"
+    assert "registered by a_backend 1.0 and by b_backend 1.0" in second.reason
+    assert dispatcher.registry.origin("odd") == "a_backend 1.0"
+
+
+@pytest.mark.parametrize(
+    ("points", "words"),
+    [
+        (b"[skuda.kernels]\nthis is no entry point\n", "its entry points cannot be read: TypeError"),
+        (b"[skuda.kernels]\n\xff\xfe = x:y\n", "its entry points cannot be read: UnicodeDecodeError"),
+        (b"[skuda.kernels]\nx = ...:$\n", "AttributeError|ModuleNotFoundError|ImportError|ValueError|TypeError"),
+    ],
+)
+def test_a_package_whose_metadata_is_broken_breaks_nobody_else(install, tmp_path, capsys, points, words):
+    info = tmp_path / "bad_metadata-1.0.dist-info"
+    info.mkdir()
+    (info / "entry_points.txt").write_bytes(points)
+    install("good_plugin", GOOD, kernels="records")
+    dispatcher = Dispatcher()
+    assert "twice" in dispatcher.registry.ops
+    aside = {plugin.origin: plugin.reason for plugin in dispatcher.quarantined}
+    assert all("bad_metadata" in origin for origin in aside)
+    assert re.search(words, aside[min(aside)])
+    assert main(["doctor"]) == 0
+    assert re.search("broken\tPlug-ins\t.*bad_metadata", capsys.readouterr().out)
+
+
+# --- what a plug-in does to others -----------------------------------------------------------------------------------
+
+HOSTILE = {
+    "a promise": "SKU.precision_guarantee.__dict__['max_ulp'] = None",
+    "a kernel": "object.__setattr__(SKU, 'entry_point', 'evil')",
+    "an op": "object.__setattr__(OP, 'reference', print)",
+    "a removed kernel": "R._skus.pop(SKU.id)",
+    "an added op": "R._ops['mine'] = OP",
+    "an emptied ranking": "R._by_key.clear()",
+}
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a backend"])
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_plugin_that_changes_what_others_registered_is_set_aside_and_the_change_undone(install, what, beside):
+    if beside:
+        install("odd_backend", BACKEND.format(name="odd"), backends="Odd")
+    registry = built_in_registry()
+    sku = next(sku for sku in registry.ops["fill"].skus if sku.backend == "numpy")
+    before = (registry.digest, list(registry.ops), sku.precision_guarantee, registry.ops["fill"].reference)
+    install("bad_plugin", FILL + HOSTILE[what] + "\nrecords = []", kernels="records")
+    dispatcher = Dispatcher()
+    (plugin,) = dispatcher.quarantined
+    assert re.search(r"it changed .*, which is not its own \(put back\)", plugin.reason)
+    registry.__dict__.pop("digest", None)
+    assert (registry.digest, list(registry.ops), sku.precision_guarantee, registry.ops["fill"].reference) == before
+    assert sku.precision_guarantee.max_ulp == 0
+    assert sku.id in registry
+    problem = dispatcher.describe("fill", numel=2, output_element="f32")
+    assert dispatcher.run(problem, value=3.0).tolist() == [3.0, 3.0]
+
+
+KERNEL = """
+    from skuda.kernels.catalog import built_in_registry
+    SKU = next(sku for sku in built_in_registry().ops["fill"].skus if sku.backend == "numpy" and sku.element == "f32")
+    records = [SKU.model_copy(update={"backend": "odd"})]
+"""
+
+
+MISBEHAVIOUR = {
+    "status raises": ("status(self)", "raise RuntimeError('odd')", r"status\(\) raised RuntimeError: odd"),
+    "status exits": ("status(self)", "raise SystemExit(3)", r"status\(\) raised SystemExit: 3"),
+    "status is junk": ("status(self)", "return 'fine'", r"status\(\) must return a BackendStatus; had 'fine'"),
+    "devices raise": ("devices(self)", "raise GeneratorExit", r"devices\(\) raised GeneratorExit"),
+    "devices are junk": ("devices(self)", "return ('gpu',)", r"devices\(\) must return a tuple of cpu Devices"),
+    "devices of others": (
+        "devices(self)",
+        "return (HOST.model_copy(update={'processor': 'cuda'}),)",
+        r"devices\(\) must return a tuple of cpu Devices",
+    ),
+    "prepare raises": ("prepare(self, *asked)", "raise ZeroDivisionError('odd')", r"prepare\(\) raised ZeroDivision"),
+    "prepare exits": ("prepare(self, *asked)", "raise SystemExit", r"prepare\(\) raised SystemExit"),
+    "prepare is junk": ("prepare(self, *asked)", "return lambda **arrays: 3", r"prepare\(\) must return a Runner"),
+}
+
+
+@pytest.fixture
+def misbehaving(install, request):
+    head, body, words = MISBEHAVIOUR[request.param]
+    code = BACKEND.format(name="odd") + f"        def {head}:\n            {body}\n"
+    install("odd_backend", code, backends="Odd")
+    install("odd_kernels", KERNEL, kernels="records")
+    return words
+
+
+@pytest.mark.parametrize("misbehaving", MISBEHAVIOUR, indirect=True)
+def test_a_backend_that_misbehaves_when_it_is_asked_is_set_aside_and_the_next_kernel_serves(misbehaving):
+    dispatcher = Dispatcher()
+    problem = dispatcher.describe("fill", numel=2, output_element="f32")
+    assert dispatcher.run(problem, value=3.0).tolist() == [3.0, 3.0]
+    assert dispatcher.select(problem).sku.backend == "numpy"
+    assert [device.name for device in dispatcher.devices] == ["CPU"]
+    (plugin,) = dispatcher.quarantined
+    assert (plugin.origin, plugin.group) == ("odd_backend 1.0", "skuda.backends")
+    assert re.search(misbehaving, plugin.reason)
+    assert not dispatcher.status["odd"].available
+    found = dispatcher.explain(problem)
+    assert any("odd_backend 1.0" in note and re.search(misbehaving, note) for note in found.notes)
+    (refused,) = [each for each in found.refused if ".odd." in each.sku]
+    assert {"code": "backend", "field": "backend"}.items() <= refused.reasons[0].model_dump().items()
+    assert "SKUDA_PLUGINS=-odd_backend" in refused.reasons[0].change
+    # Who insists on it is refused, not given something else.
+    with pytest.raises(Unsupported, match=misbehaving):
+        Dispatcher().select(problem, PlanPreference(backend="odd"))
+
+
+@pytest.mark.parametrize("misbehaving", MISBEHAVIOUR, indirect=True)
+def test_the_doctor_survives_it(misbehaving, capsys):
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"ok\tPlug-ins\todd_kernels\tskuda.kernels of odd_kernels 1.0, \d+\.\d{3} s to load", shown)
+    if "prepare" not in misbehaving:  # nobody asked for a kernel
+        assert re.search(rf"broken\tPlug-ins\todd_backend\tskuda.backends of odd_backend 1.0: {misbehaving}", shown)
+
+
+def test_a_backend_may_refuse_a_kernel_with_an_error_of_ours_and_stays(install):
+    body = "raise CompileError(sku.id, 'there is no abacus')"
+    code = BACKEND.format(name="odd") + f"        def prepare(self, sku, problem, device):\n            {body}\n"
+    install("odd_backend", code + "    from skuda.registry import CompileError\n", backends="Odd")
+    install("odd_kernels", KERNEL, kernels="records")
+    dispatcher = Dispatcher()
+    with pytest.raises(CompileError, match="abacus"):
+        dispatcher.select(dispatcher.describe("fill", numel=2, output_element="f32"))
+    assert dispatcher.quarantined == ()
+
+
+@pytest.mark.parametrize("question", ["told", "choices"])
+def test_words_and_choices_that_fail_break_nothing(install, question):
+    code = BACKEND.format(name="odd") + f"        def {question}(self, *asked):\n            raise SystemExit('odd')\n"
+    install("odd_backend", code, backends="Odd")
+    install("odd_kernels", KERNEL, kernels="records")
+    dispatcher = Dispatcher()
+    problem = dispatcher.describe("fill", numel=2, output_element="f32")
+    found = dispatcher.explain(problem)
+    assert ("backend odd: told() raised SystemExit: odd" in found.notes) is (question == "told")
+    assert dispatcher.choices(dispatcher.registry.sku(found.chosen), problem, dispatcher.devices[0]) == ()
+
+
+def test_a_dispatcher_can_be_made_from_the_registry_of_another_one(install):
+    install("odd_backend", BACKEND.format(name="odd"), backends="Odd")
+    dispatcher = Dispatcher(Dispatcher().registry)
+    assert dispatcher.quarantined == ()
+    assert dispatcher.status["odd"].available
+
+
+# --- slow ones, and leaving them out ---------------------------------------------------------------------------------
+
+
+def test_a_plugin_that_keeps_everybody_waiting_is_named_while_it_loads_and_called_slow(install, monkeypatch, caplog):
+    monkeypatch.setattr(plugins, "PATIENCE", 0.01)
+    monkeypatch.setattr(doctor, "_SLOW", 0.05)
+    install("slow_plugin", "import time\ntime.sleep(0.3)\nrecords = []", kernels="records")
+    findings = {finding.name: finding for finding in doctor.examine() if finding.section == "Plug-ins"}
+    assert "plug-in slow_plugin of slow_plugin 1.0 (skuda.kernels) is still loading after 0.01 s" in caplog.text
+    assert "SKUDA_PLUGINS=-slow_plugin leaves it out" in caplog.text
+    assert "slow: 0." in findings["slow_plugin"].detail
+    assert findings["slow_plugin"].state == "ok"
+    assert "SKUDA_PLUGINS=-slow_plugin" in findings["slow_plugin"].fix
+
+
+@pytest.mark.parametrize(
+    ("setting", "loaded"),
+    [
+        (None, {"good_plugin", "odd_backend"}),
+        ("", {"good_plugin", "odd_backend"}),
+        ("1", {"good_plugin", "odd_backend"}),
+        ("0", set()),
+        ("-good_plugin", {"odd_backend"}),
+        ("-Good-Plugin, -other", {"odd_backend"}),
+        ("-good_plugin,-odd_backend", set()),
+        ("odd_backend", {"odd_backend"}),
+        ("odd_backend,good-plugin", {"good_plugin", "odd_backend"}),
+        ("odd_backend,-odd_backend", set()),
+    ],
+)
+def test_plugins_can_be_turned_off_by_name(install, monkeypatch, capsys, setting, loaded):
+    install("good_plugin", GOOD, kernels="records")
+    install("odd_backend", BACKEND.format(name="odd"), backends="Odd")
+    if setting is None:
+        monkeypatch.delenv("SKUDA_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("SKUDA_PLUGINS", setting)
+    dispatcher = Dispatcher()
+    assert {plugin.name for plugin in dispatcher.plugins} == loaded
+    assert ("twice" in dispatcher.registry.ops) is ("good_plugin" in loaded)
+    assert ("odd" in dispatcher.backends) is ("odd_backend" in loaded)
+    assert main(["doctor"]) == 0
+    off = set(re.findall(r"missing\tPlug-ins\t(\w+)\t.*turned off", capsys.readouterr().out))
+    assert off == {"good_plugin", "odd_backend"} - loaded
+
+
+def test_importing_loads_no_plugin(install):
+    install("loud_plugin", "raise RuntimeError('imported')", kernels="records")
+    __import__("skuda.dispatch")
+    assert "loud_plugin" not in sys.modules
+
+
+def test_ctrl_c_while_a_plugin_loads_ends_the_program(install):
+    install("bad_plugin", "raise KeyboardInterrupt", kernels="records")
+    with pytest.raises(KeyboardInterrupt):
+        Dispatcher()

@@ -1,0 +1,181 @@
+"""`skuda.ops`: the descriptor of a call follows from its arrays, for every op."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import numpy as np
+import ops_module
+import pytest
+from support import arguments_of, assert_same_bits, dispatcher, draw, fresh
+from toy import ToyDescriptor, toy_op
+
+import skuda
+from skuda.dispatch import Dispatcher, PlanPreference
+from skuda.dispatch.select.fields import Fields
+from skuda.functional import call, default_dispatcher
+from skuda.kernels.catalog import built_in_ops
+from skuda.registry import Case, InvalidProblem, Registry, Unsupported
+
+OPS = {op.name: op for op in built_in_ops()}
+X, CODES = np.float32([[0.3, -1.2, 3], [9, 0, -4]]), np.int8([[1, -2, 3], [4, 5, -6]])
+SCALE, WEIGHT_SCALE = np.float32([0.1, 0.2]), np.float32([0.5, 0.25])
+
+
+def needed(fields, problem, given):
+    """The fields that do not follow from the arrays given."""
+    packed = {a.name for a in problem.arguments() if a.elements[0].is_packed}
+    sources = {name: set(fields.sources(name)) & given.keys() for name in type(problem).model_fields if name != "op"}
+    return {
+        name: getattr(problem, name)
+        for name, found in sources.items()
+        # Whether a zero point is passed shows.
+        if not found - packed and name != "has_weight_zero_point"
+    }
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_problem_follows_from_the_arrays_of_every_case(name):
+    fields, rng = Fields(OPS[name]), fresh(name)
+    for case in OPS[name].cases:
+        given = draw(OPS[name], case, rng).inputs
+        problem, arrays = fields.split(given | needed(fields, case.problem, given))
+        assert problem == case.problem
+        assert arrays.keys() == given.keys()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_function_gives_the_bits_of_the_dispatcher(name):
+    fields, rng = Fields(OPS[name]), fresh(name)
+    for case in OPS[name].cases[:: max(1, len(OPS[name].cases) // 8)]:
+        given = draw(OPS[name], case, rng).inputs
+        more = needed(fields, case.problem, given)
+        got = getattr(skuda.ops, name)(**given, **more, dispatcher=dispatcher())
+        want = dispatcher().run(case.problem, **given)
+        for one, other in zip(*((r if isinstance(r, tuple) else (r,)) for r in (got, want)), strict=True):
+            assert_same_bits(one, other)
+
+
+def test_the_file_is_what_its_generator_writes():
+    assert ops_module.PATH.read_text(encoding="utf-8") == ops_module.written(), "run `make ops`"
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_signature_has_every_argument_and_every_field(name):
+    parameters = inspect.signature(getattr(skuda.ops, name)).parameters
+    arguments = {a.name for case in OPS[name].cases for a in arguments_of(case.problem)}
+    fields = set(OPS[name].descriptor.model_fields) - {"op"}
+    assert not arguments & fields
+    assert set(parameters) == arguments | fields | {"dispatcher", "preference", "stream"}
+    assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_one_product_is_one_line():
+    got = skuda.ops.quantized_linear(activation=X, weight_q=CODES, weight_scale=WEIGHT_SCALE)
+    assert (got.shape, got.dtype) == ((2, 2), np.float32)
+    with_bias = skuda.ops.quantized_linear(
+        activation=X, weight_q=CODES, weight_scale=WEIGHT_SCALE, bias=np.float32([1, 2]), output_element="bf16"
+    )
+    np.testing.assert_allclose(with_bias.astype(np.float32), got + np.float32([1, 2]), rtol=0.01)
+
+
+def test_bounds_are_those_of_the_codes_and_outputs_are_written():
+    out = np.empty((2, 3), np.uint8)
+    got = skuda.ops.quantize_per_tensor(input=X, scale=0.5, zero_point=128, output=out)
+    assert got is out
+    assert got.tolist() == [[129, 126, 134], [146, 128, 120]]
+
+
+def test_a_preference_and_a_stream_are_passed_on():
+    with pytest.raises(Unsupported, match="no kernel"):
+        skuda.ops.fill(value=1, output=np.empty(2, np.float32), preference=PlanPreference(sku="none"))
+    with pytest.raises(InvalidProblem, match="stream must be None"):
+        skuda.ops.fill(value=1, output=np.empty(2, np.float32), stream=7)
+
+
+@pytest.mark.parametrize(
+    ("op", "given", "told"),
+    [
+        ("quantize_per_token", {"input": X, "scale": SCALE, "zero_point": SCALE.astype("i4")},
+         "output_element must be given, unless output is; had nothing"),
+        ("fake_quantize", {"input": X, "scale": 1.0, "zero_point": 0},
+         "q_min must be given: it does not follow from the arguments"),
+        ("fill", {"value": 1, "output_element": "f32"}, "numel must be given, unless output is"),
+        ("quantize_per_token", {"input": X[0], "scale": SCALE, "zero_point": SCALE, "output_element": "s8"},
+         r"input must have the axes \(n, d\); had shape \(3,\)"),
+        ("dequantize_per_tensor", {"input": CODES.view("u1"), "input_element": "s4", "scale": 1.0, "zero_point": 0,
+          "output_element": "f32"}, "numel must be given: input holds two elements to a byte"),
+        ("fake_quantize", {"input": X.astype("c8"), "scale": 1.0, "zero_point": 0, "q_min": 0, "q_max": 1},
+         "input must be of one of float32, .*; had an array of complex64"),
+        ("fake_quantize", {"input": [1.0], "scale": 1.0, "zero_point": 0, "q_min": 0, "q_max": 1},
+         "input must be an array with a shape and a dtype; had a list"),
+        ("fake_quantize", {"input": X, "scale": 1.0, "zero_point": 0, "q_min": 2, "q_max": 1}, "q_max must be "),
+        ("smoothquant_linear", {"act_q": CODES, "weight_q": CODES, "weight_scale": SCALE, "act_scale": SCALE},
+         "act_scale must be a plain value: it is no argument; had a ndarray"),
+        ("dynamic_range", {"input": X, "output_element": "s8", "scope": "rows"}, "scope must be one of"),
+    ],
+)  # fmt: skip
+def test_what_does_not_follow_is_refused_with_what_to_do(op, given, told):
+    with pytest.raises(InvalidProblem, match=told):
+        call(op, given)
+
+
+def test_an_argument_that_there_is_not_is_a_type_error():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'x'"):
+        skuda.ops.fill(x=1)
+    with pytest.raises(TypeError, match="missing 2 required keyword-only arguments: 'q_min' and 'q_max'"):
+        skuda.ops.fake_quantize(input=X, scale=1.0, zero_point=0)
+    with pytest.raises(AttributeError, match="no attribute 'quantise'"):
+        skuda.ops.quantise  # noqa: B018  the access is the test
+
+
+def test_an_op_of_a_plug_in_is_a_function_too(monkeypatch):
+    cases = (Case(ToyDescriptor(m=3)),)
+    monkeypatch.setattr("skuda.functional._default", [Dispatcher(Registry([replace(toy_op(), cases=cases)]))])
+    monkeypatch.setattr("skuda.functional._fields", {})
+    assert dir(skuda.ops) == ["toy"]
+    assert skuda.ops.toy(x=X[0]).tolist() == (X[0] + X[0]).tolist()
+    with pytest.raises(InvalidProblem, match="other must be one of x, y, m, "):
+        skuda.ops.toy(x=X[0], other=1)
+    with pytest.raises(InvalidProblem, match="op must be one of toy, which this dispatcher has; had 'fill'"):
+        skuda.ops.fill(value=1, output=X)
+
+
+def test_an_op_without_cases_derives_nothing():
+    fields = Fields(replace(toy_op(), cases=()))
+    assert (fields.arguments, fields.sources("m")) == ((), ())
+    assert fields.split({"m": 3, "x": X[0], "y": None})[0] == ToyDescriptor(m=3)
+
+
+def test_threads_share_one_dispatcher(monkeypatch):
+    monkeypatch.setattr("skuda.functional._default", [])
+    found, barrier = [], threading.Barrier(4)
+
+    def ask():
+        barrier.wait()
+        found.append(default_dispatcher())
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1
+
+
+def test_the_package_imports_nothing_before_it_is_asked():
+    code = "import skuda, sys; print([m for m in sys.modules if m.startswith('skuda.')], 'numpy' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert told.stdout.strip() == "[] False"
+    assert set(dir(skuda)) >= {"__version__", "ops", "dispatch"}
+    with pytest.raises(AttributeError, match="no attribute 'Dispatcher'"):
+        skuda.Dispatcher  # noqa: B018  the access is the test
+
+
+def test_the_package_is_a_command():
+    told = subprocess.run([sys.executable, "-m", "skuda", "--version"], check=True, capture_output=True, text=True)
+    assert told.stdout.strip() == f"skuda {skuda.__version__}"

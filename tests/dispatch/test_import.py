@@ -1,0 +1,91 @@
+"""What importing costs and brings in, and what the public names are."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+import skuda.kernels.elementwise
+import skuda.kernels.quantize
+from skuda.kernels.catalog import built_in_ops
+
+HEAVY = ("torch", "cupy", "jax", "pycuda", "cuda", "triton", "typer", "rich", "matplotlib", "safetensors", "tokenizers")
+
+
+def modules_after(code):
+    listing = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport json, sys; print(json.dumps(sorted(sys.modules)))"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return set(json.loads(listing.stdout))
+
+
+@pytest.mark.parametrize("package", ["skuda.registry", "skuda.kernels", "skuda.kernels.quantize", "skuda.dispatch"])
+def test_importing_loads_no_gpu_library_no_tool_and_no_op(package):
+    loaded = modules_after(f"import {package}")
+    assert loaded.isdisjoint(HEAVY)
+    assert not [name for name in loaded if re.match(r"skuda\.kernels\.quantize\.\w", name)]
+
+
+def test_importing_the_dispatcher_loads_no_backend_that_it_does_not_make():
+    loaded = modules_after("import skuda.dispatch")
+    assert not [name for name in loaded if re.match(r"skuda\.dispatch\.(cuda\.(?!driver)|backends\.(?!base))\w+", name)]
+
+
+def test_the_registry_needs_no_array_library():
+    assert "numpy" not in modules_after("import skuda.registry")
+
+
+def test_the_tool_starts_without_numpy():
+    assert "numpy" not in modules_after("import skuda.tools.cli")
+
+
+@pytest.mark.parametrize(
+    "package", ["skuda.registry", "skuda.dispatch", "skuda.kernels.quantize", "skuda.kernels.elementwise"]
+)
+def test_every_exported_name_exists_and_the_list_is_sorted(package):
+    module = importlib.import_module(package)
+    assert all(hasattr(module, name) for name in module.__all__)
+    assert len(set(module.__all__)) == len(module.__all__)
+
+
+def test_every_op_has_its_descriptor_exported_by_its_category():
+    for op in built_in_ops():
+        package = importlib.import_module(op.reference.__module__.rpartition(".")[0])
+        assert op.descriptor.__name__ in package.__all__, f"add {op.descriptor.__name__} to {package.__file__}"
+        assert getattr(package, op.descriptor.__name__) is op.descriptor
+
+
+def test_a_name_that_no_op_defines_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="NoSuchDescriptor"):
+        skuda.kernels.quantize.NoSuchDescriptor  # noqa: B018  the access is the test
+    assert dir(skuda.kernels.quantize) == skuda.kernels.quantize.__all__
+
+
+def test_one_module_reads_the_environment():
+    readers = [
+        path.relative_to(ROOT)
+        for folder in ("registry", "kernels", "dispatch", "tools")
+        for path in (ROOT / folder).rglob("*.py")
+        if re.search(r"os\.environ|getenv", path.read_text())
+    ]
+    assert readers == [Path("dispatch/settings.py")]
+
+
+def test_every_package_is_listed_for_the_wheel():
+    listed = set(re.findall(r'^    "(skuda[\w.]*)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    found = {
+        ".".join(("skuda", *path.parent.relative_to(ROOT).parts)).replace("skuda.dispatch.skuda-package", "skuda")
+        for folder in ("registry", "kernels", "dispatch", "tools")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert listed == found

@@ -1,0 +1,597 @@
+"""Every CUDA kernel run on the CPU, from its unmodified source, against the reference bit for bit."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import mpmath
+import numpy as np
+import pytest
+from harness import emulator
+from harness.binding import Placed, launch_of, place, run_steps
+from harness.resources import cases_of
+from paths import TESTS
+from support import (
+    SEED,
+    arguments_of,
+    assert_same_bits,
+    draw,
+    fresh,
+    rounded,
+    run,
+    sampled,
+    specials,
+    spread,
+    zero_points,
+)
+
+from skuda.dispatch.compile.sources import read_source
+from skuda.dispatch.device import Device
+from skuda.kernels.catalog import built_in_ops
+from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.linear import activation
+from skuda.registry.arch import ArchSku
+from skuda.registry.descriptor import Role
+from skuda.registry.elements import ElementKind
+from skuda.registry.op import Case
+from skuda.tools.verify.compare import differing
+
+pytestmark = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler")
+
+# Few processors, so that grids stay small and threads come round again.
+DEVICES = tuple(
+    Device(
+        name=f"made up, {sms} SMs",
+        processor="cuda",
+        compute_capability=(8, 0),
+        sm_count=sms,
+        shared_memory=kib << 10,
+        l2_cache=1 << 20,
+        memory=1 << 34,
+        memory_bandwidth=10**12,
+    )
+    for sms, kib in ((1, 99), (3, 227))
+)
+
+
+def _offered():
+    """Return (op, SKU, cases) for every CUDA kernel that plain C++ can express; one backend of each pair."""
+    found = {}
+    for op in built_in_ops():
+        for sku in op.skus:
+            # An architecture's own instructions (wgmma) have no meaning here.
+            if sku.arch is not ArchSku.CPU and not sku.arch.is_specific:
+                found.setdefault((sku.key, sku.source, sku.flags, sku.variant), (op, sku))
+    return [(op, sku, cases_of(sku)) for op, sku in found.values()]
+
+
+OFFERED = _offered()
+EVERY = [pytest.param(op, sku, cases, id=sku.id.replace(f".{sku.backend}.", ".")) for op, sku, cases in OFFERED]
+if emulator.SANITIZED:
+    # Each op at least once, the rest by chance; tensor cores are slow here.
+    sampler = np.random.default_rng(SEED)
+    firsts = {op.name: i for i, (op, _, _) in reversed(list(enumerate(OFFERED)))}
+    EVERY = [
+        e
+        for i, e in enumerate(EVERY)
+        if i in firsts.values() or sampler.random() < (0.02 if OFFERED[i][1].variant == "mma" else 0.2)
+    ]
+EVERY = sampled(EVERY, each=lambda op, sku, cases: (op.name, sku.variant))
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def _binades(shape, element, rng, share):
+    """Draw numbers of any exponent that the element has, subnormal ones too, and a share of its special values."""
+    info = ml_dtypes.finfo(storage_dtype(element))
+    low, high = math.log2(float(info.smallest_subnormal)), math.log2(float(info.max))
+    found = rng.choice([-1.0, 1.0], shape) * np.exp2(np.clip(rng.uniform(low - 1, high + 1, shape), -1074, 1023))
+    return rounded(np.where(rng.random(shape) < share, rng.choice(specials(element), shape), found), element)
+
+
+def _scales(had, data, rng, share):
+    """Draw scales of data of element `data`: of magnitudes whose codes' values it has, and a share of any others."""
+    element = _element(had)
+    if rng.random() < 0.5:
+        info = ml_dtypes.finfo(storage_dtype(data))
+        low, high = math.log2(float(info.smallest_subnormal)), math.log2(float(info.max)) - 7
+        had = rounded(rng.choice([-1.0, 1.0], had.shape) * np.exp2(rng.uniform(low, high, had.shape)), element)
+    return np.where(rng.random(had.shape) < share, _binades(had.shape, element, rng, 0.3), had).astype(had.dtype)
+
+
+def _on_edge(problem, inputs, rng):
+    """Replace scales by ones of all magnitudes, and data by numbers on and right beside the middle between codes.
+
+    What is special is rare, frequent or absent: a chunk without it may take another path than one with it.
+    """
+    inputs = dict(inputs)
+    scale, share = inputs["scale"], rng.choice([0, 0.01, 0.2])
+    data = next(a.elements[0] for a in arguments_of(problem) if a.name != "scale" and a.elements[0].is_float)
+    if isinstance(scale, np.ndarray):
+        scale = inputs["scale"] = _scales(scale, data, rng, share)
+    else:
+        scale = inputs["scale"] = float(_scales(np.asarray(scale, storage_dtype(data.compute)), data, rng, 0) or scale)
+    if isinstance(inputs.get("zero_point"), np.ndarray) and rng.random() < 0.5:
+        inputs["zero_point"] = np.asarray(zero_points(inputs["zero_point"].shape, problem, "special", rng))
+    for argument in arguments_of(problem, Role.INPUT):
+        if argument.name == "d_output":
+            inputs["d_output"] = _gradients(problem, scale, inputs["d_output"].shape, data, rng, share)
+        elif argument.name == "input" and argument.elements[0].is_float:
+            inputs["input"] = _beside_ties(problem, scale, inputs["input"].shape, data, rng, share)
+    return inputs
+
+
+def _beside_ties(problem, scale, shape, element, rng, share):
+    reach = rng.choice([20, 300, 5000])
+    steps = rng.integers(-reach, reach, shape, endpoint=True) + rng.choice([0.5, 0.0], shape, p=[0.8, 0.2])
+    found = _nudged(steps * _spread_scale(problem, scale, shape), element, rng)
+    return np.where(rng.random(shape) < share, _binades(shape, element, rng, 0.5), found).astype(found.dtype)
+
+
+def _gradients(problem, scale, shape, element, rng, share):
+    """Draw gradients, some of them such that they divided by their scale, or times it, are at the ends of the range."""
+    spread_scale = _spread_scale(problem, scale, shape)
+    edges = specials(element)
+    edge = rng.choice(edges[np.isfinite(edges) & (edges != 0)], shape)
+    near = _nudged(np.where(rng.random(shape) < 0.5, edge * spread_scale, edge / spread_scale), element, rng)
+    found = np.where(rng.random(shape) < 0.3, near, _nudged(rng.standard_normal(shape), element, rng))
+    return np.where(rng.random(shape) < share, _binades(shape, element, rng, 0.3), found).astype(found.dtype)
+
+
+def _spread_scale(problem, scale, shape):
+    return np.broadcast_to(spread(problem, np.asarray(scale, np.float64), shape), shape)
+
+
+def _nudged(values, element, rng):
+    """Round, and step to a neighbour or the one behind it."""
+    values = rounded(values, element)
+    # The integers behind floating numbers of one sign are ordered as they are.
+    integer = np.dtype(f"i{values.dtype.itemsize}")
+    steps = rng.integers(-2, 2, values.shape, endpoint=True).astype(integer)
+    moved = np.asarray(values.view(integer) + steps).view(values.dtype)
+    return np.where(
+        np.abs(values.astype(np.float64)) < 2.0 ** (ml_dtypes.finfo(values.dtype).maxexp - 1), moved, values
+    )
+
+
+def _element(array):
+    return next(e for e in ElementKind if e.is_float and storage_dtype(e) == array.dtype)
+
+
+# --- checking --------------------------------------------------------------------------------------------------------
+
+
+def _assert_agrees(got, want, sku, what):
+    if sku.precision_guarantee.bit_exact:
+        assert_same_bits(got, want, what)
+        return
+    # Within so many units of the compute type before the last rounding, which may turn the least of them into one.
+    most = sku.precision_guarantee.max_ulp if got.dtype in (np.float32, np.float64) else 1
+    if got.dtype.kind in "iu":
+        distance = np.abs(got.astype(np.int64) - want)
+    else:
+        both = np.isnan(got.astype(np.float64)) & np.isnan(want.astype(np.float64))
+        ordered = [_ordered(np.where(both, 0, array).astype(got.dtype)) for array in (got, want)]
+        distance = np.abs(ordered[0] - ordered[1])
+    assert (distance <= most).all(), f"{what}: {distance.max()} units apart, {most} allowed"
+
+
+def _ordered(values):
+    """Return integers that count floating numbers from zero."""
+    width = values.dtype.itemsize
+    signed = np.ascontiguousarray(values).view(f"i{width}").astype(np.int64)
+    return np.where(signed < 0, -(signed & ((1 << 8 * width - 1) - 1)), signed)
+
+
+def check(unit, sku, case, inputs, shapes, rng, *, in_place=False):
+    """Run one problem in one random layout and compare."""
+    problem = case.problem
+    want = run(problem, inputs)
+    launch = launch_of(sku, problem, DEVICES[rng.integers(len(DEVICES))])
+    placed = place(problem, launch, shapes, inputs, rng)
+    outputs = [a.name for a in arguments_of(problem, Role.OUTPUT)]
+    if in_place:
+        source = next(
+            a.name
+            for a in arguments_of(problem, Role.INPUT)
+            if a.name in launch.view and placed[a.name].array.dtype == placed[outputs[0]].array.dtype
+        )
+        placed[outputs[0]] = placed[source]
+    if launch.steps:
+        run_steps(emulator.load(unit.configured(launch.flags)), launch, problem, placed, shapes)
+    for name in outputs:
+        _assert_agrees(placed[name].array, want[name], sku, f"{name} of {problem!r}")
+    written = {id(placed[a.name]) for a in arguments_of(problem, Role.OUTPUT, Role.SCRATCH)}
+    for value in placed.values():
+        if isinstance(value, Placed):
+            value.assert_only_elements_written()
+            if id(value) not in written:
+                value.assert_unchanged()
+
+
+def check_all(unit, op, sku, cases, rng):
+    """Check cases as they are drawn, with values on the edges, and in place."""
+    for case in cases:
+        drawn = draw(op, case, rng)
+        check(unit, sku, case, drawn.inputs, drawn.shapes, rng)
+        if "scale" in drawn.inputs:
+            for _ in range(3):
+                with np.errstate(all="ignore"):
+                    inputs = _on_edge(case.problem, drawn.inputs, rng)
+                check(unit, sku, case, inputs, drawn.shapes, rng)
+        if op.descriptor.in_place:
+            check(unit, sku, case, drawn.inputs, drawn.shapes, rng, in_place=True)
+
+
+@pytest.mark.parametrize(("op", "sku", "cases"), EVERY)
+def test_kernel_equals_the_reference(op, sku, cases):
+    rng = fresh(sku.id)
+    assert cases, "no case reaches this kernel"
+    check_all(emulator.Unit.of(sku), op, sku, cases, rng)
+
+
+def _hard_quotients(bits, count, rng):
+    """Return x and s of `bits` bits whose quotient is far closer to the middle between two such numbers than by chance.
+
+    With m = 2^(bits + 1), q s = k m + r for an odd q and a small r: then k / s is q / m but for r / (s m).
+    """
+    m, found = 1 << bits + 1, []
+    while len(found) < count:
+        s = int(rng.integers(1 << bits - 1, 1 << bits)) | 1
+        r = 2 * int(rng.integers(-5, 5)) + 1
+        q = r * pow(s, -1, m) % m
+        k = (q * s - r) // m
+        if m // 2 <= q and 1 << bits - 1 <= k < 1 << bits:
+            found.append((k, s))
+    return np.array(found, np.float64).T
+
+
+DIVIDING = [e for e in EVERY if e.id.startswith("quantization.quantize_per_token_backward.")]
+
+
+@pytest.mark.parametrize(("op", "sku", "cases"), DIVIDING)
+def test_gradients_are_divided_exactly_where_quotients_are_hardest_to_round(op, sku, cases):
+    rng, n, d = fresh(sku.id), 4096, 4
+    compute = sku.element.compute
+    x, s = _hard_quotients(ml_dtypes.finfo(storage_dtype(compute)).nmant + 1, n, rng)
+    powers = np.exp2(rng.integers(-20, 20, (n, d + 1)).astype(np.float64))
+    problem = op.descriptor(n=n, d=d, q_min=-128, q_max=127, input_element=sku.element)
+    inputs = {
+        "d_output": rounded(x[:, None] * powers[:, 1:], sku.element),
+        "input": np.zeros((n, d), storage_dtype(sku.element)),
+        "scale": (s * powers[:, 0]).astype(storage_dtype(compute)),
+        "zero_point": np.zeros(n, np.int32),
+    }
+    shapes = dict.fromkeys(("d_output", "input", "d_input"), (n, d))
+    check(emulator.Unit.of(sku), sku, Case(problem), inputs, shapes, rng)
+
+
+QUANTIZING = [
+    pytest.param(op, sku, cases, id=sku.id)
+    for op, sku, cases in OFFERED
+    if op.name == "quantize_per_token" and sku.element.bits == 16 and sku.aux_element is ElementKind.S8
+]
+
+
+def _check_beside_ties(unit, op, sku):
+    """Quantize numbers whose quotient is half an integer, or one or two units of f32 beside that."""
+    rng, n, d = fresh(sku.id), 4096, 8
+    digits = ml_dtypes.finfo(storage_dtype(sku.element)).nmant
+    x = rng.integers(1 << digits, 2 << digits, (n, 1)) * rng.choice([-1.0, 1.0], (n, d))
+    scale = (np.abs(x[:, 0]) / (rng.integers(0, 127, n) + 0.5)).astype(np.float32)
+    scale = (scale.view(np.int32) + rng.integers(-2, 2, n, endpoint=True).astype(np.int32)).view(np.float32)
+    problem = op.descriptor(n=n, d=d, q_min=-128, q_max=127, input_element=sku.element, output_element=sku.aux_element)
+    inputs = {"input": rounded(x, sku.element), "scale": scale, "zero_point": np.zeros(n, np.int32)}
+    check(unit, sku, Case(problem), inputs, dict.fromkeys(("input", "output"), (n, d)), rng)
+
+
+@pytest.mark.parametrize(("op", "sku", "cases"), QUANTIZING)
+def test_codes_are_exact_where_quotients_are_hardest_to_round(op, sku, cases):
+    unit = emulator.Unit.of(sku)
+    _check_beside_ties(unit, op, sku)
+    if not emulator.SANITIZED:
+        with pytest.raises(AssertionError):
+            _check_beside_ties(unit.with_change("product(x, g.rest)", "(C)0"), op, sku)
+
+
+# --- the check itself ------------------------------------------------------------------------------------------------
+
+plainly = pytest.mark.skipif(emulator.SANITIZED, reason="sanitizers end the process where these expect a message")
+MUTANTS = {
+    "reciprocal": ("quantize_per_tensor", "C q = product(x, g.y);", "return product(x, g.y); C q = 0;"),
+    "overflow unseen": (
+        "quantize_per_channel_backward",
+        "sum = fused(out[j], (C)0, sum);",
+        "sum = fused(q, (C)0, sum);",
+    ),
+    "exclusive mask": ("fake_quantize_backward", "t <= hi;", "t < hi;"),
+    "special values on the fast path": ("quantize_per_token", "all_quick(g) && all_finite(x)", "true"),
+    "missing tail": ("fake_quantize_per_channel", "unit < all_units;", "unit < all_units - 1;"),
+    "a byte too far": ("quantize_per_channel", "unit < all_units;", "unit < all_units + 1;"),
+    "wrong nibble order": ("quantize_per_group", "(q[i] & 15u) << 4 * i", "(q[i] & 15u) << 4 * (N - 1 - i)"),
+    "missing barrier": ("dynamic_range", "__syncthreads();", ""),
+    "missing unit": ("dequantize_per_token", "if (e >= total) return true;", "if (e + length >= total) return true;"),
+    "not a number unseen": ("dynamic_range", "bool quick = by_chunks && !has_nan(r);", "bool quick = by_chunks;"),
+}
+
+
+@plainly
+@pytest.mark.parametrize(("op_name", "before", "after"), MUTANTS.values(), ids=MUTANTS)
+def test_a_wrong_kernel_is_caught(op_name, before, after):
+    packed = "15u" in before
+    op, sku, cases = next(
+        each
+        for each in OFFERED
+        if each[0].name == op_name and packed == bool(each[1].aux_element and each[1].aux_element.is_packed)
+    )
+    unit = emulator.Unit.of(sku).with_change(before, after)
+    emulator.load(unit)  # it must compile
+    rng = fresh(op_name)
+    with pytest.raises(AssertionError):
+        check_all(unit, op, sku, cases * 5, rng)
+
+
+TALKING = """
+extern "C" __global__ void sums(int* out, const int* in) {
+  extern __shared__ int whole[];
+  __shared__ int parts[4];
+  const int i = threadIdx.x;
+  whole[i] = in[blockIdx.x * blockDim.x + i];
+  __syncthreads();
+  int v = whole[blockDim.x - 1 - i];
+  for (int bits = 16; bits; bits /= 2) v += __shfl_xor_sync(~0u, v, bits);
+  if (i % 32 == 0) parts[i / 32] = v;
+  __syncthreads();
+  if (i == 0) out[blockIdx.x] = parts[0] + parts[1] + parts[2] + parts[3];
+}
+extern "C" __global__ void warps(int* out) {
+  const int i = threadIdx.x;
+  out[i] = __shfl_down_sync(~0u, i, 3) + 1000 * __shfl_sync(~0u, i, 5, 8) + 1000000 * __reduce_max_sync(~0u, i % 7);
+  atomicAdd(out + 32, (int)(__ballot_sync(~0u, i & 1) >> 8 & 255));
+}
+extern "C" __global__ void parted() {
+  if (threadIdx.x < 16) __syncthreads();
+  else __syncwarp();
+}
+extern "C" __global__ void crooked(const int* in) { __ldcs((const uint4*)(in + 1)); }
+extern "C" __global__ void divides(int* out, int by) { out[0] /= by; }
+extern "C" __global__ void wanders(int* out) { out[1ll << 44] = 1; }
+"""
+
+
+def _launch(entry, values, *, grid=1, threads=32, shared=0):
+    library = emulator.load(emulator.Unit("talking.cu", TALKING))
+    given = [("p", v.ctypes.data) if isinstance(v, np.ndarray) else ("i", v) for v in values]
+    library.launch(entry, (grid, 1, 1), (threads, 1, 1), shared, given)
+
+
+def test_threads_of_a_block_talk_to_each_other():
+    given = fresh("talk").integers(-1000, 1000, (5, 128)).astype(np.int32)
+    out = np.zeros(5, np.int32)
+    _launch("sums", [out, given], grid=5, threads=128, shared=512)
+    assert out.tolist() == given.sum(axis=1).tolist()
+    out = np.zeros(33, np.int32)
+    _launch("warps", [out])
+    lanes = np.arange(32)
+    down = np.where(lanes + 3 < 32, lanes + 3, lanes)
+    assert out[:32].tolist() == (down + 1000 * (lanes // 8 * 8 + 5) + 6_000_000).tolist()
+    assert out[32] == 0xAA * 32
+
+
+@plainly
+@pytest.mark.parametrize(
+    ("entry", "values", "told"),
+    [
+        ("parted", (), "deadlock"),
+        ("crooked", (np.zeros(16, np.int32),), "misaligned"),
+        ("divides", (np.zeros(1, np.int32), 0), "division by zero"),
+        ("wanders", (np.zeros(1, np.int32),), "bad address"),
+        ("divides", (np.zeros(1, np.int32),), "takes"),
+        ("absent", (), "no kernel"),
+    ],
+)
+def test_what_a_launch_does_wrong_is_said(entry, values, told):
+    with pytest.raises(AssertionError, match=told):
+        _launch(entry, values)
+    test_threads_of_a_block_talk_to_each_other()
+
+
+def test_conversions_of_the_shim_round_once_and_keep_nan():
+    text = """
+    extern "C" __global__ void convert(const float* in, unsigned short* half, unsigned short* brain, float* back) {
+      const int i = blockIdx.x * blockDim.x + threadIdx.x;
+      half[i] = f32_to_f16(in[i]), brain[i] = f32_to_bf16(in[i]), back[i] = f16_to_f32(half[i]);
+    }"""
+    rng = fresh("convert")
+    values = np.r_[rng.integers(0, 1 << 32, 1 << 16, np.uint32), np.uint32([0x7F800000, 0xFF800000, 0x7F800001])]
+    # Also halves of what 16 bits tell apart, and numbers beside them.
+    values[: 1 << 14] = (
+        (values[: 1 << 14] & 0xFFFF0000) + np.uint32(0x8000) + rng.integers(-1, 2, 1 << 14).astype(np.uint32)
+    )
+    values = np.resize(values, 65792).view(np.float32)
+    half, brain, back = np.zeros(65792, np.uint16), np.zeros(65792, np.uint16), np.zeros(65792, np.float32)
+    library = emulator.load(emulator.Unit("convert.cu", text))
+    pointers = [("p", array.ctypes.data) for array in (values, half, brain, back)]
+    library.launch("convert", (257, 1, 1), (256, 1, 1), 0, pointers)
+    with np.errstate(all="ignore"):
+        assert_same_bits(half.view(np.float16), values.astype(np.float16), "f16")
+        assert_same_bits(brain.view(ml_dtypes.bfloat16), values.astype(ml_dtypes.bfloat16), "bf16")
+        assert_same_bits(back, values.astype(np.float16).astype(np.float32), "f16 to f32")
+
+
+CURVES = """
+#include "activation.cuh"
+extern "C" __global__ void curves(const double* in, double* gelus, double* silus) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  gelus[i] = gelu(in[i]), silus[i] = silu(in[i]);
+}
+extern "C" __global__ void narrow_curves(const float* in, float* gelus, float* silus) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  gelus[i] = gelu(in[i]), silus[i] = silu(in[i]);
+}
+extern "C" __global__ void brief_curves(const float* in, float* gelus, float* silus) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  gelus[i] = brief_gelu(in[i]), silus[i] = brief_silu(in[i]);
+}"""
+
+
+def curved(entry, x):
+    """Return what the kernels' gelu and silu make of `x`, whose size is a multiple of 32."""
+    gelus, silus = np.empty_like(x), np.empty_like(x)
+    source = read_source("skuda.kernels.linear:quantized_linear.cu")
+    headers = tuple((name, text.decode()) for name, text in source.headers)
+    library = emulator.load(emulator.Unit("curves.cu", CURVES, headers, source.foreign))
+    pointers = [("p", array.ctypes.data) for array in (x, gelus, silus)]
+    library.launch(entry, (x.size // 32, 1, 1), (32, 1, 1), 0, pointers)
+    return gelus, silus
+
+
+def test_gelu_and_silu_are_within_an_ulp_in_f64_and_the_reference_within_two():
+    """Nothing but sums, products and quotients is in them, so these are the bits of a GPU too."""
+    rng = fresh("curves")
+    drawn = (
+        rng.uniform(-39, 10, 800),
+        rng.uniform(-760, 50, 800),
+        rng.normal(size=400),
+        # Where one branch ends, where results become subnormal, where they vanish; and tiny numbers.
+        *(edge + rng.normal(size=60) for edge in (-38.0, -36.0, 9.0, 45.0, -700.0, -708.4, -745.0)),
+        np.exp(rng.uniform(-700, 0, 200)) * rng.choice([-1, 1], 200),
+        [0.0, -0.0, 5e-324, -5e-324, 1e308, -1e308, np.inf, -np.inf, np.nan, 9.0, -40.0, 45.0, -800.0, -2000.0],
+    )
+    x = np.concatenate(drawn)
+    x = np.resize(x, -(-x.size // 32) * 32)
+    gelus, silus = curved("curves", x)
+    with mpmath.workprec(200):
+        for kind, got, own in (("gelu", gelus, activation.gelu(x)), ("silu", silus, activation.silu(x))):
+            assert differing(got, own, 2).sum() == 0, kind
+            assert_same_bits(np.signbit(got[~np.isnan(x)]), np.signbit(own[~np.isnan(x)]), kind)
+            for each, device, host in zip(x.tolist(), got.tolist(), own.tolist(), strict=True):
+                if abs(each) < 3000:  # mpmath has no erfc of much more
+                    v = mpmath.mpf(each)
+                    true = v * mpmath.erfc(-v / mpmath.sqrt(2)) / 2 if kind == "gelu" else v / (1 + mpmath.exp(-v))
+                    ulp = math.ulp(float(true))
+                    assert abs(device - true) <= 1.0 * ulp, (kind, each, device, host)
+                    assert abs(host - true) <= 2.0 * ulp, (kind, each, device, host)
+
+
+def floats(rng):
+    """Draw f32 numbers where the curves bend, end, vanish or are nothing but their argument."""
+    drawn = (
+        rng.uniform(-16, 8, 1 << 15),
+        rng.uniform(-115, 25, 1 << 15),
+        rng.normal(size=1 << 15),
+        rng.integers(0, 1 << 32, 1 << 15, dtype=np.uint32).view(np.float32),  # every kind, NaN too
+        *(
+            edge + rng.normal(size=1 << 10)
+            for edge in (-14.6, -14.4, -13.0, -5.5, 5.5, 9.0, -87.3, -103.97, -110.0, 17.3)
+        ),
+        np.exp(rng.uniform(-104, 0, 1 << 12)) * rng.choice([-1, 1], 1 << 12),
+        [0.0, -0.0, 1e-45, -1e-45, 3e38, -3e38, np.inf, -np.inf, np.nan, 9.0, -14.6, -110.0],
+    )
+    x = np.concatenate([np.asarray(part, np.float32) for part in drawn])
+    # Quiet ones only, as sums are: what C's fminf makes of signalling ones a GPU's does not.
+    x = np.where(np.isnan(x), np.float32(np.nan), x)
+    return np.resize(x, -(-x.size // 32) * 32)
+
+
+def test_gelu_and_silu_in_f32_are_the_reference_s_but_for_near_ties():
+    x = floats(fresh("curves in f32"))
+    with np.errstate(invalid="ignore"):
+        wanted = activation.gelu(x), activation.silu(x)
+    for kind, got, own in zip(("gelu", "silu"), curved("narrow_curves", x), wanted, strict=True):
+        assert differing(got, own, 1).sum() == 0, kind
+        assert_same_bits(np.signbit(got[~np.isnan(x)]), np.signbit(own[~np.isnan(x)]), kind)
+        assert differing(got, own, 0).mean() < 0.01, kind
+        with mpmath.workprec(200):
+            for each, device in zip(x[::97].tolist(), got[::97].tolist(), strict=True):
+                if abs(each) < 3000:
+                    v = mpmath.mpf(each)
+                    true = v * mpmath.erfc(-v / mpmath.sqrt(2)) / 2 if kind == "gelu" else v / (1 + mpmath.exp(-v))
+                    ulp = float(np.spacing(np.float32(abs(device)) or np.float32(1e-45)))
+                    assert abs(device - true) <= 0.51 * ulp, (kind, each, device)
+
+
+@pytest.mark.parametrize(("element", "rare"), [("f16", 2**-12), ("bf16", 2**-15)])
+def test_gelu_and_silu_for_16_bits_differ_rarely_and_by_an_ulp(element, rare):
+    x = floats(fresh(f"curves for {element}"))
+    dtype = np.float16 if element == "f16" else ml_dtypes.bfloat16
+    with np.errstate(invalid="ignore", over="ignore"):
+        wanted = activation.gelu(x), activation.silu(x)
+        for kind, got, own in zip(("gelu", "silu"), curved("brief_curves", x), wanted, strict=True):
+            assert differing(got, own, 8).sum() == 0, kind
+            assert_same_bits(np.signbit(got[~np.isnan(x)]), np.signbit(own[~np.isnan(x)]), kind)
+            assert differing(got.astype(dtype), own.astype(dtype), 1).sum() == 0, kind
+            assert differing(got.astype(dtype), own.astype(dtype), 0).mean() < rare, kind
+
+
+# --- sanitizers ------------------------------------------------------------------------------------------------------
+
+
+def _runtime(name):
+    found = subprocess.run([emulator.COMPILER, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    path = Path(found.stdout.strip())
+    return path if path.is_absolute() else None
+
+
+def _sanitized(*arguments):
+    runtime = _runtime("libasan.so")
+    if runtime is None:
+        pytest.skip("no libasan")
+    chosen = {"SKUDA_SANITIZE": "1", "SKUDA_TEST_SEED": str(SEED), "LD_PRELOAD": str(runtime)}
+    chosen |= {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    folder = Path(__file__).parent
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=os.environ | chosen, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@plainly
+@pytest.mark.parametrize("op", sampled(sorted({op.name for op, _, _ in OFFERED})))
+def test_sanitizers_find_nothing_in_a_sample_of_the_kernels_of_an_op(op, pytestconfig):
+    chosen = ["-k", f"test_kernel_equals_the_reference and .{op}.", "-m", pytestconfig.option.markexpr]
+    done = _sanitized("-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", Path(__file__).name, *chosen)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+
+@plainly
+@pytest.mark.full
+def test_sanitizers_find_nothing_in_the_other_tests():
+    chosen = "not test_kernel_equals_the_reference"
+    done = _sanitized("-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", Path(__file__).name, "-k", chosen)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+
+@plainly
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("__shared__ int a[8], b[8]; int* volatile p = a; p[8] = 1; out[0] = b[0];", "global-buffer-overflow"),
+        ("extern __shared__ int a[]; a[8] = 1; out[0] = a[0];", "use-after-poison"),
+        ("out[0] = out[4];", "use-after-poison"),
+        ("out[0] = out[1] + 0x7fffffff + 1;", "signed integer overflow"),
+        ("out[0] = ((const uint2*)(out + 1))->x;", "misaligned address"),
+    ],
+)
+def test_sanitizers_find_what_is_wrong(body, told):
+    text = f'extern "C" __global__ void f(int* out) {{ {body} }}'
+    done = _sanitized("-c", _FAULTY, text)
+    assert done.returncode, "nothing was found"
+    assert told in done.stderr, done.stderr[-3000:]
+
+
+_FAULTY = f"""
+import sys
+sys.path.insert(0, "{TESTS}")
+from harness.binding import Placed
+from harness.emulator import Unit, load
+out = Placed((4,), "i4")
+out.array[...] = 0
+out.forbid(forbidden=True)
+load(Unit("faulty.cu", sys.argv[1])).launch("f", (1, 1, 1), (1, 1, 1), 32, [("p", out.array.ctypes.data)])
+"""

@@ -1,0 +1,381 @@
+"""The traps of the dynamic range and of the linear layers, with the expectation written by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from paths import TESTS
+from support import assert_same_bits, dispatcher, run
+
+from skuda.dispatch import Dispatcher
+from skuda.kernels.catalog import built_in_registry
+from skuda.kernels.dtypes import storage_dtype
+from skuda.registry.elements import ElementKind
+
+NAN, INF = math.nan, math.inf
+F32 = np.float32
+SCOPES = ({"scope": "tensor"}, {"scope": "channel", "axis": 1}, {"scope": "channel", "axis": 0}, {"scope": "token"})
+SCOPES += ({"scope": "group", "group_size": 4},)
+
+
+def dynamic(rows, low=-128, high=127, *, mode="symmetric", element="f32", code=None, **scope):
+    """Quantize rows; return codes, scales and zero points."""
+    data = np.asarray(rows, storage_dtype(ElementKind(element)))
+    problem = dispatcher().describe(
+        "dynamic_range",
+        n=data.shape[0],
+        d=data.shape[1],
+        q_min=low,
+        q_max=high,
+        mode=mode,
+        input_element=element,
+        output_element=code or ("s8" if low < 0 else "u8"),
+        **(scope or {"scope": "token"}),
+    )
+    found = run(problem, {"input": data})
+    return found["output"], found["scale_out"], found["zero_point_out"]
+
+
+# --- dynamic range ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scope", SCOPES, ids=lambda scope: "-".join(map(str, scope.values())))
+def test_a_segment_s_scale_is_its_peak_over_q_max(scope):
+    segment = [1.0, -3.0, 0.5, 2.0]
+    data = np.array(segment)[:, None] if scope.get("axis") == 1 else np.array([segment])
+    codes, scale, zero_point = dynamic(data, -127, 127, **scope)
+    assert_same_bits(scale.reshape(-1), np.array([F32(3) / F32(127)]))
+    assert zero_point.reshape(-1).tolist() == [0]
+    assert codes.reshape(-1).tolist() == [42, -127, 21, 85]
+
+
+@pytest.mark.parametrize("scope", SCOPES, ids=lambda scope: "-".join(map(str, scope.values())))
+def test_an_asymmetric_segment_maps_its_range_with_zero_included(scope):
+    segment = [-1.0, 3.0, 0.0, 0.51]
+    data = np.array(segment)[:, None] if scope.get("axis") == 1 else np.array([segment])
+    codes, scale, zero_point = dynamic(data, 0, 255, mode="asymmetric", **scope)
+    # s = 4 / 255; -1 / s is -63.75; 0.51 / s is 32.5125.
+    assert_same_bits(scale.reshape(-1), np.array([F32(4) / F32(255)]))
+    assert zero_point.reshape(-1).tolist() == [64]
+    assert codes.reshape(-1).tolist() == [0, 255, 64, 97]
+
+
+def test_rows_without_a_range_have_scale_1():
+    rows = [[0, 0], [-0.0, 0], [NAN, NAN], [NAN, 0]]
+    codes, scale, _ = dynamic(rows)
+    assert (scale.tolist(), codes.tolist()) == ([1.0] * 4, [[0, 0]] * 4)
+    codes, scale, zero_point = dynamic(rows, -3, 9, mode="asymmetric")
+    assert (scale.tolist(), zero_point.tolist(), codes.tolist()) == ([1.0] * 4, [-3] * 4, [[-3, -3]] * 4)
+
+
+def test_a_scale_that_underflows_to_zero_becomes_1_and_a_subnormal_one_stays():
+    least = 2.0**-149
+    codes, scale, _ = dynamic([[63 * least, 0], [64 * least, -least], [127 * least, least], [1e-44, 1e-44]], -127, 127)
+    assert scale.tolist() == [1.0, least, least, 1.0]
+    assert codes.tolist() == [[0, 0], [64, -1], [127, 1], [0, 0]]
+    codes, scale, zero_point = dynamic([[-63 * least, 0]], 0, 255, mode="asymmetric")
+    assert (scale.tolist(), zero_point.tolist(), codes.tolist()) == ([1.0], [0], [[0, 0]])
+
+
+def test_nan_is_skipped_by_the_range_and_becomes_real_zero():
+    codes, scale, _ = dynamic([[NAN, 127, -1], [1, NAN, -127]])
+    assert (scale.tolist(), codes.tolist()) == ([1.0, 1.0], [[0, 127, -1], [1, 0, -127]])
+    codes, _, zero_point = dynamic([[NAN, -1, 1]], 0, 2, mode="asymmetric")
+    assert (codes.tolist(), zero_point.tolist()) == ([[1, 0, 2]], [1])
+
+
+@pytest.mark.parametrize("payload", ["quiet", "signalling"])
+@pytest.mark.parametrize("element", ["f32", "f64", "f16", "bf16"])
+def test_nan_of_either_kind_is_skipped_wherever_it_stands(element, payload):
+    rows = np.array([[2, 0, 1, 0], [2, 1, 0, 0], [0, 0, 2, 1], [0, 1, 2, 0]], storage_dtype(ElementKind(element)))
+    bits = rows.view(f"u{rows.itemsize}")
+    nan = int(np.array(INF, rows.dtype).view(bits.dtype)) + 1  # the quiet bit clear
+    bits[np.arange(4), [1, 3, 0, 3]] = nan if payload == "signalling" else nan | (nan >> 1)
+    assert (dynamic(rows, -1, 1, element=element)[1] == 2).all()
+    assert (dynamic(rows, 0, 1, mode="asymmetric", element=element)[1] == 2).all()
+
+
+def test_an_infinity_makes_the_scale_infinite_and_every_code_the_zero_point():
+    for row in ([INF, 1, -5], [-INF, NAN, 2], [INF, -INF, 0]):
+        codes, scale, _ = dynamic([row])
+        assert (scale.tolist(), codes.tolist()) == ([INF], [[0, 0, 0]])
+        codes, scale, zero_point = dynamic([row], -100, 100, mode="asymmetric")
+        assert (scale.tolist(), codes.tolist()) == ([INF], [[int(zero_point[0])] * 3])
+    # The range of finite numbers may overflow too.
+    assert dynamic([[3e38, -3e38]], mode="asymmetric")[1].tolist() == [INF]
+
+
+def test_an_asymmetric_zero_point_stays_within_the_bounds():
+    assert dynamic([[-4, -1]], 0, 3, mode="asymmetric")[2].tolist() == [3]
+    assert dynamic([[4, 1]], 0, 3, mode="asymmetric")[2].tolist() == [0]
+    codes, _, zero_point = dynamic([[-5, -5]], -8, 7, mode="asymmetric")
+    assert (codes.tolist(), zero_point.tolist()) == ([[-8, -8]], [7])
+    # 382 / 255 of the least number rounds to 1, so lo / s is -382.
+    codes, scale, zero_point = dynamic([[-382 * 2.0**-149, 0]], 0, 255, mode="asymmetric")
+    assert (scale.tolist(), zero_point.tolist(), codes.tolist()) == ([2.0**-149], [255], [[0, 255]])
+
+
+def test_an_asymmetric_zero_point_comes_from_true_division():
+    # lo times 1 / s gives the neighbour each time.
+    assert dynamic([[-5, 5], [-7, 7], [-9, 1]], 0, 255, mode="asymmetric")[2].tolist() == [127, 128, 229]
+
+
+def test_the_range_of_f64_is_found_in_f64_and_that_of_f16_in_f32():
+    codes, scale, _ = dynamic([[1e300, -5e299], [1e-300, 0], [0.1, 0.04]], -127, 127, element="f64")
+    assert_same_bits(scale, np.array([1e300, 1e-300, 0.1]) / 127)
+    assert codes.tolist() == [[127, -64], [127, 0], [127, 51]]
+    assert_same_bits(dynamic([[1, 0]], -127, 127, element="f16")[1], np.array([F32(1) / F32(127)]))
+    assert_same_bits(dynamic([[1, 0]], -127, 127, element="bf16")[1], np.array([F32(1) / F32(127)]))
+
+
+def test_the_codes_come_from_true_division_by_the_rounded_scale():
+    # x times 1 / s, and x times 127 / peak, both give one less.
+    x = [0.04330708459019661, 0.05905511602759361, 0.6889763474464417, 0.9409448504447937]
+    assert dynamic([[1.0, *x]], -127, 127)[0].tolist() == [[127, 6, 8, 88, 120]]
+
+
+@pytest.mark.parametrize("mode", ["symmetric", "asymmetric"])
+def test_empty_segments_have_scale_1_and_zero_point_0(mode):
+    shapes = {"tensor": (0, 4), "channel": (0, 4), "token": (3, 0)}
+    for name, shape in shapes.items():
+        scope = {"scope": name} | ({"axis": 1} if name == "channel" else {})
+        codes, scale, zero_point = dynamic(np.zeros(shape), -8, 7, mode=mode, **scope)
+        assert codes.shape == shape
+        count = {"tensor": 1, "channel": 4, "token": 3}[name]
+        assert (scale.tolist(), zero_point.tolist()) == ([1.0] * count, [0] * count)
+    codes, scale, zero_point = dynamic(np.zeros((2, 0)), mode=mode, scope="group", group_size=4)
+    assert (codes.shape, scale.shape, zero_point.shape) == ((2, 0), (2, 0), (2, 0))
+
+
+# --- linear ----------------------------------------------------------------------------------------------------------
+
+
+def static(act, weight, *, act_scale=1.0, scale=None, out="f32", epilogue="identity", act_zero_point=0, **arrays):
+    """Run smoothquant_linear over codes."""
+    act, weight = np.atleast_2d(act), np.atleast_2d(weight)
+    problem = dispatcher().describe(
+        "smoothquant_linear",
+        m=act.shape[0],
+        n=weight.shape[0],
+        k=act.shape[1],
+        act_scale=act_scale,
+        activation_element="u8" if act.dtype == np.uint8 else "s8",
+        weight_element="u8" if weight.dtype == np.uint8 else "s8",
+        output_element=out,
+        epilogue=epilogue,
+        act_zero_point=act_zero_point,
+        has_weight_zero_point="weight_zero_point" in arrays,
+    )
+    scale = np.ones(weight.shape[0], F32) if scale is None else np.asarray(scale)
+    return run(problem, {"act_q": act, "weight_q": weight, "weight_scale": scale, **arrays})["output"]
+
+
+def bits_of(array):
+    return [f"{bits:08x}" for bits in array.view(np.uint32).reshape(-1)]
+
+
+def test_the_product_is_sa_sw_first_and_then_the_accumulator():
+    # sa (sw acc) and (sa acc) sw both give the neighbour: 3ff1eb85, 401ccccd, 40cbd709.
+    for acc, sa, sw, want in ((9, 0.3, 0.7, "3ff1eb86"), (5, 0.7, 0.7, "401ccccc"), (13, 0.7, 0.7, "40cbd70a")):
+        scale = np.array([sw], F32)
+        assert bits_of(static(np.int8([acc]), np.int8([1]), act_scale=sa, scale=scale)) == [want]
+
+
+def test_the_dynamic_product_is_in_the_same_order():
+    # The codes are 127, which the weight drops, and 1; so acc is 9.
+    problem = dispatcher().describe(
+        "quantized_linear", m=1, c_out=1, k=2, q_min=-127, q_max=127, activation_element="f32"
+    )
+    sa = F32(38.1) / F32(127)
+    scale, weight = np.array([0.7], F32), np.array([[0, 9]], np.int8)
+    got = run(problem, {"activation": np.array([[38.1, sa]], F32), "weight_q": weight, "weight_scale": scale})["output"]
+    assert_same_bits(got, np.array([[F32(sa * F32(0.7)) * F32(9)]]))
+    assert got[0, 0] != sa * F32(F32(0.7) * F32(9))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2)])
+def test_131072_products_of_minus_128_do_not_wrap(shape):
+    k = 131_072
+    act, weight = np.full((shape[0], k), -128, np.int8), np.full((shape[1], k), -128, np.int8)
+    assert static(act, weight).tolist() == np.full(shape, 2.0**31).tolist()
+    assert static(act, weight, out="f64", scale=np.ones(shape[1])).tolist() == np.full(shape, 2.0**31).tolist()
+    act = np.full((1, k), 255, np.uint8)
+    assert static(act, np.full((1, k), 255, np.uint8), out="f64").tolist() == [[255.0 * 255 * k]]
+
+
+def test_sums_beyond_2_to_the_24_stay_exact_until_the_one_rounding():
+    k = 4100
+    act, weight = np.full((1, k), 127, np.int8), np.full((1, k), 127, np.int8)
+    weight[0, 0] = 126
+    exact = 127 * 127 * k - 127
+    assert static(act, weight, out="f64").tolist() == [[float(exact)]]
+    assert static(act, weight).tolist() == [[float(F32(exact))]]
+
+
+def test_zero_points_at_the_ends_of_s32_do_not_wrap_the_sum():
+    shift = np.array([-(2**31), 2**31 - 1], np.int32)
+    weight = np.array([[1, 2], [3, 4]], np.int8)
+    got = static(np.uint8([255, 200]), weight, out="f64", weight_zero_point=shift, act_zero_point=255)
+    assert got.tolist() == [[-55.0 * (2 + 2**31), -55.0 * (4 - (2**31 - 1))]]
+
+
+def test_zero_points_do_not_wrap_the_sum_at_a_large_k():
+    k = 2**24 + 2**18  # 255 * 2^31 * k is more than 2^63
+    act, weight = np.full((1, k), 255, np.uint8), np.zeros((1, k), np.int8)
+    got = static(act, weight, out="f64", weight_zero_point=np.array([-(2**31)], np.int32))
+    assert got.tolist() == [[255.0 * k * 2**31]]
+
+
+def test_unsigned_codes_with_zero_points():
+    got = static(
+        np.uint8([[10, 200], [0, 255]]),
+        np.uint8([[250, 3], [0, 128]]),
+        act_zero_point=128,
+        weight_zero_point=np.array([128, 127], np.int32),
+    )
+    # (10 - 128)(250 - 128) + (200 - 128)(3 - 128), ..
+    assert got.tolist() == [[-23396.0, 15058.0], [-31491.0, 16383.0]]
+
+
+@pytest.mark.parametrize("scale", [1.0, NAN, INF, 0.0, -1.0])
+def test_k_0_writes_the_epilogue_of_plus_zero_whatever_the_scales(scale):
+    act, weight = np.zeros((2, 0), np.int8), np.zeros((3, 0), np.int8)
+    scales, bias = np.full(3, scale, F32), np.array([1.5, -2, -0.0], F32)
+    given = {"scale": scales, "act_scale": -1.0}
+    assert_same_bits(static(act, weight, **given), np.zeros((2, 3), F32))
+    rows = [[1.5, -2, 0.0]] * 2  # +0 + -0 is +0
+    assert_same_bits(static(act, weight, epilogue="bias", bias=bias, **given), np.array(rows, F32))
+    assert static(act, weight, epilogue="bias_relu", bias=bias, **given).tolist() == [[1.5, 0, 0]] * 2
+    more = {"output_scale": 0.5, "output_zero_point": 7}
+    assert static(act, weight, out="s8", epilogue="bias", bias=bias, **more, **given).tolist() == [[10, 3, 7]] * 2
+    dynamic_problem = dispatcher().describe(
+        "quantized_linear", m=2, c_out=3, k=0, q_min=-127, q_max=127, activation_element="f32"
+    )
+    arrays = {"activation": np.zeros((2, 0), F32), "weight_q": weight, "weight_scale": scales}
+    assert_same_bits(run(dynamic_problem, arrays)["output"], np.zeros((2, 3), F32))
+
+
+@pytest.mark.parametrize(("m", "n"), [(0, 3), (3, 0), (0, 0)])
+def test_a_linear_without_rows_or_columns_is_empty(m, n):
+    got = static(np.zeros((m, 4), np.int8), np.zeros((n, 4), np.int8), epilogue="bias_gelu", bias=np.zeros(n, F32))
+    assert (got.shape, got.dtype) == ((m, n), F32)
+
+
+def test_the_bias_is_added_in_c_after_the_product_is_rounded():
+    # 1064 products and 9 make 16777217, which rounds to 16777216; then + 1 is a tie, to even.
+    act = np.int8([[127] * 1064 + [9]])
+    weight = np.int8([[127] * 1040 + [1] * 25])
+    assert static(act, weight, out="f64").tolist() == [[16777217.0]]
+    assert static(act, weight, epilogue="bias", bias=F32([1])).tolist() == [[16777216.0]]
+    assert static(act, weight, epilogue="bias", bias=F32([1.5])).tolist() == [[16777218.0]]
+
+
+def test_relu_keeps_nan_and_turns_minus_zero_into_plus_zero():
+    act, weight = np.int8([[1]]), np.int8([[1], [1], [1], [-1]])
+    scale, bias = F32([NAN, 1, -0.0, 1]), F32([0, -1, -0.0, 0.5])
+    got = static(act, weight, scale=scale, epilogue="bias_relu", bias=bias)
+    assert_same_bits(got, F32([[NAN, 0, 0, 0]]))
+
+
+def test_gelu_is_the_erf_form_and_silu_the_logistic_one():
+    act, weight, one = np.int8([[1]]), np.int8([[0]] * 4), np.ones(4)
+    bias = np.array([1.0, -3.0, 0.0, -INF])
+    gelu = static(act, weight, scale=one, out="f64", epilogue="bias_gelu", bias=bias)[0]
+    # The tanh approximation gives 0.84119 and -0.00364.
+    np.testing.assert_allclose(gelu[:2], [0.8413447460685429, -0.00404969409489028358], rtol=5e-16)
+    silu = static(act, weight, scale=one, out="f64", epilogue="bias_silu", bias=bias)[0]
+    np.testing.assert_allclose(silu[:2], [0.7310585786300049, -0.14227761953270035], rtol=5e-16)
+    assert gelu[2:].tolist() == silu[2:].tolist() == [0, 0]
+
+
+def test_requantization_divides_rounds_and_then_adds_the_zero_point():
+    act, weight = np.int8([[1]]), np.int8([[1], [3], [-1], [100], [0]])
+    given = {"scale": F32([0.5, 0.5, 0.5, 10, NAN]), "output_scale": 1.0, "output_zero_point": 1}
+    assert static(act, weight, out="s8", **given).tolist() == [[1, 3, 1, 127, 1]]
+    assert static(act, weight, out="u8", **given).tolist() == [[1, 3, 1, 255, 1]]
+    # True division, as the quantize traps of the same numbers: the reciprocal gives one more.
+    bias = F32([1.5499999523162842, 3.250000238418579, 7.149999618530273, NAN, -INF])
+    given = {"output_scale": 0.1, "output_zero_point": 0, "epilogue": "bias", "bias": bias}
+    assert static(act, weight * np.int8(0), out="s8", **given).tolist() == [[15, 32, 71, 0, -128]]
+
+
+@pytest.mark.parametrize(("out", "want"), [("bf16", 1 + 2**-7), ("f16", 1 + 2**-10)])
+def test_an_f64_result_is_rounded_to_a_half_format_once(out, want):
+    # A little more than the middle between 1 and its neighbour; by way of f32 it would be the middle, and then 1.
+    problem = dispatcher().describe(
+        "quantized_linear", m=1, c_out=1, k=1, q_min=-1, q_max=1, activation_element="f64", output_element=out
+    )
+    value = (1 + want) / 2 + 2**-40
+    arrays = {"activation": np.array([[value]]), "weight_q": np.int8([[1]]), "weight_scale": np.ones(1)}
+    assert float(run(problem, arrays)["output"][0, 0]) == want
+
+
+def test_the_linear_is_computed_in_f64_where_data_or_output_is_f64():
+    problem = dispatcher().describe(
+        "quantized_linear", m=1, c_out=1, k=1, q_min=-127, q_max=127, activation_element="f64"
+    )
+    arrays = {"activation": np.array([[1e300]]), "weight_q": np.int8([[2]]), "weight_scale": np.array([0.1])}
+    assert run(problem, arrays)["output"].tolist() == [[(1e300 / 127 * 0.1) * 254]]
+    got = static(np.int8([3]), np.int8([1]), act_scale=0.1, scale=np.ones(1), out="f64")
+    assert got.tolist() == [[0.1 * 3]]
+    got = static(np.int8([3]), np.int8([1]), act_scale=0.1, scale=np.ones(1, F32), out="f32")
+    assert got.tolist() == [[float(F32(0.1) * F32(3))]]
+
+
+@pytest.mark.parametrize("order", [(0.0, -0.0), (-0.0, 0.0)])
+def test_a_static_scale_of_minus_zero_is_not_mistaken_for_plus_zero(order):
+    # Whichever comes first must not lend the other its cached plan.
+    fresh, codes = Dispatcher(built_in_registry()), np.ones((1, 1), np.int8)
+    for act_scale in order:
+        problem = fresh.describe("smoothquant_linear", m=1, n=1, k=1, act_scale=act_scale, output_element="f32")
+        got = fresh.run(problem, act_q=codes, weight_q=codes, weight_scale=np.ones(1, F32))
+        assert_same_bits(got, np.array([[act_scale]], F32), f"act_scale {act_scale}")
+
+
+# --- the seeds' own cases --------------------------------------------------------------------------------------------
+
+GOLDEN = json.loads((TESTS / "data" / "seed_smoke_cases.json").read_text())
+
+
+def _golden_bits(texts, shape=(-1,)):
+    return np.array([int(text, 16) for text in texts], np.uint32).view(F32).reshape(shape)
+
+
+def test_golden_dynamic_range():
+    case = GOLDEN["dynamic_range_f32_s8_token_sym"]
+    codes, scale, zero_point = dynamic(case["x"], case["qmin"], case["qmax"])
+    assert_same_bits(scale, _golden_bits(case["scale_bits"]))
+    assert (codes.tolist(), zero_point.tolist()) == (case["q"], [0, 0])
+
+
+def test_golden_quantized_linear():
+    case = GOLDEN["quantized_linear_f32_s8"]
+    weight, scale, _ = dynamic(case["weight_fp"], case["qmin"], case["qmax"])
+    assert weight.tolist() == case["weight_q"]
+    assert_same_bits(scale, _golden_bits(case["weight_scale_bits"]))
+    problem = dispatcher().describe(
+        "quantized_linear", m=2, c_out=3, k=8, q_min=case["qmin"], q_max=case["qmax"], activation_element="f32"
+    )
+    scratch = {"act_q_scratch": np.empty((2, 8), np.int8), "act_scale_scratch": np.empty(2, F32)}
+    given = {"activation": np.array(case["activation"], F32), "weight_q": weight, "weight_scale": scale}
+    got = run(problem, given | scratch)["output"]
+    assert scratch["act_q_scratch"].tolist() == case["act_q"]
+    assert_same_bits(scratch["act_scale_scratch"], _golden_bits(case["act_scale_bits"]))
+    assert_same_bits(got, _golden_bits(case["y_bits"], (2, 3)))
+    assert static(np.int8(case["act_q"]), weight, out="f64").tolist() == case["acc"]
+
+
+def test_golden_smoothquant_linear():
+    case = GOLDEN["smoothquant_linear_f32_s8"]
+    smooth = np.array(case["smooth"], F32)
+    act, act_scale, _ = dynamic(np.array(case["activation_fp"], F32) / smooth, -127, 127, scope="tensor")
+    assert_same_bits(act_scale, _golden_bits(case["act_scale_bits"]))
+    weight, scale, _ = dynamic(np.array(case["weight_fp"], F32) * smooth, -127, 127, scope="channel", axis=0)
+    assert_same_bits(scale, _golden_bits(case["weight_scale_bits"]))
+    assert (act.tolist(), weight.tolist()) == (case["act_q"], case["weight_q"])
+    got = static(act, weight, act_scale=float(act_scale[0]), scale=scale)
+    assert_same_bits(got, _golden_bits(case["y_bits"], (2, 3)))
+    assert static(act, weight, out="f64").tolist() == case["acc"]

@@ -1,0 +1,413 @@
+"""The warpgroup product without a GPU: which tile, which launch, which arrays; what it refuses and who serves those."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from fakes import DEVICE, FakeArray, Rig
+from harness.resources import Job, compiled
+from paths import ROOT
+from support import SEED, sampled
+
+from skuda.dispatch import Dispatcher, Plan, PlanPreference
+from skuda.dispatch.backends.cuda_core import CudaCoreBackend
+from skuda.dispatch.compile import compilers as compiling
+from skuda.dispatch.cuda import tensor_maps
+from skuda.dispatch.cuda.call import packer, parameter_layout
+from skuda.dispatch.device import HOST, KNOWN_DEVICES
+from skuda.kernels.catalog import built_in_registry
+from skuda.kernels.launch import Constant, Launch, Pointer, Step, TensorMap
+from skuda.kernels.linear import QuantizedLinearDescriptor, SmoothQuantLinearDescriptor, hopper, mma, warpgroup
+from skuda.registry import ElementKind, InvalidProblem, NotPrepared, PrecisionRequirement
+from skuda.registry.errors import Unaligned
+
+H200 = KNOWN_DEVICES["h200"]
+RNG = np.random.default_rng(SEED)
+
+
+def static(m=256, n=512, k=1024, **changes):
+    fields = {"act_scale": 0.1, "output_element": "bf16", **changes}
+    return SmoothQuantLinearDescriptor(m=m, n=n, k=k, **fields)
+
+
+def dynamic(m=256, n=512, k=1024, **changes):
+    fields = {"activation_element": "bf16", "q_min": -127, "q_max": 127, **changes}
+    return QuantizedLinearDescriptor(m=m, c_out=n, k=k, **fields)
+
+
+def sizes(count):
+    """Draw m, n, k; k a multiple of 16."""
+    for _ in range(count):
+        m, n, k = (int(2 ** RNG.uniform(0, high)) for high in (14, 15, 14))
+        yield m, n, max(16, k // 16 * 16)
+
+
+# --- the choice of a tile --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", warpgroup.TILES, ids=str)
+def test_a_tile_fits_a_block_and_the_copy_engine(tile):
+    assert tile.shared <= H200.shared_memory
+    for rows, parts in ((tile.m, tile.cluster[1]), (tile.n, tile.cluster[0])):
+        assert rows % parts == 0
+        assert rows // parts % 8 == 0, "a box must be whole groups of eight rows"
+        assert rows // parts <= 256
+    assert tile.m // (1 + tile.cooperative) % 64 == 0, "a warpgroup multiplies 64 rows at a time"
+
+
+def test_every_tile_is_ranked_and_longer_rows_take_longer():
+    for m, n, k in sizes(50):
+        ranked = warpgroup.ranking(m, n, k, 132)
+        assert sorted(map(repr, (tile for _, tile in ranked))) == sorted(map(repr, warpgroup.TILES)), (m, n, k, SEED)
+        times = [us for us, _ in ranked]
+        assert times == sorted(times)
+        assert all(math.isfinite(us) and us > 0 for us in times)
+        for tile in warpgroup.TILES:
+            assert tile.predicted(m, n, k + 4096, 132) > tile.predicted(m, n, k, 132), (tile, m, n, k, SEED)
+
+
+def test_the_grid_covers_every_result_and_never_exceeds_the_card():
+    for m, n, k in sizes(50):
+        launch = warpgroup.launch(static(m, n, k), H200)
+        (step,) = launch.steps
+        tile = warpgroup.ranking(m, n, k, 132)[0][1]
+        rows, columns = tile.grid(m, n)
+        assert rows * tile.m * tile.cluster[0] >= m
+        assert columns * tile.n * tile.cluster[1] >= n
+        assert step.grid[0] % tile.blocks == 0
+        assert step.grid[0] <= 132
+        assert step.shared == tile.shared
+
+
+def test_a_launch_names_its_tile_its_time_and_the_runners_up():
+    launch = warpgroup.launch(static(4096, 4096, 4096), H200)
+    best, second = (tile for _, tile in warpgroup.ranking(4096, 4096, 4096, 132)[:2])
+    assert launch.told()[0].startswith(f"configuration {best}: ")
+    assert str(second) in launch.told()[0]
+    assert f"-DTILE_M={best.m}" in launch.flags
+    explained = Dispatcher().explain(static(4096, 4096, 4096), device=H200)
+    assert explained.chosen.endswith("warpgroup")
+    assert launch.told()[0] in explained.notes
+
+
+@pytest.mark.parametrize("module", [warpgroup, mma])
+@pytest.mark.parametrize("problem", [static(), dynamic()], ids=lambda problem: problem.op)
+def test_every_configuration_that_a_rule_ranks_can_be_asked_for(module, problem):
+    launched = module.launch
+    best = launched(problem, H200)
+    assert best.choice == best.choices[0].name
+    assert [c.microseconds for c in best.choices] == sorted(c.microseconds for c in best.choices)
+    assert len({c.name for c in best.choices}) == len(best.choices) == len(module.TILES)
+    asked = [launched(problem, H200, c.name) for c in best.choices]
+    assert asked[0] == best
+    assert [launch.choice for launch in asked] == [c.name for c in best.choices]
+    assert all(launch.choices == best.choices for launch in asked)
+    assert len({launch.flags for launch in asked}) == len(asked)
+    assert asked[1].told()[0].startswith(f"configuration {asked[1].choice}: ")
+    with pytest.raises(LookupError, match=re.escape(best.choices[-1].name)):
+        launched(problem, H200, "1 x 1")
+
+
+# --- what it serves --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        static(k=1000),
+        static(k=65_808),
+        static(k=33_040, weight_element="u8"),
+        static(act_zero_point=3),
+        static(has_weight_zero_point=True),
+        static(output_element="f64"),
+        static(k=0),
+        dynamic(k=24),
+        dynamic(activation_element="f64"),
+        dynamic(output_element="f64"),
+        dynamic(has_weight_zero_point=True),
+    ],
+    ids=str,
+)
+def test_what_it_cannot_serve_goes_to_another_kernel_with_the_reason(problem):
+    found = Dispatcher().explain(problem, device=H200)
+    assert found.chosen is not None
+    assert not found.chosen.endswith("warpgroup")
+    own = [d for d in found.refused if d.sku.endswith("warpgroup")]
+    assert own
+    assert all(d.reasons for d in own)
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN_DEVICES if KNOWN_DEVICES[name].compute_capability != (9, 0)])
+def test_other_chips_get_other_kernels(name):
+    assert "warpgroup" not in (Dispatcher().explain(static(), device=KNOWN_DEVICES[name]).chosen or "")
+
+
+def test_a_caller_may_decline_kernels_for_one_chip_or_ask_for_wider_sums():
+    for preference in (
+        PlanPreference(allow_arch_specific=False),
+        PlanPreference(require=PrecisionRequirement(accumulator=ElementKind.S64)),
+    ):
+        assert not Dispatcher().explain(static(), preference, H200).chosen.endswith("warpgroup")
+
+
+def test_sums_fit_in_32_bits_at_the_largest_k():
+    for weight, largest in ((ElementKind.S8, 128), (ElementKind.U8, 255)):
+        (limit,) = (c for c in hopper.constraints(weight) if c.kind == "between")
+        assert limit.maximum * 255 * largest <= 2**31 - 1
+        assert (limit.maximum + 1) * 255 * largest > 2**31 - 1
+
+
+@pytest.mark.parametrize("problem", [static(m=0), static(n=0)], ids=str)
+def test_nothing_to_do_launches_nothing(problem):
+    for found in Dispatcher().explain(problem, device=H200).decisions:
+        if found.accepted and "numpy" not in found.sku:
+            assert launch_of(found.sku, problem).steps == ()
+
+
+def launch_of(sku, problem):
+    return CudaCoreBackend.launch_of(built_in_registry().sku(sku), problem, H200)
+
+
+@pytest.mark.parametrize("m", [3, 40, 256])  # 3: one kernel for both, elsewhere
+def test_codes_are_made_where_only_their_product_is_empty(m):
+    problem = dynamic(m=m, n=0)
+    taken = [d.sku for d in Dispatcher().explain(problem, device=H200).accepted if "numpy" not in d.sku]
+    assert {sku.rpartition(".")[2] for sku in taken} >= {"warpgroup", "mma", "plain"}
+    for sku in taken:
+        (step,) = launch_of(sku, problem).steps
+        assert step.entry == "quantized_linear_codes", sku
+
+
+def test_the_dynamic_product_may_start_beside_the_quantization():
+    codes, product = warpgroup.launch(dynamic(), H200).steps
+    assert product.overlaps
+    assert not codes.overlaps
+    assert product.parameters[0].otherwise == "codes"
+
+
+# --- tensor maps -----------------------------------------------------------------------------------------------------
+
+
+class Encoding:
+    """A driver that writes down what maps are asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def call(self, name, place, element, rank, address, sizes, strides, box, steps, *modes):
+        assert name == "cuTensorMapEncodeTiled"
+        assert place.value % 64 == 0
+        self.asked.append((element, rank, address.value, tuple(sizes), tuple(strides), tuple(box), tuple(steps), modes))
+        ctypes.memset(place.value, 0xA0 + len(self.asked), 128)
+
+
+@pytest.fixture
+def encoding(monkeypatch):
+    found = Encoding()
+    monkeypatch.setattr(tensor_maps, "driver", lambda: found)
+    return found
+
+
+def test_a_map_is_made_once_for_an_address_and_a_stride(encoding):
+    encode = tensor_maps.encoder(TensorMap("w", 300, 1024, 64), "op")
+    first = encode(0x1000, 2048)
+    assert encode(0x1000, 2048) is first
+    assert first == bytes([0xA1]) * 128
+    assert encode(0x1000, 1024) != first
+    assert encoding.asked[0] == (0, 2, 0x1000, (1024, 300), (2048,), (128, 64), (1, 1), (0, 3, 2, 0))
+    for at in range(1000):
+        encode(0x2000 + 16 * at, 1024)
+    assert encode(0x1000, 2048) != first, "the latest are remembered, not all"
+
+
+def test_the_stride_of_a_single_row_does_not_matter(encoding):
+    tensor_maps.encoder(TensorMap("a", 1, 100, 64), "op")(0x1000, 7)
+    assert encoding.asked[0][4] == (112,)
+
+
+@pytest.mark.parametrize(("address", "leading"), [(0x1001, 1024), (0x1000, 1032)])
+def test_an_unaligned_matrix_is_refused_by_name(encoding, address, leading):
+    with pytest.raises(Unaligned, match=rf"op: w must .* {address:#x} and rows {leading} bytes apart"):
+        tensor_maps.encoder(TensorMap("w", 300, 1024, 64), "op")(address, leading)
+    assert not encoding.asked
+
+
+@pytest.mark.parametrize("lead", [0, 48])
+def test_parameters_lie_where_the_compiled_kernel_has_them(encoding, lead):
+    parameters = (TensorMap("a", 2, 16, 8), TensorMap("w", 2, 16, 8), Constant(ElementKind.S32, 0), Pointer("y"))
+    step = Step("k", (1, 1, 1), (1, 1, 1), parameters, lead=lead)
+    assert parameter_layout(step) == ((lead, 128), (lead + 128, 128), (lead + 256, 4), (lead + 264, 8))
+    packed = packer(step, "op")
+    content = packed.pack(0x1000, 16, 0x2000, 16, -1, 0x3000)
+    assert len(content) == packed.size == lead + 272
+    assert content[lead : lead + 256] == bytes([0xA1]) * 128 + bytes([0xA2]) * 128
+    assert content[lead + 256 : lead + 260] == b"\xff" * 4
+    assert content[lead + 264 :] == (0x3000).to_bytes(8, "little")
+
+
+# --- arrays ----------------------------------------------------------------------------------------------------------
+
+M, N, K = 32, 48, 64
+
+
+def arrays(**changes):
+    found = {
+        "act_q": FakeArray((M, K), np.int8, 0x10000),
+        "weight_q": FakeArray((N, K), np.int8, 0x20000),
+        "weight_scale": FakeArray((N,), np.float32, 0x30000),
+        "output": FakeArray((M, N), np.float32, 0x40000),
+    }
+    return found | changes
+
+
+@pytest.fixture
+def rig(encoding):
+    return Rig(static(M, N, K, output_element="f32"), warpgroup.launch)
+
+
+def test_slices_are_read_in_place(rig):
+    rig.run(**arrays())
+    assert rig.last[:4] == (0x10000, K, 0x20000, K)
+    rig.run(**arrays(act_q=FakeArray((M, K), np.int8, 0x10080, (512, 1))))
+    assert rig.last[:4] == (0x10080, 512, 0x20000, K)
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("act_q", FakeArray((M, K), np.int8, 0x10001)),
+        ("act_q", FakeArray((M, K), np.int8, 0x10000, (K + 1, 1))),
+        ("weight_q", FakeArray((N, K), np.int8, 0x20008)),
+    ],
+)
+def test_what_the_copy_engine_cannot_read_is_said_when_bound_and_when_met_later(rig, name, array):
+    with pytest.raises(Unaligned, match=name):
+        rig.runner.check(arrays(**{name: array}))
+    rig.run(**arrays())
+    before = len(rig.engine.launches)
+    with pytest.raises(Unaligned, match=name):
+        rig.run(**arrays(**{name: array}))
+    assert len(rig.engine.launches) == before
+
+
+class Fussy:
+    """A runner that takes arrays named ``good`` only."""
+
+    notes = ()
+
+    def __init__(self, name):
+        self.name, self.served = name, []
+
+    def check(self, given):
+        if "good" not in given:
+            raise Unaligned("op", "x", "the address 0x1", "be a multiple of 16")
+
+    def run(self, given, stream):
+        self.check(given)
+        self.served.append((given, stream))
+        return self.name
+
+    def bind(self, given, stream):
+        self.check(given)
+        return lambda: (self.name, stream)
+
+
+class Easy(Fussy):
+    def check(self, given):
+        pass
+
+
+def plan_of(runner, following=None):
+    sku = next(iter(Dispatcher().registry.skus_of("smoothquant_linear")))
+    made = Plan.prepared(sku, static(), DEVICE, PlanPreference(), runner, lambda: following)
+    assert made.problem == static()
+    return made
+
+
+def test_a_plan_hands_unaligned_arrays_to_the_next_kernel_and_nothing_else():
+    first, second = Fussy("first"), Easy("second")
+    plan = plan_of(first, plan_of(second))
+    assert plan.run(good=1) == "first"
+    assert plan.run(bad=1, stream=7) == "second"
+    assert second.served == [({"bad": 1}, 7)]
+    assert plan.can_implement(bad=1)
+    assert plan.bind(bad=1, stream=7)() == ("second", 7)
+    assert plan.bind(good=1)() == ("first", None)
+
+
+def test_where_no_kernel_follows_the_refusal_stands():
+    for call in (plan_of(Fussy("only")).run, plan_of(Fussy("only")).bind, plan_of(Fussy("only")).can_implement):
+        with pytest.raises(InvalidProblem, match="multiple of 16"):
+            call(bad=1)
+
+
+def test_an_explicit_kernel_is_never_replaced():
+    """Its ranking ends with it; without the wish, the plain kernel stands behind."""
+    dispatcher, problem = Dispatcher(), static()
+    plan = dispatcher.select(problem, device=H200)
+    asked = dispatcher.select(problem, PlanPreference(sku=plan.sku.id), H200)
+    assert asked.__pydantic_private__["_next"]() is None
+    following, ranking = plan, []
+    while following is not None:
+        ranking.append(following.sku.id)
+        following = following.__pydantic_private__["_next"]()
+    assert ranking == [d.sku for d in dispatcher.explain(problem, device=H200).accepted]
+    with pytest.raises(NotPrepared):
+        plan.run(act_q=None)
+
+
+def test_on_the_host_nothing_changes():
+    assert Dispatcher().explain(static(), device=HOST).chosen.endswith("reference")
+
+
+# --- compilation -----------------------------------------------------------------------------------------------------
+
+_KINDS = (("s8", "bf16", "IDENTITY"), ("u8", "s8", "BIAS_GELU"), ("s8", "f32", "BIAS_SILU"), ("s8", "f16", "BIAS_RELU"))
+
+
+@pytest.mark.skipif(compiling.find_nvrtc() is None, reason="no NVRTC")
+@pytest.mark.parametrize("number", sampled(range(len(warpgroup.TILES)), 2))
+def test_every_tile_compiles_without_a_remark_or_local_memory(number):
+    """A remark would be that products are serialized (C7510) or that registers cannot be handed over (C7508)."""
+    sku = next(s for s in Dispatcher().registry.skus_of("smoothquant_linear") if s.variant == "warpgroup")
+    tile, job = warpgroup.TILES[number], Job.of(sku, "sm_90a")
+    code, output, epilogue = _KINDS[(number + SEED) % len(_KINDS)]
+    more = (*tile.flags, f"-DSKUDA_CODE={code}", f"-DSKUDA_OUT={output}", f"-DSKUDA_EPILOGUE={epilogue}")
+    result = compiled(dataclasses.replace(job, flags=(*job.flags, *more)))
+    assert not result.remarks, f"{tile}: {result.remarks}"
+    (needs,) = result.kernels.values()
+    assert (needs.spills, needs.stack) == (0, 0), tile
+    assert needs.registers == 168, f"{tile}: {needs.registers}; 384 threads share 65,536, and setmaxnreg counts on it"
+
+
+def test_a_launch_is_plain_data():
+    launch = warpgroup.launch(static(), H200)
+    assert isinstance(launch, Launch)
+    assert hash(launch) == hash(warpgroup.launch(static(), H200))
+
+
+# --- evidence --------------------------------------------------------------------------------------------------------
+
+TILE_RECORD = json.loads((ROOT / "docs/evidence/h200-tiles.json").read_text())
+
+
+def _losses(shapes):
+    """Return, for every shape, how much longer the chosen tile took than the best one, as a ratio."""
+    for shape in shapes:
+        chosen = warpgroup.ranking(*shape["m,n,k"], 132)[0][1]
+        name = "_".join(map(str, (chosen.m, chosen.n, chosen.stages, *chosen.cluster, int(chosen.cooperative))))
+        yield shape["us"][name] / min(shape["us"].values())
+
+
+@pytest.mark.parametrize("measured", TILE_RECORD["sets"], ids=lambda each: f"seed {each['seed']}")
+def test_the_chosen_tile_is_near_the_best_of_those_measured(measured):
+    losses = np.array(list(_losses(measured["shapes"])))
+    assert len(losses) > 100
+    assert np.exp(np.log(losses).mean()) < 1.02
+    assert (losses > 1.05).mean() < 0.15

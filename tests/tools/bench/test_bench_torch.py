@@ -1,0 +1,457 @@
+"""What `skuda bench` does with torch, on the CPU: its formulas mean what the ops mean, and its rivals run."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from stub_cutlass import build, needs_cc
+from support import fresh
+
+from skuda.dispatch import BackendStatus, Dispatcher
+from skuda.dispatch.backends import pycuda as pycuda_backend
+from skuda.dispatch.backends.cuda_core import CudaCoreBackend
+from skuda.dispatch.backends.numpy import NumpyBackend
+from skuda.dispatch.cuda import pycuda_context
+from skuda.dispatch.device import HOST, device_named
+from skuda.kernels.catalog import built_in_ops, built_in_registry
+from skuda.kernels.quantize import DynamicRangeQuantizeDescriptor, QuantizePerChannelDescriptor, fake_quantize
+from skuda.registry import BackendSpec, InvalidProblem, Registry
+from skuda.tools.bench import command, host
+from skuda.tools.bench.bench import Bench
+from skuda.tools.bench.clock import CudaClock
+from skuda.tools.bench.cutlass.rival import Cutlass
+from skuda.tools.bench.formulas import answer, formula
+from skuda.tools.bench.host import launch_costs
+from skuda.tools.bench.lab import Sizes, TorchLab, to_numpy, to_torch
+from skuda.tools.bench.record import BenchRecord
+from skuda.tools.bench.rivals import Alternatives, Rival, rivals_of
+from skuda.tools.bench.tuner import Tuner
+from skuda.tools.cli import main
+from skuda.tools.verify.trial import answer as reference_answer
+from skuda.tools.words.cases import groups, problem_of, select_cases
+
+torch = pytest.importorskip("torch")
+
+REGISTRY = built_in_registry()
+OPS = {op.name: op for op in built_in_ops()}
+CASES = (
+    *select_cases(REGISTRY, ["quantize"], [(6, 256), (1, 128)], ["f16", "bf16", "f32", "f64"]),
+    *select_cases(REGISTRY, ["linear"], [(24, 16, 32)], ["f16", "bf16", "f32", "f64"]),
+)
+
+
+@pytest.fixture
+def lab():
+    return TorchLab(HOST, Sizes(flushed=1 << 12, copied=1 << 12, product=32))
+
+
+@pytest.fixture
+def seed(request):
+    return int(fresh(request.node.name).integers(2**31))
+
+
+def solved(lab, problem, seed):
+    """Return inputs, and outputs as the op's reference has them."""
+    op = OPS[problem.op_name()]
+    inputs = lab.draw(problem, seed)
+    host = {name: to_numpy(torch, value) for name, value in inputs.items()}
+    return inputs, {name: to_torch(torch, value, "cpu") for name, value in reference_answer(op, problem, host).items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+def test_formulas_are_the_reference_bit_for_bit(lab, case, seed):
+    inputs, outputs = solved(lab, case.problem, seed)
+    assert answer(case.problem, inputs) is not None
+    assert lab.mismatch(OPS[case.op], case.problem, inputs, outputs, 0) == ""
+    first = next(iter(outputs))
+    lab.poison({first: outputs[first][-1:]})
+    if outputs[first].dtype != torch.int8:
+        assert "got nan" in lab.mismatch(OPS[case.op], case.problem, inputs, outputs, 0)
+        assert "got nan" in lab.mismatch(OPS[case.op], case.problem, inputs, outputs, None)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        DynamicRangeQuantizeDescriptor(
+            n=6, d=24, q_min=-127, q_max=127, input_element="bf16", output_element="s8", **how
+        )
+        for how in (
+            {"scope": "tensor"},
+            {"scope": "channel", "axis": 0},
+            {"scope": "channel", "axis": 1},
+            {"scope": "group", "group_size": 8},
+        )
+    ]
+    + [
+        QuantizePerChannelDescriptor(
+            shape=(3, 4, 5), axis=1, q_min=-128, q_max=127, input_element="f32", output_element="s8"
+        )
+    ],
+    ids=repr,
+)
+def test_formulas_of_other_scopes_and_ranks(lab, problem, seed):
+    inputs, outputs = solved(lab, problem, seed)
+    assert formula(problem, inputs) is not None
+    assert lab.mismatch(OPS[problem.op_name()], problem, inputs, outputs, 0) == ""
+
+
+def test_the_reference_answers_where_there_is_no_formula(lab, seed):
+    fields = {"n": 4, "d": 8, "input_element": "bf16"}
+    asymmetric = {"q_min": -128, "q_max": 127, "mode": "asymmetric", "output_element": "s8"}
+    packed = {"q_min": -7, "q_max": 7, "output_element": "s4"}
+    for more in (asymmetric, packed):
+        problem = DynamicRangeQuantizeDescriptor(**fields, **more)
+        inputs, outputs = solved(lab, problem, seed)
+        assert answer(problem, inputs) is None
+        assert lab.mismatch(OPS["dynamic_range"], problem, inputs, outputs, 0) == ""
+        outputs["output"][2, 1] ^= 1
+        assert "output[2, 1]" in lab.mismatch(OPS["dynamic_range"], problem, inputs, outputs, 0)
+
+
+def test_a_mismatch_is_told_with_its_place_and_a_distance_is_granted(lab, seed):
+    problem = problem_of(OPS["dequantize_per_token"].descriptor, (4, 8), "bf16")
+    inputs, outputs = solved(lab, problem, seed)
+    bits = outputs["output"].view(torch.int16)
+    bits[2, 5] ^= 1
+    told = lab.mismatch(OPS["dequantize_per_token"], problem, inputs, outputs, 0)
+    assert told.startswith("wrong result: output[2, 5]: got ")
+    assert told.endswith("1 of 32 elements differ")
+    assert lab.mismatch(OPS["dequantize_per_token"], problem, inputs, outputs, 1) == ""
+    bits[2, 5] ^= 0x100
+    assert lab.mismatch(OPS["dequantize_per_token"], problem, inputs, outputs, 1) != ""
+    assert lab.mismatch(OPS["dequantize_per_token"], problem, inputs, outputs, None) == ""
+
+
+def test_the_same_seed_draws_the_same(lab, seed):
+    problem = problem_of(OPS["quantized_linear"].descriptor, (3, 4, 5), "bf16")
+    one, same, other = (lab.draw(problem, each) for each in (seed, seed, seed + 1))
+    assert list(one) == ["activation", "weight_q", "weight_scale"]
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["activation"], other["activation"])
+    assert int(lab.draw(problem_of(OPS["fake_quantize"].descriptor, (3, 4), "f32"), seed)["zero_point"]) in range(-8, 9)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.element == "f32"], ids=lambda case: case.label)
+def test_rivals_compute_what_they_say(lab, case, seed):
+    inputs, outputs = solved(lab, case.problem, seed)
+    want = next(iter(outputs.values()))
+    ran = []
+    for rival in rivals_of(case.problem):
+        if rival.needs or rival.away or rival.name == "compile":
+            continue
+        if rival.name == "fp8" and not hasattr(torch, "_scaled_mm"):
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that quantized tensors are on their way out
+            got = rival.make(case.problem, inputs)()
+        got = got[0] if isinstance(got, tuple) else got
+        got = got.int_repr() if got.is_quantized else got
+        assert got.numel() == want.numel(), rival.name
+        ran.append(rival.name)
+        if rival.name in ("eager", "builtin"):
+            apart = (got.reshape(want.shape).double() - want.double()).abs()
+            # The reciprocal of a scale may send a tie, or a bound, the other way.
+            assert float((apart > 1e-5).double().mean()) < 0.01, rival.name
+        if rival.name == "bf16":
+            torch.testing.assert_close(got.double(), want.double(), rtol=0.05, atol=0.05 * float(want.abs().max()))
+    assert {"copy", "eager"} <= set(ran) or {"bf16", "int_mm"} <= set(ran)
+
+
+def test_int_mm_compiled_is_the_layer(lab, seed, monkeypatch):
+    from skuda.tools.bench import rivals as bench_rivals
+
+    monkeypatch.setattr(bench_rivals, "_compile", lambda function, tensors: lambda: function(*tensors))
+    for op in ("smoothquant_linear", "quantized_linear"):
+        problem = problem_of(OPS[op].descriptor, (24, 16, 32), "bf16")
+        inputs, outputs = solved(lab, problem, seed)
+        (rival,) = (each for each in rivals_of(problem) if each.name == "compile")
+        torch.testing.assert_close(rival.make(problem, inputs)(), outputs["output"])
+
+
+@needs_cc
+@pytest.mark.parametrize("op", ["smoothquant_linear", "quantized_linear"])
+def test_cutlass_writes_the_layer(lab, seed, op, tmp_path):
+    found = Cutlass.load(build(tmp_path, "s64x16x256", "t64x256x128_pp"))
+    problem = problem_of(OPS[op].descriptor, (5, 24, 32), "bf16")
+    inputs = lab.draw(problem, seed)
+    rival = rivals_of(problem, found)[0]
+    assert ("the product alone, activation quantized before" in rival.computes) is (op == "quantized_linear")
+    assert "the fastest of 4 configurations for this shape, found by quick runs" in rival.computes
+    ways = rival.make(problem, inputs)
+    assert list(ways.calls) == [
+        "s64x16x256",
+        "t64x256x128_pp",
+        "t64x256x128_pp swizzle=8",
+        "t64x256x128_pp raster=1 swizzle=2",
+    ]
+    library = found.configurations[1].library
+    tuned = []
+    for call in ways.calls.values():
+        lab.poison(ways.outputs)
+        call()
+        assert lab.mismatch(OPS[op], problem, inputs, ways.outputs, 0) == ""
+        tuned.append(tuple(library.tuned_to(at) for at in range(3)))
+    assert tuned == [(-1, -1, -1), (1, 0, 0), (8, 0, 0), (2, 1, 0)]
+    wide = problem_of(OPS[op].descriptor, (5, 24, 32), "f32")
+    inputs = lab.draw(wide, seed)
+    with pytest.raises(ValueError, match="built for a bf16 output, not f32"):
+        rival.make(wide, inputs)
+
+
+def test_a_flush_writes_and_then_reads(lab):
+    lab._written.fill_(1)
+    lab._read.fill_(2.0)
+    lab.flush()
+    assert not lab._written.any()
+    assert lab._sum == 2 * (1 << 10)
+
+
+def test_torch_without_cuda_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidProblem, match="torch must see CUDA device 0: install a build with CUDA"):
+        TorchLab(device_named("h200").model_copy(update={"ordinal": 0}))
+
+
+# ---------------------------------------------------------------------------------------------------------- whole runs
+
+
+class Toy(NumpyBackend):
+    """A CPU backend that is no reference."""
+
+    spec = BackendSpec(name="toycpu", processor="cpu")
+
+
+def wrong(problem, *, output, **inputs):
+    fake_quantize.reference(problem, output=output, **inputs)
+    output.reshape(-1)[3] += 1 + abs(output.reshape(-1)[3])
+
+
+def lost(problem, **arrays):
+    raise RuntimeError("an illegal memory access was encountered")
+
+
+def dispatcher_with(*entries):
+    """Offer some kernels of this module for `fake_quantize` in f32 before the reference."""
+    own = next(sku for sku in OPS["fake_quantize"].skus if sku.backend == "numpy" and sku.element == "f32")
+    changes = [{"backend": "toycpu", "variant": name, "source": __name__, "entry_point": name} for name in entries]
+    skus = [own.model_copy(update=each) for each in changes]
+    registry = Registry([Toy.spec, replace(OPS["fake_quantize"], skus=(*skus, own))], origin="toy")
+    return Dispatcher(registry, backends=(Toy(), NumpyBackend()), tuning="")
+
+
+@pytest.fixture
+def quiet(monkeypatch):
+    """Let torch warn that quantized tensors are on their way out, and stand in for its compiler."""
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def bench_of(lab, dispatcher=None, **more):
+    dispatcher = dispatcher or Dispatcher(REGISTRY, backends=(NumpyBackend(),))
+    return Bench(dispatcher, HOST, lab, **{"seed": 5, "repeats": 2, **more})
+
+
+FAKE = select_cases(REGISTRY, ["fake_quantize"], [(6, 256)], ["f32"])
+
+
+@pytest.mark.parametrize("group", ["quantize", "linear"])
+def test_a_whole_run_measures_every_op_and_its_rivals(lab, quiet, group, tmp_path):
+    cases = [case for case in CASES if case.element == "f32" and case.op in groups(REGISTRY)[group]]
+    cases += select_cases(REGISTRY, ["linear"], [(24, 16, 32)], ["bf16"]) if group == "linear" else []
+    bench = bench_of(lab)
+    record = bench.run(cases, command="", host=partial(launch_costs, bench.dispatcher, HOST))
+    assert [case.refused for case in record.cases] == [""] * len(cases)
+    for case in record.cases:
+        timed = {rival.name for rival in case.rivals if rival.timing is not None and rival.ratio > 0}
+        names = {rival.name for rival in rivals_of(problem_of(OPS[case.op].descriptor, case.shape, case.element))}
+        why = {rival.name: rival.refused for rival in case.rivals if rival.refused}
+        optional = {"cutlass", "torchao", "bitsandbytes", "cupy", "fp8"}
+        assert timed | optional == names | optional, why
+        assert case.ceiling_share > 0
+    assert record.ceilings.copy_bandwidth > 0
+    assert record.ceilings.bf16 > 0
+    assert {"plan.run", "bound call", "torch mul(out=)"} <= {cost.name for cost in record.host if cost.timing}
+    record.save(tmp_path / "run.json")
+    assert BenchRecord.load(tmp_path / "run.json") == record
+
+
+@needs_cc
+@pytest.mark.parametrize(("fails", "says"), [(0, ""), (3, "CUTLASS cannot implement it"), (107, "CUTLASS status 7")])
+def test_the_fastest_configuration_of_cutlass_is_timed_and_one_that_fails_is_named(lab, quiet, tmp_path, fails, says):
+    found = Cutlass.load(build(tmp_path, "s64x16x256", "t64x256x128_pp", fails=fails))
+    (case,) = select_cases(REGISTRY, ["smoothquant_linear"], [(24, 16, 32)], ["bf16"])
+    bench = bench_of(lab, rivals=partial(rivals_of, cutlass=found))
+    rival = bench.measure(case).rivals[0]
+    assert says in rival.refused
+    assert (rival.timing is None, rival.chosen == "") == (bool(fails), bool(fails))
+
+
+def test_a_rival_that_writes_something_else_is_not_timed(lab, quiet):
+    def make(problem, inputs):
+        outputs = lab.outputs(problem)
+        return Alternatives({"only": lambda: outputs["output"].fill_(3.0)}, outputs)
+
+    result = bench_of(lab, rivals=lambda problem: (Rival("bad", "the same", make),)).measure(FAKE[0])
+    assert result.timing is not None
+    assert result.rivals[0].refused.startswith("RuntimeError: only: wrong result: output[0]: got 3.0 (0x40400000)")
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"), [("wrong", r"wrong result: output\[3\]: got .*; 1 of 1536"), ("lost", "illegal memory access")]
+)
+def test_a_wrong_kernel_and_a_lost_device_are_recorded_and_never_timed(lab, quiet, entry, says):
+    (case,) = bench_of(lab, dispatcher_with(entry)).run(FAKE, command="").cases
+    assert re.search(says, case.refused)
+    assert (case.timing, case.rivals) == (None, ())
+
+
+def test_a_device_that_is_lost_while_rivals_run_does_not_cost_the_record(lab, quiet, monkeypatch):
+    bench = bench_of(lab)
+    monkeypatch.setattr(lab, "measure", partial(_until_lost, lab, lab.measure, runs=2))
+    (case,) = bench.run(FAKE, command="", host=lambda: lost(None)).cases
+    assert "illegal memory access" in case.refused
+
+
+def _until_lost(lab, measure, replays, *, runs):
+    lab.measured = getattr(lab, "measured", 0) + len(replays)
+    if lab.measured > runs + 3:  # the ceilings before
+        lost(None)
+    return measure(replays)
+
+
+def test_tuning_on_tensors_refuses_what_is_wrong_or_lost_and_times_the_rest(lab):
+    tuner = Tuner(dispatcher_with("wrong", "lost"), HOST, lab, seed=5, repeats=2)
+    (entry,) = tuner.run([FAKE[0].problem])
+    bad, gone, right = entry.candidates
+    assert bad.refused.startswith("wrong result: output[3]")
+    assert gone.refused == "RuntimeError: an illegal memory access was encountered"
+    assert (bad.timing, gone.timing, right.refused, right.timing.rounds) == (None, None, "", 2)
+
+
+def test_a_device_that_is_lost_while_candidates_are_timed_refuses_all(lab, monkeypatch):
+    tuner = Tuner(dispatcher_with(), HOST, lab, seed=5, repeats=2)
+    measure = lab.measure
+    monkeypatch.setattr(lab, "measure", lambda replays: measure(replays) if len(replays) == 1 else lost(None))
+    (entry,) = tuner.run([FAKE[0].problem])
+    assert [c.refused for c in entry.candidates] == ["RuntimeError: an illegal memory access was encountered"]
+
+
+def test_the_call_of_pycuda_itself_is_timed_where_there_is_one(monkeypatch):
+    """Over a stand-in for PyCUDA."""
+    ran = []
+
+    class Function:
+        def prepare(self, types):
+            assert types == "PPqf"
+
+        def prepared_call(self, grid, block, *arguments):
+            ran.append((grid, block, arguments[2:]))
+
+    loaded = SimpleNamespace(module=SimpleNamespace(get_function=lambda name: Function()))
+    monkeypatch.setattr(host, "find_nvcc", lambda: "nvcc")
+    monkeypatch.setitem(sys.modules, "pycuda.compiler", SimpleNamespace(compile=lambda source, **how: how["arch"]))
+    monkeypatch.setattr(pycuda_backend.PycudaBackend, "load", lambda self, cubin, ordinal: loaded)
+    monkeypatch.setattr(pycuda_context, "pushed", lambda ordinal: nullcontext())
+    dispatcher = Dispatcher(REGISTRY, backends=(NumpyBackend(),))
+    found = {cost.name: cost for cost in launch_costs(dispatcher, HOST)}
+    assert found["pycuda prepared_call"].timing is not None
+    assert set(ran) == {((1, 1), (256, 1, 1), (1024, 0.1))}
+    monkeypatch.setattr(pycuda_backend.PycudaBackend, "load", lost)
+    (cost,) = (cost for cost in launch_costs(dispatcher, HOST) if cost.timing is None)
+    assert (cost.name, cost.refused.partition(":")[0]) == ("pycuda prepared_call", "TypeError")
+    monkeypatch.setattr(host, "find_nvcc", lambda: None)
+    assert "nvcc is not on PATH" in [cost.refused for cost in launch_costs(dispatcher, HOST)]
+
+
+def test_the_command_measures_on_real_tensors(lab, quiet, monkeypatch, capsys, tmp_path):
+    card = HOST.model_copy(update={"name": "a card", "processor": "cuda"})
+    dispatcher = Dispatcher(REGISTRY, backends=(NumpyBackend(),))
+    monkeypatch.setattr(Dispatcher, "devices", (card, HOST))
+    monkeypatch.setattr(command, "Dispatcher", lambda: dispatcher)
+    monkeypatch.setattr(command, "TorchLab", lambda device: lab)
+    monkeypatch.setattr(command, "launch_costs", lambda dispatcher, device, backend: launch_costs(dispatcher, HOST))
+    monkeypatch.setattr(command, "Bench", lambda dispatcher, device, lab, **how: Bench(dispatcher, HOST, lab, **how))
+    path = tmp_path / "run.json"
+    typed = ("bench", "dynamic_range", "--shapes", "4x64", "--element", "f16", "--repeats", "2", "--output", str(path))
+    assert main(typed) == 0
+    (case,) = BenchRecord.load(path).cases
+    assert {rival.name for rival in case.rivals if rival.timing} == {"eager", "compile", "copy"}
+    assert capsys.readouterr().out.startswith("dynamic_range\t4x64\tf16\tskuda\t")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(typed[:-2]) == 0
+    assert "not recorded: --output FILE does that" in capsys.readouterr().out
+
+
+def test_a_gpu_gets_a_stream_and_events_of_its_own_and_a_flush_for_its_cache(monkeypatch):
+    cpu, made = torch.device("cpu"), []
+    monkeypatch.setattr(torch, "device", lambda *names: made.append(names) or cpu)
+    for name, value in (("is_available", True), ("device_count", 2), ("set_device", None), ("Stream", "a stream")):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=1 << 25))
+    card = device_named("h200").model_copy(update={"ordinal": 1, "l2_cache": 0})
+    lab = TorchLab(card)
+    assert made == [("cuda", 1)]
+    assert isinstance(lab.clock, CudaClock)
+    assert lab._written.numel() == 4 << 25
+
+
+def test_what_a_plan_launches_is_named():
+    class OnPaper(CudaCoreBackend):
+        def status(self):
+            return BackendStatus(available=True, detail="on paper")
+
+    card = device_named("h200")
+    dispatcher = Dispatcher(REGISTRY, backends=(OnPaper(), NumpyBackend()))
+    problem = problem_of(OPS["fake_quantize"].descriptor, (1024, 1024), "f32")
+    sku = next(sku for sku in REGISTRY.skus_of("fake_quantize") if (sku.backend, sku.element) == ("cuda_core", "f32"))
+    bench = Bench(dispatcher, card, None, seed=1)
+    fields = bench._named(SimpleNamespace(sku=sku, problem=problem, choice=""))
+    assert fields["sku"] == sku.id
+    assert [re.fullmatch(r"fake_quantize\w* grid \d+ block \d+", step) is not None for step in fields["steps"]] == [
+        True
+    ]
+
+
+def test_bitsandbytes_and_torchao_are_called_as_they_are_declared(lab, seed, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace())
+    quantize = SimpleNamespace(int8_vectorwise_quant=lambda x: (x.shape, x.dtype))
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", quantize)
+    problem = problem_of(OPS["dynamic_range"].descriptor, (4, 8), "f16")
+    (rival,) = (each for each in rivals_of(problem) if each.name == "bitsandbytes")
+    assert rival.make(problem, lab.draw(problem, seed))() == ((4, 8), torch.float16)
+    with pytest.raises(TypeError, match="takes float16, not torch"):
+        rival.make(problem, {"input": torch.zeros(4, 8)})
+
+    def scaled(codes, weight, scale, weight_scale):
+        exact = codes.double() @ weight.double()
+        return (scale[:, None] * weight_scale * exact.float()).to(torch.bfloat16)
+
+    for name in ("torchao", "torchao.prototype", "torchao.prototype.quantized_training"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    module = SimpleNamespace(scaled_int8_mm=scaled)
+    monkeypatch.setitem(sys.modules, "torchao.prototype.quantized_training.int8_mm", module)
+    for op in ("smoothquant_linear", "quantized_linear"):
+        problem = problem_of(OPS[op].descriptor, (24, 16, 32), "bf16")
+        inputs = lab.draw(problem, seed)
+        (rival,) = (each for each in rivals_of(problem) if each.name == "torchao")
+        assert lab.mismatch(OPS[op], problem, inputs, {"output": rival.make(problem, inputs)()}, 0) == ""
+
+
+def test_a_problem_without_a_formula_has_no_eager_rival(lab, seed):
+    fields = {"n": 4, "d": 8, "q_min": -7, "q_max": 7, "input_element": "bf16", "output_element": "s4"}
+    problem = DynamicRangeQuantizeDescriptor(**fields)
+    for rival in rivals_of(problem)[:2]:
+        with pytest.raises(NotImplementedError, match="no formula in torch operations"):
+            rival.make(problem, lab.draw(problem, seed))
+    product = problem_of(OPS["smoothquant_linear"].descriptor, (3, 8, 16), "bf16")
+    assert answer(product.model_copy(update={"act_zero_point": 3}), lab.draw(product, seed)) is None

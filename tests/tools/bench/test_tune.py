@@ -1,0 +1,519 @@
+"""`skuda tune`: what is timed and what is refused, what the command writes, shows and does not do, on real kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from paths import TESTS
+from stub_driver.build import build
+from toy import ToyDescriptor, toy_op, toy_sku
+
+from skuda.dispatch import Backend, BackendStatus, Device, Dispatcher, Tuning, device_named
+from skuda.dispatch.backends.numpy import HostRunner, NumpyBackend
+from skuda.dispatch.compile.cache import CubinCache
+from skuda.dispatch.compile.compilers import find_nvrtc
+from skuda.dispatch.compile.sources import source_hash
+from skuda.dispatch.device import HOST
+from skuda.kernels.launch import Choice
+from skuda.registry import BackendSpec, Registry, Unsupported
+from skuda.tools.bench import lab
+from skuda.tools.bench.lab import HostLab
+from skuda.tools.bench.tune_command import _slug
+from skuda.tools.bench.tuner import Tuner, environment
+from skuda.tools.cli import main
+from skuda.tools.verify.trial import answer
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+# --- what is measured ------------------------------------------------------------------------------------------------
+
+
+class Odd(Backend):
+    """Another CPU backend: y = x + x, in two configurations, one of which may be wrong or fail."""
+
+    spec = BackendSpec(name="odd", processor="cpu")
+
+    def __init__(self, trouble=None):
+        self.trouble = trouble
+
+    def status(self):
+        return BackendStatus(available=True, detail="odd 1.0")
+
+    def devices(self):
+        return (HOST,)
+
+    def choices(self, sku, problem, device):
+        return (Choice("wide", 1.0), Choice("narrow", 2.0))
+
+    def prepare(self, sku, problem, device, choice=""):
+        trouble = self.trouble if choice == "narrow" else None
+        if trouble == "fails":
+            raise RuntimeError("no\x1b[2J room\nfor it")
+
+        def kernel(problem, *, x, y):
+            SPENT.append({"wide": 30.0, "narrow": 10.0}[choice])
+            if trouble != "idle":  # what the kernel before it wrote was right
+                y[...] = x + x
+            if trouble == "wrong":
+                y[1] = 7
+
+        return HostRunner(problem, kernel)
+
+
+SPENT = []
+"""What kernels say that they cost, in microseconds."""
+
+
+class MadeUpClock(HostLab):
+    """A lab whose clock shows what kernels say; the reference says nothing and costs 20."""
+
+    runs = ()
+
+    def measure(self, replays):
+        self.runs = []
+        for replay in replays:
+            SPENT.clear()
+            replay()
+            self.runs.append(sum(SPENT) or 20.0)
+        return self.runs
+
+
+ODD = toy_sku(backend="odd", variant="fast")
+
+
+def tuner(trouble=None, **more):
+    registry = Registry([Odd.spec, toy_op(ODD, toy_sku())])
+    dispatcher = Dispatcher(registry, backends=[Odd(trouble), NumpyBackend()], tuning="")
+    return Tuner(dispatcher, HOST, MadeUpClock(registry), seed=3, **more)
+
+
+def test_every_kernel_is_timed_in_each_configuration_best_first():
+    made = tuner(repeats=7)
+    seen = []
+    (entry,) = made.run([ToyDescriptor(m=5)], lambda *told: seen.append(told))
+    assert [(c.sku, c.choice) for c in entry.candidates] == [(ODD.id, "wide"), (ODD.id, "narrow"), (toy_sku().id, "")]
+    assert [c.timing.median for c in entry.candidates] == [30.0, 10.0, 20.0]
+    assert {c.timing.rounds for c in entry.candidates} == {7}
+    assert entry.candidates[0].source_hash == source_hash(ODD)
+    assert entry.problem == ToyDescriptor(m=5).model_dump(mode="json")
+    assert (entry.seed, entry.date[:2]) == (3, "20")
+    # All in turn, so that a clock that drifts hits all alike.
+    assert sorted(made.lab.runs[:3]) == sorted(made.lab.runs[3:6]) == [10.0, 20.0, 30.0]
+    assert seen == [(0, 3, "compiling"), (0, 3, "toy"), (1, 3, "toy"), (2, 3, "toy")]
+
+
+def test_the_definition_is_asked_once_a_problem_however_many_are_compared_with_it(monkeypatch):
+    asked = []
+
+    def counted(op, problem, inputs):
+        asked.append(problem)
+        return answer(op, problem, inputs)
+
+    monkeypatch.setattr(lab, "reference_answer", counted)
+    problems = [ToyDescriptor(m=5), ToyDescriptor(m=6)]
+    assert [len(entry.candidates) for entry in tuner().run(problems)] == [3, 3]
+    assert asked == problems
+
+
+def test_its_times_choose():
+    made = tuner()
+    tuning = Tuning(environment=environment(HOST), entries=made.run([ToyDescriptor(m=5)]))
+    found = Dispatcher(made.dispatcher.registry, backends=[Odd(), NumpyBackend()], tuning=tuning)
+    plan = found.select(ToyDescriptor(m=5))
+    assert (plan.sku, plan.choice) == (ODD, "narrow")
+    np.testing.assert_array_equal(plan.run(x=np.ones(5, np.float32)), np.full(5, 2))
+
+
+@pytest.mark.parametrize(
+    ("trouble", "says"),
+    [
+        ("wrong", r"wrong result: y\[1\]: got 7.0 .*1 of 5 elements differ"),
+        ("idle", r"wrong result: y\[0\]: got nan .*5 of 5 elements differ"),
+        ("fails", r"RuntimeError: no \[2J room"),
+    ],
+)
+def test_what_is_wrong_or_fails_is_refused_and_never_timed(trouble, says):
+    (entry,) = tuner(trouble).run([ToyDescriptor(m=5)])
+    wide, narrow, reference = entry.candidates
+    assert narrow.timing is None
+    assert re.match(says, narrow.refused)
+    assert narrow.refused.isprintable()
+    assert wide.timing.median == 30.0
+    assert reference.timing.median == 20.0
+
+
+def test_a_problem_that_nobody_serves_is_refused_before_anything_is_timed():
+    made = tuner()
+    with pytest.raises(Unsupported):
+        made.run([ToyDescriptor(m=5), ToyDescriptor(element="f64")])
+    assert made.lab.runs == ()
+
+
+def test_only_one_backend_where_it_is_asked_for():
+    (entry,) = tuner(backend="numpy").run([ToyDescriptor(m=5)])
+    assert [c.sku for c in entry.candidates] == [toy_sku().id]
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+PLUGIN = """
+    import time
+    from typing import Any, ClassVar, Literal
+    import numpy as np
+    from skuda.dispatch import Backend, BackendStatus
+    from skuda.dispatch.backends.numpy import HostRunner
+    from skuda.dispatch.device import HOST
+    from skuda.registry import *
+
+    class TwiceDescriptor(Descriptor):
+        "Problem of `twice`."
+        op: Literal["twice"] = "twice"
+        category: ClassVar = OpCategory.UNARY_ELEMENTWISE
+        element_field: ClassVar = "element"
+        n: int
+        element: ElementKind = ElementKind.F32
+
+        def arguments(self):
+            return (Argument("x", Role.INPUT, (self.element,), (self.n,)),
+                    Argument("y", Role.OUTPUT, (self.element,), (self.n,)))
+
+    def reference(problem, *, x: Any, y: Any) -> None:
+        y[...] = 2 * x
+
+    def slow(problem, *, x: Any, y: Any) -> None:
+        time.sleep(0.005)
+        y[...] = 2 * x
+
+    def wrong(problem, *, x: Any, y: Any) -> None:
+        y[...] = 3 * x
+
+    class Odd(Backend):
+        spec = BackendSpec(name="odd", processor="cpu")
+        def status(self):
+            return BackendStatus(available=True, detail="odd 1.0")
+        def devices(self):
+            return (HOST,)
+        def prepare(self, sku, problem, device):  # as before there were configurations
+            return HostRunner(problem, globals()[sku.entry_point])
+
+    def sku(backend, entry_point):
+        return KernelSku(category="unary_elementwise", op="twice", element="f32", arch="cpu", backend=backend,
+                         variant=entry_point, source=__name__, entry_point=entry_point,
+                         precision_guarantee={"math_precision": "f32", "accumulator": "f32"})
+
+    KERNELS = [Op(TwiceDescriptor, reference, (Case(TwiceDescriptor(n=3)),),
+                  (sku("odd", "slow"), sku("odd", "wrong"), sku("numpy", "reference")), source="here")]
+"""
+SLOW, REFERENCE = (f"unary_elementwise.twice.f32.plain.cpu.{name}" for name in ("odd.slow", "numpy.reference"))
+TWICE = ["tune", "twice", "--n", "5000", "--repeats", "5"]
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Install a package with a backend and two kernels for it: one slow, one wrong."""
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.delenv("SKUDA_TUNING", raising=False)
+    monkeypatch.setenv("SKUDA_PLUGINS", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+
+    def make():
+        info = tmp_path / "site" / "odd_package-1.0.dist-info"
+        info.mkdir(parents=True)
+        (tmp_path / "site" / "odd_package.py").write_text(textwrap.dedent(PLUGIN))
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd_package\nVersion: 1.0\n")
+        points = "[skuda.backends]\nodd = odd_package:Odd\n\n[skuda.kernels]\nodd = odd_package:KERNELS\n"
+        (info / "entry_points.txt").write_text(points)
+
+    yield make
+    sys.modules.pop("odd_package", None)
+
+
+@pytest.fixture
+def skuda(capsys):
+    def run(*arguments):
+        return main(arguments), *capsys.readouterr()
+
+    return run
+
+
+def test_two_cpu_backends_from_the_shell_to_a_run(install, skuda, monkeypatch):
+    install()
+    status, out, err = skuda(*TWICE, "--seed", "4")
+    assert status == 1, err
+    assert "odd.wrong: wrong result: y[0]" in err
+    assert "written to tuning-cpu.json; SKUDA_TUNING=tuning-cpu.json uses it" in err
+    assert list(Path().iterdir()) == [Path("tuning-cpu.json")]
+    rows = [line.split("\t") for line in out.splitlines()]
+    assert [row[2] for row in rows][:2] == [REFERENCE, SLOW]
+    assert [row[8] for row in rows] == ["chosen", "", ""]
+    assert float(rows[1][4]) > 5000
+    assert rows[2][4] == ""
+    assert "wrong result" in rows[2][9]
+    # Nobody uses it who was not told to.
+    problem = Dispatcher().describe("twice", n=5000)
+    assert Dispatcher().select(problem).sku.id == SLOW
+    monkeypatch.setenv("SKUDA_TUNING", "tuning-cpu.json")
+    dispatcher = Dispatcher()
+    x = np.arange(5000, dtype=np.float32)
+    np.testing.assert_array_equal(dispatcher.run(problem, x=x), 2 * x)
+    assert dispatcher.select(problem).sku.id == REFERENCE
+    assert "chosen by tuning-cpu.json" in dispatcher.select(problem).measured
+    assert Dispatcher().select(Dispatcher().describe("twice", n=5001)).sku.id == SLOW
+    # Tuning again compares with the ranking, not with what was tuned before.
+    skuda(*TWICE, "--output", "again.json")
+    assert [c.sku for c in Tuning.load(Path("again.json")).entries[0].candidates][0::2] == [SLOW, REFERENCE]
+    skuda(*TWICE, "--output", "odd.json", "--backend", "odd")
+    assert {".odd." in c.sku for c in Tuning.load(Path("odd.json")).entries[0].candidates} == {True}
+
+
+def test_explain_says_what_was_measured(install, skuda, monkeypatch):
+    install()
+    skuda(*TWICE)
+    asked = ["explain", "twice", "--n", "5000"]
+    assert "tuning" not in skuda(*asked)[1]
+    _, out, _ = skuda(*asked, "--tuning", "tuning-cpu.json")
+    rows = [line.split("\t") for line in out.splitlines()]
+    assert ["chosen", REFERENCE] in rows
+    (said,) = (row for row in rows if row[0] == "tuning")
+    assert said[1:3] == ["tuning-cpu.json", "chosen"]
+    assert "faster than the" in said[3]
+    assert {row[1] for row in rows if row[0] == "measured"} == {REFERENCE, SLOW, SLOW.replace("slow", "wrong")}
+    monkeypatch.setenv("SKUDA_TUNING", "tuning-cpu.json")
+    assert skuda(*asked)[1] == out
+    found = json.loads(skuda(*asked, "--json")[1])["verdict"]
+    assert found["chosen"]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    _, page, _ = skuda(*asked)
+    page = ANSI.sub("", page)
+    assert "measured, by tuning-cpu.json" in page
+    assert re.search(r"\d us cpu odd slow", page)
+    assert "refused when it was measured: wrong result" in re.sub(r"\s+", " ", page)
+    assert max(map(len, page.splitlines())) <= 80
+
+
+def test_a_page_for_people_ends_with_how_to_use_it(install, skuda, monkeypatch):
+    install()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    _, out, err = skuda(*TWICE, "--output", "my times.json", "--margin", "2.5")
+    page = ANSI.sub("", out)
+    assert page.splitlines()[-1] == (
+        "written to my times.json; SKUDA_TUNING='my times.json' uses it, or Dispatcher(tuning='my times.json')"
+    )
+    assert "margin 2.5 %" in page
+    assert "chosen by time: " in page
+    assert "refused: " in ANSI.sub("", err)
+    status, again, err = skuda("tune", "--show", "my times.json")
+    assert (status, err) == (0, "")
+    assert ANSI.sub("", again).strip() == page.rpartition("written to")[0].strip()
+    assert max(map(len, ANSI.sub("", again).splitlines())) <= 80
+    tuning = json.loads(skuda("tune", "--show", "my times.json", "--json")[1])
+    assert tuning == json.loads(Path("my times.json").read_text())
+
+
+def test_a_file_of_kernels_that_are_not_here_is_shown_still(install, skuda, monkeypatch):
+    install()
+    skuda(*TWICE)
+    monkeypatch.setenv("SKUDA_PLUGINS", "0")
+    status, out, _ = skuda("tune", "--show", "tuning-cpu.json")
+    assert status == 0
+    assert out.count("the op is not registered here") == 2
+    assert out.count("\n") == 3
+
+
+def test_a_file_of_problems_that_are_none_any_more_is_shown_still(install, skuda, monkeypatch):
+    install()
+    skuda(*TWICE)
+    record = json.loads(Path("tuning-cpu.json").read_text())
+    (entry,) = record["entries"]
+    for number, (field, value) in enumerate((("n", -1.5), ("element", None), ("more", "\x1b[2J"))):
+        fields = {**entry["problem"], field: value}
+        if value is None:
+            del fields[field]
+        record["entries"].append({**entry, "problem": fields, "seed": number})
+    Path("old.json").write_text(json.dumps(record))
+    for colour in ("", "1"):
+        monkeypatch.setenv("FORCE_COLOR", colour)
+        status, out, _ = skuda("tune", "--show", "old.json")
+        assert status == 0
+        assert out.count("the op has changed: TwiceDescriptor:") >= 2
+        assert "the op has more fields now" in out
+        assert "[2J" in out
+        assert "\x1b[2J" not in out
+
+
+def test_more_problems_are_taken_in_only_where_it_is_asked_for(install, skuda):
+    install()
+    skuda(*TWICE)
+    before = Path("tuning-cpu.json").read_text()
+    other = ["tune", "fake_quantize", "--shapes", "8x16,4x4", "--element", "f16", "--repeats", "3"]
+    status, out, err = skuda(*other)
+    assert (status, out) == (2, "")
+    assert "--output must be a new file, or stand beside --update; had tuning-cpu.json" in err
+    assert Path("tuning-cpu.json").read_text() == before
+    assert skuda(*other, "--update")[0] == 0
+    found = Tuning.load(Path("tuning-cpu.json"))
+    assert [entry.op for entry in found.entries] == ["twice", "fake_quantize", "fake_quantize"]
+    assert json.loads(before)["entries"][0] == found.entries[0].model_dump(mode="json")
+    text = Path("tuning-cpu.json").read_text()
+    for old, new, name in (
+        ('"driver": "', '"driver": "another ', "driver"),
+        ('"numpy": "', '"numpy": "0', "the version of numpy"),
+        ('"margin": 3.0', '"margin": 4.0', "margin"),
+    ):
+        Path("tuning-cpu.json").write_text(text.replace(old, new))
+        status, _, err = skuda(*other, "--update", "--margin", "3")
+        assert status == 2
+        assert f"{name} must be that of the entries there are" in err
+    assert skuda(*other, "--update")[0] == 0, "the file's own margin is kept"
+    assert Tuning.load(Path("tuning-cpu.json")).margin == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "OPS must be named first"),
+        (["--n", "3"], "OPS must be named first"),
+        (["fake_quantise"], "OPS must be an op of the quantization family"),
+        (["thrice", "--n", "3"], "OPS must be a registered op"),
+        (["fill", "dynamic_range", "--numel", "3"], "OPS must be one where its fields follow"),
+        (["fill", "--numel", "3", "--shapes", "3x4"], "--shapes must be left out where an op's fields are given"),
+        (["fill", "--numels", "3"], "perhaps --numel"),
+        (["fake_quantize", "--shapes", "3"], "tune: --shapes must be ROWSxCOLUMNS"),
+        (["fake_quantize", "--element", "s8"], "tune: --element must be one of"),
+        (["fill", "--numel", "3", "--backend", "metal"], "--backend must be one of"),
+        (["fill", "--numel", "3", "--margin", "-1"], "margin must be at least 0"),
+        (["fill", "--numel", "3", "--output", "absent/x.json"], "--output must be in a folder that is there"),
+        (["fill", "--show", "x.json"], "OPS must be left out: --show measures nothing"),
+        (["--show", "x.json"], "the file must be a file that `skuda tune` wrote"),
+    ],
+)
+def test_bad_input_is_told_in_one_line_and_nothing_is_written(skuda, tmp_path, monkeypatch, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    status, out, err = skuda("tune", *arguments)
+    assert (status, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1 + err.count("skuda: assumed ")
+    assert not list(Path().iterdir())
+
+
+def test_where_nobody_serves_the_problem_the_answer_is_no(skuda, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, _, err = skuda("tune", "fill", "--numel", "3", "--backend", "pycuda")
+    assert status == 1
+    assert "no kernel for fill" in err
+    assert not list(Path().iterdir())
+
+
+def test_a_file_that_does_not_work_is_a_finding_of_the_doctor_and_stops_everybody_else(skuda, tmp_path, monkeypatch):
+    monkeypatch.setenv("SKUDA_TUNING", str(tmp_path / "absent.json"))
+    rows = [line.split("\t") for line in skuda("doctor")[1].splitlines()]
+    (found,) = (row for row in rows if row[1] == "Tuning")
+    assert found[0] == "broken"
+    assert "absent.json" in found[3]
+    assert all(row[0] == "ok" for row in rows if row[1] == "Kernels and backends" and row[2] == "registry")
+    assert skuda("explain", "fill", "--numel", "3")[0] == 2
+    Tuning(environment=environment(HOST)).save(tmp_path / "absent.json")
+    assert "ok\tTuning\tmeasured times" in skuda("doctor")[1]
+
+
+def test_a_file_is_named_after_its_device():
+    assert _slug(HOST) == "cpu"
+    assert _slug(device_named("h200")) == "h200"
+    assert _slug(Device(name="NVIDIA RTX PRO 6000 (Blackwell)", processor="cuda")) == "rtx-pro-6000-blackwell"
+
+
+# --- a driver that is real enough ------------------------------------------------------------------------------------
+
+RULE = """
+from dataclasses import replace
+from skuda.kernels.launch import Choice
+from toykernels.scaled import scaled
+
+CHOICES = (Choice("256 threads", 1.0), Choice("64 threads", 2.0))
+
+def rule(problem, device, choice=""):
+    launch = scaled(problem, device)
+    name = choice or CHOICES[0].name
+    (step,) = launch.steps
+    threads = int(name.split()[0])
+    return replace(launch, steps=(replace(step, block=(threads, 1, 1)),), flags=(f"-DTHREADS={threads}",),
+                   choices=CHOICES, choice=name)
+"""
+PROCESS = """
+import sys
+from pathlib import Path
+from fakes import FakeArray
+from toykernels import scaled as toy
+from skuda.dispatch import Dispatcher, Tuning
+from skuda.dispatch.compile.sources import source_hash
+from skuda.dispatch.select.tuning import Timing
+from skuda.dispatch.select.tuning import Candidate, Entry
+from skuda.registry import Op, Case, Registry
+from skuda.tools.bench.tuner import environment
+
+problem = toy.ScaledDescriptor(numel=32)
+sku = toy.sku("scaled", "cuda_core", launch="tiled_rule:rule")
+registry = Registry([Op(toy.ScaledDescriptor, toy.reference, (Case(problem),), (sku,), source="here")])
+d = Dispatcher(registry, tuning="")
+def measured(choice, us):
+    timing = Timing(median=us, p10=us, p90=us, best=us, rounds=9)
+    return Candidate(sku=sku.id, choice=choice, source_hash=source_hash(sku), timing=timing)
+candidates = (measured("256 threads", 9.0), measured("64 threads", 5.0))
+entry = Entry(problem=problem.model_dump(mode="json"), date="now", seed=1, candidates=candidates)
+Tuning(environment=environment(d.devices[0]), entries=(entry,)).save(Path("pinned.json"))
+arrays = {"x": FakeArray((32,), address=0x1000000000010000), "y": FakeArray((32,), address=0x1000000000020000)}
+for tuning in ("", "pinned.json"):
+    plan = Dispatcher(registry, tuning=tuning).select(problem)
+    plan.run(scale=0.5, **arrays)
+    print(plan.choice, plan.notes[:2], sep="|")
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to build the stub driver with")
+@pytest.mark.skipif(find_nvrtc() is None, reason="no NVRTC wheels")
+@pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="cuda-bindings are not installed")
+def test_the_configuration_reaches_the_compiler_and_the_driver(tmp_path):
+    (tmp_path / "stub").mkdir()
+    stub = build(tmp_path / "stub").parent
+    (tmp_path / "tiled_rule.py").write_text(RULE)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SKUDA_", "CUDA_"))}
+    ran = subprocess.run(
+        [sys.executable, "-c", PROCESS],
+        env=clean
+        | {
+            "LD_LIBRARY_PATH": str(stub),
+            "SKUDA_CACHE_DIR": str(tmp_path / "cache"),
+            "SKUDA_STUB_LOG": str(tmp_path / "log"),
+            "SKUDA_PLUGINS": "0",
+            "PYTHONPATH": os.pathsep.join((str(TESTS), str(tmp_path))),
+        },
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    first, second = (line.split("|") for line in ran.stdout.splitlines())
+    assert first[0] == ""
+    assert "configuration 256 threads" in first[1]
+    assert second[0] == "64 threads"
+    assert "chosen by pinned.json: 5.0 us measured, 44.4 % faster" in second[1]
+    assert "configuration 64 threads" in second[1]
+    blocks = [line.split()[5] for line in (tmp_path / "log").read_text().splitlines() if " cuLaunchKernel" in line]
+    assert blocks == ["256,1,1", "64,1,1"]
+    cubins = CubinCache(tmp_path / "cache").entries()
+    assert sorted(facts["flags"][-1] for _, facts in cubins) == ["-DTHREADS=256", "-DTHREADS=64"]

@@ -1,0 +1,1 @@
+"""Measuring: `skuda bench` and `skuda tune`."""

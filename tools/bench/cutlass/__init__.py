@@ -1,0 +1,1 @@
+"""CUTLASS as a rival of `skuda bench`."""

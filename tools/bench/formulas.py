@@ -1,0 +1,211 @@
+"""The ops as torch operations: the expected results of a bench, and the basis of its rivals.
+
+They are independent of the kernels. They divide by a tensor, because torch divides by a number by multiplying with its
+reciprocal, and compute products in f64, where sums of int8 products are exact. Inputs must be finite and scales
+positive, as a bench draws them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from skuda.kernels.linear.problem import LinearProblem
+from skuda.kernels.quantize.dequantize import Dequantize
+from skuda.kernels.quantize.dequantize_backward import DequantizeBackward
+from skuda.kernels.quantize.dynamic_range import DynamicRangeQuantizeDescriptor
+from skuda.kernels.quantize.fake_quantize import FakeQuantize
+from skuda.kernels.quantize.fake_quantize_backward import FakeQuantizeBackward
+from skuda.kernels.quantize.granularity import AffineProblem, PerChannel, PerGroup, PerTensor
+from skuda.kernels.quantize.quantize import Quantize
+from skuda.kernels.quantize.quantize_backward import QuantizeBackward
+from skuda.registry.descriptor import Descriptor
+from skuda.registry.elements import ElementKind
+from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, EpilogueKind
+
+Shape = tuple[int, ...]
+Formula = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function of tensors, and the tensors to call it with."""
+
+_DTYPES = {
+    ElementKind.F16: "float16",
+    ElementKind.BF16: "bfloat16",
+    ElementKind.F32: "float32",
+    ElementKind.F64: "float64",
+    ElementKind.S8: "int8",
+    ElementKind.U8: "uint8",
+    ElementKind.S4: "uint8",
+    ElementKind.U4: "uint8",
+    ElementKind.S32: "int32",
+}
+
+
+def torch_dtype(element: ElementKind) -> Any:
+    """Return torch's dtype for an array that stores `element`."""
+    return getattr(importlib.import_module("torch"), _DTYPES[element])
+
+
+def views(problem: Descriptor) -> tuple[Shape, Shape]:
+    """Return the shapes in which data and scale of an affine problem broadcast against each other."""
+    match problem:
+        case PerTensor():
+            return (problem.numel,), (1,)
+        case PerChannel():
+            return problem.shape, tuple(n if at == problem.axis else 1 for at, n in enumerate(problem.shape))
+        case PerGroup():
+            shape = (problem.outer_size, problem.num_groups)
+            return (*shape, problem.group_size), (*shape, 1)
+        case DynamicRangeQuantizeDescriptor(scope=DynamicRangeScope.GROUP):
+            return (*problem.segment_shape, problem.group_size or 1), (*problem.segment_shape, 1)
+        case DynamicRangeQuantizeDescriptor(scope=DynamicRangeScope.TENSOR):
+            return problem.data_shape, (1, 1)
+        case DynamicRangeQuantizeDescriptor(scope=DynamicRangeScope.CHANNEL, axis=1):
+            return problem.data_shape, (1, problem.d)
+        case _:
+            rows, columns = getattr(problem, "data_shape", (0, 0))
+            return (rows, columns), (rows, 1)
+
+
+def formula(problem: Descriptor, inputs: Mapping[str, Any]) -> Formula | None:
+    """Return an affine op as a function of tensors that returns the op's outputs in their order.
+
+    Return None for products, asymmetric ranges and packed codes. A symmetric range returns no zero points, which are 0.
+    """
+    elements = {element for argument in problem.arguments() for element in argument.elements}
+    if not isinstance(problem, AffineProblem) or any(element.is_packed for element in elements):
+        return None
+    terms = _Terms(problem, inputs)
+    match problem:
+        case DynamicRangeQuantizeDescriptor(mode=DynamicRangeMode.SYMMETRIC):
+            return terms.ranged(problem)
+        case Dequantize():
+            return terms.dequantize, (*terms.arrays("input"), *terms.factors())
+        case DequantizeBackward():
+            return terms.dequantize_backward, (*terms.arrays("d_output"), *terms.factors("scale"))
+        case Quantize():
+            return terms.quantize, (*terms.arrays("input"), *terms.factors())
+        case FakeQuantize():
+            return terms.fake_quantize, (*terms.arrays("input"), *terms.factors())
+        case QuantizeBackward():
+            return terms.quantize_backward, (*terms.arrays("input", "d_output"), *terms.factors())
+        case FakeQuantizeBackward():
+            return terms.passed, (*terms.arrays("input", "d_output"), *terms.factors())
+        case _:
+            return None
+
+
+class _Terms:
+    """A problem's tensors, reshaped to broadcast, and its formulas over them."""
+
+    def __init__(self, problem: AffineProblem, inputs: Mapping[str, Any]) -> None:
+        self._torch: Any = importlib.import_module("torch")
+        element: ElementKind = getattr(problem, problem.element_field)
+        self.stored, self.compute = torch_dtype(element), torch_dtype(element.compute)
+        self.data, self.segment = views(problem)
+        self.low, self.high = getattr(problem, "q_min", 0), getattr(problem, "q_max", 0)
+        self._inputs = inputs
+        self._device = next(value.device for value in inputs.values() if hasattr(value, "device"))
+
+    def arrays(self, *names: str) -> tuple[Any, ...]:
+        return tuple(self._inputs[name].reshape(self.data) for name in names)
+
+    def factors(self, *names: str) -> tuple[Any, ...]:
+        """Return scale and zero point as tensors, even if they are given as numbers."""
+        dtypes = {"scale": self.compute, "zero_point": self._torch.int32}
+        make = self._torch.as_tensor
+        made = (make(self._inputs[name], dtype=dtypes[name], device=self._device) for name in names or dtypes)
+        return tuple(factor.reshape(self.segment) for factor in made)
+
+    def codes(self, x: Any, scale: Any, zero: Any) -> Any:
+        return self._torch.round(x.to(self.compute) / scale) + zero
+
+    def passed(self, x: Any, gradient: Any, scale: Any, zero: Any) -> Any:
+        q = self.codes(x, scale, zero)
+        return self._torch.where((q >= self.low) & (q <= self.high), gradient, 0).to(self.stored)
+
+    def quantize(self, x: Any, scale: Any, zero: Any) -> Any:
+        return self.codes(x, scale, zero).clamp(self.low, self.high).to(self._torch.int8)
+
+    def quantize_backward(self, x: Any, gradient: Any, scale: Any, zero: Any) -> Any:
+        return self.passed(x, gradient.to(self.compute) / scale, scale, zero)
+
+    def fake_quantize(self, x: Any, scale: Any, zero: Any) -> Any:
+        return ((self.codes(x, scale, zero).clamp(self.low, self.high) - zero) * scale).to(self.stored)
+
+    def dequantize(self, q: Any, scale: Any, zero: Any) -> Any:
+        return ((q.to(self.compute) - zero) * scale).to(self.stored)
+
+    def dequantize_backward(self, gradient: Any, scale: Any) -> Any:
+        return (gradient.to(self.compute) * scale).to(self.stored)
+
+    def ranged(self, problem: DynamicRangeQuantizeDescriptor) -> Formula:
+        torch, axes = self._torch, tuple(at for at, size in enumerate(self.segment) if size == 1)
+        code = torch_dtype(problem.output_element)
+
+        def symmetric(x: Any, most: Any) -> Any:
+            scale = x.abs().amax(axes, keepdim=True).to(self.compute) / most
+            scale = torch.where(scale == 0, 1, scale)
+            return torch.round(x.to(self.compute) / scale).clamp(self.low, self.high).to(code), scale
+
+        return symmetric, (*self.arrays("input"), torch.full((1,), self.high, dtype=self.compute, device=self._device))
+
+
+def answer(problem: Descriptor, inputs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Compute the expected outputs with torch, in the op's order and in any shape.
+
+    Return None where there is no formula, so that only the op's reference can compute them.
+    """
+    torch: Any = importlib.import_module("torch")
+    if isinstance(problem, LinearProblem):
+        return _product(torch, problem, inputs)
+    found = formula(problem, inputs)
+    if found is None:
+        return None
+    function, tensors = found
+    result = function(*tensors)
+    if not isinstance(result, tuple):
+        return (result,)
+    codes, scale = result
+    return codes, scale, torch.zeros_like(scale, dtype=torch.int32)
+
+
+def token_codes(problem: Any, activation: Any) -> tuple[Any, Any]:
+    """Quantize an activation of shape (m, k) as `quantized_linear` does: codes, and one scale per row."""
+    own = DynamicRangeQuantizeDescriptor(
+        n=problem.m,
+        d=problem.k,
+        q_min=problem.q_min,
+        q_max=problem.q_max,
+        input_element=problem.activation_element,
+        output_element=problem.code_element,
+    )
+    found = formula(own, {"input": activation})
+    assert found is not None
+    codes, scale = found[0](*found[1])
+    return codes, scale
+
+
+def scaled_mm(torch: Any, a: Any, b: Any, one: Any) -> Any:
+    """Multiply e4m3 matrices into bf16; `one` is the scale 1, which torch requires."""
+    return torch._scaled_mm(  # noqa: SLF001  torch's fp8 product has no public name
+        a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def _product(torch: Any, problem: Any, inputs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    output: ElementKind = problem.output if hasattr(problem, "output") else problem.output_element
+    zero = getattr(problem, "act_zero_point", 0) or problem.has_weight_zero_point
+    if zero or problem.epilogue is not EpilogueKind.IDENTITY or not output.is_float:
+        return None
+    compute = torch_dtype(problem.compute)
+    weight, weight_scale = inputs["weight_q"], inputs["weight_scale"].to(compute)
+    if "activation" in inputs:
+        codes, scale = token_codes(problem, inputs["activation"])
+        scale = scale.to(compute)
+    else:
+        codes = inputs["act_q"]
+        scale = torch.full((1, 1), problem.act_scale, dtype=compute, device=weight.device)
+    # The product is exact, because f64 holds every partial sum.
+    exact = codes.to(torch.float64) @ weight.to(torch.float64).T
+    return ((scale * weight_scale * exact.to(compute)).to(torch_dtype(output)),)

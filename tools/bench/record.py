@@ -1,0 +1,260 @@
+"""The record of ``skuda bench``: times, their share of the ceilings, and the rivals' times."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, JsonValue
+
+from skuda.dispatch.compile.code import code_hash
+from skuda.dispatch.device import Device
+from skuda.dispatch.select.tuning import Timing
+from skuda.registry.errors import InvalidRecord
+from skuda.registry.registry import Registry
+from skuda.registry.value import Real, Size, Value
+from skuda.tools.bench.work import Work
+from skuda.tools.files import write_whole
+from skuda.tools.verify.evidence import evidence_directory
+from skuda.tools.verify.fingerprint import source_hash
+
+_KIND = ("skuda bench", 1)
+
+
+class RivalResult(Value):
+    """The result of another library's routine on the same problem, in the same rounds.
+
+    Attributes
+    ----------
+    name, computes : str
+        Its name, and how its computation differs from the op's.
+    timing : Timing or None
+        None if it did not run; `refused` gives the reason.
+    ratio : float or None
+        Its median over ours: above 1 if ours is faster.
+    chosen : str
+        The fastest of its alternatives, which was timed; empty if there is only one.
+    """
+
+    name: str
+    computes: str
+    timing: Timing | None = None
+    ratio: Real | None = None
+    refused: str = ""
+    chosen: str = ""
+
+
+class Ceilings(Value):
+    """The highest rates of this device in the same run; None if it could not be measured, with the reason in `notes`.
+
+    `copy_bandwidth` is bytes per second, read and written, of the fastest large copy; `bf16` and `fp8` are operations
+    per second of a large matrix product. int8 has the tensor rate of fp8.
+    """
+
+    copy_bandwidth: Real | None = None
+    bf16: Real | None = None
+    fp8: Real | None = None
+    notes: tuple[str, ...] = ()
+
+    def bound(self, work: Work) -> tuple[Literal["memory", "compute"], float | None]:
+        """Return what bounds some work, and its least time in microseconds; None if no ceiling is known."""
+        memory = work.bytes / self.copy_bandwidth * 1e6 if self.copy_bandwidth else None
+        compute = work.operations / self.fp8 * 1e6 if self.fp8 and work.operations else None
+        if compute is not None and compute >= (memory or 0):
+            return "compute", compute
+        return "memory", memory
+
+
+class CaseResult(Value):
+    """The result of one problem.
+
+    Attributes
+    ----------
+    label, op, element, shape, problem
+        The case's label, its op, the element of its data, rows and columns or M, N and K, and the descriptor's fields.
+    sku, steps
+        Id of the kernel that the dispatcher chose, empty if there is none; entry, grid and block of its launches.
+    source_hash : str
+        See `skuda.tools.verify.fingerprint.source_hash`; if the kernel's hash differs today, the result is stale.
+    bytes, operations : int
+        See `Work`.
+    timing : Timing or None
+        None if it was refused.
+    bound, ceiling_share
+        The ceiling that bounds it, and the least time at that ceiling over the median: 1 is as fast as the ceiling.
+    bytes_per_second, operations_per_second : float or None
+        Work over the median; operations of products only.
+    rivals : tuple of RivalResult
+        The rivals' results.
+    refused : str
+        Why it was not timed: a wrong result, or no kernel.
+    """
+
+    label: str
+    op: str
+    shape: tuple[Size, ...]
+    element: str
+    problem: dict[str, JsonValue]
+    sku: str = ""
+    steps: tuple[str, ...] = ()
+    source_hash: str = ""
+    bytes: Size
+    operations: Size
+    timing: Timing | None = None
+    bound: Literal["memory", "compute"] = "memory"
+    bytes_per_second: Real | None = None
+    operations_per_second: Real | None = None
+    ceiling_share: Real | None = None
+    rivals: tuple[RivalResult, ...] = ()
+    refused: str = ""
+
+    def __hash__(self) -> int:
+        return hash((self.label, self.sku, self.timing))
+
+    @property
+    def size(self) -> str:
+        """The shape as it is typed: ``4096x4096``."""
+        return "x".join(map(str, self.shape))
+
+    def judged(self, ceilings: Ceilings) -> CaseResult:
+        """Return the same result with the fields that follow from its times and the ceilings."""
+        if self.timing is None:
+            return self
+        us = self.timing.median
+        bound, floor = ceilings.bound(Work(self.bytes, 0, self.operations))
+        derived: dict[str, Any] = {
+            "bound": bound,
+            "bytes_per_second": self.bytes / us * 1e6,
+            "operations_per_second": self.operations / us * 1e6 if self.operations else None,
+            "ceiling_share": floor / us if floor is not None else None,
+            "rivals": tuple(
+                rival.model_copy(update={"ratio": rival.timing.median / us}) if rival.timing else rival
+                for rival in self.rivals
+            ),
+        }
+        return self.model_copy(update=derived)
+
+    def stale(self, registry: Registry) -> bool:
+        """Whether the measured kernel is gone or has changed since."""
+        sku = registry.sku(self.sku)
+        try:
+            return bool(self.sku) and (sku is None or source_hash(sku) != self.source_hash)
+        except LookupError:
+            return True
+
+
+class HostCost(Value):
+    """The cost of one call on the host, without synchronization; if it is absent, `refused` gives the reason."""
+
+    name: str
+    timing: Timing | None = None
+    refused: str = ""
+
+
+class BenchRecord(Value):
+    """One run of ``skuda bench`` on one device.
+
+    Attributes
+    ----------
+    device, driver, versions
+        The device's facts, the version of its driver, and the versions of the packages that took part, by name.
+    date, skuda : str
+        Time of the run in UTC, and the version of skuda.
+    seed, repeats : int
+        Seed of the inputs, and the requested rounds.
+    command : str
+        The command line that repeats the run.
+    seconds : float
+        Duration of the whole run.
+    measurer_hash : str
+        Hash of the code that measured; see the function `measurer_hash`. A record without it is outdated.
+    flush : str
+        How the L2 cache was flushed. ``clean`` writes and then reads a large array, so that evictions cost the timed
+        call nothing. ``dirty`` only writes, so that every call also pays for writing that back; it is the default for
+        records without this field.
+    absent : dict
+        Why a rival is not available, by name.
+    """
+
+    kind: Literal["skuda bench"] = "skuda bench"
+    schema_version: Literal[1] = 1
+    device: Device
+    driver: str = ""
+    versions: dict[str, str] = Field(default_factory=dict)
+    date: str
+    skuda: str
+    seed: Size
+    repeats: Size
+    command: str
+    measurer_hash: str = ""
+    seconds: Real = 0.0
+    flush: Literal["dirty", "clean"] = "dirty"
+    ceilings: Ceilings
+    absent: dict[str, str] = Field(default_factory=dict)
+    cases: tuple[CaseResult, ...]
+    host: tuple[HostCost, ...] = ()
+
+    @property
+    def outdated(self) -> str:
+        """Why all of its times are stale; empty if the measuring code has not changed."""
+        return "" if self.measurer_hash == measurer_hash() else "measured by other measuring code"
+
+    @property
+    def refused(self) -> tuple[CaseResult, ...]:
+        """The problems that were not timed."""
+        return tuple(case for case in self.cases if case.refused)
+
+    def save(self, path: Path) -> None:
+        """Write the file and create its folder; a reader never sees a partial file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> BenchRecord:
+        """Read a file; raise `InvalidRecord` if it cannot be read or is not a record of a bench."""
+        return _parsed(path, _read(path))
+
+
+def _parsed(path: Path, found: Any) -> BenchRecord:
+    kind, schema = _kind_of(found)
+    if (kind, schema) != _KIND:
+        rule = f"be a record of kind {_KIND[0]!r}, schema {_KIND[1]}: `skuda bench --output FILE` makes one"
+        raise InvalidRecord("bench", str(path), f"kind {kind!r}, schema {schema!r}", rule)
+    try:
+        return BenchRecord.model_validate(found)
+    except InvalidRecord as error:
+        raise InvalidRecord(f"bench {path}: {error.subject}", error.field, error.had, error.must) from error
+
+
+@cache
+def measurer_hash() -> str:
+    """Return the hash of the code that measures, from the inputs to the times, without the code that shows them."""
+    shown = tuple(f"skuda.tools.bench.{name}" for name in ("record", "summary", "markdown", "terminal"))
+    roots = ("skuda.tools.bench.bench", "skuda.tools.bench.lab", "skuda.tools.bench.host")
+    parts = [code_hash(root, "", ("skuda.tools.bench",), shown) for root in roots]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def load_benches(directory: Path | None = None) -> tuple[BenchRecord, ...]:
+    """Read every record of a bench in a folder, the earliest first; None is the checkout's ``docs/evidence``.
+
+    Raise `InvalidRecord` if a file cannot be read, or if a file of this kind is not a valid record.
+    """
+    folder = directory if directory is not None else evidence_directory()
+    files = {path: _read(path) for path in (sorted(folder.glob("*.json")) if folder is not None else ())}
+    records = (_parsed(path, found) for path, found in files.items() if _kind_of(found) == _KIND)
+    return tuple(sorted(records, key=lambda record: record.date))
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidRecord("bench", str(path), str(error), "be readable JSON") from error
+
+
+def _kind_of(found: Any) -> tuple[object, object]:
+    return (found.get("kind"), found.get("schema_version")) if isinstance(found, dict) else (None, None)

@@ -1,0 +1,113 @@
+"""Time every kernel that serves a problem, in each of its configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+
+from skuda.dispatch.device import Device
+from skuda.dispatch.select.environment import Environment, driver_of, skuda_version, versions
+from skuda.dispatch.select.explanation import as_json
+from skuda.dispatch.select.tuning import Candidate, Entry, Timing
+from skuda.registry.descriptor import Descriptor
+from skuda.registry.errors import Unsupported
+from skuda.tools.bench.clock import Replay
+from skuda.tools.bench.measurement import Arrays, Measurement, Offer, error_line
+from skuda.tools.output import Report
+from skuda.tools.verify.fingerprint import source_hash
+
+
+@dataclass(frozen=True)
+class Tuner(Measurement):
+    """Measures candidates. The dispatcher must have no tuning, so that its ranking is that of the registry."""
+
+    def run(self, problems: Sequence[Descriptor], progress: Report | None = None) -> tuple[Entry, ...]:
+        """Measure problems; refused candidates are recorded and the run continues.
+
+        Raise `Unsupported` before measuring if no kernel serves one of the problems.
+        """
+        report: Report = progress or (lambda done, total, what: None)  # noqa: ARG005  nobody watches
+        offers = {problem: self._offers(problem) for problem in problems}
+        total = sum(map(len, offers.values()))
+        report(0, total, "compiling")
+        self.compile(offer for offered in offers.values() for offer in offered)
+        entries: list[Entry] = []
+        for problem, offered in offers.items():
+            done = sum(len(entry.candidates) for entry in entries)
+            candidates = self._measure(problem, offered, partial(_tell, report, done, total))
+            date = datetime.now(UTC).isoformat(timespec="seconds")
+            entries.append(Entry(problem=as_json(problem), date=date, seed=self.seed, candidates=candidates))
+        return tuple(entries)
+
+    def _offers(self, problem: Descriptor) -> list[Offer]:
+        """Return every kernel that serves a problem in each of its configurations, best first."""
+        explained = self.dispatcher.explain(problem, self.preference, self.device)
+        skus = [self.dispatcher.registry.sku(decision.sku) for decision in explained.accepted]
+        if not skus:
+            raise Unsupported(explained)
+        return [
+            Offer(sku, problem, choice)
+            for sku in skus
+            if sku is not None
+            for choice in self.dispatcher.choices(sku, problem, self.device) or ("",)
+        ]
+
+    def _measure(
+        self, problem: Descriptor, offered: Sequence[Offer], tell: Callable[[int, str], None]
+    ) -> tuple[Candidate, ...]:
+        """Time the candidates with right results; give the reasons for all others."""
+        inputs, outputs = self.draw(problem)
+        replays: dict[Offer, Replay] = {}
+        estimates: dict[Offer, float] = {}
+        refused: dict[Offer, str] = {}
+        for number, offer in enumerate(offered):
+            tell(number, offer.sku.op)
+            try:
+                call = self._bound(offer, {**inputs, **outputs})
+                replay, estimates[offer], wrong = self.checked(call, offer.sku, problem, inputs, outputs)
+            except Exception as error:  # noqa: BLE001  a kernel that does not compile, too little memory, a lost device
+                wrong = error_line(error)
+            if wrong:
+                refused[offer] = wrong
+            else:
+                replays[offer] = replay
+        timings: dict[Offer, Timing] = {}
+        try:
+            timings = self.timed(replays, estimates)
+        except Exception as error:  # noqa: BLE001  a lost device
+            refused |= dict.fromkeys(replays, error_line(error))
+        replays.clear()  # before `tidy`, which gives back their memory
+        self.tidy()
+        return tuple(
+            Candidate(
+                sku=offer.sku.id,
+                choice=offer.choice,
+                source_hash=source_hash(offer.sku),
+                timing=timings.get(offer),
+                refused=_line(refused.get(offer, "")),
+            )
+            for offer in offered
+        )
+
+    def _bound(self, offer: Offer, arrays: Arrays) -> Callable[[], object]:
+        """Return a call of exactly this kernel; a plan would choose another one for arrays that it cannot read."""
+        backend = self.dispatcher.backends[offer.sku.backend]
+        more = {"choice": offer.choice} if offer.choice else {}
+        return backend.prepare(offer.sku, offer.problem, self.device, **more).bind(arrays, None)
+
+
+def environment(device: Device) -> Environment:
+    """Return the environment on which times measured now on a present device depend."""
+    facts = device.model_copy(update={"ordinal": None})
+    return Environment(device=facts, driver=driver_of(device), versions=versions(), skuda=skuda_version())
+
+
+def _tell(report: Report, before: int, total: int, done: int, what: str) -> None:
+    report(before + done, total, what)
+
+
+def _line(text: str) -> str:
+    """Return a message as one line of at most 1000 printable characters, as a tuning requires."""
+    return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))[:1000]

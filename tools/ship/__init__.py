@@ -1,0 +1,1 @@
+"""Kernels and selections as files: `skuda compile`, `bundle`, `cache`, `lock`, `diff`."""

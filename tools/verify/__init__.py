@@ -1,0 +1,1 @@
+"""Proofs: kernels against the definition, evidence, and the conformance kit."""

@@ -1,0 +1,1 @@
+"""Parse problems, shapes and devices from the command line."""

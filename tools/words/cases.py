@@ -1,0 +1,162 @@
+"""The cases of ``skuda bench`` and ``skuda lock``: problems by op, shape and element."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skuda.kernels.linear.problem import LinearProblem
+from skuda.kernels.quantize.granularity import AffineProblem
+from skuda.registry.descriptor import Descriptor
+from skuda.registry.elements import FLOATS, ElementKind
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.op import Op
+from skuda.registry.registry import Registry
+from skuda.tools.output import chosen, words
+from skuda.tools.words.shapes import Shape
+
+_F16, _BF16, _F32, _F64 = ElementKind.F16, ElementKind.BF16, ElementKind.F32, ElementKind.F64
+
+GROUP_SIZE = 128
+"""Elements that share a scale in the per-group cases."""
+
+_TOKENS: tuple[Shape, ...] = (
+    (1, 4096),
+    (16, 4096),
+    (256, 4096),
+    (4096, 4096),
+    (4096, 14336),
+    (16384, 8192),
+    (65536, 8192),
+)
+_PRODUCTS: tuple[Shape, ...] = (
+    *((m, 4096, 4096) for m in (1, 16, 64, 128, 256, 512, 1024, 4096)),
+    (4096, 6144, 4096),
+    (4096, 14336, 4096),
+    (4096, 4096, 14336),
+    (8192, 8192, 8192),
+    *((m, 28672, 8192) for m in (1, 16, 64, 128, 2048)),
+    (2048, 8192, 28672),
+    (384, 384, 384),
+    (4096, 384, 1536),
+)
+_Rows = tuple[tuple[tuple[Shape, ...], tuple[ElementKind, ...]], ...]
+"""Shapes, each to be measured in each of some elements."""
+
+_WIDE: _Rows = ((((16384, 8192),), (_BF16, _F32)), (((8192, 8192),), (_F64,)))
+_DEFAULTS: dict[str, _Rows] = {
+    "dynamic_range": ((_TOKENS, (_BF16, _F16)),),
+    "fake_quantize": ((((1024, 1024), (4096, 4096)), (_F32,)), *_WIDE),
+    "quantized_linear": ((_PRODUCTS, (_BF16,)),),
+    "smoothquant_linear": ((_PRODUCTS, (_BF16,)),),
+}
+"""Shapes by op; `_WIDE` for all others."""
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """One problem to measure.
+
+    Its shape is rows and columns of the data, or M, N and K of a product; its element is that of the data, or of a
+    product's activation or output.
+    """
+
+    problem: Descriptor
+    shape: Shape
+    element: ElementKind
+
+    @property
+    def op(self) -> str:
+        """Name of the op."""
+        return self.problem.op_name()
+
+    @property
+    def label(self) -> str:
+        """Op, shape and element."""
+        return f"{self.op} {'x'.join(map(str, self.shape))} {self.element}"
+
+
+def groups(registry: Registry) -> dict[str, tuple[str, ...]]:
+    """Return the names that stand for several ops of a registry: ``quantize``, ``linear`` and ``all``."""
+
+    def of(kind: type[Descriptor]) -> tuple[str, ...]:
+        return tuple(sorted(op.name for op in registry.ops.values() if issubclass(op.descriptor, kind)))
+
+    quantize, linear = of(AffineProblem), of(LinearProblem)
+    return {"quantize": quantize, "linear": linear, "all": (*quantize, *linear)}
+
+
+def select_cases(
+    registry: Registry,
+    names: Sequence[str] = (),
+    shapes: Sequence[Shape] = (),
+    elements: Sequence[str] = (),
+    *,
+    command: str = "bench",
+) -> tuple[BenchCase, ...]:
+    """Return the cases to measure.
+
+    `names` are ops and groups of ops; empty for all. `shapes` and `elements` replace the ops' defaults; an op takes the
+    shapes that have as many sizes as its problem. Raise `InvalidProblem` for an unknown word, and for a shape that fits
+    none of the ops.
+    """
+    ops = select_ops(registry, names, command=command)
+    kinds = tuple(map(ElementKind, chosen(command, "--element", elements, FLOATS)))
+    ranks = {rank_of(registry.ops[op]) for op in ops}
+    for shape in shapes:
+        if len(shape) not in ranks:
+            forms = words(_form(rank) for rank in sorted(ranks))
+            raise InvalidProblem(command, "--shapes", "x".join(map(str, shape)), f"be {forms} for {words(ops)}")
+    return tuple(case for op in ops for case in _cases(registry.ops[op], shapes, kinds))
+
+
+def select_ops(registry: Registry, names: Sequence[str] = (), *, command: str = "bench") -> tuple[str, ...]:
+    """Return the ops that names stand for, each once; see `select_cases`."""
+    known = groups(registry)
+    kind = "an op of the quantization family or a group"
+    names = chosen(command, "OPS", names, (*known, *known["all"]), kind=kind) or ("all",)
+    return tuple(dict.fromkeys(op for name in names for op in known.get(name, (name,))))
+
+
+def rank_of(op: Op) -> int:
+    """Return the number of sizes in a shape of an op: 3 for a product, else 2."""
+    return 3 if issubclass(op.descriptor, LinearProblem) else 2
+
+
+def _form(rank: int) -> str:
+    return "MxNxK (rows, output channels, inner size)" if rank == 3 else "ROWSxCOLUMNS"
+
+
+def _cases(op: Op, shapes: Sequence[Shape], elements: Sequence[ElementKind]) -> tuple[BenchCase, ...]:
+    rows = _DEFAULTS.get(op.name, _WIDE)
+    fitting = [shape for shape in shapes if len(shape) == rank_of(op)]
+    pairs: dict[tuple[Shape, ElementKind], None] = {}
+    for kind in elements or dict.fromkeys(kind for _, kinds in rows for kind in kinds):
+        # An element without default shapes is measured at the default shapes of all other elements.
+        own = [mine for mine, kinds in rows if kind in kinds] or [mine for mine, _ in rows]
+        pairs |= dict.fromkeys((shape, kind) for shape in (fitting if shapes else sum(own, ())))
+    return tuple(BenchCase(problem_of(op.descriptor, shape, kind), shape, kind) for shape, kind in pairs)
+
+
+def problem_of(descriptor: type[Descriptor], shape: Shape, element: ElementKind) -> Descriptor:
+    """Return an op's problem of a shape and an element, with s8 codes, symmetric if the op supports it.
+
+    Per channel, the channels are the columns; per group, `GROUP_SIZE` elements share a scale; a dynamic range is per
+    token. Raise `InvalidProblem` for a shape that the op refuses, such as columns that are not whole groups.
+    """
+    known = descriptor.model_fields
+    symmetric = issubclass(descriptor, LinearProblem) or "scope" in known
+    fields: dict[str, Any] = {"q_min": -127 if symmetric else -128, "q_max": 127, "act_scale": 0.0131}
+    fields[descriptor.element_field] = element
+    if descriptor.aux_field:
+        fields[descriptor.aux_field] = ElementKind.S8
+    if issubclass(descriptor, LinearProblem):
+        fields |= zip(("m", "c_out" if "c_out" in known else "n", "k"), shape, strict=True)
+    else:
+        rows, columns = shape
+        fields |= {"numel": rows * columns, "shape": shape, "n": rows, "d": columns}
+        fields |= {"outer_size": rows, "axis_size": columns}
+        fields |= {"axis": 1} if "shape" in known else {}
+        fields |= {"group_size": GROUP_SIZE} if "axis_size" in known else {}
+    return descriptor(**{name: value for name, value in fields.items() if name in known})

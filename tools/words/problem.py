@@ -1,0 +1,232 @@
+"""Problems of any op as text: options of a command line, or lists in files."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import types
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from skuda.registry.descriptor import Descriptor
+from skuda.registry.elements import ElementKind
+from skuda.registry.errors import InvalidProblem, SkudaError
+from skuda.registry.op import Op
+from skuda.registry.registry import Registry
+from skuda.registry.value import Value
+from skuda.tools.output import nearest, words
+
+_ALIASES: tuple[tuple[frozenset[str], dict[str, str]], ...] = (
+    (frozenset({"c_out"}), {"n": "c_out"}),
+    (frozenset({"outer_size", "axis_size"}), {"m": "outer_size", "k": "axis_size"}),
+    (frozenset({"n", "d"}), {"m": "n", "k": "d"}),
+)
+"""Other names of m, n and k for the ops that have such fields."""
+
+_BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+
+
+def fields_of(record: type[Value]) -> dict[str, FieldInfo]:
+    """Return the fields of a descriptor (or another record) that a caller gives, by name."""
+    return {name: field for name, field in record.model_fields.items() if name != "op"}
+
+
+def aliases_of(descriptor: type[Descriptor]) -> dict[str, str]:
+    """Return the other names of an op's sizes: alias to field."""
+    fields = fields_of(descriptor).keys()
+    return {
+        alias: field
+        for needed, names in _ALIASES
+        if needed <= fields
+        for alias, field in names.items()
+        if alias not in fields
+    }
+
+
+def short(value: Any) -> str:
+    """Format a field's value as it is typed."""
+    text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return text.lower() if isinstance(value, bool) else text
+
+
+def pairs(values: Mapping[str, Any]) -> list[str]:
+    """Return ``name=value`` for each value."""
+    return [f"{name}={short(value)}" for name, value in values.items()]
+
+
+def type_words(field: FieldInfo) -> str:
+    """Describe the values that a field takes, for example ``integer >= 0, < 2^31``."""
+    bounds = [
+        f"{sign} {_number(limit)}"
+        for part in field.metadata
+        for name, sign in _BOUNDS
+        if (limit := getattr(part, name, None)) is not None
+    ]
+    return f"{_kind_words(field.annotation)} {words(bounds)}".strip()
+
+
+def default_words(field: FieldInfo) -> str:
+    """Return a field's default as text; ``required`` if it has none."""
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True, validated_data={})
+    return "none" if default is None else short(default)
+
+
+def _number(value: Any) -> str:
+    power = abs(value).bit_length() - 1 if isinstance(value, int) and abs(value) > 1024 else 0
+    sign = "-" if value < 0 else ""
+    return f"{sign}2^{power}" if power and abs(value) == 1 << power else str(value)
+
+
+def _kind_words(kind: Any) -> str:
+    kind = _plain(kind)
+    if get_origin(kind) is Union:
+        return " or ".join("none" if part is type(None) else _kind_words(part) for part in get_args(kind))
+    if get_origin(kind) is tuple:
+        return f"{_kind_words(get_args(kind)[0])}s, by commas"
+    if get_origin(kind) is Literal:
+        return " | ".join(str(value) for value in get_args(kind))
+    if kind is ElementKind:
+        return "element"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return " | ".join(str(member.value) for member in kind)
+    known: dict[Any, str] = {int: "integer", float: "number", bool: "true | false", str: "text"}
+    return known.get(kind) or str(getattr(kind, "__name__", kind))
+
+
+def _plain(kind: Any) -> Any:
+    """Return a type without its annotations, which refuse strings, the only type of a command line."""
+    origin = get_origin(kind)
+    if origin is Annotated:
+        return _plain(get_args(kind)[0])
+    if origin in (Union, types.UnionType):
+        return Union[tuple(_plain(part) for part in get_args(kind))]  # noqa: UP007  built at run time
+    if origin is tuple:
+        return tuple[tuple(part if part is Ellipsis else _plain(part) for part in get_args(kind))]  # type: ignore[misc]
+    return kind
+
+
+def convert(field: FieldInfo, text: str) -> Any:
+    """Return the value of `text` for `field`, by pydantic; if that fails, return `text` for the record to refuse.
+
+    Members of a tuple are separated by commas; ``none`` is None if the field allows it.
+    """
+    kind = _plain(field.annotation)
+    options = get_args(kind) if get_origin(kind) is Union else (kind,)
+    if type(None) in options and text.lower() == "none":
+        return None
+    parts = any(get_origin(option) is tuple for option in options)
+    value: Any = [part.strip() for part in text.strip("()[]").split(",") if part.strip()] if parts else text
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError:
+        return text
+
+
+def describe(op: Op, tokens: Sequence[str], others: Sequence[str] = ()) -> tuple[Descriptor, dict[str, Any]]:
+    """Build an op's descriptor from options such as ``--field value`` and ``--field=value``.
+
+    Return the descriptor, and the assumed fields with their values. Raise `InvalidProblem` for a bad option or value;
+    it suggests `others`, the command's own options, for a misspelt one.
+    """
+    fields = fields_of(op.descriptor)
+    given = {name: convert(fields[name], text) for name, text in _read_options(op, tokens, others).items()}
+    assumed = assumptions(op, given)
+    return op.descriptor(**{**given, **assumed}), assumed
+
+
+def _read_options(op: Op, tokens: Sequence[str], others: Sequence[str]) -> dict[str, str]:
+    fields, aliases = fields_of(op.descriptor), aliases_of(op.descriptor)
+    found: dict[str, str] = {}
+    rest = list(tokens)
+    while rest:
+        token = rest.pop(0)
+        if not token.startswith("--"):
+            raise InvalidProblem(op.name, "arguments", repr(token), "be written --field value")
+        written, equals, text = token[2:].partition("=")
+        name = written.replace("-", "_")
+        name = aliases.get(name, name)
+        if name not in fields:
+            near = nearest(written.replace("-", "_"), (*fields, *aliases, *others))
+            hint = ", perhaps " + " or ".join(map(option_of, near)) if near else ""
+            rule = f"be a field of {op.name} ({words(fields)}){hint}"
+            raise InvalidProblem(op.name, "an option", f"--{written}", rule)
+        if name in found:
+            raise InvalidProblem(op.name, name, f"--{written} again", "be given once")
+        if not equals and rest and not rest[0].startswith("--"):
+            text = rest.pop(0)
+        elif not equals and _plain(fields[name].annotation) is bool:
+            text = "true"
+        elif not equals:
+            raise InvalidProblem(op.name, name, "nothing", f"be given a value: {option_of(name)} VALUE")
+        found[name] = text
+    return found
+
+
+def option_of(field: str) -> str:
+    """Return a field as an option."""
+    return f"--{field.replace('_', '-')}"
+
+
+def assumptions(op: Op, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values for required fields that were not given and have an obvious value.
+
+    The elements are f32 and s8 (or the first ones that the op's kernels serve). The bounds are -127 and 127 for a
+    matrix product, which is symmetric, else the full range of the codes. Scales are 1.
+    """
+    descriptor = op.descriptor
+    wanted = {name: f for name, f in fields_of(descriptor).items() if name not in given and f.is_required()}
+    made: dict[str, Any] = {}
+    for name, first, served in (
+        (descriptor.element_field, ElementKind.F32, [sku.element for sku in op.skus]),
+        (descriptor.aux_field, ElementKind.S8, [sku.aux_element for sku in op.skus if sku.aux_element]),
+    ):
+        if name in wanted:
+            made[name] = first if first in served or not served else served[0]
+    made["q_min"], made["q_max"] = _bounds(descriptor, {**given, **made})
+    made |= {name: 1.0 for name, f in wanted.items() if name.endswith("scale") and _plain(f.annotation) is float}
+    return {name: made[name] for name in wanted if name in made}
+
+
+def _bounds(descriptor: type[Descriptor], values: Mapping[str, Any]) -> tuple[int, int]:
+    if descriptor.layout is not None:
+        return (-127, 127)
+    for value in values.values():
+        if isinstance(value, ElementKind) and value.integer_range is not None:
+            return value.integer_range
+    return (-128, 127)
+
+
+def read_problems(command: str, registry: Registry, path: Path) -> list[Descriptor]:
+    """Read a list of problems: a JSON array of objects, or one object per line, each with ``op`` and the op's fields.
+
+    Raise `InvalidProblem` for a file that cannot be read, or an entry that is not a problem; `command` has the option.
+    """
+
+    def refused(rule: str) -> InvalidProblem:
+        # The quotation is cut off, because it may be as long as the file.
+        return InvalidProblem(command, "--descriptors", str(path), textwrap.shorten(rule, 400))
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        lines = [line for line in text.splitlines() if line.strip()]
+        entries = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines]
+    except (OSError, UnicodeDecodeError) as error:
+        raise refused(f"be a file that can be read: {getattr(error, 'strerror', None) or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise refused(f"be a JSON array, or one JSON object a line: {error}") from error
+    found: list[Descriptor] = []
+    for number, entry in enumerate(entries, 1):
+        if not isinstance(entry, dict) or entry.get("op") not in tuple(registry.ops):
+            raise refused(f'hold objects with "op", a registered one, and its fields; entry {number} is not one')
+        try:
+            found.append(registry.ops[entry["op"]].descriptor(**entry))
+        except SkudaError as error:
+            raise refused(f"describe a problem in every entry; entry {number} does not: {error}") from error
+    return list(dict.fromkeys(found))

@@ -1,0 +1,141 @@
+"""Shapes of well-known models and from files, which ``skuda bench --shapes`` takes as well as typed shapes.
+
+The sizes are those of the published ``config.json`` files (``hidden_size``, ``intermediate_size``,
+``num_attention_heads``, ``num_key_value_heads``) of meta-llama/Meta-Llama-3-8B, meta-llama/Meta-Llama-3-70B and
+sentence-transformers/all-MiniLM-L6-v2. Embeddings and the output head are left out, because they are not quantized.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skuda.registry.errors import InvalidProblem
+from skuda.tools.output import words
+
+Shape = tuple[int, ...]
+
+ROWS = (1, 16, 128, 1024, 4096)
+"""Default numbers of rows (tokens) for a model's shapes."""
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """The linear layers of one block of a model, and the widths of the activations that are quantized before them.
+
+    `layers` are output channels and inner size, N x K; `fused` names the layers that are one product here.
+    """
+
+    layers: dict[str, tuple[int, int]]
+    widths: tuple[int, ...]
+    fused: str
+
+    def products(self, rows: Sequence[int]) -> tuple[Shape, ...]:
+        """Return M, N and K of every layer for every number of rows, each shape once."""
+        return tuple(dict.fromkeys((m, n, k) for n, k in self.layers.values() for m in rows))
+
+    def activations(self, rows: Sequence[int]) -> tuple[Shape, ...]:
+        """Return rows and columns of every activation for every number of rows."""
+        return tuple((m, width) for width in self.widths for m in rows)
+
+
+def _llama(hidden: int, intermediate: int, heads: int, key_value_heads: int) -> ModelShapes:
+    """Return the shapes of a Llama 3 block as engines run it: q, k and v in one product, and gate and up in one."""
+    head = hidden // heads
+    layers = {
+        "qkv": ((heads + 2 * key_value_heads) * head, hidden),
+        "o": (hidden, hidden),
+        "gate_up": (2 * intermediate, hidden),
+        "down": (hidden, intermediate),
+    }
+    return ModelShapes(layers, (hidden, intermediate), "q, k and v are one product, gate and up are one")
+
+
+def _bert(hidden: int, intermediate: int) -> ModelShapes:
+    """Return the shapes of a BERT block as it is stored: q, k and v are three products, of the same shape as o."""
+    layers = {"q, k, v, o": (hidden, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
+    return ModelShapes(layers, (hidden, intermediate), "nothing is fused")
+
+
+MODELS = {
+    "llama-3-8b": _llama(4096, 14336, 32, 8),
+    "llama-3-70b": _llama(8192, 28672, 64, 8),
+    "minilm": _bert(384, 1536),
+}
+"""Models by the names that ``--shapes`` takes."""
+
+
+def read_shapes(
+    texts: Sequence[str], ranks: Collection[int] = (2, 3), rows: Sequence[int] = (), *, command: str = "bench"
+) -> tuple[Shape, ...]:
+    """Read typed shapes (``4096x4096``), models by name, and files.
+
+    A file holds one shape per line, with comments after ``#``; or JSON, a list of shapes as text or as lists of sizes.
+    Models are taken at `rows`, or `ROWS`, and give products if 3 is among `ranks`, activations if 2 is. Raise
+    `InvalidProblem` for any other text, a file with other content, and `rows` without a model.
+    """
+    if rows and not any(text.lower() in MODELS for text in texts):
+        raise InvalidProblem(command, "--m", words(rows), f"stand beside --shapes with a model: {words(MODELS)}")
+    found: list[Shape] = []
+    for text in texts:
+        model = MODELS.get(text.lower())
+        if model is not None:
+            found += model.products(rows or ROWS) if 3 in ranks else ()
+            found += model.activations(rows or ROWS) if 2 in ranks else ()
+        elif _sizes(text) is None and Path(text).is_file():
+            found += _read_file(Path(text), command)
+        else:
+            found.append(_read(text, repr(text), command))
+    return tuple(dict.fromkeys(found))
+
+
+def read_rows(texts: Sequence[str]) -> tuple[int, ...]:
+    """Read typed numbers of rows; raise `InvalidProblem` for a text that is not a whole number above 0."""
+    for text in texts:
+        if not (text.isascii() and text.isdigit() and int(text)):
+            raise InvalidProblem("bench", "--m", repr(text), "be whole numbers above 0")
+    return tuple(dict.fromkeys(map(int, texts)))
+
+
+def _read_file(path: Path, command: str) -> list[Shape]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidProblem(command, "--shapes", str(path), f"be a file of text that can be read ({error})") from error
+    if path.suffix.lower() == ".json":
+        try:
+            listed: Any = json.loads(text)
+        except ValueError as error:
+            raise InvalidProblem(command, "--shapes", str(path), f"be JSON as its name says ({error})") from error
+        entries = listed if isinstance(listed, list) else [listed]
+        named = [(_typed(entry), f"{entry!r} in {path}") for entry in entries]
+    else:
+        lines = ((number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), 1))
+        named = [(line, f"{line!r} in line {number} of {path}") for number, line in lines if line]
+    if not named:
+        raise InvalidProblem(command, "--shapes", str(path), "hold a shape, one a line")
+    return [_read(shape, where, command) for shape, where in named]
+
+
+def _typed(entry: Any) -> str:
+    """Format an entry of a JSON file as it would be typed; anything unexpected becomes a text that is not a shape."""
+    return "x".join(map(str, entry)) if isinstance(entry, list) else str(entry)
+
+
+def _read(text: str, where: str, command: str) -> Shape:
+    sizes = _sizes(text)
+    if sizes is None:
+        rule = f"be ROWSxCOLUMNS or MxNxK, of sizes above 0, a file of those, or a model: {words(MODELS)}"
+        raise InvalidProblem(command, "--shapes", where, rule)
+    return sizes
+
+
+def _sizes(text: str) -> Shape | None:
+    """Parse a text as a shape; return None if it is not one."""
+    sizes = text.lower().split("x")
+    if len(sizes) not in (2, 3) or not all(size.isascii() and size.isdigit() and int(size) for size in sizes):
+        return None
+    return tuple(map(int, sizes))
