@@ -190,3 +190,26 @@ class CompileError(SkudaError):
         lines = [f"{self.sku}: {self.reason}"]
         lines += [f"  {self.command}"] if self.command else []
         return "\n".join(lines + [f"  {line}" for line in self.log.splitlines()])
+
+
+class KernelFailed(SkudaError):
+    """A kernel of a plug-in that raised while it was checked, bound or run; the plug-in is set aside.
+
+    The outputs of a run may be half written. ``__cause__`` is what it raised.
+
+    Attributes
+    ----------
+    sku : str
+        Id of the kernel.
+    origin : str
+        The package that brings it, with version.
+    reason : str
+        Kind and text of what it raised.
+    """
+
+    def __init__(self, sku: str, origin: str, reason: str) -> None:
+        super().__init__(sku, origin, reason)
+        self.sku, self.origin, self.reason = sku, origin, reason
+
+    def __str__(self) -> str:
+        return f"{self.sku} of {self.origin} raised {self.reason}; it is set aside, so select again for the next kernel"
