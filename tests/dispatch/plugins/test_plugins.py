@@ -559,7 +559,8 @@ def test_a_text_of_a_plugin_is_one_short_line_of_printable_characters(install, w
                     available=True, detail=TEXTS["status"], remedy=TEXTS["remedy"]
                 )
             def devices(self):
-                return (HOST.model_construct(**vars(HOST) | {{"ordinal": 1, "name": TEXT if WHERE == "device" else ""}}),)
+                second = {{"ordinal": 1, "name": TEXT if WHERE == "device" else ""}}
+                return (HOST.model_construct(**vars(HOST) | second),)
             def told(self, *asked):
                 return (TEXTS["told"],)
             def notes(self):
