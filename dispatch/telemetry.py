@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from skuda.dispatch.settings import logged_topics
-from skuda.registry.errors import MissingDependency, Unsupported
+from skuda.registry.errors import InvalidProblem, MissingDependency, Unsupported, shown
 
 if TYPE_CHECKING:
     from skuda.dispatch.backends.base import Runner
@@ -154,7 +154,15 @@ def log_selection(selection: Selection) -> None:
     """Write a selection to the logger ``skuda.dispatch``: a line at INFO, and one at DEBUG for every kernel refused.
 
     ``SKUDA_LOG=dispatch`` does this by itself; an application with handlers of its own passes it as `on_selection`.
+
+    Raises
+    ------
+    InvalidProblem
+        For what is no `Selection`.
     """
+    given: object = selection
+    if not isinstance(given, Selection):
+        raise InvalidProblem("log_selection", "selection", shown(given), "be a Selection")
     fields = ", ".join(f"{name}={value}" for name, value in _fields(selection.problem).items())
     question = f"{selection.problem.op_name()}({fields}) on {selection.device.describe()}"
     _log.info("%s: %s", question, _outcome(selection))

@@ -6,10 +6,35 @@ request is valid but no kernel here serves it.
 
 from __future__ import annotations
 
+import reprlib
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+_MOST_NAME, _MOST_VALUE, _MOST_RULE = 80, 200, 2000
+"""Characters of a name, of a value and of a rule that an error repeats."""
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxset = 3, 8, 8
+_SHORT.maxlist = _SHORT.maxtuple = 12
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = _MOST_VALUE
+
+
+def shown(value: object) -> str:
+    """Return any value for an error's text: its `repr`, cut if it is long, or its type where it has none."""
+    try:
+        return _SHORT.repr(value)
+    except Exception:  # noqa: BLE001  a `repr` of somebody else, or an integer of too many digits
+        return f"a {type(value).__name__}"
+
+
+def _line(text: str, most: int) -> str:
+    """Return a text as one printable line of at most `most` characters; only the beginning of more is looked at."""
+    words = " ".join(text[: 4 * most].split())
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)
+    return line if len(line) <= most and len(text) <= 4 * most else f"{line[: most - 3]}..."
 
 
 class SkudaError(Exception):
@@ -28,12 +53,13 @@ class _RuleBroken(SkudaError):
     field : str
         The offending field or argument.
     had : str
-        What was given.
+        What was given, cut if it is long.
     must : str
         The rule, phrased to follow "must".
     """
 
     def __init__(self, subject: str, field: str, had: str, must: str) -> None:
+        field, had, must = _line(field, _MOST_NAME), _line(had, _MOST_VALUE), _line(must, _MOST_RULE)
         super().__init__(subject, field, had, must)  # args rebuild the exception when it is unpickled
         self.subject, self.field, self.had, self.must = subject, field, had, must
 

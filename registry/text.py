@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from reprlib import Repr
+import os
+from pathlib import Path
 
 MOST = 1000
 """Characters of a line."""
 _MOST_LINES = 1000
-_repr = Repr()
-_repr.maxstring = _repr.maxlong = _repr.maxother = 80
 
 
 def one_line(text: object) -> str:
@@ -33,6 +32,12 @@ def _printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
-def shown(value: object) -> str:
-    """Return any value as an error shows it: short, in one line, even if its ``__repr__`` fails."""
-    return one_line(_repr.repr(value))
+def path_of(given: object) -> Path | None:
+    """Return the path that a str or a path names, or None for what no file can have as a path."""
+    if not isinstance(given, (str, os.PathLike)):
+        return None
+    try:
+        path = Path(given)
+        return path if path.name and b"\0" not in os.fsencode(path) else None
+    except (TypeError, ValueError):  # a path of bytes, a lone surrogate
+        return None

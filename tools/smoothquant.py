@@ -29,7 +29,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from skuda.dispatch import Dispatcher
+from skuda.dispatch import Dispatcher, Plan
 from skuda.dispatch.host.arrays import HOST_PLACE, host_view, place_of
 from skuda.kernels.quantize import (
     DynamicRangeQuantizeDescriptor,
@@ -37,8 +37,7 @@ from skuda.kernels.quantize import (
     QuantizePerTensorDescriptor,
     SmoothQuantLinearDescriptor,
 )
-from skuda.registry.errors import InvalidProblem
-from skuda.registry.text import shown
+from skuda.registry.errors import InvalidProblem, shown
 
 F32 = npt.NDArray[np.float32]
 S8 = npt.NDArray[np.int8]
@@ -369,7 +368,7 @@ def _dynamic_range(dispatcher: Dispatcher, matrix: F32, scope: Literal["token", 
 
 
 def _check_dispatcher(subject: str, dispatcher: object) -> None:
-    if isinstance(dispatcher, type) or not callable(getattr(dispatcher, "run", None)):
+    if isinstance(dispatcher, (type, Plan)) or not callable(getattr(dispatcher, "run", None)):
         raise InvalidProblem(subject, "dispatcher", shown(dispatcher), "be a skuda.dispatch.Dispatcher")
 
 

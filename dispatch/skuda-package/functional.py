@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from skuda.registry.errors import InvalidProblem
-from skuda.registry.text import shown
+from skuda.registry.errors import InvalidProblem, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
