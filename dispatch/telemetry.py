@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from skuda.dispatch.settings import logged_topics
 from skuda.registry.errors import InvalidProblem, MissingDependency, Unsupported, shown
+from skuda.registry.text import one_line
 
 if TYPE_CHECKING:
     from skuda.dispatch.backends.base import Runner
@@ -184,7 +185,7 @@ def _outcome(selection: Selection) -> str:
     measured = f", {selection.pick.reason}," if selection.pick is not None and selection.pick.reason else ""
     chose = f"chose {selection.sku.id}{behind}{measured} in {selection.duration * 1e3:.3f} ms"
     if selection.error is not None:
-        trouble = " ".join(str(selection.error).split())
+        trouble = one_line(str(selection.error))
         return f"{chose}, which could not be prepared: {type(selection.error).__name__}: {trouble}"
     return f"{chose}, prepared in {selection.preparation * 1e3:.3f} ms"
 

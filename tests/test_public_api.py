@@ -124,6 +124,23 @@ WRONG = {
     "an error": lambda: ValueError("x"),
 }
 """Values that somebody passes by mistake."""
+try:
+    import torch
+except ImportError:
+    pass
+else:
+    WRONG |= {
+        "a tensor": lambda: torch.ones(3),
+        "a tensor of f64": lambda: torch.ones(2, 3, dtype=torch.float64),
+        "a tensor with a gradient": lambda: torch.ones(3, requires_grad=True),
+        "a tensor without memory": lambda: torch.ones(3, device="meta"),
+        "a sparse tensor": lambda: torch.ones(3).to_sparse(),
+        "a complex tensor": lambda: torch.ones(3, dtype=torch.complex64).conj(),
+        "a tensor of bfloat16": lambda: torch.ones((2, 3), dtype=torch.bfloat16),
+        "a tensor of bool": lambda: torch.ones(3, dtype=torch.bool),
+        "a dtype of torch": lambda: torch.float32,
+        "a device of torch": lambda: torch.device("cpu"),
+    }
 
 
 def record(value):
