@@ -530,6 +530,18 @@ def test_other_threads_keep_standard_output_while_a_plugin_loads(install, capsys
     assert capsys.readouterr() == ("from the program\n", "from the plug-in\n")
 
 
+@pytest.mark.parametrize("streams", ["sys.stdout = None", "sys.stderr = None", "sys.stdout = sys.stderr = None"])
+def test_a_program_without_standard_streams_loads_plugins_that_print(install, tmp_path, streams):
+    install("loud_plugin", LOUD, kernels="records", backends="Loud")
+    code = f"""
+import sys
+{streams}
+from skuda.dispatch import Dispatcher
+sys.exit(str(Dispatcher().quarantined) if Dispatcher().quarantined else 0)
+"""
+    child(["-c", code], tmp_path)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
 def test_a_child_that_is_forked_while_a_plugin_loads_prints_and_loads_plugins(install, tmp_path):
     install("slow_plugin", "import builtins\nbuiltins.load()\nrecords = []", kernels="records")
