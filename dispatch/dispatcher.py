@@ -22,6 +22,7 @@ from skuda.dispatch.select.place import common_place
 from skuda.dispatch.select.tuning import Tuning
 from skuda.dispatch.settings import nvtx_enabled, tuning_file
 from skuda.dispatch.system.locks import Locks, lock
+from skuda.dispatch.system.transient import is_transient
 from skuda.dispatch.telemetry import Guarded, Observer, Ranges, Selection, Watch, log_selection, logger_of
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem, NotPrepared, Unsupported
@@ -139,9 +140,14 @@ class Dispatcher:
         return found
 
     def _blamed(self, name: str, error: Misbehaved) -> BackendStatus:
-        """Quarantine the plug-in that provides a backend, so that other kernels serve its problems."""
+        """Quarantine the plug-in that provides a backend, so that other kernels serve its problems.
+
+        Raise a transient error of a backend that no plug-in provides: it will be asked again.
+        """
         plugin = self._brought.get(name)
         if plugin is None:
+            if error.__cause__ is not None and is_transient(error.__cause__):
+                raise error.__cause__
             return BackendStatus(available=False, detail=str(error))
         aside = plugin.model_copy(update={"reason": str(error)})
         with self._lock:

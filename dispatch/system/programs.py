@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+_FAREWELL = 5.0
 _running: set[subprocess.Popen[str]] = set()
 
 
@@ -43,6 +44,9 @@ def run(
             output, errors = process.communicate(timeout=timeout)
         except BaseException:
             _kill(process)
+            # Until all that it started has closed the output, so has ended.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=_FAREWELL)
             raise
         finally:
             _running.discard(process)
