@@ -1,11 +1,13 @@
-"""Ctrl-C at any point: a signal arrives before a bytecode, and CPython runs its handler where it always does."""
+"""Ctrl-C at any point: a signal arrives before a bytecode, and CPython runs its handler where it always does. Forks."""
 
 from __future__ import annotations
 
 import _thread
+import os
 import signal
 import sys
 import threading
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +36,13 @@ def elsewhere(call: Callable[[], Any], patience: float = 20.0) -> Any:
     thread.join(patience)
     assert not thread.is_alive(), "it hangs"
     return found[0]
+
+
+def fork() -> int:
+    """Fork as `os.fork` does, without the warning that other threads run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 def _traced(call: Callable[[], Any], within: tuple[str, ...], at: int) -> int:

@@ -9,27 +9,25 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def open_regular(path: str | Path, *, follow: bool = True, folder: int | None = None) -> BinaryIO:
+def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
     """Open a regular file for reading; nothing else is opened, so that this neither blocks nor has an effect.
 
     Parameters
     ----------
-    path : str or Path
+    path : Path
         The file.
     follow : bool
         Whether it may be a symbolic link.
-    folder : int or None
-        Descriptor of the folder that the path is relative to.
 
     Raises
     ------
     OSError
         If it cannot be opened, or is not a regular file.
     """
-    _refuse_others(os.stat(path, dir_fd=folder, follow_symlinks=follow), path)
+    _refuse_others(path.stat(follow_symlinks=follow), path)
     # Another file may have taken its place, so the descriptor is asked again. A pipe would block without O_NONBLOCK.
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | (0 if follow else getattr(os, "O_NOFOLLOW", 0))
-    file = open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags, dir_fd=folder))  # noqa: SIM115
+    flags = getattr(os, "O_NONBLOCK", 0) | (0 if follow else getattr(os, "O_NOFOLLOW", 0))
+    file = open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags))  # noqa: SIM115
     try:
         _refuse_others(os.fstat(file.fileno()), path)
     except BaseException:
@@ -38,9 +36,9 @@ def open_regular(path: str | Path, *, follow: bool = True, folder: int | None = 
     return file
 
 
-def _refuse_others(status: os.stat_result, path: str | Path) -> None:
+def _refuse_others(status: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        raise OSError(errno.EINVAL, "no regular file", str(path))
 
 
 def shared(status: os.stat_result) -> bool:

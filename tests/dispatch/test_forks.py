@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import warnings
 
 import numpy as np
 import pytest
 from fakes import FakeArray, Rig
+from interrupts import fork
 from toy import ToyDescriptor, toy_op, toy_sku
 from toykernels import scaled as toy
 
@@ -27,9 +27,7 @@ PROBLEM, OTHER = ToyDescriptor(m=4), ToyDescriptor(m=5)
 
 def in_child(call, patience=20):
     """Call a function in a forked child and return its exit status: 0 if it returned true, -14 if it hung."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, the very subject
-        child = os.fork()
+    child = fork()
     if child == 0:
         status = 1
         try:

@@ -729,6 +729,6 @@ def test_nvcc_on_the_path_compiles_what_is_not_cached(run, tmp_path):
         SKUDA_CACHE_DIR=str(tmp_path / "fresh"),
     )
     assert f"nvcc {find_nvcc().version}" in told.values["status"]
-    ((_, facts),) = CubinCache(tmp_path / "fresh").entries()
-    assert (facts["backend"], facts["arch"]) == ("pycuda", "sm_90")
+    (entry,) = CubinCache(tmp_path / "fresh").survey()
+    assert (entry.facts.backend, entry.facts.arch) == ("pycuda", "sm_90")
     assert len(told.launches) == 1
