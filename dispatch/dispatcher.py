@@ -139,15 +139,16 @@ class Dispatcher:
                 found[name] = self._blamed(name, error)
         return found
 
-    def _blamed(self, name: str, error: Misbehaved) -> BackendStatus:
-        """Quarantine the plug-in that provides a backend, so that other kernels serve its problems.
+    def _pass_on(self, name: str, error: Misbehaved) -> None:
+        """Raise the cause if it is transient and no plug-in provides the backend: it will be asked again."""
+        if name not in self._brought and error.__cause__ is not None and is_transient(error.__cause__):
+            raise error.__cause__
 
-        Raise a transient error of a backend that no plug-in provides: it will be asked again.
-        """
+    def _blamed(self, name: str, error: Misbehaved) -> BackendStatus:
+        """Quarantine the plug-in that provides a backend, so that other kernels serve its problems."""
+        self._pass_on(name, error)
         plugin = self._brought.get(name)
         if plugin is None:
-            if error.__cause__ is not None and is_transient(error.__cause__):
-                raise error.__cause__
             return BackendStatus(available=False, detail=str(error))
         aside = plugin.model_copy(update={"reason": str(error)})
         with self._lock:
@@ -398,7 +399,8 @@ class Dispatcher:
         backend = self.backends.get(sku.backend)
         try:
             return ask_choices(backend, sku, problem, device) if backend is not None else ()
-        except Misbehaved:
+        except Misbehaved as error:
+            self._pass_on(sku.backend, error)
             return ()
 
     def describe(self, op: str, **fields: Any) -> Descriptor:

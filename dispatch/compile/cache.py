@@ -21,7 +21,6 @@ import hashlib
 import logging
 import os
 import re
-import secrets
 import shutil
 import stat
 import tempfile
@@ -428,7 +427,7 @@ def _read(path: Path) -> tuple[Member, bytes] | str:
 
 def _set_aside(path: Path) -> None:
     """Give something that stands in the way the name of a leftover."""
-    path.rename(path.with_name(f"{_UNFINISHED}{secrets.token_hex(8)}"))
+    path.rename(path.with_name(f"{_UNFINISHED}{os.urandom(8).hex()}"))
 
 
 def _sync_folder(folder: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from interrupts import bytecodes, elsewhere, interrupted
+from support import fresh
 from toy import ToyDescriptor, toy_op, toy_sku
 
+from skuda import functional
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.backends.numpy import NumpyBackend
 from skuda.registry import Registry
@@ -33,6 +35,19 @@ def test_an_interrupted_selection_leaves_nothing_locked():
         assert plan is dispatcher.select(PROBLEM)
         assert elsewhere(partial(dispatcher.select, OTHER)).problem == OTHER
     assert raised > points // 2
+
+
+def test_an_interrupted_first_call_of_an_op_is_made_again(monkeypatch):
+    monkeypatch.setenv("SKUDA_PLUGINS", "0")
+    ours = ("/functional.py", "/locks.py", "/dispatcher.py")
+    monkeypatch.setattr(functional, "_default", [])
+    points = bytecodes(functional.default_dispatcher, *ours)
+    for at in 1 + fresh("default").permutation(points)[:30]:
+        monkeypatch.setattr(functional, "_default", [])
+        interrupted(functional.default_dispatcher, at, *ours)
+        dispatcher = elsewhere(functional.default_dispatcher)
+        assert dispatcher is functional.default_dispatcher()
+        assert dispatcher.plugins == ()
 
 
 def test_an_interrupted_first_question_is_asked_again():

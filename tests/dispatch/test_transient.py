@@ -43,6 +43,17 @@ def test_a_backend_is_asked_again(monkeypatch, error, question):
 
 
 @every_shortage
+def test_choices_are_asked_for_again(monkeypatch, error):
+    dispatcher = Dispatcher(Registry([toy_op(toy_sku())], origin="toy"), backends=[NumpyBackend()])
+    (sku,) = dispatcher.registry
+    with monkeypatch.context() as short:
+        short.setattr(NumpyBackend, "choices", raising(error))
+        with pytest.raises(type(error)):
+            dispatcher.choices(sku, ToyDescriptor(m=4), dispatcher.devices[0])
+    assert dispatcher.choices(sku, ToyDescriptor(m=4), dispatcher.devices[0]) == ()
+
+
+@every_shortage
 def test_a_compiler_is_looked_for_again(monkeypatch, error):
     monkeypatch.setattr(compilers.shutil, "which", lambda _: f"/a place/{type(error).__name__}")
     monkeypatch.setattr(compilers.importlib.util, "find_spec", lambda _: True)
