@@ -105,7 +105,7 @@ class Unsupported(SkudaError):
 
 
 class NotPrepared(SkudaError):
-    """A plan that cannot run in this process: it was made for an absent card, or loaded from JSON."""
+    """A plan that cannot run in this process: made for an absent card, loaded from JSON, or for a GPU before a fork."""
 
 
 class MissingDependency(SkudaError, ImportError):

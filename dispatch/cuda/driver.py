@@ -2,6 +2,9 @@
 
 Loading it creates no context. It uses a card's primary context, as torch, CuPy and JAX do, and never replaces the
 current context of a thread.
+
+A process that is forked from one that has loaded it cannot use CUDA: the driver refuses, or fails in worse ways. It is
+not asked there.
 """
 
 from __future__ import annotations
@@ -15,7 +18,13 @@ from functools import cache, cached_property
 from typing import Any
 
 from skuda.dispatch.device import Device
+from skuda.dispatch.system.forks import in_child
 from skuda.registry.errors import DriverError
+
+FORKED = "CUDA was used before this process was forked, and works only in the process that used it first"
+FORK_REMEDY = "start processes by multiprocessing's spawn method, or fork before skuda or torch first uses CUDA"
+NOT_INITIALIZED = 3
+"""What the driver answers in a forked process."""
 
 _LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
@@ -50,6 +59,16 @@ def failure(name: str, code: int) -> DriverError:
     return DriverError(name, f"{_CODES.get(code, 'see CUresult in cuda.h')} ({code})", code)
 
 
+def forked() -> DriverError:
+    """Return the error for a process that inherited the driver from the one that forked it."""
+    return DriverError("using it", f"{FORKED}; {FORK_REMEDY}", NOT_INITIALIZED)
+
+
+def inherited() -> bool:
+    """Whether this process was forked from one that had loaded the driver."""
+    return _inherited
+
+
 class Driver:
     """The driver library, initialized.
 
@@ -60,12 +79,17 @@ class Driver:
     """
 
     def __init__(self) -> None:
+        if inherited():
+            raise forked()
         try:
             # PyDLL keeps the interpreter lock: this function is called on every run and returns immediately.
             self._library, self._quick = ctypes.CDLL(_LIBRARY), ctypes.PyDLL(_LIBRARY)
         except OSError as error:
             raise DriverError("loading it", str(error)) from error
-        self.call("cuInit", 0)
+        code = self._code("cuInit", 0)
+        if code:
+            # Another library may have used CUDA before the fork.
+            raise forked() if code == NOT_INITIALIZED else failure("cuInit", code)
         self._get_current = self._quick.cuCtxGetCurrent
         self._slots = _Slots()
         self._contexts: dict[int, int] = {}
@@ -171,11 +195,13 @@ class Driver:
             self.call("cuCtxSetCurrent", ctypes.c_void_p(context))
             yield
         else:
-            self.call("cuCtxPushCurrent_v2", ctypes.c_void_p(context))
             try:
+                self.call("cuCtxPushCurrent_v2", ctypes.c_void_p(context))
                 yield
             finally:
-                self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+                # An interrupt may arrive before the push or after it.
+                if self.current() == context:
+                    self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def ordinal_of(self, address: int) -> int | None:
         """Return the ordinal of the device that an address belongs to, or None if the driver does not know it."""
@@ -239,3 +265,15 @@ def driver() -> Driver:
         If there is none, or it does not start.
     """
     return Driver()
+
+
+_inherited = False
+
+
+def _inherit() -> None:
+    global _inherited  # noqa: PLW0603  the state of this process
+    _inherited = _inherited or driver.cache_info().currsize > 0
+    driver.cache_clear()
+
+
+in_child(_inherit)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from skuda.dispatch.system.locks import lock
 from skuda.registry.errors import InvalidProblem
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from skuda.dispatch.select.fields import Fields
     from skuda.registry.op import Op
 
-_lock = threading.Lock()
+_lock = lock()
 _default: list[Dispatcher] = []
 _fields: dict[type, Fields] = {}
 

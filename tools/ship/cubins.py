@@ -12,6 +12,7 @@ from skuda.dispatch.backends.base import Backend
 from skuda.dispatch.backends.cuda import CudaBackend
 from skuda.dispatch.compile.provider import arch_of
 from skuda.dispatch.device import Device
+from skuda.dispatch.system import programs
 from skuda.kernels.launch import Launch
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.sku import KernelSku
@@ -99,10 +100,16 @@ def build_cubins(wanted: Sequence[Wanted], progress: Report | None = None) -> li
     """Fill the cubin cache with all processors and report the progress; a failure does not stop the others."""
     found = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for turn, outcome in enumerate(pool.map(build_cubin, wanted)):
-            found.append(outcome)
-            if progress is not None:
-                progress(turn + 1, len(wanted), "compiling")
+        try:
+            for turn, outcome in enumerate(pool.map(build_cubin, wanted)):
+                found.append(outcome)
+                if progress is not None:
+                    progress(turn + 1, len(wanted), "compiling")
+        except BaseException:
+            # The pool waits for its threads, which wait for compilers.
+            pool.shutdown(wait=False, cancel_futures=True)
+            programs.kill_all()
+            raise
     return found
 
 

@@ -494,7 +494,7 @@ class TestThreads:
                 first.result(60)
             assert second.result(60).problem == ToyDescriptor()
         assert len(fake.prepared) == 1
-        assert dispatcher._answering == {}
+        assert len(dispatcher._answering) == 0
 
     def test_one_plan_serves_many_threads_at_once(self):
         dispatcher = Dispatcher()
