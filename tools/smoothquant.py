@@ -20,19 +20,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import isfinite, prod
+from numbers import Real
 from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from skuda.dispatch import Dispatcher
+from skuda.dispatch.host.arrays import host_view
+from skuda.dispatch.host.floating import require_exact_mode
 from skuda.kernels.quantize import (
     DynamicRangeQuantizeDescriptor,
     QuantizedLinearDescriptor,
     QuantizePerTensorDescriptor,
     SmoothQuantLinearDescriptor,
 )
-from skuda.registry.errors import InvalidProblem
+from skuda.registry.errors import InvalidProblem, shown
 
 F32 = npt.NDArray[np.float32]
 S8 = npt.NDArray[np.int8]
@@ -72,8 +75,10 @@ class ActivationRanges:
         Raises
         ------
         InvalidProblem
-            For a scalar, another element kind, or another K than before.
+            For a name that is no string, a scalar, another element kind, or another K than before.
         """
+        if not isinstance(layer, str):
+            raise InvalidProblem("calibration", "layer", shown(layer), "be a string")
         rows = _rows(f"calibration of layer {layer!r}", "activation", activation)
         # Two reductions, unlike abs(), need no temporary of the size of the batch.
         high = np.fmax.reduce(rows, axis=0, initial=np.float32(0))
@@ -87,9 +92,9 @@ class ActivationRanges:
 
     def channel_max(self, layer: str) -> F32:
         """Return max|A_k| of one layer, shape (K,), f32; raise `InvalidProblem` if no batch of it was observed."""
-        if layer not in self._maxima:
+        if layer not in self.layers:  # a tuple, which asks for no hash
             known = ", ".join(self._maxima) or "none"
-            raise InvalidProblem("calibration", "layer", repr(layer), f"have been observed (observed: {known})")
+            raise InvalidProblem("calibration", "layer", shown(layer), f"have been observed (observed: {known})")
         return self._maxima[layer].copy()
 
 
@@ -106,10 +111,13 @@ def smoothing_factors(activation_max: F32, weight_max: F32, alpha: float) -> F32
     Raises
     ------
     InvalidProblem
-        For alpha outside 0..1, shapes that differ, or a maximum that is infinite or NaN.
+        For alpha outside 0..1, shapes that differ, another element kind, or a maximum that is infinite or NaN.
     """
+    alpha = _number("smoothing_factors", "alpha", alpha)
     if not 0 <= alpha <= 1:
-        raise InvalidProblem("smoothing_factors", "alpha", repr(alpha), "lie in 0..1")
+        raise InvalidProblem("smoothing_factors", "alpha", shown(alpha), "lie in 0..1")
+    activation_max = _array("smoothing_factors", "activation_max", activation_max)
+    weight_max = _array("smoothing_factors", "weight_max", weight_max)
     if activation_max.shape != weight_max.shape:
         had = f"{list(activation_max.shape)} and {list(weight_max.shape)}"
         raise InvalidProblem("smoothing_factors", "activation_max", had, "have the shape of weight_max")
@@ -152,6 +160,8 @@ class Int8Layer(ABC):
     bias: F32 | None = None
 
     def __post_init__(self) -> None:
+        for field in ("weight_q", "weight_scale", *(() if self.bias is None else ("bias",))):
+            self._intake(field)
         if self.weight_q.dtype != np.int8 or self.weight_q.ndim != 2:
             self._refuse("weight_q", _shape_text(self.weight_q), "be int8 of shape [N, K]")
         self._check_vector("weight_scale", self.weight_scale, self.shape[0])
@@ -181,6 +191,7 @@ class Int8Layer(ABC):
         Unsupported
             If no registered kernel serves the product.
         """
+        x = _array(type(self).__name__, "x", x)
         rows = _rows(type(self).__name__, "x", x)
         if rows.shape[1] != self.shape[1]:
             self._refuse("x", f"shape {list(x.shape)}", f"have {self.shape[1]} channels on its last axis")
@@ -195,6 +206,10 @@ class Int8Layer(ABC):
     @property
     def _epilogue(self) -> Literal["identity", "bias"]:
         return "identity" if self.bias is None else "bias"
+
+    def _intake(self, field: str) -> None:
+        """Hold an array without its subclass, so that no code of the subclass runs in a product."""
+        object.__setattr__(self, field, _array(type(self).__name__, field, getattr(self, field)))
 
     def _check_vector(self, field: str, vector: F32, size: int) -> None:
         if vector.dtype != np.float32 or vector.shape != (size,):
@@ -254,16 +269,18 @@ class SmoothQuantLayer(Int8Layer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._intake("smooth")
         self._check_vector("smooth", self.smooth, self.shape[1])
         if not (self.smooth > 0).all():
             self._refuse("smooth", f"{self.smooth.min()}", "be positive")
+        scale = _number(type(self).__name__, "act_scale", self.act_scale)
         with np.errstate(over="ignore"):
             # NumPy would round the number to f32 if it were compared with one.
-            held = float(np.float32(self.act_scale))
-        if not (isfinite(held) and self.act_scale > 0 and held == self.act_scale):
-            self._refuse("act_scale", repr(self.act_scale), "be a positive number that f32 holds exactly")
-        if self.alpha is not None and not 0 <= self.alpha <= 1:
-            self._refuse("alpha", repr(self.alpha), "lie in 0..1, or be None")
+            held = float(np.float32(scale))
+        if not (isfinite(held) and scale > 0 and held == scale):
+            self._refuse("act_scale", shown(self.act_scale), "be a positive number that f32 holds exactly")
+        if self.alpha is not None and not 0 <= _number(type(self).__name__, "alpha", self.alpha) <= 1:
+            self._refuse("alpha", shown(self.alpha), "lie in 0..1, or be None")
 
     @classmethod
     def quantize(
@@ -294,6 +311,7 @@ class SmoothQuantLayer(Int8Layer):
             For shapes that do not fit each other, values that are not finite, or alpha outside 0..1.
         """
         matrix = _matrix(cls.__name__, weight)
+        activation_max = _array(cls.__name__, "activation_max", activation_max)
         if activation_max.dtype != np.float32 or activation_max.shape != matrix.shape[1:]:
             rule = f"be float32 of shape [{matrix.shape[1]}], one maximum per input channel of the weight"
             raise InvalidProblem(cls.__name__, "activation_max", _shape_text(activation_max), rule)
@@ -361,8 +379,25 @@ def _dynamic_range(dispatcher: Dispatcher, matrix: F32, scope: Literal["token", 
     return ranges.output, ranges.scale_out
 
 
+def _array(subject: str, field: str, value: Any) -> npt.NDArray[Any]:
+    """Return a host array as a plain ndarray, in a thread whose arithmetic gives the bits that this module fixes."""
+    require_exact_mode()
+    return host_view(subject, field, value)
+
+
+def _number(subject: str, field: str, value: Any) -> float:
+    """Return a real number as a float; raise `InvalidProblem` for anything else."""
+    try:
+        if isinstance(value, Real) and not isinstance(value, bool):
+            return float(value)
+    except OverflowError:
+        pass
+    raise InvalidProblem(subject, field, shown(value), "be a finite number")
+
+
 def _rows(subject: str, field: str, array: npt.NDArray[Any]) -> F32:
     """Return (..., K) as f32 rows of shape (M, K); f16 and bf16 are widened exactly, and f64 is refused."""
+    array = _array(subject, field, array)
     if array.dtype.name not in ("float16", "bfloat16", "float32"):
         raise InvalidProblem(subject, field, array.dtype.name, "be float16, bfloat16 or float32")
     if array.ndim == 0:
@@ -372,6 +407,7 @@ def _rows(subject: str, field: str, array: npt.NDArray[Any]) -> F32:
 
 def _matrix(subject: str, weight: npt.NDArray[Any]) -> F32:
     """Return a weight as f32; raise `InvalidProblem` if it is not a finite matrix."""
+    weight = _array(subject, "weight", weight)
     if weight.ndim != 2:
         raise InvalidProblem(subject, "weight", f"shape {list(weight.shape)}", "have the shape [N, K]")
     matrix = _rows(subject, "weight", weight)
@@ -380,6 +416,8 @@ def _matrix(subject: str, weight: npt.NDArray[Any]) -> F32:
 
 
 def _finite(subject: str, field: str, array: F32) -> None:
+    if array.dtype != np.float32:
+        raise InvalidProblem(subject, field, array.dtype.name, "be float32")
     finite = np.isfinite(array)
     if not finite.all():
         place = np.unravel_index(int(np.argmin(finite)), array.shape)
