@@ -6,8 +6,9 @@ request is valid but no kernel here serves it.
 
 from __future__ import annotations
 
-import reprlib
 from typing import TYPE_CHECKING, Any, Protocol
+
+from skuda.registry.text import one_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,26 +16,6 @@ if TYPE_CHECKING:
 
 _MOST_NAME, _MOST_VALUE, _MOST_RULE = 80, 200, 2000
 """Characters of a name, of a value and of a rule that an error repeats."""
-
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxset = 3, 8, 8
-_SHORT.maxlist = _SHORT.maxtuple = 12
-_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = _MOST_VALUE
-
-
-def shown(value: object) -> str:
-    """Return any value for an error's text: its `repr`, cut if it is long, or its type where it has none."""
-    try:
-        return _SHORT.repr(value)
-    except Exception:  # noqa: BLE001  a `repr` of somebody else, or an integer of too many digits
-        return f"a {type(value).__name__}"
-
-
-def _line(text: str, most: int) -> str:
-    """Return a text as one printable line of at most `most` characters; only the beginning of more is looked at."""
-    words = " ".join(text[: 4 * most].split())
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)
-    return line if len(line) <= most and len(text) <= 4 * most else f"{line[: most - 3]}..."
 
 
 class SkudaError(Exception):
@@ -59,7 +40,7 @@ class _RuleBroken(SkudaError):
     """
 
     def __init__(self, subject: str, field: str, had: str, must: str) -> None:
-        field, had, must = _line(field, _MOST_NAME), _line(had, _MOST_VALUE), _line(must, _MOST_RULE)
+        field, had, must = one_line(field, _MOST_NAME), one_line(had, _MOST_VALUE), one_line(must, _MOST_RULE)
         super().__init__(subject, field, had, must)  # args rebuild the exception when it is unpickled
         self.subject, self.field, self.had, self.must = subject, field, had, must
 
@@ -92,7 +73,7 @@ class FrozenRecord(SkudaError, AttributeError):
 
     def __init__(self, subject: str, field: str) -> None:
         super().__init__(subject, field)
-        self.subject, self.field = subject, _line(field, _MOST_NAME)
+        self.subject, self.field = subject, one_line(field, _MOST_NAME)
 
     def __str__(self) -> str:
         return f"{self.subject} is frozen: make another one with model_copy(update={{{self.field!r}: ...}})"
@@ -281,3 +262,26 @@ class CompileError(SkudaError):
         lines = [f"{self.sku}: {self.reason}"]
         lines += [f"  {self.command}"] if self.command else []
         return "\n".join(lines + [f"  {line}" for line in self.log.splitlines()])
+
+
+class KernelFailed(SkudaError):
+    """A kernel of a plug-in that raised while it was checked, bound or run; the plug-in is set aside.
+
+    The outputs of a run may be half written. ``__cause__`` is what it raised.
+
+    Attributes
+    ----------
+    sku : str
+        Id of the kernel.
+    origin : str
+        The package that brings it, with version.
+    reason : str
+        Kind and text of what it raised.
+    """
+
+    def __init__(self, sku: str, origin: str, reason: str) -> None:
+        super().__init__(sku, origin, reason)
+        self.sku, self.origin, self.reason = sku, origin, reason
+
+    def __str__(self) -> str:
+        return f"{self.sku} of {self.origin} raised {self.reason}; it is set aside, so select again for the next kernel"

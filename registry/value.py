@@ -19,7 +19,8 @@ from pydantic import (
     ValidationError,
 )
 
-from skuda.registry.errors import FrozenRecord, InvalidProblem, InvalidRecord, shown
+from skuda.registry.errors import FrozenRecord, InvalidProblem, InvalidRecord
+from skuda.registry.text import shown
 
 
 def _index(value: object) -> object:

@@ -14,7 +14,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from skuda.registry.errors import InvalidProblem, shown
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
 
 Place = tuple[str, int | None]
 """Kind of processor and ordinal, for example ``("cuda", 0)``; the ordinal is None where only the driver knows it."""

@@ -14,7 +14,8 @@ import numpy as np
 from skuda.kernels.dtypes import rounded_to, storage_dtype
 from skuda.registry.descriptor import Argument, Role, storage_shape
 from skuda.registry.elements import ElementKind
-from skuda.registry.errors import InvalidProblem, shown
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
 
 Shape = tuple[int, ...]
 WRITTEN = (Role.OUTPUT, Role.SCRATCH)

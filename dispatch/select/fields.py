@@ -18,8 +18,9 @@ from skuda.dispatch.host.arrays import bare
 from skuda.kernels.dtypes import storage_dtype
 from skuda.registry.descriptor import Argument, Descriptor
 from skuda.registry.elements import CODES, FLOATS, ElementKind
-from skuda.registry.errors import InvalidProblem, shown
+from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Op
+from skuda.registry.text import shown
 
 _STORED = (*FLOATS, ElementKind.S8, ElementKind.U8, ElementKind.S32, ElementKind.U32, ElementKind.S64)
 _BY_DTYPE = {str(storage_dtype(element)): element for element in _STORED}
