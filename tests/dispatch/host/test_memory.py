@@ -118,7 +118,7 @@ def test_an_output_left_out_costs_the_output_alone():
     assert BIG <= _extra(problem, arrays) < BIG + 8 * MIB
 
 
-LINEARS = [pytest.param(512, 1536, 384), pytest.param(64, 4096, 8192)]
+LINEARS = [pytest.param(512, 1536, 384), pytest.param(64, 4096, 8192), pytest.param(16, 24, 1 << 20)]
 
 
 @pytest.mark.parametrize("epilogue", sampled(["identity", "bias_gelu"]))
