@@ -18,7 +18,7 @@ from skuda.registry import (
     PrecisionRequirement,
     SkudaError,
 )
-from skuda.registry.errors import shown
+from skuda.registry.text import shown
 
 
 class Rude:

@@ -194,53 +194,6 @@ def test_smoothquant_takes_the_values_of_a_subclass():
     assert ranges.channel_max("layer").tolist() == [1, 20, 0.5]
 
 
-NO_ARRAYS = ([[1.0, 2.0, 3.0]], "1 2 3", None, 1.0, {}, object())
-
-
-@pytest.mark.parametrize("wrong", [*NO_ARRAYS, np.ma.array(WEIGHT), np.ma.array(WEIGHT, mask=True)], ids=repr)
-def test_smoothquant_refuses_what_is_no_plain_array_by_name(wrong):
-    layer = _layer()
-    dynamic = smoothquant.DynamicLayer
-    calls = {
-        "weight": [
-            lambda: _layer(weight=wrong),
-            lambda: smoothquant.quantize_weight(dispatcher(), wrong),
-            lambda: dynamic.quantize(dispatcher(), wrong),
-        ],
-        "activation_max": [
-            lambda: _layer(maxima=wrong),
-            lambda: smoothquant.smoothing_factors(wrong, MAXIMA, 0.5),
-        ],
-        "weight_max": [lambda: smoothquant.smoothing_factors(MAXIMA, wrong, 0.5)],
-        "activation": [lambda: smoothquant.ActivationRanges().observe("layer", wrong)],
-        "x": [lambda: layer.run(dispatcher(), wrong)],
-        "weight_q": [lambda: dynamic(weight_q=wrong, weight_scale=layer.weight_scale)],
-        "weight_scale": [lambda: dynamic(weight_q=layer.weight_q, weight_scale=wrong)],
-    }
-    if wrong is not None:
-        calls["bias"] = [lambda: _layer(bias=wrong)]
-    for field, every in calls.items():
-        for call in every:
-            with pytest.raises(InvalidProblem) as caught:
-                call()
-            assert caught.value.field == field
-
-
-@pytest.mark.parametrize("wrong", ["0.5", True, np.True_, 1j, [0.5], np.array(0.5), math.nan, 10**400, object()])
-def test_smoothquant_refuses_what_is_no_number_by_name(wrong):
-    layer = _layer()
-    parts = {name: getattr(layer, name) for name in ("weight_q", "weight_scale", "smooth")}
-    for field, call in (
-        ("alpha", lambda: smoothquant.smoothing_factors(MAXIMA, MAXIMA, wrong)),
-        ("alpha", lambda: _layer(alpha=wrong)),
-        ("alpha", lambda: smoothquant.SmoothQuantLayer(**parts, act_scale=1.0, alpha=wrong)),
-        ("act_scale", lambda: smoothquant.SmoothQuantLayer(**parts, act_scale=wrong)),
-    ):
-        with pytest.raises(InvalidProblem) as caught:
-            call()
-        assert caught.value.field == field
-
-
 @pytest.mark.parametrize("wrong", [None, 3, ["layer"], b"layer"])
 def test_a_layer_has_a_name(wrong):
     ranges = smoothquant.ActivationRanges()

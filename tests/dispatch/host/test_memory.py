@@ -162,7 +162,7 @@ def test_arrays_of_the_highest_rank(code):
     assert dispatcher().run(back, input=want.reshape(shape), **scale).ravel().tolist() == x.tolist()
 
 
-LINEARS = [pytest.param(512, 1536, 384), pytest.param(64, 4096, 8192)]
+LINEARS = [pytest.param(512, 1536, 384), pytest.param(64, 4096, 8192), pytest.param(16, 24, 1 << 20)]
 
 
 @pytest.mark.parametrize("epilogue", sampled(["identity", "bias_gelu"]))
