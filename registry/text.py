@@ -10,7 +10,7 @@ _MOST_LINES = 1000
 _repr = Repr()
 _repr.maxlevel, _repr.maxdict, _repr.maxset = 3, 8, 8
 _repr.maxlist = _repr.maxtuple = 12
-_repr.maxstring = _repr.maxlong = _repr.maxother = 200
+_repr.maxstring = _repr.maxlong = _repr.maxother = 80
 
 
 def one_line(text: object, most: int = MOST) -> str:
