@@ -19,6 +19,7 @@ from typing import Any
 
 from skuda.dispatch.device import Device
 from skuda.dispatch.system.forks import in_child
+from skuda.dispatch.system.transient import is_transient
 from skuda.registry.errors import DriverError
 
 FORKED = "CUDA was used before this process was forked, and works only in the process that used it first"
@@ -85,6 +86,8 @@ class Driver:
             # PyDLL keeps the interpreter lock: this function is called on every run and returns immediately.
             self._library, self._quick = ctypes.CDLL(_LIBRARY), ctypes.PyDLL(_LIBRARY)
         except OSError as error:
+            if is_transient(error):
+                raise
             raise DriverError("loading it", str(error)) from error
         code = self._code("cuInit", 0)
         if code:
