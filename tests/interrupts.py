@@ -63,6 +63,7 @@ def _traced(call: Callable[[], Any], within: tuple[str, ...], at: int) -> int:
         return trace
 
     before, handler = sys.gettrace(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys._getframe().f_trace_opcodes = True  # CPython 3.12 needs a frame that asks before it begins to trace
     try:
         sys.settrace(trace)
         call()

@@ -377,6 +377,8 @@ def _distrusted(folder: Path) -> str:
         return f"it cannot be read: {error.strerror or error}"
     if not stat.S_ISDIR(status.st_mode):
         return "it is a link or a file in the place of a folder"
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return "its folder cannot be read"
     return "others can write its folder" if shared(status) else ""
 
 

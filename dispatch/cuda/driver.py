@@ -19,6 +19,7 @@ from typing import Any
 
 from skuda.dispatch.device import Device
 from skuda.dispatch.system.forks import in_child
+from skuda.dispatch.system.transient import is_transient
 from skuda.registry.errors import DriverError
 
 FORKED = "CUDA was used before this process was forked, and works only in the process that used it first"
@@ -85,6 +86,8 @@ class Driver:
             # PyDLL keeps the interpreter lock: this function is called on every run and returns immediately.
             self._library, self._quick = ctypes.CDLL(_LIBRARY), ctypes.PyDLL(_LIBRARY)
         except OSError as error:
+            if is_transient(error):
+                raise
             raise DriverError("loading it", str(error)) from error
         code = self._code("cuInit", 0)
         if code:
@@ -195,13 +198,17 @@ class Driver:
             self.call("cuCtxSetCurrent", ctypes.c_void_p(context))
             yield
         else:
+            push, pop = self.function("cuCtxPushCurrent_v2"), self.function("cuCtxPopCurrent_v2")
+            pushed: list[int] = []
             try:
-                self.call("cuCtxPushCurrent_v2", ctypes.c_void_p(context))
+                # One call into C pushes and remembers it, so that no interrupt arrives in between.
+                pushed.extend(map(push, (ctypes.c_void_p(context),)))
+                if pushed[0]:
+                    raise failure("cuCtxPushCurrent_v2", pushed[0])
                 yield
             finally:
-                # An interrupt may arrive before the push or after it.
-                if self.current() == context:
-                    self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+                if pushed and not pushed[0]:
+                    pop(self._slots.reference)
 
     def ordinal_of(self, address: int) -> int | None:
         """Return the ordinal of the device that an address belongs to, or None if the driver does not know it."""
@@ -231,11 +238,14 @@ class Driver:
     def allocate(self, size: int) -> int:
         """Return the address of new device memory in the current context; allowed while a stream is captured."""
         mode, address = ctypes.c_int(_RELAXED), ctypes.c_uint64()
-        self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        exchange = self.function("cuThreadExchangeStreamCaptureMode")
+        done: list[int] = []
         try:
+            done.extend(map(exchange, (ctypes.byref(mode),)))  # as in `using`
             self.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(1, size)))
         finally:
-            self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+            if done and not done[0]:
+                exchange(ctypes.byref(mode))
         return address.value
 
     def free(self, address: int) -> None:

@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from skuda.dispatch.system.forks import in_child
+
 _FAREWELL = 5.0
 _running: set[subprocess.Popen[str]] = set()
 
@@ -66,3 +68,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
     # The group lives on while any process in it does, even if the first one has ended.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+# They belong to the parent.
+in_child(_running.clear)

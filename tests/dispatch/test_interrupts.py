@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 from interrupts import bytecodes, elsewhere, interrupted
 from support import fresh
@@ -11,6 +12,7 @@ from toy import ToyDescriptor, toy_op, toy_sku
 from skuda import functional
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.backends.numpy import NumpyBackend
+from skuda.dispatch.cuda import pycuda_context
 from skuda.registry import Registry
 
 PROBLEM, OTHER = ToyDescriptor(m=4), ToyDescriptor(m=5)
@@ -62,3 +64,21 @@ def test_an_interrupted_first_question_is_asked_again():
         dispatcher = fresh()
         interrupted(partial(asked, dispatcher), at, "/dispatcher.py", "/asking.py")
         assert asked(dispatcher) == asked(fresh())
+
+
+def test_an_interrupt_leaves_no_context_on_the_stack_of_pycuda(monkeypatch):
+    stack = []
+    # Both run no bytecode, as those of PyCUDA do not.
+    context = SimpleNamespace(push=partial(stack.append, 1), pop=stack.pop)
+    monkeypatch.setattr(pycuda_context, "_context", lambda _: context)
+
+    def work():
+        with pycuda_context.pushed(0):
+            assert stack == [1]
+
+    ours = ("/cuda/pycuda_context.py", "/contextlib.py")
+    points = bytecodes(work, *ours)
+    assert points > 50
+    for at in range(1, points + 1):
+        interrupted(work, at, *ours)
+        assert stack == []

@@ -10,8 +10,10 @@ import pytest
 from toy import ToyDescriptor, toy_op, toy_sku
 
 from skuda.dispatch import Dispatcher
+from skuda.dispatch.backends.cuda_core import CudaCoreBackend
 from skuda.dispatch.backends.numpy import NumpyBackend
 from skuda.dispatch.compile import compilers
+from skuda.dispatch.cuda import driver
 from skuda.registry import Registry
 
 SHORTAGES = [
@@ -40,6 +42,21 @@ def test_a_backend_is_asked_again(monkeypatch, error, question):
             dispatcher.select(ToyDescriptor(m=4))
     assert dispatcher.status["numpy"].available
     assert dispatcher.select(ToyDescriptor(m=4)).sku.backend == "numpy"
+
+
+def test_a_driver_that_could_not_be_opened_for_want_of_files_is_opened_again(monkeypatch):
+    text = f"libcuda.so.1: cannot open shared object file: {os.strerror(errno.EMFILE)}"
+    dispatcher = Dispatcher(Registry([toy_op(toy_sku())], origin="toy"), backends=[NumpyBackend(), CudaCoreBackend()])
+    monkeypatch.setattr(CudaCoreBackend, "trouble", lambda _: None)
+    driver.driver.cache_clear()
+    with monkeypatch.context() as short:
+        short.setattr(driver.ctypes, "CDLL", raising(OSError(text)))
+        with pytest.raises(OSError, match="libcuda"):
+            dispatcher.select(ToyDescriptor(m=4))
+    with monkeypatch.context() as absent:
+        absent.setattr(driver.ctypes, "CDLL", raising(OSError("libcuda.so.1: no such file")))
+        assert not dispatcher.status["cuda_core"].available
+        assert dispatcher.select(ToyDescriptor(m=4)).sku.backend == "numpy"
 
 
 @every_shortage

@@ -209,6 +209,37 @@ def test_a_forked_child_is_refused_without_asking_the_driver(run, backend):
     assert len(told.launches) == 3
 
 
+@needs_bindings
+def test_an_interrupt_leaves_no_context_pushed(run):
+    told = run(
+        """
+        from interrupts import bytecodes, interrupted
+
+        first, second = driver().primary_context(0), driver().primary_context(1)
+        driver().call("cuCtxSetCurrent", ctypes.c_void_p(first))
+
+
+        def work():
+            with driver().using(second):
+                assert driver().current() == second
+
+
+        ours = ("/cuda/driver.py", "/contextlib.py")
+        told["points"] = bytecodes(work, *ours)
+        told["wrong"] = []
+        for at in range(1, told["points"] + 1):
+            interrupted(work, at, *ours)
+            if driver().current() != first:
+                told["wrong"].append(at)
+                driver().call("cuCtxSetCurrent", ctypes.c_void_p(first))
+        """,
+        "cuda_core",
+        SKUDA_STUB_DEVICES="2",
+    )
+    assert told.values["points"] > 100
+    assert told.values["wrong"] == []
+
+
 # --- what is launched ------------------------------------------------------------------------------------------------
 
 

@@ -299,6 +299,21 @@ def test_a_folder_that_others_may_have_filled_is_not_used(cache, spoil, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_folder_that_cannot_be_read_is_told_and_made_anew(cache, monkeypatch):
+    get(cache)
+    folder = entry_of(cache).parent
+    can = os.access
+    with monkeypatch.context() as closed:
+        closed.setattr(os, "access", lambda path, mode: path != folder and can(path, mode))  # root may read everything
+        ((path, facts, trouble, *_),) = cache.survey()
+        assert (path.parent, facts) == (folder, None)
+        assert "cannot be read" in trouble
+        again = get(cache)
+    assert again.cubin == CUBIN
+    assert str(folder) in again.notes[0]
+    assert get(cache, build=cannot) == (CUBIN, ())
+
+
 def test_a_name_that_a_terminal_would_interpret_is_shown_without_that(cache, capsys, monkeypatch):
     get(cache)
     odd = entry_of(cache).with_name("\x1b[31m\udcff.cubin")

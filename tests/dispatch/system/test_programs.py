@@ -9,9 +9,11 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from interrupts import fork
 
 from skuda.dispatch.compile.compilers import Job, Nvcc
 from skuda.dispatch.compile.sources import Source
@@ -63,6 +65,15 @@ def runs(pid):
     return state not in "ZX"
 
 
+def ended(pid):
+    """Whether a process has ended, or does so now: it closes its output shortly before."""
+    for _ in range(500):
+        if not runs(pid):
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def interrupted_once_started(parent, call):
     """Press Ctrl-C as soon as the program has started another."""
 
@@ -80,20 +91,20 @@ def interrupted_once_started(parent, call):
 def test_an_interrupt_ends_the_whole_group(parent):
     interrupted_once_started(parent, lambda: programs.run([str(parent)], timeout=600))
     ((pid, _),) = started(parent)
-    assert not runs(pid)
+    assert ended(pid)
 
 
 def test_a_program_that_takes_too_long_is_ended_with_all_that_it_started(parent):
     with pytest.raises(subprocess.TimeoutExpired):
         programs.run([str(parent)], timeout=2)
     ((pid, _),) = started(parent)
-    assert not runs(pid)
+    assert ended(pid)
 
 
 def test_an_interrupted_compilation_leaves_no_process_and_no_file(parent):
     interrupted_once_started(parent, lambda: Nvcc(str(parent), "13.0").compile(JOB))
     ((pid, folder),) = started(parent)
-    assert not runs(pid)
+    assert ended(pid)
     assert folder != parent.parent.parent
     assert not folder.exists()
 
@@ -108,8 +119,25 @@ def test_an_interrupted_command_ends_the_compilers_of_all_threads(parent, tmp_pa
     assert process.returncode == 130
     assert "Traceback" not in said
     for pid, folder in (*found, *started(parent)):
-        assert not runs(pid)
+        assert ended(pid)
         assert not folder.exists()
+
+
+def test_a_forked_child_ends_only_programs_of_its_own(parent):
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(programs.run, [str(parent)], timeout=600)
+        ((pid, _),) = started(parent)
+        child = fork()
+        if child == 0:
+            programs.kill_all()
+            os._exit(0)
+        os.waitpid(child, 0)
+        try:
+            assert runs(pid)
+        finally:
+            programs.kill_all()
+        assert running.result().returncode == -signal.SIGKILL
+    assert ended(pid)
 
 
 def test_output_and_status_of_a_program():
