@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import ChainMap
 from collections.abc import Callable, Hashable, Iterable
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +25,7 @@ from skuda.dispatch.settings import nvtx_enabled, tuning_file
 from skuda.dispatch.system.locks import Locks, lock
 from skuda.dispatch.system.transient import is_transient
 from skuda.dispatch.telemetry import Guarded, Observer, Ranges, Selection, Watch, log_selection, logger_of
+from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem, InvalidRecord, KernelFailed, NotPrepared, Unsupported
 from skuda.registry.registry import Registry

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from skuda.registry.arch import ArchSku
 from skuda.registry.backend import BUILT_IN, BackendSpec
+from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Descriptor, FunctionalKey
 from skuda.registry.errors import RegistrationError
 from skuda.registry.guarantee import exceeds

@@ -19,6 +19,7 @@ from pydantic import (
     ValidationError,
 )
 
+from skuda.registry.cached import cached_property
 from skuda.registry.errors import FrozenRecord, InvalidProblem, InvalidRecord
 from skuda.registry.text import shown
 
@@ -121,7 +122,13 @@ class Value(BaseModel):
         If a field is assigned to or deleted.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants", validate_default=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        ser_json_inf_nan="constants",
+        validate_default=False,
+        ignored_types=(cached_property,),
+    )
     refusal: ClassVar[type[InvalidProblem | InvalidRecord]] = InvalidRecord
 
     def __init__(self, /, **fields: Any) -> None:

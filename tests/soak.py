@@ -82,6 +82,7 @@ def in_fork(work: Callable[[], Any], tally: Tally) -> None:
         status = 1
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            faulthandler.register(signal.SIGALRM, chain=True)
             signal.alarm(20)
             work()
             status = 0
@@ -91,10 +92,8 @@ def in_fork(work: Callable[[], Any], tally: Tally) -> None:
             sys.stderr.flush()
             os._exit(status)
     _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        raise Fault(f"a forked child hangs (signal {os.WTERMSIG(status)})")
     if status:
-        raise Fault("a forked child fails; its error is above")
+        raise Fault("a forked child fails or hangs; its error or its stack is above")
 
 
 # --- values: threads, interrupts, forks and a clock that jumps, while results are compared ---------------------------
@@ -324,9 +323,10 @@ class _Uses:
         """Ask for one of a few cubins."""
         from skuda.dispatch.compile.cache import Key
 
-        key = Key(f"source {number}", ("-O3",), "sm_90a", "launch", "pycuda")
+        source = hashlib.sha256(bytes([number])).hexdigest()
+        key = Key(source, ("-O3",), "sm_90a", "launch", "pycuda")
         right = hashlib.sha512(repr((key, compiler)).encode()).digest() * (1 + number % 7)
-        if self.store.get(key, compiler, lambda: right, {"sku": f"sku {number}"}).cubin != right:
+        if self.store.get(key, compiler, lambda: right, sku=f"sku {number}", file="kernel.cu.cubin").cubin != right:
             raise Fault(f"the cache gave another cubin for {key}")
 
     def survey(self) -> None:
@@ -338,7 +338,6 @@ class _Uses:
                 if not entry.trouble.isprintable():
                     raise Fault(f"an unprintable trouble, {entry.trouble!r}")
         self.store.has_any("pycuda")
-        list(self.store.entries())
         remove(self.store.leftovers())
 
     def clear(self) -> None:

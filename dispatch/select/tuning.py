@@ -8,7 +8,6 @@ import os
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +17,7 @@ from pydantic import AfterValidator, Field, JsonValue
 from skuda.dispatch.select.environment import Environment, Line
 from skuda.dispatch.select.explanation import as_json
 from skuda.dispatch.system.files import open_regular
+from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidRecord
 from skuda.registry.sku import SkuIdentity
