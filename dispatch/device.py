@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from skuda.registry.errors import shown
+from skuda.registry.text import shown
 from skuda.registry.value import Integer, Size, Value
 
 Capability = tuple[Annotated[Integer, Field(ge=1)], Annotated[Integer, Field(ge=0)]]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import ChainMap
 from collections.abc import Callable, Hashable, Iterable
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,11 +22,15 @@ from skuda.dispatch.select.measured import Pick, Tuned
 from skuda.dispatch.select.place import common_place
 from skuda.dispatch.select.tuning import Tuning
 from skuda.dispatch.settings import nvtx_enabled, tuning_file
+from skuda.dispatch.system.locks import Locks, lock
+from skuda.dispatch.system.transient import is_transient
 from skuda.dispatch.telemetry import Guarded, Observer, Ranges, Selection, Watch, log_selection, logger_of
+from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Descriptor
-from skuda.registry.errors import InvalidProblem, InvalidRecord, KernelFailed, NotPrepared, Unsupported, shown
+from skuda.registry.errors import InvalidProblem, InvalidRecord, KernelFailed, NotPrepared, Unsupported
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
+from skuda.registry.text import shown
 
 _MOST_PLANS = 4096
 
@@ -104,8 +107,8 @@ class Dispatcher:
         self._plans: dict[Hashable, Plan] = {}
         self._failed: dict[str, tuple[str, str]] = {}
         """Remedy and reason for every kernel of a plug-in that failed in a launch, by id."""
-        self._answering: dict[Hashable, threading.Lock] = {}
-        self._lock = threading.Lock()
+        self._answering = Locks()
+        self._lock = lock()
         log = log_selection if logger_of("dispatch") is not None else None
         self._observers = [Guarded(observer) for observer in (log, on_selection) if observer is not None]
         self._ranges: Ranges | None = None
@@ -149,8 +152,14 @@ class Dispatcher:
                 found[name] = self._blamed(name, error)
         return found
 
+    def _pass_on(self, name: str, error: Misbehaved) -> None:
+        """Raise the cause if it is transient and no plug-in provides the backend: it will be asked again."""
+        if name not in self._brought and error.__cause__ is not None and is_transient(error.__cause__):
+            raise error.__cause__
+
     def _blamed(self, name: str, error: Misbehaved) -> BackendStatus:
         """Quarantine the plug-in that provides a backend, so that other kernels serve its problems."""
+        self._pass_on(name, error)
         plugin = self._brought.get(name)
         if plugin is None:
             return BackendStatus(available=False, detail=str(error))
@@ -183,7 +192,7 @@ class Dispatcher:
 
     def _launch_failed(self, sku: KernelSku, plugin: Plugin, error: BaseException) -> None:
         """Set a plug-in aside for what one of its kernels raised, so that other kernels serve its problems."""
-        if isinstance(error, (MemoryError, RecursionError)):
+        if is_transient(error):
             return  # not the kernel's fault
         failure = KernelFailed(sku.id, plugin.origin, told(error))
         misbehaved = Misbehaved(sku.backend, f"{sku.id} raised {failure.reason}")
@@ -297,32 +306,23 @@ class Dispatcher:
 
     def _plan(self, key: Hashable, make: Callable[[], Plan | None]) -> Plan | None:
         """Make a plan once, even if several threads ask for it; threads that ask for other plans do not wait."""
-        while True:
-            with self._lock:
+        # Nothing but `with` holds the lock, so no interrupt leaves it locked; see `skuda.dispatch.system.locks`.
+        with self._answering.of(key):
+            try:
+                # Another thread may have made it. If it failed, this one tries again: the obstacle may be gone.
                 plan = self._plans.get(key)
-                if plan is not None:
-                    return plan
-                others = self._answering.get(key)
-                if others is None:
-                    mine = self._answering[key] = threading.Lock()
-                    mine.acquire()
-                    break
-            # If it failed in another thread, this one tries again: the obstacle may be gone.
-            with others:
-                pass
-        try:
-            plan = make()
-            if plan is None:
-                return None
-            with self._lock:
-                while len(self._plans) >= _MOST_PLANS:
-                    del self._plans[next(iter(self._plans))]
-                self._plans[key] = plan
-            return plan
-        finally:
-            with self._lock:
-                del self._answering[key]
-            mine.release()
+                if plan is None:
+                    plan = make()
+                    plan = plan if plan is None else self._kept(key, plan)
+                return plan
+            finally:
+                self._answering.drop(key)
+
+    def _kept(self, key: Hashable, plan: Plan) -> Plan:
+        with self._lock:
+            while len(self._plans) >= _MOST_PLANS:
+                del self._plans[next(iter(self._plans))]
+            return self._plans.setdefault(key, plan)
 
     def _selected(
         self,
@@ -511,7 +511,8 @@ class Dispatcher:
         backend = self.backends.get(sku.backend)
         try:
             return ask_choices(backend, sku, problem, device) if backend is not None else ()
-        except Misbehaved:
+        except Misbehaved as error:
+            self._pass_on(sku.backend, error)
             return ()
 
     def describe(self, op: str, **fields: Any) -> Descriptor:

@@ -6,13 +6,13 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from skuda.dispatch.settings import logged_topics
-from skuda.registry.errors import InvalidProblem, MissingDependency, Unsupported, shown
-from skuda.registry.text import one_line
+from skuda.registry.cached import cached_property
+from skuda.registry.errors import InvalidProblem, MissingDependency, Unsupported
+from skuda.registry.text import one_line, shown
 
 if TYPE_CHECKING:
     from skuda.dispatch.backends.base import Runner

@@ -6,8 +6,9 @@ request is valid but no kernel here serves it.
 
 from __future__ import annotations
 
-import reprlib
 from typing import TYPE_CHECKING, Any, Protocol
+
+from skuda.registry.text import one_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,26 +16,6 @@ if TYPE_CHECKING:
 
 _MOST_NAME, _MOST_VALUE, _MOST_RULE = 80, 200, 2000
 """Characters of a name, of a value and of a rule that an error repeats."""
-
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxset = 3, 8, 8
-_SHORT.maxlist = _SHORT.maxtuple = 12
-_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = _MOST_VALUE
-
-
-def shown(value: object) -> str:
-    """Return any value for an error's text: its `repr`, cut if it is long, or its type where it has none."""
-    try:
-        return _SHORT.repr(value)
-    except Exception:  # noqa: BLE001  a `repr` of somebody else, or an integer of too many digits
-        return f"a {type(value).__name__}"
-
-
-def _line(text: str, most: int) -> str:
-    """Return a text as one printable line of at most `most` characters; only the beginning of more is looked at."""
-    words = " ".join(text[: 4 * most].split())
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)
-    return line if len(line) <= most and len(text) <= 4 * most else f"{line[: most - 3]}..."
 
 
 class SkudaError(Exception):
@@ -59,7 +40,7 @@ class _RuleBroken(SkudaError):
     """
 
     def __init__(self, subject: str, field: str, had: str, must: str) -> None:
-        field, had, must = _line(field, _MOST_NAME), _line(had, _MOST_VALUE), _line(must, _MOST_RULE)
+        field, had, must = one_line(field, _MOST_NAME), one_line(had, _MOST_VALUE), one_line(must, _MOST_RULE)
         super().__init__(subject, field, had, must)  # args rebuild the exception when it is unpickled
         self.subject, self.field, self.had, self.must = subject, field, had, must
 
@@ -77,6 +58,25 @@ class Unaligned(InvalidProblem):
 
 class InvalidRecord(_RuleBroken):
     """A record (`KernelSku`, `Device`, `PlanPreference`, ...) with a field that breaks its rule."""
+
+
+class FrozenRecord(SkudaError, AttributeError):
+    """An assignment to a field of a record, or its deletion; records never change.
+
+    Attributes
+    ----------
+    subject : str
+        The record.
+    field : str
+        The field.
+    """
+
+    def __init__(self, subject: str, field: str) -> None:
+        super().__init__(subject, field)
+        self.subject, self.field = subject, one_line(field, _MOST_NAME)
+
+    def __str__(self) -> str:
+        return f"{self.subject} is frozen: make another one with model_copy(update={{{self.field!r}: ...}})"
 
 
 class RegistrationError(SkudaError):
@@ -131,7 +131,7 @@ class Unsupported(SkudaError):
 
 
 class NotPrepared(SkudaError):
-    """A plan that cannot run in this process: it was made for an absent card, or loaded from JSON."""
+    """A plan that cannot run in this process: made for an absent card, loaded from JSON, or for a GPU before a fork."""
 
 
 class MissingDependency(SkudaError, ImportError):
@@ -151,6 +151,52 @@ class MissingDependency(SkudaError, ImportError):
 
     def __str__(self) -> str:
         return f"{self.package} is not installed; run: {self.command}"
+
+
+class FloatModeError(SkudaError):
+    """The calling thread's floating-point mode, in which arithmetic would give other bits.
+
+    Attributes
+    ----------
+    mode : str
+        What the thread does.
+    remedy : str
+        What undoes it.
+    """
+
+    def __init__(self, mode: str, remedy: str) -> None:
+        super().__init__(mode, remedy)
+        self.mode, self.remedy = mode, remedy
+
+    def __str__(self) -> str:
+        return (
+            "the floating-point mode must be round to nearest, with subnormal numbers kept; "
+            f"this thread {self.mode}: {self.remedy}"
+        )
+
+
+class OutOfMemory(SkudaError, MemoryError):
+    """An output that was left out and cannot be allocated.
+
+    Attributes
+    ----------
+    subject : str
+        The op.
+    argument : str
+        The output.
+    size : int
+        Bytes that it needs.
+    """
+
+    def __init__(self, subject: str, argument: str, size: int) -> None:
+        super().__init__(subject, argument, size)
+        self.subject, self.argument, self.size = subject, argument, size
+
+    def __str__(self) -> str:
+        return (
+            f"{self.subject}: {self.argument} needs {self.size} bytes, which cannot be allocated; "
+            "solve a smaller problem, or pass an array of your own"
+        )
 
 
 class DriverError(SkudaError):

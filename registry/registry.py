@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from skuda.registry.arch import ArchSku
 from skuda.registry.backend import BUILT_IN, BackendSpec
+from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Descriptor, FunctionalKey
-from skuda.registry.errors import RegistrationError, shown
+from skuda.registry.errors import RegistrationError
 from skuda.registry.guarantee import exceeds
 from skuda.registry.op import Case, Op
 from skuda.registry.sku import KernelSku
 from skuda.registry.source import missing, resolve
+from skuda.registry.text import shown
 
 Record = Op | KernelSku | BackendSpec
 Item = TypeVar("Item")

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
-from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency, shown
-from skuda.registry.text import path_of
+from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
+from skuda.registry.text import path_of, shown
 from skuda.registry.value import Value
 from skuda.tools.files import replacing
 from skuda.tools.smoothquant import SmoothQuantLayer

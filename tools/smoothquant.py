@@ -31,13 +31,15 @@ import numpy.typing as npt
 
 from skuda.dispatch import Dispatcher, Plan
 from skuda.dispatch.host.arrays import HOST_PLACE, host_view, place_of
+from skuda.dispatch.host.floating import require_exact_mode
 from skuda.kernels.quantize import (
     DynamicRangeQuantizeDescriptor,
     QuantizedLinearDescriptor,
     QuantizePerTensorDescriptor,
     SmoothQuantLinearDescriptor,
 )
-from skuda.registry.errors import InvalidProblem, shown
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
 
 F32 = npt.NDArray[np.float32]
 S8 = npt.NDArray[np.int8]
@@ -395,7 +397,8 @@ def _strength(subject: str, alpha: object) -> float:
 
 
 def _array(subject: str, field: str, array: object) -> npt.NDArray[Any]:
-    """Return an array of any library, in the memory of the CPU, as NumPy sees it, without a copy."""
+    """Return an array of the CPU as NumPy sees it, without a copy, in a thread whose arithmetic gives our bits."""
+    require_exact_mode()
     place = place_of(subject, field, array)
     if place is None:
         raise InvalidProblem(subject, field, shown(array), "be an array")
@@ -435,6 +438,8 @@ def _matrix(subject: str, value: object) -> F32:
 
 
 def _finite(subject: str, field: str, array: F32) -> None:
+    if array.dtype != np.float32:
+        raise InvalidProblem(subject, field, array.dtype.name, "be float32")
     finite = np.isfinite(array)
     if not finite.all():
         place = np.unravel_index(int(np.argmin(finite)), array.shape)

@@ -210,6 +210,7 @@ def _taken(plugin: Plugin, seal: Seal, take: Callable[[], Taken]) -> tuple[Taken
             with _watched(plugin):
                 taken = take()
         except KeyboardInterrupt:
+            seal.mend()  # what the plug-in changed so far; the records belong to the process, which may go on
             raise
         except BaseException as error:  # noqa: BLE001  whatever a plug-in does must not break the rest
             reason = told(error)

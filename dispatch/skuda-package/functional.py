@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from skuda.registry.errors import InvalidProblem, shown
+from skuda.dispatch.system.locks import lock
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from skuda.dispatch.select.fields import Fields
     from skuda.registry.op import Op
 
-_lock = threading.Lock()
+_lock = lock()
 _default: list[Dispatcher] = []
 _fields: dict[type, Fields] = {}
 

@@ -416,6 +416,18 @@ def test_ctrl_c_while_a_plugin_loads_ends_the_program(install):
         Dispatcher()
 
 
+def test_ctrl_c_while_a_plugin_changes_what_others_registered_undoes_the_change(install):
+    sku = next(sku for sku in built_in_registry().ops["fill"].skus if sku.backend == "numpy")
+    install("bad_plugin", FILL + HOSTILE["a kernel"] + "\nraise KeyboardInterrupt", kernels="records")
+    before = sku.entry_point
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Dispatcher()
+        assert sku.entry_point == before
+    finally:
+        object.__setattr__(sku, "entry_point", before)
+
+
 # --- what a plug-in prints and writes --------------------------------------------------------------------------------
 
 LOUD = """
