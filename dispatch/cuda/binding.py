@@ -133,7 +133,7 @@ class Binder:
             found = framework.facts(value)
         except Refused as error:
             self._refuse(name, error.had, error.must)
-        except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+        except (AttributeError, BufferError, LookupError, RuntimeError, TypeError, ValueError) as error:
             self._refuse(name, f"a {type(value).__name__}", f"be readable without a copy ({error})")
         if found.ordinal not in {self._ordinal, ANYWHERE}:
             where = "the host" if found.ordinal is None else f"cuda:{found.ordinal}"

@@ -48,7 +48,7 @@ def place_of(op: str, name: str, value: Any) -> Place | None:
     if hasattr(value, "__dlpack_device__"):
         try:
             kind, ordinal = value.__dlpack_device__()
-        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        except (AttributeError, BufferError, LookupError, RuntimeError, TypeError, ValueError) as error:
             must = f"be in the memory of a CPU or a CUDA device ({error})"
             raise InvalidProblem(op, name, f"a {type(value).__name__}", must) from error
         processor = _DLPACK.get(int(kind))
@@ -97,9 +97,9 @@ def bare(op: str, name: str, value: Any) -> Any:
     InvalidProblem
         For a subclass whose memory is not its values: a masked array, or a tensor that stands for others.
     """
+    if type(value) is np.ndarray:
+        return value
     if isinstance(value, np.ndarray):
-        if type(value) is np.ndarray:
-            return value
         if isinstance(value, np.ma.MaskedArray):
             rule = "have no mask: pass x.filled(value), or x.data if what is masked counts as well"
             raise InvalidProblem(op, name, "a masked array", rule)
@@ -120,6 +120,8 @@ def host_view(op: str, name: str, value: Any) -> npt.NDArray[Any]:
     InvalidProblem
         If it is no array, has a mask, is on another device, or cannot be viewed without a copy.
     """
+    if type(value) is np.ndarray:
+        return value
     place = place_of(op, name, value)
     if place is None:
         raise InvalidProblem(op, name, shown(value), "be an array")
@@ -137,7 +139,7 @@ def host_view(op: str, name: str, value: Any) -> npt.NDArray[Any]:
                 return np.asarray(array.view(sys.modules["torch"].int16).numpy()).view(ml_dtypes.bfloat16)
             return np.asarray(array.numpy())
         return np.from_dlpack(array)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, BufferError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidProblem(op, name, f"a {type(value).__name__}", f"be readable without a copy ({error})") from error
 
 

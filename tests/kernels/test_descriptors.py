@@ -379,13 +379,44 @@ def test_arrays_of_another_dtype_or_shape_are_refused(op):
             _refused(problem, given | {argument.name: array.reshape(1, *array.shape)}, argument.name)
 
 
+class Lying:
+    """Reports through a standard what is no array."""
+
+    def __init__(self, **reports):
+        self._reports = reports
+
+    def __getattr__(self, name):
+        if name in vars(self).get("_reports", {}):
+            return self._reports[name]
+        raise AttributeError(name)
+
+
+def _raising():
+    raise KeyError("device")
+
+
+NO_ARRAYS = {
+    "objects": np.array([1, "a"], object), "text": np.array("x"), "dates": np.zeros(2, "M8[s]"),
+    "records": np.zeros(2, [("a", "f4")]), "complex numbers": np.zeros(2, np.complex64), "class of arrays": np.ndarray,
+    "bytes of NumPy": np.void(b"12"), "the masked constant": np.ma.masked, "other byte order": np.zeros(2, ">f4"),
+    "wide floats": np.zeros(2, np.longdouble), "memory": memoryview(b"ab"), "ellipsis": ...,
+    "a device that is none": Lying(__dlpack_device__=lambda: 7), "no device": Lying(__dlpack_device__=_raising),
+    "a capsule that is none": Lying(__dlpack_device__=lambda: (1, 0), __dlpack__=lambda **_: 3),
+}  # fmt: skip
+
+
 @EACH_OP
 def test_what_is_no_array_is_refused(op):
     problem, inputs, _ = _ready(op)
+    strange = WRONG | NO_ARRAYS
     for name, value in inputs.items():
-        for wrong in ([1, 2], "1", {}, object()):
-            with pytest.raises(InvalidProblem, match=name):
-                run(problem, inputs | {name: wrong})
+        is_scalar = next(a for a in problem.arguments() if a.name == name).is_scalar
+        for what, wrong in strange.items():
+            if not (is_scalar and what in {"integer", "float", "nan"}):
+                with pytest.raises(InvalidProblem, match=name) as caught:
+                    run(problem, inputs | {name: wrong})
+                assert str(caught.value).isprintable(), what
+                assert len(str(caught.value)) < 1000, what
         if isinstance(value, np.ndarray) and not next(a for a in problem.arguments() if a.name == name).is_scalar:
             _refused(problem, inputs | {name: 1.0}, name)
 

@@ -473,6 +473,15 @@ def test_threads_share_a_runner(rig):
 # --- facts of frameworks ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "interface",
+    [3, {}, {"data": None}, {"data": (X, False), "shape": 3, "typestr": "<f4"}, {"data": (X, False), "shape": (4, 8)}],
+)
+def test_an_interface_that_is_none_is_refused(rig, interface):
+    with pytest.raises(InvalidProblem, match="x must be readable without a copy"):
+        rig.run(x=SimpleNamespace(__cuda_array_interface__=interface), scale=1.0, y=FakeArray((4, 8), address=Y))
+
+
 class FakeTensor:
     """What `Torch` reads of a tensor."""
 
