@@ -507,6 +507,28 @@ def test_fill_refuses_a_value_that_the_element_cannot_represent(element, value):
     _refused(dispatcher().describe("fill", numel=3, output_element=element), {"value": value}, "value")
 
 
+# Beside the middle between two numbers of the element, by less than f64 tells apart.
+BESIDE = [
+    ("f32", 2**60 + 2**36 + 1, 2**60 + 2**37),
+    ("f32", 2**60 + 2**36, 2**60),
+    ("f32", 2**60 + 2**36 - 1, 2**60),
+    ("f32", 2**60 + 3 * 2**36 - 1, 2**60 + 2**37),
+    ("f32", -(2**60) - 2**36 - 1, -(2**60) - 2**37),
+    ("bf16", 2**60 + 2**52 + 1, 2**60 + 2**53),
+    ("bf16", np.uint64(2**60 + 2**52 + 1), 2**60 + 2**53),
+    ("f64", 2**60 + 2**7 + 1, 2**60 + 2**8),
+    ("f64", 2**60 + 2**7, 2**60),
+]
+if np.finfo(np.longdouble).nmant > 60:
+    BESIDE.append(("f32", np.longdouble(1) + np.longdouble(2) ** -24 + np.longdouble(2) ** -60, 1 + 2**-23))
+
+
+@pytest.mark.parametrize(("element", "value", "want"), BESIDE)
+def test_a_number_of_more_bits_than_f64_is_rounded_once(element, value, want):
+    (got,) = run(dispatcher().describe("fill", numel=1, output_element=element), {"value": value}).values()
+    assert float(got[0]) == want
+
+
 @EACH_OP
 def test_a_cpu_has_no_streams(op):
     problem, inputs, _ = _ready(op)

@@ -356,7 +356,7 @@ def test_streams_of_every_library_become_handles(rig, stream, handle):
 
 
 @pytest.mark.parametrize(
-    "stream", [True, -1, 1.5, "0", object(), Stream(cuda_stream=9, device_index=1), Stream(ptr=1, device_id=2)]
+    "stream", [True, -1, 1 << 64, 1.5, "0", object(), Stream(cuda_stream=9, device_index=1), Stream(ptr=1, device_id=2)]
 )
 def test_what_is_no_stream_of_this_device_is_refused(rig, stream):
     with pytest.raises(InvalidProblem) as caught:
