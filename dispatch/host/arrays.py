@@ -41,7 +41,7 @@ def place_of(op: str, name: str, value: Any) -> Place | None:
     if isinstance(value, (bool, int, float, np.generic)):
         return None
     if _is_torch(value):
-        tensor = bare(op, name, value)
+        tensor = value if is_plain_tensor(value) else bare(op, name, value)
         if tensor.device.type in {"cpu", "cuda"}:
             # __dlpack_device__ is slow, and raises for a tensor that requires grad, which deserves a clearer error.
             return HOST_PLACE if tensor.device.type == "cpu" else ("cuda", tensor.get_device())
@@ -71,8 +71,8 @@ def _is_torch(value: object) -> bool:
 
 def is_plain_tensor(value: Any) -> bool:
     """Whether a torch tensor is of a type that runs no code of its own."""
-    torch = sys.modules["torch"]
-    return type(value) in {torch.Tensor, torch.nn.Parameter}
+    kind, torch = type(value), sys.modules["torch"]
+    return kind is torch.Tensor or kind is torch.nn.Parameter
 
 
 def plain_tensor(value: Any) -> Any:
