@@ -12,7 +12,7 @@ from skuda.dispatch.host.binding import Binding
 from skuda.dispatch.host.floating import require_exact_mode
 from skuda.registry.backend import BUILT_IN
 from skuda.registry.descriptor import Descriptor
-from skuda.registry.errors import InvalidProblem
+from skuda.registry.errors import InvalidProblem, shown
 from skuda.registry.sku import KernelSku
 from skuda.registry.source import resolve
 
@@ -67,7 +67,7 @@ class HostRunner:
 
     def _refuse_stream(self, stream: object) -> None:
         if stream is not None:
-            raise InvalidProblem(self._problem.op_name(), "stream", repr(stream), "be None: this plan runs on the CPU")
+            raise InvalidProblem(self._problem.op_name(), "stream", shown(stream), "be None: this plan runs on the CPU")
 
 
 class NumpyBackend(Backend):

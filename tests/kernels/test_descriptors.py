@@ -379,13 +379,44 @@ def test_arrays_of_another_dtype_or_shape_are_refused(op):
             _refused(problem, given | {argument.name: array.reshape(1, *array.shape)}, argument.name)
 
 
+class Lying:
+    """Reports through a standard what is no array."""
+
+    def __init__(self, **reports):
+        self._reports = reports
+
+    def __getattr__(self, name):
+        if name in vars(self).get("_reports", {}):
+            return self._reports[name]
+        raise AttributeError(name)
+
+
+def _raising():
+    raise KeyError("device")
+
+
+NO_ARRAYS = {
+    "objects": np.array([1, "a"], object), "text": np.array("x"), "dates": np.zeros(2, "M8[s]"),
+    "records": np.zeros(2, [("a", "f4")]), "complex numbers": np.zeros(2, np.complex64), "class of arrays": np.ndarray,
+    "bytes of NumPy": np.void(b"12"), "the masked constant": np.ma.masked, "other byte order": np.zeros(2, ">f4"),
+    "wide floats": np.zeros(2, np.longdouble), "memory": memoryview(b"ab"), "ellipsis": ...,
+    "a device that is none": Lying(__dlpack_device__=lambda: 7), "no device": Lying(__dlpack_device__=_raising),
+    "a capsule that is none": Lying(__dlpack_device__=lambda: (1, 0), __dlpack__=lambda **_: 3),
+}  # fmt: skip
+
+
 @EACH_OP
 def test_what_is_no_array_is_refused(op):
     problem, inputs, _ = _ready(op)
+    strange = WRONG | NO_ARRAYS
     for name, value in inputs.items():
-        for wrong in ([1, 2], "1", {}, object()):
-            with pytest.raises(InvalidProblem, match=name):
-                run(problem, inputs | {name: wrong})
+        is_scalar = next(a for a in problem.arguments() if a.name == name).is_scalar
+        for what, wrong in strange.items():
+            if not (is_scalar and what in {"integer", "float", "nan"}):
+                with pytest.raises(InvalidProblem, match=name) as caught:
+                    run(problem, inputs | {name: wrong})
+                assert str(caught.value).isprintable(), what
+                assert len(str(caught.value)) < 1000, what
         if isinstance(value, np.ndarray) and not next(a for a in problem.arguments() if a.name == name).is_scalar:
             _refused(problem, inputs | {name: 1.0}, name)
 
@@ -474,6 +505,28 @@ def test_scalars_that_are_no_real_numbers_are_refused(op):
 )
 def test_fill_refuses_a_value_that_the_element_cannot_represent(element, value):
     _refused(dispatcher().describe("fill", numel=3, output_element=element), {"value": value}, "value")
+
+
+# Beside the middle between two numbers of the element, by less than f64 tells apart.
+BESIDE = [
+    ("f32", 2**60 + 2**36 + 1, 2**60 + 2**37),
+    ("f32", 2**60 + 2**36, 2**60),
+    ("f32", 2**60 + 2**36 - 1, 2**60),
+    ("f32", 2**60 + 3 * 2**36 - 1, 2**60 + 2**37),
+    ("f32", -(2**60) - 2**36 - 1, -(2**60) - 2**37),
+    ("bf16", 2**60 + 2**52 + 1, 2**60 + 2**53),
+    ("bf16", np.uint64(2**60 + 2**52 + 1), 2**60 + 2**53),
+    ("f64", 2**60 + 2**7 + 1, 2**60 + 2**8),
+    ("f64", 2**60 + 2**7, 2**60),
+]
+if np.finfo(np.longdouble).nmant > 60:
+    BESIDE.append(("f32", np.longdouble(1) + np.longdouble(2) ** -24 + np.longdouble(2) ** -60, 1 + 2**-23))
+
+
+@pytest.mark.parametrize(("element", "value", "want"), BESIDE)
+def test_a_number_of_more_bits_than_f64_is_rounded_once(element, value, want):
+    (got,) = run(dispatcher().describe("fill", numel=1, output_element=element), {"value": value}).values()
+    assert float(got[0]) == want
 
 
 @EACH_OP
