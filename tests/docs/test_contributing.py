@@ -120,9 +120,9 @@ def with_op(with_module):
     assert list(found) == ["kernels/elementwise/negate.py", "kernels/elementwise/__init__.py", "tests/oracle.py"]
     (with_module / "kernels/elementwise/__init__.py").write_text(found["kernels/elementwise/__init__.py"])
     package = with_module / "kernels/quantize/__init__.py"
-    text = package.read_text().replace("__all__ = [", '__all__ = [\n    "RequantizeDescriptor",')
-    imported = "from skuda.kernels.quantize.requantize import RequantizeDescriptor"
-    package.write_text(text.replace("if TYPE_CHECKING:\n", f"if TYPE_CHECKING:\n    {imported}\n"))
+    imported = "    from skuda.kernels.quantize.requantize import RequantizeDescriptor\n"
+    text = package.read_text().replace("\n__all__", f"{imported}\n__all__")
+    package.write_text(text.replace('    "SmoothQuant', '    "RequantizeDescriptor",\n    "SmoothQuant'))
     with (with_module / "tests/oracle.py").open("a") as oracle:
         oracle.write(f"\n\n{found['tests/oracle.py']}\n{DEFINITION}")
     return with_module
@@ -171,7 +171,7 @@ def test_every_test_that_asks_all_ops_passes_for_new_ones_with_kernels(with_kern
     assert status == 0, shown
     status, shown = in_tree(f"pytest -q -p no:cacheprovider -m 'not full' {' '.join(EVERY_OP)}", with_kernel)
     assert status == 0, shown
-    for check in ("ruff check .", "ruff format --check .", "mypy"):
+    for check in ("ruff check registry kernels dispatch tests tools", "ruff format --check .", "mypy"):
         status, shown = in_tree(check, with_kernel)
         assert status == 0, shown
 

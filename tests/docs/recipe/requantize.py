@@ -32,7 +32,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from skuda.kernels.blocks import blocks
-from skuda.kernels.launch import Columns, Launch, Leading, Number, Pointer, Rows, Step, s32
+from skuda.kernels.launch import Columns, Launch, Leading, Number, Parameter, Pointer, Rows, Step, s32
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.quantize import affine
 from skuda.kernels.quantize.granularity import Bounded, PerTensor
@@ -42,7 +42,17 @@ SUMS, CODES = (ElementKind.S32,), (ElementKind.S8, ElementKind.U8)
 
 
 class RequantizeDescriptor(Bounded, PerTensor):
-    """Problem of `requantize`."""
+    """Problem of `requantize`; for `numel` see `PerTensor`.
+
+    Attributes
+    ----------
+    q_min, q_max : int
+        Bounds of the codes, inclusive, within the range of `output_element`.
+    input_element : ElementKind
+        Element of the sums: s32.
+    output_element : ElementKind
+        Element of the codes: s8 or u8.
+    """
 
     kernel: ClassVar[str] = "requantize"
     op: Literal["requantize"] = "requantize"
@@ -72,7 +82,7 @@ def reference(problem: RequantizeDescriptor, *, input: Any, multiplier: Any, zer
 def launch(problem: RequantizeDescriptor, device: Any) -> Launch:
     """Give every thread some elements."""
     grid = (min(-(-problem.numel // 256), 8 * max(device.sm_count, 1)), 1, 1)
-    parameters = (
+    parameters: tuple[Parameter, ...] = (
         *(Pointer("input"), Leading("input"), Pointer("output"), Leading("output")),
         *(Pointer("multiplier"), Number("multiplier", ElementKind.F32)),
         *(Pointer("zero_point"), Number("zero_point", ElementKind.S32)),

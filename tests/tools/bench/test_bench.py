@@ -289,7 +289,7 @@ def record_of(*names, rivals=(), shape=(6, 128), elements=("f32",), **more):
 
 
 def test_every_op_is_measured_and_compared_on_the_cpu():
-    record = record_of(*groups(REGISTRY)["quantize"])
+    record = record_of(*groups(REGISTRY)["quantize"], elements=())
     assert record.refused == ()
     assert {case.op for case in record.cases} == set(groups(REGISTRY)["quantize"])
     for case in record.cases:
