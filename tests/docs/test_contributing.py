@@ -60,10 +60,11 @@ def commands(title):
     return [line[2:] for _, kind, code in section(title) if kind == "console" for line in code.splitlines()]
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory):
+@pytest.fixture
+def tree(tmp_path):
     """Return a copy of the tree, which the commands import in place of this one."""
-    tree = tmp_path_factory.mktemp("tree")
+    tree = tmp_path / "tree"
+    tree.mkdir()
     for name in PARTS:
         source = ROOT / name
         if source.is_dir():
@@ -92,87 +93,94 @@ def make(command):
     return command.replace("make ", f"make -o {venv}/.test VENV={venv} ", 1)
 
 
-@pytest.fixture(scope="module")
-def with_module(tree):
+def add_modules(tree):
     (tree / "kernels/elementwise/negate.py").write_text(files("A new op")["kernels/elementwise/negate.py"])
     for name in ("requantize.py", "requantize.cu"):
         shutil.copy(RECIPE / name, tree / "kernels" / "quantize" / name)
-    return tree
 
 
-def test_a_new_op_is_one_module_and_the_tests_say_what_they_need(with_module):
+def test_a_new_op_is_one_module_and_the_tests_say_what_they_need(tree):
+    add_modules(tree)
     for command in commands("A new op")[:3]:
-        status, shown = in_tree(command, with_module)
+        status, shown = in_tree(command, tree)
         assert status == 0, f"{command}\n{shown}"
         assert "negate" in shown
-    status, shown = in_tree("skuda verify --device cpu --op requantize", with_module)
+    status, shown = in_tree("skuda verify --device cpu --op requantize", tree)
     assert (status, "requantize: 2 verified" in shown) == (0, True), shown
     tests = "tests/kernels/test_ops.py tests/dispatch/test_import.py -k 'definition and negate or exported_by'"
-    status, shown = in_tree(f"pytest -q -p no:cacheprovider {tests}", with_module)
+    status, shown = in_tree(f"pytest -q -p no:cacheprovider {tests}", tree)
     assert status != 0
     assert 'add an exact definition to tests/oracle.py, below @defines("negate")' in shown
     assert re.search(r"add NegateDescriptor to \S+elementwise/__init__.py", shown)
 
 
-@pytest.fixture(scope="module")
-def with_op(with_module):
+def add_ops(tree):
+    add_modules(tree)
     found = files("A new op")
     assert list(found) == ["kernels/elementwise/negate.py", "kernels/elementwise/__init__.py", "tests/oracle.py"]
-    (with_module / "kernels/elementwise/__init__.py").write_text(found["kernels/elementwise/__init__.py"])
-    package = with_module / "kernels/quantize/__init__.py"
+    (tree / "kernels/elementwise/__init__.py").write_text(found["kernels/elementwise/__init__.py"])
+    package = tree / "kernels/quantize/__init__.py"
     imported = "    from skuda.kernels.quantize.requantize import RequantizeDescriptor\n"
     text = package.read_text().replace("\n__all__", f"{imported}\n__all__")
     package.write_text(text.replace('    "SmoothQuant', '    "RequantizeDescriptor",\n    "SmoothQuant'))
-    with (with_module / "tests/oracle.py").open("a") as oracle:
+    with (tree / "tests/oracle.py").open("a") as oracle:
         oracle.write(f"\n\n{found['tests/oracle.py']}\n{DEFINITION}")
-    return with_module
 
 
-def test_the_tests_of_ops_pass_for_a_new_one(with_op):
+def test_the_tests_of_ops_pass_for_new_ones(tree):
+    add_ops(tree)
     tests = "tests/kernels/test_ops.py tests/kernels/test_descriptors.py tests/dispatch/host/test_memory.py"
     chosen = "-k 'negate or requantize or every_op or every_family'"
-    status, shown = in_tree(f"pytest -q -p no:cacheprovider {tests} {chosen}", with_op)
+    status, shown = in_tree(f"pytest -q -p no:cacheprovider {tests} {chosen}", tree)
     assert status == 0, shown
     assert int(re.search(r"(\d+) passed", shown)[1]) > 80
 
 
-@pytest.fixture(scope="module")
-def with_kernel(with_op):
+def add_kernels(tree):
+    add_ops(tree)
     found = files("A new kernel for an op")
     assert list(found) == ["kernels/elementwise/negate.cu", "kernels/elementwise/negate.py"]
-    (with_op / "kernels/elementwise/negate.cu").write_text(found["kernels/elementwise/negate.cu"])
-    module = with_op / "kernels/elementwise/negate.py"
+    (tree / "kernels/elementwise/negate.cu").write_text(found["kernels/elementwise/negate.cu"])
+    module = tree / "kernels/elementwise/negate.py"
     lines = module.read_text().splitlines(keepends=True)
     (at,) = [i for i, line in enumerate(lines) if line.startswith("SKUS")]
     module.write_text("".join([*lines[:at], "\n\n", found["kernels/elementwise/negate.py"], *lines[at + 1 :]]))
-    return with_op
 
 
 @FULL
-def test_a_new_kernel_is_a_source_and_an_entry(with_kernel):
+def test_a_new_kernel_is_a_source_and_an_entry(tree):
+    add_kernels(tree)
     explain, test = commands("A new kernel for an op")
-    status, shown = in_tree(explain, with_kernel)
+    status, shown = in_tree(explain, tree)
     assert status == 0, shown
     assert "unary_elementwise.negate.f32.plain.sm_80.pycuda.chunked" in shown
-    status, shown = in_tree(f"{test} -q -p no:cacheprovider".replace("negate", "'negate or requantize'"), with_kernel)
+    status, shown = in_tree(f"{test} -q -p no:cacheprovider".replace("negate", "'negate or requantize'"), tree)
     assert status == 0, shown
     assert int(re.search(r"(\d+) passed", shown)[1]) >= 2 * (2 + 6)
 
 
 @FULL
-def test_every_test_that_asks_all_ops_passes_for_new_ones_with_kernels(with_kernel):
+def test_every_test_that_asks_all_ops_passes_for_new_ones_with_kernels(tree):
+    add_kernels(tree)
     generated, test = commands("A new op")[3:]
-    status, shown = in_tree(make(generated), with_kernel)
+    status, shown = in_tree(make(generated), tree)
     assert status == 0, shown
-    assert "def negate(" in (with_kernel / "dispatch/skuda-package/ops.py").read_text()
-    assert "| `negate` |" in (with_kernel / "README.md").read_text()
-    assert "requantize" in (with_kernel / "docs/selection.lock.json").read_text()
-    status, shown = in_tree(f"{test} -q -p no:cacheprovider", with_kernel)
+    assert "def negate(" in (tree / "dispatch/skuda-package/ops.py").read_text()
+    assert "| `negate` |" in (tree / "README.md").read_text()
+    assert "requantize" in (tree / "docs/selection.lock.json").read_text()
+    status, shown = in_tree(f"{test} -q -p no:cacheprovider", tree)
     assert status == 0, shown
-    status, shown = in_tree(f"pytest -q -p no:cacheprovider -m 'not full' {' '.join(EVERY_OP)}", with_kernel)
+    status, shown = in_tree(f"pytest -q -p no:cacheprovider -m 'not full' {' '.join(EVERY_OP)}", tree)
     assert status == 0, shown
+
+
+@FULL
+def test_what_is_typed_passes_the_checks(tree):
+    for program in ("ruff", "mypy"):
+        pytest.importorskip(program)
+    add_kernels(tree)
     for check in ("ruff check registry kernels dispatch tests tools", "ruff format --check .", "mypy"):
-        status, shown = in_tree(check, with_kernel)
+        status, shown = in_tree(check, tree)
         assert status == 0, shown
 
 
