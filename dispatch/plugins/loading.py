@@ -238,6 +238,7 @@ def _watched(plugin: Plugin) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        timer.join()  # a thread that still ends would count as one of the program's: see `kept_clean`
 
 
 def _valid(record: Any) -> Any:

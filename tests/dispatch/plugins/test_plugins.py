@@ -542,6 +542,14 @@ def test_other_threads_keep_standard_output_while_a_plugin_loads(install, capsys
     assert capsys.readouterr() == ("from the program\n", "from the plug-in\n")
 
 
+def test_loading_leaves_no_thread_so_that_the_next_plugin_finds_the_program_alone(install):
+    install("good_plugin", "records = []", kernels="records")
+    before = threading.enumerate()
+    for _ in range(200):
+        load_kernels(Registry())
+        assert threading.enumerate() == before
+
+
 @pytest.mark.parametrize("streams", ["sys.stdout = None", "sys.stderr = None", "sys.stdout = sys.stderr = None"])
 def test_a_program_without_standard_streams_loads_plugins_that_print(install, tmp_path, streams):
     install("loud_plugin", LOUD, kernels="records", backends="Loud")
