@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+_LONGEST, _SHOWN = 300, 80
+"""What was given is shown whole up to so many characters; of longer text, the beginning."""
+
+
 class SkudaError(Exception):
     """Base of every error that skuda raises on purpose."""
 
@@ -38,7 +42,8 @@ class _RuleBroken(SkudaError):
         self.subject, self.field, self.had, self.must = subject, field, had, must
 
     def __str__(self) -> str:
-        return f"{self.subject}: {self.field} must {self.must}; had {self.had}"
+        had = self.had if len(self.had) <= _LONGEST else f"{self.had[:_SHOWN]}... ({len(self.had)} characters)"
+        return f"{self.subject}: {self.field} must {self.must}; had {had}"
 
 
 class InvalidProblem(_RuleBroken):

@@ -44,6 +44,7 @@ TOOLS = (
     "tools.checkpoint",
     "tools.demo",
     "tools.testing",
+    "tools.commands",
     "tools.cli",
     "tools",
 )

@@ -43,6 +43,7 @@ from skuda.tools.demo.ways import (
     search_alpha,
     union,
 )
+from skuda.tools.files import check
 from skuda.tools.smoothquant import Int8Layer
 
 T = TypeVar("T")
@@ -188,8 +189,7 @@ def demo(
     try:
         if find_spec("matplotlib") is None:
             raise MissingDependency("matplotlib", "pip install 'matplotlib>=3.8'")
-        if not plot.absolute().parent.is_dir():
-            raise InvalidProblem("demo", "plot", str(plot), "lie in a folder that exists")
+        check("demo", "--plot", plot)
         chosen, note = placed(dispatcher or Dispatcher(), device)
         if note:
             errors.print(f"skuda demo: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
