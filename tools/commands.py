@@ -30,7 +30,7 @@ app = typer.Typer(
 _cache = typer.Typer(rich_markup_mode=None)
 app.add_typer(_cache, name="cache")
 
-_WRITTEN = {"html", "into", "output"}
+_WRITTEN = ("html", "into", "output")
 """The options of files that a command writes."""
 
 
@@ -72,8 +72,9 @@ def _run(name: str, target: str, given: dict[str, Any]) -> int:
             given = {"show_fields": True}
         own = (option for param in context.command.params for option in param.opts)
         given |= {"tokens": context.args, "own_options": [option.lstrip("-").replace("-", "_") for option in own]}
-    for option in _WRITTEN & given.keys():
-        import_module("skuda.tools.files").check(name, f"--{option}", given[option])
+    written = {f"--{option}": given[option] for option in _WRITTEN if option in given}
+    if written:
+        import_module("skuda.tools.files").check_all(name, written)
     if "html" in given:
         given["page"] = partial(import_module("skuda.tools.report.page").save, given.pop("html"))
     module, _, function = target.partition(":")

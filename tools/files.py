@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from skuda.dispatch.compile.files import check_folder, check_place, replacing, write_whole
 from skuda.registry.errors import InvalidProblem
 
-__all__ = ["check", "read_json", "read_text", "replacing", "write_whole"]
+__all__ = ["check", "check_all", "read_json", "read_text", "replacing", "write_whole"]
 
 _LARGEST = 64 << 20
 
@@ -21,6 +23,16 @@ def check(command: str, option: str, path: Path, *, folder: bool = False) -> Non
     except OSError as error:
         rule = f"be a {'place' if folder else 'file in a folder that exists,'} that can be written ({error.strerror})"
         raise InvalidProblem(command, option, str(path), rule) from error
+
+
+def check_all(command: str, given: Mapping[str, Path]) -> None:
+    """Refuse the files of several options as `check` does, and one file for two of them."""
+    seen: dict[str, str] = {}
+    for option, path in given.items():
+        check(command, option, path)
+        first = seen.setdefault(os.path.realpath(path), option)
+        if first != option:
+            raise InvalidProblem(command, option, str(path), f"be another file than that of {first}")
 
 
 def read_text(path: Path) -> str:

@@ -116,7 +116,7 @@ def _make(fresh: Path) -> None:
 
 def _finish(fresh: Path, target: Path) -> None:
     """Put a complete file in the place of the old one."""
-    with fresh.open("rb") as file:
+    with fresh.open("r+b") as file:
         os.fsync(file.fileno())
     with contextlib.suppress(FileNotFoundError):
         old = target.stat()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -61,7 +62,9 @@ def folder(tmp_path, monkeypatch):
     made = tmp_path / "work"
     made.mkdir()
     (made / "problems.json").write_text(PROBLEM)
-    (made / "lock.json").write_text(LOCK.read_text())
+    lock = json.loads(LOCK.read_text())
+    del lock["selection"]["fill"]
+    (made / "lock.json").write_text(json.dumps(lock))
     monkeypatch.chdir(made)
     for name in ("FORCE_COLOR", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
@@ -423,7 +426,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(folder, skuda
         monkeypatch.setattr(f"skuda.tools.{worker}", lambda *_, **__: pytest.fail("it works"))
     make, name = REFUSED[kind]
     make(folder)
-    if writer == "bench --plot @" and kind in ("a folder of that name", "no folder"):
+    if writer == "bench --plot @" and kind in ("a folder of that name", "no folder", "empty"):
         pytest.skip("a folder is what it takes")
     before = there(folder)
     status, out, err = skuda(*(part.replace("@", name) for part in writer.split()))
@@ -431,6 +434,14 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(folder, skuda
     assert_told(status, err)
     assert err.count("\n") == 1
     assert there(folder) == before
+
+
+def test_two_outputs_are_two_files(folder, skuda):
+    (folder / "link").symlink_to("made")
+    status, out, err = skuda("verify", "--device", "cpu", "--op", "fill", "--output", "made", "--html", "link")
+    assert (status, out) == (2, "")
+    assert err == "skuda: verify: --output must be another file than that of --html; had made\n"
+    assert not (folder / "made").exists()
 
 
 def test_a_disk_that_fills_up_is_told_with_the_file(folder, skuda, monkeypatch):

@@ -44,6 +44,7 @@ from skuda.tools.demo.ways import (
     union,
 )
 from skuda.tools.files import check
+from skuda.tools.output import one_line
 from skuda.tools.smoothquant import Int8Layer
 
 T = TypeVar("T")
@@ -198,7 +199,7 @@ def demo(
             result = run_demo(model, read_sentences(), chosen, plot=plot, track=track)
             draw(result, plot)
     except (SkudaError, OSError) as error:
-        errors.print(f"skuda demo: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        errors.print(f"skuda demo: {one_line(str(error))}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
     if as_json:
         console.out(result.model_dump_json(indent=2), highlight=False)
