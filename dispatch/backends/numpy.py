@@ -12,9 +12,10 @@ from skuda.dispatch.host.binding import Binding
 from skuda.dispatch.host.floating import require_exact_mode
 from skuda.registry.backend import BUILT_IN
 from skuda.registry.descriptor import Descriptor
-from skuda.registry.errors import InvalidProblem, shown
+from skuda.registry.errors import InvalidProblem
 from skuda.registry.sku import KernelSku
 from skuda.registry.source import resolve
+from skuda.registry.text import shown
 
 
 class HostRunner:

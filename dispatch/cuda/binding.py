@@ -35,7 +35,8 @@ from skuda.kernels.launch import (
 )
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.elements import ElementKind
-from skuda.registry.errors import InvalidProblem, OutOfMemory, shown
+from skuda.registry.errors import InvalidProblem, OutOfMemory
+from skuda.registry.text import shown
 
 _SMALL, _LARGE = 2.0**-126, 2.0**127
 """Magnitudes between which an f64 number rounds to a normal f32 one."""

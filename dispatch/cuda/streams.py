@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from skuda.registry.errors import InvalidProblem, shown
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
 
 LEGACY = 1
 """The driver's other name for the default stream, 0."""
