@@ -95,6 +95,10 @@ class Fields:
         """
         fields = {name: value for name, value in given.items() if name in self._infos and value is not None}
         arrays = {name: value for name, value in given.items() if name not in self._infos and value is not None}
+        for name, value in fields.items():
+            # A tensor has a hash, but no truth value.
+            if value.__hash__ is not None and hasattr(value, "__dlpack_device__"):
+                raise InvalidProblem(self._op, name, f"a {type(value).__name__}", "be a plain value: it is no argument")
         if not self._cases:
             return self._descriptor(**fields), arrays
         known = {argument.name: argument for argument in self.arguments}
