@@ -45,6 +45,7 @@ TOOLS = (
     "tools.checkpoint",
     "tools.demo",
     "tools.testing",
+    "tools.commands",
     "tools.cli",
     "tools",
 )

@@ -16,20 +16,42 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+_NARROWEST = 40
+"""The fewest columns that output is laid out for; a narrower terminal wraps it."""
+
+_LONGEST_LINE = 4000
+
 
 def stdout() -> Console:
     """Return a console on standard output; `is_terminal` is true if a person reads it."""
-    return Console(highlight=False, markup=False, emoji=False)
+    return _wide_enough(Console(highlight=False, markup=False, emoji=False))
 
 
 def stderr() -> Console:
     """Return a console on standard error."""
-    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+    return _wide_enough(Console(stderr=True, highlight=False, markup=False, emoji=False))
+
+
+def _wide_enough(console: Console) -> Console:
+    console.width = max(console.width, _NARROWEST)
+    return console
 
 
 def tell(text: str, style: str = "yellow") -> None:
     """Print one line about the run on standard error."""
-    stderr().print(f"skuda: {text}", style=style, soft_wrap=True)
+    stderr().print(f"skuda: {one_line(text)}", style=style, soft_wrap=True)
+
+
+def one_line(text: str) -> str:
+    """Return text as one line, whatever is in it: long words are shortened, and what is not printable is escaped."""
+    line = " ".join(map(shortened, text.split()))
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return shortened(line, _LONGEST_LINE, _LONGEST_LINE)
+
+
+def shortened(text: str, longest: int = 300, shown: int = 80) -> str:
+    """Return text that is longer than `longest` as its first `shown` characters and its length."""
+    return text if len(text) <= longest else f"{text[:shown]}... ({len(text)} characters)"
 
 
 def records(rows: Iterable[Sequence[object]]) -> None:
@@ -92,7 +114,7 @@ def heading(text: str) -> Text:
 
 
 SavePage = Callable[..., None]
-"""Writes the report page of a command's ``--html``: `skuda.tools.report.page.save` without its first two parameters."""
+"""Writes the report page of a command's ``--html``: `skuda.tools.report.page.save` without its first parameter."""
 
 Report = Callable[[int, int, str], None]
 """Takes the number of finished steps, the number of all steps, and the current step's name."""
@@ -174,7 +196,7 @@ def folded(sku_id: str, width: int) -> str:
     if len(sku_id) <= width:
         return sku_id
     at = sku_id.rfind(".", 0, width) + 1 or width
-    return f"{sku_id[:at]}\n  {folded(sku_id[at:], width - 2)}"
+    return f"{sku_id[:at]}\n  {folded(sku_id[at:], max(width - 2, _NARROWEST // 2))}"
 
 
 def reflowed(documentation: str, width: int) -> Iterator[Text]:

@@ -16,17 +16,16 @@ name includes its sha256.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
 from pydantic import Field
 
+from skuda.dispatch.compile.files import check_place, replacing
 from skuda.dispatch.compile.member import SCHEMA, Key, Member, Text, validated
 from skuda.dispatch.system.files import open_regular, shared
 from skuda.registry.errors import BundleError, InvalidRecord
@@ -240,7 +239,6 @@ def write_bundle(path: Path, skuda: str, cubins: Iterable[tuple[Member, bytes]])
         If the file cannot be written, exists and is not a bundle, or would exceed the limits.
     """
     refuse_to_replace(path)
-    temporary = None
     try:
         ordered = sorted(cubins, key=lambda item: (item[0].sku, item[0].key.digest, item[0].compiler))
         manifest = Manifest(skuda=skuda, cubins=SCHEMA, members=tuple(member for member, _ in ordered))
@@ -249,38 +247,28 @@ def write_bundle(path: Path, skuda: str, cubins: Iterable[tuple[Member, bytes]])
         size = len(head) + sum(len(cubin) for _, cubin in ordered)
         if len(text) > LARGEST_MANIFEST or size > LARGEST_BUNDLE:
             raise BundleError(path, f"it would have {size} bytes and may have {LARGEST_BUNDLE}; make several bundles")
-        handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}-")
-        with os.fdopen(handle, "wb") as file:
-            file.write(head)
-            file.writelines(cubin for _, cubin in ordered)
-            file.flush()
-            os.fsync(file.fileno())
-        # All users of the target machine must be able to read it.
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-        temporary = None
+        with replacing(path) as fresh:
+            with fresh.open("wb") as file:
+                file.write(head)
+                file.writelines(cubin for _, cubin in ordered)
+            # All users of the target machine must be able to read a new one.
+            fresh.chmod(0o644)
     except InvalidRecord as error:
         raise BundleError(path, f"it was not written: {error}") from error
     except OSError as error:
         raise BundleError(path, f"it cannot be written: {error.strerror or error}") from error
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
     return path
 
 
 def refuse_to_replace(path: Path) -> None:
     """Raise `BundleError` if the path is anything but a bundle or a new file in an existing folder."""
-    if not path.absolute().parent.is_dir():
-        raise BundleError(path, "there is no such folder to write it into; make it, or name another file")
     try:
+        check_place(path)
         if not path.exists():
             return
-        if path.is_file():
-            with path.open("rb") as file:
-                if _FORMAT.match(file.read(len(_MAGIC) + 9)):
-                    return
+        with path.open("rb") as file:
+            if _FORMAT.match(file.read(len(_MAGIC) + 9)):
+                return
     except OSError as error:
-        raise BundleError(path, f"it cannot be written: {error.strerror or error}") from error
+        raise BundleError(path, f"it cannot be written: {error.strerror}; name another file") from error
     raise BundleError(path, "something else is there; name a new file, or a bundle to replace")

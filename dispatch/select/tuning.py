@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,6 +12,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import AfterValidator, Field, JsonValue
 
+from skuda.dispatch.compile.files import write_whole
 from skuda.dispatch.select.environment import Environment, Line
 from skuda.dispatch.select.explanation import as_json
 from skuda.dispatch.system.files import open_regular
@@ -224,14 +223,11 @@ class Tuning(Value):
             If the file cannot be written.
         """
         path = _path(path)
-        fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
         try:
-            fresh.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-            fresh.replace(path)
+            write_whole(path, self.model_dump_json(indent=1) + "\n")
         except OSError as error:
-            with contextlib.suppress(OSError):
-                fresh.unlink()
-            raise InvalidRecord(f"tuning {one_line(str(path))}", "the file", str(error), "be writable") from error
+            why = error.strerror or str(error)
+            raise InvalidRecord(f"tuning {one_line(str(path))}", "the file", why, "be writable") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Tuning:

@@ -46,7 +46,7 @@ def test_the_registry_needs_no_array_library():
 
 
 def test_the_tool_starts_without_numpy():
-    assert "numpy" not in modules_after("import skuda.tools.cli")
+    assert "numpy" not in modules_after("import skuda.tools.commands")
 
 
 @pytest.mark.parametrize(

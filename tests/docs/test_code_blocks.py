@@ -24,7 +24,8 @@ import pytest
 import typer
 from paths import ROOT
 
-from skuda.tools.cli import app, main
+from skuda.tools.cli import main
+from skuda.tools.commands import app
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w+)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)

@@ -30,7 +30,8 @@ from skuda.registry import (
     Registry,
     Role,
 )
-from skuda.tools.cli import _cache, app, main
+from skuda.tools.cli import main
+from skuda.tools.commands import _cache, app
 from skuda.tools.output import folded, reflowed
 from skuda.tools.show import doctor, packages
 from skuda.tools.show import explain as explaining
@@ -295,6 +296,11 @@ def test_a_defect_is_not_dressed_up_as_bad_input(skuda, monkeypatch):
         raise ZeroDivisionError
 
     monkeypatch.setattr(listing, "run", fails)
+    status, out, err = skuda("list")
+    assert (status, out) == (70, "")
+    assert err.startswith("skuda: a defect of skuda: ZeroDivisionError: ")
+    assert err.count("\n") == 1
+    monkeypatch.setattr(sys, "flags", type("Flags", (), {"dev_mode": True}))
     with pytest.raises(ZeroDivisionError):
         skuda("list")
 

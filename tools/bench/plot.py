@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from skuda.registry.errors import InvalidProblem, MissingDependency
 from skuda.tools.bench.drawing import COLUMNS, INK, bandwidth, moved, points, roofline, speed, throughput
 from skuda.tools.bench.record import BenchRecord, CaseResult
 from skuda.tools.bench.summary import largest
+from skuda.tools.files import check as check_writable
+from skuda.tools.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
@@ -95,15 +98,14 @@ def save(record: BenchRecord, path: Path) -> list[Path]:
     whole = path.suffix.lower() in _FORMATS
     try:
         (path.parent if whole else path).mkdir(parents=True, exist_ok=True)
-        if whole:
-            path.write_bytes(rendered(found, path.suffix.lower()[1:], source=digest(record)))
-            return [path]
-        files = [path / f"{plot.name}.svg" for plot in found]
-        for plot, file in zip(found, files, strict=True):
-            file.write_bytes(rendered([plot], "svg", source=digest(record)))
+        together = {path: found} if whole else {path / f"{plot.name}.svg": [plot] for plot in found}
+        for file, drawn in together.items():
+            content = rendered(drawn, file.suffix.lower()[1:], source=digest(record))
+            with replacing(file) as fresh:
+                fresh.write_bytes(content)
     except OSError as error:
         raise InvalidProblem("bench", "--plot", str(path), f"be a place that can be written to ({error})") from error
-    return files
+    return list(together)
 
 
 def check(path: Path) -> None:
@@ -112,6 +114,8 @@ def check(path: Path) -> None:
         raise InvalidProblem("bench", "--plot", str(path), "end in .png, .svg or .pdf, or be a folder")
     if not drawable():
         raise MissingDependency("matplotlib", "pip install 'matplotlib>=3.8'")
+    whole = path.suffix.lower() in _FORMATS and os.path.lexists(path)
+    check_writable("bench", "--plot", path, folder=not whole)
 
 
 def drawable() -> bool:

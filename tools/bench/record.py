@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from skuda.registry.errors import InvalidRecord
 from skuda.registry.registry import Registry
 from skuda.registry.value import Real, Size, Value
 from skuda.tools.bench.work import Work
-from skuda.tools.files import write_whole
+from skuda.tools.files import read_json, read_text, write_whole
 from skuda.tools.verify.evidence import evidence_directory
 from skuda.tools.verify.fingerprint import source_hash
 
@@ -244,14 +243,15 @@ def load_benches(directory: Path | None = None) -> tuple[BenchRecord, ...]:
     Raise `InvalidRecord` if a file cannot be read, or if a file of this kind is not a valid record.
     """
     folder = directory if directory is not None else evidence_directory()
-    files = {path: _read(path) for path in (sorted(folder.glob("*.json")) if folder is not None else ())}
+    paths = sorted(filter(Path.is_file, folder.glob("*.json"))) if folder is not None else ()
+    files = {path: _read(path) for path in paths}
     records = (_parsed(path, found) for path, found in files.items() if _kind_of(found) == _KIND)
     return tuple(sorted(records, key=lambda record: record.date))
 
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(read_text(path))
     except (OSError, ValueError) as error:
         raise InvalidRecord("bench", str(path), str(error), "be readable JSON") from error
 

@@ -21,6 +21,7 @@ from skuda.registry.registry import Registry
 from skuda.tools.bench.lab import HostLab, TorchLab
 from skuda.tools.bench.outcome import outcome_of, print_tuning, rows, tuning_markdown
 from skuda.tools.bench.tuner import Tuner, environment
+from skuda.tools.files import check
 from skuda.tools.output import progress, records, refuse, split, stderr, stdout
 from skuda.tools.words.cases import rank_of, select_cases, select_ops
 from skuda.tools.words.problem import describe, pairs
@@ -155,9 +156,8 @@ def _before(path: Path, fresh: Tuning, *, update: bool, keep_margin: bool) -> Tu
 
     Raise `InvalidRecord` for an existing file that is not to be updated, or that was made in another environment.
     """
+    check("tune", "--output", path)
     if not path.exists():
-        if not path.absolute().parent.is_dir():
-            raise InvalidRecord("tune", "--output", str(path), "be in a folder that is there")
         return fresh
     if not update:
         raise InvalidRecord("tune", "--output", f"{path}, which is there", "be a new file, or stand beside --update")

@@ -43,6 +43,8 @@ from skuda.tools.demo.ways import (
     search_alpha,
     union,
 )
+from skuda.tools.files import check
+from skuda.tools.output import one_line
 from skuda.tools.smoothquant import Int8Layer
 
 T = TypeVar("T")
@@ -188,8 +190,7 @@ def demo(
     try:
         if find_spec("matplotlib") is None:
             raise MissingDependency("matplotlib", "pip install 'matplotlib>=3.8'")
-        if not plot.absolute().parent.is_dir():
-            raise InvalidProblem("demo", "plot", str(plot), "lie in a folder that exists")
+        check("demo", "--plot", plot)
         chosen, note = placed(dispatcher or Dispatcher(), device)
         if note:
             errors.print(f"skuda demo: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
@@ -198,7 +199,7 @@ def demo(
             result = run_demo(model, read_sentences(), chosen, plot=plot, track=track)
             draw(result, plot)
     except (SkudaError, OSError) as error:
-        errors.print(f"skuda demo: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        errors.print(f"skuda demo: {one_line(str(error))}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
     if as_json:
         console.out(result.model_dump_json(indent=2), highlight=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from skuda.tools.demo.result import DemoResult
+from skuda.tools.files import replacing
 
 # Marker and line style identify a way without colour. The colours are Okabe and Ito's.
 STYLES = (
@@ -42,4 +43,5 @@ def draw(result: DemoResult, path: Path) -> None:
     title = f"{result.model} in int8: each linear layer's own error on {result.held_out_sentences} held-out sentences"
     axes.set_title(title, fontsize=12)
     figure.legend(loc="outside lower center", ncols=3, fontsize=9)
-    figure.savefig(path, format="png")
+    with replacing(path) as fresh:
+        figure.savefig(fresh, format="png")

@@ -11,13 +11,12 @@ from pathlib import Path
 from string import Template
 
 from skuda.dispatch.select.environment import skuda_version
-from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Op
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
 from skuda.tools.bench.record import BenchRecord, load_benches
 from skuda.tools.files import write_whole
-from skuda.tools.output import stderr
+from skuda.tools.output import one_line, stderr
 from skuda.tools.report.kernels import Row, filters, listing, matrix, summary
 from skuda.tools.report.markup import el, written
 from skuda.tools.report.records import evidence, measured
@@ -68,14 +67,7 @@ def _part(name: str) -> str:
     return (files("skuda.tools.report") / name).read_text(encoding="utf-8")
 
 
-def check(command: str, path: Path) -> None:
-    """Refuse a path that cannot be a file in an existing folder; `command` has the option ``--html``."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise InvalidProblem(command, "--html", str(path), "be a file in a folder that exists")
-
-
 def save(
-    command: str,
     path: Path,
     registry: Registry,
     *,
@@ -86,7 +78,7 @@ def save(
 ) -> None:
     """Write the page, and report that on standard error.
 
-    `command` has the option ``--html``, and `path` is its file. `records` and `benches` are runs of ``skuda verify``
+    `path` is the file of ``--html``. `records` and `benches` are runs of ``skuda verify``
     and ``skuda bench``; None for those in the folder `evidence`, or in the checkout. The page shows `found`, or
     everything in `registry` if it is None.
     """
@@ -95,8 +87,5 @@ def save(
         found = [(op, registry.skus_of(op.name)) for op in ops]
     records = load_records(evidence) if records is None else records
     benches = load_benches(evidence) if benches is None else benches
-    try:
-        write_whole(path, page(found, registry, records, benches, version=skuda_version()))
-    except OSError as error:
-        raise InvalidProblem(command, "--html", str(path), f"be a file that can be written ({error})") from error
-    stderr().print(f"wrote {path}", style="dim", soft_wrap=True)
+    write_whole(path, page(found, registry, records, benches, version=skuda_version()))
+    stderr().print(f"wrote {one_line(str(path))}", style="dim", soft_wrap=True)

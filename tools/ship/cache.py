@@ -23,7 +23,7 @@ _SIZES = {"": 1, "b": 1} | {
     for ending, base in (("ib", 1024), ("b", 1000))
 }
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_AMOUNT = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([a-z]*)", re.IGNORECASE)
 _OTHER_COLUMNS = 45
 _UNFINISHED = 86400
 """Seconds after which a temporary file is abandoned: the longest compilation takes half an hour."""

@@ -110,11 +110,7 @@ def run(*, descriptors: Path | None = None, devices: Sequence[str] = (), output:
     if output is None:
         stdout().file.write(text)
         return 0
-    try:
-        write_whole(output, text)
-    except OSError as error:
-        rule = f"be a file that can be written: {error.strerror or error}"
-        raise InvalidProblem("lock", "--output", str(output), rule) from error
+    write_whole(output, text)
     asked = f"{count(len(problems), 'problem')} on {count(len(chosen), 'device')}"
     tell(f"{output}: {count(len(registry), 'kernel')}, {asked}", "dim")
     return 0

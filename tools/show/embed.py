@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from skuda.registry.errors import InvalidProblem
-from skuda.tools.files import write_whole
+from skuda.tools.files import read_text, write_whole
 
 _BLOCK = re.compile(
     r"^(?P<begin><!-- (?:[^`\n]+: )?made by `(?P<command>[^`\n]+)` -->\n)"
@@ -39,8 +39,8 @@ def write_into(path: Path, command: str, content: str) -> bool:
     Raise `InvalidProblem` if the file cannot be read, or has no such block.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
         raise InvalidProblem(command, "the file", str(path), f"be a file that can be read ({error})") from error
     fresh = embedded(text, command, content)
     if fresh is None:

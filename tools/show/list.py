@@ -20,6 +20,7 @@ from skuda.tools.output import (
     chosen,
     count,
     folded,
+    one_line,
     plain_table,
     print_json,
     records,
@@ -74,7 +75,7 @@ def run(
         page(registry, records=recorded, found=found, evidence=evidence)
     elif into is not None:
         if write_into(into, COMMAND, markdown(found, word)):
-            stderr().print(f"{into}: the op matrix has changed", soft_wrap=True)
+            stderr().print(f"{one_line(str(into))}: the op matrix has changed", soft_wrap=True)
     elif matrix:
         stdout().out(markdown(found, word), end="", highlight=False)
     elif skus:

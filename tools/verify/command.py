@@ -16,6 +16,7 @@ from rich.text import Text
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.device import Device
 from skuda.registry.registry import Registry
+from skuda.tools.files import check
 from skuda.tools.output import (
     SavePage,
     count,
@@ -89,6 +90,11 @@ def run(
         line = "no CUDA device is here: `skuda doctor` says what is missing, --device cpu verifies the CPU's kernels"
         stderr().print(f"skuda: {line}", style="yellow", soft_wrap=True)
         return 1
+    everything = not (ops or skus or backends or quick)
+    path = output or (_default_path(place) if everything else None)
+    if path is not None and output is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check("verify", "--output", path)
     with progress() as report:
         found = verify(
             dispatcher,
@@ -101,8 +107,6 @@ def run(
             progress=report,
             finished=partial(_print_op, perf_counter()),
         )
-    everything = not (ops or skus or backends or quick)
-    path = output or (_default_path(place) if everything else None)
     if path is not None:
         found.save(path)
     if page is not None:

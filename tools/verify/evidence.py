@@ -5,11 +5,10 @@ A record is valid only while the recorded hashes of the kernel, its reference an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
@@ -19,7 +18,7 @@ from skuda.registry.errors import InvalidRecord
 from skuda.registry.op import Op
 from skuda.registry.sku import KernelSku
 from skuda.registry.value import Size, Value
-from skuda.tools.files import write_whole
+from skuda.tools.files import read_json, read_text, write_whole
 from skuda.tools.verify.fingerprint import reference_hash, source_hash, verifier_hash
 
 Verdict = Literal["verified", "failed", "skipped"]
@@ -193,7 +192,7 @@ class EvidenceFile(Value):
             If the file cannot be read, or is an invalid record.
         """
         try:
-            found: Any = json.loads(path.read_text(encoding="utf-8"))
+            found = read_json(read_text(path))
         except (OSError, ValueError) as error:
             raise InvalidRecord("evidence", str(path), str(error), "be readable JSON") from error
         if not isinstance(found, dict) or (found.get("kind"), found.get("schema_version")) != ("skuda verify", 1):
@@ -362,5 +361,5 @@ def load_records(directory: Path | None = None) -> Records:
         if directory is not None:
             raise InvalidRecord("evidence", "--evidence", str(directory), "be a folder")
         return Records()
-    found = (EvidenceFile.load(path) for path in sorted(folder.glob("*.json")))
+    found = (EvidenceFile.load(path) for path in sorted(folder.glob("*.json")) if path.is_file())
     return Records(tuple(file for file in found if file is not None))

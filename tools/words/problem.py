@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 import types
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.op import Op
 from skuda.registry.registry import Registry
 from skuda.registry.value import Value
+from skuda.tools.files import read_json, read_text
 from skuda.tools.output import nearest, words
 
 _ALIASES: tuple[tuple[frozenset[str], dict[str, str]], ...] = (
@@ -214,12 +214,13 @@ def read_problems(command: str, registry: Registry, path: Path) -> list[Descript
         return InvalidProblem(command, "--descriptors", str(path), textwrap.shorten(rule, 400))
 
     try:
-        text = path.read_text(encoding="utf-8")
-        lines = [line for line in text.splitlines() if line.strip()]
-        entries = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines]
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
         raise refused(f"be a file that can be read: {getattr(error, 'strerror', None) or error}") from error
-    except (ValueError, RecursionError) as error:
+    try:
+        lines = [line for line in text.splitlines() if line.strip()]
+        entries = read_json(text) if text.lstrip().startswith("[") else [read_json(line) for line in lines]
+    except ValueError as error:
         raise refused(f"be a JSON array, or one JSON object a line: {error}") from error
     found: list[Descriptor] = []
     for number, entry in enumerate(entries, 1):

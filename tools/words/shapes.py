@@ -7,16 +7,19 @@ sentence-transformers/all-MiniLM-L6-v2. Embeddings and the output head are left 
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from skuda.registry.errors import InvalidProblem
+from skuda.tools.files import read_json, read_text
 from skuda.tools.output import words
 
 Shape = tuple[int, ...]
+
+_DIGITS = 18
 
 ROWS = (1, 16, 128, 1024, 4096)
 """Default numbers of rows (tokens) for a model's shapes."""
@@ -85,7 +88,7 @@ def read_shapes(
         if model is not None:
             found += model.products(rows or ROWS) if 3 in ranks else ()
             found += model.activations(rows or ROWS) if 2 in ranks else ()
-        elif _sizes(text) is None and Path(text).is_file():
+        elif _sizes(text) is None and os.path.isfile(text):  # noqa: PTH113  Path raises an error for a long name
             found += _read_file(Path(text), command)
         else:
             found.append(_read(text, repr(text), command))
@@ -95,19 +98,19 @@ def read_shapes(
 def read_rows(texts: Sequence[str]) -> tuple[int, ...]:
     """Read typed numbers of rows; raise `InvalidProblem` for a text that is not a whole number above 0."""
     for text in texts:
-        if not (text.isascii() and text.isdigit() and int(text)):
-            raise InvalidProblem("bench", "--m", repr(text), "be whole numbers above 0")
+        if _size(text) is None:
+            raise InvalidProblem("bench", "--m", repr(text), "be whole numbers above 0, of up to 18 digits")
     return tuple(dict.fromkeys(map(int, texts)))
 
 
 def _read_file(path: Path, command: str) -> list[Shape]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, ValueError) as error:
         raise InvalidProblem(command, "--shapes", str(path), f"be a file of text that can be read ({error})") from error
     if path.suffix.lower() == ".json":
         try:
-            listed: Any = json.loads(text)
+            listed = read_json(text)
         except ValueError as error:
             raise InvalidProblem(command, "--shapes", str(path), f"be JSON as its name says ({error})") from error
         entries = listed if isinstance(listed, list) else [listed]
@@ -135,7 +138,10 @@ def _read(text: str, where: str, command: str) -> Shape:
 
 def _sizes(text: str) -> Shape | None:
     """Parse a text as a shape; return None if it is not one."""
-    sizes = text.lower().split("x")
-    if len(sizes) not in (2, 3) or not all(size.isascii() and size.isdigit() and int(size) for size in sizes):
-        return None
-    return tuple(map(int, sizes))
+    sizes = [size for part in text.lower().split("x") if (size := _size(part)) is not None]
+    return tuple(sizes) if len(sizes) in (2, 3) and len(sizes) == text.lower().count("x") + 1 else None
+
+
+def _size(text: str) -> int | None:
+    """Parse a whole number above 0 that a record can hold; return None for any other text."""
+    return (int(text) or None) if text.isascii() and text.isdigit() and len(text) <= _DIGITS else None

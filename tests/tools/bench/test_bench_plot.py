@@ -194,8 +194,8 @@ def test_what_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for path, says in (
         (tmp_path / "a.jpg", r"--plot must end in \.png, \.svg or \.pdf, or be a folder"),
-        (tmp_path / "file" / "a.png", "be a place that can be written to"),
-        (tmp_path / "file", "be a place that can be written to"),
+        (tmp_path / "file" / "a.png", "be a place that can be written"),
+        (tmp_path / "file", "be a place that can be written"),
     ):
         with pytest.raises(InvalidProblem, match=says):
             save(some_record(), path)

@@ -395,7 +395,7 @@ def test_more_problems_are_taken_in_only_where_it_is_asked_for(install, skuda):
         (["fake_quantize", "--element", "s8"], "tune: --element must be one of"),
         (["fill", "--numel", "3", "--backend", "metal"], "--backend must be one of"),
         (["fill", "--numel", "3", "--margin", "-1"], "margin must be at least 0"),
-        (["fill", "--numel", "3", "--output", "absent/x.json"], "--output must be in a folder that is there"),
+        (["fill", "--numel", "3", "--output", "absent/x.json"], "--output must be a file in a folder that exists"),
         (["fill", "--show", "x.json"], "OPS must be left out: --show measures nothing"),
         (["--show", "x.json"], "the file must be a file that `skuda tune` wrote"),
     ],

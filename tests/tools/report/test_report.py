@@ -327,5 +327,6 @@ def test_a_place_that_cannot_be_is_refused_first(skuda, tmp_path, command):
     for path in (tmp_path, tmp_path / "nowhere" / "a.html"):
         status, out, err = skuda(*command, "--html", path)
         assert (status, out) == (2, "")
-        assert f"{command[0]}: --html must be a file in a folder that exists; had {path}" in err
+        assert f"{command[0]}: --html must be a file in a folder that exists, that can be written (" in err
+        assert f"; had {path}\n" in err
         assert err.count("\n") == 1

@@ -281,7 +281,10 @@ def test_bad_input_is_told_in_one_line(skuda, tmp_path, command, content, says):
 def test_bad_words_are_told_in_one_line(skuda, problems, tmp_path):
     for arguments, says in (
         (["--device", "h300"], "be one of cpu, a100"),
-        (["--output", tmp_path / "no" / "folder"], "be a file that can be written"),
+        (
+            ["--output", tmp_path / "no" / "folder"],
+            "be a file in a folder that exists, that can be written",
+        ),
     ):
         status, out, err = skuda("lock", "--descriptors", problems, *arguments)
         assert (status, out, err.count("\n")) == (2, "", 1)

@@ -46,8 +46,8 @@ def test_a_model_gives_the_shapes_that_the_ops_take():
 
 def test_rows_are_numbers_and_belong_to_a_model():
     assert read_rows(["16", "1", "16"]) == (16, 1)
-    for text in ("0", "-1", "1.5", "x", "²"):
-        with pytest.raises(InvalidProblem, match="--m must be whole numbers above 0; had"):
+    for text in ("0", "-1", "1.5", "x", "²", "9" * 19, "9" * 5000):
+        with pytest.raises(InvalidProblem, match="--m must be whole numbers above 0, of up to 18 digits; had"):
             read_rows([text])
     with pytest.raises(InvalidProblem, match="--m must stand beside --shapes with a model: llama-3-8b"):
         read_shapes(["4x4"], {2}, [16])

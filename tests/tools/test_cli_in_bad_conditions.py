@@ -1,0 +1,464 @@
+"""Every command with streams, places, words and files that are no good: one line and an exit status, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+from support import fresh, sampled
+
+from skuda.tools import cli
+from skuda.tools.cli import main
+from skuda.tools.commands import _cache, app
+from skuda.tools.files import read_json, read_text
+from skuda.tools.output import folded, one_line, shortened
+
+RECORD = min((ROOT / "docs" / "evidence").glob("*-bench-*.json"))
+LOCK = ROOT / "docs" / "selection.lock.json"
+PROBLEM = '{"op": "fill", "numel": 3, "output_element": "f32"}'
+LINEAR = ("quantized_linear", "--m", "8", "--n", "64", "--k", "64")
+
+COMMANDS = {
+    "list": ("list",),
+    "list --html": ("list", "--op", "fill", "--html", "page.html"),
+    "show": ("show", "fill"),
+    "explain": ("explain", *LINEAR, "--device", "h200", "--all"),
+    "verify": ("verify", "--device", "cpu", "--op", "fill", "--quick", "--json"),
+    "bench": ("bench", "--show", str(RECORD)),
+    "tune": ("tune", "fill", "--numel", "5", "--repeats", "2", "--output", "tuning.json"),
+    "compile": ("compile", "--op", "fill", "--arch", "sm_90", "--backend", "cuda_core"),
+    "bundle": ("bundle", "bundle", "--op", "fill", "--arch", "sm_90", "--backend", "cuda_core"),
+    "lock": ("lock", "--descriptors", "problems.json", "--device", "cpu"),
+    "diff": ("diff", str(LOCK), "lock.json"),
+    "cache ls": ("cache", "ls", "--json"),
+    "cache verify": ("cache", "verify", "--json"),
+    "cache gc": ("cache", "gc", "--older-than", "1s"),
+    "cache clear": ("cache", "clear"),
+    "doctor": ("doctor",),
+    "demo": ("demo", "--plot", "no/plot.png"),
+    "help": ("--help",),
+    "version": ("--version",),
+}
+PRINTING = {"list", "show", "explain", "verify", "bench", "tune", "lock", "diff", "doctor", "help", "version"}
+"""Commands that print on standard output whatever is installed here."""
+
+
+def test_every_command_is_here():
+    cached = {f"cache {declared.name}" for declared in _cache.registered_commands}
+    told = {declared.name for declared in app.registered_commands} | cached
+    assert told <= COMMANDS.keys()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with the files that the commands name."""
+    made = tmp_path / "work"
+    made.mkdir()
+    (made / "problems.json").write_text(PROBLEM)
+    lock = json.loads(LOCK.read_text())
+    del lock["selection"]["fill"]
+    (made / "lock.json").write_text(json.dumps(lock))
+    monkeypatch.chdir(made)
+    for name in ("FORCE_COLOR", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SKUDA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("SKUDA_PLUGINS", "0")
+    return made
+
+
+def assert_told(status, err):
+    """Nothing but lines, and an exit status that is documented."""
+    assert status in (0, 1, 2), err
+    assert "Traceback" not in err
+    assert "Exception ignored" not in err
+    assert len(err) < 8000
+    assert all(character.isprintable() or character == "\n" for character in err)
+    assert status != 2 or "skuda" in err.splitlines()[-1]
+
+
+# ---------------------------------------------------------------------------------------- the process, as it is started
+
+STREAMS = {
+    "closed standard output": ">&-",
+    "closed standard error": "2>&-",
+    "no streams": "<&- >&- 2>&-",
+    "a full disk behind standard output": ">/dev/full",
+    "a full disk behind standard error": "2>/dev/full",
+    "a full disk behind both": ">/dev/full 2>/dev/full",
+    "a reader that has left": "",
+    "a deleted working directory": "",
+    "ASCII": "",
+    "no home": "",
+    "a home in which nothing can be made": "",
+    "variables without sense": "",
+}
+SAID = {">&-": "closed\n", ">/dev/full": "No space left on device\n"}
+SENSELESS = dict.fromkeys(("SKUDA_CACHE_DIR", "SKUDA_BUNDLE", "SKUDA_PLUGINS", "TERM", "LC_ALL"), "�" * 9)
+CONDITIONS = {
+    "ASCII": {"PYTHONIOENCODING": "ascii:strict", "LC_ALL": "C", "PYTHONUTF8": "0"},
+    "no home": {"HOME": None, "SKUDA_CACHE_DIR": None},
+    "a home in which nothing can be made": {"HOME": "/dev/null", "SKUDA_CACHE_DIR": None},
+    "variables without sense": SENSELESS,
+}
+
+
+@pytest.mark.parametrize(
+    ("condition", "name"),
+    sampled(
+        [pytest.param(c, name) for c in STREAMS for name in COMMANDS],
+        each=lambda condition, _: condition,
+        key="streams",
+    ),
+)
+def test_a_process_in_bad_conditions(folder, condition, name):
+    changed = {**os.environ, **CONDITIONS.get(condition, {})}
+    environment = {key: value for key, value in changed.items() if value is not None}
+    read, write = os.pipe()
+    os.close(read)
+    script = f'exec "$@" {STREAMS[condition]}'
+    if condition == "a deleted working directory":
+        script = f"mkdir gone && cd gone && rmdir ../gone && {script}"
+    command = ["sh", "-c", script, "sh", sys.executable, "-m", "skuda", *COMMANDS[name]]
+    out = write if condition == "a reader that has left" else subprocess.PIPE
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=-1, check=False)
+    os.close(write)
+    err = done.stderr.decode()
+    assert_told(done.returncode, err if "2>" not in script else "skuda")
+    if name in PRINTING and STREAMS[condition] in SAID:
+        assert done.returncode == 2
+        assert err.splitlines(keepends=True)[-1].startswith("skuda: ")
+        assert err.endswith(SAID[STREAMS[condition]])
+    if name in PRINTING and condition == "a reader that has left":
+        assert done.returncode == 1
+    if condition == "ASCII":
+        done.stdout.decode("ascii")
+    assert not list(folder.rglob(".*")), "nothing is left"
+
+
+def test_what_is_written_to_a_file_needs_no_standard_output(folder):
+    command = [sys.executable, "-m", "skuda", *COMMANDS["lock"], "--output", "made"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 0
+    assert (folder / "made").read_text().startswith("{")
+    assert done.stderr.count(b"\n") == 1
+
+
+INTERRUPTED = """
+import os, signal, sys, threading
+from skuda.tools.cli import main
+threading.Timer(float(sys.argv[1]), os.kill, (os.getpid(), signal.SIGINT)).start()
+sys.exit(main(["verify", "--device", "cpu"]))
+"""
+
+
+@pytest.mark.parametrize("number", sampled(range(20), 2))
+def test_an_interrupt_is_one_from_the_start(folder, number):
+    after = fresh("interrupt", number).uniform(0, 1.5)
+    command = [sys.executable, "-c", INTERRUPTED, str(after)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------- terminals and words
+
+
+@pytest.fixture
+def skuda(capsys):
+    """Run the command; gives status, standard output and standard error."""
+
+    def run(*arguments):
+        status = main([str(argument) for argument in arguments])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "16", "39"])
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"compile", "bundle", "cache clear"}))
+def test_narrow_terminals(folder, skuda, monkeypatch, columns, name):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", columns)
+    status, out, err = skuda(*COMMANDS[name])
+    assert status in (0, 1, 2)
+    assert "defect" not in err
+    assert "…" not in out
+
+
+def test_an_id_longer_than_any_terminal_is_folded():
+    assert folded("x" * 5000, 40).replace("\n", "").replace(" ", "") == "x" * 5000
+
+
+WORDS = {
+    "400 digits": "9" * 400,
+    "5000 digits": "9" * 5000,
+    "infinite": "1e999",
+    "not a number": "nan",
+    "hexadecimal": "0x10",
+    "empty": "",
+    "negative": "-1",
+    "100 KB": "x" * 100_000,
+    "100 KB of words": "a b " * 25_000,
+    "not UTF-8": "a\udcff",
+    "half a pair": "a\ud800",
+    "NUL": "a\0b",
+    "an escape": "x\x1b[31m",
+    "right to left": "é\u202e",
+    "a dash": "-",
+    "dashes": "--",
+    "slashes": "/" * 5000,
+    "digits that are none": "²",
+    "a long option": "--" + "y" * 100_000,
+}
+PLACES = (
+    "show @",
+    "list --op @",
+    "list --evidence @",
+    "list --html @ --op fill",
+    "list --into @",
+    "explain @",
+    "explain fill --numel @",
+    "explain fill --numel 3 --output-element @",
+    "explain fill --@ 3",
+    "explain fill --numel 3 --require max_ulp=@",
+    "explain fill --numel 3 --max-workspace-bytes @",
+    "explain fill --numel 3 --device @",
+    "explain fill --numel 3 --tuning @",
+    "explain quantize_per_channel --shape @ --axis 0",
+    "explain smoothquant_linear --m 1 --n 1 --k 1 --act-scale @",
+    "verify --device cpu --op fill --quick --seed @",
+    "verify --device cpu --op fill --quick --output @",
+    "verify --device @",
+    "verify --sku @",
+    "bench @",
+    "bench fill --shapes @",
+    "bench --shapes minilm --m @",
+    "bench fill --repeats @",
+    "bench --cutlass @",
+    "bench --plot @",
+    "bench --show @",
+    "tune fill --numel @ --output tuning.json",
+    "tune fill --shapes @ --output tuning.json",
+    "tune fill --numel 3 --margin @ --repeats 2 --output tuning.json",
+    "tune fill --numel 3 --seed @ --repeats 2 --output tuning.json",
+    "tune --show @",
+    "lock --descriptors @",
+    "lock --device @",
+    "lock --descriptors problems.json --device cpu --output @",
+    "diff @ @",
+    "cache gc --max-size @",
+    "cache gc --older-than @",
+    "cache @",
+    "doctor @",
+    "bundle @ --show",
+    "bundle @ --op fill --device h300",
+    "compile --op @",
+    "compile --arch @",
+    "demo --plot @",
+    "demo --device @",
+    "@",
+)
+
+
+@pytest.mark.parametrize(
+    ("word", "place"),
+    sampled(
+        [pytest.param(word, place) for word in WORDS for place in PLACES], 3, each=lambda word, _: word, key="words"
+    ),
+)
+def test_words_without_sense(folder, skuda, word, place):
+    if place in ("demo --device @", "demo --plot @") and word in ("empty", "digits that are none"):
+        pytest.skip("the demo may be installed, and takes long")
+    arguments = [part.replace("@", WORDS[word]) for part in place.split(" ")]
+    status, _, err = skuda(*arguments)
+    assert_told(status, err)
+    assert not list(folder.rglob(".*")), "nothing is left"
+
+
+@pytest.mark.parametrize("word", ["x" * 100_000, "a b " * 25_000])
+def test_what_is_echoed_is_short_and_says_how_long_it_was(skuda, word):
+    for arguments in (("show", word), ("list", "--op", word), ("explain", "fill", "--numel", word), ("doctor", word)):
+        _, _, err = skuda(*arguments)
+        assert len(err) < 1000
+        assert re.search(r"\.\.\. \(1000\d\d characters\)", err)
+
+
+def test_one_line_is_one_and_printable():
+    assert one_line("a\nb\x1b[1m\udcff\u202e") == "a b\\x1b[1m\\udcff\\u202e"
+    assert one_line("x" * 301) == "x" * 80 + "... (301 characters)"
+    assert len(one_line("word " * 5000)) < 4100
+    assert shortened("x" * 300) == "x" * 300
+
+
+# -------------------------------------------------------------------------------------------------- files that are read
+
+FILES = {
+    "a deep list": "[" * 200_000 + "]" * 200_000,
+    "deep objects": '{"op":' * 3000 + "1" + "}" * 3000,
+    "a deep tuning": '{"kind": "skuda tuning", "schema_version": 1, "x": ' + "[" * 200_000 + "]" * 200_000 + "}",
+    "a deep field": '{"kind": "skuda bench", "schema_version": 1, "cases": ' + "[" * 900 + "]" * 900 + "}",
+    "digits": '[{"op": "fill", "output_element": "f32", "numel": ' + "9" * 5000 + "}]",
+    "400 digits": '[{"op": "fill", "output_element": "f32", "numel": ' + "9" * 400 + "}]",
+    "infinite": '[{"op": "fill", "output_element": "f32", "numel": 1e999}]',
+    "half a pair": '[{"op": "\\ud800"}]',
+    "an escape": '[{"op": "fill", "numel": 3, "output_element": "\\u001b[31mred"}]',
+    "not UTF-8": bytes(range(256)) * 100,
+    "NULs": bytes(5000),
+    "empty": "",
+    "long shapes": "9" * 5000 + "x4\n",
+    "shapes of 400 digits": "9" * 400 + "x4\n",
+}
+READERS = (
+    "lock --descriptors @ --device cpu",
+    "compile --descriptors @ --arch sm_90",
+    "bench --show @",
+    "bench fill --shapes @",
+    "tune --show @",
+    "diff @ @",
+    "bundle @ --show",
+    "bundle @ --op fill --arch sm_90",
+    "explain fill --numel 3 --tuning @",
+    "list --into @",
+)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("suffix", sampled(["", ".json"]))
+@pytest.mark.parametrize("name", FILES)
+def test_files_without_sense(folder, skuda, name, suffix, reader):
+    content = FILES[name]
+    path = folder / f"file{suffix}"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    before = path.read_bytes()
+    status, _, err = skuda(*(part.replace("@", str(path)) for part in reader.split()))
+    assert_told(status, err)
+    assert status != 0 or name == "empty"  # a list of no problems
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("option", [("list",), ("bench", "--show", RECORD, "--html", "page.html")])
+def test_a_folder_of_records_without_sense(folder, skuda, monkeypatch, option):
+    (folder / "pipe.json").parent.mkdir(exist_ok=True)
+    os.mkfifo(folder / "pipe.json")  # reading it would never end
+    (folder / "deep.json").write_text(FILES["a deep list"])
+    (folder / "problems.json").unlink()
+    (folder / "lock.json").unlink()
+    monkeypatch.setattr("skuda.tools.verify.evidence.evidence_directory", lambda: folder)
+    monkeypatch.setattr("skuda.tools.bench.record.evidence_directory", lambda: folder)
+    status, _, err = skuda(*option)
+    assert_told(status, err)
+    assert "nested too deep" in err
+
+
+def test_files_are_read_up_to_a_limit(monkeypatch):
+    with pytest.raises(ValueError, match="more than 64 MiB"):
+        read_text(Path("/dev/zero"))
+    with pytest.raises(ValueError, match="nested too deep"):
+        read_json(FILES["a deep list"])
+
+
+# ----------------------------------------------------------------------------------------------- files that are written
+
+WRITERS = (
+    "verify --device cpu --op fill --output @",
+    "verify --device cpu --op fill --html @",
+    "list --op fill --html @",
+    "list --into @",
+    "lock --output @",
+    "tune fill --numel 3 --output @",
+    "bench --output @",
+    "bench --html @",
+    "bench --plot @",
+    "bundle @ --op fill --arch sm_90",
+    "demo --plot @",
+)
+
+
+def there(folder):
+    """What each file is, by its path."""
+    return {path: (at.st_mode, at.st_ino, at.st_size) for path in folder.rglob("*") for at in (path.lstat(),)}
+
+
+def make_pipe(folder):
+    os.mkfifo(folder / "it")
+
+
+def make_device(folder):
+    try:
+        os.mknod(folder / "it", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    except OSError:
+        pytest.skip("nobody but root makes devices")
+
+
+REFUSED = {
+    "a pipe": (make_pipe, "it"),
+    "a device": (make_device, "it"),
+    "a link to a pipe": (lambda folder: (make_pipe(folder), (folder / "link").symlink_to("it")), "link"),
+    "a link to itself": (lambda folder: (folder / "it").symlink_to("it"), "it"),
+    "a folder of that name": (lambda folder: (folder / "it").mkdir(), "it"),
+    "no folder": (lambda _: None, "no/it"),
+    "a file as a folder": (lambda folder: (folder / "it").touch(), "it/it"),
+    "a name too long": (lambda _: None, "n" * 300),
+    "empty": (lambda _: None, ""),
+    "a dash": (lambda _: None, "-"),
+}
+
+
+@pytest.mark.parametrize(
+    ("writer", "kind"),
+    sampled(
+        [pytest.param(writer, kind) for writer in WRITERS for kind in REFUSED],
+        4,
+        each=lambda writer, _: writer,
+        key="places",
+    ),
+)
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(folder, skuda, monkeypatch, writer, kind):
+    monkeypatch.setattr("skuda.tools.demo.command.find_spec", lambda _: object())  # as if it were installed
+    for worker in ("verify.command.verify", "ship.lock.make_lock", "bench.tune_command._measured"):
+        monkeypatch.setattr(f"skuda.tools.{worker}", lambda *_, **__: pytest.fail("it works"))
+    make, name = REFUSED[kind]
+    make(folder)
+    if writer == "bench --plot @" and kind in ("a folder of that name", "no folder", "empty"):
+        pytest.skip("a folder is what it takes")
+    before = there(folder)
+    status, out, err = skuda(*(part.replace("@", name) for part in writer.split()))
+    assert (status, out) == (2, "")
+    assert_told(status, err)
+    assert err.count("\n") == 1
+    assert there(folder) == before
+
+
+def test_two_outputs_are_two_files(folder, skuda):
+    (folder / "link").symlink_to("made")
+    status, out, err = skuda("verify", "--device", "cpu", "--op", "fill", "--output", "made", "--html", "link")
+    assert (status, out) == (2, "")
+    assert err == "skuda: verify: --output must be another file than that of --html; had made\n"
+    assert not (folder / "made").exists()
+
+
+def test_a_disk_that_fills_up_is_told_with_the_file(folder, skuda, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for arguments in (("lock", "--descriptors", "problems.json", "--output", "made"), ("list", "--html", "made")):
+        status, out, err = skuda(*arguments)
+        assert (status, out, err) == (2, "", "skuda: made: No space left on device\n")
+    assert not (folder / "made").exists()
+    assert not list(folder.rglob(".*"))
+
+
+def test_a_machine_without_memory_is_no_defect(skuda, monkeypatch):
+    def fails(_):
+        raise MemoryError
+
+    monkeypatch.setattr(cli, "_called", fails)
+    assert skuda("list") == (2, "", "skuda: the memory of this machine is not enough\n")
