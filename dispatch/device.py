@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from skuda.registry.text import shown
 from skuda.registry.value import Integer, Size, Value
 
 Capability = tuple[Annotated[Integer, Field(ge=1)], Annotated[Integer, Field(ge=0)]]
@@ -73,10 +74,12 @@ def device_named(name: str) -> Device:
     InvalidRecord
         For a name that is not listed.
     """
-    key = "".join(character for character in name.lower() if character.isalnum())
-    if key not in KNOWN_DEVICES:
-        Device.refuse("name", repr(name), f"be one of {', '.join(KNOWN_DEVICES)}")
-    return KNOWN_DEVICES[key]
+    found = None
+    if isinstance(name, str):
+        found = KNOWN_DEVICES.get("".join(character for character in name.lower() if character.isalnum()))
+    if found is None:
+        Device.refuse("name", shown(name), f"be one of {', '.join(KNOWN_DEVICES)}")
+    return found
 
 
 def _cuda(name: str, capability: tuple[int, int], sms: int, shared_kib: int, l2_mib: int, gib: int, gbs: int) -> Device:

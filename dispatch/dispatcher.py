@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import threading
+from collections import ChainMap
 from collections.abc import Callable, Hashable, Iterable
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from skuda.dispatch.backends.base import Backend, BackendStatus
-from skuda.dispatch.device import HOST, Device
+from skuda.dispatch.device import HOST, KNOWN_DEVICES, Device, device_named
 from skuda.dispatch.plan import Plan
-from skuda.dispatch.plugins.asking import Misbehaved, ask_choices, ask_devices, ask_runner, ask_status, ask_words
-from skuda.dispatch.plugins.loading import Plugin, load_backends, load_kernels
+from skuda.dispatch.plugins.asking import Misbehaved, ask_choices, ask_devices, ask_runner, ask_status, ask_words, told
+from skuda.dispatch.plugins.loading import KERNELS, Plugin, load_backends, load_kernels
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.select import match
 from skuda.dispatch.select.environment import driver_of
@@ -22,11 +22,15 @@ from skuda.dispatch.select.measured import Pick, Tuned
 from skuda.dispatch.select.place import common_place
 from skuda.dispatch.select.tuning import Tuning
 from skuda.dispatch.settings import nvtx_enabled, tuning_file
+from skuda.dispatch.system.locks import Locks, lock
+from skuda.dispatch.system.transient import is_transient
 from skuda.dispatch.telemetry import Guarded, Observer, Ranges, Selection, Watch, log_selection, logger_of
+from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Descriptor
-from skuda.registry.errors import InvalidProblem, NotPrepared, Unsupported
+from skuda.registry.errors import InvalidProblem, InvalidRecord, KernelFailed, NotPrepared, Unsupported
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
+from skuda.registry.text import shown
 
 _MOST_PLANS = 4096
 
@@ -55,6 +59,8 @@ class Dispatcher:
         If NVTX ranges are asked for and the package ``nvtx`` is absent.
     InvalidRecord
         For a missing or malformed file of measured times, or an environment variable with an invalid value.
+    InvalidProblem
+        For an argument of another kind.
     """
 
     def __init__(
@@ -66,6 +72,16 @@ class Dispatcher:
         on_selection: Observer | None = None,
         nvtx: bool | None = None,
     ) -> None:
+        _check("registry", registry, Registry, "be a Registry, or None for what is installed")
+        _check("tuning", tuning, (Tuning, str, os.PathLike), "be a Tuning, the path of a file of one, or None")
+        _check("on_selection", on_selection, Callable, "be a function of a Selection, or None")
+        _check("nvtx", nvtx, bool, "be True, False or None")
+        _check("backends", backends, Iterable, "be several Backends, or None for what is installed")
+        if backends is not None:
+            backends = tuple(backends)
+            for backend in backends:
+                if not isinstance(backend, Backend):
+                    _refuse("backends", backend, "hold Backends, such as NumpyBackend()")
         self._tuned = self._tuned_by(tuning_file() if tuning is None else tuning)
         own = registry is None
         if registry is None:
@@ -93,8 +109,10 @@ class Dispatcher:
         self.backends = {backend.spec.name: backend for backend in backends}
         self.plugins = tuple(plugins)
         self._plans: dict[Hashable, Plan] = {}
-        self._answering: dict[Hashable, threading.Lock] = {}
-        self._lock = threading.Lock()
+        self._failed: dict[str, tuple[str, str]] = {}
+        """Remedy and reason for every kernel of a plug-in that failed in a launch, by id."""
+        self._answering = Locks()
+        self._lock = lock()
         log = log_selection if logger_of("dispatch") is not None else None
         self._observers = [Guarded(observer) for observer in (log, on_selection) if observer is not None]
         self._ranges: Ranges | None = None
@@ -138,8 +156,14 @@ class Dispatcher:
                 found[name] = self._blamed(name, error)
         return found
 
+    def _pass_on(self, name: str, error: Misbehaved) -> None:
+        """Raise the cause if it is transient and no plug-in provides the backend: it will be asked again."""
+        if name not in self._brought and error.__cause__ is not None and is_transient(error.__cause__):
+            raise error.__cause__
+
     def _blamed(self, name: str, error: Misbehaved) -> BackendStatus:
         """Quarantine the plug-in that provides a backend, so that other kernels serve its problems."""
+        self._pass_on(name, error)
         plugin = self._brought.get(name)
         if plugin is None:
             return BackendStatus(available=False, detail=str(error))
@@ -159,6 +183,36 @@ class Dispatcher:
         name = error.backend
         state = self.status[name] = self._blamed(name, error)
         self._unavailable[name] = (state.remedy, state.detail)
+
+    @property
+    def _obstacles(self) -> match.Unavailable:
+        return ChainMap(self._failed, self._unavailable)
+
+    def _plugin_of(self, sku: KernelSku) -> Plugin | None:
+        """Return the plug-in that registered a kernel, or else the one that provides its backend."""
+        origin = self.registry.origin(sku.id)
+        registered = (each for each in self.plugins if (each.group, each.origin) == (KERNELS, origin))
+        return next(registered, self._brought.get(sku.backend))
+
+    def _launch_failed(self, sku: KernelSku, plugin: Plugin, error: BaseException) -> None:
+        """Set a plug-in aside for what one of its kernels raised, so that other kernels serve its problems."""
+        if is_transient(error):
+            return  # not the kernel's fault
+        failure = KernelFailed(sku.id, plugin.origin, told(error))
+        misbehaved = Misbehaved(sku.backend, f"{sku.id} raised {failure.reason}")
+        if plugin.group == KERNELS:
+            ids = [each.id for each in self.registry if self.registry.origin(each.id) == plugin.origin]
+            aside = plugin.model_copy(update={"reason": str(misbehaved)})
+            with self._lock:
+                self.plugins = tuple(aside if each == plugin else each for each in self.plugins)
+            self._failed |= dict.fromkeys(ids, (plugin.remedy, f"of {plugin.origin}: {misbehaved}"))
+        else:
+            ids = [each.id for each in self.registry if each.backend == sku.backend]
+            self._give_up(misbehaved)
+        for key, plan in list(self._plans.items()):
+            if plan.sku.id in ids:
+                self._plans.pop(key, None)
+        raise failure from error
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
@@ -181,7 +235,10 @@ class Dispatcher:
         return {device.place: device for device in self.devices}
 
     def select(
-        self, problem: Descriptor, preference: PlanPreference = NO_PREFERENCE, device: Device | None = None
+        self,
+        problem: Descriptor,
+        preference: PlanPreference | None = NO_PREFERENCE,
+        device: Device | str | None = None,
     ) -> Plan:
         """Choose the best kernel for a problem and prepare it.
 
@@ -189,10 +246,12 @@ class Dispatcher:
         ----------
         problem : Descriptor
             The problem.
-        preference : PlanPreference
-            The caller's requirements.
-        device : Device or None
-            Where to run; None for the best device here. The plan for an absent device can be inspected, not run.
+        preference : PlanPreference or None
+            The caller's requirements; None for none.
+        device : Device, str or None
+            Where to run; None for the best device here. A name is that of a device here (``cpu``, ``cuda`` for the
+            first one, ``cuda:1``) or one that `device_named` takes (``h200``). The plan for an absent device can be
+            inspected, not run.
 
         Returns
         -------
@@ -201,48 +260,73 @@ class Dispatcher:
 
         Raises
         ------
+        InvalidProblem
+            For an argument of another kind, or an unknown device.
         Unsupported
             If no kernel can serve it; the error carries every reason.
         """
-        device = self.devices[0] if device is None else device
-        # By place, not by "the current device", which can change between calls.
-        key = (problem, preference, device.place if device.ordinal is not None else device)
-        plan = self._plans.get(key)
+        try:
+            found: Any = self.devices[0] if device is None else device
+            # By place, not by "the current device", which can change between calls.
+            plan = self._plans.get((problem, preference, found.place if found.ordinal is not None else found))
+        except (AttributeError, TypeError):  # a name, or what is refused below
+            plan = None
         if plan is not None:
             return plan
-        plan = self._selected(key, problem, preference, device)
+        problem, preference, device = self._question(problem, preference, device)
+        key = (problem, preference, device.place if device.ordinal is not None else device)
+        plan = self._plans.get(key) or self._selected(key, problem, preference, device)
         if plan is None:
             raise Unsupported(self.explain(problem, preference, device))
         return plan
 
+    def _question(
+        self, problem: object, preference: PlanPreference | None, device: Device | str | None
+    ) -> tuple[Descriptor, PlanPreference, Device]:
+        """Return a caller's question as selection takes it; raise `InvalidProblem` for what is none."""
+        if isinstance(problem, type) and issubclass(problem, Descriptor):
+            _refuse("problem", problem, f"be one of its problems: {problem.__name__}(...)")
+        if not isinstance(problem, Descriptor) or "op" not in type(problem).model_fields:
+            _refuse("problem", problem, "be a descriptor, such as Dispatcher.describe(op, ...)")
+        _check("preference", preference, PlanPreference, "be a PlanPreference, such as PlanPreference(backend=...)")
+        if isinstance(device, str):
+            device = self._named(device)
+        _check("device", device, Device, "be a Device, the name of one, or None")
+        return problem, preference or NO_PREFERENCE, device or self.devices[0]
+
+    def _named(self, name: str) -> Device:
+        here: dict[str, Device] = {}
+        for device in self.devices:
+            here.setdefault(device.processor, device)
+            here[f"{device.processor}:{device.ordinal}"] = device
+        found = here.get(name.strip().lower())
+        if found is None:
+            try:
+                found = device_named(name)
+            except InvalidRecord:
+                cards = ", ".join(card for card in KNOWN_DEVICES if card not in here)
+                _refuse("device", name, f"be one of {', '.join(here)}, which are here, or of {cards}")
+        return found
+
     def _plan(self, key: Hashable, make: Callable[[], Plan | None]) -> Plan | None:
         """Make a plan once, even if several threads ask for it; threads that ask for other plans do not wait."""
-        while True:
-            with self._lock:
+        # Nothing but `with` holds the lock, so no interrupt leaves it locked; see `skuda.dispatch.system.locks`.
+        with self._answering.of(key):
+            try:
+                # Another thread may have made it. If it failed, this one tries again: the obstacle may be gone.
                 plan = self._plans.get(key)
-                if plan is not None:
-                    return plan
-                others = self._answering.get(key)
-                if others is None:
-                    mine = self._answering[key] = threading.Lock()
-                    mine.acquire()
-                    break
-            # If it failed in another thread, this one tries again: the obstacle may be gone.
-            with others:
-                pass
-        try:
-            plan = make()
-            if plan is None:
-                return None
-            with self._lock:
-                while len(self._plans) >= _MOST_PLANS:
-                    del self._plans[next(iter(self._plans))]
-                self._plans[key] = plan
-            return plan
-        finally:
-            with self._lock:
-                del self._answering[key]
-            mine.release()
+                if plan is None:
+                    plan = make()
+                    plan = plan if plan is None else self._kept(key, plan)
+                return plan
+            finally:
+                self._answering.drop(key)
+
+    def _kept(self, key: Hashable, plan: Plan) -> Plan:
+        with self._lock:
+            while len(self._plans) >= _MOST_PLANS:
+                del self._plans[next(iter(self._plans))]
+            return self._plans.setdefault(key, plan)
 
     def _selected(
         self,
@@ -259,7 +343,7 @@ class Dispatcher:
             problem,
             device,
             preference,
-            self._unavailable,
+            self._obstacles,
             behind=behind,
             tuned=self._tuned,
         )
@@ -298,21 +382,27 @@ class Dispatcher:
             key = (problem, preference, device.place, sku.id)
             return self._plans.get(key) or self._selected(key, problem, preference, device, sku)
 
+        plugin = self._plugin_of(sku)
+        failed = None if plugin is None else partial(self._launch_failed, sku, plugin)
         how = {"choice": choice, "measured": pick.reason}
-        return Plan.prepared(sku, problem, device, preference, runner, following, **how)
+        return Plan.prepared(sku, problem, device, preference, runner, following, failed, **how)
 
     def prepare(self, plan: Plan) -> Plan:
-        """Make a plan that came from JSON, or from another dispatcher, ready to run here, with the same kernel.
+        """Make a plan from JSON, a pickle or another dispatcher ready to run here, with the same kernel.
 
         Raises
         ------
+        InvalidProblem
+            For what is no plan.
         Unsupported
             If its kernel is not registered here or no longer serves the problem.
         NotPrepared
             If its kernel no longer has its configuration.
         """
+        if not isinstance(plan, Plan):
+            _refuse("plan", plan, "be a Plan, such as Plan.model_validate_json(...)")
         preference = plan.preference.model_copy(update={"sku": plan.sku.id})
-        found = match.choose(self.registry, plan.problem, plan.device, preference, self._unavailable)
+        found = match.choose(self.registry, plan.problem, plan.device, preference, self._obstacles)
         if found is None:
             raise Unsupported(self.explain(plan.problem, preference, plan.device))
         if plan.choice and plan.choice not in self.choices(found.sku, plan.problem, plan.device):
@@ -330,8 +420,8 @@ class Dispatcher:
     def run(
         self,
         problem: Descriptor,
+        preference: PlanPreference | None = NO_PREFERENCE,
         *,
-        preference: PlanPreference = NO_PREFERENCE,
         stream: object = None,
         **arrays: Any,
     ) -> Any:
@@ -341,8 +431,8 @@ class Dispatcher:
         ----------
         problem : Descriptor
             The problem.
-        preference : PlanPreference
-            The caller's requirements.
+        preference : PlanPreference or None
+            The caller's requirements; None for none.
         stream : object
             See `Plan.run`.
         **arrays
@@ -354,21 +444,37 @@ class Dispatcher:
             For a bad argument, or arrays on different devices.
         Unsupported
             If no kernel can serve it on that device.
+        KernelFailed
+            See `Plan.run`.
         """
-        return self.select(problem, preference, self._device_of(problem, arrays)).run(stream=stream, **arrays)
+        try:
+            op = problem.op_name()
+        except (AttributeError, KeyError):
+            self._question(problem, preference, HOST)
+            raise
+        return self.select(problem, preference, self._device_of(op, arrays)).run(stream=stream, **arrays)
 
-    def _device_of(self, problem: Descriptor, arrays: dict[str, Any]) -> Device:
-        place = common_place(problem.op_name(), arrays)
+    def _device_of(self, op: str, arrays: dict[str, Any]) -> Device:
+        place = common_place(op, arrays)
         device = self._by_place.get(place)
         if device is None:
             device = Device(name=f"CUDA device {place[1]}", processor="cuda", ordinal=place[1])
         return device
 
     def explain(
-        self, problem: Descriptor, preference: PlanPreference = NO_PREFERENCE, device: Device | None = None
+        self,
+        problem: Descriptor,
+        preference: PlanPreference | None = NO_PREFERENCE,
+        device: Device | str | None = None,
     ) -> Explanation:
-        """Return what `select` would do with the same arguments and why, also where it would fail."""
-        device = self.devices[0] if device is None else device
+        """Return what `select` would do with the same arguments and why, also where it would fail.
+
+        Raises
+        ------
+        InvalidProblem
+            For an argument of another kind, or an unknown device.
+        """
+        problem, preference, device = self._question(problem, preference, device)
         notes = [str(plugin) for plugin in self.quarantined]
         if problem.op_name() not in self.registry.ops:
             notes.insert(0, f"op {problem.op_name()!r} is not registered")
@@ -380,7 +486,7 @@ class Dispatcher:
         if device.processor == "cuda" and device.ordinal is not None and device.place not in self._by_place:
             notes.insert(0, "no backend here drives CUDA devices; `skuda doctor` says what is missing")
         found = match.explain(
-            self.registry, problem, device, preference, self._unavailable, tuple(notes), tuned=self._tuned
+            self.registry, problem, device, preference, self._obstacles, tuple(notes), tuned=self._tuned
         )
         chosen = self.registry.sku(found.chosen or "")
         backend = self.backends.get(chosen.backend) if chosen is not None else None
@@ -393,15 +499,24 @@ class Dispatcher:
                 more += (f"backend {backend.spec.name}: {error}",)
         return found.model_copy(update={"notes": (*found.notes, *more)}) if more else found
 
-    def choices(self, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[str, ...]:
+    def choices(self, sku: KernelSku, problem: Descriptor, device: Device | str | None) -> tuple[str, ...]:
         """Return the names of the configurations in which a kernel can run a problem on a device, best first.
 
         Empty if it has only one, or if its launch rule fails.
+
+        Raises
+        ------
+        InvalidProblem
+            For an argument of another kind.
         """
+        if not isinstance(sku, KernelSku):
+            _refuse("sku", sku, "be a KernelSku, such as Registry.sku(...)")
+        problem, _, device = self._question(problem, None, device)
         backend = self.backends.get(sku.backend)
         try:
             return ask_choices(backend, sku, problem, device) if backend is not None else ()
-        except Misbehaved:
+        except Misbehaved as error:
+            self._pass_on(sku.backend, error)
             return ()
 
     def describe(self, op: str, **fields: Any) -> Descriptor:
@@ -412,7 +527,17 @@ class Dispatcher:
         InvalidProblem
             For an unknown op or a bad field.
         """
-        known = self.registry.ops.get(op)
+        named: object = op
+        known = self.registry.ops.get(named) if isinstance(named, str) else None
         if known is None:
-            raise InvalidProblem("Dispatcher.describe", "op", repr(op), f"be one of {', '.join(self.registry.ops)}")
+            raise InvalidProblem("Dispatcher.describe", "op", shown(op), f"be one of {', '.join(self.registry.ops)}")
         return known.descriptor(**fields)
+
+
+def _check(argument: str, given: object, kind: Any, must: str) -> None:
+    if given is not None and not isinstance(given, kind):
+        _refuse(argument, given, must)
+
+
+def _refuse(argument: str, given: object, must: str) -> NoReturn:
+    raise InvalidProblem("Dispatcher", argument, shown(given), must)

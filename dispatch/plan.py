@@ -12,9 +12,10 @@ from skuda.dispatch.device import Device
 from skuda.dispatch.preference import PlanPreference
 from skuda.dispatch.select.explanation import as_json, html_table
 from skuda.registry.descriptor import Argument, Descriptor
-from skuda.registry.errors import NotPrepared, Unaligned
+from skuda.registry.errors import NotPrepared, SkudaError, Unaligned
 from skuda.registry.guarantee import PrecisionGuarantee
 from skuda.registry.sku import KernelSku
+from skuda.registry.text import one_line
 from skuda.registry.value import Value
 
 
@@ -32,6 +33,8 @@ def _descriptor(value: object) -> object:
 
 class Plan(Value):
     """A chosen kernel, ready to run. It holds none of the caller's arrays and is safe to share between threads.
+
+    It survives JSON and pickling as plain data, and `Dispatcher.prepare` makes it ready again, also in another process.
 
     Attributes
     ----------
@@ -57,6 +60,7 @@ class Plan(Value):
     measured: str = ""
     _runner: Runner | None = PrivateAttr(default=None)
     _next: Callable[[], Plan | None] = PrivateAttr(default=lambda: None)
+    _failed: Callable[[BaseException], None] | None = PrivateAttr(default=None)
 
     @classmethod
     def prepared(
@@ -67,6 +71,7 @@ class Plan(Value):
         preference: PlanPreference,
         runner: Runner | None,
         following: Callable[[], Plan | None] = lambda: None,
+        failed: Callable[[BaseException], None] | None = None,
         *,
         choice: str = "",
         measured: str = "",
@@ -74,11 +79,20 @@ class Plan(Value):
         """Build a plan around a runner; a plan without one can be inspected and saved, but not run.
 
         `following` gives the plan of the next kernel in the ranking, for arrays that this kernel cannot read
-        because of their address or stride.
+        because of their address or stride. `failed` is told what the kernel raised, if that is no answer (a
+        `SkudaError`), and may raise another error for it.
         """
         plan = cls(sku=sku, problem=problem, device=device, preference=preference, choice=choice, measured=measured)
-        object.__setattr__(plan, "__pydantic_private__", {"_runner": runner, "_next": following})
+        private = {"_runner": runner, "_next": following, "_failed": failed}
+        object.__setattr__(plan, "__pydantic_private__", private)
         return plan
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What a runner holds belongs to this process.
+        return type(self).model_validate, ({name: getattr(self, name) for name in type(self).model_fields},)
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        return self  # it never changes
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self._identity() == other._identity()
@@ -109,7 +123,7 @@ class Plan(Value):
         """Remarks on how it runs, for example which package launches on streams of other libraries."""
         private = self.__pydantic_private__
         runner: Runner | None = private["_runner"] if private else None
-        notes = runner.notes if runner is not None else ()
+        notes = tuple(map(one_line, runner.notes)) if runner is not None else ()
         return (self.measured, *notes) if self.measured else notes
 
     def _repr_html_(self) -> str:
@@ -142,6 +156,9 @@ class Plan(Value):
             self._ready().check(arrays)
         except Unaligned as error:
             return self._following(error).can_implement(**arrays)
+        except BaseException as error:
+            self._name_kernel(error)
+            raise
         return True
 
     def run(self, *, stream: object = None, **arrays: Any) -> Any:
@@ -164,7 +181,9 @@ class Plan(Value):
         InvalidProblem
             For a missing, unknown or unsuitable argument.
         NotPrepared
-            For a plan made for an absent card, or loaded from JSON.
+            For a plan made for an absent card, or loaded from JSON or a pickle.
+        KernelFailed
+            If a plug-in's kernel raises something else. An error from another kernel has a note that names the kernel.
         """
         private = self.__pydantic_private__
         runner: Runner | None = private["_runner"] if private else None
@@ -173,6 +192,9 @@ class Plan(Value):
             return (runner or self._ready()).run(arrays, stream)
         except Unaligned as error:
             return self._following(error).run(stream=stream, **arrays)
+        except BaseException as error:
+            self._name_kernel(error)
+            raise
 
     def bind(self, *, stream: object = None, **arrays: Any) -> Callable[[], Any]:
         """Check the arguments once and return a callable that only launches.
@@ -190,13 +212,34 @@ class Plan(Value):
         ------
         InvalidProblem
             For a missing, unknown or unsuitable argument.
-        NotPrepared
-            As in `run`.
+        NotPrepared, KernelFailed
+            As in `run`; the callable may raise `KernelFailed` too.
         """
         try:
-            return self._ready().bind(arrays, stream)
+            launch = self._ready().bind(arrays, stream)
         except Unaligned as error:
             return self._following(error).bind(stream=stream, **arrays)
+        except BaseException as error:
+            self._name_kernel(error)
+            raise
+
+        def bound() -> Any:
+            try:
+                return launch()
+            except BaseException as error:
+                self._name_kernel(error)
+                raise
+
+        return bound
+
+    def _name_kernel(self, error: BaseException) -> None:
+        """Name the kernel in an error of its code; an answer, or an interrupt by the user, stays as it is."""
+        if isinstance(error, (SkudaError, KeyboardInterrupt)):
+            return
+        private = self.__pydantic_private__
+        if private and private["_failed"] is not None:
+            private["_failed"](error)
+        error.add_note(f"raised in the kernel {self.sku.id}")
 
     def _following(self, error: Unaligned) -> Plan:
         private = self.__pydantic_private__

@@ -6,11 +6,11 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from skuda.dispatch.settings import logged_topics
+from skuda.registry.cached import cached_property
 from skuda.registry.errors import MissingDependency, Unsupported
 
 if TYPE_CHECKING:

@@ -80,7 +80,7 @@ def _index(registry: Registry, recorded: Records) -> str:
         lines += [f"## {category.replace('_', ' ').capitalize()}\n", markdown_table(("op", "", "kernels"), rows)]
 
     def word(sku: KernelSku) -> Word:
-        return status(sku, registry.ops[sku.op], recorded, reference=registry.backends[sku.backend].reference).word
+        return status(sku, registry.ops[sku.op], recorded, reference=registry.is_reference(sku)).word
 
     matrix = markdown([(op, registry.skus_of(op.name)) for op in ops], word)
     return "\n".join([*lines, "## What is verified\n", f"{_STALE}\n", matrix])
@@ -153,7 +153,7 @@ def _verified(registry: Registry, op: Op, recorded: Records) -> str:
         skus = [sku for sku in registry.skus_of(op.name) if sku.backend == name]
         if not skus:
             continue
-        words = tally(status(sku, op, recorded, reference=backend.reference).word for sku in skus)
+        words = tally(status(sku, op, recorded, reference=registry.is_reference(sku)).word for sku in skus)
         runs: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
         for sku in () if backend.reference else skus:
             for file, one in recorded.of(sku.id):

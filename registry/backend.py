@@ -27,7 +27,7 @@ class BackendSpec(Value):
     ceiling : PrecisionGuarantee
         The most that any kernel of this backend may promise.
     reference : bool
-        Whether its kernels define the results of their ops; they rank last.
+        Whether it runs the functions that define the ops; a kernel that is one of them ranks last.
     """
 
     name: Name

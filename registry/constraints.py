@@ -46,16 +46,15 @@ class _FieldConstraint(Value):
 
 
 class OneOf(_FieldConstraint):
-    """The field has one of the listed values."""
+    """The field has one of the listed values; None stands for a field that is left out."""
 
     kind: Literal["one_of"] = "one_of"
-    allowed: tuple[str | int | bool, ...]
+    allowed: tuple[str | int | bool | None, ...]
 
     def wanted(self) -> str:
         """Return what the field must be, in words."""
-        return (
-            "one of " + ", ".join(str(value) for value in self.allowed) if len(self.allowed) > 1 else str(*self.allowed)
-        )
+        names = ["left out" if value is None else str(value) for value in self.allowed]
+        return "one of " + ", ".join(names) if len(names) > 1 else names[0]
 
     def holds(self, value: object) -> bool:
         """Whether `value` is listed."""

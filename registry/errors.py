@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from skuda.registry.text import one_line
+
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-_LONGEST, _SHOWN = 300, 80
-"""What was given is shown whole up to so many characters; of longer text, the beginning."""
+_MOST_NAME, _MOST_VALUE, _MOST_RULE = 80, 200, 2000
+"""Characters of a name, of a value and of a rule that an error repeats."""
 
 
 class SkudaError(Exception):
@@ -32,18 +34,18 @@ class _RuleBroken(SkudaError):
     field : str
         The offending field or argument.
     had : str
-        What was given.
+        What was given, cut if it is long.
     must : str
         The rule, phrased to follow "must".
     """
 
     def __init__(self, subject: str, field: str, had: str, must: str) -> None:
+        field, had, must = one_line(field, _MOST_NAME), one_line(had, _MOST_VALUE), one_line(must, _MOST_RULE)
         super().__init__(subject, field, had, must)  # args rebuild the exception when it is unpickled
         self.subject, self.field, self.had, self.must = subject, field, had, must
 
     def __str__(self) -> str:
-        had = self.had if len(self.had) <= _LONGEST else f"{self.had[:_SHOWN]}... ({len(self.had)} characters)"
-        return f"{self.subject}: {self.field} must {self.must}; had {had}"
+        return f"{self.subject}: {self.field} must {self.must}; had {self.had}"
 
 
 class InvalidProblem(_RuleBroken):
@@ -56,6 +58,25 @@ class Unaligned(InvalidProblem):
 
 class InvalidRecord(_RuleBroken):
     """A record (`KernelSku`, `Device`, `PlanPreference`, ...) with a field that breaks its rule."""
+
+
+class FrozenRecord(SkudaError, AttributeError):
+    """An assignment to a field of a record, or its deletion; records never change.
+
+    Attributes
+    ----------
+    subject : str
+        The record.
+    field : str
+        The field.
+    """
+
+    def __init__(self, subject: str, field: str) -> None:
+        super().__init__(subject, field)
+        self.subject, self.field = subject, one_line(field, _MOST_NAME)
+
+    def __str__(self) -> str:
+        return f"{self.subject} is frozen: make another one with model_copy(update={{{self.field!r}: ...}})"
 
 
 class RegistrationError(SkudaError):
@@ -110,7 +131,7 @@ class Unsupported(SkudaError):
 
 
 class NotPrepared(SkudaError):
-    """A plan that cannot run in this process: it was made for an absent card, or loaded from JSON."""
+    """A plan that cannot run in this process: made for an absent card, loaded from JSON, or for a GPU before a fork."""
 
 
 class MissingDependency(SkudaError, ImportError):
@@ -130,6 +151,52 @@ class MissingDependency(SkudaError, ImportError):
 
     def __str__(self) -> str:
         return f"{self.package} is not installed; run: {self.command}"
+
+
+class FloatModeError(SkudaError):
+    """The calling thread's floating-point mode, in which arithmetic would give other bits.
+
+    Attributes
+    ----------
+    mode : str
+        What the thread does.
+    remedy : str
+        What undoes it.
+    """
+
+    def __init__(self, mode: str, remedy: str) -> None:
+        super().__init__(mode, remedy)
+        self.mode, self.remedy = mode, remedy
+
+    def __str__(self) -> str:
+        return (
+            "the floating-point mode must be round to nearest, with subnormal numbers kept; "
+            f"this thread {self.mode}: {self.remedy}"
+        )
+
+
+class OutOfMemory(SkudaError, MemoryError):
+    """An output that was left out and cannot be allocated.
+
+    Attributes
+    ----------
+    subject : str
+        The op.
+    argument : str
+        The output.
+    size : int
+        Bytes that it needs.
+    """
+
+    def __init__(self, subject: str, argument: str, size: int) -> None:
+        super().__init__(subject, argument, size)
+        self.subject, self.argument, self.size = subject, argument, size
+
+    def __str__(self) -> str:
+        return (
+            f"{self.subject}: {self.argument} needs {self.size} bytes, which cannot be allocated; "
+            "solve a smaller problem, or pass an array of your own"
+        )
 
 
 class DriverError(SkudaError):
@@ -195,3 +262,26 @@ class CompileError(SkudaError):
         lines = [f"{self.sku}: {self.reason}"]
         lines += [f"  {self.command}"] if self.command else []
         return "\n".join(lines + [f"  {line}" for line in self.log.splitlines()])
+
+
+class KernelFailed(SkudaError):
+    """A kernel of a plug-in that raised while it was checked, bound or run; the plug-in is set aside.
+
+    The outputs of a run may be half written. ``__cause__`` is what it raised.
+
+    Attributes
+    ----------
+    sku : str
+        Id of the kernel.
+    origin : str
+        The package that brings it, with version.
+    reason : str
+        Kind and text of what it raised.
+    """
+
+    def __init__(self, sku: str, origin: str, reason: str) -> None:
+        super().__init__(sku, origin, reason)
+        self.sku, self.origin, self.reason = sku, origin, reason
+
+    def __str__(self) -> str:
+        return f"{self.sku} of {self.origin} raised {self.reason}; it is set aside, so select again for the next kernel"

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.sku import KernelSku
+from skuda.registry.text import lines
 from skuda.registry.vocabulary import OpCategory
 
 Values = Literal["normal", "special", "infinite", "zero", "ties"]
@@ -72,7 +73,7 @@ class Op:
     @property
     def documentation(self) -> str:
         """The op's own documentation: formula, shapes, units, errors."""
-        return inspect.getdoc(inspect.getmodule(self.reference)) or ""
+        return lines(inspect.getdoc(inspect.getmodule(self.reference)) or "")
 
     @property
     def summary(self) -> str:

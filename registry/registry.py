@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from skuda.registry.arch import ArchSku
 from skuda.registry.backend import BUILT_IN, BackendSpec
+from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Descriptor, FunctionalKey
 from skuda.registry.errors import RegistrationError
 from skuda.registry.guarantee import exceeds
 from skuda.registry.op import Case, Op
 from skuda.registry.sku import KernelSku
-from skuda.registry.source import missing
+from skuda.registry.source import missing, resolve
 
 Record = Op | KernelSku | BackendSpec
 Item = TypeVar("Item")
@@ -126,8 +126,8 @@ class Registry:
     def _index(self) -> None:
         by_key: dict[FunctionalKey, list[KernelSku]] = {}
         by_op: dict[str, list[KernelSku]] = {name: [] for name in self._ops}
-        # The sort is stable: list order is the ranking, and reference kernels rank last whoever registered them.
-        for sku in sorted(self._skus.values(), key=lambda sku: self._backends[sku.backend].reference):
+        # The sort is stable: list order is the ranking, and references rank last whoever registered them.
+        for sku in sorted(self._skus.values(), key=self.is_reference):
             by_key.setdefault(sku.key, []).append(sku)
             by_op[sku.op].append(sku)
         self._by_key = {key: tuple(skus) for key, skus in by_key.items()}
@@ -163,6 +163,12 @@ class Registry:
     def skus_of(self, op: str) -> tuple[KernelSku, ...]:
         """Return every kernel of an op, best first."""
         return self._by_op.get(op, ())
+
+    def is_reference(self, sku: KernelSku) -> bool:
+        """Whether a kernel runs the function that defines its op, on a backend that runs it as it is."""
+        if ":" in sku.source or not self._backends[sku.backend].reference:
+            return False
+        return resolve(sku.source, sku.entry_point) is self._ops[sku.op].reference
 
     def origin(self, name: str) -> str | None:
         """Return who registered a kernel id, an op or a backend, or None."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field
 
 from skuda.registry.arch import ArchSku
 from skuda.registry.backend import Name
+from skuda.registry.cached import cached_property
 from skuda.registry.constraints import Constraint
 from skuda.registry.descriptor import FunctionalKey
 from skuda.registry.elements import ElementKind

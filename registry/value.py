@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, NoReturn, Self, cast
+from enum import StrEnum
+from functools import cache
+from numbers import Integral
+from numbers import Real as AnyReal
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, NoReturn, Self, Union, cast, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -14,23 +19,26 @@ from pydantic import (
     ValidationError,
 )
 
-from skuda.registry.errors import InvalidProblem, InvalidRecord
+from skuda.registry.cached import cached_property
+from skuda.registry.errors import FrozenRecord, InvalidProblem, InvalidRecord
+from skuda.registry.text import shown
 
 
 def _index(value: object) -> object:
-    """Accept what Python accepts as an index (so NumPy integers too), but neither floats, strings nor booleans."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError("be an integer")
-    return operator.index(cast("Any", value))
+    """Accept Python's and NumPy's integers, but neither arrays, floats, strings nor booleans."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError("be an integer")  # noqa: TRY004  pydantic lets a TypeError through
+    return operator.index(value)
 
 
 Integer = Annotated[int, BeforeValidator(_index)]
-"""Any integer; a float, a string or a boolean is refused rather than converted."""
+"""Any integer; an array, a float, a string or a boolean is refused rather than converted."""
 
 
 def _real(value: object) -> object:
-    """Accept Python's and NumPy's numbers, but neither strings nor booleans."""
-    if isinstance(value, bool) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+    """Accept Python's and NumPy's real numbers, but neither arrays, strings nor booleans."""
+    # No array library is imported here, and ml_dtypes does not register its numbers.
+    if isinstance(value, bool) or not (isinstance(value, AnyReal) or type(value).__name__ == "bfloat16"):
         raise ValueError("be a number")
     try:
         return float(cast("Any", value))
@@ -39,7 +47,7 @@ def _real(value: object) -> object:
 
 
 Real = Annotated[float, BeforeValidator(_real), Field(allow_inf_nan=False)]
-"""A finite number; a string or a boolean is refused rather than converted."""
+"""A finite number; an array, a string or a boolean is refused rather than converted."""
 
 Size = Annotated[Integer, Field(ge=0, lt=2**63)]
 """A count of elements, 0 up to 2^63-1."""
@@ -63,9 +71,44 @@ _RULES: dict[str, Callable[[dict[str, Any]], str]] = {
     "float_parsing": lambda _: "be a number",
     "bool_type": lambda _: "be true or false",
     "bool_parsing": lambda _: "be true or false",
+    "string_type": lambda _: "be a string",
     "tuple_type": lambda _: "be a tuple",
     "string_pattern_mismatch": lambda c: f"match {c['pattern']}",
 }
+
+
+Guard = tuple[Callable[[object], bool], str]
+"""Whether a value has the type that a field takes, and that type as a rule."""
+
+
+def _is_flag(value: object) -> bool:
+    # No array library is imported here; NumPy's boolean is the one of its scalars that is no number.
+    return isinstance(value, bool) or (type(value).__module__ == "numpy" and type(value).__name__ in {"bool", "bool_"})
+
+
+def _guard(annotation: Any) -> Guard | None:
+    """Return what pydantic does not ask of a field's value before it converts it, or None.
+
+    Left to itself, it reads bytes as text, an array of one string as an element, a set as a shape, and 1.0 as true.
+    """
+    if get_origin(annotation) in {Union, UnionType}:
+        parts = [part for part in get_args(annotation) if part is not NoneType]
+        return _guard(parts[0]) if len(parts) == 1 else None
+    if annotation is bool:
+        return _is_flag, "be true or false"
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return lambda value: isinstance(value, str), f"be one of {', '.join(annotation)}"
+    if annotation is str:
+        return lambda value: isinstance(value, str), "be a string"
+    if get_origin(annotation) is tuple:
+        return lambda value: isinstance(value, (tuple, list)), "be a tuple"
+    return None
+
+
+@cache
+def _guards(record: type[Value]) -> dict[str, Guard]:
+    found = {name: _guard(info.annotation) for name, info in record.model_fields.items()}
+    return {name: guard for name, guard in found.items() if guard is not None}
 
 
 class Value(BaseModel):
@@ -75,13 +118,25 @@ class Value(BaseModel):
     ------
     InvalidRecord
         If a field breaks its rule (`InvalidProblem` for descriptors).
+    FrozenRecord
+        If a field is assigned to or deleted.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants", validate_default=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        ser_json_inf_nan="constants",
+        validate_default=False,
+        ignored_types=(cached_property,),
+    )
     refusal: ClassVar[type[InvalidProblem | InvalidRecord]] = InvalidRecord
 
     def __init__(self, /, **fields: Any) -> None:
         # pydantic calls this for nested records and JSON too, so that all of them raise the same errors.
+        for name, (holds, rule) in _guards(type(self)).items():
+            value = fields.get(name)
+            if value is not None and not holds(value):
+                self.refuse(name, shown(value), rule)
         try:
             super().__init__(**fields)
         except ValidationError as error:
@@ -97,13 +152,21 @@ class Value(BaseModel):
         field = ".".join(str(part) for part in first["loc"]) or "the record"
         context = first.get("ctx", {})
         if first["type"] == "extra_forbidden":
-            cls.refuse(field, repr(first["input"]), f"be one of {', '.join(cls.model_fields)}")
+            cls.refuse(field, shown(first["input"]), f"be one of {', '.join(cls.model_fields)}")
         if first["type"] == "value_error":
             rule = str(context["error"])
         else:
             phrase = _RULES.get(first["type"])
             rule = phrase(context) if phrase else f"satisfy: {first['msg']}"
-        cls.refuse(field, "nothing" if first["type"] == "missing" else repr(first["input"]), rule)
+        cls.refuse(field, "nothing" if first["type"] == "missing" else shown(first["input"]), rule)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise FrozenRecord(type(self).__name__, name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenRecord(type(self).__name__, name)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:  # noqa: ARG002  frozen
         """Return a copy with some fields changed, validated like any other record.
@@ -119,4 +182,4 @@ class Value(BaseModel):
     @classmethod
     def refuse(cls, field: str, had: object, must: str) -> NoReturn:
         """Raise this record's error for `field`."""
-        raise cls.refusal(cls.__name__, field, str(had), must)
+        raise cls.refusal(cls.__name__, field, had if isinstance(had, str) else shown(had), must)

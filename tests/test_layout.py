@@ -15,6 +15,7 @@ ORDER = (
     "kernels.quantize",
     "kernels.linear",
     "dispatch.device",
+    "dispatch.system",
     "dispatch.settings",
     "dispatch.preference",
     "dispatch.telemetry",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
+from skuda.registry.text import shown
 from skuda.registry.value import Value
 from skuda.tools.files import replacing
 from skuda.tools.smoothquant import SmoothQuantLayer
@@ -39,23 +41,32 @@ class _Header(Value):
 _HEADERS = TypeAdapter(dict[str, _Header])
 
 
-def save_layers(path: Path, layers: Mapping[str, SmoothQuantLayer]) -> None:
+def save_layers(path: str | os.PathLike[str], layers: Mapping[str, SmoothQuantLayer]) -> None:
     """Write a model's layers into one safetensors file, which is replaced only when the new one is complete.
 
     Parameters
     ----------
-    path : Path
+    path : path
         The file.
     layers : mapping of str to SmoothQuantLayer
         Layers by name.
 
     Raises
     ------
+    InvalidProblem
+        If an argument is something else.
     MissingDependency
         If the package safetensors is not installed.
     OSError
         If the file cannot be written.
     """
+    path = _path("save_layers", path)
+    if not isinstance(layers, Mapping):
+        raise InvalidProblem("save_layers", "layers", shown(layers), "be a mapping of names to SmoothQuantLayers")
+    for name, layer in layers.items():
+        if not all((isinstance(name, str), isinstance(layer, SmoothQuantLayer))):
+            rule = "map names to SmoothQuantLayers"
+            raise InvalidProblem("save_layers", "layers", f"{shown(name)} to {shown(layer)}", rule)
     safetensors = _safetensors()
     headers = {
         name: _Header(shape=layer.shape, act_scale=layer.act_scale, alpha=layer.alpha, bias=layer.bias is not None)
@@ -71,7 +82,7 @@ def save_layers(path: Path, layers: Mapping[str, SmoothQuantLayer]) -> None:
         safetensors.numpy.save_file(tensors, fresh, metadata)
 
 
-def load_layers(path: Path) -> dict[str, SmoothQuantLayer]:
+def load_layers(path: str | os.PathLike[str]) -> dict[str, SmoothQuantLayer]:
     """Read the layers that `save_layers` wrote, every value bit for bit.
 
     Returns
@@ -81,6 +92,8 @@ def load_layers(path: Path) -> dict[str, SmoothQuantLayer]:
 
     Raises
     ------
+    InvalidProblem
+        If `path` is no path.
     InvalidRecord
         If the file is not such a checkpoint: another format or version, a tensor that is missing, unexpected, or of
         another element kind or shape than in the metadata, or a value out of range.
@@ -89,6 +102,7 @@ def load_layers(path: Path) -> dict[str, SmoothQuantLayer]:
     OSError
         If the file cannot be read.
     """
+    path = _path("load_layers", path)
     safetensors = _safetensors()
     try:
         with path.open("rb"), safetensors.safe_open(path, framework="numpy") as file:
@@ -130,6 +144,14 @@ def _check_tensors(path: Path, found: Mapping[str, str], headers: Mapping[str, _
         if found.get(key) != wanted.get(key):
             rule = f"be {wanted.get(key, 'absent')}, as the metadata says{REMEDY}"
             raise InvalidRecord(str(path), f"tensor {key}", found.get(key, "nothing"), rule)
+
+
+def _path(subject: str, path: object) -> Path:
+    if isinstance(path, (str, os.PathLike)):
+        found = Path(path)
+        if "\0" not in str(found):
+            return found
+    raise InvalidProblem(subject, "path", shown(path), "be the path of a file")
 
 
 def _safetensors() -> ModuleType:

@@ -12,6 +12,9 @@ The precision of each step is fixed, so that a checkpoint is the same on every m
 - ``A_k / s_k``: one f32 division; ``W_k * s_k``: one f32 product
 - scales and int8 values: `DynamicRangeQuantize`, `QuantizePerTensor`, symmetric -127..127, through the dispatcher
 
+An array may be of any library whose arrays NumPy can view in the memory of the CPU without a copy, such as torch;
+results are NumPy arrays. Lists are refused, because they have no element kind.
+
 Source: Xiao et al., SmoothQuant, 2023, equation 4; numerics.md, "SmoothQuant's offline half".
 """
 
@@ -20,12 +23,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import isfinite, prod
+from numbers import Real
 from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from skuda.dispatch import Dispatcher
+from skuda.dispatch.host.arrays import HOST_PLACE, host_view, place_of
+from skuda.dispatch.host.floating import require_exact_mode
 from skuda.kernels.quantize import (
     DynamicRangeQuantizeDescriptor,
     QuantizedLinearDescriptor,
@@ -33,6 +39,7 @@ from skuda.kernels.quantize import (
     SmoothQuantLinearDescriptor,
 )
 from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
 
 F32 = npt.NDArray[np.float32]
 S8 = npt.NDArray[np.int8]
@@ -72,24 +79,26 @@ class ActivationRanges:
         Raises
         ------
         InvalidProblem
-            For a scalar, another element kind, or another K than before.
+            For a name that is no str; for a scalar, another element kind, or another K than before.
         """
-        rows = _rows(f"calibration of layer {layer!r}", "activation", activation)
+        _check_name(layer)
+        rows = _rows(f"calibration of layer {shown(layer)}", "activation", activation)
         # Two reductions, unlike abs(), need no temporary of the size of the batch.
         high = np.fmax.reduce(rows, axis=0, initial=np.float32(0))
         low = np.fmin.reduce(rows, axis=0, initial=np.float32(0))
         seen = self._maxima.get(layer)
         if seen is not None and seen.shape != high.shape:
             rule = f"have {seen.size} channels, as in the batches before"
-            raise InvalidProblem(f"calibration of layer {layer!r}", "activation", f"{high.size} channels", rule)
+            raise InvalidProblem(f"calibration of layer {shown(layer)}", "activation", f"{high.size} channels", rule)
         batch = np.maximum(high, -low)
         self._maxima[layer] = batch if seen is None else np.maximum(seen, batch)
 
     def channel_max(self, layer: str) -> F32:
         """Return max|A_k| of one layer, shape (K,), f32; raise `InvalidProblem` if no batch of it was observed."""
+        _check_name(layer)
         if layer not in self._maxima:
-            known = ", ".join(self._maxima) or "none"
-            raise InvalidProblem("calibration", "layer", repr(layer), f"have been observed (observed: {known})")
+            known = shown(list(self._maxima)) if self._maxima else "none"
+            raise InvalidProblem("calibration", "layer", shown(layer), f"have been observed (observed: {known})")
         return self._maxima[layer].copy()
 
 
@@ -106,15 +115,12 @@ def smoothing_factors(activation_max: F32, weight_max: F32, alpha: float) -> F32
     Raises
     ------
     InvalidProblem
-        For alpha outside 0..1, shapes that differ, or a maximum that is infinite or NaN.
+        For alpha that is no number in 0..1, maxima that are no f32 vectors of one size, or one that is infinite or NaN.
     """
-    if not 0 <= alpha <= 1:
-        raise InvalidProblem("smoothing_factors", "alpha", repr(alpha), "lie in 0..1")
-    if activation_max.shape != weight_max.shape:
-        had = f"{list(activation_max.shape)} and {list(weight_max.shape)}"
-        raise InvalidProblem("smoothing_factors", "activation_max", had, "have the shape of weight_max")
-    _finite("smoothing_factors", "activation_max", activation_max)
-    _finite("smoothing_factors", "weight_max", weight_max)
+    subject = "smoothing_factors"
+    alpha = _strength(subject, alpha)
+    weight_max = _vector(subject, "weight_max", weight_max)
+    activation_max = _vector(subject, "activation_max", activation_max, weight_max.size)
     activation_power = np.power(np.maximum(activation_max, FLOOR), alpha, dtype=np.float64).astype(np.float32)
     weight_power = np.power(np.maximum(weight_max, FLOOR), 1 - alpha, dtype=np.float64).astype(np.float32)
     return activation_power / weight_power
@@ -126,7 +132,7 @@ def quantize_weight(dispatcher: Dispatcher, weight: npt.NDArray[Any]) -> tuple[S
     Raises
     ------
     InvalidProblem
-        If the weight is not a finite matrix of f16, bf16 or f32.
+        If the weight is not a finite matrix of f16, bf16 or f32, or the dispatcher is none.
     """
     return _dynamic_range(dispatcher, _matrix("quantize_weight", weight), scope="token")
 
@@ -152,11 +158,13 @@ class Int8Layer(ABC):
     bias: F32 | None = None
 
     def __post_init__(self) -> None:
-        if self.weight_q.dtype != np.int8 or self.weight_q.ndim != 2:
-            self._refuse("weight_q", _shape_text(self.weight_q), "be int8 of shape [N, K]")
-        self._check_vector("weight_scale", self.weight_scale, self.shape[0])
+        weight_q = _array(type(self).__name__, "weight_q", self.weight_q)
+        if weight_q.dtype != np.int8 or weight_q.ndim != 2:
+            self._refuse("weight_q", _shape_text(weight_q), "be int8 of shape [N, K]")
+        object.__setattr__(self, "weight_q", weight_q)
+        self._hold_vector("weight_scale", self.shape[0])
         if self.bias is not None:
-            self._check_vector("bias", self.bias, self.shape[0])
+            self._hold_vector("bias", self.shape[0])
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -177,10 +185,11 @@ class Int8Layer(ABC):
         Raises
         ------
         InvalidProblem
-            If x has another last axis or element kind.
+            If x has another last axis or element kind, or the dispatcher is none.
         Unsupported
             If no registered kernel serves the product.
         """
+        _check_dispatcher(type(self).__name__, dispatcher)
         rows = _rows(type(self).__name__, "x", x)
         if rows.shape[1] != self.shape[1]:
             self._refuse("x", f"shape {list(x.shape)}", f"have {self.shape[1]} channels on its last axis")
@@ -196,10 +205,8 @@ class Int8Layer(ABC):
     def _epilogue(self) -> Literal["identity", "bias"]:
         return "identity" if self.bias is None else "bias"
 
-    def _check_vector(self, field: str, vector: F32, size: int) -> None:
-        if vector.dtype != np.float32 or vector.shape != (size,):
-            self._refuse(field, _shape_text(vector), f"be float32 of shape [{size}]")
-        _finite(type(self).__name__, field, vector)
+    def _hold_vector(self, field: str, size: int) -> None:
+        object.__setattr__(self, field, _vector(type(self).__name__, field, getattr(self, field), size))
 
     def _refuse(self, field: str, had: str, must: str) -> NoReturn:
         raise InvalidProblem(type(self).__name__, field, had, must)
@@ -254,16 +261,18 @@ class SmoothQuantLayer(Int8Layer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_vector("smooth", self.smooth, self.shape[1])
+        self._hold_vector("smooth", self.shape[1])
         if not (self.smooth > 0).all():
             self._refuse("smooth", f"{self.smooth.min()}", "be positive")
+        scale = _number(self.act_scale)
         with np.errstate(over="ignore"):
             # NumPy would round the number to f32 if it were compared with one.
-            held = float(np.float32(self.act_scale))
-        if not (isfinite(held) and self.act_scale > 0 and held == self.act_scale):
-            self._refuse("act_scale", repr(self.act_scale), "be a positive number that f32 holds exactly")
-        if self.alpha is not None and not 0 <= self.alpha <= 1:
-            self._refuse("alpha", repr(self.alpha), "lie in 0..1, or be None")
+            held = float(np.float32(0 if scale is None else scale))
+        if not (isfinite(held) and held > 0 and held == scale):
+            self._refuse("act_scale", shown(self.act_scale), "be a positive number that f32 holds exactly")
+        object.__setattr__(self, "act_scale", held)
+        if self.alpha is not None:
+            object.__setattr__(self, "alpha", _strength(type(self).__name__, self.alpha))
 
     @classmethod
     def quantize(
@@ -291,13 +300,11 @@ class SmoothQuantLayer(Int8Layer):
         Raises
         ------
         InvalidProblem
-            For shapes that do not fit each other, values that are not finite, or alpha outside 0..1.
+            For shapes that do not fit each other, values that are not finite, alpha that is no number in 0..1, or a
+            dispatcher that is none.
         """
         matrix = _matrix(cls.__name__, weight)
-        if activation_max.dtype != np.float32 or activation_max.shape != matrix.shape[1:]:
-            rule = f"be float32 of shape [{matrix.shape[1]}], one maximum per input channel of the weight"
-            raise InvalidProblem(cls.__name__, "activation_max", _shape_text(activation_max), rule)
-        _finite(cls.__name__, "activation_max", activation_max)
+        activation_max = _vector(cls.__name__, "activation_max", activation_max, matrix.shape[1])
         if alpha is None:
             smooth = np.ones_like(activation_max)
         else:
@@ -347,6 +354,7 @@ class SmoothQuantLayer(Int8Layer):
 
 def _dynamic_range(dispatcher: Dispatcher, matrix: F32, scope: Literal["token", "tensor"]) -> tuple[S8, F32]:
     """Quantize a matrix symmetrically, with one scale per row or one for all; return codes and scales."""
+    _check_dispatcher("quantization", dispatcher)
     description = DynamicRangeQuantizeDescriptor(
         n=matrix.shape[0],
         d=matrix.shape[1],
@@ -361,8 +369,57 @@ def _dynamic_range(dispatcher: Dispatcher, matrix: F32, scope: Literal["token", 
     return ranges.output, ranges.scale_out
 
 
-def _rows(subject: str, field: str, array: npt.NDArray[Any]) -> F32:
+def _check_dispatcher(subject: str, dispatcher: object) -> None:
+    if isinstance(dispatcher, type) or not callable(getattr(dispatcher, "run", None)):
+        raise InvalidProblem(subject, "dispatcher", shown(dispatcher), "be a skuda.dispatch.Dispatcher")
+
+
+def _check_name(layer: object) -> None:
+    if not isinstance(layer, str):
+        raise InvalidProblem("calibration", "layer", shown(layer), "be a name, a str")
+
+
+def _number(value: object) -> float | int | None:
+    """Return a finite number of Python or NumPy, or None for anything else; a boolean is none."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value) if isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _strength(subject: str, alpha: object) -> float:
+    number = _number(alpha)
+    if number is None or not 0 <= number <= 1:
+        raise InvalidProblem(subject, "alpha", shown(alpha), "be a number in 0..1")
+    return number
+
+
+def _array(subject: str, field: str, array: object) -> npt.NDArray[Any]:
+    """Return an array of the CPU as NumPy sees it, without a copy, in a thread whose arithmetic gives our bits."""
+    require_exact_mode()
+    place = place_of(subject, field, array)
+    if place is None:
+        raise InvalidProblem(subject, field, shown(array), "be an array")
+    if place != HOST_PLACE:
+        raise InvalidProblem(subject, field, f"an array on {place[0]}", "be on the CPU")
+    return host_view(subject, field, array)
+
+
+def _vector(subject: str, field: str, vector: object, size: int | None = None) -> F32:
+    """Return a finite f32 vector, of any size or of this one."""
+    array = _array(subject, field, vector)
+    if array.dtype != np.float32 or array.ndim != 1 or size not in (None, array.size):
+        rule = f"be float32 of shape [{'K' if size is None else size}]"
+        raise InvalidProblem(subject, field, _shape_text(array), rule)
+    _finite(subject, field, array)
+    return array
+
+
+def _rows(subject: str, field: str, value: object) -> F32:
     """Return (..., K) as f32 rows of shape (M, K); f16 and bf16 are widened exactly, and f64 is refused."""
+    array = _array(subject, field, value)
     if array.dtype.name not in ("float16", "bfloat16", "float32"):
         raise InvalidProblem(subject, field, array.dtype.name, "be float16, bfloat16 or float32")
     if array.ndim == 0:
@@ -370,8 +427,9 @@ def _rows(subject: str, field: str, array: npt.NDArray[Any]) -> F32:
     return array.reshape(prod(array.shape[:-1]), array.shape[-1]).astype(np.float32, copy=False)
 
 
-def _matrix(subject: str, weight: npt.NDArray[Any]) -> F32:
+def _matrix(subject: str, value: object) -> F32:
     """Return a weight as f32; raise `InvalidProblem` if it is not a finite matrix."""
+    weight = _array(subject, "weight", value)
     if weight.ndim != 2:
         raise InvalidProblem(subject, "weight", f"shape {list(weight.shape)}", "have the shape [N, K]")
     matrix = _rows(subject, "weight", weight)
@@ -380,6 +438,8 @@ def _matrix(subject: str, weight: npt.NDArray[Any]) -> F32:
 
 
 def _finite(subject: str, field: str, array: F32) -> None:
+    if array.dtype != np.float32:
+        raise InvalidProblem(subject, field, array.dtype.name, "be float32")
     finite = np.isfinite(array)
     if not finite.all():
         place = np.unravel_index(int(np.argmin(finite)), array.shape)

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar, cast
 from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
 from skuda.dispatch.compile.provider import CubinProvider, placed
 from skuda.dispatch.cuda.arrays import current_streams
-from skuda.dispatch.cuda.driver import driver
+from skuda.dispatch.cuda.driver import FORK_REMEDY, NOT_INITIALIZED, driver
 from skuda.dispatch.cuda.runner import CudaRunner, Engine, NoSteps
 from skuda.dispatch.device import Device
 from skuda.kernels.launch import Choice, Launch
@@ -56,7 +56,8 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
             found = driver()
             count, version = found.device_count, found.version
         except DriverError as error:
-            return BackendStatus(available=False, detail=str(error), remedy=_DRIVER_REMEDY)
+            remedy = FORK_REMEDY if error.code == NOT_INITIALIZED else _DRIVER_REMEDY
+            return BackendStatus(available=False, detail=str(error), remedy=remedy)
         if count == 0:
             return BackendStatus(available=False, detail="the driver sees no GPU", remedy="set CUDA_VISIBLE_DEVICES")
         try:

@@ -9,6 +9,7 @@ import numpy as np
 from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
 from skuda.dispatch.device import HOST, Device
 from skuda.dispatch.host.binding import Binding
+from skuda.dispatch.host.floating import require_exact_mode
 from skuda.registry.backend import BUILT_IN
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem
@@ -37,6 +38,8 @@ class HostRunner:
         ------
         InvalidProblem
             For a missing, unknown or unsuitable argument, or a stream, which a CPU does not have.
+        FloatModeError, OutOfMemory
+            As `Binding`.
         """
         self._refuse_stream(stream)
         binding = Binding(self._problem, self._arguments, arrays)
@@ -56,6 +59,7 @@ class HostRunner:
         result = binding.result()
 
         def launch() -> object:
+            require_exact_mode()
             self._kernel(self._problem, **binding.values)
             return result
 

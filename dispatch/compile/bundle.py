@@ -19,20 +19,19 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
-from pydantic import Field, StringConstraints, ValidationError
+from pydantic import Field
 
-from skuda.dispatch.compile.cache import SCHEMA, Key
-from skuda.dispatch.compile.files import check_place, replacing
+from skuda.dispatch.compile.member import SCHEMA, Key, Member, Text, validated
+from skuda.dispatch.system.files import open_regular, shared
+from skuda.dispatch.system.writing import check_place, replacing
 from skuda.registry.errors import BundleError, InvalidRecord
 from skuda.registry.value import Integer, Value
 
 MOST_CUBINS = 1 << 16
-LARGEST_CUBIN = 1 << 28
 LARGEST_MANIFEST = 1 << 26
 LARGEST_BUNDLE = 1 << 32
 
@@ -41,61 +40,8 @@ _MAGIC = b"skuda bundle 1\n"
 _HEAD = re.compile(rb"(\d{12}) ([0-9a-f]{64})\n")
 _HEAD_SIZE = 12 + 1 + 64 + 1
 _PIN = "#sha256="
-_LONGEST_QUOTE = 200
 _AGAIN = "copy it again, or make it again with `skuda bundle`"
 _BY_THIS = "make it again with the `skuda bundle` of this version"
-
-# Text from a bundle must be printable, because terminals interpret control characters.
-Text = Annotated[str, StringConstraints(pattern=r"^[ -~]{1,1000}$")]
-Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-
-
-class Member(Value):
-    """One cubin of a bundle.
-
-    Attributes
-    ----------
-    sku : str
-        Id of the kernel, or of one of several that share the cubin.
-    file : str
-        The kernel's ``package:file`` source.
-    source, flags, arch, launch, backend
-        Parts of the key; see `Key`.
-    compiler : str
-        Identity of the compiler.
-    size : int
-        Size in bytes.
-    sha256 : str
-        Hash of the cubin.
-    """
-
-    sku: Text
-    file: Text
-    source: Sha256
-    flags: Annotated[tuple[Text, ...], Field(max_length=1000)]
-    arch: Text
-    launch: Text
-    backend: Text
-    compiler: Text
-    size: Annotated[Integer, Field(ge=1, le=LARGEST_CUBIN)]
-    sha256: Sha256
-
-    @property
-    def key(self) -> Key:
-        """The key of the cubin."""
-        return Key(self.source, self.flags, self.arch, self.launch, self.backend)
-
-    @classmethod
-    def of(cls, key: Key, cubin: bytes, *, sku: str, file: str, compiler: str) -> Member:
-        """Return the member that describes a cubin."""
-        return cls(
-            sku=sku,
-            file=file,
-            compiler=compiler,
-            size=len(cubin),
-            sha256=hashlib.sha256(cubin).hexdigest(),
-            **key._asdict(),
-        )
 
 
 class Manifest(Value):
@@ -160,12 +106,12 @@ class Bundle:
             If the file can no longer be read, or the cubin's checksum is wrong.
         """
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self._starts[member.key, member.compiler])
                 cubin = file.read(member.size)
         except OSError as error:
             raise BundleError(self.path, f"it cannot be read: {error.strerror or error}; {_AGAIN}") from error
-        if len(cubin) != member.size or hashlib.sha256(cubin).hexdigest() != member.sha256:
+        if not member.holds(cubin):
             raise BundleError(self.path, f"the checksum of the cubin of {member.sku} is wrong; {_AGAIN}")
         return cubin
 
@@ -212,10 +158,7 @@ def open_bundle(name: str) -> Bundle:
     text, pinned, pin = name.partition(_PIN)
     path = Path(text).absolute()
     try:
-        # Opening a named pipe would block until something writes into it, so the file type is checked first.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise BundleError(path, "it is no file; name a file that `skuda bundle` has written")
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             status = os.fstat(file.fileno())
             if not pinned:
                 _refuse_shared(path, status)
@@ -253,26 +196,17 @@ def _read_head(path: Path, file: BinaryIO, size: int) -> tuple[bytes, Manifest]:
     if len(manifest) != length or hashlib.sha256(manifest).hexdigest() != digest:
         raise BundleError(path, f"the checksum of its manifest is wrong; {_AGAIN}")
     try:
-        read = Manifest.model_validate_json(manifest)
-    except InvalidRecord as error:
-        raise BundleError(path, f"its manifest breaks a rule: {_shown(str(error))}; {_BY_THIS}") from error
-    except ValidationError as error:
-        told = _shown(error.errors()[0]["msg"])
-        raise BundleError(path, f"its manifest cannot be read: {told}; {_BY_THIS}") from error
+        read = validated(Manifest, manifest)
+    except ValueError as error:
+        raise BundleError(path, f"its manifest {error}; {_BY_THIS}") from error
     if read.cubins != SCHEMA:
         told = f"skuda {read.skuda} made it, and names kernels in another way ({read.cubins}, here {SCHEMA})"
         raise BundleError(path, f"{told}; {_BY_THIS}")
     return magic + line + manifest, read
 
 
-def _shown(text: str) -> str:
-    """Return text from a manifest, shortened and without terminal control characters."""
-    safe = "".join(character if " " <= character <= "~" else "?" for character in text)
-    return safe if len(safe) <= _LONGEST_QUOTE else f"{safe[:_LONGEST_QUOTE]}..."
-
-
 def _refuse_shared(path: Path, status: os.stat_result) -> None:
-    if hasattr(os, "geteuid") and (status.st_uid not in {os.geteuid(), 0} or status.st_mode & 0o022):
+    if shared(status):
         remedy = f"chmod go-w and chown it, or say which one is meant: {path}{_PIN} and what sha256sum says of it"
         raise BundleError(path, f"others can write it, and it holds code; {remedy}")
 

@@ -1,66 +1,55 @@
 """The cubin cache on disk: entries are found by content, published atomically, and checked before use.
 
-An entry is ``<cache>/cubins-<schema>/<key>/<compiler>.cubin``. The key hashes the source, headers, flags, architecture,
+An entry is ``<cache>/cubins-<format>/<key>/<compiler>.cubin``. The key hashes the source, headers, flags, architecture,
 entry point, launch rule and backend; `compiler` is a hash of the compiler's identity. A machine with a compiler uses
-only entries of that compiler; a machine without one uses those of any.
+only entries of that compiler; a machine without one uses those of any. The layout of an entry is::
 
-One file holds a line of facts and the cubin, so a single rename publishes both. If the cache cannot be written, is full
-or belongs to another user, kernels are compiled again but never lost.
+    skuda cubin 2
+    <sha256 of the facts>
+    <the facts: a `Member` in JSON, with the size and the sha256 of the cubin>
+    <the cubin>
+
+So every byte is covered by a checksum, and a single rename publishes everything. If the cache cannot be written, is
+full or belongs to another user, kernels are compiled again but never lost. The same holds for an entry that is damaged,
+that is not a regular file, or that other users can change; it is never opened unless it is a regular file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
+import re
+import shutil
+import stat
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from skuda.dispatch.compile.member import LARGEST_CUBIN, Key, Member, validated
 from skuda.dispatch.settings import cache_directory
+from skuda.dispatch.system.files import open_regular, printable, shared
+from skuda.dispatch.system.locks import Locks
+from skuda.registry.errors import InvalidRecord
 
-SCHEMA = 1
-_MAGIC = b"skuda cubin\n"
+try:
+    import fcntl
+except ImportError:  # Windows, where several processes may compile the same kernel
+    fcntl = None  # type: ignore[assignment]
+
+FORMAT = 2
+_MAGIC = b"skuda cubin 2\n"
+_HEAD = re.compile(_MAGIC + rb"([0-9a-f]{64})\n")
+_LARGEST = LARGEST_CUBIN + (1 << 22)
+_KEY = re.compile(r"[0-9a-f]{32}")
+_ENTRY, _UNFINISHED = ".cubin", ".new-"
+_ABSENT = "absent"
 _LONGEST_WAIT = 300.0
 _log = logging.getLogger("skuda")
-
-_locks: dict[str, threading.Lock] = {}
-_locks_lock = threading.Lock()
-
-
-class Key(NamedTuple):
-    """Everything that a cubin depends on, apart from the compiler.
-
-    Attributes
-    ----------
-    source : str
-        Hash of the source and of all headers of skuda and its plug-ins that it includes.
-    flags : tuple of str
-        Compiler flags of the SKU and of the configuration that its launch rule chose.
-    arch : str
-        Target architecture.
-    launch : str
-        Entry point and launch rule of the SKU. The rule's results are not part of the key: whenever a cubin is loaded,
-        the launch's parameters are compared with those of its kernels.
-    backend : str
-        The backend that launches it.
-    """
-
-    source: str
-    flags: tuple[str, ...]
-    arch: str
-    launch: str
-    backend: str
-
-    @property
-    def digest(self) -> str:
-        """Hash of the key and the schema version."""
-        return hashlib.sha256(json.dumps([SCHEMA, *self]).encode()).hexdigest()[:32]
+_locks = Locks()
 
 
 class Found(NamedTuple):
@@ -71,14 +60,14 @@ class Found(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One file of the cache, with its state.
+    """One entry of the cache, or something that stands in its place.
 
     Attributes
     ----------
     path : Path
         Path of the file.
-    facts : dict
-        The facts stored with the cubin; empty if they cannot be read.
+    facts : Member or None
+        The facts stored with the cubin; None if it would not be used.
     trouble : str
         Why it would not be used; empty if it would be.
     size : int
@@ -88,7 +77,7 @@ class Entry(NamedTuple):
     """
 
     path: Path
-    facts: dict[str, Any]
+    facts: Member | None
     trouble: str
     size: int
     written: float
@@ -104,9 +93,9 @@ class CubinCache:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = (folder or cache_directory()) / f"cubins-{SCHEMA}"
+        self.folder = (folder or cache_directory()) / f"cubins-{FORMAT}"
 
-    def get(self, key: Key, compiler: str | None, build: Callable[[], bytes], facts: dict[str, Any]) -> Found:
+    def get(self, key: Key, compiler: str | None, build: Callable[[], bytes], *, sku: str, file: str) -> Found:
         """Return the cubin of a key; build and publish it if it is not cached.
 
         Parameters
@@ -117,28 +106,42 @@ class CubinCache:
             Identity of the compiler that `build` uses; None if there is none, and entries of any compiler may be used.
         build : callable
             Returns the cubin. Called at most once; locks keep other threads and processes from building it too.
-        facts : dict
-            Further facts for users, stored with the cubin.
+        sku, file : str
+            The kernel and its source, for the record; see `Member`.
         """
         notes: list[str] = []
         cubin = self._read_any(key, compiler, notes)
         if cubin is None:
             # Without a compiler nothing will be published, so no folder and no lock is needed.
-            cubin = build() if compiler is None else self._built(key, compiler, build, facts, notes)
+            cubin = build() if compiler is None else self._built(key, compiler, build, (sku, file), notes)
         for note in notes:
             _log.warning("%s", note)
         return Found(cubin, tuple(notes))
 
     def _built(
-        self, key: Key, compiler: str, build: Callable[[], bytes], facts: dict[str, Any], notes: list[str]
+        self, key: Key, compiler: str, build: Callable[[], bytes], named: tuple[str, str], notes: list[str]
     ) -> bytes:
-        with self._alone(key):
-            # Another process may have built it while this one waited.
-            cubin = self._read_any(key, compiler, [])
-            if cubin is None:
-                cubin = build()
-                self._publish(key, compiler, cubin, facts, notes)
-            return cubin
+        """Build and publish; other threads wait, and where the file system allows it, other processes too."""
+        folder = self.folder / key.digest
+        # A context manager in Python would let an interrupt arrive between taking the locks and guarding them.
+        with _locks.of(str(folder)):
+            handle = _locked(folder)
+            try:
+                # Another process may have built it while this one waited.
+                cubin = self._read_any(key, compiler, [])
+                if cubin is None:
+                    cubin = build()
+                    self._publish(key, compiler, cubin, named, notes)
+                return cubin
+            finally:
+                if handle is not None:
+                    try:
+                        # A child that was forked meanwhile has the descriptor too, so that closing it would not do.
+                        fcntl.flock(handle, fcntl.LOCK_UN)
+                    except OSError:
+                        pass
+                    finally:
+                        os.close(handle)
 
     def has(self, key: Key, compiler: str | None) -> bool:
         """Return whether `get` with the same arguments would build nothing."""
@@ -146,31 +149,33 @@ class CubinCache:
 
     def has_any(self, backend: str) -> bool:
         """Return whether any entry is for a backend."""
-        return any(json.loads(line)["backend"] == backend for _, line in self._lines())
-
-    def entries(self) -> Iterator[tuple[Path, dict[str, Any] | None]]:
-        """Yield every entry with its facts, or with None if it is corrupt."""
-        for path in sorted(self.folder.glob("*/*.cubin")):
-            read = _read(path)
-            yield path, None if isinstance(read, str) else read[0]
+        with contextlib.suppress(OSError):
+            return any(entry.facts is not None and entry.facts.backend == backend for entry in self._entries())
+        return False
 
     def survey(self) -> list[Entry]:
-        """Return every entry with its checksum and its path checked; entries that vanish meanwhile are left out.
+        """Return every entry, checked as `get` checks it; entries that vanish meanwhile are left out.
 
         Raises
         ------
         OSError
             If the folder is absent or cannot be read.
         """
-        found = []
-        for folder in sorted(Path(item) for item in os.scandir(self.folder) if item.is_dir(follow_symlinks=False)):
-            for path in sorted(folder.glob("*.cubin")):
-                with contextlib.suppress(FileNotFoundError):
-                    status = path.stat()
-                    read = _read(path)
-                    facts, trouble = ({}, read) if isinstance(read, str) else (read[0], _misplaced(path, read[0]))
-                    found.append(Entry(path, facts, trouble, status.st_size, status.st_mtime))
-        return found
+        return list(self._entries())
+
+    def _entries(self) -> Iterator[Entry]:
+        for folder in sorted(self.folder.iterdir()):
+            trouble = _distrusted(folder)
+            if trouble == _ABSENT or folder.name.startswith(_UNFINISHED):
+                continue
+            paths = _listed(folder, _ENTRY)
+            for path in paths:
+                read = trouble or _read(path)
+                if read != _ABSENT:
+                    yield from _entry(path, read)
+            # What stands in the place of a folder of entries.
+            if trouble and not paths and _KEY.fullmatch(folder.name):
+                yield from _entry(folder, trouble)
 
     def leftovers(self, before: float = float("inf")) -> list[Path]:
         """Return the temporary files of processes that were killed while publishing.
@@ -181,11 +186,19 @@ class CubinCache:
             Seconds since the epoch. Files written later are left out, because their writers may still need them.
         """
         found = []
-        for path in sorted(self.folder.glob("*/.new-*")):
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_mtime < before:
-                    found.append(path)
+        with contextlib.suppress(OSError):
+            for folder in sorted(self.folder.iterdir()):
+                paths = [folder] if folder.name.startswith(_UNFINISHED) else _listed(folder, prefix=_UNFINISHED)
+                for path in paths:
+                    with contextlib.suppress(OSError):
+                        if path.lstat().st_mtime < before:
+                            found.append(path)
         return found
+
+    def earlier(self) -> list[Path]:
+        """Return the folders of earlier formats beside this one, which nothing reads any more."""
+        beside = (self.folder.with_name(f"cubins-{number}") for number in range(1, FORMAT))
+        return [folder for folder in beside if os.path.lexists(folder)]
 
     def obstacle(self) -> str | None:
         """Return why nothing can be published, or None; creates the folder if needed."""
@@ -196,14 +209,6 @@ class CubinCache:
         except OSError as error:
             return f"the cache {self.folder} cannot be written: {error}"
 
-    def _lines(self) -> Iterator[tuple[Path, bytes]]:
-        for path in self.folder.glob("*/*.cubin"):
-            with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
-                if file.read(len(_MAGIC)) == _MAGIC:
-                    line = file.readline()
-                    json.loads(line)
-                    yield path, line
-
     def _path(self, key: Key, compiler: str) -> Path:
         return self.folder / key.digest / f"{_stem(compiler)}.cubin"
 
@@ -212,83 +217,56 @@ class CubinCache:
         if trouble:
             notes.append(trouble)
             return None
-        if compiler is not None:
-            paths = [self._path(key, compiler)]
-        else:
-            paths = sorted((self.folder / key.digest).glob("*.cubin"))
-        for path in paths:
+        folder = self.folder / key.digest
+        trouble = _distrusted(folder)
+        if trouble:
+            if trouble != _ABSENT:
+                notes.append(f"the cached kernels in {folder} were not used: {trouble}")
+            return None
+        for path in [self._path(key, compiler)] if compiler is not None else _listed(folder, _ENTRY):
             read = _read(path)
-            if isinstance(read, tuple) and (read[0]["key"] == _as_json(key)):
+            if isinstance(read, tuple):
                 return read[1]
-            if read == "absent":
-                continue
-            trouble = read if isinstance(read, str) else "it belongs to another kernel"
-            notes.append(f"the cached kernel {path} was not used: {trouble}")
+            if read != _ABSENT:
+                notes.append(f"the cached kernel {printable(str(path))} was not used: {read}")
         return None
 
     def distrust(self) -> str | None:
         """Return why the folder must not be used, or None; code that other users can write is not run."""
-        if not hasattr(os, "geteuid"):
-            return None
         try:
-            status = self.folder.stat()
+            if not shared(self.folder.stat()):
+                return None
         except OSError:
-            return None
-        if status.st_uid in {os.geteuid(), 0} and not status.st_mode & 0o022:
             return None
         return f"the cache {self.folder} is not used: others can write it; chmod go-w, chown, or set SKUDA_CACHE_DIR"
 
-    def _publish(self, key: Key, compiler: str, cubin: bytes, facts: dict[str, Any], notes: list[str]) -> None:
-        path = self._path(key, compiler)
-        line = json.dumps(
-            {
-                **facts,
-                "key": _as_json(key),
-                "backend": key.backend,
-                "arch": key.arch,
-                "compiler": compiler,
-                "built": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                "size": len(cubin),
-                "sha256": hashlib.sha256(cubin).hexdigest(),
-            }
-        )
-        temporary = None
+    def _publish(self, key: Key, compiler: str, cubin: bytes, named: tuple[str, str], notes: list[str]) -> None:
+        path, temporary = self._path(key, compiler), None
         try:
+            member = Member.of(key, cubin, sku=named[0], file=named[1], compiler=compiler)
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self.distrust():
                 return
+            if _distrusted(path.parent) not in {"", _ABSENT}:
+                _set_aside(path.parent)
             path.parent.mkdir(exist_ok=True, mode=0o700)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_UNFINISHED)
             with os.fdopen(handle, "wb") as file:
-                file.write(_MAGIC + line.encode() + b"\n" + cubin)
+                file.write(_written(member) + cubin)
                 file.flush()
                 os.fsync(file.fileno())
+            with contextlib.suppress(FileNotFoundError):
+                if stat.S_ISDIR(path.lstat().st_mode):
+                    _set_aside(path)
             os.replace(temporary, path)  # noqa: PTH105  the temporary name is a string
             temporary = None
             _sync_folder(path.parent)
-        except OSError as error:
+        except (OSError, InvalidRecord) as error:
             notes.append(f"the kernel was compiled but could not be cached: {error}")
         finally:
             if temporary is not None:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)  # noqa: PTH108  as above
-
-    @contextlib.contextmanager
-    def _alone(self, key: Key) -> Iterator[None]:
-        """Lock out other threads, and where the file system allows it other processes, while a key is built."""
-        name = str(self.folder / key.digest)
-        with _locks_lock:
-            lock = _locks.setdefault(name, threading.Lock())
-        with lock, contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):
-                self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                Path(name).mkdir(exist_ok=True, mode=0o700)
-            with contextlib.suppress(OSError, ImportError):
-                # The folder itself is locked, so no lock file remains.
-                handle = os.open(name, os.O_RDONLY)
-                stack.callback(os.close, handle)
-                _lock_file(handle)
-            yield
 
 
 def outdated(
@@ -319,39 +297,55 @@ def outdated(
 
 
 def remove(paths: Iterable[Path]) -> list[str]:
-    """Remove files of the cache and folders that become empty; return a description of each failure.
+    """Remove entries of the cache, and their folders that become empty; return a description of each failure.
 
-    A reader that has opened an entry keeps it, and a missing entry is built again, so no lock is needed.
+    A folder in the place of an entry is removed with its content; a link is removed, not followed. A reader that has
+    opened an entry keeps it, and a missing entry is built again, so no lock is needed.
     """
     troubles = []
     for path in paths:
         try:
-            path.unlink(missing_ok=True)
+            if stat.S_ISDIR(path.lstat().st_mode):
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            pass
         except OSError as error:
-            troubles.append(f"{path} cannot be removed: {error.strerror or error}")
+            troubles.append(f"{printable(str(path))} cannot be removed: {error.strerror or error}")
             continue
-        with contextlib.suppress(OSError):
-            path.parent.rmdir()
+        if _KEY.fullmatch(path.parent.name):
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
     return troubles
-
-
-def _misplaced(path: Path, facts: dict[str, Any]) -> str:
-    """Return why an entry cannot be found under its key; an empty string if it can."""
-    try:
-        fits = (Key(*facts["key"]).digest, _stem(facts["compiler"])) == (path.parent.name, path.stem)
-    except (KeyError, TypeError, AttributeError):
-        return "its facts cannot be read"
-    return "" if fits else "it belongs to another kernel"
 
 
 def _stem(compiler: str) -> str:
     return hashlib.sha256(compiler.encode()).hexdigest()[:16]
 
 
-def _lock_file(handle: int) -> None:
-    """Lock until the handle is closed; after a long wait continue unlocked, which costs at most a second build."""
-    import fcntl
+def _locked(folder: Path) -> int | None:
+    """Make a key's folder and lock it; return the descriptor to unlock and close, or None where that is impossible."""
+    if fcntl is None:
+        return None
+    handle = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(exist_ok=True, mode=0o700)
+        # The folder itself is locked, so no lock file remains.
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        _lock_file(handle)
+    except BaseException as error:
+        if handle is not None:
+            os.close(handle)
+        if isinstance(error, OSError):
+            return None
+        raise
+    return handle
 
+
+def _lock_file(handle: int) -> None:
+    """Lock until the handle is unlocked; after a long wait continue, which costs at most a second build."""
     end = time.monotonic() + _LONGEST_WAIT
     while time.monotonic() < end:
         try:
@@ -362,30 +356,80 @@ def _lock_file(handle: int) -> None:
             return
 
 
-def _read(path: Path) -> tuple[dict[str, Any], bytes] | str:
-    """Return (facts, cubin), or a description of the defect; ``absent`` if there is no file."""
+def _listed(folder: Path, suffix: str = "", *, prefix: str = "") -> list[Path]:
+    """Return what a folder holds under such names; nothing if it cannot be read, or others remove it meanwhile."""
     try:
-        content = path.read_bytes()
+        if not stat.S_ISDIR(folder.lstat().st_mode):
+            return []
+        found = sorted(folder.iterdir())
+    except OSError:
+        return []
+    return [path for path in found if path.name.startswith(prefix) and path.name.endswith(suffix)]
+
+
+def _distrusted(folder: Path) -> str:
+    """Return why nothing in a key's folder may be used, an empty string if it may, or ``absent``."""
+    try:
+        status = folder.lstat()
     except (FileNotFoundError, NotADirectoryError):
-        return "absent"
+        return _ABSENT
     except OSError as error:
-        return f"it cannot be read: {error}"
-    head, _, cubin = content.removeprefix(_MAGIC).partition(b"\n")
-    if not content.startswith(_MAGIC):
-        return "it is not a kernel of ours"
+        return f"it cannot be read: {error.strerror or error}"
+    if not stat.S_ISDIR(status.st_mode):
+        return "it is a link or a file in the place of a folder"
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return "its folder cannot be read"
+    return "others can write its folder" if shared(status) else ""
+
+
+def _entry(path: Path, read: tuple[Member, bytes] | str) -> Iterator[Entry]:
+    """Yield an entry with its state, unless it has vanished."""
+    with contextlib.suppress(OSError):
+        status = path.lstat()
+        facts, trouble = (None, read) if isinstance(read, str) else (read[0], "")
+        yield Entry(path, facts, trouble, status.st_size, status.st_mtime)
+
+
+def _written(member: Member) -> bytes:
+    """Return everything that stands before the cubin."""
+    facts = member.model_dump_json().encode()
+    return _MAGIC + hashlib.sha256(facts).hexdigest().encode() + b"\n" + facts + b"\n"
+
+
+def _read(path: Path) -> tuple[Member, bytes] | str:
+    """Return (facts, cubin), or a description of the defect; ``absent`` if there is nothing."""
     try:
-        facts = json.loads(head)
-        size, digest = facts["size"], facts["sha256"]
-    except (ValueError, KeyError, TypeError):
-        return "its facts cannot be read"
-    if len(cubin) != size or hashlib.sha256(cubin).hexdigest() != digest:
-        return f"its checksum is wrong ({len(cubin)} of {size} bytes)"
-    return facts, cubin
+        with open_regular(path, follow=False) as file:
+            status = os.fstat(file.fileno())
+            if shared(status):
+                return "others can write it"
+            if status.st_size > _LARGEST:
+                return f"it has {status.st_size} bytes and may have {_LARGEST}"
+            content = file.read(_LARGEST)
+    except (FileNotFoundError, NotADirectoryError):
+        return _ABSENT
+    except OSError as error:
+        return f"it cannot be read: {error.strerror or error}"
+    head = _HEAD.match(content)
+    if head is None:
+        return "it is not a kernel of ours"
+    facts, _, cubin = content[head.end() :].partition(b"\n")
+    if hashlib.sha256(facts).hexdigest() != head[1].decode():
+        return "the checksum of its facts is wrong"
+    try:
+        member = validated(Member, facts)
+    except ValueError as error:
+        return f"its facts are wrong: the record {error}"
+    if not member.holds(cubin):
+        return f"its checksum is wrong ({len(cubin)} of {member.size} bytes)"
+    if (member.key.digest, _stem(member.compiler)) != (path.parent.name, path.stem):
+        return "it belongs to another kernel"
+    return member, cubin
 
 
-def _as_json(key: Key) -> list[Any]:
-    found: list[Any] = json.loads(json.dumps(list(key)))
-    return found
+def _set_aside(path: Path) -> None:
+    """Give something that stands in the way the name of a leftover."""
+    path.rename(path.with_name(f"{_UNFINISHED}{os.urandom(8).hex()}"))
 
 
 def _sync_folder(folder: Path) -> None:

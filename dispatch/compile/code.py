@@ -11,8 +11,10 @@ import hashlib
 import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
+
+from skuda.registry.cached import cached_property
 
 _COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*"|(?<![\w.])\'(?:\\.|[^\'\\\n])*\')|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _TOKEN = re.compile(

@@ -7,8 +7,10 @@ bytes that were hashed: nvcc in a private folder, NVRTC in memory.
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -18,11 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from skuda.dispatch.compile.sources import Source
-from skuda.dispatch.settings import cache_directory
+from skuda.dispatch.settings import cache_directory, environment
+from skuda.dispatch.system import programs
+from skuda.dispatch.system.transient import is_transient
 from skuda.registry.errors import CompileError
 
 _STANDARD = "-std=c++17"
 _TIMEOUT = 1800
+_PLACE = "free some space, or set TMPDIR to a folder that has some and can be written"
 _BUNDLED_SINCE = (13, 3)
 
 
@@ -89,26 +94,34 @@ class Nvcc:
         CompileError
             With the command and the complete output of nvcc.
         """
-        with tempfile.TemporaryDirectory(prefix="skuda-") as name:
-            folder = Path(name)
-            for header, content in (*job.source.headers, (job.source.name, job.source.text)):
-                path = folder / header
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
-            target = folder / "kernel.cubin"
-            command = [self.path, "-cubin", *_target(job.arch), _STANDARD, "-I.", *job.flags]
-            command += ["-o", target.name, job.source.name]
-            told = " ".join(command)
-            try:
-                done = subprocess.run(
-                    command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT, check=False
-                )
-            except (OSError, subprocess.TimeoutExpired) as error:
-                raise CompileError(job.sku, f"nvcc does not run: {error}", told) from error
-            log = done.stderr + done.stdout
-            if done.returncode or not target.exists():
-                raise CompileError(job.sku, f"nvcc {self.version} fails with exit code {done.returncode}", told, log)
-            return target.read_bytes()
+        try:
+            # A process that was killed may still be writing, which must not hide the interrupt.
+            with tempfile.TemporaryDirectory(prefix="skuda-", ignore_cleanup_errors=True) as name:
+                return self._compiled(job, Path(name))
+        except OSError as error:
+            raise CompileError(job.sku, f"nvcc has no place for its files: {error}; {_PLACE}") from error
+
+    def _compiled(self, job: Job, folder: Path) -> bytes:
+        for header, content in (*job.source.headers, (job.source.name, job.source.text)):
+            path = folder / header
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        target = folder / "kernel.cubin"
+        command = [self.path, "-cubin", *_target(job.arch), _STANDARD, "-I.", *job.flags]
+        command += ["-o", target.name, job.source.name]
+        told = " ".join(command)
+        try:
+            # What nvcc leaves behind when it is killed is removed with the folder.
+            surroundings = environment(TMPDIR=str(folder))
+            done = programs.run(command, timeout=_TIMEOUT, folder=folder, environment=surroundings)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CompileError(job.sku, f"nvcc does not run: {error}", told) from error
+        log = done.stderr + done.stdout
+        if done.returncode and os.strerror(errno.ENOSPC) in log:
+            raise CompileError(job.sku, f"nvcc has no space left in {folder.parent}; {_PLACE}", told, log)
+        if done.returncode or not target.exists():
+            raise CompileError(job.sku, f"nvcc {self.version} fails with exit code {done.returncode}", told, log)
+        return target.read_bytes()
 
 
 class Nvrtc:
@@ -191,11 +204,13 @@ def find_nvcc() -> Nvcc | None:
 @cache
 def _nvcc_version(path: str) -> str | None:
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
+        done = programs.run([path, "--version"], timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        if is_transient(error):
+            raise
         return None
     found = re.search(r"\bV(\d+\.\d+\.\d+)", done.stdout)
-    return found[1] if found else None
+    return found[1] if found and not done.returncode else None
 
 
 def find_nvrtc() -> Nvrtc | None:
@@ -210,7 +225,9 @@ def nvrtc_trouble() -> str | None:
         return "cuda-bindings is not installed"
     try:
         _nvrtc()
-    except Exception as error:  # noqa: BLE001  a broken installation may raise anything
+    except Exception as error:  # a broken installation may raise anything
+        if is_transient(error):
+            raise
         return f"NVRTC cannot be loaded: {' '.join(str(error).split())}"
     return None
 

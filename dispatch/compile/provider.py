@@ -8,9 +8,10 @@ from time import perf_counter
 from typing import ClassVar, NamedTuple, NoReturn
 
 from skuda.dispatch.compile.bundle import Bundle, open_bundle
-from skuda.dispatch.compile.cache import CubinCache, Found, Key
+from skuda.dispatch.compile.cache import CubinCache, Found
 from skuda.dispatch.compile.compilers import Compiler, Job
 from skuda.dispatch.compile.cubin import read_kernels
+from skuda.dispatch.compile.member import Key
 from skuda.dispatch.compile.sources import Source, read_source
 from skuda.dispatch.cuda.call import parameter_layout
 from skuda.dispatch.device import Device
@@ -153,8 +154,7 @@ class CubinProvider(ABC):
                 log.info("%s for %s: compiled in %.2f s by %s", sku.id, arch, perf_counter() - start, sought.identity)
             return cubin
 
-        facts = {"sku": sku.id, "source": sku.source, "flags": flags}
-        found = self.cache.get(sought.key, sought.identity, build, facts)
+        found = self.cache.get(sought.key, sought.identity, build, sku=sku.id, file=sku.source)
         if log is not None and not built:
             log.info("%s for %s: found in %s", sku.id, arch, self.cache.folder)
         placed(sku, launch.steps, found.cubin)

@@ -27,6 +27,7 @@ from skuda.dispatch.cuda.facts import (
     ordinal_asked,
     ordinal_said,
 )
+from skuda.dispatch.host.arrays import UNWRAPPED, is_plain_tensor, plain_tensor
 from skuda.kernels.dtypes import storage_dtype
 from skuda.registry.elements import ElementKind
 
@@ -38,7 +39,10 @@ class Torch(Framework):
 
     def facts(self, value: Any) -> Facts:
         """Return a tensor's facts."""
-        torch = sys.modules["torch"]
+        torch, kind = sys.modules["torch"], type(value)
+        value = plain_tensor(value)
+        if value is None:
+            raise Refused(f"a {kind.__name__}", UNWRAPPED)
         if value.requires_grad:
             raise Refused("a tensor that requires grad", "be detached: pass x.detach()")
         if value.layout is not torch.strided or value.is_neg() or value.is_conj():
@@ -50,6 +54,9 @@ class Torch(Framework):
 
     def guard(self, value: Any, facts: Facts) -> Guard:
         """Return a check that reads six attributes."""
+        if not is_plain_tensor(value):
+            kind, inner = type(value), self.guard(plain_tensor(value), facts)
+            return lambda other: inner(plain_tensor(other)) if type(other) is kind else None
         kind, dtype, ordinal = type(value), value.dtype, facts.ordinal
         # Comparing two torch.Size objects is fastest.
         shape, strides = value.shape, facts.strides
@@ -69,12 +76,14 @@ class Torch(Framework):
         return same
 
     def joint_check(self, values: tuple[Any, ...]) -> JointCheck | None:
-        """Return the check that torch's compiled code applies to its inputs, or None if this torch lacks it.
+        """Return the check that torch's compiled code applies to its inputs, or None if it cannot serve.
 
         It compares types, dispatch keys (so layout, negation and conjugation), dtypes, devices, sizes and strides of
         all tensors in one call, which takes a third of the time of reading them here. Under ``no_grad`` it ignores
         `requires_grad`, and it refuses a tensor that is given twice.
         """
+        if not all(map(is_plain_tensor, values)):
+            return None  # reading an address would run the subclass
         try:
             guards = importlib.import_module("torch._C._dynamo.guards")
             same = guards.TensorGuards(*values, dynamic_dims_sizes=None, dynamic_dims_strides=None).check

@@ -6,6 +6,7 @@ which recognizes the next call like it and packs its parameters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from skuda.dispatch.cuda.recognizer import Clash, Form, Given, Group
 from skuda.dispatch.cuda.tensor_maps import refuse_unaligned
 from skuda.dispatch.cuda.views import Layout, common_view, is_contiguous, matrix_view
 from skuda.dispatch.host import rules
+from skuda.dispatch.host.floating import require_exact_mode
 from skuda.kernels.launch import (
     Columns,
     Constant,
@@ -33,7 +35,7 @@ from skuda.kernels.launch import (
 )
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.elements import ElementKind
-from skuda.registry.errors import InvalidProblem
+from skuda.registry.errors import InvalidProblem, OutOfMemory
 
 _SMALL, _LARGE = 2.0**-126, 2.0**127
 """Magnitudes between which an f64 number rounds to a normal f32 one."""
@@ -70,7 +72,10 @@ class Binder:
         ------
         InvalidProblem
             For a missing, unknown or unsuitable argument; `Unaligned` if another kernel may accept it.
+        FloatModeError
+            If this thread would round numbers otherwise than to nearest, or flush them.
         """
+        require_exact_mode()
         rules.refuse_unknown(self._op, self._arguments, arrays)
         frameworks: dict[str, Framework] = {}
         facts: dict[str, Facts] = {}
@@ -197,6 +202,7 @@ class Binder:
         def convert(other: Any) -> Any:
             if not isinstance(other, (bool, int, float, np.generic)):
                 return None
+            require_exact_mode()
             return packable(rules.number(self._op, argument, other), packed)
 
         plainly = ""
@@ -205,10 +211,14 @@ class Binder:
             plainly = f"type({{0}}) is int and {low} <= {{0}} <= {high}"
         elif element is packed and element in {ElementKind.F32, ElementKind.F64}:
             plainly = f"type({{0}}) is float and ({_SMALL} < {{0}} < {_LARGE} or -{_LARGE} < {{0}} < -{_SMALL})"
+            plainly += " and is_nearest()"  # it is rounded when it is packed
         return Given(argument.name, convert, plainly)
 
     def _maker(self, argument: Argument, shape: tuple[int, ...], framework: Framework) -> Callable[[int | None], Any]:
         stored, element = storage_shape(shape, argument.elements[0]), storage_element(argument.elements[0])
+        size = math.prod(stored) * element.bits // 8
+        if size >= 1 << 63:  # no library can even ask for it
+            raise OutOfMemory(self._op, argument.name, size)
 
         def make(stream: int | None) -> Any:
             try:

@@ -159,7 +159,9 @@ def picker(indices: list[int]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def packable(number: Any, element: ElementKind) -> Any:
-    """Return a rounded number in the form that `struct` packs: bf16 as its bits."""
+    """Return a number in the form that `struct` packs exactly: f32 rounded, and bf16, which is, as its bits."""
     if element is ElementKind.BF16:
         return struct.unpack("<I", struct.pack("<f", float(number)))[0] >> 16
+    if element is ElementKind.F32:
+        return struct.unpack("<f", struct.pack("<f", float(number)))[0]
     return number if isinstance(number, int) else float(number)

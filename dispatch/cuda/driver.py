@@ -2,6 +2,9 @@
 
 Loading it creates no context. It uses a card's primary context, as torch, CuPy and JAX do, and never replaces the
 current context of a thread.
+
+A process that is forked from one that has loaded it cannot use CUDA: the driver refuses, or fails in worse ways. It is
+not asked there.
 """
 
 from __future__ import annotations
@@ -11,11 +14,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 from skuda.dispatch.device import Device
+from skuda.dispatch.system.forks import in_child
+from skuda.dispatch.system.transient import is_transient
+from skuda.registry.cached import cached_property
 from skuda.registry.errors import DriverError
+
+FORKED = "CUDA was used before this process was forked, and works only in the process that used it first"
+FORK_REMEDY = "start processes by multiprocessing's spawn method, or fork before skuda or torch first uses CUDA"
+NOT_INITIALIZED = 3
+"""What the driver answers in a forked process."""
 
 _LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
@@ -50,6 +61,16 @@ def failure(name: str, code: int) -> DriverError:
     return DriverError(name, f"{_CODES.get(code, 'see CUresult in cuda.h')} ({code})", code)
 
 
+def forked() -> DriverError:
+    """Return the error for a process that inherited the driver from the one that forked it."""
+    return DriverError("using it", f"{FORKED}; {FORK_REMEDY}", NOT_INITIALIZED)
+
+
+def inherited() -> bool:
+    """Whether this process was forked from one that had loaded the driver."""
+    return _inherited
+
+
 class Driver:
     """The driver library, initialized.
 
@@ -60,12 +81,19 @@ class Driver:
     """
 
     def __init__(self) -> None:
+        if inherited():
+            raise forked()
         try:
             # PyDLL keeps the interpreter lock: this function is called on every run and returns immediately.
             self._library, self._quick = ctypes.CDLL(_LIBRARY), ctypes.PyDLL(_LIBRARY)
         except OSError as error:
+            if is_transient(error):
+                raise
             raise DriverError("loading it", str(error)) from error
-        self.call("cuInit", 0)
+        code = self._code("cuInit", 0)
+        if code:
+            # Another library may have used CUDA before the fork.
+            raise forked() if code == NOT_INITIALIZED else failure("cuInit", code)
         self._get_current = self._quick.cuCtxGetCurrent
         self._slots = _Slots()
         self._contexts: dict[int, int] = {}
@@ -171,11 +199,17 @@ class Driver:
             self.call("cuCtxSetCurrent", ctypes.c_void_p(context))
             yield
         else:
-            self.call("cuCtxPushCurrent_v2", ctypes.c_void_p(context))
+            push, pop = self.function("cuCtxPushCurrent_v2"), self.function("cuCtxPopCurrent_v2")
+            pushed: list[int] = []
             try:
+                # One call into C pushes and remembers it, so that no interrupt arrives in between.
+                pushed.extend(map(push, (ctypes.c_void_p(context),)))
+                if pushed[0]:
+                    raise failure("cuCtxPushCurrent_v2", pushed[0])
                 yield
             finally:
-                self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+                if pushed and not pushed[0]:
+                    pop(self._slots.reference)
 
     def ordinal_of(self, address: int) -> int | None:
         """Return the ordinal of the device that an address belongs to, or None if the driver does not know it."""
@@ -205,11 +239,14 @@ class Driver:
     def allocate(self, size: int) -> int:
         """Return the address of new device memory in the current context; allowed while a stream is captured."""
         mode, address = ctypes.c_int(_RELAXED), ctypes.c_uint64()
-        self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        exchange = self.function("cuThreadExchangeStreamCaptureMode")
+        done: list[int] = []
         try:
+            done.extend(map(exchange, (ctypes.byref(mode),)))  # as in `using`
             self.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(1, size)))
         finally:
-            self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+            if done and not done[0]:
+                exchange(ctypes.byref(mode))
         return address.value
 
     def free(self, address: int) -> None:
@@ -239,3 +276,15 @@ def driver() -> Driver:
         If there is none, or it does not start.
     """
     return Driver()
+
+
+_inherited = False
+
+
+def _inherit() -> None:
+    global _inherited  # noqa: PLW0603  the state of this process
+    _inherited = _inherited or driver.cache_info().currsize > 0
+    driver.cache_clear()
+
+
+in_child(_inherit)

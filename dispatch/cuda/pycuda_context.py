@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import operator
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -39,8 +40,11 @@ def _context(ordinal: int) -> Any:
 def pushed(ordinal: int) -> Iterator[None]:
     """Push a device's primary context on PyCUDA's stack inside a ``with`` block."""
     context = _context(ordinal)
-    context.push()
+    done: list[None] = []
     try:
+        # One call into C pushes and remembers it, so that no interrupt arrives in between.
+        done.extend(map(operator.methodcaller("push"), (context,)))
         yield
     finally:
-        context.pop()
+        if done:
+            context.pop()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from skuda.dispatch.cuda.facts import Guard, JointCheck
 from skuda.dispatch.cuda.tensor_maps import UNIT
+from skuda.dispatch.host.floating import is_nearest
 
 Recognizer = Callable[[Mapping[str, Any]], Any]
 """Takes the given arguments; returns the requested values if they match those checked, else None."""
@@ -47,7 +48,8 @@ class Given(NamedTuple):
     guard : Guard
         Gives its value, or None if it is not like the one checked.
     plainly : str
-        An expression of the argument ``{0}``; if it is true, the argument is its own value and no guard is called.
+        An expression of the argument ``{0}``; if it is true, the argument is its own value and no guard is called. It
+        may call `is_nearest`.
     """
 
     name: str
@@ -97,7 +99,7 @@ class Form(NamedTuple):
         return self._written("(" + "".join(f"{name}, " for name in names) + ")", used)
 
     def _written(self, result: str, used: Mapping[str, Any] | None = None) -> Recognizer:
-        known: dict[str, Any] = dict(used or {})
+        known: dict[str, Any] = {"is_nearest": is_nearest, **(used or {})}
         lines = [f"if len(arrays) != {len(self.given)}:", "    return None", "try:", "    pass"]
         lines += [f"    a{at} = arrays[{one.name!r}]" for at, one in enumerate(self.given)]
         lines += ["except KeyError:", "    return None"]

@@ -10,12 +10,13 @@ from typing import Any, Protocol
 
 from skuda.dispatch.cuda.binding import Binder
 from skuda.dispatch.cuda.call import Call
-from skuda.dispatch.cuda.driver import Driver
+from skuda.dispatch.cuda.driver import FORK_REMEDY, FORKED, Driver, inherited
 from skuda.dispatch.cuda.recognizer import Recognizer
 from skuda.dispatch.cuda.streams import stream_handle
+from skuda.dispatch.system.forks import in_child
 from skuda.kernels.launch import Launch, Step
 from skuda.registry.descriptor import Descriptor, Role
-from skuda.registry.errors import DriverError, InvalidProblem, SkudaError
+from skuda.registry.errors import DriverError, InvalidProblem, NotPrepared, SkudaError
 
 _MOST_CALLS = 4
 _MOST_SHARED = 48 << 10
@@ -97,6 +98,8 @@ class Scratch:
 
 
 def _free(driver: Driver, context: int, sets: list[tuple[int, ...]]) -> None:
+    if inherited():
+        return
     with driver.using(context):
         for addresses in sets:
             for address in addresses:
@@ -137,6 +140,7 @@ class CudaRunner:
         self._only_send = self._sends[0] if len(self._sends) == 1 and not launch.scratch and not self._careful else None
         # The fastest path, if the latest call consists of one launch only.
         self._quick: tuple[Recognizer, Callable[[], int], Send] | None = None
+        _runners.add(self)
 
     def check(self, arrays: Mapping[str, object]) -> None:
         """Raise `InvalidProblem` for arguments that `run` would refuse."""
@@ -275,3 +279,21 @@ class CudaRunner:
         """Return the outputs, all of which the caller gave."""
         outputs = [arrays[name] for name in self._outputs]
         return outputs[0] if self._result is None else self._result(*outputs)
+
+
+_runners: weakref.WeakSet[CudaRunner] = weakref.WeakSet()
+
+
+def _refuse_all() -> None:
+    """Make every runner refuse, in a forked child. A check in every run would cost those that are not forked."""
+    for runner in tuple(_runners):
+        runner._careful = True  # noqa: SLF001  so that what `bind` returned calls `_enqueue`
+        for name in ("check", "run", "bind", "_enqueue"):
+            setattr(runner, name, _refuse)
+
+
+def _refuse(*_: object, **__: object) -> object:
+    raise NotPrepared(f"this plan was prepared in another process: {FORKED}; {FORK_REMEDY}")
+
+
+in_child(_refuse_all)

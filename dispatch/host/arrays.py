@@ -15,11 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
 
 Place = tuple[str, int | None]
 """Kind of processor and ordinal, for example ``("cuda", 0)``; the ordinal is None where only the driver knows it."""
 
 HOST_PLACE: Place = ("cpu", 0)
+
+UNWRAPPED = "be an ordinary tensor: pass one of those that it wraps"
+"""The rule that a torch tensor breaks for which `plain_tensor` returns None."""
 
 # Device types of the DLPack standard.
 _DLPACK = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
@@ -33,13 +37,15 @@ def place_of(op: str, name: str, value: Any) -> Place | None:
     InvalidProblem
         If the value is neither an array nor a number, or lives on a device of an unknown kind.
     """
-    if isinstance(value, (np.ndarray, np.memmap)):
+    if isinstance(value, np.ndarray):
         return HOST_PLACE
     if isinstance(value, (bool, int, float, np.generic)):
         return None
-    if _is_torch(value) and value.device.type in {"cpu", "cuda"}:
-        # __dlpack_device__ is slow, and raises for a tensor that requires grad, which deserves a clearer error.
-        return HOST_PLACE if value.device.type == "cpu" else ("cuda", value.get_device())
+    if _is_torch(value):
+        tensor = bare(op, name, value)
+        if tensor.device.type in {"cpu", "cuda"}:
+            # __dlpack_device__ is slow, and raises for a tensor that requires grad, which deserves a clearer error.
+            return HOST_PLACE if tensor.device.type == "cpu" else ("cuda", tensor.get_device())
     if hasattr(value, "__dlpack_device__"):
         try:
             kind, ordinal = value.__dlpack_device__()
@@ -64,24 +70,74 @@ def _is_torch(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def host_view(op: str, name: str, value: Any) -> npt.NDArray[Any]:
-    """Return a NumPy view of a host array, sharing its memory.
+def is_plain_tensor(value: Any) -> bool:
+    """Whether a torch tensor is of a type that runs no code of its own."""
+    torch = sys.modules["torch"]
+    return type(value) in {torch.Tensor, torch.nn.Parameter}
+
+
+def plain_tensor(value: Any) -> Any:
+    """Return a torch tensor without its subclass: it shares the memory, and no code of the subclass runs.
+
+    None for a subclass that has no memory of its own and stands for other tensors.
+    """
+    if is_plain_tensor(value):
+        return value
+    torch = sys.modules["torch"]
+    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  torch documents it for this use
+        return value.as_subclass(torch.Tensor)
+
+
+def bare(op: str, name: str, value: Any) -> Any:
+    """Return an array of NumPy or torch without its subclass, sharing its memory; any other value as it is.
 
     Raises
     ------
     InvalidProblem
-        If the array cannot be viewed without a copy.
+        For a subclass whose memory is not its values: a masked array, or a tensor that stands for others.
     """
     if isinstance(value, np.ndarray):
+        if type(value) is np.ndarray:
+            return value
+        if isinstance(value, np.ma.MaskedArray):
+            rule = "have no mask: pass x.filled(value), or x.data if what is masked counts as well"
+            raise InvalidProblem(op, name, "a masked array", rule)
+        return np.ndarray.view(value, np.ndarray)
+    if not _is_torch(value):
         return value
+    tensor = plain_tensor(value)
+    if tensor is None:
+        raise InvalidProblem(op, name, f"a {type(value).__name__}", UNWRAPPED)
+    return tensor
+
+
+def host_view(op: str, name: str, value: Any) -> npt.NDArray[Any]:
+    """Return a host array as a plain ndarray that shares its memory; no code of a subclass runs, here or later.
+
+    Raises
+    ------
+    InvalidProblem
+        If it is no array, has a mask, is on another device, or cannot be viewed without a copy.
+    """
+    place = place_of(op, name, value)
+    if place is None:
+        raise InvalidProblem(op, name, shown(value), "be an array")
+    if place != HOST_PLACE:
+        where = place[0] if place[1] is None else f"{place[0]}:{place[1]}"
+        raise InvalidProblem(op, name, f"an array on {where}", "be on the CPU, where this plan runs")
+    array = bare(op, name, value)
+    if isinstance(array, np.ndarray):
+        return array
     try:
-        if _is_torch(value):
-            if value.requires_grad:
+        if _is_torch(array):
+            if array.requires_grad:
                 raise InvalidProblem(op, name, "a tensor that requires grad", "be detached: pass x.detach()")
-            if value.dtype == sys.modules["torch"].bfloat16:
-                return np.asarray(value.view(sys.modules["torch"].int16).numpy()).view(ml_dtypes.bfloat16)
-            return np.asarray(value.numpy())
-        return np.from_dlpack(value)
+            if array.dtype == sys.modules["torch"].bfloat16:
+                return np.asarray(array.view(sys.modules["torch"].int16).numpy()).view(ml_dtypes.bfloat16)
+            return np.asarray(array.numpy())
+        return np.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidProblem(op, name, f"a {type(value).__name__}", f"be readable without a copy ({error})") from error
 

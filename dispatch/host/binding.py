@@ -5,6 +5,7 @@ The rule for each argument comes from `Descriptor.arguments`; nothing is convert
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -12,12 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from skuda.dispatch.host import rules
-from skuda.dispatch.host.arrays import HOST_PLACE, host_view, place_of, same_framework
+from skuda.dispatch.host.arrays import host_view, place_of, same_framework
+from skuda.dispatch.host.floating import require_exact_mode
 from skuda.kernels.dtypes import storage_dtype
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
-from skuda.registry.errors import InvalidProblem
+from skuda.registry.errors import InvalidProblem, OutOfMemory
 
 Array = npt.NDArray[Any]
+
+_MOST_AXES = 64
+"""Of a NumPy array."""
 
 
 class Binding:
@@ -27,9 +32,19 @@ class Binding:
     ----------
     values : dict
         Argument name to NumPy array, NumPy scalar, integer, or None for an optional argument left out.
+
+    Raises
+    ------
+    InvalidProblem
+        For a missing, unknown or unsuitable argument.
+    FloatModeError
+        If this thread does not round to nearest, or flushes subnormal numbers.
+    OutOfMemory
+        If an output that is left out cannot be allocated.
     """
 
     def __init__(self, problem: Descriptor, arguments: tuple[Argument, ...], given: Mapping[str, object]) -> None:
+        require_exact_mode()  # before numbers are rounded
         self._op = problem.op_name()
         self._problem = problem
         self.values: dict[str, Any] = {}
@@ -38,7 +53,7 @@ class Binding:
         rules.refuse_unknown(self._op, arguments, given)
         known = {argument.name: argument for argument in arguments}
         arrays: dict[str, Array] = {
-            name: self._view(name, value)
+            name: host_view(self._op, name, value)
             for name, value in given.items()
             if value is not None and not (known[name].is_scalar and place_of(self._op, name, value) is None)
         }
@@ -68,19 +83,14 @@ class Binding:
     def _refuse(self, name: str, had: str, must: str) -> NoReturn:
         raise InvalidProblem(self._op, name, had, must)
 
-    def _view(self, name: str, value: Any) -> Array:
-        place = place_of(self._op, name, value)
-        if place is None:
-            self._refuse(name, repr(value), "be an array")
-        if place != HOST_PLACE:
-            where = place[0] if place[1] is None else f"{place[0]}:{place[1]}"
-            self._refuse(name, f"an array on {where}", "be on the CPU, where this plan runs")
-        return host_view(self._op, name, value)
-
     def _absent(self, argument: Argument, shape: tuple[int, ...]) -> None:
         name, element = argument.name, argument.elements[0]
         if argument.role is Role.OUTPUT:
-            self.values[name] = np.empty(storage_shape(shape, element), storage_dtype(element))
+            stored, dtype = storage_shape(shape, element), storage_dtype(element)
+            try:
+                self.values[name] = np.empty(stored, dtype)
+            except (MemoryError, ValueError):  # the latter where no address could reach all of it
+                raise OutOfMemory(self._op, name, math.prod(stored) * dtype.itemsize) from None
         elif argument.required:
             self._refuse(name, "nothing", f"be given: {rules.wanted(argument, shape)}")
         else:
@@ -94,6 +104,8 @@ class Binding:
         rules.checked_shape(self._op, argument, element, array.shape, shape)
         if argument.is_scalar:
             return array.reshape(())
+        if element.is_packed and argument.role is Role.INPUT and array.ndim == _MOST_AXES:
+            self._refuse(name, f"rank {array.ndim}", f"have at most {_MOST_AXES - 1} axes: unpacking takes one more")
         if argument.role in rules.WRITTEN:
             if not array.flags.writeable:
                 self._refuse(name, "a read-only array", "be writable")

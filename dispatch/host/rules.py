@@ -15,6 +15,7 @@ from skuda.kernels.dtypes import rounded_to, storage_dtype
 from skuda.registry.descriptor import Argument, Role, storage_shape
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
 
 Shape = tuple[int, ...]
 WRITTEN = (Role.OUTPUT, Role.SCRATCH)
@@ -114,24 +115,24 @@ def number(op: str, argument: Argument, value: Any) -> Any:
     else:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number:
-        raise InvalidProblem(op, name, repr(value), "be a number")
+        raise InvalidProblem(op, name, shown(value), "be a number")
     if element.integer_range is not None:
         low, high = element.integer_range
         is_whole = isinstance(value, (int, np.integer)) or float(value).is_integer()
         if not is_whole or not low <= int(value) <= high:
             rule = f"be an integer in [{low}, {high}], the range of {element}"
-            raise InvalidProblem(op, name, repr(value), rule)
+            raise InvalidProblem(op, name, shown(value), rule)
         return int(value)
     try:
         value = float(value)
     except OverflowError:
-        raise InvalidProblem(op, name, repr(value), f"be representable in {element}") from None
+        raise InvalidProblem(op, name, shown(value), f"be representable in {element}") from None
     with np.errstate(over="ignore", under="ignore"):
         rounded = rounded_to(np.asarray(value, np.float64), storage_dtype(element))[()]
     if argument.role is Role.SCALE and (not np.isfinite(rounded) or rounded == 0):
-        raise InvalidProblem(op, name, repr(value), f"be finite and not zero in {element}")
+        raise InvalidProblem(op, name, shown(value), f"be finite and not zero in {element}")
     if np.isinf(rounded) and not math.isinf(value):
-        raise InvalidProblem(op, name, repr(value), f"be representable in {element}")
+        raise InvalidProblem(op, name, shown(value), f"be representable in {element}")
     return rounded
 
 

@@ -1,16 +1,24 @@
-"""Calls to a backend: whatever a plug-in's backend raises or returns, the dispatcher gets an answer or `Misbehaved`."""
+"""Calls to a backend: whatever a plug-in's backend raises or returns, the dispatcher gets an answer or `Misbehaved`.
+
+What a backend prints while it is asked goes to standard error, and its texts become single lines.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
 from skuda.dispatch.device import Device
+from skuda.dispatch.plugins.stdout import kept_clean
 from skuda.kernels.launch import Choice
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import SkudaError
 from skuda.registry.sku import KernelSku
+from skuda.registry.text import one_line
+
+Answer = TypeVar("Answer")
+Item = TypeVar("Item")
 
 
 class Misbehaved(Exception):
@@ -23,55 +31,68 @@ class Misbehaved(Exception):
 
 def ask_status(backend: Backend) -> BackendStatus:
     """Ask a backend whether it works here; raises `Misbehaved`."""
-    found: BackendStatus = _asked(backend, "status", lambda it: isinstance(it, BackendStatus), "a BackendStatus")
-    return found
+
+    def taken(found: Any) -> BackendStatus:
+        words = {"detail": one_line(found.detail), "remedy": one_line(found.remedy)}
+        return BackendStatus(available=found.available, **words)
+
+    return _asked(backend, "status", taken, "a BackendStatus")
 
 
 def ask_devices(backend: Backend) -> tuple[Device, ...]:
     """Ask a backend for its devices; raises `Misbehaved`, also for a device of another processor or an absent one."""
     processor = backend.spec.processor
 
-    def right(found: Any) -> bool:
-        return isinstance(found, tuple) and all(
-            isinstance(each, Device) and each.ordinal is not None and each.processor == processor for each in found
-        )
+    def taken(found: Any) -> tuple[Device, ...]:
+        devices = tuple(each.model_copy(update={"name": one_line(each.name)}) for each in _tuple(found, Device))
+        if any(each.ordinal is None or each.processor != processor for each in devices):
+            raise TypeError
+        return devices
 
-    found: tuple[Device, ...] = _asked(backend, "devices", right, f"a tuple of {processor} Devices with an ordinal")
-    return found
+    return _asked(backend, "devices", taken, f"a tuple of {processor} Devices with an ordinal")
 
 
 def ask_words(backend: Backend, question: str, *asked: Any) -> tuple[str, ...]:
     """Ask a backend for its remarks (`notes` or `told`); raises `Misbehaved`."""
-
-    def right(found: Any) -> bool:
-        return isinstance(found, tuple) and all(isinstance(line, str) for line in found)
-
-    found: tuple[str, ...] = _asked(backend, question, right, "a tuple of str", *asked)
-    return found
+    return _asked(backend, question, _lines, "a tuple of str", *asked)
 
 
 def ask_choices(backend: Backend, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[str, ...]:
-    """Ask a backend for the names of a kernel's configurations; raises `Misbehaved`."""
+    """Ask a backend for the names of a kernel's configurations, single lines; raises `Misbehaved`."""
 
-    def right(found: Any) -> bool:
-        return isinstance(found, tuple) and all(isinstance(choice, Choice) for choice in found)
+    def taken(found: Any) -> tuple[str, ...]:
+        names = tuple(choice.name for choice in _tuple(found, Choice))
+        if names != _lines(names):
+            raise TypeError
+        return names
 
-    found: tuple[Choice, ...] = _asked(backend, "choices", right, "a tuple of Choices", sku, problem, device)
-    return tuple(choice.name for choice in found)
+    return _asked(backend, "choices", taken, "a tuple of Choices", sku, problem, device)
 
 
 def ask_runner(backend: Backend, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> Runner:
     """Ask a backend to prepare a kernel; raises `Misbehaved`, or the `SkudaError` with which it refuses."""
 
-    def right(found: Any) -> bool:
-        able = all(callable(getattr(found, name, None)) for name in ("run", "check", "bind"))
-        return able and isinstance(getattr(found, "notes", None), tuple)
+    def taken(found: Any) -> Runner:
+        if not all(callable(getattr(found, name)) for name in ("run", "check", "bind")):
+            raise TypeError
+        _lines(found.notes)
+        runner: Runner = found
+        return runner
 
     kind = "a Runner: notes, check, run and bind"
     # A backend without choices need not accept the parameter.
     asked = (sku, problem, device, *filter(None, [choice]))
-    found: Runner = _asked(backend, "prepare", right, kind, *asked, refusal=SkudaError)
-    return found
+    return _asked(backend, "prepare", taken, kind, *asked, refusal=SkudaError)
+
+
+def _tuple(found: Any, kind: type[Item]) -> tuple[Item, ...]:
+    if isinstance(found, tuple) and all(isinstance(each, kind) for each in found):
+        return found
+    raise TypeError
+
+
+def _lines(found: Any) -> tuple[str, ...]:
+    return tuple(one_line(each) for each in _tuple(found, str))
 
 
 class _Never(Exception):
@@ -81,29 +102,42 @@ class _Never(Exception):
 def _asked(
     backend: Backend,
     question: str,
-    right: Callable[[Any], bool],
+    taken: Callable[[Any], Answer],
     kind: str,
     *asked: Any,
     refusal: type[Exception] = _Never,
-) -> Any:
-    try:
-        found = getattr(backend, question)(*asked)
-    except (KeyboardInterrupt, refusal):
-        raise
-    except BaseException as error:
-        raise Misbehaved(backend.spec.name, f"{question}() raised {told(error)}") from error
-    if not right(found):
-        raise Misbehaved(backend.spec.name, f"{question}() must return {kind}; had {_safely(repr, found)[:80]}")
-    return found
+) -> Answer:
+    """Ask, and return the answer as `taken` takes it; what it raises says that the answer is not of this kind."""
+    with kept_clean():
+        try:
+            found = getattr(backend, question)(*asked)
+        except (KeyboardInterrupt, refusal):
+            raise
+        except BaseException as error:
+            raise Misbehaved(backend.spec.name, f"{question}() raised {told(error)}") from error
+        try:
+            return taken(found)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            had = _shown(repr, found)[:80]
+            raise Misbehaved(backend.spec.name, f"{question}() must return {kind}; had {had}") from error
 
 
 def told(error: BaseException) -> str:
-    """Return an error's kind and text, even if its ``__str__`` fails."""
-    return f"{type(error).__name__}: {_safely(str, error)}"
+    """Return an error's kind and text in one line, even if its ``__str__`` fails or exits."""
+    return one_line(f"{_kind(error)}: {_shown(str, error)}")
 
 
-def _safely(show: Callable[[Any], str], value: Any) -> str:
+def _shown(show: Callable[[Any], str], value: Any) -> str:
     try:
-        return show(value)
-    except Exception:  # noqa: BLE001  a plug-in's object may fail here too
-        return f"(a {type(value).__name__} that cannot be shown)"
+        return one_line(show(value))
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001  a plug-in's object may do anything here too
+        return f"(a {_kind(value)} that cannot be shown)"
+
+
+def _kind(value: object) -> str:
+    """Return the name of a value's type; that of a metaclass can do anything."""
+    return one_line(type.__dict__["__name__"].__get__(type(value)))

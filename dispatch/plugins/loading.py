@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
 from typing import Any, TypeVar
@@ -22,11 +23,13 @@ from typing import Any, TypeVar
 from skuda.dispatch.backends.base import Backend
 from skuda.dispatch.plugins.asking import told
 from skuda.dispatch.plugins.seal import Seal
+from skuda.dispatch.plugins.stdout import kept_clean
 from skuda.dispatch.settings import plugin_enabled
 from skuda.registry.backend import BackendSpec
 from skuda.registry.op import Op
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
+from skuda.registry.text import one_line
 from skuda.registry.value import Value
 
 KERNELS, BACKENDS = "skuda.kernels", "skuda.backends"
@@ -105,15 +108,15 @@ def _one_by_one(group: str) -> tuple[list[EntryPoint], list[Plugin]]:
 
 
 def _entry(point: EntryPoint) -> Plugin:
-    package = _name(point.dist) if point.dist is not None else point.value
+    package = _name(point.dist) if point.dist is not None else one_line(point.value)
     version = _attribute(point.dist, "version")
-    origin = f"{package} {version}" if version else package
-    return Plugin(group=point.group, name=point.name, origin=origin, package=package)
+    origin = f"{package} {one_line(version)}" if version else package
+    return Plugin(group=point.group, name=one_line(point.name), origin=origin, package=package)
 
 
 def _name(distribution: Distribution) -> str:
     """Return a distribution's name, or its path where its metadata has no name."""
-    return _attribute(distribution, "name") or str(_attribute(distribution, "_path") or distribution)
+    return one_line(_attribute(distribution, "name") or str(_attribute(distribution, "_path") or distribution))
 
 
 def _attribute(distribution: Distribution | None, name: str) -> Any:
@@ -202,13 +205,15 @@ def _taken(plugin: Plugin, seal: Seal, take: Callable[[], Taken]) -> tuple[Taken
     """Return the result of loading a plug-in, or None if it is set aside, and its record."""
     start, reason = time.perf_counter(), ""
     taken = None
-    try:
-        with _watched(plugin):
-            taken = take()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001  whatever a plug-in does must not break the rest
-        reason = told(error)
+    with kept_clean():
+        try:
+            with _watched(plugin):
+                taken = take()
+        except KeyboardInterrupt:
+            seal.mend()  # what the plug-in changed so far; the records belong to the process, which may go on
+            raise
+        except BaseException as error:  # noqa: BLE001  whatever a plug-in does must not break the rest
+            reason = told(error)
     seconds = time.perf_counter() - start
     changed = seal.mend()
     if changed:
@@ -236,14 +241,15 @@ def _watched(plugin: Plugin) -> Iterator[None]:
 
 
 def _valid(record: Any) -> Any:
-    """Return a record after validating it again: its maker may have bypassed validation."""
+    """Return a record after validating it again, because its maker may have bypassed that, with texts safe to print."""
     if isinstance(record, Op):
-        for sku in record.skus:
-            _valid(sku)
-    elif isinstance(record, (KernelSku, BackendSpec)):
+        return replace(record, skus=tuple(map(_valid, record.skus)), source=one_line(record.source))
+    if isinstance(record, (KernelSku, BackendSpec)):
         kind = KernelSku if isinstance(record, KernelSku) else BackendSpec
         if type(record) is not kind:
             raise TypeError(f"{type(record).__name__} must be a {kind.__name__} itself, not a class derived from it")
         if kind.model_validate(record.model_dump(warnings=False)) != record:
             raise ValueError(f"{record!r} must be built by its constructor, which validates it")
+        if isinstance(record, KernelSku):
+            return record.model_copy(update={"summary": one_line(record.summary)})
     return record

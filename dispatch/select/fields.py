@@ -14,11 +14,13 @@ from itertools import product
 from operator import ne
 from typing import Any, NamedTuple, NoReturn, get_args
 
+from skuda.dispatch.host.arrays import bare
 from skuda.kernels.dtypes import storage_dtype
 from skuda.registry.descriptor import Argument, Descriptor
 from skuda.registry.elements import CODES, FLOATS, ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Op
+from skuda.registry.text import shown
 
 _STORED = (*FLOATS, ElementKind.S8, ElementKind.U8, ElementKind.S32, ElementKind.U32, ElementKind.S64)
 _BY_DTYPE = {str(storage_dtype(element)): element for element in _STORED}
@@ -43,6 +45,22 @@ class _Seen(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: Any
+
+
+class _Plain(NamedTuple):
+    """A field's value as a part of the cache's key: 1, 1.0 and True are equal, and so are 0.0 and -0.0."""
+
+    value: Any
+    told: str
+
+
+def _plain(op: str, name: str, value: Any) -> _Plain:
+    value = tuple(value) if isinstance(value, list) else value
+    try:
+        hash(value)
+        return _Plain(value, f"{type(value).__name__} {value!r}")
+    except Exception:  # noqa: BLE001  unhashable, or a type of somebody else
+        raise InvalidProblem(op, name, shown(value), "be a plain value: it is no argument") from None
 
 
 class Fields:
@@ -99,10 +117,7 @@ class Fields:
                 rule = f"be one of {', '.join((*known, *self._infos))}"
                 raise InvalidProblem(self._op, name, "an unknown argument", rule)
         seen = tuple((name, self._seen(name, arrays[name])) for name in arrays if not known[name].is_scalar)
-        plain = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in fields.items())
-        for name, value in plain:
-            if value.__hash__ is None:
-                raise InvalidProblem(self._op, name, f"a {type(value).__name__}", "be a plain value: it is no argument")
+        plain = tuple((name, _plain(self._op, name, value)) for name, value in fields.items())
         return self._problem(seen, frozenset(arrays), plain), arrays
 
     def sources(self, field: str) -> tuple[str, ...]:
@@ -110,16 +125,17 @@ class Fields:
         return self._sources(self._cases[0], field) if self._cases else ()
 
     def _seen(self, name: str, value: Any) -> _Seen:
+        value = bare(self._op, name, value)
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-        if shape is None or dtype is None:
+        if not isinstance(shape, (tuple, list)) or getattr(dtype, "__hash__", None) is None:
             had, rule = f"a {type(value).__name__}", "be an array with a shape and a dtype"
             raise InvalidProblem(self._op, name, had, rule)
         return _Seen(tuple(shape), dtype)
 
     def _derived(
-        self, seen: tuple[tuple[str, _Seen], ...], names: frozenset[str], given: tuple[tuple[str, Any], ...]
+        self, seen: tuple[tuple[str, _Seen], ...], names: frozenset[str], given: tuple[tuple[str, _Plain], ...]
     ) -> Descriptor:
-        arrays, fields = dict(seen), {name: self._as_enum(name, value) for name, value in given}
+        arrays, fields = dict(seen), {name: self._as_enum(name, plain.value) for name, plain in given}
         sample = self._sample(fields, names)
         for name in self._elements:
             source = next((each for each in _storing(sample, name) if each in arrays), None)
@@ -209,9 +225,9 @@ class Fields:
 
     def _as_enum(self, name: str, value: Any) -> Any:
         kind = self._kinds[name]
-        if kind is None or value in set(kind):
+        if kind is None or (isinstance(value, str) and value in set(kind)):
             return value if kind is None else kind(value)
-        raise InvalidProblem(self._op, name, repr(value), f"be one of {', '.join(kind)}")
+        raise InvalidProblem(self._op, name, shown(value), f"be one of {', '.join(kind)}")
 
 
 def _enum(annotation: Any) -> type[StrEnum] | None:

@@ -16,7 +16,7 @@ from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
 
 Unavailable = Mapping[str, tuple[str, str]]
-"""Backends that cannot be used here: name to (remedy, obstacle)."""
+"""Backends by name, and kernels by id, that cannot be used here: to (remedy, obstacle)."""
 
 
 _KEY_PARTS: tuple[ReasonCode, ...] = ("element", "aux_element", "layout", "epilogue")
@@ -47,7 +47,7 @@ class Question:
     preference : PlanPreference
         The caller's requirements.
     unavailable : Unavailable
-        Backends that cannot be used here.
+        What cannot be used here.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Question:
         by_backend = self._by_backend.get(sku.backend)
         if by_backend is None:
             by_backend = self._by_backend[sku.backend] = tuple(self._backend_reasons(sku))
-        shared = by_key + by_arch + by_backend
+        shared = by_key + by_arch + by_backend + self._obstacle(sku.id)
         if self._preference is NO_PREFERENCE and not sku.constraints:
             return shared
         return (*shared, *self._own_reasons(sku))
@@ -100,9 +100,11 @@ class Question:
         wanted = self._preference.backend
         if wanted is not None and sku.backend != wanted:
             yield Reason(code="preference", field="preference.backend", wanted=wanted, had=sku.backend)
-        if sku.backend in self._unavailable:
-            remedy, trouble = self._unavailable[sku.backend]
-            yield Reason(code="backend", field="backend", wanted=remedy, had=trouble)
+        yield from self._obstacle(sku.backend)
+
+    def _obstacle(self, name: str) -> tuple[Reason, ...]:
+        found = self._unavailable.get(name)
+        return () if found is None else (Reason(code="backend", field="backend", wanted=found[0], had=found[1]),)
 
     def _own_reasons(self, sku: KernelSku) -> Iterator[Reason]:
         preference = self._preference

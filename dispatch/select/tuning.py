@@ -6,16 +6,17 @@ import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import AfterValidator, Field, JsonValue
 
-from skuda.dispatch.compile.files import write_whole
 from skuda.dispatch.select.environment import Environment, Line
 from skuda.dispatch.select.explanation import as_json
+from skuda.dispatch.system.files import open_regular
+from skuda.dispatch.system.writing import write_whole
+from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidRecord
 from skuda.registry.sku import SkuIdentity
@@ -232,7 +233,7 @@ class Tuning(Value):
         try:
             if not path.is_file():
                 raise InvalidRecord(subject, "the file", "no file there", written)
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 content = file.read(_LARGEST + 1)
         except OSError as error:
             raise InvalidRecord(subject, "the file", str(error), "be readable") from error

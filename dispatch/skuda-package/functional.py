@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from skuda.dispatch.system.locks import lock
 from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from skuda.dispatch.select.fields import Fields
     from skuda.registry.op import Op
 
-_lock = threading.Lock()
+_lock = lock()
 _default: list[Dispatcher] = []
 _fields: dict[type, Fields] = {}
 
@@ -66,9 +67,15 @@ def call(op: str, given: Mapping[str, Any]) -> Any:
         Where no kernel can serve it.
     """
     given = dict(given)
-    dispatcher, preference = given.pop("dispatcher", None) or default_dispatcher(), given.pop("preference", None)
-    how = {"stream": given.pop("stream", None)} | ({} if preference is None else {"preference": preference})
-    known = dispatcher.registry.ops
+    dispatcher = given.pop("dispatcher", None)
+    if dispatcher is None:
+        dispatcher = default_dispatcher()
+    how = {"stream": given.pop("stream", None), "preference": given.pop("preference", None)}
+    try:
+        known = dispatcher.registry.ops
+    except AttributeError:
+        rule = "be a Dispatcher, or None for one that all calls share"
+        raise InvalidProblem(op, "dispatcher", shown(dispatcher), rule) from None
     if op not in known:
         raise InvalidProblem("skuda.ops", "op", repr(op), f"be one of {', '.join(known)}, which this dispatcher has")
     problem, arguments = _fields_of(known[op]).split(given)

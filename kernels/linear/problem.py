@@ -85,10 +85,10 @@ def code_element_holding(q_min: int, q_max: int) -> ElementKind | None:
     return None
 
 
-def longest_k(activation: ElementKind, weight: ElementKind) -> int:
-    """Return the largest K whose sums fit into s32, whatever the codes (s8 or u8)."""
+def longest_k(activation: ElementKind, weight: ElementKind, largest_sum: int = 2**31 - 1) -> int:
+    """Return the largest K whose sums of magnitudes stay within a bound, by default s32's, whatever the codes are."""
     largest = 1
     for element in (activation, weight):
         low, high = element.integer_range or (0, 0)
         largest *= max(-low, high)
-    return (2**31 - 1) // largest
+    return largest_sum // largest

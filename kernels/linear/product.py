@@ -3,41 +3,49 @@
 The product goes through BLAS although it is of integers: a sum of int8 products is exact in f32, in any order and with
 or without fused multiply-add, as long as the sum of magnitudes stays within 2^24. So K is cut into runs of
 that length (1,024 for s8 by s8), and the runs are added up in f64, which is exact up to 2^53.
+
+Outputs are computed in boxes. The codes of a box's rows are made in parts along K, so that a long K needs neither much
+memory nor low boxes, for each of which all weights are converted again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from skuda.kernels.blocks import BLOCK
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear.epilogue import Epilogue
-from skuda.registry.elements import ElementKind
+from skuda.kernels.linear.problem import LinearProblem, longest_k
 
 Array = npt.NDArray[Any]
+Codes = Callable[[slice], Array]
+"""Returns the codes of some rows, s8 or u8, in a part of K."""
 
-_ROWS, _COLUMNS = 512, 1024
+_FEWEST_ROWS, _ROWS, _COLUMNS = 64, 512, 1024
 _CODES_AT_ONCE = 1 << 22
+_SUMS_AT_ONCE = 1 << 20
 
 
 def write_layer(
     epilogue: Epilogue,
-    quantized: Callable[[slice], tuple[Array, Array]],
+    quantized: Callable[[slice], tuple[Codes, Array]],
     act_zero_point: int,
     weight: tuple[Array, Array | None],
     output: Array,
 ) -> None:
-    """Write a linear layer's output, block by block: the codes of a block stay within a few megabytes.
+    """Write a linear layer's output, box by box: temporaries stay within 32 MB.
 
     Parameters
     ----------
     epilogue : Epilogue
         The epilogue of the product.
     quantized : callable
-        Returns the activation's codes, (rows, K), and scales, (rows,), of some rows.
+        Returns the activation's codes and scales, (rows,), of some rows.
     act_zero_point : int
         Zero point of the activation.
     weight : (array, array or None)
@@ -45,56 +53,77 @@ def write_layer(
     output : array of shape (M, N)
         The output to write.
     """
-    m, n, k = epilogue.problem.sizes
-    weight_q, weight_zero_point = weight
-    compute = epilogue.problem.compute
-    for rows in _cut(m, max(1, min(_ROWS, _CODES_AT_ONCE // max(k, 1)))):
+    problem, (weight_q, weight_zero_point) = epilogue.problem, weight
+    m, n, k = problem.sizes
+    height = max(_FEWEST_ROWS, min(_ROWS, _CODES_AT_ONCE // max(k, 1)), BLOCK // max(n, k, 1))
+    for rows in _cut(m, height):
         codes, row_scale = quantized(rows)
-        for columns in _cut(n, _COLUMNS):
-            zero_point = None if weight_zero_point is None else weight_zero_point[columns]
-            product = exact_product(codes, weight_q[columns], act_zero_point, zero_point, compute) if k > 0 else None
-            epilogue.apply(row_scale, product, columns, output[rows, columns])
+        parts = _cut(k, max(1, _CODES_AT_ONCE // len(row_scale)))
+        # Every panel of columns asks for all parts of the codes, so panels are wide where there are several.
+        width = max(_COLUMNS, _SUMS_AT_ONCE // len(row_scale) if len(parts) > 1 else 0)
+        for panel in _cut(n, width):
+            columns = _cut(panel.stop, _COLUMNS, panel.start)
+            weights = [(weight_q[at], None if weight_zero_point is None else weight_zero_point[at]) for at in columns]
+            products = exact_products(problem, codes, parts, act_zero_point, weights) if parts else repeat(None)
+            for at, product in zip(columns, products, strict=False):
+                epilogue.apply(row_scale, product, at, output[rows, at])
 
 
-def _cut(extent: int, step: int) -> list[slice]:
-    return [slice(start, min(start + step, extent)) for start in range(0, extent, step)]
+def _cut(stop: int, step: int, start: int = 0) -> list[slice]:
+    return [slice(at, min(at + step, stop)) for at in range(start, stop, step)]
 
 
-def exact_product(
-    a: Array, w: Array, act_zero_point: int, weight_zero_point: Array | None, compute: ElementKind
-) -> Array:
-    """``RN_C(sum_k (a - za)(w - zw))``: the sum is exact and rounded once, to the compute type.
+def exact_products(
+    problem: LinearProblem,
+    codes: Codes,
+    parts: list[slice],
+    act_zero_point: int,
+    weights: list[tuple[Array, Array | None]],
+) -> Iterator[Array]:
+    """Yield ``RN_C(sum_k (a - za)(w - zw))`` for each block of weights: the sum is exact and rounded once.
 
     Parameters
     ----------
-    a : array of shape (rows, K), s8 or u8
-        Activation codes.
-    w : array of shape (columns, K), s8 or u8
-        Weight codes.
+    problem : LinearProblem
+        Has the elements of the codes and the compute type C.
+    codes : callable
+        The activation's codes.
+    parts : list of slice
+        Parts that K, which is not 0, is cut into; each is asked for once.
     act_zero_point : int
-        za, within the range of `a`.
-    weight_zero_point : array of shape (columns,), s32, or None
-        zw, or None for 0.
-    compute : ElementKind
-        C.
+        za, within the range of the codes.
+    weights : list of (array, array or None)
+        Codes, (columns, K), s8 or u8, and zero points, (columns,), s32, or None for 0.
     """
-    k = a.shape[1]
-    dtype = storage_dtype(compute)
-    run = (1 << 24) // (_magnitude(a) * _magnitude(w))
-    product = a[:, :run].astype(np.float32) @ w[:, :run].astype(np.float32).T
-    if k > run:
-        product = product.astype(np.float64)
-    for start in range(run, k, run):
-        part = slice(start, start + run)
-        product += a[:, part].astype(np.float32) @ w[:, part].astype(np.float32).T
-    if act_zero_point == 0 and weight_zero_point is None:
-        return np.asarray(product, dtype)
-    exact = product.astype(np.int64) - act_zero_point * w.sum(axis=1, dtype=np.int64)
-    if weight_zero_point is None:
-        return np.asarray(exact, dtype)
-    sums = a.sum(axis=1, dtype=np.int64) - k * act_zero_point
-    zw = weight_zero_point.astype(np.int64)
-    if k * 510 * int(np.abs(zw).max(initial=0)) < 1 << 62:
+    k, dtype = parts[-1].stop, storage_dtype(problem.compute)
+    run = longest_k(problem.code_element, problem.weight_element, 1 << 24)
+    sums: list[Any] = [None] * len(weights)
+    shift: Any = -k * act_zero_point
+    for part in parts:
+        a = codes(part)
+        if problem.has_weight_zero_point:
+            shift = shift + a.sum(axis=1, dtype=np.int64)
+        for i, (w, _) in enumerate(weights):
+            for at in _cut(part.stop, run, part.start):
+                exact = (
+                    a[:, at.start - part.start : at.stop - part.start].astype(np.float32)
+                    @ w[:, at].astype(np.float32).T
+                )
+                if sums[i] is None:
+                    sums[i] = exact if k <= run else exact.astype(np.float64)
+                else:
+                    sums[i] += exact
+    for product, (w, zw) in zip(sums, weights, strict=True):
+        if act_zero_point == 0 and zw is None:
+            yield np.asarray(product, dtype)
+            continue
+        whole = product.astype(np.int64) - act_zero_point * w.sum(axis=1, dtype=np.int64)
+        yield np.asarray(whole, dtype) if zw is None else _shifted(whole, shift, zw.astype(np.int64), dtype)
+
+
+def _shifted(exact: Array, sums: Array, zw: Array, dtype: np.dtype[Any]) -> Array:
+    """Return ``exact[m, n] - sums[m] zw[n]``, rounded once."""
+    if int(np.abs(sums).max(initial=0)) * int(np.abs(zw).max(initial=0)) < 1 << 62:
         return np.asarray(exact - np.multiply.outer(sums, zw), dtype)
     # Zero points far outside the codes: Python's integers, rounded once.
     wide = exact.astype(object) - np.multiply.outer(sums.astype(object), zw.astype(object))
@@ -107,8 +136,3 @@ def _round_integer(n: int, dtype: np.dtype[Any]) -> Any:
     leading = abs(n) >> cut
     sticky = int(leading << cut != abs(n))
     return np.copysign(np.ldexp(np.int64(leading | sticky).astype(dtype), cut), dtype.type(n < 0) * -2 + 1)
-
-
-def _magnitude(codes: Array) -> int:
-    low, high = np.iinfo(codes.dtype).min, np.iinfo(codes.dtype).max
-    return max(-int(low), int(high))

@@ -38,6 +38,7 @@ nor u8 holds; an argument that is missing, unknown, of another element or shape,
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import product
 from typing import Any, ClassVar, Literal, Self
 
@@ -48,7 +49,7 @@ from skuda.kernels.dtypes import compute_dtype, storage_dtype
 from skuda.kernels.linear import offers
 from skuda.kernels.linear.epilogue import Epilogue
 from skuda.kernels.linear.problem import ALIGNED_SIZES, CODES8, OUTPUTS, SIZES, LinearProblem, code_element_holding
-from skuda.kernels.linear.product import write_layer
+from skuda.kernels.linear.product import Codes, write_layer
 from skuda.kernels.quantize import affine
 from skuda.kernels.quantize.granularity import per_token
 from skuda.registry.constraints import OneOf
@@ -152,18 +153,31 @@ def reference(
 ) -> None:
     """Write `output` by the formula of the module."""
     data, code, bounds = problem.activation_element, problem.code_element, (problem.q_min, problem.q_max)
+    storage = storage_dtype(code)
 
-    def quantized(rows: slice) -> tuple[Any, Any]:
+    def quantized(rows: slice) -> tuple[Codes, Any]:
         x = activation[rows]
         scale = np.empty(len(x), compute_dtype(data))
         zero_point = np.empty(len(x), np.int32)
         affine.dynamic_scales(x, (1,), data, bounds, (scale[:, None], zero_point[:, None]), asymmetric=False)
-        codes = np.empty(x.shape, storage_dtype(code)) if act_q_scratch is None else act_q_scratch[rows]
-        affine.quantize(per_token, (data, code), bounds, (x, scale, zero_point, codes))
         if act_scale_scratch is not None:
             act_scale_scratch[rows] = scale
-        return codes, scale.astype(storage_dtype(problem.compute))
 
+        def write(part: slice, codes: Any) -> Any:
+            affine.quantize(per_token, (data, code), bounds, (x[:, part], scale, zero_point, codes))
+            return codes
+
+        wide = scale.astype(storage_dtype(problem.compute))
+        if act_q_scratch is not None:
+            whole = write(slice(None), act_q_scratch[rows])
+            return lambda part: whole[:, part], wide
+        # K is one part unless it is very long, and then its codes serve all columns.
+        held = lru_cache(maxsize=1)(lambda *ends: write(slice(*ends), np.empty((len(x), ends[1] - ends[0]), storage)))
+        return lambda part: held(part.start, part.stop), wide
+
+    # The scratch arrays are written even where there are no columns.
+    if output.size == 0 and act_q_scratch is None and act_scale_scratch is None:
+        return
     epilogue = Epilogue(problem, weight_scale, bias, output_scale, output_zero_point)
     write_layer(epilogue, quantized, 0, (weight_q, weight_zero_point), output)
 

@@ -48,7 +48,7 @@ from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.linear import offers
 from skuda.kernels.linear.epilogue import Epilogue
 from skuda.kernels.linear.problem import ALIGNED_SIZES, CODES8, OUTPUTS, SIZES, LinearProblem
-from skuda.kernels.linear.product import write_layer
+from skuda.kernels.linear.product import Codes, write_layer
 from skuda.registry.constraints import OneOf
 from skuda.registry.descriptor import Argument, Role
 from skuda.registry.elements import ElementKind
@@ -155,9 +155,11 @@ def reference(
     if act_scale_scratch is not None:
         act_scale_scratch[...] = scale
 
-    def quantized(rows: slice) -> tuple[Any, Any]:
-        return act_q[rows], np.full(rows.stop - rows.start, scale)
+    def quantized(rows: slice) -> tuple[Codes, Any]:
+        return lambda part: act_q[rows, part], np.full(rows.stop - rows.start, scale)
 
+    if output.size == 0:
+        return
     epilogue = Epilogue(problem, weight_scale, bias, output_scale, output_zero_point)
     write_layer(epilogue, quantized, problem.act_zero_point, (weight_q, weight_zero_point), output)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.quantize.granularity import AffineProblem, PerChannel, PerGroup, PerTensor, PerToken
+from skuda.registry.constraints import OneOf
 from skuda.registry.elements import CODES, FLOATS, ElementKind
 from skuda.registry.op import Case, Op, Values
 
@@ -52,9 +53,15 @@ def _op(descriptor: type[AffineProblem], reference: Callable[..., None], source:
     module = reference.__module__
     codes: tuple[ElementKind | None, ...] = CODES if descriptor.aux_field else (None,)
     rule = "skuda.kernels.quantize.elementwise_launch:elementwise"
+    # The forward's codes, as a gradient's problem repeats them: no kernel reads them, and still they must be codes.
+    repeated = [name for name in ("input_element", "output_element") if name in descriptor.model_fields]
+    repeated = [name for name in repeated if name not in {descriptor.element_field, descriptor.aux_field}]
+    constraints = tuple(OneOf(field=name, allowed=(*CODES, None)) for name in repeated)
     skus = (
-        *cuda_skus(descriptor, module, FLOATS, codes, launch=rule, entry_point=descriptor.kernel),
-        *numpy_skus(descriptor, module, FLOATS, codes),
+        *cuda_skus(
+            descriptor, module, FLOATS, codes, launch=rule, entry_point=descriptor.kernel, constraints=constraints
+        ),
+        *numpy_skus(descriptor, module, FLOATS, codes, constraints=constraints),
     )
     return Op(descriptor, reference, _cases(descriptor, codes), skus, source)
 

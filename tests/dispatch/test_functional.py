@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import ops_module
@@ -114,14 +116,41 @@ def test_a_preference_and_a_stream_are_passed_on():
         ("fake_quantize", {"input": [1.0], "scale": 1.0, "zero_point": 0, "q_min": 0, "q_max": 1},
          "input must be an array with a shape and a dtype; had a list"),
         ("fake_quantize", {"input": X, "scale": 1.0, "zero_point": 0, "q_min": 2, "q_max": 1}, "q_max must be "),
+        ("fake_quantize", {"input": SimpleNamespace(shape=3, dtype="f4"), "scale": 1.0, "zero_point": 0},
+         "input must be an array with a shape and a dtype; had a SimpleNamespace"),
+        ("fake_quantize", {"input": SimpleNamespace(shape=(3,), dtype=[]), "scale": 1.0, "zero_point": 0},
+         "input must be an array with a shape and a dtype; had a SimpleNamespace"),
+        ("fake_quantize", {"input": np.ndarray, "scale": 1.0, "zero_point": 0},
+         "input must be an array with a shape and a dtype; had a type"),
+        ("dynamic_range", {"input": X, "output_element": "s8", "scope": [["row"]]}, "scope must be a plain value"),
+        ("dynamic_range", {"input": X, "output_element": b"s8"}, "output_element must be one of"),
         ("smoothquant_linear", {"act_q": CODES, "weight_q": CODES, "weight_scale": SCALE, "act_scale": SCALE},
-         "act_scale must be a plain value: it is no argument; had a ndarray"),
+         "act_scale must be a plain value: it is no argument; had array"),
         ("dynamic_range", {"input": X, "output_element": "s8", "scope": "rows"}, "scope must be one of"),
     ],
 )  # fmt: skip
 def test_what_does_not_follow_is_refused_with_what_to_do(op, given, told):
     with pytest.raises(InvalidProblem, match=told):
         call(op, given)
+
+
+@pytest.mark.parametrize("first_the_wrong_one", [False, True])
+def test_a_field_of_another_type_is_not_taken_for_an_equal_one(first_the_wrong_one):
+    """1, 1.0 and True are equal and have one hash, and so are zeros of both signs: a cache could confuse them."""
+    fields = Fields(OPS["smoothquant_linear"])
+    given = {"act_q": CODES, "weight_q": CODES, "weight_scale": SCALE, "output_element": "f32", "act_scale": 1.0}
+    point, flag = "act_zero_point", "has_weight_zero_point"
+    for name, good, wrong in ((point, 0, 0.0), (point, 1, True), (flag, False, 0.0), (flag, True, 1)):
+        pair = (good, wrong)[:: -1 if first_the_wrong_one else 1]
+        for value in pair * 2:
+            if value is wrong:
+                with pytest.raises(InvalidProblem, match=f"{name} must be"):
+                    fields.split(given | {name: value})
+            else:
+                assert getattr(fields.split(given | {name: value})[0], name) is good
+    for value in (0.0, -0.0, np.float32(0), np.float32(-0.0)):
+        found = fields.split(given | {"act_scale": value})[0].act_scale
+        assert math.copysign(1, found) == math.copysign(1, value)
 
 
 def test_an_argument_that_there_is_not_is_a_type_error():

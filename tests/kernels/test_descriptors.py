@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 import pickle
+from fractions import Fraction
+from types import NoneType
+from typing import Annotated, Literal, get_args, get_origin
 
+import ml_dtypes
 import numpy as np
 import pytest
-from pydantic import ValidationError
 from support import Guarded, arguments_of, dispatcher, draw, every_case, fresh, guarded_outputs, run
 
+from skuda.dispatch.select.fields import Fields
 from skuda.kernels.catalog import built_in_ops
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.quantize import SmoothQuantLinearDescriptor
 from skuda.registry.descriptor import Role
 from skuda.registry.elements import ElementKind
-from skuda.registry.errors import InvalidProblem, SkudaError, Unsupported
+from skuda.registry.errors import FrozenRecord, InvalidProblem, SkudaError, Unsupported
 from skuda.registry.op import Case
+from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, EpilogueKind
 
 OPS = built_in_ops()
 EACH_OP = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -142,13 +147,96 @@ def test_every_missing_field_is_named(op):
             assert (caught.value.field, caught.value.must) == (name, "be given")
 
 
+def _kinds(op):
+    """Return, by name, what the fields of an op hold: the one type beside None, tuples without their elements."""
+    found = {}
+    for name, info in op.descriptor.model_fields.items():
+        parts = [part for part in get_args(info.annotation) or (info.annotation,) if part is not NoneType]
+        of = get_origin(info.annotation)
+        inner = get_args(parts[0])[0] if get_origin(parts[0]) is Annotated else parts[0]
+        found[name] = of if of in {tuple, Literal} else inner
+    return found
+
+
+WRONG = {
+    "none": None, "bytes": b"f32", "byte array": bytearray(b"f32"), "float": 1.0, "nan": math.nan, "complex": 1j,
+    "list": [1], "dict": {1: 1}, "set": {1, 2}, "generator": (n for n in (1, 2)), "array": np.array([1, 2]),
+    "array without axes": np.array(1), "array of a word": np.array(["f32"]), "array of a flag": np.array([True])[0:1],
+    "NumPy flag": np.True_, "flag": True, "NumPy bytes": np.bytes_(b"f32"), "NumPy word": np.str_("1"),
+    "NumPy complex": np.complex64(1), "date": np.datetime64(1, "s"), "class": int, "element class": ElementKind,
+    "object": object(), "word": "x" * 100_000, "digits": "1", "yes": "yes", "huge": 10**5000, "integer": 1,
+    "range": range(2), "tuple": (1, 2), "nested": ((1,),), "lambda": lambda: 1, "module": math,
+}  # fmt: skip
+RIGHT = {
+    bool: {"flag", "NumPy flag"},
+    int: {"integer"},
+    float: {"integer", "float"},
+    tuple: {"list", "tuple"},
+}
+"""The only ones that a field of each kind takes."""
+
+
+@EACH_OP
+def test_every_field_takes_values_of_its_own_type_alone(op):
+    good, kinds = _fields(op), _kinds(op)
+    assert kinds.pop("op") is Literal
+    for name, kind in kinds.items():
+        takes = RIGHT.get(kind, set()) | ({"none"} if not op.descriptor.model_fields[name].is_required() else set())
+        for what, value in WRONG.items():
+            made = _made(op.descriptor, good | {name: value})
+            if isinstance(made, InvalidProblem):
+                assert len(str(made)) < 1000, "a long value is cut"
+                assert str(made).isprintable(), "one line"
+                assert what in takes or made.field.partition(".")[0] == name, (name, what, made)
+            else:
+                assert what in takes, (name, what)
+                held = getattr(made, name)
+                assert held is None or type(held) is kind, (name, what, held)
+
+
+@EACH_OP
+def test_a_function_refuses_fields_of_another_type(op):
+    problem, inputs, _ = _ready(op)
+    fields = Fields(op)
+    good = {name: getattr(problem, name) for name in type(problem).model_fields if name != "op"}
+    for name, kind in _kinds(op).items():
+        for what, value in WRONG.items():
+            if name != "op" and value is not None and what not in RIGHT.get(kind, set()):
+                made = _made(lambda **given: fields.split(given)[0], inputs | good | {name: value})
+                assert isinstance(made, InvalidProblem), (name, what, made)
+                assert made.field.partition(".")[0] == name, (name, what, made)
+
+
+def _made(make, fields):
+    """Return a descriptor, or why there is none."""
+    try:
+        return make(**fields)
+    except InvalidProblem as error:
+        return error
+
+
+def test_the_kinds_of_fields_are_those_that_are_tested():
+    kinds = {kind for op in OPS for kind in _kinds(op).values()}
+    enums = {ElementKind, EpilogueKind, DynamicRangeMode, DynamicRangeScope}
+    assert kinds == {bool, int, float, tuple, Literal, *enums}
+
+
+def test_numbers_of_numpy_are_numbers():
+    fields = {"m": 1, "n": 1, "k": 1, "output_element": "f32"}
+    for scale in (np.float32(0.5), np.float16(0.5), np.longdouble(0.5), ml_dtypes.bfloat16(0.5), Fraction(1, 2)):
+        assert SmoothQuantLinearDescriptor(act_scale=scale, **fields).act_scale == 0.5
+    for one in (np.int8(1), np.uint64(1), np.intp(1)):
+        assert type(SmoothQuantLinearDescriptor(act_scale=one, **fields | {"m": one}).m) is int
+    for flag in (np.True_, np.False_):
+        made = SmoothQuantLinearDescriptor(act_scale=1, has_weight_zero_point=flag, **fields)
+        assert made.has_weight_zero_point is bool(flag)
+
+
 UNSERVED = [
     pytest.param(op, field, element, id=f"{op.name}-{field}-{element}")
     for op in OPS
-    for field in dict.fromkeys(
-        (op.descriptor.element_field, op.descriptor.aux_field, "activation_element", "weight_element")
-    )
-    if field in op.descriptor.model_fields
+    for field, kind in _kinds(op).items()
+    if kind is ElementKind
     for element in (ElementKind.FP8_E4M3, ElementKind.COMPLEX64, ElementKind.BOOL)
 ]
 
@@ -167,6 +255,8 @@ def test_an_element_that_no_kernel_serves_is_unsupported_with_every_reason(op, f
         assert named, decision
         assert named[0].had == element
         assert f"set {field} to" in named[0].change
+    if field not in {op.descriptor.element_field, op.descriptor.aux_field}:
+        assert "one of" in str(caught.value), "the elements that there are"
     nearest = explanation.decisions[0]
     assert nearest.sku in str(caught.value)
     assert {reason.field for reason in nearest.reasons} == {field}
@@ -202,8 +292,14 @@ def test_descriptors_compare_hash_and_survive_json(op):
 def test_descriptors_are_frozen(op):
     problem = op.cases[0].problem
     for name in type(problem).model_fields:
-        with pytest.raises(ValidationError):
+        with pytest.raises(FrozenRecord, match="model_copy") as caught:
             setattr(problem, name, None)
+        assert (caught.value.subject, caught.value.field) == (type(problem).__name__, name)
+        assert isinstance(caught.value, AttributeError), "as of a frozen dataclass"
+        with pytest.raises(FrozenRecord):
+            delattr(problem, name)
+    with pytest.raises(FrozenRecord):
+        problem.colour = "red"
 
 
 def test_descriptors_of_different_ops_differ():
@@ -407,7 +503,10 @@ def test_every_op_is_covered():
     assert {op.name for op in OPS} == {op.name for _, op, _ in every_case()}
 
 
-@pytest.mark.parametrize("scale", [True, "1.5", None, 10**400, math.inf, math.nan])
+NO_SCALES = (True, np.True_, np.array(1.0), np.str_("1"), np.complex64(1), "1.5", None, 10**400, math.inf, math.nan)
+
+
+@pytest.mark.parametrize("scale", NO_SCALES)
 def test_a_static_scale_that_is_no_finite_number_is_refused(scale):
     with pytest.raises(InvalidProblem) as caught:
         SmoothQuantLinearDescriptor(m=1, n=1, k=1, act_scale=scale, output_element="f32")

@@ -480,3 +480,98 @@ def test_layers_cannot_be_changed(dispatcher, rng):
     with pytest.raises(AttributeError):
         layer.act_scale = 1.0
     assert checkpoint.FORMAT_VERSION == "1"
+
+
+# --- plausible mistakes ----------------------------------------------------------------------------------------------
+
+MASKED = np.ma.array(np.ones((2, 3), np.float32)), np.ma.array(np.ones((2, 3), np.float32), mask=True)
+NO_ARRAY = (None, [1.0, 2.0], [[1.0, 2.0]], "weights", 3, 2.5, True, {"a": 1}, object(), np.float32, *MASKED)
+NO_NUMBER = (None, "0.5", True, np.True_, float("nan"), float("inf"), 10**400, [0.5], 0.5j, np.ones(1), object())
+NO_DISPATCHER = (None, 3, "numpy", Dispatcher, {})
+WEIGHT, MAXIMA, BIAS = np.ones((2, 3), np.float32), np.ones(3, np.float32), np.zeros(2, np.float32)
+LAYER = {"weight_q": np.ones((2, 3), np.int8), "weight_scale": BIAS + 1, "smooth": MAXIMA, "act_scale": 0.5}
+
+
+def refused(field, subject, call, *given, **named):
+    with pytest.raises(InvalidProblem) as caught:
+        call(*given, **named)
+    assert (caught.value.field, caught.value.subject) == (field, subject)
+    assert len(str(caught.value).splitlines()) == 1
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("wrong", NO_ARRAY, ids=range(len(NO_ARRAY)))
+def test_what_is_no_array_is_refused_by_name(dispatcher, rng, wrong):
+    layer = smooth_layer(dispatcher, rng)
+    refused("activation", "calibration of layer 'a'", ActivationRanges().observe, "a", wrong)
+    refused("activation_max", "smoothing_factors", smoothing_factors, wrong, MAXIMA, 0.5)
+    refused("weight_max", "smoothing_factors", smoothing_factors, MAXIMA, wrong, 0.5)
+    refused("weight", "quantize_weight", quantize_weight, dispatcher, wrong)
+    refused("weight", "quantize_weight", DynamicLayer.quantize, dispatcher, wrong)
+    refused("activation_max", "SmoothQuantLayer", SmoothQuantLayer.quantize, dispatcher, wrong, WEIGHT, alpha=0.5)
+    refused("weight", "SmoothQuantLayer", SmoothQuantLayer.quantize, dispatcher, MAXIMA, wrong, alpha=0.5)
+    refused("x", "SmoothQuantLayer", layer.run, dispatcher, wrong)
+    for field in ("weight_q", "weight_scale", "smooth", "bias"):
+        if field != "bias" or wrong is not None:
+            refused(field, "SmoothQuantLayer", SmoothQuantLayer, **{**LAYER, field: wrong})
+
+
+@pytest.mark.parametrize("wrong", NO_NUMBER, ids=range(len(NO_NUMBER)))
+def test_what_is_no_number_is_refused_by_name(dispatcher, wrong):
+    refused("alpha", "smoothing_factors", smoothing_factors, MAXIMA, MAXIMA, wrong)
+    refused("act_scale", "SmoothQuantLayer", SmoothQuantLayer, **{**LAYER, "act_scale": wrong})
+    if wrong is not None:
+        refused("alpha", "smoothing_factors", SmoothQuantLayer.quantize, dispatcher, MAXIMA, WEIGHT, alpha=wrong)
+        refused("alpha", "SmoothQuantLayer", SmoothQuantLayer, **LAYER, alpha=wrong)
+
+
+@pytest.mark.parametrize("number", [np.float32(0.3), np.float64(0.25), np.float16(0.5), 1, 0, np.int64(1)])
+def test_a_number_may_be_one_of_numpy_and_gives_the_same_factors(dispatcher, number):
+    layer = SmoothQuantLayer.quantize(dispatcher, MAXIMA * 9, WEIGHT, alpha=number)
+    plain = SmoothQuantLayer.quantize(dispatcher, MAXIMA * 9, WEIGHT, alpha=float(number))
+    assert bits(layer.smooth) == bits(plain.smooth)
+    assert (type(layer.alpha), layer.alpha) == (float, float(number))
+    assert type(SmoothQuantLayer(**{**LAYER, "act_scale": np.float32(0.1)}).act_scale) is float
+
+
+@pytest.mark.parametrize("wrong", NO_DISPATCHER, ids=range(len(NO_DISPATCHER)))
+def test_what_is_no_dispatcher_is_refused_by_name(dispatcher, rng, wrong):
+    for call in (quantize_weight, DynamicLayer.quantize):
+        refused("dispatcher", "quantization", call, wrong, WEIGHT)
+    refused("dispatcher", "quantization", SmoothQuantLayer.quantize, wrong, MAXIMA, WEIGHT, alpha=0.5)
+    refused("dispatcher", "SmoothQuantLayer", smooth_layer(dispatcher, rng).run, wrong, normal(rng, 2, 12))
+
+
+@pytest.mark.parametrize("wrong", [None, 3, ["a"], b"a", {}, ("a",)], ids=repr)
+def test_a_layer_has_a_name_of_characters(wrong):
+    refused("layer", "calibration", ActivationRanges().observe, wrong, WEIGHT)
+    refused("layer", "calibration", ActivationRanges().channel_max, wrong)
+
+
+def test_a_view_of_another_class_is_taken_as_plain_numbers(dispatcher):
+    class Odd(np.ndarray):
+        def __array_finalize__(self, other):
+            self.unit = "m"
+
+    layer = SmoothQuantLayer(**{name: v.view(Odd) if hasattr(v, "shape") else v for name, v in LAYER.items()})
+    want = SmoothQuantLayer(**LAYER).run(dispatcher, WEIGHT)
+    assert bits(layer.run(dispatcher, WEIGHT.view(Odd))) == bits(want)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, b"x", ["x"], "x\0y", {}], ids=repr)
+def test_a_checkpoint_has_a_path(wrong):
+    refused("path", "save_layers", save_layers, wrong, {})
+    refused("path", "load_layers", load_layers, wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, [], "layers", {3: None}, {"a": None}, {"a": {}}], ids=repr)
+def test_a_checkpoint_holds_layers_by_name(tmp_path, wrong):
+    refused("layers", "save_layers", save_layers, tmp_path / "x", wrong)
+    refused("layers", "save_layers", save_layers, tmp_path / "x", {"b": SmoothQuantLayer(**LAYER), 3: None})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_may_be_a_str(dispatcher, rng, tmp_path):
+    layer = smooth_layer(dispatcher, rng)
+    save_layers(str(tmp_path / "x"), {"a": layer})
+    assert bits(load_layers(str(tmp_path / "x"))["a"].smooth) == bits(layer.smooth)

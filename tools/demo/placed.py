@@ -30,13 +30,21 @@ class Placed(Dispatcher):
         self._weights: dict[int, Any] = {}
 
     def select(
-        self, problem: Descriptor, preference: PlanPreference = NO_PREFERENCE, device: Device | None = None
+        self,
+        problem: Descriptor,
+        preference: PlanPreference | None = NO_PREFERENCE,
+        device: Device | str | None = None,
     ) -> Plan:
         """Select as `Dispatcher.select` does, for this device unless another one is given."""
         return super().select(problem, preference, device or self.device)
 
     def run(
-        self, problem: Descriptor, *, preference: PlanPreference = NO_PREFERENCE, stream: object = None, **arrays: Any
+        self,
+        problem: Descriptor,
+        preference: PlanPreference | None = NO_PREFERENCE,
+        *,
+        stream: object = None,
+        **arrays: Any,
     ) -> Any:
         """Run as `Dispatcher.run` does, with host arrays; return when the results are on the host."""
         there = {name: self._sent(name, value) for name, value in arrays.items()}

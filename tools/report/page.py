@@ -31,7 +31,7 @@ def page(found: Found, registry: Registry, records: Records, benches: Sequence[B
     The page shows the kernels in `found`; `registry` provides the references and the sources of measured kernels.
     """
     rows = [
-        Row(op, sku, status(sku, op, records, reference=registry.backends[sku.backend].reference))
+        Row(op, sku, status(sku, op, records, reference=registry.is_reference(sku)))
         for op, skus in found
         for sku in skus
     ]

@@ -12,7 +12,8 @@ from typing import Any
 from rich.text import Text
 
 from skuda.dispatch import Dispatcher
-from skuda.dispatch.compile.bundle import Bundle, Member, open_bundle, refuse_to_replace, write_bundle
+from skuda.dispatch.compile.bundle import Bundle, open_bundle, refuse_to_replace, write_bundle
+from skuda.dispatch.compile.member import Member
 from skuda.dispatch.compile.sources import read_source
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.registry import Registry

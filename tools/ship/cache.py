@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 from rich.text import Text
 
 from skuda.dispatch.compile.cache import CubinCache, Entry, outdated, remove
+from skuda.dispatch.system.files import printable
 from skuda.registry.errors import InvalidProblem
 from skuda.tools.output import count, folded, plain_table, print_json, records, stdout, tell
 
@@ -73,7 +75,7 @@ def gc(*, max_size: str | None = None, older_than: str | None = None) -> int:
 
 
 def clear(*, yes: bool = False) -> int:
-    """Run ``skuda cache clear``: remove every entry.
+    """Run ``skuda cache clear``: remove every entry, and the folders of earlier formats.
 
     Return the exit status: 0; 1 if an entry cannot be read or removed, or if the answer was no. Raise `InvalidProblem`
     if `yes` is not given and standard input is not a terminal.
@@ -82,7 +84,7 @@ def clear(*, yes: bool = False) -> int:
     entries = _survey(cache)
     if entries is None:
         return 1
-    leftovers = cache.leftovers()
+    leftovers = [*cache.leftovers(), *cache.earlier()]
     if not entries and not leftovers:
         return 0
     if not yes:
@@ -143,13 +145,11 @@ def _survey(cache: CubinCache) -> list[Entry] | None:
 
 def _as_json(entry: Entry, now: float) -> dict[str, Any]:
     return {
-        "sku": entry.facts.get("sku"),
-        "arch": entry.facts.get("arch"),
-        "compiler": entry.facts.get("compiler"),
+        **{name: getattr(entry.facts, name, None) for name in ("sku", "arch", "compiler")},
         "size": entry.size,
         "age": int(max(now - entry.written, 0)),
         "trouble": entry.trouble,
-        "path": str(entry.path),
+        "path": printable(str(entry.path)),
     }
 
 
@@ -159,11 +159,12 @@ def _print(cache: CubinCache, entries: Sequence[Entry], shown: Sequence[Entry], 
     for column in table.columns[3:]:
         column.no_wrap = True
     for entry in shown:
-        name, facts = entry.facts.get("sku") or entry.path.relative_to(cache.folder), entry.facts
+        facts = entry.facts
+        name = printable(str(entry.path.relative_to(cache.folder))) if facts is None else facts.sku
         table.add_row(
-            Text(folded(str(name), max(console.width - _OTHER_COLUMNS, 24)), style="cyan"),
-            facts.get("arch", ""),
-            compiler_words(str(facts.get("compiler", ""))),
+            Text(folded(name, max(console.width - _OTHER_COLUMNS, 24)), style="cyan"),
+            facts.arch if facts is not None else "",
+            compiler_words(facts.compiler) if facts is not None else "",
             size_words(entry.size),
             age_words(now - entry.written),
         )
@@ -183,7 +184,7 @@ def _total(entries: Sequence[Entry]) -> str:
 
 def _remove(cache: CubinCache, entries: Sequence[Entry], going: Sequence[Entry], leftovers: Sequence[Path]) -> int:
     troubles = remove([*(entry.path for entry in going), *leftovers])
-    gone = [entry for entry in going if not entry.path.exists()]
+    gone = [entry for entry in going if not os.path.lexists(entry.path)]
     paths = {entry.path for entry in gone}
     left = [entry for entry in entries if entry.path not in paths]
     stdout().print(f"removed {_total(gone)} from {cache.folder}; {_total(left)} left", soft_wrap=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +13,7 @@ from skuda.dispatch.backends.base import Backend
 from skuda.dispatch.backends.cuda import CudaBackend
 from skuda.dispatch.compile.provider import arch_of
 from skuda.dispatch.device import Device
+from skuda.dispatch.system import programs
 from skuda.kernels.launch import Launch
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.sku import KernelSku
@@ -99,10 +101,20 @@ def build_cubins(wanted: Sequence[Wanted], progress: Report | None = None) -> li
     """Fill the cubin cache with all processors and report the progress; a failure does not stop the others."""
     found = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for turn, outcome in enumerate(pool.map(build_cubin, wanted)):
-            found.append(outcome)
-            if progress is not None:
-                progress(turn + 1, len(wanted), "compiling")
+        futures: list[Future[Outcome]] = []
+        try:
+            futures += (pool.submit(build_cubin, each) for each in wanted)
+            for turn, future in enumerate(futures):
+                found.append(future.result())
+                if progress is not None:
+                    progress(turn + 1, len(wanted), "compiling")
+        except BaseException:
+            # The pool waits for its threads, and they wait for compilers, which do not see a terminal's Ctrl-C.
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in futures):
+                programs.kill_all()
+                time.sleep(0.05)
+            raise
     return found
 
 

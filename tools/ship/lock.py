@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +17,7 @@ from pydantic import Field, JsonValue, StringConstraints, ValidationError
 from skuda.dispatch import KNOWN_DEVICES, Device, Dispatcher
 from skuda.dispatch.preference import NO_PREFERENCE
 from skuda.dispatch.select import match
+from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.registry.guarantee import PrecisionGuarantee

@@ -6,6 +6,7 @@ that fails is itself a finding.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import os
@@ -232,8 +233,16 @@ def _cache() -> Iterator[Finding]:
     elif there != path:
         yield Finding(section, "ok", "directory", f"{path}, made when needed")
     else:
-        sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
+        sizes = list(_sizes(path))
         yield Finding(section, "ok", "directory", f"{path}, {count(len(sizes), 'file')}, {size_words(sum(sizes))}")
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    """Yield the sizes of the files below a folder; others may remove them meanwhile."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                yield Path(parent, name).lstat().st_size
 
 
 def _bundles(get: Callable[[], Dispatcher]) -> Iterator[Finding]:

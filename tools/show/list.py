@@ -28,6 +28,7 @@ from skuda.tools.output import (
     stdout,
     words,
 )
+from skuda.tools.show.aside import tell_aside
 from skuda.tools.show.embed import write_into
 from skuda.tools.show.matrix import COMMAND, Found, Judge, elements_of, legend, markdown
 from skuda.tools.verify.evidence import Word, load_records, status, tally
@@ -53,7 +54,9 @@ def run(
 
     A kernel is listed if each given filter contains its value; ``none`` stands for no second element.
     """
-    registry = Dispatcher().registry
+    dispatcher = Dispatcher()
+    tell_aside(dispatcher)
+    registry = dispatcher.registry
     names = chosen("list", "--op", ops, registry.ops, **OP_WORDS)
     kinds = [kind.value for kind in ElementKind]
     wanted = {
@@ -66,7 +69,7 @@ def run(
     recorded = load_records(evidence)
 
     def word(sku: KernelSku) -> Word:
-        return status(sku, registry.ops[sku.op], recorded, reference=registry.backends[sku.backend].reference).word
+        return status(sku, registry.ops[sku.op], recorded, reference=registry.is_reference(sku)).word
 
     if page is not None:
         page(registry, records=recorded, found=found, evidence=evidence)

@@ -28,6 +28,7 @@ from skuda.tools.output import (
     refuse,
     stdout,
 )
+from skuda.tools.show.aside import tell_aside
 from skuda.tools.verify.evidence import Status, load_records, status
 from skuda.tools.words.problem import default_words, fields_of, type_words
 
@@ -36,10 +37,12 @@ _IDS_SHOWN = 10
 
 def run(name: str, *, evidence: Path | None = None, as_json: bool = False) -> int:
     """Run ``skuda show``: show a kernel by its id or an op by its name."""
-    registry = Dispatcher().registry
+    dispatcher = Dispatcher()
+    tell_aside(dispatcher)
+    registry = dispatcher.registry
     sku = registry.sku(name)
     if sku is not None:
-        reference = registry.backends[sku.backend].reference
+        reference = registry.is_reference(sku)
         found = status(sku, registry.ops[sku.op], load_records(evidence), reference=reference)
         _show_sku(registry, sku, found, as_json=as_json)
     elif name in registry.ops:

@@ -172,6 +172,74 @@ def expected(scale=0.5, device=0, rows=1, columns=32, leading=(32, 32)):
     return head + struct.pack("@qq", rows, columns)
 
 
+FORKED = """
+import os
+
+p, given = plan(), arrays()
+bound = p.bind(**given)
+p.run(**given)
+
+
+def refused(call):
+    try:
+        call()
+    except SkudaError as error:
+        return "before this process was forked" in str(error)
+    return False
+
+
+mark("forked")
+child = os.fork()
+if child == 0:
+    asked = (lambda: p.run(**given), bound, lambda: plan(problem=SummedDescriptor(n=32)), driver)
+    right = all(map(refused, asked)) and not Dispatcher(d.registry).status[prefer.backend].available
+    os._exit(0 if right else 1)
+told["child"] = os.waitpid(child, 0)[1]
+mark("back")
+p.run(**given)
+bound()
+"""
+
+
+@every_backend
+def test_a_forked_child_is_refused_without_asking_the_driver(run, backend):
+    told = run(FORKED, backend)
+    assert told.values["child"] == 0
+    assert told.between("forked", "back") == []
+    assert len(told.launches) == 3
+
+
+@needs_bindings
+def test_an_interrupt_leaves_no_context_pushed(run):
+    told = run(
+        """
+        from interrupts import bytecodes, interrupted
+
+        first, second = driver().primary_context(0), driver().primary_context(1)
+        driver().call("cuCtxSetCurrent", ctypes.c_void_p(first))
+
+
+        def work():
+            with driver().using(second):
+                assert driver().current() == second
+
+
+        ours = ("/cuda/driver.py", "/contextlib.py")
+        told["points"] = bytecodes(work, *ours)
+        told["wrong"] = []
+        for at in range(1, told["points"] + 1):
+            interrupted(work, at, *ours)
+            if driver().current() != first:
+                told["wrong"].append(at)
+                driver().call("cuCtxSetCurrent", ctypes.c_void_p(first))
+        """,
+        "cuda_core",
+        SKUDA_STUB_DEVICES="2",
+    )
+    assert told.values["points"] > 100
+    assert told.values["wrong"] == []
+
+
 # --- what is launched ------------------------------------------------------------------------------------------------
 
 
@@ -692,6 +760,6 @@ def test_nvcc_on_the_path_compiles_what_is_not_cached(run, tmp_path):
         SKUDA_CACHE_DIR=str(tmp_path / "fresh"),
     )
     assert f"nvcc {find_nvcc().version}" in told.values["status"]
-    ((_, facts),) = CubinCache(tmp_path / "fresh").entries()
-    assert (facts["backend"], facts["arch"]) == ("pycuda", "sm_90")
+    (entry,) = CubinCache(tmp_path / "fresh").survey()
+    assert (entry.facts.backend, entry.facts.arch) == ("pycuda", "sm_90")
     assert len(told.launches) == 1

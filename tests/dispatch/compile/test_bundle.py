@@ -23,9 +23,10 @@ from skuda.dispatch import device_named
 from skuda.dispatch.backends.cuda_core import CudaCoreBackend
 from skuda.dispatch.backends.pycuda import PycudaBackend
 from skuda.dispatch.compile import bundle as bundles
-from skuda.dispatch.compile.bundle import Member, open_bundle, write_bundle
-from skuda.dispatch.compile.cache import SCHEMA, CubinCache, Key
+from skuda.dispatch.compile.bundle import open_bundle, write_bundle
+from skuda.dispatch.compile.cache import CubinCache
 from skuda.dispatch.compile.compilers import nvrtc_trouble
+from skuda.dispatch.compile.member import LARGEST_CUBIN, SCHEMA, Key, Member
 from skuda.dispatch.select.environment import versions
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.elementwise.fill import FillDescriptor
@@ -119,7 +120,7 @@ HOSTILE = {
     "empty": (b"", "no bundle"),
     "a zip": (b"PK\x03\x04" + bytes(100), "no bundle"),
     "a cubin": (CUBINS["one"], "no bundle"),
-    "an entry of the cache": (b"skuda cubin\n{}\n", "no bundle"),
+    "an entry of the cache": (b"skuda cubin 2\n{}\n", "no bundle"),
     "a later format": (raw(fields(), magic=b"skuda bundle 2\n"), "of format 2"),
     "a much later format": (raw(fields(), magic=b"skuda bundle 10\n"), "of format 10"),
     "nothing behind the first line": (b"skuda bundle 1\n", "second line"),
@@ -151,7 +152,7 @@ HOSTILE = {
     "a size that is a fraction": (raw(fields(size=1.5)), "size must be an integer"),
     "a size below zero": (raw(fields(size=-5)), "size must be at least 1"),
     "no size": (raw(fields(size=0)), "size must be at least 1"),
-    "a size beyond the limit": (raw(fields(size=bundles.LARGEST_CUBIN + 1)), "size must be at most"),
+    "a size beyond the limit": (raw(fields(size=LARGEST_CUBIN + 1)), "size must be at most"),
     "a size of many digits": (
         raw(json.dumps(fields(size=99999)).replace("99999", "9" * 5000).encode()),
         "breaks a rule|cannot be read",
@@ -229,7 +230,7 @@ def test_a_cubin_that_was_changed_is_refused_when_it_is_read(tmp_path, skuda, sw
 def test_what_is_no_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "."):
-        with pytest.raises(BundleError, match="no file"):
+        with pytest.raises(BundleError, match="no regular file"):
             open_bundle(str(tmp_path / name))
     with pytest.raises(BundleError, match="No such file"):
         open_bundle(str(tmp_path / "absent"))

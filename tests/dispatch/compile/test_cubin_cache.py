@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import stat
@@ -15,9 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from skuda.dispatch.compile import cache as cubin_cache
-from skuda.dispatch.compile.cache import CubinCache, Key
+from skuda.dispatch.compile import member
+from skuda.dispatch.compile.cache import CubinCache
+from skuda.dispatch.compile.member import Key
 
-KEY = Key("source", ("-fmad=false",), "sm_90", "scaled rule", "pycuda")
+KEY = Key("5" * 64, ("-fmad=false",), "sm_90", "scaled rule", "pycuda")
 CUBIN = b"\x7fELF" + bytes(range(256)) * 40
 
 
@@ -43,7 +46,14 @@ def entry_of(cache):
 
 
 def get(cache, build, key=KEY, compiler="nvcc 13.0"):
-    return cache.get(key, compiler, build, {"sku": "an id"})
+    return cache.get(key, compiler, build, sku="an id", file="package:file.cu")
+
+
+def rewritten(content, facts=None, **changes):
+    """Return an entry with other facts and right checksums: what a person would write, not what damage makes."""
+    magic, _, line, cubin = content.split(b"\n", 3)
+    facts = json.dumps(json.loads(line) | changes).encode() if facts is None else facts
+    return b"\n".join((magic, hashlib.sha256(facts).hexdigest().encode(), facts, cubin))
 
 
 def leftovers(cache):
@@ -61,7 +71,7 @@ def test_the_second_time_nothing_is_compiled(cache):
 @pytest.mark.parametrize(
     "change",
     [
-        {"source": "another"},
+        {"source": "6" * 64},
         {"flags": ()},
         {"flags": ("-fmad=false", "-DX")},
         {"arch": "sm_90a"},
@@ -79,7 +89,7 @@ def test_every_part_of_the_key_counts(cache, change):
 def test_another_compiler_or_schema_compiles_anew(cache, monkeypatch):
     get(cache, Compiler())
     assert get(cache, Compiler(b"another"), compiler="nvcc 13.1").cubin == b"another"
-    monkeypatch.setattr(cubin_cache, "SCHEMA", 999)
+    monkeypatch.setattr(member, "SCHEMA", 999)
     assert get(CubinCache(cache.folder.parent), Compiler(b"new schema")).cubin == b"new schema"
 
 
@@ -104,8 +114,8 @@ def test_only_the_owner_may_read_or_write(cache):
         lambda _: CUBIN,
         lambda content: content[:-100] + bytes([content[-100] ^ 1]) + content[-99:],
         lambda content: content.replace(b'"size"', b'"sise"'),
-        lambda content: content.replace(b'"arch": "sm_90"', b'"arch": "sm_90'),
-        lambda content: content.replace(b'"sm_90", "scaled', b'"sm_80", "scaled'),
+        lambda content: content.replace(b'"arch":"sm_90"', b'"arch":"sm_90'),
+        lambda content: rewritten(content, arch="sm_80"),
     ],
     ids=["one byte short", "torn", "empty", "no head", "one bit", "no size", "no json", "of another kernel"],
 )
@@ -215,12 +225,15 @@ def test_without_a_compiler_and_a_cubin_the_builder_says_so(cache):
 
 def test_entries_say_what_they_are(cache):
     get(cache, Compiler())
-    ((path, facts),) = cache.entries()
-    assert (facts["sku"], facts["arch"], facts["compiler"]) == ("an id", "sm_90", "nvcc 13.0")
+    ((path, facts, trouble, *_),) = cache.survey()
+    assert (facts.sku, facts.arch, facts.compiler, trouble) == ("an id", "sm_90", "nvcc 13.0", "")
     assert cache.has_any("pycuda")
     assert not cache.has_any("cuda_core")
     path.write_bytes(path.read_bytes()[:-1])
-    assert list(cache.entries()) == [(path, None)]
+    ((same, facts, trouble, *_),) = cache.survey()
+    assert (same, facts) == (path, None)
+    assert "checksum" in trouble
+    assert not cache.has_any("pycuda")
 
 
 @pytest.mark.parametrize("file_locks", [True, False])
@@ -251,7 +264,8 @@ def test_processes_that_want_the_same_kernel_compile_it_once(tmp_path):
         """
         import sys, time
         from pathlib import Path
-        from skuda.dispatch.compile.cache import CubinCache, Key
+        from skuda.dispatch.compile.cache import CubinCache
+        from skuda.dispatch.compile.member import Key
         folder, log = map(Path, sys.argv[1:])
 
         def build():
@@ -262,8 +276,8 @@ def test_processes_that_want_the_same_kernel_compile_it_once(tmp_path):
 
         print("ready", flush=True)
         sys.stdin.readline()
-        key = Key("source", (), "sm_90", "launch", "pycuda")
-        found = CubinCache(folder).get(key, "nvcc", build, {})
+        key = Key("5" * 64, (), "sm_90", "launch", "pycuda")
+        found = CubinCache(folder).get(key, "nvcc", build, sku="an id", file="package:file.cu")
         assert found == (b"cubin" * 1000, ()), found
         """
     )
@@ -288,7 +302,7 @@ def test_a_reader_never_sees_half_an_entry(cache):
 
     def publish():
         while not stop.is_set():
-            cache._publish(KEY, "nvcc 13.0", CUBIN, {}, troubles)
+            cache._publish(KEY, "nvcc 13.0", CUBIN, ("an id", "package:file.cu"), troubles)
 
     def read():
         seen = 0
@@ -308,4 +322,4 @@ def test_a_reader_never_sees_half_an_entry(cache):
         for writer in writers:
             writer.result()
     assert troubles == []
-    assert json.loads(entry_of(cache).read_bytes().split(b"\n")[1])["size"] == len(CUBIN)
+    assert json.loads(entry_of(cache).read_bytes().split(b"\n")[2])["size"] == len(CUBIN)

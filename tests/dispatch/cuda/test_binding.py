@@ -513,6 +513,7 @@ def torch(monkeypatch):
         **{name: name for name in names},
         strided="strided",
         Tensor=FakeTensor,
+        nn=SimpleNamespace(Parameter=FakeTensor),
         version=SimpleNamespace(cuda="13.0"),
         _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda ordinal: 70 + ordinal),
     )

@@ -26,7 +26,8 @@ def posing(request, monkeypatch):
 
     def facts(self, value):
         found = real(self, value)
-        return found._replace(address=value.data_ptr(), ordinal=0) if value.device.type == "cpu" else found
+        with torch._C.DisableTorchFunctionSubclass():
+            return found._replace(address=value.data_ptr(), ordinal=0) if value.device.type == "cpu" else found
 
     monkeypatch.setattr(Torch, "facts", facts)
     monkeypatch.setattr(Torch, "guard", lambda self, x, facts: guard(self, x, facts._replace(ordinal=-1)))
@@ -173,3 +174,36 @@ def test_no_tensor_is_kept(rig):
     del call
     gc.collect()
     assert [one() for one in watched] == [None, None]
+
+
+class Loud(torch.Tensor):
+    """A tensor whose every use by name of torch runs code of ours."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(f"code of a subclass ran: {func}")
+
+
+def test_the_code_of_a_subclass_never_runs_and_a_change_is_noticed(rig, bound):
+    plain = tensors()
+    with torch._C.DisableTorchFunctionSubclass():
+        call = plain | {name: plain[name].as_subclass(Loud) for name in ("x", "y")}
+    for _ in range(3):
+        assert rig.run(**call) is call["y"]
+        assert rig.last == (plain["x"].data_ptr(), 32, 0, 0, 0.5, plain["y"].data_ptr(), 32, 1, 32)
+    assert len(bound) == 1
+    rig.run(**call | {"x": plain["x"]})
+    assert len(bound) == 2, "an array of another type"
+    with torch._C.DisableTorchFunctionSubclass():
+        call["x"].resize_(4, 7)
+    with pytest.raises(InvalidProblem, match="shape"):
+        rig.run(**call)
+
+
+def test_a_subclass_that_stands_for_other_tensors_is_refused(rig):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.zeros(4, 8)
+    with pytest.raises(InvalidProblem, match=r"x must be an ordinary tensor.*FakeTensor"):
+        rig.run(**tensors() | {"x": fake})

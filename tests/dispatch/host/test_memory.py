@@ -11,6 +11,7 @@ from support import arguments_of, dispatcher, sampled
 
 from skuda.kernels.catalog import built_in_ops
 from skuda.kernels.dtypes import storage_dtype
+from skuda.registry import InvalidProblem, OutOfMemory
 from skuda.registry.descriptor import Role, storage_shape
 
 MIB = 1 << 20
@@ -118,7 +119,50 @@ def test_an_output_left_out_costs_the_output_alone():
     assert BIG <= _extra(problem, arrays) < BIG + 8 * MIB
 
 
-LINEARS = [pytest.param(512, 1536, 384), pytest.param(64, 4096, 8192)]
+@pytest.mark.parametrize("element", ["f64", "f32", "s8", "s4"])
+@pytest.mark.parametrize("numel", [2**50, 2**62, 2**63 - 1])
+def test_an_output_that_fits_nowhere_is_named_with_its_bytes(numel, element):
+    problem = dispatcher().describe("fill", numel=numel, output_element=element)
+    size = {"f64": 8 * numel, "f32": 4 * numel, "s8": numel, "s4": -(-numel // 2)}[element]
+    for call in (dispatcher().run, dispatcher().select(problem).can_implement, dispatcher().select(problem).bind):
+        given = {"value": 1} | ({"problem": problem} if call == dispatcher().run else {})
+        with pytest.raises(OutOfMemory, match=f"fill: output needs {size} bytes") as caught:
+            call(**given)
+        assert (caught.value.argument, caught.value.size) == ("output", size)
+        assert isinstance(caught.value, MemoryError)
+
+
+def test_an_input_need_not_be_there_for_its_output_to_be_too_large():
+    rows, columns = 2**30, 2**30
+    x = np.broadcast_to(np.float32(1), (rows, columns))
+    fields = {"n": rows, "d": columns, "q_min": -7, "q_max": 7, "input_element": "f32", "output_element": "s4"}
+    with pytest.raises(OutOfMemory, match=f"dynamic_range: output needs {2**59} bytes"):
+        dispatcher().run(dispatcher().describe("dynamic_range", **fields), input=x)
+
+
+@pytest.mark.parametrize("code", ["u4", "s4", "u8"])
+def test_arrays_of_the_highest_rank(code):
+    shape = (1,) * 63 + (4,)
+    fields, scale = {"output_element": "f32", "input_element": code}, {"scale": 0.5, "zero_point": 1}
+    dtype = np.uint8
+    problem = dispatcher().describe("dequantize_per_tensor", numel=4, **fields)
+    x = np.array([0x21, 0x43] if code != "u8" else [1, 2, 3, 4], dtype)
+    want = dispatcher().run(problem, input=x, **scale)
+    deep = x.reshape(*shape[:-1], -1)
+    assert deep.ndim == 64
+    if code == "u8":
+        assert dispatcher().run(problem, input=deep, **scale).ravel().tolist() == want.tolist()
+    else:
+        with pytest.raises(InvalidProblem, match="input must have at most 63 axes"):
+            dispatcher().run(problem, input=deep, **scale)
+    assert dispatcher().run(problem, input=deep[0], **scale).ravel().tolist() == want.tolist()
+    back = dispatcher().describe(
+        "quantize_per_tensor", numel=4, q_min=0, q_max=7, input_element="f32", output_element=code
+    )
+    assert dispatcher().run(back, input=want.reshape(shape), **scale).ravel().tolist() == x.tolist()
+
+
+LINEARS = [pytest.param(512, 1536, 384), pytest.param(64, 4096, 8192), pytest.param(16, 24, 1 << 20)]
 
 
 @pytest.mark.parametrize("epilogue", sampled(["identity", "bias_gelu"]))

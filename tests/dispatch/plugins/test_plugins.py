@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import builtins
+import json
+import os
 import re
+import subprocess
 import sys
 import textwrap
+import threading
 
 import numpy as np
 import pytest
 
-from skuda.dispatch import Dispatcher, PlanPreference
+from skuda.dispatch import Dispatcher, Plan, PlanPreference
+from skuda.dispatch.backends.numpy import HostRunner
+from skuda.dispatch.device import HOST
 from skuda.dispatch.plugins import loading as plugins
 from skuda.dispatch.plugins.loading import load_backends, load_kernels
 from skuda.kernels.catalog import built_in_registry
-from skuda.registry import CompileError, Registry, Unsupported
+from skuda.registry import CompileError, InvalidProblem, KernelFailed, Registry, Unsupported
 from skuda.tools.cli import main
 from skuda.tools.show import doctor
 
@@ -25,7 +32,7 @@ def install(tmp_path, monkeypatch):
     made = []
 
     def make(name, code, **points):
-        (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(code), encoding="utf-8", errors="surrogatepass")
         info = tmp_path / f"{name}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -407,3 +414,401 @@ def test_ctrl_c_while_a_plugin_loads_ends_the_program(install):
     install("bad_plugin", "raise KeyboardInterrupt", kernels="records")
     with pytest.raises(KeyboardInterrupt):
         Dispatcher()
+
+
+def test_ctrl_c_while_a_plugin_changes_what_others_registered_undoes_the_change(install):
+    sku = next(sku for sku in built_in_registry().ops["fill"].skus if sku.backend == "numpy")
+    install("bad_plugin", FILL + HOSTILE["a kernel"] + "\nraise KeyboardInterrupt", kernels="records")
+    before = sku.entry_point
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Dispatcher()
+        assert sku.entry_point == before
+    finally:
+        object.__setattr__(sku, "entry_point", before)
+
+
+# --- what a plug-in prints and writes --------------------------------------------------------------------------------
+
+LOUD = """
+    import os, subprocess, sys
+    from skuda.dispatch import Backend, BackendStatus
+    from skuda.dispatch.backends.numpy import HostRunner
+    from skuda.dispatch.device import HOST
+    from skuda.kernels.catalog import built_in_registry
+    from skuda.registry import BackendSpec
+    from skuda.registry.source import resolve
+
+    def shout(what):
+        print(f"loud: {what} by print")
+        os.write(1, f"loud: {what} by os\\n".encode())
+        subprocess.run([sys.executable, "-c", f"print('loud: {what} by a child')"])
+
+    shout("import")
+    SKU = next(sku for sku in built_in_registry().ops["fill"].skus if sku.backend == "numpy" and sku.element == "f32")
+
+    def records():
+        shout("records")
+        return [SKU.model_copy(update={"backend": "loud"})]
+
+    class Loud(Backend):
+        spec = BackendSpec(name="loud", processor="cpu")
+        def __init__(self):
+            shout("construction")
+        def status(self):
+            shout("status")
+            return BackendStatus(available=True, detail="loud")
+        def devices(self):
+            shout("devices")
+            return (HOST,)
+        def told(self, *asked):
+            shout("told")
+            return ("told",)
+        def notes(self):
+            shout("notes")
+            return ("notes",)
+        def choices(self, *asked):
+            shout("choices")
+            return ()
+        def prepare(self, sku, problem, device):
+            shout("prepare")
+            return HostRunner(problem, resolve(sku.source, sku.entry_point))
+"""
+
+
+def child(code, tmp_path, **changes):
+    """Run a program that finds what `install` installed."""
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": path, **changes}
+    return subprocess.run([sys.executable, *code], env=env, capture_output=True, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("list", "--json"),
+        ("show", "fill", "--json"),
+        ("explain", "fill", "--numel", "3", "--output-element", "f32", "--json"),
+        ("doctor", "--json"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_a_plugin_prints_goes_to_standard_error_and_json_stays_json(install, tmp_path, words):
+    install("loud_plugin", LOUD, kernels="records", backends="Loud")
+    ran = child(["-m", "skuda", *words], tmp_path)
+    assert json.loads(ran.stdout)
+    assert re.findall(r"loud: import by (\w+)", ran.stderr) == ["print", "os", "a"]
+
+
+def test_what_a_backend_prints_when_it_is_asked_goes_to_standard_error_too(install, tmp_path):
+    install("loud_plugin", LOUD, kernels="records", backends="Loud")
+    code = """
+from skuda.dispatch import Dispatcher
+d = Dispatcher()
+problem = d.describe("fill", numel=2, output_element="f32")
+plan = d.select(problem)
+d.explain(problem), d.choices(plan.sku, problem, "cpu")
+print(plan.sku.backend, plan.run(value=1.0).tolist())
+"""
+    ran = child(["-c", code], tmp_path)
+    assert ran.stdout == "loud [1.0, 1.0]\n"
+    asked = ("import", "records", "construction", "status", "devices", "told", "notes", "choices", "prepare")
+    for how in ("print", "os", "a child"):
+        assert {f"loud: {what} by {how}" for what in asked} <= set(ran.stderr.splitlines())
+
+
+def test_other_threads_keep_standard_output_while_a_plugin_loads(install, capsys):
+    code = """
+        import builtins
+        print("from the plug-in")
+        builtins.skuda_test_loading.set()
+        builtins.skuda_test_printed.wait(60)
+        records = []
+    """
+    loading, printed = threading.Event(), threading.Event()
+    vars(builtins).update(skuda_test_loading=loading, skuda_test_printed=printed)
+    try:
+        install("slow_plugin", code, kernels="records")
+        before = sys.stdout
+        thread = threading.Thread(target=Dispatcher)
+        thread.start()
+        assert loading.wait(60)
+        print("from the program")  # noqa: T201  the subject
+        printed.set()
+        thread.join()
+    finally:
+        del builtins.skuda_test_loading, builtins.skuda_test_printed
+    assert sys.stdout is before
+    assert capsys.readouterr() == ("from the program\n", "from the plug-in\n")
+
+
+UGLY = "\x1b]0;owned\x07\x1b[31mred\r\nnext\u2028line\u202egnp\x00\x9b\ud800 the end"
+LONG = "much of it " * 200_000
+
+
+@pytest.mark.parametrize("text", [UGLY, LONG, UGLY + LONG], ids=["ugly", "long", "both"])
+@pytest.mark.parametrize(
+    "where", ["import", "status", "raised", "remedy", "device", "told", "notes", "runner", "summary", "repr"]
+)
+def test_a_text_of_a_plugin_is_one_short_line_of_printable_characters(install, where, text):
+    texts = {name: (text if where == name else "calm") for name in ("status", "remedy", "told", "notes", "summary")}
+    code = f"""
+        from skuda.dispatch import Backend, BackendStatus
+        from skuda.dispatch.backends.numpy import HostRunner
+        from skuda.dispatch.device import HOST
+        from skuda.kernels.catalog import built_in_registry
+        from skuda.registry import BackendSpec
+        from skuda.registry.source import resolve
+        TEXTS, WHERE = {texts!r}, {where!r}
+        class Odd(Backend):
+            spec = BackendSpec(name="odd", processor="cpu")
+            def status(self):
+                if WHERE == "raised":
+                    raise RuntimeError(TEXT)
+                if WHERE == "repr":
+                    return type("Junk", (), {{"__repr__": lambda self: TEXT}})()
+                return BackendStatus.model_construct(
+                    available=True, detail=TEXTS["status"], remedy=TEXTS["remedy"]
+                )
+            def devices(self):
+                second = {{"ordinal": 1, "name": TEXT if WHERE == "device" else ""}}
+                return (HOST.model_construct(**vars(HOST) | second),)
+            def told(self, *asked):
+                return (TEXTS["told"],)
+            def notes(self):
+                return (TEXTS["notes"],)
+            def prepare(self, sku, problem, device):
+                runner = HostRunner(problem, resolve(sku.source, sku.entry_point))
+                runner.notes = (TEXT if WHERE == "runner" else "calm",)
+                return runner
+        FILL = [sku for sku in built_in_registry().ops["fill"].skus if sku.backend == "numpy" and sku.element == "f32"]
+        def records():
+            if WHERE == "import":
+                raise RuntimeError(TEXT)
+            return [FILL[0].model_construct(**vars(FILL[0]) | {{"backend": "odd", "summary": TEXTS["summary"]}})]
+    """
+    # One object, because a long text would be written out ten times.
+    install("odd_plugin", code.replace(repr(text), "TEXT"), kernels="records", backends="Odd")
+    vars(builtins)["TEXT"] = text
+    try:
+        dispatcher = Dispatcher(backends=None)
+        problem = dispatcher.describe("fill", numel=2, output_element="f32")
+        plan, found = dispatcher.select(problem), dispatcher.explain(problem)
+    finally:
+        del builtins.TEXT
+    state = dispatcher.status["odd"]
+    reasons = [reason for decision in found.refused for reason in decision.reasons]
+    recorded = [
+        *(value for plugin in dispatcher.plugins for value in (plugin.name, plugin.origin, plugin.reason)),
+        *(state.detail, state.remedy, plan.sku.summary, *plan.notes, *found.notes),
+        *(device.name for device in dispatcher.devices),
+        *(part for reason in reasons for part in (reason.wanted, reason.had)),
+    ]
+    assert not [line for line in recorded if not line.isprintable() or len(line) > 1300]
+    assert any("the end" in line or "much of it" in line for line in recorded), "it is not shown at all"
+
+
+def test_names_and_versions_of_a_package_are_made_printable(install, tmp_path):
+    install("odd_plugin", "raise RuntimeError", kernels="records")
+    metadata = f"Metadata-Version: 2.1\nName: odd_plugin\nVersion: 1.0{'9' * 5000}\x1b[31m\u202e\n"
+    (tmp_path / "odd_plugin-1.0.dist-info" / "METADATA").write_text(metadata)
+    (plugin,) = Dispatcher().quarantined
+    assert plugin.origin.startswith("odd_plugin 1.0999")
+    assert plugin.origin.isprintable()
+    assert len(plugin.origin) < 1100
+
+
+def test_the_documentation_of_an_op_is_made_printable(install):
+    text = "Twice.\x1b[31m\n\nFormula\u202e\n-------\n"
+    install("good_plugin", f"__doc__ = {text!r}" + textwrap.dedent(GOOD), kernels="records")
+    op = Dispatcher().registry.ops["twice"]
+    assert op.summary == "Twice. [31m"
+    assert op.documentation.splitlines()[2:] == ["Formula ", "-------"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "raise SystemExit(3)",
+        "raise GeneratorExit",
+        "return str(self)",
+        "return 3",
+        "raise type('Own', (BaseException,), {})",
+    ],
+)
+def test_an_error_that_cannot_be_shown_sets_its_plugin_aside_like_any_other(install, body):
+    code = f"class Mute(Exception):\n    def __str__(self): {body}\n    __repr__ = __str__\nraise Mute"
+    install("mute_plugin", code, kernels="records")
+    (plugin,) = Dispatcher().quarantined
+    assert plugin.reason == "Mute: (a Mute that cannot be shown)"
+
+
+# --- what a plug-in's kernel raises ----------------------------------------------------------------------------------
+
+ON_NUMPY = """
+    from skuda.kernels.catalog import built_in_registry
+    SKUS = [sku for sku in built_in_registry().ops["fill"].skus if sku.backend == "numpy"]
+
+    def fill(problem, *, value, output):
+        output.fill(value)
+        {failure}
+
+    records = [
+        sku.model_copy(update={{"variant": "mine", "source": __name__, "entry_point": "fill"}}) for sku in SKUS
+    ]
+"""
+
+
+def problem_of(dispatcher, element="f32"):
+    return dispatcher.describe("fill", numel=2, output_element=element)
+
+
+def test_a_kernel_of_a_plugin_on_numpy_ranks_before_the_reference(install, capsys):
+    install("mine_first", ON_NUMPY.format(failure="pass"), kernels="records")
+    dispatcher = Dispatcher()
+    found = dispatcher.explain(problem_of(dispatcher))
+    assert [decision.sku.rpartition(".")[2] for decision in found.accepted] == ["mine", "reference"]
+    assert dispatcher.run(problem_of(dispatcher), value=3.0).tolist() == [3.0, 3.0]
+    # It is no reference, so it is not verified by definition.
+    assert main(["list", "--skus", "--op", "fill", "--backend", "numpy", "--json"]) == 0
+    words = {each["id"].rpartition(".")[2]: each["evidence"] for each in json.loads(capsys.readouterr().out)}
+    assert words == {"mine": "unverified", "reference": "reference"}
+
+
+FAILURES = {
+    "an error": ("raise ValueError('odd')", "ValueError: odd"),
+    "an exit": ("raise SystemExit(3)", "SystemExit: 3"),
+    "an own kind": ("raise type('Own', (BaseException,), {})('odd')", "Own: odd"),
+    "a mute one": (
+        "raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})",
+        "(a Mute that cannot be shown)",
+    ),
+}
+HOW = {
+    "run": lambda plan: plan.run(value=3.0),
+    "bound": lambda plan: plan.bind(value=3.0)(),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_launch_that_raises_names_kernel_and_package_and_sets_the_plugin_aside(install, failure, how):
+    code, words = FAILURES[failure]
+    name = f"failing_{list(FAILURES).index(failure)}_{how}"  # sources are looked up once for a process
+    install(name, ON_NUMPY.format(failure=code), kernels="records")
+    dispatcher = Dispatcher()
+    problem, other = problem_of(dispatcher), problem_of(dispatcher, "f64")
+    plan, unused = dispatcher.select(problem), dispatcher.select(other)
+    assert (plan.sku.variant, unused.sku.variant) == ("mine", "mine")
+    with pytest.raises(KernelFailed, match=re.escape(words)) as caught:
+        HOW[how](plan)
+    failed = caught.value
+    assert (failed.sku, failed.origin) == (plan.sku.id, f"{name} 1.0")
+    assert failed.__cause__ is not None
+    assert all(word in str(failed) for word in (plan.sku.id, f"{name} 1.0"))
+    # The next kernel serves, also where a plan was made before.
+    for each in (problem, other):
+        assert dispatcher.select(each).sku.variant == "reference"
+        assert dispatcher.run(each, value=3.0).tolist() == [3.0, 3.0]
+    (plugin,) = dispatcher.quarantined
+    assert plugin.name == name
+    assert plan.sku.id in plugin.reason
+    found = dispatcher.explain(problem)
+    assert any(name in note and words in note for note in found.notes)
+    (refused,) = [each for each in found.refused if each.sku == plan.sku.id]
+    assert f"SKUDA_PLUGINS=-{name}" in refused.reasons[0].change
+    with pytest.raises(Unsupported, match=re.escape(words)):
+        dispatcher.select(problem, PlanPreference(sku=plan.sku.id))
+    assert Dispatcher().select(problem).sku.variant == "mine"
+
+
+RUNNER = """
+        def prepare(self, sku, problem, device):
+            class Failing:
+                notes = ()
+                def check(self, arrays): {check}
+                def run(self, arrays, stream): {run}
+                def bind(self, arrays, stream): {bind}
+            return Failing()
+"""
+CALLS = {
+    "run": lambda plan: plan.run(value=3.0),
+    "check": lambda plan: plan.can_implement(value=3.0),
+    "bind": lambda plan: plan.bind(value=3.0),
+    "bound": lambda plan: plan.bind(value=3.0)(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_backend_whose_runner_raises_is_set_aside(install, call):
+    raising = "raise ZeroDivisionError('odd')"
+    bodies = dict.fromkeys(("check", "run", "bind"), "return None") | {call: raising}
+    if call == "bound":
+        bodies["bind"] = "return lambda: 1 / 0"
+    install("odd_backend", BACKEND.format(name="odd") + RUNNER.format(**bodies), backends="Odd")
+    dispatcher = Dispatcher(Dispatcher().registry.register(*odd_fill()))
+    problem = problem_of(dispatcher)
+    with pytest.raises(KernelFailed, match=r"odd_backend 1.0 raised ZeroDivisionError"):
+        CALLS[call](dispatcher.select(problem))
+    assert not dispatcher.status["odd"].available
+    assert [plugin.name for plugin in dispatcher.quarantined] == ["odd_backend"]
+    assert dispatcher.select(problem).sku.backend == "numpy"
+
+
+def odd_fill():
+    skus = built_in_registry().ops["fill"].skus
+    return [sku.model_copy(update={"backend": "odd"}) for sku in skus if sku.backend == "numpy"]
+
+
+@pytest.mark.parametrize("kind", [MemoryError, RecursionError])
+def test_an_error_that_is_not_the_kernels_fault_sets_nothing_aside(install, kind):
+    install(f"short_of_{kind.__name__}", ON_NUMPY.format(failure=f"raise {kind.__name__}"), kernels="records")
+    dispatcher = Dispatcher()
+    plan = dispatcher.select(problem_of(dispatcher))
+    with pytest.raises(kind) as caught:
+        plan.run(value=3.0)
+    assert caught.value.__notes__ == [f"raised in the kernel {plan.sku.id}"]
+    assert dispatcher.quarantined == ()
+    assert dispatcher.select(plan.problem) is plan
+
+
+def test_an_answer_of_a_plugins_kernel_sets_nothing_aside(install):
+    refusal = "from skuda.registry import InvalidProblem; raise InvalidProblem('fill', 'value', 'odd', 'be even')"
+    install("refusing_plugin", ON_NUMPY.format(failure=refusal), kernels="records")
+    dispatcher = Dispatcher()
+    with pytest.raises(InvalidProblem, match="be even") as caught:
+        dispatcher.run(problem_of(dispatcher), value=3.0)
+    assert not hasattr(caught.value, "__notes__")
+    assert dispatcher.quarantined == ()
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_an_error_in_a_kernel_of_ours_names_the_kernel_and_stays_what_it_is(how):
+    def broken(problem, **arrays):
+        raise ZeroDivisionError("ours")
+
+    sku = built_in_registry().ops["fill"].skus[-1]
+    problem = Dispatcher(built_in_registry()).describe("fill", numel=2, output_element="f32")
+    plan = Plan.prepared(sku, problem, HOST, PlanPreference(), HostRunner(problem, broken))
+    with pytest.raises(ZeroDivisionError, match="ours") as caught:
+        HOW[how](plan)
+    assert caught.value.__notes__ == [f"raised in the kernel {sku.id}"]
+
+
+def test_ctrl_c_in_a_launch_stays_ctrl_c(install):
+    install("interrupted_plugin", ON_NUMPY.format(failure="raise KeyboardInterrupt"), kernels="records")
+    dispatcher = Dispatcher()
+    with pytest.raises(KeyboardInterrupt):
+        dispatcher.run(problem_of(dispatcher), value=3.0)
+    assert dispatcher.quarantined == ()
+
+
+@pytest.mark.parametrize("words", [("list",), ("show", "fill"), ("list", "--json"), ("show", "fill", "--json")])
+def test_list_and_show_say_on_standard_error_what_is_set_aside(install, capsys, words):
+    install("bad_plugin", "raise RuntimeError('boom')", kernels="records")
+    assert main(list(words)) == 0
+    told = capsys.readouterr()
+    assert "bad_plugin" not in told.out
+    (line,) = told.err.splitlines()
+    assert "plug-in bad_plugin of bad_plugin 1.0 (skuda.kernels) is set aside: RuntimeError: boom" in line
+    assert "SKUDA_PLUGINS=-bad_plugin" in line

@@ -546,7 +546,7 @@ CANDIDATE = ("entries", 0, "candidates", 0)
         (edited("margin", value="3"), "margin must be a number"),
         (edited("margin", value=-1), "margin must be at least 0"),
         (edited("margin", value=100), "margin must be less than 100"),
-        (edited("environment", "skuda", value=1), "skuda must satisfy"),
+        (edited("environment", "skuda", value=1), "skuda must be a string"),
         (edited("environment", "driver", value="580\x1b[2J"), "driver must be one line of printable characters"),
         (
             edited("environment", "device", "name", value="H200\x1b[2J"),

@@ -515,5 +515,5 @@ def test_the_configuration_reaches_the_compiler_and_the_driver(tmp_path):
     assert "configuration 64 threads" in second[1]
     blocks = [line.split()[5] for line in (tmp_path / "log").read_text().splitlines() if " cuLaunchKernel" in line]
     assert blocks == ["256,1,1", "64,1,1"]
-    cubins = CubinCache(tmp_path / "cache").entries()
-    assert sorted(facts["flags"][-1] for _, facts in cubins) == ["-DTHREADS=256", "-DTHREADS=64"]
+    cubins = CubinCache(tmp_path / "cache").survey()
+    assert sorted(entry.facts.flags[-1] for entry in cubins) == ["-DTHREADS=256", "-DTHREADS=64"]

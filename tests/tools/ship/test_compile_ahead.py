@@ -16,8 +16,9 @@ from skuda.dispatch.backends.cuda import CudaBackend
 from skuda.dispatch.backends.cuda_core import CudaCoreBackend
 from skuda.dispatch.backends.pycuda import PycudaBackend
 from skuda.dispatch.compile import cache as cubin_cache
-from skuda.dispatch.compile.cache import CubinCache, Entry, Key, outdated
+from skuda.dispatch.compile.cache import CubinCache, Entry, outdated
 from skuda.dispatch.compile.compilers import nvrtc_trouble
+from skuda.dispatch.compile.member import Key
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.elementwise.fill import FillDescriptor
 from skuda.registry import Registry
@@ -276,19 +277,19 @@ def fill_cache(number=3, day=86400):
     """Write entries that are 0, 1, 2, ... days old and an hour; gives their paths, youngest first."""
     cache = CubinCache()
     for age in range(number):
-        key = Key("source", (f"-D{age}",), "sm_90", "launch", "cuda_core")
-        cache.get(key, "nvcc 13.0", lambda: CUBIN, {"sku": f"kernel {age}"})
+        key = Key("5" * 64, (f"-D{age}",), "sm_90", "launch", "cuda_core")
+        cache.get(key, "nvcc 13.0", lambda: CUBIN, sku=f"kernel {age}", file="package:file.cu")
         written = time.time() - age * day - 3600
         os.utime(path_of(age), (written, written))
     return [path_of(age) for age in range(number)]
 
 
 def path_of(age):
-    return next(e.path for e in CubinCache().survey() if e.facts.get("sku") == f"kernel {age}")
+    return next(e.path for e in CubinCache().survey() if e.facts is not None and e.facts.sku == f"kernel {age}")
 
 
 def kept():
-    return {entry.facts["sku"] for entry in CubinCache().survey()}
+    return {entry.facts.sku for entry in CubinCache().survey()}
 
 
 def test_ls_says_what_is_there(skuda, monkeypatch):
@@ -314,10 +315,10 @@ def test_ls_says_what_is_there(skuda, monkeypatch):
         (lambda content: content[:-1], "checksum"),
         (lambda content: content[:-9] + bytes([content[-9] ^ 1]) + content[-8:], "checksum"),
         (lambda _: b"", "not a kernel of ours"),
-        (lambda content: content.replace(b'"sm_90", "launch"', b'"sm_80", "launch"'), "another kernel"),
-        (lambda content: content.replace(b'"key"', b'"kex"'), "facts"),
+        (lambda content: content.replace(b'"sm_90"', b'"sm_80"'), "checksum of its facts"),
+        (lambda content: content.replace(b'"launch"', b'"lauxch"'), "checksum of its facts"),
     ],
-    ids=["short", "one bit", "empty", "of another kernel", "no key"],
+    ids=["short", "one bit", "empty", "another value", "another name"],
 )
 def test_verify_finds_what_is_wrong(skuda, spoil, says):
     paths = fill_cache()
@@ -368,7 +369,7 @@ def test_gc_spares_what_is_being_written(skuda):
 
 def test_age_goes_before_size():
     sizes_and_ages = [(10, 1), (10, 50), (30, 100), (10, 200)]
-    entries = [Entry(Path(str(age)), {}, "", size, 1000.0 - age) for size, age in sizes_and_ages]
+    entries = [Entry(Path(str(age)), None, "", size, 1000.0 - age) for size, age in sizes_and_ages]
 
     def going(**limits):
         return [entry.path.name for entry in outdated(entries, 1000.0, **limits)]

@@ -1,0 +1,125 @@
+"""What identifies a compiled kernel, and the record of one in the cache and in bundles."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, NamedTuple, Self, TypeVar
+
+from pydantic import Field, StringConstraints, ValidationError
+
+from skuda.registry.errors import InvalidRecord
+from skuda.registry.value import Integer, Value
+
+SCHEMA = 1
+LARGEST_CUBIN = 1 << 28
+_LONGEST_QUOTE = 200
+
+# Text from a file must be printable, because terminals interpret control characters.
+Text = Annotated[str, StringConstraints(pattern=r"^[ -~]{1,1000}$")]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Record = TypeVar("Record", bound=Value)
+
+
+class Key(NamedTuple):
+    """Everything that a cubin depends on, apart from the compiler.
+
+    Attributes
+    ----------
+    source : str
+        Hash of the source and of all headers of skuda and its plug-ins that it includes.
+    flags : tuple of str
+        Compiler flags of the SKU and of the configuration that its launch rule chose.
+    arch : str
+        Target architecture.
+    launch : str
+        Entry point and launch rule of the SKU. The rule's results are not part of the key: whenever a cubin is loaded,
+        the launch's parameters are compared with those of its kernels.
+    backend : str
+        The backend that launches it.
+    """
+
+    source: str
+    flags: tuple[str, ...]
+    arch: str
+    launch: str
+    backend: str
+
+    @property
+    def digest(self) -> str:
+        """Hash of the key and the schema version."""
+        return hashlib.sha256(json.dumps([SCHEMA, *self]).encode()).hexdigest()[:32]
+
+
+class Member(Value):
+    """One cubin of the cache or of a bundle.
+
+    Attributes
+    ----------
+    sku : str
+        Id of the kernel, or of one of several that share the cubin.
+    file : str
+        The kernel's ``package:file`` source.
+    source, flags, arch, launch, backend
+        Parts of the key; see `Key`.
+    compiler : str
+        Identity of the compiler.
+    size : int
+        Size in bytes.
+    sha256 : str
+        Hash of the cubin.
+    """
+
+    sku: Text
+    file: Text
+    source: Sha256
+    flags: Annotated[tuple[Text, ...], Field(max_length=1000)]
+    arch: Text
+    launch: Text
+    backend: Text
+    compiler: Text
+    size: Annotated[Integer, Field(ge=1, le=LARGEST_CUBIN)]
+    sha256: Sha256
+
+    @property
+    def key(self) -> Key:
+        """The key of the cubin."""
+        return Key(self.source, self.flags, self.arch, self.launch, self.backend)
+
+    @classmethod
+    def of(cls, key: Key, cubin: bytes, *, sku: str, file: str, compiler: str) -> Self:
+        """Return the record of a cubin.
+
+        Raises
+        ------
+        InvalidRecord
+            If a part of it breaks a rule.
+        """
+        return cls(
+            sku=sku,
+            file=file,
+            compiler=compiler,
+            size=len(cubin),
+            sha256=hashlib.sha256(cubin).hexdigest(),
+            **key._asdict(),
+        )
+
+    def holds(self, cubin: bytes) -> bool:
+        """Return whether a cubin has the size and the hash."""
+        return len(cubin) == self.size and hashlib.sha256(cubin).hexdigest() == self.sha256
+
+
+def validated(kind: type[Record], text: bytes) -> Record:
+    """Return the record of a kind that JSON holds; raise `ValueError` with the reason, printable, for anything else."""
+    try:
+        return kind.model_validate_json(text)
+    except InvalidRecord as error:
+        raise ValueError(f"breaks a rule: {_shown(str(error))}") from error
+    except ValidationError as error:
+        raise ValueError(f"cannot be read: {_shown(error.errors()[0]['msg'])}") from error
+
+
+def _shown(text: str) -> str:
+    """Return text from a file, shortened and without terminal control characters."""
+    safe = "".join(character if " " <= character <= "~" else "?" for character in text)
+    return safe if len(safe) <= _LONGEST_QUOTE else f"{safe[:_LONGEST_QUOTE]}..."

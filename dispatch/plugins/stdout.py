@@ -1,0 +1,67 @@
+"""Standard output, which belongs to the program: what plug-ins print while they load or are asked goes elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+_lock = threading.Lock()
+_inside = threading.local()
+_depth = 0
+
+
+class _Routed:
+    """Is standard error for a thread inside `kept_clean`, and for all others the stream that it stands for."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr if getattr(_inside, "depth", 0) else self.stream, name)
+
+
+def _begin_in_child() -> None:
+    """Begin anew after a fork: the thread that held the lock may not exist any more."""
+    global _lock, _depth
+    _lock, _depth = threading.Lock(), getattr(_inside, "depth", 0)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_in_child)
+
+
+@contextmanager
+def kept_clean() -> Iterator[None]:
+    """Send what this thread prints to standard error, and other threads' output where it belongs.
+
+    In a program of one thread this holds for file descriptor 1 too, so for C code and child processes; with several
+    threads the descriptor stays, because it is theirs as well.
+    """
+    global _depth  # noqa: PLW0603  there is one standard output
+    before = getattr(_inside, "depth", 0)
+    alone = not before and threading.active_count() == 1
+    with _lock:
+        if not isinstance(sys.stdout, _Routed):
+            sys.stdout = _Routed(sys.stdout)
+        _depth += 1
+    saved = None
+    try:
+        _inside.depth = before + 1
+        if alone:
+            with suppress(OSError):  # a program can run without these descriptors
+                saved = os.dup(1)
+                os.dup2(2, 1)
+        yield
+    finally:
+        if saved is not None:
+            os.dup2(saved, 1)
+            os.close(saved)
+        _inside.depth = before
+        with _lock:
+            _depth -= 1
+            if not _depth and isinstance(sys.stdout, _Routed):
+                sys.stdout = sys.stdout.stream

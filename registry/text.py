@@ -1,0 +1,43 @@
+"""Texts of others, which may have any length and any character, made safe to print."""
+
+from __future__ import annotations
+
+from reprlib import Repr
+
+MOST = 1000
+"""Characters of a line."""
+_MOST_LINES = 1000
+_repr = Repr()
+_repr.maxlevel, _repr.maxdict, _repr.maxset = 3, 8, 8
+_repr.maxlist = _repr.maxtuple = 12
+_repr.maxstring = _repr.maxlong = _repr.maxother = 80
+
+
+def one_line(text: object, most: int = MOST) -> str:
+    """Return a text without line breaks, control and format characters or lone surrogates, cut to `most` characters.
+
+    Each run of blanks and of such characters becomes one blank. What is no text is shown by its type.
+    """
+    if not isinstance(text, str):
+        return f"(a {type(text).__name__})"
+    # Only the beginning is looked at, because a text can have any length; with str's own method: a subclass can lie.
+    start = str.__getitem__(text, slice(4 * most))
+    line = " ".join(_printable(start).split())
+    return line if len(line) <= most and len(start) == str.__len__(text) else f"{line[: most - 3]}..."
+
+
+def lines(text: str) -> str:
+    """Return a text of several lines with such characters, tabs too, as blanks; lines and their number are cut."""
+    return "\n".join(_printable(line[:MOST]) for line in text.splitlines()[:_MOST_LINES])
+
+
+def _printable(text: str) -> str:
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+def shown(value: object) -> str:
+    """Return any value as an error shows it: short, in one line, even if its ``__repr__`` fails."""
+    try:
+        return one_line(_repr.repr(value))
+    except Exception:  # noqa: BLE001  a `repr` of somebody else, or an integer of too many digits
+        return f"a {type(value).__name__}"

@@ -1,0 +1,172 @@
+"""Forks: a child works on the CPU whatever other threads were doing, and is told that CUDA does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+from fakes import FakeArray, Rig
+from interrupts import fork
+from toy import ToyDescriptor, toy_op, toy_sku
+from toykernels import scaled as toy
+
+from skuda.dispatch import Dispatcher
+from skuda.dispatch.backends.cuda_core import CudaCoreBackend
+from skuda.dispatch.backends.numpy import NumpyBackend
+from skuda.dispatch.cuda import driver as cuda_driver
+from skuda.dispatch.system.locks import Locks, lock
+from skuda.registry import NotPrepared, Registry
+from skuda.registry.errors import DriverError
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks on this system")
+PROBLEM, OTHER = ToyDescriptor(m=4), ToyDescriptor(m=5)
+
+
+def in_child(call, patience=20):
+    """Call a function in a forked child and return its exit status: 0 if it returned true, -14 if it hung."""
+    child = fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(patience)
+            status = 0 if call() else 2
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+class Slow(NumpyBackend):
+    """A backend whose `prepare` waits, but not in a child."""
+
+    def __init__(self):
+        self.begun, self.go_on, self._home = threading.Event(), threading.Event(), os.getpid()
+
+    def prepare(self, *asked, **more):
+        if os.getpid() == self._home:
+            self.begun.set()
+            assert self.go_on.wait(60)
+        return super().prepare(*asked, **more)
+
+
+def test_a_child_selects_what_another_thread_was_selecting():
+    backend = Slow()
+    dispatcher = Dispatcher(Registry([toy_op(toy_sku())], origin="toy"), backends=[backend])
+    thread = threading.Thread(target=dispatcher.select, args=(PROBLEM,))
+    thread.start()
+    assert backend.begun.wait(60)
+    x = np.ones(4, np.float32)
+    try:
+        assert in_child(lambda: np.array_equal(dispatcher.run(PROBLEM, x=x), x + x)) == 0
+        assert in_child(lambda: dispatcher.select(OTHER).problem == OTHER) == 0
+    finally:
+        backend.go_on.set()
+        thread.join()
+    assert dispatcher.select(PROBLEM).problem == PROBLEM
+
+
+def test_locks_held_by_other_threads_are_open_in_a_child():
+    single, named = lock(), Locks()
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with single, named.of("a name"):
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+
+    def takes():
+        with single, named.of("a name"):
+            return True
+
+    try:
+        assert in_child(takes) == 0
+        assert single.locked()
+        assert named.of("a name").locked()
+    finally:
+        done.set()
+        thread.join()
+
+
+class Loaded:
+    """What stands for the driver in a process that has used CUDA."""
+
+    version, device_count = "13.0", 1
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """Let this process have used CUDA, and leave no trace of that."""
+    monkeypatch.setattr(cuda_driver, "Driver", Loaded)
+    cuda_driver.driver.cache_clear()
+    assert cuda_driver.driver().version == "13.0"
+    monkeypatch.undo()
+    yield
+    cuda_driver.driver.cache_clear()
+
+
+def refuses(call, kind):
+    try:
+        call()
+    except kind as error:
+        return cuda_driver.FORKED in str(error) and "spawn" in str(error) and "\n" not in str(error)
+    return False
+
+
+def test_a_plan_for_a_gpu_refuses_in_a_child(used):
+    rig = Rig(toy.ScaledDescriptor(numel=32), toy.scaled)
+    arrays = {"x": FakeArray((32,)), "scale": 0.5, "y": FakeArray((32,))}
+    rig.run(**arrays)
+    bound = rig.runner.bind(arrays, None)
+    bound()
+    before = len(rig.engine.launches)
+    assert before == 2
+    calls = {
+        "run": lambda: rig.run(**arrays),
+        "check": lambda: rig.runner.check(arrays),
+        "bind": lambda: rig.runner.bind(arrays, None),
+        "what bind returned": bound,
+    }
+    for name, call in calls.items():
+        assert in_child(lambda call=call: refuses(call, NotPrepared)) == 0, name
+    rig.run(**arrays)
+    bound()
+    assert len(rig.engine.launches) == before + 2
+
+
+def test_scratch_of_the_parent_is_not_freed_in_a_child(used):
+    rig = Rig(toy.SummedDescriptor(n=32), toy.summed)
+    assert rig.driver.allocated
+
+    def forget():
+        rig.runner = None
+        return rig.driver.freed == []
+
+    assert in_child(forget) == 0
+    forget()
+    assert rig.driver.freed
+
+
+def test_the_driver_is_not_asked_in_a_child(used):
+    assert in_child(lambda: refuses(cuda_driver.driver, DriverError)) == 0
+    backend = CudaCoreBackend()
+    backend.trouble = lambda: None
+
+    def told():
+        status = backend.status()
+        return not status.available and cuda_driver.FORKED in status.detail and "spawn" in status.remedy
+
+    assert in_child(told) == 0
+    assert not cuda_driver.inherited()
+
+
+def test_a_driver_that_another_library_used_before_the_fork_is_told_alike(monkeypatch):
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda _: {"cuInit": lambda _: 3})
+    monkeypatch.setattr(cuda_driver.ctypes, "PyDLL", lambda _: None)
+    assert refuses(cuda_driver.Driver, DriverError)

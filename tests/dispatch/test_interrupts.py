@@ -1,0 +1,84 @@
+"""Ctrl-C at every bytecode: nothing stays locked, and nothing half made is believed later."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+from interrupts import bytecodes, elsewhere, interrupted
+from support import fresh
+from toy import ToyDescriptor, toy_op, toy_sku
+
+from skuda import functional
+from skuda.dispatch import Dispatcher
+from skuda.dispatch.backends.numpy import NumpyBackend
+from skuda.dispatch.cuda import pycuda_context
+from skuda.registry import Registry
+
+PROBLEM, OTHER = ToyDescriptor(m=4), ToyDescriptor(m=5)
+SELECTING = ("/dispatcher.py", "/locks.py", "/telemetry.py", "/match.py", "/backends/", "/plan.py")
+
+
+def made():
+    dispatcher = Dispatcher(Registry([toy_op(toy_sku())], origin="toy"), backends=[NumpyBackend()])
+    assert dispatcher.devices
+    return dispatcher
+
+
+def test_an_interrupted_selection_leaves_nothing_locked():
+    points = bytecodes(partial(made().select, PROBLEM), *SELECTING)
+    assert points > 300
+    raised = 0
+    for at in range(1, points + 1):
+        dispatcher = made()
+        raised += interrupted(partial(dispatcher.select, PROBLEM), at, *SELECTING)
+        plan = elsewhere(partial(dispatcher.select, PROBLEM))
+        assert plan.problem == PROBLEM
+        assert plan is dispatcher.select(PROBLEM)
+        assert elsewhere(partial(dispatcher.select, OTHER)).problem == OTHER
+    assert raised > points // 2
+
+
+def test_an_interrupted_first_call_of_an_op_is_made_again(monkeypatch):
+    monkeypatch.setenv("SKUDA_PLUGINS", "0")
+    ours = ("/functional.py", "/locks.py", "/dispatcher.py")
+    monkeypatch.setattr(functional, "_default", [])
+    points = bytecodes(functional.default_dispatcher, *ours)
+    for at in 1 + fresh("default").permutation(points)[:30]:
+        monkeypatch.setattr(functional, "_default", [])
+        interrupted(functional.default_dispatcher, at, *ours)
+        dispatcher = elsewhere(functional.default_dispatcher)
+        assert dispatcher is functional.default_dispatcher()
+        assert dispatcher.plugins == ()
+
+
+def test_an_interrupted_first_question_is_asked_again():
+    def fresh():
+        return Dispatcher(Registry([toy_op(toy_sku())], origin="toy"), backends=[NumpyBackend()])
+
+    def asked(dispatcher):
+        return dispatcher.status, dispatcher.devices
+
+    points = bytecodes(partial(asked, fresh()), "/dispatcher.py", "/asking.py")
+    for at in range(1, points + 1):
+        dispatcher = fresh()
+        interrupted(partial(asked, dispatcher), at, "/dispatcher.py", "/asking.py")
+        assert asked(dispatcher) == asked(fresh())
+
+
+def test_an_interrupt_leaves_no_context_on_the_stack_of_pycuda(monkeypatch):
+    stack = []
+    # Both run no bytecode, as those of PyCUDA do not.
+    context = SimpleNamespace(push=partial(stack.append, 1), pop=stack.pop)
+    monkeypatch.setattr(pycuda_context, "_context", lambda _: context)
+
+    def work():
+        with pycuda_context.pushed(0):
+            assert stack == [1]
+
+    ours = ("/cuda/pycuda_context.py", "/contextlib.py")
+    points = bytecodes(work, *ours)
+    assert points > 50
+    for at in range(1, points + 1):
+        interrupted(work, at, *ours)
+        assert stack == []

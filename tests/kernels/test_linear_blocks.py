@@ -1,0 +1,108 @@
+"""The NumPy linears compute in boxes: every weight is converted once for many rows, and no bit depends on the boxes."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from support import assert_same_bits, dispatcher, draw, every_case, fresh, run, sampled
+
+from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.linear import product
+from skuda.kernels.linear.quantized_linear import QuantizedLinearDescriptor
+from skuda.kernels.linear.quantized_linear import reference as quantized_linear
+from skuda.kernels.linear.smoothquant_linear import SmoothQuantLinearDescriptor
+from skuda.kernels.linear.smoothquant_linear import reference as smoothquant_linear
+from skuda.registry.descriptor import Role
+
+LINEAR = [pytest.param(op, case, id=name) for name, op, case in every_case() if op.name.endswith("_linear")]
+CUTS = ("_FEWEST_ROWS", "_ROWS", "_COLUMNS", "_CODES_AT_ONCE", "_SUMS_AT_ONCE", "BLOCK")
+VARIED = sampled(LINEAR, 12, each=lambda op, case: op.name)
+
+
+class Weight(np.ndarray):
+    """An array of codes that counts those converted to another type."""
+
+    converted = 0
+
+    def astype(self, dtype, **more):
+        Weight.converted += self.size
+        return np.asarray(self).astype(dtype, **more)
+
+
+@pytest.mark.parametrize("m", [64, 65])
+@pytest.mark.parametrize("op", ["smoothquant_linear", "quantized_linear"])
+def test_64_rows_convert_every_weight_once_however_long_k_is(op, m, monkeypatch):
+    n, k = 5, 1 << 19
+    monkeypatch.setattr(Weight, "converted", 0)
+    rest = {"weight_q": np.ones((n, k), np.int8).view(Weight), "weight_scale": np.ones(n, np.float32)}
+    output = np.empty((m, n), np.float32)
+    if op == "smoothquant_linear":
+        problem = SmoothQuantLinearDescriptor(m=m, n=n, k=k, act_scale=1.0, output_element="f32")
+        smoothquant_linear(problem, act_q=np.ones((m, k), np.int8), output=output, **rest)
+    else:
+        fields = {"q_min": -127, "q_max": 127, "activation_element": "f16", "output_element": "f32"}
+        problem = QuantizedLinearDescriptor(m=m, c_out=n, k=k, **fields)
+        quantized_linear(problem, activation=np.full((m, k), 127, np.float16), output=output, **rest)
+        output /= 127
+    assert (output == k).all()
+    assert Weight.converted == -(-m // 64) * n * k
+
+
+@pytest.mark.parametrize("with_scratch", [False, True])
+@pytest.mark.parametrize(("op", "case"), VARIED)
+def test_the_boxes_change_no_bit(op, case, with_scratch, monkeypatch):
+    rng = fresh(op.name, case)
+    given = draw(op, case, rng).inputs
+    scratch = [a for a in case.problem.arguments() if a.role is Role.SCRATCH and with_scratch]
+    made = []
+    for sizes in (None, (2, 7, 3, 29, 35, 16)):
+        for name, size in zip(CUTS, sizes or (), strict=False):
+            monkeypatch.setattr(product, name, size)
+        more = {a.name: np.zeros(a.shape, storage_dtype(a.elements[0])) for a in scratch}
+        made.append(run(case.problem, given, **more) | more)
+    for name, array in made[0].items():
+        assert_same_bits(made[1][name], array, name)
+
+
+MANY = 2**31 - 1
+EMPTY = [(MANY, 0, 0), (MANY, 0, 3), (0, MANY, 0), (0, MANY, 3), (0, 3, MANY), (3, 0, MANY), (0, 0, MANY)]
+
+
+@contextmanager
+def few_calls(most=2000):
+    """Raise as soon as more functions are called than a loop over rows could do with."""
+    count = itertools.count()
+
+    def called(*_):
+        assert next(count) < most, f"more than {most} calls"
+
+    sys.setprofile(called)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def spread_over(shape, dtype):
+    return np.broadcast_to(np.ones((), dtype), shape) if 0 not in shape else np.ones(shape, dtype)
+
+
+@pytest.mark.parametrize("sizes", EMPTY)
+@pytest.mark.parametrize("op", ["smoothquant_linear", "quantized_linear"])
+def test_a_linear_without_outputs_takes_a_few_steps_whatever_the_sizes(op, sizes):
+    m, n, k = sizes
+    rest = {"weight_q": spread_over((n, k), np.int8), "weight_scale": spread_over((n,), np.float32)}
+    if op == "smoothquant_linear":
+        problem = SmoothQuantLinearDescriptor(m=m, n=n, k=k, act_scale=1.0, output_element="f32")
+        rest["act_q"] = spread_over((m, k), np.int8)
+    else:
+        problem = QuantizedLinearDescriptor(m=m, c_out=n, k=k, q_min=-1, q_max=1, activation_element="f32")
+        rest["activation"] = spread_over((m, k), np.float32)
+    plan = dispatcher().select(problem)
+    with few_calls():
+        output = plan.run(**rest)
+    assert output.shape == (m, n)

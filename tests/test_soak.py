@@ -1,0 +1,73 @@
+"""The soak itself, and that it sees what it is for: each fault is planted and must make a round fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from paths import TESTS
+from support import SEED, sampled
+
+RUN, DESCRIBE = "numpy.HostRunner.run", "dispatcher.Dispatcher.describe"
+SELDOM = """
+lambda *given, right=numpy.HostRunner.run: right(*given) if random.random() < 0.9 else np.float32(3)
+""".strip()
+PLANTED = {
+    "a wrong value": ("values", RUN, "lambda *_: np.float32(3)", "Error"),
+    "a wrong value once in a while": ("values", RUN, SELDOM, "Error"),
+    "a hang": ("values", "dispatcher.Dispatcher._plan", "lambda *_: time.sleep(1000)", "Timeout"),
+    "a raw error": ("mistakes", DESCRIBE, "lambda *_, **__: {}['raw']", "Fault: a raw KeyError"),
+    "an error that is too long": ("mistakes", DESCRIBE, "refusing", "Fault: a long or unprintable error"),
+    "another cubin": ("cache", "cache.CubinCache.get", "lambda *_: cache.Found(b'')", "Fault: the cache gave another"),
+    "a cache that raises": ("cache", "cache.CubinCache.survey", "lambda self: [][0]", "IndexError"),
+    "a traceback": ("commands", "cli.main", "lambda _: sys.stderr.write('Traceback') and 1", "printed a traceback"),
+    "a raw error of a command": ("commands", "cli.main", "lambda _: 1 / 0", "Fault: a raw ZeroDivisionError"),
+    "another status": ("commands", "cli.main", "lambda _: 77", "ended with 77"),
+}
+PLANT = """
+import random, sys, time
+import numpy as np
+import soak
+from skuda.dispatch import dispatcher
+from skuda.dispatch.backends import numpy
+from skuda.dispatch.compile import cache
+from skuda.registry.errors import InvalidProblem
+from skuda.tools import cli
+
+def refusing(*_, **__):
+    raise InvalidProblem("x" * 9000, "y", "z", "w")
+
+soak.PATIENCE = 2
+{target} = {fault}
+print(soak.one_round({scenario!r}, [{seed}, 1], 1.0))
+"""
+
+
+def _soak(*words):
+    command = [sys.executable, TESTS / "soak.py", "--seed", str(SEED), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.full
+def test_nothing_goes_wrong_in_a_minute_of_faults():
+    done = _soak("--seconds", "60")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for counted in ("calls", "interrupts", "forks", "refused", "damages"):
+        assert f" {counted}" in done.stdout
+
+
+@pytest.mark.parametrize("scenario", ["values", "mistakes", "cache", "commands"])
+def test_a_short_round_of_each_scenario_finds_nothing(scenario):
+    done = _soak("--seconds", "1", "--jobs", "1", "--only", scenario)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("scenario", "target", "fault", "seen"), sampled([pytest.param(*it, id=name) for name, it in PLANTED.items()], 2)
+)
+def test_a_planted_fault_makes_a_round_fail(scenario, target, fault, seen):
+    code = PLANT.format(scenario=scenario, target=target, fault=fault, seed=SEED)
+    done = subprocess.run([sys.executable, "-c", code], cwd=TESTS, capture_output=True, text=True, check=False)
+    assert done.returncode != 0, done.stdout
+    assert seen in done.stderr, done.stderr
