@@ -76,12 +76,8 @@ class Dispatcher:
         _check("tuning", tuning, (Tuning, str, os.PathLike), "be a Tuning, the path of a file of one, or None")
         _check("on_selection", on_selection, Callable, "be a function of a Selection, or None")
         _check("nvtx", nvtx, bool, "be True, False or None")
-        _check("backends", backends, Iterable, "be several Backends, or None for what is installed")
         if backends is not None:
-            backends = tuple(backends)
-            for backend in backends:
-                if not isinstance(backend, Backend):
-                    _refuse("backends", backend, "hold Backends, such as NumpyBackend()")
+            backends = _backends(backends)
         self._tuned = self._tuned_by(tuning_file() if tuning is None else tuning)
         own = registry is None
         if registry is None:
@@ -532,6 +528,17 @@ class Dispatcher:
         if known is None:
             raise InvalidProblem("Dispatcher.describe", "op", shown(op), f"be one of {', '.join(self.registry.ops)}")
         return known.descriptor(**fields)
+
+
+def _backends(given: Iterable[object]) -> tuple[Backend, ...]:
+    try:
+        found = tuple(given)
+    except TypeError:
+        _refuse("backends", given, "be several Backends, or None for what is installed")
+    for backend in found:
+        if not isinstance(backend, Backend):
+            _refuse("backends", backend, "hold Backends, such as NumpyBackend()")
+    return tuple(backend for backend in found if isinstance(backend, Backend))
 
 
 def _check(argument: str, given: object, kind: Any, must: str) -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from skuda.dispatch.settings import logged_topics
 from skuda.registry.cached import cached_property
-from skuda.registry.errors import MissingDependency, Unsupported
+from skuda.registry.errors import InvalidProblem, MissingDependency, Unsupported
+from skuda.registry.text import one_line, shown
 
 if TYPE_CHECKING:
     from skuda.dispatch.backends.base import Runner
@@ -154,7 +155,15 @@ def log_selection(selection: Selection) -> None:
     """Write a selection to the logger ``skuda.dispatch``: a line at INFO, and one at DEBUG for every kernel refused.
 
     ``SKUDA_LOG=dispatch`` does this by itself; an application with handlers of its own passes it as `on_selection`.
+
+    Raises
+    ------
+    InvalidProblem
+        For what is no `Selection`.
     """
+    given: object = selection
+    if not isinstance(given, Selection):
+        raise InvalidProblem("log_selection", "selection", shown(given), "be a Selection")
     fields = ", ".join(f"{name}={value}" for name, value in _fields(selection.problem).items())
     question = f"{selection.problem.op_name()}({fields}) on {selection.device.describe()}"
     _log.info("%s: %s", question, _outcome(selection))
@@ -176,7 +185,7 @@ def _outcome(selection: Selection) -> str:
     measured = f", {selection.pick.reason}," if selection.pick is not None and selection.pick.reason else ""
     chose = f"chose {selection.sku.id}{behind}{measured} in {selection.duration * 1e3:.3f} ms"
     if selection.error is not None:
-        trouble = " ".join(str(selection.error).split())
+        trouble = one_line(str(selection.error))
         return f"{chose}, which could not be prepared: {type(selection.error).__name__}: {trouble}"
     return f"{chose}, prepared in {selection.preparation * 1e3:.3f} ms"
 

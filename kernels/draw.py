@@ -109,14 +109,23 @@ def _one(
             return _beside_a_tie(float(number), element)
         case _:
             pass
-    if element is ElementKind.S32:
+    if argument.name.endswith("zero_point"):
         return zero_points(shape, problem, values, rng)
+    if element is ElementKind.S32:
+        return _sums(shape, rng)
     if limits is not None:
         low, high = (0, 255) if element.is_packed else limits
         return rng.integers(low, high, storage_shape(shape, element), storage_dtype(element), endpoint=True)
     if "scale" in argument.name:
         return _scales(shape, problem, element, values, rng)
     return _data(problem, argument.name, element, shape, scale, values, rng)
+
+
+def _sums(shape: Shape, rng: np.random.Generator) -> Array:
+    """Draw s32 numbers of every magnitude, as sums of products are, with both ends of the range among them."""
+    found = rng.integers(-(2**31), 2**31 - 1, shape, np.int32, endpoint=True) >> rng.integers(0, 32, shape, np.int32)
+    ends = rng.choice(np.array([-(2**31), 2**31 - 1], np.int32), shape)
+    return np.asarray(np.where(rng.random(shape) < 0.05, ends, found))
 
 
 def _rounds_freely(problem: Descriptor) -> bool:
@@ -149,7 +158,8 @@ def _data(
 def _scales(shape: Shape, problem: Descriptor, element: ElementKind, values: Values, rng: np.random.Generator) -> Array:
     """Draw scales: with `tie_scales` for ``ties``; also zero, NaN, infinite and negative ones for ``special``."""
     if values == "ties":
-        return rounded(tie_scales(shape, getattr(problem, problem.element_field), rng), element)
+        data: ElementKind = getattr(problem, problem.element_field)
+        return rounded(tie_scales(shape, data if data.is_float else element, rng), element)
     reach = {ElementKind.F16: 8, ElementKind.F64: 200}.get(element, 30)
     found = np.exp2(np.where(rng.random(shape) < 0.3, rng.uniform(-reach, reach, shape), rng.uniform(-8, 2, shape)))
     if values == "special":

@@ -56,14 +56,15 @@ def at_ties(problem: Descriptor, inputs: dict[str, Any], segments: Shape, rng: n
     if "weight_q" in inputs:
         return _linear(problem, inputs, rng)
     data = inputs.get("input")
-    if data is None or not hasattr(problem, "q_min"):
-        return {}
     element: ElementKind = getattr(problem, problem.element_field)
+    if data is None or not hasattr(problem, "q_min") or not element.is_float or not ("scale" in inputs or segments):
+        return {}
     if "scale" not in inputs:
         ids = spread(problem, np.arange(int(np.prod(segments))).reshape(segments), data.shape)
         return {"input": _ranged(problem, element, np.broadcast_to(ids, data.shape), rng)[0]}
     scale, zero_point = (
-        spread(problem, np.asarray(inputs[name], np.float64), data.shape) for name in ("scale", "zero_point")
+        spread(problem, np.asarray(inputs[name], np.float64), data.shape) if name in inputs else np.zeros(())
+        for name in ("scale", "zero_point")
     )
     bounds: Any = problem
     ends = 0.75 if "d_output" in inputs else 0.0  # a gradient shows only the ends of the range

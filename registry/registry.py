@@ -16,6 +16,7 @@ from skuda.registry.guarantee import exceeds
 from skuda.registry.op import Case, Op
 from skuda.registry.sku import KernelSku
 from skuda.registry.source import missing, resolve
+from skuda.registry.text import shown
 
 Record = Op | KernelSku | BackendSpec
 Item = TypeVar("Item")
@@ -60,6 +61,11 @@ class Registry:
         return new
 
     def _add(self, records: Iterable[Record], origin: str) -> None:
+        try:
+            records = tuple(records)
+        except TypeError as error:
+            rule = "must be several Ops, KernelSkus or BackendSpecs"
+            raise RegistrationError(shown(records), "records", rule, (origin,)) from error
         for record in records:
             if isinstance(record, BackendSpec):
                 self._claim(record.name, "name", origin)
@@ -67,7 +73,7 @@ class Registry:
             elif isinstance(record, Op):
                 fault = _fault_of(record)
                 if fault is not None:
-                    raise RegistrationError(repr(record)[:80], *fault, (origin,))
+                    raise RegistrationError(shown(record), *fault, (origin,))
                 self._claim(record.name, "op", origin)
                 self._ops[record.name] = record
                 for sku in record.skus:
@@ -75,7 +81,7 @@ class Registry:
             elif isinstance(record, KernelSku):
                 self._add_sku(record, origin)
             else:
-                raise RegistrationError(repr(record), "type", "must be an Op, a KernelSku or a BackendSpec", (origin,))
+                raise RegistrationError(shown(record), "type", "must be an Op, a KernelSku or a BackendSpec", (origin,))
         self._index()
 
     def _claim(self, name: str, field: str, origin: str) -> None:

@@ -14,6 +14,7 @@ from skuda.registry.constraints import Constraint
 from skuda.registry.descriptor import FunctionalKey
 from skuda.registry.elements import ElementKind
 from skuda.registry.guarantee import PrecisionGuarantee
+from skuda.registry.text import shown
 from skuda.registry.value import Integer, Value
 from skuda.registry.vocabulary import EpilogueKind, LayoutSku, OpCategory
 
@@ -63,16 +64,17 @@ class SkuIdentity(Value):
         InvalidRecord
             If `text` is not an id.
         """
-        parts = text.split(".")
+        given: object = text
+        parts = given.split(".") if isinstance(given, str) else ()
         if len(parts) != 7:
-            cls.refuse("id", repr(text), "be category.op.element[-aux].layout[-epilogue].arch.backend.variant")
+            cls.refuse("id", shown(given), "be category.op.element[-aux].layout[-epilogue].arch.backend.variant")
         category, op, elements, shape, arch, backend, variant = parts
         element, _, aux = elements.partition("-")
         words = [] if shape == _PLAIN else shape.split("-")
         layout = words.pop(0) if words and words[0] in _LAYOUTS else None
         epilogue = words.pop(0) if words else None
         if words:
-            cls.refuse("id", repr(text), f"have a layout and an epilogue at most in {shape!r}")
+            cls.refuse("id", shown(text), f"have a layout and an epilogue at most in {shape!r}")
         return SkuIdentity.model_validate(
             {
                 "category": category,
@@ -138,4 +140,4 @@ class KernelSku(SkuIdentity):
 
     def on(self, backend: str, *, arch: ArchSku | None = None) -> Self:
         """Return the same kernel offered under another backend (and architecture)."""
-        return self.model_copy(update={"backend": backend, "arch": arch or self.arch})
+        return self.model_copy(update={"backend": backend, "arch": self.arch if arch is None else arch})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from reprlib import Repr
 
 MOST = 1000
@@ -33,6 +35,17 @@ def lines(text: str) -> str:
 
 def _printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+def path_of(given: object) -> Path | None:
+    """Return the path that a str or a path names, or None for what no file can have as a path."""
+    if not isinstance(given, (str, os.PathLike)):
+        return None
+    try:
+        path = Path(given)
+        return path if path.name and b"\0" not in os.fsencode(path) else None
+    except (TypeError, ValueError):  # a path of bytes, a lone surrogate
+        return None
 
 
 def shown(value: object) -> str:

@@ -9,7 +9,7 @@ from functools import cache
 from numbers import Integral
 from numbers import Real as AnyReal
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, NoReturn, Self, Union, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn, Self, Union, cast, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -26,6 +26,8 @@ from skuda.registry.text import shown
 
 def _index(value: object) -> object:
     """Accept Python's and NumPy's integers, but neither arrays, floats, strings nor booleans."""
+    if type(value) is int:
+        return value
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError("be an integer")  # noqa: TRY004  pydantic lets a TypeError through
     return operator.index(value)
@@ -77,38 +79,43 @@ _RULES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-Guard = tuple[Callable[[object], bool], str]
-"""Whether a value has the type that a field takes, and that type as a rule."""
+class _Guard(NamedTuple):
+    """The types that a field takes, and the same as a rule."""
+
+    field: str
+    kinds: tuple[type, ...]
+    rule: str
 
 
-def _is_flag(value: object) -> bool:
-    # No array library is imported here; NumPy's boolean is the one of its scalars that is no number.
-    return isinstance(value, bool) or (type(value).__module__ == "numpy" and type(value).__name__ in {"bool", "bool_"})
-
-
-def _guard(annotation: Any) -> Guard | None:
+def _guard(field: str, annotation: Any) -> _Guard | None:
     """Return what pydantic does not ask of a field's value before it converts it, or None.
 
     Left to itself, it reads bytes as text, an array of one string as an element, a set as a shape, and 1.0 as true.
     """
     if get_origin(annotation) in {Union, UnionType}:
         parts = [part for part in get_args(annotation) if part is not NoneType]
-        return _guard(parts[0]) if len(parts) == 1 else None
+        return _guard(field, parts[0]) if len(parts) == 1 else None
+    # None is left to pydantic.
     if annotation is bool:
-        return _is_flag, "be true or false"
-    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
-        return lambda value: isinstance(value, str), f"be one of {', '.join(annotation)}"
+        return _Guard(field, (bool, NoneType), "be true or false")
     if annotation is str:
-        return lambda value: isinstance(value, str), "be a string"
+        return _Guard(field, (str, NoneType), "be a string")
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return _Guard(field, (str, NoneType), f"be one of {', '.join(annotation)}")
     if get_origin(annotation) is tuple:
-        return lambda value: isinstance(value, (tuple, list)), "be a tuple"
+        return _Guard(field, (tuple, list, NoneType), "be a tuple")
     return None
 
 
 @cache
-def _guards(record: type[Value]) -> dict[str, Guard]:
-    found = {name: _guard(info.annotation) for name, info in record.model_fields.items()}
-    return {name: guard for name, guard in found.items() if guard is not None}
+def _guards(record: type[Value]) -> tuple[_Guard, ...]:
+    found = (_guard(name, info.annotation) for name, info in record.model_fields.items())
+    return tuple(guard for guard in found if guard is not None)
+
+
+def _is_numpy_flag(value: object) -> bool:
+    # No array library is imported here.
+    return type(value).__module__ == "numpy" and type(value).__name__ in {"bool", "bool_"}
 
 
 class Value(BaseModel):
@@ -133,9 +140,9 @@ class Value(BaseModel):
 
     def __init__(self, /, **fields: Any) -> None:
         # pydantic calls this for nested records and JSON too, so that all of them raise the same errors.
-        for name, (holds, rule) in _guards(type(self)).items():
+        for name, kinds, rule in _guards(type(self)):
             value = fields.get(name)
-            if value is not None and not holds(value):
+            if not isinstance(value, kinds) and not (bool in kinds and _is_numpy_flag(value)):
                 self.refuse(name, shown(value), rule)
         try:
             super().__init__(**fields)

@@ -253,18 +253,41 @@ def segment_of(problem: Any, at: Coordinate) -> Coordinate | None:
     return (at[0],) if hasattr(problem, "d") else None
 
 
+DEFINITIONS: dict[str, Callable[[Any, dict[str, Any]], Definition]] = {}
+
+
+def defines(*ops: str) -> Callable[[Any], Any]:
+    """Declare a function as the definition of some ops.
+
+    It takes a problem and its inputs, and returns a function of an output's name and a coordinate: what must be there.
+    """
+
+    def declared(made: Any) -> Any:
+        DEFINITIONS.update(dict.fromkeys(ops, made))
+        return made
+
+    return declared
+
+
 def definition(problem: Any, inputs: dict[str, Any]) -> Definition:
     """Return the function from (output, coordinate) to what must stand there."""
-    op = problem.op
-    if op == "fill":
-        element = problem.output_element
-        value = _only(inputs["value"])
-        return lambda _, __: int(value) if element in RANGES else convert(float(value), element)
-    if op == "dynamic_range":
-        return _dynamic_range_op(problem, inputs)
-    if op.endswith("_linear"):
-        return _linear_op(problem, inputs)
-    assert "quantize" in op, f"add an exact definition of {op} to tests/oracle.py"
+    assert problem.op in DEFINITIONS, f'add an exact definition to tests/oracle.py, below @defines("{problem.op}")'
+    return DEFINITIONS[problem.op](problem, inputs)
+
+
+@defines("fill")
+def _fill(problem: Any, inputs: dict[str, Any]) -> Definition:
+    element, value = problem.output_element, _only(inputs["value"])
+    return lambda _, __: int(value) if element in RANGES else convert(float(value), element)
+
+
+_QUANTIZED = [f"quantize_per_{part}" for part in ("tensor", "channel", "token", "group")]
+_FAKE = ["fake_quantize", *(f"fake_{name}" for name in _QUANTIZED[1:])]
+_FORWARD = [*_QUANTIZED, *(f"de{name}" for name in _QUANTIZED), *_FAKE]
+
+
+@defines(*_FORWARD, *(f"{name}_backward" for name in _FORWARD))
+def _elementwise(problem: Any, inputs: dict[str, Any]) -> Definition:
     return lambda _, at: _affine(problem, inputs, at)
 
 
@@ -297,6 +320,7 @@ def _affine(problem: Any, inputs: dict[str, Any], at: Coordinate) -> float:
     return real_of(q, zero_point, scale, element) or 0.0
 
 
+@defines("dynamic_range")
 def _dynamic_range_op(problem: Any, inputs: dict[str, Any]) -> Definition:
     data, scope = inputs["input"], problem.scope
     found: dict[Coordinate, tuple[float, int]] = {}
@@ -331,6 +355,7 @@ def _dynamic_range_op(problem: Any, inputs: dict[str, Any]) -> Definition:
     return at
 
 
+@defines("quantized_linear", "smoothquant_linear")
 def _linear_op(problem: Any, inputs: dict[str, Any]) -> Definition:
     dynamic = problem.op == "quantized_linear"
     out = problem.output_element

@@ -16,6 +16,7 @@ import faulthandler
 import hashlib
 import io
 import json
+import logging
 import os
 import random
 import resource
@@ -469,6 +470,8 @@ SCENARIOS: dict[str, Callable[[Rng, Tally, float], None]] = {
 def one_round(name: str, seed: list[int], seconds: float) -> Tally:
     """Run one round in this process."""
     warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what is tested here
+    # An interrupt between two bytecodes of the standard library's Handler.handle (before 3.13) leaves its lock locked.
+    logging.disable()
     faulthandler.dump_traceback_later(seconds + PATIENCE, exit=True)
     signal.signal(signal.SIGALRM, _interrupt)
     random.seed(repr(seed))

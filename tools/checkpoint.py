@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
-from skuda.registry.text import shown
+from skuda.registry.text import path_of, shown
 from skuda.registry.value import Value
 from skuda.tools.files import replacing
 from skuda.tools.smoothquant import SmoothQuantLayer
@@ -79,7 +79,10 @@ def save_layers(path: str | os.PathLike[str], layers: Mapping[str, SmoothQuantLa
     }
     metadata = {"format": FORMAT, "version": FORMAT_VERSION, "layers": _HEADERS.dump_json(headers).decode()}
     with replacing(path) as fresh:
-        safetensors.numpy.save_file(tensors, fresh, metadata)
+        try:
+            safetensors.numpy.save_file(tensors, fresh, metadata)
+        except safetensors.SafetensorError as error:
+            raise OSError(f"{path}: {error}") from error
 
 
 def load_layers(path: str | os.PathLike[str]) -> dict[str, SmoothQuantLayer]:
@@ -147,11 +150,10 @@ def _check_tensors(path: Path, found: Mapping[str, str], headers: Mapping[str, _
 
 
 def _path(subject: str, path: object) -> Path:
-    if isinstance(path, (str, os.PathLike)):
-        found = Path(path)
-        if "\0" not in str(found):
-            return found
-    raise InvalidProblem(subject, "path", shown(path), "be the path of a file")
+    found = path_of(path)
+    if found is None:
+        raise InvalidProblem(subject, "path", shown(path), "be the path of a file")
+    return found
 
 
 def _safetensors() -> ModuleType:

@@ -29,7 +29,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from skuda.dispatch import Dispatcher
+from skuda.dispatch import Dispatcher, Plan
 from skuda.dispatch.host.arrays import HOST_PLACE, host_view, place_of
 from skuda.dispatch.host.floating import require_exact_mode
 from skuda.kernels.quantize import (
@@ -370,7 +370,7 @@ def _dynamic_range(dispatcher: Dispatcher, matrix: F32, scope: Literal["token", 
 
 
 def _check_dispatcher(subject: str, dispatcher: object) -> None:
-    if isinstance(dispatcher, type) or not callable(getattr(dispatcher, "run", None)):
+    if isinstance(dispatcher, (type, Plan)) or not callable(getattr(dispatcher, "run", None)):
         raise InvalidProblem(subject, "dispatcher", shown(dispatcher), "be a skuda.dispatch.Dispatcher")
 
 

@@ -15,6 +15,7 @@ from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.sku import KernelSku
 from skuda.registry.source import resolve
+from skuda.registry.text import shown
 
 
 class HostRunner:
@@ -67,7 +68,7 @@ class HostRunner:
 
     def _refuse_stream(self, stream: object) -> None:
         if stream is not None:
-            raise InvalidProblem(self._problem.op_name(), "stream", repr(stream), "be None: this plan runs on the CPU")
+            raise InvalidProblem(self._problem.op_name(), "stream", shown(stream), "be None: this plan runs on the CPU")
 
 
 class NumpyBackend(Backend):

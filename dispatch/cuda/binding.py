@@ -36,6 +36,7 @@ from skuda.kernels.launch import (
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem, OutOfMemory
+from skuda.registry.text import shown
 
 _SMALL, _LARGE = 2.0**-126, 2.0**127
 """Magnitudes between which an f64 number rounds to a normal f32 one."""
@@ -133,7 +134,7 @@ class Binder:
             found = framework.facts(value)
         except Refused as error:
             self._refuse(name, error.had, error.must)
-        except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+        except (AttributeError, BufferError, LookupError, RuntimeError, TypeError, ValueError) as error:
             self._refuse(name, f"a {type(value).__name__}", f"be readable without a copy ({error})")
         if found.ordinal not in {self._ordinal, ANYWHERE}:
             where = "the host" if found.ordinal is None else f"cuda:{found.ordinal}"
@@ -185,7 +186,7 @@ class Binder:
                 given.append(Given(name, frameworks[name].guard(value, facts[name])))
             elif value is not None:
                 if name in self._pointers and name not in self._numbers:
-                    self._refuse(name, repr(value), "be an array of one element: this kernel takes no number")
+                    self._refuse(name, shown(value), "be an array of one element: this kernel takes no number")
                 given.append(self._number(argument, value))
             elif argument.required and argument.role is not Role.OUTPUT:
                 self._refuse(name, "nothing", f"be given: {rules.wanted(argument, shapes[name])}")

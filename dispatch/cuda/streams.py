@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
 
 LEGACY = 1
 """The driver's other name for the default stream, 0."""
@@ -21,8 +22,8 @@ def stream_handle(op: str, stream: Any, ordinal: int) -> int:
         For anything else, or a stream of another device.
     """
     if isinstance(stream, int) and not isinstance(stream, bool):
-        if stream < 0:
-            raise InvalidProblem(op, "stream", repr(stream), "be a handle, 0 for the default stream")
+        if not 0 <= stream < 1 << 64:
+            raise InvalidProblem(op, "stream", shown(stream), "be a handle, 0 for the default stream")
         return 0 if stream == LEGACY else stream
     device = _ordinal_of(stream)
     if device is not None and device != ordinal:
@@ -37,7 +38,7 @@ def stream_handle(op: str, stream: Any, ordinal: int) -> int:
         _, handle = protocol() if callable(protocol) else protocol
         return 0 if handle == LEGACY else int(handle)
     rule = "be None, an int handle, a stream of torch, CuPy or PyCUDA, or follow __cuda_stream__"
-    raise InvalidProblem(op, "stream", repr(stream), rule)
+    raise InvalidProblem(op, "stream", shown(stream), rule)
 
 
 def _ordinal_of(stream: Any) -> int | None:

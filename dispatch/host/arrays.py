@@ -42,14 +42,14 @@ def place_of(op: str, name: str, value: Any) -> Place | None:
     if isinstance(value, (bool, int, float, np.generic)):
         return None
     if _is_torch(value):
-        tensor = bare(op, name, value)
+        tensor = value if is_plain_tensor(value) else bare(op, name, value)
         if tensor.device.type in {"cpu", "cuda"}:
             # __dlpack_device__ is slow, and raises for a tensor that requires grad, which deserves a clearer error.
             return HOST_PLACE if tensor.device.type == "cpu" else ("cuda", tensor.get_device())
     if hasattr(value, "__dlpack_device__"):
         try:
             kind, ordinal = value.__dlpack_device__()
-        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        except (AttributeError, BufferError, LookupError, RuntimeError, TypeError, ValueError) as error:
             must = f"be in the memory of a CPU or a CUDA device ({error})"
             raise InvalidProblem(op, name, f"a {type(value).__name__}", must) from error
         processor = _DLPACK.get(int(kind))
@@ -72,8 +72,8 @@ def _is_torch(value: object) -> bool:
 
 def is_plain_tensor(value: Any) -> bool:
     """Whether a torch tensor is of a type that runs no code of its own."""
-    torch = sys.modules["torch"]
-    return type(value) in {torch.Tensor, torch.nn.Parameter}
+    kind, torch = type(value), sys.modules["torch"]
+    return kind is torch.Tensor or kind is torch.nn.Parameter
 
 
 def plain_tensor(value: Any) -> Any:
@@ -98,9 +98,9 @@ def bare(op: str, name: str, value: Any) -> Any:
     InvalidProblem
         For a subclass whose memory is not its values: a masked array, or a tensor that stands for others.
     """
+    if type(value) is np.ndarray:
+        return value
     if isinstance(value, np.ndarray):
-        if type(value) is np.ndarray:
-            return value
         if isinstance(value, np.ma.MaskedArray):
             rule = "have no mask: pass x.filled(value), or x.data if what is masked counts as well"
             raise InvalidProblem(op, name, "a masked array", rule)
@@ -121,6 +121,8 @@ def host_view(op: str, name: str, value: Any) -> npt.NDArray[Any]:
     InvalidProblem
         If it is no array, has a mask, is on another device, or cannot be viewed without a copy.
     """
+    if type(value) is np.ndarray:
+        return value
     place = place_of(op, name, value)
     if place is None:
         raise InvalidProblem(op, name, shown(value), "be an array")
@@ -138,7 +140,7 @@ def host_view(op: str, name: str, value: Any) -> npt.NDArray[Any]:
                 return np.asarray(array.view(sys.modules["torch"].int16).numpy()).view(ml_dtypes.bfloat16)
             return np.asarray(array.numpy())
         return np.from_dlpack(array)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, BufferError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidProblem(op, name, f"a {type(value).__name__}", f"be readable without a copy ({error})") from error
 
 

@@ -6,6 +6,7 @@ Nothing here reads memory: an array is known by its address, shape, strides and 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -124,7 +125,7 @@ def number(op: str, argument: Argument, value: Any) -> Any:
             raise InvalidProblem(op, name, shown(value), rule)
         return int(value)
     try:
-        value = float(value)
+        value = _wide(value, element)
     except OverflowError:
         raise InvalidProblem(op, name, shown(value), f"be representable in {element}") from None
     with np.errstate(over="ignore", under="ignore"):
@@ -134,6 +135,19 @@ def number(op: str, argument: Argument, value: Any) -> Any:
     if np.isinf(rounded) and not math.isinf(value):
         raise InvalidProblem(op, name, shown(value), f"be representable in {element}")
     return rounded
+
+
+def _wide(value: Any, element: ElementKind) -> float:
+    """Return a number as an f64 that rounds to `element` as the number itself does.
+
+    An integer of more than 53 bits, or a long double, is rounded to odd, which keeps what the second rounding needs.
+    """
+    value = int(value) if isinstance(value, np.integer) else value  # Python compares it with a float exactly
+    near = float(value)
+    if type(value) is float or element is ElementKind.F64 or near == value or math.isnan(near):
+        return near
+    is_even = not struct.unpack("<q", struct.pack("<d", near))[0] & 1
+    return math.nextafter(near, math.inf if value > near else -math.inf) if is_even else near
 
 
 def refuse_overlap(op: str, arguments: tuple[Argument, ...], places: Mapping[str, Place], *, in_place: bool) -> None:

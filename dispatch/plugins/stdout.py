@@ -21,7 +21,8 @@ class _Routed:
         self.stream = stream
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stderr if getattr(_inside, "depth", 0) else self.stream, name)
+        aside = sys.stderr if getattr(_inside, "depth", 0) else None
+        return getattr(aside or self.stream, name)
 
 
 def _begin_in_child() -> None:
@@ -45,7 +46,7 @@ def kept_clean() -> Iterator[None]:
     before = getattr(_inside, "depth", 0)
     alone = not before and threading.active_count() == 1
     with _lock:
-        if not isinstance(sys.stdout, _Routed):
+        if sys.stdout and not isinstance(sys.stdout, _Routed):  # a program can run without any
             sys.stdout = _Routed(sys.stdout)
         _depth += 1
     saved = None

@@ -25,6 +25,8 @@ from skuda.registry.text import shown
 _STORED = (*FLOATS, ElementKind.S8, ElementKind.U8, ElementKind.S32, ElementKind.U32, ElementKind.S64)
 _BY_DTYPE = {str(storage_dtype(element)): element for element in _STORED}
 _PROBES = (ElementKind.F16, ElementKind.BF16, ElementKind.S8, ElementKind.U8)
+_DISTINCT = frozenset({int, bool, str})
+"""Types in which equal values are the same."""
 _MOST_REMEMBERED = 256
 
 
@@ -45,22 +47,6 @@ class _Seen(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: Any
-
-
-class _Plain(NamedTuple):
-    """A field's value as a part of the cache's key: 1, 1.0 and True are equal, and so are 0.0 and -0.0."""
-
-    value: Any
-    told: str
-
-
-def _plain(op: str, name: str, value: Any) -> _Plain:
-    value = tuple(value) if isinstance(value, list) else value
-    try:
-        hash(value)
-        return _Plain(value, f"{type(value).__name__} {value!r}")
-    except Exception:  # noqa: BLE001  unhashable, or a type of somebody else
-        raise InvalidProblem(op, name, shown(value), "be a plain value: it is no argument") from None
 
 
 class Fields:
@@ -109,6 +95,10 @@ class Fields:
         """
         fields = {name: value for name, value in given.items() if name in self._infos and value is not None}
         arrays = {name: value for name, value in given.items() if name not in self._infos and value is not None}
+        for name, value in fields.items():
+            # A tensor has a hash, but no truth value.
+            if value.__hash__ is not None and hasattr(value, "__dlpack_device__"):
+                raise InvalidProblem(self._op, name, f"a {type(value).__name__}", "be a plain value: it is no argument")
         if not self._cases:
             return self._descriptor(**fields), arrays
         known = {argument.name: argument for argument in self.arguments}
@@ -117,12 +107,25 @@ class Fields:
                 rule = f"be one of {', '.join((*known, *self._infos))}"
                 raise InvalidProblem(self._op, name, "an unknown argument", rule)
         seen = tuple((name, self._seen(name, arrays[name])) for name in arrays if not known[name].is_scalar)
-        plain = tuple((name, _plain(self._op, name, value)) for name, value in fields.items())
+        plain = tuple((name, *self._plain(name, value)) for name, value in fields.items())
         return self._problem(seen, frozenset(arrays), plain), arrays
 
     def sources(self, field: str) -> tuple[str, ...]:
         """Return the names of the arguments from which a field follows."""
         return self._sources(self._cases[0], field) if self._cases else ()
+
+    def _plain(self, name: str, value: Any) -> tuple[Any, object]:
+        """Return a field's value, and what tells it from equal ones in the cache: 1, 1.0 and True, or 0.0 and -0.0."""
+        kind = type(value)
+        if kind in _DISTINCT:
+            return value, kind
+        value = tuple(value) if kind is list else value
+        try:
+            hash(value)
+            return value, (kind, repr(value))
+        except Exception:  # noqa: BLE001  unhashable, or a type of somebody else
+            rule = "be a plain value: it is no argument"
+            raise InvalidProblem(self._op, name, shown(value), rule) from None
 
     def _seen(self, name: str, value: Any) -> _Seen:
         value = bare(self._op, name, value)
@@ -133,9 +136,9 @@ class Fields:
         return _Seen(tuple(shape), dtype)
 
     def _derived(
-        self, seen: tuple[tuple[str, _Seen], ...], names: frozenset[str], given: tuple[tuple[str, _Plain], ...]
+        self, seen: tuple[tuple[str, _Seen], ...], names: frozenset[str], given: tuple[tuple[str, Any, object], ...]
     ) -> Descriptor:
-        arrays, fields = dict(seen), {name: self._as_enum(name, plain.value) for name, plain in given}
+        arrays, fields = dict(seen), {name: self._as_enum(name, value) for name, value, _ in given}
         sample = self._sample(fields, names)
         for name in self._elements:
             source = next((each for each in _storing(sample, name) if each in arrays), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidRecord
 from skuda.registry.sku import SkuIdentity
+from skuda.registry.text import one_line, path_of, shown
 from skuda.registry.value import Real, Size, Value
 
 MARGIN = 3.0
@@ -184,6 +186,9 @@ class Tuning(Value):
 
     def entry(self, problem: Descriptor) -> Entry | None:
         """Return the times of exactly this problem, or None."""
+        given: object = problem
+        if not isinstance(given, Descriptor):
+            self.refuse("problem", shown(given), "be a descriptor")
         return self._by_problem.get(_key(as_json(problem)))
 
     def updated(self, other: Tuning) -> Tuning:
@@ -194,6 +199,9 @@ class Tuning(Value):
         InvalidRecord
             If the other record has another environment or another margin.
         """
+        given: object = other
+        if not isinstance(given, Tuning):
+            self.refuse("other", shown(given), "be a Tuning")
         mine, theirs = self._conditions(), other._conditions()
         for name in dict.fromkeys((*mine, *theirs)):
             had, must = theirs.get(name, "none"), mine.get(name, "none")
@@ -207,7 +215,7 @@ class Tuning(Value):
         versions = {f"the version of {name}": version for name, version in where.versions.items()}
         return {"device": where.device, "driver": where.driver, "skuda": where.skuda, "margin": self.margin, **versions}
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file atomically into an existing folder.
 
         Raises
@@ -215,13 +223,15 @@ class Tuning(Value):
         InvalidRecord
             If the file cannot be written.
         """
+        path = _path(path)
         try:
             write_whole(path, self.model_dump_json(indent=1) + "\n")
         except OSError as error:
-            raise InvalidRecord(f"tuning {path}", "the file", error.strerror or "", "be writable") from error
+            why = error.strerror or str(error)
+            raise InvalidRecord(f"tuning {one_line(str(path))}", "the file", why, "be writable") from error
 
     @classmethod
-    def load(cls, path: Path) -> Tuning:
+    def load(cls, path: str | os.PathLike[str]) -> Tuning:
         """Read a file.
 
         Raises
@@ -229,7 +239,8 @@ class Tuning(Value):
         InvalidRecord
             If it cannot be read or is not a valid tuning file; the error names the file and the field.
         """
-        subject, written = f"tuning {path}", "be a file that `skuda tune` wrote"
+        path = _path(path)
+        subject, written = f"tuning {one_line(str(path))}", "be a file that `skuda tune` wrote"
         try:
             if not path.is_file():
                 raise InvalidRecord(subject, "the file", "no file there", written)
@@ -252,6 +263,13 @@ class Tuning(Value):
         except InvalidRecord as error:
             where = "" if error.subject == cls.__name__ else f"{error.subject}."
             raise InvalidRecord(subject, f"{where}{error.field}", _short(error.had), error.must) from error
+
+
+def _path(given: object) -> Path:
+    path = path_of(given)
+    if path is None:
+        Tuning.refuse("path", shown(given), "be the path of a file")
+    return path
 
 
 def _key(problem: Mapping[str, Any]) -> str:

@@ -49,7 +49,7 @@ class DequantizeBackward(AffineProblem):
     Attributes
     ----------
     input_element : ElementKind or None
-        The forward's; it does not change the result.
+        The forward's, one of the codes (s8, u8, s4, u4); it does not change the result.
     output_element : ElementKind
         Element of the gradients.
     """

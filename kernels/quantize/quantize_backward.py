@@ -56,7 +56,8 @@ class QuantizeBackward(Bounded):
     input_element : ElementKind
         Element of the forward's input and of the gradients.
     output_element : ElementKind or None
-        The forward's; when given, the bounds are checked against it. It does not change the result.
+        The forward's, one of the codes (s8, u8, s4, u4); when given, the bounds are checked against it. It does
+        not change the result.
     """
 
     kernel: ClassVar[str] = "quantize_backward"

@@ -86,7 +86,7 @@ def test_an_unknown_device_is_refused_with_those_that_there_are(dispatcher, name
         assert error.field == "device"
         assert error.must == "be one of cpu, cpu:0, which are here, or of a100, h100, h200, rtx4090, b200"
         assert len(str(error).splitlines()) == 1
-        assert len(str(error)) < 300
+        assert len(str(error)) < 500
 
 
 def test_a_card_that_is_not_here_is_no_device_of_this_machine(dispatcher):
@@ -178,7 +178,7 @@ def test_what_is_no_problem_is_refused_everywhere_alike(dispatcher, wrong, told)
 def test_an_op_has_a_name_of_characters(dispatcher, wrong):
     with pytest.raises(InvalidProblem, match=r"op must be one of fill, .*") as caught:
         dispatcher.describe(wrong, numel=2)
-    assert len(caught.value.had) < 100
+    assert len(caught.value.had) <= 200
 
 
 @pytest.mark.parametrize("wrong", [None, "{}", {"sku": "x"}, FILL, 3])

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, get_args, get_origin
 import ml_dtypes
 import numpy as np
 import pytest
+from oracle import DEFINITIONS
 from support import Guarded, arguments_of, dispatcher, draw, every_case, fresh, guarded_outputs, run
 
 from skuda.dispatch.select.fields import Fields
@@ -323,7 +324,7 @@ def test_two_spellings_of_one_problem_are_equal():
 
 # --- arguments of run ------------------------------------------------------------------------------------------------
 
-BY_TENSOR = [op for op in OPS if any(a.role is Role.SCALE for a in op.cases[0].problem.arguments())]
+BY_TENSOR = [op for op in OPS if any(a.role is Role.SCALE for case in op.cases for a in case.problem.arguments())]
 
 
 def _ready(op):
@@ -379,13 +380,44 @@ def test_arrays_of_another_dtype_or_shape_are_refused(op):
             _refused(problem, given | {argument.name: array.reshape(1, *array.shape)}, argument.name)
 
 
+class Lying:
+    """Reports through a standard what is no array."""
+
+    def __init__(self, **reports):
+        self._reports = reports
+
+    def __getattr__(self, name):
+        if name in vars(self).get("_reports", {}):
+            return self._reports[name]
+        raise AttributeError(name)
+
+
+def _raising():
+    raise KeyError("device")
+
+
+NO_ARRAYS = {
+    "objects": np.array([1, "a"], object), "text": np.array("x"), "dates": np.zeros(2, "M8[s]"),
+    "records": np.zeros(2, [("a", "f4")]), "complex numbers": np.zeros(2, np.complex64), "class of arrays": np.ndarray,
+    "bytes of NumPy": np.void(b"12"), "the masked constant": np.ma.masked, "other byte order": np.zeros(2, ">f4"),
+    "wide floats": np.zeros(2, np.longdouble), "memory": memoryview(b"ab"), "ellipsis": ...,
+    "a device that is none": Lying(__dlpack_device__=lambda: 7), "no device": Lying(__dlpack_device__=_raising),
+    "a capsule that is none": Lying(__dlpack_device__=lambda: (1, 0), __dlpack__=lambda **_: 3),
+}  # fmt: skip
+
+
 @EACH_OP
 def test_what_is_no_array_is_refused(op):
     problem, inputs, _ = _ready(op)
+    strange = WRONG | NO_ARRAYS
     for name, value in inputs.items():
-        for wrong in ([1, 2], "1", {}, object()):
-            with pytest.raises(InvalidProblem, match=name):
-                run(problem, inputs | {name: wrong})
+        is_scalar = next(a for a in problem.arguments() if a.name == name).is_scalar
+        for what, wrong in strange.items():
+            if not (is_scalar and what in {"integer", "float", "nan"}):
+                with pytest.raises(InvalidProblem, match=name) as caught:
+                    run(problem, inputs | {name: wrong})
+                assert str(caught.value).isprintable(), what
+                assert len(str(caught.value)) < 1000, what
         if isinstance(value, np.ndarray) and not next(a for a in problem.arguments() if a.name == name).is_scalar:
             _refused(problem, inputs | {name: 1.0}, name)
 
@@ -438,29 +470,35 @@ def test_an_output_over_an_input_of_the_same_bytes_is_refused_where_it_is_not_in
     _refused(problem, inputs | {name: source, arguments_of(problem, Role.OUTPUT)[0].name: sink}, "output")
 
 
+def _scalars(problem, inputs, *roles):
+    return [a for a in arguments_of(problem, *roles) if a.is_scalar and a.name in inputs]
+
+
 @pytest.mark.parametrize("op", BY_TENSOR, ids=lambda op: op.name)
 def test_bad_scalars_are_refused(op):
     problem, inputs, _ = _ready(op)
-    dtype = storage_dtype(next(a for a in problem.arguments() if a.name == "scale").elements[0])
-    tiny, huge = (1e-60, 1e60) if dtype == np.float32 else (0, math.inf)
-    for value in (0, 0.0, -0.0, math.inf, -math.inf, math.nan, np.float32(0), np.float64(math.nan), tiny, huge, True):
-        _refused(problem, inputs | {"scale": value}, "scale")
-    _refused(problem, inputs | {"scale": np.ones(2, dtype)}, "scale")
-    _refused(problem, inputs | {"scale": np.ones(1, np.int32)}, "scale")
-    if "zero_point" in inputs:
+    for scale in _scalars(problem, inputs, Role.SCALE):
+        name, dtype = scale.name, storage_dtype(scale.elements[0])
+        tiny, huge = (1e-60, 1e60) if dtype == np.float32 else (0, math.inf)
+        for value in (0, -0.0, math.inf, -math.inf, math.nan, np.float32(0), np.float64(math.nan), tiny, huge, True):
+            _refused(problem, inputs | {name: value}, name)
+        _refused(problem, inputs | {name: np.ones(2, dtype)}, name)
+        _refused(problem, inputs | {name: np.ones(1, np.int32)}, name)
+    for zero_point in _scalars(problem, inputs, Role.ZERO_POINT):
+        name = zero_point.name
         for value in (2**31, -(2**31) - 1, 0.5, math.nan, math.inf, False, np.int64(2**31)):
-            _refused(problem, inputs | {"zero_point": value}, "zero_point")
-        _refused(problem, inputs | {"zero_point": np.zeros(1, np.int64)}, "zero_point")
-        _refused(problem, inputs | {"zero_point": np.zeros(0, np.int32)}, "zero_point")
+            _refused(problem, inputs | {name: value}, name)
+        _refused(problem, inputs | {name: np.zeros(1, np.int64)}, name)
+        _refused(problem, inputs | {name: np.zeros(0, np.int32)}, name)
 
 
 @pytest.mark.parametrize("op", BY_TENSOR, ids=lambda op: op.name)
 def test_scalars_that_are_no_real_numbers_are_refused(op):
     problem, inputs, _ = _ready(op)
     strange = (10**400, np.str_("1"), np.void(b"12"), np.datetime64(1, "s"), np.complex64(1), "0.1", 1j)
-    for name in {"scale", "zero_point"} & set(inputs):
+    for argument in _scalars(problem, inputs):
         for value in strange:
-            _refused(problem, inputs | {name: value}, name)
+            _refused(problem, inputs | {argument.name: value}, argument.name)
 
 
 @pytest.mark.parametrize(
@@ -474,6 +512,28 @@ def test_scalars_that_are_no_real_numbers_are_refused(op):
 )
 def test_fill_refuses_a_value_that_the_element_cannot_represent(element, value):
     _refused(dispatcher().describe("fill", numel=3, output_element=element), {"value": value}, "value")
+
+
+# Beside the middle between two numbers of the element, by less than f64 tells apart.
+BESIDE = [
+    ("f32", 2**60 + 2**36 + 1, 2**60 + 2**37),
+    ("f32", 2**60 + 2**36, 2**60),
+    ("f32", 2**60 + 2**36 - 1, 2**60),
+    ("f32", 2**60 + 3 * 2**36 - 1, 2**60 + 2**37),
+    ("f32", -(2**60) - 2**36 - 1, -(2**60) - 2**37),
+    ("bf16", 2**60 + 2**52 + 1, 2**60 + 2**53),
+    ("bf16", np.uint64(2**60 + 2**52 + 1), 2**60 + 2**53),
+    ("f64", 2**60 + 2**7 + 1, 2**60 + 2**8),
+    ("f64", 2**60 + 2**7, 2**60),
+]
+if np.finfo(np.longdouble).nmant > 60:
+    BESIDE.append(("f32", np.longdouble(1) + np.longdouble(2) ** -24 + np.longdouble(2) ** -60, 1 + 2**-23))
+
+
+@pytest.mark.parametrize(("element", "value", "want"), BESIDE)
+def test_a_number_of_more_bits_than_f64_is_rounded_once(element, value, want):
+    (got,) = run(dispatcher().describe("fill", numel=1, output_element=element), {"value": value}).values()
+    assert float(got[0]) == want
 
 
 @EACH_OP
@@ -499,7 +559,7 @@ def test_a_refused_run_has_written_nothing(op):
 
 
 def test_every_op_is_covered():
-    assert len(OPS) == 28
+    assert set(DEFINITIONS) == {op.name for op in OPS}
     assert {op.name for op in OPS} == {op.name for _, op, _ in every_case()}
 
 

@@ -558,6 +558,17 @@ def test_a_view_of_another_class_is_taken_as_plain_numbers(dispatcher):
     assert bits(layer.run(dispatcher, WEIGHT.view(Odd))) == bits(want)
 
 
+def test_tensors_of_torch_give_the_bits_of_arrays(dispatcher, rng):
+    torch = pytest.importorskip("torch")
+    x, weight = normal(rng, 4, 3), normal(rng, 2, 3)
+    maxima = np.abs(x).max(axis=0)
+    of_arrays = SmoothQuantLayer.quantize(dispatcher, maxima, weight, BIAS, alpha=0.5)
+    of_tensors = SmoothQuantLayer.quantize(
+        dispatcher, torch.tensor(maxima), torch.tensor(weight), torch.tensor(BIAS), alpha=0.5
+    )
+    assert bits(of_tensors.run(dispatcher, torch.tensor(x))) == bits(of_arrays.run(dispatcher, x))
+
+
 @pytest.mark.parametrize("wrong", [None, 3, b"x", ["x"], "x\0y", {}], ids=repr)
 def test_a_checkpoint_has_a_path(wrong):
     refused("path", "save_layers", save_layers, wrong, {})

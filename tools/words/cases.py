@@ -51,7 +51,7 @@ _DEFAULTS: dict[str, _Rows] = {
     "quantized_linear": ((_PRODUCTS, (_BF16,)),),
     "smoothquant_linear": ((_PRODUCTS, (_BF16,)),),
 }
-"""Shapes by op; `_WIDE` for all others."""
+"""Shapes by op; `_WIDE` for all others, in the elements that they have, or in all they have."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def select_cases(
         if len(shape) not in ranks:
             forms = words(_form(rank) for rank in sorted(ranks))
             raise InvalidProblem(command, "--shapes", "x".join(map(str, shape)), f"be {forms} for {words(ops)}")
-    return tuple(case for op in ops for case in _cases(registry.ops[op], shapes, kinds))
+    return tuple(case for op in ops for case in _cases(registry, registry.ops[op], shapes, kinds))
 
 
 def select_ops(registry: Registry, names: Sequence[str] = (), *, command: str = "bench") -> tuple[str, ...]:
@@ -128,14 +128,18 @@ def _form(rank: int) -> str:
     return "MxNxK (rows, output channels, inner size)" if rank == 3 else "ROWSxCOLUMNS"
 
 
-def _cases(op: Op, shapes: Sequence[Shape], elements: Sequence[ElementKind]) -> tuple[BenchCase, ...]:
+def _cases(
+    registry: Registry, op: Op, shapes: Sequence[Shape], elements: Sequence[ElementKind]
+) -> tuple[BenchCase, ...]:
     rows = _DEFAULTS.get(op.name, _WIDE)
     fitting = [shape for shape in shapes if len(shape) == rank_of(op)]
+    served = dict.fromkeys(sku.element for sku in registry.skus_of(op.name))
+    usual = dict.fromkeys(kind for _, kinds in rows for kind in kinds)
     pairs: dict[tuple[Shape, ElementKind], None] = {}
-    for kind in elements or dict.fromkeys(kind for _, kinds in rows for kind in kinds):
+    for kind in elements or ([kind for kind in usual if kind in served] or served):
         # An element without default shapes is measured at the default shapes of all other elements.
         own = [mine for mine, kinds in rows if kind in kinds] or [mine for mine, _ in rows]
-        pairs |= dict.fromkeys((shape, kind) for shape in (fitting if shapes else sum(own, ())))
+        pairs |= dict.fromkeys((shape, kind) for shape in (fitting if shapes else sum(own, ())) if kind in served)
     return tuple(BenchCase(problem_of(op.descriptor, shape, kind), shape, kind) for shape, kind in pairs)
 
 

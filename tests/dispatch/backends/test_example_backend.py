@@ -10,7 +10,7 @@ from skuda_torch.skus import SKUS
 from skuda.dispatch import Dispatcher, PlanPreference, device_named
 from skuda.dispatch.backends.numpy import NumpyBackend
 from skuda.kernels.catalog import built_in_registry
-from skuda.registry import InvalidProblem
+from skuda.registry import FloatModeError, InvalidProblem
 from skuda.tools.testing import Conformance
 from skuda.tools.verify.placement import TorchPlacement
 
@@ -65,6 +65,25 @@ def test_what_torch_cannot_share_is_handed_on_to_numpy():
         np.testing.assert_array_equal(dispatcher.run(problem, input=odd, scale=0.5, zero_point=0)[::back], want)
         with pytest.raises(InvalidProblem, match="torch can share"):
             dispatcher.run(problem, preference=PlanPreference(backend="torch"), input=odd, scale=0.5, zero_point=0)
+
+
+def test_masks_are_refused_and_subnormals_kept():
+    x = np.float32([1e-40, 1])
+    problem = built_in_registry().ops["fake_quantize"].descriptor(numel=2, q_min=-8, q_max=7, input_element="f32")
+    plan = example().select(problem, device=example().devices[-1])
+    assert plan.sku.backend == "torch"
+    given = {"input": x, "scale": 1e-40, "zero_point": 0}
+    with pytest.raises(InvalidProblem, match="input must have no mask"):
+        plan.run(**given | {"input": np.ma.array(x, mask=[True, False])})
+    want = plan.run(**given)
+    torch = pytest.importorskip("torch")
+    if torch.set_flush_denormal(True):
+        try:
+            with pytest.raises(FloatModeError):
+                plan.run(**given)
+        finally:
+            torch.set_flush_denormal(False)
+    assert plan.run(**given).tobytes() == want.tobytes()
 
 
 def test_a_weaker_promise_is_not_given_to_who_asks_for_the_stronger_one():

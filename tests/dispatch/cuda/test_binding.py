@@ -356,7 +356,7 @@ def test_streams_of_every_library_become_handles(rig, stream, handle):
 
 
 @pytest.mark.parametrize(
-    "stream", [True, -1, 1.5, "0", object(), Stream(cuda_stream=9, device_index=1), Stream(ptr=1, device_id=2)]
+    "stream", [True, -1, 1 << 64, 1.5, "0", object(), Stream(cuda_stream=9, device_index=1), Stream(ptr=1, device_id=2)]
 )
 def test_what_is_no_stream_of_this_device_is_refused(rig, stream):
     with pytest.raises(InvalidProblem) as caught:
@@ -471,6 +471,15 @@ def test_threads_share_a_runner(rig):
 
 
 # --- facts of frameworks ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "interface",
+    [3, {}, {"data": None}, {"data": (X, False), "shape": 3, "typestr": "<f4"}, {"data": (X, False), "shape": (4, 8)}],
+)
+def test_an_interface_that_is_none_is_refused(rig, interface):
+    with pytest.raises(InvalidProblem, match="x must be readable without a copy"):
+        rig.run(x=SimpleNamespace(__cuda_array_interface__=interface), scale=1.0, y=FakeArray((4, 8), address=Y))
 
 
 class FakeTensor:

@@ -14,9 +14,11 @@ from support import assert_same_bits, dispatcher
 from toykernels.scaled import ScaledDescriptor, scaled
 
 from skuda.dispatch.cuda.call import packable
+from skuda.dispatch.device import HOST
 from skuda.dispatch.host.floating import is_nearest, require_exact_mode
 from skuda.registry import ElementKind, FloatModeError, SkudaError
 from skuda.tools import smoothquant
+from skuda.tools.verify.verification import verify
 
 # The values of FE_UPWARD, FE_DOWNWARD and FE_TOWARDZERO.
 _ROUNDING = {
@@ -26,6 +28,7 @@ _ROUNDING = {
 # Bits of MXCSR: results, and operands, that are subnormal count as zero.
 _FLUSHING = {"results": 1 << 15, "operands": 1 << 6} if platform.machine() == "x86_64" else {}
 WORDS = [f"rounds {way}" for way in _ROUNDING] + [f"flushes {which}" for which in _FLUSHING]
+WORDS = WORDS if platform.libc_ver()[0] == "glibc" else []
 pytestmark = pytest.mark.skipif(not WORDS, reason="the modes of this processor are not known here")
 X = np.float32([[1, 2, 3]])
 EACH_MODE = pytest.mark.parametrize("word", WORDS)
@@ -163,6 +166,15 @@ def test_smoothquant_computes_nothing_in_another_mode(word):
         assert error is not None
         call()
     assert ranges.channel_max("layer").tolist() == [1, 2, 3]
+
+
+@EACH_MODE
+def test_verification_fails_and_says_why(word):
+    sku = dispatcher().select(dispatcher().describe("fill", numel=3, output_element="f32")).sku.id
+    with mode(word):
+        (found,) = verify(dispatcher(), HOST, seed=3, skus=[sku]).skus
+    assert found.verdict == "failed"
+    assert "FloatModeError: the floating-point mode must be round to nearest" in found.first_failure.message
 
 
 @pytest.mark.parametrize("word", [word for word in WORDS if word.startswith("rounds")])

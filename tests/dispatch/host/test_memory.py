@@ -56,16 +56,12 @@ def _extra(problem, arrays):
     return peak_of(lambda: plan.run(**arrays))
 
 
-def _elementwise(op, **fields):
-    names = op.descriptor.model_fields
+def _elementwise(op, **changes):
+    """Return a large problem of an op, with the elements of its first case where nothing else is said."""
+    names, fields = op.descriptor.model_fields, op.cases[0].problem.model_dump(exclude={"op"})
     size = next(sizes for name, sizes in SIZES.items() if name in names)
-    floating = op.descriptor.element_field
-    good = {**size, floating: "f32"} | {name: value for name, value in fields.items() if name in names}
-    if op.descriptor.aux_field:
-        good.setdefault(op.descriptor.aux_field, "s8")
-    if "q_min" in names:
-        good |= {"q_min": -8, "q_max": 7}
-    return op.descriptor(**good)
+    bounds = {"q_min": -8, "q_max": 7}
+    return op.descriptor(**{name: value for name, value in (fields | size | bounds | changes).items() if name in names})
 
 
 @pytest.mark.parametrize("op", sampled(ELEMENTWISE, 8), ids=lambda op: op.name)

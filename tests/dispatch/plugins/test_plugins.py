@@ -542,6 +542,46 @@ def test_other_threads_keep_standard_output_while_a_plugin_loads(install, capsys
     assert capsys.readouterr() == ("from the program\n", "from the plug-in\n")
 
 
+@pytest.mark.parametrize("streams", ["sys.stdout = None", "sys.stderr = None", "sys.stdout = sys.stderr = None"])
+def test_a_program_without_standard_streams_loads_plugins_that_print(install, tmp_path, streams):
+    install("loud_plugin", LOUD, kernels="records", backends="Loud")
+    code = f"""
+import sys
+{streams}
+from skuda.dispatch import Dispatcher
+sys.exit(str(Dispatcher().quarantined) if Dispatcher().quarantined else 0)
+"""
+    child(["-c", code], tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_child_that_is_forked_while_a_plugin_loads_prints_and_loads_plugins(install, tmp_path):
+    install("slow_plugin", "import builtins\nbuiltins.load()\nrecords = []", kernels="records")
+    code = """
+import builtins, os, sys, threading
+from skuda.dispatch import Dispatcher
+from skuda.dispatch.plugins.stdout import kept_clean
+loading, forked = threading.Event(), threading.Event()
+builtins.load = lambda: (loading.set(), forked.wait(60))
+thread = threading.Thread(target=Dispatcher)
+thread.start()
+assert loading.wait(60)
+child = os.fork()
+if not child:
+    with kept_clean():
+        print("aside")
+    print("child", sys.stdout is sys.__stdout__, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+forked.set()
+thread.join()
+print("parent", sys.stdout is sys.__stdout__)
+"""
+    ran = child(["-W", "ignore", "-c", code], tmp_path)
+    assert ran.stdout == "child True\nparent True\n"
+    assert ran.stderr == "aside\n"
+
+
 UGLY = "\x1b]0;owned\x07\x1b[31mred\r\nnext\u2028line\u202egnp\x00\x9b\ud800 the end"
 LONG = "much of it " * 200_000
 

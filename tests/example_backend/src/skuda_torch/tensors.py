@@ -9,6 +9,8 @@ import ml_dtypes
 import numpy as np
 
 from skuda.dispatch.host import rules
+from skuda.dispatch.host.arrays import bare
+from skuda.dispatch.host.floating import require_exact_mode
 from skuda.registry import Argument, Descriptor, ElementKind, InvalidProblem, Role
 from skuda.registry.descriptor import storage_shape
 from skuda.registry.errors import Unaligned
@@ -28,7 +30,10 @@ def bound(problem: Descriptor, arrays: Mapping[str, Any], device: str) -> tuple[
     ------
     InvalidProblem
         For an argument that is missing, unknown or unsuitable.
+    FloatModeError
+        In a thread whose arithmetic would give other bits.
     """
+    require_exact_mode()
     op, arguments = problem.op_name(), problem.arguments()
     rules.refuse_unknown(op, arguments, arrays)
     given = {a.name: arrays[a.name] for a in arguments if arrays.get(a.name) is not None}
@@ -79,6 +84,7 @@ def _tensor(op: str, name: str, value: Any, device: str) -> Any:
     """See an array as a tensor, in its own memory."""
     import torch
 
+    value = bare(op, name, value)
     if isinstance(value, np.ndarray):
         if min(value.strides, default=0) < 0 or not value.flags.writeable:
             # Another kernel can read it: skuda hands the call on.
