@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from skuda.dispatch.compile.files import check_folder, check_place, replacing, write_whole
+from skuda.dispatch.system.writing import check_folder, check_place, replacing, write_whole
 from skuda.registry.errors import InvalidProblem
 
 __all__ = ["check", "check_all", "read_json", "read_text", "replacing", "write_whole"]

@@ -25,9 +25,9 @@ from typing import Annotated, BinaryIO
 
 from pydantic import Field
 
-from skuda.dispatch.compile.files import check_place, replacing
 from skuda.dispatch.compile.member import SCHEMA, Key, Member, Text, validated
 from skuda.dispatch.system.files import open_regular, shared
+from skuda.dispatch.system.writing import check_place, replacing
 from skuda.registry.errors import BundleError, InvalidRecord
 from skuda.registry.value import Integer, Value
 

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import AfterValidator, Field, JsonValue
 
-from skuda.dispatch.compile.files import write_whole
 from skuda.dispatch.select.environment import Environment, Line
 from skuda.dispatch.select.explanation import as_json
 from skuda.dispatch.system.files import open_regular
+from skuda.dispatch.system.writing import write_whole
 from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidRecord

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from skuda.dispatch.compile.files import check_folder, check_place, replacing, write_whole
+from skuda.dispatch.system.writing import check_folder, check_place, replacing, write_whole
 
 
 def test_a_file_is_replaced_only_when_it_is_complete(tmp_path):
@@ -181,7 +181,7 @@ def test_two_writers_with_the_same_number_do_not_meet(tmp_path):
 
 
 def test_where_standard_output_goes_is_no_place_for_a_file(tmp_path):
-    code = "from pathlib import Path; from skuda.dispatch.compile.files import check_place; check_place(Path('out'))"
+    code = "from pathlib import Path; from skuda.dispatch.system.writing import check_place; check_place(Path('out'))"
     with (tmp_path / "out").open("wb") as out:
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=tmp_path, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
