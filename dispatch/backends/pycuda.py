@@ -10,7 +10,6 @@ Only loading a module needs a pushed context: PyCUDA's launch calls the driver d
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from skuda.dispatch.cuda.bindings import BindingsEngine, bindings_trouble, bindi
 from skuda.dispatch.cuda.call import packer
 from skuda.dispatch.cuda.pycuda_context import keep_forever, pushed
 from skuda.dispatch.cuda.runner import Bound, Send, must_opt_in
+from skuda.dispatch.system.packages import installed
 from skuda.kernels.launch import Dim3, Launch
 from skuda.registry.backend import BUILT_IN
 from skuda.registry.errors import InvalidProblem
@@ -44,7 +44,7 @@ class PycudaBackend(CudaBackend[_Loaded]):
 
     def trouble(self) -> BackendStatus | None:
         """Return what is missing, or None."""
-        if importlib.util.find_spec("pycuda") is None:
+        if not installed("pycuda"):
             return BackendStatus(available=False, detail="pycuda is not installed", remedy=_REMEDY)
         try:
             importlib.import_module("pycuda.driver")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import importlib.metadata
-import importlib.util
 import os
 import re
 import shutil
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 from skuda.dispatch.compile.sources import Source
 from skuda.dispatch.settings import cache_directory, environment
 from skuda.dispatch.system import programs
+from skuda.dispatch.system.packages import installed
 from skuda.dispatch.system.transient import is_transient
 from skuda.registry.errors import CompileError
 
@@ -221,7 +221,7 @@ def find_nvrtc() -> Nvrtc | None:
 @cache
 def nvrtc_trouble() -> str | None:
     """Return why NVRTC cannot be used here, or None if it can."""
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+    if not installed("cuda.bindings"):
         return "cuda-bindings is not installed"
     try:
         _nvrtc()

@@ -7,12 +7,12 @@ call here consists of the driver's function only.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from typing import Any
 
 from skuda.dispatch.cuda.call import packer
 from skuda.dispatch.cuda.driver import driver, failure
 from skuda.dispatch.cuda.runner import Bound, Send, must_opt_in
+from skuda.dispatch.system.packages import installed
 from skuda.kernels.launch import Launch, Step
 from skuda.registry.errors import DriverError
 
@@ -22,7 +22,7 @@ _POINTER, _SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER
 
 def bindings_trouble() -> str | None:
     """Return why cuda-bindings cannot be used, or None; imports no large package."""
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+    if not installed("cuda.bindings"):
         return "cuda-bindings is not installed"
     return None
 

@@ -73,7 +73,7 @@ def test_choices_are_asked_for_again(monkeypatch, error):
 @every_shortage
 def test_a_compiler_is_looked_for_again(monkeypatch, error):
     monkeypatch.setattr(compilers.shutil, "which", lambda _: f"/a place/{type(error).__name__}")
-    monkeypatch.setattr(compilers.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(compilers, "installed", lambda _: True)
     for finds, place, name in (
         (compilers.find_nvcc, compilers.programs, "run"),
         (compilers.find_nvrtc, compilers, "_nvrtc"),
