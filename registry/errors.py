@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-_MOST_NAME, _MOST_VALUE, _MOST_RULE = 80, 200, 2000
+_MOST_NAME, _MOST_VALUE, _MOST_RULE = 400, 200, 2000
 """Characters of a name, of a value and of a rule that an error repeats."""
 
 

@@ -18,14 +18,18 @@ _repr.maxstring = _repr.maxlong = _repr.maxother = 80
 def one_line(text: object, most: int = MOST) -> str:
     """Return a text without line breaks, control and format characters or lone surrogates, cut to `most` characters.
 
-    Each run of blanks and of such characters becomes one blank. What is no text is shown by its type.
+    Each run of blanks and of such characters becomes one blank. A text that is cut ends with its length. What is no
+    text is shown by its type.
     """
     if not isinstance(text, str):
         return f"(a {type(text).__name__})"
     # Only the beginning is looked at, because a text can have any length; with str's own method: a subclass can lie.
     start = str.__getitem__(text, slice(4 * most))
     line = " ".join(_printable(start).split())
-    return line if len(line) <= most and len(start) == str.__len__(text) else f"{line[: most - 3]}..."
+    if len(line) <= most and len(start) == str.__len__(text):
+        return line
+    rest = f"... ({str.__len__(text)} characters)"
+    return line[: most - len(rest)] + rest
 
 
 def lines(text: str) -> str:

@@ -413,7 +413,8 @@ _COMMANDS = (
     "doctor",
 )
 _PROBLEM = '[{"op": "fill", "numel": 3, "output_element": "f32"}]'
-_ENDS = {0, 1, 2, 130}
+_INTERRUPTED = 130
+_ENDS = {0, 1, 2, _INTERRUPTED}
 
 
 def _spoilt(words: list[str], rng: Rng) -> list[str]:
@@ -448,10 +449,11 @@ def commands(rng: Rng, tally: Tally, seconds: float) -> None:
             told = f"skuda {' '.join(words)!r:.300}"
             try:
                 with _full_disk(full=rng.random() < 0.1):
-                    status = interrupted(work, rng, tally, 2.0) if rng.random() < 0.5 else work()
+                    status = interrupted(work, rng, tally, 0.2) if rng.random() < 0.5 else work()
             except Exception as error:
                 raise Fault(f"a raw {type(error).__name__} from {told}") from error
             tally["calls"] += 1
+            tally["interrupts"] += status == _INTERRUPTED
             if status is not None and status not in _ENDS:
                 raise Fault(f"{told} ended with {status}")
             if "Traceback" in err.getvalue():
