@@ -16,16 +16,16 @@ _repr.maxstring = _repr.maxlong = _repr.maxother = 80
 
 
 def one_line(text: object, most: int = MOST) -> str:
-    """Return a text without line breaks, control and format characters or lone surrogates, cut to `most` characters.
+    """Return a text as one `printable` line of at most `most` characters.
 
-    Each run of blanks and of such characters becomes one blank. A text that is cut ends with its length. What is no
-    text is shown by its type.
+    Each run of blanks and line breaks becomes one blank. A text that is cut ends with its length. What is no text is
+    shown by its type.
     """
     if not isinstance(text, str):
         return f"(a {type(text).__name__})"
     # Only the beginning is looked at, because a text can have any length; with str's own method: a subclass can lie.
     start = str.__getitem__(text, slice(4 * most))
-    line = " ".join(_printable(start).split())
+    line = printable(" ".join(start.split()))
     if len(line) <= most and len(start) == str.__len__(text):
         return line
     rest = f"... ({str.__len__(text)} characters)"
@@ -33,12 +33,13 @@ def one_line(text: object, most: int = MOST) -> str:
 
 
 def lines(text: str) -> str:
-    """Return a text of several lines with such characters, tabs too, as blanks; lines and their number are cut."""
-    return "\n".join(_printable(line[:MOST]) for line in text.splitlines()[:_MOST_LINES])
+    """Return a text of several `printable` lines; lines and their number are cut."""
+    return "\n".join(printable(line[:MOST].expandtabs()) for line in text.splitlines()[:_MOST_LINES])
 
 
-def _printable(text: str) -> str:
-    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+def printable(text: str) -> str:
+    """Return a text with ``?`` for control and format characters, which terminals interpret, and lone surrogates."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
 
 def path_of(given: object) -> Path | None:

@@ -31,9 +31,10 @@ from typing import NamedTuple
 
 from skuda.dispatch.compile.member import LARGEST_CUBIN, Key, Member, validated
 from skuda.dispatch.settings import cache_directory
-from skuda.dispatch.system.files import open_regular, printable, shared
+from skuda.dispatch.system.files import open_regular, shared
 from skuda.dispatch.system.locks import Locks
 from skuda.registry.errors import InvalidRecord
+from skuda.registry.text import printable
 
 try:
     import fcntl

@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-_lock = threading.Lock()
+from skuda.dispatch.system.forks import in_child
+from skuda.dispatch.system.locks import lock
+
+_lock = lock()
 _inside = threading.local()
 _depth = 0
 
@@ -25,14 +28,12 @@ class _Routed:
         return getattr(aside or self.stream, name)
 
 
-def _begin_in_child() -> None:
-    """Begin anew after a fork: the thread that held the lock may not exist any more."""
-    global _lock, _depth
-    _lock, _depth = threading.Lock(), getattr(_inside, "depth", 0)
+def _count_in_child() -> None:
+    global _depth  # noqa: PLW0603  there is one standard output
+    _depth = getattr(_inside, "depth", 0)  # no other thread came along
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_in_child)
+in_child(_count_in_child)
 
 
 @contextmanager

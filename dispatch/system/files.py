@@ -44,8 +44,3 @@ def _refuse_others(status: os.stat_result, path: Path) -> None:
 def shared(status: os.stat_result) -> bool:
     """Whether other users than this one and root can change a file or folder, so that no code in it may be run."""
     return hasattr(os, "geteuid") and (status.st_uid not in {os.geteuid(), 0} or bool(status.st_mode & 0o022))
-
-
-def printable(text: str) -> str:
-    """Return text without control characters, which terminals interpret, and without halves of characters."""
-    return "".join(character if character.isprintable() else "?" for character in text)

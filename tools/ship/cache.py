@@ -13,8 +13,8 @@ from typing import Any
 from rich.text import Text
 
 from skuda.dispatch.compile.cache import CubinCache, Entry, outdated, remove
-from skuda.dispatch.system.files import printable
 from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import printable
 from skuda.tools.output import count, folded, plain_table, print_json, records, stdout, tell
 
 _SIZES = {"": 1, "b": 1} | {

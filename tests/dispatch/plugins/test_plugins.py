@@ -670,8 +670,8 @@ def test_the_documentation_of_an_op_is_made_printable(install):
     text = "Twice.\x1b[31m\n\nFormula\u202e\n-------\n"
     install("good_plugin", f"__doc__ = {text!r}" + textwrap.dedent(GOOD), kernels="records")
     op = Dispatcher().registry.ops["twice"]
-    assert op.summary == "Twice. [31m"
-    assert op.documentation.splitlines()[2:] == ["Formula ", "-------"]
+    assert op.summary == "Twice.?[31m"
+    assert op.documentation.splitlines()[2:] == ["Formula?", "-------"]
 
 
 @pytest.mark.parametrize(
