@@ -157,6 +157,20 @@ class Early(HostRunner):
         return super().run(arrays, stream)
 
 
+class Unmasking(HostRunner):
+    """Takes what lies under a mask."""
+
+    def check(self, arrays):
+        super().check(dict(_unmasked(arrays)))
+
+    def run(self, arrays, stream):
+        return super().run(dict(_unmasked(arrays)), stream)
+
+
+def _unmasked(arrays):
+    return [(name, array.data if np.ma.isMaskedArray(array) else array) for name, array in arrays.items()]
+
+
 class Own(HostRunner):
     """Ignores the output that is given."""
 
@@ -303,6 +317,7 @@ def test_a_lie_about_determinism_is_seen_wherever_runs_are_compared():
     ("runner", "check", "words"),
     [
         (Careless, "refusals", r"an unknown argument: can_implement\(\) must raise InvalidProblem, and accepted it"),
+        (Unmasking, "refusals", r"x with a mask: can_implement\(\) must raise InvalidProblem, and accepted it"),
         (Early, "refusals", r"run\(\) refused it and had written to y, byte \d+"),
         (Own, "outputs", r"outputs: y; it was given, and another ndarray came back"),
         (Keeping, "outputs", r"outputs: y\[.*it was left out, and a later run on other inputs wrote to it"),
@@ -338,9 +353,10 @@ def test_each_kind_of_wrong_argument_is_tried():
         kit.check_refusals(sku)
     question = kit.question(sku, 0, CASES[3])
     what = [misuse.what for misuse in misuses(CASES[3].problem, question.drawn, HostPlacement())]
-    assert {"an unknown argument", "a stream on a CPU", "no x", "x of float16", "y that is read-only"} <= set(what)
+    assert {"an unknown argument", "a stream on a CPU", "no x", "x with a mask", "x of float16"} <= set(what)
     assert {"x shorter: shape (7, 7), not (7, 8)", "y longer: shape (7, 9), not (7, 8)"} <= set(what)
     assert {"y of another rank: shape (1, 7, 8), not (7, 8)", "y whose rows are one", "y over x"} <= set(what)
+    assert {"y that is read-only", "y with a mask"} <= set(what)
     assert len(what) == len(set(what))
 
 

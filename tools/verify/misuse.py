@@ -76,6 +76,8 @@ def misuses(problem: Descriptor, drawn: Drawn, placement: Placement) -> Iterator
             yield from _numbers(argument, wrong)
         elif name in images:
             yield wrong(f"{name} that is no array", {name: "text"})
+            if isinstance(placement, HostPlacement):
+                yield wrong(f"{name} with a mask", {name: np.ma.masked_array(views[name])})
             yield from _geometries(argument, images[name].geometry, wrong)
     for argument in arguments:
         if argument.name in images and argument.role is Role.OUTPUT:
