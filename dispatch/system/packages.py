@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 
 def installed(name: str) -> bool:
@@ -15,10 +16,17 @@ def installed(name: str) -> bool:
     places: Iterable[str] | None = None
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
+        if end > 1 and places is None:
+            return False  # it would lie in a module that is no package
         part = ".".join(parts[:end])
-        found = (finder.find_spec(part, places) for finder in sys.meta_path)  # type: ignore[arg-type]  # a namespace's places are no list
-        spec = next(filter(None, found), None)
-        if spec is None or (spec.submodule_search_locations is None and end < len(parts)):
+        found: Any = sys.modules[part] if part in sys.modules else _spec(part, places)
+        if found is None:
             return False
-        places = spec.submodule_search_locations
+        places = getattr(found, "__path__", None) or getattr(found, "submodule_search_locations", None)
     return True
+
+
+def _spec(name: str, places: Iterable[str] | None) -> object:
+    """Return what would be loaded, or None."""
+    found = (finder.find_spec(name, places) for finder in sys.meta_path)  # type: ignore[arg-type]  # a namespace's places are no list
+    return next(filter(None, found), None)

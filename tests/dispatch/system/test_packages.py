@@ -5,6 +5,7 @@ from __future__ import annotations
 import _imp
 import importlib.util
 import sys
+import types
 from typing import ClassVar
 
 import pytest
@@ -35,6 +36,14 @@ def test_a_package_is_not_imported_for_its_child(tmp_path, monkeypatch):
     assert installed("space.inner")
     assert not installed("space.no_such")
     assert not {"outer_package", "space"} & set(sys.modules)
+
+
+@pytest.mark.parametrize("hidden", [None, types.ModuleType("json")], ids=["none", "no package"])
+def test_what_the_program_put_in_its_place_counts(monkeypatch, hidden):
+    monkeypatch.setitem(sys.modules, "json", hidden)
+    monkeypatch.delitem(sys.modules, "json.decoder", raising=False)
+    assert installed("json") is (hidden is not None)
+    assert not installed("json.decoder")
 
 
 def test_nobody_else_waits(monkeypatch):
