@@ -19,7 +19,12 @@ PLANTED = {
     "a hang": ("values", "dispatcher.Dispatcher._plan", "lambda *_: time.sleep(1000)", "Timeout"),
     "a raw error": ("mistakes", DESCRIBE, "lambda *_, **__: {}['raw']", "Fault: a raw KeyError"),
     "an error that is too long": ("mistakes", DESCRIBE, "refusing", "Fault: a long or unprintable error"),
-    "another cubin": ("cache", "cache.CubinCache.get", "lambda *_: cache.Found(b'')", "Fault: the cache gave another"),
+    "another cubin": (
+        "cache",
+        "cache.CubinCache.get",
+        "lambda *_, **__: cache.Found(b'')",
+        "Fault: the cache gave another",
+    ),
     "a cache that raises": ("cache", "cache.CubinCache.survey", "lambda self: [][0]", "IndexError"),
     "a traceback": ("commands", "cli.main", "lambda _: sys.stderr.write('Traceback') and 1", "printed a traceback"),
     "a raw error of a command": ("commands", "cli.main", "lambda _: 1 / 0", "Fault: a raw ZeroDivisionError"),
