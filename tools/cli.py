@@ -5,13 +5,15 @@ The commands are imported when it runs, so that an interrupt during their import
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import io
 import os
 import sys
-from collections.abc import Sequence
-from typing import TextIO
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO
 
 _NO, _BAD_INPUT, _DEFECT, _INTERRUPTED = 1, 2, 70, 130
 
@@ -38,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_streams()
     streams = sys.stdout, sys.stderr
     try:
-        status = _called(given)
+        with _no_interrupt_lost():
+            status = _called(given)
     except KeyboardInterrupt:
         status = _INTERRUPTED
     except SystemExit as left:
@@ -58,6 +61,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _told(error, given)
     _flush(sys.stderr)
     return status
+
+
+@contextlib.contextmanager
+def _no_interrupt_lost() -> Iterator[None]:
+    """Interrupt again where an interrupt came in a destructor or callback, from which Python raises nothing."""
+    before: Callable[[Any], object] = sys.unraisablehook
+
+    def told(ignored: Any) -> None:
+        if issubclass(ignored.exc_type, KeyboardInterrupt):
+            threading.Timer(0.001, _thread.interrupt_main).start()  # not at once, which would be in the same place
+        else:
+            before(ignored)
+
+    sys.unraisablehook = told
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _called(given: list[str]) -> int:

@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -168,6 +169,19 @@ def test_an_interrupt_is_one_from_the_start(folder, number):
     assert "Traceback" not in done.stderr
 
 
+def test_an_interrupt_in_a_destructor_is_one_too(skuda, monkeypatch):
+    class Interrupted:
+        def __del__(self):
+            raise KeyboardInterrupt
+
+    def run(**_):
+        Interrupted()
+        time.sleep(30)
+
+    monkeypatch.setattr("skuda.tools.show.doctor.run", run)
+    assert skuda("doctor") == (130, "", "")
+
+
 # ------------------------------------------------------------------------------------------------- terminals and words
 
 
@@ -262,7 +276,6 @@ PLACES = (
     "bundle @ --op fill --device h300",
     "compile --op @",
     "compile --arch @",
-    "demo --plot @",
     "demo --device @",
     "@",
 )
@@ -275,7 +288,7 @@ PLACES = (
     ),
 )
 def test_words_without_sense(folder, skuda, word, place):
-    if place in ("demo --device @", "demo --plot @") and word in ("empty", "digits that are none"):
+    if place == "demo --device @" and word in ("empty", "digits that are none"):
         pytest.skip("the demo may be installed, and takes long")
     arguments = [part.replace("@", WORDS[word]) for part in place.split(" ")]
     status, _, err = skuda(*arguments)
@@ -378,7 +391,6 @@ WRITERS = (
     "bench --html @",
     "bench --plot @",
     "bundle @ --op fill --arch sm_90",
-    "demo --plot @",
 )
 
 
