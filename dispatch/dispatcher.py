@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import ChainMap
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from pathlib import Path
@@ -182,7 +181,7 @@ class Dispatcher:
 
     @property
     def _obstacles(self) -> match.Unavailable:
-        return ChainMap(self._failed, self._unavailable)
+        return self._unavailable | self._failed if self._failed else self._unavailable
 
     def _plugin_of(self, sku: KernelSku) -> Plugin | None:
         """Return the plug-in that registered a kernel, or else the one that provides its backend."""
@@ -333,17 +332,17 @@ class Dispatcher:
         behind: KernelSku | None = None,
     ) -> Plan | None:
         """Plan with the best kernel, or with the best one ranked after `behind`, and notify the observers."""
-        choose = partial(
-            match.choose,
-            self.registry,
-            problem,
-            device,
-            preference,
-            self._obstacles,
-            behind=behind,
-            tuned=self._tuned,
-        )
         while True:
+            choose = partial(
+                match.choose,
+                self.registry,
+                problem,
+                device,
+                preference,
+                self._obstacles,
+                behind=behind,
+                tuned=self._tuned,
+            )
             watch = Watch(choose, partial(self._planned, problem, preference, device))
             try:
                 return self._plan(key, watch)

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skuda.dispatch import Dispatcher, Plan
-from skuda.dispatch.host.arrays import HOST_PLACE, host_view, place_of
+from skuda.dispatch.host.arrays import host_view
 from skuda.dispatch.host.floating import require_exact_mode
 from skuda.kernels.quantize import (
     DynamicRangeQuantizeDescriptor,
@@ -399,11 +399,6 @@ def _strength(subject: str, alpha: object) -> float:
 def _array(subject: str, field: str, array: object) -> npt.NDArray[Any]:
     """Return an array of the CPU as NumPy sees it, without a copy, in a thread whose arithmetic gives our bits."""
     require_exact_mode()
-    place = place_of(subject, field, array)
-    if place is None:
-        raise InvalidProblem(subject, field, shown(array), "be an array")
-    if place != HOST_PLACE:
-        raise InvalidProblem(subject, field, f"an array on {place[0]}", "be on the CPU")
     return host_view(subject, field, array)
 
 

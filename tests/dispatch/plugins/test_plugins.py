@@ -843,6 +843,17 @@ def test_an_error_in_a_kernel_of_ours_names_the_kernel_and_stays_what_it_is(how)
     assert caught.value.__notes__ == [f"raised in the kernel {sku.id}"]
 
 
+def test_a_backend_that_fails_after_a_kernel_of_another_plugin_failed_is_set_aside_too(install):
+    install("failing_kernels", ON_NUMPY.format(failure="1 / 0"), kernels="records")
+    install("odd_backend", BACKEND.format(name="odd"), backends="Odd")
+    install("odd_kernels", KERNEL, kernels="records")
+    dispatcher = Dispatcher()
+    with pytest.raises(KernelFailed, match="failing_kernels"):
+        dispatcher.run(problem_of(dispatcher), PlanPreference(backend="numpy"), value=3.0)
+    assert dispatcher.run(problem_of(dispatcher), value=3.0).tolist() == [3, 3]
+    assert {plugin.name for plugin in dispatcher.quarantined} == {"failing_kernels", "odd_backend"}
+
+
 def test_ctrl_c_in_a_launch_stays_ctrl_c(install):
     install("interrupted_plugin", ON_NUMPY.format(failure="raise KeyboardInterrupt"), kernels="records")
     dispatcher = Dispatcher()
