@@ -437,6 +437,7 @@ def commands(rng: Rng, tally: Tally, seconds: float) -> None:
         os.environ |= {"SKUDA_CACHE_DIR": f"{name}/cache", "HOME": name}
         problems, end = Path(name) / "problems.json", time.monotonic() + seconds
         places = {"file": f"{name}/out", "problems": str(problems)}
+        os.chdir(name)  # nonsense may name a file
         while time.monotonic() < end:
             nested = "[" * int(rng.choice([0, 1, 100_000]))
             problems.write_text(nested + str(rng.choice([_PROBLEM, "{}", ""])))
@@ -457,7 +458,7 @@ def commands(rng: Rng, tally: Tally, seconds: float) -> None:
             tally["calls"] += 1
             tally["interrupts"] += status == _INTERRUPTED
             if status is not None and status not in _ENDS:
-                raise Fault(f"{told} ended with {status}")
+                raise Fault(f"{told} ended with {status}: {err.getvalue()[-2000:]}")
             if "Traceback" in err.getvalue():
                 raise Fault(f"{told} printed a traceback: {err.getvalue()[-2000:]}")
             if status == 2 and len(err.getvalue()) > 4000:

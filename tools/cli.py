@@ -58,9 +58,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif lost is not None and isinstance(error, OSError | None):
         status = _fail(_system(OSError(lost.errno, lost.strerror, "standard output")))
     elif error is not None:
-        status = _told(error, given)
+        try:
+            status = _told(error, given)
+        except Exception as raised:
+            if not _hides_an_interrupt(raised):
+                raise
+            status = _INTERRUPTED
     _flush(sys.stderr)
     return status
+
+
+def _hides_an_interrupt(error: Exception) -> bool:
+    """Return whether pydantic's core has turned an interrupt into an error of its own, which only names it."""
+    return type(error).__module__.startswith("pydantic_core") and "KeyboardInterrupt" in str(error)
 
 
 @contextlib.contextmanager
@@ -122,6 +132,8 @@ def _flush(stream: TextIO) -> OSError | None:
 
 def _told(error: Exception, given: list[str]) -> int:
     """Say in one line what was wrong."""
+    if _hides_an_interrupt(error):
+        return _INTERRUPTED
     if isinstance(error, ImportError):
         if given[:1] == ["doctor"]:
             # The doctor must also work if the packages that typer needs are missing.

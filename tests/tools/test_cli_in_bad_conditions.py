@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from paths import ROOT
+from pydantic_core import PydanticSerializationError
 from support import SEED, fresh, sampled
 
 from skuda.tools import cli
@@ -180,6 +181,18 @@ def test_an_interrupt_in_a_destructor_is_one_too(skuda, monkeypatch):
 
     monkeypatch.setattr("skuda.tools.show.doctor.run", run)
     assert skuda("doctor") == (130, "", "")
+
+
+@pytest.mark.parametrize("where", ["the command", "its error"])
+def test_an_interrupt_that_pydantic_hides_is_one_too(skuda, monkeypatch, where):
+    def hidden(*_, **__):
+        raise PydanticSerializationError("Error serializing to JSON: KeyboardInterrupt: ")
+
+    if where == "the command":
+        monkeypatch.setattr("skuda.tools.show.doctor.run", hidden)
+    else:
+        monkeypatch.setattr("skuda.tools.output.tell", hidden)
+    assert skuda("doctor" if where == "the command" else "nothing") == (130, "", "")
 
 
 # ------------------------------------------------------------------------------------------------- terminals and words
