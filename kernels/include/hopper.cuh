@@ -54,6 +54,11 @@ DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
       "@!done bra again;\n}" ::"r"(barrier), "r"(parity)
       : "memory");
 }
+// One store of 16 aligned bytes to global memory, without a branch.
+DEVICE void put16_if(bool wanted, void* to, const uint4& v) {
+  asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n@wanted st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}"
+               ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"((u32)wanted) : "memory");
+}
 // Stores 16 bytes at the same address in block `rank` of the cluster.
 DEVICE void store16_at(u32 to, u32 rank, const s32 (&v)[4]) {
   asm volatile(

@@ -79,13 +79,15 @@ def element_flags(problem: LinearProblem) -> tuple[str, ...]:
     )
 
 
-def launch_product(problem: LinearProblem, product: Step, **fields: Any) -> Launch:
+def launch_product(
+    problem: LinearProblem, product: Step, *, scratch: tuple[tuple[str, int], ...] = (), **fields: Any
+) -> Launch:
     """Launch a product, after the quantization of a dynamic activation, with further `fields` of `Launch`."""
     if not problem.dynamic:
-        return Launch(steps=(product,), **fields)
+        return Launch(steps=(product,), scratch=scratch, **fields)
     m, _, k = problem.sizes
     activation: ElementKind = getattr(problem, problem.element_field)
-    scratch = (("codes", m * k), ("scales", m * activation.compute.bits // 8))
+    scratch = (("codes", m * k), ("scales", m * activation.compute.bits // 8), *scratch)
     return Launch(steps=(_quantization(problem, activation), product), scratch=scratch, **fields)
 
 

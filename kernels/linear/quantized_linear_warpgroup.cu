@@ -10,6 +10,6 @@
 #include "quantized_codes.cuh"
 #include "warpgroup.cuh"
 
-WARPGROUP_KERNEL quantized_linear_warpgroup(TENSOR_MAPS, const f32* scales, const f32* given, EPILOGUE_PARAMETERS, s32 band) {
-  warpgroup_linear(a_map, w_map, given ? given : scales, 0.0f, EPILOGUE, k, (u32)band);
+WARPGROUP_KERNEL quantized_linear_warpgroup(TENSOR_MAPS, const f32* scales, const f32* given, WARPGROUP_PARAMETERS) {
+  warpgroup_linear(a_map, w_map, given ? given : scales, 0.0f, WARPGROUP_GIVEN);
 }

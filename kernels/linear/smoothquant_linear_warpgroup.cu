@@ -8,9 +8,9 @@
 //   scratch             [m] f32 or null: filled with act_scale
 #include "warpgroup.cuh"
 
-WARPGROUP_KERNEL smoothquant_linear_warpgroup(TENSOR_MAPS, f32 act_scale, f32* scratch, EPILOGUE_PARAMETERS, s32 band) {
+WARPGROUP_KERNEL smoothquant_linear_warpgroup(TENSOR_MAPS, f32 act_scale, f32* scratch, WARPGROUP_PARAMETERS) {
   if (scratch != nullptr) {
     for (s64 i = (s64)blockIdx.x * blockDim.x + threadIdx.x; i < m; i += (s64)gridDim.x * blockDim.x) scratch[i] = act_scale;
   }
-  warpgroup_linear(a_map, w_map, nullptr, act_scale, EPILOGUE, k, (u32)band);
+  warpgroup_linear(a_map, w_map, nullptr, act_scale, WARPGROUP_GIVEN);
 }

@@ -21,6 +21,9 @@
 //
 // Flags: TILE_M, TILE_N, STAGES, CLUSTER_M, CLUSTER_N, COOPERATIVE, SKUDA_CODE, SKUDA_WEIGHT, SKUDA_OUT, SKUDA_EPILOGUE.
 #pragma once
+#ifndef SHARES
+#define SHARES 0
+#endif
 #include "hopper.cuh"
 #include "layer.cuh"
 
@@ -138,16 +141,25 @@ DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const f32 (&sa)[2], const Epi
   typedef Staged<CURVED, SKUDA_OUT>::type Stage;
   enum { SIZE = sizeof(Stage), WIDE = 128 / SIZE, STRIP = WIDE < TILE_N ? WIDE : TILE_N, UNITS = STRIP * SIZE / 16 };
   const int lane = threadIdx.x % 32, quad = lane % 4;
+  const int rows = p.m - row0 < 16 ? (int)(p.m - row0) : 16, end = p.n - column0 < TILE_N ? (int)(p.n - column0) : TILE_N;
+  const int r0 = lane / UNITS, c0 = lane % UNITS * (16 / SIZE);  // of the lane's first unit of a strip
+  SKUDA_OUT* const to = p.output + (row0 + r0) * p.output_leading + column0 + c0;
+  const s64 hop = (32 / UNITS) * p.output_leading;
 #pragma unroll
   for (int strip = 0; strip < TILE_N / STRIP; ++strip) {
+    // Staging may alias the columns for all that the compiler knows, so that everything is read before it is written.
+    float2 sw[STRIP / 8], bias[STRIP / 8];
 #pragma unroll
     for (int i = 0; i < STRIP / 8; ++i) {
       const int column = strip * STRIP + 8 * i + 2 * quad;
-      const float2 sw = *(const float2*)(columns + column), bias = *(const float2*)(columns + TILE_N + column);
+      sw[i] = *(const float2*)(columns + column), bias[i] = *(const float2*)(columns + TILE_N + column);
+    }
+#pragma unroll
+    for (int i = 0; i < STRIP / 8; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int at = 4 * (strip * (STRIP / 8) + i) + 2 * h;
-        const f32 v[2] = {finished(d[at], sa[h], sw.x, bias.x), finished(d[at + 1], sa[h], sw.y, bias.y)};
+        const f32 v[2] = {finished(d[at], sa[h], sw[i].x, bias[i].x), finished(d[at + 1], sa[h], sw[i].y, bias[i].y)};
         put_pair(staging + (lane / 4 + 8 * h) * PITCH + (8 * i + 2 * quad) * SIZE, v, codes, Stage());
       }
     }
@@ -164,16 +176,17 @@ DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const f32 (&sa)[2], const Epi
         }
       }
     } else if (chunks) {
+      uint4 w[UNITS / 2];
 #pragma unroll
-      for (int i = 0; i < UNITS / 2; ++i) {
-        const int unit = lane + 32 * i, r = unit / UNITS, c = unit % UNITS;
-        const s64 row = row0 + r, column = first + c * (16 / SIZE);
-        const uint4 w = *(const uint4*)(staging + r * PITCH + c * 16);
-        if (row < p.m && column < p.n) *(uint4*)(p.output + row * p.output_leading + column) = w;
+      for (int i = 0; i < UNITS / 2; ++i) w[i] = *(const uint4*)(staging + (r0 + i * (32 / UNITS)) * PITCH + lane % UNITS * 16);
+      SKUDA_OUT* at = to + strip * STRIP;
+#pragma unroll
+      for (int i = 0; i < UNITS / 2; ++i, at += hop) {
+        put16_if(r0 + i * (32 / UNITS) < rows && strip * STRIP + c0 < end, at, w[i]);
       }
     } else {
 #pragma unroll 1
-      for (int r = 0; r < 16 && row0 + r < p.m; ++r) {
+      for (int r = 0; r < rows; ++r) {
 #pragma unroll 1
         for (int c = lane; c < STRIP && first + c < p.n; c += 32) {
           p.output[(row0 + r) * p.output_leading + first + c] = *(const SKUDA_OUT*)(staging + r * PITCH + c * SIZE);
@@ -184,20 +197,89 @@ DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const f32 (&sa)[2], const Epi
   }
 }
 
+// What a cluster computes: with SHARES, first its share of the steps of the tiles before `shared`, which all clusters divide
+// evenly, then every `clusters`-th of the others. A share begins and ends within a tile; each part of a tile is exact.
+struct Work {
+  u32 steps, tiles, clusters, shared, at, end, next;
+
+  DEVICE static Work of(u32 cluster, u32 clusters, u32 tiles, u32 steps, u32 shared) {
+    return Work{steps, tiles, clusters, shared, begin_of(cluster, clusters, shared * steps),
+                begin_of(cluster + 1, clusters, shared * steps), SHARES ? shared + cluster : cluster};
+  }
+  DEVICE static u32 begin_of(u32 cluster, u32 clusters, u32 units) { return SHARES ? (u32)((u64)units * cluster / clusters) : 0; }
+  DEVICE bool more() const { return (SHARES && at < end) || next < tiles; }
+  // The next part: steps `begin` to `begin + count` of a tile.
+  DEVICE bool take(u32& tile, u32& begin, u32& count) {
+    if (SHARES && at < end) {
+      tile = at / steps, begin = at - tile * steps;
+      count = steps - begin < end - at ? steps - begin : end - at;
+      at += count;
+      return true;
+    }
+    tile = next, begin = 0, count = steps;
+    next += clusters;
+    return tile < tiles;
+  }
+};
+
+// Sums of a part that does not begin at step 0 go to memory, from where the cluster with the first part adds them. Every
+// block has one place of a tile's sums and, for each consumer warpgroup, a flag: 1 from when they are there until they are
+// read. All blocks are resident, and the first part is the last of its cluster's share, so that hardly anything waits.
+struct Exchange {
+  u8* sums;
+  u32* flags;
+
+  DEVICE uint4* place(u32 block, int consumer) const {
+    const u64 bytes = (u64)GROUP_M * TILE_N * 4;
+    return (uint4*)(sums + (block * (COOPERATIVE ? 2 : 1) + (COOPERATIVE ? consumer : 0)) * bytes) + threadIdx.x % 128;
+  }
+  DEVICE u32* flag(u32 block, int consumer) const { return flags + 2 * block + (COOPERATIVE ? consumer : 0); }
+
+  DEVICE void send(const s32 (&d)[BLOCKS_M][TILE_N / 2], u32 block, int consumer) const {
+    uint4* const to = place(block, consumer);
+#pragma unroll
+    for (int i = 0; i < BLOCKS_M * TILE_N / 8; ++i) {
+      const s32* const four = d[i / (TILE_N / 8)] + i % (TILE_N / 8) * 4;
+      put16_if(true, to + i * 128, make_uint4((u32)four[0], (u32)four[1], (u32)four[2], (u32)four[3]));
+    }
+    group_sync(consumer);
+    if (threadIdx.x % 128 == 0) asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.u32 [%0], 1;" ::"l"(flag(block, consumer)) : "memory");
+  }
+  DEVICE void add(s32 (&d)[BLOCKS_M][TILE_N / 2], u32 block, int consumer) const {
+    const uint4* const from = place(block, consumer);
+    u32* const ready = flag(block, consumer);
+    if (threadIdx.x % 128 == 0) {
+      u32 seen = 0;
+      while (seen == 0) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(ready) : "memory");
+    }
+    group_sync(consumer);
+#pragma unroll
+    for (int i = 0; i < BLOCKS_M * TILE_N / 8; ++i) {
+      const uint4 four = __ldcg(from + i * 128);
+      s32* const sum = d[i / (TILE_N / 8)] + i % (TILE_N / 8) * 4;
+      sum[0] += (s32)four.x, sum[1] += (s32)four.y, sum[2] += (s32)four.z, sum[3] += (s32)four.w;
+    }
+    group_sync(consumer);
+    if (threadIdx.x % 128 == 0) *ready = 0;
+  }
+};
+
 // act_scale: [m] or null: the value.
 DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, const f32* act_scale, f32 act_scale_value,
-                             const Epilogue& p, s64 k, u32 band) {
+                             const Epilogue& p, s64 k, u32 band, u32 shared_tiles, const Exchange& exchange) {
   extern __shared__ u8 unaligned[];
   u8* const shared = unaligned + (-shared_address(unaligned) & 1023);
   u8* const staging = shared + STAGES * STAGE_BYTES;
   f32* const columns = (f32*)(staging + STAGING);
   const u32 stages = shared_address(shared), full = shared_address(columns) + COLUMNS, empty = full + 8 * STAGES;
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const int group = threadIdx.x / 128;
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // so that the compiler knows that a warp has one
   const u32 cluster_row = rank / CLUSTER_N, cluster_column = rank % CLUSTER_N;
   const Raster raster{(u32)((p.m + TILE_M * CLUSTER_M - 1) / (TILE_M * CLUSTER_M)),
                     (u32)((p.n + TILE_N * CLUSTER_N - 1) / (TILE_N * CLUSTER_N)), band};
-  const u32 tiles = raster.rows * raster.columns, steps = (u32)((k + STEP - 1) / STEP);
+  Work work = Work::of(blockIdx.x / CLUSTER, gridDim.x / CLUSTER, raster.rows * raster.columns, (u32)((k + STEP - 1) / STEP),
+                       shared_tiles);
+  u32 tile, begin, steps;
   if (threadIdx.x == 0) {
     prefetch_map(&a_map), prefetch_map(&w_map);
     for (int s = 0; s < STAGES; ++s) {
@@ -217,28 +299,36 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
         if (other / CLUSTER_N == cluster_row) row_mask |= 1 << other;
         if (other % CLUSTER_N == cluster_column) column_mask |= 1 << other;
       }
-      wait_for_previous_kernel();
-      for (u32 tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
+      // Weights do not depend on the previous kernel: those of the first stages are requested before it ends.
+      const u32 to_a = cluster_column * (A_BYTES / CLUSTER_N), to_w = A_BYTES + cluster_row * (W_BYTES / CLUSTER_M);
+      for (bool first = true; work.take(tile, begin, steps); first = false) {
         u32 row, column;
         raster.at(tile, row, column);
         const s32 a_row = (s32)((row * CLUSTER_M + cluster_row) * TILE_M + cluster_column * (TILE_M / CLUSTER_N));
         const s32 w_row = (s32)((column * CLUSTER_N + cluster_column) * TILE_N + cluster_row * (TILE_N / CLUSTER_M));
-        for (u32 step = 0; step < steps; ++step, at.next()) {
-          const u32 stage = stages + at.stage * STAGE_BYTES, filled = full + 8 * at.stage;
-          const u32 to_a = stage + cluster_column * (A_BYTES / CLUSTER_N);
-          const u32 to_w = stage + A_BYTES + cluster_row * (W_BYTES / CLUSTER_M);
+        const auto load_a = [&](u32 stage, u32 step) {
+          const u32 to = stages + stage * STAGE_BYTES + to_a;
+          const s32 x = (s32)((begin + step) * STEP);
+          if (CLUSTER_N > 1) load_box_to_all(to, &a_map, x, a_row, full + 8 * stage, row_mask);
+          if (CLUSTER_N == 1) load_box(to, &a_map, x, a_row, full + 8 * stage);
+        };
+        const auto load_w = [&](u32 stage, u32 step) {
+          const u32 to = stages + stage * STAGE_BYTES + to_w;
+          const s32 x = (s32)((begin + step) * STEP);
+          if (CLUSTER_M > 1) load_box_to_all(to, &w_map, x, w_row, full + 8 * stage, column_mask);
+          if (CLUSTER_M == 1) load_box(to, &w_map, x, w_row, full + 8 * stage);
+        };
+        u32 step = 0;
+        if (first) {
+          const u32 early = steps < STAGES ? steps : STAGES;
+          for (u32 s = 0; s < early; ++s) barrier_expect(full + 8 * s, STAGE_BYTES), load_w(s, s);
+          wait_for_previous_kernel();
+          for (; step < early; ++step, at.next()) load_a(step, step);
+        }
+        for (; step < steps; ++step, at.next()) {
           barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
-          barrier_expect(filled, STAGE_BYTES);
-          if (CLUSTER_N > 1) {
-            load_box_to_all(to_a, &a_map, (s32)(step * STEP), a_row, filled, row_mask);
-          } else {
-            load_box(to_a, &a_map, (s32)(step * STEP), a_row, filled);
-          }
-          if (CLUSTER_M > 1) {
-            load_box_to_all(to_w, &w_map, (s32)(step * STEP), w_row, filled, column_mask);
-          } else {
-            load_box(to_w, &w_map, (s32)(step * STEP), w_row, filled);
-          }
+          barrier_expect(full + 8 * at.stage, STAGE_BYTES);
+          load_a(at.stage, step), load_w(at.stage, step);
         }
       }
     }
@@ -254,7 +344,7 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
     Ring at{0, 0};
     u32 passed = 0;  // tiles of this block
     wait_for_previous_kernel();
-    for (u32 tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER, ++passed) {
+    for (; work.take(tile, begin, steps); ++passed) {
       if (!COOPERATIVE && passed % 2 != consumer) {
         at.skip(steps);
         continue;
@@ -272,11 +362,13 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
           sa[b][h] = act_scale == nullptr ? act_scale_value : r < p.m ? act_scale[r] : 0.0f;
         }
       }
-      group_sync(consumer);  // the last tile's columns have been read
-      for (int c = thread; c < TILE_N; c += 128) {
-        const bool inside = column0 + c < p.n;
-        own[c] = inside ? real_at(p.weight_scale, p.weight_scale_is, column0 + c, 0.0f) : 0.0f;
-        own[TILE_N + c] = inside && p.bias != nullptr ? real_at(p.bias, p.bias_is, column0 + c, 0.0f) : 0.0f;
+      f32 scale_of[(TILE_N + 127) / 128], bias_of[(TILE_N + 127) / 128];  // requested now, used after the products
+#pragma unroll
+      for (int c = 0; c < TILE_N; c += 128) {
+        const s64 at = column0 + c + thread;
+        const bool inside = c + thread < TILE_N && at < p.n;
+        scale_of[c / 128] = inside ? real_at(p.weight_scale, p.weight_scale_is, at, 0.0f) : 0.0f;
+        bias_of[c / 128] = inside && p.bias != nullptr ? real_at(p.bias, p.bias_is, at, 0.0f) : 0.0f;
       }
       s32 d[BLOCKS_M][TILE_N / 2];
       u32 before = 0;
@@ -301,18 +393,42 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
         }
         before = at.stage;
       }
-      if (!COOPERATIVE && tile + gridDim.x / CLUSTER < tiles) order_signal(consumer ^ 1);
+      if (!COOPERATIVE && work.more()) order_signal(consumer ^ 1);
       products_wait<0>();
       release(empty + 8 * before, lane, shares);
+      group_sync(consumer);  // the last tile's columns have been read
+#pragma unroll
+      for (int c = 0; c < TILE_N; c += 128) {
+        if (c + thread < TILE_N) own[c + thread] = scale_of[c / 128], own[TILE_N + c + thread] = bias_of[c / 128];
+      }
       group_sync(consumer);
+      u8* const strip = staging + (consumer * 4 + warp) * 16 * PITCH;
+      if (SHARES && begin > 0) {
+        exchange.send(d, blockIdx.x, consumer);
+        continue;
+      }
+      if (SHARES && steps < work.steps) {
+        const u32 units = work.shared * work.steps, end = (tile + 1) * work.steps;
+        for (u32 other = blockIdx.x / CLUSTER + 1; Work::begin_of(other, work.clusters, units) < end; ++other) {
+          exchange.add(d, other * CLUSTER + rank, consumer);
+        }
+      }
 #pragma unroll
       for (int b = 0; b < BLOCKS_M; ++b) {
-        write_rows(d[b], sa[b], p, staging + (consumer * 4 + warp) * 16 * PITCH, own, row0 + b * 64, column0, chunks, codes);
+        write_rows(d[b], sa[b], p, strip, own, row0 + b * 64, column0, chunks, codes);
       }
     }
   }
   if (CLUSTER > 1) cluster_sync();  // no block leaves while another may still signal it
 }
 
+// A cluster of one block is another launch than none: neighbouring blocks would not share a pair of multiprocessors,
+// which fetches what both read from L2 once.
+#if CLUSTER_M * CLUSTER_N > 1
 #define WARPGROUP_KERNEL \
   extern "C" __global__ void __cluster_dims__(CLUSTER_M * CLUSTER_N, 1, 1) __launch_bounds__(384, 1)
+#else
+#define WARPGROUP_KERNEL extern "C" __global__ void __launch_bounds__(384, 1)
+#endif
+#define WARPGROUP_PARAMETERS EPILOGUE_PARAMETERS, s32 band, s32 shared_tiles, u8 *sums, u32 *flags
+#define WARPGROUP_GIVEN EPILOGUE, k, (u32)band, (u32)shared_tiles, Exchange{sums, flags}

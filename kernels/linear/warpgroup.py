@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from skuda.kernels.launch import Launch, Step, TensorMap, s32
+from skuda.kernels.launch import Launch, Step, TensorMap, pointers, s32
 from skuda.kernels.linear import hopper, layer
 from skuda.kernels.linear.problem import LinearProblem
 from skuda.registry.elements import ElementKind
@@ -23,6 +23,9 @@ _THREADS = 384
 _STAGING = 8 * 16 * 144
 _BAND = 2048
 """Rows of a rasterization band: tiles go down these rows before they move to the next columns."""
+
+_SHORTEST_SHARE = 4
+"""Fewest steps of a share."""
 
 _CACHED = 40_000_000
 """Operands of up to this many bytes are read from memory once, larger ones once per band."""
@@ -66,6 +69,7 @@ class Tile:
     contention: float
     epilogue_time: float
     bandwidth: float
+    divides: bool = False
 
     @property
     def blocks(self) -> int:
@@ -93,11 +97,20 @@ class Tile:
             f"-DCLUSTER_M={self.cluster[0]}",
             f"-DCLUSTER_N={self.cluster[1]}",
             f"-DCOOPERATIVE={int(self.cooperative)}",
+            f"-DSHARES={int(self.divides)}",
         )
 
     def grid(self, m: int, n: int) -> tuple[int, int]:
         """Return rows and columns of clusters that cover m x n results."""
         return -(-m // (self.m * self.cluster[0])), -(-n // (self.n * self.cluster[1]))
+
+    def work(self, m: int, n: int, k: int, sm_count: int) -> tuple[int, int]:
+        """Return the number of clusters to launch, and of the tiles that all of them divide evenly; see `Tile.divides`."""
+        tiles, slots = math.prod(self.grid(m, n)), max(1, sm_count // self.blocks)
+        shared = tiles % slots + (slots if tiles > slots else 0) if self.divides and tiles % slots else 0
+        steps = -(-k // _STAGE_K)
+        # A share shorter than some steps costs more than it gains; none may be empty.
+        return min(slots, shared * steps // _SHORTEST_SHARE if shared else tiles) or 1, shared
 
     def predicted(self, m: int, n: int, k: int, sm_count: int, curve: float = 0.0) -> float:
         """Return the predicted time in us on a card like the H200.
@@ -137,7 +150,8 @@ class Tile:
     def __str__(self) -> str:
         how = "cooperative" if self.cooperative else "ping-pong"
         clusters = f", clusters of {self.cluster[0]} x {self.cluster[1]}" if self.blocks > 1 else ""
-        return f"{self.m} x {self.n}, {how}, {self.stages} stages{clusters}"
+        divided = ", divided evenly" if self.divides else ""
+        return f"{self.m} x {self.n}, {how}, {self.stages} stages{clusters}{divided}"
 
 
 _COOPERATIVE, _PING_PONG = True, False
@@ -180,21 +194,26 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     activation = problem.epilogue.activation
     curve = CURVES[activation][problem.output is ElementKind.F32] if activation in CURVES else 0.0
     tile, chosen = layer.choose(ranking(max(1, m), max(1, n), k, sm_count, curve), choice)
-    clusters = min(math.prod(tile.grid(m, n)), max(1, sm_count // tile.blocks))
+    clusters, shared_tiles = tile.work(m, n, k, sm_count)
     name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
+    # Pairs of lines: rows that do not begin at one would fetch bytes of the next box.
+    promotion = 256 if k % 256 == 0 else 128
     product = Step(
         entry=f"{problem.op_name()}_warpgroup",
         grid=(clusters * tile.blocks, 1, 1),
         block=(_THREADS, 1, 1),
         parameters=(
-            TensorMap(name, m, k, tile.m // tile.cluster[1], otherwise=otherwise),
-            TensorMap("weight_q", n, k, tile.n // tile.cluster[0]),
+            TensorMap(name, m, k, tile.m // tile.cluster[1], otherwise=otherwise, promotion=promotion),
+            TensorMap("weight_q", n, k, tile.n // tile.cluster[0], promotion=promotion),
             *(layer.SCALES if problem.dynamic else layer.static_scale(problem)),
             *layer.epilogue_parameters(problem),
-            *s32(tile.band),
+            *s32(tile.band, shared_tiles),
+            *pointers("partial_sums", "flags"),
         ),
         shared=tile.shared,
         overlaps=problem.dynamic,
     )
     flags = (*tile.flags, *layer.element_flags(problem))
-    return layer.launch_product(problem, product, flags=flags, notes=(hopper.ALIGNED,), **chosen)
+    blocks = clusters * tile.blocks
+    scratch = (("partial_sums", blocks * tile.m * tile.n * 4), ("flags", blocks * 8)) if shared_tiles else ()
+    return layer.launch_product(problem, product, scratch=scratch, flags=flags, notes=(hopper.ALIGNED,), **chosen)
