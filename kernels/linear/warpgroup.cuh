@@ -76,6 +76,7 @@ struct Raster {
 };
 
 // Stores two neighbouring results at `to`.
+DEVICE void put_pair(u8* to, const s32 (&v)[2], const Segment<f32>&, s32) { *(int2*)to = make_int2(v[0], v[1]); }
 DEVICE void put_pair(u8* to, const f32 (&v)[2], const Segment<f32>&, f32) {
   *(uint2*)to = make_uint2(__float_as_uint(v[0]), __float_as_uint(v[1]));
 }
@@ -101,7 +102,9 @@ enum { CURVED = SKUDA_EPILOGUE == BIAS_GELU || SKUDA_EPILOGUE == BIAS_SILU };
 template <bool CURVED_, class T> struct Staged { typedef T type; };
 template <class T> struct Staged<true, T> { typedef f32 type; };
 
-DEVICE f32 finished(s32 acc, f32 sa, f32 sw, f32 bias) {
+typedef IsSum<SKUDA_OUT>::type Result;
+DEVICE s32 finished(s32 acc, f32, f32, f32, s32) { return acc; }
+DEVICE f32 finished(s32 acc, f32 sa, f32 sw, f32 bias, f32) {
   f32 v = product(product(sa, sw), (f32)acc);
   if (SKUDA_EPILOGUE != IDENTITY) v = v + bias;
   return CURVED ? v : activated<SKUDA_OUT>(v, SKUDA_EPILOGUE);
@@ -147,13 +150,13 @@ DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const f32 (&sa)[2], const Epi
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int at = 4 * (strip * (STRIP / 8) + i) + 2 * h;
-        const f32 v[2] = {finished(d[at], sa[h], sw.x, bias.x), finished(d[at + 1], sa[h], sw.y, bias.y)};
+        const Result v[2] = {finished(d[at], sa[h], sw.x, bias.x, Result()), finished(d[at + 1], sa[h], sw.y, bias.y, Result())};
         put_pair(staging + (lane / 4 + 8 * h) * PITCH + (8 * i + 2 * quad) * SIZE, v, codes, Stage());
       }
     }
     __syncwarp();
     const s64 first = column0 + strip * STRIP;
-    if (CURVED) {
+    if constexpr (CURVED != 0) {
 #pragma unroll 1
       for (int i = 0; i < UNITS / 4; ++i) {
         const int pair = lane + 32 * i, r = pair / (UNITS / 2), c = pair % (UNITS / 2);
@@ -184,9 +187,10 @@ DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const f32 (&sa)[2], const Epi
   }
 }
 
-// act_scale: [m] or null: the value.
-DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, const f32* act_scale, f32 act_scale_value,
-                             const Epilogue& p, s64 k, u32 band) {
+// Rows: RowScales or GivenRows.
+template <class Rows>
+DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, const Rows& rows, const Epilogue& p, s64 k,
+                             u32 band) {
   extern __shared__ u8 unaligned[];
   u8* const shared = unaligned + (-shared_address(unaligned) & 1023);
   u8* const staging = shared + STAGES * STAGE_BYTES;
@@ -269,12 +273,12 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const s64 r = row0 + b * 64 + lane / 4 + 8 * h;
-          sa[b][h] = act_scale == nullptr ? act_scale_value : r < p.m ? act_scale[r] : 0.0f;
+          sa[b][h] = rows.within(r, p.m);
         }
       }
       group_sync(consumer);  // the last tile's columns have been read
       for (int c = thread; c < TILE_N; c += 128) {
-        const bool inside = column0 + c < p.n;
+        const bool inside = !IsSum<SKUDA_OUT>::value && column0 + c < p.n;
         own[c] = inside ? real_at(p.weight_scale, p.weight_scale_is, column0 + c, 0.0f) : 0.0f;
         own[TILE_N + c] = inside && p.bias != nullptr ? real_at(p.bias, p.bias_is, column0 + c, 0.0f) : 0.0f;
       }
