@@ -2,7 +2,7 @@
 //
 //   acc = sum_k (a[m, k] - za) (w[n, k] - zw[n])                      exact
 //   v   = RN_C(RN_C(sa[m] * sw[n]) * RN_C(acc)); + bias[n]; activation
-//   y   = RN_T(v), or clamp(rne(RN_C(v / s_out)) + z_out)
+//   y   = RN_T(v), or clamp(rne(RN_C(v / s_out)) + z_out), or acc itself
 //
 // Data: sums in registers (or, for mma, in shared memory) -> v in registers -> y -> global memory; scales, zero points
 // and bias come from global memory.
@@ -14,7 +14,11 @@
 #include "activation.cuh"
 
 enum EpilogueKind { IDENTITY, BIAS, BIAS_RELU, BIAS_GELU, BIAS_SILU };
-enum Output { OUT_F32, OUT_F64, OUT_F16, OUT_BF16, OUT_S8, OUT_U8 };
+enum Output { OUT_F32, OUT_F64, OUT_F16, OUT_BF16, OUT_S8, OUT_U8, OUT_S32 };
+
+// Whether the results are the sums themselves, without scales; and the type of a result before it is rounded.
+template <class Out> struct IsSum { enum { value = 0 }; typedef f32 type; };
+template <> struct IsSum<s32> { enum { value = 1 }; typedef s32 type; };
 
 // Loads a scale or bias of any element: f32, f16 or bf16 if C is f32; f64, f32, f16 or bf16 if C is f64.
 DEVICE f32 real_at(const void* p, s32 which, s64 i, f32) {
@@ -91,6 +95,54 @@ template <class C> DEVICE void put(const Layer& p, s64 at, C v) {
   ((u8*)p.output)[at] = (u8)slow_code(v, s, z, is_signed ? -128 : 0, is_signed ? 127 : 255);
 }
 
+// Scales of the activation's rows where one zero point, the layer's, serves all of them.
+template <class S, class C = S> struct RowScales {
+  const S* scale;  // [m], or null: the value
+  C value;
+
+  DEVICE C at(s64 row) const { return scale ? (C)scale[row] : value; }
+  // The same for tiles that reach beyond the last row.
+  DEVICE C within(s64 row, s64 rows) const { return scale == nullptr ? value : row < rows ? (C)scale[row] : (C)0; }
+  DEVICE bool shifted(const Layer& p) const { return p.act_zero_point != 0; }
+  DEVICE s64 zero_point_of(const Layer& p, s64) const { return p.act_zero_point; }
+  // RN_C(whole - zw a); it fits in 64 bits.
+  static DEVICE C difference(s64 whole, s64 zw, s64 a) { return (C)(whole - zw * a); }
+};
+
+// RN_C(whole - zw a) by way of 128 bits.
+template <class C> __device__ __noinline__ C long_difference(s64 whole, s64 zw, s64 a) {
+  const u64 product = (u64)zw * (u64)a;
+  u64 low = (u64)whole - product;
+  u64 high = (u64)(whole >> 63) - (u64)__mul64hi(zw, a) - ((u64)whole < product);
+  const bool negative = (s64)high < 0;
+  if (negative) low = ~low + 1, high = ~high + (low == 0);
+  if (high == 0) return negative ? -(C)low : (C)low;
+  // The leading 64 bits, of which the last also stands for those that are cut off: one rounding.
+  const int cut = 64 - __clzll((s64)high);
+  const u64 leading = high << (64 - cut) | low >> cut | (u64)(low << (64 - cut) != 0);
+  const C found = (C)leading * (C)(1ull << cut);
+  return negative ? -found : found;
+}
+
+// Scales and zero points of the activation's rows as arrays: one element for each row, or one for all.
+template <class C> struct GivenRows {
+  const void* scale;  // [m] or [1]; null for sums
+  s32 scale_is;
+  const s32* zero_point;  // as many, or null
+  s64 step;               // elements from row to row: 1 or 0
+
+  DEVICE C at(s64 row) const { return real_at(scale, scale_is, row * step, (C)0); }
+  DEVICE C within(s64 row, s64 rows) const { return scale != nullptr && row < rows ? at(row) : (C)0; }
+  DEVICE bool shifted(const Layer&) const { return zero_point != nullptr; }
+  DEVICE s64 zero_point_of(const Layer&, s64 row) const { return zero_point ? zero_point[row * step] : 0; }
+  // RN_C(whole - zw a) for |whole| < 2^62 and any zero points, with which it may need more than 64 bits.
+  static DEVICE C difference(s64 whole, s64 zw, s64 a) {
+    return a == (s32)a ? (C)(whole - zw * a) : long_difference<C>(whole, zw, a);
+  }
+};
+
+#define GIVEN_ROWS_PARAMETERS const void *act_scale, s32 act_scale_is, const s32 *act_zero_point, s64 act_step
+#define GIVEN_ROWS(C) GivenRows<C>{act_scale, act_scale_is, act_zero_point, act_step}
 #define EPILOGUE_PARAMETERS                                                                                              \
   const void *weight_scale, s32 weight_scale_is, const s32 *weight_zero_point, const void *bias, s32 bias_is,       \
       const void *output_scale, f64 output_scale_value, const s32 *output_zero_point, s32 output_zero_point_value,  \
@@ -140,6 +192,10 @@ template <int V> DEVICE void result_codes(const f32 (&v)[V], const Segment<f32>&
 }
 
 // Results as elements of the output.
+template <int V> DEVICE void rounded(const s32 (&v)[V], const Segment<f32>&, s32 (&y)[V]) {
+#pragma unroll
+  for (int j = 0; j < V; ++j) y[j] = v[j];
+}
 template <int V, class T> DEVICE void rounded(const f32 (&v)[V], const Segment<f32>&, T (&y)[V]) {
 #pragma unroll
   for (int j = 0; j < V; ++j) narrow(v[j], y[j]);

@@ -301,13 +301,18 @@ template <class T> struct CodeSink {
 };
 template <> struct Sink<s8> : CodeSink<s8> { using CodeSink<s8>::CodeSink; };
 template <> struct Sink<u8> : CodeSink<u8> { using CodeSink<u8>::CodeSink; };
+template <> struct Sink<s32> {
+  DEVICE Sink(const Layer&) {}
+  DEVICE void put(s32* to, const s32 (&v)[1]) const { *to = v[0]; }
+  DEVICE void put(s32* to, const s32 (&v)[4]) const { __stcs((int4*)to, make_int4(v[0], v[1], v[2], v[3])); }
+};
 
 // Sums of a block's part lie in rows of COLUMNS words, permuted so that a fragment's rows lie in different banks.
 template <class T> DEVICE int sum_place(int row, int column) { return row * T::COLUMNS + (column ^ (row & 3) << 3); }
 
 // A thread finishes V neighbouring outputs at a time; neighbouring threads take neighbouring outputs of a row.
-template <int V, class Out, bool ZERO_POINTS, class T>
-DEVICE void finish(const Layer& p, const f32* act_scale, f32 act_scale_value, s64 row0, s64 column0, int part) {
+template <int V, class Out, bool ZERO_POINTS, class T, class Rows>
+DEVICE void finish(const Layer& p, const Rows& rows, s64 row0, s64 column0, int part) {
   enum { IN_ROW = T::COLUMNS / V, LANES = (int)IN_ROW < (int)T::THREADS ? IN_ROW : T::THREADS };
   enum { HEIGHT = T::ROWS / T::PARTS, RUN = 16 * T::PART_HIGH, STEP = T::THREADS / LANES };
   const s32* const sums = (const s32*)shared_bytes();
@@ -322,7 +327,7 @@ DEVICE void finish(const Layer& p, const f32* act_scale, f32 act_scale_value, s6
     s32 zero[V], w_sum[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      scale[j] = real_at(p.weight_scale, p.weight_scale_is, column + j, 0.0f);
+      scale[j] = IsSum<Out>::value ? 0.0f : real_at(p.weight_scale, p.weight_scale_is, column + j, 0.0f);
       bias[j] = p.bias ? real_at(p.bias, p.bias_is, column + j, 0.0f) : 0.0f;
       if (ZERO_POINTS) {
         zero[j] = p.weight_zero_point ? p.weight_zero_point[column + j] : 0, w_sum[j] = 0;
@@ -349,23 +354,27 @@ DEVICE void finish(const Layer& p, const f32* act_scale, f32 act_scale_value, s6
 #pragma unroll
         for (int j = 0; j < V; ++j) acc[j] = s == 0 ? own[j] : acc[j] + own[j];
       }
-      s64 a_sum = 0;
-      if (ZERO_POINTS) {
+      if constexpr (IsSum<Out>::value) {
+        sink.put((Out*)p.output + row * p.output_leading + column, acc);
+      } else {
+        s64 za = 0, a_sum = 0;
+        if (ZERO_POINTS) {
 #pragma unroll
-        for (int s = 0; s < T::WARPS_K; ++s) a_sum += a_sums[s * T::ROWS + in_tile];
-        a_sum -= p.k * p.act_zero_point;
-      }
-      const f32 row_scale = act_scale ? act_scale[row] : act_scale_value;
-      f32 v[V];
+          for (int s = 0; s < T::WARPS_K; ++s) a_sum += a_sums[s * T::ROWS + in_tile];
+          za = rows.zero_point_of(p, row);
+          a_sum -= p.k * za;
+        }
+        const f32 row_scale = rows.at(row);
+        f32 v[V];
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        const s64 outside = ZERO_POINTS ? (s64)p.act_zero_point * w_sum[j] + zero[j] * a_sum : 0;
-        const f32 sum = ZERO_POINTS ? (f32)(acc[j] - outside) : (f32)acc[j];
-        v[j] = p.k == 0 ? 0.0f : product(product(row_scale, scale[j]), sum);
-        if (p.bias) v[j] = v[j] + bias[j];
+        for (int j = 0; j < V; ++j) {
+          const f32 sum = ZERO_POINTS ? rows.difference(acc[j] - za * w_sum[j], zero[j], a_sum) : (f32)acc[j];
+          v[j] = p.k == 0 ? 0.0f : product(product(row_scale, scale[j]), sum);
+          if (p.bias) v[j] = v[j] + bias[j];
+        }
+        activate<Out>(v, p.epilogue);
+        sink.put((Out*)p.output + row * p.output_leading + column, v);
       }
-      activate<Out>(v, p.epilogue);
-      sink.put((Out*)p.output + row * p.output_leading + column, v);
     }
   }
 }
@@ -531,9 +540,9 @@ DEVICE void multiply_bytes(Sums<T>& sums, Rows a, Columns w, int steps, int wm, 
   }
 }
 
-// act_scale: [m], or null: the value.
-template <class A, class W, class Out, bool ZERO_POINTS, class T>
-DEVICE void linear_by_mma(const Layer& p, const f32* act_scale, f32 act_scale_value) {
+// Scales: RowScales or GivenRows.
+template <class A, class W, class Out, bool ZERO_POINTS, class T, class Scales>
+DEVICE void linear_by_mma(const Layer& p, const Scales& scales) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int wm = warp % T::WARPS_M, wn = warp / T::WARPS_M % T::WARPS_N, wk = warp / (T::WARPS_M * T::WARPS_N);
   s64 row0, column0;
@@ -591,9 +600,9 @@ DEVICE void linear_by_mma(const Layer& p, const f32* act_scale, f32 act_scale_va
     }
     __syncthreads();
     if (wide) {
-      finish<4, Out, ZERO_POINTS, T>(p, act_scale, act_scale_value, row0, column0, part);
+      finish<4, Out, ZERO_POINTS, T>(p, scales, row0, column0, part);
     } else {
-      finish<1, Out, ZERO_POINTS, T>(p, act_scale, act_scale_value, row0, column0, part);
+      finish<1, Out, ZERO_POINTS, T>(p, scales, row0, column0, part);
     }
   }
 }

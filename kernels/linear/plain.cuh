@@ -46,9 +46,9 @@ DEVICE uint4 sixteen(const u8* base, s64 leading, s64 row, s64 rows, s64 k, s64 
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// act_scale: [m] of S, or null: the value.
-template <class A, class W, class C, class S>
-DEVICE void linear(const Layer& p, const S* act_scale, C act_scale_value) {
+// Rows: RowScales or GivenRows. C is s32 for sums as results.
+template <class A, class W, class C, class Rows>
+DEVICE void linear(const Layer& p, const Rows& rows) {
   enum { TILE = 64, WORDS = 16, PITCH = 17, SPAN = 512 };  // an odd pitch keeps a column of words in different banks
   __shared__ u32 as[TILE * PITCH], ws[TILE * PITCH];
   const int t = threadIdx.x, tx = t % 16, ty = t / 16;
@@ -63,7 +63,7 @@ DEVICE void linear(const Layer& p, const S* act_scale, C act_scale_value) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) total[i][j] = 0, part[i][j] = 0;
     }
-    const bool sums = p.act_zero_point != 0 || p.weight_zero_point != nullptr;
+    const bool sums = rows.shifted(p) || p.weight_zero_point != nullptr;
     int steps = 0;
     for (s64 k0 = 0; k0 < p.k; k0 += 4 * WORDS) {
       const uint4 a = sixteen(p.a, p.a_leading, row0 + t / 4, p.m, k0 + t % 4 * 16, p.k);
@@ -109,13 +109,17 @@ DEVICE void linear(const Layer& p, const S* act_scale, C act_scale_value) {
       for (int j = 0; j < 4; ++j) {
         const s64 column = column0 + tx + 16 * j;
         if (row >= p.m || column >= p.n) continue;
-        const s64 za = p.act_zero_point, zw = p.weight_zero_point ? p.weight_zero_point[column] : 0;
-        const s64 acc = total[i][j] - za * w_total[j] - zw * (a_total[i] - p.k * za);
-        const C sa = act_scale ? (C)act_scale[row] : act_scale_value;
-        const C sw = real_at(p.weight_scale, p.weight_scale_is, column, (C)0);
-        C v = p.k == 0 ? (C)0 : product(product(sa, sw), (C)acc);
-        if (p.bias != nullptr) v = v + real_at(p.bias, p.bias_is, column, (C)0);
-        put(p, row * p.output_leading + column, activated_for(p.output_is, v, p.epilogue));
+        if constexpr (IsSum<C>::value) {
+          ((s32*)p.output)[row * p.output_leading + column] = (s32)total[i][j];
+        } else {
+          const s64 za = rows.zero_point_of(p, row), zw = p.weight_zero_point ? p.weight_zero_point[column] : 0;
+          const C acc = rows.difference(total[i][j] - za * w_total[j], zw, a_total[i] - p.k * za);
+          const C sa = rows.at(row);
+          const C sw = real_at(p.weight_scale, p.weight_scale_is, column, (C)0);
+          C v = p.k == 0 ? (C)0 : product(product(sa, sw), acc);
+          if (p.bias != nullptr) v = v + real_at(p.bias, p.bias_is, column, (C)0);
+          put(p, row * p.output_leading + column, activated_for(p.output_is, v, p.epilogue));
+        }
       }
     }
   }

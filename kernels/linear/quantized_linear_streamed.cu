@@ -26,6 +26,6 @@ STREAMED_KERNEL quantized_linear_streamed(const __grid_constant__ TensorMap w_ma
 #else
 STREAMED_KERNEL quantized_linear_streamed(TENSOR_MAPS, const f32* scales, const f32* given, EPILOGUE_PARAMETERS, s32 atoms,
                                           s32 stages) {
-  streamed_linear(Loaded{&a_map, given ? given : scales, 0.0f}, w_map, EPILOGUE, k, (u32)atoms, (u32)stages);
+  streamed_linear(Loaded<RowScales<f32>>{&a_map, {given ? given : scales, 0.0f}}, w_map, EPILOGUE, k, (u32)atoms, (u32)stages);
 }
 #endif

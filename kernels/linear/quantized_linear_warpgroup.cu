@@ -11,5 +11,5 @@
 #include "warpgroup.cuh"
 
 WARPGROUP_KERNEL quantized_linear_warpgroup(TENSOR_MAPS, const f32* scales, const f32* given, WARPGROUP_PARAMETERS) {
-  warpgroup_linear(a_map, w_map, given ? given : scales, 0.0f, WARPGROUP_GIVEN);
+  warpgroup_linear(a_map, w_map, RowScales<f32>{given ? given : scales, 0.0f}, WARPGROUP_GIVEN);
 }

@@ -17,7 +17,7 @@ DEVICE void layer(const u8* act_q, s64 act_leading, s32 act_zero_point, Real act
     const s64 row = (s64)blockIdx.x * 64 + threadIdx.x;
     if (row < m) scratch[row] = act_scale;
   }
-  linear<A, SKUDA_WEIGHT, Real, Real>(LAYER(act_q, act_leading, act_zero_point), nullptr, act_scale);
+  linear<A, SKUDA_WEIGHT, Real>(LAYER(act_q, act_leading, act_zero_point), RowScales<Real>{nullptr, act_scale});
 }
 
 #define GIVEN                                                                                                      \

@@ -20,5 +20,5 @@ KERNEL(SKUDA_TILE::THREADS, SKUDA_TILE::RESIDENT) smoothquant_linear_mma(
     }
   }
   linear_by_mma<SKUDA_CODE, SKUDA_WEIGHT, SKUDA_OUT, SKUDA_ZERO_POINTS, SKUDA_TILE>(
-      LAYER(act_q, act_leading, act_zero_point), nullptr, act_scale);
+      LAYER(act_q, act_leading, act_zero_point), RowScales<f32>{nullptr, act_scale});
 }

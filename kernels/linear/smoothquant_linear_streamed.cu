@@ -12,5 +12,5 @@ STREAMED_KERNEL smoothquant_linear_streamed(TENSOR_MAPS, f32 act_scale, f32* scr
   if (scratch != nullptr) {
     for (s64 i = (s64)blockIdx.x * blockDim.x + threadIdx.x; i < m; i += (s64)gridDim.x * blockDim.x) scratch[i] = act_scale;
   }
-  streamed_linear(Loaded{&a_map, nullptr, act_scale}, w_map, EPILOGUE, k, (u32)atoms, (u32)stages);
+  streamed_linear(Loaded<RowScales<f32>>{&a_map, {nullptr, act_scale}}, w_map, EPILOGUE, k, (u32)atoms, (u32)stages);
 }

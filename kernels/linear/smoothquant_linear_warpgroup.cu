@@ -12,5 +12,5 @@ WARPGROUP_KERNEL smoothquant_linear_warpgroup(TENSOR_MAPS, f32 act_scale, f32* s
   if (scratch != nullptr) {
     for (s64 i = (s64)blockIdx.x * blockDim.x + threadIdx.x; i < m; i += (s64)gridDim.x * blockDim.x) scratch[i] = act_scale;
   }
-  warpgroup_linear(a_map, w_map, nullptr, act_scale, WARPGROUP_GIVEN);
+  warpgroup_linear(a_map, w_map, RowScales<f32>{nullptr, act_scale}, WARPGROUP_GIVEN);
 }

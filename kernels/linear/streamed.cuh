@@ -62,7 +62,9 @@ struct Ring {  // position in the ring of stages
 };
 
 __device__ __noinline__ f32 curved(f32 v) { return activated<SKUDA_OUT>(v, SKUDA_EPILOGUE); }  // long code
-DEVICE f32 finished(s32 acc, f32 sa, f32 sw, f32 bias) {
+typedef IsSum<SKUDA_OUT>::type Result;
+DEVICE s32 finished(s32 acc, f32, f32, f32, s32) { return acc; }
+DEVICE f32 finished(s32 acc, f32 sa, f32 sw, f32 bias, f32) {
   f32 v = product(product(sa, sw), (f32)acc);
   if (SKUDA_EPILOGUE != IDENTITY) v = v + bias;
   return SKUDA_EPILOGUE == BIAS_GELU || SKUDA_EPILOGUE == BIAS_SILU ? curved(v) : activated<SKUDA_OUT>(v, SKUDA_EPILOGUE);
@@ -76,10 +78,10 @@ DEVICE void write_slab(const s32 (&d)[4 * QUADS], const Epilogue& p, u8* staging
   for (int i = 0; i < QUADS; ++i) {
     const int at = 8 * i + 2 * (lane % 4);
     const float2 sa = *(const float2*)(act_scales + at);
-    f32 v[4];
+    Result v[4];
     SKUDA_OUT y[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = finished(d[4 * i + j], j % 2 ? sa.y : sa.x, sw[j / 2], bias[j / 2]);
+    for (int j = 0; j < 4; ++j) v[j] = finished(d[4 * i + j], j % 2 ? sa.y : sa.x, sw[j / 2], bias[j / 2], Result());
     rounded(v, codes, y);
 #pragma unroll
     for (int j = 0; j < 4; ++j) *(SKUDA_OUT*)(staging + (at + j % 2) * PITCH + (lane / 4 + j / 2 * 8) * SIZE) = y[j];
@@ -124,20 +126,17 @@ DEVICE void exchange(const s32 (&d)[TALL][TOKENS / 2], u8* sums, u32 received, u
 
 DEVICE void quantizers_sync() { asm volatile("bar.sync 1, %0;" ::"r"((u32)QUANTIZERS) : "memory"); }
 
-// Source with codes and scales in global memory.
-struct Loaded {
+// Source with codes and scales in global memory. Rows: RowScales or GivenRows.
+template <class Rows> struct Loaded {
   enum { FUSED = 0 };
   const TensorMap* map;  // of [m, k] codes, in boxes of TOKENS rows by 128 bytes
-  const f32* scale;      // [m] or null: the value
-  f32 scale_value;
+  Rows rows;
 
   DEVICE void load(u32 to, u32 chunk, s64 token0, u32 barrier) const {
     load_box(to, map, (s32)(chunk * 128), (s32)token0, barrier);
   }
   DEVICE void prepare(u8*, f32* scales, s64 token0, s64 m, s64, u32, u32, bool) const {
-    for (u32 t = threadIdx.x; t < TOKENS; t += CONSUMERS) {
-      scales[t] = scale == nullptr ? scale_value : token0 + t < m ? scale[token0 + t] : 0.0f;
-    }
+    for (u32 t = threadIdx.x; t < TOKENS; t += CONSUMERS) scales[t] = rows.within(token0 + t, m);
   }
 };
 
@@ -328,7 +327,7 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
 #pragma unroll
     for (int i = 0; i < 2 * SCALE_SETS; ++i) {  // requested now, used after the products
       const s64 row = own + (CLUSTER > 1 ? (i / 2 * CLUSTER + rank) / SLABS : i / 2) * 64 + i % 2 * 8 + lane / 4;
-      sw[i / 2][i % 2] = row < row_end ? real_at(p.weight_scale, p.weight_scale_is, row, 0.0f) : 0.0f;
+      sw[i / 2][i % 2] = !IsSum<SKUDA_OUT>::value && row < row_end ? real_at(p.weight_scale, p.weight_scale_is, row, 0.0f) : 0.0f;
       bias[i / 2][i % 2] = row < row_end && p.bias != nullptr ? real_at(p.bias, p.bias_is, row, 0.0f) : 0.0f;
     }
     s32 d[TALL][TOKENS / 2];

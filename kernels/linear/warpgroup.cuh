@@ -79,6 +79,7 @@ struct Raster {
 };
 
 // Stores two neighbouring results at `to`.
+DEVICE void put_pair(u8* to, const s32 (&v)[2], const Segment<f32>&, s32) { *(int2*)to = make_int2(v[0], v[1]); }
 DEVICE void put_pair(u8* to, const f32 (&v)[2], const Segment<f32>&, f32) {
   *(uint2*)to = make_uint2(__float_as_uint(v[0]), __float_as_uint(v[1]));
 }
@@ -104,7 +105,9 @@ enum { CURVED = SKUDA_EPILOGUE == BIAS_GELU || SKUDA_EPILOGUE == BIAS_SILU };
 template <bool CURVED_, class T> struct Staged { typedef T type; };
 template <class T> struct Staged<true, T> { typedef f32 type; };
 
-DEVICE f32 finished(s32 acc, f32 sa, f32 sw, f32 bias) {
+typedef IsSum<SKUDA_OUT>::type Result;
+DEVICE s32 finished(s32 acc, f32, f32, f32, s32) { return acc; }
+DEVICE f32 finished(s32 acc, f32 sa, f32 sw, f32 bias, f32) {
   f32 v = product(product(sa, sw), (f32)acc);
   if (SKUDA_EPILOGUE != IDENTITY) v = v + bias;
   return CURVED ? v : activated<SKUDA_OUT>(v, SKUDA_EPILOGUE);
@@ -159,13 +162,14 @@ DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const f32 (&sa)[2], const Epi
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int at = 4 * (strip * (STRIP / 8) + i) + 2 * h;
-        const f32 v[2] = {finished(d[at], sa[h], sw[i].x, bias[i].x), finished(d[at + 1], sa[h], sw[i].y, bias[i].y)};
+          const Result v[2] = {finished(d[at], sa[h], sw[i].x, bias[i].x, Result()),
+                               finished(d[at + 1], sa[h], sw[i].y, bias[i].y, Result())};
         put_pair(staging + (lane / 4 + 8 * h) * PITCH + (8 * i + 2 * quad) * SIZE, v, codes, Stage());
       }
     }
     __syncwarp();
     const s64 first = column0 + strip * STRIP;
-    if (CURVED) {
+    if constexpr (CURVED != 0) {
 #pragma unroll 1
       for (int i = 0; i < UNITS / 4; ++i) {
         const int pair = lane + 32 * i, r = pair / (UNITS / 2), c = pair % (UNITS / 2);
@@ -264,9 +268,10 @@ struct Exchange {
   }
 };
 
-// act_scale: [m] or null: the value.
-DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, const f32* act_scale, f32 act_scale_value,
-                             const Epilogue& p, s64 k, u32 band, u32 shared_tiles, const Exchange& exchange) {
+// Rows: RowScales or GivenRows.
+template <class Rows>
+DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, const Rows& rows, const Epilogue& p, s64 k,
+                             u32 band, u32 shared_tiles, const Exchange& exchange) {
   extern __shared__ u8 unaligned[];
   u8* const shared = unaligned + (-shared_address(unaligned) & 1023);
   u8* const staging = shared + STAGES * STAGE_BYTES;
@@ -359,14 +364,14 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const s64 r = row0 + b * 64 + lane / 4 + 8 * h;
-          sa[b][h] = act_scale == nullptr ? act_scale_value : r < p.m ? act_scale[r] : 0.0f;
+          sa[b][h] = rows.within(r, p.m);
         }
       }
       f32 scale_of[(TILE_N + 127) / 128], bias_of[(TILE_N + 127) / 128];  // requested now, used after the products
 #pragma unroll
       for (int c = 0; c < TILE_N; c += 128) {
         const s64 at = column0 + c + thread;
-        const bool inside = c + thread < TILE_N && at < p.n;
+        const bool inside = !IsSum<SKUDA_OUT>::value && c + thread < TILE_N && at < p.n;
         scale_of[c / 128] = inside ? real_at(p.weight_scale, p.weight_scale_is, at, 0.0f) : 0.0f;
         bias_of[c / 128] = inside && p.bias != nullptr ? real_at(p.bias, p.bias_is, at, 0.0f) : 0.0f;
       }

@@ -220,11 +220,13 @@ static inline double max(double a, double b) { return fmax(a, b); }
 
 static inline int __popc(unsigned v) { return __builtin_popcount(v); }
 static inline int __clz(int v) { return v ? __builtin_clz((unsigned)v) : 32; }
+static inline int __clzll(long long v) { return v ? __builtin_clzll((unsigned long long)v) : 64; }
 static inline int __ffs(int v) { return __builtin_ffs(v); }
 static inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((unsigned long long)a * b >> 32); }
 static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return (unsigned long long)((unsigned __int128)a * b >> 64);
 }
+static inline long long __mul64hi(long long a, long long b) { return (long long)((__int128)a * b >> 64); }
 static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const unsigned long long bytes = (unsigned long long)b << 32 | a;
   unsigned result = 0;
