@@ -130,8 +130,8 @@ class Step:
     shared : int
         Bytes of dynamic shared memory.
     overlaps : bool
-        Whether it may start before the previous step ends (programmatic dependent launch); it then waits by itself for
-        the data that it needs.
+        Whether it may start before the previous kernel of the stream ends, of this launch or an earlier one (programmatic
+        dependent launch). It then waits by itself before it reads what that kernel may have written, and before it writes.
     lead : int
         Offset in bytes of the first parameter. Rules leave it at 0, because it is read from the compiled kernel: a
         tensor map needs an alignment of 64, and the parameters may begin elsewhere in the constant bank.

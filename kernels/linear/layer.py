@@ -88,10 +88,10 @@ def launch_product(
     m, _, k = problem.sizes
     activation: ElementKind = getattr(problem, problem.element_field)
     scratch = (("codes", m * k), ("scales", m * activation.compute.bits // 8), *scratch)
-    return Launch(steps=(_quantization(problem, activation), product), scratch=scratch, **fields)
+    return Launch(steps=(_quantization(problem, activation, overlaps=product.overlaps), product), scratch=scratch, **fields)
 
 
-def _quantization(problem: Any, activation: ElementKind) -> Step:
+def _quantization(problem: Any, activation: ElementKind, *, overlaps: bool) -> Step:
     """Return the step of ``quantized_codes.cuh``, which quantizes the activation per token."""
     m, _, k = problem.sizes
     chunks = -(-k * activation.bits // 128)
@@ -102,6 +102,7 @@ def _quantization(problem: Any, activation: ElementKind) -> Step:
         grid=(-(-m * lanes // block), 1, 1),
         block=(block, 1, 1),
         parameters=(*strided("activation"), *CODES, *SCALES, *s64(m, k), *s32(lanes, problem.q_min, problem.q_max)),
+        overlaps=overlaps,
     )
 
 

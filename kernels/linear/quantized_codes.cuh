@@ -20,6 +20,7 @@ KERNEL(512, 1) quantized_linear_codes(const Data* activation, s64 activation_lea
                                       s32 q_max) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");  // the product may load its first weights already
+  asm volatile("griddepcontrol.wait;" ::: "memory");   // and this kernel may have started before the previous one ended
 #endif
   by_runs<8>(activation, activation_leading, given_codes ? given_codes : codes, k, given_scale ? given_scale : act_scale,
              nullptr, k, k, m, 1, lanes, 0, q_min, q_max, 1, m);

@@ -10,6 +10,7 @@
 
 STREAMED_KERNEL smoothquant_linear_streamed(TENSOR_MAPS, f32 act_scale, f32* scratch, EPILOGUE_PARAMETERS, s32 atoms, s32 stages) {
   if (scratch != nullptr) {
+    wait_for_previous_kernel();
     for (s64 i = (s64)blockIdx.x * blockDim.x + threadIdx.x; i < m; i += (s64)gridDim.x * blockDim.x) scratch[i] = act_scale;
   }
   streamed_linear(Loaded<RowScales<f32>>{&a_map, {nullptr, act_scale}}, w_map, EPILOGUE, k, (u32)atoms, (u32)stages);

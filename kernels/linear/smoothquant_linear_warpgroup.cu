@@ -10,6 +10,7 @@
 
 WARPGROUP_KERNEL smoothquant_linear_warpgroup(TENSOR_MAPS, f32 act_scale, f32* scratch, WARPGROUP_PARAMETERS) {
   if (scratch != nullptr) {
+    wait_for_previous_kernel();
     for (s64 i = (s64)blockIdx.x * blockDim.x + threadIdx.x; i < m; i += (s64)gridDim.x * blockDim.x) scratch[i] = act_scale;
   }
   warpgroup_linear(a_map, w_map, RowScales<f32>{nullptr, act_scale}, WARPGROUP_GIVEN);

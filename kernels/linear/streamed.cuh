@@ -12,8 +12,8 @@
 // depends on them, and they are never written.
 //
 // One producer warp loads w and another the codes; one or two consumer warpgroups multiply. About 64 KB of w in flight per
-// multiprocessor keep the memory busy; more is no faster. Loads of w start before the kernel that quantizes the
-// activation has ended.
+// multiprocessor keep the memory busy; more is no faster. Loads of w start before the previous kernel has ended, be it the
+// quantization of the activation or another layer, and the next kernel may start when the last ones are requested.
 //
 // Variants.
 //   CLUSTER > 1: blocks of a cluster take parts of the k of one tile and send each other their sums. Sums are exact in
@@ -292,7 +292,7 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
         }
       }
     }
-    let_next_kernel_start();
+    if (sizeof(SKUDA_OUT) > 1) let_next_kernel_start();  // codes could be the weight that it loads before it waits
     return;
   }
   if (!Source::FUSED && warp > CONSUMERS / 32) {

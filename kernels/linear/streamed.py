@@ -169,7 +169,7 @@ def launch(problem: LinearProblem, device: Device) -> Launch:
         block=cut.block,
         parameters=(*operands, *layer.epilogue_parameters(problem), *s32(cut.atoms, cut.stages)),
         shared=cut.shared,
-        overlaps=problem.dynamic and not rows,
+        overlaps=True,
     )
     flags, notes = (*cut.flags, *layer.element_flags(problem)), _notes(cut)
     if rows:

@@ -211,7 +211,7 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
             *pointers("partial_sums", "flags"),
         ),
         shared=tile.shared,
-        overlaps=problem.dynamic,
+        overlaps=True,
     )
     flags = (*tile.flags, *layer.element_flags(problem))
     blocks = clusters * tile.blocks
