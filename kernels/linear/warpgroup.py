@@ -27,15 +27,50 @@ _BAND = 2048
 _SHORTEST_SHARE = 4
 """Fewest steps of a share."""
 
+_PARTIAL_LINES, _MOST_PARTIAL = ((128, 0.0), (64, 1.0), (32, 1.244)), 2.99
+"""Time of loading parts of lines, by what divides the bytes of a row, relative to rows of half lines."""
+
 _CACHED = 40_000_000
 """Operands of up to this many bytes are read from memory once, larger ones once per band."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """One configuration of the kernel with its measured times.
+class Times:
+    """What a configuration takes on an H200, fitted to the measurements in ``docs/evidence/h200-tiles.json``.
 
-    Times are in us on an H200, fitted to the measurements in ``docs/evidence/h200-tiles.json``.
+    Attributes
+    ----------
+    launch : float
+        Time of a launch without work, in us like all times.
+    stage : float
+        Time of one stage of the mainloop, 128 bytes of K of one tile, alone on the card.
+    contention : float
+        Time added to a stage when all multiprocessors are busy.
+    unaligned : float
+        Time added then where rows do not begin at whole lines of the cache; see `_PARTIAL_LINES`.
+    epilogue : float
+        Time of the epilogue of one tile.
+    bandwidth : float
+        Memory bandwidth in TB/s that it reaches.
+    output : float
+        What a byte of the output costs more than one of the operands, as a share.
+    exchange : float
+        Time to add the sums of a divided tile's parts.
+    """
+
+    launch: float
+    stage: float
+    contention: float
+    unaligned: float
+    epilogue: float
+    bandwidth: float
+    output: float
+    exchange: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One configuration of the kernel.
 
     Attributes
     ----------
@@ -47,16 +82,10 @@ class Tile:
         Rows and columns of blocks that share loads.
     cooperative : bool
         Whether both consumer warpgroups work on one tile; else they ping-pong: each works on every other tile.
-    launch_time : float
-        Time of a launch without work.
-    stage_time : float
-        Time of one stage of the mainloop, 128 bytes of K of one tile, alone on the card.
-    contention : float
-        Time added to a stage when all multiprocessors are busy.
-    epilogue_time : float
-        Time of the epilogue of one tile.
-    bandwidth : float
-        Memory bandwidth in TB/s that it reaches.
+    divides : bool
+        Whether the stages of the last tiles, which do not fill the card, are divided evenly among all multiprocessors.
+    times : Times
+        What it takes.
     """
 
     m: int
@@ -64,12 +93,8 @@ class Tile:
     stages: int
     cluster: tuple[int, int]
     cooperative: bool
-    launch_time: float
-    stage_time: float
-    contention: float
-    epilogue_time: float
-    bandwidth: float
-    divides: bool = False
+    divides: bool
+    times: Times
 
     @property
     def blocks(self) -> int:
@@ -105,12 +130,14 @@ class Tile:
         return -(-m // (self.m * self.cluster[0])), -(-n // (self.n * self.cluster[1]))
 
     def work(self, m: int, n: int, k: int, sm_count: int) -> tuple[int, int]:
-        """Return the number of clusters to launch, and of the tiles that all of them divide evenly; see `Tile.divides`."""
+        """Return the number of clusters to launch, and of the tiles that all of them divide evenly; see `divides`."""
         tiles, slots = math.prod(self.grid(m, n)), max(1, sm_count // self.blocks)
         shared = tiles % slots + (slots if tiles > slots else 0) if self.divides and tiles % slots else 0
         steps = -(-k // _STAGE_K)
-        # A share shorter than some steps costs more than it gains; none may be empty.
-        return min(slots, shared * steps // _SHORTEST_SHARE if shared else tiles) or 1, shared
+        if not shared:
+            return min(slots, tiles), 0
+        # A share shorter than some steps costs more than it gains, and none may be empty.
+        return max(1, min(slots, shared * steps // _SHORTEST_SHARE)), shared
 
     def predicted(self, m: int, n: int, k: int, sm_count: int, curve: float = 0.0) -> float:
         """Return the predicted time in us on a card like the H200.
@@ -124,28 +151,39 @@ class Tile:
         curve : float
             Time in us that the activation takes a multiprocessor per result; see `CURVES`.
         """
+        times = self.times
         rows, columns = self.grid(m, n)
-        spare = -(-m // self.m) < self.cluster[0] or -(-n // self.n) < self.cluster[1]
+        tiles, steps = rows * columns, -(-k // _STAGE_K)
         slots = max(1, sm_count // self.blocks)
-        tiles = rows * columns
-        waves, occupied = -(-tiles // slots), min(1.0, tiles / slots)
-        mainloop = -(-k // _STAGE_K) * (self.stage_time + self.contention * occupied)
-        if self.cooperative or waves == 1:
-            own = waves * (mainloop + self.epilogue_time)
-        else:
-            # The other warpgroup's mainloop hides the epilogue unless the epilogue takes longer.
-            own = waves * max(mainloop, (mainloop + self.epilogue_time) / 2) + self.epilogue_time
+        clusters, shared = self.work(m, n, k, sm_count)
+        occupied = min(1.0, (clusters if shared else tiles) / slots)
+        partial = next((share for divisor, share in _PARTIAL_LINES if k % divisor == 0), _MOST_PARTIAL)
+        stage = times.stage + (times.contention + times.unaligned * partial) * occupied
         # An activation is not hidden; one warpgroup alone does not keep the multiprocessor busy with it.
-        own += waves * curve * self.m * self.n * (1.6 if waves == 1 and not self.cooperative else 1.0)
+        if shared:
+            whole = (tiles - shared) // slots
+            own = (shared * steps / clusters + whole * steps) * stage
+            own += (1 + whole) * times.epilogue * (1.0 if self.cooperative else 0.6)
+            own += times.exchange * max(1.0, clusters / shared) ** 0.5 + (2 + whole) * curve * self.m * self.n
+        else:
+            waves = -(-tiles // slots)
+            if self.cooperative or waves == 1:
+                own = waves * (steps * stage + times.epilogue)
+            else:
+                # The other warpgroup's mainloop hides the epilogue unless the epilogue takes longer.
+                own = waves * max(steps * stage, (steps * stage + times.epilogue) / 2) + times.epilogue
+            own += waves * curve * self.m * self.n * (1.6 if waves == 1 and not self.cooperative else 1.0)
         high = min(rows, self.band)
         wide = min(columns, max(1, slots // high))
         read = (m + n) * k
         if read > _CACHED:
             once = high * self.m * self.cluster[0] + wide * self.n * self.cluster[1]
             read = max(read, int(tiles / (high * wide) * once * k))
-        memory = (read + 2 * m * n) / (self.bandwidth * 1e6 * min(1.0, 1.5 * occupied))
+        moved = read + 2 * m * n * (1 + times.output)
+        memory = moved / (times.bandwidth * 1e6 * min(1.0, 1.5 * occupied))
         # A cluster with idle blocks only costs time.
-        return float(self.launch_time + (3.0 if spare else 0.0) + math.hypot(own**2, memory**2) ** 0.5)
+        spare = -(-m // self.m) < self.cluster[0] or -(-n // self.n) < self.cluster[1]
+        return float(times.launch + (3.0 if spare else 0.0) + math.hypot(own, memory))
 
     def __str__(self) -> str:
         how = "cooperative" if self.cooperative else "ping-pong"
@@ -157,18 +195,24 @@ class Tile:
 _COOPERATIVE, _PING_PONG = True, False
 
 TILES = (
-    Tile(128, 256, 4, (1, 1), _COOPERATIVE, 4.936, 0.5307, 0.1044, 3.563, 4.402),
-    Tile(128, 256, 4, (2, 1), _COOPERATIVE, 6.014, 0.522, 0.0981, 3.722, 4.731),
-    Tile(128, 128, 6, (1, 1), _PING_PONG, 4.638, 0.2255, 0.1468, 2.959, 4.966),
-    Tile(128, 128, 6, (1, 2), _PING_PONG, 4.804, 0.2605, 0.09857, 3.238, 4.063),
-    Tile(128, 128, 6, (2, 1), _PING_PONG, 4.189, 0.2534, 0.1073, 3.833, 5.463),
-    Tile(128, 128, 6, (1, 1), _COOPERATIVE, 4.554, 0.2428, 0.1304, 1.904, 4.906),
-    Tile(64, 256, 5, (1, 1), _PING_PONG, 4.903, 0.275, 0.1729, 3.72, 4.283),
-    Tile(64, 128, 8, (1, 1), _PING_PONG, 4.459, 0.1085, 0.1697, 1.903, 4.644),
-    Tile(64, 128, 8, (2, 1), _PING_PONG, 5.601, 0.1327, 0.08653, 2.496, 3.609),
-    Tile(128, 64, 8, (1, 1), _COOPERATIVE, 5.262, 0.1111, 0.1634, 0.9693, 5.111),
-    Tile(64, 64, 12, (1, 1), _PING_PONG, 4.563, 0.08322, 0.1085, 1.365, 4.671),
-    Tile(64, 64, 12, (2, 1), _PING_PONG, 4.539, 0.1269, 0.04455, 1.719, 4.714),
+    Tile(128, 256, 4, (1, 1), _COOPERATIVE, False, Times(7.195, 0.4563, 0.1186, 0.07322, 1.738, 7.836, 0.2227)),
+    Tile(128, 256, 4, (2, 1), _COOPERATIVE, False, Times(7.371, 0.4572, 0.1448, 0.01302, 1.718, 5.668, 0.4834)),
+    Tile(256, 128, 4, (1, 1), _COOPERATIVE, False, Times(6.461, 0.4335, 0.1361, 0.07692, 1.62, 3.686, 7.79e-08)),
+    Tile(128, 128, 6, (1, 1), _COOPERATIVE, False, Times(6.83, 0.2104, 0.1189, 0.07555, 0.7037, 6.626, 0.7923)),
+    Tile(128, 128, 6, (1, 1), _PING_PONG, False, Times(6.584, 0.2142, 0.09897, 0.09078, 1.266, 6.683, 1.57)),
+    Tile(128, 128, 6, (1, 2), _PING_PONG, False, Times(6.554, 0.1966, 0.1342, 0.03953, 2.618, 5.838, 0.5948)),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, False, Times(6.424, 0.2203, 0.09526, 0.04211, 1.213, 3.778, 0.5048)),
+    Tile(64, 256, 5, (1, 1), _PING_PONG, False, Times(5.773, 0.2235, 0.09126, 0.1335, 2.236, 7.996, 1.308)),
+    Tile(128, 64, 8, (1, 1), _COOPERATIVE, False, Times(6.179, 0.1144, 0.1413, 0.06872, 0.2109, 4.397, 1.012e-08)),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, False, Times(5.885, 0.1144, 0.1058, 0.07736, 1.034, 7.536, 1.465)),
+    Tile(64, 128, 8, (2, 1), _PING_PONG, False, Times(6.5, 0.1275, 0.0979, 0.02281, 0.9012, 5.737, 1.267)),
+    Tile(64, 64, 12, (1, 1), _PING_PONG, False, Times(5.603, 0.07267, 0.0883, 0.05096, 0.6698, 6.151, 1.801)),
+    Tile(128, 256, 4, (2, 1), _COOPERATIVE, True, Times(7.985, 0.02678, 0.6421, 0.01358, 0.205, 5.043, 1.45, 5.7)),
+    Tile(256, 128, 4, (1, 2), _COOPERATIVE, True, Times(7.93, 0.0207, 0.6293, 0.01323, 1.054, 3.014, 0.1022, 6.081)),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, True, Times(5.777, 0.02023, 0.3305, 0.03469, 0.2001, 2.655, 1.067e-09, 4.801)),
+    Tile(64, 128, 8, (2, 1), _PING_PONG, True, Times(7.388, 0.02002, 0.2297, 0.01575, 0.2001, 5.396, 0.3831, 2.748)),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, True, Times(5.998, 0.02006, 0.2583, 0.06087, 0.2, 4.725, 4.732e-05, 3.418)),
+    Tile(64, 64, 12, (1, 1), _PING_PONG, True, Times(6.038, 0.02, 0.1684, 0.0388, 0.2, 4.747, 1.255, 2.822)),
 )
 """All configurations. Each serves every problem with the same bits."""
 

@@ -184,10 +184,10 @@ def test_codes_are_made_where_only_their_product_is_empty(m):
         assert step.entry == "quantized_linear_codes", sku
 
 
-def test_the_dynamic_product_may_start_beside_the_quantization():
+def test_both_steps_may_start_beside_the_kernel_in_front_of_them():
     codes, product = warpgroup.launch(dynamic(), H200).steps
     assert product.overlaps
-    assert not codes.overlaps
+    assert codes.overlaps
     assert product.parameters[0].otherwise == "codes"
 
 
