@@ -20,7 +20,8 @@ from skuda.dispatch.compile.compilers import Nvcc, find_nvcc
 from skuda.dispatch.cuda.bindings import BindingsEngine, bindings_trouble, bindings_version, load_module
 from skuda.dispatch.cuda.call import packer
 from skuda.dispatch.cuda.pycuda_context import keep_forever, pushed
-from skuda.dispatch.cuda.runner import Bound, Send, must_opt_in
+from skuda.dispatch.cuda.recognizer import Send
+from skuda.dispatch.cuda.runner import Bound, must_opt_in
 from skuda.dispatch.system.packages import installed
 from skuda.kernels.launch import Dim3, Launch
 from skuda.registry.backend import BUILT_IN

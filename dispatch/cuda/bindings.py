@@ -11,7 +11,8 @@ from typing import Any
 
 from skuda.dispatch.cuda.call import packer
 from skuda.dispatch.cuda.driver import driver, failure
-from skuda.dispatch.cuda.runner import Bound, Send, must_opt_in
+from skuda.dispatch.cuda.recognizer import Send
+from skuda.dispatch.cuda.runner import Bound, must_opt_in
 from skuda.dispatch.system.packages import installed
 from skuda.kernels.launch import Launch, Step
 from skuda.registry.errors import DriverError
