@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, PrivateAttr, SerializeAsAny
@@ -195,6 +195,27 @@ class Plan(Value):
         except BaseException as error:
             self._name_kernel(error)
             raise
+
+    def _run_again(self) -> Callable[[Mapping[str, object], object], Any] | None:
+        """Return a function of arrays and stream that does what `run` does, or does nothing and returns None.
+
+        It runs only where an array of the call is on the plan's device. None if the runner recognizes no calls, as
+        only `CudaRunner` does.
+        """
+        runner: Any = self._ready()
+        if not hasattr(runner, "run_again"):
+            return None
+
+        def again(arrays: Mapping[str, object], stream: object) -> Any:
+            try:
+                return runner.run_again(arrays, stream)
+            except Unaligned:
+                return None  # `run` asks the next kernel
+            except BaseException as error:
+                self._name_kernel(error)
+                raise
+
+        return again
 
     def bind(self, *, stream: object = None, **arrays: Any) -> Callable[[], Any]:
         """Check the arguments once and return a callable that only launches.

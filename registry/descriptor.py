@@ -100,8 +100,7 @@ class Descriptor(Value):
     result: ClassVar[Callable[..., Any] | None] = None
     """Builds the op's result from its outputs; None if the op returns its only output."""
 
-    def __hash__(self) -> int:
-        return hash((self.__class__, *self.__dict__.values()))
+    __hash__ = Value.__hash__  # which a class with an `__eq__` does not inherit
 
     def __eq__(self, other: object) -> bool:
         return self is other or (self.__class__ is other.__class__ and self.__dict__ == other.__dict__)
@@ -109,7 +108,7 @@ class Descriptor(Value):
     @classmethod
     def op_name(cls) -> str:
         """Name of the op that this class describes."""
-        return str(cls.model_fields["op"].default)
+        return str(cls.__pydantic_fields__["op"].default)
 
     def key(self) -> FunctionalKey:
         """Return the exact key under which kernels for this problem are indexed."""

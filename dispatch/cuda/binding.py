@@ -119,7 +119,8 @@ class Binder:
             tuple(self._clashes(names, places)),
             tuple(map(names.index, aligned)),
         )
-        return Call(form, made, tuple(indices), constants, framework, self._stream(framework, facts))
+        placed = any(found.ordinal == self._ordinal for found in facts.values())
+        return Call(form, made, tuple(indices), constants, framework, self._stream(framework, facts), placed)
 
     def _refuse(self, name: str, had: str, must: str) -> NoReturn:
         raise InvalidProblem(self._op, name, had, must)

@@ -58,6 +58,8 @@ class Call:
         Of the first array.
     stream : callable
         Gives the handle of the current stream.
+    placed : bool
+        Whether an array among the arguments is on the device.
     """
 
     form: Form
@@ -66,6 +68,7 @@ class Call:
     constants: tuple[Any, ...]
     framework: Framework
     stream: Callable[[], int]
+    placed: bool
 
     def checked_values(self, arrays: Mapping[str, Any]) -> list[Any]:
         """Return the values of the arrays that were checked."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from skuda.dispatch.cuda.binding import Binder
 from skuda.dispatch.cuda.call import Call
@@ -99,6 +99,13 @@ class _Sender:
             send(each, handle, stream)
 
 
+class _Known(NamedTuple):
+    """What recognizes and launches calls like one that was checked, and whether an array among them is on the device."""
+
+    launch: Launcher
+    placed: bool
+
+
 class CudaRunner:
     """A prepared kernel of a CUDA backend; its launch has no steps that do nothing."""
 
@@ -123,8 +130,9 @@ class CudaRunner:
         self._sender = _Sender(self._op, engine, driver, self._context)
         # What recognizes and launches the latest calls, newest first; replaced as a whole, so that threads see a
         # consistent tuple.
-        self._calls: tuple[Launcher, ...] = ()
+        self._calls: tuple[_Known, ...] = ()
         self._quick: Launcher | None = None
+        self._here: Launcher | None = None
         _runners.add(self)
 
     def check(self, arrays: Mapping[str, object]) -> None:
@@ -146,15 +154,26 @@ class CudaRunner:
                 return result
         return self._run(arrays, stream)
 
+    def run_again(self, arrays: Mapping[str, object], stream: object) -> object | None:
+        """Do what `run` does, if the arguments are like those of the latest call, and an array among them is here.
+
+        Returns
+        -------
+        object or None
+            The op's result; None if nothing was done.
+        """
+        launch = self._here
+        return None if launch is None else launch(arrays, stream)
+
     def _run(self, arrays: Mapping[str, object], stream: object) -> object:
-        for launch in self._calls[1:]:
-            result = launch(arrays, stream)
+        for known in self._calls[1:]:
+            result = known.launch(arrays, stream)
             if result is not None:
-                self._remember(launch)
+                self._remember(known)
                 return result
         call = self._binder.bind(arrays)
         sender = self._sender_for(call.framework)
-        self._remember(call.form.launcher(self._way(call, sender)))
+        self._remember(_Known(call.form.launcher(self._way(call, sender)), call.placed))
         # Arrays that were checked need not be recognized, and some never are.
         values = call.checked_values(arrays)
         handle = call.stream() if stream is None else stream_handle(self._op, stream, self._ordinal)
@@ -200,9 +219,9 @@ class CudaRunner:
 
         return launch
 
-    def _remember(self, launch: Launcher) -> None:
-        self._calls = (launch, *(other for other in self._calls if other is not launch))[:_MOST_CALLS]
-        self._quick = launch
+    def _remember(self, known: _Known) -> None:
+        self._calls = (known, *(other for other in self._calls if other is not known))[:_MOST_CALLS]
+        self._quick, self._here = known.launch, known.launch if known.placed else None
 
     def _sender_for(self, framework: Framework) -> _Sender:
         if not framework.waits:
@@ -257,7 +276,7 @@ def _refuse_all() -> None:
     """Make every runner refuse, in a forked child. A check in every run would cost those that are not forked."""
     for runner in tuple(_runners):
         runner._sender.plain = False  # noqa: SLF001  so that what `bind` returned calls `_send`
-        for name in ("check", "run", "bind", "_send"):
+        for name in ("check", "run", "run_again", "bind", "_send"):
             setattr(runner, name, _refuse)
 
 
