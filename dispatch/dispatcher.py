@@ -108,6 +108,7 @@ class Dispatcher:
         """What `run` tries first for a problem; replaced as a whole when plans are withdrawn, which it may hold."""
         self._failed: dict[str, tuple[str, str]] = {}
         """Remedy and reason for every kernel of a plug-in that failed in a launch, by id."""
+        self._shortlists = match.Shortlists()
         self._answering = Locks()
         self._lock = lock()
         log = log_selection if logger_of("dispatch") is not None else None
@@ -180,6 +181,10 @@ class Dispatcher:
         name = error.backend
         state = self.status[name] = self._blamed(name, error)
         self._unavailable[name] = (state.remedy, state.detail)
+        self._shortlists.forget()
+
+    def _known_obstacles(self) -> match.Unavailable:
+        return self._obstacles
 
     @property
     def _obstacles(self) -> match.Unavailable:
@@ -203,6 +208,7 @@ class Dispatcher:
             with self._lock:
                 self.plugins = tuple(aside if each == plugin else each for each in self.plugins)
             self._failed |= dict.fromkeys(ids, (plugin.remedy, f"of {plugin.origin}: {misbehaved}"))
+            self._shortlists.forget()
         else:
             ids = [each.id for each in self.registry if each.backend == sku.backend]
             self._give_up(misbehaved)
@@ -336,15 +342,10 @@ class Dispatcher:
     ) -> Plan | None:
         """Plan with the best kernel, or with the best one ranked after `behind`, and notify the observers."""
         while True:
+            asked = (self.registry, problem, device, preference)
+            shortlist = self._shortlists.of(*asked, self._known_obstacles)
             choose = partial(
-                match.choose,
-                self.registry,
-                problem,
-                device,
-                preference,
-                self._obstacles,
-                behind=behind,
-                tuned=self._tuned,
+                match.choose, *asked, self._obstacles, behind=behind, tuned=self._tuned, shortlist=shortlist
             )
             watch = Watch(choose, partial(self._planned, problem, preference, device))
             try:

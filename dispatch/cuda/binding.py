@@ -33,6 +33,7 @@ from skuda.kernels.launch import (
     TensorMap,
     Which,
 )
+from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem, OutOfMemory
@@ -65,13 +66,31 @@ class Binder:
         self.outputs = tuple(a.name for a in self._arguments if a.role is Role.OUTPUT)
         self._launch = launch
         self._ordinal = ordinal
-        parameters = [parameter for step in launch.steps for parameter in step.parameters]
-        self._maps = [p for p in parameters if isinstance(p, TensorMap)]
-        self._leading = {p.name for p in parameters if isinstance(p, Leading)}
-        self._leading |= {p.name for p in self._maps if not p.otherwise}
-        self._which = {p.name for p in parameters if isinstance(p, Which)}
-        self._numbers = {p.name: p.element for p in parameters if isinstance(p, Number)}
-        self._pointers = {p.name for p in parameters if isinstance(p, (Pointer, TensorMap))}
+
+    @cached_property
+    def _parameters(self) -> list[Parameter]:
+        return [parameter for step in self._launch.steps for parameter in step.parameters]
+
+    @cached_property
+    def _maps(self) -> list[TensorMap]:
+        return [p for p in self._parameters if isinstance(p, TensorMap)]
+
+    @cached_property
+    def _leading(self) -> set[str]:
+        named = {p.name for p in self._parameters if isinstance(p, Leading)}
+        return named | {p.name for p in self._maps if not p.otherwise}
+
+    @cached_property
+    def _which(self) -> set[str]:
+        return {p.name for p in self._parameters if isinstance(p, Which)}
+
+    @cached_property
+    def _numbers(self) -> dict[str, ElementKind]:
+        return {p.name: p.element for p in self._parameters if isinstance(p, Number)}
+
+    @cached_property
+    def _pointers(self) -> set[str]:
+        return {p.name for p in self._parameters if isinstance(p, (Pointer, TensorMap))}
 
     def bind(self, arrays: Mapping[str, Any]) -> Call:
         """Check a call, the op's arguments by name, in full.
@@ -101,7 +120,9 @@ class Binder:
         framework = next(iter(frameworks.values()), standard())
         given = tuple(self._given(arrays, facts, frameworks, shapes))
         made = tuple(
-            Made(a.name, self._maker(a, shapes[a.name], framework), _address if framework.borrows else framework.address)
+            Made(
+                a.name, self._maker(a, shapes[a.name], framework), _address if framework.borrows else framework.address
+            )
             for a in self._arguments
             if a.role is Role.OUTPUT and arrays.get(a.name) is None
         )

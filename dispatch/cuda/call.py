@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from skuda.dispatch.cuda.facts import Framework
@@ -37,6 +38,17 @@ _FORMATS = {
     ElementKind.U32: "I",
     ElementKind.S64: "q",
 }
+_FORMATS_OF_KINDS: dict[type, str] = {
+    TensorMap: f"{BYTES}s",
+    Pointer: "Q",
+    Which: "i",
+    Leading: "q",
+    Rows: "q",
+    Columns: "q",
+}
+"""Those of parameters that have no element of their own."""
+
+_MOST_LAYOUTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,31 +92,32 @@ class Call:
         return tuple(tuple(known[index] for index in step) for step in self.indices)
 
 
-def format_of(parameter: Parameter) -> str:
-    """Return a parameter's `struct` format."""
-    match parameter:
-        case TensorMap():
-            return f"{BYTES}s"
-        case Pointer():
-            return "Q"
-        case Number() | Constant():
-            return _FORMATS[parameter.element]
-        case Which():
-            return "i"
-        case Leading() | Rows() | Columns():
-            return "q"
+def formats_of(step: Step) -> tuple[str, ...]:
+    """Return the `struct` format of every parameter of a step."""
+    plain = _FORMATS_OF_KINDS.get
+    # Inlined: every new size comes here.
+    return tuple([plain(each.__class__) or _FORMATS[each.element] for each in step.parameters])  # type: ignore[union-attr]
 
 
 def parameter_layout(step: Step) -> tuple[tuple[int, int], ...]:
     """Return (offset, size) of every parameter of a step."""
-    layout, end = [], step.lead
-    for parameter in step.parameters:
-        size = struct.calcsize(format_of(parameter))
+    return _layout(step.lead, formats_of(step))
+
+
+@lru_cache(maxsize=_MOST_LAYOUTS)
+def _layout(lead: int, formats: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    layout, end = [], lead
+    for size in map(struct.calcsize, formats):
         alignment = min(size, ALIGNMENT)
-        offset = step.lead + -(-(end - step.lead) // alignment) * alignment
+        offset = lead + -(-(end - lead) // alignment) * alignment
         layout.append((offset, size))
         end = offset + size
     return tuple(layout)
+
+
+@lru_cache(maxsize=_MOST_LAYOUTS)
+def _whole(lead: int, formats: tuple[str, ...]) -> struct.Struct:
+    return struct.Struct(f"@{lead}x" + "".join(formats))
 
 
 class Packer(NamedTuple):
@@ -119,7 +132,7 @@ class Packer(NamedTuple):
 
 def packer(step: Step, op: str) -> Packer:
     """Return the packer of a step, whose tensor maps come first so that alignment needs no gap; errors name `op`."""
-    whole = struct.Struct(f"@{step.lead}x" + "".join(format_of(parameter) for parameter in step.parameters))
+    whole = _whole(step.lead, formats_of(step))
     maps: list[Encoder] = [encoder(each, op) for each in step.parameters if isinstance(each, TensorMap)]
     if not maps:
         return Packer(whole.size, whole.pack)

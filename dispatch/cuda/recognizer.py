@@ -49,6 +49,7 @@ class Sender(Protocol):
     def again(self, error: Exception, parameters: Parameters, handle: int, stream: object) -> None:
         """Repeat a run of which a step failed with `error`, or raise."""
 
+
 class Clash(NamedTuple):
     """Two arrays that must not overlap, one of which is written.
 

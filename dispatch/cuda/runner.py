@@ -118,7 +118,7 @@ class CudaRunner:
         place: tuple[int, int],
         notes: tuple[str, ...] = (),
     ) -> None:
-        self.notes = notes
+        self._notes, self._launch = notes, launch
         self._ordinal, self._context = place
         self._op = problem.op_name()
         self._result = type(problem).result
@@ -134,6 +134,11 @@ class CudaRunner:
         self._quick: Launcher | None = None
         self._here: Launcher | None = None
         _runners.add(self)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Its configuration, and what was given."""
+        return (*self._launch.told(), *self._notes)
 
     def check(self, arrays: Mapping[str, object]) -> None:
         """Raise `InvalidProblem` for arguments that `run` would refuse."""

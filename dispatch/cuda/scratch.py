@@ -88,7 +88,7 @@ _pools: weakref.WeakKeyDictionary[Driver, dict[int, Pool]] = weakref.WeakKeyDict
 
 def _pool_of(driver: Driver, context: int) -> Pool:
     pools = _pools.setdefault(driver, {})
-    return pools.setdefault(context, Pool())
+    return pools.get(context) or pools.setdefault(context, Pool())
 
 
 class Place(NamedTuple):
