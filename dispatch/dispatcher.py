@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from skuda.dispatch.backends.base import Backend, BackendStatus
 from skuda.dispatch.device import HOST, KNOWN_DEVICES, Device, device_named
@@ -15,11 +15,8 @@ from skuda.dispatch.plugins.asking import Misbehaved, ask_choices, ask_devices, 
 from skuda.dispatch.plugins.loading import KERNELS, Plugin, load_backends, load_kernels
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.select import match
-from skuda.dispatch.select.environment import driver_of
-from skuda.dispatch.select.explanation import Explanation
-from skuda.dispatch.select.measured import Pick, Tuned
+from skuda.dispatch.select.pick import Pick
 from skuda.dispatch.select.place import common_place
-from skuda.dispatch.select.tuning import Tuning
 from skuda.dispatch.settings import nvtx_enabled, tuning_file
 from skuda.dispatch.system.locks import Locks, lock
 from skuda.dispatch.system.transient import is_transient
@@ -30,6 +27,11 @@ from skuda.registry.errors import InvalidProblem, InvalidRecord, KernelFailed, N
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
 from skuda.registry.text import shown
+
+if TYPE_CHECKING:
+    from skuda.dispatch.select.explanation import Explanation
+    from skuda.dispatch.select.measured import Tuned
+    from skuda.dispatch.select.tuning import Tuning
 
 _MOST_PLANS = 4096
 
@@ -72,7 +74,6 @@ class Dispatcher:
         nvtx: bool | None = None,
     ) -> None:
         _check("registry", registry, Registry, "be a Registry, or None for what is installed")
-        _check("tuning", tuning, (Tuning, str, os.PathLike), "be a Tuning, the path of a file of one, or None")
         _check("on_selection", on_selection, Callable, "be a function of a Selection, or None")
         _check("nvtx", nvtx, bool, "be True, False or None")
         if backends is not None:
@@ -118,10 +119,15 @@ class Dispatcher:
             self._ranges = Ranges()
 
     def _tuned_by(self, tuning: Tuning | str | os.PathLike[str] | None) -> Tuned | None:
+        if tuning is None or (isinstance(tuning, str) and not tuning):
+            return None
+        # Imported here: few programs have measured times.
+        from skuda.dispatch.select.measured import Tuned
+        from skuda.dispatch.select.tuning import Tuning
+
+        _check("tuning", tuning, (Tuning, str, os.PathLike), "be a Tuning, the path of a file of one, or None")
         if isinstance(tuning, Tuning):
             return Tuned(tuning, "a tuning of this program", self._driver_of, self.choices)
-        if tuning is None or tuning == "":
-            return None
         return Tuned(Tuning.load(Path(tuning)), os.fspath(tuning), self._driver_of, self.choices)
 
     @property
@@ -131,6 +137,8 @@ class Dispatcher:
 
     @staticmethod
     def _driver_of(device: Device) -> str | None:
+        from skuda.dispatch.select.environment import driver_of
+
         return driver_of(device) if device.ordinal is not None else None
 
     @property

@@ -10,7 +10,6 @@ from pydantic import BeforeValidator, PrivateAttr, SerializeAsAny
 from skuda.dispatch.backends.base import Runner
 from skuda.dispatch.device import Device
 from skuda.dispatch.preference import PlanPreference
-from skuda.dispatch.select.explanation import as_json, html_table
 from skuda.registry.descriptor import Argument, Descriptor
 from skuda.registry.errors import NotPrepared, SkudaError, Unaligned
 from skuda.registry.guarantee import PrecisionGuarantee
@@ -135,6 +134,8 @@ class Plan(Value):
 
     def _repr_html_(self) -> str:
         """Return a table for notebooks."""
+        from skuda.dispatch.select.explanation import as_json, html_table
+
         fields = as_json(self.problem).items()
         rows = {
             "problem": ", ".join(f"{name}={value}" for name, value in fields if name != "op"),

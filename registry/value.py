@@ -134,6 +134,7 @@ class Value(BaseModel):
         extra="forbid",
         ser_json_inf_nan="constants",
         validate_default=False,
+        defer_build=True,  # a model costs a millisecond, which a program should pay only for those that it uses
         ignored_types=(cached_property,),
     )
     # No field: it is neither compared, copied nor pickled.

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from skuda.dispatch.device import Device
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
-from skuda.dispatch.select.explanation import Decision, Explanation, Verdict, as_json
-from skuda.dispatch.select.measured import Pick, Tuned
+from skuda.dispatch.select.pick import Pick
 from skuda.registry.arch import ArchSku
 from skuda.registry.descriptor import Descriptor, FunctionalKey, key_field
 from skuda.registry.reason import Reason, ReasonCode
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
+
+if TYPE_CHECKING:
+    from skuda.dispatch.select.explanation import Explanation, Verdict
+    from skuda.dispatch.select.measured import Tuned
 
 Unavailable = Mapping[str, tuple[str, str]]
 """Backends by name, and kernels by id, that cannot be used here: to (remedy, obstacle)."""
@@ -239,6 +243,8 @@ def explain(
     tuned: Tuned | None = None,
 ) -> Explanation:
     """Return the decisions on every kernel of the problem's op."""
+    from skuda.dispatch.select.explanation import Decision, Explanation, as_json
+
     question = Question(problem, device, preference, unavailable)
     accepted: list[KernelSku] = []
     refused: list[Decision] = []
