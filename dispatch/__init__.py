@@ -1,14 +1,20 @@
 """Selection, plans, devices and backends: which kernel runs, and how."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
 from skuda.dispatch.device import KNOWN_DEVICES, Device, device_named
 from skuda.dispatch.dispatcher import Dispatcher
 from skuda.dispatch.plan import Plan
 from skuda.dispatch.plugins.loading import Plugin
 from skuda.dispatch.preference import PlanPreference
-from skuda.dispatch.select.explanation import Decision, Explanation
-from skuda.dispatch.select.tuning import Tuning
 from skuda.dispatch.telemetry import Selection, log_selection
+
+if TYPE_CHECKING:
+    from skuda.dispatch.select.explanation import Decision, Explanation
+    from skuda.dispatch.select.tuning import Tuning
 
 __all__ = [
     "KNOWN_DEVICES",
@@ -27,3 +33,16 @@ __all__ = [
     "device_named",
     "log_selection",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Few programs name these, and their modules take long to import.
+    if name in {"Decision", "Explanation"}:
+        from skuda.dispatch.select import explanation
+
+        return getattr(explanation, name)
+    if name == "Tuning":
+        from skuda.dispatch.select.tuning import Tuning
+
+        return Tuning
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

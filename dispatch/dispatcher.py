@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from skuda.dispatch.backends.base import Backend, BackendStatus
 from skuda.dispatch.device import HOST, KNOWN_DEVICES, Device, device_named
@@ -15,11 +15,8 @@ from skuda.dispatch.plugins.asking import Misbehaved, ask_choices, ask_devices, 
 from skuda.dispatch.plugins.loading import KERNELS, Plugin, load_backends, load_kernels
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.select import match
-from skuda.dispatch.select.environment import driver_of
-from skuda.dispatch.select.explanation import Explanation
-from skuda.dispatch.select.measured import Pick, Tuned
+from skuda.dispatch.select.pick import Pick
 from skuda.dispatch.select.place import common_place
-from skuda.dispatch.select.tuning import Tuning
 from skuda.dispatch.settings import nvtx_enabled, tuning_file
 from skuda.dispatch.system.locks import Locks, lock
 from skuda.dispatch.system.transient import is_transient
@@ -30,6 +27,11 @@ from skuda.registry.errors import InvalidProblem, InvalidRecord, KernelFailed, N
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
 from skuda.registry.text import shown
+
+if TYPE_CHECKING:
+    from skuda.dispatch.select.explanation import Explanation
+    from skuda.dispatch.select.measured import Tuned
+    from skuda.dispatch.select.tuning import Tuning
 
 _MOST_PLANS = 4096
 
@@ -72,7 +74,6 @@ class Dispatcher:
         nvtx: bool | None = None,
     ) -> None:
         _check("registry", registry, Registry, "be a Registry, or None for what is installed")
-        _check("tuning", tuning, (Tuning, str, os.PathLike), "be a Tuning, the path of a file of one, or None")
         _check("on_selection", on_selection, Callable, "be a function of a Selection, or None")
         _check("nvtx", nvtx, bool, "be True, False or None")
         if backends is not None:
@@ -104,8 +105,11 @@ class Dispatcher:
         self.backends = {backend.spec.name: backend for backend in backends}
         self.plugins = tuple(plugins)
         self._plans: dict[Hashable, Plan] = {}
+        self._ran: dict[tuple[Descriptor, PlanPreference | None], Callable[..., Any]] = {}
+        """What `run` tries first for a problem; replaced as a whole when plans are withdrawn, which it may hold."""
         self._failed: dict[str, tuple[str, str]] = {}
         """Remedy and reason for every kernel of a plug-in that failed in a launch, by id."""
+        self._shortlists = match.Shortlists()
         self._answering = Locks()
         self._lock = lock()
         log = log_selection if logger_of("dispatch") is not None else None
@@ -115,10 +119,15 @@ class Dispatcher:
             self._ranges = Ranges()
 
     def _tuned_by(self, tuning: Tuning | str | os.PathLike[str] | None) -> Tuned | None:
+        if tuning is None or (isinstance(tuning, str) and not tuning):
+            return None
+        # Imported here: few programs have measured times.
+        from skuda.dispatch.select.measured import Tuned
+        from skuda.dispatch.select.tuning import Tuning
+
+        _check("tuning", tuning, (Tuning, str, os.PathLike), "be a Tuning, the path of a file of one, or None")
         if isinstance(tuning, Tuning):
             return Tuned(tuning, "a tuning of this program", self._driver_of, self.choices)
-        if tuning is None or tuning == "":
-            return None
         return Tuned(Tuning.load(Path(tuning)), os.fspath(tuning), self._driver_of, self.choices)
 
     @property
@@ -128,6 +137,8 @@ class Dispatcher:
 
     @staticmethod
     def _driver_of(device: Device) -> str | None:
+        from skuda.dispatch.select.environment import driver_of
+
         return driver_of(device) if device.ordinal is not None else None
 
     @property
@@ -178,6 +189,10 @@ class Dispatcher:
         name = error.backend
         state = self.status[name] = self._blamed(name, error)
         self._unavailable[name] = (state.remedy, state.detail)
+        self._shortlists.forget()
+
+    def _known_obstacles(self) -> match.Unavailable:
+        return self._obstacles
 
     @property
     def _obstacles(self) -> match.Unavailable:
@@ -201,12 +216,14 @@ class Dispatcher:
             with self._lock:
                 self.plugins = tuple(aside if each == plugin else each for each in self.plugins)
             self._failed |= dict.fromkeys(ids, (plugin.remedy, f"of {plugin.origin}: {misbehaved}"))
+            self._shortlists.forget()
         else:
             ids = [each.id for each in self.registry if each.backend == sku.backend]
             self._give_up(misbehaved)
         for key, plan in list(self._plans.items()):
             if plan.sku.id in ids:
                 self._plans.pop(key, None)
+        self._ran = {}
         raise failure from error
 
     @cached_property
@@ -333,15 +350,10 @@ class Dispatcher:
     ) -> Plan | None:
         """Plan with the best kernel, or with the best one ranked after `behind`, and notify the observers."""
         while True:
+            asked = (self.registry, problem, device, preference)
+            shortlist = self._shortlists.of(*asked, self._known_obstacles)
             choose = partial(
-                match.choose,
-                self.registry,
-                problem,
-                device,
-                preference,
-                self._obstacles,
-                behind=behind,
-                tuned=self._tuned,
+                match.choose, *asked, self._obstacles, behind=behind, tuned=self._tuned, shortlist=shortlist
             )
             watch = Watch(choose, partial(self._planned, problem, preference, device))
             try:
@@ -442,12 +454,28 @@ class Dispatcher:
         KernelFailed
             See `Plan.run`.
         """
+        ran, asked = self._ran, (problem, preference)
+        try:
+            again = ran.get(asked)
+        except TypeError:  # what has no hash is refused below
+            again = None
+        if again is not None:
+            # What recognizes the call knows where its arrays are.
+            result = again(arrays, stream)
+            if result is not None:
+                return result
         try:
             op = problem.op_name()
         except (AttributeError, KeyError):
             self._question(problem, preference, HOST)
             raise
-        return self.select(problem, preference, self._device_of(op, arrays)).run(stream=stream, **arrays)
+        plan = self.select(problem, preference, self._device_of(op, arrays))
+        again = plan._run_again()  # noqa: SLF001  for dispatchers only
+        if again is not None:
+            if len(ran) >= _MOST_PLANS:
+                ran.clear()
+            ran[asked] = again
+        return plan.run(stream=stream, **arrays)
 
     def _device_of(self, op: str, arrays: dict[str, Any]) -> Device:
         place = common_place(op, arrays)

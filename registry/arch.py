@@ -16,6 +16,8 @@ class ArchSku(StrEnum):
     those of a family: the same major number and the same or a later minor number.
     """
 
+    __hash__ = str.__hash__  # that of enumerations is a function in Python
+
     CPU = "cpu"
     SM_75 = "sm_75"
     SM_80 = "sm_80"

@@ -32,6 +32,10 @@ class _FieldConstraint(Value):
         """Whether `value` satisfies the requirement."""
         raise NotImplementedError
 
+    def serves(self, problem: Descriptor) -> bool:
+        """Whether `problem` satisfies the requirement."""
+        return self.holds(getattr(problem, self.field))
+
     def check(self, problem: Descriptor) -> Reason | None:
         """Return the reason for which `problem` is refused, or None."""
         value = getattr(problem, self.field)
@@ -76,10 +80,9 @@ class Between(_FieldConstraint):
 
     def holds(self, value: object) -> bool:
         """Whether `value` is in range."""
-        number = float(value) if isinstance(value, (int, float)) else math.nan
-        low = -math.inf if self.minimum is None else self.minimum
-        high = math.inf if self.maximum is None else self.maximum
-        return low <= number <= high
+        if not isinstance(value, (int, float)):
+            return False
+        return (self.minimum is None or self.minimum <= value) and (self.maximum is None or value <= self.maximum)
 
 
 class MultipleOf(_FieldConstraint):
@@ -108,11 +111,15 @@ class ProductAtMost(Value):
         """Return the requirement in words."""
         return f"{' * '.join(self.factors)} at most {self.maximum}"
 
+    def serves(self, problem: Descriptor) -> bool:
+        """Whether `problem` satisfies the requirement."""
+        return math.prod(getattr(problem, factor) for factor in self.factors) <= self.maximum
+
     def check(self, problem: Descriptor) -> Reason | None:
         """Return the reason for which `problem` is refused, or None."""
-        product = math.prod(getattr(problem, factor) for factor in self.factors)
-        if product <= self.maximum:
+        if self.serves(problem):
             return None
+        product = math.prod(getattr(problem, factor) for factor in self.factors)
         name = " * ".join(self.factors)
         return Reason(code="constraint", field=name, wanted=f"at most {self.maximum}", had=str(product))
 

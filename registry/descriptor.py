@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import wraps
 from typing import Any, ClassVar, NamedTuple
 
 from skuda.registry.elements import ElementKind
@@ -90,6 +91,7 @@ class Descriptor(Value):
         If a field breaks its rule.
     """
 
+    __slots__ = ("_arguments",)
     refusal = InvalidProblem
     category: ClassVar[OpCategory]
     element_field: ClassVar[str]
@@ -100,16 +102,22 @@ class Descriptor(Value):
     result: ClassVar[Callable[..., Any] | None] = None
     """Builds the op's result from its outputs; None if the op returns its only output."""
 
-    def __hash__(self) -> int:
-        return hash((self.__class__, *self.__dict__.values()))
+    __hash__ = Value.__hash__  # which a class with an `__eq__` does not inherit
 
     def __eq__(self, other: object) -> bool:
         return self is other or (self.__class__ is other.__class__ and self.__dict__ == other.__dict__)
 
     @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Let every problem keep its arguments, which several steps of a selection ask for."""
+        own = cls.__dict__.get("arguments")
+        if own is not None:
+            cls.arguments = _keeping(own)  # type: ignore[method-assign]
+
+    @classmethod
     def op_name(cls) -> str:
         """Name of the op that this class describes."""
-        return str(cls.model_fields["op"].default)
+        return str(cls.__pydantic_fields__["op"].default)
 
     def key(self) -> FunctionalKey:
         """Return the exact key under which kernels for this problem are indexed."""
@@ -125,6 +133,26 @@ class Descriptor(Value):
     def arguments(self) -> tuple[Argument, ...]:
         """Return the arguments of this problem, inputs before outputs."""
         raise NotImplementedError
+
+
+_slot: Any = Descriptor.__dict__["_arguments"]
+
+
+def _keeping(own: Callable[[Any], tuple[Argument, ...]]) -> Callable[[Any], tuple[Argument, ...]]:
+    @wraps(own)
+    def arguments(self: Any) -> tuple[Argument, ...]:
+        try:
+            of, found = _slot.__get__(self)
+        except AttributeError:
+            of = None
+        # A class may extend the arguments of the class that it derives from.
+        if of is not own:
+            found = own(self)
+            _slot.__set__(self, (own, found))
+        kept: tuple[Argument, ...] = found
+        return kept
+
+    return arguments
 
 
 def key_field(descriptor: type[Descriptor], part: str) -> str:

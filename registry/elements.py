@@ -11,6 +11,8 @@ class ElementKind(StrEnum):
     ``s4`` and ``u4`` are stored two to a byte, low nibble first; every row (run along the last axis) starts at a byte.
     """
 
+    __hash__ = str.__hash__  # that of enumerations is a function in Python
+
     F16 = "f16"
     BF16 = "bf16"
     F32 = "f32"

@@ -134,9 +134,21 @@ class Value(BaseModel):
         extra="forbid",
         ser_json_inf_nan="constants",
         validate_default=False,
+        defer_build=True,  # a model costs a millisecond, which a program should pay only for those that it uses
         ignored_types=(cached_property,),
     )
+    # No field: it is neither compared, copied nor pickled.
+    __slots__ = ("_hash",)
     refusal: ClassVar[type[InvalidProblem | InvalidRecord]] = InvalidRecord
+
+    def __hash__(self) -> int:
+        try:
+            return _kept_hash(self)
+        except AttributeError:
+            own = self.__dict__
+            found = hash((self.__class__, *(own[name] for name in self.__class__.__pydantic_fields__)))
+            _keep_hash(self, found)
+            return found
 
     def __init__(self, /, **fields: Any) -> None:
         # pydantic calls this for nested records and JSON too, so that all of them raise the same errors.
@@ -190,3 +202,8 @@ class Value(BaseModel):
     def refuse(cls, field: str, had: object, must: str) -> NoReturn:
         """Raise this record's error for `field`."""
         raise cls.refusal(cls.__name__, field, had if isinstance(had, str) else shown(had), must)
+
+
+_slot: Any = Value.__dict__["_hash"]
+_kept_hash: Callable[[Value], int] = _slot.__get__
+_keep_hash: Callable[[Value, int], None] = _slot.__set__

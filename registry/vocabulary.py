@@ -8,6 +8,8 @@ from enum import StrEnum
 class OpCategory(StrEnum):
     """Top level of the op taxonomy; not every category has implemented ops."""
 
+    __hash__ = str.__hash__  # that of enumerations is a function in Python
+
     GEMM = "gemm"
     UNARY_ELEMENTWISE = "unary_elementwise"
     BINARY_ELEMENTWISE = "binary_elementwise"
@@ -83,6 +85,8 @@ class BackendKind(StrEnum):
 class MathPrecision(StrEnum):
     """Precision of the arithmetic instruction itself."""
 
+    __hash__ = str.__hash__  # that of enumerations is a function in Python
+
     F16 = "f16"
     BF16 = "bf16"
     TF32 = "tf32"
@@ -98,6 +102,8 @@ class MathPrecision(StrEnum):
 class LayoutSku(StrEnum):
     """Operand layouts of a matrix product D = A B."""
 
+    __hash__ = str.__hash__  # that of enumerations is a function in Python
+
     RCR = "rcr"
     """A and D row-major, B column-major: a linear layer whose weight is stored as [N, K]."""
     RRR = "rrr"
@@ -107,6 +113,8 @@ class LayoutSku(StrEnum):
 class ActivationKind(StrEnum):
     """The activation function that a fused epilogue applies."""
 
+    __hash__ = str.__hash__  # that of enumerations is a function in Python
+
     RELU = "relu"
     GELU = "gelu"
     """In the erf form."""
@@ -115,6 +123,8 @@ class ActivationKind(StrEnum):
 
 class EpilogueKind(StrEnum):
     """What happens to a product before it is rounded to the output element."""
+
+    __hash__ = str.__hash__  # that of enumerations is a function in Python
 
     IDENTITY = "identity"
     BIAS = "bias"
@@ -137,12 +147,16 @@ class EpilogueKind(StrEnum):
 class DynamicRangeMode(StrEnum):
     """How a dynamic range becomes scale and zero point."""
 
+    __hash__ = str.__hash__  # that of enumerations is a function in Python
+
     SYMMETRIC = "symmetric"
     ASYMMETRIC = "asymmetric"
 
 
 class DynamicRangeScope(StrEnum):
     """Which elements share one scale and zero point."""
+
+    __hash__ = str.__hash__  # that of enumerations is a function in Python
 
     TENSOR = "tensor"
     CHANNEL = "channel"

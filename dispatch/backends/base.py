@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from skuda.dispatch.device import Device
-from skuda.kernels.launch import Choice
 from skuda.registry.backend import BackendSpec
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.sku import KernelSku
 from skuda.registry.value import Value
+
+if TYPE_CHECKING:
+    from skuda.kernels.launch import Choice
 
 
 class BackendStatus(Value):

@@ -6,16 +6,19 @@ import hashlib
 import math
 import threading
 from abc import abstractmethod
-from dataclasses import replace
-from typing import Generic, TypeVar, cast
+from operator import is_not
+from typing import Generic, NamedTuple, TypeVar, cast
 
 from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
-from skuda.dispatch.compile.provider import CubinProvider, placed
+from skuda.dispatch.compile.bundle import Bundle
+from skuda.dispatch.compile.cache import CubinCache
+from skuda.dispatch.compile.cubin import Kernel, read_kernels
+from skuda.dispatch.compile.provider import CubinProvider, agreeing, arch_of
 from skuda.dispatch.cuda.arrays import current_streams
 from skuda.dispatch.cuda.driver import FORK_REMEDY, NOT_INITIALIZED, driver
 from skuda.dispatch.cuda.runner import CudaRunner, Engine, NoSteps
 from skuda.dispatch.device import Device
-from skuda.kernels.launch import Choice, Launch
+from skuda.kernels.launch import Choice, Launch, varied
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import BundleError, DriverError, NotPrepared
 from skuda.registry.sku import KernelSku
@@ -28,8 +31,20 @@ _modules: dict[tuple[str, bytes, int], object] = {}
 _loading = threading.Lock()
 
 
+class _Kernel(NamedTuple, Generic[Module]):
+    """A loaded kernel: its module, the properties of every entry point, and notes on where it is from."""
+
+    module: Module
+    entries: dict[str, Kernel]
+    notes: tuple[str, ...]
+
+
 class CudaBackend(CubinProvider, Backend, Generic[Module]):
     """A way to compile and launch CUDA source; its parameters are those of `CubinProvider`."""
+
+    def __init__(self, cache: CubinCache | None = None, bundles: tuple[Bundle, ...] | None = None) -> None:
+        super().__init__(cache, bundles)
+        self._kernels: dict[tuple[KernelSku, tuple[str, ...], str, int], _Kernel[Module]] = {}
 
     @abstractmethod
     def trouble(self) -> BackendStatus | None:
@@ -98,13 +113,27 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
         if not launch.steps:
             return CudaRunner(problem, launch, NoSteps(), found, (ordinal, context), self.notes())
         with found.using(context):
+            kernel = self._kernel(sku, launch, device)
+            steps = agreeing(sku, launch.steps, kernel.entries)
+            if any(map(is_not, steps, launch.steps)):
+                launch = varied(launch, steps=steps)
+            engine = self.engine(kernel.module, launch, problem.op_name(), ordinal)
+            return CudaRunner(problem, launch, engine, found, (ordinal, context), (*self.notes(), *kernel.notes))
+
+    def _kernel(self, sku: KernelSku, launch: Launch, device: Device) -> _Kernel[Module]:
+        """Return the loaded kernel of a launch. It is looked up once: a later change of its source does not count.
+
+        So another size costs neither a look at the source nor one at the cache.
+        """
+        ordinal = device.ordinal or 0
+        key = (sku, launch.flags, arch_of(sku, device), ordinal)
+        found = self._kernels.get(key)
+        if found is None:
             _refuse_capture(sku, ordinal)
             cubin = self.shipped(sku, launch, device) or self.cubin(sku, launch, device)
-            launch = replace(launch, steps=placed(sku, launch.steps, cubin.cubin))
-            module = self._loaded(sku, cubin.cubin, ordinal)
-            engine = self.engine(module, launch, problem.op_name(), ordinal)
-            notes = (*launch.told(), *self.notes(), *cubin.notes)
-            return CudaRunner(problem, launch, engine, found, (ordinal, context), notes)
+            made = _Kernel(self._loaded(sku, cubin.cubin, ordinal), read_kernels(cubin.cubin), cubin.notes)
+            found = self._kernels.setdefault(key, made)
+        return found
 
     def choices(self, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[Choice, ...]:
         """Return the configurations that the kernel's launch rule ranks."""
@@ -125,7 +154,9 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
         module, _, name = (sku.launch or "").partition(":")
         rule = resolve(module, name)
         launch: Launch = rule(problem, device, choice) if choice else rule(problem, device)
-        return replace(launch, steps=tuple(step for step in launch.steps if math.prod(step.grid)))
+        if all(math.prod(step.grid) for step in launch.steps):
+            return launch
+        return varied(launch, steps=tuple(step for step in launch.steps if math.prod(step.grid)))
 
     def _loaded(self, sku: KernelSku, cubin: bytes, ordinal: int) -> Module:
         # For the life of the process: a captured graph may hold a kernel, and there are few cubins.

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from skuda.dispatch.backends.base import BackendStatus
 from skuda.dispatch.backends.cuda import CudaBackend
 from skuda.dispatch.compile.compilers import Nvrtc, find_nvrtc, nvrtc_trouble
-from skuda.dispatch.cuda.bindings import BindingsEngine, bindings_trouble, bindings_version, load_module
+from skuda.dispatch.cuda.bindings import (
+    BindingsEngine,
+    BindingsModule,
+    bindings_trouble,
+    bindings_version,
+    load_module,
+)
 from skuda.kernels.launch import Launch
 from skuda.registry.backend import BUILT_IN
 
 _REMEDY = "pip install 'skuda[cuda13]'"
 
 
-class CudaCoreBackend(CudaBackend[Any]):
+class CudaCoreBackend(CudaBackend[BindingsModule]):
     """CUDA source through NVRTC and cuda-bindings."""
 
     spec = next(spec for spec in BUILT_IN if spec.name == "cuda_core")
@@ -35,10 +39,10 @@ class CudaCoreBackend(CudaBackend[Any]):
         told = nvrtc_trouble() if nvrtc is None else f"NVRTC {nvrtc.version[0]}.{nvrtc.version[1]}"
         return f"{bindings_version()}, {told}"
 
-    def load(self, cubin: bytes, ordinal: int) -> Any:  # noqa: ARG002  the context is current
-        """Load a cubin and return its CUmodule."""
+    def load(self, cubin: bytes, ordinal: int) -> BindingsModule:  # noqa: ARG002  the context is current
+        """Load a cubin."""
         return load_module(cubin)
 
-    def engine(self, module: Any, launch: Launch, op: str, ordinal: int) -> BindingsEngine:  # noqa: ARG002  the context is current
+    def engine(self, module: BindingsModule, launch: Launch, op: str, ordinal: int) -> BindingsEngine:  # noqa: ARG002  the context is current
         """Return the steps of a launch."""
         return BindingsEngine(module, launch, op)

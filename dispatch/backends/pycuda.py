@@ -10,6 +10,7 @@ Only loading a module needs a pushed context: PyCUDA's launch calls the driver d
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,23 +18,51 @@ from typing import Any, NamedTuple
 from skuda.dispatch.backends.base import BackendStatus
 from skuda.dispatch.backends.cuda import CudaBackend
 from skuda.dispatch.compile.compilers import Nvcc, find_nvcc
-from skuda.dispatch.cuda.bindings import BindingsEngine, bindings_trouble, bindings_version, load_module
+from skuda.dispatch.cuda.bindings import (
+    BindingsEngine,
+    BindingsModule,
+    bindings_trouble,
+    bindings_version,
+    load_module,
+)
 from skuda.dispatch.cuda.call import packer
 from skuda.dispatch.cuda.pycuda_context import keep_forever, pushed
-from skuda.dispatch.cuda.runner import Bound, Send, must_opt_in
+from skuda.dispatch.cuda.recognizer import Send
+from skuda.dispatch.cuda.runner import Bound, must_opt_in
 from skuda.dispatch.system.packages import installed
-from skuda.kernels.launch import Dim3, Launch
+from skuda.kernels.launch import Dim3, Launch, Step
 from skuda.registry.backend import BUILT_IN
 from skuda.registry.errors import InvalidProblem
 
+_setting = threading.Lock()
 _REMEDY = "with nvcc on PATH: pip install 'skuda[pycuda]'"
 
 
 class _Loaded(NamedTuple):
-    """One cubin, loaded by PyCUDA and, for foreign streams, by cuda-bindings if installed."""
+    """One cubin, loaded by PyCUDA and, for foreign streams, by cuda-bindings if installed.
+
+    `functions` keeps PyCUDA's functions by name with the shared memory that their blocks may have, for plans of other
+    sizes.
+    """
 
     module: Any
-    foreign: Any
+    foreign: BindingsModule | None
+    functions: dict[str, tuple[Any, int]]
+
+    def function(self, step: Step) -> Any:
+        """Return the function of a step; PyCUDA's context is pushed."""
+        known = self.functions.get(step.entry)
+        function, opted_in = (self.module.get_function(step.entry), 0) if known is None else known
+        # The limit is one for all launches of a function, so it only ever rises.
+        if must_opt_in(step) and step.shared > opted_in:
+            import pycuda.driver
+
+            attribute = pycuda.driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES
+            function.set_attribute(attribute, step.shared)
+            opted_in = step.shared
+        if known is None or opted_in != known[1]:
+            self.functions[step.entry] = function, opted_in
+        return function
 
 
 class PycudaBackend(CudaBackend[_Loaded]):
@@ -77,7 +106,7 @@ class PycudaBackend(CudaBackend[_Loaded]):
 
         with pushed(ordinal):
             module = keep_forever(pycuda.driver.module_from_buffer(cubin))
-            return _Loaded(module, load_module(cubin) if bindings_trouble() is None else None)
+            return _Loaded(module, load_module(cubin) if bindings_trouble() is None else None, {})
 
     def engine(self, module: _Loaded, launch: Launch, op: str, ordinal: int) -> PycudaEngine:
         """Return the steps of a launch."""
@@ -103,15 +132,11 @@ class PycudaEngine:
 
         self._op, self._own = op, pycuda.driver.Stream
         self._steps: list[_Step] = []
-        attribute = pycuda.driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES
-        with pushed(ordinal):
+        with pushed(ordinal), _setting:
             self._foreign = BindingsEngine(loaded.foreign, launch, op) if loaded.foreign is not None else None
             for step in launch.steps:
-                function = loaded.module.get_function(step.entry)
-                if must_opt_in(step):
-                    function.set_attribute(attribute, step.shared)
                 # Neither the number nor the types of parameters are checked beyond this point; the binder did both.
-                start = function._launch_kernel  # noqa: SLF001  PyCUDA's own prepared calls end here
+                start = loaded.function(step)._launch_kernel  # noqa: SLF001  PyCUDA's own prepared calls end here
                 pack = packer(step, op).pack
                 self._steps.append(_Step(start, step.grid, step.block, pack, step.shared, step.overlaps))
         self.sends = [self._send(step) for step in range(len(self._steps))]

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from collections.abc import Mapping
 from time import perf_counter
 from typing import ClassVar, NamedTuple, NoReturn
 
 from skuda.dispatch.compile.bundle import Bundle, open_bundle
 from skuda.dispatch.compile.cache import CubinCache, Found
 from skuda.dispatch.compile.compilers import Compiler, Job
-from skuda.dispatch.compile.cubin import read_kernels
+from skuda.dispatch.compile.cubin import Kernel, read_kernels
 from skuda.dispatch.compile.member import Key
 from skuda.dispatch.compile.sources import Source, read_source
 from skuda.dispatch.cuda.call import parameter_layout
 from skuda.dispatch.device import Device
 from skuda.dispatch.settings import bundle_names
 from skuda.dispatch.telemetry import logger_of
-from skuda.kernels.launch import Launch, Step
+from skuda.kernels.launch import Launch, Step, varied
 from skuda.registry.backend import BackendSpec
 from skuda.registry.errors import BundleError, CompileError
 from skuda.registry.sku import KernelSku
@@ -191,12 +191,16 @@ def placed(sku: KernelSku, steps: tuple[Step, ...], cubin: bytes) -> tuple[Step,
     CompileError
         If a kernel is missing, or the number or size of its parameters differs.
     """
-    kernels = read_kernels(cubin)
+    return agreeing(sku, steps, read_kernels(cubin))
+
+
+def agreeing(sku: KernelSku, steps: tuple[Step, ...], kernels: Mapping[str, Kernel]) -> tuple[Step, ...]:
+    """Do the same as `placed` with the kernels that were read from the cubin."""
     found = []
     for step in steps:
         kernel = kernels.get(step.entry)
         lead = kernel.parameters[0][0] if kernel is not None and kernel.parameters else 0
-        found.append(replace(step, lead=lead))
+        found.append(step if step.lead == lead else varied(step, lead=lead))
         given = parameter_layout(found[-1])
         if kernel is None and kernels:
             raise CompileError(sku.id, f"there is no kernel {step.entry} in it; it has {', '.join(sorted(kernels))}")

@@ -1,7 +1,7 @@
 """Binding device arrays to a launch: a full check of a new call, a few comparisons for a call like an earlier one.
 
 `Binder` compiles a problem's arguments and its `Launch` once. `Binder.bind` checks a call in full and returns a `Call`,
-which recognizes the next call like it and packs its parameters.
+from which the function is written that recognizes the next call like it and launches it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, NoReturn
 import numpy as np
 
 from skuda.dispatch.cuda.arrays import framework_of, standard
-from skuda.dispatch.cuda.call import Call, Made, packable, picker
+from skuda.dispatch.cuda.call import Call, packable
 from skuda.dispatch.cuda.dlpack import dense_strides
 from skuda.dispatch.cuda.facts import ANYWHERE, Facts, Framework, Refused
-from skuda.dispatch.cuda.recognizer import Clash, Form, Given, Group
+from skuda.dispatch.cuda.recognizer import Clash, Form, Given, Group, Made
 from skuda.dispatch.cuda.tensor_maps import refuse_unaligned
 from skuda.dispatch.cuda.views import Layout, common_view, is_contiguous, matrix_view
 from skuda.dispatch.host import rules
-from skuda.dispatch.host.floating import require_exact_mode
+from skuda.dispatch.host.floating import IS_NEAREST, require_exact_mode
 from skuda.kernels.launch import (
     Columns,
     Constant,
@@ -33,6 +33,7 @@ from skuda.kernels.launch import (
     TensorMap,
     Which,
 )
+from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem, OutOfMemory
@@ -50,21 +51,46 @@ def storage_element(element: ElementKind) -> ElementKind:
 
 
 class Binder:
-    """Checks calls of one problem with one launch on one device."""
+    """Checks calls of one problem with one launch on one device.
+
+    Attributes
+    ----------
+    outputs : tuple of str
+        Names of the op's outputs.
+    """
 
     def __init__(self, problem: Descriptor, launch: Launch, ordinal: int) -> None:
         self._op = problem.op_name()
         self._in_place = problem.in_place
         self._arguments = problem.arguments()
+        self.outputs = tuple(a.name for a in self._arguments if a.role is Role.OUTPUT)
         self._launch = launch
         self._ordinal = ordinal
-        parameters = [parameter for step in launch.steps for parameter in step.parameters]
-        self._maps = [p for p in parameters if isinstance(p, TensorMap)]
-        self._leading = {p.name for p in parameters if isinstance(p, Leading)}
-        self._leading |= {p.name for p in self._maps if not p.otherwise}
-        self._which = {p.name for p in parameters if isinstance(p, Which)}
-        self._numbers = {p.name: p.element for p in parameters if isinstance(p, Number)}
-        self._pointers = {p.name for p in parameters if isinstance(p, (Pointer, TensorMap))}
+
+    @cached_property
+    def _parameters(self) -> list[Parameter]:
+        return [parameter for step in self._launch.steps for parameter in step.parameters]
+
+    @cached_property
+    def _maps(self) -> list[TensorMap]:
+        return [p for p in self._parameters if isinstance(p, TensorMap)]
+
+    @cached_property
+    def _leading(self) -> set[str]:
+        named = {p.name for p in self._parameters if isinstance(p, Leading)}
+        return named | {p.name for p in self._maps if not p.otherwise}
+
+    @cached_property
+    def _which(self) -> set[str]:
+        return {p.name for p in self._parameters if isinstance(p, Which)}
+
+    @cached_property
+    def _numbers(self) -> dict[str, ElementKind]:
+        return {p.name: p.element for p in self._parameters if isinstance(p, Number)}
+
+    @cached_property
+    def _pointers(self) -> set[str]:
+        return {p.name for p in self._parameters if isinstance(p, (Pointer, TensorMap))}
 
     def bind(self, arrays: Mapping[str, Any]) -> Call:
         """Check a call, the op's arguments by name, in full.
@@ -94,7 +120,9 @@ class Binder:
         framework = next(iter(frameworks.values()), standard())
         given = tuple(self._given(arrays, facts, frameworks, shapes))
         made = tuple(
-            Made(a.name, self._maker(a, shapes[a.name], framework), _address)
+            Made(
+                a.name, self._maker(a, shapes[a.name], framework), _address if framework.borrows else framework.address
+            )
             for a in self._arguments
             if a.role is Role.OUTPUT and arrays.get(a.name) is None
         )
@@ -112,18 +140,8 @@ class Binder:
             tuple(self._clashes(names, places)),
             tuple(map(names.index, aligned)),
         )
-        alone = len(indices) == 1 and not made and not self._launch.scratch
-        return Call(
-            given=given,
-            values=form.values(),
-            parameters=form.parameters(indices[0], constants) if alone else None,
-            made=made,
-            picks=tuple(picker(each) for each in indices),
-            constants=constants,
-            framework=framework,
-            stream=self._stream(framework, facts),
-            direct=not framework.waits,
-        )
+        placed = any(found.ordinal == self._ordinal for found in facts.values())
+        return Call(form, made, tuple(indices), constants, framework, self._stream(framework, facts), placed)
 
     def _refuse(self, name: str, had: str, must: str) -> NoReturn:
         raise InvalidProblem(self._op, name, had, must)
@@ -212,7 +230,7 @@ class Binder:
             plainly = f"type({{0}}) is int and {low} <= {{0}} <= {high}"
         elif element is packed and element in {ElementKind.F32, ElementKind.F64}:
             plainly = f"type({{0}}) is float and ({_SMALL} < {{0}} < {_LARGE} or -{_LARGE} < {{0}} < -{_SMALL})"
-            plainly += " and is_nearest()"  # it is rounded when it is packed
+            plainly += f" and {IS_NEAREST}"  # it is rounded when it is packed
         return Given(argument.name, convert, plainly)
 
     def _maker(self, argument: Argument, shape: tuple[int, ...], framework: Framework) -> Callable[[int | None], Any]:
@@ -221,9 +239,13 @@ class Binder:
         if size >= 1 << 63:  # no library can even ask for it
             raise OutOfMemory(self._op, argument.name, size)
 
+        made = framework.maker(stored, element, self._ordinal)
+        if not framework.borrows:
+            return made
+
         def make(stream: int | None) -> Any:
             try:
-                return framework.empty(stored, element, self._ordinal, stream)
+                return made(stream)
             except Refused as error:
                 return self._refuse(argument.name, error.had, error.must)
 

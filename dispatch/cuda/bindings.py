@@ -7,11 +7,13 @@ call here consists of the driver's function only.
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 from skuda.dispatch.cuda.call import packer
 from skuda.dispatch.cuda.driver import driver, failure
-from skuda.dispatch.cuda.runner import Bound, Send, must_opt_in
+from skuda.dispatch.cuda.recognizer import Send
+from skuda.dispatch.cuda.runner import Bound, must_opt_in
 from skuda.dispatch.system.packages import installed
 from skuda.kernels.launch import Launch, Step
 from skuda.registry.errors import DriverError
@@ -72,26 +74,41 @@ class _Buffer:
         self.where, self.with_what = ctypes.byref(self.config), ctypes.byref(self._extra)
 
 
+class BindingsModule:
+    """A loaded cubin; `handle` is the CUmodule. It keeps its functions, which plans of other sizes use as well."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self._functions: dict[str, ctypes.c_void_p] = {}
+        self._opted_in: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def function(self, step: Step) -> ctypes.c_void_p:
+        """Return the function of a step; its blocks may have the shared memory that the step needs."""
+        with self._lock:
+            found = self._functions.get(step.entry)
+            if found is None:
+                from cuda.bindings import driver as api
+
+                made = succeed("cuModuleGetFunction", *api.cuModuleGetFunction(self._handle, step.entry.encode()))
+                found = self._functions[step.entry] = ctypes.c_void_p(int(made))
+            # The limit is one for all launches of a function, so it only ever rises.
+            if must_opt_in(step) and step.shared > self._opted_in.get(step.entry, 0):
+                driver().call("cuFuncSetAttribute", found, _MAX_DYNAMIC_SHARED, step.shared)
+                self._opted_in[step.entry] = step.shared
+            return found
+
+
 class BindingsEngine:
-    """Launches through ``cuLaunchKernelEx``, on any stream. `module` is the CUmodule; errors name `op`."""
+    """Launches through ``cuLaunchKernelEx``, on any stream; errors name `op`."""
 
-    def __init__(self, module: Any, launch: Launch, op: str) -> None:
-        from cuda.bindings import driver as api
-
+    def __init__(self, module: BindingsModule, launch: Launch, op: str) -> None:
         # Its four arguments are built before the call, in a third of the time that cuda-bindings takes to convert the
         # eleven of `cuLaunchKernel`.
         self._start = driver().function("cuLaunchKernelEx")
         self._steps, self._op = launch.steps, op
-        self._functions = [self._function(api, module, step) for step in launch.steps]
+        self._functions = [module.function(step) for step in launch.steps]
         self.sends = [self._send(step, function) for step, function in zip(self._steps, self._functions, strict=True)]
-
-    @staticmethod
-    def _function(api: Any, module: Any, step: Step) -> ctypes.c_void_p:
-        function = succeed("cuModuleGetFunction", *api.cuModuleGetFunction(module, step.entry.encode()))
-        attribute = api.CUfunction_attribute(_MAX_DYNAMIC_SHARED)
-        if must_opt_in(step):
-            succeed("cuFuncSetAttribute", *api.cuFuncSetAttribute(function, attribute, step.shared))
-        return ctypes.c_void_p(int(function))
 
     def _send(self, step: Step, function: ctypes.c_void_p) -> Send:
         packed = packer(step, self._op)
@@ -139,11 +156,11 @@ class BindingsEngine:
         return send
 
 
-def load_module(cubin: bytes) -> Any:
+def load_module(cubin: bytes) -> BindingsModule:
     """Load a cubin into the current context through cuda-bindings."""
     from cuda.bindings import driver as api
 
-    return succeed("cuModuleLoadData", *api.cuModuleLoadData(cubin))
+    return BindingsModule(succeed("cuModuleLoadData", *api.cuModuleLoadData(cubin)))
 
 
 def succeed(action: str, code: Any, *found: Any) -> Any:

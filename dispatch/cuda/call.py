@@ -1,15 +1,15 @@
-"""A checked call as data: the recognizer of the next call like it, and how its values become kernel parameters."""
+"""A checked call as data: what the next call is compared with, and how its values become kernel parameters."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from skuda.dispatch.cuda.facts import Framework
-from skuda.dispatch.cuda.recognizer import Given, Recognizer
+from skuda.dispatch.cuda.recognizer import Form, Made, Parameters
 from skuda.dispatch.cuda.tensor_maps import ALIGNMENT, BYTES, Encoder, encoder
 from skuda.kernels.launch import (
     Columns,
@@ -38,24 +38,17 @@ _FORMATS = {
     ElementKind.U32: "I",
     ElementKind.S64: "q",
 }
+_FORMATS_OF_KINDS: dict[type, str] = {
+    TensorMap: f"{BYTES}s",
+    Pointer: "Q",
+    Which: "i",
+    Leading: "q",
+    Rows: "q",
+    Columns: "q",
+}
+"""Those of parameters that have no element of their own."""
 
-
-class Made(NamedTuple):
-    """An output that was left out.
-
-    Attributes
-    ----------
-    name : str
-        The argument.
-    make : callable
-        Returns a new array, for the stream whose handle is given or the framework's current one (None).
-    address : callable
-        Returns the address of such an array.
-    """
-
-    name: str
-    make: Callable[[int | None], Any]
-    address: Callable[[Any], int]
+_MOST_LAYOUTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,66 +57,67 @@ class Call:
 
     Attributes
     ----------
-    given : tuple of Given
-        Every argument given.
-    values : Recognizer
-        Gives a new list of one value for each of them where a call is like the one that was checked, else None.
-    parameters : Recognizer or None
-        Gives the parameters of the only step directly; None for several steps, or where an output must be allocated.
+    form : Form
+        Every argument given, and what the next call is compared with.
     made : tuple of Made
         The outputs to allocate; their addresses follow the values.
-    picks : tuple of callable
-        For every step: from all values to its parameters.
+    indices : tuple of sequence of int
+        For every step: the index of each parameter among the values, the new addresses, the scratch addresses and the
+        constants.
     constants : tuple
         Constants that follow the values, the new addresses and the scratch addresses.
     framework : Framework
         Of the first array.
     stream : callable
         Gives the handle of the current stream.
-    direct : bool
-        Whether a run is only a launch, because the framework need not wait.
+    placed : bool
+        Whether an array among the arguments is on the device.
     """
 
-    given: tuple[Given, ...]
-    values: Recognizer
-    parameters: Recognizer | None
+    form: Form
     made: tuple[Made, ...]
-    picks: tuple[Callable[[Any], tuple[Any, ...]], ...]
+    indices: tuple[Sequence[int], ...]
     constants: tuple[Any, ...]
     framework: Framework
     stream: Callable[[], int]
-    direct: bool
+    placed: bool
 
     def checked_values(self, arrays: Mapping[str, Any]) -> list[Any]:
         """Return the values of the arrays that were checked."""
-        return [one.guard(arrays.get(one.name)) for one in self.given]
+        return [one.guard(arrays.get(one.name)) for one in self.form.given]
+
+    def parameters(self, values: Sequence[Any], scratch: Sequence[int] = ()) -> Parameters:
+        """Return every step's parameters, from the values with the new addresses, and the scratch addresses."""
+        known = (*values, *scratch, *self.constants)
+        return tuple(tuple(known[index] for index in step) for step in self.indices)
 
 
-def format_of(parameter: Parameter) -> str:
-    """Return a parameter's `struct` format."""
-    match parameter:
-        case TensorMap():
-            return f"{BYTES}s"
-        case Pointer():
-            return "Q"
-        case Number() | Constant():
-            return _FORMATS[parameter.element]
-        case Which():
-            return "i"
-        case Leading() | Rows() | Columns():
-            return "q"
+def formats_of(step: Step) -> tuple[str, ...]:
+    """Return the `struct` format of every parameter of a step."""
+    plain = _FORMATS_OF_KINDS.get
+    # Inlined: every new size comes here.
+    return tuple([plain(each.__class__) or _FORMATS[each.element] for each in step.parameters])  # type: ignore[union-attr]
 
 
 def parameter_layout(step: Step) -> tuple[tuple[int, int], ...]:
     """Return (offset, size) of every parameter of a step."""
-    layout, end = [], step.lead
-    for parameter in step.parameters:
-        size = struct.calcsize(format_of(parameter))
+    return _layout(step.lead, formats_of(step))
+
+
+@lru_cache(maxsize=_MOST_LAYOUTS)
+def _layout(lead: int, formats: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    layout, end = [], lead
+    for size in map(struct.calcsize, formats):
         alignment = min(size, ALIGNMENT)
-        offset = step.lead + -(-(end - step.lead) // alignment) * alignment
+        offset = lead + -(-(end - lead) // alignment) * alignment
         layout.append((offset, size))
         end = offset + size
     return tuple(layout)
+
+
+@lru_cache(maxsize=_MOST_LAYOUTS)
+def _whole(lead: int, formats: tuple[str, ...]) -> struct.Struct:
+    return struct.Struct(f"@{lead}x" + "".join(formats))
 
 
 class Packer(NamedTuple):
@@ -138,10 +132,17 @@ class Packer(NamedTuple):
 
 def packer(step: Step, op: str) -> Packer:
     """Return the packer of a step, whose tensor maps come first so that alignment needs no gap; errors name `op`."""
-    whole = struct.Struct(f"@{step.lead}x" + "".join(format_of(parameter) for parameter in step.parameters))
+    whole = _whole(step.lead, formats_of(step))
     maps: list[Encoder] = [encoder(each, op) for each in step.parameters if isinstance(each, TensorMap)]
     if not maps:
         return Packer(whole.size, whole.pack)
+    if len(maps) == 2:  # every product on tensor cores
+        first, second = maps
+
+        def pack_two(a: int, a_leading: int, b: int, b_leading: int, *given: Any) -> bytes:
+            return whole.pack(first(a, a_leading), second(b, b_leading), *given)
+
+        return Packer(whole.size, pack_two)
     count = len(maps)
 
     def pack(*given: Any) -> bytes:
@@ -149,13 +150,6 @@ def packer(step: Step, op: str) -> Packer:
         return whole.pack(*made, *given[2 * count :])
 
     return Packer(whole.size, pack)
-
-
-def picker(indices: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that takes the values at `indices`, always as a tuple."""
-    if len(indices) > 1:
-        return itemgetter(*indices)
-    return lambda values: tuple(values[index] for index in indices)
 
 
 def packable(number: Any, element: ElementKind) -> Any:

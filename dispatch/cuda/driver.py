@@ -222,19 +222,16 @@ class Driver:
 
         For the default stream, -1 means that some stream of the current context is being captured.
         """
-        status, number = ctypes.c_int(), ctypes.c_uint64()
-        code = self._code(
-            "cuStreamGetCaptureInfo_v2",
-            ctypes.c_void_p(stream),
-            ctypes.byref(status),
-            ctypes.byref(number),
-            None,
-            None,
-            None,
-        )
+        slots = self._slots
+        where = ctypes.c_void_p(stream)
+        code = self._get_capture(where, slots.status_reference, slots.number_reference, None, None, None)
         if code == _CAPTURE_IMPLICIT:
             return -1
-        return number.value if not code and status.value else 0
+        return slots.number.value if not code and slots.status.value else 0
+
+    @cached_property
+    def _get_capture(self) -> Callable[..., int]:
+        return self.function("cuStreamGetCaptureInfo_v2")
 
     def allocate(self, size: int) -> int:
         """Return the address of new device memory in the current context; allowed while a stream is captured."""
@@ -259,11 +256,13 @@ class Driver:
 
 
 class _Slots(threading.local):
-    """The variable that receives the result of `Driver.current`, one per thread."""
+    """The variables that receive the results of `Driver.current` and `Driver.capture_of`, one each per thread."""
 
     def __init__(self) -> None:
         self.value = ctypes.c_void_p()
         self.reference = ctypes.byref(self.value)
+        self.status, self.number = ctypes.c_int(), ctypes.c_uint64()
+        self.status_reference, self.number_reference = ctypes.byref(self.status), ctypes.byref(self.number)
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -60,13 +61,16 @@ class JointCheck(NamedTuple):
     ----------
     same : callable
         Takes as many arrays as were checked; returns whether they have the same facts except for their addresses.
+    strict : callable
+        Returns whether, as this thread is set, `same` refuses every array of which `unless` is true.
     unless : str
-        An expression of an array ``{0}``; where it is true, the check does not count.
+        An expression of an array ``{0}``; where it is true, the array is not like the one checked.
     address : str
         An expression of an array ``{0}`` that gives its address.
     """
 
     same: Callable[..., bool]
+    strict: Callable[[], bool]
     unless: str
     address: str
 
@@ -112,6 +116,10 @@ class Framework(ABC):
 
         `stream` is the handle of the stream that will use it; None is the framework's current stream.
         """
+
+    def maker(self, shape: tuple[int, ...], element: ElementKind, ordinal: int) -> Callable[[int | None], Any]:
+        """Return a function of the stream that does what `empty` does, for many arrays alike."""
+        return partial(self.empty, shape, element, ordinal)
 
     def address(self, value: Any) -> int:
         """Return the address of an array that `empty` made."""

@@ -1,4 +1,4 @@
-"""A checked call as a generated Python function, which recognizes the next call like it and returns its values.
+"""A checked call as a generated Python function, which recognizes the next call like it and launches it.
 
 A loop over checks costs more than the checks themselves. So the code is generated once for every form of call, as
 `dataclasses` generates methods. What differs between calls of one form is passed as a value, so forms are few.
@@ -8,14 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from skuda.dispatch.cuda.facts import Guard, JointCheck
 from skuda.dispatch.cuda.tensor_maps import UNIT
-from skuda.dispatch.host.floating import is_nearest
+from skuda.dispatch.host.floating import SUMMANDS
 
-Recognizer = Callable[[Mapping[str, Any]], Any]
-"""Takes the given arguments; returns the requested values if they match those checked, else None."""
+Launcher = Callable[[Mapping[str, Any], object], Any]
+"""Takes the given arguments and the caller's stream. If they match those checked, it enqueues the kernel and returns
+the op's result, which is never None; else it returns None."""
+
+Send = Callable[[tuple[Any, ...], int, object], None]
+"""Enqueues a step. Takes its parameters as `struct` packs them, the stream's handle (0: the default stream), and the
+caller's stream object."""
+
+Parameters = tuple[tuple[Any, ...], ...]
+"""The parameters of every step."""
+
+
+class Sender(Protocol):
+    """Enqueues all steps of a run.
+
+    Attributes
+    ----------
+    sends : sequence of Send
+        One for each step; called directly where nothing else need be done for a launch.
+    plain : bool
+        Whether that is so. If not, `enqueue` is called.
+    """
+
+    @property
+    def sends(self) -> Sequence[Send]: ...
+
+    @property
+    def plain(self) -> bool: ...
+
+    def enqueue(self, parameters: Parameters, handle: int, stream: object) -> None:
+        """Enqueue every step."""
+
+    def again(self, error: Exception, parameters: Parameters, handle: int, stream: object) -> None:
+        """Repeat a run of which a step failed with `error`, or raise."""
 
 
 class Clash(NamedTuple):
@@ -48,8 +80,8 @@ class Given(NamedTuple):
     guard : Guard
         Gives its value, or None if it is not like the one checked.
     plainly : str
-        An expression of the argument ``{0}``; if it is true, the argument is its own value and no guard is called. It
-        may call `is_nearest`.
+        An expression of the argument ``{0}`` and `SUMMANDS`; if it is true, the argument is its own value and no guard
+        is called.
     """
 
     name: str
@@ -62,6 +94,70 @@ class Group(NamedTuple):
 
     members: tuple[int, ...]
     how: JointCheck
+
+
+class Made(NamedTuple):
+    """An output that was left out.
+
+    Attributes
+    ----------
+    name : str
+        The argument.
+    make : callable
+        Returns a new array, for the stream whose handle is given or the framework's current one (None).
+    address : callable
+        Returns the address of such an array.
+    """
+
+    name: str
+    make: Callable[[int | None], Any]
+    address: Callable[[Any], int]
+
+
+class Way(NamedTuple):
+    """How a recognized call is launched.
+
+    Attributes
+    ----------
+    sender : Sender
+        Enqueues the steps.
+    indices : tuple of sequence of int
+        For each step, the index of each of its parameters among the values, the addresses of the new arrays, the
+        scratch addresses and the constants.
+    constants : tuple
+        The constants.
+    made : tuple of Made
+        The outputs to allocate.
+    current : callable
+        Gives the handle of the current stream.
+    handle_of : callable
+        Gives the handle of the caller's stream.
+    switches : bool
+        Whether new arrays must be made for the handle even if it is the current stream.
+    place : callable or None
+        Gives the lock and the addresses of the scratch buffers for a handle; None if there are none.
+    scratch : int
+        Number of scratch buffers.
+    outputs : tuple of str
+        Names of the op's outputs.
+    result : callable or None
+        Builds the op's result from them; None for the only output itself.
+    deliver : callable or None
+        Converts a new array to what the caller gets; None if it is the same.
+    """
+
+    sender: Sender
+    indices: tuple[Sequence[int], ...]
+    constants: tuple[Any, ...]
+    made: tuple[Made, ...]
+    current: Callable[[], int]
+    handle_of: Callable[[object], int]
+    switches: bool
+    place: Callable[[int], Any] | None
+    scratch: int
+    outputs: tuple[str, ...]
+    result: Callable[..., Any] | None
+    deliver: Callable[[Any], Any] | None
 
 
 class Form(NamedTuple):
@@ -84,31 +180,24 @@ class Form(NamedTuple):
     clashes: tuple[Clash, ...]
     aligned: tuple[int, ...] = ()
 
-    def values(self) -> Recognizer:
-        """Return the function that gives a new list of one value per argument."""
-        return self._written("[" + ", ".join(f"v{at}" for at in range(len(self.given))) + "]")
+    def launcher(self, way: Way) -> Launcher:
+        """Return the function that recognizes a call and launches it."""
+        known: dict[str, Any] = dict(SUMMANDS)
+        lines = [*self._checks(known), *self._launch(way, known)]
+        made: Launcher = _maker(tuple(known), "\n".join(lines))(*known.values())
+        return made
 
-    def parameters(self, indices: Sequence[int], constants: Sequence[Any]) -> Recognizer:
-        """Return the function that gives a kernel's parameters as a tuple.
-
-        `indices` holds the index of each parameter among the values followed by the constants.
-        """
-        count = len(self.given)
-        used = {f"k{at - count}": constants[at - count] for at in indices if at >= count}
-        names = (f"v{at}" if at < count else f"k{at - count}" for at in indices)
-        return self._written("(" + "".join(f"{name}, " for name in names) + ")", used)
-
-    def _written(self, result: str, used: Mapping[str, Any] | None = None) -> Recognizer:
-        known: dict[str, Any] = {"is_nearest": is_nearest, **(used or {})}
+    def _checks(self, known: dict[str, Any]) -> list[str]:
+        """Return the lines that compute every value or return None; they add what they use to `known`."""
         lines = [f"if len(arrays) != {len(self.given)}:", "    return None", "try:", "    pass"]
         lines += [f"    a{at} = arrays[{one.name!r}]" for at, one in enumerate(self.given)]
         lines += ["except KeyError:", "    return None"]
         grouped: dict[int, str] = {}
         for number, (members, how) in enumerate(self.groups):
-            known[f"same{number}"] = how.same
-            refused = [f"not same{number}({', '.join(f'a{at}' for at in members)})"]
-            refused += [how.unless.format(f"a{at}") for at in members]
-            lines += [f"if {' or '.join(refused)}:", "    return None"]
+            known |= {f"same{number}": how.same, f"strict{number}": how.strict}
+            each = " or ".join(how.unless.format(f"a{at}") for at in members)
+            refused = f"not same{number}({', '.join(f'a{at}' for at in members)})"
+            lines += [f"if {refused} or not strict{number}() and ({each}):", "    return None"]
             grouped |= dict.fromkeys(members, how.address)
         for at, one in enumerate(self.given):
             if at in grouped:
@@ -126,19 +215,57 @@ class Form(NamedTuple):
             # Interleaved arrays, each in the other's gaps, do not overlap; the full check decides.
             apart = f" and {left} != {right}" if clash.equal else ""
             lines += [f"if low{number} < {left} - {right} < high{number}{apart}:", "    return None"]
-        lines += [line for at in self.aligned for line in (f"if v{at} % {UNIT}:", "    return None")]
-        lines.append(f"return {result}")
-        made: Recognizer = _maker(tuple(known), "\n".join(lines))(*known.values())
-        return made
+        return lines + [line for at in self.aligned for line in (f"if v{at} % {UNIT}:", "    return None")]
+
+    def _launch(self, way: Way, known: dict[str, Any]) -> list[str]:
+        """Return the lines that follow the checks; they add what they use to `known`."""
+        known |= {"current": way.current, "handle_of": way.handle_of}
+        lines = ["handle = current() if stream is None else handle_of(stream)"]
+        target = "handle" if way.switches else "None if stream is None else handle"
+        for at, each in enumerate(way.made):
+            known |= {f"make{at}": each.make, f"address{at}": each.address}
+            lines += [f"m{at} = make{at}({target})", f"n{at} = address{at}(m{at})"]
+        names = [f"v{at}" for at in range(len(self.given))] + [f"n{at}" for at in range(len(way.made))]
+        names += [f"s{at}" for at in range(way.scratch)]
+        used = {at - len(names) for step in way.indices for at in step if at >= len(names)}
+        known |= {f"k{at}": way.constants[at] for at in sorted(used)}
+        names += [f"k{at}" for at in range(len(way.constants))]
+        packed = ["(" + "".join(f"{names[at]}, " for at in step) + ")" for step in way.indices]
+        sending = [f"enqueue(({''.join(f'{each}, ' for each in packed)}), handle, stream)"]
+        if way.sender.plain:
+            known["again"] = way.sender.again
+            known |= {f"send{at}": send for at, send in enumerate(way.sender.sends)}
+            again = f"    again(error, ({''.join(f'{each}, ' for each in packed)}), handle, stream)"
+            sending = [f"    send{at}({each}, handle, stream)" for at, each in enumerate(packed)]
+            sending = ["try:", "    pass", *sending, "except Exception as error:", again]
+        else:
+            known["enqueue"] = way.sender.enqueue
+        if way.place is not None:
+            known["place"] = way.place
+            lines.append(f"lock, ({''.join(f's{at}, ' for at in range(way.scratch))}) = place(handle)")
+            sending = ["with lock:", *(f"    {line}" for line in sending)]
+        return [*lines, *sending, f"return {self._result(way, known)}"]
+
+    def _result(self, way: Way, known: dict[str, Any]) -> str:
+        given = {one.name: f"a{at}" for at, one in enumerate(self.given)}
+        new = {each.name: f"m{at}" for at, each in enumerate(way.made)}
+        if way.deliver is not None and new:
+            known["deliver"] = way.deliver
+            new = {name: f"deliver({array})" for name, array in new.items()}
+        outputs = [new[name] if name in new else given[name] for name in way.outputs]
+        if way.result is None:
+            return outputs[0]
+        known["result"] = way.result
+        return f"result({', '.join(outputs)})"
 
 
 @lru_cache(maxsize=256)
-def _maker(known: tuple[str, ...], body: str) -> Callable[..., Recognizer]:
+def _maker(known: tuple[str, ...], body: str) -> Callable[..., Launcher]:
     """Compile a function with this body; the result takes the values of its free names."""
     inner = "\n".join(f"        {line}" for line in body.splitlines())
-    text = f"def maker({', '.join(known)}):\n    def recognize(arrays):\n{inner}\n    return recognize\n"
+    text = f"def maker({', '.join(known)}):\n    def launch(arrays, stream):\n{inner}\n    return launch\n"
     space: dict[str, Any] = {}
     # The text contains only argument names, which are identifiers, and words of this module.
     exec(compile(text, "<skuda: a checked call>", "exec"), space)  # noqa: S102
-    found: Callable[..., Recognizer] = space["maker"]
+    found: Callable[..., Launcher] = space["maker"]
     return found

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from skuda.dispatch.cuda.binding import Binder
 from skuda.dispatch.cuda.call import Call
-from skuda.dispatch.cuda.driver import FORK_REMEDY, FORKED, Driver, inherited
-from skuda.dispatch.cuda.recognizer import Recognizer
+from skuda.dispatch.cuda.driver import FORK_REMEDY, FORKED, Driver
+from skuda.dispatch.cuda.facts import Framework
+from skuda.dispatch.cuda.recognizer import Launcher, Parameters, Send, Way
+from skuda.dispatch.cuda.scratch import Scratch
 from skuda.dispatch.cuda.streams import stream_handle
 from skuda.dispatch.system.forks import in_child
 from skuda.kernels.launch import Launch, Step
@@ -21,10 +22,6 @@ from skuda.registry.errors import DriverError, InvalidProblem, NotPrepared, Skud
 _MOST_CALLS = 4
 _MOST_SHARED = 48 << 10
 """Bytes of shared memory that a block gets without opting in."""
-
-Send = Callable[[tuple[Any, ...], int, object], None]
-"""Enqueues a step. Takes its parameters as `struct` packs them, the stream's handle (0: the default stream), and the
-caller's stream object."""
 
 Bound = Callable[[int, object], None]
 """Enqueues a step whose parameters are fixed: handle and stream as in `Send`."""
@@ -56,54 +53,57 @@ def must_opt_in(step: Step) -> bool:
     return step.shared > _MOST_SHARED
 
 
-class Scratch:
-    """Scratch buffers, one set for every stream, so that runs on two streams do not share one.
+class _Sender:
+    """Enqueues the steps of one plan, in its context. A launch does not check the thread's context.
 
-    The first set is made with the plan and serves the first stream that is used. A run inside a graph capture gets a
-    set of its own that lives as long as the process, because a graph may be replayed at any time on any stream. `sizes`
-    are in bytes.
+    With one card the driver refuses a launch in a wrong context, and it is repeated in the right one. With several
+    cards the context is checked before.
     """
 
-    def __init__(self, driver: Driver, context: int, sizes: tuple[int, ...]) -> None:
-        self._driver, self._context, self._sizes = driver, context, sizes
-        self._lock = threading.Lock()
-        self._sets: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._owned: list[tuple[int, ...]] = []
-        self._spare: tuple[int, ...] | None = self._allocate()
-        weakref.finalize(self, _free, driver, context, self._owned).atexit = False
+    def __init__(self, op: str, engine: Engine, driver: Driver, context: int, *, waits: bool = False) -> None:
+        self.sends = tuple(engine.sends)
+        self._op, self._driver, self._context, self._waits = op, driver, context, waits
+        self.plain = driver.device_count == 1 and not waits
 
-    def addresses(self, handle: int) -> tuple[int, ...]:
-        """Return the addresses for work on a stream."""
-        capture = self._driver.capture_of(handle) if handle else 0
-        key = (handle, capture)
-        return self._sets.get(key) or self._take(key)
-
-    def _take(self, key: tuple[int, int]) -> tuple[int, ...]:
-        with self._lock:
-            if key not in self._sets:
-                spare, captured = self._spare, key[1] != 0
-                if spare is not None:
-                    self._spare = None
-                found = spare or self._allocate()
-                if captured:
-                    self._owned.remove(found)
-                self._sets[key] = found
-            return self._sets[key]
-
-    def _allocate(self) -> tuple[int, ...]:
+    def enqueue(self, parameters: Parameters, handle: int, stream: object) -> None:
+        """Enqueue every step in the context; wait where the arrays' library has no streams."""
         with self._driver.using(self._context):
-            found = tuple(self._driver.allocate(size) for size in self._sizes)
-        self._owned.append(found)
-        return found
+            self._send(parameters, handle, stream)
+            if self._waits:
+                self._driver.synchronize(handle)
+
+    def send(self, parameters: Parameters, handle: int, stream: object) -> None:
+        """Enqueue every step, in the context only if need be."""
+        if not self.plain:
+            self.enqueue(parameters, handle, stream)
+            return
+        try:
+            self._send(parameters, handle, stream)
+        except Exception as error:  # noqa: BLE001  an error of PyCUDA or the driver
+            self.again(error, parameters, handle, stream)
+
+    def again(self, error: Exception, parameters: Parameters, handle: int, stream: object) -> None:
+        """Repeat a failed run if the thread's context was wrong; else raise the error."""
+        self.trouble(error)
+        self.enqueue(parameters, handle, stream)
+
+    def trouble(self, error: Exception) -> None:
+        """Raise an error unless it may come from a wrong context."""
+        if isinstance(error, SkudaError) and not isinstance(error, DriverError):
+            raise error
+        if self._driver.current() == self._context:
+            raise DriverError(f"launching {self._op}", str(error)) from error
+
+    def _send(self, parameters: Parameters, handle: int, stream: object) -> None:
+        for send, each in zip(self.sends, parameters, strict=True):
+            send(each, handle, stream)
 
 
-def _free(driver: Driver, context: int, sets: list[tuple[int, ...]]) -> None:
-    if inherited():
-        return
-    with driver.using(context):
-        for addresses in sets:
-            for address in addresses:
-                driver.free(address)
+class _Known(NamedTuple):
+    """What recognizes and launches calls like one that was checked, and whether an array among them is on the device."""
+
+    launch: Launcher
+    placed: bool
 
 
 class CudaRunner:
@@ -118,29 +118,27 @@ class CudaRunner:
         place: tuple[int, int],
         notes: tuple[str, ...] = (),
     ) -> None:
-        self.notes = notes
+        self._notes, self._launch = notes, launch
         self._ordinal, self._context = place
         self._op = problem.op_name()
         self._result = type(problem).result
-        self._outputs = tuple(a.name for a in problem.arguments() if a.role is Role.OUTPUT)
-        self._only = self._outputs[0] if self._result is None else None
         self._binder = Binder(problem, launch, self._ordinal)
+        self._outputs = self._binder.outputs
         self._engine, self._driver = engine, driver
-        self._sends = tuple(engine.sends)
-        self._scratch = (
-            Scratch(driver, self._context, tuple(size for _, size in launch.scratch)) if launch.scratch else None
-        )
-        # Steps that share scratch must not interleave with those of another thread on the same stream.
-        self._lock = threading.Lock()
-        # The latest calls, newest first; replaced as a whole, so that threads see a consistent tuple.
-        self._calls: tuple[Call, ...] = ()
-        self._latest: Call | None = None
-        # With one card the driver refuses a launch in a wrong context; with several the context is checked before.
-        self._careful = driver.device_count > 1
-        self._only_send = self._sends[0] if len(self._sends) == 1 and not launch.scratch and not self._careful else None
-        # The fastest path, if the latest call consists of one launch only.
-        self._quick: tuple[Recognizer, Callable[[], int], Send] | None = None
+        self._sizes = tuple(size for _, size in launch.scratch)
+        self._scratch = Scratch(driver, self._context, self._sizes) if launch.scratch else None
+        self._sender = _Sender(self._op, engine, driver, self._context)
+        # What recognizes and launches the latest calls, newest first; replaced as a whole, so that threads see a
+        # consistent tuple.
+        self._calls: tuple[_Known, ...] = ()
+        self._quick: Launcher | None = None
+        self._here: Launcher | None = None
         _runners.add(self)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Its configuration, and what was given."""
+        return (*self._launch.told(), *self._notes)
 
     def check(self, arrays: Mapping[str, object]) -> None:
         """Raise `InvalidProblem` for arguments that `run` would refuse."""
@@ -156,38 +154,36 @@ class CudaRunner:
         """
         quick = self._quick
         if quick is not None:
-            recognize, current, send = quick
-            parameters = recognize(arrays)
-            if parameters is not None:
-                handle = current() if stream is None else stream_handle(self._op, stream, self._ordinal)
-                try:
-                    send(parameters, handle, stream)
-                except Exception as error:  # noqa: BLE001  an error of PyCUDA or the driver
-                    self._again(error, partial(send, parameters, handle, stream))
-                return arrays[self._only] if self._only is not None else self._given(arrays)
+            result = quick(arrays, stream)
+            if result is not None:
+                return result
         return self._run(arrays, stream)
 
+    def run_again(self, arrays: Mapping[str, object], stream: object) -> object | None:
+        """Do what `run` does, if the arguments are like those of the latest call, and an array among them is here.
+
+        Returns
+        -------
+        object or None
+            The op's result; None if nothing was done.
+        """
+        launch = self._here
+        return None if launch is None else launch(arrays, stream)
+
     def _run(self, arrays: Mapping[str, object], stream: object) -> object:
-        for call in self._calls:
-            values = call.values(arrays)
-            if values is not None:
-                break
-        else:
-            call = self._binder.bind(arrays)
-            values = call.checked_values(arrays)
-        if call is not self._latest:
-            self._remember(call)
+        for known in self._calls[1:]:
+            result = known.launch(arrays, stream)
+            if result is not None:
+                self._remember(known)
+                return result
+        call = self._binder.bind(arrays)
+        sender = self._sender_for(call.framework)
+        self._remember(_Known(call.form.launcher(self._way(call, sender)), call.placed))
+        # Arrays that were checked need not be recognized, and some never are.
+        values = call.checked_values(arrays)
         handle = call.stream() if stream is None else stream_handle(self._op, stream, self._ordinal)
         made = self._make(call, values, stream, handle)
-        send = self._only_send if call.direct else None
-        if send is None:
-            self._enqueue(call, values, handle, stream)
-        else:
-            parameters = call.picks[0]([*values, *call.constants])
-            try:
-                send(parameters, handle, stream)
-            except Exception as error:  # noqa: BLE001  an error of PyCUDA or the driver
-                self._again(error, partial(send, parameters, handle, stream))
+        self._send(sender, call, values, handle, stream)
         return self._results(call, arrays, made)
 
     def bind(self, arrays: Mapping[str, object], stream: object) -> Callable[[], object]:
@@ -199,15 +195,15 @@ class CudaRunner:
             As `run`, and for arrays of a framework without streams.
         """
         call = self._binder.bind(arrays)
-        if not call.direct:
+        if call.framework.waits:
             raise InvalidProblem(self._op, "arrays", f"{call.framework.name} arrays", "be run: they must never change")
         fixed = None if stream is None else stream_handle(self._op, stream, self._ordinal)
         values = call.checked_values(arrays)
         made = self._make(call, values, stream, call.stream() if fixed is None else fixed)
         result = self._results(call, arrays, made)
-        parameters = [*values, *call.constants]
-        steps = enumerate(() if self._scratch else call.picks)
-        sends = [self._engine.bound(step, pick(parameters)) for step, pick in steps]
+        sender = self._sender
+        steps = enumerate(() if self._scratch else call.parameters(values))
+        sends = [self._engine.bound(step, parameters) for step, parameters in steps]
 
         def send_all(handle: int) -> None:
             for send in sends:
@@ -215,54 +211,56 @@ class CudaRunner:
 
         def launch(_kept: object = (dict(arrays), made)) -> object:
             handle = call.stream() if fixed is None else fixed
-            if self._careful or self._scratch is not None:
-                self._enqueue(call, values, handle, stream)
+            if not sender.plain or self._scratch is not None:
+                self._send(sender, call, values, handle, stream)
                 return result
             try:
                 send_all(handle)
             except Exception as error:  # noqa: BLE001  an error of PyCUDA or the driver
-                self._again(error, partial(send_all, handle))
+                sender.trouble(error)
+                with self._driver.using(self._context):
+                    send_all(handle)
             return result
 
         return launch
 
-    def _remember(self, call: Call) -> None:
-        self._calls = (call, *(other for other in self._calls if other is not call))[:_MOST_CALLS]
-        self._latest = call
-        quick = self._only_send if call.direct else None
-        self._quick = (call.parameters, call.stream, quick) if call.parameters and quick else None
+    def _remember(self, known: _Known) -> None:
+        self._calls = (known, *(other for other in self._calls if other is not known))[:_MOST_CALLS]
+        self._quick, self._here = known.launch, known.launch if known.placed else None
 
-    def _enqueue(self, call: Call, values: list[Any], handle: int, stream: object) -> None:
-        with self._driver.using(self._context):
-            self._launch_all(call, values, handle, stream)
-            if not call.direct:
-                self._driver.synchronize(handle)
+    def _sender_for(self, framework: Framework) -> _Sender:
+        if not framework.waits:
+            return self._sender
+        return _Sender(self._op, self._engine, self._driver, self._context, waits=True)
 
-    def _again(self, error: Exception, send: Callable[[], None]) -> None:
-        """Repeat a failed launch if the thread's context was wrong, which a launch does not check; else raise it."""
-        if isinstance(error, SkudaError) and not isinstance(error, DriverError):
-            raise error
-        if self._driver.current() == self._context:
-            raise DriverError(f"launching {self._op}", str(error)) from error
-        with self._driver.using(self._context):
-            send()
+    def _way(self, call: Call, sender: _Sender) -> Way:
+        framework = call.framework
+        return Way(
+            sender=sender,
+            indices=call.indices,
+            constants=call.constants,
+            made=call.made,
+            current=call.stream,
+            handle_of=partial(stream_handle, self._op, ordinal=self._ordinal),
+            switches=framework.borrows,
+            place=None if self._scratch is None else self._scratch.place,
+            scratch=len(self._sizes),
+            outputs=self._outputs,
+            result=self._result,
+            deliver=None if type(framework).deliver is Framework.deliver else framework.deliver,
+        )
 
-    def _launch_all(self, call: Call, values: list[Any], handle: int, stream: object) -> None:
+    def _send(self, sender: _Sender, call: Call, values: list[Any], handle: int, stream: object) -> None:
         if self._scratch is None:
-            parameters = [*values, *call.constants]
-            for send, pick in zip(self._sends, call.picks, strict=True):
-                send(pick(parameters), handle, stream)
+            sender.send(call.parameters(values), handle, stream)
             return
-        parameters = [*values, *self._scratch.addresses(handle), *call.constants]
-        with self._lock:
-            for send, pick in zip(self._sends, call.picks, strict=True):
-                send(pick(parameters), handle, stream)
+        place = self._scratch.place(handle)
+        with place.lock:
+            sender.send(call.parameters(values, place.addresses), handle, stream)
 
     @staticmethod
     def _make(call: Call, values: list[Any], stream: object, handle: int) -> dict[str, Any]:
         made: dict[str, Any] = {}
-        if not call.made:
-            return made
         # A framework allocates for its current stream by default, without switching streams.
         target = None if stream is None and not call.framework.borrows else handle
         for each in call.made:
@@ -275,11 +273,6 @@ class CudaRunner:
         outputs = [deliver(made[name]) if name in made else arrays[name] for name in self._outputs]
         return outputs[0] if self._result is None else self._result(*outputs)
 
-    def _given(self, arrays: Mapping[str, Any]) -> object:
-        """Return the outputs, all of which the caller gave."""
-        outputs = [arrays[name] for name in self._outputs]
-        return outputs[0] if self._result is None else self._result(*outputs)
-
 
 _runners: weakref.WeakSet[CudaRunner] = weakref.WeakSet()
 
@@ -287,8 +280,8 @@ _runners: weakref.WeakSet[CudaRunner] = weakref.WeakSet()
 def _refuse_all() -> None:
     """Make every runner refuse, in a forked child. A check in every run would cost those that are not forked."""
     for runner in tuple(_runners):
-        runner._careful = True  # noqa: SLF001  so that what `bind` returned calls `_enqueue`
-        for name in ("check", "run", "bind", "_enqueue"):
+        runner._sender.plain = False  # noqa: SLF001  so that what `bind` returned calls `_send`
+        for name in ("check", "run", "run_again", "bind", "_send"):
             setattr(runner, name, _refuse)
 
 

@@ -43,9 +43,11 @@ def place_of(op: str, name: str, value: Any) -> Place | None:
         return None
     if _is_torch(value):
         tensor = value if is_plain_tensor(value) else bare(op, name, value)
-        if tensor.device.type in {"cpu", "cuda"}:
-            # __dlpack_device__ is slow, and raises for a tensor that requires grad, which deserves a clearer error.
-            return HOST_PLACE if tensor.device.type == "cpu" else ("cuda", tensor.get_device())
+        # __dlpack_device__ is slow, and raises for a tensor that requires grad, which deserves a clearer error.
+        if tensor.is_cuda:
+            return ("cuda", tensor.get_device())
+        if tensor.device.type == "cpu":
+            return HOST_PLACE
     if hasattr(value, "__dlpack_device__"):
         try:
             kind, ordinal = value.__dlpack_device__()

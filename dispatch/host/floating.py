@@ -17,14 +17,15 @@ _ONE, _QUARTER, _REST, _NEXT = 1.0, 2.0**-54, 3 * 2.0**-54, 1 + 2.0**-52
 _TINY, _HALF = sys.float_info.min, 0.5
 
 
-def is_nearest() -> bool:
-    """Whether this thread rounds to nearest: a quarter of an ulp is lost, and three quarters are a whole one."""
-    return _ONE + _QUARTER + _REST == _NEXT
+SUMMANDS = {"one": _ONE, "quarter": _QUARTER, "rest": _REST, "following": _NEXT}
+IS_NEAREST = "one + quarter + rest == following"
+"""An expression of `SUMMANDS`: whether this thread rounds to nearest. A quarter of an ulp is then lost, and three
+quarters are a whole one."""
 
 
 def require_exact_mode() -> None:
     """Raise `FloatModeError` unless this thread rounds to nearest and keeps subnormal numbers."""
-    # As in `is_nearest`, without the call, because every run comes here.
+    # As `IS_NEAREST`.
     if _ONE + _QUARTER + _REST != _NEXT or not _TINY * _HALF:
         raise FloatModeError(*map(" and ".join, zip(*_changes(), strict=True)))
 

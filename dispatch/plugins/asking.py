@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
 from skuda.dispatch.device import Device
 from skuda.dispatch.plugins.stdout import kept_clean
-from skuda.kernels.launch import Choice
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import SkudaError
 from skuda.registry.sku import KernelSku
@@ -61,6 +60,8 @@ def ask_choices(backend: Backend, sku: KernelSku, problem: Descriptor, device: D
     """Ask a backend for the names of a kernel's configurations, single lines; raises `Misbehaved`."""
 
     def taken(found: Any) -> tuple[str, ...]:
+        from skuda.kernels.launch import Choice  # imported here: with it come the launches of all kernels
+
         names = tuple(choice.name for choice in _tuple(found, Choice))
         if names != _lines(names):
             raise TypeError

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from skuda.dispatch.device import Device
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
-from skuda.dispatch.select.explanation import Decision, Explanation, Verdict, as_json
-from skuda.dispatch.select.measured import Pick, Tuned
+from skuda.dispatch.select.pick import Pick
 from skuda.registry.arch import ArchSku
 from skuda.registry.descriptor import Descriptor, FunctionalKey, key_field
 from skuda.registry.reason import Reason, ReasonCode
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
 
+if TYPE_CHECKING:
+    from skuda.dispatch.select.explanation import Explanation, Verdict
+    from skuda.dispatch.select.measured import Tuned
+
 Unavailable = Mapping[str, tuple[str, str]]
 """Backends by name, and kernels by id, that cannot be used here: to (remedy, obstacle)."""
 
 
+_MOST_SHORTLISTS = 1024
 _KEY_PARTS: tuple[ReasonCode, ...] = ("element", "aux_element", "layout", "epilogue")
 """The parts of a functional key after category and op, in its order."""
 
@@ -63,8 +68,18 @@ class Question:
         self._by_arch: dict[ArchSku, tuple[Reason, ...]] = {}
         self._by_backend: dict[str, tuple[Reason, ...]] = {}
 
+    def fits(self, sku: KernelSku) -> bool:
+        """Whether nothing speaks against `sku` but perhaps the sizes of the problem, for problems of the same key."""
+        return not self._shared_reasons(sku) and next(self._preference_reasons(sku), None) is None
+
     def reasons_against(self, sku: KernelSku) -> tuple[Reason, ...]:
         """Return every reason why `sku` cannot be used; empty if it can."""
+        shared = self._shared_reasons(sku)
+        if self._preference is NO_PREFERENCE and not sku.constraints:
+            return shared
+        return (*shared, *self._preference_reasons(sku), *self._size_reasons(sku))
+
+    def _shared_reasons(self, sku: KernelSku) -> tuple[Reason, ...]:
         by_key = self._by_key.get(sku.key)
         if by_key is None:
             by_key = self._by_key[sku.key] = self._key_reasons(sku.key)
@@ -74,10 +89,7 @@ class Question:
         by_backend = self._by_backend.get(sku.backend)
         if by_backend is None:
             by_backend = self._by_backend[sku.backend] = tuple(self._backend_reasons(sku))
-        shared = by_key + by_arch + by_backend + self._obstacle(sku.id)
-        if self._preference is NO_PREFERENCE and not sku.constraints:
-            return shared
-        return (*shared, *self._own_reasons(sku))
+        return by_key + by_arch + by_backend + self._obstacle(sku.id)
 
     def _key_reasons(self, key: FunctionalKey) -> tuple[Reason, ...]:
         if not self._by_part:
@@ -106,12 +118,15 @@ class Question:
         found = self._unavailable.get(name)
         return () if found is None else (Reason(code="backend", field="backend", wanted=found[0], had=found[1]),)
 
-    def _own_reasons(self, sku: KernelSku) -> Iterator[Reason]:
+    def _preference_reasons(self, sku: KernelSku) -> Iterator[Reason]:
         preference = self._preference
         if preference.sku is not None and sku.id != preference.sku:
             yield Reason(code="preference", field="preference.sku", wanted=preference.sku, had=sku.id)
         if self._requires:
             yield from preference.require.check(sku.precision_guarantee)
+
+    def _size_reasons(self, sku: KernelSku) -> Iterator[Reason]:
+        preference = self._preference
         for constraint in sku.constraints:
             reason = constraint.check(self.problem)
             if reason is not None:
@@ -127,6 +142,49 @@ class Question:
                 )
 
 
+class Shortlists:
+    """The kernels that fit the problems of a key, for each device and preference; `serves` asks the sizes.
+
+    It holds as long as the obstacles: `forget` is called after they changed. A new size then costs no look at kernels
+    for other cards or backends.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, tuple[KernelSku, ...]] = {}
+
+    def forget(self) -> None:
+        """Forget everything, what is being found at the moment included."""
+        self._found = {}
+
+    def of(
+        self,
+        registry: Registry,
+        problem: Descriptor,
+        device: Device,
+        preference: PlanPreference,
+        unavailable: Callable[[], Unavailable],
+    ) -> tuple[KernelSku, ...]:
+        """Return the kernels under a problem's key that fit, best first."""
+        known, name = self._found, (problem.key(), device, preference)
+        fitting = known.get(name)
+        if fitting is None:
+            # The obstacles are read after the dictionary, so that a list that misses one is never kept.
+            question = Question(problem, device, preference, unavailable())
+            if len(known) >= _MOST_SHORTLISTS:
+                known.clear()
+            fitting = known[name] = tuple(filter(question.fits, registry.candidates(question.key)))
+        return fitting
+
+
+def serves(sku: KernelSku, problem: Descriptor, preference: PlanPreference) -> bool:
+    """Whether a kernel that fits serves the sizes of a problem."""
+    for constraint in sku.constraints:
+        if not constraint.serves(problem):
+            return False
+    most = preference.max_workspace_bytes
+    return most is None or sku.workspace_size(problem) <= most
+
+
 def choose(
     registry: Registry,
     problem: Descriptor,
@@ -136,17 +194,20 @@ def choose(
     *,
     behind: KernelSku | None = None,
     tuned: Tuned | None = None,
+    shortlist: Iterable[KernelSku] | None = None,
 ) -> Pick | None:
     """Return the best kernel without a reason against it, or None.
 
     With `behind`, only kernels ranked after that one are considered. With `tuned`, measured times may overrule the
     ranking; see `Tuned.weigh`. Only kernels under the problem's exact key are checked, so the time does not grow with
-    the registry.
+    the registry; of a `shortlist` of those that fit, only the sizes.
     """
-    question = Question(problem, device, preference, unavailable)
-    accepted = (sku for sku in registry.candidates(question.key) if not question.reasons_against(sku))
+    if shortlist is None:
+        shortlist = filter(Question(problem, device, preference, unavailable).fits, registry.candidates(problem.key()))
+    accepted = (sku for sku in shortlist if serves(sku, problem, preference))
     picks: Iterable[Pick] = map(Pick, accepted)
     if tuned is not None:
+        question = Question(problem, device, preference, unavailable)
         picks, _ = _weighed(registry, question, tuple(accepted), tuned)
     if behind is not None:
         picks = itertools.islice(itertools.dropwhile(lambda pick: pick.sku is not behind, picks), 1, None)
@@ -182,6 +243,8 @@ def explain(
     tuned: Tuned | None = None,
 ) -> Explanation:
     """Return the decisions on every kernel of the problem's op."""
+    from skuda.dispatch.select.explanation import Decision, Explanation, as_json
+
     question = Question(problem, device, preference, unavailable)
     accepted: list[KernelSku] = []
     refused: list[Decision] = []

@@ -12,28 +12,11 @@ from typing import NamedTuple
 from skuda.dispatch.compile.sources import source_hash
 from skuda.dispatch.device import Device
 from skuda.dispatch.select.explanation import Measured, Verdict
+from skuda.dispatch.select.pick import Pick
 from skuda.dispatch.select.tuning import Candidate, Entry, Tuning
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.guarantee import falls_short
 from skuda.registry.sku import KernelSku
-
-
-class Pick(NamedTuple):
-    """A kernel and the configuration to run it in.
-
-    Attributes
-    ----------
-    sku : KernelSku
-        The kernel.
-    choice : str
-        Name of its configuration; empty for the one that its launch rule ranks first.
-    reason : str
-        The measurement that chose it; empty if the ranking did.
-    """
-
-    sku: KernelSku
-    choice: str = ""
-    reason: str = ""
 
 
 @dataclass(frozen=True)

@@ -319,7 +319,7 @@ class Tiled(Backend):
 @pytest.fixture
 def here(monkeypatch):
     """Say what drives the card that is here."""
-    monkeypatch.setattr("skuda.dispatch.dispatcher.driver_of", lambda device: "580.65 (CUDA 13.0)")
+    monkeypatch.setattr("skuda.dispatch.select.environment.driver_of", lambda device: "580.65 (CUDA 13.0)")
 
 
 @pytest.mark.parametrize(

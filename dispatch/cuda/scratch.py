@@ -1,0 +1,127 @@
+"""Scratch memory of plans on a device: one block for every stream, which all plans share that run on it.
+
+Work on one stream runs in order, so plans that follow each other on it can use the same memory. A plan for another size
+therefore allocates nothing as long as its scratch fits, and a program that meets ever new sizes keeps little more than
+the largest needs.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import NamedTuple
+
+from skuda.dispatch.cuda.driver import Driver, inherited
+from skuda.dispatch.system.locks import lock
+
+_ALIGNMENT = 256
+
+
+class Block:
+    """Device memory of `size` bytes; freed when nobody holds it any more.
+
+    Attributes
+    ----------
+    address, size : int
+        Where it is, and its bytes.
+    lock : Lock
+        Held while the steps of one run are enqueued, so that another thread's on the same stream do not interleave.
+    """
+
+    __slots__ = ("__weakref__", "address", "lock", "size")
+
+    def __init__(self, driver: Driver, context: int, size: int) -> None:
+        with driver.using(context):
+            self.address = driver.allocate(size)
+        self.size, self.lock = size, threading.Lock()
+        weakref.finalize(self, _free, driver, context, self.address).atexit = False
+
+
+def _free(driver: Driver, context: int, address: int) -> None:
+    if inherited():
+        return
+    with driver.using(context):
+        driver.free(address)
+
+
+class Pool:
+    """The blocks of one context. It holds none of them, except those that a captured graph may use at any time."""
+
+    def __init__(self) -> None:
+        self._lock = lock()
+        self._bound: weakref.WeakValueDictionary[tuple[int, int], Block] = weakref.WeakValueDictionary()
+        self._spare: weakref.WeakSet[Block] = weakref.WeakSet()
+        self._captured: list[Block] = []
+
+    def reserve(self, driver: Driver, context: int, size: int) -> Block:
+        """Return a block that is large enough, whoever uses it; make one that no stream uses yet if there is none."""
+        with self._lock:
+            mine = (*self._bound.values(), *self._spare)
+            found = next((block for block in mine if block.size >= size and block not in self._captured), None)
+            if found is None:
+                found = Block(driver, context, _rounded(size))
+                self._spare.add(found)
+            return found
+
+    def take(self, driver: Driver, context: int, key: tuple[int, int], size: int) -> Block:
+        """Return the block of a stream and a capture (0: none); a larger one if the present one is too small."""
+        with self._lock:
+            found = self._bound.get(key)
+            if found is None or found.size < size:
+                found = next((block for block in self._spare if block.size >= size), None)
+                if found is None:
+                    found = Block(driver, context, _rounded(size))
+                self._spare.discard(found)
+                self._bound[key] = found
+                if key[1]:
+                    self._captured.append(found)
+            return found
+
+
+def _rounded(size: int) -> int:
+    """Return the next power of two, so that growing needs allocate few blocks."""
+    return 1 << (max(1, size) - 1).bit_length()
+
+
+_pools: weakref.WeakKeyDictionary[Driver, dict[int, Pool]] = weakref.WeakKeyDictionary()
+
+
+def _pool_of(driver: Driver, context: int) -> Pool:
+    pools = _pools.setdefault(driver, {})
+    return pools.get(context) or pools.setdefault(context, Pool())
+
+
+class Place(NamedTuple):
+    """The scratch buffers of one run: the lock to hold while its steps are enqueued, and their addresses."""
+
+    lock: threading.Lock
+    addresses: tuple[int, ...]
+
+
+class Scratch:
+    """The scratch buffers of one plan; `sizes` are in bytes.
+
+    A block for the first stream is there when the plan is. A run inside a graph capture gets a block of its own that
+    lives as long as the process, because a graph may be replayed at any time on any stream.
+    """
+
+    def __init__(self, driver: Driver, context: int, sizes: tuple[int, ...]) -> None:
+        self._driver, self._context = driver, context
+        offsets, end = [], 0
+        for size in sizes:
+            offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+            end = offsets[-1] + max(1, size)
+        self._offsets, self._size = tuple(offsets), end
+        self._pool = _pool_of(driver, context)
+        self._held = {self._pool.reserve(driver, context, end)}
+        self._places: dict[tuple[int, int], Place] = {}
+
+    def place(self, handle: int) -> Place:
+        """Return the buffers for work on a stream."""
+        key = (handle, self._driver.capture_of(handle) if handle else 0)
+        return self._places.get(key) or self._take(key)
+
+    def _take(self, key: tuple[int, int]) -> Place:
+        block = self._pool.take(self._driver, self._context, key, self._size)
+        self._held.add(block)
+        return self._places.setdefault(key, Place(block.lock, tuple(block.address + at for at in self._offsets)))
