@@ -189,7 +189,7 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
         parameters=(
             TensorMap(name, m, k, tile.m // tile.cluster[1], otherwise=otherwise),
             TensorMap("weight_q", n, k, tile.n // tile.cluster[0]),
-            *(layer.SCALES if problem.dynamic else layer.static_scale(problem)),
+            *(layer.SCALES if problem.dynamic else layer.given_scales(problem)),
             *layer.epilogue_parameters(problem),
             *s32(tile.band),
         ),
