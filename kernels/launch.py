@@ -14,6 +14,11 @@ from skuda.registry.elements import ElementKind
 
 Dim3 = tuple[int, int, int]
 
+ZEROS = "zeros"
+"""A scratch buffer of this name, of at most `MOST_ZEROS` bytes, holds zeros when a run begins, and the run leaves it so."""
+
+MOST_ZEROS = 4096
+
 _OTHERS_TOLD = 3
 
 

@@ -66,6 +66,7 @@ class QuantizeKind(StrEnum):
     DYNAMIC_RANGE = "dynamic_range"
     QUANTIZED_LINEAR = "quantized_linear"
     SMOOTHQUANT_LINEAR = "smoothquant_linear"
+    SCALED_LINEAR = "scaled_linear"
 
 
 class ElementwiseKind(StrEnum):

@@ -355,27 +355,35 @@ def _dynamic_range_op(problem: Any, inputs: dict[str, Any]) -> Definition:
     return at
 
 
-@defines("quantized_linear", "smoothquant_linear")
+def _activation_row(problem: Any, inputs: dict[str, Any], c: str, m: int) -> tuple[float, list[int]]:
+    """Return the scale of a row of a linear layer's activation, and its codes without their zero point."""
+    if problem.op == "quantized_linear":
+        element, bounds = problem.activation_element, (problem.q_min, problem.q_max)
+        values = [float(v) for v in inputs["activation"][m]]
+        scale, _ = dynamic_range(values, *bounds, element)
+        return scale, [code_of(steps_of(v, scale, compute(element)), 0, *bounds) for v in values]
+
+    def given(name: str, default: float) -> float:
+        """Read an array for every row or for all of them, or else a field of the problem, if there is one."""
+        if name not in inputs:
+            return getattr(problem, name, default)
+        return inputs[name][0 if problem.act_scale_scope == "tensor" else m]
+
+    zero_point = int(given("act_zero_point", 0))
+    return convert(float(given("act_scale", NAN)), c), [q - zero_point for q in inputs["act_q"][m].tolist()]
+
+
+@defines("quantized_linear", "smoothquant_linear", "scaled_linear")
 def _linear_op(problem: Any, inputs: dict[str, Any]) -> Definition:
     dynamic = problem.op == "quantized_linear"
     out = problem.output_element
     c = "f64" if "f64" in ((problem.activation_element, out) if dynamic else (out,)) else "f32"
     rows: dict[int, tuple[float, list[int]]] = {}
 
-    def activation(m: int) -> tuple[float, list[int]]:
-        if m not in rows and not dynamic:
-            codes = [q - problem.act_zero_point for q in inputs["act_q"][m].tolist()]
-            rows[m] = convert(float(problem.act_scale), c), codes
-        elif m not in rows:
-            element, bounds = problem.activation_element, (problem.q_min, problem.q_max)
-            values = [float(v) for v in inputs["activation"][m]]
-            scale, _ = dynamic_range(values, *bounds, element)
-            codes = [code_of(steps_of(v, scale, compute(element)), 0, *bounds) for v in values]
-            rows[m] = scale, codes
-        return rows[m]
-
     def at(name: str, where: Coordinate) -> Expected:
-        scale, codes = activation(where[0])
+        if where[0] not in rows:
+            rows[where[0]] = _activation_row(problem, inputs, c, where[0])
+        scale, codes = rows[where[0]]
         if name == "act_scale_scratch":
             return scale
         n = where[1]
@@ -383,6 +391,8 @@ def _linear_op(problem: Any, inputs: dict[str, Any]) -> Definition:
             return codes[n]
         shift = int(inputs["weight_zero_point"][n]) if "weight_zero_point" in inputs else 0
         acc = sum(a * (w - shift) for a, w in zip(codes, inputs["weight_q"][n].tolist(), strict=True))
+        if out == "s32":
+            return acc
         bias = convert(float(inputs["bias"][n]), c) if "bias" in inputs else None
         scales = (scale, convert(float(inputs["weight_scale"][n]), c))
         value = linear_cell(scales, acc if problem.k else None, bias, problem.epilogue, (c, out))

@@ -34,7 +34,8 @@ _LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 _SM_COUNT, _CLOCK_KHZ, _BUS_BITS, _L2, _MAJOR, _MINOR, _SHARED = 16, 36, 37, 38, 75, 76, 97
 _POINTER_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _CAPTURE_IMPLICIT = 906  # the default stream was queried while a stream that waits for it is captured
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_RELAXED = 2
+_NON_BLOCKING = 1  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 _CODES = {
     1: "invalid value",
@@ -235,16 +236,35 @@ class Driver:
 
     def allocate(self, size: int) -> int:
         """Return the address of new device memory in the current context; allowed while a stream is captured."""
-        mode, address = ctypes.c_int(_RELAXED), ctypes.c_uint64()
+        address = ctypes.c_uint64()
+        with self._beside_captures():
+            self.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(1, size)))
+        return address.value
+
+    def clear(self, address: int, size: int) -> None:
+        """Fill memory of the current context with zeros, and wait for it; allowed while a stream is captured."""
+        stream = ctypes.c_void_p()
+        with self._beside_captures():
+            self.call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+            try:
+                where = ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(size)
+                self.call("cuMemsetD8Async", *where, stream)
+                self.call("cuStreamSynchronize", stream)
+            finally:
+                self.call("cuStreamDestroy_v2", stream)
+
+    @contextmanager
+    def _beside_captures(self) -> Iterator[None]:
+        """Allow what a capture of another stream would refuse."""
+        mode = ctypes.c_int(_RELAXED)
         exchange = self.function("cuThreadExchangeStreamCaptureMode")
         done: list[int] = []
         try:
             done.extend(map(exchange, (ctypes.byref(mode),)))  # as in `using`
-            self.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(1, size)))
+            yield
         finally:
             if done and not done[0]:
                 exchange(ctypes.byref(mode))
-        return address.value
 
     def free(self, address: int) -> None:
         """Free memory from `allocate`; the caller makes sure that no work uses it."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from skuda.dispatch.cuda.driver import Driver, inherited
 from skuda.dispatch.system.locks import lock
+from skuda.kernels.launch import MOST_ZEROS, ZEROS
 
 _ALIGNMENT = 256
 
@@ -23,7 +24,7 @@ class Block:
     Attributes
     ----------
     address, size : int
-        Where it is, and its bytes.
+        Where it is, and its bytes. `MOST_ZEROS` bytes in front of it are zero whenever no run uses them.
     lock : Lock
         Held while the steps of one run are enqueued, so that another thread's on the same stream do not interleave.
     """
@@ -32,9 +33,10 @@ class Block:
 
     def __init__(self, driver: Driver, context: int, size: int) -> None:
         with driver.using(context):
-            self.address = driver.allocate(size)
-        self.size, self.lock = size, threading.Lock()
-        weakref.finalize(self, _free, driver, context, self.address).atexit = False
+            start = driver.allocate(MOST_ZEROS + size)
+            weakref.finalize(self, _free, driver, context, start).atexit = False
+            driver.clear(start, MOST_ZEROS)
+        self.address, self.size, self.lock = start + MOST_ZEROS, size, threading.Lock()
 
 
 def _free(driver: Driver, context: int, address: int) -> None:
@@ -99,18 +101,22 @@ class Place(NamedTuple):
 
 
 class Scratch:
-    """The scratch buffers of one plan; `sizes` are in bytes.
+    """The scratch buffers of one plan; `buffers` are their names and sizes in bytes.
 
     A block for the first stream is there when the plan is. A run inside a graph capture gets a block of its own that
     lives as long as the process, because a graph may be replayed at any time on any stream.
     """
 
-    def __init__(self, driver: Driver, context: int, sizes: tuple[int, ...]) -> None:
+    def __init__(self, driver: Driver, context: int, buffers: tuple[tuple[str, int], ...]) -> None:
         self._driver, self._context = driver, context
         offsets, end = [], 0
-        for size in sizes:
-            offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
-            end = offsets[-1] + max(1, size)
+        for name, size in buffers:
+            if name == ZEROS:
+                assert size <= MOST_ZEROS
+                offsets.append(-MOST_ZEROS)
+            else:
+                offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+                end = offsets[-1] + max(1, size)
         self._offsets, self._size = tuple(offsets), end
         self._pool = _pool_of(driver, context)
         self._held = {self._pool.reserve(driver, context, end)}

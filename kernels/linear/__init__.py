@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from skuda.kernels.linear.quantized_linear import QuantizedLinearDescriptor
+    from skuda.kernels.linear.scaled_linear import ScaledLinearDescriptor
     from skuda.kernels.linear.smoothquant_linear import SmoothQuantLinearDescriptor
 
-__all__ = ["QuantizedLinearDescriptor", "SmoothQuantLinearDescriptor"]
+__all__ = ["QuantizedLinearDescriptor", "ScaledLinearDescriptor", "SmoothQuantLinearDescriptor"]
 
 
 def __getattr__(name: str) -> Any:

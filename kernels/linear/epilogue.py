@@ -23,7 +23,7 @@ class Epilogue:
     """All steps from an exact product to the stored output."""
 
     problem: LinearProblem
-    weight_scale: Array
+    weight_scale: Array | None
     bias: Array | None
     output_scale: Any
     output_zero_point: Any
@@ -36,12 +36,16 @@ class Epilogue:
         act_scale : array of shape (rows,), C
             Scale of every row.
         product : array of shape (rows, columns), or None
-            The integer product, rounded to C; None stands for K == 0, where the sum is +0 whatever the scales.
+            The integer product, rounded to C; None stands for K == 0, where the sum is +0 whatever the scales. Without
+            scales of the weight, it is the result.
         columns : slice
             The output columns of the block.
         output : array of shape (rows, columns)
             The block to write.
         """
+        if self.weight_scale is None:
+            output[...] = 0 if product is None else product
+            return
         compute = storage_dtype(self.problem.compute)
         weight_scale = self.weight_scale[columns].astype(compute)
         bias = None if self.bias is None else self.bias[columns].astype(compute)

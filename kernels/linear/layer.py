@@ -21,7 +21,7 @@ from skuda.kernels.launch import (
 )
 from skuda.kernels.linear.problem import LinearProblem
 from skuda.registry.elements import ElementKind
-from skuda.registry.vocabulary import EpilogueKind
+from skuda.registry.vocabulary import DynamicRangeScope, EpilogueKind
 
 THREADS = 256
 CODES = pointers("codes", "act_q_scratch")
@@ -29,19 +29,32 @@ SCALES = pointers("scales", "act_scale_scratch")
 
 _CHUNKS_HELD = 8
 _EPILOGUES = tuple(EpilogueKind)
-_OUTPUTS = tuple(ElementKind(name) for name in ("f32", "f64", "f16", "bf16", "s8", "u8"))
+_OUTPUTS = tuple(ElementKind(name) for name in ("f32", "f64", "f16", "bf16", "s8", "u8", "s32"))
 
 
 def activation_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
-    """Return codes, scale and, where it is static, zero point of the activation, for kernels without tensor maps."""
+    """Return codes, scales and, where the op does not quantize, zero points, for kernels without tensor maps."""
     if problem.dynamic:
         return (*CODES, *SCALES)
-    return (*strided("act_q"), *s32(getattr(problem, "act_zero_point", 0)), *static_scale(problem))
+    static = s32(getattr(problem, "act_zero_point", 0)) if hasattr(problem, "act_scale") else ()
+    return (*strided("act_q"), *static, *given_scales(problem))
 
 
-def static_scale(problem: LinearProblem) -> tuple[Parameter, ...]:
-    """Return the scale of an activation that is given as codes, and the scratch array that receives it."""
-    return (Constant(problem.compute, getattr(problem, "act_scale", 0.0)), Pointer("act_scale_scratch"))
+def given_scales(problem: LinearProblem) -> tuple[Parameter, ...]:
+    """Return the scales of an activation that is given as codes.
+
+    They are one number and the scratch array that receives it; or what the macro GIVEN_ROWS_PARAMETERS declares.
+    """
+    scale: float | None = getattr(problem, "act_scale", None)
+    if scale is not None:
+        return (Constant(problem.compute, scale), Pointer("act_scale_scratch"))
+    shapes = {argument.name: argument.shape for argument in problem.arguments()}
+    (null,), (none,) = s64(0), s32(0)
+    return (
+        *((Pointer("act_scale"), Which("act_scale")) if "act_scale" in shapes else (null, none)),
+        Pointer("act_zero_point") if "act_zero_point" in shapes else null,
+        *s64(int(getattr(problem, "act_scale_scope", "") == DynamicRangeScope.TOKEN)),
+    )
 
 
 def layer_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
@@ -56,8 +69,7 @@ def epilogue_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
     (null,), (none,) = s64(0), s32(0)
     scaled = "output_scale" in names
     return (
-        Pointer("weight_scale"),
-        Which("weight_scale"),
+        *((Pointer("weight_scale"), Which("weight_scale")) if "weight_scale" in names else (null, none)),
         Pointer("weight_zero_point") if "weight_zero_point" in names else null,
         Pointer("bias") if "bias" in names else null,
         Which("bias") if "bias" in names else none,

@@ -53,6 +53,7 @@ def skus(
     module: str,
     elements: Iterable[ElementKind],
     *constraints: Constraint,
+    epilogues: Iterable[EpilogueKind] = EpilogueKind,
     **fields: Any,
 ) -> tuple[KernelSku, ...]:
     """Return an op's kernels, best first.
@@ -67,10 +68,12 @@ def skus(
         Elements of the SKUs; only the plain kernel and the reference serve f64.
     *constraints : Constraint
         Constraints of the op beside the kernels' own.
+    epilogues : iterable of EpilogueKind
+        Epilogues of the SKUs.
     **fields
         Further fields of the CUDA SKUs; see `cuda_skus`.
     """
-    elements = tuple(elements)
+    elements, epilogues = tuple(elements), tuple(epilogues)
     narrow = tuple(element for element in elements if element is not ElementKind.F64)
     in_f32 = OneOf(field="compute", allowed=(ElementKind.F32,))
     cores = tuple(
@@ -82,7 +85,7 @@ def skus(
             module,
             narrow,
             (weight,),
-            EpilogueKind,
+            epilogues,
             launch=f"skuda.kernels.linear.{tile.variant}:launch",
             suffix=f"_{tile.variant}",
             arch=tile.arch,
@@ -104,7 +107,7 @@ def skus(
         module,
         elements,
         CODES8,
-        EpilogueKind,
+        epilogues,
         launch="skuda.kernels.linear.plain:launch",
         flags=partial(_plain_flags, descriptor),
         guarantee=partial(_guarantee, ElementKind.S64),
@@ -119,7 +122,7 @@ def skus(
         module,
         elements,
         CODES8,
-        EpilogueKind,
+        epilogues,
         # NumPy adds exactly at any K, which is what an s64 accumulator does.
         precision_guarantee=PrecisionGuarantee(math_precision=MathPrecision.INT8, accumulator=ElementKind.S64),
         constraints=constraints,
@@ -150,4 +153,10 @@ def _plain_flags(descriptor: type[LinearProblem], element: ElementKind, weight: 
 def _without_zero_points(descriptor: type[LinearProblem]) -> tuple[Constraint, ...]:
     """Return the constraints of kernels that do not support zero points."""
     weight = OneOf(field="has_weight_zero_point", allowed=(False,))
-    return (weight,) if descriptor.dynamic else (weight, OneOf(field="act_zero_point", allowed=(0,)))
+    if descriptor.dynamic:
+        return (weight,)
+    given = "has_act_zero_point" in descriptor.model_fields
+    return (
+        weight,
+        OneOf(field="has_act_zero_point", allowed=(False,)) if given else OneOf(field="act_zero_point", allowed=(0,)),
+    )

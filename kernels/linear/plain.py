@@ -26,8 +26,9 @@ def launch(problem: LinearProblem, device: Device) -> Launch:  # noqa: ARG001  e
     m, n, _ = problem.sizes
     kinds = f"_{problem.compute}_{problem.code_element}" if problem.dynamic else ""
     unsigned = "_u8" if not problem.dynamic and problem.code_element is ElementKind.U8 else ""
+    summed = "_sums" if problem.output is ElementKind.S32 else ""
     product = Step(
-        entry=problem.op_name() + kinds + unsigned,
+        entry=problem.op_name() + kinds + summed + unsigned,
         grid=(-(-m // _TILE), min(-(-n // _TILE), _MOST_STRIPS), 1),
         block=(layer.THREADS, 1, 1),
         parameters=(*layer.activation_parameters(problem), *layer.layer_parameters(problem)),

@@ -22,7 +22,7 @@ class LinearProblem(Descriptor):
     Attributes
     ----------
     dynamic : bool
-        Whether the activation is real and the op quantizes it; else it is given as codes with one scale.
+        Whether the activation is real and the op quantizes it; else it is given as codes.
     """
 
     category: ClassVar[OpCategory] = OpCategory.QUANTIZATION
@@ -58,14 +58,17 @@ class LinearProblem(Descriptor):
         """Whether the sums of products need to be corrected for zero points."""
         return self.has_weight_zero_point or getattr(self, "act_zero_point", 0) != 0
 
+    @property
+    def reals(self) -> tuple[ElementKind, ...]:
+        """Elements of arrays of scales and of bias: C and every narrower float."""
+        return tuple(dict.fromkeys((self.compute, *(e for e in FLOATS if e.bits < self.compute.bits))))
+
     def weight_arguments(self) -> tuple[Argument, ...]:
-        """Return weight, its scale and zero point, bias, requantization and output."""
-        compute, (m, n, k) = self.compute, self.sizes
-        wide = tuple(dict.fromkeys((compute, *(e for e in FLOATS if e.bits < compute.bits))))
-        arguments = [
-            Argument("weight_q", Role.INPUT, (self.weight_element,), (n, k)),
-            Argument("weight_scale", Role.INPUT, wide, (n,)),
-        ]
+        """Return weight, its scale and zero point, bias, requantization and output; sums (s32) take no scales."""
+        compute, wide, (m, n, k) = self.compute, self.reals, self.sizes
+        arguments = [Argument("weight_q", Role.INPUT, (self.weight_element,), (n, k))]
+        if self.output is not ElementKind.S32:
+            arguments.append(Argument("weight_scale", Role.INPUT, wide, (n,)))
         if self.has_weight_zero_point:
             arguments.append(Argument("weight_zero_point", Role.INPUT, (ElementKind.S32,), (n,)))
         if self.epilogue.requires_bias:

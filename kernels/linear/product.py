@@ -21,6 +21,7 @@ from skuda.kernels.blocks import BLOCK
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear.epilogue import Epilogue
 from skuda.kernels.linear.problem import LinearProblem, longest_k
+from skuda.registry.elements import ElementKind
 
 Array = npt.NDArray[Any]
 Codes = Callable[[slice], Array]
@@ -34,7 +35,7 @@ _SUMS_AT_ONCE = 1 << 20
 def write_layer(
     epilogue: Epilogue,
     quantized: Callable[[slice], tuple[Codes, Array]],
-    act_zero_point: int,
+    act_zero_point: int | Array,
     weight: tuple[Array, Array | None],
     output: Array,
 ) -> None:
@@ -46,8 +47,8 @@ def write_layer(
         The epilogue of the product.
     quantized : callable
         Returns the activation's codes and scales, (rows,), of some rows.
-    act_zero_point : int
-        Zero point of the activation.
+    act_zero_point : int or array of shape (M,), s32
+        Zero point of the activation, for all rows or for each.
     weight : (array, array or None)
         Codes, (N, K), and zero points, (N,), of the weight.
     output : array of shape (M, N)
@@ -58,13 +59,14 @@ def write_layer(
     height = max(_FEWEST_ROWS, min(_ROWS, _CODES_AT_ONCE // max(k, 1)), BLOCK // max(n, k, 1))
     for rows in _cut(m, height):
         codes, row_scale = quantized(rows)
+        shift = act_zero_point if isinstance(act_zero_point, int) else act_zero_point[rows].astype(np.int64)
         parts = _cut(k, max(1, _CODES_AT_ONCE // len(row_scale)))
         # Every panel of columns asks for all parts of the codes, so panels are wide where there are several.
         width = max(_COLUMNS, _SUMS_AT_ONCE // len(row_scale) if len(parts) > 1 else 0)
         for panel in _cut(n, width):
             columns = _cut(panel.stop, _COLUMNS, panel.start)
             weights = [(weight_q[at], None if weight_zero_point is None else weight_zero_point[at]) for at in columns]
-            products = exact_products(problem, codes, parts, act_zero_point, weights) if parts else repeat(None)
+            products = exact_products(problem, codes, parts, shift, weights) if parts else repeat(None)
             for at, product in zip(columns, products, strict=False):
                 epilogue.apply(row_scale, product, at, output[rows, at])
 
@@ -77,10 +79,12 @@ def exact_products(
     problem: LinearProblem,
     codes: Codes,
     parts: list[slice],
-    act_zero_point: int,
+    act_zero_point: int | Array,
     weights: list[tuple[Array, Array | None]],
 ) -> Iterator[Array]:
     """Yield ``RN_C(sum_k (a - za)(w - zw))`` for each block of weights: the sum is exact and rounded once.
+
+    An s32 output takes the sum itself, which it holds.
 
     Parameters
     ----------
@@ -90,12 +94,13 @@ def exact_products(
         The activation's codes.
     parts : list of slice
         Parts that K, which is not 0, is cut into; each is asked for once.
-    act_zero_point : int
-        za, within the range of the codes.
+    act_zero_point : int or array of shape (rows,), s64
+        za; one number lies within the range of the codes, others are any s32.
     weights : list of (array, array or None)
         Codes, (columns, K), s8 or u8, and zero points, (columns,), s32, or None for 0.
     """
-    k, dtype = parts[-1].stop, storage_dtype(problem.compute)
+    summed = problem.output is ElementKind.S32
+    k, dtype = parts[-1].stop, storage_dtype(problem.output if summed else problem.compute)
     run = longest_k(problem.code_element, problem.weight_element, 1 << 24)
     sums: list[Any] = [None] * len(weights)
     shift: Any = -k * act_zero_point
@@ -114,20 +119,24 @@ def exact_products(
                 else:
                     sums[i] += exact
     for product, (w, zw) in zip(sums, weights, strict=True):
-        if act_zero_point == 0 and zw is None:
+        if isinstance(act_zero_point, int) and act_zero_point == 0 and zw is None:
             yield np.asarray(product, dtype)
             continue
-        whole = product.astype(np.int64) - act_zero_point * w.sum(axis=1, dtype=np.int64)
-        yield np.asarray(whole, dtype) if zw is None else _shifted(whole, shift, zw.astype(np.int64), dtype)
+        za = np.broadcast_to(np.asarray(act_zero_point, np.int64), len(product))
+        whole = _less(product.astype(np.int64), za, w.sum(axis=1, dtype=np.int64))
+        if zw is not None:
+            whole = _less(whole, np.broadcast_to(shift, len(product)), zw.astype(np.int64))
+        if whole.dtype == object:
+            whole = np.frompyfunc(lambda n: _round_integer(n, dtype), 1, 1)(whole)
+        yield np.asarray(whole, dtype)
 
 
-def _shifted(exact: Array, sums: Array, zw: Array, dtype: np.dtype[Any]) -> Array:
-    """Return ``exact[m, n] - sums[m] zw[n]``, rounded once."""
-    if int(np.abs(sums).max(initial=0)) * int(np.abs(zw).max(initial=0)) < 1 << 62:
-        return np.asarray(exact - np.multiply.outer(sums, zw), dtype)
-    # Zero points far outside the codes: Python's integers, rounded once.
-    wide = exact.astype(object) - np.multiply.outer(sums.astype(object), zw.astype(object))
-    return np.asarray(np.frompyfunc(lambda n: _round_integer(n, dtype), 1, 1)(wide), dtype)
+def _less(exact: Array, rows: Array, columns: Array) -> Array:
+    """Return ``exact[m, n] - rows[m] columns[n]``, of Python's integers where 64 bits may not hold it."""
+    largest = int(np.abs(rows).max(initial=0)) * int(np.abs(columns).max(initial=0))
+    if exact.dtype != object and int(np.abs(exact).max(initial=0)) + largest < 1 << 63:
+        return np.asarray(exact - np.multiply.outer(rows, columns))
+    return np.asarray(exact.astype(object) - np.multiply.outer(rows.astype(object), columns.astype(object)))
 
 
 def _round_integer(n: int, dtype: np.dtype[Any]) -> Any:

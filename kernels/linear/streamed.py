@@ -162,7 +162,7 @@ def launch(problem: LinearProblem, device: Device) -> Launch:
         codes = TensorMap("act_q_scratch", m, k, cut.tokens, otherwise="codes")
         operands = (codes, weight, *layer.SCALES)
     else:
-        operands = (TensorMap("act_q", m, k, cut.tokens), weight, *layer.static_scale(problem))
+        operands = (TensorMap("act_q", m, k, cut.tokens), weight, *layer.given_scales(problem))
     product = Step(
         entry=f"{problem.op_name()}_streamed",
         grid=cut.grid,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from skuda.kernels.launch import Launch, Step, TensorMap, pointers, s32
+from skuda.kernels.launch import ZEROS, Launch, Step, TensorMap, pointers, s32
 from skuda.kernels.linear import hopper, layer
 from skuda.kernels.linear.problem import LinearProblem
 from skuda.registry.elements import ElementKind
@@ -249,15 +249,15 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
         parameters=(
             TensorMap(name, m, k, tile.m // tile.cluster[1], otherwise=otherwise, promotion=promotion),
             TensorMap("weight_q", n, k, tile.n // tile.cluster[0], promotion=promotion),
-            *(layer.SCALES if problem.dynamic else layer.static_scale(problem)),
+            *(layer.SCALES if problem.dynamic else layer.given_scales(problem)),
             *layer.epilogue_parameters(problem),
             *s32(tile.band, shared_tiles),
-            *pointers("partial_sums", "flags"),
+            *pointers("partial_sums", ZEROS),
         ),
         shared=tile.shared,
         overlaps=True,
     )
     flags = (*tile.flags, *layer.element_flags(problem))
     blocks = clusters * tile.blocks
-    scratch = (("partial_sums", blocks * tile.m * tile.n * 4), ("flags", blocks * 8)) if shared_tiles else ()
+    scratch = (("partial_sums", blocks * tile.m * tile.n * 4), (ZEROS, blocks * 8)) if shared_tiles else ()
     return layer.launch_product(problem, product, scratch=scratch, flags=flags, notes=(hopper.ALIGNED,), **chosen)

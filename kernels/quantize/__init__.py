@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from skuda.kernels.linear import QuantizedLinearDescriptor, SmoothQuantLinearDescriptor
+    from skuda.kernels.linear import QuantizedLinearDescriptor, ScaledLinearDescriptor, SmoothQuantLinearDescriptor
     from skuda.kernels.quantize.dequantize import (
         DequantizePerChannelDescriptor,
         DequantizePerGroupDescriptor,
@@ -78,6 +78,7 @@ __all__ = [
     "QuantizePerTokenBackwardDescriptor",
     "QuantizePerTokenDescriptor",
     "QuantizedLinearDescriptor",
+    "ScaledLinearDescriptor",
     "SmoothQuantLinearDescriptor",
 ]
 

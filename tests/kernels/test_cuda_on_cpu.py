@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import ml_dtypes
@@ -16,6 +17,7 @@ import pytest
 from harness import emulator
 from harness.binding import Placed, launch_of, place, run_steps
 from harness.resources import cases_of
+from oracle import to_format
 from paths import TESTS
 from support import (
     SEED,
@@ -424,6 +426,39 @@ def test_conversions_of_the_shim_round_once_and_keep_nan():
         assert_same_bits(half.view(np.float16), values.astype(np.float16), "f16")
         assert_same_bits(brain.view(ml_dtypes.bfloat16), values.astype(ml_dtypes.bfloat16), "bf16")
         assert_same_bits(back, values.astype(np.float16).astype(np.float32), "f16 to f32")
+
+
+DIFFERENCES = """
+#include "layer.cuh"
+extern "C" __global__ void differences(const s64* whole, const s64* zw, const s64* a, f32* narrow, f64* wide) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  narrow[i] = long_difference<f32>(whole[i], zw[i], a[i]), wide[i] = long_difference<f64>(whole[i], zw[i], a[i]);
+}"""
+
+
+def test_a_correction_of_more_than_64_bits_is_rounded_once():
+    rng, count = fresh("differences"), 4096
+    bits = {"whole": 61, "zw": 31, "a": 53}
+    drawn = {}
+    for name, most in bits.items():
+        full = rng.integers(-(1 << most), (1 << most) - 1, count, endpoint=True)
+        drawn[name] = np.where(rng.random(count) < 0.5, full, full >> rng.integers(0, most, count))
+        ends = rng.choice(np.array([-(1 << most), (1 << most) - 1, 0, 1, -1]), count)
+        drawn[name] = np.where(rng.random(count) < 0.2, ends, drawn[name])
+    # Beside the middle between two f32 or f64: a power of two, half a unit, and a last bit that only a sticky one sees.
+    drawn["a"][::4] = (1 << 52) + (1 << rng.integers(20, 30, count // 4))
+    drawn["zw"][::4] = -(1 << 30)
+    drawn["whole"][::4] = rng.integers(-1, 2, count // 4)
+    narrow, wide = np.zeros(count, np.float32), np.zeros(count)
+    source = read_source("skuda.kernels.linear:scaled_linear.cu")
+    headers = tuple((name, text.decode()) for name, text in source.headers)
+    library = emulator.load(emulator.Unit("differences.cu", DIFFERENCES, headers, source.foreign))
+    pointers = [("p", array.ctypes.data) for array in (*drawn.values(), narrow, wide)]
+    library.launch("differences", (count // 32, 1, 1), (32, 1, 1), 0, pointers)
+    exact = [w - z * a for w, z, a in zip(*(each.tolist() for each in drawn.values()), strict=True)]
+    assert max(map(abs, exact)) > 1 << 80
+    assert narrow.tolist() == [to_format(Fraction(each), "f32") for each in exact]
+    assert wide.tolist() == [to_format(Fraction(each), "f64") for each in exact]
 
 
 CURVES = """

@@ -80,6 +80,11 @@ def _bad_linears(op):
     if op.name == "quantized_linear":
         yield "q_max = 0", {"q_min": -127, "q_max": 0}, "q_max"
         yield "bounds of no 8-bit element", {"q_min": -1, "q_max": 200}, "q_min, q_max"
+    elif op.name == "scaled_linear":
+        yield from _bad_sums()
+        for scope in ("channel", "group", "row", None):
+            yield f"act_scale_scope={scope!r}", {"act_scale_scope": scope}, "act_scale_scope"
+        yield "act_scale is an array", {"act_scale": 0.5}, "act_scale"
     else:
         for value in (math.inf, -math.inf, math.nan, 1e39, "one", None):
             yield f"act_scale={value!r}", {"act_scale": value, "output_element": "f32"}, "act_scale"
@@ -88,6 +93,17 @@ def _bad_linears(op):
         yield "act_zero_point of u8", {"activation_element": "u8", "act_zero_point": -1}, "act_zero_point"
     yield "misspelt epilogue", {"epilogue": "bias_gleu"}, "epilogue"
     yield "flag that is no boolean", {"has_weight_zero_point": "maybe"}, "has_weight_zero_point"
+
+
+def _bad_sums():
+    sums = {"output_element": "s32", "epilogue": "identity", "act_scale_scope": "token"}
+    sums |= {"has_act_zero_point": False, "has_weight_zero_point": False}
+    for changes in ({"epilogue": "bias"}, {"act_scale_scope": "tensor"}, {"has_act_zero_point": True}):
+        yield f"sums with {changes}", sums | changes, next(iter(changes))
+    yield "sums with zero points of the weight", sums | {"has_weight_zero_point": True}, "has_weight_zero_point"
+    for activation, weight, longest in (("s8", "s8", 131_071), ("u8", "s8", 65_793), ("u8", "u8", 33_025)):
+        kinds = {"activation_element": activation, "weight_element": weight}
+        yield f"sums of {activation} by {weight} beyond s32", sums | kinds | {"k": longest + 1}, "k"
 
 
 def _bad_bounds(op, names):

@@ -14,6 +14,7 @@ from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear import product
 from skuda.kernels.linear.quantized_linear import QuantizedLinearDescriptor
 from skuda.kernels.linear.quantized_linear import reference as quantized_linear
+from skuda.kernels.linear.scaled_linear import ScaledLinearDescriptor
 from skuda.kernels.linear.smoothquant_linear import SmoothQuantLinearDescriptor
 from skuda.kernels.linear.smoothquant_linear import reference as smoothquant_linear
 from skuda.registry.descriptor import Role
@@ -92,13 +93,17 @@ def spread_over(shape, dtype):
 
 
 @pytest.mark.parametrize("sizes", EMPTY)
-@pytest.mark.parametrize("op", ["smoothquant_linear", "quantized_linear"])
+@pytest.mark.parametrize("op", ["smoothquant_linear", "quantized_linear", "scaled_linear"])
 def test_a_linear_without_outputs_takes_a_few_steps_whatever_the_sizes(op, sizes):
     m, n, k = sizes
     rest = {"weight_q": spread_over((n, k), np.int8), "weight_scale": spread_over((n,), np.float32)}
     if op == "smoothquant_linear":
         problem = SmoothQuantLinearDescriptor(m=m, n=n, k=k, act_scale=1.0, output_element="f32")
         rest["act_q"] = spread_over((m, k), np.int8)
+    elif op == "scaled_linear":
+        problem = ScaledLinearDescriptor(m=m, n=n, k=k, output_element="f32", has_act_zero_point=True)
+        rest |= {"act_q": spread_over((m, k), np.int8), "act_scale": spread_over((m,), np.float32)}
+        rest["act_zero_point"] = spread_over((m,), np.int32)
     else:
         problem = QuantizedLinearDescriptor(m=m, c_out=n, k=k, q_min=-1, q_max=1, activation_element="f32")
         rest["activation"] = spread_over((m, k), np.float32)

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 from paths import TESTS
-from support import assert_same_bits, dispatcher, run
+from support import assert_same_bits, dispatcher, fresh, run
 
 from skuda.dispatch import Dispatcher
 from skuda.kernels.catalog import built_in_registry
@@ -333,6 +333,132 @@ def test_a_static_scale_of_minus_zero_is_not_mistaken_for_plus_zero(order):
         problem = fresh.describe("smoothquant_linear", m=1, n=1, k=1, act_scale=act_scale, output_element="f32")
         got = fresh.run(problem, act_q=codes, weight_q=codes, weight_scale=np.ones(1, F32))
         assert_same_bits(got, np.array([[act_scale]], F32), f"act_scale {act_scale}")
+
+
+# --- linear with given scales ----------------------------------------------------------------------------------------
+
+
+def given(act, weight, *, out="f32", epilogue="identity", **arrays):
+    """Run scaled_linear over codes; a scale or zero point of one element serves all rows."""
+    act, weight = np.atleast_2d(act), np.atleast_2d(weight)
+    if out != "s32":
+        arrays = {"act_scale": np.ones(1, F32), "weight_scale": np.ones(len(weight), F32)} | arrays
+    problem = dispatcher().describe(
+        "scaled_linear",
+        m=act.shape[0],
+        n=weight.shape[0],
+        k=act.shape[1],
+        activation_element="u8" if act.dtype == np.uint8 else "s8",
+        weight_element="u8" if weight.dtype == np.uint8 else "s8",
+        output_element=out,
+        epilogue=epilogue,
+        act_scale_scope="tensor" if len(arrays.get("act_scale", act)) == 1 and out != "s32" else "token",
+        has_act_zero_point="act_zero_point" in arrays,
+        has_weight_zero_point="weight_zero_point" in arrays,
+    )
+    return run(problem, {"act_q": act, "weight_q": weight, **arrays})["output"]
+
+
+def test_every_row_has_its_own_scale_and_zero_point():
+    act, weight = np.uint8([[10, 20], [10, 20], [10, 20]]), np.int8([[1, 2], [-1, 0]])
+    scale, zero_point = F32([1, 0.5, -2]), np.int32([0, 10, -5])
+    got = given(act, weight, act_scale=scale, act_zero_point=zero_point, weight_scale=F32([1, 3]))
+    assert got.tolist() == [[50, -30], [10, 0], [-130, 90]]
+    one = given(act, weight, act_scale=scale[1:2], act_zero_point=zero_point[1:2], weight_scale=F32([1, 3]))
+    assert one.tolist() == [[10, 0]] * 3
+
+
+def test_a_given_scale_is_multiplied_in_the_order_of_the_family():
+    for acc, sa, sw, want in ((9, 0.3, 0.7, "3ff1eb86"), (5, 0.7, 0.7, "401ccccc"), (13, 0.7, 0.7, "40cbd70a")):
+        scales = {"act_scale": F32([sa]), "weight_scale": F32([sw])}
+        assert bits_of(given(np.int8([acc]), np.int8([1]), **scales)) == [want]
+
+
+@pytest.mark.parametrize("narrow", ["f16", "bf16"])
+def test_narrower_scales_are_widened(narrow):
+    rng = fresh("narrow scales", narrow)
+    scales = rng.standard_normal(7).astype(storage_dtype(ElementKind(narrow)))
+    act, weight = rng.integers(-128, 128, (7, 9), np.int8), rng.integers(-128, 128, (4, 9), np.int8)
+    assert_same_bits(given(act, weight, act_scale=scales), given(act, weight, act_scale=scales.astype(F32)))
+
+
+@pytest.mark.parametrize("out", ["f16", "bf16", "f32", "f64", "s8", "u8"])
+def test_the_three_linears_agree(out):
+    # The codes and scales that the dynamic one makes, given; and one scale for all, given as a number and as an array.
+    rng, (m, n, k) = fresh("three linears", out), (9, 11, 300)
+    c = np.float64 if out == "f64" else F32
+    activation = rng.standard_normal((m, k)).astype(c)
+    weight, scale = rng.integers(-128, 128, (n, k), np.int8), rng.standard_normal(n).astype(c)
+    shift, bias = rng.integers(-128, 128, n, np.int32), rng.standard_normal(n).astype(c)
+    arrays = {"weight_q": weight, "weight_scale": scale, "weight_zero_point": shift, "bias": bias}
+    arrays |= {"output_scale": 0.1, "output_zero_point": 3} if out in ("s8", "u8") else {}
+    scratch = {"act_q_scratch": np.empty((m, k), np.int8), "act_scale_scratch": np.empty(m, c)}
+    problem = dispatcher().describe(
+        "quantized_linear",
+        **dict(zip(("m", "c_out", "k"), (m, n, k), strict=True)),
+        q_min=-127,
+        q_max=127,
+        activation_element="f64" if c is np.float64 else "f32",
+        output_element=out,
+        epilogue="bias",
+        has_weight_zero_point=True,
+    )
+    want = run(problem, {"activation": activation, **arrays, **scratch})["output"]
+    codes, rest = scratch["act_q_scratch"], {"out": out, "epilogue": "bias"}
+    without = {name: array for name, array in arrays.items() if name != "weight_q"}
+    assert_same_bits(given(codes, weight, act_scale=scratch["act_scale_scratch"], **rest, **without), want)
+    zero_point = {"act_zero_point": np.int32([-7])}
+    got = given(codes, weight, act_scale=np.array([0.37], c), **rest, **zero_point, **without)
+    one = {"act_scale": 0.37, "act_zero_point": -7, "scale": scale}
+    more = {name: array for name, array in without.items() if name != "weight_scale"}
+    assert_same_bits(got, static(codes, weight, **one, **rest, **more))
+
+
+def test_zero_points_at_the_ends_of_s32_on_both_sides_are_exact():
+    # (10 + 2^31)(3 - 2^31 + 1) + .. is more than 2^63 from the second term on.
+    k = 1100
+    rng = fresh("far zero points")
+    act, weight = rng.integers(-128, 128, (3, k), np.int8), rng.integers(0, 256, (4, k), np.uint8)
+    za, zw = np.int32([-(2**31), 2**31 - 1, 5]), np.int32([-(2**31), 2**31 - 1, 0, -70_000])
+    exact = (act.astype(object) - za[:, None].astype(object)) @ (weight.astype(object) - zw[:, None].astype(object)).T
+    assert abs(exact).max() > 2**64
+    shifts = {"act_zero_point": za, "weight_zero_point": zw, "act_scale": np.ones(3)}
+    got = given(act, weight, out="f64", weight_scale=np.ones(4), **shifts)
+    assert got.tolist() == [[float(each) for each in row] for row in exact]
+
+
+@pytest.mark.parametrize(
+    ("act", "weight", "k"),
+    [
+        (np.int8(-128), np.int8(-128), 131_071),
+        (np.uint8(255), np.int8(-128), 65_793),
+        (np.int8(-128), np.uint8(255), 65_793),
+        (np.uint8(255), np.uint8(255), 33_025),
+    ],
+)
+def test_sums_reach_the_end_of_s32_at_the_longest_k(act, weight, k):
+    got = given(np.full((2, k), act), np.full((3, k), weight), out="s32")
+    want = int(act) * int(weight) * k
+    assert 2**31 - 2**16 < abs(want) < 2**31
+    assert_same_bits(got, np.full((2, 3), want, np.int32))
+
+
+def test_sums_are_the_integer_product_and_add_up_over_parts_of_k():
+    rng = fresh("sums")
+    act, weight = rng.integers(-128, 128, (5, 4100), np.int8), rng.integers(-128, 128, (7, 4100), np.int8)
+    got = given(act, weight, out="s32")
+    assert_same_bits(got, act.astype(np.int32) @ weight.astype(np.int32).T)
+    parts = [given(act[:, at], weight[:, at], out="s32") for at in (slice(0, 1), slice(1, 2049), slice(2049, 4100))]
+    assert_same_bits(sum(parts), got)
+    assert_same_bits(given(act[:, :0], weight[:, :0], out="s32"), np.zeros((5, 7), np.int32))
+
+
+@pytest.mark.parametrize("scale", [1.0, NAN, INF, 0.0, -1.0])
+def test_k_0_with_given_scales_writes_the_epilogue_of_plus_zero(scale):
+    act, weight, bias = np.zeros((2, 0), np.int8), np.zeros((3, 0), np.int8), F32([1.5, -2, -0.0])
+    scales = {"act_scale": F32([scale, -1]), "weight_scale": np.full(3, scale, F32)}
+    assert_same_bits(given(act, weight, **scales), np.zeros((2, 3), F32))
+    assert_same_bits(given(act, weight, epilogue="bias", bias=bias, **scales), F32([[1.5, -2, 0.0]] * 2))
 
 
 # --- the seeds' own cases --------------------------------------------------------------------------------------------

@@ -183,6 +183,39 @@ def test_static_linear_of_any_codes_scales_and_zero_points(data, sizes, act, wei
 
 
 @often
+@given(data=st.data(), sizes=SIZES, act=CODE8, weight=CODE8, out=OUT, epilogue=st.sampled_from(EpilogueKind))
+def test_scaled_linear_of_any_codes_scales_and_zero_points(data, sizes, act, weight, out, epilogue):
+    m, n, k = sizes
+    scope = data.draw(st.sampled_from(["token", "tensor"]))
+    problem = dispatcher().describe(
+        "scaled_linear",
+        **dict(zip("mnk", sizes, strict=True)),
+        activation_element=act,
+        weight_element=weight,
+        output_element=out,
+        epilogue=epilogue,
+        act_scale_scope=scope,
+        has_act_zero_point=data.draw(st.booleans()),
+        has_weight_zero_point=data.draw(st.booleans()),
+    )
+    rows = m if scope == "token" else 1
+    arrays = {"act_q": _codes(data, (m, k), act), "weight_q": _codes(data, (n, k), weight)}
+    arrays["act_scale"] = data.draw(numbers(problem.compute, rows))
+    if problem.has_act_zero_point:
+        arrays["act_zero_point"] = data.draw(zero_points(rows))
+    _assert_defined(problem, arrays | _linear_arrays(data, problem, n))
+
+
+@often
+@given(data=st.data(), sizes=SIZES, act=CODE8, weight=CODE8)
+def test_sums_of_any_codes(data, sizes, act, weight):
+    m, n, k = sizes
+    kinds = {"activation_element": act, "weight_element": weight, "output_element": "s32"}
+    problem = dispatcher().describe("scaled_linear", **dict(zip("mnk", sizes, strict=True)), **kinds)
+    _assert_defined(problem, {"act_q": _codes(data, (m, k), act), "weight_q": _codes(data, (n, k), weight)})
+
+
+@often
 @given(data=st.data(), sizes=SIZES, element=FLOAT, weight=CODE8, out=OUT, epilogue=st.sampled_from(EpilogueKind))
 def test_dynamic_linear_of_any_bits(data, sizes, element, weight, out, epilogue):
     m, n, k = sizes

@@ -140,6 +140,25 @@ def test_linear_with_torch_s_integer_product(m, n, k, epilogue):
     assert_same_bits(got.numpy() + 0, want.numpy() + 0)
 
 
+@pytest.mark.parametrize("scope", ["token", "tensor"])
+@pytest.mark.parametrize(("m", "n", "k"), [(7, 9, 33), (130, 65, 2100), (1, 1, 1)])
+def test_scaled_linear_and_its_sums_with_torch_s_integer_product(m, n, k, scope):
+    rng = fresh(m, n, k, scope)
+    act, weight = (torch.from_numpy(rng.integers(-128, 128, shape, np.int8)) for shape in ((m, k), (n, k)))
+    rows = m if scope == "token" else 1
+    za, zw = (torch.from_numpy(rng.integers(-128, 128, count, np.int32)) for count in (rows, n))
+    sa, sw = (torch.from_numpy(rng.standard_normal(count).astype(np.float32)) for count in (rows, n))
+    acc = (act.int() - za[:, None]) @ (weight.int() - zw[:, None]).T
+    fields = dict(zip("mnk", (m, n, k), strict=True))
+    flags = {"act_scale_scope": scope, "has_act_zero_point": True, "has_weight_zero_point": True}
+    problem = dispatcher().describe("scaled_linear", **fields, output_element="f32", **flags)
+    arrays = {"act_scale": sa, "act_zero_point": za, "weight_scale": sw, "weight_zero_point": zw}
+    got = dispatcher().run(problem, act_q=act, weight_q=weight, **arrays)
+    assert_same_bits(got.numpy() + 0, ((sa[:, None] * sw) * acc.float()).numpy() + 0)
+    sums = dispatcher().describe("scaled_linear", **fields, output_element="s32")
+    assert torch.equal(dispatcher().run(sums, act_q=act, weight_q=weight), act.int() @ weight.int().T)
+
+
 def test_activations_are_torch_s_gelu_and_silu():
     bias = torch.linspace(-12, 12, 4001, dtype=torch.float64)
     functional = torch.nn.functional

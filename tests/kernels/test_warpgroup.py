@@ -22,8 +22,16 @@ from skuda.dispatch.cuda import tensor_maps
 from skuda.dispatch.cuda.call import packer, parameter_layout
 from skuda.dispatch.device import HOST, KNOWN_DEVICES
 from skuda.kernels.catalog import built_in_registry
-from skuda.kernels.launch import Constant, Launch, Pointer, Step, TensorMap
-from skuda.kernels.linear import QuantizedLinearDescriptor, SmoothQuantLinearDescriptor, hopper, mma, warpgroup
+from skuda.kernels.launch import Constant, Launch, Pointer, Step, TensorMap, Which
+from skuda.kernels.linear import (
+    QuantizedLinearDescriptor,
+    ScaledLinearDescriptor,
+    SmoothQuantLinearDescriptor,
+    hopper,
+    mma,
+    streamed,
+    warpgroup,
+)
 from skuda.registry import ElementKind, InvalidProblem, NotPrepared, PrecisionRequirement
 from skuda.registry.errors import Unaligned
 
@@ -39,6 +47,10 @@ def static(m=256, n=512, k=1024, **changes):
 def dynamic(m=256, n=512, k=1024, **changes):
     fields = {"activation_element": "bf16", "q_min": -127, "q_max": 127, **changes}
     return QuantizedLinearDescriptor(m=m, c_out=n, k=k, **fields)
+
+
+def scaled(m=256, n=512, k=1024, **changes):
+    return ScaledLinearDescriptor(m=m, n=n, k=k, **{"output_element": "bf16", **changes})
 
 
 def sizes(count):
@@ -97,7 +109,7 @@ def test_a_launch_names_its_tile_its_time_and_the_runners_up():
 
 
 @pytest.mark.parametrize("module", [warpgroup, mma])
-@pytest.mark.parametrize("problem", [static(), dynamic()], ids=lambda problem: problem.op)
+@pytest.mark.parametrize("problem", [static(), dynamic(), scaled()], ids=lambda problem: problem.op)
 def test_every_configuration_that_a_rule_ranks_can_be_asked_for(module, problem):
     launched = module.launch
     best = launched(problem, H200)
@@ -131,6 +143,10 @@ def test_every_configuration_that_a_rule_ranks_can_be_asked_for(module, problem)
         dynamic(activation_element="f64"),
         dynamic(output_element="f64"),
         dynamic(has_weight_zero_point=True),
+        scaled(has_act_zero_point=True),
+        scaled(has_weight_zero_point=True),
+        scaled(output_element="f64"),
+        scaled(output_element="s32", k=131_056),
     ],
     ids=str,
 )
@@ -163,7 +179,26 @@ def test_sums_fit_in_32_bits_at_the_largest_k():
         assert (limit.maximum + 1) * 255 * largest > 2**31 - 1
 
 
-@pytest.mark.parametrize("problem", [static(m=0), static(n=0)], ids=str)
+@pytest.mark.parametrize("module", [warpgroup, streamed])
+@pytest.mark.parametrize("scope", ["token", "tensor"])
+def test_given_scales_are_read_where_the_arrays_are(module, scope):
+    problem = scaled(m=16, act_scale_scope=scope)
+    (step,) = module.launch(problem, H200).steps
+    step_between = Constant(ElementKind.S64, int(scope == "token"))
+    given = (Pointer("act_scale"), Which("act_scale"), Constant(ElementKind.S64, 0), step_between)
+    assert step.parameters[2:6] == given
+    assert step.parameters[:2] == tuple(module.launch(static(m=16), H200).steps[0].parameters[:2])
+    (summing,) = module.launch(scaled(m=16, output_element="s32"), H200).steps
+    assert not [p for p in summing.parameters if isinstance(p, Pointer) and "scale" in p.name]
+
+
+@pytest.mark.parametrize("output", ["bf16", "s32"])
+@pytest.mark.parametrize(("m", "variant"), [(1, "streamed"), (64, "streamed"), (256, "warpgroup")])
+def test_sums_and_given_scales_get_the_kernels_of_the_family(m, variant, output):
+    assert Dispatcher().explain(scaled(m, output_element=output), device=H200).chosen.endswith(variant)
+
+
+@pytest.mark.parametrize("problem", [static(m=0), static(n=0), scaled(m=0), scaled(n=0, output_element="s32")], ids=str)
 def test_nothing_to_do_launches_nothing(problem):
     for found in Dispatcher().explain(problem, device=H200).decisions:
         if found.accepted and "numpy" not in found.sku:
@@ -368,16 +403,23 @@ def test_on_the_host_nothing_changes():
 
 # --- compilation -----------------------------------------------------------------------------------------------------
 
-_KINDS = (("s8", "bf16", "IDENTITY"), ("u8", "s8", "BIAS_GELU"), ("s8", "f32", "BIAS_SILU"), ("s8", "f16", "BIAS_RELU"))
+_KINDS = (
+    ("smoothquant_linear", "s8", "bf16", "IDENTITY"),
+    ("smoothquant_linear", "u8", "s8", "BIAS_GELU"),
+    ("smoothquant_linear", "s8", "f32", "BIAS_SILU"),
+    ("smoothquant_linear", "s8", "f16", "BIAS_RELU"),
+    ("scaled_linear", "s8", "bf16", "IDENTITY"),
+    ("scaled_linear", "u8", "s32", "IDENTITY"),
+)
 
 
 @pytest.mark.skipif(compiling.find_nvrtc() is None, reason="no NVRTC")
 @pytest.mark.parametrize("number", sampled(range(len(warpgroup.TILES)), 2))
 def test_every_tile_compiles_without_a_remark_or_local_memory(number):
     """A remark would be that products are serialized (C7510) or that registers cannot be handed over (C7508)."""
-    sku = next(s for s in Dispatcher().registry.skus_of("smoothquant_linear") if s.variant == "warpgroup")
+    op, code, output, epilogue = _KINDS[(number + SEED) % len(_KINDS)]
+    sku = next(s for s in Dispatcher().registry.skus_of(op) if s.variant == "warpgroup")
     tile, job = warpgroup.TILES[number], Job.of(sku, "sm_90a")
-    code, output, epilogue = _KINDS[(number + SEED) % len(_KINDS)]
     more = (*tile.flags, f"-DSKUDA_CODE={code}", f"-DSKUDA_OUT={output}", f"-DSKUDA_EPILOGUE={epilogue}")
     result = compiled(dataclasses.replace(job, flags=(*job.flags, *more)))
     assert not result.remarks, f"{tile}: {result.remarks}"

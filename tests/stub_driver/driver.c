@@ -323,6 +323,7 @@ R cuMemGetInfo_v2(size_t *free_bytes, size_t *total) { CALLED(); *free_bytes = *
 R cuMemcpyHtoD_v2(uintptr_t to, const void *from, size_t n) { CALLED("%zu", n); memcpy((void *)to, from, n); return OK; }
 R cuMemcpyDtoH_v2(void *to, uintptr_t from, size_t n) { CALLED("%zu", n); memcpy(to, (void *)from, n); return OK; }
 R cuMemsetD8_v2(uintptr_t to, unsigned char value, size_t n) { CALLED("%zu", n); memset((void *)to, value, n); return OK; }
+R cuMemsetD8Async(uintptr_t to, unsigned char value, size_t n, void *stream) { (void)stream; CALLED("%zu", n); memset((void *)to, value, n); return OK; }
 
 R cuStreamCreate(void **stream, unsigned flags) { CALLED("%u", flags); *stream = malloc(8); return depth ? OK : INVALID_CONTEXT; }
 R cuStreamDestroy_v2(void *stream) { CALLED(); free(stream); return OK; }

@@ -195,17 +195,19 @@ def scaled_mm(torch: Any, a: Any, b: Any, one: Any) -> Any:
 
 def _product(torch: Any, problem: Any, inputs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     output: ElementKind = problem.output if hasattr(problem, "output") else problem.output_element
-    zero = getattr(problem, "act_zero_point", 0) or problem.has_weight_zero_point
-    if zero or problem.epilogue is not EpilogueKind.IDENTITY or not output.is_float:
+    zeros = (getattr(problem, name, 0) for name in ("act_zero_point", "has_act_zero_point", "has_weight_zero_point"))
+    summed = output is ElementKind.S32
+    if any(zeros) or problem.epilogue is not EpilogueKind.IDENTITY or not (output.is_float or summed):
         return None
-    compute = torch_dtype(problem.compute)
-    weight, weight_scale = inputs["weight_q"], inputs["weight_scale"].to(compute)
-    if "activation" in inputs:
-        codes, scale = token_codes(problem, inputs["activation"])
-        scale = scale.to(compute)
-    else:
-        codes = inputs["act_q"]
-        scale = torch.full((1, 1), problem.act_scale, dtype=compute, device=weight.device)
+    compute, weight = torch_dtype(problem.compute), inputs["weight_q"]
+    codes, scale = token_codes(problem, inputs["activation"]) if "activation" in inputs else (inputs["act_q"], None)
     # The product is exact, because f64 holds every partial sum.
     exact = codes.to(torch.float64) @ weight.to(torch.float64).T
-    return ((scale * weight_scale * exact.to(compute)).to(torch_dtype(output)),)
+    if summed:
+        return (exact.to(torch.int32),)
+    if "act_scale" in inputs:
+        scale = inputs["act_scale"].reshape(-1, 1)
+    elif scale is None:
+        scale = torch.full((1, 1), problem.act_scale, dtype=compute, device=weight.device)
+    factors = scale.to(compute) * inputs["weight_scale"].to(compute)
+    return ((factors * exact.to(compute)).to(torch_dtype(output)),)

@@ -17,6 +17,7 @@ from skuda.kernels.quantize.fake_quantize_backward import FakeQuantizeBackward
 from skuda.kernels.quantize.granularity import PerTensor
 from skuda.kernels.quantize.quantize import Quantize
 from skuda.registry.descriptor import Descriptor
+from skuda.registry.elements import ElementKind
 from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope
 from skuda.tools.bench import cupy as bench_cupy
 from skuda.tools.bench.cutlass.rival import Cutlass, build_command, refusal
@@ -29,6 +30,8 @@ Call = Callable[[], Any]
 
 _BITSANDBYTES = "bitsandbytes.functional"
 _TORCHAO = "torchao.prototype.quantized_training.int8_mm"
+_SCALING = frozenset({"compile", "torchao"})
+"""Rivals of a product that scale its sums, which is something else where the sums are the output."""
 _WHEELS = {"cupy": "cupy-cuda13x"}
 """The package to install for a module of another name."""
 
@@ -76,7 +79,9 @@ def rivals_of(problem: Descriptor, cutlass: Cutlass | str = "") -> tuple[Rival, 
     """
     if isinstance(problem, LinearProblem):
         dynamic = hasattr(problem, "activation_element") and hasattr(problem, "c_out")
-        return (_cutlass(cutlass, dynamic=dynamic), *_product_rivals(dynamic=dynamic))
+        found = [_cutlass(cutlass, dynamic=dynamic), *_product_rivals(dynamic=dynamic)]
+        summed = problem.output is ElementKind.S32
+        return tuple(rival for rival in found if not summed or rival.name not in _SCALING)
     found = [
         Rival("eager", "the same, operation by operation", _eager),
         Rival("compile", "the same by torch.compile, whose roundings are its own", partial(_eager, compiled=True)),
@@ -223,12 +228,16 @@ class _Product:
 
     @classmethod
     def of(cls, problem: Any, inputs: Inputs) -> _Product:
-        weight, weight_scale = inputs["weight_q"], inputs["weight_scale"]
+        weight = inputs["weight_q"]
         if "activation" in inputs:
-            codes, scale = token_codes(problem, inputs["activation"])
+            return cls(*token_codes(problem, inputs["activation"]), weight, inputs["weight_scale"])
+        codes, ones = inputs["act_q"], _torch().ones(len(weight), device=weight.device)
+        weight_scale = inputs.get("weight_scale", ones)  # sums have no scales
+        if "act_scale" in inputs:
+            scale = inputs["act_scale"].reshape(-1, 1).expand(len(codes), 1)
         else:
-            codes = inputs["act_q"]
-            scale = _torch().full((len(codes), 1), problem.act_scale, dtype=weight_scale.dtype, device=codes.device)
+            value = getattr(problem, "act_scale", 1.0)
+            scale = _torch().full((len(codes), 1), value, dtype=weight_scale.dtype, device=codes.device)
         return cls(codes, scale, weight, weight_scale)
 
 
@@ -251,6 +260,12 @@ def _int_mm_compiled(problem: Any, inputs: Inputs) -> Call:
     torch = _torch()
     found = _Product.of(problem, inputs)
     output = torch_dtype(problem.output if hasattr(problem, "output") else problem.output_element)
+    if "act_scale" in inputs:
+
+        def scaled(codes: Any, weight: Any, scale: Any, weight_scale: Any) -> Any:
+            return (torch._int_mm(codes, weight).float() * (scale * weight_scale)).to(output)  # noqa: SLF001  as above
+
+        return _compile(scaled, (found.codes, found.weight.T, found.scale, found.weight_scale))
     if "activation" not in inputs:
 
         def product(codes: Any, weight: Any, factors: Any) -> Any:

@@ -14,9 +14,10 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Op
 from skuda.registry.registry import Registry
 from skuda.tools.output import chosen, words
-from skuda.tools.words.shapes import Shape
+from skuda.tools.words.shapes import ROWS, Shape
 
 _F16, _BF16, _F32, _F64 = ElementKind.F16, ElementKind.BF16, ElementKind.F32, ElementKind.F64
+_S32 = ElementKind.S32
 
 GROUP_SIZE = 128
 """Elements that share a scale in the per-group cases."""
@@ -41,6 +42,7 @@ _PRODUCTS: tuple[Shape, ...] = (
     (384, 384, 384),
     (4096, 384, 1536),
 )
+_SQUARES: tuple[Shape, ...] = tuple((m, 4096, 4096) for m in ROWS)
 _Rows = tuple[tuple[tuple[Shape, ...], tuple[ElementKind, ...]], ...]
 """Shapes, each to be measured in each of some elements."""
 
@@ -49,6 +51,7 @@ _DEFAULTS: dict[str, _Rows] = {
     "dynamic_range": ((_TOKENS, (_BF16, _F16)),),
     "fake_quantize": ((((1024, 1024), (4096, 4096)), (_F32,)), *_WIDE),
     "quantized_linear": ((_PRODUCTS, (_BF16,)),),
+    "scaled_linear": ((_SQUARES, (_BF16,)), (_SQUARES[-1:], (_S32,))),
     "smoothquant_linear": ((_PRODUCTS, (_BF16,)),),
 }
 """Shapes by op; `_WIDE` for all others, in the elements that they have, or in all they have."""

@@ -76,7 +76,7 @@ US = 10.0
 
 def test_groups_are_the_whole_family():
     known = groups(REGISTRY)
-    assert known["linear"] == ("quantized_linear", "smoothquant_linear")
+    assert known["linear"] == ("quantized_linear", "scaled_linear", "smoothquant_linear")
     assert set(known["all"]) == {name for name, op in OPS.items() if op.category is OpCategory.QUANTIZATION}
     assert not set(known["quantize"]) & set(known["linear"])
 
@@ -100,6 +100,10 @@ def test_defaults_cover_every_op_in_its_elements():
     ]
     assert len(found["smoothquant_linear"]) == len(found["quantized_linear"]) == 20
     assert ((2048, 8192, 28672), "bf16") in found["smoothquant_linear"]
+    assert found["scaled_linear"] == [
+        *(((m, 4096, 4096), "bf16") for m in (1, 16, 128, 1024, 4096)),
+        ((4096, 4096, 4096), "s32"),
+    ]
 
 
 def test_shapes_and_elements_replace_the_defaults():
@@ -127,7 +131,7 @@ def test_shapes_and_elements_replace_the_defaults():
         (["fake_quantise"], [], [], "OPS must be an op of the quantization family or a group .*fake_quantize"),
         (["fill"], [], [], "OPS must be"),
         ([], [], ["s8"], "--element must be one of .*bf16.*; had 's8'"),
-        (["linear"], [(3, 4)], [], "--shapes must be MxNxK .* for quantized_linear, smoothquant_linear; had 3x4"),
+        (["linear"], [(3, 4)], [], "--shapes must be MxNxK .* for quantized_linear, scaled_linear, .*; had 3x4"),
         (["dynamic_range"], [(3, 4, 5)], [], "--shapes must be ROWSxCOLUMNS for dynamic_range; had 3x4x5"),
         (["quantize_per_group"], [(3, 4)], [], "axis_size must be a multiple of group_size = 128"),
     ],
@@ -153,6 +157,8 @@ def test_what_cannot_be_measured_is_refused(names, shapes, elements, says):
         ("dynamic_range", (16, 256), "bf16", Work(8192, 4096 + 16 * 8, 0)),
         ("smoothquant_linear", (3, 5, 7), "bf16", Work(21 + 35 + 20, 30, 210)),
         ("quantized_linear", (3, 5, 7), "f16", Work(42 + 35 + 20, 30, 210)),
+        ("scaled_linear", (3, 5, 7), "bf16", Work(21 + 35 + 20 + 12, 30, 210)),
+        ("scaled_linear", (3, 5, 7), "s32", Work(21 + 35, 60, 210)),
     ],
 )
 def test_work_is_what_the_descriptor_says(op, shape, element, work):
@@ -517,11 +523,10 @@ def test_every_problem_has_rivals_that_say_what_they_compute():
         assert ("builtin" in names) is (
             case.op.startswith("fake_") or re.fullmatch(r"quantize_per_[a-z]+", case.op) is not None
         )
-    dynamic, static = (
-        rivals_of(problem_of(OPS[op].descriptor, (1, 2, 3), "bf16")) for op in groups(REGISTRY)["linear"]
-    )
-    assert "quantized before" in {r.name: r.computes for r in dynamic}["fp8"]
-    assert "quantized before" not in {r.name: r.computes for r in static}["fp8"]
+    for op in groups(REGISTRY)["linear"]:
+        rivals = rivals_of(problem_of(OPS[op].descriptor, (1, 2, 3), "bf16"))
+        told = {rival.name: rival.computes for rival in rivals}["fp8"]
+        assert ("quantized before" in told) is (op == "quantized_linear")
 
 
 # ----------------------------------------------------------------------------------------------------------------- CuPy
@@ -604,10 +609,17 @@ def dynamic(**changes):
     return OPS["quantized_linear"].descriptor(**fields)
 
 
+def scaled(**changes):
+    fields = {"m": 16, "n": 8, "k": 32, "output_element": "bf16", **changes}
+    return OPS["scaled_linear"].descriptor(**fields)
+
+
 def test_cutlass_serves_what_it_was_built_for():
-    assert refusal(static()) == refusal(dynamic()) == ""
+    assert refusal(static()) == refusal(dynamic()) == refusal(scaled()) == ""
     assert refusal(dynamic(activation_element="f16", output_element="bf16")) == ""
-    assert [refusal(case.problem) for case in select_cases(REGISTRY, ["linear"])] == [""] * 40
+    told = {case.label: refusal(case.problem) for case in select_cases(REGISTRY, ["linear"])}
+    assert told.pop("scaled_linear 4096x4096x4096 s32") == "built for a bf16 output, not s32"
+    assert list(told.values()) == [""] * 45
 
 
 @pytest.mark.parametrize(
@@ -618,6 +630,7 @@ def test_cutlass_serves_what_it_was_built_for():
         (static(weight_element="u8"), "built for s8 by s8, not s8 by u8"),
         (static(act_zero_point=3), "built without zero points"),
         (dynamic(has_weight_zero_point=True), "built without zero points"),
+        (scaled(has_act_zero_point=True), "built without zero points"),
         (static(epilogue="bias_relu"), "built without an epilogue such as bias_relu"),
         (static(output_element="f16"), "built for a bf16 output, not f16"),
         (static(output_element="s8"), "built for a bf16 output, not s8"),
@@ -634,11 +647,11 @@ def test_cutlass_refuses_the_rest_with_the_reason(problem, says):
 
 
 def test_without_a_folder_cutlass_is_absent_and_the_command_is_told():
-    for problem in (static(), dynamic()):
+    for problem in (static(), dynamic(), scaled()):
         rival = rivals_of(problem)[0]
         assert (rival.name, rival.away) == ("cutlass", absence(rival))
         assert f"run: {build_command()}, then bench with --cutlass FOLDER" in rival.away
-        assert "activation quantized before" in rival.computes or problem.op_name() == "smoothquant_linear"
+        assert ("activation quantized before" in rival.computes) is (problem.op_name() == "quantized_linear")
     script, folder = shlex.split(build_command())[1:]
     assert (Path(script), folder) == (SOURCES / "build.sh", "FOLDER")
     elsewhere = rivals_of(problem_of(OPS["fake_quantize"].descriptor, (2, 8), "f32"))

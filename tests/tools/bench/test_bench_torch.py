@@ -169,7 +169,7 @@ def test_int_mm_compiled_is_the_layer(lab, seed, monkeypatch):
     from skuda.tools.bench import rivals as bench_rivals
 
     monkeypatch.setattr(bench_rivals, "_compile", lambda function, tensors: lambda: function(*tensors))
-    for op in ("smoothquant_linear", "quantized_linear"):
+    for op in groups(REGISTRY)["linear"]:
         problem = problem_of(OPS[op].descriptor, (24, 16, 32), "bf16")
         inputs, outputs = solved(lab, problem, seed)
         (rival,) = (each for each in rivals_of(problem) if each.name == "compile")
@@ -177,7 +177,7 @@ def test_int_mm_compiled_is_the_layer(lab, seed, monkeypatch):
 
 
 @needs_cc
-@pytest.mark.parametrize("op", ["smoothquant_linear", "quantized_linear"])
+@pytest.mark.parametrize("op", groups(REGISTRY)["linear"])
 def test_cutlass_writes_the_layer(lab, seed, op, tmp_path):
     found = Cutlass.load(build(tmp_path, "s64x16x256", "t64x256x128_pp"))
     problem = problem_of(OPS[op].descriptor, (5, 24, 32), "bf16")
@@ -440,11 +440,23 @@ def test_bitsandbytes_and_torchao_are_called_as_they_are_declared(lab, seed, mon
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())
     module = SimpleNamespace(scaled_int8_mm=scaled)
     monkeypatch.setitem(sys.modules, "torchao.prototype.quantized_training.int8_mm", module)
-    for op in ("smoothquant_linear", "quantized_linear"):
+    for op in groups(REGISTRY)["linear"]:
         problem = problem_of(OPS[op].descriptor, (24, 16, 32), "bf16")
         inputs = lab.draw(problem, seed)
         (rival,) = (each for each in rivals_of(problem) if each.name == "torchao")
         assert lab.mismatch(OPS[op], problem, inputs, {"output": rival.make(problem, inputs)()}, 0) == ""
+
+
+def test_torch_s_integer_product_is_the_sums(lab, seed):
+    problem = problem_of(OPS["scaled_linear"].descriptor, (24, 16, 32), "s32")
+    inputs = lab.draw(problem, seed)
+    assert list(inputs) == ["act_q", "weight_q"]
+    rivals = {each.name: each for each in rivals_of(problem)}
+    assert set(rivals) == {"cutlass", "bf16", "int_mm", "fp8"}
+    got = {"output": rivals["int_mm"].make(problem, inputs)()}
+    assert lab.mismatch(OPS["scaled_linear"], problem, inputs, got, 0) == ""
+    got["output"][3, 5] += 1
+    assert "output[3, 5]" in lab.mismatch(OPS["scaled_linear"], problem, inputs, got, 0)
 
 
 def test_a_problem_without_a_formula_has_no_eager_rival(lab, seed):

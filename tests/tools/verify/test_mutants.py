@@ -204,7 +204,8 @@ def test_every_kernel_is_asked_for_every_kind_of_input():
         seen[sku.op] = [case.problem for case in (*op.cases, *always(sku, op.cases)) if case.problem.key() == sku.key]
         extents = {extent for problem in seen[sku.op] for a in problem.arguments() for extent in a.shape}
         assert {0, 1} <= extents, sku.id
-        assert max(extents) >= LARGE, sku.id
+        # Sums as the output refuse a K at which they could leave s32.
+        assert max(extents) >= (LARGE >> 1 if sku.id.startswith("quantization.scaled_linear.s32") else LARGE), sku.id
 
 
 @pytest.mark.parametrize(("most", "largest"), [(None, LARGE), (5000, LARGE >> 4)])

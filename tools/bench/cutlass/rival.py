@@ -49,7 +49,7 @@ def refusal(problem: Any) -> str:
     columns = problem.c_out if hasattr(problem, "c_out") else problem.n
     if (codes, problem.weight_element) != (ElementKind.S8, ElementKind.S8):
         return f"built for s8 by s8, not {codes} by {problem.weight_element}"
-    if getattr(problem, "act_zero_point", 0) or problem.has_weight_zero_point:
+    if problem.has_zero_points:
         return "built without zero points"
     if problem.epilogue is not EpilogueKind.IDENTITY:
         return f"built without an epilogue such as {problem.epilogue}"

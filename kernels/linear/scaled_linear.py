@@ -1,0 +1,226 @@
+"""Scaled linear: W8A8 with everything given as arrays, or its exact sums.
+
+Formula
+-------
+acc = sum_k (act_q[m, k] - act_zero_point[m]) (weight_q[n, k] - weight_zero_point[n]), exactly; v =
+RN_C(RN_C(act_scale[m] * weight_scale[n]) * RN_C(acc)); then, by epilogue, RN_C(v + bias[n]) and relu (exact), gelu
+(erf form) or silu (both within 2 ulp of C); output = RN_T(v), or clamp(rne(RN_C(v / output_scale)) +
+output_zero_point) for an s8 or u8 output. C is f64 for an f64 output, else f32. K == 0 gives v = +0. With
+`act_scale_scope` tensor, `act_scale[0]` and `act_zero_point[0]` serve every row.
+
+For an s32 output, output = sum_k act_q[m, k] weight_q[n, k], exactly: what layers that share a K add up. It takes
+neither scales nor zero points, bias or another epilogue.
+
+Codes of gelu and silu are within one of the reference's where the last ulp of v is small beside `output_scale`. If an
+array `output_scale` is 0, that ulp decides between NaN and infinity.
+
+Shapes
+------
+`act_q` [m, k], `act_scale` and `act_zero_point` [m] or, with `act_scale_scope` tensor, [1], `weight_q` [n, k] (one row
+per output channel, as torch stores `Linear.weight`), `weight_scale`, `bias` and `weight_zero_point` [n], `output`
+[m, n].
+
+Elements
+--------
+activation and weight s8, u8; output f16, bf16, f32, f64, s8, u8, s32; `act_scale`, `weight_scale` and `bias` C or any
+narrower float; zero points s32, of any value.
+
+Units
+-----
+`act_scale` and `weight_scale` are real units per code step; `bias` is real; `output_scale` is real units per output
+code; an s32 output counts products of code steps.
+
+Errors
+------
+`InvalidProblem` for `m`, `n` or `k` outside [0, 2^31-1]; an `act_scale_scope` other than token and tensor; an s32
+output with zero points, a scope other than token, an epilogue other than identity, or a `k` whose sums could leave
+s32 (s8 by s8: above 131,071; s8 by u8: 65,793; u8 by u8: 33,025); an argument that is missing, unknown, of another
+element or shape, or that overlaps an output; an `output_scale` that is 0 or not finite.
+`Unsupported` for an element outside the lists above.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+from pydantic import model_validator
+
+from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.linear import offers
+from skuda.kernels.linear.epilogue import Epilogue
+from skuda.kernels.linear.problem import ALIGNED_SIZES, CODES8, OUTPUTS, SIZES, LinearProblem, longest_k
+from skuda.kernels.linear.product import Codes, write_layer
+from skuda.registry.constraints import OneOf
+from skuda.registry.descriptor import Argument, Role
+from skuda.registry.elements import ElementKind
+from skuda.registry.op import Case, Op
+from skuda.registry.value import Extent
+from skuda.registry.vocabulary import DynamicRangeScope, EpilogueKind
+
+_SCOPES = (DynamicRangeScope.TOKEN, DynamicRangeScope.TENSOR)
+
+
+class ScaledLinearDescriptor(LinearProblem):
+    """Problem of `scaled_linear`.
+
+    Attributes
+    ----------
+    m, n, k : int
+        Rows of the activation, output channels, inner size.
+    activation_element, weight_element : ElementKind
+        Elements of the codes: s8 or u8.
+    output_element : ElementKind
+        Element of the output; s32 for the exact sums.
+    epilogue : EpilogueKind
+        What is fused with the product; all but ``identity`` take `bias`.
+    act_scale_scope : DynamicRangeScope
+        Whether the activation has a scale (and zero point) per ``token`` or one for the whole ``tensor``.
+    has_act_zero_point, has_weight_zero_point : bool
+        Whether `act_zero_point` and `weight_zero_point` are passed.
+    """
+
+    op: Literal["scaled_linear"] = "scaled_linear"
+    element_field: ClassVar[str] = "output_element"
+    dynamic: ClassVar[bool] = False
+    m: Extent
+    n: Extent
+    k: Extent
+    activation_element: ElementKind = ElementKind.S8
+    output_element: ElementKind
+    act_scale_scope: DynamicRangeScope = DynamicRangeScope.TOKEN
+    has_act_zero_point: bool = False
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        if self.act_scale_scope not in _SCOPES:
+            self.refuse("act_scale_scope", self.act_scale_scope, f"be one of {', '.join(_SCOPES)}")
+        if self.output_element is ElementKind.S32:
+            self._check_sums()
+        return self
+
+    def _check_sums(self) -> None:
+        for name, only in _OF_SUMS.items():
+            if getattr(self, name) != only:
+                rule = f"be {only}: an s32 output is the sums, without scales, zero points and epilogue"
+                self.refuse(name, getattr(self, name), rule)
+        if {self.activation_element, self.weight_element} <= set(CODES8):
+            longest = longest_k(self.activation_element, self.weight_element)
+            if self.k > longest:
+                codes = f"{self.activation_element} by {self.weight_element}"
+                self.refuse("k", self.k, f"be at most {longest}, so that no sum of {codes} leaves s32")
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, N and K: rows of the activation, output channels, inner size."""
+        return self.m, self.n, self.k
+
+    @property
+    def output(self) -> ElementKind:
+        """Element of the output."""
+        return self.output_element
+
+    @property
+    def code_element(self) -> ElementKind:
+        """Element of the activation's codes."""
+        return self.activation_element
+
+    @property
+    def compute(self) -> ElementKind:
+        """The type C that scales and epilogue are computed in."""
+        return self.output_element.compute
+
+    @property
+    def has_zero_points(self) -> bool:
+        """Whether the sums of products need to be corrected for zero points."""
+        return self.has_weight_zero_point or self.has_act_zero_point
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return the arguments that this problem takes."""
+        rows = (self.m if self.act_scale_scope is DynamicRangeScope.TOKEN else 1,)
+        scale = Argument("act_scale", Role.INPUT, self.reals, rows)
+        zero_point = Argument("act_zero_point", Role.INPUT, (ElementKind.S32,), rows)
+        return (
+            Argument("act_q", Role.INPUT, (self.activation_element,), (self.m, self.k)),
+            *((scale,) if self.output_element is not ElementKind.S32 else ()),
+            *((zero_point,) if self.has_act_zero_point else ()),
+            *self.weight_arguments(),
+        )
+
+
+_OF_SUMS = {
+    "epilogue": EpilogueKind.IDENTITY,
+    "act_scale_scope": DynamicRangeScope.TOKEN,
+    "has_act_zero_point": False,
+    "has_weight_zero_point": False,
+}
+"""Fields of a problem whose output is the sums."""
+
+
+@np.errstate(all="ignore")  # infinities and NaN are valid results here
+def reference(
+    problem: ScaledLinearDescriptor,
+    *,
+    act_q: Any,
+    weight_q: Any,
+    output: Any,
+    act_scale: Any = None,
+    act_zero_point: Any = None,
+    weight_scale: Any = None,
+    weight_zero_point: Any = None,
+    bias: Any = None,
+    output_scale: Any = None,
+    output_zero_point: Any = None,
+) -> None:
+    """Write `output` by the formula of the module."""
+    if output.size == 0:
+        return
+    compute = storage_dtype(problem.compute)
+    scales = np.broadcast_to(1 if act_scale is None else act_scale, (problem.m,))
+    zero_points = 0 if act_zero_point is None else np.broadcast_to(act_zero_point, (problem.m,))
+
+    def quantized(rows: slice) -> tuple[Codes, Any]:
+        return lambda part: act_q[rows, part], scales[rows].astype(compute)
+
+    epilogue = Epilogue(problem, weight_scale, bias, output_scale, output_zero_point)
+    write_layer(epilogue, quantized, zero_points, (weight_q, weight_zero_point), output)
+
+
+def _cases() -> tuple[Case, ...]:
+    made = []
+    names = ("output_element", "activation_element", "weight_element", "epilogue")
+    for number, kinds in enumerate(product(OUTPUTS, CODES8, CODES8, EpilogueKind)):
+        fields: dict[str, Any] = dict(zip(names, kinds, strict=True))
+        fields |= {"has_act_zero_point": number % 3 == 1, "has_weight_zero_point": number % 11 % 2 == 1}
+        m, n, k = SIZES[number % len(SIZES)]
+        problem = ScaledLinearDescriptor(m=m, n=n, k=k, act_scale_scope=_SCOPES[number % 7 % 2], **fields)
+        made.append(Case(problem, "special" if number % 5 == number // 20 % 5 else "normal"))
+    for number, kinds in enumerate(product(OUTPUTS, CODES8, CODES8, EpilogueKind)):
+        m, n, k = ALIGNED_SIZES[number % 3 + number // 9 % 3]
+        fields = dict(zip(names, kinds, strict=True))
+        problem = ScaledLinearDescriptor(m=m, n=n, k=k, act_scale_scope=_SCOPES[number % 7 % 2], **fields)
+        made.append(Case(problem, "special" if number % 7 == 0 else "normal"))
+    # Zero points of any s32 on both sides, so that sums exceed 64 bits.
+    for number, (output, scope) in enumerate(product(OUTPUTS, _SCOPES)):
+        fields = {"output_element": output, "act_scale_scope": scope, "epilogue": tuple(EpilogueKind)[number % 5]}
+        fields["activation_element"] = CODES8[number // 3 % 2]
+        for (m, n, k), weight in zip((SIZES[0], *SIZES[-2:]), (*CODES8, CODES8[number % 2]), strict=True):
+            problem = ScaledLinearDescriptor(
+                m=m, n=n, k=k, weight_element=weight, has_act_zero_point=True, has_weight_zero_point=True, **fields
+            )
+            made.append(Case(problem, "special"))
+    for m, n, k in (*SIZES, *ALIGNED_SIZES):
+        for activation, weight in product(CODES8, CODES8):
+            fields = {"activation_element": activation, "weight_element": weight, "output_element": ElementKind.S32}
+            made.append(Case(ScaledLinearDescriptor(m=m, n=n, k=k, **fields)))
+    return tuple(made)
+
+
+CASES = _cases()
+_CODES = OneOf(field="activation_element", allowed=CODES8)
+SKUS = (
+    *offers.skus(ScaledLinearDescriptor, __name__, OUTPUTS, _CODES),
+    *offers.skus(ScaledLinearDescriptor, __name__, (ElementKind.S32,), _CODES, epilogues=(EpilogueKind.IDENTITY,)),
+)
+OP = Op(ScaledLinearDescriptor, reference, CASES, SKUS, source="torchao scaled_int8_mm, torch._int_mm")

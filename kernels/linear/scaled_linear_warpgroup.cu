@@ -1,0 +1,14 @@
+// Scaled linear on warpgroup instructions: W8A8 with activation scales as an array, no zero points. One launch.
+//
+//   y = epilogue(act_scale[m] * weight_scale[n] * sum_k act_q[m, k] weight_q[n, k])
+//   y = sum_k act_q[m, k] weight_q[n, k] if SKUDA_OUT is s32
+//
+//   a_map, w_map        act_q [m, k] SKUDA_CODE, weight_q [n, k] SKUDA_WEIGHT
+//   act_scale           [m] (act_step 1) or [1] (act_step 0) of act_scale_is; null for sums
+//   weight_scale, bias  [n]; bias may be null, and both are for sums
+//   output              [m, n] SKUDA_OUT, output_leading elements apart
+#include "warpgroup.cuh"
+
+WARPGROUP_KERNEL scaled_linear_warpgroup(TENSOR_MAPS, GIVEN_ROWS_PARAMETERS, WARPGROUP_PARAMETERS) {
+  warpgroup_linear(a_map, w_map, GIVEN_ROWS(f32), WARPGROUP_GIVEN);
+}
