@@ -15,7 +15,7 @@ from skuda.registry.elements import ElementKind
 Dim3 = tuple[int, int, int]
 
 ZEROS = "zeros"
-"""A scratch buffer of this name, of at most `MOST_ZEROS` bytes, holds zeros when a run begins, and the run leaves it so."""
+"""Name of a scratch buffer of up to `MOST_ZEROS` bytes that holds zeros when a run begins; the run leaves it so."""
 
 MOST_ZEROS = 4096
 
@@ -139,8 +139,9 @@ class Step:
     shared : int
         Bytes of dynamic shared memory.
     overlaps : bool
-        Whether it may start before the previous kernel of the stream ends, of this launch or an earlier one (programmatic
-        dependent launch). It then waits by itself before it reads what that kernel may have written, and before it writes.
+        Whether it may start before the previous kernel of the stream ends, in this launch or an earlier one
+        (programmatic dependent launch). It then waits by itself before it reads what that kernel may have written, and
+        before it writes.
     lead : int
         Offset in bytes of the first parameter. Rules leave it at 0, because it is read from the compiled kernel: a
         tensor map needs an alignment of 64, and the parameters may begin elsewhere in the constant bank.

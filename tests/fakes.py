@@ -58,6 +58,7 @@ class FakeDriver:
         self.capturing: dict[int, int] = {}
         self.allocated: dict[int, int] = {}
         self.freed: list[int] = []
+        self.cleared: list[int] = []
         self.synchronized: list[int] = []
         self._next = itertools.count(0x900000, 0x1000)
         self._local = threading.local()
@@ -87,6 +88,10 @@ class FakeDriver:
         address = next(self._next)
         self.allocated[address] = size
         return address
+
+    def clear(self, address: int, size: int) -> None:
+        assert self.allocated[address] >= size
+        self.cleared.append(address)
 
     def free(self, address: int) -> None:
         assert self.current() == CONTEXT

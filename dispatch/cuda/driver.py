@@ -34,8 +34,8 @@ _LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 _SM_COUNT, _CLOCK_KHZ, _BUS_BITS, _L2, _MAJOR, _MINOR, _SHARED = 16, 36, 37, 38, 75, 76, 97
 _POINTER_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _CAPTURE_IMPLICIT = 906  # the default stream was queried while a stream that waits for it is captured
-_RELAXED = 2
-_NON_BLOCKING = 1  # CU_STREAM_CAPTURE_MODE_RELAXED
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 _CODES = {
     1: "invalid value",

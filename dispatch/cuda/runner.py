@@ -16,7 +16,7 @@ from skuda.dispatch.cuda.scratch import Scratch
 from skuda.dispatch.cuda.streams import stream_handle
 from skuda.dispatch.system.forks import in_child
 from skuda.kernels.launch import Launch, Step
-from skuda.registry.descriptor import Descriptor, Role
+from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import DriverError, InvalidProblem, NotPrepared, SkudaError
 
 _MOST_CALLS = 4
@@ -125,8 +125,7 @@ class CudaRunner:
         self._binder = Binder(problem, launch, self._ordinal)
         self._outputs = self._binder.outputs
         self._engine, self._driver = engine, driver
-        self._sizes = tuple(size for _, size in launch.scratch)
-        self._scratch = Scratch(driver, self._context, self._sizes) if launch.scratch else None
+        self._scratch = Scratch(driver, self._context, launch.scratch) if launch.scratch else None
         self._sender = _Sender(self._op, engine, driver, self._context)
         # What recognizes and launches the latest calls, newest first; replaced as a whole, so that threads see a
         # consistent tuple.
@@ -244,7 +243,7 @@ class CudaRunner:
             handle_of=partial(stream_handle, self._op, ordinal=self._ordinal),
             switches=framework.borrows,
             place=None if self._scratch is None else self._scratch.place,
-            scratch=len(self._sizes),
+            scratch=len(self._launch.scratch),
             outputs=self._outputs,
             result=self._result,
             deliver=None if type(framework).deliver is Framework.deliver else framework.deliver,

@@ -100,7 +100,8 @@ def launch_product(
     m, _, k = problem.sizes
     activation: ElementKind = getattr(problem, problem.element_field)
     scratch = (("codes", m * k), ("scales", m * activation.compute.bits // 8), *scratch)
-    return Launch(steps=(_quantization(problem, activation, overlaps=product.overlaps), product), scratch=scratch, **fields)
+    quantization = _quantization(problem, activation, overlaps=product.overlaps)
+    return Launch(steps=(quantization, product), scratch=scratch, **fields)
 
 
 def _quantization(problem: Any, activation: ElementKind, *, overlaps: bool) -> Step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 import threading
@@ -23,6 +24,7 @@ from skuda.dispatch.cuda.arrays import Torch
 from skuda.dispatch.cuda.facts import Facts
 from skuda.dispatch.cuda.streams import stream_handle
 from skuda.dispatch.cuda.views import Layout, common_view
+from skuda.kernels.launch import MOST_ZEROS, ZEROS, Pointer
 from skuda.registry import DriverError, ElementKind, InvalidProblem
 
 X, Y, S = 0x10000, 0x20000, 0x30000
@@ -414,21 +416,37 @@ def test_a_bound_call_only_launches(rig, monkeypatch):
 def test_scratch_is_allocated_when_planning_once_per_stream_and_freed(maker):
     rig = Rig(SummedDescriptor(n=32), summed)
     planned = dict(rig.driver.allocated)
-    assert list(planned.values()) == [32]
+    assert list(planned.values()) == [MOST_ZEROS + 32]
+    assert rig.driver.cleared == list(planned), "kernels count on zeros in front"
     x, y = FakeArray((32,), address=X), FakeArray((1,), address=Y)
     rig.run(x=x, y=y)
     rig.run(x=x, y=y)
     assert rig.driver.allocated == planned
     first = {launch[1][1] for launch in rig.engine.launches if launch[0] == "partial_sums"}
-    assert first == set(planned)
+    assert first == {address + MOST_ZEROS for address in planned}
     rig.run(stream=5, x=x, y=y)
-    assert rig.last[0] not in planned
+    assert rig.last[0] not in first
     assert len(rig.driver.allocated) == 2
     rig.run(stream=5, x=x, y=y)
     assert len(rig.driver.allocated) == 2
     driver = rig.driver
     del rig
     assert sorted(driver.freed) == sorted(driver.allocated)
+
+
+def test_zeros_lie_in_front_of_other_scratch():
+    def zeroed(problem, device):
+        launch = summed(problem, device)
+        (name, size), *others = launch.scratch
+        first, *rest = launch.steps
+        counted = dataclasses.replace(first, parameters=(*first.parameters, Pointer(ZEROS)))
+        return dataclasses.replace(launch, steps=(counted, *rest), scratch=((name, size), *others, (ZEROS, 8)))
+
+    rig = Rig(SummedDescriptor(n=32), zeroed)
+    rig.run(x=FakeArray((32,), address=X), y=FakeArray((1,), address=Y))
+    (start,) = rig.driver.cleared
+    assert rig.engine.launches[0][1][-1] == start
+    assert rig.driver.allocated == {start: MOST_ZEROS + 32}
 
 
 def test_scratch_of_a_captured_run_is_its_own_and_stays():
@@ -448,7 +466,7 @@ def test_scratch_of_a_captured_run_is_its_own_and_stays():
     assert len(set(used)) == 4
     driver = rig.driver
     del rig
-    assert set(driver.allocated) - set(driver.freed) == set(used[:3])
+    assert set(driver.allocated) - set(driver.freed) == {address - MOST_ZEROS for address in used[:3]}
 
 
 def test_threads_share_a_runner(rig):
