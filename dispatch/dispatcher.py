@@ -372,7 +372,7 @@ class Dispatcher:
                         observer(selection)
 
     def _planned(self, problem: Descriptor, preference: PlanPreference, device: Device, pick: Pick) -> Plan:
-        sku, choice = pick.sku, pick.choice
+        sku, choice = pick.sku, self._within(pick, problem, preference, device)
         runner = None
         if device.ordinal is not None:
             backend = self.backends[sku.backend]
@@ -391,8 +391,19 @@ class Dispatcher:
 
         plugin = self._plugin_of(sku)
         failed = None if plugin is None else partial(self._launch_failed, sku, plugin)
-        how = {"choice": choice, "measured": pick.reason}
+        how = {"choice": choice, "measured": pick.reason if choice == pick.choice else ""}
         return Plan.prepared(sku, problem, device, preference, runner, following, failed, **how)
+
+    def _within(self, pick: Pick, problem: Descriptor, preference: PlanPreference, device: Device) -> str:
+        """Return the pick's configuration, or the best one whose workspace is within the caller's limit."""
+        most = preference.max_workspace_bytes
+        if most is None or pick.sku.backend in self._brought:
+            return pick.choice
+        room = most - pick.sku.workspace_size(problem)
+        offered = self.backends[pick.sku.backend].choices(pick.sku, problem, device)
+        wanted = pick.choice or next((choice.name for choice in offered), "")
+        fitting = [choice.name for choice in offered if choice.workspace <= room]
+        return pick.choice if wanted in fitting or not fitting else fitting[0]
 
     def prepare(self, plan: Plan) -> Plan:
         """Make a plan from JSON, a pickle or another dispatcher ready to run here, with the same kernel.

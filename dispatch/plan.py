@@ -116,8 +116,10 @@ class Plan(Value):
 
     @property
     def workspace_size(self) -> int:
-        """Bytes of scratch that the plan keeps."""
-        return self.sku.workspace_size(self.problem)
+        """Bytes of scratch that the plan keeps, without what its configuration adds if it is not prepared."""
+        private = self.__pydantic_private__
+        runner: Runner | None = private["_runner"] if private else None
+        return int(getattr(runner, "workspace_size", 0)) or self.sku.workspace_size(self.problem)
 
     @property
     def arguments(self) -> tuple[Argument, ...]:

@@ -165,10 +165,13 @@ class Choice(NamedTuple):
         Its name, which a launch rule takes as its third argument.
     microseconds : float
         The time that the launch rule predicts.
+    workspace : int
+        Bytes of scratch that it needs beside the SKU's workspace.
     """
 
     name: str
     microseconds: float
+    workspace: int = 0
 
 
 Record = TypeVar("Record", bound="Step | Launch")

@@ -139,6 +139,11 @@ class CudaRunner:
         """Its configuration, and what was given."""
         return (*self._launch.told(), *self._notes)
 
+    @property
+    def workspace_size(self) -> int:
+        """Bytes of its scratch."""
+        return sum(size for _, size in self._launch.scratch)
+
     def check(self, arrays: Mapping[str, object]) -> None:
         """Raise `InvalidProblem` for arguments that `run` would refuse."""
         self._binder.bind(arrays)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from skuda.kernels.launch import (
@@ -122,15 +122,19 @@ def _quantization(problem: Any, activation: ElementKind, *, overlaps: bool) -> S
 T = TypeVar("T")
 
 
-def choose(ranked: Sequence[tuple[float, T]], choice: str) -> tuple[T, dict[str, Any]]:
+def choose(
+    ranked: Sequence[tuple[float, T]], choice: str, workspace: Callable[[T], int] = lambda _: 0
+) -> tuple[T, dict[str, Any]]:
     """Return the configuration named `choice`, or the first of (predicted us, configuration), and fields of `Launch`.
+
+    `workspace` gives the bytes that a configuration needs beside the SKU's workspace.
 
     Raises
     ------
     LookupError
         If none has that name.
     """
-    choices = tuple(Choice(str(made), us) for us, made in ranked)
+    choices = tuple(Choice(str(made), us, workspace(made)) for us, made in ranked)
     name = choice or choices[0].name
     for found, (_, made) in zip(choices, ranked, strict=True):
         if found.name == name:

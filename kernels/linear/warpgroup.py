@@ -139,6 +139,11 @@ class Tile:
         # A share shorter than some steps costs more than it gains, and none may be empty.
         return max(1, min(slots, shared * steps // _SHORTEST_SHARE)), shared
 
+    def workspace(self, m: int, n: int, k: int, sm_count: int) -> int:
+        """Return the bytes of the sums of parts of tiles."""
+        clusters, shared = self.work(m, n, k, sm_count)
+        return 4 * self.m * self.n * self.blocks * clusters if shared else 0
+
     def predicted(self, m: int, n: int, k: int, sm_count: int, curve: float = 0.0) -> float:
         """Return the predicted time in us on a card like the H200.
 
@@ -242,7 +247,8 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     sm_count = device.sm_count or hopper.H200
     activation = problem.epilogue.activation
     curve = CURVES[activation][problem.output is ElementKind.F32] if activation in CURVES else 0.0
-    tile, chosen = layer.choose(ranking(max(1, m), max(1, n), k, sm_count, curve), choice)
+    ranked = ranking(max(1, m), max(1, n), k, sm_count, curve)
+    tile, chosen = layer.choose(ranked, choice, lambda tile: tile.workspace(m, n, k, sm_count))
     clusters, shared_tiles = tile.work(m, n, k, sm_count)
     name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
     # Pairs of lines: rows that do not begin at one would fetch bytes of the next box.
@@ -263,6 +269,6 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
         overlaps=True,
     )
     flags = (*tile.flags, *layer.element_flags(problem))
-    blocks = clusters * tile.blocks
-    scratch = (("partial_sums", blocks * tile.m * tile.n * 4), (ZEROS, blocks * 8)) if shared_tiles else ()
+    sums = tile.workspace(m, n, k, sm_count)
+    scratch = (("partial_sums", sums), (ZEROS, 8 * clusters * tile.blocks)) if sums else ()
     return layer.launch_product(problem, product, scratch=scratch, flags=flags, notes=(hopper.ALIGNED,), **chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -22,7 +23,7 @@ from skuda.dispatch.cuda import tensor_maps
 from skuda.dispatch.cuda.call import packer, parameter_layout
 from skuda.dispatch.device import HOST, KNOWN_DEVICES
 from skuda.kernels.catalog import built_in_registry
-from skuda.kernels.launch import Constant, Launch, Pointer, Step, TensorMap, Which
+from skuda.kernels.launch import MOST_ZEROS, Constant, Launch, Pointer, Step, TensorMap, Which
 from skuda.kernels.linear import (
     QuantizedLinearDescriptor,
     ScaledLinearDescriptor,
@@ -193,7 +194,7 @@ def test_given_scales_are_read_where_the_arrays_are(module, scope):
 
 
 @pytest.mark.parametrize("output", ["bf16", "s32"])
-@pytest.mark.parametrize(("m", "variant"), [(1, "streamed"), (64, "streamed"), (256, "warpgroup")])
+@pytest.mark.parametrize(("m", "variant"), [(1, "streamed"), (32, "streamed"), (256, "warpgroup")])
 def test_sums_and_given_scales_get_the_kernels_of_the_family(m, variant, output):
     assert Dispatcher().explain(scaled(m, output_element=output), device=H200).chosen.endswith(variant)
 
@@ -453,3 +454,50 @@ def test_the_chosen_tile_is_near_the_best_of_those_measured(measured):
     assert len(losses) > 100
     assert np.exp(np.log(losses).mean()) < 1.02
     assert (losses > 1.05).mean() < 0.15
+
+
+# --- tiles that are divided ------------------------------------------------------------------------------------------
+
+DIVIDED = [tile for tile in warpgroup.TILES if tile.divides]
+
+
+@pytest.mark.parametrize("tile", DIVIDED, ids=str)
+def test_shares_cover_every_step_once_and_none_is_empty(tile):
+    seen = 0
+    for m, n, k in sizes(300):
+        clusters, shared = tile.work(m, n, k, 132)
+        if not shared:
+            continue
+        seen += 1
+        steps, tiles = -(-k // 128), math.prod(tile.grid(m, n))
+        begins = [shared * steps * cluster // clusters for cluster in range(clusters + 1)]  # as in warpgroup.cuh
+        assert begins[0] == 0
+        assert begins[-1] == shared * steps
+        assert all(low < high for low, high in itertools.pairwise(begins)), (tile, m, n, k, SEED)
+        assert tiles - shared >= 0
+        assert (tiles - shared) % clusters == 0, "what is not divided fills the card"
+        assert shared * steps < 2**31
+        assert 8 * clusters * tile.blocks <= MOST_ZEROS
+    assert seen > 0
+
+
+def test_a_limit_of_the_workspace_is_kept_by_another_configuration():
+    problem = static(900, 512, 30000)
+    d = Dispatcher()
+    free = d.select(problem, device=H200)
+    launch = warpgroup.launch(problem, H200)
+    assert launch.choices[0].workspace > 0, "the best configuration divides its tiles"
+    assert dict(launch.scratch)["partial_sums"] == launch.choices[0].workspace
+    tight = d.select(problem, PlanPreference(max_workspace_bytes=0), device=H200)
+    assert tight.sku == free.sku
+    chosen = {choice.name: choice for choice in launch.choices}[tight.choice]
+    assert chosen.workspace == 0
+    assert chosen == next(choice for choice in launch.choices if not choice.workspace)
+    wide = d.select(problem, PlanPreference(max_workspace_bytes=launch.choices[0].workspace), device=H200)
+    assert wide.choice == free.choice == ""
+
+
+def test_loads_take_pairs_of_lines_where_rows_begin_at_one():
+    for k, promotion in ((4096, 256), (4096 + 128, 128), (4304, 128)):
+        (step,) = warpgroup.launch(static(256, 512, k), H200).steps
+        assert [each.promotion for each in step.parameters if isinstance(each, TensorMap)] == [promotion] * 2
