@@ -132,15 +132,19 @@ class ScaledLinearDescriptor(LinearProblem):
         return self.output_element.compute
 
     @property
+    def num_scales(self) -> int:
+        """Scales, and zero points, of the activation: `m`, or 1 for the tensor."""
+        return self.m if self.act_scale_scope is DynamicRangeScope.TOKEN else 1
+
+    @property
     def has_zero_points(self) -> bool:
         """Whether the sums of products need to be corrected for zero points."""
         return self.has_weight_zero_point or self.has_act_zero_point
 
     def arguments(self) -> tuple[Argument, ...]:
         """Return the arguments that this problem takes."""
-        rows = (self.m if self.act_scale_scope is DynamicRangeScope.TOKEN else 1,)
-        scale = Argument("act_scale", Role.INPUT, self.reals, rows)
-        zero_point = Argument("act_zero_point", Role.INPUT, (ElementKind.S32,), rows)
+        scale = Argument("act_scale", Role.INPUT, self.reals, (self.num_scales,))
+        zero_point = Argument("act_zero_point", Role.INPUT, (ElementKind.S32,), (self.num_scales,))
         return (
             Argument("act_q", Role.INPUT, (self.activation_element,), (self.m, self.k)),
             *((scale,) if self.output_element is not ElementKind.S32 else ()),
