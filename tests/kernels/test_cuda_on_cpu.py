@@ -318,6 +318,15 @@ MUTANTS = {
     "wrong nibble order": ("quantize_per_group", "(q[i] & 15u) << 4 * i", "(q[i] & 15u) << 4 * (N - 1 - i)"),
     "missing barrier": ("dynamic_range", "__syncthreads();", ""),
     "missing unit": ("dequantize_per_token", "if (e >= total) return true;", "if (e + length >= total) return true;"),
+    "another order of the sum": (
+        "rms_norm_quantize",
+        "half[i] = v[i] + v[i + N / 2];",
+        "half[i] = v[2 * i] + v[2 * i + 1];",
+    ),
+    "lanes of a turn too late": ("rms_norm_quantize", "turn % 4 != 0", "turn % 4 != 1"),
+    "missing octets squared": ("layer_norm_quantize", "!exists(k) ? (Real)0 : sum", "false ? (Real)0 : sum"),
+    "a zero mean of another sign": ("layer_norm_quantize", "return v + (Real)0;", "return v - (Real)0;"),
+    "infinity unseen": ("layer_norm_quantize", "range.up < Infinity<Real>::bits() && g.quick", "g.quick"),
     "not a number unseen": ("dynamic_range", "bool quick = by_chunks && !has_nan(r);", "bool quick = by_chunks;"),
 }
 
