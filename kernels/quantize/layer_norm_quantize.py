@@ -1,4 +1,4 @@
-"""Layer norm and quantize: rows less their mean, divided by their standard deviation, then quantized, in one pass.
+"""Layer norm and quantize: rows less their mean, over their standard deviation, then quantized, in one pass.
 
 Formula
 -------

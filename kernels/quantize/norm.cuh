@@ -70,7 +70,7 @@ DEVICE void unpack(const Octet& o, Real (&x)[8]) {
     for (int j = 0; j < V; ++j) x[i * V + j] = part[j];
   }
 }
-DEVICE Octet pack(const Real (&x)[8]) {
+template <class T> DEVICE Octet pack(const Real (&x)[8], T) {
   enum { V = Width<Data>::count };
   Octet o;
 #pragma unroll
@@ -83,16 +83,31 @@ DEVICE Octet pack(const Real (&x)[8]) {
   return o;
 }
 
+#ifndef SKUDA_HOST  // a conversion of two numbers costs an eighth of two conversions of one
+DEVICE u32 pair_of(f32 low, f32 high, f16) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+DEVICE u32 pair_of(f32 low, f32 high, bf16) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+template <class T> DEVICE Octet pack_pairs(const f32 (&x)[8], T type) {
+  Octet o;
+  o.word[0] = make_uint4(pair_of(x[0], x[1], type), pair_of(x[2], x[3], type), pair_of(x[4], x[5], type), pair_of(x[6], x[7], type));
+  return o;
+}
+DEVICE Octet pack(const f32 (&x)[8], f16 type) { return pack_pairs(x, type); }
+DEVICE Octet pack(const f32 (&x)[8], bf16 type) { return pack_pairs(x, type); }
+#endif
+
 // RN_T(RN_C(a + b)). C has more than twice the bits of a 16-bit T, so one rounding gives the same, on two elements at once.
-template <class T> DEVICE Octet added(const Octet& a, const Octet& b, T) {
+template <class T> DEVICE Octet added(const Octet& a, const Octet& b, T type) {
   Real x[8], y[8];
   unpack(a, x), unpack(b, y);
 #pragma unroll
   for (int j = 0; j < 8; ++j) x[j] = x[j] + y[j];
-  return pack(x);
+  return pack(x, type);
 }
 #ifndef SKUDA_HOST
-// Hides where an octet comes from, so that what was computed from it is computed again rather than kept in registers.
+// Hides where a value comes from, so that what was computed from an octet is computed again rather than kept in registers,
+// and a quotient is kept rather than computed again.
+DEVICE void forget(f32& v) { asm volatile("" : "+f"(v)); }
+DEVICE void forget(f64& v) { asm volatile("" : "+d"(v)); }
 DEVICE void forget(Octet& o) {
 #pragma unroll
   for (int i = 0; i < WORDS; ++i) asm volatile("" : "+r"(o.word[i].x), "+r"(o.word[i].y), "+r"(o.word[i].z), "+r"(o.word[i].w));
@@ -115,7 +130,7 @@ template <class T> DEVICE Octet added_pairs(const Octet& a, const Octet& b, T ty
 DEVICE Octet added(const Octet& a, const Octet& b, f16 type) { return added_pairs(a, b, type); }
 DEVICE Octet added(const Octet& a, const Octet& b, bf16 type) { return added_pairs(a, b, type); }
 #else
-DEVICE void forget(Octet&) {}
+template <class T> DEVICE void forget(T&) {}
 #endif
 
 // --- the fold --------------------------------------------------------------------------------------------------------
@@ -145,15 +160,14 @@ template <int N> DEVICE Real folded_warps(const Real* partial, u32 threads) {
   return folded_lanes(folded(v), 32);
 }
 
-// Of the threads of a group, each of which has folded its own lanes. A lane begins with +0, so a zero sum is +0. USE tells
-// apart the sums between which there is no barrier.
-template <int USE> DEVICE Real folded_over(const Lanes& group, Real v) { return folded_lanes(v, group.count) + (Real)0; }
+// Of the threads of a group, each of which has folded its own lanes. USE tells apart the sums between which there is no
+// barrier.
+template <int USE> DEVICE Real folded_over(const Lanes& group, Real v) { return folded_lanes(v, group.count); }
 template <int USE> DEVICE Real folded_over(const Block& group, Real v) {
   __shared__ Real partial[512];
   partial[threadIdx.x] = v;
   __syncthreads();
-  v = group.count > 256 ? folded_warps<16>(partial, group.count) : folded_warps<8>(partial, group.count);
-  return v + (Real)0;
+  return group.count > 256 ? folded_warps<16>(partial, group.count) : folded_warps<8>(partial, group.count);
 }
 
 // --- rows ------------------------------------------------------------------------------------------------------------
@@ -178,14 +192,11 @@ struct Norm {
     if (normalized_out != nullptr) p.normalized_out += row * normalized_out_leading;
     return p;
   }
+  // An array that is absent has address and stride 0; that of a single row is as long as the row.
   DEVICE bool by_octets() const {
-    bool whole = columns % 8 == 0 && rows_of_chunks(input, input_leading, rows) && aligned(output, output_leading, rows, 8);
-    if (residual != nullptr) {
-      whole = whole && rows_of_chunks(residual, residual_leading, rows);
-      whole = whole && rows_of_chunks(residual_out, residual_out_leading, rows);
-    }
-    if (normalized_out != nullptr) whole = whole && rows_of_chunks(normalized_out, normalized_out_leading, rows);
-    return whole && ((u64)weight | (u64)bias) % 16 == 0;
+    const u64 addresses = (u64)input | (u64)residual | (u64)residual_out | (u64)normalized_out | (u64)weight | (u64)bias;
+    const u64 strides = input_leading | residual_leading | residual_out_leading | normalized_out_leading;
+    return ((addresses | strides * sizeof(Data)) % 16 | ((u64)output | output_leading | columns) % 8) == 0;
   }
   DEVICE Real factor(Real sum) const { return divide((Real)1, root(divide(sum, (Real)columns) + eps)); }
   DEVICE bool dynamic() const { return scale_out != nullptr; }
@@ -264,7 +275,7 @@ template <int R> struct Octets {
 #pragma unroll
         for (int j = 0; j < 8; ++j) x[j] = x[j] + v[j];
       }
-      held[k] = pack(x);
+      held[k] = CENTRED && !exists(k) ? no_octet() : pack(x, Data());
     }
   }
   DEVICE void include_in(Extremes<Data>& found) const {
@@ -275,9 +286,7 @@ template <int R> struct Octets {
         typename Extremes<Data>::Word words[Extremes<Data>::words];
         Extremes<Data>::split(held[k].word[i], words);
 #pragma unroll
-        for (int j = 0; j < Extremes<Data>::words; ++j) {
-          if (exists(k)) found.include_magnitude(words[j]);
-        }
+        for (int j = 0; j < Extremes<Data>::words; ++j) found.include_magnitude(words[j]);
       }
     }
   }
@@ -321,6 +330,7 @@ DEVICE bool quick_row(const Group& group, const Norm& p, s64 row, bool mine) {
       part.first += step;
     } while (LONG && part.first - lane < octets);
     mean = divide(folded_over<0>(group, folded(lanes)), (Real)p.columns);
+    forget(mean);
 #pragma unroll
     for (int k = 0; k < R; ++k) lanes[k] = (Real)0;
     part.first = lane;
@@ -333,7 +343,8 @@ DEVICE bool quick_row(const Group& group, const Norm& p, s64 row, bool mine) {
     part.template add<true, CENTRED>(lanes, mean);
     part.first += step;
   } while (LONG && part.first - lane < octets);
-  const Real factor = p.factor(folded_over<1>(group, folded(lanes)));
+  Real factor = p.factor(folded_over<1>(group, folded(lanes)));
+  forget(factor);
   part.forget_all();
   Extremes<Data> found = Extremes<Data>::zero();
   part.first = lane;
@@ -379,12 +390,12 @@ template <bool CENTRED> DEVICE Real normal_at(const Norm& p, s64 i, Real mean, R
 }
 
 // The fold of a row, of its elements or of the squares of their distances from the mean. A thread has at most 4 lanes
-// with octets: they take turns, so that they stay in registers.
+// with octets: they take turns, so that they stay in registers. Their fold is the same whichever stands first.
 template <bool SQUARED, bool CENTRED, class Group> DEVICE Real slow_fold(const Group& group, const Norm& p, Real mean) {
   Real lanes[4] = {0, 0, 0, 0};
   const s64 octets = (p.columns + 7) / 8, threads = group.count;
 #pragma unroll 1
-  for (s64 first = group.lane(), turn = 0; first < octets || turn % 4 != 0; first += threads, ++turn) {
+  for (s64 first = group.lane(); first < octets; first += threads) {
     Real x[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -458,4 +469,6 @@ template <bool CENTRED, int R, bool LONG, class Group> DEVICE void norm(const Gr
 #define BLOCKS_2 (sizeof(Data) == 8 ? 1 : 2)
 #define THREADS_4 (sizeof(Data) == 8 ? 256 : 512)
 #define BLOCKS_4 (sizeof(Data) == 2 ? 2 : 1)
+#define MOST (sizeof(Data) == 2 ? 8 : 4)  // octets per thread, in the entry that ends in 8
+#define BLOCKS_8 (sizeof(Data) == 2 ? 2 : 1)
 #define LONG_BLOCKS (sizeof(Data) == 2 ? 3 : sizeof(Data) == 4 ? 2 : 1)

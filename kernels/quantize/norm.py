@@ -240,6 +240,7 @@ def cases(descriptor: type[NormProblem]) -> tuple[Case, ...]:
     switches = ("has_residual", "has_weight", "has_bias", "has_normalized")
     plan: list[tuple[Any, ...]] = list(product((*_SIZES, *_LONG), FLOATS, CODES8))
     plan += [((1, 70_008), data, ElementKind.S8) for data in (ElementKind.BF16, ElementKind.F32)]
+    plan += [((7, 8200), data, ElementKind.S8) for data in (ElementKind.BF16, ElementKind.F16)]
     made = []
     for number, ((n, d), data, code) in enumerate(plan):
         # Every 8 cases have the same size; neither sizes nor elements decide the switches.

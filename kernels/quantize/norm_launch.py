@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _OCTET = 8
 _HELD = 4
-"""Octets of 8 elements that a thread holds."""
+"""Octets of 8 elements that a thread holds, unless the entry says another number."""
 _MOST_THREADS = 512
 
 
@@ -46,7 +46,11 @@ def norm(problem: NormProblem, device: Device) -> Launch:
 
 
 def _geometry(problem: NormProblem, multiprocessors: int) -> tuple[str, int, int]:
-    """Return the end of the entry's name, the threads that share a row, and the threads of a block."""
+    """Return the end of the entry's name, the threads that share a row, and the threads of a block.
+
+    Few rows are spread over many threads. Many rows keep every multiprocessor busy anyway; then more octets per thread
+    save instructions, because each thread also computes the factor and the scale.
+    """
     octets = -(-problem.d // _OCTET)
     if octets <= _HELD * WARP:
         lanes = _power(-(-octets // _HELD))
@@ -55,6 +59,9 @@ def _geometry(problem: NormProblem, multiprocessors: int) -> tuple[str, int, int
     threads = _power(-(-octets // 2))
     if problem.n <= 2 * multiprocessors and threads <= _MOST_THREADS:
         return "2", threads, threads
+    threads = _power(-(-octets // 8))
+    if problem.input_element.bits == 16 and 2 * WARP <= threads <= THREADS and problem.n > 2 * multiprocessors:
+        return "8", threads, threads
     threads = _power(-(-octets // _HELD))
     most = THREADS if problem.input_element is ElementKind.F64 else _MOST_THREADS
     return ("4", threads, threads) if threads <= most else ("long", THREADS, THREADS)

@@ -196,7 +196,9 @@ class _Terms:
         c, count = h.to(self.compute), torch.full((1,), problem.d, dtype=self.compute, device=self._device)
         if problem.centred:
             c = c - self._fold(c) / count
-        y = c * (1 / torch.sqrt(self._fold(c * c) / count + problem.eps))
+        # On a CPU torch does not round the root of f32 correctly; f64 has more than twice the bits.
+        root = torch.sqrt((self._fold(c * c) / count + problem.eps).to(torch.float64)).to(self.compute)
+        y = c * (1 / root)
         y = y * wide["weight"] if problem.has_weight else y
         y = (y + wide["bias"] if "bias" in problem.vectors() else y).to(stored)
         return self.norm_outputs(problem, h, y, *self.norm_factors(problem))
