@@ -37,6 +37,7 @@ from skuda.registry.vocabulary import (
     MathPrecision,
     OpCategory,
     QuantizeKind,
+    Scaling,
 )
 
 __all__ = [
@@ -81,6 +82,7 @@ __all__ = [
     "RegistrationError",
     "Registry",
     "Role",
+    "Scaling",
     "SkuIdentity",
     "SkudaError",
     "Unsupported",

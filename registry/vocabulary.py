@@ -64,6 +64,8 @@ class QuantizeKind(StrEnum):
     FAKE_QUANTIZE_PER_GROUP = "fake_quantize_per_group"
     FAKE_QUANTIZE_PER_GROUP_BACKWARD = "fake_quantize_per_group_backward"
     DYNAMIC_RANGE = "dynamic_range"
+    RMS_NORM_QUANTIZE = "rms_norm_quantize"
+    LAYER_NORM_QUANTIZE = "layer_norm_quantize"
     QUANTIZED_LINEAR = "quantized_linear"
     SMOOTHQUANT_LINEAR = "smoothquant_linear"
     SCALED_LINEAR = "scaled_linear"
@@ -163,3 +165,12 @@ class DynamicRangeScope(StrEnum):
     CHANNEL = "channel"
     TOKEN = "token"
     GROUP = "group"
+
+
+class Scaling(StrEnum):
+    """Where the scale of a fused quantization comes from."""
+
+    DYNAMIC = "dynamic"
+    """From each token's own range, symmetric, as in `dynamic_range`."""
+    STATIC = "static"
+    """Given, one for the tensor, with a zero point."""

@@ -1,11 +1,13 @@
 """The meaning of every op, one element at a time, in integers and fractions.
 
 Written from the contract alone: no NumPy arithmetic, no blocks, no broadcasting. Python floats only carry values (every
-f16, bf16 and f32 number is also an f64 one); every operation goes through `Fraction` and is rounded here.
+f16, bf16 and f32 number is also an f64 one); every operation goes through `Fraction` and is rounded here, but for the
+sums of long rows, whose steps are f64 operations that round as exactly.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -402,3 +404,80 @@ def _linear_op(problem: Any, inputs: dict[str, Any]) -> Definition:
         return requantize(value, step, int(_only(inputs["output_zero_point"])), c, out)
 
     return at
+
+
+@defines("rms_norm_quantize", "layer_norm_quantize")
+def _norm_op(problem: Any, inputs: dict[str, Any]) -> Definition:
+    element = problem.input_element
+    c = compute(element)
+    rows: dict[int, tuple[list[float], list[float], float, int]] = {}
+
+    def row(n: int) -> tuple[list[float], list[float], float, int]:
+        if n not in rows:
+            with np.errstate(invalid="ignore"):  # a signalling NaN warns when it is converted
+                h, y = _normalized(problem, inputs, n)
+            if problem.scaling == "dynamic":
+                scale, zero_point = dynamic_range(y, problem.q_min, problem.q_max, element)
+            else:
+                scale, zero_point = convert(float(_only(inputs["scale"])), c), int(_only(inputs["zero_point"]))
+            rows[n] = h, y, scale, zero_point
+        return rows[n]
+
+    def at(name: str, where: Coordinate) -> float:
+        h, y, scale, zero_point = row(where[0])
+        if name == "scale_out":
+            return scale
+        if name != "output":
+            return (h if name == "residual_out" else y)[where[1]]
+        return code_of(steps_of(y[where[1]], scale, c), zero_point, problem.q_min, problem.q_max)
+
+    return at
+
+
+def _normalized(problem: Any, inputs: dict[str, Any], n: int) -> tuple[list[float], list[float]]:
+    """Return row `n` of the data and of the normalized data."""
+    element, c = problem.input_element, compute(problem.input_element)
+    count = convert(float(problem.d), c)
+    h = [float(v) for v in inputs["input"][n]]
+    if "residual" in inputs:
+        h = [convert(_plus(a, float(b), c), element) for a, b in zip(h, inputs["residual"][n], strict=True)]
+    y = h
+    if problem.op == "layer_norm_quantize":
+        mean = divide(fold_of(h, c), count, c)
+        y = [_plus(v, -mean, c) for v in h]
+    square = divide(fold_of([_times(v, v, c) for v in y], c), count, c)
+    total = add(square, convert(float(problem.eps), c), c)
+    factor = divide(1.0, convert(math.sqrt(total), c) if total >= 0 else NAN, c)
+    y = [_times(v, factor, c) for v in y]
+    for name, step in (("weight", _times), ("bias", _plus)):
+        if name in inputs:
+            y = [step(a, float(b), c) for a, b in zip(y, inputs[name], strict=True)]
+    return h, [convert(v, element) for v in y]
+
+
+def fold_of(values: list[float], element: str) -> float:
+    """Sum a row in the order of the normalizing ops: chunks of 8 elements, 1024 lanes, halves onto halves."""
+    lanes = [0.0] * 1024
+    for chunk in range(-(-len(values) // 8)):
+        part = (values[8 * chunk : 8 * chunk + 8] + [0.0] * 7)[:8]
+        lanes[chunk % 1024] = _plus(lanes[chunk % 1024], _halves(part, element), element)
+    return _halves(lanes, element)
+
+
+def _halves(values: list[float], element: str) -> float:
+    while len(values) > 1:
+        half = len(values) // 2
+        values = [_plus(values[i], values[i + half], element) for i in range(half)]
+    return values[0]
+
+
+# `add` and `multiply` for f32 and f64 numbers, fast: f64 has more than twice the bits of f32, so the sum of two f32
+# numbers in it, or their product, which it holds exactly, rounds to the nearest f32.
+
+
+def _plus(a: float, b: float, element: str) -> float:
+    return ctypes.c_float(a + b).value if element == "f32" else a + b
+
+
+def _times(a: float, b: float, element: str) -> float:
+    return ctypes.c_float(a * b).value if element == "f32" else a * b

@@ -124,11 +124,10 @@ class Question:
 
     def ask(self, dispatcher: Any) -> None:
         """Ask a dispatcher and compare every bit."""
-        from support import assert_same_bits
+        from support import assert_same_bits, parts_of
 
         result = dispatcher.run(self.problem, **self.inputs)
-        results = result if isinstance(result, tuple) else (result,)
-        for (name, want), got in zip(self.want.items(), results, strict=True):
+        for (name, want), got in zip(self.want.items(), parts_of(result), strict=True):
             assert_same_bits(got, want, f"{name} of {self.problem!r}")
 
 

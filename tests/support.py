@@ -36,6 +36,7 @@ __all__ = [
     "floats",
     "fresh",
     "guarded_outputs",
+    "parts_of",
     "rounded",
     "run",
     "sampled",
@@ -105,7 +106,12 @@ def run(problem: Descriptor, arrays: dict[str, Any], **more: Any) -> dict[str, n
     """Run and return the outputs by name."""
     result = dispatcher().run(problem, **arrays, **more)
     names = [argument.name for argument in arguments_of(problem, Role.OUTPUT)]
-    return dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True))
+    return dict(zip(names, parts_of(result), strict=True))
+
+
+def parts_of(result: Any) -> tuple[Any, ...]:
+    """Return the arrays of an op's result; what a problem does not write is None in it."""
+    return tuple(part for part in result if part is not None) if isinstance(result, tuple) else (result,)
 
 
 # --- arrays between guard zones --------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ class CudaRunner:
         self._notes, self._launch = notes, launch
         self._ordinal, self._context = place
         self._op = problem.op_name()
-        self._result = type(problem).result
+        self._result = problem.builder
         self._binder = Binder(problem, launch, self._ordinal)
         self._outputs = self._binder.outputs
         self._engine, self._driver = engine, driver

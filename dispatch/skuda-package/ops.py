@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from skuda.dispatch import Dispatcher, PlanPreference
-    from skuda.kernels.quantize import DynamicRangeQuantized
+    from skuda.kernels.quantize import DynamicRangeQuantized, NormQuantized
     from skuda.registry.elements import ElementKind
-    from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, EpilogueKind
+    from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, EpilogueKind, Scaling
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
@@ -372,6 +372,39 @@ def fill(
     return call("fill", locals())
 
 
+def layer_norm_quantize(
+    *,
+    input: Any,
+    residual: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    scale: Any = None,
+    zero_point: Any = None,
+    output: Any = None,
+    residual_out: Any = None,
+    normalized_out: Any = None,
+    scale_out: Any = None,
+    n: int | None = None,
+    d: int | None = None,
+    eps: float,
+    q_min: int | None = None,
+    q_max: int | None = None,
+    scaling: Scaling | str | None = None,
+    has_residual: bool | None = None,
+    has_weight: bool | None = None,
+    has_normalized: bool | None = None,
+    input_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None,
+    has_bias: bool | None = None,
+    dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None,
+    stream: object = None,
+) -> NormQuantized:
+    """Layer norm and quantize: rows less their mean, over their standard deviation, then quantized, in one pass."""
+    found: NormQuantized = call("layer_norm_quantize", locals())
+    return found
+
+
 def quantize_per_channel(
     *,
     input: Any,
@@ -594,6 +627,35 @@ def scaled_linear(
 ) -> Any:
     """Scaled linear: W8A8 with everything given as arrays, or its exact sums."""
     return call("scaled_linear", locals())
+def rms_norm_quantize(
+    *,
+    input: Any,
+    residual: Any = None,
+    weight: Any = None,
+    scale: Any = None,
+    zero_point: Any = None,
+    output: Any = None,
+    residual_out: Any = None,
+    normalized_out: Any = None,
+    scale_out: Any = None,
+    n: int | None = None,
+    d: int | None = None,
+    eps: float,
+    q_min: int | None = None,
+    q_max: int | None = None,
+    scaling: Scaling | str | None = None,
+    has_residual: bool | None = None,
+    has_weight: bool | None = None,
+    has_normalized: bool | None = None,
+    input_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None,
+    stream: object = None,
+) -> NormQuantized:
+    """RMS norm and quantize: rows divided by their root mean square, then quantized, in one pass."""
+    found: NormQuantized = call("rms_norm_quantize", locals())
+    return found
 
 
 def smoothquant_linear(

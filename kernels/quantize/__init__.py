@@ -37,6 +37,8 @@ if TYPE_CHECKING:
         FakeQuantizePerGroupBackwardDescriptor,
         FakeQuantizePerTokenBackwardDescriptor,
     )
+    from skuda.kernels.quantize.layer_norm_quantize import LayerNormQuantizeDescriptor
+    from skuda.kernels.quantize.norm import NormQuantized
     from skuda.kernels.quantize.quantize import (
         QuantizePerChannelDescriptor,
         QuantizePerGroupDescriptor,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
         QuantizePerTensorBackwardDescriptor,
         QuantizePerTokenBackwardDescriptor,
     )
+    from skuda.kernels.quantize.rms_norm_quantize import RmsNormQuantizeDescriptor
 
 __all__ = [
     "DequantizePerChannelBackwardDescriptor",
@@ -69,6 +72,8 @@ __all__ = [
     "FakeQuantizePerGroupDescriptor",
     "FakeQuantizePerTokenBackwardDescriptor",
     "FakeQuantizePerTokenDescriptor",
+    "LayerNormQuantizeDescriptor",
+    "NormQuantized",
     "QuantizePerChannelBackwardDescriptor",
     "QuantizePerChannelDescriptor",
     "QuantizePerGroupBackwardDescriptor",
@@ -79,6 +84,7 @@ __all__ = [
     "QuantizePerTokenDescriptor",
     "QuantizedLinearDescriptor",
     "ScaledLinearDescriptor",
+    "RmsNormQuantizeDescriptor",
     "SmoothQuantLinearDescriptor",
 ]
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import ops_module
 import pytest
-from support import arguments_of, assert_same_bits, dispatcher, draw, fresh
+from support import arguments_of, assert_same_bits, dispatcher, draw, fresh, parts_of
 from toy import ToyDescriptor, toy_op
 
 import skuda
@@ -58,7 +58,7 @@ def test_a_function_gives_the_bits_of_the_dispatcher(name):
         more = needed(fields, case.problem, given)
         got = getattr(skuda.ops, name)(**given, **more, dispatcher=dispatcher())
         want = dispatcher().run(case.problem, **given)
-        for one, other in zip(*((r if isinstance(r, tuple) else (r,)) for r in (got, want)), strict=True):
+        for one, other in zip(parts_of(got), parts_of(want), strict=True):
             assert_same_bits(one, other)
 
 

@@ -182,6 +182,8 @@ SKUDA_BINARY(__dmul_rn, double, *)
 SKUDA_BINARY(__ddiv_rn, double, /)
 static inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 static inline double __fma_rn(double a, double b, double c) { return __builtin_fma(a, b, c); }
+static inline float __fsqrt_rn(float v) { return sqrtf(v); }
+static inline double __dsqrt_rn(double v) { return sqrt(v); }
 static inline float __frcp_rn(float v) { return 1 / v; }
 static inline double __drcp_rn(double v) { return 1 / v; }
 

@@ -303,6 +303,48 @@ def test_codes_are_exact_where_quotients_are_hardest_to_round(op, sku, cases):
             _check_beside_ties(unit.with_change("product(x, g.rest)", "(C)0"), op, sku)
 
 
+CENTRING = [
+    pytest.param(op, sku, cases, id=sku.id)
+    for op, sku, cases in OFFERED
+    if op.name == "layer_norm_quantize" and sku.aux_element is ElementKind.S8
+]
+
+
+class _Tight:
+    """Stands for a generator: `check` then lays arrays out without offsets and gaps, so that rows are aligned."""
+
+    def random(self):
+        return 1.0
+
+    def choice(self, values):
+        return values[0]
+
+    def integers(self, *_, **__):
+        return 0
+
+
+def _check_negative_zeros(unit, op, sku):
+    """Normalize rows of -0, whose mean is +0, as every sum of zeros is: so they stay -0.
+
+    With so few rows every lane that the kernel folds has an octet.
+    """
+    n, d = 2, 8192
+    fields = {"input_element": sku.element, "output_element": sku.aux_element, "has_normalized": True}
+    problem = op.descriptor(n=n, d=d, eps=0.1, q_min=-127, q_max=127, **fields)
+    inputs = {"input": np.full((n, d), -0.0, storage_dtype(sku.element))}
+    shapes = dict.fromkeys(("input", "output", "normalized_out"), (n, d)) | {"scale_out": (n,)}
+    check(unit, sku, Case(problem), inputs, shapes, _Tight())
+
+
+@pytest.mark.parametrize(("op", "sku", "cases"), sampled(CENTRING, 2))
+def test_a_sum_of_zeros_has_no_sign(op, sku, cases):
+    unit = emulator.Unit.of(sku)
+    _check_negative_zeros(unit, op, sku)
+    if not emulator.SANITIZED:
+        with pytest.raises(AssertionError):
+            _check_negative_zeros(unit.with_change("lanes[k] + (CENTRED", "(CENTRED"), op, sku)
+
+
 # --- the check itself ------------------------------------------------------------------------------------------------
 
 plainly = pytest.mark.skipif(emulator.SANITIZED, reason="sanitizers end the process where these expect a message")
@@ -320,6 +362,14 @@ MUTANTS = {
     "wrong nibble order": ("quantize_per_group", "(q[i] & 15u) << 4 * i", "(q[i] & 15u) << 4 * (N - 1 - i)"),
     "missing barrier": ("dynamic_range", "__syncthreads();", ""),
     "missing unit": ("dequantize_per_token", "if (e >= total) return true;", "if (e + length >= total) return true;"),
+    "another order of the sum": (
+        "rms_norm_quantize",
+        "half[i] = v[i] + v[i + N / 2];",
+        "half[i] = v[2 * i] + v[2 * i + 1];",
+    ),
+    "lanes in another order": ("rms_norm_quantize", "lanes[1] = lanes[2], lanes[2] = lanes[3]", "lanes[2] = lanes[3]"),
+    "missing octets squared": ("layer_norm_quantize", "!exists(k) ? (Real)0 : sum", "false ? (Real)0 : sum"),
+    "infinity unseen": ("layer_norm_quantize", "range.up < Infinity<Real>::bits() && g.quick", "g.quick"),
     "not a number unseen": ("dynamic_range", "bool quick = by_chunks && !has_nan(r);", "bool quick = by_chunks;"),
 }
 

@@ -22,7 +22,7 @@ from skuda.registry.descriptor import Role
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import FrozenRecord, InvalidProblem, SkudaError, Unsupported
 from skuda.registry.op import Case
-from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, EpilogueKind
+from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, EpilogueKind, Scaling
 
 OPS = built_in_ops()
 EACH_OP = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -49,6 +49,8 @@ def _bad_fields(op):
         yield from _bad_dynamic_ranges()
     if "epilogue" in names:
         yield from _bad_linears(op)
+    if "eps" in names:
+        yield from _bad_norms()
     for name in names:
         if name.endswith("_element"):
             for value in ("f23", "float32", 32):
@@ -131,6 +133,15 @@ def _bad_dynamic_ranges():
     yield "group_size 0", {"scope": "group", "group_size": 0}, "group_size"
     yield "group_size without a use", {"scope": "token", "group_size": 4}, "group_size"
     yield "groups that do not divide", {"scope": "group", "group_size": 4, "d": 10}, "d"
+
+
+def _bad_norms():
+    for value in (-1e-9, math.inf, math.nan, 1e39, "one", None):
+        yield f"eps={value!r}", {"eps": value, "input_element": "f32"}, "eps"
+    for q_max in (0, -1):
+        yield f"dynamic q_max={q_max}", {"q_min": -8, "q_max": q_max, "scaling": "dynamic"}, "q_max"
+    yield "misspelt scaling", {"scaling": "dynamical"}, "scaling"
+    yield "flag that is no boolean", {"has_residual": "maybe"}, "has_residual"
 
 
 BAD = [
@@ -234,7 +245,7 @@ def _made(make, fields):
 
 def test_the_kinds_of_fields_are_those_that_are_tested():
     kinds = {kind for op in OPS for kind in _kinds(op).values()}
-    enums = {ElementKind, EpilogueKind, DynamicRangeMode, DynamicRangeScope}
+    enums = {ElementKind, EpilogueKind, DynamicRangeMode, DynamicRangeScope, Scaling}
     assert kinds == {bool, int, float, tuple, Literal, *enums}
 
 

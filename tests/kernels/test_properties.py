@@ -255,6 +255,8 @@ BY_ROW = {
     "quantize_per_token": {"q_min": -100, "q_max": 127, "output_element": ElementKind.S8},
     "fake_quantize_per_token": {"q_min": -8, "q_max": 7},
     "dynamic_range": {"q_min": -8, "q_max": 7, "mode": "asymmetric", "output_element": ElementKind.S4},
+    "rms_norm_quantize": {"q_min": -127, "q_max": 127, "eps": 1e-6, "output_element": ElementKind.S8},
+    "layer_norm_quantize": {"q_min": 0, "q_max": 255, "eps": 0.0, "output_element": ElementKind.U8},
     "quantized_linear": {"q_min": -127, "q_max": 127, "c_out": 3, "epilogue": "bias_gelu"},
 }
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from support import assert_same_bits, dispatcher, fresh
 
+import skuda
 from skuda.registry.errors import InvalidProblem
 
 torch = pytest.importorskip("torch")
@@ -172,6 +173,30 @@ def test_activations_are_torch_s_gelu_and_silu():
         )
         # torch's own erf form cancels in the negative tail.
         torch.testing.assert_close(got[0], function(bias), rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("element", ["f32", "f64", "bf16", "f16"])
+@pytest.mark.parametrize("op", ["rms_norm_quantize", "layer_norm_quantize"])
+def test_norms_are_torch_s_but_for_the_order_of_the_sums(op, element):
+    rng, (n, d), eps = fresh(op, element), (7, 1000), 1e-5
+    x, more = (torch.from_numpy(rng.standard_normal((n, d)) + 1).to(FLOATS[element]) for _ in range(2))
+    weight, bias = (torch.from_numpy(rng.standard_normal(d)).to(FLOATS[element]) for _ in range(2))
+    functional, wide = torch.nn.functional, torch.float64
+    arrays = {"input": x, "residual": more, "weight": weight}
+    if op == "rms_norm_quantize":
+        want = functional.rms_norm((x + more).to(wide), (d,), weight.to(wide), eps)
+    else:
+        arrays["bias"] = bias
+        want = functional.layer_norm((x + more).to(wide), (d,), weight.to(wide), bias.to(wide), eps)
+    run = getattr(skuda.ops, op)
+    found = run(**arrays, eps=eps, output_element="s8", has_normalized=True, dispatcher=dispatcher())
+    assert torch.equal(found.residual_out, x + more)
+    # Some roundings in C, and one to T, of numbers up to about 16.
+    step = torch.finfo(x.dtype).eps * 8
+    compute = torch.finfo(torch.float64 if element == "f64" else torch.float32).eps * 64
+    torch.testing.assert_close(found.normalized_out.to(wide), want, rtol=step / 8, atol=compute)
+    back = found.output.to(wide) * found.scale_out.to(wide)[:, None]
+    assert bool(((back - want).abs() <= found.scale_out.to(wide)[:, None] * 0.51 + want.abs() * step).all())
 
 
 # --- tensors in, tensors out -----------------------------------------------------------------------------------------

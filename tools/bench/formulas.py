@@ -18,6 +18,7 @@ from skuda.kernels.quantize.dynamic_range import DynamicRangeQuantizeDescriptor
 from skuda.kernels.quantize.fake_quantize import FakeQuantize
 from skuda.kernels.quantize.fake_quantize_backward import FakeQuantizeBackward
 from skuda.kernels.quantize.granularity import AffineProblem, PerChannel, PerGroup, PerTensor
+from skuda.kernels.quantize.norm import CHUNK, LANES, NormProblem
 from skuda.kernels.quantize.quantize import Quantize
 from skuda.kernels.quantize.quantize_backward import QuantizeBackward
 from skuda.registry.descriptor import Descriptor
@@ -71,6 +72,7 @@ def formula(problem: Descriptor, inputs: Mapping[str, Any]) -> Formula | None:
     """Return an affine op as a function of tensors that returns the op's outputs in their order.
 
     Return None for products, asymmetric ranges and packed codes. A symmetric range returns no zero points, which are 0.
+    A norm sums in torch's own order, so only `answer` is exact.
     """
     elements = {element for argument in problem.arguments() for element in argument.elements}
     if not isinstance(problem, AffineProblem) or any(element.is_packed for element in elements):
@@ -79,6 +81,8 @@ def formula(problem: Descriptor, inputs: Mapping[str, Any]) -> Formula | None:
     match problem:
         case DynamicRangeQuantizeDescriptor(mode=DynamicRangeMode.SYMMETRIC):
             return terms.ranged(problem)
+        case NormProblem():
+            return terms.normalized(problem)
         case Dequantize():
             return terms.dequantize, (*terms.arrays("input"), *terms.factors())
         case DequantizeBackward():
@@ -150,6 +154,74 @@ class _Terms:
 
         return symmetric, (*self.arrays("input"), torch.full((1,), self.high, dtype=self.compute, device=self._device))
 
+    def normalized(self, problem: NormProblem) -> Formula:
+        functional, d = self._torch.nn.functional, problem.d
+        vectors = {name: self._inputs[name] for name in problem.vectors()}
+
+        def whole(x: Any, residual: Any, weight: Any, bias: Any, *factors: Any) -> tuple[Any, ...]:
+            h = x if residual is None else x + residual
+            if problem.centred:
+                y = functional.layer_norm(h, (d,), weight, bias, problem.eps)
+            else:
+                y = functional.rms_norm(h, (d,), weight, problem.eps)
+            return self.norm_outputs(problem, h, y, *factors)
+
+        data = self._inputs["input"], self._inputs.get("residual"), vectors.get("weight"), vectors.get("bias")
+        return whole, (*data, *self.norm_factors(problem))
+
+    def norm_factors(self, problem: NormProblem) -> tuple[Any, ...]:
+        """Return what codes follow from: the largest code, or scale and zero point."""
+        if not problem.is_dynamic:
+            return self.factors()
+        return (self._torch.full((1,), self.high, dtype=self.compute, device=self._device),)
+
+    def norm_outputs(self, problem: NormProblem, h: Any, y: Any, first: Any, zero: Any = 0) -> tuple[Any, ...]:
+        """Return the outputs of a norm, from the data and the normalized rows."""
+        torch, scale = self._torch, first
+        if problem.is_dynamic:
+            scale = y.abs().amax(1, keepdim=True).to(self.compute) / first
+            scale = torch.where(scale == 0, 1, scale)
+        codes = self.codes(y, scale, zero).clamp(self.low, self.high).to(torch_dtype(problem.output_element))
+        found = (codes, scale) if problem.is_dynamic else (codes,)
+        return (*found, *((h,) if problem.has_residual else ()), *((y,) if problem.has_normalized else ()))
+
+    def exactly_normalized(self, problem: NormProblem) -> tuple[Any, ...]:
+        """Return the outputs of a norm, each sum in the order of the op."""
+        torch, stored, wide = self._torch, self.stored, {}
+        h = self._inputs["input"]
+        for name in ("residual", *problem.vectors()):
+            wide[name] = self._inputs[name].to(self.compute) if name in self._inputs else None
+        if problem.has_residual:
+            h = (h.to(self.compute) + wide["residual"]).to(stored)
+        c, count = h.to(self.compute), torch.full((1,), problem.d, dtype=self.compute, device=self._device)
+        if problem.centred:
+            c = c - self._fold(c) / count
+        # On a CPU torch does not round the root of f32 correctly; f64 has more than twice the bits.
+        root = torch.sqrt((self._fold(c * c) / count + problem.eps).to(torch.float64)).to(self.compute)
+        y = c * (1 / root)
+        y = y * wide["weight"] if problem.has_weight else y
+        y = (y + wide["bias"] if "bias" in problem.vectors() else y).to(stored)
+        return self.norm_outputs(problem, h, y, *self.norm_factors(problem))
+
+    def _fold(self, values: Any) -> Any:
+        """Return the sums of rows, with one column."""
+        rows, d = values.shape
+        turns = -(-d // (CHUNK * LANES))
+        padded = self._torch.nn.functional.pad(values, (0, turns * CHUNK * LANES - d))
+        chunks = _halved(padded.reshape(rows, turns, LANES, CHUNK))
+        lanes = self._torch.zeros_like(chunks[:, 0])
+        for turn in range(turns):
+            lanes = lanes + chunks[:, turn]
+        return _halved(lanes)[:, None]
+
+
+def _halved(values: Any) -> Any:
+    """Add the upper half of the last axis to the lower half until one value is left."""
+    while values.shape[-1] > 1:
+        half = values.shape[-1] // 2
+        values = values[..., :half] + values[..., half:]
+    return values[..., 0]
+
 
 def answer(problem: Descriptor, inputs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """Compute the expected outputs with torch, in the op's order and in any shape.
@@ -159,6 +231,8 @@ def answer(problem: Descriptor, inputs: Mapping[str, Any]) -> tuple[Any, ...] | 
     torch: Any = importlib.import_module("torch")
     if isinstance(problem, LinearProblem):
         return _product(torch, problem, inputs)
+    if isinstance(problem, NormProblem):
+        return _Terms(problem, inputs).exactly_normalized(problem)
     found = formula(problem, inputs)
     if found is None:
         return None

@@ -31,6 +31,7 @@ _TOKENS: tuple[Shape, ...] = (
     (16384, 8192),
     (65536, 8192),
 )
+_NORMS: tuple[Shape, ...] = ((1, 4096), (16, 4096), (64, 8192), (4096, 4096), (16384, 8192))
 _PRODUCTS: tuple[Shape, ...] = (
     *((m, 4096, 4096) for m in (1, 16, 64, 128, 256, 512, 1024, 4096)),
     (4096, 6144, 4096),
@@ -50,8 +51,10 @@ _WIDE: _Rows = ((((16384, 8192),), (_BF16, _F32)), (((8192, 8192),), (_F64,)))
 _DEFAULTS: dict[str, _Rows] = {
     "dynamic_range": ((_TOKENS, (_BF16, _F16)),),
     "fake_quantize": ((((1024, 1024), (4096, 4096)), (_F32,)), *_WIDE),
+    "layer_norm_quantize": ((_NORMS, (_BF16,)),),
     "quantized_linear": ((_PRODUCTS, (_BF16,)),),
     "scaled_linear": ((_SQUARES, (_BF16,)), (_SQUARES[-1:], (_S32,))),
+    "rms_norm_quantize": ((_NORMS, (_BF16,)),),
     "smoothquant_linear": ((_PRODUCTS, (_BF16,)),),
 }
 """Shapes by op; `_WIDE` for all others, in the elements that they have, or in all they have."""
@@ -150,10 +153,11 @@ def problem_of(descriptor: type[Descriptor], shape: Shape, element: ElementKind)
     """Return an op's problem of a shape and an element, with s8 codes, symmetric if the op supports it.
 
     Per channel, the channels are the columns; per group, `GROUP_SIZE` elements share a scale; a dynamic range is per
-    token. Raise `InvalidProblem` for a shape that the op refuses, such as columns that are not whole groups.
+    token. A norm adds a residual, and has a weight and a bias. Raise `InvalidProblem` for a shape that the op refuses,
+    such as columns that are not whole groups.
     """
     known = descriptor.model_fields
-    symmetric = issubclass(descriptor, LinearProblem) or "scope" in known
+    symmetric = issubclass(descriptor, LinearProblem) or not known.keys().isdisjoint({"scope", "scaling"})
     fields: dict[str, Any] = {"q_min": -127 if symmetric else -128, "q_max": 127, "act_scale": 0.0131}
     fields[descriptor.element_field] = element
     if descriptor.aux_field:
@@ -164,6 +168,7 @@ def problem_of(descriptor: type[Descriptor], shape: Shape, element: ElementKind)
         rows, columns = shape
         fields |= {"numel": rows * columns, "shape": shape, "n": rows, "d": columns}
         fields |= {"outer_size": rows, "axis_size": columns}
+        fields |= {"eps": 1e-6, "has_residual": True, "has_weight": True, "has_bias": True}
         fields |= {"axis": 1} if "shape" in known else {}
         fields |= {"group_size": GROUP_SIZE} if "axis_size" in known else {}
     return descriptor(**{name: value for name, value in fields.items() if name in known})

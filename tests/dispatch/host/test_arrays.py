@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from support import arguments_of, assert_same_bits, dispatcher, draw, fresh, guarded_outputs
+from support import arguments_of, assert_same_bits, dispatcher, draw, fresh, guarded_outputs, parts_of
 
 import skuda
 from skuda.dispatch.host.arrays import host_view
@@ -75,7 +75,7 @@ def test_a_subclass_gives_the_bits_of_its_values_and_comes_back_as_it_was_given(
     for name, array in want.items():
         assert_same_bits(outputs[name], array, name)
     names = [a.name for a in arguments_of(problem, Role.OUTPUT)]
-    for name, one in zip(names, result if isinstance(result, tuple) else (result,), strict=True):
+    for name, one in zip(names, parts_of(result), strict=True):
         assert one is given[name]
 
 
@@ -92,7 +92,7 @@ def test_a_subclass_as_input_gives_plain_outputs_and_the_same_problem(op):
         result = dispatcher().run(problem, **called)
     finally:
         Loud.armed = False
-    for one in result if isinstance(result, tuple) else (result,):
+    for one in parts_of(result):
         assert type(one) is np.ndarray
 
 

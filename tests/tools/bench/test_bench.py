@@ -155,6 +155,8 @@ def test_what_cannot_be_measured_is_refused(names, shapes, elements, says):
         ("dequantize_per_group", (16, 256), "bf16", Work(4096 + 32 * 8, 8192, 0)),
         ("dequantize_per_group_backward", (16, 256), "bf16", Work(8192 + 32 * 4, 8192, 0)),
         ("dynamic_range", (16, 256), "bf16", Work(8192, 4096 + 16 * 8, 0)),
+        ("rms_norm_quantize", (16, 256), "bf16", Work(2 * 8192 + 512, 4096 + 16 * 4 + 8192, 0)),
+        ("layer_norm_quantize", (16, 256), "f32", Work(2 * 16384 + 2 * 1024, 4096 + 16 * 4 + 16384, 0)),
         ("smoothquant_linear", (3, 5, 7), "bf16", Work(21 + 35 + 20, 30, 210)),
         ("quantized_linear", (3, 5, 7), "f16", Work(42 + 35 + 20, 30, 210)),
         ("scaled_linear", (3, 5, 7), "bf16", Work(21 + 35 + 20 + 12, 30, 210)),

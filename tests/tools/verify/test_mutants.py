@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
-from support import fresh
+from support import fresh, parts_of
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.backends.numpy import HostRunner, NumpyBackend
@@ -315,7 +315,7 @@ def test_a_reciprocal_changes_many_of_the_codes_that_are_drawn_for_ties(base, ke
 def outputs_of(problem: Any, drawn: Any) -> dict[str, Any]:
     result = HostRunner(problem, right).run(drawn.inputs, None)
     names = [argument.name for argument in problem.arguments() if argument.role is Role.OUTPUT]
-    made = dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True))
+    made = dict(zip(names, parts_of(result), strict=True))
     return {name: np.zeros_like(array) for name, array in made.items()}
 
 

@@ -1,0 +1,254 @@
+"""What the normalizing ops share: their problem, the one order of their sums, and their reference.
+
+The order of a sum, `fold`, is part of the ops' meaning, so that every kernel gives the same bits and a row's result
+depends on nothing but the row. The row is cut into chunks of 8 consecutive elements, missing elements counting as +0.
+Each chunk is folded: its upper half is added to its lower half (element i + 4 to i), then again (i + 2 to i), and again
+(i + 1 to i). Chunk c belongs to lane c mod 1024; a lane starts from +0 and adds its chunks in ascending order. Then the
+1024 lanes are folded in the same way: lane i + 512 to i, i + 256 to i, ..., i + 1 to i. A lane without chunks is +0,
+which changes nothing, so a short row needs few lanes, and a thread that owns lanes i, i + t, i + 2 t, ... of t threads
+adds most of them by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import product
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+
+from skuda.kernels.blocks import BLOCK
+from skuda.kernels.dtypes import compute_dtype, storage_dtype
+from skuda.kernels.quantize import affine
+from skuda.kernels.quantize.granularity import AffineProblem, Granularity, per_tensor, per_token
+from skuda.registry.descriptor import Argument, Role
+from skuda.registry.elements import FLOATS, ElementKind
+from skuda.registry.op import Case
+from skuda.registry.value import Extent, Int32, Real
+from skuda.registry.vocabulary import Scaling
+
+Array = npt.NDArray[Any]
+CODES8 = (ElementKind.S8, ElementKind.U8)
+CHUNK = 8
+"""Consecutive elements that are folded first."""
+LANES = 1024
+"""Sums that a row is distributed over."""
+
+
+class NormQuantized(NamedTuple):
+    """The result of a normalizing op; what the problem does not write is None."""
+
+    output: Any
+    """Codes, [n, d]."""
+    scale_out: Any = None
+    """Scale of every row, in the compute type, where the scaling is dynamic."""
+    residual_out: Any = None
+    """Sum of input and residual, [n, d], where there is a residual."""
+    normalized_out: Any = None
+    """The normalized rows, [n, d], where they are asked for."""
+
+
+class NormProblem(AffineProblem):
+    """The base of the normalizing descriptors.
+
+    Attributes
+    ----------
+    n, d : int
+        Rows and columns; each row is normalized by itself.
+    eps : float
+        What is added to the mean square, in the compute type; finite and not negative.
+    q_min, q_max : int
+        Bounds of the codes, inclusive, within the range of `output_element`.
+    scaling : Scaling
+        ``dynamic`` (a scale per row from its own range, symmetric) or ``static`` (one given scale and zero point).
+    has_residual : bool
+        Whether `residual` is added to `input` first, and the sum is written to `residual_out`.
+    has_weight : bool
+        Whether the normalized row is multiplied by `weight`.
+    has_normalized : bool
+        Whether the normalized rows are also written as they are, to `normalized_out`.
+    input_element, output_element : ElementKind
+        Elements of data and codes.
+    """
+
+    centred: ClassVar[bool]
+    """Whether the mean is subtracted first."""
+    n: Extent
+    d: Extent
+    eps: Annotated[Real, Field(ge=0)]
+    q_min: Int32
+    q_max: Int32
+    scaling: Scaling = Scaling.DYNAMIC
+    has_residual: bool = False
+    has_weight: bool = False
+    has_normalized: bool = False
+    input_element: ElementKind
+    output_element: ElementKind
+    element_field: ClassVar[str] = "input_element"
+    aux_field: ClassVar[str | None] = "output_element"
+    result = NormQuantized
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        self.check_bounds(self.q_min, self.q_max, self.output_element)
+        if self.is_dynamic and self.q_max <= 0:
+            self.refuse("q_max", self.q_max, "be greater than 0: it divides the largest magnitude")
+        with np.errstate(over="ignore"):
+            rounded = compute_dtype(self.input_element).type(self.eps)
+        if not np.isfinite(rounded):
+            self.refuse("eps", self.eps, f"be finite in {self.input_element.compute}")
+        return self
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether each row has its own scale."""
+        return self.scaling is Scaling.DYNAMIC
+
+    @property
+    def granularity(self) -> Granularity:
+        """One segment per row, or one for everything."""
+        shape = (self.n, self.d)
+        if self.is_dynamic:
+            return Granularity(shape, (self.n,), per_token, (self.d, self.n))
+        return Granularity(shape, (), per_tensor)
+
+    @property
+    def builder(self) -> Callable[..., Any]:
+        """Builds a `NormQuantized` from the outputs that this problem has."""
+        names = [argument.name for argument in self.arguments() if argument.role is Role.OUTPUT]
+        return lambda *outputs: NormQuantized(**dict(zip(names, outputs, strict=True)))
+
+    def vectors(self) -> tuple[str, ...]:
+        """Return the names of the arguments of one value per column."""
+        return ("weight",) if self.has_weight else ()
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return the arguments that this problem takes."""
+        data, code = self.input_element, self.output_element
+        found = [self.data("input", Role.INPUT, data)]
+        found += [self.data("residual", Role.INPUT, data)] if self.has_residual else []
+        found += [Argument(name, Role.INPUT, (data,), (self.d,)) for name in self.vectors()]
+        if not self.is_dynamic:
+            found.append(Argument("scale", Role.SCALE, tuple(dict.fromkeys((data.compute, data)))))
+            found.append(Argument("zero_point", Role.ZERO_POINT, (ElementKind.S32,)))
+        found.append(self.data("output", Role.OUTPUT, code))
+        found += [Argument("scale_out", Role.OUTPUT, (data.compute,), (self.n,))] if self.is_dynamic else []
+        found += [self.data("residual_out", Role.OUTPUT, data)] if self.has_residual else []
+        found += [self.data("normalized_out", Role.OUTPUT, data)] if self.has_normalized else []
+        return tuple(found)
+
+
+def fold(values: Callable[[slice], Array], rows: int, columns: int, compute: np.dtype[Any]) -> Array:
+    """Return the sum of every row, in the order of the module.
+
+    Parameters
+    ----------
+    values : callable
+        Returns the columns in a slice as an array [rows, columns of the slice] of the compute type.
+    rows, columns : int
+        Shape of the whole.
+    compute : dtype
+        The compute type, in which every sum is rounded.
+    """
+    chunks = min(LANES, -(-columns // CHUNK))
+    lanes = np.zeros((rows, 1 << max(0, chunks - 1).bit_length()), compute)
+    for piece in _pieces(columns):
+        count = -(-(piece.stop - piece.start) // CHUNK)
+        padded = np.zeros((rows, count * CHUNK), compute)
+        padded[:, : piece.stop - piece.start] = values(piece)
+        lanes[:, :count] += _halved(padded.reshape(rows, count, CHUNK))
+    return _halved(lanes)
+
+
+def _halved(values: Array) -> Array:
+    """Add the upper half of the last axis to the lower half until one value is left."""
+    while values.shape[-1] > 1:
+        half = values.shape[-1] // 2
+        values = values[..., :half] + values[..., half:]
+    return values[..., 0]
+
+
+def _pieces(columns: int) -> Iterator[slice]:
+    """Yield slices that give every lane one chunk."""
+    step = LANES * CHUNK
+    return (slice(start, min(start + step, columns)) for start in range(0, columns, step))
+
+
+@np.errstate(all="ignore")  # infinities and NaN are valid results here
+def write(problem: NormProblem, arrays: Mapping[str, Any]) -> None:
+    """Write the outputs among `arrays`, the op's arguments by name, by the formula of the op."""
+    step = max(1, BLOCK // max(1, problem.d))
+    for start in range(0, problem.n, step):
+        rows = slice(start, min(start + step, problem.n))
+        y = _normalized(problem, rows, arrays)
+        elements, bounds = (problem.input_element, problem.output_element), (problem.q_min, problem.q_max)
+        if problem.is_dynamic:
+            scale, zero_point = arrays["scale_out"][rows], np.zeros(len(y), np.int32)
+            ends = scale[:, None], zero_point[:, None]
+            affine.dynamic_scales(y, (1,), problem.input_element, bounds, ends, asymmetric=False)
+        else:
+            scale, zero_point = arrays["scale"], arrays["zero_point"]
+        affine.quantize(problem.granularity.spread, elements, bounds, (y, scale, zero_point, arrays["output"][rows]))
+
+
+def _normalized(problem: NormProblem, rows: slice, arrays: Mapping[str, Any]) -> Array:
+    """Return some rows, normalized and rounded to the data's element, and write what else is to be written of them."""
+    compute, storage = compute_dtype(problem.input_element), storage_dtype(problem.input_element)
+    count, d = rows.stop - rows.start, problem.d
+
+    def data(columns: slice) -> Array:
+        x = arrays["input"][rows, columns].astype(compute)
+        if not problem.has_residual:
+            return np.asarray(x)
+        total = (x + arrays["residual"][rows, columns].astype(compute)).astype(storage)
+        arrays["residual_out"][rows, columns] = total
+        return np.asarray(total.astype(compute))
+
+    def centred(columns: slice) -> Array:
+        return data(columns) - mean[:, None] if problem.centred else data(columns)
+
+    def squared(columns: slice) -> Array:
+        return np.square(centred(columns))
+
+    total = partial(fold, rows=count, columns=d, compute=compute)
+    mean = total(data) / compute.type(d) if problem.centred else np.zeros(count, compute)
+    variance = total(squared) / compute.type(d)
+    factor = compute.type(1) / np.sqrt(variance + compute.type(problem.eps))
+    y = np.empty((count, d), storage)
+    for columns in _pieces(d):
+        found = centred(columns) * factor[:, None]
+        if "weight" in problem.vectors():
+            found = found * arrays["weight"][columns].astype(compute)
+        if "bias" in problem.vectors():
+            found = found + arrays["bias"][columns].astype(compute)
+        y[:, columns] = found.astype(storage)
+    if problem.has_normalized:
+        arrays["normalized_out"][rows] = y
+    return y
+
+
+_SIZES = ((5, 64), (3, 7), (2, 8), (1, 1), (3, 0), (0, 8), (9, 33), (40, 16), (2, 4096), (7, 1304), (7, 2056))
+_LONG = ((1, 8200), (1, 16400))
+
+
+def cases(descriptor: type[NormProblem]) -> tuple[Case, ...]:
+    """Return the cases of an op: every pair of elements, every switch both ways, and rows of every length."""
+    known = descriptor.model_fields
+    switches = ("has_residual", "has_weight", "has_bias", "has_normalized")
+    plan: list[tuple[Any, ...]] = list(product((*_SIZES, *_LONG), FLOATS, CODES8))
+    plan += [((1, 70_008), data, ElementKind.S8) for data in (ElementKind.BF16, ElementKind.F32)]
+    plan += [((7, 8200), data, ElementKind.S8) for data in (ElementKind.BF16, ElementKind.F16)]
+    made = []
+    for number, ((n, d), data, code) in enumerate(plan):
+        # Every 8 cases have the same size; neither sizes nor elements decide the switches.
+        turns = number * 11 + number // 8 * 5
+        fields: dict[str, Any] = {name: bool(turns >> bit & 1) for bit, name in enumerate(switches, 1) if name in known}
+        low, high = code.integer_range or (0, 0)
+        fields |= {"q_min": low + number // 4 % 2 * (code is ElementKind.S8), "q_max": high}
+        fields |= {"scaling": tuple(Scaling)[turns & 1], "eps": (1e-6, 1e-5, 0.0, 0.37)[number // 2 % 4]}
+        problem = descriptor(n=n, d=d, input_element=data, output_element=code, **fields)
+        made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
+    return tuple(made)

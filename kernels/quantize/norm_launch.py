@@ -1,0 +1,103 @@
+"""The launch rule of the kernels of ``norm.cuh``. Pure: nothing here needs a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from skuda.kernels.launch import (
+    Constant,
+    Launch,
+    Number,
+    Parameter,
+    Pointer,
+    Step,
+    Which,
+    pointers,
+    s32,
+    s64,
+    strided,
+)
+from skuda.kernels.quantize.elementwise_launch import THREADS, WARP
+from skuda.registry.elements import ElementKind
+
+if TYPE_CHECKING:
+    from skuda.dispatch.device import Device
+    from skuda.kernels.quantize.norm import NormProblem
+
+_OCTET = 8
+_HELD = 4
+"""Octets of 8 elements that a thread holds, unless the entry says another number."""
+_MOST_THREADS = 512
+
+
+def norm(problem: NormProblem, device: Device) -> Launch:
+    """Launch one step that reads every row once, or several times if it exceeds the registers of a block."""
+    if not problem.n or not (problem.d or problem.is_dynamic):
+        return Launch(steps=())
+    entry, lanes, threads = _geometry(problem, max(1, device.sm_count))
+    rows_per_block = threads // lanes
+    step = Step(
+        entry=f"{problem.kernel}_{entry}",
+        grid=(-(-problem.n // rows_per_block), 1, 1),
+        block=(threads, 1, 1),
+        parameters=_parameters(problem, lanes),
+    )
+    return Launch(steps=(step,))
+
+
+def _geometry(problem: NormProblem, multiprocessors: int) -> tuple[str, int, int]:
+    """Return the end of the entry's name, the threads that share a row, and the threads of a block.
+
+    Few rows are spread over many threads. Many rows keep every multiprocessor busy anyway; then more octets per thread
+    save instructions, because each thread also computes the factor and the scale.
+    """
+    octets = -(-problem.d // _OCTET)
+    if octets <= _HELD * WARP:
+        lanes = _power(-(-octets // _HELD))
+        # With few rows, every warp gets a multiprocessor of its own if there are enough of them.
+        return "lanes", lanes, THREADS if problem.n * lanes >= 4 * THREADS * multiprocessors else WARP
+    threads = _power(-(-octets // 2))
+    if problem.n <= 2 * multiprocessors and threads <= _MOST_THREADS:
+        return "2", threads, threads
+    threads = _power(-(-octets // 8))
+    if problem.input_element.bits == 16 and 2 * WARP <= threads <= THREADS and problem.n > 2 * multiprocessors:
+        return "8", threads, threads
+    threads = _power(-(-octets // _HELD))
+    most = THREADS if problem.input_element is ElementKind.F64 else _MOST_THREADS
+    return ("4", threads, threads) if threads <= most else ("long", THREADS, THREADS)
+
+
+def _power(count: int) -> int:
+    """Return the least power of two that is at least `count`."""
+    return 1 << (max(1, count) - 1).bit_length()
+
+
+def _parameters(problem: NormProblem, lanes: int) -> tuple[Parameter, ...]:
+    """Return the parameters behind the NORM_PARAMETERS macro of ``norm.cuh``."""
+    compute, names = problem.input_element.compute, {argument.name for argument in problem.arguments()}
+
+    def rows(name: str) -> tuple[Parameter, ...]:
+        return strided(name) if name in names else s64(0, 0)
+
+    def vector(name: str) -> tuple[Parameter, ...]:
+        return pointers(name) if name in names else s64(0)
+
+    scale: tuple[Parameter, ...] = (*s64(0), *s32(0), Constant(compute, 0.0), *s64(0), *s32(0))
+    if not problem.is_dynamic:
+        scale = (Pointer("scale"), Which("scale"), Number("scale", compute))
+        scale += (Pointer("zero_point"), Number("zero_point", ElementKind.S32))
+    return (
+        *rows("input"),
+        *rows("residual"),
+        *vector("weight"),
+        *vector("bias"),
+        *rows("output"),
+        *vector("scale_out"),
+        *rows("residual_out"),
+        *rows("normalized_out"),
+        *scale,
+        *s32(problem.q_min, problem.q_max),
+        Constant(compute, problem.eps),
+        *s64(problem.n, problem.d),
+        *s32(lanes),
+    )

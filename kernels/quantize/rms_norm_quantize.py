@@ -1,0 +1,82 @@
+"""RMS norm and quantize: rows divided by their root mean square, then quantized, in one pass.
+
+Formula
+-------
+h = input, or RN_T(RN_C(input + residual)), which is also written to `residual_out`.
+q = fold(RN_C(h h)); r = RN_C(1 / RN_C(sqrt(RN_C(RN_C(q / C(d)) + eps)))); y = RN_T(RN_C(RN_C(h r) weight)), without a
+weight RN_T(RN_C(h r)). y is also written to `normalized_out`, if that is asked for.
+fold, the one order of a sum: the row is cut into chunks of 8 consecutive elements, missing ones counting as +0. A chunk
+is folded: its element i + 4 is added to element i, then i + 2 to i, then i + 1 to i. Chunk c belongs to lane c mod
+1024; a lane starts from +0 and adds its chunks in ascending order. The 1024 lanes are folded in the same way: lane i +
+512 is added to lane i, then i + 256 to i, ..., then i + 1 to i. A row's result depends on nothing but the row.
+Then y is quantized exactly as by the op of that name. Dynamic: `dynamic_range` per token, symmetric: m = max |y| over
+the row, NaN skipped; s = RN_C(m / q_max), and if that is 0, s = 1; output = clamp(rne(RN_C(y / s)), q_min, q_max).
+Static: `quantize_per_tensor`: output = clamp(rne(RN_C(y / scale)) + zero_point, q_min, q_max). A NaN y quantizes to the
+zero point; an infinity among h makes the row's y NaN or 0.
+
+Shapes
+------
+`input`, `residual`, `output`, `residual_out` and `normalized_out` [n, d]; `weight` [d]; `scale_out` [n];
+`scale` and `zero_point` a number, or an array of one element. Rows may be any distance apart.
+
+Elements
+--------
+data and weight f16, bf16, f32, f64, all the same (T); output s8, u8. C is f64 for f64 data, else f32.
+`scale_out` has C, `scale` C or T, `zero_point` is s32.
+
+Units
+-----
+`scale` and `scale_out` are real units of y per code step, `zero_point` is the code that stands for 0.0; `eps` has the
+unit of h squared.
+
+Errors
+------
+`InvalidProblem` for `n` or `d` outside [0, 2^31-1]; an `eps` that is negative or not finite in C; `q_max` below `q_min`
+or bounds outside the range of `output_element`; `q_max` below 1 if the scaling is dynamic; an argument that is missing,
+unknown, of another element or shape, or that overlaps an output; a scalar scale that is 0 or not finite.
+`Unsupported` for an element outside the lists above.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from skuda.kernels.offers import cuda_skus, numpy_skus
+from skuda.kernels.quantize import norm
+from skuda.registry.elements import FLOATS
+from skuda.registry.op import Op
+
+
+class RmsNormQuantizeDescriptor(norm.NormProblem):
+    """Problem of `rms_norm_quantize`; for the other fields see `NormProblem`."""
+
+    kernel: ClassVar[str] = "rms_norm_quantize"
+    op: Literal["rms_norm_quantize"] = "rms_norm_quantize"
+    centred: ClassVar[bool] = False
+
+
+def reference(problem: RmsNormQuantizeDescriptor, **arrays: Any) -> None:
+    """Write `output`, and `scale_out`, `residual_out` and `normalized_out` if the problem has them."""
+    norm.write(problem, arrays)
+
+
+CASES = norm.cases(RmsNormQuantizeDescriptor)
+SKUS = (
+    *cuda_skus(
+        RmsNormQuantizeDescriptor,
+        __name__,
+        FLOATS,
+        norm.CODES8,
+        launch="skuda.kernels.quantize.norm_launch:norm",
+        entry_point="rms_norm_quantize_4",
+        summary="one read of every row",
+    ),
+    *numpy_skus(RmsNormQuantizeDescriptor, __name__, FLOATS, norm.CODES8),
+)
+OP = Op(
+    RmsNormQuantizeDescriptor,
+    reference,
+    CASES,
+    SKUS,
+    source="Zhang and Sennrich, Root Mean Square Layer Normalization, NeurIPS 2019",
+)

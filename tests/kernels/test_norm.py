@@ -1,0 +1,160 @@
+"""What the normalizing ops promise beyond their formula: fused and unfused agree, and a row depends on itself alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from harness.binding import launch_of
+from support import assert_same_bits, dispatcher, draw, every_case, fresh, run, sampled
+
+import skuda
+from skuda.dispatch.device import KNOWN_DEVICES
+from skuda.kernels.catalog import built_in_ops
+from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.quantize import NormQuantized
+from skuda.kernels.quantize.norm import NormProblem, fold
+from skuda.kernels.values import rounded
+from skuda.registry.arch import ArchSku
+from skuda.registry.elements import FLOATS, ElementKind
+from skuda.registry.op import Case
+from skuda.registry.vocabulary import Scaling
+
+OPS = {op.name: op for op in built_in_ops() if issubclass(op.descriptor, NormProblem)}
+CASES = sampled(
+    [pytest.param(op, case, id=name) for name, op, case in every_case() if op.name in OPS],
+    6,
+    each=lambda op, case: (op.name, case.problem.scaling),
+)
+H200 = KNOWN_DEVICES["h200"]
+
+
+def _described(op, n, d, **fields):
+    known = OPS[op].descriptor.model_fields
+    whole = {"eps": 1e-6, "q_min": -127, "q_max": 127, "input_element": "bf16", "output_element": "s8"} | fields
+    return OPS[op].descriptor(n=n, d=d, **{name: value for name, value in whole.items() if name in known})
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_codes_are_those_of_the_unfused_op_on_the_normalized_rows(op, case):
+    problem = case.problem.model_copy(update={"has_normalized": True})
+    drawn = draw(op, Case(problem, case.values), fresh(op.name, case))
+    found = run(problem, drawn.inputs)
+    fields = {name: getattr(problem, name) for name in ("q_min", "q_max", "input_element", "output_element")}
+    y = found["normalized_out"]
+    if problem.scaling is Scaling.DYNAMIC:
+        apart = run(dispatcher().describe("dynamic_range", n=problem.n, d=problem.d, **fields), {"input": y})
+        assert_same_bits(found["scale_out"], apart["scale_out"], "scale_out")
+    else:
+        given = {name: drawn.inputs[name] for name in ("scale", "zero_point")}
+        apart = run(dispatcher().describe("quantize_per_tensor", numel=y.size, **fields), {"input": y, **given})
+    assert_same_bits(found["output"], apart["output"], "output")
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_the_sum_is_added_before_and_what_is_written_besides_changes_no_code(op, case):
+    plain = case.problem.model_copy(update={"has_residual": False, "has_normalized": False})
+    both = case.problem.model_copy(update={"has_residual": True, "has_normalized": True})
+    drawn = draw(op, Case(both, case.values), fresh(op.name, case))
+    fused = run(both, drawn.inputs)
+    x, residual = (drawn.inputs[name] for name in ("input", "residual"))
+    wide = storage_dtype(both.input_element.compute)
+    with np.errstate(all="ignore"):
+        total = (x.astype(wide) + residual.astype(wide)).astype(x.dtype)
+    assert_same_bits(fused["residual_out"], total, "residual_out")
+    inputs = {name: value for name, value in drawn.inputs.items() if name != "residual"} | {"input": total}
+    for name, array in run(plain, inputs).items():
+        assert_same_bits(array, fused[name], name)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("element", FLOATS)
+@pytest.mark.parametrize("d", sampled([7, 64, 1304, 8200]))
+def test_a_row_alone_is_the_row_among_others(op, element, d):
+    rng = fresh(op, element, d)
+    x = rounded(rng.standard_normal((9, d)) * 3, element)
+    whole = run(_described(op, 9, d, input_element=element, has_normalized=True), {"input": x})
+    at = int(rng.integers(9))
+    alone = run(_described(op, 1, d, input_element=element, has_normalized=True), {"input": x[at : at + 1]})
+    for name, array in whole.items():
+        assert_same_bits(alone[name], array[at : at + 1], name)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_slice_of_a_fused_buffer_is_normalized_where_it_is(op):
+    wide = rounded(fresh(op).standard_normal((5, 300)), ElementKind.BF16)
+    room = np.zeros((5, 200), np.int8)
+    problem = _described(op, 5, 72)
+    got = run(problem, {"input": wide[:, 128:200], "output": room[:, 64:136]})
+    want = run(problem, {"input": wide[:, 128:200].copy()})
+    assert_same_bits(room[:, 64:136], want["output"])
+    assert_same_bits(got["scale_out"], want["scale_out"])
+    assert not room[:, :64].any()
+    assert not room[:, 136:].any()
+
+
+def test_a_sum_has_the_documented_order():
+    small, large = np.float32(1), np.float32(2**24)
+    places = ((8, 4, "its half of the chunk"), (16, 8, "another lane"), (8200, 8192, "a later chunk of the lane"))
+    for d, at, adds in places:
+        row = np.zeros((1, d), np.float32)
+        row[0, 0], row[0, at] = large, small
+        assert fold(lambda columns, row=row: row[:, columns], 1, d, row.dtype)[0] == large, adds
+    # Element 4 meets element 0 before element 1 and 5 meet each other: 1 is lost, 2 is not.
+    row = np.float32([[2**24, 1, 0, 0, 0, 1, 0, 0]])
+    assert fold(lambda columns: row[:, columns], 1, 8, row.dtype)[0] == 2**24 + 2
+    row = np.float32([[2**24, 1, 0, 0, 1, 0, 0, 0]])
+    assert fold(lambda columns: row[:, columns], 1, 8, row.dtype)[0] == 2**24
+    # Lanes: chunk 1024 joins chunk 0, and is lost there, before lane 512 joins it.
+    row = np.zeros((1, 8200), np.float32)
+    row[0, [0, 4096, 8192]] = 2**24, 1, 1
+    assert fold(lambda columns: row[:, columns], 1, 8200, row.dtype)[0] == 2**24
+    row[0, [8192, 4104]] = 0, 1
+    assert fold(lambda columns: row[:, columns], 1, 8200, row.dtype)[0] == 2**24
+    row[0, [4096, 4104, 8]] = 0, 1, 1
+    assert fold(lambda columns: row[:, columns], 1, 8200, row.dtype)[0] == 2**24 + 2
+    # A sum of zeros is +0, whatever their signs.
+    zeros = np.full((1, 24), -0.0, np.float32)
+    assert not np.signbit(fold(lambda columns: zeros[:, columns], 1, 24, zeros.dtype)[0])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_a_problem_does_not_write_is_none_in_its_result(op):
+    x = fresh(op).standard_normal((2, 8)).astype(np.float32)
+    function = getattr(skuda.ops, op)
+    result = function(input=x, eps=0.1, scale=0.1, zero_point=0, output_element="u8", dispatcher=dispatcher())
+    assert isinstance(result, NormQuantized)
+    assert result[1:] == (None, None, None)
+    result = function(
+        input=x, residual=x, eps=0.1, scale=0.1, zero_point=0, output_element="u8", dispatcher=dispatcher()
+    )
+    assert_same_bits(result.residual_out, x + x)
+    assert (result.scale_out, result.normalized_out) == (None, None)
+    room = np.empty_like(x)
+    result = function(input=x, eps=0.1, normalized_out=room, output_element="s8", dispatcher=dispatcher())
+    assert result.normalized_out is room
+    assert (result.scale_out.shape, result.residual_out) == ((2,), None)
+
+
+def test_every_entry_is_launched_and_rows_of_usual_models_are_held_in_registers():
+    entries = Counter()
+    for op in OPS.values():
+        (sku, *_) = (sku for sku in op.skus if sku.arch is not ArchSku.CPU)
+        for n, d, end in (
+            (4096, 128, "lanes"),
+            (1, 1024, "lanes"),
+            (1, 4096, "2"),
+            (64, 8192, "2"),
+            (16, 16384, "4"),
+            (4096, 2048, "4"),
+            (4096, 4096, "8"),
+            (16384, 8192, "8"),
+            (16384, 16384, "8"),
+            (16, 16392, "long"),
+        ):
+            (step,) = launch_of(sku, _described(op.name, n, d), H200).steps
+            assert step.entry == f"{op.name}_{end}", (n, d)
+            assert step.block[0] % 32 == 0
+            entries[step.entry] += 1
+    assert len(entries) == 2 * 5
