@@ -30,7 +30,6 @@ from skuda.tools.bench.sensor import Reading, Sensor, median
 from skuda.tools.verify.compare import differing, first_of, told
 from skuda.tools.verify.trial import answer as reference_answer
 
-_EMPTY = 'extern "C" __global__ void empty() {}'
 _COMPARED = 1 << 20
 """Differing elements that are looked at more closely where some distance is allowed."""
 
@@ -306,8 +305,8 @@ class TorchLab(Lab):
             return partial(scaled_mm, torch, a, b, torch.ones((), device=place))
 
         def empty() -> Replay:
-            kernel = torch.cuda._compile_kernel(_EMPTY, "empty")  # noqa: SLF001  torch's compiler has no public name
-            return partial(kernel, (1, 1, 1), (32, 1, 1))
+            # One thread that looks at the clock twice: the emptiest kernel that every build of torch holds.
+            return partial(torch.cuda._sleep, 0)  # noqa: SLF001  it has no public name
 
         return (
             Ceiling("empty", 0, empty),

@@ -112,10 +112,11 @@ def test_the_card_is_read_while_it_works_and_not_in_between(monkeypatch):
         Event=lambda enable_timing: Event(),
     )
     clock = CudaClock(cuda, "cuda:0", Read())
-    assert clock.measure([lambda: log.append("run")]) == [1.0]
+    run = lambda: log.append("run")  # noqa: E731  one line is clearer
+    assert clock.measure([run, run]) == [1.0, 1.0]
     watched = ["read", "query", "sleep", "read", "query", "sleep", "read", "query"]
-    assert log == ["synchronize", "event", "run", "event", *watched, "synchronize"]
+    assert log == ["synchronize", *("event", "run", "event") * 2, *watched, "synchronize"]
     assert median(clock.readings) == Reading(1002.0, 5.0)
     log.clear()
-    assert clock.measure([]) == []
-    assert "read" not in log
+    assert (clock.measure([]), clock.measure([run])) == ([], [1.0])
+    assert "read" not in log, "an estimate is not worth a reading"
