@@ -17,7 +17,7 @@ static int tuned[3] = {-1, -1, -1};
 const char *name(void) { return NAME; }
 void tune(int swizzle, int raster, int split) { tuned[0] = swizzle; tuned[1] = raster; tuned[2] = split; }
 int tuned_to(int at) { return tuned[at]; }
-size_t workspace(int m, int n, int k) { return 64; }
+size_t workspace(int m, int n, int k) { return tuned[2] ? 128 : 64; }
 static uint16_t rounded(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
@@ -27,7 +27,7 @@ int run(const int8_t *a, const int8_t *w, const float *sa, const float *sw, uint
         void *space, size_t bytes, void *stream) {
   if (k % 16 || n % 8) return 1;
   if (FAILS) return FAILS;
-  if (!space || bytes != 64) return 4;
+  if (!space || bytes != workspace(m, n, k)) return 4;
   for (int i = 0; i < m; ++i)
     for (int j = 0; j < n; ++j) {
       int32_t sum = 0;

@@ -102,6 +102,9 @@ Html = Annotated[Path | None, _option("FILE", "Write a page with op matrix, evid
 Output = Annotated[Path | None, _option("FILE", "Write the record here.")]
 Seed = Annotated[int | None, typer.Option(help="Draw inputs from this; fresh if left out.", min=0, max=_MOST)]
 Repeats = Annotated[int, typer.Option(help="Rounds; slow kernels get fewer.", min=1, max=_MOST)]
+Random = Annotated[
+    int | None, typer.Option(metavar="COUNT", help="Products of this many shapes drawn from the seed.", min=1, max=9999)
+]
 Floats = Annotated[Words, _option("KIND", "These elements: f16, bf16, f32, f64.", "--element")]
 Descriptors = Annotated[
     Path | None, _option("FILE", "For these problems: JSON objects with `op` and its fields.", "--descriptors")
@@ -224,7 +227,15 @@ def _bench(
         _option("SHAPE", "ROWSxCOLUMNS, MxNxK for a product, a file of these, or llama-3-8b, llama-3-70b, minilm."),
     ] = None,
     m: Annotated[Words, _option("ROWS", "Numbers of rows for a model's shapes.", "--m")] = None,
+    random: Random = None,
+    chain: Annotated[
+        int | None,
+        typer.Option(help="Run this many dependent layers in one graph; times are those of one.", min=2, max=99),
+    ] = None,
     elements: Floats = None,
+    rivals: Annotated[
+        Words, _option("NAME", "Only these rivals; cutlass and bf16 at random shapes.", "--rivals")
+    ] = None,
     backend: Annotated[str | None, _option("NAME", "Insist on this backend.")] = None,
     seed: Seed = None,
     repeats: Repeats = 20,
@@ -233,7 +244,7 @@ def _bench(
     show: Annotated[Path | None, _option("FILE", "Show this record; measure nothing.")] = None,
     plot: Annotated[Path | None, _option("PATH", "Draw it: into a folder, or one .png, .svg or .pdf.")] = None,
     markdown: Annotated[
-        str | None, _option("SECTION", "Markdown tables: all, facts, cases, means, bandwidth, host, or an op.")
+        str | None, _option("SECTION", "Markdown tables: all, facts, cases, means, bands, bandwidth, host, or an op.")
     ] = None,
     html: Html = None,
     as_json: Json = False,
@@ -251,8 +262,10 @@ def _tune(
     context: typer.Context,
     *,
     shapes: Annotated[Words, _option("SHAPE", "These shapes: ROWSxCOLUMNS, or MxNxK for a product.")] = None,
+    random: Random = None,
     elements: Floats = None,
     backend: Annotated[str | None, _option("NAME", "Only kernels of this backend.")] = None,
+    variants: Annotated[Words, _option("NAME", "Only kernels of these variants.", "--variant")] = None,
     output: Annotated[Path | None, _option("FILE", "Write the times here; else a name after the device.")] = None,
     update: Annotated[bool, typer.Option("--update", help="Add new problems to a file that exists.")] = False,
     margin: Annotated[

@@ -30,6 +30,8 @@ _PACKAGES = ("triton", "bitsandbytes", "torchao", "cupy-cuda12x", "cupy-cuda13x"
 _OURS = "skuda"
 _QUICK = 5
 """Rounds that choose the fastest of several alternatives."""
+_NEAR = 1.5
+"""Alternatives that take longer than this multiple of the fastest in a first round have no part in the others."""
 
 
 class _Entrant(NamedTuple):
@@ -72,7 +74,7 @@ class Bench(Measurement):
         for number, case in enumerate(cases):
             report(number, len(cases), case.label)
             results.append(self.measure(case))
-        ceilings = best_ceilings(first, self._ceilings(makers))
+        ceilings = first.best(self._ceilings(makers))
         report(len(cases), len(cases), "host")
         return BenchRecord(
             device=self.device,
@@ -94,16 +96,7 @@ class Bench(Measurement):
 
     def measure(self, case: BenchCase) -> CaseResult:
         """Measure one case; if the result is wrong or missing, the case is recorded as refused and not timed."""
-        work = work_of(case.problem)
-        result = CaseResult(
-            label=case.label,
-            op=case.op,
-            shape=case.shape,
-            element=case.element,
-            problem=as_json(case.problem),
-            bytes=work.bytes,
-            operations=work.operations,
-        )
+        result = self.described(case)
         try:
             plan = self.dispatcher.select(case.problem, self.preference, self.device)
             result = result.model_copy(update=self._named(plan))
@@ -114,6 +107,19 @@ class Bench(Measurement):
             return result.model_copy(update={"refused": error_line(error)})
         finally:
             self.tidy()
+
+    def described(self, case: BenchCase) -> CaseResult:
+        """Return a case's result without times."""
+        work = work_of(case.problem)
+        return CaseResult(
+            label=case.label,
+            op=case.op,
+            shape=case.shape,
+            element=case.element,
+            problem=as_json(case.problem),
+            bytes=work.bytes,
+            operations=work.operations,
+        )
 
     def _named(self, plan: Plan) -> dict[str, Any]:
         """Return the result's fields for the kernel of a plan and its launch."""
@@ -131,10 +137,17 @@ class Bench(Measurement):
         ours, us, wrong = self.checked(plan.bind(**inputs, **outputs), plan.sku, problem, inputs, outputs)
         if wrong:
             return {"refused": wrong}
-        rivals = self.rivals(problem)
+        return self.compared(ours, us, self.rivals(problem), problem, inputs)
+
+    def compared(
+        self, ours: Replay, us: float, rivals: Sequence[Rival], problem: Descriptor, inputs: Arrays
+    ) -> dict[str, Any]:
+        """Return the times of a call of ours, which takes about `us`, and of rivals, as fields of a result."""
         entrants = {rival.name: self._entrant(rival, problem, inputs) for rival in rivals}
         replays = {_OURS: ours} | {name: one.replay for name, one in entrants.items() if one.replay is not None}
+        self.lab.reading()  # what was read before is not about these rounds
         timings = self.timed(replays, {_OURS: us} | {name: one.us for name, one in entrants.items()})
+        read = self.lab.reading()
         results = (
             RivalResult(
                 name=rival.name,
@@ -145,7 +158,7 @@ class Bench(Measurement):
             )
             for rival in rivals
         )
-        return {"timing": timings[_OURS], "rivals": tuple(results)}
+        return {"timing": timings[_OURS], "rivals": tuple(results)} | (read._asdict() if read else {})
 
     def _entrant(self, rival: Rival, problem: Descriptor, inputs: Arrays) -> _Entrant:
         """Prepare a rival, or give the reason why it does not take part."""
@@ -174,6 +187,8 @@ class Bench(Measurement):
                 failed.append(error_line(error))
         if not able:
             raise RuntimeError(failed[0] if failed else "there is no alternative")
+        first = dict(zip(able, lab.measure(list(able.values())), strict=True))
+        able = {name: able[name] for name, us in first.items() if us <= _NEAR * min(first.values())}
         quick = time_interleaved(lab, able, dict.fromkeys(able, _QUICK))
         best = min(quick, key=lambda name: quick[name].median)
         replay = lab.capture(able[best])
@@ -187,13 +202,14 @@ class Bench(Measurement):
 
     def _ceilings(self, makers: Sequence[Ceiling]) -> Ceilings:
         found: dict[str, Any] = {}
-        notes = []
+        notes = [self.lab.unwatched] if self.lab.unwatched else []
         for ceiling in makers:
             try:
                 call = ceiling.make()
                 replay = self.lab.capture(call) if ceiling.graph else call
                 timing = self.timed({ceiling.name: replay}, {ceiling.name: 0.0})[ceiling.name]
-                found[ceiling.name] = max(ceiling.amount / timing.median * 1e6, found.get(ceiling.name, 0.0))
+                value = ceiling.amount / timing.median * 1e6 if ceiling.amount else timing.median
+                found[ceiling.name] = max(value, found.get(ceiling.name, 0.0))
             except Exception as error:  # noqa: BLE001  a card without fp8, too little memory
                 notes.append(f"{ceiling.name}: {error_line(error)}")
             finally:
@@ -209,13 +225,6 @@ class Bench(Measurement):
             if sku is not None:
                 found.append(Offer(sku, case.problem, explained.choice))
         return found
-
-
-def best_ceilings(first: Ceilings, last: Ceilings) -> Ceilings:
-    """Return the higher of two measurements of each ceiling, and the notes of both."""
-    pairs = {name: (getattr(first, name), getattr(last, name)) for name in ("copy_bandwidth", "bf16", "fp8")}
-    best = {name: max((v for v in pair if v is not None), default=None) for name, pair in pairs.items()}
-    return Ceilings(**best, notes=tuple(dict.fromkeys((*first.notes, *last.notes))))
 
 
 def _safely(host: Callable[[], tuple[HostCost, ...]]) -> tuple[HostCost, ...]:

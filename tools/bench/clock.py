@@ -6,7 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from skuda.tools.bench.sensor import Reading, Sensor
+
 Replay = Callable[[], object]
+_PAUSE = 5e-4
+"""Seconds between two readings of a sensor."""
 
 
 class HostClock:
@@ -29,10 +33,14 @@ class HostClock:
 
 
 class CudaClock:
-    """Events of one CUDA device on a separate stream; `cuda` is ``torch.cuda``."""
+    """Events of one CUDA device on a separate stream; `cuda` is ``torch.cuda``.
 
-    def __init__(self, cuda: Any, place: Any) -> None:
-        self._cuda, self._stream = cuda, cuda.Stream(place)
+    With a sensor, `readings` get what it reads while the device works.
+    """
+
+    def __init__(self, cuda: Any, place: Any, sensor: Sensor | None = None) -> None:
+        self._cuda, self._stream, self._sensor = cuda, cuda.Stream(place), sensor
+        self.readings: list[Reading] = []
 
     def capture(self, call: Replay, *, careful: bool = True) -> Replay:
         """Warm a call up, capture it as a CUDA graph, and return a function that replays the graph.
@@ -58,6 +66,14 @@ class CudaClock:
 
         return replay
 
+    def _watch(self, last: Any) -> None:
+        """Read the sensor at least once, and then until the last event has passed."""
+        while self._sensor is not None:
+            self.readings.append(self._sensor.read())
+            if last.query():
+                return
+            time.sleep(_PAUSE)
+
     def _refuse_waiting(self, call: Replay) -> None:
         self._cuda.set_sync_debug_mode("error")
         try:
@@ -82,5 +98,7 @@ class CudaClock:
                 start.record()
                 replay()
                 end.record()
+        if len(events) > 1:  # a single run is an estimate, and a reading takes longer than most of them
+            self._watch(events[-1][1])
         cuda.synchronize()
         return [start.elapsed_time(end) * 1e3 for start, end in events]

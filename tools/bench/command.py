@@ -5,27 +5,32 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.device import Device
+from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.registry import Registry
 from skuda.tools.bench import plot as plots
 from skuda.tools.bench.bench import Bench
+from skuda.tools.bench.chain import Chain, chained
 from skuda.tools.bench.cutlass.rival import CAPABILITY, Cutlass
 from skuda.tools.bench.host import launch_costs
 from skuda.tools.bench.lab import TorchLab
 from skuda.tools.bench.markdown import bench_markdown
 from skuda.tools.bench.record import BenchRecord
-from skuda.tools.bench.rivals import rivals_of
+from skuda.tools.bench.rivals import Rival, rivals_of
 from skuda.tools.bench.terminal import print_record, rows
-from skuda.tools.output import SavePage, progress, records, refuse, split, stderr, stdout
-from skuda.tools.words.cases import rank_of, select_cases, select_ops
+from skuda.tools.output import SavePage, chosen, progress, records, refuse, split, stderr, stdout
+from skuda.tools.words.cases import random_shapes, rank_of, select_cases, select_ops
 from skuda.tools.words.shapes import read_rows, read_shapes
+
+_FEW = ("cutlass", "bf16")
+"""Rivals at random shapes, where compiling and tuning the others would take most of the time."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,9 @@ class Request:
     ops: Sequence[str] = ()
     shapes: Sequence[str] = ()
     m: Sequence[str] = ()
+    random: int | None = None
+    chain: int | None = None
+    rivals: Sequence[str] = ()
     elements: Sequence[str] = ()
     backend: str | None = None
     seed: int | None = None
@@ -52,8 +60,16 @@ class Request:
             "--shapes": split(self.shapes),
             "--m": split(self.m),
             "--element": split(self.elements),
+            "--rivals": split(self.rivals),
         }
-        one = {"--backend": self.backend, "--seed": self.seed, "--repeats": self.repeats, "--cutlass": self.cutlass}
+        one = {
+            "--random": self.random,
+            "--chain": self.chain,
+            "--backend": self.backend,
+            "--seed": self.seed,
+            "--repeats": self.repeats,
+            "--cutlass": self.cutlass,
+        }
         return many | {name: () if value is None else (str(value),) for name, value in one.items()}
 
 
@@ -128,24 +144,30 @@ def _measured(dispatcher: Dispatcher, request: Request, output: Path | None) -> 
     names, options, registry = split((*request.names, *request.ops)), request.options, dispatcher.registry
     ranks = {rank_of(registry.ops[op]) for op in select_ops(registry, names)}
     sizes = read_shapes(options["--shapes"], ranks, read_rows(options["--m"]))
+    seed = int.from_bytes(os.urandom(4), "little") if request.seed is None else request.seed
+    sizes += random_shapes(registry, names, request.random, seed)
     cases = select_cases(registry, names, sizes, options["--element"])
+    if request.chain is not None:
+        cases = tuple(map(chained, cases))
     if request.backend is not None and request.backend not in registry.backends:
         refuse("bench", "--backend", request.backend, tuple(registry.backends))
+    known = dict.fromkeys(rival.name for case in cases for rival in rivals_of(case.problem))
+    rivals = chosen("bench", "--rivals", options["--rivals"], known) or (_FEW if request.random else known)
     products = Cutlass.load(request.cutlass) if request.cutlass is not None else ""
     device = next((found for found in dispatcher.devices if found.processor == "cuda"), None)
     if device is None:
         line = "a bench needs a CUDA device, and none is here: `skuda doctor` says what is missing"
         stderr().print(f"skuda: {line}", style="yellow", soft_wrap=True)
         return None
-    seed = int.from_bytes(os.urandom(4), "little") if request.seed is None else request.seed
-    bench = Bench(
+    kind = Bench if request.chain is None else partial(Chain, layers=request.chain)
+    bench = kind(
         dispatcher,
         device,
         TorchLab(device),
         seed=seed,
         repeats=request.repeats,
         backend=request.backend,
-        rivals=partial(rivals_of, cutlass=_able(products, device)),
+        rivals=partial(_named_rivals, tuple(rivals), cutlass=_able(products, device)),
     )
     again = command_line(names, replace(request, seed=seed).options)
     host = partial(launch_costs, dispatcher, device, request.backend)
@@ -154,6 +176,11 @@ def _measured(dispatcher: Dispatcher, request: Request, output: Path | None) -> 
     if output is not None:
         record.save(output)
     return record
+
+
+def _named_rivals(names: Collection[str], problem: Descriptor, cutlass: Cutlass | str) -> tuple[Rival, ...]:
+    """Return the rivals of a problem that are named."""
+    return tuple(rival for rival in rivals_of(problem, cutlass) if rival.name in names)
 
 
 def _able(products: Cutlass | str, device: Device) -> Cutlass | str:

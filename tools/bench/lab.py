@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from skuda.registry.registry import Registry
 from skuda.tools.bench.clock import CudaClock, HostClock, Replay
 from skuda.tools.bench.formulas import answer as torch_answer
 from skuda.tools.bench.formulas import scaled_mm, torch_dtype
+from skuda.tools.bench.sensor import Reading, Sensor, median
 from skuda.tools.verify.compare import differing, first_of, told
 from skuda.tools.verify.trial import answer as reference_answer
 
@@ -34,10 +36,11 @@ _COMPARED = 1 << 20
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A large copy or product whose speed bounds others; the fastest of several with one name counts.
+    """A large copy or product whose speed bounds others, or a call whose time does; the best of one name counts.
 
-    `amount` is in bytes moved, or operations. `make` returns the call to time, and raises if the device cannot run it.
-    A copy is not timed in a graph, because the driver copies 512 MiB and more much slower as part of one.
+    `amount` is in bytes moved, or operations; 0 if the time itself is the ceiling. `make` returns the call to time, and
+    raises if the device cannot run it. A copy is not timed in a graph, because the driver copies 512 MiB and more much
+    slower as part of one.
     """
 
     name: str
@@ -50,6 +53,8 @@ class Lab(ABC):
     """What a measurement needs from a device and an array library, with a clock that times calls there."""
 
     clock: HostClock | CudaClock
+    unwatched: str = ""
+    """Why no clock and power of the device are read; empty if they are, or if it has none."""
     _answered: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
 
     @abstractmethod
@@ -103,6 +108,13 @@ class Lab(ABC):
     def ceilings(self) -> tuple[Ceiling, ...]:
         """Return the ceilings of this device; empty if they are not measured."""
         return ()
+
+    def reading(self) -> Reading | None:
+        """Return the medians of SM clock and power since the last call of this; None if they are not read."""
+        taken = self.clock.readings if isinstance(self.clock, CudaClock) else []
+        found = median(taken)
+        taken.clear()
+        return found
 
     def tidy(self) -> None:
         """Free the memory of the last problem."""
@@ -184,8 +196,14 @@ class TorchLab(Lab):
                 raise InvalidProblem("bench", "torch", f"{torch.__version__}, which does not", rule)
             self._place = torch.device("cuda", ordinal)
             torch.cuda.set_device(self._place)
-            self.clock = CudaClock(torch.cuda, self._place)
-            l2 = l2 or torch.cuda.get_device_properties(self._place).L2_cache_size
+            facts = torch.cuda.get_device_properties(self._place)
+            sensor = None
+            try:
+                sensor = Sensor(f"GPU-{facts.uuid}")
+            except (OSError, AttributeError) as error:
+                self.unwatched = f"SM clock and power are not read: {error}"
+            self.clock = CudaClock(torch.cuda, self._place, sensor)
+            l2 = l2 or facts.L2_cache_size
         self._torch, self._sizes = torch, sizes or Sizes.of(l2 or 0)
         self._written = torch.empty(self._sizes.flushed, dtype=torch.uint8, device=self._place)
         self._read = torch.zeros(self._sizes.flushed // 4, dtype=torch.float32, device=self._place)
@@ -260,7 +278,7 @@ class TorchLab(Lab):
         return describe(where, ours, theirs, first, count, math.prod(got.shape))
 
     def ceilings(self) -> tuple[Ceiling, ...]:
-        """Return copies, by the driver and by a kernel, because either may be faster, and products in bf16 and fp8."""
+        """Return copies, by the driver and by a kernel, because either may be faster, products, and an empty kernel."""
         torch, place, size, copied = self._torch, self._place, self._sizes.product, self._sizes.copied
 
         def matrix() -> Any:
@@ -286,7 +304,12 @@ class TorchLab(Lab):
             a, b = matrix().to(torch.float8_e4m3fn), matrix().to(torch.float8_e4m3fn).T
             return partial(scaled_mm, torch, a, b, torch.ones((), device=place))
 
+        def empty() -> Replay:
+            # One thread that looks at the clock twice: the emptiest kernel that every build of torch holds.
+            return partial(torch.cuda._sleep, 0)  # noqa: SLF001  it has no public name
+
         return (
+            Ceiling("empty", 0, empty),
             Ceiling("copy_bandwidth", 2 * copied, copy, graph=False),
             Ceiling("copy_bandwidth", 2 * copied, negate),
             Ceiling("bf16", 2 * size**3, bf16),
@@ -296,8 +319,8 @@ class TorchLab(Lab):
     def tidy(self) -> None:
         """Free the memory of dropped graphs, and clear the cache of torch.compile, whose size is limited."""
         super().tidy()
-        if find_spec("torch._dynamo") is not None:
-            importlib.import_module("torch._dynamo").reset()
+        if "torch._dynamo" in sys.modules:
+            sys.modules["torch._dynamo"].reset()
         self._torch.cuda.empty_cache()
 
 

@@ -8,7 +8,17 @@ from itertools import groupby
 
 from skuda.registry.registry import Registry
 from skuda.tools.bench.record import BenchRecord, CaseResult
-from skuda.tools.bench.summary import ROWS, cells, largest, mean_cells, ratio, timed_rivals
+from skuda.tools.bench.summary import (
+    ROWS,
+    band_cells,
+    cells,
+    clocked,
+    largest,
+    mean_cells,
+    per_clock,
+    ratio,
+    timed_rivals,
+)
 from skuda.tools.output import refuse, words
 
 
@@ -33,8 +43,8 @@ def bench_markdown(record: BenchRecord, registry: Registry, section: str = "all"
         The registered kernels.
     section : str
         ``facts`` (device, versions, rivals), ``cases`` (a table for every op), ``means`` (geometric means of products
-        by rows), ``bandwidth`` (the other ops at their largest shapes), ``host`` (the costs of a launch on the host),
-        ``all`` of these, or an op for its table alone.
+        by rows), ``bands`` (the same with the lowest ratio of each), ``bandwidth`` (the other ops at their largest
+        shapes), ``host`` (the costs of a launch on the host), ``all`` of these but bands, or an op for its table alone.
 
     Raises
     ------
@@ -48,12 +58,15 @@ def bench_markdown(record: BenchRecord, registry: Registry, section: str = "all"
         "facts": lambda: _facts(record),
         "cases": lambda: "\n".join(f"### {op}\n\n{_cases(cases, registry)}" for op, cases in ops.items()),
         "means": lambda: _means(ops),
+        "bands": lambda: _bands(ops),
         "bandwidth": lambda: _bandwidth(record),
         "host": lambda: _host(record),
     }
     if section not in (*made, "all"):
         refuse("bench", "--markdown", section, ("all", *made, *ops))
-    return made[section]() if section in made else "\n".join(text for make in made.values() if (text := make()))
+    if section in made:
+        return made[section]()
+    return "\n".join(text for name, make in made.items() if name != "bands" and (text := make()))
 
 
 def _facts(record: BenchRecord) -> str:
@@ -64,6 +77,7 @@ def _facts(record: BenchRecord) -> str:
         for what, value, unit in (*known, ("fp8 product", found.fp8, "TFLOP/s"))
         if value is not None
     ]
+    ceilings += [f"empty kernel {found.empty:.2f} us"] if found.empty is not None else []
     timed = ((one.name, one.computes, case.op) for case in record.cases for one in case.rivals if one.timing)
     rivals: dict[str, dict[str, dict[str, None]]] = {}
     for name, computes, op in timed:
@@ -95,14 +109,19 @@ def _plain(text: str) -> str:
 
 def _cases(cases: Sequence[CaseResult], registry: Registry) -> str:
     names = timed_rivals(cases)
+    clock = ("TOPS/GHz",) if clocked(cases) else ()
 
     def row(case: CaseResult) -> tuple[str, ...]:
         if case.timing is None:
-            return (case.size, case.element, "refused", _plain(case.refused), *[""] * (len(names) + 2))
+            return (case.size, case.element, "refused", _plain(case.refused), *[""] * (len(names) + len(clock) + 2))
         stale = " (stale)" if case.stale(registry) else ""
-        return (*cells(case, names), f"`{'.'.join(case.sku.split('.')[-2:])}`{stale}")
+        return (
+            *cells(case, names),
+            *(per_clock(case) for _ in clock),
+            f"`{'.'.join(case.sku.split('.')[-2:])}`{stale}",
+        )
 
-    headings = ("shape", "element", "us", "rate", "of ceiling", *(f"x {name}" for name in names), "kernel")
+    headings = ("shape", "element", "us", "rate", "of ceiling", *(f"x {name}" for name in names), *clock, "kernel")
     return markdown_table(headings, map(row, cases))
 
 
@@ -115,6 +134,11 @@ def _means(ops: dict[str, list[CaseResult]]) -> str:
         for rival, *means in by_rival
     ]
     return markdown_table(("op", "geometric mean (of)", *names), rows) if rows else ""
+
+
+def _bands(ops: dict[str, list[CaseResult]]) -> str:
+    rows = [(op, *cells) for op, cases in ops.items() for cells in band_cells(cases)]
+    return markdown_table(("op", "rival", "products", "geometric mean", "of", "lowest", "at"), rows) if rows else ""
 
 
 def _bandwidth(record: BenchRecord) -> str:

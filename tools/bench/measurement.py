@@ -68,9 +68,9 @@ class Measurement:
         """The preference for the backend."""
         return PlanPreference(backend=self.backend)
 
-    def draw(self, problem: Descriptor) -> tuple[Arrays, Arrays]:
-        """Return the inputs of a problem for the seed, and arrays for its outputs."""
-        seed = zlib.crc32(f"{self.seed} {as_json(problem)}".encode())
+    def draw(self, problem: Descriptor, layer: int = 0) -> tuple[Arrays, Arrays]:
+        """Return the inputs of a problem for the seed, others for every layer, and arrays for its outputs."""
+        seed = zlib.crc32(f"{self.seed} {as_json(problem)}".encode()) + layer
         return self.lab.draw(problem, seed), self.lab.outputs(problem)
 
     def checked(

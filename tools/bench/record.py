@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -50,13 +51,26 @@ class Ceilings(Value):
     """The highest rates of this device in the same run; None if it could not be measured, with the reason in `notes`.
 
     `copy_bandwidth` is bytes per second, read and written, of the fastest large copy; `bf16` and `fp8` are operations
-    per second of a large matrix product. int8 has the tensor rate of fp8.
+    per second of a large matrix product. int8 has the tensor rate of fp8. `empty` is the time in microseconds of a
+    kernel that does nothing, launched like all others: the least time of any kernel.
     """
 
     copy_bandwidth: Real | None = None
     bf16: Real | None = None
     fp8: Real | None = None
+    empty: Real | None = None
     notes: tuple[str, ...] = ()
+
+    def best(self, other: Ceilings) -> Ceilings:
+        """Return the higher rates and the shorter time of two measurements, and the notes of both."""
+
+        def of(name: str, choose: Callable[[Iterable[float]], float]) -> float | None:
+            known = [value for value in (getattr(self, name), getattr(other, name)) if value is not None]
+            return choose(known) if known else None
+
+        rates = {name: of(name, max) for name in ("copy_bandwidth", "bf16", "fp8")}
+        notes = tuple(dict.fromkeys((*self.notes, *other.notes)))
+        return Ceilings(**rates, empty=of("empty", min), notes=notes)
 
     def bound(self, work: Work) -> tuple[Literal["memory", "compute"], float | None]:
         """Return what bounds some work, and its least time in microseconds; None if no ceiling is known."""
@@ -86,6 +100,13 @@ class CaseResult(Value):
         The ceiling that bounds it, and the least time at that ceiling over the median: 1 is as fast as the ceiling.
     bytes_per_second, operations_per_second : float or None
         Work over the median; operations of products only.
+    mhz, watts : float or None
+        SM clock and power of the card while the kernel and its rivals were timed, each the median of several readings;
+        None if they could not be read.
+    operations_per_cycle : float or None
+        Operations per second over that clock: the rate that a change of the clock does not explain.
+    layers : int
+        Dependent layers that one graph runs in turn; times, bytes and operations are those of one of them.
     rivals : tuple of RivalResult
         The rivals' results.
     refused : str
@@ -107,6 +128,10 @@ class CaseResult(Value):
     bytes_per_second: Real | None = None
     operations_per_second: Real | None = None
     ceiling_share: Real | None = None
+    mhz: Real | None = None
+    watts: Real | None = None
+    operations_per_cycle: Real | None = None
+    layers: Size = 1
     rivals: tuple[RivalResult, ...] = ()
     refused: str = ""
 
@@ -115,8 +140,8 @@ class CaseResult(Value):
 
     @property
     def size(self) -> str:
-        """The shape as it is typed: ``4096x4096``."""
-        return "x".join(map(str, self.shape))
+        """The shape as it is typed, ``4096x4096``, and the number of layers if there are several."""
+        return "x".join(map(str, self.shape)) + (f", {self.layers} layers" if self.layers > 1 else "")
 
     def judged(self, ceilings: Ceilings) -> CaseResult:
         """Return the same result with the fields that follow from its times and the ceilings."""
@@ -129,6 +154,7 @@ class CaseResult(Value):
             "bytes_per_second": self.bytes / us * 1e6,
             "operations_per_second": self.operations / us * 1e6 if self.operations else None,
             "ceiling_share": floor / us if floor is not None else None,
+            "operations_per_cycle": self.operations / us / self.mhz if self.operations and self.mhz else None,
             "rivals": tuple(
                 rival.model_copy(update={"ratio": rival.timing.median / us}) if rival.timing else rival
                 for rival in self.rivals
@@ -232,7 +258,7 @@ def _parsed(path: Path, found: Any) -> BenchRecord:
 def measurer_hash() -> str:
     """Return the hash of the code that measures, from the inputs to the times, without the code that shows them."""
     shown = tuple(f"skuda.tools.bench.{name}" for name in ("record", "summary", "markdown", "terminal"))
-    roots = ("skuda.tools.bench.bench", "skuda.tools.bench.lab", "skuda.tools.bench.host")
+    roots = ("skuda.tools.bench.chain", "skuda.tools.bench.lab", "skuda.tools.bench.host")
     parts = [code_hash(root, "", ("skuda.tools.bench",), shown) for root in roots]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 

@@ -241,12 +241,17 @@ class _Product:
         return cls(codes, scale, weight, weight_scale)
 
 
-def _bf16(problem: Any, inputs: Inputs) -> Call:
+def bf16_operands(problem: Any, inputs: Inputs) -> tuple[Any, Any]:
+    """Return a product's activation and weight in bf16."""
     torch = _torch()
     found = _Product.of(problem, inputs)
     x = inputs["activation"] if "activation" in inputs else found.codes * found.scale
-    x, w = x.to(torch.bfloat16), (found.weight * found.weight_scale[:, None]).to(torch.bfloat16)
-    return lambda: torch.nn.functional.linear(x, w)
+    return x.to(torch.bfloat16), (found.weight * found.weight_scale[:, None]).to(torch.bfloat16)
+
+
+def _bf16(problem: Any, inputs: Inputs) -> Call:
+    x, w = bf16_operands(problem, inputs)
+    return partial(_torch().nn.functional.linear, x, w)
 
 
 def _int_mm(problem: Any, inputs: Inputs) -> Call:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from skuda.tools.bench.record import CaseResult
 from skuda.tools.output import count, words
@@ -14,29 +15,54 @@ FLUSHES = {
     "dirty": "every run finds the L2 cache full of dirty lines of something else, and pays for writing them back",
 }
 """The text for a record's `flush`."""
-ROWS = {"M >= 1024": (1024, math.inf), "64 <= M <= 512": (64, 512), "M <= 16": (1, 16)}
+ROWS = {"M >= 1000": (1000, math.inf), "64 <= M < 1000": (64, 999), "M < 64": (1, 63)}
 """Classes of rows for the means of a product: the first is bound by arithmetic and the last by memory."""
+_LARGE = "M * N * K >= 2^33"
 _FEW = 64
 """Rows up to which a product is bound by reading the weight."""
 
 
-def means(cases: Sequence[CaseResult]) -> dict[str, dict[str, tuple[float, int]]]:
-    """Return geometric means of the ratios of one op's products, by rival and by rows, each with the number of cases.
+class Mean(NamedTuple):
+    """The geometric mean of some ratios, their number, the lowest, and the size of its case."""
 
-    Cases that are not products or were refused are left out.
+    mean: float
+    cases: int
+    lowest: float
+    size: str
+
+
+def means(cases: Sequence[CaseResult], *, large: bool = False) -> dict[str, dict[str, Mean]]:
+    """Return geometric means of the ratios of one op's products, by rival and by rows.
+
+    With `large`, there is a class of large products besides. Cases that are not products or were refused are left out.
     """
-    found: dict[str, dict[str, list[float]]] = {}
+    found: dict[str, dict[str, list[tuple[float, str]]]] = {}
     for case in cases:
         for rival in case.rivals if len(case.shape) == 3 else ():
             rows = found.setdefault(rival.name, {})
-            for name, (low, high) in ROWS.items():
-                if rival.ratio and low <= case.shape[0] <= high:
-                    rows.setdefault(name, []).append(rival.ratio)
+            names = [name for name, (low, high) in ROWS.items() if low <= case.shape[0] <= high]
+            if large and math.prod(case.shape) >= 1 << 33:
+                names.append(_LARGE)
+            for name in names if rival.ratio else ():
+                rows.setdefault(name, []).append((rival.ratio or 0.0, case.size))
     return {
-        rival: {name: (statistics.geometric_mean(ratios), len(ratios)) for name, ratios in rows.items()}
+        rival: {
+            name: Mean(statistics.geometric_mean(ratio for ratio, _ in rows[name]), len(rows[name]), *min(rows[name]))
+            for name in (*ROWS, _LARGE)
+            if name in rows
+        }
         for rival, rows in found.items()
         if rows
     }
+
+
+def band_cells(cases: Sequence[CaseResult]) -> list[tuple[str, ...]]:
+    """Return the means as text: rival, class, geometric mean, number of cases, lowest ratio and its case."""
+    return [
+        (f"x {rival}", band, f"{mean.mean:.3f}", str(mean.cases), f"{mean.lowest:.3f}", mean.size)
+        for rival, bands in means(cases, large=True).items()
+        for band, mean in bands.items()
+    ]
 
 
 def choices(cases: Sequence[CaseResult]) -> list[str]:
@@ -80,6 +106,18 @@ def timed_rivals(cases: Iterable[CaseResult]) -> list[str]:
     return list(dict.fromkeys(rival.name for case in cases for rival in case.rivals if rival.timing))
 
 
+def clocked(cases: Iterable[CaseResult]) -> bool:
+    """Whether the clock was read while any of the products ran."""
+    return any(case.operations_per_cycle for case in cases)
+
+
+def per_clock(case: CaseResult) -> str:
+    """Format a product's TOPS per GHz of the actual clock, and that clock."""
+    if case.operations_per_cycle is None or case.mhz is None:
+        return ""
+    return f"{figure(case.operations_per_cycle / 1e3)} at {case.mhz / 1e3:.2f}"
+
+
 def cells(case: CaseResult, rivals: Sequence[str]) -> tuple[str, ...]:
     """Format a timed case: size, element, microseconds, rate, share of the ceiling, and the rivals' ratios."""
     us = case.timing.median if case.timing else 0.0
@@ -94,8 +132,8 @@ def mean_cells(cases: Sequence[CaseResult]) -> tuple[list[str], list[tuple[str, 
     found = means(cases)
     names = [name for name in ROWS if any(name in by_rows for by_rows in found.values())]
 
-    def text(mean: tuple[float, int] | None) -> str:
-        return "-" if mean is None else f"{mean[0]:.2f} ({mean[1]})"
+    def text(mean: Mean | None) -> str:
+        return "-" if mean is None else f"{mean.mean:.2f} ({mean.cases})"
 
     return names, [(f"x {rival}", *(text(by_rows.get(name)) for name in names)) for rival, by_rows in found.items()]
 

@@ -10,20 +10,37 @@ from rich.text import Text
 
 from skuda.registry.registry import Registry
 from skuda.tools.bench.record import BenchRecord, CaseResult
-from skuda.tools.bench.summary import FLUSHES, cells, choices, figure, mean_cells, refusals, timed_rivals
+from skuda.tools.bench.summary import (
+    FLUSHES,
+    band_cells,
+    cells,
+    choices,
+    clocked,
+    figure,
+    mean_cells,
+    per_clock,
+    refusals,
+    timed_rivals,
+)
 from skuda.tools.output import count, folded, heading, indented, plain_table, words
 
+_WATCHED = ("x cutlass", "x bf16")
+"""Rivals whose lowest ratios a terminal shows."""
 _WIDE = 100
 """Columns of a terminal from which a table of products has its headings on one line."""
 
 
 def rows(record: BenchRecord) -> Iterator[tuple[object, ...]]:
-    """Yield one row per case and rival: op, shape, element, name, median, p10, p90, best, ratio, kernel or refusal."""
+    """Yield one row per case and rival: op, shape, element, name, median, p10, p90, best, ratio, kernel or refusal.
+
+    The rows of our kernels end with SM clock and power, if they were read.
+    """
     for case in record.cases:
         where = (case.op, case.size, case.element)
         t = case.timing
         ours = (t.median, t.p10, t.p90, t.best, 1.0) if t else (None,) * 5
-        yield (*where, "skuda", *ours, case.refused or case.sku)
+        clock = () if case.mhz is None else (f"{case.mhz:.0f} MHz", f"{case.watts or 0:.0f} W")
+        yield (*where, "skuda", *ours, case.refused or case.sku, *clock)
         for rival in case.rivals:
             r = rival.timing
             theirs = (r.median, r.p10, r.p90, r.best, rival.ratio) if r else (None,) * 5
@@ -66,7 +83,9 @@ def _print_cases(console: Console, cases: Sequence[CaseResult]) -> None:
     names = timed_rivals(cases)
     # In a narrow terminal the headings are folded first, then the shapes; a number is never broken.
     blank = " " if console.width >= _WIDE else "\n"
-    table = plain_table("shape", "", "us", "rate", "ceiling", *(f"x{blank}{name}" for name in names), indent=2)
+    clock = (f"TOPS/{blank.strip(' ')}GHz",) if clocked(cases) else ()
+    headings = ("shape", "", "us", "rate", "ceiling", *(f"x{blank}{name}" for name in names), *clock)
+    table = plain_table(*headings, indent=2)
     for column in table.columns[2:]:
         column.no_wrap = True
     for column in table.columns[3:]:
@@ -74,10 +93,11 @@ def _print_cases(console: Console, cases: Sequence[CaseResult]) -> None:
     for case in cases:
         shape = Text(case.size, style="cyan")
         if case.timing is None:
-            table.add_row("", shape, case.element, Text("refused", style="bold red"), *("",) * (2 + len(names)))
+            blanks = ("",) * (2 + len(names) + len(clock))
+            table.add_row("", shape, case.element, Text("refused", style="bold red"), *blanks)
             continue
         _, element, us, rate, ceiling, *ratios = cells(case, names)
-        table.add_row("", shape, element, us, rate, ceiling, *map(_coloured, ratios))
+        table.add_row("", shape, element, us, rate, ceiling, *map(_coloured, ratios), *(per_clock(case) for _ in clock))
     console.print(table)
 
 
@@ -91,6 +111,9 @@ def _print_means(console: Console, cases: Sequence[CaseResult]) -> None:
     for rival, *means in rows:
         table.add_row("", rival, *map(_coloured, means))
     console.print(table)
+    for rival, band, _, _, lowest, size in band_cells(cases):
+        if rival in _WATCHED:
+            console.print(indented(Text(f"lowest {rival}, {band}: {lowest} at {size}", style="dim"), 2))
 
 
 def _coloured(text: str) -> Text:
@@ -134,6 +157,8 @@ def _print_ceilings(console: Console, record: BenchRecord) -> None:
     for name, value, unit in known:
         if value is not None:
             console.print(indented(f"{name}: {figure(value / 1e12)} {unit}", 2))
+    if found.empty is not None:
+        console.print(indented(f"empty kernel: {found.empty:.2f} us", 2))
     for note in found.notes:
         console.print(indented(Text(note, style="yellow"), 2))
     console.print()

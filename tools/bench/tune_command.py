@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -22,8 +22,8 @@ from skuda.tools.bench.lab import HostLab, TorchLab
 from skuda.tools.bench.outcome import outcome_of, print_tuning, rows, tuning_markdown
 from skuda.tools.bench.tuner import Tuner, environment
 from skuda.tools.files import check
-from skuda.tools.output import progress, records, refuse, split, stderr, stdout
-from skuda.tools.words.cases import rank_of, select_cases, select_ops
+from skuda.tools.output import chosen, progress, records, refuse, split, stderr, stdout
+from skuda.tools.words.cases import random_shapes, rank_of, select_cases, select_ops
 from skuda.tools.words.problem import describe, pairs
 from skuda.tools.words.shapes import read_shapes
 
@@ -38,8 +38,10 @@ class Request:
 
     tokens: Sequence[str] = ()
     shapes: Sequence[str] = ()
+    random: int | None = None
     elements: Sequence[str] = ()
     backend: str | None = None
+    variants: Sequence[str] = ()
     repeats: int = 20
     seed: int | None = None
     margin: float | None = None
@@ -84,6 +86,7 @@ def run(
     """
     if show is not None:
         given: dict[str, object] = {"OPS": request.tokens, "--shapes": request.shapes, "--element": request.elements}
+        given |= {"--random": request.random, "--variant": request.variants}
         given |= {"--backend": request.backend, "--output": output, "--update": update}
         given["--margin"] = request.margin is not None
         other = next((name for name, value in given.items() if value), None)
@@ -95,7 +98,11 @@ def run(
     dispatcher = Dispatcher(tuning="")
     if request.backend is not None and request.backend not in dispatcher.registry.backends:
         refuse("tune", "--backend", request.backend, tuple(dispatcher.registry.backends))
+    seed = int.from_bytes(os.urandom(4), "little") if request.seed is None else request.seed
+    request = replace(request, seed=seed, variants=split(request.variants))
     problems = _problems(dispatcher.registry, request)
+    known = sorted({sku.variant for sku in dispatcher.registry})
+    chosen("tune", "--variant", request.variants, known)
     device = dispatcher.devices[0]
     path = output or Path(f"tuning-{_slug(device)}.json")
     fresh = Tuning(environment=environment(device), margin=MARGIN if request.margin is None else request.margin)
@@ -114,9 +121,16 @@ def run(
 def _measured(
     dispatcher: Dispatcher, device: Device, request: Request, problems: Sequence[Descriptor]
 ) -> tuple[Entry, ...]:
-    seed = int.from_bytes(os.urandom(4), "little") if request.seed is None else request.seed
     lab = TorchLab(device) if device.processor == "cuda" else HostLab(dispatcher.registry)
-    tuner = Tuner(dispatcher, device, lab, seed=seed, repeats=request.repeats, backend=request.backend)
+    tuner = Tuner(
+        dispatcher,
+        device,
+        lab,
+        seed=request.seed or 0,
+        repeats=request.repeats,
+        backend=request.backend,
+        variants=frozenset(request.variants),
+    )
     with progress() as report:
         return tuner.run(problems, report)
 
@@ -130,9 +144,10 @@ def _problems(registry: Registry, request: Request) -> list[Descriptor]:
     if not rest:
         ranks = {rank_of(registry.ops[op]) for op in select_ops(registry, names, command="tune")}
         sizes = read_shapes(shapes, ranks, command="tune")
+        sizes += random_shapes(registry, names, request.random, request.seed or 0, command="tune")
         return [case.problem for case in select_cases(registry, names, sizes, elements, command="tune")]
-    if shapes or elements:
-        option = "--shapes" if shapes else "--element"
+    if shapes or elements or request.random:
+        option = "--shapes" if shapes else "--element" if elements else "--random"
         raise InvalidProblem("tune", option, f"{rest[0]} beside it", "be left out where an op's fields are given")
     if len(names) > 1:
         raise InvalidProblem("tune", "OPS", f"{rest[0]} behind {len(names)} of them", "be one where its fields follow")

@@ -12,16 +12,22 @@ from skuda.dispatch.select.environment import Environment, driver_of, skuda_vers
 from skuda.dispatch.select.explanation import as_json
 from skuda.dispatch.select.tuning import Candidate, Entry, Timing
 from skuda.registry.descriptor import Descriptor
-from skuda.registry.errors import Unsupported
+from skuda.registry.errors import InvalidProblem, Unsupported
 from skuda.tools.bench.clock import Replay
 from skuda.tools.bench.measurement import Arrays, Measurement, Offer, error_line
-from skuda.tools.output import Report
+from skuda.tools.output import Report, words
 from skuda.tools.verify.fingerprint import source_hash
+from skuda.tools.words.problem import pairs
 
 
 @dataclass(frozen=True)
 class Tuner(Measurement):
-    """Measures candidates. The dispatcher must have no tuning, so that its ranking is that of the registry."""
+    """Measures candidates. The dispatcher must have no tuning, so that its ranking is that of the registry.
+
+    With `variants`, only the kernels of those are candidates.
+    """
+
+    variants: frozenset[str] = frozenset()
 
     def run(self, problems: Sequence[Descriptor], progress: Report | None = None) -> tuple[Entry, ...]:
         """Measure problems; refused candidates are recorded and the run continues.
@@ -44,13 +50,16 @@ class Tuner(Measurement):
     def _offers(self, problem: Descriptor) -> list[Offer]:
         """Return every kernel that serves a problem in each of its configurations, best first."""
         explained = self.dispatcher.explain(problem, self.preference, self.device)
-        skus = [self.dispatcher.registry.sku(decision.sku) for decision in explained.accepted]
-        if not skus:
+        accepted = (self.dispatcher.registry.sku(decision.sku) for decision in explained.accepted)
+        skus = [sku for sku in accepted if sku is not None and (not self.variants or sku.variant in self.variants)]
+        if not explained.accepted:
             raise Unsupported(explained)
+        if not skus:
+            must = f"serve every problem, such as {' '.join(pairs(explained.problem))}"
+            raise InvalidProblem("tune", "--variant", words(sorted(self.variants)), must)
         return [
             Offer(sku, problem, choice)
             for sku in skus
-            if sku is not None
             for choice in self.dispatcher.choices(sku, problem, self.device) or ("",)
         ]
 

@@ -14,7 +14,7 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Op
 from skuda.registry.registry import Registry
 from skuda.tools.output import chosen, words
-from skuda.tools.words.shapes import ROWS, Shape
+from skuda.tools.words.shapes import ROWS, Shape, random_products
 
 _F16, _BF16, _F32, _F64 = ElementKind.F16, ElementKind.BF16, ElementKind.F32, ElementKind.F64
 _S32 = ElementKind.S32
@@ -123,6 +123,18 @@ def select_ops(registry: Registry, names: Sequence[str] = (), *, command: str = 
     kind = "an op of the quantization family or a group"
     names = chosen(command, "OPS", names, (*known, *known["all"]), kind=kind) or ("all",)
     return tuple(dict.fromkeys(op for name in names for op in known.get(name, (name,))))
+
+
+def random_shapes(
+    registry: Registry, names: Sequence[str], count: int | None, seed: int, *, command: str = "bench"
+) -> tuple[Shape, ...]:
+    """Return the shapes of ``--random COUNT``; raise `InvalidProblem` if none of the named ops is a product."""
+    if count is None:
+        return ()
+    ops = select_ops(registry, names, command=command)
+    if 3 not in {rank_of(registry.ops[op]) for op in ops}:
+        raise InvalidProblem(command, "--random", words(ops), "stand beside a product, such as linear")
+    return random_products(count, seed)
 
 
 def rank_of(op: Op) -> int:

@@ -7,7 +7,9 @@ sentence-transformers/all-MiniLM-L6-v2. Embeddings and the output head are left 
 
 from __future__ import annotations
 
+import math
 import os
+import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ from skuda.tools.output import words
 Shape = tuple[int, ...]
 
 _DIGITS = 18
+_LARGEST = 1 << 42
+"""Multiplications of the largest product that is drawn: some 6 ms on an H200."""
 
 ROWS = (1, 16, 128, 1024, 4096)
 """Default numbers of rows (tokens) for a model's shapes."""
@@ -101,6 +105,25 @@ def read_rows(texts: Sequence[str]) -> tuple[int, ...]:
         if _size(text) is None:
             raise InvalidProblem("bench", "--m", repr(text), "be whole numbers above 0, of up to 18 digits")
     return tuple(dict.fromkeys(map(int, texts)))
+
+
+def random_products(count: int, seed: int) -> tuple[Shape, ...]:
+    """Draw M, N and K of products: M in 1..16384, N and K multiples of 16 in 512..32768, all uniform in the logarithm.
+
+    Shapes with M * N * K above `_LARGEST` are drawn again, because they take too long. Equal arguments give equal
+    shapes.
+    """
+    draw = random.Random(f"products {seed}")  # noqa: S311  nothing secret
+
+    def one(low: int, high: int, unit: int) -> int:
+        return unit * round(math.exp(draw.uniform(math.log(low / unit), math.log(high / unit))))
+
+    found: dict[Shape, None] = {}
+    while len(found) < count:
+        shape = (one(1, 16384, 1), one(512, 32768, 16), one(512, 32768, 16))
+        if math.prod(shape) <= _LARGEST:
+            found[shape] = None
+    return tuple(found)
 
 
 def _read_file(path: Path, command: str) -> list[Shape]:

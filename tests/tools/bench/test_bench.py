@@ -13,7 +13,8 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
-from itertools import pairwise
+from dataclasses import replace
+from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ from skuda.dispatch.select.tuning import Timing
 from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.kernels.draw import draw
 from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.linear import quantized_linear as layer
 from skuda.kernels.quantize import QuantizePerTensorDescriptor
 from skuda.kernels.quantize import fake_quantize as definition
 from skuda.registry import BackendSpec, Case, InvalidProblem, InvalidRecord, OpCategory, Registry, Role
@@ -38,7 +40,8 @@ from skuda.registry.errors import MissingDependency
 from skuda.tools.bench import command, lab
 from skuda.tools.bench import record as bench_records
 from skuda.tools.bench import rivals as bench_rivals
-from skuda.tools.bench.bench import Bench, best_ceilings
+from skuda.tools.bench.bench import Bench
+from skuda.tools.bench.chain import Chain, chained
 from skuda.tools.bench.clock import CudaClock
 from skuda.tools.bench.command import command_line
 from skuda.tools.bench.cupy import elementwise, serves
@@ -58,11 +61,13 @@ from skuda.tools.bench.record import (
     measurer_hash,
 )
 from skuda.tools.bench.rivals import Alternatives, Rival, absence, rivals_of
-from skuda.tools.bench.summary import choices, means, rate, refusals
+from skuda.tools.bench.sensor import Reading
+from skuda.tools.bench.summary import band_cells, choices, means, rate, refusals
 from skuda.tools.bench.work import Work, work_of
 from skuda.tools.cli import main
 from skuda.tools.verify.evidence import load_records
 from skuda.tools.verify.trial import answer
+from skuda.tools.words import cases as cases_module
 from skuda.tools.words.cases import groups, problem_of, select_cases
 
 REGISTRY = built_in_registry()
@@ -222,10 +227,9 @@ def test_the_lower_ceiling_bounds():
     assert ceilings.bound(Work(12_000_000, 0, int(2.8e9))) == ("memory", 3.0)
     assert Ceilings().bound(Work(1, 1, 1)) == ("memory", None)
     assert Ceilings(fp8=1e12).bound(Work(1, 1, 10**6)) == ("compute", 1.0)
-    found = best_ceilings(
-        Ceilings(copy_bandwidth=3.0, notes=("x",)), Ceilings(copy_bandwidth=4.0, fp8=1.0, notes=("x",))
-    )
-    assert found == Ceilings(copy_bandwidth=4.0, fp8=1.0, notes=("x",))
+    first = Ceilings(copy_bandwidth=3.0, empty=2.5, notes=("x",))
+    last = Ceilings(copy_bandwidth=4.0, fp8=1.0, empty=2.0, notes=("x",))
+    assert first.best(last) == last.best(first) == last, "the shortest time, but the highest rates"
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring
@@ -373,14 +377,15 @@ def alternatives(outputs=None, **times):
 
 
 def test_the_fastest_of_several_alternatives_is_the_rival():
-    bench = bench_of(rivals=(alternatives(slow=40.0, none=None, fast=20.0),), repeats=4)
+    bench = bench_of(rivals=(alternatives(slow=40.0, near=25.0, none=None, fast=20.0),), repeats=4)
     cases = select_cases(REGISTRY, ["fake_quantize"], [(2, 8)], ["f32"])
     (case,) = bench.run(cases, command="").cases
     (rival,) = case.rivals
     assert (rival.chosen, rival.ratio, rival.timing.rounds, rival.refused) == ("fast", 2.0, 4, "")
-    warm, quick = [[40.0], [20.0]], [40.0, 20.0, 20.0, 40.0, 40.0, 20.0, 20.0, 40.0, 40.0, 20.0]
+    warm, first = [[40.0], [25.0], [20.0]], [40.0, 25.0, 20.0]
+    quick = [25.0, 20.0, 20.0, 25.0, 25.0, 20.0, 20.0, 25.0, 25.0, 20.0]
     at = bench.lab.measured.index(quick)
-    assert bench.lab.measured[at - 2 : at] == warm, "each runs once before"
+    assert bench.lab.measured[at - 4 : at] == [*warm, first], "each runs once before, and once to drop the slow"
     assert bench.lab.measured[at + 1 :][:2] == [[20.0], [20.0]], "compared, then estimated"
     assert choices([case]) == ["many by fast: 2x8"]
 
@@ -489,6 +494,127 @@ def test_the_seed_draws_the_same_inputs_again():
         bench.lab.draw = lambda problem, drawn, original=original: seen.append(drawn) or original(problem, drawn)
         bench.measure(case)
     assert seen[0] == seen[1] != seen[2]
+
+
+class SensedLab(PaperLab):
+    """A card whose clock and power are read: first something old, then what holds during the rounds of a case."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = [Reading(1.0, 1.0), Reading(1500.0, 650.0)]
+
+    def reading(self):
+        return self.read.pop(0) if self.read else None
+
+
+def test_a_result_has_the_clock_of_its_own_rounds_and_what_a_cycle_did(skuda, tmp_path, monkeypatch):
+    bench = replace(bench_of(rivals=(Rival("twice", "the same", taking(20.0)),)), lab=SensedLab())
+    cases = select_cases(REGISTRY, ["smoothquant_linear"], [(96, 8, 16), (2, 8, 16)], ["f32"])
+    record = bench.run(cases, command="")
+    first, second = record.cases
+    assert (first.mhz, first.watts) == (1500.0, 650.0)
+    assert first.operations_per_cycle == pytest.approx(2 * 96 * 8 * 16 / (US * 1e-6) / 1500e6)
+    assert (second.mhz, second.watts, second.operations_per_cycle) == (None, None, None)
+    path = tmp_path / "r.json"
+    record.save(path)
+    assert BenchRecord.load(path) == record
+    ours = [line.split("\t") for line in skuda("--show", path)[1].splitlines() if "\tskuda\t" in line]
+    assert [row[10:] for row in ours] == [["1500 MHz", "650 W"], []]
+    assert "| 96x8x16 | f32 | 10.0 | 0.00246 TOPS | " in bench_markdown(record, REGISTRY, "cases")
+    assert "| 2.00 | 0.00164 at 1.50 |" in bench_markdown(record, REGISTRY, "cases")
+    assert "TOPS/GHz" not in bench_markdown(some_record(), REGISTRY, "cases")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for width, heading in ((80, r"GHz *\n"), (140, r"TOPS/GHz *\n")):
+        monkeypatch.setenv("COLUMNS", str(width))
+        text = re.sub(r"\x1b\[[0-9;]*m", "", skuda("--show", path)[1])
+        assert re.search(heading, text)
+        assert re.search(r"96x8x16 .* 0\.00164 at 1\.50\n", text)
+
+
+def test_a_card_that_cannot_be_read_is_noted_once():
+    bench = bench_of()
+    bench.lab.unwatched = "SM clock and power are not read: no NVML"
+    notes = bench.run(select_cases(REGISTRY, ["fake_quantize"], [(2, 8)], ["f32"]), command="").ceilings.notes
+    assert notes == ("SM clock and power are not read: no NVML", "fp8: RuntimeError: no fp8 here")
+
+
+def test_an_empty_kernel_bounds_everything_from_below_and_is_timed_as_everything_else(skuda, tmp_path, monkeypatch):
+    bench, times = bench_of(), [3.0, 2.5]
+    calls = []
+
+    def make():
+        call = lambda: calls.append("empty")  # noqa: E731  a function of its own each time
+        call.us = times.pop(0)
+        return call
+
+    monkeypatch.setattr(bench.lab, "ceilings", lambda: (Ceiling("empty", 0, make),))
+    record = bench.run(select_cases(REGISTRY, ["fake_quantize"], [(2, 8)], ["f32"]), command="")
+    assert (record.ceilings.empty, record.ceilings.copy_bandwidth) == (2.5, None)
+    assert len(bench.lab.captured) == 3, "ours, and the empty kernel before and after"
+    assert len(calls) == 2 * (1 + 20)
+    assert "- ceilings: empty kernel 2.50 us\n" in bench_markdown(record, REGISTRY, "facts")
+    record.save(tmp_path / "r.json")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "empty kernel: 2.50 us" in skuda("--show", tmp_path / "r.json")[1]
+
+
+# --------------------------------------------------------------------------------------------------------------- chains
+
+
+def chain_of(layers=3, dispatcher=None):
+    dispatcher = dispatcher or Dispatcher(REGISTRY, backends=(NumpyBackend(),))
+    return Chain(dispatcher, HOST, PaperLab(), seed=5, repeats=4, layers=layers)
+
+
+@pytest.mark.parametrize("op", ["quantized_linear", "smoothquant_linear"])
+def test_a_chain_feeds_every_layer_with_what_the_one_before_wrote_and_times_them_together(op):
+    case = chained(*select_cases(REGISTRY, [op], [(3, 16, 16)], ["bf16"]))
+    bench, compared = chain_of(), []
+    mismatch = bench.lab.mismatch
+    bench.lab.mismatch = lambda op, problem, inputs, outputs, ulps: (
+        compared.append((inputs, outputs)) or mismatch(op, problem, inputs, outputs, ulps)
+    )
+    result = bench.measure(case).judged(Ceilings())
+    assert result.refused == ""
+    assert (result.layers, result.size, result.label) == (3, "3x16x16, 3 layers", f"{case.label}, 3 layers")
+    assert result.timing == Timing(median=US / 3, p10=US / 3, p90=US / 3, best=US / 3, rounds=4)
+    assert result.operations == 2 * 3 * 16 * 16, "of one layer"
+    source = case.problem.arguments()[0].name
+    assert len(compared) == 3
+    for (_, before), (inputs, _) in pairwise(compared):
+        assert inputs[source] is before["output"]
+    weights = [inputs["weight_q"] for inputs, _ in compared]
+    assert not any(np.array_equal(one, other) for one, other in pairwise(weights))
+    assert bench.lab.measured[-1][0] == US, "one graph holds all layers"
+    assert [rival.name for rival in result.rivals] == ["bf16"]
+
+
+CALLS = count()
+
+
+def wrong_in_one_of_three(problem, *, output, **arrays):
+    layer.reference(problem, output=output, **arrays)
+    if next(CALLS) % 3 == 1:
+        output[0, 1] += 1 + abs(output[0, 1])
+
+
+def test_a_layer_that_is_wrong_later_in_the_chain_is_refused():
+    own = next(sku for sku in OPS["quantized_linear"].skus if (sku.backend, sku.element) == ("numpy", "bf16"))
+    changes = {"backend": "toycpu", "variant": "x", "source": __name__, "entry_point": "wrong_in_one_of_three"}
+    registry = Registry([ToyBackend.spec, OPS["quantized_linear"], own.model_copy(update=changes)], origin="toy")
+    bench = chain_of(dispatcher=Dispatcher(registry, backends=(ToyBackend(),)))
+    case = chained(*select_cases(REGISTRY, ["quantized_linear"], [(3, 16, 16)], ["bf16"]))
+    result = bench.measure(case)
+    assert result.refused.startswith("layer 1: wrong result: output[0, 1]: got ")
+    assert result.timing is None
+
+
+def test_a_chain_is_of_square_products_whose_output_is_their_input():
+    static = chained(*select_cases(REGISTRY, ["smoothquant_linear"], [(3, 16, 16)], ["bf16"])).problem
+    assert (static.output_element, static.activation_element) == ("s8", "s8")
+    for op, shape in (("smoothquant_linear", (3, 16, 32)), ("fake_quantize", (16, 16))):
+        with pytest.raises(InvalidProblem, match="--chain must stand beside products with N = K only; had " + op):
+            chained(*select_cases(REGISTRY, [op], [shape], ["f32"]))
 
 
 @pytest.mark.parametrize("ulps", [0, 1])
@@ -669,9 +795,9 @@ def test_the_build_script_is_a_script_and_builds_what_the_source_can(tmp_path):
     wrong = subprocess.run(["bash", script, tmp_path, "t1x1"], check=False, capture_output=True, text=True)
     assert wrong.returncode == 2
     names = wrong.stderr.removeprefix("no configuration t1x1; there are: ").split()
-    assert len(names) == 8
+    assert len(names) == 12
     count = sum(len(Configuration(name, None).options) for name in names)
-    assert count == 2 + 6 * 3, "plain kernels have no scheduler to tune"
+    assert count == 2 + 6 * 3 + 4 * 6, "plain kernels have no scheduler to tune"
     source, text = (SOURCES / "cutlass_rival.cu").read_text(), script.read_text()
     macros = set(re.findall(r"-D(RIVAL_\w+)", text))
     assert len(macros) == 8
@@ -693,7 +819,7 @@ def test_an_object_is_called_as_it_is_declared(tmp_path):
     output, space = np.zeros((3, 8), np.uint16), np.zeros(64, np.uint8)
     scale = np.full(3, 0.5, np.float32)
     operands = (inputs["act_q"], inputs["weight_q"], scale, inputs["weight_scale"].astype(np.float32), output)
-    one.run(addresses(*operands), (3, 8, 32), (8, 0), workspace=(space.ctypes.data, 64))
+    one.run(addresses(*operands), (3, 8, 32), (8, 0, 0), workspace=(space.ctypes.data, 64))
     assert np.array_equal(output.view(want.dtype), want)
     assert [one.library.tuned_to(at) for at in range(3)] == [8, 0, 0]
     with pytest.raises(ValueError, match="t64x256x128_pp: K must be a multiple of 16 and N of 8"):
@@ -937,23 +1063,24 @@ def test_means_are_geometric_and_by_rows():
     cases = [
         product_case((1, 8, 8), a=None, b=0.5),
         product_case((16, 8, 8), a=0.25, b=2.0),
-        product_case((17, 8, 8), a=9.0, b=9.0),
-        product_case((64, 8, 8), a=3.0),
-        product_case((512, 8, 8), a=12.0),
-        product_case((513, 8, 8), a=9.0),
-        product_case((1023, 8, 8), a=9.0),
-        product_case((1024, 8, 8), a=1.5, never=None),
+        product_case((63, 8, 8), a=4.0),
+        product_case((64, 8, 8), a=12.0),
+        product_case((999, 8, 8), a=3.0),
+        product_case((1000, 2**13, 2**10), a=1.5, never=None),
+        product_case((2**13, 2**10, 2**10), a=6.0),
         product_case((2048, 8), a=9.0),
     ]
     found = means(cases)
     assert list(found) == ["a", "b"]
     assert found["a"] == {
-        "M <= 16": (pytest.approx(0.25), 1),
-        "64 <= M <= 512": (pytest.approx(6.0), 2),
-        "M >= 1024": (pytest.approx(1.5), 1),
+        "M < 64": (pytest.approx(1.0), 2, 0.25, "16x8x8"),
+        "64 <= M < 1000": (pytest.approx(6.0), 2, 3.0, "999x8x8"),
+        "M >= 1000": (pytest.approx(3.0), 2, 1.5, "1000x8192x1024"),
     }
-    assert found["b"] == {"M <= 16": (pytest.approx(1.0), 2)}
-    assert means([]) == {}
+    assert found["b"] == {"M < 64": (pytest.approx(1.0), 2, 0.5, "1x8x8")}
+    assert means(cases, large=True)["a"] == found["a"] | {"M * N * K >= 2^33": (6.0, 1, 6.0, "8192x1024x1024")}
+    assert means([]) == means([], large=True) == {}
+    assert ("x a", "M < 64", "1.000", "2", "0.250", "16x8x8") in band_cells(cases)
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
@@ -990,8 +1117,12 @@ def on_paper(monkeypatch):
         asked.append(rivals)
         return bench_of(dispatcher, **how)
 
+    def chain(dispatcher, device, lab, *, layers, rivals, **how):
+        return Chain(dispatcher, HOST, lab, layers=layers, **how)
+
     asked = []
     monkeypatch.setattr(command, "Bench", bench)
+    monkeypatch.setattr(command, "Chain", chain)
     monkeypatch.setattr(command, "launch_costs", lambda *_: ())
     return asked
 
@@ -1017,6 +1148,12 @@ def on_paper(monkeypatch):
         (["--output", "x", "--show", "nowhere.json"], "--output must be left out"),
         (["--cutlass", "x", "--show", "nowhere.json"], "--cutlass must be left out"),
         (["linear", "--cutlass", "nowhere"], "--cutlass must be a folder with the objects that this builds: bash "),
+        (["quantize", "--random", "3"], "--random must stand beside a product, such as linear; had dequantize_per_"),
+        (["linear", "--random", "0"], "random"),
+        (["--random", "3", "--show", "nowhere.json"], "--random must be left out"),
+        (["linear", "--shapes", "2x4x8", "--chain", "4"], "--chain must stand beside products with N = K only"),
+        (["linear", "--shapes", "2x4x4", "--chain", "1"], "chain"),
+        (["linear", "--rivals", "cuttlass"], "--rivals must be one of cutlass, bf16, int_mm"),
     ],
 )
 def test_bad_arguments_are_told_in_one_line(skuda, no_cuda, arguments, says):
@@ -1074,6 +1211,34 @@ def test_a_model_gives_each_op_its_shapes_and_the_command_names_it(skuda, on_pap
     }
 
 
+def test_random_products_are_drawn_from_the_seed_and_have_few_rivals(skuda, on_paper, tmp_path, monkeypatch):
+    path, few = tmp_path / "out.json", ((5, 512, 528), (7, 528, 512))
+    monkeypatch.setattr(cases_module, "random_products", lambda count, seed: few if (count, seed) == (2, 7) else ())
+    typed = ("smoothquant_linear", "--random", "2", "--element", "bf16", "--repeats", "1", "--output", path)
+    assert skuda(*typed, "--seed", "7")[0] == 0
+    record = BenchRecord.load(path)
+    assert record.command == "skuda bench smoothquant_linear --element bf16 --random 2 --seed 7 --repeats 1"
+    assert tuple(case.shape for case in record.cases) == few
+    assert [rival.name for rival in on_paper[-1](static())] == ["cutlass", "bf16"]
+    assert skuda(*typed, "--seed", "7", "--rivals", "fp8,bf16", "--shapes", "3x16x16")[0] == 0
+    assert [rival.name for rival in on_paper[-1](static())] == ["bf16", "fp8"], "in their usual order"
+    again = BenchRecord.load(path)
+    assert [case.shape for case in again.cases] == [(3, 16, 16), *few]
+    assert "--rivals fp8,bf16 --random 2" in again.command
+    assert skuda("smoothquant_linear", "--shapes", "3x16x16", "--rivals", "no", "--repeats", "1")[0] == 2
+    assert skuda("--show", path, "--markdown", "bands")[0] == 0
+
+
+def test_a_chain_is_recorded_as_such(skuda, on_paper, tmp_path):
+    path = tmp_path / "out.json"
+    typed = ("linear", "--shapes", "2x16x16", "--element", "bf16", "--chain", "4", "--repeats", "1", "--output", path)
+    assert skuda(*typed)[0] == 0
+    record = BenchRecord.load(path)
+    assert [(case.op, case.layers) for case in record.cases] == [("quantized_linear", 4), ("smoothquant_linear", 4)]
+    assert "--chain 4" in record.command
+    assert "2x16x16, 4 layers" in skuda("--show", path)[1]
+
+
 @needs_cc
 def test_cutlass_is_found_where_the_folder_says_and_runs_on_its_card_only(skuda, on_paper, tmp_path, monkeypatch):
     folder = build(tmp_path / "built here", "t64x64x256")
@@ -1116,8 +1281,10 @@ def test_the_table_of_products_ends_with_means_and_says_who_won(skuda, tmp_path,
         text = re.sub(r"\x1b\[[0-9;]*m", "", skuda("--show", path)[1])
         assert re.search(r"16x28672x8192 +bf16 +10\.0 +1e-07 TB/s .* 0\.50", text)
         assert re.search(r"4096x14336x4096 +bf16 +10\.0 +1e-07 TOPS .* 2\.00", text)
-        assert re.search(r"geometric mean +M >= 1024 \(of\) +M <= 16 \(of\)\n", text)
+        assert re.search(r"geometric mean +M >= 1000 \(of\) +M < 64 \(of\)\n", text)
         assert re.search(r"\n +x cutlass +4\.00 \(2\) +0\.50 \(1\)\n", text)
+        assert "lowest x cutlass, M >= 1000: 2.000 at 4096x14336x4096\n" in text
+        assert "lowest x cutlass, M < 64: 0.500 at 16x28672x8192\n" in text
         assert "cutlass by s64x16x256: 16x28672x8192\n" in text
         folded = " ".join(text.split())
         assert "cutlass by t256x128x128_co_c1x2 swizzle=8: 4096x14336x4096, 8192x8192x8192" in folded

@@ -24,7 +24,9 @@ from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.kernels.quantize import DynamicRangeQuantizeDescriptor, QuantizePerChannelDescriptor, fake_quantize
 from skuda.registry import BackendSpec, InvalidProblem, Registry
 from skuda.tools.bench import command, host
+from skuda.tools.bench import lab as lab_module
 from skuda.tools.bench.bench import Bench
+from skuda.tools.bench.chain import Chain, chained
 from skuda.tools.bench.clock import CudaClock
 from skuda.tools.bench.cutlass.rival import Cutlass
 from skuda.tools.bench.formulas import answer, formula
@@ -32,6 +34,7 @@ from skuda.tools.bench.host import launch_costs
 from skuda.tools.bench.lab import Sizes, TorchLab, to_numpy, to_torch
 from skuda.tools.bench.record import BenchRecord
 from skuda.tools.bench.rivals import Alternatives, Rival, rivals_of
+from skuda.tools.bench.sensor import Reading
 from skuda.tools.bench.tuner import Tuner
 from skuda.tools.cli import main
 from skuda.tools.verify.trial import answer as reference_answer
@@ -177,6 +180,29 @@ def test_int_mm_compiled_is_the_layer(lab, seed, monkeypatch):
 
 
 @needs_cc
+def test_cutlass_splits_k_in_several_ways_with_a_workspace_for_each(lab, seed, tmp_path):
+    """The stub wants another size of workspace where K is split, as CUTLASS does."""
+    found = Cutlass.load(build(tmp_path, "t128x128x128_sk"))
+    problem = problem_of(OPS["smoothquant_linear"].descriptor, (5, 24, 32), "bf16")
+    inputs, split = lab.draw(problem, seed), []
+    ways = rivals_of(problem, found)[0].make(problem, inputs)
+    for call in ways.calls.values():
+        lab.poison(ways.outputs)
+        call()
+        assert lab.mismatch(OPS["smoothquant_linear"], problem, inputs, ways.outputs, 0) == ""
+        split.append(found.configurations[0].library.tuned_to(2))
+    name = "t128x128x128_sk"
+    assert dict(zip(ways.calls, split, strict=True)) == {
+        name: 0,
+        f"{name} stream-K": 1,
+        f"{name} split=2": 3,
+        f"{name} split=3": 4,
+        f"{name} split=4": 5,
+        f"{name} split=8": 9,
+    }
+
+
+@needs_cc
 @pytest.mark.parametrize("op", groups(REGISTRY)["linear"])
 def test_cutlass_writes_the_layer(lab, seed, op, tmp_path):
     found = Cutlass.load(build(tmp_path, "s64x16x256", "t64x256x128_pp"))
@@ -199,7 +225,8 @@ def test_cutlass_writes_the_layer(lab, seed, op, tmp_path):
         call()
         assert lab.mismatch(OPS[op], problem, inputs, ways.outputs, 0) == ""
         tuned.append(tuple(library.tuned_to(at) for at in range(3)))
-    assert tuned == [(-1, -1, -1), (1, 0, 0), (8, 0, 0), (2, 1, 0)]
+    # The size of the workspace depends on the options, so it was asked for with those of the last call.
+    assert tuned == [(2, 1, 0), (1, 0, 0), (8, 0, 0), (2, 1, 0)]
     wide = problem_of(OPS[op].descriptor, (5, 24, 32), "f32")
     inputs = lab.draw(wide, seed)
     with pytest.raises(ValueError, match="built for a bf16 output, not f32"):
@@ -329,6 +356,38 @@ def _until_lost(lab, measure, replays, *, runs):
     return measure(replays)
 
 
+def test_a_chain_is_compared_with_a_chain_in_bf16(lab, seed, monkeypatch):
+    called, fed = [], torch.nn.functional.linear
+
+    def linear(x, weight):
+        called.append((x, weight, fed(x, weight)))
+        return called[-1][2]
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    for op in ("quantized_linear", "smoothquant_linear"):
+        (case,) = select_cases(REGISTRY, [op], [(3, 16, 16)], ["bf16"])
+        dispatcher = Dispatcher(REGISTRY, backends=(NumpyBackend(),))
+        result = Chain(dispatcher, HOST, lab, seed=seed, repeats=2, layers=3).measure(chained(case))
+        assert (result.refused, result.layers, result.timing.rounds) == ("", 3, 2)
+        (rival,) = result.rivals
+        assert (rival.name, rival.refused, rival.timing.rounds) == ("bf16", "", 2)
+        first, second, third = called[-3:]
+        assert second[0] is first[2]
+        assert third[0] is second[2], "each reads what the one before wrote"
+        assert len({weight.data_ptr() for _, weight, _ in (first, second, third)}) == 3
+
+
+def test_the_empty_kernel_is_asked_of_torch_and_its_absence_is_noted(lab, monkeypatch):
+    launched = []
+    notes = bench_of(lab).run((), command="").ceilings.notes
+    assert any(note.startswith("empty: ") for note in notes), "there is no CUDA here"
+    monkeypatch.setattr(torch.cuda, "_sleep", launched.append)
+    record = bench_of(lab).run((), command="")
+    assert record.ceilings.empty > 0
+    assert set(launched) == {0}
+    assert len(launched) == 2 * (1 + 2), "warmed up and timed twice, before and after"
+
+
 def test_tuning_on_tensors_refuses_what_is_wrong_or_lost_and_times_the_rest(lab):
     tuner = Tuner(dispatcher_with("wrong", "lost"), HOST, lab, seed=5, repeats=2)
     (entry,) = tuner.run([FAKE[0].problem])
@@ -397,10 +456,20 @@ def test_a_gpu_gets_a_stream_and_events_of_its_own_and_a_flush_for_its_cache(mon
     monkeypatch.setattr(torch, "device", lambda *names: made.append(names) or cpu)
     for name, value in (("is_available", True), ("device_count", 2), ("set_device", None), ("Stream", "a stream")):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=1 << 25))
+    facts = SimpleNamespace(L2_cache_size=1 << 25, uuid="12-34")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
     card = device_named("h200").model_copy(update={"ordinal": 1, "l2_cache": 0})
     lab = TorchLab(card)
     assert made == [("cuda", 1)]
+    assert lab.unwatched.startswith("SM clock and power are not read: "), "no driver here"
+    assert lab.reading() is None
+    asked = []
+    monkeypatch.setattr(lab_module, "Sensor", asked.append)
+    lab = TorchLab(card)
+    assert (asked, lab.unwatched) == (["GPU-12-34"], "")
+    lab.clock.readings += [Reading(1500.0, 600.0), Reading(1700.0, 500.0)]
+    assert lab.reading() == Reading(1600.0, 550.0)
+    assert lab.reading() is None, "readings count once"
     assert isinstance(lab.clock, CudaClock)
     assert lab._written.numel() == 4 << 25
 

@@ -25,13 +25,14 @@ from skuda.dispatch.compile.compilers import find_nvrtc
 from skuda.dispatch.compile.sources import source_hash
 from skuda.dispatch.device import HOST
 from skuda.kernels.launch import Choice
-from skuda.registry import BackendSpec, Registry, Unsupported
+from skuda.registry import BackendSpec, InvalidProblem, Registry, Unsupported
 from skuda.tools.bench import lab
 from skuda.tools.bench.lab import HostLab
 from skuda.tools.bench.tune_command import _slug
 from skuda.tools.bench.tuner import Tuner, environment
 from skuda.tools.cli import main
 from skuda.tools.verify.trial import answer
+from skuda.tools.words import cases as cases_module
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -157,6 +158,13 @@ def test_a_problem_that_nobody_serves_is_refused_before_anything_is_timed():
     with pytest.raises(Unsupported):
         made.run([ToyDescriptor(m=5), ToyDescriptor(element="f64")])
     assert made.lab.runs == ()
+
+
+def test_only_some_variants_where_they_are_asked_for():
+    (entry,) = tuner(variants=frozenset({"fast"})).run([ToyDescriptor(m=5)])
+    assert [(c.sku, c.choice) for c in entry.candidates] == [(ODD.id, "wide"), (ODD.id, "narrow")]
+    with pytest.raises(InvalidProblem, match=r"--variant must serve every problem, such as .*m=5.*had slow"):
+        tuner(variants=frozenset({"slow"})).run([ToyDescriptor(m=5)])
 
 
 def test_only_one_backend_where_it_is_asked_for():
@@ -381,6 +389,18 @@ def test_more_problems_are_taken_in_only_where_it_is_asked_for(install, skuda):
     assert Tuning.load(Path("tuning-cpu.json")).margin == 4
 
 
+def test_random_products_are_measured_in_the_variants_that_are_named(skuda, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cases_module, "random_products", lambda count, seed: ((3, 16, 32), (seed, 32, 16))[:count])
+    typed = ("smoothquant_linear", "--random", "2", "--element", "bf16", "--repeats", "1", "--backend", "numpy")
+    assert skuda("tune", *typed, "--seed", "5", "--variant", "reference", "--output", "x.json")[0] == 0
+    tuning = Tuning.load(Path("x.json"))
+    assert [[entry.problem[name] for name in "mnk"] for entry in tuning.entries] == [[3, 16, 32], [5, 32, 16]]
+    assert {candidate.sku.rpartition(".")[2] for entry in tuning.entries for candidate in entry.candidates} == {
+        "reference"
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -397,6 +417,10 @@ def test_more_problems_are_taken_in_only_where_it_is_asked_for(install, skuda):
         (["fill", "--numel", "3", "--margin", "-1"], "margin must be at least 0"),
         (["fill", "--numel", "3", "--output", "absent/x.json"], "--output must be a file in a folder that exists"),
         (["fill", "--show", "x.json"], "OPS must be left out: --show measures nothing"),
+        (["fill", "--numel", "3", "--random", "3"], "--random must be left out where an op's fields are given"),
+        (["fake_quantize", "--random", "3"], "tune: --random must stand beside a product"),
+        (["linear", "--variant", "wrapgroup"], "--variant must be one of"),
+        (["--random", "3", "--show", "x.json"], "--random must be left out: --show measures nothing"),
         (["--show", "x.json"], "the file must be a file that `skuda tune` wrote"),
     ],
 )

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from skuda.registry import InvalidProblem
-from skuda.tools.words.shapes import MODELS, ROWS, read_rows, read_shapes
+from skuda.tools.words.shapes import MODELS, ROWS, random_products, read_rows, read_shapes
 
 
 def test_typed_shapes_are_read_each_once():
@@ -85,3 +85,20 @@ def test_a_file_with_something_else_is_refused(tmp_path, name, text, says):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(InvalidProblem, match=says):
         read_shapes([str(path)])
+
+
+def test_random_products_are_the_same_for_a_seed_and_spread_over_the_logarithms():
+    shapes = random_products(400, 11)
+    assert shapes == random_products(400, 11)
+    assert shapes[:50] == random_products(50, 11), "more of them begin with the same"
+    assert not set(shapes) & set(random_products(400, 12))
+    assert len(set(shapes)) == 400
+    for m, n, k in shapes:
+        assert 1 <= m <= 16384
+        assert n % 16 == k % 16 == 0
+        assert 512 <= min(n, k) <= max(n, k) <= 32768
+        assert m * n * k <= 2**42
+    # Half of the logarithms lie below the middle of each range; large products are drawn again, so a little more.
+    for at, middle in ((0, 128), (1, 4096), (2, 4096)):
+        assert 0.4 < sum(shape[at] < middle for shape in shapes) / 400 < 0.65
+    assert min(shapes)[0] == 1

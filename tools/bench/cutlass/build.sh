@@ -15,7 +15,8 @@ shift
 headers=${CUTLASS_HEADERS:-$out/headers}
 mkdir -p "$out"
 
-#        name                  M   N   K  CM CN kernel(0 plain,1 pingpong,2 cooperative) swap
+# kernel: 0 plain, 1 pingpong, 2 cooperative, 3 cooperative with the stream-K scheduler, which also splits K
+#        name                  M   N   K  CM CN kernel swap
 table='
 s64x16x256                     64  16 256  1  1  0  1
 t64x64x256                     64  64 256  1  1  0  0
@@ -25,6 +26,10 @@ t128x128x128_pp_c1x2          128 128 128  1  2  1  0
 t128x256x128_co_c2x1          128 256 128  2  1  2  0
 t256x128x128_co_c1x2          256 128 128  1  2  2  0
 t64x256x128_pp                 64 256 128  1  1  1  0
+t128x128x128_sk               128 128 128  1  1  3  0
+t128x128x128_sk_c2x1          128 128 128  2  1  3  0
+t128x256x128_sk_c2x1          128 256 128  2  1  3  0
+s128x64x256_sk                128  64 256  1  1  3  1
 '
 for name in "$@"; do
   if ! grep -q "^$name " <<< "$table"; then

@@ -5,9 +5,9 @@
 //
 // One shared object holds one configuration, chosen by macros (see build.sh):
 //   RIVAL_M, RIVAL_N, RIVAL_K   tile          RIVAL_CM, RIVAL_CN   cluster
-//   RIVAL_KERNEL  0 plain warp-specialized (one tile a block), 1 pingpong, 2 cooperative
+//   RIVAL_KERNEL  0 plain warp-specialized (one tile a block), 1 pingpong, 2 cooperative, 3 cooperative with the stream-K
+//                 scheduler, whose workspace the library clears in every run
 //   RIVAL_SWAP    1 computes D^T = W A^T, so that few tokens fill the instruction's narrow side
-//   RIVAL_STREAMK 1 takes the stream-K scheduler (cooperative only; its workspace is cleared by a memset node in run)
 #include <cstddef>
 #include <cstdint>
 #include <cuda_runtime.h>
@@ -33,9 +33,6 @@
 #ifndef RIVAL_SWAP
 #define RIVAL_SWAP 0
 #endif
-#ifndef RIVAL_STREAMK
-#define RIVAL_STREAMK 0
-#endif
 #ifndef RIVAL_NAME
 #define RIVAL_NAME "unnamed"
 #endif
@@ -57,8 +54,7 @@ using MainSchedule = cutlass::gemm::KernelTmaWarpSpecializedCooperative;
 using StoreSchedule = cutlass::epilogue::TmaWarpSpecializedCooperative;
 #endif
 
-#if RIVAL_STREAMK
-static_assert(RIVAL_KERNEL == 2, "stream-K needs the cooperative kernel");
+#if RIVAL_KERNEL == 3
 using Scheduler = cutlass::gemm::StreamKScheduler;
 #elif RIVAL_KERNEL == 0
 using Scheduler = void;
@@ -155,7 +151,7 @@ typename Gemm::Arguments pack(void const* a, void const* w, float const* sa, flo
   args.scheduler.max_swizzle_size = choice.swizzle;
   using Raster = decltype(args.scheduler.raster_order);
   args.scheduler.raster_order = choice.raster == 1 ? Raster::AlongM : choice.raster == 2 ? Raster::AlongN : Raster::Heuristic;
-#if RIVAL_STREAMK
+#if RIVAL_KERNEL == 3
   using Mode = decltype(args.scheduler.decomposition_mode);
   args.scheduler.decomposition_mode = choice.split == 0   ? Mode::Heuristic
                                       : choice.split == 1 ? Mode::StreamK

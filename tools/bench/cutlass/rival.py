@@ -22,12 +22,16 @@ Call = Callable[[], Any]
 CAPABILITY = (9, 0)
 """What the objects are built for."""
 
-_DEFAULT = (1, 0)
-_OPTIONS = {"": _DEFAULT, " swizzle=8": (8, 0), " raster=1 swizzle=2": (2, 1)}
-"""Tiles of a rasterization band, and the order: 0 CUTLASS's own rule, 1 along M."""
+_Options = tuple[int, int, int]
+"""Tiles of a rasterization band; the order, 0 CUTLASS's own rule, 1 along M; and the split of K, see `_SPLITS`."""
 
-_PERSISTENT = frozenset({"pp", "co"})
-"""Parts of the names of those that have a scheduler to tune: pingpong and cooperative."""
+_DEFAULT = (1, 0, 0)
+_ORDERS = {"": _DEFAULT, " swizzle=8": (8, 0, 0), " raster=1 swizzle=2": (2, 1, 0)}
+_SPLITS = {"": _DEFAULT, " stream-K": (1, 0, 1)} | {f" split={parts}": (1, 0, parts + 1) for parts in (2, 3, 4, 8)}
+"""How K is split: 0 CUTLASS's own rule, 1 stream-K, above 2 that number less one of parts."""
+
+_SCHEDULERS = {"pp": _ORDERS, "co": _ORDERS, "sk": _SPLITS}
+"""Options worth a try, by the part of a name that says its schedule: pingpong, cooperative and stream-K."""
 
 _REASONS = {
     1: "K must be a multiple of 16 and N of 8",
@@ -85,15 +89,20 @@ class Configuration:
         return cls(library.name().decode(), library)
 
     @property
-    def options(self) -> dict[str, tuple[int, int]]:
+    def options(self) -> dict[str, _Options]:
         """Scheduler options worth a try, by what they add to the name."""
-        return _OPTIONS if _PERSISTENT & set(self.name.split("_")) else {"": _DEFAULT}
+        return next((_SCHEDULERS[part] for part in self.name.split("_") if part in _SCHEDULERS), {"": _DEFAULT})
+
+    def workspace(self, sizes: tuple[int, int, int], options: _Options = _DEFAULT) -> int:
+        """Return the bytes of workspace for a product of sizes M, N and K."""
+        self.library.tune(*options)
+        return int(self.library.workspace(*sizes))
 
     def run(
         self,
         addresses: tuple[int, ...],
         sizes: tuple[int, int, int],
-        options: tuple[int, int] = _DEFAULT,
+        options: _Options = _DEFAULT,
         *,
         workspace: tuple[int, int] = (0, 0),
         stream: int = 0,
@@ -101,10 +110,10 @@ class Configuration:
         """Enqueue one product of sizes M, N and K; a ValueError where it refuses, a RuntimeError if the launch fails.
 
         `addresses` are those of codes [M, K], weight [N, K], scales of rows and of columns, and output [M, N];
-        `options` are those of the scheduler, as in `_OPTIONS`; `workspace` is address and bytes.
+        `options` are those of the scheduler; `workspace` is address and bytes.
         """
         # The options stand in the object, for whatever runs next.
-        self.library.tune(*options, 0)
+        self.library.tune(*options)
         code = self.library.run(*addresses, *sizes, *workspace, stream)
         if code:
             why = _REASONS.get(code, f"the launch failed with CUTLASS status {code - 100}")
@@ -149,11 +158,11 @@ class Cutlass:
 
 
 def _bound(
-    configuration: Configuration, tensors: tuple[Any, ...], sizes: tuple[int, int, int], options: tuple[int, int]
+    configuration: Configuration, tensors: tuple[Any, ...], sizes: tuple[int, int, int], options: _Options
 ) -> Call:
     torch: Any = importlib.import_module("torch")
     place = tensors[0].device
-    size = configuration.library.workspace(*sizes)
+    size = configuration.workspace(sizes, options)
     space = torch.empty(size, dtype=torch.uint8, device=place)
     addresses = tuple(tensor.data_ptr() for tensor in tensors)
 

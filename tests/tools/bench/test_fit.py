@@ -1,0 +1,142 @@
+"""Fitting the times of the tiles: what generated the measurements is found again, and what does not fit is seen."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from paths import ROOT
+from support import fresh
+
+from skuda.dispatch import Tuning, device_named
+from skuda.dispatch.select.environment import Environment
+from skuda.dispatch.select.tuning import Candidate, Entry, Timing
+from skuda.kernels.catalog import built_in_registry
+from skuda.kernels.linear import warpgroup
+from skuda.kernels.linear.warpgroup import TILES, Tile
+from skuda.registry import InvalidRecord
+from skuda.tools.bench import fit
+from skuda.tools.words.shapes import random_products
+
+RECORD = ROOT / "docs" / "evidence" / "h200-tiles.json"
+DRAWN = random_products(120, int(fresh("shapes to fit").integers(2**31)))
+SHAPES = tuple(shape for shape in DRAWN if shape[0] >= 48)
+
+
+def made(tiles, shapes=SHAPES):
+    return {shape: {fit.key(tile): tile.predicted(*shape, 132) for tile in tiles} for shape in shapes}
+
+
+def test_a_name_is_what_the_flags_say_and_no_two_are_equal():
+    assert fit.key(TILES[0]) == "128_256_4_1_1_1"
+    assert len(set(map(fit.key, TILES))) == len(TILES)
+    assert fit.key(replace(TILES[0], launch_time=9.0)) == fit.key(TILES[0])
+
+
+def test_times_that_a_tile_predicts_give_that_tile_back():
+    start = TILES[5]
+    true = replace(start, launch_time=7.0, stage_time=start.stage_time * 1.3, epilogue_time=2.9, bandwidth=3.5)
+    times = made((true, *TILES[:2]))
+    before, after = (
+        max(abs(np.log(one.predicted(*shape, 132) / true.predicted(*shape, 132))) for shape in SHAPES)
+        for one in (start, fit.fit(start, times))
+    )
+    assert before > 0.05
+    assert after < 0.2 * before
+    few = dict(list(times.items())[:3])
+    assert fit.fit(start, few) == start, "three shapes do not determine five times"
+
+
+def test_the_loss_is_what_the_wrong_choice_costs():
+    times = made(TILES)
+    assert fit.loss(TILES, times)[:2] == (1.0, 1.0)
+    shape = SHAPES[7]
+    chosen = min(times[shape], key=times[shape].get)
+    times[shape][chosen] *= 3
+    second = min(times[shape].values())
+    found = fit.loss(TILES, times)
+    assert found.where == shape
+    assert found.worst == pytest.approx(times[shape][chosen] / second)
+    assert found.mean == pytest.approx(found.worst ** (1 / len(SHAPES)))
+
+
+def test_refining_undoes_what_makes_a_tile_look_too_fast():
+    times = made(TILES)
+    spoilt = (replace(TILES[0], stage_time=TILES[0].stage_time / 3), *TILES[1:])
+    before = fit.loss(spoilt, times).mean
+    cost, refined = fit.refine(spoilt, times)
+    assert before > 1.02
+    assert fit.loss(refined, times).mean - 1 < 0.5 * (before - 1)
+    assert fit.refine(refined, times)[0] <= cost
+
+
+def test_a_line_is_the_source_of_its_tile():
+    for tile in TILES:
+        text = fit.line(tile).strip().rstrip(",")
+        assert eval(text, vars(warpgroup)) == tile  # noqa: S307  our own text
+
+
+def tuning(tmp_path, shapes=SHAPES[:8]):
+    """Write a file of `skuda tune` with a time for every tile, and one of another kernel."""
+    skus = [sku for sku in built_in_registry().skus_of("smoothquant_linear") if sku.backend == "cuda_core"]
+    name, other = (next(sku.id for sku in skus if sku.variant == variant) for variant in ("warpgroup", "mma"))
+
+    def candidate(sku, choice, us):
+        return Candidate(sku=sku, choice=choice, source_hash="0" * 64, timing=Timing.of([us]))
+
+    entries = []
+    for shape in shapes:
+        m, n, k = shape
+        problem = {"op": "smoothquant_linear", "m": m, "n": n, "k": k, "act_scale": 0.01, "output_element": "bf16"}
+        tiles = (candidate(name, str(tile), round(tile.predicted(*shape, 132), 2)) for tile in TILES)
+        candidates = (*tiles, candidate(other, "", 0.5))
+        entries.append(Entry(problem=problem, date="2026-01-01", seed=9, candidates=candidates))
+    where = Environment(device=device_named("h200"), driver="1", versions={}, skuda="1")
+    path = tmp_path / "times.json"
+    Tuning(environment=where, margin=3, entries=tuple(entries)).save(path)
+    return path
+
+
+def test_a_file_of_tune_is_read_and_kept_as_a_record(tmp_path, capsys):
+    path, record = tuning(tmp_path), tmp_path / "record.json"
+    (one,) = fit.sets_of(path)
+    assert (one["seed"], len(one["shapes"])) == (9, 8)
+    assert one["shapes"][0]["m,n,k"] == list(SHAPES[0])
+    assert set(one["shapes"][0]["us"]) == set(map(fit.key, TILES)), "and nothing of the other kernel"
+    assert fit.main([str(path), "--record", str(record)]) == 0
+    out = capsys.readouterr().out
+    assert "TILES, fitted shapes: 0.00% by geometric mean of 8" in out
+    assert "fit, held: " in out
+    assert fit.sets_of(record) == [{**one, "fitted": True}]
+    assert fit.main([str(record), "--held", str(path), "--record", str(record)]) == 0
+    assert "TILES, held: 0.00% by geometric mean of 8" in capsys.readouterr().out
+    assert [each["fitted"] for each in fit.sets_of(record)] == [True, False]
+
+
+def test_the_record_in_the_docs_is_read_and_its_tiles_are_printed(capsys, monkeypatch):
+    monkeypatch.setattr(fit, "_SHRINKING", (0.1,))
+    monkeypatch.setattr(fit, "_STEPS", 5)
+    sets = fit.sets_of(RECORD)
+    assert fit.times_of([{"shapes": [{"m,n,k": [47, 64, 64], "us": dict.fromkeys(map(fit.key, TILES), 1.0)}]}]) == {}
+    assert set(fit.times_of(sets)[64, 4096, 4096]) <= set(map(fit.key, TILES))
+    assert fit.main([str(RECORD)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    tiles = [eval(text.strip().rstrip(","), vars(warpgroup)) for text in out if "Tile(" in text]  # noqa: S307  as above
+    assert list(map(fit.key, tiles)) == list(map(fit.key, TILES))
+    assert all(isinstance(tile, Tile) and tile.launch_time > 0 for tile in tiles)
+    assert all(re.search(r"\d%.* at \d+x\d+x\d+", text) for text in out[len(TILES) :])
+
+
+def test_what_has_no_times_of_these_tiles_is_refused(tmp_path, capsys):
+    path = tmp_path / "x.json"
+    text = {"kind": "skuda tiles", "sets": [{"shapes": [{"m,n,k": [1, 2, 3], "us": {"1_1_1_1_1_1": 2.0}}]}]}
+    path.write_text(json.dumps(text))
+    with pytest.raises(SystemExit):
+        fit.main([str(path)])
+    assert "no tile of" in capsys.readouterr().err
+    path.write_text("{}")
+    with pytest.raises(InvalidRecord):
+        fit.main([str(path)])
