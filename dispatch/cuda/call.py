@@ -13,10 +13,7 @@ from skuda.dispatch.cuda.recognizer import Form, Made, Parameters
 from skuda.dispatch.cuda.tensor_maps import ALIGNMENT, BYTES, Encoder, encoder
 from skuda.kernels.launch import (
     Columns,
-    Constant,
     Leading,
-    Number,
-    Parameter,
     Pointer,
     Rows,
     Step,

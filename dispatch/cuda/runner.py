@@ -16,7 +16,7 @@ from skuda.dispatch.cuda.scratch import Scratch
 from skuda.dispatch.cuda.streams import stream_handle
 from skuda.dispatch.system.forks import in_child
 from skuda.kernels.launch import Launch, Step
-from skuda.registry.descriptor import Descriptor, Role
+from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import DriverError, InvalidProblem, NotPrepared, SkudaError
 
 _MOST_CALLS = 4
@@ -100,7 +100,7 @@ class _Sender:
 
 
 class _Known(NamedTuple):
-    """What recognizes and launches calls like one that was checked, and whether an array among them is on the device."""
+    """What recognizes and launches calls like one that was checked; whether such a call has an array on the device."""
 
     launch: Launcher
     placed: bool
