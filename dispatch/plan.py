@@ -116,7 +116,7 @@ class Plan(Value):
 
     @property
     def workspace_size(self) -> int:
-        """Bytes of scratch that the plan keeps."""
+        """Bytes of scratch that the plan needs; plans that run on the same stream share them."""
         return self.sku.workspace_size(self.problem)
 
     @property
