@@ -794,13 +794,10 @@ def test_another_size_of_a_loaded_kernel_reads_nothing_and_asks_the_driver_for_n
 def test_the_shared_memory_of_a_function_only_rises(run):
     told = run(
         """
-        from skuda.dispatch.cuda.bindings import load_module
         from skuda.kernels.launch import Step
 
         plan()
-        context = driver().primary_context(0)
-        cubin = d.backends["cuda_core"]._kernels
-        (kernel,) = cubin.values()
+        (kernel,) = d.backends["cuda_core"]._kernels.values()
         for shared in (1 << 16, 1 << 17, 1 << 16, 1 << 17, 1 << 10):
             kernel.module.function(Step("scaled", (1, 1, 1), (1, 1, 1), (), shared=shared))
         """,
