@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
 from skuda.dispatch.device import KNOWN_DEVICES, Device, device_named
 from skuda.dispatch.dispatcher import Dispatcher
 from skuda.dispatch.plan import Plan
-from skuda.dispatch.plugins.loading import Plugin
 from skuda.dispatch.preference import PlanPreference
 from skuda.dispatch.telemetry import Selection, log_selection
 
 if TYPE_CHECKING:
+    from skuda.dispatch.plugins.loading import Plugin
     from skuda.dispatch.select.explanation import Decision, Explanation
     from skuda.dispatch.select.tuning import Tuning
 
@@ -34,15 +35,16 @@ __all__ = [
     "log_selection",
 ]
 
+_LATER = {
+    "Decision": "skuda.dispatch.select.explanation",
+    "Explanation": "skuda.dispatch.select.explanation",
+    "Plugin": "skuda.dispatch.plugins.loading",
+    "Tuning": "skuda.dispatch.select.tuning",
+}
+
 
 def __getattr__(name: str) -> Any:
     # Few programs name these, and their modules take long to import.
-    if name in {"Decision", "Explanation"}:
-        from skuda.dispatch.select import explanation
-
-        return getattr(explanation, name)
-    if name == "Tuning":
-        from skuda.dispatch.select.tuning import Tuning
-
-        return Tuning
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from skuda.dispatch.backends.base import Backend, BackendStatus
 from skuda.dispatch.device import HOST, KNOWN_DEVICES, Device, device_named
 from skuda.dispatch.plan import Plan
-from skuda.dispatch.plugins.asking import Misbehaved, ask_choices, ask_devices, ask_runner, ask_status, ask_words, told
-from skuda.dispatch.plugins.loading import KERNELS, Plugin, load_backends, load_kernels
+from skuda.dispatch.plugins.asking import (
+    KERNELS,
+    Misbehaved,
+    ask_choices,
+    ask_devices,
+    ask_runner,
+    ask_status,
+    ask_words,
+    told,
+)
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.select import match
 from skuda.dispatch.select.pick import Pick
@@ -29,6 +37,7 @@ from skuda.registry.sku import KernelSku
 from skuda.registry.text import shown
 
 if TYPE_CHECKING:
+    from skuda.dispatch.plugins.loading import Plugin
     from skuda.dispatch.select.explanation import Explanation
     from skuda.dispatch.select.measured import Tuned
     from skuda.dispatch.select.tuning import Tuning
@@ -91,6 +100,7 @@ class Dispatcher:
             from skuda.dispatch.backends.cuda_core import CudaCoreBackend
             from skuda.dispatch.backends.numpy import NumpyBackend
             from skuda.dispatch.backends.pycuda import PycudaBackend
+            from skuda.dispatch.plugins.loading import load_backends
 
             # A registry given by the caller may already contain them.
             known, brought, aside = load_backends(registry if own else Registry())
@@ -99,6 +109,8 @@ class Dispatcher:
             self._brought = {backend.spec.name: plugin for backend, plugin in brought}
             plugins += [*self._brought.values(), *aside]
         if own:
+            from skuda.dispatch.plugins.loading import load_kernels
+
             registry, more = load_kernels(registry)
             plugins += more
         self.registry = registry

@@ -116,7 +116,10 @@ class Plan(Value):
 
     @property
     def workspace_size(self) -> int:
-        """Bytes of scratch that the plan keeps, without what its configuration adds if it is not prepared."""
+        """Bytes of scratch that the plan needs, without what its configuration adds if it is not prepared.
+
+        Plans that run on the same stream share them.
+        """
         private = self.__pydantic_private__
         runner: Runner | None = private["_runner"] if private else None
         return int(getattr(runner, "workspace_size", 0)) or self.sku.workspace_size(self.problem)

@@ -198,7 +198,7 @@ class Launch:
         leading stride; rows and columns are the same for all. Other arguments with a `Leading` are matrices with
         contiguous rows; all remaining ones are contiguous.
     scratch : tuple of (str, int)
-        Names and sizes in bytes of scratch buffers, which are allocated once when the plan is made.
+        Names and sizes in bytes of scratch buffers; plans that run on the same stream share the memory for them.
     aligned : tuple of str
         Matrices, apart from those of tensor maps, whose address and rows must begin at multiples of 16 bytes.
     flags : tuple of str

@@ -113,7 +113,8 @@ class ProductAtMost(Value):
 
     def serves(self, problem: Descriptor) -> bool:
         """Whether `problem` satisfies the requirement."""
-        return math.prod(getattr(problem, factor) for factor in self.factors) <= self.maximum
+        product: int = math.prod(getattr(problem, factor) for factor in self.factors)
+        return product <= self.maximum
 
     def check(self, problem: Descriptor) -> Reason | None:
         """Return the reason for which `problem` is refused, or None."""

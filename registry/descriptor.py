@@ -117,7 +117,7 @@ class Descriptor(Value):
         """Let every problem keep its arguments, which several steps of a selection ask for."""
         own = cls.__dict__.get("arguments")
         if own is not None:
-            cls.arguments = _keeping(own)  # type: ignore[method-assign]
+            cls.arguments = _keeping(own)  # type: ignore[assignment,method-assign]
 
     @classmethod
     def op_name(cls) -> str:

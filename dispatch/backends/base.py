@@ -35,15 +35,11 @@ class BackendStatus(Value):
 
 
 class Runner(Protocol):
-    """A prepared kernel for one problem on one device. It holds none of the caller's arrays.
+    """A prepared kernel for one problem on one device. It holds none of the caller's arrays."""
 
-    Attributes
-    ----------
-    notes : tuple of str
-        Remarks on how it runs.
-    """
-
-    notes: tuple[str, ...]
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks on how it runs."""
 
     def check(self, arrays: Mapping[str, object]) -> None:
         """Raise the error that `run` would raise for these arguments, without running."""

@@ -12,6 +12,7 @@ from skuda.dispatch.cuda.bindings import (
     bindings_version,
     load_module,
 )
+from skuda.dispatch.cuda.call import packer
 from skuda.kernels.launch import Launch
 from skuda.registry.backend import BUILT_IN
 
@@ -45,4 +46,4 @@ class CudaCoreBackend(CudaBackend[BindingsModule]):
 
     def engine(self, module: BindingsModule, launch: Launch, op: str, ordinal: int) -> BindingsEngine:  # noqa: ARG002  the context is current
         """Return the steps of a launch."""
-        return BindingsEngine(module, launch, op)
+        return BindingsEngine(module, launch, tuple(packer(step, op) for step in launch.steps))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,8 +50,13 @@ class _Loaded(NamedTuple):
     foreign: BindingsModule | None
     functions: dict[str, tuple[Any, int]]
 
+    def knows(self, step: Step) -> bool:
+        """Whether `function` only looks it up."""
+        known = self.functions.get(step.entry)
+        return known is not None and (not must_opt_in(step) or step.shared <= known[1])
+
     def function(self, step: Step) -> Any:
-        """Return the function of a step; PyCUDA's context is pushed."""
+        """Return the function of a step; unless it is known, PyCUDA's context is pushed."""
         known = self.functions.get(step.entry)
         function, opted_in = (self.module.get_function(step.entry), 0) if known is None else known
         # The limit is one for all launches of a function, so it only ever rises.
@@ -132,13 +138,13 @@ class PycudaEngine:
 
         self._op, self._own = op, pycuda.driver.Stream
         self._steps: list[_Step] = []
-        with pushed(ordinal), _setting:
-            self._foreign = BindingsEngine(loaded.foreign, launch, op) if loaded.foreign is not None else None
-            for step in launch.steps:
+        packers = tuple(packer(step, op) for step in launch.steps)
+        with nullcontext() if all(map(loaded.knows, launch.steps)) else pushed(ordinal), _setting:
+            self._foreign = BindingsEngine(loaded.foreign, launch, packers) if loaded.foreign is not None else None
+            for step, packed in zip(launch.steps, packers, strict=True):
                 # Neither the number nor the types of parameters are checked beyond this point; the binder did both.
                 start = loaded.function(step)._launch_kernel  # noqa: SLF001  PyCUDA's own prepared calls end here
-                pack = packer(step, op).pack
-                self._steps.append(_Step(start, step.grid, step.block, pack, step.shared, step.overlaps))
+                self._steps.append(_Step(start, step.grid, step.block, packed.pack, step.shared, step.overlaps))
         self.sends = [self._send(step) for step in range(len(self._steps))]
 
     def _send(self, step: int) -> Send:

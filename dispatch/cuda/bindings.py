@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
 from typing import Any
 
-from skuda.dispatch.cuda.call import packer
+from skuda.dispatch.cuda.call import Packer
 from skuda.dispatch.cuda.driver import driver, failure
 from skuda.dispatch.cuda.recognizer import Send
 from skuda.dispatch.cuda.runner import Bound, must_opt_in
@@ -100,18 +101,17 @@ class BindingsModule:
 
 
 class BindingsEngine:
-    """Launches through ``cuLaunchKernelEx``, on any stream; errors name `op`."""
+    """Launches through ``cuLaunchKernelEx``, on any stream; `packers` are those of the launch's steps."""
 
-    def __init__(self, module: BindingsModule, launch: Launch, op: str) -> None:
+    def __init__(self, module: BindingsModule, launch: Launch, packers: Sequence[Packer]) -> None:
         # Its four arguments are built before the call, in a third of the time that cuda-bindings takes to convert the
         # eleven of `cuLaunchKernel`.
         self._start = driver().function("cuLaunchKernelEx")
-        self._steps, self._op = launch.steps, op
+        self._steps, self._packers = launch.steps, packers
         self._functions = [module.function(step) for step in launch.steps]
-        self.sends = [self._send(step, function) for step, function in zip(self._steps, self._functions, strict=True)]
+        self.sends = list(map(self._send, self._steps, self._functions, packers))
 
-    def _send(self, step: Step, function: ctypes.c_void_p) -> Send:
-        packed = packer(step, self._op)
+    def _send(self, step: Step, function: ctypes.c_void_p, packed: Packer) -> Send:
         pack, start = packed.pack, self._start
         spare: list[_Buffer] = []
         take, give = spare.pop, spare.append
@@ -133,7 +133,7 @@ class BindingsEngine:
 
     def bound(self, step: int, parameters: tuple[Any, ...]) -> Bound:
         """Return a function that enqueues one step with these parameters."""
-        packed, function, start = packer(self._steps[step], self._op), self._functions[step], self._start
+        packed, function, start = self._packers[step], self._functions[step], self._start
 
         def made() -> _Buffer:
             buffer = _Buffer(self._steps[step], packed.size)

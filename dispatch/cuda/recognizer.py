@@ -27,21 +27,15 @@ Parameters = tuple[tuple[Any, ...], ...]
 
 
 class Sender(Protocol):
-    """Enqueues all steps of a run.
-
-    Attributes
-    ----------
-    sends : sequence of Send
-        One for each step; called directly where nothing else need be done for a launch.
-    plain : bool
-        Whether that is so. If not, `enqueue` is called.
-    """
+    """Enqueues all steps of a run."""
 
     @property
-    def sends(self) -> Sequence[Send]: ...
+    def sends(self) -> Sequence[Send]:
+        """One function for each step; called directly where nothing else need be done for a launch."""
 
     @property
-    def plain(self) -> bool: ...
+    def plain(self) -> bool:
+        """Whether that is so. If not, `enqueue` is called."""
 
     def enqueue(self, parameters: Parameters, handle: int, stream: object) -> None:
         """Enqueue every step."""

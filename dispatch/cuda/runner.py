@@ -100,7 +100,7 @@ class _Sender:
 
 
 class _Known(NamedTuple):
-    """What recognizes and launches calls like one that was checked, and whether an array among them is on the device."""
+    """What recognizes and launches calls like one that was checked; whether such a call has an array on the device."""
 
     launch: Launcher
     placed: bool

@@ -16,6 +16,8 @@ from skuda.registry.errors import SkudaError
 from skuda.registry.sku import KernelSku
 from skuda.registry.text import one_line
 
+KERNELS = "skuda.kernels"
+"""The group of the entry points of kernels."""
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 

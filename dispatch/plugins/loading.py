@@ -21,7 +21,7 @@ from importlib.metadata import Distribution, EntryPoint, distributions, entry_po
 from typing import Any, TypeVar
 
 from skuda.dispatch.backends.base import Backend
-from skuda.dispatch.plugins.asking import told
+from skuda.dispatch.plugins.asking import KERNELS, told
 from skuda.dispatch.plugins.seal import Seal
 from skuda.dispatch.plugins.stdout import kept_clean
 from skuda.dispatch.settings import plugin_enabled
@@ -32,7 +32,7 @@ from skuda.registry.sku import KernelSku
 from skuda.registry.text import one_line
 from skuda.registry.value import Value
 
-KERNELS, BACKENDS = "skuda.kernels", "skuda.backends"
+BACKENDS = "skuda.backends"
 PATIENCE = 5.0
 """Seconds of loading after which a warning names the plug-in."""
 

@@ -234,3 +234,102 @@ def test_backends_may_come_from_anything_that_is_iterated_once(dispatcher):
 def test_what_is_no_dispatcher_is_refused_by_a_function(wrong):
     with pytest.raises(InvalidProblem, match="dispatcher must be a Dispatcher, or None for one that all calls share"):
         skuda.ops.fill(value=1.0, output=np.zeros(2, np.float32), dispatcher=wrong)
+
+
+# --- what is kept ----------------------------------------------------------------------------------------------------
+
+
+class Repeating:
+    """A runner that knows a call again once it has run it."""
+
+    notes = ()
+
+    def __init__(self, ordinal, log):
+        self.ordinal, self.log, self.known = ordinal, log, None
+
+    def check(self, arrays):
+        raise AssertionError
+
+    bind = check
+
+    def run(self, arrays, stream):
+        self.log.append(("run", self.ordinal))
+        self.known = dict(arrays)
+        return self.ordinal
+
+    def run_again(self, arrays, stream):
+        if self.known is None or arrays != self.known:
+            return None
+        self.log.append(("again", self.ordinal))
+        return self.ordinal
+
+
+@pytest.fixture
+def repeating(monkeypatch):
+    log = []
+
+    class Knowing(Cards):
+        def prepare(self, sku, problem, device, choice=""):
+            return Repeating(device.ordinal, log)
+
+    monkeypatch.setattr(
+        "skuda.dispatch.dispatcher.common_place",
+        lambda op, arrays: log.append("place") or ("cuda", arrays["x"] // 10),
+    )
+    registry = Registry([toy_op(cuda_sku("sm_80", "plain"), toy_sku())])
+    return Dispatcher(registry, backends=[Knowing(), NumpyBackend()]), log
+
+
+def test_a_call_that_is_recognized_is_not_asked_where_its_arrays_are(repeating):
+    dispatcher, log = repeating
+    assert [dispatcher.run(ToyDescriptor(m=4), x=11) for _ in range(3)] == [1, 1, 1]
+    assert log == ["place", ("run", 1), ("again", 1), ("again", 1)]
+    del log[:]
+    assert dispatcher.run(ToyDescriptor(m=4), x=5) == 0, "on the other card"
+    assert dispatcher.run(ToyDescriptor(m=4), x=5) == 0
+    assert dispatcher.run(ToyDescriptor(m=4), x=11) == 1
+    assert log == ["place", ("run", 0), ("again", 0), "place", ("run", 1)]
+
+
+def test_calls_are_told_apart_by_problem_and_preference(repeating):
+    dispatcher, log = repeating
+    asked = [
+        (ToyDescriptor(m=4), None),
+        (ToyDescriptor(m=5), None),
+        (ToyDescriptor(m=4), PlanPreference(backend="pycuda")),
+    ]
+    for problem, preference in asked:
+        assert dispatcher.run(problem, preference, x=11) == 1
+    assert [each for each in log if each != "place"] == [("run", 1)] * 3
+
+
+def test_ever_new_sizes_keep_few_plans_and_a_plan_that_is_held_goes_on(repeating, monkeypatch):
+    dispatcher, _ = repeating
+    monkeypatch.setattr("skuda.dispatch.dispatcher._MOST_PLANS", 8)
+    first = dispatcher.select(ToyDescriptor(m=1))
+    for m in range(1, 200):
+        assert dispatcher.run(ToyDescriptor(m=m), x=1) == 0
+        assert max(len(dispatcher._plans), len(dispatcher._ran)) <= 8
+    assert len(dispatcher._shortlists._found) == 1
+    assert len(dispatcher._answering) == 0
+    assert first not in dispatcher._plans.values()
+    assert first.run(x=2) == 0
+    again = dispatcher.select(ToyDescriptor(m=1))
+    assert again == first
+    assert again is not first
+
+
+def test_a_shortlist_that_is_made_while_obstacles_change_is_not_kept():
+    dispatcher = Dispatcher(Registry([toy_op(toy_sku())]), backends=[NumpyBackend()])
+    lists, asked = dispatcher._shortlists, (dispatcher.registry, ToyDescriptor(), HOST, PlanPreference())
+
+    def changing():
+        lists.forget()
+        return {}
+
+    assert len(lists.of(*asked, changing)) == 1
+    assert lists._found == {}
+    assert lists.of(*asked, lambda: {"numpy": ("do", "broken")}) == ()
+    assert lists.of(*asked, dict) == (), "kept until it is forgotten"
+    lists.forget()
+    assert len(lists.of(*asked, dict)) == 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from paths import ROOT
@@ -39,6 +41,24 @@ def test_importing_loads_no_gpu_library_no_tool_and_no_op(package):
 def test_importing_the_dispatcher_loads_no_backend_that_it_does_not_make():
     loaded = modules_after("import skuda.dispatch")
     assert not [name for name in loaded if re.match(r"skuda\.dispatch\.(cuda\.(?!driver)|backends\.(?!base))\w+", name)]
+    seldom = {"select.measured", "select.tuning", "select.explanation", "plugins.loading", "compile.compilers"}
+    assert loaded.isdisjoint(f"skuda.dispatch.{name}" for name in seldom)
+
+
+def test_importing_the_dispatcher_builds_only_the_models_of_its_constants():
+    code = """
+        from pydantic import BaseModel
+        from skuda.registry.value import Value
+        import skuda.dispatch
+        kinds = [Value]
+        for kind in kinds:
+            kinds.extend(kind.__subclasses__())
+        print(sorted(kind.__name__ for kind in kinds if kind.__pydantic_complete__))
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(code)], check=True, capture_output=True, text=True)
+    built = ast.literal_eval(done.stdout)
+    assert {"Device", "PlanPreference"} <= set(built)
+    assert not {"KernelSku", "Plan", "BackendStatus", "Descriptor"} & set(built)
 
 
 def test_the_registry_needs_no_array_library():

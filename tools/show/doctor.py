@@ -194,7 +194,8 @@ def _backends(dispatcher: Dispatcher) -> Iterator[Finding]:
 
 
 def _plugins(get: Callable[[], Dispatcher]) -> Iterator[Finding]:
-    from skuda.dispatch.plugins.loading import BACKENDS, KERNELS, found
+    from skuda.dispatch.plugins.asking import KERNELS
+    from skuda.dispatch.plugins.loading import BACKENDS, found
 
     section = "Plug-ins"
     groups = [found(group) for group in (KERNELS, BACKENDS)]

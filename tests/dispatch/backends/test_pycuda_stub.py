@@ -763,3 +763,45 @@ def test_nvcc_on_the_path_compiles_what_is_not_cached(run, tmp_path):
     (entry,) = CubinCache(tmp_path / "fresh").survey()
     assert (entry.facts.backend, entry.facts.arch) == ("pycuda", "sm_90")
     assert len(told.launches) == 1
+
+
+# --- another size of a loaded kernel ---------------------------------------------------------------------------------
+
+
+@every_backend
+def test_another_size_of_a_loaded_kernel_reads_nothing_and_asks_the_driver_for_nothing(run, backend):
+    told = run(
+        """
+        from skuda.dispatch.compile import provider
+
+        plan().run(**arrays())
+        provider.read_source = provider.read_kernels = None    # calling one would raise
+        d.backends[prefer.backend].cache.get = None
+        mark("loaded")
+        for rows in range(5, 105):
+            other = plan(problem=ScaledDescriptor(numel=8 * rows))
+        mark("planned")
+        other.run(**arrays(shape=(rows, 8)))
+        """,
+        backend,
+    )
+    asked = set(told.between("loaded", "planned"))
+    assert not [name for name in asked if name.startswith(("cuModule", "cuFunc", "cuMemAlloc"))]
+    assert len(told.launches) == 2
+
+
+@needs_bindings
+def test_the_shared_memory_of_a_function_only_rises(run):
+    told = run(
+        """
+        from skuda.kernels.launch import Step
+
+        plan()
+        (kernel,) = d.backends["cuda_core"]._kernels.values()
+        for shared in (1 << 16, 1 << 17, 1 << 16, 1 << 17, 1 << 10):
+            kernel.module.function(Step("scaled", (1, 1, 1), (1, 1, 1), (), shared=shared))
+        """,
+        "cuda_core",
+    )
+    set_to = [int(detail.split()[-1]) for _, name, detail in told.calls if name == "cuFuncSetAttribute"]
+    assert set_to == [1 << 16, 1 << 17]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -22,6 +24,8 @@ from skuda.dispatch.cuda import arrays as cuda_arrays
 from skuda.dispatch.cuda import dlpack
 from skuda.dispatch.cuda.arrays import Torch
 from skuda.dispatch.cuda.facts import Facts
+from skuda.dispatch.cuda.runner import CudaRunner
+from skuda.dispatch.cuda.scratch import Scratch
 from skuda.dispatch.cuda.streams import stream_handle
 from skuda.dispatch.cuda.views import Layout, common_view
 from skuda.kernels.launch import MOST_ZEROS, ZEROS, Pointer
@@ -467,6 +471,62 @@ def test_scratch_of_a_captured_run_is_its_own_and_stays():
     driver = rig.driver
     del rig
     assert set(driver.allocated) - set(driver.freed) == {address - MOST_ZEROS for address in used[:3]}
+
+
+def test_plans_of_one_card_share_scratch_and_many_sizes_allocate_little():
+    first = Rig(SummedDescriptor(n=32), summed)
+    driver, x, y = first.driver, FakeArray((32,), address=X), FakeArray((1,), address=Y)
+    sizes = [8 * n for n in range(1, 400)]
+    launch = summed(SummedDescriptor(n=32), None)
+    plans = []
+    for size in sizes:
+        needs = replace(launch, scratch=(("partial", size),))
+        plans.append(CudaRunner(SummedDescriptor(n=32), needs, first.engine, driver, (0, CONTEXT)))
+        plans[-1].run({"x": x, "y": y}, None)
+        assert driver.allocated[first.last[0]] >= size
+    assert len(driver.allocated) == 1 + len({1 << (size - 1).bit_length() for size in sizes if size > 32})
+    assert sum(driver.allocated.values()) <= 4 * max(sizes)
+    used = first.last[0]
+    for plan in (plans[0], plans[-1]):
+        plan.run({"x": x, "y": y}, None)
+    assert first.last[0] == used
+    assert driver.freed == []
+    del first, plans, plan
+    gc.collect()
+    assert sorted(driver.freed) == sorted(driver.allocated)
+
+
+def test_buffers_of_one_plan_lie_apart_and_aligned():
+    rig = Rig(SummedDescriptor(n=32), summed)
+    place = Scratch(rig.driver, CONTEXT, (100, 0, 1000)).place(0)
+    first, second, third = place.addresses
+    assert (second - first, third - second) == (256, 256)
+    assert rig.driver.allocated[first] >= 512 + 1000
+
+
+def test_a_repeated_call_launches_its_steps_and_makes_its_outputs(maker, monkeypatch):
+    rig = Rig(SummedDescriptor(n=32), summed)
+    x = FakeArray((32,), address=X)
+    first = rig.run(x=x)
+    monkeypatch.setattr(rig.runner._binder, "bind", None)
+    second = rig.run(x=x, stream=7)
+    assert [type(each) for each in (first, second)] == [FakeArray] * 2
+    assert first is not second
+    assert [(entry, handle) for entry, _, handle in rig.engine.launches] == [
+        ("partial_sums", 0), ("total", 0), ("partial_sums", 7), ("total", 7)
+    ]  # fmt: skip
+    for one, two in (rig.engine.launches[:2], rig.engine.launches[2:]):
+        assert one[1][1] == two[1][0], "the second step reads what the first one wrote"
+    assert maker[-1][3] == 7
+
+
+def test_only_a_call_with_an_array_on_the_device_says_where_it_runs(rig, maker):
+    assert rig.runner.run_again(arrays(), None) is None
+    rig.run(**arrays())
+    call = arrays()
+    assert rig.runner.run_again(call, None) is call["y"]
+    assert rig.runner.run_again(arrays(x=FakeArray((4, 8), address=X, strides=(10, 1))), None) is None
+    assert len(rig.engine.launches) == 2
 
 
 def test_threads_share_a_runner(rig):

@@ -128,6 +128,49 @@ def test_a_tensor_changed_in_place_is_noticed(rig, name, change, words, grad):
     assert len(rig.engine.launches) == 2
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_gradient_is_noticed_whatever_the_mode_was_before(rig, first):
+    call = tensors()
+    with torch.set_grad_enabled(first):
+        rig.run(**call)
+    call["x"].requires_grad_()
+    with torch.set_grad_enabled(not first), pytest.raises(InvalidProblem, match=r"x\.detach"):
+        rig.run(**call)
+    assert len(rig.engine.launches) == 1
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_new_outputs_come_from_the_allocator_of_compiled_code_for_the_current_device_and_stream(
+    rig, monkeypatch, elsewhere
+):
+    guards = pytest.importorskip("torch._C._dynamo.guards")
+    asked = []
+
+    def empty(self, shape, element, ordinal, stream):
+        asked.append(stream)
+        return torch.empty(shape)
+
+    monkeypatch.setattr(Torch, "empty", empty)
+    found = (guards._empty_strided_cpu, lambda: int(elsewhere))
+    monkeypatch.setattr(cuda_arrays, "_compiled_allocator", lambda: found)
+    call = tensors()
+    del call["y"]
+    for _ in range(2):
+        y = rig.run(**call)
+        assert (tuple(y.shape), y.dtype, y.is_contiguous()) == ((4, 8), torch.float32, True)
+        assert rig.last[5] == y.data_ptr()
+    rig.run(stream=5, **call)
+    assert asked == [None, None, 5] if elsewhere else [5]
+
+
+def test_without_that_allocator_outputs_are_made_as_before(rig, monkeypatch):
+    monkeypatch.setattr(cuda_arrays, "_compiled_allocator", lambda: None)
+    monkeypatch.setattr(Torch, "empty", lambda self, shape, element, ordinal, stream: torch.empty(shape))
+    call = tensors()
+    del call["y"]
+    assert [tuple(rig.run(**call).shape) for _ in range(2)] == [(4, 8)] * 2
+
+
 def test_new_memory_under_the_same_tensor_is_passed(rig, bound):
     call = tensors()
     rig.run(**call)

@@ -199,5 +199,5 @@ def test_a_constant_of_a_gpu_is_rounded_once():
 
 
 def test_this_thread_is_as_it_must_be():
-    assert eval(IS_NEAREST, dict(SUMMANDS))
+    assert eval(IS_NEAREST, dict(SUMMANDS))  # noqa: S307  our own
     require_exact_mode()
