@@ -103,11 +103,11 @@ class Descriptor(Value):
     """Builds the op's result from its outputs; None if the op returns its only output."""
 
     __hash__ = Value.__hash__  # which a class with an `__eq__` does not inherit
+
     @property
     def builder(self) -> Callable[..., Any] | None:
         """Builds the result from this problem's outputs, in their order; None if the op returns its only output."""
         return type(self).result
-
 
     def __eq__(self, other: object) -> bool:
         return self is other or (self.__class__ is other.__class__ and self.__dict__ == other.__dict__)

@@ -599,34 +599,6 @@ def quantized_linear(
     return call("quantized_linear", locals())
 
 
-def scaled_linear(
-    *,
-    act_q: Any,
-    act_scale: Any = None,
-    act_zero_point: Any = None,
-    weight_q: Any,
-    weight_scale: Any = None,
-    weight_zero_point: Any = None,
-    bias: Any = None,
-    output_scale: Any = None,
-    output_zero_point: Any = None,
-    output: Any = None,
-    weight_element: ElementKind | str | None = None,
-    epilogue: EpilogueKind | str | None = None,
-    has_weight_zero_point: bool | None = None,
-    m: int | None = None,
-    n: int | None = None,
-    k: int | None = None,
-    activation_element: ElementKind | str | None = None,
-    output_element: ElementKind | str | None = None,
-    act_scale_scope: DynamicRangeScope | str | None = None,
-    has_act_zero_point: bool | None = None,
-    dispatcher: Dispatcher | None = None,
-    preference: PlanPreference | None = None,
-    stream: object = None,
-) -> Any:
-    """Scaled linear: W8A8 with everything given as arrays, or its exact sums."""
-    return call("scaled_linear", locals())
 def rms_norm_quantize(
     *,
     input: Any,
@@ -656,6 +628,36 @@ def rms_norm_quantize(
     """RMS norm and quantize: rows divided by their root mean square, then quantized, in one pass."""
     found: NormQuantized = call("rms_norm_quantize", locals())
     return found
+
+
+def scaled_linear(
+    *,
+    act_q: Any,
+    act_scale: Any = None,
+    act_zero_point: Any = None,
+    weight_q: Any,
+    weight_scale: Any = None,
+    weight_zero_point: Any = None,
+    bias: Any = None,
+    output_scale: Any = None,
+    output_zero_point: Any = None,
+    output: Any = None,
+    weight_element: ElementKind | str | None = None,
+    epilogue: EpilogueKind | str | None = None,
+    has_weight_zero_point: bool | None = None,
+    m: int | None = None,
+    n: int | None = None,
+    k: int | None = None,
+    activation_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None,
+    act_scale_scope: DynamicRangeScope | str | None = None,
+    has_act_zero_point: bool | None = None,
+    dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None,
+    stream: object = None,
+) -> Any:
+    """Scaled linear: W8A8 with everything given as arrays, or its exact sums."""
+    return call("scaled_linear", locals())
 
 
 def smoothquant_linear(

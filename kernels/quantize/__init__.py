@@ -83,8 +83,8 @@ __all__ = [
     "QuantizePerTokenBackwardDescriptor",
     "QuantizePerTokenDescriptor",
     "QuantizedLinearDescriptor",
-    "ScaledLinearDescriptor",
     "RmsNormQuantizeDescriptor",
+    "ScaledLinearDescriptor",
     "SmoothQuantLinearDescriptor",
 ]
 
