@@ -100,6 +100,11 @@ class Descriptor(Value):
     result: ClassVar[Callable[..., Any] | None] = None
     """Builds the op's result from its outputs; None if the op returns its only output."""
 
+    @property
+    def builder(self) -> Callable[..., Any] | None:
+        """Builds the result from this problem's outputs, in their order; None if the op returns its only output."""
+        return type(self).result
+
     def __hash__(self) -> int:
         return hash((self.__class__, *self.__dict__.values()))
 

@@ -62,6 +62,8 @@ class QuantizeKind(StrEnum):
     FAKE_QUANTIZE_PER_GROUP = "fake_quantize_per_group"
     FAKE_QUANTIZE_PER_GROUP_BACKWARD = "fake_quantize_per_group_backward"
     DYNAMIC_RANGE = "dynamic_range"
+    SILU_MUL_QUANTIZE = "silu_mul_quantize"
+    GELU_MUL_QUANTIZE = "gelu_mul_quantize"
     QUANTIZED_LINEAR = "quantized_linear"
     SMOOTHQUANT_LINEAR = "smoothquant_linear"
 
@@ -148,3 +150,21 @@ class DynamicRangeScope(StrEnum):
     CHANNEL = "channel"
     TOKEN = "token"
     GROUP = "group"
+
+
+class Scaling(StrEnum):
+    """Where the scale of a fused quantization comes from."""
+
+    DYNAMIC = "dynamic"
+    """From each token's own range, symmetric, as in `dynamic_range`."""
+    STATIC = "static"
+    """Given, one for the tensor, with a zero point."""
+
+
+class GeluForm(StrEnum):
+    """How GELU is defined."""
+
+    ERF = "erf"
+    """x Phi(x), Phi the normal distribution function."""
+    TANH = "tanh"
+    """x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x (1 + tanh u) / 2."""

@@ -105,7 +105,8 @@ def run(problem: Descriptor, arrays: dict[str, Any], **more: Any) -> dict[str, n
     """Run and return the outputs by name."""
     result = dispatcher().run(problem, **arrays, **more)
     names = [argument.name for argument in arguments_of(problem, Role.OUTPUT)]
-    return dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True))
+    parts = (part for part in result if part is not None) if isinstance(result, tuple) else (result,)
+    return dict(zip(names, parts, strict=True))
 
 
 # --- arrays between guard zones --------------------------------------------------------------------------------------

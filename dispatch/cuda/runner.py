@@ -121,7 +121,7 @@ class CudaRunner:
         self.notes = notes
         self._ordinal, self._context = place
         self._op = problem.op_name()
-        self._result = type(problem).result
+        self._result = problem.builder
         self._outputs = tuple(a.name for a in problem.arguments() if a.role is Role.OUTPUT)
         self._only = self._outputs[0] if self._result is None else None
         self._binder = Binder(problem, launch, self._ordinal)

@@ -77,7 +77,7 @@ class Binding:
         outputs = [
             self._native[name] if name in self._native else self._wrap(self.values[name]) for name in self._outputs
         ]
-        build = type(self._problem).result
+        build = self._problem.builder
         return outputs[0] if build is None else build(*outputs)
 
     def _refuse(self, name: str, had: str, must: str) -> NoReturn:

@@ -37,6 +37,11 @@ if TYPE_CHECKING:
         FakeQuantizePerGroupBackwardDescriptor,
         FakeQuantizePerTokenBackwardDescriptor,
     )
+    from skuda.kernels.quantize.gated import (
+        GatedQuantized,
+        GeluMulQuantizeDescriptor,
+        SiluMulQuantizeDescriptor,
+    )
     from skuda.kernels.quantize.quantize import (
         QuantizePerChannelDescriptor,
         QuantizePerGroupDescriptor,
@@ -69,6 +74,8 @@ __all__ = [
     "FakeQuantizePerGroupDescriptor",
     "FakeQuantizePerTokenBackwardDescriptor",
     "FakeQuantizePerTokenDescriptor",
+    "GatedQuantized",
+    "GeluMulQuantizeDescriptor",
     "QuantizePerChannelBackwardDescriptor",
     "QuantizePerChannelDescriptor",
     "QuantizePerGroupBackwardDescriptor",
@@ -78,6 +85,7 @@ __all__ = [
     "QuantizePerTokenBackwardDescriptor",
     "QuantizePerTokenDescriptor",
     "QuantizedLinearDescriptor",
+    "SiluMulQuantizeDescriptor",
     "SmoothQuantLinearDescriptor",
 ]
 

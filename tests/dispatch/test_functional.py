@@ -58,7 +58,9 @@ def test_a_function_gives_the_bits_of_the_dispatcher(name):
         more = needed(fields, case.problem, given)
         got = getattr(skuda.ops, name)(**given, **more, dispatcher=dispatcher())
         want = dispatcher().run(case.problem, **given)
-        for one, other in zip(*((r if isinstance(r, tuple) else (r,)) for r in (got, want)), strict=True):
+        for one, other in zip(
+            *([p for p in (r if isinstance(r, tuple) else (r,)) if p is not None] for r in (got, want)), strict=True
+        ):
             assert_same_bits(one, other)
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -191,8 +191,7 @@ class Calls:
 
     def _named(self, result: Any) -> dict[str, Any]:
         """Return the outputs that a run returned, by name."""
-        several = type(self.plan.problem).result is not None
-        return dict(zip(self.first, tuple(result) if several else (result,), strict=True))
+        return by_name(self.plan.problem, self.first, result)
 
     def _agree(self, got: Outputs, check: str, how: str, first: Outputs | None = None) -> None:
         said = disagreement(self.plan, got, self.want, self.first if first is None else first, how)
@@ -201,6 +200,12 @@ class Calls:
 
     def _refuse(self, name: str, message: str) -> NoReturn:
         raise Spoiled(check="outputs", output=name, message=message)
+
+
+def by_name(problem: Descriptor, names: Iterable[str], result: Any) -> dict[str, Any]:
+    """Return the outputs in a result by name; an output that the problem does not have is None in it."""
+    several = problem.builder is not None
+    return dict(zip(names, (part for part in result if part is not None) if several else (result,), strict=True))
 
 
 def _on_host(result: Any) -> Array:

@@ -16,7 +16,7 @@ from skuda.registry.descriptor import Argument, Descriptor, Role
 from skuda.registry.errors import InvalidProblem, Unaligned, Unsupported
 from skuda.registry.op import Case, Op
 from skuda.registry.sku import KernelSku
-from skuda.tools.verify.calls import CALLS, Calls, unchanged_state
+from skuda.tools.verify.calls import CALLS, Calls, by_name, unchanged_state
 from skuda.tools.verify.compare import Spoiled, allowed_ulps, bits_of, difference, differing
 from skuda.tools.verify.evidence import Failure, Promises
 from skuda.tools.verify.placement import Geometry, Image, Layout, Placement, images_of, placed
@@ -67,7 +67,7 @@ def answer(op: Op, problem: Descriptor, inputs: Mapping[str, Any]) -> dict[str, 
     """Return the reference's outputs for some inputs, by name."""
     result: Any = HostRunner(problem, op.reference).run(inputs, None)
     names = [argument.name for argument in problem.arguments() if argument.role is Role.OUTPUT]
-    return dict(zip(names, result if type(problem).result is not None else (result,), strict=True))
+    return by_name(problem, names, result)
 
 
 def row_field(problem: Descriptor) -> str | None:

@@ -41,6 +41,14 @@ _PRODUCTS: tuple[Shape, ...] = (
     (384, 384, 384),
     (4096, 384, 1536),
 )
+_GATED: tuple[Shape, ...] = (
+    (1, 14336),
+    (16, 14336),
+    (64, 14336),
+    (4096, 4096),
+    (4096, 14336),
+    (16384, 8192),
+)
 _Rows = tuple[tuple[tuple[Shape, ...], tuple[ElementKind, ...]], ...]
 """Shapes, each to be measured in each of some elements."""
 
@@ -48,7 +56,9 @@ _WIDE: _Rows = ((((16384, 8192),), (_BF16, _F32)), (((8192, 8192),), (_F64,)))
 _DEFAULTS: dict[str, _Rows] = {
     "dynamic_range": ((_TOKENS, (_BF16, _F16)),),
     "fake_quantize": ((((1024, 1024), (4096, 4096)), (_F32,)), *_WIDE),
+    "gelu_mul_quantize": ((_GATED, (_BF16,)),),
     "quantized_linear": ((_PRODUCTS, (_BF16,)),),
+    "silu_mul_quantize": ((_GATED, (_BF16,)),),
     "smoothquant_linear": ((_PRODUCTS, (_BF16,)),),
 }
 """Shapes by op; `_WIDE` for all others, in the elements that they have, or in all they have."""
@@ -147,10 +157,11 @@ def problem_of(descriptor: type[Descriptor], shape: Shape, element: ElementKind)
     """Return an op's problem of a shape and an element, with s8 codes, symmetric if the op supports it.
 
     Per channel, the channels are the columns; per group, `GROUP_SIZE` elements share a scale; a dynamic range is per
-    token. Raise `InvalidProblem` for a shape that the op refuses, such as columns that are not whole groups.
+    token. The shape of a gated activation is that of its output. Raise `InvalidProblem` for a shape that the op
+    refuses, such as columns that are not whole groups.
     """
     known = descriptor.model_fields
-    symmetric = issubclass(descriptor, LinearProblem) or "scope" in known
+    symmetric = issubclass(descriptor, LinearProblem) or "scope" in known or "scaling" in known
     fields: dict[str, Any] = {"q_min": -127 if symmetric else -128, "q_max": 127, "act_scale": 0.0131}
     fields[descriptor.element_field] = element
     if descriptor.aux_field:

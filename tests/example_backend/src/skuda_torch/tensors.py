@@ -62,7 +62,7 @@ def bound(problem: Descriptor, arrays: Mapping[str, Any], device: str) -> tuple[
             results.append(given[name] if name in given else _array(tensors[name]) if numpy else tensors[name])
     places = {name: _place(value) for name, value in tensors.items() if name in given and name not in numbers}
     rules.refuse_overlap(op, arguments, places, in_place=problem.in_place)
-    build = type(problem).result
+    build = problem.builder
     return tensors, results[0] if build is None else build(*results)
 
 
