@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from skuda.dispatch import Dispatcher, PlanPreference
-    from skuda.kernels.quantize import DynamicRangeQuantized
+    from skuda.kernels.quantize import DynamicRangeQuantized, GatedQuantized
     from skuda.registry.elements import ElementKind
-    from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, EpilogueKind
+    from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, EpilogueKind, GeluForm, Scaling
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
@@ -372,6 +372,35 @@ def fill(
     return call("fill", locals())
 
 
+def gelu_mul_quantize(
+    *,
+    gate: Any = None,
+    up: Any = None,
+    scale: Any = None,
+    zero_point: Any = None,
+    output: Any = None,
+    product: Any = None,
+    scale_out: Any = None,
+    gate_up: Any = None,
+    n: int | None = None,
+    d: int | None = None,
+    q_min: int | None = None,
+    q_max: int | None = None,
+    scaling: Scaling | str | None = None,
+    fused: bool | None = None,
+    has_product: bool | None = None,
+    input_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None,
+    approximation: GeluForm | str | None = None,
+    dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None,
+    stream: object = None,
+) -> GatedQuantized:
+    """Gated activation and quantize: act(gate) * up as codes, in one pass, with dynamic or given scales."""
+    found: GatedQuantized = call("gelu_mul_quantize", locals())
+    return found
+
+
 def quantize_per_channel(
     *,
     input: Any,
@@ -564,6 +593,34 @@ def quantized_linear(
 ) -> Any:
     """Quantized linear: W8A8 with a dynamic activation scale per token."""
     return call("quantized_linear", locals())
+
+
+def silu_mul_quantize(
+    *,
+    gate: Any = None,
+    up: Any = None,
+    scale: Any = None,
+    zero_point: Any = None,
+    output: Any = None,
+    product: Any = None,
+    scale_out: Any = None,
+    gate_up: Any = None,
+    n: int | None = None,
+    d: int | None = None,
+    q_min: int | None = None,
+    q_max: int | None = None,
+    scaling: Scaling | str | None = None,
+    fused: bool | None = None,
+    has_product: bool | None = None,
+    input_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None,
+    stream: object = None,
+) -> GatedQuantized:
+    """Gated activation and quantize: act(gate) * up as codes, in one pass, with dynamic or given scales."""
+    found: GatedQuantized = call("silu_mul_quantize", locals())
+    return found
 
 
 def smoothquant_linear(
