@@ -41,11 +41,13 @@ struct GatedRows {
     return GatedRow{first, up == nullptr ? first + columns : up + row * up_leading, output + row * output_leading,
                     product == nullptr ? nullptr : product + row * product_leading};
   }
+  // Whether rows are whole chunks, at addresses of chunks; in one expression, as a launch of few rows waits for it.
   DEVICE bool by_chunks() const {
     enum { V = Width<Data>::count };
-    return columns % V == 0 && columns > 0 && rows_of_chunks(gate, gate_leading, rows) &&
-           (up == nullptr || rows_of_chunks(up, up_leading, rows)) && aligned(output, output_leading, rows, V) &&
-           (product == nullptr || rows_of_chunks(product, product_leading, rows));
+    const u64 apart = (u64)(gate_leading | up_leading | product_leading) * sizeof(Data), codes_apart = (u64)output_leading;
+    const u64 data = (u64)gate | (u64)up | (u64)product | (rows > 1 ? apart : 0);
+    const u64 codes = (u64)output | (rows > 1 ? codes_apart : 0);
+    return ((data % 16) | (codes % V) | ((u64)columns % V)) == 0 && columns > 0;
   }
 };
 

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 _MOST_PARTS = 65535
 
 
-def gated(problem: GatedProblem, device: Device) -> Launch:  # noqa: ARG001  a rule's signature
+def gated(problem: GatedProblem, device: Device) -> Launch:
     """Launch a gated activation and quantize: one step that reads every row as one run of memory."""
     if problem.n == 0 or (problem.d == 0 and problem.scaling is Scaling.STATIC):
         return Launch(steps=())
     chunks = -(-problem.d // width_of(problem.input_element))
-    return _ranged(problem, chunks) if problem.scaling is Scaling.DYNAMIC else _scaled(problem, chunks)
+    return _ranged(problem, chunks) if problem.scaling is Scaling.DYNAMIC else _scaled(problem, chunks, device)
 
 
 def _ranged(problem: GatedProblem, chunks: int) -> Launch:
@@ -52,10 +52,12 @@ def _held(chunks: int, most_of_4: int) -> tuple[int, int]:
     return 8, 512
 
 
-def _scaled(problem: GatedProblem, chunks: int) -> Launch:
-    """Launch groups of threads for parts of rows."""
+def _scaled(problem: GatedProblem, chunks: int, device: Device) -> Launch:
+    """Launch groups of threads for parts of rows; of few rows, small parts, so that every multiprocessor has one."""
     short = chunks <= WARP
     lanes = 1 << (max(1, chunks) - 1).bit_length() if short else min(-(-chunks // (2 * WARP)) * WARP, THREADS)
+    while not short and lanes > WARP and problem.n * -(-chunks // (2 * lanes)) < device.sm_count:
+        lanes -= WARP
     parts = 1 if short else min(-(-chunks // (2 * lanes)), _MOST_PARTS)
     per_block = THREADS // lanes if short else 1
     compute = problem.input_element.compute
