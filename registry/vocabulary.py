@@ -66,6 +66,8 @@ class QuantizeKind(StrEnum):
     DYNAMIC_RANGE = "dynamic_range"
     RMS_NORM_QUANTIZE = "rms_norm_quantize"
     LAYER_NORM_QUANTIZE = "layer_norm_quantize"
+    SILU_MUL_QUANTIZE = "silu_mul_quantize"
+    GELU_MUL_QUANTIZE = "gelu_mul_quantize"
     QUANTIZED_LINEAR = "quantized_linear"
     SMOOTHQUANT_LINEAR = "smoothquant_linear"
     SCALED_LINEAR = "scaled_linear"
@@ -174,3 +176,12 @@ class Scaling(StrEnum):
     """From each token's own range, symmetric, as in `dynamic_range`."""
     STATIC = "static"
     """Given, one for the tensor, with a zero point."""
+
+
+class GeluForm(StrEnum):
+    """How GELU is defined."""
+
+    ERF = "erf"
+    """x Phi(x), Phi the normal distribution function."""
+    TANH = "tanh"
+    """x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x (1 + tanh u) / 2."""

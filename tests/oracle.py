@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import Any, NamedTuple
 
 import mpmath
@@ -481,3 +482,102 @@ def _plus(a: float, b: float, element: str) -> float:
 
 def _times(a: float, b: float, element: str) -> float:
     return ctypes.c_float(a * b).value if element == "f32" else a * b
+
+
+# --- gated activations -----------------------------------------------------------------------------------------------
+
+Ends = tuple[float, float]
+"""The least and the largest value that the contract allows; NaN twice."""
+
+
+@cache
+def _gate_ends(gate: float, curve: str, element: str) -> Ends:
+    """Return the ends of ``RN_T(E(gate))``, where E is within 2^-49 of the curve and 2 units of f64, as the ops say."""
+    if math.isnan(gate):
+        return NAN, NAN
+    if math.isinf(gate) or gate < -3000 or gate > 3000:
+        limit = convert(gate, element) if gate > 0 else -0.0
+        return limit, limit
+    with mpmath.workprec(160):
+        x = mpmath.mpf(gate)
+        if curve == "erf":
+            y = x * mpmath.erfc(-x / mpmath.sqrt(2)) / 2
+        else:
+            cubic = 2 * mpmath.sqrt(2 / mpmath.pi) * (x + mpmath.mpf("0.044715") * x**3)
+            y = x / (1 + mpmath.exp(-(cubic if curve == "tanh" else x)))
+        sign, mantissa, exponent, _ = y._mpf_
+    true = (-1) ** sign * Fraction(int(mantissa)) * Fraction(2) ** exponent
+    slack = abs(true) / 2**49 + (Fraction(2, 2**1074) if element == "f64" else 0)
+    ends = sorted((true - slack, true + slack))
+    return tuple(to_format(end, element, negative_zero=_negative(gate)) or math.copysign(0.0, gate) for end in ends)
+
+
+def _roughly(gate: float, curve: str) -> float:
+    """Return the curve at a gate, within a thousandth."""
+    if math.isnan(gate) or abs(gate) > 700:
+        return gate if not gate < 0 else 0.0
+    if curve == "erf":
+        return gate * math.erfc(-gate / math.sqrt(2)) / 2
+    steep = 2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3) if curve == "tanh" else gate
+    return gate / (1 + math.exp(-max(steep, -700.0)))
+
+
+def _spanned(values: Iterable[float]) -> Ends:
+    found = list(values)
+    return (NAN, NAN) if any(math.isnan(value) for value in found) else (min(found), max(found))
+
+
+def _between(ends: Ends) -> Expected:
+    low, high = ends
+    same = low == high and _negative(low) == _negative(high)
+    return low if same or math.isnan(low) else Within(low, high)
+
+
+@defines("silu_mul_quantize", "gelu_mul_quantize")
+def _gated(problem: Any, inputs: dict[str, Any]) -> Definition:
+    element, bounds = problem.input_element, (problem.q_min, problem.q_max)
+    c, curve = compute(element), str(getattr(problem, "approximation", "silu"))
+    sides = (inputs["gate_up"][:, : problem.d], inputs["gate_up"][:, problem.d :]) if problem.fused else None
+    gates, ups = sides or (inputs["gate"], inputs["up"])
+    ranges: dict[int, Ends] = {}
+
+    def y(row: int, column: int) -> Ends:
+        with np.errstate(invalid="ignore"):  # a signalling NaN warns when it is converted
+            gate, up = float(gates[row, column]), float(ups[row, column])
+        return _spanned(convert(multiply(end, up, c), element) for end in _gate_ends(gate, curve, element))
+
+    def largest(row: int) -> list[int]:
+        """Return the columns whose products may be the largest of a row, by plain floats."""
+        with np.errstate(invalid="ignore"):
+            pairs = list(zip(gates[row].astype(float).tolist(), ups[row].astype(float).tolist(), strict=True))
+        rough = [abs(_roughly(gate, curve) * up) for gate, up in pairs]
+        most = max(filter(math.isfinite, rough), default=0.0)  # an infinity may be a NaN, if the gate vanishes
+        # What overflows the element, or is near its least numbers, is not told apart.
+        top = math.ldexp(1.0, FORMATS[element].top)
+        least = 0.0 if most < 2**20 / top else min(most, top) / 1.1
+        return [column for column, value in enumerate(rough) if value >= least]
+
+    def scales(row: int) -> Ends:
+        if problem.scaling == "static":
+            scale = convert(float(_only(inputs["scale"])), c)
+            return scale, scale
+        if row not in ranges:
+            known = [ends for ends in (y(row, column) for column in largest(row)) if not math.isnan(ends[0])]
+            outer = max((max(map(abs, ends)) for ends in known), default=0.0)
+            inner = max((0.0 if ends[0] <= 0 <= ends[1] else min(map(abs, ends)) for ends in known), default=0.0)
+            ranges[row] = tuple(divide(peak, float(bounds[1]), c) or 1.0 for peak in (inner, outer))
+        return ranges[row]
+
+    zero_point = int(_only(inputs["zero_point"])) if "zero_point" in inputs else 0
+
+    def at(name: str, where: Coordinate) -> Expected:
+        if name == "product":
+            return _between(y(*where))
+        if name == "scale_out":
+            return _between(scales(where[0]))
+        made = [
+            code_of(steps_of(value, scale, c), zero_point, *bounds) for value in y(*where) for scale in scales(where[0])
+        ]
+        return min(made) if min(made) == max(made) else Within(min(made), max(made))
+
+    return at

@@ -31,9 +31,15 @@ _MOST_REMEMBERED = 256
 
 
 class _Size(int):
-    """A size that carries the name of its field."""
+    """A size that carries the name of its field, and how often it is taken: an axis may be ``2 * d`` long."""
 
     field: str
+    factor = 1
+
+    def __rmul__(self, factor: int) -> _Size:
+        made = _Size(factor * int(self))
+        made.field, made.factor = self.field, factor * self.factor
+        return made
 
 
 class _Shape(tuple[int, ...]):  # noqa: SLOT001  it has an attribute
@@ -194,7 +200,9 @@ class Fields:
                 last, _ = sizes.pop()
                 packed[getattr(last, "field", "")] = argument.name
             for size, extent in sizes:
-                if isinstance(size, (_Size, _Shape)):
+                if isinstance(size, _Size):
+                    fields.setdefault(size.field, extent // size.factor)
+                elif isinstance(size, _Shape):
                     fields.setdefault(size.field, extent)
         return packed
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from skuda.dispatch import Dispatcher, PlanPreference
-    from skuda.kernels.quantize import DynamicRangeQuantized, NormQuantized
+    from skuda.kernels.quantize import DynamicRangeQuantized, GatedQuantized, NormQuantized
     from skuda.registry.elements import ElementKind
-    from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, EpilogueKind, Scaling
+    from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, EpilogueKind, GeluForm, Scaling
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
@@ -372,6 +372,35 @@ def fill(
     return call("fill", locals())
 
 
+def gelu_mul_quantize(
+    *,
+    gate: Any = None,
+    up: Any = None,
+    scale: Any = None,
+    zero_point: Any = None,
+    output: Any = None,
+    product: Any = None,
+    scale_out: Any = None,
+    gate_up: Any = None,
+    n: int | None = None,
+    d: int | None = None,
+    q_min: int | None = None,
+    q_max: int | None = None,
+    scaling: Scaling | str | None = None,
+    fused: bool | None = None,
+    has_product: bool | None = None,
+    input_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None,
+    approximation: GeluForm | str | None = None,
+    dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None,
+    stream: object = None,
+) -> GatedQuantized:
+    """Gated activation and quantize: act(gate) * up as codes, in one pass, with dynamic or given scales."""
+    found: GatedQuantized = call("gelu_mul_quantize", locals())
+    return found
+
+
 def layer_norm_quantize(
     *,
     input: Any,
@@ -658,6 +687,34 @@ def scaled_linear(
 ) -> Any:
     """Scaled linear: W8A8 with everything given as arrays, or its exact sums."""
     return call("scaled_linear", locals())
+
+
+def silu_mul_quantize(
+    *,
+    gate: Any = None,
+    up: Any = None,
+    scale: Any = None,
+    zero_point: Any = None,
+    output: Any = None,
+    product: Any = None,
+    scale_out: Any = None,
+    gate_up: Any = None,
+    n: int | None = None,
+    d: int | None = None,
+    q_min: int | None = None,
+    q_max: int | None = None,
+    scaling: Scaling | str | None = None,
+    fused: bool | None = None,
+    has_product: bool | None = None,
+    input_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None,
+    stream: object = None,
+) -> GatedQuantized:
+    """Gated activation and quantize: act(gate) * up as codes, in one pass, with dynamic or given scales."""
+    found: GatedQuantized = call("silu_mul_quantize", locals())
+    return found
 
 
 def smoothquant_linear(

@@ -37,6 +37,11 @@ if TYPE_CHECKING:
         FakeQuantizePerGroupBackwardDescriptor,
         FakeQuantizePerTokenBackwardDescriptor,
     )
+    from skuda.kernels.quantize.gated import (
+        GatedQuantized,
+        GeluMulQuantizeDescriptor,
+        SiluMulQuantizeDescriptor,
+    )
     from skuda.kernels.quantize.layer_norm_quantize import LayerNormQuantizeDescriptor
     from skuda.kernels.quantize.norm import NormQuantized
     from skuda.kernels.quantize.quantize import (
@@ -72,6 +77,8 @@ __all__ = [
     "FakeQuantizePerGroupDescriptor",
     "FakeQuantizePerTokenBackwardDescriptor",
     "FakeQuantizePerTokenDescriptor",
+    "GatedQuantized",
+    "GeluMulQuantizeDescriptor",
     "LayerNormQuantizeDescriptor",
     "NormQuantized",
     "QuantizePerChannelBackwardDescriptor",
@@ -85,6 +92,7 @@ __all__ = [
     "QuantizedLinearDescriptor",
     "RmsNormQuantizeDescriptor",
     "ScaledLinearDescriptor",
+    "SiluMulQuantizeDescriptor",
     "SmoothQuantLinearDescriptor",
 ]
 

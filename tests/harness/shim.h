@@ -255,6 +255,19 @@ static inline unsigned short f32_to_bf16(float v) {
   return (unsigned short)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// What curves.cuh leaves to its host: 2^t and 1 / d with errors as large as the PTX manual allows the instructions, of
+// either sign, and numbers below the least normal one flushed to zero.
+static inline float skuda_wrongly(double v, float of, double most) {
+  const unsigned mixed = __float_as_uint(of) * 2654435761u;
+  const float found = (float)(v * (1 + (mixed & 1u << 31 ? most : -most)));
+  return fabsf(found) < 0x1p-126f ? copysignf(0, found) : found;
+}
+static inline float about_power(float t) { return skuda_wrongly(exp2((double)t), t, 0x1.6ap-23); }
+static inline float about_reciprocal(float d) {
+  if (fabsf(d) < 0x1p-126f) return copysignf(INFINITY, d);
+  return skuda_wrongly(1 / (double)d, d, 0x1p-23);
+}
+
 // --- entries: called with pointers to the arguments, as the CUDA driver is -------------------------------------------
 
 template <class... A> struct SkudaCall {

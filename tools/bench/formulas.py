@@ -17,13 +17,14 @@ from skuda.kernels.quantize.dequantize_backward import DequantizeBackward
 from skuda.kernels.quantize.dynamic_range import DynamicRangeQuantizeDescriptor
 from skuda.kernels.quantize.fake_quantize import FakeQuantize
 from skuda.kernels.quantize.fake_quantize_backward import FakeQuantizeBackward
+from skuda.kernels.quantize.gated import GatedProblem
 from skuda.kernels.quantize.granularity import AffineProblem, PerChannel, PerGroup, PerTensor
 from skuda.kernels.quantize.norm import CHUNK, LANES, NormProblem
 from skuda.kernels.quantize.quantize import Quantize
 from skuda.kernels.quantize.quantize_backward import QuantizeBackward
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import ElementKind
-from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, EpilogueKind
+from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, EpilogueKind, Scaling
 
 Shape = tuple[int, ...]
 Formula = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -57,6 +58,8 @@ def views(problem: Descriptor) -> tuple[Shape, Shape]:
         case PerGroup():
             shape = (problem.outer_size, problem.num_groups)
             return (*shape, problem.group_size), (*shape, 1)
+        case GatedProblem(scaling=Scaling.STATIC):
+            return problem.data_shape, (1,)
         case DynamicRangeQuantizeDescriptor(scope=DynamicRangeScope.GROUP):
             return (*problem.segment_shape, problem.group_size or 1), (*problem.segment_shape, 1)
         case DynamicRangeQuantizeDescriptor(scope=DynamicRangeScope.TENSOR):
@@ -68,7 +71,7 @@ def views(problem: Descriptor) -> tuple[Shape, Shape]:
             return (rows, columns), (rows, 1)
 
 
-def formula(problem: Descriptor, inputs: Mapping[str, Any]) -> Formula | None:
+def formula(problem: Descriptor, inputs: Mapping[str, Any]) -> Formula | None:  # noqa: C901  one case for each op
     """Return an affine op as a function of tensors that returns the op's outputs in their order.
 
     Return None for products, asymmetric ranges and packed codes. A symmetric range returns no zero points, which are 0.
@@ -83,6 +86,8 @@ def formula(problem: Descriptor, inputs: Mapping[str, Any]) -> Formula | None:
             return terms.ranged(problem)
         case NormProblem():
             return terms.normalized(problem)
+        case GatedProblem():
+            return terms.gated(problem)
         case Dequantize():
             return terms.dequantize, (*terms.arrays("input"), *terms.factors())
         case DequantizeBackward():
@@ -144,15 +149,46 @@ class _Terms:
         return (gradient.to(self.compute) * scale).to(self.stored)
 
     def ranged(self, problem: DynamicRangeQuantizeDescriptor) -> Formula:
-        torch, axes = self._torch, tuple(at for at, size in enumerate(self.segment) if size == 1)
+        axes = tuple(at for at, size in enumerate(self.segment) if size == 1)
         code = torch_dtype(problem.output_element)
 
         def symmetric(x: Any, most: Any) -> Any:
-            scale = x.abs().amax(axes, keepdim=True).to(self.compute) / most
-            scale = torch.where(scale == 0, 1, scale)
-            return torch.round(x.to(self.compute) / scale).clamp(self.low, self.high).to(code), scale
+            return self.symmetric(x, most, axes, code)
 
-        return symmetric, (*self.arrays("input"), torch.full((1,), self.high, dtype=self.compute, device=self._device))
+        return symmetric, (*self.arrays("input"), self.most())
+
+    def most(self) -> Any:
+        return self._torch.full((1,), self.high, dtype=self.compute, device=self._device)
+
+    def symmetric(self, x: Any, most: Any, axes: tuple[int, ...], code: Any) -> Any:
+        scale = x.abs().amax(axes, keepdim=True).to(self.compute) / most
+        scale = self._torch.where(scale == 0, 1, scale)
+        return self._torch.round(x.to(self.compute) / scale).clamp(self.low, self.high).to(code), scale
+
+    def gated(self, problem: GatedProblem, *, exact: bool = False) -> Formula:
+        """Return a gated activation as models write it; if `exact`, by f64, for 16-bit data."""
+        torch, code, functional = self._torch, torch_dtype(problem.output_element), self._torch.nn.functional
+        form = {"gelu": "none", "gelu_tanh": "tanh"}.get(problem.curve)
+        dynamic = problem.scaling is Scaling.DYNAMIC
+
+        def curve(x: Any) -> Any:
+            return functional.silu(x) if form is None else functional.gelu(x, approximate=form)
+
+        def products(*sides: Any) -> Any:
+            gate, up = sides[0].chunk(2, -1) if problem.fused else sides
+            active = _to_odd(torch, curve(gate.double())).to(self.stored) if exact else curve(gate)
+            return active * up
+
+        def given(scale: Any, zero: Any, *sides: Any) -> Any:
+            codes = self.codes(products(*sides), scale, zero).clamp(self.low, self.high).to(code)
+            return (codes, *((products(*sides),) if problem.has_product else ()))
+
+        def ranged(most: Any, *sides: Any) -> Any:
+            y = products(*sides)
+            return (*self.symmetric(y, most, (1,), code), *((y,) if problem.has_product else ()))
+
+        tensors = [self._inputs[name] for name in (("gate_up",) if problem.fused else ("gate", "up"))]
+        return (ranged, (self.most(), *tensors)) if dynamic else (given, (*self.factors(), *tensors))
 
     def normalized(self, problem: NormProblem) -> Formula:
         functional, d = self._torch.nn.functional, problem.d
@@ -173,7 +209,7 @@ class _Terms:
         """Return what codes follow from: the largest code, or scale and zero point."""
         if not problem.is_dynamic:
             return self.factors()
-        return (self._torch.full((1,), self.high, dtype=self.compute, device=self._device),)
+        return (self.most(),)
 
     def norm_outputs(self, problem: NormProblem, h: Any, y: Any, first: Any, zero: Any = 0) -> tuple[Any, ...]:
         """Return the outputs of a norm, from the data and the normalized rows."""
@@ -215,6 +251,14 @@ class _Terms:
         return _halved(lanes)[:, None]
 
 
+def _to_odd(torch: Any, x: Any) -> Any:
+    """Round f64 to f32 so that a further rounding to 16 bits is the only one; torch itself would round twice."""
+    near = x.float()
+    back, bits = near.double(), near.view(torch.int32)
+    inward = torch.where(back.abs() > x.abs(), bits - 1, bits)
+    return torch.where((back == x) | x.isnan(), bits, inward | 1).view(torch.float32)
+
+
 def _halved(values: Any) -> Any:
     """Add the upper half of the last axis to the lower half until one value is left."""
     while values.shape[-1] > 1:
@@ -234,12 +278,18 @@ def answer(problem: Descriptor, inputs: Mapping[str, Any]) -> tuple[Any, ...] | 
     if isinstance(problem, NormProblem):
         return _Terms(problem, inputs).exactly_normalized(problem)
     found = formula(problem, inputs)
+    if isinstance(problem, GatedProblem):
+        # What decides the last bit of wider data is the op's own algorithm.
+        narrow = problem.data_element.bits == 16
+        found = _Terms(problem, inputs).gated(problem, exact=True) if narrow else None
     if found is None:
         return None
     function, tensors = found
     result = function(*tensors)
     if not isinstance(result, tuple):
         return (result,)
+    if isinstance(problem, GatedProblem):
+        return result
     codes, scale = result
     return codes, scale, torch.zeros_like(scale, dtype=torch.int32)
 

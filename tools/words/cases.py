@@ -44,6 +44,14 @@ _PRODUCTS: tuple[Shape, ...] = (
     (4096, 384, 1536),
 )
 _SQUARES: tuple[Shape, ...] = tuple((m, 4096, 4096) for m in ROWS)
+_GATED: tuple[Shape, ...] = (
+    (1, 14336),
+    (16, 14336),
+    (64, 14336),
+    (4096, 4096),
+    (4096, 14336),
+    (16384, 8192),
+)
 _Rows = tuple[tuple[tuple[Shape, ...], tuple[ElementKind, ...]], ...]
 """Shapes, each to be measured in each of some elements."""
 
@@ -51,10 +59,12 @@ _WIDE: _Rows = ((((16384, 8192),), (_BF16, _F32)), (((8192, 8192),), (_F64,)))
 _DEFAULTS: dict[str, _Rows] = {
     "dynamic_range": ((_TOKENS, (_BF16, _F16)),),
     "fake_quantize": ((((1024, 1024), (4096, 4096)), (_F32,)), *_WIDE),
+    "gelu_mul_quantize": ((_GATED, (_BF16,)),),
     "layer_norm_quantize": ((_NORMS, (_BF16,)),),
     "quantized_linear": ((_PRODUCTS, (_BF16,)),),
-    "scaled_linear": ((_SQUARES, (_BF16,)), (_SQUARES[-1:], (_S32,))),
     "rms_norm_quantize": ((_NORMS, (_BF16,)),),
+    "scaled_linear": ((_SQUARES, (_BF16,)), (_SQUARES[-1:], (_S32,))),
+    "silu_mul_quantize": ((_GATED, (_BF16,)),),
     "smoothquant_linear": ((_PRODUCTS, (_BF16,)),),
 }
 """Shapes by op; `_WIDE` for all others, in the elements that they have, or in all they have."""
@@ -165,8 +175,8 @@ def problem_of(descriptor: type[Descriptor], shape: Shape, element: ElementKind)
     """Return an op's problem of a shape and an element, with s8 codes, symmetric if the op supports it.
 
     Per channel, the channels are the columns; per group, `GROUP_SIZE` elements share a scale; a dynamic range is per
-    token. A norm adds a residual, and has a weight and a bias. Raise `InvalidProblem` for a shape that the op refuses,
-    such as columns that are not whole groups.
+    token. A norm adds a residual, and has a weight and a bias. The shape of a gated activation is that of its output.
+    Raise `InvalidProblem` for a shape that the op refuses, such as columns that are not whole groups.
     """
     known = descriptor.model_fields
     symmetric = issubclass(descriptor, LinearProblem) or not known.keys().isdisjoint({"scope", "scaling"})

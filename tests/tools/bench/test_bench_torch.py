@@ -22,6 +22,7 @@ from skuda.dispatch.cuda import pycuda_context
 from skuda.dispatch.device import HOST, device_named
 from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.kernels.quantize import DynamicRangeQuantizeDescriptor, QuantizePerChannelDescriptor, fake_quantize
+from skuda.kernels.quantize.gated import GatedProblem
 from skuda.registry import BackendSpec, InvalidProblem, Registry
 from skuda.tools.bench import command, host
 from skuda.tools.bench import lab as lab_module
@@ -71,6 +72,9 @@ def solved(lab, problem, seed):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 def test_formulas_are_the_reference_bit_for_bit(lab, case, seed):
     inputs, outputs = solved(lab, case.problem, seed)
+    if isinstance(case.problem, GatedProblem) and case.element.bits > 16:
+        assert answer(case.problem, inputs) is None  # only the op's own algorithm has every bit
+        return
     assert answer(case.problem, inputs) is not None
     assert lab.mismatch(OPS[case.op], case.problem, inputs, outputs, 0) == ""
     first = next(iter(outputs))
@@ -157,7 +161,8 @@ def test_rivals_compute_what_they_say(lab, case, seed):
             got = rival.make(case.problem, inputs)()
         got = got[0] if isinstance(got, tuple) else got
         got = got.int_repr() if got.is_quantized else got
-        assert got.numel() == want.numel(), rival.name
+        copied = "gate_up" if rival.name == "copy" and "gate_up" in inputs else ""
+        assert got.numel() == (inputs[copied] if copied else want).numel(), rival.name
         ran.append(rival.name)
         if rival.name in ("eager", "builtin"):
             apart = (got.reshape(want.shape).double() - want.double()).abs()

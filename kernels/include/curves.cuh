@@ -1,0 +1,243 @@
+// SiLU and GELU of data, rounded to the data's element as curves.py says: a = RN_T(E(x)), E an algorithm in f64.
+//
+//   silu(x) = x / (1 + exp(-x)),  gelu(x) = x Phi(x),  gelu_tanh(x) = x / (1 + exp(-w)),  w = x (c1 + c2 x^2)
+//
+// Data: chunks in registers -> pairs of 16-bit values, or single wider ones -> chunks in registers.
+//
+// Variants. E is a fixed sequence of sums, products and quotients, each rounded in f64, the same as in curves.py. f32 and
+// f64 data use it as it is. For 16-bit data it would cost several times the memory's time, and only 8 or 11 bits of it
+// are kept. So x s is computed in f32 with the GPU's approximations of 2^t and 1 / d, and with it a bound of the error:
+//
+//   |x s| (1 - e) <= |E(x)| <= |x s| (1 + e) + |x| 2^-126,  e = least + slope min(|t|, 130)
+//
+// t is the exponent, whose own rounding the slope covers; 2^-126 covers factors that are flushed to zero. If both ends
+// round to the same 16-bit value, so does E(x). Otherwise, for one element in some thousands, E is computed, in a
+// function that is not inlined. So no bit of a result depends on how a GPU approximates. A NaN of this path may also come
+// from a gate beyond 10^10; the callers compute rows with a NaN again, by E.
+//
+// The quotients of polynomials are fitted to R(a) = exp(a^2 / 2) Phi(-a), relatively: to 2^-53 for a <= 40 and, in f32, to
+// 2^-27 for a <= 13.5, beyond which exp(-a^2 / 2) is flushed to zero.
+#pragma once
+#include "quotient.cuh"
+
+enum Curve { SILU, GELU, GELU_TANH };
+
+// --- E ---------------------------------------------------------------------------------------------------------------
+
+template <int N> DEVICE f64 polynomial(const f64 (&coefficients)[N], f64 x) {
+  f64 value = coefficients[0];
+#pragma unroll
+  for (int n = 1; n < N; ++n) value = value * x + coefficients[n];
+  return value;
+}
+
+struct Raised { f64 p; s32 k; };  // p 2^k
+
+// p 2^k with one rounding, also where it is subnormal; for k between -1200 and 0.
+DEVICE f64 whole_of(Raised v) {
+  const s32 half = v.k >> 1;
+  return v.p * __hiloint2double((half + 1023) << 20, 0) * __hiloint2double((v.k - half + 1023) << 20, 0);
+}
+
+// exp(-v + rest), for v - rest between 0 and 830.
+DEVICE Raised exponential(f64 v, f64 rest) {
+  const f64 coefficients[] = {2.7626371065696354e-07, 2.764019739169484e-06, 2.480150431378554e-05,
+                              0.00019841170230570286, 0.001388888893251478,  0.008333333385699212,
+                              0.041666666666573066,   0.16666666666554314,   0.5000000000000006,
+                              1.0000000000000067,     1.0};
+  const f64 shifted = (v - rest) * -1.4426950408889634 + Magic<f64>::value(), k = shifted - Magic<f64>::value();
+  const f64 r = (-v - k * 0.6931471805598903) + (rest - k * 5.497923018708371e-14);
+  return Raised{polynomial(coefficients, r), __double2loint(shifted)};
+}
+
+// x / (1 + exp(-v)), where v has the sign of x, |x| = a, and exp(-|v|) is given.
+DEVICE f64 share_of(f64 x, f64 a, Raised decay) {
+  const f64 quotient = divide(x < 0.0 ? a * decay.p : x, 1.0 + whole_of(decay));
+  return x < 0.0 ? -whole_of(Raised{quotient, decay.k}) : quotient;
+}
+
+DEVICE f64 magnitude_within(f64 x, f64 most) {
+  const f64 a = fabs(x);
+  return a < most ? a : most;
+}
+
+// A multiple of `unit`, a power of two, next to a.
+DEVICE f64 whole_units(f64 a, f64 unit) { return (a + Magic<f64>::value() * unit) - Magic<f64>::value() * unit; }
+
+template <int CURVE> DEVICE f64 exact_curve(f64 x) {
+  if (CURVE == SILU) {
+    const f64 a = magnitude_within(x, 800.0);
+    return share_of(x, a, exponential(a, 0.0));
+  }
+  if (CURVE == GELU) {
+    const f64 over[] = {1.3580493278816947e-06, 3.667278381839473e-05, 0.0004843447484807866, 0.004049194030866959,
+                        0.023441129036010148,   0.0971280896336162,    0.2881054757227894,    0.5923902077305884,
+                        0.7737776671426358,     0.5};
+    const f64 under[] = {3.4041248436214284e-06, 9.192503682660168e-05, 0.0012174763662462628, 0.010241749273141773,
+                         0.05996546124313123,    0.25342997821190955,   0.7785376705230116,    1.7089816573166399,
+                         2.556170696043242,      2.3454398950881328,    1.0};
+    const f64 a = magnitude_within(x, 40.0), head = whole_units(a, 3.814697265625e-06);
+    const Raised decay = exponential(head * head * 0.5, -((a + head) * (a - head) * 0.5));
+    const f64 tail = whole_of(Raised{a * (divide(polynomial(over, a), polynomial(under, a)) * decay.p), decay.k});
+    return x < 0.0 ? -tail : x - tail;
+  }
+  const f64 a = magnitude_within(x, 22.0), head = whole_units(a, 0.015625), rest = a - head;
+  const f64 square = head * head, cube = square * head;
+  const f64 exact = 1.5957691215444356 * head + 0.07135480642318726 * cube;
+  const f64 slope = 1.5957691216057308 + 0.07135481627260025 * (3.0 * square + rest * (3.0 * head + rest));
+  const f64 lost = (6.129509145186187e-11 * head + 9.849412992916964e-09 * cube) + rest * slope;
+  return share_of(x, a, exponential(exact, -lost));
+}
+
+// RN_T(E(x)), rounded once.
+DEVICE void rounded(f64 v, f64& out) { out = v; }
+DEVICE void rounded(f64 v, f32& out) { out = __double2float_rn(v); }
+template <class T> DEVICE void rounded(f64 v, T& out) {  // to f32 with the last bit set if inexact, then to 16 bits
+  const f32 near = __double2float_rn(v);
+  const f64 back = (f64)near;
+  u32 bits = __float_as_uint(near);
+  if (back != v && v == v) bits = (fabs(back) > fabs(v) ? bits - 1 : bits) | 1;
+  narrow(__uint_as_float(bits), out);
+}
+template <int CURVE, class T> DEVICE T curve_of(T x) {
+  T found;
+  rounded(exact_curve<CURVE>((f64)widen(x)), found);
+  return found;
+}
+
+// --- 16 bits ---------------------------------------------------------------------------------------------------------
+
+#ifndef SKUDA_HOST  // the CPU harness of the tests brings its own, with errors as large as these may have
+DEVICE f32 about_power(f32 t) { f32 v; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(t)); return v; }
+DEVICE f32 about_reciprocal(f32 d) { f32 v; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(d)); return v; }
+DEVICE u32 pair_of(f32 low, f32 high, f16) {
+  u32 two;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+  return two;
+}
+DEVICE u32 pair_of(f32 low, f32 high, bf16) {
+  u32 two;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+  return two;
+}
+// RN_T(RN_C(a u)) of two pairs: the product of 16-bit numbers is exact in f32, except where it is less than half of the
+// least bf16 number.
+DEVICE u32 product_of_pairs(u32 a, u32 u, f16) {
+  u32 two;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(two) : "r"(a), "r"(u));
+  return two;
+}
+DEVICE u32 product_of_pairs(u32 a, u32 u, bf16) {
+  u32 two;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(two) : "r"(a), "r"(u), "r"(0x80008000u));
+  return two;
+}
+#else
+template <class T> DEVICE u32 pair_of(f32 low, f32 high, T) {
+  T a, b;
+  narrow(low, a), narrow(high, b);
+  return (u32)a.bits | (u32)b.bits << 16;
+}
+template <class T> DEVICE u32 product_of_pairs(u32 a, u32 u, T) {
+  u32 two = 0;
+  for (int i = 0; i < 32; i += 16) {
+    T x, y, z;
+    x.bits = (u16)(a >> i), y.bits = (u16)(u >> i);
+    narrow(product(widen(x), widen(y)), z);
+    two |= (u32)z.bits << i;
+  }
+  return two;
+}
+#endif
+
+struct About { f32 low, high; };  // E(x) lies between them; they have the sign of x, but a `low` of 0
+
+template <int CURVE> DEVICE About about_curve(f32 x) {
+  // In units of 2^-24, relatively: 2^t 2.9, 1 / d 2, and 1 for each other rounding; the slope has the rounding of t and of
+  // its factors, times ln 2. A test with errors as large as these shows that the bounds hold for every argument.
+  f32 t, s, least = 8.0f / 16777216.0f, slope = 1.0f / 16777216.0f;
+  if (CURVE == GELU) {
+    const f32 over[] = {0.003996612f, 0.039849035f, 0.18094353f, 0.4352559f, 0.5f};
+    const f32 under[] = {0.010017879f, 0.09989405f, 0.46341097f, 1.1930716f, 1.6683966f, 1.0f};
+    const f32 a = fabsf(x);
+    f32 p = over[0], q = under[0];
+#pragma unroll
+    for (int n = 1; n < 5; ++n) p = fused(p, a, over[n]);
+#pragma unroll
+    for (int n = 1; n < 6; ++n) q = fused(q, a, under[n]);
+    t = product(product(x, x), -0.72134752f);
+    const f32 tail = product(product(p, about_reciprocal(q)), about_power(t));
+    s = x < 0.0f ? tail : 1.0f - tail;
+    least = 15.0f / 16777216.0f;
+  } else {
+    if (CURVE == SILU) {
+      t = product(x, -1.442695f);
+    } else {
+      t = product(x, fused(product(x, x), -0.10294324f, -2.3022082f));
+      slope = 2.0f / 16777216.0f;
+    }
+    s = about_reciprocal(1.0f + about_power(t));
+  }
+  const f32 doubt = fused(fminf(fabsf(t), 130.0f), slope, least), middle = product(x, s);
+  return About{fused(-middle, doubt, middle), fused(x, fused(s, doubt, 1.1754944e-38f), middle)};
+}
+
+// One pair with those halves by E whose ends differ. Not inlined, as it is rare.
+template <int CURVE, class T> __device__ __noinline__ u32 settled(u32 x, u32 found, u32 differing) {
+#pragma unroll 1
+  for (int shift = 0; shift < 32; shift += 16) {
+    if (!(differing >> shift & 0x7fffu)) continue;
+    T half;
+    half.bits = (u16)(x >> shift);
+    found = (found & ~(0xffffu << shift)) | (u32)curve_of<CURVE>(half).bits << shift;
+  }
+  return found;
+}
+
+// --- chunks ----------------------------------------------------------------------------------------------------------
+
+// RN_T(RN_C(C(a) C(u))) with a = RN_T(E(gate)).
+template <int CURVE, class T> struct Gate {
+  static DEVICE T single(T gate, T up) {
+    T found;
+    narrow(product(widen(curve_of<CURVE>(gate)), widen(up)), found);
+    return found;
+  }
+  static DEVICE uint4 chunk(const uint4& gate, const uint4& up) {
+    typename Compute<T>::type x[Width<T>::count], u[Width<T>::count];
+    Chunk<T>::unpack(gate, x), Chunk<T>::unpack(up, u);
+#pragma unroll
+    for (int j = 0; j < Width<T>::count; ++j) x[j] = product(curve_of<CURVE>(x[j]), u[j]);
+    return Chunk<T>::pack(x);
+  }
+};
+template <int CURVE, class T> struct HalfGate {
+  static DEVICE T single(T gate, T up) {
+    T found;
+    narrow(product(widen(curve_of<CURVE>(gate)), widen(up)), found);
+    return found;
+  }
+  static DEVICE uint4 chunk(const uint4& gate, const uint4& up) {
+    const u32 words[4] = {gate.x, gate.y, gate.z, gate.w};
+    f32 x[8];
+    u32 found[4], differing[4], any = 0;
+    Chunk<T>::unpack(gate, x);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const About first = about_curve<CURVE>(x[2 * i]), second = about_curve<CURVE>(x[2 * i + 1]);
+      found[i] = pair_of(first.high, second.high, T());
+      differing[i] = (found[i] ^ pair_of(first.low, second.low, T())) & 0x7fff7fffu;  // zeros may differ in their sign
+      any |= differing[i];
+    }
+    if (any) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (differing[i]) found[i] = settled<CURVE, T>(words[i], found[i], differing[i]);
+      }
+    }
+    return make_uint4(product_of_pairs(found[0], up.x, T()), product_of_pairs(found[1], up.y, T()),
+                      product_of_pairs(found[2], up.z, T()), product_of_pairs(found[3], up.w, T()));
+  }
+};
+template <int CURVE> struct Gate<CURVE, f16> : HalfGate<CURVE, f16> {};
+template <int CURVE> struct Gate<CURVE, bf16> : HalfGate<CURVE, bf16> {};

@@ -1,0 +1,87 @@
+"""Launch rules of the kernels of ``gated.cu``. Pure: nothing here needs a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from skuda.kernels.launch import Constant, Launch, Number, Parameter, Pointer, Step, Which, pointers, s32, s64, strided
+from skuda.kernels.quantize.elementwise_launch import MOST_BLOCKS, THREADS, WARP, width_of
+from skuda.registry.elements import ElementKind
+from skuda.registry.vocabulary import Scaling
+
+if TYPE_CHECKING:
+    from skuda.dispatch.device import Device
+    from skuda.kernels.quantize.gated import GatedProblem
+
+_MOST_PARTS = 65535
+
+
+def gated(problem: GatedProblem, device: Device) -> Launch:
+    """Launch a gated activation and quantize: one step that reads every row as one run of memory."""
+    if problem.n == 0 or (problem.d == 0 and problem.scaling is Scaling.STATIC):
+        return Launch(steps=())
+    chunks = -(-problem.d // width_of(problem.input_element))
+    return _ranged(problem, chunks) if problem.scaling is Scaling.DYNAMIC else _scaled(problem, chunks, device)
+
+
+def _ranged(problem: GatedProblem, chunks: int) -> Launch:
+    """Launch one group of threads per row."""
+    held, lanes = _held(chunks, 256 if problem.curve == "gelu" else 448)
+    per_block = THREADS // lanes if lanes <= WARP else 1
+    blocks = -(-problem.n // per_block)
+    step = Step(
+        entry=f"gated_{'lanes_' if lanes <= WARP else ''}{held}",
+        grid=(min(blocks, MOST_BLOCKS), -(-blocks // MOST_BLOCKS), 1),
+        block=(lanes * per_block, 1, 1),
+        parameters=(*_rows(problem), *pointers("scale_out"), *s32(lanes, problem.q_min, problem.q_max)),
+    )
+    return Launch(steps=(step,))
+
+
+def _held(chunks: int, most_of_4: int) -> tuple[int, int]:
+    """Return the chunks per thread and the threads per row; up to 4,096 chunks (64 KiB of y) are read only once.
+
+    `most_of_4` is the most threads whose registers allow 4 chunks: MOST_OF_4 of ``gated.cu``.
+    """
+    if chunks <= WARP:
+        return 1, 1 << (max(1, chunks) - 1).bit_length()
+    for held, most in ((2, 256), (4, most_of_4), (8, 512)):
+        lanes = -(-chunks // (held * WARP)) * WARP
+        if lanes <= most:
+            return held, lanes
+    return 8, 512
+
+
+def _scaled(problem: GatedProblem, chunks: int, device: Device) -> Launch:
+    """Launch groups of threads for parts of rows; of few rows, small parts, so that every multiprocessor has one."""
+    short = chunks <= WARP
+    lanes = 1 << (max(1, chunks) - 1).bit_length() if short else min(-(-chunks // (2 * WARP)) * WARP, THREADS)
+    while not short and lanes > WARP and problem.n * -(-chunks // (2 * lanes)) < device.sm_count:
+        lanes -= WARP
+    parts = 1 if short else min(-(-chunks // (2 * lanes)), _MOST_PARTS)
+    per_block = THREADS // lanes if short else 1
+    compute = problem.input_element.compute
+    step = Step(
+        entry="scaled_lanes_1" if short else "scaled_2",
+        grid=(-(-problem.n // per_block), parts, 1),
+        block=(lanes * per_block, 1, 1),
+        parameters=(
+            *_rows(problem),
+            *(Pointer("scale"), Which("scale"), Number("scale", compute)),
+            *(Pointer("zero_point"), Number("zero_point", ElementKind.S32)),
+            *s32(problem.q_min, problem.q_max, lanes),
+        ),
+    )
+    return Launch(steps=(step,))
+
+
+def _rows(problem: GatedProblem) -> tuple[Parameter, ...]:
+    """Return the parameters behind the ROWS_PARAMETERS macro of ``gated.cu``."""
+    absent = (Constant(ElementKind.S64, 0), Constant(ElementKind.S64, 0))
+    return (
+        *(strided("gate_up") if problem.fused else strided("gate")),
+        *(absent if problem.fused else strided("up")),
+        *strided("output"),
+        *(strided("product") if problem.has_product else absent),
+        *s64(problem.n, problem.d),
+    )
