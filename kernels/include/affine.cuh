@@ -32,8 +32,7 @@ template <class T> DEVICE bool rows_of_chunks(const T* p, s64 leading, s64 rows)
 DEVICE bool rows_of_codes(const void* p, s64 leading, s64 rows, u64 bytes) { return aligned(p, leading, rows, bytes); }
 
 // Whether every value in some chunks is finite; 16-bit values are tested in pairs.
-template <int U> DEVICE bool all_finite_chunks(const uint4 (&h)[U]) {
-  Extremes<Data> found = Extremes<Data>::zero();
+template <int U> DEVICE bool all_finite_chunks(const uint4 (&h)[U], Extremes<Data> found = Extremes<Data>::zero()) {
   bool finite = true;
 #pragma unroll
   for (int u = 0; u < U; ++u) {

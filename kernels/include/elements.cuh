@@ -149,6 +149,7 @@ template <class T> struct Extremes {
   enum { words = Width<T>::count, elements = 1 };  // in a chunk, in a word
   B high, low;
   static DEVICE Extremes zero() { return Extremes{0, 0}; }
+  static DEVICE Extremes hidden(u32 zero) { return Extremes{(B)zero, (B)zero}; }
   static DEVICE void split(const uint4& w, Word (&words)[Width<T>::count]) { Chunk<T>::unpack(w, words); }
   DEVICE void include(Word x) { high = greater(high, bits_of(x)), low = greater(low, bits_of(x) ^ Sign<B>::bit()); }
   DEVICE void include_magnitude(Word x) { high = greater(high, bits_of(x) & ~Sign<B>::bit()); }  // the larger of both
@@ -176,11 +177,15 @@ template <class T> struct HalfExtremes {
   DEVICE s32 up() const { return magnitude_of(greater(high & 0x7fffu, high >> 16 & 0x7fffu)); }
   DEVICE s32 down() const { return magnitude_of(greater(low & 0x7fffu, low >> 16 & 0x7fffu)); }
 };
+// `hidden` is the same as `zero` from a zero that the compiler cannot know. Values that were computed must be included in
+// such a one: ptxas 13.0 takes max(|0|, |a b|) for max(0, a b), which an instruction offers, and loses negative products.
 template <> struct Extremes<f16> : HalfExtremes<f16> {
-  static DEVICE Extremes zero() { Extremes e; e.high = e.low = 0; return e; }
+  static DEVICE Extremes zero() { return hidden(0); }
+  static DEVICE Extremes hidden(u32 zero) { Extremes e; e.high = e.low = zero; return e; }
 };
 template <> struct Extremes<bf16> : HalfExtremes<bf16> {
-  static DEVICE Extremes zero() { Extremes e; e.high = e.low = 0; return e; }
+  static DEVICE Extremes zero() { return hidden(0); }
+  static DEVICE Extremes hidden(u32 zero) { Extremes e; e.high = e.low = zero; return e; }
 };
 
 // Streamed, because all data is accessed once.

@@ -41,6 +41,7 @@ struct GatedRows {
     return GatedRow{first, up == nullptr ? first + columns : up + row * up_leading, output + row * output_leading,
                     product == nullptr ? nullptr : product + row * product_leading};
   }
+  DEVICE Extremes<Data> nothing() const { return Extremes<Data>::hidden((u32)((u64)rows >> 63)); }
   // Whether rows are whole chunks, at addresses of chunks; in one expression, as a launch of few rows waits for it.
   DEVICE bool by_chunks() const {
     enum { V = Width<Data>::count };
@@ -109,7 +110,7 @@ DEVICE void gated_ranged(const Group group, const GatedRows& all, Real* scale_ou
   GatedChunks<R> held;
   Range r = Range{0, 0};
   if (by_chunks) {
-    Extremes<Data> found = Extremes<Data>::zero();
+    Extremes<Data> found = all.nothing();
     u32 base = lane;
     do {
       held.compute(row, base, lanes, chunks);
@@ -160,7 +161,7 @@ DEVICE void gated_scaled(const Group group, const GatedRows& all, const Scales<D
   for (u32 base = blockIdx.y * piece + lane; base - lane < chunks; base += gridDim.y * piece) {
     GatedChunks<R> held;
     held.compute(row, base, lanes, chunks);
-    if (g.quick && all_finite_chunks(held.chunk)) {
+    if (g.quick && all_finite_chunks(held.chunk, all.nothing())) {
       if (row.products != nullptr) held.store_products(row, base, lanes, chunks);
       held.template quantize<false>(row.codes, base, lanes, chunks, g);
       continue;

@@ -346,7 +346,7 @@ DEVICE bool quick_row(const Group& group, const Norm& p, s64 row, bool mine) {
   Real factor = p.factor(folded_over<1>(group, folded(lanes)));
   forget(factor);
   part.forget_all();
-  Extremes<Data> found = Extremes<Data>::zero();
+  Extremes<Data> found = Extremes<Data>::hidden((u32)((u64)p.rows >> 63));
   part.first = lane;
   do {
     if (LONG && octets > step) part.load(p);

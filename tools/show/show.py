@@ -168,11 +168,21 @@ def _shape(uses: list[tuple[Descriptor, Argument]]) -> str:
         return whole[0]
     if len(ranks) > 1:
         return "by the problem"
-    axes = [
-        next((name for name in _names(problem) if all(getattr(p, name) == a.shape[axis] for p, a in uses)), "?")
-        for axis in range(ranks.pop())
-    ]
+    axes = [_extent(uses, axis) for axis in range(ranks.pop())]
     return f"[{', '.join(axes)}]" + (" in any shape" if first.flat else "")
+
+
+def _extent(uses: list[tuple[Descriptor, Argument]], axis: int) -> str:
+    """Return the size that an axis has in every problem, or twice which size that is."""
+    for factor, text in ((1, "{}"), (2, "2 {}")):
+        for name in _names(uses[0][0]):
+            if all(_is_times(factor, getattr(problem, name), argument.shape[axis]) for problem, argument in uses):
+                return text.format(name)
+    return "?"
+
+
+def _is_times(factor: int, size: object, extent: int) -> bool:
+    return size == extent if factor == 1 else isinstance(size, int) and factor * size == extent
 
 
 def _names(problem: Descriptor) -> Iterator[str]:
