@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from skuda.kernels.launch import (
@@ -122,21 +122,16 @@ def _quantization(problem: Any, activation: ElementKind, *, overlaps: bool) -> S
 T = TypeVar("T")
 
 
-def choose(
-    ranked: Sequence[tuple[float, T]], choice: str, workspace: Callable[[T], int] = lambda _: 0
-) -> tuple[T, dict[str, Any]]:
-    """Return the configuration named `choice`, or the first of (predicted us, configuration), and fields of `Launch`.
-
-    `workspace` gives the bytes that a configuration needs beside the SKU's workspace.
+def choose(tiles: Sequence[T], choices: tuple[Choice, ...], choice: str) -> tuple[T, dict[str, Any]]:
+    """Return the tile named `choice`, or the first one, and fields of `Launch`; `choices` has the tiles' names.
 
     Raises
     ------
     LookupError
         If none has that name.
     """
-    choices = tuple(Choice(str(made), us, workspace(made)) for us, made in ranked)
     name = choice or choices[0].name
-    for found, (_, made) in zip(choices, ranked, strict=True):
+    for found, tile in zip(choices, tiles, strict=True):
         if found.name == name:
-            return made, {"choices": choices, "choice": name}
+            return tile, {"choices": choices, "choice": name}
     raise LookupError(f"there is no configuration {choice!r}; there are {', '.join(found.name for found in choices)}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from skuda.kernels.launch import Launch, Step
+from skuda.kernels.launch import Choice, Launch, Step
 from skuda.kernels.linear import layer
 from skuda.kernels.linear.problem import LinearProblem, longest_k
 from skuda.registry.constraints import Between, Constraint
@@ -163,10 +163,22 @@ def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
     return (Between(field="k", minimum=1, maximum=longest_k(ElementKind.U8, weight)),)
 
 
+@lru_cache(maxsize=4096)
+def _offered(
+    m: int,
+    n: int,
+    k: int,
+    device: Device,
+    zero_points: bool,  # noqa: FBT001  private
+) -> tuple[tuple[Tile, ...], tuple[Choice, ...]]:
+    ranked = ranking(m, n, k, device, zero_points=zero_points)
+    return tuple(tile for _, tile in ranked), tuple(Choice(str(tile), us) for us, tile in ranked)
+
+
 def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     """Launch the product, after the quantization of a dynamic activation."""
     (m, n, k), zero_points = problem.sizes, problem.has_zero_points
-    tile, chosen = layer.choose(ranking(max(1, m), max(1, n), k, device, zero_points=zero_points), choice)
+    tile, chosen = layer.choose(*_offered(max(1, m), max(1, n), k, device, zero_points), choice)
     product = Step(
         entry=f"{problem.op_name()}_mma",
         grid=(tile.grid(m, n), 1, 1),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from skuda.kernels.launch import ZEROS, Launch, Step, TensorMap, pointers, s32
+from skuda.kernels.launch import ZEROS, Choice, Launch, Step, TensorMap, pointers, s32
 from skuda.kernels.linear import hopper, layer
 from skuda.kernels.linear.problem import LinearProblem
 from skuda.registry.elements import ElementKind
@@ -24,6 +24,9 @@ _STAGING = 8 * 16 * 144
 _BAND = 2048
 """Rows of a rasterization band: tiles go down these rows before they move to the next columns."""
 
+_ALIKE = 16
+"""So many numbers of rows, which all tiles cover alike, get the same ranking, because programs meet ever new ones."""
+
 _SHORTEST_SHARE = 4
 """Fewest steps of a share."""
 
@@ -35,42 +38,10 @@ _CACHED = 40_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """What a configuration takes on an H200, fitted to the measurements in ``docs/evidence/h200-tiles.json``.
-
-    Attributes
-    ----------
-    launch : float
-        Time of a launch without work, in us like all times.
-    stage : float
-        Time of one stage of the mainloop, 128 bytes of K of one tile, alone on the card.
-    contention : float
-        Time added to a stage when all multiprocessors are busy.
-    unaligned : float
-        Time added then where rows do not begin at whole lines of the cache; see `_PARTIAL_LINES`.
-    epilogue : float
-        Time of the epilogue of one tile.
-    bandwidth : float
-        Memory bandwidth in TB/s that it reaches.
-    output : float
-        What a byte of the output costs more than one of the operands, as a share.
-    exchange : float
-        Time to add the sums of a divided tile's parts.
-    """
-
-    launch: float
-    stage: float
-    contention: float
-    unaligned: float
-    epilogue: float
-    bandwidth: float
-    output: float
-    exchange: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Tile:
-    """One configuration of the kernel.
+    """One configuration of the kernel with its measured times.
+
+    Times are in us on an H200, fitted to the measurements in ``docs/evidence/h200-tiles.json``.
 
     Attributes
     ----------
@@ -84,8 +55,22 @@ class Tile:
         Whether both consumer warpgroups work on one tile; else they ping-pong: each works on every other tile.
     divides : bool
         Whether the stages of the last tiles, which do not fill the card, are divided evenly among all multiprocessors.
-    times : Times
-        What it takes.
+    launch_time : float
+        Time of a launch without work.
+    stage_time : float
+        Time of one stage of the mainloop, 128 bytes of K of one tile, alone on the card.
+    contention : float
+        Time added to a stage when all multiprocessors are busy.
+    unaligned : float
+        Time added then where rows do not begin at whole lines of the cache; see `_PARTIAL_LINES`.
+    epilogue_time : float
+        Time of the epilogue of one tile.
+    bandwidth : float
+        Memory bandwidth in TB/s that it reaches.
+    output : float
+        What a byte of the output costs more than one of the operands, as a share.
+    exchange_time : float
+        Time to add the sums of a divided tile's parts.
     """
 
     m: int
@@ -94,7 +79,14 @@ class Tile:
     cluster: tuple[int, int]
     cooperative: bool
     divides: bool
-    times: Times
+    launch_time: float
+    stage_time: float
+    contention: float
+    unaligned: float
+    epilogue_time: float
+    bandwidth: float
+    output: float
+    exchange_time: float
 
     @property
     def blocks(self) -> int:
@@ -156,27 +148,26 @@ class Tile:
         curve : float
             Time in us that the activation takes a multiprocessor per result; see `CURVES`.
         """
-        times = self.times
         rows, columns = self.grid(m, n)
         tiles, steps = rows * columns, -(-k // _STAGE_K)
         slots = max(1, sm_count // self.blocks)
         clusters, shared = self.work(m, n, k, sm_count)
         occupied = min(1.0, (clusters if shared else tiles) / slots)
         partial = next((share for divisor, share in _PARTIAL_LINES if k % divisor == 0), _MOST_PARTIAL)
-        stage = times.stage + (times.contention + times.unaligned * partial) * occupied
+        stage = self.stage_time + (self.contention + self.unaligned * partial) * occupied
         # An activation is not hidden; one warpgroup alone does not keep the multiprocessor busy with it.
         if shared:
             whole = (tiles - shared) // slots
             own = (shared * steps / clusters + whole * steps) * stage
-            own += (1 + whole) * times.epilogue * (1.0 if self.cooperative else 0.6)
-            own += times.exchange * max(1.0, clusters / shared) ** 0.5 + (2 + whole) * curve * self.m * self.n
+            own += (1 + whole) * self.epilogue_time * (1.0 if self.cooperative else 0.6)
+            own += self.exchange_time * max(1.0, clusters / shared) ** 0.5 + (2 + whole) * curve * self.m * self.n
         else:
             waves = -(-tiles // slots)
             if self.cooperative or waves == 1:
-                own = waves * (steps * stage + times.epilogue)
+                own = waves * (steps * stage + self.epilogue_time)
             else:
                 # The other warpgroup's mainloop hides the epilogue unless the epilogue takes longer.
-                own = waves * max(steps * stage, (steps * stage + times.epilogue) / 2) + times.epilogue
+                own = waves * max(steps * stage, (steps * stage + self.epilogue_time) / 2) + self.epilogue_time
             own += waves * curve * self.m * self.n * (1.6 if waves == 1 and not self.cooperative else 1.0)
         high = min(rows, self.band)
         wide = min(columns, max(1, slots // high))
@@ -184,11 +175,11 @@ class Tile:
         if read > _CACHED:
             once = high * self.m * self.cluster[0] + wide * self.n * self.cluster[1]
             read = max(read, int(tiles / (high * wide) * once * k))
-        moved = read + 2 * m * n * (1 + times.output)
-        memory = moved / (times.bandwidth * 1e6 * min(1.0, 1.5 * occupied))
+        moved = read + 2 * m * n * (1 + self.output)
+        memory = moved / (self.bandwidth * 1e6 * min(1.0, 1.5 * occupied))
         # A cluster with idle blocks only costs time.
         spare = -(-m // self.m) < self.cluster[0] or -(-n // self.n) < self.cluster[1]
-        return float(times.launch + (3.0 if spare else 0.0) + math.hypot(own, memory))
+        return float(self.launch_time + (3.0 if spare else 0.0) + math.hypot(own, memory))
 
     def __str__(self) -> str:
         how = "cooperative" if self.cooperative else "ping-pong"
@@ -201,28 +192,28 @@ _COOPERATIVE, _PING_PONG = True, False
 _WHOLE, _DIVIDED = False, True
 
 TILES = (
-    Tile(128, 256, 4, (1, 1), _COOPERATIVE, _WHOLE, Times(7.195, 0.4563, 0.1186, 0.07322, 1.738, 7.836, 0.2227)),
-    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _WHOLE, Times(7.371, 0.4572, 0.1448, 0.01302, 1.718, 5.668, 0.4834)),
-    Tile(256, 128, 4, (1, 1), _COOPERATIVE, _WHOLE, Times(6.461, 0.4335, 0.1361, 0.07692, 1.62, 3.686, 0.0)),
-    Tile(128, 128, 6, (1, 1), _COOPERATIVE, _WHOLE, Times(6.83, 0.2104, 0.1189, 0.07555, 0.7037, 6.626, 0.7923)),
-    Tile(128, 128, 6, (1, 1), _PING_PONG, _WHOLE, Times(6.584, 0.2142, 0.09897, 0.09078, 1.266, 6.683, 1.57)),
-    Tile(128, 128, 6, (1, 2), _PING_PONG, _WHOLE, Times(6.554, 0.1966, 0.1342, 0.03953, 2.618, 5.838, 0.5948)),
-    Tile(128, 128, 6, (2, 1), _PING_PONG, _WHOLE, Times(6.424, 0.2203, 0.09526, 0.04211, 1.213, 3.778, 0.5048)),
-    Tile(64, 256, 5, (1, 1), _PING_PONG, _WHOLE, Times(5.773, 0.2235, 0.09126, 0.1335, 2.236, 7.996, 1.308)),
-    Tile(128, 64, 8, (1, 1), _COOPERATIVE, _WHOLE, Times(6.179, 0.1144, 0.1413, 0.06872, 0.2109, 4.397, 0.0)),
-    Tile(64, 128, 8, (1, 1), _PING_PONG, _WHOLE, Times(5.885, 0.1144, 0.1058, 0.07736, 1.034, 7.536, 1.465)),
-    Tile(64, 128, 8, (2, 1), _PING_PONG, _WHOLE, Times(6.5, 0.1275, 0.0979, 0.02281, 0.9012, 5.737, 1.267)),
-    Tile(64, 64, 12, (1, 1), _PING_PONG, _WHOLE, Times(5.603, 0.07267, 0.0883, 0.05096, 0.6698, 6.151, 1.801)),
-    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _DIVIDED, Times(7.985, 0.02678, 0.6421, 0.01358, 0.205, 5.043, 1.45, 5.7)),
+    Tile(128, 256, 4, (1, 1), _COOPERATIVE, _WHOLE, 7.195, 0.4563, 0.1186, 0.07322, 1.738, 7.836, 0.2227, 1.0),
+    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _WHOLE, 7.371, 0.4572, 0.1448, 0.01302, 1.718, 5.668, 0.4834, 1.0),
+    Tile(256, 128, 4, (1, 1), _COOPERATIVE, _WHOLE, 6.461, 0.4335, 0.1361, 0.07692, 1.62, 3.686, 0.001, 1.0),
+    Tile(128, 128, 6, (1, 1), _COOPERATIVE, _WHOLE, 6.83, 0.2104, 0.1189, 0.07555, 0.7037, 6.626, 0.7923, 1.0),
+    Tile(128, 128, 6, (1, 1), _PING_PONG, _WHOLE, 6.584, 0.2142, 0.09897, 0.09078, 1.266, 6.683, 1.57, 1.0),
+    Tile(128, 128, 6, (1, 2), _PING_PONG, _WHOLE, 6.554, 0.1966, 0.1342, 0.03953, 2.618, 5.838, 0.5948, 1.0),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, _WHOLE, 6.424, 0.2203, 0.09526, 0.04211, 1.213, 3.778, 0.5048, 1.0),
+    Tile(64, 256, 5, (1, 1), _PING_PONG, _WHOLE, 5.773, 0.2235, 0.09126, 0.1335, 2.236, 7.996, 1.308, 1.0),
+    Tile(128, 64, 8, (1, 1), _COOPERATIVE, _WHOLE, 6.179, 0.1144, 0.1413, 0.06872, 0.2109, 4.397, 0.001, 1.0),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, _WHOLE, 5.885, 0.1144, 0.1058, 0.07736, 1.034, 7.536, 1.465, 1.0),
+    Tile(64, 128, 8, (2, 1), _PING_PONG, _WHOLE, 6.5, 0.1275, 0.0979, 0.02281, 0.9012, 5.737, 1.267, 1.0),
+    Tile(64, 64, 12, (1, 1), _PING_PONG, _WHOLE, 5.603, 0.07267, 0.0883, 0.05096, 0.6698, 6.151, 1.801, 1.0),
+    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _DIVIDED, 7.985, 0.02678, 0.6421, 0.01358, 0.205, 5.043, 1.45, 5.7),
     Tile(
         256, 128, 4, (1, 2), _COOPERATIVE, _DIVIDED, Times(7.93, 0.0207, 0.6293, 0.01323, 1.054, 3.014, 0.1022, 6.081)
     ),
-    Tile(128, 128, 6, (2, 1), _PING_PONG, _DIVIDED, Times(5.777, 0.02023, 0.3305, 0.03469, 0.2001, 2.655, 0.0, 4.801)),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, _DIVIDED, 5.777, 0.02023, 0.3305, 0.03469, 0.2001, 2.655, 0.001, 4.801),
     Tile(
         64, 128, 8, (2, 1), _PING_PONG, _DIVIDED, Times(7.388, 0.02002, 0.2297, 0.01575, 0.2001, 5.396, 0.3831, 2.748)
     ),
-    Tile(64, 128, 8, (1, 1), _PING_PONG, _DIVIDED, Times(5.998, 0.02006, 0.2583, 0.06087, 0.2, 4.725, 0.0, 3.418)),
-    Tile(64, 64, 12, (1, 1), _PING_PONG, _DIVIDED, Times(6.038, 0.02, 0.1684, 0.0388, 0.2, 4.747, 1.255, 2.822)),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, _DIVIDED, 5.998, 0.02006, 0.2583, 0.06087, 0.2, 4.725, 0.001, 3.418),
+    Tile(64, 64, 12, (1, 1), _PING_PONG, _DIVIDED, 6.038, 0.02, 0.1684, 0.0388, 0.2, 4.747, 1.255, 2.822),
 )
 """All configurations. Each serves every problem with the same bits."""
 
@@ -241,14 +232,20 @@ def ranking(m: int, n: int, k: int, sm_count: int, curve: float = 0.0) -> tuple[
     return tuple(sorted(predicted, key=lambda pair: pair[0]))
 
 
+@lru_cache(maxsize=4096)
+def _offered(m: int, n: int, k: int, sm_count: int, curve: float) -> tuple[tuple[Tile, ...], tuple[Choice, ...]]:
+    ranked = ranking(m, n, k, sm_count, curve)
+    choices = tuple(Choice(str(tile), us, tile.workspace(m, n, k, sm_count)) for us, tile in ranked)
+    return tuple(tile for _, tile in ranked), choices
+
+
 def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     """Launch the product, after the quantization of a dynamic activation."""
     m, n, k = problem.sizes
     sm_count = device.sm_count or hopper.H200
     activation = problem.epilogue.activation
     curve = CURVES[activation][problem.output is ElementKind.F32] if activation in CURVES else 0.0
-    ranked = ranking(max(1, m), max(1, n), k, sm_count, curve)
-    tile, chosen = layer.choose(ranked, choice, lambda tile: tile.workspace(m, n, k, sm_count))
+    tile, chosen = layer.choose(*_offered(-(-max(1, m) // _ALIKE) * _ALIKE, max(1, n), k, sm_count, curve), choice)
     clusters, shared_tiles = tile.work(m, n, k, sm_count)
     name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
     # Pairs of lines: rows that do not begin at one would fetch bytes of the next box.

@@ -186,9 +186,10 @@ def fitted_to(times: Times) -> tuple[Tile, ...]:
 
 def line(tile: Tile) -> str:
     """Return a tile as a line of `TILES`, with four digits of its times."""
-    how = "_COOPERATIVE" if tile.cooperative else "_PING_PONG"
-    facts = [getattr(tile, field.name) for field in fields(tile) if field.name not in _FITTED]
-    told = (how if value is tile.cooperative else repr(value) for value in facts)
+    facts = {field.name: repr(getattr(tile, field.name)) for field in fields(tile) if field.name not in _FITTED}
+    facts["cooperative"] = "_COOPERATIVE" if tile.cooperative else "_PING_PONG"
+    facts["divides"] = "_DIVIDED" if tile.divides else "_WHOLE"
+    told = facts.values()
     return f"    Tile({', '.join((*told, *(f'{getattr(tile, name):.4g}' for name in _FITTED)))}),"
 
 
