@@ -19,8 +19,8 @@
 //   CLUSTER > 1: blocks of a cluster take parts of the k of one tile and send each other their sums. Sums are exact in
 //   s32, so neither split nor order changes the bits. It wins if w has few rows and a long k.
 //   Source: the codes come from memory (`Loaded`), or each block quantizes a floating activation while its first weights
-//   are in flight (`Quantized`), which gives the bits of a separate kernel without its launch. `Quantized` wins for up to
-//   four short tokens, where quantizing in every block ends before the first weights have arrived; `Loaded` wins for more.
+//   are in flight (`Quantized`), which gives the bits of a separate kernel without its launch. `Quantized` wins for one or
+//   two short tokens, where quantizing in every block ends before the first weights have arrived; `Loaded` wins for more.
 //
 // Flags: TOKENS (8, 16, 32, 64, 128), GROUPS and TALL (consumer warpgroups, and products of 64 rows for each), CHUNKS (of
 // 128 bytes of k in a stage), CLUSTER, SKUDA_CODE, SKUDA_WEIGHT, SKUDA_OUT, SKUDA_EPILOGUE. The launch gives 8 atoms <= 64

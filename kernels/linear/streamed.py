@@ -79,7 +79,7 @@ def rows_of(m: int, k: int) -> int:
 
     Every block quantizes all tokens, which pays while it ends before the first weights have arrived.
     """
-    return 0 if m > 4 or m * k > 16_384 else 1 << (m - 1).bit_length()
+    return 0 if m > 2 or m * k > 16_384 else 1 << (m - 1).bit_length()
 
 
 def cut_for(sizes: tuple[int, int, int], sm_count: int, output_bytes: int, *, fused: bool) -> Streamed:

@@ -143,6 +143,8 @@ DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const f32 (&sa)[2], const Epi
                        s64 row0, s64 column0, bool chunks, const Segment<f32>& codes) {
   typedef Staged<CURVED, SKUDA_OUT>::type Stage;
   enum { SIZE = sizeof(Stage), WIDE = 128 / SIZE, STRIP = WIDE < TILE_N ? WIDE : TILE_N, UNITS = STRIP * SIZE / 16 };
+  enum { MOST = SHARES || SKUDA_EPILOGUE != IDENTITY ? 4 : 8 };          // that registers allow
+  enum { BATCH = STRIP / 8 < MOST ? STRIP / 8 : MOST };  // columns / 8 read at once
   const int lane = threadIdx.x % 32, quad = lane % 4;
   const int rows = p.m - row0 < 16 ? (int)(p.m - row0) : 16, end = p.n - column0 < TILE_N ? (int)(p.n - column0) : TILE_N;
   const int r0 = lane / UNITS, c0 = lane % UNITS * (16 / SIZE);  // of the lane's first unit of a strip
@@ -150,21 +152,24 @@ DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const f32 (&sa)[2], const Epi
   const s64 hop = (32 / UNITS) * p.output_leading;
 #pragma unroll
   for (int strip = 0; strip < TILE_N / STRIP; ++strip) {
-    // Staging may alias the columns for all that the compiler knows, so that everything is read before it is written.
-    float2 sw[STRIP / 8], bias[STRIP / 8];
+    // Staging may alias the columns for all that the compiler knows, so that several columns are read before any is written.
 #pragma unroll
-    for (int i = 0; i < STRIP / 8; ++i) {
-      const int column = strip * STRIP + 8 * i + 2 * quad;
-      sw[i] = *(const float2*)(columns + column), bias[i] = *(const float2*)(columns + TILE_N + column);
-    }
+    for (int batch = 0; batch < STRIP / 8; batch += BATCH) {
+      float2 sw[BATCH], bias[BATCH];
 #pragma unroll
-    for (int i = 0; i < STRIP / 8; ++i) {
+      for (int i = 0; i < BATCH; ++i) {
+        const int column = strip * STRIP + 8 * (batch + i) + 2 * quad;
+        sw[i] = *(const float2*)(columns + column), bias[i] = *(const float2*)(columns + TILE_N + column);
+      }
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int at = 4 * (strip * (STRIP / 8) + i) + 2 * h;
+      for (int i = 0; i < BATCH; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int at = 4 * (strip * (STRIP / 8) + batch + i) + 2 * h;
           const Result v[2] = {finished(d[at], sa[h], sw[i].x, bias[i].x, Result()),
                                finished(d[at + 1], sa[h], sw[i].y, bias[i].y, Result())};
-        put_pair(staging + (lane / 4 + 8 * h) * PITCH + (8 * i + 2 * quad) * SIZE, v, codes, Stage());
+          put_pair(staging + (lane / 4 + 8 * h) * PITCH + (8 * (batch + i) + 2 * quad) * SIZE, v, codes, Stage());
+        }
       }
     }
     __syncwarp();
@@ -354,27 +359,26 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
         at.skip(steps);
         continue;
       }
-      u32 row, column;
-      raster.at(tile, row, column);
-      const s64 column0 = (s64)(column * CLUSTER_N + cluster_column) * TILE_N;
-      const s64 row0 = (s64)(row * CLUSTER_M + cluster_row) * TILE_M + (COOPERATIVE ? consumer * GROUP_M : 0) + warp * 16;
-      f32 sa[BLOCKS_M][2];
+      s64 row0, column0;
+      f32 sa[BLOCKS_M][2], scale_of[(TILE_N + 127) / 128], bias_of[(TILE_N + 127) / 128];
+      // Requests the scales of the tile, and its bias. If registers allow, before the products, behind which they arrive.
+      const auto request = [&] {
+        u32 row, column;
+        raster.at(tile, row, column);
+        column0 = (s64)(column * CLUSTER_N + cluster_column) * TILE_N;
+        row0 = (s64)(row * CLUSTER_M + cluster_row) * TILE_M + (COOPERATIVE ? consumer * GROUP_M : 0) + warp * 16;
 #pragma unroll
-      for (int b = 0; b < BLOCKS_M; ++b) {
+        for (int i = 0; i < BLOCKS_M * 2; ++i) sa[i / 2][i % 2] = rows.within(row0 + i / 2 * 64 + lane / 4 + i % 2 * 8, p.m);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const s64 r = row0 + b * 64 + lane / 4 + 8 * h;
-          sa[b][h] = rows.within(r, p.m);
+        for (int c = 0; c < TILE_N; c += 128) {
+          const s64 at = column0 + c + thread;
+          const bool inside = !IsSum<SKUDA_OUT>::value && c + thread < TILE_N && at < p.n;
+          scale_of[c / 128] = inside ? real_at(p.weight_scale, p.weight_scale_is, at, 0.0f) : 0.0f;
+          bias_of[c / 128] = inside && p.bias != nullptr ? real_at(p.bias, p.bias_is, at, 0.0f) : 0.0f;
         }
-      }
-      f32 scale_of[(TILE_N + 127) / 128], bias_of[(TILE_N + 127) / 128];  // requested now, used after the products
-#pragma unroll
-      for (int c = 0; c < TILE_N; c += 128) {
-        const s64 at = column0 + c + thread;
-        const bool inside = !IsSum<SKUDA_OUT>::value && c + thread < TILE_N && at < p.n;
-        scale_of[c / 128] = inside ? real_at(p.weight_scale, p.weight_scale_is, at, 0.0f) : 0.0f;
-        bias_of[c / 128] = inside && p.bias != nullptr ? real_at(p.bias, p.bias_is, at, 0.0f) : 0.0f;
-      }
+      };
+      enum { LATE = SHARES || IsSum<SKUDA_OUT>::value };
+      if (!LATE) request();
       s32 d[BLOCKS_M][TILE_N / 2];
       u32 before = 0;
       if (!COOPERATIVE && passed > 0) order_wait(consumer);
@@ -401,6 +405,17 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
       if (!COOPERATIVE && work.more()) order_signal(consumer ^ 1);
       products_wait<0>();
       release(empty + 8 * before, lane, shares);
+      if (SHARES && begin > 0) {
+        exchange.send(d, blockIdx.x, consumer);
+        continue;
+      }
+      if (LATE) request();
+      if (SHARES && steps < work.steps) {
+        const u32 units = work.shared * work.steps, end = (tile + 1) * work.steps;
+        for (u32 other = blockIdx.x / CLUSTER + 1; Work::begin_of(other, work.clusters, units) < end; ++other) {
+          exchange.add(d, other * CLUSTER + rank, consumer);
+        }
+      }
       group_sync(consumer);  // the last tile's columns have been read
 #pragma unroll
       for (int c = 0; c < TILE_N; c += 128) {
@@ -408,16 +423,6 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
       }
       group_sync(consumer);
       u8* const strip = staging + (consumer * 4 + warp) * 16 * PITCH;
-      if (SHARES && begin > 0) {
-        exchange.send(d, blockIdx.x, consumer);
-        continue;
-      }
-      if (SHARES && steps < work.steps) {
-        const u32 units = work.shared * work.steps, end = (tile + 1) * work.steps;
-        for (u32 other = blockIdx.x / CLUSTER + 1; Work::begin_of(other, work.clusters, units) < end; ++other) {
-          exchange.add(d, other * CLUSTER + rank, consumer);
-        }
-      }
 #pragma unroll
       for (int b = 0; b < BLOCKS_M; ++b) {
         write_rows(d[b], sa[b], p, strip, own, row0 + b * 64, column0, chunks, codes);

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from skuda.kernels.quantize.gated import GatedProblem
 
 _MOST_PARTS = 65535
+_MANY = 264
+"""Rows beyond which a row is given to fewer threads."""
 
 
 def gated(problem: GatedProblem, device: Device) -> Launch:
@@ -26,7 +28,7 @@ def gated(problem: GatedProblem, device: Device) -> Launch:
 
 def _ranged(problem: GatedProblem, chunks: int) -> Launch:
     """Launch one group of threads per row."""
-    held, lanes = _held(chunks, 256 if problem.curve == "gelu" else 448)
+    held, lanes = _held(chunks, 256 if problem.curve == "gelu" else 448, many=problem.n > _MANY)
     per_block = THREADS // lanes if lanes <= WARP else 1
     blocks = -(-problem.n // per_block)
     step = Step(
@@ -38,14 +40,15 @@ def _ranged(problem: GatedProblem, chunks: int) -> Launch:
     return Launch(steps=(step,))
 
 
-def _held(chunks: int, most_of_4: int) -> tuple[int, int]:
+def _held(chunks: int, most_of_4: int, *, many: bool) -> tuple[int, int]:
     """Return the chunks per thread and the threads per row; up to 4,096 chunks (64 KiB of y) are read only once.
 
-    `most_of_4` is the most threads whose registers allow 4 chunks: MOST_OF_4 of ``gated.cu``.
+    `most_of_4` is the most threads whose registers allow 4 chunks: MOST_OF_4 of ``gated.cu``. Few rows are spread over
+    more threads; `many` keep every multiprocessor busy, and smaller blocks then wait less for each other.
     """
     if chunks <= WARP:
         return 1, 1 << (max(1, chunks) - 1).bit_length()
-    for held, most in ((2, 256), (4, most_of_4), (8, 512)):
+    for held, most in ((2, 127 if many else 256), (4, most_of_4), (8, 512)):
         lanes = -(-chunks // (held * WARP)) * WARP
         if lanes <= most:
             return held, lanes

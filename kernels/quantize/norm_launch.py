@@ -56,11 +56,11 @@ def _geometry(problem: NormProblem, multiprocessors: int) -> tuple[str, int, int
         lanes = _power(-(-octets // _HELD))
         # With few rows, every warp gets a multiprocessor of its own if there are enough of them.
         return "lanes", lanes, THREADS if problem.n * lanes >= 4 * THREADS * multiprocessors else WARP
-    threads = _power(-(-octets // 2))
-    if problem.n <= 2 * multiprocessors and threads <= _MOST_THREADS:
+    threads, many = _power(-(-octets // 2)), problem.n > 2 * multiprocessors
+    if threads <= (_MOST_THREADS if not many else 0 if problem.centred else THREADS):
         return "2", threads, threads
     threads = _power(-(-octets // 8))
-    if problem.input_element.bits == 16 and 2 * WARP <= threads <= THREADS and problem.n > 2 * multiprocessors:
+    if problem.input_element.bits == 16 and 2 * WARP <= threads <= THREADS and many and not problem.centred:
         return "8", threads, threads
     threads = _power(-(-octets // _HELD))
     most = THREADS if problem.input_element is ElementKind.F64 else _MOST_THREADS

@@ -147,14 +147,14 @@ def test_every_entry_is_launched_and_rows_of_usual_models_are_held_in_registers(
             (1, 4096, "2"),
             (64, 8192, "2"),
             (16, 16384, "4"),
-            (4096, 2048, "4"),
-            (4096, 4096, "8"),
-            (16384, 8192, "8"),
-            (16384, 16384, "8"),
+            (4096, 2048, "2" if op.name.startswith("rms") else "4"),
+            (4096, 4096, "2" if op.name.startswith("rms") else "4"),
+            (16384, 8192, "8" if op.name.startswith("rms") else "4"),
+            (16384, 16384, "8" if op.name.startswith("rms") else "4"),
             (16, 16392, "long"),
         ):
             (step,) = launch_of(sku, _described(op.name, n, d), H200).steps
             assert step.entry == f"{op.name}_{end}", (n, d)
             assert step.block[0] % 32 == 0
             entries[step.entry] += 1
-    assert len(entries) == 2 * 5
+    assert len(entries) == 5 + 4, "layer norm of these holds fewer octets a thread"
