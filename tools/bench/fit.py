@@ -37,8 +37,8 @@ Times = dict[Shape, dict[str, float]]
 
 _KIND = "skuda tiles"
 _FITTED = tuple(field.name for field in fields(Tile) if field.type == "float")
-_FEWEST = 48
-"""Rows from which a tile is worth choosing well: `streamed` serves up to 64."""
+_FEWEST = 33
+"""Rows from which a tile is worth choosing well: `streamed` serves fewer."""
 _STEPS = 60
 _NOISE = 0.02
 _SHRINKING = (0.1, 0.05, 0.1, 0.05, 0.02, 0.05, 0.02, 0.01)

@@ -31,7 +31,7 @@ def made(tiles, shapes=SHAPES):
 
 
 def test_a_name_is_what_the_flags_say_and_no_two_are_equal():
-    assert fit.key(TILES[0]) == "128_256_4_1_1_1"
+    assert fit.key(TILES[0]) == "128_256_4_1_1_1_0"
     assert len(set(map(fit.key, TILES))) == len(TILES)
     assert fit.key(replace(TILES[0], launch_time=9.0)) == fit.key(TILES[0])
 
