@@ -524,7 +524,10 @@ def _roughly(gate: float, curve: str) -> float:
 
 def _spanned(values: Iterable[float]) -> Ends:
     found = list(values)
-    return (NAN, NAN) if any(math.isnan(value) for value in found) else (min(found), max(found))
+    if any(math.isnan(value) for value in found):
+        return NAN, NAN
+    ordered = sorted(found, key=lambda value: (value, not _negative(value)))
+    return ordered[0], ordered[-1]
 
 
 def _between(ends: Ends) -> Expected:
@@ -544,7 +547,9 @@ def _gated(problem: Any, inputs: dict[str, Any]) -> Definition:
     def y(row: int, column: int) -> Ends:
         with np.errstate(invalid="ignore"):  # a signalling NaN warns when it is converted
             gate, up = float(gates[row, column]), float(ups[row, column])
-        return _spanned(convert(multiply(end, up, c), element) for end in _gate_ends(gate, curve, element))
+        # The cache would take one zero for the other.
+        ends = (gate, gate) if gate == 0 else _gate_ends(gate, curve, element)
+        return _spanned(convert(multiply(end, up, c), element) for end in ends)
 
     def largest(row: int) -> list[int]:
         """Return the columns whose products may be the largest of a row, by plain floats."""

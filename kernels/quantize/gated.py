@@ -48,7 +48,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import model_validator
 
-from skuda.kernels.blocks import blocks
+from skuda.kernels.blocks import BLOCK, blocks
 from skuda.kernels.draw import zero_points
 from skuda.kernels.dtypes import compute_dtype, rounded_to, storage_dtype
 from skuda.kernels.offers import cuda_skus, element_flags, numpy_skus
@@ -201,17 +201,22 @@ def reference(problem: GatedProblem, *, output: Any, **arrays: Any) -> None:
     else:
         gate, up = arrays["gate"], arrays["up"]
     data, bounds = problem.input_element, (problem.q_min, problem.q_max)
-    y = arrays["product"] if problem.has_product else np.empty(problem.data_shape, storage_dtype(data))
-    for index in blocks(problem.data_shape):
-        y[index] = products(problem, gate[index], up[index])
-    if problem.scaling is Scaling.DYNAMIC:
-        scale, zero_point = arrays["scale_out"], np.zeros(problem.n, np.int32)
-        found = (scale.reshape(-1, 1), zero_point.reshape(-1, 1))
-        affine.dynamic_scales(y, (1,), data, bounds, found, asymmetric=False)
-    else:
-        scale, zero_point = arrays["scale"], arrays["zero_point"]
     elements = (data, problem.output_element)
-    affine.quantize(problem.granularity.spread, elements, bounds, (y, scale, zero_point, output))
+    dynamic = problem.scaling is Scaling.DYNAMIC
+    at_once = max(1, BLOCK // max(1, problem.d))
+    for first in range(0, problem.n, at_once):
+        rows = slice(first, min(first + at_once, problem.n))
+        shape = (rows.stop - first, problem.d)
+        y = arrays["product"][rows] if problem.has_product else np.empty(shape, storage_dtype(data))
+        for index in blocks(shape):
+            y[index] = products(problem, gate[rows][index], up[rows][index])
+        if dynamic:
+            scale, zero_point = arrays["scale_out"][rows], np.zeros(shape[0], np.int32)
+            found = (scale.reshape(-1, 1), zero_point.reshape(-1, 1))
+            affine.dynamic_scales(y, (1,), data, bounds, found, asymmetric=False)
+        else:
+            scale, zero_point = arrays["scale"], arrays["zero_point"]
+        affine.quantize(problem.granularity.spread, elements, bounds, (y, scale, zero_point, output[rows]))
 
 
 def _draw(problem: GatedProblem, values: Values, rng: np.random.Generator) -> dict[str, Any]:

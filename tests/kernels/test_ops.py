@@ -156,7 +156,7 @@ def test_every_family_element_pair_and_flavour_is_among_the_cases():
     for op in built_in_ops():
         keys = {case.problem.key() for case in op.cases}
         assert {sku.key for sku in op.skus} == keys, op.name
-    assert {case.values for _, _, case in every_case()} == {"normal", "special", "ties"}
+    assert {case.values for _, _, case in every_case()} == {"normal", "special", "ties", "zero", "infinite"}
 
 
 @pytest.mark.parametrize("op", built_in_ops(), ids=lambda op: op.name)

@@ -1234,7 +1234,11 @@ def test_a_chain_is_recorded_as_such(skuda, on_paper, tmp_path):
     typed = ("linear", "--shapes", "2x16x16", "--element", "bf16", "--chain", "4", "--repeats", "1", "--output", path)
     assert skuda(*typed)[0] == 0
     record = BenchRecord.load(path)
-    assert [(case.op, case.layers) for case in record.cases] == [("quantized_linear", 4), ("smoothquant_linear", 4)]
+    assert [(case.op, case.layers) for case in record.cases] == [
+        ("quantized_linear", 4),
+        ("scaled_linear", 4),
+        ("smoothquant_linear", 4),
+    ]
     assert "--chain 4" in record.command
     assert "2x16x16, 4 layers" in skuda("--show", path)[1]
 
