@@ -409,10 +409,11 @@ class Dispatcher:
     def _within(self, pick: Pick, problem: Descriptor, preference: PlanPreference, device: Device) -> str:
         """Return the pick's configuration, or the best one whose workspace is within the caller's limit."""
         most = preference.max_workspace_bytes
-        if most is None or pick.sku.backend in self._brought:
+        backend = self.backends.get(pick.sku.backend)
+        if most is None or backend is None or pick.sku.backend in self._brought:
             return pick.choice
         room = most - pick.sku.workspace_size(problem)
-        offered = self.backends[pick.sku.backend].choices(pick.sku, problem, device)
+        offered = backend.choices(pick.sku, problem, device)
         wanted = pick.choice or next((choice.name for choice in offered), "")
         fitting = [choice.name for choice in offered if choice.workspace <= room]
         return pick.choice if wanted in fitting or not fitting else fitting[0]

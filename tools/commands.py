@@ -340,8 +340,8 @@ def _lock(
     """Write down what is registered, and what is selected from it.
 
     One line for every kernel, and one for every problem and device: the kernel that it gets, its place in the ranking,
-    and the time that its launch rule predicts. Needs no GPU. Without --descriptors, the problems are the cases of every
-    op and those of `skuda bench`. `skuda diff` compares two such files.
+    and the time that its launch rule predicts. Needs no GPU. Without --descriptors, the problems are some cases of
+    every op and those of `skuda bench`. `skuda diff` compares two such files.
     """
 
 

@@ -62,6 +62,10 @@ class Selection(Value):
         return f"{self.kernel or 'none'}{time}{why}"
 
 
+_MOST_OF_A_KEY = 5
+"""Cases that ask about the same kernels; more would make the file large and find little more."""
+
+
 class Row(Value):
     """One problem: its fields without defaults, the common start of its kernels' ids, and selections by device.
 
@@ -117,9 +121,15 @@ def run(*, descriptors: Path | None = None, devices: Sequence[str] = (), output:
 
 
 def default_problems(registry: Registry) -> list[Descriptor]:
-    """Return the cases of every op of a registry, and the cases of `skuda bench`."""
-    cases = [case.problem for op in registry.ops.values() for case in op.cases]
-    return list(dict.fromkeys((*cases, *(case.problem for case in select_cases(registry)))))
+    """Return some cases of every op of a registry for each of its functional keys, and the cases of `skuda bench`."""
+    cases: dict[object, dict[Descriptor, None]] = {}
+    for op in registry.ops.values():
+        for case in op.cases:
+            mine = cases.setdefault(case.problem.key(), {})
+            if len(mine) < _MOST_OF_A_KEY:
+                mine[case.problem] = None
+    chosen = (problem for mine in cases.values() for problem in mine)
+    return list(dict.fromkeys((*chosen, *(case.problem for case in select_cases(registry)))))
 
 
 def make_lock(dispatcher: Dispatcher, problems: Iterable[Descriptor], devices: Mapping[str, Device]) -> Lock:

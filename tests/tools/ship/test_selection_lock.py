@@ -176,7 +176,7 @@ def test_a_small_refit_is_no_change(problems, monkeypatch, factor, expected):
     choices = CudaBackend.choices
 
     def refitted(self, *asked):
-        return tuple(replace(choice, microseconds=choice.microseconds * factor) for choice in choices(self, *asked))
+        return tuple(choice._replace(microseconds=choice.microseconds * factor) for choice in choices(self, *asked))
 
     monkeypatch.setattr(CudaBackend, "choices", refitted)
     assert kinds(old, lock_of(changed(lambda sku: [sku]), problems)) == expected
