@@ -77,7 +77,8 @@ def test_the_figures_of_the_performance_page_are_those_of_the_record(path):
     assert record["date"] in text
     for case in record["cases"]:
         table = text.partition(f"### {case['op']}\n")[2].partition("\n### ")[0]
-        cells = ("x".join(map(str, case["shape"])), case["element"], f"{case['timing']['median']:.1f}")
+        us = case["timing"]["median"]
+        cells = ("x".join(map(str, case["shape"])), case["element"], f"{us:.1f}" if us < 1000 else f"{us:.0f}")
         (row,) = (line for line in table.splitlines() if line.startswith(f"| {' | '.join(cells)} |"))
         for rival in case["rivals"]:
             if rival["ratio"] is not None:

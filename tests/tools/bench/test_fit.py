@@ -120,7 +120,7 @@ def test_the_record_in_the_docs_is_read_and_its_tiles_are_printed(capsys, monkey
     monkeypatch.setattr(fit, "_SHRINKING", (0.1,))
     monkeypatch.setattr(fit, "_STEPS", 5)
     sets = fit.sets_of(RECORD)
-    assert fit.times_of([{"shapes": [{"m,n,k": [47, 64, 64], "us": dict.fromkeys(map(fit.key, TILES), 1.0)}]}]) == {}
+    assert fit.times_of([{"shapes": [{"m,n,k": [32, 64, 64], "us": dict.fromkeys(map(fit.key, TILES), 1.0)}]}]) == {}
     assert set(fit.times_of(sets)[64, 4096, 4096]) <= set(map(fit.key, TILES))
     assert fit.main([str(RECORD)]) == 0
     out = capsys.readouterr().out.splitlines()
