@@ -30,6 +30,7 @@
 // for 16-bit data; the launch rule knows the most threads that hold 4 chunks.
 #define IS_GELU (SKUDA_CURVE == GELU)
 #define FEW (sizeof(Data) == 2 ? (IS_GELU ? 3 : 4) : 2)
+#define FEW_SHORT (sizeof(Data) == 2 ? 3 : 2)
 #define MOST_OF_4 (IS_GELU ? 256 : 448)
 #define BLOCKS_OF_4 (sizeof(Data) == 2 ? (IS_GELU ? 3 : 2) : 1)
 
@@ -45,5 +46,5 @@ KERNEL(512, 1) gated_8(RANGED_PARAMETERS) { RANGED(8, true, Block{blockDim.x}); 
   gated_scaled<R>(GROUP, ROWS_GIVEN,     \
                   Scales<Data>{scale, scale_is_data, scale_value, zero_point, zero_point_value, q_min, q_max})
 
-KERNEL(256, FEW) scaled_lanes_1(SCALED_PARAMETERS) { SCALED(1, (Lanes{(u32)lanes})); }
+KERNEL(256, FEW_SHORT) scaled_lanes_1(SCALED_PARAMETERS) { SCALED(1, (Lanes{(u32)lanes})); }
 KERNEL(256, FEW) scaled_2(SCALED_PARAMETERS) { SCALED(2, Block{blockDim.x}); }

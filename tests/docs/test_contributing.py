@@ -121,8 +121,9 @@ def add_ops(tree):
     (tree / "kernels/elementwise/__init__.py").write_text(found["kernels/elementwise/__init__.py"])
     package = tree / "kernels/quantize/__init__.py"
     imported = "    from skuda.kernels.quantize.requantize import RequantizeDescriptor\n"
-    text = package.read_text().replace("\n__all__", f"{imported}\n__all__")
-    package.write_text(text.replace('    "SmoothQuant', '    "RequantizeDescriptor",\n    "SmoothQuant'))
+    behind = "    from skuda.kernels.quantize.rms_norm_quantize"
+    text = package.read_text().replace(behind, f"{imported}{behind}")
+    package.write_text(text.replace('    "RmsNorm', '    "RequantizeDescriptor",\n    "RmsNorm'))
     with (tree / "tests/oracle.py").open("a") as oracle:
         oracle.write(f"\n\n{found['tests/oracle.py']}\n{DEFINITION}")
 

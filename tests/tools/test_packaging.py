@@ -10,6 +10,8 @@ import pytest
 from paths import ROOT
 
 LARGEST = 1_000_000
+LARGEST_RECORD = 2_000_000
+"""A verification says of every kernel what was run."""
 
 
 def tracked(*folders):
@@ -17,10 +19,11 @@ def tracked(*folders):
     return [name for name in listing.stdout.split("\0") if name]
 
 
-def test_no_tracked_file_is_larger_than_a_megabyte():
+def test_no_tracked_file_is_larger_than_a_megabyte_or_two():
     sizes = {name: (ROOT / name).lstat().st_size for name in tracked() if (ROOT / name).exists()}
     assert sizes["pyproject.toml"] > 0
-    assert not {name: size for name, size in sizes.items() if size > LARGEST}
+    most = {name: LARGEST_RECORD if name.startswith("docs/evidence/") else LARGEST for name in sizes}
+    assert not {name: size for name, size in sizes.items() if size > most[name]}
 
 
 @pytest.mark.full
