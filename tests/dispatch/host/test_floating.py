@@ -171,6 +171,7 @@ def test_smoothquant_computes_nothing_in_another_mode(word):
 @EACH_MODE
 def test_verification_fails_and_says_why(word):
     sku = dispatcher().select(dispatcher().describe("fill", numel=3, output_element="f32")).sku.id
+    verify(dispatcher(), HOST, seed=3, skus=[sku])  # hashes of code are kept, and must not be made in another mode
     with mode(word):
         (found,) = verify(dispatcher(), HOST, seed=3, skus=[sku]).skus
     assert found.verdict == "failed"
