@@ -18,8 +18,11 @@
 //   its row of blocks shares, and of the rows of w that its column shares, and multicasts it. Clusters win if the L2 cache
 //   is the limit, and lose if a cluster has blocks without work.
 //   Rasterization: tiles go down bands of `band` rows of clusters, so that concurrent tiles share rows of a and w in L2.
+//   Shares: with SHARES, the steps of the last tiles, which do not fill the card, are divided evenly among all clusters, and
+//   the sums of a divided tile meet in memory. It wins if the last wave would be mostly idle, and costs the exchange.
 //
-// Flags: TILE_M, TILE_N, STAGES, CLUSTER_M, CLUSTER_N, COOPERATIVE, SKUDA_CODE, SKUDA_WEIGHT, SKUDA_OUT, SKUDA_EPILOGUE.
+// Flags: TILE_M, TILE_N, STAGES, CLUSTER_M, CLUSTER_N, COOPERATIVE, SHARES, SKUDA_CODE, SKUDA_WEIGHT, SKUDA_OUT,
+// SKUDA_EPILOGUE.
 #pragma once
 #ifndef SHARES
 #define SHARES 0
