@@ -10,9 +10,11 @@ import contextlib
 import errno
 import io
 import os
+import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any, TextIO
 
 _NO, _BAD_INPUT, _DEFECT, _INTERRUPTED = 1, 2, 70, 130
@@ -35,13 +37,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mode (``python -X dev -m skuda``), a defect is raised.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    with _interrupts() as came:
+        try:
+            status = _run(given, came)
+        except BaseException:
+            if not came:
+                raise
+    return _INTERRUPTED if came else status
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Note the interrupts that come: C code may drop one, or turn it into an error of its own.
+
+    numpy's modules print it and fail to import, pydantic's core fails to serialize. Where it came in a destructor or
+    callback, from which Python raises nothing, it comes again.
+    """
+    came: list[int] = []
+    handler, unraisable, uncaught = signal.getsignal(signal.SIGINT), sys.unraisablehook, sys.excepthook
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        signal.default_int_handler(number, frame)
+
+    def dropped(ignored: Any) -> None:
+        if issubclass(ignored.exc_type, KeyboardInterrupt):
+            threading.Timer(0.001, _thread.interrupt_main).start()  # not at once, which would be in the same place
+        else:
+            unraisable(ignored)
+
+    def printed(*error: Any) -> None:
+        if not came:
+            uncaught(*error)
+
+    noted = handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if noted:
+        signal.signal(signal.SIGINT, note)
+    sys.unraisablehook, sys.excepthook = dropped, printed
+    try:
+        yield came
+    finally:
+        sys.unraisablehook, sys.excepthook = unraisable, uncaught
+        if noted:
+            signal.signal(signal.SIGINT, handler)
+
+
+def _run(given: list[str], interrupts: list[int]) -> int:
+    """Run the command line, tell what went wrong unless that was an interrupt, and return the exit status."""
     error: Exception | None = None
     status = 0
     _open_streams()
     streams = sys.stdout, sys.stderr
     try:
-        with _no_interrupt_lost():
-            status = _called(given)
+        status = _called(given)
     except KeyboardInterrupt:
         status = _INTERRUPTED
     except SystemExit as left:
@@ -57,38 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _NO
     elif lost is not None and isinstance(error, OSError | None):
         status = _fail(_system(OSError(lost.errno, lost.strerror, "standard output")))
-    elif error is not None:
-        try:
-            status = _told(error, given)
-        except Exception as raised:
-            if not _hides_an_interrupt(raised):
-                raise
-            status = _INTERRUPTED
+    elif error is not None and not interrupts:
+        status = _told(error, given)
     _flush(sys.stderr)
     return status
-
-
-def _hides_an_interrupt(error: Exception) -> bool:
-    """Return whether pydantic's core has turned an interrupt into an error of its own, which only names it."""
-    return type(error).__module__.startswith("pydantic_core") and "KeyboardInterrupt" in str(error)
-
-
-@contextlib.contextmanager
-def _no_interrupt_lost() -> Iterator[None]:
-    """Interrupt again where an interrupt came in a destructor or callback, from which Python raises nothing."""
-    before: Callable[[Any], object] = sys.unraisablehook
-
-    def told(ignored: Any) -> None:
-        if issubclass(ignored.exc_type, KeyboardInterrupt):
-            threading.Timer(0.001, _thread.interrupt_main).start()  # not at once, which would be in the same place
-        else:
-            before(ignored)
-
-    sys.unraisablehook = told
-    try:
-        yield
-    finally:
-        sys.unraisablehook = before
 
 
 def _called(given: list[str]) -> int:
@@ -132,8 +152,6 @@ def _flush(stream: TextIO) -> OSError | None:
 
 def _told(error: Exception, given: list[str]) -> int:
     """Say in one line what was wrong."""
-    if _hides_an_interrupt(error):
-        return _INTERRUPTED
     if isinstance(error, ImportError):
         if given[:1] == ["doctor"]:
             # The doctor must also work if the packages that typer needs are missing.

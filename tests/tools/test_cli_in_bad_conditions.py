@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -183,16 +184,40 @@ def test_an_interrupt_in_a_destructor_is_one_too(skuda, monkeypatch):
     assert skuda("doctor") == (130, "", "")
 
 
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        PydanticSerializationError("Error serializing to JSON: KeyboardInterrupt: "),
+        ImportError("numpy._core.umath failed to import"),
+        None,
+    ],
+    ids=["pydantic", "numpy", "dropped"],
+)
 @pytest.mark.parametrize("where", ["the command", "its error"])
-def test_an_interrupt_that_pydantic_hides_is_one_too(skuda, monkeypatch, where):
-    def hidden(*_, **__):
-        raise PydanticSerializationError("Error serializing to JSON: KeyboardInterrupt: ")
+def test_an_interrupt_that_c_code_hides_is_one_too(skuda, monkeypatch, hidden, where):
+    def run(*_, **__):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as interrupt:
+            sys.excepthook(KeyboardInterrupt, interrupt, None)
+        if hidden is not None:
+            raise hidden
 
-    if where == "the command":
-        monkeypatch.setattr("skuda.tools.show.doctor.run", hidden)
-    else:
-        monkeypatch.setattr("skuda.tools.output.tell", hidden)
+    monkeypatch.setattr("skuda.tools.show.doctor.run" if where == "the command" else "skuda.tools.output.tell", run)
     assert skuda("doctor" if where == "the command" else "nothing") == (130, "", "")
+
+
+def test_what_handles_interrupts_is_left_as_it_was(skuda, monkeypatch):
+    monkeypatch.setattr("skuda.tools.show.doctor.run", lambda **_: signal.getsignal(signal.SIGINT) and 0)
+    hooks = sys.excepthook, sys.unraisablehook, signal.getsignal(signal.SIGINT)
+    assert skuda("doctor") == (0, "", "")
+    assert (sys.excepthook, sys.unraisablehook, signal.getsignal(signal.SIGINT)) == hooks
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        monkeypatch.setattr("skuda.tools.show.doctor.run", lambda **_: signal.raise_signal(signal.SIGINT) or 0)
+        assert skuda("doctor") == (0, "", ""), "who ignores interrupts goes on ignoring them"
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # ------------------------------------------------------------------------------------------------- terminals and words
