@@ -116,6 +116,31 @@ class Fields:
         plain = tuple((name, *self._plain(name, value)) for name, value in fields.items())
         return self._problem(seen, frozenset(arrays), plain), arrays
 
+    def led(self, field: str, given: Mapping[str, Any]) -> dict[str, int]:
+        """Return the arguments, outputs included, whose first axis is as long as a field says.
+
+        Parameters
+        ----------
+        field : str
+            A size.
+        given : mapping of str to object
+            As in `sketch`.
+
+        Returns
+        -------
+        dict of str to int
+            How many axes follow the first one, by name.
+        """
+        fields = {
+            name: self._as_enum(name, value)
+            for name, value in given.items()
+            if name in self._infos and value is not None and not self.sources(name)
+        }
+        names = frozenset(name for name, value in given.items() if name not in self._infos and value is not None)
+        sample = _varied(self._sample(fields, names), fields)
+        arguments = [each for each in _marked(sample) if each.shape]
+        return {each.name: len(each.shape) - 1 for each in arguments if getattr(each.shape[0], "field", "") == field}
+
     def sources(self, field: str) -> tuple[str, ...]:
         """Return the names of the arguments from which a field follows."""
         return self._sources(self._cases[0], field) if self._cases else ()
@@ -144,7 +169,31 @@ class Fields:
     def _derived(
         self, seen: tuple[tuple[str, _Seen], ...], names: frozenset[str], given: tuple[tuple[str, Any, object], ...]
     ) -> Descriptor:
-        arrays, fields = dict(seen), {name: self._as_enum(name, value) for name, value, _ in given}
+        return self._descriptor(**self._found(dict(seen), names, {name: value for name, value, _ in given}))
+
+    def sketch(self, given: Mapping[str, Any]) -> Descriptor:
+        """Return the problem of a call without validating it, for its arguments only; sizes may be symbolic.
+
+        Parameters
+        ----------
+        given : mapping of str to object
+            Arguments and fields by name; None means omitted. Of arrays, only shape and dtype are read.
+
+        Raises
+        ------
+        InvalidProblem
+            If an omitted field does not follow from any argument.
+        """
+        fields = {name: value for name, value in given.items() if name in self._infos and value is not None}
+        arrays = {name: value for name, value in given.items() if name not in self._infos and value is not None}
+        seen = {
+            name: _Seen(tuple(value.shape), value.dtype) for name, value in arrays.items() if hasattr(value, "shape")
+        }
+        return self._descriptor.model_construct(None, **self._found(seen, frozenset(arrays), fields))
+
+    def _found(self, arrays: Mapping[str, _Seen], names: frozenset[str], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a problem's fields: those given, and those that follow from the arguments."""
+        fields = {name: self._as_enum(name, value) for name, value in given.items()}
         sample = self._sample(fields, names)
         for name in self._elements:
             source = next((each for each in _storing(sample, name) if each in arrays), None)
@@ -160,7 +209,7 @@ class Fields:
         for name in (*self._elements, *self._infos):
             if self._infos[name].is_required() and name not in fields:
                 self._refuse(sample, name, packed)
-        return self._descriptor(**fields)
+        return fields
 
     def _sample(self, fields: Mapping[str, Any], names: frozenset[str]) -> Descriptor:
         """Return one of the op's problems with the call's elements and switches that takes the given arguments."""

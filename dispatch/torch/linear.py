@@ -1,0 +1,345 @@
+"""Linear layers whose product runs in int8: modules that hold codes and scales as buffers.
+
+The buffers have the names, dtypes and shapes of the compressed-tensors format, so that ``state_dict`` is what a
+checkpoint holds: `weight` s8 [N, K], `weight_scale` [N, 1], `input_scale` [1]. Scales keep their dtype when a module is
+cast: `model.bfloat16()` must not change what codes mean. Inputs may have any leading axes; under autocast they are cast
+as torch casts those of `torch.nn.functional.linear`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from skuda.dispatch.select.explanation import Explanation
+from skuda.functional import default_dispatcher
+from skuda.registry.elements import ElementKind
+from skuda.registry.errors import InvalidProblem, SkudaError
+from skuda.registry.text import shown
+from skuda.torch.ops import OPS, element_of
+
+Q_MAX = 127
+"""Bound of the symmetric range -127..127; without -128, every code has a negative."""
+
+Call = tuple[str, dict[str, Any]]
+"""Name and arguments of a call of one of the ops."""
+
+
+class Int8Linear(nn.Module):
+    """The base of the linear layers.
+
+    Parameters
+    ----------
+    weight : tensor of shape (N, K), s8
+        Codes.
+    weight_scale : tensor of shape (N,) or (N, 1), f32 or narrower
+        Real units per code of each output channel.
+    bias : tensor of shape (N,), f32 or narrower, optional
+
+    Raises
+    ------
+    InvalidProblem
+        For a tensor of another shape or dtype.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        if weight.dtype is not torch.int8 or weight.dim() != 2:
+            self._refuse("weight", weight, "be int8 of shape [N, K]")
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("weight", weight.detach())
+        self._hold("weight_scale", weight_scale, self.out_features, (self.out_features, 1))
+        self._hold("bias", bias, self.out_features, (self.out_features,))
+
+    def _hold(self, name: str, vector: Tensor | None, size: int, shape: tuple[int, ...]) -> None:
+        """Register a vector of scales or biases as a buffer of this shape."""
+        if vector is not None:
+            if not vector.is_floating_point() or vector.dtype is torch.float64 or vector.numel() != size:
+                self._refuse(name, vector, f"be float32, bfloat16 or float16 of shape {list(shape)}")
+            vector = vector.detach().reshape(shape)
+        self.register_buffer(name, vector)
+
+    def _refuse(self, name: str, tensor: Tensor, rule: str) -> None:
+        raise InvalidProblem(type(self).__name__, name, f"{tensor.dtype} of shape {list(tensor.shape)}", rule)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002  torch's signature
+        """Move the buffers; scales are not cast."""
+        scales = {name: value for name, value in self._buffers.items() if value is not None and _is_scale(name)}
+        super()._apply(fn, recurse)
+        for name, before in scales.items():
+            after = self._buffers[name]
+            if after is not None and after.dtype is not before.dtype:
+                self._buffers[name] = before.to(after.device)
+        return self
+
+    @abstractmethod
+    def call(self, input: Tensor) -> Call:
+        """Return the product that serves an input, of which only shape, dtype and device are read."""
+
+    def explain(self, input: Tensor | int = 1) -> Explanation:
+        """Return which kernel serves an input, and why.
+
+        Parameters
+        ----------
+        input : tensor or int
+            An input of the module, or a number of rows in the dtype of the default.
+
+        Raises
+        ------
+        InvalidProblem
+            For an input that the module does not take.
+        """
+        if not isinstance(input, Tensor):
+            if isinstance(input, bool) or not isinstance(input, int) or input < 0:
+                raise InvalidProblem(type(self).__name__, "input", shown(input), "be a tensor or a number of rows")
+            input = torch.empty(input, self.in_features, device="meta")
+        name, arguments = self.call(input)
+        return default_dispatcher().explain(OPS[name].problem(**arguments), device=device_name(self.weight.device))
+
+    def extra_repr(self) -> str:
+        """Return the sizes, and the kernel that serves a single row."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        try:
+            kernel = self.explain().chosen
+        except SkudaError:
+            kernel = None
+        return f"{sizes}, kernel={kernel or 'none here'}"
+
+
+class DynamicLinear(Int8Linear):
+    """W8A8 with a scale per row of the input, found when it runs; symmetric, -127..127.
+
+    Where gradients are recorded, that of the input goes through the dequantized weight (the base of LoRA); see
+    `skuda.torch.autograd.frozen_linear`.
+    """
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> Self:
+        """Quantize the weight of a layer symmetrically, with a scale per output channel.
+
+        Raises
+        ------
+        InvalidProblem
+            If the weight is not finite, or no f16, bf16 or f32.
+        """
+        return cls(*quantized_weight(linear.weight), linear.bias)
+
+    def call(self, input: Tensor) -> Call:
+        """Return the product that serves an input."""
+        return "quantized_linear", {
+            "activation": input,
+            "weight_q": self.weight,
+            "weight_scale": self.weight_scale.view(-1),
+            "bias": self.bias,
+        }
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output for an input of shape (..., K), in the input's dtype."""
+        input = autocast(input)
+        if torch.is_grad_enabled() and input.requires_grad:
+            from skuda.torch.autograd import frozen_linear
+
+            return frozen_linear(input, self.weight, self.weight_scale.view(-1), self.bias)
+        return _run(self.call(input))
+
+
+class StaticLinear(Int8Linear):
+    """W8A8 with one scale for the whole input, fixed by calibration.
+
+    Parameters
+    ----------
+    weight, weight_scale, bias
+        As in `Int8Linear`.
+    input_scale : tensor of one element, f32 or narrower
+        Real units per code of the (smoothed) input.
+    input_zero_point : tensor of one element, s32, optional
+        Code of 0, where that is not 0; the codes are then -128..127.
+    smooth : tensor of shape (K,), f32, optional
+        Divisors of the input's channels.
+
+    Raises
+    ------
+    InvalidProblem
+        For a tensor of another shape or dtype.
+    """
+
+    input_scale: Tensor
+    input_zero_point: Tensor | None
+    smooth: Tensor | None
+    zero: Tensor
+
+    def __init__(
+        self,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None = None,
+        *,
+        input_scale: Tensor,
+        input_zero_point: Tensor | None = None,
+        smooth: Tensor | None = None,
+    ) -> None:
+        super().__init__(weight, weight_scale, bias)
+        self._hold("input_scale", input_scale, 1, (1,))
+        self._hold("smooth", smooth, self.in_features, (self.in_features,))
+        if input_zero_point is not None:
+            if input_zero_point.is_floating_point() or input_zero_point.numel() != 1:
+                self._refuse("input_zero_point", input_zero_point, "be an integer of shape [1]")
+            input_zero_point = input_zero_point.detach().to(torch.int32).reshape(1)
+        self.register_buffer("input_zero_point", input_zero_point)
+        self.register_buffer("zero", torch.zeros(1, dtype=torch.int32, device=weight.device), persistent=False)
+
+    def codes(self, input: Tensor) -> Tensor:
+        """Return the input's codes, s8 of shape (..., K)."""
+        if self.smooth is not None:
+            input = torch.ops.skuda.smooth(input, self.smooth)
+        shifted = self.input_zero_point is not None
+        found: Tensor = torch.ops.skuda.quantize_per_tensor.default(
+            input,
+            self.input_scale.to(input.dtype) if input.dtype is torch.float64 else self.input_scale,
+            self.input_zero_point if shifted else self.zero,
+            q_min=-Q_MAX - shifted,
+            q_max=Q_MAX,
+            output_element="s8",
+        )
+        return found
+
+    def call(self, input: Tensor) -> Call:
+        """Return the product that serves an input."""
+        return self._product(torch.empty(input.shape, dtype=torch.int8, device="meta"), input.dtype)
+
+    def _product(self, codes: Tensor, dtype: torch.dtype) -> Call:
+        return "scaled_linear", {
+            "act_q": codes,
+            "act_scale": self.input_scale,
+            "act_zero_point": self.input_zero_point,
+            "weight_q": self.weight,
+            "weight_scale": self.weight_scale.view(-1),
+            "bias": self.bias,
+            "output_element": str(element_of(dtype)),
+            "act_scale_scope": "tensor",
+        }
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output for an input of shape (..., K), in the input's dtype."""
+        input = autocast(input)
+        if torch.is_grad_enabled() and input.requires_grad:
+            rule = "be detached, or run under torch.no_grad(): only DynamicLinear passes gradients on"
+            raise InvalidProblem(type(self).__name__, "input", "a tensor that requires grad", rule)
+        return _run(self._product(self.codes(input), input.dtype))
+
+
+class CodesLinear(Int8Linear):
+    """A layer of a chain: takes codes, and returns the codes that the next layer takes.
+
+    Parameters
+    ----------
+    weight, weight_scale, bias
+        As in `Int8Linear`.
+    input_scale : tensor of one element, f32 or narrower
+        Real units per code of the input.
+    output_scale : tensor of one element, f32, optional
+        Real units per code of the output, which is then s8; without it the output is real.
+    epilogue : str, optional
+        ``relu``, ``gelu`` or ``silu`` after the bias, which it needs.
+    output_element : str
+        Element of a real output.
+
+    Raises
+    ------
+    InvalidProblem
+        For a tensor of another shape or dtype.
+    """
+
+    input_scale: Tensor
+    output_scale: Tensor | None
+    zero: Tensor
+
+    def __init__(
+        self,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None = None,
+        *,
+        input_scale: Tensor,
+        output_scale: Tensor | None = None,
+        epilogue: str | None = None,
+        output_element: str = "bf16",
+    ) -> None:
+        super().__init__(weight, weight_scale, bias)
+        self._hold("input_scale", input_scale, 1, (1,))
+        self._hold("output_scale", output_scale, 1, (1,))
+        self.register_buffer("zero", torch.zeros(1, dtype=torch.int32, device=weight.device), persistent=False)
+        self.epilogue = epilogue
+        self.output_element = output_element if output_scale is None else str(ElementKind.S8)
+
+    def call(self, input: Tensor) -> Call:
+        """Return the product that serves codes of this shape."""
+        return "scaled_linear", {
+            "act_q": input.to(torch.int8),
+            "act_scale": self.input_scale,
+            "weight_q": self.weight,
+            "weight_scale": self.weight_scale.view(-1),
+            "bias": self.bias,
+            "output_scale": self.output_scale,
+            "output_zero_point": None if self.output_scale is None else self.zero,
+            "epilogue": self.epilogue,
+            "output_element": self.output_element,
+            "act_scale_scope": "tensor",
+        }
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return codes of shape (..., N), or real numbers without `output_scale`, for codes of shape (..., K)."""
+        if input.dtype is not torch.int8:
+            raise InvalidProblem(type(self).__name__, "input", str(input.dtype), "be the codes, int8")
+        return _run(self.call(input))
+
+
+def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize a weight of shape (N, K) symmetrically; return s8 codes and a scale per output channel, (N,), f32.
+
+    Raises
+    ------
+    InvalidProblem
+        If the weight is not a finite matrix of f16, bf16 or f32.
+    """
+    matrix = weight.detach()
+    if matrix.dtype not in (torch.float16, torch.bfloat16, torch.float32) or matrix.dim() != 2:
+        had = f"{matrix.dtype} of shape {list(matrix.shape)}"
+        raise InvalidProblem("quantized_weight", "weight", had, "be float16, bfloat16 or float32 of shape [N, K]")
+    if not bool(matrix.isfinite().all()):
+        raise InvalidProblem("quantized_weight", "weight", "an infinity or NaN", "be finite")
+    codes, scale, _ = torch.ops.skuda.dynamic_range(matrix, q_min=-Q_MAX, q_max=Q_MAX, output_element="s8")
+    return codes, scale
+
+
+def autocast(input: Tensor) -> Tensor:
+    """Cast an input as autocast casts those of `torch.nn.functional.linear`."""
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind) and input.is_floating_point() and input.dtype is not torch.float64:
+        return input.to(torch.get_autocast_dtype(kind))
+    return input
+
+
+def device_name(device: torch.device) -> str:
+    """Return the dispatcher's name of a device; ``cpu`` for the meta device."""
+    if device.type != "cuda":
+        return "cpu"
+    return f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
+
+
+def _is_scale(name: str) -> bool:
+    return name.endswith("scale") or name == "smooth"
+
+
+def _run(call: Call) -> Tensor:
+    name, arguments = call
+    found: Tensor = getattr(torch.ops.skuda, name).default(**arguments)
+    return found
