@@ -26,7 +26,7 @@ from skuda.dispatch.select.fields import Fields
 from skuda.functional import default_dispatcher
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.dtypes import storage_dtype
-from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
+from skuda.registry.descriptor import Descriptor, Role, storage_shape
 from skuda.registry.elements import FLOATS, ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Op
