@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from skuda import dispatch, kernels, ops, registry, tools, torch
+    from skuda import dispatch, kernels, ops, registry, tools
 
     __version__: str
 
