@@ -24,12 +24,13 @@ _fields: dict[type, Fields] = {}
 
 def default_dispatcher() -> Dispatcher:
     """Return the dispatcher of calls that name none; the first such call makes it."""
-    with _lock:
-        if not _default:
-            from skuda.dispatch.dispatcher import Dispatcher
+    if not _default:
+        with _lock:
+            if not _default:
+                from skuda.dispatch.dispatcher import Dispatcher
 
-            _default.append(Dispatcher())
-        return _default[0]
+                _default.append(Dispatcher())
+    return _default[0]
 
 
 def op_names() -> list[str]:

@@ -20,7 +20,8 @@ from skuda.functional import default_dispatcher
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import shown
-from skuda.torch.ops import OPS, element_of
+from skuda.torch.dtypes import element_of
+from skuda.torch.ops import OPS
 
 Q_MAX = 127
 """Bound of the symmetric range -127..127; without -128, every code has a negative."""

@@ -1,0 +1,32 @@
+"""Elements of the registry as dtypes of torch, and the other way round."""
+
+from __future__ import annotations
+
+import torch
+
+from skuda.kernels.dtypes import storage_dtype
+from skuda.registry.elements import FLOATS, ElementKind
+from skuda.registry.errors import InvalidProblem
+
+
+def torch_dtype(element: ElementKind) -> torch.dtype:
+    """Return torch's dtype for what stores an element; packed ones are stored in bytes."""
+    found: torch.dtype = getattr(torch, str(storage_dtype(element)))
+    return found
+
+
+def element_of(dtype: torch.dtype) -> ElementKind:
+    """Return the element that a dtype of torch stores.
+
+    Raises
+    ------
+    InvalidProblem
+        If there is none.
+    """
+    found = _ELEMENTS.get(dtype)
+    if found is None:
+        raise InvalidProblem("skuda.torch", "dtype", str(dtype), f"be one of {', '.join(map(str, _ELEMENTS))}")
+    return found
+
+
+_ELEMENTS = {torch_dtype(element): element for element in (*FLOATS, ElementKind.S8, ElementKind.U8, ElementKind.S32)}
