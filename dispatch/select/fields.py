@@ -186,9 +186,8 @@ class Fields:
         """
         fields = {name: value for name, value in given.items() if name in self._infos and value is not None}
         arrays = {name: value for name, value in given.items() if name not in self._infos and value is not None}
-        seen = {
-            name: _Seen(tuple(value.shape), value.dtype) for name, value in arrays.items() if hasattr(value, "shape")
-        }
+        scalars = {argument.name for argument in self.arguments if argument.is_scalar}
+        seen = {name: _Seen(tuple(value.shape), value.dtype) for name, value in arrays.items() if name not in scalars}
         return self._descriptor.model_construct(None, **self._found(seen, frozenset(arrays), fields))
 
     def _found(self, arrays: Mapping[str, _Seen], names: frozenset[str], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ if __name__ != "skuda.torch":
     raise ImportError("this package is imported as skuda.torch", name=__name__)
 
 from skuda.torch.linear import CodesLinear, DynamicLinear, Int8Linear, StaticLinear
-from skuda.torch.ops import linear_codes, linear_dynamic, linear_scaled, linear_static
+from skuda.torch.ops import linear_codes, linear_dynamic, linear_scaled, linear_static, register
 
 __all__ = [
     "CodesLinear",
@@ -21,4 +21,5 @@ __all__ = [
     "linear_dynamic",
     "linear_scaled",
     "linear_static",
+    "register",
 ]

@@ -264,8 +264,8 @@ class TensorOp:
 
     def _given(self, arguments: Sequence[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a call gives, by name."""
-        positional = zip(self._names, arguments, strict=False)
-        return {name: value for name, value in (*positional, *fields.items()) if value is not None}
+        found = (*zip(self._names, arguments, strict=False), *fields.items())
+        return {n: tuple(value) if isinstance(value, list) else value for n, value in found if value is not None}
 
     def _flattened(self, given: Mapping[str, Any]) -> _Flattened:
         led = self._leading(given)
@@ -278,9 +278,7 @@ class TensorOp:
                     shape = (math.prod(shape[:own]), *shape[own:])
                 flat[name] = inputs[name] = _Seen(shape, value.dtype)
         sizes = [size for each in inputs.values() for size in each.shape]
-        sizes += [
-            each for value in given.values() for each in (value if isinstance(value, (list, tuple)) else (value,))
-        ]
+        sizes += [each for value in given.values() for each in (value if isinstance(value, tuple) else (value,))]
         if any(isinstance(size, torch.SymInt) for size in sizes):
             problem = self._fields.sketch(flat)
         else:

@@ -1,0 +1,286 @@
+"""The ops of torch under `torch.compile` and `torch.export`: registered correctly, opaque, with symbolic sizes."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from support import fresh, sampled
+from tensors import NAMES, OPS, REGISTRY, all_same, call_of, overloads, results, same
+
+from skuda.dispatch.dispatcher import Dispatcher
+from skuda.registry import Case
+
+torch = pytest.importorskip("torch")
+
+from torch._dynamo.exc import TorchRuntimeError  # noqa: E402  torch may be absent
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+
+# torch warns of its own deprecated functions when it compiles.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+SKUDA = torch.ops.skuda
+LED = [name for name in NAMES if OPS[name]._rows]
+BATCHES, LENGTHS = (1, 2, 3, 17, 64), (1, 5, 7, 33)
+INDUCTOR = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
+
+
+@pytest.fixture(autouse=True)
+def afresh():
+    torch._dynamo.reset()
+
+
+def normal_cases(name, rng):
+    """An op's cases in a random order, drawn without NaN: opcheck compares values."""
+    cases = REGISTRY[name].cases
+    return [Case(cases[i].problem) for i in rng.permutation(len(cases))]
+
+
+def checked(op, arguments, fields):
+    given = [arguments.get(argument.name) for argument in op._schema.arguments if not argument.kwarg_only]
+    torch.library.opcheck(op, tuple(given), fields)
+
+
+@pytest.mark.parametrize(("name", "overload"), [(name, overload) for name in NAMES for overload in overloads(name)])
+def test_opcheck(name, overload):
+    rng = fresh(name, overload)
+    for case in normal_cases(name, rng)[:2]:
+        call = call_of(name, case, rng, overload)
+        checked(call.op, call.tensors, call.fields)
+
+
+def laid_out(tensor, layout):
+    """The same values in another layout, or with another number of leading axes."""
+    match layout:
+        case "permuted":
+            return tensor.mT.contiguous().mT
+        case "slice":
+            return torch.cat([tensor, tensor, tensor], -1)[..., tensor.shape[-1] : 2 * tensor.shape[-1]]
+        case "vector":
+            return tensor[0]
+        case "axes":
+            return tensor.reshape(2, -1, tensor.shape[-1])
+        case "permuted axes":
+            return tensor.reshape(2, -1, tensor.shape[-1]).transpose(0, 1)
+        case _:
+            return tensor
+
+
+LAYOUTS = ("matrix", "permuted", "slice", "vector", "axes", "permuted axes")
+ELEMENTS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64"}
+CROSS = [pytest.param(dtype, bias, layout) for dtype in ELEMENTS for bias in (False, True) for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(("dtype", "bias", "layout"), sampled(CROSS, 2, each=lambda dtype, bias, layout: layout))
+def test_opcheck_of_every_dtype_bias_and_layout(dtype, bias, layout):
+    rng = fresh(dtype, bias, layout)
+    x = laid_out(torch.from_numpy(rng.standard_normal((6, 16))).to(dtype), layout)
+    w = torch.from_numpy(rng.integers(-127, 127, (8, 16), "int8", endpoint=True))
+    scale, zero = torch.from_numpy(rng.random(8, "float32")), torch.tensor(0, dtype=torch.int32)
+    given = {"weight_q": w, "weight_scale": scale} | ({"bias": scale.clone()} if bias else {})
+    checked(SKUDA.quantized_linear.default, {"activation": x} | given, {"epilogue": "bias_relu"} if bias else {})
+    codes = laid_out(w[:6], layout)
+    element = {"output_element": ELEMENTS[dtype]}
+    rows = torch.ones(codes.shape[:-1])
+    checked(SKUDA.scaled_linear.default, {"act_q": codes, "act_scale": rows} | given, element)
+    checked(SKUDA.dynamic_range.default, {"input": x}, {"output_element": "s8"})
+    checked(
+        SKUDA.quantize_per_tensor.default,
+        {"input": x, "scale": scale[0].to(torch.promote_types(dtype, torch.float32)), "zero_point": zero},
+        {"output_element": "u8"},
+    )
+    weight = {"weight": torch.ones(16, dtype=dtype)} if bias else {}
+    fields = {"eps": 1e-5, "output_element": "s8", "has_normalized": bias}
+    checked(SKUDA.rms_norm_quantize.default, {"input": x, "residual": x.clone()} | weight, fields)
+    checked(
+        SKUDA.silu_mul_quantize.default, {"gate": x, "up": x.clone()}, {"output_element": "s8", "has_product": bias}
+    )
+
+
+# --- symbolic sizes --------------------------------------------------------------------------------------------------
+
+W, SCALE, NORM = torch.arange(-64, 64, dtype=torch.int8).reshape(8, 16), torch.linspace(0.1, 1, 8), torch.ones(16)
+FUNCTIONS = {
+    "linear": lambda x: SKUDA.quantized_linear(x, W, SCALE, bias=SCALE, epilogue="bias_gelu"),
+    "dynamic_range": lambda x: SKUDA.dynamic_range(x, output_element="s8"),
+    "dynamic_range by tensor": lambda x: SKUDA.dynamic_range(x, scope="tensor", output_element="s8"),
+    "dynamic_range by group": lambda x: SKUDA.dynamic_range(x, scope="group", group_size=4, output_element="s8"),
+    "rms_norm": lambda x: SKUDA.rms_norm_quantize(x, x, NORM, eps=1e-5, output_element="s8"),
+    "layer_norm": lambda x: SKUDA.layer_norm_quantize(x, None, NORM, NORM, eps=1e-5, output_element="u8"),
+    "gated": lambda x: SKUDA.silu_mul_quantize(x, 2 * x, output_element="s8", has_product=True),
+    "fused gated": lambda x: SKUDA.gelu_mul_quantize(gate_up=x, output_element="s8"),
+    "per tensor": lambda x: SKUDA.quantize_per_tensor(x, 0.1, 3, output_element="s8"),
+    "fake per tensor": lambda x: SKUDA.fake_quantize(x, 0.1, 3, q_min=-8, q_max=7),
+    "packed per group": lambda x: SKUDA.quantize_per_group(
+        x, SCALE[0].expand(*x.shape[:-1], 4), W[0, 0].int().expand(*x.shape[:-1], 4), group_size=4, output_element="s4"
+    ),
+    "two": lambda x: SKUDA.scaled_linear(*_range_and_weight(x), weight_scale=SCALE, output_element="bf16"),
+}
+
+
+def _range_and_weight(x):
+    codes, scale, _ = SKUDA.dynamic_range(x, q_min=-127, q_max=127, output_element="s8")
+    return codes, W, scale
+
+
+def graphs(function, shapes):
+    """Compile for dynamic sizes, compare with eager on every shape, and return the number of graphs."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    rng = fresh(shapes)
+    for shape in shapes:
+        x = torch.from_numpy(rng.standard_normal(shape, "float32"))
+        got, want = results(compiled(x)), results(function(x))
+        assert all_same(got, want)
+        assert [t.stride() for t in got] == [t.stride() for t in want]
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_no_graph_break_and_few_graphs(name):
+    function = FUNCTIONS[name]
+    assert graphs(function, [(rows, 16) for rows in BATCHES]) <= 2
+    torch._dynamo.reset()
+    every = [(batch, length, 16) for batch in BATCHES for length in LENGTHS]
+    assert graphs(function, [shape for shape in every if 1 not in shape]) == 1
+    torch._dynamo.reset()
+    # torch itself compiles anew for a size of 1.
+    of_torch = graphs(lambda x: torch.nn.functional.linear(x, torch.ones(8, 16)), every)
+    torch._dynamo.reset()
+    assert graphs(function, every) <= of_torch
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_export_with_symbolic_sizes(name):
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return results(FUNCTIONS[name](x))
+
+    dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
+    program = torch.export.export(Model(), (torch.randn(3, 5, 16),), dynamic_shapes={"x": dims})
+    for shape in ((2, 7, 16), (9, 3, 16)):
+        x = torch.randn(shape)
+        assert all_same(program.module()(x), Model()(x))
+
+
+def test_a_number_of_rows_that_only_the_data_say():
+    def routed(x, chosen):
+        return FUNCTIONS["linear"](x[chosen]), *FUNCTIONS["rms_norm"](x[chosen])
+
+    compiled = torch.compile(routed, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for rows in (5, 9):
+            x, chosen = torch.randn(rows, 16), torch.rand(rows) < 0.5
+            assert all_same(compiled(x, chosen), routed(x, chosen))
+
+
+def test_sizes_may_be_given_as_fields():
+    def function(codes, scale):
+        rows, columns = codes.shape[0], 2 * codes.shape[1]
+        zero = torch.zeros(rows, dtype=torch.int32)
+        fields = {"shape": [rows, columns], "axis": 0, "input_element": "u4", "output_element": "f32"}
+        return SKUDA.dequantize_per_channel(codes, scale, zero, **fields)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (2, 5):
+        codes, scale = torch.randint(256, (rows, rows + 3), dtype=torch.uint8), torch.rand(rows)
+        assert same(compiled(codes, scale), function(codes, scale))
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (lambda x: SKUDA.quantized_linear(x, W[:, :8], SCALE), "weight_q must be an array of shape"),
+        (lambda x: SKUDA.quantized_linear(x, W, SCALE, output_element="f8"), "output_element must be one of"),
+    ],
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_bad_call_is_refused_while_it_is_compiled(function, told, dynamic):
+    with pytest.raises(TorchRuntimeError, match=told):
+        torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")(torch.randn(3, 16))
+
+
+def test_gradients_are_not_lost_in_a_compiled_graph():
+    x = torch.randn(3, 16, requires_grad=True)
+    for function, told in ((FUNCTIONS["linear"], "activation"), (lambda x: SKUDA.smooth(x, NORM), "input")):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        with pytest.raises(TorchRuntimeError, match=f"{told}.*be detached"):
+            compiled(x)
+        with torch.no_grad():
+            assert same(compiled(x), function(x))
+
+
+# --- Inductor --------------------------------------------------------------------------------------------------------
+
+
+def spied(monkeypatch, argument):
+    """Return a list that gets what dispatchers are given for an argument."""
+    seen, run = [], Dispatcher.run
+
+    def spy(self, problem, *args, **arrays):
+        seen.append(arrays[argument])
+        return run(self, problem, *args, **arrays)
+
+    monkeypatch.setattr(Dispatcher, "run", spy)
+    return seen
+
+
+@INDUCTOR
+def test_inductor_changes_no_bits_of_an_op_between_fused_code():
+    """The code around may be fused in its own way; from what it passes on, the op makes what it makes in eager mode."""
+
+    def block(x, gain):
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * gain
+        z = SKUDA.quantized_linear(y, W, SCALE)
+        return y, z, torch.nn.functional.silu(z) * 2
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True)
+    for rows in (3, 5, 0, 1):
+        x = torch.randn(rows, 16)
+        y, z, after = compiled(x, NORM * 1.5)
+        assert same(z, SKUDA.quantized_linear(y, W, SCALE))
+        torch.testing.assert_close(after, torch.nn.functional.silu(z) * 2)
+
+
+@INDUCTOR
+def test_inductor_passes_a_slice_as_it_lies(monkeypatch):
+    def attention(qkv):
+        q, k, _ = qkv.split(16, -1)
+        return SKUDA.quantized_linear(q, W, SCALE), SKUDA.quantized_linear(k, W, SCALE)
+
+    compiled = torch.compile(attention, fullgraph=True)
+    qkv = torch.randn(2, 5, 48)
+    want = attention(qkv)
+    compiled(qkv)
+    seen = spied(monkeypatch, "activation")
+    assert all_same(compiled(qkv), want)
+    assert {x.untyped_storage().data_ptr() for x in seen} == {qkv.untyped_storage().data_ptr()}
+
+
+@INDUCTOR
+def test_inductor_may_lay_an_input_out_in_its_own_way():
+    def transposed(x):
+        y = (x.mT + 1).relu()
+        return (
+            SKUDA.quantized_linear(y, W, SCALE),
+            SKUDA.smooth(y, NORM),
+            *SKUDA.dynamic_range(y, output_element="s8"),
+            SKUDA.quantize_per_tensor(y, 0.1, 0, output_element="s8"),
+        )
+
+    compiled = torch.compile(transposed, fullgraph=True)
+    for shape in ((16, 4), (3, 16, 4)):
+        x = torch.randn(shape)
+        got, want = compiled(x), transposed(x)
+        assert all_same(got, want)
+        assert [t.stride() for t in got] == [t.stride() for t in want]
+        assert all(t.is_contiguous() for t in got)
+
+
+@INDUCTOR
+@pytest.mark.parametrize("name", sampled(LED, 3))
+def test_inductor_gives_the_bits_of_eager(name):
+    rng = fresh(name)
+    case = normal_cases(name, rng)[0]
+    call = call_of(name, case, rng)
+    compiled = torch.compile(lambda tensors: results(call.op(**tensors, **call.fields)), fullgraph=True)
+    assert all_same(compiled(call.tensors), call())
