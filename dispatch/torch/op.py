@@ -8,6 +8,7 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
+from pydantic.fields import FieldInfo
 from torch import Tensor
 
 from skuda.dispatch.host import rules
@@ -110,20 +111,29 @@ class TensorOp:
         self.outputs = tuple(a for a in self._fields.arguments if a.role is Role.OUTPUT)
         self._several = op.descriptor.result is not None
         self._varies = not {a.name for a in self.outputs} <= always
-        shown = {f"has_{argument.name}" for argument in self.inputs}
-        self._infos = {name: info for name, info in op.descriptor.model_fields.items() if name not in {"op", *shown}}
-        self._types = {name: self._type(name) for name in self._infos}
+        packed = {a.name for case in op.cases for a in case.problem.arguments() if a.elements[0].is_packed}
+        # What follows from a tensor that every call has, and that shows its sizes.
+        shows = always.intersection(self._names) - packed
+        left_out = {"op", *(f"has_{name}" for name in self._names)}
+        self._types = {
+            name: self._type(name, info)
+            for name, info in op.descriptor.model_fields.items()
+            if name not in left_out and not shows.intersection(self._fields.sources(name))
+        }
         self._comparable = _COMPARABLE.issuperset(self._types.values())
         first = self.inputs[0]
         matrix = {first.name: first} if len(first.shape) == 2 else {}
         # The field that counts rows: the first size of a matrix.
-        self._rows = next((name for name in self._infos if matrix.keys() & self._fields.led(name, matrix)), "")
+        self._rows = next(
+            (name for name in op.descriptor.model_fields if matrix.keys() & self._fields.led(name, matrix)), ""
+        )
         self._calls: dict[Any, _Call] = {}
 
     @property
     def schemas(self) -> dict[str, str]:
         """The schemas by qualified name: with tensors only and, where there is a scalar, with plain numbers for it."""
-        fields = ", ".join(f"{kind}? {name}=None" for name, kind in self._types.items())
+        fields = [f"{kind}? {name}=None" for name, kind in self._types.items()]
+        keywords = ["*", *fields] if fields else []
         result = "Tensor"
         if self._several:
             result = "Tensor[]" if self._varies else f"({', '.join('Tensor' for _ in self.outputs)})"
@@ -134,20 +144,20 @@ class TensorOp:
                 kind = scalars.get(argument.role, "Tensor")
                 needed = argument.name in self._always
                 arguments.append(f"{kind} {argument.name}" if needed else f"{kind}? {argument.name}=None")
-            return f"{self.name}{overload}({', '.join(arguments)}, *, {fields}) -> {result}"
+            return f"{self.name}{overload}({', '.join(arguments + keywords)}) -> {result}"
 
         overloads: dict[str, Mapping[Role, str]] = {"": {}}
         if any(argument.is_scalar for argument in self.inputs):
             overloads[".number"] = _SCALARS
         return {f"{self.name}{overload}": schema(overload, kinds) for overload, kinds in overloads.items()}
 
-    def _type(self, field: str) -> str:
+    def _type(self, field: str, info: FieldInfo) -> str:
         """Return torch's type of a field."""
-        annotation = str(self._infos[field].annotation)
+        annotation = str(info.annotation)
         if "tuple[" in annotation:
             return "SymInt[]"
-        if self._infos[field].annotation in (bool, float):
-            return str(self._infos[field].annotation.__name__)  # type: ignore[union-attr]
+        if info.annotation in (bool, float):
+            return str(info.annotation.__name__)
         if "int" in annotation.lower():
             return "SymInt" if self._fields.sources(field) else "int"
         return "float" if "float" in annotation.lower() else "str"

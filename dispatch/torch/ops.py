@@ -1,9 +1,9 @@
 """Every op of the registry that takes a tensor, as an op of torch: ``torch.ops.skuda.<name>``.
 
 The schemas are generated from the registry. An op's inputs come first, as tensors; then, by keyword, the fields of its
-descriptor, of which those that are left out follow from the tensors or have a default, as in `skuda.ops`. Nothing is
-mutated: outputs are new tensors. An op whose number of outputs depends on the problem returns a list, in the order of
-its result.
+descriptor that do not follow from the tensors of every call; those that are left out have a default, or follow from the
+tensors of this one, as in `skuda.ops`. Nothing is mutated: outputs are new tensors. An op whose number of outputs
+depends on the problem returns a list, in the order of its result.
 
 Where an argument has one row per token, it may have any number of leading axes instead; outputs get the same ones. A
 tensor whose rows are not dense is copied first, as torch does. Where an op takes one scale or zero point for
@@ -11,7 +11,8 @@ everything, it takes a tensor of one element, or with the overload ``number`` pl
 read from the device.
 
 CUDA tensors are served by what the dispatcher selects, CPU tensors by the ``numpy`` backend, with the same bits. There
-is no gradient here: see `skuda.torch.autograd`.
+is no gradient here: see `skuda.torch.autograd`. A tensor that requires grad is refused where gradients are recorded;
+derivatives that `torch.func` or forward mode take do not show in it and are 0.
 """
 
 from __future__ import annotations
@@ -155,7 +156,9 @@ def linear_dynamic(
         If no kernel can serve it.
     """
     op = torch.ops.skuda.quantized_linear.default
-    found: torch.Tensor = op(input, weight_q, weight_scale, bias=bias, epilogue=epilogue, output_element=output_element)
+    found: torch.Tensor = op(
+        input, weight_q, weight_scale, None, bias, epilogue=epilogue, output_element=output_element
+    )
     return found
 
 

@@ -31,7 +31,6 @@ CODES, ZERO = torch.arange(-48, 48, dtype=torch.int8).reshape(2, 3, 16), torch.t
         ({"weight_scale": SCALE[0]}, r"weight_scale must have the axes \(c_out\); had shape \(\)"),
         ({"weight_scale": SCALE[:4]}, r"weight_scale must be an array of shape \(8,\)"),
         ({"bias": SCALE.to(torch.float64)}, r"bias must be .* float64"),
-        ({"m": 5}, r"activation must be an array of shape \(5, 16\)"),
         ({"q_max": 128}, "q_max must"),
         ({"output_element": "f8"}, "output_element must be one of"),
         ({"epilogue": "tanh"}, "epilogue must be one of"),
@@ -74,7 +73,7 @@ def test_scalars():
         op.number(x, 0.1, 0.5, output_element="s8")
     for given, text in ((4.0, "type 'float'"), ("4", "type 'str'"), (X, "type 'Tensor'")):
         with pytest.raises(RuntimeError, match=text):
-            SKUDA.quantized_linear(X, W, SCALE, m=given)
+            SKUDA.quantized_linear(X, W, SCALE, q_max=given)
 
 
 def test_packed_elements_need_the_sizes_that_they_hide():

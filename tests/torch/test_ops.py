@@ -83,8 +83,7 @@ def test_leading_axes_are_rows(name):
     done = 0
     for case in some(name, rng, 24):
         call = call_of(name, case, rng)
-        fields = {field: value for field, value in call.fields.items() if field != OPS[name]._rows}
-        call = call._replace(fields=fields)
+        call = call._replace(fields={n: v for n, v in call.fields.items() if n != OPS[name]._rows})
         led = OPS[name]._fields.led(OPS[name]._rows, call.tensors | call.fields)
         want, rows = call(), getattr(case.problem, OPS[name]._rows)
         outputs = [argument.name for argument in OPS[name]._flattened(call.tensors | call.fields).results]
@@ -248,13 +247,23 @@ def test_zeros_of_either_sign_are_different_fields():
 
 
 def test_a_list_is_a_field():
-    x, zero = torch.arange(6.0).reshape(2, 3), torch.zeros(2, dtype=torch.int32)
-    for shape in ([2, 3], (2, 3), torch.Size([2, 3])):
+    codes, scale, zero = torch.full((2, 2), 0x21, dtype=torch.uint8), torch.ones(2), torch.zeros(2, dtype=torch.int32)
+    fields = {"axis": 0, "input_element": "u4", "output_element": "f32"}
+    for shape in ([2, 3], (2, 4), torch.Size([2, 3])):
         for _ in range(2):
-            found = SKUDA.quantize_per_channel(x, torch.ones(2), zero, shape=shape, axis=0, output_element="s8")
-            assert torch.equal(found, x.to(torch.int8))
-    with pytest.raises(InvalidProblem, match="shape"):
-        SKUDA.quantize_per_channel(x, torch.ones(2), zero, shape=[3, 2], axis=0, output_element="s8")
+            found = SKUDA.dequantize_per_channel(codes, scale, zero, shape=shape, **fields)
+            assert torch.equal(found, torch.tensor([[1.0, 2, 1, 2]] * 2)[:, : shape[1]])
+    with pytest.raises(InvalidProblem, match="input must be an array of shape"):
+        SKUDA.dequantize_per_channel(codes, scale, zero, shape=[2, 5], **fields)
+
+
+def test_a_field_that_always_follows_is_not_asked_for():
+    for name in NAMES:
+        packed = {a.name for case in REGISTRY[name].cases for a in case.problem.arguments() if a.elements[0].is_packed}
+        schema = getattr(SKUDA, name).default._schema
+        needed = {argument.name for argument in schema.arguments if argument.type.str() == "Tensor"} - packed
+        for argument in schema.arguments:
+            assert not argument.kwarg_only or not needed.intersection(OPS[name]._fields.sources(argument.name))
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
