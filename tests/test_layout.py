@@ -30,6 +30,8 @@ ORDER = (
     "dispatch",
     "functional",
     "ops",
+    "torch.dtypes",
+    "torch.op",
     "torch.ops",
     "torch.autograd",
     "torch.linear",
