@@ -26,6 +26,8 @@ from skuda.torch.ops import OPS
 Q_MAX = 127
 """Bound of the symmetric range -127..127; without -128, every code has a negative."""
 
+_LINEAR = torch.ops.skuda.quantized_linear.default
+
 Call = tuple[str, dict[str, Any]]
 """Name and arguments of a call of one of the ops."""
 
@@ -149,7 +151,12 @@ class DynamicLinear(Int8Linear):
             from skuda.torch.autograd import frozen_linear
 
             return frozen_linear(input, self.weight, self.weight_scale.view(-1), self.bias)
-        return _run(self.call(input))
+        # As `call`, but a module finds its tensors by name slowly, and torch takes keywords slowly.
+        held = self._buffers
+        if "weight" not in held or "weight_scale" not in held or "bias" not in held:
+            return _run(self.call(input))  # a parametrization has replaced one by a property
+        found: Tensor = _LINEAR(input, held["weight"], held["weight_scale"].view(-1), None, held["bias"])  # type: ignore[union-attr]
+        return found
 
 
 class StaticLinear(Int8Linear):

@@ -186,6 +186,21 @@ def test_sizes_may_be_given_as_fields():
         assert same(compiled(codes, scale), function(codes, scale))
 
 
+def test_numbers_may_change_between_calls():
+    def function(x, scale, zero_point, q_max, group_size, eps):
+        return (
+            SKUDA.quantize_per_tensor.number(x, scale, zero_point, output_element="s8"),
+            *SKUDA.dynamic_range(x, q_min=-q_max, q_max=q_max, output_element="s8"),
+            *SKUDA.dynamic_range(x, scope="group", group_size=group_size, output_element="s8"),
+            *SKUDA.rms_norm_quantize(x, eps=eps, has_normalized=q_max > 100, output_element="s8"),
+        )
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for numbers in ((0.1, 0, 127, 4, 1e-5), (0.2, 3, 7, 8, 0.5), (1.0, -3, 15, 2, 0.25)):
+        x = torch.randn(3, 16)
+        assert all_same(compiled(x, *numbers), function(x, *numbers))
+
+
 @pytest.mark.parametrize(
     ("function", "told"),
     [

@@ -1,0 +1,56 @@
+"""A module calls the op that it explains, with the tensors that it holds at the time of the call."""
+
+from __future__ import annotations
+
+import pytest
+from support import fresh
+from tensors import OPS, same
+
+torch = pytest.importorskip("torch")
+
+from skuda.torch import DynamicLinear  # noqa: E402  torch may be absent
+
+
+def layer(rng, *, bias):
+    codes = torch.from_numpy(rng.integers(-127, 127, (8, 16), "int8", endpoint=True))
+    scale, shift = (torch.from_numpy(rng.random(8, "float32")) for _ in range(2))
+    return DynamicLinear(codes, scale, shift if bias else None)
+
+
+def explained(module, x):
+    name, arguments = module.call(x)
+    assert OPS[name].problem(**arguments).m == x.shape[:-1].numel()
+    return getattr(torch.ops.skuda, name)(**arguments)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_is_called_is_what_is_explained(bias):
+    rng = fresh(bias)
+    module = layer(rng, bias=bias)
+    for shape in ((16,), (3, 16), (2, 3, 16), (0, 16)):
+        x = torch.from_numpy(rng.standard_normal(shape, "float32"))
+        assert same(module(x), explained(module, x))
+    x = torch.from_numpy(rng.standard_normal((3, 16), "float32"))
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert same(compiled(x), module(x))
+    other = layer(rng, bias=bias)
+    want = other(x)
+    assert same(torch.func.functional_call(module, other.state_dict(), (x,)), want)
+    assert not same(module(x), want)
+    module.load_state_dict(other.state_dict(), assign=True)
+    assert same(module(x), want)
+    module.load_state_dict(layer(rng, bias=bias).state_dict())
+    assert same(module(x), explained(module, x))
+
+
+def test_a_parametrization_is_followed():
+    class Doubled(torch.nn.Module):
+        def forward(self, scale):
+            return 2 * scale
+
+    rng = fresh()
+    module, x = layer(rng, bias=True), torch.from_numpy(rng.standard_normal((3, 16), "float32"))
+    before = module.weight_scale.clone()
+    torch.nn.utils.parametrize.register_parametrization(module, "weight_scale", Doubled())
+    want = DynamicLinear(module.weight, 2 * before, module.bias)(x)
+    assert same(module(x), want)
