@@ -236,8 +236,8 @@ def _why_not(model: nn.Module, name: str, linear: nn.Linear) -> str | None:
         return "it has hooks or parametrizations"
     if any(tuple(value.shape) != (size,) or value.is_meta for value in own.values()) or "weight" not in own:
         return f"it has no weight of shape [{size}]"
-    # Some norms, Gemma's for example, scale by 1 + weight. Products with powers of two are exact, so the outputs must be
-    # equal.
+    # Some norms, as those of Gemma, scale by 1 + weight. Products with powers of two are exact, so the outputs of one
+    # that scales by its weight are equal.
     generator = torch.Generator().manual_seed(0)
     weight = own["weight"]
     powers = torch.tensor([0.0, 1.0, 2.0])[torch.randint(3, (size,), generator=generator)].to(weight)
