@@ -126,7 +126,7 @@ def test_two_calibrations_at_once():
 
 def test_a_compiled_model_is_watched():
     model = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3))
-    compiled = torch.compile(model, backend="eager")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         compiled(torch.ones(2, 3))
     for asked in (model, compiled):

@@ -367,6 +367,21 @@ def test_a_norm_one_of_whose_layers_is_broken_is_not_folded():
     apart(model, config, "finite")
 
 
+def test_a_norm_one_of_whose_layers_fails_at_last_is_not_folded():
+    rng = fresh()
+    model, x = Attention(rng, nn.LayerNorm), tensor(rng, 2, 6, 16)
+    config = SmoothStatic(calibrated(model, x))
+    model.v.double().weight = nn.Parameter(model.v.weight.detach().float())  # which leaves a bias that no layer takes
+    before = model.norm1.weight
+    report = quantize_(model, config)
+    assert "bias" in report.left["v"]
+    assert "not all of its layers" in report.not_folded["norm1"]
+    assert model.norm1.weight is before
+    assert model.q.smooth is not None
+    assert torch.equal(model.q.smooth, model.k.smooth)
+    assert dict(report.folded) == {"norm2": ("up",)}
+
+
 def test_a_norm_with_hooks_is_not_folded():
     rng = fresh()
     model = Attention(rng, nn.LayerNorm)
