@@ -10,13 +10,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  everybody's name for it
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import TensorWeakRef
 
 from skuda.torch.layers import Filter, check_count, check_model, linears
 from skuda.torch.linear import Int8Linear, autocast
@@ -189,7 +189,7 @@ class _Flow(TorchFunctionMode):
             self._weights[id(getattr(layer, "weight", None))].append(name)
         self._norms = {name: module for name, module in model.named_modules() if type(module).__name__.endswith(_NORMS)}
         self._owners = {id(p): name for name, norm in self._norms.items() for p in norm.parameters(recurse=False)}
-        self._live: dict[int, tuple[ref[Tensor], str]] = {}
+        self._live: dict[int, tuple[TensorWeakRef, str]] = {}
         self._users: defaultdict[str, set[str]] = defaultdict(set)  # layers, by norm
         self._sources: defaultdict[str, set[str | None]] = defaultdict(set)  # norms, by layer
         self._called: set[tuple[str, str]] = set()  # norm and layer that was called, not only read
@@ -234,7 +234,7 @@ class _Flow(TorchFunctionMode):
             if not self._depth:
                 self._use(name, "it ran outside the model's own forward")
             elif type(output) is Tensor:
-                self._live[id(output)] = ref(output), name
+                self._live[id(output)] = TensorWeakRef(output), name
             elif output is not None:  # None if the norm has failed
                 self._use(name, f"its output is a {type(output).__name__}")
 

@@ -24,7 +24,8 @@ class Config(Protocol):
 
     A config whose layers depend on each other also has ``together(model, linears)``: it is called once, with all layers
     that are going to be converted by name, and returns what converts them. That may have ``fold(model, converted)``,
-    which is called at the end and returns the layers by the norm that took over something of theirs.
+    which is called at the end and returns the layers by the norm that took over something of theirs, and then
+    ``not_folded``, the reasons by norm.
     """
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:

@@ -5,6 +5,7 @@ The arithmetic is that of `skuda.tools.smoothquant`, with the same bits. See the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
@@ -246,7 +247,8 @@ def _why_not(model: nn.Module, name: str, linear: nn.Linear) -> str | None:
     scaled = {name: value * powers for name, value in values.items()}
     try:
         with torch.no_grad():
-            plain, folded = (torch.func.functional_call(norm, part, (probe,)) for part in (values, scaled))
+            alike = copy.deepcopy(norm)  # the norm itself may count its calls
+            plain, folded = (torch.func.functional_call(alike, part, (probe,)) for part in (values, scaled))
             if isinstance(plain, Tensor) and torch.equal(plain * powers, folded):
                 return None
     except (TypeError, ValueError, RuntimeError, IndexError):  # it takes other arguments

@@ -238,6 +238,18 @@ class ShiftedRMSNorm(OddRMSNorm):
         return (1 + self.weight) * (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
+class CountingRMSNorm(OddRMSNorm):
+    """Changes when it runs."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
 def inputs_of(model, x):
     """The input of every linear layer and norm."""
     found, handles = {}, []
@@ -316,6 +328,16 @@ def test_a_bf16_model_keeps_its_dtype_and_its_flags():
     assert not model.norm1.weight.requires_grad
     assert model.norm2.weight.requires_grad
     assert set(dict(model.named_parameters())) == {"norm1.weight", "norm2.weight"}
+
+
+def test_folding_does_not_run_the_norm_itself():
+    rng = fresh()
+    model, x = Attention(rng, CountingRMSNorm), tensor(rng, 2, 6, 16)
+    calibration = calibrated(model, x)
+    calls = model.norm1.calls.clone()
+    report = quantize_(model, SmoothStatic(calibration), strict=True)
+    assert dict(report.folded) == NORMS
+    assert torch.equal(model.norm1.calls, calls)
 
 
 def apart(model, config, reason, norm="norm1"):
