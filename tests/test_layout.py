@@ -35,6 +35,11 @@ ORDER = (
     "torch.ops",
     "torch.autograd",
     "torch.linear",
+    "torch.layers",
+    "torch.calibration",
+    "torch.smoothing",
+    "torch.quantize",
+    "torch.preparation",
     "torch",
 )
 """Parts of `skuda`, each before those that may import it."""
