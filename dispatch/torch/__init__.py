@@ -9,16 +9,26 @@ if __name__ != "skuda.torch":
     # In a checkout the folder lies below that of `skuda.dispatch`; imported twice, it would register its ops twice.
     raise ImportError("this package is imported as skuda.torch", name=__name__)
 
+from skuda.torch.autograd import fake_quantize, frozen_linear, mixed_linear
 from skuda.torch.linear import CodesLinear, DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.ops import linear_codes, linear_dynamic, linear_scaled, linear_static
+from skuda.torch.training import FakeQuant, FakeQuantLinear, Mixed, MixedLinear, observe
 
 __all__ = [
     "CodesLinear",
     "DynamicLinear",
+    "FakeQuant",
+    "FakeQuantLinear",
     "Int8Linear",
+    "Mixed",
+    "MixedLinear",
     "StaticLinear",
+    "fake_quantize",
+    "frozen_linear",
     "linear_codes",
     "linear_dynamic",
     "linear_scaled",
     "linear_static",
+    "mixed_linear",
+    "observe",
 ]

@@ -144,7 +144,7 @@ class DynamicLinear(Int8Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K), in the input's dtype."""
         input = autocast(input)
-        if torch.is_grad_enabled() and input.requires_grad:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *self._buffers.values()) if t is not None):
             from skuda.torch.autograd import frozen_linear
 
             return frozen_linear(input, self.weight, self.weight_scale.view(-1), self.bias)

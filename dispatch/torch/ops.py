@@ -153,7 +153,7 @@ class TensorOp:
         if call.led:
             names = [argument.name for argument in call.problem.arguments() if argument.role is Role.OUTPUT]
             results = [
-                value.reshape(*call.leading, *value.shape[1:]) if name in call.led else value
+                value.reshape((*call.leading, *value.shape[1:])) if name in call.led else value
                 for name, value in zip(names, results, strict=True)
             ]
         return self._returned(results)
