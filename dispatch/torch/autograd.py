@@ -272,7 +272,8 @@ def _zeros(scale: Tensor) -> Tensor:
 
 
 def _is_per_row(scale: Tensor, input: Tensor) -> bool:
-    return scale.shape == input.shape[:-1]
+    same: bool = scale.shape == input.shape[:-1]
+    return same
 
 
 def _scale_gradient(grad: Tensor, input: Tensor, scale: Tensor) -> Tensor:
