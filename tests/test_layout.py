@@ -44,6 +44,7 @@ TOOLS = (
     "tools.smoothquant",
     "tools.checkpoint",
     "tools.demo",
+    "tools.train",
     "tools.testing",
     "tools.commands",
     "tools.cli",
