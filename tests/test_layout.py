@@ -33,6 +33,7 @@ ORDER = (
     "torch.ops",
     "torch.autograd",
     "torch.linear",
+    "torch.training",
     "torch",
 )
 """Parts of `skuda`, each before those that may import it."""

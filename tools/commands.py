@@ -250,7 +250,7 @@ def _bench(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the kernels that the dispatcher chooses, against rivals.
+    """Measure the kernels that are chosen, against rivals.
 
     Needs a CUDA device and torch. Results are compared before they are timed; a wrong one is refused, and the exit
     status is 1. Rivals are timed alternately with the kernel, after a flush of the cache; absent ones are named.
@@ -279,7 +279,7 @@ def _tune(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table of it.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Time every kernel that serves a problem, in each configuration.
+    """Time every kernel of a problem, in each configuration.
 
     The problems are shapes of ops, as in `skuda bench`, or one with its fields:
     `skuda tune quantized_linear --m 8 --n 4096 --k 4096`. Results are compared before they are timed; a wrong one is
@@ -385,7 +385,7 @@ def _diff(
     show_all: Annotated[bool, typer.Option("--all", help="Every difference, not the first of each kind.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Say which problems get another kernel, guarantee or speed class.
+    """Say which problems get another kernel, promise or speed.
 
     Exits with 0 where nothing differs, with 1 where anything does. Piped, each line is a record with tabs between
     kind, op, what, old and new. Predicted times count where they differ by more than a factor of 1.25.

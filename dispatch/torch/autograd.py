@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from skuda.registry.errors import InvalidProblem
-from skuda.torch.linear import Q_MAX
 from skuda.torch.ops import element_of, linear_dynamic
+
+Q_MAX = 127
+"""Bound of the symmetric range -127..127; without -128, every code has a negative."""
 
 Gradients = tuple[Tensor | None, ...]
 

@@ -20,10 +20,8 @@ from skuda.functional import default_dispatcher
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import shown
+from skuda.torch.autograd import Q_MAX, frozen_linear
 from skuda.torch.ops import OPS, element_of
-
-Q_MAX = 127
-"""Bound of the symmetric range -127..127; without -128, every code has a negative."""
 
 Call = tuple[str, dict[str, Any]]
 """Name and arguments of a call of one of the ops."""
@@ -145,8 +143,6 @@ class DynamicLinear(Int8Linear):
         """Return the layer's output for an input of shape (..., K), in the input's dtype."""
         input = autocast(input)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *self._buffers.values()) if t is not None):
-            from skuda.torch.autograd import frozen_linear
-
             return frozen_linear(input, self.weight, self.weight_scale.view(-1), self.bias)
         return _run(self.call(input))
 

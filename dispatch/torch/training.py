@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.autograd import fake_quantize, mixed_linear
-from skuda.torch.linear import Q_MAX, DynamicLinear, StaticLinear, autocast, quantized_weight
+from skuda.torch.autograd import Q_MAX, fake_quantize, mixed_linear
+from skuda.torch.linear import DynamicLinear, StaticLinear, autocast, quantized_weight
 
 Activation = Literal["token", "tensor"]
 TRAINED = (torch.float16, torch.bfloat16, torch.float32)
