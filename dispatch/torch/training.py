@@ -215,10 +215,11 @@ class MixedLinear(_SharedLinear):
 
     def _weight_codes(self) -> tuple[Tensor, Tensor]:
         weight = self.weight
-        # A graph must hold the quantization, and what is made in inference mode cannot be saved for a backward pass.
-        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or weight.is_inference():
-            return row_codes(weight)
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        # A graph must hold the quantization. What is no parameter, as in a functional call, is another one each time.
+        passing = torch.compiler.is_compiling() or type(weight) is not nn.Parameter
+        # What is made in inference mode cannot be saved for a backward pass.
+        passing = passing or weight.is_inference() or torch.is_inference_mode_enabled()
+        if passing or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             return row_codes(weight)
         state = weight._version, weight.data_ptr(), weight.dtype, _steps.count  # noqa: SLF001  torch has no public name
         kept = self._codes

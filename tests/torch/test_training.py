@@ -36,6 +36,19 @@ WAYS = (*(FakeQuant(*fake) for fake in FAKES), Mixed())
 K, N = 24, 7
 
 
+class Frozen:
+    """The base of LoRA, converted as the other ways are; only its input has a gradient."""
+
+    def convert(self, name, layer):
+        return DynamicLinear.from_linear(layer)
+
+    def __str__(self):
+        return "Frozen()"
+
+
+STEPS = (*WAYS, Frozen())
+
+
 def normal(rng, *shape, dtype=torch.float32):
     return torch.from_numpy(rng.normal(size=shape)).to(dtype)
 
@@ -312,6 +325,27 @@ def test_layers_share_the_parameters_of_what_they_replace(way):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
+def test_functional_calls_have_the_same_gradients(way):
+    rng = fresh(way)
+    x = normal(rng, 5, K)
+    layer = converted(way, linear(rng), x)
+    wanted = step(layer, x)
+    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+
+    def loss(parameters):
+        return torch.func.functional_call(layer, parameters, (x,)).square().sum()
+
+    for _ in range(2):
+        found = torch.func.grad(loss)(parameters)
+        for name in parameters:
+            same(found[name], wanted[name])
+    with torch.no_grad():
+        double = torch.func.functional_call(layer, {"weight": 2 * layer.weight, "bias": 2 * layer.bias}, (x,))
+        if not getattr(way, "learn_scale", False):
+            same(double, 2 * layer(x))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
 def test_copies_and_loaded_states_give_the_same_step(way):
     rng = fresh(way)
     x = normal(rng, 5, K)
@@ -351,10 +385,10 @@ class Twice(nn.Module):
         return self.part(x) if self.again is None else checkpoint(self.part, x, use_reentrant=self.again)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", STEPS, ids=str)
 @pytest.mark.parametrize("low", [None, *LOW])
 def test_checkpoints_with_and_without_autocast(way, low):
-    rng = fresh(way, low)
+    rng = fresh(str(way), low)
     model, x = Twice(way, rng), normal(rng, 5, K)
 
     def run():
@@ -363,7 +397,7 @@ def test_checkpoints_with_and_without_autocast(way, low):
 
     wanted = run()
     assert wanted["output 0"].dtype is (low or torch.float32)
-    assert wanted["first.weight"].dtype is torch.float32
+    assert {value.dtype for name, value in wanted.items() if name != "output 0"} == {torch.float32}
     for model.again in (True, False):
         same_step(run(), wanted)
 
@@ -402,12 +436,12 @@ def test_accumulated_gradients_are_those_of_one_batch_where_sums_are_exact(way):
 
 @pytest.mark.parametrize(
     ("way", "low"),
-    sampled([pytest.param(way, low) for way in WAYS for low in (None, torch.bfloat16)], each=lambda way, _: type(way)),
+    sampled([pytest.param(way, low) for way in STEPS for low in (None, torch.bfloat16)], each=lambda way, _: type(way)),
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does it
 def test_a_compiled_step_has_no_graph_break_and_the_same_bits(way, low):
-    rng = fresh(way, low)
+    rng = fresh(str(way), low)
     torch.compiler.reset()
     model, inputs = Twice(way, rng), [normal(rng, rows, K) for rows in (4, 9)]
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -417,11 +451,25 @@ def test_a_compiled_step_has_no_graph_break_and_the_same_bits(way, low):
     same_step({name.removeprefix("_orig_mod."): value for name, value in got.items()}, wanted)
 
 
-@pytest.mark.parametrize("way", sampled(WAYS, each=type), ids=str)
-def test_distributed_gradients_are_the_mean_of_those_of_each_process(way, tmp_path):
-    rng = fresh(way)
-    twice, parts = Twice(way, rng), [normal(rng, 4, K), normal(rng, 4, K)]
-    model = nn.Sequential(twice.first, nn.SiLU(), twice.second)
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
+@pytest.mark.parametrize("way", sampled(STEPS, each=type), ids=str)
+def test_a_step_compiled_by_inductor(way):
+    """It adds up the gradients of biases and scales in another order."""
+    rng = fresh(str(way))
+    torch.compiler.reset()
+    layer, x = converted(way, linear(rng), normal(rng, 30, K)), normal(rng, 9, K)
+    wanted = step(layer, x)
+    compiled = step(torch.compile(layer, fullgraph=True), x)
+    for name, value in compiled.items():
+        torch.testing.assert_close(value, wanted[name.removeprefix("_orig_mod.")], rtol=1e-4, atol=1e-4)
+
+
+def test_distributed_gradients_are_the_mean_of_those_of_each_process(tmp_path):
+    rng = fresh()
+    parts = [normal(rng, 4, K), normal(rng, 4, K)]
+    layers = [converted(way, linear(rng, K, K), normal(rng, 30, K)) for way in WAYS]
+    model = nn.Sequential(*(part for layer in layers for part in (layer, nn.RMSNorm(K))))
     torch.save({"model": model, "parts": parts}, tmp_path / "model")
     worker = Path(__file__).with_name("ddp_worker.py")
     command = [sys.executable, worker]
