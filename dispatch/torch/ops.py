@@ -169,8 +169,17 @@ class TensorOp:
         return self._described({name: value for name, value in named.items() if value is not None}).problem
 
     def fake(self, *arguments: Any, **named: Any) -> Any:
-        """Return empty tensors of the result's shapes and dtypes; sizes may be symbolic."""
+        """Return empty tensors of the result's shapes and dtypes; sizes may be symbolic.
+
+        Raises
+        ------
+        InvalidProblem
+            For a tensor that requires grad where gradients are recorded: a compiled graph would give none for it.
+        """
         given = dict(self._given(arguments, named))
+        for name, value in given.items():
+            if torch.is_grad_enabled() and _is_tensor(value) and value.requires_grad:
+                raise InvalidProblem(self.name, name, "a tensor that requires grad", "be detached: pass x.detach()")
         device = next(value.device for value in given.values() if _is_tensor(value))
         led, leading = self._leading(given)
         flat = {name: _rows(value, led.get(name)) for name, value in given.items()}

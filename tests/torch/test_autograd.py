@@ -285,3 +285,18 @@ def test_no_module_stops_a_gradient_silently(name):
         else:
             with pytest.raises(InvalidProblem, match="detached"):
                 module(given)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
+def test_no_compiled_op_stops_a_gradient_silently():
+    rng = fresh()
+    weight_q, scale, _ = layer(rng)
+    torch.compiler.reset()
+    compiled = torch.compile(linear_dynamic, backend="aot_eager", fullgraph=True)
+    x = normal(rng, 3, 24)
+    same(compiled(x, weight_q, scale), linear_dynamic(x, weight_q, scale))
+    for refused in (linear_dynamic, compiled):
+        with pytest.raises(Exception, match="a tensor that requires grad"):
+            refused(x.clone().requires_grad_(), weight_q, scale)
+    with torch.no_grad():
+        same(compiled(x.clone().requires_grad_(), weight_q, scale), linear_dynamic(x, weight_q, scale))
