@@ -61,7 +61,9 @@ class FakeQuantLinear(_SharedLinear):
         as in `StaticLinear`; or none, and the input is not rounded.
     learn_scale : bool
         Whether scales are parameters, `weight_scale` of shape (N, 1) and, with ``"tensor"``, `input_scale` of shape
-        (1,); they begin at the ranges divided by 127. With ``"token"``, the input's scales are not learned.
+        (1,); they begin at the ranges divided by 127. With ``"token"``, the input's scales are not learned. Scales are
+        thousands of times smaller than weights: an optimizer such as Adam, whose steps do not shrink with the gradient,
+        needs a lower learning rate for them.
 
     Raises
     ------

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -168,10 +169,19 @@ def test_the_command_of_a_record_repeats_the_run(record, capsys, tmp_path):
     assert repeated.command == record.command
 
 
-def test_losses_are_means_of_intervals(record):
-    many = train_check(Request(**{**vars(REQUEST), "steps": 250, "ways": ("bf16",), "windows": 1, "batch": 1}))
+def test_losses_are_means_of_intervals():
+    many = train_check(replace(REQUEST, steps=250, ways=("bf16",), windows=1, batch=1))
     assert many.every == 2
     assert len(many.ways[0].losses) == 125
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
+def test_a_compiled_model_trains():
+    made = train_check(replace(REQUEST, compiled=True, steps=3, ways=("mixed",)))
+    assert made.compiled
+    assert "--compile" in made.command
+    assert len(made.ways[0].losses) == 3
 
 
 def test_a_terminal_shows_every_figure(record, capsys, monkeypatch, tmp_path):
