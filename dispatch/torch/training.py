@@ -215,6 +215,16 @@ class MixedLinear(_SharedLinear):
         """Return the layer's output for an input of shape (..., K), in the input's dtype."""
         return mixed_linear(autocast(input), self.weight, self.bias, *self._weight_codes())
 
+    def to_int8(self) -> DynamicLinear:
+        """Return the int8 layer, whose results are those of this one.
+
+        Raises
+        ------
+        InvalidProblem
+            If the weight is not finite.
+        """
+        return DynamicLinear.from_linear(self)
+
     def _weight_codes(self) -> tuple[Tensor, Tensor]:
         weight = self.weight
         # A graph must hold the quantization. What is no parameter, as in a functional call, is another one each time.

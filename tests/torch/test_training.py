@@ -211,6 +211,7 @@ def test_mixed_has_the_bits_of_the_int8_layer_and_gradients_by_ordinary_products
     got = step(layer, x)
     int8 = DynamicLinear.from_linear(master)
     y = int8(x)
+    same(layer.to_int8()(x), y)
     same(got["output 0"], y)
     grad = (2 * y.float()).to(dtype)
     same(got["input 0"], grad @ dequantized(int8.weight, int8.weight_scale.view(-1), dtype))
