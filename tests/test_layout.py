@@ -40,6 +40,7 @@ ORDER = (
     "torch.smoothing",
     "torch.quantize",
     "torch.preparation",
+    "torch.training",
     "torch",
 )
 """Parts of `skuda`, each before those that may import it."""
@@ -55,6 +56,7 @@ TOOLS = (
     "tools.smoothquant",
     "tools.checkpoint",
     "tools.demo",
+    "tools.train",
     "tools.testing",
     "tools.commands",
     "tools.cli",

@@ -93,6 +93,7 @@ def _option(metavar: str, text: str, *names: str) -> Any:
 
 _MOST = (1 << 63) - 1
 """The largest integer that a record takes."""
+_MOST_COUNT = (1 << 31) - 1
 
 Words = list[str] | None
 Json = Annotated[bool, typer.Option("--json", help="JSON, for machines.")]
@@ -249,7 +250,7 @@ def _bench(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the kernels that the dispatcher chooses, against rivals.
+    """Measure the kernels that are chosen, against rivals.
 
     Needs a CUDA device and torch. Results are compared before they are timed; a wrong one is refused, and the exit
     status is 1. Rivals are timed alternately with the kernel, after a flush of the cache; absent ones are named.
@@ -278,13 +279,44 @@ def _tune(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table of it.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Time every kernel that serves a problem, in each configuration.
+    """Time every kernel of a problem, in each configuration.
 
     The problems are shapes of ops, as in `skuda bench`, or one with its fields:
     `skuda tune quantized_linear --m 8 --n 4096 --k 4096`. Results are compared before they are timed; a wrong one is
     refused, and the exit status is 1. The file changes a choice only where it is named: by SKUDA_TUNING, or as
     Dispatcher(tuning=FILE). Piped, each line is a record with tabs between op, problem, kernel, configuration, median,
     p10 and p90 in us, rounds, what would run (chosen by time, or first of the ranking), and what speaks against it.
+    """
+
+
+@_command("train-check", "train.command")
+def _train_check(
+    *,
+    ways: Annotated[Words, _option("NAME", "These ways to train: bf16, fake, mixed; all if left out.", "--way")] = None,
+    device: Annotated[str, _option("WHERE", "cpu, cuda, or auto: a GPU where torch sees one.")] = "auto",
+    steps: Annotated[int, typer.Option(help="Steps of the optimizer.", min=1, max=_MOST_COUNT)] = 2000,
+    batch: Annotated[int, typer.Option(help="Sequences in a step.", min=1, max=_MOST_COUNT)] = 32,
+    width: Annotated[int, typer.Option(help="Channels of the model.", min=1, max=_MOST_COUNT)] = 512,
+    layers: Annotated[int, typer.Option(help="Its blocks.", min=1, max=_MOST_COUNT)] = 8,
+    heads: Annotated[int, typer.Option(help="Its attention heads.", min=1, max=_MOST_COUNT)] = 8,
+    hidden: Annotated[int, typer.Option(help="Channels inside of SwiGLU.", min=1, max=_MOST_COUNT)] = 1408,
+    length: Annotated[int, typer.Option(help="Bytes in a sequence.", min=1, max=_MOST_COUNT)] = 512,
+    windows: Annotated[int, typer.Option(help="Held-out sequences.", min=1, max=_MOST_COUNT)] = 512,
+    learning_rate: Annotated[float, typer.Option(help="The highest learning rate.", min=0)] = 1e-3,
+    tolerance: Annotated[float, typer.Option(help="Per cent by which a way may be worse than bf16.", min=0)] = 1.0,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False,
+    seed: Seed = None,
+    output: Output = None,
+    show: Annotated[Path | None, _option("FILE", "Show this record; train nothing.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a small model in int8, and compare it with bf16.
+
+    The model is a Llama over bytes, trained from scratch on the sources of Python's standard library, once in each way,
+    from the same initial weights on the same batches. Reports the loss, the time of a step, and the bits per byte on
+    held-out files: as trained, and in int8 with dynamic and static scales. Exits with 1 where any of these, except the
+    time, is worse than bf16 by more than the tolerance. Needs torch. Piped, each line is a record with tabs between
+    way, figure, value and per cent above bf16.
     """
 
 
@@ -353,7 +385,7 @@ def _diff(
     show_all: Annotated[bool, typer.Option("--all", help="Every difference, not the first of each kind.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Say which problems get another kernel, guarantee or speed class.
+    """Say which problems get another kernel, promise or speed.
 
     Exits with 0 where nothing differs, with 1 where anything does. Piped, each line is a record with tabs between
     kind, op, what, old and new. Predicted times count where they differ by more than a factor of 1.25.

@@ -9,12 +9,14 @@ if __name__ != "skuda.torch":
     # In a checkout the folder lies below that of `skuda.dispatch`; imported twice, it would register its ops twice.
     raise ImportError("this package is imported as skuda.torch", name=__name__)
 
+from skuda.torch.autograd import fake_quantize, frozen_linear, mixed_linear
 from skuda.torch.calibration import Calibration, calibrate
 from skuda.torch.linear import CodesLinear, DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.ops import linear_codes, linear_dynamic, linear_scaled, linear_static, register
 from skuda.torch.preparation import prepare
 from skuda.torch.quantize import Config, Dynamic, Report, quantize_
 from skuda.torch.smoothing import SmoothStatic
+from skuda.torch.training import FakeQuant, FakeQuantLinear, Mixed, MixedLinear, observe
 
 __all__ = [
     "Calibration",
@@ -22,15 +24,23 @@ __all__ = [
     "Config",
     "Dynamic",
     "DynamicLinear",
+    "FakeQuant",
+    "FakeQuantLinear",
     "Int8Linear",
+    "Mixed",
+    "MixedLinear",
     "Report",
     "SmoothStatic",
     "StaticLinear",
     "calibrate",
+    "fake_quantize",
+    "frozen_linear",
     "linear_codes",
     "linear_dynamic",
     "linear_scaled",
     "linear_static",
+    "mixed_linear",
+    "observe",
     "prepare",
     "quantize_",
     "register",

@@ -1,31 +1,294 @@
-"""Gradients through int8 layers, as functions of `torch.autograd`."""
+"""Gradients through int8 layers, as functions of `torch.autograd`.
+
+Codes are piecewise constant, so the gradients are those of straight-through estimators (STE): rounding counts as the
+identity. They are first derivatives. Differentiating a gradient again, which ``create_graph=True`` prepares, is
+refused, and so are `torch.vmap` and forward-mode derivatives.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from skuda.torch.ops import linear_dynamic
+from skuda.registry.errors import InvalidProblem
+from skuda.torch.ops import element_of, linear_dynamic
+
+Q_MAX = 127
+"""Bound of the symmetric range -127..127; without -128, every code has a negative."""
+
+Gradients = tuple[Tensor | None, ...]
 
 
-class _FrozenLinear(torch.autograd.Function):
+class _Function(torch.autograd.Function):
+    """The base of the functions; `setup_context` lets `torch.func.grad` and `torch.func.vjp` use them."""
+
+    @classmethod
+    def vmap(cls, *_: Any) -> NoReturn:
+        rule = "not be mapped over: call the layer on the whole batch, whose rows are quantized one by one"
+        raise InvalidProblem("skuda.torch", "input", "a tensor inside torch.vmap", rule)
+
+
+class _FirstOrder(_Function):
+    """Return gradients as they are, with a graph that refuses to be used."""
+
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep nothing."""
+
+    @staticmethod
+    def backward(_: Any, *__: Tensor) -> NoReturn:
+        rule = (
+            "not be differentiated: int8 layers have first derivatives only. Leave create_graph out, or compute the "
+            "penalty that needs it on the float model"
+        )
+        raise InvalidProblem("skuda.torch", "gradient", "a second backward pass", rule)
+
+
+def _first_order(backward: Callable[..., Gradients]) -> Callable[[Any, Tensor], Gradients]:
+    """Wrap a backward, which gets the saved tensors too, so that its gradients refuse to be differentiated."""
+
+    @wraps(backward)
+    def wrapped(ctx: Any, grad: Tensor) -> Gradients:
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            found = backward(ctx, grad, *saved)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return found
+        some = [gradient for gradient in found if gradient is not None]
+        # What the gradients depend on gives them a graph; without one, a second derivative would silently be zero.
+        rest = iter(_FirstOrder.apply(len(some), *some, grad, *saved))
+        return tuple(None if gradient is None else next(rest) for gradient in found)
+
+    return wrapped
+
+
+class _FrozenLinear(_Function):
+    @staticmethod
+    def forward(input: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+        return linear_dynamic(input, weight_q, weight_scale, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004  torch's signature
+        _, weight_q, weight_scale, bias = inputs
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(weight_q, weight_scale)
-        return linear_dynamic(input.detach(), weight_q, weight_scale, bias)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        weight_q, weight_scale = ctx.saved_tensors
-        weight = weight_q.to(grad.dtype) * weight_scale.to(grad.dtype)[:, None]
-        return grad @ weight, None, None, None
+    @_first_order
+    def backward(ctx: Any, grad: Tensor, weight_q: Tensor, weight_scale: Tensor) -> Gradients:
+        wants_input, _, _, wants_bias = ctx.needs_input_grad
+        return (
+            grad @ dequantized(weight_q, weight_scale, grad.dtype) if wants_input else None,
+            None,
+            None,
+            _summed(grad, ctx.bias_dtype) if wants_bias else None,
+        )
 
 
-def frozen_linear(input: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `skuda.torch.linear_dynamic` with a gradient for the input, through the dequantized weight."""
+def frozen_linear(input: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `skuda.torch.linear_dynamic` with gradients for the input and the bias: the int8 base of LoRA.
+
+    The gradient of the input is ``grad @ W``, with W the dequantized weight in the gradient's dtype. It goes straight
+    through the rounding of the input, which is never outside the range that is found from it.
+
+    Parameters
+    ----------
+    input : tensor of shape (..., K), f16, bf16, f32 or f64
+    weight_q : tensor of shape (N, K), s8
+    weight_scale : tensor of shape (N,), f32 or narrower
+    bias : tensor of shape (N,), f32 or narrower, optional
+
+    Returns
+    -------
+    tensor of shape (..., N), in the input's dtype
+
+    Raises
+    ------
+    InvalidProblem
+        For a bad argument, or a scale that requires grad; in a second backward pass.
+    Unsupported
+        If no kernel can serve it.
+    """
+    if weight_scale.requires_grad:
+        rule = "be detached: codes are fixed. FakeQuantLinear(learn_scale=True) learns scales"
+        raise InvalidProblem("frozen_linear", "weight_scale", "a tensor that requires grad", rule)
     found: Tensor = _FrozenLinear.apply(input, weight_q, weight_scale, bias)
     return found
+
+
+class _MixedLinear(_Function):
+    @staticmethod
+    def forward(
+        input: Tensor,
+        weight: Tensor,  # noqa: ARG004  it gets the gradient
+        bias: Tensor | None,
+        weight_q: Tensor,
+        weight_scale: Tensor,
+    ) -> Tensor:
+        return linear_dynamic(input, weight_q, weight_scale, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004  torch's signature
+        input, weight, bias, weight_q, weight_scale = inputs
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(input, weight_q, weight_scale)
+
+    @staticmethod
+    @_first_order
+    def backward(ctx: Any, grad: Tensor, input: Tensor, weight_q: Tensor, weight_scale: Tensor) -> Gradients:
+        wants_input, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        weight_dtype, bias_dtype = ctx.dtypes
+        rows = grad.reshape(-1, grad.shape[-1])
+        return (
+            grad @ dequantized(weight_q, weight_scale, grad.dtype) if wants_input else None,
+            (rows.t() @ input.reshape(-1, input.shape[-1])).to(weight_dtype) if wants_weight else None,
+            _summed(grad, bias_dtype) if wants_bias else None,
+            None,
+            None,
+        )
+
+
+def mixed_linear(input: Tensor, weight: Tensor, bias: Tensor | None, weight_q: Tensor, weight_scale: Tensor) -> Tensor:
+    """Return `skuda.torch.linear_dynamic` of a weight's codes, with gradients in the input's dtype.
+
+    ``grad_input = grad @ W``, with W the dequantized codes: the weight that the result was computed with, as in
+    `frozen_linear`. ``grad_weight = grad.T @ input`` and ``grad_bias = grad.sum(rows)`` go straight through rounding to
+    the weight that was quantized. All three are ordinary products in the input's dtype, bf16 under autocast.
+
+    Parameters
+    ----------
+    input : tensor of shape (..., K), f16, bf16, f32 or f64
+    weight : tensor of shape (N, K)
+        What was quantized; only its gradient is computed.
+    bias : tensor of shape (N,), f32 or narrower, optional
+    weight_q : tensor of shape (N, K), s8
+        Codes of `weight`.
+    weight_scale : tensor of shape (N,), f32
+        Their scale.
+
+    Returns, Raises
+    ---------------
+    As in `frozen_linear`.
+    """
+    found: Tensor = _MixedLinear.apply(input, weight, bias, weight_q, weight_scale)
+    return found
+
+
+class _FakeQuantize(_Function):
+    @staticmethod
+    def forward(input: Tensor, scale: Tensor) -> Tensor:
+        ops = torch.ops.skuda
+        op = ops.fake_quantize_per_token if _is_per_row(scale, input) else ops.fake_quantize
+        found: Tensor = op.default(input, scale, _zeros(scale), **_BOUNDS)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004  torch's signature
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @_first_order
+    def backward(ctx: Any, grad: Tensor, input: Tensor, scale: Tensor) -> Gradients:
+        wants_input, wants_scale = ctx.needs_input_grad
+        ops = torch.ops.skuda
+        op = ops.fake_quantize_per_token_backward if _is_per_row(scale, input) else ops.fake_quantize_backward
+        return (
+            op.default(grad, input, scale, _zeros(scale), **_BOUNDS) if wants_input else None,
+            _scale_gradient(grad, input, scale) if wants_scale else None,
+        )
+
+
+def fake_quantize(input: Tensor, scale: Tensor) -> Tensor:
+    """Return a tensor rounded to its int8 codes -127..127, with straight-through gradients.
+
+    ``t = rne(input / scale)``; the result is ``clamp(t, -127, 127) * scale``. The gradient of the input is that of the
+    result where ``-127 <= t <= 127``, bounds included, and 0 elsewhere.
+
+    A scale that requires grad gets the gradient of learned step sizes (LSQ, Esser et al., 2020)::
+
+        factor * sum(grad * (t - input / scale   where -127 <= t <= 127,
+                             127                 where t > 127,
+                             -127                where t < -127))
+
+    summed in the compute type over the elements that share the scale, with ``factor = 1 / sqrt(127 * K)`` for the last
+    axis K: the number of elements that share the scale in one row, so that the gradient does not depend on how a batch
+    is divided. NaN counts as nothing, as for the input. A scale may change its sign, which changes no result.
+
+    Parameters
+    ----------
+    input : tensor of shape (..., K), f16, bf16, f32 or f64
+    scale : tensor of the shape of `input` without the last axis, or of one element
+        Real units per code, of each row or of everything.
+
+    Returns
+    -------
+    tensor of the input's shape and dtype
+
+    Raises
+    ------
+    InvalidProblem
+        For a scale of another shape; in a second backward pass.
+    """
+    if not _is_per_row(scale, input):
+        if scale.numel() != 1:
+            rule = f"have shape {list(input.shape[:-1])}, or one element"
+            raise InvalidProblem("fake_quantize", "scale", f"shape {list(scale.shape)}", rule)
+        scale = scale.reshape(1)
+    found: Tensor = _FakeQuantize.apply(input, scale.to(_compute(input.dtype)))
+    return found
+
+
+def dequantized(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return codes of shape (N, K) as real numbers of a dtype; scale has shape (N,).
+
+    Raises
+    ------
+    InvalidProblem
+        For a bad argument.
+    """
+    found: Tensor = torch.ops.skuda.dequantize_per_token.default(
+        codes, scale.to(_compute(dtype)), _zeros(scale), output_element=str(element_of(dtype))
+    )
+    return found
+
+
+_BOUNDS = {"q_min": -Q_MAX, "q_max": Q_MAX}
+
+
+def _compute(dtype: torch.dtype) -> torch.dtype:
+    """Return the compute type of a dtype."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _zeros(scale: Tensor) -> Tensor:
+    return torch.zeros_like(scale, dtype=torch.int32)
+
+
+def _is_per_row(scale: Tensor, input: Tensor) -> bool:
+    same: bool = scale.shape == input.shape[:-1]
+    return same
+
+
+def _scale_gradient(grad: Tensor, input: Tensor, scale: Tensor) -> Tensor:
+    """Return the gradient of a scale; see `fake_quantize`."""
+    per_row = _is_per_row(scale, input)
+    steps = input.to(scale.dtype) / (scale.unsqueeze(-1) if per_row else scale)
+    codes = steps.round()
+    slope = torch.where(codes.abs() <= Q_MAX, codes - steps, codes.clamp(-Q_MAX, Q_MAX))
+    terms = grad.to(scale.dtype) * torch.where(steps.isnan(), 0.0, slope)
+    found = terms.sum(-1) if per_row else terms.sum().reshape(1)
+    return found / math.sqrt(Q_MAX * max(input.shape[-1], 1))
+
+
+def _summed(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of a bias."""
+    return grad.reshape(-1, grad.shape[-1]).sum(0).to(dtype)

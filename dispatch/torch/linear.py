@@ -20,11 +20,9 @@ from skuda.functional import default_dispatcher
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import shown
+from skuda.torch.autograd import Q_MAX, frozen_linear
 from skuda.torch.dtypes import element_of
 from skuda.torch.ops import OPS
-
-Q_MAX = 127
-"""Bound of the symmetric range -127..127; without -128, every code has a negative."""
 
 _LINEAR = torch.ops.skuda.quantized_linear.default
 
@@ -147,9 +145,7 @@ class DynamicLinear(Int8Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K), in the input's dtype."""
         input = autocast(input)
-        if torch.is_grad_enabled() and input.requires_grad:
-            from skuda.torch.autograd import frozen_linear
-
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *self._buffers.values()) if t is not None):
             return frozen_linear(input, self.weight, self.weight_scale.view(-1), self.bias)
         # As `call`, but a module finds its tensors by name slowly, and torch takes keywords slowly.
         held = self._buffers

@@ -35,6 +35,7 @@ COMMANDS = {
     "explain": ("explain", *LINEAR, "--device", "h200", "--all"),
     "verify": ("verify", "--device", "cpu", "--op", "fill", "--quick", "--json"),
     "bench": ("bench", "--show", str(RECORD)),
+    "train-check": ("train-check", "--width", "3"),
     "tune": ("tune", "fill", "--numel", "5", "--repeats", "2", "--output", "tuning.json"),
     "compile": ("compile", "--op", "fill", "--arch", "sm_90", "--backend", "cuda_core"),
     "bundle": ("bundle", "bundle", "--op", "fill", "--arch", "sm_90", "--backend", "cuda_core"),

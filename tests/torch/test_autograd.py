@@ -1,0 +1,302 @@
+"""Gradients of the functions: their formulas, what refuses to be differentiated, and that none stops silently."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from support import fresh, sampled  # noqa: E402
+
+from skuda.registry.errors import InvalidProblem  # noqa: E402
+from skuda.torch import (  # noqa: E402
+    CodesLinear,
+    DynamicLinear,
+    StaticLinear,
+    fake_quantize,
+    frozen_linear,
+    linear_dynamic,
+    mixed_linear,
+)
+from skuda.torch.autograd import dequantized  # noqa: E402
+from skuda.torch.linear import quantized_weight  # noqa: E402
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LEADING = ((), (3,), (0,), (1,), (2, 3), (2, 0, 3), (2, 1, 3))
+
+
+def normal(rng, *shape, dtype=torch.float32):
+    return torch.from_numpy(rng.normal(size=shape)).to(dtype)
+
+
+def same(got, want):
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)), f"{(got != want).sum()} of {got.numel()} differ"
+
+
+def compute(dtype):
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def codes(x, scale):
+    """Return the code before clamping, of each element."""
+    return (x.to(scale.dtype) / scale).round()
+
+
+def layer(rng, k=24, n=7):
+    weight_q, scale = quantized_weight(normal(rng, n, k))
+    return weight_q, scale, normal(rng, n)
+
+
+# --- fake_quantize ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_row", [True, False])
+@pytest.mark.parametrize("leading", sampled(LEADING, 3))
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_fake_quantize_has_the_codes_and_the_inclusive_mask(dtype, leading, per_row):
+    rng = fresh(dtype, leading, per_row)
+    scale = torch.from_numpy(rng.uniform(0.001, 0.1, leading if per_row else 1)).to(compute(dtype))
+    spread = scale.unsqueeze(-1) if per_row else scale
+    # Steps around both bounds, of which those at halves are ties.
+    steps = torch.from_numpy(rng.integers(-520, 520, (*leading, 40)) / 4).to(compute(dtype))
+    steps[..., :2] = torch.tensor([200, 3])
+    x = (steps * spread).to(dtype).requires_grad_()
+    y = fake_quantize(x, scale)
+    t = codes(x.detach(), spread)
+    same(y.detach(), (t.clamp(-127, 127) * spread).to(dtype) + 0.0)
+    grad = normal(rng, *y.shape, dtype=dtype)
+    y.backward(grad)
+    same(x.grad, torch.where(t.abs() <= 127, grad, 0))
+    assert y.numel() == 0 or 0 < (t.abs() > 127).sum() < t.numel()
+
+
+def test_the_mask_is_that_of_the_rounded_code():
+    """A step of 127.25 rounds to 127 and passes; 127.5 is a tie and rounds to 128."""
+    x = torch.tensor([126.5, 127, 127.25, 127.5, -127.25, -127.5]).mul(0.5).requires_grad_()
+    y = fake_quantize(x, torch.tensor([0.5]))
+    same(y.detach(), torch.tensor([63.0, 63.5, 63.5, 63.5, -63.5, -63.5]))
+    y.sum().backward()
+    same(x.grad, torch.tensor([1.0, 1, 1, 0, 1, 0]))
+
+
+def test_fake_quantize_of_what_is_not_finite():
+    x = torch.tensor([[np.nan, np.inf, -np.inf, 1.0]], requires_grad=True)
+    scale = torch.tensor([0.5], requires_grad=True)
+    y = fake_quantize(x, scale)
+    same(y.detach(), torch.tensor([[0.0, 63.5, -63.5, 1.0]]))
+    y.sum().backward()
+    same(x.grad, torch.tensor([[0.0, 0.0, 0.0, 1.0]]))
+    assert float(scale.grad) == 0  # 127 - 127 + 0, and nothing for NaN
+
+
+@pytest.mark.parametrize("per_row", [True, False])
+def test_learned_scale_has_the_slope_of_finite_differences(per_row):
+    """With the rounding error held constant, which is what goes straight through, the result is differentiable."""
+    rng = fresh(per_row)
+    x = normal(rng, 5, 32, dtype=torch.float64)
+    scale = torch.from_numpy(rng.uniform(0.005, 0.012, 5 if per_row else 1)).requires_grad_()  # some are clipped
+    grad = normal(rng, 5, 32, dtype=torch.float64)
+    fake_quantize(x, scale).backward(grad)
+    spread = scale.detach().unsqueeze(-1) if per_row else scale.detach()
+    error = (x / spread).round() - x / spread
+    clipped = codes(x, spread).abs() > 127
+    assert 0 < clipped.sum() < clipped.numel()
+
+    def loss(s):
+        within = s * (x / s + error)
+        beyond = s * 127 * x.sign()
+        terms = grad * torch.where(clipped, beyond, within)
+        return terms.sum(-1) if per_row else terms.sum()
+
+    h = 1e-6 * spread
+    slope = (loss(spread + h) - loss(spread - h)) / (2 * h).squeeze()
+    torch.testing.assert_close(scale.grad, (slope / (127 * 32) ** 0.5).reshape(scale.shape), rtol=1e-6, atol=1e-8)
+
+
+def test_beyond_its_range_the_learned_slope_is_that_of_the_result_itself():
+    rng = fresh()
+    x = torch.from_numpy(rng.uniform(2, 9, (3, 8)) * rng.choice([-1, 1], (3, 8)))
+    scale = torch.full((3,), 0.01, dtype=torch.float64)
+    h = 1e-6
+    slope = (fake_quantize(x, scale + h) - fake_quantize(x, scale - h)) / (2 * h)
+    learned = scale.clone().requires_grad_()
+    fake_quantize(x, learned).sum().backward()
+    torch.testing.assert_close(learned.grad * (127 * 8) ** 0.5, slope.sum(-1))
+
+
+def test_a_scale_of_another_shape_is_refused():
+    with pytest.raises(InvalidProblem, match=r"scale must have shape \[2, 3\], or one element; had shape \[3\]"):
+        fake_quantize(torch.zeros(2, 3, 4), torch.ones(3))
+
+
+# --- linear layers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_dequantized_is_rounded_once(dtype):
+    weight_q, scale, _ = layer(fresh(dtype))
+    wanted = weight_q.to(compute(dtype)) * scale.to(compute(dtype))[:, None]
+    same(dequantized(weight_q, scale, dtype), wanted.to(dtype))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("leading", LEADING)
+@pytest.mark.parametrize("dtype", sampled(FLOATS, 2))
+def test_gradients_of_the_linear_functions(dtype, leading, bias):
+    rng = fresh(dtype, leading, bias)
+    master = normal(rng, 7, 24).requires_grad_()
+    weight_q, scale = quantized_weight(master)
+    b = normal(rng, 7).requires_grad_() if bias else None
+    x = normal(rng, *leading, 24, dtype=dtype).requires_grad_()
+    grad = normal(rng, *leading, 7, dtype=dtype)
+    wanted = linear_dynamic(x.detach(), weight_q, scale, None if b is None else b.detach())
+    rows = grad.reshape(-1, 7)
+    for function, weights in ((frozen_linear, ()), (mixed_linear, (master,))):
+        given = (x, weight_q, scale, b) if function is frozen_linear else (x, master, b, weight_q, scale)
+        y = function(*given)
+        same(y.detach(), wanted)
+        found = torch.autograd.grad(y, [t for t in (x, b, *weights) if t is not None], grad)
+        same(found[0], grad @ dequantized(weight_q, scale, dtype))
+        if bias:
+            same(found[1], rows.sum(0).float())
+        if weights:
+            same(found[-1], (rows.t() @ x.detach().reshape(-1, 24)).float())
+
+
+def test_only_what_requires_grad_gets_one():
+    rng = fresh()
+    weight_q, scale, bias = layer(rng)
+    x = normal(rng, 3, 24)
+    master = normal(rng, 7, 24)
+    assert frozen_linear(x, weight_q, scale, bias).grad_fn is None
+    assert mixed_linear(x, master, bias, weight_q, scale).grad_fn is None
+    assert fake_quantize(x, torch.ones(3)).grad_fn is None
+    with torch.no_grad():
+        assert DynamicLinear(weight_q, scale, bias)(x.requires_grad_()).grad_fn is None
+    y = mixed_linear(x.detach(), master.requires_grad_(), bias, weight_q, scale)
+    y.sum().backward()
+    assert x.grad is None
+    assert bias.grad is None
+    assert master.grad is not None
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_autocast_casts_the_input_of_a_frozen_layer_and_its_gradient_back(low):
+    rng = fresh(low)
+    module = DynamicLinear(*layer(rng))
+    x = normal(rng, 3, 24).requires_grad_()
+    with torch.autocast("cpu", low):
+        y = module(x)
+    same(y.detach(), module(x.detach().to(low)))
+    grad = normal(rng, 3, 7, dtype=low)
+    y.backward(grad)
+    same(x.grad, (grad @ dequantized(module.weight, module.weight_scale.view(-1), low)).float())
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def _results(rng):
+    """Return each function's result and what it depends on."""
+    weight_q, scale, bias = layer(rng)
+    x, master = normal(rng, 3, 24).requires_grad_(), normal(rng, 7, 24).requires_grad_()
+    steps = torch.full((3,), 0.01).requires_grad_()
+    return {
+        "frozen": (frozen_linear(x, weight_q, scale, bias), x),
+        "mixed": (mixed_linear(x, master, bias, weight_q, scale), x),
+        "mixed weight": (mixed_linear(x.detach(), master, bias, weight_q, scale), master),
+        "fake": (fake_quantize(x, torch.full((3,), 0.01)), x),
+        "learned": (fake_quantize(x.detach(), steps), steps),
+    }
+
+
+@pytest.mark.parametrize("name", ["frozen", "mixed", "mixed weight", "fake", "learned"])
+def test_a_second_derivative_is_refused_and_the_first_with_create_graph_is_not(name):
+    y, leaf = _results(fresh(name))[name]
+    (plain,) = torch.autograd.grad((y * y).sum(), leaf, retain_graph=True)
+    (first,) = torch.autograd.grad((y * y).sum(), leaf, create_graph=True)
+    same(first.detach(), plain)
+    with pytest.raises(InvalidProblem, match=r"skuda.torch: gradient must not be differentiated.*create_graph"):
+        torch.autograd.grad(first.sum(), leaf)
+
+
+def test_a_gradient_that_depends_on_the_input_alone_is_no_constant():
+    """`grad_weight` depends on the input even if what it is multiplied with is constant."""
+    rng = fresh()
+    weight_q, scale, _ = layer(rng)
+    x, master = normal(rng, 3, 24).requires_grad_(), normal(rng, 7, 24).requires_grad_()
+    y = mixed_linear(x, master, None, weight_q, scale)
+    (grad,) = torch.autograd.grad(y.sum(), master, create_graph=True)
+    with pytest.raises(InvalidProblem, match="first derivatives only"):
+        torch.autograd.grad(grad.sum(), x)
+
+
+def test_torch_func_takes_first_derivatives_and_vmap_is_refused():
+    rng = fresh()
+    weight_q, scale, bias = layer(rng)
+    x = normal(rng, 3, 24)
+    grad = torch.func.grad(lambda x: frozen_linear(x, weight_q, scale, bias).square().sum())(x)
+    y = linear_dynamic(x, weight_q, scale, bias)
+    same(grad, (2 * y) @ dequantized(weight_q, scale, torch.float32))
+    for function in (
+        lambda row: frozen_linear(row, weight_q, scale, bias),
+        lambda row: fake_quantize(row, torch.ones(1)),
+    ):
+        with pytest.raises(InvalidProblem, match=r"skuda.torch: input must not be mapped over"):
+            torch.vmap(function)(x)
+
+
+def test_a_scale_of_a_frozen_layer_that_requires_grad_is_refused():
+    weight_q, scale, _ = layer(fresh())
+    with pytest.raises(InvalidProblem, match="weight_scale must be detached"):
+        frozen_linear(torch.zeros(2, 24), weight_q, scale.requires_grad_())
+
+
+def _modules(rng):
+    weight_q, scale, bias = layer(rng)
+    fixed = {"input_scale": torch.tensor([0.02])}
+    return {
+        "dynamic": DynamicLinear(weight_q, scale, bias),
+        "static": StaticLinear(weight_q, scale, bias, **fixed, smooth=torch.ones(24)),
+        "codes": CodesLinear(weight_q, scale, bias, **fixed, output_element="f32"),
+    }
+
+
+@pytest.mark.parametrize("name", ["dynamic", "static", "codes"])
+def test_no_module_stops_a_gradient_silently(name):
+    rng = fresh(name)
+    x = normal(rng, 3, 24)
+    asked = [
+        key for key, value in _modules(rng)[name]._buffers.items() if value is not None and value.is_floating_point()
+    ]
+    for key in ("input", *asked):
+        module = _modules(rng)[name]
+        given = x.mul(10).to(torch.int8) if name == "codes" else x.clone()
+        leaf = given if key == "input" else module._buffers[key]
+        if not leaf.is_floating_point():
+            continue  # codes have no gradient, and torch refuses to give them one
+        leaf.requires_grad_()
+        if name == "dynamic" and key in ("input", "bias"):
+            module(given).sum().backward()
+            want = torch.ones(3, 7) @ dequantized(module.weight, module.weight_scale.view(-1), torch.float32)
+            same(leaf.grad, want if key == "input" else torch.full((7,), 3.0))
+        else:
+            with pytest.raises(InvalidProblem, match="detached"):
+                module(given)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
+def test_no_compiled_op_stops_a_gradient_silently():
+    rng = fresh()
+    weight_q, scale, _ = layer(rng)
+    torch.compiler.reset()
+    compiled = torch.compile(linear_dynamic, backend="aot_eager", fullgraph=True)
+    x = normal(rng, 3, 24)
+    same(compiled(x, weight_q, scale), linear_dynamic(x, weight_q, scale))
+    for refused in (linear_dynamic, compiled):
+        with pytest.raises(Exception, match="a tensor that requires grad"):
+            refused(x.clone().requires_grad_(), weight_q, scale)
+    with torch.no_grad():
+        same(compiled(x.clone().requires_grad_(), weight_q, scale), linear_dynamic(x, weight_q, scale))

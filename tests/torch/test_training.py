@@ -1,0 +1,521 @@
+"""Layers that train: what they compute, what they keep, and what they work with."""
+
+import copy
+import pickle
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from support import fresh, sampled  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from skuda.registry.errors import InvalidProblem  # noqa: E402
+from skuda.torch import (  # noqa: E402
+    DynamicLinear,
+    FakeQuant,
+    FakeQuantLinear,
+    Mixed,
+    MixedLinear,
+    StaticLinear,
+    observe,
+)
+from skuda.torch.autograd import dequantized  # noqa: E402
+from skuda.torch.training import row_codes  # noqa: E402
+
+LOW = (torch.float16, torch.bfloat16)
+TRAINED = (*LOW, torch.float32)
+FAKES = tuple((activation, learn) for activation in ("token", "tensor", None) for learn in (False, True))
+WAYS = (*(FakeQuant(*fake) for fake in FAKES), Mixed())
+K, N = 24, 7
+
+
+class Frozen:
+    """The base of LoRA, converted as the other ways are; only its input has a gradient."""
+
+    def convert(self, name, layer):
+        return DynamicLinear.from_linear(layer)
+
+    def __str__(self):
+        return "Frozen()"
+
+
+STEPS = (*WAYS, Frozen())
+
+
+def normal(rng, *shape, dtype=torch.float32):
+    return torch.from_numpy(rng.normal(size=shape)).to(dtype)
+
+
+def same(got, want):
+    assert got.dtype == want.dtype
+    assert torch.equal(got, want), f"{(got != want).sum()} of {got.numel()} differ"
+
+
+def linear(rng, k=K, n=N, *, bias=True, dtype=torch.float32):
+    made = nn.Linear(k, n, bias, dtype=dtype)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(normal(rng, *parameter.shape))
+    return made
+
+
+def converted(way, layer, *inputs):
+    """Return the layer that a way makes, which has observed some inputs."""
+    made = way.convert("layer", layer)
+    with observe(made), torch.no_grad():
+        for x in inputs:
+            made(x)
+    return made
+
+
+def step(model, *inputs):
+    """Return the outputs of a model, and the gradients that they accumulate in inputs and parameters."""
+    model.zero_grad()
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    outputs = [model(x) for x in inputs]
+    for y in outputs:
+        y.float().square().sum().backward()
+    found = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
+    found |= {f"input {i}": x.grad for i, x in enumerate(inputs)}
+    return found | {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def same_step(got, want):
+    assert got.keys() == want.keys()
+    for name, value in got.items():
+        assert value.dtype == want[name].dtype, name
+        assert torch.equal(value, want[name]), name
+
+
+# --- fake quantization -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("learn", [True, False])
+@pytest.mark.parametrize("dtype", TRAINED)
+def test_the_int8_layer_has_the_weight_that_was_trained(dtype, learn):
+    rng = fresh(dtype, learn)
+    layer = FakeQuantLinear(linear(rng, dtype=dtype), learn_scale=learn)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(2):
+        layer(normal(rng, 3, K, dtype=dtype)).float().square().mean().backward()
+        optimizer.step()
+    trained = layer.fake_quantized_weight()
+    int8 = layer.to_int8()
+    same(dequantized(int8.weight, int8.weight_scale.view(-1), dtype), trained.detach())
+    if not learn:
+        also = DynamicLinear.from_linear(layer)
+        same(also.weight, int8.weight)
+        same(also.weight_scale, int8.weight_scale)
+
+
+@pytest.mark.parametrize("dtype", TRAINED)
+@pytest.mark.parametrize("fake", [fake for fake in FAKES if fake[0]])
+def test_the_int8_output_is_within_the_stated_bound(fake, dtype):
+    rng = fresh(fake, dtype)
+    x = normal(rng, 50, K, dtype=dtype)
+    layer = converted(FakeQuant(*fake), linear(rng, dtype=dtype), x).eval()
+    with torch.no_grad():
+        float_y, int8 = layer(x), layer.to_int8()
+        assert type(int8) is (DynamicLinear if fake[0] == "token" else StaticLinear)
+        int8_y = int8(x)
+        w = layer.fake_quantized_weight()
+        captured = {}
+        handle = nn.functional.linear
+        try:
+            nn.functional.linear = lambda x, w, b: captured.setdefault("x", x) is None or handle(x, w, b)
+            layer(x)
+        finally:
+            nn.functional.linear = handle
+    size = captured["x"].double().abs() @ w.double().abs().t() + layer.bias.detach().double().abs()
+    unit, unit32 = (torch.finfo(kind).eps / 2 for kind in (dtype, torch.float32))
+    assert ((float_y.double() - int8_y.double()).abs() <= ((K + 8) * unit32 + 5 * unit) * size).all()
+    assert int8_y.dtype is dtype
+
+
+@pytest.mark.parametrize("dtype", TRAINED)
+def test_fake_quantization_has_the_gradients_of_a_float_layer_of_rounded_values(dtype):
+    rng = fresh(dtype)
+    layer = FakeQuantLinear(linear(rng, dtype=dtype))
+    x = normal(rng, 2, 3, K, dtype=dtype)
+    got = step(layer, x)
+    rows, scales, _ = torch.ops.skuda.dynamic_range(x, q_min=-127, q_max=127, output_element="s8")
+    float_layer = nn.Linear(K, N, dtype=dtype)
+    float_layer.load_state_dict({"weight": layer.fake_quantized_weight().detach(), "bias": layer.bias.detach()})
+    same_step(got, step(float_layer, (rows * scales[..., None]).to(dtype)))
+
+
+def test_scales_are_observed_in_float_and_then_fixed():
+    rng = fresh()
+    layer = FakeQuant("tensor").convert("layer", linear(rng))
+    x, larger = normal(rng, 3, K), 10 * normal(rng, 4, K)
+    with pytest.raises(InvalidProblem, match=r"input_scale must be set before.*observe"):
+        layer(x)
+    with observe(layer):
+        same(layer(x), nn.functional.linear(x, layer.fake_quantized_weight(), layer.bias))
+        layer(larger)
+        layer(torch.empty(0, K))
+    same(layer.input_scale, (larger.abs().max() / 127).reshape(1))
+    layer(100 * larger)
+    same(layer.input_scale, (larger.abs().max() / 127).reshape(1))
+    fresh_layer = FakeQuant("tensor").convert("layer", linear(rng))
+    fresh_layer.load_state_dict(layer.state_dict())
+    same(fresh_layer(x), layer(x))
+
+
+def test_a_range_of_zero_is_no_scale():
+    layer = converted(FakeQuant("tensor"), linear(fresh()), torch.zeros(2, K))
+    with pytest.raises(InvalidProblem, match="input_scale must be set before"):
+        layer(torch.ones(2, K))
+
+
+def test_learned_scales_learn():
+    """From scales that are much too large, training finds better ones."""
+    rng = fresh()
+    layer = converted(FakeQuant("tensor", learn_scale=True), linear(rng), 20 * normal(rng, 3, K))
+    with torch.no_grad():
+        layer.weight_scale.mul_(20)
+    x = normal(rng, 64, K)
+    target = nn.functional.linear(x, layer.weight, layer.bias).detach()
+    optimizer = torch.optim.Adam([layer.weight_scale, layer.input_scale], lr=0.005)
+    losses = []
+    for _ in range(60):
+        loss = (layer(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0], losses
+
+
+def test_without_rounded_inputs_there_is_no_int8_layer():
+    with pytest.raises(InvalidProblem, match="activation must be 'token' or 'tensor'"):
+        FakeQuant(None).convert("layer", linear(fresh())).to_int8()
+
+
+# --- mixed -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", TRAINED)
+@pytest.mark.parametrize("bias", [True, False])
+def test_mixed_has_the_bits_of_the_int8_layer_and_gradients_by_ordinary_products(dtype, bias):
+    rng = fresh(dtype, bias)
+    master = linear(rng, bias=bias)
+    layer, x = MixedLinear(master), normal(rng, 2, 5, K, dtype=dtype)
+    got = step(layer, x)
+    int8 = DynamicLinear.from_linear(master)
+    y = int8(x)
+    same(layer.to_int8()(x), y)
+    same(got["output 0"], y)
+    grad = (2 * y.float()).to(dtype)
+    same(got["input 0"], grad @ dequantized(int8.weight, int8.weight_scale.view(-1), dtype))
+    same(got["weight"], (grad.view(-1, N).t() @ x.view(-1, K)).float())
+    if bias:
+        same(got["bias"], grad.view(-1, N).sum(0).float())
+
+
+class ThroughData(torch.optim.Optimizer):
+    """Writes through `data`, which torch's count of changes misses."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad.data)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "through data": lambda p: ThroughData(p, {}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_mixed_quantizes_again_after_a_step_and_not_before(name):
+    rng = fresh(name)
+    layer = MixedLinear(linear(rng))
+    optimizer = OPTIMIZERS[name](layer.parameters())
+    x = normal(rng, 3, K)
+    for _ in range(3):
+        layer(x).sum().backward()
+        kept = layer._codes
+        layer(x).sum().backward()
+        assert layer._codes is kept
+        before = layer(x)
+        optimizer.step()
+        same(layer(x).detach(), DynamicLinear.from_linear(layer)(x))
+        assert not torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize("change", ["in place", "replaced", "data", "loaded", "cast", "copy", "pickle", "swapped"])
+def test_mixed_notices_every_change_of_its_weight(change):
+    rng = fresh(change)
+    layer, x, other = MixedLinear(linear(rng)), normal(rng, 3, K), normal(rng, N, K)
+    before = layer(x)
+    with torch.no_grad():
+        if change == "in place":
+            layer.weight.copy_(other)
+        elif change == "replaced":
+            layer.weight = nn.Parameter(other)
+        elif change == "data":
+            layer.weight.data = other
+        elif change == "loaded":
+            layer.load_state_dict({"weight": other, "bias": layer.bias})
+        elif change == "cast":
+            layer.bfloat16()
+        elif change == "swapped":
+            layer.load_state_dict({"weight": other, "bias": layer.bias}, assign=True)
+        else:
+            layer.weight.mul_(1)  # the copy begins to count again, and reaches the same count
+            layer(x)
+            layer = copy.deepcopy(layer) if change == "copy" else pickle.loads(pickle.dumps(layer))  # noqa: S301
+            for _ in range(3):
+                layer.weight.copy_(other)
+                same(layer(x), DynamicLinear.from_linear(layer)(x))
+    after = layer(x)
+    same(after.detach(), DynamicLinear.from_linear(layer)(x))
+    assert not torch.equal(before, after)
+
+
+def test_mixed_trains_after_inference_mode():
+    rng = fresh()
+    layer, x = MixedLinear(linear(rng)), normal(rng, 3, K)
+    with torch.inference_mode():
+        y = layer(x)
+    same_step(step(layer, x), step(MixedLinear(layer), x))
+    same(layer(x).detach(), y.clone())
+
+
+def test_a_weight_that_is_not_finite_shows_in_the_result():
+    rng = fresh()
+    for value in (np.nan, np.inf, -np.inf):
+        for way in (FakeQuant(), FakeQuant(None), Mixed()):
+            layer = way.convert("layer", linear(rng))
+            with torch.no_grad():
+                layer.weight[1, 2] = value
+            found = layer(normal(rng, 4, K)).isnan()
+            assert found[:, 1].all()
+            assert found.sum() == 4
+    assert row_codes(torch.empty(3, 0))[1].tolist() == [1, 1, 1]
+
+
+# --- what both work with ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_layers_share_the_parameters_of_what_they_replace(way):
+    plain = linear(fresh(way)).eval()
+    made = way.convert("layer", plain)
+    assert isinstance(made, nn.Linear)
+    assert made.weight is plain.weight
+    assert made.bias is plain.bias
+    assert not made.training
+    assert {"weight", "bias"} <= set(made.state_dict())
+    if not getattr(way, "learn_scale", False) and getattr(way, "activation", None) != "tensor":
+        assert set(made.state_dict()) == {"weight", "bias"}
+        nn.Linear(K, N).load_state_dict(made.state_dict())
+        made.load_state_dict(nn.Linear(K, N).state_dict())
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_functional_calls_have_the_same_gradients(way):
+    rng = fresh(way)
+    x = normal(rng, 5, K)
+    layer = converted(way, linear(rng), x)
+    wanted = step(layer, x)
+    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+
+    def loss(parameters):
+        return torch.func.functional_call(layer, parameters, (x,)).square().sum()
+
+    for _ in range(2):
+        found = torch.func.grad(loss)(parameters)
+        for name in parameters:
+            same(found[name], wanted[name])
+    with torch.no_grad():
+        double = torch.func.functional_call(layer, {"weight": 2 * layer.weight, "bias": 2 * layer.bias}, (x,))
+        if not getattr(way, "learn_scale", False):
+            same(double, 2 * layer(x))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_copies_and_loaded_states_give_the_same_step(way):
+    rng = fresh(way)
+    x = normal(rng, 5, K)
+    layer = converted(way, linear(rng), x)
+    wanted = step(layer, x)
+    same_step(step(copy.deepcopy(layer), x), wanted)
+    loaded = way.convert("layer", linear(rng))
+    loaded.load_state_dict(layer.state_dict())
+    same_step(step(loaded, x), wanted)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_layer_that_is_dropped_is_freed(way):
+    """Its weight is not kept by a cycle or a table of its own."""
+    rng = fresh(way)
+    layer = converted(way, linear(rng), normal(rng, 3, K))
+    layer(normal(rng, 3, K)).sum().backward()
+    dropped = weakref.ref(layer.weight)
+    del layer
+    assert dropped() is None
+
+
+class Twice(nn.Module):
+    """Two layers with a nonlinearity between, each of them optionally computed again in the backward pass."""
+
+    def __init__(self, way, rng, dtype=torch.float32):
+        super().__init__()
+        x = normal(rng, 30, K, dtype=dtype)
+        self.first = converted(way, linear(rng, K, K, dtype=dtype), x)
+        self.second = converted(way, linear(rng, dtype=dtype), nn.functional.silu(self.first(x)))
+        self.again = None
+
+    def part(self, x):
+        return self.second(nn.functional.silu(self.first(x)))
+
+    def forward(self, x):
+        return self.part(x) if self.again is None else checkpoint(self.part, x, use_reentrant=self.again)
+
+
+@pytest.mark.parametrize("way", STEPS, ids=str)
+@pytest.mark.parametrize("low", [None, *LOW])
+def test_checkpoints_with_and_without_autocast(way, low):
+    rng = fresh(str(way), low)
+    model, x = Twice(way, rng), normal(rng, 5, K)
+
+    def run():
+        with torch.autocast("cpu", low, enabled=low is not None):
+            return step(model, x)
+
+    wanted = run()
+    assert wanted["output 0"].dtype is (low or torch.float32)
+    assert {value.dtype for name, value in wanted.items() if name != "output 0"} == {torch.float32}
+    for model.again in (True, False):
+        same_step(run(), wanted)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_accumulated_gradients_are_those_of_one_batch_where_sums_are_exact(way):
+    """Codes times a power of two: every product and sum is an integer below 2^24 of the same unit."""
+    rng = fresh(way)
+
+    def integers(*shape):
+        drawn = torch.from_numpy(rng.integers(-126, 127, shape)).float()
+        drawn[..., 0] = 127
+        return drawn
+
+    plain = nn.Linear(K, N)
+    with torch.no_grad():
+        plain.weight.copy_(integers(N, K) / 128)
+        plain.bias.copy_(integers(N) / 128)
+    parts = [integers(3, K), integers(5, K)]
+    layer = converted(way, plain, *parts)
+    grads = [torch.from_numpy(rng.integers(-8, 9, (len(part), N))).float() for part in parts]
+
+    def gradients(inputs, grads):
+        layer.zero_grad()
+        for x, grad in zip(inputs, grads, strict=True):
+            layer(x).backward(grad)
+        return {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+
+    accumulated, whole = gradients(parts, grads), gradients([torch.cat(parts)], [torch.cat(grads)])
+    for name in ("weight", "bias"):
+        same(accumulated[name], whole[name])
+        assert accumulated[name].abs().sum() > 0
+    for name in accumulated.keys() - {"weight", "bias"}:
+        torch.testing.assert_close(accumulated[name], whole[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("way", "low"),
+    sampled([pytest.param(way, low) for way in STEPS for low in (None, torch.bfloat16)], each=lambda way, _: type(way)),
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does it
+def test_a_compiled_step_has_no_graph_break_and_the_same_bits(way, low):
+    rng = fresh(str(way), low)
+    torch.compiler.reset()
+    model, inputs = Twice(way, rng), [normal(rng, rows, K) for rows in (4, 9)]
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=low is not None):
+        wanted = step(model, *inputs)
+        got = step(compiled, *inputs)
+    same_step({name.removeprefix("_orig_mod."): value for name, value in got.items()}, wanted)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
+@pytest.mark.parametrize("way", sampled(STEPS, each=type), ids=str)
+def test_a_step_compiled_by_inductor(way):
+    """It adds up the gradients of biases and scales in another order."""
+    rng = fresh(str(way))
+    torch.compiler.reset()
+    layer, x = converted(way, linear(rng), normal(rng, 30, K)), normal(rng, 9, K)
+    wanted = step(layer, x)
+    compiled = step(torch.compile(layer, fullgraph=True), x)
+    for name, value in compiled.items():
+        torch.testing.assert_close(value, wanted[name.removeprefix("_orig_mod.")], rtol=1e-4, atol=1e-4)
+
+
+def test_distributed_gradients_are_the_mean_of_those_of_each_process(tmp_path):
+    rng = fresh()
+    parts = [normal(rng, 4, K), normal(rng, 4, K)]
+    layers = [converted(way, linear(rng, K, K), normal(rng, 30, K)) for way in WAYS]
+    model = nn.Sequential(*(part for layer in layers for part in (layer, nn.RMSNorm(K))))
+    torch.save({"model": model, "parts": parts}, tmp_path / "model")
+    worker = Path(__file__).with_name("ddp_worker.py")
+    command = [sys.executable, worker]
+    processes = [subprocess.Popen([*command, str(rank), "2", tmp_path / "model"]) for rank in range(2)]
+    try:
+        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    steps = [step(model, part) for part in parts]
+    for rank in range(2):
+        found = torch.load(tmp_path / f"model.{rank}")
+        for (name, _), grad in zip(model.named_parameters(), found, strict=True):
+            same(grad, steps[0][name] / 2 + steps[1][name] / 2)
+
+
+# --- configs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [FakeQuant(), Mixed()], ids=str)
+def test_layers_that_cannot_be_served_are_refused_by_name(way):
+    hooked = nn.Linear(3, 2)
+    hooked.register_forward_hook(lambda *_: None)
+    refused = {
+        "be a torch.nn.Linear itself": torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)),
+        "be a torch.nn.Linear itself: a subclass": nn.modules.linear.NonDynamicallyQuantizableLinear(3, 2),
+        "have none: remove them": hooked,
+        "have a weight of float16, bfloat16 or float32; had torch.float64": nn.Linear(3, 2, dtype=torch.float64),
+    }
+    for rule, layer in refused.items():
+        with pytest.raises(InvalidProblem, match=f"{type(way).__name__}: model.layer must {rule}"):
+            way.convert("model.layer", layer)
+
+
+def test_learned_scales_need_a_weight_with_data():
+    meta = nn.Linear(3, 2, device="meta")
+    assert FakeQuant().convert("layer", meta).weight is meta.weight
+    with pytest.raises(InvalidProblem, match="layer must have data"):
+        FakeQuant(learn_scale=True).convert("layer", meta)
+
+
+def test_configs_check_their_values():
+    with pytest.raises(InvalidProblem, match="activation must be 'token', 'tensor' or None; had 'row'"):
+        FakeQuant("row")
+    with pytest.raises(InvalidProblem, match="learn_scale must be True or False; had 1"):
+        FakeQuant(learn_scale=1)
+    assert "activation='token', learn_scale=False" in repr(FakeQuant().convert("layer", nn.Linear(3, 2)))
