@@ -9,6 +9,7 @@ if __name__ != "skuda.torch":
     # In a checkout the folder lies below that of `skuda.dispatch`; imported twice, it would register its ops twice.
     raise ImportError("this package is imported as skuda.torch", name=__name__)
 
+from skuda.torch.checkpoint import load_, save
 from skuda.torch.linear import CodesLinear, DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.ops import linear_codes, linear_dynamic, linear_scaled, linear_static
 
@@ -21,4 +22,6 @@ __all__ = [
     "linear_dynamic",
     "linear_scaled",
     "linear_static",
+    "load_",
+    "save",
 ]

@@ -213,7 +213,7 @@ class Scheme:
         read.free("global_compression_ratio", "version")
         ignore = read.targets("ignore", default=())
         groups = _Reader(source, "config_groups", read.take("config_groups"))
-        found = tuple(_group_of(_Reader(source, name, groups.take(name))) for name in groups.names)
+        found = tuple(_group_of(_Reader(source, name, groups.take(name))) for name in tuple(groups.names))
         if not found:
             groups.refuse("", "no group", "hold a group of layers")
         read.finish()
