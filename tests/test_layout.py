@@ -30,6 +30,15 @@ ORDER = (
     "dispatch",
     "functional",
     "ops",
+    "torch.ops",
+    "torch.autograd",
+    "torch.linear",
+    "torch.layers",
+    "torch.calibration",
+    "torch.smoothing",
+    "torch.quantize",
+    "torch.preparation",
+    "torch",
 )
 """Parts of `skuda`, each before those that may import it."""
 TOOLS = (
@@ -56,7 +65,7 @@ NOUNS = {"__init__", "device", "dispatcher", "plan", "preference", "settings", "
 def name_of(path):
     """The name under which a file is imported."""
     names = path.relative_to(ROOT).with_suffix("").parts
-    names = names[2:] if names[1] == "skuda-package" else names
+    names = names[2:] if names[1] == "skuda-package" else names[1:] if names[:2] == ("dispatch", "torch") else names
     return ".".join(("skuda", *names)).removesuffix(".__init__")
 
 

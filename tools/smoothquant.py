@@ -38,14 +38,12 @@ from skuda.kernels.quantize import (
     QuantizePerTensorDescriptor,
     SmoothQuantLinearDescriptor,
 )
+from skuda.kernels.smoothing import factors
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 
 F32 = npt.NDArray[np.float32]
 S8 = npt.NDArray[np.int8]
-
-FLOOR = np.float32(1e-5)
-"""Least maximum of a channel, so that a zero channel causes neither a division by zero nor an infinite factor."""
 
 Q_MAX = 127
 """Bound of the symmetric range -127..127; without -128, every code has a negative."""
@@ -121,9 +119,7 @@ def smoothing_factors(activation_max: F32, weight_max: F32, alpha: float) -> F32
     alpha = _strength(subject, alpha)
     weight_max = _vector(subject, "weight_max", weight_max)
     activation_max = _vector(subject, "activation_max", activation_max, weight_max.size)
-    activation_power = np.power(np.maximum(activation_max, FLOOR), alpha, dtype=np.float64).astype(np.float32)
-    weight_power = np.power(np.maximum(weight_max, FLOOR), 1 - alpha, dtype=np.float64).astype(np.float32)
-    return activation_power / weight_power
+    return factors(activation_max, weight_max, alpha)
 
 
 def quantize_weight(dispatcher: Dispatcher, weight: npt.NDArray[Any]) -> tuple[S8, F32]:

@@ -9,19 +9,31 @@ if __name__ != "skuda.torch":
     # In a checkout the folder lies below that of `skuda.dispatch`; imported twice, it would register its ops twice.
     raise ImportError("this package is imported as skuda.torch", name=__name__)
 
+from skuda.torch.calibration import Calibration, calibrate
 from skuda.torch.checkpoint import load_, save
 from skuda.torch.linear import CodesLinear, DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.ops import linear_codes, linear_dynamic, linear_scaled, linear_static
+from skuda.torch.preparation import prepare
+from skuda.torch.quantize import Config, Dynamic, Report, quantize_
+from skuda.torch.smoothing import SmoothStatic
 
 __all__ = [
+    "Calibration",
     "CodesLinear",
+    "Config",
+    "Dynamic",
     "DynamicLinear",
     "Int8Linear",
+    "Report",
+    "SmoothStatic",
     "StaticLinear",
+    "calibrate",
     "linear_codes",
     "linear_dynamic",
     "linear_scaled",
     "linear_static",
     "load_",
+    "prepare",
+    "quantize_",
     "save",
 ]

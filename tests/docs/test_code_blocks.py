@@ -56,6 +56,8 @@ def blocks_of(page, text=None):
         yield Block(page, line, found[2], title[1] if title else "", body, marked[1] if marked else "")
 
 
+NEEDS = {"docs/torch.md": ("torch", "transformers", "safetensors"), "docs/training.md": ("torch",)}
+"""Packages without which a page is not run."""
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
@@ -89,6 +91,8 @@ def _surroundings(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_python_of_a_page_runs_in_order_and_prints_what_it_says(page, capsys):
+    for package in NEEDS.get(str(page.relative_to(ROOT)), ()):
+        pytest.importorskip(package)
     # As in a program: classes that a block defines belong to a module.
     space = {"__name__": "__main__"}
     for block in (block for block in of_language("python", run=True) if block.page == page):

@@ -1,0 +1,137 @@
+"""Which layers of a model can be replaced, and why others cannot."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
+from skuda.torch.linear import Int8Linear
+
+Filter = Callable[[nn.Module, str], bool]
+"""Says of a layer and its qualified name whether it is selected, as the filters of torchao do."""
+
+ALREADY = "it is already int8"
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}
+"""Names, because importing the second costs seconds."""
+_READS_WEIGHTS = (nn.TransformerEncoderLayer,)
+"""Modules of torch that pass the weights of their layers to a fused kernel, and do not call the layers."""
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def check_model(subject: str, model: object, filter_fn: object) -> None:
+    """Raise `InvalidProblem` unless these are a model and a filter or None."""
+    if not isinstance(model, nn.Module):
+        raise InvalidProblem(subject, "model", shown(model), "be a torch.nn.Module")
+    if filter_fn is not None and not callable(filter_fn):
+        raise InvalidProblem(subject, "filter_fn", shown(filter_fn), "be a function of a module and its name, or None")
+
+
+def check_count(subject: str, field: str, number: object) -> None:
+    """Raise `InvalidProblem` unless this is an integer that is not negative."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise InvalidProblem(subject, field, shown(number), "be an integer, at least 0")
+
+
+def linears(model: nn.Module, filter_fn: Filter | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """Return the selected linear layers, float or int8, by name; one of several names is the first."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, Int8Linear)) and (filter_fn is None or filter_fn(module, name)):
+            yield name, module
+
+
+class Obstacles:
+    """Why layers of a model must stay as they are.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    break_ties : bool
+        Whether a weight that other modules share may be quantized for one of them.
+    """
+
+    def __init__(self, model: nn.Module, *, break_ties: bool) -> None:
+        self._break_ties = break_ties
+        self._owners: defaultdict[object, dict[int, str]] = defaultdict(dict)
+        self._inside: dict[int, str] = {}
+        for name, module in model.named_modules():
+            for parameter in module._parameters.values():  # noqa: SLF001  torch itself has no other way to see ties
+                if parameter is not None and (memory := _memory(parameter)) is not None:
+                    self._owners[memory].setdefault(id(module), name)
+            for wrapper in _WRAPPERS & {base.__name__ for base in type(module).__mro__}:
+                rule = f"it is inside a {wrapper}: quantize the model before it is wrapped"
+                self._inside |= {id(inner): rule for inner in module.modules()}
+            if isinstance(module, _READS_WEIGHTS):
+                rule = f"a {type(module).__name__} reads its weight instead of calling it"
+                self._inside |= {id(inner): rule for inner in module.children()}
+
+    def of(self, linear: nn.Module) -> str | None:
+        """Return why a selected layer must stay as it is, or None."""
+        if isinstance(linear, Int8Linear):
+            return ALREADY
+        found = self._inside.get(id(linear)) or _own_code(linear) or _unfit(linear.weight)
+        if found is not None or self._break_ties:
+            return found
+        others = [name for owner, name in self._owners[_memory(linear.weight)].items() if owner != id(linear)]
+        return f"its weight is also that of {others[0] or 'the model'}: choose it with filter_fn" if others else None
+
+
+def hooked(module: nn.Module) -> bool:
+    """Return whether a module has hooks."""
+    return any(getattr(module, name, None) for name in _HOOKS)
+
+
+def _own_code(linear: nn.Module) -> str | None:
+    """Return what a layer does beside a product, which a replacement would lose."""
+    if type(linear) is not nn.Linear:
+        if nn.utils.parametrize.is_parametrized(linear):
+            return "it has parametrizations: remove them first (torch.nn.utils.parametrize)"
+        if isinstance(linear, nn.modules.lazy.LazyModuleMixin):
+            return "it is lazy: run the model once"
+        return f"it is a {type(linear).__name__}, which may do more than nn.Linear"
+    if "forward" in vars(linear):
+        return "its forward was replaced (as by a device map)"
+    if hooked(linear):
+        return "it has hooks, which would be lost"
+    names = {*linear._parameters, *linear._buffers, *linear._modules}  # noqa: SLF001  as above
+    if names != {"weight", "bias"}:
+        return f"it holds {', '.join(sorted(names))}, not a weight and a bias alone"
+    return None
+
+
+def _unfit(weight: Tensor) -> str | None:
+    """Return why there is no int8 form of a weight here."""
+    if weight.is_meta:
+        return "its weight is on the meta device: load it first"
+    if type(weight) not in (nn.Parameter, Tensor):
+        return f"its weight is a {type(weight).__name__}"
+    if weight.layout is not torch.strided:
+        return f"its weight is {weight.layout}, not dense"
+    if weight.dtype not in _DTYPES:
+        return f"its weight is {weight.dtype}, not float16, bfloat16 or float32"
+    if weight.device.type not in ("cpu", "cuda"):
+        return f"its weight is on {weight.device}, for which there are no kernels"
+    if weight._backward_hooks:  # noqa: SLF001  torch itself has no other way to see them
+        return "its weight has gradient hooks, which would be lost"
+    return None
+
+
+def _memory(parameter: Tensor) -> object:
+    """Return what two parameters have in common if they are tied, or None if that cannot be known."""
+    if parameter.is_meta or parameter.layout is not torch.strided or type(parameter) is not nn.Parameter:
+        return None
+    return (parameter.device, parameter.data_ptr(), parameter.shape) if parameter.numel() else None

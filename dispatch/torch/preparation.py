@@ -1,0 +1,63 @@
+"""Everything that happens at the first call of a layer, done ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
+from skuda.torch.layers import check_count, check_model
+from skuda.torch.linear import CodesLinear, Int8Linear
+
+
+def prepare(
+    model: nn.Module, rows: Iterable[int] = (1, 16), dtype: torch.dtype | None = None
+) -> dict[str, dict[int, str]]:
+    """Run every int8 layer of a model once for each number of rows, so that its kernels are compiled and planned.
+
+    A CUDA graph of calls with these numbers of rows can then be captured at once.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    rows : iterable of int
+        Numbers of rows of the inputs, all leading axes multiplied.
+    dtype : torch.dtype, optional
+        Of the inputs; by default that of the model's first floating-point parameter, or torch's default.
+
+    Returns
+    -------
+    dict of str to dict of int to str
+        Id of the kernel of each layer's product, by the layer's name and the number of rows.
+
+    Raises
+    ------
+    InvalidProblem
+        For an argument of another kind.
+    Unsupported
+        If no kernel can serve a layer.
+    """
+    check_model("prepare", model, None)
+    try:
+        counts = tuple(rows)
+    except TypeError:
+        raise InvalidProblem("prepare", "rows", shown(rows), "be numbers of rows") from None
+    for count in counts:
+        check_count("prepare", "rows", count)
+    if dtype is None:
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    elif not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InvalidProblem("prepare", "dtype", shown(dtype), "be a floating-point dtype")
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Int8Linear)}
+    planned: dict[str, dict[int, str]] = {name: {} for name in layers}
+    with torch.no_grad():
+        for name, layer in layers.items():
+            for count in counts:
+                given = torch.int8 if isinstance(layer, CodesLinear) else dtype
+                zeros = torch.zeros(count, layer.in_features, dtype=given, device=layer.weight.device)
+                layer(zeros)
+                planned[name][count] = str(layer.explain(zeros).chosen)
+    return planned

@@ -1,0 +1,219 @@
+"""One call that replaces the linear layers of a model by int8 ones."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from skuda.registry.errors import InvalidProblem, SkudaError
+from skuda.registry.text import one_line, shown
+from skuda.torch.layers import ALREADY, Filter, Obstacles, check_model, linears
+from skuda.torch.linear import DynamicLinear, Int8Linear
+
+_MOST_SHOWN = 3
+
+
+class Config(Protocol):
+    """What `quantize_` makes of a layer. Any object with this method is one.
+
+    A config whose layers depend on each other also has ``together(model, linears)``: it is called once, with all layers
+    that are going to be converted by name, and returns what converts them. That may have ``fold(model, converted)``,
+    which is called at the end and returns the layers by the norm that took over something of theirs.
+    """
+
+    def convert(self, name: str, linear: nn.Linear) -> nn.Module:
+        """Return what stands in for a layer; the layer itself if it shall stay.
+
+        Raises
+        ------
+        SkudaError
+            If the layer cannot be converted; the message says why.
+        """
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """Config of `quantize_`: weights per output channel, inputs per row at run time; see `DynamicLinear`."""
+
+    def convert(self, name: str, linear: nn.Linear) -> nn.Module:  # noqa: ARG002  the protocol's
+        """Return the int8 form of a layer; errors as `DynamicLinear.from_linear`."""
+        return DynamicLinear.from_linear(linear)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `quantize_` did.
+
+    Attributes
+    ----------
+    converted : mapping of str to str
+        Class of what stands in for a layer, by the layer's name.
+    left : mapping of str to str
+        Selected layers that stay as they were, and why.
+    folded : mapping of str to tuple of str
+        Norms that took over the smoothing of layers, and these layers.
+    not_folded : mapping of str to str
+        Other norms in front of layers, and why they did not.
+    bytes_before, bytes_after : int
+        Memory of the converted layers' weights, scales and biases.
+    """
+
+    converted: Mapping[str, str]
+    left: Mapping[str, str]
+    folded: Mapping[str, tuple[str, ...]]
+    not_folded: Mapping[str, str]
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        ratio = f" ({self.bytes_after / self.bytes_before:.3f}x)" if self.bytes_before else ""
+        lines = [f"{len(self.converted)} converted, {self.bytes_before} -> {self.bytes_after} bytes{ratio}"]
+        lines += _table("converted to", self.converted)
+        lines += _table("left:", self.left)
+        lines += _table("folded into", {name: norm for norm, names in self.folded.items() for name in names})
+        return "\n".join(lines + _table("not folded:", self.not_folded))
+
+
+def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None, *, strict: bool = False) -> Report:
+    """Replace linear layers of a model, in place.
+
+    A layer is an `nn.Linear` and no subclass. One that cannot be replaced stays as it is, and the report says why; so
+    do layers whose weight is tied to another module, such as an embedding, unless `filter_fn` is given and selects
+    them, which ends the tie. A layer with several names is replaced under all of them. Code that reads the weight of a
+    layer instead of calling it must be excluded with `filter_fn`; of modules of torch that is known.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        What contains the layers; it is wrapped for data parallelism afterwards.
+    config : Config
+        `Dynamic`, `SmoothStatic`, or anything else with a method ``convert(name, linear)``.
+    filter_fn : callable, optional
+        Selects layers: takes the layer and its qualified name; by default all are selected.
+    strict : bool
+        Whether to raise, before anything is replaced, if a selected layer has to stay in floating point.
+
+    Returns
+    -------
+    Report
+
+    Raises
+    ------
+    InvalidProblem
+        For an argument of another kind; with `strict`, for a layer that has to stay.
+    """
+    check_model("quantize_", model, filter_fn)
+    if isinstance(model, nn.Linear):
+        rule = "contain the layer, as nn.Sequential(linear) does; or use DynamicLinear.from_linear(linear)"
+        raise InvalidProblem("quantize_", "model", f"a {type(model).__name__} itself", rule)
+    if isinstance(config, type) or not callable(getattr(config, "convert", None)):
+        raise InvalidProblem("quantize_", "config", shown(config), "be a config, such as Dynamic()")
+    fit, left = _sorted(model, filter_fn)
+    if strict:
+        _check_none_left(left)
+    joint = config.together(model, fit) if hasattr(config, "together") else config
+    slots = _slots(model, fit)
+    converted: dict[str, nn.Module] = {}
+    before = after = 0
+    for name, layer, new in _conversions(joint, fit, left):
+        converted[name] = new.train(layer.training)
+        before, after = before + _bytes(layer), after + _bytes(new)
+        if not strict:
+            _replace(slots[name], new)
+    if strict:
+        _check_none_left(left)
+        for name, new in converted.items():
+            _replace(slots[name], new)
+    return Report(
+        converted=MappingProxyType({name: type(new).__name__ for name, new in converted.items()}),
+        left=MappingProxyType(left),
+        folded=MappingProxyType(joint.fold(model, converted) if hasattr(joint, "fold") else {}),
+        not_folded=MappingProxyType(getattr(joint, "not_folded", {})),
+        bytes_before=before,
+        bytes_after=after,
+    )
+
+
+def _sorted(model: nn.Module, filter_fn: Filter | None) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """Return the selected layers that can be replaced, and why others cannot."""
+    obstacles = Obstacles(model, break_ties=filter_fn is not None)
+    fit, left = {}, {}
+    for name, layer in linears(model, filter_fn):
+        reason = obstacles.of(layer)
+        if reason is None:
+            fit[name] = layer
+        else:
+            left[name] = reason
+    return fit, left
+
+
+def _check_none_left(left: Mapping[str, str]) -> None:
+    found = {name: reason for name, reason in left.items() if reason != ALREADY}
+    for name, reason in found.items():
+        rule = f"be convertible with strict=True, as {len(found)} selected layers are not; nothing was replaced"
+        raise InvalidProblem("quantize_", name or "model", reason, rule)
+
+
+def _slots(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Return where each layer is registered, by its name."""
+    names = {id(layer): name for name, layer in layers.items()}
+    slots: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in layers}
+    for parent in model.modules():
+        for key, child in parent._modules.items():  # noqa: SLF001  named_children() leaves out what is there twice
+            if id(child) in names:
+                slots[names[id(child)]].append((parent, key))
+    return slots
+
+
+def _replace(slots: list[tuple[nn.Module, str]], new: nn.Module) -> None:
+    for parent, key in slots:
+        setattr(parent, key, new)
+
+
+def _conversions(
+    config: Config, layers: dict[str, nn.Linear], left: dict[str, str]
+) -> Iterator[tuple[str, nn.Linear, nn.Module]]:
+    """Return what each layer becomes, and drop the layer, so that its memory is free once it is replaced."""
+    for name in tuple(layers):
+        layer = layers.pop(name)
+        try:
+            new = config.convert(name, layer)
+            _check_converted(config, layer, new)
+        except SkudaError as error:
+            left[name] = one_line(str(error), 200)
+            continue
+        if new is layer:
+            left[name] = "the config leaves it as it is"
+        else:
+            yield name, layer, new
+
+
+def _check_converted(config: Config, layer: nn.Linear, new: object) -> None:
+    if not isinstance(new, nn.Module):
+        raise InvalidProblem(type(config).__name__, "convert", shown(new), "return a torch.nn.Module")
+    if isinstance(new, Int8Linear):
+        found = new.explain(torch.empty(1, new.in_features, dtype=layer.weight.dtype, device="meta"))
+        if found.chosen is None:
+            raise InvalidProblem(type(config).__name__, "layer", found.why_not(), "have a kernel")
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _table(title: str, of: Mapping[str, str]) -> list[str]:
+    """Return a line for each value, with the first of its names."""
+    names: defaultdict[str, list[str]] = defaultdict(list)
+    for name, value in of.items():
+        names[value].append(name or "the model")
+    return [
+        f"  {title} {value}: {', '.join(found[:_MOST_SHOWN])}"
+        + (f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else "")
+        for value, found in names.items()
+    ]

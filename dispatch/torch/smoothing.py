@@ -1,0 +1,266 @@
+"""SmoothQuant: static int8 layers whose inputs' outliers are moved into the weights, or into the norm in front.
+
+The arithmetic is that of `skuda.tools.smoothquant`, with the same bits. See there for the precision of each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from skuda.kernels.smoothing import factors
+from skuda.registry.errors import InvalidProblem, SkudaError
+from skuda.registry.text import shown
+from skuda.torch.calibration import Calibration
+from skuda.torch.layers import hooked
+from skuda.torch.linear import Q_MAX, StaticLinear, quantized_weight
+
+ALPHAS = tuple(i / 20 for i in range(21))
+"""Strengths that a search tries."""
+
+_MOST_CHANNELS = 4096
+"""Output channels of which the exact product is held in f64 at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class SmoothStatic:
+    """Config of `quantize_`: one activation scale per layer from calibration, after SmoothQuant's smoothing.
+
+    Where the inputs of layers come from one norm, and nothing else uses its output, these layers get the same factors,
+    from the largest weights of all of them, and the norm's weight and bias are divided by the factors. The quotients
+    are made in f32 and rounded to the norm's dtype, so the layers' inputs differ by rounding errors of that dtype from
+    those that a division at run time gives. Elsewhere a layer divides its own input by its own factors.
+
+    Parameters
+    ----------
+    calibration : Calibration
+        Of the same model; see `calibrate`.
+    alpha : float, "search" or None
+        Smoothing strength in 0..1; None for no smoothing. ``"search"`` tries 0, 0.05, ..., 1 and takes the one with the
+        least squared error on the rows of the calibration, summed over layers with the same factors; of equal ones the
+        smallest. The error is that of the output in f32, without the bias, against the product in f64.
+    fold : bool
+        Whether factors may be folded into norms.
+
+    Raises
+    ------
+    InvalidProblem
+        For an argument of another kind, or a calibration that is not complete.
+    """
+
+    calibration: Calibration
+    alpha: float | Literal["search"] | None = 0.5
+    fold: bool = True
+
+    def __post_init__(self) -> None:
+        _check(self.calibration, self.alpha, self.fold)
+
+    def convert(self, name: str, linear: nn.Linear) -> StaticLinear:
+        """Return the int8 form of one layer, which divides its input itself.
+
+        Raises
+        ------
+        InvalidProblem
+            If the layer was not calibrated, or has values that are not finite.
+        """
+        return self._converted(name, linear, self._smooth({name: linear}))
+
+    def together(self, model: nn.Module, linears: Mapping[str, nn.Linear]) -> _Smoothing:
+        """Decide which layers of those that a call of `quantize_` converts share their factors with a norm."""
+        shared: dict[str, Tensor] = {}
+        norms: dict[str, tuple[str, ...]] = {}
+        not_folded: dict[str, str] = {}
+        if self.fold and self.alpha is not None:
+            not_folded |= self.calibration.not_folded
+            for norm, names in self.calibration.norms.items():
+                others = [name for name in names if name not in linears]
+                reason = f"{others[0]} stays as it is" if others else _why_not(model, norm, linears[names[0]])
+                try:
+                    smooth = None if reason else self._smooth({name: linears[name] for name in names})
+                except SkudaError as error:
+                    reason = str(error)
+                if reason is None and smooth is not None:
+                    norms[norm] = names
+                    shared |= dict.fromkeys(names, smooth)
+                else:
+                    not_folded[norm] = str(reason)
+        return _Smoothing(self, shared, norms, not_folded)
+
+    def _converted(self, name: str, linear: nn.Linear, smooth: Tensor | None) -> StaticLinear:
+        return _static_linear(linear.weight, linear.bias, self._maxima(name, linear), smooth)
+
+    def _maxima(self, name: str, linear: nn.Linear) -> Tensor:
+        left = self.calibration.left.get(name)
+        maxima = self.calibration.maxima.get(name)
+        if left is not None or maxima is None:
+            raise InvalidProblem("SmoothStatic", "calibration", left or f"nothing about {name}", "have seen the layer")
+        if maxima.numel() != linear.in_features:
+            had = f"{maxima.numel()} channels for {name}"
+            raise InvalidProblem("SmoothStatic", "calibration", had, f"be of this model, {linear.in_features} channels")
+        if not bool(maxima.isfinite().all()):
+            raise InvalidProblem("SmoothStatic", "calibration", f"an infinite input of {name}", "be finite")
+        return maxima.to(linear.weight.device)
+
+    def _smooth(self, linears: Mapping[str, nn.Linear]) -> Tensor | None:
+        """Return the factors of layers with the same input."""
+        if self.alpha is None:
+            return None
+        inputs = _largest([self._maxima(name, linear) for name, linear in linears.items()])
+        weights = _largest([_column_maxima(linear.weight) for linear in linears.values()])
+        if not bool(weights.isfinite().all()):
+            raise InvalidProblem("SmoothStatic", "weight", "an infinity or NaN", "be finite")
+
+        def made(alpha: float) -> Tensor:
+            found = factors(inputs.cpu().numpy(), weights.cpu().numpy(), alpha)
+            return torch.from_numpy(found).to(inputs.device)
+
+        if not isinstance(self.alpha, str):
+            return made(float(self.alpha))
+        trials = [self._trial(name, linear) for name, linear in linears.items()]
+        # The first of the least: `min` is stable, and the strengths ascend.
+        return made(min(ALPHAS, key=lambda alpha: sum(trial(made(alpha)) for trial in trials)))
+
+    def _trial(self, name: str, linear: nn.Linear) -> Callable[[Tensor], float]:
+        """Return the squared error of a layer's output on its sample, as a function of the factors."""
+        rows = self.calibration.rows.get(name)
+        rows = rows[rows.isfinite().all(1)].float().to(linear.weight.device) if rows is not None else None
+        if rows is None or not len(rows):
+            raise InvalidProblem("SmoothStatic", "calibration", f"no finite rows of {name}", "have kept some to search")
+        maxima, weight = self._maxima(name, linear), linear.weight.detach()
+        exact = torch.cat([rows.double() @ part.double().T for part in weight.split(_MOST_CHANNELS)], 1)
+
+        def error(smooth: Tensor) -> float:
+            try:
+                found = _static_linear(weight, None, maxima, smooth)
+            except InvalidProblem:  # factors that overflow
+                return inf
+            with torch.no_grad(), torch.autocast(rows.device.type, enabled=False):
+                return float((found(rows).double() - exact).square().sum())
+
+        return error
+
+
+class _Smoothing:
+    """A `SmoothStatic` that knows which layers share factors.
+
+    Attributes
+    ----------
+    not_folded : dict of str to str
+        Norms in front of layers that keep their weight, and why.
+    """
+
+    def __init__(
+        self,
+        config: SmoothStatic,
+        shared: Mapping[str, Tensor],
+        norms: Mapping[str, tuple[str, ...]],
+        not_folded: dict[str, str],
+    ) -> None:
+        self._config, self._shared, self._norms, self.not_folded = config, shared, norms, not_folded
+
+    def convert(self, name: str, linear: nn.Linear) -> StaticLinear:
+        """Return the int8 form of one layer."""
+        if name not in self._shared:
+            return self._config.convert(name, linear)
+        return self._config._converted(name, linear, self._shared[name])  # noqa: SLF001  the two are one
+
+    def fold(self, model: nn.Module, converted: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
+        """Fold factors into norms all of whose layers were converted; return these layers by norm."""
+        folded = {}
+        for norm, names in self._norms.items():
+            layers = [converted[name] for name in names if name in converted]
+            if len(layers) < len(names):
+                self.not_folded[norm] = "not all of its layers could be converted"
+            elif _divide(model.get_submodule(norm), self._shared[names[0]]):
+                folded[norm] = names
+                for layer in layers:
+                    layer.smooth = None
+            else:
+                self.not_folded[norm] = "its dtype cannot hold the quotients"
+        return folded
+
+
+def _check(calibration: object, alpha: object, fold: object) -> None:
+    if not (isinstance(calibration, Calibration) and calibration.complete):
+        rule = "be what calibrate() yielded, after its block"
+        raise InvalidProblem("SmoothStatic", "calibration", shown(calibration), rule)
+    number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool) and 0 <= alpha <= 1
+    if not (number or alpha is None or (isinstance(alpha, str) and alpha == "search")):
+        raise InvalidProblem("SmoothStatic", "alpha", shown(alpha), 'be a number in 0..1, "search" or None')
+    if not isinstance(fold, bool):
+        raise InvalidProblem("SmoothStatic", "fold", shown(fold), "be True or False")
+
+
+def _static_linear(weight: Tensor, bias: Tensor | None, maxima: Tensor, smooth: Tensor | None) -> StaticLinear:
+    """Quantize a layer whose inputs have these largest magnitudes."""
+    weight = weight.detach()
+    if smooth is not None:
+        smooth = smooth.to(weight.device)
+        # Division by a positive number is monotone, so this is the largest quotient of the input.
+        maxima, weight = torch.ops.skuda.smooth(maxima, smooth), weight.float() * smooth
+    if not bool(maxima.isfinite().all()):
+        raise InvalidProblem("SmoothStatic", "maxima", "an infinity", "be finite after smoothing")
+    scale = torch.ops.skuda.dynamic_range(maxima[None], q_min=-Q_MAX, q_max=Q_MAX, output_element="s8")[1]
+    return StaticLinear(*quantized_weight(weight), bias, input_scale=scale, smooth=smooth)
+
+
+def _column_maxima(weight: Tensor) -> Tensor:
+    if not len(weight):
+        return weight.new_zeros(weight.shape[1], dtype=torch.float32)
+    return weight.detach().abs().amax(0).float()
+
+
+def _largest(vectors: list[Tensor]) -> Tensor:
+    return torch.stack([vector.to(vectors[0].device) for vector in vectors]).amax(0)
+
+
+def _parameters(norm: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a norm by which its output is scaled."""
+    own = dict(norm.named_parameters(recurse=False))
+    return {name: own[name].detach() for name in ("weight", "bias") if name in own}
+
+
+def _why_not(model: nn.Module, name: str, linear: nn.Linear) -> str | None:
+    """Return why a norm's weight and bias cannot be divided in place of its output, or None."""
+    try:
+        norm = model.get_submodule(name)
+    except AttributeError:
+        return "there is no such module in this model"
+    own, size = _parameters(norm), linear.in_features
+    if hooked(norm) or nn.utils.parametrize.is_parametrized(norm):
+        return "it has hooks or parametrizations"
+    if any(tuple(value.shape) != (size,) or value.is_meta for value in own.values()) or "weight" not in own:
+        return f"it has no weight of shape [{size}]"
+    # Some norms, Gemma's for example, scale by 1 + weight. Powers of two are exact, so the outputs must be equal.
+    generator = torch.Generator().manual_seed(0)
+    weight = own["weight"]
+    powers = torch.tensor([0.0, 1.0, 2.0])[torch.randint(3, (size,), generator=generator)].to(weight)
+    probe = torch.randn(2, size, generator=generator).to(weight)
+    scaled = {name: value * powers for name, value in own.items()}
+    try:
+        with torch.no_grad():
+            plain, folded = (torch.func.functional_call(norm, values, (probe,)) for values in (own, scaled))
+            if isinstance(plain, Tensor) and torch.equal(plain * powers, folded):
+                return None
+    except (TypeError, ValueError, RuntimeError, IndexError):  # it takes other arguments
+        pass
+    return "its output is not proportional to its weight and bias"
+
+
+def _divide(norm: nn.Module, smooth: Tensor) -> bool:
+    """Divide a norm's weight and bias by factors, if its dtype holds the quotients to its full precision."""
+    found = {}
+    for name, value in _parameters(norm).items():
+        quotient = torch.ops.skuda.smooth(value, smooth.to(value.device)).to(value.dtype)
+        normal = quotient.abs() >= torch.finfo(value.dtype).tiny
+        if not bool((quotient.isfinite() & (normal | (value == 0))).all()):
+            return False
+        found[name] = quotient
+    for name, quotient in found.items():
+        setattr(norm, name, nn.Parameter(quotient, requires_grad=norm.get_parameter(name).requires_grad))
+    return True
