@@ -38,6 +38,10 @@ ORDER = (
     "torch.smoothing",
     "torch.quantize",
     "torch.preparation",
+    "torch.scheme",
+    "torch.stored",
+    "torch.checkpoint",
+    "torch.transformers",
     "torch",
 )
 """Parts of `skuda`, each before those that may import it."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -80,12 +80,13 @@ def load_(model: nn.Module, path: str | os.PathLike[str]) -> tuple[str, ...]:
     folder = _folder("load_", model, path)
     with opened(folder) as tensors:
         scheme = Scheme.parse(str(folder / CONFIG), read_object(folder / CONFIG).get("quantization_config"))
+        state = _state(model)
         layers = {}
         for name, module, group in scheme.layers(model):
             layer = int8_layer(module, group, tensors.within(name), smooth=scheme.smooth)
             check_values(tensors.source, name, layer)
             layers[name] = layer
-        copies = [*_copies(model, layers, tensors)]
+        copies = [*_copies(state, layers, tensors)]
         tensors.finish()
         with torch.no_grad():
             for own, tensor in copies:
@@ -95,16 +96,12 @@ def load_(model: nn.Module, path: str | os.PathLike[str]) -> tuple[str, ...]:
     return tuple(layers)
 
 
-def _copies(model: nn.Module, layers: Iterable[str], tensors: Tensors) -> Iterator[tuple[Tensor, Tensor]]:
+def _copies(state: dict[str, Tensor], layers: Container[str], tensors: Tensors) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each tensor of a model outside of its int8 layers, and what is to be copied into it."""
     places: defaultdict[object, list[str]] = defaultdict(list)
-    state = model.state_dict()
     for name, own in state.items():
-        if name.rpartition(".")[0] in layers:
-            continue
-        if not isinstance(own, Tensor) or own.is_meta or own.layout is not torch.strided:
-            raise InvalidProblem("load_", name, shown(own), "be a dense tensor on a device")
-        places[own.data_ptr(), own.shape, own.stride()].append(name)
+        if name.rpartition(".")[0] not in layers:
+            places[own.device, own.data_ptr(), own.shape, own.stride()].append(name)
     for names in places.values():
         # A tensor that stands at several places is stored once, by one of its names.
         own = state[names[0]]
@@ -112,10 +109,14 @@ def _copies(model: nn.Module, layers: Iterable[str], tensors: Tensors) -> Iterat
         if not found:
             tensors.take(names[0], own.dtype, tuple(own.shape))
         first, *others = found.values()
-        if not all(torch.equal(other.view(torch.uint8), first.view(torch.uint8)) for other in others):
+        if not all(torch.equal(_bytes(other), _bytes(first)) for other in others):
             rule = f"be equal to {names[0]}: they are one tensor of the model"
             raise InvalidRecord(tensors.source, f"tensor {names[-1]}", "other values", rule)
         yield own, first
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -166,16 +167,22 @@ def stored(model: nn.Module) -> dict[str, Tensor]:
         For a tensor that no file can hold, or a zero point that is not in -128..127.
     """
     layers = {f"{name}.input_zero_point" for name, part in model.named_modules() if isinstance(part, StaticLinear)}
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
-            raise InvalidProblem("checkpoint", name, shown(tensor), "be a dense tensor with values")
+    tensors = _state(model)
+    for name, tensor in tensors.items():
         if name in layers:
             if not bool(((tensor >= -128) & (tensor <= 127)).all()):
                 raise InvalidProblem("checkpoint", name, str(tensor.item()), "be a code, -128..127")
-            tensor = tensor.to(torch.int8)  # noqa: PLW2901  the same value
-        tensors[name] = tensor
+            tensors[name] = tensor.to(torch.int8)
     return tensors
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's tensors by name; raise `InvalidProblem` for one that is not dense, or has no values."""
+    state = dict(model.state_dict())
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+            raise InvalidProblem("checkpoint", name, shown(tensor), "be a dense tensor with values")
+    return state
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch import nn
 
 from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.registry.text import shown
+from skuda.torch.layers import hooked
 from skuda.torch.linear import DynamicLinear, Int8Linear, StaticLinear
 
 FORMAT = "int-quantized"
@@ -101,11 +102,6 @@ class Scheme:
     ignore: tuple[str, ...] = ()
     smooth: bool = False
 
-    @classmethod
-    def dynamic(cls, ignore: tuple[str, ...] = ()) -> Self:
-        """Return the scheme of all linear layers with a scale per token."""
-        return cls((Group(("Linear",), Activation.DYNAMIC),), ignore)
-
     def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Group]]:
         """Yield name, module and group of each layer that is int8; it is a `torch.nn.Linear`, or int8 already.
 
@@ -118,7 +114,7 @@ class Scheme:
         seen: set[int] = set()
         for name, module in model.named_modules(remove_duplicate=False):
             group = self._group(name, module)
-            if group is None or _matched(self.ignore, name, module) is not None:
+            if group is None or matches(self.ignore, name, module):
                 continue
             if type(module) is not nn.Linear and not isinstance(module, Int8Linear):
                 if next(module.parameters(recurse=False), None) is None:
@@ -128,7 +124,7 @@ class Scheme:
                 _refuse("the model", type(module).__name__, "hold layers, and be none itself")
             if id(module) in seen:
                 _refuse(name, "a module that stands at two places", "stand at one place, or be in ignore")
-            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:  # noqa: SLF001  torch has no other way to ask
+            if hooked(module):
                 _refuse(name, "hooks", "have no hooks, which would be lost: remove them, or add it to ignore")
             seen.add(id(module))
             yield name, module, group
@@ -305,6 +301,11 @@ class _Reader:
     def finish(self) -> None:
         for name in self.names:
             self.refuse(name, shown(self.fields[name]), "be absent: this version of skuda does not know it")
+
+
+def matches(targets: tuple[str, ...], name: str, module: nn.Module) -> bool:
+    """Return whether a module is a target: by its name, a pattern, or its class."""
+    return _matched(targets, name, module) is not None
 
 
 def _matched(targets: tuple[str, ...], name: str, module: nn.Module) -> tuple[int, str] | None:

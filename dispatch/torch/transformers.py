@@ -31,8 +31,9 @@ except ImportError as error:
     raise MissingDependency("transformers", "pip install 'skuda[transformers]'") from error
 
 from skuda.torch.checkpoint import opened_files, stored
-from skuda.torch.linear import DynamicLinear, Int8Linear, StaticLinear
-from skuda.torch.scheme import FORMAT, METHOD, OWN_METHOD, Scheme
+from skuda.torch.linear import Int8Linear, StaticLinear
+from skuda.torch.quantize import Dynamic, Report, quantize_
+from skuda.torch.scheme import FORMAT, METHOD, OWN_METHOD, Scheme, matches
 from skuda.torch.stored import Tensors, check_values, int8_layer
 
 
@@ -84,13 +85,20 @@ auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = _CompressedTensorsConfig
 
 @register_quantizer(OWN_METHOD)
 class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Puts int8 layers into a model: before the weights of an int8 checkpoint are loaded, and after those of floats."""
+    """Puts int8 layers into a model: before the weights of an int8 checkpoint are loaded, and after those of floats.
+
+    Attributes
+    ----------
+    report : Report or None
+        What was quantized, and what was left and why; None for an int8 checkpoint.
+    """
 
     requires_calibration = False
     is_compileable = True
     is_trainable = False
 
     quantization_config: SkudaConfig
+    report: Report | None = None
 
     def is_serializable(self) -> bool:
         """Return True: `save_pretrained` writes the compressed-tensors format."""
@@ -135,8 +143,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
         if ignore is None:
             logits = model.get_output_embeddings()
             ignore = tuple(name for name, module in model.named_modules() if module is logits)
-        for name, module, _group in list(Scheme.dynamic(ignore).layers(model)):
-            model.set_submodule(name, DynamicLinear.from_linear(module))
+        self.report = quantize_(model, Dynamic(), lambda module, name: not matches(ignore, name, module))
         self.quantization_config.scheme = Scheme.of(model)
         return model
 
