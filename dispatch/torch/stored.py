@@ -55,6 +55,12 @@ class Tensors:
         self._read, self._prefix = read, prefix
         self._left = set(kinds) if left is None else left
 
+    def renamed(self, rename: Callable[[str], str]) -> Self:
+        """Return the same tensors by other names."""
+        names = {rename(name): name for name in self.kinds}
+        kinds = {new: self.kinds[name] for new, name in names.items()}
+        return type(self)(self.source, kinds, lambda name: self._read(names[name]))
+
     def within(self, prefix: str) -> Self:
         """Return the same tensors, where every name follows a prefix and a dot."""
         return type(self)(self.source, self.kinds, self._read, files=self.files, prefix=f"{prefix}.", left=self._left)
@@ -84,12 +90,12 @@ class Tensors:
         """Take the zero point of something symmetric, which old writers store, too, if it is there."""
         if name in self:
             zeros = self.take(name, _CODES, self.kinds[self._prefix + name][1])
-            if not zeros.is_meta and bool(zeros.any()):
+            if bool(zeros.any()):
                 self._refuse(self._prefix + name, "other codes", "be 0: the config says that this is symmetric")
 
     def finish(self) -> None:
-        """Refuse what was not taken."""
-        for name in sorted(self._left):
+        """Refuse what was not taken, of those names that follow the prefix."""
+        for name in sorted(name for name in self._left if name.startswith(self._prefix)):
             self._refuse(name, _text(self.kinds[name]), "be absent: the model has no such tensor, or another scheme")
 
     def _refuse(self, name: str, had: str, rule: str) -> NoReturn:

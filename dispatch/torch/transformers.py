@@ -120,13 +120,12 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             had = shown([file.name for file in files])
             raise InvalidProblem("from_pretrained", "checkpoint", had, "be safetensors files, with their config")
         with opened_files(*files) as found:
-            # transformers reads the values; this only tells which tensors there are.
-            kinds = {_name_in(model, name): kind for name, kind in found.kinds.items()}
-            tensors = Tensors(
-                found.source, kinds, lambda name: torch.empty(kinds[name][1], dtype=kinds[name][0], device="meta")
-            )
-        for name, module, group in list(scheme.layers(model)):
-            model.set_submodule(name, int8_layer(module, group, tensors.within(name), smooth=scheme.smooth))
+            tensors = found.renamed(lambda name: _name_in(model, name))
+            for name, module, group in list(scheme.layers(model)):
+                # The model has no memory yet, and transformers reads what goes there: this only checks what there is.
+                layer = int8_layer(module, group, tensors.within(name), smooth=scheme.smooth)
+                tensors.within(name).finish()
+                model.set_submodule(name, layer)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         if self.pre_quantized:
