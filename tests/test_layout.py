@@ -41,6 +41,10 @@ ORDER = (
     "torch.quantize",
     "torch.preparation",
     "torch.training",
+    "torch.scheme",
+    "torch.stored",
+    "torch.checkpoint",
+    "torch.transformers",
     "torch",
 )
 """Parts of `skuda`, each before those that may import it."""

@@ -443,6 +443,7 @@ def _demo(
     device: Annotated[
         str, _option("WHERE", "Where the products run: host, gpu, or a GPU where one is usable.")
     ] = "auto",
+    framework: Annotated[str, _option("NAME", "What runs the model: numpy, or torch.")] = "numpy",
     as_json: Json = False,
 ) -> int:
     """Run a real sentence encoder in int8, and in f32.
@@ -452,4 +453,4 @@ def _demo(
     from skuda.tools.demo.command import demo
     from skuda.tools.output import stdout
 
-    return demo(plot=plot, as_json=as_json, console=stdout(), device=device)
+    return demo(plot=plot, as_json=as_json, console=stdout(), device=device, framework=framework)

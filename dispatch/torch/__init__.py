@@ -11,6 +11,7 @@ if __name__ != "skuda.torch":
 
 from skuda.torch.autograd import fake_quantize, frozen_linear, mixed_linear
 from skuda.torch.calibration import Calibration, calibrate
+from skuda.torch.checkpoint import load_, save
 from skuda.torch.linear import CodesLinear, DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.ops import linear_codes, linear_dynamic, linear_scaled, linear_static, register
 from skuda.torch.preparation import prepare
@@ -39,9 +40,11 @@ __all__ = [
     "linear_dynamic",
     "linear_scaled",
     "linear_static",
+    "load_",
     "mixed_linear",
     "observe",
     "prepare",
     "quantize_",
     "register",
+    "save",
 ]

@@ -207,7 +207,7 @@ class StaticLinear(Int8Linear):
         shifted = self.input_zero_point is not None
         found: Tensor = torch.ops.skuda.quantize_per_tensor.default(
             input,
-            self.input_scale.to(input.dtype) if input.dtype is torch.float64 else self.input_scale,
+            self.input_scale.to(torch.promote_types(input.dtype, torch.float32)),
             self.input_zero_point if shifted else self.zero,
             q_min=-Q_MAX - shifted,
             q_max=Q_MAX,

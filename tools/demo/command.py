@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +26,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from skuda.dispatch import Dispatcher
 from skuda.registry.errors import InvalidProblem, MissingDependency, SkudaError
-from skuda.tools.demo.encoder import F32, Encoder, Model, label_of, load_model
+from skuda.tools.demo.encoder import F32, Encoder, Layer, Model, label_of, load_model
 from skuda.tools.demo.metrics import F64, cosine, powers, ranking_agreement, sqnr_db
 from skuda.tools.demo.placed import device_of, placed
 from skuda.tools.demo.plot import draw
@@ -44,13 +45,13 @@ from skuda.tools.demo.ways import (
     union,
 )
 from skuda.tools.files import check
-from skuda.tools.output import one_line
-from skuda.tools.smoothquant import Int8Layer
+from skuda.tools.output import one_line, refuse
 
 T = TypeVar("T")
 Track = Callable[[str, int], Advance]
 """``track(stage, steps)`` opens a stage of the work and returns a function to call after each of its steps."""
 
+FRAMEWORKS = ("numpy", "torch")
 SPLIT = "odd lines of prose.txt calibrate, even lines are held out"
 
 
@@ -92,6 +93,7 @@ def run_demo(
     return DemoResult(
         model=model.name,
         model_version=model.version,
+        framework=model.encoder.framework,
         device=device_of(dispatcher).describe(),
         split=SPLIT,
         calibration_sentences=len(calibration),
@@ -149,7 +151,7 @@ def measure_layers(
     embed(encoder, held_out, linear, advance)
     rows = [sum(len(held_out[i]) for i in batch) for batch in batches(held_out)]
 
-    def skus(layer: Int8Layer) -> tuple[str, ...]:
+    def skus(layer: Layer) -> tuple[str, ...]:
         chosen = (dispatcher.select(layer.descriptor(m), device=device_of(dispatcher)).sku.id for m in rows)
         return tuple(dict.fromkeys(chosen))
 
@@ -179,22 +181,30 @@ def demo(
     errors: Console | None = None,
     dispatcher: Dispatcher | None = None,
     device: str = "auto",
+    framework: str = "numpy",
 ) -> int:
     """Run the demo, print its report or its JSON, and write its plot.
 
     `errors`, standard error by default, gets the progress bar if it is a terminal, and error messages. `device` is
-    where the products run: ``host``, ``gpu``, or ``auto`` for a GPU if one is usable. Return the exit status: 0; 1 if
-    the accuracy is below the requirement; 2 if the demo could not run.
+    where the products run: ``host``, ``gpu``, or ``auto`` for a GPU if one is usable. `framework` is what runs the
+    model: ``numpy``, or ``torch`` for the model of transformers with the layers of `skuda.torch`. Return the exit
+    status: 0; 1 if the accuracy is below the requirement; 2 if the demo could not run.
     """
     errors = errors or Console(stderr=True)
     try:
         if find_spec("matplotlib") is None:
             raise MissingDependency("matplotlib", "pip install 'matplotlib>=3.8'")
         check("demo", "--plot", plot)
+        if framework not in FRAMEWORKS:
+            refuse("demo", "--framework", framework, FRAMEWORKS)
         chosen, note = placed(dispatcher or Dispatcher(), device)
         if note:
             errors.print(f"skuda demo: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
         model = load_model()
+        if framework == "torch":
+            from skuda.tools.demo.bert import BertEncoder
+
+            model = replace(model, encoder=BertEncoder.of(model.encoder, device_of(chosen)))
         with _progress(errors) as track:
             result = run_demo(model, read_sentences(), chosen, plot=plot, track=track)
             draw(result, plot)

@@ -16,14 +16,17 @@ from importlib.util import find_spec
 from math import erf as exact_erf
 from math import sqrt
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict
 
+from skuda.dispatch import Dispatcher
+from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidRecord, MissingDependency
 from skuda.registry.value import Value
+from skuda.tools.smoothquant import DynamicLayer, SmoothQuantLayer
 
 F32 = npt.NDArray[np.float32]
 Linear = Callable[[str, F32], F32]
@@ -42,6 +45,24 @@ LINEARS = {
     "output.dense": "ffn down",
 }
 """The linear layers of one encoder layer, in the order in which they run, and their names in a table."""
+
+
+class Layer(Protocol):
+    """A linear layer in int8."""
+
+    def run(self, dispatcher: Dispatcher, x: F32) -> F32:
+        """Apply the layer to rows of shape (T, K); return (T, N)."""
+
+    def descriptor(self, m: int) -> Descriptor:
+        """Describe the product for `m` rows."""
+
+
+class Layers(dict[str, Any]):
+    """The int8 layers of an encoder, each a `Layer`, by name."""
+
+    def linear(self, dispatcher: Dispatcher) -> Linear:
+        """Return the function to inject into the encoder, which runs the layers."""
+        return lambda name, x: self[name].run(dispatcher, x)
 
 
 def label_of(name: str) -> str:
@@ -69,6 +90,7 @@ class Encoder:
 
     config: EncoderConfig
     tensors: Mapping[str, F32]
+    framework: ClassVar[str] = "numpy"
 
     @property
     def linear_names(self) -> tuple[str, ...]:
@@ -86,6 +108,29 @@ class Encoder:
     def linear(self, name: str, x: F32) -> F32:
         """Apply a linear layer in f32 to x of shape (T, K); return an array of shape (T, N)."""
         return x @ self.weight(name).T + self.bias(name)
+
+    def int8(self, dispatcher: Dispatcher, maxima: Mapping[str, F32] | None, alpha: float | None) -> Layers:
+        """Quantize all linear layers.
+
+        Parameters
+        ----------
+        dispatcher : Dispatcher
+            Runs the quantization ops.
+        maxima : mapping of str to array of shape (K,), f32, or None
+            Largest magnitudes of each layer's input channels, for static activations; None for dynamic ones.
+        alpha : float or None
+            Smoothing strength of static layers; None for no smoothing.
+        """
+        if maxima is None:
+            dynamic = DynamicLayer.quantize
+            return Layers({name: dynamic(dispatcher, self.weight(name), self.bias(name)) for name in self.linear_names})
+        static = SmoothQuantLayer.quantize
+        return Layers(
+            {
+                name: static(dispatcher, maxima[name], self.weight(name), self.bias(name), alpha=alpha)
+                for name in self.linear_names
+            }
+        )
 
     def embed(self, sentences: Sequence[Sequence[int]], linear: Linear) -> F32:
         """Return one unit vector per sentence, shape (len(sentences), hidden_size).

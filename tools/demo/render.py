@@ -13,7 +13,9 @@ from skuda.tools.demo.result import DemoResult, LayerResult, WayResult
 def render(result: DemoResult, console: Console) -> None:
     """Print the whole report."""
     _say(
-        console, f"{result.model} {result.model_version} on {result.device}, {len(result.layers)} linear layers in int8"
+        console,
+        f"{result.model} {result.model_version} in {result.framework} on {result.device}, {len(result.layers)} linear "
+        "layers in int8",
     )
     _say(
         console,

@@ -67,12 +67,14 @@ class LayerResult(Value):
 class DemoResult(Value):
     """The whole run.
 
-    `split` describes the division of the sentences, `alpha` is the best of `search`, which is in order of alpha, and
-    `layers` are in the order in which they run. `total_seconds` includes everything but the plot, whose path is `plot`.
+    `framework` ran the model. `split` describes the division of the sentences, `alpha` is the best of `search`, which
+    is in order of alpha, and `layers` are in the order in which they run. `total_seconds` includes everything but the
+    plot, whose path is `plot`.
     """
 
     model: str
     model_version: str
+    framework: str
     device: str
     split: str
     calibration_sentences: int

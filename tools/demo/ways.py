@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 
 from skuda.dispatch import Dispatcher
-from skuda.tools.demo.encoder import F32, Encoder, Linear
+from skuda.tools.demo.encoder import F32, Encoder, Layers, Linear
 from skuda.tools.demo.metrics import cosine
 from skuda.tools.demo.result import AlphaScore
-from skuda.tools.smoothquant import ActivationRanges, DynamicLayer, Int8Layer, SmoothQuantLayer
+from skuda.tools.smoothquant import ActivationRanges
 
 Tokens = Sequence[Sequence[int]]
 Advance = Callable[[], None]
@@ -41,12 +41,12 @@ class Way:
     name: str
     alpha: float | None
     judged: bool
-    layers: dict[str, Int8Layer]
+    layers: Layers
     prepare_seconds: float
 
     def linear(self, dispatcher: Dispatcher) -> Linear:
         """Return the function to inject into the encoder, which runs the layers."""
-        return lambda name, x: self.layers[name].run(dispatcher, x)
+        return self.layers.linear(dispatcher)
 
 
 def embed(encoder: Encoder, sentences: Tokens, linear: Linear, advance: Advance = lambda: None) -> F32:
@@ -116,27 +116,26 @@ def static_way(
     encoder: Encoder, dispatcher: Dispatcher, ranges: ActivationRanges, alpha: float | None, *, judged: bool = False
 ) -> Way:
     """Quantize the whole model for static W8A8; alpha None means no smoothing."""
-
-    def layer(name: str) -> Int8Layer:
-        weight, bias = encoder.weight(name), encoder.bias(name)
-        return SmoothQuantLayer.quantize(dispatcher, ranges.channel_max(name), weight, bias, alpha=alpha)
-
     title = "static, unsmoothed" if alpha is None else f"static, alpha {alpha:g}"
-    return _way(encoder, title, alpha, layer, judged=judged)
+    maxima = {name: ranges.channel_max(name) for name in encoder.linear_names}
+    return _way(encoder, dispatcher, title, maxima, alpha, judged=judged)
 
 
-def _way(encoder: Encoder, name: str, alpha: float | None, layer: Callable[[str], Int8Layer], *, judged: bool) -> Way:
+def _way(
+    encoder: Encoder,
+    dispatcher: Dispatcher,
+    name: str,
+    maxima: Mapping[str, F32] | None,
+    alpha: float | None,
+    *,
+    judged: bool,
+) -> Way:
     begin = perf_counter()
-    layers = {linear: layer(linear) for linear in encoder.linear_names}
-    return Way(name, alpha, judged, layers, perf_counter() - begin)
+    return Way(name, alpha, judged, encoder.int8(dispatcher, maxima, alpha), perf_counter() - begin)
 
 
 def prepare_ways(encoder: Encoder, dispatcher: Dispatcher, ranges: ActivationRanges, found: float) -> tuple[Way, ...]:
     """Quantize the model in every compared way: dynamic W8A8 first, then the static ones in order of alpha."""
-
-    def layer(name: str) -> Int8Layer:
-        return DynamicLayer.quantize(dispatcher, encoder.weight(name), encoder.bias(name))
-
     alphas = sorted({*COMPARED_ALPHAS, found}, key=lambda alpha: -1 if alpha is None else alpha)
     static = (static_way(encoder, dispatcher, ranges, alpha, judged=alpha == found) for alpha in alphas)
-    return (_way(encoder, "dynamic", None, layer, judged=True), *static)
+    return (_way(encoder, dispatcher, "dynamic", None, None, judged=True), *static)

@@ -1,0 +1,305 @@
+"""Checkpoints of int8 models in the compressed-tensors format: safetensors files, and a config.json that says how.
+
+An int8 layer has the tensors `weight`, s8 of shape (N, K), `weight_scale`, a float of shape (N, 1), and `bias`; with
+static activations also `input_scale`, a float of shape (1,), and, where the code of 0 is not 0, `input_zero_point`, s8
+of shape (1,). They are the buffers of the modules of `skuda.torch`. Layers that divide their input by smoothing factors
+have a tensor `smooth`, f32 of shape (K,), too, and the checkpoint is then one of ``quant_method: skuda``, so that no
+reader of another project takes it for something that it is not.
+
+Source: the package compressed-tensors, 0.20; files that it wrote are a test case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Container, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skuda.dispatch.system.files import open_regular
+from skuda.dispatch.system.writing import replacing
+from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
+from skuda.registry.text import path_of, shown
+from skuda.torch.linear import StaticLinear
+from skuda.torch.scheme import Scheme
+from skuda.torch.stored import Kind, Tensors, check_values, int8_layer
+
+CONFIG, TENSORS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_LARGEST_JSON = 64 << 20
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+"""Dtypes by their names in a file; other ones are in no tensor that is served."""
+
+
+def load_(model: nn.Module, path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Load a checkpoint into a model, whose linear layers become int8 where the checkpoint has them so.
+
+    All of the checkpoint is read and checked first: where this raises, the model is as it was. Tensors that are not of
+    int8 layers must have the dtype that they have in the model.
+
+    Parameters
+    ----------
+    model : Module
+        A model of the checkpoint's architecture, with the checkpoint's names.
+    path : path
+        The folder, with `config.json` and `model.safetensors`, or an index of several files.
+
+    Returns
+    -------
+    tuple of str
+        Names of the layers that are int8.
+
+    Raises
+    ------
+    InvalidProblem
+        If the model is none, or has another architecture or dtype, or a layer that cannot be replaced.
+    InvalidRecord
+        If the files are no such checkpoint, or one of a scheme that is not served; it names the field or tensor.
+    MissingDependency
+        If the package safetensors is not installed.
+    OSError
+        If a file cannot be read.
+    """
+    folder = _folder("load_", model, path)
+    with opened(folder) as tensors:
+        scheme = Scheme.parse(str(folder / CONFIG), read_object(folder / CONFIG).get("quantization_config"))
+        state = _state(model)
+        layers = {}
+        for name, module, group in scheme.layers(model):
+            layer = int8_layer(module, group, tensors.within(name), smooth=scheme.smooth)
+            check_values(tensors.source, name, layer)
+            layers[name] = layer
+        copies = [*_copies(state, layers, tensors)]
+        tensors.finish()
+        with torch.no_grad():
+            for own, tensor in copies:
+                own.copy_(tensor)
+    for name, layer in layers.items():
+        model.set_submodule(name, layer.train(model.get_submodule(name).training))
+    return tuple(layers)
+
+
+def _copies(state: dict[str, Tensor], layers: Container[str], tensors: Tensors) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each tensor of a model outside of its int8 layers, and what is to be copied into it."""
+    places: defaultdict[object, list[str]] = defaultdict(list)
+    for name, own in state.items():
+        if name.rpartition(".")[0] not in layers:
+            places[own.device, own.data_ptr(), own.shape, own.stride()].append(name)
+    for names in places.values():
+        # A tensor that stands at several places is stored once, by one of its names.
+        own = state[names[0]]
+        found = {name: tensors.take(name, own.dtype, tuple(own.shape)) for name in names if name in tensors}
+        if not found:
+            tensors.take(names[0], own.dtype, tuple(own.shape))
+        first, *others = found.values()
+        if not all(torch.equal(_bytes(other), _bytes(first)) for other in others):
+            rule = f"be equal to {names[0]}: they are one tensor of the model"
+            raise InvalidRecord(tensors.source, f"tensor {names[-1]}", "other values", rule)
+        yield own, first
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write a model with int8 layers as a checkpoint, which `load_`, compressed-tensors and vLLM read.
+
+    Parameters
+    ----------
+    model : Module
+        A model with `DynamicLinear` or `StaticLinear` layers. If it has a `config`, as those of transformers have, that
+        is written too; tokenizers are not.
+    path : path
+        A folder, which is made if it is missing. Its files are replaced when the new ones are complete.
+
+    Raises
+    ------
+    InvalidProblem
+        If the model is none, has no int8 layer, or has something that the format cannot hold.
+    MissingDependency
+        If the package safetensors is not installed.
+    OSError
+        If a file cannot be written.
+    """
+    folder = _folder("save", model, path)
+    safetensors = _safetensors()
+    fields = _config_of(model) | {"quantization_config": Scheme.of(model).fields()}
+    text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
+    tensors = _unshared(stored(model))
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / INDEX).exists():
+        raise InvalidProblem("save", "path", str(path), f"be a folder without {INDEX}, which names other files")
+    with ExitStack() as stack:
+        # Left in the reverse order: the tensors are in place before the config that tells how to read them.
+        config = stack.enter_context(replacing(folder / CONFIG))
+        file = stack.enter_context(replacing(folder / TENSORS))
+        config.write_text(text, encoding="utf-8")
+        try:
+            safetensors.torch.save_file(tensors, file, {"format": "pt"})
+        except safetensors.SafetensorError as error:
+            raise OSError(f"{folder / TENSORS}: {error}") from error
+
+
+def stored(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's tensors by their names in a checkpoint; zero points are s8 there.
+
+    Raises
+    ------
+    InvalidProblem
+        For a tensor that no file can hold, or a zero point that is not in -128..127.
+    """
+    layers = {f"{name}.input_zero_point" for name, part in model.named_modules() if isinstance(part, StaticLinear)}
+    tensors = _state(model)
+    for name, tensor in tensors.items():
+        if name in layers:
+            if not bool(((tensor >= -128) & (tensor <= 127)).all()):
+                raise InvalidProblem("checkpoint", name, str(tensor.item()), "be a code, -128..127")
+            tensors[name] = tensor.to(torch.int8)
+    return tensors
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's tensors by name; raise `InvalidProblem` for one that is not dense, or has no values."""
+    state = dict(model.state_dict())
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+            raise InvalidProblem("checkpoint", name, shown(tensor), "be a dense tensor with values")
+    return state
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[Tensors]:
+    """Open the files of a checkpoint, one, or several with an index.
+
+    Raises
+    ------
+    InvalidRecord
+        If they are no whole safetensors files, or an index and its files do not agree.
+    OSError
+        If one cannot be read.
+    """
+    if (folder / INDEX).exists():
+        if (folder / TENSORS).exists():
+            raise InvalidRecord(str(folder), TENSORS, "a file beside an index", f"be absent, or {INDEX} be")
+        index = read_object(folder / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise InvalidRecord(str(folder / INDEX), "weight_map", shown(index), "map tensors to files")
+        for file in index.values():
+            if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+                raise InvalidRecord(str(folder / INDEX), "weight_map", shown(file), "name files of the same folder")
+        with opened_files(*(folder / file for file in sorted(set(index.values())))) as tensors:
+            for name, file in tensors.files.items():
+                if index.get(name) != file.name:
+                    rule = f"be in {file.name}, where it is"
+                    raise InvalidRecord(str(folder / INDEX), f"tensor {name}", shown(index.get(name)), rule)
+            for name in sorted(index.keys() - tensors.files.keys()):
+                raise InvalidRecord(str(folder / INDEX), f"tensor {name}", "nothing", f"be in {index[name]}")
+            yield tensors
+    else:
+        with opened_files(folder / TENSORS) as tensors:
+            yield tensors
+
+
+@contextmanager
+def opened_files(*paths: Path) -> Iterator[Tensors]:
+    """Open safetensors files; errors as `opened`."""
+    safetensors = _safetensors()
+    with ExitStack() as stack:
+        kinds: dict[str, Kind] = {}
+        files: dict[str, Path] = {}
+        handles = {}
+        for path in paths:
+            open_regular(path).close()
+            try:
+                handle = handles[path] = stack.enter_context(safetensors.safe_open(path, framework="pt"))
+                for name in handle.keys():  # noqa: SIM118  safe_open is no mapping
+                    if name in kinds:
+                        raise InvalidRecord(str(path), f"tensor {name}", f"also in {files[name]}", "be in one file")
+                    view = handle.get_slice(name)
+                    kinds[name] = _DTYPES.get(view.get_dtype(), view.get_dtype()), tuple(view.get_shape())
+                    files[name] = path
+            except safetensors.SafetensorError as error:
+                raise InvalidRecord(str(path), "file", str(error), "be a whole safetensors file") from error
+        source = str(paths[0] if len(paths) == 1 else paths[0].parent)
+        yield Tensors(source, kinds, lambda name: handles[files[name]].get_tensor(name), files=files)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read an object of JSON from a file of at most 64 MiB.
+
+    Raises
+    ------
+    InvalidRecord
+        If the file holds something else.
+    OSError
+        If it cannot be read.
+    """
+    with open_regular(path) as file:
+        content = file.read(_LARGEST_JSON + 1)
+    try:
+        found = json.loads(content) if len(content) <= _LARGEST_JSON else None
+    except (ValueError, RecursionError) as error:
+        raise InvalidRecord(str(path), "file", str(error), "be JSON") from error
+    if not isinstance(found, dict):
+        raise InvalidRecord(str(path), "file", shown(content[:80]), "be an object of JSON of at most 64 MiB")
+    return found
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    """Return the fields of a model's own config, if it has one as those of transformers."""
+    config: Any = getattr(model, "config", None)
+    if not callable(getattr(config, "to_json_string", None)):
+        return {}
+    fields: dict[str, Any] = json.loads(config.to_json_string())
+    return fields | {"architectures": [type(model).__name__]}
+
+
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return each tensor once, by the first of its names, and dense; parts of others are copied."""
+    kept: dict[str, Tensor] = {}
+    views, storages = set(), set()
+    for name, tensor in tensors.items():
+        view = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        if tensor.numel() and view in views:
+            continue
+        storage = tensor.untyped_storage().data_ptr()
+        kept[name] = tensor.clone() if storage in storages else tensor.contiguous()
+        views.add(view)
+        storages.add(storage)
+    return kept
+
+
+def _folder(subject: str, model: object, path: object) -> Path:
+    if not isinstance(model, nn.Module):
+        raise InvalidProblem(subject, "model", shown(model), "be a torch.nn.Module")
+    found = path_of(Path(path).absolute()) if isinstance(path, str | os.PathLike) else None
+    if found is None:
+        raise InvalidProblem(subject, "path", shown(path), "be the path of a folder")
+    return found
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise MissingDependency("safetensors", "pip install 'safetensors>=0.4'") from error
+    return safetensors

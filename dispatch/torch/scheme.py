@@ -1,0 +1,328 @@
+"""Which layers of a model are int8, and how: the `quantization_config` of a compressed-tensors checkpoint.
+
+Only W8A8 with symmetric weights is served: each weight has a scale per output channel or one for all; activations are
+quantized per token when they are met, or with one scale that calibration fixed. Every other field is refused by its
+name, so that no checkpoint is read as something that it is not.
+
+Source: the package compressed-tensors, 0.20; a config that it wrote is a test case.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NoReturn, Self
+
+from torch import nn
+
+from skuda.registry.errors import InvalidProblem, InvalidRecord
+from skuda.registry.text import shown
+from skuda.torch.layers import hooked
+from skuda.torch.linear import DynamicLinear, Int8Linear, StaticLinear
+
+FORMAT = "int-quantized"
+METHOD = "compressed-tensors"
+OWN_METHOD = "skuda"
+"""Marks a checkpoint with smoothing factors, which other readers do not know and would leave out."""
+
+_VERSION = "0.20.0"
+
+
+class Activation(StrEnum):
+    """How the input of a layer is quantized."""
+
+    DYNAMIC = "dynamic"
+    STATIC = "static"
+    SHIFTED = "static with a zero point"
+
+    @classmethod
+    def of(cls, layer: Int8Linear) -> Self | None:
+        """Return how a module quantizes its input; None if no checkpoint can say it."""
+        if type(layer) is DynamicLinear:
+            return cls("dynamic")
+        if type(layer) is StaticLinear:
+            return cls("static" if layer.input_zero_point is None else "static with a zero point")
+        return None
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of `input_activations`."""
+        dynamic = self is Activation.DYNAMIC
+        strategy = "token" if dynamic else "tensor"
+        return _arguments(strategy, dynamic=dynamic, symmetric=self is not Activation.SHIFTED)
+
+
+def _arguments(strategy: str, *, dynamic: bool, symmetric: bool = True) -> dict[str, Any]:
+    """Return the fields that describe one quantized tensor."""
+    return {
+        "dynamic": dynamic,
+        "group_size": None,
+        "num_bits": 8,
+        "strategy": strategy,
+        "symmetric": symmetric,
+        "type": "int",
+    }
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that are quantized alike.
+
+    Attributes
+    ----------
+    targets : tuple of str
+        Names of layers, patterns (``re:`` and a regular expression, matched from the start of a name) or names of
+        classes.
+    activation : Activation
+    per_tensor : bool
+        Whether a weight has one scale, and not one per output channel.
+    """
+
+    targets: tuple[str, ...]
+    activation: Activation
+    per_tensor: bool = False
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Which layers of a model are int8, and how.
+
+    Attributes
+    ----------
+    groups : tuple of Group
+    ignore : tuple of str
+        Targets of layers that stay as they are.
+    smooth : bool
+        Whether layers may have smoothing factors.
+    """
+
+    groups: tuple[Group, ...]
+    ignore: tuple[str, ...] = ()
+    smooth: bool = False
+
+    def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Group]]:
+        """Yield name, module and group of each layer that is int8; it is a `torch.nn.Linear`, or int8 already.
+
+        Raises
+        ------
+        InvalidProblem
+            For a target that is another module with parameters, for one that stands at two places or has hooks, and
+            for the model itself.
+        """
+        seen: set[int] = set()
+        for name, module in model.named_modules(remove_duplicate=False):
+            group = self._group(name, module)
+            if group is None or matches(self.ignore, name, module):
+                continue
+            if type(module) is not nn.Linear and not isinstance(module, Int8Linear):
+                if next(module.parameters(recurse=False), None) is None:
+                    continue
+                _refuse(name, type(module).__name__, "be a torch.nn.Linear: add it to ignore")
+            if not name:
+                _refuse("the model", type(module).__name__, "hold layers, and be none itself")
+            if id(module) in seen:
+                _refuse(name, "a module that stands at two places", "stand at one place, or be in ignore")
+            if hooked(module):
+                _refuse(name, "hooks", "have no hooks, which would be lost: remove them, or add it to ignore")
+            seen.add(id(module))
+            yield name, module, group
+
+    def _group(self, name: str, module: nn.Module) -> Group | None:
+        """Return the group whose target fits best: a name, then a pattern, then a class; of equals, the first."""
+        ranks = [(_matched(group.targets, name, module), group) for group in self.groups]
+        fitting = [(rank, group) for rank, group in ranks if rank is not None]
+        return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """Describe the int8 layers of a model.
+
+        Raises
+        ------
+        InvalidProblem
+            If it has none, or one that no checkpoint can hold.
+        """
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, Int8Linear)}
+        ways: dict[Activation, list[str]] = {}
+        for name, layer in layers.items():
+            activation = Activation.of(layer)
+            if activation is None:
+                _refuse(
+                    name, type(layer).__name__, "be a DynamicLinear or a StaticLinear: save before layers are fused"
+                )
+            ways.setdefault(activation, []).append(name)
+        if not ways:
+            raise InvalidProblem("checkpoint", "model", type(model).__name__, "hold int8 layers: quantize it first")
+        groups = (Group(("Linear",) if len(ways) == 1 else tuple(names), way) for way, names in ways.items())
+        ignore = tuple(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+        smooth = any(isinstance(layer, StaticLinear) and layer.smooth is not None for layer in layers.values())
+        return cls(tuple(groups), ignore, smooth)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the `quantization_config`."""
+        return {
+            "config_groups": {
+                f"group_{i}": {
+                    "format": FORMAT,
+                    "input_activations": group.activation.fields(),
+                    "output_activations": None,
+                    "targets": list(group.targets),
+                    "weights": _arguments("tensor" if group.per_tensor else "channel", dynamic=False),
+                }
+                for i, group in enumerate(self.groups)
+            },
+            "format": FORMAT,
+            "global_compression_ratio": None,
+            "ignore": list(self.ignore),
+            "kv_cache_scheme": None,
+            "moe_sparsity_config": None,
+            "quant_method": OWN_METHOD if self.smooth else METHOD,
+            "quantization_status": "compressed",
+            "sparsity_config": {},
+            "transform_config": {},
+            "version": _VERSION,
+        }
+
+    @classmethod
+    def parse(cls, source: str, fields: object) -> Self:
+        """Read a `quantization_config`.
+
+        Parameters
+        ----------
+        source : str
+            What it comes from, for errors.
+        fields : mapping
+            What JSON gave.
+
+        Raises
+        ------
+        InvalidRecord
+            For everything but W8A8 with symmetric weights; it names the field.
+        """
+        read = _Reader(source, "quantization_config", fields)
+        read.one_of("quant_method", [METHOD, OWN_METHOD])
+        read.one_of("format", [FORMAT])
+        read.one_of("quantization_status", ["compressed"], default="compressed")
+        read.absent("kv_cache_scheme", "sparsity_config", "transform_config", "moe_sparsity_config")
+        read.free("global_compression_ratio", "version")
+        ignore = read.targets("ignore", default=())
+        groups = _Reader(source, "config_groups", read.take("config_groups"))
+        found = tuple(_group_of(_Reader(source, name, groups.take(name))) for name in tuple(groups.names))
+        if not found:
+            groups.refuse("", "no group", "hold a group of layers")
+        read.finish()
+        return cls(found, ignore, smooth=read.fields["quant_method"] == OWN_METHOD)
+
+
+def _group_of(read: _Reader) -> Group:
+    weights = _Reader(read.source, f"{read.place}.weights", read.take("weights"))
+    per_tensor = weights.one_of("strategy", ["channel", "tensor"]) == "tensor"
+    weights.one_of("dynamic", [False], default=False)
+    weights.one_of("symmetric", [True], default=True)
+    weights.common()
+    inputs = _Reader(read.source, f"{read.place}.input_activations", read.take("input_activations"))
+    dynamic = inputs.one_of("dynamic", [False, True], default=False)
+    inputs.one_of("strategy", ["token" if dynamic else "tensor"])
+    symmetric = inputs.one_of("symmetric", [True] if dynamic else [True, False], default=True)
+    inputs.common()
+    read.absent("output_activations")
+    read.one_of("format", [FORMAT, None], default=None)
+    targets = read.targets("targets")
+    read.finish()
+    static = Activation.STATIC if symmetric else Activation.SHIFTED
+    return Group(targets, Activation.DYNAMIC if dynamic else static, per_tensor)
+
+
+class _Reader:
+    """Takes the fields of an object of JSON one by one, and refuses what is left."""
+
+    def __init__(self, source: str, place: str, fields: object) -> None:
+        self.source, self.place = source, place
+        if not isinstance(fields, Mapping):
+            self.refuse("", shown(fields), "be an object that describes W8A8")
+        self.fields: Mapping[str, Any] = fields
+        self.names = list(fields)
+
+    def refuse(self, name: str, had: str, rule: str) -> NoReturn:
+        raise InvalidRecord(self.source, ".".join(filter(None, (self.place, name))), had, rule)
+
+    def take(self, name: str, **default: Any) -> Any:
+        """Return a field; without a default it must be there."""
+        if name in self.names:
+            self.names.remove(name)
+            return self.fields[name]
+        if "default" not in default:
+            self.refuse(name, "nothing", "be given")
+        return default["default"]
+
+    def one_of(self, name: str, values: list[Any], **default: Any) -> Any:
+        found = self.take(name, **default)
+        if not any(type(found) is type(value) and found == value for value in values):
+            allowed = " or ".join(map(json.dumps, values))
+            self.refuse(name, shown(found), f"be {allowed}: no other scheme is served")
+        return found
+
+    def absent(self, *names: str) -> None:
+        """Refuse fields that say something."""
+        for name in names:
+            found = self.take(name, default=None)
+            if found not in (None, {}, []):
+                self.refuse(name, shown(found), "be null: it is not served")
+
+    def free(self, *names: str) -> None:
+        """Skip fields that do not change what codes mean."""
+        for name in names:
+            self.take(name, default=None)
+
+    def common(self) -> None:
+        """Read what the description of a quantized tensor has beside its strategy."""
+        self.one_of("num_bits", [8], default=8)
+        self.one_of("type", ["int"], default="int")
+        self.one_of("group_size", [None, -1], default=None)
+        self.one_of("actorder", [None, False], default=None)
+        self.absent("block_structure")
+        self.free("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+        self.finish()
+
+    def targets(self, name: str, **default: Any) -> tuple[str, ...]:
+        """Read a list of targets."""
+        found = self.take(name, **default)
+        if not isinstance(found, list | tuple) or not all(isinstance(target, str) for target in found):
+            self.refuse(name, shown(found), "be a list of names")
+        for target in found:
+            try:
+                re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+            except (re.error, RecursionError, OverflowError) as error:
+                self.refuse(name, target, f"be regular expressions ({error})")
+        return tuple(found)
+
+    def finish(self) -> None:
+        for name in self.names:
+            self.refuse(name, shown(self.fields[name]), "be absent: this version of skuda does not know it")
+
+
+def matches(targets: tuple[str, ...], name: str, module: nn.Module) -> bool:
+    """Return whether a module is a target: by its name, a pattern, or its class."""
+    return _matched(targets, name, module) is not None
+
+
+def _matched(targets: tuple[str, ...], name: str, module: nn.Module) -> tuple[int, str] | None:
+    """Return how well the best of the targets fits a module, least first; None if none fits."""
+    classes = {kind.__name__ for kind in type(module).__mro__} | (
+        {"Linear"} if isinstance(module, Int8Linear) else set()
+    )
+    ranks = []
+    for target in targets:
+        if target == name:
+            ranks.append((0, target))
+        elif target.startswith("re:") and re.match(target.removeprefix("re:"), name):
+            ranks.append((1, target))
+        elif target in classes:
+            ranks.append((2, target))
+    return min(ranks, default=None)
+
+
+def _refuse(name: str, had: str, rule: str) -> NoReturn:
+    raise InvalidProblem("checkpoint", name, had, rule)

@@ -1,0 +1,168 @@
+"""Int8 layers made of stored tensors, each of which is checked before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor
+
+from skuda.registry.errors import InvalidRecord
+from skuda.torch.linear import DynamicLinear, Int8Linear, StaticLinear
+from skuda.torch.scheme import Activation, Group
+
+Kind = tuple[torch.dtype | str, tuple[int, ...]]
+"""Dtype and shape of a tensor; a dtype that torch does not have is text."""
+
+_SCALES = (torch.float32, torch.bfloat16, torch.float16)
+_CODES = (torch.int8, torch.int32)
+_ONE = ((1,), (), (1, 1))
+"""The shapes of a single scale, as writers differ."""
+
+
+class Tensors:
+    """Named tensors; each is taken as a dtype and a shape, and none may be left over.
+
+    Parameters
+    ----------
+    source : str
+        What they come from, for errors.
+    kinds : mapping of str to Kind
+        What is there.
+    read : callable
+        Returns a tensor by its name.
+    files : mapping of str to Path
+        The file that each is in, if they are in files.
+    prefix : str
+        What stands before every name that is asked for.
+    left : set of str
+        What is not yet taken; by default, everything.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        kinds: Mapping[str, Kind],
+        read: Callable[[str], Tensor],
+        *,
+        files: Mapping[str, Path] | None = None,
+        prefix: str = "",
+        left: set[str] | None = None,
+    ) -> None:
+        self.source, self.kinds, self.files = source, kinds, files or {}
+        self._read, self._prefix = read, prefix
+        self._left = set(kinds) if left is None else left
+
+    def renamed(self, rename: Callable[[str], str]) -> Self:
+        """Return the same tensors by other names."""
+        names = {rename(name): name for name in self.kinds}
+        kinds = {new: self.kinds[name] for new, name in names.items()}
+        return type(self)(self.source, kinds, lambda name: self._read(names[name]))
+
+    def within(self, prefix: str) -> Self:
+        """Return the same tensors, where every name follows a prefix and a dot."""
+        return type(self)(self.source, self.kinds, self._read, files=self.files, prefix=f"{prefix}.", left=self._left)
+
+    def __contains__(self, name: str) -> bool:
+        return self._prefix + name in self.kinds
+
+    def take(self, name: str, dtypes: torch.dtype | tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
+        """Return a tensor that has one of these dtypes and one of these shapes.
+
+        Raises
+        ------
+        InvalidRecord
+            If it is missing, or has another one.
+        """
+        allowed = dtypes if isinstance(dtypes, tuple) else (dtypes,)
+        full = self._prefix + name
+        dtype, shape = self.kinds.get(full, ("nothing", ()))
+        if dtype not in allowed or shape not in shapes:
+            words = " or ".join(str(each) for each in allowed), " or ".join(str(list(each)) for each in shapes)
+            had = _text(self.kinds[full]) if full in self.kinds else "nothing"
+            self._refuse(full, had, f"be {words[0]} of shape {words[1]}")
+        self._left.discard(full)
+        return self._read(full)
+
+    def take_zeros(self, name: str) -> None:
+        """Take the zero point of something symmetric, which old writers store, too, if it is there."""
+        if name in self:
+            zeros = self.take(name, _CODES, self.kinds[self._prefix + name][1])
+            if bool(zeros.any()):
+                self._refuse(self._prefix + name, "other codes", "be 0: the config says that this is symmetric")
+
+    def finish(self) -> None:
+        """Refuse what was not taken, of those names that follow the prefix."""
+        for name in sorted(name for name in self._left if name.startswith(self._prefix)):
+            self._refuse(name, _text(self.kinds[name]), "be absent: the model has no such tensor, or another scheme")
+
+    def _refuse(self, name: str, had: str, rule: str) -> NoReturn:
+        raise InvalidRecord(self.source, f"tensor {name}", had, rule)
+
+
+def int8_layer(module: Any, group: Group, found: Tensors, *, smooth: bool = False) -> DynamicLinear | StaticLinear:
+    """Return the int8 layer that takes the place of a module, on its device; it shares no memory with what is stored.
+
+    Parameters
+    ----------
+    module : Linear or Int8Linear
+        Tells sizes, device, and whether there is a bias, of which dtype.
+    group : Group
+        How it is quantized.
+    found : Tensors
+        The layer's tensors.
+    smooth : bool
+        Whether it may have smoothing factors.
+
+    Raises
+    ------
+    InvalidRecord
+        For a tensor that is missing, or has another dtype or shape.
+    """
+    n, k = module.out_features, module.in_features
+    device = module.weight.device
+
+    def taken(name: str, dtypes: torch.dtype | tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
+        return found.take(name, dtypes, *shapes).detach().to(device, copy=True)
+
+    weight = taken("weight", torch.int8, (n, k))
+    scale = taken("weight_scale", _SCALES, *(_ONE if group.per_tensor else ((n, 1), (n,))))
+    scale = scale.reshape(-1, 1).expand(n, 1).contiguous()
+    bias = None if module.bias is None else taken("bias", module.bias.dtype, (n,))
+    found.take_zeros("weight_zero_point")
+    if group.activation is Activation.DYNAMIC:
+        return DynamicLinear(weight, scale, bias)
+    shifted = group.activation is Activation.SHIFTED
+    if not shifted:
+        found.take_zeros("input_zero_point")
+    return StaticLinear(
+        weight,
+        scale,
+        bias,
+        input_scale=taken("input_scale", _SCALES, *_ONE),
+        input_zero_point=taken("input_zero_point", _CODES, *_ONE) if shifted else None,
+        smooth=taken("smooth", torch.float32, (k,)) if smooth and "smooth" in found else None,
+    )
+
+
+def check_values(source: str, name: str, layer: Int8Linear) -> None:
+    """Refuse a layer whose scales or factors nothing could have been quantized with.
+
+    Raises
+    ------
+    InvalidRecord
+        For a scale that is negative or not finite, and a step of the input, or a smoothing factor, that is 0.
+    """
+    for part, value in layer.named_buffers():
+        if not value.is_floating_point() or part == "bias":
+            continue
+        least_ok = value >= 0 if part == "weight_scale" else value > 0
+        if not bool((least_ok & value.isfinite()).all()):
+            rule = "be finite and not negative" if part == "weight_scale" else "be finite and positive"
+            raise InvalidRecord(source, f"tensor {name}.{part}", "other values", rule)
+
+
+def _text(kind: Kind) -> str:
+    return f"{kind[0]} of shape {list(kind[1])}"

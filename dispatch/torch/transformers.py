@@ -1,0 +1,231 @@
+"""Int8 models of the package transformers: loaded, quantized and saved by its own methods.
+
+Importing this module registers a quantizer, and makes `from_pretrained` load W8A8 checkpoints of the compressed-tensors
+format as int8 modules. Without it transformers multiplies their weights in floating point. A `SkudaConfig` quantizes a
+checkpoint of floats as it is loaded. Checkpoints of other formats are loaded as before.
+
+    import skuda.torch.transformers
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(floats, quantization_config=SkudaConfig())
+    model.save_pretrained(folder)  # a checkpoint that vLLM reads, too
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from skuda.registry.errors import InvalidProblem, MissingDependency
+from skuda.registry.text import shown
+
+try:
+    from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+except ImportError as error:
+    raise MissingDependency("transformers", "pip install 'skuda[transformers]'") from error
+
+from skuda.torch.checkpoint import opened_files, stored
+from skuda.torch.linear import Int8Linear, StaticLinear
+from skuda.torch.quantize import Dynamic, Report, quantize_
+from skuda.torch.scheme import FORMAT, METHOD, OWN_METHOD, Scheme, matches
+from skuda.torch.stored import Tensors, check_values, int8_layer
+
+
+@register_quantization_config(OWN_METHOD)
+class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """What `from_pretrained` is to make of a model.
+
+    Parameters
+    ----------
+    ignore : sequence of str, optional
+        Layers that stay as they are: names, or patterns, ``re:`` and a regular expression that matches from the start
+        of a name. By default those that return the logits.
+    scheme : Scheme, optional
+        What a checkpoint says of itself; then nothing is quantized.
+    """
+
+    def __init__(self, ignore: Sequence[str] | None = None, *, scheme: Scheme | None = None) -> None:
+        if ignore is not None and (isinstance(ignore, str) or not all(isinstance(name, str) for name in ignore)):
+            raise InvalidProblem("SkudaConfig", "ignore", shown(ignore), "be a list of names")
+        self.quant_method = OWN_METHOD
+        self.ignore = None if ignore is None else tuple(ignore)
+        self.scheme = scheme
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002  the signature of transformers
+        """Read the `quantization_config` of a checkpoint; errors as `Scheme.parse`."""
+        found = cls(scheme=Scheme.parse("config.json", config_dict))
+        return (found, kwargs) if return_unused_kwargs else found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the `quantization_config` of a checkpoint; before the model is quantized, only the method."""
+        return {"quant_method": OWN_METHOD} if self.scheme is None else self.scheme.fields()
+
+
+class _CompressedTensorsConfig:
+    """Stands for transformers' own class where a `quantization_config` is read."""
+
+    own = auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD]
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], *arguments: Any, **named: Any) -> Any:
+        """Read W8A8 as a `SkudaConfig`, and every other format as before."""
+        reader = SkudaConfig if config_dict.get("format") == FORMAT else cls.own
+        return reader.from_dict(config_dict, *arguments, **named)
+
+
+auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = _CompressedTensorsConfig
+
+
+@register_quantizer(OWN_METHOD)
+class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Puts int8 layers into a model: before the weights of an int8 checkpoint are loaded, and after those of floats.
+
+    Attributes
+    ----------
+    report : Report or None
+        What was quantized, and what was left and why; None for an int8 checkpoint.
+    """
+
+    requires_calibration = False
+    is_compileable = True
+    is_trainable = False
+
+    quantization_config: SkudaConfig
+    report: Report | None = None
+
+    def is_serializable(self) -> bool:
+        """Return True: `save_pretrained` writes the compressed-tensors format."""
+        return True
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return what `save_pretrained` writes; the config is that of the model as it now is."""
+        self.quantization_config.scheme = Scheme.of(model)
+        return stored(model), {}
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **_: Any
+    ) -> None:
+        if not self.pre_quantized:
+            return
+        scheme = self.quantization_config.scheme
+        files = [Path(file) for file in checkpoint_files or ()]
+        if scheme is None or not files or any(file.suffix != ".safetensors" for file in files):
+            had = shown([file.name for file in files])
+            raise InvalidProblem("from_pretrained", "checkpoint", had, "be safetensors files, with their config")
+        with opened_files(*files) as found:
+            tensors = found.renamed(lambda name: _name_in(model, name))
+            for name, module, group in list(scheme.layers(model)):
+                # The model has no memory yet, and transformers reads what goes there: this only checks what there is.
+                layer = int8_layer(module, group, tensors.within(name), smooth=scheme.smooth)
+                tensors.within(name).finish()
+                model.set_submodule(name, layer)
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        if self.pre_quantized:
+            for name, layer in model.named_modules():
+                if isinstance(layer, Int8Linear):
+                    if isinstance(layer, StaticLinear):
+                        # transformers leaves what is in no file without a value, and the dtype of what is.
+                        layer.zero.zero_()
+                        if layer.input_zero_point is not None:
+                            layer.input_zero_point = layer.input_zero_point.to(torch.int32)
+                    check_values("from_pretrained", name, layer)
+            return model
+        ignore = self.quantization_config.ignore
+        if ignore is None:
+            logits = model.get_output_embeddings()
+            ignore = tuple(name for name, module in model.named_modules() if module is logits)
+        self.report = quantize_(model, Dynamic(), lambda module, name: not matches(ignore, name, module))
+        self.quantization_config.scheme = Scheme.of(model)
+        return model
+
+
+def convert_(model: Any) -> tuple[str, ...]:
+    """Make a model that transformers loaded from a W8A8 checkpoint multiply in int8.
+
+    This is for a model that was loaded before this module was imported: transformers keeps the codes until the model is
+    first called, and then multiplies them into weights of floating point; both are served. A model whose layers are
+    int8 already, as `skuda.torch.quantize_` makes them, only learns how it is saved.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model, changed in place.
+
+    Returns
+    -------
+    tuple of str
+        Names of the layers that are int8.
+
+    Raises
+    ------
+    InvalidProblem
+        If the model has no int8 layers, or its weights are not those of the checkpoint any more.
+    InvalidRecord
+        For a scheme that is not served.
+    """
+    config = getattr(model, "config", None)
+    if not isinstance(model, nn.Module) or config is None:
+        raise InvalidProblem("convert_", "model", shown(type(model)), "be a model of transformers")
+    described = getattr(config, "quantization_config", None)
+    if described is not None and not isinstance(described, SkudaConfig):
+        fields = dict(described if isinstance(described, Mapping) else described.to_dict())
+        # Without it: whether the weights are codes by now, they tell themselves.
+        fields.pop("quantization_status", None)
+        scheme = Scheme.parse("convert_", json.loads(json.dumps(fields)))
+        layers = {}
+        for name, module, group in scheme.layers(model):
+            tensors = _held(name, module)
+            layers[name] = int8_layer(module, group, tensors)
+            tensors.finish()
+            check_values("convert_", name, layers[name])
+        for name, layer in layers.items():
+            model.set_submodule(name, layer.train(model.get_submodule(name).training))
+        # It would look for codes to multiply when the model is called.
+        hook = model.__dict__.pop("ct_decompress_hook", None)
+        if hook is not None:
+            hook.remove()
+    now = Scheme.of(model)
+    config.quantization_config = SkudaConfig(scheme=now)
+    model.hf_quantizer = SkudaQuantizer(config.quantization_config, pre_quantized=True)
+    model.is_quantized, model.quantization_method = True, OWN_METHOD
+    return tuple(name for name, layer in model.named_modules() if isinstance(layer, Int8Linear))
+
+
+def _held(name: str, module: nn.Module) -> Tensors:
+    """Return the tensors of a layer that compressed-tensors prepared, with codes for a weight."""
+    held = {part: tensor.detach() for part, tensor in module.state_dict().items()}
+    weight, scale = held.get("weight"), held.get("weight_scale")
+    if weight is not None and scale is not None and weight.is_floating_point():
+        codes = (weight.float() / scale.float()).round().clamp(-128, 127)
+        if not torch.equal((codes * scale.float()).to(weight.dtype), weight):
+            raise InvalidProblem(
+                "convert_", f"{name}.weight", "other numbers", "be codes times weight_scale, unchanged"
+            )
+        held["weight"] = codes.to(torch.int8)
+    kinds = {part: (tensor.dtype, tuple(tensor.shape)) for part, tensor in held.items()}
+    return Tensors(f"convert_, layer {name}", kinds, held.__getitem__)
+
+
+def _name_in(model: Any, name: str) -> str:
+    """Return a model's name of a tensor of a checkpoint that may be of the model without its head, or with one."""
+    prefix = f"{model.base_model_prefix}."
+    if hasattr(model, model.base_model_prefix):
+        return name if name.startswith(prefix) or _has(model, name) else prefix + name
+    return name.removeprefix(prefix)
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    """Whether a model has a module that holds a tensor of this name."""
+    try:
+        model.get_submodule(name.rpartition(".")[0])
+    except AttributeError:
+        return False
+    return True

@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support import fresh
+
+torch = pytest.importorskip("torch", minversion="2.6")
+transformers = pytest.importorskip("transformers", minversion="5")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers.quantizers import auto  # noqa: E402
+
+from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency  # noqa: E402
+from skuda.torch import (  # noqa: E402
+    Dynamic,
+    DynamicLinear,
+    SmoothStatic,
+    StaticLinear,
+    calibrate,
+    load_,
+    quantize_,
+    save,
+)
+from skuda.torch.transformers import SkudaConfig, _CompressedTensorsConfig, convert_  # noqa: E402
+
+KINDS = ("dynamic", "static", "shifted")
+PARTS = {
+    f"{block}.{name}_proj"
+    for block, names in (("self_attn", "qkvo"), ("mlp", ("gate", "up", "down")))
+    for name in names
+}
+LAYERS = {f"model.layers.{i}.{part}" for i in range(2) for part in PARTS}
+
+
+def llama(rng, dtype=torch.bfloat16, **more):
+    """Return a Llama with random weights."""
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=97,
+        dtype=dtype,
+        **more,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.from_numpy(rng.standard_normal(parameter.shape) / 8))
+    return model
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def drawn_ids(rng):
+    return torch.from_numpy(rng.integers(3, 97, (2, 7)))
+
+
+def int8_names(model, kind=DynamicLinear):
+    return {name for name, module in model.named_modules() if type(module) is kind}
+
+
+def from_pretrained(path, *more, kind=transformers.AutoModelForCausalLM, **named):
+    return kind.from_pretrained(path, *more, **named)
+
+
+def assert_survives_saving(model, ids, folder):
+    """Check that what a model writes is read as the same model, with either reader and either writer."""
+    want = logits(model, ids)
+    model.save_pretrained(folder / "one")
+    model.save_pretrained(folder / "many", max_shard_size="60KB")
+    save(model, folder / "ours")
+    assert (folder / "many" / "model.safetensors.index.json").exists()
+    for name in ("one", "many", "ours"):
+        again = from_pretrained(folder / name)
+        assert torch.equal(logits(again, ids), want)
+        config = again.config
+        del config.quantization_config
+        plain = transformers.AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
+        load_(plain, folder / name)
+        assert torch.equal(logits(plain, ids), want)
+    assert (
+        load_file(folder / "one" / "model.safetensors").keys()
+        == load_file(folder / "ours" / "model.safetensors").keys()
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_of_floats_is_quantized_as_it_is_loaded(tied, tmp_path):
+    rng = fresh(tied)
+    plain = llama(rng, tie_word_embeddings=tied)
+    plain.save_pretrained(tmp_path)
+    ids = drawn_ids(rng)
+    model = from_pretrained(tmp_path, quantization_config=SkudaConfig())
+    assert int8_names(model) == LAYERS
+    assert set(model.hf_quantizer.report.converted) == LAYERS
+    quantize_(plain, Dynamic(), lambda module, _: module is not plain.lm_head)
+    assert torch.equal(logits(model, ids), logits(plain, ids))
+    assert_survives_saving(model, ids, tmp_path)
+
+
+def test_generate_gives_the_tokens_of_single_steps(tmp_path):
+    rng = fresh()
+    llama(rng).save_pretrained(tmp_path)
+    model = from_pretrained(tmp_path, quantization_config=SkudaConfig())
+    ids = drawn_ids(rng)
+    found = model.generate(
+        ids, max_new_tokens=5, min_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(ids)
+    )
+    for _ in range(5):
+        ids = torch.cat([ids, step(model, ids)], 1)
+    assert torch.equal(found, ids)
+
+
+def step(model, ids):
+    scores = logits(model, ids)[:, -1].float()
+    scores[:, model.generation_config.eos_token_id] = float("-inf")
+    return scores.argmax(-1, keepdim=True)
+
+
+def test_ignored_layers_stay_as_they_are(tmp_path):
+    llama(fresh()).save_pretrained(tmp_path)
+    config = SkudaConfig(ignore=[r"re:model\.layers\.0", "lm_head", "model.layers.1.mlp.up_proj"])
+    model = from_pretrained(tmp_path, quantization_config=config)
+    left = {name for name in LAYERS if "layers.0" in name} | {"model.layers.1.mlp.up_proj"}
+    assert int8_names(model) == LAYERS - left
+    assert set(model.config.quantization_config.to_dict()["ignore"]) == left | {"lm_head"}
+    with pytest.raises(InvalidProblem, match="ignore must be a list of names"):
+        SkudaConfig(ignore="lm_head")
+
+
+def test_a_model_quantized_after_loading_learns_how_it_is_saved(tmp_path):
+    rng = fresh()
+    model, ids = llama(rng), drawn_ids(rng)
+    with calibrate(model) as calibration:
+        logits(model, ids)
+    quantize_(model, SmoothStatic(calibration), lambda module, name: name != "lm_head")
+    assert set(convert_(model)) == LAYERS == int8_names(model, StaticLinear)
+    # Down projections divide by factors that no norm took over, which other readers must not leave out.
+    assert model.config.quantization_config.to_dict()["quant_method"] == "skuda"
+    assert_survives_saving(model, ids, tmp_path)
+
+
+def written(rng, folder, kind):
+    """Let compressed-tensors quantize a model and write it."""
+    ct = pytest.importorskip("compressed_tensors.quantization")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    model = llama(rng)
+    inputs = {"num_bits": 8, "strategy": "token", "dynamic": True}
+    if kind != "dynamic":
+        inputs = {"num_bits": 8, "strategy": "tensor", "symmetric": kind == "static"}
+    weights = {"num_bits": 8, "strategy": "channel"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
+    config = ct.QuantizationConfig.model_validate({"config_groups": groups, "ignore": ["lm_head"]})
+    ct.apply_quantization_config(model, config)
+    for name in LAYERS:
+        layer = model.get_submodule(name)
+        layer.weight_scale.data.copy_(layer.weight.data.abs().amax(1, keepdim=True) / 127.5)
+        if kind != "dynamic":
+            layer.input_scale.data.fill_(float(rng.uniform(0.01, 0.1)))
+            layer.input_zero_point.data.fill_(0 if kind == "static" else int(rng.integers(-128, 128)))
+    compressor = compressors.ModelCompressor.from_pretrained_model(model, "int-quantized")
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_compressed_tensors_wrote_is_loaded_and_written_byte_for_byte(kind, tmp_path):
+    rng = fresh(kind)
+    written(rng, tmp_path / "theirs", kind)
+    model, ids = from_pretrained(tmp_path / "theirs"), drawn_ids(rng)
+    assert int8_names(model, DynamicLinear if kind == "dynamic" else StaticLinear) == LAYERS
+    stored = load_file(tmp_path / "theirs" / "model.safetensors")
+    for name in LAYERS:
+        assert torch.equal(model.get_submodule(name).weight, stored[f"{name}.weight"])
+    assert_survives_saving(model, ids, tmp_path)
+    for name in ("one", "ours"):
+        for file, read in (("model.safetensors", bytes), ("config.json", json.loads)):
+            ours, theirs = (read((tmp_path / folder / file).read_bytes()) for folder in (name, "theirs"))
+            assert ours == theirs
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_transformers_loaded_is_converted(kind, called, tmp_path, monkeypatch):
+    rng = fresh(kind, called)
+    written(rng, tmp_path / "theirs", kind)
+    want, ids = from_pretrained(tmp_path / "theirs"), drawn_ids(rng)
+    monkeypatch.setitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "compressed-tensors", _CompressedTensorsConfig.own)
+    model = from_pretrained(tmp_path / "theirs")
+    assert not int8_names(model)
+    if called:
+        logits(model, ids)
+        assert {model.get_submodule(name).weight.dtype for name in LAYERS} == {torch.bfloat16}
+    assert set(convert_(model)) == LAYERS
+    assert torch.equal(logits(model, ids), logits(want, ids))
+    monkeypatch.undo()
+    assert_survives_saving(model, ids, tmp_path)
+
+
+def test_weights_that_were_changed_are_not_converted(tmp_path, monkeypatch):
+    rng = fresh()
+    written(rng, tmp_path, "dynamic")
+    monkeypatch.setitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "compressed-tensors", _CompressedTensorsConfig.own)
+    model = from_pretrained(tmp_path)
+    logits(model, drawn_ids(rng))
+    with torch.no_grad():
+        layer = model.model.layers[1].mlp.up_proj
+        layer.weight[3, 4] = 1.5 * layer.weight_scale[3, 0]
+    with pytest.raises(InvalidProblem, match=r"layers\.1\.mlp\.up_proj\.weight must be codes times weight_scale"):
+        convert_(model)
+    assert not int8_names(model)
+
+
+@pytest.mark.parametrize("model", [None, torch.nn.Linear(2, 2), "model"])
+def test_only_models_of_transformers_are_converted(model):
+    with pytest.raises(InvalidProblem, match="model must be a model of transformers"):
+        convert_(model)
+
+
+def test_a_model_of_floats_is_not_converted():
+    with pytest.raises(InvalidProblem, match="hold int8 layers"):
+        convert_(llama(fresh()))
+
+
+def test_other_formats_are_read_as_before():
+    pytest.importorskip("compressed_tensors")
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    fields = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    fields["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    found = auto.AutoQuantizationConfig.from_dict(fields)
+    assert type(found) is transformers.CompressedTensorsConfig
+
+
+@pytest.fixture
+def quantized(tmp_path):
+    """Return the folder of an int8 checkpoint."""
+    llama(fresh()).save_pretrained(tmp_path / "floats")
+    from_pretrained(tmp_path / "floats", quantization_config=SkudaConfig()).save_pretrained(tmp_path / "int8")
+    return tmp_path / "int8"
+
+
+def test_a_scheme_that_is_not_served_is_refused_by_its_name(quantized):
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8}
+    (quantized / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidRecord, match="kv_cache_scheme must be null"):
+        from_pretrained(quantized)
+
+
+UP = "model.layers.1.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (f"{UP}.weight", None),
+        (f"{UP}.weight", lambda t: t.float()),
+        (f"{UP}.weight", lambda t: t.T),
+        (f"{UP}.weight_scale", None),
+        (f"{UP}.weight_scale", lambda t: t[:3]),
+        (f"{UP}.weight_scale", lambda t: t * float("inf")),
+        (f"{UP}.weight_zero_point", lambda _: torch.ones(96, 1, dtype=torch.int8)),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_refused_by_its_name(name, change, quantized):
+    tensors = load_file(quantized / "model.safetensors")
+    old = tensors.pop(name, None)
+    if change is not None:
+        tensors[name] = change(old).contiguous()
+    save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidRecord, match=name.replace(".", r"\.")):
+        from_pretrained(quantized)
+
+
+def test_the_model_without_its_head_is_loaded(quantized):
+    rng = fresh()
+    whole, base = from_pretrained(quantized), from_pretrained(quantized, kind=transformers.AutoModel)
+    assert int8_names(base) == {name.removeprefix("model.") for name in LAYERS}
+    ids = drawn_ids(rng)
+    with torch.no_grad():
+        assert torch.equal(base(ids).last_hidden_state, whole.model(ids).last_hidden_state)
+    base.save_pretrained(quantized)
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["lm_head"]
+    (quantized / "config.json").write_text(json.dumps(config))
+    again = from_pretrained(quantized, kind=transformers.LlamaForCausalLM)
+    with torch.no_grad():
+        assert torch.equal(base(ids).last_hidden_state, again.model(ids).last_hidden_state)
+
+
+def test_a_real_encoder_keeps_its_embeddings(tmp_path):
+    from skuda.tools.demo.command import read_sentences
+    from skuda.tools.demo.encoder import load_model, model_folder
+
+    try:
+        model = load_model()
+    except MissingDependency as error:
+        pytest.skip(str(error))
+    rng = fresh()
+    sentences = model.tokenize([read_sentences()[i] for i in rng.permutation(120)[:2]])
+    plain = transformers.BertModel.from_pretrained(model_folder())
+    found = transformers.BertModel.from_pretrained(model_folder(), quantization_config=SkudaConfig())
+    assert int8_names(found) == {*model.encoder.linear_names, "pooler.dense"}
+    found.save_pretrained(tmp_path)
+    again = transformers.BertModel.from_pretrained(tmp_path)
+
+    def embedded(model, tokens):
+        with torch.no_grad():
+            return model(torch.tensor([tokens])).last_hidden_state[0].mean(0)
+
+    for tokens in sentences:
+        assert torch.cosine_similarity(embedded(found, tokens), embedded(plain, tokens), 0) > 0.99
+        assert torch.equal(embedded(found, tokens), embedded(again, tokens))
+
+
+def test_without_the_package_the_error_names_the_command():
+    code = "import sys; sys.modules['transformers'] = None; import skuda.torch.transformers"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "MissingDependency: transformers is not installed" in found.stderr
+    assert "pip install 'skuda[transformers]'" in found.stderr
