@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from skuda.registry.errors import InvalidProblem
-from skuda.torch.ops import element_of, linear_dynamic
+from skuda.torch.dtypes import element_of
+from skuda.torch.ops import linear_dynamic
 
 Q_MAX = 127
 """Bound of the symmetric range -127..127; without -128, every code has a negative."""

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from skuda.kernels.smoothing import factors
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import shown
+from skuda.torch.autograd import Q_MAX
 from skuda.torch.calibration import Calibration
 from skuda.torch.layers import hooked
-from skuda.torch.linear import Q_MAX, StaticLinear, quantized_weight
+from skuda.torch.linear import StaticLinear, quantized_weight
 
 ALPHAS = tuple(i / 20 for i in range(21))
 """Strengths that a search tries."""
