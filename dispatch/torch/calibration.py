@@ -10,13 +10,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  everybody's name for it
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import TensorWeakRef
 
 from skuda.torch.layers import Filter, check_count, check_model, linears
 from skuda.torch.linear import Int8Linear, autocast
@@ -126,7 +126,7 @@ def calibrate(
     with ExitStack() as stack:
         for name, layer in layers.items():
             inputs = _Inputs(calibration, name, rows, seed)
-            hook = flow.unwatched(inputs.observe)
+            hook = _unwatched(inputs.observe)
             stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -189,25 +189,13 @@ class _Flow(TorchFunctionMode):
             self._weights[id(getattr(layer, "weight", None))].append(name)
         self._norms = {name: module for name, module in model.named_modules() if type(module).__name__.endswith(_NORMS)}
         self._owners = {id(p): name for name, norm in self._norms.items() for p in norm.parameters(recurse=False)}
-        self._live: dict[int, tuple[ref[Tensor], str]] = {}
+        self._live: dict[int, tuple[TensorWeakRef, str]] = {}
         self._users: defaultdict[str, set[str]] = defaultdict(set)  # layers, by norm
         self._sources: defaultdict[str, set[str | None]] = defaultdict(set)  # norms, by layer
         self._called: set[tuple[str, str]] = set()  # norm and layer that was called, not only read
         self._reasons: dict[str, str] = {}
-        self._depth, self._paused = 0, False
+        self._depth = 0
         self._running: list[str] = []
-
-    def unwatched(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a hook whose own use of tensors is no use by the model."""
-
-        def paused(*args: Any, **kwargs: Any) -> None:
-            before, self._paused = self._paused, True
-            try:
-                hook(*args, **kwargs)
-            finally:
-                self._paused = before
-
-        return paused
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -218,9 +206,9 @@ class _Flow(TorchFunctionMode):
                 stack.callback(layer.register_forward_pre_hook(self._linear(name), with_kwargs=True).remove)
             for name, norm in self._norms.items():
                 stack.callback(norm.register_forward_pre_hook(lambda *_, name=name: self._running.append(name)).remove)
-                hook = self.unwatched(self._norm(name))
+                hook = _unwatched(self._norm(name))
                 stack.callback(norm.register_forward_hook(hook, always_call=True).remove)
-            stack.callback(self._model.register_forward_hook(self.unwatched(self._leave), always_call=True).remove)
+            stack.callback(self._model.register_forward_hook(_unwatched(self._leave), always_call=True).remove)
             with self:
                 yield
 
@@ -246,8 +234,8 @@ class _Flow(TorchFunctionMode):
             if not self._depth:
                 self._use(name, "it ran outside the model's own forward")
             elif type(output) is Tensor:
-                self._live[id(output)] = ref(output), name
-            else:
+                self._live[id(output)] = TensorWeakRef(output), name
+            elif output is not None:  # None if the norm has failed
                 self._use(name, f"its output is a {type(output).__name__}")
 
         return returned
@@ -270,13 +258,13 @@ class _Flow(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._paused and func not in _READS_NO_ELEMENT:
+        if func not in _READS_NO_ELEMENT:
             names = self._weights.get(id(args[1]), []) if func is F.linear and len(args) > 1 else []
             norm = self._source(args[0]) if len(names) == 1 else None
             if norm is not None:
                 self._users[norm].add(names[0])
             for tensor in _tensors(((), *args[1:]) if norm is not None else args, kwargs):
-                what = getattr(func, "__name__", str(func))
+                what = _name(func)
                 if (used := self._source(tensor)) is not None:
                     self._use(used, f"its output is also used by {what}")
                 owner = self._owners.get(id(tensor))
@@ -288,15 +276,31 @@ class _Flow(TorchFunctionMode):
         """Say which norms feed linear layers alone."""
         for norm, users in self._users.items():
             ordered = tuple(name for name in self._layers if name in users)
+            if any((norm, name) not in self._called for name in ordered):
+                self._use(norm, "the weight of a layer is read without calling the layer")
             odd = [name for name in ordered if self._sources[name] != {norm}]
             if odd:
                 self._use(norm, f"{odd[0]} has other inputs, too")
-            if any((norm, name) not in self._called for name in ordered):
-                self._use(norm, "the weight of a layer is read without calling the layer")
             if norm in self._reasons:
                 calibration.not_folded[norm] = self._reasons[norm]
             else:
                 calibration.norms[norm] = ordered
+
+
+def _unwatched(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook whose own use of tensors is no use by the model."""
+
+    def unwatched(*args: Any, **kwargs: Any) -> None:
+        with torch._C.DisableTorchFunction():  # noqa: SLF001  documented, but only there
+            hook(*args, **kwargs)
+
+    return unwatched
+
+
+def _name(func: Any) -> str:
+    """Return the name of a function of torch; that of a property is on its descriptor."""
+    named = func.__self__ if getattr(func, "__name__", "") == "__get__" else func
+    return str(getattr(named, "__name__", named))
 
 
 def _tensors(*values: Any) -> Iterator[Tensor]:

@@ -97,7 +97,7 @@ def hooked(module: nn.Module) -> bool:
 
 def _own_code(linear: nn.Module) -> str | None:
     """Return what a layer does beside a product, which a replacement would lose."""
-    if type(linear) is not nn.Linear:
+    if type(linear) is not nn.Linear and not hasattr(linear, "to_int8"):
         if nn.utils.parametrize.is_parametrized(linear):
             return "it has parametrizations: remove them first (torch.nn.utils.parametrize)"
         if isinstance(linear, nn.modules.lazy.LazyModuleMixin):
@@ -108,7 +108,7 @@ def _own_code(linear: nn.Module) -> str | None:
     if hooked(linear):
         return "it has hooks, which would be lost"
     names = {*linear._parameters, *linear._buffers, *linear._modules}  # noqa: SLF001  as above
-    if names != {"weight", "bias"}:
+    if type(linear) is nn.Linear and names != {"weight", "bias"}:
         return f"it holds {', '.join(sorted(names))}, not a weight and a bias alone"
     return None
 

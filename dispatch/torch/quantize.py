@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -24,7 +24,8 @@ class Config(Protocol):
 
     A config whose layers depend on each other also has ``together(model, linears)``: it is called once, with all layers
     that are going to be converted by name, and returns what converts them. That may have ``fold(model, converted)``,
-    which is called at the end and returns the layers by the norm that took over something of theirs.
+    which is called at the end and returns the layers by the norm that took over something of theirs, and then
+    ``not_folded``, the reasons by norm.
     """
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:
@@ -39,11 +40,15 @@ class Config(Protocol):
 
 @dataclass(frozen=True)
 class Dynamic:
-    """Config of `quantize_`: weights per output channel, inputs per row at run time; see `DynamicLinear`."""
+    """Config of `quantize_`: weights per output channel, inputs per row at run time; see `DynamicLinear`.
+
+    A layer that was trained for its int8 form, and has a method ``to_int8()``, becomes what that returns.
+    """
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:  # noqa: ARG002  the protocol's
         """Return the int8 form of a layer; errors as `DynamicLinear.from_linear`."""
-        return DynamicLinear.from_linear(linear)
+        trained: Callable[[], nn.Module] | None = getattr(linear, "to_int8", None)
+        return DynamicLinear.from_linear(linear) if trained is None else trained()
 
 
 @dataclass(frozen=True)
@@ -83,10 +88,11 @@ class Report:
 def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None, *, strict: bool = False) -> Report:
     """Replace linear layers of a model, in place.
 
-    A layer is an `nn.Linear` and no subclass. One that cannot be replaced stays as it is, and the report says why; so
-    do layers whose weight is tied to another module, such as an embedding, unless `filter_fn` is given and selects
-    them, which ends the tie. A layer with several names is replaced under all of them. Code that reads the weight of a
-    layer instead of calling it must be excluded with `filter_fn`; of modules of torch that is known.
+    A layer is an `nn.Linear`, and of its subclasses only one with a method ``to_int8()``. What cannot be replaced stays
+    as it is, and the report says why. So do layers whose weight is tied to another module, such as an embedding, unless
+    `filter_fn` is given and selects them, which ends the tie. A layer with several names is replaced under all of them.
+    Code that reads the weight of a layer instead of calling the layer must be excluded with `filter_fn`; of modules of
+    torch that is known.
 
     Parameters
     ----------

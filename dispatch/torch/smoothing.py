@@ -5,6 +5,7 @@ The arithmetic is that of `skuda.tools.smoothquant`, with the same bits. See the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
@@ -236,15 +237,18 @@ def _why_not(model: nn.Module, name: str, linear: nn.Linear) -> str | None:
         return "it has hooks or parametrizations"
     if any(tuple(value.shape) != (size,) or value.is_meta for value in own.values()) or "weight" not in own:
         return f"it has no weight of shape [{size}]"
-    # Some norms, Gemma's for example, scale by 1 + weight. Powers of two are exact, so the outputs must be equal.
+    # Some norms, as those of Gemma, scale by 1 + weight. Products with powers of two are exact, so the outputs of one
+    # that scales by its weight are equal.
     generator = torch.Generator().manual_seed(0)
     weight = own["weight"]
     powers = torch.tensor([0.0, 1.0, 2.0])[torch.randint(3, (size,), generator=generator)].to(weight)
     probe = torch.randn(2, size, generator=generator).to(weight)
-    scaled = {name: value * powers for name, value in own.items()}
+    values = {name: (1 + torch.rand(size, generator=generator)).to(value) for name, value in own.items()}
+    scaled = {name: value * powers for name, value in values.items()}
     try:
         with torch.no_grad():
-            plain, folded = (torch.func.functional_call(norm, values, (probe,)) for values in (own, scaled))
+            alike = copy.deepcopy(norm)  # the norm itself may count its calls
+            plain, folded = (torch.func.functional_call(alike, part, (probe,)) for part in (values, scaled))
             if isinstance(plain, Tensor) and torch.equal(plain * powers, folded):
                 return None
     except (TypeError, ValueError, RuntimeError, IndexError):  # it takes other arguments

@@ -1,0 +1,79 @@
+"""`prepare`: every int8 layer runs once for each number of rows, and names its kernel."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from skuda.registry import InvalidProblem  # noqa: E402
+from skuda.torch import CodesLinear, Dynamic, DynamicLinear, SmoothStatic, calibrate, prepare, quantize_  # noqa: E402
+
+
+def static(dtype):
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3)).to(dtype)
+    with calibrate(model) as calibration:
+        model(torch.ones(2, 4, dtype=dtype))
+    quantize_(model, SmoothStatic(calibration), strict=True)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernels_that_serve_are_named(dtype):
+    model = nn.Sequential(static(dtype), nn.Linear(3, 5, dtype=dtype))
+    quantize_(model, Dynamic())
+    found = prepare(model, (1, 4))
+    x = {"0.1": torch.ones(4, 4, dtype=dtype), "1": torch.ones(4, 3, dtype=dtype)}
+    assert found.keys() == x.keys()
+    for name, layer_input in x.items():
+        assert set(found[name]) == {1, 4}
+        assert found[name][4] == model.get_submodule(name).explain(layer_input).chosen
+
+
+def test_each_layer_runs_with_each_number_of_rows():
+    model, seen = nn.Sequential(nn.Linear(4, 3, bias=False), nn.ReLU(), nn.Linear(3, 2, bias=False)), []
+    quantize_(model, Dynamic(), strict=True)
+    for name in ("0", "2"):
+
+        def note(_, args, name=name):
+            seen.append((name, args[0].shape, args[0].dtype, bool(args[0].any()), torch.is_grad_enabled()))
+
+        model.get_submodule(name).register_forward_pre_hook(note)
+    prepare(model, iter((1, 3)), torch.float16)
+    assert seen == [
+        (name, (rows, size), torch.float16, False, False) for name, size in (("0", 4), ("2", 3)) for rows in (1, 3)
+    ]
+
+
+def test_layers_of_a_chain_get_codes():
+    codes = DynamicLinear.from_linear(nn.Linear(4, 3))
+    layer = CodesLinear(codes.weight, codes.weight_scale, input_scale=torch.ones(1), output_scale=torch.ones(1))
+    assert set(prepare(nn.Sequential(layer), (2,))["0"]) == {2}
+
+
+def test_the_dtype_is_that_of_the_model():
+    model = nn.Sequential(nn.Linear(4, 3)).bfloat16()
+    quantize_(model, Dynamic())
+    (kernel,) = prepare(nn.Sequential(nn.LayerNorm(4, dtype=torch.float16), model), (1,))["1.0"].values()
+    assert "f16" in kernel
+    (kernel,) = prepare(model, (1,), torch.bfloat16)["0"].values()
+    assert "bf16" in kernel
+
+
+def test_a_model_without_int8_layers():
+    assert prepare(nn.Sequential(nn.Linear(4, 3))) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [((None,), "model"), ((5,), "rows"), (([1, -1],), "rows"), (([True],), "rows"), (((1,), "bf16"), "dtype")],
+)
+def test_bad_arguments(arguments, field):
+    model = () if field == "model" else (nn.Sequential(),)
+    with pytest.raises(InvalidProblem) as refused:
+        prepare(*model, *arguments)
+    assert refused.value.field == field
+    with pytest.raises(InvalidProblem, match="floating"):
+        prepare(nn.Sequential(), (1,), torch.int8)

@@ -1,0 +1,493 @@
+"""`quantize_` on models of every odd kind: the right int8 model, or a named reason and an unchanged layer."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from dataclasses import FrozenInstanceError, dataclass
+
+import pytest
+from support import fresh
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn.utils import parametrizations, parametrize, prune  # noqa: E402
+
+from skuda.dispatch import Dispatcher  # noqa: E402
+from skuda.kernels.catalog import built_in_registry  # noqa: E402
+from skuda.registry import InvalidProblem  # noqa: E402
+from skuda.torch import Dynamic, DynamicLinear, Int8Linear, quantize_  # noqa: E402
+
+DYNAMIC = Dynamic()
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def tensor(rng, *shape, dtype=torch.float32):
+    return torch.from_numpy(rng.standard_normal(shape)).to(dtype)
+
+
+class Model(nn.Module):
+    """An embedding, a block and a head that can be tied."""
+
+    def __init__(self, width=16, *, tied=False, bias=True):
+        super().__init__()
+        self.embed = nn.Embedding(8, width)
+        self.block = nn.Sequential(nn.Linear(width, 2 * width, bias=bias), nn.GELU(), nn.Linear(2 * width, width))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 8, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.block(self.embed(tokens))))
+
+    @property
+    def dtype(self):
+        return next(p.dtype for p in self.parameters() if p.is_floating_point())
+
+
+TOKENS = torch.arange(8).reshape(2, 4)
+NAMES = {"block.0", "block.2", "head"}
+
+
+def one(linear):
+    """A model with a single layer."""
+    return nn.ModuleDict({"layer": linear})
+
+
+def left(model, reason, config=DYNAMIC, **more):
+    """Check that the only layer stays, for this reason, and that strict refuses to leave it; return the report."""
+    before = model["layer"]
+    with pytest.raises(InvalidProblem, match="nothing was replaced") as refused:
+        quantize_(model, config, strict=True, **more)
+    assert reason in refused.value.had
+    report = quantize_(model, config, **more)
+    (found,) = report.left.values()
+    assert reason in found
+    assert reason in str(report)
+    assert not report.converted
+    assert report.bytes_before == report.bytes_after == 0
+    assert model["layer"] is before
+    return report
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_linear_becomes_what_from_linear_makes_of_it(dtype, bias):
+    model = Model(bias=bias).to(dtype).eval()
+    want = copy.deepcopy(model)
+    for name in NAMES:
+        want.set_submodule(name, DynamicLinear.from_linear(model.get_submodule(name)))
+    report = quantize_(model, Dynamic(), strict=True)
+    assert dict(report.converted) == dict.fromkeys(("block.0", "block.2", "head"), "DynamicLinear")
+    assert not report.left
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), want(TOKENS))
+    assert model.dtype is dtype
+    assert model.block[0].bias is None or model.block[0].bias.dtype is dtype
+
+
+def test_the_weights_shrink_to_half_of_bf16():
+    model = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)).bfloat16()
+    before = sum(p.nbytes for p in model.parameters())
+    report = quantize_(model, Dynamic())
+    assert report.bytes_before == before
+    assert report.bytes_after == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    assert report.bytes_after <= 0.52 * report.bytes_before
+    assert f"{before} -> {report.bytes_after} bytes" in str(report)
+
+
+def test_a_report_does_not_change():
+    report = quantize_(Model(), Dynamic())
+    with pytest.raises(FrozenInstanceError):
+        report.bytes_after = 0
+    with pytest.raises(TypeError):
+        report.left["head"] = "no"
+
+
+def test_a_filter_takes_module_and_name():
+    model, seen = Model(), []
+
+    def chosen(module, name):
+        seen.append((module, name))
+        return name.startswith("block.")
+
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    report = quantize_(model, Dynamic(), chosen)
+    assert {name: module for module, name in seen} == linears
+    assert set(report.converted) == {"block.0", "block.2"}
+    assert not report.left  # the head was not asked for
+    assert type(model.head) is nn.Linear
+
+
+def test_a_second_call_changes_nothing():
+    model = Model()
+    quantize_(model, Dynamic())
+    layers = {name: model.get_submodule(name) for name in NAMES}
+    for strict in (False, True):
+        report = quantize_(model, Dynamic(), strict=strict)
+        assert dict(report.left) == dict.fromkeys(("block.0", "block.2", "head"), "it is already int8")
+        assert all(model.get_submodule(name) is layer for name, layer in layers.items())
+
+
+def test_strict_replaces_all_or_nothing():
+    model = Model()
+    with torch.no_grad():
+        model.head.weight[1, 2] = torch.inf
+    before = dict(model.named_modules())
+    with pytest.raises(InvalidProblem, match="head"):
+        quantize_(model, Dynamic(), strict=True)
+    assert dict(model.named_modules()) == before
+    report = quantize_(model, Dynamic())
+    assert set(report.converted) == {"block.0", "block.2"}
+    assert "finite" in report.left["head"]
+    assert model.head is before["head"]
+
+
+def test_a_layer_with_two_names_is_converted_once():
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.ReLU(), shared, nn.Sequential(shared))
+    report = quantize_(model, Dynamic())
+    assert dict(report.converted) == {"0": "DynamicLinear"}
+    assert isinstance(model[0], DynamicLinear)
+    assert model[0] is model[2]
+    assert model[0] is model[3][0]
+
+
+def test_a_block_with_two_names_is_converted_once():
+    block = nn.Sequential(nn.Linear(4, 4))
+    model = nn.Sequential(block, block)
+    quantize_(model, Dynamic(), strict=True)
+    assert isinstance(model[0][0], DynamicLinear)
+    assert model[0] is model[1]
+
+
+def test_a_tied_head_stays_unless_a_filter_selects_it():
+    model = Model(tied=True)
+    report = quantize_(model, Dynamic())
+    assert set(report.converted) == {"block.0", "block.2"}
+    assert "embed" in report.left["head"]
+    assert model.head.weight is model.embed.weight
+    table = model.embed.weight.clone()
+    report = quantize_(model, Dynamic(), lambda _, name: name == "head", strict=True)
+    assert set(report.converted) == {"head"}
+    assert torch.equal(model.embed.weight, table)
+
+
+def test_layers_with_one_memory_are_tied():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = nn.Parameter(first.weight.detach())  # another parameter, the same memory
+    report = quantize_(nn.Sequential(first, second, nn.Linear(4, 4)), Dynamic())
+    assert set(report.converted) == {"2"}
+    assert set(report.left) == {"0", "1"}
+
+
+def test_slices_of_one_memory_are_not_tied():
+    memory = torch.zeros(8, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight, model[1].weight = nn.Parameter(memory[:4]), nn.Parameter(memory[4:])
+    assert set(quantize_(model, Dynamic(), strict=True).converted) == {"0", "1"}
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: nn.Linear(3, 4, device="meta"), "meta device"),
+        (lambda: nn.Linear(3, 4, dtype=torch.float64), "torch.float64"),
+        (lambda: nn.Linear(3, 4, dtype=torch.complex64), "torch.complex64"),
+        (lambda: nn.modules.linear.NonDynamicallyQuantizableLinear(3, 4), "NonDynamicallyQuantizableLinear"),
+        (lambda: nn.LazyLinear(4), "lazy"),
+    ],
+)
+def test_a_layer_of_an_odd_kind_stays(make, reason):
+    left(one(make()), reason)
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+def test_a_sparse_weight_stays(layout):
+    linear = nn.Linear(3, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CSR is in beta
+        linear.weight = nn.Parameter(getattr(linear.weight.detach(), layout)())
+    left(one(linear), "not dense")
+
+
+def test_a_weight_of_a_subclass_of_tensors_stays():
+    class Fancy(torch.Tensor):
+        pass
+
+    linear = nn.Linear(3, 4)
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Fancy))
+    left(one(linear), "Fancy")
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_weight_that_is_not_finite_stays(value, dtype):
+    linear = nn.Linear(3, 4, dtype=dtype)
+    with torch.no_grad():
+        linear.weight[3, 2] = value
+    left(one(linear), "finite")
+
+
+def unused(*_):
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda m: m.register_forward_hook(unused),
+        lambda m: m.register_forward_pre_hook(unused),
+        lambda m: m.register_full_backward_hook(unused),
+        lambda m: m.register_full_backward_pre_hook(unused),
+        lambda m: m.register_state_dict_post_hook(unused),
+        lambda m: m.register_load_state_dict_post_hook(unused),
+        lambda m: m.weight.register_hook(unused),
+    ],
+)
+def test_a_layer_with_hooks_stays_until_they_are_removed(hook):
+    model = one(nn.Linear(3, 4))
+    handle = hook(model["layer"])
+    left(model, "hooks")
+    handle.remove()
+    quantize_(model, Dynamic(), strict=True)
+
+
+def old_weight_norm(linear):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(linear)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: parametrize.register_parametrization(m, "weight", Doubled()), "parametrizations"),
+        (parametrizations.weight_norm, "parametrizations"),
+        (parametrizations.spectral_norm, "parametrizations"),
+        (old_weight_norm, "hooks"),
+        (nn.utils.spectral_norm, "hooks"),
+        (lambda m: prune.l1_unstructured(m, "weight", amount=2), "hooks"),
+        (lambda m: setattr(m, "forward", lambda x: x), "forward was replaced"),
+        (lambda m: m.register_parameter("gain", nn.Parameter(torch.ones(1))), "gain"),
+        (lambda m: m.register_buffer("mask", torch.ones(1)), "mask"),
+        (lambda m: m.add_module("lora", nn.Identity()), "lora"),
+    ],
+)
+def test_a_layer_that_does_more_stays(change, reason):
+    linear = nn.Linear(3, 4)
+    change(linear)
+    left(one(linear), reason)
+
+
+def test_a_wrapper_of_a_layer_keeps_its_own_part():
+    class Lora(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+            self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 5, bias=False)
+
+        @property
+        def weight(self):
+            return self.base.weight
+
+        def forward(self, x):
+            return self.base(x) + self.up(self.down(x))
+
+    rng = fresh()
+    model = nn.Sequential(Lora(nn.Linear(6, 5)))
+    base = copy.deepcopy(model[0].base)
+    report = quantize_(model, Dynamic(), lambda _, name: name.endswith("base"), strict=True)
+    assert set(report.converted) == {"0.base"}
+    x = tensor(rng, 3, 6)
+    y = model(x)
+    assert torch.equal(y, DynamicLinear.from_linear(base)(x) + model[0].up(model[0].down(x)))
+    y.sum().backward()
+    assert model[0].up.weight.grad is not None
+
+
+def test_a_layer_trained_for_its_int8_form_becomes_it():
+    class Trained(nn.Linear):
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            self.step = nn.Parameter(torch.ones(1))
+
+        def to_int8(self):
+            return DynamicLinear(torch.full((4, 3), 7, dtype=torch.int8), torch.full((4,), 2.0))
+
+    model = one(Trained(3, 4))
+    quantize_(model, Dynamic(), strict=True)
+    assert torch.equal(model["layer"].weight, torch.full((4, 3), 7, dtype=torch.int8))
+
+
+def test_layers_whose_weights_torch_reads_stay():
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    report = quantize_(model, Dynamic())
+    assert not report.converted
+    assert {"linear1", "linear2", "self_attn.out_proj"} == set(report.left)
+    with torch.no_grad():
+        model(torch.zeros(1, 2, 8))
+
+
+def test_inside_data_parallelism_all_layers_stay(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4))), nn.Linear(4, 4))
+        report = quantize_(model, Dynamic())
+    finally:
+        torch.distributed.destroy_process_group()
+    assert set(report.converted) == {"1"}
+    assert "DistributedDataParallel" in report.left["0.module.0"]
+
+
+def test_inside_sharded_parallelism_all_layers_stay():
+    class FullyShardedDataParallel(nn.Sequential):
+        """The name of torch's class, whose import costs seconds."""
+
+    report = quantize_(FullyShardedDataParallel(nn.Sequential(nn.Linear(3, 4))), Dynamic())
+    assert "before it is wrapped" in report.left["0.0"]
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(0, 3), (3, 0), (0, 0)])
+def test_a_layer_without_elements(inputs, outputs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # its parameters are not initialized
+        linear = nn.Linear(inputs, outputs)
+    model = nn.Sequential(linear)
+    x = torch.zeros(2, inputs)
+    want = model(x)
+    quantize_(model, Dynamic(), strict=True)
+    assert torch.equal(model(x), want)
+
+
+def test_a_layer_that_no_kernel_serves_stays(monkeypatch):
+    found = DynamicLinear.from_linear(nn.Linear(3, 4))
+    monkeypatch.setattr("skuda.torch.linear.default_dispatcher", lambda: Dispatcher(built_in_registry(), backends=[]))
+    left(one(nn.Linear(3, 4)), "have a kernel", Own(lambda _: found))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_flags_are_kept(grad):
+    model = Model().requires_grad_(grad)
+    model.block.eval()
+    training = {name: module.training for name, module in model.named_modules()}
+    grads = {name: p.requires_grad for name, p in model.named_parameters()}
+    quantize_(model, Dynamic())
+    assert {name: module.training for name, module in model.named_modules()} == training
+    assert all(grads[name] == p.requires_grad for name, p in model.named_parameters())
+    assert {name for name, _ in model.named_parameters()} == {"embed.weight", "norm.weight", "norm.bias"}
+    assert all(buffer.device.type == "cpu" for buffer in model.buffers())
+
+
+def copies(model):
+    """The model through everything that copies or stores one."""
+    yield copy.deepcopy(model)
+    yield pickle.loads(pickle.dumps(model))  # noqa: S301  our own
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    yield torch.load(file, weights_only=False)
+    other = Model().eval()
+    quantize_(other, Dynamic())
+    other.load_state_dict(model.state_dict())
+    yield other
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other = Model().eval()
+    quantize_(other, Dynamic())
+    other.load_state_dict(torch.load(file, weights_only=True), assign=True)
+    yield other
+
+
+def test_copies_give_the_same_bits():
+    model = Model().eval()
+    quantize_(model, Dynamic())
+    with torch.no_grad():
+        want = model(TOKENS)
+        for other in copies(model):
+            assert torch.equal(other(TOKENS), want)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_cast_keeps_codes_and_scales(dtype):
+    model = Model().eval()
+    quantize_(model, Dynamic())
+    before = {name: buffer.clone() for name, buffer in model.named_buffers() if not name.endswith("bias")}
+    model.to(dtype)
+    assert all(torch.equal(model.get_buffer(name), buffer) for name, buffer in before.items())
+    assert all(model.get_buffer(name).dtype is buffer.dtype for name, buffer in before.items())
+    assert model(TOKENS).dtype is dtype
+
+
+@dataclass(frozen=True)
+class Own:
+    """A config of somebody else."""
+
+    make: object
+
+    def convert(self, name, linear):
+        return self.make(linear)
+
+
+def test_a_config_of_somebody_else():
+    model = one(nn.Linear(3, 4))
+    left(model, "leaves it", Own(lambda linear: linear))
+    report = quantize_(model, Own(nn.Sequential), strict=True)
+    assert dict(report.converted) == {"layer": "Sequential"}
+    assert report.bytes_before == report.bytes_after == 4 * (3 * 4 + 4)
+
+
+def test_a_config_that_returns_no_module_is_named():
+    left(one(nn.Linear(3, 4)), "torch.nn.Module", Own(lambda _: 3))
+
+
+def test_an_error_that_is_not_ours_comes_through():
+    def fail(_):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        quantize_(one(nn.Linear(3, 4)), Own(fail))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ((nn.Linear(3, 4), Dynamic()), "model"),
+        ((torch.zeros(2), Dynamic()), "model"),
+        ((nn.Sequential(), Dynamic), "config"),
+        ((nn.Sequential(), None), "config"),
+        ((nn.Sequential(), "int8"), "config"),
+        ((nn.Sequential(), Dynamic(), "head"), "filter_fn"),
+    ],
+)
+def test_bad_arguments(arguments, field):
+    with pytest.raises(InvalidProblem) as refused:
+        quantize_(*arguments)
+    assert refused.value.field == field
+
+
+def test_an_int8_layer_itself_is_left():
+    layer = DynamicLinear.from_linear(nn.Linear(3, 4))
+    assert dict(quantize_(layer, Dynamic()).left) == {"": "it is already int8"}
+
+
+def test_a_model_without_layers():
+    report = quantize_(nn.Sequential(nn.ReLU()), Dynamic(), strict=True)
+    assert not report.converted
+    assert str(report) == "0 converted, 0 -> 0 bytes"
+
+
+def test_the_report_names_a_few_and_counts_the_rest():
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(9)))
+    assert "converted to DynamicLinear: 0, 1, 2 and 6 more" in str(quantize_(model, Dynamic()))
+    assert all(isinstance(layer, Int8Linear) for layer in model)
