@@ -124,7 +124,7 @@ class Scheme:
                 _refuse("the model", type(module).__name__, "hold layers, and be none itself")
             if id(module) in seen:
                 _refuse(name, "a module that stands at two places", "stand at one place, or be in ignore")
-            if hooked(module):
+            if hooked(module) or hasattr(module, "_hf_hook"):  # the second moves tensors between devices
                 _refuse(name, "hooks", "have no hooks, which would be lost: remove them, or add it to ignore")
             seen.add(id(module))
             yield name, module, group

@@ -14,6 +14,7 @@ checkpoint of floats as it is loaded. Checkpoints of other formats are loaded as
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,15 @@ except ImportError as error:
 from skuda.torch.checkpoint import opened_files, stored
 from skuda.torch.linear import Int8Linear, StaticLinear
 from skuda.torch.quantize import Dynamic, Report, quantize_
-from skuda.torch.scheme import FORMAT, METHOD, OWN_METHOD, Scheme, matches
+from skuda.torch.scheme import FORMAT, METHOD, OWN_METHOD, Activation, Scheme, matches
 from skuda.torch.stored import Tensors, check_values, int8_layer
 
 
 @register_quantization_config(OWN_METHOD)
 class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """What `from_pretrained` is to make of a model.
+
+    A checkpoint of floats is loaded first, and then quantized, layer by layer; its memory is needed for that long.
 
     Parameters
     ----------
@@ -53,6 +56,12 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def __init__(self, ignore: Sequence[str] | None = None, *, scheme: Scheme | None = None) -> None:
         if ignore is not None and (isinstance(ignore, str) or not all(isinstance(name, str) for name in ignore)):
             raise InvalidProblem("SkudaConfig", "ignore", shown(ignore), "be a list of names")
+        for pattern in ignore or ():
+            try:
+                re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+            except re.error as error:
+                rule = f"be names and regular expressions ({error})"
+                raise InvalidProblem("SkudaConfig", "ignore", pattern, rule) from error
         self.quant_method = OWN_METHOD
         self.ignore = None if ignore is None else tuple(ignore)
         self.scheme = scheme
@@ -95,10 +104,15 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
 
     requires_calibration = False
     is_compileable = True
-    is_trainable = False
 
     quantization_config: SkudaConfig
     report: Report | None = None
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether adapters such as LoRA can be trained: all layers are dynamic, and so pass gradients on."""
+        scheme = self.quantization_config.scheme
+        return scheme is not None and all(group.activation is Activation.DYNAMIC for group in scheme.groups)
 
     def is_serializable(self) -> bool:
         """Return True: `save_pretrained` writes the compressed-tensors format."""

@@ -101,6 +101,7 @@ def test_a_checkpoint_of_floats_is_quantized_as_it_is_loaded(tied, tmp_path):
     model = from_pretrained(tmp_path, quantization_config=SkudaConfig())
     assert int8_names(model) == LAYERS
     assert set(model.hf_quantizer.report.converted) == LAYERS
+    assert model.hf_quantizer.is_trainable
     quantize_(plain, Dynamic(), lambda module, _: module is not plain.lm_head)
     assert torch.equal(logits(model, ids), logits(plain, ids))
     assert_survives_saving(model, ids, tmp_path)
@@ -134,6 +135,8 @@ def test_ignored_layers_stay_as_they_are(tmp_path):
     assert set(model.config.quantization_config.to_dict()["ignore"]) == left | {"lm_head"}
     with pytest.raises(InvalidProblem, match="ignore must be a list of names"):
         SkudaConfig(ignore="lm_head")
+    with pytest.raises(InvalidProblem, match="ignore must be names and regular expressions"):
+        SkudaConfig(ignore=["re:("])
 
 
 def test_a_model_quantized_after_loading_learns_how_it_is_saved(tmp_path):
@@ -143,6 +146,7 @@ def test_a_model_quantized_after_loading_learns_how_it_is_saved(tmp_path):
         logits(model, ids)
     quantize_(model, SmoothStatic(calibration), lambda module, name: name != "lm_head")
     assert set(convert_(model)) == LAYERS == int8_names(model, StaticLinear)
+    assert not model.hf_quantizer.is_trainable
     # Down projections divide by factors that no norm took over, which other readers must not leave out.
     assert model.config.quantization_config.to_dict()["quant_method"] == "skuda"
     assert_survives_saving(model, ids, tmp_path)

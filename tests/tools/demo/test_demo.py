@@ -574,13 +574,14 @@ def test_the_plot_is_a_png_with_every_layer(tiny_result, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["plot"]
 
 
-def run_cli(tmp_path, *, as_json=False, plot=None):
+def run_cli(tmp_path, *, as_json=False, plot=None, framework="numpy"):
     out, err = io.StringIO(), io.StringIO()
     status = demo(
         plot=plot or tmp_path / "plot.png",
         as_json=as_json,
         console=Console(file=out, width=80),
         errors=Console(file=err, width=80),
+        framework=framework,
     )
     return status, out.getvalue(), err.getvalue()
 
@@ -619,6 +620,14 @@ def test_without_an_optional_package_the_error_names_the_command(tmp_path, monke
     monkeypatch.setitem(sys.modules, absent, None)
     with pytest.raises(MissingDependency, match=f"pip install {absent}"):
         load_model()
+
+
+def test_a_framework_of_another_name_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "find_spec", lambda _: object())
+    status, out, err = run_cli(tmp_path, framework="jax")
+    assert (status, out) == (2, "")
+    assert "--framework must be" in err
+    assert "numpy" in err
 
 
 def test_a_plot_nowhere_is_refused_before_the_work(tmp_path, monkeypatch):
