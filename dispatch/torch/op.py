@@ -21,8 +21,7 @@ from skuda.torch.dtypes import torch_dtype
 
 _MOST_REMEMBERED = 4096
 _SCALARS = {Role.SCALE: "float", Role.ZERO_POINT: "int", Role.VALUE: "float"}
-_COMPARABLE = {"str", "int", "SymInt", "bool"}
-"""Types of fields whose equal values are the same; a list has no hash, and 0.0 equals -0.0."""
+_LIST = "SymInt[]"
 
 Shape = tuple[int, ...]
 
@@ -120,7 +119,7 @@ class TensorOp:
             for name, info in op.descriptor.model_fields.items()
             if name not in left_out and not shows.intersection(self._fields.sources(name))
         }
-        self._comparable = _COMPARABLE.issuperset(self._types.values())
+        self._listed = _LIST in self._types.values()
         first = self.inputs[0]
         matrix = {first.name: first} if len(first.shape) == 2 else {}
         # The field that counts rows: the first size of a matrix.
@@ -155,7 +154,7 @@ class TensorOp:
         """Return torch's type of a field."""
         annotation = str(info.annotation)
         if "tuple[" in annotation:
-            return "SymInt[]"
+            return _LIST
         if info.annotation in (bool, float):
             return str(info.annotation.__name__)
         if "int" in annotation.lower():
@@ -181,7 +180,8 @@ class TensorOp:
         """
         key: tuple[Any, ...] = ()
         if fields:
-            key = tuple(fields.items()) if self._comparable else (repr(fields),)
+            # A list has no hash, and 0.0 equals -0.0.
+            key = (repr(fields),) if self._listed or 0 in fields.values() else tuple(fields.items())
         for each in arguments:
             if isinstance(each, Tensor):
                 key += (each.shape, each.dtype, each.is_contiguous(), each.requires_grad)
