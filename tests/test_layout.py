@@ -33,6 +33,9 @@ ORDER = (
     "torch.ops",
     "torch.autograd",
     "torch.linear",
+    "torch.source",
+    "torch.fused",
+    "torch.fuse",
     "torch",
 )
 """Parts of `skuda`, each before those that may import it."""

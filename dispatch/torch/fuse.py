@@ -103,7 +103,7 @@ def fuse_(model: nn.Module) -> Fusion:
     """
     fused: dict[str, str] = {}
     left: dict[str, str] = {}
-    held = Counter(id(child) for module in model.modules() for child in module._modules.values())
+    held = Counter(id(child) for module in model.modules() for _, child in module.named_children())
     rules: tuple[tuple[Callable[[nn.Module], bool], Callable[..., str]], ...] = (
         (lambda module: any(hasattr(module, name) for name in _QKV), _fuse_attention),
         (lambda module: any(hasattr(module, name) for name in (*_GATE_UP, _JOINED_GATE_UP)), _fuse_mlp),
@@ -218,7 +218,7 @@ def _curve(act: nn.Module) -> object:
     if type(act) is nn.GELU:
         return act.approximate
     called = re.fullmatch(r"([\w.]+)\(x\)", forward.expression())
-    function = forward.resolve(called[1]) if called else None
+    function: Any = forward.resolve(called[1]) if called else None
     given: dict[str, Any] = {}
     if isinstance(function, functools.partial) and not function.args:
         function, given = function.func, function.keywords

@@ -14,7 +14,6 @@ and where a norm's weight has another dtype than its input, the original ``forwa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +77,8 @@ class JoinedLinear(DynamicLinear):
         biases = [one.bias for one in layers if one.bias is not None]
         joined = cls(weight, scale, torch.cat(biases) if biases else None)
         joined._non_persistent_buffers_set |= set(joined._buffers)
-        return joined.train(layers[0].training)
+        joined.train(layers[0].training)
+        return joined
 
 
 class Part(nn.Module):
@@ -172,10 +172,13 @@ class Fused(nn.Module):
         return _empty, type(self).__bases__, vars(self).copy()
 
 
-@cache
+_CLASSES: dict[tuple[type, type], type[Fused]] = {}
+
+
 def fused_class(kind: type[Fused], original: type[nn.Module]) -> type[Fused]:
-    """Return the subclass of `original` that runs as `kind`."""
-    return type(f"Fused{original.__name__}", (kind, original), {"__module__": kind.__module__})
+    """Return the subclass of `original` that runs as `kind`, always the same."""
+    made = type(f"Fused{original.__name__}", (kind, original), {"__module__": kind.__module__})
+    return _CLASSES.setdefault((kind, original), made)
 
 
 def _empty(kind: type[Fused], original: type[nn.Module]) -> Fused:

@@ -23,7 +23,7 @@ _CHECKPOINTING = "transformers.modeling_layers"
 """The module that wraps the forward of layers, to run it under `torch.utils.checkpoint` in training."""
 
 
-class NotProven(Exception):  # noqa: N818  it is an answer
+class NotProven(Exception):
     """Why it is not known what a module computes, or that it is something else."""
 
 
@@ -83,8 +83,7 @@ class Forward:
             if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
                 raise NotProven("its forward does more than assign names")
             value, target = _Replaced(known).visit(statement.value), statement.targets[0]
-            for name, part in _bound(target, value):
-                known[name] = part
+            known |= dict(_bound(target, value))
         if not isinstance(body[-1], ast.Return) or body[-1].value is None:
             raise NotProven("its forward does not end with a result")
         twice = [name for name, count in self._own().items() if count > 1]
@@ -108,7 +107,7 @@ class Forward:
                 allowed.add(id(node.value.value))  # type: ignore[attr-defined]
         for node in ast.walk(self._tree):
             name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-            if id(node) not in allowed and name in (self.input, *names) or name in _REFLECTION:
+            if name in _REFLECTION or (id(node) not in allowed and name in (self.input, *names)):
                 raise NotProven(f"its forward may use {name} in another way")
         counts = self._own()
         for name in names:
@@ -147,10 +146,10 @@ class _Replaced(ast.NodeTransformer):
     def __init__(self, known: dict[str, ast.expr]) -> None:
         self._known = dict(known)
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802  ast's name
+    def visit_Name(self, node: ast.Name) -> ast.expr:
         return self._known.get(node.id, node)
 
-    def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.expr:  # noqa: N802  ast's name
+    def visit_NamedExpr(self, _: ast.NamedExpr) -> ast.expr:
         raise NotProven("its forward assigns within an expression")
 
 
