@@ -35,6 +35,7 @@ COMMANDS = {
     "explain": ("explain", *LINEAR, "--device", "h200", "--all"),
     "verify": ("verify", "--device", "cpu", "--op", "fill", "--quick", "--json"),
     "bench": ("bench", "--show", str(RECORD)),
+    "bench-model": ("bench-model", "--help"),
     "tune": ("tune", "fill", "--numel", "5", "--repeats", "2", "--output", "tuning.json"),
     "compile": ("compile", "--op", "fill", "--arch", "sm_90", "--backend", "cuda_core"),
     "bundle": ("bundle", "bundle", "--op", "fill", "--arch", "sm_90", "--backend", "cuda_core"),
@@ -49,7 +50,20 @@ COMMANDS = {
     "help": ("--help",),
     "version": ("--version",),
 }
-PRINTING = {"list", "show", "explain", "verify", "bench", "tune", "lock", "diff", "doctor", "help", "version"}
+PRINTING = {
+    "list",
+    "show",
+    "explain",
+    "verify",
+    "bench",
+    "bench-model",
+    "tune",
+    "lock",
+    "diff",
+    "doctor",
+    "help",
+    "version",
+}
 """Commands that print on standard output whatever is installed here."""
 
 
