@@ -33,6 +33,7 @@ ORDER = (
     "torch.ops",
     "torch.autograd",
     "torch.linear",
+    "torch.joined",
     "torch.source",
     "torch.fused",
     "torch.fuse",

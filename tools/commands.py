@@ -257,8 +257,8 @@ def _bench(
     """
 
 
-@_command("bench-model", "bench.model_command")
-def _bench_model(
+@_command("model", "bench.model_command")
+def _model(
     *,
     hidden: Annotated[int, typer.Option(help="Size of the hidden states.", min=2)] = 4096,
     intermediate: Annotated[int, typer.Option(help="Size between the products of the MLP.", min=1)] = 14336,
@@ -276,7 +276,7 @@ def _bench_model(
     show: Annotated[Path | None, _option("FILE", "Show this record; measure nothing.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Time a whole Llama stack: bf16, quantized and fused by skuda, and by others.
+    """Time a Llama stack: in bf16, quantized and fused, by others.
 
     The weights are random. Needs torch and a CUDA device; each way is a replay of a CUDA graph. The outputs of ours,
     eager, compiled and captured, are compared bit for bit; where they differ, nothing is timed, and the exit status is

@@ -18,13 +18,12 @@ from skuda.torch.fused import (
     FusedAttention,
     FusedDecoderLayer,
     FusedGatedMLP,
-    JoinedLinear,
     LayerForm,
     MLPForm,
     NormForm,
-    Part,
     fused_class,
 )
+from skuda.torch.joined import JoinedLinear, Part
 from skuda.torch.linear import DynamicLinear
 from skuda.torch.source import Forward, NotProven
 

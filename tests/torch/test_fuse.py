@@ -19,7 +19,9 @@ import skuda  # noqa: E402  torch may be absent
 from skuda.registry.errors import InvalidProblem  # noqa: E402  torch may be absent
 from skuda.tools.bench import llama  # noqa: E402  torch may be absent
 from skuda.torch import DynamicLinear, StaticLinear, fuse_  # noqa: E402  torch may be absent
-from skuda.torch.fused import FusedAttention, FusedDecoderLayer, FusedGatedMLP, Part  # noqa: E402  torch may be absent
+from skuda.torch.fused import Fused, FusedAttention, FusedDecoderLayer, FusedGatedMLP  # noqa: E402  torch may be absent
+from skuda.torch.joined import Part  # noqa: E402  torch may be absent
+from skuda.torch.ops import OPS  # noqa: E402  torch may be absent
 
 SIZES = llama.Sizes(hidden=48, intermediate=72, heads=4, kv_heads=2, layers=2)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -76,8 +78,9 @@ def call(rng, model, dtype=torch.bfloat16, rows=(2, 1), positions=5):
     if not isinstance(model, llama.Stack):
         return lambda module: module(x)
     at = torch.arange(positions - rows[1], positions)
+    angles = llama.angles_of(SIZES, at, dtype)
     seed = int(rng.integers(1 << 30))
-    return lambda module: module(x, llama.random_caches(SIZES, rows[0], positions, x, seed), at)
+    return lambda module: module(x, angles, llama.random_caches(SIZES, rows[0], positions, x, seed), at)
 
 
 def same(got, want):
@@ -411,6 +414,22 @@ def test_threads_share_a_model():
     assert all(same(found[i], one) for i, one in enumerate(want))
 
 
+def test_a_warm_model_meets_no_new_problem():
+    rng = fresh("warm")
+    model = stack(rng)
+    fuse_(model)
+    for op in OPS.values():
+        op._calls.clear()
+    for module in model.modules():
+        if isinstance(module, Fused):
+            module.warm(torch.zeros(2, module.width, dtype=torch.bfloat16))
+    known = [{call.problem for call in op._calls.values()} for op in OPS.values() if op.name != "quantized_linear"]
+    call(rng, model, rows=(2, 1))(model)
+    met = [{call.problem for call in op._calls.values()} for op in OPS.values() if op.name != "quantized_linear"]
+    assert met == known
+    assert sum(map(len, known)) == 6
+
+
 # --- what is left ----------------------------------------------------------------------------------------------------
 
 
@@ -617,7 +636,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", sampled(FAMILIES, 3))
-def test_models_of_transformers(family):
+def test_models_of_transformers(family, tmp_path):
     transformers = pytest.importorskip("transformers")
     rng = fresh("family", family)
     sizes = {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -648,3 +667,8 @@ def test_models_of_transformers(family):
         torch.testing.assert_close(with_cache[1].logits[:, 0], got.logits[:, 6], rtol=0, atol=0.05)
         made = fused.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
     assert made.shape == (2, 11)
+    safetensors = pytest.importorskip("safetensors.torch")
+    fused.save_pretrained(tmp_path)
+    saved = safetensors.load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items() if name in saved)
+    assert set(model.state_dict()) - set(saved) <= {"lm_head.weight"}, "Gemma's is its embedding"

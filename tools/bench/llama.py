@@ -1,7 +1,8 @@
-"""The decoder stack of Llama in plain torch: what `skuda bench-model` runs, with random weights.
+"""The decoder stack of Llama in plain torch: what `skuda model` runs, with random weights.
 
-It has the structure and the names of the public Llama 3 models, without embeddings and output head: RMS norm, grouped
-attention with rotary positions over a static cache, and a gated MLP.
+It has the structure and the names of the public Llama 3 models: RMS norm, grouped attention with rotary positions over
+a static cache, and a gated MLP. Embeddings, the last norm and the output head are left out, because nothing of them is
+int8. The angles of the positions are an input, so that no bit depends on how a compiler computes a cosine.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """All layers and the last norm.
+    """All layers.
 
     Several positions are a prompt from position 0, whose cache has as many; each sees those before it. A single one is
     the last of its cache, and sees all of it.
@@ -111,27 +112,22 @@ class Stack(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.layers))
-        self.norm = nn.RMSNorm(sizes.hidden, eps=_EPS)
-        self.head = sizes.head
 
-    def forward(self, hidden_states: Tensor, caches: tuple[Cache, ...], positions: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, angles: Angles, caches: tuple[Cache, ...], positions: Tensor) -> Tensor:
         """Return the output, of the shape of the input.
 
         Parameters
         ----------
         hidden_states : tensor of shape (sequences, positions, hidden)
+        angles : Angles
+            Of these positions; see `angles_of`.
         caches : tuple of Cache
             One for each layer; written at `positions`.
         positions : tensor of shape (positions,), s64
         """
-        exponents = torch.arange(0, self.head, 2, device=positions.device, dtype=torch.float32) / self.head
-        angle = positions[:, None] * _THETA**-exponents
-        angle = torch.cat((angle, angle), dim=-1)
-        angles = angle.cos().to(hidden_states.dtype), angle.sin().to(hidden_states.dtype)
         for layer, cache in zip(self.layers, caches, strict=True):
             hidden_states = layer(hidden_states, angles=angles, cache=cache, positions=positions)
-        found: Tensor = self.norm(hidden_states)
-        return found
+        return hidden_states
 
 
 @torch.no_grad()
@@ -147,6 +143,14 @@ def random_stack(sizes: Sizes, seed: int, device: str = "cpu", dtype: torch.dtyp
         else:
             parameter.fill_(1.0)
     return stack
+
+
+def angles_of(sizes: Sizes, positions: Tensor, dtype: torch.dtype = torch.bfloat16) -> Angles:
+    """Return cosines and sines of some positions, rounded to a dtype."""
+    exponents = torch.arange(0, sizes.head, 2, device=positions.device, dtype=torch.float32) / sizes.head
+    angle = positions[:, None] * _THETA**-exponents
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def random_caches(sizes: Sizes, sequences: int, positions: int, like: Tensor, seed: int) -> tuple[Cache, ...]:

@@ -1,4 +1,4 @@
-"""The measurement of ``skuda bench-model``: a Llama stack in several ways, in the same rounds, and its record."""
+"""The measurement of ``skuda model``: a Llama stack in several ways, in the same rounds, and its record."""
 
 from __future__ import annotations
 
@@ -142,6 +142,7 @@ class ModelBench:
         generator = torch.Generator(place).manual_seed(self.seed)
         caches = llama.random_caches(self.sizes, shape[0], cache, given, self.seed)
         positions = torch.arange(cache - shape[1], cache, device=place)
+        angles = llama.angles_of(self.sizes, positions)
 
         def renew() -> None:
             given.normal_(generator=generator)
@@ -156,7 +157,7 @@ class ModelBench:
                 module = torch.compile(module, **way.compiled)
             # Every way has an output at a place of its own.
             output = torch.empty_like(given)
-            call = partial(_into, output, module, given, caches, positions)
+            call = partial(_into, output, module, given, angles, caches, positions)
             try:
                 replay = self.lab.capture(call)
                 runs[way.name] = _Run(renew, call, replay, output, self.lab.measure([replay])[0])
