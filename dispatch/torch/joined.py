@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from skuda.registry.errors import InvalidProblem
 from skuda.torch.linear import DynamicLinear
 from skuda.torch.ops import element_of
 
@@ -102,7 +103,17 @@ class Part(nn.Module):
         return None if bias is None else bias[self.start : self.stop]
 
     def forward(self, joined: Tensor) -> Tensor:
-        """Return its channels of the joined output, a view."""
+        """Return its channels of the joined output, a view.
+
+        Raises
+        ------
+        InvalidProblem
+            For anything else, such as the input of the layer that it was.
+        """
+        channels = self._joined[0].out_features
+        if joined.shape[-1] != channels:
+            rule = f"be the output of the joined layer, of shape [..., {channels}]"
+            raise InvalidProblem("Part", "joined", f"of shape {list(joined.shape)}", rule)
         return joined[..., self.start : self.stop]
 
     def extra_repr(self) -> str:

@@ -12,7 +12,7 @@ import copy
 import inspect
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -53,8 +53,10 @@ class Forward:
             raise NotProven(f"it has {hooked.strip('_').replace('_', ' ')}")
         if hasattr(module, "parametrizations"):
             raise NotProven("it has parametrizations")
-        if "forward" in vars(module):
+        if "forward" in vars(module) or _unwrapped(type(module).__call__) is not nn.Module.__call__:
             raise NotProven("its forward was replaced")
+        if module._compiled_call_impl is not None:  # noqa: SLF001  it has no public name
+            raise NotProven("it is compiled")
         self._function = _unwrapped(type(module).forward)
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(self._function))).body[0]
@@ -117,6 +119,8 @@ class Forward:
     def resolve(self, path: str) -> Any:
         """Return what a dotted name stands for in the source; None where it is not defined."""
         first, *rest = path.split(".")
+        if first in self._function.__code__.co_freevars:
+            return None
         found = self._module if first == "self" else self._function.__globals__.get(first)
         for name in rest:
             found = getattr(found, name, None)
@@ -131,7 +135,7 @@ class Forward:
         )
 
 
-def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+def _unwrapped(function: Any) -> Any:
     """Return the function that a wrapper calls, where the wrapper is known to change nothing."""
     while hasattr(function, "__wrapped__"):
         if function.__globals__["__name__"] != _CHECKPOINTING:

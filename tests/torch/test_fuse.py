@@ -477,6 +477,11 @@ def loud(function):
     return wrapped
 
 
+class Called(llama.MLP):
+    def __call__(self, x):
+        return -super().__call__(x)
+
+
 class Wrapped(llama.MLP):
     forward = loud(llama.MLP.forward)
 
@@ -544,6 +549,8 @@ LEFT = {
     "no gate": (of_class("mlp", Ungated), "mlp", "no gated MLP"),
     "a branch": (of_class("mlp", Branching), "mlp", "does more than assign names"),
     "a wrapped forward": (of_class("mlp", Wrapped), "mlp", "is wrapped"),
+    "a call of its own": (of_class("mlp", Called), "mlp", "was replaced"),
+    "compiled": (lambda layer: layer.mlp.compile(), "mlp", "is compiled"),
     "a replaced forward": (lambda layer: setattr(layer.mlp, "forward", torch.neg), "mlp", "was replaced"),
     "a scaled residual": (of_class("", Scaled), "", "no decoder layer of a known form"),
     "another argument": (of_class("", Fixed), "", "does not get what it gets"),
@@ -618,6 +625,8 @@ def test_an_input_of_another_dtype_than_the_norms_runs_the_original():
 def test_an_input_of_another_width_is_refused():
     model = stack(fresh("width"))
     fuse_(model)
+    with pytest.raises(InvalidProblem, match="be the output of the joined layer"):
+        model.layers[0].self_attn.k_proj(torch.ones(2, SIZES.hidden, dtype=torch.bfloat16))
     with pytest.raises(InvalidProblem):
         model.layers[0].mlp(torch.ones(2, SIZES.hidden + 1, dtype=torch.bfloat16))
 
