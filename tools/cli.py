@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, TextIO
@@ -54,15 +55,22 @@ def _interrupts() -> Iterator[list[int]]:
     callback, from which Python raises nothing, it comes again.
     """
     came: list[int] = []
+    running = True
     handler, unraisable, uncaught = signal.getsignal(signal.SIGINT), sys.unraisablehook, sys.excepthook
 
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)
         signal.default_int_handler(number, frame)
 
+    def again() -> None:
+        time.sleep(0.05)  # not at once, which would be in the same place
+        if running:
+            _thread.interrupt_main()
+
     def dropped(ignored: Any) -> None:
         if issubclass(ignored.exc_type, KeyboardInterrupt):
-            threading.Timer(0.001, _thread.interrupt_main).start()  # not at once, which would be in the same place
+            came.append(signal.SIGINT)
+            _thread.start_new_thread(again, ())  # a Thread's start would wait for it, here
         else:
             unraisable(ignored)
 
@@ -77,6 +85,7 @@ def _interrupts() -> Iterator[list[int]]:
     try:
         yield came
     finally:
+        running = False
         sys.unraisablehook, sys.excepthook = unraisable, uncaught
         if noted:
             signal.signal(signal.SIGINT, handler)
