@@ -504,6 +504,14 @@ class Fixed(llama.Layer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
+class Repeating(llama.Layer):
+    def forward(self, hidden_states, angles=None, cache=None, positions=None):
+        given = self.input_layernorm(hidden_states)
+        first = self.self_attn(hidden_states=given, angles=angles, cache=cache, positions=positions)[0]
+        second = self.self_attn(hidden_states=given, angles=angles, cache=cache, positions=positions)[0]
+        return hidden_states + first + self.mlp(self.post_attention_layernorm(hidden_states + second))
+
+
 class Shifted(nn.RMSNorm):
     def forward(self, x):
         return super().forward(x) * (1.0 + self.weight)
@@ -550,9 +558,10 @@ LEFT = {
     "a branch": (of_class("mlp", Branching), "mlp", "does more than assign names"),
     "a wrapped forward": (of_class("mlp", Wrapped), "mlp", "is wrapped"),
     "a call of its own": (of_class("mlp", Called), "mlp", "was replaced"),
-    "compiled": (lambda layer: layer.mlp.compile(), "mlp", "is compiled"),
+    "compiled": (lambda layer: layer.mlp.compile(backend="eager"), "mlp", "is compiled"),
     "a replaced forward": (lambda layer: setattr(layer.mlp, "forward", torch.neg), "mlp", "was replaced"),
     "a scaled residual": (of_class("", Scaled), "", "no decoder layer of a known form"),
+    "an attention twice": (of_class("", Repeating), "", "reads self.self_attn twice"),
     "another argument": (of_class("", Fixed), "", "does not get what it gets"),
     "another norm": (of_class("input_layernorm", Shifted), "", "input_layernorm"),
     "another activation": (with_child("mlp", "act_fn", lambda _: nn.Tanh()), "mlp", "neither SiLU nor GELU"),
