@@ -39,12 +39,16 @@ ORDER = (
     "torch.calibration",
     "torch.smoothing",
     "torch.quantize",
-    "torch.preparation",
     "torch.training",
     "torch.scheme",
     "torch.stored",
     "torch.checkpoint",
     "torch.transformers",
+    "torch.joined",
+    "torch.source",
+    "torch.fused",
+    "torch.fuse",
+    "torch.preparation",
     "torch",
 )
 """Parts of `skuda`, each before those that may import it."""

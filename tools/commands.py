@@ -258,6 +258,35 @@ def _bench(
     """
 
 
+@_command("model", "bench.model_command")
+def _model(
+    *,
+    hidden: Annotated[int, typer.Option(help="Size of the hidden states.", min=2)] = 4096,
+    intermediate: Annotated[int, typer.Option(help="Size between the products of the MLP.", min=1)] = 14336,
+    heads: Annotated[int, typer.Option(help="Heads of the attention.", min=1)] = 32,
+    kv_heads: Annotated[int, typer.Option(help="Heads of keys and values.", min=1)] = 8,
+    layers: Annotated[int, typer.Option(help="Layers.", min=1)] = 32,
+    cache: Annotated[int, typer.Option(help="Positions of the cache in decoding.", min=1)] = 1024,
+    decode: Annotated[Words, _option("ROWS", "Decode so many sequences; 1,16,64 if no phase is given.")] = None,
+    prefill: Annotated[Words, _option("ROWS", "Prefill so many positions; 2048,8192 if no phase is given.")] = None,
+    ways: Annotated[Words, _option("NAME", "Only these ways beside ours, such as bf16,torchao.", "--ways")] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="On the CPU, without CUDA graphs, for small sizes.")] = False,
+    repeats: Repeats = 20,
+    seed: Seed = None,
+    output: Output = None,
+    show: Annotated[Path | None, _option("FILE", "Show this record; measure nothing.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time a Llama stack: in bf16, quantized and fused, by others.
+
+    The weights are random. Needs torch and a CUDA device; each way is a replay of a CUDA graph. The outputs of ours,
+    eager, compiled and captured, are compared bit for bit; where they differ, nothing is timed, and the exit status is
+    1. Ways whose packages are not installed are named. Piped, each line is a record with tabs between phase, rows,
+    cache, way, median, p10 and p90 in us, the ratio to the fastest of ours, the relative distance from bf16, rounds,
+    and what speaks against it; lines of phase `host` are calls of one layer.
+    """
+
+
 @_command("tune", "bench.tune_command", fields="OP... [--FIELD VALUE]... [OPTIONS]")
 def _tune(
     context: typer.Context,

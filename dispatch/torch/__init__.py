@@ -12,6 +12,7 @@ if __name__ != "skuda.torch":
 from skuda.torch.autograd import fake_quantize, frozen_linear, mixed_linear
 from skuda.torch.calibration import Calibration, calibrate
 from skuda.torch.checkpoint import load_, save
+from skuda.torch.fuse import Fusion, fuse_
 from skuda.torch.linear import CodesLinear, DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.ops import linear_codes, linear_dynamic, linear_scaled, linear_static, register
 from skuda.torch.preparation import prepare
@@ -27,6 +28,7 @@ __all__ = [
     "DynamicLinear",
     "FakeQuant",
     "FakeQuantLinear",
+    "Fusion",
     "Int8Linear",
     "Mixed",
     "MixedLinear",
@@ -36,6 +38,7 @@ __all__ = [
     "calibrate",
     "fake_quantize",
     "frozen_linear",
+    "fuse_",
     "linear_codes",
     "linear_dynamic",
     "linear_scaled",

@@ -36,6 +36,7 @@ COMMANDS = {
     "verify": ("verify", "--device", "cpu", "--op", "fill", "--quick", "--json"),
     "bench": ("bench", "--show", str(RECORD)),
     "train-check": ("train-check", "--width", "3"),
+    "model": ("model", "--help"),
     "tune": ("tune", "fill", "--numel", "5", "--repeats", "2", "--output", "tuning.json"),
     "compile": ("compile", "--op", "fill", "--arch", "sm_90", "--backend", "cuda_core"),
     "bundle": ("bundle", "bundle", "--op", "fill", "--arch", "sm_90", "--backend", "cuda_core"),
@@ -50,7 +51,20 @@ COMMANDS = {
     "help": ("--help",),
     "version": ("--version",),
 }
-PRINTING = {"list", "show", "explain", "verify", "bench", "tune", "lock", "diff", "doctor", "help", "version"}
+PRINTING = {
+    "list",
+    "show",
+    "explain",
+    "verify",
+    "bench",
+    "model",
+    "tune",
+    "lock",
+    "diff",
+    "doctor",
+    "help",
+    "version",
+}
 """Commands that print on standard output whatever is installed here."""
 
 

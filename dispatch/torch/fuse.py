@@ -1,0 +1,279 @@
+"""Fewer launches for a model of int8 layers: joined products, and norms and gates that write codes."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from skuda.torch.fused import (
+    AttentionForm,
+    Fused,
+    FusedAttention,
+    FusedDecoderLayer,
+    FusedGatedMLP,
+    LayerForm,
+    MLPForm,
+    NormForm,
+    fused_class,
+)
+from skuda.torch.joined import JoinedLinear, Part
+from skuda.torch.linear import DynamicLinear
+from skuda.torch.source import Forward, NotProven
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_GATE_UP = ("gate_proj", "up_proj")
+_JOINED_QKV, _JOINED_GATE_UP, _DOWN = "qkv_proj", "gate_up_proj", "down_proj"
+_ACTIVATIONS = ("act_fn", "activation_fn")
+_GATED = (
+    "self.down_proj(self.{act}(self.gate_proj(x)) * self.up_proj(x))",
+    "self.down_proj(self.up_proj(x) * self.{act}(self.gate_proj(x)))",
+)
+_HALVES = ("self.gate_up_proj(x).chunk(2, dim=-1)[0]", "self.gate_up_proj(x).chunk(2, dim=-1)[1]")
+_GATED_HALVES = (
+    f"self.down_proj(self.{{act}}({_HALVES[0]}) * {_HALVES[1]})",
+    f"self.down_proj({_HALVES[1]} * self.{{act}}({_HALVES[0]}))",
+)
+_RMS_NORM = (
+    "self.weight * (x.to(torch.float32) * torch.rsqrt("
+    "x.to(torch.float32).pow(2).mean(-1, keepdim=True) + self.{eps})).to(x.dtype)"
+)
+_LAYER = re.compile(
+    r"(?P<sum>x \+ self\.(?P<attention>\w+)\(hidden_states=self\.(?P<first>\w+)\(x\)(?P<rest>[^()]*)\)\[0\])"
+    r" \+ self\.(?P<mlp>\w+)\(self\.(?P<second>\w+)\((?P=sum)\)\)"
+)
+_CURVES: dict[object, tuple[str, dict[str, str]]] = {
+    "silu": ("silu_mul_quantize", {}),
+    "none": ("gelu_mul_quantize", {"approximation": "erf"}),
+    "tanh": ("gelu_mul_quantize", {"approximation": "tanh"}),
+}
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What `fuse_` did.
+
+    Attributes
+    ----------
+    fused : dict
+        What was done, by the name of the module.
+    left : dict
+        Why a module stayed as it was, by its name.
+    """
+
+    fused: Mapping[str, str] = field(default_factory=dict)
+    left: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        counts = Counter([(text, "fused") for text in self.fused.values()])
+        counts.update((text, "left") for text in self.left.values())
+        lines = [f"{count} x {word}: {text}" for (text, word), count in counts.items()]
+        return "\n".join(lines) or "nothing to fuse: no module holds int8 layers that belong together"
+
+
+def fuse_(model: nn.Module) -> Fusion:
+    """Replace known structures of dynamic int8 layers, in place, by modules that need fewer launches.
+
+    - An attention's ``q_proj``, ``k_proj`` and ``v_proj``: the input is quantized once, for one product.
+    - A gated MLP, ``down_proj(act(gate_proj(x)) * up_proj(x))`` or with one ``gate_up_proj``, with SiLU or GELU: one
+      product, the gated activation as codes, and the last product.
+    - A decoder layer of both, with an RMSNorm or LayerNorm before each: the norms write codes, and the second one adds
+      the residual.
+
+    Each is found by the names of its layers, and proven by the source of ``forward``; see `skuda.torch.fused` for what
+    is computed. What is not proven stays as it was. The names in ``state_dict`` stay, too, so a fused model is saved as
+    it was before, and loads what was saved before or after; its tensors are views of joined ones.
+
+    Parameters
+    ----------
+    model : Module
+        After `quantize_`. Where it is the structure itself, its class changes, too.
+
+    Returns
+    -------
+    Fusion
+        What was done and what was left; its ``str`` is short.
+    """
+    fused: dict[str, str] = {}
+    left: dict[str, str] = {}
+    held = Counter(id(child) for module in model.modules() for _, child in module.named_children())
+    rules: tuple[tuple[Callable[[nn.Module], bool], Callable[..., str]], ...] = (
+        (lambda module: any(hasattr(module, name) for name in _QKV), _fuse_attention),
+        (lambda module: any(hasattr(module, name) for name in (*_GATE_UP, _JOINED_GATE_UP)), _fuse_mlp),
+        (lambda module: any(isinstance(child, Fused) for child in module.children()), _fuse_layer),
+    )
+    for applies, fuse in rules:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, (Fused, nn.ModuleList, nn.Sequential)) or not applies(module):
+                continue
+            try:
+                fused[name] = fuse(module, held)
+            except NotProven as reason:
+                left[name] = str(reason)
+    for name, module in model.named_modules():
+        loose = [key for key, child in module.named_children() if isinstance(child, DynamicLinear)]
+        if len(loose) > 1 and not isinstance(module, Fused) and name not in left:
+            left[name] = f"{', '.join(loose)} are no structure that is known"
+    return Fusion(fused, {name: why for name, why in left.items() if _matters(model.get_submodule(name))})
+
+
+def _matters(module: nn.Module) -> bool:
+    """Whether fusing a module would have saved a launch: it holds int8 layers."""
+    return any(isinstance(child, DynamicLinear) for child in module.modules())
+
+
+def _fuse_attention(module: nn.Module, held: Counter[int]) -> str:
+    forward = Forward(module)
+    layers = _layers(module, _QKV, held)
+    forward.only_projects(_QKV)
+    _join(module, _QKV, layers, _JOINED_QKV)
+    _become(module, FusedAttention, AttentionForm(forward.input, _JOINED_QKV))
+    return "q, k and v are one product"
+
+
+def _fuse_mlp(module: nn.Module, held: Counter[int]) -> str:
+    split = not hasattr(module, _JOINED_GATE_UP)
+    act = next((name for name in _ACTIVATIONS if hasattr(module, name)), "")
+    if Forward(module).expression() not in [form.format(act=act) for form in (_GATED if split else _GATED_HALVES)]:
+        raise NotProven("its forward is no gated MLP of a known form")
+    gated = _CURVES[_curve(getattr(module, act))]
+    names = _GATE_UP if split else (_JOINED_GATE_UP,)
+    layers = _layers(module, (*names, _DOWN), held)
+    if layers[0].out_features != (2 if not split else 1) * layers[-1].in_features:
+        raise NotProven(f"{names[0]} and {_DOWN} do not fit")
+    if split:
+        _join(module, _GATE_UP, layers[:-1], _JOINED_GATE_UP)
+    _become(module, FusedGatedMLP, MLPForm(_JOINED_GATE_UP, _DOWN, *gated, split))
+    return "gate and up are one product, the gated activation writes codes"
+
+
+def _fuse_layer(module: nn.Module, _held: Counter[int]) -> str:
+    forward = Forward(module)
+    found = _LAYER.fullmatch(forward.expression())
+    if found is None or forward.input != "hidden_states":
+        raise NotProven("its forward is no decoder layer of a known form")
+    others = forward.parameters[1:]
+    passed = [f"**{p.name}" if p.kind is p.VAR_KEYWORD else f"{p.name}={p.name}" for p in others]
+    if sorted(found["rest"].split(", ")[1:]) != sorted(passed):
+        raise NotProven(f"its attention does not get what it gets: {', '.join(passed)}")
+    named = [p for p in others if p.kind is not p.VAR_KEYWORD]
+    if any(p.kind is not p.POSITIONAL_OR_KEYWORD or p.default is p.empty for p in named):
+        raise NotProven("a parameter of its forward has no default")
+    attention, mlp = getattr(module, found["attention"]), getattr(module, found["mlp"])
+    if not isinstance(attention, FusedAttention) or attention.fused_form.input != "hidden_states":
+        raise NotProven(f"its {found['attention']} is not fused")
+    if not isinstance(mlp, FusedGatedMLP):
+        raise NotProven(f"its {found['mlp']} is not fused")
+    _check_called(attention, mlp)
+    norms = (_norm(module, found["first"]), _norm(module, found["second"]))
+    defaults = {p.name: p.default for p in named}
+    _become(module, FusedDecoderLayer, LayerForm(found["attention"], found["mlp"], norms, defaults))
+    return "the norms write codes, the second one adds the residual"
+
+
+def _norm(layer: nn.Module, name: str) -> NormForm:
+    """Return which op computes a norm.
+
+    Raises
+    ------
+    NotProven
+        If none does.
+    """
+    norm = getattr(layer, name)
+    try:
+        forward = Forward(norm)
+    except NotProven as reason:
+        raise NotProven(f"{name}: {reason}") from reason
+    if type(norm) in (nn.RMSNorm, nn.LayerNorm):
+        if len(norm.normalized_shape) != 1 or norm.eps is None:
+            raise NotProven(f"{name} normalizes more than one axis, or its eps is torch's default")
+        op, eps = "rms_norm_quantize" if type(norm) is nn.RMSNorm else "layer_norm_quantize", "eps"
+    else:
+        eps = next((eps for eps in ("variance_epsilon", "eps") if hasattr(norm, eps)), "")
+        op = "rms_norm_quantize"
+        if forward.expression() != _RMS_NORM.format(eps=eps) or forward.resolve("torch") is not torch:
+            raise NotProven(f"{name}, a {type(norm).__name__}, is no norm of a known form")
+    vectors = [key for key in ("weight", "bias") if getattr(norm, key, None) is not None]
+    return NormForm(name, op, eps, tuple(vectors))
+
+
+def _curve(act: nn.Module) -> object:
+    """Return the key of an activation.
+
+    Raises
+    ------
+    NotProven
+        If it is none of those that the ops have.
+    """
+    forward = Forward(act)
+    if type(act) is nn.SiLU:
+        return "silu"
+    if type(act) is nn.GELU:
+        return act.approximate
+    called = re.fullmatch(r"([\w.]+)\(x\)", forward.expression())
+    function: Any = forward.resolve(called[1]) if called else None
+    given: dict[str, Any] = {}
+    if isinstance(function, functools.partial) and not function.args:
+        function, given = function.func, function.keywords
+    if function is nn.functional.silu and not given:
+        return "silu"
+    if function is nn.functional.gelu and set(given) <= {"approximate"}:
+        return given.get("approximate", "none")
+    raise NotProven(f"its activation, {type(act).__name__}, is neither SiLU nor GELU")
+
+
+def _layers(module: nn.Module, names: tuple[str, ...], held: Counter[int]) -> tuple[DynamicLinear, ...]:
+    """Return the int8 layers of these names.
+
+    Raises
+    ------
+    NotProven
+        If one is missing or something else, is called in another way, or cannot be joined with the others.
+    """
+    layers = []
+    for name in names:
+        layer = getattr(module, name, None)
+        if type(layer) is not DynamicLinear:
+            raise NotProven(f"{name} is {'missing' if layer is None else type(layer).__name__}, no DynamicLinear")
+        if held[id(layer)] > 1:
+            raise NotProven(f"{name} belongs to other modules, too")
+        layers.append(layer)
+    _check_called(*layers)
+    return tuple(layers)
+
+
+def _check_called(*modules: nn.Module) -> None:
+    for module in modules:
+        Forward(module)
+
+
+def _join(module: nn.Module, names: tuple[str, ...], layers: tuple[DynamicLinear, ...], joined_name: str) -> None:
+    """Put one layer into a module, and its parts into the places of those that it joins."""
+    first = layers[0]
+    for name, layer in zip(names, layers, strict=True):
+        pairs = [(first.weight, layer.weight), (first.weight_scale, layer.weight_scale), (first.bias, layer.bias)]
+        if any((a is None) is not (b is None) for a, b in pairs):
+            raise NotProven(f"one of {names[0]} and {name} has a bias, the other has none")
+        if any(a is not None and (a.dtype, a.device) != (b.dtype, b.device) for a, b in pairs):
+            raise NotProven(f"{names[0]} and {name} differ in a dtype or device")
+        if layer.in_features != first.in_features:
+            raise NotProven(f"{names[0]} and {name} differ in their inputs")
+    if hasattr(module, joined_name):
+        raise NotProven(f"it has a {joined_name} already")
+    joined, start = JoinedLinear.of(layers), 0
+    for name, layer in zip(names, layers, strict=True):
+        module.register_module(name, Part(joined, start, start + layer.out_features))
+        start += layer.out_features
+    module.register_module(joined_name, joined)
+
+
+def _become(module: nn.Module, kind: type[Fused], form: object) -> None:
+    made = fused_class(kind, type(module))
+    module.__class__ = made
+    module.fused_form = form

@@ -1,0 +1,223 @@
+"""Modules of a transformer block that need fewer launches, as subclasses of the modules that they replace.
+
+`skuda.torch.fuse_` changes the class of a module in place, so hooks, attributes and the names of parameters stay, and
+``isinstance`` holds. Their values:
+
+- A product of joined weights has the bits of the products that it joins.
+- Norms and gated activations follow `rms_norm_quantize`, `layer_norm_quantize`, `silu_mul_quantize` and
+  `gelu_mul_quantize`, which round once where the modules of torch round several times.
+
+The fused ops have no gradient, and autocast does not reach into them. So where gradients are recorded, under autocast,
+and where a norm's weight has another dtype than its input, the original ``forward`` runs.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from skuda.torch.joined import Quantized, product, projected
+from skuda.torch.linear import Q_MAX, autocast
+
+_CODES = {"q_min": -Q_MAX, "q_max": Q_MAX, "output_element": "s8"}
+
+
+class Fused(nn.Module):
+    """The base of the modules that `skuda.torch.fuse_` makes.
+
+    Attributes
+    ----------
+    fused_form : AttentionForm, MLPForm or LayerForm
+        What the original is made of.
+    """
+
+    fused_form: Any
+
+    @property
+    def width(self) -> int:
+        """Columns of the input."""
+        return int(getattr(self, self.fused_form.joined).in_features)
+
+    @abstractmethod
+    def warm(self, rows: Tensor) -> None:
+        """Run every op that is not in the original on rows of shape (rows, width), so that its kernel is ready."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, type(self).__bases__, vars(self).copy()
+
+
+_CLASSES: dict[tuple[type, type], type[Fused]] = {}
+
+
+def fused_class(kind: type[Fused], original: type[nn.Module]) -> type[Fused]:
+    """Return the subclass of `original` that runs as `kind`, always the same."""
+    made = type(f"Fused{original.__name__}", (kind, original), {"__module__": kind.__module__})
+    return _CLASSES.setdefault((kind, original), made)
+
+
+def _empty(kind: type[Fused], original: type[nn.Module]) -> Fused:
+    """Return a module without state, for a copy or a pickle."""
+    made = fused_class(kind, original)
+    return made.__new__(made)
+
+
+class AttentionForm(NamedTuple):
+    """An attention: the name of its first parameter, and that of the child whose product comes first."""
+
+    input: str
+    joined: str
+
+
+class FusedAttention(Fused):
+    """An attention that quantizes its input once, for one product; all that follows is the original."""
+
+    fused_form: AttentionForm
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the original returns; its first argument may be `Quantized`."""
+        form = self.fused_form
+        joined = getattr(self, form.joined)
+        if args:
+            return super().forward(projected(joined, args[0]), *args[1:], **kwargs)
+        return super().forward(**{**kwargs, form.input: projected(joined, kwargs[form.input])})
+
+    def warm(self, rows: Tensor) -> None:
+        """Run the joined product."""
+        projected(getattr(self, self.fused_form.joined), rows)
+
+
+class MLPForm(NamedTuple):
+    """A gated feed-forward layer.
+
+    Attributes
+    ----------
+    joined, down : str
+        Names of the layers of the first and of the last product.
+    op : str
+        The op of the activation.
+    fields : dict
+        More fields of it.
+    split : bool
+        Whether the original's gates and ups are layers of their own.
+    """
+
+    joined: str
+    down: str
+    op: str
+    fields: dict[str, str]
+    split: bool
+
+
+class FusedGatedMLP(Fused):
+    """A gated feed-forward layer: gates and ups as one product, their gated product as codes, and the last product."""
+
+    fused_form: MLPForm
+
+    def forward(self, x: Tensor | Quantized) -> Tensor:
+        """Return the layer's output, of the shape of its input."""
+        form = self.fused_form
+        joined = getattr(self, form.joined)
+        if not isinstance(x, Quantized):
+            x = autocast(x)
+            if torch.is_grad_enabled() and x.requires_grad:
+                found: Tensor = super().forward(joined(x) if form.split else x)
+                return found
+        gate_up = projected(joined, x)
+        codes, scale = getattr(torch.ops.skuda, form.op).default(gate_up=gate_up, **form.fields, **_CODES)
+        return product(getattr(self, form.down), Quantized(codes, scale, gate_up.dtype))
+
+    def warm(self, rows: Tensor) -> None:
+        """Run it all."""
+        self(rows)
+
+
+class NormForm(NamedTuple):
+    """How a norm is computed by one of the ops.
+
+    Attributes
+    ----------
+    name : str
+        The norm's name in its layer.
+    op : str
+        ``rms_norm_quantize`` or ``layer_norm_quantize``.
+    eps : str
+        Name of the norm's attribute.
+    vectors : tuple of str
+        Which of ``weight`` and ``bias`` it has.
+    """
+
+    name: str
+    op: str
+    eps: str
+    vectors: tuple[str, ...]
+
+    def held(self, layer: nn.Module) -> dict[str, Tensor]:
+        """Return the norm's vectors by name."""
+        norm = getattr(layer, self.name)
+        return {name: getattr(norm, name) for name in self.vectors}
+
+
+class LayerForm(NamedTuple):
+    """A layer of a decoder, h = x + attention(norm(x)) and h + mlp(norm(h)).
+
+    Attributes
+    ----------
+    attention, mlp : str
+        Names of the children.
+    norms : tuple of NormForm
+        Of the attention and of the MLP.
+    defaults : dict
+        The original's other parameters, in their order, which the attention gets.
+    """
+
+    attention: str
+    mlp: str
+    norms: tuple[NormForm, NormForm]
+    defaults: dict[str, Any]
+
+
+class FusedDecoderLayer(Fused):
+    """A layer of a decoder whose norms write codes, the second one after adding the residual."""
+
+    fused_form: LayerForm
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the layer's output, of the shape of its input."""
+        if not self._serves(hidden_states):
+            return super().forward(hidden_states, *args, **kwargs)
+        form = self.fused_form
+        given = {**form.defaults, **dict(zip(form.defaults, args, strict=False)), **kwargs}
+        rows, _ = self._norm(form.norms[0], hidden_states)
+        attended = getattr(self, form.attention)(hidden_states=rows, **given)[0]
+        rows, total = self._norm(form.norms[1], attended, hidden_states)
+        return total + getattr(self, form.mlp)(rows)
+
+    @property
+    def width(self) -> int:
+        """Columns of the input."""
+        return int(getattr(self, self.fused_form.attention).width)
+
+    def warm(self, rows: Tensor) -> None:
+        """Run all but the attention between its products."""
+        form = self.fused_form
+        first, _ = self._norm(form.norms[0], rows)
+        attention = getattr(self, form.attention)
+        projected(getattr(attention, attention.fused_form.joined), first)
+        second, _ = self._norm(form.norms[1], rows, rows)
+        getattr(self, form.mlp)(second)
+
+    def _serves(self, x: Tensor) -> bool:
+        vectors = [vector for norm in self.fused_form.norms for vector in norm.held(self).values()]
+        if torch.is_autocast_enabled(x.device.type) or any(vector.dtype is not x.dtype for vector in vectors):
+            return False
+        return not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (x, *vectors))
+
+    def _norm(self, form: NormForm, x: Tensor, residual: Tensor | None = None) -> tuple[Quantized, Tensor]:
+        """Return the codes of a norm, and the sum of its input and the residual, which is then normalized."""
+        eps = float(getattr(getattr(self, form.name), form.eps))
+        op = getattr(torch.ops.skuda, form.op).default
+        codes, scale, *total = op(x, residual=residual, eps=eps, **form.held(self), **_CODES)
+        return Quantized(codes, scale, x.dtype), total[0] if total else x

@@ -1,0 +1,155 @@
+"""Int8 layers with the same input as one product, and products of rows that are quantized already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from skuda.registry.errors import InvalidProblem
+from skuda.torch.linear import DynamicLinear
+from skuda.torch.ops import element_of
+
+
+class Quantized(NamedTuple):
+    """Rows that are quantized already.
+
+    Attributes
+    ----------
+    codes : tensor of shape (..., K), s8
+    scale : tensor of shape (...)
+        Real units per code of each row.
+    dtype : dtype
+        The dtype of what was quantized, and of products with it.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+
+def product(linear: DynamicLinear, rows: Quantized) -> Tensor:
+    """Return the output of a layer, of shape (..., N), for rows that are quantized already."""
+    found: Tensor = torch.ops.skuda.scaled_linear.default(
+        rows.codes,
+        linear.weight,
+        act_scale=rows.scale,
+        weight_scale=linear.weight_scale.view(-1),
+        bias=linear.bias,
+        output_element=str(element_of(rows.dtype)),
+        act_scale_scope="token",
+    )
+    return found
+
+
+def projected(linear: DynamicLinear, input: Tensor | Quantized) -> Tensor:
+    """Return the output of a layer for rows of either kind."""
+    if isinstance(input, Quantized):
+        return product(linear, input)
+    found: Tensor = linear(input)
+    return found
+
+
+class JoinedLinear(DynamicLinear):
+    """Layers with the same input as one, their outputs one after the other.
+
+    Its buffers are in no ``state_dict``: each `Part` reads and writes its own of them.
+    """
+
+    @classmethod
+    def of(cls, layers: tuple[DynamicLinear, ...]) -> JoinedLinear:
+        """Join layers whose buffers have equal dtypes and devices."""
+        weight, scale = (torch.cat([getattr(one, name) for one in layers]) for name in ("weight", "weight_scale"))
+        biases = [one.bias for one in layers if one.bias is not None]
+        joined = cls(weight, scale, torch.cat(biases) if biases else None)
+        joined._non_persistent_buffers_set |= set(joined._buffers)
+        joined.train(layers[0].training)
+        return joined
+
+
+class Part(nn.Module):
+    """One layer of a joined one, under its name: its buffers are views, its input the joined output.
+
+    Parameters
+    ----------
+    joined : JoinedLinear
+        Held by another module.
+    start, stop : int
+        Output channels.
+    """
+
+    def __init__(self, joined: JoinedLinear, start: int, stop: int) -> None:
+        super().__init__()
+        self._joined = (joined,)  # not a child
+        self.start, self.stop = start, stop
+        self.training = joined.training
+
+    @property
+    def weight(self) -> Tensor:
+        """Codes, s8 of shape (N, K)."""
+        return self._joined[0].weight[self.start : self.stop]
+
+    @property
+    def weight_scale(self) -> Tensor:
+        """Real units per code of each output channel, of shape (N, 1)."""
+        return self._joined[0].weight_scale[self.start : self.stop]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Of shape (N,), where there is one."""
+        bias = self._joined[0].bias
+        return None if bias is None else bias[self.start : self.stop]
+
+    def forward(self, joined: Tensor) -> Tensor:
+        """Return its channels of the joined output, a view.
+
+        Raises
+        ------
+        InvalidProblem
+            For anything else, such as the input of the layer that it was.
+        """
+        channels = self._joined[0].out_features
+        if joined.shape[-1] != channels:
+            rule = f"be the output of the joined layer, of shape [..., {channels}]"
+            raise InvalidProblem("Part", "joined", f"of shape {list(joined.shape)}", rule)
+        return joined[..., self.start : self.stop]
+
+    def extra_repr(self) -> str:
+        """Return its place."""
+        return f"output channels {self.start} to {self.stop} of a joined layer"
+
+    def _views(self) -> dict[str, Tensor]:
+        named = {name: getattr(self, name) for name in ("weight", "weight_scale", "bias")}
+        return {name: view for name, view in named.items() if view is not None}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: ARG002, FBT001
+        destination.update({prefix + name: view for name, view in self._views().items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Tensor],
+        prefix: str,
+        local_metadata: Any,  # noqa: ARG002  torch's signature
+        strict: bool,  # noqa: FBT001
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Copy into the joined buffers, also where torch is asked to assign."""
+        views = self._views()
+        for name, view in views.items():
+            given = state_dict.get(prefix + name)
+            if given is None:
+                if strict:
+                    missing_keys.append(prefix + name)
+            elif given.shape != view.shape or view.is_meta:
+                had = f"{list(given.shape)}, the module has {list(view.shape)} on {view.device}"
+                error_msgs.append(f"{prefix}{name}: the checkpoint has shape {had}")
+            else:
+                with torch.no_grad():
+                    view.copy_(given)
+        if strict:
+            own = (key.removeprefix(prefix) for key in state_dict if key.startswith(prefix))
+            unexpected_keys += [prefix + name for name in own if name not in views]

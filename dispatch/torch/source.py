@@ -1,0 +1,167 @@
+"""What the ``forward`` of a module computes, proven from its source.
+
+A structure may be replaced by another one only where it is known what it computes. A class's name says nothing about
+that, and a run says it for one input only. So the source is read: a forward that only assigns names and returns is one
+expression of its input, and that is compared with the forms that are known.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import textwrap
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_REFLECTION = frozenset({"eval", "exec", "globals", "locals", "vars"})
+_CHECKPOINTING = "transformers.modeling_layers"
+"""The module that wraps the forward of layers, to run it under `torch.utils.checkpoint` in training."""
+
+
+class NotProven(Exception):
+    """Why it is not known what a module computes, or that it is something else."""
+
+
+class Forward:
+    """The ``forward`` of a module.
+
+    Parameters
+    ----------
+    module : Module
+        Any module.
+
+    Attributes
+    ----------
+    parameters : tuple of inspect.Parameter
+        Its parameters without ``self``; the first one is the input.
+
+    Raises
+    ------
+    NotProven
+        If something else than this source runs when the module is called, or there is no source.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        hooked = next((name for name in _HOOKS if getattr(module, name, None)), None)
+        if hooked is not None:
+            raise NotProven(f"it has {hooked.strip('_').replace('_', ' ')}")
+        if hasattr(module, "parametrizations"):
+            raise NotProven("it has parametrizations")
+        if "forward" in vars(module) or _unwrapped(type(module).__call__) is not nn.Module.__call__:
+            raise NotProven("its forward was replaced")
+        if module._compiled_call_impl is not None:  # noqa: SLF001  it has no public name
+            raise NotProven("it is compiled")
+        self._function = _unwrapped(type(module).forward)
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(self._function))).body[0]
+        except (OSError, SyntaxError, TypeError) as error:
+            raise NotProven("the source of its forward cannot be read") from error
+        self.parameters = tuple(inspect.signature(self._function).parameters.values())[1:]
+        plain = isinstance(tree, ast.FunctionDef) and not tree.decorator_list and tree.args.args[0].arg == "self"
+        if not isinstance(tree, ast.FunctionDef) or not plain or not self.parameters:
+            raise NotProven("its forward is no plain method of an input")
+        self._tree = tree
+        self.input = self.parameters[0].name
+
+    def expression(self) -> str:
+        """Return what it returns, as one expression of ``x``, its input; the names of its other parameters stay.
+
+        Raises
+        ------
+        NotProven
+            If it does more than assign names and return, or reads a submodule twice.
+        """
+        known: dict[str, ast.expr] = {self.input: ast.Name("x")}
+        body = copy.deepcopy(self._tree.body)
+        if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+            body = body[1:]
+        for statement in body[:-1]:
+            if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+                raise NotProven("its forward does more than assign names")
+            value, target = _Replaced(known).visit(statement.value), statement.targets[0]
+            known |= dict(_bound(target, value))
+        if not isinstance(body[-1], ast.Return) or body[-1].value is None:
+            raise NotProven("its forward does not end with a result")
+        twice = [name for name, count in self._own().items() if count > 1]
+        if twice:
+            raise NotProven(f"its forward reads self.{twice[0]} twice")
+        return ast.unparse(_Replaced(known).visit(body[-1].value))
+
+    def only_projects(self, names: Iterable[str]) -> None:
+        """Prove that the input is used for the shape of its leading axes, and by each submodule of `names` once.
+
+        Raises
+        ------
+        NotProven
+            If it may be used in another way, or one of these submodules may.
+        """
+        names, allowed = tuple(names), set()
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Call) and ast.unparse(node) in [f"self.{name}({self.input})" for name in names]:
+                allowed |= {id(node.args[0]), id(node.func)}
+            elif isinstance(node, ast.Subscript) and ast.unparse(node) == f"{self.input}.shape[:-1]":
+                allowed.add(id(node.value.value))  # type: ignore[attr-defined]
+        for node in ast.walk(self._tree):
+            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+            if name in _REFLECTION or (id(node) not in allowed and name in (self.input, *names)):
+                raise NotProven(f"its forward may use {name} in another way")
+        counts = self._own()
+        for name in names:
+            if counts[name] != 1:
+                raise NotProven(f"its forward calls {name} {counts[name]} times")
+
+    def resolve(self, path: str) -> Any:
+        """Return what a dotted name stands for in the source; None where it is not defined."""
+        first, *rest = path.split(".")
+        if first in self._function.__code__.co_freevars:
+            return None
+        found = self._module if first == "self" else self._function.__globals__.get(first)
+        for name in rest:
+            found = getattr(found, name, None)
+        return found
+
+    def _own(self) -> Counter[str]:
+        """How often each attribute of ``self`` is read."""
+        return Counter(
+            node.attr
+            for node in ast.walk(self._tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+        )
+
+
+def _unwrapped(function: Any) -> Any:
+    """Return the function that a wrapper calls, where the wrapper is known to change nothing."""
+    while hasattr(function, "__wrapped__"):
+        if function.__globals__["__name__"] != _CHECKPOINTING:
+            raise NotProven("its forward is wrapped")
+        function = function.__wrapped__
+    return function
+
+
+class _Replaced(ast.NodeTransformer):
+    """Puts the known expressions in the place of names."""
+
+    def __init__(self, known: dict[str, ast.expr]) -> None:
+        self._known = dict(known)
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self._known.get(node.id, node)
+
+    def visit_NamedExpr(self, _: ast.NamedExpr) -> ast.expr:
+        raise NotProven("its forward assigns within an expression")
+
+
+def _bound(target: ast.expr, value: ast.expr) -> Iterable[tuple[str, ast.expr]]:
+    """Return the names that an assignment binds, with their values."""
+    if isinstance(target, ast.Name):
+        return [(target.id, value)]
+    if isinstance(target, ast.Tuple) and all(isinstance(part, ast.Name) for part in target.elts):
+        parts = (ast.Subscript(value, ast.Constant(i)) for i in range(len(target.elts)))
+        return [(name.id, part) for name, part in zip(target.elts, parts, strict=True) if isinstance(name, ast.Name)]
+    raise NotProven("its forward assigns to something that is no name")

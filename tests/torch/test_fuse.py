@@ -1,0 +1,692 @@
+"""`skuda.torch.fuse_`: what it computes, that nothing else changes, and what it leaves."""
+
+import copy
+import io
+import pickle
+import threading
+from functools import partial, wraps
+
+import numpy as np
+import pytest
+from support import BFLOAT16, fresh, sampled
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402  torch may be absent
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402  torch may be absent
+
+import skuda  # noqa: E402  torch may be absent
+from skuda.registry.errors import InvalidProblem  # noqa: E402  torch may be absent
+from skuda.tools.bench import llama  # noqa: E402  torch may be absent
+from skuda.torch import DynamicLinear, StaticLinear, fuse_  # noqa: E402  torch may be absent
+from skuda.torch.fused import Fused, FusedAttention, FusedDecoderLayer, FusedGatedMLP  # noqa: E402  torch may be absent
+from skuda.torch.joined import Part  # noqa: E402  torch may be absent
+from skuda.torch.ops import OPS  # noqa: E402  torch may be absent
+
+SIZES = llama.Sizes(hidden=48, intermediate=72, heads=4, kv_heads=2, layers=2)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CODES = {"q_min": -127, "q_max": 127, "output_element": "s8"}
+
+
+def array(tensor):
+    """A tensor of any dtype as an array."""
+    tensor = tensor.detach().contiguous()
+    return tensor.view(torch.int16).numpy().view(BFLOAT16) if tensor.dtype is torch.bfloat16 else tensor.numpy()
+
+
+def tensor(found):
+    """An array of any dtype as a tensor."""
+    if found.dtype == BFLOAT16:
+        return torch.from_numpy(found.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(found)
+
+
+def drawn(rng, *shape, dtype=torch.float32):
+    """Gaussian numbers, and some rows of another size."""
+    found = rng.standard_normal(shape) * rng.choice([1e-2, 1.0, 30.0], (*shape[:-1], 1))
+    return torch.from_numpy(found).to(dtype)
+
+
+def quantized(model):
+    """Replace every linear layer of a model, and return the model."""
+    for name, child in list(model.named_children()):
+        if type(child) is nn.Linear:
+            setattr(model, name, DynamicLinear.from_linear(child))
+        else:
+            quantized(child)
+    return model
+
+
+def vary(model, rng):
+    """Draw the vectors of norms, so that they are not 1, and of biases."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.copy_(torch.from_numpy(rng.uniform(0.3, 1.7, parameter.shape)))
+    return model
+
+
+def stack(rng, dtype=torch.bfloat16, sizes=SIZES, change=lambda stack: None):
+    """A quantized stack; `change` is applied before."""
+    made = llama.random_stack(sizes, int(rng.integers(1 << 30)), dtype=dtype)
+    change(made)
+    return quantized(vary(made.to(dtype), rng)).requires_grad_(requires_grad=False)
+
+
+def call(rng, model, dtype=torch.bfloat16, rows=(2, 1), positions=5):
+    """Return a function that runs a stack, or another module of the sizes, on the same input."""
+    x = drawn(rng, *rows, SIZES.hidden, dtype=dtype)
+    if not isinstance(model, llama.Stack):
+        return lambda module: module(x)
+    at = torch.arange(positions - rows[1], positions)
+    angles = llama.angles_of(SIZES, at, dtype)
+    seed = int(rng.integers(1 << 30))
+    return lambda module: module(x, angles, llama.random_caches(SIZES, rows[0], positions, x, seed), at)
+
+
+def same(got, want):
+    """Whether two tensors have equal bits; NaN is equal to NaN."""
+    return (
+        got.dtype is want.dtype
+        and torch.equal(got.isnan(), want.isnan())
+        and torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+    )
+
+
+class NumpyLinear(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = (layer,)
+
+    def arrays(self):
+        (layer,) = self.layer
+        bias = {} if layer.bias is None else {"bias": array(layer.bias)}
+        return {"weight_q": array(layer.weight), "weight_scale": array(layer.weight_scale).reshape(-1), **bias}
+
+    def forward(self, x):
+        rows = array(x.reshape(-1, x.shape[-1]))
+        y = skuda.ops.quantized_linear(activation=rows, **self.arrays())
+        return tensor(y).view(*x.shape[:-1], -1)
+
+
+class NumpyNorm(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = (norm,)
+
+    def forward(self, x):
+        (norm,) = self.norm
+        op = skuda.ops.layer_norm_quantize if isinstance(norm, nn.LayerNorm) else skuda.ops.rms_norm_quantize
+        vectors = {name: array(vector) for name, vector in norm.named_parameters()}
+        rows = array(x.reshape(-1, x.shape[-1]))
+        return tensor(op(input=rows, eps=norm.eps, has_normalized=True, **vectors, **CODES).normalized_out).view(
+            x.shape
+        )
+
+
+class NumpyMLP(nn.Module):
+    def __init__(self, mlp):
+        super().__init__()
+        self.gate, self.up, self.down = (NumpyLinear(getattr(mlp, f"{name}_proj")) for name in ("gate", "up", "down"))
+        self.act = mlp.act_fn
+
+    def forward(self, x):
+        gate, up = (array(layer(x)).reshape(-1, SIZES.intermediate) for layer in (self.gate, self.up))
+        if isinstance(self.act, nn.GELU):
+            form = {"none": "erf", "tanh": "tanh"}[self.act.approximate]
+            found = skuda.ops.gelu_mul_quantize(gate=gate, up=up, approximation=form, **CODES)
+        else:
+            found = skuda.ops.silu_mul_quantize(gate=gate, up=up, **CODES)
+        element = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[x.dtype]
+        codes, scale = found.output, found.scale_out
+        y = skuda.ops.scaled_linear(act_q=codes, act_scale=scale, output_element=element, **self.down.arrays())
+        return tensor(y).view(x.shape)
+
+
+def numpy_stack(model):
+    """A stack with the modules and the forward of an unfused one, but every op run by itself in NumPy."""
+    made = copy.deepcopy(model)
+    for layer, source in zip(made.layers, model.layers, strict=True):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            setattr(layer, name, NumpyNorm(getattr(source, name)))
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(layer.self_attn, name, NumpyLinear(getattr(source.self_attn, name)))
+        layer.mlp = NumpyMLP(source.mlp)
+    return made
+
+
+def change_parts(norm, act, *, bias):
+    """Return a function that gives every layer this norm and activation, and biases to the projections."""
+
+    def change(model):
+        for layer in model.layers:
+            layer.input_layernorm, layer.post_attention_layernorm = norm(SIZES.hidden), norm(SIZES.hidden)
+            layer.mlp.act_fn = act()
+            for module in (layer.self_attn, layer.mlp):
+                for name, child in list(module.named_children()):
+                    if bias and isinstance(child, nn.Linear):
+                        setattr(module, name, nn.Linear(child.in_features, child.out_features))
+
+    return change
+
+
+PARTS = [
+    pytest.param(partial(nn.RMSNorm, eps=1e-5), nn.SiLU, id="rms-silu"),
+    pytest.param(partial(nn.RMSNorm, eps=1e-6, elementwise_affine=False), partial(nn.GELU, "tanh"), id="bare-tanh"),
+    pytest.param(nn.LayerNorm, nn.GELU, id="layer-gelu"),
+    pytest.param(partial(nn.LayerNorm, bias=False), nn.SiLU, id="unbiased-silu"),
+]
+
+
+@pytest.mark.parametrize("rows", sampled([(2, 1), (1, 4), (3, 1)]))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("norm", "act"), PARTS)
+def test_a_fused_stack_has_the_bits_of_the_ops_one_by_one_in_numpy(norm, act, dtype, rows):
+    rng = fresh("numpy", dtype, rows)
+    model = stack(rng, dtype, change=change_parts(norm, act, bias=bool(rng.integers(2))))
+    positions = rows[1] if rows[1] > 1 else 5
+    run = call(rng, model, dtype, rows, positions)
+    want = run(numpy_stack(model))
+    report = fuse_(model)
+    assert len(report.fused) == 6
+    assert not report.left
+    assert {type(module).__mro__[1] for module in model.modules() if "Fused" in type(module).__name__} == {
+        FusedDecoderLayer,
+        FusedAttention,
+        FusedGatedMLP,
+    }
+    assert same(run(model), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fused_stack_is_as_close_to_the_real_numbers_as_an_unfused_one(dtype):
+    """Norms and gates round at other places, by units of the dtype; that is less than what int8 changes."""
+    rng = fresh("close", dtype)
+    real = vary(llama.random_stack(SIZES, int(rng.integers(1 << 30)), dtype=dtype), rng)
+    model = quantized(copy.deepcopy(real))
+    run = call(rng, model, dtype, (1, 6), 6)
+    exact, apart = run(real).float(), run(model).float()
+    fuse_(model)
+    assert (run(model).float() - apart).norm() < 0.5 * (apart - exact).norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_joined_products_have_the_bits_of_those_that_they_join(dtype):
+    rng = fresh("joined", dtype)
+    model = stack(rng, dtype, change=change_parts(partial(nn.RMSNorm, eps=None), nn.Tanh, bias=True))
+    run = call(rng, model, dtype)
+    want = run(model)
+    assert set(fuse_(model).fused) == {"layers.0.self_attn", "layers.1.self_attn"}
+    attention = model.layers[0].self_attn
+    assert isinstance(attention, llama.Attention)
+    assert all(isinstance(getattr(attention, name), Part) for name in ("q_proj", "k_proj", "v_proj"))
+    assert same(run(model), want)
+
+
+BACKENDS = ["inductor", *(pytest.param(name, marks=pytest.mark.full) for name in ("eager", "aot_eager"))]
+
+
+@pytest.fixture
+def compiled():
+    """Return a function that compiles a module for a backend, and the counter of its graphs."""
+
+    def made(module, backend):
+        counted = CompileCounterWithBackend(backend)
+        return torch.compile(module, backend=counted, fullgraph=True), counted
+
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._inductor.config.patch(emulate_precision_casts=True):
+        yield made
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_stack_has_the_same_bits(compiled, backend):
+    rng = fresh("compiled", backend)
+    model = stack(rng)
+    fuse_(model)
+    run = call(rng, model)
+    made, _ = compiled(model, backend)
+    assert same(run(made), run(model))
+
+
+class Cacheless(llama.Attention):
+    def forward(self, hidden_states, angles, cache, positions):
+        heads = (*hidden_states.shape[:-1], -1, self.head)
+        query = self.q_proj(hidden_states).view(heads).transpose(1, 2)
+        key = self.k_proj(hidden_states).view(heads).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
+        found = nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        return self.o_proj(found.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_batches_and_lengths_of_any_size_need_two_graphs(compiled, backend):
+    rng = fresh("sizes", backend)
+    layer = stack(rng).layers[0]
+    layer.self_attn.__class__ = Cacheless
+    assert len(fuse_(layer).fused) == 3
+    made, counted = compiled(layer, backend)
+    for rows in ((2, 3), (3, 4), (5, 7), (4, 2), (9, 11)):
+        run = call(rng, layer, rows=rows)
+        assert same(run(made), run(layer))
+    assert counted.frame_count <= 2
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))  # noqa: S301  our own
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, "torch.save"])
+def test_copies_are_models_of_their_own(copied):
+    rng = fresh("copies")
+    model = stack(rng)
+    fuse_(model)
+    run = call(rng, model)
+    want = run(model)
+    if copied == "torch.save":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    else:
+        other = copied(model)
+    assert [type(module) for module in other.modules()] == [type(module) for module in model.modules()]
+    assert same(run(other), want)
+    other.layers[0].self_attn.q_proj.weight.zero_()
+    assert not same(run(other), want)
+    assert same(run(model), want)
+
+
+def test_the_names_and_tensors_of_a_state_dict_stay():
+    rng = fresh("state")
+    model, other = stack(rng), stack(rng)
+    run = call(rng, model)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    fuse_(model)
+    saved = model.state_dict()
+    assert set(saved) == set(state)
+    assert all(saved[name].dtype is state[name].dtype and torch.equal(saved[name], state[name]) for name in state)
+    wanted = copy.deepcopy(other)
+    fuse_(wanted)
+    for assign in (False, True):
+        fused = copy.deepcopy(model)
+        assert not any(fused.load_state_dict(other.state_dict(), assign=assign))
+        assert same(run(fused), run(wanted))
+    plain = copy.deepcopy(other)
+    assert not any(plain.load_state_dict(saved))
+    fuse_(plain)
+    assert same(run(plain), run(model))
+
+
+def test_a_state_dict_that_does_not_fit_is_refused():
+    model = stack(fresh("refused"))
+    fuse_(model)
+    state = model.state_dict()
+    name = "layers.1.self_attn.k_proj.weight"
+    without = {key: value for key, value in state.items() if key != name}
+    assert model.load_state_dict(without, strict=False).missing_keys == [name]
+    with pytest.raises(RuntimeError, match=rf'Missing key.*"{name}"'):
+        model.load_state_dict(without)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*k_proj\.other"):
+        model.load_state_dict({**state, "layers.1.self_attn.k_proj.other": state[name]})
+    with pytest.raises(RuntimeError, match=f"{name}: the checkpoint has shape"):
+        model.load_state_dict({**state, name: state[name][1:]})
+    with pytest.raises(RuntimeError, match="on meta"):
+        model.to("meta").load_state_dict(state, assign=True)
+
+
+def test_casts_keep_scales():
+    rng = fresh("casts")
+    model = stack(rng, torch.float32)
+    cast = copy.deepcopy(model).half()
+    fuse_(cast)
+    fuse_(model)
+    model.half()
+    run = call(rng, model, torch.float16)
+    assert same(run(model), run(cast))
+    assert {one.dtype for name, one in model.state_dict().items() if "scale" in name} == {torch.float32}
+
+
+def test_training_mode_changes_nothing():
+    rng = fresh("mode")
+    model = stack(rng)
+    run = call(rng, model)
+    assert not fuse_(model.eval()).left
+    want = run(model)
+    assert not any(module.training for module in model.modules())
+    assert same(run(model.train()), want)
+    assert all(module.training for module in model.modules())
+
+
+def test_where_gradients_are_recorded_the_original_runs():
+    rng = fresh("gradients")
+    model = stack(rng, torch.float32)
+    fused = copy.deepcopy(model)
+    fuse_(fused)
+    x = drawn(rng, 1, 4, SIZES.hidden)
+    caches = partial(llama.random_caches, SIZES, 1, 4, x, 1)
+    found = []
+    for module in (model, fused):
+        given = x.clone().requires_grad_()
+        y = module.layers[0].mlp(module.layers[0].post_attention_layernorm(given))
+        y.square().sum().backward()
+        found.append((y.detach(), given.grad))
+    assert same(found[0][0], found[1][0])
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-4)
+    weight = fused.layers[0].input_layernorm.weight.requires_grad_()
+    y = fused.layers[0](x, angles=(torch.ones(4, 12), torch.zeros(4, 12)), cache=caches()[0], positions=torch.arange(4))
+    y.square().sum().backward()
+    assert weight.grad.abs().sum() > 0
+
+
+def test_autocast_is_that_of_the_original():
+    rng = fresh("autocast")
+    model = stack(rng, torch.float32)
+    layer = copy.deepcopy(model).layers[0]
+    fused = copy.deepcopy(layer)
+    fuse_(fused)
+    x = drawn(rng, 2, 1, SIZES.hidden)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fused.mlp(x).dtype is torch.bfloat16
+        angles = torch.ones(1, 12).bfloat16(), torch.zeros(1, 12).bfloat16()
+        given = {"angles": angles, "positions": torch.arange(1)}
+        found = [one(x, cache=tuple(torch.zeros(2, 2, 2, 1, 12).bfloat16()), **given) for one in (layer, fused)]
+    assert found[0].dtype is found[1].dtype
+    assert (found[0] - found[1]).norm() < 1e-2 * found[0].norm()
+
+
+def test_threads_share_a_model():
+    rng = fresh("threads")
+    model = stack(rng)
+    fuse_(model)
+    runs = [call(rng, model, rows=(rows, 1)) for rows in (1, 2, 3, 1, 2, 3)]
+    want = [run(model) for run in runs]
+    found = {}
+    threads = [
+        threading.Thread(target=lambda i=i, run=run: found.update({i: run(model)})) for i, run in enumerate(runs)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(same(found[i], one) for i, one in enumerate(want))
+
+
+def test_a_warm_model_meets_no_new_problem():
+    rng = fresh("warm")
+    model = stack(rng)
+    fuse_(model)
+    for op in OPS.values():
+        op._calls.clear()
+    for module in model.modules():
+        if isinstance(module, Fused):
+            module.warm(torch.zeros(2, module.width, dtype=torch.bfloat16))
+    known = [{call.problem for call in op._calls.values()} for op in OPS.values() if op.name != "quantized_linear"]
+    call(rng, model, rows=(2, 1))(model)
+    met = [{call.problem for call in op._calls.values()} for op in OPS.values() if op.name != "quantized_linear"]
+    assert met == known
+    assert sum(map(len, known)) == 6
+
+
+# --- what is left ----------------------------------------------------------------------------------------------------
+
+
+class Residual(llama.Attention):
+    def forward(self, hidden_states, angles, cache, positions):
+        found, weights = super().forward(hidden_states, angles, cache, positions)
+        return found + hidden_states, weights
+
+
+class Wider(llama.Attention):
+    def forward(self, hidden_states, angles, cache, positions):
+        n = hidden_states.shape[-1]
+        return self.q_proj(hidden_states)[..., :n] + self.k_proj(hidden_states) + self.v_proj(hidden_states), None
+
+
+class Twice(llama.Attention):
+    def forward(self, hidden_states, angles, cache, positions):
+        q, k = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        return self.o_proj(q + self.q_proj(hidden_states)), self.v_proj(hidden_states) + k
+
+
+class Reflecting(llama.Attention):
+    def forward(self, hidden_states, angles, cache, positions):
+        q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        return self.o_proj(q + len(locals())), k + v
+
+
+class Ungated(llama.MLP):
+    def forward(self, x):
+        return self.down_proj(self.gate_proj(x) * self.up_proj(x))
+
+
+class Branching(llama.MLP):
+    def forward(self, x):
+        if x.shape[0] > 1:
+            return self.down_proj(self.gate_proj(x))
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def loud(function):
+    @wraps(function)
+    def wrapped(*args):
+        return -function(*args)
+
+    return wrapped
+
+
+class Called(llama.MLP):
+    def __call__(self, x):
+        return -super().__call__(x)
+
+
+class Wrapped(llama.MLP):
+    forward = loud(llama.MLP.forward)
+
+
+class Scaled(llama.Layer):
+    def forward(self, hidden_states, angles=None, cache=None, positions=None):
+        attended, _ = self.self_attn(
+            hidden_states=self.input_layernorm(hidden_states), angles=angles, cache=cache, positions=positions
+        )
+        hidden_states = hidden_states + attended
+        return hidden_states + 2 * self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class Fixed(llama.Layer):
+    def forward(self, hidden_states, angles=None, cache=None, positions=None):
+        attended, _ = self.self_attn(
+            hidden_states=self.input_layernorm(hidden_states), angles=angles, cache=cache, positions=angles
+        )
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class Repeating(llama.Layer):
+    def forward(self, hidden_states, angles=None, cache=None, positions=None):
+        given = self.input_layernorm(hidden_states)
+        first = self.self_attn(hidden_states=given, angles=angles, cache=cache, positions=positions)[0]
+        second = self.self_attn(hidden_states=given, angles=angles, cache=cache, positions=positions)[0]
+        return hidden_states + first + self.mlp(self.post_attention_layernorm(hidden_states + second))
+
+
+class Shifted(nn.RMSNorm):
+    def forward(self, x):
+        return super().forward(x) * (1.0 + self.weight)
+
+
+def of_class(path, kind):
+    """Return a function that changes the class of a module of a layer."""
+    return lambda layer: setattr(layer.get_submodule(path), "__class__", kind)
+
+
+def hooked(path, register):
+    return lambda layer: getattr(layer.get_submodule(path), register)(lambda *_: None)
+
+
+def with_child(path, name, make):
+    return lambda layer: setattr(layer.get_submodule(path), name, make(layer))
+
+
+def parametrized(layer):
+    nn.utils.parametrize.register_parametrization(layer.post_attention_layernorm, "weight", nn.Identity())
+
+
+def static(layer):
+    old = layer.mlp.up_proj
+    return StaticLinear(old.weight, old.weight_scale, input_scale=torch.ones(1))
+
+
+def biased(layer):
+    old = layer.self_attn.k_proj
+    return DynamicLinear(old.weight, old.weight_scale, torch.ones(old.out_features))
+
+
+def narrow_scale(layer):
+    old = layer.self_attn.v_proj
+    return DynamicLinear(old.weight, old.weight_scale.bfloat16())
+
+
+LEFT = {
+    "another use of the input": (of_class("self_attn", Residual), "self_attn", "may use hidden_states in another way"),
+    "its last axis": (of_class("self_attn", Wider), "self_attn", "may use hidden_states in another way"),
+    "a projection twice": (of_class("self_attn", Twice), "self_attn", "calls q_proj 2 times"),
+    "reflection": (of_class("self_attn", Reflecting), "self_attn", "may use locals in another way"),
+    "no gate": (of_class("mlp", Ungated), "mlp", "no gated MLP"),
+    "a branch": (of_class("mlp", Branching), "mlp", "does more than assign names"),
+    "a wrapped forward": (of_class("mlp", Wrapped), "mlp", "is wrapped"),
+    "a call of its own": (of_class("mlp", Called), "mlp", "was replaced"),
+    "compiled": (lambda layer: layer.mlp.compile(backend="eager"), "mlp", "is compiled"),
+    "a replaced forward": (lambda layer: setattr(layer.mlp, "forward", torch.neg), "mlp", "was replaced"),
+    "a scaled residual": (of_class("", Scaled), "", "no decoder layer of a known form"),
+    "an attention twice": (of_class("", Repeating), "", "reads self.self_attn twice"),
+    "another argument": (of_class("", Fixed), "", "does not get what it gets"),
+    "another norm": (of_class("input_layernorm", Shifted), "", "input_layernorm"),
+    "another activation": (with_child("mlp", "act_fn", lambda _: nn.Tanh()), "mlp", "neither SiLU nor GELU"),
+    "static": (with_child("mlp", "up_proj", static), "mlp", "up_proj is StaticLinear"),
+    "real": (with_child("mlp", "up_proj", lambda _: nn.Linear(48, 72)), "mlp", "up_proj is Linear, no DynamicLinear"),
+    "one bias": (with_child("self_attn", "k_proj", biased), "self_attn", "has a bias, the other has none"),
+    "scales": (with_child("self_attn", "v_proj", narrow_scale), "self_attn", "differ in a dtype"),
+    "shared": (with_child("self_attn", "o_proj", lambda layer: layer.mlp.up_proj), "mlp", "belongs to other modules"),
+    "a taken name": (with_child("self_attn", "qkv_proj", lambda _: nn.Identity()), "self_attn", "a qkv_proj already"),
+    "torch's eps": (with_child("", "input_layernorm", lambda _: nn.RMSNorm(48)), "", "its eps is torch's default"),
+    "a forward hook": (hooked("self_attn.k_proj", "register_forward_hook"), "self_attn", "has forward hooks"),
+    "a pre-hook": (hooked("mlp", "register_forward_pre_hook"), "mlp", "has forward pre hooks"),
+    "a backward hook": (hooked("mlp.act_fn", "register_full_backward_hook"), "mlp", "has backward hooks"),
+    "a hook of a norm": (
+        hooked("input_layernorm", "register_forward_hook"),
+        "",
+        "input_layernorm: it has forward hooks",
+    ),
+    "a parametrization": (parametrized, "", "has parametrizations"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_not_proven_stays_as_it_was(case):
+    change, path, why = LEFT[case]
+    layer = stack(fresh("left")).layers[0]
+    change(layer)
+    kind, children = type(layer.get_submodule(path)), dict(layer.get_submodule(path).named_children())
+    report = fuse_(layer)
+    assert why in report.left[path]
+    assert f"left: {report.left[path]}" in str(report)
+    assert type(layer.get_submodule(path)) is kind
+    assert dict(layer.get_submodule(path).named_children()) == children
+    assert type(layer).forward is kind.forward or path
+
+
+def test_a_model_is_fused_once():
+    rng = fresh("once")
+    model = stack(rng)
+    fuse_(model)
+    run = call(rng, model)
+    want = run(model)
+    again = fuse_(model)
+    assert not again.fused
+    assert not again.left
+    assert "nothing to fuse" in str(again)
+    assert same(run(model), want)
+
+
+def test_layers_of_no_known_structure_are_named():
+    loose = nn.ModuleDict(
+        {"a": DynamicLinear.from_linear(nn.Linear(4, 4)), "b": DynamicLinear.from_linear(nn.Linear(4, 4))}
+    )
+    assert fuse_(loose).left == {"": "a, b are no structure that is known"}
+    assert not fuse_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))).left
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_an_input_of_another_dtype_than_the_norms_runs_the_original():
+    rng = fresh("dtypes")
+    model = stack(rng, torch.float32)
+    model.layers[0].input_layernorm.bfloat16()
+    fused = copy.deepcopy(model)
+    fuse_(fused)
+    run = call(rng, model, torch.float32)
+    want, found = run(model), run(fused)
+    assert (found - want).norm() < 1e-3 * want.norm()
+
+
+def test_an_input_of_another_width_is_refused():
+    model = stack(fresh("width"))
+    fuse_(model)
+    with pytest.raises(InvalidProblem, match="be the output of the joined layer"):
+        model.layers[0].self_attn.k_proj(torch.ones(2, SIZES.hidden, dtype=torch.bfloat16))
+    with pytest.raises(InvalidProblem):
+        model.layers[0].mlp(torch.ones(2, SIZES.hidden + 1, dtype=torch.bfloat16))
+
+
+# --- models of transformers ------------------------------------------------------------------------------------------
+
+FAMILIES = {
+    "Llama": {"self_attn", "mlp", ""},
+    "Mistral": {"self_attn", "mlp", ""},
+    "Qwen2": {"self_attn", "mlp", ""},
+    "Qwen3": {"self_attn", "mlp", ""},
+    "Gemma": {"self_attn", "mlp"},
+    "Phi3": {"mlp"},
+}
+"""What of a layer is fused. Gemma's norm scales by 1 + weight; a layer of Phi 3 has dropouts."""
+
+
+@pytest.mark.parametrize("family", sampled(FAMILIES, 3))
+def test_models_of_transformers(family, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    rng = fresh("family", family)
+    sizes = {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"num_hidden_layers": 2, "vocab_size": 64, "pad_token_id": 0}
+    sizes |= {} if family == "Phi3" else {"head_dim": 12}
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    torch.manual_seed(int(rng.integers(1 << 30)))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).bfloat16().eval()
+    vary(model, rng)
+    head = model.lm_head
+    model.lm_head = nn.Identity()
+    quantized(model).lm_head = head
+    fused = copy.deepcopy(model)
+    report = fuse_(fused)
+    assert {name.partition("layers.0")[2].strip(".") for name in report.fused if "layers.0" in name} == FAMILIES[family]
+    assert len(report.fused) == 2 * len(FAMILIES[family])
+    assert bool(report.left) is (FAMILIES[family] != {"self_attn", "mlp", ""})
+    assert set(fused.state_dict()) == set(model.state_dict())
+    ids = torch.from_numpy(rng.integers(1, 64, (2, 7)))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    with torch.no_grad():
+        want, got = (m(ids, attention_mask=mask, output_hidden_states=True) for m in (model, fused))
+        assert len(got.hidden_states) == len(want.hidden_states) == 3
+        assert (got.logits - want.logits).norm() < 0.02 * want.logits.norm()
+        with_cache = [fused(ids[:, :6], attention_mask=mask[:, :6], use_cache=True)]
+        with_cache.append(fused(ids[:, 6:], attention_mask=mask, past_key_values=with_cache[0].past_key_values))
+        torch.testing.assert_close(with_cache[1].logits[:, 0], got.logits[:, 6], rtol=0, atol=0.05)
+        made = fused.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    assert made.shape == (2, 11)
+    safetensors = pytest.importorskip("safetensors.torch")
+    fused.save_pretrained(tmp_path)
+    saved = safetensors.load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items() if name in saved)
+    assert set(model.state_dict()) - set(saved) <= {"lm_head.weight"}, "Gemma's is its embedding"
