@@ -923,15 +923,18 @@ def test_versions_are_compared_as_numbers(version, wanted, answer):
 def test_demo_gets_its_options(skuda, monkeypatch, tmp_path):
     seen = {}
 
-    def demo(*, plot, as_json, console, device):
-        seen.update(plot=plot, as_json=as_json, console=console, device=device)
+    def demo(*, plot, as_json, console, device, framework):
+        seen.update(plot=plot, as_json=as_json, console=console, device=device, framework=framework)
         return 1
 
     monkeypatch.setattr("skuda.tools.demo.command.demo", demo)
     assert skuda("demo", "--plot", str(tmp_path / "x.png"), "--device", "host", "--json")[0] == 1
     assert (seen["plot"], seen["as_json"], seen["device"]) == (tmp_path / "x.png", True, "host")
+    assert skuda("demo", "--framework", "torch")[0] == 1
+    assert seen["framework"] == "torch"
     assert skuda("demo")[0] == 1
     assert (str(seen["plot"]), seen["as_json"], seen["device"]) == ("skuda-demo.png", False, "auto")
+    assert seen["framework"] == "numpy"
 
 
 def test_demo_refuses_a_folder_that_is_not_there(skuda, tmp_path):

@@ -13,7 +13,7 @@ from skuda.dispatch import Dispatcher
 from skuda.dispatch.device import Device
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import MissingDependency
-from skuda.tools.demo.encoder import F32, Encoder, Layers, Linear, model_folder
+from skuda.tools.demo.encoder import F32, Encoder, Layers, Linear
 
 try:
     import torch
@@ -28,6 +28,13 @@ from skuda.torch.linear import Int8Linear
 from skuda.torch.ops import OPS
 from skuda.torch.quantize import Dynamic, quantize_
 from skuda.torch.smoothing import SmoothStatic
+
+_SIZES = {
+    "vocab_size": "embeddings.word_embeddings.weight",
+    "type_vocab_size": "embeddings.token_type_embeddings.weight",
+    "intermediate_size": "encoder.layer.0.intermediate.dense.weight",
+}
+"""Sizes that only the shapes of the weights tell."""
 
 
 class _Called(nn.Module):  # type: ignore[misc]  # untyped where torch is absent
@@ -69,8 +76,8 @@ class BertEncoder(Encoder):
     @classmethod
     def of(cls, encoder: Encoder, device: Device) -> BertEncoder:
         """Return the encoder with the same weights, on the host or a GPU."""
-        config = BertConfig.from_json_file(str(model_folder() / "config.json"))
-        bert = BertModel(config, add_pooling_layer=False).eval()
+        sizes = {name: len(encoder.tensors[tensor]) for name, tensor in _SIZES.items()}
+        bert = BertModel(BertConfig(**encoder.config.model_dump(), **sizes), add_pooling_layer=False).eval()
         bert.load_state_dict({name: torch.from_numpy(np.array(encoder.tensors[name])) for name in bert.state_dict()})
         probe = deepcopy(bert)
         for name in encoder.linear_names:
