@@ -42,6 +42,8 @@ class _Flattened(NamedTuple):
         The problem, with the rows along one axis.
     inputs : dict of str to _Seen
         Tensors that are given, by name, with their rows along one axis.
+    flat : tuple of int or None
+        The shape, in elements, of the arguments that may have any.
     results : tuple of Argument
         Outputs in the order of the result.
     shapes : tuple of tuples of int
@@ -50,6 +52,7 @@ class _Flattened(NamedTuple):
 
     problem: Descriptor
     inputs: dict[str, _Seen]
+    flat: Shape | None
     results: tuple[Argument, ...]
     shapes: tuple[Shape, ...]
 
@@ -242,20 +245,13 @@ class TensorOp:
         """Raise `InvalidProblem` for a tensor whose shape or dtype the problem does not take."""
         arguments = {argument.name: argument for argument in call.problem.arguments()}
         rules.refuse_unknown(self.name, arguments.values(), call.inputs)
-        flat = rules.flat_shape(
-            self.name, tuple(arguments.values()), {n: each.shape for n, each in call.inputs.items()}
-        )
         for name, each in call.inputs.items():
             argument = arguments[name]
-            shape = flat if argument.flat and flat is not None else argument.shape
+            shape = call.flat if argument.flat and call.flat is not None else argument.shape
             element = next((e for e in argument.elements if torch_dtype(e) is each.dtype), None)
             if element is None:
-                raise InvalidProblem(
-                    self.name,
-                    name,
-                    f"an array of {str(each.dtype).removeprefix('torch.')}",
-                    f"be {rules.wanted(argument, shape)}",
-                )
+                had = f"an array of {str(each.dtype).removeprefix('torch.')}"
+                raise InvalidProblem(self.name, name, had, f"be {rules.wanted(argument, shape)}")
             rules.checked_shape(self.name, argument, element, each.shape, shape)
 
     def _remembered(self, key: Any, arguments: Sequence[Any], fields: Mapping[str, Any]) -> _Call:
@@ -296,14 +292,14 @@ class TensorOp:
         outputs = {argument.name: argument for argument in problem.arguments() if argument.role is Role.OUTPUT}
         names = problem.builder(*outputs) if problem.builder is not None else outputs
         results = tuple(outputs[name] for name in names if name is not None)
-        shared = rules.flat_shape(self.name, problem.arguments(), {name: each.shape for name, each in inputs.items()})
+        whole = rules.flat_shape(self.name, problem.arguments(), {name: each.shape for name, each in inputs.items()})
         leading = self._first(given)[:-1]
         shapes = []
         for argument in results:
-            whole = shared if argument.flat and shared is not None else argument.shape
-            stored = storage_shape(whole, argument.elements[0])
+            shape = whole if argument.flat and whole is not None else argument.shape
+            stored = storage_shape(shape, argument.elements[0])
             shapes.append((*leading, *stored[1:]) if argument.name in led else stored)
-        return _Flattened(problem, inputs, results, tuple(shapes))
+        return _Flattened(problem, inputs, whole, results, tuple(shapes))
 
     def _leading(self, given: Mapping[str, Any]) -> dict[str, int]:
         """Return the arguments and outputs whose leading axes are rows, with the number of their other axes.
