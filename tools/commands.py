@@ -258,7 +258,7 @@ def _bench(
     """
 
 
-@_command("model", "bench.model_command")
+@_command("bench-model", "bench.model_command")
 def _model(
     *,
     hidden: Annotated[int, typer.Option(help="Size of the hidden states.", min=2)] = 4096,

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from skuda.torch.autograd import Q_MAX
 from skuda.torch.joined import Quantized, product, projected
-from skuda.torch.linear import Q_MAX, autocast
+from skuda.torch.linear import autocast
 
 _CODES = {"q_min": -Q_MAX, "q_max": Q_MAX, "output_element": "s8"}
 

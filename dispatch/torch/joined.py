@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from skuda.registry.errors import InvalidProblem
+from skuda.torch.dtypes import element_of
 from skuda.torch.linear import DynamicLinear
-from skuda.torch.ops import element_of
 
 
 class Quantized(NamedTuple):

@@ -9,6 +9,7 @@ from torch import nn
 
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
+from skuda.torch.fused import Fused
 from skuda.torch.layers import check_count, check_model
 from skuda.torch.linear import CodesLinear, Int8Linear
 
@@ -16,9 +17,10 @@ from skuda.torch.linear import CodesLinear, Int8Linear
 def prepare(
     model: nn.Module, rows: Iterable[int] = (1, 16), dtype: torch.dtype | None = None
 ) -> dict[str, dict[int, str]]:
-    """Run every int8 layer of a model once for each number of rows, so that its kernels are compiled and planned.
+    """Run every int8 layer and fused module of a model once for each number of rows.
 
-    A CUDA graph of calls with these numbers of rows can then be captured at once.
+    Their kernels are compiled and planned by then, and a CUDA graph of calls with these numbers of rows can be captured
+    at once.
 
     Parameters
     ----------
@@ -60,4 +62,9 @@ def prepare(
                 zeros = torch.zeros(count, layer.in_features, dtype=given, device=layer.weight.device)
                 layer(zeros)
                 planned[name][count] = str(layer.explain(zeros).chosen)
+        for module in model.modules():
+            if isinstance(module, Fused):
+                device = next(module.buffers()).device
+                for count in counts:
+                    module.warm(torch.zeros(count, module.width, dtype=dtype, device=device))
     return planned

@@ -7,9 +7,19 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from skuda.registry import InvalidProblem  # noqa: E402
-from skuda.torch import CodesLinear, Dynamic, DynamicLinear, SmoothStatic, calibrate, prepare, quantize_  # noqa: E402
+from skuda.torch import (  # noqa: E402
+    CodesLinear,
+    Dynamic,
+    DynamicLinear,
+    SmoothStatic,
+    calibrate,
+    fuse_,
+    prepare,
+    quantize_,
+)
 
 
 def static(dtype):
@@ -60,6 +70,36 @@ def test_the_dtype_is_that_of_the_model():
     assert "f16" in kernel
     (kernel,) = prepare(model, (1,), torch.bfloat16)["0"].values()
     assert "bf16" in kernel
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Ran(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.rows = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        self.rows.setdefault(func.name(), []).append(found[0].shape[0] if isinstance(found, list) else None)
+        return found
+
+
+def test_what_a_fused_module_runs_between_its_products_is_prepared():
+    model = nn.Sequential(Gated())
+    quantize_(model, Dynamic())
+    assert fuse_(model).fused
+    with Ran() as ran:
+        prepare(model, (2, 5))
+    assert ran.rows["skuda::silu_mul_quantize"] == [2, 5]
 
 
 def test_a_model_without_int8_layers():

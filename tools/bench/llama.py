@@ -1,4 +1,4 @@
-"""The decoder stack of Llama in plain torch: what `skuda model` runs, with random weights.
+"""The decoder stack of Llama in plain torch: what `skuda bench-model` runs, with random weights.
 
 It has the structure and the names of the public Llama 3 models: RMS norm, grouped attention with rotary positions over
 a static cache, and a gated MLP. Embeddings, the last norm and the output head are left out, because nothing of them is

@@ -1,4 +1,4 @@
-"""The measurement of ``skuda model``: a Llama stack in several ways, in the same rounds, and its record."""
+"""The measurement of ``skuda bench-model``: a Llama stack in several ways, in the same rounds, and its record."""
 
 from __future__ import annotations
 

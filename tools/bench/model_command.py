@@ -1,4 +1,4 @@
-"""The implementation of ``skuda model``."""
+"""The implementation of ``skuda bench-model``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DECODE, _PREFILL = ("1", "16", "64"), ("2048", "8192")
 
 @dataclass(frozen=True)
 class Request:
-    """The options of ``skuda model``; `skuda model --help` explains each.
+    """The options of ``skuda bench-model``; `skuda bench-model --help` explains each.
 
     Without a seed, a random one is used; without phases and ways, all.
     """
@@ -69,7 +69,7 @@ class Request:
         many = {"--decode": self.decode, "--prefill": self.prefill, "--ways": self.ways}
         given |= {option: ",".join(split(values)) for option, values in many.items() if values}
         words = [str(word) for pair in given.items() for word in pair]
-        return shlex.join(["skuda", "model", *words, *(["--cpu"] if self.cpu else [])])
+        return shlex.join(["skuda", "bench-model", *words, *(["--cpu"] if self.cpu else [])])
 
 
 def run(request: Request, *, output: Path | None = None, show: Path | None = None, as_json: bool = False) -> int:
@@ -101,7 +101,7 @@ def run(request: Request, *, output: Path | None = None, show: Path | None = Non
         For a file that is not a record.
     """
     if show is not None and (request != Request() or output is not None):
-        raise InvalidProblem("model", "--show", "other options beside it", "stand alone: it measures nothing")
+        raise InvalidProblem("bench-model", "--show", "other options beside it", "stand alone: it measures nothing")
     record = _measured(request, output) if show is None else ModelRecord.load(show)
     if record is None:
         return 1
@@ -120,7 +120,7 @@ def _measured(request: Request, output: Path | None) -> ModelRecord | None:
     """Measure the request and save the record; without a CUDA device, print a line about it and return None."""
     sizes, phases, known = request.sizes, request.phases, {way.name: way for way in WAYS}
     _check(sizes)
-    names = chosen("model", "--ways", split(request.ways), tuple(known)) or tuple(known)
+    names = chosen("bench-model", "--ways", split(request.ways), tuple(known)) or tuple(known)
     needed = {way.base or way.name for way in WAYS if way.name in names or way.ours}
     ways = tuple(way for way in WAYS if way.name in names or way.ours or way.name in needed)
     devices = Dispatcher().devices
@@ -143,12 +143,12 @@ def _measured(request: Request, output: Path | None) -> ModelRecord | None:
 def _check(sizes: dict[str, int]) -> None:
     for name, by in (("hidden", 2 * sizes["heads"]), ("heads", sizes["kv_heads"])):
         if sizes[name] % by:
-            raise InvalidProblem("model", f"--{name}", str(sizes[name]), f"be a multiple of {by}")
+            raise InvalidProblem("bench-model", f"--{name}", str(sizes[name]), f"be a multiple of {by}")
 
 
 def _number(option: str, text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
-        raise InvalidProblem("model", option, text, f"be integers from {least}, separated by commas")
+        raise InvalidProblem("bench-model", option, text, f"be integers from {least}, separated by commas")
     return int(text)
 
 

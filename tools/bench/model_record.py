@@ -1,4 +1,4 @@
-"""The record of ``skuda model``: times of a whole stack."""
+"""The record of ``skuda bench-model``: times of a whole stack."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skuda.tools.files import read_json, read_text, write_whole
 REAL = ("bf16", "bf16 compiled")
 """Names of the ways that quantize nothing."""
 Phase = Literal["decode", "prefill"]
-_KIND = ("skuda model", 1)
+_KIND = ("skuda bench-model", 1)
 _DRAWN = "random Gaussian weights of deviation 1 / sqrt(K), norms of 1; no embeddings, last norm and head"
 
 
@@ -76,7 +76,7 @@ class PhaseResult(Value):
 
 
 class ModelRecord(Value):
-    """One run of ``skuda model``.
+    """One run of ``skuda bench-model``.
 
     Attributes
     ----------
@@ -100,7 +100,7 @@ class ModelRecord(Value):
         The cost of one call of a layer on the host.
     """
 
-    kind: Literal["skuda model"] = "skuda model"
+    kind: Literal["skuda bench-model"] = "skuda bench-model"
     schema_version: Literal[1] = 1
     device: Device
     driver: str = ""
@@ -142,11 +142,11 @@ class ModelRecord(Value):
         try:
             found = read_json(read_text(path))
         except (OSError, ValueError) as error:
-            raise InvalidRecord("model", str(path), str(error), "be readable JSON") from error
+            raise InvalidRecord("bench-model", str(path), str(error), "be readable JSON") from error
         kind = (found.get("kind"), found.get("schema_version")) if isinstance(found, dict) else (None, None)
         if kind != _KIND:
-            rule = f"be a record of kind {_KIND[0]!r}, schema {_KIND[1]}: `skuda model --output FILE` makes one"
-            raise InvalidRecord("model", str(path), f"kind {kind[0]!r}, schema {kind[1]!r}", rule)
+            rule = f"be a record of kind {_KIND[0]!r}, schema {_KIND[1]}: `skuda bench-model --output FILE` makes one"
+            raise InvalidRecord("bench-model", str(path), f"kind {kind[0]!r}, schema {kind[1]!r}", rule)
         try:
             return cls.model_validate(found)
         except InvalidRecord as error:

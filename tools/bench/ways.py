@@ -1,4 +1,4 @@
-"""The ways in which ``skuda model`` runs a stack: as it is, quantized by this library, and by others."""
+"""The ways in which ``skuda bench-model`` runs a stack: as it is, quantized by this library, and by others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`skuda model` on the CPU: what it runs, what it records, and that a wrong bit stops it."""
+"""`skuda bench-model` on the CPU: what it runs, what it records, and that a wrong bit stops it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from skuda.tools.bench import llama  # noqa: E402  torch may be absent
 from skuda.tools.bench.model import ModelBench, weight_bytes  # noqa: E402
 
 TINY = llama.Sizes(hidden=32, intermediate=48, heads=4, kv_heads=2, layers=1)
-TYPED = ["model", "--hidden", "32", "--intermediate", "48", "--heads", "4", "--kv-heads", "2", "--layers", "1"]
+TYPED = ["bench-model", "--hidden", "32", "--intermediate", "48", "--heads", "4", "--kv-heads", "2", "--layers", "1"]
 FAST = tuple(replace(way, compiled={"backend": "eager"} if way.compiled is not None else None) for way in WAYS)
 """The ways without code generation, which takes seconds."""
 PHASES = (("decode", 3, 5), ("prefill", 4, 4))
@@ -83,7 +83,7 @@ def test_a_run_is_recorded_and_shown(ways, capsys, tmp_path, monkeypatch):
     assert record["graph"] is False
     assert record["driver"] == ""
     assert "Gaussian" in record["weights"]
-    assert record["command"].split()[1:3] == ["model", "--hidden"]
+    assert record["command"].split()[1:3] == ["bench-model", "--hidden"]
     assert {"--cpu", "--seed", "7", "--cache", "6", "--decode", "2"} <= set(record["command"].split())
     (phase,) = record["phases"]
     assert (phase["phase"], phase["rows"], phase["cache"], phase["compared"], phase["wrong"]) == ("decode", 2, 6, 3, "")
@@ -100,7 +100,7 @@ def test_a_run_is_recorded_and_shown(ways, capsys, tmp_path, monkeypatch):
     shown = ModelRecord.load(path)
     assert not shown.outdated
     assert shown.phases[0].gain == min(ways[name]["ratio"] for name in REAL)
-    assert main(["model", "--show", str(path)]) == 0
+    assert main(["bench-model", "--show", str(path)]) == 0
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     assert [line[3] for line in lines] == [*ways, "F.linear", "nn.Linear", "DynamicLinear"]
     assert {len(line) for line in lines} == {11}
@@ -120,7 +120,7 @@ def test_both_phases_run_from_the_command_line(fast, capsys):
 def test_a_terminal_shows_a_table(lab):
     from rich.console import Console
 
-    record = bench(lab, FAST[:4]).run(PHASES, "skuda model ...")
+    record = bench(lab, FAST[:4]).run(PHASES, "skuda bench-model ...")
     console = Console(record=True, width=140, file=sys.stderr)
     model_command.print_record(console, record)
     text = console.export_text()
@@ -264,14 +264,14 @@ def test_rivals_take_part_where_they_are_installed(lab, stubs):
     ],
 )
 def test_bad_input_is_refused(typed, what, capsys):
-    assert main(["model", "--cpu", *typed] if "--show" not in typed else ["model", *typed]) == 2
+    assert main(["bench-model", "--cpu", *typed] if "--show" not in typed else ["bench-model", *typed]) == 2
     assert what in capsys.readouterr().err
 
 
 def test_another_record_is_refused(tmp_path):
     path = tmp_path / "other.json"
     path.write_text('{"kind": "skuda bench", "schema_version": 1}')
-    with pytest.raises(InvalidRecord, match="skuda model --output FILE"):
+    with pytest.raises(InvalidRecord, match="skuda bench-model --output FILE"):
         ModelRecord.load(path)
 
 
