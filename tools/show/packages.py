@@ -22,6 +22,8 @@ _PURPOSES = {
     "nvtx": "ranges round launches in a profiler",
     "smoothquant": "saving SmoothQuant checkpoints",
     "demo": "skuda demo",
+    "torch": "skuda.torch, int8 layers for PyTorch",
+    "transformers": "int8 models of transformers",
     "plot": "skuda bench --plot, and plots in --html",
 }
 """Fixes by extra; the extras for developers of skuda have none."""
@@ -77,7 +79,7 @@ def optional_packages() -> Iterator[Finding]:
     seen: set[str] = set()
     for requirement, extra in requirements():
         name, wanted = requirement.name, str(requirement.specifier)
-        if extra in _PURPOSES and name not in seen:
+        if extra in _PURPOSES and name not in {"skuda", *seen}:
             seen.add(name)
             yield _package(name, wanted, findings.OPTION_ABSENT, findings.OPTION_VERSION, _PURPOSES[extra])
     # --no-deps leaves out torch, which the model's metadata requires but the demo does not use.
