@@ -252,7 +252,7 @@ class CodesLinear(Int8Linear):
     output_scale : tensor of one element, f32, optional
         Real units per code of the output, which is then s8; without it the output is real.
     epilogue : str, optional
-        ``relu``, ``gelu`` or ``silu`` after the bias, which it needs.
+        ``bias_relu``, ``bias_gelu`` or ``bias_silu``, which need a bias.
     output_element : str
         Element of a real output.
 

@@ -140,7 +140,7 @@ def linear_dynamic(
     weight_scale : tensor of shape (N,), f32 or narrower
     bias : tensor of shape (N,), f32 or narrower, optional
     epilogue : str, optional
-        ``relu``, ``gelu`` or ``silu`` on what a given bias was added to; by default nothing more.
+        ``bias_relu``, ``bias_gelu`` or ``bias_silu``, which need a bias; by default nothing follows the bias.
     output_element : str, optional
         Element of the result; by default the input's.
 
@@ -189,17 +189,8 @@ def linear_scaled(
     ---------------
     As in `linear_dynamic`.
     """
-    op = torch.ops.skuda.scaled_linear.default
-    found: torch.Tensor = op(
-        input,
-        weight_q,
-        act_scale=input_scale,
-        weight_scale=weight_scale,
-        bias=bias,
-        epilogue=epilogue,
-        output_element=output_element,
-    )
-    return found
+    given = (input, weight_q, input_scale, None, weight_scale, None, bias)
+    return _scaled(*given, epilogue=epilogue, output_element=output_element)
 
 
 def linear_static(
@@ -229,18 +220,8 @@ def linear_static(
     ---------------
     As in `linear_dynamic`.
     """
-    op = torch.ops.skuda.scaled_linear.default
-    found: torch.Tensor = op(
-        input,
-        weight_q,
-        act_scale=input_scale,
-        weight_scale=weight_scale,
-        bias=bias,
-        epilogue=epilogue,
-        output_element=output_element,
-        act_scale_scope="tensor",
-    )
-    return found
+    given = (input, weight_q, input_scale, None, weight_scale, None, bias)
+    return _scaled(*given, epilogue=epilogue, output_element=output_element, act_scale_scope="tensor")
 
 
 def linear_codes(
@@ -272,17 +253,10 @@ def linear_codes(
     ---------------
     As in `linear_dynamic`.
     """
-    op = torch.ops.skuda.scaled_linear.default
-    found: torch.Tensor = op(
-        input,
-        weight_q,
-        act_scale=input_scale,
-        weight_scale=weight_scale,
-        bias=bias,
-        output_scale=output_scale,
-        output_zero_point=output_zero_point,
-        epilogue=epilogue,
-        output_element=output_element,
-        act_scale_scope="tensor",
-    )
+    given = (input, weight_q, input_scale, None, weight_scale, None, bias, output_scale, output_zero_point)
+    return _scaled(*given, epilogue=epilogue, output_element=output_element, act_scale_scope="tensor")
+
+
+def _scaled(*given: torch.Tensor | None, **fields: str | None) -> torch.Tensor:
+    found: torch.Tensor = torch.ops.skuda.scaled_linear.default(*given, **fields)
     return found
