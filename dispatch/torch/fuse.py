@@ -24,7 +24,7 @@ from skuda.torch.fused import (
     fused_class,
 )
 from skuda.torch.joined import JoinedLinear, Part
-from skuda.torch.linear import DynamicLinear
+from skuda.torch.linear import DynamicLinear, Int8Linear
 from skuda.torch.source import Forward, NotProven
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -125,7 +125,7 @@ def fuse_(model: nn.Module) -> Fusion:
 
 def _matters(module: nn.Module) -> bool:
     """Whether fusing a module would have saved a launch: it holds int8 layers."""
-    return any(isinstance(child, DynamicLinear) for child in module.modules())
+    return any(isinstance(child, Int8Linear) for child in module.modules())
 
 
 def _fuse_attention(module: nn.Module, held: Counter[int]) -> str:

@@ -327,7 +327,13 @@ def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 def autocast(input: Tensor) -> Tensor:
     """Cast an input as autocast casts those of `torch.nn.functional.linear`."""
     kind = input.device.type
-    if torch.is_autocast_enabled(kind) and input.is_floating_point() and input.dtype is not torch.float64:
+    # torch asks for no autocast of tensors without data, and raises if it is asked
+    if (
+        kind != "meta"
+        and torch.is_autocast_enabled(kind)
+        and input.is_floating_point()
+        and input.dtype is not torch.float64
+    ):
         return input.to(torch.get_autocast_dtype(kind))
     return input
 

@@ -54,3 +54,11 @@ def test_a_parametrization_is_followed():
     torch.nn.utils.parametrize.register_parametrization(module, "weight_scale", Doubled())
     want = DynamicLinear(module.weight, 2 * before, module.bias)(x)
     assert same(module(x), want)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_module_without_data_gives_shapes(recorded):
+    module = layer(fresh(recorded), bias=True).to("meta")
+    with torch.set_grad_enabled(recorded), torch.autocast("cpu", torch.bfloat16):
+        y = module(torch.empty(2, 3, 16, device="meta", requires_grad=recorded))
+    assert (y.shape, y.dtype, y.device.type) == ((2, 3, 8), torch.float32, "meta")
