@@ -292,7 +292,7 @@ def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _folder(subject: str, model: object, path: object) -> Path:
     if not isinstance(model, nn.Module):
         raise InvalidProblem(subject, "model", shown(model), "be a torch.nn.Module")
-    found = path_of(Path(path).absolute()) if isinstance(path, str | os.PathLike) else None
+    found = path_of(Path(path).absolute()) if isinstance(path, str | os.PathLike) and os.fspath(path) else None
     if found is None:
         raise InvalidProblem(subject, "path", shown(path), "be the path of a folder")
     return found

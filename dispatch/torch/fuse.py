@@ -24,6 +24,7 @@ from skuda.torch.fused import (
     fused_class,
 )
 from skuda.torch.joined import JoinedLinear, Part
+from skuda.torch.layers import check_model
 from skuda.torch.linear import DynamicLinear, Int8Linear
 from skuda.torch.source import Forward, NotProven
 
@@ -99,7 +100,13 @@ def fuse_(model: nn.Module) -> Fusion:
     -------
     Fusion
         What was done and what was left; its ``str`` is short.
+
+    Raises
+    ------
+    InvalidProblem
+        If `model` is none.
     """
+    check_model("fuse_", model, None)
     fused: dict[str, str] = {}
     left: dict[str, str] = {}
     held = Counter(id(child) for module in model.modules() for _, child in module.named_children())
