@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
@@ -100,9 +101,13 @@ def describe_saving(model: nn.Module) -> None:
     kind = getattr(loaded, "PreTrainedModel", None)
     if kind is None or not any(isinstance(module, kind) for module in model.modules()):
         return
-    from skuda.torch.transformers import describe_  # it imports this module
-
-    describe_(model)
+    try:
+        from skuda.torch.transformers import describe_  # it imports this module
+    except ImportError:
+        text = "save_pretrained cannot write int8 layers with this version of transformers; use skuda.torch.save"
+        warnings.warn(f"{text}, or: pip install 'skuda[transformers]'", stacklevel=3)
+    else:
+        describe_(model)
 
 
 def hooked(module: nn.Module) -> bool:

@@ -235,6 +235,14 @@ def test_a_model_that_was_quantized_in_place_saves_what_it_is(way, tmp_path):
     assert model.half().dtype is torch.float16
 
 
+def test_a_version_that_cannot_save_is_told_of(monkeypatch):
+    monkeypatch.setitem(sys.modules, "skuda.torch.transformers", None)
+    model = llama(fresh())
+    with pytest.warns(UserWarning, match=r"use skuda\.torch\.save"):
+        quantize_(model, Dynamic())
+    assert int8_names(model) > LAYERS
+
+
 def test_a_model_whose_tensors_have_other_names_in_files_survives_saving(tmp_path):
     rng = fresh()
     config = transformers.ViTConfig(
