@@ -27,6 +27,7 @@ from skuda.dispatch.system.files import open_regular
 from skuda.dispatch.system.writing import replacing
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
 from skuda.registry.text import path_of, shown
+from skuda.torch.layers import describe_saving
 from skuda.torch.linear import StaticLinear
 from skuda.torch.scheme import Scheme
 from skuda.torch.stored import Kind, Tensors, check_values, int8_layer
@@ -93,6 +94,7 @@ def load_(model: nn.Module, path: str | os.PathLike[str]) -> tuple[str, ...]:
                 own.copy_(tensor)
     for name, layer in layers.items():
         model.set_submodule(name, layer.train(model.get_submodule(name).training))
+    describe_saving(model)
     return tuple(layers)
 
 
@@ -290,7 +292,7 @@ def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _folder(subject: str, model: object, path: object) -> Path:
     if not isinstance(model, nn.Module):
         raise InvalidProblem(subject, "model", shown(model), "be a torch.nn.Module")
-    found = path_of(Path(path).absolute()) if isinstance(path, str | os.PathLike) else None
+    found = path_of(Path(path).absolute()) if isinstance(path, str | os.PathLike) and os.fspath(path) else None
     if found is None:
         raise InvalidProblem(subject, "path", shown(path), "be the path of a folder")
     return found

@@ -24,7 +24,8 @@ from skuda.torch.fused import (
     fused_class,
 )
 from skuda.torch.joined import JoinedLinear, Part
-from skuda.torch.linear import DynamicLinear
+from skuda.torch.layers import check_model
+from skuda.torch.linear import DynamicLinear, Int8Linear
 from skuda.torch.source import Forward, NotProven
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -99,7 +100,13 @@ def fuse_(model: nn.Module) -> Fusion:
     -------
     Fusion
         What was done and what was left; its ``str`` is short.
+
+    Raises
+    ------
+    InvalidProblem
+        If `model` is none.
     """
+    check_model("fuse_", model, None)
     fused: dict[str, str] = {}
     left: dict[str, str] = {}
     held = Counter(id(child) for module in model.modules() for _, child in module.named_children())
@@ -125,7 +132,7 @@ def fuse_(model: nn.Module) -> Fusion:
 
 def _matters(module: nn.Module) -> bool:
     """Whether fusing a module would have saved a launch: it holds int8 layers."""
-    return any(isinstance(child, DynamicLinear) for child in module.modules())
+    return any(isinstance(child, Int8Linear) for child in module.modules())
 
 
 def _fuse_attention(module: nn.Module, held: Counter[int]) -> str:

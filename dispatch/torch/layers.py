@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
@@ -88,6 +90,24 @@ class Obstacles:
             return found
         others = [name for owner, name in self._owners[_memory(linear.weight)].items() if owner != id(linear)]
         return f"its weight is also that of {others[0] or 'the model'}: choose it with filter_fn" if others else None
+
+
+def describe_saving(model: nn.Module) -> None:
+    """Let `save_pretrained` of models of transformers write the scheme of the int8 layers that they now have.
+
+    Without it the codes would be written alone, and be read as weights of floating point.
+    """
+    loaded = sys.modules.get("transformers.modeling_utils")
+    kind = getattr(loaded, "PreTrainedModel", None)
+    if kind is None or not any(isinstance(module, kind) for module in model.modules()):
+        return
+    try:
+        from skuda.torch.transformers import describe_  # it imports this module
+    except ImportError:
+        text = "save_pretrained cannot write int8 layers with this version of transformers; use skuda.torch.save"
+        warnings.warn(f"{text}, or: pip install 'skuda[transformers]'", stacklevel=3)
+    else:
+        describe_(model)
 
 
 def hooked(module: nn.Module) -> bool:

@@ -102,6 +102,9 @@ class Int8Linear(nn.Module):
             if isinstance(input, bool) or not isinstance(input, int) or input < 0:
                 raise InvalidProblem(type(self).__name__, "input", shown(input), "be a tensor or a number of rows")
             input = torch.empty(input, self.in_features, device="meta")
+        if input.shape[-1:] != (self.in_features,):
+            had = f"shape {list(input.shape)}"
+            raise InvalidProblem(type(self).__name__, "input", had, f"have shape [..., {self.in_features}]")
         name, arguments = self.call(input)
         return default_dispatcher().explain(OPS[name].problem(**arguments), device=device_name(self.weight.device))
 
@@ -327,7 +330,9 @@ def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 def autocast(input: Tensor) -> Tensor:
     """Cast an input as autocast casts those of `torch.nn.functional.linear`."""
     kind = input.device.type
-    if torch.is_autocast_enabled(kind) and input.is_floating_point() and input.dtype is not torch.float64:
+    # torch knows no autocast of tensors without data, and raises if it is asked.
+    enabled = kind != "meta" and torch.is_autocast_enabled(kind)
+    if enabled and input.is_floating_point() and input.dtype is not torch.float64:
         return input.to(torch.get_autocast_dtype(kind))
     return input
 

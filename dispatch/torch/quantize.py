@@ -13,7 +13,7 @@ from torch import nn
 
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line, shown
-from skuda.torch.layers import ALREADY, Filter, Obstacles, check_model, linears
+from skuda.torch.layers import ALREADY, Filter, Obstacles, check_model, describe_saving, linears
 from skuda.torch.linear import DynamicLinear, Int8Linear
 
 _MOST_SHOWN = 3
@@ -136,6 +136,7 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
         _check_none_left(left)
         for name, new in converted.items():
             _replace(slots[name], new)
+    describe_saving(model)
     return Report(
         converted=MappingProxyType({name: type(new).__name__ for name, new in converted.items()}),
         left=MappingProxyType(left),

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.autograd import Q_MAX, fake_quantize, mixed_linear
+from skuda.torch.layers import check_model
 from skuda.torch.linear import DynamicLinear, StaticLinear, autocast, quantized_weight
 
 Activation = Literal["token", "tensor"]
@@ -166,7 +167,13 @@ def observe(model: nn.Module) -> Iterator[None]:
     ----------
     model : torch.nn.Module
         Layers with ``activation="tensor"`` are observed; others behave as usual.
+
+    Raises
+    ------
+    InvalidProblem
+        If `model` is none.
     """
+    check_model("observe", model, None)
     layers = [
         layer for layer in model.modules() if isinstance(layer, FakeQuantLinear) and layer.input_scale is not None
     ]

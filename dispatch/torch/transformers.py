@@ -23,9 +23,12 @@ import torch
 from torch import nn
 
 from skuda.registry.errors import InvalidProblem, MissingDependency
-from skuda.registry.text import shown
+from skuda.registry.text import one_line, shown
 
 try:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+    from transformers.modeling_utils import PreTrainedModel
     from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 except ImportError as error:
@@ -134,7 +137,9 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             had = shown([file.name for file in files])
             raise InvalidProblem("from_pretrained", "checkpoint", had, "be safetensors files, with their config")
         with opened_files(*files) as found:
-            tensors = found.renamed(lambda name: _name_in(model, name))
+            # transformers renames them alike when it loads them, after this.
+            renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+            tensors = found.renamed(lambda name: _name_in(model, rename_source_key(name, renamings, [])[0]))
             for name, module, group in list(scheme.layers(model)):
                 # The model has no memory yet, and transformers reads what goes there: this only checks what there is.
                 layer = int8_layer(module, group, tensors.within(name), smooth=scheme.smooth)
@@ -157,6 +162,10 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             logits = model.get_output_embeddings()
             ignore = tuple(name for name, module in model.named_modules() if module is logits)
         self.report = quantize_(model, Dynamic(), lambda module, name: not matches(ignore, name, module))
+        if not self.report.converted:
+            rule = "have a torch.nn.Linear that can be int8 (GPT-2 has Conv1D); load it without quantization_config"
+            had = one_line(f"{type(model).__name__}, {self.report}", 200)
+            raise InvalidProblem("from_pretrained", "model", had, rule)
         self.quantization_config.scheme = Scheme.of(model)
         return model
 
@@ -211,6 +220,29 @@ def convert_(model: Any) -> tuple[str, ...]:
     model.hf_quantizer = SkudaQuantizer(config.quantization_config, pre_quantized=True)
     model.is_quantized, model.quantization_method = True, OWN_METHOD
     return tuple(name for name, layer in model.named_modules() if isinstance(layer, Int8Linear))
+
+
+def describe_(model: nn.Module) -> None:
+    """Let `save_pretrained` of the models of transformers in a model write what they are when it is called.
+
+    Models that have a quantizer already, or no int8 layer, stay as they are. Unlike `convert_`, this leaves them free
+    to be cast and trained.
+    """
+    described: dict[int, SkudaQuantizer] = {}
+    inside: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel):
+            continue
+        if id(module) not in inside:
+            # What is inside of it and has a config of its own is described by that of the outer one.
+            inside |= {id(part) for part in module.modules()}
+            int8 = any(isinstance(part, Int8Linear) for part in module.modules())
+            if int8 and getattr(module, "hf_quantizer", None) is None:
+                quantizer = SkudaQuantizer(SkudaConfig(), pre_quantized=True)
+                module.config.quantization_config = quantizer.quantization_config
+                described[id(module.config)] = quantizer
+        if id(module.config) in described:
+            module.hf_quantizer = described[id(module.config)]
 
 
 def _held(name: str, module: nn.Module) -> Tensors:

@@ -520,7 +520,7 @@ def test_only_regular_files_are_read(file, saved):
         load_(Net(), saved[1])
 
 
-@pytest.mark.parametrize("path", [3, None, "a\0b", b"folder"])
+@pytest.mark.parametrize("path", [3, None, "", "a\0b", b"folder"])
 def test_the_path_must_be_one(path):
     with pytest.raises(InvalidProblem, match="path must"):
         load_(Net(), path)

@@ -598,6 +598,16 @@ def test_what_is_not_proven_stays_as_it_was(case):
     assert type(layer).forward is kind.forward or path
 
 
+def test_static_layers_are_named_as_the_reason():
+    layer = stack(fresh()).layers[0]
+    for path, child in tuple(layer.named_modules()):
+        if isinstance(child, DynamicLinear):
+            layer.set_submodule(path, StaticLinear(child.weight, child.weight_scale, input_scale=torch.ones(1)))
+    report = fuse_(layer)
+    assert report.left["self_attn"] == "q_proj is StaticLinear, no DynamicLinear"
+    assert report.left["mlp"] == "gate_proj is StaticLinear, no DynamicLinear"
+
+
 def test_a_model_is_fused_once():
     rng = fresh("once")
     model = stack(rng)

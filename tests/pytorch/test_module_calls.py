@@ -8,7 +8,8 @@ from tensors import OPS, same
 
 torch = pytest.importorskip("torch")
 
-from skuda.torch import DynamicLinear  # noqa: E402  torch may be absent
+from skuda.registry.errors import InvalidProblem  # noqa: E402
+from skuda.torch import DynamicLinear, fuse_, observe  # noqa: E402  torch may be absent
 
 
 def layer(rng, *, bias):
@@ -54,3 +55,25 @@ def test_a_parametrization_is_followed():
     torch.nn.utils.parametrize.register_parametrization(module, "weight_scale", Doubled())
     want = DynamicLinear(module.weight, 2 * before, module.bias)(x)
     assert same(module(x), want)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_module_without_data_gives_shapes(recorded):
+    module = layer(fresh(recorded), bias=True).to("meta")
+    with torch.set_grad_enabled(recorded), torch.autocast("cpu", torch.bfloat16):
+        y = module(torch.empty(2, 3, 16, device="meta", requires_grad=recorded))
+    assert (y.shape, y.dtype, y.device.type) == ((2, 3, 8), torch.float32, "meta")
+
+
+@pytest.mark.parametrize("shape", [(), (2, 15), (16, 2)])
+def test_no_kernel_is_named_for_an_input_that_is_not_taken(shape):
+    with pytest.raises(InvalidProblem, match=r"input must have shape \[\.\.\., 16\]; had shape"):
+        layer(fresh(), bias=True).explain(torch.empty(shape))
+
+
+@pytest.mark.parametrize("model", [None, {}, DynamicLinear])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(InvalidProblem, match=r"fuse_: model must be a torch\.nn\.Module"):
+        fuse_(model)
+    with pytest.raises(InvalidProblem, match=r"observe: model must be a torch\.nn\.Module"), observe(model):
+        pass

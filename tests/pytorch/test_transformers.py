@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", minversion="2.6")
 transformers = pytest.importorskip("transformers", minversion="5")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
+from torch import nn  # noqa: E402
 from transformers.quantizers import auto  # noqa: E402
 
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency  # noqa: E402
@@ -208,6 +209,65 @@ def test_a_model_that_transformers_loaded_is_converted(kind, called, tmp_path, m
     assert torch.equal(logits(model, ids), logits(want, ids))
     monkeypatch.undo()
     assert_survives_saving(model, ids, tmp_path)
+
+
+@pytest.mark.parametrize("way", ["dynamic", "static", "loaded", "within"])
+def test_a_model_that_was_quantized_in_place_saves_what_it_is(way, tmp_path):
+    rng = fresh(way)
+    model, ids = llama(rng), drawn_ids(rng)
+    if way == "static":
+        with calibrate(model) as calibration:
+            logits(model, ids)
+        quantize_(model, SmoothStatic(calibration))
+    elif way == "loaded":
+        other = llama(rng)
+        quantize_(other, Dynamic())
+        save(other, tmp_path / "other")
+        load_(model, tmp_path / "other")
+    else:
+        quantize_(nn.ModuleDict({"inside": model}) if way == "within" else model, Dynamic())
+    assert_survives_saving(model, ids, tmp_path)
+    # A base model has the config of the whole one, and saves what it holds of it.
+    model.model.save_pretrained(tmp_path / "base")
+    base = from_pretrained(tmp_path / "base", kind=transformers.AutoModel)
+    with torch.no_grad():
+        assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
+    assert model.half().dtype is torch.float16
+
+
+def test_a_version_that_cannot_save_is_told_of(monkeypatch):
+    monkeypatch.setitem(sys.modules, "skuda.torch.transformers", None)
+    model = llama(fresh())
+    with pytest.warns(UserWarning, match=r"use skuda\.torch\.save"):
+        quantize_(model, Dynamic())
+    assert int8_names(model) > LAYERS
+
+
+def test_a_model_whose_tensors_have_other_names_in_files_survives_saving(tmp_path):
+    rng = fresh()
+    config = transformers.ViTConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    image = torch.from_numpy(rng.standard_normal((2, 3, 16, 16)).astype("float32"))
+    model = transformers.ViTModel(config).eval()
+    model.save_pretrained(tmp_path / "floats")
+    found = from_pretrained(tmp_path / "floats", kind=transformers.ViTModel, quantization_config=SkudaConfig())
+    quantize_(model, Dynamic())
+    for n, each in enumerate((found, model)):
+        each.save_pretrained(tmp_path / str(n))
+        again = from_pretrained(tmp_path / str(n), kind=transformers.ViTModel)
+        assert int8_names(again) == int8_names(model)
+        with torch.no_grad():
+            assert torch.equal(again(image).last_hidden_state, model(image).last_hidden_state)
+
+
+def test_a_model_with_nothing_to_quantize_is_refused_with_the_reason(tmp_path):
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(InvalidProblem, match=r"(?s)have a torch\.nn\.Linear.*GPT2LMHeadModel, 0 converted"):
+        from_pretrained(tmp_path, quantization_config=SkudaConfig())
 
 
 def test_weights_that_were_changed_are_not_converted(tmp_path, monkeypatch):
