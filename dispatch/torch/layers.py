@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from collections import defaultdict
@@ -102,12 +103,12 @@ def describe_saving(model: nn.Module) -> None:
     if kind is None or not any(isinstance(module, kind) for module in model.modules()):
         return
     try:
-        from skuda.torch.transformers import describe_  # it imports this module
+        bridge = importlib.import_module("skuda.torch.transformers")  # by name: it stands above this module
     except ImportError:
         text = "save_pretrained cannot write int8 layers with this version of transformers; use skuda.torch.save"
         warnings.warn(f"{text}, or: pip install 'skuda[transformers]'", stacklevel=3)
     else:
-        describe_(model)
+        bridge.describe_(model)
 
 
 def hooked(module: nn.Module) -> bool:
