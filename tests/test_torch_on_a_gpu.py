@@ -84,7 +84,7 @@ def captured(device, call):
         output = call()
         return lambda: output.copy_(call()), output
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
+    with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
         output = call()
     return graph.replay, output
 
@@ -212,7 +212,7 @@ def moved(module, device):
 
 # --- bits ------------------------------------------------------------------------------------------------------------
 
-CHECKED = [(device, name) for device in DEVICES for name in (NAMES if on_gpu(device) else ["rms_norm_quantize"])]
+CHECKED = [(device, name) for device in DEVICES for name in (NAMES if on_gpu(device) else ["dynamic_range"])]
 
 
 @pytest.mark.parametrize(("device", "name"), CHECKED)
@@ -357,7 +357,8 @@ def test_compiled_models_have_the_bits_of_eager_ones(device, mode):
     rng = fresh(device, mode)
     # Inductor compiles for a minute what the CPU tests of `tests/pytorch` compile at small sizes.
     how = {"mode": mode} if on_gpu(device) else {"backend": "aot_eager"}
-    for model, columns in models(rng, device, torch.bfloat16):
+    # The last one alone holds all kinds of fused modules.
+    for model, columns in itertools.islice(models(rng, device, torch.bfloat16), 0 if on_gpu(device) else 2, None):
         torch._dynamo.reset()
         there = moved(model, device)
         with torch._inductor.config.patch(emulate_precision_casts=True):
