@@ -267,8 +267,9 @@ class Driver:
                 exchange(ctypes.byref(mode))
 
     def free(self, address: int) -> None:
-        """Free memory from `allocate`; the caller makes sure that no work uses it."""
-        self.call("cuMemFree_v2", ctypes.c_uint64(address))
+        """Free memory from `allocate`, which no work may use; allowed while a stream is captured."""
+        with self._beside_captures():
+            self.call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def synchronize(self, stream: int) -> None:
         """Wait for a stream of the current context."""

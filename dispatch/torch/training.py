@@ -113,7 +113,9 @@ class FakeQuantLinear(_SharedLinear):
     @torch.no_grad()
     def _observe(self, input: Tensor) -> None:
         if self.input_scale is not None and input.numel():
-            self.input_scale.copy_(torch.fmax(self.input_scale, input.abs().max().to(self.input_scale) / Q_MAX))
+            largest = input.abs().max().to(self.input_scale)
+            # On a GPU, torch multiplies by the reciprocal of a number, which is rounded twice.
+            self.input_scale.copy_(torch.fmax(self.input_scale, largest / torch.full_like(largest, Q_MAX)))
 
     def _check_observed(self) -> None:
         scale = self.input_scale
@@ -240,7 +242,9 @@ class MixedLinear(_SharedLinear):
         passing = passing or weight.is_inference() or torch.is_inference_mode_enabled()
         if passing or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             return row_codes(weight)
-        state = weight._version, weight.data_ptr(), weight.dtype, _steps.count  # noqa: SLF001  torch has no public name
+        # Work on another stream may come before these codes are made, or after they are freed.
+        stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
+        state = weight._version, weight.data_ptr(), weight.dtype, _steps.count, stream  # noqa: SLF001  torch has no public name
         kept = self._codes
         if kept is None or kept.weight is not weight or kept.state != state:
             kept = self._codes = _Codes(weight, state, *row_codes(weight))

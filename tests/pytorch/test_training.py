@@ -1,5 +1,6 @@
 """Layers that train: what they compute, what they keep, and what they work with."""
 
+import contextlib
 import copy
 import pickle
 import subprocess
@@ -14,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from support import fresh, sampled  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from skuda.registry.errors import InvalidProblem  # noqa: E402
@@ -149,6 +151,26 @@ def test_fake_quantization_has_the_gradients_of_a_float_layer_of_rounded_values(
     float_layer = nn.Linear(K, N, dtype=dtype)
     float_layer.load_state_dict({"weight": layer.fake_quantized_weight().detach(), "bias": layer.bias.detach()})
     same_step(got, step(float_layer, (rows * scales[..., None]).to(dtype)))
+
+
+class DividesAsGpus(TorchDispatchMode):
+    """Multiplies by the reciprocal of a number, as torch does on a GPU where it is asked to divide by the number."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.div.Tensor and not isinstance(args[1], torch.Tensor):
+            return args[0] * torch.tensor(1 / args[1], dtype=args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_observed_scales_have_the_same_bits_on_a_gpu():
+    x = normal(fresh(), 100, 1, 1)
+    assert not torch.equal(x / torch.full_like(x, 127), x * torch.tensor(1 / 127))
+    for value in x:
+        layers = [FakeQuantLinear(nn.Linear(1, 1), activation="tensor") for _ in range(2)]
+        for layer, division in zip(layers, (contextlib.nullcontext(), DividesAsGpus()), strict=True):
+            with division, observe(layer):
+                layer(value)
+        same(layers[1].input_scale, layers[0].input_scale)
 
 
 def test_scales_are_observed_in_float_and_then_fixed():

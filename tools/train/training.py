@@ -64,10 +64,11 @@ class Plan:
         """Yield batches without end, the same for every way: (batch, length + 1) bytes as s64."""
         text = torch.from_numpy(self.corpus.trained.copy()).to(self.device)
         random = torch.Generator().manual_seed(self.seed)
-        within = torch.arange(self.shape.length + 1)
+        within = torch.arange(self.shape.length + 1, device=self.device)
         while True:
             starts = torch.randint(len(text) - self.shape.length, (self.batch, 1), generator=random)
-            yield text[(starts + within).to(self.device)].long()
+            # Few bytes, so that the copy does not wait for the steps before.
+            yield text[starts.to(self.device, non_blocking=True) + within].long()
 
     def held_out(self) -> Iterator[Tensor]:
         """Yield the held-out sequences in batches: windows that are spread evenly and do not overlap."""

@@ -748,6 +748,26 @@ def test_nothing_is_prepared_while_a_stream_is_captured(run, backend):
     assert len(told.launches) == 1
 
 
+@every_backend
+def test_memory_may_be_freed_while_a_stream_is_captured(run, backend):
+    """The last plan that uses a block may be collected at any time."""
+    told = run(
+        """
+        plan().run(**arrays())
+        from skuda.dispatch.cuda.driver import driver as its_driver
+        found = its_driver()
+        with found.using(found.primary_context(0)):
+            address = found.allocate(8)
+            mark("allocated")
+            found.free(address)
+            mark("freed")
+        """,
+        backend,
+    )
+    calls = [name for name in told.between("allocated", "freed") if name.startswith(("cuThread", "cuMem"))]
+    assert calls == ["cuThreadExchangeStreamCaptureMode", "cuMemFree_v2", "cuThreadExchangeStreamCaptureMode"]
+
+
 @needs_pycuda
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
 def test_nvcc_on_the_path_compiles_what_is_not_cached(run, tmp_path):
