@@ -140,7 +140,7 @@ def linear_dynamic(
     weight_scale : tensor of shape (N,), f32 or narrower
     bias : tensor of shape (N,), f32 or narrower, optional
     epilogue : str, optional
-        ``relu``, ``gelu`` or ``silu`` on what a given bias was added to; by default nothing more.
+        ``bias_relu``, ``bias_gelu`` or ``bias_silu`` on what a given bias was added to; by default nothing more.
     output_element : str, optional
         Element of the result; by default the input's.
 
