@@ -148,10 +148,9 @@ class _MixedLinear(_Function):
     def backward(ctx: Any, grad: Tensor, input: Tensor, weight_q: Tensor, weight_scale: Tensor) -> Gradients:
         wants_input, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         weight_dtype, bias_dtype = ctx.dtypes
-        rows = grad.reshape(-1, grad.shape[-1])
         return (
             grad @ dequantized(weight_q, weight_scale, grad.dtype) if wants_input else None,
-            (rows.t() @ input.reshape(-1, input.shape[-1])).to(weight_dtype) if wants_weight else None,
+            (_rows(grad).t() @ _rows(input)).to(weight_dtype) if wants_weight else None,
             _summed(grad, bias_dtype) if wants_bias else None,
             None,
             None,
@@ -292,4 +291,9 @@ def _scale_gradient(grad: Tensor, input: Tensor, scale: Tensor) -> Tensor:
 
 def _summed(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the gradient of a bias."""
-    return grad.reshape(-1, grad.shape[-1]).sum(0).to(dtype)
+    return _rows(grad).sum(0).to(dtype)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return a tensor as a matrix; -1 for the rows would not do without columns."""
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.dtypes import element_of
-from skuda.torch.linear import DynamicLinear
+from skuda.torch.linear import DynamicLinear, not_codes
 
 
 class Quantized(NamedTuple):
@@ -139,6 +139,10 @@ class Part(nn.Module):
     ) -> None:
         """Copy into the joined buffers, also where torch is asked to assign."""
         views = self._views()
+        error = not_codes(prefix, state_dict)
+        if error is not None:
+            error_msgs.append(error)
+            return
         for name, view in views.items():
             given = state_dict.get(prefix + name)
             if given is None:

@@ -9,8 +9,8 @@ as torch casts those of `torch.nn.functional.linear`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,14 @@ from skuda.torch.autograd import Q_MAX, frozen_linear
 from skuda.torch.dtypes import element_of
 from skuda.torch.ops import OPS
 
-_LINEAR = torch.ops.skuda.quantized_linear.default
+_QUANTIZED_LINEAR = torch.ops.skuda.quantized_linear.default
+_SCALED_LINEAR = torch.ops.skuda.scaled_linear.default
 
 Call = tuple[str, dict[str, Any]]
 """Name and arguments of a call of one of the ops."""
+
+Arguments = tuple[tuple[Tensor | None, ...], dict[str, Any]]
+"""Tensors of a call in the order of the op's schema, and fields by keyword: torch takes tensors by keyword slowly."""
 
 
 class Int8Linear(nn.Module):
@@ -47,6 +51,7 @@ class Int8Linear(nn.Module):
         For a tensor of another shape or dtype.
     """
 
+    op: ClassVar[str]
     weight: Tensor
     weight_scale: Tensor
     bias: Tensor | None
@@ -71,19 +76,58 @@ class Int8Linear(nn.Module):
     def _refuse(self, name: str, tensor: Tensor, rule: str) -> None:
         raise InvalidProblem(type(self).__name__, name, f"{tensor.dtype} of shape {list(tensor.shape)}", rule)
 
+    def _hold_zero(self) -> None:
+        """Register a zero point of 0, which is in no checkpoint."""
+        self.register_buffer("zero", torch.zeros(1, dtype=torch.int32, device=self.weight.device), persistent=False)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002  torch's signature
         """Move the buffers; scales are not cast."""
-        scales = {name: value for name, value in self._buffers.items() if value is not None and _is_scale(name)}
+        held = dict(self._buffers)
         super()._apply(fn, recurse)
-        for name, before in scales.items():
+        for name, before in held.items():
             after = self._buffers[name]
-            if after is not None and after.dtype is not before.dtype:
+            if before is None or after is None or after is before:
+                continue
+            if _is_scale(name) and after.dtype is not before.dtype:
                 self._buffers[name] = before.to(after.device)
+            elif name == "zero":
+                self._hold_zero()  # `to_empty` would leave anything
         return self
 
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,  # noqa: FBT001  torch's signature
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load the buffers; a weight that is no codes is an error, as rounding it to codes would lose it."""
+        error = not_codes(prefix, state_dict)
+        if error is not None:
+            error_msgs.append(error)
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if "zero" in self._buffers and self._buffers["zero"].device != self.weight.device:  # type: ignore[union-attr]
+            self._hold_zero()  # others were assigned, as to a layer that was made without data
+
+    def _held(self, name: str) -> Any:
+        """Return a buffer: torch finds one by its attribute slowly, and a parametrization makes it a property."""
+        return self._buffers[name] if name in self._buffers else getattr(self, name)
+
     @abstractmethod
+    def _arguments(self, input: Tensor) -> Arguments:
+        """Return what the op takes for an input."""
+
     def call(self, input: Tensor) -> Call:
         """Return the product that serves an input, of which only shape, dtype and device are read."""
+        tensors, fields = self._arguments(input)
+        names = (argument.name for argument in OPS[self.op].inputs)
+        return self.op, dict(zip(names, tensors, strict=False)) | fields
 
     def explain(self, input: Tensor | int = 1) -> Explanation:
         """Return which kernel serves an input, and why.
@@ -125,6 +169,8 @@ class DynamicLinear(Int8Linear):
     `skuda.torch.autograd.frozen_linear`.
     """
 
+    op = "quantized_linear"
+
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Self:
         """Quantize the weight of a layer symmetrically, with a scale per output channel.
@@ -136,25 +182,17 @@ class DynamicLinear(Int8Linear):
         """
         return cls(*quantized_weight(linear.weight), linear.bias)
 
-    def call(self, input: Tensor) -> Call:
-        """Return the product that serves an input."""
-        return "quantized_linear", {
-            "activation": input,
-            "weight_q": self.weight,
-            "weight_scale": self.weight_scale.view(-1),
-            "bias": self.bias,
-        }
+    def _arguments(self, input: Tensor) -> Arguments:
+        held = self._held
+        return (input, held("weight"), held("weight_scale").view(-1), None, held("bias")), {}
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K), in the input's dtype."""
         input = autocast(input)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *self._buffers.values()) if t is not None):
             return frozen_linear(input, self.weight, self.weight_scale.view(-1), self.bias)
-        # As `call`, but a module finds its tensors by name slowly, and torch takes keywords slowly.
-        held = self._buffers
-        if "weight" not in held or "weight_scale" not in held or "bias" not in held:
-            return _run(self.call(input))  # a parametrization has replaced one by a property
-        found: Tensor = _LINEAR(input, held["weight"], held["weight_scale"].view(-1), None, held["bias"])  # type: ignore[union-attr]
+        tensors, _ = self._arguments(input)
+        found: Tensor = _QUANTIZED_LINEAR(*tensors)
         return found
 
 
@@ -178,6 +216,7 @@ class StaticLinear(Int8Linear):
         For a tensor of another shape or dtype.
     """
 
+    op = "scaled_linear"
     input_scale: Tensor
     input_zero_point: Tensor | None
     smooth: Tensor | None
@@ -201,38 +240,33 @@ class StaticLinear(Int8Linear):
                 self._refuse("input_zero_point", input_zero_point, "be an integer of shape [1]")
             input_zero_point = input_zero_point.detach().to(torch.int32).reshape(1)
         self.register_buffer("input_zero_point", input_zero_point)
-        self.register_buffer("zero", torch.zeros(1, dtype=torch.int32, device=weight.device), persistent=False)
+        self._hold_zero()
 
     def codes(self, input: Tensor) -> Tensor:
         """Return the input's codes, s8 of shape (..., K)."""
-        if self.smooth is not None:
-            input = torch.ops.skuda.smooth(input, self.smooth)
-        shifted = self.input_zero_point is not None
+        held = self._held
+        smooth, zero_point = held("smooth"), held("input_zero_point")
+        if smooth is not None:
+            input = torch.ops.skuda.smooth(input, smooth)
+        shifted = zero_point is not None
         found: Tensor = torch.ops.skuda.quantize_per_tensor.default(
             input,
-            self.input_scale.to(torch.promote_types(input.dtype, torch.float32)),
-            self.input_zero_point if shifted else self.zero,
+            held("input_scale").to(torch.promote_types(input.dtype, torch.float32)),
+            zero_point if shifted else held("zero"),
             q_min=-Q_MAX - shifted,
             q_max=Q_MAX,
             output_element="s8",
         )
         return found
 
-    def call(self, input: Tensor) -> Call:
-        """Return the product that serves an input."""
+    def _arguments(self, input: Tensor) -> Arguments:
         return self._product(torch.empty(input.shape, dtype=torch.int8, device="meta"), input.dtype)
 
-    def _product(self, codes: Tensor, dtype: torch.dtype) -> Call:
-        return "scaled_linear", {
-            "act_q": codes,
-            "act_scale": self.input_scale,
-            "act_zero_point": self.input_zero_point,
-            "weight_q": self.weight,
-            "weight_scale": self.weight_scale.view(-1),
-            "bias": self.bias,
-            "output_element": str(element_of(dtype)),
-            "act_scale_scope": "tensor",
-        }
+    def _product(self, codes: Tensor, dtype: torch.dtype) -> Arguments:
+        held = self._held
+        scale, zero_point = held("input_scale"), held("input_zero_point")
+        tensors = codes, held("weight"), scale, zero_point, held("weight_scale").view(-1), None, held("bias")
+        return tensors, {"output_element": str(element_of(dtype)), "act_scale_scope": "tensor"}
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K), in the input's dtype."""
@@ -240,7 +274,9 @@ class StaticLinear(Int8Linear):
         if torch.is_grad_enabled() and input.requires_grad:
             rule = "be detached, or run under torch.no_grad(): only DynamicLinear passes gradients on"
             raise InvalidProblem(type(self).__name__, "input", "a tensor that requires grad", rule)
-        return _run(self._product(self.codes(input), input.dtype))
+        tensors, fields = self._product(self.codes(input), input.dtype)
+        found: Tensor = _SCALED_LINEAR(*tensors, **fields)
+        return found
 
 
 class CodesLinear(Int8Linear):
@@ -265,6 +301,7 @@ class CodesLinear(Int8Linear):
         For a tensor of another shape or dtype.
     """
 
+    op = "scaled_linear"
     input_scale: Tensor
     output_scale: Tensor | None
     zero: Tensor
@@ -283,20 +320,17 @@ class CodesLinear(Int8Linear):
         super().__init__(weight, weight_scale, bias)
         self._hold("input_scale", input_scale, 1, (1,))
         self._hold("output_scale", output_scale, 1, (1,))
-        self.register_buffer("zero", torch.zeros(1, dtype=torch.int32, device=weight.device), persistent=False)
+        self._hold_zero()
         self.epilogue = epilogue
         self.output_element = output_element if output_scale is None else str(ElementKind.S8)
 
-    def call(self, input: Tensor) -> Call:
-        """Return the product that serves codes of this shape."""
-        return "scaled_linear", {
-            "act_q": input.to(torch.int8),
-            "act_scale": self.input_scale,
-            "weight_q": self.weight,
-            "weight_scale": self.weight_scale.view(-1),
-            "bias": self.bias,
-            "output_scale": self.output_scale,
-            "output_zero_point": None if self.output_scale is None else self.zero,
+    def _arguments(self, input: Tensor) -> Arguments:
+        held = self._held
+        scale, output_scale = held("input_scale"), held("output_scale")
+        zero = None if output_scale is None else held("zero")
+        weight, weight_scale, bias = held("weight"), held("weight_scale").view(-1), held("bias")
+        tensors = input.to(torch.int8), weight, scale, None, weight_scale, None, bias, output_scale, zero
+        return tensors, {
             "epilogue": self.epilogue,
             "output_element": self.output_element,
             "act_scale_scope": "tensor",
@@ -306,7 +340,9 @@ class CodesLinear(Int8Linear):
         """Return codes of shape (..., N), or real numbers without `output_scale`, for codes of shape (..., K)."""
         if input.dtype is not torch.int8:
             raise InvalidProblem(type(self).__name__, "input", str(input.dtype), "be the codes, int8")
-        return _run(self.call(input))
+        tensors, fields = self._arguments(input)
+        found: Tensor = _SCALED_LINEAR(*tensors, **fields)
+        return found
 
 
 def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -344,11 +380,13 @@ def device_name(device: torch.device) -> str:
     return f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
 
 
+def not_codes(prefix: str, state_dict: Mapping[str, Any]) -> str | None:
+    """Return why the weight of an int8 layer cannot be loaded, or None."""
+    given = state_dict.get(f"{prefix}weight")
+    if not isinstance(given, Tensor) or given.dtype is torch.int8:
+        return None
+    return f"{prefix}weight: the checkpoint has {given.dtype}, the module has codes, int8: load before quantizing."
+
+
 def _is_scale(name: str) -> bool:
     return name.endswith("scale") or name == "smooth"
-
-
-def _run(call: Call) -> Tensor:
-    name, arguments = call
-    found: Tensor = getattr(torch.ops.skuda, name).default(**arguments)
-    return found

@@ -240,11 +240,11 @@ def _why_not(model: nn.Module, name: str, linear: nn.Linear) -> str | None:
         return f"it has no weight of shape [{size}]"
     # Some norms, as those of Gemma, scale by 1 + weight. Products with powers of two are exact, so the outputs of one
     # that scales by its weight are equal.
-    generator = torch.Generator().manual_seed(0)
-    weight = own["weight"]
-    powers = torch.tensor([0.0, 1.0, 2.0])[torch.randint(3, (size,), generator=generator)].to(weight)
-    probe = torch.randn(2, size, generator=generator).to(weight)
-    values = {name: (1 + torch.rand(size, generator=generator)).to(value) for name, value in own.items()}
+    generator = torch.Generator("cpu").manual_seed(0)
+    weight, cpu = own["weight"], {"device": "cpu"}  # whatever the default device
+    powers = torch.tensor([0.0, 1.0, 2.0], **cpu)[torch.randint(3, (size,), generator=generator, **cpu)].to(weight)
+    probe = torch.randn(2, size, generator=generator, **cpu).to(weight)
+    values = {name: (1 + torch.rand(size, generator=generator, **cpu)).to(value) for name, value in own.items()}
     scaled = {name: value * powers for name, value in values.items()}
     try:
         with torch.no_grad():

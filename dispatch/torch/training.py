@@ -85,7 +85,8 @@ class FakeQuantLinear(_SharedLinear):
         self._observed = False
         weight_scale = quantized_weight(self.weight)[1].unsqueeze(1) if learn_scale else None
         # NaN: not known yet.
-        input_scale = torch.full((1,), torch.nan, device=self.weight.device) if activation == "tensor" else None
+        nan = torch.full((1,), torch.nan, dtype=torch.float32, device=self.weight.device)
+        input_scale = nan if activation == "tensor" else None
         for name, scale in (("weight_scale", weight_scale), ("input_scale", input_scale)):
             if learn_scale and scale is not None:
                 self.register_parameter(name, nn.Parameter(scale))
@@ -202,8 +203,8 @@ class MixedLinear(_SharedLinear):
 
     The weight, the master copy that an optimizer updates, is quantized again whenever it has changed: after a step of
     an optimizer of torch, or a change in place that torch counts. Without one, as while gradients are accumulated, its
-    codes are kept. A write through ``weight.data`` outside of an optimizer is not noticed. For the gradients, see
-    `skuda.torch.mixed_linear`.
+    codes are kept. A write through ``weight.data`` outside of an optimizer, or by another process, is not noticed. For
+    the gradients, see `skuda.torch.mixed_linear`.
 
     Parameters
     ----------
@@ -216,9 +217,7 @@ class MixedLinear(_SharedLinear):
         For a weight that is no f16, bf16 or f32.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear)
-        self._codes: _Codes | None = None
+    _codes: _Codes | None
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K), in the input's dtype."""
@@ -249,6 +248,15 @@ class MixedLinear(_SharedLinear):
         if kept is None or kept.weight is not weight or kept.state != state:
             kept = self._codes = _Codes(weight, state, *row_codes(weight))
         return kept.codes, kept.scale
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Forget the codes of a weight that is set, also to what it was.
+
+        After each gathering, ``fully_shard`` sets the same parameter, whose memory it has filled without counting that.
+        """
+        if name == "weight":
+            self.__dict__["_codes"] = None
+        super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the codes out of copies and pickles, whose weights begin to count their changes again."""

@@ -457,3 +457,12 @@ def test_strict_folds_nothing_if_it_refuses():
         quantize_(model, config, strict=True)
     assert torch.equal(model.norm1.weight, before)
     assert all(type(model.get_submodule(name)) is nn.Linear for name in ("q", "k", "v", "o", "up", "down"))
+
+
+def test_folding_does_not_depend_on_the_default_device():
+    model, x = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4)), torch.ones(3, 8)
+    with calibrate(model) as calibration, torch.no_grad():
+        model(x)
+    with torch.device("meta"):
+        report = quantize_(model, SmoothStatic(calibration))
+    assert dict(report.folded) == {"0": ("1",)}

@@ -307,6 +307,19 @@ def test_mixed_notices_every_change_of_its_weight(change):
     assert not torch.equal(before, after)
 
 
+def test_mixed_notices_a_weight_that_was_gathered_again():
+    rng = fresh()
+    layer, x = MixedLinear(linear(rng)), normal(rng, 3, K)
+    before, gathered = layer(x), layer.weight
+    # As fully_shard does: it puts in what is sharded, fills the same parameter again, uncounted, and puts that back.
+    layer.weight = nn.Parameter(torch.empty(0))
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(gathered):
+        gathered.copy_(normal(rng, N, K))
+    layer.weight = gathered
+    same(layer(x).detach(), DynamicLinear.from_linear(layer)(x).detach())
+    assert not torch.equal(layer(x), before)
+
+
 def test_mixed_trains_after_inference_mode():
     rng = fresh()
     layer, x = MixedLinear(linear(rng)), normal(rng, 3, K)

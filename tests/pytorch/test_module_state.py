@@ -1,0 +1,137 @@
+"""What int8 layers hold after they were made without data, moved, loaded or cast, in any default of torch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from support import fresh
+from tensors import same
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402  torch may be absent
+
+from skuda.torch import (  # noqa: E402
+    CodesLinear,
+    Dynamic,
+    DynamicLinear,
+    FakeQuantLinear,
+    MixedLinear,
+    StaticLinear,
+    fuse_,
+    observe,
+    quantize_,
+)
+from skuda.torch.linear import quantized_weight  # noqa: E402
+
+N, K = 4, 8
+
+
+def normal(rng, *shape):
+    return torch.from_numpy(rng.standard_normal(shape, "float32"))
+
+
+def static(rng):
+    weight = quantized_weight(normal(rng, N, K))
+    return StaticLinear(*weight, normal(rng, N), input_scale=torch.tensor([0.02])), normal(rng, 3, K)
+
+
+def codes(rng):
+    weight, steps = quantized_weight(normal(rng, N, K)), torch.tensor([0.02])
+    layer = CodesLinear(*weight, normal(rng, N), input_scale=steps, output_scale=steps)
+    return layer, torch.from_numpy(rng.integers(-127, 127, (3, K), "int8", endpoint=True))
+
+
+def emptied(layer):
+    torch.use_deterministic_algorithms(mode=True)  # memory without values is filled with the largest ones
+    try:
+        return layer.to_empty(device="cpu")
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+
+
+@pytest.mark.parametrize("make", [static, codes])
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_layer_made_without_data_is_whole_after_loading(make, assign):
+    layer, x = make(fresh(assign))
+    want, without = layer(x), copy.deepcopy(layer).to("meta")
+    again = without if assign else emptied(without)
+    again.load_state_dict(layer.state_dict(), assign=assign)
+    assert same(again(x), want)
+    assert all(tensor.device.type == "cpu" for tensor in again.buffers())
+
+
+@pytest.mark.parametrize("make", [static, codes])
+def test_static_layers_call_what_they_explain(make):
+    layer, x = make(fresh())
+    name, arguments = layer.call(x)
+    taken = layer.codes(x) if isinstance(layer, StaticLinear) else x
+    assert same(getattr(torch.ops.skuda, name)(**{**arguments, "act_q": taken}), layer(x))
+
+
+def test_float_weights_are_not_loaded_as_codes():
+    float_layer = nn.Linear(K, N)
+    layer = DynamicLinear.from_linear(float_layer)
+    before = layer.weight.clone()
+    with pytest.raises(RuntimeError, match="load before quantizing"):
+        layer.load_state_dict(float_layer.state_dict(), strict=False)
+    assert torch.equal(layer.weight, before)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj = nn.Linear(K, K, bias=False)
+        self.up_proj = nn.Linear(K, K, bias=False)
+        self.down_proj = nn.Linear(K, K, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_float_weights_are_not_loaded_into_fused_modules():
+    model = GatedMLP()
+    state = copy.deepcopy(model.state_dict())
+    quantize_(model, Dynamic())
+    assert fuse_(model).fused
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"gate_proj\.weight.*load before quantizing"):
+        model.load_state_dict(state, strict=False)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_observed_scales_do_not_depend_on_the_default_dtype(default):
+    rng = fresh(default)
+    linear, x = nn.Linear(K, N), normal(rng, 3, K)
+    torch.set_default_dtype(default)
+    try:
+        layer = FakeQuantLinear(linear, activation="tensor")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with observe(layer):
+        layer(x)
+    assert same(layer.input_scale, (x.abs().max() / 127).reshape(1))
+    assert same(layer.to_int8().input_scale, layer.input_scale)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("lead", [(), (0,), (2, 3)])
+@pytest.mark.parametrize(("n", "k"), [(N, 0), (0, K), (0, 0)])
+def test_gradients_of_layers_without_channels_are_those_of_the_float_layer(lead, n, k):
+    want, rng = nn.Linear(k, n), fresh(lead, n, k)
+    mixed = MixedLinear(copy.deepcopy(want))
+    frozen = DynamicLinear.from_linear(want)
+    frozen.bias = frozen.bias.clone().requires_grad_()
+    given = normal(rng, *lead, k)
+    x, y, z = (given.clone().requires_grad_() for _ in range(3))
+    for layer, each in ((want, x), (mixed, y), (frozen, z)):
+        layer(each).sum().backward()
+    for got in (mixed.weight, mixed.bias, y):
+        assert got.grad.shape == got.shape
+    assert same(mixed.weight.grad, want.weight.grad)
+    assert same(mixed.bias.grad, want.bias.grad)
+    assert same(frozen.bias.grad, want.bias.grad)
+    assert z.grad.shape == z.shape
