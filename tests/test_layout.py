@@ -54,6 +54,7 @@ ORDER = (
 """Parts of `skuda`, each before those that may import it."""
 TOOLS = (
     "tools.files",
+    "tools.record",
     "tools.output",
     "tools.words",
     "tools.ship",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -11,15 +10,13 @@ from pydantic import Field
 from skuda.dispatch.compile.code import code_hash
 from skuda.dispatch.device import Device
 from skuda.dispatch.select.tuning import Timing
-from skuda.registry.errors import InvalidRecord
 from skuda.registry.value import Real, Size, Value
 from skuda.tools.bench.record import HostCost
-from skuda.tools.files import read_json, read_text, write_whole
+from skuda.tools.record import Record
 
 REAL = ("bf16", "bf16 compiled")
 """Names of the ways that quantize nothing."""
 Phase = Literal["decode", "prefill"]
-_KIND = ("skuda bench-model", 1)
 _DRAWN = "random Gaussian weights of deviation 1 / sqrt(K), norms of 1; no embeddings, last norm and head"
 
 
@@ -75,7 +72,7 @@ class PhaseResult(Value):
         return min(ratios, default=None)
 
 
-class ModelRecord(Value):
+class ModelRecord(Record):
     """One run of ``skuda bench-model``.
 
     Attributes
@@ -130,27 +127,6 @@ class ModelRecord(Value):
     def wrong(self) -> tuple[PhaseResult, ...]:
         """The phases in which outputs of ours differ."""
         return tuple(phase for phase in self.phases if phase.wrong)
-
-    def save(self, path: Path) -> None:
-        """Write the file and create its folder; a reader never sees a partial file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, self.model_dump_json(indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: Path) -> ModelRecord:
-        """Read a file; raise `InvalidRecord` if it cannot be read or is not a record of this bench."""
-        try:
-            found = read_json(read_text(path))
-        except (OSError, ValueError) as error:
-            raise InvalidRecord("bench-model", str(path), str(error), "be readable JSON") from error
-        kind = (found.get("kind"), found.get("schema_version")) if isinstance(found, dict) else (None, None)
-        if kind != _KIND:
-            rule = f"be a record of kind {_KIND[0]!r}, schema {_KIND[1]}: `skuda bench-model --output FILE` makes one"
-            raise InvalidRecord("bench-model", str(path), f"kind {kind[0]!r}, schema {kind[1]!r}", rule)
-        try:
-            return cls.model_validate(found)
-        except InvalidRecord as error:
-            raise InvalidRecord(f"model {path}: {error.subject}", error.field, error.had, error.must) from error
 
 
 def model_measurer_hash() -> str:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from skuda.registry.errors import InvalidRecord
 from skuda.registry.value import Integer, Real, Size, Value
-from skuda.tools.files import read_json, read_text, write_whole
+from skuda.tools.record import Record
 from skuda.tools.train.corpus import CorpusFacts
 
-_KIND = ("skuda train-check", 1)
 BASELINE = "bf16"
 """The way that the others are compared with."""
 
@@ -71,7 +68,7 @@ class WayResult(Value):
     held_out: dict[str, Real]
 
 
-class TrainRecord(Value):
+class TrainRecord(Record):
     """One run of ``skuda train-check`` on one device.
 
     Attributes
@@ -141,24 +138,3 @@ class TrainRecord(Value):
             for (way, name), excess in self.excess.items()
             if not excess <= self.tolerance
         )
-
-    def save(self, path: Path) -> None:
-        """Write the file and create its folder; a reader never sees a partial file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, self.model_dump_json(indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: Path) -> TrainRecord:
-        """Read a file; raise `InvalidRecord` if it cannot be read or is not such a record."""
-        try:
-            found: Any = read_json(read_text(path))
-        except (OSError, ValueError) as error:
-            raise InvalidRecord("train-check", str(path), str(error), "be readable JSON") from error
-        known = (found.get("kind"), found.get("schema_version")) if isinstance(found, dict) else (None, None)
-        if known != _KIND:
-            rule = f"be a record of kind {_KIND[0]!r}, schema {_KIND[1]}: `skuda train-check --output FILE` makes one"
-            raise InvalidRecord("train-check", str(path), f"kind {known[0]!r}, schema {known[1]!r}", rule)
-        try:
-            return cls.model_validate(found)
-        except InvalidRecord as error:
-            raise InvalidRecord(f"train-check {path}: {error.subject}", error.field, error.had, error.must) from error
