@@ -167,10 +167,11 @@ def dynamic_range(
 
 @dataclass(frozen=True)
 class Within:
-    """A result that the contract allows a few ulp: any number from `low` to `high`."""
+    """A result that the contract allows a few ulp: any number from `low` to `high`, or NaN where `or_nan`."""
 
     low: float
     high: float
+    or_nan: bool = False
 
 
 Expected = float | Within
@@ -219,7 +220,7 @@ def requantize(value: Expected, scale: float, zero_point: int, c: str, out: str)
 def matches(got: float, want: Expected) -> bool:
     """Whether a result is what the definition says; NaN equals NaN, the zeros differ."""
     if isinstance(want, Within):
-        return want.low <= got <= want.high
+        return want.low <= got <= want.high or (want.or_nan and math.isnan(got))
     if isinstance(want, int):
         return got == want
     if math.isnan(want):
@@ -486,15 +487,15 @@ def _times(a: float, b: float, element: str) -> float:
 
 # --- gated activations -----------------------------------------------------------------------------------------------
 
-Ends = tuple[float, float]
-"""The least and the largest value that the contract allows; NaN twice."""
+Ends = tuple[float, ...]
+"""The least and the largest value that the contract allows, then NaN if it allows that, too; or NaN alone."""
 
 
 @cache
 def _gate_ends(gate: float, curve: str, element: str) -> Ends:
     """Return the ends of ``RN_T(E(gate))``, where E is within 2^-49 of the curve and 2 units of f64, as the ops say."""
     if math.isnan(gate):
-        return NAN, NAN
+        return (NAN,)
     if math.isinf(gate) or gate < -3000 or gate > 3000:
         limit = convert(gate, element) if gate > 0 else -0.0
         return limit, limit
@@ -524,16 +525,21 @@ def _roughly(gate: float, curve: str) -> float:
 
 def _spanned(values: Iterable[float]) -> Ends:
     found = list(values)
-    if any(math.isnan(value) for value in found):
-        return NAN, NAN
-    ordered = sorted(found, key=lambda value: (value, not _negative(value)))
-    return ordered[0], ordered[-1]
+    numbers = sorted(_numbers(found), key=lambda value: (value, not _negative(value)))
+    ends = (numbers[0], numbers[-1]) if numbers else ()
+    return ends if len(numbers) == len(found) else (*ends, NAN)
+
+
+def _numbers(values: Iterable[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
 
 
 def _between(ends: Ends) -> Expected:
-    low, high = ends
+    if len(ends) == 1:
+        return NAN
+    low, high, *nan = ends
     same = low == high and _negative(low) == _negative(high)
-    return low if same or math.isnan(low) else Within(low, high)
+    return low if same and not nan else Within(low, high, or_nan=bool(nan))
 
 
 @defines("silu_mul_quantize", "gelu_mul_quantize")
@@ -549,6 +555,8 @@ def _gated(problem: Any, inputs: dict[str, Any]) -> Definition:
             gate, up = float(gates[row, column]), float(ups[row, column])
         # The cache would take one zero for the other.
         ends = (gate, gate) if gate == 0 else _gate_ends(gate, curve, element)
+        if ends[0] < 0 < ends[-1]:
+            ends = (*ends, 0.0)  # whose product with an infinity is NaN
         return _spanned(convert(multiply(end, up, c), element) for end in ends)
 
     def largest(row: int) -> list[int]:
@@ -567,10 +575,12 @@ def _gated(problem: Any, inputs: dict[str, Any]) -> Definition:
             scale = convert(float(_only(inputs["scale"])), c)
             return scale, scale
         if row not in ranges:
-            known = [ends for ends in (y(row, column) for column in largest(row)) if not math.isnan(ends[0])]
-            outer = max((max(map(abs, ends)) for ends in known), default=0.0)
-            inner = max((0.0 if ends[0] <= 0 <= ends[1] else min(map(abs, ends)) for ends in known), default=0.0)
-            ranges[row] = tuple(divide(peak, float(bounds[1]), c) or 1.0 for peak in (inner, outer))
+            known = [ends for ends in (y(row, column) for column in largest(row)) if len(ends) > 1]
+            outer = max((max(map(abs, _numbers(ends))) for ends in known), default=0.0)
+            # What may be NaN may be skipped.
+            sure = [ends for ends in known if len(ends) == 2 and not ends[0] <= 0 <= ends[1]]
+            inner = max((min(map(abs, ends)) for ends in sure), default=0.0)
+            ranges[row] = _spanned(divide(peak, float(bounds[1]), c) or 1.0 for peak in (inner, outer))
         return ranges[row]
 
     zero_point = int(_only(inputs["zero_point"])) if "zero_point" in inputs else 0
