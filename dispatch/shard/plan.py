@@ -23,7 +23,7 @@ from skuda.dispatch.shard.layer import Activation, Steps, Sums
 from skuda.dispatch.shard.shards import Shards
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear.problem import LinearProblem
-from skuda.registry.descriptor import Descriptor, Role
+from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.guarantee import PrecisionGuarantee
@@ -168,7 +168,7 @@ def compare(group: Group, told: Mapping[str, Any]) -> None:
     if not differing(texts):
         return
     heard = [json.loads(text) for text in texts]
-    for name in dict.fromkeys(name for one in heard for name in one):
+    for name in (*told, *(name for one in heard for name in one)):
         found = differing(tuple(json.dumps(one.get(name), sort_keys=True) for one in heard))
         if found:
             raise GroupMismatch(name, found)
@@ -228,8 +228,7 @@ class BoundShards:
         return layer.run(self._way, steps, self._group, activation)
 
     def _check(self, arrays: Mapping[str, Any]) -> None:
-        name = type(self._held).__name__
-        wanted = {one.name: one for one in self._held.arguments() if one.role not in (Role.OUTPUT, Role.SCRATCH)}
+        name, wanted = type(self.plan.problem).__name__, {argument.name: argument for argument in self._held}
         for unknown in arrays.keys() - wanted.keys():
             raise InvalidProblem(name, unknown, "given", f"be left out: the arguments are {', '.join(wanted)}")
         for argument in wanted.values():

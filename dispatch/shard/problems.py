@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from skuda.kernels.linear.rescale import RescaleDescriptor
-from skuda.kernels.quantize.amax import AmaxDescriptor
-from skuda.kernels.quantize.amax_quantize import AmaxQuantizeDescriptor
-
 from skuda.dispatch.shard.cost import Traffic
 from skuda.dispatch.shard.layer import Course
 from skuda.dispatch.shard.shards import Shards
 from skuda.kernels.linear.problem import LinearProblem, longest_k
 from skuda.kernels.linear.quantized_linear import QuantizedLinearDescriptor
+from skuda.kernels.linear.rescale import RescaleDescriptor
 from skuda.kernels.linear.scaled_linear import ScaledLinearDescriptor
+from skuda.kernels.quantize.amax import AmaxDescriptor
+from skuda.kernels.quantize.amax_quantize import AmaxQuantizeDescriptor
 from skuda.kernels.quantize.dynamic_range import DynamicRangeQuantizeDescriptor
-from skuda.registry.descriptor import Descriptor
+from skuda.registry.descriptor import Argument, Descriptor, Role
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
@@ -94,8 +93,7 @@ def problems(problem: LinearProblem, course: Course, rank: int) -> dict[str, Des
         if isinstance(problem, QuantizedLinearDescriptor) and shards.input != "whole":
             found["layer"] = ScaledLinearDescriptor(m=m, n=part, k=k, **_same(problem))
         else:
-            field = "c_out" if isinstance(problem, QuantizedLinearDescriptor) else "n"
-            found["layer"] = type(problem)(**problem.model_dump() | {field: part})
+            found["layer"] = _sized(problem, m, part, k)
         return found
     s8, weight, codes = ElementKind.S8, problem.weight_element, problem.code_element
     shifted = _shifted(problem)
@@ -142,14 +140,23 @@ def _quantizing(problem: QuantizedLinearDescriptor, course: Course, rank: int) -
     }
 
 
-def held(problem: LinearProblem, course: Course, rank: int) -> Descriptor:
-    """Return the layer with the sizes of what a rank has: its arguments are what the rank passes."""
+_OF_ACTIVATION = ("activation", "act_q", "act_scale", "act_zero_point")
+
+
+def held(problem: LinearProblem, course: Course, rank: int) -> tuple[Argument, ...]:
+    """Return what a rank passes: its part of the weight, and what it has of the activation."""
     (m, n, k), shards = problem.sizes, course.shards
-    if shards.axis == "n":
-        n = course.parts[rank]
-    if shards.input == "columns":
-        k = course.columns[rank]
-    if shards.input == "rows":
-        m = course.rows[rank]
-    names = ("m", "c_out" if isinstance(problem, QuantizedLinearDescriptor) else "n", "k")
-    return type(problem)(**problem.model_dump() | dict(zip(names, (m, n, k), strict=True)))
+    rows = course.rows[rank] if shards.input == "rows" else m
+    columns = course.columns[rank] if shards.input == "columns" else k
+    channels, inner = (course.parts[rank], k) if shards.axis == "n" else (n, course.parts[rank])
+    activation, weight = (_sized(problem, *sizes) for sizes in ((rows, n, columns), (m, channels, inner)))
+    return tuple(
+        given if given.name in _OF_ACTIVATION else other
+        for given, other in zip(activation.arguments(), weight.arguments(), strict=True)
+        if given.role not in (Role.OUTPUT, Role.SCRATCH)
+    )
+
+
+def _sized(problem: LinearProblem, m: int, n: int, k: int) -> LinearProblem:
+    channels = "c_out" if isinstance(problem, QuantizedLinearDescriptor) else "n"
+    return type(problem)(**problem.model_dump() | {"m": m, channels: n, "k": k})
