@@ -115,9 +115,10 @@ def explain(
     for rank in range(shards.count):
         for name, local in problems.problems(problem, way, rank).items():
             found.setdefault((name, local), []).append(rank)
+    names = list(dict.fromkeys(name for name, _ in found))
     steps = tuple(
         ShardedStep(name=name, ranks=tuple(ranks), explanation=ask(local, preference_of(name, preference)))
-        for (name, local), ranks in found.items()
+        for (name, local), ranks in sorted(found.items(), key=lambda item: names.index(item[0][0]))
     )
     traffic = problems.traffic(problem)
     optional = shards.axis == "k" and shards.output == "whole" and shards.count > 1
