@@ -53,12 +53,13 @@ from skuda.kernels.linear.epilogue import Epilogue
 from skuda.kernels.linear.problem import CODES8, OUTPUTS
 from skuda.kernels.linear.product import _less, _round_integer
 from skuda.kernels.linear.scaled_linear import ScaledLinearDescriptor
-from skuda.kernels.offers import numpy_skus
+from skuda.kernels.offers import cuda_skus, elementwise_guarantee, numpy_skus
 from skuda.registry.descriptor import Argument, Descriptor, Role
 from skuda.registry.elements import FLOATS, ElementKind
+from skuda.registry.guarantee import PrecisionGuarantee
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.value import Extent
-from skuda.registry.vocabulary import DynamicRangeScope, EpilogueKind, OpCategory
+from skuda.registry.vocabulary import ActivationKind, DynamicRangeScope, EpilogueKind, OpCategory
 
 _SCOPES = (DynamicRangeScope.TOKEN, DynamicRangeScope.TENSOR)
 
@@ -180,22 +181,48 @@ def _cases() -> tuple[Case, ...]:
     depths = (65, 1, 0, 4096, 2**31 - 1, 40)
     values: tuple[Values, ...] = ("special", "normal", "special", "normal", "normal")
     made = []
-    for number, (output, epilogue, scope) in enumerate(product(OUTPUTS, EpilogueKind, _SCOPES * 2)):
-        m, n = sizes[number % len(sizes)]
+    either = (False, True)
+    for number, (output, epilogue, act, weight) in enumerate(product(OUTPUTS, EpilogueKind, either, either)):
+        of_output = number // 20
+        m, n = sizes[(7 * number + 3 * of_output) % len(sizes)]
         problem = RescaleDescriptor(
             m=m,
             n=n,
-            k=depths[number % 7 % 6],
+            k=depths[number % 7 % len(depths)],
             output_element=output,
             epilogue=epilogue,
-            act_scale_scope=scope,
-            has_act_zero_point=number // 3 % 2 == 1,
-            has_weight_zero_point=number // 5 % 2 == 1,
+            act_scale_scope=_SCOPES[number // 3 % 2],
+            has_act_zero_point=act,
+            has_weight_zero_point=weight,
         )
-        made.append(Case(problem, values[number // 2 % 5]))
+        made.append(Case(problem, values[(number + of_output) % len(values)]))
     return tuple(made)
 
 
 CASES = _cases()
-SKUS = numpy_skus(RescaleDescriptor, __name__, OUTPUTS, epilogues=EpilogueKind)
+
+
+def _flags(output: ElementKind, _: ElementKind | None) -> tuple[str, ...]:
+    return ("-fmad=false", f"-DSKUDA_REAL={output.compute}", f"-DSKUDA_OUT={output}")
+
+
+def _guarantee(output: ElementKind, epilogue: EpilogueKind | None) -> PrecisionGuarantee:
+    """Promise the reference's bits, except for gelu and silu, for which it is as for the fused layers."""
+    curved = epilogue is not None and epilogue.activation in (ActivationKind.GELU, ActivationKind.SILU)
+    return elementwise_guarantee(output).model_copy(update={"max_ulp": 2 if curved else 0})
+
+
+SKUS = (
+    *cuda_skus(
+        RescaleDescriptor,
+        __name__,
+        OUTPUTS,
+        epilogues=EpilogueKind,
+        launch="skuda.kernels.linear.rescale_launch:rescale",
+        flags=_flags,
+        guarantee=_guarantee,
+        summary="four columns per thread, whose scales it keeps",
+    ),
+    *numpy_skus(RescaleDescriptor, __name__, OUTPUTS, epilogues=EpilogueKind),
+)
 OP = Op(RescaleDescriptor, reference, CASES, SKUS, source="the epilogue of scaled_linear")
