@@ -109,14 +109,21 @@ class RescaleDescriptor(Descriptor):
         """The type C that scales and epilogue are computed in."""
         return self.output_element.compute
 
+    @property
+    def num_scales(self) -> int:
+        """Scales, and zero points, of the activation: `m`, or 1 for the tensor."""
+        return self.m if self.act_scale_scope is DynamicRangeScope.TOKEN else 1
+
     def arguments(self) -> tuple[Argument, ...]:
         """Return the arguments that this problem takes."""
         m, n, s32, compute = self.m, self.n, (ElementKind.S32,), self.compute
         reals = tuple(dict.fromkeys((compute, *(e for e in FLOATS if e.bits < compute.bits))))
-        scales = m if self.act_scale_scope is DynamicRangeScope.TOKEN else 1
-        found = [Argument("sums", Role.INPUT, s32, (m, n)), Argument("act_scale", Role.INPUT, reals, (scales,))]
+        found = [
+            Argument("sums", Role.INPUT, s32, (m, n)),
+            Argument("act_scale", Role.INPUT, reals, (self.num_scales,)),
+        ]
         if self.has_act_zero_point:
-            found.append(Argument("act_zero_point", Role.INPUT, s32, (scales,)))
+            found.append(Argument("act_zero_point", Role.INPUT, s32, (self.num_scales,)))
             found.append(Argument("weight_sums", Role.INPUT, s32, (n,)))
         found.append(Argument("weight_scale", Role.INPUT, reals, (n,)))
         if self.has_weight_zero_point:
