@@ -53,12 +53,13 @@ from skuda.kernels.linear.epilogue import Epilogue
 from skuda.kernels.linear.problem import CODES8, OUTPUTS
 from skuda.kernels.linear.product import _less, _round_integer
 from skuda.kernels.linear.scaled_linear import ScaledLinearDescriptor
-from skuda.kernels.offers import numpy_skus
+from skuda.kernels.offers import cuda_skus, elementwise_guarantee, numpy_skus
 from skuda.registry.descriptor import Argument, Descriptor, Role
 from skuda.registry.elements import FLOATS, ElementKind
+from skuda.registry.guarantee import PrecisionGuarantee
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.value import Extent
-from skuda.registry.vocabulary import DynamicRangeScope, EpilogueKind, OpCategory
+from skuda.registry.vocabulary import ActivationKind, DynamicRangeScope, EpilogueKind, OpCategory
 
 _SCOPES = (DynamicRangeScope.TOKEN, DynamicRangeScope.TENSOR)
 
@@ -108,14 +109,21 @@ class RescaleDescriptor(Descriptor):
         """The type C that scales and epilogue are computed in."""
         return self.output_element.compute
 
+    @property
+    def num_scales(self) -> int:
+        """Scales, and zero points, of the activation: `m`, or 1 for the tensor."""
+        return self.m if self.act_scale_scope is DynamicRangeScope.TOKEN else 1
+
     def arguments(self) -> tuple[Argument, ...]:
         """Return the arguments that this problem takes."""
         m, n, s32, compute = self.m, self.n, (ElementKind.S32,), self.compute
         reals = tuple(dict.fromkeys((compute, *(e for e in FLOATS if e.bits < compute.bits))))
-        scales = m if self.act_scale_scope is DynamicRangeScope.TOKEN else 1
-        found = [Argument("sums", Role.INPUT, s32, (m, n)), Argument("act_scale", Role.INPUT, reals, (scales,))]
+        found = [
+            Argument("sums", Role.INPUT, s32, (m, n)),
+            Argument("act_scale", Role.INPUT, reals, (self.num_scales,)),
+        ]
         if self.has_act_zero_point:
-            found.append(Argument("act_zero_point", Role.INPUT, s32, (scales,)))
+            found.append(Argument("act_zero_point", Role.INPUT, s32, (self.num_scales,)))
             found.append(Argument("weight_sums", Role.INPUT, s32, (n,)))
         found.append(Argument("weight_scale", Role.INPUT, reals, (n,)))
         if self.has_weight_zero_point:
@@ -180,22 +188,48 @@ def _cases() -> tuple[Case, ...]:
     depths = (65, 1, 0, 4096, 2**31 - 1, 40)
     values: tuple[Values, ...] = ("special", "normal", "special", "normal", "normal")
     made = []
-    for number, (output, epilogue, scope) in enumerate(product(OUTPUTS, EpilogueKind, _SCOPES * 2)):
-        m, n = sizes[number % len(sizes)]
+    either = (False, True)
+    for number, (output, epilogue, act, weight) in enumerate(product(OUTPUTS, EpilogueKind, either, either)):
+        of_output = number // 20
+        m, n = sizes[(7 * number + 3 * of_output) % len(sizes)]
         problem = RescaleDescriptor(
             m=m,
             n=n,
-            k=depths[number % 7 % 6],
+            k=depths[number % 7 % len(depths)],
             output_element=output,
             epilogue=epilogue,
-            act_scale_scope=scope,
-            has_act_zero_point=number // 3 % 2 == 1,
-            has_weight_zero_point=number // 5 % 2 == 1,
+            act_scale_scope=_SCOPES[number // 3 % 2],
+            has_act_zero_point=act,
+            has_weight_zero_point=weight,
         )
-        made.append(Case(problem, values[number // 2 % 5]))
+        made.append(Case(problem, values[(number + of_output) % len(values)]))
     return tuple(made)
 
 
 CASES = _cases()
-SKUS = numpy_skus(RescaleDescriptor, __name__, OUTPUTS, epilogues=EpilogueKind)
+
+
+def _flags(output: ElementKind, _: ElementKind | None) -> tuple[str, ...]:
+    return ("-fmad=false", f"-DSKUDA_REAL={output.compute}", f"-DSKUDA_OUT={output}")
+
+
+def _guarantee(output: ElementKind, epilogue: EpilogueKind | None) -> PrecisionGuarantee:
+    """Promise the reference's bits, except for gelu and silu, for which it is as for the fused layers."""
+    curved = epilogue is not None and epilogue.activation in (ActivationKind.GELU, ActivationKind.SILU)
+    return elementwise_guarantee(output).model_copy(update={"max_ulp": 2 if curved else 0})
+
+
+SKUS = (
+    *cuda_skus(
+        RescaleDescriptor,
+        __name__,
+        OUTPUTS,
+        epilogues=EpilogueKind,
+        launch="skuda.kernels.linear.rescale_launch:rescale",
+        flags=_flags,
+        guarantee=_guarantee,
+        summary="four columns per thread, whose scales it keeps",
+    ),
+    *numpy_skus(RescaleDescriptor, __name__, OUTPUTS, epilogues=EpilogueKind),
+)
 OP = Op(RescaleDescriptor, reference, CASES, SKUS, source="the epilogue of scaled_linear")

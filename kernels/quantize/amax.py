@@ -32,7 +32,7 @@ import numpy as np
 
 from skuda.kernels.blocks import blocks
 from skuda.kernels.dtypes import compute_dtype
-from skuda.kernels.offers import numpy_skus
+from skuda.kernels.offers import cuda_skus, element_flags, numpy_skus
 from skuda.kernels.quantize.granularity import PerToken
 from skuda.registry.descriptor import Argument, Role
 from skuda.registry.elements import FLOATS, ElementKind
@@ -88,5 +88,22 @@ def _cases() -> tuple[Case, ...]:
 
 
 CASES = _cases()
-SKUS = numpy_skus(AmaxDescriptor, __name__, FLOATS)
+
+
+def _flags(data: ElementKind, _: ElementKind | None) -> tuple[str, ...]:
+    return element_flags(data, ElementKind.S8)
+
+
+SKUS = (
+    *cuda_skus(
+        AmaxDescriptor,
+        __name__,
+        FLOATS,
+        launch="skuda.kernels.quantize.amax_launch:amax",
+        flags=_flags,
+        entry_point="amax_block",
+        summary="one read of every row",
+    ),
+    *numpy_skus(AmaxDescriptor, __name__, FLOATS),
+)
 OP = Op(AmaxDescriptor, reference, CASES, SKUS, source="the range of dynamic_range, symmetric, per token")

@@ -36,7 +36,7 @@ import numpy as np
 from pydantic import model_validator
 
 from skuda.kernels.dtypes import compute_dtype
-from skuda.kernels.offers import numpy_skus
+from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.quantize import affine, amax
 from skuda.kernels.quantize.granularity import PerToken, per_token
 from skuda.kernels.ties import at_ties
@@ -147,5 +147,16 @@ def _cases() -> tuple[Case, ...]:
 
 
 CASES = _cases()
-SKUS = numpy_skus(AmaxQuantizeDescriptor, __name__, FLOATS, CODES8)
+SKUS = (
+    *cuda_skus(
+        AmaxQuantizeDescriptor,
+        __name__,
+        FLOATS,
+        CODES8,
+        launch="skuda.kernels.quantize.amax_launch:amax_quantize",
+        entry_point="amax_quantize_block",
+        summary="one read of every row, which several blocks may share",
+    ),
+    *numpy_skus(AmaxQuantizeDescriptor, __name__, FLOATS, CODES8),
+)
 OP = Op(AmaxQuantizeDescriptor, reference, CASES, SKUS, "dynamic_range with a given range", draw=_draw)
