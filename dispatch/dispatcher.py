@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from skuda.dispatch.select.explanation import Explanation
     from skuda.dispatch.select.measured import Tuned
     from skuda.dispatch.select.tuning import Tuning
+    from skuda.dispatch.shard.explanation import ShardedExplanation
+    from skuda.dispatch.shard.plan import ShardedPlan
+    from skuda.dispatch.shard.shards import Shards
 
 _MOST_PLANS = 4096
 
@@ -545,6 +548,65 @@ class Dispatcher:
             except Misbehaved as error:
                 more += (f"backend {backend.spec.name}: {error}",)
         return found.model_copy(update={"notes": (*found.notes, *more)}) if more else found
+
+    def select_shards(
+        self,
+        problem: Descriptor,
+        shards: Shards,
+        preference: PlanPreference | None = NO_PREFERENCE,
+        device: Device | str | None = None,
+    ) -> ShardedPlan:
+        """Choose the kernels with which the ranks of a group share a linear layer.
+
+        Every rank calls this with the same arguments, on its own device, and binds the plan to the group.
+
+        Parameters
+        ----------
+        problem : Descriptor
+            A linear layer; its sizes are those of the whole.
+        shards : Shards
+            How the ranks share it.
+        preference, device
+            As in `select`. A `sku` names the kernel of the product.
+
+        Raises
+        ------
+        InvalidProblem
+            For an argument of another kind, an unknown device, or a problem that cannot be split so.
+        Unsupported
+            If a step of a rank has no kernel; the error carries every reason.
+        """
+        from skuda.dispatch.shard.plan import sharded_plan
+
+        problem, preference, device = self._question(problem, preference, device)
+        explanation = self.explain_shards(problem, shards, preference, device)
+        if explanation.refused is not None:
+            raise Unsupported(explanation.refused)
+        promises = {sku.id: sku.precision_guarantee for sku in self.registry}
+        registry, guarantee_of = self.registry.digest, promises.__getitem__
+        return sharded_plan(problem, explanation, device, preference, registry, guarantee_of, self.select)
+
+    def explain_shards(
+        self,
+        problem: Descriptor,
+        shards: Shards,
+        preference: PlanPreference | None = NO_PREFERENCE,
+        device: Device | str | None = None,
+    ) -> ShardedExplanation:
+        """Return what `select_shards` would do with the same arguments and why, and what the ranks would exchange.
+
+        Raises
+        ------
+        InvalidProblem
+            For an argument of another kind, an unknown device, or a problem that cannot be split so.
+        """
+        from skuda.dispatch.shard.explanation import explain
+        from skuda.dispatch.shard.shards import Shards
+
+        problem, preference, device = self._question(problem, preference, device)
+        if not isinstance(shards, Shards):
+            _refuse("shards", shards, "be a Shards, such as Shards(axis='k', count=2)")
+        return explain(problem, shards, preference, lambda local, asked: self.explain(local, asked, device))
 
     def choices(self, sku: KernelSku, problem: Descriptor, device: Device | str | None) -> tuple[str, ...]:
         """Return the names of the configurations in which a kernel can run a problem on a device, best first.

@@ -62,7 +62,8 @@ class PrecisionRequirement(Value):
     """A partial `PrecisionGuarantee`: the fields that a caller requires; the others are None.
 
     A flag that is True must be promised; ``max_ulp=n`` must be promised as n or fewer; ``math_precision`` and
-    ``accumulator`` must be equal.
+    ``accumulator`` must be equal. ``shard_invariant``, the same bits on any number of devices, is kept by kernels that
+    equal the reference bit for bit.
     """
 
     math_precision: MathPrecision | None = None
@@ -71,6 +72,7 @@ class PrecisionRequirement(Value):
     bit_stable_on_same_hardware: bool | None = None
     max_ulp: Ulps | None = None
     batch_invariant: bool | None = None
+    shard_invariant: bool | None = None
 
     def check(self, guarantee: PrecisionGuarantee) -> tuple[Reason, ...]:
         """Return one reason for every field in which `guarantee` falls short."""
@@ -119,6 +121,8 @@ def _compare(wanted: PrecisionRequirement, given: PrecisionGuarantee) -> list[tu
         for field in ("deterministic", "bit_stable_on_same_hardware", "batch_invariant")
         if getattr(wanted, field)
     ]
+    if wanted.shard_invariant:
+        rows.append(("shard_invariant", "True", str(given.bit_exact), given.bit_exact))
     if wanted.max_ulp is not None:
         met = given.max_ulp is not None and given.max_ulp <= wanted.max_ulp
         rows.append(("max_ulp", f"at most {wanted.max_ulp}", str(given.max_ulp), met))

@@ -359,6 +359,35 @@ def _dynamic_range_op(problem: Any, inputs: dict[str, Any]) -> Definition:
     return at
 
 
+@defines("amax")
+def _amax_op(_: Any, inputs: dict[str, Any]) -> Definition:
+    peaks: dict[int, float] = {}
+
+    def at(_: str, where: Coordinate) -> float:
+        if where[0] not in peaks:
+            with np.errstate(invalid="ignore"):  # a signalling NaN warns when it is converted
+                values = inputs["input"][where[0]].astype(float).tolist()
+            peaks[where[0]] = max((abs(v) for v in values if not math.isnan(v)), default=0.0)
+        return peaks[where[0]]
+
+    return at
+
+
+@defines("amax_quantize")
+def _amax_quantize_op(problem: Any, inputs: dict[str, Any]) -> Definition:
+    c = compute(problem.input_element)
+
+    def at(name: str, where: Coordinate) -> float:
+        scale = divide(float(inputs["amax"][where[0]]), float(problem.q_max), c) or 1.0
+        if name == "scale_out":
+            return scale
+        with np.errstate(invalid="ignore"):
+            value = float(inputs["input"][where])
+        return code_of(steps_of(value, scale, c), 0, problem.q_min, problem.q_max)
+
+    return at
+
+
 def _activation_row(problem: Any, inputs: dict[str, Any], c: str, m: int) -> tuple[float, list[int]]:
     """Return the scale of a row of a linear layer's activation, and its codes without their zero point."""
     if problem.op == "quantized_linear":
@@ -366,15 +395,9 @@ def _activation_row(problem: Any, inputs: dict[str, Any], c: str, m: int) -> tup
         values = [float(v) for v in inputs["activation"][m]]
         scale, _ = dynamic_range(values, *bounds, element)
         return scale, [code_of(steps_of(v, scale, compute(element)), 0, *bounds) for v in values]
-
-    def given(name: str, default: float) -> float:
-        """Read an array for every row or for all of them, or else a field of the problem, if there is one."""
-        if name not in inputs:
-            return getattr(problem, name, default)
-        return inputs[name][0 if problem.act_scale_scope == "tensor" else m]
-
-    zero_point = int(given("act_zero_point", 0))
-    return convert(float(given("act_scale", NAN)), c), [q - zero_point for q in inputs["act_q"][m].tolist()]
+    zero_point = int(_of_the_row(problem, inputs, "act_zero_point", m, 0))
+    scale = convert(float(_of_the_row(problem, inputs, "act_scale", m, NAN)), c)
+    return scale, [q - zero_point for q in inputs["act_q"][m].tolist()]
 
 
 @defines("quantized_linear", "smoothquant_linear", "scaled_linear")
@@ -397,15 +420,47 @@ def _linear_op(problem: Any, inputs: dict[str, Any]) -> Definition:
         acc = sum(a * (w - shift) for a, w in zip(codes, inputs["weight_q"][n].tolist(), strict=True))
         if out == "s32":
             return acc
-        bias = convert(float(inputs["bias"][n]), c) if "bias" in inputs else None
-        scales = (scale, convert(float(inputs["weight_scale"][n]), c))
-        value = linear_cell(scales, acc if problem.k else None, bias, problem.epilogue, (c, out))
-        if out not in RANGES:
-            return value
-        step = convert(float(_only(inputs["output_scale"])), c)
-        return requantize(value, step, int(_only(inputs["output_zero_point"])), c, out)
+        return _finished(problem, inputs, (scale, acc), n, (c, out))
 
     return at
+
+
+@defines("rescale")
+def _rescale_op(problem: Any, inputs: dict[str, Any]) -> Definition:
+    out = problem.output_element
+    c = compute(out)
+
+    def at(_: str, where: Coordinate) -> Expected:
+        m, n = where
+        scale, za = (_of_the_row(problem, inputs, name, m, 0) for name in ("act_scale", "act_zero_point"))
+        zw = int(inputs["weight_zero_point"][n]) if "weight_zero_point" in inputs else 0
+        acc = int(inputs["sums"][where]) + problem.k * int(za) * zw
+        acc -= int(za) * int(inputs["weight_sums"][n]) if za else 0
+        acc -= zw * int(inputs["act_sums"][m]) if zw else 0
+        return _finished(problem, inputs, (convert(float(scale), c), acc), n, (c, out))
+
+    return at
+
+
+def _of_the_row(problem: Any, inputs: dict[str, Any], name: str, m: int, default: float) -> Any:
+    """Read an array for every row or for all of them, or else a field of the problem, if there is one."""
+    if name not in inputs:
+        return getattr(problem, name, default)
+    return inputs[name][0 if problem.act_scale_scope == "tensor" else m]
+
+
+def _finished(
+    problem: Any, inputs: dict[str, Any], cell: tuple[float, int], n: int, types: tuple[str, str]
+) -> Expected:
+    """Return an output of a linear layer from the scale of its row and its exact sum."""
+    (scale, acc), (c, out) = cell, types
+    bias = convert(float(inputs["bias"][n]), c) if "bias" in inputs else None
+    scales = (scale, convert(float(inputs["weight_scale"][n]), c))
+    value = linear_cell(scales, acc if problem.k else None, bias, problem.epilogue, types)
+    if out not in RANGES:
+        return value
+    step = convert(float(_only(inputs["output_scale"])), c)
+    return requantize(value, step, int(_only(inputs["output_zero_point"])), c, out)
 
 
 @defines("rms_norm_quantize", "layer_norm_quantize")

@@ -26,6 +26,7 @@ ORDER = (
     "dispatch.backends",
     "dispatch.plugins",
     "dispatch.plan",
+    "dispatch.shard",
     "dispatch.dispatcher",
     "dispatch",
     "functional",

@@ -254,7 +254,8 @@ def explain(
             refused.append(Decision.judged(sku.id, None, reasons))
         else:
             accepted.append(sku)
-    refused.sort(key=lambda decision: len(decision.reasons))
+    # Of equally many reasons, those that the caller can lift without changing the problem.
+    refused.sort(key=lambda decision: (len(decision.reasons), any(why.code in _KEY_PARTS for why in decision.reasons)))
     verdict = None
     if tuned is not None:
         picks, verdict = _weighed(registry, question, tuple(accepted), tuned)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from skuda.dispatch import Dispatcher, PlanPreference
-    from skuda.kernels.quantize import DynamicRangeQuantized, GatedQuantized, NormQuantized
+    from skuda.kernels.quantize import AmaxQuantized, DynamicRangeQuantized, GatedQuantized, NormQuantized
     from skuda.registry.elements import ElementKind
     from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, EpilogueKind, GeluForm, Scaling
 
@@ -35,6 +35,42 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 def __dir__() -> list[str]:
     return op_names()
+
+
+def amax(
+    *,
+    input: Any,
+    output: Any = None,
+    n: int | None = None,
+    d: int | None = None,
+    input_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None,
+    stream: object = None,
+) -> Any:
+    """Amax: the largest magnitude of every row, from which `amax_quantize` makes the row's scale and codes."""
+    return call("amax", locals())
+
+
+def amax_quantize(
+    *,
+    input: Any,
+    amax: Any,
+    output: Any = None,
+    scale_out: Any = None,
+    n: int | None = None,
+    d: int | None = None,
+    q_min: int | None = None,
+    q_max: int | None = None,
+    input_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None,
+    stream: object = None,
+) -> AmaxQuantized:
+    """Amax quantize: a scale from each row's given largest magnitude, then the codes of the row, or of a part of it."""
+    found: AmaxQuantized = call("amax_quantize", locals())
+    return found
 
 
 def dequantize_per_channel(
@@ -626,6 +662,35 @@ def quantized_linear(
 ) -> Any:
     """Quantized linear: W8A8 with a dynamic activation scale per token."""
     return call("quantized_linear", locals())
+
+
+def rescale(
+    *,
+    sums: Any,
+    act_scale: Any,
+    act_zero_point: Any = None,
+    weight_sums: Any = None,
+    weight_scale: Any,
+    weight_zero_point: Any = None,
+    act_sums: Any = None,
+    bias: Any = None,
+    output_scale: Any = None,
+    output_zero_point: Any = None,
+    output: Any = None,
+    m: int | None = None,
+    n: int | None = None,
+    k: int,
+    output_element: ElementKind | str | None = None,
+    epilogue: EpilogueKind | str | None = None,
+    act_scale_scope: DynamicRangeScope | str | None = None,
+    has_act_zero_point: bool | None = None,
+    has_weight_zero_point: bool | None = None,
+    dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None,
+    stream: object = None,
+) -> Any:
+    """Rescale: the second half of `scaled_linear`, which makes the layer's output from exact sums of codes."""
+    return call("rescale", locals())
 
 
 def rms_norm_quantize(

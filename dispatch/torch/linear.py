@@ -119,6 +119,13 @@ class Int8Linear(nn.Module):
         """Return a buffer: torch finds one by its attribute slowly, and a parametrization makes it a property."""
         return self._buffers[name] if name in self._buffers else getattr(self, name)
 
+    def _taken(self, input: Tensor) -> Tensor:
+        """Return an input as the op takes it; refuse one of another width, for which the op would blame the weight."""
+        if input.shape[-1:] != (self.in_features,):
+            had = f"shape {list(input.shape)}"
+            raise InvalidProblem(type(self).__name__, "input", had, f"have shape [..., {self.in_features}]")
+        return autocast(input)
+
     @abstractmethod
     def _arguments(self, input: Tensor) -> Arguments:
         """Return what the op takes for an input."""
@@ -146,10 +153,7 @@ class Int8Linear(nn.Module):
             if isinstance(input, bool) or not isinstance(input, int) or input < 0:
                 raise InvalidProblem(type(self).__name__, "input", shown(input), "be a tensor or a number of rows")
             input = torch.empty(input, self.in_features, device="meta")
-        if input.shape[-1:] != (self.in_features,):
-            had = f"shape {list(input.shape)}"
-            raise InvalidProblem(type(self).__name__, "input", had, f"have shape [..., {self.in_features}]")
-        name, arguments = self.call(input)
+        name, arguments = self.call(self._taken(input))
         return default_dispatcher().explain(OPS[name].problem(**arguments), device=device_name(self.weight.device))
 
     def extra_repr(self) -> str:
@@ -188,7 +192,7 @@ class DynamicLinear(Int8Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K), in the input's dtype."""
-        input = autocast(input)
+        input = self._taken(input)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *self._buffers.values()) if t is not None):
             return frozen_linear(input, self.weight, self.weight_scale.view(-1), self.bias)
         tensors, _ = self._arguments(input)
@@ -270,7 +274,7 @@ class StaticLinear(Int8Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K), in the input's dtype."""
-        input = autocast(input)
+        input = self._taken(input)
         if torch.is_grad_enabled() and input.requires_grad:
             rule = "be detached, or run under torch.no_grad(): only DynamicLinear passes gradients on"
             raise InvalidProblem(type(self).__name__, "input", "a tensor that requires grad", rule)
@@ -340,7 +344,7 @@ class CodesLinear(Int8Linear):
         """Return codes of shape (..., N), or real numbers without `output_scale`, for codes of shape (..., K)."""
         if input.dtype is not torch.int8:
             raise InvalidProblem(type(self).__name__, "input", str(input.dtype), "be the codes, int8")
-        tensors, fields = self._arguments(input)
+        tensors, fields = self._arguments(self._taken(input))
         found: Tensor = _SCALED_LINEAR(*tensors, **fields)
         return found
 

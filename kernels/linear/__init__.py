@@ -6,10 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from skuda.kernels.linear.quantized_linear import QuantizedLinearDescriptor
+    from skuda.kernels.linear.rescale import RescaleDescriptor
     from skuda.kernels.linear.scaled_linear import ScaledLinearDescriptor
     from skuda.kernels.linear.smoothquant_linear import SmoothQuantLinearDescriptor
 
-__all__ = ["QuantizedLinearDescriptor", "ScaledLinearDescriptor", "SmoothQuantLinearDescriptor"]
+__all__ = [
+    "QuantizedLinearDescriptor",
+    "RescaleDescriptor",
+    "ScaledLinearDescriptor",
+    "SmoothQuantLinearDescriptor",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from skuda.kernels.linear import QuantizedLinearDescriptor, ScaledLinearDescriptor, SmoothQuantLinearDescriptor
+    from skuda.kernels.linear import (
+        QuantizedLinearDescriptor,
+        RescaleDescriptor,
+        ScaledLinearDescriptor,
+        SmoothQuantLinearDescriptor,
+    )
+    from skuda.kernels.quantize.amax import AmaxDescriptor
+    from skuda.kernels.quantize.amax_quantize import AmaxQuantized, AmaxQuantizeDescriptor
     from skuda.kernels.quantize.dequantize import (
         DequantizePerChannelDescriptor,
         DequantizePerGroupDescriptor,
@@ -59,6 +66,9 @@ if TYPE_CHECKING:
     from skuda.kernels.quantize.rms_norm_quantize import RmsNormQuantizeDescriptor
 
 __all__ = [
+    "AmaxDescriptor",
+    "AmaxQuantizeDescriptor",
+    "AmaxQuantized",
     "DequantizePerChannelBackwardDescriptor",
     "DequantizePerChannelDescriptor",
     "DequantizePerGroupBackwardDescriptor",
@@ -90,6 +100,7 @@ __all__ = [
     "QuantizePerTokenBackwardDescriptor",
     "QuantizePerTokenDescriptor",
     "QuantizedLinearDescriptor",
+    "RescaleDescriptor",
     "RmsNormQuantizeDescriptor",
     "ScaledLinearDescriptor",
     "SiluMulQuantizeDescriptor",

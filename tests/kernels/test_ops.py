@@ -120,6 +120,7 @@ def test_scratch_of_a_linear_receives_the_activation_codes_and_scales(op, case):
 
 
 LONG = {
+    "m": [{"m": 2, "n": 70_001}, {"m": 70_001, "n": 2}],
     "group_size": [{"outer_size": 2, "axis_size": 70_007, "group_size": 73}],
     "shape": [
         {"shape": (2, 70_001), "axis": 1},

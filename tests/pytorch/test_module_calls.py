@@ -66,9 +66,11 @@ def test_a_module_without_data_gives_shapes(recorded):
 
 
 @pytest.mark.parametrize("shape", [(), (2, 15), (16, 2)])
-def test_no_kernel_is_named_for_an_input_that_is_not_taken(shape):
-    with pytest.raises(InvalidProblem, match=r"input must have shape \[\.\.\., 16\]; had shape"):
-        layer(fresh(), bias=True).explain(torch.empty(shape))
+def test_an_input_of_another_width_is_blamed_itself(shape):
+    module = layer(fresh(), bias=True)
+    for called in (module, module.explain):
+        with pytest.raises(InvalidProblem, match=r"DynamicLinear: input must have shape \[\.\.\., 16\]; had shape"):
+            called(torch.empty(shape))
 
 
 @pytest.mark.parametrize("model", [None, {}, DynamicLinear])

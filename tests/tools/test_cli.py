@@ -664,6 +664,30 @@ def test_the_ops_of_a_plug_in_are_explained_at_once(skuda, terminal, with_odd):
     assert re.search(r"^odd +bf16 +numpy cpu +1 no bound", terminal("list", "--op", "odd")[1], re.MULTILINE)
 
 
+STEPS = ["amax", "amax", "quantize", "quantize", "sums", "sums", "rescale"]
+"""Of ranks with unequal parts of 4,096."""
+
+
+def test_a_layer_over_ranks_is_explained(skuda, terminal):
+    split = [*LINEAR[1:], "--device", "cpu", "--shards", "axis=k,count=3"]
+    status, out, err = skuda("explain", *split)
+    assert (status, err) == (0, "")
+    lines = [line.split("\t") for line in out.splitlines()]
+    assert [line[1] for line in lines if line[0] == "chosen"] == STEPS
+    assert {line[2] for line in lines if line[:2] == ["step", "sums"]} == {"0", "1 2"}
+    assert ["assumed", "q_max", "127"] in lines
+    status, out, err = skuda("explain", *split, "--json")
+    assert json.loads(out)["shards"] | {"count": 3, "output": "whole"} == json.loads(out)["shards"]
+    status, out, err = terminal("explain", *split)
+    assert status == 0
+    assert "exchange: all-reduce of s32 sums" in out
+    assert skuda("explain", *split, "--prefer-backend", "pycuda")[0] == 1
+    for wrong, words in [("axis=q,count=2", "axis must be"), ("axis=k", "count must be given"), ("size=2", "--shards")]:
+        status, _, err = skuda("explain", *split[:-1], wrong)
+        assert status == 2
+        assert words in err
+
+
 def test_help_behind_an_op_lists_its_fields(skuda):
     status, out, _ = skuda("explain", "quantized_linear", "--help")
     assert status == 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from skuda.dispatch import Dispatcher, Explanation, PlanPreference
+from skuda.dispatch.shard import ShardedExplanation, Shards
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.guarantee import PrecisionRequirement
 from skuda.registry.op import Op
@@ -38,6 +41,7 @@ def run(
     max_workspace_bytes: int | None = None,
     no_arch_specific: bool = False,
     tuning: Path | None = None,
+    shards: Sequence[str] = (),
     own_options: Sequence[str] = (),
     show_all: bool = False,
     show_fields: bool = False,
@@ -51,6 +55,8 @@ def run(
         The op's name and the options that describe the problem.
     tuning : Path or None
         A file of measured times; None for the one that ``SKUDA_TUNING`` names.
+    shards : sequence of str
+        Fields of `Shards` as ``axis=k``; none for one device.
     own_options : sequence of str
         Names of the command's own options, suggested for a misspelt one.
     show_all : bool
@@ -75,6 +81,9 @@ def run(
         allow_arch_specific=not no_arch_specific,
     )
     problem, assumed = describe(op, rest, own_options)
+    if shards:
+        told = dispatcher.explain_shards(problem, _shards(shards), preference, planned_for)
+        return _explain_shards(told, assumed, as_json=as_json)
     explanation = dispatcher.explain(problem, preference, planned_for)
     if as_json:
         notes = (*(f"assumed {text}" for text in pairs(assumed)), *explanation.notes)
@@ -84,6 +93,23 @@ def run(
     else:
         _print_records(explanation, assumed)
     return 0 if explanation.chosen is not None else 1
+
+
+def _explain_shards(explanation: ShardedExplanation, assumed: dict[str, Any], *, as_json: bool) -> int:
+    if as_json:
+        print(explanation.model_dump_json(indent=2))  # noqa: T201
+    elif stdout().is_terminal:
+        stdout().print("\n".join([str(explanation), *(f"  assumed {text}" for text in pairs(assumed))]))
+    else:
+        records(
+            (
+                *(("assumed", name, short(value)) for name, value in assumed.items()),
+                *(("step", s.name, " ".join(map(str, s.ranks)), s.explanation.question()) for s in explanation.steps),
+                *(("chosen", s.name, s.explanation.chosen) for s in explanation.steps),
+                *(("exchange", t.what, t.sent, t.microseconds) for t in explanation.transfers),
+            )
+        )
+    return 0 if explanation.refused is None else 1
 
 
 def _show_fields(op: Op) -> int:
@@ -122,15 +148,24 @@ def _check_names(registry: Registry, op: Op, backend: str | None, sku: str | Non
 
 
 def _requirement(given: Sequence[str]) -> PrecisionRequirement:
-    fields = fields_of(PrecisionRequirement)
+    return PrecisionRequirement(**_given("--require", given, fields_of(PrecisionRequirement)))
+
+
+def _shards(given: Sequence[str]) -> Shards:
+    fields = {name: Shards.model_fields[name] for name in ("axis", "count", "input", "output")}
+    return Shards(**_given("--shards", given, fields))
+
+
+def _given(option: str, given: Sequence[str], fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    """Return the fields of a record that an option gives as words such as ``name=value``; a name alone is true."""
     asked: dict[str, Any] = {}
     for item in split(given):
         name, equals, text = item.partition("=")
         name = name.strip().replace("-", "_")
         if name not in fields:
-            refuse("explain", "--require", name, fields)
+            refuse("explain", option, name, fields)
         asked[name] = convert(fields[name], text.strip() if equals else "true")
-    return PrecisionRequirement(**asked)
+    return asked
 
 
 def _print_records(explanation: Explanation, assumed: dict[str, Any]) -> None:

@@ -57,6 +57,8 @@ _Rows = tuple[tuple[tuple[Shape, ...], tuple[ElementKind, ...]], ...]
 
 _WIDE: _Rows = ((((16384, 8192),), (_BF16, _F32)), (((8192, 8192),), (_F64,)))
 _DEFAULTS: dict[str, _Rows] = {
+    "amax": ((_TOKENS, (_BF16,)),),
+    "amax_quantize": ((_TOKENS, (_BF16,)),),
     "dynamic_range": ((_TOKENS, (_BF16, _F16)),),
     "fake_quantize": ((((1024, 1024), (4096, 4096)), (_F32,)), *_WIDE),
     "gelu_mul_quantize": ((_GATED, (_BF16,)),),

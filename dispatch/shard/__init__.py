@@ -1,0 +1,28 @@
+"""A linear layer on several devices with the bits of one: how it is split, what is exchanged, and by whom."""
+
+from __future__ import annotations
+
+from skuda.dispatch.shard.cost import Traffic, Transfer
+from skuda.dispatch.shard.explanation import ShardedExplanation, ShardedStep
+from skuda.dispatch.shard.group import Group, GroupBroken, GroupMismatch
+from skuda.dispatch.shard.local import on_ranks
+from skuda.dispatch.shard.plan import BoundShards, ShardedGuarantee, ShardedPlan
+from skuda.dispatch.shard.shards import NVLINK, Link, Shards, split
+
+__all__ = [
+    "NVLINK",
+    "BoundShards",
+    "Group",
+    "GroupBroken",
+    "GroupMismatch",
+    "Link",
+    "ShardedExplanation",
+    "ShardedGuarantee",
+    "ShardedPlan",
+    "ShardedStep",
+    "Shards",
+    "Traffic",
+    "Transfer",
+    "on_ranks",
+    "split",
+]

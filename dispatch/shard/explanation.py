@@ -1,0 +1,139 @@
+"""`ShardedExplanation`: what the ranks of a group would select for a layer, and what they would exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
+from skuda.dispatch.select.explanation import Explanation
+from skuda.dispatch.shard import problems
+from skuda.dispatch.shard.cost import Transfer
+from skuda.dispatch.shard.shards import Shards
+from skuda.registry.descriptor import Descriptor
+from skuda.registry.value import Value
+
+
+class ShardedStep(Value):
+    """One step, on the ranks that solve the same problem in it.
+
+    Attributes
+    ----------
+    name : str
+        The step; ``layer`` or ``sums`` is the product.
+    ranks : tuple of int
+        The ranks.
+    explanation : Explanation
+        Why its kernel was chosen, or why none was.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    explanation: Explanation
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks))
+        return f"{self.name} on rank{'s' if len(self.ranks) > 1 else ''} {ranks}: {self.explanation.question()}"
+
+
+class ShardedExplanation(Value):
+    """What would run on every rank, and why, and what the ranks exchange.
+
+    Attributes
+    ----------
+    shards : Shards
+        What is split, given and wanted.
+    steps : tuple of ShardedStep
+        The ranks' work, in its order.
+    transfers : tuple of Transfer
+        The collectives, in their order, with the time that the cost model gives.
+    other_way : float or None
+        Microseconds of the collectives on the way that was not chosen: all-reduce for reduce-scatter, or the reverse.
+    """
+
+    shards: Shards
+    steps: tuple[ShardedStep, ...]
+    transfers: tuple[Transfer, ...]
+    other_way: float | None = None
+
+    @property
+    def chosen(self) -> tuple[tuple[tuple[str, str], ...], ...] | None:
+        """For every rank its steps with the ids of their kernels; None if a step has no kernel."""
+        if self.refused is not None:
+            return None
+        return tuple(
+            tuple((step.name, step.explanation.chosen or "") for step in self.steps if rank in step.ranks)
+            for rank in range(self.shards.count)
+        )
+
+    @property
+    def refused(self) -> Explanation | None:
+        """Why the first step without a kernel has none; None if every step has one."""
+        return next((step.explanation for step in self.steps if step.explanation.chosen is None), None)
+
+    def __str__(self) -> str:
+        lines = [f"split along {self.shards.axis} over {self.shards.count} ranks"]
+        for step in self.steps:
+            lines += [f"  {step}", f"    {step.explanation.chosen or step.explanation.why_not()}"]
+        lines += [f"  exchange: {transfer}" for transfer in self.transfers]
+        if self.other_way is not None:
+            took = sum(transfer.microseconds for transfer in self.transfers)
+            lines.append(
+                f"  by the model {took:.1f} us in all; the other way to add up would take {self.other_way:.1f} us"
+            )
+        return "\n".join(lines)
+
+
+def explain(
+    given: Descriptor,
+    shards: Shards,
+    preference: PlanPreference,
+    ask: Callable[[Descriptor, PlanPreference], Explanation],
+) -> ShardedExplanation:
+    """Explain what every rank would select.
+
+    Parameters
+    ----------
+    given : Descriptor
+        The whole layer.
+    shards : Shards
+        How it is split.
+    preference : PlanPreference
+        The caller's requirements; `sku` names the kernel of the product.
+    ask : callable
+        Explains one problem under one preference.
+
+    Raises
+    ------
+    InvalidProblem
+        For a problem that cannot be split so.
+    """
+    problem = problems.check(given, shards)
+    ask = cache(ask)
+    way = problems.course(problem, shards)
+    found: dict[tuple[str, Descriptor], list[int]] = {}
+    for rank in range(shards.count):
+        for name, local in problems.problems(problem, way, rank).items():
+            found.setdefault((name, local), []).append(rank)
+    names = list(dict.fromkeys(name for name, _ in found))
+    steps = tuple(
+        ShardedStep(name=name, ranks=tuple(ranks), explanation=ask(local, preference_of(name, preference)))
+        for (name, local), ranks in sorted(found.items(), key=lambda item: names.index(item[0][0]))
+    )
+    traffic = problems.traffic(problem)
+    optional = shards.axis == "k" and shards.output == "whole" and shards.count > 1
+    return ShardedExplanation(
+        shards=shards,
+        steps=steps,
+        transfers=traffic.transfers(shards, scattered=way.scattered),
+        other_way=traffic.microseconds(shards, scattered=not way.scattered) if optional else None,
+    )
+
+
+def preference_of(step: str, preference: PlanPreference) -> PlanPreference:
+    """Return what a caller's requirements ask of one step: kernel, math and accumulator are asked of the product."""
+    if step in problems.MAIN:
+        return preference
+    require = preference.require.model_copy(update={"math_precision": None, "accumulator": None})
+    asked = preference.model_copy(update={"sku": None, "require": require})
+    return NO_PREFERENCE if asked == NO_PREFERENCE else asked

@@ -1,0 +1,324 @@
+"""`ShardedPlan`: the kernels that the ranks of a group chose for a layer, and `BoundShards`: the layer on one rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from skuda.dispatch.device import Device
+from skuda.dispatch.plan import Plan
+from skuda.dispatch.preference import PlanPreference
+from skuda.dispatch.select.explanation import as_json
+from skuda.dispatch.shard import layer, problems
+from skuda.dispatch.shard.explanation import ShardedExplanation, preference_of
+from skuda.dispatch.shard.group import Group, GroupMismatch, differing
+from skuda.dispatch.shard.layer import Activation, Steps, Sums
+from skuda.dispatch.shard.shards import Shards
+from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.linear.problem import LinearProblem
+from skuda.registry.descriptor import Descriptor
+from skuda.registry.elements import ElementKind
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.guarantee import PrecisionGuarantee
+from skuda.registry.text import shown
+
+_OF_WEIGHT = ("weight_scale", "weight_zero_point", "bias", "output_scale", "output_zero_point")
+"""Arguments of the epilogue, besides those of the activation."""
+
+
+class ShardedGuarantee(PrecisionGuarantee):
+    """What a layer on several ranks promises.
+
+    Attributes
+    ----------
+    shard_invariant : bool
+        The result has the same bits for every number of ranks, one included: every step equals the reference bit for
+        bit, and nothing is rounded between them.
+    """
+
+    shard_invariant: bool
+
+    def describe(self) -> str:
+        """Return the promise as one line of text."""
+        return super().describe() + (", shard-invariant" if self.shard_invariant else "")
+
+
+@dataclass(frozen=True)
+class ShardedPlan:
+    """The kernels that every rank chose for its part of a layer; `bind` makes it ready to run on one rank.
+
+    Attributes
+    ----------
+    problem : LinearProblem
+        The whole layer.
+    shards : Shards
+        How it is split.
+    device : Device
+        The kind of device that each rank has.
+    preference : PlanPreference
+        The caller's requirements.
+    kernels : tuple
+        For every rank its steps with the ids of their kernels.
+    precision_guarantee : ShardedGuarantee
+        The least that all steps promise.
+    """
+
+    problem: LinearProblem
+    shards: Shards
+    device: Device
+    preference: PlanPreference
+    kernels: tuple[tuple[tuple[str, str], ...], ...]
+    precision_guarantee: ShardedGuarantee
+    _registry: str = field(repr=False)
+    _select: Callable[[Descriptor, PlanPreference, Device], Plan] = field(repr=False, compare=False)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What ranks must have in common, by name."""
+        return {
+            "version": version("skuda"),
+            "registry": self._registry,
+            "problem": as_json(self.problem),
+            "shards": as_json(self.shards),
+            "kernels": self.kernels,
+        }
+
+    def bind(self, group: Group, name: str = "") -> BoundShards:
+        """Make the plan ready on this rank, once all ranks are known to have selected the same.
+
+        Parameters
+        ----------
+        group : Group
+            The ranks; all of them call this.
+        name : str
+            Name of the layer, so that layers with the same problem are told apart when ranks run them in different
+            orders.
+
+        Raises
+        ------
+        InvalidProblem
+            If the group has another number of ranks than the plan.
+        GroupMismatch
+            If ranks selected differently, on every rank.
+        GroupBroken
+            If a rank does not come.
+        """
+        told = {"layer": name, **self.told, "ranks": group.count}
+        compare(group, told)
+        if group.count != self.shards.count:
+            rule = f"have the {self.shards.count} ranks of the plan"
+            raise InvalidProblem("ShardedPlan.bind", "group", f"{group.count} ranks", rule)
+        way = problems.course(self.problem, self.shards)
+        plans = {
+            step: self._select(local, preference_of(step, self.preference), self.device)
+            for step, local in problems.problems(self.problem, way, group.rank).items()
+        }
+        return BoundShards(self, group, name, way, plans)
+
+
+def sharded_plan(
+    problem: Descriptor,
+    explanation: ShardedExplanation,
+    device: Device,
+    preference: PlanPreference,
+    registry: str,
+    guarantee_of: Callable[[str], PrecisionGuarantee],
+    select: Callable[[Descriptor, PlanPreference, Device], Plan],
+) -> ShardedPlan:
+    """Return the plan that an explanation tells, in which every step has a kernel."""
+    whole, kernels = problems.check(problem, explanation.shards), explanation.chosen
+    assert kernels is not None
+    steps = dict.fromkeys(step for rank in kernels for step in rank)
+    promises = [guarantee_of(kernel) for _, kernel in steps]
+    main = next(guarantee_of(kernel) for name, kernel in steps if name in problems.MAIN)
+    least = _least(main, promises)
+    return ShardedPlan(whole, explanation.shards, device, preference, kernels, least, registry, select)
+
+
+def _least(main: PrecisionGuarantee, promises: list[PrecisionGuarantee]) -> ShardedGuarantee:
+    """Return what all of some guarantees promise, with the math and accumulator of the product."""
+    flags = ("deterministic", "bit_stable_on_same_hardware", "batch_invariant")
+    ulps = [one.max_ulp for one in promises]
+    numbers = [ulp for ulp in ulps if ulp is not None]
+    return ShardedGuarantee(
+        math_precision=main.math_precision,
+        accumulator=main.accumulator,
+        max_ulp=max(numbers) if len(numbers) == len(ulps) else None,
+        shard_invariant=all(one.bit_exact for one in promises),
+        **{flag: all(getattr(one, flag) for one in promises) for flag in flags},
+    )
+
+
+def compare(group: Group, told: Mapping[str, Any]) -> None:
+    """Refuse to go on where ranks tell different things.
+
+    Raises
+    ------
+    GroupMismatch
+        On every rank, naming what differs first and who has what.
+    """
+    texts = group.exchange(json.dumps(told, sort_keys=True, default=str))
+    if not differing(texts):
+        return
+    heard = [json.loads(text) for text in texts]
+    for name in (*told, *(name for one in heard for name in one)):
+        found = differing(tuple(json.dumps(one.get(name), sort_keys=True) for one in heard))
+        if found:
+            raise GroupMismatch(name, found)
+
+
+class BoundShards:
+    """A layer on one rank of a group, ready to run.
+
+    Attributes
+    ----------
+    plan : ShardedPlan
+        What was selected.
+    """
+
+    def __init__(
+        self, plan: ShardedPlan, group: Group, name: str, way: layer.Course, plans: Mapping[str, Plan]
+    ) -> None:
+        self.plan, self._group, self._way, self._plans = plan, group, way, plans
+        self._held = problems.held(plan.problem, way, group.rank)
+        self._call = f"{name or plan.problem.op_name()} {hash_of(plan.told)}"
+        self._known: dict[tuple[Any, ...], Any] = {}
+
+    def run(self, *, stream: object = None, **arrays: Any) -> Any:
+        """Run the layer; every rank calls this.
+
+        Parameters
+        ----------
+        stream : object
+            As in `Plan.run`.
+        **arrays
+            The layer's inputs by name, as far as this rank has them: the rank's part of the weight and of what goes
+            with its output channels, and of the activation what ``shards.input`` says.
+
+        Returns
+        -------
+        array
+            What ``shards.output`` says of the output.
+
+        Raises
+        ------
+        InvalidProblem
+            For a missing, unknown or unsuitable argument.
+        GroupMismatch
+            If another rank runs another layer.
+        GroupBroken
+            If another rank does not come.
+        """
+        self._check(arrays)
+        self._group.agree(self._call)
+        runs = {name: partial(plan.run, stream=stream) for name, plan in self._plans.items()}
+        problem, steps = self.plan.problem, self._steps(runs, arrays)
+        if problem.dynamic:
+            activation = Activation(arrays["activation"])
+        else:
+            codes = arrays["act_q"]
+            activation = Activation(codes, *self._scales(problem, codes, arrays))
+        return layer.run(self._way, steps, self._group, activation)
+
+    def _check(self, arrays: Mapping[str, Any]) -> None:
+        name, wanted = type(self.plan.problem).__name__, {argument.name: argument for argument in self._held}
+        for unknown in arrays.keys() - wanted.keys():
+            raise InvalidProblem(name, unknown, "given", f"be left out: the arguments are {', '.join(wanted)}")
+        for argument in wanted.values():
+            given = arrays.get(argument.name)
+            if given is None:
+                raise InvalidProblem(name, argument.name, "nothing", "be given")
+            shape = getattr(given, "shape", None)
+            if not argument.is_scalar and (shape is None or tuple(shape) != argument.shape):
+                had = shown(given) if shape is None else f"shape {list(shape)}"
+                rule = f"have shape {list(argument.shape)} on rank {self._group.rank}"
+                raise InvalidProblem(name, argument.name, had, rule)
+
+    def _scales(self, problem: LinearProblem, like: Any, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return scales and zero points of codes; those that are fields of the problem as arrays of one element."""
+        if "act_scale" in arrays:
+            return arrays["act_scale"], arrays.get("act_zero_point")
+        scale, zero_point = getattr(problem, "act_scale", 1.0), getattr(problem, "act_zero_point", 0)
+        return (
+            self._filled(like, (1,), scale, problem.compute),
+            self._filled(like, (1,), zero_point, ElementKind.S32) if zero_point else None,
+        )
+
+    def _filled(self, like: Any, shape: tuple[int, ...], value: float, element: ElementKind) -> Any:
+        """Return an array of one value beside another array, always the same one."""
+        key = (shape, value, element, getattr(like, "device", None))
+        if key not in self._known:
+            self._known[key] = filled(like, shape, value, element)
+        return self._known[key]
+
+    def _steps(self, runs: Mapping[str, Callable[..., Any]], arrays: Mapping[str, Any]) -> Steps:
+        weight = arrays["weight_q"]
+        about = {name: arrays[name] for name in _OF_WEIGHT if name in arrays}
+
+        def quantize(data: Any, amax: Any) -> tuple[Any, Any]:
+            found = runs["quantize"](input=data, amax=amax)
+            return found[0], found[1]
+
+        def quantize_rows(data: Any) -> tuple[Any, Any]:
+            found = runs["quantize_rows"](input=data)
+            return found[0], found[1]
+
+        def sums(codes: Any) -> Sums:
+            products, (one, k) = runs["sums"](act_q=codes, weight_q=weight), (1, weight.shape[1])
+            ones = self._filled(weight, (one, k), 1, ElementKind.S8)
+            return Sums(
+                products,
+                runs["row_sums"](act_q=codes, weight_q=ones)[:, 0] if "row_sums" in runs else None,
+                runs["channel_sums"](act_q=ones, weight_q=weight)[0] if "channel_sums" in runs else None,
+            )
+
+        def rescale(whole: Sums, activation: Activation) -> Any:
+            given = {
+                "sums": whole.products,
+                "act_sums": whole.of_rows,
+                "weight_sums": whole.of_channels,
+                "act_scale": activation.scale,
+                "act_zero_point": activation.zero_point,
+            }
+            return runs["rescale"](**{name: array for name, array in given.items() if array is not None}, **about)
+
+        def whole_layer(activation: Activation) -> Any:
+            if self.plan.shards.input == "whole":
+                return runs["layer"](**arrays)
+            given = {"act_q": activation.data}
+            if self._plans["layer"].problem.op_name() == "scaled_linear":
+                given |= {"act_scale": activation.scale, "act_zero_point": activation.zero_point}
+            given = {name: array for name, array in given.items() if array is not None}
+            return runs["layer"](**given, weight_q=weight, **about)
+
+        return Steps(
+            amax=lambda data: runs["amax"](input=data),
+            quantize=quantize,
+            quantize_rows=quantize_rows,
+            sums=sums,
+            rescale=rescale,
+            layer=whole_layer,
+        )
+
+
+def filled(like: Any, shape: tuple[int, ...], value: float, element: ElementKind) -> Any:
+    """Return an array of one value, of the framework and on the device of another array."""
+    if isinstance(like, np.ndarray):
+        return np.full(shape, value, storage_dtype(element))
+    torch = sys.modules["torch"]
+    dtype = getattr(torch, {"s8": "int8", "s32": "int32", "f32": "float32", "f64": "float64"}[element])
+    return torch.full(shape, value, dtype=dtype, device=like.device)
+
+
+def hash_of(told: Mapping[str, Any]) -> str:
+    """Return a short hash of what ranks must have in common."""
+    import hashlib
+
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,162 @@
+"""From a linear layer and its shards to the problems that each rank solves by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skuda.dispatch.shard.cost import Traffic
+from skuda.dispatch.shard.layer import Course
+from skuda.dispatch.shard.shards import Shards
+from skuda.kernels.linear.problem import LinearProblem, longest_k
+from skuda.kernels.linear.quantized_linear import QuantizedLinearDescriptor
+from skuda.kernels.linear.rescale import RescaleDescriptor
+from skuda.kernels.linear.scaled_linear import ScaledLinearDescriptor
+from skuda.kernels.quantize.amax import AmaxDescriptor
+from skuda.kernels.quantize.amax_quantize import AmaxQuantizeDescriptor
+from skuda.kernels.quantize.dynamic_range import DynamicRangeQuantizeDescriptor
+from skuda.registry.descriptor import Argument, Descriptor, Role
+from skuda.registry.elements import ElementKind
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
+from skuda.registry.vocabulary import DynamicRangeScope
+
+MAIN = ("layer", "sums")
+"""The steps that are the product, of which a layer has one."""
+
+
+def check(problem: Descriptor, shards: Shards) -> LinearProblem:
+    """Return a problem that can be split so; refuse another.
+
+    Raises
+    ------
+    InvalidProblem
+        For an op that is no linear layer, sizes that do not add up, sums that could leave s32, and activations in f64
+        whose output is narrower, as their product cannot be cut in two.
+    """
+    if not isinstance(problem, LinearProblem):
+        raise InvalidProblem(
+            "Shards", "problem", shown(problem), "be a linear layer, such as QuantizedLinearDescriptor"
+        )
+    name = type(problem).__name__
+    if problem.output is ElementKind.S32:
+        raise InvalidProblem(name, "output_element", "s32", "be the output's element: a split layer adds up the sums")
+    _, n, k = problem.sizes
+    shards.parts(n, k)
+    if shards.input == "columns":
+        shards.columns(k)
+    if shards.axis == "k":
+        longest = longest_k(problem.code_element, problem.weight_element)
+        if k > longest:
+            codes = f"{problem.code_element} by {problem.weight_element}"
+            rule = f"be at most {longest} where it is split, so that no sum of {codes} leaves s32, or split n"
+            raise InvalidProblem(name, "k", str(k), rule)
+    cut = (shards.axis, shards.input) != ("n", "whole")
+    if cut and problem.compute is not problem.output.compute:
+        rule = "have the output_element f64 where it is f64 and the layer is split so"
+        raise InvalidProblem(name, "activation_element", "f64", rule)
+    return problem
+
+
+def course(problem: LinearProblem, shards: Shards) -> Course:
+    """Return how a layer runs on the ranks."""
+    m, n, k = problem.sizes
+    columns = shards.columns(k) if shards.input == "columns" else ()
+    return Course(
+        shards, shards.rows(m), shards.parts(n, k), columns, per_row(problem), traffic(problem).scatters(shards)
+    )
+
+
+def per_row(problem: LinearProblem) -> bool:
+    """Whether each row of the activation has a scale of its own."""
+    return problem.dynamic or getattr(problem, "act_scale_scope", None) is DynamicRangeScope.TOKEN
+
+
+def traffic(problem: LinearProblem) -> Traffic:
+    """Return what the cost of moving a layer's data depends on."""
+    m, n, k = problem.sizes
+    beside = 0
+    if per_row(problem):
+        beside = problem.compute.bits // 8 + 4 * bool(getattr(problem, "has_act_zero_point", False))
+    return Traffic(m=m, n=n, k=k, output_bytes=problem.output.bits // 8, dynamic=problem.dynamic, scale_bytes=beside)
+
+
+def problems(problem: LinearProblem, course: Course, rank: int) -> dict[str, Descriptor]:
+    """Return what a rank solves by itself, by the names of `skuda.dispatch.shard.layer.Steps`, in their order.
+
+    ``row_sums`` and ``channel_sums`` are the products with ones that give the other parts of `Sums`.
+    """
+    (m, n, k), shards, part = problem.sizes, course.shards, course.parts[rank]
+    found: dict[str, Descriptor] = {}
+    if isinstance(problem, QuantizedLinearDescriptor) and shards.input != "whole":
+        found |= _quantizing(problem, course, rank)
+    if shards.axis == "n":
+        if isinstance(problem, QuantizedLinearDescriptor) and shards.input != "whole":
+            found["layer"] = ScaledLinearDescriptor(m=m, n=part, k=k, **_same(problem))
+        else:
+            found["layer"] = _sized(problem, m, part, k)
+        return found
+    s8, weight, codes = ElementKind.S8, problem.weight_element, problem.code_element
+    shifted = _shifted(problem)
+    sums = {"output_element": ElementKind.S32, "activation_element": codes, "weight_element": weight}
+    found["sums"] = ScaledLinearDescriptor(m=m, n=n, k=part, **sums)
+    if problem.has_weight_zero_point:
+        found["row_sums"] = ScaledLinearDescriptor(m=m, n=1, k=part, **sums | {"weight_element": s8})
+    if shifted:
+        found["channel_sums"] = ScaledLinearDescriptor(m=1, n=n, k=part, **sums | {"activation_element": s8})
+    rows = course.rows[rank] if course.scattered else m
+    about = _same(problem) | {"has_act_zero_point": shifted}
+    found["rescale"] = RescaleDescriptor(
+        m=rows, n=n, k=k, **{name: about[name] for name in RescaleDescriptor.model_fields if name in about}
+    )
+    return found
+
+
+def _shifted(problem: LinearProblem) -> bool:
+    """Whether the activation's codes have zero points."""
+    return bool(getattr(problem, "has_act_zero_point", False) or getattr(problem, "act_zero_point", 0))
+
+
+def _same(problem: LinearProblem) -> dict[str, Any]:
+    """Return the fields of the layer as one of codes that are given with their scales."""
+    return {
+        "activation_element": problem.code_element,
+        "weight_element": problem.weight_element,
+        "output_element": problem.output,
+        "epilogue": problem.epilogue,
+        "has_weight_zero_point": problem.has_weight_zero_point,
+        "act_scale_scope": DynamicRangeScope.TOKEN if per_row(problem) else DynamicRangeScope.TENSOR,
+    }
+
+
+def _quantizing(problem: QuantizedLinearDescriptor, course: Course, rank: int) -> dict[str, Descriptor]:
+    bounds = {"q_min": problem.q_min, "q_max": problem.q_max, "output_element": problem.code_element}
+    data = {"input_element": problem.activation_element}
+    if course.shards.input == "rows":
+        return {"quantize_rows": DynamicRangeQuantizeDescriptor(n=course.rows[rank], d=problem.k, **data, **bounds)}
+    size = {"n": problem.m, "d": course.columns[rank]}
+    return {
+        "amax": AmaxDescriptor(**size, **data),
+        "quantize": AmaxQuantizeDescriptor(**size, **data, **bounds),
+    }
+
+
+_OF_ACTIVATION = ("activation", "act_q", "act_scale", "act_zero_point")
+
+
+def held(problem: LinearProblem, course: Course, rank: int) -> tuple[Argument, ...]:
+    """Return what a rank passes: its part of the weight, and what it has of the activation."""
+    (m, n, k), shards = problem.sizes, course.shards
+    rows = course.rows[rank] if shards.input == "rows" else m
+    columns = course.columns[rank] if shards.input == "columns" else k
+    channels, inner = (course.parts[rank], k) if shards.axis == "n" else (n, course.parts[rank])
+    activation, weight = (_sized(problem, *sizes) for sizes in ((rows, n, columns), (m, channels, inner)))
+    return tuple(
+        given if given.name in _OF_ACTIVATION else other
+        for given, other in zip(activation.arguments(), weight.arguments(), strict=True)
+        if given.role not in (Role.OUTPUT, Role.SCRATCH)
+    )
+
+
+def _sized(problem: LinearProblem, m: int, n: int, k: int) -> LinearProblem:
+    channels = "c_out" if isinstance(problem, QuantizedLinearDescriptor) else "n"
+    return type(problem)(**problem.model_dump() | {"m": m, channels: n, "k": k})

@@ -1,0 +1,153 @@
+"""`Shards`: how the ranks of a group share a linear layer."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
+from skuda.registry.value import Extent, Integer, Value
+
+Axis = Literal["n", "k"]
+Part = Literal["whole", "columns", "rows"]
+
+_UNIT = 16
+"""Cuts lie at multiples of it where the axis is long enough: rows of codes then begin at 16 bytes, as TMA needs."""
+
+_INPUTS: dict[str, tuple[Part, ...]] = {"n": ("whole", "rows", "columns"), "k": ("columns",)}
+_OUTPUTS: dict[str, tuple[Part, ...]] = {"n": ("columns", "whole"), "k": ("whole", "rows")}
+
+
+class Link(Value):
+    """What moves bytes between ranks: a collective takes ``latency_us + bytes sent by a rank / bandwidth``.
+
+    Attributes
+    ----------
+    latency_us : float
+        Time of a collective of no bytes, in microseconds.
+    gigabytes_per_s : float
+        Bytes that a rank sends in a second, in 10^9.
+    """
+
+    latency_us: float
+    gigabytes_per_s: float
+
+    def microseconds(self, sent: float) -> float:
+        """Return the time of a collective in which each rank sends so many bytes."""
+        return self.latency_us + sent / self.gigabytes_per_s / 1e3
+
+
+NVLINK = Link(latency_us=10.0, gigabytes_per_s=270.0)
+"""Two H200 of one host, NCCL in CUDA graphs: fits all-reduce of 0.26 to 268 MB, reduce-scatter and all-gather within
+40 %."""
+
+
+class Shards(Value):
+    """How the ranks of a group share a linear layer ``y = x W^T``; sizes of the problem stay those of the whole layer.
+
+    Attributes
+    ----------
+    axis : str
+        The axis of the weight that is split: ``n``, its output channels ("column parallel"), or ``k``, its inputs ("row
+        parallel").
+    count : int
+        Ranks.
+    sizes : tuple of int or None
+        How much of the axis each rank has; None for parts as even as `split` makes them.
+    input : str or None
+        What each rank has of the activation: ``whole``, its ``rows`` (the codes are gathered) or its ``columns`` (for
+        axis ``n`` the codes are gathered). None for ``whole``, and for ``columns`` where the axis is ``k``.
+    output : str or None
+        What each rank gets of the output: ``whole``, its ``rows`` (axis ``k``) or its ``columns`` (axis ``n``). None
+        for ``columns``, and for ``whole`` where the axis is ``k``.
+    input_sizes : tuple of int or None
+        Columns of the activation that each rank has, where the axis is ``n`` and the input ``columns``; None for parts
+        as even as `split` makes them.
+    link : Link
+        What moves bytes between the ranks; it decides between ways with the same result.
+    """
+
+    axis: Axis
+    count: Annotated[Integer, Field(ge=1, le=4096)]
+    sizes: tuple[Extent, ...] | None = None
+    input: Part | None = None
+    output: Part | None = None
+    input_sizes: tuple[Extent, ...] | None = None
+    link: Link = NVLINK
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        for field, choices in (("input", _INPUTS[self.axis]), ("output", _OUTPUTS[self.axis])):
+            given = getattr(self, field)
+            if given is None:
+                # Filled in, so that the default and the same word given explicitly are equal.
+                object.__setattr__(self, field, choices[0])
+            elif given not in choices:
+                self.refuse(field, given, f"be {' or '.join(choices)} where the axis is {self.axis}")
+        for field in ("sizes", "input_sizes"):
+            sizes = getattr(self, field)
+            if sizes is not None and len(sizes) != self.count:
+                self.refuse(field, sizes, f"have one size for each of the {self.count} ranks")
+        if self.input_sizes is not None and (self.axis, self.input) != ("n", "columns"):
+            self.refuse("input_sizes", self.input_sizes, "be left out where the axis is k or the input is not columns")
+        return self
+
+    def parts(self, n: int, k: int) -> tuple[int, ...]:
+        """Return how much of the split axis each rank has, for a layer of `n` output channels and `k` inputs.
+
+        Raises
+        ------
+        InvalidProblem
+            If `sizes` add up to something else.
+        """
+        return _parts("sizes", self.sizes, n if self.axis == "n" else k, self.count)
+
+    def columns(self, k: int) -> tuple[int, ...]:
+        """Return how many columns of an activation with `k` columns each rank has, where each has its columns.
+
+        Raises
+        ------
+        InvalidProblem
+            If `input_sizes`, or `sizes` where the axis is ``k``, add up to something else.
+        """
+        if self.axis == "k":
+            return self.parts(0, k)
+        return _parts("input_sizes", self.input_sizes, k, self.count)
+
+    def rows(self, m: int) -> tuple[int, ...]:
+        """Return how many of `m` rows each rank owns."""
+        return split(m, self.count)
+
+
+def _parts(field: str, sizes: tuple[int, ...] | None, total: int, count: int) -> tuple[int, ...]:
+    if sizes is None:
+        return split(total, count, _UNIT if total >= _UNIT * count else 1)
+    if sum(sizes) != total:
+        raise InvalidProblem("Shards", field, shown(sizes), f"add up to {total}")
+    return sizes
+
+
+def split(total: int, count: int, unit: int = 1) -> tuple[int, ...]:
+    """Return `count` sizes that add up to `total`: as even as multiples of `unit` allow, the larger ones first."""
+    whole, more = divmod(-(-total // unit), count)
+    ends = (min(total, unit * end) for end in accumulate(whole + (rank < more) for rank in range(count)))
+    start, sizes = 0, []
+    for end in ends:
+        sizes.append(end - start)
+        start = end
+    return tuple(sizes)
+
+
+def span(sizes: tuple[int, ...], rank: int) -> slice:
+    """Return where the part of a rank lies, of parts that lie one after the other."""
+    start = sum(sizes[:rank])
+    return slice(start, start + sizes[rank])
+
+
+def own(array: Any, axis: int, sizes: tuple[int, ...], rank: int) -> Any:
+    """Return a rank's part of an array, a view."""
+    at = span(sizes, rank)
+    return array[at] if axis == 0 else array[..., at]

@@ -1,0 +1,111 @@
+// Rescale: the output of a scaled linear layer from its exact sums; the arithmetic is that of layer.cuh.
+//
+//   acc = sums - act_zero_point[m] weight_sums[n] - weight_zero_point[n] act_sums[m] + k act_zero_point[m] weight_zero_point[n]
+//   y   = epilogue(act_scale[m] * weight_scale[n] * acc)
+//
+//   sums         [m, n] s32, sums_leading elements apart
+//   act_scale    [m] (act_step 1) or [1] (act_step 0) of act_scale_is
+//   act_zero_point   as many s32, or null
+//   act_sums     [m] s32, or null where weight_zero_point is
+//   weight_sums  [n] s32, or null where act_zero_point is
+//   weight_scale, weight_zero_point, bias   [n]; the latter two may be null
+//   output       [m, n] SKUDA_OUT, output_leading elements apart; output_scale, output_zero_point: one each, for codes
+//
+// SKUDA_EPILOGUE is its name; SKUDA_ZERO_POINTS is 0 where both zero points are null. A thread keeps what belongs to V
+// neighbouring columns and goes through rows, of which it has U in flight. `lanes` threads, a power of two, share a row of
+// the block.
+#include "layer.cuh"
+
+typedef SKUDA_REAL Real;
+typedef SKUDA_OUT Out;
+
+enum { V = 4, U = SKUDA_ZERO_POINTS ? 1 : sizeof(Real) == 8 ? 2 : 4 };
+enum { CURVED = SKUDA_EPILOGUE == BIAS_GELU || SKUDA_EPILOGUE == BIAS_SILU };
+// Blocks of 256 threads per multiprocessor that the registers must allow: the most without spills.
+enum { BLOCKS = sizeof(Real) == 8 || sizeof(Out) == 1 || CURVED || SKUDA_ZERO_POINTS ? 2 : 4 };
+struct alignas(sizeof(Out) * V < 16 ? sizeof(Out) * V : 16) Outputs { Out of[V]; };
+
+DEVICE bool rows_aligned(const void* p, s64 leading_bytes, s64 rows, u64 bytes) {
+  return ((u64)p | (rows > 1 ? (u64)leading_bytes : 0)) % bytes == 0;
+}
+
+// The precision of a curve depends on the output's element, as in the fused layers.
+DEVICE f32 activated_as(f32 v, s32 epilogue) { return activated<Out>(v, epilogue); }
+DEVICE f64 activated_as(f64 v, s32 epilogue) { return activated<f32>(v, epilogue); }
+__device__ __noinline__ Real curved(Real v) { return activated_as(v, SKUDA_EPILOGUE); }  // long code
+
+DEVICE void rounded(const f64 (&v)[V], const Segment<f32>&, f64 (&y)[V]) {
+#pragma unroll
+  for (int j = 0; j < V; ++j) y[j] = v[j];
+}
+
+struct Columns {  // what belongs to a thread's columns; those beyond the last one are as 0
+  Real scale[V], bias[V];
+  s32 zero_point[V], sum[V];
+};
+
+DEVICE void finish(const uint4& sums, const Columns& own, const GivenRows<Real>& rows, const s32* act_sums, s64 row,
+                   const Segment<f32>& codes, s64 k, Outputs& y) {
+  const s32 sum[V] = {(s32)sums.x, (s32)sums.y, (s32)sums.z, (s32)sums.w};
+  const Real scale = rows.at(row);
+  const s64 za = rows.zero_point ? rows.zero_point[row * rows.step] : 0, a = (act_sums ? act_sums[row] : 0) - k * za;
+  Real v[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    const Real acc = SKUDA_ZERO_POINTS ? rows.difference(sum[j] - za * own.sum[j], own.zero_point[j], a) : (Real)sum[j];
+    v[j] = k == 0 ? (Real)0 : product(product(scale, own.scale[j]), acc);
+    if (SKUDA_EPILOGUE != IDENTITY) v[j] = v[j] + own.bias[j];
+    v[j] = CURVED ? curved(v[j]) : activated_as(v[j], SKUDA_EPILOGUE);
+  }
+  rounded(v, codes, y.of);
+}
+
+KERNEL(256, BLOCKS) rescale(
+    const s32* sums, s64 sums_leading, GIVEN_ROWS_PARAMETERS, const s32* act_sums, const s32* weight_sums,
+    EPILOGUE_PARAMETERS, s32 lanes) {
+  const Epilogue p = EPILOGUE;
+  const GivenRows<Real> rows = GIVEN_ROWS(Real);
+  const s64 column = ((s64)blockIdx.x * lanes + (threadIdx.x & (lanes - 1))) * V, left = n - column;
+  if (left <= 0) return;
+  const bool loads = left >= V && rows_aligned(sums, sums_leading * (s64)sizeof(s32), m, 16);
+  const bool stores = left >= V && rows_aligned(output, output_leading * (s64)sizeof(Out), m, alignof(Outputs));
+  const Segment<f32> codes = p.codes(CodeRange<Out>::least, CodeRange<Out>::most);
+  Columns own;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    own.scale[j] = j < left ? real_at(weight_scale, weight_scale_is, column + j, (Real)0) : (Real)0;
+    own.bias[j] = bias && j < left ? real_at(bias, bias_is, column + j, (Real)0) : (Real)0;
+    own.zero_point[j] = weight_zero_point && j < left ? weight_zero_point[column + j] : 0;
+    own.sum[j] = weight_sums && j < left ? weight_sums[column + j] : 0;
+  }
+  const u32 at_once = blockDim.x / lanes;
+  const s64 step = (s64)gridDim.y * at_once;
+#pragma unroll 1
+  for (s64 first = (s64)blockIdx.y * at_once + threadIdx.x / lanes; first < m; first += U * step) {
+    uint4 held[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      held[u] = make_uint4(0, 0, 0, 0);
+      if (first + u * step >= m) continue;
+      const s32* const from = sums + (first + u * step) * sums_leading + column;
+      if (loads) held[u] = load16(from);
+      else held[u] = make_uint4(from[0], left > 1 ? from[1] : 0, left > 2 ? from[2] : 0, left > 3 ? from[3] : 0);
+    }
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const s64 row = first + u * step;
+      if (row >= m) break;
+      Outputs y;
+      finish(held[u], own, rows, act_sums, row, codes, k, y);
+      Out* const to = p.output + row * output_leading + column;
+      if (stores) {
+        *(Outputs*)to = y;
+        continue;
+      }
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        if (j < left) to[j] = y.of[j];
+      }
+    }
+  }
+}

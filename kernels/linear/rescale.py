@@ -1,0 +1,235 @@
+"""Rescale: the second half of `scaled_linear`, which makes the layer's output from exact sums of codes.
+
+Formula
+-------
+acc = sums[m, n] - act_zero_point[m] weight_sums[n] - weight_zero_point[n] act_sums[m] + k act_zero_point[m]
+weight_zero_point[n], exactly; v = RN_C(RN_C(act_scale[m] * weight_scale[n]) * RN_C(acc)); then, by epilogue,
+RN_C(v + bias[n]) and relu (exact), gelu (erf form) or silu (both within 2 ulp of C); output = RN_T(v), or
+clamp(rne(RN_C(v / output_scale)) + output_zero_point) for an s8 or u8 output. C is f64 for an f64 output, else f32.
+K == 0 gives v = +0. With `act_scale_scope` tensor, `act_scale[0]` and `act_zero_point[0]` serve every row.
+
+With sums = sum_k act_q weight_q, act_sums = sum_k act_q and weight_sums = sum_k weight_q, this is `scaled_linear` of
+those codes, bit for bit. A zero point that is left out is 0, and its products are, too.
+
+Codes of gelu and silu are within one of the reference's where the last ulp of v is small beside `output_scale`. If an
+array `output_scale` is 0, that ulp decides between NaN and infinity.
+
+Shapes
+------
+`sums` and `output` [m, n]; `act_scale` and `act_zero_point` [m] or, with `act_scale_scope` tensor, [1]; `act_sums`
+[m], given with `weight_zero_point`; `weight_scale`, `weight_zero_point` and `bias` [n]; `weight_sums` [n], given with
+`act_zero_point`.
+
+Elements
+--------
+`sums`, `act_sums` and `weight_sums` s32; output f16, bf16, f32, f64, s8, u8; `act_scale`, `weight_scale` and `bias` C
+or any narrower float; zero points s32, of any value.
+
+Units
+-----
+`sums` counts products of code steps, `act_sums` and `weight_sums` count code steps; `act_scale` and `weight_scale` are
+real units per code step; `bias` is real; `output_scale` is real units per output code.
+
+Errors
+------
+`InvalidProblem` for `m`, `n` or `k` outside [0, 2^31-1]; an `act_scale_scope` other than token and tensor; an argument
+that is missing, unknown, of another element or shape, or that overlaps an output; an `output_scale` that is 0 or not
+finite.
+`Unsupported` for an element outside the lists above.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import model_validator
+
+from skuda.kernels.blocks import Index, blocks
+from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.linear.epilogue import Epilogue
+from skuda.kernels.linear.problem import CODES8, OUTPUTS
+from skuda.kernels.linear.product import _less, _round_integer
+from skuda.kernels.linear.scaled_linear import ScaledLinearDescriptor
+from skuda.kernels.offers import cuda_skus, elementwise_guarantee, numpy_skus
+from skuda.registry.descriptor import Argument, Descriptor, Role
+from skuda.registry.elements import FLOATS, ElementKind
+from skuda.registry.guarantee import PrecisionGuarantee
+from skuda.registry.op import Case, Op, Values
+from skuda.registry.value import Extent
+from skuda.registry.vocabulary import ActivationKind, DynamicRangeScope, EpilogueKind, OpCategory
+
+_SCOPES = (DynamicRangeScope.TOKEN, DynamicRangeScope.TENSOR)
+
+
+class RescaleDescriptor(Descriptor):
+    """Problem of `rescale`.
+
+    Attributes
+    ----------
+    m, n, k : int
+        Rows and columns of the sums, and the number of products in each.
+    output_element : ElementKind
+        Element of the output.
+    epilogue : EpilogueKind
+        What follows the scales; all but ``identity`` take `bias`.
+    act_scale_scope : DynamicRangeScope
+        Whether the activation has a scale (and zero point) per ``token`` or one for the whole ``tensor``.
+    has_act_zero_point, has_weight_zero_point : bool
+        Whether `act_zero_point` and `weight_sums`, and `weight_zero_point` and `act_sums` are passed.
+    """
+
+    op: Literal["rescale"] = "rescale"
+    category: ClassVar[OpCategory] = OpCategory.QUANTIZATION
+    element_field: ClassVar[str] = "output_element"
+    m: Extent
+    n: Extent
+    k: Extent
+    output_element: ElementKind
+    epilogue: EpilogueKind = EpilogueKind.IDENTITY
+    act_scale_scope: DynamicRangeScope = DynamicRangeScope.TOKEN
+    has_act_zero_point: bool = False
+    has_weight_zero_point: bool = False
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        if self.act_scale_scope not in _SCOPES:
+            self.refuse("act_scale_scope", self.act_scale_scope, f"be one of {', '.join(_SCOPES)}")
+        return self
+
+    @property
+    def layer(self) -> ScaledLinearDescriptor:
+        """The layer whose sums these are; what its codes are does not matter any more."""
+        return ScaledLinearDescriptor(**{name: getattr(self, name) for name in _OF_THE_LAYER})
+
+    @property
+    def compute(self) -> ElementKind:
+        """The type C that scales and epilogue are computed in."""
+        return self.output_element.compute
+
+    @property
+    def num_scales(self) -> int:
+        """Scales, and zero points, of the activation: `m`, or 1 for the tensor."""
+        return self.m if self.act_scale_scope is DynamicRangeScope.TOKEN else 1
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return the arguments that this problem takes."""
+        m, n, s32, compute = self.m, self.n, (ElementKind.S32,), self.compute
+        reals = tuple(dict.fromkeys((compute, *(e for e in FLOATS if e.bits < compute.bits))))
+        found = [
+            Argument("sums", Role.INPUT, s32, (m, n)),
+            Argument("act_scale", Role.INPUT, reals, (self.num_scales,)),
+        ]
+        if self.has_act_zero_point:
+            found.append(Argument("act_zero_point", Role.INPUT, s32, (self.num_scales,)))
+            found.append(Argument("weight_sums", Role.INPUT, s32, (n,)))
+        found.append(Argument("weight_scale", Role.INPUT, reals, (n,)))
+        if self.has_weight_zero_point:
+            found.append(Argument("weight_zero_point", Role.INPUT, s32, (n,)))
+            found.append(Argument("act_sums", Role.INPUT, s32, (m,)))
+        if self.epilogue.requires_bias:
+            found.append(Argument("bias", Role.INPUT, reals, (n,)))
+        if self.output_element in CODES8:
+            found.append(Argument("output_scale", Role.SCALE, (compute,)))
+            found.append(Argument("output_zero_point", Role.ZERO_POINT, s32))
+        return (*found, Argument("output", Role.OUTPUT, (self.output_element,), (m, n)))
+
+
+_OF_THE_LAYER = tuple(name for name in RescaleDescriptor.model_fields if name != "op")
+
+
+@np.errstate(all="ignore")  # infinities and NaN are valid results here
+def reference(
+    problem: RescaleDescriptor,
+    *,
+    output: Any,
+    act_scale: Any,
+    weight_scale: Any,
+    bias: Any = None,
+    output_scale: Any = None,
+    output_zero_point: Any = None,
+    **integers: Any,
+) -> None:
+    """Write `output` by the formula of the module."""
+    epilogue = Epilogue(problem.layer, weight_scale, bias, output_scale, output_zero_point)
+    dtype = storage_dtype(problem.compute)
+    scales = np.broadcast_to(act_scale, (problem.m,))
+    for index in blocks(output.shape):
+        rows, columns = index
+        exact = _rounded_sums(problem, index, integers, dtype) if problem.k else None
+        epilogue.apply(scales[rows].astype(dtype), exact, columns, output[index])
+
+
+def _rounded_sums(
+    problem: RescaleDescriptor, index: Index, integers: dict[str, Any], dtype: np.dtype[Any]
+) -> npt.NDArray[Any]:
+    """Return ``RN_C(acc)`` of a box of the output: acc is exact and rounded once."""
+    rows, columns = index
+
+    def widened(name: str, at: slice) -> npt.NDArray[np.int64]:
+        return np.asarray(integers[name][at], np.int64)
+
+    acc, za = integers["sums"][index].astype(np.int64), np.zeros(rows.stop - rows.start, np.int64)
+    if problem.has_act_zero_point:
+        za += widened("act_zero_point", rows if problem.act_scale_scope is DynamicRangeScope.TOKEN else slice(1))
+        acc = _less(acc, za, widened("weight_sums", columns))
+    if problem.has_weight_zero_point:
+        acc = _less(acc, widened("act_sums", rows) - problem.k * za, widened("weight_zero_point", columns))
+    if acc.dtype == object:
+        acc = np.frompyfunc(lambda n: _round_integer(n, dtype), 1, 1)(acc)
+    return np.asarray(acc, dtype)
+
+
+def _cases() -> tuple[Case, ...]:
+    """Return every output with every epilogue, with and without zero points, over sizes of whole and partial chunks."""
+    sizes = ((17, 33), (2, 3), (0, 3), (3, 0), (1, 1), (130, 70), (31, 40), (5, 264), (3, 1040), (1, 8))
+    depths = (65, 1, 0, 4096, 2**31 - 1, 40)
+    values: tuple[Values, ...] = ("special", "normal", "special", "normal", "normal")
+    made = []
+    either = (False, True)
+    for number, (output, epilogue, act, weight) in enumerate(product(OUTPUTS, EpilogueKind, either, either)):
+        of_output = number // 20
+        m, n = sizes[(7 * number + 3 * of_output) % len(sizes)]
+        problem = RescaleDescriptor(
+            m=m,
+            n=n,
+            k=depths[number % 7 % len(depths)],
+            output_element=output,
+            epilogue=epilogue,
+            act_scale_scope=_SCOPES[number // 3 % 2],
+            has_act_zero_point=act,
+            has_weight_zero_point=weight,
+        )
+        made.append(Case(problem, values[(number + of_output) % len(values)]))
+    return tuple(made)
+
+
+CASES = _cases()
+
+
+def _flags(output: ElementKind, _: ElementKind | None) -> tuple[str, ...]:
+    return ("-fmad=false", f"-DSKUDA_REAL={output.compute}", f"-DSKUDA_OUT={output}")
+
+
+def _guarantee(output: ElementKind, epilogue: EpilogueKind | None) -> PrecisionGuarantee:
+    """Promise the reference's bits, except for gelu and silu, for which it is as for the fused layers."""
+    curved = epilogue is not None and epilogue.activation in (ActivationKind.GELU, ActivationKind.SILU)
+    return elementwise_guarantee(output).model_copy(update={"max_ulp": 2 if curved else 0})
+
+
+SKUS = (
+    *cuda_skus(
+        RescaleDescriptor,
+        __name__,
+        OUTPUTS,
+        epilogues=EpilogueKind,
+        launch="skuda.kernels.linear.rescale_launch:rescale",
+        flags=_flags,
+        guarantee=_guarantee,
+        summary="four columns per thread, whose scales it keeps",
+    ),
+    *numpy_skus(RescaleDescriptor, __name__, OUTPUTS, epilogues=EpilogueKind),
+)
+OP = Op(RescaleDescriptor, reference, CASES, SKUS, source="the epilogue of scaled_linear")

@@ -1,0 +1,109 @@
+"""Amax: the largest magnitude of every row, from which `amax_quantize` makes the row's scale and codes.
+
+Formula
+-------
+output[n] = max |C(input[n, :])|. NaN is skipped; a row without a number, or without any element, has +0. The maximum is
+exact and has no order, so the maximum of the results of a row's parts is the result of the row.
+
+Shapes
+------
+`input` [n, d]; `output` [n].
+
+Elements
+--------
+input f16, bf16, f32, f64; `output` has the compute type C (f64 for f64 data, f32 otherwise).
+
+Units
+-----
+`output` is in the units of `input`.
+
+Errors
+------
+`InvalidProblem` for `n` or `d` outside [0, 2^31-1]; an argument that is missing, unknown, of another element or shape,
+or that overlaps an output.
+`Unsupported` for an element outside the list above.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from skuda.kernels.blocks import blocks
+from skuda.kernels.dtypes import compute_dtype
+from skuda.kernels.offers import cuda_skus, element_flags, numpy_skus
+from skuda.kernels.quantize.granularity import PerToken
+from skuda.registry.descriptor import Argument, Role
+from skuda.registry.elements import FLOATS, ElementKind
+from skuda.registry.op import Case, Op, Values
+
+SIZES = ((17, 64), (0, 8), (5, 0), (1, 1), (3, 7), (9, 256), (260, 16), (2, 4096), (7, 1304), (2, 16400), (1, 70008))
+"""n, d of the cases: from parts of a chunk to more than a block holds."""
+
+
+class AmaxDescriptor(PerToken):
+    """Problem of `amax`.
+
+    Attributes
+    ----------
+    n, d : int
+        Rows and columns.
+    input_element : ElementKind
+        Element of the data.
+    """
+
+    kernel: ClassVar[str] = "amax"
+    op: Literal["amax"] = "amax"
+    input_element: ElementKind
+    element_field: ClassVar[str] = "input_element"
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return input, output."""
+        return (
+            self.data("input", Role.INPUT, self.input_element),
+            Argument("output", Role.OUTPUT, (self.input_element.compute,), (self.n,)),
+        )
+
+
+@np.errstate(all="ignore")  # a signalling NaN warns when it is converted
+def reference(problem: AmaxDescriptor, *, input: Any, output: Any) -> None:
+    """Write `output` by the formula of the module."""
+    compute = compute_dtype(problem.input_element)
+    output[...] = 0
+    for rows, columns in blocks(input.shape):
+        magnitudes = np.abs(input[rows, columns].astype(compute))
+        magnitudes[np.isnan(magnitudes)] = 0
+        output[rows] = np.maximum(output[rows], magnitudes.max(axis=1))
+
+
+def _cases() -> tuple[Case, ...]:
+    """Return every element with rows of every length."""
+    values: tuple[Values, ...] = ("normal", "special", "infinite", "normal", "zero")
+    plan = [(data, size) for size in SIZES for data in FLOATS] + [(data, SIZES[0]) for data in FLOATS]
+    return tuple(
+        Case(AmaxDescriptor(n=n, d=d, input_element=data), values[number % len(values)])
+        for number, (data, (n, d)) in enumerate(plan)
+    )
+
+
+CASES = _cases()
+
+
+def _flags(data: ElementKind, _: ElementKind | None) -> tuple[str, ...]:
+    return element_flags(data, ElementKind.S8)
+
+
+SKUS = (
+    *cuda_skus(
+        AmaxDescriptor,
+        __name__,
+        FLOATS,
+        launch="skuda.kernels.quantize.amax_launch:amax",
+        flags=_flags,
+        entry_point="amax_block",
+        summary="one read of every row",
+    ),
+    *numpy_skus(AmaxDescriptor, __name__, FLOATS),
+)
+OP = Op(AmaxDescriptor, reference, CASES, SKUS, source="the range of dynamic_range, symmetric, per token")

@@ -1,0 +1,78 @@
+"""Amax and amax quantize: together they are dynamic range, of whole rows and of rows in parts."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from support import assert_same_bits, draw, fresh, run
+
+from skuda.kernels.catalog import built_in_registry
+from skuda.kernels.quantize import AmaxDescriptor, AmaxQuantizeDescriptor, DynamicRangeQuantizeDescriptor
+from skuda.kernels.quantize.amax_quantize import CODES8
+from skuda.registry import Case, InvalidProblem
+from skuda.registry.elements import FLOATS
+
+PAIRS = list(product(FLOATS, CODES8))
+SIZES = ((1, 1), (5, 0), (7, 33), (3, 300))
+
+
+@pytest.mark.parametrize("values", ["normal", "special", "infinite", "zero", "ties"])
+@pytest.mark.parametrize(("data", "code"), PAIRS)
+def test_the_maxima_of_parts_give_the_codes_of_dynamic_range(data, code, values):
+    rng = fresh(data, code, values)
+    op = built_in_registry().ops["dynamic_range"]
+    low, high = code.integer_range
+    for n, d in SIZES:
+        bounds = {"q_min": int(rng.integers(low, 2)), "q_max": int(rng.integers(1, high, endpoint=True))}
+        shared = {"n": n, "input_element": data}
+        whole = DynamicRangeQuantizeDescriptor(d=d, output_element=code, **bounds, **shared)
+        x = draw(op, Case(whole, values), rng).inputs["input"]
+        want = run(whole, {"input": x})
+        parts = np.split(x, np.sort(rng.integers(0, d + 1, 3)), axis=1)
+        peaks = [run(AmaxDescriptor(d=part.shape[1], **shared), {"input": part})["output"] for part in parts]
+        amax = np.max(peaks, axis=0)
+        problems = [AmaxQuantizeDescriptor(d=part.shape[1], output_element=code, **bounds, **shared) for part in parts]
+        got = [run(problem, {"input": part, "amax": amax}) for problem, part in zip(problems, parts, strict=True)]
+        assert_same_bits(np.concatenate([each["output"] for each in got], axis=1), want["output"], "codes")
+        for each in got:
+            assert_same_bits(each["scale_out"], want["scale_out"], "scales")
+
+
+@pytest.mark.parametrize(("data", "code"), PAIRS)
+def test_any_maximum_follows_the_formula(data, code):
+    rng = fresh(data, code)
+    op = built_in_registry().ops["quantize_per_tensor"]
+    low, high = code.integer_range
+    compute = np.float64 if data.compute == "f64" else np.float32
+    for number in (-0.0, -3.5, -np.inf, np.inf, np.nan, 5e-324, float(np.finfo(compute).max)):
+        with np.errstate(over="ignore", under="ignore"):
+            amax = np.full(4, number, compute)
+            scale = amax / compute(high)
+        scale[scale == 0] = 1
+        fields = {"q_min": low, "q_max": high, "input_element": data, "output_element": code}
+        whole = op.descriptor(numel=4 * 9, **fields)
+        x = draw(op, Case(whole, "infinite"), rng).inputs["input"].reshape(4, 9)
+        want = run(whole, {"input": x, "scale": scale[:1], "zero_point": np.zeros(1, np.int32)})["output"]
+        got = run(AmaxQuantizeDescriptor(n=4, d=9, **fields), {"input": x, "amax": amax})
+        assert_same_bits(got["scale_out"], scale, f"the scale of {number}")
+        assert_same_bits(got["output"], want, f"the codes of {number}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"q_max": 0}, "q_max"),
+        ({"q_min": 0, "q_max": -1}, "q_max"),
+        ({"q_min": -129}, "q_min"),
+        ({"q_max": 128}, "q_max"),
+        ({"n": -1}, "n"),
+        ({"d": 2**31}, "d"),
+    ],
+)
+def test_a_bad_field_is_named(fields, named):
+    given = {"n": 2, "d": 3, "q_min": -127, "q_max": 127, "input_element": "f32", "output_element": "s8"}
+    with pytest.raises(InvalidProblem) as caught:
+        AmaxQuantizeDescriptor(**given | fields)
+    assert caught.value.field == named
