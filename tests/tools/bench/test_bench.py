@@ -1148,7 +1148,10 @@ def on_paper(monkeypatch):
         (["--output", "x", "--show", "nowhere.json"], "--output must be left out"),
         (["--cutlass", "x", "--show", "nowhere.json"], "--cutlass must be left out"),
         (["linear", "--cutlass", "nowhere"], "--cutlass must be a folder with the objects that this builds: bash "),
-        (["quantize", "--random", "3"], "--random must stand beside a product, such as linear; had dequantize_per_"),
+        (
+            ["quantize", "--random", "3"],
+            "--random must stand beside a product, such as linear; had amax, amax_quantize, ",
+        ),
         (["linear", "--random", "0"], "random"),
         (["--random", "3", "--show", "nowhere.json"], "--random must be left out"),
         (["linear", "--shapes", "2x4x8", "--chain", "4"], "--chain must stand beside products with N = K only"),
