@@ -57,7 +57,6 @@ from skuda.tools.bench.record import (
     Ceilings,
     HostCost,
     RivalResult,
-    load_benches,
     measurer_hash,
 )
 from skuda.tools.bench.rivals import Alternatives, Rival, absence, rivals_of
@@ -993,10 +992,10 @@ def test_a_record_survives_its_file(tmp_path):
     earlier = record.model_copy(update={"date": "2020-01-01"})
     earlier.save(path.with_name("z.json"))
     (path.parent / "other.json").write_text('{"kind": "skuda verify"}')
-    assert load_benches(path.parent) == (earlier, record)
+    assert BenchRecord.files(path.parent) == {path: record, path.with_name("z.json"): earlier}
     (path.parent / "other.json").write_text("{")
     with pytest.raises(InvalidRecord, match=r"other\.json"):
-        load_benches(path.parent)
+        BenchRecord.files(path.parent)
 
 
 def test_other_files_are_refused_by_name(tmp_path):
