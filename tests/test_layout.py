@@ -66,6 +66,7 @@ TOOLS = (
     "tools.smoothquant",
     "tools.checkpoint",
     "tools.demo",
+    "tools.ranks",
     "tools.train",
     "tools.testing",
     "tools.commands",
