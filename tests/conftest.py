@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 import venv
@@ -22,6 +23,9 @@ from skuda.registry import Registry
 EXAMPLES = ("example_backend", "example_kernel")
 # The examples are packages of their own, whose tests run where they are installed.
 collect_ignore = list(EXAMPLES)
+# A shell starts what it puts in the background deaf to Ctrl-C, and so would be all programs that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.extend(str(TESTS / name / "src") for name in EXAMPLES)
 
 

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, JsonValue
 
 from skuda.dispatch.select.environment import Environment, Line
 from skuda.dispatch.select.explanation import as_json
+from skuda.dispatch.select.shard import ShardedRecord, WorkShard
 from skuda.dispatch.system.files import open_regular
 from skuda.dispatch.system.writing import write_whole
 from skuda.registry.cached import cached_property
@@ -142,7 +143,7 @@ class Entry(Value):
     @cached_property
     def key(self) -> str:
         """The key of its problem."""
-        return _key(self.problem)
+        return key_of(self.problem)
 
     @property
     def op(self) -> str:
@@ -150,7 +151,7 @@ class Entry(Value):
         return str(self.problem["op"])
 
 
-class Tuning(Value):
+class Tuning(ShardedRecord):
     """Measured times on one device, from which kernels are chosen.
 
     Attributes
@@ -159,6 +160,9 @@ class Tuning(Value):
         Distinguishes these files from other JSON.
     schema_version : int
         Version of the record's schema.
+    shard : WorkShard or None
+        Which part of a list of problems the entries are; None for a whole list. Only files of the same part update each
+        other.
     environment : Environment
         The conditions of all measurements.
     margin : float
@@ -169,6 +173,7 @@ class Tuning(Value):
 
     kind: Literal["skuda tuning"] = "skuda tuning"
     schema_version: Literal[1] = 1
+    shard: WorkShard | None = None
     environment: Environment
     margin: Percent = MARGIN
     entries: tuple[Entry, ...] = ()
@@ -189,7 +194,7 @@ class Tuning(Value):
         given: object = problem
         if not isinstance(given, Descriptor):
             self.refuse("problem", shown(given), "be a descriptor")
-        return self._by_problem.get(_key(as_json(problem)))
+        return self._by_problem.get(key_of(as_json(problem)))
 
     def updated(self, other: Tuning) -> Tuning:
         """Return a copy with the entries of another record, which replace those of the same problems.
@@ -197,23 +202,24 @@ class Tuning(Value):
         Raises
         ------
         InvalidRecord
-            If the other record has another environment or another margin.
+            If the other record has another environment, another margin or another shard.
         """
         given: object = other
         if not isinstance(given, Tuning):
             self.refuse("other", shown(given), "be a Tuning")
-        mine, theirs = self._conditions(), other._conditions()
+        mine, theirs = self.conditions(), other.conditions()
         for name in dict.fromkeys((*mine, *theirs)):
             had, must = theirs.get(name, "none"), mine.get(name, "none")
             if had != must:
                 self.refuse(name, _short(str(had)), f"be that of the entries there are, {_short(str(must))}")
         return self.model_copy(update={"entries": tuple({**self._by_problem, **other._by_problem}.values())})
 
-    def _conditions(self) -> dict[str, object]:
+    def conditions(self) -> dict[str, object]:
         """Return, by name, the conditions that all entries share."""
         where = self.environment
         versions = {f"the version of {name}": version for name, version in where.versions.items()}
-        return {"device": where.device, "driver": where.driver, "skuda": where.skuda, "margin": self.margin, **versions}
+        own = {"device": where.device, "driver": where.driver, "skuda": where.skuda, "margin": self.margin}
+        return {**own, **versions, "shard": self.shard.label if self.shard is not None else "none"}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file atomically into an existing folder.
@@ -272,7 +278,8 @@ def _path(given: object) -> Path:
     return path
 
 
-def _key(problem: Mapping[str, Any]) -> str:
+def key_of(problem: Mapping[str, Any]) -> str:
+    """Return the key of a problem, given as JSON values: a text that is equal for equal problems."""
     return json.dumps(problem, sort_keys=True, separators=(",", ":"))
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from rich.console import Console
 
 from skuda.dispatch import KNOWN_DEVICES, Device, Dispatcher, Tuning
-from skuda.dispatch.select.tuning import MARGIN, Entry
+from skuda.dispatch.select.shard import WorkShard
+from skuda.dispatch.select.tuning import MARGIN, Entry, key_of
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem, InvalidRecord, Unsupported
 from skuda.registry.registry import Registry
@@ -23,6 +24,7 @@ from skuda.tools.bench.outcome import outcome_of, print_tuning, rows, tuning_mar
 from skuda.tools.bench.tuner import Tuner, environment
 from skuda.tools.files import check
 from skuda.tools.output import chosen, progress, records, refuse, split, stderr, stdout
+from skuda.tools.shard import read_shard, tell_shard
 from skuda.tools.words.cases import random_shapes, rank_of, select_cases, select_ops
 from skuda.tools.words.problem import describe, pairs
 from skuda.tools.words.shapes import read_shapes
@@ -44,6 +46,7 @@ class Request:
     variants: Sequence[str] = ()
     repeats: int = 20
     seed: int | None = None
+    shard: str | None = None
     margin: float | None = None
     own_options: Sequence[str] = ()
 
@@ -86,7 +89,7 @@ def run(
     """
     if show is not None:
         given: dict[str, object] = {"OPS": request.tokens, "--shapes": request.shapes, "--element": request.elements}
-        given |= {"--random": request.random, "--variant": request.variants}
+        given |= {"--random": request.random, "--variant": request.variants, "--shard": request.shard}
         given |= {"--backend": request.backend, "--output": output, "--update": update}
         given["--margin"] = request.margin is not None
         other = next((name for name, value in given.items() if value), None)
@@ -98,17 +101,24 @@ def run(
     dispatcher = Dispatcher(tuning="")
     if request.backend is not None and request.backend not in dispatcher.registry.backends:
         refuse("tune", "--backend", request.backend, tuple(dispatcher.registry.backends))
+    numbers = None if request.shard is None else read_shard("tune", request.shard, seed=request.seed)
     seed = int.from_bytes(os.urandom(4), "little") if request.seed is None else request.seed
     request = replace(request, seed=seed, variants=split(request.variants))
-    problems = _problems(dispatcher.registry, request)
+    problems = list(dict.fromkeys(_problems(dispatcher.registry, request)))
     known = sorted({sku.variant for sku in dispatcher.registry})
     chosen("tune", "--variant", request.variants, known)
     device = dispatcher.devices[0]
-    path = output or Path(f"tuning-{_slug(device)}.json")
-    fresh = Tuning(environment=environment(device), margin=MARGIN if request.margin is None else request.margin)
+    shard = None
+    if numbers is not None:
+        shard = WorkShard.of(*numbers, [key_of(problem.model_dump(mode="json")) for problem in problems])
+        tell_shard(shard, "problem")
+        problems = shard.pick(problems)
+    path = output or Path(f"tuning-{_slug(device)}{f'-{shard.index}-of-{shard.count}' if shard else ''}.json")
+    margin = MARGIN if request.margin is None else request.margin
+    fresh = Tuning(environment=environment(device), margin=margin, shard=shard)
     before = _before(path, fresh, update=update, keep_margin=request.margin is None)
     try:
-        entries = _measured(dispatcher, device, request, problems)
+        entries = _measured(dispatcher, device, request, problems) if problems else ()
     except Unsupported as error:
         stderr().print(f"skuda: {error}", style="red", soft_wrap=True)
         return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import time
 from dataclasses import replace
@@ -232,6 +233,61 @@ def test_where_no_kernel_fits_nothing_is_compiled(skuda, monkeypatch):
     status, out, err = skuda(*FILL)
     assert (status, out, jobs) == (1, "", [])
     assert "nothing to compile" in err
+
+
+def jobs_of(shard, skuda, monkeypatch, cache, *more):
+    """Compile a shard, or all for None, into a cache of its own; gives what was compiled, and standard error."""
+    with monkeypatch.context() as patch:
+        patch.setenv("SKUDA_CACHE_DIR", str(cache))
+        jobs = fake(patch)
+        part = () if shard is None else ("--shard", shard)
+        status, _, err = skuda("compile", *SHARED, *(more or ("--device", "h200,a100")), *part)
+    assert status == 0
+    return [(job.source.name, job.arch, job.flags, job.sku) for job in jobs], err
+
+
+SHARED = ("--op", "dynamic_range,fill", "--backend", "cuda_core")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shards_are_disjoint_and_together_everything(skuda, monkeypatch, tmp_path, count):
+    every, _ = jobs_of(None, skuda, monkeypatch, tmp_path / "all")
+    shards = [f"{number}/{count}" for number in range(1, count + 1)]
+    found = [jobs_of(shard, skuda, monkeypatch, tmp_path / "of" / shard) for shard in shards]
+    assert sorted(job for jobs, _ in found for job in jobs) == sorted(every)
+    sizes = [len(jobs) for jobs, _ in found]
+    assert max(sizes) - min(sizes) <= 1
+    told = [f"skuda: shard {shard}: {size} of {len(every)} cubins" for shard, size in zip(shards, sizes, strict=True)]
+    assert [err.splitlines()[-1] for _, err in found] == told
+
+
+def test_a_shard_depends_neither_on_the_order_of_words_nor_on_what_is_cached(skuda, monkeypatch, tmp_path):
+    first, _ = jobs_of("2/3", skuda, monkeypatch, tmp_path / "one")
+    jobs_of("1/3", skuda, monkeypatch, tmp_path / "two")
+    typed = ("--device", "a100", "--device", "h200", "--op", "fill,dynamic_range")
+    other, _ = jobs_of("2/3", skuda, monkeypatch, tmp_path / "two", *typed)
+    assert sorted(row[:3] for row in other) == sorted(row[:3] for row in first)
+    assert jobs_of("2/3", skuda, monkeypatch, tmp_path / "two")[0] == [], "all are there"
+
+
+def test_copies_of_the_caches_of_all_shards_are_the_cache_of_one_run(skuda, monkeypatch, tmp_path):
+    for number in (1, 2, 3):
+        jobs_of(f"{number}/3", skuda, monkeypatch, tmp_path / str(number))
+    for number in (2, 3):
+        shutil.copytree(tmp_path / str(number), tmp_path / "1", dirs_exist_ok=True)
+    assert jobs_of(None, skuda, monkeypatch, tmp_path / "1")[0] == []
+    shutil.rmtree(tmp_path / "2" / "cubins-2")
+    assert jobs_of(None, skuda, monkeypatch, tmp_path / "2")[0] != [], "one run makes what a missing shard left out"
+
+
+def test_an_empty_shard_of_cubins_succeeds_and_says_so(skuda, monkeypatch):
+    fake(monkeypatch)
+    everything = ("compile", "--op", "fill", "--arch", "sm_80", "--backend", "cuda_core")
+    total = sum(int(row[3]) for row in rows(skuda(*everything)[1]))
+    status, out, err = skuda(*everything, "--shard", "99/99")
+    assert (status, out, err) == (0, "", f"skuda: shard 99/99 is empty: there are {total} cubins\n")
+    status, out, _ = skuda(*everything, "--shard", "99/99", "--json")
+    assert (status, json.loads(out)["cubins"]) == (0, [])
 
 
 BAD = {
