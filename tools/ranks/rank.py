@@ -14,8 +14,8 @@ from skuda.dispatch.device import HOST
 from skuda.dispatch.shard import GroupBroken
 from skuda.tools.ranks.carriers import BROKEN
 from skuda.tools.ranks.framework import NUMPY, torch_on
+from skuda.tools.ranks.joined import Joined, others
 from skuda.tools.ranks.work import hashes_of, read_orders, tell
-from skuda.torch import TorchGroup
 
 
 def run(folder: Path, rank: int) -> None:
@@ -29,16 +29,18 @@ def run(folder: Path, rank: int) -> None:
         device = next(one for one in dispatcher.devices if one.place == ("cuda", rank))
     most, patience = max(orders.counts), timedelta(seconds=orders.patience)
     rendezvous = folder.joinpath("rendezvous").as_uri()
-    distributed.init_process_group(orders.backend, rendezvous, patience, most, rank)
+    with others():
+        distributed.init_process_group(orders.backend, rendezvous, patience, most, rank)
     for count in orders.counts:
         # Every process takes part in making a group, its members or not.
-        members = distributed.new_group(list(range(count)), patience)
+        with others():
+            members = distributed.new_group(list(range(count)), patience)
         if rank < count:
-            tell(
-                folder, count, rank, hashes_of(orders.task.outputs(TorchGroup(members), framework, dispatcher, device))
-            )
-    distributed.barrier()
-    distributed.destroy_process_group()
+            group = Joined(members, framework)
+            tell(folder, count, rank, hashes_of(orders.task.outputs(group, framework, dispatcher, device)))
+    with others():
+        distributed.barrier()
+        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

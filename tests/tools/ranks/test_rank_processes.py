@@ -8,6 +8,8 @@ import textwrap
 import time
 
 import pytest
+from collectives import collectives
+from paths import ROOT
 from rich.console import Console
 from support import dispatcher, fresh
 
@@ -16,9 +18,11 @@ from skuda.dispatch import BackendStatus, Dispatcher
 from skuda.dispatch.backends.cuda_core import CudaCoreBackend
 from skuda.dispatch.backends.numpy import NumpyBackend
 from skuda.dispatch.device import HOST, device_named
+from skuda.dispatch.shard import on_ranks
 from skuda.registry.errors import InvalidProblem, MissingDependency
 from skuda.tools.ranks.carriers import BROKEN, Processes, RankFailed, Threads
 from skuda.tools.ranks.command import chosen, demo, run_demo
+from skuda.tools.ranks.framework import NUMPY
 from skuda.tools.ranks.stack import LARGE, SMALL, Sizes
 from skuda.tools.ranks.work import BATCHES, WAYS, Task
 
@@ -132,6 +136,34 @@ def test_a_rank_of_torch_that_is_killed_ends_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(command_module, "chosen", lambda *_: (carrier, TINY, ""))
     assert run_command(3) == (2, "", "skuda demo: rank 1 failed: killed by SIGKILL\n")
     assert_ended(tmp_path)
+
+
+@pytest.mark.full
+def test_joined_processes_compute_what_the_definition_says(tmp_path):
+    """The same program on threads and on processes, with arrays of NumPy and of torch."""
+    pytest.importorskip("torch")
+    seed = int(fresh("collectives").integers(2**32))
+    text = f"""
+        sys.path.insert(0, {str(ROOT / "tests" / "tools" / "ranks")!r})
+        from datetime import timedelta
+        from torch import distributed
+        from collectives import collectives
+        from skuda.tools.ranks.framework import NUMPY, torch_on
+        from skuda.tools.ranks.joined import Joined
+        where = (folder / "rendezvous").as_uri()
+        distributed.init_process_group("gloo", where, timedelta(seconds=60), 3, rank)
+        for framework in (NUMPY, torch_on("cpu")):
+            found = collectives(Joined(distributed.group.WORLD, framework), framework, {seed})
+            Path({str(tmp_path)!r}, f"{{framework.name}}-{{rank}}").write_text(found)
+        told = {{b: {{w: "" for w in {WAYS}}} for b in {tuple(BATCHES)}}}
+        (folder / f"3-{{rank}}.json").write_text(json.dumps(told))
+        distributed.barrier()
+        distributed.destroy_process_group()
+    """
+    [*programmed(tmp_path, text, patience=120.0).run(task_of(fresh("orders")), (3,))]
+    want = on_ranks(3, lambda group: collectives(group, NUMPY, seed))
+    for name in ("numpy", "torch"):
+        assert [tmp_path.joinpath(f"{name}-{rank}").read_text() for rank in range(3)] == want
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
