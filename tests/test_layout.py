@@ -72,6 +72,7 @@ TOOLS = (
     "tools.smoothquant",
     "tools.checkpoint",
     "tools.demo",
+    "tools.ranks",
     "tools.testing",
     "tools.commands",
     "tools.cli",

@@ -498,18 +498,38 @@ def _doctor(*, as_json: Json = False) -> None:
 @app.command("demo")
 def _demo(
     *,
-    plot: Annotated[Path, _option("PNG", "Where the plot of the error per layer goes.")] = Path("skuda-demo.png"),
+    plot: Annotated[
+        Path | None, _option("PNG", "Where the plot of the error per layer goes, else skuda-demo.png.")
+    ] = None,
     device: Annotated[
         str, _option("WHERE", "Where the products run: host, gpu, or a GPU where one is usable.")
     ] = "auto",
-    framework: Annotated[str, _option("NAME", "What runs the model: numpy, or torch.")] = "numpy",
+    framework: Annotated[str | None, _option("NAME", "What runs the encoder: numpy, or torch; else numpy.")] = None,
+    gpus: Annotated[
+        int | None, _option("N", "Hash a transformer stack on 1 to N GPUs, or processes of the CPU, instead.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Run a real sentence encoder in int8, and in f32.
 
     The arithmetic is the same to the bit on the host and on a GPU; the report says where it ran.
+
+    With --gpus, show that a stack of transformer blocks in int8 has the same bits on every number of ranks, in every
+    batch, on the CPU and on GPUs, and bf16 has not. Exits with 1 where int8 has not, either.
     """
-    from skuda.tools.demo.command import demo
     from skuda.tools.output import stdout
 
-    return demo(plot=plot, as_json=as_json, console=stdout(), device=device, framework=framework)
+    if gpus is not None:
+        from skuda.tools.ranks.command import demo as hashes
+
+        others = {"--plot": plot, "--framework": framework}
+        return hashes(gpus, as_json=as_json, console=stdout(), device=device, others=others)
+    from skuda.tools.demo.command import demo
+
+    return demo(
+        plot=plot or Path("skuda-demo.png"),
+        as_json=as_json,
+        console=stdout(),
+        device=device,
+        framework=framework or "numpy",
+    )

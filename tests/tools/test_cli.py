@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
@@ -959,6 +960,22 @@ def test_demo_gets_its_options(skuda, monkeypatch, tmp_path):
     assert skuda("demo")[0] == 1
     assert (str(seen["plot"]), seen["as_json"], seen["device"]) == ("skuda-demo.png", False, "auto")
     assert seen["framework"] == "numpy"
+
+
+def test_demo_with_gpus_is_the_one_of_hashes(skuda, monkeypatch):
+    seen = {}
+
+    def demo(ranks, *, as_json, console, device, others):
+        seen.update(ranks=ranks, as_json=as_json, console=console, device=device, others=others)
+        return 1
+
+    monkeypatch.setattr("skuda.tools.ranks.command.demo", demo)
+    assert skuda("demo", "--gpus", "3", "--device", "host", "--json")[0] == 1
+    assert (seen["ranks"], seen["as_json"], seen["device"]) == (3, True, "host")
+    assert seen["others"] == {"--plot": None, "--framework": None}
+    assert skuda("demo", "--gpus", "2", "--plot", "x.png", "--framework", "torch")[0] == 1
+    assert (seen["ranks"], seen["as_json"], seen["device"]) == (2, False, "auto")
+    assert seen["others"] == {"--plot": Path("x.png"), "--framework": "torch"}
 
 
 def test_demo_refuses_a_folder_that_is_not_there(skuda, tmp_path):

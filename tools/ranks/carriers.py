@@ -1,0 +1,171 @@
+"""Who the ranks are: threads of this process with NumPy, or processes that torch.distributed joins."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple, Protocol
+
+from skuda.dispatch import Dispatcher
+from skuda.dispatch.device import HOST
+from skuda.dispatch.shard import on_ranks
+from skuda.registry.errors import SkudaError
+from skuda.tools.ranks.framework import NUMPY
+from skuda.tools.ranks.result import Line
+from skuda.tools.ranks.work import BATCHES, WAYS, Hashes, Orders, Task, hashes_of, told
+
+BROKEN = 3
+"""Exit status of a rank that was left alone by another."""
+
+_LOOK = 0.05
+_LINE = 500
+
+
+class RankFailed(SkudaError):
+    """Ranks that failed or took too long; the others were ended.
+
+    Attributes
+    ----------
+    ranks : tuple of int
+        Their numbers.
+    reason : str
+        What happened.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], reason: str) -> None:
+        super().__init__(ranks, reason)
+        self.ranks, self.reason = ranks, reason
+
+    def __str__(self) -> str:
+        return f"rank {', '.join(map(str, self.ranks))} failed: {self.reason}"
+
+
+class Carrier(Protocol):
+    """What runs a task on groups of ranks."""
+
+    def run(self, task: Task, counts: Sequence[int]) -> Iterator[Line]:
+        """Yield the hashes for every number of ranks.
+
+        Raises
+        ------
+        SkudaError
+            Of a rank that failed; `RankFailed` if it was a process.
+        """
+
+
+class Threads(NamedTuple):
+    """Ranks that are threads of this process, with arrays of NumPy."""
+
+    dispatcher: Dispatcher
+
+    def run(self, task: Task, counts: Sequence[int]) -> Iterator[Line]:
+        """Yield the hashes for every number of ranks."""
+        for count in counts:
+            ranks = on_ranks(count, lambda group: hashes_of(task.outputs(group, NUMPY, self.dispatcher, HOST)))
+            yield from lines(count, "threads", NUMPY.name, HOST.name, ranks)
+
+
+class Processes(NamedTuple):
+    """Ranks that are processes.
+
+    Attributes
+    ----------
+    backend : str
+        Of torch.distributed: ``gloo``, with arrays of NumPy on the CPU, or ``nccl``, with torch, a GPU for each rank.
+    device : str
+        What a rank has, for people.
+    patience : float
+        Seconds for all of the work.
+    program : tuple of str
+        Arguments of Python that start a rank.
+    """
+
+    backend: str
+    device: str
+    patience: float = 600.0
+    program: tuple[str, ...] = ("-m", "skuda.tools.ranks.rank")
+
+    def run(self, task: Task, counts: Sequence[int]) -> Iterator[Line]:
+        """Start the largest number of ranks once, and yield the hashes for every number of the first of them."""
+        if not counts:
+            return
+        most = max(counts)
+        orders = Orders(task=task, counts=tuple(counts), backend=self.backend, patience=self.patience)
+        with TemporaryDirectory(prefix="skuda-ranks-") as name, ExitStack() as ends:
+            folder = Path(name)
+            folder.joinpath("orders.json").write_text(orders.model_dump_json(), encoding="utf-8")
+            started = [self._start(folder, rank, most, ends) for rank in range(most)]
+            self._wait(folder, started)
+            framework = "torch" if self.backend == "nccl" else NUMPY.name
+            for count in counts:
+                ranks = [told(folder, count, rank) for rank in range(count)]
+                yield from lines(count, self.backend, framework, self.device, ranks)
+
+    def _start(self, folder: Path, rank: int, most: int, ends: ExitStack) -> subprocess.Popen[bytes]:
+        threads = str(max(1, (os.cpu_count() or 1) // most))
+        errors = ends.enter_context(folder.joinpath(f"{rank}.err").open("wb"))
+        process = subprocess.Popen(
+            [sys.executable, *self.program, str(folder), str(rank)],
+            env={"OMP_NUM_THREADS": threads, **os.environ},
+            stdin=subprocess.DEVNULL,
+            stdout=errors,
+            stderr=errors,
+        )
+        ends.callback(_end, process)
+        return process
+
+    def _wait(self, folder: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Wait for all ranks; raise for the first that fails by itself, and for those that take too long."""
+        until = time.monotonic() + self.patience
+        while True:
+            states = [process.poll() for process in started]
+            for rank, state in enumerate(states):
+                if state is not None and state not in (0, BROKEN):
+                    raise RankFailed((rank,), _reason(folder, rank, state))
+            running = tuple(rank for rank, state in enumerate(states) if state is None)
+            if not running:
+                break
+            if time.monotonic() > until:
+                raise RankFailed(running, f"nothing was heard for {self.patience:g} s")
+            time.sleep(_LOOK)
+        left = tuple(rank for rank, state in enumerate(states) if state == BROKEN)
+        if left:
+            raise RankFailed(left, _last_line(folder, left[0]))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def _reason(folder: Path, rank: int, state: int) -> str:
+    if state < 0:
+        return f"killed by {signal.Signals(-state).name}"
+    return _last_line(folder, rank) or f"it exited with {state}"
+
+
+def _last_line(folder: Path, rank: int) -> str:
+    """Return the last line that a rank wrote."""
+    text = folder.joinpath(f"{rank}.err").read_text(encoding="utf-8", errors="replace").strip()
+    return text.rpartition("\n")[2][-_LINE:]
+
+
+def lines(count: int, carrier: str, framework: str, device: str, ranks: Sequence[Hashes]) -> Iterator[Line]:
+    """Yield a line for every batch, with the different hashes of the ranks."""
+    for batch in BATCHES:
+        hashes: Mapping[str, dict[str, None]] = {way: dict.fromkeys(one[batch][way] for one in ranks) for way in WAYS}
+        yield Line(
+            ranks=count,
+            carrier=carrier,
+            framework=framework,
+            device=device,
+            batch=batch,
+            hashes={way: tuple(found) for way, found in hashes.items()},
+        )
