@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,8 +16,17 @@ from skuda.dispatch.device import HOST
 from skuda.dispatch.shard import GroupBroken
 from skuda.tools.ranks.carriers import BROKEN
 from skuda.tools.ranks.framework import NUMPY, torch_on
-from skuda.tools.ranks.joined import Joined, others
 from skuda.tools.ranks.work import hashes_of, read_orders, tell
+from skuda.torch import TorchGroup
+
+
+@contextmanager
+def others() -> Iterator[None]:
+    """Tell what torch.distributed raises where another rank is gone as `GroupBroken`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise GroupBroken((), str(error)) from error
 
 
 def run(folder: Path, rank: int) -> None:
@@ -36,7 +47,7 @@ def run(folder: Path, rank: int) -> None:
         with others():
             members = distributed.new_group(list(range(count)), patience)
         if rank < count:
-            group = Joined(members, framework)
+            group = TorchGroup(members)
             tell(folder, count, rank, hashes_of(orders.task.outputs(group, framework, dispatcher, device)))
     with others():
         distributed.barrier()
