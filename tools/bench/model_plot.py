@@ -46,5 +46,5 @@ def _blocks(by_phase: dict[str, list[PhaseResult]], record: ModelRecord, title: 
         ratios.set_xlabel("sequences, M" if name == "decode" else "positions, M")
         if column == 0:
             times.set_ylabel("us a block")
-            ratios.set_ylabel("time over the fastest of ours")
+            ratios.set_ylabel("time over ours")
     finish(figure, title, first=OURS)

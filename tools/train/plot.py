@@ -33,7 +33,9 @@ def _loss(record: TrainRecord, title: str, figure: FigureBase) -> None:
     axes: Axes = figure.subplots()
     for result in record.ways:
         steps = [min(at * record.every, record.steps) for at in range(1, len(result.losses) + 1)]
-        axes.plot(steps, result.losses, **_style(result.way, markersize=2.5))
+        axes.plot(
+            steps, result.losses, **_style(result.way, markersize=2.5, linestyle="--" if result.way == "mixed" else "-")
+        )
     axes.set(xlabel="step", ylabel=f"nats per byte, mean of {record.every}")
     axes.grid(visible=True)
     finish(figure, title, first=BASELINE)
@@ -58,4 +60,4 @@ def _held_out(record: TrainRecord, title: str, figure: FigureBase) -> None:
 
 
 def _style(way: str, **more: Any) -> dict[str, Any]:
-    return {**line(*_LINES.get(way, _OTHER), bold=way != BASELINE), "label": way, **more}
+    return {**line(*_LINES.get(way, _OTHER), bold=way == "fake"), "label": way, **more}

@@ -9,13 +9,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from matplotlib.figure import Figure  # noqa: E402
 from support import fresh  # noqa: E402
 
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency  # noqa: E402
 from skuda.tools.cli import main  # noqa: E402
 from skuda.tools.train import command, corpus  # noqa: E402
 from skuda.tools.train.command import Request, run, train_check  # noqa: E402
+from skuda.tools.train.judged import judged  # noqa: E402
+from skuda.tools.train.markdown import train_markdown  # noqa: E402
 from skuda.tools.train.model import ByteLlama, rotated  # noqa: E402
+from skuda.tools.train.plot import plots  # noqa: E402
 from skuda.tools.train.record import Shape, TrainRecord, WayResult  # noqa: E402
 from skuda.tools.train.training import Plan, bits_per_byte, dynamic, static  # noqa: E402
 from skuda.torch import DynamicLinear, StaticLinear  # noqa: E402
@@ -246,3 +250,85 @@ def test_files_that_are_no_records(record, tmp_path):
         path.write_text(content)
         with pytest.raises(InvalidRecord, match=rule):
             TrainRecord.load(path)
+
+
+# --- how it is shown -------------------------------------------------------------------------------------------------
+
+
+def drawn(plot):
+    figure = Figure()
+    plot.draw(figure)
+    (axes,) = figure.axes
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
+
+
+def test_plots_have_every_loss_and_every_held_out_figure(record):
+    loss, held_out = map(drawn, plots(record))
+    bits = drawn(plots(record)[1])
+    for result in record.ways:
+        assert loss[result.way] == (list(range(1, 31)), list(result.losses))
+        assert bits[result.way] == (list(result.held_out.values()), [2, 1, 0])
+    assert held_out["bf16 + 50 %"][0] == [1.5 * record.ways[0].held_out["trained"]] * 2
+    longer = record.model_copy(update={"steps": 250, "every": 9, "ways": (record.ways[0],)})
+    assert drawn(plots(longer)[0])["bf16"][0] == [min(250, 9 * at) for at in range(1, 31)]
+    assert plots(record.model_copy(update={"ways": ()})) == ()
+
+
+def test_a_record_is_drawn_and_put_on_the_page(record, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("SKUDA_PLUGINS", "0")
+    path, page, folder = (tmp_path / name for name in ("record.json", "page.html", "plots"))
+    record.save(path)
+    assert main(["train-check", "--show", str(path), "--plot", str(folder), "--html", str(page)]) == 0
+    assert sorted(file.name for file in folder.iterdir()) == ["held-out.svg", "loss.svg"]
+    assert capsys.readouterr().err.splitlines()[-1] == f"wrote {page}"
+    text = page.read_text()
+    assert record.command in text
+    assert "trained by other code" not in text
+    for result in record.ways:
+        for value in (result.final_loss, result.milliseconds, *result.held_out.values()):
+            assert f">{value:.4f}<" in text
+
+
+def test_a_stale_record_looks_stale(record, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("SKUDA_PLUGINS", "0")
+    assert record.outdated == ""
+    path, page = tmp_path / "record.json", tmp_path / "page.html"
+    record.model_copy(update={"measurer_hash": ""}).save(path)
+    assert main(["train-check", "--show", str(path), "--markdown", "facts", "--html", str(page)]) == 0
+    assert "- stale: trained by other code\n" in capsys.readouterr().out
+    assert "trained by other code" in page.read_text()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert run(Request(), show=path) == 0
+    assert "stale: trained by other code" in capsys.readouterr().out
+
+
+def test_another_file_is_not_drawn(tmp_path, capsys):
+    (tmp_path / "other.json").write_text('{"kind": "skuda bench-model", "schema_version": 1}')
+    assert main(["train-check", "--show", str(tmp_path / "other.json"), "--plot", str(tmp_path / "plots")]) == 2
+    assert "must be a record of kind 'skuda train-check'" in capsys.readouterr().err
+    assert not (tmp_path / "plots").exists()
+
+
+def test_markdown_has_the_sections(record):
+    whole = train_markdown(record)
+    assert all(train_markdown(record, section) in whole for section in ("facts", "ways", "requirements"))
+    assert len(train_markdown(record, "ways").splitlines()) == 2 + 3 * 5
+    with pytest.raises(InvalidProblem, match="--markdown must be one of all, facts, ways, requirements"):
+        train_markdown(record, "nonsense")
+
+
+def test_requirements_are_judged_for_an_h200_and_enough_steps(record):
+    ways = (way("bf16", static=2.03), way("fake", 1.02), way("mixed", 1.009))
+    there = record.model_copy(update={"ways": ways, "device": "NVIDIA H200", "steps": 1000, "tolerance": 50.0})
+    found = judged(there)
+    assert [one.what for one in found.requirements if one.met is False] == [
+        "fake: final loss, nats per byte",
+        "bf16: held-out bits per byte, int8 static",
+    ]
+    assert not [one for one in found.requirements if one.met is None]
+    for changes in ({"device": "cpu"}, {"steps": 999}):
+        elsewhere = judged(there.model_copy(update=changes))
+        assert elsewhere.note
+        assert [one.met for one in elsewhere.requirements] == [None] * 8 + [True]
+    alone = judged(there.model_copy(update={"ways": ways[1:2]}))
+    assert {one.verdict for one in alone.requirements} == {"not judged"}
