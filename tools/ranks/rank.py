@@ -1,4 +1,4 @@
-"""One rank of the demo: ``python -m skuda.tools.ranks.rank FOLDER RANK``."""
+"""One rank of the demo, or all of them as threads: ``python -m skuda.tools.ranks.rank FOLDER RANK``."""
 
 from __future__ import annotations
 
@@ -6,21 +6,39 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-import torch
-from torch import distributed
-
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.device import HOST
-from skuda.dispatch.shard import GroupBroken
-from skuda.tools.ranks.carriers import BROKEN
+from skuda.dispatch.shard import Group, GroupBroken, on_ranks
+from skuda.tools.ranks.carriers import BROKEN, THREADS
 from skuda.tools.ranks.framework import NUMPY, torch_on
-from skuda.tools.ranks.joined import Joined, others
-from skuda.tools.ranks.work import hashes_of, read_orders, tell
+from skuda.tools.ranks.work import Orders, hashes_of, read_orders, tell
 
 
 def run(folder: Path, rank: int) -> None:
     """Do what the orders in a folder say, with the ranks that were started for the same folder."""
     orders = read_orders(folder)
+    if orders.backend == THREADS:
+        _as_threads(folder, orders)
+    else:
+        _as_process(folder, orders, rank)
+
+
+def _as_threads(folder: Path, orders: Orders) -> None:
+    dispatcher = Dispatcher()
+
+    def work(group: Group) -> None:
+        tell(folder, group.count, group.rank, hashes_of(orders.task.outputs(group, NUMPY, dispatcher, HOST)))
+
+    for count in orders.counts:
+        on_ranks(count, work)
+
+
+def _as_process(folder: Path, orders: Orders, rank: int) -> None:
+    import torch
+    from torch import distributed
+
+    from skuda.tools.ranks.joined import Joined, others
+
     dispatcher = Dispatcher()
     framework, device = NUMPY, HOST
     if orders.backend == "nccl":
