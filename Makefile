@@ -51,9 +51,8 @@ ops: $(VENV)/.test  ## the functions of skuda.ops, from the registry
 docs: $(VENV)/.docs  ## the documentation, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-plots: $(VENV)/.test  ## the plots of the records of skuda bench in docs/evidence
-	for record in docs/evidence/*-bench-*.json; do rm -f "$${record%.json}"/*.svg; \
-	    SKUDA_PLUGINS=0 $(BIN)/skuda bench --show "$$record" --plot "$${record%.json}" >/dev/null || exit 1; done
+plots: $(VENV)/.test  ## the plots of the records in docs/evidence
+	SKUDA_PLUGINS=0 $(BIN)/python docs/plots.py
 
 lint: $(VENV)/.dev  ## ruff
 	$(BIN)/ruff check .
@@ -61,7 +60,7 @@ lint: $(VENV)/.dev  ## ruff
 
 types: $(VENV)/.dev  ## mypy, strict
 	$(BIN)/mypy
-	$(BIN)/mypy docs/generate.py docs/tables.py
+	$(BIN)/mypy docs/generate.py docs/plots.py docs/tables.py
 
 format: $(VENV)/.dev  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

@@ -100,6 +100,7 @@ Json = Annotated[bool, typer.Option("--json", help="JSON, for machines.")]
 Ops = Annotated[Words, _option("NAME", "Only these ops.", "--op")]
 Evidence = Annotated[Path | None, _option("DIR", "Read records of `skuda verify` from this folder.", "--evidence")]
 Html = Annotated[Path | None, _option("FILE", "Write a page with op matrix, evidence and measurements.")]
+Plot = Annotated[Path | None, _option("PATH", "Draw it: into a folder, or one .png, .svg or .pdf.")]
 Output = Annotated[Path | None, _option("FILE", "Write the record here.")]
 Seed = Annotated[int | None, typer.Option(help="Draw inputs from this; fresh if left out.", min=0, max=_MOST)]
 Shard = Annotated[str | None, _option("I/N", "Only the I-th of N parts of the work.", "--shard")]
@@ -248,7 +249,7 @@ def _bench(
     cutlass: Annotated[Path | None, _option("FOLDER", "Compare products with CUTLASS, built into this folder.")] = None,
     output: Output = None,
     show: Annotated[Path | None, _option("FILE", "Show this record; measure nothing.")] = None,
-    plot: Annotated[Path | None, _option("PATH", "Draw it: into a folder, or one .png, .svg or .pdf.")] = None,
+    plot: Plot = None,
     markdown: Annotated[
         str | None, _option("SECTION", "Markdown tables: all, facts, cases, means, bands, bandwidth, host, or an op.")
     ] = None,
@@ -280,6 +281,11 @@ def _model(
     seed: Seed = None,
     output: Output = None,
     show: Annotated[Path | None, _option("FILE", "Show this record; measure nothing.")] = None,
+    plot: Plot = None,
+    markdown: Annotated[
+        str | None, _option("SECTION", "Markdown tables: all, facts, phases, requirements, host.")
+    ] = None,
+    html: Html = None,
     as_json: Json = False,
 ) -> None:
     """Time a Llama stack: in bf16, quantized and fused, by others.
@@ -357,6 +363,9 @@ def _train_check(
     seed: Seed = None,
     output: Output = None,
     show: Annotated[Path | None, _option("FILE", "Show this record; train nothing.")] = None,
+    plot: Plot = None,
+    markdown: Annotated[str | None, _option("SECTION", "Markdown tables: all, facts, ways, requirements.")] = None,
+    html: Html = None,
     as_json: Json = False,
 ) -> None:
     """Train a small model in int8, and compare it with bf16.

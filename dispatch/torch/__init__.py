@@ -13,6 +13,7 @@ from skuda.torch.autograd import fake_quantize, frozen_linear, mixed_linear
 from skuda.torch.calibration import Calibration, calibrate
 from skuda.torch.checkpoint import load_, save
 from skuda.torch.fuse import Fusion, fuse_
+from skuda.torch.group import TorchGroup
 from skuda.torch.linear import CodesLinear, DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.ops import linear_codes, linear_dynamic, linear_scaled, linear_static, register
 from skuda.torch.preparation import prepare
@@ -35,6 +36,7 @@ __all__ = [
     "Report",
     "SmoothStatic",
     "StaticLinear",
+    "TorchGroup",
     "calibrate",
     "fake_quantize",
     "frozen_linear",

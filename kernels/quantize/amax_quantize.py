@@ -134,10 +134,12 @@ def _draw(problem: AmaxQuantizeDescriptor, values: Values, rng: np.random.Genera
 
 
 def _cases() -> tuple[Case, ...]:
-    """Return every pair of elements with rows of every length and every kind of values."""
+    """Return every pair of elements, rows of every length and every kind of values."""
     values: tuple[Values, ...] = ("normal", "special", "infinite", "normal", "zero", "ties", "special")
+    pairs = [(size, data, CODES8[(i + j) % 2]) for i, size in enumerate(amax.SIZES) for j, data in enumerate(FLOATS)]
+    pairs += [(amax.SIZES[0], data, code) for data, code in product(FLOATS, CODES8)]
     made = []
-    for number, ((n, d), data, code) in enumerate(product((*amax.SIZES, amax.SIZES[0]), FLOATS, CODES8)):
+    for number, ((n, d), data, code) in enumerate(pairs):
         low, high = code.integer_range or (0, 0)
         problem = AmaxQuantizeDescriptor(
             n=n, d=d, q_min=low + number % 3 % 2, q_max=high, input_element=data, output_element=code

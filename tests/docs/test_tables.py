@@ -9,10 +9,11 @@ import re
 import pytest
 from paths import ROOT
 
+from skuda.tools.bench.record import BenchRecord
 from skuda.tools.show.embed import blocks
 
 PAGES = sorted((*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")))
-RECORDS = sorted((ROOT / "docs" / "evidence").glob("*-bench-*.json"))
+RECORDS = sorted(BenchRecord.files(ROOT / "docs" / "evidence"))
 FIGURE = re.compile(r"\d ?(?:us|ms|TOPS|TFLOP/s|[GT]B/s)\b|\d x (?:faster|slower)|\dx\b")
 """A time, a speed, or a ratio of two."""
 

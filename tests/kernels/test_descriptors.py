@@ -82,8 +82,8 @@ def _bad_linears(op):
     if op.name == "quantized_linear":
         yield "q_max = 0", {"q_min": -127, "q_max": 0}, "q_max"
         yield "bounds of no 8-bit element", {"q_min": -1, "q_max": 200}, "q_min, q_max"
-    elif op.name == "scaled_linear":
-        yield from _bad_sums()
+    elif op.name in ("scaled_linear", "rescale"):
+        yield from _bad_sums() if op.name == "scaled_linear" else ()
         for scope in ("channel", "group", "row", None):
             yield f"act_scale_scope={scope!r}", {"act_scale_scope": scope}, "act_scale_scope"
         yield "act_scale is an array", {"act_scale": 0.5}, "act_scale"

@@ -23,7 +23,7 @@ from skuda.tools.commands import _cache, app
 from skuda.tools.files import read_json, read_text
 from skuda.tools.output import folded, one_line, shortened
 
-RECORD = min((ROOT / "docs" / "evidence").glob("*-bench-*.json"))
+RECORD = ROOT / "docs" / "evidence" / "h200-bench-linear.json"
 LOCK = ROOT / "docs" / "selection.lock.json"
 PROBLEM = '{"op": "fill", "numel": 3, "output_element": "f32"}'
 LINEAR = ("quantized_linear", "--m", "8", "--n", "64", "--k", "64")
@@ -387,6 +387,8 @@ READERS = (
     "lock --descriptors @ --device cpu",
     "compile --descriptors @ --arch sm_90",
     "bench --show @",
+    "bench-model --show @",
+    "train-check --show @",
     "bench fill --shapes @",
     "tune --show @",
     "diff @ @",
@@ -419,7 +421,7 @@ def test_a_folder_of_records_without_sense(folder, skuda, monkeypatch, option):
     (folder / "problems.json").unlink()
     (folder / "lock.json").unlink()
     monkeypatch.setattr("skuda.tools.verify.evidence.evidence_directory", lambda: folder)
-    monkeypatch.setattr("skuda.tools.bench.record.evidence_directory", lambda: folder)
+    monkeypatch.setattr("skuda.tools.report.measured.evidence_directory", lambda: folder)
     status, _, err = skuda(*option)
     assert_told(status, err)
     assert "nested too deep" in err

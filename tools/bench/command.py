@@ -15,13 +15,14 @@ from skuda.dispatch.device import Device
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.registry import Registry
-from skuda.tools.bench import plot as plots
+from skuda.tools import plot as drawings
 from skuda.tools.bench.bench import Bench
 from skuda.tools.bench.chain import Chain, chained
 from skuda.tools.bench.cutlass.rival import CAPABILITY, Cutlass
 from skuda.tools.bench.host import launch_costs
 from skuda.tools.bench.lab import TorchLab
 from skuda.tools.bench.markdown import bench_markdown
+from skuda.tools.bench.plot import plots
 from skuda.tools.bench.record import BenchRecord
 from skuda.tools.bench.rivals import Rival, rivals_of
 from skuda.tools.bench.terminal import print_record, rows
@@ -90,7 +91,7 @@ def run(
     request : Request
         The cases to measure and how.
     output, plot : Path or None
-        Where the record and its plots go; see `skuda.tools.bench.plot.save`.
+        Where the record and its plots go; see `skuda.tools.plot.save`.
     show : Path or None
         A record to show; nothing is measured.
     page : callable or None
@@ -115,16 +116,16 @@ def run(
         For a file that is not a record.
     """
     if plot is not None:
-        plots.check(plot)
+        drawings.check("bench", plot)
     dispatcher = Dispatcher()
     record = _measured(dispatcher, request, output) if show is None else _shown(show, request, output)
     if record is None:
         return 1
     _print(record, dispatcher.registry, markdown=markdown, as_json=as_json)
-    for path in plots.save(record, plot) if plot is not None else ():
-        stderr().print(f"wrote {path}", style="dim", soft_wrap=True)
+    if plot is not None:
+        drawings.save_and_tell(record, plots(record), plot)
     if page is not None:
-        page(dispatcher.registry, benches=(record,))
+        page(dispatcher.registry, measured=(record,))
     if show is None and stdout().is_terminal and not as_json:
         line = f"recorded in {output}" if output else "not recorded: --output FILE does that"
         stdout().print(line, style="dim", soft_wrap=True)

@@ -7,19 +7,20 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skuda.tools.bench.record import BenchRecord, CaseResult
+from skuda.tools.plot import INK, finish, line, plain_numbers, row_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import FigureBase
 
 OURS = "skuda"
-INK = "#1b1f24"
-"""Colour of text, axes and ceilings; the report page replaces it with its own."""
 
 _DATA = {
     OURS: ("#0072B2", "o"),
     "cutlass": ("#D55E00", "s"),
+    "skuda compiled": ("#0072B2", "p"),
     "bf16": (INK, "v"),
+    "bf16 compiled": ("#7A7F85", "^"),
     "int_mm": ("#009E73", "D"),
     "compile": ("#B8860B", "^"),
     "fp8": ("#C4649A", "P"),
@@ -78,22 +79,9 @@ def _series(found: Iterable[Point]) -> dict[str, list[Point]]:
     return by_name
 
 
-def _style(who: str, **more: Any) -> dict[str, Any]:
-    colour, marker = _DATA.get(who, _OTHER)
-    ours = who == OURS
-    return {
-        "color": colour,
-        "marker": marker,
-        "markersize": 6 if ours else 5,
-        "markeredgecolor": colour,
-        "markerfacecolor": colour if ours else "none",
-        "markeredgewidth": 1.1,
-        "linewidth": 1.8 if ours else 1.0,
-        # Hollow markers over a filled one stay visible where they overlap.
-        "zorder": 3 if ours else 4,
-        "label": who,
-        **more,
-    }
+def style(who: str, **more: Any) -> dict[str, Any]:
+    """Return matplotlib's arguments for the points of a contestant, by name."""
+    return {**line(*_DATA.get(who, _OTHER), bold=who == OURS), "label": who, **more}
 
 
 _DOTS: dict[str, Any] = {"linestyle": "none"}
@@ -124,8 +112,8 @@ def roofline(found: Sequence[Point], record: BenchRecord, title: str, figure: Fi
             label = f"{name}\n{value:.0f} TFLOP/s"
             axes.annotate(label, (high, value), (4, 0), textcoords="offset points", va="center", size=8)
     for who, mine in _series(found).items():
-        axes.plot([p.intensity for p in mine], [p.tops for p in mine], **_style(who, **_DOTS))
-    _finish(figure, title)
+        axes.plot([p.intensity for p in mine], [p.tops for p in mine], **style(who, **_DOTS))
+    finish(figure, title, first=OURS, last=_BOUND)
 
 
 def _name_line(axes: Axes, text: str, ends: tuple[float, float], slope: float, *, below: bool = False) -> None:
@@ -140,17 +128,9 @@ def _name_line(axes: Axes, text: str, ends: tuple[float, float], slope: float, *
 def _logarithmic(figure: FigureBase, x: str, y: str) -> Axes:
     axes: Axes = figure.subplots()
     axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
-    _plain_numbers(axes)
+    plain_numbers(axes)
     axes.grid(visible=True)
     return axes
-
-
-def _plain_numbers(axes: Axes) -> None:
-    """Write 1000 instead of a power of ten on a logarithmic axis."""
-    for axis, scale in ((axes.xaxis, axes.get_xscale()), (axes.yaxis, axes.get_yscale())):
-        if scale == "log":
-            axis.set_major_formatter(lambda value, _: f"{value:g}")
-            axis.set_minor_formatter(lambda *_: "")
 
 
 def speed(weights: dict[tuple[int, ...], list[CaseResult]], title: str, figure: FigureBase) -> None:
@@ -173,7 +153,7 @@ def speed(weights: dict[tuple[int, ...], list[CaseResult]], title: str, figure: 
             speed.set_ylabel("TOPS")
             ratio.set_ylabel("time over ours")
         ratio.set_xlabel("rows, M")
-    _finish(figure, title)
+    finish(figure, title, first=OURS, last=_BOUND)
 
 
 THROUGHPUT = {"bf16": "bf16, torch", "cutlass": "int8, fastest CUTLASS", OURS: "int8, skuda"}
@@ -198,7 +178,7 @@ def throughput(found: Sequence[Point], title: str, figure: FigureBase) -> None:
     axes.set_xticks(range(len(shapes)), ["x".join(map(str, shape)) for shape in shapes], rotation=20)
     axes.set(xlabel="M x N x K", ylabel="TOPS")
     axes.grid(visible=True, axis="y")
-    _finish(figure, title)
+    finish(figure, title, first=OURS, last=_BOUND)
 
 
 def _speed_of(speed: Axes, ratio: Axes, cases: list[CaseResult]) -> None:
@@ -212,16 +192,12 @@ def _speed_of(speed: Axes, ratio: Axes, cases: list[CaseResult]) -> None:
     ours = {case.shape: case.timing.median for case in cases if case.timing is not None}
     for who, mine in _series(points(cases)).items():
         m = [p.case.shape[0] for p in mine]
-        speed.plot(m, [p.tops for p in mine], **_style(who))
-        ratio.plot(m, [p.us / ours[p.case.shape] for p in mine], **_style(who))
+        speed.plot(m, [p.tops for p in mine], **style(who))
+        ratio.plot(m, [p.us / ours[p.case.shape] for p in mine], **style(who))
     speed.set(xscale="log", yscale="log")
     ratio.set_ylim(bottom=0)
     for axes in (speed, ratio):
-        _plain_numbers(axes)
-        axes.set_xticks(rows, [str(m) for m in rows])
-        axes.set_xticks([], minor=True)
-        axes.tick_params(axis="x", labelrotation=60 if len(rows) > 6 else 0)
-        axes.grid(visible=True)
+        row_axis(axes, rows)
     speed.tick_params(axis="x", labelbottom=False)
 
 
@@ -234,7 +210,7 @@ def moved(found: Sequence[Point], record: BenchRecord, title: str, figure: Figur
     """Draw time over the bytes that a problem has to move, with the time of a copy of as many bytes as the bound."""
     axes = _logarithmic(figure, "MB that the problem has to move", "us")
     for who, mine in _series(found).items():
-        axes.plot([p.case.bytes / 1e6 for p in mine], [p.us for p in mine], **_style(who, **_DOTS))
+        axes.plot([p.case.bytes / 1e6 for p in mine], [p.us for p in mine], **style(who, **_DOTS))
     bandwidth = record.ceilings.copy_bandwidth
     bottom, top = min(p.us for p in found) / 1.5, max(p.us for p in found) * 1.5
     low, high = min(p.case.bytes for p in found) / 1.5e6, max(p.case.bytes for p in found) * 1.5 / 1e6
@@ -243,7 +219,7 @@ def moved(found: Sequence[Point], record: BenchRecord, title: str, figure: Figur
         slope = 1e12 / bandwidth
         axes.plot([low, high], [low * slope, high * slope], **_CEILING)
         _name_line(axes, f"copy, {bandwidth / _TERA:.2f} TB/s", (max(low, bottom / slope), high), slope, below=True)
-    _finish(figure, title)
+    finish(figure, title, first=OURS, last=_BOUND)
 
 
 def bandwidth(found: Sequence[Point], record: BenchRecord, title: str, figure: FigureBase) -> None:
@@ -254,7 +230,7 @@ def bandwidth(found: Sequence[Point], record: BenchRecord, title: str, figure: F
     for axes, element in zip(grid, elements, strict=True):
         mine = [p for p in found if p.case.element == element]
         for who, theirs in _series(mine).items():
-            axes.plot([p.bandwidth for p in theirs], [ops.index(p.case.op) for p in theirs], **_style(who, **_DOTS))
+            axes.plot([p.bandwidth for p in theirs], [ops.index(p.case.op) for p in theirs], **style(who, **_DOTS))
         if record.ceilings.copy_bandwidth:
             axes.axvline(record.ceilings.copy_bandwidth / _TERA, **_CEILING)
         axes.set_title(element)
@@ -263,14 +239,4 @@ def bandwidth(found: Sequence[Point], record: BenchRecord, title: str, figure: F
         axes.set_xlabel("TB/s; line: copy")
         axes.grid(visible=True)
     grid[0].set_xlim(0, 1.06 * grid[0].get_xlim()[1])
-    _finish(figure, title)
-
-
-def _finish(figure: FigureBase, title: str) -> None:
-    figure.suptitle(title, x=0.01, ha="left", weight="bold")
-    every: Any = figure.axes
-    legends = [axes.get_legend_handles_labels() for axes in every]
-    found = {label: handle for handles, labels in legends for handle, label in zip(handles, labels, strict=True)}
-    # The legend lists contestants first, then the bound.
-    names = sorted(found, key=lambda name: (name == _BOUND, name != OURS))
-    figure.legend([found[name] for name in names], names, loc="outside lower center", ncols=min(8, len(names)))
+    finish(figure, title, first=OURS, last=_BOUND)

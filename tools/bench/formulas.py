@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from skuda.kernels.linear.problem import LinearProblem
+from skuda.kernels.linear.rescale import RescaleDescriptor
+from skuda.kernels.quantize.amax import AmaxDescriptor
+from skuda.kernels.quantize.amax_quantize import AmaxQuantizeDescriptor
 from skuda.kernels.quantize.dequantize import Dequantize
 from skuda.kernels.quantize.dequantize_backward import DequantizeBackward
 from skuda.kernels.quantize.dynamic_range import DynamicRangeQuantizeDescriptor
@@ -23,7 +26,7 @@ from skuda.kernels.quantize.norm import CHUNK, LANES, NormProblem
 from skuda.kernels.quantize.quantize import Quantize
 from skuda.kernels.quantize.quantize_backward import QuantizeBackward
 from skuda.registry.descriptor import Descriptor
-from skuda.registry.elements import ElementKind
+from skuda.registry.elements import CODES, ElementKind
 from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, EpilogueKind, Scaling
 
 Shape = tuple[int, ...]
@@ -74,14 +77,16 @@ def views(problem: Descriptor) -> tuple[Shape, Shape]:
 def formula(problem: Descriptor, inputs: Mapping[str, Any]) -> Formula | None:  # noqa: C901  one case for each op
     """Return an affine op as a function of tensors that returns the op's outputs in their order.
 
-    Return None for products, asymmetric ranges and packed codes. A symmetric range returns no zero points, which are 0.
-    A norm sums in torch's own order, so only `answer` is exact.
+    Return None for products, asymmetric ranges, packed codes, and a rescale that is more than scales. A symmetric range
+    returns no zero points, which are 0. A norm sums in torch's own order, so only `answer` is exact.
     """
     elements = {element for argument in problem.arguments() for element in argument.elements}
-    if not isinstance(problem, AffineProblem) or any(element.is_packed for element in elements):
+    if not isinstance(problem, AffineProblem | RescaleDescriptor) or any(element.is_packed for element in elements):
         return None
     terms = _Terms(problem, inputs)
     match problem:
+        case AmaxDescriptor() | AmaxQuantizeDescriptor() | RescaleDescriptor():
+            return terms.part(problem)
         case DynamicRangeQuantizeDescriptor(mode=DynamicRangeMode.SYMMETRIC):
             return terms.ranged(problem)
         case NormProblem():
@@ -107,7 +112,7 @@ def formula(problem: Descriptor, inputs: Mapping[str, Any]) -> Formula | None:  
 class _Terms:
     """A problem's tensors, reshaped to broadcast, and its formulas over them."""
 
-    def __init__(self, problem: AffineProblem, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, problem: AffineProblem | RescaleDescriptor, inputs: Mapping[str, Any]) -> None:
         self._torch: Any = importlib.import_module("torch")
         element: ElementKind = getattr(problem, problem.element_field)
         self.stored, self.compute = torch_dtype(element), torch_dtype(element.compute)
@@ -128,6 +133,32 @@ class _Terms:
 
     def codes(self, x: Any, scale: Any, zero: Any) -> Any:
         return self._torch.round(x.to(self.compute) / scale) + zero
+
+    def part(self, problem: AmaxDescriptor | AmaxQuantizeDescriptor | RescaleDescriptor) -> Formula | None:
+        """Return one of the ops that a layer is made of in parts; None for a rescale that is more than scales."""
+        match problem:
+            case AmaxDescriptor():
+                return self.amax, self.arrays("input")
+            case AmaxQuantizeDescriptor():
+                return self.quantize_rows, (*self.arrays("input"), self._inputs["amax"], self.most())
+            case RescaleDescriptor(epilogue=EpilogueKind.IDENTITY):
+                more = problem.has_act_zero_point or problem.has_weight_zero_point or problem.output_element in CODES
+                names = ("sums", "act_scale", "weight_scale")
+                return None if more else (self.scaled, tuple(self._inputs[name] for name in names))
+            case _:
+                return None
+
+    def amax(self, x: Any) -> Any:
+        return x.abs().amax(1).to(self.compute)
+
+    def quantize_rows(self, x: Any, amax: Any, most: Any) -> tuple[Any, Any]:
+        scale = amax[:, None] / most
+        scale = self._torch.where(scale == 0, 1, scale)
+        return self.codes(x, scale, 0).clamp(self.low, self.high).to(self._torch.int8), scale
+
+    def scaled(self, sums: Any, act_scale: Any, weight_scale: Any) -> Any:
+        scale = act_scale.to(self.compute)[:, None] * weight_scale.to(self.compute)
+        return (scale * sums.to(self.compute)).to(self.stored)
 
     def passed(self, x: Any, gradient: Any, scale: Any, zero: Any) -> Any:
         q = self.codes(x, scale, zero)
@@ -288,7 +319,7 @@ def answer(problem: Descriptor, inputs: Mapping[str, Any]) -> tuple[Any, ...] | 
     result = function(*tensors)
     if not isinstance(result, tuple):
         return (result,)
-    if isinstance(problem, GatedProblem):
+    if isinstance(problem, GatedProblem | AmaxQuantizeDescriptor):
         return result
     codes, scale = result
     return codes, scale, torch.zeros_like(scale, dtype=torch.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 
 from skuda.registry.registry import Registry
@@ -20,12 +20,33 @@ from skuda.tools.bench.summary import (
     timed_rivals,
 )
 from skuda.tools.output import refuse, words
+from skuda.tools.requirement import HEADINGS, Judged
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a Markdown table; line breaks and bars inside a cell are escaped."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "".join("| " + " | ".join(_cell(value) for value in line) + " |\n" for line in lines)
+
+
+def judged_table(judged: Judged) -> str:
+    """Return the requirements on a record as a Markdown table, with the note on what is not judged."""
+    table = markdown_table(HEADINGS, (one.cells for one in judged.requirements))
+    return f"{table}\n{judged.note[:1].upper()}{judged.note[1:]}.\n" if judged.note else table
+
+
+def sections(command: str, made: Mapping[str, Callable[[], str]], section: str) -> str:
+    """Return one section of a record, or ``all`` that are not empty; raise `InvalidProblem` for an unknown one."""
+    if section not in (*made, "all"):
+        refuse(command, "--markdown", section, ("all", *made))
+    if section in made:
+        return made[section]()
+    return "\n".join(text for make in made.values() if (text := make()))
+
+
+def fact_list(facts: Iterable[tuple[str, str]]) -> str:
+    """Return names and values as a Markdown list; empty values are left out."""
+    return "".join(f"- {what}: {value}\n" for what, value in facts if value)
 
 
 def _cell(value: object) -> str:
@@ -86,23 +107,23 @@ def _facts(record: BenchRecord) -> str:
         ("command", f"`{record.command}`"),
         ("device", f"{record.device.describe()}, driver {record.driver or 'unknown'}"),
         ("date", record.date),
-        *((("stale", record.outdated),) if record.outdated else ()),
+        ("stale", record.outdated),
         ("rounds", f"{record.repeats} of everything; inputs drawn from seed {record.seed}"),
         ("L2 cache", record.flush),
         ("ceilings", ", ".join(ceilings)),
         ("versions", ", ".join(f"{key} {value}" for key, value in record.versions.items())),
         *(
             # A rival may compute something different for another op.
-            (f"x {name}" + (f", {words(_plain(op) for op in ops)}" if len(several) > 1 else ""), _plain(computes))
+            (f"x {name}" + (f", {words(plain(op) for op in ops)}" if len(several) > 1 else ""), plain(computes))
             for name, several in rivals.items()
             for computes, ops in several.items()
         ),
-        *((f"absent: {name}", _plain(reason)) for name, reason in record.absent.items()),
+        *((f"absent: {name}", plain(reason)) for name, reason in record.absent.items()),
     ]
-    return "".join(f"- {what}: {value}\n" for what, value in facts)
+    return fact_list(facts)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Escape the characters that Markdown reads as emphasis."""
     return text.replace("*", "\\*").replace("_", "\\_")
 
@@ -113,7 +134,7 @@ def _cases(cases: Sequence[CaseResult], registry: Registry) -> str:
 
     def row(case: CaseResult) -> tuple[str, ...]:
         if case.timing is None:
-            return (case.size, case.element, "refused", _plain(case.refused), *[""] * (len(names) + len(clock) + 2))
+            return (case.size, case.element, "refused", plain(case.refused), *[""] * (len(names) + len(clock) + 2))
         stale = " (stale)" if case.stale(registry) else ""
         return (
             *cells(case, names),

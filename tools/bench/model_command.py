@@ -6,22 +6,23 @@ import importlib
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.device import HOST
 from skuda.registry.errors import InvalidProblem
+from skuda.tools import plot as drawings
 from skuda.tools.bench.lab import TorchLab
 from skuda.tools.bench.model import ModelBench
-from skuda.tools.bench.model_record import ModelRecord, Phase, PhaseResult
+from skuda.tools.bench.model_markdown import model_markdown
+from skuda.tools.bench.model_plot import plots
+from skuda.tools.bench.model_record import ModelRecord, Phase
+from skuda.tools.bench.model_terminal import print_record, rows
 from skuda.tools.bench.ways import WAYS
-from skuda.tools.output import chosen, heading, indented, plain_table, progress, records, split, stderr, stdout
+from skuda.tools.output import SavePage, chosen, progress, records, split, stderr, stdout
 
 _DECODE, _PREFILL = ("1", "16", "64"), ("2048", "8192")
 
@@ -72,17 +73,30 @@ class Request:
         return shlex.join(["skuda", "bench-model", *words, *(["--cpu"] if self.cpu else [])])
 
 
-def run(request: Request, *, output: Path | None = None, show: Path | None = None, as_json: bool = False) -> int:
+def run(
+    request: Request,
+    *,
+    output: Path | None = None,
+    show: Path | None = None,
+    plot: Path | None = None,
+    page: SavePage | None = None,
+    markdown: str | None = None,
+    as_json: bool = False,
+) -> int:
     """Measure, or show the record of an earlier run.
 
     Parameters
     ----------
     request : Request
         What to measure.
-    output : Path or None
-        Where the record goes.
+    output, plot : Path or None
+        Where the record and its plots go; see `skuda.tools.plot.save`.
     show : Path or None
         A record to show; nothing is measured.
+    page : callable or None
+        Writes the report page.
+    markdown : str or None
+        A section of the record to print as Markdown; see `model_markdown`.
     as_json : bool
         Whether to print the record as JSON instead of a table.
 
@@ -94,18 +108,22 @@ def run(request: Request, *, output: Path | None = None, show: Path | None = Non
     Raises
     ------
     InvalidProblem
-        For sizes that do not fit, an unknown way, or torch without CUDA.
+        For sizes that do not fit, an unknown word, a file that cannot be written, or torch without CUDA.
     MissingDependency
-        If torch is not installed.
+        If torch, or matplotlib for plots, is not installed.
     InvalidRecord
         For a file that is not a record.
     """
     if show is not None and (request != Request() or output is not None):
         raise InvalidProblem("bench-model", "--show", "other options beside it", "stand alone: it measures nothing")
+    if plot is not None:
+        drawings.check("bench-model", plot)
     record = _measured(request, output) if show is None else ModelRecord.load(show)
     if record is None:
         return 1
-    if as_json:
+    if markdown is not None:
+        sys.stdout.write(model_markdown(record, markdown))
+    elif as_json:
         sys.stdout.write(record.model_dump_json(indent=2) + "\n")
     elif stdout().is_terminal:
         print_record(stdout(), record)
@@ -113,6 +131,10 @@ def run(request: Request, *, output: Path | None = None, show: Path | None = Non
         records(rows(record))
     for phase in record.wrong:
         stderr().print(f"skuda: {phase.phase} {phase.rows}: {phase.wrong}", style="red", soft_wrap=True)
+    if plot is not None:
+        drawings.save_and_tell(record, plots(record), plot)
+    if page is not None:
+        page(Dispatcher().registry, measured=(record,))
     return 1 if record.wrong else 0
 
 
@@ -150,57 +172,3 @@ def _number(option: str, text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise InvalidProblem("bench-model", option, text, f"be integers from {least}, separated by commas")
     return int(text)
-
-
-def rows(record: ModelRecord) -> Iterator[tuple[object, ...]]:
-    """Yield phase, rows, cache, way, median, p10 and p90 in us, ratio, error, rounds, and what went wrong."""
-    for phase in record.phases:
-        for way in phase.ways:
-            timing = way.timing
-            times = (timing.median, timing.p10, timing.p90) if timing else (None, None, None)
-            rounds = timing.rounds if timing else None
-            shape = (phase.phase, phase.rows, phase.cache)
-            yield (*shape, way.name, *times, way.ratio, way.error, rounds, way.refused or phase.wrong)
-    for cost in record.host:
-        times = (cost.timing.median, cost.timing.p10, cost.timing.p90) if cost.timing else (None, None, None)
-        yield ("host", None, None, cost.name, *times, None, None, None, cost.refused)
-
-
-def print_record(console: Console, record: ModelRecord) -> None:
-    """Print a record for a person."""
-    sizes = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in record.sizes.items())
-    console.print(heading(f"Llama stack: {sizes}"))
-    console.print(indented(Text(record.weights, style="dim"), 2))
-    names = list(record.computes)
-    table = plain_table("phase", *(f"{name} us" for name in names), "gain", indent=2, numbers=1)
-    for phase in record.phases:
-        table.add_row("", Text(f"{phase.phase} {phase.rows}", style="cyan"), *_cells(phase))
-    table.add_row("", "weights MiB", *(f"{record.bytes[n] / 2**20:.1f}" if n in record.bytes else "" for n in names))
-    console.print(table)
-    timed = "replays of a CUDA graph" if record.graph else "calls on the CPU, without a graph"
-    notes = [
-        f"{timed}; times are those of all layers; (NAME: x) is its time over the fastest of ours",
-        "gain: the faster of the bf16 ways over the fastest of ours",
-        *(f"{name}: {what}" for name, what in record.computes.items()),
-    ]
-    for line in notes:
-        console.print(indented(Text(line, style="dim"), 2))
-    warnings = [f"stale: {record.outdated}"] if record.outdated else []
-    warnings += [f"{name} is absent: {reason}" for name, reason in record.absent.items()]
-    for line in warnings:
-        console.print(indented(Text(line, style="yellow"), 2))
-    for cost in record.host:
-        text = f"{cost.timing.median:.1f} us a call" if cost.timing else cost.refused
-        console.print(indented(Text(f"host, {cost.name}: {text}"), 2))
-    again = f"{record.device.describe()}, driver {record.driver or 'unknown'}, {record.date}; again: {record.command}"
-    console.print(again, soft_wrap=True)
-
-
-def _cells(phase: PhaseResult) -> list[Text]:
-    cells = []
-    for way in phase.ways:
-        if way.timing is None:
-            cells.append(Text("wrong" if phase.wrong else "-", style="bold red" if phase.wrong else "dim"))
-        else:
-            cells.append(Text(f"{way.timing.median:.1f} ({way.ratio:.2f}x)"))
-    return [*cells, Text("" if phase.gain is None else f"{phase.gain:.2f}x", style="bold")]

@@ -5,23 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from functools import cache
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue
 
 from skuda.dispatch.compile.code import code_hash
 from skuda.dispatch.device import Device
 from skuda.dispatch.select.tuning import Timing
-from skuda.registry.errors import InvalidRecord
 from skuda.registry.registry import Registry
 from skuda.registry.value import Real, Size, Value
 from skuda.tools.bench.work import Work
-from skuda.tools.files import read_json, read_text, write_whole
-from skuda.tools.verify.evidence import evidence_directory
+from skuda.tools.record import Record
 from skuda.tools.verify.fingerprint import source_hash
-
-_KIND = ("skuda bench", 1)
 
 
 class RivalResult(Value):
@@ -179,7 +174,7 @@ class HostCost(Value):
     refused: str = ""
 
 
-class BenchRecord(Value):
+class BenchRecord(Record):
     """One run of ``skuda bench`` on one device.
 
     Attributes
@@ -204,6 +199,12 @@ class BenchRecord(Value):
         Why a rival is not available, by name.
     """
 
+    # Older records lack the fields of cases and the ceiling.
+    undrawn: ClassVar[Any] = {
+        "measurer_hash": True,
+        "ceilings": {"empty"},
+        "cases": {"__all__": {"mhz", "watts", "operations_per_cycle", "layers"}},
+    }
     kind: Literal["skuda bench"] = "skuda bench"
     schema_version: Literal[1] = 1
     device: Device
@@ -232,27 +233,6 @@ class BenchRecord(Value):
         """The problems that were not timed."""
         return tuple(case for case in self.cases if case.refused)
 
-    def save(self, path: Path) -> None:
-        """Write the file and create its folder; a reader never sees a partial file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, self.model_dump_json(indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: Path) -> BenchRecord:
-        """Read a file; raise `InvalidRecord` if it cannot be read or is not a record of a bench."""
-        return _parsed(path, _read(path))
-
-
-def _parsed(path: Path, found: Any) -> BenchRecord:
-    kind, schema = _kind_of(found)
-    if (kind, schema) != _KIND:
-        rule = f"be a record of kind {_KIND[0]!r}, schema {_KIND[1]}: `skuda bench --output FILE` makes one"
-        raise InvalidRecord("bench", str(path), f"kind {kind!r}, schema {schema!r}", rule)
-    try:
-        return BenchRecord.model_validate(found)
-    except InvalidRecord as error:
-        raise InvalidRecord(f"bench {path}: {error.subject}", error.field, error.had, error.must) from error
-
 
 @cache
 def measurer_hash() -> str:
@@ -261,26 +241,3 @@ def measurer_hash() -> str:
     roots = ("skuda.tools.bench.chain", "skuda.tools.bench.lab", "skuda.tools.bench.host")
     parts = [code_hash(root, "", ("skuda.tools.bench",), shown) for root in roots]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def load_benches(directory: Path | None = None) -> tuple[BenchRecord, ...]:
-    """Read every record of a bench in a folder, the earliest first; None is the checkout's ``docs/evidence``.
-
-    Raise `InvalidRecord` if a file cannot be read, or if a file of this kind is not a valid record.
-    """
-    folder = directory if directory is not None else evidence_directory()
-    paths = sorted(filter(Path.is_file, folder.glob("*.json"))) if folder is not None else ()
-    files = {path: _read(path) for path in paths}
-    records = (_parsed(path, found) for path, found in files.items() if _kind_of(found) == _KIND)
-    return tuple(sorted(records, key=lambda record: record.date))
-
-
-def _read(path: Path) -> Any:
-    try:
-        return read_json(read_text(path))
-    except (OSError, ValueError) as error:
-        raise InvalidRecord("bench", str(path), str(error), "be readable JSON") from error
-
-
-def _kind_of(found: Any) -> tuple[object, object]:
-    return (found.get("kind"), found.get("schema_version")) if isinstance(found, dict) else (None, None)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
-from skuda.tools.bench.drawing import INK
+from skuda.tools.plot import INK
 
 Node = ET.Element | str
 _COLOUR = re.compile(r"#[0-9a-fA-F]{6}\b")

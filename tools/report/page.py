@@ -14,18 +14,18 @@ from skuda.dispatch.select.environment import skuda_version
 from skuda.registry.op import Op
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
-from skuda.tools.bench.record import BenchRecord, load_benches
 from skuda.tools.files import write_whole
 from skuda.tools.output import one_line, stderr
 from skuda.tools.report.kernels import Row, filters, listing, matrix, summary
 from skuda.tools.report.markup import el, written
-from skuda.tools.report.records import evidence, measured
+from skuda.tools.report.measured import Measured, load_measured, measured
+from skuda.tools.report.records import evidence
 from skuda.tools.verify.evidence import Records, load_records, status
 
 Found = Sequence[tuple[Op, tuple[KernelSku, ...]]]
 
 
-def page(found: Found, registry: Registry, records: Records, benches: Sequence[BenchRecord], *, version: str) -> str:
+def page(found: Found, registry: Registry, records: Records, runs: Sequence[Measured], *, version: str) -> str:
     """Return the page; equal arguments give equal text.
 
     The page shows the kernels in `found`; `registry` provides the references and the sources of measured kernels.
@@ -47,7 +47,7 @@ def page(found: Found, registry: Registry, records: Records, benches: Sequence[B
             listing(rows),
         ),
         evidence(records.files, rows),
-        measured(benches, registry),
+        measured(runs, registry),
     )
     script = _part("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -72,20 +72,20 @@ def save(
     registry: Registry,
     *,
     records: Records | None = None,
-    benches: Sequence[BenchRecord] | None = None,
+    measured: Sequence[Measured] | None = None,
     found: Found | None = None,
     evidence: Path | None = None,
 ) -> None:
     """Write the page, and report that on standard error.
 
-    `path` is the file of ``--html``. `records` and `benches` are runs of ``skuda verify``
-    and ``skuda bench``; None for those in the folder `evidence`, or in the checkout. The page shows `found`, or
+    `path` is the file of ``--html``. `records` are runs of ``skuda verify``, and `measured` those of the
+    commands that measure; None for those in the folder `evidence`, or in the checkout. The page shows `found`, or
     everything in `registry` if it is None.
     """
     if found is None:
         ops = sorted(registry.ops.values(), key=lambda op: (op.category, op.name))
         found = [(op, registry.skus_of(op.name)) for op in ops]
     records = load_records(evidence) if records is None else records
-    benches = load_benches(evidence) if benches is None else benches
-    write_whole(path, page(found, registry, records, benches, version=skuda_version()))
+    runs = load_measured(evidence) if measured is None else measured
+    write_whole(path, page(found, registry, records, runs, version=skuda_version()))
     stderr().print(f"wrote {one_line(str(path))}", style="dim", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Verification and measurements on the report page: runs of ``skuda verify`` and of ``skuda bench``."""
+"""Runs of ``skuda verify`` and of ``skuda bench`` on the report page."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from xml.etree.ElementTree import Element
 
 from skuda.dispatch.select.tuning import Timing
 from skuda.registry.registry import Registry
-from skuda.tools.bench.plot import drawable, plots, rendered
-from skuda.tools.bench.record import BenchRecord, CaseResult, Ceilings
+from skuda.tools.bench.model_record import ModelRecord
+from skuda.tools.bench.plot import plots
+from skuda.tools.bench.record import BenchRecord, CaseResult, Ceilings, HostCost
 from skuda.tools.bench.summary import FLUSHES, ROWS, choices, figure, means, rate, refusals, timed_rivals
 from skuda.tools.output import count
+from skuda.tools.plot import Plot, drawable, rendered
 from skuda.tools.report.kernels import Row
 from skuda.tools.report.markup import Cell, Node, drawing, el, facts, number, row, table
 from skuda.tools.verify.evidence import EvidenceFile, by_op
@@ -31,7 +33,7 @@ def _run(file: EvidenceFile, current: int) -> Element:
     tried = [sku for sku in file.skus if sku.verdict != "skipped"]
     about = [
         ("driver", file.driver),
-        ("versions", _versions(file.versions)),
+        ("versions", versions(file.versions)),
         ("seed", str(file.seed) + (", quick" if file.quick else "")),
         ("result", f"{count(len(tried), 'kernel')} run, {len(file.failed)} failed"),
         ("today", f"{current} of the kernels above rest on it"),
@@ -41,60 +43,61 @@ def _run(file: EvidenceFile, current: int) -> Element:
         for c in by_op(file.skus)
     )
     headings = ("op", "verified", "failed", "skipped", "cases", "outputs compared")
-    label = f"{_when(file)}, by op"
+    label = f"{when(file)}, by op"
     failures = [
         row([el("code", sku.sku), sku.first_failure.describe() if sku.first_failure else sku.note])
         for sku in file.failed
     ]
     return el(
         "article",
-        el("h3", _when(file)),
+        el("h3", when(file)),
         facts(about),
-        table(f"Failures on {_when(file)}", ("kernel", "first failure"), failures) if failures else None,
+        table(f"Failures on {when(file)}", ("kernel", "first failure"), failures) if failures else None,
         el("details", el("summary", "By op"), table(label, headings, lines)),
     )
 
 
-def _when(run: EvidenceFile | BenchRecord) -> str:
+def when(run: EvidenceFile | BenchRecord | ModelRecord) -> str:
+    """Return where and when a run was made."""
     return f"{run.device.describe()}, {run.date[:16].replace('T', ' ')} UTC"
 
 
-def _versions(versions: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
+def versions(found: dict[str, str]) -> str:
+    """Return versions by name as a line."""
+    return ", ".join(f"{name} {version}" for name, version in found.items())
 
 
-def measured(records: Sequence[BenchRecord], registry: Registry) -> Element:
-    """Return the runs of ``skuda bench`` with their tables and, if matplotlib is installed, their plots.
-
-    A case whose kernel differs from the registry's is marked.
-    """
-    parts = [part for at, record in enumerate(records) for part in _bench(record, registry, f"bench{at}")]
-    if not parts:
-        parts = [el("p", "No run is recorded here: ", el("code", "skuda bench --output FILE"), " makes one.")]
-    return el("section", el("h2", "Measured", id="measured"), *parts)
-
-
-def _bench(record: BenchRecord, registry: Registry, name: str) -> Iterator[Element]:
+def bench(record: BenchRecord, registry: Registry, name: str) -> Iterator[Element]:
+    """Yield a run of ``skuda bench``: its tables and its plots; a case whose kernel has changed since is marked."""
     about: list[tuple[str, Node]] = [
         ("driver", record.driver),
-        ("versions", _versions(record.versions)),
+        ("versions", versions(record.versions)),
         ("command", el("code", record.command)),
-        *((("stale", record.outdated),) if record.outdated else ()),
+        ("stale", record.outdated),
         ("ceilings", _ceilings(record.ceilings)),
         ("cache", FLUSHES[record.flush]),
         *((f"{rival} is absent", reason) for rival, reason in record.absent.items()),
     ]
-    yield el("article", el("h3", _when(record)), facts(about))
+    yield el("article", el("h3", when(record)), facts(about))
     for op, group in groupby(record.cases, key=lambda case: case.op):
         yield _op(op, list(group), record, registry)
-    if record.host:
-        lines = (row([cost.name, *_host(cost.timing), cost.refused]) for cost in record.host)
-        label = "What a launch of a tiny kernel costs the host"
+    yield from hosts("What a launch of a tiny kernel costs the host", record.host)
+    yield from drawn(plots(record), name)
+
+
+def hosts(label: str, costs: Sequence[HostCost]) -> Iterator[Element]:
+    """Yield the table of costs on the host, if there are any."""
+    if costs:
+        lines = (row([cost.name, *_host(cost.timing), cost.refused]) for cost in costs)
         yield el("article", el("h4", label), table(label, ("way", "us", "p90", "note"), lines))
+
+
+def drawn(found: Sequence[Plot], name: str) -> Iterator[Element]:
+    """Yield plots, or how to get them where matplotlib is not installed; `name` is unique on the page."""
     if not drawable():
         yield el("p", "Plots need matplotlib: ", el("code", "pip install 'matplotlib>=3.8'"))
         return
-    for at, plot in enumerate(plots(record)):
+    for at, plot in enumerate(found):
         yield drawing(rendered([plot], "svg", inline=True), f"{name}-{at}", plot.title)
 
 
@@ -151,13 +154,14 @@ def _case(case: CaseResult, names: Sequence[str], registry: Registry) -> Element
             number(t.p10, f"{t.p10:.1f} to {t.p90:.1f}"),
             number(worth, rate(case)),
             number(case.ceiling_share, f"{case.ceiling_share or 0:.0%}"),
-            *(_ratio(ratios.get(name)) for name in names),
+            *(ratio(ratios.get(name)) for name in names),
             Cell(el("span", el("code", " ".join(case.sku.split(".")[-3:]), title=case.sku), mark), case.sku),
         ]
     )
 
 
-def _ratio(value: float | None) -> Cell:
+def ratio(value: float | None) -> Cell:
+    """Return a cell of a time over ours."""
     return number(value, f"{value or 0:.2f}", "good" if (value or 0) >= 1 else "bad")
 
 
@@ -167,7 +171,7 @@ def _means(op: str, cases: Sequence[CaseResult]) -> Element | None:
         return None
     names = [name for name in ROWS if any(name in rows for rows in found.values())]
     lines = (
-        row([f"x {rival}", *(_ratio(rows[name][0] if name in rows else None) for name in names)])
+        row([f"x {rival}", *(ratio(rows[name][0] if name in rows else None) for name in names)])
         for rival, rows in found.items()
     )
     return table(f"Geometric means of {op}", ("geometric mean", *names), lines)

@@ -13,11 +13,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 
+from skuda.dispatch import Dispatcher
 from skuda.dispatch.select.environment import skuda_version, versions
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
-from skuda.tools.output import chosen, count, plain_table, progress, records, refuse, stdout, tell
+from skuda.tools import plot as drawings
+from skuda.tools.output import SavePage, chosen, count, plain_table, progress, records, refuse, stdout, tell
+from skuda.tools.requirement import print_judged
 from skuda.tools.train import corpus
-from skuda.tools.train.record import BASELINE, Shape, TrainRecord
+from skuda.tools.train.judged import judged
+from skuda.tools.train.markdown import train_markdown
+from skuda.tools.train.plot import plots
+from skuda.tools.train.record import BASELINE, FIGURES, Shape, TrainRecord, figures, train_measurer_hash
 
 _PACKAGES = ("numpy", "torch")
 _INTERVALS = 100
@@ -52,17 +58,30 @@ class Request:
             raise InvalidProblem("train-check", f"--{error.field}", error.had, error.must) from error
 
 
-def run(request: Request, *, output: Path | None = None, show: Path | None = None, as_json: bool = False) -> int:
+def run(
+    request: Request,
+    *,
+    output: Path | None = None,
+    show: Path | None = None,
+    plot: Path | None = None,
+    page: SavePage | None = None,
+    markdown: str | None = None,
+    as_json: bool = False,
+) -> int:
     """Train and compare, or show the record of an earlier run.
 
     Parameters
     ----------
     request : Request
         What is trained, and how.
-    output : Path or None
-        Where the record goes.
+    output, plot : Path or None
+        Where the record and its plots go; see `skuda.tools.plot.save`.
     show : Path or None
         A record to show; nothing is trained.
+    page : callable or None
+        Writes the report page.
+    markdown : str or None
+        A section of the record to print as Markdown; see `train_markdown`.
     as_json : bool
         Whether to print the record as JSON instead of a table.
 
@@ -74,12 +93,14 @@ def run(request: Request, *, output: Path | None = None, show: Path | None = Non
     Raises
     ------
     InvalidProblem
-        For sizes that do not fit, an unknown way, or a device that is not here.
+        For sizes that do not fit, an unknown word, a file that cannot be written, or a device that is not here.
     MissingDependency
-        If torch is not installed.
+        If torch, or matplotlib for plots, is not installed.
     InvalidRecord
         For a file that is not a record.
     """
+    if plot is not None:
+        drawings.check("train-check", plot)
     if show is None:
         record = train_check(request)
         if output is not None:
@@ -88,12 +109,18 @@ def run(request: Request, *, output: Path | None = None, show: Path | None = Non
         raise InvalidProblem("train-check", "--output", "--show beside it", "be left out: --show trains nothing")
     else:
         record = TrainRecord.load(show)
-    if as_json:
+    if markdown is not None:
+        sys.stdout.write(train_markdown(record, markdown))
+    elif as_json:
         sys.stdout.write(record.model_dump_json(indent=2) + "\n")
     else:
         _print(record)
     for miss in record.misses:
         tell(miss)
+    if plot is not None:
+        drawings.save_and_tell(record, plots(record), plot)
+    if page is not None:
+        page(Dispatcher().registry, measured=(record,))
     return 1 if record.misses else 0
 
 
@@ -147,6 +174,7 @@ def train_check(request: Request) -> TrainRecord:
         skuda=skuda_version(),
         command=_command_line(request, names, plan.seed),
         seconds=perf_counter() - began,
+        measurer_hash=train_measurer_hash(),
         seed=plan.seed,
         shape=shape,
         parameters=sum(parameter.numel() for parameter in plan.initial().parameters()),
@@ -176,11 +204,7 @@ def _command_line(request: Request, names: Sequence[str], seed: int) -> str:
 
 def _print(record: TrainRecord) -> None:
     """Print a table for a person, or records for a pipe: way, figure, value and per cent above bf16."""
-    rows = []
-    for result in record.ways:
-        figures = {"loss": result.final_loss, **result.held_out}
-        rows += [(result.way, name, value, record.excess.get((result.way, name))) for name, value in figures.items()]
-        rows.append((result.way, "ms", result.milliseconds, None))
+    rows = list(figures(record))
     console = stdout()
     if not console.is_terminal:
         records(rows)
@@ -189,14 +213,10 @@ def _print(record: TrainRecord) -> None:
     console.print(f"{sizes} on {record.device}", soft_wrap=True)
     table = plain_table("way", "figure", "value", f"above {BASELINE}", numbers=2)
     for way, name, value, above in rows:
-        table.add_row(way, _FIGURES.get(name, name), f"{value:.4f}", "" if above is None else f"{above:+.2f} %")
+        table.add_row(way, FIGURES.get(name, name), f"{value:.4f}", "" if above is None else f"{above:+.2f} %")
     console.print(table)
-
-
-_FIGURES = {
-    "loss": "final loss, nats per byte",
-    "trained": "held-out bits per byte, as trained",
-    "dynamic": "held-out bits per byte, int8 dynamic",
-    "static": "held-out bits per byte, int8 static",
-    "ms": "milliseconds a step",
-}
+    if record.outdated:
+        console.print(f"stale: {record.outdated}", style="yellow")
+    print_judged(console, judged(record))
+    again = f"{record.device}, {record.date}; again: {record.command}"
+    console.print(again, soft_wrap=True)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from skuda.dispatch.compile.code import code_hash
 from skuda.registry.value import Integer, Real, Size, Value
 from skuda.tools.record import Record
 from skuda.tools.train.corpus import CorpusFacts
 
 BASELINE = "bf16"
 """The way that the others are compared with."""
+FIGURES = {
+    "loss": "final loss, nats per byte",
+    "trained": "held-out bits per byte, as trained",
+    "dynamic": "held-out bits per byte, int8 dynamic",
+    "static": "held-out bits per byte, int8 static",
+    "ms": "milliseconds a step",
+}
+"""What the figures of a way are, by name."""
 
 Count = Annotated[Integer, Field(ge=1, lt=2**31)]
 
@@ -77,6 +87,8 @@ class TrainRecord(Record):
         Name of the device, as torch gives it.
     versions, date, skuda, command, seconds
         As in the record of ``skuda bench``.
+    measurer_hash : str
+        Hash of the code that trains and evaluates; see `train_measurer_hash`.
     seed : int
         Of the initial model and of the batches.
     parameters : int
@@ -101,6 +113,7 @@ class TrainRecord(Record):
     skuda: str
     command: str
     seconds: Real
+    measurer_hash: str = ""
     seed: Size
     shape: Shape
     parameters: Size
@@ -113,6 +126,11 @@ class TrainRecord(Record):
     tolerance: Real
     corpus: CorpusFacts
     ways: tuple[WayResult, ...]
+
+    @property
+    def outdated(self) -> str:
+        """Why all of its figures are stale; empty if the code that trains has not changed."""
+        return "" if self.measurer_hash == train_measurer_hash() else "trained by other code"
 
     @property
     def excess(self) -> dict[tuple[str, str], float]:
@@ -138,3 +156,17 @@ class TrainRecord(Record):
             for (way, name), excess in self.excess.items()
             if not excess <= self.tolerance
         )
+
+
+def train_measurer_hash() -> str:
+    """Return the hash of the code that trains and evaluates, with the model and the text, without this record."""
+    within, shown = ("skuda.tools.train",), ("skuda.tools.train.record",)
+    return code_hash("skuda.tools.train.training", "", within, shown)
+
+
+def figures(record: TrainRecord) -> Iterator[tuple[str, str, float, float | None]]:
+    """Yield way, figure (see `FIGURES`), value, and the per cent above bf16 or None, of everything in a record."""
+    for result in record.ways:
+        for name, value in {"loss": result.final_loss, **result.held_out}.items():
+            yield result.way, name, value, record.excess.get((result.way, name))
+        yield result.way, "ms", result.milliseconds, None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skuda.kernels.linear.problem import LinearProblem
+from skuda.kernels.linear.rescale import RescaleDescriptor
 from skuda.kernels.quantize.granularity import AffineProblem
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import FLOATS, ElementKind
@@ -52,18 +53,20 @@ _GATED: tuple[Shape, ...] = (
     (4096, 14336),
     (16384, 8192),
 )
+_PARTS: tuple[Shape, ...] = ((16, 8192), (2048, 8192))
 _Rows = tuple[tuple[tuple[Shape, ...], tuple[ElementKind, ...]], ...]
 """Shapes, each to be measured in each of some elements."""
 
 _WIDE: _Rows = ((((16384, 8192),), (_BF16, _F32)), (((8192, 8192),), (_F64,)))
 _DEFAULTS: dict[str, _Rows] = {
-    "amax": ((_TOKENS, (_BF16,)),),
-    "amax_quantize": ((_TOKENS, (_BF16,)),),
+    "amax": ((_PARTS, (_BF16,)),),
+    "amax_quantize": ((_PARTS, (_BF16,)),),
     "dynamic_range": ((_TOKENS, (_BF16, _F16)),),
     "fake_quantize": ((((1024, 1024), (4096, 4096)), (_F32,)), *_WIDE),
     "gelu_mul_quantize": ((_GATED, (_BF16,)),),
     "layer_norm_quantize": ((_NORMS, (_BF16,)),),
     "quantized_linear": ((_PRODUCTS, (_BF16,)),),
+    "rescale": ((_PARTS, (_BF16,)),),
     "rms_norm_quantize": ((_NORMS, (_BF16,)),),
     "scaled_linear": ((_SQUARES, (_BF16,)), (_SQUARES[-1:], (_S32,))),
     "silu_mul_quantize": ((_GATED, (_BF16,)),),
@@ -98,10 +101,10 @@ class BenchCase:
 def groups(registry: Registry) -> dict[str, tuple[str, ...]]:
     """Return the names that stand for several ops of a registry: ``quantize``, ``linear`` and ``all``."""
 
-    def of(kind: type[Descriptor]) -> tuple[str, ...]:
-        return tuple(sorted(op.name for op in registry.ops.values() if issubclass(op.descriptor, kind)))
+    def of(*kinds: type[Descriptor]) -> tuple[str, ...]:
+        return tuple(sorted(op.name for op in registry.ops.values() if issubclass(op.descriptor, kinds)))
 
-    quantize, linear = of(AffineProblem), of(LinearProblem)
+    quantize, linear = of(AffineProblem, RescaleDescriptor), of(LinearProblem)
     return {"quantize": quantize, "linear": linear, "all": (*quantize, *linear)}
 
 
@@ -177,7 +180,8 @@ def problem_of(descriptor: type[Descriptor], shape: Shape, element: ElementKind)
     """Return an op's problem of a shape and an element, with s8 codes, symmetric if the op supports it.
 
     Per channel, the channels are the columns; per group, `GROUP_SIZE` elements share a scale; a dynamic range is per
-    token. A norm adds a residual, and has a weight and a bias. The shape of a gated activation is that of its output.
+    token. A norm adds a residual, and has a weight and a bias. The shape of a gated activation is that of its output,
+    and that of a rescale too, of sums over as many products as it has columns.
     Raise `InvalidProblem` for a shape that the op refuses, such as columns that are not whole groups.
     """
     known = descriptor.model_fields
@@ -192,6 +196,7 @@ def problem_of(descriptor: type[Descriptor], shape: Shape, element: ElementKind)
         rows, columns = shape
         fields |= {"numel": rows * columns, "shape": shape, "n": rows, "d": columns}
         fields |= {"outer_size": rows, "axis_size": columns}
+        fields |= {"m": rows, "k": columns}
         fields |= {"eps": 1e-6, "has_residual": True, "has_weight": True, "has_bias": True}
         fields |= {"axis": 1} if "shape" in known else {}
         fields |= {"group_size": GROUP_SIZE} if "axis_size" in known else {}

@@ -57,7 +57,6 @@ from skuda.tools.bench.record import (
     Ceilings,
     HostCost,
     RivalResult,
-    load_benches,
     measurer_hash,
 )
 from skuda.tools.bench.rivals import Alternatives, Rival, absence, rivals_of
@@ -993,10 +992,10 @@ def test_a_record_survives_its_file(tmp_path):
     earlier = record.model_copy(update={"date": "2020-01-01"})
     earlier.save(path.with_name("z.json"))
     (path.parent / "other.json").write_text('{"kind": "skuda verify"}')
-    assert load_benches(path.parent) == (earlier, record)
+    assert BenchRecord.files(path.parent) == {path: record, path.with_name("z.json"): earlier}
     (path.parent / "other.json").write_text("{")
     with pytest.raises(InvalidRecord, match=r"other\.json"):
-        load_benches(path.parent)
+        BenchRecord.files(path.parent)
 
 
 def test_other_files_are_refused_by_name(tmp_path):
@@ -1148,7 +1147,10 @@ def on_paper(monkeypatch):
         (["--output", "x", "--show", "nowhere.json"], "--output must be left out"),
         (["--cutlass", "x", "--show", "nowhere.json"], "--cutlass must be left out"),
         (["linear", "--cutlass", "nowhere"], "--cutlass must be a folder with the objects that this builds: bash "),
-        (["quantize", "--random", "3"], "--random must stand beside a product, such as linear; had dequantize_per_"),
+        (
+            ["quantize", "--random", "3"],
+            "--random must stand beside a product, such as linear; had amax, amax_quantize, ",
+        ),
         (["linear", "--random", "0"], "random"),
         (["--random", "3", "--show", "nowhere.json"], "--random must be left out"),
         (["linear", "--shapes", "2x4x8", "--chain", "4"], "--chain must stand beside products with N = K only"),

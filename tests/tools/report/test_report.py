@@ -15,7 +15,7 @@ from skuda.dispatch.backends.numpy import NumpyBackend
 from skuda.dispatch.device import device_named
 from skuda.kernels.catalog import built_in_ops
 from skuda.registry import Registry
-from skuda.tools.bench import plot as bench_plot
+from skuda.tools import plot
 from skuda.tools.cli import main
 from skuda.tools.report import page as report_page
 from skuda.tools.report.page import page
@@ -210,7 +210,7 @@ def test_plots_are_drawings_of_the_page_with_ids_of_their_own(monkeypatch):
     styles = " ".join(e.get("style", "") for e in tree.elements)
     assert "currentColor" in styles
     assert "var(--plot-0072b2, #0072b2)" in styles
-    monkeypatch.setattr(bench_plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
     text = page_of(benches=benches)
     assert "<svg" not in text
     assert "pip install 'matplotlib" in Tree(text).all("section")[-1]["text"]
@@ -301,7 +301,7 @@ def test_list_writes_what_its_filters_leave_and_the_records_of_the_folder(skuda,
 
 def test_verify_writes_its_run_beside_the_recorded_ones(skuda, tmp_path, monkeypatch):
     monkeypatch.setattr(verify_page, "load_records", lambda: Records((evidence_of(CUDA[0]),)))
-    monkeypatch.setattr(report_page, "load_benches", lambda _: ())
+    monkeypatch.setattr(report_page, "load_measured", lambda _: ())
     path = tmp_path / "report.html"
     status, out, err = skuda("verify", "--device", "cpu", "--op", "fill", "--quick", "--seed", "4", "--html", path)
     assert (status, out.startswith("fill\t")) == (0, True)

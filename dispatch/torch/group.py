@@ -1,0 +1,233 @@
+"""`TorchGroup`: ranks that torch.distributed joins, over NCCL on GPUs and gloo on CPUs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from skuda.dispatch.shard.group import GroupBroken, GroupMismatch, differing
+from skuda.dispatch.shard.shards import span
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
+
+Result = TypeVar("Result")
+
+_LOOK = 0.05
+"""Seconds between two looks for what other ranks report."""
+
+
+class TorchGroup:
+    """A `skuda.dispatch.shard.Group` over a process group of torch.distributed.
+
+    Arrays are tensors on the devices of the group's backend; on gloo, arrays of NumPy as well. Collectives can be
+    captured in CUDA graphs and traced by ``torch.compile``.
+
+    Parameters
+    ----------
+    group : ProcessGroup, DeviceMesh of one dimension, or None
+        The ranks; None for the default group. All of them make the `TorchGroup`.
+    check_calls : bool or None
+        Whether ranks compare, before every layer, that they run the same one. None for yes on CPUs and no on GPUs,
+        where it would make the host wait; asked for there, it goes through a group of its own on the CPU. Nothing is
+        compared while a CUDA graph is captured or ``torch.compile`` traces.
+    patience : float
+        Seconds that a rank whose collective failed waits for the others to report the same, before it names those that
+        have not. Collectives themselves wait as long as the process group's timeout.
+
+    Raises
+    ------
+    InvalidProblem
+        For another kind of group, or one that this process is not in.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | DeviceMesh | None = None,
+        *,
+        check_calls: bool | None = None,
+        patience: float = 10.0,
+    ) -> None:
+        self.process_group = _process_group(group)
+        self._rank: int = distributed.get_rank(self.process_group)
+        self._count: int = distributed.get_world_size(self.process_group)
+        on_gpu = distributed.get_backend(self.process_group) == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._patience = patience
+        self._checks = self.process_group if check_calls or (check_calls is None and not on_gpu) else None
+        if self._checks is not None and on_gpu:
+            members = distributed.get_process_group_ranks(self.process_group)
+            self._checks = distributed.new_group(members, backend="gloo", use_local_synchronization=True)
+        self._where: tuple[str, ...] = ("",) * self._count
+        self._where = self.exchange(f"{socket.gethostname()} {os.getpid()}")
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank, from 0."""
+        return self._rank
+
+    @property
+    def count(self) -> int:
+        """Ranks."""
+        return self._count
+
+    def exchange(self, text: str) -> tuple[str, ...]:
+        """Return the texts of all ranks, in their order."""
+        return self._exchanged(text, self.process_group, self._device)
+
+    def agree(self, what: str) -> None:
+        """Refuse to go on where another rank is about to do something else; see `check_calls`."""
+        if self._checks is None or torch.compiler.is_compiling() or _captures():
+            return
+        digest = torch.frombuffer(bytearray(hashlib.sha256(what.encode()).digest()), dtype=torch.uint8)
+        every = torch.empty(self._count * len(digest), dtype=torch.uint8)
+        self._told(lambda: distributed.all_gather_into_tensor(every, digest, group=self._checks))
+        if bool((every.view(self._count, -1) != digest).any()):
+            texts = self._exchanged(what, self._checks, torch.device("cpu"))
+            raise GroupMismatch("call", differing(texts))
+
+    def max(self, array: Any) -> Any:
+        """Return the maximum over the ranks, element by element; the array may be overwritten."""
+        return self._reduced(array, distributed.ReduceOp.MAX)
+
+    def sum(self, array: Any) -> Any:
+        """Return the sum over the ranks, s32, element by element; the array may be overwritten."""
+        return self._reduced(array, distributed.ReduceOp.SUM)
+
+    def sum_rows(self, array: Any, sizes: tuple[int, ...]) -> Any:
+        """Return this rank's rows of the sum over the ranks, s32; `sizes` are the rows of each."""
+        tensor, back = _tensor(array)
+        most = max(sizes)
+        if min(sizes) != most:  # every rank gets equally many
+            padded = tensor.new_zeros(self._count, most, *tensor.shape[1:])
+            for rank, rows in enumerate(sizes):
+                padded[rank, :rows] = tensor[span(sizes, rank)]
+            tensor = padded.flatten(0, 1)
+        tensor = tensor.contiguous()
+        mine = tensor.new_empty(most, *tensor.shape[1:])
+        self._told(lambda: distributed.reduce_scatter_tensor(mine, tensor, group=self.process_group))
+        return back(mine[: sizes[self._rank]])
+
+    def gather(self, array: Any, axis: int, sizes: tuple[int, ...]) -> Any:
+        """Return the arrays of all ranks one after the other along axis 0 or 1; `sizes` are theirs along it."""
+        tensor, back = _tensor(array)
+        if tensor.shape[axis] != sizes[self._rank]:
+            rule = f"have {sizes[self._rank]} elements along axis {axis}, as the sizes say"
+            raise InvalidProblem("Group.gather", "array", f"shape {list(tensor.shape)}", rule)
+        most = max(sizes)
+        if tensor.shape[axis] != most:
+            padded = tensor.new_zeros(*tensor.shape[:axis], most, *tensor.shape[axis + 1 :])
+            padded.narrow(axis, 0, tensor.shape[axis]).copy_(tensor)
+            tensor = padded
+        tensor = tensor.contiguous()
+        every = tensor.new_empty(self._count * tensor.shape[0], *tensor.shape[1:])
+        self._told(lambda: distributed.all_gather_into_tensor(every, tensor, group=self.process_group))
+        if axis == 0 and min(sizes) == most:
+            return back(every)
+        parts = every.view(self._count, *tensor.shape)
+        return back(torch.cat([parts[rank].narrow(axis, 0, size) for rank, size in enumerate(sizes)], axis))
+
+    def _reduced(self, array: Any, how: Any) -> Any:
+        tensor, back = _tensor(array)
+        tensor = tensor.contiguous()
+        self._told(lambda: distributed.all_reduce(tensor, op=how, group=self.process_group))
+        return back(tensor)
+
+    def _exchanged(self, text: str, group: ProcessGroup, device: torch.device) -> tuple[str, ...]:
+        mine = text.encode()
+        sizes = torch.empty(self._count, dtype=torch.int64, device=device)
+        size = torch.tensor([len(mine)], device=device)
+        self._told(lambda: distributed.all_gather_into_tensor(sizes, size, group=group))
+        most = max(1, int(sizes.max()))
+        padded = torch.frombuffer(bytearray(mine.ljust(most, b"\0")), dtype=torch.uint8).to(device)
+        every = torch.empty(self._count * most, dtype=torch.uint8, device=device)
+        self._told(lambda: distributed.all_gather_into_tensor(every, padded, group=group))
+        rows = every.view(self._count, most).cpu().numpy()
+        return tuple(row[:length].tobytes().decode() for row, length in zip(rows, sizes.tolist(), strict=True))
+
+    def _told(self, collective: Callable[[], Result]) -> Result:
+        """Return a collective's result; where it fails, say who is missing."""
+        if torch.compiler.is_compiling():
+            return collective()
+        try:
+            return collective()
+        except RuntimeError as error:  # what torch.distributed raises
+            missing, why = self._missing()
+            if missing == () and not why:
+                raise  # all ranks are there: it is no question of who
+            raise GroupBroken(missing, f"{why}; torch.distributed said: {error}") from error
+
+    def _missing(self) -> tuple[tuple[int, ...], str]:
+        """Report that a collective failed; return the ranks that do not report it, and what is known of them."""
+        name = f"skuda/{self.process_group.group_name}/{{}}"
+        silent = set(range(self._count)) - {self._rank}
+        gone: set[int] = set()
+        try:
+            store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001  no public way to it
+            store.set(name.format(self._rank), "failed")
+            until = time.monotonic() + self._patience
+            while silent > gone and time.monotonic() < until:
+                # Asked in this order: a rank may report and then end.
+                gone = {rank for rank in silent if _has_ended(self._where[rank])}
+                silent = {rank for rank in silent if not store.check([name.format(rank)])}
+                gone &= silent
+                time.sleep(_LOOK)
+        except RuntimeError:
+            return (), "the group's store is gone, perhaps with the rank that held it"
+        if gone:
+            return tuple(sorted(gone)), "the process has ended"
+        return tuple(sorted(silent)), f"nothing was heard for {self._patience:g} s" if silent else ""
+
+
+def _process_group(group: object) -> ProcessGroup:
+    if not distributed.is_initialized():
+        rule = "be joined by torch.distributed first: call init_process_group, or use torchrun"
+        raise InvalidProblem("TorchGroup", "group", shown(group), rule)
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            rule = "have one dimension: take one of a mesh by its name, such as mesh['tp']"
+            raise InvalidProblem("TorchGroup", "group", f"a mesh of {group.ndim} dimensions", rule)
+        group = group.get_group()
+    if group is None:
+        group = distributed.group.WORLD
+    if not isinstance(group, ProcessGroup):
+        rule = "be a ProcessGroup that this process is in, a DeviceMesh of one dimension, or None"
+        raise InvalidProblem("TorchGroup", "group", shown(group), rule)
+    return group
+
+
+def _captures() -> bool:
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def _tensor(array: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """Return an array as a tensor, and what makes an array of its kind of a tensor."""
+    if isinstance(array, Tensor):
+        return array, lambda tensor: tensor
+    kind = array.dtype
+    if kind.name == "bfloat16":  # torch does not read ml_dtypes, nor does gloo move integers of its size
+        bits = torch.from_numpy(np.ascontiguousarray(array).view(np.int16)).view(torch.bfloat16)
+        return bits, lambda tensor: tensor.view(torch.int16).numpy().view(kind)
+    return torch.from_numpy(np.ascontiguousarray(array)), lambda tensor: tensor.numpy()
+
+
+def _has_ended(place: str) -> bool:
+    """Whether a process of this host has ended; one of another host, or where that cannot be known, has not."""
+    host, _, process = place.rpartition(" ")
+    if host != socket.gethostname() or not Path("/proc/self/stat").exists():
+        return False
+    try:
+        told = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
+    return told.rpartition(")")[2].split()[0] in "ZX"

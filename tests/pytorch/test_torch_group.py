@@ -1,0 +1,160 @@
+"""Groups over torch.distributed: the bits of the definition, and errors that name who is at fault."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import assert_same_bits, draw, fresh, run
+
+torch = pytest.importorskip("torch")
+
+from skuda.dispatch.shard import GroupBroken, GroupMismatch, Shards  # noqa: E402
+from skuda.dispatch.shard.problems import course  # noqa: E402
+from skuda.dispatch.shard.shards import own, span, split  # noqa: E402
+from skuda.kernels.catalog import built_in_ops  # noqa: E402
+from skuda.registry import InvalidProblem  # noqa: E402
+from skuda.registry.elements import ElementKind  # noqa: E402
+from skuda.torch import TorchGroup  # noqa: E402  torch may be absent
+
+WORKER = Path(__file__).with_name("group_worker.py")
+WAYS = [
+    *(("n", given, wanted) for given in ("whole", "rows", "columns") for wanted in ("columns", "whole")),
+    *(("k", "columns", wanted) for wanted in ("rows", "whole")),
+]
+
+
+def on_processes(count, folder, work, given=None):
+    """What became of every rank: its result, or the error that it got; None where it was killed."""
+    (folder / "given").write_bytes(pickle.dumps(given))
+    started = [
+        subprocess.Popen([sys.executable, WORKER, str(rank), str(count), folder, work], stderr=subprocess.PIPE)
+        for rank in range(count)
+    ]
+    try:
+        told = [process.communicate(timeout=200)[1].decode() for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    found = []
+    for rank in range(count):
+        out = folder / f"{rank}.out"
+        if started[rank].returncode == 0 or out.exists():
+            assert out.exists(), told[rank]
+            found.append(pickle.loads(out.read_bytes()))  # noqa: S301  of the worker
+        else:
+            found.append(None)
+    return found
+
+
+@pytest.mark.parametrize("count", [3])
+def test_collectives_are_what_they_say(count, tmp_path):
+    rng = fresh(count)
+    given = []
+    for dtype in (np.int8, np.int32, np.float32, np.float64, np.float16, ml_dtypes.bfloat16):
+        sizes = split(7, count) if rng.random() < 0.5 else tuple(rng.multinomial(7, [1 / count] * count).tolist())
+        arrays = [rng.integers(-100, 100, (7, 7)).astype(dtype) for _ in range(count)]
+        given.append({"arrays": arrays, "sizes": sizes})
+    given.append({"arrays": [one["arrays"] for one in given][1], "sizes": (7, *[0] * (count - 1))})
+    for rank, result in enumerate(on_processes(count, tmp_path, "collectives", given)):
+        assert not isinstance(result, Exception), result
+        texts, found = result
+        assert texts == tuple(f"rank {other} says \u00fc" for other in range(count))
+        for case, got in zip([case for case in given for _ in range(2)], found, strict=True):
+            arrays, sizes = case["arrays"], case["sizes"]
+            assert_same_bits(got["gather 0"], np.concatenate([a[:n] for a, n in zip(arrays, sizes, strict=True)]))
+            wide = np.concatenate([a[:, :n] for a, n in zip(arrays, sizes, strict=True)], axis=1)
+            assert_same_bits(got["gather 1"], wide)
+            if arrays[0].dtype.kind == "f":
+                assert_same_bits(got["max"], np.maximum.reduce(arrays))
+            if arrays[0].dtype == np.int32:
+                total = np.add.reduce(arrays, dtype=np.int32)
+                assert_same_bits(got["sum"], total)
+                assert_same_bits(got["sum rows"], total[span(sizes, rank)])
+
+
+def part(problem, shards, rank, inputs):
+    """What a rank has of a layer's inputs."""
+    way, cut = course(problem, shards), dict(inputs)
+    scales = ("act_scale", "act_zero_point") if way.per_row else ()
+    if shards.input == "rows":
+        cut |= {n: own(inputs[n], 0, way.rows, rank) for n in ("activation", "act_q", *scales) if n in inputs}
+    if shards.input == "columns":
+        cut |= {n: own(inputs[n], 1, way.columns, rank) for n in ("activation", "act_q") if n in inputs}
+    if shards.axis == "k":
+        cut["weight_q"] = own(inputs["weight_q"], 1, way.parts, rank)
+    else:
+        names = ("weight_q", "weight_scale", "weight_zero_point", "bias")
+        cut |= {n: own(inputs[n], 0, way.parts, rank) for n in names if n in inputs}
+    return cut
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_layers_have_the_bits_of_one_device(count, tmp_path):
+    rng = fresh(count)
+    cases = [
+        (op, case)
+        for op in built_in_ops()
+        if op.name.endswith("_linear")
+        for case in op.cases
+        if case.problem.output is not ElementKind.S32 and case.problem.compute is case.problem.output.compute
+    ]
+    given, wanted = [], []
+    for number in rng.choice(len(cases), 24, replace=False):
+        op, case = cases[number]
+        axis, held, back = WAYS[rng.integers(len(WAYS))]
+        shards = Shards(axis=axis, count=count, input=held, output=back)
+        inputs = draw(op, case, rng).inputs
+        given.append((case.problem, shards, [part(case.problem, shards, rank, inputs) for rank in range(count)]))
+        wanted.append((run(case.problem, inputs)["output"], course(case.problem, shards)))
+    for rank, found in enumerate(on_processes(count, tmp_path, "layers", given)):
+        assert not isinstance(found, Exception), found
+        for number, (whole, way) in enumerate(wanted):
+            want = whole
+            if way.shards.output == "rows":
+                want = own(whole, 0, way.rows, rank)
+            if way.shards.output == "columns":
+                want = own(whole, 1, way.parts, rank)
+            for got in found[2 * number : 2 * number + 2]:
+                assert_same_bits(got, want, f"rank {rank}, {given[number][0]!r} over {way.shards!r}")
+
+
+def test_another_problem_is_refused_on_every_rank(tmp_path):
+    for error in on_processes(3, tmp_path, "another_problem"):
+        assert isinstance(error, GroupMismatch)
+        assert error.what == "problem"
+        assert [rank for rank, _ in error.ranks] == [0, 1]
+
+
+def test_another_order_is_refused_on_every_rank(tmp_path):
+    for error in on_processes(3, tmp_path, "another_order"):
+        assert isinstance(error, GroupMismatch)
+        assert "first" in str(error)
+        assert "second" in str(error)
+
+
+def test_a_killed_rank_is_named_to_all_others(tmp_path):
+    found = on_processes(3, tmp_path, "killed")
+    assert found.pop(1) is None
+    for error in found:
+        assert isinstance(error, GroupBroken), error
+        assert error.ranks == (1,)
+
+
+def test_a_silent_rank_is_named_after_the_timeout(tmp_path):
+    found = on_processes(3, tmp_path, "silent")
+    assert found.pop(1) is None
+    for error in found:
+        assert isinstance(error, GroupBroken), error
+        assert error.ranks == (1,)
+
+
+def test_what_is_no_group_is_refused():
+    with pytest.raises(InvalidProblem, match="init_process_group"):
+        TorchGroup()
