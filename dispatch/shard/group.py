@@ -15,7 +15,7 @@ class Group(Protocol):
     """The ranks that share layers. Every rank calls the same methods in the same order.
 
     Arrays are those of the carrier: NumPy's in one process, torch's over torch.distributed. All methods return what the
-    definition says or raise; the sums are of s32, exact in any order.
+    definition says or raise; the sums are of s32, exact in any order. `max` and `sum` may overwrite the given array.
     """
 
     @property

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,7 +39,7 @@ def _as_process(folder: Path, orders: Orders, rank: int) -> None:
     import torch
     from torch import distributed
 
-    from skuda.tools.ranks.joined import Joined, others
+    from skuda.torch import TorchGroup
 
     dispatcher = Dispatcher()
     framework, device = NUMPY, HOST
@@ -47,18 +49,27 @@ def _as_process(folder: Path, orders: Orders, rank: int) -> None:
         device = next(one for one in dispatcher.devices if one.place == ("cuda", rank))
     most, patience = max(orders.counts), timedelta(seconds=orders.patience)
     rendezvous = folder.joinpath("rendezvous").as_uri()
-    with others():
+    with _others():
         distributed.init_process_group(orders.backend, rendezvous, patience, most, rank)
     for count in orders.counts:
         # Every process takes part in making a group, its members or not.
-        with others():
+        with _others():
             members = distributed.new_group(list(range(count)), patience)
         if rank < count:
-            group = Joined(members, framework)
+            group = TorchGroup(members)
             tell(folder, count, rank, hashes_of(orders.task.outputs(group, framework, dispatcher, device)))
-    with others():
+    with _others():
         distributed.barrier()
         distributed.destroy_process_group()
+
+
+@contextmanager
+def _others() -> Iterator[None]:
+    """Tell what torch.distributed raises where another rank is gone as `GroupBroken`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise GroupBroken((), str(error)) from error
 
 
 if __name__ == "__main__":

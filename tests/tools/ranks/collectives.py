@@ -14,8 +14,8 @@ def collectives(group, framework, seed):
     part = slice(begin, begin + sizes[group.rank])
     found = [
         group.max(framework.sent(mine.astype(np.float32))),
-        group.sum(framework.sent(mine)),
-        group.sum_rows(framework.sent(mine), sizes),
+        group.sum(framework.sent(mine.copy())),
+        group.sum_rows(framework.sent(mine.copy()), sizes),
     ]
     for dtype in (np.int8, np.float32, BF16):
         array = whole[0].astype(dtype)

@@ -155,11 +155,11 @@ def test_joined_processes_compute_what_the_definition_says(tmp_path):
         from torch import distributed
         from collectives import collectives
         from skuda.tools.ranks.framework import NUMPY, torch_on
-        from skuda.tools.ranks.joined import Joined
+        from skuda.torch import TorchGroup
         where = (folder / "rendezvous").as_uri()
         distributed.init_process_group("gloo", where, timedelta(seconds=60), 3, rank)
         for framework in (NUMPY, torch_on("cpu")):
-            found = collectives(Joined(distributed.group.WORLD, framework), framework, {seed})
+            found = collectives(TorchGroup(), framework, {seed})
             Path({str(tmp_path)!r}, f"{{framework.name}}-{{rank}}").write_text(found)
         told = {{b: {{w: "" for w in {WAYS}}} for b in {tuple(BATCHES)}}}
         (folder / f"3-{{rank}}.json").write_text(json.dumps(told))
