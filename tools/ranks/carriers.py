@@ -1,4 +1,4 @@
-"""Who the ranks are: threads of this process with NumPy, or processes that torch.distributed joins."""
+"""Who the ranks are: processes that torch.distributed joins, or threads of one process with NumPy."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, Protocol
 
-from skuda.dispatch import Dispatcher
-from skuda.dispatch.device import HOST
-from skuda.dispatch.shard import on_ranks
 from skuda.registry.errors import SkudaError
 from skuda.tools.ranks.framework import NUMPY
 from skuda.tools.ranks.result import Line
-from skuda.tools.ranks.work import BATCHES, WAYS, Hashes, Orders, Task, hashes_of, told
+from skuda.tools.ranks.work import BATCHES, WAYS, Hashes, Orders, Task, told
 
+THREADS = "threads"
 BROKEN = 3
 """Exit status of a rank that was left alone by another."""
 
@@ -60,25 +59,15 @@ class Carrier(Protocol):
         """
 
 
-class Threads(NamedTuple):
-    """Ranks that are threads of this process, with arrays of NumPy."""
-
-    dispatcher: Dispatcher
-
-    def run(self, task: Task, counts: Sequence[int]) -> Iterator[Line]:
-        """Yield the hashes for every number of ranks."""
-        for count in counts:
-            ranks = on_ranks(count, lambda group: hashes_of(task.outputs(group, NUMPY, self.dispatcher, HOST)))
-            yield from lines(count, "threads", NUMPY.name, HOST.name, ranks)
-
-
 class Processes(NamedTuple):
-    """Ranks that are processes.
+    """Ranks that are processes, or threads of one.
 
     Attributes
     ----------
     backend : str
         Of torch.distributed: ``gloo``, with arrays of NumPy on the CPU, or ``nccl``, with torch, a GPU for each rank.
+        ``threads`` for one process, with arrays of NumPy: its environment keeps NumPy from starting threads of its own,
+        for which those of the ranks would wait.
     device : str
         What a rank has, for people.
     patience : float
@@ -93,7 +82,7 @@ class Processes(NamedTuple):
     program: tuple[str, ...] = ("-m", "skuda.tools.ranks.rank")
 
     def run(self, task: Task, counts: Sequence[int]) -> Iterator[Line]:
-        """Start the largest number of ranks once, and yield the hashes for every number of the first of them."""
+        """Start the largest number of ranks, once, and yield the hashes for every number of the first of them."""
         if not counts:
             return
         most = max(counts)
@@ -101,8 +90,8 @@ class Processes(NamedTuple):
         with TemporaryDirectory(prefix="skuda-ranks-") as name, ExitStack() as ends:
             folder = Path(name)
             folder.joinpath("orders.json").write_text(orders.model_dump_json(), encoding="utf-8")
-            started = [self._start(folder, rank, most, ends) for rank in range(most)]
-            self._wait(folder, started)
+            shares = [tuple(range(most))] if self.backend == THREADS else [(rank,) for rank in range(most)]
+            self._wait(folder, [(ranks, self._start(folder, ranks[0], most, ends)) for ranks in shares])
             framework = "torch" if self.backend == "nccl" else NUMPY.name
             for count in counts:
                 ranks = [told(folder, count, rank) for rank in range(count)]
@@ -121,23 +110,23 @@ class Processes(NamedTuple):
         ends.callback(_end, process)
         return process
 
-    def _wait(self, folder: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Wait for all ranks; raise for the first that fails by itself, and for those that take too long."""
+    def _wait(self, folder: Path, started: Sequence[tuple[tuple[int, ...], subprocess.Popen[bytes]]]) -> None:
+        """Wait for all ranks; raise for the first that fail by themselves, and for those that take too long."""
         until = time.monotonic() + self.patience
         while True:
-            states = [process.poll() for process in started]
-            for rank, state in enumerate(states):
+            states = [(ranks, process.poll()) for ranks, process in started]
+            for ranks, state in states:
                 if state is not None and state not in (0, BROKEN):
-                    raise RankFailed((rank,), _reason(folder, rank, state))
-            running = tuple(rank for rank, state in enumerate(states) if state is None)
+                    raise RankFailed(ranks, _reason(folder, ranks[0], state))
+            running = [ranks for ranks, state in states if state is None]
             if not running:
                 break
             if time.monotonic() > until:
-                raise RankFailed(running, f"nothing was heard for {self.patience:g} s")
+                raise RankFailed(tuple(chain(*running)), f"nothing was heard for {self.patience:g} s")
             time.sleep(_LOOK)
-        left = tuple(rank for rank, state in enumerate(states) if state == BROKEN)
+        left = [ranks for ranks, state in states if state == BROKEN]
         if left:
-            raise RankFailed(left, _last_line(folder, left[0]))
+            raise RankFailed(tuple(chain(*left)), _last_line(folder, left[0][0]))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -17,7 +17,7 @@ from skuda.registry.errors import InvalidProblem, MissingDependency, SkudaError
 from skuda.tools.demo.metrics import powers, sqnr_db
 from skuda.tools.demo.placed import WHERE
 from skuda.tools.output import one_line, refuse
-from skuda.tools.ranks.carriers import Carrier, Processes, Threads, lines
+from skuda.tools.ranks.carriers import THREADS, Carrier, Processes, lines
 from skuda.tools.ranks.framework import NUMPY
 from skuda.tools.ranks.render import render, verdict
 from skuda.tools.ranks.result import HashResult
@@ -73,7 +73,7 @@ def chosen(
             raise MissingDependency("torch, which moves arrays between GPUs,", "pip install torch")
         return Processes("nccl", cards[0].name), LARGE, ""
     if installed("torch") is None:
-        return Threads(dispatcher), SMALL, "torch is not installed, so the ranks are threads, not processes"
+        return Processes(THREADS, HOST.name), SMALL, "torch is not installed, so the ranks are threads, not processes"
     return Processes("gloo", HOST.name), SMALL, ""
 
 

@@ -25,7 +25,8 @@ order. There are no rotary positions, no cache and no head; nothing is sampled."
 def render(result: HashResult, console: Console) -> None:
     """Print the whole report."""
     sizes = result.sizes
-    _say(console, f"A transformer stack with random weights of seed {result.seed}, {sizes.blocks} blocks:")
+    blocks = f"{sizes.blocks} block{'s' if sizes.blocks > 1 else ''}"
+    _say(console, f"A transformer stack with random weights of seed {result.seed}, {blocks}:")
     _say(
         console,
         f"hidden size {sizes.hidden}, {sizes.heads} heads of queries, {sizes.kv_heads} of keys and values, MLP "

@@ -12,7 +12,7 @@ from support import dispatcher, fresh
 import skuda.tools.ranks.command as command_module
 from skuda.dispatch.device import HOST
 from skuda.dispatch.shard import on_ranks, split
-from skuda.tools.ranks.carriers import Threads, lines
+from skuda.tools.ranks.carriers import lines
 from skuda.tools.ranks.command import demo, run_demo
 from skuda.tools.ranks.framework import BF16, NUMPY, attend, exponential, torch_on, total
 from skuda.tools.ranks.render import render
@@ -131,7 +131,7 @@ def test_bf16_has_exactly_the_weights_of_int8():
 
 def test_int8_has_one_hash_and_rounded_parts_have_several():
     task = drawn_task(fresh("hashes"))
-    result = run_demo(task, 4, Threads(dispatcher()), dispatcher())
+    result = run_demo(task, 4, Faulty(Passing), dispatcher())
     assert [(line.ranks, line.batch) for line in result.lines] == [
         (ranks, batch) for ranks in (1, 1, 2, 3, 4) for batch in BATCHES
     ]
@@ -157,7 +157,7 @@ def test_other_seeds_and_rows_have_other_hashes():
     rng = fresh("other")
     task = drawn_task(rng)
     other = task.model_copy(update={"seed": task.seed + 1})
-    found = [run_demo(one, 1, Threads(dispatcher()), dispatcher()).lines[0].hashes for one in (task, other)]
+    found = [run_demo(one, 1, Faulty(Passing), dispatcher()).lines[0].hashes for one in (task, other)]
     assert all(found[0][way] != found[1][way] for way in WAYS)
     drawn = task.sequences()
     assert len({row.tobytes() for row in drawn}) == len(drawn) == max(map(len, BATCHES.values()))
@@ -259,7 +259,7 @@ def test_ranks_that_differ_are_all_shown():
 
 
 def test_the_report_fits_80_columns_and_shows_every_hash():
-    result = run_demo(drawn_task(fresh("report")), 4, Threads(dispatcher()), dispatcher())
+    result = run_demo(drawn_task(fresh("report")), 4, Faulty(Passing), dispatcher())
     out = io.StringIO()
     render(result, Console(file=out, width=80))
     text = out.getvalue()

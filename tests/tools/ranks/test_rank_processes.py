@@ -20,7 +20,7 @@ from skuda.dispatch.backends.numpy import NumpyBackend
 from skuda.dispatch.device import HOST, device_named
 from skuda.dispatch.shard import on_ranks
 from skuda.registry.errors import InvalidProblem, MissingDependency
-from skuda.tools.ranks.carriers import BROKEN, Processes, RankFailed, Threads
+from skuda.tools.ranks.carriers import BROKEN, THREADS, Processes, RankFailed
 from skuda.tools.ranks.command import chosen, demo, run_demo
 from skuda.tools.ranks.framework import NUMPY
 from skuda.tools.ranks.stack import LARGE, SMALL, Sizes
@@ -66,7 +66,7 @@ def test_processes_that_torch_joins_have_the_hash_of_numpy():
     assert result.distinct["bf16"] >= 3
     assert [line.carrier for line in result.lines[::3]] == ["none", "gloo", "gloo", "gloo"]
     # Threads compute the same, with rounded parts too: these are added in the order of the ranks.
-    threads = run_demo(task, 3, Threads(dispatcher()), dispatcher())
+    threads = run_demo(task, 3, Processes(THREADS, "CPU", 120), dispatcher())
     assert [line.hashes for line in threads.lines] == [line.hashes for line in result.lines]
 
 
@@ -103,6 +103,12 @@ def test_a_rank_that_dies_ends_the_demo_with_its_number(tmp_path, fate, reason):
     assert (failed.value.ranks, str(failed.value)) == ((rank,), f"rank {rank} failed: {reason}")
     assert time.monotonic() - begun < carrier.patience
     assert_ended(tmp_path)
+
+
+def test_threads_that_fail_end_the_demo(tmp_path):
+    carrier = programmed(tmp_path, "raise ValueError('what happened')")._replace(backend=THREADS)
+    with pytest.raises(RankFailed, match="rank 0, 1, 2 failed: ValueError: what happened"):
+        [*carrier.run(task_of(fresh("threads fail")), (1, 3))]
 
 
 def test_ranks_that_take_too_long_are_named_and_ended(tmp_path):
@@ -191,7 +197,7 @@ def test_where_the_ranks_run():
     assert chosen(4, "auto", here, lambda _: object()) == (Processes("gloo", HOST.name), SMALL, "")
     assert chosen(4, "host", cards, lambda _: object()) == (Processes("gloo", HOST.name), SMALL, "")
     carrier, sizes, note = chosen(4, "host", here, lambda _: None)
-    assert (carrier, sizes) == (Threads(here), SMALL)
+    assert (carrier, sizes) == (Processes(THREADS, HOST.name), SMALL)
     assert "torch is not installed" in note
     for where in ("auto", "gpu"):
         assert chosen(2, where, cards, lambda _: object()) == (Processes("nccl", "NVIDIA H200"), LARGE, "")
