@@ -51,6 +51,8 @@ ORDER = (
     "torch.fused",
     "torch.fuse",
     "torch.preparation",
+    "torch.parallel",
+    "torch.parallelize",
     "torch",
 )
 """Parts of `skuda`, each before those that may import it."""

@@ -16,6 +16,8 @@ from skuda.torch.fuse import Fusion, fuse_
 from skuda.torch.group import TorchGroup
 from skuda.torch.linear import CodesLinear, DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.ops import linear_codes, linear_dynamic, linear_scaled, linear_static, register
+from skuda.torch.parallel import ColumnLinear, RowLinear
+from skuda.torch.parallelize import Parallelization, parallelize_
 from skuda.torch.preparation import prepare
 from skuda.torch.quantize import Config, Dynamic, Report, quantize_
 from skuda.torch.smoothing import SmoothStatic
@@ -24,6 +26,7 @@ from skuda.torch.training import FakeQuant, FakeQuantLinear, Mixed, MixedLinear,
 __all__ = [
     "Calibration",
     "CodesLinear",
+    "ColumnLinear",
     "Config",
     "Dynamic",
     "DynamicLinear",
@@ -33,7 +36,9 @@ __all__ = [
     "Int8Linear",
     "Mixed",
     "MixedLinear",
+    "Parallelization",
     "Report",
+    "RowLinear",
     "SmoothStatic",
     "StaticLinear",
     "TorchGroup",
@@ -48,6 +53,7 @@ __all__ = [
     "load_",
     "mixed_linear",
     "observe",
+    "parallelize_",
     "prepare",
     "quantize_",
     "register",

@@ -1,0 +1,319 @@
+"""Int8 layers on the ranks of a group: `ColumnLinear` and `RowLinear`, with the bits of the whole layer.
+
+Each rank holds its part of the weight; see `skuda.dispatch.shard` for what is exchanged, and why no bit depends on the
+number of ranks.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from math import prod
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor
+
+from skuda.dispatch.select.explanation import Explanation
+from skuda.dispatch.shard import layer
+from skuda.dispatch.shard.cost import Traffic
+from skuda.dispatch.shard.group import Group
+from skuda.dispatch.shard.layer import Activation, Course, Steps, Sums
+from skuda.dispatch.shard.shards import Shards, own
+from skuda.kernels.linear.problem import longest_k
+from skuda.registry.elements import ElementKind
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
+from skuda.torch.autograd import Q_MAX
+from skuda.torch.dtypes import element_of
+from skuda.torch.joined import Quantized
+from skuda.torch.linear import Arguments, DynamicLinear, Int8Linear, StaticLinear
+
+_CODES = {"q_min": -Q_MAX, "q_max": Q_MAX, "output_element": "s8"}
+_OPS = torch.ops.skuda
+
+
+class ShardedLinear(Int8Linear):
+    """The base of the layers of which each rank holds a part.
+
+    Its buffers have the names of those of the whole layer. There are no gradients.
+
+    Attributes
+    ----------
+    shards : Shards
+        How the layer is split.
+    whole : tuple of int
+        N and K of the whole layer.
+    parts : tuple of tuple of int
+        How much of the split axis each rank has, for each of the layers that are joined in this one.
+    """
+
+    op = "scaled_linear"
+    axis: str
+    input_scale: Tensor | None
+    input_zero_point: Tensor | None
+    smooth: Tensor | None
+
+    def __init__(
+        self,
+        whole: DynamicLinear | StaticLinear,
+        group: Group,
+        shards: Shards | None = None,
+        *,
+        parts: tuple[tuple[int, ...], ...] | None = None,
+    ) -> None:
+        name = type(self).__name__
+        if not isinstance(whole, DynamicLinear | StaticLinear):
+            raise InvalidProblem(name, "whole", type(whole).__name__, "be a DynamicLinear or a StaticLinear")
+        shards = Shards(axis=self.axis, count=group.count) if shards is None else shards  # type: ignore[arg-type]
+        if shards.axis != self.axis or shards.count != group.count:
+            had, rule = f"axis {shards.axis}, {shards.count} ranks", f"have axis {self.axis} and {group.count} ranks"
+            raise InvalidProblem(name, "shards", had, rule)
+        n, k = whole.out_features, whole.in_features
+        if parts is not None:
+            if self.axis != "n" or any(len(sizes) != group.count for sizes in parts) or shards.output == "whole":
+                raise InvalidProblem(name, "parts", shown(parts), "have a size for each rank, with the output columns")
+            shards = shards.model_copy(update={"sizes": tuple(map(sum, zip(*parts, strict=True)))})
+        self._check_k(k)
+        cut = parts or (shards.parts(n, k),)
+        shards.parts(n, k)
+        columns = shards.columns(k) if shards.input == "columns" else ()
+        weight = _cut(whole.weight, self.axis, cut, group.rank)
+        scale, bias = whole.weight_scale, whole.bias
+        if self.axis == "n":
+            scale = _cut(scale, "n", cut, group.rank)
+            bias = None if bias is None else _cut(bias, "n", cut, group.rank)
+        super().__init__(weight, scale, bias)
+        self.group, self.shards, self.whole, self.parts = group, shards, (n, k), cut
+        self._columns = columns
+        self.in_features = columns[group.rank] if columns else k
+        self.out_features = shards.parts(n, k)[group.rank] if shards.output == "columns" else n
+        static = isinstance(whole, StaticLinear)
+        self.register_buffer("input_scale", whole.input_scale if static else None)
+        self.register_buffer("input_zero_point", whole.input_zero_point if static else None)
+        smooth = whole.smooth if static else None
+        if smooth is not None and columns:
+            smooth = own(smooth, 0, columns, group.rank).clone()
+        self.register_buffer("smooth", smooth)
+        if static:
+            self._hold_zero()
+        self._courses: dict[tuple[int, torch.dtype], Course] = {}
+        self.name = ""
+        self.train(whole.training)
+
+    @abstractmethod
+    def _check_k(self, k: int) -> None:
+        """Refuse sums that could leave s32."""
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether each row gets a scale when the layer runs."""
+        return self.input_scale is None
+
+    def _course(self, rows: int, dtype: torch.dtype) -> Course:
+        key = rows, dtype
+        found = self._courses.get(key)
+        if found is None:
+            n, k = self.whole
+            traffic = Traffic(
+                m=rows,
+                n=n,
+                k=k,
+                output_bytes=dtype.itemsize,
+                dynamic=self.dynamic,
+                scale_bytes=4 * self.dynamic,
+            )
+            parts = self.shards.parts(n, k)
+            scattered = traffic.scatters(self.shards)
+            found = Course(self.shards, self.shards.rows(rows), parts, self._columns, self.dynamic, scattered)
+            self._courses[key] = found
+        return found
+
+    def forward(self, input: Tensor | Quantized) -> Tensor:
+        """Return what `shards.output` says of the output, for what `shards.input` says of the input.
+
+        Parameters
+        ----------
+        input : tensor of shape (..., K), or this rank's columns or rows of it; or `Quantized`
+            The same rows on every rank. Leading axes are rows; with rows in or out there are none.
+
+        Raises
+        ------
+        InvalidProblem
+            For an input of another shape, and for one that requires grad where gradients are recorded.
+        GroupMismatch
+            If another rank runs another layer.
+        GroupBroken
+            If another rank does not come.
+        """
+        if isinstance(input, Quantized):
+            codes = Activation(input.codes.reshape(-1, self.in_features), input.scale.reshape(-1))
+            if not self.dynamic:
+                raise InvalidProblem(type(self).__name__, "input", "rows with scales", "be real: the scale is fixed")
+            given, dtype = codes, input.dtype
+            leading = input.codes.shape[:-1]
+        else:
+            input = self._taken(input)
+            if torch.is_grad_enabled() and input.requires_grad:
+                rule = "be detached, or run under torch.no_grad(): layers of several ranks have no gradient"
+                raise InvalidProblem(type(self).__name__, "input", "a tensor that requires grad", rule)
+            leading, dtype = input.shape[:-1], input.dtype
+            given = Activation(input.reshape(prod(leading), self.in_features))
+        by_rows = "rows" in (self.shards.input, self.shards.output)
+        if by_rows and len(leading) != 1:
+            raise InvalidProblem(type(self).__name__, "input", f"{len(leading)} leading axes", "have one axis of rows")
+        rows = self._all_rows(int(given.data.shape[0]))
+        course = _course_of(self, rows, dtype)
+        if not torch.compiler.is_compiling():
+            self.group.agree(f"{self.name or type(self).__name__} {list(self.whole)}, {rows} rows of {dtype}")
+        if not self.dynamic and given.scale is None:
+            given = Activation(self._codes(given.data), self.input_scale, self.input_zero_point)
+        found: Tensor = layer.run(course, self._steps(dtype), self.group, given)
+        return found if by_rows else found.reshape(*leading, found.shape[-1])
+
+    def _all_rows(self, held: int) -> int:
+        """Return the rows of all ranks, where each has its own; they are split as `Shards.rows` does."""
+        if self.shards.input != "rows":
+            return held
+        counts = [int(text) for text in self.group.exchange(str(held))]
+        if tuple(counts) != self.shards.rows(sum(counts)):
+            rule = f"be {list(self.shards.rows(sum(counts)))} of {sum(counts)} rows"
+            raise InvalidProblem(type(self).__name__, "input", f"{counts} rows by rank", rule)
+        return sum(counts)
+
+    def _codes(self, data: Tensor) -> Tensor:
+        if self.smooth is not None:
+            data = _OPS.smooth(data, self.smooth)
+        shifted = self.input_zero_point is not None
+        assert self.input_scale is not None
+        found: Tensor = _OPS.quantize_per_tensor.default(
+            data,
+            self.input_scale.to(torch.promote_types(data.dtype, torch.float32)),
+            self.input_zero_point if shifted else self.zero,
+            **_CODES | {"q_min": -Q_MAX - shifted},
+        )
+        return found
+
+    def _steps(self, dtype: torch.dtype) -> Steps:
+        scale, output = self.weight_scale.view(-1), str(element_of(dtype))
+        scope = "token" if self.dynamic else "tensor"
+
+        def quantize_rows(data: Tensor) -> tuple[Tensor, Tensor]:
+            codes, found, _ = _OPS.dynamic_range.default(data, **_CODES)
+            return codes, found
+
+        def sums(codes: Tensor) -> Sums:
+            products = _OPS.scaled_linear.default(codes, self.weight, output_element="s32")
+            shifted = self.input_zero_point is not None
+            return Sums(products, None, self.weight.sum(1, dtype=torch.int32) if shifted else None)
+
+        def rescale(whole: Sums, about: Activation) -> Tensor:
+            given = whole.products, about.scale, scale, about.zero_point, whole.of_channels, None, None, self.bias
+            made = _OPS.rescale.default(*given, k=self.whole[1], output_element=output, act_scale_scope=scope)
+            return cast("Tensor", made)
+
+        def product(given: Activation) -> Tensor:
+            if given.scale is None:
+                made = _OPS.quantized_linear.default(given.data, self.weight, scale, None, self.bias)
+                return cast("Tensor", made)
+            tensors = given.data, self.weight, given.scale, given.zero_point, scale, None, self.bias
+            made = _OPS.scaled_linear.default(*tensors, output_element=output, act_scale_scope=scope)
+            return cast("Tensor", made)
+
+        return Steps(
+            amax=_OPS.amax.default,
+            quantize=lambda data, amax: _OPS.amax_quantize.default(data, amax, **_CODES),
+            quantize_rows=quantize_rows,
+            sums=sums,
+            rescale=rescale,
+            layer=product,
+        )
+
+    def _arguments(self, input: Tensor) -> Arguments:
+        """Return this rank's product, as `explain` shows it."""
+        codes = torch.empty(*input.shape[:-1], self.weight.shape[1], dtype=torch.int8, device="meta")
+        fields: dict[str, Any] = {"output_element": "s32"}
+        if self.axis == "k":
+            return (codes, self.weight), fields
+        rows = torch.empty(codes.shape[:-1] if self.dynamic else (1,), device="meta")
+        tensors = codes, self.weight, rows, self.input_zero_point, self.weight_scale.view(-1), None, self.bias
+        scope = "token" if self.dynamic else "tensor"
+        return tensors, {"output_element": str(element_of(input.dtype)), "act_scale_scope": scope}
+
+    def explain(self, input: Tensor | int = 1) -> Explanation:
+        """Return which kernel serves this rank's product, and why."""
+        return super().explain(input)
+
+    def extra_repr(self) -> str:
+        """Return how it is split."""
+        n, k = self.whole
+        return f"{n} x {k} split along {self.axis} over {self.group.count} ranks, {super().extra_repr()}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        raise InvalidProblem(type(self).__name__, "copy", "a layer of a group", "be made anew from the whole layer")
+
+
+class ColumnLinear(ShardedLinear):
+    """A layer of which each rank has some output channels ("column parallel").
+
+    Parameters
+    ----------
+    whole : DynamicLinear or StaticLinear
+        The whole layer; `JoinedLinear` with `parts`.
+    group : Group
+        The ranks, as `TorchGroup`.
+    shards : Shards, optional
+        With axis ``n``; by default the input is whole, and each rank gets its columns of the output.
+    parts : tuple of tuple of int, optional
+        For each of several joined layers, how many of its output channels each rank has.
+
+    Raises
+    ------
+    InvalidProblem
+        For an argument of another kind, and for sizes that do not add up.
+    """
+
+    axis = "n"
+
+    def _check_k(self, k: int) -> None:
+        """Accept any: each sum is of one rank, whose kernel judges it."""
+
+
+class RowLinear(ShardedLinear):
+    """A layer of which each rank has some inputs ("row parallel"); the ranks add up exact sums.
+
+    Parameters
+    ----------
+    whole : DynamicLinear or StaticLinear
+        The whole layer.
+    group : Group
+        The ranks, as `TorchGroup`.
+    shards : Shards, optional
+        With axis ``k``; by default each rank gets the whole output.
+
+    Raises
+    ------
+    InvalidProblem
+        For an argument of another kind, sizes that do not add up, and a K whose sums could leave s32.
+    """
+
+    axis = "k"
+
+    def _check_k(self, k: int) -> None:
+        longest = longest_k(ElementKind.S8, ElementKind.S8)
+        if k > longest:
+            raise InvalidProblem("RowLinear", "k", str(k), f"be at most {longest} where it is split, or split n")
+
+
+@torch.compiler.assume_constant_result
+def _course_of(module: ShardedLinear, rows: int, dtype: torch.dtype) -> Course:
+    """Return how a layer runs for a number of rows; in compiled code that number is a constant."""
+    return module._course(rows, dtype)  # noqa: SLF001
+
+
+def _cut(tensor: Tensor, axis: str, parts: tuple[tuple[int, ...], ...], rank: int) -> Tensor:
+    """Return a rank's part of a tensor of shape (N, K), (N, 1) or (N,), of its own memory."""
+    if axis == "k":
+        part: Tensor = own(tensor, 1, parts[0], rank)
+        return part.clone(memory_format=torch.contiguous_format)
+    pieces = tensor.split([sum(sizes) for sizes in parts])
+    return torch.cat([own(piece, 0, sizes, rank) for piece, sizes in zip(pieces, parts, strict=True)])

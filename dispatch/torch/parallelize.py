@@ -1,0 +1,314 @@
+"""One call that shares the int8 layers of a model between the ranks of a group."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from skuda.dispatch.shard.cost import Traffic
+from skuda.dispatch.shard.group import Group
+from skuda.dispatch.shard.plan import compare
+from skuda.dispatch.shard.shards import NVLINK, Link, Shards, split
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
+from skuda.torch.fused import Fused, FusedAttention, FusedGatedMLP
+from skuda.torch.group import TorchGroup
+from skuda.torch.joined import JoinedLinear, Part
+from skuda.torch.layers import check_count, check_model
+from skuda.torch.linear import DynamicLinear, Int8Linear, StaticLinear
+from skuda.torch.parallel import ColumnLinear, RowLinear, ShardedLinear
+from skuda.torch.source import Forward, NotProven
+
+_QKV, _O = ("q_proj", "k_proj", "v_proj"), "o_proj"
+_GATE_UP, _DOWN = ("gate_proj", "up_proj"), "down_proj"
+_UNIT = 16
+_READS = frozenset(
+    {*_QKV, _O, "q_norm", "k_norm", "head_dim", "scaling", "attention_dropout", "training", "layer_idx", "config"}
+    | {"sliding_window", "is_causal", "layer_type"}
+)
+"""What an attention may read of itself: nothing that counts heads. `num_key_value_groups` is the same on every rank."""
+_HEADS = "(*input_shape, -1, self.head_dim)"
+_GATED = (
+    "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))",
+    "self.down_proj(self.up_proj(x) * self.act_fn(self.gate_proj(x)))",
+)
+_ELEMENTWISE = ("torch.nn.modules.activation", "transformers.activations")
+
+
+@dataclass(frozen=True)
+class Parallelization:
+    """What `parallelize_` did.
+
+    Attributes
+    ----------
+    converted : mapping of str to str
+        How each layer is shared, by its name.
+    left : tuple of str
+        Int8 layers that every rank still has whole.
+    """
+
+    converted: Mapping[str, str]
+    left: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {how}" for name, how in self.converted.items()]
+        return "\n".join([*lines, *(f"{name}: whole on every rank" for name in self.left)])
+
+
+class _Cut(NamedTuple):
+    """How one layer is to be shared, by its name."""
+
+    name: str
+    kind: type[ColumnLinear | RowLinear]
+    shards: Shards
+    parts: tuple[tuple[int, ...], ...] | None = None
+
+
+def parallelize_(
+    model: nn.Module,
+    group: Any = None,
+    plan: Mapping[str, str] | None = None,
+    *,
+    rows: int | None = None,
+    lm_head: bool = False,
+    link: Link = NVLINK,
+) -> Parallelization:
+    """Share the int8 layers of a model between the ranks of a group, in place; every rank calls this.
+
+    Without a plan, attentions with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` are shared by their heads, those
+    of keys and values with their queries; and gated MLPs with ``gate_proj``, ``up_proj`` and ``down_proj`` by their
+    inner channels. Neither has to divide evenly. Each is proven from the source of ``forward``.
+
+    The result has the same bits on any number of ranks, as far as the modules between the layers have: on CPUs,
+    functions of torch such as SiLU may round the last elements of a tensor in another way than the others.
+
+    Parameters
+    ----------
+    model : Module
+        After `quantize_`, and `fuse_` or not. The gated MLPs that `fuse_` made become what they were, as the scale of a
+        row of their codes needs the maximum of all ranks.
+    group : Group, ProcessGroup, DeviceMesh of one axis, or None
+        The ranks; None for all of torch.distributed.
+    plan : mapping of str to str, optional
+        ``column`` or ``row`` for each name of a layer, or end of names after a dot. A column layer returns its rank's
+        channels, and a row layer takes them.
+    rows : int, optional
+        Number of tokens for which ``o_proj`` and ``down_proj`` are split along the axis that is cheaper to exchange;
+        by default they are split along their inputs.
+    lm_head : bool
+        Whether the layer ``lm_head`` is split, too; every rank gets all of its output.
+    link : Link
+        What moves bytes between the ranks.
+
+    Returns
+    -------
+    Parallelization
+
+    Raises
+    ------
+    InvalidProblem
+        For an argument of another kind, and a structure that is not understood; nothing is changed then.
+    GroupMismatch
+        If ranks do this differently.
+    GroupBroken
+        If a rank does not come.
+    """
+    check_model("parallelize_", model, None)
+    if rows is not None:
+        check_count("parallelize_", "rows", rows)
+    ranks: Group = group if isinstance(group, Group) else TorchGroup(group)
+    wishes = _Wishes(ranks.count, rows, link)
+    cuts: list[_Cut] = []
+    for name, module in model.named_modules() if plan is None else ():
+        try:
+            cuts += wishes.structure(name, module)
+        except NotProven as reason:
+            raise InvalidProblem("parallelize_", name, str(reason), "be understood; nothing was changed") from None
+    if plan is not None:
+        cuts += _planned(model, plan, wishes)
+    head = dict(model.named_modules()).get("lm_head")
+    if lm_head and isinstance(head, DynamicLinear | StaticLinear):
+        cuts.append(_Cut("lm_head", ColumnLinear, Shards(axis="n", count=ranks.count, output="whole", link=link)))
+    elif lm_head:
+        raise InvalidProblem("parallelize_", "lm_head", "True", "be False: there is no int8 layer of this name")
+    told = {cut.name: f"{cut.kind.__name__} {list(model.get_submodule(cut.name).weight.shape)}" for cut in cuts}
+    compare(ranks, {"version": version("skuda"), "layers": told, "shards": {c.name: str(c.shards) for c in cuts}})
+    for name, module in model.named_modules():
+        if isinstance(module, FusedGatedMLP) and any(cut.name.startswith(f"{name}.") for cut in cuts):
+            _separate(module)
+    converted = {}
+    for cut in cuts:
+        whole: Any = model.get_submodule(cut.name)
+        made = cut.kind(whole, ranks, cut.shards, parts=cut.parts)
+        made.name = cut.name
+        if isinstance(whole, JoinedLinear):
+            _rejoin(model.get_submodule(cut.name.rpartition(".")[0]), whole, made)
+        model.set_submodule(cut.name, made)
+        converted[cut.name] = f"{cut.kind.__name__}, {made.shards.parts(*made.whole)} along {cut.shards.axis}"
+    left = [n for n, m in model.named_modules() if isinstance(m, Int8Linear) and not isinstance(m, ShardedLinear)]
+    return Parallelization(MappingProxyType(converted), tuple(left))
+
+
+@dataclass(frozen=True)
+class _Wishes:
+    """What a caller asks for."""
+
+    count: int
+    rows: int | None
+    link: Link
+
+    def structure(self, name: str, module: nn.Module) -> list[_Cut]:
+        """Return how the layers of an attention or an MLP are shared; nothing for another module."""
+        if not any(isinstance(child, Int8Linear) for child in module.children()):
+            return []
+        if all(hasattr(module, each) for each in (*_QKV, _O)):
+            return self._attention(name, module)
+        if all(hasattr(module, each) for each in (*_GATE_UP, _DOWN)):
+            return self._mlp(name, module)
+        return []
+
+    def _attention(self, name: str, module: nn.Module) -> list[_Cut]:
+        head = _heads(module)
+        fused = isinstance(module, FusedAttention)
+        q, k, v = (getattr(module, each) for each in _QKV)
+        queries, keys = (_width(each) // head for each in (q, k))
+        if _width(k) != _width(v) or queries % keys or queries * head != _width(q) or keys * head != _width(k):
+            raise NotProven("its queries, keys and values have no whole number of heads")
+        if keys < self.count:
+            raise NotProven(f"it has {keys} heads of keys and values for {self.count} ranks; use at most {keys} ranks")
+        of_keys = tuple(size * head for size in split(keys, self.count))
+        of_queries = tuple(size * (queries // keys) for size in of_keys)
+        sizes = (of_queries, of_keys, of_keys)
+        if fused:
+            cuts = [self._column(f"{name}.{module.fused_form.joined}", module.get_submodule("qkv_proj"), sizes)]
+        else:
+            cuts = [
+                self._column(f"{name}.{each}", getattr(module, each), (size,))
+                for each, size in zip(_QKV, sizes, strict=True)
+            ]
+        return [*cuts, self._last(f"{name}.{_O}", getattr(module, _O), of_queries)]
+
+    def _mlp(self, name: str, module: nn.Module) -> list[_Cut]:
+        if not isinstance(module, FusedGatedMLP):
+            act = getattr(module, "act_fn", None)
+            if Forward(module).expression() not in _GATED:
+                raise NotProven("its forward is no gated MLP of a known form")
+            if type(act).__module__ not in _ELEMENTWISE or "softmax" in type(act).__name__.lower():
+                raise NotProven(f"its activation, {type(act).__name__}, is not known to be element by element")
+        inner = _width(getattr(module, _DOWN), 1)
+        sizes = split(inner, self.count, _UNIT if inner >= _UNIT * self.count else 1)
+        cuts = [self._column(f"{name}.{each}", getattr(module, each), (sizes,)) for each in _GATE_UP]
+        return [*cuts, self._last(f"{name}.{_DOWN}", getattr(module, _DOWN), sizes)]
+
+    def _column(self, name: str, layer: nn.Module, parts: tuple[tuple[int, ...], ...]) -> _Cut:
+        _check_layer(name, layer)
+        sizes = tuple(map(sum, zip(*parts, strict=True)))
+        if _width(layer) != sum(sizes):
+            raise NotProven(f"{name} has {_width(layer)} channels, not {sum(sizes)}")
+        shards = Shards(axis="n", count=self.count, sizes=sizes, link=self.link)
+        return _Cut(name, ColumnLinear, shards, parts)
+
+    def _last(self, name: str, layer: nn.Module, sizes: tuple[int, ...]) -> _Cut:
+        """Return how a layer is shared whose input is split, and whose output every rank needs."""
+        _check_layer(name, layer)
+        n, k = layer.weight.shape
+        if k != sum(sizes):
+            raise NotProven(f"{name} takes {k} channels, not {sum(sizes)}")
+        row = Shards(axis="k", count=self.count, sizes=sizes, link=self.link)
+        if self.rows is None:
+            return _Cut(name, RowLinear, row)
+        column = Shards(axis="n", count=self.count, input="columns", output="whole", input_sizes=sizes, link=self.link)
+        dynamic = isinstance(layer, DynamicLinear)
+        traffic = Traffic(m=self.rows, n=n, k=k, output_bytes=2, dynamic=dynamic, scale_bytes=4 * dynamic)
+        best = traffic.cheapest((row, column))
+        return _Cut(name, RowLinear if best is row else ColumnLinear, best)
+
+
+def _planned(model: nn.Module, plan: Mapping[str, str], wishes: _Wishes) -> Iterable[_Cut]:
+    if not isinstance(plan, Mapping):
+        raise InvalidProblem("parallelize_", "plan", shown(plan), "map names to column or row")
+    modules = dict(model.named_modules())
+    kinds: dict[str, tuple[type[ColumnLinear | RowLinear], str]] = {
+        "column": (ColumnLinear, "n"),
+        "row": (RowLinear, "k"),
+    }
+    for key, how in plan.items():
+        found = [name for name in modules if name == key or name.endswith(f".{key}")]
+        if how not in kinds:
+            raise InvalidProblem("parallelize_", f"plan[{key!r}]", shown(how), "be column or row")
+        if not found:
+            raise InvalidProblem("parallelize_", f"plan[{key!r}]", "no layer of this name", "name int8 layers")
+        for name in found:
+            if not isinstance(modules[name], DynamicLinear | StaticLinear) or isinstance(modules[name], JoinedLinear):
+                raise InvalidProblem("parallelize_", name, type(modules[name]).__name__, "be a whole int8 layer")
+            kind, axis = kinds[how]
+            yield _Cut(name, kind, Shards(axis=axis, count=wishes.count, link=wishes.link))  # type: ignore[arg-type]
+
+
+def _heads(module: nn.Module) -> int:
+    """Return the width of the heads of an attention whose forward counts them by what its layers return."""
+    if "forward" in vars(module):
+        raise NotProven("its forward was replaced")
+    kind = type(module).__bases__[1] if isinstance(module, Fused) else type(module)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
+    except (OSError, SyntaxError, TypeError):
+        raise NotProven("the source of its forward cannot be read") from None
+    reads = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+    if reads - _READS or _HEADS not in ast.unparse(tree):
+        raise NotProven(
+            f"its forward may count heads by itself: it reads {', '.join(sorted(reads - _READS)) or 'them'}"
+        )
+    head = getattr(module, "head_dim", None)
+    if not isinstance(head, int) or head < 1:
+        raise NotProven("it has no head_dim")
+    for norm in (getattr(module, each, None) for each in ("q_norm", "k_norm")):
+        if norm is not None and tuple(norm.weight.shape) != (head,):
+            raise NotProven("a norm of its queries or keys spans several heads")
+    return head
+
+
+def _check_layer(name: str, layer: nn.Module) -> None:
+    if not isinstance(layer, DynamicLinear | StaticLinear | Part):
+        raise NotProven(f"{name} is a {type(layer).__name__}, no whole int8 layer")
+
+
+def _width(layer: Any, axis: int = 0) -> int:
+    return int(layer.weight.shape[axis])
+
+
+def _separate(module: FusedGatedMLP) -> None:
+    """Make a fused MLP what it was, with layers of its own in the place of parts."""
+    form = module.fused_form
+    for name in _GATE_UP if form.split else ():
+        part = getattr(module, name)
+        bias = None if part.bias is None else part.bias.clone()
+        layer = DynamicLinear(part.weight.clone(), part.weight_scale.clone(), bias)
+        module.register_module(name, layer.train(part.training))
+    if form.split:
+        delattr(module, form.joined)
+    del module.fused_form
+    module.__class__ = type(module).__bases__[1]
+
+
+def _rejoin(parent: nn.Module, whole: JoinedLinear, made: ShardedLinear) -> None:
+    """Let the parts of a joined layer be views of a rank's part of it."""
+    made._non_persistent_buffers_set |= set(made._buffers)  # noqa: SLF001
+    start, sizes = 0, iter(made.parts)
+    for name, child in parent.named_children():
+        if isinstance(child, Part) and child._joined[0] is whole:  # noqa: SLF001
+            stop = start + next(sizes)[made.group.rank]
+            parent.register_module(name, Part(made, start, stop))  # type: ignore[arg-type]
+            start = stop

@@ -1,0 +1,176 @@
+"""What each process of `test_parallel` does; every function returns what JSON holds."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+
+import numpy as np
+import torch
+from torch import nn
+
+from skuda.dispatch.shard import GroupMismatch, Link, Shards
+from skuda.dispatch.shard.shards import own
+from skuda.torch import (
+    ColumnLinear,
+    Dynamic,
+    DynamicLinear,
+    RowLinear,
+    StaticLinear,
+    TorchGroup,
+    fuse_,
+    parallelize_,
+    quantize_,
+)
+
+SLOW = Link(latency_us=0.0, gigabytes_per_s=1e-3)
+"""With it bytes decide, so that sums are scattered."""
+
+
+def same(got, want):
+    """Whether two tensors have the same bits, any NaN being equal to any other."""
+    if got.shape != want.shape or got.dtype is not want.dtype:
+        return False
+    size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.dtype.itemsize]
+    return bool(((got.view(size) == want.view(size)) | (got.isnan() & want.isnan())).all())
+
+
+def cuts(rng, total, count):
+    ends = np.sort(rng.integers(0, total + 1, count - 1))
+    return tuple(np.diff([0, *ends, total]).tolist())
+
+
+def layer(rng, kind, n, k):
+    weight = torch.from_numpy(rng.integers(-127, 128, (n, k), dtype=np.int8))
+    scale = torch.from_numpy(rng.uniform(0.001, 0.01, n).astype(np.float32))
+    bias = torch.from_numpy(rng.normal(size=n).astype(np.float32)) if rng.random() < 0.5 else None
+    if kind == "dynamic":
+        return DynamicLinear(weight, scale, bias)
+    return StaticLinear(
+        weight,
+        scale,
+        bias,
+        input_scale=torch.tensor([0.02]),
+        input_zero_point=torch.tensor([int(rng.integers(-20, 20))]) if kind == "shifted" else None,
+        smooth=torch.from_numpy(rng.uniform(0.5, 2, k).astype(np.float32)) if rng.random() < 0.5 else None,
+    )
+
+
+def data(rng, shape, dtype):
+    x = torch.from_numpy(rng.normal(size=shape).astype(np.float32)).to(dtype)
+    if x.numel():
+        x.view(-1)[rng.integers(0, x.numel(), 2)] = torch.tensor([float("nan"), float("inf")]).to(dtype)
+    return x
+
+
+def layers(rank, count, seed):
+    """Layers of every kind and way, against the whole layer."""
+    rng, group, wrong, done = np.random.default_rng(seed), TorchGroup(), [], 0
+    ways = (("n", "whole"), ("n", "columns"), ("n", "rows"), ("k", "columns"))
+    kinds, dtypes = ("dynamic", "static", "shifted"), (torch.float32, torch.bfloat16, torch.float16)
+    with torch.no_grad():
+        for kind, dtype, (axis, given) in itertools.product(kinds, dtypes, ways):
+            m, n, k = (int(rng.integers(low, high)) for low, high in ((0, 8), (1, 40), (1, 70)))
+            whole, x = layer(rng, kind, n, k), data(rng, (m, k), dtype)
+            want = whole(x)
+            for output in ("columns", "whole") if axis == "n" else ("rows", "whole"):
+                sizes = cuts(rng, n if axis == "n" else k, count) if rng.random() < 0.7 else None
+                of_input = cuts(rng, k, count) if (axis, given) == ("n", "columns") else None
+                link = {"link": SLOW} if rng.random() < 0.5 else {}
+                shards = Shards(
+                    axis=axis, count=count, sizes=sizes, input=given, output=output, input_sizes=of_input, **link
+                )
+                made = (ColumnLinear if axis == "n" else RowLinear)(whole, group, shards)
+                mine = x
+                if given == "columns":
+                    mine = own(x, 1, shards.columns(k), rank)
+                elif given == "rows":
+                    mine = own(x, 0, shards.rows(m), rank)
+                expected = want
+                if output == "columns":
+                    expected = own(want, 1, shards.parts(n, k), rank)
+                elif output == "rows":
+                    expected = own(want, 0, shards.rows(m), rank)
+                done += 1
+                if not same(made(mine), expected.contiguous()):
+                    wrong.append(f"{kind} {dtype} {axis} {given} {output} {m}x{n}x{k} {sizes}")
+        whole = layer(rng, "dynamic", 24, 32)
+        x = data(rng, (2, 3, 32), torch.float32)
+        row = RowLinear(whole, group)
+        mine = own(x, 2, row.shards.columns(32), rank)
+        if not same(row(mine), whole(x)):
+            wrong.append("leading axes")
+    return {"wrong": wrong, "done": done}
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    # An activation that rounds nothing: SiLU of torch on a CPU rounds the end of a tensor in another way.
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=112,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        hidden_act="relu",
+        attn_implementation="eager",
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def hashes(rank, count, seed):
+    """Hashes of a small Llama's logits: whole, shared, and shared after `fuse_`."""
+    found = {}
+    for way in ("whole", "shared", "cheapest", "fused"):
+        torch.manual_seed(seed)
+        model = llama()
+        tokens = torch.randint(0, 64, (2, 5))
+        quantize_(model, Dynamic())
+        if way == "fused":
+            fuse_(model)
+        if way != "whole":
+            report = parallelize_(model, lm_head=way == "shared", rows=4 if way == "cheapest" else None)
+            assert len(report.converted) == (14 + (way == "shared") if way != "fused" else 12), str(report)
+        with torch.no_grad():
+            logits = model(tokens).logits
+        found[way] = hashlib.sha256(logits.numpy().tobytes()).hexdigest()
+    return found
+
+
+def compiled(rank, count, seed):
+    """A pair of layers in one graph."""
+    rng, group = np.random.default_rng(seed), TorchGroup()
+    up, down = layer(rng, "dynamic", 40, 24), layer(rng, "dynamic", 24, 40)
+    pair = nn.Sequential(ColumnLinear(up, group), nn.ReLU(), RowLinear(down, group))
+    x = data(rng, (3, 24), torch.float32)
+    with torch.no_grad():
+        want = down(torch.relu(up(x)))
+        found = [same(f(x), want) for f in (pair, torch.compile(pair, fullgraph=True, backend="aot_eager"))]
+    return {"same": found}
+
+
+def differing(rank, count, seed):
+    """Ranks with another order of calls, another shape, another descriptor."""
+    rng, group = np.random.default_rng(seed), TorchGroup()
+    told = []
+    a, b = (RowLinear(layer(rng, "dynamic", 8, 32), group) for _ in range(2))
+    a.name, b.name = "first", "second"
+    x = torch.ones(2, a.in_features)
+
+    def heard(run):
+        try:
+            run()
+        except GroupMismatch as error:
+            told.append([error.what, [each for each, _ in error.ranks], str(error)])
+
+    with torch.no_grad():
+        heard(lambda: (a if rank else b)(x))
+        heard(lambda: a(torch.ones(2 + (rank == count - 1), a.in_features)))
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(32, 16 if rank == 0 else 32), nn.ReLU())
+    quantize_(model, Dynamic())
+    heard(lambda: parallelize_(model, group, {"0": "column"}))
+    told.append(type(model[0]).__name__)
+    return {"told": told}
