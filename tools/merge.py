@@ -7,8 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from skuda.dispatch.select.shard import WorkShard, hash_of
 from skuda.dispatch.select.tuning import Entry, Tuning
+from skuda.dispatch.select.work import WorkShard, hash_of
 from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.tools.files import read_json, read_text
 from skuda.tools.output import count, stdout, words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from skuda.dispatch.select.shard import WorkShard
+from skuda.dispatch.select.work import WorkShard
 from skuda.registry.errors import InvalidProblem
 from skuda.tools.output import count, tell
 

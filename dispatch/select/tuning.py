@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, JsonValue
 
 from skuda.dispatch.select.environment import Environment, Line
 from skuda.dispatch.select.explanation import as_json
-from skuda.dispatch.select.shard import ShardedRecord, WorkShard
+from skuda.dispatch.select.work import ShardedRecord, WorkShard
 from skuda.dispatch.system.files import open_regular
 from skuda.dispatch.system.writing import write_whole
 from skuda.registry.cached import cached_property

@@ -14,8 +14,8 @@ from pathlib import Path
 from rich.console import Console
 
 from skuda.dispatch import KNOWN_DEVICES, Device, Dispatcher, Tuning
-from skuda.dispatch.select.shard import WorkShard
 from skuda.dispatch.select.tuning import MARGIN, Entry, key_of
+from skuda.dispatch.select.work import WorkShard
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem, InvalidRecord, Unsupported
 from skuda.registry.registry import Registry

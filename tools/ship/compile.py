@@ -17,7 +17,7 @@ from rich.text import Text
 from skuda.dispatch import Device, Dispatcher, PlanPreference
 from skuda.dispatch.backends.base import Backend
 from skuda.dispatch.backends.cuda import CudaBackend
-from skuda.dispatch.select.shard import WorkShard
+from skuda.dispatch.select.work import WorkShard
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import CompileError, InvalidProblem
 from skuda.registry.sku import KernelSku

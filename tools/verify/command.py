@@ -15,7 +15,7 @@ from rich.text import Text
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.device import Device
-from skuda.dispatch.select.shard import WorkShard
+from skuda.dispatch.select.work import WorkShard
 from skuda.registry.arch import ArchSku
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.registry import Registry

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from skuda.dispatch.device import Device
-from skuda.dispatch.select.shard import ShardedRecord, WorkShard
+from skuda.dispatch.select.work import ShardedRecord, WorkShard
 from skuda.registry.backend import BUILT_IN
 from skuda.registry.errors import InvalidRecord
 from skuda.registry.op import Op

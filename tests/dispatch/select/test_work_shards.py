@@ -11,7 +11,7 @@ from itertools import chain
 import pytest
 from support import fresh
 
-from skuda.dispatch.select.shard import WorkShard, hash_of
+from skuda.dispatch.select.work import WorkShard, hash_of
 from skuda.registry import InvalidRecord
 
 
@@ -50,7 +50,7 @@ def test_the_hash_is_that_of_the_names_and_their_order():
 
 def test_the_shard_of_a_kernel_does_not_depend_on_the_process():
     code = (
-        "from skuda.dispatch.select.shard import WorkShard; from skuda.dispatch import Dispatcher;"
+        "from skuda.dispatch.select.work import WorkShard; from skuda.dispatch import Dispatcher;"
         "names = [sku.id for sku in Dispatcher(tuning='').registry];"
         "shard = WorkShard.of(2, 3, names); print(shard.list_hash, *shard.pick(names))"
     )

@@ -9,7 +9,7 @@ from halved import EXACT, LOOSE, dispatcher_of, toy
 from support import fresh
 
 from skuda.dispatch import Dispatcher
-from skuda.dispatch.select.shard import WorkShard
+from skuda.dispatch.select.work import WorkShard
 from skuda.kernels.catalog import built_in_registry
 from skuda.tools.cli import main
 from skuda.tools.verify import command as verify_page
