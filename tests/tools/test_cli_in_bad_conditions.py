@@ -331,6 +331,7 @@ PLACES = (
     "compile --op @",
     "compile --arch @",
     "demo --device @",
+    "demo --gpus @",
     "@",
 )
 
