@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from types import MappingProxyType
@@ -126,14 +126,7 @@ def parallelize_(
         check_count("parallelize_", "rows", rows)
     ranks: Group = group if isinstance(group, Group) else TorchGroup(group)
     wishes = _Wishes(ranks.count, rows, link)
-    cuts: list[_Cut] = []
-    for name, module in model.named_modules() if plan is None else ():
-        try:
-            cuts += wishes.structure(name, module)
-        except NotProven as reason:
-            raise InvalidProblem("parallelize_", name, str(reason), "be understood; nothing was changed") from None
-    if plan is not None:
-        cuts += _planned(model, plan, wishes)
+    cuts = [*(wishes.structures(model) if plan is None else _planned(model, plan, wishes))]
     head = dict(model.named_modules()).get("lm_head")
     if lm_head and isinstance(head, DynamicLinear | StaticLinear):
         cuts.append(_Cut("lm_head", ColumnLinear, Shards(axis="n", count=ranks.count, output="whole", link=link)))
@@ -141,6 +134,11 @@ def parallelize_(
         raise InvalidProblem("parallelize_", "lm_head", "True", "be False: there is no int8 layer of this name")
     told = {cut.name: f"{cut.kind.__name__} {list(model.get_submodule(cut.name).weight.shape)}" for cut in cuts}
     compare(ranks, {"version": version("skuda"), "layers": told, "shards": {c.name: str(c.shards) for c in cuts}})
+    return _applied(model, ranks, cuts)
+
+
+def _applied(model: nn.Module, ranks: Group, cuts: list[_Cut]) -> Parallelization:
+    """Replace the layers."""
     for name, module in model.named_modules():
         if isinstance(module, FusedGatedMLP) and any(cut.name.startswith(f"{name}.") for cut in cuts):
             _separate(module)
@@ -165,7 +163,15 @@ class _Wishes:
     rows: int | None
     link: Link
 
-    def structure(self, name: str, module: nn.Module) -> list[_Cut]:
+    def structures(self, model: nn.Module) -> Iterator[_Cut]:
+        """Yield how the layers of all attentions and MLPs are shared."""
+        for name, module in model.named_modules():
+            try:
+                yield from self._structure(name, module)
+            except NotProven as reason:
+                raise InvalidProblem("parallelize_", name, str(reason), "be understood; nothing was changed") from None
+
+    def _structure(self, name: str, module: nn.Module) -> list[_Cut]:
         """Return how the layers of an attention or an MLP are shared; nothing for another module."""
         if not any(isinstance(child, Int8Linear) for child in module.children()):
             return []
@@ -257,7 +263,7 @@ def _heads(module: nn.Module) -> int:
     """Return the width of the heads of an attention whose forward counts them by what its layers return."""
     if "forward" in vars(module):
         raise NotProven("its forward was replaced")
-    kind = type(module).__bases__[1] if isinstance(module, Fused) else type(module)
+    kind: Any = type(module).__bases__[1] if isinstance(module, Fused) else type(module)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
     except (OSError, SyntaxError, TypeError):

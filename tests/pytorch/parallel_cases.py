@@ -17,7 +17,6 @@ from skuda.torch import (
     DynamicLinear,
     RowLinear,
     StaticLinear,
-    TorchGroup,
     fuse_,
     parallelize_,
     quantize_,
@@ -63,13 +62,15 @@ def data(rng, shape, dtype):
     return x
 
 
-def layers(rank, count, seed):
+def layers(group, seed):
     """Layers of every kind and way, against the whole layer."""
-    rng, group, wrong, done = np.random.default_rng(seed), TorchGroup(), [], 0
+    rank, count = group.rank, group.count
+    rng, wrong, done = np.random.default_rng(seed), [], 0
     ways = (("n", "whole"), ("n", "columns"), ("n", "rows"), ("k", "columns"))
     kinds, dtypes = ("dynamic", "static", "shifted"), (torch.float32, torch.bfloat16, torch.float16)
     with torch.no_grad():
-        for kind, dtype, (axis, given) in itertools.product(kinds, dtypes, ways):
+        for i, (kind, (axis, given)) in enumerate(itertools.product(kinds, ways)):
+            dtype = dtypes[(i + count + seed) % 3]
             m, n, k = (int(rng.integers(low, high)) for low, high in ((0, 8), (1, 40), (1, 70)))
             whole, x = layer(rng, kind, n, k), data(rng, (m, k), dtype)
             want = whole(x)
@@ -103,10 +104,9 @@ def layers(rank, count, seed):
     return {"wrong": wrong, "done": done}
 
 
-def llama():
+def llama(act):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    # An activation that rounds nothing: SiLU of torch on a CPU rounds the end of a tensor in another way.
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=64,
@@ -114,34 +114,36 @@ def llama():
         num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=4,
-        hidden_act="relu",
+        hidden_act=act,
         attn_implementation="eager",
     )
     return LlamaForCausalLM(config).eval()
 
 
-def hashes(rank, count, seed):
+def hashes(group, seed):
     """Hashes of a small Llama's logits: whole, shared, and shared after `fuse_`."""
     found = {}
     for way in ("whole", "shared", "cheapest", "fused"):
         torch.manual_seed(seed)
-        model = llama()
+        # SiLU of torch on a CPU may round the end of a tensor, after the last full vectors, in another way. It has none
+        # here: an even number of tokens times a multiple of 16 channels. And ReLU rounds nothing.
+        model = llama("silu" if way == "fused" else "relu")
         tokens = torch.randint(0, 64, (2, 5))
         quantize_(model, Dynamic())
         if way == "fused":
             fuse_(model)
         if way != "whole":
-            report = parallelize_(model, lm_head=way == "shared", rows=4 if way == "cheapest" else None)
-            assert len(report.converted) == (14 + (way == "shared") if way != "fused" else 12), str(report)
+            report = parallelize_(model, group, lm_head=way == "shared", rows=4 if way == "cheapest" else None)
+            assert len(report.converted) == (14 + (way == "shared") if way != "fused" else 10), str(report)
         with torch.no_grad():
             logits = model(tokens).logits
         found[way] = hashlib.sha256(logits.numpy().tobytes()).hexdigest()
     return found
 
 
-def compiled(rank, count, seed):
+def compiled(group, seed):
     """A pair of layers in one graph."""
-    rng, group = np.random.default_rng(seed), TorchGroup()
+    rng = np.random.default_rng(seed)
     up, down = layer(rng, "dynamic", 40, 24), layer(rng, "dynamic", 24, 40)
     pair = nn.Sequential(ColumnLinear(up, group), nn.ReLU(), RowLinear(down, group))
     x = data(rng, (3, 24), torch.float32)
@@ -151,10 +153,10 @@ def compiled(rank, count, seed):
     return {"same": found}
 
 
-def differing(rank, count, seed):
+def differing(group, seed):
     """Ranks with another order of calls, another shape, another descriptor."""
-    rng, group = np.random.default_rng(seed), TorchGroup()
-    told = []
+    rank, count = group.rank, group.count
+    rng, told = np.random.default_rng(seed), []
     a, b = (RowLinear(layer(rng, "dynamic", 8, 32), group) for _ in range(2))
     a.name, b.name = "first", "second"
     x = torch.ones(2, a.in_features)

@@ -1,4 +1,4 @@
-"""One rank of a group: `parallel_worker.py FUNCTION RANK COUNT FOLDER SEED` runs a function of `parallel_cases`."""
+"""One process of `test_parallel`: `parallel_worker.py RANK COUNT FOLDER SEED` does all cases for 1 to COUNT ranks."""
 
 import json
 import sys
@@ -9,12 +9,19 @@ import parallel_cases
 import torch
 from torch import distributed
 
-name, rank, count, folder, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5])
+from skuda.torch import TorchGroup
+
+rank, count, folder, seed = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
 torch.set_num_threads(1)
-distributed.init_process_group(
-    "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count, timeout=timedelta(seconds=60)
-)
-found = getattr(parallel_cases, name)(rank, count, seed)
+distributed.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=100), count, rank)
+found = {}
+for size in range(1, count + 1):
+    ranks = distributed.new_group(range(size))
+    if rank < size:
+        group = TorchGroup(ranks)
+        cases = (parallel_cases.layers, parallel_cases.hashes, *((parallel_cases.compiled,) if size == 2 else ()))
+        found |= {f"{case.__name__} {size}": case(group, seed) for case in cases}
+found["differing"] = parallel_cases.differing(TorchGroup(), seed)
 (folder / f"{rank}.json").write_text(json.dumps(found))
 distributed.barrier()
 distributed.destroy_process_group()

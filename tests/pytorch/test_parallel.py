@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,57 +23,57 @@ from skuda.torch import ColumnLinear, Dynamic, DynamicLinear, RowLinear, paralle
 HERE = Path(__file__).parent
 
 
-def on_processes(name, count, folder, seed):
-    """What a function of `parallel_cases` returned on each rank ."""
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What every case returned on each of four processes, by its name and number of ranks."""
+    pytest.importorskip("transformers")
+    folder, seed = tmp_path_factory.mktemp("ranks"), str(int(fresh().integers(2**31)))
     environment = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, HERE / "parallel_worker.py", name]
-    started = [
-        subprocess.Popen([*command, str(rank), str(count), folder, str(seed)], env=environment) for rank in range(count)
-    ]
+    command = [sys.executable, HERE / "parallel_worker.py"]
+    started = [subprocess.Popen([*command, str(rank), "4", folder, seed], env=environment) for rank in range(4)]
     try:
-        codes = [process.wait(timeout=200) for process in started]
+        until = time.monotonic() + 200
+        while None in (codes := [process.poll() for process in started]) and not any(codes):
+            assert time.monotonic() < until
+            time.sleep(0.05)
     finally:
         for process in started:
             process.kill()
             process.wait()
-    assert codes == [0] * count
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+    assert codes == [0] * 4, f"seed {seed}"
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
 
 
-def seed_of(*key):
-    return int(fresh(*key).integers(2**31))
+def cases(ranks, name):
+    return [found for rank in ranks for case, found in rank.items() if case.startswith(name)]
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_layers_have_the_bits_of_one_device(count, tmp_path):
-    for found in on_processes("layers", count, tmp_path / "ranks", seed_of(count)):
-        assert found["wrong"] == []
-        assert found["done"] > 0
+def test_layers_have_the_bits_of_one_device(ranks):
+    every = cases(ranks, "layers")
+    assert len(every) == 1 + 2 + 3 + 4
+    assert [found["wrong"] for found in every] == [[]] * len(every)
+    assert all(found["done"] == 24 for found in every)
 
 
-def test_a_llama_has_one_hash_on_any_number_of_ranks(tmp_path):
-    pytest.importorskip("transformers")
-    seed = seed_of("llama")
-    every = [found for n in (1, 2, 3, 4) for found in on_processes("hashes", n, tmp_path / str(n), seed)]
-    whole = every[0]["whole"]
-    assert all(found[way] == whole for found in every for way in ("whole", "shared", "cheapest"))
+def test_a_llama_has_one_hash_on_any_number_of_ranks(ranks):
+    every = cases(ranks, "hashes")
+    assert len(every) == 1 + 2 + 3 + 4
+    assert len({found[way] for found in every for way in ("whole", "shared", "cheapest")}) == 1
     assert len({found["fused"] for found in every}) == 1
 
 
-def test_layers_of_ranks_compile_to_one_graph(tmp_path):
-    for found in on_processes("compiled", 2, tmp_path / "ranks", seed_of()):
-        assert found["same"] == [True, True]
+def test_layers_of_ranks_compile_to_one_graph(ranks):
+    assert cases(ranks, "compiled") == [{"same": [True, True]}] * 2
 
 
-def test_ranks_that_do_something_else_are_named_on_every_rank(tmp_path):
-    every = on_processes("differing", 3, tmp_path / "ranks", seed_of())
-    assert every[0] == every[1] == every[2]
+def test_ranks_that_do_something_else_are_named_on_every_rank(ranks):
+    every = cases(ranks, "differing")
+    assert every == every[:1] * 4
     order, shape, model, kind = every[0]["told"]
     assert order[:2] == ["call", [0, 1]]
     assert "rank 0 has second" in order[2]
     assert "rank 1 has first" in order[2]
-    assert shape[:2] == ["call", [0, 2]]
+    assert shape[:2] == ["call", [0, 3]]
     assert model[:2] == ["layers", [0, 1]]
     assert kind == "DynamicLinear"
 
