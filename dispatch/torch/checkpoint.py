@@ -29,7 +29,7 @@ from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependen
 from skuda.registry.text import path_of, shown
 from skuda.torch.layers import describe_saving
 from skuda.torch.linear import StaticLinear
-from skuda.torch.scheme import Scheme
+from skuda.torch.scheme import Scheme, check_whole
 from skuda.torch.stored import Kind, Tensors, check_values, int8_layer
 
 CONFIG, TENSORS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -292,6 +292,7 @@ def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _folder(subject: str, model: object, path: object) -> Path:
     if not isinstance(model, nn.Module):
         raise InvalidProblem(subject, "model", shown(model), "be a torch.nn.Module")
+    check_whole(subject, model)
     found = path_of(Path(path).absolute()) if isinstance(path, str | os.PathLike) and os.fspath(path) else None
     if found is None:
         raise InvalidProblem(subject, "path", shown(path), "be the path of a folder")

@@ -52,6 +52,8 @@ class Int8Linear(nn.Module):
     """
 
     op: ClassVar[str]
+    sharded: ClassVar[bool] = False
+    """Whether it is a rank's part of a layer."""
     weight: Tensor
     weight_scale: Tensor
     bias: Tensor | None

@@ -48,6 +48,7 @@ class ShardedLinear(Int8Linear):
     """
 
     op = "scaled_linear"
+    sharded = True
     axis: str
     input_scale: Tensor | None
     input_zero_point: Tensor | None

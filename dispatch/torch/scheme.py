@@ -66,6 +66,14 @@ def _arguments(strategy: str, *, dynamic: bool, symmetric: bool = True) -> dict[
     }
 
 
+def check_whole(subject: str, model: nn.Module) -> None:
+    """Refuse a model with layers of which this process has only a part."""
+    for name, module in model.named_modules():
+        if isinstance(module, Int8Linear) and module.sharded:
+            rule = "be a whole layer: save, or load the whole checkpoint, before parallelize_"
+            raise InvalidProblem(subject, name, f"a rank's part, {type(module).__name__}", rule)
+
+
 @dataclass(frozen=True)
 class Group:
     """Layers that are quantized alike.
@@ -144,6 +152,7 @@ class Scheme:
         InvalidProblem
             If it has none, or one that no checkpoint can hold.
         """
+        check_whole("checkpoint", model)
         layers = {name: module for name, module in model.named_modules() if isinstance(module, Int8Linear)}
         ways: dict[Activation, list[str]] = {}
         for name, layer in layers.items():

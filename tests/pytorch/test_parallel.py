@@ -18,7 +18,16 @@ from torch import nn  # noqa: E402  torch may be absent
 
 from skuda.dispatch.shard import Shards, on_ranks  # noqa: E402
 from skuda.registry.errors import InvalidProblem  # noqa: E402
-from skuda.torch import ColumnLinear, Dynamic, DynamicLinear, RowLinear, parallelize_, quantize_  # noqa: E402
+from skuda.torch import (  # noqa: E402
+    ColumnLinear,
+    Dynamic,
+    DynamicLinear,
+    RowLinear,
+    load_,
+    parallelize_,
+    quantize_,
+    save,
+)
 
 HERE = Path(__file__).parent
 
@@ -78,7 +87,7 @@ def test_ranks_that_do_something_else_are_named_on_every_rank(ranks):
     assert kind == "DynamicLinear"
 
 
-def test_what_cannot_be_shared_is_refused_and_left():
+def test_what_cannot_be_shared_is_refused_and_left(tmp_path):
     def work(group):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         quantize_(model, Dynamic())
@@ -91,7 +100,70 @@ def test_what_cannot_be_shared_is_refused_and_left():
         with pytest.raises(InvalidProblem, match="have axis k and 2 ranks"):
             RowLinear(model[0], group, Shards(axis="n", count=2))
         column = ColumnLinear(model[0], group)
+        shared = nn.Sequential(column)
+        for call in (save, load_):
+            with pytest.raises(InvalidProblem, match="be a whole layer: save, or load the whole checkpoint"):
+                call(shared, tmp_path / "checkpoint")
+        assert not (tmp_path / "checkpoint").exists()
         with pytest.raises(InvalidProblem, match="have no gradient"):
             column(torch.ones(1, 8, requires_grad=True))
 
     on_ranks(2, work)
+
+
+MODELS = {
+    "Llama": {"num_key_value_heads": 2},
+    "Mistral": {"num_key_value_heads": 4},
+    "Qwen2": {"num_key_value_heads": 2},
+    "Qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_are_understood(name):
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "vocab_size": 8,
+    }
+    config = getattr(transformers, f"{name}Config")(**sizes | MODELS[name])
+    models = [getattr(transformers, f"{name}ForCausalLM")(config) for _ in range(2)]
+    for model in models:
+        quantize_(model, Dynamic())
+    for report in on_ranks(2, lambda group: parallelize_(models[group.rank], group, lm_head=True)):
+        assert len(report.converted) == 2 * 7 + 1
+        assert report.left == ()
+
+
+def test_an_attention_that_is_not_understood_leaves_the_model_as_it_was():
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "vocab_size": 8,
+    }
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    quantize_(model, Dynamic())
+    before = [type(module) for module in model.modules()]
+
+    def refused(group):
+        with pytest.raises(InvalidProblem, match="4 heads of keys and values for 5 ranks; use at most 4 ranks"):
+            parallelize_(model, group)
+
+    on_ranks(5, refused)
+    attention = model.model.layers[0].self_attn
+    attention.forward = lambda *_, **__: None
+
+    def replaced(group):
+        with pytest.raises(
+            InvalidProblem, match="must be understood; nothing was changed; had its forward was replaced"
+        ):
+            parallelize_(model, group)
+
+    on_ranks(2, replaced)
+    assert [type(module) for module in model.modules()] == before
