@@ -123,7 +123,7 @@ def add_ops(tree):
     imported = "    from skuda.kernels.quantize.requantize import RequantizeDescriptor\n"
     behind = "    from skuda.kernels.quantize.rms_norm_quantize"
     text = package.read_text().replace(behind, f"{imported}{behind}")
-    package.write_text(text.replace('    "RmsNorm', '    "RequantizeDescriptor",\n    "RmsNorm'))
+    package.write_text(text.replace('    "Rescale', '    "RequantizeDescriptor",\n    "Rescale'))
     with (tree / "tests/oracle.py").open("a") as oracle:
         oracle.write(f"\n\n{found['tests/oracle.py']}\n{DEFINITION}")
 

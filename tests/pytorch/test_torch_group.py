@@ -10,23 +10,19 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from shards import WAYS, part, wanted_of
 from support import assert_same_bits, draw, fresh, run
 
 torch = pytest.importorskip("torch")
 
 from skuda.dispatch.shard import GroupBroken, GroupMismatch, Shards  # noqa: E402
-from skuda.dispatch.shard.problems import course  # noqa: E402
-from skuda.dispatch.shard.shards import own, span, split  # noqa: E402
+from skuda.dispatch.shard.shards import span, split  # noqa: E402
 from skuda.kernels.catalog import built_in_ops  # noqa: E402
 from skuda.registry import InvalidProblem  # noqa: E402
 from skuda.registry.elements import ElementKind  # noqa: E402
 from skuda.torch import TorchGroup  # noqa: E402  torch may be absent
 
 WORKER = Path(__file__).with_name("group_worker.py")
-WAYS = [
-    *(("n", given, wanted) for given in ("whole", "rows", "columns") for wanted in ("columns", "whole")),
-    *(("k", "columns", wanted) for wanted in ("rows", "whole")),
-]
 
 
 def on_processes(count, folder, work, given=None):
@@ -79,22 +75,6 @@ def test_collectives_are_what_they_say(count, tmp_path):
                 assert_same_bits(got["sum rows"], total[span(sizes, rank)])
 
 
-def part(problem, shards, rank, inputs):
-    """What a rank has of a layer's inputs."""
-    way, cut = course(problem, shards), dict(inputs)
-    scales = ("act_scale", "act_zero_point") if way.per_row else ()
-    if shards.input == "rows":
-        cut |= {n: own(inputs[n], 0, way.rows, rank) for n in ("activation", "act_q", *scales) if n in inputs}
-    if shards.input == "columns":
-        cut |= {n: own(inputs[n], 1, way.columns, rank) for n in ("activation", "act_q") if n in inputs}
-    if shards.axis == "k":
-        cut["weight_q"] = own(inputs["weight_q"], 1, way.parts, rank)
-    else:
-        names = ("weight_q", "weight_scale", "weight_zero_point", "bias")
-        cut |= {n: own(inputs[n], 0, way.parts, rank) for n in names if n in inputs}
-    return cut
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_layers_have_the_bits_of_one_device(count, tmp_path):
     rng = fresh(count)
@@ -112,17 +92,14 @@ def test_layers_have_the_bits_of_one_device(count, tmp_path):
         shards = Shards(axis=axis, count=count, input=held, output=back)
         inputs = draw(op, case, rng).inputs
         given.append((case.problem, shards, [part(case.problem, shards, rank, inputs) for rank in range(count)]))
-        wanted.append((run(case.problem, inputs)["output"], course(case.problem, shards)))
+        wanted.append(run(case.problem, inputs)["output"])
     for rank, found in enumerate(on_processes(count, tmp_path, "layers", given)):
         assert not isinstance(found, Exception), found
-        for number, (whole, way) in enumerate(wanted):
-            want = whole
-            if way.shards.output == "rows":
-                want = own(whole, 0, way.rows, rank)
-            if way.shards.output == "columns":
-                want = own(whole, 1, way.parts, rank)
+        for number, whole in enumerate(wanted):
+            problem, shards, _ = given[number]
+            want = wanted_of(whole, problem, shards, rank)
             for got in found[2 * number : 2 * number + 2]:
-                assert_same_bits(got, want, f"rank {rank}, {given[number][0]!r} over {way.shards!r}")
+                assert_same_bits(got, want, f"rank {rank}, {problem!r} over {shards!r}")
 
 
 def test_another_problem_is_refused_on_every_rank(tmp_path):

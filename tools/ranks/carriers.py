@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, Protocol
 
+from skuda.dispatch.settings import environment
 from skuda.registry.errors import SkudaError
 from skuda.tools.ranks.framework import NUMPY
 from skuda.tools.ranks.result import Line
@@ -102,7 +103,7 @@ class Processes(NamedTuple):
         errors = ends.enter_context(folder.joinpath(f"{rank}.err").open("wb"))
         process = subprocess.Popen(
             [sys.executable, *self.program, str(folder), str(rank)],
-            env={"OMP_NUM_THREADS": threads, **os.environ},
+            env=environment(OMP_NUM_THREADS=threads),
             stdin=subprocess.DEVNULL,
             stdout=errors,
             stderr=errors,

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shards import WAYS, part, wanted_of
 from support import assert_same_bits, dispatcher, draw, fresh, run, sampled
 
 from skuda.dispatch import PlanPreference
 from skuda.dispatch.shard import NVLINK, Link, Shards, on_ranks, split
-from skuda.dispatch.shard.problems import course
-from skuda.dispatch.shard.shards import own
 from skuda.kernels.catalog import built_in_ops
 from skuda.kernels.linear import QuantizedLinearDescriptor, ScaledLinearDescriptor, SmoothQuantLinearDescriptor
 from skuda.registry import InvalidProblem, Unsupported
@@ -26,28 +25,8 @@ CASES = [
     for i, case in enumerate(op.cases)
     if case.problem.output is not ElementKind.S32 and case.problem.compute is case.problem.output.compute
 ]
-WAYS = [
-    *(("n", given, wanted) for given in ("whole", "rows", "columns") for wanted in ("columns", "whole")),
-    *(("k", "columns", wanted) for wanted in ("rows", "whole")),
-]
 SLOW = Link(latency_us=0.0, gigabytes_per_s=1e-3)
 """With it bytes decide, so that sums are scattered; with NVLink small layers add up everywhere."""
-
-
-def part(problem, shards, rank, inputs):
-    """What a rank has of a layer's inputs."""
-    way, cut = course(problem, shards), dict(inputs)
-    scales = ("act_scale", "act_zero_point") if way.per_row else ()
-    if shards.input == "rows":
-        cut |= {n: own(inputs[n], 0, way.rows, rank) for n in ("activation", "act_q", *scales) if n in inputs}
-    if shards.input == "columns":
-        cut |= {n: own(inputs[n], 1, way.columns, rank) for n in ("activation", "act_q") if n in inputs}
-    if shards.axis == "k":
-        cut["weight_q"] = own(inputs["weight_q"], 1, way.parts, rank)
-    else:
-        names = ("weight_q", "weight_scale", "weight_zero_point", "bias")
-        cut |= {n: own(inputs[n], 0, way.parts, rank) for n in names if n in inputs}
-    return cut
 
 
 def on_shards(problem, shards, inputs, preference=None):
@@ -57,14 +36,9 @@ def on_shards(problem, shards, inputs, preference=None):
 
 
 def assert_invariant(problem, shards, inputs):
-    want, way = run(problem, inputs)["output"], course(problem, shards)
+    whole = run(problem, inputs)["output"]
     for rank, got in enumerate(on_shards(problem, shards, inputs)):
-        expected = want
-        if shards.output == "rows":
-            expected = own(want, 0, way.rows, rank)
-        if shards.output == "columns":
-            expected = own(want, 1, way.parts, rank)
-        assert_same_bits(got, expected, f"rank {rank} of {shards}")
+        assert_same_bits(got, wanted_of(whole, problem, shards, rank), f"rank {rank} of {shards}")
 
 
 def shards_for(way, problem, rng, count=None):
