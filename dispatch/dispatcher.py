@@ -582,9 +582,7 @@ class Dispatcher:
         explanation = self.explain_shards(problem, shards, preference, device)
         if explanation.refused is not None:
             raise Unsupported(explanation.refused)
-        promises = {sku.id: sku.precision_guarantee for sku in self.registry}
-        registry, guarantee_of = self.registry.digest, promises.__getitem__
-        return sharded_plan(problem, explanation, device, preference, registry, guarantee_of, self.select)
+        return sharded_plan(problem, explanation, device, preference, self.registry, self.select)
 
     def explain_shards(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.guarantee import PrecisionGuarantee
+from skuda.registry.registry import Registry
 from skuda.registry.text import shown
 
 _OF_WEIGHT = ("weight_scale", "weight_zero_point", "bias", "output_scale", "output_zero_point")
@@ -128,18 +130,17 @@ def sharded_plan(
     explanation: ShardedExplanation,
     device: Device,
     preference: PlanPreference,
-    registry: str,
-    guarantee_of: Callable[[str], PrecisionGuarantee],
+    registry: Registry,
     select: Callable[[Descriptor, PlanPreference, Device], Plan],
 ) -> ShardedPlan:
     """Return the plan that an explanation tells, in which every step has a kernel."""
     whole, kernels = problems.check(problem, explanation.shards), explanation.chosen
     assert kernels is not None
     steps = dict.fromkeys(step for rank in kernels for step in rank)
-    promises = [guarantee_of(kernel) for _, kernel in steps]
-    main = next(guarantee_of(kernel) for name, kernel in steps if name in problems.MAIN)
-    least = _least(main, promises)
-    return ShardedPlan(whole, explanation.shards, device, preference, kernels, least, registry, select)
+    skus = [(name, sku) for name, kernel in steps if (sku := registry.sku(kernel)) is not None]
+    main = next(sku.precision_guarantee for name, sku in skus if name in problems.MAIN)
+    least = _least(main, [sku.precision_guarantee for _, sku in skus])
+    return ShardedPlan(whole, explanation.shards, device, preference, kernels, least, registry.digest, select)
 
 
 def _least(main: PrecisionGuarantee, promises: list[PrecisionGuarantee]) -> ShardedGuarantee:
@@ -319,6 +320,4 @@ def filled(like: Any, shape: tuple[int, ...], value: float, element: ElementKind
 
 def hash_of(told: Mapping[str, Any]) -> str:
     """Return a short hash of what ranks must have in common."""
-    import hashlib
-
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
