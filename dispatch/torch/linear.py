@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,13 @@ from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import shown
 from skuda.torch.autograd import Q_MAX, frozen_linear
 from skuda.torch.dtypes import element_of
+from skuda.torch.op import is_alone
 from skuda.torch.ops import OPS
 
 _QUANTIZED_LINEAR = torch.ops.skuda.quantized_linear.default
 _SCALED_LINEAR = torch.ops.skuda.scaled_linear.default
+
+_MOST_KEPT = 4096
 
 Call = tuple[str, dict[str, Any]]
 """Name and arguments of a call of one of the ops."""
@@ -52,6 +55,7 @@ class Int8Linear(nn.Module):
     """
 
     op: ClassVar[str]
+    """The op of the product."""
     sharded: ClassVar[bool] = False
     """Whether it is a rank's part of a layer."""
     weight: Tensor
@@ -132,6 +136,12 @@ class Int8Linear(nn.Module):
     def _arguments(self, input: Tensor) -> Arguments:
         """Return what the op takes for an input."""
 
+    def _product_of(self, tensors: tuple[Tensor | None, ...], fields: dict[str, Any], seen: Tensor) -> Tensor:
+        """Call the op; `seen` is the tensor that the caller gave."""
+        overload = _QUANTIZED_LINEAR if self.op == "quantized_linear" else _SCALED_LINEAR
+        found: Tensor = OPS[self.op].run(*tensors, **fields) if is_alone(seen) else overload(*tensors, **fields)
+        return found
+
     def call(self, input: Tensor) -> Call:
         """Return the product that serves an input, of which only shape, dtype and device are read."""
         tensors, fields = self._arguments(input)
@@ -168,6 +178,41 @@ class Int8Linear(nn.Module):
         return f"{sizes}, kernel={kernel or 'none here'}"
 
 
+class _Kept(NamedTuple):
+    """What does not change between the calls of a `DynamicLinear`.
+
+    Attributes
+    ----------
+    weight, scale, bias
+        The buffers that it is for.
+    arrays : dict
+        The op's arguments except the input.
+    problems : dict
+        The problem by an input's shape and dtype.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    arrays: dict[str, Tensor]
+    problems: dict[tuple[torch.Size, torch.dtype], Any]
+
+    @classmethod
+    def make(cls, held: Mapping[str, Tensor | None]) -> _Kept | None:
+        """Return what holds for some buffers; None if a parametrization has made one a property."""
+        weight, scale, bias = held.get("weight"), held.get("weight_scale"), held.get("bias")
+        if weight is None or scale is None or "bias" not in held:
+            return None
+        arrays = {"weight_q": weight, "weight_scale": scale.view(-1)}
+        return cls(weight, scale, bias, arrays if bias is None else arrays | {"bias": bias}, {})
+
+    def of(self, held: Mapping[str, Tensor | None]) -> bool:
+        """Whether it holds for these buffers; their memory may have been exchanged."""
+        same = held.get("weight") is self.weight and held.get("bias") is self.bias
+        same = same and held.get("weight_scale") is self.scale
+        return same and self.scale.data_ptr() == self.arrays["weight_scale"].data_ptr()
+
+
 class DynamicLinear(Int8Linear):
     """W8A8 with a scale per row of the input, found when it runs; symmetric, -127..127.
 
@@ -176,6 +221,7 @@ class DynamicLinear(Int8Linear):
     """
 
     op = "quantized_linear"
+    _kept: _Kept | None = None
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Self:
@@ -194,12 +240,33 @@ class DynamicLinear(Int8Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K), in the input's dtype."""
+        if not torch.is_grad_enabled() and is_alone(input) and not input.requires_grad:
+            return self._served(input)
         input = self._taken(input)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *self._buffers.values()) if t is not None):
             return frozen_linear(input, self.weight, self.weight_scale.view(-1), self.bias)
-        tensors, _ = self._arguments(input)
-        found: Tensor = _QUANTIZED_LINEAR(*tensors)
-        return found
+        return self._product_of(*self._arguments(input), seen=input)
+
+    def _served(self, input: Tensor) -> Tensor:
+        """Return the output where torch need not see the op; what an input of this shape led to is kept."""
+        held, kept, shape = self._buffers, self._kept, input.shape
+        if kept is None or not kept.of(held):
+            kept = self._kept = _Kept.make(held)
+        if kept is None or not input.is_contiguous():
+            return self._product_of(*self._arguments(self._taken(input)), seen=input)
+        problem: Any = kept.problems.get((shape, input.dtype))
+        if problem is None:
+            problem = OPS[self.op].problem(activation=self._taken(input), **kept.arrays)
+            if len(kept.problems) >= _MOST_KEPT:
+                kept.problems.clear()
+            kept.problems[shape, input.dtype] = problem
+        matrix = input if len(shape) == 2 else input.view(problem.m, problem.k)
+        found: Tensor = default_dispatcher().run(problem, activation=matrix, **kept.arrays)
+        return found if matrix is input else found.view(*shape[:-1], self.out_features)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave what is kept out of copies and pickles, which have other buffers."""
+        return {**self.__dict__, "_kept": None}
 
 
 class StaticLinear(Int8Linear):
@@ -280,9 +347,7 @@ class StaticLinear(Int8Linear):
         if torch.is_grad_enabled() and input.requires_grad:
             rule = "be detached, or run under torch.no_grad(): only DynamicLinear passes gradients on"
             raise InvalidProblem(type(self).__name__, "input", "a tensor that requires grad", rule)
-        tensors, fields = self._product(self.codes(input), input.dtype)
-        found: Tensor = _SCALED_LINEAR(*tensors, **fields)
-        return found
+        return self._product_of(*self._product(self.codes(input), input.dtype), seen=input)
 
 
 class CodesLinear(Int8Linear):
@@ -346,9 +411,7 @@ class CodesLinear(Int8Linear):
         """Return codes of shape (..., N), or real numbers without `output_scale`, for codes of shape (..., K)."""
         if input.dtype is not torch.int8:
             raise InvalidProblem(type(self).__name__, "input", str(input.dtype), "be the codes, int8")
-        tensors, fields = self._arguments(self._taken(input))
-        found: Tensor = _SCALED_LINEAR(*tensors, **fields)
-        return found
+        return self._product_of(*self._arguments(self._taken(input)), seen=input)
 
 
 def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from pydantic.fields import FieldInfo
-from torch import Tensor
+from torch import _C, Tensor
 
 from skuda.dispatch.host import rules
 from skuda.dispatch.select.fields import Fields
@@ -340,6 +340,26 @@ class TensorOp:
 
     def _returned(self, results: list[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:
         return results if self._varies else tuple(results)
+
+
+def is_alone(tensor: Tensor) -> bool:
+    """Whether torch would do nothing with a call but run a kernel: it casts, compiles, traces, maps, profiles nothing.
+
+    Calling `TensorOp.run` itself then saves the microseconds of torch's dispatcher.
+    """
+    # The parts of torch that have public names for these take longer than all of them.
+    return (
+        not torch.compiler.is_compiling()
+        and type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not _C._is_any_autocast_enabled()  # noqa: SLF001
+        and not _C._len_torch_dispatch_stack()  # noqa: SLF001
+        and not _C._len_torch_function_stack()  # noqa: SLF001
+        and _C._functorch.maybe_current_level() is None  # noqa: SLF001
+        and _C._get_tracing_state() is None  # noqa: SLF001
+        and not torch.autograd._profiler_enabled()  # noqa: SLF001
+    )
 
 
 def refuse_gradient(op: str, name: str) -> None:

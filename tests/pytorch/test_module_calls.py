@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 from support import fresh
 from tensors import OPS, same
 
 torch = pytest.importorskip("torch")
+
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from skuda.registry.errors import InvalidProblem  # noqa: E402
 from skuda.torch import DynamicLinear, fuse_, observe  # noqa: E402  torch may be absent
@@ -24,6 +31,14 @@ def explained(module, x):
     return getattr(torch.ops.skuda, name)(**arguments)
 
 
+@pytest.fixture(params=[False, True], ids=["not recorded", "recorded"])
+def recorded(request):
+    """Whether gradients are recorded; without them, a layer calls its kernel itself where torch need not see it."""
+    with torch.set_grad_enabled(request.param):
+        yield request.param
+
+
+@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("bias", [False, True])
 def test_what_is_called_is_what_is_explained(bias):
     rng = fresh(bias)
@@ -42,8 +57,44 @@ def test_what_is_called_is_what_is_explained(bias):
     assert same(module(x), want)
     module.load_state_dict(layer(rng, bias=bias).state_dict())
     assert same(module(x), explained(module, x))
+    for moved in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):  # noqa: S301  its own
+        moved.weight.neg_()
+        assert same(moved(x), explained(moved, x))
+        assert not same(moved(x), module(x))
+    module.weight_scale.data = module.weight_scale * 3
+    assert same(module(x), explained(module, x))
+    module.bias = torch.ones(8)
+    assert same(module(x), explained(module, x))
+    assert same(module(x.t().contiguous().t()), module(x))
+    assert same(module(x.bfloat16()), explained(module, x.bfloat16()))
 
 
+def test_what_looks_at_ops_sees_them():
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    rng, seen = fresh(), []
+    module, x = layer(rng, bias=True), torch.from_numpy(rng.standard_normal((3, 16), "float32"))
+    with torch.no_grad():
+        want = module(x)
+        with Names():
+            assert same(module(x), want)
+        assert "skuda::quantized_linear" in seen
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+            assert same(module(x), want)
+        assert "skuda::quantized_linear" in [event.name for event in profile.events()]
+        traced = make_fx(module)(x)
+        assert "skuda.quantized_linear" in traced.code
+        assert same(traced(x), want)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert module(x).dtype is torch.bfloat16
+        with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+            assert module(fakes.from_tensor(x)).shape == want.shape
+
+
+@pytest.mark.usefixtures("recorded")
 def test_a_parametrization_is_followed():
     class Doubled(torch.nn.Module):
         def forward(self, scale):
