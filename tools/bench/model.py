@@ -76,8 +76,8 @@ class ModelBench:
             self._make()
             phases = []
             for number, (phase, rows, cache) in enumerate(shapes):
-                report(number, len(shapes), f"{phase} {rows}")
-                phases.append(self._phase(phase, rows, cache))
+                watch = partial(report, number, len(shapes))
+                phases.append(self._phase(phase, rows, cache, watch))
                 self.lab.tidy()
             report(len(shapes), len(shapes), "host")
             host = self._host()
@@ -120,9 +120,10 @@ class ModelBench:
         cuda = self.device.processor == "cuda"
         return _torch().device(f"cuda:{self.device.ordinal or 0}" if cuda else "cpu")
 
-    def _phase(self, phase: Phase, rows: int, cache: int) -> PhaseResult:
+    def _phase(self, phase: Phase, rows: int, cache: int, watch: Callable[[str], None]) -> PhaseResult:
         """Measure one phase; a failure of ours is recorded like a wrong result."""
-        runs, failed = self._runs(phase, rows, cache)
+        runs, failed = self._runs(phase, rows, cache, watch)
+        watch(f"{phase} {rows}")
         wrong = next((f"{way.name}: {failed[way.name]}" for way in self.ways if way.ours and way.name in failed), "")
         if not wrong:
             wrong = self._differences({way.name: runs[way.name] for way in self.ways if way.ours})
@@ -134,7 +135,9 @@ class ModelBench:
             phase=phase, rows=rows, cache=cache, ways=tuple(ways), compared=0 if wrong else _COMPARED, wrong=wrong
         )
 
-    def _runs(self, phase: Phase, rows: int, cache: int) -> tuple[dict[str, _Run], dict[str, str]]:
+    def _runs(
+        self, phase: Phase, rows: int, cache: int, watch: Callable[[str], None]
+    ) -> tuple[dict[str, _Run], dict[str, str]]:
         """Prepare every way for inputs of one shape; return them, and why others fail."""
         torch, llama, place = _torch(), importlib.import_module("skuda.tools.bench.llama"), self._place()
         shape = (rows, 1) if phase == "decode" else (1, rows)
@@ -152,6 +155,7 @@ class ModelBench:
         for way in self.ways:
             if way.name in self.absent:
                 continue
+            watch(f"{phase} {rows}: {way.name}")
             module = self.modules[way.name]
             if way.compiled is not None:
                 module = torch.compile(module, **way.compiled)

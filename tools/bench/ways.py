@@ -66,7 +66,7 @@ def _torchao(stack: Any) -> Any:
 
     def convert(linear: Any) -> Any:
         holder = importlib.import_module("torch").nn.ModuleDict({"linear": copy.deepcopy(linear)})
-        torchao.quantize_(holder, torchao.Int8DynamicActivationInt8WeightConfig())
+        torchao.quantize_(holder, torchao.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False))
         return holder["linear"]
 
     return converted(stack, convert)
@@ -87,12 +87,17 @@ def _bitsandbytes(stack: Any) -> Any:
 # Rounds where eager execution does, so that the bits are those of eager execution.
 _EXACT = {"fullgraph": True, "dynamic": False, "options": {"emulate_precision_casts": True}}
 _STATIC = {"dynamic": False}
+# What torchao sets for the whole process, if it is let; here it must not change the other ways.
+_TUNED = ("coordinate_descent_tuning", "coordinate_descent_check_all_directions", "force_fuse_int_mm_with_mul")
+_TORCHAO = {"dynamic": False, "options": dict.fromkeys(_TUNED, True)}
 WAYS = (
     Way("bf16", "nothing quantized, eager"),
     Way("bf16 compiled", "nothing quantized, torch.compile", base="bf16", compiled=_STATIC),
     Way("skuda", "DynamicLinear and fuse_, eager", _fused, ours=True),
     Way("skuda compiled", "DynamicLinear and fuse_, torch.compile", base="skuda", compiled=_EXACT, ours=True),
-    Way("torchao", "Int8DynamicActivationInt8WeightConfig, torch.compile", _torchao, compiled=_STATIC, needs="torchao"),
+    Way(
+        "torchao", "Int8DynamicActivationInt8WeightConfig, torch.compile", _torchao, compiled=_TORCHAO, needs="torchao"
+    ),
     Way("bitsandbytes", "Linear8bitLt, threshold 0, eager", _bitsandbytes, needs="bitsandbytes"),
 )
 """The ways, in the order of their columns."""

@@ -228,7 +228,10 @@ def stubs(monkeypatch):
         "torchao": {},
         "torchao.quantization": {
             "quantize_": quantize_,
-            "Int8DynamicActivationInt8WeightConfig": lambda: "the config",
+            # It must not change Inductor for the other ways.
+            "Int8DynamicActivationInt8WeightConfig": lambda set_inductor_config: (
+                "tuned for all" if set_inductor_config else "the config"
+            ),
         },
         "bitsandbytes": {"nn": SimpleNamespace(Linear8bitLt=Linear8bitLt, Int8Params=int8_params)},
     }
