@@ -276,6 +276,9 @@ def _model(
     decode: Annotated[Words, _option("ROWS", "Decode so many sequences; 1,16,64 if no phase is given.")] = None,
     prefill: Annotated[Words, _option("ROWS", "Prefill so many positions; 2048,8192 if no phase is given.")] = None,
     ways: Annotated[Words, _option("NAME", "Only these ways beside ours, such as bf16,torchao.", "--ways")] = None,
+    attention: Annotated[
+        str | None, _option("NAME", "The only kernels of torch's attention: cudnn, efficient, flash.")
+    ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="On the CPU, without CUDA graphs, for small sizes.")] = False,
     repeats: Repeats = 20,
     seed: Seed = None,

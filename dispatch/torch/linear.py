@@ -208,9 +208,12 @@ class _Kept(NamedTuple):
 
     def of(self, held: Mapping[str, Tensor | None]) -> bool:
         """Whether it holds for these buffers; their memory may have been exchanged."""
-        same = held.get("weight") is self.weight and held.get("bias") is self.bias
-        same = same and held.get("weight_scale") is self.scale
-        return same and self.scale.data_ptr() == self.arrays["weight_scale"].data_ptr()
+        return (
+            self.scale.data_ptr() == self.arrays["weight_scale"].data_ptr()
+            and held.get("weight") is self.weight
+            and held.get("weight_scale") is self.scale
+            and held.get("bias") is self.bias
+        )
 
 
 class DynamicLinear(Int8Linear):
@@ -249,19 +252,22 @@ class DynamicLinear(Int8Linear):
 
     def _served(self, input: Tensor) -> Tensor:
         """Return the output where torch need not see the op; what an input of this shape led to is kept."""
-        held, kept, shape = self._buffers, self._kept, input.shape
-        if kept is None or not kept.of(held):
-            kept = self._kept = _Kept.make(held)
+        kept = self._kept
+        if kept is None or not kept.of(self._buffers):
+            kept = self._kept = _Kept.make(self._buffers)
         if kept is None or not input.is_contiguous():
             return self._product_of(*self._arguments(self._taken(input)), seen=input)
-        problem: Any = kept.problems.get((shape, input.dtype))
+        _, _, _, arrays, problems = kept
+        shape = input.shape
+        key = shape, input.dtype
+        problem: Any = problems.get(key)
         if problem is None:
-            problem = OPS[self.op].problem(activation=self._taken(input), **kept.arrays)
-            if len(kept.problems) >= _MOST_KEPT:
-                kept.problems.clear()
-            kept.problems[shape, input.dtype] = problem
+            problem = OPS[self.op].problem(activation=self._taken(input), **arrays)
+            if len(problems) >= _MOST_KEPT:
+                problems.clear()
+            problems[key] = problem
         matrix = input if len(shape) == 2 else input.view(problem.m, problem.k)
-        found: Tensor = default_dispatcher().run(problem, activation=matrix, **kept.arrays)
+        found: Tensor = default_dispatcher().run(problem, activation=matrix, **arrays)
         return found if matrix is input else found.view(*shape[:-1], self.out_features)
 
     def __getstate__(self) -> dict[str, Any]:

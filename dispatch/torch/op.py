@@ -23,6 +23,15 @@ _MOST_REMEMBERED = 4096
 _SCALARS = {Role.SCALE: "float", Role.ZERO_POINT: "int", Role.VALUE: "float"}
 _LIST = "SymInt[]"
 
+# Those of torch that have public names take longer than all of these. They are looked up once: each call pays for it.
+_compiles = torch.compiler.is_compiling
+_casts = _C._is_any_autocast_enabled  # noqa: SLF001
+_dispatch_modes = _C._len_torch_dispatch_stack  # noqa: SLF001
+_function_modes = _C._len_torch_function_stack  # noqa: SLF001
+_transforms = _C._functorch.maybe_current_level  # noqa: SLF001
+_traces = _C._get_tracing_state  # noqa: SLF001
+_profiles = torch.autograd._profiler_enabled  # noqa: SLF001
+
 Shape = tuple[int, ...]
 
 
@@ -347,18 +356,17 @@ def is_alone(tensor: Tensor) -> bool:
 
     Calling `TensorOp.run` itself then saves the microseconds of torch's dispatcher.
     """
-    # The parts of torch that have public names for these take longer than all of them.
     return (
-        not torch.compiler.is_compiling()
+        not _compiles()
         and type(tensor) is Tensor
         and tensor.layout is torch.strided
         and not tensor.is_meta
-        and not _C._is_any_autocast_enabled()  # noqa: SLF001
-        and not _C._len_torch_dispatch_stack()  # noqa: SLF001
-        and not _C._len_torch_function_stack()  # noqa: SLF001
-        and _C._functorch.maybe_current_level() is None  # noqa: SLF001
-        and _C._get_tracing_state() is None  # noqa: SLF001
-        and not torch.autograd._profiler_enabled()  # noqa: SLF001
+        and not _casts()
+        and not _dispatch_modes()
+        and not _function_modes()
+        and _transforms() is None
+        and _traces() is None
+        and not _profiles()
     )
 
 

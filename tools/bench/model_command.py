@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from skuda.tools.bench.model_plot import plots
 from skuda.tools.bench.model_record import ModelRecord, Phase
 from skuda.tools.bench.model_terminal import print_record, rows
 from skuda.tools.bench.ways import WAYS
-from skuda.tools.output import SavePage, chosen, progress, records, split, stderr, stdout
+from skuda.tools.output import SavePage, chosen, progress, records, refuse, split, stderr, stdout
 
+_ATTENTION = {name: f"{name.upper()}_ATTENTION" for name in ("cudnn", "efficient", "flash")}
 _DECODE, _PREFILL = ("1", "16", "64"), ("2048", "8192")
 
 
@@ -43,6 +45,7 @@ class Request:
     decode: Sequence[str] = ()
     prefill: Sequence[str] = ()
     ways: Sequence[str] = ()
+    attention: str | None = None
     cpu: bool = False
     repeats: int = 20
     seed: int | None = None
@@ -67,6 +70,7 @@ class Request:
         """Return the command line that repeats the run."""
         given: dict[str, object] = {f"--{name.replace('_', '-')}": size for name, size in self.sizes.items()}
         given |= {"--cache": self.cache, "--repeats": self.repeats, "--seed": seed}
+        given |= {"--attention": self.attention} if self.attention else {}
         many = {"--decode": self.decode, "--prefill": self.prefill, "--ways": self.ways}
         given |= {option: ",".join(split(values)) for option, values in many.items() if values}
         words = [str(word) for pair in given.items() for word in pair]
@@ -142,6 +146,8 @@ def _measured(request: Request, output: Path | None) -> ModelRecord | None:
     """Measure the request and save the record; without a CUDA device, print a line about it and return None."""
     sizes, phases, known = request.sizes, request.phases, {way.name: way for way in WAYS}
     _check(sizes)
+    if request.attention is not None and request.attention not in _ATTENTION:
+        refuse("bench-model", "--attention", request.attention, _ATTENTION)
     names = chosen("bench-model", "--ways", split(request.ways), tuple(known)) or tuple(known)
     needed = {way.base or way.name for way in WAYS if way.name in names or way.ours}
     ways = tuple(way for way in WAYS if way.name in names or way.ours or way.name in needed)
@@ -155,11 +161,20 @@ def _measured(request: Request, output: Path | None) -> ModelRecord | None:
     lab = TorchLab(device)
     llama: Any = importlib.import_module("skuda.tools.bench.llama")
     bench = ModelBench(device, lab, llama.Sizes(**sizes), ways, seed, request.repeats)
-    with progress() as report:
+    with _attention(request.attention), progress() as report:
         record = bench.run(phases, request.command(seed), report)
     if output is not None:
         record.save(output)
     return record
+
+
+def _attention(name: str | None) -> AbstractContextManager[object]:
+    """Return the context in which torch's attention has only these kernels; None for all, of which torch chooses."""
+    if name is None:
+        return nullcontext()
+    kernels: Any = importlib.import_module("torch.nn.attention")
+    found: AbstractContextManager[object] = kernels.sdpa_kernel(getattr(kernels.SDPBackend, _ATTENTION[name]))
+    return found
 
 
 def _check(sizes: dict[str, int]) -> None:
