@@ -74,6 +74,7 @@ TOOLS = (
     "tools.smoothquant",
     "tools.checkpoint",
     "tools.demo",
+    "tools.parallel",
     "tools.ranks",
     "tools.testing",
     "tools.commands",

@@ -301,6 +301,31 @@ def _model(
     """
 
 
+@_command("bench-parallel", "parallel.command")
+def _parallel(
+    *,
+    gpus: Annotated[int, typer.Option(help="Ranks, each with a GPU.", min=1, max=1024)] = 2,
+    rows: Annotated[Words, _option("ROWS", "Numbers of rows; 1,2,3,16,128,2048,8192 if left out.")] = None,
+    hidden: Annotated[int, typer.Option(help="Size of the hidden states.", min=1)] = 8192,
+    intermediate: Annotated[int, typer.Option(help="Size between the products.", min=1)] = 28672,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Ranks on the CPU, without CUDA graphs, for small sizes.")] = False,
+    repeats: Repeats = 20,
+    seed: Seed = None,
+    patience: Annotated[float, typer.Option(help="Seconds for all of the work.", min=1)] = 900.0,
+    output: Output = None,
+    show: Annotated[Path | None, _option("FILE", "Show this record; measure nothing.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time a gated MLP on one GPU and on several.
+
+    In bf16 and in int8, as replays of CUDA graphs with NCCL's collectives in them; the time of a round is that of the
+    slowest rank. The weights are random. Before, the outputs in int8 on all ranks, called, replayed and compiled, are
+    compared bit for bit with those on one, and a few rows with NumPy; where they differ, nothing is timed, and the exit
+    status is 1. Needs torch. Piped, each line is a record with tabs between rows, way, median, p10 and p90 in us, the
+    ratio to ours on all ranks, and what failed.
+    """
+
+
 @_command("tune", "bench.tune_command", fields="OP... [--FIELD VALUE]... [OPTIONS]")
 def _tune(
     context: typer.Context,

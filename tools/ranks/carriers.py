@@ -88,46 +88,72 @@ class Processes(NamedTuple):
             return
         most = max(counts)
         orders = Orders(task=task, counts=tuple(counts), backend=self.backend, patience=self.patience)
-        with TemporaryDirectory(prefix="skuda-ranks-") as name, ExitStack() as ends:
+        with TemporaryDirectory(prefix="skuda-ranks-") as name:
             folder = Path(name)
             folder.joinpath("orders.json").write_text(orders.model_dump_json(), encoding="utf-8")
-            shares = [tuple(range(most))] if self.backend == THREADS else [(rank,) for rank in range(most)]
-            self._wait(folder, [(ranks, self._start(folder, ranks[0], most, ends)) for ranks in shares])
+            run_ranks(folder, most, self.program, self.patience, together=self.backend == THREADS)
             framework = "torch" if self.backend == "nccl" else NUMPY.name
             for count in counts:
                 ranks = [told(folder, count, rank) for rank in range(count)]
                 yield from lines(count, self.backend, framework, self.device, ranks)
 
-    def _start(self, folder: Path, rank: int, most: int, ends: ExitStack) -> subprocess.Popen[bytes]:
-        threads = str(max(1, (os.cpu_count() or 1) // most))
-        errors = ends.enter_context(folder.joinpath(f"{rank}.err").open("wb"))
-        process = subprocess.Popen(
-            [sys.executable, *self.program, str(folder), str(rank)],
-            env=environment(OMP_NUM_THREADS=threads),
-            stdin=subprocess.DEVNULL,
-            stdout=errors,
-            stderr=errors,
-        )
-        ends.callback(_end, process)
-        return process
 
-    def _wait(self, folder: Path, started: Sequence[tuple[tuple[int, ...], subprocess.Popen[bytes]]]) -> None:
-        """Wait for all ranks; raise for the first that fail by themselves, and for those that take too long."""
-        until = time.monotonic() + self.patience
-        while True:
-            states = [(ranks, process.poll()) for ranks, process in started]
-            for ranks, state in states:
-                if state is not None and state not in (0, BROKEN):
-                    raise RankFailed(ranks, _reason(folder, ranks[0], state))
-            running = [ranks for ranks, state in states if state is None]
-            if not running:
-                break
-            if time.monotonic() > until:
-                raise RankFailed(tuple(chain(*running)), f"nothing was heard for {self.patience:g} s")
-            time.sleep(_LOOK)
-        left = [ranks for ranks, state in states if state == BROKEN]
-        if left:
-            raise RankFailed(tuple(chain(*left)), _last_line(folder, left[0][0]))
+def run_ranks(folder: Path, count: int, program: Sequence[str], patience: float, *, together: bool = False) -> None:
+    """Run Python with a program's arguments, the folder and a rank, once for each rank, and wait for all.
+
+    Parameters
+    ----------
+    folder : Path
+        Where ranks read their orders and write what they found; what they print goes to files there.
+    count : int
+        Ranks.
+    program : sequence of str
+        Arguments of Python.
+    patience : float
+        Seconds for all of the work.
+    together : bool
+        Whether one process has all ranks.
+
+    Raises
+    ------
+    RankFailed
+        For the first ranks that fail by themselves, and for those that take too long; the others are ended.
+    """
+    shares = [tuple(range(count))] if together else [(rank,) for rank in range(count)]
+    with ExitStack() as ends:
+        _wait(folder, [(ranks, _start(folder, ranks[0], count, program, ends)) for ranks in shares], patience)
+
+
+def _start(folder: Path, rank: int, count: int, program: Sequence[str], ends: ExitStack) -> subprocess.Popen[bytes]:
+    threads = str(max(1, (os.cpu_count() or 1) // count))
+    errors = ends.enter_context(folder.joinpath(f"{rank}.err").open("wb"))
+    process = subprocess.Popen(
+        [sys.executable, *program, str(folder), str(rank)],
+        env=environment(OMP_NUM_THREADS=threads),
+        stdin=subprocess.DEVNULL,
+        stdout=errors,
+        stderr=errors,
+    )
+    ends.callback(_end, process)
+    return process
+
+
+def _wait(folder: Path, started: Sequence[tuple[tuple[int, ...], subprocess.Popen[bytes]]], patience: float) -> None:
+    until = time.monotonic() + patience
+    while True:
+        states = [(ranks, process.poll()) for ranks, process in started]
+        for ranks, state in states:
+            if state is not None and state not in (0, BROKEN):
+                raise RankFailed(ranks, _reason(folder, ranks[0], state))
+        running = [ranks for ranks, state in states if state is None]
+        if not running:
+            break
+        if time.monotonic() > until:
+            raise RankFailed(tuple(chain(*running)), f"nothing was heard for {patience:g} s")
+        time.sleep(_LOOK)
+    left = [ranks for ranks, state in states if state == BROKEN]
+    if left:
+        raise RankFailed(tuple(chain(*left)), _last_line(folder, left[0][0]))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,0 +1,196 @@
+"""The implementation of ``skuda bench-parallel``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+from skuda.dispatch import Dispatcher
+from skuda.dispatch.select.environment import skuda_version, versions
+from skuda.dispatch.select.tuning import Timing
+from skuda.registry.errors import InvalidProblem, MissingDependency
+from skuda.tools.output import plain_table, records, split, stderr, stdout
+from skuda.tools.parallel.record import (
+    INT8_ALL,
+    LLAMA_3_70B,
+    WAYS,
+    Orders,
+    ParallelRecord,
+    RowsResult,
+    judged,
+    parallel_measurer_hash,
+)
+from skuda.tools.ranks.carriers import RankFailed, run_ranks
+from skuda.tools.requirement import print_judged
+
+_ROWS = ("1", "2", "3", "16", "128", "2048", "8192")
+_PROGRAM = ("-m", "skuda.tools.parallel.worker")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of ``skuda bench-parallel``; `skuda bench-parallel --help` explains each."""
+
+    gpus: int = 2
+    rows: Sequence[str] = ()
+    hidden: int = LLAMA_3_70B["hidden"]
+    intermediate: int = LLAMA_3_70B["intermediate"]
+    cpu: bool = False
+    repeats: int = 20
+    seed: int | None = None
+    patience: float = 900.0
+
+    def orders(self) -> Orders:
+        """Return what the ranks do; raises `InvalidProblem` for a number of rows that is none."""
+        rows = split(self.rows) or _ROWS
+        for text in rows:
+            if not text.isdecimal() or not int(text):
+                raise InvalidProblem("bench-parallel", "--rows", text, "be integers from 1, separated by commas")
+        return Orders(
+            backend="gloo" if self.cpu else "nccl",
+            count=self.gpus,
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            rows=tuple(map(int, rows)),
+            repeats=self.repeats,
+            seed=int.from_bytes(os.urandom(4), "little") if self.seed is None else self.seed,
+            patience=self.patience,
+        )
+
+    def command(self, orders: Orders) -> str:
+        """Return the command line that repeats the run."""
+        given = {"--gpus": self.gpus, "--rows": ",".join(map(str, orders.rows)), "--hidden": self.hidden}
+        given |= {"--intermediate": self.intermediate, "--repeats": self.repeats, "--seed": orders.seed}
+        words = [str(word) for pair in given.items() for word in pair]
+        return shlex.join(["skuda", "bench-parallel", *words, *(["--cpu"] if self.cpu else [])])
+
+
+def run(request: Request, *, output: Path | None = None, show: Path | None = None, as_json: bool = False) -> int:
+    """Measure, or show the record of an earlier run.
+
+    Parameters
+    ----------
+    request : Request
+        What to measure.
+    output : Path or None
+        Where the record goes.
+    show : Path or None
+        A record to show; nothing is measured.
+    as_json : bool
+        Whether to print the record as JSON instead of a table.
+
+    Returns
+    -------
+    int
+        0; 1 if outputs differ that must not, or if a rank failed or there are too few GPUs.
+
+    Raises
+    ------
+    InvalidProblem
+        For a bad option.
+    MissingDependency
+        If torch is not installed.
+    InvalidRecord
+        For a file that is not a record.
+    """
+    if show is not None and (request != Request() or output is not None):
+        raise InvalidProblem("bench-parallel", "--show", "other options beside it", "stand alone: it measures nothing")
+    record = _measured(request) if show is None else ParallelRecord.load(show)
+    if record is None:
+        return 1
+    if output is not None:
+        record.save(output)
+    if as_json:
+        stdout().out(record.model_dump_json(indent=2), highlight=False)
+    elif stdout().is_terminal:
+        _print(record)
+    else:
+        records(_lines(record))
+    for result in record.wrong:
+        stderr().print(f"skuda: {result.rows} rows: {result.wrong}", style="red", soft_wrap=True)
+    return 1 if record.wrong else 0
+
+
+def _measured(request: Request) -> ParallelRecord | None:
+    """Run the ranks; without enough GPUs, print a line about it and return None."""
+    if find_spec("torch") is None:
+        raise MissingDependency("torch, which moves arrays between ranks,", "pip install torch")
+    orders = request.orders()
+    cards = [device for device in Dispatcher().devices if device.processor == "cuda"]
+    if not request.cpu and len(cards) < request.gpus:
+        line = (
+            f"{request.gpus} GPUs are needed, and {len(cards)} are here; --cpu runs ranks on the CPU, for small sizes"
+        )
+        stderr().print(f"skuda: {line}", style="yellow", soft_wrap=True)
+        return None
+    began, date = perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
+    return ParallelRecord(
+        device="cpu" if request.cpu else cards[0].name,
+        versions=versions(("numpy", "torch", "triton")),
+        date=date,
+        skuda=skuda_version(),
+        command=request.command(orders),
+        orders=orders,
+        graph=not request.cpu,
+        results=tuple(_results(orders)),
+        seconds=round(perf_counter() - began, 1),
+        measurer_hash=parallel_measurer_hash(),
+    )
+
+
+def _results(orders: Orders) -> Iterator[RowsResult]:
+    """Run the ranks, and yield what they found, as far as they came."""
+    failed = ""
+    with TemporaryDirectory(prefix="skuda-parallel-") as name:
+        folder = Path(name)
+        folder.joinpath("orders.json").write_text(orders.model_dump_json(), encoding="utf-8")
+        try:
+            run_ranks(folder, orders.count, _PROGRAM, orders.patience)
+        except RankFailed as error:
+            failed = str(error)
+        files = [folder / f"{rank}.json" for rank in range(orders.count)]
+        told = [json.loads(file.read_text(encoding="utf-8")) if file.exists() else [] for file in files]
+    for at, rows in enumerate(orders.rows):
+        found = [each[at] for each in told if at < len(each)]
+        wrong = next(filter(None, (each["wrong"] for each in found)), "")
+        if wrong or len(found) < orders.count:
+            yield RowsResult(rows=rows, wrong=wrong or failed)
+            continue
+        timings = {way: Timing.of(times) for way, times in found[0]["times"].items()}
+        yield RowsResult(
+            rows=rows,
+            timings=timings,
+            compared=found[0]["compared"],
+            with_numpy=max(each["with_numpy"] for each in found),
+        )
+
+
+def _lines(record: ParallelRecord) -> Iterator[tuple[object, ...]]:
+    for result in record.results:
+        for way, timing in result.timings.items():
+            yield result.rows, way, timing.median, timing.p10, timing.p90, result.gain(way), ""
+        if result.wrong:
+            yield result.rows, "", "", "", "", "", result.wrong
+
+
+def _print(record: ParallelRecord) -> None:
+    console, orders = stdout(), record.orders
+    console.print(f"gated MLP {orders.hidden} x {orders.intermediate} on {orders.count} ranks, {record.device}, us")
+    table = plain_table("rows", *WAYS, f"{WAYS[2]} over {INT8_ALL}", f"{WAYS[1]} over {INT8_ALL}", numbers=0)
+    for result in record.results:
+        times = [f"{result.timings[way].median:.1f}" if way in result.timings else "" for way in WAYS]
+        gains = (result.gain(WAYS[2]), result.gain(WAYS[1]))
+        table.add_row(str(result.rows), *times, *("" if gain is None else f"{gain:.2f}x" for gain in gains))
+    console.print(table)
+    if record.outdated:
+        console.print(f"stale: {record.outdated}", style="yellow")
+    print_judged(console, judged(record))
+    console.print(f"{record.device}, {record.date}; again: {record.command}", soft_wrap=True)
