@@ -96,6 +96,9 @@ def test_what_cannot_be_shared_is_refused_and_left(tmp_path):
                 parallelize_(model, group, {"1": "column", **plan})
         with pytest.raises(InvalidProblem, match="no int8 layer of this name"):
             parallelize_(model, group, lm_head=True)
+        for chunks in (0, True, 2.0, "2"):
+            with pytest.raises(InvalidProblem, match="chunks must be an integer, at least 1"):
+                parallelize_(model, group, {"1": "row"}, chunks=chunks)
         assert all(type(layer) is DynamicLinear for layer in model)
         with pytest.raises(InvalidProblem, match="have axis k and 2 ranks"):
             RowLinear(model[0], group, Shards(axis="n", count=2))
