@@ -103,6 +103,7 @@ class ShardedLinear(Int8Linear):
             self._hold_zero()
         self._courses: dict[tuple[int, torch.dtype, bool], Course] = {}
         self.name = ""
+        self._split = f"{list(self.whole)} split by {shards}"
         self.train(whole.training)
 
     @abstractmethod
@@ -175,7 +176,7 @@ class ShardedLinear(Int8Linear):
         rows = self._all_rows(int(given.data.shape[0]))
         course = _course_of(self, rows, dtype, compiles=torch.compiler.is_compiling())
         if not torch.compiler.is_compiling():
-            self.group.agree(f"{self.name or type(self).__name__} {list(self.whole)}, {rows} rows of {dtype}")
+            self.group.agree(f"{self.name or type(self).__name__} {self._split}, {rows} rows of {dtype}")
         if not self.dynamic and given.scale is None:
             given = Activation(self._codes(given.data), self.input_scale, self.input_zero_point)
         found: Tensor = layer.run(course, self._steps(dtype), self.group, given)

@@ -176,6 +176,8 @@ def differing(group, seed):
     with torch.no_grad():
         heard(lambda: (a if rank else b)(x))
         heard(lambda: a(torch.ones(2 + (rank == count - 1), a.in_features)))
+        cut = Shards(axis="k", count=count, chunks=1 + (rank == 1))
+        heard(lambda: RowLinear(layer(rng, "dynamic", 8, 32), group, cut)(x))
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(32, 16 if rank == 0 else 32), nn.ReLU())
     quantize_(model, Dynamic())

@@ -78,11 +78,13 @@ def test_layers_of_ranks_compile_to_one_graph(ranks):
 def test_ranks_that_do_something_else_are_named_on_every_rank(ranks):
     every = cases(ranks, "differing")
     assert every == every[:1] * 4
-    order, shape, model, kind = every[0]["told"]
+    order, shape, chunks, model, kind = every[0]["told"]
     assert order[:2] == ["call", [0, 1]]
     assert "rank 0 has second" in order[2]
     assert "rank 1 has first" in order[2]
     assert shape[:2] == ["call", [0, 3]]
+    assert chunks[:2] == ["call", [0, 1]]
+    assert "chunks=2" in chunks[2]
     assert model[:2] == ["layers", [0, 1]]
     assert kind == "DynamicLinear"
 
