@@ -185,7 +185,7 @@ def _explain(
         Path | None, _option("FILE", "Use these measured times; else those that SKUDA_TUNING names.")
     ] = None,
     shards: Annotated[
-        Words, _option("FIELD=VALUE", "Split a linear layer over ranks: axis=k,count=2, and input, output.")
+        Words, _option("FIELD=VALUE", "Split a linear layer over ranks: axis=k,count=2, and input, output, chunks.")
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="List every refused kernel.")] = False,
     as_json: Json = False,

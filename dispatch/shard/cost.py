@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from skuda.dispatch.shard.shards import Shards
+from skuda.dispatch.shard.shards import Shards, split
 from skuda.registry.value import Value
+
+_MOST_CHUNKS = 4
+"""More chunks hide little more, and each costs launches."""
+_FEWEST_ROWS = 512
+"""Rows of a chunk: fewer would not fill a GPU with tiles of the product."""
+_TILE = 128
+"""Rows of the largest tile of the product."""
 
 
 class Transfer(Value):
@@ -19,14 +26,23 @@ class Transfer(Value):
         Bytes that a rank sends, on average over the ranks.
     microseconds : float
         The time that the link's model gives.
+    chunks : int
+        Parts that it is moved in, one behind the product of another.
     """
 
     what: str
     sent: int
     microseconds: float
+    chunks: int = 1
+
+    @property
+    def exposed(self) -> float:
+        """Microseconds that no product hides, at least: those of one chunk, as the last has no product behind it."""
+        return self.microseconds / self.chunks
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.sent} bytes a rank, {self.microseconds:.1f} us by the model"
+        parts = f" in {self.chunks} chunks" if self.chunks > 1 else ""
+        return f"{self.what}{parts}: {self.sent} bytes a rank, {self.microseconds:.1f} us by the model"
 
 
 class Traffic(Value):
@@ -51,29 +67,34 @@ class Traffic(Value):
     dynamic: bool
     scale_bytes: int = 4
 
-    def transfers(self, shards: Shards, *, scattered: bool) -> tuple[Transfer, ...]:
-        """Return the collectives of a layer, in their order."""
+    def transfers(self, shards: Shards, *, scattered: bool, chunks: int = 1) -> tuple[Transfer, ...]:
+        """Return the collectives of a layer, in their order; in several chunks sums are scattered."""
         count = shards.count
         if count == 1:
             return ()
         part = (count - 1) / count
-        moved: list[tuple[str, float]] = []
+        moved: list[tuple[str, float, int]] = []
         if self.dynamic and shards.input == "columns":
-            moved.append(("all-reduce of the rows' maxima", 2 * part * self.scale_bytes * self.m))
+            moved.append(("all-reduce of the rows' maxima", 2 * part * self.scale_bytes * self.m, 1))
         if shards.axis == "n":
             if shards.input != "whole":
-                moved.append(("all-gather of codes", part * self.m * self.k))
+                moved.append(("all-gather of codes", part * self.m * self.k, chunks))
             if shards.input == "rows" and self.scale_bytes:
-                moved.append(("all-gather of scales", part * self.m * self.scale_bytes))
+                moved.append(("all-gather of scales", part * self.m * self.scale_bytes, 1))
         elif scattered:
-            moved.append(("reduce-scatter of s32 sums", part * self.m * self.n * 4))
+            moved.append(("reduce-scatter of s32 sums", part * self.m * self.n * 4, chunks))
         else:
-            moved.append(("all-reduce of s32 sums", 2 * part * self.m * self.n * 4))
+            moved.append(("all-reduce of s32 sums", 2 * part * self.m * self.n * 4, 1))
         if shards.output == "whole" and (shards.axis == "n" or scattered):
-            moved.append(("all-gather of the output", part * self.m * self.n * self.output_bytes))
-        link = shards.link
+            moved.append(("all-gather of the output", part * self.m * self.n * self.output_bytes, chunks))
         return tuple(
-            Transfer(what=what, sent=round(sent), microseconds=link.microseconds(sent)) for what, sent in moved
+            Transfer(
+                what=what,
+                sent=round(sent),
+                microseconds=times * shards.link.microseconds(sent / times),
+                chunks=times,
+            )
+            for what, sent, times in moved
         )
 
     def microseconds(self, shards: Shards, *, scattered: bool | None = None) -> float:
@@ -87,6 +108,26 @@ class Traffic(Value):
         if shards.output == "rows":
             return True
         return self.microseconds(shards, scattered=True) <= self.microseconds(shards, scattered=False)
+
+    def chunks(self, shards: Shards) -> tuple[int, ...]:
+        """Return how many rows the layer computes at a time, while it exchanges those before.
+
+        Where `shards` do not say in how many chunks: the most, up to 4, that have 512 rows each and whose collectives
+        take more time for their bytes than for their latency; one, where every rank gets all sums. The rows are
+        multiples of 128 for each rank, where there are enough, and there are never more chunks than rows.
+        """
+        number = shards.chunks or self._worthwhile(shards)
+        unit = next(unit for unit in (_TILE * shards.count, shards.count, 1) if unit * number <= self.m or unit == 1)
+        return tuple(rows for rows in split(self.m, number, unit) if rows) or (0,)
+
+    def _worthwhile(self, shards: Shards) -> int:
+        if not shards.divisible or (shards.axis == "k" and not self.scatters(shards)):
+            return 1
+        for number in range(min(_MOST_CHUNKS, self.m // _FEWEST_ROWS), 1, -1):
+            moved = [one for one in self.transfers(shards, scattered=True, chunks=number) if one.chunks > 1]
+            if moved and all(one.microseconds > 2 * number * shards.link.latency_us for one in moved):
+                return number
+        return 1
 
     def cheapest(self, choices: Iterable[Shards]) -> Shards:
         """Return the shards whose collectives take the least time, the first of equals."""

@@ -47,6 +47,8 @@ class ShardedExplanation(Value):
         The ranks' work, in its order.
     transfers : tuple of Transfer
         The collectives, in their order, with the time that the cost model gives.
+    chunks : tuple of int
+        Rows that the layer computes at a time, while it exchanges those before.
     other_way : float or None
         Microseconds of the collectives on the way that was not chosen: all-reduce for reduce-scatter, or the reverse.
     """
@@ -54,6 +56,7 @@ class ShardedExplanation(Value):
     shards: Shards
     steps: tuple[ShardedStep, ...]
     transfers: tuple[Transfer, ...]
+    chunks: tuple[int, ...]
     other_way: float | None = None
 
     @property
@@ -80,6 +83,11 @@ class ShardedExplanation(Value):
             took = sum(transfer.microseconds for transfer in self.transfers)
             lines.append(
                 f"  by the model {took:.1f} us in all; the other way to add up would take {self.other_way:.1f} us"
+            )
+        if any(transfer.chunks > 1 for transfer in self.transfers):
+            exposed = sum(transfer.exposed for transfer in self.transfers)
+            lines.append(
+                f"  in chunks of {', '.join(map(str, self.chunks))} rows; {exposed:.1f} us are behind no product"
             )
         return "\n".join(lines)
 
@@ -113,7 +121,7 @@ def explain(
     way = problems.course(problem, shards)
     found: dict[tuple[str, Descriptor], list[int]] = {}
     for rank in range(shards.count):
-        for name, local in problems.problems(problem, way, rank).items():
+        for (name, _), local in problems.problems(problem, way, rank).items():
             found.setdefault((name, local), []).append(rank)
     names = list(dict.fromkeys(name for name, _ in found))
     steps = tuple(
@@ -122,11 +130,13 @@ def explain(
     )
     traffic = problems.traffic(problem)
     optional = shards.axis == "k" and shards.output == "whole" and shards.count > 1
+    chunked = len(way.chunks) > 1
     return ShardedExplanation(
         shards=shards,
         steps=steps,
-        transfers=traffic.transfers(shards, scattered=way.scattered),
-        other_way=traffic.microseconds(shards, scattered=not way.scattered) if optional else None,
+        transfers=traffic.transfers(shards, scattered=way.scattered or chunked, chunks=len(way.chunks)),
+        chunks=way.chunks,
+        other_way=traffic.microseconds(shards, scattered=not (way.scattered or chunked)) if optional else None,
     )
 
 

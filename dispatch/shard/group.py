@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from skuda.registry.errors import SkudaError
@@ -49,6 +50,15 @@ class Group(Protocol):
 
     def gather(self, array: Any, axis: int, sizes: tuple[int, ...]) -> Any:
         """Return the arrays of all ranks one after the other along axis 0 or 1; `sizes` are theirs along it."""
+
+    def start_sum_rows(self, array: Any, sizes: tuple[int, ...]) -> Callable[[], Any]:
+        """Start `sum_rows`, and return a function that waits for its result and returns it.
+
+        A group that cannot go on meanwhile does it at once. What was started is finished in the order of the starts.
+        """
+
+    def start_gather(self, array: Any, axis: int, sizes: tuple[int, ...], into: Any = None) -> Callable[[], Any]:
+        """Start `gather`, likewise; where an array is given, the result is written into it and it is returned."""
 
 
 class GroupMismatch(SkudaError):

@@ -6,6 +6,9 @@ of integers, all exact, so the result has the same bits whatever the number of r
 - The scale of a row follows from the maximum of its magnitudes, which is the largest of the ranks' maxima.
 - The sum over K is the sum of the ranks' sums, in s32 and in any order.
 - The epilogue is applied to the whole sum of each element.
+
+In several chunks of rows, what is exchanged for one chunk moves while the product of the next is computed. A row
+depends on nothing but itself, so no bit depends on the chunks.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from skuda.dispatch.shard.group import Group
-from skuda.dispatch.shard.shards import Shards, own
+from skuda.dispatch.shard.shards import Shards, own, span
 
 
 class Activation(NamedTuple):
@@ -67,7 +72,11 @@ class Steps:
     quantize_rows : callable
         Of whole rows: codes and scales.
     sums : callable
-        Of codes: `Sums` over the rank's part of the inner size.
+        Of codes: the products of `Sums`, over the rank's part of the inner size.
+    row_sums : callable
+        Of codes: the rows' part of `Sums`.
+    channel_sums : callable
+        Of nothing: the channels' part of `Sums`.
     rescale : callable
         Of whole `Sums` and an `Activation` without data: the output.
     layer : callable
@@ -77,7 +86,9 @@ class Steps:
     amax: Callable[[Any], Any] | None = None
     quantize: Callable[[Any, Any], tuple[Any, Any]] | None = None
     quantize_rows: Callable[[Any], tuple[Any, Any]] | None = None
-    sums: Callable[[Any], Sums] | None = None
+    sums: Callable[[Any], Any] | None = None
+    row_sums: Callable[[Any], Any] | None = None
+    channel_sums: Callable[[], Any] | None = None
     rescale: Callable[[Sums, Activation], Any] | None = None
     layer: Callable[[Activation], Any] | None = None
 
@@ -100,6 +111,8 @@ class Course:
         Whether each row has a scale of its own.
     scattered : bool
         Whether each rank finishes its own rows of the sums; else every rank finishes all.
+    chunks : tuple of int
+        Rows of each chunk. Where there are several, each rank finishes its own rows of each, as `Shards.rows` says.
     """
 
     shards: Shards
@@ -108,6 +121,12 @@ class Course:
     columns: tuple[int, ...]
     per_row: bool
     scattered: bool
+    chunks: tuple[int, ...]
+
+    @property
+    def spans(self) -> tuple[slice, ...]:
+        """Where the chunks lie."""
+        return tuple(span(self.chunks, number) for number in range(len(self.chunks)))
 
 
 def run(course: Course, steps: Steps, group: Group, activation: Activation) -> Any:
@@ -124,9 +143,10 @@ def run(course: Course, steps: Steps, group: Group, activation: Activation) -> A
     activation : Activation
         What the rank has of the activation, as ``course.shards.input`` says.
     """
+    several = len(course.chunks) > 1
     if course.shards.axis == "n":
-        return _column(course, steps, group, activation)
-    return _row(course, steps, group, activation)
+        return (_column_in_chunks if several else _column)(course, steps, group, activation)
+    return (_row_in_chunks if several else _row)(course, steps, group, activation)
 
 
 def _column(course: Course, steps: Steps, group: Group, activation: Activation) -> Any:
@@ -142,19 +162,81 @@ def _column(course: Course, steps: Steps, group: Group, activation: Activation) 
     return group.gather(output, 1, course.parts) if course.shards.output == "whole" else output
 
 
+def _column_in_chunks(course: Course, steps: Steps, group: Group, activation: Activation) -> Any:
+    """Gather the codes of all chunks, each ahead of its product, and each output behind the product of the next."""
+    assert steps.layer is not None
+    shards, spans = course.shards, course.spans
+    whole, arriving = activation, []
+    if shards.input == "columns":
+        whole = _coded(course, steps, group, activation)
+        arriving = [group.start_gather(whole.data[at], 1, course.columns) for at in spans]
+    output, leaving = None, []
+    for number, at in enumerate(spans):
+        part = _chunk(course, whole, at)
+        made = steps.layer(part._replace(data=arriving[number]()) if arriving else part)
+        if output is None:
+            output = _room(made, sum(course.chunks), sum(course.parts))
+        leaving.append(group.start_gather(made, 1, course.parts, output[at]))
+    for arrived in leaving:
+        arrived()
+    return output
+
+
 def _row(course: Course, steps: Steps, group: Group, activation: Activation) -> Any:
     assert steps.sums is not None
     assert steps.rescale is not None
     codes = _coded(course, steps, group, activation)
-    local, about = steps.sums(codes.data), codes._replace(data=None)
-    of_rows, of_channels = (None if part is None else group.sum(part) for part in local[1:])
+    about = codes._replace(data=None)
+    of_rows, of_channels = _corrections(steps, group, codes)
+    products = steps.sums(codes.data)
     if not course.scattered:
-        return steps.rescale(Sums(group.sum(local.products), of_rows, of_channels), about)
-    mine = Sums(group.sum_rows(local.products, course.rows), _owned(course, group, of_rows), of_channels)
-    if course.per_row:
-        about = Activation(None, *(_owned(course, group, part) for part in about[1:]))
-    output = steps.rescale(mine, about)
+        return steps.rescale(Sums(group.sum(products), of_rows, of_channels), about)
+    sums = group.sum_rows(products, course.rows)
+    output = steps.rescale(*_owned(course, group, course.rows, Sums(sums, of_rows, of_channels), about))
     return group.gather(output, 0, course.rows) if course.shards.output == "whole" else output
+
+
+def _row_in_chunks(course: Course, steps: Steps, group: Group, activation: Activation) -> Any:
+    """Exchange each chunk while the next is computed.
+
+    There are two queues, that of the device and that of the group, and each is worked off in its order:
+
+        device   product 0   product 1   rescale 0   product 2   rescale 1               rescale 2
+        group                sums 0      sums 1      gather 0    sums 2      gather 1                gather 2
+
+    A chunk is rescaled after the product of the next, so that the device need not wait for its sums. The sums of the
+    next are queued ahead of this one's output, so that at the end only the last chunk is left: its rescaling waits for
+    its sums, and the output before it is gathered meanwhile.
+    """
+    assert steps.sums is not None
+    assert steps.rescale is not None
+    codes = _coded(course, steps, group, activation)
+    of_rows, of_channels = _corrections(steps, group, codes)
+    output, before, leaving = None, None, []
+    for at in (*course.spans, None):
+        started = None
+        if at is not None:
+            owned = course.shards.rows(at.stop - at.start)
+            started = at, owned, group.start_sum_rows(steps.sums(codes.data[at]), owned)
+        if before is not None:
+            done, owned, summed = before
+            sums = Sums(summed(), None if of_rows is None else of_rows[done], of_channels)
+            about = _chunk(course, codes, done)._replace(data=None)
+            made = steps.rescale(*_owned(course, group, owned, sums, about))
+            if output is None:
+                output = _room(made, sum(course.chunks), made.shape[1])
+            leaving.append(group.start_gather(made, 0, owned, output[done]))
+        before = started
+    for arrived in leaving:
+        arrived()
+    return output
+
+
+def _corrections(steps: Steps, group: Group, codes: Activation) -> tuple[Any, Any]:
+    """Return the sums of rows and of channels over all ranks, where zero points need them."""
+    of_rows = None if steps.row_sums is None else group.sum(steps.row_sums(codes.data))
+    of_channels = None if steps.channel_sums is None else group.sum(steps.channel_sums())
+    return of_rows, of_channels
 
 
 def _coded(course: Course, steps: Steps, group: Group, activation: Activation) -> Activation:
@@ -173,5 +255,28 @@ def _gathered(course: Course, group: Group, rows: Any) -> Any:
     return None if rows is None else group.gather(rows, 0, course.rows)
 
 
-def _owned(course: Course, group: Group, rows: Any) -> Any:
-    return None if rows is None else own(rows, 0, course.rows, group.rank)
+def _chunk(course: Course, activation: Activation, at: slice) -> Activation:
+    """Return some rows of an activation."""
+    data, scale, zero_point = activation
+    if course.per_row:
+        scale, zero_point = (None if part is None else part[at] for part in (scale, zero_point))
+    return Activation(data[at], scale, zero_point)
+
+
+def _owned(
+    course: Course, group: Group, sizes: tuple[int, ...], sums: Sums, about: Activation
+) -> tuple[Sums, Activation]:
+    """Return what goes with the sums of a rank's rows, of what goes with the rows of all ranks."""
+
+    def mine(rows: Any) -> Any:
+        return None if rows is None else own(rows, 0, sizes, group.rank)
+
+    if course.per_row:
+        about = Activation(None, *map(mine, about[1:]))
+    return sums._replace(of_rows=mine(sums.of_rows)), about
+
+
+def _room(like: Any, rows: int, columns: int) -> Any:
+    """Return an array for an output of which another array is a part."""
+    shape = rows, columns
+    return np.empty(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_empty(shape)

@@ -87,6 +87,17 @@ class _Rank:
         self._check(axis, sizes, array)
         return np.concatenate(self._meeting.swap(self.rank, array), axis=axis)
 
+    def start_sum_rows(self, array: Any, sizes: tuple[int, ...]) -> Callable[[], Any]:
+        found = self.sum_rows(array, sizes)
+        return lambda: found
+
+    def start_gather(self, array: Any, axis: int, sizes: tuple[int, ...], into: Any = None) -> Callable[[], Any]:
+        found = self.gather(array, axis, sizes)
+        if into is not None:
+            into[...] = found
+            found = into
+        return lambda: found
+
     def _check(self, axis: int, sizes: tuple[int, ...], array: Any) -> None:
         if array.shape[axis] != sizes[self.rank]:
             rule = f"have {sizes[self.rank]} elements along axis {axis}, as the sizes say"

@@ -119,8 +119,8 @@ class ShardedPlan:
             raise InvalidProblem("ShardedPlan.bind", "group", f"{group.count} ranks", rule)
         way = problems.course(self.problem, self.shards)
         plans = {
-            step: self._select(local, preference_of(step, self.preference), self.device)
-            for step, local in problems.problems(self.problem, way, group.rank).items()
+            (step, rows): self._select(local, preference_of(step, self.preference), self.device)
+            for (step, rows), local in problems.problems(self.problem, way, group.rank).items()
         }
         return BoundShards(self, group, name, way, plans)
 
@@ -185,7 +185,7 @@ class BoundShards:
     """
 
     def __init__(
-        self, plan: ShardedPlan, group: Group, name: str, way: layer.Course, plans: Mapping[str, Plan]
+        self, plan: ShardedPlan, group: Group, name: str, way: layer.Course, plans: Mapping[tuple[str, int], Plan]
     ) -> None:
         self.plan, self._group, self._way, self._plans = plan, group, way, plans
         self._held = problems.held(plan.problem, way, group.rank)
@@ -219,7 +219,7 @@ class BoundShards:
         """
         self._check(arrays)
         self._group.agree(self._call)
-        runs = {name: partial(plan.run, stream=stream) for name, plan in self._plans.items()}
+        runs = {step: partial(plan.run, stream=stream) for step, plan in self._plans.items()}
         problem, steps = self.plan.problem, self._steps(runs, arrays)
         if problem.dynamic:
             activation = Activation(arrays["activation"])
@@ -259,26 +259,20 @@ class BoundShards:
             self._known[key] = filled(like, shape, value, element)
         return self._known[key]
 
-    def _steps(self, runs: Mapping[str, Callable[..., Any]], arrays: Mapping[str, Any]) -> Steps:
-        weight = arrays["weight_q"]
+    def _steps(self, runs: Mapping[tuple[str, int], Callable[..., Any]], arrays: Mapping[str, Any]) -> Steps:
+        weight, names = arrays["weight_q"], {name for name, _ in runs}
         about = {name: arrays[name] for name in _OF_WEIGHT if name in arrays}
 
+        def ones() -> Any:
+            return self._filled(weight, (1, weight.shape[1]), 1, ElementKind.S8)
+
         def quantize(data: Any, amax: Any) -> tuple[Any, Any]:
-            found = runs["quantize"](input=data, amax=amax)
+            found = runs["quantize", len(data)](input=data, amax=amax)
             return found[0], found[1]
 
         def quantize_rows(data: Any) -> tuple[Any, Any]:
-            found = runs["quantize_rows"](input=data)
+            found = runs["quantize_rows", len(data)](input=data)
             return found[0], found[1]
-
-        def sums(codes: Any) -> Sums:
-            products, (one, k) = runs["sums"](act_q=codes, weight_q=weight), (1, weight.shape[1])
-            ones = self._filled(weight, (one, k), 1, ElementKind.S8)
-            return Sums(
-                products,
-                runs["row_sums"](act_q=codes, weight_q=ones)[:, 0] if "row_sums" in runs else None,
-                runs["channel_sums"](act_q=ones, weight_q=weight)[0] if "channel_sums" in runs else None,
-            )
 
         def rescale(whole: Sums, activation: Activation) -> Any:
             given = {
@@ -288,25 +282,33 @@ class BoundShards:
                 "act_scale": activation.scale,
                 "act_zero_point": activation.zero_point,
             }
-            return runs["rescale"](**{name: array for name, array in given.items() if array is not None}, **about)
+            return runs["rescale", len(whole.products)](**_present(given), **about)
 
-        def whole_layer(activation: Activation) -> Any:
-            if self.plan.shards.input == "whole":
-                return runs["layer"](**arrays)
-            given = {"act_q": activation.data}
-            if self._plans["layer"].problem.op_name() == "scaled_linear":
+        def product(activation: Activation) -> Any:
+            rows = len(activation.data)
+            given = {"activation" if activation.scale is None else "act_q": activation.data}
+            if self._plans["layer", rows].problem.op_name() == "scaled_linear":
                 given |= {"act_scale": activation.scale, "act_zero_point": activation.zero_point}
-            given = {name: array for name, array in given.items() if array is not None}
-            return runs["layer"](**given, weight_q=weight, **about)
+            return runs["layer", rows](**_present(given), weight_q=weight, **about)
 
         return Steps(
-            amax=lambda data: runs["amax"](input=data),
+            amax=lambda data: runs["amax", len(data)](input=data),
             quantize=quantize,
             quantize_rows=quantize_rows,
-            sums=sums,
+            sums=lambda codes: runs["sums", len(codes)](act_q=codes, weight_q=weight),
+            row_sums=(lambda codes: runs["row_sums", len(codes)](act_q=codes, weight_q=ones())[:, 0])
+            if "row_sums" in names
+            else None,
+            channel_sums=(lambda: runs["channel_sums", 1](act_q=ones(), weight_q=weight)[0])
+            if "channel_sums" in names
+            else None,
             rescale=rescale,
-            layer=whole_layer,
+            layer=product,
         )
+
+
+def _present(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def filled(like: Any, shape: tuple[int, ...], value: float, element: ElementKind) -> Any:

@@ -60,9 +60,15 @@ def check(problem: Descriptor, shards: Shards) -> LinearProblem:
 def course(problem: LinearProblem, shards: Shards) -> Course:
     """Return how a layer runs on the ranks."""
     m, n, k = problem.sizes
-    columns = shards.columns(k) if shards.input == "columns" else ()
+    columns, cost = shards.columns(k) if shards.input == "columns" else (), traffic(problem)
     return Course(
-        shards, shards.rows(m), shards.parts(n, k), columns, per_row(problem), traffic(problem).scatters(shards)
+        shards=shards,
+        rows=shards.rows(m),
+        parts=shards.parts(n, k),
+        columns=columns,
+        per_row=per_row(problem),
+        scattered=cost.scatters(shards),
+        chunks=cost.chunks(shards),
     )
 
 
@@ -80,34 +86,35 @@ def traffic(problem: LinearProblem) -> Traffic:
     return Traffic(m=m, n=n, k=k, output_bytes=problem.output.bits // 8, dynamic=problem.dynamic, scale_bytes=beside)
 
 
-def problems(problem: LinearProblem, course: Course, rank: int) -> dict[str, Descriptor]:
-    """Return what a rank solves by itself, by the names of `skuda.dispatch.shard.layer.Steps`, in their order.
+def problems(problem: LinearProblem, course: Course, rank: int) -> dict[tuple[str, int], Descriptor]:
+    """Return what a rank solves by itself, in the order of the steps.
 
-    ``row_sums`` and ``channel_sums`` are the products with ones that give the other parts of `Sums`.
+    A key is the name of a step in `skuda.dispatch.shard.layer.Steps` and the rows that it takes, of which chunks may
+    have several numbers. ``row_sums`` and ``channel_sums`` are products with ones.
     """
     (m, n, k), shards, part = problem.sizes, course.shards, course.parts[rank]
-    found: dict[str, Descriptor] = {}
+    found: dict[tuple[str, int], Descriptor] = {}
     if isinstance(problem, QuantizedLinearDescriptor) and shards.input != "whole":
         found |= _quantizing(problem, course, rank)
     if shards.axis == "n":
         if isinstance(problem, QuantizedLinearDescriptor) and shards.input != "whole":
-            found["layer"] = ScaledLinearDescriptor(m=m, n=part, k=k, **_same(problem))
+            found |= {("layer", m): ScaledLinearDescriptor(m=m, n=part, k=k, **_same(problem)) for m in course.chunks}
         else:
-            found["layer"] = _sized(problem, m, part, k)
+            found |= {("layer", m): _sized(problem, m, part, k) for m in course.chunks}
         return found
     s8, weight, codes = ElementKind.S8, problem.weight_element, problem.code_element
     shifted = _shifted(problem)
     sums = {"output_element": ElementKind.S32, "activation_element": codes, "weight_element": weight}
-    found["sums"] = ScaledLinearDescriptor(m=m, n=n, k=part, **sums)
+    found |= {("sums", rows): ScaledLinearDescriptor(m=rows, n=n, k=part, **sums) for rows in course.chunks}
     if problem.has_weight_zero_point:
-        found["row_sums"] = ScaledLinearDescriptor(m=m, n=1, k=part, **sums | {"weight_element": s8})
+        found["row_sums", m] = ScaledLinearDescriptor(m=m, n=1, k=part, **sums | {"weight_element": s8})
     if shifted:
-        found["channel_sums"] = ScaledLinearDescriptor(m=1, n=n, k=part, **sums | {"activation_element": s8})
-    rows = course.rows[rank] if course.scattered else m
+        found["channel_sums", 1] = ScaledLinearDescriptor(m=1, n=n, k=part, **sums | {"activation_element": s8})
     about = _same(problem) | {"has_act_zero_point": shifted}
-    found["rescale"] = RescaleDescriptor(
-        m=rows, n=n, k=k, **{name: about[name] for name in RescaleDescriptor.model_fields if name in about}
-    )
+    about = {name: about[name] for name in RescaleDescriptor.model_fields if name in about}
+    every = len(course.chunks) == 1 and not course.scattered
+    for rows in (m,) if every else (shards.rows(rows)[rank] for rows in course.chunks):
+        found["rescale", rows] = RescaleDescriptor(m=rows, n=n, k=k, **about)
     return found
 
 
@@ -128,15 +135,16 @@ def _same(problem: LinearProblem) -> dict[str, Any]:
     }
 
 
-def _quantizing(problem: QuantizedLinearDescriptor, course: Course, rank: int) -> dict[str, Descriptor]:
+def _quantizing(problem: QuantizedLinearDescriptor, course: Course, rank: int) -> dict[tuple[str, int], Descriptor]:
     bounds = {"q_min": problem.q_min, "q_max": problem.q_max, "output_element": problem.code_element}
     data = {"input_element": problem.activation_element}
     if course.shards.input == "rows":
-        return {"quantize_rows": DynamicRangeQuantizeDescriptor(n=course.rows[rank], d=problem.k, **data, **bounds)}
+        rows = course.rows[rank]
+        return {("quantize_rows", rows): DynamicRangeQuantizeDescriptor(n=rows, d=problem.k, **data, **bounds)}
     size = {"n": problem.m, "d": course.columns[rank]}
     return {
-        "amax": AmaxDescriptor(**size, **data),
-        "quantize": AmaxQuantizeDescriptor(**size, **data, **bounds),
+        ("amax", problem.m): AmaxDescriptor(**size, **data),
+        ("quantize", problem.m): AmaxQuantizeDescriptor(**size, **data, **bounds),
     }
 
 

@@ -66,6 +66,10 @@ class Shards(Value):
     input_sizes : tuple of int or None
         Columns of the activation that each rank has, where the axis is ``n`` and the input ``columns``; None for parts
         as even as `split` makes them.
+    chunks : int or None
+        Chunks of rows that the layer runs in, where the output is ``whole`` and the input not ``rows``: what is
+        exchanged for one chunk moves behind the product of the next. None for as many as `Traffic.chunks` says. No bit
+        of the result depends on them.
     link : Link
         What moves bytes between the ranks; it decides between ways with the same result.
     """
@@ -76,6 +80,7 @@ class Shards(Value):
     input: Part | None = None
     output: Part | None = None
     input_sizes: tuple[Extent, ...] | None = None
+    chunks: Annotated[Integer, Field(ge=1)] | None = None
     link: Link = NVLINK
 
     @model_validator(mode="after")
@@ -93,7 +98,14 @@ class Shards(Value):
                 self.refuse(field, sizes, f"have one size for each of the {self.count} ranks")
         if self.input_sizes is not None and (self.axis, self.input) != ("n", "columns"):
             self.refuse("input_sizes", self.input_sizes, "be left out where the axis is k or the input is not columns")
+        if (self.chunks or 1) > 1 and not self.divisible:
+            self.refuse("chunks", self.chunks, "be 1 or left out where the output is not whole or the input is rows")
         return self
+
+    @property
+    def divisible(self) -> bool:
+        """Whether the layer can run in several chunks of rows: not where a rank owns rows of the whole layer."""
+        return self.output == "whole" and self.input != "rows"
 
     def parts(self, n: int, k: int) -> tuple[int, ...]:
         """Return how much of the split axis each rank has, for a layer of `n` output channels and `k` inputs.

@@ -31,7 +31,8 @@ class TorchGroup:
     """A `skuda.dispatch.shard.Group` over a process group of torch.distributed.
 
     Arrays are tensors on the devices of the group's backend; on gloo, arrays of NumPy as well. Collectives can be
-    captured in CUDA graphs and traced by ``torch.compile``.
+    captured in CUDA graphs; those that are not merely started are traced by ``torch.compile``, too. On NCCL, what is
+    started runs on a stream of the process group, and waiting makes the current stream wait, not the host.
 
     Parameters
     ----------
@@ -106,6 +107,21 @@ class TorchGroup:
 
     def sum_rows(self, array: Any, sizes: tuple[int, ...]) -> Any:
         """Return this rank's rows of the sum over the ranks, s32; `sizes` are the rows of each."""
+        return self._summed_rows(array, sizes, later=False)()
+
+    def gather(self, array: Any, axis: int, sizes: tuple[int, ...]) -> Any:
+        """Return the arrays of all ranks one after the other along axis 0 or 1; `sizes` are theirs along it."""
+        return self._gathered(array, axis, sizes, None, later=False)()
+
+    def start_sum_rows(self, array: Any, sizes: tuple[int, ...]) -> Callable[[], Any]:
+        """Start `sum_rows`, and return a function that waits for its result and returns it."""
+        return self._summed_rows(array, sizes, later=True)
+
+    def start_gather(self, array: Any, axis: int, sizes: tuple[int, ...], into: Any = None) -> Callable[[], Any]:
+        """Start `gather`, likewise; where an array is given, the result is written into it and it is returned."""
+        return self._gathered(array, axis, sizes, into, later=True)
+
+    def _summed_rows(self, array: Any, sizes: tuple[int, ...], *, later: bool) -> Callable[[], Any]:
         tensor, back = _tensor(array)
         most = max(sizes)
         if min(sizes) != most:  # every rank gets equally many
@@ -115,11 +131,15 @@ class TorchGroup:
             tensor = padded.flatten(0, 1)
         tensor = tensor.contiguous()
         mine = tensor.new_empty(most, *tensor.shape[1:])
-        self._told(lambda: distributed.reduce_scatter_tensor(mine, tensor, group=self.process_group))
-        return back(mine[: sizes[self._rank]])
+        wait = self._begun(distributed.reduce_scatter_tensor, mine, tensor, later=later)
 
-    def gather(self, array: Any, axis: int, sizes: tuple[int, ...]) -> Any:
-        """Return the arrays of all ranks one after the other along axis 0 or 1; `sizes` are theirs along it."""
+        def finish() -> Any:
+            wait()
+            return back(mine[: sizes[self._rank]])
+
+        return finish
+
+    def _gathered(self, array: Any, axis: int, sizes: tuple[int, ...], into: Any, *, later: bool) -> Callable[[], Any]:
         tensor, back = _tensor(array)
         if tensor.shape[axis] != sizes[self._rank]:
             rule = f"have {sizes[self._rank]} elements along axis {axis}, as the sizes say"
@@ -130,12 +150,30 @@ class TorchGroup:
             padded.narrow(axis, 0, tensor.shape[axis]).copy_(tensor)
             tensor = padded
         tensor = tensor.contiguous()
-        every = tensor.new_empty(self._count * tensor.shape[0], *tensor.shape[1:])
-        self._told(lambda: distributed.all_gather_into_tensor(every, tensor, group=self.process_group))
-        if axis == 0 and min(sizes) == most:
-            return back(every)
-        parts = every.view(self._count, *tensor.shape)
-        return back(torch.cat([parts[rank].narrow(axis, 0, size) for rank, size in enumerate(sizes)], axis))
+        target = None if into is None else _tensor(into)[0]
+        joined = axis == 0 and min(sizes) == most
+        every = target if joined else None
+        if every is None:
+            every = tensor.new_empty(self._count * tensor.shape[0], *tensor.shape[1:])
+        wait = self._begun(distributed.all_gather_into_tensor, every, tensor, later=later)
+
+        def finish() -> Any:
+            wait()
+            found = every
+            if not joined:
+                parts = every.view(self._count, *tensor.shape)
+                pieces = [parts[rank].narrow(axis, 0, size) for rank, size in enumerate(sizes)]
+                found = torch.cat(pieces, axis, out=target)
+            return back(found) if into is None else into
+
+        return finish
+
+    def _begun(
+        self, collective: Callable[..., Any], result: Tensor, given: Tensor, *, later: bool
+    ) -> Callable[[], object]:
+        """Begin a collective; return what waits for it. Until then torch holds its tensors."""
+        work = self._told(lambda: collective(result, given, group=self.process_group, async_op=later))
+        return lambda: None if work is None else self._told(work.wait)
 
     def _reduced(self, array: Any, how: Any) -> Any:
         tensor, back = _tensor(array)

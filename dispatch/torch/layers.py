@@ -44,10 +44,10 @@ def check_model(subject: str, model: object, filter_fn: object) -> None:
         raise InvalidProblem(subject, "filter_fn", shown(filter_fn), "be a function of a module and its name, or None")
 
 
-def check_count(subject: str, field: str, number: object) -> None:
-    """Raise `InvalidProblem` unless this is an integer that is not negative."""
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise InvalidProblem(subject, field, shown(number), "be an integer, at least 0")
+def check_count(subject: str, field: str, number: object, least: int = 0) -> None:
+    """Raise `InvalidProblem` unless this is an integer, and not too small."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise InvalidProblem(subject, field, shown(number), f"be an integer, at least {least}")
 
 
 def linears(model: nn.Module, filter_fn: Filter | None = None) -> Iterator[tuple[str, nn.Module]]:

@@ -37,6 +37,10 @@ class ShardedLinear(Int8Linear):
 
     Its buffers have the names of those of the whole layer. There are no gradients.
 
+    Many rows run in chunks, as `Shards.chunks` says, so that the ranks exchange one chunk while they compute the next.
+    Under ``torch.compile`` they run in one, because torch traces no collectives that are only started; so a layer is
+    compiled on every rank or on none.
+
     Attributes
     ----------
     shards : Shards
@@ -97,8 +101,9 @@ class ShardedLinear(Int8Linear):
         self.register_buffer("smooth", smooth)
         if static:
             self._hold_zero()
-        self._courses: dict[tuple[int, torch.dtype], Course] = {}
+        self._courses: dict[tuple[int, torch.dtype, bool], Course] = {}
         self.name = ""
+        self._split = f"{list(self.whole)} split by {shards}"
         self.train(whole.training)
 
     @abstractmethod
@@ -110,8 +115,8 @@ class ShardedLinear(Int8Linear):
         """Whether each row gets a scale when the layer runs."""
         return self.input_scale is None
 
-    def _course(self, rows: int, dtype: torch.dtype) -> Course:
-        key = rows, dtype
+    def _course(self, rows: int, dtype: torch.dtype, *, compiles: bool) -> Course:
+        key = rows, dtype, compiles
         found = self._courses.get(key)
         if found is None:
             n, k = self.whole
@@ -123,9 +128,15 @@ class ShardedLinear(Int8Linear):
                 dynamic=self.dynamic,
                 scale_bytes=4 * self.dynamic,
             )
-            parts = self.shards.parts(n, k)
-            scattered = traffic.scatters(self.shards)
-            found = Course(self.shards, self.shards.rows(rows), parts, self._columns, self.dynamic, scattered)
+            found = Course(
+                shards=self.shards,
+                rows=self.shards.rows(rows),
+                parts=self.shards.parts(n, k),
+                columns=self._columns,
+                per_row=self.dynamic,
+                scattered=traffic.scatters(self.shards),
+                chunks=(rows,) if compiles else traffic.chunks(self.shards),
+            )
             self._courses[key] = found
         return found
 
@@ -163,9 +174,9 @@ class ShardedLinear(Int8Linear):
         if by_rows and len(leading) != 1:
             raise InvalidProblem(type(self).__name__, "input", f"{len(leading)} leading axes", "have one axis of rows")
         rows = self._all_rows(int(given.data.shape[0]))
-        course = _course_of(self, rows, dtype)
+        course = _course_of(self, rows, dtype, compiles=torch.compiler.is_compiling())
         if not torch.compiler.is_compiling():
-            self.group.agree(f"{self.name or type(self).__name__} {list(self.whole)}, {rows} rows of {dtype}")
+            self.group.agree(f"{self.name or type(self).__name__} {self._split}, {rows} rows of {dtype}")
         if not self.dynamic and given.scale is None:
             given = Activation(self._codes(given.data), self.input_scale, self.input_zero_point)
         found: Tensor = layer.run(course, self._steps(dtype), self.group, given)
@@ -202,10 +213,11 @@ class ShardedLinear(Int8Linear):
             codes, found, _ = _OPS.dynamic_range.default(data, **_CODES)
             return codes, found
 
-        def sums(codes: Tensor) -> Sums:
-            products = _OPS.scaled_linear.default(codes, self.weight, output_element="s32")
-            shifted = self.input_zero_point is not None
-            return Sums(products, None, self.weight.sum(1, dtype=torch.int32) if shifted else None)
+        def sums(codes: Tensor) -> Tensor:
+            return cast("Tensor", _OPS.scaled_linear.default(codes, self.weight, output_element="s32"))
+
+        def channel_sums() -> Tensor:
+            return self.weight.sum(1, dtype=torch.int32)
 
         def rescale(whole: Sums, about: Activation) -> Tensor:
             given = whole.products, about.scale, scale, about.zero_point, whole.of_channels, None, None, self.bias
@@ -225,6 +237,7 @@ class ShardedLinear(Int8Linear):
             quantize=lambda data, amax: _OPS.amax_quantize.default(data, amax, **_CODES),
             quantize_rows=quantize_rows,
             sums=sums,
+            channel_sums=None if self.input_zero_point is None else channel_sums,
             rescale=rescale,
             layer=product,
         )
@@ -306,9 +319,9 @@ class RowLinear(ShardedLinear):
 
 
 @torch.compiler.assume_constant_result
-def _course_of(module: ShardedLinear, rows: int, dtype: torch.dtype) -> Course:
+def _course_of(module: ShardedLinear, rows: int, dtype: torch.dtype, *, compiles: bool) -> Course:
     """Return how a layer runs for a number of rows; in compiled code that number is a constant."""
-    return module._course(rows, dtype)  # noqa: SLF001
+    return module._course(rows, dtype, compiles=compiles)  # noqa: SLF001
 
 
 def _cut(tensor: Tensor, axis: str, parts: tuple[tuple[int, ...], ...], rank: int) -> Tensor:

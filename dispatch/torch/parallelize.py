@@ -79,6 +79,7 @@ def parallelize_(
     *,
     rows: int | None = None,
     lm_head: bool = False,
+    chunks: int | None = None,
     link: Link = NVLINK,
 ) -> Parallelization:
     """Share the int8 layers of a model between the ranks of a group, in place; every rank calls this.
@@ -105,6 +106,9 @@ def parallelize_(
         by default they are split along their inputs.
     lm_head : bool
         Whether the layer ``lm_head`` is split, too; every rank gets all of its output.
+    chunks : int, optional
+        Chunks of tokens that layers run in whose output every rank gets, as in `Shards`; by default as many as
+        `Traffic.chunks` says.
     link : Link
         What moves bytes between the ranks.
 
@@ -124,12 +128,15 @@ def parallelize_(
     check_model("parallelize_", model, None)
     if rows is not None:
         check_count("parallelize_", "rows", rows)
+    if chunks is not None:
+        check_count("parallelize_", "chunks", chunks, 1)
     ranks: Group = group if isinstance(group, Group) else TorchGroup(group)
-    wishes = _Wishes(ranks.count, rows, link)
+    wishes = _Wishes(ranks.count, rows, chunks, link)
     cuts = [*(wishes.structures(model) if plan is None else _planned(model, plan, wishes))]
     head = dict(model.named_modules()).get("lm_head")
     if lm_head and isinstance(head, DynamicLinear | StaticLinear):
-        cuts.append(_Cut("lm_head", ColumnLinear, Shards(axis="n", count=ranks.count, output="whole", link=link)))
+        shards = Shards(axis="n", count=ranks.count, output="whole", chunks=chunks, link=link)
+        cuts.append(_Cut("lm_head", ColumnLinear, shards))
     elif lm_head:
         raise InvalidProblem("parallelize_", "lm_head", "True", "be False: there is no int8 layer of this name")
     told = {cut.name: f"{cut.kind.__name__} {list(model.get_submodule(cut.name).weight.shape)}" for cut in cuts}
@@ -161,6 +168,7 @@ class _Wishes:
 
     count: int
     rows: int | None
+    chunks: int | None
     link: Link
 
     def structures(self, model: nn.Module) -> Iterator[_Cut]:
@@ -228,10 +236,11 @@ class _Wishes:
         n, k = layer.weight.shape
         if k != sum(sizes):
             raise NotProven(f"{name} takes {k} channels, not {sum(sizes)}")
-        row = Shards(axis="k", count=self.count, sizes=sizes, link=self.link)
+        given = {"count": self.count, "chunks": self.chunks, "link": self.link}
+        row = Shards(axis="k", sizes=sizes, **given)
         if self.rows is None:
             return _Cut(name, RowLinear, row)
-        column = Shards(axis="n", count=self.count, input="columns", output="whole", input_sizes=sizes, link=self.link)
+        column = Shards(axis="n", input="columns", output="whole", input_sizes=sizes, **given)
         dynamic = isinstance(layer, DynamicLinear)
         traffic = Traffic(m=self.rows, n=n, k=k, output_bytes=2, dynamic=dynamic, scale_bytes=4 * dynamic)
         best = traffic.cheapest((row, column))
@@ -256,7 +265,9 @@ def _planned(model: nn.Module, plan: Mapping[str, str], wishes: _Wishes) -> Iter
             if not isinstance(modules[name], DynamicLinear | StaticLinear) or isinstance(modules[name], JoinedLinear):
                 raise InvalidProblem("parallelize_", name, type(modules[name]).__name__, "be a whole int8 layer")
             kind, axis = kinds[how]
-            yield _Cut(name, kind, Shards(axis=axis, count=wishes.count, link=wishes.link))  # type: ignore[arg-type]
+            chunks = wishes.chunks if axis == "k" else None
+            shards = Shards(axis=axis, count=wishes.count, chunks=chunks, link=wishes.link)  # type: ignore[arg-type]
+            yield _Cut(name, kind, shards)
 
 
 def _heads(module: nn.Module) -> int:

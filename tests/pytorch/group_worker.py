@@ -37,8 +37,17 @@ def bound(group, name, problem=PROBLEM):
 
 
 def collectives(group, folder):
-    """Everything that a group can do, on arrays of NumPy and of torch."""
-    found = []
+    """Everything that a group can do, on arrays of NumPy and of torch; first, what can be started."""
+    store = distributed.distributed_c10d._get_default_store()
+    if group.rank:
+        store.wait(["started"])  # rank 0 starts everything before another rank takes part in anything
+    sizes = (2,) * group.count
+    waits = [
+        group.start_sum_rows(np.ones((2 * group.count, 3), np.int32), sizes),
+        group.start_gather(np.full((2, 3), group.rank, np.int8), 0, sizes),
+    ]
+    store.set("started", "")
+    began, found = [wait() for wait in waits], []
     for case in given(folder):
         mine, sizes = case["arrays"][group.rank], case["sizes"]
         for like in (np.array, as_tensor):
@@ -46,12 +55,19 @@ def collectives(group, folder):
                 "gather 0": group.gather(like(mine[: sizes[group.rank]]), 0, sizes),
                 "gather 1": group.gather(like(mine[:, : sizes[group.rank]]), 1, sizes),
             }
+            for axis, part in enumerate((mine[: sizes[group.rank]], mine[:, : sizes[group.rank]])):
+                into = like(np.zeros((7, 7), mine.dtype))
+                waits = [group.start_gather(like(part), axis, sizes), group.start_gather(like(part), axis, sizes, into)]
+                done[f"started {axis}"], same = (wait() for wait in waits)
+                assert same is into
+                done[f"into {axis}"] = into
             if mine.dtype.kind == "f":
                 done["max"] = group.max(like(mine))
             if mine.dtype == np.int32:
                 done |= {"sum": group.sum(like(mine)), "sum rows": group.sum_rows(like(mine), sizes)}
+                done["started rows"] = group.start_sum_rows(like(mine), sizes)()
             found.append({name: as_array(array) for name, array in done.items()})
-    return group.exchange(f"rank {group.rank} says \u00fc"), found
+    return group.exchange(f"rank {group.rank} says \u00fc"), began, found
 
 
 def layers(group, folder):
@@ -94,6 +110,17 @@ def another_order(group, _):
 
 def killed(group, _):
     layer = bound(group, "down")
+    layer.run(**INPUTS)
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    layer.run(**INPUTS)
+
+
+def killed_in_chunks(_, folder):
+    """A rank is killed, and others find out where they wait for what they have started."""
+    group = TorchGroup(check_calls=False, patience=8)
+    shards = Shards(axis="k", count=group.count, chunks=3)
+    layer = Dispatcher().select_shards(PROBLEM, shards, device="cpu").bind(group)
     layer.run(**INPUTS)
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

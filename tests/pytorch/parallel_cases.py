@@ -81,6 +81,8 @@ def layers(group, seed):
                 shards = Shards(
                     axis=axis, count=count, sizes=sizes, input=given, output=output, input_sizes=of_input, **link
                 )
+                if shards.divisible:
+                    shards = shards.model_copy(update={"chunks": int(rng.integers(1, 6))})
                 made = (ColumnLinear if axis == "n" else RowLinear)(whole, group, shards)
                 mine = x
                 if given == "columns":
@@ -94,7 +96,7 @@ def layers(group, seed):
                     expected = own(want, 0, shards.rows(m), rank)
                 done += 1
                 if not same(made(mine), expected.contiguous()):
-                    wrong.append(f"{kind} {dtype} {axis} {given} {output} {m}x{n}x{k} {sizes}")
+                    wrong.append(f"{kind} {dtype} {axis} {given} {output} {m}x{n}x{k} {sizes} {shards.chunks}")
         whole = layer(rng, "dynamic", 24, 32)
         x = data(rng, (2, 3, 32), torch.float32)
         row = RowLinear(whole, group)
@@ -133,7 +135,10 @@ def hashes(group, seed):
         if way == "fused":
             fuse_(model)
         if way != "whole":
-            report = parallelize_(model, group, lm_head=way == "shared", rows=4 if way == "cheapest" else None)
+            rows, chunks = (4, 3) if way == "cheapest" else (None, 2 if way == "shared" else None)
+            report = parallelize_(model, group, lm_head=way == "shared", rows=rows, chunks=chunks)
+            chunked = [module.shards.chunks for module in model.modules() if isinstance(module, RowLinear)]
+            assert set(chunked) <= {chunks}
             assert len(report.converted) == (14 + (way == "shared") if way != "fused" else 10), str(report)
         with torch.no_grad():
             logits = model(tokens).logits
@@ -145,7 +150,8 @@ def compiled(group, seed):
     """A pair of layers in one graph."""
     rng = np.random.default_rng(seed)
     up, down = layer(rng, "dynamic", 40, 24), layer(rng, "dynamic", 24, 40)
-    pair = nn.Sequential(ColumnLinear(up, group), nn.ReLU(), RowLinear(down, group))
+    chunks = Shards(axis="k", count=group.count, chunks=2)
+    pair = nn.Sequential(ColumnLinear(up, group), nn.ReLU(), RowLinear(down, group, chunks))
     x = data(rng, (3, 24), torch.float32)
     with torch.no_grad():
         want = down(torch.relu(up(x)))
@@ -170,6 +176,8 @@ def differing(group, seed):
     with torch.no_grad():
         heard(lambda: (a if rank else b)(x))
         heard(lambda: a(torch.ones(2 + (rank == count - 1), a.in_features)))
+        cut = Shards(axis="k", count=count, chunks=1 + (rank == 1))
+        heard(lambda: RowLinear(layer(rng, "dynamic", 8, 32), group, cut)(x))
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(32, 16 if rank == 0 else 32), nn.ReLU())
     quantize_(model, Dynamic())

@@ -78,11 +78,13 @@ def test_layers_of_ranks_compile_to_one_graph(ranks):
 def test_ranks_that_do_something_else_are_named_on_every_rank(ranks):
     every = cases(ranks, "differing")
     assert every == every[:1] * 4
-    order, shape, model, kind = every[0]["told"]
+    order, shape, chunks, model, kind = every[0]["told"]
     assert order[:2] == ["call", [0, 1]]
     assert "rank 0 has second" in order[2]
     assert "rank 1 has first" in order[2]
     assert shape[:2] == ["call", [0, 3]]
+    assert chunks[:2] == ["call", [0, 1]]
+    assert "chunks=2" in chunks[2]
     assert model[:2] == ["layers", [0, 1]]
     assert kind == "DynamicLinear"
 
@@ -96,6 +98,9 @@ def test_what_cannot_be_shared_is_refused_and_left(tmp_path):
                 parallelize_(model, group, {"1": "column", **plan})
         with pytest.raises(InvalidProblem, match="no int8 layer of this name"):
             parallelize_(model, group, lm_head=True)
+        for chunks in (0, True, 2.0, "2"):
+            with pytest.raises(InvalidProblem, match="chunks must be an integer, at least 1"):
+                parallelize_(model, group, {"1": "row"}, chunks=chunks)
         assert all(type(layer) is DynamicLinear for layer in model)
         with pytest.raises(InvalidProblem, match="have axis k and 2 ranks"):
             RowLinear(model[0], group, Shards(axis="n", count=2))

@@ -60,19 +60,24 @@ def test_collectives_are_what_they_say(count, tmp_path):
     given.append({"arrays": [one["arrays"] for one in given][1], "sizes": (7, *[0] * (count - 1))})
     for rank, result in enumerate(on_processes(count, tmp_path, "collectives", given)):
         assert not isinstance(result, Exception), result
-        texts, found = result
+        texts, (summed, gathered), found = result
+        assert_same_bits(summed, np.full((2, 3), count, np.int32))
+        assert_same_bits(gathered, np.repeat(np.arange(count, dtype=np.int8), 6).reshape(-1, 3))
         assert texts == tuple(f"rank {other} says \u00fc" for other in range(count))
         for case, got in zip([case for case in given for _ in range(2)], found, strict=True):
             arrays, sizes = case["arrays"], case["sizes"]
-            assert_same_bits(got["gather 0"], np.concatenate([a[:n] for a, n in zip(arrays, sizes, strict=True)]))
+            long = np.concatenate([a[:n] for a, n in zip(arrays, sizes, strict=True)])
             wide = np.concatenate([a[:, :n] for a, n in zip(arrays, sizes, strict=True)], axis=1)
-            assert_same_bits(got["gather 1"], wide)
+            for axis, want in enumerate((long, wide)):
+                for name in ("gather", "started", "into"):
+                    assert_same_bits(got[f"{name} {axis}"], want)
             if arrays[0].dtype.kind == "f":
                 assert_same_bits(got["max"], np.maximum.reduce(arrays))
             if arrays[0].dtype == np.int32:
                 total = np.add.reduce(arrays, dtype=np.int32)
                 assert_same_bits(got["sum"], total)
                 assert_same_bits(got["sum rows"], total[span(sizes, rank)])
+                assert_same_bits(got["started rows"], total[span(sizes, rank)])
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -90,6 +95,8 @@ def test_layers_have_the_bits_of_one_device(count, tmp_path):
         op, case = cases[number]
         axis, held, back = WAYS[rng.integers(len(WAYS))]
         shards = Shards(axis=axis, count=count, input=held, output=back)
+        if shards.divisible:
+            shards = shards.model_copy(update={"chunks": int(rng.integers(1, 6))})
         inputs = draw(op, case, rng).inputs
         given.append((case.problem, shards, [part(case.problem, shards, rank, inputs) for rank in range(count)]))
         wanted.append(run(case.problem, inputs)["output"])
@@ -116,8 +123,9 @@ def test_another_order_is_refused_on_every_rank(tmp_path):
         assert "second" in str(error)
 
 
-def test_a_killed_rank_is_named_to_all_others(tmp_path):
-    found = on_processes(3, tmp_path, "killed")
+@pytest.mark.parametrize("how", ["killed", "killed_in_chunks"])
+def test_a_killed_rank_is_named_to_all_others(how, tmp_path):
+    found = on_processes(3, tmp_path, how)
     assert found.pop(1) is None
     for error in found:
         assert isinstance(error, GroupBroken), error

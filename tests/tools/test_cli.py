@@ -682,6 +682,9 @@ def test_a_layer_over_ranks_is_explained(skuda, terminal):
     status, out, err = terminal("explain", *split)
     assert status == 0
     assert "exchange: all-reduce of s32 sums" in out
+    status, out, err = terminal("explain", *split[:-1], "axis=k,count=3,chunks=2")
+    assert status == 0
+    assert "exchange: reduce-scatter of s32 sums in 2 chunks" in out
     assert skuda("explain", *split, "--prefer-backend", "pycuda")[0] == 1
     for wrong, words in [("axis=q,count=2", "axis must be"), ("axis=k", "count must be given"), ("size=2", "--shards")]:
         status, _, err = skuda("explain", *split[:-1], wrong)

@@ -152,7 +152,7 @@ def _requirement(given: Sequence[str]) -> PrecisionRequirement:
 
 
 def _shards(given: Sequence[str]) -> Shards:
-    fields = {name: Shards.model_fields[name] for name in ("axis", "count", "input", "output")}
+    fields = {name: Shards.model_fields[name] for name in ("axis", "count", "input", "output", "chunks")}
     return Shards(**_given("--shards", given, fields))
 
 

@@ -42,7 +42,7 @@ def assert_invariant(problem, shards, inputs):
 
 
 def shards_for(way, problem, rng, count=None):
-    """Shards of a way: even or arbitrary parts, empty ones too, over a fast or a slow link."""
+    """Shards of a way: even or arbitrary parts, empty ones too, over a fast or a slow link, in chunks or not."""
     axis, given, wanted = way
     count = count or int(rng.integers(1, 9))
     _, n, k = problem.sizes
@@ -54,7 +54,8 @@ def shards_for(way, problem, rng, count=None):
     sizes = cuts(n if axis == "n" else k)
     of_input = cuts(k) if (axis, given) == ("n", "columns") else None
     link = NVLINK if rng.random() < 0.5 else SLOW
-    return Shards(axis=axis, count=count, sizes=sizes, input=given, output=wanted, input_sizes=of_input, link=link)
+    shards = Shards(axis=axis, count=count, sizes=sizes, input=given, output=wanted, input_sizes=of_input, link=link)
+    return shards.model_copy(update={"chunks": int(rng.integers(1, 6))}) if shards.divisible else shards
 
 
 @pytest.mark.parametrize(("op", "case"), sampled(CASES, 1, each=lambda op, case: (op.name, case.problem.epilogue)))
