@@ -28,7 +28,7 @@ from skuda.torch import Dynamic, TorchGroup, fuse_, parallelize_, quantize_
 Call = Callable[[], object]
 _INPUTS = 3
 """Inputs for which outputs are compared."""
-_MOST_WITH_NUMPY = 3
+_MOST_WITH_NUMPY = 1
 """Rows up to which all of an output is computed by NumPy too."""
 _SECONDS = 3.0
 """For the rounds of one way."""
