@@ -623,7 +623,7 @@ def _gated(problem: Any, inputs: dict[str, Any]) -> Definition:  # noqa: C901  o
         # What overflows the element, or is near its least numbers, is not told apart.
         top = math.ldexp(1.0, FORMATS[element].top)
         least = 0.0 if most < 2**20 / top else min(most, top) / 1.1
-        return [column for column, value in enumerate(rough) if value >= least]
+        return [column for column, value in enumerate(rough) if value >= least and pairs[column][1] != 0]
 
     def peak(row: int) -> Ends:
         if row not in ranges:

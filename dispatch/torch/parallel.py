@@ -147,7 +147,7 @@ class ShardedLinear(Int8Linear):
             If another rank does not come.
         """
         if isinstance(input, Quantized):
-            codes = Activation(input.codes.reshape(-1, self.in_features), input.scale.reshape(-1))
+            codes = Activation(input.codes.reshape(input.scale.numel(), self.in_features), input.scale.reshape(-1))
             if not self.dynamic:
                 raise InvalidProblem(type(self).__name__, "input", "rows with scales", "be real: the scale is fixed")
             given, dtype = codes, input.dtype
