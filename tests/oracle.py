@@ -597,9 +597,9 @@ def _between(ends: Ends) -> Expected:
     return low if same and not nan else Within(low, high, or_nan=bool(nan))
 
 
-@defines("silu_mul_quantize", "gelu_mul_quantize")
-def _gated(problem: Any, inputs: dict[str, Any]) -> Definition:
-    element, bounds = problem.input_element, (problem.q_min, problem.q_max)
+@defines("silu_mul_quantize", "gelu_mul_quantize", "silu_mul_amax", "gelu_mul_amax")
+def _gated(problem: Any, inputs: dict[str, Any]) -> Definition:  # noqa: C901  one function for each output
+    element = problem.input_element
     c, curve = compute(element), str(getattr(problem, "approximation", "silu"))
     sides = (inputs["gate_up"][:, : problem.d], inputs["gate_up"][:, problem.d :]) if problem.fused else None
     gates, ups = sides or (inputs["gate"], inputs["up"])
@@ -623,31 +623,35 @@ def _gated(problem: Any, inputs: dict[str, Any]) -> Definition:
         # What overflows the element, or is near its least numbers, is not told apart.
         top = math.ldexp(1.0, FORMATS[element].top)
         least = 0.0 if most < 2**20 / top else min(most, top) / 1.1
-        return [column for column, value in enumerate(rough) if value >= least]
+        return [column for column, value in enumerate(rough) if value >= least and pairs[column][1] != 0]
 
-    def scales(row: int) -> Ends:
-        if problem.scaling == "static":
-            scale = convert(float(_only(inputs["scale"])), c)
-            return scale, scale
+    def peak(row: int) -> Ends:
         if row not in ranges:
             known = [ends for ends in (y(row, column) for column in largest(row)) if len(ends) > 1]
             outer = max((max(map(abs, _numbers(ends))) for ends in known), default=0.0)
             # What may be NaN may be skipped.
             sure = [ends for ends in known if len(ends) == 2 and not ends[0] <= 0 <= ends[1]]
             inner = max((min(map(abs, ends)) for ends in sure), default=0.0)
-            ranges[row] = _spanned(divide(peak, float(bounds[1]), c) or 1.0 for peak in (inner, outer))
+            ranges[row] = _spanned((inner, outer))
         return ranges[row]
+
+    def scales(row: int) -> Ends:
+        if problem.scaling == "static":
+            scale = convert(float(_only(inputs["scale"])), c)
+            return scale, scale
+        return _spanned(divide(end, float(problem.q_max), c) or 1.0 for end in peak(row))
 
     zero_point = int(_only(inputs["zero_point"])) if "zero_point" in inputs else 0
 
     def at(name: str, where: Coordinate) -> Expected:
         if name == "product":
             return _between(y(*where))
+        if name == "amax":
+            return _between(peak(where[0]))
         if name == "scale_out":
             return _between(scales(where[0]))
-        made = [
-            code_of(steps_of(value, scale, c), zero_point, *bounds) for value in y(*where) for scale in scales(where[0])
-        ]
+        steps = [steps_of(value, scale, c) for value in y(*where) for scale in scales(where[0])]
+        made = [code_of(step, zero_point, problem.q_min, problem.q_max) for step in steps]
         return min(made) if min(made) == max(made) else Within(min(made), max(made))
 
     return at

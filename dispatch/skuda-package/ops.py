@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from skuda.dispatch import Dispatcher, PlanPreference
-    from skuda.kernels.quantize import AmaxQuantized, DynamicRangeQuantized, GatedQuantized, NormQuantized
+    from skuda.kernels.quantize import AmaxQuantized, DynamicRangeQuantized, GatedAmax, GatedQuantized, NormQuantized
     from skuda.registry.elements import ElementKind
     from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, EpilogueKind, GeluForm, Scaling
 
@@ -408,6 +408,27 @@ def fill(
     return call("fill", locals())
 
 
+def gelu_mul_amax(
+    *,
+    gate: Any = None,
+    up: Any = None,
+    product: Any = None,
+    amax: Any = None,
+    gate_up: Any = None,
+    n: int | None = None,
+    d: int | None = None,
+    fused: bool | None = None,
+    input_element: ElementKind | str | None = None,
+    approximation: GeluForm | str | None = None,
+    dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None,
+    stream: object = None,
+) -> GatedAmax:
+    """Gated activation and amax: act(gate) * up, and the largest magnitude of every row of it, in one pass."""
+    found: GatedAmax = call("gelu_mul_amax", locals())
+    return found
+
+
 def gelu_mul_quantize(
     *,
     gate: Any = None,
@@ -752,6 +773,26 @@ def scaled_linear(
 ) -> Any:
     """Scaled linear: W8A8 with everything given as arrays, or its exact sums."""
     return call("scaled_linear", locals())
+
+
+def silu_mul_amax(
+    *,
+    gate: Any = None,
+    up: Any = None,
+    product: Any = None,
+    amax: Any = None,
+    gate_up: Any = None,
+    n: int | None = None,
+    d: int | None = None,
+    fused: bool | None = None,
+    input_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None,
+    stream: object = None,
+) -> GatedAmax:
+    """Gated activation and amax: act(gate) * up, and the largest magnitude of every row of it, in one pass."""
+    found: GatedAmax = call("silu_mul_amax", locals())
+    return found
 
 
 def silu_mul_quantize(

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from skuda.dispatch.shard.group import Group
 from skuda.torch.autograd import Q_MAX
-from skuda.torch.joined import Quantized, product, projected
+from skuda.torch.joined import Quantized, projected
 from skuda.torch.linear import autocast
 
 _CODES = {"q_min": -Q_MAX, "q_max": Q_MAX, "output_element": "s8"}
@@ -103,6 +104,8 @@ class MLPForm(NamedTuple):
         More fields of it.
     split : bool
         Whether the original's gates and ups are layers of their own.
+    group : Group, optional
+        The ranks that share it: each has some columns of the gated product, whose rows have the scales of whole rows.
     """
 
     joined: str
@@ -110,6 +113,7 @@ class MLPForm(NamedTuple):
     op: str
     fields: dict[str, str]
     split: bool
+    group: Group | None = None
 
 
 class FusedGatedMLP(Fused):
@@ -126,9 +130,14 @@ class FusedGatedMLP(Fused):
             if torch.is_grad_enabled() and x.requires_grad:
                 found: Tensor = super().forward(joined(x) if form.split else x)
                 return found
-        gate_up = projected(joined, x)
-        codes, scale = getattr(torch.ops.skuda, form.op).default(gate_up=gate_up, **form.fields, **_CODES)
-        return product(getattr(self, form.down), Quantized(codes, scale, gate_up.dtype))
+        gate_up, down = projected(joined, x), getattr(self, form.down)
+        if form.group is None:
+            codes, scale = getattr(torch.ops.skuda, form.op).default(gate_up=gate_up, **form.fields, **_CODES)
+        else:
+            op = getattr(torch.ops.skuda, form.op.replace("_quantize", "_amax"))
+            rows, amax = op.default(gate_up=gate_up, **form.fields)
+            codes, scale = torch.ops.skuda.amax_quantize.default(rows, form.group.max(amax), **_CODES)
+        return projected(down, Quantized(codes, scale, gate_up.dtype))
 
     def warm(self, rows: Tensor) -> None:
         """Run it all."""

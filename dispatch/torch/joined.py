@@ -46,7 +46,7 @@ def product(linear: DynamicLinear, rows: Quantized) -> Tensor:
 
 def projected(linear: DynamicLinear, input: Tensor | Quantized) -> Tensor:
     """Return the output of a layer for rows of either kind."""
-    if isinstance(input, Quantized):
+    if isinstance(input, Quantized) and not linear.sharded:
         return product(linear, input)
     found: Tensor = linear(input)
     return found

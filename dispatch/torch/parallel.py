@@ -6,9 +6,11 @@ number of ranks.
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from math import prod
 from typing import Any, Self, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -103,6 +105,8 @@ class ShardedLinear(Int8Linear):
             self._hold_zero()
         self._courses: dict[tuple[int, torch.dtype, bool], Course] = {}
         self.name = ""
+        self._number = next(_numbers)
+        _layers[self._number] = self
         self._split = f"{list(self.whole)} split by {shards}"
         self.train(whole.training)
 
@@ -115,7 +119,8 @@ class ShardedLinear(Int8Linear):
         """Whether each row gets a scale when the layer runs."""
         return self.input_scale is None
 
-    def _course(self, rows: int, dtype: torch.dtype, *, compiles: bool) -> Course:
+    def course(self, rows: int, dtype: torch.dtype, *, compiles: bool = False) -> Course:
+        """Return how it runs for a number of rows; compiled code has one chunk."""
         key = rows, dtype, compiles
         found = self._courses.get(key)
         if found is None:
@@ -158,7 +163,7 @@ class ShardedLinear(Int8Linear):
             If another rank does not come.
         """
         if isinstance(input, Quantized):
-            codes = Activation(input.codes.reshape(-1, self.in_features), input.scale.reshape(-1))
+            codes = Activation(input.codes.reshape(input.scale.numel(), self.in_features), input.scale.reshape(-1))
             if not self.dynamic:
                 raise InvalidProblem(type(self).__name__, "input", "rows with scales", "be real: the scale is fixed")
             given, dtype = codes, input.dtype
@@ -174,8 +179,10 @@ class ShardedLinear(Int8Linear):
         if by_rows and len(leading) != 1:
             raise InvalidProblem(type(self).__name__, "input", f"{len(leading)} leading axes", "have one axis of rows")
         rows = self._all_rows(int(given.data.shape[0]))
-        course = _course_of(self, rows, dtype, compiles=torch.compiler.is_compiling())
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            course = _compiled_course(self._number, rows, dtype)
+        else:
+            course = self.course(rows, dtype)
             self.group.agree(f"{self.name or type(self).__name__} {self._split}, {rows} rows of {dtype}")
         if not self.dynamic and given.scale is None:
             given = Activation(self._codes(given.data), self.input_scale, self.input_zero_point)
@@ -318,10 +325,17 @@ class RowLinear(ShardedLinear):
             raise InvalidProblem("RowLinear", "k", str(k), f"be at most {longest} where it is split, or split n")
 
 
+_layers: WeakValueDictionary[int, ShardedLinear] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
 @torch.compiler.assume_constant_result
-def _course_of(module: ShardedLinear, rows: int, dtype: torch.dtype, *, compiles: bool) -> Course:
-    """Return how a layer runs for a number of rows; in compiled code that number is a constant."""
-    return module._course(rows, dtype, compiles=compiles)  # noqa: SLF001
+def _compiled_course(number: int, rows: int, dtype: torch.dtype) -> Course:
+    """Return how a layer runs in compiled code, where the number of rows is a constant.
+
+    Layers are numbered, as torch 2.11 takes only constants here.
+    """
+    return _layers[number].course(rows, dtype, compiles=True)
 
 
 def _cut(tensor: Tensor, axis: str, parts: tuple[tuple[int, ...], ...], rank: int) -> Tensor:

@@ -94,8 +94,8 @@ def parallelize_(
     Parameters
     ----------
     model : Module
-        After `quantize_`, and `fuse_` or not. The gated MLPs that `fuse_` made become what they were, as the scale of a
-        row of their codes needs the maximum of all ranks.
+        After `quantize_`, and `fuse_` or not. What `fuse_` made stays; the gated MLPs that it made find the scales of
+        their rows with the maxima of all ranks.
     group : Group, ProcessGroup, DeviceMesh of one axis, or None
         The ranks; None for all of torch.distributed.
     plan : mapping of str to str, optional
@@ -148,7 +148,7 @@ def _applied(model: nn.Module, ranks: Group, cuts: list[_Cut]) -> Parallelizatio
     """Replace the layers."""
     for name, module in model.named_modules():
         if isinstance(module, FusedGatedMLP) and any(cut.name.startswith(f"{name}.") for cut in cuts):
-            _separate(module)
+            module.fused_form = module.fused_form._replace(group=ranks)
     converted = {}
     for cut in cuts:
         whole: Any = model.get_submodule(cut.name)
@@ -219,7 +219,11 @@ class _Wishes:
                 raise NotProven(f"its activation, {type(act).__name__}, is not known to be element by element")
         inner = _width(getattr(module, _DOWN), 1)
         sizes = split(inner, self.count, _UNIT if inner >= _UNIT * self.count else 1)
-        cuts = [self._column(f"{name}.{each}", getattr(module, each), (sizes,)) for each in _GATE_UP]
+        if isinstance(module, FusedGatedMLP):
+            joined = module.fused_form.joined
+            cuts = [self._column(f"{name}.{joined}", module.get_submodule(joined), (sizes, sizes))]
+        else:
+            cuts = [self._column(f"{name}.{each}", getattr(module, each), (sizes,)) for each in _GATE_UP]
         return [*cuts, self._last(f"{name}.{_DOWN}", getattr(module, _DOWN), sizes)]
 
     def _column(self, name: str, layer: nn.Module, parts: tuple[tuple[int, ...], ...]) -> _Cut:
@@ -304,20 +308,6 @@ def _check_layer(name: str, layer: nn.Module) -> None:
 
 def _width(layer: Any, axis: int = 0) -> int:
     return int(layer.weight.shape[axis])
-
-
-def _separate(module: FusedGatedMLP) -> None:
-    """Make a fused MLP what it was, with layers of its own in the place of parts."""
-    form = module.fused_form
-    for name in _GATE_UP if form.split else ():
-        part = getattr(module, name)
-        bias = None if part.bias is None else part.bias.clone()
-        layer = DynamicLinear(part.weight.clone(), part.weight_scale.clone(), bias)
-        module.register_module(name, layer.train(part.training))
-    if form.split:
-        delattr(module, form.joined)
-    del module.fused_form
-    module.__class__ = type(module).__bases__[1]
 
 
 def _rejoin(parent: nn.Module, whole: JoinedLinear, made: ShardedLinear) -> None:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         GeluMulQuantizeDescriptor,
         SiluMulQuantizeDescriptor,
     )
+    from skuda.kernels.quantize.gated_amax import GatedAmax, GeluMulAmaxDescriptor, SiluMulAmaxDescriptor
     from skuda.kernels.quantize.layer_norm_quantize import LayerNormQuantizeDescriptor
     from skuda.kernels.quantize.norm import NormQuantized
     from skuda.kernels.quantize.quantize import (
@@ -87,7 +88,9 @@ __all__ = [
     "FakeQuantizePerGroupDescriptor",
     "FakeQuantizePerTokenBackwardDescriptor",
     "FakeQuantizePerTokenDescriptor",
+    "GatedAmax",
     "GatedQuantized",
+    "GeluMulAmaxDescriptor",
     "GeluMulQuantizeDescriptor",
     "LayerNormQuantizeDescriptor",
     "NormQuantized",
@@ -103,6 +106,7 @@ __all__ = [
     "RescaleDescriptor",
     "RmsNormQuantizeDescriptor",
     "ScaledLinearDescriptor",
+    "SiluMulAmaxDescriptor",
     "SiluMulQuantizeDescriptor",
     "SmoothQuantLinearDescriptor",
 ]

@@ -15,7 +15,7 @@ from support import FLOAT_DTYPES, Guarded
 from skuda.dispatch.device import Device
 from skuda.dispatch.host.rules import number
 from skuda.kernels.dtypes import storage_dtype
-from skuda.kernels.launch import Columns, Constant, Launch, Leading, Number, Parameter, Pointer, Rows, Which
+from skuda.kernels.launch import ZEROS, Columns, Constant, Launch, Leading, Number, Parameter, Pointer, Rows, Which
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.elements import ElementKind
 from skuda.registry.sku import KernelSku
@@ -134,6 +134,8 @@ def run_steps(
     arguments = {argument.name: argument for argument in problem.arguments()}
     arrays = {name: value.array if isinstance(value, Placed) else value for name, value in placed.items()}
     scratch = {name: Placed((size,), np.uint8) for name, size in launch.scratch}
+    if ZEROS in scratch:
+        scratch[ZEROS].fill(0)
     arrays |= {name: made.array for name, made in scratch.items()}
     view = _view(launch, arguments, arrays, shapes)
     memory = [value for value in (*placed.values(), *scratch.values()) if isinstance(value, Placed)]
@@ -148,6 +150,7 @@ def run_steps(
         made.forbid(forbidden=False)
     for made in scratch.values():
         made.assert_only_elements_written()
+    assert ZEROS not in scratch or not scratch[ZEROS].array.any()
 
 
 def _value(

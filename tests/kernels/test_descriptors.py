@@ -489,12 +489,13 @@ NOT_IN_PLACE = [op for op in OPS if not op.descriptor.in_place and op.name != "f
 def test_an_output_over_an_input_of_the_same_bytes_is_refused_where_it_is_not_in_place(op):
     problem, inputs, outputs = _ready(op)
     name = next(a.name for a in arguments_of(problem, Role.INPUT))
-    target = outputs[arguments_of(problem, Role.OUTPUT)[0].name]
+    written = arguments_of(problem, Role.OUTPUT)[0].name
+    target = outputs[written]
     size = max(inputs[name].nbytes, target.nbytes)
     room = np.zeros(size, np.uint8)
     source = np.ndarray(inputs[name].shape, inputs[name].dtype, room)
     sink = np.ndarray(target.shape, target.dtype, room)
-    _refused(problem, inputs | {name: source, arguments_of(problem, Role.OUTPUT)[0].name: sink}, "output")
+    _refused(problem, inputs | {name: source, written: sink}, written)
 
 
 def _scalars(problem, inputs, *roles):

@@ -54,6 +54,7 @@ _GATED: tuple[Shape, ...] = (
     (16384, 8192),
 )
 _PARTS: tuple[Shape, ...] = ((16, 8192), (2048, 8192))
+_GATED_PARTS: tuple[Shape, ...] = ((16, 14336), (2048, 14336))
 _Rows = tuple[tuple[tuple[Shape, ...], tuple[ElementKind, ...]], ...]
 """Shapes, each to be measured in each of some elements."""
 
@@ -63,12 +64,14 @@ _DEFAULTS: dict[str, _Rows] = {
     "amax_quantize": ((_PARTS, (_BF16,)),),
     "dynamic_range": ((_TOKENS, (_BF16, _F16)),),
     "fake_quantize": ((((1024, 1024), (4096, 4096)), (_F32,)), *_WIDE),
+    "gelu_mul_amax": ((_GATED_PARTS, (_BF16,)),),
     "gelu_mul_quantize": ((_GATED, (_BF16,)),),
     "layer_norm_quantize": ((_NORMS, (_BF16,)),),
     "quantized_linear": ((_PRODUCTS, (_BF16,)),),
     "rescale": ((_PARTS, (_BF16,)),),
     "rms_norm_quantize": ((_NORMS, (_BF16,)),),
     "scaled_linear": ((_SQUARES, (_BF16,)), (_SQUARES[-1:], (_S32,))),
+    "silu_mul_amax": ((_GATED_PARTS, (_BF16,)),),
     "silu_mul_quantize": ((_GATED, (_BF16,)),),
     "smoothquant_linear": ((_PRODUCTS, (_BF16,)),),
 }

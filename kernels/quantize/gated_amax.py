@@ -1,0 +1,193 @@
+"""Gated activation and amax: act(gate) * up, and the largest magnitude of every row of it, in one pass.
+
+Formula
+-------
+product = y of `skuda.kernels.quantize.gated`, by silu for silu_mul_amax and by gelu for gelu_mul_amax.
+amax[n] = max |C(y[n, :])|, as in op `amax`: NaN is skipped; a row without a number, or without any element, has +0. The
+maximum of the results of a row's parts is that of the row, and `amax_quantize` of the product with it gives the codes
+and scales of silu_mul_quantize and gelu_mul_quantize over the row, bit for bit.
+
+Shapes
+------
+`gate_up` [n, 2 d], the gates of a row before its ups; where not `fused`, `gate` and `up` [n, d]. `product` [n, d];
+`amax` [n]. Rows may be apart, as slices of wider arrays are.
+
+Elements
+--------
+Gates, ups and `product` f16, bf16, f32, f64; `amax` has the compute type C (f64 for f64 data, f32 otherwise).
+
+Units
+-----
+`product` and `amax` are in the units of `up` times those of the gate.
+
+Errors
+------
+`InvalidProblem` for `n` or `d` outside [0, 2^31-1]; an argument that is missing, unknown, of another element or shape,
+or that overlaps an output.
+`Unsupported` for an element outside the list above.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+from skuda.kernels.blocks import blocks
+from skuda.kernels.offers import cuda_skus, element_flags, numpy_skus
+from skuda.kernels.quantize import amax as largest
+from skuda.kernels.quantize import gated
+from skuda.kernels.quantize.granularity import PerToken
+from skuda.registry.constraints import OneOf
+from skuda.registry.descriptor import Argument, Role
+from skuda.registry.elements import FLOATS, ElementKind
+from skuda.registry.op import Case, Op, Values
+from skuda.registry.sku import KernelSku
+from skuda.registry.vocabulary import GeluForm
+
+
+class GatedAmax(NamedTuple):
+    """The ops' result."""
+
+    product: Any
+    """Products of activated gates with ups, [n, d]."""
+    amax: Any
+    """Largest magnitude of every row of them, in the compute type, [n]."""
+
+
+class GatedAmaxProblem(PerToken):
+    """What the ops share.
+
+    Attributes
+    ----------
+    n, d : int
+        Rows and columns of the product.
+    fused : bool
+        Whether gates and ups are given as one array, `gate_up`.
+    input_element : ElementKind
+        Element of the data.
+    """
+
+    kernel: ClassVar[str] = "gated_amax"
+    fused: bool = True
+    input_element: ElementKind
+    element_field: ClassVar[str] = "input_element"
+    result = GatedAmax
+
+    @property
+    def quantized(self) -> gated.GatedProblem:
+        """The problem that gives the codes of whole rows at once."""
+        raise NotImplementedError
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return gate_up, or gate and up; product, amax."""
+        data = self.input_element
+        arguments = [self.data(name, Role.INPUT, data) for name in ("gate", "up")]
+        if self.fused:
+            arguments = [Argument("gate_up", Role.INPUT, (data,), (self.n, 2 * self.d))]
+        amax = Argument("amax", Role.OUTPUT, (data.compute,), (self.n,))
+        return (*arguments, self.data("product", Role.OUTPUT, data), amax)
+
+    def _shared(self) -> dict[str, Any]:
+        shared = {name: getattr(self, name) for name in ("n", "d", "fused", "input_element")}
+        return {**shared, "q_min": -127, "q_max": 127, "output_element": ElementKind.S8}
+
+
+class SiluMulAmaxDescriptor(GatedAmaxProblem):
+    """Problem of `silu_mul_amax`; for the fields see `GatedAmaxProblem`."""
+
+    op: Literal["silu_mul_amax"] = "silu_mul_amax"
+
+    @property
+    def quantized(self) -> gated.GatedProblem:
+        """The problem that gives the codes of whole rows at once."""
+        return gated.SiluMulQuantizeDescriptor(**self._shared())
+
+
+class GeluMulAmaxDescriptor(GatedAmaxProblem):
+    """Problem of `gelu_mul_amax`; for the other fields see `GatedAmaxProblem`.
+
+    Attributes
+    ----------
+    approximation : GeluForm
+        ``erf`` or ``tanh``.
+    """
+
+    op: Literal["gelu_mul_amax"] = "gelu_mul_amax"
+    approximation: GeluForm = GeluForm.ERF
+
+    @property
+    def quantized(self) -> gated.GatedProblem:
+        """The problem that gives the codes of whole rows at once."""
+        return gated.GeluMulQuantizeDescriptor(approximation=self.approximation, **self._shared())
+
+
+def reference(problem: GatedAmaxProblem, *, product: Any, amax: Any, **arrays: Any) -> None:
+    """Write `product` and `amax` by the formula of the module."""
+    if problem.fused:
+        gate, up = arrays["gate_up"][:, : problem.d], arrays["gate_up"][:, problem.d :]
+    else:
+        gate, up = arrays["gate"], arrays["up"]
+    whole = problem.quantized
+    for index in blocks(product.shape):
+        product[index] = gated.products(whole, gate[index], up[index])
+    rows = largest.AmaxDescriptor(n=problem.n, d=problem.d, input_element=problem.input_element)
+    largest.reference(rows, input=product, output=amax)
+
+
+def _draw(problem: GatedAmaxProblem, values: Values, rng: np.random.Generator) -> dict[str, Any]:
+    """Draw what is drawn for the op that quantizes at once."""
+    draw = gated.OPS[0].draw
+    assert draw is not None
+    return dict(draw(problem.quantized, values, rng))
+
+
+def _cases(descriptor: type[GatedAmaxProblem]) -> tuple[Case, ...]:
+    """Return every element and layout, over sizes of every path; all 16-bit gates, too."""
+    sizes = (*largest.SIZES, (2, 8200), (1, 520))
+    values: tuple[Values, ...] = ("normal", "special", "infinite", "normal", "zero")
+    plan = [(data, size) for size in sizes for data in FLOATS] + [(data, (16, 4096)) for data in FLOATS]
+    made = []
+    for number, (data, (n, d)) in enumerate(plan):
+        every = (n, d) == (16, 4096)
+        fields: dict[str, Any] = {"n": n, "d": d, "fused": number % 3 != 1, "input_element": data}
+        forms: list[dict[str, Any]] = [{}]
+        if "approximation" in descriptor.model_fields:
+            forms = [{"approximation": form} for form in (GeluForm if every else [list(GeluForm)[number // 4 % 2]])]
+        drawn: Values = "normal" if every else values[number % len(values)]
+        made += [Case(descriptor(**fields, **form), drawn) for form in forms if not every or data.bits == 16]
+    return tuple(made)
+
+
+def _kernels(descriptor: type[GatedAmaxProblem], curve: str, **fields: Any) -> tuple[KernelSku, ...]:
+    def flags(data: ElementKind, _: ElementKind | None) -> tuple[str, ...]:
+        return (*element_flags(data, ElementKind.S8), f"-DSKUDA_CURVE={curve.upper()}")
+
+    return cuda_skus(
+        descriptor,
+        __name__,
+        FLOATS,
+        launch="skuda.kernels.quantize.gated_amax_launch:gated_amax",
+        entry_point="gated_amax_2",
+        flags=flags,
+        summary=f"{curve}, one read, long rows of few shared by blocks",
+        **fields,
+    )
+
+
+def _op(descriptor: type[GatedAmaxProblem], *kernels: KernelSku) -> Op:
+    skus = (*kernels, *numpy_skus(descriptor, __name__, FLOATS))
+    source = "the first half of a gated activation and quantize, for a part of each row"
+    return Op(descriptor, reference, _cases(descriptor), skus, source, draw=_draw)
+
+
+_only = partial(OneOf, field="approximation")
+OPS = (
+    _op(SiluMulAmaxDescriptor, *_kernels(SiluMulAmaxDescriptor, "silu")),
+    _op(
+        GeluMulAmaxDescriptor,
+        *_kernels(GeluMulAmaxDescriptor, "gelu", variant="erf", constraints=(_only(allowed=(GeluForm.ERF,)),)),
+        *_kernels(GeluMulAmaxDescriptor, "gelu_tanh", variant="tanh", constraints=(_only(allowed=(GeluForm.TANH,)),)),
+    ),
+)
