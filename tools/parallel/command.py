@@ -161,15 +161,15 @@ def _results(orders: Orders) -> Iterator[RowsResult]:
     for at, rows in enumerate(orders.rows):
         found = [each[at] for each in told if at < len(each)]
         wrong = next(filter(None, (each["wrong"] for each in found)), "")
-        if wrong or len(found) < orders.count:
+        if len(found) < orders.count:
             yield RowsResult(rows=rows, wrong=wrong or failed)
             continue
-        timings = {way: Timing.of(times) for way, times in found[0]["times"].items()}
         yield RowsResult(
             rows=rows,
-            timings=timings,
-            compared=found[0]["compared"],
-            with_numpy=max(each["with_numpy"] for each in found),
+            timings={way: Timing.of(times) for way, times in found[0].get("times", {}).items()},
+            compared=min(each.get("compared", 0) for each in found),
+            with_numpy=max(each.get("with_numpy", 0) for each in found),
+            wrong=wrong,
         )
 
 
