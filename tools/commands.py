@@ -206,7 +206,7 @@ def _verify(
     ops: Ops = None,
     skus: Annotated[Words, _option("ID", "Only these kernels.", "--sku")] = None,
     backends: Annotated[Words, _option("NAME", "Only these backends.", "--backend")] = None,
-    device: Annotated[str | None, _option("DEVICE", "A CUDA device by its number, or cpu; else the first one.")] = None,
+    device: Annotated[str | None, _option("WHERE", "A CUDA device by its number, or cpu; else the first one.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer memory layouts, no large problems.")] = False,
     seed: Seed = None,
     shard: Shard = None,
@@ -305,7 +305,7 @@ def _model(
 def _parallel(
     *,
     gpus: Annotated[int, typer.Option(help="Ranks, each with a GPU.", min=1, max=1024)] = 2,
-    rows: Annotated[Words, _option("ROWS", "Numbers of rows; 1,2,3,16,128,2048,8192 if left out.")] = None,
+    rows: Annotated[Words, _option("M", "Numbers of rows; 1,2,3,16,128,2048,8192 if left out.")] = None,
     hidden: Annotated[int, typer.Option(help="Size of the hidden states.", min=1)] = 8192,
     intermediate: Annotated[int, typer.Option(help="Size between the products.", min=1)] = 28672,
     cpu: Annotated[bool, typer.Option("--cpu", help="Ranks on the CPU, without CUDA graphs, for small sizes.")] = False,

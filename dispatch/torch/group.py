@@ -173,7 +173,8 @@ class TorchGroup:
     ) -> Callable[[], object]:
         """Begin a collective; return what waits for it. Until then torch holds its tensors."""
         work = self._told(lambda: collective(result, given, group=self.process_group, async_op=later))
-        return lambda: None if work is None else self._told(work.wait)
+        # What compilers make of a collective may return its tensor.
+        return (lambda: self._told(work.wait)) if later and work is not None else lambda: None
 
     def _reduced(self, array: Any, how: Any) -> Any:
         tensor, back = _tensor(array)

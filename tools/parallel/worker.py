@@ -107,11 +107,12 @@ class Bench:
         ready = {way: [self._ready(module, given) for module in modules] for way, modules in self.modules.items()}
         wrong, with_numpy = self._compared(ready[INT8_ONE][0], ready[INT8_ALL][0], given)
         unable = ""
-        if not wrong:
-            try:
-                wrong = self._compiled(ready[INT8_ONE][0], given)
-            except RuntimeError as error:  # of compilers; what was captured can be timed all the same
-                unable = f"all ranks, compiled: {error_line(error)}"
+        try:
+            wrong = self._compiled(ready[INT8_ONE][0], given) or wrong
+        except GroupBroken:
+            raise
+        except RuntimeError as error:  # of compilers; what was captured can be timed all the same
+            unable = f"all ranks, compiled: {error_line(error)}"
         wrong = next(filter(None, self.group.exchange(wrong)), "")
         times = {} if wrong else self._timed(ready)
         self.lab.tidy()
@@ -133,17 +134,19 @@ class Bench:
         return _Ready(call, self.lab.clock.capture(call, careful=False), output)
 
     def _compared(self, one: _Ready, every: _Ready, given: Tensor) -> tuple[str, int]:
-        """Return the first difference of ours on all ranks from ours on one, and the rows compared with NumPy."""
-        with_numpy = 0
+        """Return the first difference of ours on all ranks from ours on one, and the rows compared with NumPy.
+
+        A rank that finds one goes on like the others, which wait for it in collectives.
+        """
+        wrong, with_numpy = "", 0
         for number in range(_INPUTS):
             self._renew(given)
             one.call()
             want = one.output.clone()
             if number == 0 and self.group.rank == 0 and len(given) <= _MOST_WITH_NUMPY:
                 host = copy.deepcopy(self.modules[INT8_ONE][0]).cpu()
-                difference = self.lab.differences(want, host(given.cpu()).to(self.place), 0)
-                if difference:
-                    return f"one rank, called, differs from NumPy: {difference}", with_numpy
+                found = self.lab.differences(want, host(given.cpu()).to(self.place), 0)
+                wrong = wrong or (found and f"one rank, called, differs from NumPy: {found}")
                 with_numpy = len(given)
             for what, ready, how in (
                 ("one rank, replayed", one, one.replay),
@@ -152,21 +155,21 @@ class Bench:
             ):
                 self.lab.poison({"output": ready.output})
                 how()
-                difference = self.lab.differences(ready.output, want, 0)
-                if difference:
-                    return f"{what}, rank {self.group.rank}: differs from one rank, called: {difference}", with_numpy
-        return "", with_numpy
+                wrong = wrong or self._difference(what, ready.output, want)
+        return wrong, with_numpy
 
     def _compiled(self, one: _Ready, given: Tensor) -> str:
         """Return how ours, compiled on all ranks, differs from ours on one rank, called."""
-        run = torch.compile(self.modules[INT8_ALL][0], **_COMPILED)
+        run, wrong = torch.compile(self.modules[INT8_ALL][0], **_COMPILED), ""
         for _ in range(_INPUTS):
             self._renew(given)
             one.call()
-            difference = self.lab.differences(run(given), one.output, 0)
-            if difference:
-                return f"all ranks, compiled, rank {self.group.rank}: differs from one rank, called: {difference}"
-        return ""
+            wrong = wrong or self._difference("all ranks, compiled", run(given), one.output)
+        return wrong
+
+    def _difference(self, what: str, got: Tensor, want: Tensor) -> str:
+        found = self.lab.differences(got, want, 0)
+        return found and f"{what}, rank {self.group.rank}, differs from one rank, called: {found}"
 
     def _timed(self, ready: Mapping[str, list[_Ready]]) -> dict[str, list[float]]:
         """Return the microseconds of rounds by way, each that of the slowest rank; of several forms the faster."""
