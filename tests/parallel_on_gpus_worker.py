@@ -1,0 +1,184 @@
+"""One process of `test_parallel_on_gpus`: `parallel_on_gpus_worker.py RANK COUNT FOLDER SEED BACKEND`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from skuda.dispatch.shard import Shards
+from skuda.dispatch.shard.shards import own
+from skuda.torch import ColumnLinear, DynamicLinear, RowLinear, StaticLinear, TorchGroup
+
+KINDS = ("dynamic", "static", "shifted and smooth")
+CUTS = (
+    *(("n", given, output) for given in ("whole", "rows", "columns") for output in ("whole", "columns")),
+    *(("k", "columns", output) for output in ("whole", "rows")),
+)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EXACT = {"fullgraph": True, "dynamic": False, "options": {"emulate_precision_casts": True}}
+
+
+class Worker:
+    """All cases on one rank; every rank draws the same."""
+
+    def __init__(self, rank: int, seed: int, *, on_gpu: bool) -> None:
+        self.place = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+        self.group, self.on_gpu = TorchGroup(), on_gpu
+        self.host = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator(self.place).manual_seed(seed)
+        self.wrong: list[str] = []
+        self.done = 0
+
+    def number(self, low: int, high: int) -> int:
+        """Draw an integer from `low` to `high`, without it."""
+        return int(torch.randint(low, high, (), generator=self.host))
+
+    def cut(self, total: int) -> tuple[int, ...]:
+        """Draw sizes that are uneven, and may be 0."""
+        ends = sorted(self.number(0, total + 1) for _ in range(self.group.count - 1))
+        return tuple(b - a for a, b in itertools.pairwise((0, *ends, total)))
+
+    def uniform(self, size: int, low: float, high: float) -> torch.Tensor:
+        """Draw f32 numbers."""
+        return torch.empty(size, device=self.place).uniform_(low, high, generator=self.generator)
+
+    def layer(self, kind: str, n: int, k: int) -> DynamicLinear | StaticLinear:
+        """Draw a whole layer."""
+        weight = torch.empty(n, k, dtype=torch.int8, device=self.place).random_(-127, 128, generator=self.generator)
+        scale = self.uniform(n, 0.001, 0.01)
+        bias = self.uniform(n, -1, 1)
+        if kind == "dynamic":
+            return DynamicLinear(weight, scale, bias)
+        shifted = kind != "static"
+        zero = torch.tensor([self.number(-20, 20)], dtype=torch.int32, device=self.place)
+        return StaticLinear(
+            weight,
+            scale,
+            bias,
+            input_scale=torch.tensor([0.02], device=self.place),
+            input_zero_point=zero if shifted else None,
+            smooth=self.uniform(k, 0.5, 2) if shifted else None,
+        )
+
+    def compare(self, name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+        """Note whether the bits are the same."""
+        self.done += 1
+        bits = {2: torch.int16, 4: torch.int32}[want.dtype.itemsize]
+        if got.shape != want.shape or got.dtype is not want.dtype:
+            self.wrong.append(f"{name}: {list(got.shape)} {got.dtype}, not {list(want.shape)} {want.dtype}")
+        elif not torch.equal(got.contiguous().view(bits), want.contiguous().view(bits)):
+            count = int((got.contiguous().view(bits) != want.contiguous().view(bits)).sum())
+            self.wrong.append(f"{name}: {count} of {want.numel()} elements differ")
+
+    def case(self, number: int, kind: str, cut: tuple[str, str, str], n: int, k: int, rows: tuple[int, ...]) -> None:
+        """Compare a split layer with the whole one: eager, captured, compiled, and with NumPy."""
+        axis, given, output = cut
+        whole = self.layer(kind, n, k)
+        rank, split = self.group.rank, (n if axis == "n" else k)
+        sizes = self.cut(split) if number % 2 else None
+        of_input = self.cut(k) if (axis, given) == ("n", "columns") else None
+        shards = Shards(
+            axis=axis, count=self.group.count, sizes=sizes, input=given, output=output, input_sizes=of_input
+        )
+        shared = (ColumnLinear if axis == "n" else RowLinear)(whole, self.group, shards)
+
+        def part(array: torch.Tensor, of: str, columns: tuple[int, ...]) -> torch.Tensor:
+            """Return what this rank has of an array of all rows and columns."""
+            if of == "whole":
+                return array
+            return own(array, int(of == "columns"), columns if of == "columns" else shards.rows(len(array)), rank)
+
+        def mine(x: torch.Tensor) -> torch.Tensor:
+            return part(x, given, shards.columns(k) if given == "columns" else ()).contiguous()
+
+        def expected(y: torch.Tensor) -> torch.Tensor:
+            return part(y, output, shards.parts(n, k))
+
+        # Rows that the ranks have are counted on the host, so that graphs cannot hold them.
+        held = given != "rows"
+        for place, m in enumerate(rows):
+            dtype = DTYPES[(number + place) % 3]
+            x = torch.empty(m, k, device=self.place).normal_(generator=self.generator).to(dtype)
+            name = f"{kind}, {axis} {given} {output}, {m}x{n}x{k} {dtype}, sizes {sizes}"
+            self.compare(name, shared(mine(x)), expected(whole(x)))
+            if m <= 2 and n * k < 1 << 23:
+                self.compare(f"{name}, NumPy", shared(mine(x)).cpu(), expected(self.on_host(whole, x)))
+            if held and m == 16:
+                self.replayed(name, shared, x, mine, lambda x: expected(whole(x)))
+            if held and m == 3 and self.compiles(number, k):
+                torch._dynamo.reset()
+                self.compare(f"{name}, compiled", torch.compile(shared, **EXACT)(mine(x)), expected(whole(x)))
+
+    def compiles(self, number: int, k: int) -> bool:
+        """Whether a case is compiled, which takes seconds."""
+        return k == 4097 if self.on_gpu else k == 72 and number % 8 == 0
+
+    def on_host(self, whole: DynamicLinear | StaticLinear, x: torch.Tensor) -> torch.Tensor:
+        """Return the output of a layer's copy on the CPU, which is NumPy's."""
+        parts = {name: buffer.cpu() for name, buffer in whole.named_buffers()}
+        kept = {name: parts.get(name) for name in ("weight", "weight_scale", "bias")}
+        more = {name: parts.get(name) for name in ("input_scale", "input_zero_point", "smooth")}
+        made = type(whole)(*kept.values(), **({} if isinstance(whole, DynamicLinear) else more))
+        return made(x.cpu())
+
+    def replayed(self, name, shared, x, mine, wanted) -> None:
+        """Compare a captured run again and again, with changing inputs; on the CPU a replay is a call."""
+        given = mine(x).clone()
+        if self.on_gpu:
+            stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                shared(given)
+            stream.synchronize()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                held = shared(given)
+        for number in range(100 if self.on_gpu else 2):
+            x.normal_(generator=self.generator)
+            given.copy_(mine(x))
+            if self.on_gpu:
+                graph.replay()
+                got = held
+            else:
+                got = shared(given)
+            self.compare(f"{name}, replay {number}", got, wanted(x))
+
+    def all(self) -> None:
+        """Do all cases."""
+        rows, sizes = (1, 2, 3, 16, 128), ((40, 72), (33, 17))
+        for number, (kind, cut) in enumerate(itertools.product(KINDS, CUTS)):
+            for n, k in sizes:
+                self.case(number, kind, cut, n, k, rows)
+            if self.on_gpu:
+                self.case(number, kind, cut, 1536, 4097, (*rows, 2048))
+                self.case(number, kind, cut, *((57344, 8192) if cut[0] == "n" else (8192, 28672)), (*rows, 2048, 8192))
+                torch.cuda.empty_cache()
+            else:
+                self.case(number, kind, cut, 24, 16, (2048,))
+
+
+def run(rank: int, count: int, folder: Path, seed: int, backend: str) -> None:
+    """Join the ranks, do all cases, and write what was found."""
+    on_gpu = backend == "nccl"
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    distributed.init_process_group(backend, f"file://{folder}/store", timedelta(seconds=100), count, rank)
+    with torch.no_grad():
+        worker = Worker(rank, seed, on_gpu=on_gpu)
+        worker.all()
+    (folder / f"{rank}.json").write_text(json.dumps({"done": worker.done, "wrong": worker.wrong}))
+    distributed.barrier()
+    # Ending a group can wait for graphs that held its collectives.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
