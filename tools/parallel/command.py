@@ -162,7 +162,7 @@ def _results(orders: Orders) -> Iterator[RowsResult]:
         found = [each[at] for each in told if at < len(each)]
         wrong = next(filter(None, (each["wrong"] for each in found)), "")
         if len(found) < orders.count:
-            yield RowsResult(rows=rows, wrong=wrong or failed)
+            yield RowsResult(rows=rows, wrong="; ".join(filter(None, (failed, wrong))))
             continue
         yield RowsResult(
             rows=rows,

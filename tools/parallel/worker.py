@@ -108,7 +108,8 @@ class Bench:
         wrong, with_numpy = self._compared(ready[INT8_ONE][0], ready[INT8_ALL][0], given)
         unable = ""
         try:
-            wrong = self._compiled(ready[INT8_ONE][0], given) or wrong
+            differs = self._compiled(ready[INT8_ONE][0], given)
+            wrong = wrong or differs
         except GroupBroken:
             raise
         except RuntimeError as error:  # of compilers; what was captured can be timed all the same
@@ -164,7 +165,8 @@ class Bench:
         for _ in range(_INPUTS):
             self._renew(given)
             one.call()
-            wrong = wrong or self._difference("all ranks, compiled", run(given), one.output)
+            got = run(given)
+            wrong = wrong or self._difference("all ranks, compiled", got, one.output)
         return wrong
 
     def _difference(self, what: str, got: Tensor, want: Tensor) -> str:
