@@ -62,10 +62,8 @@ class Selection(Value):
         return f"{self.kernel or 'none'}{time}{why}"
 
 
-_MOST_OF_A_KEY = 5
+_MOST_OF_A_KEY = 4
 """Cases that ask about the same kernels; more would make the file large and find little more."""
-_FEWER = {"gelu_mul_amax": 1, "silu_mul_amax": 1}
-"""Of ops whose kernel depends on nothing but the elements and the curve."""
 
 
 class Row(Value):
@@ -128,7 +126,7 @@ def default_problems(registry: Registry) -> list[Descriptor]:
     for op in registry.ops.values():
         for case in op.cases:
             mine = cases.setdefault(case.problem.key(), {})
-            if len(mine) < _FEWER.get(op.name, _MOST_OF_A_KEY):
+            if len(mine) < _MOST_OF_A_KEY:
                 mine[case.problem] = None
     chosen = (problem for mine in cases.values() for problem in mine)
     return list(dict.fromkeys((*chosen, *(case.problem for case in select_cases(registry)))))
