@@ -291,7 +291,7 @@ def _model(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Time a Llama stack: in bf16, quantized and fused, by others.
+    """Time a Llama stack: in bf16, quantized, and by others.
 
     The weights are random. Needs torch and a CUDA device; each way is a replay of a CUDA graph. The outputs of ours,
     eager, compiled and captured, are compared bit for bit; where they differ, nothing is timed, and the exit status is
@@ -456,7 +456,7 @@ def _lock(
     devices: Annotated[Words, _option("NAME", "For these, such as cpu,h200; else every known one.", "--device")] = None,
     output: Annotated[Path | None, _option("FILE", "Write it here.")] = None,
 ) -> None:
-    """Write down what is registered, and what is selected from it.
+    """Write down what is registered and selected.
 
     One line for every kernel, and one for every problem and device: the kernel that it gets, its place in the ranking,
     and the time that its launch rule predicts. Needs no GPU. Without --descriptors, the problems are some cases of

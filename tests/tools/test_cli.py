@@ -170,7 +170,7 @@ def test_version(skuda):
 
 
 EVERY = (
-    *("list", "show", "explain", "verify", "merge", "bench", "train-check"),
+    *("list", "show", "explain", "verify", "merge", "bench", "bench-model", "bench-parallel", "train-check"),
     *("compile", "bundle", "cache", "lock", "diff", "doctor", "demo"),
 )
 
@@ -208,7 +208,7 @@ def test_what_runs_a_command_takes_every_option_that_the_command_declares():
         given = {name for option in options for name in passed.get(option, [option])}
         assert given <= taken, declared.name
         checked.add(closure["name"])
-    assert len(checked) == 18
+    assert len(checked) == 19
 
 
 def test_help_imports_nothing_heavy():

@@ -17,7 +17,7 @@ from skuda.dispatch import Dispatcher
 from skuda.dispatch.select.environment import skuda_version, versions
 from skuda.dispatch.select.tuning import Timing
 from skuda.registry.errors import InvalidProblem, MissingDependency
-from skuda.tools.output import plain_table, records, split, stderr, stdout
+from skuda.tools.output import plain_table, records, split, stderr, stdout, words
 from skuda.tools.parallel.record import (
     INT8_ALL,
     LLAMA_3_70B,
@@ -162,7 +162,8 @@ def _results(orders: Orders) -> Iterator[RowsResult]:
         found = [each[at] for each in told if at < len(each)]
         wrong = next(filter(None, (each["wrong"] for each in found)), "")
         if len(found) < orders.count:
-            yield RowsResult(rows=rows, wrong="; ".join(filter(None, (failed, wrong))))
+            silent = words(rank for rank, each in enumerate(told) if at >= len(each))
+            yield RowsResult(rows=rows, wrong="; ".join(filter(None, (failed, wrong, f"rank {silent} told nothing"))))
             continue
         yield RowsResult(
             rows=rows,
