@@ -23,13 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skuda.dispatch.shard.group import Group
 from skuda.dispatch.system.files import open_regular
 from skuda.dispatch.system.writing import replacing
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
 from skuda.registry.text import path_of, shown
 from skuda.torch.layers import describe_saving
 from skuda.torch.linear import StaticLinear
-from skuda.torch.scheme import Scheme, check_whole
+from skuda.torch.parallel import ShardedLinear
+from skuda.torch.scheme import Scheme
 from skuda.torch.stored import Kind, Tensors, check_values, int8_layer
 
 CONFIG, TENSORS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -53,7 +55,8 @@ def load_(model: nn.Module, path: str | os.PathLike[str]) -> tuple[str, ...]:
     """Load a checkpoint into a model, whose linear layers become int8 where the checkpoint has them so.
 
     All of the checkpoint is read and checked first: where this raises, the model is as it was. Tensors that are not of
-    int8 layers must have the dtype that they have in the model.
+    int8 layers must have the dtype that they have in the model. Of a layer that `parallelize_` has split, each rank
+    keeps its part; a checkpoint is whole, so the number of ranks that wrote it does not matter.
 
     Parameters
     ----------
@@ -86,7 +89,7 @@ def load_(model: nn.Module, path: str | os.PathLike[str]) -> tuple[str, ...]:
         for name, module, group in scheme.layers(model):
             layer = int8_layer(module, group, tensors.within(name), smooth=scheme.smooth)
             check_values(tensors.source, name, layer)
-            layers[name] = layer
+            layers[name] = module.like(layer) if isinstance(module, ShardedLinear) else layer
         copies = [*_copies(state, layers, tensors)]
         tensors.finish()
         with torch.no_grad():
@@ -124,6 +127,9 @@ def _bytes(tensor: Tensor) -> Tensor:
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a model with int8 layers as a checkpoint, which `load_`, compressed-tensors and vLLM read.
 
+    Of a model that `parallelize_` has split, every rank calls this. The checkpoint is that of the whole model, and rank
+    0 writes it.
+
     Parameters
     ----------
     model : Module
@@ -140,15 +146,45 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         If the package safetensors is not installed.
     OSError
         If a file cannot be written.
+    GroupMismatch, GroupBroken
+        If another rank does something else, or does not come.
     """
     folder = _folder("save", model, path)
-    safetensors = _safetensors()
-    fields = _config_of(model) | {"quantization_config": Scheme.of(model).fields()}
+    _safetensors()
+    fields = _config_of(model) | {"quantization_config": Scheme.of(model, parts=True).fields()}
     text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
-    tensors = _unshared(stored(model))
+    group = _group(model)
+    tensors = stored(model)
+    if group is None:
+        _write(folder, text, _unshared(tensors))
+        return
+    failure: Exception | None = None
+    if group.rank == 0:
+        try:
+            _write(folder, text, _unshared(tensors))
+        except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it
+            failure = error
+    told, *_ = group.exchange("" if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    if told:
+        raise OSError(f"rank 0 could not write {folder}: {told}")
+
+
+def _group(model: nn.Module) -> Group | None:
+    """Return the group whose ranks have parts of a model; None if it is whole."""
+    groups = {id(part.group): part.group for part in model.modules() if isinstance(part, ShardedLinear)}
+    if len(groups) > 1:
+        raise InvalidProblem("save", "model", f"layers of {len(groups)} groups", "be split over one group")
+    return next(iter(groups.values()), None)
+
+
+def _write(folder: Path, text: str, tensors: dict[str, Tensor]) -> None:
+    """Write the files."""
+    safetensors = _safetensors()
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / INDEX).exists():
-        raise InvalidProblem("save", "path", str(path), f"be a folder without {INDEX}, which names other files")
+        raise InvalidProblem("save", "path", str(folder), f"be a folder without {INDEX}, which names other files")
     with ExitStack() as stack:
         # Left in the reverse order: the tensors are in place before the config that tells how to read them.
         config = stack.enter_context(replacing(folder / CONFIG))
@@ -163,13 +199,19 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 def stored(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's tensors by their names in a checkpoint; zero points are s8 there.
 
+    Layers that ranks share are gathered; every rank calls this then.
+
     Raises
     ------
     InvalidProblem
         For a tensor that no file can hold, or a zero point that is not in -128..127.
     """
-    layers = {f"{name}.input_zero_point" for name, part in model.named_modules() if isinstance(part, StaticLinear)}
+    parts = StaticLinear | ShardedLinear
+    layers = {f"{name}.input_zero_point" for name, part in model.named_modules() if isinstance(part, parts)}
     tensors = _state(model)
+    for name, part in model.named_modules():
+        if isinstance(part, ShardedLinear):
+            tensors |= {f"{name}.{own}": value for own, value in part.gathered().state_dict().items()}
     for name, tensor in tensors.items():
         if name in layers:
             if not bool(((tensor >= -128) & (tensor <= 127)).all()):
@@ -292,7 +334,6 @@ def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _folder(subject: str, model: object, path: object) -> Path:
     if not isinstance(model, nn.Module):
         raise InvalidProblem(subject, "model", shown(model), "be a torch.nn.Module")
-    check_whole(subject, model)
     found = path_of(Path(path).absolute()) if isinstance(path, str | os.PathLike) and os.fspath(path) else None
     if found is None:
         raise InvalidProblem(subject, "path", shown(path), "be the path of a folder")

@@ -58,6 +58,8 @@ class Int8Linear(nn.Module):
     """The op of the product."""
     sharded: ClassVar[bool] = False
     """Whether it is a rank's part of a layer."""
+    whole_kind: type[Int8Linear] | None = None
+    """Of a rank's part of a layer that is not joined of others: what the whole layer is."""
     weight: Tensor
     weight_scale: Tensor
     bias: Tensor | None

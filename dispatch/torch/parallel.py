@@ -91,6 +91,7 @@ class ShardedLinear(Int8Linear):
             bias = None if bias is None else _cut(bias, "n", cut, group.rank)
         super().__init__(weight, scale, bias)
         self.group, self.shards, self.whole, self.parts = group, shards, (n, k), cut
+        self.whole_kind = type(whole) if type(whole) in (DynamicLinear, StaticLinear) else None
         self._columns = columns
         self.in_features = columns[group.rank] if columns else k
         self.out_features = shards.parts(n, k)[group.rank] if shards.output == "columns" else n
@@ -113,6 +114,47 @@ class ShardedLinear(Int8Linear):
     @abstractmethod
     def _check_k(self, k: int) -> None:
         """Refuse sums that could leave s32."""
+
+    def like(self, whole: DynamicLinear | StaticLinear) -> Self:
+        """Return a rank's part of another whole layer of these sizes, split as this one."""
+        made = type(self)(whole, self.group, self.shards, parts=self.parts if len(self.parts) > 1 else None)
+        made.name = self.name
+        return made
+
+    def gathered(self) -> DynamicLinear | StaticLinear:
+        """Return the whole layer, on the CPU; every rank calls this.
+
+        Raises
+        ------
+        InvalidProblem
+            If it is joined of others.
+        GroupMismatch
+            If another rank calls something else.
+        GroupBroken
+            If another rank does not come.
+        """
+        if self.whole_kind is None:
+            rule = "be no layers that fuse_ has joined: gather them before they are fused"
+            raise InvalidProblem(type(self).__name__, self.name or "layer", "a joined layer", rule)
+        self.group.agree(f"gathering {self.name or type(self).__name__} {self._split}")
+        with torch.no_grad():
+            whole = {name: self._gathered(name, held).cpu() for name, held in self._buffers.items() if held is not None}
+        tensors: Any = whole["weight"], whole["weight_scale"], whole.get("bias")
+        more: Any = {name: whole.get(name) for name in ("input_scale", "input_zero_point", "smooth")}
+        made = DynamicLinear(*tensors) if self.dynamic else StaticLinear(*tensors, **more)
+        made.train(self.training)
+        return made
+
+    def _gathered(self, name: str, held: Tensor) -> Tensor:
+        """Return a buffer of the whole layer."""
+        if name == "smooth" and self._columns:
+            return torch.as_tensor(self.group.gather(held, 0, self._columns))
+        if self.axis == "k":
+            return torch.as_tensor(self.group.gather(held, 1, self.parts[0])) if name == "weight" else held
+        if name not in ("weight", "weight_scale", "bias"):
+            return held
+        pieces = zip(held.split([sizes[self.group.rank] for sizes in self.parts]), self.parts, strict=True)
+        return torch.cat([torch.as_tensor(self.group.gather(piece, 0, sizes)) for piece, sizes in pieces])
 
     @property
     def dynamic(self) -> bool:

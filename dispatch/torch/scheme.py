@@ -41,9 +41,10 @@ class Activation(StrEnum):
     @classmethod
     def of(cls, layer: Int8Linear) -> Self | None:
         """Return how a module quantizes its input; None if no checkpoint can say it."""
-        if type(layer) is DynamicLinear:
+        kind = type(layer) if layer.whole_kind is None else layer.whole_kind
+        if kind is DynamicLinear:
             return cls("dynamic")
-        if type(layer) is StaticLinear:
+        if kind is StaticLinear:
             return cls("static" if layer.input_zero_point is None else "static with a zero point")
         return None
 
@@ -70,7 +71,7 @@ def check_whole(subject: str, model: nn.Module) -> None:
     """Refuse a model with layers of which this process has only a part."""
     for name, module in model.named_modules():
         if isinstance(module, Int8Linear) and module.sharded:
-            rule = "be a whole layer: save, or load the whole checkpoint, before parallelize_"
+            rule = "be a whole layer: use skuda.torch.save, or save before parallelize_"
             raise InvalidProblem(subject, name, f"a rank's part, {type(module).__name__}", rule)
 
 
@@ -144,15 +145,16 @@ class Scheme:
         return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
     @classmethod
-    def of(cls, model: nn.Module) -> Self:
-        """Describe the int8 layers of a model.
+    def of(cls, model: nn.Module, *, parts: bool = False) -> Self:
+        """Describe the int8 layers of a model, or with `parts` those of which this rank has parts.
 
         Raises
         ------
         InvalidProblem
             If it has none, or one that no checkpoint can hold.
         """
-        check_whole("checkpoint", model)
+        if not parts:
+            check_whole("checkpoint", model)
         layers = {name: module for name, module in model.named_modules() if isinstance(module, Int8Linear)}
         ways: dict[Activation, list[str]] = {}
         for name, layer in layers.items():
@@ -166,7 +168,7 @@ class Scheme:
             raise InvalidProblem("checkpoint", "model", type(model).__name__, "hold int8 layers: quantize it first")
         groups = (Group(("Linear",) if len(ways) == 1 else tuple(names), way) for way, names in ways.items())
         ignore = tuple(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-        smooth = any(isinstance(layer, StaticLinear) and layer.smooth is not None for layer in layers.values())
+        smooth = any(getattr(layer, "smooth", None) is not None for layer in layers.values())
         return cls(tuple(groups), ignore, smooth)
 
     def fields(self) -> dict[str, Any]:

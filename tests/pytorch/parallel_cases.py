@@ -11,6 +11,7 @@ from torch import nn
 
 from skuda.dispatch.shard import GroupMismatch, Link, Shards
 from skuda.dispatch.shard.shards import own
+from skuda.registry.errors import InvalidProblem
 from skuda.torch import (
     ColumnLinear,
     Dynamic,
@@ -18,9 +19,12 @@ from skuda.torch import (
     RowLinear,
     StaticLinear,
     fuse_,
+    load_,
     parallelize_,
     quantize_,
+    save,
 )
+from skuda.torch.checkpoint import TENSORS
 
 SLOW = Link(latency_us=0.0, gigabytes_per_s=1e-3)
 """With it bytes decide, so that sums are scattered."""
@@ -175,6 +179,61 @@ def compiled(group, seed):
             assert isinstance(mlp.gate_up_proj, ColumnLinear)
             found += [same(f(x), want) for f in (mlp, torch.compile(mlp, fullgraph=True, backend="aot_eager"))]
     return {"same": found}
+
+
+class Mixture(nn.Module):
+    """Layers of every kind, one of which stays in floating point."""
+
+    def __init__(self, rng):
+        super().__init__()
+        self.up, self.down = layer(rng, "dynamic", 40, 24), layer(rng, "static", 24, 40)
+        self.wide, self.narrow = layer(rng, "shifted", 33, 24), layer(rng, "shifted", 5, 33)
+        for each in list(self.children()):  # whether there is a bias is the model's, not the checkpoint's
+            each.bias = torch.from_numpy(rng.normal(size=each.out_features).astype(np.float32))
+        self.last = nn.Linear(5, 3)
+        with torch.no_grad():
+            for parameter in self.last.parameters():
+                parameter.copy_(torch.from_numpy(rng.normal(size=parameter.shape).astype(np.float32)))
+
+    def forward(self, x):
+        return self.last(self.narrow(torch.relu(self.wide(self.down(torch.relu(self.up(x)))))))
+
+
+SPLIT = {"up": "column", "down": "row", "wide": "column", "narrow": "row"}
+
+
+def checkpoints(group, seed, folder):
+    """Checkpoints that ranks write have the bytes of the whole model's, and are read by any number of ranks."""
+    rng = np.random.default_rng(seed)
+    model, other = Mixture(rng), Mixture(rng)
+    x = data(rng, (3, 24), torch.float32)
+    mine = folder / f"whole {group.count} {group.rank}"
+    save(model, mine)
+    shared = folder / f"shared {group.count}"
+    found = []
+    with torch.no_grad():
+        want = model(x)
+        parallelize_(model, group, SPLIT)
+        save(model, shared)
+        found += [(shared / name).read_bytes() == (mine / name).read_bytes() for name in ("config.json", TENSORS)]
+        parallelize_(other, group, SPLIT)
+        for source in (shared, folder / f"shared {max(1, group.count - 1)}"):
+            for name in SPLIT:
+                getattr(other, name).weight.zero_()
+            found.append(not same(other(x), want))
+            found.append(load_(other, source) == ("up", "down", "wide", "narrow"))
+            found += [same(other(x), want), type(other.down).__name__ == "RowLinear", other.down.name == "down"]
+        whole = Mixture(rng)
+        load_(whole, shared)
+        found.append(same(whole(x), want))
+        blocked = folder / f"blocked {group.count}"
+        blocked.mkdir(exist_ok=True)
+        (blocked / "model.safetensors.index.json").write_text("{}")
+        try:
+            save(model, blocked)
+        except (InvalidProblem, OSError) as error:
+            found.append("be a folder without" in str(error))
+    return {"right": found}
 
 
 def differing(group, seed):

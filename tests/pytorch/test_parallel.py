@@ -28,6 +28,7 @@ from skuda.torch import (  # noqa: E402
     quantize_,
     save,
 )
+from skuda.torch.scheme import Scheme  # noqa: E402
 
 HERE = Path(__file__).parent
 
@@ -71,6 +72,10 @@ def test_a_llama_has_one_hash_on_any_number_of_ranks(ranks):
     assert len({found["fused"] for found in every}) == 1
 
 
+def test_checkpoints_are_whole_and_read_by_any_number_of_ranks(ranks):
+    assert cases(ranks, "checkpoints") == [{"right": [True] * 14}] * (1 + 2 + 3 + 4)
+
+
 def test_layers_of_ranks_compile_to_one_graph(ranks):
     assert cases(ranks, "compiled") == [{"same": [True] * 6}] * 2
 
@@ -106,10 +111,12 @@ def test_what_cannot_be_shared_is_refused_and_left(tmp_path):
             RowLinear(model[0], group, Shards(axis="n", count=2))
         column = ColumnLinear(model[0], group)
         shared = nn.Sequential(column)
-        for call in (save, load_):
-            with pytest.raises(InvalidProblem, match="be a whole layer: save, or load the whole checkpoint"):
-                call(shared, tmp_path / "checkpoint")
-        assert not (tmp_path / "checkpoint").exists()
+        with pytest.raises(InvalidProblem, match=r"be a whole layer: use skuda\.torch\.save"):
+            Scheme.of(shared)
+        save(shared, tmp_path / "checkpoint")
+        again = nn.Sequential(nn.Linear(8, 8))
+        load_(again, tmp_path / "checkpoint")
+        assert torch.equal(again[0].weight[4 * group.rank :][:4], column.weight)
         with pytest.raises(InvalidProblem, match="have no gradient"):
             column(torch.ones(1, 8, requires_grad=True))
 
