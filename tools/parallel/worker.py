@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +21,7 @@ from skuda.tools.bench import llama
 from skuda.tools.bench.lab import TorchLab
 from skuda.tools.bench.measurement import error_line, rounds_each
 from skuda.tools.parallel.record import INT8_ALL, INT8_ONE, REAL_ALL, REAL_ONE, Orders
-from skuda.tools.ranks.carriers import BROKEN
+from skuda.tools.ranks.carriers import as_rank
 from skuda.torch import Dynamic, TorchGroup, fuse_, parallelize_, quantize_
 
 Call = Callable[[], object]
@@ -79,8 +78,7 @@ class Bench:
     """
 
     def __init__(self, orders: Orders, rank: int) -> None:
-        cuda = orders.backend == "nccl"
-        self.orders, self.cuda = orders, cuda
+        self.orders, cuda = orders, orders.backend == "nccl"
         device = HOST
         if cuda:
             device = next(one for one in Dispatcher().devices if one.place == ("cuda", rank))
@@ -223,26 +221,24 @@ def run(folder: Path, rank: int) -> None:
     # Every number of rows is compiled anew.
     torch._dynamo.config.recompile_limit = 8 * max(1, len(orders.rows))  # noqa: SLF001  its public place
     found: list[dict[str, Any]] = []
+
+    def tell(rows: int, result: Mapping[str, Any]) -> None:
+        found.append({"rows": rows, **result})
+        folder.joinpath(f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
     with torch.no_grad():
         bench = Bench(orders, rank)
         for rows in orders.rows:
             try:
-                result = bench.measure(rows)
+                tell(rows, bench.measure(rows))
             except GroupBroken:
                 raise
             except Exception as error:
-                found.append({"rows": rows, "wrong": f"rank {rank}: {error_line(error)}"})
-                folder.joinpath(f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+                tell(rows, {"wrong": f"rank {rank}: {error_line(error)}"})
                 raise  # the other ranks wait in a collective
-            found.append({"rows": rows, **result})
-            folder.joinpath(f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     distributed.barrier()
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    try:
-        run(Path(sys.argv[1]), int(sys.argv[2]))
-    except GroupBroken as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(BROKEN)
+    as_rank(run)

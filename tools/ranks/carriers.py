@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple, Protocol
 
 from skuda.dispatch.settings import environment
+from skuda.dispatch.shard.group import GroupBroken
 from skuda.registry.errors import SkudaError
 from skuda.tools.ranks.framework import NUMPY
 from skuda.tools.ranks.result import Line
@@ -122,6 +123,15 @@ def run_ranks(folder: Path, count: int, program: Sequence[str], patience: float,
     shares = [tuple(range(count))] if together else [(rank,) for rank in range(count)]
     with ExitStack() as ends:
         _wait(folder, [(ranks, _start(folder, ranks[0], count, program, ends)) for ranks in shares], patience)
+
+
+def as_rank(run: Callable[[Path, int], None]) -> None:
+    """Run what is one rank of `run_ranks`, with the folder and the number of the command line."""
+    try:
+        run(Path(sys.argv[1]), int(sys.argv[2]))
+    except GroupBroken as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(BROKEN)
 
 
 def _start(folder: Path, rank: int, count: int, program: Sequence[str], ends: ExitStack) -> subprocess.Popen[bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,7 +10,7 @@ from pathlib import Path
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.device import HOST
 from skuda.dispatch.shard import Group, GroupBroken, on_ranks
-from skuda.tools.ranks.carriers import BROKEN, THREADS
+from skuda.tools.ranks.carriers import THREADS, as_rank
 from skuda.tools.ranks.framework import NUMPY, torch_on
 from skuda.tools.ranks.work import Orders, hashes_of, read_orders, tell
 
@@ -73,8 +72,4 @@ def _others() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    try:
-        run(Path(sys.argv[1]), int(sys.argv[2]))
-    except GroupBroken as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(BROKEN)
+    as_rank(run)
