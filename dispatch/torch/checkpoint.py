@@ -28,8 +28,9 @@ from skuda.dispatch.system.files import open_regular
 from skuda.dispatch.system.writing import replacing
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
 from skuda.registry.text import path_of, shown
+from skuda.torch.joined import Part, is_joined
 from skuda.torch.layers import describe_saving
-from skuda.torch.linear import StaticLinear
+from skuda.torch.linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.parallel import ShardedLinear
 from skuda.torch.scheme import Scheme
 from skuda.torch.stored import Kind, Tensors, check_values, int8_layer
@@ -55,8 +56,9 @@ def load_(model: nn.Module, path: str | os.PathLike[str]) -> tuple[str, ...]:
     """Load a checkpoint into a model, whose linear layers become int8 where the checkpoint has them so.
 
     All of the checkpoint is read and checked first: where this raises, the model is as it was. Tensors that are not of
-    int8 layers must have the dtype that they have in the model. Of a layer that `parallelize_` has split, each rank
-    keeps its part; a checkpoint is whole, so the number of ranks that wrote it does not matter.
+    int8 layers must have the dtype that they have in the model, and so must those of layers that `fuse_` has joined. Of
+    a layer that `parallelize_` has split, each rank keeps its part. A checkpoint is whole, so it does not matter how
+    many ranks wrote it, nor whether its layers were joined.
 
     Parameters
     ----------
@@ -85,12 +87,18 @@ def load_(model: nn.Module, path: str | os.PathLike[str]) -> tuple[str, ...]:
     with opened(folder) as tensors:
         scheme = Scheme.parse(str(folder / CONFIG), read_object(folder / CONFIG).get("quantization_config"))
         state = _state(model)
-        layers = {}
+        names: list[str] = []
+        layers: dict[str, Int8Linear] = {}
+        copies: list[tuple[Tensor, Tensor]] = []
         for name, module, group in scheme.layers(model):
             layer = int8_layer(module, group, tensors.within(name), smooth=scheme.smooth)
             check_values(tensors.source, name, layer)
-            layers[name] = module.like(layer) if isinstance(module, ShardedLinear) else layer
-        copies = [*_copies(state, layers, tensors)]
+            names.append(name)
+            if isinstance(module, Part):
+                copies += _copies_of_part(tensors.source, name, module, layer)
+            else:
+                layers[name] = module.like(layer) if isinstance(module, ShardedLinear) else layer
+        copies += _copies(state, set(names), tensors)
         tensors.finish()
         with torch.no_grad():
             for own, tensor in copies:
@@ -98,7 +106,20 @@ def load_(model: nn.Module, path: str | os.PathLike[str]) -> tuple[str, ...]:
     for name, layer in layers.items():
         model.set_submodule(name, layer.train(model.get_submodule(name).training))
     describe_saving(model)
-    return tuple(layers)
+    return tuple(names)
+
+
+def _copies_of_part(source: str, name: str, part: Part, layer: Int8Linear) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each buffer of a joined layer's part, and what is to be copied into it."""
+    if not isinstance(layer, DynamicLinear):
+        rule = "be dynamic, as the model's layer, which fuse_ has joined with others: load before fuse_"
+        raise InvalidRecord(source, name, "a scheme with a fixed scale of the input", rule)
+    for own, view in part.views().items():
+        tensor = getattr(layer, own)
+        if tensor.dtype is not view.dtype:
+            rule = f"be {view.dtype}, as in the model, where fuse_ has joined it with others: load before fuse_"
+            raise InvalidRecord(source, f"tensor {name}.{own}", str(tensor.dtype), rule)
+        yield view, part.joined.held_of(part.number, tensor)
 
 
 def _copies(state: dict[str, Tensor], layers: Container[str], tensors: Tensors) -> Iterator[tuple[Tensor, Tensor]]:
@@ -209,9 +230,18 @@ def stored(model: nn.Module) -> dict[str, Tensor]:
     parts = StaticLinear | ShardedLinear
     layers = {f"{name}.input_zero_point" for name, part in model.named_modules() if isinstance(part, parts)}
     tensors = _state(model)
-    for name, part in model.named_modules():
-        if isinstance(part, ShardedLinear):
-            tensors |= {f"{name}.{own}": value for own, value in part.gathered().state_dict().items()}
+    joined: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Part) and isinstance(module.joined, ShardedLinear):
+            of = id(module.joined)
+            if of not in joined:
+                joined[of] = module.joined.gathered()
+            whole: nn.Module = Part(joined[of], module.number)
+        elif isinstance(module, ShardedLinear) and not is_joined(module):
+            whole = module.gathered()
+        else:
+            continue
+        tensors |= {f"{name}.{own}": value for own, value in whole.state_dict().items()}
     for name, tensor in tensors.items():
         if name in layers:
             if not bool(((tensor >= -128) & (tensor <= 127)).all()):

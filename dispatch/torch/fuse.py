@@ -273,10 +273,9 @@ def _join(module: nn.Module, names: tuple[str, ...], layers: tuple[DynamicLinear
             raise NotProven(f"{names[0]} and {name} differ in their inputs")
     if hasattr(module, joined_name):
         raise NotProven(f"it has a {joined_name} already")
-    joined, start = JoinedLinear.of(layers), 0
-    for name, layer in zip(names, layers, strict=True):
-        module.register_module(name, Part(joined, start, start + layer.out_features))
-        start += layer.out_features
+    joined = JoinedLinear.of(layers)
+    for number, name in enumerate(names):
+        module.register_module(name, Part(joined, number))
     module.register_module(joined_name, joined)
 
 

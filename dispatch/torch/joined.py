@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.dtypes import element_of
-from skuda.torch.linear import DynamicLinear, not_codes
+from skuda.torch.linear import DynamicLinear, Int8Linear, not_codes
 
 
 class Quantized(NamedTuple):
@@ -56,17 +57,57 @@ class JoinedLinear(DynamicLinear):
     """Layers with the same input as one, their outputs one after the other.
 
     Its buffers are in no ``state_dict``: each `Part` reads and writes its own of them.
+
+    Parameters
+    ----------
+    weight, weight_scale, bias
+        As in `Int8Linear`, one layer's after the other's.
+    sizes : tuple of int
+        Output channels of each layer.
     """
+
+    def __init__(
+        self, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *, sizes: tuple[int, ...]
+    ) -> None:
+        super().__init__(weight, weight_scale, bias)
+        self.sizes = self.whole_sizes = sizes
+        self._non_persistent_buffers_set |= set(self._buffers)
 
     @classmethod
     def of(cls, layers: tuple[DynamicLinear, ...]) -> JoinedLinear:
         """Join layers whose buffers have equal dtypes and devices."""
         weight, scale = (torch.cat([getattr(one, name) for one in layers]) for name in ("weight", "weight_scale"))
         biases = [one.bias for one in layers if one.bias is not None]
-        joined = cls(weight, scale, torch.cat(biases) if biases else None)
-        joined._non_persistent_buffers_set |= set(joined._buffers)
+        sizes = tuple(one.out_features for one in layers)
+        joined = cls(weight, scale, torch.cat(biases) if biases else None, sizes=sizes)
         joined.train(layers[0].training)
         return joined
+
+    def held_of(self, number: int, whole: Tensor) -> Tensor:  # noqa: ARG002  others hold less than all of it
+        """Return what this holds of a buffer of one of the layers: all of it."""
+        return whole
+
+
+class Joined(Protocol):
+    """What a `Part` is a part of: a `JoinedLinear`, or what a rank has of one."""
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    training: bool
+    out_features: int
+    in_features: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Output channels that this has of each layer."""
+
+    @property
+    def whole_sizes(self) -> tuple[int, ...]:
+        """Output channels of each layer."""
+
+    def held_of(self, number: int, whole: Tensor) -> Tensor:
+        """Return what this holds of a buffer of one of the layers."""
 
 
 class Part(nn.Module):
@@ -74,32 +115,43 @@ class Part(nn.Module):
 
     Parameters
     ----------
-    joined : JoinedLinear
+    joined : JoinedLinear, or a rank's part of one
         Held by another module.
-    start, stop : int
-        Output channels.
+    number : int
+        Which of its layers.
     """
 
-    def __init__(self, joined: JoinedLinear, start: int, stop: int) -> None:
+    def __init__(self, joined: Joined, number: int) -> None:
         super().__init__()
         self._joined = (joined,)  # not a child
-        self.start, self.stop = start, stop
+        self.number = number
+        self.start, self.stop = [0, *accumulate(joined.sizes)][number : number + 2]
         self.training = joined.training
+
+    @property
+    def joined(self) -> Joined:
+        """The layer that this is a part of."""
+        return self._joined[0]
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """N and K of the layer, of which `joined` may have less."""
+        return self.joined.whole_sizes[self.number], self.joined.in_features
 
     @property
     def weight(self) -> Tensor:
         """Codes, s8 of shape (N, K)."""
-        return self._joined[0].weight[self.start : self.stop]
+        return self.joined.weight[self.start : self.stop]
 
     @property
     def weight_scale(self) -> Tensor:
         """Real units per code of each output channel, of shape (N, 1)."""
-        return self._joined[0].weight_scale[self.start : self.stop]
+        return self.joined.weight_scale[self.start : self.stop]
 
     @property
     def bias(self) -> Tensor | None:
         """Of shape (N,), where there is one."""
-        bias = self._joined[0].bias
+        bias = self.joined.bias
         return None if bias is None else bias[self.start : self.stop]
 
     def forward(self, joined: Tensor) -> Tensor:
@@ -120,12 +172,13 @@ class Part(nn.Module):
         """Return its place."""
         return f"output channels {self.start} to {self.stop} of a joined layer"
 
-    def _views(self) -> dict[str, Tensor]:
+    def views(self) -> dict[str, Tensor]:
+        """Return its buffers by name."""
         named = {name: getattr(self, name) for name in ("weight", "weight_scale", "bias")}
         return {name: view for name, view in named.items() if view is not None}
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: ARG002, FBT001
-        destination.update({prefix + name: view for name, view in self._views().items()})
+        destination.update({prefix + name: view for name, view in self.views().items()})
 
     def _load_from_state_dict(
         self,
@@ -138,7 +191,7 @@ class Part(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Copy into the joined buffers, also where torch is asked to assign."""
-        views = self._views()
+        views = self.views()
         error = not_codes(prefix, state_dict)
         if error is not None:
             error_msgs.append(error)
@@ -157,3 +210,15 @@ class Part(nn.Module):
         if strict:
             own = (key.removeprefix(prefix) for key in state_dict if key.startswith(prefix))
             unexpected_keys += [prefix + name for name in own if name not in views]
+
+
+def int8_layers(model: nn.Module) -> Iterator[tuple[str, Int8Linear | Part]]:
+    """Yield the int8 layers of a model by name; of those that are joined, each with the name that it had."""
+    for name, module in model.named_modules():
+        if isinstance(module, Part) or (isinstance(module, Int8Linear) and not is_joined(module)):
+            yield name, module
+
+
+def is_joined(layer: nn.Module) -> bool:
+    """Return whether this is several layers as one, or a rank's part of such."""
+    return JoinedLinear in (type(layer), getattr(layer, "whole_kind", None))

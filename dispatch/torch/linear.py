@@ -59,7 +59,7 @@ class Int8Linear(nn.Module):
     sharded: ClassVar[bool] = False
     """Whether it is a rank's part of a layer."""
     whole_kind: type[Int8Linear] | None = None
-    """Of a rank's part of a layer that is not joined of others: what the whole layer is."""
+    """Of a rank's part of a layer: what the whole layer is; None if it is of a class that is not known here."""
     weight: Tensor
     weight_scale: Tensor
     bias: Tensor | None

@@ -27,7 +27,7 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.autograd import Q_MAX
 from skuda.torch.dtypes import element_of
-from skuda.torch.joined import Quantized
+from skuda.torch.joined import JoinedLinear, Quantized
 from skuda.torch.linear import Arguments, DynamicLinear, Int8Linear, StaticLinear
 
 _CODES = {"q_min": -Q_MAX, "q_max": Q_MAX, "output_element": "s8"}
@@ -91,7 +91,7 @@ class ShardedLinear(Int8Linear):
             bias = None if bias is None else _cut(bias, "n", cut, group.rank)
         super().__init__(weight, scale, bias)
         self.group, self.shards, self.whole, self.parts = group, shards, (n, k), cut
-        self.whole_kind = type(whole) if type(whole) in (DynamicLinear, StaticLinear) else None
+        self.whole_kind = type(whole) if type(whole) in (DynamicLinear, JoinedLinear, StaticLinear) else None
         self._columns = columns
         self.in_features = columns[group.rank] if columns else k
         self.out_features = shards.parts(n, k)[group.rank] if shards.output == "columns" else n
@@ -104,6 +104,8 @@ class ShardedLinear(Int8Linear):
         self.register_buffer("smooth", smooth)
         if static:
             self._hold_zero()
+        if isinstance(whole, JoinedLinear):
+            self._non_persistent_buffers_set |= set(self._buffers)
         self._courses: dict[tuple[int, torch.dtype, bool], Course] = {}
         self.name = ""
         self._number = next(_numbers)
@@ -127,21 +129,25 @@ class ShardedLinear(Int8Linear):
         Raises
         ------
         InvalidProblem
-            If it is joined of others.
+            If it is of another class.
         GroupMismatch
             If another rank calls something else.
         GroupBroken
             If another rank does not come.
         """
         if self.whole_kind is None:
-            rule = "be no layers that fuse_ has joined: gather them before they are fused"
-            raise InvalidProblem(type(self).__name__, self.name or "layer", "a joined layer", rule)
+            rule = "have been a DynamicLinear or a StaticLinear, and no subclass, which may hold more"
+            raise InvalidProblem(type(self).__name__, self.name or "layer", "a part of another layer", rule)
         self.group.agree(f"gathering {self.name or type(self).__name__} {self._split}")
         with torch.no_grad():
             whole = {name: self._gathered(name, held).cpu() for name, held in self._buffers.items() if held is not None}
         tensors: Any = whole["weight"], whole["weight_scale"], whole.get("bias")
         more: Any = {name: whole.get(name) for name in ("input_scale", "input_zero_point", "smooth")}
-        made = DynamicLinear(*tensors) if self.dynamic else StaticLinear(*tensors, **more)
+        made: DynamicLinear | StaticLinear
+        if self.whole_kind is JoinedLinear:
+            made = JoinedLinear(*tensors, sizes=self.whole_sizes)
+        else:
+            made = DynamicLinear(*tensors) if self.dynamic else StaticLinear(*tensors, **more)
         made.train(self.training)
         return made
 
@@ -153,8 +159,22 @@ class ShardedLinear(Int8Linear):
             return torch.as_tensor(self.group.gather(held, 1, self.parts[0])) if name == "weight" else held
         if name not in ("weight", "weight_scale", "bias"):
             return held
-        pieces = zip(held.split([sizes[self.group.rank] for sizes in self.parts]), self.parts, strict=True)
+        pieces = zip(held.split(self.sizes), self.parts, strict=True)
         return torch.cat([torch.as_tensor(self.group.gather(piece, 0, sizes)) for piece, sizes in pieces])
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How much of the split axis this rank has, for each of the layers that are joined in this one."""
+        return tuple(sizes[self.group.rank] for sizes in self.parts)
+
+    @property
+    def whole_sizes(self) -> tuple[int, ...]:
+        """How much of the split axis all ranks have, for each of these layers."""
+        return tuple(sum(sizes) for sizes in self.parts)
+
+    def held_of(self, number: int, whole: Tensor) -> Tensor:
+        """Return this rank's part of a buffer of one of these layers, split along its first axis."""
+        return cast("Tensor", own(whole, 0, self.parts[number], self.group.rank))
 
     @property
     def dynamic(self) -> bool:

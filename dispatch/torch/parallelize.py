@@ -312,10 +312,6 @@ def _width(layer: Any, axis: int = 0) -> int:
 
 def _rejoin(parent: nn.Module, whole: JoinedLinear, made: ShardedLinear) -> None:
     """Let the parts of a joined layer be views of a rank's part of it."""
-    made._non_persistent_buffers_set |= set(made._buffers)  # noqa: SLF001
-    start, sizes = 0, iter(made.parts)
-    for name, child in parent.named_children():
-        if isinstance(child, Part) and child._joined[0] is whole:  # noqa: SLF001
-            stop = start + next(sizes)[made.group.rank]
-            parent.register_module(name, Part(made, start, stop))  # type: ignore[arg-type]
-            start = stop
+    for name, child in list(parent.named_children()):
+        if isinstance(child, Part) and child.joined is whole:
+            parent.register_module(name, Part(made, child.number))

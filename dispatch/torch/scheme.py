@@ -20,6 +20,7 @@ from torch import nn
 
 from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.registry.text import shown
+from skuda.torch.joined import Part, int8_layers, is_joined
 from skuda.torch.layers import hooked
 from skuda.torch.linear import DynamicLinear, Int8Linear, StaticLinear
 
@@ -39,10 +40,10 @@ class Activation(StrEnum):
     SHIFTED = "static with a zero point"
 
     @classmethod
-    def of(cls, layer: Int8Linear) -> Self | None:
+    def of(cls, layer: Int8Linear | Part) -> Self | None:
         """Return how a module quantizes its input; None if no checkpoint can say it."""
-        kind = type(layer) if layer.whole_kind is None else layer.whole_kind
-        if kind is DynamicLinear:
+        kind = getattr(layer, "whole_kind", None) or type(layer)
+        if kind in (DynamicLinear, Part):
             return cls("dynamic")
         if kind is StaticLinear:
             return cls("static" if layer.input_zero_point is None else "static with a zero point")
@@ -114,6 +115,8 @@ class Scheme:
     def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Group]]:
         """Yield name, module and group of each layer that is int8; it is a `torch.nn.Linear`, or int8 already.
 
+        Of layers that are joined it is each `Part`.
+
         Raises
         ------
         InvalidProblem
@@ -123,9 +126,9 @@ class Scheme:
         seen: set[int] = set()
         for name, module in model.named_modules(remove_duplicate=False):
             group = self._group(name, module)
-            if group is None or matches(self.ignore, name, module):
+            if group is None or matches(self.ignore, name, module) or is_joined(module):
                 continue
-            if type(module) is not nn.Linear and not isinstance(module, Int8Linear):
+            if type(module) is not nn.Linear and not isinstance(module, Int8Linear | Part):
                 if next(module.parameters(recurse=False), None) is None:
                     continue
                 _refuse(name, type(module).__name__, "be a torch.nn.Linear: add it to ignore")
@@ -155,14 +158,12 @@ class Scheme:
         """
         if not parts:
             check_whole("checkpoint", model)
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, Int8Linear)}
+        layers = dict(int8_layers(model))
         ways: dict[Activation, list[str]] = {}
         for name, layer in layers.items():
             activation = Activation.of(layer)
             if activation is None:
-                _refuse(
-                    name, type(layer).__name__, "be a DynamicLinear or a StaticLinear: save before layers are fused"
-                )
+                _refuse(name, type(layer).__name__, "be a DynamicLinear or a StaticLinear")
             ways.setdefault(activation, []).append(name)
         if not ways:
             raise InvalidProblem("checkpoint", "model", type(model).__name__, "hold int8 layers: quantize it first")
@@ -322,7 +323,7 @@ def matches(targets: tuple[str, ...], name: str, module: nn.Module) -> bool:
 def _matched(targets: tuple[str, ...], name: str, module: nn.Module) -> tuple[int, str] | None:
     """Return how well the best of the targets fits a module, least first; None if none fits."""
     classes = {kind.__name__ for kind in type(module).__mro__} | (
-        {"Linear"} if isinstance(module, Int8Linear) else set()
+        {"Linear"} if isinstance(module, Int8Linear | Part) else set()
     )
     ranks = []
     for target in targets:

@@ -107,7 +107,7 @@ def int8_layer(module: Any, group: Group, found: Tensors, *, smooth: bool = Fals
 
     Parameters
     ----------
-    module : Linear or Int8Linear
+    module : Linear, Int8Linear or Part
         Tells sizes, device, and whether there is a bias, of which dtype.
     group : Group
         How it is quantized.
@@ -121,7 +121,7 @@ def int8_layer(module: Any, group: Group, found: Tensors, *, smooth: bool = Fals
     InvalidRecord
         For a tensor that is missing, or has another dtype or shape.
     """
-    n, k = getattr(module, "whole", (module.out_features, module.in_features))
+    n, k = module.whole if hasattr(module, "whole") else (module.out_features, module.in_features)
     device = module.weight.device
 
     def taken(name: str, dtypes: torch.dtype | tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:

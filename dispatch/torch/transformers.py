@@ -35,6 +35,7 @@ except ImportError as error:
     raise MissingDependency("transformers", "pip install 'skuda[transformers]'") from error
 
 from skuda.torch.checkpoint import opened_files, stored
+from skuda.torch.joined import int8_layers
 from skuda.torch.linear import Int8Linear, StaticLinear
 from skuda.torch.quantize import Dynamic, Report, quantize_
 from skuda.torch.scheme import FORMAT, METHOD, OWN_METHOD, Activation, Scheme, matches
@@ -219,7 +220,7 @@ def convert_(model: Any) -> tuple[str, ...]:
     config.quantization_config = SkudaConfig(scheme=now)
     model.hf_quantizer = SkudaQuantizer(config.quantization_config, pre_quantized=True)
     model.is_quantized, model.quantization_method = True, OWN_METHOD
-    return tuple(name for name, layer in model.named_modules() if isinstance(layer, Int8Linear))
+    return tuple(name for name, _ in int8_layers(model))
 
 
 def describe_(model: nn.Module) -> None:

@@ -236,6 +236,37 @@ def checkpoints(group, seed, folder):
     return {"right": found}
 
 
+def fused_checkpoints(group, seed, folder):
+    """Joined layers, on ranks or not, are written like those they join, and are read from what others wrote."""
+    found, logits = [], []
+    tokens = torch.randint(0, 64, (2, 5), generator=torch.Generator().manual_seed(seed))
+    paths = [folder / f"joined {name} {group.count}" for name in ("plain", "other", "fused", "shared")]
+    models = []
+    for path, own_seed in zip(paths[:2], (seed, seed + 1), strict=True):
+        torch.manual_seed(own_seed)
+        model = llama("silu")
+        quantize_(model, Dynamic())
+        if group.rank == 0:
+            save(model, path)
+        fuse_(model)
+        models.append(model)
+        with torch.no_grad():
+            logits.append(model(tokens).logits)
+    if group.rank == 0:
+        save(models[0], paths[2])
+    group.exchange("")
+    model = models[0]
+    parallelize_(model, group)
+    save(model, paths[3])
+    for path in paths[2:]:
+        found += [(path / name).read_bytes() == (paths[0] / name).read_bytes() for name in ("config.json", TENSORS)]
+    with torch.no_grad():
+        for path, want in ((paths[1], logits[1]), (paths[3], logits[0])):
+            found.append(len(load_(model, path)) == 2 * 7 + 1)  # of each block, and the head
+            found.append(same(model(tokens).logits, want))
+    return {"right": found}
+
+
 def differing(group, seed):
     """Ranks with another order of calls, another shape, another descriptor."""
     rank, count = group.rank, group.count

@@ -22,6 +22,7 @@ for size in range(1, count + 1):
         cases = (parallel_cases.layers, parallel_cases.hashes, *((parallel_cases.compiled,) if size == 2 else ()))
         found |= {f"{case.__name__} {size}": case(group, seed) for case in cases}
         found[f"checkpoints {size}"] = parallel_cases.checkpoints(group, seed, folder)
+        found[f"fused checkpoints {size}"] = parallel_cases.fused_checkpoints(group, seed, folder)
 found["differing"] = parallel_cases.differing(TorchGroup(), seed)
 (folder / f"{rank}.json").write_text(json.dumps(found))
 distributed.barrier()

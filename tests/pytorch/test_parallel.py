@@ -76,6 +76,10 @@ def test_checkpoints_are_whole_and_read_by_any_number_of_ranks(ranks):
     assert cases(ranks, "checkpoints") == [{"right": [True] * 14}] * (1 + 2 + 3 + 4)
 
 
+def test_checkpoints_of_joined_layers_are_those_of_the_layers(ranks):
+    assert cases(ranks, "fused checkpoints") == [{"right": [True] * 8}] * (1 + 2 + 3 + 4)
+
+
 def test_layers_of_ranks_compile_to_one_graph(ranks):
     assert cases(ranks, "compiled") == [{"same": [True] * 6}] * 2
 
@@ -114,6 +118,9 @@ def test_what_cannot_be_shared_is_refused_and_left(tmp_path):
         with pytest.raises(InvalidProblem, match=r"be a whole layer: use skuda\.torch\.save"):
             Scheme.of(shared)
         save(shared, tmp_path / "checkpoint")
+        own_kind = type("Own", (DynamicLinear,), {})
+        with pytest.raises(InvalidProblem, match="no subclass, which may hold more"):
+            ColumnLinear(own_kind.from_linear(nn.Linear(8, 8)), group).gathered()
         again = nn.Sequential(nn.Linear(8, 8))
         load_(again, tmp_path / "checkpoint")
         assert torch.equal(again[0].weight[4 * group.rank :][:4], column.weight)

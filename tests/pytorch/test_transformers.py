@@ -21,6 +21,7 @@ from skuda.torch import (  # noqa: E402
     SmoothStatic,
     StaticLinear,
     calibrate,
+    fuse_,
     load_,
     quantize_,
     save,
@@ -106,6 +107,51 @@ def test_a_checkpoint_of_floats_is_quantized_as_it_is_loaded(tied, tmp_path):
     quantize_(plain, Dynamic(), lambda module, _: module is not plain.lm_head)
     assert torch.equal(logits(model, ids), logits(plain, ids))
     assert_survives_saving(model, ids, tmp_path)
+
+
+def test_a_fused_model_is_saved_as_the_model_that_it_was(tmp_path):
+    rng = fresh()
+    llama(rng).save_pretrained(tmp_path)
+    model, other = (from_pretrained(tmp_path, quantization_config=SkudaConfig()) for _ in range(2))
+    model.save_pretrained(tmp_path / "plain")
+    other.model.layers[0].self_attn.q_proj.weight.zero_()
+    ids = drawn_ids(rng)
+    want = logits(model, ids)
+    for each in (model, other):
+        assert len(fuse_(each).fused) == 6
+    fused = logits(model, ids)
+    assert not torch.equal(logits(other, ids), fused)
+    assert set(load_(other, tmp_path / "plain")) == LAYERS
+    assert torch.equal(logits(other, ids), fused)
+    assert set(convert_(model)) == LAYERS
+    for name, write in (("one", model.save_pretrained), ("ours", lambda folder: save(model, folder))):
+        write(tmp_path / name)
+        first, again = (load_file(tmp_path / folder / "model.safetensors") for folder in ("plain", name))
+        assert first.keys() == again.keys()
+        assert all(torch.equal(first[key], again[key]) for key in first)
+        assert torch.equal(logits(from_pretrained(tmp_path / name), ids), want)
+
+
+def test_a_fused_model_refuses_layers_that_could_not_have_been_joined(tmp_path):
+    rng = fresh()
+    llama(rng).save_pretrained(tmp_path)
+    models = [from_pretrained(tmp_path, quantization_config=SkudaConfig()) for _ in range(2)]
+    fused = models[0]
+    fuse_(fused)
+    before = {name: tensor.clone() for name, tensor in fused.state_dict().items()}
+    for layer in models[1].modules():
+        if isinstance(layer, DynamicLinear):
+            layer.weight_scale = layer.weight_scale.bfloat16()
+    save(models[1], tmp_path / "narrow")
+    static = from_pretrained(tmp_path)
+    with calibrate(static) as calibration:
+        logits(static, drawn_ids(rng))
+    quantize_(static, SmoothStatic(calibration, alpha=0.5), lambda module, _: module is not static.lm_head)
+    save(static, tmp_path / "static")
+    for name, words in (("narrow", "weight_scale.*float32.*load before fuse_"), ("static", "dynamic.*load before")):
+        with pytest.raises(InvalidRecord, match=words):
+            load_(fused, tmp_path / name)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in fused.state_dict().items())
 
 
 def test_generate_gives_the_tokens_of_single_steps(tmp_path):
