@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,9 +111,9 @@ def plugin_enabled(*names: str) -> bool:
     return not known & left_out and (not only or bool(known & only))
 
 
-def environment(**changes: str) -> dict[str, str]:
-    """Return the environment for a child process, with some variables changed."""
-    return {**os.environ, **changes}
+def environment(defaults: Mapping[str, str] | None = None, /, **changes: str) -> dict[str, str]:
+    """Return the environment for a child process, with some variables changed, and others set where they are not."""
+    return {**(defaults or {}), **os.environ, **changes}
 
 
 def logged_topics() -> frozenset[str]:

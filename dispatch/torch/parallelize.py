@@ -147,7 +147,7 @@ def parallelize_(
 def _applied(model: nn.Module, ranks: Group, cuts: list[_Cut]) -> Parallelization:
     """Replace the layers."""
     for name, module in model.named_modules():
-        if isinstance(module, FusedGatedMLP) and any(cut.name.startswith(f"{name}.") for cut in cuts):
+        if isinstance(module, FusedGatedMLP) and any(cut.name.startswith(_within(name, "")) for cut in cuts):
             module.fused_form = module.fused_form._replace(group=ranks)
     converted = {}
     for cut in cuts:
@@ -177,7 +177,8 @@ class _Wishes:
             try:
                 yield from self._structure(name, module)
             except NotProven as reason:
-                raise InvalidProblem("parallelize_", name, str(reason), "be understood; nothing was changed") from None
+                rule = "be understood; nothing was changed"
+                raise InvalidProblem("parallelize_", name or "model", str(reason), rule) from None
 
     def _structure(self, name: str, module: nn.Module) -> list[_Cut]:
         """Return how the layers of an attention or an MLP are shared; nothing for another module."""
@@ -202,13 +203,14 @@ class _Wishes:
         of_queries = tuple(size * (queries // keys) for size in of_keys)
         sizes = (of_queries, of_keys, of_keys)
         if fused:
-            cuts = [self._column(f"{name}.{module.fused_form.joined}", module.get_submodule("qkv_proj"), sizes)]
+            joined = module.fused_form.joined
+            cuts = [self._column(_within(name, joined), getattr(module, joined), sizes)]
         else:
             cuts = [
-                self._column(f"{name}.{each}", getattr(module, each), (size,))
+                self._column(_within(name, each), getattr(module, each), (size,))
                 for each, size in zip(_QKV, sizes, strict=True)
             ]
-        return [*cuts, self._last(f"{name}.{_O}", getattr(module, _O), of_queries)]
+        return [*cuts, self._last(_within(name, _O), getattr(module, _O), of_queries)]
 
     def _mlp(self, name: str, module: nn.Module) -> list[_Cut]:
         if not isinstance(module, FusedGatedMLP):
@@ -221,10 +223,10 @@ class _Wishes:
         sizes = split(inner, self.count, _UNIT if inner >= _UNIT * self.count else 1)
         if isinstance(module, FusedGatedMLP):
             joined = module.fused_form.joined
-            cuts = [self._column(f"{name}.{joined}", module.get_submodule(joined), (sizes, sizes))]
+            cuts = [self._column(_within(name, joined), module.get_submodule(joined), (sizes, sizes))]
         else:
-            cuts = [self._column(f"{name}.{each}", getattr(module, each), (sizes,)) for each in _GATE_UP]
-        return [*cuts, self._last(f"{name}.{_DOWN}", getattr(module, _DOWN), sizes)]
+            cuts = [self._column(_within(name, each), getattr(module, each), (sizes,)) for each in _GATE_UP]
+        return [*cuts, self._last(_within(name, _DOWN), getattr(module, _DOWN), sizes)]
 
     def _column(self, name: str, layer: nn.Module, parts: tuple[tuple[int, ...], ...]) -> _Cut:
         _check_layer(name, layer)
@@ -304,6 +306,11 @@ def _heads(module: nn.Module) -> int:
 def _check_layer(name: str, layer: nn.Module) -> None:
     if not isinstance(layer, DynamicLinear | StaticLinear | Part):
         raise NotProven(f"{name} is a {type(layer).__name__}, no whole int8 layer")
+
+
+def _within(name: str, child: str) -> str:
+    """Return the name of a module's child; the model itself has no name."""
+    return f"{name}.{child}" if name else child
 
 
 def _width(layer: Any, axis: int = 0) -> int:

@@ -175,7 +175,7 @@ def compiled(group, seed):
             quantize_(mlp, Dynamic())
             fuse_(mlp)
             want = mlp(x)
-            parallelize_(nn.Sequential(mlp), group)
+            parallelize_(mlp, group)
             assert isinstance(mlp.gate_up_proj, ColumnLinear)
             found += [same(f(x), want) for f in (mlp, torch.compile(mlp, fullgraph=True, backend="aot_eager"))]
     return {"same": found}

@@ -14,6 +14,7 @@ from support import fresh
 
 torch = pytest.importorskip("torch")
 
+from parallel_cases import GatedMLP  # noqa: E402  torch may be absent
 from torch import nn  # noqa: E402  torch may be absent
 
 from skuda.dispatch.shard import Shards, on_ranks  # noqa: E402
@@ -23,6 +24,7 @@ from skuda.torch import (  # noqa: E402
     Dynamic,
     DynamicLinear,
     RowLinear,
+    fuse_,
     load_,
     parallelize_,
     quantize_,
@@ -155,6 +157,19 @@ def test_models_of_transformers_are_understood(name):
     for report in on_ranks(2, lambda group: parallelize_(models[group.rank], group, lm_head=True)):
         assert len(report.converted) == 2 * 7 + 1
         assert report.left == ()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_model_may_be_the_mlp_itself(fused):
+    def work(group):
+        mlp = GatedMLP(24, 40, nn.SiLU())
+        quantize_(mlp, Dynamic())
+        if fused:
+            fuse_(mlp)
+        return set(parallelize_(mlp, group).converted)
+
+    first = {"gate_up_proj"} if fused else {"gate_proj", "up_proj"}
+    assert on_ranks(2, work) == [first | {"down_proj"}] * 2
 
 
 def test_an_attention_that_is_not_understood_leaves_the_model_as_it_was():

@@ -139,7 +139,7 @@ def _start(folder: Path, rank: int, count: int, program: Sequence[str], ends: Ex
     errors = ends.enter_context(folder.joinpath(f"{rank}.err").open("wb"))
     process = subprocess.Popen(
         [sys.executable, *program, str(folder), str(rank)],
-        env=environment(OMP_NUM_THREADS=threads),
+        env=environment({"OMP_NUM_THREADS": threads}),
         stdin=subprocess.DEVNULL,
         stdout=errors,
         stderr=errors,

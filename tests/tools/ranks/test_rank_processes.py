@@ -87,6 +87,16 @@ def test_what_every_rank_tells_is_in_the_lines(tmp_path):
     assert_ended(tmp_path)
 
 
+@pytest.mark.parametrize("given", [None, "5"])
+def test_ranks_share_the_cores_unless_the_caller_says_otherwise(given, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    carrier = programmed(tmp_path, "sys.exit(f\"told {os.environ['OMP_NUM_THREADS']}\")")
+    with pytest.raises(RankFailed, match=f"told {given or max(1, (os.cpu_count() or 1) // 2)}$"):
+        [*carrier.run(task_of(fresh("threads of a rank")), (2,))]
+
+
 @pytest.mark.parametrize(
     ("fate", "reason"),
     [
