@@ -312,8 +312,9 @@ def _parallel(
     repeats: Repeats = 20,
     seed: Seed = None,
     patience: Annotated[float, typer.Option(help="Seconds for all of the work.", min=1)] = 900.0,
+    trace: Annotated[bool, typer.Option(help="Record the kernels of a few replays when everything is timed.")] = True,
     output: Output = None,
-    show: Annotated[Path | None, _option("FILE", "Show this record; measure nothing.")] = None,
+    show: Annotated[Path | None, _option("FILE", "Show this record, with its kernels; measure nothing.")] = None,
     as_json: Json = False,
 ) -> None:
     """Time a gated MLP on one GPU and on several.
@@ -321,8 +322,9 @@ def _parallel(
     In bf16 and in int8, as replays of CUDA graphs with NCCL's collectives in them; the time of a round is that of the
     slowest rank. The weights are random. Before, the outputs in int8 on all ranks, called, replayed and compiled, are
     compared bit for bit with those on one, and a few rows with NumPy; where they differ, nothing is timed, and the exit
-    status is 1. Needs torch. Piped, each line is a record with tabs between rows, way, median, p10 and p90 in us, the
-    ratio to ours on all ranks, and what failed.
+    status is 1. A trace says how long products, other kernels and exchanges ran, and what overlapped. Needs torch.
+    Piped, each line is a record with tabs between rows, way, median, p10 and p90 in us, the ratio to ours on all ranks,
+    what failed, and of the trace, in us: products, other kernels, exchange, of it hidden, of it waiting, idle, total.
     """
 
 

@@ -5,31 +5,24 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
+from typing import Any
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.select.environment import skuda_version, versions
 from skuda.dispatch.select.tuning import Timing
 from skuda.registry.errors import InvalidProblem, MissingDependency
-from skuda.tools.output import plain_table, records, split, stderr, stdout, words
-from skuda.tools.parallel.record import (
-    INT8_ALL,
-    LLAMA_3_70B,
-    WAYS,
-    Orders,
-    ParallelRecord,
-    RowsResult,
-    judged,
-    parallel_measurer_hash,
-)
+from skuda.tools.output import records, split, stderr, stdout, words
+from skuda.tools.parallel.record import LLAMA_3_70B, Orders, ParallelRecord, RowsResult, parallel_measurer_hash
+from skuda.tools.parallel.terminal import print_record, rows_of
+from skuda.tools.parallel.trace import Trace
 from skuda.tools.ranks.carriers import RankFailed, run_ranks
-from skuda.tools.requirement import print_judged
 
 _ROWS = ("1", "2", "3", "16", "128", "2048", "8192")
 _PROGRAM = ("-m", "skuda.tools.parallel.worker")
@@ -47,6 +40,7 @@ class Request:
     repeats: int = 20
     seed: int | None = None
     patience: float = 900.0
+    trace: bool = True
 
     def orders(self) -> Orders:
         """Return what the ranks do; raises `InvalidProblem` for a number of rows that is none."""
@@ -63,6 +57,7 @@ class Request:
             repeats=self.repeats,
             seed=int.from_bytes(os.urandom(4), "little") if self.seed is None else self.seed,
             patience=self.patience,
+            trace=self.trace,
         )
 
     def command(self, orders: Orders) -> str:
@@ -70,7 +65,8 @@ class Request:
         given = {"--gpus": self.gpus, "--rows": ",".join(map(str, orders.rows)), "--hidden": self.hidden}
         given |= {"--intermediate": self.intermediate, "--repeats": self.repeats, "--seed": orders.seed}
         words = [str(word) for pair in given.items() for word in pair]
-        return shlex.join(["skuda", "bench-parallel", *words, *(["--cpu"] if self.cpu else [])])
+        words += [word for word, given in (("--cpu", self.cpu), ("--no-trace", not self.trace)) if given]
+        return shlex.join(["skuda", "bench-parallel", *words])
 
 
 def run(request: Request, *, output: Path | None = None, show: Path | None = None, as_json: bool = False) -> int:
@@ -111,9 +107,11 @@ def run(request: Request, *, output: Path | None = None, show: Path | None = Non
     if as_json:
         stdout().out(record.model_dump_json(indent=2), highlight=False)
     elif stdout().is_terminal:
-        _print(record)
+        print_record(stdout(), record, kernels=show is not None)
     else:
-        records(_lines(record))
+        records(rows_of(record))
+    if record.untraced:
+        stderr().print(f"skuda: not traced: {record.untraced}", style="yellow", soft_wrap=True)
     for result in record.wrong:
         stderr().print(f"skuda: {result.rows} rows: {result.wrong}", style="red", soft_wrap=True)
     return 1 if record.wrong else 0
@@ -132,6 +130,8 @@ def _measured(request: Request) -> ParallelRecord | None:
         stderr().print(f"skuda: {line}", style="yellow", soft_wrap=True)
         return None
     began, date = perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
+    told, failed = _told(orders)
+    results = tuple(_results(orders, told, failed))
     return ParallelRecord(
         device="cpu" if request.cpu else cards[0].name,
         versions=versions(("numpy", "torch", "triton")),
@@ -140,14 +140,15 @@ def _measured(request: Request) -> ParallelRecord | None:
         command=request.command(orders),
         orders=orders,
         graph=not request.cpu,
-        results=tuple(_results(orders)),
+        results=results,
+        untraced=_untraced(results, failed) if orders.trace else "",
         seconds=round(perf_counter() - began, 1),
         measurer_hash=parallel_measurer_hash(),
     )
 
 
-def _results(orders: Orders) -> Iterator[RowsResult]:
-    """Run the ranks, and yield what they found, as far as they came."""
+def _told(orders: Orders) -> tuple[list[list[dict[str, Any]]], str]:
+    """Run the ranks; return what each found, as far as it came, and why one failed, if one did."""
     failed = ""
     with TemporaryDirectory(prefix="skuda-parallel-") as name:
         folder = Path(name)
@@ -157,7 +158,10 @@ def _results(orders: Orders) -> Iterator[RowsResult]:
         except RankFailed as error:
             failed = str(error)
         files = [folder / f"{rank}.json" for rank in range(orders.count)]
-        told = [json.loads(file.read_text(encoding="utf-8")) if file.exists() else [] for file in files]
+        return [json.loads(file.read_text(encoding="utf-8")) if file.exists() else [] for file in files], failed
+
+
+def _results(orders: Orders, told: Sequence[Sequence[Mapping[str, Any]]], failed: str) -> Iterator[RowsResult]:
     for at, rows in enumerate(orders.rows):
         found = [each[at] for each in told if at < len(each)]
         wrong = next(filter(None, (each["wrong"] for each in found)), "")
@@ -168,30 +172,22 @@ def _results(orders: Orders) -> Iterator[RowsResult]:
         yield RowsResult(
             rows=rows,
             timings={way: Timing.of(times) for way, times in found[0].get("times", {}).items()},
+            traces=_traces([each.get("traces", {}) for each in found]),
             compared=min(each.get("compared", 0) for each in found),
             with_numpy=max(each.get("with_numpy", 0) for each in found),
             wrong=wrong,
         )
 
 
-def _lines(record: ParallelRecord) -> Iterator[tuple[object, ...]]:
-    for result in record.results:
-        for way, timing in result.timings.items():
-            yield result.rows, way, timing.median, timing.p10, timing.p90, result.gain(way), ""
-        if result.wrong:
-            yield result.rows, "", "", "", "", "", result.wrong
+def _traces(ranks: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Trace, ...]]:
+    """Return the traces by way, of all ranks; what not every rank has is left out."""
+    return {
+        way: tuple(Trace.model_validate(each[way]) for each in ranks)
+        for way in ranks[0]
+        if all(way in each for each in ranks)
+    }
 
 
-def _print(record: ParallelRecord) -> None:
-    console, orders = stdout(), record.orders
-    console.print(f"gated MLP {orders.hidden} x {orders.intermediate} on {orders.count} ranks, {record.device}, us")
-    table = plain_table("rows", *WAYS, f"{WAYS[2]} over {INT8_ALL}", f"{WAYS[1]} over {INT8_ALL}", numbers=0)
-    for result in record.results:
-        times = [f"{result.timings[way].median:.1f}" if way in result.timings else "" for way in WAYS]
-        gains = (result.gain(WAYS[2]), result.gain(WAYS[1]))
-        table.add_row(str(result.rows), *times, *("" if gain is None else f"{gain:.2f}x" for gain in gains))
-    console.print(table)
-    if record.outdated:
-        console.print(f"stale: {record.outdated}", style="yellow")
-    print_judged(console, judged(record))
-    console.print(f"{record.device}, {record.date}; again: {record.command}", soft_wrap=True)
+def _untraced(results: Sequence[RowsResult], failed: str) -> str:
+    missing = words(f"{one.rows} rows {way}" for one in results for way in one.timings if way not in one.traces)
+    return missing and f"{missing}; {failed or 'the profiler recorded no whole replay'}"

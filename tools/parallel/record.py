@@ -12,6 +12,7 @@ from skuda.dispatch.compile.code import code_hash
 from skuda.dispatch.device import device_named
 from skuda.dispatch.select.tuning import Timing
 from skuda.registry.value import Real, Size, Value
+from skuda.tools.parallel.trace import Trace
 from skuda.tools.record import Record
 from skuda.tools.requirement import Judged, Requirement, differences
 
@@ -42,6 +43,8 @@ class Orders(Value):
         Of weights and inputs.
     patience : float
         Seconds that a rank waits for the others.
+    trace : bool
+        Whether replays are traced when everything is timed.
     """
 
     backend: Literal["nccl", "gloo"]
@@ -52,6 +55,7 @@ class Orders(Value):
     repeats: Size
     seed: Size
     patience: float
+    trace: bool = False
 
 
 class RowsResult(Value):
@@ -69,10 +73,13 @@ class RowsResult(Value):
         Rows that were compared with NumPy, on one rank.
     wrong : str
         How an output differs in a bit, or what failed; empty if nothing did.
+    traces : dict
+        By way, of every rank, the replay whose time, of the slowest rank, was the median of a few.
     """
 
     rows: Size
     timings: dict[str, Timing] = Field(default_factory=dict)
+    traces: dict[str, tuple[Trace, ...]] = Field(default_factory=dict)
     compared: Size = 0
     with_numpy: Size = 0
     wrong: str = ""
@@ -101,6 +108,8 @@ class ParallelRecord(Record):
         Whether what is timed is a replay of a CUDA graph; on a CPU it is a call.
     results : tuple of RowsResult
         In the order of the rows.
+    untraced : str
+        Why something that was timed has no trace though one was asked for; empty if all have one.
     """
 
     kind: Literal["skuda bench-parallel"] = "skuda bench-parallel"
@@ -115,6 +124,7 @@ class ParallelRecord(Record):
     orders: Orders
     graph: bool
     results: tuple[RowsResult, ...]
+    untraced: str = ""
 
     @property
     def outdated(self) -> str:

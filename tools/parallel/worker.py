@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F  # noqa: N812  torch's name
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.device import HOST
@@ -21,6 +24,7 @@ from skuda.tools.bench import llama
 from skuda.tools.bench.lab import TorchLab
 from skuda.tools.bench.measurement import error_line, rounds_each
 from skuda.tools.parallel.record import INT8_ALL, INT8_ONE, REAL_ALL, REAL_ONE, Orders
+from skuda.tools.parallel.trace import MARK, Trace, extents, median_at, replays
 from skuda.tools.ranks.carriers import as_rank
 from skuda.torch import Dynamic, TorchGroup, fuse_, parallelize_, quantize_
 
@@ -31,6 +35,8 @@ _MOST_WITH_NUMPY = 1
 """Rows up to which all of an output is computed by NumPy too."""
 _SECONDS = 3.0
 """For the rounds of one way."""
+_TRACED = 5
+"""Replays of one way that are traced."""
 # Rounds where eager execution does, so that the bits are those of eager execution.
 _COMPILED = {"fullgraph": True, "dynamic": False, "options": {"emulate_precision_casts": True}}
 
@@ -97,6 +103,7 @@ class Bench:
         parallelize_(shared, self.group)
         self.modules[INT8_ALL] = (shared,)
         self.random = torch.Generator(self.place).manual_seed(orders.seed)
+        self.timed: dict[tuple[int, str], Call] = {}
 
     def measure(self, rows: int) -> dict[str, Any]:
         """Compare and time everything for one number of rows."""
@@ -113,7 +120,7 @@ class Bench:
         except RuntimeError as error:  # of compilers; what was captured can be timed all the same
             unable = f"all ranks, compiled: {error_line(error)}"
         wrong = next(filter(None, self.group.exchange(wrong)), "")
-        times = {} if wrong else self._timed(ready)
+        times = {} if wrong else self._timed(rows, ready)
         self.lab.tidy()
         wrong = wrong or unable
         return {"wrong": wrong, "compared": 0 if wrong else _INPUTS, "with_numpy": with_numpy, "times": times}
@@ -171,28 +178,45 @@ class Bench:
         found = self.lab.differences(got, want, 0)
         return found and f"{what}, rank {self.group.rank}, differs from one rank, called: {found}"
 
-    def _timed(self, ready: Mapping[str, list[_Ready]]) -> dict[str, list[float]]:
+    def _timed(self, rows: int, ready: Mapping[str, list[_Ready]]) -> dict[str, list[float]]:
         """Return the microseconds of rounds by way, each that of the slowest rank; of several forms the faster."""
         names = [(way, form) for way, forms in ready.items() for form in range(len(forms))]
-        replays = [ready[way][form].replay for way, form in names]
-
-        def aligned() -> None:
-            self.lab.flush()
-            distributed.all_reduce(self.token)  # ranks begin a replay together
-
-        rough = self._slowest([[self.lab.clock.measure([replay], aligned)[0]] for replay in replays])
+        calls = [ready[way][form].replay for way, form in names]
+        rough = self._slowest([[self.lab.clock.measure([call], self._align)[0]] for call in calls])
         rounds = rounds_each({str(at): one[0] for at, one in enumerate(rough)}, self.orders.repeats, _SECONDS)
         count = min(rounds.values())
         found: list[list[float]] = [[] for _ in names]
         for _ in range(count):
-            for at, us in enumerate(self.lab.clock.measure(replays, aligned)):
+            for at, us in enumerate(self.lab.clock.measure(calls, self._align)):
                 found[at].append(us)
         found = self._slowest(found)
         best: dict[str, list[float]] = {}
-        for (way, _), times in zip(names, found, strict=True):
+        for (way, _), times, call in zip(names, found, calls, strict=True):
             if way not in best or sorted(times)[count // 2] < sorted(best[way])[count // 2]:
                 best[way] = times
+                if self.orders.trace:
+                    self.timed[rows, way] = call
         return best
+
+    def _align(self) -> None:
+        """Flush the cache, and let the ranks begin what follows together."""
+        self.lab.flush()
+        distributed.all_reduce(self.token)
+
+    def traces(self, file: Path) -> dict[tuple[int, str], Trace]:
+        """Trace what was timed, in the same way, and return the median replay of each; the file is for the profiler."""
+        names = {case: f"{case[0]} {case[1]}" for case in self.timed}
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.place.type == "cuda" else [])]
+        with profile(activities=activities) as profiler:
+            for case, call in self.timed.items():
+                self.lab.clock.measure([_marked(names[case], call)] * _TRACED, self._align)
+        profiler.export_chrome_trace(str(file))
+        recorded = replays(json.loads(file.read_text(encoding="utf-8"))["traceEvents"])
+        found = {case: recorded.get(name, [])[:_TRACED] for case, name in names.items()}
+        lost = [float("inf")] * _TRACED
+        slowest = self._slowest([(extents(each) + lost)[:_TRACED] for each in found.values()])
+        medians = {case: median_at(each) for case, each in zip(found, slowest, strict=True)}
+        return {case: Trace.of(found[case][at]) for case, at in medians.items() if at is not None}
 
     def _slowest(self, times: list[list[float]]) -> list[list[float]]:
         """Return the maxima over the ranks, with which every rank goes on."""
@@ -200,6 +224,16 @@ class Bench:
         distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX)
         found: list[list[float]] = tensor.tolist()
         return found
+
+
+def _marked(name: str, call: Call) -> Call:
+    """Return a call that the profiler sees as a range of this name."""
+
+    def marked() -> None:
+        with record_function(f"{MARK}{name}"):
+            call()
+
+    return marked
 
 
 def _int8(mlp: llama.MLP) -> nn.Module:
@@ -218,13 +252,17 @@ def run(folder: Path, rank: int) -> None:
     rendezvous = folder.joinpath("rendezvous").as_uri()
     patience = timedelta(seconds=orders.patience)
     distributed.init_process_group(orders.backend, rendezvous, patience, orders.count, rank)
+    os.environ["TEARDOWN_CUPTI"] = "0"  # as torch does where Inductor makes CUDA graphs
     # Every number of rows is compiled anew.
     torch._dynamo.config.recompile_limit = 8 * max(1, len(orders.rows))  # noqa: SLF001  its public place
     found: list[dict[str, Any]] = []
 
+    def save() -> None:
+        folder.joinpath(f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
     def tell(rows: int, result: Mapping[str, Any]) -> None:
         found.append({"rows": rows, **result})
-        folder.joinpath(f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+        save()
 
     with torch.no_grad():
         bench = Bench(orders, rank)
@@ -236,7 +274,15 @@ def run(folder: Path, rank: int) -> None:
             except Exception as error:
                 tell(rows, {"wrong": f"rank {rank}: {error_line(error)}"})
                 raise  # the other ranks wait in a collective
+        # Traced at the end, so that no profiler is there while anything is timed.
+        traces = bench.traces(folder / f"{rank}.trace") if bench.timed else {}
+    for result in found:
+        result["traces"] = {way: trace.model_dump() for (rows, way), trace in traces.items() if rows == result["rows"]}
+    save()
     distributed.barrier()
+    # Graphs end before the communicator whose collectives they hold.
+    bench.timed.clear()
+    gc.collect()
     distributed.destroy_process_group()
 
 

@@ -17,6 +17,7 @@ from skuda.tools.cli import main
 from skuda.tools.parallel import command
 from skuda.tools.parallel.command import Request, run
 from skuda.tools.parallel.record import INT8_ALL, INT8_ONE, REAL_ALL, WAYS, ParallelRecord, judged
+from skuda.tools.parallel.trace import waiting
 
 TINY = {"hidden": 32, "intermediate": 48, "cpu": True, "repeats": 2, "patience": 100.0}
 # Nothing is compiled: that takes seconds, and is not what these tests are about.
@@ -47,25 +48,90 @@ def recorded(tmp_path, monkeypatch):
     return record
 
 
-def test_equal_bits_are_timed_recorded_and_shown(recorded, tmp_path, capsys):
+def test_equal_bits_are_timed_traced_recorded_and_shown(recorded, tmp_path, capsys, monkeypatch):
     status, record = recorded(rows=("1", "5"))
     assert status == 0, record.wrong
     assert [(one.rows, one.with_numpy) for one in record.results] == [(1, 1), (5, 0)]
     assert all(tuple(one.timings) == WAYS and one.compared for one in record.results)
     assert not record.outdated
+    assert not record.untraced
+    for result in record.results:
+        assert tuple(result.traces) == WAYS
+        assert all(len(traces) == record.orders.count for traces in result.traces.values())
+        for way, traces in result.traces.items():
+            assert waiting(traces) is not None
+            for trace in traces:
+                assert bool(trace.exchange) == (way in (REAL_ALL, INT8_ALL))
+                assert sum(one.kind == "product" for one in trace.kernels) == 2
+                assert trace.total >= trace.products + trace.others > trace.products > 0
+        names = [one.name for one in result.traces[INT8_ALL][0].kernels if one.name.startswith("skuda::")]
+        ours = ("quantized_linear", "silu_mul_amax", "amax_quantize", "scaled_linear", "rescale")
+        assert names == [f"skuda::{name}" for name in ours]
     found = judged(record)
     assert found.requirements[0].met
     assert {one.met for one in found.requirements[1:]} == {None}
     assert "the device is cpu" in found.unlike
     capsys.readouterr()
     assert main(["bench-parallel", "--show", str(tmp_path / "record.json")]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 * len(WAYS)
+    shown = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [line[:2] for line in shown] == [[str(one.rows), way] for one in record.results for way in WAYS]
+    assert shown[-1][-1] == str(record.results[-1].traces[INT8_ALL][0].total)
     assert main(["bench-parallel", "--show", str(tmp_path / "record.json"), "--json"]) == 0
     assert ParallelRecord.model_validate_json(capsys.readouterr().out) == record
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["bench-parallel", "--show", str(tmp_path / "record.json")]) == 0
+    told = capsys.readouterr().out
+    assert told.count("skuda::amax_quantize") == 2
+    assert "Where the time goes" in told
 
 
-def test_figures_are_judged_by_rows(recorded):
-    _, record = recorded(rows=("1",))
+def test_what_a_profiler_loses_is_told_and_the_rest_is_there(recorded, capsys):
+    fault = """
+        right = worker.replays
+        def loses(events):
+            found = right(events)
+            if number == 1:
+                found["2 skuda x1"] = [(), (), ()]
+            return found
+        worker.replays = loses
+    """
+    status, record = recorded(fault, rows=("2",))
+    assert status == 0
+    assert tuple(record.results[0].timings) == WAYS
+    assert tuple(record.results[0].traces) == tuple(way for way in WAYS if way != INT8_ONE)
+    assert record.untraced == "2 rows skuda x1; the profiler recorded no whole replay"
+    assert record.untraced in capsys.readouterr().err
+
+
+def test_a_rank_that_dies_in_the_trace_leaves_the_times(recorded):
+    fault = """
+        right = worker.Bench.traces
+        def dies(self, file):
+            if number == 1:
+                os._exit(7)
+            return right(self, file)
+        worker.Bench.traces = dies
+    """
+    started = time.monotonic()
+    status, record = recorded(fault, rows=("1",))
+    assert status == 0
+    assert tuple(record.results[0].timings) == WAYS
+    assert record.untraced.startswith("1 rows bf16 x1, ")
+    assert "rank 1 failed" in record.untraced
+    assert time.monotonic() - started < TINY["patience"]
+
+
+def test_without_a_trace_there_is_none_and_figures_are_judged_by_rows(recorded, tmp_path):
+    status, record = recorded(rows=("1",), trace=False)
+    assert status == 0
+    assert tuple(record.results[0].timings) == WAYS
+    assert record.results[0].traces == {}
+    assert not record.untraced
+    assert "--no-trace" in record.command
+    before_traces = record.model_dump_json(exclude={"untraced": True, "orders": {"trace"}, "results": {0: {"traces"}}})
+    (tmp_path / "old.json").write_text(before_traces)
+    assert ParallelRecord.load(tmp_path / "old.json") == record
     orders = record.orders.model_copy(update={"hidden": 8192, "intermediate": 28672})
 
     def of(few, many):
