@@ -315,6 +315,11 @@ def _parallel(
     trace: Annotated[bool, typer.Option(help="Record the kernels of a few replays when everything is timed.")] = True,
     output: Output = None,
     show: Annotated[Path | None, _option("FILE", "Show this record, with its kernels; measure nothing.")] = None,
+    plot: Plot = None,
+    markdown: Annotated[
+        str | None, _option("SECTION", "Markdown tables: all, facts, times, requirements, trace, kernels.")
+    ] = None,
+    html: Html = None,
     as_json: Json = False,
 ) -> None:
     """Time a gated MLP on one GPU and on several.

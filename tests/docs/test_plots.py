@@ -13,12 +13,19 @@ from skuda.tools.bench import model_plot
 from skuda.tools.bench import plot as bench_plot
 from skuda.tools.bench.model_record import ModelRecord
 from skuda.tools.bench.record import BenchRecord
+from skuda.tools.parallel import plot as parallel_plot
+from skuda.tools.parallel.record import ParallelRecord
 from skuda.tools.plot import digest
 from skuda.tools.report.measured import KINDS
 from skuda.tools.train import plot as train_plot
 from skuda.tools.train.record import TrainRecord
 
-PLOTS = {BenchRecord: bench_plot.plots, ModelRecord: model_plot.plots, TrainRecord: train_plot.plots}
+PLOTS = {
+    BenchRecord: bench_plot.plots,
+    ModelRecord: model_plot.plots,
+    ParallelRecord: parallel_plot.plots,
+    TrainRecord: train_plot.plots,
+}
 NAMES = {kind.model_fields["kind"].default: kind for kind in KINDS}
 FILES = [
     (NAMES[kind], path)

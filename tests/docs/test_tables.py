@@ -10,10 +10,12 @@ import pytest
 from paths import ROOT
 
 from skuda.tools.bench.record import BenchRecord
+from skuda.tools.parallel.record import ParallelRecord, RowsResult
 from skuda.tools.show.embed import blocks
 
 PAGES = sorted((*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")))
 RECORDS = sorted(BenchRecord.files(ROOT / "docs" / "evidence"))
+RECORD = next(iter(ParallelRecord.files(ROOT / "docs" / "evidence").values()))
 FIGURE = re.compile(r"\d ?(?:us|ms|TOPS|TFLOP/s|[GT]B/s)\b|\d x (?:faster|slower)|\dx\b")
 """A time, a speed, or a ratio of two."""
 
@@ -55,6 +57,14 @@ def test_an_outdated_block_is_written_anew(tables, monkeypatch, tmp_path):
 def test_a_block_of_a_command_that_fails_is_an_error(tables, command):
     with pytest.raises(ValueError, match=f"cannot make a block with `{command}`"):
         tables.printed(command)
+
+
+def test_a_record_of_a_wrong_result_is_shown(tables, tmp_path):
+    record = RECORD.model_copy(update={"results": (RowsResult(rows=3, wrong="a bit"),)})
+    record.save(tmp_path / "wrong.json")
+    assert "failed for 3 rows: a bit" in tables.printed(
+        f"skuda bench-parallel --show {tmp_path}/wrong.json --markdown facts"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,7 +19,10 @@ from skuda.dispatch import Dispatcher
 from skuda.dispatch.select.environment import skuda_version, versions
 from skuda.dispatch.select.tuning import Timing
 from skuda.registry.errors import InvalidProblem, MissingDependency
-from skuda.tools.output import records, split, stderr, stdout, words
+from skuda.tools import plot as drawings
+from skuda.tools.output import SavePage, records, split, stderr, stdout, words
+from skuda.tools.parallel.markdown import parallel_markdown
+from skuda.tools.parallel.plot import plots
 from skuda.tools.parallel.record import LLAMA_3_70B, Orders, ParallelRecord, RowsResult, parallel_measurer_hash
 from skuda.tools.parallel.terminal import print_record, rows_of
 from skuda.tools.parallel.trace import Trace
@@ -69,17 +73,30 @@ class Request:
         return shlex.join(["skuda", "bench-parallel", *words])
 
 
-def run(request: Request, *, output: Path | None = None, show: Path | None = None, as_json: bool = False) -> int:
+def run(
+    request: Request,
+    *,
+    output: Path | None = None,
+    show: Path | None = None,
+    plot: Path | None = None,
+    page: SavePage | None = None,
+    markdown: str | None = None,
+    as_json: bool = False,
+) -> int:
     """Measure, or show the record of an earlier run.
 
     Parameters
     ----------
     request : Request
         What to measure.
-    output : Path or None
-        Where the record goes.
+    output, plot : Path or None
+        Where the record and its plots go; see `skuda.tools.plot.save`.
     show : Path or None
         A record to show; nothing is measured.
+    page : callable or None
+        Writes the report page.
+    markdown : str or None
+        A section of the record to print as Markdown; see `parallel_markdown`.
     as_json : bool
         Whether to print the record as JSON instead of a table.
 
@@ -93,28 +110,41 @@ def run(request: Request, *, output: Path | None = None, show: Path | None = Non
     InvalidProblem
         For a bad option.
     MissingDependency
-        If torch is not installed.
+        If torch, or matplotlib for plots, is not installed.
     InvalidRecord
         For a file that is not a record.
     """
     if show is not None and (request != Request() or output is not None):
         raise InvalidProblem("bench-parallel", "--show", "other options beside it", "stand alone: it measures nothing")
+    if plot is not None:
+        drawings.check("bench-parallel", plot)
     record = _measured(request) if show is None else ParallelRecord.load(show)
     if record is None:
         return 1
     if output is not None:
         record.save(output)
-    if as_json:
-        stdout().out(record.model_dump_json(indent=2), highlight=False)
-    elif stdout().is_terminal:
-        print_record(stdout(), record, kernels=show is not None)
+    if markdown is not None:
+        sys.stdout.write(parallel_markdown(record, markdown))
     else:
-        records(rows_of(record))
+        _print(record, kernels=show is not None, as_json=as_json)
     if record.untraced:
         stderr().print(f"skuda: not traced: {record.untraced}", style="yellow", soft_wrap=True)
     for result in record.wrong:
         stderr().print(f"skuda: {result.rows} rows: {result.wrong}", style="red", soft_wrap=True)
+    if plot is not None:
+        drawings.save_and_tell(record, plots(record), plot)
+    if page is not None:
+        page(Dispatcher().registry, measured=(record,))
     return 1 if record.wrong else 0
+
+
+def _print(record: ParallelRecord, *, kernels: bool, as_json: bool) -> None:
+    if as_json:
+        stdout().out(record.model_dump_json(indent=2), highlight=False)
+    elif stdout().is_terminal:
+        print_record(stdout(), record, kernels=kernels)
+    else:
+        records(rows_of(record))
 
 
 def _measured(request: Request) -> ParallelRecord | None:

@@ -38,6 +38,11 @@ def parts_of(traces: tuple[Trace, ...]) -> tuple[float | None, ...]:
     return first.products, first.others, first.exchange, first.hidden, waiting(traces), first.idle, first.total
 
 
+def microseconds(us: float | None) -> str:
+    """Return a part of a trace as text."""
+    return "" if us is None else f"{us:.1f}"
+
+
 def print_record(console: Console, record: ParallelRecord, *, kernels: bool) -> None:
     """Print a record for a person; with kernels, every kernel of the traces, too."""
     orders = record.orders
@@ -60,7 +65,7 @@ def _print_traces(console: Console, record: ParallelRecord, *, kernels: bool) ->
     table = plain_table("rows", "way", *PARTS, "timed", numbers=2)
     for result in record.results:
         for way, traces in result.traces.items():
-            parts = ["" if part is None else f"{part:.1f}" for part in parts_of(traces)]
+            parts = map(microseconds, parts_of(traces))
             table.add_row(str(result.rows), way, *parts, f"{result.timings[way].median:.1f}")
     console.print(heading("Where the time goes"))
     console.print(table)

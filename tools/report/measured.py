@@ -9,14 +9,16 @@ from xml.etree.ElementTree import Element
 from skuda.registry.registry import Registry
 from skuda.tools.bench.model_record import ModelRecord
 from skuda.tools.bench.record import BenchRecord
+from skuda.tools.parallel.record import ParallelRecord
 from skuda.tools.report.markup import el
 from skuda.tools.report.models import model, training
+from skuda.tools.report.parallel import parallel
 from skuda.tools.report.records import bench
 from skuda.tools.train.record import TrainRecord
 from skuda.tools.verify.evidence import evidence_directory
 
-Measured = BenchRecord | ModelRecord | TrainRecord
-KINDS: tuple[type[Measured], ...] = (BenchRecord, ModelRecord, TrainRecord)
+Measured = BenchRecord | ModelRecord | ParallelRecord | TrainRecord
+KINDS: tuple[type[Measured], ...] = (BenchRecord, ModelRecord, ParallelRecord, TrainRecord)
 
 
 def load_measured(directory: Path | None = None) -> tuple[Measured, ...]:
@@ -45,4 +47,6 @@ def measured(records: Sequence[Measured], registry: Registry) -> Element:
 def _run(record: Measured, registry: Registry, name: str) -> Iterator[Element]:
     if isinstance(record, BenchRecord):
         return bench(record, registry, name)
-    return model(record, name) if isinstance(record, ModelRecord) else training(record, name)
+    if isinstance(record, ModelRecord):
+        return model(record, name)
+    return parallel(record, name) if isinstance(record, ParallelRecord) else training(record, name)

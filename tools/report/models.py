@@ -33,7 +33,7 @@ def model(record: ModelRecord, name: str) -> Iterator[Element]:
     lines = (_phase(phase, record) for phase in record.phases)
     note = "x is a way's time over the fastest of ours; gain is that of the faster way in bf16."
     yield el("article", el("h4", "Microseconds of a block"), table(label, headings, lines), el("p", note))
-    yield _judged(model_judged.judged(record), f"Requirements on the model on {record.device.name}")
+    yield requirements(model_judged.judged(record), f"Requirements on the model on {record.device.name}")
     yield from hosts("What a call of a layer costs the host", record.host)
     yield from drawn(model_plot.plots(record), name)
 
@@ -69,7 +69,7 @@ def training(record: TrainRecord, name: str) -> Iterator[Element]:
     label = f"Figures of each way on {record.device}"
     headings = ("way", "figure", "value", f"above {BASELINE}")
     yield el("article", el("h4", "Loss and held-out bits"), table(label, headings, lines))
-    yield _judged(train_judged.judged(record), f"Requirements on training on {record.device}")
+    yield requirements(train_judged.judged(record), f"Requirements on training on {record.device}")
     yield from drawn(train_plot.plots(record), name)
 
 
@@ -77,7 +77,8 @@ def _figure(way: str, name: str, value: float, above: float | None) -> Element:
     return row([way, FIGURES.get(name, name), number(value, f"{value:.4f}"), number(above, f"{above or 0:+.2f} %")])
 
 
-def _judged(judged: Judged, label: str) -> Element:
+def requirements(judged: Judged, label: str) -> Element:
+    """Return the table of the requirements on a run."""
     lines = map(_requirement, judged.requirements)
     note = el("p", f"{judged.note[:1].upper()}{judged.note[1:]}.") if judged.note else None
     return el("article", el("h4", "Requirements"), table(label, HEADINGS, lines), note)
