@@ -28,20 +28,16 @@ class _FieldConstraint(Value):
         """Return what the field must be, in words."""
         raise NotImplementedError
 
-    def holds(self, value: object) -> bool:
-        """Whether `value` satisfies the requirement."""
-        raise NotImplementedError
-
     def serves(self, problem: Descriptor) -> bool:
         """Whether `problem` satisfies the requirement."""
-        return self.holds(getattr(problem, self.field))
+        raise NotImplementedError
 
     def check(self, problem: Descriptor) -> Reason | None:
         """Return the reason for which `problem` is refused, or None."""
-        value = getattr(problem, self.field)
-        if self.holds(value):
+        if self.serves(problem):
             return None
-        return Reason(code="constraint", field=self.field, wanted=self.wanted(), had=str(value))
+        had = str(getattr(problem, self.field))
+        return Reason(code="constraint", field=self.field, wanted=self.wanted(), had=had)
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -60,9 +56,9 @@ class OneOf(_FieldConstraint):
         names = ["left out" if value is None else str(value) for value in self.allowed]
         return "one of " + ", ".join(names) if len(names) > 1 else names[0]
 
-    def holds(self, value: object) -> bool:
-        """Whether `value` is listed."""
-        return value in self.allowed
+    def serves(self, problem: Descriptor) -> bool:
+        """Whether the field's value is listed."""
+        return getattr(problem, self.field) in self.allowed
 
 
 class Between(_FieldConstraint):
@@ -78,11 +74,10 @@ class Between(_FieldConstraint):
         high = [] if self.maximum is None else [f"at most {self.maximum}"]
         return " and ".join(low + high) or "anything"
 
-    def holds(self, value: object) -> bool:
-        """Whether `value` is in range."""
-        if not isinstance(value, (int, float)):
-            return False
-        return (self.minimum is None or self.minimum <= value) and (self.maximum is None or value <= self.maximum)
+    def serves(self, problem: Descriptor) -> bool:
+        """Whether the field's value is in range."""
+        value, low, high = getattr(problem, self.field), self.minimum, self.maximum
+        return isinstance(value, (int, float)) and (low is None or low <= value) and (high is None or value <= high)
 
 
 class MultipleOf(_FieldConstraint):
@@ -95,8 +90,9 @@ class MultipleOf(_FieldConstraint):
         """Return what the field must be, in words."""
         return f"a multiple of {self.divisor}"
 
-    def holds(self, value: object) -> bool:
-        """Whether `value` divides evenly."""
+    def serves(self, problem: Descriptor) -> bool:
+        """Whether the field's value divides evenly."""
+        value = getattr(problem, self.field)
         return isinstance(value, int) and value % self.divisor == 0
 
 

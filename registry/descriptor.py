@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import wraps
 from typing import Any, ClassVar, NamedTuple
@@ -39,8 +38,10 @@ class Role(StrEnum):
     """A number that the element can represent."""
 
 
-@dataclass(frozen=True, slots=True)
-class Argument:
+_SCALARS = (Role.SCALE, Role.ZERO_POINT, Role.VALUE)
+
+
+class Argument(NamedTuple):
     """One argument of an op, as a concrete problem needs it.
 
     Attributes
@@ -69,7 +70,7 @@ class Argument:
     @property
     def is_scalar(self) -> bool:
         """Whether a plain number is accepted."""
-        return self.role in (Role.SCALE, Role.ZERO_POINT, Role.VALUE)
+        return self.role in _SCALARS
 
 
 def storage_shape(shape: tuple[int, ...], element: ElementKind) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ class ElementKind(StrEnum):
     @property
     def compute(self) -> ElementKind:
         """The compute type C of arithmetic on this element: f64 for f64, else f32."""
-        return ElementKind.F64 if self is ElementKind.F64 else ElementKind.F32
+        return _COMPUTE[self]
 
 
 _BITS = {
@@ -78,6 +78,8 @@ _BITS = {
     ElementKind.COMPLEX32: 64,
     ElementKind.COMPLEX64: 128,
 }
+
+_COMPUTE = dict.fromkeys(ElementKind, ElementKind.F32) | {ElementKind.F64: ElementKind.F64}
 
 _RANGES = {
     ElementKind.S4: (-8, 7),

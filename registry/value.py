@@ -113,6 +113,13 @@ def _guards(record: type[Value]) -> tuple[_Guard, ...]:
     return tuple(guard for guard in found if guard is not None)
 
 
+@cache
+def _values_of(record: type[Value]) -> Callable[[dict[str, Any]], Any]:
+    """Return what takes the values of a record's fields from its dictionary, in their order."""
+    fields = record.__pydantic_fields__
+    return operator.itemgetter(*fields) if fields else lambda _: ()
+
+
 def _is_numpy_flag(value: object) -> bool:
     # No array library is imported here.
     return type(value).__module__ == "numpy" and type(value).__name__ in {"bool", "bool_"}
@@ -145,8 +152,8 @@ class Value(BaseModel):
         try:
             return _kept_hash(self)
         except AttributeError:
-            own = self.__dict__
-            found = hash((self.__class__, *(own[name] for name in self.__class__.__pydantic_fields__)))
+            kind = self.__class__
+            found = hash((kind, _values_of(kind)(self.__dict__)))
             _keep_hash(self, found)
             return found
 

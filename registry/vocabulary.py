@@ -145,8 +145,10 @@ class EpilogueKind(StrEnum):
     @property
     def activation(self) -> ActivationKind | None:
         """The activation applied after the bias, if any."""
-        name = self.value.removeprefix("bias_")
-        return next((kind for kind in ActivationKind if kind == name), None)
+        return _ACTIVATIONS.get(self)
+
+
+_ACTIVATIONS = {EpilogueKind(f"bias_{kind}"): kind for kind in ActivationKind}
 
 
 class DynamicRangeMode(StrEnum):

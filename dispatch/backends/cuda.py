@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import threading
 from abc import abstractmethod
-from operator import is_not
+from collections.abc import Callable
+from functools import cache
+from struct import Struct
 from typing import Generic, NamedTuple, TypeVar, cast
 
 from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
@@ -15,10 +16,11 @@ from skuda.dispatch.compile.cache import CubinCache
 from skuda.dispatch.compile.cubin import Kernel, read_kernels
 from skuda.dispatch.compile.provider import CubinProvider, agreeing, arch_of
 from skuda.dispatch.cuda.arrays import current_streams
+from skuda.dispatch.cuda.call import Packer, formats_of, packer, packing
 from skuda.dispatch.cuda.driver import FORK_REMEDY, NOT_INITIALIZED, driver
 from skuda.dispatch.cuda.runner import CudaRunner, Engine, NoSteps
 from skuda.dispatch.device import Device
-from skuda.kernels.launch import Choice, Launch, varied
+from skuda.kernels.launch import Choice, Launch, Step, varied
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import BundleError, DriverError, NotPrepared
 from skuda.registry.sku import KernelSku
@@ -32,11 +34,36 @@ _loading = threading.Lock()
 
 
 class _Kernel(NamedTuple, Generic[Module]):
-    """A loaded kernel: its module, the properties of every entry point, and notes on where it is from."""
+    """A loaded kernel: what plans of all sizes share.
 
+    Attributes
+    ----------
+    sku : KernelSku
+        The kernel.
+    module : Module
+        Its cubin, loaded.
+    entries : dict of Kernel
+        The properties of every entry point.
+    notes : tuple of str
+        Notes on how it is launched, and on where it is from.
+    packings : dict of Struct
+        How steps pack their parameters, by entry point and formats; those that agree with the compiled kernel.
+    """
+
+    sku: KernelSku
     module: Module
     entries: dict[str, Kernel]
     notes: tuple[str, ...]
+    packings: dict[tuple[str, tuple[str, ...]], Struct]
+
+    def packer(self, step: Step) -> Packer:
+        """Return the packer of a step; raise `CompileError` if the compiled kernel takes other parameters."""
+        form = step.entry, formats_of(step)
+        whole = self.packings.get(form)
+        if whole is None:
+            (compiled,) = agreeing(self.sku, (step,), self.entries)
+            whole = self.packings[form] = packing(compiled)
+        return packer(step, self.sku.op, whole)
 
 
 class CudaBackend(CubinProvider, Backend, Generic[Module]):
@@ -59,8 +86,8 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
         """Load a cubin into a device's primary context. Called once per cubin and device."""
 
     @abstractmethod
-    def engine(self, module: Module, launch: Launch, op: str, ordinal: int) -> Engine:
-        """Return the steps of a launch, ready to be enqueued."""
+    def engine(self, module: Module, launch: Launch, packers: tuple[Packer, ...], op: str, ordinal: int) -> Engine:
+        """Return the steps of a launch, ready to be enqueued; `packers` are theirs, and errors name `op`."""
 
     def status(self) -> BackendStatus:
         """Return whether the backend works here, without creating a context."""
@@ -114,11 +141,9 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
             return CudaRunner(problem, launch, NoSteps(), found, (ordinal, context), self.notes())
         with found.using(context):
             kernel = self._kernel(sku, launch, device)
-            steps = agreeing(sku, launch.steps, kernel.entries)
-            if any(map(is_not, steps, launch.steps)):
-                launch = varied(launch, steps=steps)
-            engine = self.engine(kernel.module, launch, problem.op_name(), ordinal)
-            return CudaRunner(problem, launch, engine, found, (ordinal, context), (*self.notes(), *kernel.notes))
+            packers = tuple(map(kernel.packer, launch.steps))
+            engine = self.engine(kernel.module, launch, packers, problem.op_name(), ordinal)
+            return CudaRunner(problem, launch, engine, found, (ordinal, context), kernel.notes)
 
     def _kernel(self, sku: KernelSku, launch: Launch, device: Device) -> _Kernel[Module]:
         """Return the loaded kernel of a launch. It is looked up once: a later change of its source does not count.
@@ -131,8 +156,8 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
         if found is None:
             _refuse_capture(sku, ordinal)
             cubin = self.shipped(sku, launch, device) or self.cubin(sku, launch, device)
-            made = _Kernel(self._loaded(sku, cubin.cubin, ordinal), read_kernels(cubin.cubin), cubin.notes)
-            found = self._kernels.setdefault(key, made)
+            module, notes = self._loaded(sku, cubin.cubin, ordinal), (*self.notes(), *cubin.notes)
+            found = self._kernels.setdefault(key, _Kernel(sku, module, read_kernels(cubin.cubin), notes, {}))
         return found
 
     def choices(self, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[Choice, ...]:
@@ -151,12 +176,10 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
     @staticmethod
     def launch_of(sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> Launch:
         """Return a SKU's launch for a problem, without steps that do nothing."""
-        module, _, name = (sku.launch or "").partition(":")
-        rule = resolve(module, name)
+        rule = _rule(sku.launch or "")
         launch: Launch = rule(problem, device, choice) if choice else rule(problem, device)
-        if all(math.prod(step.grid) for step in launch.steps):
-            return launch
-        return varied(launch, steps=tuple(step for step in launch.steps if math.prod(step.grid)))
+        steps = [step for step in launch.steps if 0 not in step.grid]
+        return launch if len(steps) == len(launch.steps) else varied(launch, steps=tuple(steps))
 
     def _loaded(self, sku: KernelSku, cubin: bytes, ordinal: int) -> Module:
         # For the life of the process: a captured graph may hold a kernel, and there are few cubins.
@@ -168,6 +191,13 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
                 except Exception as error:  # an error of PyCUDA or cuda-bindings
                     raise DriverError(f"loading {sku.id}", str(error)) from error
             return cast("Module", _modules[key])
+
+
+@cache
+def _rule(launch: str) -> Callable[..., Launch]:
+    module, _, name = launch.partition(":")
+    found: Callable[..., Launch] = resolve(module, name)
+    return found
 
 
 def _refuse_capture(sku: KernelSku, ordinal: int) -> None:

@@ -12,7 +12,7 @@ from skuda.dispatch.cuda.bindings import (
     bindings_version,
     load_module,
 )
-from skuda.dispatch.cuda.call import packer
+from skuda.dispatch.cuda.call import Packer
 from skuda.kernels.launch import Launch
 from skuda.registry.backend import BUILT_IN
 
@@ -44,6 +44,13 @@ class CudaCoreBackend(CudaBackend[BindingsModule]):
         """Load a cubin."""
         return load_module(cubin)
 
-    def engine(self, module: BindingsModule, launch: Launch, op: str, ordinal: int) -> BindingsEngine:  # noqa: ARG002  the context is current
+    def engine(
+        self,
+        module: BindingsModule,
+        launch: Launch,
+        packers: tuple[Packer, ...],
+        op: str,  # noqa: ARG002  the driver's errors are ours
+        ordinal: int,  # noqa: ARG002  the context is current
+    ) -> BindingsEngine:
         """Return the steps of a launch."""
-        return BindingsEngine(module, launch, tuple(packer(step, op) for step in launch.steps))
+        return BindingsEngine(module, launch, packers)

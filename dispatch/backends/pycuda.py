@@ -26,10 +26,10 @@ from skuda.dispatch.cuda.bindings import (
     bindings_version,
     load_module,
 )
-from skuda.dispatch.cuda.call import packer
+from skuda.dispatch.cuda.call import Packer
 from skuda.dispatch.cuda.pycuda_context import keep_forever, pushed
 from skuda.dispatch.cuda.recognizer import Send
-from skuda.dispatch.cuda.runner import Bound, must_opt_in
+from skuda.dispatch.cuda.runner import Bound, Engine, must_opt_in
 from skuda.dispatch.system.packages import installed
 from skuda.kernels.launch import Dim3, Launch, Step
 from skuda.registry.backend import BUILT_IN
@@ -42,11 +42,12 @@ _REMEDY = "with nvcc on PATH: pip install 'skuda[pycuda]'"
 class _Loaded(NamedTuple):
     """One cubin, loaded by PyCUDA and, for foreign streams, by cuda-bindings if installed.
 
-    `functions` keeps PyCUDA's functions by name with the shared memory that their blocks may have, for plans of other
-    sizes.
+    `stream` is PyCUDA's class of streams. `functions` keeps PyCUDA's functions by name with the shared memory that
+    their blocks may have, for plans of other sizes.
     """
 
     module: Any
+    stream: type
     foreign: BindingsModule | None
     functions: dict[str, tuple[Any, int]]
 
@@ -112,11 +113,16 @@ class PycudaBackend(CudaBackend[_Loaded]):
 
         with pushed(ordinal):
             module = keep_forever(pycuda.driver.module_from_buffer(cubin))
-            return _Loaded(module, load_module(cubin) if bindings_trouble() is None else None, {})
+            foreign = load_module(cubin) if bindings_trouble() is None else None
+            return _Loaded(module, pycuda.driver.Stream, foreign, {})
 
-    def engine(self, module: _Loaded, launch: Launch, op: str, ordinal: int) -> PycudaEngine:
+    def engine(self, module: _Loaded, launch: Launch, packers: tuple[Packer, ...], op: str, ordinal: int) -> Engine:
         """Return the steps of a launch."""
-        return PycudaEngine(module, launch, op, ordinal)
+        foreign = None if module.foreign is None else BindingsEngine(module.foreign, launch, packers)
+        # PyCUDA cannot let a step overlap.
+        if foreign is not None and all(step.overlaps for step in launch.steps):
+            return foreign
+        return PycudaEngine(module, foreign, launch, packers, op, ordinal)
 
 
 class _Step(NamedTuple):
@@ -127,30 +133,37 @@ class _Step(NamedTuple):
     block: Dim3
     pack: Callable[..., bytes]
     shared: int
-    overlaps: bool
 
 
 class PycudaEngine:
-    """Launches through PyCUDA's pre-packed path. Errors name `op`."""
+    """Launches through PyCUDA's pre-packed path, and by the engine `foreign` what PyCUDA cannot launch.
 
-    def __init__(self, loaded: _Loaded, launch: Launch, op: str, ordinal: int) -> None:
-        import pycuda.driver
+    That is a step that may overlap, and any step on a stream of another library. Errors name `op`.
+    """
 
-        self._op, self._own = op, pycuda.driver.Stream
-        self._steps: list[_Step] = []
-        packers = tuple(packer(step, op) for step in launch.steps)
-        with nullcontext() if all(map(loaded.knows, launch.steps)) else pushed(ordinal), _setting:
-            self._foreign = BindingsEngine(loaded.foreign, launch, packers) if loaded.foreign is not None else None
-            for step, packed in zip(launch.steps, packers, strict=True):
+    def __init__(
+        self,
+        loaded: _Loaded,
+        foreign: BindingsEngine | None,
+        launch: Launch,
+        packers: tuple[Packer, ...],
+        op: str,
+        ordinal: int,
+    ) -> None:
+        self._op, self._own, self._foreign = op, loaded.stream, foreign
+        ours = {at: step for at, step in enumerate(launch.steps) if foreign is None or not step.overlaps}
+        self._steps: dict[int, _Step] = {}
+        with nullcontext() if all(map(loaded.knows, ours.values())) else pushed(ordinal), _setting:
+            for at, step in ours.items():
                 # Neither the number nor the types of parameters are checked beyond this point; the binder did both.
                 start = loaded.function(step)._launch_kernel  # noqa: SLF001  PyCUDA's own prepared calls end here
-                self._steps.append(_Step(start, step.grid, step.block, packed.pack, step.shared, step.overlaps))
-        self.sends = [self._send(step) for step in range(len(self._steps))]
+                self._steps[at] = _Step(start, step.grid, step.block, packers[at].pack, step.shared)
+        self.sends = [self._send(at) for at in range(len(launch.steps))]
 
     def _send(self, step: int) -> Send:
-        start, grid, block, pack, shared, overlaps = self._steps[step]
-        if overlaps and self._foreign is not None:  # PyCUDA has no such attribute
+        if self._foreign is not None and step not in self._steps:
             return self._foreign.sends[step]
+        start, grid, block, pack, shared = self._steps[step]
         own, foreign = self._own, self._foreign.sends[step] if self._foreign is not None else self._refuse
 
         def send(parameters: tuple[Any, ...], handle: int, stream: object) -> None:
@@ -165,9 +178,9 @@ class PycudaEngine:
 
     def bound(self, step: int, parameters: tuple[Any, ...]) -> Bound:
         """Return a function that enqueues one step with these parameters."""
-        start, grid, block, pack, shared, overlaps = self._steps[step]
-        if overlaps and self._foreign is not None:
+        if self._foreign is not None and step not in self._steps:
             return self._foreign.bound(step, parameters)
+        start, grid, block, pack, shared = self._steps[step]
         packed, own = pack(*parameters), self._own
         other = partial(self._refuse, parameters)
         foreign: Bound = self._foreign.bound(step, parameters) if self._foreign is not None else other

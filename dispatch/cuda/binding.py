@@ -51,21 +51,19 @@ def storage_element(element: ElementKind) -> ElementKind:
 
 
 class Binder:
-    """Checks calls of one problem with one launch on one device.
-
-    Attributes
-    ----------
-    outputs : tuple of str
-        Names of the op's outputs.
-    """
+    """Checks calls of one problem with one launch on one device."""
 
     def __init__(self, problem: Descriptor, launch: Launch, ordinal: int) -> None:
         self._op = problem.op_name()
         self._in_place = problem.in_place
         self._arguments = problem.arguments()
-        self.outputs = tuple(a.name for a in self._arguments if a.role is Role.OUTPUT)
         self._launch = launch
         self._ordinal = ordinal
+
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the op's outputs."""
+        return tuple(a.name for a in self._arguments if a.role is Role.OUTPUT)
 
     @cached_property
     def _parameters(self) -> list[Parameter]:

@@ -112,9 +112,9 @@ def _layout(lead: int, formats: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(layout)
 
 
-@lru_cache(maxsize=_MOST_LAYOUTS)
-def _whole(lead: int, formats: tuple[str, ...]) -> struct.Struct:
-    return struct.Struct(f"@{lead}x" + "".join(formats))
+def packing(step: Step) -> struct.Struct:
+    """Return how the parameters of a step are packed, tensor maps encoded."""
+    return struct.Struct(f"@{step.lead}x" + "".join(formats_of(step)))
 
 
 class Packer(NamedTuple):
@@ -127,9 +127,12 @@ class Packer(NamedTuple):
     pack: Callable[..., bytes]
 
 
-def packer(step: Step, op: str) -> Packer:
-    """Return the packer of a step, whose tensor maps come first so that alignment needs no gap; errors name `op`."""
-    whole = _whole(step.lead, formats_of(step))
+def packer(step: Step, op: str, whole: struct.Struct | None = None) -> Packer:
+    """Return the packer of a step, whose tensor maps come first so that alignment needs no gap; errors name `op`.
+
+    `whole` is its `packing`, which steps of other sizes share.
+    """
+    whole = packing(step) if whole is None else whole
     maps: list[Encoder] = [encoder(each, op) for each in step.parameters if isinstance(each, TensorMap)]
     if not maps:
         return Packer(whole.size, whole.pack)

@@ -13,7 +13,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -121,7 +121,7 @@ class Driver:
             If it does not exist in this driver.
         """
         try:
-            found: Callable[..., int] = self._library[name]
+            found: Callable[..., int] = getattr(self._library, name)  # which keeps it
         except AttributeError:
             raise DriverError(name, "this driver does not have it") from None
         return found
@@ -186,17 +186,18 @@ class Driver:
         self._get_current(slot.reference)
         return slot.value.value
 
-    @contextmanager
-    def using(self, context: int) -> Iterator[None]:
-        """Make a context current inside a ``with`` block.
+    def using(self, context: int) -> AbstractContextManager[None]:
+        """Make a context current inside a ``with`` block that follows at once.
 
         With a single card, a thread that had no context keeps this one. With several it must not, because torch and
         CuPy derive the current device from the current context.
         """
         current = self.current()
-        if current == context:
-            yield
-        elif current is None and self.device_count == 1:
+        return _AS_IT_IS if current == context else self._switched(current, context)
+
+    @contextmanager
+    def _switched(self, current: int | None, context: int) -> Iterator[None]:
+        if current is None and self.device_count == 1:
             self.call("cuCtxSetCurrent", ctypes.c_void_p(context))
             yield
         else:
@@ -274,6 +275,9 @@ class Driver:
     def synchronize(self, stream: int) -> None:
         """Wait for a stream of the current context."""
         self.call("cuStreamSynchronize", ctypes.c_void_p(stream))
+
+
+_AS_IT_IS = nullcontext()
 
 
 class _Slots(threading.local):

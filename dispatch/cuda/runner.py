@@ -123,7 +123,6 @@ class CudaRunner:
         self._op = problem.op_name()
         self._result = problem.builder
         self._binder = Binder(problem, launch, self._ordinal)
-        self._outputs = self._binder.outputs
         self._engine, self._driver = engine, driver
         self._scratch = Scratch(driver, self._context, launch.scratch) if launch.scratch else None
         self._sender = _Sender(self._op, engine, driver, self._context)
@@ -249,7 +248,7 @@ class CudaRunner:
             switches=framework.borrows,
             place=None if self._scratch is None else self._scratch.place,
             scratch=len(self._launch.scratch),
-            outputs=self._outputs,
+            outputs=self._binder.outputs,
             result=self._result,
             deliver=None if type(framework).deliver is Framework.deliver else framework.deliver,
         )
@@ -274,7 +273,7 @@ class CudaRunner:
 
     def _results(self, call: Call, arrays: Mapping[str, Any], made: Mapping[str, Any]) -> object:
         deliver = call.framework.deliver
-        outputs = [deliver(made[name]) if name in made else arrays[name] for name in self._outputs]
+        outputs = [deliver(made[name]) if name in made else arrays[name] for name in self._binder.outputs]
         return outputs[0] if self._result is None else self._result(*outputs)
 
 

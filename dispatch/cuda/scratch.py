@@ -7,8 +7,10 @@ the largest needs.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 from skuda.dispatch.cuda.driver import Driver, inherited
@@ -54,15 +56,20 @@ class Pool:
         self._bound: weakref.WeakValueDictionary[tuple[int, int], Block] = weakref.WeakValueDictionary()
         self._spare: weakref.WeakSet[Block] = weakref.WeakSet()
         self._captured: list[Block] = []
+        self._reserved: Callable[[], Block | None] = lambda: None
 
     def reserve(self, driver: Driver, context: int, size: int) -> Block:
         """Return a block that is large enough, whoever uses it; make one that no stream uses yet if there is none."""
         with self._lock:
-            mine = (*self._bound.values(), *self._spare)
+            # The latest first: with it, a plan for another size asks no other.
+            latest = self._reserved()
+            mine = itertools.chain(filter(None, (latest,)), self._bound.values(), self._spare)
             found = next((block for block in mine if block.size >= size and block not in self._captured), None)
             if found is None:
                 found = Block(driver, context, _rounded(size))
                 self._spare.add(found)
+            if found is not latest:
+                self._reserved = weakref.ref(found)
             return found
 
     def take(self, driver: Driver, context: int, key: tuple[int, int], size: int) -> Block:
@@ -89,7 +96,9 @@ _pools: weakref.WeakKeyDictionary[Driver, dict[int, Pool]] = weakref.WeakKeyDict
 
 
 def _pool_of(driver: Driver, context: int) -> Pool:
-    pools = _pools.setdefault(driver, {})
+    pools = _pools.get(driver)
+    if pools is None:
+        pools = _pools.setdefault(driver, {})
     return pools.get(context) or pools.setdefault(context, Pool())
 
 

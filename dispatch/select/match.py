@@ -205,6 +205,9 @@ def choose(
     if shortlist is None:
         shortlist = filter(Question(problem, device, preference, unavailable).fits, registry.candidates(problem.key()))
     accepted = (sku for sku in shortlist if serves(sku, problem, preference))
+    if tuned is None and behind is None:
+        best = next(accepted, None)
+        return None if best is None else Pick(best)
     picks: Iterable[Pick] = map(Pick, accepted)
     if tuned is not None:
         question = Question(problem, device, preference, unavailable)
