@@ -215,6 +215,8 @@ class Dispatcher:
 
     def _plugin_of(self, sku: KernelSku) -> Plugin | None:
         """Return the plug-in that registered a kernel, or else the one that provides its backend."""
+        if not self.plugins:
+            return None
         origin = self.registry.origin(sku.id)
         registered = (each for each in self.plugins if (each.group, each.origin) == (KERNELS, origin))
         return next(registered, self._brought.get(sku.backend))
@@ -313,7 +315,7 @@ class Dispatcher:
         """Return a caller's question as selection takes it; raise `InvalidProblem` for what is none."""
         if isinstance(problem, type) and issubclass(problem, Descriptor):
             _refuse("problem", problem, f"be one of its problems: {problem.__name__}(...)")
-        if not isinstance(problem, Descriptor) or "op" not in type(problem).model_fields:
+        if not isinstance(problem, Descriptor) or "op" not in type(problem).__pydantic_fields__:
             _refuse("problem", problem, "be a descriptor, such as Dispatcher.describe(op, ...)")
         _check("preference", preference, PlanPreference, "be a PlanPreference, such as PlanPreference(backend=...)")
         if isinstance(device, str):

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import platformdirs
-
 from skuda.registry.errors import InvalidRecord
 
 
@@ -85,7 +83,11 @@ SETTINGS = (_CACHE_DIR, _BUNDLE, _TUNING, _PLUGINS, _LOG, _NVTX)
 def cache_directory() -> Path:
     """Return the directory of compiled kernels: ``SKUDA_CACHE_DIR``, else the platform's user cache."""
     given = _CACHE_DIR.given
-    return Path(given) if given else Path(platformdirs.user_cache_dir("skuda", appauthor=False))
+    if given:
+        return Path(given)
+    import platformdirs  # a program that only imports skuda has no use for it
+
+    return Path(platformdirs.user_cache_dir("skuda", appauthor=False))
 
 
 def bundle_names() -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from skuda.dispatch.compile.cache import CubinCache
 from skuda.dispatch.compile.cubin import Kernel, read_kernels
 from skuda.dispatch.compile.provider import CubinProvider, agreeing, arch_of
 from skuda.dispatch.cuda.arrays import current_streams
-from skuda.dispatch.cuda.call import Packer, formats_of, packer, packing
+from skuda.dispatch.cuda.call import Packed, formats_of, packing
 from skuda.dispatch.cuda.driver import FORK_REMEDY, NOT_INITIALIZED, driver
 from skuda.dispatch.cuda.runner import CudaRunner, Engine, NoSteps
 from skuda.dispatch.device import Device
@@ -56,14 +56,14 @@ class _Kernel(NamedTuple, Generic[Module]):
     notes: tuple[str, ...]
     packings: dict[tuple[str, tuple[str, ...]], Struct]
 
-    def packer(self, step: Step) -> Packer:
-        """Return the packer of a step; raise `CompileError` if the compiled kernel takes other parameters."""
+    def packing(self, step: Step) -> Struct:
+        """Return how a step packs its parameters; raise `CompileError` if the compiled kernel takes others."""
         form = step.entry, formats_of(step)
         whole = self.packings.get(form)
         if whole is None:
             (compiled,) = agreeing(self.sku, (step,), self.entries)
             whole = self.packings[form] = packing(compiled)
-        return packer(step, self.sku.op, whole)
+        return whole
 
 
 class CudaBackend(CubinProvider, Backend, Generic[Module]):
@@ -86,8 +86,8 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
         """Load a cubin into a device's primary context. Called once per cubin and device."""
 
     @abstractmethod
-    def engine(self, module: Module, launch: Launch, packers: tuple[Packer, ...], op: str, ordinal: int) -> Engine:
-        """Return the steps of a launch, ready to be enqueued; `packers` are theirs, and errors name `op`."""
+    def engine(self, module: Module, packed: Packed, ordinal: int) -> Engine:
+        """Return the steps of a launch, ready to be enqueued."""
 
     def status(self) -> BackendStatus:
         """Return whether the backend works here, without creating a context."""
@@ -141,8 +141,8 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
             return CudaRunner(problem, launch, NoSteps(), found, (ordinal, context), self.notes())
         with found.using(context):
             kernel = self._kernel(sku, launch, device)
-            packers = tuple(map(kernel.packer, launch.steps))
-            engine = self.engine(kernel.module, launch, packers, problem.op_name(), ordinal)
+            packed = Packed(launch.steps, tuple(map(kernel.packing, launch.steps)), sku.op)
+            engine = self.engine(kernel.module, packed, ordinal)
             return CudaRunner(problem, launch, engine, found, (ordinal, context), kernel.notes)
 
     def _kernel(self, sku: KernelSku, launch: Launch, device: Device) -> _Kernel[Module]:

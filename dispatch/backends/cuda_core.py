@@ -12,8 +12,7 @@ from skuda.dispatch.cuda.bindings import (
     bindings_version,
     load_module,
 )
-from skuda.dispatch.cuda.call import Packer
-from skuda.kernels.launch import Launch
+from skuda.dispatch.cuda.call import Packed
 from skuda.registry.backend import BUILT_IN
 
 _REMEDY = "pip install 'skuda[cuda13]'"
@@ -44,13 +43,6 @@ class CudaCoreBackend(CudaBackend[BindingsModule]):
         """Load a cubin."""
         return load_module(cubin)
 
-    def engine(
-        self,
-        module: BindingsModule,
-        launch: Launch,
-        packers: tuple[Packer, ...],
-        op: str,  # noqa: ARG002  the driver's errors are ours
-        ordinal: int,  # noqa: ARG002  the context is current
-    ) -> BindingsEngine:
+    def engine(self, module: BindingsModule, packed: Packed, ordinal: int) -> BindingsEngine:  # noqa: ARG002  the context is current
         """Return the steps of a launch."""
-        return BindingsEngine(module, launch, packers)
+        return BindingsEngine(module, packed)

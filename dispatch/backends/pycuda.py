@@ -26,13 +26,14 @@ from skuda.dispatch.cuda.bindings import (
     bindings_version,
     load_module,
 )
-from skuda.dispatch.cuda.call import Packer
+from skuda.dispatch.cuda.call import Packed
 from skuda.dispatch.cuda.pycuda_context import keep_forever, pushed
 from skuda.dispatch.cuda.recognizer import Send
 from skuda.dispatch.cuda.runner import Bound, Engine, must_opt_in
 from skuda.dispatch.system.packages import installed
-from skuda.kernels.launch import Dim3, Launch, Step
+from skuda.kernels.launch import Dim3, Step
 from skuda.registry.backend import BUILT_IN
+from skuda.registry.cached import cached_property
 from skuda.registry.errors import InvalidProblem
 
 _setting = threading.Lock()
@@ -116,13 +117,13 @@ class PycudaBackend(CudaBackend[_Loaded]):
             foreign = load_module(cubin) if bindings_trouble() is None else None
             return _Loaded(module, pycuda.driver.Stream, foreign, {})
 
-    def engine(self, module: _Loaded, launch: Launch, packers: tuple[Packer, ...], op: str, ordinal: int) -> Engine:
+    def engine(self, module: _Loaded, packed: Packed, ordinal: int) -> Engine:
         """Return the steps of a launch."""
-        foreign = None if module.foreign is None else BindingsEngine(module.foreign, launch, packers)
+        foreign = None if module.foreign is None else BindingsEngine(module.foreign, packed)
         # PyCUDA cannot let a step overlap.
-        if foreign is not None and all(step.overlaps for step in launch.steps):
+        if foreign is not None and all(step.overlaps for step in packed.steps):
             return foreign
-        return PycudaEngine(module, foreign, launch, packers, op, ordinal)
+        return PycudaEngine(module, foreign, packed, ordinal)
 
 
 class _Step(NamedTuple):
@@ -131,39 +132,34 @@ class _Step(NamedTuple):
     start: Callable[..., None]
     grid: Dim3
     block: Dim3
-    pack: Callable[..., bytes]
     shared: int
 
 
 class PycudaEngine:
     """Launches through PyCUDA's pre-packed path, and by the engine `foreign` what PyCUDA cannot launch.
 
-    That is a step that may overlap, and any step on a stream of another library. Errors name `op`.
+    That is a step that may overlap, and any step on a stream of another library.
     """
 
-    def __init__(
-        self,
-        loaded: _Loaded,
-        foreign: BindingsEngine | None,
-        launch: Launch,
-        packers: tuple[Packer, ...],
-        op: str,
-        ordinal: int,
-    ) -> None:
-        self._op, self._own, self._foreign = op, loaded.stream, foreign
-        ours = {at: step for at, step in enumerate(launch.steps) if foreign is None or not step.overlaps}
+    def __init__(self, loaded: _Loaded, foreign: BindingsEngine | None, packed: Packed, ordinal: int) -> None:
+        self._packed, self._own, self._foreign = packed, loaded.stream, foreign
+        ours = {at: step for at, step in enumerate(packed.steps) if foreign is None or not step.overlaps}
         self._steps: dict[int, _Step] = {}
         with nullcontext() if all(map(loaded.knows, ours.values())) else pushed(ordinal), _setting:
             for at, step in ours.items():
                 # Neither the number nor the types of parameters are checked beyond this point; the binder did both.
                 start = loaded.function(step)._launch_kernel  # noqa: SLF001  PyCUDA's own prepared calls end here
-                self._steps[at] = _Step(start, step.grid, step.block, packers[at].pack, step.shared)
-        self.sends = [self._send(at) for at in range(len(launch.steps))]
+                self._steps[at] = _Step(start, step.grid, step.block, step.shared)
+
+    @cached_property
+    def sends(self) -> list[Send]:
+        """The function that enqueues each step; the first run makes them."""
+        return [self._send(at) for at in range(len(self._packed.steps))]
 
     def _send(self, step: int) -> Send:
         if self._foreign is not None and step not in self._steps:
             return self._foreign.sends[step]
-        start, grid, block, pack, shared = self._steps[step]
+        (start, grid, block, shared), pack = self._steps[step], self._packed.packers[step].pack
         own, foreign = self._own, self._foreign.sends[step] if self._foreign is not None else self._refuse
 
         def send(parameters: tuple[Any, ...], handle: int, stream: object) -> None:
@@ -180,8 +176,8 @@ class PycudaEngine:
         """Return a function that enqueues one step with these parameters."""
         if self._foreign is not None and step not in self._steps:
             return self._foreign.bound(step, parameters)
-        start, grid, block, pack, shared = self._steps[step]
-        packed, own = pack(*parameters), self._own
+        start, grid, block, shared = self._steps[step]
+        packed, own = self._packed.packers[step].pack(*parameters), self._own
         other = partial(self._refuse, parameters)
         foreign: Bound = self._foreign.bound(step, parameters) if self._foreign is not None else other
 
@@ -197,4 +193,4 @@ class PycudaEngine:
 
     def _refuse(self, parameters: tuple[Any, ...], handle: int, stream: object) -> None:  # noqa: ARG002  a Send
         rule = "be the default stream or PyCUDA's own: PyCUDA cannot launch on others; pip install 'skuda[cuda13]'"
-        raise InvalidProblem(self._op, "stream", f"a stream of another library ({handle:#x})", rule)
+        raise InvalidProblem(self._packed.op, "stream", f"a stream of another library ({handle:#x})", rule)

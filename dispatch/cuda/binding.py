@@ -283,6 +283,8 @@ class Binder:
 
         def places(parameter: Parameter) -> list[int]:
             match parameter:
+                case Constant():  # most are
+                    constants.append(packable(parameter.value, parameter.element))
                 case Pointer(name) if name in addresses:
                     return [addresses[name]]
                 case Number(name) if name in numbers:
@@ -297,8 +299,6 @@ class Binder:
                     constants.append(which.get(name, 0))
                 case Leading(name):
                     constants.append(leading[name])
-                case Constant():
-                    constants.append(packable(parameter.value, parameter.element))
                 case Rows():
                     constants.append(rows)
                 case Columns():
@@ -314,8 +314,8 @@ class Binder:
         for argument in self._arguments:
             name, element = argument.name, argument.elements[0]
             if name in self._launch.view or name in self._leading:
-                dense = dense_strides(storage_shape(shapes[name], element))
-                layouts[name] = Layout(facts[name].strides if name in facts else dense, element.is_packed)
+                own = facts[name].strides if name in facts else dense_strides(storage_shape(shapes[name], element))
+                layouts[name] = Layout(own, element.is_packed)
         leading: dict[str, int] = {}
         for name in layouts.keys() - set(self._launch.view):
             leading |= matrix_view(self._op, shapes[name], name, layouts[name]).leading

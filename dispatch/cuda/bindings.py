@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
-from skuda.dispatch.cuda.call import Packer
+from skuda.dispatch.cuda.call import Packed, Packer
 from skuda.dispatch.cuda.driver import driver, failure
 from skuda.dispatch.cuda.recognizer import Send
 from skuda.dispatch.cuda.runner import Bound, must_opt_in
 from skuda.dispatch.system.packages import installed
-from skuda.kernels.launch import Launch, Step
+from skuda.kernels.launch import Step
+from skuda.registry.cached import cached_property
 from skuda.registry.errors import DriverError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -101,18 +102,19 @@ class BindingsModule:
 
 
 class BindingsEngine:
-    """Launches through ``cuLaunchKernelEx``, on any stream; `packers` are those of the launch's steps."""
+    """Launches through ``cuLaunchKernelEx``, on any stream."""
 
-    def __init__(self, module: BindingsModule, launch: Launch, packers: Sequence[Packer]) -> None:
-        # Its four arguments are built before the call, in a third of the time that cuda-bindings takes to convert the
-        # eleven of `cuLaunchKernel`.
-        self._start = driver().function("cuLaunchKernelEx")
-        self._steps, self._packers = launch.steps, packers
-        self._functions = [module.function(step) for step in launch.steps]
-        self.sends = list(map(self._send, self._steps, self._functions, packers))
+    def __init__(self, module: BindingsModule, packed: Packed) -> None:
+        self._packed = packed
+        self._functions = [module.function(step) for step in packed.steps]
+
+    @cached_property
+    def sends(self) -> list[Send]:
+        """The function that enqueues each step; the first run makes them."""
+        return list(map(self._send, self._packed.steps, self._functions, self._packed.packers))
 
     def _send(self, step: Step, function: ctypes.c_void_p, packed: Packer) -> Send:
-        pack, start = packed.pack, self._start
+        pack, start = packed.pack, _start()
         spare: list[_Buffer] = []
         take, give = spare.pop, spare.append
 
@@ -133,10 +135,10 @@ class BindingsEngine:
 
     def bound(self, step: int, parameters: tuple[Any, ...]) -> Bound:
         """Return a function that enqueues one step with these parameters."""
-        packed, function, start = self._packers[step], self._functions[step], self._start
+        packed, function, start = self._packed.packers[step], self._functions[step], _start()
 
         def made() -> _Buffer:
-            buffer = _Buffer(self._steps[step], packed.size)
+            buffer = _Buffer(self._packed.steps[step], packed.size)
             buffer.content.raw = packed.pack(*parameters)
             return buffer
 
@@ -154,6 +156,12 @@ class BindingsEngine:
                 raise failure("cuLaunchKernelEx", code)
 
         return send
+
+
+def _start() -> Callable[..., int]:
+    # Its four arguments are built before the call, in a third of the time that cuda-bindings takes to convert the
+    # eleven of `cuLaunchKernel`.
+    return driver().function("cuLaunchKernelEx")
 
 
 def load_module(cubin: bytes) -> BindingsModule:

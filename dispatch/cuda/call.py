@@ -20,6 +20,7 @@ from skuda.kernels.launch import (
     TensorMap,
     Which,
 )
+from skuda.registry.cached import cached_property
 from skuda.registry.elements import ElementKind
 
 _FORMATS = {
@@ -150,6 +151,28 @@ def packer(step: Step, op: str, whole: struct.Struct | None = None) -> Packer:
         return whole.pack(*made, *given[2 * count :])
 
     return Packer(whole.size, pack)
+
+
+class Packed:
+    """The steps of a launch, with how the compiled kernel takes their parameters; errors name `op`.
+
+    Parameters
+    ----------
+    steps : tuple of Step
+        The steps.
+    packings : tuple of Struct
+        The `packing` of each.
+    op : str
+        The op.
+    """
+
+    def __init__(self, steps: tuple[Step, ...], packings: tuple[struct.Struct, ...], op: str) -> None:
+        self.steps, self.op, self._packings = steps, op, packings
+
+    @cached_property
+    def packers(self) -> tuple[Packer, ...]:
+        """The packer of each step; the first run makes them."""
+        return tuple(packer(step, self.op, whole) for step, whole in zip(self.steps, self._packings, strict=True))
 
 
 def packable(number: Any, element: ElementKind) -> Any:

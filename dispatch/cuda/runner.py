@@ -16,6 +16,7 @@ from skuda.dispatch.cuda.scratch import Scratch
 from skuda.dispatch.cuda.streams import stream_handle
 from skuda.dispatch.system.forks import in_child
 from skuda.kernels.launch import Launch, Step
+from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import DriverError, InvalidProblem, NotPrepared, SkudaError
 
@@ -61,9 +62,13 @@ class _Sender:
     """
 
     def __init__(self, op: str, engine: Engine, driver: Driver, context: int, *, waits: bool = False) -> None:
-        self.sends = tuple(engine.sends)
-        self._op, self._driver, self._context, self._waits = op, driver, context, waits
+        self._op, self._engine, self._driver, self._context, self._waits = op, engine, driver, context, waits
         self.plain = driver.device_count == 1 and not waits
+
+    @property
+    def sends(self) -> Sequence[Send]:
+        """The function that enqueues each step."""
+        return self._engine.sends
 
     def enqueue(self, parameters: Parameters, handle: int, stream: object) -> None:
         """Enqueue every step in the context; wait where the arrays' library has no streams."""
@@ -118,20 +123,28 @@ class CudaRunner:
         place: tuple[int, int],
         notes: tuple[str, ...] = (),
     ) -> None:
-        self._notes, self._launch = notes, launch
+        self._problem, self._launch, self._notes = problem, launch, notes
         self._ordinal, self._context = place
-        self._op = problem.op_name()
-        self._result = problem.builder
-        self._binder = Binder(problem, launch, self._ordinal)
         self._engine, self._driver = engine, driver
         self._scratch = Scratch(driver, self._context, launch.scratch) if launch.scratch else None
-        self._sender = _Sender(self._op, engine, driver, self._context)
         # What recognizes and launches the latest calls, newest first; replaced as a whole, so that threads see a
         # consistent tuple.
         self._calls: tuple[_Known, ...] = ()
         self._quick: Launcher | None = None
         self._here: Launcher | None = None
         _runners.add(self)
+
+    @cached_property
+    def _op(self) -> str:
+        return self._problem.op_name()
+
+    @cached_property
+    def _binder(self) -> Binder:
+        return Binder(self._problem, self._launch, self._ordinal)
+
+    @cached_property
+    def _sender(self) -> _Sender:
+        return _Sender(self._op, self._engine, self._driver, self._context)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -249,7 +262,7 @@ class CudaRunner:
             place=None if self._scratch is None else self._scratch.place,
             scratch=len(self._launch.scratch),
             outputs=self._binder.outputs,
-            result=self._result,
+            result=self._problem.builder,
             deliver=None if type(framework).deliver is Framework.deliver else framework.deliver,
         )
 
@@ -274,7 +287,8 @@ class CudaRunner:
     def _results(self, call: Call, arrays: Mapping[str, Any], made: Mapping[str, Any]) -> object:
         deliver = call.framework.deliver
         outputs = [deliver(made[name]) if name in made else arrays[name] for name in self._binder.outputs]
-        return outputs[0] if self._result is None else self._result(*outputs)
+        result = self._problem.builder
+        return outputs[0] if result is None else result(*outputs)
 
 
 _runners: weakref.WeakSet[CudaRunner] = weakref.WeakSet()
@@ -283,7 +297,8 @@ _runners: weakref.WeakSet[CudaRunner] = weakref.WeakSet()
 def _refuse_all() -> None:
     """Make every runner refuse, in a forked child. A check in every run would cost those that are not forked."""
     for runner in tuple(_runners):
-        runner._sender.plain = False  # noqa: SLF001  so that what `bind` returned calls `_send`
+        if "_sender" in vars(runner):
+            runner._sender.plain = False  # noqa: SLF001  so that what `bind` returned calls `_send`
         for name in ("check", "run", "run_again", "bind", "_send"):
             setattr(runner, name, _refuse)
 

@@ -62,15 +62,19 @@ class Pool:
         """Return a block that is large enough, whoever uses it; make one that no stream uses yet if there is none."""
         with self._lock:
             # The latest first: with it, a plan for another size asks no other.
-            latest = self._reserved()
-            mine = itertools.chain(filter(None, (latest,)), self._bound.values(), self._spare)
-            found = next((block for block in mine if block.size >= size and block not in self._captured), None)
+            found = self._reserved()
+            if found is not None and self._serves(found, size):
+                return found
+            mine = itertools.chain(self._bound.values(), self._spare)
+            found = next((block for block in mine if self._serves(block, size)), None)
             if found is None:
                 found = Block(driver, context, _rounded(size))
                 self._spare.add(found)
-            if found is not latest:
-                self._reserved = weakref.ref(found)
+            self._reserved = weakref.ref(found)
             return found
+
+    def _serves(self, block: Block, size: int) -> bool:
+        return block.size >= size and block not in self._captured
 
     def take(self, driver: Driver, context: int, key: tuple[int, int], size: int) -> Block:
         """Return the block of a stream and a capture (0: none); a larger one if the present one is too small."""
@@ -124,9 +128,10 @@ class Scratch:
                 assert size <= MOST_ZEROS
                 offsets.append(-MOST_ZEROS)
             else:
-                offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
-                end = offsets[-1] + max(1, size)
-        self._offsets, self._size = tuple(offsets), end
+                end = -(-end // _ALIGNMENT) * _ALIGNMENT
+                offsets.append(end)
+                end += size or 1
+        self._offsets, self._size = offsets, end
         self._pool = _pool_of(driver, context)
         self._held = {self._pool.reserve(driver, context, end)}
         self._places: dict[tuple[int, int], Place] = {}

@@ -106,6 +106,8 @@ def _splits(shape: Shape, layout: Layout) -> set[int]:
     if 0 in shape:
         return set(range(rank + 1))
     strides = layout.strides
+    if not layout.packed and strides == dense_strides(shape):
+        return set(range(rank + 1))
     # Rows of a packed array start at a byte, so a last axis that fills its bytes can be joined to the previous axis.
     stored = (*shape[:-1], -(-shape[-1] // 2)) if layout.packed else shape
     whole = not layout.packed or shape[-1] % 2 == 0

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 Place = tuple[str, int | None]
 """Kind of processor and ordinal, for example ``("cuda", 0)``; the ordinal is None where only the driver knows it."""

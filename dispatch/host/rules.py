@@ -45,8 +45,13 @@ class Place(NamedTuple):
         """First byte and end, relative to the address; equal where there are no elements."""
         if 0 in self.shape:
             return 0, 0
-        reach = [(extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True)]
-        return sum(min(0, r) for r in reach), sum(max(0, r) for r in reach) + self.itemsize
+        low = high = 0
+        for extent, stride in zip(self.shape, self.strides, strict=True):
+            if stride < 0:
+                low += (extent - 1) * stride
+            else:
+                high += (extent - 1) * stride
+        return low, high + self.itemsize
 
 
 def refuse_unknown(op: str, arguments: Iterable[Argument], given: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -167,6 +168,6 @@ def test_the_driver_is_not_asked_in_a_child(used):
 
 
 def test_a_driver_that_another_library_used_before_the_fork_is_told_alike(monkeypatch):
-    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda _: {"cuInit": lambda _: 3})
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda _: SimpleNamespace(cuInit=lambda _: 3))
     monkeypatch.setattr(cuda_driver.ctypes, "PyDLL", lambda _: None)
     assert refuses(cuda_driver.Driver, DriverError)

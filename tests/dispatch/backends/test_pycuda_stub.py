@@ -792,10 +792,12 @@ def test_nvcc_on_the_path_compiles_what_is_not_cached(run, tmp_path):
 def test_another_size_of_a_loaded_kernel_reads_nothing_and_asks_the_driver_for_nothing(run, backend):
     told = run(
         """
+        from skuda.dispatch.backends import cuda
         from skuda.dispatch.compile import provider
 
         plan().run(**arrays())
-        provider.read_source = provider.read_kernels = None    # calling one would raise
+        # Calling one would raise.
+        provider.read_source = cuda.read_kernels = cuda.agreeing = cuda.packing = None
         d.backends[prefer.backend].cache.get = None
         mark("loaded")
         for rows in range(5, 105):
@@ -805,9 +807,39 @@ def test_another_size_of_a_loaded_kernel_reads_nothing_and_asks_the_driver_for_n
         """,
         backend,
     )
-    asked = set(told.between("loaded", "planned"))
-    assert not [name for name in asked if name.startswith(("cuModule", "cuFunc", "cuMemAlloc"))]
+    assert set(told.between("loaded", "planned")) == {"cuCtxGetCurrent"}
     assert len(told.launches) == 2
+
+
+@every_backend
+def test_ever_new_sizes_keep_a_bounded_number_of_objects(run, backend):
+    told = run(
+        """
+        import gc
+        from skuda.dispatch import dispatcher
+        from skuda.dispatch.cuda.runner import CudaRunner
+        from skuda.dispatch.cuda.scratch import Block
+
+        dispatcher._MOST_PLANS = 32
+
+        def kept(sizes):
+            for n in sizes:
+                x, y = (FakeArray(shape, address=a) for shape, a in (((n,), X), ((1,), Y)))
+                plan(problem=SummedDescriptor(n=n)).run(x=x, y=y)
+            gc.collect()
+            found = gc.get_objects()
+            return len(found), [sum(type(each) is kind for each in found) for kind in (CudaRunner, Block)]
+
+        told["few"], _ = kept(range(1, 500))
+        told["many"], (told["runners"], told["blocks"]) = kept(range(500, 2000))
+        told["kernels"] = [len(kernel.packings) for kernel in d.backends[prefer.backend]._kernels.values()]
+        """,
+        backend,
+    )
+    assert told.values["runners"] == 32
+    assert told.values["blocks"] == 1
+    assert told.values["kernels"] == [2], "one for each of its steps, whatever the size"
+    assert told.values["many"] - told.values["few"] < 500, "not one object for each of 1,500 sizes"
 
 
 @needs_bindings

@@ -473,6 +473,15 @@ def test_scratch_of_a_captured_run_is_its_own_and_stays():
     assert set(driver.allocated) - set(driver.freed) == {address - MOST_ZEROS for address in used[:3]}
 
 
+def test_a_block_of_a_captured_run_is_reserved_for_no_other_plan():
+    rig = Rig(SummedDescriptor(n=32), summed)
+    rig.driver.capturing = {5: 100}
+    rig.run(stream=5, x=FakeArray((32,), address=X), y=FakeArray((1,), address=Y))
+    assert len(rig.driver.allocated) == 1, "the run took what was reserved"
+    other = Scratch(rig.driver, CONTEXT, (("partial", 32),)).place(0)
+    assert other.addresses[0] - MOST_ZEROS not in list(rig.driver.allocated)[:1]
+
+
 def test_plans_of_one_card_share_scratch_and_many_sizes_allocate_little():
     first = Rig(SummedDescriptor(n=32), summed)
     driver, x, y = first.driver, FakeArray((32,), address=X), FakeArray((1,), address=Y)
