@@ -14,7 +14,7 @@ from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
 from skuda.dispatch.compile.bundle import Bundle
 from skuda.dispatch.compile.cache import CubinCache
 from skuda.dispatch.compile.cubin import Kernel, read_kernels
-from skuda.dispatch.compile.provider import CubinProvider, agreeing, arch_of
+from skuda.dispatch.compile.provider import CubinProvider, agreeing
 from skuda.dispatch.cuda.arrays import current_streams
 from skuda.dispatch.cuda.call import Packed, formats_of, packing
 from skuda.dispatch.cuda.driver import FORK_REMEDY, NOT_INITIALIZED, driver
@@ -71,7 +71,7 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
 
     def __init__(self, cache: CubinCache | None = None, bundles: tuple[Bundle, ...] | None = None) -> None:
         super().__init__(cache, bundles)
-        self._kernels: dict[tuple[KernelSku, tuple[str, ...], str, int], _Kernel[Module]] = {}
+        self._kernels: dict[tuple[KernelSku, tuple[str, ...], Device], _Kernel[Module]] = {}
 
     @abstractmethod
     def trouble(self) -> BackendStatus | None:
@@ -150,10 +150,10 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
 
         So another size costs neither a look at the source nor one at the cache.
         """
-        ordinal = device.ordinal or 0
-        key = (sku, launch.flags, arch_of(sku, device), ordinal)
+        key = (sku, launch.flags, device)
         found = self._kernels.get(key)
         if found is None:
+            ordinal = device.ordinal or 0
             _refuse_capture(sku, ordinal)
             cubin = self.shipped(sku, launch, device) or self.cubin(sku, launch, device)
             module, notes = self._loaded(sku, cubin.cubin, ordinal), (*self.notes(), *cubin.notes)
