@@ -776,7 +776,7 @@ def test_an_old_package_is_broken(skuda, monkeypatch):
 
 
 @pytest.mark.parametrize("absent", ["pydantic", "ml_dtypes", "platformdirs"])
-def test_the_doctor_works_where_a_required_package_does_not(absent):
+def test_the_doctor_works_where_a_required_package_does_not(absent, monkeypatch):
     code = (
         f"import sys; sys.modules[{absent!r}] = None\n"
         "from skuda.tools.cli import main; sys.exit(main(['doctor', '--json']))"
@@ -786,7 +786,9 @@ def test_the_doctor_works_where_a_required_package_does_not(absent):
     found = {f["name"]: f for f in json.loads(done.stdout)["findings"]}
     assert found[absent]["state"] == "broken"
     assert f"pip install --force-reinstall '{absent}" in found[absent]["fix"]
-    code = code.replace("'doctor', '--json'", "'list'")
+    needs_it = "'cache', 'ls'" if absent == "platformdirs" else "'list'"
+    code = code.replace("'doctor', '--json'", needs_it)
+    monkeypatch.delenv("SKUDA_CACHE_DIR", raising=False)  # without it, platformdirs says where the cache is
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "skuda doctor" in done.stderr
