@@ -19,9 +19,12 @@ from skuda.tools.requirement import Judged, Requirement, differences
 REAL_ONE, REAL_ALL, INT8_ONE, INT8_ALL = WAYS = ("bf16 x1", "bf16 xN", "skuda x1", "skuda xN")
 """What is timed: in bf16 and in int8, on one rank and on all."""
 LLAMA_3_70B = {"hidden": 8192, "intermediate": 28672}
-_FEW = 16
+_FEW, _MANY = 16, 2048
 _GAINS = {True: (1.6, 1.5), False: (1.8, 1.7)}
-"""For few rows and for many: the least time of ours on one rank, and of bf16 on all, over ours on all."""
+"""For few rows and for many: the least time of ours on one rank, and of bf16 on all, over ours on all.
+
+For numbers of rows between, nothing is asked.
+"""
 
 
 class Orders(Value):
@@ -170,6 +173,8 @@ def _bits(record: ParallelRecord) -> Requirement:
 
 def _figures(record: ParallelRecord, unlike: str) -> Iterator[Requirement]:
     for result in record.results:
+        if _FEW < result.rows < _MANY:
+            continue
         for way, bound in zip((INT8_ONE, REAL_ALL), _GAINS[result.rows <= _FEW], strict=True):
             what, gain = f"{result.rows} rows: {way} over {INT8_ALL}", result.gain(way)
             if gain is None:

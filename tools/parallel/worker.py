@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -252,7 +251,6 @@ def run(folder: Path, rank: int) -> None:
     rendezvous = folder.joinpath("rendezvous").as_uri()
     patience = timedelta(seconds=orders.patience)
     distributed.init_process_group(orders.backend, rendezvous, patience, orders.count, rank)
-    os.environ["TEARDOWN_CUPTI"] = "0"  # as torch does where Inductor makes CUDA graphs
     # Every number of rows is compiled anew.
     torch._dynamo.config.recompile_limit = 8 * max(1, len(orders.rows))  # noqa: SLF001  its public place
     found: list[dict[str, Any]] = []

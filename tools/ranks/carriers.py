@@ -139,7 +139,8 @@ def _start(folder: Path, rank: int, count: int, program: Sequence[str], ends: Ex
     errors = ends.enter_context(folder.joinpath(f"{rank}.err").open("wb"))
     process = subprocess.Popen(
         [sys.executable, *program, str(folder), str(rank)],
-        env=environment({"OMP_NUM_THREADS": threads}),
+        # Profilers leave CUPTI attached, as torch does where Inductor makes CUDA graphs.
+        env=environment({"OMP_NUM_THREADS": threads, "TEARDOWN_CUPTI": "0"}),
         stdin=subprocess.DEVNULL,
         stdout=errors,
         stderr=errors,
