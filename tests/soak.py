@@ -53,10 +53,12 @@ class Fault(AssertionError):
 _armed: list[bool] = []
 
 
-def _interrupt(*_: object) -> None:
+def _interrupt(_: int, frame: object) -> None:
     if _armed:
         _armed.clear()
-        raise KeyboardInterrupt
+        # A command has a handler of its own, which notes what C code may hide.
+        handler: Any = signal.getsignal(signal.SIGINT)
+        handler(signal.SIGINT, frame)
 
 
 def interrupted(work: Callable[[], Any], rng: Rng, tally: Tally, longest: float) -> Any:
@@ -477,6 +479,7 @@ def one_round(name: str, seed: list[int], seconds: float) -> Tally:
     # An interrupt between two bytecodes of the standard library's Handler.handle (before 3.13) leaves its lock locked.
     logging.disable()
     faulthandler.dump_traceback_later(seconds + PATIENCE, exit=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     signal.signal(signal.SIGALRM, _interrupt)
     random.seed(repr(seed))
     tally: Tally = Counter()

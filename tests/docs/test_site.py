@@ -117,7 +117,7 @@ def test_no_setting_is_missing():
     # Read through a `Setting`, so that nothing is read that is not listed; and handed on whole to a program it starts.
     assert re.findall(r".*os\.environ.*", Path(settings.__file__).read_text()) == [
         '        return os.environ.get(self.name, "")',
-        "    return {**os.environ, **changes}",
+        "    return {**(defaults or {}), **os.environ, **changes}",
     ]
 
 
