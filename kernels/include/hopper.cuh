@@ -13,6 +13,12 @@
 
 struct alignas(64) TensorMap { u64 words[16]; };  // CUtensorMap, made by the host
 
+// Rows of 128 bytes in shared memory, 16-byte units xored with the row's number modulo 8, 1,024-byte aligned.
+DEVICE u64 rows_of_128(u32 address) {
+  return (u64)((address & 0x3ffffu) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+#ifndef SKUDA_HOST  // the CPU harness of the tests brings its own of all that follows
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // Barriers of a block, in shared memory, 8 bytes each.
@@ -68,6 +74,12 @@ DEVICE void store16_at(u32 to, u32 rank, const s32 (&v)[4]) {
       : "memory");
 }
 
+// Barrier `id` of the block: waits for, or only tells, THREADS threads.
+template <int THREADS> DEVICE void threads_sync(u32 id) { asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory"); }
+template <int THREADS> DEVICE void threads_arrive(u32 id) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
+
 DEVICE u32 cluster_rank() { u32 r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
 // The two halves of `cluster_sync`, for warps in any state.
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
@@ -107,10 +119,8 @@ template <int N> DEVICE void registers_down() { asm volatile("setmaxnreg.dec.syn
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Rows of 128 bytes in shared memory, 16-byte units xored with the row's number modulo 8, 1,024-byte aligned.
-DEVICE u64 rows_of_128(u32 address) {
-  return (u64)((address & 0x3ffffu) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
+// Shows this thread's stores into shared memory to the copy engine and to products.
+DEVICE void show_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -152,5 +162,6 @@ PRODUCTS_OF(s8, s8)
 PRODUCTS_OF(s8, u8)
 PRODUCTS_OF(u8, s8)
 PRODUCTS_OF(u8, u8)
+#endif
 
 #define TENSOR_MAPS const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map

@@ -9,6 +9,9 @@ from skuda.registry.elements import ElementKind
 H200 = 132
 """Multiprocessors assumed for a device that does not report them."""
 
+MOST_SHARED = 232_448
+"""Bytes of shared memory that a block may have."""
+
 ALIGNED = "arrays that do not begin, or whose rows do not begin, at multiples of 16 bytes are served by the next kernel"
 """The note that these kernels add to a plan."""
 

@@ -29,6 +29,10 @@ DEVICE f64 real_at(const void* p, s32 which, s64 i, f64) {
   return which == 0 ? ((const f64*)p)[i] : (f64)real_at(p, which - 1, i, 0.0f);
 }
 
+// Adds up the codes of a word.
+DEVICE s32 add_bytes(u32 word, s32 sum, s8) { return __dp4a((s32)word, 0x01010101, sum); }
+DEVICE s32 add_bytes(u32 word, s32 sum, u8) { return (s32)__dp4a(word, 0x01010101u, (u32)sum); }
+
 // The precision of GELU and SiLU depends on the output's element only, not on the kernel.
 template <class Out> struct Curves {
   static DEVICE f32 gelu(f32 v) { return brief_gelu(v); }
@@ -79,7 +83,7 @@ struct Layer {
   void* output;  // [m, n], output_leading elements apart
   s64 output_leading;
   s64 m, n, k;
-  s32 act_zero_point, epilogue, output_is;
+  s32 epilogue, output_is;
 };
 
 template <class C> DEVICE void put(const Layer& p, s64 at, C v) {
@@ -95,16 +99,19 @@ template <class C> DEVICE void put(const Layer& p, s64 at, C v) {
   ((u8*)p.output)[at] = (u8)slow_code(v, s, z, is_signed ? -128 : 0, is_signed ? 127 : 255);
 }
 
-// Scales of the activation's rows where one zero point, the layer's, serves all of them.
+// Scales of the activation's rows where one zero point, within the range of the codes, serves all of them.
 template <class S, class C = S> struct RowScales {
   const S* scale;  // [m], or null: the value
   C value;
+  s32 zero_point;
 
   DEVICE C at(s64 row) const { return scale ? (C)scale[row] : value; }
   // The same for tiles that reach beyond the last row.
   DEVICE C within(s64 row, s64 rows) const { return scale == nullptr ? value : row < rows ? (C)scale[row] : (C)0; }
-  DEVICE bool shifted(const Layer& p) const { return p.act_zero_point != 0; }
-  DEVICE s64 zero_point_of(const Layer& p, s64) const { return p.act_zero_point; }
+  DEVICE bool shifted() const { return zero_point != 0; }
+  DEVICE s64 zero_point_of(s64) const { return zero_point; }
+  // acc - za w; it fits in 32 bits if K is short enough for sums of u8 codes.
+  static DEVICE s32 less(s32 acc, s32 za, s32 w) { return (s32)((u32)acc - (u32)za * (u32)w); }
   // RN_C(whole - zw a); it fits in 64 bits.
   static DEVICE C difference(s64 whole, s64 zw, s64 a) { return (C)(whole - zw * a); }
 };
@@ -133,14 +140,19 @@ template <class C> struct GivenRows {
 
   DEVICE C at(s64 row) const { return real_at(scale, scale_is, row * step, (C)0); }
   DEVICE C within(s64 row, s64 rows) const { return scale != nullptr && row < rows ? at(row) : (C)0; }
-  DEVICE bool shifted(const Layer&) const { return zero_point != nullptr; }
-  DEVICE s64 zero_point_of(const Layer&, s64 row) const { return zero_point ? zero_point[row * step] : 0; }
+  DEVICE bool shifted() const { return zero_point != nullptr; }
+  DEVICE s64 zero_point_of(s64 row) const { return zero_point ? zero_point[row * step] : 0; }
+  // acc - za w
+  static DEVICE s64 less(s32 acc, s32 za, s32 w) { return acc - (s64)za * w; }
   // RN_C(whole - zw a) for |whole| < 2^62 and any zero points, with which it may need more than 64 bits.
   static DEVICE C difference(s64 whole, s64 zw, s64 a) {
     return a == (s32)a ? (C)(whole - zw * a) : long_difference<C>(whole, zw, a);
   }
 };
 
+// One number for all rows, which is also written to an array of the caller's, and one zero point.
+#define STATIC_ROWS_PARAMETERS(C) C act_scale, s32 act_zero_point, C *scratch
+#define STATIC_ROWS(C) RowScales<C>{nullptr, act_scale, act_zero_point}
 #define GIVEN_ROWS_PARAMETERS const void *act_scale, s32 act_scale_is, const s32 *act_zero_point, s64 act_step
 #define GIVEN_ROWS(C) GivenRows<C>{act_scale, act_scale_is, act_zero_point, act_step}
 #define EPILOGUE_PARAMETERS                                                                                              \
@@ -148,10 +160,10 @@ template <class C> struct GivenRows {
       const void *output_scale, f64 output_scale_value, const s32 *output_zero_point, s32 output_zero_point_value,  \
       void *output, s64 output_leading, s64 m, s64 n, s64 k
 #define LAYER_PARAMETERS const u8 *w, s64 w_leading, EPILOGUE_PARAMETERS, s32 epilogue, s32 output_is
-#define LAYER(a, a_leading, act_zero_point)                                                                        \
+#define LAYER(a, a_leading)                                                                                       \
   Layer{a, a_leading, w, w_leading, weight_scale, weight_scale_is, weight_zero_point, bias, bias_is, output_scale,  \
-        output_scale_value, output_zero_point, output_zero_point_value, output, output_leading, m, n, k,            \
-        act_zero_point, epilogue, output_is}
+        output_scale_value, output_zero_point, output_zero_point_value, output, output_leading, m, n, k, epilogue,  \
+        output_is}
 
 #ifdef SKUDA_OUT  // kernels that are compiled for one output element
 // The epilogue, in f32.
@@ -208,4 +220,36 @@ template <int V, class Q> DEVICE void coded(const f32 (&v)[V], const Segment<f32
 }
 template <int V> DEVICE void rounded(const f32 (&v)[V], const Segment<f32>& codes, s8 (&y)[V]) { coded(v, codes, y); }
 template <int V> DEVICE void rounded(const f32 (&v)[V], const Segment<f32>& codes, u8 (&y)[V]) { coded(v, codes, y); }
+
+#ifdef SKUDA_EPILOGUE  // and for one epilogue and certain zero points: 0 for none, 1 of a, 2 of w, 3 of both
+enum { A_SHIFTED = SKUDA_ZERO_POINTS & 1, W_SHIFTED = SKUDA_ZERO_POINTS >> 1 };
+
+// A row of a in the epilogue: its scale and zero point, and the sum of a - za.
+struct Row {
+  f32 scale;
+  s32 zero_point;
+  s64 sum;
+};
+// sum (a - za) (w - zw) = sum a w - za sum w - zw sum (a - za), of s32 or s64, or rounded to f32; w_sum and zw are those of
+// the column. Rows: RowScales or GivenRows.
+template <class Rows> DEVICE auto shifted(s32 acc, const Row& row, s32 w_sum, s32 zw) {
+  if constexpr (SKUDA_ZERO_POINTS == 0) return acc;
+  else if constexpr (W_SHIFTED == 0) return Rows::less(acc, row.zero_point, w_sum);
+  else if constexpr (A_SHIFTED == 0) return Rows::difference(acc, zw, (s32)row.sum);  // a sum of codes is short
+  else return Rows::difference(Rows::less(acc, row.zero_point, w_sum), zw, row.sum);
+}
+
+// GELU and SiLU are too much code to unroll over registers, so the kernels apply them afterwards.
+enum { CURVED = SKUDA_EPILOGUE == BIAS_GELU || SKUDA_EPILOGUE == BIAS_SILU };
+
+// A result, of an exact sum of s32 or s64 or of an f32 that it was rounded to: the sum itself for s32, else before rounding
+// and before GELU or SiLU.
+typedef IsSum<SKUDA_OUT>::type Result;
+DEVICE s32 finished(s32 acc, f32, f32, f32, s32) { return acc; }
+template <class Sum> DEVICE f32 finished(Sum acc, f32 sa, f32 sw, f32 bias, f32) {
+  f32 v = product(product(sa, sw), (f32)acc);
+  if (SKUDA_EPILOGUE != IDENTITY) v = v + bias;
+  return CURVED ? v : activated<SKUDA_OUT>(v, SKUDA_EPILOGUE);
+}
+#endif
 #endif

@@ -36,18 +36,18 @@ def activation_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
     """Return codes, scales and, where the op does not quantize, zero points, for kernels without tensor maps."""
     if problem.dynamic:
         return (*CODES, *SCALES)
-    static = s32(getattr(problem, "act_zero_point", 0)) if hasattr(problem, "act_scale") else ()
-    return (*strided("act_q"), *static, *given_scales(problem))
+    return (*strided("act_q"), *given_scales(problem))
 
 
 def given_scales(problem: LinearProblem) -> tuple[Parameter, ...]:
-    """Return the scales of an activation that is given as codes.
+    """Return the scales and zero points of an activation that is given as codes.
 
-    They are one number and the scratch array that receives it; or what the macro GIVEN_ROWS_PARAMETERS declares.
+    They are what the macro STATIC_ROWS_PARAMETERS declares, or GIVEN_ROWS_PARAMETERS.
     """
     scale: float | None = getattr(problem, "act_scale", None)
     if scale is not None:
-        return (Constant(problem.compute, scale), Pointer("act_scale_scratch"))
+        zero_point = s32(getattr(problem, "act_zero_point", 0))
+        return (Constant(problem.compute, scale), *zero_point, Pointer("act_scale_scratch"))
     shapes = {argument.name: argument.shape for argument in problem.arguments()}
     (null,), (none,) = s64(0), s32(0)
     return (
@@ -82,26 +82,27 @@ def epilogue_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
     )
 
 
-def element_flags(problem: LinearProblem) -> tuple[str, ...]:
-    """Return the compiler flags of kernels that are compiled for an output element and an epilogue."""
+def epilogue_flags(problem: LinearProblem) -> tuple[str, ...]:
+    """Return the compiler flags of kernels that are compiled for an output, an epilogue and certain zero points."""
     return (
         f"-DSKUDA_CODE={problem.code_element}",
         f"-DSKUDA_OUT={problem.output}",
         f"-DSKUDA_EPILOGUE={problem.epilogue.name}",
+        f"-DSKUDA_ZERO_POINTS={problem.shifts_activation + 2 * problem.has_weight_zero_point}",
     )
 
 
 def launch_product(
-    problem: LinearProblem, product: Step, *, scratch: tuple[tuple[str, int], ...] = (), **fields: Any
+    problem: LinearProblem, *product: Step, scratch: tuple[tuple[str, int], ...] = (), **fields: Any
 ) -> Launch:
-    """Launch a product, after the quantization of a dynamic activation, with further `fields` of `Launch`."""
+    """Launch the steps of a product, after the quantization of a dynamic activation; `fields` are `Launch`'s."""
     if not problem.dynamic:
-        return Launch(steps=(product,), scratch=scratch, **fields)
+        return Launch(steps=product, scratch=scratch, **fields)
     m, _, k = problem.sizes
     activation: ElementKind = getattr(problem, problem.element_field)
     scratch = (("codes", m * k), ("scales", m * activation.compute.bits // 8), *scratch)
-    quantization = _quantization(problem, activation, overlaps=product.overlaps)
-    return Launch(steps=(quantization, product), scratch=scratch, **fields)
+    quantization = _quantization(problem, activation, overlaps=product[0].overlaps)
+    return Launch(steps=(quantization, *product), scratch=scratch, **fields)
 
 
 def _quantization(problem: Any, activation: ElementKind, *, overlaps: bool) -> Step:

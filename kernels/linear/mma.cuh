@@ -109,9 +109,6 @@ template <class A, class W> DEVICE void multiply_add(s32 (&d)[4], const u32 (&a)
 }
 #endif
 
-DEVICE s32 add_bytes(u32 word, s32 sum, s8) { return __dp4a((s32)word, 0x01010101, sum); }
-DEVICE s32 add_bytes(u32 word, s32 sum, u8) { return (s32)__dp4a(word, 0x01010101u, (u32)sum); }
-
 // --- tiles -----------------------------------------------------------------------------------------------------------
 
 // WARPS_M x WARPS_N warps divide the outputs, and each of WARPS_K such groups takes a part of every stage; RESIDENT
@@ -361,7 +358,7 @@ DEVICE void finish(const Layer& p, const Rows& rows, s64 row0, s64 column0, int 
         if (ZERO_POINTS) {
 #pragma unroll
           for (int s = 0; s < T::WARPS_K; ++s) a_sum += a_sums[s * T::ROWS + in_tile];
-          za = rows.zero_point_of(p, row);
+          za = rows.zero_point_of(row);
           a_sum -= p.k * za;
         }
         const f32 row_scale = rows.at(row);

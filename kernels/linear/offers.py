@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-from skuda.kernels.linear import hopper, mma, plain, streamed
+from skuda.kernels.linear import mma, plain, streamed, warpgroup
 from skuda.kernels.linear.problem import CODES8, LinearProblem
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.registry.arch import ArchSku
@@ -36,7 +36,7 @@ _TILES = (
     _Tile(
         "warpgroup",
         ArchSku.SM_90A,
-        hopper.constraints,
+        warpgroup.constraints,
         "Hopper's warpgroup products, tiles by predicted time, loads by the copy engine",
     ),
     _Tile(
@@ -95,7 +95,6 @@ def skus(
                 *constraints,
                 in_f32,
                 *tile.constraints(weight),
-                *(_without_zero_points(descriptor) if tile.arch.is_specific else ()),
             ),
             variant=tile.variant,
             summary=tile.summary,
@@ -148,15 +147,3 @@ def _flags(descriptor: type[LinearProblem], element: ElementKind, weight: Elemen
 def _plain_flags(descriptor: type[LinearProblem], element: ElementKind, weight: ElementKind | None) -> tuple[str, ...]:
     own = (f"-DSKUDA_DATA={element}", "-DSKUDA_CODE=s8") if descriptor.dynamic else (f"-DSKUDA_REAL={element.compute}",)
     return ("-fmad=false", *own, f"-DSKUDA_WEIGHT={weight}")
-
-
-def _without_zero_points(descriptor: type[LinearProblem]) -> tuple[Constraint, ...]:
-    """Return the constraints of kernels that do not support zero points."""
-    weight = OneOf(field="has_weight_zero_point", allowed=(False,))
-    if descriptor.dynamic:
-        return (weight,)
-    given = "has_act_zero_point" in descriptor.model_fields
-    return (
-        weight,
-        OneOf(field="has_act_zero_point", allowed=(False,)) if given else OneOf(field="act_zero_point", allowed=(0,)),
-    )

@@ -63,7 +63,7 @@ DEVICE void linear(const Layer& p, const Rows& rows) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) total[i][j] = 0, part[i][j] = 0;
     }
-    const bool sums = rows.shifted(p) || p.weight_zero_point != nullptr;
+    const bool sums = rows.shifted() || p.weight_zero_point != nullptr;
     int steps = 0;
     for (s64 k0 = 0; k0 < p.k; k0 += 4 * WORDS) {
       const uint4 a = sixteen(p.a, p.a_leading, row0 + t / 4, p.m, k0 + t % 4 * 16, p.k);
@@ -112,7 +112,7 @@ DEVICE void linear(const Layer& p, const Rows& rows) {
         if constexpr (IsSum<C>::value) {
           ((s32*)p.output)[row * p.output_leading + column] = (s32)total[i][j];
         } else {
-          const s64 za = rows.zero_point_of(p, row), zw = p.weight_zero_point ? p.weight_zero_point[column] : 0;
+          const s64 za = rows.zero_point_of(row), zw = p.weight_zero_point ? p.weight_zero_point[column] : 0;
           const C acc = rows.difference(total[i][j] - za * w_total[j], zw, a_total[i] - p.k * za);
           const C sa = rows.at(row);
           const C sw = real_at(p.weight_scale, p.weight_scale_is, column, (C)0);

@@ -10,6 +10,8 @@ from skuda.registry.vocabulary import EpilogueKind, LayoutSku, OpCategory
 
 CODES8 = (ElementKind.S8, ElementKind.U8)
 OUTPUTS = (*FLOATS, *CODES8)
+MOST_ROWS = 2**31 - 1
+"""The largest size of a problem."""
 SIZES = ((17, 33, 65), (2, 3, 8), (0, 3, 4), (3, 0, 4), (3, 4, 0), (1, 1, 1), (5, 7, 1100), (130, 70, 40))
 """m, n, k of the ops' cases."""
 ALIGNED_SIZES = ((31, 40, 64), (30, 264, 144), (3, 17, 1040), (20, 136, 400), (1, 8, 16))
@@ -54,9 +56,19 @@ class LinearProblem(Descriptor):
         raise NotImplementedError
 
     @property
+    def shifts_activation(self) -> bool:
+        """Whether the activation has zero points other than 0, so that the weight's codes are summed."""
+        return getattr(self, "has_act_zero_point", False) or getattr(self, "act_zero_point", 0) != 0
+
+    @property
     def has_zero_points(self) -> bool:
         """Whether the sums of products need to be corrected for zero points."""
-        return self.has_weight_zero_point or getattr(self, "act_zero_point", 0) != 0
+        return self.has_weight_zero_point or self.shifts_activation
+
+    @property
+    def rows_per_weight_sum(self) -> int:
+        """Rows of the activation that a sum of a weight's codes serves; the most there are where none is needed."""
+        return self.sizes[0] if self.shifts_activation else MOST_ROWS
 
     @property
     def reals(self) -> tuple[ElementKind, ...]:

@@ -15,8 +15,8 @@
 #include "plain.cuh"
 
 #define PRODUCT(C, A)                                                                                              \
-  linear<A, SKUDA_WEIGHT, C>(LAYER(given_codes ? given_codes : codes, k, 0),                                        \
-                             RowScales<Real, C>{given_scale ? given_scale : act_scale, (C)0})
+  linear<A, SKUDA_WEIGHT, C>(LAYER(given_codes ? given_codes : codes, k),                                        \
+                             RowScales<Real, C>{given_scale ? given_scale : act_scale, (C)0, 0})
 #define CODES_AND_SCALES const u8 *codes, const u8 *given_codes, const Real *act_scale, const Real *given_scale
 
 KERNEL(256, 2) quantized_linear_f32_s8(CODES_AND_SCALES, LAYER_PARAMETERS) { PRODUCT(f32, s8); }

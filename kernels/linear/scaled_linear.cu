@@ -13,7 +13,7 @@
 
 typedef SKUDA_REAL Real;
 
-#define PRODUCT(C, A) linear<A, SKUDA_WEIGHT, C>(LAYER(act_q, act_leading, 0), GIVEN_ROWS(Real))
+#define PRODUCT(C, A) linear<A, SKUDA_WEIGHT, C>(LAYER(act_q, act_leading), GIVEN_ROWS(Real))
 #define PARAMETERS const u8 *act_q, s64 act_leading, GIVEN_ROWS_PARAMETERS, LAYER_PARAMETERS
 
 KERNEL(256, 2) scaled_linear(PARAMETERS) { PRODUCT(Real, s8); }

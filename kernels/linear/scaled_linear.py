@@ -136,11 +136,6 @@ class ScaledLinearDescriptor(LinearProblem):
         """Scales, and zero points, of the activation: `m`, or 1 for the tensor."""
         return self.m if self.act_scale_scope is DynamicRangeScope.TOKEN else 1
 
-    @property
-    def has_zero_points(self) -> bool:
-        """Whether the sums of products need to be corrected for zero points."""
-        return self.has_weight_zero_point or self.has_act_zero_point
-
     def arguments(self) -> tuple[Argument, ...]:
         """Return the arguments that this problem takes."""
         scale = Argument("act_scale", Role.INPUT, self.reals, (self.num_scales,))

@@ -1,14 +1,15 @@
-// Scaled linear for few tokens, limited by weight bandwidth: activation scales as an array, no zero points.
+// Scaled linear for few tokens, limited by weight bandwidth: activation scales as an array.
 //
-//   y = epilogue(act_scale[m] * weight_scale[n] * sum_k act_q[m, k] weight_q[n, k])
+//   y = epilogue(act_scale[m] * weight_scale[n] * sum_k (act_q[m, k] - act_zero_point[m]) (weight_q[n, k] - weight_zero_point[n]))
 //   y = sum_k act_q[m, k] weight_q[n, k] if SKUDA_OUT is s32
 //
 //   a_map, w_map        act_q [m, k] SKUDA_CODE, weight_q [n, k] SKUDA_WEIGHT
 //   act_scale           [m] (act_step 1) or [1] (act_step 0) of act_scale_is; null for sums
-//   weight_scale, bias  [n]; bias may be null, and both are for sums
+//   act_zero_point      as many s32, or null
+//   weight_scale, weight_zero_point, bias   [n]; the latter two may be null, and all are for sums
 //   output              [m, n] SKUDA_OUT, output_leading elements apart
 #include "streamed.cuh"
 
-STREAMED_KERNEL scaled_linear_streamed(TENSOR_MAPS, GIVEN_ROWS_PARAMETERS, EPILOGUE_PARAMETERS, s32 atoms, s32 stages) {
-  streamed_linear(Loaded<GivenRows<f32>>{&a_map, GIVEN_ROWS(f32)}, w_map, EPILOGUE, k, (u32)atoms, (u32)stages);
+STREAMED_KERNEL scaled_linear_streamed(TENSOR_MAPS, GIVEN_ROWS_PARAMETERS, STREAMED_PARAMETERS) {
+  streamed_linear(Loaded<GivenRows<f32>>{&a_map, GIVEN_ROWS(f32)}, w_map, STREAMED_GIVEN);
 }

@@ -1,11 +1,12 @@
-// Scaled linear on warpgroup instructions: W8A8 with activation scales as an array, no zero points. One launch.
+// Scaled linear on warpgroup instructions: W8A8 with activation scales as an array. One launch, or two with zero points.
 //
-//   y = epilogue(act_scale[m] * weight_scale[n] * sum_k act_q[m, k] weight_q[n, k])
+//   y = epilogue(act_scale[m] * weight_scale[n] * sum_k (act_q[m, k] - act_zero_point[m]) (weight_q[n, k] - weight_zero_point[n]))
 //   y = sum_k act_q[m, k] weight_q[n, k] if SKUDA_OUT is s32
 //
 //   a_map, w_map        act_q [m, k] SKUDA_CODE, weight_q [n, k] SKUDA_WEIGHT
 //   act_scale           [m] (act_step 1) or [1] (act_step 0) of act_scale_is; null for sums
-//   weight_scale, bias  [n]; bias may be null, and both are for sums
+//   act_zero_point      as many s32, or null
+//   weight_scale, weight_zero_point, bias   [n]; the latter two may be null, and all are for sums
 //   output              [m, n] SKUDA_OUT, output_leading elements apart
 #include "warpgroup.cuh"
 

@@ -12,25 +12,23 @@
 typedef SKUDA_REAL Real;
 
 template <class A>
-DEVICE void layer(const u8* act_q, s64 act_leading, s32 act_zero_point, Real act_scale, Real* scratch, LAYER_PARAMETERS) {
+DEVICE void layer(const u8* act_q, s64 act_leading, STATIC_ROWS_PARAMETERS(Real), LAYER_PARAMETERS) {
   if (scratch != nullptr && blockIdx.y == 0 && threadIdx.x < 64) {
     const s64 row = (s64)blockIdx.x * 64 + threadIdx.x;
     if (row < m) scratch[row] = act_scale;
   }
-  linear<A, SKUDA_WEIGHT, Real>(LAYER(act_q, act_leading, act_zero_point), RowScales<Real>{nullptr, act_scale});
+  linear<A, SKUDA_WEIGHT, Real>(LAYER(act_q, act_leading), STATIC_ROWS(Real));
 }
 
 #define GIVEN                                                                                                      \
-  act_q, act_leading, act_zero_point, act_scale, scratch, w, w_leading, weight_scale, weight_scale_is,              \
+  act_q, act_leading, act_scale, act_zero_point, scratch, w, w_leading, weight_scale, weight_scale_is,              \
       weight_zero_point, bias, bias_is, output_scale, output_scale_value, output_zero_point, output_zero_point_value, \
       output, output_leading, m, n, k, epilogue, output_is
 
-KERNEL(256, 2) smoothquant_linear(
-    const u8* act_q, s64 act_leading, s32 act_zero_point, Real act_scale, Real* scratch, LAYER_PARAMETERS) {
+KERNEL(256, 2) smoothquant_linear(const u8* act_q, s64 act_leading, STATIC_ROWS_PARAMETERS(Real), LAYER_PARAMETERS) {
   layer<s8>(GIVEN);
 }
 
-KERNEL(256, 2) smoothquant_linear_u8(
-    const u8* act_q, s64 act_leading, s32 act_zero_point, Real act_scale, Real* scratch, LAYER_PARAMETERS) {
+KERNEL(256, 2) smoothquant_linear_u8(const u8* act_q, s64 act_leading, STATIC_ROWS_PARAMETERS(Real), LAYER_PARAMETERS) {
   layer<u8>(GIVEN);
 }

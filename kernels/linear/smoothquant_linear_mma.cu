@@ -13,12 +13,12 @@
 #include "mma.cuh"
 
 KERNEL(SKUDA_TILE::THREADS, SKUDA_TILE::RESIDENT) smoothquant_linear_mma(
-    const u8* act_q, s64 act_leading, s32 act_zero_point, f32 act_scale, f32* scratch, LAYER_PARAMETERS) {
+    const u8* act_q, s64 act_leading, STATIC_ROWS_PARAMETERS(f32), LAYER_PARAMETERS) {
   if (scratch != nullptr) {
     for (s64 row = (s64)blockIdx.x * blockDim.x + threadIdx.x; row < m; row += (s64)gridDim.x * blockDim.x) {
       scratch[row] = act_scale;
     }
   }
   linear_by_mma<SKUDA_CODE, SKUDA_WEIGHT, SKUDA_OUT, SKUDA_ZERO_POINTS, SKUDA_TILE>(
-      LAYER(act_q, act_leading, act_zero_point), RowScales<f32>{nullptr, act_scale});
+      LAYER(act_q, act_leading), STATIC_ROWS(f32));
 }

@@ -1,17 +1,17 @@
-// SmoothQuant linear on warpgroup instructions: W8A8 with one static activation scale, no zero points. One launch.
+// SmoothQuant linear on warpgroup instructions: W8A8 with one static activation scale. One launch, or two with zero points.
 //
-//   y = epilogue(act_scale * weight_scale[n] * sum_k act_q[m, k] weight_q[n, k])
+//   y = epilogue(act_scale * weight_scale[n] * sum_k (act_q[m, k] - act_zero_point) (weight_q[n, k] - weight_zero_point[n]))
 //
 //   a_map, w_map        act_q [m, k] SKUDA_CODE, weight_q [n, k] SKUDA_WEIGHT
-//   weight_scale, bias  [n]; bias may be null
+//   weight_scale, weight_zero_point, bias   [n]; the latter two may be null
 //   output              [m, n] SKUDA_OUT, output_leading elements apart
 //   scratch             [m] f32 or null: filled with act_scale
 #include "warpgroup.cuh"
 
-WARPGROUP_KERNEL smoothquant_linear_warpgroup(TENSOR_MAPS, f32 act_scale, f32* scratch, WARPGROUP_PARAMETERS) {
+WARPGROUP_KERNEL smoothquant_linear_warpgroup(TENSOR_MAPS, STATIC_ROWS_PARAMETERS(f32), WARPGROUP_PARAMETERS) {
   if (scratch != nullptr) {
     wait_for_previous_kernel();
     for (s64 i = (s64)blockIdx.x * blockDim.x + threadIdx.x; i < m; i += (s64)gridDim.x * blockDim.x) scratch[i] = act_scale;
   }
-  warpgroup_linear(a_map, w_map, RowScales<f32>{nullptr, act_scale}, WARPGROUP_GIVEN);
+  warpgroup_linear(a_map, w_map, STATIC_ROWS(f32), WARPGROUP_GIVEN);
 }

@@ -1,6 +1,6 @@
 // The int8 product for few tokens, limited by weight bandwidth.
 //
-//   y[m, n] = epilogue(sa[m] sw[n] sum_k a[m, k] w[n, k]), exact in s32
+//   y[m, n] = epilogue(sa[m] sw[n] sum_k (a[m, k] - za[m]) (w[n, k] - zw[n])); sum_k a[m, k] w[n, k] is exact in s32
 //
 // Data: weights: global memory -> a ring of stages in shared memory (TMA) -> wgmma, both operands from shared memory ->
 // sums in registers -> staging in shared memory -> global memory. Codes: global memory -> the same ring; or activation:
@@ -22,9 +22,12 @@
 //   are in flight (`Quantized`), which gives the bits of a separate kernel without its launch. `Quantized` wins for one or
 //   two short tokens, where quantizing in every block ends before the first weights have arrived; `Loaded` wins for more.
 //
+//   Zero points: the sums of w, where a has zero points, and of a, where w has, are products with rows of ones. They take
+//   part of the time in which the products wait for w, and each thread finds the sums that it needs in its own registers.
+//
 // Flags: TOKENS (8, 16, 32, 64, 128), GROUPS and TALL (consumer warpgroups, and products of 64 rows for each), CHUNKS (of
-// 128 bytes of k in a stage), CLUSTER, SKUDA_CODE, SKUDA_WEIGHT, SKUDA_OUT, SKUDA_EPILOGUE. The launch gives 8 atoms <= 64
-// GROUPS TALL, and one tile for each cluster where CLUSTER > 1. For `Quantized`: SKUDA_DATA, and ROWS <= TOKENS = 8,
+// 128 bytes of k in a stage), CLUSTER, SKUDA_CODE, SKUDA_WEIGHT, SKUDA_OUT, SKUDA_EPILOGUE, SKUDA_ZERO_POINTS (0: none, 1:
+// of a, 2: of w, 3: of both; not with clusters). The launch gives 8 atoms <= 64 GROUPS TALL, and one tile for each cluster where CLUSTER > 1. For `Quantized`: SKUDA_DATA, and ROWS <= TOKENS = 8,
 // the most tokens.
 #pragma once
 #include "hopper.cuh"
@@ -51,8 +54,10 @@ enum {
   SLOTS = (TALL * SLABS + CLUSTER - 1) / CLUSTER,  // slabs that a block of a cluster finishes
   QUADS = SLAB / 8,                                  // 16 bytes of a thread's sums in a slab
   SUMS = CLUSTER > 1 ? SLOTS * CLUSTER * QUADS * CONSUMERS * 16 : 0,
-  SCALE_SETS = CLUSTER > 1 ? SLOTS : TALL
+  SCALE_SETS = CLUSTER > 1 ? SLOTS : TALL,
+  ONES = W_SHIFTED ? 8 * ATOM : A_SHIFTED ? ATOM : 0  // as w's side of a product has rows, or a's
 };
+static_assert(CLUSTER == 1 || SKUDA_ZERO_POINTS == 0, "sums of codes are those of all k");
 
 struct Ring {  // position in the ring of stages
   u32 stage, parity, stages;
@@ -61,27 +66,32 @@ struct Ring {  // position in the ring of stages
   }
 };
 
-__device__ __noinline__ f32 curved(f32 v) { return activated<SKUDA_OUT>(v, SKUDA_EPILOGUE); }  // long code
-typedef IsSum<SKUDA_OUT>::type Result;
-DEVICE s32 finished(s32 acc, f32, f32, f32, s32) { return acc; }
-DEVICE f32 finished(s32 acc, f32 sa, f32 sw, f32 bias, f32) {
-  f32 v = product(product(sa, sw), (f32)acc);
-  if (SKUDA_EPILOGUE != IDENTITY) v = v + bias;
-  return SKUDA_EPILOGUE == BIAS_GELU || SKUDA_EPILOGUE == BIAS_SILU ? curved(v) : activated<SKUDA_OUT>(v, SKUDA_EPILOGUE);
-}
+__device__ __noinline__ f32 curved(f32 v) { return activated<SKUDA_OUT>(v, SKUDA_EPILOGUE); }
 
-// Writes a slab: a warp's 16 rows from `row` by SLAB tokens from `token`, each token's results contiguous.
-DEVICE void write_slab(const s32 (&d)[4 * QUADS], const Epilogue& p, u8* staging, const f32* act_scales, const f32 (&sw)[2],
-                       const f32 (&bias)[2], s64 row, s64 end, s64 token, bool units, const Segment<f32>& codes) {
+// Writes a slab: a warp's 16 rows from `row` by SLAB tokens from `token`, each token's results contiguous. Scales, biases
+// and zero points are those of the thread's two rows of w; sums of codes lie as those of products with ones.
+template <class Rows>
+DEVICE void write_slab(const s32 (&d)[4 * QUADS], const s32 (&a_sums)[4 * QUADS], const s32 (&w_sums)[4],
+                       const Epilogue& p, s64 k, u8* staging, const f32* act_scales, const f32 (&sw)[2],
+                       const f32 (&bias)[2], const s32 (&zw)[2], s64 row, s64 end, s64 token, bool units,
+                       const Segment<f32>& codes) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < QUADS; ++i) {
     const int at = 8 * i + 2 * (lane % 4);
     const float2 sa = *(const float2*)(act_scales + at);
+    int2 za = make_int2(0, 0);
+    if (A_SHIFTED) za = *(const int2*)(act_scales + TOKENS + at);
+    Row rows[2] = {{sa.x, za.x, 0}, {sa.y, za.y, 0}};
+    if (W_SHIFTED) rows[0].sum = a_sums[4 * i] - k * za.x, rows[1].sum = a_sums[4 * i + 1] - k * za.y;
     Result v[4];
     SKUDA_OUT y[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = finished(d[4 * i + j], j % 2 ? sa.y : sa.x, sw[j / 2], bias[j / 2], Result());
+    for (int j = 0; j < 4; ++j) {
+      const auto sum = shifted<Rows>(d[4 * i + j], rows[j % 2], w_sums[j / 2 * 2], zw[j / 2]);
+      v[j] = finished(sum, j % 2 ? sa.y : sa.x, sw[j / 2], bias[j / 2], Result());
+      if (CURVED) v[j] = curved(v[j]);
+    }
     rounded(v, codes, y);
 #pragma unroll
     for (int j = 0; j < 4; ++j) *(SKUDA_OUT*)(staging + (at + j % 2) * PITCH + (lane / 4 + j / 2 * 8) * SIZE) = y[j];
@@ -124,11 +134,12 @@ DEVICE void exchange(const s32 (&d)[TALL][TOKENS / 2], u8* sums, u32 received, u
   if (rank < owners) barrier_wait_cluster(received, 0);
 }
 
-DEVICE void quantizers_sync() { asm volatile("bar.sync 1, %0;" ::"r"((u32)QUANTIZERS) : "memory"); }
+DEVICE void quantizers_sync() { threads_sync<QUANTIZERS>(1); }
 
-// Source with codes and scales in global memory. Rows: RowScales or GivenRows.
-template <class Rows> struct Loaded {
+// Source with codes and scales in global memory.
+template <class Rows_> struct Loaded {
   enum { FUSED = 0 };
+  typedef Rows_ Rows;
   const TensorMap* map;  // of [m, k] codes, in boxes of TOKENS rows by 128 bytes
   Rows rows;
 
@@ -136,7 +147,10 @@ template <class Rows> struct Loaded {
     load_box(to, map, (s32)(chunk * 128), (s32)token0, barrier);
   }
   DEVICE void prepare(u8*, f32* scales, s64 token0, s64 m, s64, u32, u32, bool) const {
-    for (u32 t = threadIdx.x; t < TOKENS; t += CONSUMERS) scales[t] = rows.within(token0 + t, m);
+    for (u32 t = threadIdx.x; t < TOKENS; t += CONSUMERS) {
+      scales[t] = rows.within(token0 + t, m);
+      if (A_SHIFTED) ((s32*)scales)[TOKENS + t] = token0 + t < m ? (s32)rows.zero_point_of(token0 + t) : 0;
+    }
   }
 };
 
@@ -158,6 +172,7 @@ __device__ __noinline__ uint2 slow_codes(uint4 chunk, f32 s, s32 q_min, s32 q_ma
 // Source that quantizes a floating activation by dynamic range, symmetric, per token.
 struct Quantized {
   enum { FUSED = 1, V = Width<Data>::count, DEEP = 8 / ROWS };
+  typedef RowScales<f32> Rows;
   const Data* activation;  // [m, k], leading elements apart, rows of whole 16 bytes
   s64 leading;
   u8* codes_out;   // [m, k] or null
@@ -238,7 +253,17 @@ struct Quantized {
         if (keep && codes_out != nullptr) put(codes_out + t * k + c * V, packed);
       }
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads through the async proxy
+    if (W_SHIFTED) {  // beyond k, w is 0, but ones are not
+#pragma unroll 1
+      for (u32 c = units + thread; c < end * (128 / V); c += QUANTIZERS) {
+        const u32 column = c * V - begin * 128, unit = column / 16 % 8;
+#pragma unroll
+        for (int t = 0; t < ROWS; ++t) {
+          put(codes + column / 128 * CODES_CHUNK + t * 128 + (unit ^ t) * 16 + column % 16, make_uint2(0, 0));
+        }
+      }
+    }
+    show_stores();
   }
   static DEVICE void put(u8* to, const uint2& packed) {
     if (V == 8) *(uint2*)to = packed;
@@ -248,9 +273,11 @@ struct Quantized {
 #endif
 
 template <class Source>
-DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const Epilogue& p, s64 k, u32 atoms, u32 stages) {
+DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const Epilogue& p, const s32* zero_points, s64 k,
+                            u32 atoms, u32 stages) {
   extern __shared__ u8 unaligned[];
-  u8* const shared = unaligned + (-shared_address(unaligned) & 1023);
+  u8* const aligned = unaligned + (-shared_address(unaligned) & 1023);
+  u8* const shared = aligned + ONES;
   const u32 w_chunk = atoms * ATOM, w_stage = CHUNKS * w_chunk, a_stage = CHUNKS * CODES_CHUNK;
   const u32 steps = (u32)((k + 128 * CHUNKS - 1) / (128 * CHUNKS));
   const u32 a_count = Source::FUSED ? (steps + CLUSTER - 1) / CLUSTER : stages;  // all codes at once, or a ring
@@ -258,7 +285,7 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
   u8* const sums = staging + STAGING;
   f32* const act_scales = (f32*)(sums + SUMS);
   const u32 w_stages = shared_address(shared), a_stages = w_stages + stages * w_stage;
-  const u32 full = shared_address(act_scales) + 4 * TOKENS, empty = full + 8 * stages, received = empty + 8 * stages;
+  const u32 full = shared_address(act_scales) + 4 * TOKENS * (1 + A_SHIFTED), empty = full + 8 * stages, received = empty + 8 * stages;
   const s64 token0 = (s64)blockIdx.y * TOKENS;
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 first = blockIdx.x / CLUSTER, hop = gridDim.x / CLUSTER, tiles = (u32)((p.n + 8 * atoms - 1) / (8 * atoms));
@@ -313,6 +340,11 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
   }
 
   const u32 group = warp / 4;
+  if (ONES > 0) {
+    for (int i = threadIdx.x; i < ONES / 4 && threadIdx.x < CONSUMERS; i += CONSUMERS) ((u32*)aligned)[i] = 0x01010101u;
+    show_stores();
+  }
+  const u64 ones = rows_of_128(shared_address(aligned));
   const bool units = ((u64)p.output | (u64)p.output_leading * SIZE | (u64)p.n * SIZE) % UNIT == 0;
   wait_for_previous_kernel();
   source.prepare(shared + stages * w_stage, act_scales, token0, p.m, k, begin * CHUNKS, end * CHUNKS, first == 0);
@@ -324,15 +356,22 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
     const s64 row0 = (s64)tile * (8 * atoms), row_end = row0 + 8 * atoms < p.n ? row0 + 8 * atoms : p.n;
     const s64 own = row0 + group * TALL * 64 + warp % 4 * 16;
     f32 sw[SCALE_SETS][2], bias[SCALE_SETS][2];
+    s32 zw[SCALE_SETS][2];
 #pragma unroll
     for (int i = 0; i < 2 * SCALE_SETS; ++i) {  // requested now, used after the products
       const s64 row = own + (CLUSTER > 1 ? (i / 2 * CLUSTER + rank) / SLABS : i / 2) * 64 + i % 2 * 8 + lane / 4;
       sw[i / 2][i % 2] = !IsSum<SKUDA_OUT>::value && row < row_end ? real_at(p.weight_scale, p.weight_scale_is, row, 0.0f) : 0.0f;
       bias[i / 2][i % 2] = row < row_end && p.bias != nullptr ? real_at(p.bias, p.bias_is, row, 0.0f) : 0.0f;
+      zw[i / 2][i % 2] = W_SHIFTED && row < row_end ? zero_points[row] : 0;
     }
     s32 d[TALL][TOKENS / 2];
 #pragma unroll
     for (int i = 0; i < TALL * TOKENS / 2; ++i) d[i / (TOKENS / 2)][i % (TOKENS / 2)] = 0;
+    s32 w_sums[TALL][4], a_sums[TOKENS / 2];  // every column, or row, of a product with ones is the same
+#pragma unroll
+    for (int i = 0; i < TALL * 4; ++i) w_sums[i / 4][i % 4] = 0;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) a_sums[i] = 0;
     u32 before = 0;
 #pragma unroll 1
     for (u32 step = begin; step < end; ++step, at.next()) {
@@ -344,8 +383,11 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
       for (int i = 0; i < CHUNKS * 4; ++i) {
 #pragma unroll
         for (int b = 0; b < TALL; ++b) {
-          Product<TOKENS, SKUDA_WEIGHT, SKUDA_CODE>::add(d[b], w + i / 4 * (w_chunk / 16) + b * (8 * ATOM / 16) + i % 4 * 2,
-                                                         a + i / 4 * (CODES_CHUNK / 16) + i % 4 * 2, 1);
+          const u64 w_part = w + i / 4 * (w_chunk / 16) + b * (8 * ATOM / 16) + i % 4 * 2;
+          const u64 a_part = a + i / 4 * (CODES_CHUNK / 16) + i % 4 * 2;
+          Product<TOKENS, SKUDA_WEIGHT, SKUDA_CODE>::add(d[b], w_part, a_part, 1);
+          if (A_SHIFTED) Product<8, SKUDA_WEIGHT, SKUDA_CODE>::add(w_sums[b], w_part, ones, 1);
+          if (W_SHIFTED && b == 0) Product<TOKENS, SKUDA_WEIGHT, SKUDA_CODE>::add(a_sums, ones, a_part, 1);
         }
       }
       products_commit();
@@ -371,11 +413,17 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
         slab[i % QUADS * 4] += four.x, slab[i % QUADS * 4 + 1] += four.y;
         slab[i % QUADS * 4 + 2] += four.z, slab[i % QUADS * 4 + 3] += four.w;
       }
+      s32 of_tokens[4 * QUADS];
+#pragma unroll
+      for (int i = 0; i < 4 * QUADS; ++i) of_tokens[i] = a_sums[slot % SLABS * SLAB / 2 + i];
       const int scale = CLUSTER > 1 ? slot : slot / SLABS;
-      write_slab(slab, p, staging + warp * SLAB * PITCH, act_scales + column, sw[scale], bias[scale], row, row_end,
-                 token, units, codes);
+      write_slab<typename Source::Rows>(slab, of_tokens, w_sums[slot / SLABS % TALL], p, k, staging + warp * SLAB * PITCH,
+                                        act_scales + column, sw[scale], bias[scale], zw[scale], row, row_end, token, units,
+                                        codes);
     }
   }
 }
 
+#define STREAMED_PARAMETERS EPILOGUE_PARAMETERS, s32 atoms, s32 stages
+#define STREAMED_GIVEN EPILOGUE, weight_zero_point, k, (u32)atoms, (u32)stages
 #define STREAMED_KERNEL extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)

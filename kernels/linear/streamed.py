@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _ATOM = 1024
 _CHUNK = 128
-_MOST_SHARED = 232_448
 _MOST_STAGES = 64
 _TOKENS = (8, 16, 32)
 _IN_FLIGHT = 64 << 10
@@ -82,20 +81,41 @@ def rows_of(m: int, k: int) -> int:
     return 0 if m > 2 or m * k > 16_384 else 1 << (m - 1).bit_length()
 
 
-def cut_for(sizes: tuple[int, int, int], sm_count: int, output_bytes: int, *, fused: bool) -> Streamed:
-    """Return the tiling for a product of m, n and k; `fused` if the kernel quantizes the activation itself."""
+def cut_for(
+    sizes: tuple[int, int, int],
+    sm_count: int,
+    output_bytes: int,
+    *,
+    fused: bool,
+    zero_points: tuple[bool, bool] = (False, False),
+) -> Streamed:
+    """Return the tiling for a product of m, n and k.
+
+    `fused` if the kernel quantizes the activation itself; `zero_points` says of activation and weight whether they have
+    any.
+    """
     m, n, k = max(1, sizes[0]), max(1, sizes[1]), sizes[2]
     # With few rows and a long k a block finishes late: four blocks share the k of a tile of four times the rows.
-    few = k >= _DEEP and -(-n // 8) <= sm_count * min(2, k // _DEEP)
+    # Sums of codes, which zero points need, are those of all of k.
+    few = k >= _DEEP and -(-n // 8) <= sm_count * min(2, k // _DEEP) and not any(zero_points)
     served = m <= _TOKENS[-1] and k % 16 == 0
     for cluster in ((4, 1) if few else (1,)) if served else ():
-        cut = _cut(m, n, k, sm_count, output_bytes, cluster, fused=fused)
+        cut = _cut((m, n, k), sm_count, output_bytes, cluster, fused=fused, zero_points=zero_points)
         if cut is not None:
             return cut if 0 not in sizes[:2] else replace(cut, grid=(0, 1, 1))
     raise ValueError(f"m must be at most {_TOKENS[-1]} and k a multiple of 16; had m, n, k = {sizes}")
 
 
-def _cut(m: int, n: int, k: int, sm_count: int, output_bytes: int, cluster: int, *, fused: bool) -> Streamed | None:
+def _cut(
+    sizes: tuple[int, int, int],
+    sm_count: int,
+    output_bytes: int,
+    cluster: int,
+    *,
+    fused: bool,
+    zero_points: tuple[bool, bool],
+) -> Streamed | None:
+    m, n, k = sizes
     tokens = next(t for t in _TOKENS if t >= m)
     eights = -(-n // 8)
     if cluster == 1 and 2 * eights <= sm_count:  # too few rows for all: smaller tiles of tokens
@@ -105,14 +125,16 @@ def _cut(m: int, n: int, k: int, sm_count: int, output_bytes: int, cluster: int,
     atoms = -(-eights // (clusters * -(-eights // (16 * clusters))))
     groups = 2 if atoms > 8 else 1
     # Not every group of four multiprocessors can hold a cluster; with two blocks per multiprocessor all clusters run.
-    room = _SHARED_BY_TWO if cluster > 1 else _MOST_SHARED
+    room = _SHARED_BY_TWO if cluster > 1 else hopper.MOST_SHARED
     tiles = -(-eights // atoms)
     width = min(tiles, clusters)
+    ones = 8 * _ATOM if zero_points[1] else _ATOM if zero_points[0] else 0
     for chunks in (4, 2, 1):
         if chunks * atoms > 8 and chunks > 2:
             continue
         steps = -(-k // (_CHUNK * chunks * cluster))
         fixed, stage = _bytes(tokens, groups, chunks, cluster, atoms, output_bytes)
+        fixed += ones + 4 * tokens * zero_points[0]
         if fused:
             codes = chunks * tokens * _CHUNK
             fixed, stage = fixed + steps * codes, stage - codes
@@ -123,9 +145,9 @@ def _cut(m: int, n: int, k: int, sm_count: int, output_bytes: int, cluster: int,
     wanted = max(_IN_FLIGHT, 8 * atoms * _ATOM) // (chunks * atoms * _ATOM)
     stages = min(used, fitting, max(_FEWEST_STAGES, wanted))
     # The last product of 64 rows may read beyond the tile's rows, so shared memory must extend that far.
-    reach = 1024 + stages * chunks * atoms * _ATOM + (64 * groups - 8 * atoms) * _CHUNK
+    reach = 1024 + ones + stages * chunks * atoms * _ATOM + (64 * groups - 8 * atoms) * _CHUNK
     shared = max(fixed + stages * (stage + 16), reach)
-    if stages < min(2, used) or shared > _MOST_SHARED:
+    if stages < min(2, used) or shared > hopper.MOST_SHARED:
         return None
     return Streamed(
         tokens=tokens,
@@ -154,7 +176,9 @@ def launch(problem: LinearProblem, device: Device) -> Launch:
     """Launch the product, after or fused with the quantization of a dynamic activation, whichever is faster."""
     m, n, k = problem.sizes
     rows = rows_of(m, k) if problem.dynamic and m and n else 0
-    cut = cut_for((m, n, k), device.sm_count or hopper.H200, problem.output.bits // 8, fused=rows > 0)
+    zero_points = problem.shifts_activation, problem.has_weight_zero_point
+    sm_count, width = device.sm_count or hopper.H200, problem.output.bits // 8
+    cut = cut_for((m, n, k), sm_count, width, fused=rows > 0, zero_points=zero_points)
     weight = TensorMap("weight_q", n, k, 8 * cut.atoms, promotion=cut.promotion)
     if rows:
         operands: tuple[Parameter, ...] = (weight, *_activation(problem))
@@ -171,7 +195,7 @@ def launch(problem: LinearProblem, device: Device) -> Launch:
         shared=cut.shared,
         overlaps=True,
     )
-    flags, notes = (*cut.flags, *layer.element_flags(problem)), _notes(cut)
+    flags, notes = (*cut.flags, *layer.epilogue_flags(problem)), _notes(cut)
     if rows:
         notes = ("every block quantizes the activation itself: one launch", *notes)
         return Launch(steps=(product,), aligned=("activation",), flags=(*flags, f"-DROWS={rows}"), notes=notes)

@@ -1,6 +1,6 @@
 // The int8 product on Hopper's warpgroup instructions, persistent.
 //
-//   y[m, n] = epilogue(sa[m] sw[n] sum_k a[m, k] w[n, k]), exact in s32
+//   y[m, n] = epilogue(sa[m] sw[n] sum_k (a[m, k] - za[m]) (w[n, k] - zw[n])); sum_k a[m, k] w[n, k] is exact in s32
 //
 // Data: global memory -> boxes of rows of a and of w by 128 bytes of K, in a ring of stages in shared memory (TMA) ->
 // wgmma, both operands from shared memory -> sums in registers -> epilogue -> a staging strip in shared memory -> global
@@ -21,11 +21,15 @@
 //   Shares: with SHARES, the steps of the last tiles, which do not fill the card, are divided evenly among all clusters, and
 //   the sums of a divided tile meet in memory. It wins if the last wave would be mostly idle, and costs the exchange.
 //
+//   Zero points: sum (a - za) (w - zw) = sum a w - za sum w - zw sum (a - za), so that the mainloop stays as it is. The sums
+//   of w, where a has zero points, and of a, where w has, come from `code_sums`, a launch in front. It reads all of w once
+//   more, which is little beside the product if there are hundreds of rows of a.
+//
 // Flags: TILE_M, TILE_N, STAGES, CLUSTER_M, CLUSTER_N, COOPERATIVE, SHARES, SKUDA_CODE, SKUDA_WEIGHT, SKUDA_OUT,
-// SKUDA_EPILOGUE.
+// SKUDA_EPILOGUE, SKUDA_ZERO_POINTS (0: none, 1: of a, 2: of w, 3: of both).
 #pragma once
-#ifndef SHARES
-#define SHARES 0
+#if SKUDA_ZERO_POINTS
+#include "code_sums.cuh"
 #endif
 #include "hopper.cuh"
 #include "layer.cuh"
@@ -40,15 +44,16 @@ enum {
   CLUSTER = CLUSTER_M * CLUSTER_N,
   PITCH = 144,                 // bytes between rows of 128 in staging: banks differ, 16 bytes stay aligned
   STAGING = 8 * 16 * PITCH,    // 16 rows for each consumer warp
-  COLUMNS = 2 * 2 * TILE_N * 4,  // scales and biases of the columns, for each consumer warpgroup
+  OF_COLUMN = 2 + A_SHIFTED + W_SHIFTED,  // scale and bias; sum of codes; zero point
+  COLUMNS = 2 * OF_COLUMN * TILE_N * 4,   // for each consumer warpgroup
   SHARED = 1024 + STAGES * STAGE_BYTES + STAGING + COLUMNS + 16 * STAGES
 };
 
-DEVICE void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+DEVICE void group_sync(int group) { threads_sync<128>(group + 1); }
 // Ordered mainloops: a ping-pong consumer may wait on the ring only after the other consumer has passed its stages,
 // because a barrier shows only the parity of its phase.
-DEVICE void order_wait(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 3) : "memory"); }
-DEVICE void order_signal(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group + 3) : "memory"); }
+DEVICE void order_wait(int group) { threads_sync<256>(group + 3); }
+DEVICE void order_signal(int group) { threads_arrive<256>(group + 3); }
 
 // Signals that a warp is done with a stage.
 DEVICE void release(u32 barrier, int lane, bool shares) {
@@ -101,20 +106,9 @@ DEVICE void put_codes(u8* to, const f32 (&v)[2], const Segment<f32>& codes) {
 DEVICE void put_pair(u8* to, const f32 (&v)[2], const Segment<f32>& codes, s8) { put_codes(to, v, codes); }
 DEVICE void put_pair(u8* to, const f32 (&v)[2], const Segment<f32>& codes, u8) { put_codes(to, v, codes); }
 
-// GELU and SiLU are too much code to unroll over the registers, so they are applied to the values in staging.
-enum { CURVED = SKUDA_EPILOGUE == BIAS_GELU || SKUDA_EPILOGUE == BIAS_SILU };
-
-// The type in staging: results, or values if an activation is still to be applied.
+// The type in staging: results, or values if GELU or SiLU is still to be applied.
 template <bool CURVED_, class T> struct Staged { typedef T type; };
 template <class T> struct Staged<true, T> { typedef f32 type; };
-
-typedef IsSum<SKUDA_OUT>::type Result;
-DEVICE s32 finished(s32 acc, f32, f32, f32, s32) { return acc; }
-DEVICE f32 finished(s32 acc, f32 sa, f32 sw, f32 bias, f32) {
-  f32 v = product(product(sa, sw), (f32)acc);
-  if (SKUDA_EPILOGUE != IDENTITY) v = v + bias;
-  return CURVED ? v : activated<SKUDA_OUT>(v, SKUDA_EPILOGUE);
-}
 
 // Applies the activation to eight neighbouring values of staging and stores them; fewer do not keep a scheduler busy
 // with one warp.
@@ -141,12 +135,22 @@ template <class T> DEVICE void put_curved(T* to, const uint4* from, s64 left, bo
   }
 }
 
+// What zero points need; null where they are not.
+struct Shifts {
+  const s32* w_zero_points;  // [n]
+  const s32* w_sums;         // [n]
+  const s32* a_sums;         // [m]
+  s64 k;
+};
+
 // Writes 16 rows of results from a warp's registers to memory, through its staging, 128 bytes of each row at a time.
-DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const f32 (&sa)[2], const Epilogue& p, u8* staging, const f32* columns,
+// Rows: RowScales or GivenRows.
+template <class Rows>
+DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const Row (&own)[2], const Epilogue& p, u8* staging, const f32* columns,
                        s64 row0, s64 column0, bool chunks, const Segment<f32>& codes) {
   typedef Staged<CURVED, SKUDA_OUT>::type Stage;
   enum { SIZE = sizeof(Stage), WIDE = 128 / SIZE, STRIP = WIDE < TILE_N ? WIDE : TILE_N, UNITS = STRIP * SIZE / 16 };
-  enum { MOST = SHARES || SKUDA_EPILOGUE != IDENTITY ? 4 : 8 };          // that registers allow
+  enum { MOST = SHARES || SKUDA_EPILOGUE != IDENTITY || SKUDA_ZERO_POINTS ? 4 : 8 };  // that registers allow
   enum { BATCH = STRIP / 8 < MOST ? STRIP / 8 : MOST };  // columns / 8 read at once
   const int lane = threadIdx.x % 32, quad = lane % 4;
   const int rows = p.m - row0 < 16 ? (int)(p.m - row0) : 16, end = p.n - column0 < TILE_N ? (int)(p.n - column0) : TILE_N;
@@ -159,18 +163,24 @@ DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const f32 (&sa)[2], const Epi
 #pragma unroll
     for (int batch = 0; batch < STRIP / 8; batch += BATCH) {
       float2 sw[BATCH], bias[BATCH];
+      int2 w_sum[BATCH], zw[BATCH];
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
-        const int column = strip * STRIP + 8 * (batch + i) + 2 * quad;
-        sw[i] = *(const float2*)(columns + column), bias[i] = *(const float2*)(columns + TILE_N + column);
+        const f32* const column = columns + strip * STRIP + 8 * (batch + i) + 2 * quad;
+        sw[i] = *(const float2*)column, bias[i] = *(const float2*)(column + TILE_N);
+        w_sum[i] = zw[i] = make_int2(0, 0);
+        if (A_SHIFTED) w_sum[i] = *(const int2*)(column + 2 * TILE_N);
+        if (W_SHIFTED) zw[i] = *(const int2*)(column + (2 + A_SHIFTED) * TILE_N);
       }
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int at = 4 * (strip * (STRIP / 8) + batch + i) + 2 * h;
-          const Result v[2] = {finished(d[at], sa[h], sw[i].x, bias[i].x, Result()),
-                               finished(d[at + 1], sa[h], sw[i].y, bias[i].y, Result())};
+          const auto low = shifted<Rows>(d[at], own[h], w_sum[i].x, zw[i].x);
+          const auto high = shifted<Rows>(d[at + 1], own[h], w_sum[i].y, zw[i].y);
+          const Result v[2] = {finished(low, own[h].scale, sw[i].x, bias[i].x, Result()),
+                               finished(high, own[h].scale, sw[i].y, bias[i].y, Result())};
           put_pair(staging + (lane / 4 + 8 * h) * PITCH + (8 * (batch + i) + 2 * quad) * SIZE, v, codes, Stage());
         }
       }
@@ -279,7 +289,7 @@ struct Exchange {
 // Rows: RowScales or GivenRows.
 template <class Rows>
 DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, const Rows& rows, const Epilogue& p, s64 k,
-                             u32 band, u32 shared_tiles, const Exchange& exchange) {
+                             u32 band, u32 shared_tiles, const Exchange& exchange, const Shifts& shifts) {
   extern __shared__ u8 unaligned[];
   u8* const shared = unaligned + (-shared_address(unaligned) & 1023);
   u8* const staging = shared + STAGES * STAGE_BYTES;
@@ -348,7 +358,7 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
   } else {
     registers_up<232>();
     const int consumer = group - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    f32* const own = columns + consumer * 2 * TILE_N;
+    f32* const own = columns + consumer * OF_COLUMN * TILE_N;
     const bool chunks = ((u64)p.output | (u64)p.output_leading * sizeof(SKUDA_OUT) | (u64)p.n * sizeof(SKUDA_OUT)) % 16 == 0;
     Segment<f32> codes;
     if (CodeRange<SKUDA_OUT>::most != 0) codes = p.codes(CodeRange<SKUDA_OUT>::least, CodeRange<SKUDA_OUT>::most);
@@ -363,21 +373,30 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
         continue;
       }
       s64 row0, column0;
-      f32 sa[BLOCKS_M][2], scale_of[(TILE_N + 127) / 128], bias_of[(TILE_N + 127) / 128];
-      // Requests the scales of the tile, and its bias. If registers allow, before the products, behind which they arrive.
+      Row row_of[BLOCKS_M][2];
+      f32 scale_of[(TILE_N + 127) / 128], bias_of[(TILE_N + 127) / 128];
+      s32 sum_of[(TILE_N + 127) / 128], zero_of[(TILE_N + 127) / 128];
+      // Requests what rows and columns of the tile have. If registers allow, before the products, behind which it arrives.
       const auto request = [&] {
         u32 row, column;
         raster.at(tile, row, column);
         column0 = (s64)(column * CLUSTER_N + cluster_column) * TILE_N;
         row0 = (s64)(row * CLUSTER_M + cluster_row) * TILE_M + (COOPERATIVE ? consumer * GROUP_M : 0) + warp * 16;
 #pragma unroll
-        for (int i = 0; i < BLOCKS_M * 2; ++i) sa[i / 2][i % 2] = rows.within(row0 + i / 2 * 64 + lane / 4 + i % 2 * 8, p.m);
+        for (int i = 0; i < BLOCKS_M * 2; ++i) {
+          const s64 at = row0 + i / 2 * 64 + lane / 4 + i % 2 * 8;
+          const s32 zero_point = A_SHIFTED && at < p.m ? (s32)rows.zero_point_of(at) : 0;
+          const s64 sum = W_SHIFTED && at < p.m ? shifts.a_sums[at] - shifts.k * zero_point : 0;
+          row_of[i / 2][i % 2] = Row{rows.within(at, p.m), zero_point, sum};
+        }
 #pragma unroll
         for (int c = 0; c < TILE_N; c += 128) {
           const s64 at = column0 + c + thread;
           const bool inside = !IsSum<SKUDA_OUT>::value && c + thread < TILE_N && at < p.n;
           scale_of[c / 128] = inside ? real_at(p.weight_scale, p.weight_scale_is, at, 0.0f) : 0.0f;
           bias_of[c / 128] = inside && p.bias != nullptr ? real_at(p.bias, p.bias_is, at, 0.0f) : 0.0f;
+          sum_of[c / 128] = A_SHIFTED && inside ? shifts.w_sums[at] : 0;
+          zero_of[c / 128] = W_SHIFTED && inside ? shifts.w_zero_points[at] : 0;
         }
       };
       enum { LATE = SHARES || IsSum<SKUDA_OUT>::value };
@@ -422,13 +441,16 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
       group_sync(consumer);  // the last tile's columns have been read
 #pragma unroll
       for (int c = 0; c < TILE_N; c += 128) {
-        if (c + thread < TILE_N) own[c + thread] = scale_of[c / 128], own[TILE_N + c + thread] = bias_of[c / 128];
+        if (c + thread >= TILE_N) continue;
+        own[c + thread] = scale_of[c / 128], own[TILE_N + c + thread] = bias_of[c / 128];
+        if (A_SHIFTED) ((s32*)own)[2 * TILE_N + c + thread] = sum_of[c / 128];
+        if (W_SHIFTED) ((s32*)own)[(2 + A_SHIFTED) * TILE_N + c + thread] = zero_of[c / 128];
       }
       group_sync(consumer);
       u8* const strip = staging + (consumer * 4 + warp) * 16 * PITCH;
 #pragma unroll
       for (int b = 0; b < BLOCKS_M; ++b) {
-        write_rows(d[b], sa[b], p, strip, own, row0 + b * 64, column0, chunks, codes);
+        write_rows<Rows>(d[b], row_of[b], p, strip, own, row0 + b * 64, column0, chunks, codes);
       }
     }
   }
@@ -443,5 +465,7 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
 #else
 #define WARPGROUP_KERNEL extern "C" __global__ void __launch_bounds__(384, 1)
 #endif
-#define WARPGROUP_PARAMETERS EPILOGUE_PARAMETERS, s32 band, s32 shared_tiles, u8 *sums, u32 *flags
-#define WARPGROUP_GIVEN EPILOGUE, k, (u32)band, (u32)shared_tiles, Exchange{sums, flags}
+#define WARPGROUP_PARAMETERS EPILOGUE_PARAMETERS, s32 band, s32 shared_tiles, u8 *sums, u32 *flags, const s32 *code_sums_at
+#define WARPGROUP_GIVEN                                                                                              \
+  EPILOGUE, k, (u32)band, (u32)shared_tiles, Exchange{sums, flags},                                                  \
+      Shifts{weight_zero_point, code_sums_at, code_sums_at + (A_SHIFTED ? n : 0), k}

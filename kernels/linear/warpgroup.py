@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from skuda.kernels.launch import ZEROS, Choice, Launch, Step, TensorMap, pointers, s32
+from skuda.kernels.launch import ZEROS, Choice, Launch, Leading, Parameter, Pointer, Step, TensorMap, pointers, s32, s64, strided
 from skuda.kernels.linear import hopper, layer
 from skuda.kernels.linear.problem import LinearProblem
+from skuda.registry.constraints import Between, Constraint
 from skuda.registry.elements import ElementKind
 from skuda.registry.vocabulary import ActivationKind
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 _STAGE_K = 128
 """Bytes of K in a stage."""
 
-_THREADS = 384
+_THREADS, _SUMS_THREADS = 384, 256
 _STAGING = 8 * 16 * 144
 _BAND = 2048
 """Rows of a rasterization band: tiles go down these rows before they move to the next columns."""
@@ -35,6 +37,23 @@ _PARTIAL_LINES, _MOST_PARTIAL = ((128, 0.0), (64, 1.0), (32, 1.244)), 2.99
 
 _CACHED = 40_000_000
 """Operands of up to this many bytes are read from memory once, larger ones once per band."""
+
+_SUMS_LAUNCH, _SUMS_BANDWIDTH = 2.0, 3.5
+"""Time in us of a launch of ``code_sums`` without work, and the memory bandwidth in TB/s it reaches: assumed."""
+
+_FEWEST_ROWS_PER_SUM = 192
+"""Fewest rows of an activation with zero points: for fewer, the sums of the weight cost more than the product saves.
+
+From 192 rows on, the times predicted here and for `mma` agree that it pays, for weights of 1024 x 1024 to 28672 x 8192.
+"""
+
+
+def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
+    """Return what the kernel requires: operands that TMA can read, and enough rows for each sum of a weight's codes.
+
+    `weight` is s8 or u8; the activation may be either.
+    """
+    return (*hopper.constraints(weight), Between(field="rows_per_weight_sum", minimum=_FEWEST_ROWS_PER_SUM))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +112,13 @@ class Tile:
         """Blocks of a cluster."""
         return self.cluster[0] * self.cluster[1]
 
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory of a block."""
+    def shared(self, zero_points: Sequence[bool] = ()) -> int:
+        """Return the bytes of shared memory of a block.
+
+        `zero_points` says of activation and weight whether they have any.
+        """
         ring = self.stages * ((self.m + self.n) * _STAGE_K + 16)
-        return 1024 + ring + _STAGING + 16 * self.n
+        return 1024 + ring + _STAGING + 8 * (2 + sum(zero_points)) * self.n
 
     @property
     def band(self) -> int:
@@ -229,10 +250,49 @@ def ranking(m: int, n: int, k: int, sm_count: int, curve: float = 0.0) -> tuple[
 
 
 @lru_cache(maxsize=4096)
-def _offered(m: int, n: int, k: int, sm_count: int, curve: float) -> tuple[tuple[Tile, ...], tuple[Choice, ...]]:
-    ranked = ranking(m, n, k, sm_count, curve)
-    choices = tuple(Choice(str(tile), us, tile.workspace(m, n, k, sm_count)) for us, tile in ranked)
+def _offered(
+    m: int, n: int, k: int, sm_count: int, curve: float, zero_points: tuple[bool, bool]
+) -> tuple[tuple[Tile, ...], tuple[Choice, ...]]:
+    summed = _sums(m, n, zero_points)
+    sums = _SUMS_LAUNCH + summed * k / (_SUMS_BANDWIDTH * 1e6) if summed else 0.0
+    ranked = [
+        (us, tile)
+        for us, tile in ranking(m, n, k, sm_count, curve)
+        if tile.shared(zero_points) <= hopper.MOST_SHARED
+    ]
+    choices = tuple(
+        Choice(str(tile), sums + us, tile.workspace(m, n, k, sm_count) + 4 * summed) for us, tile in ranked
+    )
     return tuple(tile for _, tile in ranked), choices
+
+
+def _sums(m: int, n: int, zero_points: tuple[bool, bool]) -> int:
+    """Return the number of sums of codes: of the weight's rows if the activation has zero points, and reversed."""
+    activation, weight = zero_points
+    return n * activation + m * weight
+
+
+def _code_sums(problem: LinearProblem, sm_count: int, zero_points: tuple[bool, bool]) -> Step:
+    """Return the step that adds up codes; see ``code_sums.cuh``."""
+    (m, n, k), (activation, weight) = problem.sizes, zero_points
+    codes: tuple[Parameter, ...] = (*layer.CODES, *s64(k))
+    if not problem.dynamic:
+        codes = (Pointer("act_q"), *s64(0), Leading("act_q"))
+    blocks = -(-_sums(m, n, zero_points) // (_SUMS_THREADS // 32))
+    return Step(
+        entry="code_sums",
+        grid=(min(blocks, 4 * sm_count) if m and n else 0, 1, 1),
+        block=(_SUMS_THREADS, 1, 1),
+        parameters=(
+            *strided("weight_q"),
+            *s64(n * activation),
+            *codes,
+            *s64(m * weight),
+            *pointers("code_sums"),
+            *s64(k),
+        ),
+        overlaps=True,
+    )
 
 
 def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
@@ -241,7 +301,9 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     sm_count = device.sm_count or hopper.H200
     activation = problem.epilogue.activation
     curve = CURVES[activation][problem.output is ElementKind.F32] if activation in CURVES else 0.0
-    tile, chosen = layer.choose(*_offered(-(-max(1, m) // _ALIKE) * _ALIKE, max(1, n), k, sm_count, curve), choice)
+    zero_points = problem.shifts_activation, problem.has_weight_zero_point
+    alike = -(-max(1, m) // _ALIKE) * _ALIKE
+    tile, chosen = layer.choose(*_offered(alike, max(1, n), k, sm_count, curve, zero_points), choice)
     clusters, shared_tiles = tile.work(m, n, k, sm_count)
     name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
     # Pairs of lines: rows that do not begin at one would fetch bytes of the next box.
@@ -256,12 +318,19 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
             *(layer.SCALES if problem.dynamic else layer.given_scales(problem)),
             *layer.epilogue_parameters(problem),
             *s32(tile.band, shared_tiles),
-            *pointers("partial_sums", ZEROS),
+            *pointers("partial_sums", ZEROS, "code_sums"),
         ),
-        shared=tile.shared,
+        shared=tile.shared(zero_points),
         overlaps=True,
     )
-    flags = (*tile.flags, *layer.element_flags(problem))
-    sums = tile.workspace(m, n, k, sm_count)
-    scratch = (("partial_sums", sums), (ZEROS, 8 * clusters * tile.blocks)) if sums else ()
-    return layer.launch_product(problem, product, scratch=scratch, flags=flags, notes=(hopper.ALIGNED,), **chosen)
+    steps: tuple[Step, ...] = (product,)
+    flags = (*tile.flags, *layer.epilogue_flags(problem))
+    notes: tuple[str, ...] = (hopper.ALIGNED,)
+    scratch: tuple[tuple[str, int], ...] = ()
+    if sums := tile.workspace(m, n, k, sm_count):
+        scratch = (("partial_sums", sums), (ZEROS, 8 * clusters * tile.blocks))
+    if any(zero_points):
+        steps = (_code_sums(problem, sm_count, zero_points), product)
+        scratch = (*scratch, ("code_sums", 4 * _sums(alike, n, zero_points)))
+        notes = ("zero points: a launch in front adds up codes", *notes)
+    return layer.launch_product(problem, *steps, scratch=scratch, flags=flags, notes=notes, **chosen)

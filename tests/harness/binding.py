@@ -9,13 +9,25 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from harness.emulator import SANITIZED, Library
+from harness.emulator import SANITIZED, Library, Value
 from support import FLOAT_DTYPES, Guarded
 
 from skuda.dispatch.device import Device
 from skuda.dispatch.host.rules import number
 from skuda.kernels.dtypes import storage_dtype
-from skuda.kernels.launch import ZEROS, Columns, Constant, Launch, Leading, Number, Parameter, Pointer, Rows, Which
+from skuda.kernels.launch import (
+    ZEROS,
+    Columns,
+    Constant,
+    Launch,
+    Leading,
+    Number,
+    Parameter,
+    Pointer,
+    Rows,
+    TensorMap,
+    Which,
+)
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.elements import ElementKind
 from skuda.registry.sku import KernelSku
@@ -86,7 +98,10 @@ def place(
 
     Inputs are copied; outputs and scratch arrays are poisoned.
     """
-    asked = {p.name for step in launch.steps for p in step.parameters if isinstance(p, Leading)}
+    parameters = [p for step in launch.steps for p in step.parameters]
+    # What a map may read instead of a scratch buffer is contiguous, as that is.
+    asked = {p.name for p in parameters if isinstance(p, Leading) or (isinstance(p, TensorMap) and not p.otherwise)}
+    aligned = {*launch.aligned, *(p.name for p in parameters if isinstance(p, TensorMap))}
     axis = _shared_axis([a for a in problem.arguments() if a.name in launch.view], shapes, rng)
     placed: dict[str, Any] = {}
     for argument in problem.arguments():
@@ -100,6 +115,8 @@ def place(
         rows = axis if name in launch.view else len(shape) - 1
         pad = _pad(shape, dtype.itemsize, rows, rng) if name in asked and rows > 0 else 0
         offset = int(rng.integers(1, 17)) * dtype.itemsize if rng.random() < 0.3 else 0
+        if name in aligned:
+            pad, offset = -(-pad // 16) * 16, offset // dtype.itemsize * 16
         array = Placed(shape, dtype, _contiguous(shape, dtype.itemsize, rows, pad), offset)
         placed[name] = array if written else array.fill(value)
     return placed
@@ -159,7 +176,7 @@ def _value(
     arguments: Mapping[str, Argument],
     arrays: Mapping[str, Any],
     view: Mapping[str, int],
-) -> tuple[str, int | float]:
+) -> Value:
     match parameter:
         case Rows():
             return "l", view["rows"]
@@ -169,6 +186,11 @@ def _value(
             return _LETTER[element], value
         case Pointer(name):
             return "p", arrays[name].ctypes.data if isinstance(arrays.get(name), np.ndarray) else 0
+        case TensorMap(name, rows, columns, box_rows, otherwise):
+            matrix = arrays[name]
+            if not isinstance(matrix, np.ndarray):
+                return "m", (arrays[otherwise].ctypes.data, columns, rows, columns, box_rows)
+            return "m", (matrix.ctypes.data, _leading(matrix), rows, columns, box_rows)
         case Leading(name):
             return "l", view[name] if name in view else _leading(arrays[name])
         case Which(name):
@@ -225,7 +247,7 @@ def _leading_at(array: np.ndarray, shape: Shape, axis: int, *, packed: bool) -> 
     return (span if leading is None else leading) // array.itemsize
 
 
-def launch_of(sku: KernelSku, problem: Descriptor, device: Device) -> Launch:
-    """Evaluate the SKU's launch rule."""
+def launch_of(sku: KernelSku, problem: Descriptor, device: Device, *choice: str) -> Launch:
+    """Evaluate the SKU's launch rule, for a configuration if one is named."""
     module, _, name = sku.launch.partition(":")
-    return resolve(module, name)(problem, device)
+    return resolve(module, name)(problem, device, *choice)

@@ -26,7 +26,7 @@ static void __asan_unpoison_memory_region(const volatile void*, size_t) {}
 
 namespace {
 
-enum State { READY, AT_BLOCK, AT_WARP, ENDED };
+enum State { READY, AT_BLOCK, AT_WARP, AT_CHANGE, ENDED };
 struct Fibre {
   State state;
   unsigned mask;
@@ -41,6 +41,7 @@ jmp_buf scheduler;
 const void* scheduler_bottom;
 size_t scheduler_size;
 unsigned current, count;
+struct { unsigned arrived, passed; } named[16];  // barriers with a number
 const char* fault;
 void (*thread_code)(const void*);
 const void* thread_argument;
@@ -88,6 +89,7 @@ __attribute__((no_sanitize_address)) void fill(unsigned char* p, unsigned char* 
 void run_block(bool backwards) {
   for (unsigned i = 0; i < count; ++i) fibres[i].state = READY;
   fill(__start_skuda_shared, __stop_skuda_shared);
+  memset(named, 0, sizeof named);
   for (;;) {
     bool moved = false;
     unsigned ended = 0, waiting = 0;
@@ -131,6 +133,27 @@ void skuda_fault(const char* what) {
 void skuda_wait_block() {
   fibres[current].state = AT_BLOCK;
   suspend();
+}
+
+void skuda_wait_change() {
+  fibres[current].state = AT_CHANGE;
+  suspend();
+}
+
+void skuda_changed() {
+  for (unsigned i = 0; i < count; ++i) {
+    if (fibres[i].state == AT_CHANGE) fibres[i].state = READY;
+  }
+}
+
+void skuda_named_barrier(unsigned id, unsigned threads, bool wait) {
+  if (id >= 16) skuda_fault("a barrier that there is not");
+  const unsigned mine = named[id].passed;
+  if (++named[id].arrived == threads) {
+    named[id].arrived = 0, ++named[id].passed;
+    skuda_changed();
+  }
+  while (wait && named[id].passed == mine) skuda_wait_change();
 }
 
 void skuda_wait_warp(unsigned mask) {

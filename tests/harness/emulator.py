@@ -35,8 +35,7 @@ COMPILER = os.environ.get("CXX", "g++")
 _HERE = Path(__file__).parent
 _CACHE = Path(os.environ.get("SKUDA_HOST_CACHE") or platformdirs.user_cache_path("skuda") / "cuda-on-cpu")
 _KEPT_DAYS = 2
-_BOUNDS = r"(?:\s+__launch_bounds__\([^)]*\))?"
-_ENTRY = re.compile(rf'^[ \t]*(?:KERNEL\([^)]*\)|extern "C" __global__ void{_BOUNDS})\s*(\w+)\s*\(', re.MULTILINE)
+_ENTRY = re.compile(r'^extern "C" +void +(\w+)\(', re.MULTILINE)  # in preprocessed text
 _DYNAMIC = re.compile(r"extern\s+__shared__\s+(?:__align__\([^)]*\)\s*)?([^;]+?)\s*\b(\w+)\s*\[\s*\]\s*;")
 _SANITIZE = (
     "-g",
@@ -150,7 +149,7 @@ def _own(name: str) -> str:
 @cache
 def _switching() -> Path:
     """Build the part that is the same for all units."""
-    path = cache_folder() / f"{digest(_own('shim.h'), _own('block.cpp'))}.o"
+    path = cache_folder() / f"{digest(_own('shim.h'), _own('hopper.h'), _own('block.cpp'))}.o"
     return publish(path, lambda folder, out: _compile(["-O2", "-c", str(_HERE / "block.cpp"), "-o", out], folder))
 
 
@@ -178,17 +177,18 @@ def publish(path: Path, make: Callable[[Path, str], object]) -> Path:
 
 
 def _library_path(unit: Unit) -> Path:
-    path = cache_folder() / f"{digest(unit, _own('shim.h'), _own('block.cpp'), _ENTRY.pattern)}.so"
+    path = cache_folder() / f"{digest(unit, _own('shim.h'), _own('hopper.h'), _own('block.cpp'), _ENTRY.pattern)}.so"
 
     def make(folder: Path, out: str) -> None:
         write_headers(replace(unit, headers=tuple((name, _rewritten(text)) for name, text in unit.headers)), folder)
-        texts = [unit.text]
-        for text in texts:  # those that are included, and what they include
-            texts += [found for name, found in unit.headers if f'#include "{name}"' in text and found not in texts]
-        entries = "".join(f"SKUDA_ENTRY({name})\n" for text in texts for name in _ENTRY.findall(text))
-        (folder / "unit.cpp").write_text(f'#line 1 "{unit.name}"\n{_rewritten(unit.text)}\n{entries}')
-        options = ["-DSKUDA_HOST", *unit.defines, "-include", str(_HERE / "shim.h"), "-I.", "-shared", "-Wl,-Bsymbolic"]
-        _compile([*options, "unit.cpp", str(_switching()), "-o", out], folder)
+        whole = folder / "unit.cpp"
+        whole.write_text(f'#line 1 "{unit.name}"\n{_rewritten(unit.text)}\n')
+        options = ["-DSKUDA_HOST", *unit.defines, "-include", str(_HERE / "shim.h"), "-I."]
+        _compile([*options, "-E", "-P", "unit.cpp", "-o", "entries"], folder)
+        names = _ENTRY.findall((folder / "entries").read_text())
+        with whole.open("a") as file:
+            file.writelines(f"SKUDA_ENTRY({name})\n" for name in names)
+        _compile([*options, "-shared", "-Wl,-Bsymbolic", "unit.cpp", str(_switching()), "-o", out], folder)
 
     return publish(path, make)
 
@@ -201,14 +201,14 @@ def _rewritten(text: str) -> str:
 # --- launching -------------------------------------------------------------------------------------------------------
 
 
-Value = tuple[str, int | float]
+Value = tuple[str, int | float | tuple[int, ...]]
 
 
 class _Geometry(ctypes.Structure):
     _fields_ = (("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint))
 
 
-_LETTERS = {"p": ctypes.c_uint64, "l": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float, "d": ctypes.c_double}
+_LETTERS = {"m": ctypes.c_uint64 * 16, "p": ctypes.c_uint64, "l": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float, "d": ctypes.c_double}
 
 
 class Library:
@@ -224,7 +224,7 @@ class Library:
         self._library = ctypes.CDLL(str(path))
 
     def signature(self, entry: str) -> str:
-        """Return one letter per parameter: p pointer, i and l integers, f and d floating."""
+        """Return one letter per parameter: p pointer, i and l integers, f and d floating, m tensor map."""
         return self._call(f"signature_{entry}")().decode()
 
     def launch(self, entry: str, grid: Dim3, block: Dim3, shared: int, values: Sequence[Value]) -> None:
@@ -245,7 +245,7 @@ class Library:
             "p" if o == "p" and v == ("l", 0) else v[0] for o, v in zip(own.ljust(len(values)), values, strict=False)
         )
         assert given == own, f"{entry} takes ({own}) and is launched with ({given})"
-        boxes = [_LETTERS[letter](value) for letter, value in values]
+        boxes = [_LETTERS[letter](*(value if isinstance(value, tuple) else (value,))) for letter, value in values]
         pointers = (ctypes.c_void_p * len(boxes))(*(ctypes.addressof(box) for box in boxes))
         geometry = _Geometry((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), shared)
         fault = self._call(f"launch_{entry}")(ctypes.byref(geometry), pointers)

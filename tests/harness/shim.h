@@ -268,6 +268,8 @@ static inline float about_reciprocal(float d) {
   return skuda_wrongly(1 / (double)d, d, 0x1p-23);
 }
 
+#include "hopper.h"
+
 // --- entries: called with pointers to the arguments, as the CUDA driver is -------------------------------------------
 
 template <class... A> struct SkudaCall {
@@ -282,9 +284,10 @@ template <class... A> const char* skuda_launch(void (*kernel)(A...), const Geome
   const SkudaCall<A...> call = {kernel, arguments};
   return skuda_run(*geometry, SkudaCall<A...>::thread, &call);
 }
-// One letter per parameter: p pointer, f and d floating, i and l integers of 32 and 64 bits, ? anything else.
+// One letter per parameter: p pointer, f and d floating, i and l integers of 32 and 64 bits, m tensor map, ? anything else.
 template <class T> constexpr char skuda_letter() {
-  return std::is_pointer<T>::value          ? 'p'
+  return std::is_class<T>::value            ? 'm'
+         : std::is_pointer<T>::value        ? 'p'
          : std::is_floating_point<T>::value ? (sizeof(T) == 4 ? 'f' : 'd')
          : std::is_integral<T>::value       ? (sizeof(T) == 8 ? 'l' : sizeof(T) == 4 ? 'i' : '?')
                                             : '?';

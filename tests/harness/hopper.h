@@ -1,0 +1,129 @@
+// Hopper's own instructions (kernels/include/hopper.cuh) for blocks that run alone: barriers that count arrivals and bytes,
+// boxes of rows that are there at once, products of a warpgroup whose threads each compute their own sums. A cluster is one
+// block. Included by shim.h, before the types of elements.cuh.
+#pragma once
+
+#define __grid_constant__
+#define __cluster_dims__(...)
+
+void skuda_wait_change();  // until another thread says so
+void skuda_changed();
+void skuda_named_barrier(unsigned id, unsigned threads, bool wait);
+
+static inline unsigned shared_address(const void* p) { return (unsigned)((const unsigned char*)p - skuda_dynamic_shared); }
+
+// --- barriers --------------------------------------------------------------------------------------------------------
+
+struct SkudaBarrier {
+  unsigned short expected, pending;
+  int bytes : 31;
+  unsigned phase : 1;
+};
+static_assert(sizeof(SkudaBarrier) == 8, "as the GPU's");
+
+static inline SkudaBarrier& skuda_barrier(unsigned at) {
+  if (at % 8) skuda_fault("a misaligned barrier");
+  return *(SkudaBarrier*)(skuda_dynamic_shared + at);
+}
+static inline void skuda_arrive(unsigned at, int arrivals, int bytes) {
+  SkudaBarrier& b = skuda_barrier(at);
+  if (b.pending < arrivals) skuda_fault("more arrivals than a barrier expects");
+  b.pending -= arrivals, b.bytes += bytes;
+  if (b.pending != 0 || b.bytes != 0) return;
+  b.pending = b.expected, b.phase ^= 1;
+  skuda_changed();
+}
+static inline void barrier_make(unsigned at, unsigned arrivals) {
+  SkudaBarrier& b = skuda_barrier(at);
+  b.expected = b.pending = (unsigned short)arrivals, b.bytes = 0, b.phase = 0;
+}
+static inline void barriers_made() {}
+static inline void barrier_expect(unsigned at, unsigned bytes) { skuda_arrive(at, 1, (int)bytes); }
+static inline void barrier_arrive(unsigned at) { skuda_arrive(at, 1, 0); }
+static inline void barrier_wait(unsigned at, unsigned parity) {
+  while (skuda_barrier(at).phase == parity) skuda_wait_change();
+}
+template <int THREADS> static void threads_sync(unsigned id) { skuda_named_barrier(id, THREADS, true); }
+template <int THREADS> static void threads_arrive(unsigned id) { skuda_named_barrier(id, THREADS, false); }
+
+template <int N> static void registers_up() {}
+template <int N> static void registers_down() {}
+static inline void wait_for_previous_kernel() {}
+static inline void let_next_kernel_start() {}
+static inline void show_stores() {}
+
+// --- clusters: of one block ------------------------------------------------------------------------------------------
+
+static inline unsigned cluster_rank() { return 0; }
+static inline void cluster_arrive() {}
+static inline void cluster_wait() {}
+static inline void cluster_sync() {}
+static inline void barrier_arrive_at(unsigned, unsigned) { skuda_fault("a cluster of several blocks"); }
+static inline void barrier_release_at(unsigned, unsigned) { skuda_fault("a cluster of several blocks"); }
+static inline void barrier_wait_cluster(unsigned, unsigned) { skuda_fault("a cluster of several blocks"); }
+static inline void store16_at(unsigned, unsigned, const int (&)[4]) { skuda_fault("a cluster of several blocks"); }
+template <class Map> static void load_box_to_all(unsigned, const Map*, int, int, unsigned, unsigned short) {
+  skuda_fault("a cluster of several blocks");
+}
+
+// --- memory ----------------------------------------------------------------------------------------------------------
+
+static inline void put16_if(bool wanted, void* to, const uint4& v) {
+  if (wanted) skuda_aligned((const uint4*)to), *(uint4*)to = v;
+}
+
+// What binding.py puts where the GPU has a CUtensorMap.
+struct SkudaMap { unsigned long long address, leading, rows, columns, box_rows; };
+
+// Where a byte of rows of 128 lies: its 16-byte unit is xored with the row's number modulo 8.
+static inline unsigned skuda_swizzled(unsigned at) { return at ^ (at >> 7 & 7) << 4; }
+
+template <class Map> static void prefetch_map(const Map*) {}
+static inline unsigned long long evict_first() { return 0; }
+template <class Map>
+static void load_box(unsigned to, const Map* given, int x, int y, unsigned barrier, unsigned long long = 0) {
+  static_assert(sizeof(Map) >= sizeof(SkudaMap), "a map has room");
+  const SkudaMap& map = *(const SkudaMap*)given;
+  if (to % 1024 || map.address % 16 || map.leading % 16 || x % 16) skuda_fault("a misaligned box");
+  for (unsigned row = 0; row < map.box_rows; ++row) {
+    for (unsigned unit = 0; unit < 8; ++unit) {
+      unsigned char* const at = skuda_dynamic_shared + skuda_swizzled(to + row * 128 + unit * 16);
+      const unsigned long long column = x + unit * 16;
+      const unsigned real = y + row >= map.rows || column >= map.columns ? 0 : map.columns - column < 16 ? map.columns - column : 16;
+      memset(at, 0, 16);
+      memcpy(at, (const unsigned char*)map.address + (y + row) * map.leading + column, real);
+    }
+  }
+  skuda_arrive(barrier, 0, -(int)(map.box_rows * 128));
+}
+
+// --- products --------------------------------------------------------------------------------------------------------
+
+static inline void products_begin() {}
+static inline void products_commit() {}
+// The lanes of a warp multiply together: none may release a stage that another still reads.
+template <int PENDING> static void products_wait() { skuda_wait_warp(~0u); }
+
+template <int N, class A, class B> struct Product {
+  template <class T> static void row(T (&to)[32], unsigned long long rows, unsigned row) {
+    const unsigned start = (unsigned)(rows & 0x3fff) << 4, group = (unsigned)(rows >> 32 & 0x3fff) << 4;
+    for (unsigned i = 0; i < 32; i += 16) {
+      memcpy(to + i, skuda_dynamic_shared + skuda_swizzled(start + row / 8 * group + row % 8 * 128 + i), 16);
+    }
+  }
+  static void add(int (&d)[N / 2], unsigned long long a, unsigned long long b, unsigned keep) {
+    const unsigned thread = skuda_thread() % 128, first = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
+    A x[2][32];
+    for (int i = 0; i < 2; ++i) row(x[i], a, first + 8 * i);
+    for (int i = 0; i < N / 4; ++i) {
+      B y[32];
+      row(y, b, i / 2 * 8 + column + i % 2);
+      for (int j = 0; j < 2; ++j) {
+        int& sum = d[i / 2 * 4 + j * 2 + i % 2];
+        unsigned total = keep ? (unsigned)sum : 0;
+        for (int k = 0; k < 32; ++k) total += (unsigned)((int)x[j][k] * (int)y[k]);
+        sum = (int)total;
+      }
+    }
+  }
+};
