@@ -16,6 +16,12 @@ SIZES = ((17, 33, 65), (2, 3, 8), (0, 3, 4), (3, 0, 4), (3, 4, 0), (1, 1, 1), (5
 """m, n, k of the ops' cases."""
 ALIGNED_SIZES = ((31, 40, 64), (30, 264, 144), (3, 17, 1040), (20, 136, 400), (1, 8, 16))
 """m, n, k whose rows begin at multiples of 16 bytes, as kernels that load through TMA need."""
+SHIFTED = tuple(
+    (sizes, *shifted)
+    for shifted in ((True, False), (False, True), (True, True))
+    for sizes in ((29, 40, 336), (580, 24, 48))
+)
+"""m, n, k, likewise, and whether activation and weight have zero points; m is small, or enough to add up the weight."""
 
 
 class LinearProblem(Descriptor):

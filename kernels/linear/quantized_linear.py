@@ -48,7 +48,15 @@ from pydantic import model_validator
 from skuda.kernels.dtypes import compute_dtype, storage_dtype
 from skuda.kernels.linear import offers
 from skuda.kernels.linear.epilogue import Epilogue
-from skuda.kernels.linear.problem import ALIGNED_SIZES, CODES8, OUTPUTS, SIZES, LinearProblem, code_element_holding
+from skuda.kernels.linear.problem import (
+    ALIGNED_SIZES,
+    CODES8,
+    OUTPUTS,
+    SHIFTED,
+    SIZES,
+    LinearProblem,
+    code_element_holding,
+)
 from skuda.kernels.linear.product import Codes, write_layer
 from skuda.kernels.quantize import affine
 from skuda.kernels.quantize.granularity import per_token
@@ -199,6 +207,11 @@ def _cases() -> tuple[Case, ...]:
         sizes = ALIGNED_SIZES[number % len(ALIGNED_SIZES)]
         problem = _case(sizes, number, **fields, output_element=outputs[number // 2 % 6])
         made.append(Case(problem, "special" if number % 7 == 0 else "normal"))
+        sizes = (
+            SHIFTED[number % 2][0] if number % 3 else (2, 40, 336)
+        )  # so few may be quantized in the product's launch
+        problem = _case(sizes, number // 2, **fields, output_element=outputs[number % 6], has_weight_zero_point=True)
+        made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
     return tuple(made)
 
 

@@ -50,7 +50,7 @@ from pydantic import model_validator
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear import offers
 from skuda.kernels.linear.epilogue import Epilogue
-from skuda.kernels.linear.problem import ALIGNED_SIZES, CODES8, OUTPUTS, SIZES, LinearProblem, longest_k
+from skuda.kernels.linear.problem import ALIGNED_SIZES, CODES8, OUTPUTS, SHIFTED, SIZES, LinearProblem, longest_k
 from skuda.kernels.linear.product import Codes, write_layer
 from skuda.registry.constraints import OneOf
 from skuda.registry.descriptor import Argument, Role
@@ -209,6 +209,13 @@ def _cases() -> tuple[Case, ...]:
                 m=m, n=n, k=k, weight_element=weight, has_act_zero_point=True, has_weight_zero_point=True, **fields
             )
             made.append(Case(problem, "special"))
+    for number, shifted in enumerate(product(OUTPUTS, CODES8, EpilogueKind)):
+        (m, n, k), activation, weight = SHIFTED[number % len(SHIFTED)]
+        fields = dict(zip(("output_element", "weight_element", "epilogue"), shifted, strict=True))
+        fields |= {"activation_element": CODES8[number // 3 % 2], "act_scale_scope": _SCOPES[number // 2 % 2]}
+        fields |= {"has_act_zero_point": activation, "has_weight_zero_point": weight}
+        problem = ScaledLinearDescriptor(m=m, n=n, k=k, **fields)
+        made.append(Case(problem, "special" if number % 3 == 0 else "normal"))
     for m, n, k in (*SIZES, *ALIGNED_SIZES):
         for activation, weight in product(CODES8, CODES8):
             fields = {"activation_element": activation, "weight_element": weight, "output_element": ElementKind.S32}

@@ -47,7 +47,7 @@ from pydantic import model_validator
 from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.linear import offers
 from skuda.kernels.linear.epilogue import Epilogue
-from skuda.kernels.linear.problem import ALIGNED_SIZES, CODES8, OUTPUTS, SIZES, LinearProblem
+from skuda.kernels.linear.problem import ALIGNED_SIZES, CODES8, OUTPUTS, SHIFTED, SIZES, LinearProblem
 from skuda.kernels.linear.product import Codes, write_layer
 from skuda.registry.constraints import OneOf
 from skuda.registry.descriptor import Argument, Role
@@ -179,6 +179,14 @@ def _cases() -> tuple[Case, ...]:
         fields = dict(zip(("output_element", "weight_element", "epilogue"), aligned, strict=True))
         m, n, k = ALIGNED_SIZES[number % len(ALIGNED_SIZES)]
         fields["activation_element"] = CODES8[number // 3 % 2]
+        problem = SmoothQuantLinearDescriptor(m=m, n=n, k=k, act_scale=0.0131, **fields)
+        made.append(Case(problem, "special" if number % 7 == 0 else "normal"))
+    for number, shifted in enumerate(product(OUTPUTS, CODES8, EpilogueKind)):
+        fields = dict(zip(("output_element", "weight_element", "epilogue"), shifted, strict=True))
+        (m, n, k), activation, weight = SHIFTED[number % len(SHIFTED)]
+        element = CODES8[number // 3 % 2]
+        zero_point = (element.integer_range or ())[number // 5 % 2] if activation else 0
+        fields |= {"activation_element": element, "act_zero_point": zero_point, "has_weight_zero_point": weight}
         problem = SmoothQuantLinearDescriptor(m=m, n=n, k=k, act_scale=0.0131, **fields)
         made.append(Case(problem, "special" if number % 7 == 0 else "normal"))
     return tuple(made)

@@ -8,7 +8,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from skuda.kernels.launch import ZEROS, Choice, Launch, Leading, Parameter, Pointer, Step, TensorMap, pointers, s32, s64, strided
+from skuda.kernels.launch import (
+    ZEROS,
+    Choice,
+    Launch,
+    Leading,
+    Parameter,
+    Pointer,
+    Step,
+    TensorMap,
+    pointers,
+    s32,
+    s64,
+    strided,
+)
 from skuda.kernels.linear import hopper, layer
 from skuda.kernels.linear.problem import LinearProblem
 from skuda.registry.constraints import Between, Constraint
@@ -256,13 +269,9 @@ def _offered(
     summed = _sums(m, n, zero_points)
     sums = _SUMS_LAUNCH + summed * k / (_SUMS_BANDWIDTH * 1e6) if summed else 0.0
     ranked = [
-        (us, tile)
-        for us, tile in ranking(m, n, k, sm_count, curve)
-        if tile.shared(zero_points) <= hopper.MOST_SHARED
+        (us, tile) for us, tile in ranking(m, n, k, sm_count, curve) if tile.shared(zero_points) <= hopper.MOST_SHARED
     ]
-    choices = tuple(
-        Choice(str(tile), sums + us, tile.workspace(m, n, k, sm_count) + 4 * summed) for us, tile in ranked
-    )
+    choices = tuple(Choice(str(tile), sums + us, tile.workspace(m, n, k, sm_count) + 4 * summed) for us, tile in ranked)
     return tuple(tile for _, tile in ranked), choices
 
 

@@ -186,17 +186,12 @@ def _value(
             return _LETTER[element], value
         case Pointer(name):
             return "p", arrays[name].ctypes.data if isinstance(arrays.get(name), np.ndarray) else 0
-        case TensorMap(name, rows, columns, box_rows, otherwise):
-            matrix = arrays[name]
-            if not isinstance(matrix, np.ndarray):
-                return "m", (arrays[otherwise].ctypes.data, columns, rows, columns, box_rows)
-            return "m", (matrix.ctypes.data, _leading(matrix), rows, columns, box_rows)
+        case TensorMap():
+            return "m", _map(parameter, arrays)
         case Leading(name):
             return "l", view[name] if name in view else _leading(arrays[name])
         case Which(name):
-            if not isinstance(arrays[name], np.ndarray):
-                return "i", 0
-            return "i", [storage_dtype(e) for e in arguments[name].elements].index(arrays[name].dtype)
+            return "i", _which(arguments[name], arrays[name])
         case Number(name, element):
             value = arrays[name]
             if value is None or isinstance(value, np.ndarray):
@@ -204,6 +199,19 @@ def _value(
             rounded = number(problem.op_name(), arguments[name], value)
             return _LETTER[element], int(rounded) if element in (ElementKind.S32, ElementKind.S64) else float(rounded)
     raise AssertionError(parameter)
+
+
+def _which(argument: Argument, value: Any) -> int:
+    elements = [storage_dtype(element) for element in argument.elements]
+    return elements.index(value.dtype) if isinstance(value, np.ndarray) else 0
+
+
+def _map(wanted: TensorMap, arrays: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return what hopper.h takes for a tensor map."""
+    given = arrays[wanted.name]
+    matrix = given if isinstance(given, np.ndarray) else arrays[wanted.otherwise]
+    leading = wanted.columns if matrix.ndim == 1 else _leading(matrix)  # a scratch buffer is bytes
+    return matrix.ctypes.data, leading, wanted.rows, wanted.columns, wanted.box_rows
 
 
 def _leading(matrix: np.ndarray) -> int:

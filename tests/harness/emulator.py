@@ -208,7 +208,14 @@ class _Geometry(ctypes.Structure):
     _fields_ = (("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint))
 
 
-_LETTERS = {"m": ctypes.c_uint64 * 16, "p": ctypes.c_uint64, "l": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float, "d": ctypes.c_double}
+_LETTERS = {
+    "m": ctypes.c_uint64 * 16,
+    "p": ctypes.c_uint64,
+    "l": ctypes.c_int64,
+    "i": ctypes.c_int32,
+    "f": ctypes.c_float,
+    "d": ctypes.c_double,
+}
 
 
 class Library:
@@ -245,7 +252,8 @@ class Library:
             "p" if o == "p" and v == ("l", 0) else v[0] for o, v in zip(own.ljust(len(values)), values, strict=False)
         )
         assert given == own, f"{entry} takes ({own}) and is launched with ({given})"
-        boxes = [_LETTERS[letter](*(value if isinstance(value, tuple) else (value,))) for letter, value in values]
+        whole = [value if isinstance(value, tuple) else (value,) for _, value in values]
+        boxes = [_LETTERS[letter](*parts) for (letter, _), parts in zip(values, whole, strict=True)]
         pointers = (ctypes.c_void_p * len(boxes))(*(ctypes.addressof(box) for box in boxes))
         geometry = _Geometry((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), shared)
         fault = self._call(f"launch_{entry}")(ctypes.byref(geometry), pointers)

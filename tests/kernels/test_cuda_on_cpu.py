@@ -15,6 +15,7 @@ import mpmath
 import numpy as np
 import pytest
 from harness import emulator
+from harness.agreement import assert_agrees
 from harness.binding import Placed, launch_of, place, run_steps
 from harness.resources import cases_of
 from oracle import to_format
@@ -170,28 +171,6 @@ def _element(array):
 # --- checking --------------------------------------------------------------------------------------------------------
 
 
-def _assert_agrees(got, want, sku, what):
-    if sku.precision_guarantee.bit_exact:
-        assert_same_bits(got, want, what)
-        return
-    # Within so many units of the compute type before the last rounding, which may turn the least of them into one.
-    most = sku.precision_guarantee.max_ulp if got.dtype in (np.float32, np.float64) else 1
-    if got.dtype.kind in "iu":
-        distance = np.abs(got.astype(np.int64) - want)
-    else:
-        both = np.isnan(got.astype(np.float64)) & np.isnan(want.astype(np.float64))
-        ordered = [_ordered(np.where(both, 0, array).astype(got.dtype)) for array in (got, want)]
-        distance = np.abs(ordered[0] - ordered[1])
-    assert (distance <= most).all(), f"{what}: {distance.max()} units apart, {most} allowed"
-
-
-def _ordered(values):
-    """Return integers that count floating numbers from zero."""
-    width = values.dtype.itemsize
-    signed = np.ascontiguousarray(values).view(f"i{width}").astype(np.int64)
-    return np.where(signed < 0, -(signed & ((1 << 8 * width - 1) - 1)), signed)
-
-
 def check(unit, sku, case, inputs, shapes, rng, *, in_place=False):
     """Run one problem in one random layout and compare."""
     problem = case.problem
@@ -209,7 +188,7 @@ def check(unit, sku, case, inputs, shapes, rng, *, in_place=False):
     if launch.steps:
         run_steps(emulator.load(unit.configured(launch.flags)), launch, problem, placed, shapes)
     for name in outputs:
-        _assert_agrees(placed[name].array, want[name], sku, f"{name} of {problem!r}")
+        assert_agrees(placed[name].array, want[name], sku, f"{name} of {problem!r}")
     written = {id(placed[a.name]) for a in arguments_of(problem, Role.OUTPUT, Role.SCRATCH)}
     for value in placed.values():
         if isinstance(value, Placed):
