@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from skuda.registry.descriptor import Argument, Descriptor, Role
 from skuda.registry.elements import FLOATS, ElementKind
+from skuda.registry.value import Extent
 from skuda.registry.vocabulary import EpilogueKind, LayoutSku, OpCategory
 
 CODES8 = (ElementKind.S8, ElementKind.U8)
@@ -95,6 +96,52 @@ class LinearProblem(Descriptor):
             arguments.append(Argument("output_scale", Role.SCALE, (compute,)))
             arguments.append(Argument("output_zero_point", Role.ZERO_POINT, (ElementKind.S32,)))
         return (*arguments, Argument("output", Role.OUTPUT, (self.output,), (m, n)))
+
+
+class CodedProblem(LinearProblem):
+    """The base of the linear descriptors whose activation is given as codes.
+
+    Attributes
+    ----------
+    m, n, k : int
+        Rows of the activation, output channels, inner size.
+    activation_element, weight_element : ElementKind
+        Elements of the codes: s8 or u8.
+    output_element : ElementKind
+        Element of the output.
+    epilogue : EpilogueKind
+        What is fused with the product; all but ``identity`` take `bias`.
+    has_weight_zero_point : bool
+        Whether `weight_zero_point` is passed.
+    """
+
+    element_field: ClassVar[str] = "output_element"
+    dynamic: ClassVar[bool] = False
+    m: Extent
+    n: Extent
+    k: Extent
+    activation_element: ElementKind = ElementKind.S8
+    output_element: ElementKind
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, N and K: rows of the activation, output channels, inner size."""
+        return self.m, self.n, self.k
+
+    @property
+    def output(self) -> ElementKind:
+        """Element of the output."""
+        return self.output_element
+
+    @property
+    def code_element(self) -> ElementKind:
+        """Element of the activation's codes."""
+        return self.activation_element
+
+    @property
+    def compute(self) -> ElementKind:
+        """The type C that scales and epilogue are computed in."""
+        return self.output_element.compute
 
 
 def code_element_holding(q_min: int, q_max: int) -> ElementKind | None:

@@ -42,7 +42,7 @@ element or shape, or that overlaps an output; an `output_scale` that is 0 or not
 from __future__ import annotations
 
 from itertools import product
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import model_validator
@@ -50,45 +50,33 @@ from pydantic import model_validator
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear import offers
 from skuda.kernels.linear.epilogue import Epilogue
-from skuda.kernels.linear.problem import ALIGNED_SIZES, CODES8, OUTPUTS, SHIFTED, SIZES, LinearProblem, longest_k
+from skuda.kernels.linear.problem import ALIGNED_SIZES, CODES8, OUTPUTS, SHIFTED, SIZES, CodedProblem, longest_k
 from skuda.kernels.linear.product import Codes, write_layer
 from skuda.registry.constraints import OneOf
 from skuda.registry.descriptor import Argument, Role
 from skuda.registry.elements import ElementKind
 from skuda.registry.op import Case, Op
-from skuda.registry.value import Extent
 from skuda.registry.vocabulary import DynamicRangeScope, EpilogueKind
 
 _SCOPES = (DynamicRangeScope.TOKEN, DynamicRangeScope.TENSOR)
 
 
-class ScaledLinearDescriptor(LinearProblem):
+class ScaledLinearDescriptor(CodedProblem):
     """Problem of `scaled_linear`.
 
     Attributes
     ----------
-    m, n, k : int
-        Rows of the activation, output channels, inner size.
-    activation_element, weight_element : ElementKind
-        Elements of the codes: s8 or u8.
     output_element : ElementKind
         Element of the output; s32 for the exact sums.
-    epilogue : EpilogueKind
-        What is fused with the product; all but ``identity`` take `bias`.
     act_scale_scope : DynamicRangeScope
         Whether the activation has a scale (and zero point) per ``token`` or one for the whole ``tensor``.
-    has_act_zero_point, has_weight_zero_point : bool
-        Whether `act_zero_point` and `weight_zero_point` are passed.
+    has_act_zero_point : bool
+        Whether `act_zero_point` is passed.
+    others
+        As in `CodedProblem`.
     """
 
     op: Literal["scaled_linear"] = "scaled_linear"
-    element_field: ClassVar[str] = "output_element"
-    dynamic: ClassVar[bool] = False
-    m: Extent
-    n: Extent
-    k: Extent
-    activation_element: ElementKind = ElementKind.S8
-    output_element: ElementKind
     act_scale_scope: DynamicRangeScope = DynamicRangeScope.TOKEN
     has_act_zero_point: bool = False
 
@@ -110,26 +98,6 @@ class ScaledLinearDescriptor(LinearProblem):
             if self.k > longest:
                 codes = f"{self.activation_element} by {self.weight_element}"
                 self.refuse("k", self.k, f"be at most {longest}, so that no sum of {codes} leaves s32")
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """M, N and K: rows of the activation, output channels, inner size."""
-        return self.m, self.n, self.k
-
-    @property
-    def output(self) -> ElementKind:
-        """Element of the output."""
-        return self.output_element
-
-    @property
-    def code_element(self) -> ElementKind:
-        """Element of the activation's codes."""
-        return self.activation_element
-
-    @property
-    def compute(self) -> ElementKind:
-        """The type C that scales and epilogue are computed in."""
-        return self.output_element.compute
 
     @property
     def num_scales(self) -> int:
@@ -210,10 +178,10 @@ def _cases() -> tuple[Case, ...]:
             )
             made.append(Case(problem, "special"))
     for number, shifted in enumerate(product(OUTPUTS, CODES8, EpilogueKind)):
-        (m, n, k), activation, weight = SHIFTED[number % len(SHIFTED)]
+        (m, n, k), of_activation, of_weight = SHIFTED[number % len(SHIFTED)]
         fields = dict(zip(("output_element", "weight_element", "epilogue"), shifted, strict=True))
         fields |= {"activation_element": CODES8[number // 3 % 2], "act_scale_scope": _SCOPES[number // 2 % 2]}
-        fields |= {"has_act_zero_point": activation, "has_weight_zero_point": weight}
+        fields |= {"has_act_zero_point": of_activation, "has_weight_zero_point": of_weight}
         problem = ScaledLinearDescriptor(m=m, n=n, k=k, **fields)
         made.append(Case(problem, "special" if number % 3 == 0 else "normal"))
     for m, n, k in (*SIZES, *ALIGNED_SIZES):

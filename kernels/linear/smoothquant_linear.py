@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import model_validator
@@ -47,46 +47,30 @@ from pydantic import model_validator
 from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.linear import offers
 from skuda.kernels.linear.epilogue import Epilogue
-from skuda.kernels.linear.problem import ALIGNED_SIZES, CODES8, OUTPUTS, SHIFTED, SIZES, LinearProblem
+from skuda.kernels.linear.problem import ALIGNED_SIZES, CODES8, OUTPUTS, SHIFTED, SIZES, CodedProblem
 from skuda.kernels.linear.product import Codes, write_layer
 from skuda.registry.constraints import OneOf
 from skuda.registry.descriptor import Argument, Role
-from skuda.registry.elements import ElementKind
 from skuda.registry.op import Case, Op
-from skuda.registry.value import Extent, Int32, Real
+from skuda.registry.value import Int32, Real
 from skuda.registry.vocabulary import EpilogueKind
 
 
-class SmoothQuantLinearDescriptor(LinearProblem):
+class SmoothQuantLinearDescriptor(CodedProblem):
     """Problem of `smoothquant_linear`.
 
     Attributes
     ----------
-    m, n, k : int
-        Rows of the activation, output channels, inner size.
     act_scale : float
         Scale of the activation; frozen metadata of the model.
-    activation_element, weight_element : ElementKind
-        Elements of the codes: s8 or u8.
-    output_element : ElementKind
-        Element of the output.
-    epilogue : EpilogueKind
-        What is fused with the product; all but ``identity`` take `bias`.
     act_zero_point : int
         Code of the activation that stands for 0.0.
-    has_weight_zero_point : bool
-        Whether `weight_zero_point` is passed.
+    others
+        As in `CodedProblem`.
     """
 
     op: Literal["smoothquant_linear"] = "smoothquant_linear"
-    element_field: ClassVar[str] = "output_element"
-    dynamic: ClassVar[bool] = False
-    m: Extent
-    n: Extent
-    k: Extent
     act_scale: Real
-    activation_element: ElementKind = ElementKind.S8
-    output_element: ElementKind
     act_zero_point: Int32 = 0
 
     @model_validator(mode="after")
@@ -105,27 +89,7 @@ class SmoothQuantLinearDescriptor(LinearProblem):
         # 0.0 == -0.0, but they give zeros of different sign.
         return super().__eq__(other) and math.copysign(1, self.act_scale) == math.copysign(1, other.act_scale)  # type: ignore[attr-defined]  # equal classes
 
-    __hash__ = LinearProblem.__hash__
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """M, N and K: rows of the activation, output channels, inner size."""
-        return self.m, self.n, self.k
-
-    @property
-    def output(self) -> ElementKind:
-        """Element of the output."""
-        return self.output_element
-
-    @property
-    def code_element(self) -> ElementKind:
-        """Element of the activation's codes."""
-        return self.activation_element
-
-    @property
-    def compute(self) -> ElementKind:
-        """The type C that scales and epilogue are computed in."""
-        return self.output_element.compute
+    __hash__ = CodedProblem.__hash__
 
     def arguments(self) -> tuple[Argument, ...]:
         """Return the arguments that this problem takes."""

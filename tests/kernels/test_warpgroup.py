@@ -67,7 +67,7 @@ def sizes(count):
 
 @pytest.mark.parametrize("tile", warpgroup.TILES, ids=str)
 def test_a_tile_fits_a_block_and_the_copy_engine(tile):
-    assert tile.shared <= H200.shared_memory
+    assert tile.shared() <= H200.shared_memory == hopper.MOST_SHARED
     for rows, parts in ((tile.m, tile.cluster[1]), (tile.n, tile.cluster[0])):
         assert rows % parts == 0
         assert rows // parts % 8 == 0, "a box must be whole groups of eight rows"
@@ -98,7 +98,7 @@ def test_the_grid_covers_every_result_and_never_exceeds_the_card():
         assert columns * tile.n * tile.cluster[1] >= n
         assert step.grid[0] % tile.blocks == 0
         assert step.grid[0] <= 132
-        assert step.shared == tile.shared
+        assert step.shared == tile.shared()
 
 
 def test_a_launch_names_its_tile_its_time_and_the_runners_up():
@@ -139,16 +139,13 @@ def test_every_configuration_that_a_rule_ranks_can_be_asked_for(module, problem)
         static(k=1000),
         static(k=65_808),
         static(k=33_040, weight_element="u8"),
-        static(act_zero_point=3),
-        static(has_weight_zero_point=True),
+        static(m=191, act_zero_point=3),
         static(output_element="f64"),
         static(k=0),
         dynamic(k=24),
         dynamic(activation_element="f64"),
         dynamic(output_element="f64"),
-        dynamic(has_weight_zero_point=True),
-        scaled(has_act_zero_point=True),
-        scaled(has_weight_zero_point=True),
+        scaled(m=40, has_act_zero_point=True, has_weight_zero_point=True),
         scaled(output_element="f64"),
         scaled(output_element="s32", k=131_056),
     ],
@@ -221,6 +218,56 @@ def test_codes_are_made_where_only_their_product_is_empty(m):
     for sku in taken:
         (step,) = launch_of(sku, problem).steps
         assert step.entry == "quantized_linear_codes", sku
+
+
+@pytest.mark.parametrize(
+    ("problem", "variant"),
+    [
+        (static(32, act_zero_point=3, has_weight_zero_point=True), "streamed"),
+        (static(33, act_zero_point=3), "mma"),
+        (static(191, act_zero_point=3), "mma"),
+        (static(192, act_zero_point=3), "warpgroup"),
+        (static(33, has_weight_zero_point=True), "warpgroup"),
+        (scaled(32, has_act_zero_point=True), "streamed"),
+        (scaled(191, has_act_zero_point=True, has_weight_zero_point=True), "mma"),
+        (scaled(192, has_act_zero_point=True, has_weight_zero_point=True), "warpgroup"),
+        (dynamic(2, has_weight_zero_point=True), "streamed"),
+        (dynamic(33, has_weight_zero_point=True), "warpgroup"),
+    ],
+    ids=str,
+)
+def test_zero_points_are_served_where_their_sums_pay(problem, variant):
+    """Sums of the weight's codes read all of it, which pays for many rows; the streamed kernel has it in hand."""
+    found = Dispatcher().explain(problem, device=H200)
+    assert found.chosen.endswith(variant)
+    if variant == "mma":
+        reasons = [reason for d in found.refused if d.sku.endswith("warpgroup") for reason in d.reasons]
+        assert "rows_per_weight_sum" in {reason.field for reason in reasons}
+
+
+@pytest.mark.parametrize(
+    ("of", "zero_points", "sums"),
+    [
+        (static, {"act_zero_point": 3}, 512),
+        (static, {"has_weight_zero_point": True}, 256),
+        (scaled, {"has_act_zero_point": True, "has_weight_zero_point": True}, 512 + 256),
+        (dynamic, {"has_weight_zero_point": True}, 256),
+    ],
+)
+def test_codes_are_added_up_in_front_of_a_product_with_zero_points(of, zero_points, sums):
+    launch, plain = warpgroup.launch(of(**zero_points), H200), warpgroup.launch(of(), H200)
+    *before, summing, product = launch.steps
+    assert (*before, product.entry) == (*plain.steps[:-1], plain.steps[-1].entry)
+    assert summing.entry == "code_sums"
+    assert summing.overlaps
+    assert dict(launch.scratch)["code_sums"] == 4 * sums == launch.choices[0].workspace
+    assert not any(step.entry == "code_sums" for step in plain.steps)
+    assert "zero points: a launch in front adds up codes" in launch.told()
+    # All configurations wait for the same sums.
+    of_plain = {choice.name: choice for choice in plain.choices}
+    waits = [choice.microseconds - of_plain[choice.name].microseconds for choice in launch.choices]
+    assert np.allclose(waits, waits[0])
+    assert waits[0] > 0
 
 
 def test_both_steps_may_start_beside_the_kernel_in_front_of_them():
@@ -424,10 +471,11 @@ def test_every_tile_compiles_without_a_remark_or_local_memory(number):
     op, code, output, epilogue = _KINDS[(number + SEED) % len(_KINDS)]
     sku = next(s for s in Dispatcher().registry.skus_of(op) if s.variant == "warpgroup")
     tile, job = warpgroup.TILES[number], Job.of(sku, "sm_90a")
+    shifts = 0 if output == "s32" else int(RNG.integers(4))
     more = (*tile.flags, f"-DSKUDA_CODE={code}", f"-DSKUDA_OUT={output}", f"-DSKUDA_EPILOGUE={epilogue}")
-    result = compiled(dataclasses.replace(job, flags=(*job.flags, *more)))
+    result = compiled(dataclasses.replace(job, flags=(*job.flags, *more, f"-DSKUDA_ZERO_POINTS={shifts}")))
     assert not result.remarks, f"{tile}: {result.remarks}"
-    (needs,) = result.kernels.values()
+    needs = result.kernels[f"{op}_warpgroup"]
     assert (needs.spills, needs.stack) == (0, 0), tile
     assert needs.registers == 168, f"{tile}: {needs.registers}; 384 threads share 65,536, and setmaxnreg counts on it"
 
