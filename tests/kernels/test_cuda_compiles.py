@@ -83,7 +83,8 @@ def test_kernel_compiles_without_a_remark_and_keeps_out_of_local_memory(sku, arc
 def _steps(compiled_as):
     """Return the steps of all SKUs that share a compilation, as the granularities of a direction do."""
     shared = _flags(compiled_as)
-    return [step for sku in SKUS if _flags(sku) == shared for launch in launches(sku) for step in launch.steps]
+    found = [launch for sku in SKUS if _flags(sku) == shared for launch in launches(sku)]
+    return [step for launch in found if launch.flags == configurations(compiled_as)[0] for step in launch.steps]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)

@@ -471,7 +471,7 @@ def test_every_tile_compiles_without_a_remark_or_local_memory(number):
     op, code, output, epilogue = _KINDS[(number + SEED) % len(_KINDS)]
     sku = next(s for s in Dispatcher().registry.skus_of(op) if s.variant == "warpgroup")
     tile, job = warpgroup.TILES[number], Job.of(sku, "sm_90a")
-    shifts = 0 if output == "s32" else int(RNG.integers(4))
+    shifts = 0 if output == "s32" else (number + SEED // 7) % 4
     more = (*tile.flags, f"-DSKUDA_CODE={code}", f"-DSKUDA_OUT={output}", f"-DSKUDA_EPILOGUE={epilogue}")
     result = compiled(dataclasses.replace(job, flags=(*job.flags, *more, f"-DSKUDA_ZERO_POINTS={shifts}")))
     assert not result.remarks, f"{tile}: {result.remarks}"
