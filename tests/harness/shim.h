@@ -275,7 +275,12 @@ static inline float about_reciprocal(float d) {
 template <class... A> struct SkudaCall {
   void (*kernel)(A...);
   void** arguments;
-  template <int... I> void with(std::integer_sequence<int, I...>) const { kernel(*(A*)arguments[I]...); }
+  template <class T> static T read(const void* from) {  // which need not be aligned as a tensor map is
+    typename std::remove_cv<T>::type value;
+    memcpy(&value, from, sizeof value);
+    return value;
+  }
+  template <int... I> void with(std::integer_sequence<int, I...>) const { kernel(read<A>(arguments[I])...); }
   static void thread(const void* self) {
     ((const SkudaCall*)self)->with(std::make_integer_sequence<int, sizeof...(A)>());
   }

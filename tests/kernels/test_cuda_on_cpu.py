@@ -632,6 +632,14 @@ def test_sanitizers_find_nothing_in_the_other_tests():
 
 
 @plainly
+@pytest.mark.full
+def test_sanitizers_find_nothing_in_kernels_of_hopper():
+    chosen = ("test_hopper_on_cpu.py", "-m", "not full")
+    done = _sanitized("-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *chosen)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+
+@plainly
 @pytest.mark.parametrize(
     ("body", "told"),
     [
