@@ -13,7 +13,7 @@ from skuda.registry.arch import ArchSku
 from skuda.registry.constraints import Constraint, OneOf
 from skuda.registry.elements import ElementKind
 from skuda.registry.guarantee import PrecisionGuarantee
-from skuda.registry.sku import KernelSku
+from skuda.registry.sku import KernelSku, WorkspaceTerm
 from skuda.registry.vocabulary import ActivationKind, EpilogueKind, MathPrecision
 
 
@@ -24,6 +24,7 @@ class _Tile(NamedTuple):
     arch: ArchSku
     constraints: Callable[[ElementKind], tuple[Constraint, ...]]
     summary: str
+    workspace: tuple[WorkspaceTerm, ...] = ()
 
 
 _TILES = (
@@ -38,6 +39,7 @@ _TILES = (
         ArchSku.SM_90A,
         warpgroup.constraints,
         "Hopper's warpgroup products, tiles by predicted time, loads by the copy engine",
+        warpgroup.WORKSPACE,
     ),
     _Tile(
         "mma",
@@ -54,6 +56,7 @@ def skus(
     elements: Iterable[ElementKind],
     *constraints: Constraint,
     epilogues: Iterable[EpilogueKind] = EpilogueKind,
+    workspace: tuple[WorkspaceTerm, ...] = (),
     **fields: Any,
 ) -> tuple[KernelSku, ...]:
     """Return an op's kernels, best first.
@@ -70,6 +73,8 @@ def skus(
         Constraints of the op beside the kernels' own.
     epilogues : iterable of EpilogueKind
         Epilogues of the SKUs.
+    workspace : tuple of WorkspaceTerm
+        What all CUDA SKUs need.
     **fields
         Further fields of the CUDA SKUs; see `cuda_skus`.
     """
@@ -98,6 +103,7 @@ def skus(
             ),
             variant=tile.variant,
             summary=tile.summary,
+            workspace=(*workspace, *tile.workspace),
             **fields,
         )
     )
@@ -114,6 +120,7 @@ def skus(
         entry_point="quantized_linear_codes" if descriptor.dynamic else descriptor.op_name(),
         variant="plain",
         summary="64 x 64 tiles, dp4a; serves every shape",
+        workspace=workspace,
         **fields,
     )
     reference = numpy_skus(

@@ -73,6 +73,12 @@ class LinearProblem(Descriptor):
         return self.has_weight_zero_point or self.shifts_activation
 
     @property
+    def num_code_sums(self) -> int:
+        """Sums of codes that zero points take: of the weight's rows if the activation has any, and the reverse."""
+        m, n, _ = self.sizes
+        return n * self.shifts_activation + m * self.has_weight_zero_point
+
+    @property
     def rows_per_weight_sum(self) -> int:
         """Rows of the activation that a sum of a weight's codes serves; the most there are where none is needed."""
         return self.sizes[0] if self.shifts_activation else MOST_ROWS

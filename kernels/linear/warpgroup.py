@@ -26,6 +26,7 @@ from skuda.kernels.linear import hopper, layer
 from skuda.kernels.linear.problem import LinearProblem
 from skuda.registry.constraints import Between, Constraint
 from skuda.registry.elements import ElementKind
+from skuda.registry.sku import WorkspaceTerm
 from skuda.registry.vocabulary import ActivationKind
 
 if TYPE_CHECKING:
@@ -53,6 +54,9 @@ _CACHED = 40_000_000
 
 _SUMS_LAUNCH, _SUMS_BANDWIDTH = 2.0, 3.5
 """Time in us of a launch of ``code_sums`` without work, and the memory bandwidth in TB/s it reaches: assumed."""
+
+WORKSPACE = (WorkspaceTerm(factors=("num_code_sums",), bytes_each=4),)
+"""What the kernel needs beside the op's workspace and that of a configuration."""
 
 _FEWEST_ROWS_PER_SUM = 192
 """Fewest rows of an activation with zero points: for fewer, the sums of the weight cost more than the product saves.
@@ -266,19 +270,14 @@ def ranking(m: int, n: int, k: int, sm_count: int, curve: float = 0.0) -> tuple[
 def _offered(
     m: int, n: int, k: int, sm_count: int, curve: float, zero_points: tuple[bool, bool]
 ) -> tuple[tuple[Tile, ...], tuple[Choice, ...]]:
-    summed = _sums(m, n, zero_points)
-    sums = _SUMS_LAUNCH + summed * k / (_SUMS_BANDWIDTH * 1e6) if summed else 0.0
+    activation, weight = zero_points
+    read = (n * activation + m * weight) * k
+    sums = _SUMS_LAUNCH + read / (_SUMS_BANDWIDTH * 1e6) if read else 0.0
     ranked = [
         (us, tile) for us, tile in ranking(m, n, k, sm_count, curve) if tile.shared(zero_points) <= hopper.MOST_SHARED
     ]
-    choices = tuple(Choice(str(tile), sums + us, tile.workspace(m, n, k, sm_count) + 4 * summed) for us, tile in ranked)
+    choices = tuple(Choice(str(tile), sums + us, tile.workspace(m, n, k, sm_count)) for us, tile in ranked)
     return tuple(tile for _, tile in ranked), choices
-
-
-def _sums(m: int, n: int, zero_points: tuple[bool, bool]) -> int:
-    """Return the number of sums of codes: of the weight's rows if the activation has zero points, and reversed."""
-    activation, weight = zero_points
-    return n * activation + m * weight
 
 
 def _code_sums(problem: LinearProblem, sm_count: int, zero_points: tuple[bool, bool]) -> Step:
@@ -287,7 +286,7 @@ def _code_sums(problem: LinearProblem, sm_count: int, zero_points: tuple[bool, b
     codes: tuple[Parameter, ...] = (*layer.CODES, *s64(k))
     if not problem.dynamic:
         codes = (Pointer("act_q"), *s64(0), Leading("act_q"))
-    blocks = -(-_sums(m, n, zero_points) // (_SUMS_THREADS // 32))
+    blocks = -(-problem.num_code_sums // (_SUMS_THREADS // 32))
     return Step(
         entry="code_sums",
         grid=(min(blocks, 4 * sm_count) if m and n else 0, 1, 1),
@@ -340,6 +339,6 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
         scratch = (("partial_sums", sums), (ZEROS, 8 * clusters * tile.blocks))
     if any(zero_points):
         steps = (_code_sums(problem, sm_count, zero_points), product)
-        scratch = (*scratch, ("code_sums", 4 * _sums(alike, n, zero_points)))
+        scratch = (*scratch, ("code_sums", 4 * problem.num_code_sums))
         notes = ("zero points: a launch in front adds up codes", *notes)
     return layer.launch_product(problem, *steps, scratch=scratch, flags=flags, notes=notes, **chosen)
