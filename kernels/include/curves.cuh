@@ -6,17 +6,26 @@
 //
 // Variants. E is a fixed sequence of sums, products and quotients, each rounded in f64, the same as in curves.py. f32 and
 // f64 data use it as it is. For 16-bit data it would cost several times the memory's time, and only 8 or 11 bits of it
-// are kept. So x s is computed in f32 with the GPU's approximations of 2^t and 1 / d, and with it a bound of the error:
+// are kept. So the curve is computed in f32 with the GPU's approximations of 2^t and 1 / d.
+//
+// bf16: from -10 on, no value of E at one of the few thousand arguments is so close to the middle between two bf16
+// numbers that those approximations could round to the wrong one; the constants were chosen for that, and a test shows it
+// for every argument and the largest errors that PTX allows. A chunk with a gate below -10, or nearer to 0 than 2^-100, is
+// computed as one of f16.
+//
+// f16: with x s, a bound of its error is computed:
 //
 //   |x s| (1 - e) <= |E(x)| <= |x s| (1 + e) + |x| 2^-126,  e = least + slope min(|t|, 130)
 //
 // t is the exponent, whose own rounding the slope covers; 2^-126 covers factors that are flushed to zero. If both ends
-// round to the same 16-bit value, so does E(x). Otherwise, for one element in some thousands, E is computed, in a
-// function that is not inlined. So no bit of a result depends on how a GPU approximates. A NaN of this path may also come
-// from a gate beyond 10^10; the callers compute rows with a NaN again, by E.
+// round to the same 16-bit value, so does E(x). Otherwise, for one element in some hundreds, E is computed, in a function
+// that is not inlined.
 //
-// The quotients of polynomials are fitted to R(a) = exp(a^2 / 2) Phi(-a), relatively: to 2^-53 for a <= 40 and, in f32, to
-// 2^-27 for a <= 13.5, beyond which exp(-a^2 / 2) is flushed to zero.
+// So no bit of a result depends on how a GPU approximates. A NaN may also come from a gate beyond 10^10; the callers
+// compute rows with a NaN again, by E.
+//
+// The quotients of polynomials are fitted to R(a) = exp(a^2 / 2) Phi(-a), relatively: to 2^-53 for a <= 40; in f32, to
+// 2^-27 for a <= 13.5, beyond which exp(-a^2 / 2) is flushed to zero; and for bf16 to 2^-16 for a <= 10.
 #pragma once
 #include "quotient.cuh"
 
@@ -182,6 +191,24 @@ template <int CURVE> DEVICE About about_curve(f32 x) {
   return About{fused(-middle, doubt, middle), fused(x, fused(s, doubt, 1.1754944e-38f), middle)};
 }
 
+// E(x) so closely that its bf16 value is right, for bf16 x from -10 on that are 2^-100 from 0.
+template <int CURVE> DEVICE f32 near_curve(f32 x) {
+  if (CURVE == GELU) {
+    const f32 a = fabsf(x), t = product(product(x, x), -0.72134752f);
+    const f32 p = fused(fused(0.055536628f, a, 0.2609001f), a, 0.50000405f);
+    const f32 q = fused(fused(fused(0.13880624f, a, 0.66237766f), a, 1.320032f), a, 1.0f);
+    const f32 tail = product(product(p, about_reciprocal(q)), about_power(t));
+    return fused(-a, tail, fmaxf(x, 0.0f));
+  }
+  if (CURVE == GELU_TANH) {
+    const f32 t = product(x, fused(product(x, x), -0.10294324f, -2.3022082f));
+    return product(x, about_reciprocal(1.0f + about_power(t)));
+  }
+  // By these 7 units both x whose SiLU is all but a middle, 2^-7 and -2^-8, turn to the right side of it.
+  const f32 turned = fused(fabsf(x), -7.0f / 16777216.0f, x);
+  return product(turned, about_reciprocal(1.0f + about_power(product(x, -1.442695f))));
+}
+
 // One pair with those halves by E whose ends differ. Not inlined, as it is rare.
 template <int CURVE, class T> __device__ __noinline__ u32 settled(u32 x, u32 found, u32 differing) {
 #pragma unroll 1
@@ -211,6 +238,43 @@ template <int CURVE, class T> struct Gate {
     return Chunk<T>::pack(x);
   }
 };
+// The same for 16-bit data. `bounded` is RN_T(E(gate)) of a chunk, by bounds.
+template <int CURVE, class T> DEVICE uint4 bounded(const uint4& gate) {
+  const u32 words[4] = {gate.x, gate.y, gate.z, gate.w};
+  f32 x[8];
+  u32 found[4], differing[4], any = 0;
+  Chunk<T>::unpack(gate, x);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const About first = about_curve<CURVE>(x[2 * i]), second = about_curve<CURVE>(x[2 * i + 1]);
+    found[i] = pair_of(first.high, second.high, T());
+    differing[i] = (found[i] ^ pair_of(first.low, second.low, T())) & 0x7fff7fffu;  // zeros may differ in their sign
+    any |= differing[i];
+  }
+  if (any) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (differing[i]) found[i] = settled<CURVE, T>(words[i], found[i], differing[i]);
+    }
+  }
+  return make_uint4(found[0], found[1], found[2], found[3]);
+}
+template <int CURVE, class T> __device__ __noinline__ uint4 bounded_apart(uint4 gate) { return bounded<CURVE, T>(gate); }
+
+template <int CURVE> DEVICE uint4 activated(const uint4& gate, f16) { return bounded<CURVE, f16>(gate); }
+template <int CURVE> DEVICE uint4 activated(const uint4& gate, bf16 type) {
+  const u32 least = 0x0d800d80u, lowest = 0xc120c120u;  // 2^-100 and -10, twice
+  u32 words[4] = {gate.x, gate.y, gate.z, gate.w}, nearest = least, low = lowest;
+  f32 x[8];
+  Chunk<bf16>::unpack(gate, x);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    nearest = min_magnitude(nearest, words[i], type), low = min_number(low, words[i], type);
+    words[i] = pair_of(near_curve<CURVE>(x[2 * i]), near_curve<CURVE>(x[2 * i + 1]), type);
+  }
+  if ((nearest & 0x7fff7fffu) != least || low != lowest) return bounded_apart<CURVE, bf16>(gate);
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
 template <int CURVE, class T> struct HalfGate {
   static DEVICE T single(T gate, T up) {
     T found;
@@ -218,25 +282,9 @@ template <int CURVE, class T> struct HalfGate {
     return found;
   }
   static DEVICE uint4 chunk(const uint4& gate, const uint4& up) {
-    const u32 words[4] = {gate.x, gate.y, gate.z, gate.w};
-    f32 x[8];
-    u32 found[4], differing[4], any = 0;
-    Chunk<T>::unpack(gate, x);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const About first = about_curve<CURVE>(x[2 * i]), second = about_curve<CURVE>(x[2 * i + 1]);
-      found[i] = pair_of(first.high, second.high, T());
-      differing[i] = (found[i] ^ pair_of(first.low, second.low, T())) & 0x7fff7fffu;  // zeros may differ in their sign
-      any |= differing[i];
-    }
-    if (any) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (differing[i]) found[i] = settled<CURVE, T>(words[i], found[i], differing[i]);
-      }
-    }
-    return make_uint4(product_of_pairs(found[0], up.x, T()), product_of_pairs(found[1], up.y, T()),
-                      product_of_pairs(found[2], up.z, T()), product_of_pairs(found[3], up.w, T()));
+    const uint4 found = activated<CURVE>(gate, T());
+    return make_uint4(product_of_pairs(found.x, up.x, T()), product_of_pairs(found.y, up.y, T()),
+                      product_of_pairs(found.z, up.z, T()), product_of_pairs(found.w, up.w, T()));
   }
 };
 template <int CURVE> struct Gate<CURVE, f16> : HalfGate<CURVE, f16> {};

@@ -109,17 +109,20 @@ DEVICE f64 number_of(s64 bits) { return __longlong_as_double(bits); }
 template <class B> struct Sign { static DEVICE B bit() { return (B)((u64)1 << (8 * sizeof(B) - 1)); } };
 template <class B> DEVICE B greater(B a, B b) { return a > b ? a : b; }
 
-// Two 16-bit elements at a time. `max_nan` keeps a NaN; `max_nan_magnitude` compares magnitudes and leaves any sign.
+// Two 16-bit elements at a time. `max_nan` keeps a NaN; `min_number` drops one. `max_nan_magnitude` and `min_magnitude`,
+// which drops a NaN, compare magnitudes and leave any sign.
 #ifndef SKUDA_HOST
 #define PAIRWISE(name, instruction, T) \
   DEVICE u32 name(u32 a, u32 b, T) { u32 r; asm(instruction "." #T "x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 #define PAIRWISE_NAN(T)                                                                                      \
   PAIRWISE(max_nan, "max.NaN", T) PAIRWISE(min_number, "min", T)                                            \
-  DEVICE u32 max_nan_magnitude(u32 a, u32 b, T) { return max_nan(a & 0x7fff7fffu, b & 0x7fff7fffu, T()); }
+  DEVICE u32 max_nan_magnitude(u32 a, u32 b, T) { return max_nan(a & 0x7fff7fffu, b & 0x7fff7fffu, T()); } \
+  DEVICE u32 min_magnitude(u32 a, u32 b, T) { return min_number(a & 0x7fff7fffu, b & 0x7fff7fffu, T()); }
 #if __CUDA_ARCH__ >= 860
 #undef PAIRWISE_NAN
 #define PAIRWISE_NAN(T) \
-  PAIRWISE(max_nan, "max.NaN", T) PAIRWISE(min_number, "min", T) PAIRWISE(max_nan_magnitude, "max.NaN.xorsign.abs", T)
+  PAIRWISE(max_nan, "max.NaN", T) PAIRWISE(min_number, "min", T)                                   \
+  PAIRWISE(max_nan_magnitude, "max.NaN.xorsign.abs", T) PAIRWISE(min_magnitude, "min.xorsign.abs", T)
 #endif
 PAIRWISE_NAN(f16)
 PAIRWISE_NAN(bf16)
@@ -140,6 +143,7 @@ template <class T> DEVICE u32 min_number(u32 a, u32 b, T) {
   return pairwise(a, b, T(), [](f32 x, f32 y) { return y != y || x <= y; });
 }
 template <class T> DEVICE u32 max_nan_magnitude(u32 a, u32 b, T) { return max_nan(a & 0x7fff7fffu, b & 0x7fff7fffu, T()); }
+template <class T> DEVICE u32 min_magnitude(u32 a, u32 b, T) { return min_number(a & 0x7fff7fffu, b & 0x7fff7fffu, T()); }
 #endif
 // The largest x and the largest -x of some words of chunks, at least 0, as bits; a NaN stays, in one of them. A word is
 // an element, or two 16-bit ones, whose results can be had one by one.

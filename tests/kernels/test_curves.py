@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 
@@ -111,10 +112,13 @@ extern "C" __global__ void about(const Data* in, float* low, float* high) {
 }"""
 
 
-def _library(curve, element, change=None):
+def _library(curve, element, change=None, signs=None):
+    """Compile the entries above; `signs` are those of the errors of 2^t and of 1 / d, else they are mixed."""
     source = read_source("skuda.kernels.quantize:gated.cu")
     headers = tuple((name, text.decode()) for name, text in source.headers)
     defines = (f"-DSKUDA_DATA={element}", f"-DSKUDA_CURVE={curve.upper()}")
+    if signs is not None:
+        defines += (f"-DSKUDA_POWER_SIGN(t)={signs[0]}", f"-DSKUDA_RECIPROCAL_SIGN(d)={signs[1]}")
     unit = emulator.Unit("curves.cu", SOURCE, headers, source.foreign, defines)
     return emulator.load(unit.with_change(*change) if change else unit)
 
@@ -168,24 +172,54 @@ def test_every_16_bit_argument_gives_the_same_bits_on_the_fast_path(curve, eleme
             assert (np.isnan(got[~kept].astype(np.float64)) | (got[~kept] == product[~kept])).all()
 
 
+SIGNS = tuple(itertools.product((1, -1), repeat=2))
+
+
 @compiled
-def test_few_arguments_of_usual_size_need_the_f64_algorithm():
-    """Few of those of each format from 2^-7 to 8, as the speed of the kernels relies on."""
-    for element, most in ((ElementKind.BF16, 2e-3), (ElementKind.F16, 8e-3)):
-        dtype = storage_dtype(element)
-        wide = _every(dtype)
-        gate = np.resize(wide[(np.abs(wide) >= 2.0**-7) & (np.abs(wide) <= 8)], 1 << 16).astype(dtype)
-        for curve in CURVES:
-            low, high = np.empty((2, 1 << 16), np.float32)
-            _launch(_library(curve, element), "about", gate, low, high, count=1 << 16)
-            assert (low.astype(dtype) != high.astype(dtype)).mean() < most, (curve, element)
+@pytest.mark.parametrize("curve", CURVES)
+def test_no_bf16_argument_depends_on_the_errors_of_a_gpu(curve):
+    """What a kernel computes grows, or falls, with each of its two approximations: so the corners show all between."""
+    dtype = storage_dtype(ElementKind.BF16)
+    wide = _every(dtype)
+    gate = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    usual = (np.abs(wide) >= 2.0**-100) & (np.abs(wide) < 1e10) & (wide >= -10)
+    # Chunks hold one argument each, so that those of the fast path take it.
+    chunks = np.repeat(gate[usual], 8)
+    chunks = np.resize(chunks, -(-chunks.size // 256) * 256)
+    want = rounded_to(getattr(curves, curve)(chunks.astype(np.float64)), dtype)
+    for signs in SIGNS:
+        # A chunk that leaves the fast path gives zeros.
+        changed = ("return bounded_apart<CURVE, bf16>(gate);", "return make_uint4(0, 0, 0, 0);")
+        got = np.empty_like(chunks)
+        library = _library(curve, "bf16", changed, signs)
+        _launch(library, "by_chunks", chunks, np.ones_like(chunks), got, count=chunks.size // 8)
+        assert_same_bits(got, want, str(signs))
+
+
+@compiled
+def test_few_f16_arguments_of_usual_size_need_the_f64_algorithm():
+    """Few of those from 2^-7 to 8, as the speed of the kernels relies on."""
+    dtype = storage_dtype(ElementKind.F16)
+    wide = _every(dtype)
+    gate = np.resize(wide[(np.abs(wide) >= 2.0**-7) & (np.abs(wide) <= 8)], 1 << 16).astype(dtype)
+    for curve in CURVES:
+        low, high = np.empty((2, 1 << 16), np.float32)
+        _launch(_library(curve, "f16"), "about", gate, low, high, count=1 << 16)
+        assert (low.astype(dtype) != high.astype(dtype)).mean() < 8e-3, curve
 
 
 @compiled
 @pytest.mark.parametrize(
     "change",
-    [("if (any) {", "if (false) {"), ("fminf(fabsf(t), 130.0f)", "fabsf(t)"), ("bits - 1 : bits) | 1", "bits : bits)")],
-    ids=["no repair", "bounds that change sides", "rounded twice"],
+    [
+        ("if (any) {", "if (false) {"),
+        ("fminf(fabsf(t), 130.0f)", "fabsf(t)"),
+        ("bits - 1 : bits) | 1", "bits : bits)"),
+        ("0xc120c120u", "0xc700c700u"),
+        ("0x0d800d80u", "0x00010001u"),
+        ("-7.0f / 16777216.0f", "0.0f"),
+    ],
+    ids=["no repair", "bounds that change sides", "rounded twice", "far", "tiny", "no turn"],
 )
 def test_a_wrong_curve_is_caught(change):
     dtype = storage_dtype(ElementKind.BF16)
