@@ -238,30 +238,40 @@ template <int CURVE, class T> struct Gate {
     return Chunk<T>::pack(x);
   }
 };
-// The same for 16-bit data. `bounded` is RN_T(E(gate)) of a chunk, by bounds.
-template <int CURVE, class T> DEVICE uint4 bounded(const uint4& gate) {
-  const u32 words[4] = {gate.x, gate.y, gate.z, gate.w};
-  f32 x[8];
-  u32 found[4], differing[4], any = 0;
-  Chunk<T>::unpack(gate, x);
-#pragma unroll
+// RN_T(E(x)) of a pair of 16-bit gates by bounds, but for the halves that differ.
+template <int CURVE, class T> DEVICE u32 bounded(u32 pair, u32& differing) {
+  T low, high;
+  low.bits = (u16)pair, high.bits = (u16)(pair >> 16);
+  const About first = about_curve<CURVE>(widen(low)), second = about_curve<CURVE>(widen(high));
+  const u32 found = pair_of(first.high, second.high, T());
+  differing = (found ^ pair_of(first.low, second.low, T())) & 0x7fff7fffu;  // zeros may differ in their sign
+  return found;
+}
+// A chunk of them, one pair after the other, so that it costs those that do not need it no registers. Not inlined.
+template <int CURVE, class T> __device__ __noinline__ uint4 bounded_chunk(uint4 gate) {
+#pragma unroll 1
   for (int i = 0; i < 4; ++i) {
-    const About first = about_curve<CURVE>(x[2 * i]), second = about_curve<CURVE>(x[2 * i + 1]);
-    found[i] = pair_of(first.high, second.high, T());
-    differing[i] = (found[i] ^ pair_of(first.low, second.low, T())) & 0x7fff7fffu;  // zeros may differ in their sign
-    any |= differing[i];
+    u32 differing, found = bounded<CURVE, T>(gate.x, differing);
+    if (differing) found = settled<CURVE, T>(gate.x, found, differing);
+    gate = make_uint4(gate.y, gate.z, gate.w, found);
   }
+  return gate;
+}
+
+// RN_T(E(gate)) of a chunk.
+template <int CURVE> DEVICE uint4 activated(const uint4& gate, f16) {
+  const u32 words[4] = {gate.x, gate.y, gate.z, gate.w};
+  u32 found[4], differing[4], any = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) found[i] = bounded<CURVE, f16>(words[i], differing[i]), any |= differing[i];
   if (any) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (differing[i]) found[i] = settled<CURVE, T>(words[i], found[i], differing[i]);
+      if (differing[i]) found[i] = settled<CURVE, f16>(words[i], found[i], differing[i]);
     }
   }
   return make_uint4(found[0], found[1], found[2], found[3]);
 }
-template <int CURVE, class T> __device__ __noinline__ uint4 bounded_apart(uint4 gate) { return bounded<CURVE, T>(gate); }
-
-template <int CURVE> DEVICE uint4 activated(const uint4& gate, f16) { return bounded<CURVE, f16>(gate); }
 template <int CURVE> DEVICE uint4 activated(const uint4& gate, bf16 type) {
   const u32 least = 0x0d800d80u, lowest = 0xc120c120u;  // 2^-100 and -10, twice
   u32 words[4] = {gate.x, gate.y, gate.z, gate.w}, nearest = least, low = lowest;
@@ -272,7 +282,7 @@ template <int CURVE> DEVICE uint4 activated(const uint4& gate, bf16 type) {
     nearest = min_magnitude(nearest, words[i], type), low = min_number(low, words[i], type);
     words[i] = pair_of(near_curve<CURVE>(x[2 * i]), near_curve<CURVE>(x[2 * i + 1]), type);
   }
-  if ((nearest & 0x7fff7fffu) != least || low != lowest) return bounded_apart<CURVE, bf16>(gate);
+  if ((nearest & 0x7fff7fffu) != least || low != lowest) return bounded_chunk<CURVE, bf16>(gate);
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 template <int CURVE, class T> struct HalfGate {

@@ -17,6 +17,12 @@
 
 typedef Gate<SKUDA_CURVE, Data> Gated;
 
+// Whether chunks need more registers than others do: GELU of f16, by bounds.
+template <class T> struct Heavy { enum { value = 0 }; };
+template <> struct Heavy<f16> { enum { value = SKUDA_CURVE == GELU }; };
+// Blocks of 256 threads per multiprocessor that the registers must allow: the most without spills.
+#define FEW (sizeof(Data) == 2 ? (Heavy<Data>::value ? 3 : 4) : 2)
+
 // One row, or a part of it: where its gates, ups, codes and, unless null, its products are.
 struct GatedRow {
   const Data* gate;

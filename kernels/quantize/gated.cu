@@ -26,13 +26,10 @@
 #define RANGED_PARAMETERS ROWS_PARAMETERS, Real *scale_out, s32 lanes, s32 q_min, s32 q_max
 #define RANGED(R, LONG, GROUP) gated_ranged<R, LONG>(GROUP, ROWS_GIVEN, scale_out, q_min, q_max)
 
-// Blocks per multiprocessor that the registers must allow: the most without spills. GELU needs more of them than the others
-// for 16-bit data; the launch rule knows the most threads that hold 4 chunks.
-#define IS_GELU (SKUDA_CURVE == GELU)
-#define FEW (sizeof(Data) == 2 ? (IS_GELU ? 3 : 4) : 2)
+// Blocks per multiprocessor that the registers must allow, as FEW; the launch rule knows the most threads that hold 4 chunks.
 #define FEW_SHORT (sizeof(Data) == 2 ? 3 : 2)
-#define MOST_OF_4 (IS_GELU ? 256 : 448)
-#define BLOCKS_OF_4 (sizeof(Data) == 2 ? (IS_GELU ? 3 : 2) : 1)
+#define MOST_OF_4 (Heavy<Data>::value ? 256 : 448)
+#define BLOCKS_OF_4 (sizeof(Data) == 2 ? (Heavy<Data>::value ? 3 : 2) : 1)
 
 KERNEL(256, FEW) gated_lanes_1(RANGED_PARAMETERS) { RANGED(1, false, Lanes{(u32)lanes}); }
 KERNEL(256, FEW) gated_2(RANGED_PARAMETERS) { RANGED(2, false, Block{blockDim.x}); }

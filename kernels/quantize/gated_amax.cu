@@ -68,9 +68,6 @@ DEVICE void gated_amax(const Group group, const GatedRows& all, Real* amax, Real
   amax[own] = number_of(r.up);
 }
 
-// Blocks per multiprocessor that the registers must allow, as in gated.cu.
-#define FEW (sizeof(Data) == 2 ? (SKUDA_CURVE == GELU ? 3 : 4) : 2)
-
 KERNEL(256, FEW) gated_amax_lanes_1(PARAMETERS) { gated_amax<1>(Lanes{(u32)lanes}, GIVEN); }
 KERNEL(256, FEW) gated_amax_1(PARAMETERS) { gated_amax<1>(Block{blockDim.x}, GIVEN); }
 KERNEL(256, FEW) gated_amax_2(PARAMETERS) { gated_amax<2>(Block{blockDim.x}, GIVEN); }

@@ -28,7 +28,8 @@ def gated(problem: GatedProblem, device: Device) -> Launch:
 
 def _ranged(problem: GatedProblem, chunks: int) -> Launch:
     """Launch one group of threads per row."""
-    held, lanes = _held(chunks, 256 if problem.curve == "gelu" else 448, many=problem.n > _MANY)
+    heavy = problem.curve == "gelu" and problem.input_element is ElementKind.F16
+    held, lanes = _held(chunks, 256 if heavy else 448, many=problem.n > _MANY)
     per_block = THREADS // lanes if lanes <= WARP else 1
     blocks = -(-problem.n // per_block)
     step = Step(

@@ -189,7 +189,7 @@ def test_no_bf16_argument_depends_on_the_errors_of_a_gpu(curve):
     want = rounded_to(getattr(curves, curve)(chunks.astype(np.float64)), dtype)
     for signs in SIGNS:
         # A chunk that leaves the fast path gives zeros.
-        changed = ("return bounded_apart<CURVE, bf16>(gate);", "return make_uint4(0, 0, 0, 0);")
+        changed = ("return bounded_chunk<CURVE, bf16>(gate);", "return make_uint4(0, 0, 0, 0);")
         got = np.empty_like(chunks)
         library = _library(curve, "bf16", changed, signs)
         _launch(library, "by_chunks", chunks, np.ones_like(chunks), got, count=chunks.size // 8)
