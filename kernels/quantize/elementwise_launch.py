@@ -30,6 +30,8 @@ WARP = 32
 CHUNK_BYTES = 16
 MOST_BLOCKS = 2**31 - 1
 _PASSES = 4
+_THREADS_AT_ONCE = 1536
+"""Threads of a multiprocessor that the registers of a kernel that holds rows allow at most."""
 
 
 def elementwise(problem: AffineProblem, device: Device) -> Launch:
@@ -126,6 +128,15 @@ def _divisor(d: int) -> tuple[Parameter, ...]:
     multiplier = -(-(1 << (32 + shift)) // d) % 2**32  # 0 stands for 2^32, that is for d = 1
     signed = multiplier - 2**32 if multiplier >= 2**31 else multiplier
     return s32(signed, shift)
+
+
+def ahead(rows: int, threads: int, device: Device) -> int:
+    """Return how far ahead a block of `threads`, which has a row, requests another into L2; 0 for few `rows`.
+
+    That is at least as many rows as run at once, whose loads are on the way already.
+    """
+    at_once = max(1, device.sm_count) * max(1, _THREADS_AT_ONCE // threads)
+    return at_once if rows > 2 * at_once else 0
 
 
 def in_flight_of(data: ElementKind) -> int:

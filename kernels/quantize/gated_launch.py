@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from skuda.kernels.launch import Constant, Launch, Number, Parameter, Pointer, Step, Which, pointers, s32, s64, strided
-from skuda.kernels.quantize.elementwise_launch import MOST_BLOCKS, THREADS, WARP, width_of
+from skuda.kernels.quantize.elementwise_launch import MOST_BLOCKS, THREADS, WARP, ahead, width_of
 from skuda.registry.elements import ElementKind
 from skuda.registry.vocabulary import Scaling
 
@@ -23,10 +23,10 @@ def gated(problem: GatedProblem, device: Device) -> Launch:
     if problem.n == 0 or (problem.d == 0 and problem.scaling is Scaling.STATIC):
         return Launch(steps=())
     chunks = -(-problem.d // width_of(problem.input_element))
-    return _ranged(problem, chunks) if problem.scaling is Scaling.DYNAMIC else _scaled(problem, chunks, device)
+    return _ranged(problem, chunks, device) if problem.scaling is Scaling.DYNAMIC else _scaled(problem, chunks, device)
 
 
-def _ranged(problem: GatedProblem, chunks: int) -> Launch:
+def _ranged(problem: GatedProblem, chunks: int, device: Device) -> Launch:
     """Launch one group of threads per row."""
     heavy = problem.curve == "gelu" and problem.input_element is ElementKind.F16
     held, lanes = _held(chunks, 256 if heavy else 448, many=problem.n > _MANY)
@@ -36,7 +36,12 @@ def _ranged(problem: GatedProblem, chunks: int) -> Launch:
         entry=f"gated_{'lanes_' if lanes <= WARP else ''}{held}",
         grid=(min(blocks, MOST_BLOCKS), -(-blocks // MOST_BLOCKS), 1),
         block=(lanes * per_block, 1, 1),
-        parameters=(*_rows(problem), *pointers("scale_out"), *s32(lanes, problem.q_min, problem.q_max)),
+        parameters=(
+            *_rows(problem),
+            *pointers("scale_out"),
+            *s64(0 if lanes <= WARP else ahead(problem.n, lanes, device)),
+            *s32(lanes, problem.q_min, problem.q_max),
+        ),
     )
     return Launch(steps=(step,))
 

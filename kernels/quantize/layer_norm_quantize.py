@@ -6,10 +6,8 @@ h = input, or RN_T(RN_C(input + residual)), which is also written to `residual_o
 mu = RN_C(fold(h) / C(d)); c = RN_C(h - mu); q = fold(RN_C(c c)), missing elements counting as +0 here as well; r =
 RN_C(1 / RN_C(sqrt(RN_C(RN_C(q / C(d)) + eps)))); y = RN_T(RN_C(RN_C(RN_C(c r) weight) + bias)), without the steps whose
 argument is absent. y is also written to `normalized_out`, if that is asked for.
-fold, the one order of a sum: the row is cut into chunks of 8 consecutive elements, missing ones counting as +0. A chunk
-is folded: its element i + 4 is added to element i, then i + 2 to i, then i + 1 to i. Chunk c belongs to lane c mod
-1024; a lane starts from +0 and adds its chunks in ascending order. The 1024 lanes are folded in the same way: lane i +
-512 is added to lane i, then i + 256 to i, ..., then i + 1 to i. A row's result depends on nothing but the row.
+fold is a sum of the row in the one order that `skuda.kernels.quantize.norm` defines, by octets and 1024 lanes; so a
+row's result depends on nothing but the row.
 Then y is quantized exactly as by the op of that name. Dynamic: `dynamic_range` per token, symmetric: m = max |y| over
 the row, NaN skipped; s = RN_C(m / q_max), and if that is 0, s = 1; output = clamp(rne(RN_C(y / s)), q_min, q_max).
 Static: `quantize_per_tensor`: output = clamp(rne(RN_C(y / scale)) + zero_point, q_min, q_max). A NaN y quantizes to the

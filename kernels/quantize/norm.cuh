@@ -14,6 +14,9 @@
 // fold by itself; then the warps' partial sums are folded, which each warp does redundantly after one barrier; then the
 // lanes of a warp. So the order is that of the definition for any power of two of threads.
 //
+// While a row is computed nothing of it is in flight. So a block also requests into L2 the row that is `ahead` rows away,
+// which a later block of the same multiprocessor is to read.
+//
 // Variants: Lanes gives a row a power of two of neighbouring threads within a warp, Block a whole block. LONG rows, beyond
 // R octets per thread, are read again for every pass. Rows that are not whole octets, or not aligned, and rows with a NaN,
 // an infinity or an extreme scale, take the slow path: element by element, in the same order.
@@ -182,7 +185,7 @@ struct Norm {
   s64 residual_out_leading, normalized_out_leading;
   Scales<Data> scales;
   Real eps;
-  s64 rows, columns;
+  s64 rows, columns, ahead;
 
   // The same arrays from one row on.
   DEVICE Norm at(s64 row) const {
@@ -197,6 +200,12 @@ struct Norm {
     const u64 addresses = (u64)input | (u64)residual | (u64)residual_out | (u64)normalized_out | (u64)weight | (u64)bias;
     const u64 strides = input_leading | residual_leading | residual_out_leading | normalized_out_leading;
     return ((addresses | strides * sizeof(Data)) % 16 | ((u64)output | output_leading | columns) % 8) == 0;
+  }
+  // Of the row that is `ahead` of this one, 0 if none is to be requested.
+  DEVICE void fetch_ahead(s64 row) const {
+    if (ahead == 0 || row + ahead >= rows) return;
+    fetch_to_l2(input + ahead * input_leading, columns);
+    if (residual != nullptr) fetch_to_l2(residual + ahead * residual_leading, columns);
   }
   DEVICE Real factor(Real sum) const { return divide((Real)1, root(divide(sum, (Real)columns) + eps)); }
   DEVICE bool dynamic() const { return scale_out != nullptr; }
@@ -215,15 +224,22 @@ template <int R> struct Octets {
   DEVICE const Data* place(const Data* row, int k) const { return row + (s64)number(k) * 8; }
   DEVICE Data* place(Data* row, int k) const { return row + (s64)number(k) * 8; }
 
-  DEVICE void load(const Norm& p) {
-    Octet more[R];
+  DEVICE void request(const Norm& p, Octet (&more)[R]) {
 #pragma unroll
     for (int k = 0; k < R; ++k) held[k] = exists(k) ? octet_at(place(p.input, k)) : no_octet();
     if (p.residual == nullptr) return;
 #pragma unroll
     for (int k = 0; k < R; ++k) more[k] = exists(k) ? octet_at(place(p.residual, k)) : no_octet();
+  }
+  DEVICE void join(const Norm& p, const Octet (&more)[R]) {
+    if (p.residual == nullptr) return;
 #pragma unroll
     for (int k = 0; k < R; ++k) held[k] = added(held[k], more[k], Data());
+  }
+  DEVICE void load(const Norm& p) {
+    Octet more[R];
+    request(p, more);
+    join(p, more);
   }
   DEVICE void forget_all() {
 #pragma unroll
@@ -320,9 +336,16 @@ DEVICE bool quick_row(const Group& group, const Norm& p, s64 row, bool mine) {
   Real mean = 0;
 #pragma unroll
   for (int k = 0; k < R; ++k) lanes[k] = (Real)0;
-  part.load(p);
-  if (WEIGHT_EARLY) part.load_shared(p.weight, weight, ones(Data()));
-  if (CENTRED && BIAS_EARLY) part.load_shared(p.bias, bias, negative_zeros());
+  if (WEIGHT_EARLY) {  // all that is read is on the way before anything waits for its data
+    Octet more[R];
+    part.request(p, more);
+    part.load_shared(p.weight, weight, ones(Data()));
+    if (CENTRED && BIAS_EARLY) part.load_shared(p.bias, bias, negative_zeros());
+    part.join(p, more);
+  } else {
+    part.load(p);
+  }
+  if (lane == 0) p.fetch_ahead(row);
   if (CENTRED) {
     do {
       if (LONG && part.first != lane) part.load(p);
@@ -455,14 +478,14 @@ template <bool CENTRED, int R, bool LONG, class Group> DEVICE void norm(const Gr
   const Data *input, s64 input_leading, const Data *residual, s64 residual_leading, const Data *weight,              \
       const Data *bias, u8 *output, s64 output_leading, Real *scale_out, Data *residual_out, s64 residual_out_leading, \
       Data *normalized_out, s64 normalized_out_leading, const void *scale, s32 scale_is_data, Real scale_value,      \
-      const s32 *zero_point, s32 zero_point_value, s32 q_min, s32 q_max, Real eps, s64 rows, s64 columns, s32 lanes
+      const s32 *zero_point, s32 zero_point_value, s32 q_min, s32 q_max, Real eps, s64 rows, s64 columns, s64 ahead, s32 lanes
 #define NORM(CENTRED, R, LONG, GROUP)                                                                                \
   norm<CENTRED, R, LONG>(GROUP, Norm{input, residual, weight, bias, input_leading, residual_leading, output,         \
                                      output_leading, scale_out, residual_out, normalized_out, residual_out_leading,  \
                                      normalized_out_leading,                                                         \
                                      Scales<Data>{scale, scale_is_data, scale_value, zero_point, zero_point_value,   \
                                                   q_min, q_max},                                                     \
-                                     eps, rows, columns})
+                                     eps, rows, columns, ahead})
 
 // Blocks per multiprocessor that the registers must allow, at most 256 or 512 threads each: the most without spills.
 #define LANES_BLOCKS (sizeof(Data) == 8 ? 1 : 2)

@@ -1,12 +1,15 @@
 """What the normalizing ops share: their problem, the one order of their sums, and their reference.
 
 The order of a sum, `fold`, is part of the ops' meaning, so that every kernel gives the same bits and a row's result
-depends on nothing but the row. The row is cut into chunks of 8 consecutive elements, missing elements counting as +0.
-Each chunk is folded: its upper half is added to its lower half (element i + 4 to i), then again (i + 2 to i), and again
-(i + 1 to i). Chunk c belongs to lane c mod 1024; a lane starts from +0 and adds its chunks in ascending order. Then the
-1024 lanes are folded in the same way: lane i + 512 to i, i + 256 to i, ..., i + 1 to i. A lane without chunks is +0,
-which changes nothing, so a short row needs few lanes, and a thread that owns lanes i, i + t, i + 2 t, ... of t threads
-adds most of them by itself.
+depends on nothing but the row. Every addition is one in the compute type C, rounded to nearest by itself.
+
+1. The row is cut into octets: element j of octet o is element 8 o + j of the row, and +0 beyond its end. An octet is
+   folded, upper half onto lower half: e[i] + e[i + 4] for i < 4; of these, e[i] + e[i + 2] for i < 2; then e[0] + e[1].
+2. Octet o belongs to lane o mod 1024. A lane starts from +0 and adds the sums of its octets in ascending order.
+3. The 1024 lanes are folded in the same way: l[i] + l[i + 512] for i < 512, and so on down to l[0] + l[1].
+
+A lane without octets is +0, and adding +0 changes nothing but -0, which no lane is, since lanes start from +0. So a
+short row needs few lanes, and a thread that owns lanes i, i + t, i + 2 t, ... of t threads adds most of them by itself.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from skuda.registry.vocabulary import Scaling
 Array = npt.NDArray[Any]
 CODES8 = (ElementKind.S8, ElementKind.U8)
 CHUNK = 8
-"""Consecutive elements that are folded first."""
+"""Elements of an octet, which is folded first."""
 LANES = 1024
 """Sums that a row is distributed over."""
 

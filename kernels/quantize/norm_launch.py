@@ -17,7 +17,7 @@ from skuda.kernels.launch import (
     s64,
     strided,
 )
-from skuda.kernels.quantize.elementwise_launch import THREADS, WARP
+from skuda.kernels.quantize.elementwise_launch import THREADS, WARP, ahead
 from skuda.registry.elements import ElementKind
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def norm(problem: NormProblem, device: Device) -> Launch:
         entry=f"{problem.kernel}_{entry}",
         grid=(-(-problem.n // rows_per_block), 1, 1),
         block=(threads, 1, 1),
-        parameters=_parameters(problem, lanes),
+        parameters=_parameters(problem, 0 if lanes <= WARP else ahead(problem.n, threads, device), lanes),
     )
     return Launch(steps=(step,))
 
@@ -72,7 +72,7 @@ def _power(count: int) -> int:
     return 1 << (max(1, count) - 1).bit_length()
 
 
-def _parameters(problem: NormProblem, lanes: int) -> tuple[Parameter, ...]:
+def _parameters(problem: NormProblem, apart: int, lanes: int) -> tuple[Parameter, ...]:
     """Return the parameters behind the NORM_PARAMETERS macro of ``norm.cuh``."""
     compute, names = problem.input_element.compute, {argument.name for argument in problem.arguments()}
 
@@ -98,6 +98,6 @@ def _parameters(problem: NormProblem, lanes: int) -> tuple[Parameter, ...]:
         *scale,
         *s32(problem.q_min, problem.q_max),
         Constant(compute, problem.eps),
-        *s64(problem.n, problem.d),
+        *s64(problem.n, problem.d, apart),
         *s32(lanes),
     )

@@ -12,6 +12,7 @@
 //   residual_out    Data, where there is a residual: h
 //   normalized_out  Data, or null: y
 //   scale           C, or Data where scale_is_data; null: scale_value; with zero_point, null: zero_point_value
+//   ahead           rows from a row to the one that is requested into L2 with it, 0 for none
 //   lanes           threads of a row in `rms_norm_quantize_lanes`
 //
 // One launch that reads every row once, up to 16,384 elements of 16 bits (norm.cuh). There are entries for short rows, for
