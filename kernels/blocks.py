@@ -56,7 +56,8 @@ def read(array: Array, element: ElementKind, index: Index) -> Array:
     if not element.is_packed:
         return np.asarray(array[index])
     pairs = array[_bytes_index(index)]
-    both = np.stack((pairs & 15, pairs >> 4), axis=-1).reshape(*pairs.shape[:-1], -1)
+    both = np.empty((*pairs.shape[:-1], 2 * pairs.shape[-1]), np.uint8)  # not a stack, which needs one more axis
+    both[..., 0::2], both[..., 1::2] = pairs & 15, pairs >> 4
     nibbles = both[..., : index[-1].stop - index[-1].start]
     if element is ElementKind.S4:
         return ((nibbles ^ 8).astype(np.int8) - 8).astype(np.int8)

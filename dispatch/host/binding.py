@@ -21,9 +21,6 @@ from skuda.registry.errors import InvalidProblem, OutOfMemory
 
 Array = npt.NDArray[Any]
 
-_MOST_AXES = 64
-"""Of a NumPy array."""
-
 
 class Binding:
     """Arguments of one run, ready for a NumPy kernel.
@@ -104,8 +101,6 @@ class Binding:
         rules.checked_shape(self._op, argument, element, array.shape, shape)
         if argument.is_scalar:
             return array.reshape(())
-        if element.is_packed and argument.role is Role.INPUT and array.ndim == _MOST_AXES:
-            self._refuse(name, f"rank {array.ndim}", f"have at most {_MOST_AXES - 1} axes: unpacking takes one more")
         if argument.role in rules.WRITTEN:
             if not array.flags.writeable:
                 self._refuse(name, "a read-only array", "be writable")

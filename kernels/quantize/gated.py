@@ -40,9 +40,9 @@ shape, or that overlaps an output; a scalar scale that is 0 or not finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +77,28 @@ class GatedQuantized(NamedTuple):
     """Scale of every row in the compute type, [n]; for scaling dynamic."""
     product: Any = None
     """The products before quantization, [n, d]; if `has_product`."""
+
+
+class Sides(Protocol):
+    """A problem whose gates and ups are one array or two."""
+
+    n: int
+    d: int
+    fused: bool
+    input_element: ElementKind
+
+
+def sides(problem: Sides) -> list[Argument]:
+    """Return the arguments of gates and ups: gate_up, the gates of a row before its ups, if fused, else gate and up."""
+    widths = {"gate_up": 2 * problem.d} if problem.fused else {"gate": problem.d, "up": problem.d}
+    return [Argument(name, Role.INPUT, (problem.input_element,), (problem.n, width)) for name, width in widths.items()]
+
+
+def split(problem: Sides, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return gates and ups, [n, d] each, of the arguments by name."""
+    if problem.fused:
+        return arrays["gate_up"][:, : problem.d], arrays["gate_up"][:, problem.d :]
+    return arrays["gate"], arrays["up"]
 
 
 class GatedProblem(AffineProblem):
@@ -141,9 +163,7 @@ class GatedProblem(AffineProblem):
     def arguments(self) -> tuple[Argument, ...]:
         """Return the gates and ups, scale and zero point, output, scale_out and product, as far as there are any."""
         data, static = self.input_element, self.scaling is Scaling.STATIC
-        arguments = [self.data(name, Role.INPUT, data) for name in ("gate", "up")]
-        if self.fused:
-            arguments = [Argument("gate_up", Role.INPUT, (data,), (self.n, 2 * self.d))]
+        arguments = sides(self)
         if static:
             scale, zero_point = self.scales()
             arguments.append(Argument("scale", Role.SCALE, scale.elements))
@@ -196,10 +216,7 @@ def products(problem: GatedProblem, gate: Array, up: Array) -> Array:
 
 def reference(problem: GatedProblem, *, output: Any, **arrays: Any) -> None:
     """Write `output`, and `scale_out` and `product` where the problem has them, by the formula of the module."""
-    if problem.fused:
-        gate, up = arrays["gate_up"][:, : problem.d], arrays["gate_up"][:, problem.d :]
-    else:
-        gate, up = arrays["gate"], arrays["up"]
+    gate, up = split(problem, arrays)
     data, bounds = problem.input_element, (problem.q_min, problem.q_max)
     elements = (data, problem.output_element)
     dynamic = problem.scaling is Scaling.DYNAMIC

@@ -83,11 +83,8 @@ class GatedAmaxProblem(PerToken):
     def arguments(self) -> tuple[Argument, ...]:
         """Return gate_up, or gate and up; product, amax."""
         data = self.input_element
-        arguments = [self.data(name, Role.INPUT, data) for name in ("gate", "up")]
-        if self.fused:
-            arguments = [Argument("gate_up", Role.INPUT, (data,), (self.n, 2 * self.d))]
         amax = Argument("amax", Role.OUTPUT, (data.compute,), (self.n,))
-        return (*arguments, self.data("product", Role.OUTPUT, data), amax)
+        return (*gated.sides(self), self.data("product", Role.OUTPUT, data), amax)
 
     def _shared(self) -> dict[str, Any]:
         shared = {name: getattr(self, name) for name in ("n", "d", "fused", "input_element")}
@@ -125,10 +122,7 @@ class GeluMulAmaxDescriptor(GatedAmaxProblem):
 
 def reference(problem: GatedAmaxProblem, *, product: Any, amax: Any, **arrays: Any) -> None:
     """Write `product` and `amax` by the formula of the module."""
-    if problem.fused:
-        gate, up = arrays["gate_up"][:, : problem.d], arrays["gate_up"][:, problem.d :]
-    else:
-        gate, up = arrays["gate"], arrays["up"]
+    gate, up = gated.split(problem, arrays)
     whole = problem.quantized
     for index in blocks(product.shape):
         product[index] = gated.products(whole, gate[index], up[index])

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from skuda.kernels.linear.problem import LinearProblem
+from skuda.kernels.linear.rescale import RescaleDescriptor
+from skuda.kernels.quantize.amax import AmaxDescriptor
+from skuda.kernels.quantize.amax_quantize import AmaxQuantizeDescriptor
 from skuda.kernels.quantize.dequantize import Dequantize
 from skuda.kernels.quantize.dequantize_backward import DequantizeBackward
 from skuda.kernels.quantize.dynamic_range import DynamicRangeQuantizeDescriptor
 from skuda.kernels.quantize.fake_quantize import FakeQuantize
 from skuda.kernels.quantize.fake_quantize_backward import FakeQuantizeBackward
-from skuda.kernels.quantize.gated import GatedProblem
+from skuda.kernels.quantize.gated import GatedProblem, sides
+from skuda.kernels.quantize.gated_amax import GatedAmaxProblem
 from skuda.kernels.quantize.granularity import AffineProblem, PerChannel, PerGroup, PerTensor
 from skuda.kernels.quantize.norm import CHUNK, LANES, NormProblem
 from skuda.kernels.quantize.quantize import Quantize
@@ -71,12 +76,14 @@ def views(problem: Descriptor) -> tuple[Shape, Shape]:
             return (rows, columns), (rows, 1)
 
 
-def formula(problem: Descriptor, inputs: Mapping[str, Any]) -> Formula | None:  # noqa: C901  one case for each op
-    """Return an affine op as a function of tensors that returns the op's outputs in their order.
+def formula(problem: Descriptor, inputs: Mapping[str, Any]) -> Formula | None:  # noqa: C901, PLR0912  one case for each op
+    """Return an affine op or a rescale as a function of tensors that returns the op's outputs in their order.
 
-    Return None for products, asymmetric ranges and packed codes. A symmetric range returns no zero points, which are 0.
-    A norm sums in torch's own order, so only `answer` is exact.
+    Return None for products, asymmetric ranges, packed codes, and a rescale with zero points, an epilogue or codes. A
+    symmetric range returns no zero points, which are 0. A norm sums in torch's own order, so only `answer` is exact.
     """
+    if isinstance(problem, RescaleDescriptor):
+        return _rescaled(problem, inputs)
     elements = {element for argument in problem.arguments() for element in argument.elements}
     if not isinstance(problem, AffineProblem) or any(element.is_packed for element in elements):
         return None
@@ -88,6 +95,16 @@ def formula(problem: Descriptor, inputs: Mapping[str, Any]) -> Formula | None:  
             return terms.normalized(problem)
         case GatedProblem():
             return terms.gated(problem)
+        case GatedAmaxProblem():
+            return terms.gated_amax(problem)
+        case AmaxDescriptor():
+            return terms.amax, terms.arrays("input")
+        case AmaxQuantizeDescriptor():
+            return partial(terms.scaled, terms.code(problem)), (
+                *terms.arrays("input"),
+                inputs["amax"].reshape(-1, 1),
+                terms.most(),
+            )
         case Dequantize():
             return terms.dequantize, (*terms.arrays("input"), *terms.factors())
         case DequantizeBackward():
@@ -150,7 +167,7 @@ class _Terms:
 
     def ranged(self, problem: DynamicRangeQuantizeDescriptor) -> Formula:
         axes = tuple(at for at, size in enumerate(self.segment) if size == 1)
-        code = torch_dtype(problem.output_element)
+        code = self.code(problem)
 
         def symmetric(x: Any, most: Any) -> Any:
             return self.symmetric(x, most, axes, code)
@@ -161,33 +178,56 @@ class _Terms:
         return self._torch.full((1,), self.high, dtype=self.compute, device=self._device)
 
     def symmetric(self, x: Any, most: Any, axes: tuple[int, ...], code: Any) -> Any:
-        scale = x.abs().amax(axes, keepdim=True).to(self.compute) / most
+        return self.scaled(code, x, x.abs().amax(axes, keepdim=True), most)
+
+    def scaled(self, code: Any, x: Any, largest: Any, most: Any) -> Any:
+        """Return codes of rows, or of other segments, from their largest magnitudes; and the scales."""
+        scale = largest.to(self.compute) / most
         scale = self._torch.where(scale == 0, 1, scale)
         return self._torch.round(x.to(self.compute) / scale).clamp(self.low, self.high).to(code), scale
 
-    def gated(self, problem: GatedProblem, *, exact: bool = False) -> Formula:
-        """Return a gated activation as models write it; if `exact`, by f64, for 16-bit data."""
-        torch, code, functional = self._torch, torch_dtype(problem.output_element), self._torch.nn.functional
+    def code(self, problem: Any) -> Any:
+        return torch_dtype(problem.output_element)
+
+    def amax(self, x: Any) -> Any:
+        return x.abs().amax(1).to(self.compute)
+
+    def gated_products(self, problem: GatedProblem, *, exact: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return products as models write them, of gates and ups; if `exact`, by f64, for 16-bit data."""
+        torch, functional = self._torch, self._torch.nn.functional
         form = {"gelu": "none", "gelu_tanh": "tanh"}.get(problem.curve)
-        dynamic = problem.scaling is Scaling.DYNAMIC
 
         def curve(x: Any) -> Any:
             return functional.silu(x) if form is None else functional.gelu(x, approximate=form)
 
-        def products(*sides: Any) -> Any:
-            gate, up = sides[0].chunk(2, -1) if problem.fused else sides
+        def products(*given: Any) -> Any:
+            gate, up = given[0].chunk(2, -1) if problem.fused else given
             active = _to_odd(torch, curve(gate.double())).to(self.stored) if exact else curve(gate)
             return active * up
 
-        def given(scale: Any, zero: Any, *sides: Any) -> Any:
-            codes = self.codes(products(*sides), scale, zero).clamp(self.low, self.high).to(code)
-            return (codes, *((products(*sides),) if problem.has_product else ()))
+        return products, tuple(self._inputs[argument.name] for argument in sides(problem))
 
-        def ranged(most: Any, *sides: Any) -> Any:
-            y = products(*sides)
+    def gated_amax(self, problem: GatedAmaxProblem, *, exact: bool = False) -> Formula:
+        products, tensors = self.gated_products(problem.quantized, exact=exact)
+
+        def whole(*given: Any) -> Any:
+            y = products(*given)
+            return y, self.amax(y)
+
+        return whole, tensors
+
+    def gated(self, problem: GatedProblem, *, exact: bool = False) -> Formula:
+        code, dynamic = self.code(problem), problem.scaling is Scaling.DYNAMIC
+        products, tensors = self.gated_products(problem, exact=exact)
+
+        def given(scale: Any, zero: Any, *both: Any) -> Any:
+            codes = self.codes(products(*both), scale, zero).clamp(self.low, self.high).to(code)
+            return (codes, *((products(*both),) if problem.has_product else ()))
+
+        def ranged(most: Any, *both: Any) -> Any:
+            y = products(*both)
             return (*self.symmetric(y, most, (1,), code), *((y,) if problem.has_product else ()))
 
-        tensors = [self._inputs[name] for name in (("gate_up",) if problem.fused else ("gate", "up"))]
         return (ranged, (self.most(), *tensors)) if dynamic else (given, (*self.factors(), *tensors))
 
     def normalized(self, problem: NormProblem) -> Formula:
@@ -277,18 +317,21 @@ def answer(problem: Descriptor, inputs: Mapping[str, Any]) -> tuple[Any, ...] | 
         return _product(torch, problem, inputs)
     if isinstance(problem, NormProblem):
         return _Terms(problem, inputs).exactly_normalized(problem)
-    found = formula(problem, inputs)
-    if isinstance(problem, GatedProblem):
-        # What decides the last bit of wider data is the op's own algorithm.
-        narrow = problem.data_element.bits == 16
-        found = _Terms(problem, inputs).gated(problem, exact=True) if narrow else None
+    if not isinstance(problem, (GatedProblem, GatedAmaxProblem)):
+        found = formula(problem, inputs)
+    elif problem.data_element.bits > 16:  # what decides the last bit is the op's own algorithm
+        found = None
+    else:
+        terms = _Terms(problem, inputs)
+        exactly = terms.gated if isinstance(problem, GatedProblem) else terms.gated_amax
+        found = exactly(problem, exact=True)
     if found is None:
         return None
     function, tensors = found
     result = function(*tensors)
     if not isinstance(result, tuple):
         return (result,)
-    if isinstance(problem, GatedProblem):
+    if not isinstance(problem, DynamicRangeQuantizeDescriptor):
         return result
     codes, scale = result
     return codes, scale, torch.zeros_like(scale, dtype=torch.int32)
@@ -315,6 +358,18 @@ def scaled_mm(torch: Any, a: Any, b: Any, one: Any) -> Any:
     return torch._scaled_mm(  # noqa: SLF001  torch's fp8 product has no public name
         a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
     )
+
+
+def _rescaled(problem: RescaleDescriptor, inputs: Mapping[str, Any]) -> Formula | None:
+    zeros = problem.has_act_zero_point or problem.has_weight_zero_point
+    if zeros or problem.epilogue is not EpilogueKind.IDENTITY or not problem.output_element.is_float:
+        return None
+    compute, output = torch_dtype(problem.compute), torch_dtype(problem.output_element)
+
+    def rescaled(sums: Any, act_scale: Any, weight_scale: Any) -> Any:
+        return (act_scale.to(compute)[:, None] * weight_scale.to(compute) * sums.to(compute)).to(output)
+
+    return rescaled, tuple(inputs[name] for name in ("sums", "act_scale", "weight_scale"))
 
 
 def _product(torch: Any, problem: Any, inputs: Mapping[str, Any]) -> tuple[Any, ...] | None:

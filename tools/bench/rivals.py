@@ -172,7 +172,7 @@ def _compile(function: Callable[..., Any], tensors: tuple[Any, ...]) -> Call:
 
 
 def _copy(_problem: Any, inputs: Inputs) -> Call:
-    source = next(inputs[name] for name in ("input", "d_output", "gate_up") if name in inputs)
+    source = next(inputs[name] for name in ("input", "d_output", "gate_up", "sums") if name in inputs)
     target = _torch().empty_like(source)
     return lambda: target.copy_(source)
 
