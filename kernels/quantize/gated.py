@@ -42,7 +42,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -79,25 +79,16 @@ class GatedQuantized(NamedTuple):
     """The products before quantization, [n, d]; if `has_product`."""
 
 
-class Sides(Protocol):
-    """A problem whose gates and ups are one array or two."""
-
-    n: int
-    d: int
-    fused: bool
-    input_element: ElementKind
-
-
-def sides(problem: Sides) -> list[Argument]:
+def sides(n: int, d: int, data: ElementKind, *, fused: bool) -> list[Argument]:
     """Return the arguments of gates and ups: gate_up, the gates of a row before its ups, if fused, else gate and up."""
-    widths = {"gate_up": 2 * problem.d} if problem.fused else {"gate": problem.d, "up": problem.d}
-    return [Argument(name, Role.INPUT, (problem.input_element,), (problem.n, width)) for name, width in widths.items()]
+    widths = {"gate_up": 2 * d} if fused else {"gate": d, "up": d}
+    return [Argument(name, Role.INPUT, (data,), (n, width)) for name, width in widths.items()]
 
 
-def split(problem: Sides, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
+def split(arrays: Mapping[str, Any], d: int) -> tuple[Any, Any]:
     """Return gates and ups, [n, d] each, of the arguments by name."""
-    if problem.fused:
-        return arrays["gate_up"][:, : problem.d], arrays["gate_up"][:, problem.d :]
+    if "gate_up" in arrays:
+        return arrays["gate_up"][:, :d], arrays["gate_up"][:, d:]
     return arrays["gate"], arrays["up"]
 
 
@@ -163,7 +154,7 @@ class GatedProblem(AffineProblem):
     def arguments(self) -> tuple[Argument, ...]:
         """Return the gates and ups, scale and zero point, output, scale_out and product, as far as there are any."""
         data, static = self.input_element, self.scaling is Scaling.STATIC
-        arguments = sides(self)
+        arguments = sides(self.n, self.d, data, fused=self.fused)
         if static:
             scale, zero_point = self.scales()
             arguments.append(Argument("scale", Role.SCALE, scale.elements))
@@ -216,7 +207,7 @@ def products(problem: GatedProblem, gate: Array, up: Array) -> Array:
 
 def reference(problem: GatedProblem, *, output: Any, **arrays: Any) -> None:
     """Write `output`, and `scale_out` and `product` where the problem has them, by the formula of the module."""
-    gate, up = split(problem, arrays)
+    gate, up = split(arrays, problem.d)
     data, bounds = problem.input_element, (problem.q_min, problem.q_max)
     elements = (data, problem.output_element)
     dynamic = problem.scaling is Scaling.DYNAMIC

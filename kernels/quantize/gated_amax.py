@@ -84,7 +84,7 @@ class GatedAmaxProblem(PerToken):
         """Return gate_up, or gate and up; product, amax."""
         data = self.input_element
         amax = Argument("amax", Role.OUTPUT, (data.compute,), (self.n,))
-        return (*gated.sides(self), self.data("product", Role.OUTPUT, data), amax)
+        return (*gated.sides(self.n, self.d, data, fused=self.fused), self.data("product", Role.OUTPUT, data), amax)
 
     def _shared(self) -> dict[str, Any]:
         shared = {name: getattr(self, name) for name in ("n", "d", "fused", "input_element")}
@@ -122,7 +122,7 @@ class GeluMulAmaxDescriptor(GatedAmaxProblem):
 
 def reference(problem: GatedAmaxProblem, *, product: Any, amax: Any, **arrays: Any) -> None:
     """Write `product` and `amax` by the formula of the module."""
-    gate, up = gated.split(problem, arrays)
+    gate, up = gated.split(arrays, problem.d)
     whole = problem.quantized
     for index in blocks(product.shape):
         product[index] = gated.products(whole, gate[index], up[index])

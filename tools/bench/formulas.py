@@ -21,7 +21,7 @@ from skuda.kernels.quantize.dequantize_backward import DequantizeBackward
 from skuda.kernels.quantize.dynamic_range import DynamicRangeQuantizeDescriptor
 from skuda.kernels.quantize.fake_quantize import FakeQuantize
 from skuda.kernels.quantize.fake_quantize_backward import FakeQuantizeBackward
-from skuda.kernels.quantize.gated import GatedProblem, sides
+from skuda.kernels.quantize.gated import GatedProblem
 from skuda.kernels.quantize.gated_amax import GatedAmaxProblem
 from skuda.kernels.quantize.granularity import AffineProblem, PerChannel, PerGroup, PerTensor
 from skuda.kernels.quantize.norm import CHUNK, LANES, NormProblem
@@ -205,7 +205,7 @@ class _Terms:
             active = _to_odd(torch, curve(gate.double())).to(self.stored) if exact else curve(gate)
             return active * up
 
-        return products, tuple(self._inputs[argument.name] for argument in sides(problem))
+        return products, tuple(self._inputs[name] for name in ("gate_up", "gate", "up") if name in self._inputs)
 
     def gated_amax(self, problem: GatedAmaxProblem, *, exact: bool = False) -> Formula:
         products, tensors = self.gated_products(problem.quantized, exact=exact)
@@ -321,10 +321,10 @@ def answer(problem: Descriptor, inputs: Mapping[str, Any]) -> tuple[Any, ...] | 
         found = formula(problem, inputs)
     elif problem.data_element.bits > 16:  # what decides the last bit is the op's own algorithm
         found = None
+    elif isinstance(problem, GatedProblem):
+        found = _Terms(problem, inputs).gated(problem, exact=True)
     else:
-        terms = _Terms(problem, inputs)
-        exactly = terms.gated if isinstance(problem, GatedProblem) else terms.gated_amax
-        found = exactly(problem, exact=True)
+        found = _Terms(problem, inputs).gated_amax(problem, exact=True)
     if found is None:
         return None
     function, tensors = found
