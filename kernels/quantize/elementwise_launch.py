@@ -30,8 +30,8 @@ WARP = 32
 CHUNK_BYTES = 16
 MOST_BLOCKS = 2**31 - 1
 _PASSES = 4
-_THREADS_AT_ONCE = 1536
-"""Threads of a multiprocessor that the registers of a kernel that holds rows allow at most."""
+_THREADS_AT_ONCE = {2: 1536, 4: 1024, 8: 512, 16: 256}
+"""Threads of a multiprocessor that the registers allow, about, by the chunks of 16 bytes of a row that each holds."""
 
 
 def elementwise(problem: AffineProblem, device: Device) -> Launch:
@@ -130,12 +130,13 @@ def _divisor(d: int) -> tuple[Parameter, ...]:
     return s32(signed, shift)
 
 
-def ahead(rows: int, threads: int, device: Device) -> int:
-    """Return how far ahead a block of `threads`, which has a row, requests another into L2; 0 for few `rows`.
+def ahead(rows: int, held: int, threads: int, device: Device) -> int:
+    """Return how many rows ahead a block, which has a row, requests another into L2; 0 if there are few `rows`.
 
-    That is at least as many rows as run at once, whose loads are on the way already.
+    That is about as many rows as run at once: they are on the way already, and no more of L2 is needed than fits their
+    registers. A block has `threads` that hold `held` chunks of 16 bytes each.
     """
-    at_once = max(1, device.sm_count) * max(1, _THREADS_AT_ONCE // threads)
+    at_once = max(1, _THREADS_AT_ONCE[held] // threads) * max(1, device.sm_count)
     return at_once if rows > 2 * at_once else 0
 
 

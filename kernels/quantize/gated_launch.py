@@ -31,7 +31,9 @@ def _ranged(problem: GatedProblem, chunks: int, device: Device) -> Launch:
     heavy = problem.curve == "gelu" and problem.input_element is ElementKind.F16
     held, lanes = _held(chunks, 256 if heavy else 448, many=problem.n > _MANY)
     per_block = THREADS // lanes if lanes <= WARP else 1
-    blocks = -(-problem.n // per_block)
+    blocks, apart = -(-problem.n // per_block), 0
+    if lanes > WARP and chunks <= held * lanes:  # a row is held by a block
+        apart = ahead(problem.n, held, lanes, device)
     step = Step(
         entry=f"gated_{'lanes_' if lanes <= WARP else ''}{held}",
         grid=(min(blocks, MOST_BLOCKS), -(-blocks // MOST_BLOCKS), 1),
@@ -39,7 +41,7 @@ def _ranged(problem: GatedProblem, chunks: int, device: Device) -> Launch:
         parameters=(
             *_rows(problem),
             *pointers("scale_out"),
-            *s64(0 if lanes <= WARP else ahead(problem.n, lanes, device)),
+            *s64(apart),
             *s32(lanes, problem.q_min, problem.q_max),
         ),
     )

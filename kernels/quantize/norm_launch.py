@@ -35,12 +35,14 @@ def norm(problem: NormProblem, device: Device) -> Launch:
     if not problem.n or not (problem.d or problem.is_dynamic):
         return Launch(steps=())
     entry, lanes, threads = _geometry(problem, max(1, device.sm_count))
-    rows_per_block = threads // lanes
+    rows_per_block, apart = threads // lanes, 0
+    if entry.isdigit():  # a row is held by a block
+        apart = ahead(problem.n, int(entry) * problem.input_element.bits // 16, threads, device)
     step = Step(
         entry=f"{problem.kernel}_{entry}",
         grid=(-(-problem.n // rows_per_block), 1, 1),
         block=(threads, 1, 1),
-        parameters=_parameters(problem, 0 if lanes <= WARP else ahead(problem.n, threads, device), lanes),
+        parameters=_parameters(problem, apart, lanes),
     )
     return Launch(steps=(step,))
 
