@@ -10,7 +10,7 @@
 //
 // bf16: from -10 on, no value of E at one of the few thousand arguments is so close to the middle between two bf16
 // numbers that those approximations could round to the wrong one; the constants were chosen for that, and a test shows it
-// for every argument and the largest errors that PTX allows. A chunk with a gate below -10, or nearer to 0 than 2^-100, is
+// for every argument and errors twice as large as PTX allows. A chunk with a gate below -10, or nearer to 0 than 2^-100, is
 // computed as one of f16.
 //
 // f16: with x s, a bound of its error is computed:

@@ -256,22 +256,23 @@ static inline unsigned short f32_to_bf16(float v) {
 }
 
 // What curves.cuh leaves to its host: 2^t and 1 / d with errors as large as the PTX manual allows the instructions, and
-// numbers below the least normal one flushed to zero. Either sign of an error may come; a test may ask for one of them.
-#ifndef SKUDA_POWER_SIGN
-#define SKUDA_POWER_SIGN(t) skuda_sign(t)
+// numbers below the least normal one flushed to zero. Either sign may come; a test may set the errors, in units of the
+// largest.
+#ifndef SKUDA_POWER_ERROR
+#define SKUDA_POWER_ERROR(t) skuda_sign(t)
 #endif
-#ifndef SKUDA_RECIPROCAL_SIGN
-#define SKUDA_RECIPROCAL_SIGN(d) skuda_sign(d)
+#ifndef SKUDA_RECIPROCAL_ERROR
+#define SKUDA_RECIPROCAL_ERROR(d) skuda_sign(d)
 #endif
 static inline int skuda_sign(float of) { return __float_as_uint(of) * 2654435761u >> 31 ? 1 : -1; }
 static inline float skuda_wrongly(double v, double error) {
   const float found = (float)(v * (1 + error));
   return fabsf(found) < 0x1p-126f ? copysignf(0, found) : found;
 }
-static inline float about_power(float t) { return skuda_wrongly(exp2((double)t), SKUDA_POWER_SIGN(t) * 0x1.6ap-23); }
+static inline float about_power(float t) { return skuda_wrongly(exp2((double)t), SKUDA_POWER_ERROR(t) * 0x1.6ap-23); }
 static inline float about_reciprocal(float d) {
   if (fabsf(d) < 0x1p-126f) return copysignf(INFINITY, d);
-  return skuda_wrongly(1 / (double)d, SKUDA_RECIPROCAL_SIGN(d) * 0x1p-23);
+  return skuda_wrongly(1 / (double)d, SKUDA_RECIPROCAL_ERROR(d) * 0x1p-23);
 }
 
 #include "hopper.h"

@@ -112,13 +112,13 @@ extern "C" __global__ void about(const Data* in, float* low, float* high) {
 }"""
 
 
-def _library(curve, element, change=None, signs=None):
-    """Compile the entries above; `signs` are those of the errors of 2^t and of 1 / d, else they are mixed."""
+def _library(curve, element, change=None, errors=None):
+    """Compile the entries above; `errors` are those of 2^t and 1 / d in units of the largest, else their signs mix."""
     source = read_source("skuda.kernels.quantize:gated.cu")
     headers = tuple((name, text.decode()) for name, text in source.headers)
     defines = (f"-DSKUDA_DATA={element}", f"-DSKUDA_CURVE={curve.upper()}")
-    if signs is not None:
-        defines += (f"-DSKUDA_POWER_SIGN(t)={signs[0]}", f"-DSKUDA_RECIPROCAL_SIGN(d)={signs[1]}")
+    if errors is not None:
+        defines += (f"-DSKUDA_POWER_ERROR(t)={errors[0]}", f"-DSKUDA_RECIPROCAL_ERROR(d)={errors[1]}")
     unit = emulator.Unit("curves.cu", SOURCE, headers, source.foreign, defines)
     return emulator.load(unit.with_change(*change) if change else unit)
 
@@ -172,7 +172,8 @@ def test_every_16_bit_argument_gives_the_same_bits_on_the_fast_path(curve, eleme
             assert (np.isnan(got[~kept].astype(np.float64)) | (got[~kept] == product[~kept])).all()
 
 
-SIGNS = tuple(itertools.product((1, -1), repeat=2))
+ENDS = tuple(itertools.product((2, -2), repeat=2))
+"""Errors of 2^t and of 1 / d in units of what PTX allows: twice that, so that there is room."""
 
 
 @compiled
@@ -187,13 +188,13 @@ def test_no_bf16_argument_depends_on_the_errors_of_a_gpu(curve):
     chunks = np.repeat(gate[usual], 8)
     chunks = np.resize(chunks, -(-chunks.size // 256) * 256)
     want = rounded_to(getattr(curves, curve)(chunks.astype(np.float64)), dtype)
-    for signs in SIGNS:
+    for errors in ENDS:
         # A chunk that leaves the fast path gives zeros.
         changed = ("return bounded_chunk<CURVE, bf16>(gate);", "return make_uint4(0, 0, 0, 0);")
         got = np.empty_like(chunks)
-        library = _library(curve, "bf16", changed, signs)
+        library = _library(curve, "bf16", changed, errors)
         _launch(library, "by_chunks", chunks, np.ones_like(chunks), got, count=chunks.size // 8)
-        assert_same_bits(got, want, str(signs))
+        assert_same_bits(got, want, str(errors))
 
 
 @compiled
