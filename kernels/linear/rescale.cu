@@ -20,7 +20,6 @@ typedef SKUDA_REAL Real;
 typedef SKUDA_OUT Out;
 
 enum { V = 4, U = SKUDA_ZERO_POINTS ? 1 : sizeof(Real) == 8 ? 2 : 4 };
-enum { CURVED = SKUDA_EPILOGUE == BIAS_GELU || SKUDA_EPILOGUE == BIAS_SILU };
 // Blocks of 256 threads per multiprocessor that the registers must allow: the most without spills.
 enum { BLOCKS = sizeof(Real) == 8 || sizeof(Out) == 1 || CURVED || SKUDA_ZERO_POINTS ? 2 : 4 };
 struct alignas(sizeof(Out) * V < 16 ? sizeof(Out) * V : 16) Outputs { Out of[V]; };
