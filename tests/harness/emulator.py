@@ -35,7 +35,7 @@ COMPILER = os.environ.get("CXX", "g++")
 _HERE = Path(__file__).parent
 _CACHE = Path(os.environ.get("SKUDA_HOST_CACHE") or platformdirs.user_cache_path("skuda") / "cuda-on-cpu")
 _KEPT_DAYS = 2
-_ENTRY = re.compile(r'^extern "C" +void +(\w+)\(', re.MULTILINE)  # in preprocessed text
+_ENTRY = re.compile(r'^\s*extern "C"\s+void\s+(\w+)\s*\(', re.MULTILINE)  # in preprocessed text
 _DYNAMIC = re.compile(r"extern\s+__shared__\s+(?:__align__\([^)]*\)\s*)?([^;]+?)\s*\b(\w+)\s*\[\s*\]\s*;")
 _SANITIZE = (
     "-g",
