@@ -52,6 +52,13 @@ _PARTIAL_LINES, _MOST_PARTIAL = ((128, 0.0), (64, 1.0), (32, 1.244)), 2.99
 _CACHED = 40_000_000
 """Operands of up to this many bytes are read from memory once, larger ones once per band."""
 
+_SMALL = 64_000_000
+"""Operands and results of up to this many bytes: blocks need not run beside those that they share operands with.
+
+Where a kernel in front lets a product start early, its blocks begin as multiprocessors come free, so neighbouring tiles
+no longer share a pair of them, which fetches from L2 once what both read. Clusters always do.
+"""
+
 _SUMS_LAUNCH, _SUMS_BANDWIDTH = 2.0, 3.5
 """Time in us of a launch of ``code_sums`` without work, and the memory bandwidth in TB/s it reaches: assumed."""
 
@@ -314,6 +321,8 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     tile, chosen = layer.choose(*_offered(alike, max(1, n), k, sm_count, curve, zero_points), choice)
     clusters, shared_tiles = tile.work(m, n, k, sm_count)
     name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
+    in_front = problem.dynamic or any(zero_points)
+    size = (m + n) * k + m * n * problem.output.bits // 8
     # Pairs of lines: rows that do not begin at one would fetch bytes of the next box.
     promotion = 256 if k % 256 == 0 else 128
     product = Step(
@@ -329,7 +338,7 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
             *pointers("partial_sums", ZEROS, "code_sums"),
         ),
         shared=tile.shared(zero_points),
-        overlaps=True,
+        overlaps=not in_front or tile.blocks > 1 or size <= _SMALL,
     )
     steps: tuple[Step, ...] = (product,)
     flags = (*tile.flags, *layer.epilogue_flags(problem))
