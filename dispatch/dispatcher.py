@@ -389,16 +389,16 @@ class Dispatcher:
                         observer(selection)
 
     def _planned(self, problem: Descriptor, preference: PlanPreference, device: Device, pick: Pick) -> Plan:
-        sku, choice = pick.sku, self._within(pick, problem, preference, device)
+        sku, choice, part = pick.sku, self._within(pick, problem, preference, device), preference.part_of(device)
         runner = None
         if device.ordinal is not None:
             backend = self.backends[sku.backend]
             if sku.backend in self._brought:
-                runner = ask_runner(backend, sku, problem, device, choice)
+                runner = ask_runner(backend, sku, problem, part, choice)
             else:
                 # A backend without choices need not accept the parameter.
                 more = {"choice": choice} if choice else {}
-                runner = backend.prepare(sku, problem, device, **more)
+                runner = backend.prepare(sku, problem, part, **more)
             if self._ranges is not None:
                 runner = self._ranges.round(runner, sku)
 
@@ -418,7 +418,7 @@ class Dispatcher:
         if most is None or backend is None or pick.sku.backend in self._brought:
             return pick.choice
         room = most - pick.sku.workspace_size(problem)
-        offered = backend.choices(pick.sku, problem, device)
+        offered = backend.choices(pick.sku, problem, preference.part_of(device))
         wanted = pick.choice or next((choice.name for choice in offered), "")
         fitting = [choice.name for choice in offered if choice.workspace <= room]
         return pick.choice if wanted in fitting or not fitting else fitting[0]
@@ -545,7 +545,8 @@ class Dispatcher:
         more: tuple[str, ...] = ()
         if chosen is not None and backend is not None:
             try:
-                more = ask_words(backend, "told", chosen, problem, device, *filter(None, [found.choice]))
+                part = preference.part_of(device)
+                more = ask_words(backend, "told", chosen, problem, part, *filter(None, [found.choice]))
                 more += ask_words(backend, "notes") if device.ordinal is not None else ()
             except Misbehaved as error:
                 more += (f"backend {backend.spec.name}: {error}",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from skuda.dispatch.device import Device
 from skuda.registry.guarantee import PrecisionRequirement
 from skuda.registry.value import Size, Value
 
@@ -21,6 +22,9 @@ class PlanPreference(Value):
         Only kernels that need no more scratch than this.
     allow_arch_specific : bool
         Whether kernels for one chip or family only (``sm_90a``) may be chosen.
+    spare_multiprocessors : int
+        Multiprocessors that kernels leave free which would hold all of a card until they end, for what runs beside
+        them. The bits are the same.
     """
 
     backend: str | None = None
@@ -28,6 +32,13 @@ class PlanPreference(Value):
     require: PrecisionRequirement = PrecisionRequirement()
     max_workspace_bytes: Size | None = None
     allow_arch_specific: bool = True
+    spare_multiprocessors: Size = 0
+
+    def part_of(self, device: Device) -> Device:
+        """Return a device with the multiprocessors that may be held until the end, at least one."""
+        if not self.spare_multiprocessors or not device.sm_count:
+            return device
+        return device.model_copy(update={"sm_count": max(1, device.sm_count - self.spare_multiprocessors)})
 
 
 NO_PREFERENCE = PlanPreference()

@@ -118,6 +118,11 @@ def environment(defaults: Mapping[str, str] | None = None, /, **changes: str) ->
     return {**(defaults or {}), **os.environ, **changes}
 
 
+def refuse_multicast() -> None:
+    """Tell torch's symmetric memory not to use NVLink multicast, unless the environment says what it is to do."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
 def logged_topics() -> frozenset[str]:
     """Return the topics that ``SKUDA_LOG`` names.
 

@@ -110,7 +110,7 @@ class Worker:
             self.compare(name, shared(mine(x)), expected(whole(x)))
             if m <= 2 and n * k < 1 << 23:
                 self.compare(f"{name}, NumPy", shared(mine(x)).cpu(), expected(self.on_host(whole, x)))
-            if held and m == 16:
+            if held and (m == 16 or (m == 2048 and self.on_gpu)):
                 self.replayed(name, shared, x, mine, lambda x: expected(whole(x)))
             if held and m == 3 and self.compiles(number, k):
                 torch._dynamo.reset()
@@ -139,7 +139,7 @@ class Worker:
             stream.synchronize()
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 held = shared(given)
-        for number in range(100 if self.on_gpu else 2):
+        for number in range((100 if len(x) < 100 else 5) if self.on_gpu else 2):
             x.normal_(generator=self.generator)
             given.copy_(mine(x))
             if self.on_gpu:

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,11 +21,14 @@ from skuda.dispatch.shard.group import GroupBroken, GroupMismatch, differing
 from skuda.dispatch.shard.shards import span
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
+from skuda.torch.peers import SPARE_MULTIPROCESSORS, Peers, SymmetricMemory
 
 Result = TypeVar("Result")
 
 _LOOK = 0.05
 """Seconds between two looks for what other ranks report."""
+_LEAST_COPIED = 1 << 21
+"""Bytes from one rank to another from which on copy engines are used: they take longer to start than a kernel."""
 
 
 class TorchGroup:
@@ -42,6 +46,10 @@ class TorchGroup:
         Whether ranks compare, before every layer, that they run the same one. None for yes on CPUs and no on GPUs,
         where it would make the host wait; asked for there, it goes through a group of its own on the CPU. Nothing is
         compared while a CUDA graph is captured or ``torch.compile`` traces.
+    copies : bool or None
+        Whether GPUs copy large rows straight into each other's memory, beside kernels that compute, rather than through
+        NCCL, whose kernels take multiprocessors. None for yes where all ranks are on one host, and torch's symmetric
+        memory can be had there.
     patience : float
         Seconds that a rank whose collective failed waits for the others to report the same, before it names those that
         have not. Collectives themselves wait as long as the process group's timeout.
@@ -49,7 +57,7 @@ class TorchGroup:
     Raises
     ------
     InvalidProblem
-        For another kind of group, or one that this process is not in.
+        For another kind of group, one that this process is not in, and `copies` where there are no GPUs of one host.
     """
 
     def __init__(
@@ -57,6 +65,7 @@ class TorchGroup:
         group: ProcessGroup | DeviceMesh | None = None,
         *,
         check_calls: bool | None = None,
+        copies: bool | None = None,
         patience: float = 10.0,
     ) -> None:
         self.process_group = _process_group(group)
@@ -71,6 +80,14 @@ class TorchGroup:
             self._checks = distributed.new_group(members, backend="gloo", use_local_synchronization=True)
         self._where: tuple[str, ...] = ("",) * self._count
         self._where = self.exchange(f"{socket.gethostname()} {os.getpid()}")
+        one_host = len({place.rpartition(" ")[0] for place in self._where}) == 1
+        if copies and not (on_gpu and one_host):
+            rule = "be left out: only GPUs of one host, with NCCL, can copy into each other's memory"
+            raise InvalidProblem("TorchGroup", "copies", shown(copies), rule)
+        self._peers: Peers | None = None
+        if on_gpu and one_host and self._count > 1 and copies is not False:
+            memory = SymmetricMemory(self.process_group, self._device, _timeout_of(self.process_group))
+            self._peers = Peers(memory, self._rank, self._count, self.exchange, _captures)
 
     @property
     def rank(self) -> int:
@@ -81,6 +98,11 @@ class TorchGroup:
     def count(self) -> int:
         """Ranks."""
         return self._count
+
+    @property
+    def spare_multiprocessors(self) -> int:
+        """Multiprocessors that a product leaves free for what it hides; 0 where that would need too many."""
+        return 0 if self._peers is None else SPARE_MULTIPROCESSORS
 
     def exchange(self, text: str) -> tuple[str, ...]:
         """Return the texts of all ranks, in their order."""
@@ -124,6 +146,10 @@ class TorchGroup:
     def _summed_rows(self, array: Any, sizes: tuple[int, ...], *, later: bool) -> Callable[[], Any]:
         tensor, back = _tensor(array)
         most = max(sizes)
+        if peers := self._peers_for(tensor, most):
+            started = peers.start_sum_rows(tensor.contiguous(), sizes)
+            if started is not None:
+                return started
         if min(sizes) != most:  # every rank gets equally many
             padded = tensor.new_zeros(self._count, most, *tensor.shape[1:])
             for rank, rows in enumerate(sizes):
@@ -145,6 +171,10 @@ class TorchGroup:
             rule = f"have {sizes[self._rank]} elements along axis {axis}, as the sizes say"
             raise InvalidProblem("Group.gather", "array", f"shape {list(tensor.shape)}", rule)
         most = max(sizes)
+        if axis == 0 and (peers := self._peers_for(tensor, most)):
+            begun = peers.start_gather(tensor.contiguous(), sizes, into)
+            if begun is not None:
+                return begun
         if tensor.shape[axis] != most:
             padded = tensor.new_zeros(*tensor.shape[:axis], most, *tensor.shape[axis + 1 :])
             padded.narrow(axis, 0, tensor.shape[axis]).copy_(tensor)
@@ -167,6 +197,11 @@ class TorchGroup:
             return back(found) if into is None else into
 
         return finish
+
+    def _peers_for(self, tensor: Tensor, most_rows: int) -> Peers | None:
+        """Return what copies so many rows of a tensor to each rank; None where NCCL is to, on all ranks alike."""
+        size = most_rows * tensor.shape[1:].numel() * tensor.dtype.itemsize
+        return None if size < _LEAST_COPIED or torch.compiler.is_compiling() else self._peers
 
     def _begun(
         self, collective: Callable[..., Any], result: Tensor, given: Tensor, *, later: bool
@@ -243,6 +278,13 @@ def _process_group(group: object) -> ProcessGroup:
         rule = "be a ProcessGroup that this process is in, a DeviceMesh of one dimension, or None"
         raise InvalidProblem("TorchGroup", "group", shown(group), rule)
     return group
+
+
+def _timeout_of(group: ProcessGroup) -> timedelta:
+    """Return how long collectives on GPUs wait for a rank."""
+    options = group._get_backend(torch.device("cuda")).options  # noqa: SLF001  no public way to it
+    found: timedelta = options._timeout  # noqa: SLF001
+    return found
 
 
 def _captures() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
+from functools import lru_cache
 from math import prod
 from typing import Any, Self, cast
 from weakref import WeakValueDictionary
@@ -15,12 +16,15 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from skuda.dispatch.preference import PlanPreference
 from skuda.dispatch.select.explanation import Explanation
 from skuda.dispatch.shard import layer
 from skuda.dispatch.shard.cost import Traffic
 from skuda.dispatch.shard.group import Group
 from skuda.dispatch.shard.layer import Activation, Course, Steps, Sums
 from skuda.dispatch.shard.shards import Shards, own
+from skuda.functional import default_dispatcher
+from skuda.kernels.linear import ScaledLinearDescriptor
 from skuda.kernels.linear.problem import longest_k
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
@@ -248,7 +252,7 @@ class ShardedLinear(Int8Linear):
             self.group.agree(f"{self.name or type(self).__name__} {self._split}, {rows} rows of {dtype}")
         if not self.dynamic and given.scale is None:
             given = Activation(self._codes(given.data), self.input_scale, self.input_zero_point)
-        found: Tensor = layer.run(course, self._steps(dtype), self.group, given)
+        found: Tensor = layer.run(course, self._steps(dtype, hides=len(course.chunks) > 1), self.group, given)
         return found if by_rows else found.reshape(*leading, found.shape[-1])
 
     def _all_rows(self, held: int) -> int:
@@ -274,16 +278,22 @@ class ShardedLinear(Int8Linear):
         )
         return found
 
-    def _steps(self, dtype: torch.dtype) -> Steps:
+    def _steps(self, dtype: torch.dtype, *, hides: bool) -> Steps:
+        """Return the rank's work; `hides` says that exchanges run beside its sums."""
         scale, output = self.weight_scale.view(-1), str(element_of(dtype))
         scope = "token" if self.dynamic else "tensor"
+        spare = getattr(self.group, "spare_multiprocessors", 0) if hides else 0
 
         def quantize_rows(data: Tensor) -> tuple[Tensor, Tensor]:
             codes, found, _ = _OPS.dynamic_range.default(data, **_CODES)
             return codes, found
 
         def sums(codes: Tensor) -> Tensor:
-            return cast("Tensor", _OPS.scaled_linear.default(codes, self.weight, output_element="s32"))
+            if not spare:
+                return cast("Tensor", _OPS.scaled_linear.default(codes, self.weight, output_element="s32"))
+            problem = _sums_of(*codes.shape, len(self.weight))
+            preference = PlanPreference(spare_multiprocessors=spare)
+            return cast("Tensor", default_dispatcher().run(problem, preference, act_q=codes, weight_q=self.weight))
 
         def channel_sums() -> Tensor:
             return self.weight.sum(1, dtype=torch.int32)
@@ -385,6 +395,12 @@ class RowLinear(ShardedLinear):
         longest = longest_k(ElementKind.S8, ElementKind.S8)
         if k > longest:
             raise InvalidProblem("RowLinear", "k", str(k), f"be at most {longest} where it is split, or split n")
+
+
+@lru_cache(maxsize=4096)
+def _sums_of(m: int, k: int, n: int) -> ScaledLinearDescriptor:
+    """Return the problem of exact sums of products of codes."""
+    return ScaledLinearDescriptor(m=m, n=n, k=k, output_element=ElementKind.S32)
 
 
 _layers: WeakValueDictionary[int, ShardedLinear] = WeakValueDictionary()

@@ -101,6 +101,25 @@ def test_the_grid_covers_every_result_and_never_exceeds_the_card():
         assert step.shared == tile.shared()
 
 
+@pytest.mark.parametrize("spare", [1, 4, 131, 500])
+def test_multiprocessors_are_spared(spare):
+    problem, preference = scaled(512, 8192, 14336), PlanPreference(spare_multiprocessors=spare)
+    part = preference.part_of(H200)
+    assert part.sm_count == max(1, 132 - spare)
+    (step,) = warpgroup.launch(problem, part).steps
+    assert math.prod(step.grid) <= max(2, part.sm_count)  # a cluster of two is the least
+    plan, own = (Dispatcher().select(problem, *given, device=H200) for given in ((preference,), ()))
+    assert plan.device == own.device == H200
+    explained = Dispatcher().explain(problem, preference, H200)
+    assert warpgroup.launch(problem, part).told()[0] in explained.notes
+
+
+def test_a_device_of_unknown_size_is_spared_nothing():
+    unknown = H200.model_copy(update={"sm_count": 0})
+    assert PlanPreference(spare_multiprocessors=4).part_of(unknown) is unknown
+    assert PlanPreference().part_of(H200) is H200
+
+
 def test_a_launch_names_its_tile_its_time_and_the_runners_up():
     launch = warpgroup.launch(static(4096, 4096, 4096), H200)
     best, second = (tile for _, tile in warpgroup.ranking(4096, 4096, 4096, 132)[:2])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,8 +19,10 @@ from torch import distributed
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.shard import Shards
+from skuda.dispatch.shard.shards import span
 from skuda.kernels.linear import QuantizedLinearDescriptor
 from skuda.torch import TorchGroup
+from skuda.torch.peers import Peers
 
 PROBLEM = QuantizedLinearDescriptor(m=3, c_out=4, k=48, q_min=-127, q_max=127, activation_element="f32")
 INPUTS = {
@@ -81,6 +85,80 @@ def layers(group, folder):
     return found
 
 
+class Files:
+    """`Memory` of ranks that are processes: a file stands for a GPU's memory, and nothing runs beside anything."""
+
+    def __init__(self, group, folder, waits):
+        self.group, self.folder, self.waits, self.made = group, folder, waits, 0
+
+    def rooms(self, size):
+        if size > 1 << 26:
+            if self.group.rank == 1:
+                message = "out of memory"
+                raise RuntimeError(message)
+            return []
+        self.made += 1
+        names = [str(self.folder / f"room {self.made} of {rank}") for rank in range(self.group.count)]
+        torch.from_file(names[self.group.rank], shared=True, size=size, dtype=torch.uint8)
+        distributed.barrier()
+        return [torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in names]
+
+    def barrier(self):
+        if next(self.waits):
+            distributed.barrier()
+
+    def beside(self):
+        return nullcontext()
+
+    def mark(self):
+        return lambda: None
+
+
+def copied(group, folder, waits=None):
+    """Exchanges of random sizes, several begun before the first is finished; what each rank found to be wrong."""
+    seed = given(folder)
+    rng, own = np.random.default_rng(seed), np.random.default_rng([seed, group.rank])
+    memory = Files(group, folder, waits or itertools.repeat(1))
+    peers = Peers(memory, group.rank, group.count, group.exchange, lambda: False)
+    wrong, begun = [], []
+
+    def finish():
+        kind, wait, want = begun.pop(0)
+        time.sleep(own.random() * 0.02)
+        if not torch.equal(wait(), want):
+            wrong.append(kind)
+
+    for _ in range(40):
+        sizes = tuple(rng.integers(0, 5, group.count).tolist())
+        kind = ("sum", "gather", "into")[rng.integers(3)]
+        dtype = torch.int32 if kind == "sum" else (torch.int8, torch.bfloat16, torch.float64)[rng.integers(3)]
+        width = int(rng.integers(1, 9))
+        if kind == "sum":
+            every = [torch.from_numpy(rng.integers(-(2**31), 2**31, (sum(sizes), width), np.int32)) for _ in sizes]
+            wait = peers.start_sum_rows(every[group.rank], sizes)
+            want = torch.stack(every).sum(0, dtype=torch.int32)[span(sizes, group.rank)]
+        else:
+            want = torch.from_numpy(rng.integers(-100, 100, (sum(sizes), width))).to(dtype)
+            into = torch.zeros_like(want) if kind == "into" else None
+            wait = peers.start_gather(want[span(sizes, group.rank)].contiguous(), sizes, into)
+        begun.append((kind, wait, want))
+        if rng.random() < 0.6:
+            finish()
+    while begun:
+        finish()
+    made = memory.made
+    refused = peers.start_gather(torch.zeros(1 << 26, dtype=torch.int8), (1 << 26,) * group.count)
+    assert refused is None, "what one rank cannot have, none may use"
+    assert peers.start_gather(torch.zeros(1 << 25, dtype=torch.int8), (1 << 25,) * group.count) is None
+    assert peers.start_gather(torch.zeros(2, dtype=torch.int8), (2,) * group.count) is not None
+    return wrong, made
+
+
+def copied_without_waiting(group, folder):
+    """The same, where ranks do not wait before they write: the test must see it."""
+    return copied(group, folder, itertools.cycle([0, 1]))
+
+
 def as_tensor(array):
     if not isinstance(array, np.ndarray):
         return array
@@ -106,6 +184,10 @@ def another_order(group, _):
     both = [bound(group, name) for name in ("first", "second")]
     for layer in reversed(both) if group.rank == 1 else both:
         layer.run(**INPUTS)
+
+
+def copies_asked_for(*_):
+    TorchGroup(copies=True)
 
 
 def killed(group, _):

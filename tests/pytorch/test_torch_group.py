@@ -80,6 +80,28 @@ def test_collectives_are_what_they_say(count, tmp_path):
                 assert_same_bits(got["started rows"], total[span(sizes, rank)])
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_copy_into_each_others_memory(count, tmp_path):
+    """Rooms are used again and again, and never before what came is read."""
+    seed = int(fresh(count).integers(2**31))
+    for found in on_processes(count, tmp_path, "copied", seed):
+        assert not isinstance(found, Exception), found
+        wrong, made = found
+        assert not wrong, seed
+        assert 1 <= made < 40
+
+
+def test_ranks_that_do_not_wait_overwrite_what_is_not_read(tmp_path):
+    found = on_processes(3, tmp_path, "copied_without_waiting", int(fresh("planted").integers(2**31)))
+    assert any(wrong for wrong, _ in found)
+
+
+def test_copies_are_refused_where_there_are_no_gpus(tmp_path):
+    for error in on_processes(2, tmp_path, "copies_asked_for"):
+        assert isinstance(error, InvalidProblem)
+        assert "copies" in str(error)
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_layers_have_the_bits_of_one_device(count, tmp_path):
     rng = fresh(count)

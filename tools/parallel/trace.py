@@ -18,7 +18,8 @@ MOST_KERNELS = 60
 _LONGEST_NAME = 72
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
-_EXCHANGES = re.compile(r"nccl|^gloo:|^Memcpy PtoP", re.IGNORECASE)
+# What torch copies within a GPU is a kernel in a graph.
+_EXCHANGES = re.compile(r"nccl|^gloo:|^Memcpy (PtoP|DtoD)|symmetric_memory", re.IGNORECASE)
 # The kernel whose name ends so quantizes the rows of a product that follows it.
 _PRODUCTS = re.compile(r"linear(?!\w*_codes$)|gemm|gemv|nvjet|cutlass|splitk|::(add|b)?mm$|::matmul$", re.IGNORECASE)
 _NOISE = re.compile(r"^void |\(anonymous namespace\)::|at::native::")
