@@ -1,7 +1,7 @@
 """`Peers`: large arrays copied straight into the memory of other GPUs of a host, beside kernels that compute.
 
-Copy engines do it, so that it takes no multiprocessor. The memory is torch's symmetric memory, which every rank of a group
-allocates alike. Multicast is not used.
+Copy engines do it, so that it takes no multiprocessor. The memory is torch's symmetric memory, which every rank of a
+group allocates alike. Multicast is not used.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ _ALIGNMENT = 256
 """Bytes to which the parts of a room are aligned."""
 
 
+SUMS, ROWS = 0, 1
+"""The lanes of exchanges: in one they run one after the other, in both at once."""
+
+
 class Memory(Protocol):
     """Memory that every rank of a group can write into."""
 
@@ -41,14 +45,14 @@ class Memory(Protocol):
             If there is none.
         """
 
-    def barrier(self) -> None:
-        """Let what is queued behind wait until all ranks are here and their copies in front have arrived."""
+    def barrier(self, lane: int) -> None:
+        """Let what is queued behind in a lane wait until all ranks are here and their copies in front have arrived."""
 
-    def beside(self) -> AbstractContextManager[object]:
-        """Queue what follows beside what the current stream does next, but behind what it did."""
+    def beside(self, lane: int) -> AbstractContextManager[object]:
+        """Queue what follows in a lane: beside what the current stream does next, but behind what it did."""
 
-    def mark(self) -> Callable[[], object]:
-        """Return what makes the current stream wait for all that was queued beside it so far."""
+    def mark(self, lane: int) -> Callable[[], object]:
+        """Return what makes the current stream wait for all that was queued in a lane so far."""
 
 
 class SymmetricMemory:
@@ -65,7 +69,9 @@ class SymmetricMemory:
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, timeout: timedelta) -> None:
-        self._group, self._device, self._stream = group, device, torch.cuda.Stream(device)
+        self._group, self._device = group, device
+        # Barriers are small, and other ranks wait for them: they come before the blocks of large kernels.
+        self._lanes = tuple(torch.cuda.Stream(device, priority=-1) for _ in (SUMS, ROWS))
         self._timeout = int(timeout.total_seconds() * 1000)
         self._held: list[tuple[Tensor, Any]] = []
 
@@ -80,19 +86,19 @@ class SymmetricMemory:
         count = distributed.get_world_size(self._group)
         return [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(count)]
 
-    def barrier(self) -> None:
+    def barrier(self, lane: int) -> None:
         """Let what is queued behind wait for all ranks; see `Memory`."""
-        self._held[0][1].barrier(channel=0, timeout_ms=self._timeout)
+        self._held[0][1].barrier(channel=lane, timeout_ms=self._timeout)
 
-    def beside(self) -> AbstractContextManager[object]:
+    def beside(self, lane: int) -> AbstractContextManager[object]:
         """Queue what follows on a stream of its own; see `Memory`."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        beside: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        self._lanes[lane].wait_stream(torch.cuda.current_stream(self._device))
+        beside: AbstractContextManager[object] = torch.cuda.stream(self._lanes[lane])
         return beside
 
-    def mark(self) -> Callable[[], object]:
+    def mark(self, lane: int) -> Callable[[], object]:
         """Return what makes the current stream wait; see `Memory`."""
-        event = self._stream.record_event()
+        event = self._lanes[lane].record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(event)
 
 
@@ -133,7 +139,7 @@ class Peers:
         """Start to add up rows, as `skuda.dispatch.shard.Group` says; None, on all ranks, where there is no room."""
         parts = tensor.split(sizes)
         mine = parts[self._rank]
-        wait = self._started(parts, max(sizes))
+        wait = self._started(SUMS, parts, max(sizes))
         if wait is None:
             return None
 
@@ -149,22 +155,23 @@ class Peers:
         self, tensor: Tensor, sizes: tuple[int, ...], into: Tensor | None = None
     ) -> Callable[[], Tensor] | None:
         """Start to gather rows, as `skuda.dispatch.shard.Group` says; None, on all ranks, where there is no room."""
-        wait = self._started([tensor] * self._count, max(sizes))
+        wait = self._started(ROWS, [tensor] * self._count, max(sizes))
         if wait is None:
             return None
+        whole = tensor.new_empty(sum(sizes), *tensor.shape[1:]) if into is None else into
+        whole[span(sizes, self._rank)].copy_(tensor)
         others = [rank for rank in range(self._count) if rank != self._rank]
 
         def finish() -> Tensor:
-            whole = tensor.new_empty(sum(sizes), *tensor.shape[1:]) if into is None else into
             came = wait([torch.Size((rows, *tensor.shape[1:])) for rows in sizes])
-            for rank, part in zip((self._rank, *others), (tensor, *came), strict=True):
+            for rank, part in zip(others, came, strict=True):
                 whole[span(sizes, rank)].copy_(part)
             return whole
 
         return finish
 
     def _started(
-        self, parts: Sequence[Tensor], most_rows: int
+        self, lane: int, parts: Sequence[Tensor], most_rows: int
     ) -> Callable[[Sequence[torch.Size]], list[Tensor]] | None:
         """Start to give every rank its part; return what waits for those of the other ranks, given all shapes."""
         like = parts[self._rank]
@@ -173,13 +180,13 @@ class Peers:
         room = self._room(self._count * slot)
         if room is None:
             return None
-        with self._memory.beside():
-            self._memory.barrier()
+        with self._memory.beside(lane):
+            self._memory.barrier(lane)
             for step in range(1, self._count):
                 rank = (self._rank + step) % self._count
                 _place(room[rank], self._rank * slot, parts[rank].shape, like.dtype).copy_(parts[rank])
-            self._memory.barrier()
-        arrived = self._memory.mark()
+            self._memory.barrier(lane)
+        arrived = self._memory.mark(lane)
 
         def wait(shapes: Sequence[torch.Size]) -> list[Tensor]:
             arrived()
