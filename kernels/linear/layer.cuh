@@ -101,6 +101,7 @@ template <class C> DEVICE void put(const Layer& p, s64 at, C v) {
 
 // Scales of the activation's rows where one zero point, within the range of the codes, serves all of them.
 template <class S, class C = S> struct RowScales {
+  typedef s32 Sum;  // of a - za over a row: less than that of products, which fits
   const S* scale;  // [m], or null: the value
   C value;
   s32 zero_point;
@@ -133,6 +134,7 @@ template <class C> __device__ __noinline__ C long_difference(s64 whole, s64 zw, 
 
 // Scales and zero points of the activation's rows as arrays: one element for each row, or one for all.
 template <class C> struct GivenRows {
+  typedef s64 Sum;  // of a - za over a row
   const void* scale;  // [m] or [1]; null for sums
   s32 scale_is;
   const s32* zero_point;  // as many, or null
@@ -225,14 +227,14 @@ template <int V> DEVICE void rounded(const f32 (&v)[V], const Segment<f32>& code
 enum { A_SHIFTED = SKUDA_ZERO_POINTS & 1, W_SHIFTED = SKUDA_ZERO_POINTS >> 1 };
 
 // A row of a in the epilogue: its scale and zero point, and the sum of a - za.
-struct Row {
+template <class Rows> struct Row {
   f32 scale;
   s32 zero_point;
-  s64 sum;
+  typename Rows::Sum sum;
 };
 // sum (a - za) (w - zw) = sum a w - za sum w - zw sum (a - za), of s32 or s64, or rounded to f32; w_sum and zw are those of
 // the column. Rows: RowScales or GivenRows.
-template <class Rows> DEVICE auto shifted(s32 acc, const Row& row, s32 w_sum, s32 zw) {
+template <class Rows> DEVICE auto shifted(s32 acc, const Row<Rows>& row, s32 w_sum, s32 zw) {
   if constexpr (SKUDA_ZERO_POINTS == 0) return acc;
   else if constexpr (W_SHIFTED == 0) return Rows::less(acc, row.zero_point, w_sum);
   else if constexpr (A_SHIFTED == 0) return Rows::difference(acc, zw, (s32)row.sum);  // a sum of codes is short

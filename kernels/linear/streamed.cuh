@@ -82,13 +82,16 @@ DEVICE void write_slab(const s32 (&d)[4 * QUADS], const s32 (&a_sums)[4 * QUADS]
     const float2 sa = *(const float2*)(act_scales + at);
     int2 za = make_int2(0, 0);
     if (A_SHIFTED) za = *(const int2*)(act_scales + TOKENS + at);
-    Row rows[2] = {{sa.x, za.x, 0}, {sa.y, za.y, 0}};
-    if (W_SHIFTED) rows[0].sum = a_sums[4 * i] - k * za.x, rows[1].sum = a_sums[4 * i + 1] - k * za.y;
+    Row<Rows> rows[2] = {{sa.x, za.x, 0}, {sa.y, za.y, 0}};
+    if (W_SHIFTED) {
+      const typename Rows::Sum length = k;
+      rows[0].sum = a_sums[4 * i] - length * za.x, rows[1].sum = a_sums[4 * i + 1] - length * za.y;
+    }
     Result v[4];
     SKUDA_OUT y[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const auto sum = shifted<Rows>(d[4 * i + j], rows[j % 2], w_sums[j / 2 * 2], zw[j / 2]);
+      const auto sum = shifted(d[4 * i + j], rows[j % 2], w_sums[j / 2 * 2], zw[j / 2]);
       v[j] = finished(sum, j % 2 ? sa.y : sa.x, sw[j / 2], bias[j / 2], Result());
       if (CURVED) v[j] = curved(v[j]);
     }

@@ -146,8 +146,8 @@ struct Shifts {
 // Writes 16 rows of results from a warp's registers to memory, through its staging, 128 bytes of each row at a time.
 // Rows: RowScales or GivenRows.
 template <class Rows>
-DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const Row (&own)[2], const Epilogue& p, u8* staging, const f32* columns,
-                       s64 row0, s64 column0, bool chunks, const Segment<f32>& codes) {
+DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const Row<Rows> (&own)[2], const Epilogue& p, u8* staging,
+                       const f32* columns, s64 row0, s64 column0, bool chunks, const Segment<f32>& codes) {
   typedef Staged<CURVED, SKUDA_OUT>::type Stage;
   enum { SIZE = sizeof(Stage), WIDE = 128 / SIZE, STRIP = WIDE < TILE_N ? WIDE : TILE_N, UNITS = STRIP * SIZE / 16 };
   enum { MOST = SHARES || SKUDA_EPILOGUE != IDENTITY || SKUDA_ZERO_POINTS ? 4 : 8 };  // that registers allow
@@ -177,8 +177,8 @@ DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const Row (&own)[2], const Ep
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int at = 4 * (strip * (STRIP / 8) + batch + i) + 2 * h;
-          const auto low = shifted<Rows>(d[at], own[h], w_sum[i].x, zw[i].x);
-          const auto high = shifted<Rows>(d[at + 1], own[h], w_sum[i].y, zw[i].y);
+          const auto low = shifted(d[at], own[h], w_sum[i].x, zw[i].x);
+          const auto high = shifted(d[at + 1], own[h], w_sum[i].y, zw[i].y);
           const Result v[2] = {finished(low, own[h].scale, sw[i].x, bias[i].x, Result()),
                                finished(high, own[h].scale, sw[i].y, bias[i].y, Result())};
           put_pair(staging + (lane / 4 + 8 * h) * PITCH + (8 * (batch + i) + 2 * quad) * SIZE, v, codes, Stage());
@@ -290,6 +290,7 @@ struct Exchange {
 template <class Rows>
 DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, const Rows& rows, const Epilogue& p, s64 k,
                              u32 band, u32 shared_tiles, const Exchange& exchange, const Shifts& shifts) {
+  typedef typename Rows::Sum Sum;
   extern __shared__ u8 unaligned[];
   u8* const shared = unaligned + (-shared_address(unaligned) & 1023);
   u8* const staging = shared + STAGES * STAGE_BYTES;
@@ -373,7 +374,7 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
         continue;
       }
       s64 row0, column0;
-      Row row_of[BLOCKS_M][2];
+      Row<Rows> row_of[BLOCKS_M][2];
       f32 scale_of[(TILE_N + 127) / 128], bias_of[(TILE_N + 127) / 128];
       s32 sum_of[(TILE_N + 127) / 128], zero_of[(TILE_N + 127) / 128];
       // Requests what rows and columns of the tile have. If registers allow, before the products, behind which it arrives.
@@ -386,8 +387,8 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
         for (int i = 0; i < BLOCKS_M * 2; ++i) {
           const s64 at = row0 + i / 2 * 64 + lane / 4 + i % 2 * 8;
           const s32 zero_point = A_SHIFTED && at < p.m ? (s32)rows.zero_point_of(at) : 0;
-          const s64 sum = W_SHIFTED && at < p.m ? shifts.a_sums[at] - shifts.k * zero_point : 0;
-          row_of[i / 2][i % 2] = Row{rows.within(at, p.m), zero_point, sum};
+          const Sum sum = W_SHIFTED && at < p.m ? shifts.a_sums[at] - (Sum)shifts.k * zero_point : 0;
+          row_of[i / 2][i % 2] = Row<Rows>{rows.within(at, p.m), zero_point, sum};
         }
 #pragma unroll
         for (int c = 0; c < TILE_N; c += 128) {
