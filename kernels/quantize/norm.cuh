@@ -224,22 +224,15 @@ template <int R> struct Octets {
   DEVICE const Data* place(const Data* row, int k) const { return row + (s64)number(k) * 8; }
   DEVICE Data* place(Data* row, int k) const { return row + (s64)number(k) * 8; }
 
-  DEVICE void request(const Norm& p, Octet (&more)[R]) {
+  DEVICE void load(const Norm& p) {
+    Octet more[R];
 #pragma unroll
     for (int k = 0; k < R; ++k) held[k] = exists(k) ? octet_at(place(p.input, k)) : no_octet();
     if (p.residual == nullptr) return;
 #pragma unroll
     for (int k = 0; k < R; ++k) more[k] = exists(k) ? octet_at(place(p.residual, k)) : no_octet();
-  }
-  DEVICE void join(const Norm& p, const Octet (&more)[R]) {
-    if (p.residual == nullptr) return;
 #pragma unroll
     for (int k = 0; k < R; ++k) held[k] = added(held[k], more[k], Data());
-  }
-  DEVICE void load(const Norm& p) {
-    Octet more[R];
-    request(p, more);
-    join(p, more);
   }
   DEVICE void forget_all() {
 #pragma unroll
@@ -336,16 +329,11 @@ DEVICE bool quick_row(const Group& group, const Norm& p, s64 row, bool mine) {
   Real mean = 0;
 #pragma unroll
   for (int k = 0; k < R; ++k) lanes[k] = (Real)0;
-  if (WEIGHT_EARLY) {  // all that is read is on the way before anything waits for its data
-    Octet more[R];
-    part.request(p, more);
-    part.load_shared(p.weight, weight, ones(Data()));
-    if (CENTRED && BIAS_EARLY) part.load_shared(p.bias, bias, negative_zeros());
-    part.join(p, more);
-  } else {
-    part.load(p);
-  }
-  if (lane == 0) p.fetch_ahead(row);
+  // All that is read is on the way before anything waits for its data, which `load` does if there is a residual.
+  if (WEIGHT_EARLY) part.load_shared(p.weight, weight, ones(Data()));
+  if (CENTRED && BIAS_EARLY) part.load_shared(p.bias, bias, negative_zeros());
+  part.load(p);
+  if (!LONG && lane == 0) p.fetch_ahead(row);
   if (CENTRED) {
     do {
       if (LONG && part.first != lane) part.load(p);
@@ -466,7 +454,9 @@ template <bool CENTRED, class Group> DEVICE void slow_row(const Group& group, co
 
 template <bool CENTRED, int R, bool LONG, class Group> DEVICE void norm(const Group& group, const Norm& all) {
   const s64 own = (s64)blockIdx.x * group.groups() + group.group();
-  const bool mine = own < all.rows;
+  // Only blocks of several groups may have too many. To know it spares registers, except for LONG rows of f64.
+  enum { ASK = LONG && sizeof(Data) == 8 };
+  const bool mine = (!ASK && group.groups() == 1) || own < all.rows;
   const s64 row = mine ? own : 0;
   const Norm p = all.at(row);
   if (all.by_octets() && quick_row<CENTRED, R, LONG>(group, p, row, mine)) return;
