@@ -129,7 +129,7 @@ def test_the_warpgroup_kernel_equals_the_reference(op, shifts, tile):
 WRONG = {
     "zero points of one column": ("warpgroup", 3, "A_SHIFTED) * TILE_N + c + thread]", "A_SHIFTED) * TILE_N]"),
     "no sums of the weight": ("warpgroup", 1, "shifts.w_sums[at]", "0"),
-    "rows without their zero points": ("warpgroup", 3, "- shifts.k * zero_point", ""),
+    "rows without their zero points": ("warpgroup", 3, "- (Sum)shifts.k * zero_point", ""),
     "the last unit not added up": ("warpgroup", 1, "first + 32 * i < units", "first + 32 * i + 1 < units"),
     "sums cut to 32 bits": ("warpgroup", 3, "return acc - (s64)za * w;", "return (s32)((u32)acc - (u32)za * (u32)w);"),
     "128 bits cut to 64": ("streamed", 3, "a == (s32)a ?", "true ?"),
