@@ -32,6 +32,7 @@ ORDER = (
     "functional",
     "ops",
     "torch.dtypes",
+    "torch.peers",
     "torch.group",
     "torch.op",
     "torch.ops",
