@@ -49,7 +49,8 @@ class TorchGroup:
     copies : bool or None
         Whether GPUs copy large rows straight into each other's memory, beside kernels that compute, rather than through
         NCCL, whose kernels take multiprocessors. None for yes where all ranks are on one host, and torch's symmetric
-        memory can be had there.
+        memory can be had there. As NCCL's, exchanges must not run at the same time: layers of a group run on one
+        stream, or on streams that wait for each other.
     patience : float
         Seconds that a rank whose collective failed waits for the others to report the same, before it names those that
         have not. Collectives themselves wait as long as the process group's timeout.
