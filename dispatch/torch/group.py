@@ -81,12 +81,12 @@ class TorchGroup:
             self._checks = distributed.new_group(members, backend="gloo", use_local_synchronization=True)
         self._where: tuple[str, ...] = ("",) * self._count
         self._where = self.exchange(f"{socket.gethostname()} {os.getpid()}")
-        one_host = len({place.rpartition(" ")[0] for place in self._where}) == 1
-        if copies and not (on_gpu and one_host):
-            rule = "be left out: only GPUs of one host, with NCCL, can copy into each other's memory"
-            raise InvalidProblem("TorchGroup", "copies", shown(copies), rule)
         self._peers: Peers | None = None
-        if on_gpu and one_host and self._count > 1 and copies is not False:
+        reach = on_gpu and self._reach_each_other(wanted=copies is not False)
+        if copies and not reach:
+            rule = "be left out: only GPUs of one host that reach each other's memory, with NCCL, can copy into it"
+            raise InvalidProblem("TorchGroup", "copies", shown(copies), rule)
+        if reach and self._count > 1:
             memory = SymmetricMemory(self.process_group, self._device, _timeout_of(self.process_group))
             self._peers = Peers(memory, self._rank, self._count, self.exchange, _captures)
 
@@ -144,13 +144,20 @@ class TorchGroup:
         """Start `gather`, likewise; where an array is given, the result is written into it and it is returned."""
         return self._gathered(array, axis, sizes, into, later=True)
 
+    def _reach_each_other(self, *, wanted: bool) -> bool:
+        """Whether all ranks want to, and are GPUs of one host that can write into the memory of those that they see."""
+        others = [number for number in range(torch.cuda.device_count()) if number != self._device.index]
+        reaches = wanted and all(torch.cuda.can_device_access_peer(self._device, number) for number in others)
+        hosts = {place.rpartition(" ")[0] for place in self._where}
+        return set(self.exchange(f"{reaches}")) == {"True"} and len(hosts) == 1
+
     def _summed_rows(self, array: Any, sizes: tuple[int, ...], *, later: bool) -> Callable[[], Any]:
         tensor, back = _tensor(array)
         most = max(sizes)
-        if peers := self._peers_for(tensor, most):
-            started = peers.start_sum_rows(tensor.contiguous(), sizes)
-            if started is not None:
-                return started
+        peers = self._peers_for(tensor, most)
+        copied = None if peers is None else peers.start_sum_rows(tensor.contiguous(), sizes)
+        if copied is not None:
+            return lambda: back(copied())
         if min(sizes) != most:  # every rank gets equally many
             padded = tensor.new_zeros(self._count, most, *tensor.shape[1:])
             for rank, rows in enumerate(sizes):
@@ -172,16 +179,21 @@ class TorchGroup:
             rule = f"have {sizes[self._rank]} elements along axis {axis}, as the sizes say"
             raise InvalidProblem("Group.gather", "array", f"shape {list(tensor.shape)}", rule)
         most = max(sizes)
-        if axis == 0 and (peers := self._peers_for(tensor, most)):
-            begun = peers.start_gather(tensor.contiguous(), sizes, into)
-            if begun is not None:
-                return begun
+        target = None if into is None else _tensor(into)[0]
+        peers = self._peers_for(tensor, most) if axis == 0 else None
+        copied = None if peers is None else peers.start_gather(tensor.contiguous(), sizes, target)
+        if copied is not None:
+
+            def arrive() -> Any:
+                whole = copied()
+                return back(whole) if into is None else into
+
+            return arrive
         if tensor.shape[axis] != most:
             padded = tensor.new_zeros(*tensor.shape[:axis], most, *tensor.shape[axis + 1 :])
             padded.narrow(axis, 0, tensor.shape[axis]).copy_(tensor)
             tensor = padded
         tensor = tensor.contiguous()
-        target = None if into is None else _tensor(into)[0]
         joined = axis == 0 and min(sizes) == most
         every = target if joined else None
         if every is None:

@@ -22,6 +22,7 @@ from skuda.dispatch.shard import Shards
 from skuda.dispatch.shard.shards import span
 from skuda.kernels.linear import QuantizedLinearDescriptor
 from skuda.torch import TorchGroup
+from skuda.torch import group as group_module
 from skuda.torch.peers import Peers
 
 PROBLEM = QuantizedLinearDescriptor(m=3, c_out=4, k=48, q_min=-127, q_max=127, activation_element="f32")
@@ -157,6 +158,15 @@ def copied(group, folder, waits=None):
 def copied_without_waiting(group, folder):
     """The same, where ranks do not wait before they write: the test must see it."""
     return copied(group, folder, itertools.cycle([0, 1]))
+
+
+def layers_copied(group, folder):
+    """Split layers, whose ranks copy all rows into each other's memory."""
+    group_module._LEAST_COPIED = 0
+    group._peers = Peers(Files(group, folder, itertools.repeat(1)), group.rank, group.count, group.exchange, bool)
+    found = layers(group, folder)
+    assert group._peers._memory.made, "nothing was copied"
+    return found
 
 
 def as_tensor(array):

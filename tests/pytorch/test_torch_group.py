@@ -102,8 +102,27 @@ def test_copies_are_refused_where_there_are_no_gpus(tmp_path):
         assert "copies" in str(error)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_layers_have_the_bits_of_one_device(count, tmp_path):
+@pytest.mark.parametrize(
+    ("reaches", "wanted", "hosts", "other", "able"),
+    [
+        (True, True, "one one", "True", True),
+        (False, True, "one one", "True", False),
+        (True, False, "one one", "True", False),
+        (True, True, "one two", "True", False),
+        (True, True, "one one", "False", False),
+    ],
+)
+def test_gpus_copy_only_where_all_can_and_want_to(monkeypatch, reaches, wanted, hosts, other, able):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, other: reaches and other == 1)
+    group = TorchGroup.__new__(TorchGroup)
+    group._device, group._where = torch.device("cuda", 0), tuple(f"{host} 7" for host in hosts.split())
+    group.exchange = lambda text: (text, other)
+    assert group._reach_each_other(wanted=wanted) is able
+
+
+@pytest.mark.parametrize(("count", "work"), [(2, "layers"), (4, "layers"), (3, "layers_copied")])
+def test_layers_have_the_bits_of_one_device(count, work, tmp_path):
     rng = fresh(count)
     cases = [
         (op, case)
@@ -122,7 +141,7 @@ def test_layers_have_the_bits_of_one_device(count, tmp_path):
         inputs = draw(op, case, rng).inputs
         given.append((case.problem, shards, [part(case.problem, shards, rank, inputs) for rank in range(count)]))
         wanted.append(run(case.problem, inputs)["output"])
-    for rank, found in enumerate(on_processes(count, tmp_path, "layers", given)):
+    for rank, found in enumerate(on_processes(count, tmp_path, work, given)):
         assert not isinstance(found, Exception), found
         for number, whole in enumerate(wanted):
             problem, shards, _ = given[number]
