@@ -65,10 +65,10 @@ _SUMS_LAUNCH, _SUMS_BANDWIDTH = 2.0, 3.5
 WORKSPACE = (WorkspaceTerm(factors=("num_code_sums",), bytes_each=4),)
 """What the kernel needs beside the op's workspace and that of a configuration."""
 
-_FEWEST_ROWS_PER_SUM = 192
+_FEWEST_ROWS_PER_SUM = 128
 """Fewest rows of an activation with zero points: for fewer, the sums of the weight cost more than the product saves.
 
-From 192 rows on, the times predicted here and for `mma` agree that it pays, for weights of 1024 x 1024 to 28672 x 8192.
+Measured for weights of 1024 x 1024 to 28672 x 8192, in ``docs/evidence/h200-zero-points.txt``.
 """
 
 
