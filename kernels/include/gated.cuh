@@ -106,9 +106,8 @@ __device__ __noinline__ void slow_gated_codes(const Data* gate, const Data* up, 
 }
 
 // One row per group of threads. It has at most R chunks per thread, which are read once, unless LONG.
-// While it is computed, the row that is `ahead` rows away, if that is not 0, is requested into L2 for a later block.
 template <int R, bool LONG, class Group>
-DEVICE void gated_ranged(const Group group, const GatedRows& all, Real* scale_out, s64 ahead, s32 q_min, s32 q_max) {
+DEVICE void gated_ranged(const Group group, const GatedRows& all, Real* scale_out, s32 q_min, s32 q_max) {
   const u32 lane = group.lane(), lanes = group.count, piece = R * lanes, chunks = (u32)(all.columns / Width<Data>::count);
   const bool by_chunks = all.by_chunks();
   const s64 own = ((s64)blockIdx.y * gridDim.x + blockIdx.x) * group.groups() + group.group();
@@ -125,10 +124,6 @@ DEVICE void gated_ranged(const Group group, const GatedRows& all, Real* scale_ou
       held.include_in(found, false);
       base += piece;
     } while (LONG && base - lane < chunks);
-    if (lane == 0 && ahead != 0 && own + ahead < all.rows) {
-      const GatedRow later = all.at(own + ahead);
-      fetch_to_l2(later.gate, all.columns), fetch_to_l2(later.up, all.columns);
-    }
     r = group.over(Range{found.up(), found.down()}, 0);
   }
   bool quick = by_chunks && !has_nan(r);

@@ -9,7 +9,6 @@
 //   output          s8 or u8, output_leading bytes apart
 //   product         Data: y, product_leading elements apart; null: it is not wanted
 //   scale_out       C, one per row; dynamic only
-//   ahead           rows from a row to the one that is requested into L2 with it, 0 for none; dynamic only
 //   scale           C, or Data where scale_is_data; null: scale_value; static only
 //   zero_point      s32; null: zero_point_value; static only
 //   rows, columns   the shape of gate, up, output and product
@@ -24,8 +23,8 @@
 #define ROWS_GIVEN                                                                                                   \
   GatedRows{gate, gate_leading, up, up_leading, output, output_leading, product, product_leading, rows, columns}
 
-#define RANGED_PARAMETERS ROWS_PARAMETERS, Real *scale_out, s64 ahead, s32 lanes, s32 q_min, s32 q_max
-#define RANGED(R, LONG, GROUP) gated_ranged<R, LONG>(GROUP, ROWS_GIVEN, scale_out, ahead, q_min, q_max)
+#define RANGED_PARAMETERS ROWS_PARAMETERS, Real *scale_out, s32 lanes, s32 q_min, s32 q_max
+#define RANGED(R, LONG, GROUP) gated_ranged<R, LONG>(GROUP, ROWS_GIVEN, scale_out, q_min, q_max)
 
 // Blocks per multiprocessor that the registers must allow, as FEW; the launch rule knows the most threads that hold 4 chunks.
 #define FEW_SHORT (sizeof(Data) == 2 ? 3 : 2)

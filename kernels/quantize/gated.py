@@ -285,7 +285,8 @@ def _gates(data: ElementKind, shape: tuple[int, ...], rng: np.random.Generator) 
 def _cases(descriptor: type[GatedProblem]) -> tuple[Case, ...]:
     """Return every element with every code, scaling and layout, over sizes of every path; all 16-bit gates, too."""
     gelu = "approximation" in descriptor.model_fields
-    sizes = ((5, 64), (17, 8), (3, 7), (2, 4096), (4, 1), (0, 8), (3, 0), (9, 256), (1, 520), (33, 24))
+    sizes: list[tuple[int, int]] = [(5, 64), (17, 8), (3, 7), (2, 4096), (4, 1), (0, 8), (3, 0), (9, 256), (1, 520)]
+    sizes += [(33, 24), (6, 384), (2, 2056), (5, 160), (1, 600), (7, 120)]
     plan: list[tuple[ElementKind, tuple[int, int]]] = [(data, size) for size in sizes for data in FLOATS]
     plan += [(data, sizes[number % 2]) for data in FLOATS for number in range(4)]
     plan += [(FLOATS[number % 4], (1, 70008)) for number in range(4)]

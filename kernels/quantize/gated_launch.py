@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from skuda.kernels.launch import Constant, Launch, Number, Parameter, Pointer, Step, Which, pointers, s32, s64, strided
-from skuda.kernels.quantize.elementwise_launch import MOST_BLOCKS, THREADS, WARP, ahead, width_of
+from skuda.kernels.quantize.elementwise_launch import MOST_BLOCKS, THREADS, WARP, width_of
 from skuda.registry.elements import ElementKind
 from skuda.registry.vocabulary import Scaling
 
@@ -23,25 +23,23 @@ def gated(problem: GatedProblem, device: Device) -> Launch:
     if problem.n == 0 or (problem.d == 0 and problem.scaling is Scaling.STATIC):
         return Launch(steps=())
     chunks = -(-problem.d // width_of(problem.input_element))
-    return _ranged(problem, chunks, device) if problem.scaling is Scaling.DYNAMIC else _scaled(problem, chunks, device)
+    return _ranged(problem, chunks) if problem.scaling is Scaling.DYNAMIC else _scaled(problem, chunks, device)
 
 
-def _ranged(problem: GatedProblem, chunks: int, device: Device) -> Launch:
+def _ranged(problem: GatedProblem, chunks: int) -> Launch:
     """Launch one group of threads per row."""
     heavy = problem.curve == "gelu" and problem.input_element is ElementKind.F16
     held, lanes = _held(chunks, 256 if heavy else 448, many=problem.n > _MANY)
-    per_block = THREADS // lanes if lanes <= WARP else 1
-    blocks, apart = -(-problem.n // per_block), 0
-    if lanes > WARP and chunks <= held * lanes:  # a row is held by a block
-        apart = ahead(problem.n, held, lanes, device)
+    short = chunks <= WARP
+    per_block = THREADS // lanes if short else 1
+    blocks = -(-problem.n // per_block)
     step = Step(
-        entry=f"gated_{'lanes_' if lanes <= WARP else ''}{held}",
+        entry=f"gated_{'lanes_' if short else ''}{held}",
         grid=(min(blocks, MOST_BLOCKS), -(-blocks // MOST_BLOCKS), 1),
         block=(lanes * per_block, 1, 1),
         parameters=(
             *_rows(problem),
             *pointers("scale_out"),
-            *s64(apart),
             *s32(lanes, problem.q_min, problem.q_max),
         ),
     )

@@ -173,6 +173,13 @@ template <int USE> DEVICE Real folded_over(const Block& group, Real v) {
   return group.count > 256 ? folded_warps<16>(partial, group.count) : folded_warps<8>(partial, group.count);
 }
 
+// Requests a run of whole chunks into L2 for the block that will read it; by one thread, on Hopper and later.
+DEVICE void fetch_to_l2(const Data* run, s64 elements) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(run), "r"((u32)(elements * sizeof(Data))));
+#endif
+}
+
 // --- rows ------------------------------------------------------------------------------------------------------------
 
 struct Norm {

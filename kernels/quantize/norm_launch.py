@@ -17,7 +17,7 @@ from skuda.kernels.launch import (
     s64,
     strided,
 )
-from skuda.kernels.quantize.elementwise_launch import THREADS, WARP, ahead
+from skuda.kernels.quantize.elementwise_launch import THREADS, WARP
 from skuda.registry.elements import ElementKind
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ _OCTET = 8
 _HELD = 4
 """Octets of 8 elements that a thread holds, unless the entry says another number."""
 _MOST_THREADS = 512
+_THREADS_AT_ONCE = {2: 1536, 4: 1024, 8: 512, 16: 256}
+"""Threads of a multiprocessor that the registers allow, about, by the chunks of 16 bytes of a row that each holds."""
 
 
 def norm(problem: NormProblem, device: Device) -> Launch:
@@ -37,7 +39,7 @@ def norm(problem: NormProblem, device: Device) -> Launch:
     entry, lanes, threads = _geometry(problem, max(1, device.sm_count))
     rows_per_block, apart = threads // lanes, 0
     if entry.isdigit():  # a row is held by a block
-        apart = ahead(problem.n, int(entry) * problem.input_element.bits // 16, threads, device)
+        apart = _ahead(problem.n, int(entry) * problem.input_element.bits // 16, threads, device)
     step = Step(
         entry=f"{problem.kernel}_{entry}",
         grid=(-(-problem.n // rows_per_block), 1, 1),
@@ -67,6 +69,16 @@ def _geometry(problem: NormProblem, multiprocessors: int) -> tuple[str, int, int
     threads = _power(-(-octets // _HELD))
     most = THREADS if problem.input_element is ElementKind.F64 else _MOST_THREADS
     return ("4", threads, threads) if threads <= most else ("long", THREADS, THREADS)
+
+
+def _ahead(rows: int, held: int, threads: int, device: Device) -> int:
+    """Return how many rows ahead a block, which has a row, requests another into L2; 0 if there are few `rows`.
+
+    That is about as many rows as run at once: they are on the way already, and no more of L2 is needed than fits their
+    registers. A block has `threads` that hold `held` chunks of 16 bytes each.
+    """
+    at_once = max(1, _THREADS_AT_ONCE[held] // threads) * max(1, device.sm_count)
+    return at_once if rows > 2 * at_once else 0
 
 
 def _power(count: int) -> int:

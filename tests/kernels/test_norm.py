@@ -13,7 +13,7 @@ import skuda
 from skuda.dispatch.device import KNOWN_DEVICES
 from skuda.kernels.catalog import built_in_ops
 from skuda.kernels.dtypes import storage_dtype
-from skuda.kernels.quantize import NormQuantized, gated_launch, norm_launch
+from skuda.kernels.quantize import NormQuantized, norm_launch
 from skuda.kernels.quantize.norm import NormProblem, fold
 from skuda.kernels.values import rounded
 from skuda.registry.arch import ArchSku
@@ -161,20 +161,17 @@ def test_every_entry_is_launched_and_rows_of_usual_models_are_held_in_registers(
 
 
 @pytest.mark.parametrize("data", FLOATS)
-@pytest.mark.parametrize("op", ["rms_norm_quantize", "layer_norm_quantize", "silu_mul_quantize", "gelu_mul_quantize"])
+@pytest.mark.parametrize("op", OPS)
 def test_a_later_row_is_requested_where_rows_are_held_and_there_are_many(op, data):
     """As many rows later as run at once: their data, and no more of L2, fit the registers of the multiprocessors."""
     rng, found = fresh(op, data), set()
-    fields = {"q_min": -127, "q_max": 127, "input_element": data, "output_element": "s8"}
-    fields |= {"eps": 1e-6} if op in OPS else {}
+    fields = {"q_min": -127, "q_max": 127, "eps": 1e-6, "input_element": data, "output_element": "s8"}
     for _ in range(400):
         n, d = (int(2 ** rng.uniform(0, most)) for most in (15, 17))
-        rule = norm_launch.norm if op in OPS else gated_launch.gated
-        (step,) = rule(dispatcher().describe(op, n=n, d=d, **fields), H200).steps
-        apart = step.parameters[-2 if op in OPS else -4].value
+        (step,) = norm_launch.norm(dispatcher().describe(op, n=n, d=d, **fields), H200).steps
+        apart = step.parameters[-2].value
         assert apart % H200.sm_count == 0
         assert 2 * apart < max(1, n)
-        # Gates and ups make chunks that are as large as one of them.
         assert apart * d * data.bits // 8 <= H200.sm_count * 65_536 * 4
         if n <= 2 * H200.sm_count or "lanes" in step.entry or step.entry.endswith("long"):
             assert apart == 0
