@@ -12,8 +12,8 @@
 //   output       [m, n] SKUDA_OUT, output_leading elements apart; output_scale, output_zero_point: one each, for codes
 //
 // SKUDA_EPILOGUE is its name; SKUDA_ZERO_POINTS is 0 where both zero points are null. A thread keeps what belongs to V
-// neighbouring columns and goes through rows, of which it has U in flight. `lanes` threads, a power of two, share a row of
-// the block.
+// neighbouring columns and goes through rows, of which it has U in flight with their scales. `lanes` threads, a power of two,
+// share a row of the block.
 #include "layer.cuh"
 
 typedef SKUDA_REAL Real;
@@ -42,17 +42,20 @@ struct Columns {  // what belongs to a thread's columns; those beyond the last o
   Real scale[V], bias[V];
   s32 zero_point[V], sum[V];
 };
+struct Held {  // of a row: the sums of these columns, and what belongs to all of its columns
+  uint4 sums;
+  Real scale;
+  s32 zero_point, sum;
+};
 
-DEVICE void finish(const uint4& sums, const Columns& own, const GivenRows<Real>& rows, const s32* act_sums, s64 row,
-                   const Segment<f32>& codes, s64 k, Outputs& y) {
-  const s32 sum[V] = {(s32)sums.x, (s32)sums.y, (s32)sums.z, (s32)sums.w};
-  const Real scale = rows.at(row);
-  const s64 za = rows.zero_point ? rows.zero_point[row * rows.step] : 0, a = (act_sums ? act_sums[row] : 0) - k * za;
+DEVICE void finish(const Held& row, const Columns& own, const Segment<f32>& codes, s64 k, Outputs& y) {
+  const s32 sum[V] = {(s32)row.sums.x, (s32)row.sums.y, (s32)row.sums.z, (s32)row.sums.w};
+  const s64 za = row.zero_point, a = row.sum - k * za;
   Real v[V];
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    const Real acc = SKUDA_ZERO_POINTS ? rows.difference(sum[j] - za * own.sum[j], own.zero_point[j], a) : (Real)sum[j];
-    v[j] = k == 0 ? (Real)0 : product(product(scale, own.scale[j]), acc);
+    const Real acc = SKUDA_ZERO_POINTS ? GivenRows<Real>::difference(sum[j] - za * own.sum[j], own.zero_point[j], a) : (Real)sum[j];
+    v[j] = k == 0 ? (Real)0 : product(product(row.scale, own.scale[j]), acc);
     if (SKUDA_EPILOGUE != IDENTITY) v[j] = v[j] + own.bias[j];
     v[j] = CURVED ? curved(v[j]) : activated_as(v[j], SKUDA_EPILOGUE);
   }
@@ -81,21 +84,24 @@ KERNEL(256, BLOCKS) rescale(
   const s64 step = (s64)gridDim.y * at_once;
 #pragma unroll 1
   for (s64 first = (s64)blockIdx.y * at_once + threadIdx.x / lanes; first < m; first += U * step) {
-    uint4 held[U];
+    Held held[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      held[u] = make_uint4(0, 0, 0, 0);
-      if (first + u * step >= m) continue;
-      const s32* const from = sums + (first + u * step) * sums_leading + column;
-      if (loads) held[u] = load16(from);
-      else held[u] = make_uint4(from[0], left > 1 ? from[1] : 0, left > 2 ? from[2] : 0, left > 3 ? from[3] : 0);
+      const s64 row = first + u * step;
+      held[u] = Held{make_uint4(0, 0, 0, 0), 0, 0, 0};
+      if (row >= m) continue;
+      const s32* const from = sums + row * sums_leading + column;
+      if (loads) held[u].sums = __ldcg((const uint4*)from);
+      else held[u].sums = make_uint4(from[0], left > 1 ? from[1] : 0, left > 2 ? from[2] : 0, left > 3 ? from[3] : 0);
+      held[u].scale = rows.at(row);
+      if (SKUDA_ZERO_POINTS) held[u].zero_point = (s32)rows.zero_point_of(row), held[u].sum = act_sums ? act_sums[row] : 0;
     }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const s64 row = first + u * step;
       if (row >= m) break;
       Outputs y;
-      finish(held[u], own, rows, act_sums, row, codes, k, y);
+      finish(held[u], own, codes, k, y);
       Out* const to = p.output + row * output_leading + column;
       if (stores) {
         *(Outputs*)to = y;

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 _WIDTH = 4
 """Columns of a thread."""
 _FEW_THREADS = 64
-_BLOCKS = 32
-"""Blocks per multiprocessor at most; then threads take more rows, for which they load the scales of columns once."""
+_IN_FLIGHT = 4
+"""Rows that a thread takes at least, if there are enough: it has so many in flight, with the same scales of columns."""
+_FEWEST_BLOCKS, _MOST_BLOCKS = 4, 32
+"""Blocks per multiprocessor: down to so few a thread takes several rows, and never are there more."""
 _MOST_GROUPS = 65_535
 
 
@@ -29,7 +31,8 @@ def rescale(problem: RescaleDescriptor, device: Device) -> Launch:
     threads = layer.THREADS if m * wanted >= layer.THREADS * multiprocessors else _FEW_THREADS
     lanes = min(threads, 1 << (wanted - 1).bit_length())
     strips, groups = -(-wanted // lanes), -(-m // (threads // lanes))
-    groups = min(groups, -(-_BLOCKS * multiprocessors // strips), _MOST_GROUPS)
+    fewest, most = (-(-blocks * multiprocessors // strips) for blocks in (_FEWEST_BLOCKS, _MOST_BLOCKS))
+    groups = min(groups, max(-(-groups // _IN_FLIGHT), fewest), most, _MOST_GROUPS)
     names = {argument.name for argument in problem.arguments()}
     sums = (Pointer(name) if name in names else s64(0)[0] for name in ("act_sums", "weight_sums"))
     step = Step(

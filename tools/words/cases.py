@@ -199,7 +199,7 @@ def problem_of(descriptor: type[Descriptor], shape: Shape, element: ElementKind)
         rows, columns = shape
         fields |= {"numel": rows * columns, "shape": shape, "n": rows, "d": columns}
         fields |= {"outer_size": rows, "axis_size": columns}
-        fields |= {"m": rows, "k": columns}
+        fields |= {"m": rows, "n": columns, "k": columns} if "m" in known else {}
         fields |= {"eps": 1e-6, "has_residual": True, "has_weight": True, "has_bias": True}
         fields |= {"axis": 1} if "shape" in known else {}
         fields |= {"group_size": GROUP_SIZE} if "axis_size" in known else {}
