@@ -8,9 +8,9 @@
 //
 // Data: global memory -> chunks in registers -> values of the compute type -> chunks -> global memory (walk.cuh).
 //
-// Variants: Map has one floating input and one output; Gradient has two inputs and holds half as many chunks of each in
-// flight, so that it needs about as many registers; Quantize and Dequantize have codes on one side. Every struct has a fast path,
-// which wins for finite chunks of segments that are not extreme, and a slow path for the others (quotient.cuh).
+// Variants: Map has one floating input and one output; Gradient has two inputs; Quantize and Dequantize have codes on one
+// side. Every struct has a fast path, which wins for finite chunks of segments that are not extreme, and a slow path for the
+// others (quotient.cuh).
 #pragma once
 #include "walk.cuh"
 
@@ -19,12 +19,19 @@ typedef Compute<Data>::type Real;
 
 // Blocks of 256 threads per multiprocessor that the registers must allow: the most without spills in nvcc and NVRTC.
 #define BLOCKS (sizeof(Data) == 8 ? 3 : 4)
-#define PASSED_BLOCKS (sizeof(Data) == 8 ? 2 : 4)
-#define DIVIDED_BLOCKS (sizeof(Data) == 8 ? 2 : sizeof(Data) == 2 ? 3 : 4)
-#define MIXED_BLOCKS (sizeof(Data) == 2 ? 1 : 2)
+#define RUNS_BLOCKS (sizeof(Data) == 8 ? 2 : 4)
+#define RUNS_OF_MANY_BLOCKS (sizeof(Data) == 8 ? 2 : 3)
+#define PASSED_BLOCKS (sizeof(Data) == 8 ? 2 : 3)
+#define PASSED_RUNS_BLOCKS (sizeof(Data) == 8 ? 2 : sizeof(Data) == 2 ? 4 : 3)
+#define DIVIDED_BLOCKS (sizeof(Data) == 8 ? 2 : 3)
+#define MIXED_BLOCKS 2
 
-// Chunks that a thread has in flight; the launch rule uses the same numbers.
-enum { IN_FLIGHT = sizeof(Data) == 8 ? 8 : 4 };
+// Chunks that a thread has in flight of one floating array, and of each of two, which is what registers hold beside scales;
+// the launch rule uses the same numbers.
+template <Layout LAYOUT> struct InFlight {
+  enum { ONE = LAYOUT == MIXED || sizeof(Data) == 8 ? 8 : 4, EACH = LAYOUT == RUNS && sizeof(Data) == 2 ? 2 : 4 };
+};
+enum { OF_MANY = 8 };  // of one that is so long that there are blocks enough: a scale that is set up serves more of them
 
 template <class T> DEVICE bool rows_of_chunks(const T* p, s64 leading, s64 rows) {
   return aligned(p, leading * (s64)sizeof(T), rows, 16);
@@ -51,7 +58,7 @@ template <int U> DEVICE bool all_finite_chunks(const uint4 (&h)[U], Extremes<Dat
 }
 
 #ifdef SKUDA_CODE
-struct Quantize {
+template <int IN_FLIGHT> struct Quantize {
   enum { V = Width<Data>::count, W = Codes<SKUDA_CODE>::packed ? 2 : 1, U = IN_FLIGHT };
   typedef uint4 Held;
   const Data* input;
@@ -59,7 +66,7 @@ struct Quantize {
   u8* output;
   s64 output_leading;
 
-  DEVICE Held load(s64 row, s64 column) const { return load16(input + row * input_leading + column); }
+  DEVICE Held load(s64 row, s64 column) const { return read16(input + row * input_leading + column); }
   template <int N> DEVICE bool quick(const Held (&h)[U], const Segment<Real> (&g)[N]) const {
     return all_quick(g) && all_finite_chunks(h);
   }
@@ -83,7 +90,7 @@ struct Quantize {
   }
 };
 
-struct Dequantize {
+template <int IN_FLIGHT> struct Dequantize {
   enum { V = Width<Data>::count, W = 1, U = IN_FLIGHT };
   typedef Raw Held;
   const u8* input;
@@ -112,7 +119,7 @@ struct Dequantize {
 #endif
 
 // One floating input, one floating output; F::apply does it for any number of elements.
-template <class F> struct Map {
+template <class F, int IN_FLIGHT> struct Map {
   enum { V = Width<Data>::count, W = 1, U = IN_FLIGHT };
   typedef uint4 Held;
   const Data* input;
@@ -120,7 +127,7 @@ template <class F> struct Map {
   Data* output;
   s64 output_leading;
 
-  DEVICE Held load(s64 row, s64 column) const { return load16(input + row * input_leading + column); }
+  DEVICE Held load(s64 row, s64 column) const { return read16(input + row * input_leading + column); }
   template <int N> DEVICE bool quick(const Held (&h)[U], const Segment<Real> (&g)[N]) const {
     return !F::has_slow_path || (all_quick(g) && all_finite_chunks(h));
   }
@@ -139,8 +146,8 @@ template <class F> struct Map {
 };
 
 // Two floating inputs: F::apply(dy, x, segments, dx).
-template <class F> struct Gradient {
-  enum { V = Width<Data>::count, W = 1, U = IN_FLIGHT / 2 };
+template <class F, int IN_FLIGHT> struct Gradient {
+  enum { V = Width<Data>::count, W = 1, U = IN_FLIGHT };
   struct Held { uint4 dy, x; };
   const Data* d_output;
   s64 d_output_leading;
@@ -150,7 +157,7 @@ template <class F> struct Gradient {
   s64 d_input_leading;
 
   DEVICE Held load(s64 row, s64 column) const {
-    return Held{load16(d_output + row * d_output_leading + column), load16(input + row * input_leading + column)};
+    return Held{read16(d_output + row * d_output_leading + column), read16(input + row * input_leading + column)};
   }
   template <int N> DEVICE bool quick(const Held (&)[U], const Segment<Real> (&)[N]) const { return true; }
   template <bool QUICK, int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 row, s64 column) const {
@@ -237,23 +244,23 @@ DEVICE bool gapless_codes(s64 rows, s64 columns, s64 leading) {
   return gapless(rows, columns, Codes<SKUDA_CODE>::packed ? 2 * leading : leading);
 }
 
-template <Layout LAYOUT>
+template <Layout LAYOUT, int IN_FLIGHT = InFlight<LAYOUT>::ONE>
 DEVICE void walk_quantize(const Data* input, s64 input_leading, u8* output, s64 output_leading, const Scales<Data>& scales, const Shape& v) {
   const s64 rows = v.rows, columns = v.columns;
   const bool chunks = rows_of_chunks(input, input_leading, rows) &&
-                      aligned(output, output_leading, rows, Quantize::V / Quantize::W);
+                      aligned(output, output_leading, rows, Width<Data>::count / (Codes<SKUDA_CODE>::packed ? 2 : 1));
   const bool whole = gapless(rows, columns, input_leading) && gapless_codes(rows, columns, output_leading);
-  walk<LAYOUT>(Quantize{input, input_leading, output, output_leading}, v,
+  walk<LAYOUT>(Quantize<IN_FLIGHT>{input, input_leading, output, output_leading}, v,
                     scales, chunks, whole);
 }
 
 template <Layout LAYOUT>
 DEVICE void walk_dequantize(const u8* input, s64 input_leading, Data* output, s64 output_leading, const Scales<Data>& scales, const Shape& v) {
   const s64 rows = v.rows, columns = v.columns;
-  const u64 bytes = Dequantize::V / (Codes<SKUDA_CODE>::packed ? 2 : 1);
+  const u64 bytes = Width<Data>::count / (Codes<SKUDA_CODE>::packed ? 2 : 1);
   const bool chunks = aligned(input, input_leading, rows, bytes) && rows_of_chunks(output, output_leading, rows);
   const bool whole = gapless(rows, columns, output_leading) && gapless_codes(rows, columns, input_leading);
-  walk<LAYOUT>(Dequantize{input, input_leading, output, output_leading}, v,
+  walk<LAYOUT>(Dequantize<InFlight<LAYOUT>::ONE>{input, input_leading, output, output_leading}, v,
                     scales, chunks, whole);
 }
 #endif
@@ -263,11 +270,11 @@ DEVICE void walk_map(const Data* input, s64 input_leading, Data* output, s64 out
   const s64 rows = v.rows, columns = v.columns;
   const bool chunks = rows_of_chunks(input, input_leading, rows) && rows_of_chunks(output, output_leading, rows);
   const bool whole = gapless(rows, columns, input_leading) && gapless(rows, columns, output_leading);
-  walk<LAYOUT>(Map<F>{input, input_leading, output, output_leading}, v,
+  walk<LAYOUT>(Map<F, InFlight<LAYOUT>::ONE>{input, input_leading, output, output_leading}, v,
                     scales, chunks, whole);
 }
 
-template <Layout LAYOUT, class F>
+template <Layout LAYOUT, class F, int IN_FLIGHT = InFlight<LAYOUT>::EACH>
 DEVICE void walk_gradient(const Data* d_output, s64 d_output_leading, const Data* input, s64 input_leading, Data* d_input,
                      s64 d_input_leading, const Scales<Data>& scales, const Shape& v) {
   const s64 rows = v.rows, columns = v.columns;
@@ -275,6 +282,6 @@ DEVICE void walk_gradient(const Data* d_output, s64 d_output_leading, const Data
                       rows_of_chunks(d_input, d_input_leading, rows);
   const bool whole = gapless(rows, columns, d_output_leading) && gapless(rows, columns, input_leading) &&
                      gapless(rows, columns, d_input_leading);
-  walk<LAYOUT>(Gradient<F>{d_output, d_output_leading, input, input_leading, d_input, d_input_leading},
+  walk<LAYOUT>(Gradient<F, IN_FLIGHT>{d_output, d_output_leading, input, input_leading, d_input, d_input_leading},
                     v, scales, chunks, whole);
 }

@@ -82,13 +82,6 @@ struct Block {  // all threads of the block, whole warps
   }
 };
 
-// Requests a run of whole chunks into L2 for the block that will read it; by one thread, on Hopper and later.
-DEVICE void fetch_to_l2(const Data* run, s64 elements) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(run), "r"((u32)(elements * sizeof(Data))));
-#endif
-}
-
 // Loads R chunks into a thread, `lanes` apart; beyond the last chunk it repeats that one, which does not change a range.
 template <int R> struct HeldChunks {
   uint4 chunk[R];
@@ -96,7 +89,7 @@ template <int R> struct HeldChunks {
 #pragma unroll
     for (int k = 0; k < R; ++k) {
       const u32 at = first + k * lanes;
-      chunk[k] = load16((const uint4*)run + (at < chunks ? at : chunks - 1));
+      chunk[k] = read16((const uint4*)run + (at < chunks ? at : chunks - 1));
     }
   }
   DEVICE void include_in(Extremes<Data>& e, bool asymmetric) const {

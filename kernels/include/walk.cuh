@@ -16,6 +16,10 @@
 #pragma once
 #include "quotient.cuh"
 
+// Loads 16 bytes of a stream. On an H200 it ends up to a tenth sooner than by `load16`, which marks lines of the cache as the
+// first to leave; rows that are normalized, or activated and multiplied, end later.
+DEVICE uint4 read16(const void* p) { return __ldcg((const uint4*)p); }
+
 // How segments lie in chunks: one for everything; each chunk within one; any segment per element.
 enum Layout { WHOLE, RUNS, MIXED };
 
@@ -64,31 +68,33 @@ DEVICE bool aligned(const void* p, s64 leading_bytes, s64 rows, u64 bytes) {
 //   void finish<QUICK>(held, segments, row, column)   compute and write one; one segment, or one per element
 //   void single(segments, count, row, column)  handle `count` <= W elements, one by one
 
-// Loads U chunks of a run that begins at (row, column), `apart` from each other; beyond the end it repeats the last one.
+// Loads U chunks of a run that begins with chunk `origin` of a row, `apart` from each other; beyond the end it repeats the
+// last one.
 template <class Op, class I>
-DEVICE void load_chunks(const Op& op, typename Op::Held (&held)[Op::U], I first, I apart, I chunks, s64 row, s64 column) {
+DEVICE void load_chunks(const Op& op, typename Op::Held (&held)[Op::U], I first, I apart, I chunks, s64 row, I origin) {
 #pragma unroll
   for (int u = 0; u < Op::U; ++u) {
     const I chunk = first + u * apart;
-    held[u] = op.load(row, column + (s64)(chunk < chunks ? chunk : chunks - 1) * Op::V);
+    held[u] = op.load(row, (s64)(origin + (chunk < chunks ? chunk : chunks - 1)) * Op::V);
   }
 }
 
 // One decision for all U chunks, so that they overlap. On the slow path they are read again, one at a time.
 template <int N, class Op, class I, class C>
 DEVICE void finish_chunks(const Op& op, const typename Op::Held (&held)[Op::U], const Segment<C> (&g)[N], I first, I apart,
-                          I chunks, s64 row, s64 column) {
+                          I chunks, s64 row, I origin) {
   if (op.quick(held, g)) {
 #pragma unroll
     for (int u = 0; u < Op::U; ++u) {
       const I chunk = first + u * apart;
-      if (chunk < chunks) op.template finish<true>(held[u], g, row, column + (s64)chunk * Op::V);
+      if (chunk < chunks) op.template finish<true>(held[u], g, row, (s64)(origin + chunk) * Op::V);
     }
     return;
   }
 #pragma unroll 1
   for (I chunk = first, u = 0; u < Op::U && chunk < chunks; ++u, chunk += apart) {
-    op.template finish<false>(op.load(row, column + (s64)chunk * Op::V), g, row, column + (s64)chunk * Op::V);
+    const s64 column = (s64)(origin + chunk) * Op::V;
+    op.template finish<false>(op.load(row, column), g, row, column);
   }
 }
 
@@ -101,6 +107,7 @@ template <class T, class Op> DEVICE bool walk_units(const Op& op, const Shape& v
   if (v.parts.d == 0 || length % V != 0 || total / V >= 0x7fffffffll) return false;
   if (!flat && length != v.columns && v.columns % length != 0) return false;
   if (spans && v.inner % length != 0) return false;
+  const u32 all = (u32)(total / length), of_row = (u32)(v.columns / length);  // runs
   const u32 chunks = (u32)(length / V), lanes = v.lanes, unit_chunks = U * lanes;
   const u32 parts = spans ? (chunks + unit_chunks - 1) / unit_chunks : v.parts.d;
   const u32 shift = lanes < blockDim.x ? __ffs(lanes) - 1 : 31, groups = lanes < blockDim.x ? blockDim.x >> shift : 1;
@@ -108,15 +115,14 @@ template <class T, class Op> DEVICE bool walk_units(const Op& op, const Shape& v
 #pragma unroll 1
   for (u32 unit = blockIdx.x * groups + (threadIdx.x >> shift);; unit += gridDim.x * groups) {
     const u32 run = spans ? unit / parts : v.parts.quotient(unit);
-    const s64 e = run * length;
-    if (e >= total) return true;
-    const u32 counted = spans ? (u32)(e / v.inner) : run, segment = counted - v.per_channels.quotient(counted) * v.per_channels.d;
-    const s64 row = flat ? 0 : length == v.columns ? run : e / v.columns, column = e - row * v.columns;
+    if (run >= all) return true;
+    const u32 counted = spans ? (u32)(run * length / v.inner) : run, segment = counted - v.per_channels.quotient(counted) * v.per_channels.d;
+    const u32 row = flat ? 0 : of_row == 1 ? run : run / of_row, origin = (run - row * of_row) * chunks;
     const u32 first = (unit - run * parts) * unit_chunks + lane;
     typename Op::Held held[U];
-    load_chunks(op, held, first, lanes, chunks, row, column);
+    load_chunks(op, held, first, lanes, chunks, row, origin);
     const Segment<typename Compute<T>::type> g[1] = {scales.at(segment)};
-    finish_chunks(op, held, g, first, lanes, chunks, row, column);
+    finish_chunks(op, held, g, first, lanes, chunks, row, origin);
   }
 }
 
@@ -154,8 +160,8 @@ DEVICE void walk(const Op& op, Shape v, const Scales<T>& scales, bool chunks_all
 #pragma unroll 1
       for (s64 first = start; first < chunks; first += stride) {
         typename Op::Held held[U];
-        load_chunks(op, held, first, apart, chunks, row, 0);
-        finish_chunks(op, held, g, first, apart, chunks, row, 0);
+        load_chunks(op, held, first, apart, chunks, row, (s64)0);
+        finish_chunks(op, held, g, first, apart, chunks, row, (s64)0);
       }
     }
   }

@@ -20,7 +20,7 @@ KERNEL(256, BLOCKS) dequantize(
   walk_dequantize<WHOLE>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
 }
 
-KERNEL(256, BLOCKS) dequantize_runs(
+KERNEL(256, RUNS_BLOCKS) dequantize_runs(
     const u8* input, s64 input_leading, Data* output, s64 output_leading, SEGMENTS, SHAPE) {
   walk_dequantize<RUNS>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
 }

@@ -19,7 +19,7 @@ KERNEL(256, BLOCKS) dequantize_backward(
   walk_map<WHOLE, Scaled>(d_output, d_output_leading, d_input, d_input_leading, SCALES, SHAPE_GIVEN);
 }
 
-KERNEL(256, BLOCKS) dequantize_backward_runs(
+KERNEL(256, RUNS_BLOCKS) dequantize_backward_runs(
     const Data* d_output, s64 d_output_leading, Data* d_input, s64 d_input_leading, SEGMENTS, SHAPE) {
   walk_map<RUNS, Scaled>(d_output, d_output_leading, d_input, d_input_leading, SCALES, SHAPE_GIVEN);
 }

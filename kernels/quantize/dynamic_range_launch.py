@@ -112,10 +112,11 @@ def _codes(problem: DynamicRangeQuantizeDescriptor, device: Device, segmentation
     width, compute = width_of(problem.input_element), problem.input_element.compute
     if segmentation is not None and segmentation[1] == 1:
         segmentation = None
-    in_flight = in_flight_of(problem.input_element)
+    layout = layout_of(segmentation, width)
+    in_flight = in_flight_of(problem.input_element, layout)
     blocks, threads, shape = walk(segmentation, math.prod(problem.data_shape), width, in_flight, device)
     return Step(
-        entry=f"dynamic_range_codes{layout_of(segmentation, width)}",
+        entry=f"dynamic_range_codes{layout}",
         grid=(blocks, 1, 1),
         block=(threads, 1, 1),
         parameters=(

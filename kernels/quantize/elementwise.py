@@ -13,24 +13,24 @@ from skuda.registry.elements import CODES, FLOATS, ElementKind
 from skuda.registry.op import Case, Op, Values
 
 _SIZES: dict[type[AffineProblem], tuple[dict[str, Any], ...]] = {
-    PerTensor: tuple({"numel": n} for n in (1000, 0, 1, 2, 7, 65537, 4096)),
+    PerTensor: tuple({"numel": n} for n in (1000, 4096, 0, 1, 2, 7, 65537)),
     PerChannel: tuple(
         {"shape": shape, "axis": axis}
         for shape, axis in (
             ((2, 3, 4), 1),
+            ((7, 1000), 1),
             ((33, 65), 0),
             ((33, 65), -1),
             ((0, 3), 1),
             ((3, 0), 0),
             ((1,), 0),
             ((2, 3, 1, 5, 2), 3),
-            ((7, 1000), 1),
         )
     ),
-    PerToken: tuple({"n": n, "d": d} for n, d in ((17, 33), (0, 5), (5, 0), (1, 1), (3, 70001), (257, 8))),
+    PerToken: tuple({"n": n, "d": d} for n, d in ((17, 33), (3, 1024), (0, 5), (5, 0), (1, 1), (3, 70001), (257, 8))),
     PerGroup: tuple(
         {"outer_size": o, "axis_size": a, "group_size": g}
-        for o, a, g in ((3, 32, 8), (0, 8, 4), (4, 0, 4), (1, 1, 1), (5, 15, 5), (2, 9, 3), (9, 256, 128), (2, 7, 7))
+        for o, a, g in ((3, 32, 8), (9, 256, 128), (0, 8, 4), (4, 0, 4), (1, 1, 1), (5, 15, 5), (2, 9, 3), (2, 7, 7))
     ),
 }
 _VALUES: tuple[Values, ...] = ("normal", "special", "ties")
@@ -67,12 +67,12 @@ def _op(descriptor: type[AffineProblem], reference: Callable[..., None], source:
 
 
 def _cases(descriptor: type[AffineProblem], codes: tuple[ElementKind | None, ...]) -> tuple[Case, ...]:
-    """Return every size with f32 and s8, and every pair of elements over all sizes."""
+    """Return every size with f32 and s8, and every pair of elements with the first two sizes and over all of them."""
     sizes = next(found for kind, found in _SIZES.items() if issubclass(descriptor, kind))
     pairs = [(data, code) for data in FLOATS for code in codes]
     plan = [(FLOATS[0], codes[0], size) for size in sizes]
     plan += [(*pair, size) for pair, size in zip(pairs, cycle(sizes), strict=False)]
-    plan += [(*pair, sizes[0]) for pair in pairs]
+    plan += [(*pair, size) for size in sizes[:2] for pair in pairs]
     made = []
     for number, (data, code, size) in enumerate(plan):
         given: dict[str, Any] = {**size, descriptor.element_field: data}

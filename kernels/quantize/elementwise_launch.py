@@ -30,8 +30,10 @@ WARP = 32
 CHUNK_BYTES = 16
 MOST_BLOCKS = 2**31 - 1
 _PASSES = 4
-_THREADS_AT_ONCE = {2: 1536, 4: 1024, 8: 512, 16: 256}
-"""Threads of a multiprocessor that the registers allow, about, by the chunks of 16 bytes of a row that each holds."""
+_OF_MANY = 8
+"""Chunks that a thread has in flight where there are many: OF_MANY of ``affine.cuh``."""
+_RESIDENT = 2
+"""Blocks on a multiprocessor of threads that keep the scales of their columns: as many as registers allow."""
 
 
 def elementwise(problem: AffineProblem, device: Device) -> Launch:
@@ -39,11 +41,13 @@ def elementwise(problem: AffineProblem, device: Device) -> Launch:
     data = tuple(a.name for a in problem.arguments() if a.shape == problem.data_shape and a.name not in _SCALES)
     floating, segmentation = problem.data_element, problem.granularity.segmentation
     width, numel = width_of(floating), math.prod(problem.data_shape)
-    # A backward pass of two inputs holds chunks of both.
-    in_flight = in_flight_of(floating) // (len(data) - 1)
+    layout, suffix = layout_of(segmentation, width), ""
+    in_flight = in_flight_of(floating, layout, len(data) - 1)
+    if problem.kernel == "quantize" and in_flight < _OF_MANY and _are_many(numel, segmentation, width, device):
+        in_flight, suffix = _OF_MANY, f"_{_OF_MANY}"
     blocks, threads, shape = walk(segmentation, numel, width, in_flight, device)
     step = Step(
-        entry=problem.kernel + layout_of(segmentation, width),
+        entry=problem.kernel + layout + suffix,
         grid=(blocks, 1, 1),
         block=(threads, 1, 1),
         parameters=(*strided(*data), *_scale_parameters(problem), Rows(), Columns(), *shape),
@@ -75,6 +79,12 @@ def layout_of(segmentation: tuple[int, int] | None, width: int) -> str:
         return ""
     inner, channels = segmentation
     return "_mixed" if channels > 1 and inner % width else "_runs"
+
+
+def _are_many(numel: int, segmented: tuple[int, int] | None, width: int, device: Device) -> bool:
+    """Return whether a thread gets `_OF_MANY` chunks: there are blocks enough, and runs that fill cache lines."""
+    run = (numel if segmented is None else segmented[0]) // width
+    return run >= _OF_MANY * 8 and numel // width >= 16 * max(1, device.sm_count) * THREADS * _OF_MANY
 
 
 def width_of(data: ElementKind) -> int:
@@ -130,19 +140,11 @@ def _divisor(d: int) -> tuple[Parameter, ...]:
     return s32(signed, shift)
 
 
-def ahead(rows: int, held: int, threads: int, device: Device) -> int:
-    """Return how many rows ahead a block, which has a row, requests another into L2; 0 if there are few `rows`.
-
-    That is about as many rows as run at once: they are on the way already, and no more of L2 is needed than fits their
-    registers. A block has `threads` that hold `held` chunks of 16 bytes each.
-    """
-    at_once = max(1, _THREADS_AT_ONCE[held] // threads) * max(1, device.sm_count)
-    return at_once if rows > 2 * at_once else 0
-
-
-def in_flight_of(data: ElementKind) -> int:
-    """Return the chunks of `data` that a thread of an elementwise op has in flight: IN_FLIGHT of ``affine.cuh``."""
-    return 8 if data is ElementKind.F64 else 4
+def in_flight_of(data: ElementKind, layout: str, arrays: int = 1) -> int:
+    """Return the chunks that a thread has in flight of one array, or of each of two: InFlight of ``affine.cuh``."""
+    if arrays == 1:
+        return 8 if layout == "_mixed" or data is ElementKind.F64 else 4
+    return 2 if layout == "_runs" and data.bits == 16 else 4
 
 
 def _blocks(chunks: int, period: int, in_flight: int, device: Device) -> int:
@@ -151,5 +153,5 @@ def _blocks(chunks: int, period: int, in_flight: int, device: Device) -> int:
         return max(1, min(-(-chunks // (THREADS * in_flight)), MOST_BLOCKS))
     # Threads keep the scales of their columns in registers: they step by whole periods, or take one chunk each.
     once = max(1, -(-chunks // THREADS))
-    resident = 8 * max(1, device.sm_count)
+    resident = _RESIDENT * max(1, device.sm_count)
     return min(once, max(period, min(once // in_flight, resident) // period * period), MOST_BLOCKS)

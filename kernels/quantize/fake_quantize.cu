@@ -19,7 +19,7 @@ KERNEL(256, BLOCKS) fake_quantize(
   walk_map<WHOLE, Fake>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
 }
 
-KERNEL(256, BLOCKS) fake_quantize_runs(
+KERNEL(256, RUNS_BLOCKS) fake_quantize_runs(
     const Data* input, s64 input_leading, Data* output, s64 output_leading, SEGMENTS, SHAPE) {
   walk_map<RUNS, Fake>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
 }

@@ -14,7 +14,7 @@
 // granularities use the second or the third.
 #include "affine.cuh"
 
-KERNEL(256, BLOCKS) quantize_backward(
+KERNEL(256, DIVIDED_BLOCKS) quantize_backward(
     const Data* d_output, s64 d_output_leading, const Data* input, s64 input_leading, Data* d_input,
     s64 d_input_leading, SEGMENTS, SHAPE) {
   walk_gradient<WHOLE, Divided>(
@@ -31,6 +31,6 @@ KERNEL(256, DIVIDED_BLOCKS) quantize_backward_runs(
 KERNEL(256, MIXED_BLOCKS) quantize_backward_mixed(
     const Data* d_output, s64 d_output_leading, const Data* input, s64 input_leading, Data* d_input,
     s64 d_input_leading, SEGMENTS, SHAPE) {
-  walk_gradient<MIXED, Divided>(
+  walk_gradient<MIXED, Divided, sizeof(Data) == 2 ? 2 : 4>(
       d_output, d_output_leading, input, input_leading, d_input, d_input_leading, SCALES, SHAPE_GIVEN);
 }

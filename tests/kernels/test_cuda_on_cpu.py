@@ -218,6 +218,24 @@ def test_kernel_equals_the_reference(op, sku, cases):
     check_all(emulator.Unit.of(sku), op, sku, cases, rng)
 
 
+MANY = [e for e in EVERY if e.id.startswith(("quantization.quantize_per_tensor.", "quantization.quantize_per_token."))]
+
+
+@pytest.mark.parametrize(("op", "sku", "cases"), MANY)
+def test_a_thread_with_many_chunks_in_flight_gives_the_same(op, sku, cases):
+    """As many chunks as it takes on the smaller device, and some more; f64 has no other number of them in flight."""
+    rng, data = fresh(sku.id), sku.element
+    row, chunks = 1024, 16 * 256 * 8 + 1 + int(rng.integers(500))
+    rows = -(-chunks * (128 // data.bits) // row)
+    problem = next(case.problem for case in cases if case.problem.data_element is data)
+    problem = problem.model_copy(
+        update={"n": rows, "d": row} if op.name.endswith("token") else {"numel": rows * row - 3}
+    )
+    launch = launch_of(sku, problem, DEVICES[0])
+    assert launch.steps[0].entry.endswith("_8") == (data is not ElementKind.F64)
+    check_all(emulator.Unit.of(sku), op, sku, (Case(problem, "special"),), rng)
+
+
 def _hard_quotients(bits, count, rng):
     """Return x and s of `bits` bits whose quotient is far closer to the middle between two such numbers than by chance.
 
