@@ -62,7 +62,7 @@ class Selection(Value):
         return f"{self.kernel or 'none'}{time}{why}"
 
 
-_MOST_OF_A_KEY = 4
+_MOST_OF_A_KEY = 3
 """Cases that ask about the same kernels; more would make the file large and find little more."""
 
 
