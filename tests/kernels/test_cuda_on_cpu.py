@@ -358,7 +358,7 @@ MUTANTS = {
     "a byte too far": ("quantize_per_channel", "unit < all_units;", "unit < all_units + 1;"),
     "wrong nibble order": ("quantize_per_group", "(q[i] & 15u) << 4 * i", "(q[i] & 15u) << 4 * (N - 1 - i)"),
     "missing barrier": ("dynamic_range", "__syncthreads();", ""),
-    "missing unit": ("dequantize_per_token", "if (e >= total) return true;", "if (e + length >= total) return true;"),
+    "missing unit": ("dequantize_per_token", "if (run >= all) return true;", "if (run + 1 >= all) return true;"),
     "another order of the sum": (
         "rms_norm_quantize",
         "half[i] = v[i] + v[i + N / 2];",
