@@ -10,9 +10,9 @@
 //   parts           units in a segment, 0 where it is not whole chunks; with the multipliers that divide by both
 //   lanes           threads that share a unit
 //
-// There are three entries, by how segments lie in 16-byte chunks: one segment for everything, chunks that each lie in one
-// segment (`_runs`), and chunks that may span several segments (`_mixed`). Per tensor uses the first, the other
-// granularities use the second or the third.
+// There are three kinds of entries, by how segments lie in 16-byte chunks: one segment for everything, chunks that each lie
+// in one segment (`_runs`), and chunks that may span several segments (`_mixed`). Per tensor uses the first, the other
+// granularities use the second or the third. The first two also exist with 8 chunks in flight (`_8`), for many chunks.
 #include "affine.cuh"
 
 KERNEL(256, BLOCKS) quantize(

@@ -37,22 +37,18 @@ def _resized(problem, rng):
         base = int(2 ** (rng.integers(0, 18) if rng.random() < 0.5 else rng.uniform(0, 17)))
         return max(1, (base + int(rng.integers(-2, 3)) * (rng.random() < 0.3)) ** power)
 
-    # No sum of u8 codes leaves s32.
-    change = {
-        name: min(size(power), longest_k(ElementKind.U8, ElementKind.U8) if name == "k" else 1 << 40)
-        for name, power in _AXES.items()
-        if name in type(problem).model_fields
-    }
-    if "shape" in type(problem).model_fields:
+    fields = type(problem).model_fields
+    change = {name: size(power) for name, power in _AXES.items() if name in fields}
+    if "k" in change:  # no sum of u8 codes leaves s32
+        change["k"] = min(change["k"], longest_k(ElementKind.U8, ElementKind.U8))
+    if "shape" in fields:
         change["shape"] = tuple(size(1) for _ in problem.shape)
     if getattr(problem, "group_size", None):
         change["group_size"] = int(rng.integers(1, 300))
-        change["axis_size"] = change["group_size"] * int(rng.integers(1, 300))
+        change["axis_size" if "axis_size" in fields else "d"] = change["group_size"] * int(rng.integers(1, 300))
     try:
-        return type(problem)(
-            **problem.model_dump() | {k: v for k, v in change.items() if k in type(problem).model_fields}
-        )
-    except InvalidProblem:
+        return type(problem)(**problem.model_dump() | change)
+    except InvalidProblem:  # more elements than there can be
         return problem
 
 
