@@ -200,14 +200,13 @@ class LocalMaxima(Passing):
 
 
 class OneRankIsOff(Passing):
-    """The largest rank gets a result of its own."""
+    """The second rank gets sums of its own: doubled, since one more is at times lost where they are rounded."""
 
     def sum(self, array):
-        found = self.group.sum(array)
-        return found + (self.group.rank == 1)
+        return self.group.sum(array) * (1 + (self.group.rank == 1))
 
     def sum_rows(self, array, sizes):
-        return self.group.sum_rows(array, sizes) + (self.group.rank == 1)
+        return self.group.sum_rows(array, sizes) * (1 + (self.group.rank == 1))
 
 
 @dataclass
