@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from pathlib import Path
@@ -119,7 +120,7 @@ class Dispatcher:
         self.registry = registry
         self.backends = {backend.spec.name: backend for backend in backends}
         self.plugins = tuple(plugins)
-        self._plans: dict[Hashable, Plan] = {}
+        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()  # of a dict the first key takes long to find
         self._ran: dict[tuple[Descriptor, PlanPreference | None], Callable[..., Any]] = {}
         """What `run` tries first for a problem; replaced as a whole when plans are withdrawn, which it may hold."""
         self._failed: dict[str, tuple[str, str]] = {}
@@ -354,7 +355,7 @@ class Dispatcher:
     def _kept(self, key: Hashable, plan: Plan) -> Plan:
         with self._lock:
             while len(self._plans) >= _MOST_PLANS:
-                del self._plans[next(iter(self._plans))]
+                self._plans.popitem(last=False)
             return self._plans.setdefault(key, plan)
 
     def _selected(

@@ -9,6 +9,9 @@ A FILE is what this writes, or a record of times that ``--record`` made of sever
 behind ``--held``, which only the loss is computed of: how much longer the tile with the smallest predicted time took
 than the fastest one. Without ``--held``, the tiles are fitted twice: for the loss to one half of the shapes, which are
 then held against the other half, and for the printed result to all of them.
+
+Times are fitted, not choices. Times that are changed until they choose best at some shapes choose worse at others: what
+they then follow is the noise that made one of several equal tiles the fastest.
 """
 
 from __future__ import annotations
@@ -18,8 +21,6 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import product
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,8 +41,8 @@ _FITTED = tuple(field.name for field in fields(Tile) if field.type == "float")
 _FEWEST = 33
 """Rows from which a tile is worth choosing well: `streamed` serves fewer."""
 _STEPS = 60
-_NOISE = 0.02
-_SHRINKING = (0.1, 0.05, 0.1, 0.05, 0.02, 0.05, 0.02, 0.01)
+_PULL = 0.05
+"""Residual of a time that is changed by a factor of e: what no shape tells stays as it is."""
 
 
 class Loss(NamedTuple):
@@ -100,15 +101,16 @@ def fit(tile: Tile, times: Times, sm_count: int = H200) -> Tile:
     shapes = [shape for shape, us in times.items() if name in us]
     if len(shapes) <= len(_FITTED):
         return tile
+    start = np.log([getattr(tile, name) for name in _FITTED])
     measured = np.log([times[shape][name] for shape in shapes])
     weight = (np.array([min(times[shape].values()) for shape in shapes]) / np.exp(measured)) ** 2
 
     def residuals(logs: Array) -> Array:
         one = _with(tile, logs)
-        found: Array = weight * (np.log([one.predicted(*shape, sm_count) for shape in shapes]) - measured)
-        return found
+        missed = weight * (np.log([one.predicted(*shape, sm_count) for shape in shapes]) - measured)
+        return np.concatenate([missed, _PULL * (logs - start)])
 
-    return _with(tile, _least_squares(residuals, np.log([getattr(tile, name) for name in _FITTED])))
+    return _with(tile, _least_squares(residuals, start))
 
 
 def _with(tile: Tile, logs: Array) -> Tile:
@@ -133,40 +135,6 @@ def _least_squares(residuals: Callable[[Array], Array], start: Array) -> Array:
     return at
 
 
-def refine(tiles: Sequence[Tile], times: Times, sm_count: int = H200) -> tuple[float, tuple[Tile, ...]]:
-    """Return an objective, and the tiles with times that lower it: coordinate by coordinate, in ever smaller steps.
-
-    The objective is the mean of the losses' logarithms plus their root mean square, so that large losses count more. It
-    is smooth, because every tile is chosen with the probability that noise of `_NOISE` in the predictions gives it.
-    """
-    shapes, names = list(times), list(map(key, tiles))
-    us = np.array([[times[shape].get(name, np.inf) for shape in shapes] for name in names])
-    lost = np.where(np.isfinite(us), np.log(us / us.min(axis=0)), 0.0)
-
-    def row(tile: Tile) -> Array:
-        return np.log([tile.predicted(*shape, sm_count) for shape in shapes])
-
-    def cost(predicted: Array) -> float:
-        against = np.where(np.isfinite(us), -predicted / _NOISE, -np.inf)
-        likely = np.exp(against - against.max(axis=0))
-        each = (likely / likely.sum(axis=0) * lost).sum(axis=0)
-        return float(each.mean() + np.sqrt((each**2).mean()))
-
-    found, predicted = list(tiles), np.stack(list(map(row, tiles)))
-    best = cost(predicted)
-    for step in _SHRINKING:
-        for at, name in product(range(len(found)), _FITTED):
-            for factor in (1 + step, 1 / (1 + step)):
-                changed: dict[str, Any] = {name: getattr(found[at], name) * factor}
-                tried = replace(found[at], **changed)
-                rows = predicted.copy()
-                rows[at] = row(tried)
-                if (now := cost(rows)) < best:
-                    found[at], predicted, best = tried, rows, now
-                    break
-    return best, tuple(found)
-
-
 def loss(tiles: Sequence[Tile], times: Times, sm_count: int = H200) -> Loss:
     """Return the loss of choosing by predicted time among the tiles that were measured at each shape."""
     ratios: dict[Shape, float] = {}
@@ -179,9 +147,8 @@ def loss(tiles: Sequence[Tile], times: Times, sm_count: int = H200) -> Loss:
 
 
 def fitted_to(times: Times) -> tuple[Tile, ...]:
-    """Return `TILES` refined from their present times or from those that fit best, whichever chooses better."""
-    starts = (TILES, tuple(fit(tile, times) for tile in TILES))
-    return min((refine(start, times) for start in starts), key=itemgetter(0))[1]
+    """Return `TILES` with the times that fit best."""
+    return tuple(fit(tile, times) for tile in TILES)
 
 
 def line(tile: Tile) -> str:
