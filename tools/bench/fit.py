@@ -146,9 +146,9 @@ def loss(tiles: Sequence[Tile], times: Times, sm_count: int = H200) -> Loss:
     return Loss(float(np.exp(np.log(list(ratios.values())).mean())), ratios[worst], worst)
 
 
-def fitted_to(times: Times) -> tuple[Tile, ...]:
-    """Return `TILES` with the times that fit best."""
-    return tuple(fit(tile, times) for tile in TILES)
+def fitted_to(times: Times, tiles: Sequence[Tile] = TILES) -> tuple[Tile, ...]:
+    """Return tiles with the times that fit best."""
+    return tuple(fit(tile, times) for tile in tiles)
 
 
 def line(tile: Tile) -> str:
