@@ -20,23 +20,20 @@ typedef Compute<Data>::type Real;
 // Blocks of 256 threads per multiprocessor that the registers must allow: the most without spills in nvcc and NVRTC.
 #define BLOCKS (sizeof(Data) == 8 ? 3 : 4)
 #define RUNS_BLOCKS (sizeof(Data) == 8 ? 2 : 4)
-#define RUNS_OF_MANY_BLOCKS (sizeof(Data) == 8 ? 2 : 3)
-#define PASSED_BLOCKS (sizeof(Data) == 8 ? 2 : 3)
-#define PASSED_RUNS_BLOCKS (sizeof(Data) == 8 ? 2 : sizeof(Data) == 2 ? 4 : 3)
-#define DIVIDED_BLOCKS (sizeof(Data) == 8 ? 2 : 3)
+#define GRADIENT_BLOCKS (sizeof(Data) == 8 ? 2 : 3)
+#define GRADIENT_RUNS_BLOCKS 3
 #define MIXED_BLOCKS 2
 
 // Chunks that a thread has in flight of one floating array, and of each of two, which is what registers hold beside scales;
 // the launch rule uses the same numbers.
 template <Layout LAYOUT> struct InFlight {
-  enum { ONE = LAYOUT == MIXED || sizeof(Data) == 8 ? 8 : 4, EACH = LAYOUT == RUNS && sizeof(Data) == 2 ? 2 : 4 };
+  enum { ONE = LAYOUT == MIXED || sizeof(Data) == 8 ? 8 : 4, EACH = 4 };
 };
 enum { OF_MANY = 8 };  // of one that is so long that there are blocks enough: a scale that is set up serves more of them
 
 template <class T> DEVICE bool rows_of_chunks(const T* p, s64 leading, s64 rows) {
   return aligned(p, leading * (s64)sizeof(T), rows, 16);
 }
-DEVICE bool rows_of_codes(const void* p, s64 leading, s64 rows, u64 bytes) { return aligned(p, leading, rows, bytes); }
 
 // Whether every value in some chunks is finite; 16-bit values are tested in pairs.
 template <int U> DEVICE bool all_finite_chunks(const uint4 (&h)[U], Extremes<Data> found = Extremes<Data>::zero()) {
@@ -55,6 +52,40 @@ template <int U> DEVICE bool all_finite_chunks(const uint4 (&h)[U], Extremes<Dat
     }
   }
   return finite && found.up() < Infinity<Real>::bits();
+}
+
+// Whether all values are `divisible`; they are included in words, as `Extremes` splits them.
+template <class T> struct Dividends {
+  bool fit;
+  static DEVICE Dividends none() { return Dividends{true}; }
+  DEVICE void include(T v) { fit = fit && divisible(v); }
+  DEVICE bool all() const { return fit; }
+};
+template <class T, bool TINY> struct HalfDividends {  // TINY: whether T has numbers below 2^-100
+  Extremes<T> found;
+  u32 tiny;  // the highest bit of a half if it was one
+  static DEVICE HalfDividends none() { return HalfDividends{Extremes<T>::zero(), 0}; }
+  DEVICE void include(u32 two) {
+    found.include_magnitude(two);
+    // A half is tiny if it is at least 1 but not 0xd80, which is 2^-100. What each lacks to 0x8000 is added, without a carry.
+    const u32 halves = two & 0x7fff7fffu;
+    if (TINY) tiny |= (halves + 0x7fff7fffu) & ~(halves + 0x72807280u);
+  }
+  DEVICE bool all() const { return (tiny & 0x80008000u) == 0 && found.up() < bits_of(Divisible<f32>::beyond()); }
+};
+template <> struct Dividends<f16> : HalfDividends<f16, false> {};
+template <> struct Dividends<bf16> : HalfDividends<bf16, true> {};
+
+template <int U> DEVICE bool all_divisible(const uint4 (&h)[U]) {
+  auto dividends = Dividends<Data>::none();
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    typename Extremes<Data>::Word words[Extremes<Data>::words];
+    Extremes<Data>::split(h[u], words);
+#pragma unroll
+    for (int i = 0; i < Extremes<Data>::words; ++i) dividends.include(words[i]);
+  }
+  return dividends.all();
 }
 
 #ifdef SKUDA_CODE
@@ -145,7 +176,7 @@ template <class F, int IN_FLIGHT> struct Map {
   }
 };
 
-// Two floating inputs: F::apply(dy, x, segments, dx).
+// Two floating inputs: F::apply<QUICK>(dy, x, segments, dx), which may be quick if F::quick(dy, segments).
 template <class F, int IN_FLIGHT> struct Gradient {
   enum { V = Width<Data>::count, W = 1, U = IN_FLIGHT };
   struct Held { uint4 dy, x; };
@@ -159,18 +190,23 @@ template <class F, int IN_FLIGHT> struct Gradient {
   DEVICE Held load(s64 row, s64 column) const {
     return Held{read16(d_output + row * d_output_leading + column), read16(input + row * input_leading + column)};
   }
-  template <int N> DEVICE bool quick(const Held (&)[U], const Segment<Real> (&)[N]) const { return true; }
+  template <int N> DEVICE bool quick(const Held (&h)[U], const Segment<Real> (&g)[N]) const {
+    uint4 dy[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) dy[u] = h[u].dy;
+    return F::quick(dy, g);
+  }
   template <bool QUICK, int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 row, s64 column) const {
     Real dy[V], x[V], dx[V];
     Chunk<Data>::unpack(h.dy, dy), Chunk<Data>::unpack(h.x, x);
-    F::apply(dy, x, g, dx);
+    F::template apply<QUICK>(dy, x, g, dx);
     store16(d_input + row * d_input_leading + column, Chunk<Data>::pack(dx));
   }
   DEVICE void single(const Segment<Real> (&g)[W], int, s64 row, s64 column) const {
     const Real dy[1] = {widen(d_output[row * d_output_leading + column])};
     const Real x[1] = {widen(input[row * input_leading + column])};
     Real dx[1];
-    F::apply(dy, x, g, dx);
+    F::template apply<false>(dy, x, g, dx);
     narrow(dx[0], d_input[row * d_input_leading + column]);
   }
 };
@@ -196,23 +232,29 @@ struct Fake {
 };
 
 struct Divided {  // quantize, backward
-  template <int V, int N>
+  template <int U, int N> static DEVICE bool quick(const uint4 (&dy)[U], const Segment<Real> (&g)[N]) {
+    return all_divide(g) && all_divisible(dy);
+  }
+  template <bool QUICK, int V, int N>
   static DEVICE void apply(const Real (&dy)[V], const Real (&x)[V], const Segment<Real> (&g)[N], Real (&dx)[V]) {
-    bool inside[V];
-    in_range(x, g, inside);
-    divided(dy, g, dx);
 #pragma unroll
-    for (int j = 0; j < V; ++j) dx[j] = inside[j] ? dx[j] : (Real)0;
+    for (int j = 0; j < V; ++j) {
+      const Segment<Real>& own = SEGMENT_OF(j);
+      if (QUICK) dx[j] = quick_inside(x[j], own) ? quotient(dy[j], own) : (Real)0;
+      else dx[j] = SLOWLY(slow_inside, x[j], own) ? slow_quotient(dy[j], own.s) : (Real)0;
+    }
   }
 };
 
 struct Passed {  // fake-quantize, backward
-  template <int V, int N>
+  template <int U, int N> static DEVICE bool quick(const uint4 (&)[U], const Segment<Real> (&g)[N]) { return all_quick(g); }
+  template <bool QUICK, int V, int N>
   static DEVICE void apply(const Real (&dy)[V], const Real (&x)[V], const Segment<Real> (&g)[N], Real (&dx)[V]) {
-    bool inside[V];
-    in_range(x, g, inside);
 #pragma unroll
-    for (int j = 0; j < V; ++j) dx[j] = inside[j] ? dy[j] : (Real)0;
+    for (int j = 0; j < V; ++j) {
+      const Segment<Real>& own = SEGMENT_OF(j);
+      dx[j] = (QUICK ? quick_inside(x[j], own) : SLOWLY(slow_inside, x[j], own)) ? dy[j] : (Real)0;
+    }
   }
 };
 
@@ -240,6 +282,8 @@ struct Scaled {  // dequantize, backward
 DEVICE bool gapless(s64 rows, s64 columns, s64 leading) { return rows <= 1 || leading == columns; }
 
 #ifdef SKUDA_CODE
+enum { CODE_BYTES = Width<Data>::count / (Codes<SKUDA_CODE>::packed ? 2 : 1) };  // of a chunk
+
 DEVICE bool gapless_codes(s64 rows, s64 columns, s64 leading) {
   return gapless(rows, columns, Codes<SKUDA_CODE>::packed ? 2 * leading : leading);
 }
@@ -248,7 +292,7 @@ template <Layout LAYOUT, int IN_FLIGHT = InFlight<LAYOUT>::ONE>
 DEVICE void walk_quantize(const Data* input, s64 input_leading, u8* output, s64 output_leading, const Scales<Data>& scales, const Shape& v) {
   const s64 rows = v.rows, columns = v.columns;
   const bool chunks = rows_of_chunks(input, input_leading, rows) &&
-                      aligned(output, output_leading, rows, Width<Data>::count / (Codes<SKUDA_CODE>::packed ? 2 : 1));
+                      aligned(output, output_leading, rows, CODE_BYTES);
   const bool whole = gapless(rows, columns, input_leading) && gapless_codes(rows, columns, output_leading);
   walk<LAYOUT>(Quantize<IN_FLIGHT>{input, input_leading, output, output_leading}, v,
                     scales, chunks, whole);
@@ -257,8 +301,7 @@ DEVICE void walk_quantize(const Data* input, s64 input_leading, u8* output, s64 
 template <Layout LAYOUT>
 DEVICE void walk_dequantize(const u8* input, s64 input_leading, Data* output, s64 output_leading, const Scales<Data>& scales, const Shape& v) {
   const s64 rows = v.rows, columns = v.columns;
-  const u64 bytes = Width<Data>::count / (Codes<SKUDA_CODE>::packed ? 2 : 1);
-  const bool chunks = aligned(input, input_leading, rows, bytes) && rows_of_chunks(output, output_leading, rows);
+  const bool chunks = aligned(input, input_leading, rows, CODE_BYTES) && rows_of_chunks(output, output_leading, rows);
   const bool whole = gapless(rows, columns, output_leading) && gapless_codes(rows, columns, input_leading);
   walk<LAYOUT>(Dequantize<InFlight<LAYOUT>::ONE>{input, input_leading, output, output_leading}, v,
                     scales, chunks, whole);
@@ -274,7 +317,7 @@ DEVICE void walk_map(const Data* input, s64 input_leading, Data* output, s64 out
                     scales, chunks, whole);
 }
 
-template <Layout LAYOUT, class F, int IN_FLIGHT = InFlight<LAYOUT>::EACH>
+template <Layout LAYOUT, class F>
 DEVICE void walk_gradient(const Data* d_output, s64 d_output_leading, const Data* input, s64 input_leading, Data* d_input,
                      s64 d_input_leading, const Scales<Data>& scales, const Shape& v) {
   const s64 rows = v.rows, columns = v.columns;
@@ -282,6 +325,6 @@ DEVICE void walk_gradient(const Data* d_output, s64 d_output_leading, const Data
                       rows_of_chunks(d_input, d_input_leading, rows);
   const bool whole = gapless(rows, columns, d_output_leading) && gapless(rows, columns, input_leading) &&
                      gapless(rows, columns, d_input_leading);
-  walk<LAYOUT>(Gradient<F, IN_FLIGHT>{d_output, d_output_leading, input, input_leading, d_input, d_input_leading},
+  walk<LAYOUT>(Gradient<F, InFlight<LAYOUT>::EACH>{d_output, d_output_leading, input, input_leading, d_input, d_input_leading},
                     v, scales, chunks, whole);
 }

@@ -95,7 +95,8 @@ template <class C> __device__ __noinline__ bool slow_inside(C x, C s, s32 z, s32
 template <class C> __device__ __noinline__ C slow_quotient(C x, C s) { return divide(x, s); }
 #define SLOWLY(function, x, g) function(x, (g).s, (g).z, (g).q_min, (g).q_max)
 
-// x / s, correctly rounded, for a bounded quotient.
+// x / s, correctly rounded, for a bounded quotient. If s is positive, a zero keeps its sign: its residual is +0, and its
+// product with -y a -0, which adds nothing.
 #ifdef SKUDA_DATA
 enum { RESIDUAL_STEPS = sizeof(SKUDA_DATA) == 2 ? 1 : 2 };
 #else
@@ -104,7 +105,7 @@ enum { RESIDUAL_STEPS = 2 };
 template <class C> DEVICE C quotient(C x, const Segment<C>& g) {
   C q = product(x, g.y);
 #pragma unroll
-  for (int step = 0; step < RESIDUAL_STEPS; ++step) q = fused(fused(-q, g.s, x), g.y, q);
+  for (int step = 0; step < RESIDUAL_STEPS; ++step) q = fused(fused(q, g.s, -x), -g.y, q);
   return q;
 }
 
@@ -178,45 +179,35 @@ DEVICE void fake_quantized(const C (&x)[V], const Segment<C> (&g)[N], C (&y)[V])
   for (int j = 0; j < V; ++j) y[j] = SLOWLY(slow_fake, x[j], SEGMENT_OF(j));
 }
 
-// Whether t + z lies within [q_min, q_max]; false for NaN.
-template <int V, int N, class C>
-DEVICE void in_range(const C (&x)[V], const Segment<C> (&g)[N], bool (&inside)[V]) {
-  if (all_quick(g)) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      // Clamping one step beyond the bounds on both sides still shows what lies outside; a NaN is clamped there too.
-      const Segment<C>& own = SEGMENT_OF(j);
-      const C step = magnitude(own.s), low = own.least_x - step, high = own.most_x + step;
-      const C t = bounded_level(least(most(x[j], low), high), own);
-      const C lo = (C)(own.q_min - own.z) + Magic<C>::value(), hi = (C)(own.q_max - own.z) + Magic<C>::value();
-      inside[j] = t >= lo && t <= hi;
-    }
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < V; ++j) inside[j] = SLOWLY(slow_inside, x[j], SEGMENT_OF(j));
+// Whether t + z lies within [q_min, q_max], on the fast path; false for NaN.
+template <class C> DEVICE bool quick_inside(C x, const Segment<C>& g) {
+  // Clamping one step beyond the bounds on both sides still shows what lies outside; a NaN is clamped there too.
+  const C step = magnitude(g.s);
+  const C t = bounded_level(least(most(x, g.least_x - step), g.most_x + step), g);
+  return t >= (C)(g.q_min - g.z) + Magic<C>::value() && t <= (C)(g.q_max - g.z) + Magic<C>::value();
 }
 
-// Whether a value is 0 or so large that its residuals keep all their bits, and its sign.
-DEVICE bool too_small(f32 v) { return __float_as_uint(v) * 2 - 1 < 0x1b000000u * 2 - 1; }  // below 2^-73, not 0
-DEVICE bool too_small(f64 v) { return v != 0 && fabs(v) < 1e-150; }
-DEVICE f32 with_sign(f32 v, f32 sign) { return copysignf(v, sign); }
-DEVICE f64 with_sign(f64 v, f64 sign) { return copysign(v, sign); }
+// Magnitudes whose quotients by a tame scale are finite, and whose residuals keep all their bits: at least the first, and
+// less than the second.
+template <class C> struct Divisible;
+template <> struct Divisible<f32> {
+  static DEVICE f32 least() { return 7.888609052210118e-31f; }  // 2^-100
+  static DEVICE f32 beyond() { return 1.4757395258967641e20f; }  // 2^67
+};
+template <> struct Divisible<f64> {
+  static DEVICE f64 least() { return 1e-150; }
+  static DEVICE f64 beyond() { return 1e150; }
+};
+template <class C> DEVICE bool divisible(C v) {
+  return (v == 0 || magnitude(v) >= Divisible<C>::least()) && magnitude(v) < Divisible<C>::beyond();
+}
 
-// RN_C(v / s) for any v.
-template <int V, int N, class C> DEVICE void divided(const C (&v)[V], const Segment<C> (&g)[N], C (&out)[V]) {
-  bool small = false;
-  C sum = 0;
+// Whether `quotient` rounds correctly by these scales, and keeps the sign of a zero.
+template <int N, class C> DEVICE bool all_divide(const Segment<C> (&g)[N]) {
+  bool divide = all_quick(g);
 #pragma unroll
-  for (int j = 0; j < V; ++j) {
-    const C q = product(v[j], SEGMENT_OF(j).y);
-    small = small || too_small(v[j]);
-    out[j] = with_sign(quotient(v[j], SEGMENT_OF(j)), q);
-    sum = fused(out[j], (C)0, sum);  // NaN if a quotient overflows, even if only in its last step
-  }
-  if (all_quick(g) && !small && sum == (C)0) return;
-#pragma unroll
-  for (int j = 0; j < V; ++j) out[j] = slow_quotient(v[j], SEGMENT_OF(j).s);
+  for (int j = 0; j < N; ++j) divide = divide && g[j].s > 0;
+  return divide;
 }
 
 // RN_C(C(q - z) s), the difference being exact before it is rounded.

@@ -29,7 +29,6 @@ THREADS = 256
 WARP = 32
 CHUNK_BYTES = 16
 MOST_BLOCKS = 2**31 - 1
-_PASSES = 4
 _OF_MANY = 8
 """Chunks that a thread has in flight where there are many: OF_MANY of ``affine.cuh``."""
 _RESIDENT = 2
@@ -103,10 +102,7 @@ def walk(
     inner, channels = segmented or (max(1, numel), 1)
     lanes, threads, parts = _units(inner, width, in_flight) if segmented else (THREADS, THREADS, 0)
     if parts:
-        enough = -(-(numel // inner) * parts * lanes // threads)
-        # With few chunks in flight for their size, a thread spreads the cost of setting segments up over several units.
-        passes = max(1, min(_PASSES, enough // (16 * max(1, device.sm_count)))) if width >= 4 * in_flight else 1
-        blocks = max(1, min(-(-enough // passes), MOST_BLOCKS))
+        blocks = max(1, min(-(-(numel // inner) * parts * lanes // threads), MOST_BLOCKS))
     else:
         # Number of blocks after which chunks have the same channels again.
         repeats = inner * channels
@@ -142,9 +138,7 @@ def _divisor(d: int) -> tuple[Parameter, ...]:
 
 def in_flight_of(data: ElementKind, layout: str, arrays: int = 1) -> int:
     """Return the chunks that a thread has in flight of one array, or of each of two: InFlight of ``affine.cuh``."""
-    if arrays == 1:
-        return 8 if layout == "_mixed" or data is ElementKind.F64 else 4
-    return 2 if layout == "_runs" and data.bits == 16 else 4
+    return 8 if arrays == 1 and (layout == "_mixed" or data is ElementKind.F64) else 4
 
 
 def _blocks(chunks: int, period: int, in_flight: int, device: Device) -> int:

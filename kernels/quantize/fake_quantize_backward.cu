@@ -14,14 +14,14 @@
 // granularities use the second or the third.
 #include "affine.cuh"
 
-KERNEL(256, PASSED_BLOCKS) fake_quantize_backward(
+KERNEL(256, GRADIENT_BLOCKS) fake_quantize_backward(
     const Data* d_output, s64 d_output_leading, const Data* input, s64 input_leading, Data* d_input,
     s64 d_input_leading, SEGMENTS, SHAPE) {
   walk_gradient<WHOLE, Passed>(
       d_output, d_output_leading, input, input_leading, d_input, d_input_leading, SCALES, SHAPE_GIVEN);
 }
 
-KERNEL(256, PASSED_RUNS_BLOCKS) fake_quantize_backward_runs(
+KERNEL(256, GRADIENT_RUNS_BLOCKS) fake_quantize_backward_runs(
     const Data* d_output, s64 d_output_leading, const Data* input, s64 input_leading, Data* d_input,
     s64 d_input_leading, SEGMENTS, SHAPE) {
   walk_gradient<RUNS, Passed>(

@@ -30,7 +30,7 @@ KERNEL(256, BLOCKS) quantize_8(
   walk_quantize<WHOLE, OF_MANY>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
 }
 
-KERNEL(256, RUNS_OF_MANY_BLOCKS) quantize_runs_8(
+KERNEL(256, RUNS_BLOCKS) quantize_runs_8(
     const Data* input, s64 input_leading, u8* output, s64 output_leading, SEGMENTS, SHAPE) {
   walk_quantize<RUNS, OF_MANY>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);
 }

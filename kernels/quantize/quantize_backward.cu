@@ -14,24 +14,23 @@
 // granularities use the second or the third.
 #include "affine.cuh"
 
-KERNEL(256, DIVIDED_BLOCKS) quantize_backward(
+KERNEL(256, GRADIENT_BLOCKS) quantize_backward(
     const Data* d_output, s64 d_output_leading, const Data* input, s64 input_leading, Data* d_input,
     s64 d_input_leading, SEGMENTS, SHAPE) {
   walk_gradient<WHOLE, Divided>(
       d_output, d_output_leading, input, input_leading, d_input, d_input_leading, SCALES, SHAPE_GIVEN);
 }
 
-KERNEL(256, DIVIDED_BLOCKS) quantize_backward_runs(
+KERNEL(256, GRADIENT_RUNS_BLOCKS) quantize_backward_runs(
     const Data* d_output, s64 d_output_leading, const Data* input, s64 input_leading, Data* d_input,
     s64 d_input_leading, SEGMENTS, SHAPE) {
   walk_gradient<RUNS, Divided>(
       d_output, d_output_leading, input, input_leading, d_input, d_input_leading, SCALES, SHAPE_GIVEN);
 }
 
-// Fewer chunks of 16-bit data than InFlight says: beside the scales of columns, registers hold what the division needs.
 KERNEL(256, MIXED_BLOCKS) quantize_backward_mixed(
     const Data* d_output, s64 d_output_leading, const Data* input, s64 input_leading, Data* d_input,
     s64 d_input_leading, SEGMENTS, SHAPE) {
-  walk_gradient<MIXED, Divided, sizeof(Data) == 2 ? 2 : 4>(
+  walk_gradient<MIXED, Divided>(
       d_output, d_output_leading, input, input_leading, d_input, d_input_leading, SCALES, SHAPE_GIVEN);
 }

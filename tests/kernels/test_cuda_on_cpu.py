@@ -236,6 +236,19 @@ def test_a_thread_with_many_chunks_in_flight_gives_the_same(op, sku, cases):
     check_all(emulator.Unit.of(sku), op, sku, (Case(problem, "special"),), rng)
 
 
+class _Tight:
+    """Stands for a generator: `check` then lays arrays out without offsets and gaps, so that rows are aligned."""
+
+    def random(self):
+        return 1.0
+
+    def choice(self, values):
+        return values[0]
+
+    def integers(self, *_, **__):
+        return 0
+
+
 def _hard_quotients(bits, count, rng):
     """Return x and s of `bits` bits whose quotient is far closer to the middle between two such numbers than by chance.
 
@@ -270,6 +283,55 @@ def test_gradients_are_divided_exactly_where_quotients_are_hardest_to_round(op, 
     }
     shapes = dict.fromkeys(("d_output", "input", "d_input"), (n, d))
     check(emulator.Unit.of(sku), sku, Case(problem), inputs, shapes, rng)
+
+
+def _all_magnitudes(op, sku, rng):
+    """Return a problem that divides numbers of every magnitude by scales of both signs, near the middle of two results.
+
+    A row has one magnitude, so some rows are on the fast path and others are not.
+    """
+    n, d = 4096, 32
+    data, compute = storage_dtype(sku.element), storage_dtype(sku.element.compute)
+    digits, least, most = ml_dtypes.finfo(data).nmant, ml_dtypes.finfo(data).minexp, ml_dtypes.finfo(data).maxexp
+    tame = (-58, 38) if compute.itemsize == 4 else (-390, 390)  # exponents of scales
+    mantissas, middles = rng.integers(1 << digits, 2 << digits, (2, n))
+    row = np.ldexp(mantissas.astype(np.float64), rng.integers(least - 2 * digits, most - digits, n))
+    row = row.astype(data).astype(np.float64)
+    scale, _ = np.frexp(row / (2 * middles + 1))
+    scale = np.ldexp(np.where(scale == 0, 0.7, scale), rng.integers(*tame, n)).astype(compute)
+    bits = scale.view(f"i{compute.itemsize}")
+    bits += rng.integers(-2, 2, n, endpoint=True).astype(bits.dtype)
+    d_output = row[:, None] * rng.choice([-1.0, 1.0, -0.0, 0.0], (n, d), p=[0.45, 0.45, 0.05, 0.05])
+    inputs = {
+        "d_output": d_output.astype(data),
+        "input": np.zeros((n, d), data),
+        "scale": scale * rng.choice([-1, 1, 1], n).astype(compute),
+        "zero_point": np.zeros(n, np.int32),
+    }
+    problem = op.descriptor(n=n, d=d, q_min=-128, q_max=127, input_element=sku.element)
+    shapes = dict.fromkeys(("d_output", "input", "d_input"), (n, d))
+    return problem, inputs, shapes
+
+
+def _check_all_magnitudes(unit, op, sku, rng, times):
+    for _ in range(times):
+        problem, inputs, shapes = _all_magnitudes(op, sku, rng)
+        with np.errstate(all="ignore"):
+            check(unit, sku, Case(problem), inputs, shapes, _Tight())
+
+
+@pytest.mark.parametrize(("op", "sku", "cases"), DIVIDING)
+def test_gradients_are_divided_exactly_whatever_their_magnitude(op, sku, cases):
+    unit, rng = emulator.Unit.of(sku), fresh(sku.id)
+    _check_all_magnitudes(unit, op, sku, rng, 1)
+    faults = [("g[j].s > 0", "true")]
+    if sku.element is ElementKind.BF16:
+        faults += [("+ 0x72807280u", "+ 0x7fff7fffu"), ("bits_of(Divisible<f32>::beyond())", "Infinity<f32>::bits()")]
+    elif sku.element is not ElementKind.F16:  # which has no numbers so small or large
+        faults += [("magnitude(v) >= Divisible<C>::least()", "true"), ("magnitude(v) < Divisible<C>::beyond()", "true")]
+    for before, after in () if emulator.SANITIZED else faults:
+        with pytest.raises(AssertionError):
+            _check_all_magnitudes(unit.with_change(before, after), op, sku, rng, 50)  # the first wrong bit ends it
 
 
 QUANTIZING = [
@@ -307,19 +369,6 @@ CENTRING = [
 ]
 
 
-class _Tight:
-    """Stands for a generator: `check` then lays arrays out without offsets and gaps, so that rows are aligned."""
-
-    def random(self):
-        return 1.0
-
-    def choice(self, values):
-        return values[0]
-
-    def integers(self, *_, **__):
-        return 0
-
-
 def _check_negative_zeros(unit, op, sku):
     """Normalize rows of -0, whose mean is +0, as every sum of zeros is: so they stay -0.
 
@@ -349,16 +398,16 @@ MUTANTS = {
     "reciprocal": ("quantize_per_tensor", "C q = product(x, g.y);", "return product(x, g.y); C q = 0;"),
     "overflow unseen": (
         "quantize_per_channel_backward",
-        "sum = fused(out[j], (C)0, sum);",
-        "sum = fused(q, (C)0, sum);",
+        "magnitude(v) < Divisible<C>::beyond()",
+        "true",
     ),
-    "exclusive mask": ("fake_quantize_backward", "t <= hi;", "t < hi;"),
+    "exclusive mask": ("fake_quantize_backward", "t <= (C)(g.q_max", "t < (C)(g.q_max"),
     "special values on the fast path": ("quantize_per_token", "all_quick(g) && all_finite(x)", "true"),
     "missing tail": ("fake_quantize_per_channel", "unit < all_units;", "unit < all_units - 1;"),
     "a byte too far": ("quantize_per_channel", "unit < all_units;", "unit < all_units + 1;"),
     "wrong nibble order": ("quantize_per_group", "(q[i] & 15u) << 4 * i", "(q[i] & 15u) << 4 * (N - 1 - i)"),
     "missing barrier": ("dynamic_range", "__syncthreads();", ""),
-    "missing unit": ("dequantize_per_token", "if (run >= all) return true;", "if (run + 1 >= all) return true;"),
+    "missing unit": ("dequantize_per_token", "if ((u64)run * chunks", "if ((u64)(run + 1) * chunks"),
     "another order of the sum": (
         "rms_norm_quantize",
         "half[i] = v[i] + v[i + N / 2];",
