@@ -7,7 +7,7 @@ several configurations. The backend converts each parameter to bytes when arrays
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from skuda.registry.elements import ElementKind
@@ -114,14 +114,25 @@ def strided(*names: str) -> tuple[Parameter, ...]:
     return tuple(part for name in names for part in (Pointer(name), Leading(name)))
 
 
+# Launches of one layer differ in few numbers.
+@lru_cache(maxsize=4096)
+def _s32(value: int) -> Constant:
+    return Constant(ElementKind.S32, int(value))
+
+
+@lru_cache(maxsize=4096)
+def _s64(value: int) -> Constant:
+    return Constant(ElementKind.S64, int(value))
+
+
 def s32(*values: int) -> tuple[Constant, ...]:
     """Return s32 constants."""
-    return tuple(Constant(ElementKind.S32, int(value)) for value in values)
+    return tuple(map(_s32, values))
 
 
 def s64(*values: int) -> tuple[Constant, ...]:
     """Return s64 constants."""
-    return tuple(Constant(ElementKind.S64, int(value)) for value in values)
+    return tuple(map(_s64, values))
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ def problems(problem: LinearProblem, course: Course, rank: int) -> dict[tuple[st
             found |= {("layer", m): _sized(problem, m, part, k) for m in course.chunks}
         return found
     s8, weight, codes = ElementKind.S8, problem.weight_element, problem.code_element
-    shifted = _shifted(problem)
+    shifted = problem.shifts_activation
     sums = {"output_element": ElementKind.S32, "activation_element": codes, "weight_element": weight}
     found |= {("sums", rows): ScaledLinearDescriptor(m=rows, n=n, k=part, **sums) for rows in course.chunks}
     if problem.has_weight_zero_point:
@@ -116,11 +116,6 @@ def problems(problem: LinearProblem, course: Course, rank: int) -> dict[tuple[st
     for rows in (m,) if every else (shards.rows(rows)[rank] for rows in course.chunks):
         found["rescale", rows] = RescaleDescriptor(m=rows, n=n, k=k, **about)
     return found
-
-
-def _shifted(problem: LinearProblem) -> bool:
-    """Whether the activation's codes have zero points."""
-    return bool(getattr(problem, "has_act_zero_point", False) or getattr(problem, "act_zero_point", 0))
 
 
 def _same(problem: LinearProblem) -> dict[str, Any]:

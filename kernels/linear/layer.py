@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 from skuda.kernels.launch import (
@@ -65,7 +66,12 @@ def layer_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
 
 def epilogue_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
     """Return the parameters that the macro EPILOGUE_PARAMETERS declares."""
-    names = {argument.name for argument in problem.arguments()}
+    fixed = _epilogue_parameters(tuple(argument.name for argument in problem.arguments()))
+    return (*fixed, *s64(*problem.sizes))
+
+
+@cache
+def _epilogue_parameters(names: tuple[str, ...]) -> tuple[Parameter, ...]:
     (null,), (none,) = s64(0), s32(0)
     scaled = "output_scale" in names
     return (
@@ -78,17 +84,24 @@ def epilogue_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
         Pointer("output_zero_point") if scaled else null,
         Number("output_zero_point", ElementKind.S32) if scaled else none,
         *strided("output"),
-        *s64(*problem.sizes),
     )
 
 
 def epilogue_flags(problem: LinearProblem) -> tuple[str, ...]:
     """Return the compiler flags of kernels that are compiled for an output, an epilogue and certain zero points."""
+    zero_points = problem.shifts_activation + 2 * problem.has_weight_zero_point
+    return _epilogue_flags(problem.code_element, problem.output, problem.epilogue, zero_points)
+
+
+@cache
+def _epilogue_flags(
+    code: ElementKind, output: ElementKind, epilogue: EpilogueKind, zero_points: int
+) -> tuple[str, ...]:
     return (
-        f"-DSKUDA_CODE={problem.code_element}",
-        f"-DSKUDA_OUT={problem.output}",
-        f"-DSKUDA_EPILOGUE={problem.epilogue.name}",
-        f"-DSKUDA_ZERO_POINTS={problem.shifts_activation + 2 * problem.has_weight_zero_point}",
+        f"-DSKUDA_CODE={code}",
+        f"-DSKUDA_OUT={output}",
+        f"-DSKUDA_EPILOGUE={epilogue.name}",
+        f"-DSKUDA_ZERO_POINTS={zero_points}",
     )
 
 

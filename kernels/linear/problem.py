@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import ClassVar
 
 from skuda.registry.descriptor import Argument, Descriptor, Role
@@ -65,7 +66,7 @@ class LinearProblem(Descriptor):
     @property
     def shifts_activation(self) -> bool:
         """Whether the activation has zero points other than 0, so that the weight's codes are summed."""
-        return getattr(self, "has_act_zero_point", False) or getattr(self, "act_zero_point", 0) != 0
+        return False
 
     @property
     def has_zero_points(self) -> bool:
@@ -86,7 +87,7 @@ class LinearProblem(Descriptor):
     @property
     def reals(self) -> tuple[ElementKind, ...]:
         """Elements of arrays of scales and of bias: C and every narrower float."""
-        return tuple(dict.fromkeys((self.compute, *(e for e in FLOATS if e.bits < self.compute.bits))))
+        return _reals(self.compute)
 
     def weight_arguments(self) -> tuple[Argument, ...]:
         """Return weight, its scale and zero point, bias, requantization and output; sums (s32) take no scales."""
@@ -102,6 +103,11 @@ class LinearProblem(Descriptor):
             arguments.append(Argument("output_scale", Role.SCALE, (compute,)))
             arguments.append(Argument("output_zero_point", Role.ZERO_POINT, (ElementKind.S32,)))
         return (*arguments, Argument("output", Role.OUTPUT, (self.output,), (m, n)))
+
+
+@cache
+def _reals(compute: ElementKind) -> tuple[ElementKind, ...]:
+    return (compute, *(e for e in FLOATS if e.bits < compute.bits))
 
 
 class CodedProblem(LinearProblem):

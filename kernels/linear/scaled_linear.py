@@ -104,6 +104,11 @@ class ScaledLinearDescriptor(CodedProblem):
         """Scales, and zero points, of the activation: `m`, or 1 for the tensor."""
         return self.m if self.act_scale_scope is DynamicRangeScope.TOKEN else 1
 
+    @property
+    def shifts_activation(self) -> bool:
+        """Whether the activation has zero points, so that the weight's codes are summed."""
+        return self.has_act_zero_point
+
     def arguments(self) -> tuple[Argument, ...]:
         """Return the arguments that this problem takes."""
         scale = Argument("act_scale", Role.INPUT, self.reals, (self.num_scales,))

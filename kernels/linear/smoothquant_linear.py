@@ -91,6 +91,11 @@ class SmoothQuantLinearDescriptor(CodedProblem):
 
     __hash__ = CodedProblem.__hash__
 
+    @property
+    def shifts_activation(self) -> bool:
+        """Whether the activation has a zero point other than 0, so that the weight's codes are summed."""
+        return self.act_zero_point != 0
+
     def arguments(self) -> tuple[Argument, ...]:
         """Return the arguments that this problem takes."""
         return (
