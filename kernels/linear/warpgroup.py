@@ -40,8 +40,11 @@ _STAGING = 8 * 16 * 144
 _BAND = 2048
 """Rows of a rasterization band: tiles go down these rows before they move to the next columns."""
 
-_ALIKE = 16
-"""So many numbers of rows, which all tiles cover alike, get the same ranking, because programs meet ever new ones."""
+_ALIKE, _MANY_ALIKE, _MANY = 16, 64, 4096
+"""So many numbers of rows, which all tiles cover alike, get the same ranking, because programs meet ever new ones.
+
+The second is for the third or more, of which 64 are too few to change a prediction.
+"""
 
 _SHORTEST_SHARE = 4
 """Fewest steps of a share."""
@@ -237,24 +240,24 @@ _COOPERATIVE, _PING_PONG = True, False
 _WHOLE, _DIVIDED = False, True
 
 TILES = (
-    Tile(128, 256, 4, (1, 1), _COOPERATIVE, _WHOLE, 7.217, 0.4563, 0.1164, 0.06968, 2.101, 11.53, 0.2225, 1),
-    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _WHOLE, 9.028, 0.4572, 0.1343, 0.008846, 1.804, 6.566, 0.3802, 1),
-    Tile(256, 128, 4, (1, 1), _COOPERATIVE, _WHOLE, 5.816, 0.4629, 0.1286, 0.08736, 1.791, 3.182, 0.001472, 1),
-    Tile(128, 128, 6, (1, 1), _COOPERATIVE, _WHOLE, 6.898, 0.198, 0.1144, 0.08247, 0.6417, 4.502, 0.6174, 1),
-    Tile(128, 128, 6, (1, 1), _PING_PONG, _WHOLE, 7.833, 0.2251, 0.08155, 0.09605, 1.262, 8.517, 1.12, 1),
-    Tile(128, 128, 6, (1, 2), _PING_PONG, _WHOLE, 7.209, 0.1697, 0.1355, 0.04809, 2.795, 5.397, 0.4919, 1),
-    Tile(128, 128, 6, (2, 1), _PING_PONG, _WHOLE, 6.997, 0.2225, 0.08983, 0.0347, 1.634, 3.024, 0.343, 1),
-    Tile(64, 256, 5, (1, 1), _PING_PONG, _WHOLE, 5.407, 0.2257, 0.1055, 0.09811, 2.341, 8.884, 1.925, 1),
-    Tile(128, 64, 8, (1, 1), _COOPERATIVE, _WHOLE, 5.998, 0.1163, 0.1164, 0.05397, 0.3104, 2.987, 0.001472, 1),
-    Tile(64, 128, 8, (1, 1), _PING_PONG, _WHOLE, 5.6, 0.1262, 0.1027, 0.08653, 0.7025, 8.315, 1.212, 1),
-    Tile(64, 128, 8, (2, 1), _PING_PONG, _WHOLE, 8.611, 0.1171, 0.09481, 0.01743, 1.19, 6.979, 1.865, 1),
-    Tile(64, 64, 12, (1, 1), _PING_PONG, _WHOLE, 4.606, 0.09439, 0.09743, 0.06685, 0.4551, 5.8, 1.564, 1),
-    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _DIVIDED, 8.81, 0.02543, 0.6421, 0.01902, 0.1858, 5.842, 2.134, 5.178),
-    Tile(256, 128, 4, (1, 2), _COOPERATIVE, _DIVIDED, 11.67, 0.03047, 0.9263, 0.01947, 1.551, 2.048, 0.1504, 8.951),
-    Tile(128, 128, 6, (2, 1), _PING_PONG, _DIVIDED, 6.678, 0.02978, 0.3708, 0.03671, 0.2329, 2.462, 0.001472, 3.588),
-    Tile(64, 128, 8, (2, 1), _PING_PONG, _DIVIDED, 8.127, 0.02307, 0.2527, 0.01177, 0.2208, 4.658, 0.5639, 2.617),
-    Tile(64, 128, 8, (1, 1), _PING_PONG, _DIVIDED, 6.488, 0.0175, 0.276, 0.06396, 0.2422, 6.955, 0.000943, 4.563),
-    Tile(64, 64, 12, (1, 1), _PING_PONG, _DIVIDED, 6.22, 0.02292, 0.1684, 0.03045, 0.2433, 3.774, 1.527, 2.822),
+    Tile(128, 256, 4, (1, 1), _COOPERATIVE, _WHOLE, 7.371, 0.4348, 0.1541, 0.0715, 1.532, 7.021, 0.2454, 1),
+    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _WHOLE, 7.791, 0.4637, 0.1499, 0.01097, 1.578, 6.024, 0.5725, 1),
+    Tile(256, 128, 4, (1, 1), _COOPERATIVE, _WHOLE, 6.679, 0.4325, 0.1466, 0.076, 1.53, 3.788, 0.001472, 1),
+    Tile(128, 128, 6, (1, 1), _COOPERATIVE, _WHOLE, 7.059, 0.1989, 0.1307, 0.07875, 0.4025, 5.823, 0.9444, 1),
+    Tile(128, 128, 6, (1, 1), _PING_PONG, _WHOLE, 5.814, 0.2082, 0.1096, 0.08811, 2.051, 5.595, 0.5594, 1),
+    Tile(128, 128, 6, (1, 2), _PING_PONG, _WHOLE, 6.672, 0.2039, 0.1259, 0.04072, 2.462, 5.369, 0.3306, 1),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, _WHOLE, 6.664, 0.2093, 0.1011, 0.04271, 1.323, 3.407, 0.3048, 1),
+    Tile(64, 256, 5, (1, 1), _PING_PONG, _WHOLE, 5.509, 0.2088, 0.1147, 0.1222, 2.378, 6.67, 0.6113, 1),
+    Tile(128, 64, 8, (1, 1), _COOPERATIVE, _WHOLE, 6.229, 0.1286, 0.1123, 0.07122, 0.2482, 4.532, 0.00147, 1),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, _WHOLE, 5.668, 0.1226, 0.09202, 0.07445, 1.118, 6.05, 0.8476, 1),
+    Tile(64, 128, 8, (2, 1), _PING_PONG, _WHOLE, 6.314, 0.1382, 0.09043, 0.02423, 0.9757, 5.965, 1.137, 1),
+    Tile(64, 64, 12, (1, 1), _PING_PONG, _WHOLE, 5.527, 0.08935, 0.06529, 0.05125, 0.7403, 5.494, 1.551, 1),
+    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _DIVIDED, 9.51, 0.01909, 0.6539, 0.01596, 0.1359, 5.492, 1.471, 5.265),
+    Tile(256, 128, 4, (1, 2), _COOPERATIVE, _DIVIDED, 8.818, 0.02251, 0.6396, 0.0162, 0.6768, 3.447, 0.3813, 5.92),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, _DIVIDED, 6.486, 0.02119, 0.3156, 0.03975, 0.07264, 2.691, 0.001445, 4.805),
+    Tile(64, 128, 8, (2, 1), _PING_PONG, _DIVIDED, 7.007, 0.01585, 0.234, 0.01971, 0.07676, 5.463, 0.5947, 3.201),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, _DIVIDED, 5.934, 0.01221, 0.2783, 0.05785, 0.07646, 4.706, 0.0009431, 3.445),
+    Tile(64, 64, 12, (1, 1), _PING_PONG, _DIVIDED, 5.918, 0.01704, 0.183, 0.03738, 0.1129, 4.96, 1.415, 2.822),
 )
 """All configurations. Each serves every problem with the same bits."""
 
@@ -317,7 +320,8 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     activation = problem.epilogue.activation
     curve = CURVES[activation][problem.output is ElementKind.F32] if activation in CURVES else 0.0
     zero_points = problem.shifts_activation, problem.has_weight_zero_point
-    alike = -(-max(1, m) // _ALIKE) * _ALIKE
+    step = _MANY_ALIKE if m >= _MANY else _ALIKE
+    alike = -(-max(1, m) // step) * step
     tile, chosen = layer.choose(*_offered(alike, max(1, n), k, sm_count, curve, zero_points), choice)
     clusters, shared_tiles = tile.work(m, n, k, sm_count)
     name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
