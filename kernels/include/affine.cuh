@@ -97,54 +97,62 @@ template <int IN_FLIGHT> struct Quantize {
   u8* output;
   s64 output_leading;
 
-  DEVICE Held load(s64 row, s64 column) const { return read16(input + row * input_leading + column); }
+  DEVICE Quantize at(s64 row, s64 column) const {
+    return {input + row * input_leading + column, input_leading, output + row * output_leading + column / W, output_leading};
+  }
+  DEVICE Held load(s64 column) const { return read16(input + column); }
   template <int N> DEVICE bool quick(const Held (&h)[U], const Segment<Real> (&g)[N]) const {
     return all_quick(g) && all_finite_chunks(h);
   }
-  template <bool QUICK, int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 row, s64 column) const {
+  template <bool QUICK, int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 column) const {
     Real x[V];
     u32 q[V];
     Chunk<Data>::unpack(h, x);
     if (QUICK) quick_codes(x, g, q);
     else quantized(x, g, q);
-    Codes<SKUDA_CODE>::store(output + row * output_leading, column, q);
+    Codes<SKUDA_CODE>::store(output, column, q);
   }
-  DEVICE void single(const Segment<Real> (&g)[W], int count, s64 row, s64 column) const {
-    const Data* from = input + row * input_leading + column;
+  DEVICE void single(const Segment<Real> (&g)[W], int count) const {
     Real x[W];
     u32 q[W];
 #pragma unroll
-    for (int j = 0; j < W; ++j) x[j] = j < count ? widen(from[j]) : (Real)0;
+    for (int j = 0; j < W; ++j) x[j] = j < count ? widen(input[j]) : (Real)0;
     quantized(x, g, q);
     if (W == 2) q[0] = (q[0] & 15u) | (count == 2 ? (q[W - 1] & 15u) << 4 : 0u);
-    output[row * output_leading + column / W] = (u8)q[0];
+    *output = (u8)q[0];
   }
 };
 
 template <int IN_FLIGHT> struct Dequantize {
-  enum { V = Width<Data>::count, W = 1, U = IN_FLIGHT };
+  enum { V = Width<Data>::count, W = Codes<SKUDA_CODE>::packed ? 2 : 1, U = IN_FLIGHT };
   typedef Raw Held;
   const u8* input;
   s64 input_leading;
   Data* output;
   s64 output_leading;
 
-  DEVICE Held load(s64 row, s64 column) const {
-    return Codes<SKUDA_CODE>::fetch<V>(input + row * input_leading, column);
+  DEVICE Dequantize at(s64 row, s64 column) const {
+    return {input + row * input_leading + column / W, input_leading, output + row * output_leading + column, output_leading};
   }
+  DEVICE Held load(s64 column) const { return Codes<SKUDA_CODE>::fetch<V>(input, column); }
   template <int N> DEVICE bool quick(const Held (&)[U], const Segment<Real> (&)[N]) const { return true; }
-  template <bool QUICK, int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 row, s64 column) const {
+  template <bool QUICK, int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 column) const {
     s32 q[V];
     Real y[V];
     Codes<SKUDA_CODE>::spread(h, q);
     dequantized(q, g, y);
-    store16(output + row * output_leading + column, Chunk<Data>::pack(y));
+    store16(output + column, Chunk<Data>::pack(y));
   }
-  DEVICE void single(const Segment<Real> (&g)[W], int, s64 row, s64 column) const {
-    const s32 q[1] = {Codes<SKUDA_CODE>::get(input + row * input_leading, column)};
-    Real y[1];
+  DEVICE void single(const Segment<Real> (&g)[W], int count) const {
+    s32 q[W];
+    Real y[W];
+#pragma unroll
+    for (int j = 0; j < W; ++j) q[j] = Codes<SKUDA_CODE>::get(input, j);
     dequantized(q, g, y);
-    narrow(y[0], output[row * output_leading + column]);
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      if (j < count) narrow(y[j], output[j]);
+    }
   }
 };
 #endif
@@ -158,21 +166,24 @@ template <class F, int IN_FLIGHT> struct Map {
   Data* output;
   s64 output_leading;
 
-  DEVICE Held load(s64 row, s64 column) const { return read16(input + row * input_leading + column); }
+  DEVICE Map at(s64 row, s64 column) const {
+    return {input + row * input_leading + column, input_leading, output + row * output_leading + column, output_leading};
+  }
+  DEVICE Held load(s64 column) const { return read16(input + column); }
   template <int N> DEVICE bool quick(const Held (&h)[U], const Segment<Real> (&g)[N]) const {
     return !F::has_slow_path || (all_quick(g) && all_finite_chunks(h));
   }
-  template <bool QUICK, int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 row, s64 column) const {
+  template <bool QUICK, int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 column) const {
     Real x[V], y[V];
     Chunk<Data>::unpack(h, x);
     F::template apply<QUICK>(x, g, y);
-    store16(output + row * output_leading + column, Chunk<Data>::pack(y));
+    store16(output + column, Chunk<Data>::pack(y));
   }
-  DEVICE void single(const Segment<Real> (&g)[W], int, s64 row, s64 column) const {
-    const Real x[1] = {widen(input[row * input_leading + column])};
+  DEVICE void single(const Segment<Real> (&g)[W], int) const {
+    const Real x[1] = {widen(*input)};
     Real y[1];
     F::template apply<false>(x, g, y);
-    narrow(y[0], output[row * output_leading + column]);
+    narrow(y[0], *output);
   }
 };
 
@@ -187,27 +198,28 @@ template <class F, int IN_FLIGHT> struct Gradient {
   Data* d_input;
   s64 d_input_leading;
 
-  DEVICE Held load(s64 row, s64 column) const {
-    return Held{read16(d_output + row * d_output_leading + column), read16(input + row * input_leading + column)};
+  DEVICE Gradient at(s64 row, s64 column) const {
+    return {d_output + row * d_output_leading + column, d_output_leading, input + row * input_leading + column, input_leading,
+            d_input + row * d_input_leading + column,   d_input_leading};
   }
+  DEVICE Held load(s64 column) const { return Held{read16(d_output + column), read16(input + column)}; }
   template <int N> DEVICE bool quick(const Held (&h)[U], const Segment<Real> (&g)[N]) const {
     uint4 dy[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) dy[u] = h[u].dy;
     return F::quick(dy, g);
   }
-  template <bool QUICK, int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 row, s64 column) const {
+  template <bool QUICK, int N> DEVICE void finish(const Held& h, const Segment<Real> (&g)[N], s64 column) const {
     Real dy[V], x[V], dx[V];
     Chunk<Data>::unpack(h.dy, dy), Chunk<Data>::unpack(h.x, x);
     F::template apply<QUICK>(dy, x, g, dx);
-    store16(d_input + row * d_input_leading + column, Chunk<Data>::pack(dx));
+    store16(d_input + column, Chunk<Data>::pack(dx));
   }
-  DEVICE void single(const Segment<Real> (&g)[W], int, s64 row, s64 column) const {
-    const Real dy[1] = {widen(d_output[row * d_output_leading + column])};
-    const Real x[1] = {widen(input[row * input_leading + column])};
+  DEVICE void single(const Segment<Real> (&g)[W], int) const {
+    const Real dy[1] = {widen(*d_output)}, x[1] = {widen(*input)};
     Real dx[1];
     F::template apply<false>(dy, x, g, dx);
-    narrow(dx[0], d_input[row * d_input_leading + column]);
+    narrow(dx[0], *d_input);
   }
 };
 

@@ -61,40 +61,40 @@ DEVICE bool aligned(const void* p, s64 leading_bytes, s64 rows, u64 bytes) {
 }
 
 // Op: struct with
-//   V, U                                       elements per chunk, chunks in flight
-//   W                                          elements that one thread must handle as a unit (2 where packed)
-//   Held load(row, column)                     read one chunk
-//   bool quick(held[U], segments)              whether the fast path serves these chunks
-//   void finish<QUICK>(held, segments, row, column)   compute and write one; one segment, or one per element
-//   void single(segments, count, row, column)  handle `count` <= W elements, one by one
+//   V, U                                  elements per chunk, chunks in flight
+//   W                                     elements that one thread must handle as a unit (2 where packed)
+//   Op at(row, column)                    the same from this element on, the first of a unit
+//   Held load(column)                     read one chunk
+//   bool quick(held[U], segments)         whether the fast path serves these chunks
+//   void finish<QUICK>(held, segments, column)   compute and write one; one segment, or one per element
+//   void single(segments, count)          handle the first `count` <= W elements, one by one
 
-// Loads U chunks of a run that begins with chunk `origin` of a row, `apart` from each other; beyond the end it repeats the
-// last one.
+// Loads U of some chunks, `apart` from each other; beyond the end it repeats the last one.
 template <class Op, class I>
-DEVICE void load_chunks(const Op& op, typename Op::Held (&held)[Op::U], I first, I apart, I chunks, s64 row, I origin) {
+DEVICE void load_chunks(const Op& op, typename Op::Held (&held)[Op::U], I first, I apart, I chunks) {
 #pragma unroll
   for (int u = 0; u < Op::U; ++u) {
     const I chunk = first + u * apart;
-    held[u] = op.load(row, (s64)(origin + (chunk < chunks ? chunk : chunks - 1)) * Op::V);
+    held[u] = op.load((s64)(chunk < chunks ? chunk : chunks - 1) * Op::V);
   }
 }
 
 // One decision for all U chunks, so that they overlap. On the slow path they are read again, one at a time.
 template <int N, class Op, class I, class C>
 DEVICE void finish_chunks(const Op& op, const typename Op::Held (&held)[Op::U], const Segment<C> (&g)[N], I first, I apart,
-                          I chunks, s64 row, I origin) {
+                          I chunks) {
   if (op.quick(held, g)) {
 #pragma unroll
     for (int u = 0; u < Op::U; ++u) {
       const I chunk = first + u * apart;
-      if (chunk < chunks) op.template finish<true>(held[u], g, row, (s64)(origin + chunk) * Op::V);
+      if (chunk < chunks) op.template finish<true>(held[u], g, (s64)chunk * Op::V);
     }
     return;
   }
 #pragma unroll 1
   for (I chunk = first, u = 0; u < Op::U && chunk < chunks; ++u, chunk += apart) {
-    const s64 column = (s64)(origin + chunk) * Op::V;
-    op.template finish<false>(op.load(row, column), g, row, column);
+    const s64 column = (s64)chunk * Op::V;
+    op.template finish<false>(op.load(column), g, column);
   }
 }
 
@@ -126,12 +126,13 @@ template <class T, class Op> DEVICE bool walk_units(const Op& op, const Shape& v
     if ((u64)run * chunks >= all_chunks) return true;
     const u32 row = flat ? 0 : of_row == 1 ? run : run / of_row, origin = (run - row * of_row) * chunks;
     const u32 first = (unit - run * parts) * unit_chunks + lane;
+    const Op at = op.at(row, (s64)origin * V);
     typename Op::Held held[U];
-    load_chunks(op, held, first, lanes, chunks, row, origin);
+    load_chunks(at, held, first, lanes, chunks);
     const u32 counted = spans ? run / of_segment : run;
     const u32 segment = counted - v.per_channels.quotient(counted) * v.per_channels.d;
     const Segment<typename Compute<T>::type> g[1] = {scales.at(segment)};
-    finish_chunks(op, held, g, first, lanes, chunks, row, origin);
+    finish_chunks(at, held, g, first, lanes, chunks);
   }
 }
 
@@ -166,11 +167,12 @@ DEVICE void walk(const Op& op, Shape v, const Scales<T>& scales, bool chunks_all
     }
 #pragma unroll 1
     for (s64 row = flat ? 0 : blockIdx.x; row < v.rows; row += flat ? 1 : gridDim.x) {
+      const Op at = op.at(row, 0);
 #pragma unroll 1
       for (s64 first = start; first < chunks; first += stride) {
         typename Op::Held held[U];
-        load_chunks(op, held, first, apart, chunks, row, (s64)0);
-        finish_chunks(op, held, g, first, apart, chunks, row, (s64)0);
+        load_chunks(at, held, first, apart, chunks);
+        finish_chunks(at, held, g, first, apart, chunks);
       }
     }
   }
@@ -184,6 +186,6 @@ DEVICE void walk(const Op& op, Shape v, const Scales<T>& scales, bool chunks_all
     Segment<C> g[W];
 #pragma unroll
     for (int j = 0; j < W; ++j) g[j] = scales.at(v.segment(row * v.columns + column + (j < count ? j : 0)));
-    op.single(g, count, row, column);
+    op.at(row, column).single(g, count);
   }
 }
