@@ -19,6 +19,7 @@
 // K is at most 131,071 for s8 by s8, 65,793 for s8 by u8, 33,025 for u8 by u8.
 #pragma once
 #include "layer.cuh"
+#include "multiply.cuh"
 
 // --- instructions ----------------------------------------------------------------------------------------------------
 
@@ -37,23 +38,6 @@ DEVICE void load_matrices(u32 (&r)[4], u32 at) {
   for (int i = 0; i < 4; ++i) {
     const u32 row = __shfl_sync(~0u, at, threadIdx.x % 32 / 4 + 8 * i);
     memcpy(&r[i], &skuda_dynamic_shared[row + threadIdx.x % 4 * 4], 4);
-  }
-}
-template <class A, class W> DEVICE void multiply_add(s32 (&d)[4], const u32 (&a)[4], u32 w0, u32 w1) {
-  const int lane = threadIdx.x % 32;
-  for (int q = 0; q < 4; ++q) {
-    u32 x[4], y[2][2];
-    for (int i = 0; i < 4; ++i) x[i] = __shfl_sync(~0u, a[i], (lane & ~3) + q);
-    for (int j = 0; j < 2; ++j) {
-      const int from = (lane % 4 * 2 + j) * 4 + q;
-      y[j][0] = __shfl_sync(~0u, w0, from), y[j][1] = __shfl_sync(~0u, w1, from);
-    }
-    for (int i = 0; i < 4; ++i) {
-      for (int half = 0; half < 2; ++half) {
-        const u32 word = x[i / 2 + 2 * half], other = y[i % 2][half];
-        for (int bit = 0; bit < 32; bit += 8) d[i] += (s32)(A)(word >> bit) * (s32)(W)(other >> bit);
-      }
-    }
   }
 }
 #else
@@ -86,26 +70,6 @@ DEVICE void load_matrices(u32 (&r)[4], u32 at) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(at)
                : "memory");
-}
-
-// d[16 x 8] += a[16 x 32] w[8 x 32]^T by a warp. Lane l holds rows l / 4 and l / 4 + 8 (of a: a[0] and a[1], further on
-// a[2] and a[3]), columns 2 (l % 4) + 0, 1 of d, and column l / 4 of w.
-template <class A, class W> struct Multiply;
-#define MULTIPLY_OF(A, W)                                                                                          \
-  template <> struct Multiply<A, W> {                                                                               \
-    static DEVICE void add(s32 (&d)[4], const u32 (&a)[4], u32 w0, u32 w1) {                                        \
-      asm("mma.sync.aligned.m16n8k32.row.col.s32." #A "." #W                                                        \
-          ".s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                    \
-          : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])                                                          \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(w0), "r"(w1));                                          \
-    }                                                                                                               \
-  };
-MULTIPLY_OF(s8, s8)
-MULTIPLY_OF(s8, u8)
-MULTIPLY_OF(u8, s8)
-MULTIPLY_OF(u8, u8)
-template <class A, class W> DEVICE void multiply_add(s32 (&d)[4], const u32 (&a)[4], u32 w0, u32 w1) {
-  Multiply<A, W>::add(d, a, w0, w1);
 }
 #endif
 

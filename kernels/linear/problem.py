@@ -12,6 +12,9 @@ from skuda.registry.vocabulary import EpilogueKind, LayoutSku, OpCategory
 
 CODES8 = (ElementKind.S8, ElementKind.U8)
 OUTPUTS = (*FLOATS, *CODES8)
+FEW_ROWS = 32
+"""Rows of an activation that one block of a kernel for few tokens takes."""
+
 MOST_ROWS = 2**31 - 1
 """The largest size of a problem."""
 SIZES = ((17, 33, 65), (2, 3, 8), (0, 3, 4), (3, 0, 4), (3, 4, 0), (1, 1, 1), (5, 7, 1100), (130, 70, 40))
@@ -83,6 +86,12 @@ class LinearProblem(Descriptor):
     def rows_per_weight_sum(self) -> int:
         """Rows of the activation that a sum of a weight's codes serves; the most there are where none is needed."""
         return self.sizes[0] if self.shifts_activation else MOST_ROWS
+
+    @property
+    def tiles_beyond_few_rows(self) -> int:
+        """Tiles of 16 rows of the activation by 64 of the weight, or 0 if the activation has at most `FEW_ROWS`."""
+        m, n, _ = self.sizes
+        return 0 if m <= FEW_ROWS else -(-m // 16) * -(-n // 64)
 
     @property
     def reals(self) -> tuple[ElementKind, ...]:

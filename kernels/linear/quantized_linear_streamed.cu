@@ -14,9 +14,18 @@
 #ifndef ROWS
 #include "quantized_codes.cuh"
 #endif
+#ifdef WIDE
+#include "direct.cuh"
+#else
 #include "streamed.cuh"
+#endif
 
-#ifdef ROWS
+#ifdef WIDE
+DIRECT_KERNEL quantized_linear_streamed(const SKUDA_CODE* codes, const SKUDA_CODE* given_codes, const f32* scales,
+                                        const f32* given, DIRECT_PARAMETERS) {
+  direct_linear(RowScales<f32>{given ? given : scales, 0.0f, 0}, given_codes ? given_codes : codes, k, DIRECT_GIVEN);
+}
+#elif defined(ROWS)
 STREAMED_KERNEL quantized_linear_streamed(const __grid_constant__ TensorMap w_map, const SKUDA_DATA* activation,
                                           s64 activation_leading, u8* given_codes, f32* given, s32 q_min, s32 q_max,
                                           STREAMED_PARAMETERS) {

@@ -8,8 +8,16 @@
 //   act_zero_point      as many s32, or null
 //   weight_scale, weight_zero_point, bias   [n]; the latter two may be null, and all are for sums
 //   output              [m, n] SKUDA_OUT, output_leading elements apart
+#ifdef WIDE
+#include "direct.cuh"
+
+DIRECT_KERNEL scaled_linear_streamed(const SKUDA_CODE* act_q, s64 act_q_leading, GIVEN_ROWS_PARAMETERS, DIRECT_PARAMETERS) {
+  direct_linear(GIVEN_ROWS(f32), act_q, act_q_leading, DIRECT_GIVEN);
+}
+#else
 #include "streamed.cuh"
 
 STREAMED_KERNEL scaled_linear_streamed(TENSOR_MAPS, GIVEN_ROWS_PARAMETERS, STREAMED_PARAMETERS) {
   streamed_linear(Loaded<GivenRows<f32>>{&a_map, GIVEN_ROWS(f32)}, w_map, STREAMED_GIVEN);
 }
+#endif

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from skuda.kernels.launch import Launch, Parameter, Step, TensorMap, pointers, s32, strided
+from skuda.kernels.launch import Choice, Launch, Parameter, Step, TensorMap, pointers, s32, strided
 from skuda.kernels.linear import hopper, layer
-from skuda.kernels.linear.problem import LinearProblem
+from skuda.kernels.linear.direct import Direct, configurations
+from skuda.kernels.linear.problem import FEW_ROWS, LinearProblem
 from skuda.registry.constraints import Between, Constraint
 from skuda.registry.elements import ElementKind
 
@@ -17,12 +20,22 @@ if TYPE_CHECKING:
 _ATOM = 1024
 _CHUNK = 128
 _MOST_STAGES = 64
-_TOKENS = (8, 16, 32)
-_IN_FLIGHT = 64 << 10
+_TOKENS = (8, 16, FEW_ROWS)
+_MANY_TOKENS = (16, FEW_ROWS)
+_CLUSTERS = (1, 2, 4)
+_IN_FLIGHT, _CLUSTER_IN_FLIGHT = 64 << 10, 112 << 10
 _FEWEST_STAGES = 4
 _QUANTIZERS = 512
-_DEEP = 4096
+_SHORTEST_SHARE = 512
 _SHARED_BY_TWO = 115_712
+
+_MOST_ROWS, _MOST_TILES = 128, 132
+"""Beyond `FEW_ROWS`, most rows of an activation and most tiles of 16 rows by 64 of the weight: all run at once."""
+
+_LAUNCH, _BANDWIDTH = 6.592, 4.985
+_BOX, _ROW, _UNALIGNED_ROW = 0.0146, 0.001044, 0.000777
+_CLUSTER, _EXCHANGE = {1: 0.0, 2: 0.348, 4: 0.656}, 0.000317
+"""Times in us and a bandwidth in TB/s, fitted by least squares; see `Streamed.predicted`."""
 
 
 def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
@@ -30,7 +43,11 @@ def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
 
     `weight` is s8 or u8; the activation may be either.
     """
-    return (Between(field="m", maximum=_TOKENS[-1]), *hopper.constraints(weight))
+    return (
+        Between(field="m", maximum=_MOST_ROWS),
+        Between(field="tiles_beyond_few_rows", maximum=_MOST_TILES),
+        *hopper.constraints(weight),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +89,25 @@ class Streamed:
         named = ("tokens", "groups", "tall", "chunks", "cluster")
         return tuple(f"-D{name.upper()}={getattr(self, name)}" for name in named)
 
+    def predicted(self, m: int, n: int, k: int) -> float:
+        """Return the predicted time in us on a card like the H200.
+
+        The copy engine of a multiprocessor takes so long for each box and for each row in it, longer if rows do not
+        begin at lines of the cache. Beside it stand the memory, the launch, and the exchange of sums in a cluster. The
+        test of ``docs/evidence/h200-few-tokens.json`` says how well it chooses.
+        """
+        rows = 8 * self.atoms
+        tiles = -(-n // rows)
+        turns = -(-tiles // max(1, self.grid[0] // self.cluster))
+        row = _ROW + (_UNALIGNED_ROW if k % _CHUNK else 0.0)
+        own = turns * -(-k // _CHUNK) / self.cluster * (2 * _BOX + (rows + self.tokens) * row)
+        exchange = _EXCHANGE * rows * self.tokens if self.cluster > 1 else 0.0
+        return _LAUNCH + _CLUSTER[self.cluster] + exchange + math.hypot(own, (m + n) * k / (_BANDWIDTH * 1e6))
+
+    def __str__(self) -> str:
+        shared = f", k shared by {self.cluster}" if self.cluster > 1 else ""
+        return f"{8 * self.atoms} x {self.tokens} through shared memory{shared}"
+
 
 def rows_of(m: int, k: int) -> int:
     """Return ROWS, the flag of the kernel that quantizes the activation itself, or 0 if a separate kernel is faster.
@@ -81,47 +117,54 @@ def rows_of(m: int, k: int) -> int:
     return 0 if m > 2 or m * k > 16_384 else 1 << (m - 1).bit_length()
 
 
-def cut_for(
+def cuts_for(
     sizes: tuple[int, int, int],
     sm_count: int,
     output_bytes: int,
     *,
     fused: bool,
     zero_points: tuple[bool, bool] = (False, False),
-) -> Streamed:
-    """Return the tiling for a product of m, n and k.
+) -> tuple[Streamed, ...]:
+    """Return the tilings for a product of m, n and k, the first without clusters.
 
     `fused` if the kernel quantizes the activation itself; `zero_points` says of activation and weight whether they have
     any.
+
+    Raises
+    ------
+    ValueError
+        If m or k is beyond what the kernel takes.
     """
     m, n, k = max(1, sizes[0]), max(1, sizes[1]), sizes[2]
-    # With few rows and a long k a block finishes late: four blocks share the k of a tile of four times the rows.
-    # Sums of codes, which zero points need, are those of all of k.
-    few = k >= _DEEP and -(-n // 8) <= sm_count * min(2, k // _DEEP) and not any(zero_points)
-    served = m <= _TOKENS[-1] and k % 16 == 0
-    for cluster in ((4, 1) if few else (1,)) if served else ():
-        cut = _cut((m, n, k), sm_count, output_bytes, cluster, fused=fused, zero_points=zero_points)
-        if cut is not None:
-            return cut if 0 not in sizes[:2] else replace(cut, grid=(0, 1, 1))
-    raise ValueError(f"m must be at most {_TOKENS[-1]} and k a multiple of 16; had m, n, k = {sizes}")
+    if m > _MOST_ROWS or k % 16:
+        raise ValueError(f"m must be at most {_MOST_ROWS} and k a multiple of 16; had m, n, k = {sizes}")
+    found = []
+    for tokens in (next(t for t in _TOKENS if t >= m),) if m <= FEW_ROWS else _MANY_TOKENS:
+        strips = -(-m // tokens)
+        for cluster in _CLUSTERS:
+            clusters = max(1, sm_count // strips) // cluster
+            # Sums of codes, which zero points need, are those of all of k. A cluster takes one tile.
+            divides = k >= _SHORTEST_SHARE * cluster and -(-n // 8) <= 16 * clusters and not any(zero_points)
+            if cluster == 1 or divides:
+                found.append(
+                    _cut((tokens, n, k), clusters, output_bytes, cluster, fused=fused, zero_points=zero_points)
+                )
+    grids = ((0 if 0 in sizes[:2] else cut.grid[0], -(-m // cut.tokens), 1) for cut in found if cut is not None)
+    return tuple(replace(cut, grid=grid) for cut, grid in zip(filter(None, found), grids, strict=True))
 
 
 def _cut(
     sizes: tuple[int, int, int],
-    sm_count: int,
+    clusters: int,
     output_bytes: int,
     cluster: int,
     *,
     fused: bool,
     zero_points: tuple[bool, bool],
 ) -> Streamed | None:
-    m, n, k = sizes
-    tokens = next(t for t in _TOKENS if t >= m)
+    tokens, n, k = sizes
     eights = -(-n // 8)
-    if cluster == 1 and 2 * eights <= sm_count:  # too few rows for all: smaller tiles of tokens
-        tokens = min(tokens, 32)
     # At most 128 rows a tile: more leave fewer stages, and with fewer rows the codes are most of the traffic.
-    clusters = sm_count // cluster
     atoms = -(-eights // (clusters * -(-eights // (16 * clusters))))
     groups = 2 if atoms > 8 else 1
     # Not every group of four multiprocessors can hold a cluster; with two blocks per multiprocessor all clusters run.
@@ -142,7 +185,8 @@ def _cut(
         if fitting >= _FEWEST_STAGES or chunks == 1:
             break
     used = steps * -(-tiles // width)
-    wanted = max(_IN_FLIGHT, 8 * atoms * _ATOM) // (chunks * atoms * _ATOM)
+    in_flight = _CLUSTER_IN_FLIGHT if cluster > 1 else _IN_FLIGHT
+    wanted = max(in_flight, 8 * atoms * _ATOM) // (chunks * atoms * _ATOM)
     stages = min(used, fitting, max(_FEWEST_STAGES, wanted))
     # The last product of 64 rows may read beyond the tile's rows, so shared memory must extend that far.
     reach = 1024 + ones + stages * chunks * atoms * _ATOM + (64 * groups - 8 * atoms) * _CHUNK
@@ -158,8 +202,8 @@ def _cut(
         atoms=atoms,
         stages=stages,
         shared=shared,
-        promotion=256 if atoms <= 8 else 128,
-        grid=(width * cluster, -(-m // tokens), 1),
+        promotion=256 if atoms <= 8 or (cluster > 1 and k % 256 == 0) else 128,
+        grid=(width * cluster, 1, 1),
         block=(_QUANTIZERS + 32 if fused else 128 * groups + 64, 1, 1),
     )
 
@@ -172,22 +216,50 @@ def _bytes(tokens: int, groups: int, chunks: int, cluster: int, atoms: int, outp
     return 1024 + staging + sums + 4 * tokens + 8, chunks * (atoms * _ATOM + tokens * _CHUNK)
 
 
-def launch(problem: LinearProblem, device: Device) -> Launch:
+@lru_cache(maxsize=4096)
+def _offered(
+    m: int,
+    n: int,
+    k: int,
+    sm_count: int,
+    output_bytes: int,
+    fused: bool,  # noqa: FBT001  private
+    zero_points: tuple[bool, bool],
+) -> tuple[tuple[Streamed | Direct, ...], tuple[Choice, ...]]:
+    cuts = cuts_for((m, n, k), sm_count, output_bytes, fused=fused, zero_points=zero_points)
+    ranked: list[tuple[float, Streamed | Direct]] = [(cut.predicted(m, n, k), cut) for cut in cuts]
+    ranked += [(one.predicted(m, n, k, sm_count), one) for one in (() if fused else configurations(m))]
+    ranked.sort(key=lambda pair: pair[0])
+    return tuple(one for _, one in ranked), tuple(Choice(str(one), us) for us, one in ranked)
+
+
+def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     """Launch the product, after or fused with the quantization of a dynamic activation, whichever is faster."""
     m, n, k = problem.sizes
-    rows = rows_of(m, k) if problem.dynamic and m and n else 0
     zero_points = problem.shifts_activation, problem.has_weight_zero_point
     sm_count, width = device.sm_count or hopper.H200, problem.output.bits // 8
-    cut = cut_for((m, n, k), sm_count, width, fused=rows > 0, zero_points=zero_points)
-    weight = TensorMap("weight_q", n, k, 8 * cut.atoms, promotion=cut.promotion)
+    rows = rows_of(m, k) if problem.dynamic and m and n else 0
+    found, chosen = layer.choose(*_offered(m, n, k, sm_count, width, rows > 0, zero_points), choice)
+    flags = (*found.flags, *layer.epilogue_flags(problem))
+    if isinstance(found, Direct):
+        product = _direct_product(problem, found, zero_points)
+        aligned = ("act_q_scratch" if problem.dynamic else "act_q", "weight_q")
+        return layer.launch_product(problem, product, aligned=aligned, flags=flags, notes=(hopper.ALIGNED,), **chosen)
+    weight = TensorMap("weight_q", n, k, 8 * found.atoms, promotion=found.promotion)
     if rows:
-        operands: tuple[Parameter, ...] = (weight, *_activation(problem))
-    elif problem.dynamic:
-        codes = TensorMap("act_q_scratch", m, k, cut.tokens, otherwise="codes")
-        operands = (codes, weight, *layer.SCALES)
-    else:
-        operands = (TensorMap("act_q", m, k, cut.tokens), weight, *layer.given_scales(problem))
-    product = Step(
+        product = _product(problem, found, (weight, *_activation(problem)))
+        notes = ("every block quantizes the activation itself: one launch", *_notes(found))
+        flags = (*flags, f"-DROWS={rows}")
+        return Launch(steps=(product,), aligned=("activation",), flags=flags, notes=notes, **chosen)
+    name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
+    codes = TensorMap(name, m, k, found.tokens, otherwise=otherwise)
+    scales = layer.SCALES if problem.dynamic else layer.given_scales(problem)
+    product = _product(problem, found, (codes, weight, *scales))
+    return layer.launch_product(problem, product, flags=flags, notes=_notes(found), **chosen)
+
+
+def _product(problem: LinearProblem, cut: Streamed, operands: tuple[Parameter, ...]) -> Step:
+    return Step(
         entry=f"{problem.op_name()}_streamed",
         grid=cut.grid,
         block=cut.block,
@@ -195,11 +267,19 @@ def launch(problem: LinearProblem, device: Device) -> Launch:
         shared=cut.shared,
         overlaps=True,
     )
-    flags, notes = (*cut.flags, *layer.epilogue_flags(problem)), _notes(cut)
-    if rows:
-        notes = ("every block quantizes the activation itself: one launch", *notes)
-        return Launch(steps=(product,), aligned=("activation",), flags=(*flags, f"-DROWS={rows}"), notes=notes)
-    return layer.launch_product(problem, product, flags=flags, notes=notes)
+
+
+def _direct_product(problem: LinearProblem, found: Direct, zero_points: tuple[bool, bool]) -> Step:
+    m, n, _ = problem.sizes
+    codes = layer.activation_parameters(problem)
+    return Step(
+        entry=f"{problem.op_name()}_streamed",
+        grid=found.grid(m, n),
+        block=found.block,
+        parameters=(*codes, *strided("weight_q"), *layer.epilogue_parameters(problem)),
+        shared=found.shared(zero_points),
+        overlaps=True,
+    )
 
 
 def _activation(problem: Any) -> tuple[Parameter, ...]:

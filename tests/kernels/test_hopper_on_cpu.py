@@ -14,6 +14,7 @@ import pytest
 from harness import emulator
 from harness.agreement import assert_agrees
 from harness.binding import Placed, launch_of, place, run_steps
+from products import SHIFTS, a_problem
 from support import arguments_of, draw, fresh, run, sampled
 
 from skuda.dispatch.device import KNOWN_DEVICES
@@ -23,12 +24,12 @@ from skuda.kernels.linear import (
     ScaledLinearDescriptor,
     SmoothQuantLinearDescriptor,
     hopper,
+    streamed,
     warpgroup,
 )
 from skuda.registry import ElementKind
 from skuda.registry.descriptor import Role
 from skuda.registry.op import Case
-from skuda.registry.vocabulary import EpilogueKind
 
 pytestmark = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler")
 
@@ -36,40 +37,6 @@ pytestmark = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason=
 CARD = KNOWN_DEVICES["h200"].model_copy(update={"sm_count": 3})
 OPS = {op.name: op for op in built_in_ops()}
 ALONE = [str(tile) for tile in warpgroup.TILES if tile.blocks == 1 and not tile.divides]
-SHIFTS = tuple(product((False, True), repeat=2))
-OUTPUTS = ("f32", "f16", "bf16", "s8", "u8")
-
-
-def a_problem(op, shifts, rng, *, fewest, most):
-    """Draw a problem with `fewest` to `most` rows; `shifts`: whether activation and weight have zero points."""
-
-    def one_of(*values):
-        return values[rng.integers(len(values))]
-
-    m, n, k = int(rng.integers(fewest, most, endpoint=True)), int(rng.integers(1, 300)), 16 * int(rng.integers(1, 60))
-    activation, weight = shifts
-    code = one_of(ElementKind.S8, ElementKind.U8)
-    fields = {
-        "m": m,
-        "k": k,
-        "weight_element": one_of("s8", "u8"),
-        "output_element": one_of(*OUTPUTS),
-        "epilogue": one_of(*EpilogueKind),
-        "has_weight_zero_point": weight,
-    }
-    if op == "quantized_linear":
-        bounds = {"q_min": -127 if code is ElementKind.S8 else 0, "q_max": 127}
-        return QuantizedLinearDescriptor(c_out=n, activation_element=one_of("f32", "f16", "bf16"), **bounds, **fields)
-    fields |= {"n": n, "activation_element": code}
-    if op == "smoothquant_linear":
-        low, high = code.integer_range
-        zero_point = (one_of(low, int(rng.integers(low, high))) or high) if activation else 0
-        scale = float(rng.uniform(-0.1, 0.1))
-        return SmoothQuantLinearDescriptor(act_scale=scale, act_zero_point=zero_point, **fields)
-    if not any(shifts) and rng.random() < 0.3:
-        return ScaledLinearDescriptor(**fields | {"output_element": "s32", "epilogue": EpilogueKind.IDENTITY})
-    scope = one_of("token", "tensor")
-    return ScaledLinearDescriptor(act_scale_scope=scope, has_act_zero_point=activation, **fields)
 
 
 def sku_of(problem, variant):
@@ -107,11 +74,27 @@ def all_of(*kinds):
     return [pytest.param(*each) for each in crossed if each[0] != "quantized_linear" or not each[1][0]]
 
 
+def alone(problem, way=""):
+    """Return the streamed configurations of a problem whose blocks run alone and whose names contain `way`."""
+    choices = streamed.launch(problem, CARD).choices
+    return [choice.name for choice in choices if "shared by" not in choice.name and way in choice.name]
+
+
+@pytest.mark.parametrize("most", [2, 8, 16, 32, 128])  # up to 2, the product itself quantizes short rows
 @pytest.mark.parametrize(("op", "shifts"), all_of())
-def test_the_streamed_kernel_equals_the_reference(op, shifts):
-    rng = fresh(op, shifts)
-    # One or two short rows are quantized by the product itself.
-    check(a_problem(op, shifts, rng, fewest=1, most=2 if rng.random() < 0.4 else 32), "streamed", rng)
+def test_the_streamed_kernel_equals_the_reference(op, shifts, most):
+    rng = fresh(op, shifts, most)
+    problem = a_problem(op, shifts, rng, fewest=1 if most < 128 else 33, most=most)
+    check(problem, "streamed", rng, rng.choice(alone(problem)))
+
+
+@pytest.mark.parametrize("way", streamed.configurations(1) + streamed.configurations(16) + streamed.configurations(32))
+@pytest.mark.parametrize("shifts", SHIFTS)
+def test_weights_straight_to_registers_equal_the_reference(way, shifts):
+    rng = fresh(str(way), shifts)
+    op = rng.choice(["scaled_linear", "smoothquant_linear", *([] if shifts[0] else ["quantized_linear"])])
+    problem = a_problem(op, shifts, rng, fewest=3 if way.tokens == 8 else way.tokens // 2 + 1, most=way.tokens)
+    check(problem, "streamed", rng, *(name for name in alone(problem) if name == str(way)))
 
 
 @pytest.mark.parametrize(
@@ -127,22 +110,33 @@ def test_the_warpgroup_kernel_equals_the_reference(op, shifts, tile):
 
 
 WRONG = {
-    "zero points of one column": ("warpgroup", 3, "A_SHIFTED) * TILE_N + c + thread]", "A_SHIFTED) * TILE_N]"),
-    "no sums of the weight": ("warpgroup", 1, "shifts.w_sums[at]", "0"),
-    "rows without their zero points": ("warpgroup", 3, "- (Sum)shifts.k * zero_point", ""),
-    "the last unit not added up": ("warpgroup", 1, "first + 32 * i < units", "first + 32 * i + 1 < units"),
-    "sums cut to 32 bits": ("warpgroup", 3, "return acc - (s64)za * w;", "return (s32)((u32)acc - (u32)za * (u32)w);"),
-    "128 bits cut to 64": ("streamed", 3, "a == (s32)a ?", "true ?"),
-    "zero points not staged": ("streamed", 1, "if (A_SHIFTED) za =", "if (false) za ="),
-    "what lies beyond K added up": ("streamed", 2, "if (W_SHIFTED) {  // beyond", "if (false) {  // beyond"),
+    "zero points of one column": ("warpgroup", "", 3, "A_SHIFTED) * TILE_N + c + thread]", "A_SHIFTED) * TILE_N]"),
+    "no sums of the weight": ("warpgroup", "", 1, "shifts.w_sums[at]", "0"),
+    "rows without their zero points": ("warpgroup", "", 3, "- (Sum)shifts.k * zero_point", ""),
+    "the last unit not added up": ("warpgroup", "", 1, "first + 32 * i < units", "first + 32 * i + 1 < units"),
+    "sums cut to 32 bits": (
+        "warpgroup",
+        "",
+        3,
+        "return acc - (s64)za * w;",
+        "return (s32)((u32)acc - (u32)za * (u32)w);",
+    ),
+    "128 bits cut to 64": ("streamed", "shared", 3, "a == (s32)a ?", "true ?"),
+    "zero points not staged": ("streamed", "shared", 1, "if (A_SHIFTED) za =", "if (false) za ="),
+    "what lies beyond K added up": ("streamed", "", 2, "if (W_SHIFTED) {  // beyond", "if (false) {  // beyond"),
+    "a warp's sums left out": ("streamed", "registers", 0, "int i = 0; i < WARPS", "int i = 1; i < WARPS"),
+    "halves of a unit swapped": ("streamed", "registers", 0, "second, w.z, w.w", "second, w.w, w.z"),
+    "no sums of w": ("streamed", "registers", 1, "of_w = sum_of_parts(parts + TOKENS", "of_w = sum_of_parts(parts + 0"),
+    "rows without zero points": ("streamed", "registers", 3, "- all_k * za", "- 0 * all_k * za"),
 }
 
 
 @pytest.mark.skipif(emulator.SANITIZED, reason="sanitizers end the process where this expects a message")
 @pytest.mark.parametrize(
-    ("variant", "shifts", "before", "after"), sampled([pytest.param(*each, id=name) for name, each in WRONG.items()], 2)
+    ("variant", "way", "shifts", "before", "after"),
+    sampled([pytest.param(*each, id=name) for name, each in WRONG.items()], 3),
 )
-def test_a_wrong_kernel_is_caught(variant, shifts, before, after):
+def test_a_wrong_kernel_is_caught(variant, way, shifts, before, after):
     rng = fresh(before)
     pair = (bool(shifts & 1), bool(shifts & 2))
     n, k = 40, 336
@@ -152,12 +146,13 @@ def test_a_wrong_kernel_is_caught(variant, shifts, before, after):
         problem = QuantizedLinearDescriptor(c_out=n, activation_element="f32", q_min=-127, q_max=127, **fields)
     else:
         problem = ScaledLinearDescriptor(n=n, has_act_zero_point=pair[0], **fields)
+    choice = alone(problem, way)[:1] if variant == "streamed" else []
 
     def check_all():
         for _ in range(10):  # not all values show it
-            check(problem, variant, rng, values="special", change=(before, after))
+            check(problem, variant, rng, *choice, values="special", change=(before, after))
 
-    with pytest.raises(AssertionError, match="differ"):
+    with pytest.raises(AssertionError, match=r"differ|read"):
         check_all()
 
 
@@ -169,13 +164,17 @@ def test_products_take_as_long_a_k_as_the_kernels_do():
     for variant, m in (("streamed", 3), ("warpgroup", 192)):
         problem = SmoothQuantLinearDescriptor(m=m, n=8, k=limit, act_scale=1.0, act_zero_point=255, **fields)
         sku = sku_of(problem, variant)
-        launch = launch_of(sku, problem, CARD, *([ALONE[-1]] if variant == "warpgroup" else []))
+        choices = (
+            ALONE[-1:] if variant == "warpgroup" else (*alone(problem, "shared"), *alone(problem, "registers")[:1])
+        )
         inputs = {
             "act_q": np.zeros((m, limit), np.uint8),
             "weight_q": np.full((8, limit), 255, np.uint8),
             "weight_scale": np.ones(8, np.float32),
         }
         shapes = {argument.name: argument.shape for argument in problem.arguments()}
-        placed = place(problem, launch, shapes, inputs, rng)
-        run_steps(emulator.load(emulator.Unit.of(sku).configured(launch.flags)), launch, problem, placed, shapes)
-        assert (placed["output"].array == np.float32(-(limit * 255 * 255))).all()
+        for choice in choices:
+            launch = launch_of(sku, problem, CARD, choice)
+            placed = place(problem, launch, shapes, inputs, rng)
+            run_steps(emulator.load(emulator.Unit.of(sku).configured(launch.flags)), launch, problem, placed, shapes)
+            assert (placed["output"].array == np.float32(-(limit * 255 * 255))).all(), choice

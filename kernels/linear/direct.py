@@ -1,0 +1,80 @@
+"""Configurations of the linear kernel whose weights go straight to registers (``direct.cuh``). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_TOKENS = (8, 16, 32)
+_SHAPES = ((1, 8), (1, 16), (2, 8), (2, 16), (4, 8))
+_UNIT = 64
+_REGISTERS, _MOST_DEEP = 100, 8
+_WARPS_HELD = 16
+
+_LAUNCH, _MORE_WARPS = 4.891, 0.318
+_WAVE, _ROUND = 0.716, 0.707
+_L2_BANDWIDTH, _BANDWIDTH = 0.1287, 11.2
+"""Times in us and bandwidths in TB/s, that of L2 for one multiprocessor: fitted; see `Direct.predicted`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """One configuration.
+
+    Attributes
+    ----------
+    tokens, wide, warps : int
+        Compile-time flags of the same names: tokens of a block; its rows of the weight, divided by 8; warps that share
+        k.
+    """
+
+    tokens: int
+    wide: int
+    warps: int
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The compiler flags of the configuration."""
+        return (f"-DTOKENS={self.tokens}", f"-DWIDE={self.wide}", f"-DWARPS={self.warps}")
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        """Threads of a block."""
+        return (32 * self.warps, 1, 1)
+
+    def grid(self, m: int, n: int) -> tuple[int, int, int]:
+        """Return the blocks that compute m x n results, m being at most `tokens`."""
+        return (-(-n // (8 * self.wide)) if m else 0, 1, 1)
+
+    def shared(self, zero_points: Sequence[bool] = (False, False)) -> int:
+        """Return the bytes of shared memory of a block: the sums of its warps.
+
+        `zero_points` says of activation and weight whether they have any.
+        """
+        activation, weight = zero_points
+        pitch = 8 * self.wide + (8 if self.wide % 2 == 0 or weight else 0)
+        return 4 * self.warps * (self.tokens + activation) * pitch
+
+    def predicted(self, m: int, n: int, k: int, sm_count: int) -> float:
+        """Return the predicted time in us on a card like the H200.
+
+        It is the launch, the rounds of loads of all waves, and the bytes from L2 and from memory. The test of
+        ``docs/evidence/h200-few-tokens.json`` says how well it chooses.
+        """
+        eights, sets = self.tokens // 8, -(-self.tokens // 16)
+        deep = min(_MOST_DEEP, (_REGISTERS - 4 * sets * self.wide) // (4 * (2 * self.wide + eights)))
+        (blocks, _, _), slots = self.grid(m, n), sm_count * _WARPS_HELD // self.warps
+        rounds = -(-k // (_UNIT * self.warps * deep))
+        own = -(-blocks // slots) * (_WAVE + rounds * _ROUND)
+        loaded = -(-blocks // sm_count) * (8 * self.wide + self.tokens) * k / (_L2_BANDWIDTH * 1e6)
+        launch = _LAUNCH + (_MORE_WARPS if self.warps == _WARPS_HELD else 0.0)
+        return launch + own + loaded + (m + n) * k / (_BANDWIDTH * 1e6)
+
+    def __str__(self) -> str:
+        return f"{8 * self.wide} x {self.tokens} through registers, {self.warps} warps"
+
+
+def configurations(m: int) -> tuple[Direct, ...]:
+    """Return the configurations for m tokens, none if they are too many."""
+    tokens = next((each for each in _TOKENS if each >= m), 0)
+    return tuple(Direct(tokens, *shape) for shape in _SHAPES if tokens and tokens * shape[0] <= 64)

@@ -1,0 +1,138 @@
+"""The kernel for few tokens without a GPU: which configuration, which launch, and how well it is chosen."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+from paths import ROOT
+from support import fresh
+
+from skuda.dispatch import Dispatcher
+from skuda.dispatch.device import KNOWN_DEVICES
+from skuda.dispatch.select.tuning import Tuning
+from skuda.kernels.launch import Pointer, TensorMap
+from skuda.kernels.linear import (
+    QuantizedLinearDescriptor,
+    ScaledLinearDescriptor,
+    SmoothQuantLinearDescriptor,
+    direct,
+    hopper,
+    streamed,
+)
+
+H200 = KNOWN_DEVICES["h200"]
+
+
+def static(m=16, n=512, k=1024, **changes):
+    return SmoothQuantLinearDescriptor(m=m, n=n, k=k, **{"act_scale": 0.1, "output_element": "bf16", **changes})
+
+
+def dynamic(m=16, n=512, k=1024):
+    fields = {"activation_element": "bf16", "q_min": -127, "q_max": 127}
+    return QuantizedLinearDescriptor(m=m, c_out=n, k=k, **fields)
+
+
+def scaled(m=16, n=512, k=1024, **changes):
+    return ScaledLinearDescriptor(m=m, n=n, k=k, **{"output_element": "bf16", **changes})
+
+
+@pytest.mark.parametrize(
+    "problem", [static(), static(1, 4096, 4096), static(100, 512, 4096), dynamic(), dynamic(1), scaled()], ids=str
+)
+def test_every_configuration_that_the_rule_ranks_can_be_asked_for(problem):
+    best = streamed.launch(problem, H200)
+    assert best.choice == best.choices[0].name
+    assert [c.microseconds for c in best.choices] == sorted(c.microseconds for c in best.choices)
+    assert len({c.name for c in best.choices}) == len(best.choices) > 1
+    asked = [streamed.launch(problem, H200, c.name) for c in best.choices]
+    assert asked[0] == best
+    assert [launch.choice for launch in asked] == [c.name for c in best.choices]
+    assert len({(launch.flags, launch.steps[-1].grid) for launch in asked}) == len(asked)
+    assert best.told()[0].startswith(f"configuration {best.choice}: ")
+    with pytest.raises(LookupError, match=re.escape(best.choices[-1].name)):
+        streamed.launch(problem, H200, "1 x 1")
+
+
+def test_every_configuration_covers_the_results_and_fits_the_card():
+    rng = fresh("configurations")
+    for _ in range(200):
+        m, n = int(rng.integers(1, 128, endpoint=True)), int(2 ** rng.uniform(0, 15))
+        problem = static(m, n, 16 * int(2 ** rng.uniform(0, 11)), has_weight_zero_point=bool(rng.random() < 0.2))
+        for choice in streamed.launch(problem, H200).choices:
+            launch = streamed.launch(problem, H200, choice.name)
+            (step,) = launch.steps
+            flags = dict(flag[2:].split("=") for flag in launch.flags)
+            rows, tokens = map(int, re.findall(r"\d+", choice.name)[:2])
+            cluster = int(flags.get("CLUSTER", 1))
+            assert int(flags["TOKENS"]) == tokens
+            assert step.grid[1] * tokens >= m
+            assert step.shared <= hopper.MOST_SHARED
+            tiles = -(-n // rows)
+            if "registers" in choice.name:
+                assert step.grid == (tiles, 1, 1)
+                assert step.block[0] >= tokens * rows // 4, "every result has a thread"
+            else:
+                assert math.prod(step.grid) <= H200.sm_count
+                assert cluster == 1 or step.grid[0] == tiles * cluster, "a cluster takes one tile"
+                assert cluster == 1 or not problem.has_weight_zero_point
+
+
+def test_configurations_through_registers_are_for_what_one_block_takes():
+    assert direct.configurations(33) == ()
+    assert {one.tokens for m in range(1, 33) for one in direct.configurations(m)} == {8, 16, 32}
+    assert all(one.tokens >= m for m in range(1, 33) for one in direct.configurations(m))
+
+
+@pytest.mark.parametrize(
+    ("problem", "arrays"), [(static(), "act_q"), (scaled(), "act_q"), (dynamic(), "act_q_scratch")], ids=str
+)
+def test_arrays_that_go_to_registers_are_whole_units_as_those_of_the_copy_engine_are(problem, arrays):
+    for choice in streamed.launch(problem, H200).choices:
+        launch = streamed.launch(problem, H200, choice.name)
+        maps = [each.name for each in launch.steps[-1].parameters if isinstance(each, TensorMap)]
+        assert sorted((*maps, *launch.aligned)) == sorted((arrays, "weight_q"))
+        if not maps:
+            pointers = [each.name for each in launch.steps[-1].parameters if isinstance(each, Pointer)]
+            assert {arrays, "weight_q"} <= set(pointers)
+
+
+@pytest.mark.parametrize(
+    ("problem", "variant"),
+    [
+        (static(32, 28672, 8192), "streamed"),
+        (static(33, 2816, 4096), "streamed"),
+        (static(33, 2817, 4096), "warpgroup"),
+        (static(128, 1024, 1024), "streamed"),
+        (static(129, 64, 1024), "warpgroup"),
+        (dynamic(64, 512, 4096), "streamed"),
+        (scaled(64, 512, 4096, output_element="s32"), "streamed"),
+    ],
+    ids=str,
+)
+def test_more_rows_are_served_where_their_tiles_run_at_once(problem, variant):
+    found = Dispatcher().explain(problem, device=H200)
+    assert found.chosen.endswith(variant)
+    if variant == "warpgroup":
+        reasons = [reason for d in found.refused if d.sku.endswith("streamed") for reason in d.reasons]
+        assert {reason.field for reason in reasons} & {"m", "tiles_beyond_few_rows"}
+
+
+def test_the_chosen_configuration_is_near_the_best_of_those_measured():
+    """Times of `skuda tune`: of every configuration, and of the other kernel's where both serve."""
+    losses, against = [], []
+    for entry in Tuning.load(ROOT / "docs/evidence/h200-few-tokens.json").entries:
+        problem = static(*(entry.problem[name] for name in "mnk"))
+        timed = [one for one in entry.candidates if one.timing is not None]
+        assert len(timed) == len(entry.candidates), "every configuration gave the same bits"
+        us = {one.choice: one.timing.median for one in timed if one.sku.endswith("streamed")}
+        chosen = us[streamed.launch(problem, H200).choice]
+        losses.append(chosen / min(us.values()))
+        others = [one.timing.median for one in timed if one.sku.endswith("warpgroup")]
+        against.append(chosen / others[0])  # the first of its ranking
+    assert len(losses) >= 80
+    assert np.exp(np.log(losses).mean()) < 1.025
+    assert max(losses) < 1.2
+    assert np.exp(np.log(against).mean()) < 0.9
