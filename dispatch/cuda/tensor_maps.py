@@ -25,10 +25,10 @@ Encoder = Callable[[int, int], bytes]
 
 
 def refuse_unaligned(op: str, name: str, address: int, leading: int) -> None:
-    """Raise `Unaligned` for a matrix that TMA cannot read."""
+    """Raise `Unaligned` for a matrix that the copy engine, or loads of 16 bytes, cannot read."""
     if address % UNIT or leading % UNIT:
         had = f"the address {address:#x} and rows {leading} bytes apart"
-        raise Unaligned(op, name, had, f"have both as multiples of {UNIT}: this kernel reads it with the copy engine")
+        raise Unaligned(op, name, had, f"have both as multiples of {UNIT}: this kernel reads it in units of that size")
 
 
 def encoder(parameter: TensorMap, op: str) -> Encoder:
