@@ -250,7 +250,7 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
         product = _product(problem, found, (weight, *_activation(problem)))
         notes = ("every block quantizes the activation itself: one launch", *_notes(found))
         flags = (*flags, f"-DROWS={rows}")
-        return Launch(steps=(product,), aligned=("activation",), flags=flags, notes=notes, **chosen)
+        return Launch(steps=(product,), aligned=("activation", "act_q_scratch"), flags=flags, notes=notes, **chosen)
     name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
     codes = TensorMap(name, m, k, found.tokens, otherwise=otherwise)
     scales = layer.SCALES if problem.dynamic else layer.given_scales(problem)

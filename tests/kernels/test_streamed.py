@@ -99,6 +99,12 @@ def test_arrays_that_go_to_registers_are_whole_units_as_those_of_the_copy_engine
             assert {arrays, "weight_q"} <= set(pointers)
 
 
+def test_codes_that_a_caller_asks_for_are_whole_units_where_the_product_makes_them():
+    launch = streamed.launch(dynamic(1), H200)
+    assert any(flag.startswith("-DROWS") for flag in launch.flags)
+    assert launch.aligned == ("activation", "act_q_scratch")
+
+
 @pytest.mark.parametrize(
     ("problem", "variant"),
     [
