@@ -1,4 +1,4 @@
-"""Random products for Hopper's kernels: rows begin at multiples of 16 bytes; any elements, epilogue, zero points."""
+"""Products for Hopper's kernels, whose rows begin at multiples of 16 bytes: plain ones, and random ones of any kind."""
 
 from __future__ import annotations
 
@@ -11,6 +11,20 @@ from skuda.registry.vocabulary import EpilogueKind
 SHIFTS = tuple(product((False, True), repeat=2))
 """Whether the activation and the weight have zero points."""
 OUTPUTS = ("f32", "f16", "bf16", "s8", "u8")
+
+
+def static(m=256, n=512, k=1024, **changes):
+    fields = {"act_scale": 0.1, "output_element": "bf16", **changes}
+    return SmoothQuantLinearDescriptor(m=m, n=n, k=k, **fields)
+
+
+def dynamic(m=256, n=512, k=1024, **changes):
+    fields = {"activation_element": "bf16", "q_min": -127, "q_max": 127, **changes}
+    return QuantizedLinearDescriptor(m=m, c_out=n, k=k, **fields)
+
+
+def scaled(m=256, n=512, k=1024, **changes):
+    return ScaledLinearDescriptor(m=m, n=n, k=k, **{"output_element": "bf16", **changes})
 
 
 def a_problem(op, shifts, rng, *, fewest, most, widest=300, longest=960):

@@ -42,6 +42,12 @@ class Direct:
         """Threads of a block."""
         return (32 * self.warps, 1, 1)
 
+    @property
+    def deep(self) -> int:
+        """Units of the weight that a thread requests at once where there are no zero points: DEEP of the kernel."""
+        eights, sets = self.tokens // 8, -(-self.tokens // 16)
+        return min(_MOST_DEEP, (_REGISTERS - 4 * sets * self.wide) // (4 * (2 * self.wide + eights)))
+
     def grid(self, m: int, n: int) -> tuple[int, int, int]:
         """Return the blocks that compute m x n results, m being at most `tokens`."""
         return (-(-n // (8 * self.wide)) if m else 0, 1, 1)
@@ -61,10 +67,8 @@ class Direct:
         It is the launch, the rounds of loads of all waves, and the bytes from L2 and from memory. The test of
         ``docs/evidence/h200-few-tokens.json`` says how well it chooses.
         """
-        eights, sets = self.tokens // 8, -(-self.tokens // 16)
-        deep = min(_MOST_DEEP, (_REGISTERS - 4 * sets * self.wide) // (4 * (2 * self.wide + eights)))
         (blocks, _, _), slots = self.grid(m, n), sm_count * _WARPS_HELD // self.warps
-        rounds = -(-k // (_UNIT * self.warps * deep))
+        rounds = -(-k // (_UNIT * self.warps * self.deep))
         own = -(-blocks // slots) * (_WAVE + rounds * _ROUND)
         loaded = -(-blocks // sm_count) * (8 * self.wide + self.tokens) * k / (_L2_BANDWIDTH * 1e6)
         launch = _LAUNCH + (_MORE_WARPS if self.warps == _WARPS_HELD else 0.0)

@@ -36,6 +36,7 @@
 
 enum {
   STEP = 128,  // bytes of K in a stage
+  EARLY = 2,   // stages of w that are requested before the previous kernel has ended
   A_BYTES = TILE_M * STEP,
   W_BYTES = TILE_N * STEP,
   STAGE_BYTES = A_BYTES + W_BYTES,
@@ -219,26 +220,34 @@ DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const Row<Rows> (&own)[2], co
   }
 }
 
-// What a cluster computes: with SHARES, first its share of the steps of the tiles before `shared`, which all clusters divide
-// evenly, then every `clusters`-th of the others. A share begins and ends within a tile; each part of a tile is exact.
+// What a cluster computes: with SHARES, first its share of the steps of the tiles before `shared`, then every `clusters`-th
+// of the others. Each of `groups` groups of clusters divides as many of the shared tiles evenly. Cluster i is member
+// i / groups of group i % groups, which has every `groups`-th tile, so that neighbouring clusters read the same steps of
+// neighbouring tiles at the same time. A share begins and ends within a tile; each part of a tile is exact.
 struct Work {
-  u32 steps, tiles, clusters, shared, at, end, next;
+  u32 steps, tiles, cluster, clusters, shared, groups, next, begin, left;
 
-  DEVICE static Work of(u32 cluster, u32 clusters, u32 tiles, u32 steps, u32 shared) {
-    return Work{steps, tiles, clusters, shared, begin_of(cluster, clusters, shared * steps),
-                begin_of(cluster + 1, clusters, shared * steps), SHARES ? shared + cluster : cluster};
+  DEVICE static Work of(u32 cluster, u32 clusters, u32 tiles, u32 steps, u32 shared, u32 groups) {
+    Work work = {steps, tiles, cluster, clusters, shared, groups, cluster, 0, 0};
+    if (SHARES) {
+      const u32 at = work.begin_of(cluster / groups), own = at / steps;
+      work.begin = at - own * steps, work.left = work.begin_of(cluster / groups + 1) - at;
+      work.next = work.left > 0 ? own * groups + cluster % groups : shared + cluster;
+    }
+    return work;
   }
-  DEVICE static u32 begin_of(u32 cluster, u32 clusters, u32 units) { return SHARES ? (u32)((u64)units * cluster / clusters) : 0; }
-  DEVICE bool more() const { return (SHARES && at < end) || next < tiles; }
-  // The next part: steps `begin` to `begin + count` of a tile.
-  DEVICE bool take(u32& tile, u32& begin, u32& count) {
-    if (SHARES && at < end) {
-      tile = at / steps, begin = at - tile * steps;
-      count = steps - begin < end - at ? steps - begin : end - at;
-      at += count;
+  // The first step of a member's share, counted through all tiles of its group.
+  DEVICE u32 begin_of(u32 member) const { return (u32)((u64)(shared / groups * steps) * member / (clusters / groups)); }
+  DEVICE bool more() const { return (SHARES && left > 0) || next < tiles; }
+  // The next part: steps `first` to `first + count` of a tile.
+  DEVICE bool take(u32& tile, u32& first, u32& count) {
+    tile = next, first = 0, count = steps;
+    if (SHARES && left > 0) {
+      first = begin, count = steps - begin < left ? steps - begin : left;
+      begin = 0, left -= count;
+      next = left > 0 ? next + groups : shared + cluster;
       return true;
     }
-    tile = next, begin = 0, count = steps;
     next += clusters;
     return tile < tiles;
   }
@@ -289,7 +298,7 @@ struct Exchange {
 // Rows: RowScales or GivenRows.
 template <class Rows>
 DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, const Rows& rows, const Epilogue& p, s64 k,
-                             u32 band, u32 shared_tiles, const Exchange& exchange, const Shifts& shifts) {
+                             u32 band, u32 shared_tiles, u32 groups, const Exchange& exchange, const Shifts& shifts) {
   typedef typename Rows::Sum Sum;
   extern __shared__ u8 unaligned[];
   u8* const shared = unaligned + (-shared_address(unaligned) & 1023);
@@ -302,7 +311,7 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
   const Raster raster{(u32)((p.m + TILE_M * CLUSTER_M - 1) / (TILE_M * CLUSTER_M)),
                     (u32)((p.n + TILE_N * CLUSTER_N - 1) / (TILE_N * CLUSTER_N)), band};
   Work work = Work::of(blockIdx.x / CLUSTER, gridDim.x / CLUSTER, raster.rows * raster.columns, (u32)((k + STEP - 1) / STEP),
-                       shared_tiles);
+                       shared_tiles, groups);
   u32 tile, begin, steps;
   if (threadIdx.x == 0) {
     prefetch_map(&a_map), prefetch_map(&w_map);
@@ -315,7 +324,7 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
   __syncthreads();
   if (CLUSTER > 1) cluster_sync();
   if (group == 0) {
-    registers_down<40>();
+    registers_down<56>();
     if (threadIdx.x == 0) {
       Ring at{0, 0};
       u16 row_mask = 0, column_mask = 0;
@@ -323,7 +332,8 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
         if (other / CLUSTER_N == cluster_row) row_mask |= 1 << other;
         if (other % CLUSTER_N == cluster_column) column_mask |= 1 << other;
       }
-      // Weights do not depend on the previous kernel: those of the first stages are requested before it ends.
+      // Weights do not depend on the previous kernel: those of the first stages are requested before it ends. Those of more
+      // than two would only keep the copy engine from the activation when that is there.
       const u32 to_a = cluster_column * (A_BYTES / CLUSTER_N), to_w = A_BYTES + cluster_row * (W_BYTES / CLUSTER_M);
       for (bool first = true; work.take(tile, begin, steps); first = false) {
         u32 row, column;
@@ -344,10 +354,10 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
         };
         u32 step = 0;
         if (first) {
-          const u32 early = steps < STAGES ? steps : STAGES;
-          for (u32 s = 0; s < early; ++s) barrier_expect(full + 8 * s, STAGE_BYTES), load_w(s, s);
+          const u32 ahead = steps < EARLY ? steps : EARLY;
+          for (u32 s = 0; s < ahead; ++s) barrier_expect(full + 8 * s, STAGE_BYTES), load_w(s, s);
           wait_for_previous_kernel();
-          for (; step < early; ++step, at.next()) load_a(step, step);
+          for (; step < ahead; ++step, at.next()) load_a(step, step);
         }
         for (; step < steps; ++step, at.next()) {
           barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
@@ -357,7 +367,7 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
       }
     }
   } else {
-    registers_up<232>();
+    registers_up<224>();
     const int consumer = group - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     f32* const own = columns + consumer * OF_COLUMN * TILE_N;
     const bool chunks = ((u64)p.output | (u64)p.output_leading * sizeof(SKUDA_OUT) | (u64)p.n * sizeof(SKUDA_OUT)) % 16 == 0;
@@ -434,8 +444,8 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
       }
       if (LATE) request();
       if (SHARES && steps < work.steps) {
-        const u32 units = work.shared * work.steps, end = (tile + 1) * work.steps;
-        for (u32 other = blockIdx.x / CLUSTER + 1; Work::begin_of(other, work.clusters, units) < end; ++other) {
+        const u32 end = (tile / groups + 1) * work.steps;
+        for (u32 other = blockIdx.x / CLUSTER + groups; work.begin_of(other / groups) < end; other += groups) {
           exchange.add(d, other * CLUSTER + rank, consumer);
         }
       }
@@ -466,7 +476,8 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
 #else
 #define WARPGROUP_KERNEL extern "C" __global__ void __launch_bounds__(384, 1)
 #endif
-#define WARPGROUP_PARAMETERS EPILOGUE_PARAMETERS, s32 band, s32 shared_tiles, u8 *sums, u32 *flags, const s32 *code_sums_at
+#define WARPGROUP_PARAMETERS EPILOGUE_PARAMETERS, s32 band, s32 shared_tiles, s32 groups, u8 *sums, u32 *flags, \
+  const s32 *code_sums_at
 #define WARPGROUP_GIVEN                                                                                              \
-  EPILOGUE, k, (u32)band, (u32)shared_tiles, Exchange{sums, flags},                                                  \
+  EPILOGUE, k, (u32)band, (u32)shared_tiles, (u32)groups, Exchange{sums, flags},                                     \
       Shifts{weight_zero_point, code_sums_at, code_sums_at + (A_SHIFTED ? n : 0), k}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from skuda.kernels.launch import (
     ZEROS,
@@ -49,11 +49,17 @@ The second is for the third or more, of which 64 are too few to change a predict
 _SHORTEST_SHARE = 4
 """Fewest steps of a share."""
 
+_MOST_IDLE = 0.05
+"""Share of the clusters that may be left without work so that the others fall into groups; see `Work`."""
+
 _PARTIAL_LINES, _MOST_PARTIAL = ((128, 0.0), (64, 1.0), (32, 1.244)), 2.99
 """Time of loading parts of lines, by what divides the bytes of a row, relative to rows of half lines."""
 
 _CACHED = 40_000_000
 """Operands of up to this many bytes are read from memory once, larger ones once per band."""
+
+_OUT_OF_STEP = 0.7
+"""Share of what divided tiles read that each fetches from memory for itself where clusters are not in groups."""
 
 _SMALL = 64_000_000
 """Operands and results of up to this many bytes: blocks need not run beside those that they share operands with.
@@ -81,6 +87,27 @@ def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
     `weight` is s8 or u8; the activation may be either.
     """
     return (*hopper.constraints(weight), Between(field="rows_per_weight_sum", minimum=_FEWEST_ROWS_PER_SUM))
+
+
+class Work(NamedTuple):
+    """How clusters divide tiles; see `Work` in ``warpgroup.cuh``.
+
+    Attributes
+    ----------
+    clusters : int
+        Clusters to launch.
+    shared : int
+        Tiles whose steps are divided evenly; see `Tile.divides`.
+    groups : int
+        Groups of clusters that divide as many of these tiles each.
+    band : int
+        Rows of clusters in a rasterization band.
+    """
+
+    clusters: int
+    shared: int
+    groups: int
+    band: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,20 +196,34 @@ class Tile:
         """Return rows and columns of clusters that cover m x n results."""
         return -(-m // (self.m * self.cluster[0])), -(-n // (self.n * self.cluster[1]))
 
-    def work(self, m: int, n: int, k: int, sm_count: int) -> tuple[int, int]:
-        """Return the number of clusters to launch, and of the tiles that all of them divide evenly; see `divides`."""
-        tiles, slots = math.prod(self.grid(m, n)), max(1, sm_count // self.blocks)
+    def work(self, m: int, n: int, k: int, sm_count: int) -> Work:
+        """Return how clusters divide the tiles of m x n results of k products each."""
+        rows, columns = self.grid(m, n)
+        tiles, slots = rows * columns, max(1, sm_count // self.blocks)
         shared = tiles % slots + (slots if tiles > slots else 0) if self.divides and tiles % slots else 0
-        steps = -(-k // _STAGE_K)
         if not shared:
-            return min(slots, tiles), 0
+            return Work(min(slots, tiles), 0, 1, self.band)
         # A share shorter than some steps costs more than it gains, and none may be empty.
-        return max(1, min(slots, shared * steps // _SHORTEST_SHARE)), shared
+        most = shared * -(-k // _STAGE_K) // _SHORTEST_SHARE
+        if most < slots:
+            return Work(max(1, most), shared, 1, self.band)
+        groups = self._groups(min(rows, columns), slots) if shared == tiles else 1
+        band = self.band if groups == 1 else 1 if columns <= rows else rows
+        return Work(slots // groups * groups, shared, groups, band)
+
+    @staticmethod
+    def _groups(side: int, slots: int) -> int:
+        """Return the groups of clusters for a shorter side of the grid: the most that leave few clusters idle.
+
+        Clusters that read the same part of the longer operand at the same time then have it from L2 cache.
+        """
+        divisors = (groups for groups in range(min(side, slots), 0, -1) if side % groups == 0)
+        return next(groups for groups in divisors if slots % groups <= _MOST_IDLE * slots)
 
     def workspace(self, m: int, n: int, k: int, sm_count: int) -> int:
         """Return the bytes of the sums of parts of tiles."""
-        clusters, shared = self.work(m, n, k, sm_count)
-        return 4 * self.m * self.n * self.blocks * clusters if shared else 0
+        work = self.work(m, n, k, sm_count)
+        return 4 * self.m * self.n * self.blocks * work.clusters if work.shared else 0
 
     def predicted(self, m: int, n: int, k: int, sm_count: int, curve: float = 0.0) -> float:
         """Return the predicted time in us on a card like the H200.
@@ -199,7 +240,7 @@ class Tile:
         rows, columns = self.grid(m, n)
         tiles, steps = rows * columns, -(-k // _STAGE_K)
         slots = max(1, sm_count // self.blocks)
-        clusters, shared = self.work(m, n, k, sm_count)
+        clusters, shared, groups, band = self.work(m, n, k, sm_count)
         occupied = min(1.0, (clusters if shared else tiles) / slots)
         partial = next((share for divisor, share in _PARTIAL_LINES if k % divisor == 0), _MOST_PARTIAL)
         stage = self.stage_time + (self.contention + self.unaligned * partial) * occupied
@@ -217,12 +258,14 @@ class Tile:
                 # The other warpgroup's mainloop hides the epilogue unless the epilogue takes longer.
                 own = waves * max(steps * stage, (steps * stage + self.epilogue_time) / 2) + self.epilogue_time
             own += waves * curve * self.m * self.n * (1.6 if waves == 1 and not self.cooperative else 1.0)
-        high = min(rows, self.band)
+        high = min(rows, band)
         wide = min(columns, max(1, slots // high))
         read = (m + n) * k
         if read > _CACHED:
-            once = high * self.m * self.cluster[0] + wide * self.n * self.cluster[1]
-            read = max(read, int(tiles / (high * wide) * once * k))
+            tall, broad = self.m * self.cluster[0], self.n * self.cluster[1]
+            alone = _OUT_OF_STEP * shared * (tall + broad) if groups == 1 else 0.0
+            together = tiles - shared if alone else tiles
+            read = max(read, int((together / (high * wide) * (high * tall + wide * broad) + alone) * k))
         moved = read + 2 * m * n * (1 + self.output)
         memory = moved / (self.bandwidth * 1e6 * min(1.0, 1.5 * occupied))
         # A cluster with idle blocks only costs time.
@@ -240,24 +283,24 @@ _COOPERATIVE, _PING_PONG = True, False
 _WHOLE, _DIVIDED = False, True
 
 TILES = (
-    Tile(128, 256, 4, (1, 1), _COOPERATIVE, _WHOLE, 7.371, 0.4348, 0.1541, 0.0715, 1.532, 7.021, 0.2454, 1),
-    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _WHOLE, 7.791, 0.4637, 0.1499, 0.01097, 1.578, 6.024, 0.5725, 1),
-    Tile(256, 128, 4, (1, 1), _COOPERATIVE, _WHOLE, 6.679, 0.4325, 0.1466, 0.076, 1.53, 3.788, 0.001472, 1),
-    Tile(128, 128, 6, (1, 1), _COOPERATIVE, _WHOLE, 7.059, 0.1989, 0.1307, 0.07875, 0.4025, 5.823, 0.9444, 1),
-    Tile(128, 128, 6, (1, 1), _PING_PONG, _WHOLE, 5.814, 0.2082, 0.1096, 0.08811, 2.051, 5.595, 0.5594, 1),
-    Tile(128, 128, 6, (1, 2), _PING_PONG, _WHOLE, 6.672, 0.2039, 0.1259, 0.04072, 2.462, 5.369, 0.3306, 1),
-    Tile(128, 128, 6, (2, 1), _PING_PONG, _WHOLE, 6.664, 0.2093, 0.1011, 0.04271, 1.323, 3.407, 0.3048, 1),
-    Tile(64, 256, 5, (1, 1), _PING_PONG, _WHOLE, 5.509, 0.2088, 0.1147, 0.1222, 2.378, 6.67, 0.6113, 1),
-    Tile(128, 64, 8, (1, 1), _COOPERATIVE, _WHOLE, 6.229, 0.1286, 0.1123, 0.07122, 0.2482, 4.532, 0.00147, 1),
-    Tile(64, 128, 8, (1, 1), _PING_PONG, _WHOLE, 5.668, 0.1226, 0.09202, 0.07445, 1.118, 6.05, 0.8476, 1),
-    Tile(64, 128, 8, (2, 1), _PING_PONG, _WHOLE, 6.314, 0.1382, 0.09043, 0.02423, 0.9757, 5.965, 1.137, 1),
-    Tile(64, 64, 12, (1, 1), _PING_PONG, _WHOLE, 5.527, 0.08935, 0.06529, 0.05125, 0.7403, 5.494, 1.551, 1),
-    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _DIVIDED, 9.51, 0.01909, 0.6539, 0.01596, 0.1359, 5.492, 1.471, 5.265),
-    Tile(256, 128, 4, (1, 2), _COOPERATIVE, _DIVIDED, 8.818, 0.02251, 0.6396, 0.0162, 0.6768, 3.447, 0.3813, 5.92),
-    Tile(128, 128, 6, (2, 1), _PING_PONG, _DIVIDED, 6.486, 0.02119, 0.3156, 0.03975, 0.07264, 2.691, 0.001445, 4.805),
-    Tile(64, 128, 8, (2, 1), _PING_PONG, _DIVIDED, 7.007, 0.01585, 0.234, 0.01971, 0.07676, 5.463, 0.5947, 3.201),
-    Tile(64, 128, 8, (1, 1), _PING_PONG, _DIVIDED, 5.934, 0.01221, 0.2783, 0.05785, 0.07646, 4.706, 0.0009431, 3.445),
-    Tile(64, 64, 12, (1, 1), _PING_PONG, _DIVIDED, 5.918, 0.01704, 0.183, 0.03738, 0.1129, 4.96, 1.415, 2.822),
+    Tile(128, 256, 4, (1, 1), _COOPERATIVE, _WHOLE, 7.254, 0.3955, 0.2101, 0.08329, 1.181, 7.361, 0.3274, 1),
+    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _WHOLE, 7.43, 0.4677, 0.1856, 0.006786, 1.202, 8.068, 1.8, 1),
+    Tile(256, 128, 4, (1, 1), _COOPERATIVE, _WHOLE, 6.784, 0.3721, 0.2322, 0.09112, 0.9447, 3.584, 0.001469, 1),
+    Tile(128, 128, 6, (1, 1), _COOPERATIVE, _WHOLE, 6.406, 0.2059, 0.1345, 0.07941, 0.4469, 5.492, 0.5865, 1),
+    Tile(128, 128, 6, (1, 1), _PING_PONG, _WHOLE, 4.925, 0.2102, 0.1122, 0.08987, 2.222, 5.044, 0.6598, 1),
+    Tile(128, 128, 6, (1, 2), _PING_PONG, _WHOLE, 5.867, 0.2, 0.1349, 0.03893, 2.518, 5.38, 0.4576, 1),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, _WHOLE, 5.989, 0.2013, 0.1221, 0.04058, 1.768, 4.135, 0.4822, 1),
+    Tile(64, 256, 5, (1, 1), _PING_PONG, _WHOLE, 6.929, 0.2107, 0.11, 0.1275, 0.5909, 7.778, 0.9291, 1),
+    Tile(128, 64, 8, (1, 1), _COOPERATIVE, _WHOLE, 5.896, 0.129, 0.1369, 0.06264, 0.2728, 4.994, 0.001469, 1),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, _WHOLE, 5.595, 0.1328, 0.08225, 0.07728, 0.5172, 6.132, 1.779, 1),
+    Tile(64, 128, 8, (2, 1), _PING_PONG, _WHOLE, 5.877, 0.1415, 0.09491, 0.02286, 1.324, 8.79, 1.912, 1),
+    Tile(64, 64, 12, (1, 1), _PING_PONG, _WHOLE, 5.591, 0.1019, 0.05551, 0.04607, 0.4326, 7.27, 3.556, 1),
+    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _DIVIDED, 9.294, 0.01623, 0.6741, 0.008529, 0.1905, 11.66, 5.475, 5.24),
+    Tile(256, 128, 4, (1, 2), _COOPERATIVE, _DIVIDED, 8.85, 0.01894, 0.6606, 0.00753, 1.844, 7.713, 0.4711, 5.285),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, _DIVIDED, 8.625, 0.01862, 0.3374, 0.03726, 0.3424, 7.702, 0.001447, 3.848),
+    Tile(64, 128, 8, (2, 1), _PING_PONG, _DIVIDED, 7.964, 0.014, 0.2395, 0.01847, 0.06656, 9.152, 0.675, 2.781),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, _DIVIDED, 5.74, 0.01184, 0.2517, 0.05998, 0.2907, 5.523, 0.0009438, 3.563),
+    Tile(64, 64, 12, (1, 1), _PING_PONG, _DIVIDED, 6.211, 0.01607, 0.1684, 0.03794, 0.1214, 7.01, 2.301, 2.886),
 )
 """All configurations. Each serves every problem with the same bits."""
 
@@ -323,7 +366,7 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     step = _MANY_ALIKE if m >= _MANY else _ALIKE
     alike = -(-max(1, m) // step) * step
     tile, chosen = layer.choose(*_offered(alike, max(1, n), k, sm_count, curve, zero_points), choice)
-    clusters, shared_tiles = tile.work(m, n, k, sm_count)
+    work = tile.work(m, n, k, sm_count)
     name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
     in_front = problem.dynamic or any(zero_points)
     size = (m + n) * k + m * n * problem.output.bits // 8
@@ -331,14 +374,14 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     promotion = 256 if k % 256 == 0 else 128
     product = Step(
         entry=f"{problem.op_name()}_warpgroup",
-        grid=(clusters * tile.blocks, 1, 1),
+        grid=(work.clusters * tile.blocks, 1, 1),
         block=(_THREADS, 1, 1),
         parameters=(
             TensorMap(name, m, k, tile.m // tile.cluster[1], otherwise=otherwise, promotion=promotion),
             TensorMap("weight_q", n, k, tile.n // tile.cluster[0], promotion=promotion),
             *(layer.SCALES if problem.dynamic else layer.given_scales(problem)),
             *layer.epilogue_parameters(problem),
-            *s32(tile.band, shared_tiles),
+            *s32(work.band, work.shared, work.groups),
             *pointers("partial_sums", ZEROS, "code_sums"),
         ),
         shared=tile.shared(zero_points),
@@ -349,7 +392,7 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     notes: tuple[str, ...] = (hopper.ALIGNED,)
     scratch: tuple[tuple[str, int], ...] = ()
     if sums := tile.workspace(m, n, k, sm_count):
-        scratch = (("partial_sums", sums), (ZEROS, 8 * clusters * tile.blocks))
+        scratch = (("partial_sums", sums), (ZEROS, 8 * work.clusters * tile.blocks))
     if any(zero_points):
         steps = (_code_sums(problem, sm_count, zero_points), product)
         scratch = (*scratch, ("code_sums", 4 * problem.num_code_sums))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
-import json
 import math
 import re
 
@@ -14,6 +13,7 @@ import pytest
 from fakes import DEVICE, FakeArray, Rig
 from harness.resources import Job, compiled
 from paths import ROOT
+from products import dynamic, scaled, static
 from support import SEED, sampled
 
 from skuda.dispatch import Dispatcher, Plan, PlanPreference
@@ -24,35 +24,13 @@ from skuda.dispatch.cuda.call import packer, parameter_layout
 from skuda.dispatch.device import HOST, KNOWN_DEVICES
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.launch import MOST_ZEROS, Constant, Launch, Pointer, Step, TensorMap, Which
-from skuda.kernels.linear import (
-    QuantizedLinearDescriptor,
-    ScaledLinearDescriptor,
-    SmoothQuantLinearDescriptor,
-    hopper,
-    mma,
-    streamed,
-    warpgroup,
-)
+from skuda.kernels.linear import hopper, mma, streamed, warpgroup
 from skuda.registry import ElementKind, InvalidProblem, NotPrepared, PrecisionRequirement
 from skuda.registry.errors import Unaligned
 from skuda.tools.bench import fit
 
 H200 = KNOWN_DEVICES["h200"]
 RNG = np.random.default_rng(SEED)
-
-
-def static(m=256, n=512, k=1024, **changes):
-    fields = {"act_scale": 0.1, "output_element": "bf16", **changes}
-    return SmoothQuantLinearDescriptor(m=m, n=n, k=k, **fields)
-
-
-def dynamic(m=256, n=512, k=1024, **changes):
-    fields = {"activation_element": "bf16", "q_min": -127, "q_max": 127, **changes}
-    return QuantizedLinearDescriptor(m=m, c_out=n, k=k, **fields)
-
-
-def scaled(m=256, n=512, k=1024, **changes):
-    return ScaledLinearDescriptor(m=m, n=n, k=k, **{"output_element": "bf16", **changes})
 
 
 def sizes(count):
@@ -131,22 +109,29 @@ def test_a_launch_names_its_tile_its_time_and_the_runners_up():
     assert launch.told()[0] in explained.notes
 
 
-@pytest.mark.parametrize("module", [warpgroup, mma])
-@pytest.mark.parametrize("problem", [static(), dynamic(), scaled()], ids=lambda problem: problem.op)
+@pytest.mark.parametrize(
+    ("module", "problem"),
+    [
+        *itertools.product((warpgroup, mma), (static(), dynamic(), scaled())),
+        *itertools.product((streamed,), (static(16), static(1, 4096, 4096), static(100, 512, 4096))),
+        *itertools.product((streamed,), (dynamic(16), dynamic(1), scaled(16))),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_every_configuration_that_a_rule_ranks_can_be_asked_for(module, problem):
-    launched = module.launch
-    best = launched(problem, H200)
+    best = module.launch(problem, H200)
     assert best.choice == best.choices[0].name
     assert [c.microseconds for c in best.choices] == sorted(c.microseconds for c in best.choices)
-    assert len({c.name for c in best.choices}) == len(best.choices) == len(module.TILES)
-    asked = [launched(problem, H200, c.name) for c in best.choices]
+    assert len({c.name for c in best.choices}) == len(best.choices) > 1
+    assert module is streamed or len(best.choices) == len(module.TILES)
+    asked = [module.launch(problem, H200, c.name) for c in best.choices]
     assert asked[0] == best
     assert [launch.choice for launch in asked] == [c.name for c in best.choices]
     assert all(launch.choices == best.choices for launch in asked)
     assert len({launch.flags for launch in asked}) == len(asked)
-    assert asked[1].told()[0].startswith(f"configuration {asked[1].choice}: ")
+    assert all(launch.told()[0].startswith(f"configuration {launch.choice}: ") for launch in asked)
     with pytest.raises(LookupError, match=re.escape(best.choices[-1].name)):
-        launched(problem, H200, "1 x 1")
+        module.launch(problem, H200, "1 x 1")
 
 
 # --- what it serves --------------------------------------------------------------------------------------------------
@@ -528,21 +513,21 @@ def test_a_launch_is_plain_data():
 
 # --- evidence --------------------------------------------------------------------------------------------------------
 
-TILE_RECORD = json.loads((ROOT / "docs/evidence/h200-tiles.json").read_text())
+TILE_RECORD = fit.sets_of(ROOT / "docs/evidence/h200-tiles.json")
 
 
-def _losses(shapes):
+def _losses(measured):
     """Return, for every shape, how much longer the chosen tile took than the best one, as a ratio."""
-    for shape in shapes:
-        if shape["m,n,k"][0] < 33:  # `streamed` serves fewer
+    for shape, us in fit.timed(measured, "warpgroup"):
+        if shape[0] < 33:  # `streamed` serves fewer
             continue
-        measured = [tile for _, tile in warpgroup.ranking(*shape["m,n,k"], 132) if fit.key(tile) in shape["us"]]
-        yield shape["us"][fit.key(measured[0])] / min(shape["us"].values())
+        ranked = [str(tile) for _, tile in warpgroup.ranking(*shape, 132) if str(tile) in us]
+        yield us[ranked[0]] / min(us.values())
 
 
-@pytest.mark.parametrize("measured", TILE_RECORD["sets"], ids=lambda each: f"seed {each['seed']}")
+@pytest.mark.parametrize("measured", TILE_RECORD, ids=lambda each: f"seed {each['seed']}")
 def test_the_chosen_tile_is_near_the_best_of_those_measured(measured):
-    losses = np.array(list(_losses(measured["shapes"])))
+    losses = np.array(list(_losses(measured)))
     assert len(losses) > 100
     assert np.exp(np.log(losses).mean()) < (1.02 if measured["fitted"] else 1.025)
     assert (losses > 1.05).mean() < 0.15
@@ -555,22 +540,47 @@ DIVIDED = [tile for tile in warpgroup.TILES if tile.divides]
 
 @pytest.mark.parametrize("tile", DIVIDED, ids=str)
 def test_shares_cover_every_step_once_and_none_is_empty(tile):
-    seen = 0
+    seen = grouped = 0
     for m, n, k in sizes(300):
-        clusters, shared = tile.work(m, n, k, 132)
+        clusters, shared, groups, _ = tile.work(m, n, k, 132)
         if not shared:
             continue
         seen += 1
+        grouped += groups > 1
         steps, tiles = -(-k // 128), math.prod(tile.grid(m, n))
-        begins = [shared * steps * cluster // clusters for cluster in range(clusters + 1)]  # as in warpgroup.cuh
+        assert shared % groups == clusters % groups == 0
+        members, units = clusters // groups, shared // groups * steps
+        begins = [units * member // members for member in range(members + 1)]  # as in warpgroup.cuh
         assert begins[0] == 0
-        assert begins[-1] == shared * steps
+        assert begins[-1] == units
         assert all(low < high for low, high in itertools.pairwise(begins)), (tile, m, n, k, SEED)
         assert tiles - shared >= 0
         assert clusters == 1 or shared * steps >= 4 * clusters
         assert shared * steps < 2**31
         assert 8 * clusters * tile.blocks <= MOST_ZEROS
-    assert seen > 0
+    assert seen > grouped > 0
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "groups", "band"),
+    [
+        (6969, 752, 3, 1),
+        (752, 6969, 3, 3),
+        (1290, 1072, 5, 1),
+        (1536, 1536, 6, 1),
+        (2560, 2560, 5, 1),
+        (200, 8192, 1, 8),
+    ],
+)
+def test_clusters_fall_into_groups_that_read_the_longer_operand_together(m, n, groups, band):
+    """Every group has a column of the grid, or a row: the tiles of one number differ in the shorter side only."""
+    tile = DIVIDED[0]
+    rows, columns = tile.grid(m, n)
+    work = tile.work(m, n, 16384, 132)
+    assert (work.groups, work.band) == (groups, band)
+    assert 0.95 * (132 // tile.blocks) <= work.clusters <= 132 // tile.blocks
+    assert groups == 1 or work.shared == rows * columns
+    assert min(rows, columns) % groups == 0
 
 
 def test_a_limit_of_the_workspace_is_kept_by_another_configuration():

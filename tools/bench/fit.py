@@ -8,7 +8,9 @@ On the card that the tiles are for, `skuda tune` measures all of them at shapes 
 A FILE is what this writes, or a record of times that ``--record`` made of several. The fit uses all files but those
 behind ``--held``, which only the loss is computed of: how much longer the tile with the smallest predicted time took
 than the fastest one. Without ``--held``, the tiles are fitted twice: for the loss to one half of the shapes, which are
-then held against the other half, and for the printed result to all of them.
+then held against the other half, and for the printed result to all of them. With ``--held`` alone nothing is fitted.
+
+A record keeps the conditions of every file and the medians of all kernels in it, so it serves tests of the others, too.
 
 Times are fitted, not choices. Times that are changed until they choose best at some shapes choose worse at others: what
 they then follow is the noise that made one of several equal tiles the fastest.
@@ -19,7 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,14 +31,16 @@ import numpy as np
 from skuda.dispatch.select.tuning import Tuning
 from skuda.kernels.linear.hopper import H200
 from skuda.kernels.linear.warpgroup import TILES, Tile
+from skuda.registry.errors import InvalidRecord
+from skuda.registry.sku import SkuIdentity
 from skuda.tools.files import read_json, read_text, write_whole
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, int, int]
 Times = dict[Shape, dict[str, float]]
-"""Median microseconds by shape and by the key of a tile."""
+"""Median microseconds by shape and by the name of a configuration."""
 
-_KIND = "skuda tiles"
+_KIND = "skuda times"
 _FITTED = tuple(field.name for field in fields(Tile) if field.type == "float")
 _FEWEST = 33
 """Rows from which a tile is worth choosing well: `streamed` serves fewer."""
@@ -53,41 +57,78 @@ class Loss(NamedTuple):
     where: Shape
 
 
-def key(tile: Tile) -> str:
-    """Return a tile's name in a record: its shape, stages, cluster and schedule as numbers."""
-    values = (getattr(tile, field.name) for field in fields(tile) if field.name not in _FITTED)
-    return "_".join(str(int(part)) for value in values for part in (value if isinstance(value, tuple) else (value,)))
-
-
 def sets_of(path: Path) -> list[dict[str, Any]]:
-    """Read a file of `skuda tune`, or a record of times, as the sets of a record; tiles that are gone are left out."""
+    """Read a file of `skuda tune`, or a record of times, as the sets of a record; `timed` reads a set.
+
+    Raises
+    ------
+    InvalidRecord
+        If a configuration in a file of `skuda tune` was refused, or if the file has problems that differ in more than
+        their sizes, or several kernels of one variant.
+    """
     found = read_json(read_text(path))
     if isinstance(found, dict) and found.get("kind") == _KIND:
         return list(found["sets"])
     tuning = Tuning.load(path)
-    keys = {str(tile): key(tile) for tile in TILES}
+    return [_set_of(tuning, f"tuning {path}")] if tuning.entries else []
+
+
+def _set_of(tuning: Tuning, subject: str) -> dict[str, Any]:
+    first = tuning.entries[0]
+    alike, _ = _split(first.problem)
+    kernels: dict[str, dict[str, Any]] = {}
     shapes = []
     for entry in tuning.entries:
-        us = {
-            keys[one.choice]: round(one.timing.median, 2)
-            for one in entry.candidates
-            if one.timing is not None and one.choice in keys and ".warpgroup" in one.sku
-        }
-        m, n, k = (entry.problem[name] for name in ("m", "c_out" if "c_out" in entry.problem else "n", "k"))
-        if us:
-            shapes.append({"m,n,k": [m, n, k], "us": us})
-    return [{"seed": tuning.entries[0].seed if tuning.entries else 0, "flush": "clean", "shapes": shapes}]
+        problem, shape = _split(entry.problem)
+        if problem != alike:
+            raise InvalidRecord(subject, f"the problem at {shape}", str(problem), f"be like the first, {alike}")
+        us: dict[str, list[list[float]]] = {}
+        for one in entry.candidates:
+            if one.timing is None:
+                raise InvalidRecord(subject, f"{one.label} at {shape}", one.refused, "have been timed")
+            variant, source = SkuIdentity.parse(one.sku).variant, {"sku": one.sku, "source_hash": one.source_hash}
+            kernel = kernels.setdefault(variant, {**source, "configurations": []})
+            if not source.items() <= kernel.items():
+                raise InvalidRecord(subject, f"{variant} at {shape}", str(source), "be the same kernel throughout")
+            names = kernel["configurations"]
+            if one.choice not in names:
+                names.append(one.choice)
+            us.setdefault(variant, []).append([names.index(one.choice), round(one.timing.median, 2)])
+        shapes.append({"m,n,k": shape, "us": us})
+    return {
+        "seed": first.seed,
+        "flush": "clean",
+        "date": first.date,
+        "environment": tuning.environment.model_dump(mode="json"),
+        "problem": alike,
+        "kernels": kernels,
+        "shapes": shapes,
+    }
+
+
+def _split(problem: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """Return the fields of a problem but for its sizes, and these."""
+    sizes = ("m", "c_out" if "c_out" in problem else "n", "k")
+    return {name: value for name, value in problem.items() if name not in sizes}, [problem[name] for name in sizes]
+
+
+def timed(one: Mapping[str, Any], variant: str) -> Iterator[tuple[Shape, dict[str, float]]]:
+    """Yield the shapes of a set at which a kernel was measured, and its times, the first of its ranking first."""
+    for shape in one["shapes"]:
+        if variant in shape["us"]:
+            names = one["kernels"][variant]["configurations"]
+            m, n, k = shape["m,n,k"]
+            yield (m, n, k), {names[number]: float(us) for number, us in shape["us"][variant]}
 
 
 def times_of(sets: Sequence[Mapping[str, Any]]) -> Times:
     """Return the times of the present tiles, at shapes of enough rows where at least two were measured."""
-    known = set(map(key, TILES))
+    known = set(map(str, TILES))
     found: Times = {}
-    for shape in (shape for each in sets for shape in each["shapes"]):
-        us = {name: float(value) for name, value in shape["us"].items() if name in known}
-        m, n, k = shape["m,n,k"]
-        if len(us) > 1 and m >= _FEWEST:
-            found[m, n, k] = us
+    for shape, us in (pair for each in sets for pair in timed(each, "warpgroup")):
+        present = {name: value for name, value in us.items() if name in known}
+        if len(present) > 1 and shape[0] >= _FEWEST:
+            found[shape] = present
     return found
 
 
@@ -97,12 +138,11 @@ def fit(tile: Tile, times: Times, sm_count: int = H200) -> Tile:
     A shape counts for as much as the tile comes near the fastest one there, because only those decide a choice. A tile
     with fewer shapes than times to fit is returned as it is.
     """
-    name = key(tile)
-    shapes = [shape for shape, us in times.items() if name in us]
+    shapes = [shape for shape, us in times.items() if str(tile) in us]
     if len(shapes) <= len(_FITTED):
         return tile
     start = np.log([getattr(tile, name) for name in _FITTED])
-    measured = np.log([times[shape][name] for shape in shapes])
+    measured = np.log([times[shape][str(tile)] for shape in shapes])
     weight = (np.array([min(times[shape].values()) for shape in shapes]) / np.exp(measured)) ** 2
 
     def residuals(logs: Array) -> Array:
@@ -139,9 +179,9 @@ def loss(tiles: Sequence[Tile], times: Times, sm_count: int = H200) -> Loss:
     """Return the loss of choosing by predicted time among the tiles that were measured at each shape."""
     ratios: dict[Shape, float] = {}
     for shape, us in times.items():
-        able = [tile for tile in tiles if key(tile) in us]
+        able = [tile for tile in tiles if str(tile) in us]
         chosen = min(able, key=lambda tile: tile.predicted(*shape, sm_count))
-        ratios[shape] = us[key(chosen)] / min(us.values())
+        ratios[shape] = us[str(chosen)] / min(us.values())
     worst = max(ratios, key=lambda shape: ratios[shape])
     return Loss(float(np.exp(np.log(list(ratios.values())).mean())), ratios[worst], worst)
 
@@ -164,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the fitted tiles and their losses, and write a record of the times where one is named."""
     parser = argparse.ArgumentParser(prog="python -m skuda.tools.bench.fit", description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "files", metavar="FILE", nargs="+", type=Path, help="times of `skuda tune`, or a record of them"
+        "files", metavar="FILE", nargs="*", type=Path, help="times of `skuda tune`, or a record of them"
     )
     parser.add_argument("--held", metavar="FILE", action="append", default=[], type=Path, help="times to test the fit")
     parser.add_argument("--record", metavar="FILE", type=Path, help="write all times here, compactly")
@@ -172,17 +212,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sets = [one for path in asked.files for one in sets_of(path)]
     held_sets = [one for path in asked.held for one in sets_of(path)]
     times, held = times_of(sets), times_of(held_sets)
-    if not times:
+    if not (asked.files or asked.held):
+        parser.error("name a FILE, or one with --held")
+    if asked.files and not times:
         parser.error(f"no tile of {', '.join(map(str, asked.files))} is in TILES: measure again")
-    fitted = fitted_to(times)
-    tested = fitted
-    if not held:
-        held = dict(list(times.items())[1::2])
-        half = {shape: us for shape, us in times.items() if shape not in held}
-        tested = fitted_to(half)
-    sys.stdout.write("\n".join(map(line, fitted)) + "\n")
-    told = (("TILES, fitted shapes", TILES, times), ("TILES, held", TILES, held))
-    for what, tiles, at in (*told, ("fit, fitted shapes", fitted, times), ("fit, held", tested, held)):
+    told: list[tuple[str, Sequence[Tile], Times]] = [("TILES, held", TILES, held)]
+    if times:
+        fitted = tested = fitted_to(times)
+        if not held:
+            held = dict(list(times.items())[1::2])
+            tested = fitted_to({shape: us for shape, us in times.items() if shape not in held})
+        sys.stdout.write("\n".join(map(line, fitted)) + "\n")
+        told = [("TILES, fitted shapes", TILES, times), ("TILES, held", TILES, held)]
+        told += [("fit, fitted shapes", fitted, times), ("fit, held", tested, held)]
+    for what, tiles, at in told if held else ():
         found = loss(tiles, at)
         size = "x".join(map(str, found.where))
         sys.stdout.write(

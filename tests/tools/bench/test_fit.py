@@ -27,13 +27,13 @@ SHAPES = tuple(shape for shape in DRAWN if shape[0] >= 48)
 
 
 def made(tiles, shapes=SHAPES):
-    return {shape: {fit.key(tile): tile.predicted(*shape, 132) for tile in tiles} for shape in shapes}
+    return {shape: {str(tile): tile.predicted(*shape, 132) for tile in tiles} for shape in shapes}
 
 
 def test_a_name_is_what_the_flags_say_and_no_two_are_equal():
-    assert fit.key(TILES[0]) == "128_256_4_1_1_1_0"
-    assert len(set(map(fit.key, TILES))) == len(TILES)
-    assert fit.key(replace(TILES[0], launch_time=9.0)) == fit.key(TILES[0])
+    assert str(TILES[0]) == "128 x 256, cooperative, 4 stages"
+    assert len(set(map(str, TILES))) == len(TILES)
+    assert str(replace(TILES[0], launch_time=9.0)) == str(TILES[0])
 
 
 def test_times_that_a_tile_predicts_give_that_tile_back():
@@ -78,8 +78,8 @@ def test_a_line_is_the_source_of_its_tile():
         assert eval(text, vars(warpgroup)) == tile  # noqa: S307  our own text
 
 
-def tuning(tmp_path, shapes=SHAPES[:8]):
-    """Write a file of `skuda tune` with a time for every tile, and one of another kernel."""
+def tuning(tmp_path, shapes=SHAPES[:8], change=lambda entry: {}):
+    """Write a file of `skuda tune` with a time for every tile, and one of another kernel; `change` the last entry."""
     skus = [sku for sku in built_in_registry().skus_of("smoothquant_linear") if sku.backend == "cuda_core"]
     name, other = (next(sku.id for sku in skus if sku.variant == variant) for variant in ("warpgroup", "mma"))
 
@@ -93,6 +93,7 @@ def tuning(tmp_path, shapes=SHAPES[:8]):
         tiles = (candidate(name, str(tile), round(tile.predicted(*shape, 132), 2)) for tile in TILES)
         candidates = (*tiles, candidate(other, "", 0.5))
         entries.append(Entry(problem=problem, date="2026-01-01", seed=9, candidates=candidates))
+    entries[-1] = entries[-1].model_copy(update=change(entries[-1]))
     where = Environment(device=device_named("h200"), driver="1", versions={}, skuda="1")
     path = tmp_path / "times.json"
     Tuning(environment=where, margin=3, entries=tuple(entries)).save(path)
@@ -102,9 +103,16 @@ def tuning(tmp_path, shapes=SHAPES[:8]):
 def test_a_file_of_tune_is_read_and_kept_as_a_record(tmp_path, capsys):
     path, record = tuning(tmp_path), tmp_path / "record.json"
     (one,) = fit.sets_of(path)
-    assert (one["seed"], len(one["shapes"])) == (9, 8)
-    assert one["shapes"][0]["m,n,k"] == list(SHAPES[0])
-    assert set(one["shapes"][0]["us"]) == set(map(fit.key, TILES)), "and nothing of the other kernel"
+    assert (one["seed"], one["date"], len(one["shapes"])) == (9, "2026-01-01", 8)
+    assert one["environment"]["device"]["name"] == device_named("h200").name
+    assert one["problem"] == {"op": "smoothquant_linear", "act_scale": 0.01, "output_element": "bf16"}
+    assert {kernel["source_hash"] for kernel in one["kernels"].values()} == {"0" * 64}
+    assert [kernel["sku"].rpartition(".")[2] for kernel in one["kernels"].values()] == ["warpgroup", "mma"]
+    assert [shape for shape, _ in fit.timed(one, "warpgroup")] == list(SHAPES[:8])
+    assert dict(fit.timed(one, "mma")) == {shape: {"": 0.5} for shape in SHAPES[:8]}
+    assert not list(fit.timed(one, "streamed"))
+    times = made(TILES, SHAPES[:8])
+    assert fit.times_of([one]) == {shape: {name: round(us[name], 2) for name in us} for shape, us in times.items()}
     assert fit.main([str(path), "--record", str(record)]) == 0
     out = capsys.readouterr().out
     assert "TILES, fitted shapes: 0.00% by geometric mean of 8" in out
@@ -115,23 +123,62 @@ def test_a_file_of_tune_is_read_and_kept_as_a_record(tmp_path, capsys):
     assert [each["fitted"] for each in fit.sets_of(record)] == [True, False]
 
 
+def test_what_is_held_is_recorded_where_nothing_is_fitted(tmp_path, capsys):
+    record = tmp_path / "record.json"
+    for shapes, told in ((SHAPES[:2], "TILES, held: 0.00% by geometric mean of 2"), ([(9, 64, 64)], "")):
+        path = tuning(tmp_path, shapes)
+        assert fit.main(["--held", str(path), "--record", str(record)]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(told)
+        assert bool(out) is bool(told)
+        assert fit.sets_of(record) == [{**one, "fitted": False} for one in fit.sets_of(path)]
+    with pytest.raises(SystemExit):
+        fit.main([])
+    assert "name a FILE" in capsys.readouterr().err
+
+
+def changed(**fields):
+    """Return a change of an entry's first kernel."""
+    return lambda entry: {"candidates": (entry.candidates[0].model_copy(update=fields), *entry.candidates[1:])}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (changed(timing=None, refused="other bits"), "must have been timed; had other bits"),
+        (changed(source_hash="1" * 64), "warpgroup at .* must be the same kernel throughout"),
+        (lambda entry: {"problem": {**entry.problem, "output_element": "f16"}}, "must be like the first"),
+    ],
+)
+def test_times_that_do_not_stand_beside_each_other_are_refused(tmp_path, change, says):
+    with pytest.raises(InvalidRecord, match=says):
+        fit.sets_of(tuning(tmp_path, change=change))
+
+
 def test_the_record_in_the_docs_is_read_and_its_tiles_are_printed(capsys, monkeypatch):
     monkeypatch.setattr(fit, "_STEPS", 5)
     sets = fit.sets_of(RECORD)
-    assert fit.times_of([{"shapes": [{"m,n,k": [32, 64, 64], "us": dict.fromkeys(map(fit.key, TILES), 1.0)}]}]) == {}
-    assert set(fit.times_of(sets)[64, 4096, 4096]) <= set(map(fit.key, TILES))
+    few = {
+        "kernels": sets[0]["kernels"],
+        "shapes": [{"m,n,k": [32, 64, 64], "us": {"warpgroup": [[0, 1.0], [1, 1.0]]}}],
+    }
+    assert fit.times_of([few]) == {}
+    few["shapes"][0]["m,n,k"][0] = 33
+    assert len(fit.times_of([few])[33, 64, 64]) == 2
+    assert all(set(us) <= set(map(str, TILES)) for us in fit.times_of(sets).values())
     assert fit.main([str(RECORD)]) == 0
     out = capsys.readouterr().out.splitlines()
     tiles = [eval(text.strip().rstrip(","), vars(warpgroup)) for text in out if "Tile(" in text]  # noqa: S307  as above
-    assert list(map(fit.key, tiles)) == list(map(fit.key, TILES))
+    assert list(map(str, tiles)) == list(map(str, TILES))
     assert all(isinstance(tile, Tile) and tile.launch_time > 0 for tile in tiles)
     assert all(re.search(r"\d%.* at \d+x\d+x\d+", text) for text in out[len(TILES) :])
 
 
 def test_what_has_no_times_of_these_tiles_is_refused(tmp_path, capsys):
     path = tmp_path / "x.json"
-    text = {"kind": "skuda tiles", "sets": [{"shapes": [{"m,n,k": [1, 2, 3], "us": {"1_1_1_1_1_1": 2.0}}]}]}
-    path.write_text(json.dumps(text))
+    names = {"warpgroup": {"configurations": ["1 x 1", "2 x 2"]}}
+    shapes = [{"m,n,k": [99, 2, 3], "us": {"warpgroup": [[0, 2.0], [1, 2.0]]}}]
+    path.write_text(json.dumps({"kind": "skuda times", "sets": [{"kernels": names, "shapes": shapes}]}))
     with pytest.raises(SystemExit):
         fit.main([str(path)])
     assert "no tile of" in capsys.readouterr().err
