@@ -225,26 +225,31 @@ DEVICE void write_rows(const s32 (&d)[TILE_N / 2], const Row<Rows> (&own)[2], co
 // i / groups of group i % groups, which has every `groups`-th tile, so that neighbouring clusters read the same steps of
 // neighbouring tiles at the same time. A share begins and ends within a tile; each part of a tile is exact.
 struct Work {
-  u32 steps, tiles, cluster, clusters, shared, groups, next, begin, left;
+  u32 steps, tiles, cluster, clusters, shared, groups, next, left;
 
   DEVICE static Work of(u32 cluster, u32 clusters, u32 tiles, u32 steps, u32 shared, u32 groups) {
-    Work work = {steps, tiles, cluster, clusters, shared, groups, cluster, 0, 0};
+    Work work = {steps, tiles, cluster, clusters, shared, groups, cluster, 0};
     if (SHARES) {
-      const u32 at = work.begin_of(cluster / groups), own = at / steps;
-      work.begin = at - own * steps, work.left = work.begin_of(cluster / groups + 1) - at;
-      work.next = work.left > 0 ? own * groups + cluster % groups : shared + cluster;
+      const u32 at = work.begin_of(cluster / groups);
+      work.left = work.begin_of(cluster / groups + 1) - at;
+      work.next = work.left > 0 ? at / steps * groups + cluster % groups : shared + cluster;
     }
     return work;
   }
-  // The first step of a member's share, counted through all tiles of its group.
-  DEVICE u32 begin_of(u32 member) const { return (u32)((u64)(shared / groups * steps) * member / (clusters / groups)); }
+  // The first step of a member's share, counted through all tiles of its group: units * member / members. A division of 64
+  // bits would need more registers than there are.
+  DEVICE u32 begin_of(u32 member) const {
+    const u32 units = shared / groups * steps, members = clusters / groups, each = units / members;
+    return each * member + (units - each * members) * member / members;
+  }
   DEVICE bool more() const { return (SHARES && left > 0) || next < tiles; }
-  // The next part: steps `first` to `first + count` of a tile.
-  DEVICE bool take(u32& tile, u32& first, u32& count) {
-    tile = next, first = 0, count = steps;
+  // Part number `part`, in order: steps `begin` to `begin + count` of a tile.
+  DEVICE bool take(u32 part, u32& tile, u32& begin, u32& count) {
+    tile = next, begin = 0, count = steps;
     if (SHARES && left > 0) {
-      first = begin, count = steps - begin < left ? steps - begin : left;
-      begin = 0, left -= count;
+      if (part == 0) begin = begin_of(cluster / groups) % steps;  // again, since registers are scarce
+      count = steps - begin < left ? steps - begin : left;
+      left -= count;
       next = left > 0 ? next + groups : shared + cluster;
       return true;
     }
@@ -335,7 +340,7 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
       // Weights do not depend on the previous kernel: those of the first stages are requested before it ends. Those of more
       // than two would only keep the copy engine from the activation when that is there.
       const u32 to_a = cluster_column * (A_BYTES / CLUSTER_N), to_w = A_BYTES + cluster_row * (W_BYTES / CLUSTER_M);
-      for (bool first = true; work.take(tile, begin, steps); first = false) {
+      for (u32 part = 0; work.take(part, tile, begin, steps); ++part) {
         u32 row, column;
         raster.at(tile, row, column);
         const s32 a_row = (s32)((row * CLUSTER_M + cluster_row) * TILE_M + cluster_column * (TILE_M / CLUSTER_N));
@@ -353,7 +358,7 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
           if (CLUSTER_M == 1) load_box(to, &w_map, x, w_row, full + 8 * stage);
         };
         u32 step = 0;
-        if (first) {
+        if (part == 0) {
           const u32 ahead = steps < EARLY ? steps : EARLY;
           for (u32 s = 0; s < ahead; ++s) barrier_expect(full + 8 * s, STAGE_BYTES), load_w(s, s);
           wait_for_previous_kernel();
@@ -378,7 +383,7 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
     Ring at{0, 0};
     u32 passed = 0;  // tiles of this block
     wait_for_previous_kernel();
-    for (; work.take(tile, begin, steps); ++passed) {
+    for (; work.take(passed, tile, begin, steps); ++passed) {
       if (!COOPERATIVE && passed % 2 != consumer) {
         at.skip(steps);
         continue;
