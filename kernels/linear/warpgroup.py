@@ -49,9 +49,6 @@ The second is for the third or more, of which 64 are too few to change a predict
 _SHORTEST_SHARE = 4
 """Fewest steps of a share."""
 
-_LONG_SHARE = 16
-"""Fewest steps of a share if the last tiles alone are divided, so that a tile has few parts."""
-
 _MOST_IDLE = 0.05
 """Share of the clusters that may be left without work so that the others fall into groups; see `Work`."""
 
@@ -203,7 +200,7 @@ class Tile:
         """Return how clusters divide the tiles of m x n results of k products each."""
         rows, columns = self.grid(m, n)
         tiles, slots = rows * columns, max(1, sm_count // self.blocks)
-        shared = self._shared(m, n, k, slots) if self.divides else 0
+        shared = tiles % slots + (slots if tiles > slots else 0) if self.divides and tiles % slots else 0
         if not shared:
             return Work(min(slots, tiles), 0, 1, self.band)
         # A share shorter than some steps costs more than it gains, and none may be empty.
@@ -213,24 +210,6 @@ class Tile:
         groups = self._groups(min(rows, columns), slots) if shared == tiles else 1
         band = self.band if groups == 1 else 1 if columns <= rows else rows
         return Work(slots // groups * groups, shared, groups, band)
-
-    def _shared(self, m: int, n: int, k: int, slots: int) -> int:
-        """Return the tiles whose steps are divided: the last, which do not fill the card, and usually a wave more.
-
-        With a wave more hardly a tile has more than two parts. But unless these are all tiles, which clusters in groups
-        read in step, they read different parts of k at the same time; if L2 cache does not hold all of that, the last
-        tiles alone are divided, except into short shares.
-        """
-        rows, columns = self.grid(m, n)
-        tiles = rows * columns
-        last = tiles % slots
-        more = last + slots
-        if tiles <= slots or not last:
-            return last
-        high = min(rows, self.band)
-        tall, broad = high * self.m * self.cluster[0], -(-more // high) * self.n * self.cluster[1]
-        far = tiles > more and (min(m, tall) + min(n, broad)) * k > _CACHED
-        return last if far and last * -(-k // _STAGE_K) >= _LONG_SHARE * slots else more
 
     @staticmethod
     def _groups(side: int, slots: int) -> int:
@@ -304,24 +283,24 @@ _COOPERATIVE, _PING_PONG = True, False
 _WHOLE, _DIVIDED = False, True
 
 TILES = (
-    Tile(128, 256, 4, (1, 1), _COOPERATIVE, _WHOLE, 6.761, 0.4067, 0.208, 0.07396, 1.104, 7.153, 0.9818, 1),
-    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _WHOLE, 7.521, 0.4815, 0.1551, 0.01182, 0.9991, 9.188, 2.64, 1),
-    Tile(256, 128, 4, (1, 1), _COOPERATIVE, _WHOLE, 6.481, 0.4202, 0.1907, 0.08218, 1.344, 4.729, 0.001471, 1),
-    Tile(128, 128, 6, (1, 1), _COOPERATIVE, _WHOLE, 6.191, 0.2154, 0.107, 0.08466, 0.674, 5.884, 0.2633, 1),
-    Tile(128, 128, 6, (1, 1), _PING_PONG, _WHOLE, 5.068, 0.2274, 0.08468, 0.09483, 2.035, 5.692, 0.6427, 1),
-    Tile(128, 128, 6, (1, 2), _PING_PONG, _WHOLE, 6.014, 0.2036, 0.1185, 0.04379, 2.45, 5.336, 0.3238, 1),
-    Tile(128, 128, 6, (2, 1), _PING_PONG, _WHOLE, 6.894, 0.2238, 0.09066, 0.04896, 0.7769, 5.874, 1.059, 1),
-    Tile(64, 256, 5, (1, 1), _PING_PONG, _WHOLE, 6.805, 0.2401, 0.07378, 0.1307, 0.1598, 7.175, 1.161, 1),
-    Tile(128, 64, 8, (1, 1), _COOPERATIVE, _WHOLE, 5.497, 0.1556, 0.05998, 0.08286, 0.4928, 5.707, 0.001461, 1),
-    Tile(64, 128, 8, (1, 1), _PING_PONG, _WHOLE, 6.065, 0.1445, 0.0533, 0.08093, 0.1244, 7.207, 1.937, 1),
-    Tile(64, 128, 8, (2, 1), _PING_PONG, _WHOLE, 5.995, 0.1479, 0.0731, 0.0289, 0.975, 7.241, 1.589, 1),
-    Tile(64, 64, 12, (1, 1), _PING_PONG, _WHOLE, 5.807, 0.1133, 0.02679, 0.05341, 0.1791, 7.143, 3.389, 1),
-    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _DIVIDED, 9.57, 0.009417, 0.646, 0.01464, 0.5066, 11.99, 5.258, 4.882),
-    Tile(256, 128, 4, (1, 2), _COOPERATIVE, _DIVIDED, 9.593, 0.01092, 0.6278, 0.01567, 1.866, 8.243, 0.4356, 4.733),
-    Tile(128, 128, 6, (2, 1), _PING_PONG, _DIVIDED, 8.368, 0.01147, 0.3313, 0.04298, 0.4721, 8.488, 0.001448, 3.866),
-    Tile(64, 128, 8, (2, 1), _PING_PONG, _DIVIDED, 7.693, 0.007685, 0.2247, 0.02735, 0.03207, 8.667, 1.448, 2.66),
-    Tile(64, 128, 8, (1, 1), _PING_PONG, _DIVIDED, 5.524, 0.008412, 0.2326, 0.06989, 0.51, 5.833, 0.0009453, 3.199),
-    Tile(64, 64, 12, (1, 1), _PING_PONG, _DIVIDED, 6.038, 0.01044, 0.1658, 0.04249, 0.06782, 7.594, 3.959, 2.51),
+    Tile(128, 256, 4, (1, 1), _COOPERATIVE, _WHOLE, 7.068, 0.4083, 0.2424, 0.06692, 1.05, 7.744, 0.7677, 1),
+    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _WHOLE, 7.522, 0.4839, 0.1756, 0.007599, 0.9009, 11.16, 3.49, 1),
+    Tile(256, 128, 4, (1, 1), _COOPERATIVE, _WHOLE, 6.571, 0.4382, 0.2121, 0.07738, 1.14, 5.178, 0.00147, 1),
+    Tile(128, 128, 6, (1, 1), _COOPERATIVE, _WHOLE, 6.366, 0.2161, 0.1245, 0.08041, 0.4879, 5.945, 0.4515, 1),
+    Tile(128, 128, 6, (1, 1), _PING_PONG, _WHOLE, 4.719, 0.2257, 0.1009, 0.09187, 2.386, 5.608, 0.4274, 1),
+    Tile(128, 128, 6, (1, 2), _PING_PONG, _WHOLE, 5.732, 0.2009, 0.1346, 0.03956, 2.621, 5.341, 0.2672, 1),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, _WHOLE, 6.575, 0.229, 0.09757, 0.04434, 1.126, 6.165, 0.9722, 1),
+    Tile(64, 256, 5, (1, 1), _PING_PONG, _WHOLE, 7.12, 0.2147, 0.1166, 0.1243, 0.2586, 7.903, 0.6976, 1),
+    Tile(128, 64, 8, (1, 1), _COOPERATIVE, _WHOLE, 5.801, 0.1428, 0.1098, 0.06623, 0.396, 5.703, 0.001468, 1),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, _WHOLE, 5.736, 0.1376, 0.07673, 0.0784, 0.2733, 6.242, 1.881, 1),
+    Tile(64, 128, 8, (2, 1), _PING_PONG, _WHOLE, 5.685, 0.142, 0.08721, 0.02583, 1.53, 8.918, 1.905, 1),
+    Tile(64, 64, 12, (1, 1), _PING_PONG, _WHOLE, 5.645, 0.1041, 0.05596, 0.04501, 0.2974, 7.318, 4.005, 1),
+    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _DIVIDED, 8.929, 0.01284, 0.6846, 0.008587, 0.297, 14.99, 7.051, 5.279),
+    Tile(256, 128, 4, (1, 2), _COOPERATIVE, _DIVIDED, 8.653, 0.01507, 0.6639, 0.01089, 1.78, 8.783, 0.3755, 5.33),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, _DIVIDED, 8.528, 0.01663, 0.337, 0.0412, 0.2445, 9.175, 0.001445, 3.91),
+    Tile(64, 128, 8, (2, 1), _PING_PONG, _DIVIDED, 8.143, 0.01244, 0.2275, 0.0234, 0.05455, 8.899, 0.649, 2.708),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, _DIVIDED, 5.648, 0.01095, 0.2467, 0.06216, 0.3738, 5.54, 0.0009443, 3.583),
+    Tile(64, 64, 12, (1, 1), _PING_PONG, _DIVIDED, 6.208, 0.01533, 0.1678, 0.03848, 0.1052, 7.038, 2.594, 2.892),
 )
 """All configurations. Each serves every problem with the same bits."""
 
