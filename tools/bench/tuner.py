@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 
@@ -19,12 +19,19 @@ from skuda.tools.output import Report, words
 from skuda.tools.verify.fingerprint import source_hash
 from skuda.tools.words.problem import pairs
 
+_NEAR, _AGAIN = 1.1, 4
+"""Candidates up to so many times slower than the fastest are timed again, in so many times the rounds.
+
+Among many that are nearly as fast, the one with the shortest time of few rounds is often just the luckiest.
+"""
+
 
 @dataclass(frozen=True)
 class Tuner(Measurement):
     """Measures candidates. The dispatcher must have no tuning, so that its ranking is that of the registry.
 
-    With `variants`, only the kernels of those are candidates.
+    With `variants`, only the kernels of those are candidates. `repeats` are the rounds of all; those near the fastest
+    are then timed anew in four times as many.
     """
 
     variants: frozenset[str] = frozenset()
@@ -85,6 +92,7 @@ class Tuner(Measurement):
         timings: dict[Offer, Timing] = {}
         try:
             timings = self.timed(replays, estimates)
+            timings |= self._again(replays, timings)
         except Exception as error:  # noqa: BLE001  a lost device
             refused |= dict.fromkeys(replays, error_line(error))
         replays.clear()  # before `tidy`, which gives back their memory
@@ -99,6 +107,15 @@ class Tuner(Measurement):
             )
             for offer in offered
         )
+
+    def _again(self, replays: Mapping[Offer, Replay], timings: Mapping[Offer, Timing]) -> dict[Offer, Timing]:
+        """Time those near the fastest anew, unless it is alone."""
+        medians = {offer: timing.median for offer, timing in timings.items()}
+        most = _NEAR * min(medians.values(), default=0.0)
+        near = {offer: replay for offer, replay in replays.items() if medians[offer] <= most}
+        if len(near) < 2:
+            return {}
+        return replace(self, repeats=_AGAIN * self.repeats).timed(near, medians)
 
     def _bound(self, offer: Offer, arrays: Arrays) -> Callable[[], object]:
         """Return a call of exactly this kernel; a plan would choose another one for arrays that it cannot read."""

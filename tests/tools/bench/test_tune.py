@@ -62,7 +62,7 @@ class Odd(Backend):
             raise RuntimeError("no\x1b[2J room\nfor it")
 
         def kernel(problem, *, x, y):
-            SPENT.append({"wide": 30.0, "narrow": 10.0}[choice])
+            SPENT.append(COSTS[choice])
             if trouble != "idle":  # what the kernel before it wrote was right
                 y[...] = x + x
             if trouble == "wrong":
@@ -73,6 +73,8 @@ class Odd(Backend):
 
 SPENT = []
 """What kernels say that they cost, in microseconds."""
+
+COSTS = {"wide": 30.0, "narrow": 10.0}
 
 
 class MadeUpClock(HostLab):
@@ -111,6 +113,36 @@ def test_every_kernel_is_timed_in_each_configuration_best_first():
     # All in turn, so that a clock that drifts hits all alike.
     assert sorted(made.lab.runs[:3]) == sorted(made.lab.runs[3:6]) == [10.0, 20.0, 30.0]
     assert seen == [(0, 3, "compiling"), (0, 3, "toy"), (1, 3, "toy"), (2, 3, "toy")]
+
+
+@pytest.mark.parametrize(
+    ("costs", "rounds"), [((10.0, 21.0), [7, 7, 7]), ((10.0, 10.9), [28, 28, 7]), ((19.0, 20.5), [28] * 3)]
+)
+def test_those_near_the_fastest_are_timed_again_in_more_rounds(monkeypatch, costs, rounds):
+    for choice, us in zip(("wide", "narrow"), costs, strict=True):
+        monkeypatch.setitem(COSTS, choice, us)
+    made = tuner(repeats=7)
+    (entry,) = made.run([ToyDescriptor(m=5)])
+    assert [c.timing.rounds for c in entry.candidates] == rounds
+    assert [c.timing.median for c in entry.candidates] == [*costs, 20.0]
+    again = [us for us, count in zip((*costs, 20.0), rounds, strict=True) if count == 28]
+    if again:  # what ran last: these alone, in turn
+        assert sorted(made.lab.runs) == sorted(again * 28)
+        assert set(made.lab.runs[: len(again)]) == set(again)
+
+
+def test_a_time_of_the_first_rounds_does_not_count_where_there_are_more(monkeypatch):
+    monkeypatch.setitem(COSTS, "wide", 10.2)
+    made = tuner(repeats=3)
+    slower = iter([0.0] * 3 + [0.0] * 9 + [5.0] * 1000)  # checks, first rounds, further rounds
+    measure = made.lab.measure
+
+    def warming(replays):
+        return [us + next(slower) for us in measure(replays)]
+
+    made.lab.measure = warming
+    (entry,) = made.run([ToyDescriptor(m=5)])
+    assert [c.timing.best for c in entry.candidates] == [15.2, 15.0, 20.0]
 
 
 def test_the_definition_is_asked_once_a_problem_however_many_are_compared_with_it(monkeypatch):
