@@ -164,4 +164,14 @@ PRODUCTS_OF(u8, s8)
 PRODUCTS_OF(u8, u8)
 #endif
 
+// Fills `to`, unless it is null, by all threads of the grid, after the previous kernel. It comes first in a kernel: where
+// anything follows what a thread does alone, the compiler no longer knows that its values are the same for a warp. It is
+// short, since its code is fetched before that of the first loads.
+template <class T> DEVICE void fill(T* to, T with, u32 count) {
+  if (to == nullptr) return;
+  wait_for_previous_kernel();
+#pragma unroll 1
+  for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) to[i] = with;
+}
+
 #define TENSOR_MAPS const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map

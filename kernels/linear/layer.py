@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -66,12 +66,18 @@ def layer_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
 
 def epilogue_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
     """Return the parameters that the macro EPILOGUE_PARAMETERS declares."""
-    fixed = _epilogue_parameters(tuple(argument.name for argument in problem.arguments()))
+    # What the names of the arguments depend on; all arguments of every new size would cost more than the rest.
+    like = problem.output, problem.epilogue, problem.has_weight_zero_point
+    fixed = _fixed.get(like)
+    if fixed is None:
+        fixed = _fixed[like] = _epilogue_parameters({argument.name for argument in problem.arguments()})
     return (*fixed, *s64(*problem.sizes))
 
 
-@cache
-def _epilogue_parameters(names: tuple[str, ...]) -> tuple[Parameter, ...]:
+_fixed: dict[tuple[ElementKind, EpilogueKind, bool], tuple[Parameter, ...]] = {}
+
+
+def _epilogue_parameters(names: Collection[str]) -> tuple[Parameter, ...]:
     (null,), (none,) = s64(0), s32(0)
     scaled = "output_scale" in names
     return (

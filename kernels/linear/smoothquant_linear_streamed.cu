@@ -12,22 +12,15 @@
 #include "streamed.cuh"
 #endif
 
-// Fills the caller's scales, after the previous kernel.
-DEVICE void fill(f32* scales, f32 with, s64 m) {
-  if (scales == nullptr) return;
-  wait_for_previous_kernel();
-  for (s64 i = (s64)blockIdx.x * blockDim.x + threadIdx.x; i < m; i += (s64)gridDim.x * blockDim.x) scales[i] = with;
-}
-
 #ifdef WIDE
 DIRECT_KERNEL smoothquant_linear_streamed(const SKUDA_CODE* act_q, s64 act_q_leading, STATIC_ROWS_PARAMETERS(f32),
                                           DIRECT_PARAMETERS) {
-  fill(scratch, act_scale, m);
+  fill(scratch, act_scale, (u32)m);
   direct_linear(STATIC_ROWS(f32), act_q, act_q_leading, DIRECT_GIVEN);
 }
 #else
 STREAMED_KERNEL smoothquant_linear_streamed(TENSOR_MAPS, STATIC_ROWS_PARAMETERS(f32), STREAMED_PARAMETERS) {
-  fill(scratch, act_scale, m);
+  fill(scratch, act_scale, (u32)m);
   streamed_linear(Loaded<RowScales<f32>>{&a_map, STATIC_ROWS(f32)}, w_map, STREAMED_GIVEN);
 }
 #endif

@@ -9,9 +9,6 @@
 #include "warpgroup.cuh"
 
 WARPGROUP_KERNEL smoothquant_linear_warpgroup(TENSOR_MAPS, STATIC_ROWS_PARAMETERS(f32), WARPGROUP_PARAMETERS) {
-  if (scratch != nullptr) {
-    wait_for_previous_kernel();
-    for (s64 i = (s64)blockIdx.x * blockDim.x + threadIdx.x; i < m; i += (s64)gridDim.x * blockDim.x) scratch[i] = act_scale;
-  }
+  fill(scratch, act_scale, (u32)m);
   warpgroup_linear(a_map, w_map, STATIC_ROWS(f32), WARPGROUP_GIVEN);
 }

@@ -43,12 +43,14 @@ enum {
   GROUP_M = COOPERATIVE ? TILE_M / 2 : TILE_M,  // rows of a tile that a consumer warpgroup multiplies
   BLOCKS_M = GROUP_M / 64,
   CLUSTER = CLUSTER_M * CLUSTER_N,
+  COLUMN_OF_BLOCKS = ((1 << CLUSTER) - 1) / ((1 << CLUSTER_N) - 1),  // a bit for each block of a cluster's first column
   PITCH = 144,                 // bytes between rows of 128 in staging: banks differ, 16 bytes stay aligned
   STAGING = 8 * 16 * PITCH,    // 16 rows for each consumer warp
   OF_COLUMN = 2 + A_SHIFTED + W_SHIFTED,  // scale and bias; sum of codes; zero point
   COLUMNS = 2 * OF_COLUMN * TILE_N * 4,   // for each consumer warpgroup
   SHARED = 1024 + STAGES * STAGE_BYTES + STAGING + COLUMNS + 16 * STAGES
 };
+static_assert(EARLY < STAGES, "the first stages are filled without waiting");
 
 DEVICE void group_sync(int group) { threads_sync<128>(group + 1); }
 // Ordered mainloops: a ping-pong consumer may wait on the ring only after the other consumer has passed its stages,
@@ -300,6 +302,54 @@ struct Exchange {
   }
 };
 
+// Requests the boxes of a block's tiles: of those that its cluster shares, its part, for all.
+struct Loader {
+  const TensorMap &a_map, &w_map;
+  u32 stages, full, rank;
+  u32 offset;        // first step of the part of a tile
+  s32 a_row, w_row;  // of its boxes
+
+  DEVICE u32 row() const { return rank / CLUSTER_N; }
+  DEVICE u32 column() const { return rank % CLUSTER_N; }
+  DEVICE void aim(const Raster& raster, u32 tile, u32 begin) {
+    u32 tile_row, tile_column;
+    raster.at(tile, tile_row, tile_column);
+    offset = begin;
+    a_row = (s32)((tile_row * CLUSTER_M + row()) * TILE_M + column() * (TILE_M / CLUSTER_N));
+    w_row = (s32)((tile_column * CLUSTER_N + column()) * TILE_N + row() * (TILE_N / CLUSTER_M));
+  }
+  DEVICE void expect(u32 stage) const { barrier_expect(full + 8 * stage, STAGE_BYTES); }
+  DEVICE void a(u32 stage, u32 step) const {
+    const u32 to = stages + stage * STAGE_BYTES + column() * (A_BYTES / CLUSTER_N);
+    request<CLUSTER_N>(a_map, to, stage, step, a_row, ((1u << CLUSTER_N) - 1) << row() * CLUSTER_N);
+  }
+  DEVICE void w(u32 stage, u32 step) const {
+    const u32 to = stages + stage * STAGE_BYTES + A_BYTES + row() * (W_BYTES / CLUSTER_M);
+    request<CLUSTER_M>(w_map, to, stage, step, w_row, (u32)COLUMN_OF_BLOCKS << column());
+  }
+  // For `sharers`, a bit for each block of the cluster, SHARERS of them.
+  template <int SHARERS>
+  DEVICE void request(const TensorMap& map, u32 to, u32 stage, u32 step, s32 row, u32 sharers) const {
+    const s32 x = (s32)((offset + step) * STEP);
+    if (SHARERS == 1) load_box(to, &map, x, row, full + 8 * stage);
+    else load_box_to_all(to, &map, x, row, full + 8 * stage, (u16)sharers);
+  }
+  static DEVICE u32 ahead(u32 steps) { return steps < EARLY ? steps : EARLY; }
+  // Requests the first stages of the first part. Weights do not depend on the previous kernel, so they are requested before it
+  // ends. Those of more stages would only keep the copy engine from the activation when that is there.
+  DEVICE void first(u32 count) const {
+    for (u32 s = 0; s < count; ++s) expect(s), w(s, s);
+    wait_for_previous_kernel();
+    for (u32 s = 0; s < count; ++s) a(s, s);
+  }
+  DEVICE void start(const Raster& raster, Work work) {
+    u32 tile, begin, steps;
+    work.take(0, tile, begin, steps);
+    aim(raster, tile, begin);
+    first(ahead(steps));
+  }
+};
+
 // Rows: RowScales or GivenRows.
 template <class Rows>
 DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, const Rows& rows, const Epilogue& p, s64 k,
@@ -325,49 +375,27 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
       barrier_make(empty + 8 * s, (CLUSTER_M + CLUSTER_N - 1) * 4 * (COOPERATIVE ? 2 : 1));
     }
     barriers_made();
+    // In a cluster, the other blocks' barriers have to be made first. The loop below finds this part again: a value that
+    // lives from here to there would leave the registers of a warp for those of every lane.
+    if (CLUSTER == 1) Loader{a_map, w_map, stages, full, rank}.start(raster, work);
   }
   __syncthreads();
   if (CLUSTER > 1) cluster_sync();
   if (group == 0) {
     registers_down<56>();
     if (threadIdx.x == 0) {
+      Loader load = {a_map, w_map, stages, full, rank};
       Ring at{0, 0};
-      u16 row_mask = 0, column_mask = 0;
-      for (u32 other = 0; other < CLUSTER; ++other) {
-        if (other / CLUSTER_N == cluster_row) row_mask |= 1 << other;
-        if (other % CLUSTER_N == cluster_column) column_mask |= 1 << other;
-      }
-      // Weights do not depend on the previous kernel: those of the first stages are requested before it ends. Those of more
-      // than two would only keep the copy engine from the activation when that is there.
-      const u32 to_a = cluster_column * (A_BYTES / CLUSTER_N), to_w = A_BYTES + cluster_row * (W_BYTES / CLUSTER_M);
       for (u32 part = 0; work.take(part, tile, begin, steps); ++part) {
-        u32 row, column;
-        raster.at(tile, row, column);
-        const s32 a_row = (s32)((row * CLUSTER_M + cluster_row) * TILE_M + cluster_column * (TILE_M / CLUSTER_N));
-        const s32 w_row = (s32)((column * CLUSTER_N + cluster_column) * TILE_N + cluster_row * (TILE_N / CLUSTER_M));
-        const auto load_a = [&](u32 stage, u32 step) {
-          const u32 to = stages + stage * STAGE_BYTES + to_a;
-          const s32 x = (s32)((begin + step) * STEP);
-          if (CLUSTER_N > 1) load_box_to_all(to, &a_map, x, a_row, full + 8 * stage, row_mask);
-          if (CLUSTER_N == 1) load_box(to, &a_map, x, a_row, full + 8 * stage);
-        };
-        const auto load_w = [&](u32 stage, u32 step) {
-          const u32 to = stages + stage * STAGE_BYTES + to_w;
-          const s32 x = (s32)((begin + step) * STEP);
-          if (CLUSTER_M > 1) load_box_to_all(to, &w_map, x, w_row, full + 8 * stage, column_mask);
-          if (CLUSTER_M == 1) load_box(to, &w_map, x, w_row, full + 8 * stage);
-        };
+        load.aim(raster, tile, begin);
         u32 step = 0;
         if (part == 0) {
-          const u32 ahead = steps < EARLY ? steps : EARLY;
-          for (u32 s = 0; s < ahead; ++s) barrier_expect(full + 8 * s, STAGE_BYTES), load_w(s, s);
-          wait_for_previous_kernel();
-          for (; step < ahead; ++step, at.next()) load_a(step, step);
+          at.stage = step = Loader::ahead(steps);
+          if (CLUSTER > 1) load.first(step);
         }
         for (; step < steps; ++step, at.next()) {
           barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
-          barrier_expect(full + 8 * at.stage, STAGE_BYTES);
-          load_a(at.stage, step), load_w(at.stage, step);
+          load.expect(at.stage), load.a(at.stage, step), load.w(at.stage, step);
         }
       }
     }

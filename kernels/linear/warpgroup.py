@@ -49,6 +49,9 @@ The second is for the third or more, of which 64 are too few to change a predict
 _SHORTEST_SHARE = 4
 """Fewest steps of a share."""
 
+_LONG_SHARE = 16
+"""Fewest steps of a share if the last tiles alone are divided, so that a tile has few parts."""
+
 _MOST_IDLE = 0.05
 """Share of the clusters that may be left without work so that the others fall into groups; see `Work`."""
 
@@ -130,12 +133,13 @@ class Tile:
         Whether the stages of the last tiles, which do not fill the card, are divided evenly among all multiprocessors.
     launch_time : float
         Time of a launch without work.
-    stage_time : float
-        Time of one stage of the mainloop, 128 bytes of K of one tile, alone on the card.
-    contention : float
-        Time added to a stage when all multiprocessors are busy.
+    multiply_time : float
+        Time to multiply one stage of the mainloop, 128 bytes of K of one tile.
+    load_time : float
+        Time to load a stage when all multiprocessors do so; loading and multiplying mostly overlap.
     unaligned : float
-        Time added then where rows do not begin at whole lines of the cache; see `_PARTIAL_LINES`.
+        Time added to it where rows do not begin at whole lines of the cache, also if one multiprocessor is alone; see
+        `_PARTIAL_LINES`.
     epilogue_time : float
         Time of the epilogue of one tile.
     bandwidth : float
@@ -153,8 +157,8 @@ class Tile:
     cooperative: bool
     divides: bool
     launch_time: float
-    stage_time: float
-    contention: float
+    multiply_time: float
+    load_time: float
     unaligned: float
     epilogue_time: float
     bandwidth: float
@@ -200,7 +204,7 @@ class Tile:
         """Return how clusters divide the tiles of m x n results of k products each."""
         rows, columns = self.grid(m, n)
         tiles, slots = rows * columns, max(1, sm_count // self.blocks)
-        shared = tiles % slots + (slots if tiles > slots else 0) if self.divides and tiles % slots else 0
+        shared = self._shared(m, n, k, slots) if self.divides else 0
         if not shared:
             return Work(min(slots, tiles), 0, 1, self.band)
         # A share shorter than some steps costs more than it gains, and none may be empty.
@@ -210,6 +214,24 @@ class Tile:
         groups = self._groups(min(rows, columns), slots) if shared == tiles else 1
         band = self.band if groups == 1 else 1 if columns <= rows else rows
         return Work(slots // groups * groups, shared, groups, band)
+
+    def _shared(self, m: int, n: int, k: int, slots: int) -> int:
+        """Return the tiles whose steps are divided: the last, which do not fill the card, and usually a wave more.
+
+        With a wave more hardly a tile has more than two parts. But unless these are all tiles, which clusters in groups
+        read in step, they read different parts of k at the same time; if L2 cache does not hold all of that, the last
+        tiles alone are divided, except into short shares.
+        """
+        rows, columns = self.grid(m, n)
+        tiles = rows * columns
+        last = tiles % slots
+        more = last + slots
+        if tiles <= slots or not last:
+            return last
+        high = min(rows, self.band)
+        tall, broad = high * self.m * self.cluster[0], -(-more // high) * self.n * self.cluster[1]
+        far = tiles > more and (min(m, tall) + min(n, broad)) * k > _CACHED
+        return last if far and last * -(-k // _STAGE_K) >= _LONG_SHARE * slots else more
 
     @staticmethod
     def _groups(side: int, slots: int) -> int:
@@ -222,7 +244,10 @@ class Tile:
 
     def workspace(self, m: int, n: int, k: int, sm_count: int) -> int:
         """Return the bytes of the sums of parts of tiles."""
-        work = self.work(m, n, k, sm_count)
+        return self.partial_sums(self.work(m, n, k, sm_count))
+
+    def partial_sums(self, work: Work) -> int:
+        """Return the bytes of the sums of parts of tiles, for work that is divided so."""
         return 4 * self.m * self.n * self.blocks * work.clusters if work.shared else 0
 
     def predicted(self, m: int, n: int, k: int, sm_count: int, curve: float = 0.0) -> float:
@@ -243,29 +268,36 @@ class Tile:
         clusters, shared, groups, band = self.work(m, n, k, sm_count)
         occupied = min(1.0, (clusters if shared else tiles) / slots)
         partial = next((share for divisor, share in _PARTIAL_LINES if k % divisor == 0), _MOST_PARTIAL)
-        stage = self.stage_time + (self.contention + self.unaligned * partial) * occupied
-        # An activation is not hidden; one warpgroup alone does not keep the multiprocessor busy with it.
+
+        def stage(busy: float) -> float:
+            """Return the time of a stage where a share of the card is busy."""
+            return math.hypot(self.multiply_time, self.load_time * busy + self.unaligned * partial)
+
         if shared:
             whole = (tiles - shared) // slots
-            own = (shared * steps / clusters + whole * steps) * stage
-            own += (1 + whole) * self.epilogue_time * (1.0 if self.cooperative else 0.6)
-            own += self.exchange_time * max(1.0, clusters / shared) ** 0.5 + (2 + whole) * curve * self.m * self.n
+            parts = whole + 1
+            own = (shared / clusters + whole) * steps * stage(occupied)
         else:
-            waves = -(-tiles // slots)
-            if self.cooperative or waves == 1:
-                own = waves * (steps * stage + self.epilogue_time)
-            else:
-                # The other warpgroup's mainloop hides the epilogue unless the epilogue takes longer.
-                own = waves * max(steps * stage, (steps * stage + self.epilogue_time) / 2) + self.epilogue_time
-            own += waves * curve * self.m * self.n * (1.6 if waves == 1 and not self.cooperative else 1.0)
+            parts = -(-tiles // slots)
+            own = ((parts - 1) * stage(1.0) + stage(tiles / slots - (parts - 1))) * steps
+        if self.cooperative or parts == 1:
+            own += parts * self.epilogue_time
+        else:
+            # The other warpgroup's mainloop hides the epilogue unless the epilogue takes longer.
+            own = max(own, (own + parts * self.epilogue_time) / 2) + self.epilogue_time
+        # An activation is not hidden; one warpgroup alone does not keep the multiprocessor busy with it.
+        alone = parts == 1 and not (self.cooperative or shared)
+        own += (parts + bool(shared)) * curve * self.m * self.n * (1.6 if alone else 1.0)
+        if shared:
+            own += self.exchange_time * max(1.0, clusters / shared)
         high = min(rows, band)
         wide = min(columns, max(1, slots // high))
         read = (m + n) * k
         if read > _CACHED:
             tall, broad = self.m * self.cluster[0], self.n * self.cluster[1]
-            alone = _OUT_OF_STEP * shared * (tall + broad) if groups == 1 else 0.0
-            together = tiles - shared if alone else tiles
-            read = max(read, int((together / (high * wide) * (high * tall + wide * broad) + alone) * k))
+            own_reads = _OUT_OF_STEP * shared * (tall + broad) if groups == 1 else 0.0
+            together = tiles - shared if own_reads else tiles
+            read = max(read, int((together / (high * wide) * (high * tall + wide * broad) + own_reads) * k))
         moved = read + 2 * m * n * (1 + self.output)
         memory = moved / (self.bandwidth * 1e6 * min(1.0, 1.5 * occupied))
         # A cluster with idle blocks only costs time.
@@ -283,24 +315,24 @@ _COOPERATIVE, _PING_PONG = True, False
 _WHOLE, _DIVIDED = False, True
 
 TILES = (
-    Tile(128, 256, 4, (1, 1), _COOPERATIVE, _WHOLE, 7.068, 0.4083, 0.2424, 0.06692, 1.05, 7.744, 0.7677, 1),
-    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _WHOLE, 7.522, 0.4839, 0.1756, 0.007599, 0.9009, 11.16, 3.49, 1),
-    Tile(256, 128, 4, (1, 1), _COOPERATIVE, _WHOLE, 6.571, 0.4382, 0.2121, 0.07738, 1.14, 5.178, 0.00147, 1),
-    Tile(128, 128, 6, (1, 1), _COOPERATIVE, _WHOLE, 6.366, 0.2161, 0.1245, 0.08041, 0.4879, 5.945, 0.4515, 1),
-    Tile(128, 128, 6, (1, 1), _PING_PONG, _WHOLE, 4.719, 0.2257, 0.1009, 0.09187, 2.386, 5.608, 0.4274, 1),
-    Tile(128, 128, 6, (1, 2), _PING_PONG, _WHOLE, 5.732, 0.2009, 0.1346, 0.03956, 2.621, 5.341, 0.2672, 1),
-    Tile(128, 128, 6, (2, 1), _PING_PONG, _WHOLE, 6.575, 0.229, 0.09757, 0.04434, 1.126, 6.165, 0.9722, 1),
-    Tile(64, 256, 5, (1, 1), _PING_PONG, _WHOLE, 7.12, 0.2147, 0.1166, 0.1243, 0.2586, 7.903, 0.6976, 1),
-    Tile(128, 64, 8, (1, 1), _COOPERATIVE, _WHOLE, 5.801, 0.1428, 0.1098, 0.06623, 0.396, 5.703, 0.001468, 1),
-    Tile(64, 128, 8, (1, 1), _PING_PONG, _WHOLE, 5.736, 0.1376, 0.07673, 0.0784, 0.2733, 6.242, 1.881, 1),
-    Tile(64, 128, 8, (2, 1), _PING_PONG, _WHOLE, 5.685, 0.142, 0.08721, 0.02583, 1.53, 8.918, 1.905, 1),
-    Tile(64, 64, 12, (1, 1), _PING_PONG, _WHOLE, 5.645, 0.1041, 0.05596, 0.04501, 0.2974, 7.318, 4.005, 1),
-    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _DIVIDED, 8.929, 0.01284, 0.6846, 0.008587, 0.297, 14.99, 7.051, 5.279),
-    Tile(256, 128, 4, (1, 2), _COOPERATIVE, _DIVIDED, 8.653, 0.01507, 0.6639, 0.01089, 1.78, 8.783, 0.3755, 5.33),
-    Tile(128, 128, 6, (2, 1), _PING_PONG, _DIVIDED, 8.528, 0.01663, 0.337, 0.0412, 0.2445, 9.175, 0.001445, 3.91),
-    Tile(64, 128, 8, (2, 1), _PING_PONG, _DIVIDED, 8.143, 0.01244, 0.2275, 0.0234, 0.05455, 8.899, 0.649, 2.708),
-    Tile(64, 128, 8, (1, 1), _PING_PONG, _DIVIDED, 5.648, 0.01095, 0.2467, 0.06216, 0.3738, 5.54, 0.0009443, 3.583),
-    Tile(64, 64, 12, (1, 1), _PING_PONG, _DIVIDED, 6.208, 0.01533, 0.1678, 0.03848, 0.1052, 7.038, 2.594, 2.892),
+    Tile(128, 256, 4, (1, 1), _COOPERATIVE, _WHOLE, 7.333, 0.4483, 0.4939, 0.06957, 1.132, 11.09, 0.9474, 1),
+    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _WHOLE, 8.591, 0.5196, 0.4244, 0.007518, 1.165, 36.34, 7.852, 1),
+    Tile(256, 128, 4, (1, 1), _COOPERATIVE, _WHOLE, 7.239, 0.4487, 0.4866, 0.08468, 1.099, 4.985, 0.001447, 1),
+    Tile(128, 128, 6, (1, 1), _COOPERATIVE, _WHOLE, 7.062, 0.198, 0.2882, 0.08157, 0.5746, 7.022, 0.1598, 1),
+    Tile(128, 128, 6, (1, 1), _PING_PONG, _WHOLE, 7.246, 0.1905, 0.2792, 0.08991, 0.5942, 6.666, 0.4994, 1),
+    Tile(128, 128, 6, (1, 2), _PING_PONG, _WHOLE, 7.785, 0.221, 0.2642, 0.04454, 1.831, 6.897, 0.4195, 1),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, _WHOLE, 7.358, 0.2196, 0.2494, 0.05244, 1.531, 5.377, 0.5463, 1),
+    Tile(64, 256, 5, (1, 1), _PING_PONG, _WHOLE, 7.714, 0.2206, 0.2669, 0.1209, 0.12, 10.61, 0.803, 1),
+    Tile(128, 64, 8, (1, 1), _COOPERATIVE, _WHOLE, 6.732, 0.1132, 0.2212, 0.07172, 0.2805, 6.214, 0.001439, 1),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, _WHOLE, 7.204, 0.08819, 0.2015, 0.07393, 0.05445, 8.805, 0.3781, 1),
+    Tile(64, 128, 8, (2, 1), _PING_PONG, _WHOLE, 7.11, 0.1401, 0.1862, 0.03273, 1.04, 17.19, 1.519, 1),
+    Tile(64, 64, 12, (1, 1), _PING_PONG, _WHOLE, 7.004, 0.05825, 0.136, 0.05139, 0.06456, 8.396, 1.51, 1),
+    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _DIVIDED, 12.77, 0.08534, 0.6723, 0.004999, 1.257, 24.79, 6.374, 1.408),
+    Tile(256, 128, 4, (1, 2), _COOPERATIVE, _DIVIDED, 13.62, 0.08577, 0.6715, 0.004431, 1.534, 12.72, 0.4415, 1.485),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, _DIVIDED, 12.22, 0.0775, 0.3455, 0.04001, 0.4876, 8.355, 0.001484, 1.171),
+    Tile(64, 128, 8, (2, 1), _PING_PONG, _DIVIDED, 10.21, 0.03707, 0.2338, 0.02405, 0.03227, 15.26, 0.5919, 0.8611),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, _DIVIDED, 8.489, 0.04788, 0.2436, 0.06445, 0.1962, 7.962, 0.0009478, 0.976),
+    Tile(64, 64, 12, (1, 1), _PING_PONG, _DIVIDED, 8.594, 0.06156, 0.1697, 0.04078, 0.06376, 14.48, 1.677, 0.7751),
 )
 """All configurations. Each serves every problem with the same bits."""
 
@@ -319,10 +351,18 @@ def ranking(m: int, n: int, k: int, sm_count: int, curve: float = 0.0) -> tuple[
     return tuple(sorted(predicted, key=lambda pair: pair[0]))
 
 
+class _Offered(NamedTuple):
+    """A tile with what problems of other sizes share."""
+
+    tile: Tile
+    flags: tuple[str, ...]
+    shared: int
+
+
 @lru_cache(maxsize=4096)
 def _offered(
     m: int, n: int, k: int, sm_count: int, curve: float, zero_points: tuple[bool, bool]
-) -> tuple[tuple[Tile, ...], tuple[Choice, ...]]:
+) -> tuple[tuple[_Offered, ...], tuple[Choice, ...]]:
     activation, weight = zero_points
     read = (n * activation + m * weight) * k
     sums = _SUMS_LAUNCH + read / (_SUMS_BANDWIDTH * 1e6) if read else 0.0
@@ -330,7 +370,7 @@ def _offered(
         (us, tile) for us, tile in ranking(m, n, k, sm_count, curve) if tile.shared(zero_points) <= hopper.MOST_SHARED
     ]
     choices = tuple(Choice(str(tile), sums + us, tile.workspace(m, n, k, sm_count)) for us, tile in ranked)
-    return tuple(tile for _, tile in ranked), choices
+    return tuple(_Offered(tile, tile.flags, tile.shared(zero_points)) for _, tile in ranked), choices
 
 
 def _code_sums(problem: LinearProblem, sm_count: int, zero_points: tuple[bool, bool]) -> Step:
@@ -365,7 +405,8 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     zero_points = problem.shifts_activation, problem.has_weight_zero_point
     step = _MANY_ALIKE if m >= _MANY else _ALIKE
     alike = -(-max(1, m) // step) * step
-    tile, chosen = layer.choose(*_offered(alike, max(1, n), k, sm_count, curve, zero_points), choice)
+    offered = _offered(alike, max(1, n), k, sm_count, curve, zero_points)
+    (tile, tile_flags, shared), chosen = layer.choose(*offered, choice)
     work = tile.work(m, n, k, sm_count)
     name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
     in_front = problem.dynamic or any(zero_points)
@@ -384,14 +425,14 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
             *s32(work.band, work.shared, work.groups),
             *pointers("partial_sums", ZEROS, "code_sums"),
         ),
-        shared=tile.shared(zero_points),
+        shared=shared,
         overlaps=not in_front or tile.blocks > 1 or size <= _SMALL,
     )
     steps: tuple[Step, ...] = (product,)
-    flags = (*tile.flags, *layer.epilogue_flags(problem))
+    flags = (*tile_flags, *layer.epilogue_flags(problem))
     notes: tuple[str, ...] = (hopper.ALIGNED,)
     scratch: tuple[tuple[str, int], ...] = ()
-    if sums := tile.workspace(m, n, k, sm_count):
+    if sums := tile.partial_sums(work):
         scratch = (("partial_sums", sums), (ZEROS, 8 * work.clusters * tile.blocks))
     if any(zero_points):
         steps = (_code_sums(problem, sm_count, zero_points), product)

@@ -528,8 +528,8 @@ def _losses(measured):
 @pytest.mark.parametrize("measured", TILE_RECORD, ids=lambda each: f"seed {each['seed']}")
 def test_the_chosen_tile_is_near_the_best_of_those_measured(measured):
     losses = np.array(list(_losses(measured)))
-    assert len(losses) > 100
-    assert np.exp(np.log(losses).mean()) < (1.02 if measured["fitted"] else 1.025)
+    assert len(losses) >= 100
+    assert np.exp(np.log(losses).mean()) < (1.02 if measured["fitted"] else 1.015)
     assert (losses > 1.05).mean() < 0.15
 
 
@@ -581,6 +581,23 @@ def test_clusters_fall_into_groups_that_read_the_longer_operand_together(m, n, g
     assert 0.95 * (132 // tile.blocks) <= work.clusters <= 132 // tile.blocks
     assert groups == 1 or work.shared == rows * columns
     assert min(rows, columns) % groups == 0
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "shared"),
+    [
+        (2895, 2912, 28112, 12),  # of 144 tiles, by 66 clusters
+        (2048, 5120, 13824, 28),
+        (2056, 4300, 28112, 21),
+        (2895, 2912, 4096, 66 + 12),  # L2 cache holds what a wave reads
+        (300, 18944, 3584, 66 + 16),
+        (1024, 8576, 28112, 66 + 4),  # shares of four tiles would be short
+        (6969, 752, 30976, 66 + 18),  # all tiles, in groups
+        (1024, 512, 28112, 8),  # less than a wave
+    ],
+)
+def test_the_last_tiles_alone_are_divided_where_a_wave_reads_more_than_the_cache_holds(m, n, k, shared):
+    assert DIVIDED[0].work(m, n, k, 132).shared == shared
 
 
 def test_a_limit_of_the_workspace_is_kept_by_another_configuration():

@@ -44,9 +44,13 @@ _KIND = "skuda times"
 _FITTED = tuple(field.name for field in fields(Tile) if field.type == "float")
 _FEWEST = 33
 """Rows from which a tile is worth choosing well: `streamed` serves fewer."""
-_STEPS = 60
+_STEPS = 30
 _PULL = 0.05
 """Residual of a time that is changed by a factor of e: what no shape tells stays as it is."""
+_NEARNESS = 2.0
+"""Power of the ratio of the fastest time to another one: the weight of the latter."""
+_COMMON = 0.8
+"""Share of the squared error of a predicted time that all tiles of a shape have in common."""
 
 
 class Loss(NamedTuple):
@@ -132,47 +136,69 @@ def times_of(sets: Sequence[Mapping[str, Any]]) -> Times:
     return found
 
 
-def fit(tile: Tile, times: Times, sm_count: int = H200) -> Tile:
-    """Return a tile with the times that fit best: least squares of the logarithms, by Levenberg and Marquardt's method.
+def fitted_to(times: Times, tiles: Sequence[Tile] = TILES, sm_count: int = H200) -> tuple[Tile, ...]:
+    """Return tiles with the times that fit best: least squares of the logarithms, by Levenberg and Marquardt's method.
 
-    A shape counts for as much as the tile comes near the fastest one there, because only those decide a choice. A tile
-    with fewer shapes than times to fit is returned as it is.
+    A time counts for as much as its tile comes near the fastest one of the shape, because only those decide a choice.
+    What all tiles of a shape are off together, such as for a slower clock, changes no choice and counts little: the
+    errors of a shape are correlated, and the least squares are generalized ones. A tile with fewer shapes than times to
+    fit is returned as it is.
     """
-    shapes = [shape for shape, us in times.items() if str(tile) in us]
-    if len(shapes) <= len(_FITTED):
-        return tile
-    start = np.log([getattr(tile, name) for name in _FITTED])
-    measured = np.log([times[shape][str(tile)] for shape in shapes])
-    weight = (np.array([min(times[shape].values()) for shape in shapes]) / np.exp(measured)) ** 2
+    able = [tile for tile in tiles if sum(str(tile) in us for us in times.values()) > len(_FITTED)]
+    if not able:
+        return tuple(tiles)
+    measured: Array = np.array([[us.get(str(tile), np.inf) for us in times.values()] for tile in able])
+    counted = np.isfinite(measured)
+    squared = (measured.min(axis=0) / measured) ** (2 * _NEARNESS)
+    measured = np.log(np.where(counted, measured, 1.0))
+    in_all = squared.sum(axis=0) + (1 - _COMMON) / _COMMON
 
-    def residuals(logs: Array) -> Array:
-        one = _with(tile, logs)
-        missed = weight * (np.log([one.predicted(*shape, sm_count) for shape in shapes]) - measured)
-        return np.concatenate([missed, _PULL * (logs - start)])
+    def logs(number: int, values: Array) -> Array:
+        one = _with(able[number], values)
+        found: Array = np.log([one.predicted(*shape, sm_count) for shape in times])
+        return found
 
-    return _with(tile, _least_squares(residuals, start))
+    def missed(at: Array) -> Array:
+        predicted: Array = np.stack([logs(number, values) for number, values in enumerate(at)])
+        return predicted - measured
+
+    def cost(residuals: Array, at: Array) -> float:
+        each, common = (squared * residuals**2).sum(), ((squared * residuals).sum(axis=0) ** 2 / in_all).sum()
+        return float(each - common + ((_PULL * (at - start)) ** 2).sum())
+
+    start = np.log([[getattr(tile, name) for name in _FITTED] for tile in able])
+    at, damping, size = start, 1e-2, start.size
+    now = missed(at)
+    for _ in range(_STEPS):
+        slopes = np.stack([_slopes(logs, number, values) for number, values in enumerate(at)])
+        weighted = slopes * squared[:, None]
+        square = np.zeros((*start.shape, *start.shape))
+        every = np.arange(len(able))
+        square[every, :, every, :] = weighted @ slopes.transpose(0, 2, 1)
+        square, shared = square.reshape(size, size), weighted.reshape(size, -1)
+        square += _PULL**2 * np.eye(size) - (shared / in_all) @ shared.T
+        slope = (weighted * now[:, None]).sum(axis=2).ravel() - shared @ ((squared * now).sum(axis=0) / in_all)
+        slope += _PULL**2 * (at - start).ravel()
+        change = np.linalg.solve(square + damping * np.diag(np.diag(square)), -slope).reshape(start.shape)
+        tried = at + np.clip(change, -0.5, 0.5)
+        then = missed(tried)
+        better = cost(then, tried) < cost(now, at)
+        damping *= 1 / 3 if better else 4
+        if better:
+            at, now = tried, then
+    found = {str(tile): _with(tile, values) for tile, values in zip(able, at, strict=True)}
+    return tuple(found.get(str(tile), tile) for tile in tiles)
+
+
+def _slopes(logs: Callable[[int, Array], Array], number: int, at: Array) -> Array:
+    """Return how a tile's logarithms change with each of those of its times, as differences."""
+    here, step = logs(number, at), 1e-4
+    return np.stack([(logs(number, at + step * unit) - here) / step for unit in np.eye(len(at))])
 
 
 def _with(tile: Tile, logs: Array) -> Tile:
     times: dict[str, Any] = {name: float(np.exp(value)) for name, value in zip(_FITTED, logs, strict=True)}
     return replace(tile, **times)
-
-
-def _least_squares(residuals: Callable[[Array], Array], start: Array) -> Array:
-    """Minimize the sum of squares from a start; the derivatives are differences."""
-    at, damping, step = start, 1e-2, 1e-4
-    now = residuals(at)
-    for _ in range(_STEPS):
-        slopes = np.stack([(residuals(at + step * unit) - now) / step for unit in np.eye(len(at))], axis=1)
-        square = slopes.T @ slopes
-        change = np.linalg.solve(square + damping * np.diag(np.diag(square) + 1e-9), -slopes.T @ now)
-        tried = at + np.clip(change, -0.5, 0.5)
-        then = residuals(tried)
-        if then @ then < now @ now:
-            at, now, damping = tried, then, damping / 3
-        else:
-            damping *= 4
-    return at
 
 
 def loss(tiles: Sequence[Tile], times: Times, sm_count: int = H200) -> Loss:
@@ -184,11 +210,6 @@ def loss(tiles: Sequence[Tile], times: Times, sm_count: int = H200) -> Loss:
         ratios[shape] = us[str(chosen)] / min(us.values())
     worst = max(ratios, key=lambda shape: ratios[shape])
     return Loss(float(np.exp(np.log(list(ratios.values())).mean())), ratios[worst], worst)
-
-
-def fitted_to(times: Times, tiles: Sequence[Tile] = TILES) -> tuple[Tile, ...]:
-    """Return tiles with the times that fit best."""
-    return tuple(fit(tile, times) for tile in tiles)
 
 
 def line(tile: Tile) -> str:

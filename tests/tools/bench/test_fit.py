@@ -36,18 +36,36 @@ def test_a_name_is_what_the_flags_say_and_no_two_are_equal():
     assert str(replace(TILES[0], launch_time=9.0)) == str(TILES[0])
 
 
+def distance(one, other):
+    """Return by how much the predictions of two tiles differ at most, as a logarithm."""
+    return max(abs(np.log(one.predicted(*shape, 132) / other.predicted(*shape, 132))) for shape in SHAPES)
+
+
 def test_times_that_a_tile_predicts_give_that_tile_back():
     start = TILES[5]
-    true = replace(start, launch_time=7.0, stage_time=start.stage_time * 1.3, epilogue_time=2.9, bandwidth=3.5)
+    true = replace(start, launch_time=7.0, multiply_time=start.multiply_time * 1.3, epilogue_time=2.9, bandwidth=3.5)
     times = made((true, *TILES[:2]))
-    before, after = (
-        max(abs(np.log(one.predicted(*shape, 132) / true.predicted(*shape, 132))) for shape in SHAPES)
-        for one in (start, fit.fit(start, times))
-    )
-    assert before > 0.05
-    assert after < 0.2 * before
+    found, *others = fit.fitted_to(times, (start, *TILES[:2]))
+    assert distance(start, true) > 0.05
+    assert distance(found, true) < 0.2 * distance(start, true)
+    assert all(distance(one, tile) < 0.01 for one, tile in zip(others, TILES[:2], strict=True))
     few = dict(list(times.items())[:3])
-    assert fit.fit(start, few) == start, "three shapes do not determine five times"
+    assert fit.fitted_to(few, TILES[3:6]) == TILES[3:6], "three shapes do not determine eight times"
+
+
+def test_what_all_tiles_of_a_shape_are_off_together_hardly_counts(monkeypatch):
+    off = fresh("a clock").normal(0, 0.2, len(SHAPES))
+    times = {
+        shape: {name: us * np.exp(factor) for name, us in found.items()}
+        for (shape, found), factor in zip(made(TILES).items(), off, strict=True)
+    }
+
+    def lost():
+        return fit.loss(fit.fitted_to(times), times).mean - 1
+
+    correlated = lost()
+    monkeypatch.setattr(fit, "_COMMON", 1e-9)
+    assert correlated < 0.7 * lost()
 
 
 def test_the_loss_is_what_the_wrong_choice_costs():
@@ -65,7 +83,7 @@ def test_the_loss_is_what_the_wrong_choice_costs():
 
 def test_fitting_undoes_what_makes_a_tile_look_too_fast():
     times = made(TILES)
-    spoilt = (replace(TILES[0], stage_time=TILES[0].stage_time / 3), *TILES[1:])
+    spoilt = (replace(TILES[0], load_time=TILES[0].load_time / 3), *TILES[1:])
     before = fit.loss(spoilt, times).mean
     fitted = fit.fitted_to(times, spoilt)
     assert before > 1.02
