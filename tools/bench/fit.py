@@ -145,7 +145,8 @@ def fitted_to(times: Times, tiles: Sequence[Tile] = TILES, sm_count: int = H200)
     fit is returned as it is.
     """
     able = [tile for tile in tiles if sum(str(tile) in us for us in times.values()) > len(_FITTED)]
-    if not able:
+    times = {shape: us for shape, us in times.items() if any(str(tile) in us for tile in able)}
+    if not times:
         return tuple(tiles)
     measured: Array = np.array([[us.get(str(tile), np.inf) for us in times.values()] for tile in able])
     counted = np.isfinite(measured)

@@ -49,6 +49,8 @@ def test_times_that_a_tile_predicts_give_that_tile_back():
     assert distance(start, true) > 0.05
     assert distance(found, true) < 0.2 * distance(start, true)
     assert all(distance(one, tile) < 0.01 for one, tile in zip(others, TILES[:2], strict=True))
+    elsewhere = {(99, 64, number): {str(TILES[8]): 5.0, str(TILES[9]): 6.0} for number in (128, 256)}
+    assert fit.fitted_to(times | elsewhere, (start, *TILES[1:10])) == fit.fitted_to(times, (start, *TILES[1:10]))
     few = dict(list(times.items())[:3])
     assert fit.fitted_to(few, TILES[3:6]) == TILES[3:6], "three shapes do not determine eight times"
 
