@@ -180,7 +180,7 @@ def _fuse_layer(module: nn.Module, _held: Counter[int]) -> str:
     _check_called(attention, mlp)
     norms = (_norm(module, found["first"]), _norm(module, found["second"]))
     defaults = {p.name: p.default for p in named}
-    _become(module, FusedDecoderLayer, LayerForm(found["attention"], found["mlp"], norms, defaults))
+    _become(module, FusedDecoderLayer, LayerForm(found["attention"], found["mlp"], norms, defaults, forward.renamed))
     return "the norms write codes, the second one adds the residual"
 
 

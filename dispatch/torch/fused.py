@@ -8,7 +8,8 @@
   `gelu_mul_quantize`, which round once where the modules of torch round several times.
 
 The fused ops have no gradient, and autocast does not reach into them. So where gradients are recorded, under autocast,
-and where a norm's weight has another dtype than its input, the original ``forward`` runs.
+where a norm's weight has another dtype than its input, and where a layer gets an argument by its former name, the
+original ``forward`` runs.
 """
 
 from __future__ import annotations
@@ -181,12 +182,15 @@ class LayerForm(NamedTuple):
         Of the attention and of the MLP.
     defaults : dict
         The original's other parameters, in their order, which the attention gets.
+    renamed : frozenset of str
+        Former names of these.
     """
 
     attention: str
     mlp: str
     norms: tuple[NormForm, NormForm]
     defaults: dict[str, Any]
+    renamed: frozenset[str] = frozenset()
 
 
 class FusedDecoderLayer(Fused):
@@ -196,9 +200,9 @@ class FusedDecoderLayer(Fused):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output, of the shape of its input."""
-        if not self._serves(hidden_states):
-            return super().forward(hidden_states, *args, **kwargs)
         form = self.fused_form
+        if not self._serves(hidden_states) or any(name in kwargs for name in form.renamed):
+            return super().forward(hidden_states, *args, **kwargs)
         given = {**form.defaults, **dict(zip(form.defaults, args, strict=False)), **kwargs}
         rows, _ = self._norm(form.norms[0], hidden_states)
         attended = getattr(self, form.attention)(hidden_states=rows, **given)[0]

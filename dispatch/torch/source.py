@@ -21,6 +21,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _REFLECTION = frozenset({"eval", "exec", "globals", "locals", "vars"})
 _CHECKPOINTING = "transformers.modeling_layers"
 """The module that wraps the forward of layers, to run it under `torch.utils.checkpoint` in training."""
+_RENAMING = "transformers.utils.deprecation"
+"""The module whose decorator `deprecate_kwarg` passes arguments with a former name on by their new one."""
 
 
 class NotProven(Exception):
@@ -39,6 +41,8 @@ class Forward:
     ----------
     parameters : tuple of inspect.Parameter
         Its parameters without ``self``; the first one is the input.
+    renamed : frozenset of str
+        Former names of parameters but the input, which a decorator takes, too.
 
     Raises
     ------
@@ -63,11 +67,12 @@ class Forward:
         except (OSError, SyntaxError, TypeError) as error:
             raise NotProven("the source of its forward cannot be read") from error
         self.parameters = tuple(inspect.signature(self._function).parameters.values())[1:]
-        plain = isinstance(tree, ast.FunctionDef) and not tree.decorator_list and tree.args.args[0].arg == "self"
+        plain = isinstance(tree, ast.FunctionDef) and tree.args.args[0].arg == "self"
         if not isinstance(tree, ast.FunctionDef) or not plain or not self.parameters:
             raise NotProven("its forward is no plain method of an input")
         self._tree = tree
         self.input = self.parameters[0].name
+        self.renamed = frozenset(map(self._renamed_by, tree.decorator_list))
 
     def expression(self) -> str:
         """Return what it returns, as one expression of ``x``, its input; the names of its other parameters stay.
@@ -126,6 +131,21 @@ class Forward:
             found = getattr(found, name, None)
         return found
 
+    def _renamed_by(self, decorator: ast.expr) -> str:
+        """Return the former name of a parameter that a decorator replaces, and that alone."""
+        called = self.resolve(ast.unparse(decorator.func)) if isinstance(decorator, ast.Call) else None
+        known = getattr(called, "__module__", ""), getattr(called, "__name__", "")
+        if not isinstance(decorator, ast.Call) or known != (_RENAMING, "deprecate_kwarg"):
+            raise NotProven("its forward is no plain method of an input")
+        try:
+            (former, _), given = map(ast.literal_eval, decorator.args), _literals(decorator.keywords)
+        except ValueError:
+            raise NotProven("its forward has a decorator with other than literal arguments") from None
+        others = {each.name for each in self.parameters[1:] if each.kind is not each.VAR_KEYWORD}
+        if set(given) != {"new_name"} or given["new_name"] not in others or former in (self.input, *others):
+            raise NotProven(f"its forward may take {former} in the place of {given.get('new_name', 'nothing')}")
+        return str(former)
+
     def _own(self) -> Counter[str]:
         """How often each attribute of ``self`` is read."""
         return Counter(
@@ -136,12 +156,16 @@ class Forward:
 
 
 def _unwrapped(function: Any) -> Any:
-    """Return the function that a wrapper calls, where the wrapper is known to change nothing."""
+    """Return the function that a wrapper calls, where the wrapper is known to change nothing but names of arguments."""
     while hasattr(function, "__wrapped__"):
-        if function.__globals__["__name__"] != _CHECKPOINTING:
+        if function.__globals__["__name__"] not in (_CHECKPOINTING, _RENAMING):
             raise NotProven("its forward is wrapped")
         function = function.__wrapped__
     return function
+
+
+def _literals(keywords: Iterable[ast.keyword]) -> dict[str, Any]:
+    return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords}
 
 
 class _Replaced(ast.NodeTransformer):

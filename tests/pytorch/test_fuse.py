@@ -1,6 +1,7 @@
 """`skuda.torch.fuse_`: what it computes, that nothing else changes, and what it leaves."""
 
 import copy
+import inspect
 import io
 import pickle
 import threading
@@ -692,7 +693,8 @@ def test_models_of_transformers(family, tmp_path):
         assert len(got.hidden_states) == len(want.hidden_states) == 3
         assert (got.logits - want.logits).norm() < 0.02 * want.logits.norm()
         with_cache = [fused(ids[:, :6], attention_mask=mask[:, :6], use_cache=True)]
-        with_cache.append(fused(ids[:, 6:], attention_mask=mask, past_key_values=with_cache[0].past_key_values))
+        name = "cache" if "cache" in inspect.signature(fused.forward).parameters else "past_key_values"  # since 5.24
+        with_cache.append(fused(ids[:, 6:], attention_mask=mask, **{name: with_cache[0][name]}))
         torch.testing.assert_close(with_cache[1].logits[:, 0], got.logits[:, 6], rtol=0, atol=0.05)
         made = fused.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
     assert made.shape == (2, 11)
