@@ -27,6 +27,8 @@ BROKEN = 3
 
 _LOOK = 0.05
 _LINE = 500
+_GRACE = 2.0
+"""Seconds in which ranks can still write what they found when another has failed."""
 
 
 class RankFailed(SkudaError):
@@ -118,7 +120,8 @@ def run_ranks(folder: Path, count: int, program: Sequence[str], patience: float,
     Raises
     ------
     RankFailed
-        For the first ranks that fail by themselves, and for those that take too long; the others are ended.
+        For the first ranks that fail by themselves, and for those that take too long. The others are ended, after two
+        seconds in which they can write what they have found.
     """
     shares = [tuple(range(count))] if together else [(rank,) for rank in range(count)]
     with ExitStack() as ends:
@@ -155,6 +158,7 @@ def _wait(folder: Path, started: Sequence[tuple[tuple[int, ...], subprocess.Pope
         states = [(ranks, process.poll()) for ranks, process in started]
         for ranks, state in states:
             if state is not None and state not in (0, BROKEN):
+                _let_end([process for _, process in started], min(until, time.monotonic() + _GRACE))
                 raise RankFailed(ranks, _reason(folder, ranks[0], state))
         running = [ranks for ranks, state in states if state is None]
         if not running:
@@ -167,6 +171,12 @@ def _wait(folder: Path, started: Sequence[tuple[tuple[int, ...], subprocess.Pope
         raise RankFailed(tuple(chain(*left)), _last_line(folder, left[0][0]))
 
 
+def _let_end(processes: Sequence[subprocess.Popen[bytes]], until: float) -> None:
+    """Wait for processes, at most until a time of the monotonic clock."""
+    while time.monotonic() < until and any(process.poll() is None for process in processes):
+        time.sleep(_LOOK)
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
@@ -175,7 +185,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _reason(folder: Path, rank: int, state: int) -> str:
     if state < 0:
         return f"killed by {signal.Signals(-state).name}"
-    return _last_line(folder, rank) or f"it exited with {state}"
+    line = _last_line(folder, rank)
+    if state == 1 and line:  # of an exception
+        return line
+    return f"it exited with {state}" + (f", and last wrote: {line}" if line else "")
 
 
 def _last_line(folder: Path, rank: int) -> str:

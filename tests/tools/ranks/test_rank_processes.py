@@ -20,6 +20,7 @@ from skuda.dispatch.backends.numpy import NumpyBackend
 from skuda.dispatch.device import HOST, device_named
 from skuda.dispatch.shard import on_ranks
 from skuda.registry.errors import InvalidProblem, MissingDependency
+from skuda.tools.ranks import carriers
 from skuda.tools.ranks.carriers import BROKEN, THREADS, Processes, RankFailed
 from skuda.tools.ranks.command import chosen, demo, run_demo
 from skuda.tools.ranks.framework import NUMPY
@@ -103,6 +104,7 @@ def test_ranks_share_the_cores_unless_the_caller_says_otherwise(given, tmp_path,
         ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
         ("raise ValueError('what happened')", "ValueError: what happened"),
         ("sys.exit(7)", "it exited with 7"),
+        ("print('warned of this'); sys.exit(7)", "it exited with 7, and last wrote: warned of this"),
     ],
 )
 def test_a_rank_that_dies_ends_the_demo_with_its_number(tmp_path, fate, reason):
@@ -114,6 +116,25 @@ def test_a_rank_that_dies_ends_the_demo_with_its_number(tmp_path, fate, reason):
         [*carrier.run(task_of(fresh("dying")), (3,))]
     assert (failed.value.ranks, str(failed.value)) == ((rank,), f"rank {rank} failed: {reason}")
     assert time.monotonic() - begun < carrier.patience
+    assert_ended(tmp_path)
+
+
+def test_ranks_write_what_they_found_when_another_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(carriers, "_GRACE", 60.0)
+    text = f"""
+        if rank == 1:
+            Path({str(tmp_path)!r}, "fails").touch()
+            sys.exit(7)
+        while not Path({str(tmp_path)!r}, "fails").exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
+        Path({str(tmp_path)!r}, f"{{rank}}.found").touch()
+    """
+    begun = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 1 failed: it exited with 7$"):
+        [*programmed(tmp_path, text).run(task_of(fresh("written")), (3,))]
+    assert {path.name for path in tmp_path.glob("*.found")} == {"0.found", "2.found"}
+    assert time.monotonic() - begun < 60
     assert_ended(tmp_path)
 
 
