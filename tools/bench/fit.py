@@ -12,6 +12,8 @@ then held against the other half, and for the printed result to all of them. Wit
 
 A record keeps the conditions of every file and the medians of all kernels in it, so it serves tests of the others, too.
 
+A fit needs scipy.
+
 Times are fitted, not choices. Times that are changed until they choose best at some shapes choose worse at others: what
 they then follow is the noise that made one of several equal tiles the fastest.
 """
@@ -31,7 +33,7 @@ import numpy as np
 from skuda.dispatch.select.tuning import Tuning
 from skuda.kernels.linear.hopper import H200
 from skuda.kernels.linear.warpgroup import TILES, Tile
-from skuda.registry.errors import InvalidRecord
+from skuda.registry.errors import InvalidRecord, MissingDependency
 from skuda.registry.sku import SkuIdentity
 from skuda.tools.files import read_json, read_text, write_whole
 
@@ -44,7 +46,7 @@ _KIND = "skuda times"
 _FITTED = tuple(field.name for field in fields(Tile) if field.type == "float")
 _FEWEST = 33
 """Rows from which a tile is worth choosing well: `streamed` serves fewer."""
-_STEPS = 30
+_EVALUATIONS = 30
 _PULL = 0.05
 """Residual of a time that is changed by a factor of e: what no shape tells stays as it is."""
 _NEARNESS = 2.0
@@ -137,64 +139,87 @@ def times_of(sets: Sequence[Mapping[str, Any]]) -> Times:
 
 
 def fitted_to(times: Times, tiles: Sequence[Tile] = TILES, sm_count: int = H200) -> tuple[Tile, ...]:
-    """Return tiles with the times that fit best: least squares of the logarithms, by Levenberg and Marquardt's method.
+    """Return tiles with the times that fit best: least squares of the logarithms.
 
     A time counts for as much as its tile comes near the fastest one of the shape, because only those decide a choice.
-    What all tiles of a shape are off together, such as for a slower clock, changes no choice and counts little: the
-    errors of a shape are correlated, and the least squares are generalized ones. A tile with fewer shapes than times to
-    fit is returned as it is.
+    What all tiles of a shape are off together, such as for a slower clock, changes no choice and counts little; see
+    `independent`. A tile with fewer shapes than times to fit is returned as it is.
+
+    Raises
+    ------
+    MissingDependency
+        If scipy is not installed.
     """
     able = [tile for tile in tiles if sum(str(tile) in us for us in times.values()) > len(_FITTED)]
-    times = {shape: us for shape, us in times.items() if any(str(tile) in us for tile in able)}
-    if not times:
+    shapes = [shape for shape, us in times.items() if any(str(tile) in us for tile in able)]
+    if not shapes:
         return tuple(tiles)
-    measured: Array = np.array([[us.get(str(tile), np.inf) for us in times.values()] for tile in able])
-    counted = np.isfinite(measured)
-    squared = (measured.min(axis=0) / measured) ** (2 * _NEARNESS)
-    measured = np.log(np.where(counted, measured, 1.0))
-    in_all = squared.sum(axis=0) + (1 - _COMMON) / _COMMON
+    measured: Array = np.array([[times[shape].get(str(tile), np.inf) for shape in shapes] for tile in able])
+    weights = (measured.min(axis=0) / measured) ** _NEARNESS
+    wanted = np.log(np.where(np.isfinite(measured), measured, 1.0))
+    start: Array = np.log([[getattr(tile, name) for name in _FITTED] for tile in able])
 
     def logs(number: int, values: Array) -> Array:
         one = _with(able[number], values)
-        found: Array = np.log([one.predicted(*shape, sm_count) for shape in times])
+        found: Array = np.log([one.predicted(*shape, sm_count) for shape in shapes])
         return found
 
-    def missed(at: Array) -> Array:
-        predicted: Array = np.stack([logs(number, values) for number, values in enumerate(at)])
-        return predicted - measured
+    def residuals(flat: Array) -> Array:
+        errors = np.stack([logs(*each) for each in enumerate(flat.reshape(start.shape))]) - wanted
+        return np.concatenate([independent(errors, weights).ravel(), _PULL * (flat - start.ravel())])
 
-    def cost(residuals: Array, at: Array) -> float:
-        each, common = (squared * residuals**2).sum(), ((squared * residuals).sum(axis=0) ** 2 / in_all).sum()
-        return float(each - common + ((_PULL * (at - start)) ** 2).sum())
+    def slopes(flat: Array) -> Array:
+        every = np.zeros((*wanted.shape, *start.shape))
+        for number, values in enumerate(flat.reshape(start.shape)):
+            every[number, :, number] = _slopes(logs, number, values)
+        return np.vstack([independent(every, weights).reshape(-1, start.size), _PULL * np.eye(start.size)])
 
-    start = np.log([[getattr(tile, name) for name in _FITTED] for tile in able])
-    at, damping, size = start, 1e-2, start.size
-    now = missed(at)
-    for _ in range(_STEPS):
-        slopes = np.stack([_slopes(logs, number, values) for number, values in enumerate(at)])
-        weighted = slopes * squared[:, None]
-        square = np.zeros((*start.shape, *start.shape))
-        every = np.arange(len(able))
-        square[every, :, every, :] = weighted @ slopes.transpose(0, 2, 1)
-        square, shared = square.reshape(size, size), weighted.reshape(size, -1)
-        square += _PULL**2 * np.eye(size) - (shared / in_all) @ shared.T
-        slope = (weighted * now[:, None]).sum(axis=2).ravel() - shared @ ((squared * now).sum(axis=0) / in_all)
-        slope += _PULL**2 * (at - start).ravel()
-        change = np.linalg.solve(square + damping * np.diag(np.diag(square)), -slope).reshape(start.shape)
-        tried = at + np.clip(change, -0.5, 0.5)
-        then = missed(tried)
-        better = cost(then, tried) < cost(now, at)
-        damping *= 1 / 3 if better else 4
-        if better:
-            at, now = tried, then
-    found = {str(tile): _with(tile, values) for tile, values in zip(able, at, strict=True)}
+    best = _least_squares(residuals, start.ravel(), slopes).reshape(start.shape)
+    found = {str(tile): _with(tile, values) for tile, values in zip(able, best, strict=True)}
     return tuple(found.get(str(tile), tile) for tile in tiles)
 
 
+def independent(errors: Array, weights: Array) -> Array:
+    """Return errors of one variance that have nothing in common, from weighted ones that partly do.
+
+    The errors of the tiles at a shape have a part in common, which is a share `_COMMON` of the variance of an error of
+    weight 1, and a part of their own, whose variance is the rest over the squared weight. The squares of what is
+    returned add up to what generalized least squares minimizes, times the share that is not in common.
+
+    Parameters
+    ----------
+    errors : array, tiles x shapes x anything
+        For each of the last dimensions its own errors; the result is linear in them.
+    weights : array, tiles x shapes
+        From 0, which leaves an error out; at every shape one tile has more.
+
+    Returns
+    -------
+    array
+        Of the shape of the errors.
+    """
+    squared, own = (weights**2).sum(axis=0), (1 - _COMMON) / _COMMON
+    common = np.einsum("ts,ts...->s...", weights**2, errors)
+    # The symmetric root of I - u u' / (u'u + own), where u are the weights of a shape.
+    share = (1 - np.sqrt(own / (squared + own))) / squared
+    found: Array = np.einsum("ts,ts...->ts...", weights, errors)
+    found -= np.einsum("ts,s...->ts...", weights * share, common)
+    return found
+
+
+def _least_squares(residuals: Callable[[Array], Array], start: Array, slopes: Callable[[Array], Array]) -> Array:
+    try:
+        from scipy.optimize import least_squares  # optional: only a fit needs it
+    except ImportError as error:
+        raise MissingDependency("scipy", "pip install 'scipy>=1.11'") from error
+    found: Array = least_squares(residuals, start, slopes, method="lm", max_nfev=_EVALUATIONS).x
+    return found
+
+
 def _slopes(logs: Callable[[int, Array], Array], number: int, at: Array) -> Array:
-    """Return how a tile's logarithms change with each of those of its times, as differences."""
+    """Return how a tile's logarithms, the rows, change with each of those of its times, as differences."""
     here, step = logs(number, at), 1e-4
-    return np.stack([(logs(number, at + step * unit) - here) / step for unit in np.eye(len(at))])
+    return np.stack([(logs(number, at + step * unit) - here) / step for unit in np.eye(len(at))], axis=-1)
 
 
 def _with(tile: Tile, logs: Array) -> Tile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from skuda.dispatch.select.tuning import Candidate, Entry, Timing
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.linear import warpgroup
 from skuda.kernels.linear.warpgroup import TILES, Tile
-from skuda.registry import InvalidRecord
+from skuda.registry import InvalidRecord, MissingDependency
 from skuda.tools.bench import fit
 from skuda.tools.words.shapes import random_products
 
@@ -53,6 +54,30 @@ def test_times_that_a_tile_predicts_give_that_tile_back():
     assert fit.fitted_to(times | elsewhere, (start, *TILES[1:10])) == fit.fitted_to(times, (start, *TILES[1:10]))
     few = dict(list(times.items())[:3])
     assert fit.fitted_to(few, TILES[3:6]) == TILES[3:6], "three shapes do not determine eight times"
+
+
+def test_independent_errors_are_those_of_generalized_least_squares():
+    rng = fresh("correlated")
+    weights = rng.uniform(0.05, 1, (6, 3))
+    weights[2, 1] = 0.0
+    unit = np.broadcast_to(np.eye(6)[:, None], (6, 3, 6))
+    found = fit.independent(unit, weights)
+    for shape in range(3):
+        there = weights[:, shape] > 0
+        common = fit._COMMON
+        covariance = common + np.diag((1 - common) / weights[there, shape] ** 2)
+        root = found[:, shape][:, there]
+        np.testing.assert_allclose(root.T @ root, (1 - common) * np.linalg.inv(covariance), rtol=1e-9, atol=1e-12)
+        assert not found[:, shape, ~there].any()
+    errors = rng.normal(size=(6, 3))
+    want = np.einsum("tsu,us->ts", found, errors)
+    np.testing.assert_allclose(fit.independent(errors, weights), want, rtol=1e-9, atol=1e-12)
+
+
+def test_a_fit_without_scipy_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(MissingDependency, match=r"scipy.*pip install"):
+        fit.fitted_to(made(TILES[:2]), TILES[:2])
 
 
 def test_what_all_tiles_of_a_shape_are_off_together_hardly_counts(monkeypatch):
@@ -176,7 +201,7 @@ def test_times_that_do_not_stand_beside_each_other_are_refused(tmp_path, change,
 
 
 def test_the_record_in_the_docs_is_read_and_its_tiles_are_printed(capsys, monkeypatch):
-    monkeypatch.setattr(fit, "_STEPS", 5)
+    monkeypatch.setattr(fit, "_EVALUATIONS", 5)
     sets = fit.sets_of(RECORD)
     few = {
         "kernels": sets[0]["kernels"],

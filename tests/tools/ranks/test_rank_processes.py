@@ -131,7 +131,7 @@ def test_ranks_write_what_they_found_when_another_has_failed(tmp_path, monkeypat
         Path({str(tmp_path)!r}, f"{{rank}}.found").touch()
     """
     begun = time.monotonic()
-    with pytest.raises(RankFailed, match="rank 1 failed: it exited with 7$"):
+    with pytest.raises(RankFailed, match=r"rank 1 failed: it exited with 7$"):
         [*programmed(tmp_path, text).run(task_of(fresh("written")), (3,))]
     assert {path.name for path in tmp_path.glob("*.found")} == {"0.found", "2.found"}
     assert time.monotonic() - begun < 60
