@@ -33,6 +33,11 @@ def pytest_report_header():
     return f"to draw the same sample of tests and the same numbers again: SKUDA_TEST_SEED={SEED}"
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture
 def toy_registry():
     return Registry([toy_op()], origin="toy")

@@ -55,6 +55,7 @@ def _soak(*words):
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_nothing_goes_wrong_in_a_minute_of_faults():
     done = _soak("--seconds", "60")
     assert done.returncode == 0, done.stdout + done.stderr

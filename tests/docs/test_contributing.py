@@ -161,6 +161,7 @@ def test_a_new_kernel_is_a_source_and_an_entry(tree):
 
 
 @FULL
+@pytest.mark.long
 def test_every_test_that_asks_all_ops_passes_for_new_ones_with_kernels(tree):
     add_kernels(tree)
     generated, test = commands("A new op")[3:]

@@ -683,6 +683,7 @@ def _sanitized(*arguments):
 
 
 @plainly
+@pytest.mark.long
 @pytest.mark.parametrize("op", sampled(sorted({op.name for op, _, _ in OFFERED})))
 def test_sanitizers_find_nothing_in_a_sample_of_the_kernels_of_an_op(op, pytestconfig):
     chosen = ["-k", f"test_kernel_equals_the_reference and .{op}.", "-m", pytestconfig.option.markexpr]
@@ -698,10 +699,15 @@ def test_sanitizers_find_nothing_in_the_other_tests():
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
 
+_OF_HOPPER = ("the_streamed_kernel", "weights_straight", "the_warpgroup_kernel")
+
+
 @plainly
 @pytest.mark.full
-def test_sanitizers_find_nothing_in_kernels_of_hopper():
-    chosen = ("test_hopper_on_cpu.py", "-m", "not full")
+@pytest.mark.long
+@pytest.mark.parametrize("tests", [*_OF_HOPPER, " and ".join(f"not {name}" for name in _OF_HOPPER)])
+def test_sanitizers_find_nothing_in_kernels_of_hopper(tests):
+    chosen = ("test_hopper_on_cpu.py", "-m", "not full", "-k", tests)
     done = _sanitized("-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *chosen)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
