@@ -487,11 +487,11 @@ _KINDS = (
     ("scaled_linear", "s8", "bf16", "IDENTITY"),
     ("scaled_linear", "u8", "s32", "IDENTITY"),
 )
-_SPILLED = 32
-"""Bytes of a divided tile that may be in local memory: of its work, and none is read or written in the mainloop.
-
-NVRTC 13.5 puts 24 there in two of the 126 compilations of divided tiles that this file can draw.
-"""
+_SPILLED = {
+    ("smoothquant_linear", "bf16", 0, "128 x 128, ping-pong, 6 stages, clusters of 2 x 1, divided evenly"),
+    ("scaled_linear", "bf16", 0, "256 x 128, cooperative, 4 stages, clusters of 1 x 2, divided evenly"),
+}
+"""All of the kinds above with which NVRTC 13.5 keeps something in local memory: 24 bytes, none in the mainloop."""
 
 
 @pytest.mark.skipif(compiling.find_nvrtc() is None, reason="no NVRTC")
@@ -506,7 +506,9 @@ def test_every_tile_compiles_without_a_remark_and_keeps_its_sums_in_registers(nu
     result = compiled(dataclasses.replace(job, flags=(*job.flags, *more, f"-DSKUDA_ZERO_POINTS={shifts}")))
     assert not result.remarks, f"{tile}: {result.remarks}"
     needs = result.kernels[f"{op}_warpgroup"]
-    assert needs.stack <= (_SPILLED if tile.divides else 0), tile
+    most = 24 if (op, output, shifts, str(tile)) in _SPILLED else 0
+    assert needs.stack <= most, tile
+    assert needs.spills == 0 or most, tile
     assert needs.registers == 168, f"{tile}: {needs.registers}; 384 threads share 65,536, and setmaxnreg counts on it"
 
 
