@@ -20,7 +20,7 @@ from skuda.dispatch.cuda.call import Packed, formats_of, packing
 from skuda.dispatch.cuda.driver import FORK_REMEDY, NOT_INITIALIZED, driver
 from skuda.dispatch.cuda.runner import CudaRunner, Engine, NoSteps
 from skuda.dispatch.device import Device
-from skuda.kernels.launch import Choice, Launch, Step, varied
+from skuda.kernels.launch import Choice, Launch, Step
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import BundleError, DriverError, NotPrepared
 from skuda.registry.sku import KernelSku
@@ -179,7 +179,7 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
         rule = _rule(sku.launch or "")
         launch: Launch = rule(problem, device, choice) if choice else rule(problem, device)
         steps = [step for step in launch.steps if 0 not in step.grid]
-        return launch if len(steps) == len(launch.steps) else varied(launch, steps=tuple(steps))
+        return launch if len(steps) == len(launch.steps) else launch._replace(steps=tuple(steps))
 
     def _loaded(self, sku: KernelSku, cubin: bytes, ordinal: int) -> Module:
         # For the life of the process: a captured graph may hold a kernel, and there are few cubins.

@@ -17,7 +17,7 @@ from skuda.dispatch.cuda.call import parameter_layout
 from skuda.dispatch.device import Device
 from skuda.dispatch.settings import bundle_names
 from skuda.dispatch.telemetry import logger_of
-from skuda.kernels.launch import Launch, Step, varied
+from skuda.kernels.launch import Launch, Step
 from skuda.registry.backend import BackendSpec
 from skuda.registry.errors import BundleError, CompileError
 from skuda.registry.sku import KernelSku
@@ -200,7 +200,7 @@ def agreeing(sku: KernelSku, steps: tuple[Step, ...], kernels: Mapping[str, Kern
     for step in steps:
         kernel = kernels.get(step.entry)
         lead = kernel.parameters[0][0] if kernel is not None and kernel.parameters else 0
-        found.append(step if step.lead == lead else varied(step, lead=lead))
+        found.append(step if step.lead == lead else step._replace(lead=lead))
         given = parameter_layout(found[-1])
         if kernel is None and kernels:
             raise CompileError(sku.id, f"there is no kernel {step.entry} in it; it has {', '.join(sorted(kernels))}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from skuda.kernels.launch import (
     s64,
     strided,
 )
-from skuda.kernels.linear.problem import LinearProblem
+from skuda.kernels.linear.problem import CODES8, LinearProblem
 from skuda.registry.elements import ElementKind
 from skuda.registry.vocabulary import DynamicRangeScope, EpilogueKind
 
@@ -47,14 +47,20 @@ def given_scales(problem: LinearProblem) -> tuple[Parameter, ...]:
     """
     scale: float | None = getattr(problem, "act_scale", None)
     if scale is not None:
+        # Made anew: 0.0 and -0.0 are equal, but are other scales.
         zero_point = s32(getattr(problem, "act_zero_point", 0))
-        return (Constant(problem.compute, scale), *zero_point, Pointer("act_scale_scratch"))
-    shapes = {argument.name: argument.shape for argument in problem.arguments()}
+        return (Constant(problem.compute, scale), *zero_point, *pointers("act_scale_scratch"))
+    per_token = getattr(problem, "act_scale_scope", "") == DynamicRangeScope.TOKEN
+    return _arrays_of_scales(problem.output is not ElementKind.S32, problem.shifts_activation, per_token)
+
+
+@cache
+def _arrays_of_scales(scaled: bool, shifted: bool, per_token: bool) -> tuple[Parameter, ...]:  # noqa: FBT001  private
     (null,), (none,) = s64(0), s32(0)
     return (
-        *((Pointer("act_scale"), Which("act_scale")) if "act_scale" in shapes else (null, none)),
-        Pointer("act_zero_point") if "act_zero_point" in shapes else null,
-        *s64(int(getattr(problem, "act_scale_scope", "") == DynamicRangeScope.TOKEN)),
+        *((Pointer("act_scale"), Which("act_scale")) if scaled else (null, none)),
+        Pointer("act_zero_point") if shifted else null,
+        *s64(int(per_token)),
     )
 
 
@@ -66,29 +72,26 @@ def layer_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
 
 def epilogue_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
     """Return the parameters that the macro EPILOGUE_PARAMETERS declares."""
-    # What the names of the arguments depend on; all arguments of every new size would cost more than the rest.
-    like = problem.output, problem.epilogue, problem.has_weight_zero_point
-    fixed = _fixed.get(like)
-    if fixed is None:
-        fixed = _fixed[like] = _epilogue_parameters({argument.name for argument in problem.arguments()})
+    fixed = _epilogue_parameters(problem.output, problem.epilogue, problem.has_weight_zero_point)
     return (*fixed, *s64(*problem.sizes))
 
 
-_fixed: dict[tuple[ElementKind, EpilogueKind, bool], tuple[Parameter, ...]] = {}
-
-
-def _epilogue_parameters(names: Collection[str]) -> tuple[Parameter, ...]:
+@cache
+def _epilogue_parameters(
+    output: ElementKind,
+    epilogue: EpilogueKind,
+    shifted: bool,  # noqa: FBT001  private
+) -> tuple[Parameter, ...]:
     (null,), (none,) = s64(0), s32(0)
-    scaled = "output_scale" in names
+    coded = output in CODES8
     return (
-        *((Pointer("weight_scale"), Which("weight_scale")) if "weight_scale" in names else (null, none)),
-        Pointer("weight_zero_point") if "weight_zero_point" in names else null,
-        Pointer("bias") if "bias" in names else null,
-        Which("bias") if "bias" in names else none,
-        Pointer("output_scale") if scaled else null,
-        Number("output_scale", ElementKind.F64) if scaled else Constant(ElementKind.F64, 0.0),
-        Pointer("output_zero_point") if scaled else null,
-        Number("output_zero_point", ElementKind.S32) if scaled else none,
+        *((Pointer("weight_scale"), Which("weight_scale")) if output is not ElementKind.S32 else (null, none)),
+        Pointer("weight_zero_point") if shifted else null,
+        *((Pointer("bias"), Which("bias")) if epilogue.requires_bias else (null, none)),
+        Pointer("output_scale") if coded else null,
+        Number("output_scale", ElementKind.F64) if coded else Constant(ElementKind.F64, 0.0),
+        Pointer("output_zero_point") if coded else null,
+        Number("output_zero_point", ElementKind.S32) if coded else none,
         *strided("output"),
     )
 
@@ -150,8 +153,9 @@ def choose(tiles: Sequence[T], choices: tuple[Choice, ...], choice: str) -> tupl
     LookupError
         If none has that name.
     """
-    name = choice or choices[0].name
+    if not choice:
+        return tiles[0], {"choices": choices, "choice": choices[0].name}
     for found, tile in zip(choices, tiles, strict=True):
-        if found.name == name:
-            return tile, {"choices": choices, "choice": name}
+        if found.name == choice:
+            return tile, {"choices": choices, "choice": choice}
     raise LookupError(f"there is no configuration {choice!r}; there are {', '.join(found.name for found in choices)}")

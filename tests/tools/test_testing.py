@@ -432,7 +432,8 @@ def test_source_that_does_not_compile_or_takes_other_parameters_fails_without_a_
 
 def one_too_few(problem, device):
     launch = scaled.scaled(problem, device)
-    return replace(launch, steps=(replace(launch.steps[0], parameters=launch.steps[0].parameters[:-1]),))
+    step, *_ = launch.steps
+    return launch._replace(steps=(step._replace(parameters=step.parameters[:-1]),))
 
 
 def no_launch(problem, device):

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 from paths import TESTS
@@ -441,7 +440,7 @@ def test_what_is_missing_is_told_with_every_bundle(skuda, monkeypatch, tmp_path)
     assert "skuda bundle" in told
     sku, launch, device = filled()
     with pytest.raises(CompileError, match="lacks the configuration"):
-        CudaCoreBackend().cubin(sku, replace(launch, flags=("-DNEW",)), device)
+        CudaCoreBackend().cubin(sku, launch._replace(flags=("-DNEW",)), device)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

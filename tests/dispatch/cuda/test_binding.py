@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -443,8 +441,8 @@ def test_zeros_lie_in_front_of_other_scratch():
         launch = summed(problem, device)
         (name, size), *others = launch.scratch
         first, *rest = launch.steps
-        counted = dataclasses.replace(first, parameters=(*first.parameters, Pointer(ZEROS)))
-        return dataclasses.replace(launch, steps=(counted, *rest), scratch=((name, size), *others, (ZEROS, 8)))
+        counted = first._replace(parameters=(*first.parameters, Pointer(ZEROS)))
+        return launch._replace(steps=(counted, *rest), scratch=((name, size), *others, (ZEROS, 8)))
 
     rig = Rig(SummedDescriptor(n=32), zeroed)
     rig.run(x=FakeArray((32,), address=X), y=FakeArray((1,), address=Y))
@@ -489,7 +487,7 @@ def test_plans_of_one_card_share_scratch_and_many_sizes_allocate_little():
     launch = summed(SummedDescriptor(n=32), None)
     plans = []
     for size in sizes:
-        needs = replace(launch, scratch=(("partial", size),))
+        needs = launch._replace(scratch=(("partial", size),))
         plans.append(CudaRunner(SummedDescriptor(n=32), needs, first.engine, driver, (0, CONTEXT)))
         plans[-1].run({"x": x, "y": y}, None)
         assert driver.allocated[first.last[0] - MOST_ZEROS] >= MOST_ZEROS + size

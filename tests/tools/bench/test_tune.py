@@ -495,7 +495,6 @@ def test_a_file_is_named_after_its_device():
 # --- a driver that is real enough ------------------------------------------------------------------------------------
 
 RULE = """
-from dataclasses import replace
 from skuda.kernels.launch import Choice
 from toykernels.scaled import scaled
 
@@ -506,8 +505,8 @@ def rule(problem, device, choice=""):
     name = choice or CHOICES[0].name
     (step,) = launch.steps
     threads = int(name.split()[0])
-    return replace(launch, steps=(replace(step, block=(threads, 1, 1)),), flags=(f"-DTHREADS={threads}",),
-                   choices=CHOICES, choice=name)
+    return launch._replace(steps=(step._replace(block=(threads, 1, 1)),), flags=(f"-DTHREADS={threads}",),
+                           choices=CHOICES, choice=name)
 """
 PROCESS = """
 import sys
