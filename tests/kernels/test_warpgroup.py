@@ -535,7 +535,7 @@ def _losses(measured):
 @pytest.mark.parametrize("measured", TILE_RECORD, ids=lambda each: f"seed {each['seed']}")
 def test_the_chosen_tile_is_near_the_best_of_those_measured(measured):
     losses = np.array(list(_losses(measured)))
-    assert len(losses) >= 100
+    assert len(losses) > 100
     assert np.exp(np.log(losses).mean()) < (1.02 if measured["fitted"] else 1.015)
     assert (losses > 1.05).mean() < 0.15
 
