@@ -30,7 +30,9 @@ from typing import Any, NamedTuple
 
 from skuda.dispatch.compile.sources import source_hash
 from skuda.dispatch.select.environment import driver_version
+from skuda.dispatch.system import programs
 from skuda.kernels.catalog import built_in_registry
+from skuda.tools.files import write_whole
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 # cuda-bindings asks the driver for functions newer than the driver, which it refuses.
@@ -51,7 +53,7 @@ class Program(NamedTuple):
     words: tuple[str, ...]
 
 
-def programs(tool: str, backend: str, seed: int, only: str = "") -> Iterator[Program]:
+def programs_of(tool: str, backend: str, seed: int, only: str = "") -> Iterator[Program]:
     """Yield what a tool shall watch: the programs that take longest come first."""
     drawn: dict[tuple[str, str], list[Any]] = {}
     for sku in built_in_registry():
@@ -80,15 +82,7 @@ def watched(tool: str, program: Program, seed: int) -> Record:
         more = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "SKUDA_PLUGINS": "0"}
         start = time.monotonic()
         try:
-            done = subprocess.run(
-                [*command, sys.executable, "-m", "skuda", *words],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                env=more,
-                timeout=PATIENCE,
-                check=False,
-            )
+            done = programs.run([*command, sys.executable, "-m", "skuda", *words], timeout=PATIENCE, environment=more)
             status, printed = done.returncode, done.stdout + done.stderr
         except subprocess.TimeoutExpired as late:
             status, printed = None, "".join(_text(part) for part in (late.stdout, late.stderr))
@@ -115,15 +109,17 @@ def _text(part: bytes | str | None) -> str:
 def kernels_of(ran: Mapping[str, Any]) -> dict[str, str]:
     """Return the kernels that ran, with the hashes of their sources, from what `verify` or `tune` wrote."""
     verified = [each for each in ran.get("skus", ()) if each["verdict"] != "skipped"]
-    timed = [each for entry in ran.get("entries", ()) for each in entry["candidates"]]
-    return {each["sku"]: each["source_hash"] for each in (*verified, *timed)}
+    return {each["sku"]: each["source_hash"] for each in (*verified, *_timed(ran))}
 
 
 def wrong_of(ran: Mapping[str, Any]) -> list[str]:
     """Return the kernels, or configurations of them, whose results differ from the reference."""
     failed = [each["sku"] for each in ran.get("skus", ()) if each["verdict"] == "failed"]
-    timed = (each for entry in ran.get("entries", ()) for each in entry["candidates"])
-    return failed + [f"{each['sku']}, {each['choice']}: {each['refused']}" for each in timed if each["refused"]]
+    return failed + [f"{each['sku']}, {each['choice']}: {each['refused']}" for each in _timed(ran) if each["refused"]]
+
+
+def _timed(ran: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [each for entry in ran.get("entries", ()) for each in entry["candidates"]]
 
 
 def summary_of(printed: str) -> str:
@@ -139,13 +135,8 @@ def reports_of(printed: str) -> dict[str, int]:
         heads = (line for line in lines if not line.startswith((" ", "COMPUTE-SANITIZER")) and "SUMMARY" not in line)
         told = next(heads, "")
         if told:
-            places = re.findall(
-                r"^ +(?:and )?((?:Read|Write)? ?.*\bat \w+\+0x[0-9a-f]+)", "\n".join(lines), re.MULTILINE
-            )
-            plain = (
-                re.sub(r"(?<!\+)\b0x[0-9a-f]+ ?|Thread \(\d+,\d+,\d+\) |\[.*\]", "", each) for each in (told, *places)
-            )
-            found["; ".join(each.strip() for each in plain)] += 1
+            places = [line.strip() for line in lines if re.match(r" .*\bat \w+\+0x[0-9a-f]+", line)]
+            found[re.sub(_PASSING, "", "; ".join((told, *places)))] += 1
     return dict(found)
 
 
@@ -185,11 +176,11 @@ def show(record: Record) -> bool:
 def sanitize(tools: Iterable[str], backend: str, seed: int, jobs: int, only: str = "") -> Record:
     """Run everything and return the record."""
     # Those that take longest first, of all tools.
-    several = ([(tool, program) for program in programs(tool, backend, seed, only)] for tool in tools)
+    several = ([(tool, program) for program in programs_of(tool, backend, seed, only)] for tool in tools)
     every = [each for together in zip(*several, strict=True) for each in together]
     with ThreadPoolExecutor(jobs) as pool:
         runs = list(pool.map(lambda each: watched(*each, seed), every))
-    version = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True, check=True).stdout
+    version = programs.run(["compute-sanitizer", "--version"], timeout=PATIENCE).stdout
     return {
         "kind": "compute-sanitizer runs",
         "version": (re.findall(r"[Vv]ersion (\S+)", version) or [""])[0],
@@ -222,7 +213,7 @@ def main() -> int:
         return 0 if show(json.loads(given.show.read_text())) else 1
     record = sanitize(given.tool or TOOLS, given.backend, given.seed, given.jobs, given.only)
     if given.output:
-        given.output.write_text(json.dumps(record, indent=1) + "\n")
+        write_whole(given.output, json.dumps(record, indent=1) + "\n")
     return 0 if show(record) else 1
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import sanitize
@@ -93,8 +94,21 @@ def test_a_run_that_takes_too_long_is_unfinished(run, monkeypatch, tmp_path):
     run()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(sanitize, "PATIENCE", 0.2)
-    (program,) = sanitize.programs("memcheck", "numpy", 1, "fill")
+    (program,) = sanitize.programs_of("memcheck", "numpy", 1, "fill")
     assert sanitize.verdict(sanitize.watched("memcheck", program, 1)) == "unfinished"
+
+
+def test_what_takes_too_long_does_not_run_on(run, monkeypatch, tmp_path):
+    late = tmp_path / "late"
+    run(command=f'(sleep 2; touch "{late}")')
+    assert late.exists()  # with time enough
+    late.unlink()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(sanitize, "PATIENCE", 0.2)
+    (program,) = sanitize.programs_of("memcheck", "numpy", 1, "fill")
+    sanitize.watched("memcheck", program, 1)
+    time.sleep(4)
+    assert not late.exists()
 
 
 def test_a_kernel_that_changed_is_stale(run, capsys):
@@ -156,7 +170,7 @@ def test_every_source_variant_and_op_is_watched():
 
     skus = {sku.id: sku for sku in built_in_registry() if sku.backend == "cuda_core"}
     for tool in sanitize.TOOLS:
-        first, *rest = sanitize.programs(tool, "cuda_core", 7)
+        first, *rest = sanitize.programs_of(tool, "cuda_core", 7)
         assert first.words[0] == "tune"
         picked = [skus[name] for each in rest for name in each.words[each.words.index("--sku") + 1].split(",")]
         assert {(sku.op, sku.variant) for sku in picked} == {(sku.op, sku.variant) for sku in skus.values()}
