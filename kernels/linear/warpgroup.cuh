@@ -302,10 +302,16 @@ struct Exchange {
   }
 };
 
+// The first row of a tile. The last tile of a column begins early enough to be full, and computes some rows a second time,
+// with the same bits. A tile mostly beyond m took up to twice as long as a full one, and so did its neighbours: likely because
+// it ran ahead of those that read the same rows of w, as nobody loads rows beyond m.
+DEVICE s64 first_row(s64 row, s64 m) { return row < m && row + TILE_M > m && m > TILE_M ? m - TILE_M : row; }
+
 // Requests the boxes of a block's tiles: of those that its cluster shares, its part, for all.
 struct Loader {
   const TensorMap &a_map, &w_map;
   u32 stages, full, rank;
+  s64 m;
   u32 offset;        // first step of the part of a tile
   s32 a_row, w_row;  // of its boxes
 
@@ -315,7 +321,7 @@ struct Loader {
     u32 tile_row, tile_column;
     raster.at(tile, tile_row, tile_column);
     offset = begin;
-    a_row = (s32)((tile_row * CLUSTER_M + row()) * TILE_M + column() * (TILE_M / CLUSTER_N));
+    a_row = (s32)first_row((s64)(tile_row * CLUSTER_M + row()) * TILE_M, m) + column() * (TILE_M / CLUSTER_N);
     w_row = (s32)((tile_column * CLUSTER_N + column()) * TILE_N + row() * (TILE_N / CLUSTER_M));
   }
   DEVICE void expect(u32 stage) const { barrier_expect(full + 8 * stage, STAGE_BYTES); }
@@ -377,14 +383,14 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
     barriers_made();
     // In a cluster, the other blocks' barriers have to be made first. The loop below finds this part again: a value that
     // lives from here to there would leave the registers of a warp for those of every lane.
-    if (CLUSTER == 1) Loader{a_map, w_map, stages, full, rank}.start(raster, work);
+    if (CLUSTER == 1) Loader{a_map, w_map, stages, full, rank, p.m}.start(raster, work);
   }
   __syncthreads();
   if (CLUSTER > 1) cluster_sync();
   if (group == 0) {
     registers_down<56>();
     if (threadIdx.x == 0) {
-      Loader load = {a_map, w_map, stages, full, rank};
+      Loader load = {a_map, w_map, stages, full, rank, p.m};
       Ring at{0, 0};
       for (u32 part = 0; work.take(part, tile, begin, steps); ++part) {
         load.aim(raster, tile, begin);
@@ -425,7 +431,8 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
         u32 row, column;
         raster.at(tile, row, column);
         column0 = (s64)(column * CLUSTER_N + cluster_column) * TILE_N;
-        row0 = (s64)(row * CLUSTER_M + cluster_row) * TILE_M + (COOPERATIVE ? consumer * GROUP_M : 0) + warp * 16;
+        row0 = first_row((s64)(row * CLUSTER_M + cluster_row) * TILE_M, p.m);
+        row0 += (COOPERATIVE ? consumer * GROUP_M : 0) + warp * 16;
 #pragma unroll
         for (int i = 0; i < BLOCKS_M * 2; ++i) {
           const s64 at = row0 + i / 2 * 64 + lane / 4 + i % 2 * 8;

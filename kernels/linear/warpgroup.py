@@ -58,6 +58,15 @@ _MOST_IDLE = 0.05
 _PARTIAL_LINES, _MOST_PARTIAL = ((128, 0.0), (64, 1.0), (32, 1.244)), 2.99
 """Time of loading parts of lines, by what divides the bytes of a row, relative to rows of half lines."""
 
+_NEARBY = 18
+"""Blocks that run near each other, on one GPC: the times suggest that L2 is asked once for what they read together."""
+
+_FETCH_A, _FETCH_W = 1.5, 3.0
+"""Time of fetching rows of a and of w that one of these blocks reads alone, relative to that of rows that all read.
+
+Fitted: rows of w come from memory, those of a mostly from L2 cache, where all columns of tiles read them.
+"""
+
 _CACHED = 40_000_000
 """Operands of up to this many bytes are read from memory once, larger ones once per band."""
 
@@ -136,7 +145,8 @@ class Tile:
     multiply_time : float
         Time to multiply one stage of the mainloop, 128 bytes of K of one tile.
     load_time : float
-        Time to load a stage when all multiprocessors do so; loading and multiplying mostly overlap.
+        Time to load a stage when all multiprocessors do so; loading and multiplying mostly overlap. Of a cluster of one
+        block, if all blocks nearby read the same; see `_fetched`.
     unaligned : float
         Time added to it where rows do not begin at whole lines of the cache, also if one multiprocessor is alone; see
         `_PARTIAL_LINES`.
@@ -250,6 +260,16 @@ class Tile:
         """Return the bytes of the sums of parts of tiles, for work that is divided so."""
         return 4 * self.m * self.n * self.blocks * work.clusters if work.shared else 0
 
+    def _fetched(self, rows: int, band: int) -> float:
+        """Return the time of loading a stage relative to one of which blocks nearby read all, too.
+
+        Tiles go down a band, so blocks nearby share columns, mostly in pairs: all but one of each odd column. Clusters
+        share by themselves.
+        """
+        own_a = min(rows, band, _NEARBY) / _NEARBY
+        own_w = 1.0 if rows == 1 else (1 + rows % 2 / rows) / 2
+        return 1 + (_FETCH_A * own_a * self.m + _FETCH_W * own_w * self.n) / (self.m + self.n)
+
     def predicted(self, m: int, n: int, k: int, sm_count: int, curve: float = 0.0) -> float:
         """Return the predicted time in us on a card like the H200.
 
@@ -269,9 +289,11 @@ class Tile:
         occupied = min(1.0, (clusters if shared else tiles) / slots)
         partial = next((share for divisor, share in _PARTIAL_LINES if k % divisor == 0), _MOST_PARTIAL)
 
+        load_time = self.load_time * (self._fetched(rows, band) if self.blocks == 1 else 1.0)
+
         def stage(busy: float) -> float:
             """Return the time of a stage where a share of the card is busy."""
-            return math.hypot(self.multiply_time, self.load_time * busy + self.unaligned * partial)
+            return math.hypot(self.multiply_time, load_time * busy + self.unaligned * partial)
 
         if shared:
             whole = (tiles - shared) // slots
@@ -315,24 +337,24 @@ _COOPERATIVE, _PING_PONG = True, False
 _WHOLE, _DIVIDED = False, True
 
 TILES = (
-    Tile(128, 256, 4, (1, 1), _COOPERATIVE, _WHOLE, 7.333, 0.4483, 0.4939, 0.06957, 1.132, 11.09, 0.9474, 1),
-    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _WHOLE, 8.591, 0.5196, 0.4244, 0.007518, 1.165, 36.34, 7.852, 1),
-    Tile(256, 128, 4, (1, 1), _COOPERATIVE, _WHOLE, 7.239, 0.4487, 0.4866, 0.08468, 1.099, 4.985, 0.001447, 1),
-    Tile(128, 128, 6, (1, 1), _COOPERATIVE, _WHOLE, 7.062, 0.198, 0.2882, 0.08157, 0.5746, 7.022, 0.1598, 1),
-    Tile(128, 128, 6, (1, 1), _PING_PONG, _WHOLE, 7.246, 0.1905, 0.2792, 0.08991, 0.5942, 6.666, 0.4994, 1),
-    Tile(128, 128, 6, (1, 2), _PING_PONG, _WHOLE, 7.785, 0.221, 0.2642, 0.04454, 1.831, 6.897, 0.4195, 1),
-    Tile(128, 128, 6, (2, 1), _PING_PONG, _WHOLE, 7.358, 0.2196, 0.2494, 0.05244, 1.531, 5.377, 0.5463, 1),
-    Tile(64, 256, 5, (1, 1), _PING_PONG, _WHOLE, 7.714, 0.2206, 0.2669, 0.1209, 0.12, 10.61, 0.803, 1),
-    Tile(128, 64, 8, (1, 1), _COOPERATIVE, _WHOLE, 6.732, 0.1132, 0.2212, 0.07172, 0.2805, 6.214, 0.001439, 1),
-    Tile(64, 128, 8, (1, 1), _PING_PONG, _WHOLE, 7.204, 0.08819, 0.2015, 0.07393, 0.05445, 8.805, 0.3781, 1),
-    Tile(64, 128, 8, (2, 1), _PING_PONG, _WHOLE, 7.11, 0.1401, 0.1862, 0.03273, 1.04, 17.19, 1.519, 1),
-    Tile(64, 64, 12, (1, 1), _PING_PONG, _WHOLE, 7.004, 0.05825, 0.136, 0.05139, 0.06456, 8.396, 1.51, 1),
-    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _DIVIDED, 12.77, 0.08534, 0.6723, 0.004999, 1.257, 24.79, 6.374, 1.408),
-    Tile(256, 128, 4, (1, 2), _COOPERATIVE, _DIVIDED, 13.62, 0.08577, 0.6715, 0.004431, 1.534, 12.72, 0.4415, 1.485),
-    Tile(128, 128, 6, (2, 1), _PING_PONG, _DIVIDED, 12.22, 0.0775, 0.3455, 0.04001, 0.4876, 8.355, 0.001484, 1.171),
-    Tile(64, 128, 8, (2, 1), _PING_PONG, _DIVIDED, 10.21, 0.03707, 0.2338, 0.02405, 0.03227, 15.26, 0.5919, 0.8611),
-    Tile(64, 128, 8, (1, 1), _PING_PONG, _DIVIDED, 8.489, 0.04788, 0.2436, 0.06445, 0.1962, 7.962, 0.0009478, 0.976),
-    Tile(64, 64, 12, (1, 1), _PING_PONG, _DIVIDED, 8.594, 0.06156, 0.1697, 0.04078, 0.06376, 14.48, 1.677, 0.7751),
+    Tile(128, 256, 4, (1, 1), _COOPERATIVE, _WHOLE, 7.246, 0.4897, 0.1919, 0.07301, 1.22, 21.11, 0.9116, 1),
+    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _WHOLE, 8.25, 0.5202, 0.4346, 0.008307, 1.308, 72.66, 11.52, 1),
+    Tile(256, 128, 4, (1, 1), _COOPERATIVE, _WHOLE, 7.097, 0.4861, 0.2337, 0.08112, 1.217, 5.924, 0.001407, 1),
+    Tile(128, 128, 6, (1, 1), _COOPERATIVE, _WHOLE, 6.938, 0.23, 0.1095, 0.08443, 0.6645, 7.973, 0.1059, 1),
+    Tile(128, 128, 6, (1, 1), _PING_PONG, _WHOLE, 7.42, 0.223, 0.1069, 0.09393, 0.3414, 7.481, 0.5026, 1),
+    Tile(128, 128, 6, (1, 2), _PING_PONG, _WHOLE, 8.315, 0.2313, 0.2561, 0.04379, 1.112, 7.501, 0.5188, 1),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, _WHOLE, 7.913, 0.2432, 0.2338, 0.05276, 0.7516, 10.01, 1.928, 1),
+    Tile(64, 256, 5, (1, 1), _PING_PONG, _WHOLE, 7.71, 0.2322, 0.1036, 0.1219, 0.1858, 11.66, 0.7172, 1),
+    Tile(128, 64, 8, (1, 1), _COOPERATIVE, _WHOLE, 7.074, 0.08094, 0.1088, 0.07272, 0.05268, 5.619, 0.001384, 1),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, _WHOLE, 7.301, 0.09652, 0.08135, 0.07346, 0.02847, 9.684, 0.1438, 1),
+    Tile(64, 128, 8, (2, 1), _PING_PONG, _WHOLE, 7.088, 0.1394, 0.1854, 0.03271, 1.036, 47.2, 7.273, 1),
+    Tile(64, 64, 12, (1, 1), _PING_PONG, _WHOLE, 7.188, 0.0552, 0.05965, 0.05035, 0.02606, 9.762, 1.136, 1),
+    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _DIVIDED, 12.67, 0.04759, 0.6836, 0.006034, 1.266, 36.52, 8.948, 1.423),
+    Tile(256, 128, 4, (1, 2), _COOPERATIVE, _DIVIDED, 13.18, 0.04462, 0.6793, 0.001466, 1.642, 12.73, 0.2582, 1.513),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, _DIVIDED, 11.92, 0.03705, 0.3578, 0.03683, 0.4837, 15.92, 0.001512, 1.202),
+    Tile(64, 128, 8, (2, 1), _PING_PONG, _DIVIDED, 9.926, 0.02011, 0.2377, 0.02367, 0.03262, 29.85, 0.409, 0.8721),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, _DIVIDED, 8.751, 0.02225, 0.104, 0.06426, 0.09977, 9.721, 0.0009498, 0.9064),
+    Tile(64, 64, 12, (1, 1), _PING_PONG, _DIVIDED, 8.605, 0.07382, 0.06929, 0.04459, 0.05781, 17.96, 1.71, 0.7187),
 )
 """All configurations. Each serves every problem with the same bits."""
 
