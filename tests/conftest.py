@@ -15,7 +15,7 @@ from filelock import FileLock
 sys.path.insert(0, str(Path(__file__).parent))
 
 from paths import ROOT, TESTS
-from support import SEED
+from support import SEED, kernels_tested
 from toy import toy_op
 
 from skuda.registry import Registry
@@ -31,6 +31,10 @@ sys.path.extend(str(TESTS / name / "src") for name in EXAMPLES)
 
 def pytest_report_header():
     return f"to draw the same sample of tests and the same numbers again: SKUDA_TEST_SEED={SEED}"
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.line(kernels_tested())
 
 
 @pytest.hookimpl(trylast=True)
