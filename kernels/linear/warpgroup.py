@@ -62,9 +62,9 @@ _NEARBY = 18
 """Blocks that run near each other, on one GPC: the times suggest that L2 is asked once for what they read together."""
 
 _FETCH_A, _FETCH_W = 1.5, 3.0
-"""Time of fetching rows of a and of w that one of these blocks reads alone, relative to that of rows that all read.
+"""Time by which rows of a and of w take longer that one of these blocks reads alone, relative to rows that all read.
 
-Fitted: rows of w come from memory, those of a mostly from L2 cache, where all columns of tiles read them.
+Fitted. Those of w come from memory, those of a mostly from L2 cache, as other columns of tiles read them, too.
 """
 
 _CACHED = 40_000_000
@@ -263,8 +263,8 @@ class Tile:
     def _fetched(self, rows: int, band: int) -> float:
         """Return the time of loading a stage relative to one of which blocks nearby read all, too.
 
-        Tiles go down a band, so blocks nearby share columns, mostly in pairs: all but one of each odd column. Clusters
-        share by themselves.
+        Tiles go down a band, so two blocks share the rows of w of a column of tiles, except for the last of an odd
+        number. Clusters share by themselves.
         """
         own_a = min(rows, band, _NEARBY) / _NEARBY
         own_w = 1.0 if rows == 1 else (1 + rows % 2 / rows) / 2
