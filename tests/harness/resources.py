@@ -122,10 +122,15 @@ def architectures(sku: KernelSku) -> tuple[ArchSku, ...]:
 
 
 def compiled(job: Job) -> Compiled:
-    """Compile; the result is kept, by content, for the next run."""
+    """Compile; what succeeds is kept, by content, for the next run. A failure may be one of this machine."""
     find, run = (compiling.find_nvcc, _nvcc) if job.compiler == "nvcc" else (compiling.find_nvrtc, _nvrtc)
     path = cache_folder() / f"{digest(job, find().version)}.json"
-    publish(path, lambda _, file: Path(file).write_text(json.dumps(asdict(_read(*run(job))))))
+    if not path.exists():
+        succeeded, log = run(job)
+        if not succeeded:
+            return Compiled({}, log or "it failed without a word")
+        publish(path, lambda _, file: Path(file).write_text(json.dumps(asdict(_read(log)))))
+    os.utime(path)
     kept = json.loads(path.read_text())
     return Compiled({name: Resources(**needs) for name, needs in kept["kernels"].items()}, kept["remarks"])
 
@@ -155,9 +160,7 @@ def _nvcc(job: Job) -> tuple[bool, str]:
         return done.returncode == 0, done.stdout + done.stderr
 
 
-def _read(succeeded: bool, log: str) -> Compiled:  # noqa: FBT001
-    if not succeeded:
-        return Compiled({}, log or "it failed without a word")
+def _read(log: str) -> Compiled:
     kernels: dict[str, Resources] = {}
     own = Resources()
     for line in log.splitlines():

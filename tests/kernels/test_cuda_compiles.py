@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import emulator, resources
 from harness.resources import Job, architectures, compiled, configurations, cuda_skus, launches
 from support import SEED, sampled
 
@@ -78,6 +79,22 @@ def test_kernel_compiles_without_a_remark_and_keeps_out_of_local_memory(sku, arc
         threads = step.block[0] * step.block[1] * step.block[2]
         granted = -(-needs.registers // 8) * 8 * threads
         assert granted <= _REGISTERS_OF_A_BLOCK, f"{step.entry}: {threads} threads of {needs.registers} registers"
+
+
+@pytest.mark.skipif(not _present("nvrtc"), reason="no nvrtc")
+def test_a_compilation_that_failed_is_tried_again_and_one_that_succeeded_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(emulator, "_CACHE", tmp_path)
+    job = Job.of(SKUS[0], "sm_90a")
+    with monkeypatch.context() as broken:
+        broken.setattr(resources, "_nvrtc", lambda job: (False, "a library is missing"))
+        assert compiled(job).remarks == "a library is missing"
+        broken.setattr(resources, "_nvrtc", lambda job: (False, ""))
+        assert compiled(job).remarks
+    found = compiled(job)
+    assert found.kernels
+    assert not found.remarks
+    monkeypatch.setattr(resources, "_nvrtc", None)
+    assert compiled(job) == found
 
 
 def _steps(compiled_as):
