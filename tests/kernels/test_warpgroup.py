@@ -488,10 +488,10 @@ _KINDS = (
     ("scaled_linear", "u8", "s32", "IDENTITY"),
 )
 _SPILLED = {
-    ("smoothquant_linear", "bf16", 0, "128 x 128, ping-pong, 6 stages, clusters of 2 x 1, divided evenly"),
-    ("scaled_linear", "bf16", 0, "256 x 128, cooperative, 4 stages, clusters of 1 x 2, divided evenly"),
+    ("smoothquant_linear", "bf16", 0, "128 x 256, cooperative, 4 stages, clusters of 2 x 1, divided evenly"),
+    ("smoothquant_linear", "bf16", 0, "256 x 128, cooperative, 4 stages, clusters of 1 x 2, divided evenly"),
 }
-"""All of the kinds above with which NVRTC 13.5 keeps something in local memory: 24 bytes, none in the mainloop."""
+"""All of the kinds above with which NVRTC 13.5 keeps something in local memory: 32 bytes, none in the mainloop."""
 
 
 @pytest.mark.skipif(compiling.find_nvrtc() is None, reason="no NVRTC")
@@ -506,7 +506,7 @@ def test_every_tile_compiles_without_a_remark_and_keeps_its_sums_in_registers(nu
     result = compiled(dataclasses.replace(job, flags=(*job.flags, *more, f"-DSKUDA_ZERO_POINTS={shifts}")))
     assert not result.remarks, f"{tile}: {result.remarks}"
     needs = result.kernels[f"{op}_warpgroup"]
-    most = 24 if (op, output, shifts, str(tile)) in _SPILLED else 0
+    most = 32 if (op, output, shifts, str(tile)) in _SPILLED else 0
     assert needs.stack <= most, tile
     assert needs.spills == 0 or most, tile
     assert needs.registers == 168, f"{tile}: {needs.registers}; 384 threads share 65,536, and setmaxnreg counts on it"
