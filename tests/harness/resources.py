@@ -121,16 +121,24 @@ def architectures(sku: KernelSku) -> tuple[ArchSku, ...]:
     return tuple(arch for arch in ARCHITECTURES if not arch.is_specific and sku.arch.runs_on(arch.capability))
 
 
+class _FailedError(Exception):
+    """A compilation failed; what the compiler said is the argument."""
+
+
 def compiled(job: Job) -> Compiled:
     """Compile; what succeeds is kept, by content, for the next run. A failure may be one of this machine."""
     find, run = (compiling.find_nvcc, _nvcc) if job.compiler == "nvcc" else (compiling.find_nvrtc, _nvrtc)
-    path = cache_folder() / f"{digest(job, find().version)}.json"
-    if not path.exists():
+
+    def make(_: Path, file: str) -> None:
         succeeded, log = run(job)
         if not succeeded:
-            return Compiled({}, log or "it failed without a word")
-        publish(path, lambda _, file: Path(file).write_text(json.dumps(asdict(_read(log)))))
-    os.utime(path)
+            raise _FailedError(log)
+        Path(file).write_text(json.dumps(asdict(_read(log))))
+
+    try:
+        path = publish(cache_folder() / f"{digest(job, find().version)}.json", make)
+    except _FailedError as failed:
+        return Compiled({}, str(failed) or "it failed without a word")
     kept = json.loads(path.read_text())
     return Compiled({name: Resources(**needs) for name, needs in kept["kernels"].items()}, kept["remarks"])
 
