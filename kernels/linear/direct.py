@@ -11,10 +11,13 @@ _UNIT = 64
 _REGISTERS, _MOST_DEEP = 100, 8
 _WARPS_HELD = 16
 
-_LAUNCH, _MORE_WARPS = 4.891, 0.318
-_WAVE, _ROUND = 0.716, 0.707
-_L2_BANDWIDTH, _BANDWIDTH = 0.1287, 11.2
-"""Times in us and bandwidths in TB/s, that of L2 for one multiprocessor: fitted; see `Direct.predicted`."""
+_LAUNCH, _MORE_WARPS = 4.943, 0.380
+_WAVE, _ROUND = 0.726, 0.683
+_L2_BANDWIDTH, _BANDWIDTH, _CODE = 0.571, 7.128, 3.97
+"""Times in us and bandwidths in TB/s, that of L2 for one multiprocessor: fitted; see `Direct.predicted`.
+
+A byte of codes, which all blocks read at the same time, takes L2 `_CODE` times as long as one of the weight.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Direct:
         (blocks, _, _), slots = self.grid(m, n), sm_count * _WARPS_HELD // self.warps
         rounds = -(-k // (_UNIT * self.warps * self.deep))
         own = -(-blocks // slots) * (_WAVE + rounds * _ROUND)
-        loaded = -(-blocks // sm_count) * (8 * self.wide + self.tokens) * k / (_L2_BANDWIDTH * 1e6)
+        loaded = -(-blocks // sm_count) * (8 * self.wide + _CODE * self.tokens) * k / (_L2_BANDWIDTH * 1e6)
         launch = _LAUNCH + (_MORE_WARPS if self.warps == _WARPS_HELD else 0.0)
         return launch + own + loaded + (m + n) * k / (_BANDWIDTH * 1e6)
 

@@ -22,7 +22,7 @@ from skuda.kernels.launch import (
 )
 from skuda.kernels.linear.problem import CODES8, LinearProblem
 from skuda.registry.elements import ElementKind
-from skuda.registry.vocabulary import DynamicRangeScope, EpilogueKind
+from skuda.registry.vocabulary import EpilogueKind
 
 THREADS = 256
 CODES = pointers("codes", "act_q_scratch")
@@ -45,13 +45,11 @@ def given_scales(problem: LinearProblem) -> tuple[Parameter, ...]:
 
     They are what the macro STATIC_ROWS_PARAMETERS declares, or GIVEN_ROWS_PARAMETERS.
     """
-    scale: float | None = getattr(problem, "act_scale", None)
-    if scale is not None:
+    if problem.static_scale is not None:
+        scale, zero_point = problem.static_scale
         # Made anew: 0.0 and -0.0 are equal, but are other scales.
-        zero_point = s32(getattr(problem, "act_zero_point", 0))
-        return (Constant(problem.compute, scale), *zero_point, *pointers("act_scale_scratch"))
-    per_token = getattr(problem, "act_scale_scope", "") == DynamicRangeScope.TOKEN
-    return _arrays_of_scales(problem.output is not ElementKind.S32, problem.shifts_activation, per_token)
+        return (Constant(problem.compute, scale), *s32(zero_point), *pointers("act_scale_scratch"))
+    return _arrays_of_scales(problem.output is not ElementKind.S32, problem.shifts_activation, problem.scales_tokens)
 
 
 @cache

@@ -67,6 +67,16 @@ class LinearProblem(Descriptor):
         raise NotImplementedError
 
     @property
+    def static_scale(self) -> tuple[float, int] | None:
+        """Scale and zero point of the whole activation where they are part of the problem."""
+        return None
+
+    @property
+    def scales_tokens(self) -> bool:
+        """Whether each row of the activation has its own scale."""
+        return self.dynamic
+
+    @property
     def shifts_activation(self) -> bool:
         """Whether the activation has zero points other than 0, so that the weight's codes are summed."""
         return False

@@ -102,7 +102,12 @@ class ScaledLinearDescriptor(CodedProblem):
     @property
     def num_scales(self) -> int:
         """Scales, and zero points, of the activation: `m`, or 1 for the tensor."""
-        return self.m if self.act_scale_scope is DynamicRangeScope.TOKEN else 1
+        return self.m if self.scales_tokens else 1
+
+    @property
+    def scales_tokens(self) -> bool:
+        """Whether each row of the activation has its own scale."""
+        return self.act_scale_scope is DynamicRangeScope.TOKEN
 
     @property
     def shifts_activation(self) -> bool:

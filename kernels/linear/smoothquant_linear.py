@@ -92,6 +92,11 @@ class SmoothQuantLinearDescriptor(CodedProblem):
     __hash__ = CodedProblem.__hash__
 
     @property
+    def static_scale(self) -> tuple[float, int] | None:
+        """Scale and zero point of the activation."""
+        return self.act_scale, self.act_zero_point
+
+    @property
     def shifts_activation(self) -> bool:
         """Whether the activation has a zero point other than 0, so that the weight's codes are summed."""
         return self.act_zero_point != 0

@@ -8,12 +8,13 @@
 //
 // The operands are swapped: 64 rows of w are the M side of wgmma and the tokens its N side, so a tile is 8 `atoms` rows of
 // w by all tokens. Rows are divided evenly: with as many tiles as multiprocessors, each multiprocessor streams its share
-// of w once, for any n. Rows of a product beyond the tile hold whatever follows it in shared memory; no other row's sum
-// depends on them, and they are never written.
+// of w once, for any n. Or tiles have 64 rows and are fewer, so that fewer blocks load the codes. Rows of a product beyond
+// the tile hold whatever follows it in shared memory; no other row's sum depends on them, and they are never written.
 //
-// One producer warp loads w and another the codes; one or two consumer warpgroups multiply. About 64 KB of w in flight per
-// multiprocessor keep the memory busy; more is no faster. Loads of w start before the previous kernel has ended, be it the
-// quantization of the activation or another layer, and the next kernel may start when the last ones are requested.
+// One producer warp loads w and another the codes; one or two consumer warpgroups multiply. 64 KB of w in flight per
+// multiprocessor keep the memory busy if all load, and up to 112 KB if fewer do; more is no faster. Loads of w start before
+// the previous kernel has ended, be it the quantization of the activation or another layer, and the next kernel may start
+// when the last ones are requested.
 //
 // Variants.
 //   CLUSTER > 1: blocks of a cluster take parts of the k of one tile and send each other their sums. Sums are exact in
@@ -27,8 +28,8 @@
 //
 // Flags: TOKENS (8, 16, 32, 64, 128), GROUPS and TALL (consumer warpgroups, and products of 64 rows for each), CHUNKS (of
 // 128 bytes of k in a stage), CLUSTER, SKUDA_CODE, SKUDA_WEIGHT, SKUDA_OUT, SKUDA_EPILOGUE, SKUDA_ZERO_POINTS (0: none, 1:
-// of a, 2: of w, 3: of both; not with clusters). The launch gives 8 atoms <= 64 GROUPS TALL, and one tile for each cluster where CLUSTER > 1. For `Quantized`: SKUDA_DATA, and ROWS <= TOKENS = 8,
-// the most tokens.
+// of a, 2: of w, 3: of both; not with clusters). The launch gives 8 atoms <= 64 GROUPS TALL, and one tile for each cluster
+// where CLUSTER > 1. For `Quantized`: SKUDA_DATA, and ROWS <= TOKENS = 8, the most tokens.
 #pragma once
 #include "hopper.cuh"
 #include "layer.cuh"
@@ -136,6 +137,17 @@ DEVICE void exchange(const s32 (&d)[TALL][TOKENS / 2], u8* sums, u32 received, u
   if (lane < owners) barrier_release_at(received, lane);
   if (rank < owners) barrier_wait_cluster(received, 0);
 }
+
+// The part of k that a step has. Where there are many codes whose rows do not begin at lines of the cache, blocks begin at
+// different parts: otherwise all ask L2 for the same lines of codes at the same time, which took up to a tenth longer.
+struct Turn {
+  u32 by, begin, end;
+  DEVICE static Turn of(u32 begin, u32 end, s64 k) {
+    const bool turns = TOKENS == 32 && CLUSTER < 4 && gridDim.y == 1 && k % 128 != 0;
+    return {turns ? (end - begin) * (blockIdx.x / CLUSTER) / (gridDim.x / CLUSTER) : 0, begin, end};
+  }
+  DEVICE u32 at(u32 step) const { return step + by < end ? step + by : step + by - (end - begin); }
+};
 
 DEVICE void quantizers_sync() { threads_sync<QUANTIZERS>(1); }
 
@@ -288,11 +300,13 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
   u8* const sums = staging + STAGING;
   f32* const act_scales = (f32*)(sums + SUMS);
   const u32 w_stages = shared_address(shared), a_stages = w_stages + stages * w_stage;
-  const u32 full = shared_address(act_scales) + 4 * TOKENS * (1 + A_SHIFTED), empty = full + 8 * stages, received = empty + 8 * stages;
+  const u32 full = shared_address(act_scales) + 4 * TOKENS * (1 + A_SHIFTED), empty = full + 8 * stages;
+  const u32 received = empty + 8 * stages;
   const s64 token0 = (s64)blockIdx.y * TOKENS;
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 first = blockIdx.x / CLUSTER, hop = gridDim.x / CLUSTER, tiles = (u32)((p.n + 8 * atoms - 1) / (8 * atoms));
   const u32 begin = steps * rank / CLUSTER, end = steps * (rank + 1) / CLUSTER;
+  const Turn turn = Turn::of(begin, end, k);
   if (lane == 0) {  // one lane per warp, because lanes with different addresses are served one by one
     if (warp == CONSUMERS / 32) prefetch_map(&w_map);
 #pragma unroll 1
@@ -317,7 +331,7 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
         barrier_expect(full + 8 * at.stage, w_stage);
 #pragma unroll
         for (u32 c = 0; c < CHUNKS; ++c) {
-          load_box(w_stages + at.stage * w_stage + c * w_chunk, &w_map, (s32)((step * CHUNKS + c) * 128),
+          load_box(w_stages + at.stage * w_stage + c * w_chunk, &w_map, (s32)((turn.at(step) * CHUNKS + c) * 128),
                    (s32)(tile * 8 * atoms), full + 8 * at.stage, policy);
         }
       }
@@ -335,7 +349,7 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
         barrier_expect(full + 8 * at.stage, a_stage);
 #pragma unroll
         for (u32 c = 0; c < CHUNKS; ++c) {
-          source.load(a_stages + at.stage * a_stage + c * CODES_CHUNK, step * CHUNKS + c, token0, full + 8 * at.stage);
+          source.load(a_stages + at.stage * a_stage + c * CODES_CHUNK, turn.at(step) * CHUNKS + c, token0, full + 8 * at.stage);
         }
       }
     }

@@ -23,18 +23,28 @@ _MOST_STAGES = 64
 _TOKENS = (8, 16, FEW_ROWS)
 _MANY_TOKENS = (16, FEW_ROWS)
 _CLUSTERS = (1, 2, 4)
-_IN_FLIGHT, _CLUSTER_IN_FLIGHT = 64 << 10, 112 << 10
+_PRODUCT = 64
+"""Rows of the weight in one product of a warpgroup."""
+
+_IN_FLIGHT, _MOST_IN_FLIGHT = 64 << 10, 112 << 10
+_ALL_IN_FLIGHT, _ALL_WITH_MORE = 132 * _IN_FLIGHT, 10_000_000
 _FEWEST_STAGES = 4
 _QUANTIZERS = 512
 _SHORTEST_SHARE = 512
 _SHARED_BY_TWO = 115_712
 
+"""Bytes of the weight that a block requests ahead, between which all blocks share a sum of bytes; measured.
+
+More of them than keep the memory busy are slower by up to 3 %. Blocks of clusters request the most; if they are so many
+that this is more than `_ALL_WITH_MORE`, two of them fit into a multiprocessor.
+"""
+
 _MOST_ROWS, _MOST_TILES = 128, 132
 """Beyond `FEW_ROWS`, most rows of an activation and most tiles of 16 rows by 64 of the weight: all run at once."""
 
-_LAUNCH, _BANDWIDTH = 6.592, 4.985
-_BOX, _ROW, _UNALIGNED_ROW = 0.0146, 0.001044, 0.000777
-_CLUSTER, _EXCHANGE = {1: 0.0, 2: 0.348, 4: 0.656}, 0.000317
+_LAUNCH, _BANDWIDTH, _LATENCY = 6.133, 5.001, 0.969
+_BOXES, _TOKEN, _UNALIGNED_TOKEN = 0.0402, 0.00133, 0.00209
+_CLUSTER, _EXCHANGE, _SECOND_GROUP = {1: 0.0, 2: 0.735, 4: 1.120}, 0.00011, 0.836
 """Times in us and a bandwidth in TB/s, fitted by least squares; see `Streamed.predicted`."""
 
 
@@ -92,17 +102,20 @@ class Streamed:
     def predicted(self, m: int, n: int, k: int) -> float:
         """Return the predicted time in us on a card like the H200.
 
-        The copy engine of a multiprocessor takes so long for each box and for each row in it, longer if rows do not
-        begin at lines of the cache. Beside it stand the memory, the launch, and the exchange of sums in a cluster. The
-        test of ``docs/evidence/h200-few-tokens.json`` says how well it chooses.
+        The copy engine of a multiprocessor takes so long for the boxes of a chunk and for each row of codes in them,
+        longer if rows do not begin at lines of the cache. Beside it stand the memory, and its latency, in which the
+        ring is read once; then the launch, a second warpgroup, and the exchange of sums in a cluster. The test of
+        ``docs/evidence/h200-few-tokens.json`` says how well it chooses.
         """
         rows = 8 * self.atoms
         tiles = -(-n // rows)
         turns = -(-tiles // max(1, self.grid[0] // self.cluster))
-        row = _ROW + (_UNALIGNED_ROW if k % _CHUNK else 0.0)
-        own = turns * -(-k // _CHUNK) / self.cluster * (2 * _BOX + (rows + self.tokens) * row)
-        exchange = _EXCHANGE * rows * self.tokens if self.cluster > 1 else 0.0
-        return _LAUNCH + _CLUSTER[self.cluster] + exchange + math.hypot(own, (m + n) * k / (_BANDWIDTH * 1e6))
+        token = _TOKEN + (_UNALIGNED_TOKEN if k % _CHUNK else 0.0)
+        copied = turns * -(-k // _CHUNK) / self.cluster * (_BOXES + self.tokens * token)
+        waited = turns * -(-k // (_CHUNK * self.chunks * self.cluster)) / self.stages * _LATENCY
+        exchange = _CLUSTER[self.cluster] + (_EXCHANGE * rows * self.tokens if self.cluster > 1 else 0.0)
+        fixed = _LAUNCH + exchange + (_SECOND_GROUP if self.groups > 1 else 0.0)
+        return fixed + math.hypot(copied, waited, (m + n) * k / (_BANDWIDTH * 1e6))
 
     def __str__(self) -> str:
         shared = f", k shared by {self.cluster}" if self.cluster > 1 else ""
@@ -145,32 +158,38 @@ def cuts_for(
             clusters = max(1, sm_count // strips) // cluster
             # Sums of codes, which zero points need, are those of all of k. A cluster takes one tile.
             divides = k >= _SHORTEST_SHARE * cluster and -(-n // 8) <= 16 * clusters and not any(zero_points)
-            if cluster == 1 or divides:
-                found.append(
-                    _cut((tokens, n, k), clusters, output_bytes, cluster, fused=fused, zero_points=zero_points)
-                )
-    grids = ((0 if 0 in sizes[:2] else cut.grid[0], -(-m // cut.tokens), 1) for cut in found if cut is not None)
-    return tuple(replace(cut, grid=grid) for cut, grid in zip(filter(None, found), grids, strict=True))
+            if cluster > 1 and not divides:
+                continue
+            # As many tiles as the card has room for, or fewer, as high as a product, with fewer loads of the codes.
+            for tiles in (clusters, -(-n // _PRODUCT)):
+                if tiles == clusters or (tiles < clusters and cluster <= 2):
+                    work = (tokens, n, k), (tiles, strips), output_bytes, cluster
+                    found.append(_cut(*work, fused=fused, zero_points=zero_points))
+    cuts = dict.fromkeys(cut for cut in found if cut is not None)
+    grids = ((0 if 0 in sizes[:2] else cut.grid[0], -(-m // cut.tokens), 1) for cut in cuts)
+    return tuple(replace(cut, grid=grid) for cut, grid in zip(cuts, grids, strict=True))
 
 
 def _cut(
     sizes: tuple[int, int, int],
-    clusters: int,
+    counts: tuple[int, int],
     output_bytes: int,
     cluster: int,
     *,
     fused: bool,
     zero_points: tuple[bool, bool],
 ) -> Streamed | None:
-    tokens, n, k = sizes
+    (tokens, n, k), (clusters, strips) = sizes, counts
     eights = -(-n // 8)
     # At most 128 rows a tile: more leave fewer stages, and with fewer rows the codes are most of the traffic.
     atoms = -(-eights // (clusters * -(-eights // (16 * clusters))))
     groups = 2 if atoms > 8 else 1
-    # Not every group of four multiprocessors can hold a cluster; with two blocks per multiprocessor all clusters run.
-    room = _SHARED_BY_TWO if cluster > 1 else hopper.MOST_SHARED
     tiles = -(-eights // atoms)
     width = min(tiles, clusters)
+    blocks = width * cluster * strips
+    # Not every group of four multiprocessors can hold a cluster; with two blocks per multiprocessor all clusters run.
+    two = cluster > 1 and blocks * _MOST_IN_FLIGHT > _ALL_WITH_MORE
+    room = _SHARED_BY_TWO if two else hopper.MOST_SHARED
     ones = 8 * _ATOM if zero_points[1] else _ATOM if zero_points[0] else 0
     for chunks in (4, 2, 1):
         if chunks * atoms > 8 and chunks > 2:
@@ -185,7 +204,7 @@ def _cut(
         if fitting >= _FEWEST_STAGES or chunks == 1:
             break
     used = steps * -(-tiles // width)
-    in_flight = _CLUSTER_IN_FLIGHT if cluster > 1 else _IN_FLIGHT
+    in_flight = _MOST_IN_FLIGHT if cluster > 1 else min(max(_ALL_IN_FLIGHT // blocks, _IN_FLIGHT), _MOST_IN_FLIGHT)
     wanted = max(in_flight, 8 * atoms * _ATOM) // (chunks * atoms * _ATOM)
     stages = min(used, fitting, max(_FEWEST_STAGES, wanted))
     # The last product of 64 rows may read beyond the tile's rows, so shared memory must extend that far.

@@ -304,8 +304,9 @@ struct Exchange {
 
 // The first row of a tile. The last tile of a column begins early enough to be full, and computes some rows a second time,
 // with the same bits. A tile mostly beyond m took up to twice as long as a full one, and so did its neighbours: likely because
-// it ran ahead of those that read the same rows of w, as nobody loads rows beyond m.
-DEVICE s64 first_row(s64 row, s64 m) { return row < m && row + TILE_M > m && m > TILE_M ? m - TILE_M : row; }
+// it ran ahead of those that read the same rows of w, as nobody loads rows beyond m. So a block of a cluster that would have
+// no rows at all computes the last tile, too.
+DEVICE s32 first_row(u32 row, s32 m) { return (s32)min(row, (u32)max(0, m - TILE_M)); }
 
 // Requests the boxes of a block's tiles: of those that its cluster shares, its part, for all.
 struct Loader {
@@ -321,7 +322,7 @@ struct Loader {
     u32 tile_row, tile_column;
     raster.at(tile, tile_row, tile_column);
     offset = begin;
-    a_row = (s32)first_row((s64)(tile_row * CLUSTER_M + row()) * TILE_M, m) + column() * (TILE_M / CLUSTER_N);
+    a_row = first_row((tile_row * CLUSTER_M + row()) * TILE_M, (s32)m) + column() * (TILE_M / CLUSTER_N);
     w_row = (s32)((tile_column * CLUSTER_N + column()) * TILE_N + row() * (TILE_N / CLUSTER_M));
   }
   DEVICE void expect(u32 stage) const { barrier_expect(full + 8 * stage, STAGE_BYTES); }
@@ -431,7 +432,7 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
         u32 row, column;
         raster.at(tile, row, column);
         column0 = (s64)(column * CLUSTER_N + cluster_column) * TILE_N;
-        row0 = first_row((s64)(row * CLUSTER_M + cluster_row) * TILE_M, p.m);
+        row0 = first_row((row * CLUSTER_M + cluster_row) * TILE_M, (s32)p.m);
         row0 += (COOPERATIVE ? consumer * GROUP_M : 0) + warp * 16;
 #pragma unroll
         for (int i = 0; i < BLOCKS_M * 2; ++i) {

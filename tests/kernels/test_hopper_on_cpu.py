@@ -125,6 +125,13 @@ WRONG = {
     "zero points not staged": ("streamed", "shared", 1, "if (A_SHIFTED) za =", "if (false) za ="),
     "what lies beyond K added up": ("streamed", "", 2, "if (W_SHIFTED) {  // beyond", "if (false) {  // beyond"),
     "a warp's sums left out": ("streamed", "registers", 0, "int i = 0; i < WARPS", "int i = 1; i < WARPS"),
+    "codes of other parts of k": (
+        "streamed",
+        "shared",
+        0,
+        "turn.at(step) * CHUNKS + c, token0",
+        "step * CHUNKS + c, token0",
+    ),
     "halves of a unit swapped": ("streamed", "registers", 0, "second, w.z, w.w", "second, w.w, w.z"),
     "no sums of w": ("streamed", "registers", 1, "of_w = sum_of_parts(parts + TOKENS", "of_w = sum_of_parts(parts + 0"),
     "rows without zero points": ("streamed", "registers", 3, "- all_k * za", "- 0 * all_k * za"),
@@ -139,7 +146,7 @@ WRONG = {
 def test_a_wrong_kernel_is_caught(variant, way, shifts, before, after):
     rng = fresh(before)
     pair = (bool(shifts & 1), bool(shifts & 2))
-    n, k = 40, 336
+    n, k = (200, 1200) if "turn" in before else (40, 336)
     m = 200 if variant == "warpgroup" else 2 if "beyond" in before else 30
     fields = {"m": m, "k": k, "output_element": "f32", "has_weight_zero_point": pair[1]}
     if "beyond" in before:

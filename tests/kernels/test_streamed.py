@@ -48,6 +48,27 @@ def test_every_configuration_covers_the_results_and_fits_the_card():
                 assert cluster == 1 or not problem.has_weight_zero_point
 
 
+def test_tiles_of_a_whole_product_are_offered_where_fewer_blocks_than_the_card_has_room_for_can_have_them():
+    few = [str(cut) for cut in streamed.cuts_for((16, 2384, 3024), 132, 2, fused=False)]
+    assert [name.split(" through")[0] for name in few] == ["24 x 16", "64 x 16", "40 x 16", "64 x 16", "80 x 16"]
+    many = [str(cut) for cut in streamed.cuts_for((16, 28672, 4096), 132, 2, fused=False)]
+    assert many == ["112 x 16 through shared memory"]
+
+
+def test_fewer_blocks_request_more_of_the_weight_ahead():
+    """Between 64 KB, where all multiprocessors load, and 112 KB; clusters of many blocks have half of shared memory."""
+
+    def in_flight(n, cluster):
+        cuts = streamed.cuts_for((8, n, 16384), 132, 2, fused=False)
+        return [cut.stages * cut.chunks * cut.atoms for cut in cuts if (cut.atoms, cut.cluster) == (8, cluster)]
+
+    assert in_flight(64 * 132, 1) == [64]
+    assert in_flight(64 * 88, 1) == [96]
+    assert in_flight(64 * 30, 1) == [112]
+    assert in_flight(64 * 30, 2) == [112]
+    assert in_flight(64 * 60, 2) == [80]
+
+
 def test_configurations_through_registers_are_for_what_one_block_takes():
     assert direct.configurations(33) == ()
     assert {one.tokens for m in range(1, 33) for one in direct.configurations(m)} == {8, 16, 32}
