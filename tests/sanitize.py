@@ -4,8 +4,8 @@
     python tests/sanitize.py --show docs/evidence/compute-sanitizer.json
 
 Every tool watches `skuda verify --quick` of a kernel of each op and variant, drawn from the seed, and `skuda tune` of
-all configurations of `warpgroup` at shapes where tiles are divided. Both compare results with the references. A run
-whose kernels have changed since is shown as stale.
+all configurations of `warpgroup`, at shapes where tiles are divided, and of `streamed`, with and without clusters. Both
+compare results with the references. A run whose kernels have changed since is shown as stale.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ TOOLS = ("memcheck", "racecheck", "synccheck")
 MORE = {"memcheck": ("--report-api-errors", "no"), "racecheck": ("--racecheck-report", "all")}
 FOUND, PATIENCE = 86, 300.0
 """Exit status of the sanitizer if it found anything, and seconds after which a run is ended."""
-SHAPES = {"racecheck": "130x256x1040"}  # it takes hundreds of times as long
-DIVIDED = "300x700x2064,1290x1072x2128"
+CONFIGURED = {"warpgroup": "300x700x2064,1290x1072x2128", "streamed": "16x264x2064,40x264x2064"}
+SHORTER = {"warpgroup": "130x256x1040", "streamed": "16x264x1040"}
+"""By variant, shapes at which all configurations run, and those of racecheck, which takes hundreds of times as long."""
 _PASSING = r"(?<!\+)\b0x[0-9a-f]+ |Thread \(\d+,\d+,\d+\) | \[.*?\]|\band (?=Read|Write)"
 """What differs between reports of one place: addresses, threads, counts."""
 Record = dict[str, Any]
@@ -63,10 +64,12 @@ def programs_of(tool: str, backend: str, seed: int, only: str = "") -> Iterator[
     for _, kernels in sorted(drawn.items()):
         sku = rng.choice(kernels)
         sources.setdefault((sku.source.partition(":")[2] or sku.source, sku.variant), []).append(sku.id)
-    if backend == "cuda_core" and only in "warpgroup":
-        shapes = SHAPES.get(tool, DIVIDED)
-        words = ("tune", "smoothquant_linear", "--element", "bf16", "--variant", "warpgroup", "--repeats", "1")
-        yield Program(f"configurations of warpgroup at {shapes}", (*words, "--backend", backend, "--shapes", shapes))
+    for variant, shapes in (SHORTER if tool == "racecheck" else CONFIGURED).items():
+        if backend == "cuda_core" and only in variant:
+            words = ("tune", "smoothquant_linear", "--element", "bf16", "--variant", variant, "--repeats", "1")
+            yield Program(
+                f"configurations of {variant} at {shapes}", (*words, "--backend", backend, "--shapes", shapes)
+            )
     for (source, variant), ids in sorted(sources.items(), key=lambda pair: "linear" not in pair[0][0]):
         words = ("verify", "--quick", "--sku", ",".join(ids))
         yield Program(f"{source}, {variant}", (*words, *(("--device", "cpu") if backend == "numpy" else ())))

@@ -170,8 +170,8 @@ def test_every_source_variant_and_op_is_watched():
 
     skus = {sku.id: sku for sku in built_in_registry() if sku.backend == "cuda_core"}
     for tool in sanitize.TOOLS:
-        first, *rest = sanitize.programs_of(tool, "cuda_core", 7)
-        assert first.words[0] == "tune"
+        tiles, few, *rest = sanitize.programs_of(tool, "cuda_core", 7)
+        assert [each.words[each.words.index("--variant") + 1] for each in (tiles, few)] == ["warpgroup", "streamed"]
         picked = [skus[name] for each in rest for name in each.words[each.words.index("--sku") + 1].split(",")]
         assert {(sku.op, sku.variant) for sku in picked} == {(sku.op, sku.variant) for sku in skus.values()}
         assert len({sku.source for sku in picked}) == len({sku.source for sku in skus.values()})
