@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import emulator, resources
+from harness import resources
 from harness.resources import Job, architectures, compiled, configurations, cuda_skus, launches
 from support import SEED, sampled
 
@@ -83,7 +83,7 @@ def test_kernel_compiles_without_a_remark_and_keeps_out_of_local_memory(sku, arc
 
 @pytest.mark.skipif(not _present("nvrtc"), reason="no nvrtc")
 def test_a_compilation_that_failed_is_tried_again_and_one_that_succeeded_is_kept(monkeypatch, tmp_path):
-    monkeypatch.setattr(emulator, "_CACHE", tmp_path)
+    monkeypatch.setattr(resources, "cache_folder", lambda: tmp_path)
     job = Job.of(SKUS[0], "sm_90a")
     with monkeypatch.context() as broken:
         broken.setattr(resources, "_nvrtc", lambda job: (False, "a library is missing"))
