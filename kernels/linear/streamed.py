@@ -28,16 +28,16 @@ _PRODUCT = 64
 
 _IN_FLIGHT, _MOST_IN_FLIGHT = 64 << 10, 112 << 10
 _ALL_IN_FLIGHT, _ALL_WITH_MORE = 132 * _IN_FLIGHT, 10_000_000
-_FEWEST_STAGES = 4
-_QUANTIZERS = 512
-_SHORTEST_SHARE = 512
-_SHARED_BY_TWO = 115_712
-
 """Bytes of the weight that a block requests ahead, between which all blocks share a sum of bytes; measured.
 
 More of them than keep the memory busy are slower by up to 3 %. Blocks of clusters request the most; if they are so many
 that this is more than `_ALL_WITH_MORE`, two of them fit into a multiprocessor.
 """
+
+_FEWEST_STAGES = 4
+_QUANTIZERS = 512
+_SHORTEST_SHARE = 512
+_SHARED_BY_TWO = 115_712
 
 _MOST_ROWS, _MOST_TILES = 128, 132
 """Beyond `FEW_ROWS`, most rows of an activation and most tiles of 16 rows by 64 of the weight: all run at once."""
