@@ -204,9 +204,16 @@ def _activation(value: float, kind: str) -> Fraction:
         return Fraction(0)  # far below the least f64
     with mpmath.workprec(200):
         x = mpmath.mpf(value)
-        y = x * mpmath.erfc(-x / mpmath.sqrt(2)) / 2 if kind == "bias_gelu" else x / (1 + mpmath.exp(-x))
-        sign, mantissa, exponent, _ = y._mpf_
-    return (-1) ** sign * Fraction(int(mantissa)) * Fraction(2) ** exponent
+        return _fraction(x * mpmath.erfc(-x / mpmath.sqrt(2)) / 2 if kind == "bias_gelu" else x / (1 + mpmath.exp(-x)))
+
+
+def _fraction(y: Any) -> Fraction:
+    """Return the exact value of a number of mpmath, or 0 for one far below the least f64.
+
+    The denominator of such a one may have billions of bits.
+    """
+    sign, mantissa, exponent, bits = y._mpf_
+    return Fraction(0) if exponent + bits < -1200 else (-1) ** sign * int(mantissa) * Fraction(2) ** exponent
 
 
 def requantize(value: Expected, scale: float, zero_point: int, c: str, out: str) -> Expected:
@@ -561,8 +568,7 @@ def _gate_ends(gate: float, curve: str, element: str) -> Ends:
         else:
             cubic = 2 * mpmath.sqrt(2 / mpmath.pi) * (x + mpmath.mpf("0.044715") * x**3)
             y = x / (1 + mpmath.exp(-(cubic if curve == "tanh" else x)))
-        sign, mantissa, exponent, _ = y._mpf_
-    true = (-1) ** sign * Fraction(int(mantissa)) * Fraction(2) ** exponent
+    true = _fraction(y)
     slack = abs(true) / 2**49 + (Fraction(2, 2**1074) if element == "f64" else 0)
     ends = sorted((true - slack, true + slack))
     return tuple(to_format(end, element, negative_zero=_negative(gate)) or math.copysign(0.0, gate) for end in ends)

@@ -80,16 +80,26 @@ def alone(problem, way=""):
     return [choice.name for choice in choices if "shared by" not in choice.name and way in choice.name]
 
 
-@pytest.mark.parametrize("most", [2, 8, 16, 32, 128])  # up to 2, the product itself quantizes short rows
-@pytest.mark.parametrize(("op", "shifts"), all_of())
+MOST_TOKENS = (2, 8, 16, 32, 128)
+"""Up to 2, the product itself quantizes short rows."""
+
+
+@pytest.mark.parametrize(
+    ("op", "shifts", "most"), sampled(all_of(MOST_TOKENS), each=lambda op, shifts, most: (op, shifts), key="streamed")
+)
 def test_the_streamed_kernel_equals_the_reference(op, shifts, most):
     rng = fresh(op, shifts, most)
     problem = a_problem(op, shifts, rng, fewest=1 if most < 128 else 33, most=most)
     check(problem, "streamed", rng, rng.choice(alone(problem)))
 
 
-@pytest.mark.parametrize("way", streamed.configurations(1) + streamed.configurations(16) + streamed.configurations(32))
-@pytest.mark.parametrize("shifts", SHIFTS)
+WAYS = tuple(way for tokens in (1, 16, 32) for way in streamed.configurations(tokens))
+
+
+@pytest.mark.parametrize(
+    ("way", "shifts"),
+    sampled([pytest.param(*each) for each in product(WAYS, SHIFTS)], each=lambda way, shifts: way, key="straight"),
+)
 def test_weights_straight_to_registers_equal_the_reference(way, shifts):
     rng = fresh(str(way), shifts)
     op = rng.choice(["scaled_linear", "smoothquant_linear", *([] if shifts[0] else ["quantized_linear"])])
