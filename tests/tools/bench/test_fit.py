@@ -44,15 +44,15 @@ def distance(one, other):
 
 def test_times_that_a_tile_predicts_give_that_tile_back(monkeypatch):
     # The pull draws times back to where they began. With hardly any, 94 of 100 drawn sets of shapes gave the tile back
-    # to a thousandth; at the others the fit ended at a corner of the prediction, a twentieth of the way off at most.
+    # to a thousandth; at the others the fit stopped with up to a twentieth of the way left.
     monkeypatch.setattr(fit, "_PULL", 1e-3)
     start = TILES[5]
     true = replace(start, launch_time=7.0, multiply_time=start.multiply_time * 1.3, epilogue_time=2.9, bandwidth=3.5)
     times = made((true, *TILES[:2]))
     found, *others = fit.fitted_to(times, (start, *TILES[:2]))
     assert distance(start, true) > 0.05
-    assert distance(found, true) < 0.2 * distance(start, true)
-    assert all(distance(one, tile) < 0.005 for one, tile in zip(others, TILES[:2], strict=True))
+    assert distance(found, true) < 0.1 * distance(start, true)
+    assert all(distance(one, tile) < 0.004 for one, tile in zip(others, TILES[:2], strict=True))
     elsewhere = {(99, 64, number): {str(TILES[8]): 5.0, str(TILES[9]): 6.0} for number in (128, 256)}
     assert fit.fitted_to(times | elsewhere, (start, *TILES[1:10])) == fit.fitted_to(times, (start, *TILES[1:10]))
     few = dict(list(times.items())[:3])
