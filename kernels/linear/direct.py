@@ -11,9 +11,9 @@ _UNIT = 64
 _REGISTERS, _MOST_DEEP = 100, 8
 _WARPS_HELD = 16
 
-_LAUNCH, _MORE_WARPS = 4.943, 0.380
-_WAVE, _ROUND = 0.726, 0.683
-_L2_BANDWIDTH, _BANDWIDTH, _CODE = 0.571, 7.128, 3.97
+_LAUNCH, _MORE_WARPS, _SECOND_BLOCK = 4.652, 0.62, 0.522
+_WAVE, _ROUND = 0.65, 0.776
+_L2_BANDWIDTH, _BANDWIDTH, _CODE = 1.112, 7.346, 7.297
 """Times in us and bandwidths in TB/s, that of L2 for one multiprocessor: fitted; see `Direct.predicted`.
 
 A byte of codes, which all blocks read at the same time, takes L2 `_CODE` times as long as one of the weight.
@@ -67,14 +67,16 @@ class Direct:
     def predicted(self, m: int, n: int, k: int, sm_count: int) -> float:
         """Return the predicted time in us on a card like the H200.
 
-        It is the launch, the rounds of loads of all waves, and the bytes from L2 and from memory. The test of
+        It is the launch, with more warps on a multiprocessor, of one block or of two, the rounds of loads of all waves,
+        and the bytes from L2 and from memory. The test of
         ``docs/evidence/h200-few-tokens.json`` says how well it chooses.
         """
         (blocks, _, _), slots = self.grid(m, n), sm_count * _WARPS_HELD // self.warps
         rounds = -(-k // (_UNIT * self.warps * self.deep))
         own = -(-blocks // slots) * (_WAVE + rounds * _ROUND)
         loaded = -(-blocks // sm_count) * (8 * self.wide + _CODE * self.tokens) * k / (_L2_BANDWIDTH * 1e6)
-        launch = _LAUNCH + (_MORE_WARPS if self.warps == _WARPS_HELD else 0.0)
+        beside = min(-(-blocks // sm_count), _WARPS_HELD // self.warps) - 1
+        launch = _LAUNCH + (_MORE_WARPS if self.warps == _WARPS_HELD else _SECOND_BLOCK * beside)
         return launch + own + loaded + (m + n) * k / (_BANDWIDTH * 1e6)
 
     def __str__(self) -> str:

@@ -142,9 +142,9 @@ DEVICE void exchange(const s32 (&d)[TALL][TOKENS / 2], u8* sums, u32 received, u
 // different parts: otherwise all ask L2 for the same lines of codes at the same time, which took up to a tenth longer.
 struct Turn {
   u32 by, begin, end;
-  DEVICE static Turn of(u32 begin, u32 end, s64 k) {
+  DEVICE static Turn of(u32 begin, u32 end, s64 k, u32 cluster, u32 clusters) {
     const bool turns = TOKENS == 32 && CLUSTER < 4 && gridDim.y == 1 && k % 128 != 0;
-    return {turns ? (end - begin) * (blockIdx.x / CLUSTER) / (gridDim.x / CLUSTER) : 0, begin, end};
+    return {turns ? (end - begin) * cluster / clusters : 0, begin, end};
   }
   DEVICE u32 at(u32 step) const { return step + by < end ? step + by : step + by - (end - begin); }
 };
@@ -306,7 +306,7 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 first = blockIdx.x / CLUSTER, hop = gridDim.x / CLUSTER, tiles = (u32)((p.n + 8 * atoms - 1) / (8 * atoms));
   const u32 begin = steps * rank / CLUSTER, end = steps * (rank + 1) / CLUSTER;
-  const Turn turn = Turn::of(begin, end, k);
+  const Turn turn = Turn::of(begin, end, k, first, hop);
   if (lane == 0) {  // one lane per warp, because lanes with different addresses are served one by one
     if (warp == CONSUMERS / 32) prefetch_map(&w_map);
 #pragma unroll 1

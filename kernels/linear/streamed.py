@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skuda.kernels.launch import Choice, Launch, Parameter, Step, TensorMap, pointers, s32, strided
 from skuda.kernels.linear import hopper, layer
@@ -27,7 +27,7 @@ _PRODUCT = 64
 """Rows of the weight in one product of a warpgroup."""
 
 _IN_FLIGHT, _MOST_IN_FLIGHT = 64 << 10, 112 << 10
-_ALL_IN_FLIGHT, _ALL_WITH_MORE = 132 * _IN_FLIGHT, 10_000_000
+_ALL_IN_FLIGHT, _ALL_WITH_MORE = hopper.H200 * _IN_FLIGHT, 10_000_000
 """Bytes of the weight that a block requests ahead, between which all blocks share a sum of bytes; measured.
 
 More of them than keep the memory busy are slower by up to 3 %. Blocks of clusters request the most; if they are so many
@@ -39,7 +39,7 @@ _QUANTIZERS = 512
 _SHORTEST_SHARE = 512
 _SHARED_BY_TWO = 115_712
 
-_MOST_ROWS, _MOST_TILES = 128, 132
+_MOST_ROWS, _MOST_TILES = 128, hopper.H200
 """Beyond `FEW_ROWS`, most rows of an activation and most tiles of 16 rows by 64 of the weight: all run at once."""
 
 _LAUNCH, _BANDWIDTH, _LATENCY = 6.133, 5.001, 0.969
@@ -151,9 +151,9 @@ def cuts_for(
     m, n, k = max(1, sizes[0]), max(1, sizes[1]), sizes[2]
     if m > _MOST_ROWS or k % 16:
         raise ValueError(f"m must be at most {_MOST_ROWS} and k a multiple of 16; had m, n, k = {sizes}")
-    found = []
+    found: list[Streamed | None] = []
     for tokens in (next(t for t in _TOKENS if t >= m),) if m <= FEW_ROWS else _MANY_TOKENS:
-        strips = -(-m // tokens)
+        strips, strip = -(-m // tokens), _Strip(tokens, n, k, output_bytes, fused, zero_points)
         for cluster in _CLUSTERS:
             clusters = max(1, sm_count // strips) // cluster
             # Sums of codes, which zero points need, are those of all of k. A cluster takes one tile.
@@ -161,25 +161,36 @@ def cuts_for(
             if cluster > 1 and not divides:
                 continue
             # As many tiles as the card has room for, or fewer, as high as a product, with fewer loads of the codes.
-            for tiles in (clusters, -(-n // _PRODUCT)):
-                if tiles == clusters or (tiles < clusters and cluster <= 2):
-                    work = (tokens, n, k), (tiles, strips), output_bytes, cluster
-                    found.append(_cut(*work, fused=fused, zero_points=zero_points))
+            high = -(-n // _PRODUCT)
+            counts = (clusters, high) if high < clusters and cluster <= 2 else (clusters,)
+            found += [_cut(strip, _Card(tiles, strips, cluster)) for tiles in counts]
     cuts = dict.fromkeys(cut for cut in found if cut is not None)
     grids = ((0 if 0 in sizes[:2] else cut.grid[0], -(-m // cut.tokens), 1) for cut in cuts)
     return tuple(replace(cut, grid=grid) for cut, grid in zip(cuts, grids, strict=True))
 
 
-def _cut(
-    sizes: tuple[int, int, int],
-    counts: tuple[int, int],
-    output_bytes: int,
-    cluster: int,
-    *,
-    fused: bool,
-    zero_points: tuple[bool, bool],
-) -> Streamed | None:
-    (tokens, n, k), (clusters, strips) = sizes, counts
+class _Strip(NamedTuple):
+    """The results of some tokens, and how they are made; see `cuts_for`."""
+
+    tokens: int
+    n: int
+    k: int
+    output_bytes: int
+    fused: bool
+    zero_points: tuple[bool, bool]
+
+
+class _Card(NamedTuple):
+    """What a card has for each of so many strips: clusters of so many blocks."""
+
+    clusters: int
+    strips: int
+    cluster: int
+
+
+def _cut(strip: _Strip, card: _Card) -> Streamed | None:
+    tokens, n, k, output_bytes, fused, zero_points = strip
+    clusters, strips, cluster = card
     eights = -(-n // 8)
     # At most 128 rows a tile: more leave fewer stages, and with fewer rows the codes are most of the traffic.
     atoms = -(-eights // (clusters * -(-eights // (16 * clusters))))

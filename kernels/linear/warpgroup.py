@@ -55,7 +55,7 @@ _LONG_SHARE = 16
 _MOST_IDLE = 0.05
 """Share of the clusters that may be left without work so that the others fall into groups; see `Work`."""
 
-_PARTIAL_LINES, _MOST_PARTIAL = ((128, 0.0), (64, 1.0), (32, 1.244)), 2.99
+_PARTIAL_LINES = ((128, 0.0), (64, 1.0), (32, 1.244))
 """Time of loading parts of lines, by what divides the bytes of a row, relative to rows of half lines."""
 
 _NEARBY = 18
@@ -72,6 +72,9 @@ _CACHED = 40_000_000
 
 _OUT_OF_STEP = 0.7
 """Share of what divided tiles read that each fetches from memory for itself where clusters are not in groups."""
+
+_SUSTAINED = 600.0
+"""Time in us after which half of `Tile.throttled` shows."""
 
 _SMALL = 64_000_000
 """Operands and results of up to this many bytes: blocks need not run beside those that they share operands with.
@@ -150,6 +153,8 @@ class Tile:
     unaligned : float
         Time added to it where rows do not begin at whole lines of the cache, also if one multiprocessor is alone; see
         `_PARTIAL_LINES`.
+    half_sectors : float
+        The same where they do not begin at whole sectors of 32 bytes, of which they then need one more per line.
     epilogue_time : float
         Time of the epilogue of one tile.
     bandwidth : float
@@ -158,6 +163,9 @@ class Tile:
         What a byte of the output costs more than one of the operands, as a share.
     exchange_time : float
         Time to add the sums of a divided tile's parts.
+    throttled : float
+        Share by which long products take longer, because the card lowers its clock to keep its power; the more so the
+        better a configuration uses the card.
     """
 
     m: int
@@ -170,10 +178,12 @@ class Tile:
     multiply_time: float
     load_time: float
     unaligned: float
+    half_sectors: float
     epilogue_time: float
     bandwidth: float
     output: float
     exchange_time: float
+    throttled: float
 
     @property
     def blocks(self) -> int:
@@ -287,13 +297,13 @@ class Tile:
         slots = max(1, sm_count // self.blocks)
         clusters, shared, groups, band = self.work(m, n, k, sm_count)
         occupied = min(1.0, (clusters if shared else tiles) / slots)
-        partial = next((share for divisor, share in _PARTIAL_LINES if k % divisor == 0), _MOST_PARTIAL)
-
+        lines = (share * self.unaligned for divisor, share in _PARTIAL_LINES if k % divisor == 0)
+        partial = next(lines, self.half_sectors)
         load_time = self.load_time * (self._fetched(rows, band) if self.blocks == 1 else 1.0)
 
         def stage(busy: float) -> float:
             """Return the time of a stage where a share of the card is busy."""
-            return math.hypot(self.multiply_time, load_time * busy + self.unaligned * partial)
+            return math.hypot(self.multiply_time, load_time * busy + partial)
 
         if shared:
             whole = (tiles - shared) // slots
@@ -324,7 +334,8 @@ class Tile:
         memory = moved / (self.bandwidth * 1e6 * min(1.0, 1.5 * occupied))
         # A cluster with idle blocks only costs time.
         spare = -(-m // self.m) < self.cluster[0] or -(-n // self.n) < self.cluster[1]
-        return float(self.launch_time + (3.0 if spare else 0.0) + math.hypot(own, memory))
+        us = self.launch_time + (3.0 if spare else 0.0) + math.hypot(own, memory)
+        return float(us * (1 + self.throttled * us**2 / (us**2 + _SUSTAINED**2)))
 
     def __str__(self) -> str:
         how = "cooperative" if self.cooperative else "ping-pong"
@@ -334,27 +345,27 @@ class Tile:
 
 
 _COOPERATIVE, _PING_PONG = True, False
-_WHOLE, _DIVIDED = False, True
+_WHOLE, _EVEN = False, True
 
 TILES = (
-    Tile(128, 256, 4, (1, 1), _COOPERATIVE, _WHOLE, 7.418, 0.4869, 0.1855, 0.0744, 1.102, 14.1, 0.9499, 1),
-    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _WHOLE, 8.343, 0.5297, 0.4005, 0.008127, 1.159, 76.18, 16.45, 1),
-    Tile(256, 128, 4, (1, 1), _COOPERATIVE, _WHOLE, 7.166, 0.4873, 0.2208, 0.08328, 1.168, 5.432, 0.001394, 1),
-    Tile(128, 128, 6, (1, 1), _COOPERATIVE, _WHOLE, 7.061, 0.2266, 0.1073, 0.08516, 0.5948, 7.127, 0.09592, 1),
-    Tile(128, 128, 6, (1, 1), _PING_PONG, _WHOLE, 7.484, 0.2203, 0.1031, 0.09454, 0.352, 6.74, 0.3618, 1),
-    Tile(128, 128, 6, (1, 2), _PING_PONG, _WHOLE, 8.237, 0.2363, 0.24, 0.04533, 1.107, 6.708, 0.3557, 1),
-    Tile(128, 128, 6, (2, 1), _PING_PONG, _WHOLE, 8.097, 0.2443, 0.2155, 0.05273, 0.4986, 10.78, 2.426, 1),
-    Tile(64, 256, 5, (1, 1), _PING_PONG, _WHOLE, 7.685, 0.2334, 0.09863, 0.1239, 0.2038, 10, 0.6666, 1),
-    Tile(128, 64, 8, (1, 1), _COOPERATIVE, _WHOLE, 7.099, 0.08148, 0.1067, 0.07332, 0.05006, 5.274, 0.001365, 1),
-    Tile(64, 128, 8, (1, 1), _PING_PONG, _WHOLE, 7.343, 0.09182, 0.08012, 0.07463, 0.02477, 8.305, 0.09574, 1),
-    Tile(64, 128, 8, (2, 1), _PING_PONG, _WHOLE, 7.075, 0.1399, 0.1729, 0.03359, 1.012, 45.99, 9.765, 1),
-    Tile(64, 64, 12, (1, 1), _PING_PONG, _WHOLE, 7.164, 0.05212, 0.05871, 0.05178, 0.02064, 7.98, 0.7511, 1),
-    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _DIVIDED, 13.19, 0.04198, 0.6771, 0.005694, 1.639, 31.31, 9.056, 1.446),
-    Tile(256, 128, 4, (1, 2), _COOPERATIVE, _DIVIDED, 13.32, 0.04015, 0.6667, 0.002189, 1.544, 11.57, 0.2083, 1.571),
-    Tile(128, 128, 6, (2, 1), _PING_PONG, _DIVIDED, 11.78, 0.03273, 0.3478, 0.03499, 0.4851, 20.8, 0.001518, 1.21),
-    Tile(64, 128, 8, (2, 1), _PING_PONG, _DIVIDED, 9.977, 0.0181, 0.2305, 0.02256, 0.03265, 47.76, 0.4216, 0.8524),
-    Tile(64, 128, 8, (1, 1), _PING_PONG, _DIVIDED, 8.798, 0.01654, 0.1019, 0.06484, 0.08442, 8.29, 0.0009493, 0.9565),
-    Tile(64, 64, 12, (1, 1), _PING_PONG, _DIVIDED, 8.619, 0.06174, 0.07005, 0.04481, 0.05563, 11.81, 1.129, 0.7934),
+    Tile(128, 256, 4, (1, 1), _COOPERATIVE, _WHOLE, 6.78, 0.478, 0.178, 0.0311, 0.223, 1.33, 12.3, 0.888, 1, 0.121),
+    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _WHOLE, 7.78, 0.532, 0.316, 0.0286, 0.0132, 1.57, 108, 21.7, 1, 0.159),
+    Tile(256, 128, 4, (1, 1), _COOPERATIVE, _WHOLE, 6.54, 0.486, 0.205, 0.0243, 0.252, 1.49, 5.63, 0.0013, 1, 0.141),
+    Tile(128, 128, 6, (1, 1), _COOPERATIVE, _WHOLE, 6.44, 0.216, 0.113, 0.0538, 0.251, 0.672, 7.04, 0.0582, 1, 0.0411),
+    Tile(128, 128, 6, (1, 1), _PING_PONG, _WHOLE, 7.11, 0.209, 0.108, 0.0694, 0.281, 0.107, 6.73, 0.632, 1, 0.051),
+    Tile(128, 128, 6, (1, 2), _PING_PONG, _WHOLE, 8.05, 0.225, 0.249, 0.0421, 0.13, 0.709, 6.61, 0.591, 1, 0.0429),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, _WHOLE, 7.93, 0.238, 0.217, 0.0382, 0.152, 0.165, 10.9, 2.85, 1, 0.0851),
+    Tile(64, 256, 5, (1, 1), _PING_PONG, _WHOLE, 6.41, 0.223, 0.101, 0.106, 0.366, 0.938, 9.52, 0.989, 1, 0.0746),
+    Tile(128, 64, 8, (1, 1), _COOPERATIVE, _WHOLE, 6.43, 0.081, 0.102, 0.0572, 0.215, 0.168, 5.17, 0.0013, 1, 0.162),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, _WHOLE, 6.84, 0.0962, 0.0752, 0.0635, 0.221, 0.0141, 8.38, 0.0532, 1, 0.286),
+    Tile(64, 128, 8, (2, 1), _PING_PONG, _WHOLE, 6.91, 0.14, 0.169, 0.0335, 0.0977, 0.667, 45.5, 12.6, 1, 0.0673),
+    Tile(64, 64, 12, (1, 1), _PING_PONG, _WHOLE, 6.59, 0.0569, 0.0551, 0.0504, 0.15, 0.009, 8.03, 1.44, 1, 0.27),
+    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _EVEN, 13, 0.0265, 0.645, 0.0166, 0.0139, 1.59, 24.4, 8.69, 1.4, 0.109),
+    Tile(256, 128, 4, (1, 2), _COOPERATIVE, _EVEN, 13.1, 0.0254, 0.622, 0.0076, 0.005, 1.89, 9.7, 0.0013, 1.46, 0.148),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, _EVEN, 10.7, 0.0209, 0.349, 0.0187, 0.0998, 0.568, 26.6, 8.88, 1.27, 0.0425),
+    Tile(64, 128, 8, (2, 1), _PING_PONG, _EVEN, 9.41, 0.0128, 0.228, 0.0208, 0.0648, 0.0326, 56.9, 13.7, 0.851, 0.0598),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, _EVEN, 8.5, 0.0081, 0.0988, 0.0582, 0.189, 0.0417, 8.44, 0.0483, 0.908, 0.138),
+    Tile(64, 64, 12, (1, 1), _PING_PONG, _EVEN, 8.18, 0.06, 0.0693, 0.0366, 0.132, 0.0451, 11.8, 0.876, 0.759, 0.0687),
 )
 """All configurations. Each serves every problem with the same bits."""
 

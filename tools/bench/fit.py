@@ -10,7 +10,10 @@ behind ``--held``, which only the loss is computed of: how much longer the tile 
 than the fastest one. Without ``--held``, the tiles are fitted twice: for the loss to one half of the shapes, which are
 then held against the other half, and for the printed result to all of them. With ``--held`` alone nothing is fitted.
 
-A record keeps the conditions of every file and the medians of all kernels in it, so it serves tests of the others, too.
+Fitted are tenths, the times below which a tenth of the rounds stayed, since a card that lowers its clock to keep its
+power hides in the medians of long products which tile is the faster one. The losses are those of medians.
+
+A record keeps the conditions of every file and both times of all kernels in it, so it serves tests of the others, too.
 
 A fit needs scipy.
 
@@ -40,7 +43,7 @@ from skuda.tools.files import read_json, read_text, write_whole
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, int, int]
 Times = dict[Shape, dict[str, float]]
-"""Median microseconds by shape and by the name of a configuration."""
+"""Microseconds by shape and by the name of a configuration."""
 
 _KIND = "skuda times"
 _FITTED = tuple(field.name for field in fields(Tile) if field.type == "float")
@@ -99,7 +102,8 @@ def _set_of(tuning: Tuning, subject: str) -> dict[str, Any]:
             names = kernel["configurations"]
             if one.choice not in names:
                 names.append(one.choice)
-            us.setdefault(variant, []).append([names.index(one.choice), round(one.timing.median, 2)])
+            times = round(one.timing.median, 2), round(one.timing.p10, 2)
+            us.setdefault(variant, []).append([names.index(one.choice), *times])
         shapes.append({"m,n,k": shape, "us": us})
     return {
         "seed": first.seed,
@@ -118,20 +122,24 @@ def _split(problem: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
     return {name: value for name, value in problem.items() if name not in sizes}, [problem[name] for name in sizes]
 
 
-def timed(one: Mapping[str, Any], variant: str) -> Iterator[tuple[Shape, dict[str, float]]]:
-    """Yield the shapes of a set at which a kernel was measured, and its times, the first of its ranking first."""
+def timed(one: Mapping[str, Any], variant: str, *, tenth: bool = False) -> Iterator[tuple[Shape, dict[str, float]]]:
+    """Yield the shapes of a set at which a kernel was measured, and its times, the first of its ranking first.
+
+    The times are medians, or with `tenth` tenths, where a record has them.
+    """
     for shape in one["shapes"]:
         if variant in shape["us"]:
             names = one["kernels"][variant]["configurations"]
             m, n, k = shape["m,n,k"]
-            yield (m, n, k), {names[number]: float(us) for number, us in shape["us"][variant]}
+            every = shape["us"][variant]
+            yield (m, n, k), {names[number]: float(us[-1 if tenth else 0]) for number, *us in every}
 
 
-def times_of(sets: Sequence[Mapping[str, Any]]) -> Times:
-    """Return the times of the present tiles, at shapes of enough rows where at least two were measured."""
+def times_of(sets: Sequence[Mapping[str, Any]], *, tenth: bool = False) -> Times:
+    """Return the times of the present tiles, at shapes of enough rows where at least two were measured; see `timed`."""
     known = set(map(str, TILES))
     found: Times = {}
-    for shape, us in (pair for each in sets for pair in timed(each, "warpgroup")):
+    for shape, us in (pair for each in sets for pair in timed(each, "warpgroup", tenth=tenth)):
         present = {name: value for name, value in us.items() if name in known}
         if len(present) > 1 and shape[0] >= _FEWEST:
             found[shape] = present
@@ -239,12 +247,12 @@ def loss(tiles: Sequence[Tile], times: Times, sm_count: int = H200) -> Loss:
 
 
 def line(tile: Tile) -> str:
-    """Return a tile as a line of `TILES`, with four digits of its times."""
+    """Return a tile as a line of `TILES`, with three digits of its times, and four decimals at most."""
     facts = {field.name: repr(getattr(tile, field.name)) for field in fields(tile) if field.name not in _FITTED}
     facts["cooperative"] = "_COOPERATIVE" if tile.cooperative else "_PING_PONG"
-    facts["divides"] = "_DIVIDED" if tile.divides else "_WHOLE"
+    facts["divides"] = "_EVEN" if tile.divides else "_WHOLE"
     told = facts.values()
-    return f"    Tile({', '.join((*told, *(f'{getattr(tile, name):.4g}' for name in _FITTED)))}),"
+    return f"    Tile({', '.join((*told, *(f'{max(1e-4, round(getattr(tile, name), 4)):.3g}' for name in _FITTED)))}),"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -265,10 +273,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no tile of {', '.join(map(str, asked.files))} is in TILES: measure again")
     told: list[tuple[str, Sequence[Tile], Times]] = [("TILES, held", TILES, held)]
     if times:
-        fitted = tested = fitted_to(times)
+        tenths = times_of(sets, tenth=True)
+        fitted = tested = fitted_to(tenths)
         if not held:
             held = dict(list(times.items())[1::2])
-            tested = fitted_to({shape: us for shape, us in times.items() if shape not in held})
+            tested = fitted_to({shape: us for shape, us in tenths.items() if shape not in held})
         sys.stdout.write("\n".join(map(line, fitted)) + "\n")
         told = [("TILES, fitted shapes", TILES, times), ("TILES, held", TILES, held)]
         told += [("fit, fitted shapes", fitted, times), ("fit, held", tested, held)]
