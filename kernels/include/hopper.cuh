@@ -39,25 +39,10 @@ DEVICE void barrier_arrive_at(u32 barrier, u32 rank) {
       "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank)
       : "memory");
 }
-// The same, ordered after this thread's stores into that block.
-DEVICE void barrier_release_at(u32 barrier, u32 rank) {
-  asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank)
-      : "memory");
-}
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
       ::"r"(barrier), "r"(parity)
-      : "memory");
-}
-
-// Waits for data that another block of the cluster has stored and released.
-DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(barrier), "r"(parity)
       : "memory");
 }
 // One store of 16 aligned bytes to global memory, without a branch.

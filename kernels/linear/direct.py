@@ -11,9 +11,9 @@ _UNIT = 64
 _REGISTERS, _MOST_DEEP = 100, 8
 _WARPS_HELD = 16
 
-_LAUNCH, _MORE_WARPS, _SECOND_BLOCK = 4.652, 0.62, 0.522
-_WAVE, _ROUND = 0.65, 0.776
-_L2_BANDWIDTH, _BANDWIDTH, _CODE = 1.112, 7.346, 7.297
+_LAUNCH, _MORE_WARPS, _SECOND_BLOCK, _NARROW = 4.546, 0.583, 0.41, 0.386
+_WAVE, _ROUND = 0.696, 0.771
+_L2_BANDWIDTH, _BANDWIDTH, _CODE = 0.656, 6.799, 3.125
 """Times in us and bandwidths in TB/s, that of L2 for one multiprocessor: fitted; see `Direct.predicted`.
 
 A byte of codes, which all blocks read at the same time, takes L2 `_CODE` times as long as one of the weight.
@@ -67,8 +67,8 @@ class Direct:
     def predicted(self, m: int, n: int, k: int, sm_count: int) -> float:
         """Return the predicted time in us on a card like the H200.
 
-        It is the launch, with more warps on a multiprocessor, of one block or of two, the rounds of loads of all waves,
-        and the bytes from L2 and from memory. The test of
+        It is the launch, with more warps on a multiprocessor, of one block or of two, or of blocks of 8 rows of the
+        weight; the rounds of loads of all waves; and the bytes from L2 and from memory. The test of
         ``docs/evidence/h200-few-tokens.json`` says how well it chooses.
         """
         (blocks, _, _), slots = self.grid(m, n), sm_count * _WARPS_HELD // self.warps
@@ -77,7 +77,7 @@ class Direct:
         loaded = -(-blocks // sm_count) * (8 * self.wide + _CODE * self.tokens) * k / (_L2_BANDWIDTH * 1e6)
         beside = min(-(-blocks // sm_count), _WARPS_HELD // self.warps) - 1
         launch = _LAUNCH + (_MORE_WARPS if self.warps == _WARPS_HELD else _SECOND_BLOCK * beside)
-        return launch + own + loaded + (m + n) * k / (_BANDWIDTH * 1e6)
+        return launch + (_NARROW if self.wide == 1 else 0.0) + own + loaded + (m + n) * k / (_BANDWIDTH * 1e6)
 
     def __str__(self) -> str:
         return f"{8 * self.wide} x {self.tokens} through registers, {self.warps} warps"

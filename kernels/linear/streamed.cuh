@@ -120,9 +120,9 @@ DEVICE void write_slab(const s32 (&d)[4 * QUADS], const s32 (&a_sums)[4 * QUADS]
 }
 
 // The block of rank u modulo CLUSTER finishes slab u of a tile: every other block sends it its sums.
-DEVICE void exchange(const s32 (&d)[TALL][TOKENS / 2], u8* sums, u32 received, u32 rank) {
+DEVICE void exchange(const s32 (&d)[TALL][TOKENS / 2], u8* sums, u32 rank) {
   const u32 mine = shared_address(sums) + threadIdx.x * 16;
-  cluster_wait();  // every block of the cluster runs and has initialized its barriers
+  cluster_wait();  // every block of the cluster runs
 #pragma unroll
   for (int u = 0; u < TALL * SLABS; ++u) {
 #pragma unroll
@@ -132,10 +132,8 @@ DEVICE void exchange(const s32 (&d)[TALL][TOKENS / 2], u8* sums, u32 received, u
       store16_at(mine + ((u / CLUSTER * CLUSTER + rank) * QUADS + i) * (CONSUMERS * 16), u % CLUSTER, four);
     }
   }
-  __syncwarp();
-  const int lane = threadIdx.x % 32, owners = CLUSTER < TALL * SLABS ? CLUSTER : TALL * SLABS;
-  if (lane < owners) barrier_release_at(received, lane);
-  if (rank < owners) barrier_wait_cluster(received, 0);
+  cluster_arrive();
+  cluster_wait();
 }
 
 // The part of k that a step has. Where there are many codes whose rows do not begin at lines of the cache, blocks begin at
@@ -301,7 +299,6 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
   f32* const act_scales = (f32*)(sums + SUMS);
   const u32 w_stages = shared_address(shared), a_stages = w_stages + stages * w_stage;
   const u32 full = shared_address(act_scales) + 4 * TOKENS * (1 + A_SHIFTED), empty = full + 8 * stages;
-  const u32 received = empty + 8 * stages;
   const s64 token0 = (s64)blockIdx.y * TOKENS;
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 first = blockIdx.x / CLUSTER, hop = gridDim.x / CLUSTER, tiles = (u32)((p.n + 8 * atoms - 1) / (8 * atoms));
@@ -315,7 +312,6 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
       barrier_make(empty + 8 * s, CONSUMERS / 32);
     }
   }
-  if (CLUSTER > 1 && threadIdx.x == 0) barrier_make(received, CLUSTER * CONSUMERS / 32);
   barriers_made();
   __syncthreads();
   if (CLUSTER > 1) cluster_arrive();  // awaited before anything is sent
@@ -414,7 +410,7 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
     }
     products_wait<0>();
     if (end > begin && lane == 0) barrier_arrive(empty + 8 * before);
-    if (CLUSTER > 1) exchange(d, sums, received, rank);
+    if (CLUSTER > 1) exchange(d, sums, rank);
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
       const u32 u = slot * CLUSTER + rank, column = u % SLABS * SLAB;

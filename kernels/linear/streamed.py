@@ -42,10 +42,14 @@ _SHARED_BY_TWO = 115_712
 _MOST_ROWS, _MOST_TILES = 128, hopper.H200
 """Beyond `FEW_ROWS`, most rows of an activation and most tiles of 16 rows by 64 of the weight: all run at once."""
 
-_LAUNCH, _BANDWIDTH, _LATENCY = 6.133, 5.001, 0.969
-_BOXES, _TOKEN, _UNALIGNED_TOKEN = 0.0402, 0.00133, 0.00209
-_CLUSTER, _EXCHANGE, _SECOND_GROUP = {1: 0.0, 2: 0.735, 4: 1.120}, 0.00011, 0.836
-"""Times in us and a bandwidth in TB/s, fitted by least squares; see `Streamed.predicted`."""
+_LAUNCH, _BANDWIDTH, _LATENCY = 6.21, 4.371, 0.7584
+_BOXES, _TOKEN = 0.03847, 0.001228
+_UNALIGNED_TOKEN = {128: 0.0, 64: 0.00058, 32: 0.00087, 16: 0.00225}
+_CLUSTER, _EXCHANGE, _SECOND_GROUP, _OTHER_HEIGHT = {1: 0.0, 2: 0.374, 4: 0.562}, 0.000125, 0.49, 0.316
+"""Times in us and a bandwidth in TB/s, fitted by least squares; see `Streamed.predicted`.
+
+`_UNALIGNED_TOKEN` is by the largest power of two up to a line of the cache that divides the bytes of a row.
+"""
 
 
 def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
@@ -103,18 +107,24 @@ class Streamed:
         """Return the predicted time in us on a card like the H200.
 
         The copy engine of a multiprocessor takes so long for the boxes of a chunk and for each row of codes in them,
-        longer if rows do not begin at lines of the cache. Beside it stand the memory, and its latency, in which the
-        ring is read once; then the launch, a second warpgroup, and the exchange of sums in a cluster. The test of
+        longer if rows do not begin at lines of the cache, and the most if not even at sectors. Beside it stand the
+        memory, and its latency, in which the ring is read once; then the launch, a second warpgroup, rows that are not
+        those of whole products, and the exchange of sums in a cluster. The test of
         ``docs/evidence/h200-few-tokens.json`` says how well it chooses.
         """
         rows = 8 * self.atoms
         tiles = -(-n // rows)
         turns = -(-tiles // max(1, self.grid[0] // self.cluster))
-        token = _TOKEN + (_UNALIGNED_TOKEN if k % _CHUNK else 0.0)
+        token = _TOKEN + _UNALIGNED_TOKEN[math.gcd(k, _CHUNK)]
         copied = turns * -(-k // _CHUNK) / self.cluster * (_BOXES + self.tokens * token)
         waited = turns * -(-k // (_CHUNK * self.chunks * self.cluster)) / self.stages * _LATENCY
         exchange = _CLUSTER[self.cluster] + (_EXCHANGE * rows * self.tokens if self.cluster > 1 else 0.0)
-        fixed = _LAUNCH + exchange + (_SECOND_GROUP if self.groups > 1 else 0.0)
+        fixed = (
+            _LAUNCH
+            + exchange
+            + (_SECOND_GROUP if self.groups > 1 else 0.0)
+            + (_OTHER_HEIGHT if rows % _PRODUCT else 0.0)
+        )
         return fixed + math.hypot(copied, waited, (m + n) * k / (_BANDWIDTH * 1e6))
 
     def __str__(self) -> str:
@@ -243,7 +253,7 @@ def _bytes(tokens: int, groups: int, chunks: int, cluster: int, atoms: int, outp
     slab = 8 if tokens == 8 or output_bytes == 4 else 16
     staging = 4 * groups * slab * (16 * output_bytes + 16)
     sums = -(-(tokens // slab) // cluster) * cluster * (slab // 8) * groups * 2048 if cluster > 1 else 0
-    return 1024 + staging + sums + 4 * tokens + 8, chunks * (atoms * _ATOM + tokens * _CHUNK)
+    return 1024 + staging + sums + 4 * tokens, chunks * (atoms * _ATOM + tokens * _CHUNK)
 
 
 @lru_cache(maxsize=4096)

@@ -302,17 +302,17 @@ struct Exchange {
   }
 };
 
-// The first row of a tile. The last tile of a column begins early enough to be full, and computes some rows a second time,
-// with the same bits. A tile mostly beyond m took up to twice as long as a full one, and so did its neighbours: likely because
-// it ran ahead of those that read the same rows of w, as nobody loads rows beyond m. So a block of a cluster that would have
-// no rows at all computes the last tile, too.
-DEVICE s32 first_row(u32 row, s32 m) { return (s32)min(row, (u32)max(0, m - TILE_M)); }
+// The first row or column of a tile. The last tile of a column or row of tiles begins early enough to be full, and computes
+// some results a second time, with the same bits. A tile mostly beyond m or n took up to twice as long as a full one, and so did
+// its neighbours: likely because it ran ahead of those that read the same, as nobody loads what is beyond. So a block of a
+// cluster that would have no rows or columns at all computes the last tile, too.
+template <int TILE> DEVICE s32 first_of(u32 at, s64 size) { return (s32)min(at, (u32)max(0, (s32)size - TILE)); }
 
 // Requests the boxes of a block's tiles: of those that its cluster shares, its part, for all.
 struct Loader {
   const TensorMap &a_map, &w_map;
   u32 stages, full, rank;
-  s64 m;
+  s64 m, n;
   u32 offset;        // first step of the part of a tile
   s32 a_row, w_row;  // of its boxes
 
@@ -322,8 +322,8 @@ struct Loader {
     u32 tile_row, tile_column;
     raster.at(tile, tile_row, tile_column);
     offset = begin;
-    a_row = first_row((tile_row * CLUSTER_M + row()) * TILE_M, (s32)m) + column() * (TILE_M / CLUSTER_N);
-    w_row = (s32)((tile_column * CLUSTER_N + column()) * TILE_N + row() * (TILE_N / CLUSTER_M));
+    a_row = first_of<TILE_M>((tile_row * CLUSTER_M + row()) * TILE_M, m) + column() * (TILE_M / CLUSTER_N);
+    w_row = first_of<TILE_N>((tile_column * CLUSTER_N + column()) * TILE_N, n) + row() * (TILE_N / CLUSTER_M);
   }
   DEVICE void expect(u32 stage) const { barrier_expect(full + 8 * stage, STAGE_BYTES); }
   DEVICE void a(u32 stage, u32 step) const {
@@ -384,14 +384,14 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
     barriers_made();
     // In a cluster, the other blocks' barriers have to be made first. The loop below finds this part again: a value that
     // lives from here to there would leave the registers of a warp for those of every lane.
-    if (CLUSTER == 1) Loader{a_map, w_map, stages, full, rank, p.m}.start(raster, work);
+    if (CLUSTER == 1) Loader{a_map, w_map, stages, full, rank, p.m, p.n}.start(raster, work);
   }
   __syncthreads();
   if (CLUSTER > 1) cluster_sync();
   if (group == 0) {
     registers_down<56>();
     if (threadIdx.x == 0) {
-      Loader load = {a_map, w_map, stages, full, rank, p.m};
+      Loader load = {a_map, w_map, stages, full, rank, p.m, p.n};
       Ring at{0, 0};
       for (u32 part = 0; work.take(part, tile, begin, steps); ++part) {
         load.aim(raster, tile, begin);
@@ -431,8 +431,8 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
       const auto request = [&] {
         u32 row, column;
         raster.at(tile, row, column);
-        column0 = (s64)(column * CLUSTER_N + cluster_column) * TILE_N;
-        row0 = first_row((row * CLUSTER_M + cluster_row) * TILE_M, (s32)p.m);
+        column0 = first_of<TILE_N>((column * CLUSTER_N + cluster_column) * TILE_N, p.n);
+        row0 = first_of<TILE_M>((row * CLUSTER_M + cluster_row) * TILE_M, p.m);
         row0 += (COOPERATIVE ? consumer * GROUP_M : 0) + warp * 16;
 #pragma unroll
         for (int i = 0; i < BLOCKS_M * 2; ++i) {

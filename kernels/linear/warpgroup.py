@@ -55,6 +55,12 @@ _LONG_SHARE = 16
 _MOST_IDLE = 0.05
 """Share of the clusters that may be left without work so that the others fall into groups; see `Work`."""
 
+_MOST_LONGER = 400_000
+"""Results times steps by which shares may be longer so that none has parts of two tiles.
+
+A second part costs a tile's sums and another start; measured, in ``docs/evidence/h200-one-part.json``.
+"""
+
 _PARTIAL_LINES = ((128, 0.0), (64, 1.0), (32, 1.244))
 """Time of loading parts of lines, by what divides the bytes of a row, relative to rows of half lines."""
 
@@ -72,6 +78,18 @@ _CACHED = 40_000_000
 
 _OUT_OF_STEP = 0.7
 """Share of what divided tiles read that each fetches from memory for itself where clusters are not in groups."""
+
+_RESIDENT, _REREAD = 30_000_000, 0.5
+"""Operands of more bytes do not stay in L2, and the share of what then goes missing that memory is asked for again.
+
+So where clusters in groups divide tiles: the members of a group read different parts of its operand at the same time.
+"""
+
+_GROUP_BANDWIDTH = 4e6
+"""Bytes in a us that memory gives for that."""
+
+_SECOND_PART = 0.25
+"""Share of the launch time of divided tiles that is missing where shares have parts of one tile alone."""
 
 _SUSTAINED = 600.0
 """Time in us after which half of `Tile.throttled` shows."""
@@ -227,13 +245,25 @@ class Tile:
         shared = self._shared(m, n, k, slots) if self.divides else 0
         if not shared:
             return Work(min(slots, tiles), 0, 1, self.band)
-        # A share shorter than some steps costs more than it gains, and none may be empty.
-        most = shared * -(-k // _STAGE_K) // _SHORTEST_SHARE
-        if most < slots:
-            return Work(max(1, most), shared, 1, self.band)
-        groups = self._groups(min(rows, columns), slots) if shared == tiles else 1
+        steps, side = -(-k // _STAGE_K), min(rows, columns)
+        clusters = self._one_part_each(shared, steps, slots) if shared == tiles else 0
+        if clusters:
+            groups = side
+        else:
+            # A share shorter than some steps costs more than it gains, and none may be empty.
+            most = shared * steps // _SHORTEST_SHARE
+            if most < slots:
+                return Work(max(1, most), shared, 1, self.band)
+            groups = self._groups(side, slots) if shared == tiles else 1
+            clusters = slots // groups * groups
         band = self.band if groups == 1 else 1 if columns <= rows else rows
-        return Work(slots // groups * groups, shared, groups, band)
+        return Work(clusters, shared, groups, band)
+
+    def _one_part_each(self, tiles: int, steps: int, slots: int) -> int:
+        """Return the clusters for which each has a part of one tile alone, or 0 if these are too few."""
+        parts = min(slots // tiles, steps // _SHORTEST_SHARE)
+        longer = steps / parts - tiles * steps / slots if parts > 1 else 0.0
+        return parts * tiles if parts > 1 and longer * self.m * self.n * self.blocks <= _MOST_LONGER else 0
 
     def _shared(self, m: int, n: int, k: int, slots: int) -> int:
         """Return the tiles whose steps are divided: the last, which do not fill the card, and usually a wave more.
@@ -332,9 +362,14 @@ class Tile:
             read = max(read, int((together / (high * wide) * (high * tall + wide * broad) + own_reads) * k))
         moved = read + 2 * m * n * (1 + self.output)
         memory = moved / (self.bandwidth * 1e6 * min(1.0, 1.5 * occupied))
+        if shared and groups > 1:
+            own_operand, times = (n, rows) if columns <= rows else (m, columns)
+            missing = max(0.0, 1 - _RESIDENT / ((m + n) * k))
+            memory += _REREAD * missing * (times - 1) * own_operand * k / _GROUP_BANDWIDTH
         # A cluster with idle blocks only costs time.
         spare = -(-m // self.m) < self.cluster[0] or -(-n // self.n) < self.cluster[1]
-        us = self.launch_time + (3.0 if spare else 0.0) + math.hypot(own, memory)
+        launch = self.launch_time * (1 - _SECOND_PART if shared and clusters % shared == 0 else 1.0)
+        us = launch + (3.0 if spare else 0.0) + math.hypot(own, memory)
         return float(us * (1 + self.throttled * us**2 / (us**2 + _SUSTAINED**2)))
 
     def __str__(self) -> str:
@@ -345,27 +380,33 @@ class Tile:
 
 
 _COOPERATIVE, _PING_PONG = True, False
-_WHOLE, _EVEN = False, True
+_WHOLE, _DIVIDED = False, True
 
 TILES = (
-    Tile(128, 256, 4, (1, 1), _COOPERATIVE, _WHOLE, 6.78, 0.478, 0.178, 0.0311, 0.223, 1.33, 12.3, 0.888, 1, 0.121),
-    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _WHOLE, 7.78, 0.532, 0.316, 0.0286, 0.0132, 1.57, 108, 21.7, 1, 0.159),
-    Tile(256, 128, 4, (1, 1), _COOPERATIVE, _WHOLE, 6.54, 0.486, 0.205, 0.0243, 0.252, 1.49, 5.63, 0.0013, 1, 0.141),
-    Tile(128, 128, 6, (1, 1), _COOPERATIVE, _WHOLE, 6.44, 0.216, 0.113, 0.0538, 0.251, 0.672, 7.04, 0.0582, 1, 0.0411),
-    Tile(128, 128, 6, (1, 1), _PING_PONG, _WHOLE, 7.11, 0.209, 0.108, 0.0694, 0.281, 0.107, 6.73, 0.632, 1, 0.051),
-    Tile(128, 128, 6, (1, 2), _PING_PONG, _WHOLE, 8.05, 0.225, 0.249, 0.0421, 0.13, 0.709, 6.61, 0.591, 1, 0.0429),
-    Tile(128, 128, 6, (2, 1), _PING_PONG, _WHOLE, 7.93, 0.238, 0.217, 0.0382, 0.152, 0.165, 10.9, 2.85, 1, 0.0851),
-    Tile(64, 256, 5, (1, 1), _PING_PONG, _WHOLE, 6.41, 0.223, 0.101, 0.106, 0.366, 0.938, 9.52, 0.989, 1, 0.0746),
-    Tile(128, 64, 8, (1, 1), _COOPERATIVE, _WHOLE, 6.43, 0.081, 0.102, 0.0572, 0.215, 0.168, 5.17, 0.0013, 1, 0.162),
-    Tile(64, 128, 8, (1, 1), _PING_PONG, _WHOLE, 6.84, 0.0962, 0.0752, 0.0635, 0.221, 0.0141, 8.38, 0.0532, 1, 0.286),
-    Tile(64, 128, 8, (2, 1), _PING_PONG, _WHOLE, 6.91, 0.14, 0.169, 0.0335, 0.0977, 0.667, 45.5, 12.6, 1, 0.0673),
-    Tile(64, 64, 12, (1, 1), _PING_PONG, _WHOLE, 6.59, 0.0569, 0.0551, 0.0504, 0.15, 0.009, 8.03, 1.44, 1, 0.27),
-    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _EVEN, 13, 0.0265, 0.645, 0.0166, 0.0139, 1.59, 24.4, 8.69, 1.4, 0.109),
-    Tile(256, 128, 4, (1, 2), _COOPERATIVE, _EVEN, 13.1, 0.0254, 0.622, 0.0076, 0.005, 1.89, 9.7, 0.0013, 1.46, 0.148),
-    Tile(128, 128, 6, (2, 1), _PING_PONG, _EVEN, 10.7, 0.0209, 0.349, 0.0187, 0.0998, 0.568, 26.6, 8.88, 1.27, 0.0425),
-    Tile(64, 128, 8, (2, 1), _PING_PONG, _EVEN, 9.41, 0.0128, 0.228, 0.0208, 0.0648, 0.0326, 56.9, 13.7, 0.851, 0.0598),
-    Tile(64, 128, 8, (1, 1), _PING_PONG, _EVEN, 8.5, 0.0081, 0.0988, 0.0582, 0.189, 0.0417, 8.44, 0.0483, 0.908, 0.138),
-    Tile(64, 64, 12, (1, 1), _PING_PONG, _EVEN, 8.18, 0.06, 0.0693, 0.0366, 0.132, 0.0451, 11.8, 0.876, 0.759, 0.0687),
+    Tile(128, 256, 4, (1, 1), _COOPERATIVE, _WHOLE, 6.68, 0.49, 0.172, 0.0138, 0.213, 1.47, 13.9, 1.09, 1, 0.165),
+    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _WHOLE, 7.62, 0.54, 0.309, 0.0176, 0.01, 1.55, 111, 24.2, 1, 0.214),
+    Tile(256, 128, 4, (1, 1), _COOPERATIVE, _WHOLE, 6.4, 0.506, 0.196, 0.0164, 0.247, 1.58, 6.07, 0.0013, 1, 0.174),
+    Tile(128, 128, 6, (1, 1), _COOPERATIVE, _WHOLE, 6.3, 0.241, 0.101, 0.0486, 0.258, 0.786, 7.57, 0.0506, 1, 0.0835),
+    Tile(128, 128, 6, (1, 1), _PING_PONG, _WHOLE, 7.02, 0.239, 0.0964, 0.0613, 0.288, 0.0826, 7.34, 1.1, 1, 0.103),
+    Tile(128, 128, 6, (1, 2), _PING_PONG, _WHOLE, 8.04, 0.245, 0.227, 0.0274, 0.128, 0.57, 7.09, 1.14, 1, 0.093),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, _WHOLE, 7.9, 0.257, 0.203, 0.0317, 0.151, 0.103, 15.3, 4.67, 1, 0.109),
+    Tile(64, 256, 5, (1, 1), _PING_PONG, _WHOLE, 5.5, 0.245, 0.0881, 0.0978, 0.382, 1.77, 9.77, 1.54, 1, 0.145),
+    Tile(128, 64, 8, (1, 1), _COOPERATIVE, _WHOLE, 6.31, 0.103, 0.0976, 0.057, 0.219, 0.194, 5.45, 0.0013, 1, 0.186),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, _WHOLE, 6.75, 0.114, 0.0692, 0.0623, 0.226, 0.0127, 9.05, 1.08, 1, 0.322),
+    Tile(64, 128, 8, (2, 1), _PING_PONG, _WHOLE, 7.17, 0.147, 0.164, 0.0296, 0.0978, 0.31, 65.5, 20.1, 1, 0.0731),
+    Tile(64, 64, 12, (1, 1), _PING_PONG, _WHOLE, 6.47, 0.0768, 0.0514, 0.0498, 0.156, 0.0076, 9.12, 2.17, 1, 0.291),
+    Tile(
+        128, 256, 4, (2, 1), _COOPERATIVE, _DIVIDED, 12.8, 0.0255, 0.626, 0.0107, 0.0099, 1.98, 165, 4.86, 1.58, 0.194
+    ),
+    Tile(
+        256, 128, 4, (1, 2), _COOPERATIVE, _DIVIDED, 13.7, 0.0245, 0.634, 0.008, 0.0073, 1.83, 162, 0.0013, 1.72, 0.182
+    ),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, _DIVIDED, 9.01, 0.0297, 0.34, 0.0146, 0.101, 1.97, 36.3, 10.9, 1.4, 0.0879),
+    Tile(
+        64, 128, 8, (2, 1), _PING_PONG, _DIVIDED, 9.33, 0.147, 0.174, 0.0192, 0.0761, 0.0434, 82.2, 23.3, 1.19, 0.0776
+    ),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, _DIVIDED, 7.02, 0.0063, 0.099, 0.0509, 0.193, 1.74, 12.2, 0.0633, 1.1, 0.156),
+    Tile(64, 64, 12, (1, 1), _PING_PONG, _DIVIDED, 7.02, 0.058, 0.0688, 0.0359, 0.137, 1.22, 13.8, 0.667, 1, 0.0708),
 )
 """All configurations. Each serves every problem with the same bits."""
 

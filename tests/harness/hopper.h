@@ -59,8 +59,6 @@ static inline void cluster_arrive() {}
 static inline void cluster_wait() {}
 static inline void cluster_sync() {}
 static inline void barrier_arrive_at(unsigned, unsigned) { skuda_fault("a cluster of several blocks"); }
-static inline void barrier_release_at(unsigned, unsigned) { skuda_fault("a cluster of several blocks"); }
-static inline void barrier_wait_cluster(unsigned, unsigned) { skuda_fault("a cluster of several blocks"); }
 static inline void store16_at(unsigned, unsigned, const int (&)[4]) { skuda_fault("a cluster of several blocks"); }
 template <class Map> static void load_box_to_all(unsigned, const Map*, int, int, unsigned, unsigned short) {
   skuda_fault("a cluster of several blocks");

@@ -489,9 +489,9 @@ _KINDS = (
     ("scaled_linear", "u8", "s32", "IDENTITY"),
 )
 _SPILLED = {
-    ("smoothquant_linear", "bf16", 0, "128 x 256, cooperative, 4 stages, clusters of 2 x 1, divided evenly"),
+    ("smoothquant_linear", "bf16", 0, "128 x 128, ping-pong, 6 stages, clusters of 2 x 1, divided evenly"),
 }
-"""All of the kinds above with which NVRTC 13.5 keeps something in local memory: 32 bytes, none in the mainloop."""
+"""All of the kinds above with which NVRTC 13.5 keeps something in local memory: 24 bytes, none in the mainloop."""
 
 
 @pytest.mark.skipif(compiling.find_nvrtc() is None, reason="no NVRTC")
@@ -506,7 +506,7 @@ def test_every_tile_compiles_without_a_remark_and_keeps_its_sums_in_registers(nu
     result = compiled(dataclasses.replace(job, flags=(*job.flags, *more, f"-DSKUDA_ZERO_POINTS={shifts}")))
     assert not result.remarks, f"{tile}: {result.remarks}"
     needs = result.kernels[f"{op}_warpgroup"]
-    most = 32 if (op, output, shifts, str(tile)) in _SPILLED else 0
+    most = 24 if (op, output, shifts, str(tile)) in _SPILLED else 0
     assert needs.stack <= most, tile
     assert needs.spills == 0 or most, tile
     assert needs.registers == 168, f"{tile}: {needs.registers}; 384 threads share 65,536, and setmaxnreg counts on it"
@@ -535,7 +535,7 @@ def _losses(measured):
 @pytest.mark.parametrize("measured", TILE_RECORD, ids=lambda each: f"seed {each['seed']}")
 def test_the_chosen_tile_is_near_the_best_of_those_measured(measured):
     losses = np.array(list(_losses(measured)))
-    assert len(losses) > 100
+    assert len(losses) > 30
     assert np.exp(np.log(losses).mean()) < (1.02 if measured["fitted"] else 1.015)
     assert (losses > 1.05).mean() < 0.15
 
@@ -585,9 +585,32 @@ def test_clusters_fall_into_groups_that_read_the_longer_operand_together(m, n, g
     rows, columns = tile.grid(m, n)
     work = tile.work(m, n, 16384, 132)
     assert (work.groups, work.band) == (groups, band)
-    assert 0.95 * (132 // tile.blocks) <= work.clusters <= 132 // tile.blocks
+    most = 132 // tile.blocks
+    assert most // work.shared * work.shared == work.clusters or 0.95 * most <= work.clusters <= most
     assert groups == 1 or work.shared == rows * columns
     assert min(rows, columns) % groups == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "m", "n", "k", "clusters", "groups"),
+    [
+        (0, 194, 1664, 17104, 63, 1),  # 7 tiles, of 66 clusters
+        (0, 317, 1100, 10848, 60, 2),
+        (0, 880, 1312, 25472, 64, 4),  # 24 tiles: shares would be a third longer, 25 steps
+        (0, 2895, 2912, 28112, 66, 1),  # more tiles than clusters
+        (-1, 46, 2832, 5184, 90, 1),
+        (-1, 46, 2832, 720, 67, 1),  # parts would be of three steps
+    ],
+)
+def test_every_cluster_has_a_part_of_one_tile_alone_where_shares_get_little_longer(number, m, n, k, clusters, groups):
+    tile = DIVIDED[number]
+    work = tile.work(m, n, k, 132)
+    assert (work.clusters, work.groups) == (clusters, groups)
+    parts, rest = divmod(work.clusters, work.shared)
+    if not rest and parts > 1:
+        units, members = work.shared // groups * -(-k // 128), work.clusters // groups  # as in warpgroup.cuh
+        begins = {units * member // members for member in range(members + 1)}
+        assert begins >= {tiles * -(-k // 128) for tiles in range(work.shared // groups)}
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ def line(tile: Tile) -> str:
     """Return a tile as a line of `TILES`, with three digits of its times, and four decimals at most."""
     facts = {field.name: repr(getattr(tile, field.name)) for field in fields(tile) if field.name not in _FITTED}
     facts["cooperative"] = "_COOPERATIVE" if tile.cooperative else "_PING_PONG"
-    facts["divides"] = "_EVEN" if tile.divides else "_WHOLE"
+    facts["divides"] = "_DIVIDED" if tile.divides else "_WHOLE"
     told = facts.values()
     return f"    Tile({', '.join((*told, *(f'{max(1e-4, round(getattr(tile, name), 4)):.3g}' for name in _FITTED)))}),"
 
