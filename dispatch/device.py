@@ -53,6 +53,11 @@ class Device(Value):
         """Processor kind and ordinal: the identity of the device in this process."""
         return (self.processor, self.ordinal)
 
+    @property
+    def overlaps_launches(self) -> bool:
+        """Whether a kernel may start before the previous one of its stream ends (programmatic dependent launch)."""
+        return self.compute_capability is not None and self.compute_capability >= (9, 0)
+
     def describe(self) -> str:
         """Return a description in a few words."""
         if self.compute_capability is None:

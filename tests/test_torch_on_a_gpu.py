@@ -350,6 +350,49 @@ def test_a_graph_is_captured_after_prepare_without_another_call(device):
 MODES = [("cpu", "default"), *itertools.product(GPUS, ("default", "reduce-overhead"))]
 
 
+def normed(data):
+    return torch.ops.skuda.rms_norm_quantize(data, eps=1e-6, q_min=-127, q_max=127, output_element="s8")[0]
+
+
+def gated(data):
+    return torch.ops.skuda.silu_mul_quantize(gate_up=data, q_min=-127, q_max=127, output_element="s8")[0]
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize("write", [normed, gated, torch.clone], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_weight_that_the_kernel_in_front_writes_is_read_whole(device, write, replayed):
+    """A product may start before that one has ended, and before its stores can be seen: few of them, or very many."""
+    rng = fresh(device, write.__name__, replayed)
+    n, k = (8, 64) if not on_gpu(device) else (8192, 8192) if write is torch.clone else (32, 4096)
+    act = torch.from_numpy(rng.integers(-127, 128, (16, k), dtype="int8")).to(device)
+    if write is torch.clone:
+        contents = [torch.from_numpy(rng.integers(-127, 128, (n, k), dtype="int8")).to(device) for _ in range(3)]
+    else:
+        wide = 2 * k if write is gated else k
+        contents = [drawn(rng, n, wide, dtype=torch.bfloat16).to(device) for _ in range(3)]
+    data = torch.zeros_like(contents[0])
+
+    def product(weight):
+        return torch.ops.skuda.scaled_linear(act, weight, output_element="s32")
+
+    want = []
+    for content in contents:
+        weight = write(content)
+        if on_gpu(device):
+            torch.cuda.synchronize(device)
+        want.append(product(weight).clone())
+    assert same(want[0].cpu(), (act.cpu().double() @ write(contents[0]).cpu().double().T).to(torch.int32))
+    replay, output = captured(device, lambda: product(write(data))) if replayed else (None, None)
+    for turn in rng.integers(3, size=200 if on_gpu(device) else 4):
+        data.copy_(contents[turn])
+        if replay is None:
+            output = product(write(data))
+        else:
+            replay()
+        assert same(output, want[turn])
+
+
 @pytest.mark.parametrize(("device", "mode"), MODES)
 @pytest.mark.usefixtures("plain_attention")
 @torch.no_grad()

@@ -13,6 +13,7 @@
 // path that computes element by element, by E alone.
 #pragma once
 #include "curves.cuh"
+#include "next.cuh"
 #include "runs.cuh"
 
 typedef Gate<SKUDA_CURVE, Data> Gated;
@@ -108,6 +109,8 @@ __device__ __noinline__ void slow_gated_codes(const Data* gate, const Data* up, 
 // One row per group of threads. It has at most R chunks per thread, which are read once, unless LONG.
 template <int R, bool LONG, class Group>
 DEVICE void gated_ranged(const Group group, const GatedRows& all, Real* scale_out, s32 q_min, s32 q_max) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   const u32 lane = group.lane(), lanes = group.count, piece = R * lanes, chunks = (u32)(all.columns / Width<Data>::count);
   const bool by_chunks = all.by_chunks();
   const s64 own = ((s64)blockIdx.y * gridDim.x + blockIdx.x) * group.groups() + group.group();
@@ -152,6 +155,8 @@ DEVICE void gated_ranged(const Group group, const GatedRows& all, Real* scale_ou
 // One row per group of threads and column of the grid, whose blocks share the row's parts.
 template <int R, class Group>
 DEVICE void gated_scaled(const Group group, const GatedRows& all, const Scales<Data>& scales) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   enum { V = Width<Data>::count };
   const u32 lane = group.lane(), lanes = group.count, piece = R * lanes, chunks = (u32)(all.columns / V);
   const s64 own = (s64)blockIdx.x * group.groups() + group.group();

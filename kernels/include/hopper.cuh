@@ -10,6 +10,7 @@
 // ranges from 8, which wastes the fewest products on few tokens, to 256, which reads the fewest bytes per product.
 #pragma once
 #include "elements.cuh"
+#include "next.cuh"
 
 struct alignas(64) TensorMap { u64 words[16]; };  // CUtensorMap, made by the host
 
@@ -80,14 +81,6 @@ DEVICE void load_box(u32 to, const TensorMap* map, s32 x, s32 y, u32 barrier) {
       "l"(map), "r"(x), "r"(y), "r"(barrier)
       : "memory");
 }
-// The same with evict-first priority in L2, for data that is read once.
-DEVICE u64 evict_first() { u64 r; asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(r)); return r; }
-DEVICE void load_box(u32 to, const TensorMap* map, s32 x, s32 y, u32 barrier, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], "
-      "[%4], %5;" ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
-      : "memory");
-}
 // The same, multicast to the same address in every block of `mask`.
 DEVICE void load_box_to_all(u32 to, const TensorMap* map, s32 x, s32 y, u32 barrier, u16 mask) {
   asm volatile(
@@ -99,10 +92,6 @@ DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensorma
 
 template <int N> DEVICE void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> DEVICE void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
-
-// Waits for the previous kernel in the stream if the launch allows them to overlap; else does nothing.
-DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // Shows this thread's stores into shared memory to the copy engine and to products.
 DEVICE void show_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

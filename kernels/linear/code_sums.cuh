@@ -7,7 +7,7 @@
 //                used if given
 //
 // Data: global memory -> registers, 16 bytes a thread -> one sum a warp -> global memory. What fits into L2 is there for
-// the product, which may start early and load its first weights during the sums.
+// the product, which may start during the sums, and then waits.
 //
 // Rows begin at multiples of 16 bytes and have whole units of them, as TMA needs for the product.
 //

@@ -8,7 +8,7 @@
 // A block computes 8 WIDE rows of w by all tokens, and its warps share k. A unit is 64 bytes of k: each thread loads 16 of
 // them, of one row, and uses its words as they are, since any order of k gives the same sums. A thread requests DEEP units
 // of w, and the next DEEP before it multiplies these, so that a small w is requested all at once: no tensor map has to be
-// fetched first, and nothing waits in shared memory. Loads of w start before the previous kernel has ended.
+// fetched first, and nothing waits in shared memory.
 //
 // Variants: DEEP is what fits into registers. Zero points: the sums of w, where a has zero points, and of a, where w
 // has, are products with ones, which go through shared memory as one more token and one more row.
@@ -73,6 +73,7 @@ DEVICE void direct_linear(const Rows& rows, const SKUDA_CODE* a, s64 a_leading, 
   const u32 units = (u32)((k + UNIT - 1) / UNIT), hop = WARPS * DEEP, length = (u32)k;
   const uint4 none = make_uint4(0, 0, 0, 0);
 
+  wait_for_previous_kernel();
   uint4 next[DEEP][WIDE];
 #pragma unroll
   for (int i = 0; i < DEEP * WIDE; ++i) {
@@ -80,7 +81,6 @@ DEVICE void direct_linear(const Rows& rows, const SKUDA_CODE* a, s64 a_leading, 
     const int j = i % WIDE;
     next[i / WIDE][j] = at < length && row + 8 * j < p.n ? load16(own_w + 8 * j * w_leading + at) : none;
   }
-  wait_for_previous_kernel();  // all but w may be what it wrote
   // A thread finishes four rows of w for one token.
   const int my_token = threadIdx.x / QUADS, my_quad = threadIdx.x % QUADS;
   const s64 my_row = row0 + 4 * my_quad;
@@ -137,7 +137,7 @@ DEVICE void direct_linear(const Rows& rows, const SKUDA_CODE* a, s64 a_leading, 
       for (int j = 0; A_SHIFTED && j < WIDE; ++j) add_unit(w_sums[j], ones, ones, now[i][j]);
     }
   }
-  if (sizeof(SKUDA_OUT) > 1) let_next_kernel_start();  // codes could be the weight that it loads before it waits
+  let_next_kernel_start();
 
   s32* const mine = parts + warp * PART;
 #pragma unroll

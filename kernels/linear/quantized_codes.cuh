@@ -8,20 +8,19 @@
 //   given_codes, given_scale  the same arrays from the caller, or null; used instead if given
 //
 // Data: global memory -> registers, once -> global memory (runs.cuh); the product then reads the codes from the L2
-// cache. On Hopper the product's kernel may start early and load its first weights during the quantization.
+// cache. On Hopper the product's kernel may start during the quantization, and then waits.
 //
 // Variants: `lanes` threads share a row. For short rows they lie within a warp, so that a block takes several rows and the
 // reduction needs only shuffles; for long rows they are the whole block, so that every thread has work. Any m and k.
 #pragma once
+#include "next.cuh"
 #include "runs.cuh"
 
 KERNEL(512, 1) quantized_linear_codes(const Data* activation, s64 activation_leading, u8* codes, u8* given_codes,
                                       Real* act_scale, Real* given_scale, s64 m, s64 k, s32 lanes, s32 q_min,
                                       s32 q_max) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");  // the product may load its first weights already
-  asm volatile("griddepcontrol.wait;" ::: "memory");   // and this kernel may have started before the previous one ended
-#endif
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   by_runs<8>(activation, activation_leading, given_codes ? given_codes : codes, k, given_scale ? given_scale : act_scale,
              nullptr, k, k, m, 1, lanes, 0, q_min, q_max, 1, m);
 }

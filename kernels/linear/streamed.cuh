@@ -319,7 +319,7 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
   Ring at{0, 0, stages};
   if (warp == CONSUMERS / 32) {
     if (lane != 0) return;
-    const u64 policy = evict_first();
+    wait_for_previous_kernel();
     for (u32 tile = first; tile < tiles; tile += hop) {
 #pragma unroll 1
       for (u32 step = begin; step < end; ++step, at.next()) {
@@ -328,11 +328,11 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
 #pragma unroll
         for (u32 c = 0; c < CHUNKS; ++c) {
           load_box(w_stages + at.stage * w_stage + c * w_chunk, &w_map, (s32)((turn.at(step) * CHUNKS + c) * 128),
-                   (s32)(tile * 8 * atoms), full + 8 * at.stage, policy);
+                   (s32)(tile * 8 * atoms), full + 8 * at.stage);
         }
       }
     }
-    if (sizeof(SKUDA_OUT) > 1) let_next_kernel_start();  // codes could be the weight that it loads before it waits
+    let_next_kernel_start();
     return;
   }
   if (!Source::FUSED && warp > CONSUMERS / 32) {

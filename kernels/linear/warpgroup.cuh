@@ -36,7 +36,7 @@
 
 enum {
   STEP = 128,  // bytes of K in a stage
-  EARLY = 2,   // stages of w that are requested before the previous kernel has ended
+  EARLY = 2,   // stages that are requested before the block is ready
   A_BYTES = TILE_M * STEP,
   W_BYTES = TILE_N * STEP,
   STAGE_BYTES = A_BYTES + W_BYTES,
@@ -342,18 +342,14 @@ struct Loader {
     else load_box_to_all(to, &map, x, row, full + 8 * stage, (u16)sharers);
   }
   static DEVICE u32 ahead(u32 steps) { return steps < EARLY ? steps : EARLY; }
-  // Requests the first stages of the first part. Weights do not depend on the previous kernel, so they are requested before it
-  // ends. Those of more stages would only keep the copy engine from the activation when that is there.
-  DEVICE void first(u32 count) const {
-    for (u32 s = 0; s < count; ++s) expect(s), w(s, s);
-    wait_for_previous_kernel();
-    for (u32 s = 0; s < count; ++s) a(s, s);
-  }
+  DEVICE void load(u32 stage, u32 step) const { expect(stage), a(stage, step), w(stage, step); }
+  // Requests the first stages of the first part, after the previous kernel.
   DEVICE void start(const Raster& raster, Work work) {
     u32 tile, begin, steps;
     work.take(0, tile, begin, steps);
     aim(raster, tile, begin);
-    first(ahead(steps));
+    wait_for_previous_kernel();
+    for (u32 s = 0; s < ahead(steps); ++s) load(s, s);
   }
 };
 
@@ -391,20 +387,19 @@ DEVICE void warpgroup_linear(const TensorMap& a_map, const TensorMap& w_map, con
   if (group == 0) {
     registers_down<56>();
     if (threadIdx.x == 0) {
-      Loader load = {a_map, w_map, stages, full, rank, p.m, p.n};
+      Loader loader = {a_map, w_map, stages, full, rank, p.m, p.n};
       Ring at{0, 0};
+      if (CLUSTER > 1) wait_for_previous_kernel();
       for (u32 part = 0; work.take(part, tile, begin, steps); ++part) {
-        load.aim(raster, tile, begin);
+        loader.aim(raster, tile, begin);
         u32 step = 0;
-        if (part == 0) {
-          at.stage = step = Loader::ahead(steps);
-          if (CLUSTER > 1) load.first(step);
-        }
+        if (CLUSTER == 1 && part == 0) at.stage = step = Loader::ahead(steps);
         for (; step < steps; ++step, at.next()) {
           barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
-          load.expect(at.stage), load.a(at.stage, step), load.w(at.stage, step);
+          loader.load(at.stage, step);
         }
       }
+      let_next_kernel_start();
     }
   } else {
     registers_up<224>();

@@ -483,7 +483,6 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     (tile, tile_flags, shared), chosen = layer.choose(*offered, choice)
     work = tile.work(m, n, k, sm_count)
     name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
-    in_front = problem.dynamic or any(zero_points)
     size = (m + n) * k + m * n * problem.output.bits // 8
     # Pairs of lines: rows that do not begin at one would fetch bytes of the next box.
     promotion = 256 if k % 256 == 0 else 128
@@ -500,7 +499,7 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
             *pointers("partial_sums", ZEROS, "code_sums"),
         ),
         shared=shared,
-        overlaps=not in_front or tile.blocks > 1 or size <= _SMALL,
+        overlaps=tile.blocks > 1 or size <= _SMALL,
     )
     steps: tuple[Step, ...] = (product,)
     flags = (*tile_flags, *layer.epilogue_flags(problem))

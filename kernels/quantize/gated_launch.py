@@ -23,17 +23,18 @@ def gated(problem: GatedProblem, device: Device) -> Launch:
     if problem.n == 0 or (problem.d == 0 and problem.scaling is Scaling.STATIC):
         return Launch(steps=())
     chunks = -(-problem.d // width_of(problem.input_element))
-    return _ranged(problem, chunks) if problem.scaling is Scaling.DYNAMIC else _scaled(problem, chunks, device)
+    step = _ranged(problem, chunks) if problem.scaling is Scaling.DYNAMIC else _scaled(problem, chunks, device.sm_count)
+    return Launch(steps=(step._replace(overlaps=device.overlaps_launches),))
 
 
-def _ranged(problem: GatedProblem, chunks: int) -> Launch:
-    """Launch one group of threads per row."""
+def _ranged(problem: GatedProblem, chunks: int) -> Step:
+    """Return a step of one group of threads per row."""
     heavy = problem.curve == "gelu" and problem.input_element is ElementKind.F16
     held, lanes = _held(chunks, 256 if heavy else 448, many=problem.n > _MANY)
     short = chunks <= WARP
     per_block = THREADS // lanes if short else 1
     blocks = -(-problem.n // per_block)
-    step = Step(
+    return Step(
         entry=f"gated_{'lanes_' if short else ''}{held}",
         grid=(min(blocks, MOST_BLOCKS), -(-blocks // MOST_BLOCKS), 1),
         block=(lanes * per_block, 1, 1),
@@ -43,7 +44,6 @@ def _ranged(problem: GatedProblem, chunks: int) -> Launch:
             *s32(lanes, problem.q_min, problem.q_max),
         ),
     )
-    return Launch(steps=(step,))
 
 
 def _held(chunks: int, most_of_4: int, *, many: bool) -> tuple[int, int]:
@@ -61,16 +61,16 @@ def _held(chunks: int, most_of_4: int, *, many: bool) -> tuple[int, int]:
     return 8, 512
 
 
-def _scaled(problem: GatedProblem, chunks: int, device: Device) -> Launch:
-    """Launch groups of threads for parts of rows; of few rows, small parts, so that every multiprocessor has one."""
+def _scaled(problem: GatedProblem, chunks: int, sm_count: int) -> Step:
+    """Return a step of groups of threads for parts of rows; of few rows, small ones: every multiprocessor has one."""
     short = chunks <= WARP
     lanes = 1 << (max(1, chunks) - 1).bit_length() if short else min(-(-chunks // (2 * WARP)) * WARP, THREADS)
-    while not short and lanes > WARP and problem.n * -(-chunks // (2 * lanes)) < device.sm_count:
+    while not short and lanes > WARP and problem.n * -(-chunks // (2 * lanes)) < sm_count:
         lanes -= WARP
     parts = 1 if short else min(-(-chunks // (2 * lanes)), _MOST_PARTS)
     per_block = THREADS // lanes if short else 1
     compute = problem.input_element.compute
-    step = Step(
+    return Step(
         entry="scaled_lanes_1" if short else "scaled_2",
         grid=(-(-problem.n // per_block), parts, 1),
         block=(lanes * per_block, 1, 1),
@@ -81,7 +81,6 @@ def _scaled(problem: GatedProblem, chunks: int, device: Device) -> Launch:
             *s32(problem.q_min, problem.q_max, lanes),
         ),
     )
-    return Launch(steps=(step,))
 
 
 def _rows(problem: GatedProblem) -> tuple[Parameter, ...]:

@@ -21,6 +21,7 @@
 // R octets per thread, are read again for every pass. Rows that are not whole octets, or not aligned, and rows with a NaN,
 // an infinity or an extreme scale, take the slow path: element by element, in the same order.
 #pragma once
+#include "next.cuh"
 #include "runs.cuh"
 
 DEVICE f32 root(f32 a) { return __fsqrt_rn(a); }
@@ -460,6 +461,8 @@ template <bool CENTRED, class Group> DEVICE void slow_row(const Group& group, co
 }
 
 template <bool CENTRED, int R, bool LONG, class Group> DEVICE void norm(const Group& group, const Norm& all) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   const s64 own = (s64)blockIdx.x * group.groups() + group.group();
   // Only blocks of several groups may have too many. To know it spares registers, except for LONG rows of f64.
   enum { ASK = LONG && sizeof(Data) == 8 };

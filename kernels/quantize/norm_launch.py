@@ -45,6 +45,7 @@ def norm(problem: NormProblem, device: Device) -> Launch:
         grid=(-(-problem.n // rows_per_block), 1, 1),
         block=(threads, 1, 1),
         parameters=_parameters(problem, apart, lanes),
+        overlaps=device.overlaps_launches,
     )
     return Launch(steps=(step,))
 

@@ -162,7 +162,7 @@ def run_steps(
         if 0 in step.grid:
             continue
         values = [_value(parameter, problem, arguments, arrays, view) for parameter in step.parameters]
-        library.launch(step.entry, step.grid, step.block, step.shared, values)
+        library.launch(step.entry, step.grid, step.block, step.shared, values, overlaps=step.overlaps)
     for made in memory if SANITIZED else ():
         made.forbid(forbidden=False)
     for made in scratch.values():

@@ -9,6 +9,7 @@
 
 dim3 gridDim, blockDim, blockIdx, threadIdx;
 unsigned long long skuda_slots[1024];
+bool skuda_early;
 alignas(1024) unsigned char skuda_dynamic_shared[256 << 10];
 extern "C" __attribute__((weak, visibility("hidden"))) unsigned char __start_skuda_shared[], __stop_skuda_shared[];
 
@@ -30,7 +31,7 @@ enum State { READY, AT_BLOCK, AT_WARP, AT_CHANGE, ENDED };
 struct Fibre {
   State state;
   unsigned mask;
-  bool made;
+  bool made, waited;  // for the previous kernel
   jmp_buf at;
   void* shadow;  // AddressSanitizer's
 };
@@ -41,6 +42,7 @@ jmp_buf scheduler;
 const void* scheduler_bottom;
 size_t scheduler_size;
 unsigned current, count;
+bool overlaps;
 struct { unsigned arrived, passed; } named[16];  // barriers with a number
 const char* fault;
 void (*thread_code)(const void*);
@@ -66,7 +68,7 @@ void resume(unsigned thread) {
   Fibre& fibre = fibres[thread];
   char* stack = stacks + thread * STACK;
   void* shadow;
-  current = thread;
+  current = thread, skuda_early = overlaps && !fibre.waited;
   threadIdx = {thread % blockDim.x, thread / blockDim.x % blockDim.y, thread / blockDim.x / blockDim.y};
   __sanitizer_start_switch_fiber(&shadow, stack, STACK);
   if (!_setjmp(scheduler)) {
@@ -87,7 +89,7 @@ __attribute__((no_sanitize_address)) void fill(unsigned char* p, unsigned char* 
 }
 
 void run_block(bool backwards) {
-  for (unsigned i = 0; i < count; ++i) fibres[i].state = READY;
+  for (unsigned i = 0; i < count; ++i) fibres[i].state = READY, fibres[i].waited = false;
   fill(__start_skuda_shared, __stop_skuda_shared);
   memset(named, 0, sizeof named);
   for (;;) {
@@ -99,7 +101,12 @@ void run_block(bool backwards) {
       if (fault) return;
     }
     for (unsigned i = 0; i < count; ++i) ended += fibres[i].state == ENDED, waiting += fibres[i].state == AT_BLOCK;
-    if (ended == count) return;
+    if (ended == count) {
+      bool waited = !overlaps;
+      for (unsigned i = 0; i < count; ++i) waited |= fibres[i].waited;
+      if (!waited) fault = "a block ends that has not waited for the previous kernel";
+      return;
+    }
     if (moved) continue;
     if (ended + waiting < count) {
       fault = "a deadlock: threads of one block or warp wait at different barriers";
@@ -129,6 +136,8 @@ void skuda_fault(const char* what) {
   suspend();
   __builtin_unreachable();
 }
+
+void wait_for_previous_kernel() { fibres[current].waited = true, skuda_early = false; }
 
 void skuda_wait_block() {
   fibres[current].state = AT_BLOCK;
@@ -182,7 +191,7 @@ const char* skuda_run(const Geometry& geometry, void (*thread)(const void*), con
     if (got == MAP_FAILED) return "no memory for stacks";
     stacks = (char*)got;
   }
-  count = (unsigned)threads, thread_code = thread, thread_argument = argument, fault = nullptr;
+  count = (unsigned)threads, overlaps = geometry.overlaps, thread_code = thread, thread_argument = argument, fault = nullptr;
   __asan_poison_memory_region(skuda_dynamic_shared, sizeof skuda_dynamic_shared);
   __asan_unpoison_memory_region(skuda_dynamic_shared, geometry.shared);
   struct sigaction before[4], ours = {};

@@ -205,7 +205,12 @@ Value = tuple[str, int | float | tuple[int, ...]]
 
 
 class _Geometry(ctypes.Structure):
-    _fields_ = (("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint))
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("overlaps", ctypes.c_uint),
+    )
 
 
 _LETTERS = {
@@ -234,7 +239,9 @@ class Library:
         """Return one letter per parameter: p pointer, i and l integers, f and d floating, m tensor map."""
         return self._call(f"signature_{entry}")().decode()
 
-    def launch(self, entry: str, grid: Dim3, block: Dim3, shared: int, values: Sequence[Value]) -> None:
+    def launch(
+        self, entry: str, grid: Dim3, block: Dim3, shared: int, values: Sequence[Value], *, overlaps: bool = False
+    ) -> None:
         """Run one launch to its end.
 
         Parameters
@@ -245,6 +252,8 @@ class Library:
             Geometry and bytes of dynamic shared memory.
         values : sequence of (str, number)
             The arguments, each with its letter, which must be the kernel's own.
+        overlaps : bool
+            Whether the kernel may start before the previous one has ended, so that it has to wait for that.
         """
         own = self.signature(entry)
         # A constant 0 of 64 bits stands for a pointer that there is not.
@@ -255,7 +264,7 @@ class Library:
         whole = [value if isinstance(value, tuple) else (value,) for _, value in values]
         boxes = [_LETTERS[letter](*parts) for (letter, _), parts in zip(values, whole, strict=True)]
         pointers = (ctypes.c_void_p * len(boxes))(*(ctypes.addressof(box) for box in boxes))
-        geometry = _Geometry((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), shared)
+        geometry = _Geometry((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), shared, overlaps)
         fault = self._call(f"launch_{entry}")(ctypes.byref(geometry), pointers)
         assert not fault, f"{entry}: {fault.decode()}"
 

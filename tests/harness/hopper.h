@@ -48,8 +48,6 @@ template <int THREADS> static void threads_arrive(unsigned id) { skuda_named_bar
 
 template <int N> static void registers_up() {}
 template <int N> static void registers_down() {}
-static inline void wait_for_previous_kernel() {}
-static inline void let_next_kernel_start() {}
 static inline void show_stores() {}
 
 // --- clusters: of one block ------------------------------------------------------------------------------------------
@@ -67,7 +65,7 @@ template <class Map> static void load_box_to_all(unsigned, const Map*, int, int,
 // --- memory ----------------------------------------------------------------------------------------------------------
 
 static inline void put16_if(bool wanted, void* to, const uint4& v) {
-  if (wanted) skuda_aligned((const uint4*)to), *(uint4*)to = v;
+  if (wanted) skuda_touch((const uint4*)to), *(uint4*)to = v;
 }
 
 // What binding.py puts where the GPU has a CUtensorMap.
@@ -77,10 +75,10 @@ struct SkudaMap { unsigned long long address, leading, rows, columns, box_rows; 
 static inline unsigned skuda_swizzled(unsigned at) { return at ^ (at >> 7 & 7) << 4; }
 
 template <class Map> static void prefetch_map(const Map*) {}
-static inline unsigned long long evict_first() { return 0; }
 template <class Map>
-static void load_box(unsigned to, const Map* given, int x, int y, unsigned barrier, unsigned long long = 0) {
+static void load_box(unsigned to, const Map* given, int x, int y, unsigned barrier) {
   static_assert(sizeof(Map) >= sizeof(SkudaMap), "a map has room");
+  skuda_touch(given);
   const SkudaMap& map = *(const SkudaMap*)given;
   if (to % 1024 || map.address % 16 || map.leading % 16 || x % 16) skuda_fault("a misaligned box");
   for (unsigned row = 0; row < map.box_rows; ++row) {

@@ -28,7 +28,7 @@ extern dim3 gridDim, blockDim, blockIdx, threadIdx;
 static const int warpSize = 32;
 extern unsigned char skuda_dynamic_shared[];
 
-struct Geometry { dim3 grid, block; unsigned shared; };
+struct Geometry { dim3 grid, block; unsigned shared, overlaps; };
 // Runs every thread of every block; returns what went wrong, or null.
 const char* skuda_run(const Geometry&, void (*thread)(const void*), const void* argument);
 [[noreturn]] void skuda_fault(const char* what);
@@ -36,6 +36,11 @@ void skuda_wait_block();
 void skuda_wait_warp(unsigned mask);
 unsigned skuda_thread();                   // linear index in the block
 extern unsigned long long skuda_slots[];   // one per thread, for what threads tell each other
+
+// Programmatic dependent launch: whether the thread that runs may start before the previous kernel has ended, and has not waited.
+extern bool skuda_early;
+void wait_for_previous_kernel();
+static inline void let_next_kernel_start() {}
 
 static inline void __syncthreads() { skuda_wait_block(); }
 static inline void __syncwarp(unsigned mask = ~0u) { skuda_wait_warp(mask); }
@@ -137,11 +142,12 @@ SKUDA_VECTORS(ulonglong, unsigned long long)
 SKUDA_VECTORS(float, float)
 SKUDA_VECTORS(double, double)
 
-template <class T> static void skuda_aligned(const T* p) {
+template <class T> static void skuda_touch(const T* p) {
   if ((unsigned long long)p % alignof(T)) skuda_fault("a misaligned access");
+  if (skuda_early) skuda_fault("a read or write before the previous kernel has ended");
 }
-#define SKUDA_LOAD(name) template <class T> static T name(const T* p) { skuda_aligned(p); return *p; }
-#define SKUDA_STORE(name) template <class T> static void name(T* p, T value) { skuda_aligned(p); *p = value; }
+#define SKUDA_LOAD(name) template <class T> static T name(const T* p) { skuda_touch(p); return *p; }
+#define SKUDA_STORE(name) template <class T> static void name(T* p, T value) { skuda_touch(p); *p = value; }
 SKUDA_LOAD(__ldg)
 SKUDA_LOAD(__ldca)
 SKUDA_LOAD(__ldcg)

@@ -52,14 +52,14 @@ DEVICES = tuple(
     Device(
         name=f"made up, {sms} SMs",
         processor="cuda",
-        compute_capability=(8, 0),
+        compute_capability=(major, 0),
         sm_count=sms,
         shared_memory=kib << 10,
         l2_cache=1 << 20,
         memory=1 << 34,
         memory_bandwidth=10**12,
     )
-    for sms, kib in ((1, 99), (3, 227))
+    for major, sms, kib in ((8, 1, 99), (9, 3, 227))
 )
 
 
@@ -416,6 +416,8 @@ MUTANTS = {
     "lanes in another order": ("rms_norm_quantize", "lanes[1] = lanes[2], lanes[2] = lanes[3]", "lanes[2] = lanes[3]"),
     "missing octets squared": ("layer_norm_quantize", "!exists(k) ? (Real)0 : sum", "false ? (Real)0 : sum"),
     "infinity unseen": ("layer_norm_quantize", "range.up < Infinity<Real>::bits() && g.quick", "g.quick"),
+    "the kernel in front not awaited": ("rms_norm_quantize", "  wait_for_previous_kernel();\n", ""),
+    "nor by gated activations": ("silu_mul_quantize", "  wait_for_previous_kernel();\n", ""),
     "not a number unseen": ("dynamic_range", "bool quick = by_chunks && !has_nan(r);", "bool quick = by_chunks;"),
 }
 

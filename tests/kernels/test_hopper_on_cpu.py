@@ -144,6 +144,27 @@ WRONG = {
     ),
     "halves of a unit swapped": ("streamed", "registers", 0, "second, w.z, w.w", "second, w.w, w.z"),
     "no sums of w": ("streamed", "registers", 1, "of_w = sum_of_parts(parts + TOKENS", "of_w = sum_of_parts(parts + 0"),
+    "boxes before the kernel in front ends": (
+        "warpgroup",
+        "",
+        0,
+        "    wait_for_previous_kernel();\n    for (u32 s = 0; s < ahead",
+        "    for (u32 s = 0; s < ahead",
+    ),
+    "weights before the kernel in front ends": (
+        "streamed",
+        "shared",
+        0,
+        "if (warp == CONSUMERS / 32) {\n    if (lane != 0) return;\n    wait_for_previous_kernel();",
+        "if (warp == CONSUMERS / 32) {\n    if (lane != 0) return;",
+    ),
+    "registers before the kernel in front ends": (
+        "streamed",
+        "registers",
+        0,
+        "  wait_for_previous_kernel();\n  uint4 next",
+        "  uint4 next",
+    ),
     "rows without zero points": ("streamed", "registers", 3, "- all_k * za", "- 0 * all_k * za"),
 }
 

@@ -63,8 +63,9 @@ def test_a_launch_names_kernels_of_its_source_and_fits_a_gpu(sku):
         KNOWN_DEVICES["h200"].model_copy(update={"sm_count": 3})
     ]
     for _ in range(300):
-        problem = _resized(cases[rng.integers(len(cases))].problem, rng)
-        for step in launch_of(sku, problem, devices[rng.integers(len(devices))]).steps:
+        problem, device = _resized(cases[rng.integers(len(cases))].problem, rng), devices[rng.integers(len(devices))]
+        for step in launch_of(sku, problem, device).steps:
+            assert device.overlaps_launches or not step.overlaps, (step.entry, device.name)
             assert step.entry in known, f"{step.entry} for {problem!r}; {sku.source} has {sorted(known)}"
             assert all(1 <= extent <= most for extent, most in zip(step.grid, _MOST, strict=True)), (step.grid, problem)
             threads = step.block[0] * step.block[1] * step.block[2]

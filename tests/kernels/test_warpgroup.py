@@ -294,11 +294,10 @@ def test_both_steps_may_start_beside_the_kernel_in_front_of_them():
 @pytest.mark.parametrize("shift", [{}, {"has_weight_zero_point": True}])
 def test_a_large_product_starts_early_only_where_that_leaves_neighbours_together(of, shift):
     small, large = of(256, 512, 1024, **shift), of(4096, 14336, 4096, **shift)
-    early = of is not dynamic and not shift  # nothing in front lets it start
     for choice in warpgroup.launch(large, H200).choices:
         clusters = "clusters" in choice.name
         *before, product = warpgroup.launch(large, H200, choice.name).steps
-        assert product.overlaps == (early or clusters), choice.name
+        assert product.overlaps == clusters, choice.name
         assert warpgroup.launch(small, H200, choice.name).steps[-1].overlaps, choice.name
         assert len(before) == (of is dynamic) + bool(shift)
 
