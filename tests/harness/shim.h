@@ -37,7 +37,8 @@ void skuda_wait_warp(unsigned mask);
 unsigned skuda_thread();                   // linear index in the block
 extern unsigned long long skuda_slots[];   // one per thread, for what threads tell each other
 
-// Programmatic dependent launch: whether the thread that runs may start before the previous kernel has ended, and has not waited.
+// Programmatic dependent launch: whether the thread that runs may have started before the previous kernel ended, and has not
+// waited for that.
 extern bool skuda_early;
 void wait_for_previous_kernel();
 static inline void let_next_kernel_start() {}
