@@ -12,9 +12,8 @@
 // the tile hold whatever follows it in shared memory; no other row's sum depends on them, and they are never written.
 //
 // One producer warp loads w and another the codes; one or two consumer warpgroups multiply. 64 KB of w in flight per
-// multiprocessor keep the memory busy if all load, and up to 112 KB if fewer do; more is no faster. Loads of w start before
-// the previous kernel has ended, be it the quantization of the activation or another layer, and the next kernel may start
-// when the last ones are requested.
+// multiprocessor keep the memory busy if all load, and up to 112 KB if fewer do; more is no faster. The next kernel
+// may start when the last loads of w are requested.
 //
 // Variants.
 //   CLUSTER > 1: blocks of a cluster take parts of the k of one tile and send each other their sums. Sums are exact in

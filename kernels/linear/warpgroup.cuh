@@ -325,14 +325,12 @@ struct Loader {
     a_row = first_of<TILE_M>((tile_row * CLUSTER_M + row()) * TILE_M, m) + column() * (TILE_M / CLUSTER_N);
     w_row = first_of<TILE_N>((tile_column * CLUSTER_N + column()) * TILE_N, n) + row() * (TILE_N / CLUSTER_M);
   }
-  DEVICE void expect(u32 stage) const { barrier_expect(full + 8 * stage, STAGE_BYTES); }
-  DEVICE void a(u32 stage, u32 step) const {
-    const u32 to = stages + stage * STAGE_BYTES + column() * (A_BYTES / CLUSTER_N);
-    request<CLUSTER_N>(a_map, to, stage, step, a_row, ((1u << CLUSTER_N) - 1) << row() * CLUSTER_N);
-  }
-  DEVICE void w(u32 stage, u32 step) const {
-    const u32 to = stages + stage * STAGE_BYTES + A_BYTES + row() * (W_BYTES / CLUSTER_M);
-    request<CLUSTER_M>(w_map, to, stage, step, w_row, (u32)COLUMN_OF_BLOCKS << column());
+  DEVICE void load(u32 stage, u32 step) const {
+    barrier_expect(full + 8 * stage, STAGE_BYTES);
+    const u32 a = stages + stage * STAGE_BYTES + column() * (A_BYTES / CLUSTER_N);
+    request<CLUSTER_N>(a_map, a, stage, step, a_row, ((1u << CLUSTER_N) - 1) << row() * CLUSTER_N);
+    const u32 w = stages + stage * STAGE_BYTES + A_BYTES + row() * (W_BYTES / CLUSTER_M);
+    request<CLUSTER_M>(w_map, w, stage, step, w_row, (u32)COLUMN_OF_BLOCKS << column());
   }
   // For `sharers`, a bit for each block of the cluster, SHARERS of them.
   template <int SHARERS>
@@ -342,7 +340,6 @@ struct Loader {
     else load_box_to_all(to, &map, x, row, full + 8 * stage, (u16)sharers);
   }
   static DEVICE u32 ahead(u32 steps) { return steps < EARLY ? steps : EARLY; }
-  DEVICE void load(u32 stage, u32 step) const { expect(stage), a(stage, step), w(stage, step); }
   // Requests the first stages of the first part, after the previous kernel.
   DEVICE void start(const Raster& raster, Work work) {
     u32 tile, begin, steps;

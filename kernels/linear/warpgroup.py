@@ -147,7 +147,7 @@ class Work(NamedTuple):
 class Tile:
     """One configuration of the kernel with its measured times.
 
-    Times are in us on an H200, fitted to the measurements in ``docs/evidence/h200-tiles.json``.
+    Times are in us on the card that they were fitted for.
 
     Attributes
     ----------
@@ -311,7 +311,7 @@ class Tile:
         return 1 + (_FETCH_A * own_a * self.m + _FETCH_W * own_w * self.n) / (self.m + self.n)
 
     def predicted(self, m: int, n: int, k: int, sm_count: int, curve: float = 0.0) -> float:
-        """Return the predicted time in us on a card like the H200.
+        """Return the predicted time in us on a card like that of its times.
 
         Parameters
         ----------
@@ -408,7 +408,48 @@ TILES = (
     Tile(64, 128, 8, (1, 1), _PING_PONG, _DIVIDED, 7.02, 0.0063, 0.099, 0.0509, 0.193, 1.74, 12.2, 0.0633, 1.1, 0.156),
     Tile(64, 64, 12, (1, 1), _PING_PONG, _DIVIDED, 7.02, 0.058, 0.0688, 0.0359, 0.137, 1.22, 13.8, 0.667, 1, 0.0708),
 )
-"""All configurations. Each serves every problem with the same bits."""
+"""All configurations, each of which serves every problem with the same bits, with times of an H200.
+
+They are fitted to the measurements in ``docs/evidence/h200-tiles.json``.
+"""
+
+H100_TILES = (
+    Tile(128, 256, 4, (1, 1), _COOPERATIVE, _WHOLE, 6.79, 0.463, 0.181, 0.0204, 0.324, 1.84, 17, 1.16, 1, 0.0967),
+    Tile(128, 256, 4, (2, 1), _COOPERATIVE, _WHOLE, 8.66, 0.473, 0.407, 0.0118, 0.0198, 1.76, 113, 22.7, 1, 0.12),
+    Tile(256, 128, 4, (1, 1), _COOPERATIVE, _WHOLE, 6.84, 0.454, 0.221, 0.0366, 0.341, 1.81, 4.99, 0.0013, 1, 0.115),
+    Tile(128, 128, 6, (1, 1), _COOPERATIVE, _WHOLE, 7.07, 0.199, 0.138, 0.074, 0.259, 0.706, 7.98, 0.051, 1, 0.228),
+    Tile(128, 128, 6, (1, 1), _PING_PONG, _WHOLE, 7.51, 0.181, 0.137, 0.0907, 0.286, 0.0819, 7.2, 1.26, 1, 0.285),
+    Tile(128, 128, 6, (1, 2), _PING_PONG, _WHOLE, 8.85, 0.218, 0.32, 0.0292, 0.107, 0.648, 7.76, 1.51, 1, 0.126),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, _WHOLE, 8.76, 0.241, 0.273, 0.0401, 0.133, 0.1, 19.1, 6.1, 1, 0.163),
+    Tile(64, 256, 5, (1, 1), _PING_PONG, _WHOLE, 6.29, 0.189, 0.113, 0.13, 0.436, 1.33, 8.82, 2.39, 1, 0.111),
+    Tile(128, 64, 8, (1, 1), _COOPERATIVE, _WHOLE, 6.73, 0.103, 0.126, 0.0383, 0.201, 0.15, 5.22, 0.0013, 1, 0.227),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, _WHOLE, 7.05, 0.0811, 0.102, 0.0541, 0.215, 0.0126, 8.82, 0.567, 1, 0.319),
+    Tile(64, 128, 8, (2, 1), _PING_PONG, _WHOLE, 8.55, 0.119, 0.22, 0.0189, 0.0787, 0.304, 63.7, 20.2, 1, 0.178),
+    Tile(64, 64, 12, (1, 1), _PING_PONG, _WHOLE, 6.81, 0.0695, 0.0764, 0.0315, 0.144, 0.0076, 10.2, 0.946, 1, 0.234),
+    Tile(
+        128, 256, 4, (2, 1), _COOPERATIVE, _DIVIDED, 14.1, 0.0253, 0.626, 0.0077, 0.0141, 2.37, 146, 5.18, 1.51, 0.116
+    ),
+    Tile(
+        256, 128, 4, (1, 2), _COOPERATIVE, _DIVIDED, 14.9, 0.0244, 0.639, 0.0062, 0.0066, 2.18, 166, 0.0013, 1.65, 0.101
+    ),
+    Tile(128, 128, 6, (2, 1), _PING_PONG, _DIVIDED, 9.72, 0.0297, 0.385, 0.0206, 0.105, 2.07, 40.4, 12.9, 1.46, 0.136),
+    Tile(64, 128, 8, (2, 1), _PING_PONG, _DIVIDED, 11, 0.19, 0.169, 0.0285, 0.0832, 0.0449, 76.6, 27.8, 1.21, 0.17),
+    Tile(64, 128, 8, (1, 1), _PING_PONG, _DIVIDED, 7.01, 0.0063, 0.122, 0.0652, 0.214, 1.43, 6.06, 0.057, 1.28, 0.147),
+    Tile(
+        64, 64, 12, (1, 1), _PING_PONG, _DIVIDED, 7.43, 0.0486, 0.0807, 0.0464, 0.153, 0.972, 8.47, 0.571, 1.14, 0.126
+    ),
+)
+"""The same configurations with times of an H100, fitted to those in ``docs/evidence/h100-tiles.json``."""
+
+_FITTED = {60 << 20: TILES, 50 << 20: H100_TILES}
+
+
+def tiles_like(l2_cache: int) -> tuple[Tile, ...]:
+    """Return the configurations with the times of the card whose L2 cache is nearest in size; 0 is an H200's.
+
+    L2 has a part for each stack of memory, an H200 six and an H100 five, so that its size tells what loads cost.
+    """
+    return _FITTED[min(_FITTED, key=lambda size: abs(size - (l2_cache or 60 << 20)))]
 
 
 CURVES = {ActivationKind.GELU: (2.5e-4, 3.5e-4), ActivationKind.SILU: (2.15e-4, 2.6e-4)}
@@ -419,9 +460,11 @@ Measured on an H200 as the difference from the same product without activation.
 
 
 @lru_cache(maxsize=4096)
-def ranking(m: int, n: int, k: int, sm_count: int, curve: float = 0.0) -> tuple[tuple[float, Tile], ...]:
-    """Return (predicted us, tile) of every configuration, fastest first; see `Tile.predicted`."""
-    predicted = ((tile.predicted(m, n, k, sm_count, curve), tile) for tile in TILES)
+def ranking(
+    m: int, n: int, k: int, sm_count: int, l2_cache: int = 0, curve: float = 0.0
+) -> tuple[tuple[float, Tile], ...]:
+    """Return (predicted us, tile) of every configuration, fastest first; see `Tile.predicted` and `tiles_like`."""
+    predicted = ((tile.predicted(m, n, k, sm_count, curve), tile) for tile in tiles_like(l2_cache))
     return tuple(sorted(predicted, key=lambda pair: pair[0]))
 
 
@@ -435,15 +478,15 @@ class _Offered(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _offered(
-    m: int, n: int, k: int, sm_count: int, curve: float, zero_points: tuple[bool, bool]
+    m: int, n: int, k: int, card: tuple[int, int], curve: float, zero_points: tuple[bool, bool]
 ) -> tuple[tuple[_Offered, ...], tuple[Choice, ...]]:
     activation, weight = zero_points
     read = (n * activation + m * weight) * k
     sums = _SUMS_LAUNCH + read / (_SUMS_BANDWIDTH * 1e6) if read else 0.0
     ranked = [
-        (us, tile) for us, tile in ranking(m, n, k, sm_count, curve) if tile.shared(zero_points) <= hopper.MOST_SHARED
+        (us, tile) for us, tile in ranking(m, n, k, *card, curve) if tile.shared(zero_points) <= hopper.MOST_SHARED
     ]
-    choices = tuple(Choice(str(tile), sums + us, tile.workspace(m, n, k, sm_count)) for us, tile in ranked)
+    choices = tuple(Choice(str(tile), sums + us, tile.workspace(m, n, k, card[0])) for us, tile in ranked)
     return tuple(_Offered(tile, tile.flags, tile.shared(zero_points)) for _, tile in ranked), choices
 
 
@@ -479,7 +522,7 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     zero_points = problem.shifts_activation, problem.has_weight_zero_point
     step = _MANY_ALIKE if m >= _MANY else _ALIKE
     alike = -(-max(1, m) // step) * step
-    offered = _offered(alike, max(1, n), k, sm_count, curve, zero_points)
+    offered = _offered(alike, max(1, n), k, (sm_count, device.l2_cache), curve, zero_points)
     (tile, tile_flags, shared), chosen = layer.choose(*offered, choice)
     work = tile.work(m, n, k, sm_count)
     name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")

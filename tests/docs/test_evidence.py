@@ -11,6 +11,12 @@ import pytest
 from paths import ROOT
 from support import kernels_tested
 
+from skuda.dispatch import Dispatcher, device_named
+from skuda.dispatch.backends.cuda import CudaBackend
+from skuda.kernels.catalog import built_in_registry
+from skuda.tools.bench.bench import _dim
+from skuda.tools.bench.record import BenchRecord
+
 EVIDENCE = ROOT / "docs" / "evidence"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARK = "older log"
@@ -50,6 +56,18 @@ def test_logs_of_other_kernels_are_called_so():
 )
 def test_an_old_log_without_the_mark_is_found(sentence, log, found):
     assert bool(unmarked({"page.md": f"Before. {sentence}"}, {"a.txt": log})) is found
+
+
+@pytest.mark.parametrize("name", ["linear", "random", "random-2"])
+def test_an_h200_launches_what_its_record_has(name):
+    dispatcher, device = Dispatcher(built_in_registry()), device_named("h200")
+    cases = [case for case in BenchRecord.load(EVIDENCE / f"h200-bench-{name}.json").cases if case.steps]
+    assert len(cases) > 30
+    for case in cases:
+        sku = dispatcher.registry.sku(case.sku)
+        launch = CudaBackend.launch_of(sku, dispatcher.describe(**case.problem), device)
+        steps = tuple(f"{step.entry} grid {_dim(step.grid)} block {_dim(step.block)}" for step in launch.steps)
+        assert steps == case.steps, case.label
 
 
 def test_every_record_is_in_a_page():

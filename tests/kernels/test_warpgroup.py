@@ -519,15 +519,19 @@ def test_a_launch_is_plain_data():
 
 # --- evidence --------------------------------------------------------------------------------------------------------
 
-TILE_RECORD = fit.sets_of(ROOT / "docs/evidence/h200-tiles.json")
+TILE_RECORD, H100_RECORD = (fit.sets_of(ROOT / f"docs/evidence/{card}-tiles.json") for card in ("h200", "h100"))
 
 
-def _losses(measured):
-    """Return, for every shape, how much longer the chosen tile took than the best one, as a ratio."""
+def _losses(measured, cache=None):
+    """Return, for every shape, how much longer the chosen tile took than the best one, as a ratio.
+
+    It is chosen for the card that was measured, or for one with so much L2 `cache`.
+    """
+    cache = measured["environment"]["device"]["l2_cache"] if cache is None else cache
     for shape, us in fit.timed(measured, "warpgroup"):
         if shape[0] < 33:  # `streamed` serves fewer
             continue
-        ranked = [str(tile) for _, tile in warpgroup.ranking(*shape, 132) if str(tile) in us]
+        ranked = [str(tile) for _, tile in warpgroup.ranking(*shape, 132, cache) if str(tile) in us]
         yield us[ranked[0]] / min(us.values())
 
 
@@ -536,7 +540,7 @@ def _assert_near(losses, *, fitted):
     assert (losses > 1.05).mean() < 0.15
 
 
-@pytest.mark.parametrize("measured", TILE_RECORD, ids=lambda each: f"seed {each['seed']}")
+@pytest.mark.parametrize("measured", [*TILE_RECORD, *H100_RECORD], ids=lambda each: f"seed {each['seed']}")
 def test_the_chosen_tile_is_near_the_best_of_those_measured(measured):
     _assert_near(np.array(list(_losses(measured))), fitted=measured["fitted"])
 
@@ -546,6 +550,23 @@ def test_enough_shapes_were_measured_to_say_so(fitted):
     losses = np.concatenate([list(_losses(each)) for each in TILE_RECORD if each["fitted"] is fitted])
     assert len(losses) > (800 if fitted else 100)
     _assert_near(losses, fitted=fitted)
+
+
+def test_an_h100_chooses_by_its_own_times():
+    own, others = (np.array([x for each in H100_RECORD for x in _losses(each, cache)]) for cache in (None, 60 << 20))
+    assert len(own) > 200
+    assert np.log(own).mean() < np.log(others).mean() / 2
+    assert own.max() < 1.2 < others.max()
+
+
+def test_times_are_those_of_the_card_with_the_most_similar_cache():
+    assert warpgroup.tiles_like(0) == warpgroup.tiles_like(H200.l2_cache) == warpgroup.TILES
+    for size, tiles in ((40, warpgroup.H100_TILES), (54, warpgroup.H100_TILES), (126, warpgroup.TILES)):
+        assert warpgroup.tiles_like(size << 20) == tiles
+    geometry = [{**dataclasses.asdict(tile), **dict.fromkeys(fit._FITTED)} for tile in warpgroup.TILES]
+    assert [{**dataclasses.asdict(tile), **dict.fromkeys(fit._FITTED)} for tile in warpgroup.H100_TILES] == geometry
+    problem = static(8192, 4096, 4096)
+    assert warpgroup.launch(problem, KNOWN_DEVICES["h100"]).choice != warpgroup.launch(problem, H200).choice
 
 
 # --- tiles that are divided ------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Fits the times of `skuda.kernels.linear.warpgroup.TILES` to measured ones: ``python -m skuda.tools.bench.fit FILES``.
 
-On the card that the tiles are for, `skuda tune` measures all of them at shapes that it draws:
+It begins with the times of the card that is most like the measured one; see `tiles_like`. `skuda tune` measures all
+tiles at shapes that it draws:
 
     skuda tune smoothquant_linear --element bf16 --random 400 --variant warpgroup --backend cuda_core --repeats 7
         --output times.json
@@ -35,7 +36,7 @@ import numpy as np
 
 from skuda.dispatch.select.tuning import Tuning
 from skuda.kernels.linear.hopper import H200
-from skuda.kernels.linear.warpgroup import TILES, Tile
+from skuda.kernels.linear.warpgroup import TILES, Tile, tiles_like
 from skuda.registry.errors import InvalidRecord, MissingDependency
 from skuda.registry.sku import SkuIdentity
 from skuda.tools.files import read_json, read_text, write_whole
@@ -144,6 +145,21 @@ def times_of(sets: Sequence[Mapping[str, Any]], *, tenth: bool = False) -> Times
         if len(present) > 1 and shape[0] >= _FEWEST:
             found[shape] = present
     return found
+
+
+def begun_with(sets: Sequence[Mapping[str, Any]]) -> tuple[Tile, ...]:
+    """Return the tiles with the present times of the card of all sets.
+
+    Raises
+    ------
+    InvalidRecord
+        If the sets are of cards with different times.
+    """
+    names = {str(each["environment"]["device"]["name"]): each["environment"]["device"]["l2_cache"] for each in sets}
+    tables = set(map(tiles_like, names.values()))
+    if len(tables) > 1:
+        raise InvalidRecord("fit", "FILE", ", ".join(names), "be of cards that have the same times")
+    return tables.pop() if tables else TILES
 
 
 def fitted_to(times: Times, tiles: Sequence[Tile] = TILES, sm_count: int = H200) -> tuple[Tile, ...]:
@@ -266,23 +282,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     sets = [one for path in asked.files for one in sets_of(path)]
     held_sets = [one for path in asked.held for one in sets_of(path)]
-    times, held = times_of(sets), times_of(held_sets)
+    times, held, tiles = times_of(sets), times_of(held_sets), begun_with((*sets, *held_sets))
     if not (asked.files or asked.held):
         parser.error("name a FILE, or one with --held")
     if asked.files and not times:
         parser.error(f"no tile of {', '.join(map(str, asked.files))} is in TILES: measure again")
-    told: list[tuple[str, Sequence[Tile], Times]] = [("TILES, held", TILES, held)]
+    told: list[tuple[str, Sequence[Tile], Times]] = [("TILES, held", tiles, held)]
     if times:
         tenths = times_of(sets, tenth=True)
-        fitted = tested = fitted_to(tenths)
+        fitted = tested = fitted_to(tenths, tiles)
         if not held:
             held = dict(list(times.items())[1::2])
-            tested = fitted_to({shape: us for shape, us in tenths.items() if shape not in held})
+            tested = fitted_to({shape: us for shape, us in tenths.items() if shape not in held}, tiles)
         sys.stdout.write("\n".join(map(line, fitted)) + "\n")
-        told = [("TILES, fitted shapes", TILES, times), ("TILES, held", TILES, held)]
+        told = [("TILES, fitted shapes", tiles, times), ("TILES, held", tiles, held)]
         told += [("fit, fitted shapes", fitted, times), ("fit, held", tested, held)]
-    for what, tiles, at in told if held else ():
-        found = loss(tiles, at)
+    for what, those, at in told if held else ():
+        found = loss(those, at)
         size = "x".join(map(str, found.where))
         sys.stdout.write(
             f"{what}: {found.mean - 1:.2%} by geometric mean of {len(at)}, {found.worst - 1:.1%} at {size}\n"

@@ -17,7 +17,7 @@ from skuda.dispatch.select.environment import Environment
 from skuda.dispatch.select.tuning import Candidate, Entry, Timing
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.linear import warpgroup
-from skuda.kernels.linear.warpgroup import TILES, Tile
+from skuda.kernels.linear.warpgroup import H100_TILES, TILES, Tile, tiles_like
 from skuda.registry import InvalidRecord, MissingDependency
 from skuda.tools.bench import fit
 from skuda.tools.words.shapes import random_products
@@ -126,24 +126,24 @@ def test_a_line_is_the_source_of_its_tile():
         assert eval(text, vars(warpgroup)) == tile  # noqa: S307  our own text
 
 
-def tuning(tmp_path, shapes=SHAPES[:8], change=lambda entry: {}):
+def tuning(tmp_path, shapes=SHAPES[:8], change=lambda entry: {}, *, card="h200", name="times.json"):
     """Write a file of `skuda tune` with a time for every tile, and one of another kernel; `change` the last entry."""
     skus = [sku for sku in built_in_registry().skus_of("smoothquant_linear") if sku.backend == "cuda_core"]
-    name, other = (next(sku.id for sku in skus if sku.variant == variant) for variant in ("warpgroup", "mma"))
+    own, other = (next(sku.id for sku in skus if sku.variant == variant) for variant in ("warpgroup", "mma"))
 
     def candidate(sku, choice, us):
         return Candidate(sku=sku, choice=choice, source_hash="0" * 64, timing=Timing.of([us]))
 
-    entries = []
+    entries, cache = [], device_named(card).l2_cache
     for shape in shapes:
         m, n, k = shape
         problem = {"op": "smoothquant_linear", "m": m, "n": n, "k": k, "act_scale": 0.01, "output_element": "bf16"}
-        tiles = (candidate(name, str(tile), round(tile.predicted(*shape, 132), 2)) for tile in TILES)
+        tiles = (candidate(own, str(tile), round(tile.predicted(*shape, 132), 2)) for tile in tiles_like(cache))
         candidates = (*tiles, candidate(other, "", 0.5))
         entries.append(Entry(problem=problem, date="2026-01-01", seed=9, candidates=candidates))
     entries[-1] = entries[-1].model_copy(update=change(entries[-1]))
-    where = Environment(device=device_named("h200"), driver="1", versions={}, skuda="1")
-    path = tmp_path / "times.json"
+    where = Environment(device=device_named(card), driver="1", versions={}, skuda="1")
+    path = tmp_path / name
     Tuning(environment=where, margin=3, entries=tuple(entries)).save(path)
     return path
 
@@ -169,6 +169,17 @@ def test_a_file_of_tune_is_read_and_kept_as_a_record(tmp_path, capsys):
     assert fit.main([str(record), "--held", str(path), "--record", str(record)]) == 0
     assert "TILES, held: 0.00% by geometric mean of 8" in capsys.readouterr().out
     assert [each["fitted"] for each in fit.sets_of(record)] == [True, False]
+
+
+def test_a_fit_begins_with_the_times_of_the_card(tmp_path, capsys):
+    ours, other = (tuning(tmp_path, card=card, name=f"{card}.json") for card in ("h100", "h200"))
+    assert fit.begun_with(fit.sets_of(ours)) == H100_TILES
+    assert fit.begun_with([]) == fit.begun_with(fit.sets_of(other)) == TILES
+    assert fit.main([str(ours)]) == 0
+    out = capsys.readouterr().out
+    assert "TILES, fitted shapes: 0.00% by geometric mean of 8" in out
+    with pytest.raises(InvalidRecord, match=r"H100.*, NVIDIA H200|H200, NVIDIA H100.*"):
+        fit.main([str(ours), "--held", str(other)])
 
 
 def test_what_is_held_is_recorded_where_nothing_is_fitted(tmp_path, capsys):
@@ -226,7 +237,8 @@ def test_what_has_no_times_of_these_tiles_is_refused(tmp_path, capsys):
     path = tmp_path / "x.json"
     names = {"warpgroup": {"configurations": ["1 x 1", "2 x 2"]}}
     shapes = [{"m,n,k": [99, 2, 3], "us": {"warpgroup": [[0, 2.0], [1, 2.0]]}}]
-    path.write_text(json.dumps({"kind": "skuda times", "sets": [{"kernels": names, "shapes": shapes}]}))
+    one = {"environment": {"device": {"name": "x", "l2_cache": 0}}, "kernels": names, "shapes": shapes}
+    path.write_text(json.dumps({"kind": "skuda times", "sets": [one]}))
     with pytest.raises(SystemExit):
         fit.main([str(path)])
     assert "no tile of" in capsys.readouterr().err
