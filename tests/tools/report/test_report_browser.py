@@ -19,6 +19,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from skuda.kernels.catalog import built_in_registry
 from skuda.tools.cli import main
+from skuda.tools.report.measured import load_measured
 
 CHROMIUM = which("chromium") or which("chromium-browser") or which("google-chrome")
 DRIVER = which("chromedriver")
@@ -50,7 +51,9 @@ def page(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SKUDA_PLUGINS", "0")
         assert main(["list", "--html", str(path)]) == 0
-    assert path.stat().st_size < 1400 * len(REGISTRY), "2 MB for 1,431 kernels"
+    assert path.stat().st_size < 800 * len(REGISTRY) + 160_000 * len(load_measured()), (
+        "as many bytes a kernel and a run"
+    )
     return path.as_uri()
 
 
