@@ -6,15 +6,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from paths import ROOT
 from support import kernels_tested
 
-from skuda.dispatch import Dispatcher, device_named
-from skuda.dispatch.backends.cuda import CudaBackend
+from skuda.dispatch import Dispatcher, Plan, device_named
+from skuda.dispatch.preference import NO_PREFERENCE
 from skuda.kernels.catalog import built_in_registry
-from skuda.tools.bench.bench import _dim
+from skuda.tools.bench.bench import Bench
 from skuda.tools.bench.record import BenchRecord
 
 EVIDENCE = ROOT / "docs" / "evidence"
@@ -64,10 +65,10 @@ def test_an_h200_launches_what_its_record_has(name):
     cases = [case for case in BenchRecord.load(EVIDENCE / f"h200-bench-{name}.json").cases if case.steps]
     assert len(cases) > 30
     for case in cases:
-        sku = dispatcher.registry.sku(case.sku)
-        launch = CudaBackend.launch_of(sku, dispatcher.describe(**case.problem), device)
-        steps = tuple(f"{step.entry} grid {_dim(step.grid)} block {_dim(step.block)}" for step in launch.steps)
-        assert steps == case.steps, case.label
+        sku, problem = dispatcher.registry.sku(case.sku), dispatcher.describe(**case.problem)
+        plan = Plan.prepared(sku, problem, device, NO_PREFERENCE, runner=None)
+        named = Bench._named(SimpleNamespace(dispatcher=dispatcher, device=device), plan)
+        assert named["steps"] == case.steps, case.label
 
 
 def test_every_record_is_in_a_page():
