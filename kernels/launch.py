@@ -52,8 +52,7 @@ class Which:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Constant:
+class Constant(NamedTuple):
     """A value fixed by the problem, passed as `element` (s32, s64, f32 or f64)."""
 
     element: ElementKind

@@ -349,6 +349,12 @@ def _tune(
         typer.Option(help="Per cent by which a kernel must be faster than the first of the ranking; 3 if left out."),
     ] = None,
     repeats: Repeats = 20,
+    layers: Annotated[
+        int,
+        typer.Option(
+            help="Launch a kernel so often in a graph, as layers of a model; times are those of one.", min=1, max=99
+        ),
+    ] = 1,
     seed: Seed = None,
     shard: Shard = None,
     show: Annotated[Path | None, _option("FILE", "Show this file; measure nothing.")] = None,

@@ -23,7 +23,7 @@ from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidRecord
 from skuda.registry.sku import SkuIdentity
 from skuda.registry.text import one_line, path_of, shown
-from skuda.registry.value import Real, Size, Value
+from skuda.registry.value import Integer, Real, Size, Value
 
 MARGIN = 3.0
 """Per cent by which a kernel must be faster than the first of the ranking, unless a file says otherwise."""
@@ -66,6 +66,11 @@ class Timing(Value):
         return cls(
             median=statistics.median(samples), p10=float(p10), p90=float(p90), best=min(samples), rounds=len(samples)
         )
+
+    def shared_by(self, launches: int) -> Timing:
+        """Return the times of one of several equal launches that were timed together."""
+        names = ("median", "p10", "p90", "best")
+        return self.model_copy(update={name: getattr(self, name) / launches for name in names})
 
 
 class Candidate(Value):
@@ -115,6 +120,8 @@ class Entry(Value):
         Time of the measurement, UTC.
     seed : int
         Seed of the inputs.
+    layers : int
+        Launches in one graph, each with arrays of its own, of which the times are those of one.
     candidates : tuple of Candidate
         Every kernel that can run the problem, in each of its configurations.
     """
@@ -122,6 +129,7 @@ class Entry(Value):
     problem: dict[str, JsonValue]
     date: Line
     seed: Size
+    layers: Annotated[Integer, Field(ge=1)] = 1
     candidates: Annotated[tuple[Candidate, ...], Field(min_length=1)]
 
     def __init__(self, **fields: Any) -> None:

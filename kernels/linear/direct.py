@@ -11,12 +11,13 @@ _UNIT = 64
 _REGISTERS, _MOST_DEEP = 100, 8
 _WARPS_HELD = 16
 
-_LAUNCH, _MORE_WARPS, _SECOND_BLOCK, _NARROW = 4.546, 0.583, 0.41, 0.386
-_WAVE, _ROUND = 0.696, 0.771
-_L2_BANDWIDTH, _BANDWIDTH, _CODE = 0.656, 6.799, 3.125
-"""Times in us and bandwidths in TB/s, that of L2 for one multiprocessor: fitted; see `Direct.predicted`.
+_LAUNCH, _MORE_WARPS, _SECOND_BLOCK, _NARROW = 1.068, 0.32, 0.341, 0.352
+_WAVE, _ROUND = 0.673, 0.617
+_L2_BANDWIDTH, _MEMORY, _CODE = 0.701, 1.072, 1.97
+"""Times in us, a bandwidth of L2 in TB/s for one multiprocessor, and a share of the memory's: fitted.
 
-A byte of codes, which all blocks read at the same time, takes L2 `_CODE` times as long as one of the weight.
+See `Direct.predicted`. A byte of codes, which all blocks read at the same time, takes L2 `_CODE` times as long as one
+of the weight. The share is above 1, since what it stands beside overlaps with it.
 """
 
 
@@ -64,12 +65,11 @@ class Direct:
         pitch = 8 * self.wide + (8 if self.wide % 2 == 0 or weight else 0)
         return 4 * self.warps * (self.tokens + activation) * pitch
 
-    def predicted(self, m: int, n: int, k: int, sm_count: int) -> float:
-        """Return the predicted time in us on a card like the H200.
+    def predicted(self, m: int, n: int, k: int, sm_count: int, bandwidth: float) -> float:
+        """Return the predicted time in us, as one of many layers, as in `Streamed.predicted`.
 
         It is the launch, with more warps on a multiprocessor, of one block or of two, or of blocks of 8 rows of the
-        weight; the rounds of loads of all waves; and the bytes from L2 and from memory. The test of
-        ``docs/evidence/h200-few-tokens.json`` says how well it chooses.
+        weight; the rounds of loads of all waves; and the bytes from L2 and from memory, of `bandwidth` in TB/s.
         """
         (blocks, _, _), slots = self.grid(m, n), sm_count * _WARPS_HELD // self.warps
         rounds = -(-k // (_UNIT * self.warps * self.deep))
@@ -77,7 +77,7 @@ class Direct:
         loaded = -(-blocks // sm_count) * (8 * self.wide + _CODE * self.tokens) * k / (_L2_BANDWIDTH * 1e6)
         beside = min(-(-blocks // sm_count), _WARPS_HELD // self.warps) - 1
         launch = _LAUNCH + (_MORE_WARPS if self.warps == _WARPS_HELD else _SECOND_BLOCK * beside)
-        return launch + (_NARROW if self.wide == 1 else 0.0) + own + loaded + (m + n) * k / (_BANDWIDTH * 1e6)
+        return launch + (_NARROW if self.wide == 1 else 0.0) + own + loaded + (m + n) * k / (_MEMORY * bandwidth * 1e6)
 
     def __str__(self) -> str:
         return f"{8 * self.wide} x {self.tokens} through registers, {self.warps} warps"

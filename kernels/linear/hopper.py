@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from skuda.kernels.linear.problem import longest_k
 from skuda.registry.constraints import Between, Constraint, MultipleOf
 from skuda.registry.elements import ElementKind
+
+if TYPE_CHECKING:
+    from skuda.dispatch.device import Device
 
 H200 = 132
 """Multiprocessors assumed for a device that does not report them."""
@@ -16,6 +21,16 @@ ALIGNED = "arrays that do not begin, or whose rows do not begin, at multiples of
 """The note that these kernels add to a plan."""
 
 _UNIT = 16
+_H200_BANDWIDTH = 4_800_000_000_000
+_HALF = 500_000_000_000
+
+
+def bandwidth(device: Device) -> float:
+    """Return a card's memory bandwidth in TB/s, an H200's if it reports none.
+
+    It is a multiple of a half, so that what a driver reports and what a data sheet says choose alike.
+    """
+    return round((device.memory_bandwidth or _H200_BANDWIDTH) / _HALF) / 2
 
 
 def constraints(weight: ElementKind) -> tuple[Constraint, ...]:

@@ -438,4 +438,5 @@ DEVICE void streamed_linear(const Source& source, const TensorMap& w_map, const 
 
 #define STREAMED_PARAMETERS EPILOGUE_PARAMETERS, s32 atoms, s32 stages
 #define STREAMED_GIVEN EPILOGUE, weight_zero_point, k, (u32)atoms, (u32)stages
-#define STREAMED_KERNEL extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+// Where a launch has many clusters, two of their blocks share a multiprocessor, so that all run at once.
+#define STREAMED_KERNEL extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, CLUSTER > 1 ? 2 : 1)

@@ -42,11 +42,11 @@ _SHARED_BY_TWO = 115_712
 _MOST_ROWS, _MOST_TILES = 128, hopper.H200
 """Beyond `FEW_ROWS`, most rows of an activation and most tiles of 16 rows by 64 of the weight: all run at once."""
 
-_LAUNCH, _BANDWIDTH, _LATENCY = 6.21, 4.371, 0.7584
-_BOXES, _TOKEN = 0.03847, 0.001228
-_UNALIGNED_TOKEN = {128: 0.0, 64: 0.00058, 32: 0.00087, 16: 0.00225}
-_CLUSTER, _EXCHANGE, _SECOND_GROUP, _OTHER_HEIGHT = {1: 0.0, 2: 0.374, 4: 0.562}, 0.000125, 0.49, 0.316
-"""Times in us and a bandwidth in TB/s, fitted by least squares; see `Streamed.predicted`.
+_LAUNCH, _MEMORY, _LATENCY = 2.138, 0.833, 0.245
+_BOXES, _TOKEN = 0.0787, 0.000536
+_UNALIGNED_TOKEN = {128: 0.0, 64: 0.00036, 32: 0.00049, 16: 0.00156}
+_CLUSTER, _EXCHANGE, _SECOND_GROUP, _OTHER_HEIGHT = {1: 0.0, 2: 0.487, 4: 0.77}, 0.00005, 0.439, 0.0681
+"""Times in us, and the share of a card's memory bandwidth that is reached, fitted; see `Streamed.predicted`.
 
 `_UNALIGNED_TOKEN` is by the largest power of two up to a line of the cache that divides the bytes of a row.
 """
@@ -103,19 +103,32 @@ class Streamed:
         named = ("tokens", "groups", "tall", "chunks", "cluster")
         return tuple(f"-D{name.upper()}={getattr(self, name)}" for name in named)
 
-    def predicted(self, m: int, n: int, k: int) -> float:
-        """Return the predicted time in us on a card like the H200.
+    def predicted(self, m: int, n: int, k: int, bandwidth: float, *, fused: bool = False) -> float:
+        """Return the predicted time in us, as one of many layers.
+
+        Layers of a model run one after the other, and most of a launch is done while the one in front ends; what is
+        left of it differs between kernels, so that one behind a pause would choose others.
 
         The copy engine of a multiprocessor takes so long for the boxes of a chunk and for each row of codes in them,
         longer if rows do not begin at lines of the cache, and the most if not even at sectors. Beside it stand the
-        memory, and its latency, in which the ring is read once; then the launch, a second warpgroup, rows that are not
-        those of whole products, and the exchange of sums in a cluster. The test of
-        ``docs/evidence/h200-few-tokens.json`` says how well it chooses.
+        memory, and its latency, in which the ring is read once, and the longest of the three hides most of the others;
+        then the launch, a second warpgroup, rows that are not those of whole products, and the exchange of sums in a
+        cluster. The tests of ``docs/evidence/h100-layers.json`` and ``docs/evidence/h200-few-tokens.json`` say how well
+        it chooses.
+
+        Parameters
+        ----------
+        m, n, k : int
+            The problem.
+        bandwidth : float
+            Memory bandwidth of the card in TB/s.
+        fused : bool
+            Whether the kernel makes the codes, so that it loads none.
         """
         rows = 8 * self.atoms
         tiles = -(-n // rows)
         turns = -(-tiles // max(1, self.grid[0] // self.cluster))
-        token = _TOKEN + _UNALIGNED_TOKEN[math.gcd(k, _CHUNK)]
+        token = 0.0 if fused else _TOKEN + _UNALIGNED_TOKEN[math.gcd(k, _CHUNK)]
         copied = turns * -(-k // _CHUNK) / self.cluster * (_BOXES + self.tokens * token)
         waited = turns * -(-k // (_CHUNK * self.chunks * self.cluster)) / self.stages * _LATENCY
         exchange = _CLUSTER[self.cluster] + (_EXCHANGE * rows * self.tokens if self.cluster > 1 else 0.0)
@@ -125,7 +138,8 @@ class Streamed:
             + (_SECOND_GROUP if self.groups > 1 else 0.0)
             + (_OTHER_HEIGHT if rows % _PRODUCT else 0.0)
         )
-        return fixed + math.hypot(copied, waited, (m + n) * k / (_BANDWIDTH * 1e6))
+        memory = (m + n) * k / (_MEMORY * bandwidth * 1e6)
+        return fixed + math.sqrt(math.hypot(copied**2, waited**2, memory**2))
 
     def __str__(self) -> str:
         shared = f", k shared by {self.cluster}" if self.cluster > 1 else ""
@@ -261,14 +275,16 @@ def _offered(
     m: int,
     n: int,
     k: int,
-    sm_count: int,
+    card: tuple[int, float],
     output_bytes: int,
     fused: bool,  # noqa: FBT001  private
     zero_points: tuple[bool, bool],
 ) -> tuple[tuple[Streamed | Direct, ...], tuple[Choice, ...]]:
+    sm_count, bandwidth = card
     cuts = cuts_for((m, n, k), sm_count, output_bytes, fused=fused, zero_points=zero_points)
-    ranked: list[tuple[float, Streamed | Direct]] = [(cut.predicted(m, n, k), cut) for cut in cuts]
-    ranked += [(one.predicted(m, n, k, sm_count), one) for one in (() if fused else configurations(m))]
+    ranked: list[tuple[float, Streamed | Direct]] = []
+    ranked += [(cut.predicted(m, n, k, bandwidth, fused=fused), cut) for cut in cuts]
+    ranked += [(one.predicted(m, n, k, *card), one) for one in (() if fused else configurations(m))]
     ranked.sort(key=lambda pair: pair[0])
     return tuple(one for _, one in ranked), tuple(Choice(str(one), us) for us, one in ranked)
 
@@ -277,9 +293,9 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     """Launch the product, after or fused with the quantization of a dynamic activation, whichever is faster."""
     m, n, k = problem.sizes
     zero_points = problem.shifts_activation, problem.has_weight_zero_point
-    sm_count, width = device.sm_count or hopper.H200, problem.output.bits // 8
+    card, width = (device.sm_count or hopper.H200, hopper.bandwidth(device)), problem.output.bits // 8
     rows = rows_of(m, k) if problem.dynamic and m and n else 0
-    found, chosen = layer.choose(*_offered(m, n, k, sm_count, width, rows > 0, zero_points), choice)
+    found, chosen = layer.choose(*_offered(m, n, k, card, width, rows > 0, zero_points), choice)
     flags = (*found.flags, *layer.epilogue_flags(problem))
     if isinstance(found, Direct):
         product = _direct_product(problem, found, zero_points)

@@ -10,12 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from harness import emulator
+from harness.resources import Job, compiled
 from paths import ROOT
 from products import dynamic, scaled, static
 from support import fresh
 
 from skuda.dispatch import Dispatcher
-from skuda.dispatch.device import KNOWN_DEVICES
+from skuda.dispatch.compile import compilers as compiling
+from skuda.dispatch.device import KNOWN_DEVICES, Device
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.launch import Pointer, TensorMap
 from skuda.kernels.linear import direct, hopper, streamed
@@ -67,6 +69,29 @@ def test_fewer_blocks_request_more_of_the_weight_ahead():
     assert in_flight(64 * 30, 1) == [112]
     assert in_flight(64 * 30, 2) == [112]
     assert in_flight(64 * 60, 2) == [80]
+
+
+def test_a_card_and_its_data_sheet_choose_alike():
+    h100, h200 = KNOWN_DEVICES["h100"], H200
+    for card, reported, wanted in ((h200, 4_916_736_000_000, 5.0), (h100, 3_352_320_000_000, 3.5), (h100, 0, 5.0)):
+        assert hopper.bandwidth(card.model_copy(update={"memory_bandwidth": reported})) == wanted
+    assert (hopper.bandwidth(h200), hopper.bandwidth(h100)) == (5.0, 3.5)
+
+
+@pytest.mark.skipif(compiling.find_nvrtc() is None, reason="no NVRTC")
+@pytest.mark.parametrize("cluster", [2, 4])
+@pytest.mark.parametrize("rows", [0, 1, 2])
+def test_two_blocks_of_a_cluster_share_the_registers_of_a_multiprocessor(rows, cluster):
+    """As `_SHARED_BY_TWO` counts on; else clusters of all multiprocessors take turns."""
+    problem = dynamic(rows, 1280, 8192) if rows else static(16, 1280, 8192)
+    sku = next(s for s in built_in_registry().skus_of(problem.op) if s.variant == "streamed" and s.key == problem.key())
+    name = next(c.name for c in streamed.launch(problem, H200).choices if c.name.endswith(f"k shared by {cluster}"))
+    launch = streamed.launch(problem, H200, name)
+    job = replace(Job.of(sku, "sm_90a"), flags=(*sku.flags, *launch.flags))
+    needs = compiled(job).kernels[launch.steps[-1].entry]
+    assert (needs.spills, needs.stack) == (0, 0)
+    threads = math.prod(launch.steps[-1].block)
+    assert 2 * threads * -(-needs.registers // 8) * 8 <= 65_536
 
 
 def test_configurations_through_registers_are_for_what_one_block_takes():
@@ -132,6 +157,21 @@ def test_more_rows_are_served_where_their_tiles_run_at_once(problem, variant):
     if variant == "warpgroup":
         reasons = [reason for d in found.refused if d.sku.endswith("streamed") for reason in d.reasons]
         assert {reason.field for reason in reasons} & {"m", "tiles_beyond_few_rows"}
+
+
+def test_the_chosen_configuration_is_near_the_best_among_layers():
+    """Times of `skuda tune --layers 16`: of every configuration, at shapes that were drawn when the rule was done."""
+    for measured in fit.sets_of(ROOT / "docs/evidence/h100-layers.json"):
+        assert measured["layers"] == 16
+        device = Device.model_validate(measured["environment"]["device"])
+        losses = []
+        for (m, n, k), us in fit.timed(measured, "streamed"):
+            sizes = {"m": m, "k": k, "c_out" if measured["problem"]["op"] == "quantized_linear" else "n": n}
+            problem = Dispatcher().describe(**measured["problem"], **sizes)
+            losses.append(us[streamed.launch(problem, device).choice] / min(us.values()))
+        assert len(losses) >= 59
+        assert np.exp(np.log(losses).mean()) < 1.025
+        assert max(losses) < 1.3
 
 
 def test_the_chosen_configuration_is_near_the_best_of_those_measured():

@@ -92,6 +92,9 @@ def _set_of(tuning: Tuning, subject: str) -> dict[str, Any]:
         problem, shape = _split(entry.problem)
         if problem != alike:
             raise InvalidRecord(subject, f"the problem at {shape}", str(problem), f"be like the first, {alike}")
+        if entry.layers != first.layers:
+            had, must = str(entry.layers), f"be {first.layers}, as for the first"
+            raise InvalidRecord(subject, f"the layers at {shape}", had, must)
         us: dict[str, list[list[float]]] = {}
         for one in entry.candidates:
             if one.timing is None:
@@ -109,6 +112,7 @@ def _set_of(tuning: Tuning, subject: str) -> dict[str, Any]:
     return {
         "seed": first.seed,
         "flush": "clean",
+        "layers": first.layers,
         "date": first.date,
         "environment": tuning.environment.model_dump(mode="json"),
         "problem": alike,
@@ -263,12 +267,9 @@ def loss(tiles: Sequence[Tile], times: Times, sm_count: int = H200) -> Loss:
 
 
 def line(tile: Tile) -> str:
-    """Return a tile as a line of `TILES`, with three digits of its times, and four decimals at most."""
-    facts = {field.name: repr(getattr(tile, field.name)) for field in fields(tile) if field.name not in _FITTED}
-    facts["cooperative"] = "_COOPERATIVE" if tile.cooperative else "_PING_PONG"
-    facts["divides"] = "_DIVIDED" if tile.divides else "_WHOLE"
-    told = facts.values()
-    return f"    Tile({', '.join((*told, *(f'{max(1e-4, round(getattr(tile, name), 4)):.3g}' for name in _FITTED)))}),"
+    """Return a tile's times as a line of `TILES`, with three digits, and four decimals at most."""
+    times = (f"{max(1e-4, round(getattr(tile, name), 4)):.3g}" for name in _FITTED)
+    return f"    ({', '.join(times)}),  # {tile}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -117,7 +117,8 @@ def print_tuning(console: Console, tuning: Tuning, found: Sequence[Outcome]) -> 
         candidates = list(rows(result))
         op, problem, *_ = candidates[0]
         console.print(Text.assemble((str(op), "bold cyan"), f" {problem}"), soft_wrap=False)
-        console.print(indented(Text(f"{result.entry.date}, seed {result.entry.seed}", style="dim"), 2))
+        how = f", one of {result.entry.layers} launches in a graph" if result.entry.layers > 1 else ""
+        console.print(indented(Text(f"{result.entry.date}, seed {result.entry.seed}{how}", style="dim"), 2))
         style = "green" if result.verdict.chosen else ""
         reason = result.verdict.reason
         line = f"chosen by time: {reason}" if result.verdict.chosen else f"the ranking stays: {reason}"

@@ -45,6 +45,7 @@ class Request:
     backend: str | None = None
     variants: Sequence[str] = ()
     repeats: int = 20
+    layers: int = 1
     seed: int | None = None
     shard: str | None = None
     margin: float | None = None
@@ -91,7 +92,7 @@ def run(
         given: dict[str, object] = {"OPS": request.tokens, "--shapes": request.shapes, "--element": request.elements}
         given |= {"--random": request.random, "--variant": request.variants, "--shard": request.shard}
         given |= {"--backend": request.backend, "--output": output, "--update": update}
-        given["--margin"] = request.margin is not None
+        given |= {"--margin": request.margin is not None, "--layers": request.layers > 1}
         other = next((name for name, value in given.items() if value), None)
         if other is not None:
             raise InvalidProblem("tune", other, "--show beside it", "be left out: --show measures nothing")
@@ -138,6 +139,7 @@ def _measured(
         lab,
         seed=request.seed or 0,
         repeats=request.repeats,
+        layers=request.layers,
         backend=request.backend,
         variants=frozenset(request.variants),
     )

@@ -14,7 +14,7 @@ from skuda.dispatch.select.tuning import Candidate, Entry, Timing
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem, Unsupported
 from skuda.tools.bench.clock import Replay
-from skuda.tools.bench.measurement import Arrays, Measurement, Offer, error_line
+from skuda.tools.bench.measurement import Arrays, Measurement, Offer, error_line, max_ulps
 from skuda.tools.output import Report, words
 from skuda.tools.verify.fingerprint import source_hash
 from skuda.tools.words.problem import pairs
@@ -31,10 +31,13 @@ class Tuner(Measurement):
     """Measures candidates. The dispatcher must have no tuning, so that its ranking is that of the registry.
 
     With `variants`, only the kernels of those are candidates. `repeats` are the rounds of all; those near the fastest
-    are then timed anew in four times as many.
+    are then timed anew in four times as many. With several `layers`, a candidate is launched as often in one graph, as
+    a model runs it, and its times are those of one launch: all read the op's first argument, which a model has just
+    written, and have arrays of their own for all others.
     """
 
     variants: frozenset[str] = frozenset()
+    layers: int = 1
 
     def run(self, problems: Sequence[Descriptor], progress: Report | None = None) -> tuple[Entry, ...]:
         """Measure problems; refused candidates are recorded and the run continues.
@@ -51,7 +54,8 @@ class Tuner(Measurement):
             done = sum(len(entry.candidates) for entry in entries)
             candidates = self._measure(problem, offered, partial(_tell, report, done, total))
             date = datetime.now(UTC).isoformat(timespec="seconds")
-            entries.append(Entry(problem=as_json(problem), date=date, seed=self.seed, candidates=candidates))
+            facts = {"date": date, "seed": self.seed, "layers": self.layers}
+            entries.append(Entry(problem=as_json(problem), candidates=candidates, **facts))
         return tuple(entries)
 
     def _offers(self, problem: Descriptor) -> list[Offer]:
@@ -74,15 +78,16 @@ class Tuner(Measurement):
         self, problem: Descriptor, offered: Sequence[Offer], tell: Callable[[int, str], None]
     ) -> tuple[Candidate, ...]:
         """Time the candidates with right results; give the reasons for all others."""
-        inputs, outputs = self.draw(problem)
+        layers = [self.draw(problem) for _ in range(self.layers)]  # equal values, so that one answer serves all
+        source = problem.arguments()[0].name
+        layers = [({**inputs, source: layers[0][0][source]}, outputs) for inputs, outputs in layers]
         replays: dict[Offer, Replay] = {}
         estimates: dict[Offer, float] = {}
         refused: dict[Offer, str] = {}
         for number, offer in enumerate(offered):
             tell(number, offer.sku.op)
             try:
-                call = self._bound(offer, {**inputs, **outputs})
-                replay, estimates[offer], wrong = self.checked(call, offer.sku, problem, inputs, outputs)
+                replay, estimates[offer], wrong = self._checked(offer, layers)
             except Exception as error:  # noqa: BLE001  a kernel that does not compile, too little memory, a lost device
                 wrong = error_line(error)
             if wrong:
@@ -102,11 +107,23 @@ class Tuner(Measurement):
                 sku=offer.sku.id,
                 choice=offer.choice,
                 source_hash=source_hash(offer.sku),
-                timing=timings.get(offer),
+                timing=timings[offer].shared_by(self.layers) if offer in timings else None,
                 refused=_line(refused.get(offer, "")),
             )
             for offer in offered
         )
+
+    def _checked(self, offer: Offer, layers: Sequence[tuple[Arrays, Arrays]]) -> tuple[Replay, float, str]:
+        """Capture a candidate's launches and check every result; see `checked`."""
+        calls = [self._bound(offer, {**inputs, **outputs}) for inputs, outputs in layers]
+        (inputs, first), *others = layers
+        written = {f"{name} {number}": array for number, (_, made) in enumerate(others) for name, array in made.items()}
+        replay, us, wrong = self.checked(partial(_all, calls), offer.sku, offer.problem, inputs, {**written, **first})
+        op, ulps = self.dispatcher.registry.ops[offer.sku.op], max_ulps(offer.sku, offer.problem)
+        for number, (_, outputs) in enumerate(others, 1):
+            told = "" if wrong else self.lab.mismatch(op, offer.problem, inputs, outputs, ulps)
+            wrong = f"layer {number}: {told}" if told else wrong
+        return replay, us, wrong
 
     def _again(self, replays: Mapping[Offer, Replay], timings: Mapping[Offer, Timing]) -> dict[Offer, Timing]:
         """Time those near the fastest anew, unless it is alone."""
@@ -128,6 +145,11 @@ def environment(device: Device) -> Environment:
     """Return the environment on which times measured now on a present device depend."""
     facts = device.model_copy(update={"ordinal": None})
     return Environment(device=facts, driver=driver_of(device), versions=versions(), skuda=skuda_version())
+
+
+def _all(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
 def _tell(report: Report, before: int, total: int, done: int, what: str) -> None:

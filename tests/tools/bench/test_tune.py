@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from skuda.dispatch.compile.compilers import find_nvrtc
 from skuda.dispatch.compile.sources import source_hash
 from skuda.dispatch.device import HOST
 from skuda.kernels.launch import Choice
+from skuda.kernels.quantize import SmoothQuantLinearDescriptor
 from skuda.registry import BackendSpec, InvalidProblem, Registry, Unsupported
 from skuda.tools.bench import lab
 from skuda.tools.bench.lab import HostLab
@@ -46,6 +48,7 @@ class Odd(Backend):
 
     def __init__(self, trouble=None):
         self.trouble = trouble
+        self.narrow = 0
 
     def status(self):
         return BackendStatus(available=True, detail="odd 1.0")
@@ -60,12 +63,16 @@ class Odd(Backend):
         trouble = self.trouble if choice == "narrow" else None
         if trouble == "fails":
             raise RuntimeError("no\x1b[2J room\nfor it")
+        self.narrow += choice == "narrow"
+        second = self.narrow == 2
+        wrong, idle = trouble == "wrong" or (trouble == "second wrong" and second), trouble == "idle"
+        idle = idle or (trouble == "second idle" and second)
 
         def kernel(problem, *, x, y):
             SPENT.append(COSTS[choice])
-            if trouble != "idle":  # what the kernel before it wrote was right
+            if not idle:  # what the kernel before it wrote was right
                 y[...] = x + x
-            if trouble == "wrong":
+            if wrong:
                 y[1] = 7
 
         return HostRunner(problem, kernel)
@@ -158,6 +165,34 @@ def test_the_definition_is_asked_once_a_problem_however_many_are_compared_with_i
     assert asked == problems
 
 
+def test_several_layers_are_timed_at_once_and_each_has_the_time_of_one():
+    made = tuner(repeats=7, layers=3)
+    (entry,) = made.run([ToyDescriptor(m=5)])
+    assert entry.layers == 3
+    assert [c.timing.median for c in entry.candidates] == pytest.approx([30.0, 10.0, 20.0 / 3])
+    assert sorted(made.lab.runs[:3]) == [20.0, 30.0, 90.0]
+    assert tuner().run([ToyDescriptor(m=5)])[0].layers == 1
+
+
+def test_layers_read_what_a_model_has_just_written_and_have_weights_of_their_own(monkeypatch):
+    asked, seen = [], []
+    monkeypatch.setattr(
+        lab, "reference_answer", lambda op, problem, inputs: asked.append(problem) or answer(op, problem, inputs)
+    )
+    made = tuner(layers=3)
+    bound = made._bound
+    monkeypatch.setattr(Tuner, "_bound", lambda _, offer, arrays: seen.append(arrays) or bound(offer, arrays))
+    problem = SmoothQuantLinearDescriptor(m=2, n=3, k=4, act_scale=0.1, output_element="f32")
+    dispatcher = Dispatcher(tuning="")
+    replace(made, dispatcher=dispatcher, lab=HostLab(dispatcher.registry)).run([problem])
+    layers = seen[:3]
+    assert len({id(arrays["act_q"]) for arrays in layers}) == 1
+    for name in ("weight_q", "weight_scale", "output"):
+        assert len({id(arrays[name]) for arrays in layers}) == 3
+    assert all((arrays["weight_q"] == layers[0]["weight_q"]).all() for arrays in layers)
+    assert len(asked) == 1, "their values are equal, so one answer serves all"
+
+
 def test_its_times_choose():
     made = tuner()
     tuning = Tuning(environment=environment(HOST), entries=made.run([ToyDescriptor(m=5)]))
@@ -183,6 +218,20 @@ def test_what_is_wrong_or_fails_is_refused_and_never_timed(trouble, says):
     assert narrow.refused.isprintable()
     assert wide.timing.median == 30.0
     assert reference.timing.median == 20.0
+
+
+@pytest.mark.parametrize(
+    ("trouble", "says"),
+    [
+        ("wrong", r"wrong result: y\[1\]: got 7.0 .*1 of 5 elements differ"),
+        ("second wrong", r"layer 1: wrong result: y\[1\]: got 7.0 .*1 of 5 elements differ"),
+        ("second idle", r"layer 1: wrong result: y\[0\]: got nan .*5 of 5 elements differ"),
+    ],
+)
+def test_every_layer_is_compared(trouble, says):
+    (entry,) = tuner(trouble, layers=3).run([ToyDescriptor(m=5)])
+    assert re.match(says, entry.candidates[1].refused)
+    assert [c.timing is None for c in entry.candidates] == [False, True, False]
 
 
 def test_a_problem_that_nobody_serves_is_refused_before_anything_is_timed():
@@ -363,6 +412,24 @@ def test_a_page_for_people_ends_with_how_to_use_it(install, skuda, monkeypatch):
     assert tuning == json.loads(Path("my times.json").read_text())
 
 
+def test_layers_are_in_the_file_and_on_the_page(install, skuda, monkeypatch):
+    install()
+    assert skuda(*TWICE, "--layers", "4")[0] == 1  # one kernel is wrong
+    (entry,) = Tuning.load(Path("tuning-cpu.json")).entries
+    assert entry.layers == 4
+    assert skuda(*TWICE[:3], "6000", "--update")[0] == 1
+    assert [entry.layers for entry in Tuning.load(Path("tuning-cpu.json")).entries] == [4, 1]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    page = ANSI.sub("", skuda("tune", "--show", "tuning-cpu.json")[1])
+    assert page.count(", one of 4 launches in a graph\n") == 1
+    for given, says in ((("--show", "tuning-cpu.json"), "--layers must be left out"), (("--output", "x"), "--layers")):
+        status, _, err = skuda(
+            "tune", *(() if "--show" in given else TWICE[1:]), *given, "--layers", "0" if "x" in given else "2"
+        )
+        assert status == 2
+        assert says in ANSI.sub("", err)
+
+
 def test_a_file_of_kernels_that_are_not_here_is_shown_still(install, skuda, monkeypatch):
     install()
     skuda(*TWICE)
@@ -496,6 +563,7 @@ def test_a_file_is_named_after_its_device():
 
 RULE = """
 from skuda.kernels.launch import Choice
+from skuda.kernels.quantize import SmoothQuantLinearDescriptor
 from toykernels.scaled import scaled
 
 CHOICES = (Choice("256 threads", 1.0), Choice("64 threads", 2.0))
