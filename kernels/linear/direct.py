@@ -11,9 +11,9 @@ _UNIT = 64
 _REGISTERS, _MOST_DEEP = 100, 8
 _WARPS_HELD = 16
 
-_LAUNCH, _MORE_WARPS, _SECOND_BLOCK, _NARROW = 1.068, 0.32, 0.341, 0.352
-_WAVE, _ROUND = 0.673, 0.617
-_L2_BANDWIDTH, _MEMORY, _CODE = 0.701, 1.072, 1.97
+_LAUNCH, _MORE_WARPS, _SECOND_BLOCK, _NARROW = 1.251, 0.239, 0.306, 0.307
+_WAVE, _ROUND = 0.484, 0.536
+_L2_BANDWIDTH, _MEMORY, _CODE = 0.571, 1.033, 2.51
 """Times in us, a bandwidth of L2 in TB/s for one multiprocessor, and a share of the memory's: fitted.
 
 See `Direct.predicted`. A byte of codes, which all blocks read at the same time, takes L2 `_CODE` times as long as one

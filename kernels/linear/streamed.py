@@ -42,10 +42,10 @@ _SHARED_BY_TWO = 115_712
 _MOST_ROWS, _MOST_TILES = 128, hopper.H200
 """Beyond `FEW_ROWS`, most rows of an activation and most tiles of 16 rows by 64 of the weight: all run at once."""
 
-_LAUNCH, _MEMORY, _LATENCY = 2.138, 0.833, 0.245
-_BOXES, _TOKEN = 0.0787, 0.000536
-_UNALIGNED_TOKEN = {128: 0.0, 64: 0.00036, 32: 0.00049, 16: 0.00156}
-_CLUSTER, _EXCHANGE, _SECOND_GROUP, _OTHER_HEIGHT = {1: 0.0, 2: 0.487, 4: 0.77}, 0.00005, 0.439, 0.0681
+_LAUNCH, _MEMORY, _LATENCY, _FINISH = 1.833, 0.817, 0.14, 0.0162
+_BOXES, _TOKEN = 0.0874, 0.000116
+_UNALIGNED_TOKEN = {128: 0.0, 64: 0.00055, 32: 0.00044, 16: 0.00117}
+_CLUSTER, _EXCHANGE, _SECOND_GROUP, _OTHER_HEIGHT = {1: 0.0, 2: 0.535, 4: 0.818}, 0.000008, 0.383, 0.052
 """Times in us, and the share of a card's memory bandwidth that is reached, fitted; see `Streamed.predicted`.
 
 `_UNALIGNED_TOKEN` is by the largest power of two up to a line of the cache that divides the bytes of a row.
@@ -112,8 +112,8 @@ class Streamed:
         The copy engine of a multiprocessor takes so long for the boxes of a chunk and for each row of codes in them,
         longer if rows do not begin at lines of the cache, and the most if not even at sectors. Beside it stand the
         memory, and its latency, in which the ring is read once, and the longest of the three hides most of the others;
-        then the launch, a second warpgroup, rows that are not those of whole products, and the exchange of sums in a
-        cluster. The tests of ``docs/evidence/h100-layers.json`` and ``docs/evidence/h200-few-tokens.json`` say how well
+        then the launch, what finishes each token of a tile, a second warpgroup, rows that are not those of whole
+        products, and the exchange of sums in a cluster. The tests of ``docs/evidence/h100-layers.json`` and ``docs/evidence/h200-few-tokens.json`` say how well
         it chooses.
 
         Parameters
@@ -134,6 +134,7 @@ class Streamed:
         exchange = _CLUSTER[self.cluster] + (_EXCHANGE * rows * self.tokens if self.cluster > 1 else 0.0)
         fixed = (
             _LAUNCH
+            + _FINISH * self.tokens
             + exchange
             + (_SECOND_GROUP if self.groups > 1 else 0.0)
             + (_OTHER_HEIGHT if rows % _PRODUCT else 0.0)
