@@ -113,8 +113,8 @@ class Streamed:
         longer if rows do not begin at lines of the cache, and the most if not even at sectors. Beside it stand the
         memory, and its latency, in which the ring is read once, and the longest of the three hides most of the others;
         then the launch, what finishes each token of a tile, a second warpgroup, rows that are not those of whole
-        products, and the exchange of sums in a cluster. The tests of ``docs/evidence/h100-layers.json`` and ``docs/evidence/h200-few-tokens.json`` say how well
-        it chooses.
+        products, and the exchange of sums in a cluster. The tests of ``docs/evidence/h100-layers.json`` and
+        ``docs/evidence/h200-few-tokens.json`` say how well it chooses.
 
         Parameters
         ----------
