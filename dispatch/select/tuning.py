@@ -121,7 +121,7 @@ class Entry(Value):
     seed : int
         Seed of the inputs.
     layers : int
-        Launches in one graph, each with arrays of its own, of which the times are those of one.
+        Launches in one graph, of which the times are those of one; see `skuda.tools.bench.tuner.Tuner`.
     candidates : tuple of Candidate
         Every kernel that can run the problem, in each of its configurations.
     """

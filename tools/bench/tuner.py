@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import islice
 
 from skuda.dispatch.device import Device
 from skuda.dispatch.select.environment import Environment, driver_of, skuda_version, versions
@@ -79,8 +80,8 @@ class Tuner(Measurement):
     ) -> tuple[Candidate, ...]:
         """Time the candidates with right results; give the reasons for all others."""
         layers = [self.draw(problem) for _ in range(self.layers)]  # equal values, so that one answer serves all
-        source = problem.arguments()[0].name
-        layers = [({**inputs, source: layers[0][0][source]}, outputs) for inputs, outputs in layers]
+        source = dict(islice(layers[0][0].items(), 1))
+        layers = [({**inputs, **source}, outputs) for inputs, outputs in layers]
         replays: dict[Offer, Replay] = {}
         estimates: dict[Offer, float] = {}
         refused: dict[Offer, str] = {}
