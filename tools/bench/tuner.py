@@ -118,13 +118,13 @@ class Tuner(Measurement):
         """Capture a candidate's launches and check every result; see `checked`."""
         calls = [self._bound(offer, {**inputs, **outputs}) for inputs, outputs in layers]
         (inputs, first), *others = layers
+        # Named otherwise than the op's outputs, so that they are poisoned with those of the first layer, not compared.
         written = {f"{name} {number}": array for number, (_, made) in enumerate(others) for name, array in made.items()}
         replay, us, wrong = self.checked(partial(_all, calls), offer.sku, offer.problem, inputs, {**written, **first})
         op, ulps = self.dispatcher.registry.ops[offer.sku.op], max_ulps(offer.sku, offer.problem)
-        for number, (_, outputs) in enumerate(others, 1):
-            told = "" if wrong else self.lab.mismatch(op, offer.problem, inputs, outputs, ulps)
-            wrong = f"layer {number}: {told}" if told else wrong
-        return replay, us, wrong
+        compared = (self.lab.mismatch(op, offer.problem, inputs, outputs, ulps) for _, outputs in others)
+        told = (f"layer {number}: {each}" for number, each in enumerate(compared, 1) if each)
+        return replay, us, wrong or next(told, "")
 
     def _again(self, replays: Mapping[Offer, Replay], timings: Mapping[Offer, Timing]) -> dict[Offer, Timing]:
         """Time those near the fastest anew, unless it is alone."""

@@ -422,10 +422,11 @@ def test_layers_are_in_the_file_and_on_the_page(install, skuda, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     page = ANSI.sub("", skuda("tune", "--show", "tuning-cpu.json")[1])
     assert page.count(", one of 4 launches in a graph\n") == 1
-    for given, says in ((("--show", "tuning-cpu.json"), "--layers must be left out"), (("--output", "x"), "--layers")):
-        status, _, err = skuda(
-            "tune", *(() if "--show" in given else TWICE[1:]), *given, "--layers", "0" if "x" in given else "2"
-        )
+    for typed, says in (
+        (("tune", "--show", "tuning-cpu.json", "--layers", "2"), "--layers must be left out"),
+        ((*TWICE, "--output", "x", "--layers", "0"), "--layers"),
+    ):
+        status, _, err = skuda(*typed)
         assert status == 2
         assert says in ANSI.sub("", err)
 
@@ -563,7 +564,6 @@ def test_a_file_is_named_after_its_device():
 
 RULE = """
 from skuda.kernels.launch import Choice
-from skuda.kernels.quantize import SmoothQuantLinearDescriptor
 from toykernels.scaled import scaled
 
 CHOICES = (Choice("256 threads", 1.0), Choice("64 threads", 2.0))
