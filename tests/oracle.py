@@ -629,7 +629,8 @@ def _gated(problem: Any, inputs: dict[str, Any]) -> Definition:  # noqa: C901  o
         # What overflows the element, or is near its least numbers, is not told apart.
         top = math.ldexp(1.0, FORMATS[element].top)
         least = 0.0 if most < 2**20 / top else min(most, top) / 1.1
-        return [column for column, value in enumerate(rough) if value >= least and pairs[column][1] != 0]
+        # A NaN stays in: where a gate vanishes only here, its product with an infinity may be the infinity.
+        return [column for column, value in enumerate(rough) if not value < least and pairs[column][1] != 0]
 
     def peak(row: int) -> Ends:
         if row not in ranges:

@@ -143,6 +143,31 @@ def test_axes_longer_than_any_block_are_cut_in_the_right_places(op):
         _assert_defined(case.problem, drawn.inputs, run(case.problem, drawn.inputs), drawn.shapes, rng)
 
 
+GATED_F64 = sampled(
+    [param for param in ALL if "_mul_" in param.values[0].name and param.values[1].problem.input_element == "f64"],
+    4,
+    each=lambda op, case: op.name,
+)
+
+
+@pytest.mark.parametrize(("op", "case"), GATED_F64)
+def test_an_infinity_beside_a_gate_that_all_but_vanishes(op, case):
+    rng = fresh(op.name, case)
+    drawn = draw(op, case, rng)
+    problem, inputs = case.problem, drawn.inputs
+    gate, up = np.split(inputs["gate_up"], 2, axis=1) if problem.fused else (inputs["gate"], inputs["up"])
+    if not gate.size:
+        return
+    gate[:] = rng.standard_normal(gate.shape)
+    up[:] = rng.standard_normal(up.shape)
+    least = np.nextafter(np.zeros(1, gate.dtype), np.ones(1, gate.dtype))[0]
+    for row in range(len(gate)):
+        at = rng.integers(gate.shape[1])
+        gate[row, at] = rng.choice(np.array([least, -least, 2 * least, 3 * least, -20, -40, -90, -800], gate.dtype))
+        up[row, at] = rng.choice([np.inf, -np.inf, np.nan])
+    _assert_defined(problem, inputs, run(problem, inputs), drawn.shapes, rng)
+
+
 @pytest.mark.parametrize("op", built_in_ops(), ids=lambda op: op.name)
 def test_running_twice_gives_the_same_bits(op):
     case = Case(op.cases[0].problem, "special")
