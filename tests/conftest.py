@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,10 @@ import pytest
 from filelock import FileLock
 
 sys.path.insert(0, str(Path(__file__).parent))
+# pytest-xdist has a worker for each CPU; threads of their own would wait for one another. Set before NumPy is loaded.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
 
 from paths import ROOT, TESTS
 from support import SEED, kernels_tested
