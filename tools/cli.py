@@ -55,7 +55,7 @@ def _interrupts() -> Iterator[list[int]]:
     callback, from which Python raises nothing, it comes again.
     """
     came: list[int] = []
-    running = True
+    running, here = True, threading.get_ident()
     handler, unraisable, uncaught = signal.getsignal(signal.SIGINT), sys.unraisablehook, sys.excepthook
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -65,7 +65,7 @@ def _interrupts() -> Iterator[list[int]]:
     def again() -> None:
         time.sleep(0.05)  # not at once, which would be in the same place
         if running:
-            _thread.interrupt_main()
+            _interrupt(here)
 
     def dropped(ignored: Any) -> None:
         if issubclass(ignored.exc_type, KeyboardInterrupt):
@@ -89,6 +89,14 @@ def _interrupts() -> Iterator[list[int]]:
         sys.unraisablehook, sys.excepthook = unraisable, uncaught
         if noted:
             signal.signal(signal.SIGINT, handler)
+
+
+def _interrupt(thread: int) -> None:
+    """Interrupt a thread and its system call; on systems that cannot, only set Python's flag."""
+    if hasattr(signal, "pthread_kill") and callable(signal.getsignal(signal.SIGINT)):
+        signal.pthread_kill(thread, signal.SIGINT)
+    else:
+        _thread.interrupt_main()
 
 
 def _run(given: list[str], interrupts: list[int]) -> int:

@@ -199,7 +199,9 @@ def test_an_interrupt_in_a_destructor_is_one_too(skuda, monkeypatch):
         time.sleep(30)
 
     monkeypatch.setattr("skuda.tools.show.doctor.run", run)
+    start = time.monotonic()
     assert skuda("doctor") == (130, "", "")
+    assert time.monotonic() - start < 30, "the command slept to its end"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from xml.etree.ElementTree import Element
 
@@ -31,6 +31,12 @@ def load_measured(directory: Path | None = None) -> tuple[Measured, ...]:
     for kind in KINDS:
         runs += sorted(kind.files(folder).values(), key=lambda run: run.date)
     return tuple(runs)
+
+
+def measured_of(runs: Sequence[Measured], ops: Container[str]) -> tuple[Measured, ...]:
+    """Return the runs that timed kernels of some ops, each with the cases of these ops alone."""
+    timed = ((run, tuple(case for case in run.cases if case.op in ops)) for run in runs if isinstance(run, BenchRecord))
+    return tuple(run.model_copy(update={"cases": cases, "host": ()}) for run, cases in timed if cases)
 
 
 def measured(records: Sequence[Measured], registry: Registry) -> Element:

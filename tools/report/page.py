@@ -18,7 +18,7 @@ from skuda.tools.files import write_whole
 from skuda.tools.output import one_line, stderr
 from skuda.tools.report.kernels import Row, filters, listing, matrix, summary
 from skuda.tools.report.markup import el, written
-from skuda.tools.report.measured import Measured, load_measured, measured
+from skuda.tools.report.measured import Measured, load_measured, measured, measured_of
 from skuda.tools.report.records import evidence
 from skuda.tools.verify.evidence import Records, load_records, status
 
@@ -79,13 +79,16 @@ def save(
     """Write the page, and report that on standard error.
 
     `path` is the file of ``--html``. `records` are runs of ``skuda verify``, and `measured` those of the
-    commands that measure; None for those in the folder `evidence`, or in the checkout. The page shows `found`, or
-    everything in `registry` if it is None.
+    commands that measure; None for those in the folder `evidence`, or in the checkout. The page shows `found`, and of
+    the ops in it what was measured; or everything in `registry` if it is None.
     """
     if found is None:
         ops = sorted(registry.ops.values(), key=lambda op: (op.category, op.name))
         found = [(op, registry.skus_of(op.name)) for op in ops]
     records = load_records(evidence) if records is None else records
     runs = load_measured(evidence) if measured is None else measured
+    names = {op.name for op, _ in found}
+    if not names >= registry.ops.keys():
+        runs = measured_of(runs, names)
     write_whole(path, page(found, registry, records, runs, version=skuda_version()))
     stderr().print(f"wrote {one_line(str(path))}", style="dim", soft_wrap=True)

@@ -295,8 +295,25 @@ def test_list_writes_what_its_filters_leave_and_the_records_of_the_folder(skuda,
     text = path.read_text()
     assert Counter(row["data-status"] for row in kernels(text)) == {"verified": 1, "unverified": len(CUDA) - 1}
     assert {row["data-op"] for row in kernels(text)} == {"fill"}
-    assert len(Tree(text).all("svg")) == 5
+    assert "No run is recorded here" in Tree(text).all("section")[-1]["text"], "of this op"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["bench.json", "report.html", "run.json"]
+
+
+def test_list_writes_what_was_measured_of_the_ops_that_its_filters_leave(skuda, tmp_path):
+    some_record().save(tmp_path / "bench.json")
+    record_of(measured("smoothquant_linear", (64, 512, 512), 5.0), driver="elsewhere").save(tmp_path / "other.json")
+    path = tmp_path / "report.html"
+
+    def timed(*filters):
+        assert skuda("list", *filters, "--html", path, "--evidence", tmp_path)[0] == 0
+        tree = Tree(path.read_text())
+        return tree.all("section")[-1]["text"], len(tree.all("svg"))
+
+    text, plots = timed("--op", "fake_quantize")
+    assert [word in text for word in ("1024x4096", "1024x512x512", "elsewhere")] == [True, False, False]
+    everything, all_plots = timed()
+    assert [word in everything for word in ("1024x4096", "1024x512x512", "elsewhere")] == [True, True, True]
+    assert 0 < plots < all_plots
 
 
 def test_verify_writes_its_run_beside_the_recorded_ones(skuda, tmp_path, monkeypatch):
