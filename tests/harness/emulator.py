@@ -115,7 +115,7 @@ def _flags() -> tuple[str, ...]:
     machine = ("-mfma", "-mf16c") if platform.machine() == "x86_64" else ()
     checked = _SANITIZE if SANITIZED else ()
     # Without -fno-weak, shared variables of inline functions could not lie in one section with those of kernels.
-    plain = ("-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-weak", "-w")
+    plain = ("-std=c++17", "-O0", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-weak", "-w")
     return (*plain, *machine, *checked)
 
 
