@@ -32,6 +32,11 @@ FORMATS = {"f16": Format(11, 15), "bf16": Format(8, 127), "f32": Format(24, 127)
 RANGES = {"s4": (-8, 7), "u4": (0, 15), "s8": (-128, 127), "u8": (0, 255), "s32": (-(2**31), 2**31 - 1)}
 
 
+def least_number(element: str) -> float:
+    """Return the least positive number of a floating element."""
+    return math.ldexp(1.0, 2 - FORMATS[element].top - FORMATS[element].precision)
+
+
 def compute(element: str) -> str:
     """Return the type C of data of type T."""
     return "f64" if element == "f64" else "f32"
@@ -575,13 +580,13 @@ def _gate_ends(gate: float, curve: str, element: str) -> Ends:
 
 
 def _roughly(gate: float, curve: str) -> float:
-    """Return the curve at a gate, within a thousandth."""
-    if math.isnan(gate) or abs(gate) > 700:
+    """Return the curve's magnitude at a gate, within a thousandth and 2^-1062."""
+    if math.isnan(gate) or abs(gate) > 3000:
         return gate if not gate < 0 else 0.0
     if curve == "erf":
-        return gate * math.erfc(-gate / math.sqrt(2)) / 2
+        return abs(gate) * math.erfc(-gate / math.sqrt(2)) / 2
     steep = 2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3) if curve == "tanh" else gate
-    return gate / (1 + math.exp(-max(steep, -700.0)))
+    return abs(gate) * math.exp(min(steep, 0.0)) / (1 + math.exp(-abs(steep)))
 
 
 def _spanned(values: Iterable[float]) -> Ends:
@@ -624,13 +629,16 @@ def _gated(problem: Any, inputs: dict[str, Any]) -> Definition:  # noqa: C901  o
         """Return the columns whose products may be the largest of a row, by plain floats."""
         with np.errstate(invalid="ignore"):
             pairs = list(zip(gates[row].astype(float).tolist(), ups[row].astype(float).tolist(), strict=True))
-        rough = [abs(_roughly(gate, curve) * up) for gate, up in pairs]
-        most = max(filter(math.isfinite, rough), default=0.0)  # an infinity may be a NaN, if the gate vanishes
+        # A gate near the least numbers of its element is rounded to another one, or vanishes.
+        slack = max(2 * least_number(element), 2.0**-1062)
+        near = [(_roughly(gate, curve), abs(up)) for gate, up in pairs]
+        low, high = ([max(gate * f + s, 0.0) * up for gate, up in near] for f, s in ((0.98, -slack), (1.02, slack)))
+        most = max(filter(math.isfinite, low), default=0.0)  # an infinity may be a NaN, if the gate vanishes
         # What overflows the element, or is near its least numbers, is not told apart.
         top = math.ldexp(1.0, FORMATS[element].top)
         least = 0.0 if most < 2**20 / top else min(most, top) / 1.1
         # A NaN stays in: where a gate vanishes only here, its product with an infinity may be the infinity.
-        return [column for column, value in enumerate(rough) if not value < least and pairs[column][1] != 0]
+        return [column for column, value in enumerate(high) if not value < least and pairs[column][1] != 0]
 
     def peak(row: int) -> Ends:
         if row not in ranges:
@@ -646,7 +654,9 @@ def _gated(problem: Any, inputs: dict[str, Any]) -> Definition:  # noqa: C901  o
         if problem.scaling == "static":
             scale = convert(float(_only(inputs["scale"])), c)
             return scale, scale
-        return _spanned(divide(end, float(problem.q_max), c) or 1.0 for end in peak(row))
+        ends = [divide(end, float(problem.q_max), c) or 1.0 for end in peak(row)]
+        # Of a row that vanishes it is 1, but of one that all but vanishes it is small.
+        return _spanned([*ends, least_number(c)] if peak(row)[0] == 0 < peak(row)[-1] else ends)
 
     zero_point = int(_only(inputs["zero_point"])) if "zero_point" in inputs else 0
 
