@@ -32,11 +32,6 @@ FORMATS = {"f16": Format(11, 15), "bf16": Format(8, 127), "f32": Format(24, 127)
 RANGES = {"s4": (-8, 7), "u4": (0, 15), "s8": (-128, 127), "u8": (0, 255), "s32": (-(2**31), 2**31 - 1)}
 
 
-def least_number(element: str) -> float:
-    """Return the least positive number of a floating element."""
-    return math.ldexp(1.0, 2 - FORMATS[element].top - FORMATS[element].precision)
-
-
 def compute(element: str) -> str:
     """Return the type C of data of type T."""
     return "f64" if element == "f64" else "f32"
@@ -64,6 +59,11 @@ def _quantum(value: Fraction, form: Format) -> int:
     lowest = 1 - form.top
     exponent = max(_exponent(abs(value)), lowest) if value else lowest
     return exponent - form.precision + 1
+
+
+def _least(element: str) -> float:
+    """Return the least positive number of a format."""
+    return math.ldexp(1.0, _quantum(Fraction(0), FORMATS[element]))
 
 
 def to_format(value: Fraction, element: str, *, negative_zero: bool = False) -> float:
@@ -574,7 +574,7 @@ def _gate_ends(gate: float, curve: str, element: str) -> Ends:
             cubic = 2 * mpmath.sqrt(2 / mpmath.pi) * (x + mpmath.mpf("0.044715") * x**3)
             y = x / (1 + mpmath.exp(-(cubic if curve == "tanh" else x)))
     true = _fraction(y)
-    slack = abs(true) / 2**49 + (Fraction(2, 2**1074) if element == "f64" else 0)
+    slack = abs(true) / 2**49 + (2 * Fraction(_least(element)) if element == "f64" else 0)
     ends = sorted((true - slack, true + slack))
     return tuple(to_format(end, element, negative_zero=_negative(gate)) or math.copysign(0.0, gate) for end in ends)
 
@@ -630,7 +630,7 @@ def _gated(problem: Any, inputs: dict[str, Any]) -> Definition:  # noqa: C901  o
         with np.errstate(invalid="ignore"):
             pairs = list(zip(gates[row].astype(float).tolist(), ups[row].astype(float).tolist(), strict=True))
         # A gate near the least numbers of its element is rounded to another one, or vanishes.
-        slack = max(2 * least_number(element), 2.0**-1062)
+        slack = max(2 * _least(element), 2.0**-1062)
         near = [(_roughly(gate, curve), abs(up)) for gate, up in pairs]
         low, high = ([max(gate * f + s, 0.0) * up for gate, up in near] for f, s in ((0.98, -slack), (1.02, slack)))
         most = max(filter(math.isfinite, low), default=0.0)  # an infinity may be a NaN, if the gate vanishes
@@ -654,9 +654,10 @@ def _gated(problem: Any, inputs: dict[str, Any]) -> Definition:  # noqa: C901  o
         if problem.scaling == "static":
             scale = convert(float(_only(inputs["scale"])), c)
             return scale, scale
-        ends = [divide(end, float(problem.q_max), c) or 1.0 for end in peak(row)]
+        ends = peak(row)
+        found = [divide(end, float(problem.q_max), c) or 1.0 for end in ends]
         # Of a row that vanishes it is 1, but of one that all but vanishes it is small.
-        return _spanned([*ends, least_number(c)] if peak(row)[0] == 0 < peak(row)[-1] else ends)
+        return _spanned([*found, _least(c)] if ends[0] == 0 < ends[-1] else found)
 
     zero_point = int(_only(inputs["zero_point"])) if "zero_point" in inputs else 0
 

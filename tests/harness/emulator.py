@@ -114,6 +114,7 @@ def load(unit: Unit) -> Library:
 def _flags() -> tuple[str, ...]:
     machine = ("-mfma", "-mf16c") if platform.machine() == "x86_64" else ()
     checked = _SANITIZE if SANITIZED else ()
+    # Most kernels are compiled for a few small launches, so that optimizing takes longer than it saves.
     # Without -fno-weak, shared variables of inline functions could not lie in one section with those of kernels.
     plain = ("-std=c++17", "-O0", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-weak", "-w")
     return (*plain, *machine, *checked)
