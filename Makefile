@@ -30,14 +30,14 @@ test-all: $(VENV)/.test  ## every test there is
 	$(PYTEST)
 
 soak: $(VENV)/.test  ## random problems, arguments and faults for SECONDS (600)
-	$(BIN)/python tests/soak.py --seconds $(or $(SECONDS),600)
+	$(BIN)/python tests/programs/soak.py --seconds $(or $(SECONDS),600)
 
 bench: $(VENV)/.test  ## benchmarks of selection, import and the NumPy linear
-	$(BIN)/python -m pytest tests/bench_*.py --benchmark-enable --benchmark-only
+	$(BIN)/python -m pytest tests/programs/bench_*.py --benchmark-enable --benchmark-only
 
 resources: $(VENV)/.test $(VENV)/.cuda13  ## registers and local memory of every CUDA kernel, compiled by NVRTC
 	mkdir -p docs/evidence
-	cd tests && ../$(BIN)/python -m harness.resources ../docs/evidence/resources.json
+	cd tests/helpers && ../../$(BIN)/python -m harness.resources ../../docs/evidence/resources.json
 
 tables: $(VENV)/.test  ## the tables in README and docs, from the records in docs/evidence
 	SKUDA_PLUGINS=0 $(BIN)/python docs/tables.py
@@ -46,7 +46,7 @@ lock: $(VENV)/.test  ## what is selected for whom, in docs/selection.lock.json; 
 	SKUDA_PLUGINS=0 $(BIN)/skuda lock --output docs/selection.lock.json
 
 ops: $(VENV)/.test  ## the functions of skuda.ops, from the registry
-	$(BIN)/python tests/ops_module.py
+	$(BIN)/python tests/programs/ops_module.py
 
 docs: $(VENV)/.docs  ## the documentation, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -6,11 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
-from skuda.dispatch.device import KNOWN_DEVICES, Device, device_named
 from skuda.dispatch.dispatcher import Dispatcher
 from skuda.dispatch.plan import Plan
 from skuda.dispatch.preference import PlanPreference
 from skuda.dispatch.telemetry import Selection, log_selection
+from skuda.registry.device import KNOWN_DEVICES, Device, device_named
 
 if TYPE_CHECKING:
     from skuda.dispatch.plugins.loading import Plugin

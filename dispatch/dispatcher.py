@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from skuda.dispatch.backends.base import Backend, BackendStatus
-from skuda.dispatch.device import HOST, KNOWN_DEVICES, Device, device_named
 from skuda.dispatch.plan import Plan
 from skuda.dispatch.plugins.asking import (
     KERNELS,
@@ -32,6 +31,7 @@ from skuda.dispatch.system.transient import is_transient
 from skuda.dispatch.telemetry import Guarded, Observer, Ranges, Selection, Watch, log_selection, logger_of
 from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Descriptor
+from skuda.registry.device import HOST, KNOWN_DEVICES, Device, device_named
 from skuda.registry.errors import InvalidProblem, InvalidRecord, KernelFailed, NotPrepared, Unsupported
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, PrivateAttr, SerializeAsAny
 
 from skuda.dispatch.backends.base import Runner
-from skuda.dispatch.device import Device
 from skuda.dispatch.preference import PlanPreference
 from skuda.registry.descriptor import Argument, Descriptor
+from skuda.registry.device import Device
 from skuda.registry.errors import NotPrepared, SkudaError, Unaligned
 from skuda.registry.guarantee import PrecisionGuarantee
 from skuda.registry.sku import KernelSku

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skuda.dispatch.device import Device
+from skuda.registry.device import Device
 from skuda.registry.guarantee import PrecisionRequirement
 from skuda.registry.value import Size, Value
 

@@ -16,12 +16,12 @@ from skuda.registry.text import one_line, shown
 
 if TYPE_CHECKING:
     from skuda.dispatch.backends.base import Runner
-    from skuda.dispatch.device import Device
     from skuda.dispatch.plan import Plan
     from skuda.dispatch.preference import PlanPreference
     from skuda.dispatch.select.explanation import Decision, Explanation
     from skuda.dispatch.select.pick import Pick
     from skuda.registry.descriptor import Descriptor
+    from skuda.registry.device import Device
     from skuda.registry.sku import KernelSku
 
 _log = logging.getLogger("skuda.dispatch")

@@ -1,9 +1,10 @@
-"""The registry's records as pure data: elements, guarantees, kernels, ops. No array library, device or compiler."""
+"""What exists, as pure data: elements, guarantees, devices, kernels, ops. No array library, driver or compiler."""
 
 from skuda.registry.arch import ArchSku
 from skuda.registry.backend import BackendSpec
 from skuda.registry.constraints import Between, Constraint, MultipleOf, OneOf, ProductAtMost
 from skuda.registry.descriptor import Argument, Descriptor, FunctionalKey, Role
+from skuda.registry.device import HOST, KNOWN_DEVICES, Device, device_named
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import (
     BundleError,
@@ -41,6 +42,8 @@ from skuda.registry.vocabulary import (
 )
 
 __all__ = [
+    "HOST",
+    "KNOWN_DEVICES",
     "ActivationKind",
     "ArchSku",
     "Argument",
@@ -52,6 +55,7 @@ __all__ = [
     "CompileError",
     "Constraint",
     "Descriptor",
+    "Device",
     "DriverError",
     "DynamicRangeMode",
     "DynamicRangeScope",
@@ -87,4 +91,5 @@ __all__ = [
     "SkudaError",
     "Unsupported",
     "WorkspaceTerm",
+    "device_named",
 ]

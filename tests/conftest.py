@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "programs"))
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 # pytest-xdist has a worker for each CPU; threads of their own would wait for one another. Set before NumPy is loaded.
 if "PYTEST_XDIST_WORKER" in os.environ:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):

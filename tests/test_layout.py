@@ -14,7 +14,6 @@ ORDER = (
     "kernels.elementwise",
     "kernels.quantize",
     "kernels.linear",
-    "dispatch.device",
     "dispatch.system",
     "dispatch.settings",
     "dispatch.preference",
@@ -64,11 +63,9 @@ TOOLS = (
     "tools.plot",
     "tools.requirement",
     "tools.words",
-    "tools.shard",
     "tools.ship",
     "tools.verify",
     "tools.bench",
-    "tools.merge",
     "tools.train",
     "tools.show",
     "tools.smoothquant",
@@ -83,7 +80,7 @@ TOOLS = (
     "tools",
 )
 """The same for `skuda.tools`, which nothing else imports."""
-NOUNS = {"__init__", "device", "dispatcher", "plan", "preference", "settings", "telemetry"}
+NOUNS = {"__init__", "dispatcher", "plan", "preference", "settings", "telemetry"}
 
 
 def name_of(path):

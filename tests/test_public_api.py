@@ -19,13 +19,13 @@ import skuda.dispatch
 import skuda.registry
 from skuda.dispatch import Dispatcher, PlanPreference, Tuning, device_named, log_selection
 from skuda.dispatch.backends.numpy import NumpyBackend
-from skuda.dispatch.device import HOST
 from skuda.dispatch.select.environment import Environment
 from skuda.dispatch.select.explanation import Verdict
 from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.kernels.draw import draw
 from skuda.kernels.elementwise import FillDescriptor
 from skuda.registry import Descriptor, PrecisionRequirement, Reason, Registry, SkudaError, SkuIdentity
+from skuda.registry.device import HOST
 from skuda.tools.checkpoint import load_layers, save_layers
 from skuda.tools.smoothquant import (
     ActivationRanges,

@@ -103,7 +103,6 @@ Html = Annotated[Path | None, _option("FILE", "Write a page with op matrix, evid
 Plot = Annotated[Path | None, _option("PATH", "Draw it: into a folder, or one .png, .svg or .pdf.")]
 Output = Annotated[Path | None, _option("FILE", "Write the record here.")]
 Seed = Annotated[int | None, typer.Option(help="Draw inputs from this; fresh if left out.", min=0, max=_MOST)]
-Shard = Annotated[str | None, _option("I/N", "Only the I-th of N parts of the work.", "--shard")]
 Repeats = Annotated[int, typer.Option(help="Rounds; slow kernels get fewer.", min=1, max=_MOST)]
 Random = Annotated[
     int | None, typer.Option(metavar="COUNT", help="Products of this many shapes drawn from the seed.", min=1, max=9999)
@@ -209,7 +208,6 @@ def _verify(
     device: Annotated[str | None, _option("WHERE", "A CUDA device by its number, or cpu; else the first one.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer memory layouts, no large problems.")] = False,
     seed: Seed = None,
-    shard: Shard = None,
     output: Output = None,
     html: Html = None,
     as_json: Json = False,
@@ -218,7 +216,7 @@ def _verify(
 
     Runs each kernel that the device accepts over every case of its op: in several memory layouts between guard zones,
     again, and with its rows permuted. Without filters, on a CUDA device and in a checkout, the record goes to
-    docs/evidence. Exits with 1 where a kernel fails. `skuda merge` makes one record of those of all parts (--shard).
+    docs/evidence. Exits with 1 where a kernel fails.
     """
 
 
@@ -356,7 +354,6 @@ def _tune(
         ),
     ] = 1,
     seed: Seed = None,
-    shard: Shard = None,
     show: Annotated[Path | None, _option("FILE", "Show this file; measure nothing.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table of it.")] = False,
     as_json: Json = False,
@@ -366,22 +363,9 @@ def _tune(
     The problems are shapes of ops, as in `skuda bench`, or one with its fields:
     `skuda tune quantized_linear --m 8 --n 4096 --k 4096`. Results are compared before they are timed; a wrong one is
     refused, and the exit status is 1. The file changes a choice only where it is named: by SKUDA_TUNING, or as
-    Dispatcher(tuning=FILE). `skuda merge` makes one file of those of all parts (--shard). Piped, each line is a record
+    Dispatcher(tuning=FILE). Piped, each line is a record
     with tabs between op, problem, kernel, configuration, median, p10 and p90 in us, rounds, what would run (chosen by
     time, or first of the ranking), and what speaks against it.
-    """
-
-
-@_command("merge", "merge")
-def _merge(
-    files: Annotated[list[Path], typer.Argument(metavar="FILES...", help="The files of all parts of one run.")],
-    *,
-    output: Annotated[Path, _option("FILE", "Write the whole record here.")],
-) -> None:
-    """Make one record of the parts of a run.
-
-    The parts are what `skuda verify` or `skuda tune` wrote with --shard. The result is what one run without --shard
-    would have written. Refuses parts that contradict each other, and names those that are missing.
     """
 
 
@@ -428,7 +412,6 @@ def _compile(
     archs: Archs = None,
     devices: Cards = None,
     backends: Compilers = None,
-    shard: Shard = None,
     as_json: Json = False,
 ) -> None:
     """Fill the cache of compiled kernels ahead of time.

@@ -37,7 +37,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from skuda.dispatch.backends.base import Backend
-    from skuda.dispatch.device import Device
+    from skuda.registry.device import Device
     from skuda.registry.op import Case, Op
     from skuda.registry.sku import KernelSku
     from skuda.tools.verify.placement import Placement

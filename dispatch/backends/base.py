@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from skuda.dispatch.device import Device
 from skuda.registry.backend import BackendSpec
 from skuda.registry.descriptor import Descriptor
+from skuda.registry.device import Device
 from skuda.registry.sku import KernelSku
 from skuda.registry.value import Value
 

@@ -19,9 +19,9 @@ from skuda.dispatch.cuda.arrays import current_streams
 from skuda.dispatch.cuda.call import Packed, formats_of, packing
 from skuda.dispatch.cuda.driver import FORK_REMEDY, NOT_INITIALIZED, driver
 from skuda.dispatch.cuda.runner import CudaRunner, Engine, NoSteps
-from skuda.dispatch.device import Device
 from skuda.kernels.launch import Choice, Launch, Step
 from skuda.registry.descriptor import Descriptor
+from skuda.registry.device import Device
 from skuda.registry.errors import BundleError, DriverError, NotPrepared
 from skuda.registry.sku import KernelSku
 from skuda.registry.source import resolve

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
-from skuda.dispatch.device import HOST, Device
 from skuda.dispatch.host.binding import Binding
 from skuda.dispatch.host.floating import require_exact_mode
 from skuda.registry.backend import BUILT_IN
 from skuda.registry.descriptor import Descriptor
+from skuda.registry.device import HOST, Device
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.sku import KernelSku
 from skuda.registry.source import resolve

@@ -17,10 +17,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
-from skuda.dispatch.device import Device
 from skuda.dispatch.system.forks import in_child
 from skuda.dispatch.system.transient import is_transient
 from skuda.registry.cached import cached_property
+from skuda.registry.device import Device
 from skuda.registry.errors import DriverError
 
 FORKED = "CUDA was used before this process was forked, and works only in the process that used it first"

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
-from skuda.dispatch.device import Device
 from skuda.dispatch.plugins.stdout import kept_clean
 from skuda.registry.descriptor import Descriptor
+from skuda.registry.device import Device
 from skuda.registry.errors import SkudaError
 from skuda.registry.sku import KernelSku
 from skuda.registry.text import one_line

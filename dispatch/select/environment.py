@@ -15,8 +15,8 @@ from pydantic import AfterValidator, Field
 
 from skuda.dispatch.compile.compilers import find_nvcc
 from skuda.dispatch.cuda.driver import driver
-from skuda.dispatch.device import Device
 from skuda.dispatch.settings import bundle_names
+from skuda.registry.device import Device
 from skuda.registry.errors import DriverError
 from skuda.registry.value import Value
 

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from pydantic import JsonValue
 
-from skuda.dispatch.device import Device
 from skuda.dispatch.preference import PlanPreference
+from skuda.registry.device import Device
 from skuda.registry.reason import Reason
 from skuda.registry.value import Real, Value
 

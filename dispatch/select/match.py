@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from skuda.dispatch.device import Device
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.select.pick import Pick
 from skuda.registry.arch import ArchSku
 from skuda.registry.descriptor import Descriptor, FunctionalKey, key_field
+from skuda.registry.device import Device
 from skuda.registry.reason import Reason, ReasonCode
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku

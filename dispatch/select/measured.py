@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from skuda.dispatch.compile.sources import source_hash
-from skuda.dispatch.device import Device
 from skuda.dispatch.select.explanation import Measured, Verdict
 from skuda.dispatch.select.pick import Pick
 from skuda.dispatch.select.tuning import Candidate, Entry, Tuning
 from skuda.registry.descriptor import Descriptor
+from skuda.registry.device import Device
 from skuda.registry.guarantee import falls_short
 from skuda.registry.sku import KernelSku
 

@@ -15,7 +15,6 @@ from pydantic import AfterValidator, Field, JsonValue
 
 from skuda.dispatch.select.environment import Environment, Line
 from skuda.dispatch.select.explanation import as_json
-from skuda.dispatch.select.work import ShardedRecord, WorkShard
 from skuda.dispatch.system.files import open_regular
 from skuda.dispatch.system.writing import write_whole
 from skuda.registry.cached import cached_property
@@ -159,7 +158,7 @@ class Entry(Value):
         return str(self.problem["op"])
 
 
-class Tuning(ShardedRecord):
+class Tuning(Value):
     """Measured times on one device, from which kernels are chosen.
 
     Attributes
@@ -168,9 +167,6 @@ class Tuning(ShardedRecord):
         Distinguishes these files from other JSON.
     schema_version : int
         Version of the record's schema.
-    shard : WorkShard or None
-        Which part of a list of problems the entries are; None for a whole list. Only files of the same part update each
-        other.
     environment : Environment
         The conditions of all measurements.
     margin : float
@@ -181,7 +177,6 @@ class Tuning(ShardedRecord):
 
     kind: Literal["skuda tuning"] = "skuda tuning"
     schema_version: Literal[1] = 1
-    shard: WorkShard | None = None
     environment: Environment
     margin: Percent = MARGIN
     entries: tuple[Entry, ...] = ()
@@ -210,7 +205,7 @@ class Tuning(ShardedRecord):
         Raises
         ------
         InvalidRecord
-            If the other record has another environment, another margin or another shard.
+            If the other record has another environment or another margin.
         """
         given: object = other
         if not isinstance(given, Tuning):
@@ -227,7 +222,7 @@ class Tuning(ShardedRecord):
         where = self.environment
         versions = {f"the version of {name}": version for name, version in where.versions.items()}
         own = {"device": where.device, "driver": where.driver, "skuda": where.skuda, "margin": self.margin}
-        return {**own, **versions, "shard": self.shard.label if self.shard is not None else "none"}
+        return {**own, **versions}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file atomically into an existing folder.

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from skuda.dispatch.device import Device
 from skuda.dispatch.plan import Plan
 from skuda.dispatch.preference import PlanPreference
 from skuda.dispatch.select.explanation import as_json
@@ -25,6 +24,7 @@ from skuda.dispatch.shard.shards import Shards
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear.problem import LinearProblem
 from skuda.registry.descriptor import Descriptor
+from skuda.registry.device import Device
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.guarantee import PrecisionGuarantee

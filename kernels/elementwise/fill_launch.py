@@ -8,8 +8,8 @@ from skuda.kernels.launch import Columns, Launch, Number, Pointer, Rows, Step, s
 from skuda.registry.elements import ElementKind
 
 if TYPE_CHECKING:
-    from skuda.dispatch.device import Device
     from skuda.kernels.elementwise.fill import FillDescriptor
+    from skuda.registry.device import Device
 
 _THREADS = 256
 _CHUNK_BYTES = 16

@@ -9,7 +9,7 @@ from skuda.registry.constraints import Between, Constraint, MultipleOf
 from skuda.registry.elements import ElementKind
 
 if TYPE_CHECKING:
-    from skuda.dispatch.device import Device
+    from skuda.registry.device import Device
 
 H200 = 132
 """Multiprocessors assumed for a device that does not report them."""

@@ -16,7 +16,7 @@ from skuda.registry.constraints import Between, Constraint
 from skuda.registry.elements import ElementKind
 
 if TYPE_CHECKING:
-    from skuda.dispatch.device import Device
+    from skuda.registry.device import Device
 
 _REGISTERS = 65_536
 _RESERVED = 1024  # bytes of shared memory that the system reserves per block

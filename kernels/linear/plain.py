@@ -11,7 +11,7 @@ from skuda.registry.constraints import Between, Constraint
 from skuda.registry.elements import ElementKind
 
 if TYPE_CHECKING:
-    from skuda.dispatch.device import Device
+    from skuda.registry.device import Device
 
 _TILE = 64
 _MOST_STRIPS = 65_535

@@ -8,8 +8,8 @@ from skuda.kernels.launch import Launch, Pointer, Step, s32, s64, strided
 from skuda.kernels.linear import layer
 
 if TYPE_CHECKING:
-    from skuda.dispatch.device import Device
     from skuda.kernels.linear.rescale import RescaleDescriptor
+    from skuda.registry.device import Device
 
 _WIDTH = 4
 """Columns of a thread."""

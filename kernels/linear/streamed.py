@@ -15,7 +15,7 @@ from skuda.registry.constraints import Between, Constraint
 from skuda.registry.elements import ElementKind
 
 if TYPE_CHECKING:
-    from skuda.dispatch.device import Device
+    from skuda.registry.device import Device
 
 _ATOM = 1024
 _CHUNK = 128

@@ -30,7 +30,7 @@ from skuda.registry.sku import WorkspaceTerm
 from skuda.registry.vocabulary import ActivationKind
 
 if TYPE_CHECKING:
-    from skuda.dispatch.device import Device
+    from skuda.registry.device import Device
 
 _STAGE_K = 128
 """Bytes of K in a stage."""

@@ -8,9 +8,9 @@ from skuda.kernels.launch import Launch, Parameter, Step, pointers, s32, s64, st
 from skuda.kernels.quantize.elementwise_launch import THREADS, WARP, width_of
 
 if TYPE_CHECKING:
-    from skuda.dispatch.device import Device
     from skuda.kernels.quantize.amax import AmaxDescriptor
     from skuda.kernels.quantize.amax_quantize import AmaxQuantizeDescriptor
+    from skuda.registry.device import Device
 
 _HELD = 4
 """Chunks that a thread has in flight."""

@@ -18,8 +18,8 @@ from skuda.kernels.quantize.elementwise_launch import (
 from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope
 
 if TYPE_CHECKING:
-    from skuda.dispatch.device import Device
     from skuda.kernels.quantize.dynamic_range import DynamicRangeQuantizeDescriptor
+    from skuda.registry.device import Device
 
 _CHUNKS = 4
 

@@ -22,8 +22,8 @@ from skuda.kernels.launch import (
 from skuda.registry.elements import ElementKind
 
 if TYPE_CHECKING:
-    from skuda.dispatch.device import Device
     from skuda.kernels.quantize.granularity import AffineProblem
+    from skuda.registry.device import Device
 
 THREADS = 256
 WARP = 32

@@ -9,8 +9,8 @@ from skuda.kernels.quantize.elementwise_launch import THREADS, WARP, width_of
 from skuda.registry.elements import ElementKind
 
 if TYPE_CHECKING:
-    from skuda.dispatch.device import Device
     from skuda.kernels.quantize.gated_amax import GatedAmaxProblem
+    from skuda.registry.device import Device
 
 _ALONE = 512
 """Chunks of a row up to which one block is done before blocks that share the row would have met."""

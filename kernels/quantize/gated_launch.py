@@ -10,8 +10,8 @@ from skuda.registry.elements import ElementKind
 from skuda.registry.vocabulary import Scaling
 
 if TYPE_CHECKING:
-    from skuda.dispatch.device import Device
     from skuda.kernels.quantize.gated import GatedProblem
+    from skuda.registry.device import Device
 
 _MOST_PARTS = 65535
 _MANY = 264

@@ -21,8 +21,8 @@ from skuda.kernels.quantize.elementwise_launch import THREADS, WARP
 from skuda.registry.elements import ElementKind
 
 if TYPE_CHECKING:
-    from skuda.dispatch.device import Device
     from skuda.kernels.quantize.norm import NormProblem
+    from skuda.registry.device import Device
 
 _OCTET = 8
 _HELD = 4

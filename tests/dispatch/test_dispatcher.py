@@ -12,12 +12,12 @@ from toy import ToyDescriptor, cuda_sku, toy_op, toy_sku
 import skuda
 from skuda.dispatch import KNOWN_DEVICES, Backend, BackendStatus, Dispatcher, PlanPreference, device_named
 from skuda.dispatch.backends.numpy import NumpyBackend
-from skuda.dispatch.device import HOST
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.elementwise import FillDescriptor
 from skuda.registry import InvalidProblem, InvalidRecord, Registry, Unsupported
 from skuda.registry.backend import BUILT_IN
 from skuda.registry.descriptor import Descriptor
+from skuda.registry.device import HOST
 
 FILL = FillDescriptor(numel=2, output_element="f32")
 CARDS = tuple(

@@ -115,22 +115,26 @@ def test_a_new_op_is_one_module_and_the_tests_say_what_they_need(tree):
     tests = "tests/kernels/test_ops.py tests/dispatch/test_import.py -k 'definition and negate or exported_by'"
     status, shown = in_tree(f"pytest -q -p no:cacheprovider {tests}", tree)
     assert status != 0
-    assert 'add an exact definition to tests/oracle.py, below @defines("negate")' in shown
+    assert 'add an exact definition to tests/helpers/oracle.py, below @defines("negate")' in shown
     assert re.search(r"add NegateDescriptor to \S+elementwise/__init__.py", shown)
 
 
 def add_ops(tree):
     add_modules(tree)
     found = files("A new op")
-    assert list(found) == ["kernels/elementwise/negate.py", "kernels/elementwise/__init__.py", "tests/oracle.py"]
+    assert list(found) == [
+        "kernels/elementwise/negate.py",
+        "kernels/elementwise/__init__.py",
+        "tests/helpers/oracle.py",
+    ]
     (tree / "kernels/elementwise/__init__.py").write_text(found["kernels/elementwise/__init__.py"])
     package = tree / "kernels/quantize/__init__.py"
     imported = "    from skuda.kernels.quantize.requantize import RequantizeDescriptor\n"
     behind = "    from skuda.kernels.quantize.rms_norm_quantize"
     text = package.read_text().replace(behind, f"{imported}{behind}")
     package.write_text(text.replace('    "Rescale', '    "RequantizeDescriptor",\n    "Rescale'))
-    with (tree / "tests/oracle.py").open("a") as oracle:
-        oracle.write(f"\n\n{found['tests/oracle.py']}\n{DEFINITION}")
+    with (tree / "tests/helpers/oracle.py").open("a") as oracle:
+        oracle.write(f"\n\n{found['tests/helpers/oracle.py']}\n{DEFINITION}")
 
 
 def test_the_tests_of_ops_pass_for_new_ones(tree):

@@ -20,7 +20,7 @@ from harness.agreement import assert_agrees
 from harness.binding import Placed, launch_of, place, run_steps
 from harness.resources import cases_of
 from oracle import to_format
-from paths import TESTS
+from paths import HELPERS
 from support import (
     SEED,
     arguments_of,
@@ -36,12 +36,12 @@ from support import (
 )
 
 from skuda.dispatch.compile.sources import read_source
-from skuda.dispatch.device import Device
 from skuda.kernels.catalog import built_in_ops
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear import activation
 from skuda.registry.arch import ArchSku
 from skuda.registry.descriptor import Role
+from skuda.registry.device import Device
 from skuda.registry.elements import ElementKind
 from skuda.registry.op import Case
 from skuda.tools.verify.compare import differing
@@ -748,7 +748,7 @@ def test_sanitizers_find_what_is_wrong(body, told):
 
 _FAULTY = f"""
 import sys
-sys.path.insert(0, "{TESTS}")
+sys.path.insert(0, "{HELPERS}")
 from harness.binding import Placed
 from harness.emulator import Unit, load
 out = Placed((4,), "i4")

@@ -8,7 +8,6 @@ from harness.binding import launch_of
 from support import assert_same_bits, draw, fresh, run
 
 import skuda
-from skuda.dispatch.device import KNOWN_DEVICES
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.launch import MOST_ZEROS
 from skuda.kernels.quantize import (
@@ -20,6 +19,7 @@ from skuda.kernels.quantize import (
 )
 from skuda.kernels.quantize.elementwise_launch import width_of
 from skuda.registry import Case, InvalidProblem
+from skuda.registry.device import KNOWN_DEVICES
 from skuda.registry.elements import FLOATS
 
 CURVES = {

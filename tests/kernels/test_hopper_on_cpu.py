@@ -17,7 +17,6 @@ from harness.binding import Placed, launch_of, place, run_steps
 from products import SHIFTS, a_problem
 from support import arguments_of, draw, fresh, run, sampled
 
-from skuda.dispatch.device import KNOWN_DEVICES
 from skuda.kernels.catalog import built_in_ops
 from skuda.kernels.linear import (
     QuantizedLinearDescriptor,
@@ -29,6 +28,7 @@ from skuda.kernels.linear import (
 )
 from skuda.registry import ElementKind
 from skuda.registry.descriptor import Role
+from skuda.registry.device import KNOWN_DEVICES
 from skuda.registry.op import Case
 
 pytestmark = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler")

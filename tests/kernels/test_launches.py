@@ -10,9 +10,9 @@ from harness.resources import cases_of
 from support import built_in_ops, fresh
 
 from skuda.dispatch.compile.sources import read_source
-from skuda.dispatch.device import KNOWN_DEVICES
 from skuda.kernels.linear.problem import longest_k
 from skuda.registry.arch import ArchSku
+from skuda.registry.device import KNOWN_DEVICES
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 

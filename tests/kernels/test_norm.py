@@ -10,13 +10,13 @@ from harness.binding import launch_of
 from support import assert_same_bits, dispatcher, draw, every_case, fresh, run, sampled
 
 import skuda
-from skuda.dispatch.device import KNOWN_DEVICES
 from skuda.kernels.catalog import built_in_ops
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.quantize import NormQuantized, norm_launch
 from skuda.kernels.quantize.norm import NormProblem, fold
 from skuda.kernels.values import rounded
 from skuda.registry.arch import ArchSku
+from skuda.registry.device import KNOWN_DEVICES
 from skuda.registry.elements import FLOATS, ElementKind
 from skuda.registry.op import Case
 from skuda.registry.vocabulary import Scaling

@@ -17,10 +17,10 @@ from support import fresh
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.compile import compilers as compiling
-from skuda.dispatch.device import KNOWN_DEVICES, Device
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.launch import Pointer, TensorMap
 from skuda.kernels.linear import direct, hopper, streamed
+from skuda.registry.device import KNOWN_DEVICES, Device
 from skuda.tools.bench import fit
 
 H200 = KNOWN_DEVICES["h200"]

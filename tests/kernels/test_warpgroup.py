@@ -21,11 +21,11 @@ from skuda.dispatch.backends.cuda_core import CudaCoreBackend
 from skuda.dispatch.compile import compilers as compiling
 from skuda.dispatch.cuda import tensor_maps
 from skuda.dispatch.cuda.call import packer, parameter_layout
-from skuda.dispatch.device import HOST, KNOWN_DEVICES
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.launch import MOST_ZEROS, Constant, Launch, Pointer, Step, TensorMap, Which
 from skuda.kernels.linear import hopper, mma, streamed, warpgroup
 from skuda.registry import ElementKind, InvalidProblem, NotPrepared, PrecisionRequirement
+from skuda.registry.device import HOST, KNOWN_DEVICES
 from skuda.registry.errors import Unaligned
 from skuda.tools.bench import fit
 

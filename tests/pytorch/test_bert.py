@@ -13,7 +13,7 @@ from support import dispatcher, fresh
 pytest.importorskip("torch", minversion="2.6")
 pytest.importorskip("transformers", minversion="5")
 
-from skuda.dispatch.device import HOST
+from skuda.registry.device import HOST
 from skuda.registry.errors import MissingDependency
 from skuda.tools.demo.bert import BertEncoder, BertModel
 from skuda.tools.demo.command import read_sentences, run_demo

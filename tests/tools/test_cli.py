@@ -170,7 +170,7 @@ def test_version(skuda):
 
 
 EVERY = (
-    *("list", "show", "explain", "verify", "merge", "bench", "bench-model", "bench-parallel", "train-check"),
+    *("list", "show", "explain", "verify", "bench", "bench-model", "bench-parallel", "train-check"),
     *("compile", "bundle", "cache", "lock", "diff", "doctor", "demo"),
 )
 
@@ -184,7 +184,7 @@ def test_help_names_every_command_and_cuts_nothing_off(skuda, arguments):
     assert "..." not in out.replace("[ARGS]...", "")
 
 
-@pytest.mark.parametrize("command", sorted({*EVERY} - {"cache", "lock", "merge"}))
+@pytest.mark.parametrize("command", sorted({*EVERY} - {"cache", "lock"}))
 def test_every_command_has_help(skuda, command):
     status, out, err = skuda(command, "--help")
     assert (status, err) == (0, "")
@@ -208,7 +208,7 @@ def test_what_runs_a_command_takes_every_option_that_the_command_declares():
         given = {name for option in options for name in passed.get(option, [option])}
         assert given <= taken, declared.name
         checked.add(closure["name"])
-    assert len(checked) == 19
+    assert len(checked) == 18
 
 
 def test_help_imports_nothing_heavy():

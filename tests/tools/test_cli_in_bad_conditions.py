@@ -39,7 +39,6 @@ COMMANDS = {
     "bench-model": ("bench-model", "--help"),
     "bench-parallel": ("bench-parallel", "--help"),
     "tune": ("tune", "fill", "--numel", "5", "--repeats", "2", "--output", "tuning.json"),
-    "merge": ("merge", "part.json", "--output", "whole.json"),
     "compile": ("compile", "--op", "fill", "--arch", "sm_90", "--backend", "cuda_core"),
     "bundle": ("bundle", "bundle", "--op", "fill", "--arch", "sm_90", "--backend", "cuda_core"),
     "lock": ("lock", "--descriptors", "problems.json", "--device", "cpu"),

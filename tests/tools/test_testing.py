@@ -19,7 +19,6 @@ from skuda.dispatch.backends.cuda_core import CudaCoreBackend
 from skuda.dispatch.backends.numpy import HostRunner, NumpyBackend
 from skuda.dispatch.compile import compilers as compiling
 from skuda.dispatch.compile.cache import CubinCache
-from skuda.dispatch.device import HOST, device_named
 from skuda.registry import (
     Argument,
     BackendSpec,
@@ -37,6 +36,7 @@ from skuda.registry import (
     Role,
     Unsupported,
 )
+from skuda.registry.device import HOST, device_named
 from skuda.registry.value import Extent
 from skuda.tools.verify import kit as kits
 from skuda.tools.verify.conformance import Checks

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from skuda.dispatch import Dispatcher
-from skuda.dispatch.device import Device
 from skuda.registry.descriptor import Descriptor
+from skuda.registry.device import Device
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.registry import Registry
 from skuda.tools import plot as drawings

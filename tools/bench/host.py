@@ -11,9 +11,9 @@ from typing import Any
 
 from skuda.dispatch import Dispatcher, PlanPreference
 from skuda.dispatch.compile.compilers import find_nvcc
-from skuda.dispatch.device import Device
 from skuda.dispatch.select.tuning import Timing
 from skuda.kernels.quantize import FakeQuantizeDescriptor, QuantizedLinearDescriptor, SmoothQuantLinearDescriptor
+from skuda.registry.device import Device
 from skuda.tools.bench.measurement import error_line
 from skuda.tools.bench.record import HostCost
 

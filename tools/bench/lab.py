@@ -15,10 +15,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from skuda.dispatch.device import Device
 from skuda.kernels.draw import draw
 from skuda.kernels.dtypes import storage_dtype
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
+from skuda.registry.device import Device
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem, MissingDependency
 from skuda.registry.op import Case, Op

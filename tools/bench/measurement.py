@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from skuda.dispatch import Dispatcher, PlanPreference
-from skuda.dispatch.device import Device
 from skuda.dispatch.select.explanation import as_json
 from skuda.dispatch.select.tuning import Timing
 from skuda.registry.descriptor import Descriptor, Role
+from skuda.registry.device import Device
 from skuda.registry.sku import KernelSku
 from skuda.tools.bench.clock import Replay
 from skuda.tools.bench.lab import Lab

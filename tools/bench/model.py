@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NamedTuple
 
-from skuda.dispatch.device import Device
 from skuda.dispatch.select.environment import driver_version, skuda_version, versions
+from skuda.registry.device import Device
 from skuda.tools.bench.host import host_costs
 from skuda.tools.bench.lab import Lab
 from skuda.tools.bench.measurement import error_line, rounds_each, time_interleaved

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from skuda.dispatch import Dispatcher
-from skuda.dispatch.device import HOST
+from skuda.registry.device import HOST
 from skuda.registry.errors import InvalidProblem
 from skuda.tools import plot as drawings
 from skuda.tools.bench.lab import TorchLab

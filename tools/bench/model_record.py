@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import Field
 
 from skuda.dispatch.compile.code import code_hash
-from skuda.dispatch.device import Device
 from skuda.dispatch.select.tuning import Timing
+from skuda.registry.device import Device
 from skuda.registry.value import Real, Size, Value
 from skuda.tools.bench.record import HostCost
 from skuda.tools.record import Record

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, JsonValue
 
 from skuda.dispatch.compile.code import code_hash
-from skuda.dispatch.device import Device
 from skuda.dispatch.select.tuning import Timing
+from skuda.registry.device import Device
 from skuda.registry.registry import Registry
 from skuda.registry.value import Real, Size, Value
 from skuda.tools.bench.work import Work

@@ -14,8 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from skuda.dispatch import KNOWN_DEVICES, Device, Dispatcher, Tuning
-from skuda.dispatch.select.tuning import MARGIN, Entry, key_of
-from skuda.dispatch.select.work import WorkShard
+from skuda.dispatch.select.tuning import MARGIN, Entry
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem, InvalidRecord, Unsupported
 from skuda.registry.registry import Registry
@@ -24,7 +23,6 @@ from skuda.tools.bench.outcome import outcome_of, print_tuning, rows, tuning_mar
 from skuda.tools.bench.tuner import Tuner, environment
 from skuda.tools.files import check
 from skuda.tools.output import chosen, progress, records, refuse, split, stderr, stdout
-from skuda.tools.shard import read_shard, tell_shard
 from skuda.tools.words.cases import random_shapes, rank_of, select_cases, select_ops
 from skuda.tools.words.problem import describe, pairs
 from skuda.tools.words.shapes import read_shapes
@@ -47,7 +45,6 @@ class Request:
     repeats: int = 20
     layers: int = 1
     seed: int | None = None
-    shard: str | None = None
     margin: float | None = None
     own_options: Sequence[str] = ()
 
@@ -90,7 +87,7 @@ def run(
     """
     if show is not None:
         given: dict[str, object] = {"OPS": request.tokens, "--shapes": request.shapes, "--element": request.elements}
-        given |= {"--random": request.random, "--variant": request.variants, "--shard": request.shard}
+        given |= {"--random": request.random, "--variant": request.variants}
         given |= {"--backend": request.backend, "--output": output, "--update": update}
         given |= {"--margin": request.margin is not None, "--layers": request.layers > 1}
         other = next((name for name, value in given.items() if value), None)
@@ -102,21 +99,15 @@ def run(
     dispatcher = Dispatcher(tuning="")
     if request.backend is not None and request.backend not in dispatcher.registry.backends:
         refuse("tune", "--backend", request.backend, tuple(dispatcher.registry.backends))
-    numbers = None if request.shard is None else read_shard("tune", request.shard, seed=request.seed)
     seed = int.from_bytes(os.urandom(4), "little") if request.seed is None else request.seed
     request = replace(request, seed=seed, variants=split(request.variants))
     problems = list(dict.fromkeys(_problems(dispatcher.registry, request)))
     known = sorted({sku.variant for sku in dispatcher.registry})
     chosen("tune", "--variant", request.variants, known)
     device = dispatcher.devices[0]
-    shard = None
-    if numbers is not None:
-        shard = WorkShard.of(*numbers, [key_of(problem.model_dump(mode="json")) for problem in problems])
-        tell_shard(shard, "problem")
-        problems = shard.pick(problems)
-    path = output or Path(f"tuning-{_slug(device)}{f'-{shard.index}-of-{shard.count}' if shard else ''}.json")
+    path = output or Path(f"tuning-{_slug(device)}.json")
     margin = MARGIN if request.margin is None else request.margin
-    fresh = Tuning(environment=environment(device), margin=margin, shard=shard)
+    fresh = Tuning(environment=environment(device), margin=margin)
     before = _before(path, fresh, update=update, keep_margin=request.margin is None)
     try:
         entries = _measured(dispatcher, device, request, problems) if problems else ()

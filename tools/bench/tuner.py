@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
 
-from skuda.dispatch.device import Device
 from skuda.dispatch.select.environment import Environment, driver_of, skuda_version, versions
 from skuda.dispatch.select.explanation import as_json
 from skuda.dispatch.select.tuning import Candidate, Entry, Timing
 from skuda.registry.descriptor import Descriptor
+from skuda.registry.device import Device
 from skuda.registry.errors import InvalidProblem, Unsupported
 from skuda.tools.bench.clock import Replay
 from skuda.tools.bench.measurement import Arrays, Measurement, Offer, error_line, max_ulps

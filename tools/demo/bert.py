@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from skuda.dispatch import Dispatcher
-from skuda.dispatch.device import Device
 from skuda.registry.descriptor import Descriptor
+from skuda.registry.device import Device
 from skuda.registry.errors import MissingDependency
 from skuda.tools.demo.encoder import F32, Encoder, Layers, Linear
 

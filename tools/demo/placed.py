@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from skuda.dispatch import Device, Dispatcher, Plan, PlanPreference
-from skuda.dispatch.device import HOST
 from skuda.dispatch.preference import NO_PREFERENCE
 from skuda.registry.descriptor import Descriptor
+from skuda.registry.device import HOST
 from skuda.registry.errors import InvalidProblem, MissingDependency
 from skuda.tools.output import refuse
 from skuda.tools.verify.placement import Placement, placement_for

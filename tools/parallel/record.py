@@ -9,8 +9,8 @@ from typing import Literal
 from pydantic import Field
 
 from skuda.dispatch.compile.code import code_hash
-from skuda.dispatch.device import device_named
 from skuda.dispatch.select.tuning import Timing
+from skuda.registry.device import device_named
 from skuda.registry.value import Real, Size, Value
 from skuda.tools.parallel.trace import Trace
 from skuda.tools.record import Record

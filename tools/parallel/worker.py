@@ -16,9 +16,9 @@ from torch.nn import functional as F  # noqa: N812  torch's name
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from skuda.dispatch import Dispatcher
-from skuda.dispatch.device import HOST
 from skuda.dispatch.shard import GroupBroken
 from skuda.dispatch.shard.shards import span, split
+from skuda.registry.device import HOST
 from skuda.tools.bench import llama
 from skuda.tools.bench.lab import TorchLab
 from skuda.tools.bench.measurement import error_line, rounds_each

@@ -11,8 +11,8 @@ import numpy as np
 from rich.console import Console
 
 from skuda.dispatch import Dispatcher
-from skuda.dispatch.device import HOST
 from skuda.dispatch.shard import on_ranks
+from skuda.registry.device import HOST
 from skuda.registry.errors import InvalidProblem, MissingDependency, SkudaError
 from skuda.tools.demo.metrics import powers, sqnr_db
 from skuda.tools.demo.placed import WHERE

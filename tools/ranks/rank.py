@@ -8,8 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from skuda.dispatch import Dispatcher
-from skuda.dispatch.device import HOST
 from skuda.dispatch.shard import Group, GroupBroken, on_ranks
+from skuda.registry.device import HOST
 from skuda.tools.ranks.carriers import THREADS, as_rank
 from skuda.tools.ranks.framework import NUMPY, torch_on
 from skuda.tools.ranks.work import Orders, hashes_of, read_orders, tell

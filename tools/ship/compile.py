@@ -17,7 +17,6 @@ from rich.text import Text
 from skuda.dispatch import Device, Dispatcher, PlanPreference
 from skuda.dispatch.backends.base import Backend
 from skuda.dispatch.backends.cuda import CudaBackend
-from skuda.dispatch.select.work import WorkShard
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import CompileError, InvalidProblem
 from skuda.registry.sku import KernelSku
@@ -37,8 +36,7 @@ from skuda.tools.output import (
     tell,
     words,
 )
-from skuda.tools.shard import shard_numbers, tell_shard
-from skuda.tools.ship.cubins import Outcome, State, Wanted, build_cubins, cubins_of
+from skuda.tools.ship.cubins import Outcome, State, build_cubins, cubins_of
 from skuda.tools.words.devices import CARDS, cards_of, named_device
 from skuda.tools.words.problem import describe, pairs, read_problems
 
@@ -62,8 +60,6 @@ class Request:
         Known cards by architecture or by name; if both are empty, the CUDA devices that are present.
     backends : sequence of str
         Backends, or ``all``; empty for those with an available compiler.
-    shard : str or None
-        Compile only this part of the cubins, such as ``2/4``.
     own_options : sequence of str
         Names of the command's own options, suggested for a misspelt one.
     """
@@ -74,7 +70,6 @@ class Request:
     archs: Sequence[str] = ()
     devices: Sequence[str] = ()
     backends: Sequence[str] = ()
-    shard: str | None = None
     own_options: Sequence[str] = ()
 
 
@@ -86,21 +81,15 @@ def run(request: Request, *, as_json: bool = False) -> int:
     found = compiled("compile", request)
     if found is None:
         return 1
-    if found or as_json:
-        print_outcomes(found, as_json=as_json)
+    print_outcomes(found, as_json=as_json)
     return 1 if any(outcome.state == "failed" for outcome in found) else 0
 
 
 def compiled(command: str, request: Request) -> list[Outcome] | None:
     """Compile the requested cubins and show the progress; if nothing fits, print a message and return None.
 
-    The list is empty for an empty shard. Raise `InvalidProblem` for an unknown word, and `CompileError` without a
-    compiler or if the cache cannot be written.
+    Raise `InvalidProblem` for an unknown word, and `CompileError` without a compiler or if the cache cannot be written.
     """
-    numbers = None if request.shard is None else shard_numbers(command, request.shard)
-    if numbers is not None and not (request.backends and (request.archs or request.devices)):
-        rule = "stand beside --backend, and --arch or --device: what is here need not be what other machines have"
-        raise InvalidProblem(command, "--shard", f"{request.shard} alone", rule)
     dispatcher = Dispatcher()
     problems, assumed = _problems(command, request, dispatcher)
     targets = _targets(command, request, dispatcher)
@@ -116,12 +105,6 @@ def compiled(command: str, request: Request) -> list[Outcome] | None:
         served = "this" if request.tokens else "these ops"
         tell(f"nothing to compile: no kernel of {words(backends)} serves {served} on {for_whom}")
         return None
-    if numbers is not None:
-        # By name, so that the order in which machines are told of cards does not matter.
-        wanted.sort(key=_name)
-        shard = WorkShard.of(*numbers, map(_name, wanted))
-        tell_shard(shard, "cubin")
-        wanted = shard.pick(wanted)
     with progress() as report:
         return build_cubins(wanted, report)
 
@@ -181,10 +164,6 @@ def _configurations(dispatcher: Dispatcher, sku: KernelSku, problem: Descriptor,
             if explained.chosen == sku.id:
                 found.add(explained.choice)
     return sorted(found)
-
-
-def _name(wanted: Wanted) -> str:
-    return repr(wanted.identity)
 
 
 def _targets(command: str, request: Request, dispatcher: Dispatcher) -> list[Device]:

@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple
 from skuda.dispatch.backends.base import Backend
 from skuda.dispatch.backends.cuda import CudaBackend
 from skuda.dispatch.compile.provider import arch_of
-from skuda.dispatch.device import Device
 from skuda.dispatch.system import programs
 from skuda.kernels.launch import Launch
 from skuda.registry.descriptor import Descriptor
+from skuda.registry.device import Device
 from skuda.registry.sku import KernelSku
 from skuda.tools.output import Report
 

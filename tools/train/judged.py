@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skuda.dispatch.device import device_named
+from skuda.registry.device import device_named
 from skuda.tools.requirement import Judged, Requirement, differences
 from skuda.tools.train.record import BASELINE, FIGURES, TrainRecord
 

@@ -14,10 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from skuda.dispatch import Dispatcher
-from skuda.dispatch.device import Device
-from skuda.dispatch.select.work import WorkShard
-from skuda.registry.arch import ArchSku
-from skuda.registry.errors import InvalidProblem
+from skuda.registry.device import Device
 from skuda.registry.registry import Registry
 from skuda.tools.files import check
 from skuda.tools.output import (
@@ -34,7 +31,6 @@ from skuda.tools.output import (
     stdout,
     words,
 )
-from skuda.tools.shard import read_shard, tell_shard
 from skuda.tools.verify.evidence import EvidenceFile, Records, SkuEvidence, by_op, evidence_directory, load_records
 from skuda.tools.verify.verification import verify
 
@@ -50,7 +46,6 @@ def run(
     device: str | None = None,
     quick: bool = False,
     seed: int | None = None,
-    shard: str | None = None,
     output: Path | None = None,
     page: SavePage | None = None,
     as_json: bool = False,
@@ -67,8 +62,6 @@ def run(
         Whether to use fewer layouts and no large problems.
     seed : int or None
         Seed of the inputs; None for a fresh one.
-    shard : str or None
-        The part of the kernels to verify, such as ``2/4``; None for all.
     output : Path or None
         File for the record; None for the checkout's ``docs/evidence`` after a full run on a CUDA device.
     page : callable or None
@@ -84,15 +77,12 @@ def run(
     Raises
     ------
     InvalidProblem
-        If an op, kernel, backend or device is unknown, or `shard` is no shard or lacks a seed or a record.
+        If an op, kernel, backend or device is unknown.
     """
     # An empty tuning path: the record must not depend on this machine's measurements.
     dispatcher = Dispatcher(tuning="")
     ops, skus, backends = split(ops), split(skus), split(backends)
     _refuse_unknown(dispatcher.registry, ops, skus, backends)
-    numbers = None if shard is None else read_shard("verify", shard, seed=seed)
-    if shard is not None and output is None and not as_json:
-        raise InvalidProblem("verify", "--shard", f"{shard} without a record", "stand beside --output or --json")
     # Read the old records before this run adds its own.
     recorded = load_records() if page is not None else Records()
     place = _device(dispatcher, device)
@@ -100,18 +90,11 @@ def run(
         line = "no CUDA device is here: `skuda doctor` says what is missing, --device cpu verifies the CPU's kernels"
         stderr().print(f"skuda: {line}", style="yellow", soft_wrap=True)
         return 1
-    everything = not (ops or skus or backends or quick or numbers)
+    everything = not (ops or skus or backends or quick)
     path = output or (_default_path(place) if everything else None)
     if path is not None and output is None:
         path.parent.mkdir(parents=True, exist_ok=True)
         check("verify", "--output", path)
-    part = None
-    if numbers is not None:
-        names = _kernels(dispatcher.registry, place, ops, skus, backends)
-        part = WorkShard.of(*numbers, names)
-        tell_shard(part, "kernel")
-        # `verify` takes all kernels where none is named, and no kernel has an empty id.
-        skus = tuple(part.pick(names)) or ("",)
     with progress() as report:
         found = verify(
             dispatcher,
@@ -123,7 +106,7 @@ def run(
             quick=quick,
             progress=report,
             finished=partial(_print_op, perf_counter()),
-        ).model_copy(update={"shard": part})
+        )
     if path is not None:
         found.save(path)
     if page is not None:
@@ -157,20 +140,6 @@ def _refuse_unknown(registry: Registry, ops: Sequence[str], skus: Sequence[str],
     for name in backends:
         if name not in registry.backends:
             refuse("verify", "--backend", name, tuple(registry.backends))
-
-
-def _kernels(
-    registry: Registry, device: Device, ops: Sequence[str], skus: Sequence[str], backends: Sequence[str]
-) -> list[str]:
-    """Return the ids of the kernels that `verify` would verify, in the order of its record."""
-    return [
-        sku.id
-        for sku in registry
-        if (not ops or sku.op in ops)
-        and (not skus or sku.id in skus)
-        and (not backends or sku.backend in backends)
-        and (sku.arch is ArchSku.CPU) is (device.processor == "cpu")
-    ]
 
 
 def _device(dispatcher: Dispatcher, name: str | None) -> Device | None:

@@ -13,8 +13,8 @@ import numpy as np
 
 from skuda.dispatch.backends.base import Backend, BackendStatus
 from skuda.dispatch.backends.cuda import CudaBackend
-from skuda.dispatch.device import Device, device_named
 from skuda.dispatch.plan import Plan
+from skuda.registry.device import Device, device_named
 from skuda.registry.errors import InvalidProblem, Unsupported
 from skuda.registry.op import Op
 from skuda.registry.sku import KernelSku, SkuIdentity

@@ -12,9 +12,8 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from skuda.dispatch.device import Device
-from skuda.dispatch.select.work import ShardedRecord, WorkShard
 from skuda.registry.backend import BUILT_IN
+from skuda.registry.device import Device
 from skuda.registry.errors import InvalidRecord
 from skuda.registry.op import Op
 from skuda.registry.sku import KernelSku
@@ -131,7 +130,7 @@ class SkuEvidence(Value):
     note: str = ""
 
 
-class EvidenceFile(ShardedRecord):
+class EvidenceFile(Value):
     """One run of ``skuda verify`` on one device.
 
     Attributes
@@ -140,8 +139,6 @@ class EvidenceFile(ShardedRecord):
         Distinguishes these files from other JSON in the same folder.
     schema_version : int
         Version of the record's schema.
-    shard : WorkShard or None
-        Which part of a list of kernels was run; None for a whole list.
     device : Device
         Properties of the device.
     driver : str
@@ -165,7 +162,6 @@ class EvidenceFile(ShardedRecord):
 
     kind: Literal["skuda verify"] = "skuda verify"
     schema_version: Literal[1] = 1
-    shard: WorkShard | None = None
     device: Device
     driver: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
@@ -180,13 +176,6 @@ class EvidenceFile(ShardedRecord):
     def failed(self) -> tuple[SkuEvidence, ...]:
         """The kernels that failed."""
         return tuple(sku for sku in self.skus if sku.verdict == "failed")
-
-    def conditions(self) -> dict[str, object]:
-        """Return, by name, what all parts of one run share. The ordinal of the device is not part of it."""
-        device = {f"device.{name}": value for name, value in self.device if name != "ordinal"}
-        versions = {f"the version of {name}": version for name, version in self.versions.items()}
-        own = {name: getattr(self, name) for name in ("driver", "skuda", "verifier_hash", "seed", "quick")}
-        return {**device, **own, **versions}
 
     def save(self, path: Path) -> None:
         """Write the file atomically, and create its folder if needed."""

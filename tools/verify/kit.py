@@ -15,11 +15,11 @@ import numpy as np
 
 from skuda.dispatch import Dispatcher, PlanPreference
 from skuda.dispatch.backends.base import Backend
-from skuda.dispatch.device import Device
 from skuda.dispatch.plan import Plan
 from skuda.dispatch.plugins.loading import Plugin
 from skuda.registry.arch import ArchSku
 from skuda.registry.descriptor import Descriptor, Role
+from skuda.registry.device import Device
 from skuda.registry.errors import MissingDependency
 from skuda.registry.op import Case, Op
 from skuda.registry.sku import KernelSku

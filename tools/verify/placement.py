@@ -18,10 +18,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from skuda.dispatch.device import Device
 from skuda.kernels.draw import Drawn
 from skuda.kernels.dtypes import storage_dtype
 from skuda.registry.descriptor import Argument, Role, storage_shape
+from skuda.registry.device import Device
 from skuda.registry.errors import MissingDependency
 
 Array = npt.NDArray[Any]

@@ -12,11 +12,11 @@ from functools import partial
 import numpy as np
 
 from skuda.dispatch import Dispatcher, PlanPreference
-from skuda.dispatch.device import Device
 from skuda.dispatch.plan import Plan
 from skuda.dispatch.select.environment import driver_version, skuda_version, versions
 from skuda.registry.arch import ArchSku
 from skuda.registry.descriptor import Descriptor
+from skuda.registry.device import Device
 from skuda.registry.op import Case, Op
 from skuda.registry.sku import KernelSku
 from skuda.tools.ship.cubins import Wanted, build_cubin, cubins_of

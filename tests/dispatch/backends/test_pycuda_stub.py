@@ -16,7 +16,7 @@ import textwrap
 from typing import NamedTuple
 
 import pytest
-from paths import TESTS
+from paths import HELPERS
 from stub_driver.build import build
 from toykernels import scaled as toy
 
@@ -153,7 +153,7 @@ def run(stub, cache, tmp_path):
             "PYTHONWARNINGS": "error",
         }
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("SKUDA_", "CUDA_", "PYTHONWARN"))}
-        script = PREAMBLE.format(here=str(TESTS), backend=backend) + textwrap.dedent(code)
+        script = PREAMBLE.format(here=str(HELPERS), backend=backend) + textwrap.dedent(code)
         script += "\nprint(json.dumps(told))\n"
         command, settings = [sys.executable, "-c", script], clean | fixed | environment
         done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=120, check=False)

@@ -15,7 +15,7 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from paths import TESTS
+from paths import HELPERS, TESTS
 from stub_driver.build import build
 
 from skuda.dispatch import device_named
@@ -632,7 +632,7 @@ def elsewhere(stub, tmp_path):
             "PYTHONWARNINGS": "error",
         }
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("SKUDA_", "CUDA_", "PYTHONWARN"))}
-        script = ELSEWHERE.format(here=str(TESTS)) + textwrap.dedent(code)
+        script = ELSEWHERE.format(here=str(HELPERS)) + textwrap.dedent(code)
         script += '\ntold["touched"] = touched\nprint(json.dumps(told))\n'
         command, settings = [sys.executable, "-c", script], clean | fixed | environment
         done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=120, check=False)

@@ -14,9 +14,9 @@ from support import assert_same_bits, dispatcher
 from toykernels.scaled import ScaledDescriptor, scaled
 
 from skuda.dispatch.cuda.call import packable
-from skuda.dispatch.device import HOST
 from skuda.dispatch.host.floating import IS_NEAREST, SUMMANDS, require_exact_mode
 from skuda.registry import ElementKind, FloatModeError, SkudaError
+from skuda.registry.device import HOST
 from skuda.tools import smoothquant
 from skuda.tools.verify.verification import verify
 

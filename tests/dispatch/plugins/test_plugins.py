@@ -16,11 +16,11 @@ import pytest
 
 from skuda.dispatch import Dispatcher, Plan, PlanPreference
 from skuda.dispatch.backends.numpy import HostRunner
-from skuda.dispatch.device import HOST
 from skuda.dispatch.plugins import loading as plugins
 from skuda.dispatch.plugins.loading import load_backends, load_kernels
 from skuda.kernels.catalog import built_in_registry
 from skuda.registry import CompileError, InvalidProblem, KernelFailed, Registry, Unsupported
+from skuda.registry.device import HOST
 from skuda.tools.cli import main
 from skuda.tools.show import doctor
 
@@ -160,7 +160,7 @@ def test_what_was_set_aside_shows_in_every_explanation(install):
 
 BACKEND = """
     from skuda.dispatch import Backend, BackendStatus
-    from skuda.dispatch.device import HOST
+    from skuda.registry.device import HOST
     from skuda.registry import BackendSpec
 
     class Odd(Backend):
@@ -435,7 +435,7 @@ LOUD = """
     import os, subprocess, sys
     from skuda.dispatch import Backend, BackendStatus
     from skuda.dispatch.backends.numpy import HostRunner
-    from skuda.dispatch.device import HOST
+    from skuda.registry.device import HOST
     from skuda.kernels.catalog import built_in_registry
     from skuda.registry import BackendSpec
     from skuda.registry.source import resolve
@@ -604,7 +604,7 @@ def test_a_text_of_a_plugin_is_one_short_line_of_printable_characters(install, w
     code = f"""
         from skuda.dispatch import Backend, BackendStatus
         from skuda.dispatch.backends.numpy import HostRunner
-        from skuda.dispatch.device import HOST
+        from skuda.registry.device import HOST
         from skuda.kernels.catalog import built_in_registry
         from skuda.registry import BackendSpec
         from skuda.registry.source import resolve

@@ -24,7 +24,6 @@ from skuda.dispatch import (
     device_named,
 )
 from skuda.dispatch.backends.numpy import HostRunner, NumpyBackend
-from skuda.dispatch.device import HOST
 from skuda.dispatch.select.explanation import Verdict
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.quantize import FakeQuantizeDescriptor
@@ -39,6 +38,7 @@ from skuda.registry import (
     Unsupported,
     WorkspaceTerm,
 )
+from skuda.registry.device import HOST
 
 WEAK = EXACT.model_copy(update={"deterministic": False, "max_ulp": None, "batch_invariant": False})
 

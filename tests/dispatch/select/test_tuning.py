@@ -25,7 +25,6 @@ from skuda.dispatch import (
 )
 from skuda.dispatch.backends.numpy import HostRunner, NumpyBackend
 from skuda.dispatch.compile.sources import source_hash
-from skuda.dispatch.device import HOST
 from skuda.dispatch.select import match
 from skuda.dispatch.select import tuning as tuning_module
 from skuda.dispatch.select.environment import Environment, driver_of
@@ -36,6 +35,7 @@ from skuda.kernels.launch import Choice
 from skuda.kernels.linear import mma, warpgroup
 from skuda.kernels.quantize import QuantizedLinearDescriptor
 from skuda.registry import InvalidRecord, NotPrepared, Registry, Unsupported
+from skuda.registry.device import HOST
 from skuda.registry.guarantee import falls_short
 from skuda.tools.ship import compile as compile_command
 from skuda.tools.ship.cubins import cubins_of

@@ -26,7 +26,6 @@ from support import fresh
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.backends.numpy import NumpyBackend
-from skuda.dispatch.device import HOST, device_named
 from skuda.dispatch.select.tuning import Timing
 from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.kernels.draw import draw
@@ -36,6 +35,7 @@ from skuda.kernels.quantize import QuantizePerTensorDescriptor
 from skuda.kernels.quantize import fake_quantize as definition
 from skuda.registry import BackendSpec, Case, InvalidProblem, InvalidRecord, OpCategory, Registry, Role
 from skuda.registry.descriptor import storage_shape
+from skuda.registry.device import HOST, device_named
 from skuda.registry.errors import MissingDependency
 from skuda.tools.bench import command, lab
 from skuda.tools.bench import record as bench_records

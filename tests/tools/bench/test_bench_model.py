@@ -11,8 +11,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from support import fresh
 
-from skuda.dispatch.device import HOST
 from skuda.registry import InvalidRecord
+from skuda.registry.device import HOST
 from skuda.tools.bench import model_command
 from skuda.tools.bench.lab import Sizes as LabSizes
 from skuda.tools.bench.lab import TorchLab

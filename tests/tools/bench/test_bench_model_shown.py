@@ -8,8 +8,8 @@ import pytest
 from matplotlib.figure import Figure
 from support import fresh
 
-from skuda.dispatch.device import HOST, device_named
 from skuda.dispatch.select.tuning import Timing
+from skuda.registry.device import HOST, device_named
 from skuda.tools.bench import model_command, model_record
 from skuda.tools.bench.model_judged import GAINS, LLAMA_3_8B, judged
 from skuda.tools.bench.model_markdown import model_markdown

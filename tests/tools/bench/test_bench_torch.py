@@ -20,12 +20,12 @@ from skuda.dispatch.backends import pycuda as pycuda_backend
 from skuda.dispatch.backends.cuda_core import CudaCoreBackend
 from skuda.dispatch.backends.numpy import NumpyBackend
 from skuda.dispatch.cuda import pycuda_context
-from skuda.dispatch.device import HOST, device_named
 from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.kernels.quantize import DynamicRangeQuantizeDescriptor, QuantizePerChannelDescriptor, fake_quantize
 from skuda.kernels.quantize.gated import GatedProblem
 from skuda.kernels.quantize.gated_amax import GatedAmaxProblem
 from skuda.registry import BackendSpec, InvalidProblem, Registry
+from skuda.registry.device import HOST, device_named
 from skuda.tools.bench import command, host
 from skuda.tools.bench import lab as lab_module
 from skuda.tools.bench.bench import Bench

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from paths import TESTS
+from paths import HELPERS
 from stub_driver.build import build
 from toy import ToyDescriptor, toy_op, toy_sku
 
@@ -24,10 +24,10 @@ from skuda.dispatch.backends.numpy import HostRunner, NumpyBackend
 from skuda.dispatch.compile.cache import CubinCache
 from skuda.dispatch.compile.compilers import find_nvrtc
 from skuda.dispatch.compile.sources import source_hash
-from skuda.dispatch.device import HOST
 from skuda.kernels.launch import Choice
 from skuda.kernels.quantize import SmoothQuantLinearDescriptor
 from skuda.registry import BackendSpec, InvalidProblem, Registry, Unsupported
+from skuda.registry.device import HOST
 from skuda.tools.bench import lab
 from skuda.tools.bench.lab import HostLab
 from skuda.tools.bench.tune_command import _slug
@@ -261,7 +261,7 @@ PLUGIN = """
     import numpy as np
     from skuda.dispatch import Backend, BackendStatus
     from skuda.dispatch.backends.numpy import HostRunner
-    from skuda.dispatch.device import HOST
+    from skuda.registry.device import HOST
     from skuda.registry import *
 
     class TwiceDescriptor(Descriptor):
@@ -622,7 +622,7 @@ def test_the_configuration_reaches_the_compiler_and_the_driver(tmp_path):
             "SKUDA_CACHE_DIR": str(tmp_path / "cache"),
             "SKUDA_STUB_LOG": str(tmp_path / "log"),
             "SKUDA_PLUGINS": "0",
-            "PYTHONPATH": os.pathsep.join((str(TESTS), str(tmp_path))),
+            "PYTHONPATH": os.pathsep.join((str(HELPERS), str(tmp_path))),
         },
         cwd=tmp_path,
         capture_output=True,

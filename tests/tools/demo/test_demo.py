@@ -18,7 +18,7 @@ from rich.console import Console
 from skuda.dispatch import BackendStatus, Dispatcher, device_named
 from skuda.dispatch.backends.cuda_core import CudaCoreBackend
 from skuda.dispatch.backends.numpy import NumpyBackend
-from skuda.dispatch.device import HOST
+from skuda.registry.device import HOST
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
 from skuda.tools.demo import command as run_module
 from skuda.tools.demo import encoder as encoder_module

@@ -10,8 +10,8 @@ from support import fresh
 
 pytest.importorskip("torch")
 
-from skuda.dispatch.device import HOST
 from skuda.dispatch.select.tuning import Timing
+from skuda.registry.device import HOST
 from skuda.registry.errors import InvalidRecord
 from skuda.tools.cli import main
 from skuda.tools.parallel import command

@@ -10,8 +10,8 @@ from rich.console import Console
 from support import dispatcher, fresh
 
 import skuda.tools.ranks.command as command_module
-from skuda.dispatch.device import HOST
 from skuda.dispatch.shard import on_ranks, split
+from skuda.registry.device import HOST
 from skuda.tools.ranks.carriers import lines
 from skuda.tools.ranks.command import demo, run_demo
 from skuda.tools.ranks.framework import BF16, NUMPY, attend, exponential, torch_on, total

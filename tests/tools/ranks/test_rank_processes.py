@@ -17,8 +17,8 @@ import skuda.tools.ranks.command as command_module
 from skuda.dispatch import BackendStatus, Dispatcher
 from skuda.dispatch.backends.cuda_core import CudaCoreBackend
 from skuda.dispatch.backends.numpy import NumpyBackend
-from skuda.dispatch.device import HOST, device_named
 from skuda.dispatch.shard import on_ranks
+from skuda.registry.device import HOST, device_named
 from skuda.registry.errors import InvalidProblem, MissingDependency
 from skuda.tools.ranks import carriers
 from skuda.tools.ranks.carriers import BROKEN, THREADS, Processes, RankFailed

@@ -12,9 +12,9 @@ from measured import REGISTRY, measured, record_of, some_record
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.backends.numpy import NumpyBackend
-from skuda.dispatch.device import device_named
 from skuda.kernels.catalog import built_in_ops
 from skuda.registry import Registry
+from skuda.registry.device import device_named
 from skuda.tools import plot
 from skuda.tools.cli import main
 from skuda.tools.report import page as report_page

@@ -16,9 +16,9 @@ from toykernels import scaled as toy
 from skuda.dispatch.compile import sources
 from skuda.dispatch.compile.code import c_tokens, code_hash, reached
 from skuda.dispatch.compile.sources import read_source, source_hash
-from skuda.dispatch.device import device_named
 from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.registry import Op
+from skuda.registry.device import device_named
 from skuda.tools.verify import evidence, fingerprint
 from skuda.tools.verify.evidence import EvidenceFile, Records, SkuEvidence, status
 from skuda.tools.verify.fingerprint import reference_hash, verifier_hash

@@ -10,11 +10,11 @@ import pytest
 from halved import ALWAYS, CASES, EXACT, FEW, LOOSE, OUTPUTS, HalvedDescriptor, dispatcher_of, toy
 
 from skuda.dispatch import Dispatcher, PlanPreference
-from skuda.dispatch.device import HOST
 from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.kernels.dtypes import storage_dtype
 from skuda.registry import Between
 from skuda.registry.descriptor import storage_shape
+from skuda.registry.device import HOST
 from skuda.tools.verify.evidence import SkuEvidence
 from skuda.tools.verify.large import Copies, Sizes, large_problems, suitable
 from skuda.tools.verify.placement import HostPlacement, Placement, TorchPlacement

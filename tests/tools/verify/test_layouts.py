@@ -10,8 +10,8 @@ from halved import ALWAYS, CASES, OP, ToyBackend, toy
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.backends.numpy import HostRunner, NumpyBackend
-from skuda.dispatch.device import HOST
 from skuda.registry import InvalidProblem, Registry
+from skuda.registry.device import HOST
 from skuda.registry.errors import Unaligned
 from skuda.registry.source import resolve
 from skuda.tools.verify.verification import verify

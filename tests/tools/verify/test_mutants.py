@@ -13,7 +13,6 @@ from support import fresh, parts_of
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.backends.numpy import HostRunner, NumpyBackend
-from skuda.dispatch.device import HOST
 from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.kernels.draw import draw
 from skuda.kernels.values import spread
@@ -30,6 +29,7 @@ from skuda.registry import (
     PrecisionGuarantee,
     Role,
 )
+from skuda.registry.device import HOST
 from skuda.registry.value import Extent
 from skuda.tools.verify.conformance import Checks
 from skuda.tools.verify.edges import LARGE, always

@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from skuda.dispatch.device import HOST, device_named
 from skuda.registry import MissingDependency
+from skuda.registry.device import HOST, device_named
 from skuda.tools.verify import placement as placing
 from skuda.tools.verify.placement import LAYOUTS, CupyPlacement, Geometry, HostPlacement, Image, TorchPlacement, placed
 

@@ -16,7 +16,6 @@ from paths import ROOT
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.backends.numpy import NumpyBackend
-from skuda.dispatch.device import HOST, device_named
 from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.kernels.draw import draw
 from skuda.kernels.dtypes import storage_dtype
@@ -28,6 +27,7 @@ from skuda.registry import (
 )
 from skuda.registry.constraints import Between
 from skuda.registry.descriptor import storage_shape
+from skuda.registry.device import HOST, device_named
 from skuda.tools.cli import main
 from skuda.tools.show import list as listing
 from skuda.tools.show import show as showing

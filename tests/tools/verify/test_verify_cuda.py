@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from paths import TESTS
+from paths import HELPERS
 from stub_driver.build import build
 
 from skuda.dispatch.compile.compilers import find_nvrtc
@@ -22,7 +22,7 @@ pytestmark = [
 
 SCRIPT = f"""
 import sys
-sys.path.insert(0, {str(TESTS)!r})
+sys.path.insert(0, {str(HELPERS)!r})
 import numpy as np
 from fakes import FakeArray
 from toykernels.scaled import ops

@@ -9,8 +9,8 @@ from typing import Any
 
 from skuda.dispatch import Backend, BackendStatus, Device
 from skuda.dispatch.cuda.driver import driver
-from skuda.dispatch.device import HOST
 from skuda.registry import BackendSpec, Descriptor, DriverError, InvalidProblem, KernelSku
+from skuda.registry.device import HOST
 from skuda.registry.source import resolve
 from skuda_torch.tensors import bound
 

@@ -22,10 +22,10 @@ from harness.binding import launch_of
 from harness.emulator import Unit, cache_folder, digest, publish, write_headers
 
 from skuda.dispatch.compile import compilers as compiling
-from skuda.dispatch.device import KNOWN_DEVICES
 from skuda.kernels.catalog import built_in_ops
 from skuda.kernels.launch import Launch
 from skuda.registry.arch import ArchSku
+from skuda.registry.device import KNOWN_DEVICES
 from skuda.registry.op import Case
 from skuda.registry.sku import KernelSku
 

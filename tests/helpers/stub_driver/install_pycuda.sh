@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs PyCUDA into a virtual environment on a machine without CUDA toolkit, driver or GPU, for test_pycuda_stub.py:
 # headers come from wheels, and an empty library stands in for libcuda. A C++ compiler and about a minute are all it takes.
-#   tests/stub_driver/install_pycuda.sh .venv [wheel-folder]     the wheel is kept there and used again
+#   tests/helpers/stub_driver/install_pycuda.sh .venv [wheel-folder]     the wheel is kept there and used again
 set -euo pipefail
 python=$(realpath -s "$1")/bin/python
 wheels=$(realpath -m "${2:-$(mktemp -d)}"); mkdir -p "$wheels"

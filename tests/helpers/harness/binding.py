@@ -12,7 +12,6 @@ import numpy as np
 from harness.emulator import SANITIZED, Library, Value
 from support import FLOAT_DTYPES, Guarded
 
-from skuda.dispatch.device import Device
 from skuda.dispatch.host.rules import number
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.launch import (
@@ -29,6 +28,7 @@ from skuda.kernels.launch import (
     Which,
 )
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
+from skuda.registry.device import Device
 from skuda.registry.elements import ElementKind
 from skuda.registry.sku import KernelSku
 from skuda.registry.source import resolve

@@ -35,7 +35,7 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 def test_layers_of_ranks_have_the_bits_of_the_whole(backend, count, tmp_path):
     seed = str(int(fresh(backend).integers(2**31)))
     threads = {} if backend == "nccl" else {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, HERE / "parallel_on_gpus_worker.py"]
+    command = [sys.executable, HERE / "ranks_worker.py"]
     logs = [(tmp_path / f"{rank}.log").open("w") for rank in range(count)]
     started = [
         subprocess.Popen(

@@ -287,7 +287,9 @@ def defines(*ops: str) -> Callable[[Any], Any]:
 
 def definition(problem: Any, inputs: dict[str, Any]) -> Definition:
     """Return the function from (output, coordinate) to what must stand there."""
-    assert problem.op in DEFINITIONS, f'add an exact definition to tests/oracle.py, below @defines("{problem.op}")'
+    assert problem.op in DEFINITIONS, (
+        f'add an exact definition to tests/helpers/oracle.py, below @defines("{problem.op}")'
+    )
     return DEFINITIONS[problem.op](problem, inputs)
 
 

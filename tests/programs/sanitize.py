@@ -1,7 +1,7 @@
 """compute-sanitizer over CUDA kernels on a GPU, with a record that says which kernels those were.
 
-    python tests/sanitize.py --output docs/evidence/compute-sanitizer.json
-    python tests/sanitize.py --show docs/evidence/compute-sanitizer.json
+    python tests/programs/sanitize.py --output docs/evidence/compute-sanitizer.json
+    python tests/programs/sanitize.py --show docs/evidence/compute-sanitizer.json
 
 Every tool watches `skuda verify --quick` of a kernel of each op and variant, drawn from the seed, and `skuda tune` of
 all configurations of `warpgroup`, at shapes where tiles are divided, and of `streamed`, with and without clusters. Both

@@ -2,5 +2,6 @@
 
 from pathlib import Path
 
-TESTS = Path(__file__).parent
+HELPERS = Path(__file__).parent
+TESTS = HELPERS.parent
 ROOT = TESTS.parent

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from skuda.dispatch.device import device_named
 from skuda.kernels.catalog import built_in_registry
+from skuda.registry.device import device_named
 from skuda.tools.bench.record import BenchRecord, CaseResult, Ceilings, RivalResult, Timing
 from skuda.tools.bench.work import work_of
 from skuda.tools.words.cases import select_cases

@@ -12,8 +12,8 @@ import numpy as np
 
 from skuda.dispatch.cuda.call import packer
 from skuda.dispatch.cuda.runner import CudaRunner
-from skuda.dispatch.device import device_named
 from skuda.kernels.launch import Launch
+from skuda.registry.device import device_named
 
 CONTEXT = 0xC0
 DEVICE = device_named("h200").model_copy(update={"ordinal": 0})

@@ -108,7 +108,7 @@ def ops() -> list[Op]:
             reference,
             (Case(problem),),
             tuple(sku(name, backend) for backend in ("pycuda", "cuda_core")),
-            source="tests/toykernels",
+            source="tests/helpers/toykernels",
         )
         for name, descriptor, problem in (
             ("scaled", ScaledDescriptor, ScaledDescriptor(numel=8)),

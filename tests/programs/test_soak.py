@@ -50,7 +50,7 @@ print(soak.one_round({scenario!r}, [{seed}, 1], 1.0))
 
 
 def _soak(*words):
-    command = [sys.executable, TESTS / "soak.py", "--seed", str(SEED), *words]
+    command = [sys.executable, TESTS / "programs" / "soak.py", "--seed", str(SEED), *words]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -74,6 +74,8 @@ def test_a_short_round_of_each_scenario_finds_nothing(scenario):
 )
 def test_a_planted_fault_makes_a_round_fail(scenario, target, fault, seen):
     code = PLANT.format(scenario=scenario, target=target, fault=fault, seed=SEED)
-    done = subprocess.run([sys.executable, "-c", code], cwd=TESTS, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=TESTS / "programs", capture_output=True, text=True, check=False
+    )
     assert done.returncode != 0, done.stdout
     assert seen in done.stderr, done.stderr

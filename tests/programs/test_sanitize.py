@@ -51,7 +51,16 @@ def run(tmp_path):
         path.parent.mkdir(exist_ok=True)
         path.write_text(TOOL.format(command=command, after=after))
         path.chmod(0o755)
-        words = [sys.executable, TESTS / "sanitize.py", "--backend", "numpy", "--only", "fill", "--tool", "memcheck"]
+        words = [
+            sys.executable,
+            TESTS / "programs" / "sanitize.py",
+            "--backend",
+            "numpy",
+            "--only",
+            "fill",
+            "--tool",
+            "memcheck",
+        ]
         more = os.environ | {"PATH": f"{path.parent}{os.pathsep}{os.environ['PATH']}"}
         output = tmp_path / "record.json"
         done = subprocess.run([*words, "--output", output], capture_output=True, text=True, env=more, check=False)

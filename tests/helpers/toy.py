@@ -73,7 +73,7 @@ def toy_sku(**changes: Any) -> KernelSku:
 
 
 def toy_op(*skus: KernelSku) -> Op:
-    return Op(ToyDescriptor, reference, (Case(ToyDescriptor()),), skus or (toy_sku(),), source="tests/toy.py")
+    return Op(ToyDescriptor, reference, (Case(ToyDescriptor()),), skus or (toy_sku(),), source="tests/helpers/toy.py")
 
 
 def cuda_sku(arch: str, variant: str, **changes: Any) -> KernelSku:

@@ -1,6 +1,6 @@
 """Soak: random problems and arguments under random faults, for a bounded time.
 
-    python tests/soak.py --seconds 600
+    python tests/programs/soak.py --seconds 600
 
 Every round is a process of its own, so that a round that hangs is killed and reported with the stacks of its threads. A
 round is one of `SCENARIOS`: what it must never see is a hang, a wrong value, or an error that skuda does not raise on
@@ -37,6 +37,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 ROUND, PATIENCE = 4.0, 60.0
 """Seconds that a round works, and seconds after which it counts as hanging."""

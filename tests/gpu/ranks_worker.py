@@ -1,4 +1,4 @@
-"""One process of `test_parallel_on_gpus`: `parallel_on_gpus_worker.py RANK COUNT FOLDER SEED BACKEND`."""
+"""One process of `test_parallel_ranks`: `ranks_worker.py RANK COUNT FOLDER SEED BACKEND`."""
 
 from __future__ import annotations
 
