@@ -1,0 +1,5 @@
+from skuda.tools.testing import Conformance
+
+
+class TestConformance(Conformance):
+    package = "skuda-triton"

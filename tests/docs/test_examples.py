@@ -1,0 +1,114 @@
+"""The programs of docs/examples run. The package there is installed, and passes the conformance suite."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from paths import ROOT
+
+EXAMPLES = ROOT / "docs" / "examples"
+PACKAGE = EXAMPLES / "triton_backend"
+LAST_LINES = {
+    "llama": "generated 8 tokens for each of 2 prompts",
+    "smoothquant": "a scale per row: relative error",
+    "train": "accuracy in int8: 0.9",
+}
+"""The programs, and what each prints at its end, after it has checked its own results."""
+MOST_LINES = 80
+
+
+def ran(command, **changes):
+    done = subprocess.run(command, env={**os.environ, **changes}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_example_is_short_has_a_page_and_is_run_here():
+    programs = sorted(EXAMPLES.glob("*.py"))
+    assert [path.stem for path in programs] == sorted(LAST_LINES)
+    index = (EXAMPLES / "index.md").read_text()
+    for path in (*programs, *PACKAGE.rglob("skuda_triton/*.py")):
+        page = EXAMPLES / f"{path.stem if path in programs else 'triton'}.md"
+        if path.stem != "__init__":
+            assert f'--8<-- "{path.relative_to(ROOT)}"' in page.read_text()
+        assert f"({page.name})" in index
+        assert path.read_text().count("\n") <= MOST_LINES, path
+
+
+@pytest.mark.parametrize("name", LAST_LINES)
+def test_the_program_runs_and_says_what_it_found(name):
+    for package in ("torch", "safetensors", *(["transformers"] if name == "llama" else [])):
+        pytest.importorskip(package)
+    shown = ran([sys.executable, EXAMPLES / f"{name}.py"], SKUDA_PLUGINS="0")
+    assert shown.splitlines()[-1].startswith(LAST_LINES[name])
+
+
+@pytest.fixture(scope="module")
+def installed(once):
+    """Return the environment in which the package is installed beside what is here."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+
+    def install(folder):
+        source = folder / "source"
+        import shutil
+
+        shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+        ran([*pip, "--target", folder / "site", source])
+
+    site = once("triton_backend", install) / "site"
+    return {"PYTHONPATH": str(site), "TRITON_INTERPRET": "1", "SKUDA_PLUGINS": "skuda-triton"}
+
+
+def passed(installed, *more):
+    """Run the package's own test; return how many items passed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, *more]
+    return int(re.search(r"(\d+) passed", ran([*command, PACKAGE / "tests"], **installed))[1])
+
+
+@pytest.mark.long
+def test_triton_kernels_pass_the_conformance_suite_in_the_interpreter(installed):
+    assert passed(installed, "-k", "status or package or loading or record or (f16-s8 and cpu and not threads)") >= 20
+
+
+@pytest.mark.full
+@pytest.mark.long
+def test_all_triton_kernels_pass_the_whole_conformance_suite_in_the_interpreter(installed):
+    assert passed(installed) >= 50
+
+
+COMPILE = """
+import sys
+import triton
+import triton.language as tl
+from skuda_triton import kernels, records
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+constants = {"X": getattr(tl, sys.argv[2]), **records.TILE}
+kernel = getattr(kernels, sys.argv[1])
+kinds = dict.fromkeys(kernel.arg_names, "i64") | dict.fromkeys(constants, "constexpr")
+kinds |= {name: "fp32" for name in ("q_min", "q_max") if name in kinds}
+source = ASTSource(kernel, kinds, {(kernel.arg_names.index(name),): value for name, value in constants.items()})
+options = {"num_warps": records.WARPS, "enable_fp_fusion": False}
+for capability in (80, 90):
+    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+    print(ptx.count("div.rn.f32"), ptx.count("div.full"), ptx.count(".ftz"))
+"""
+
+
+@pytest.mark.parametrize(("kernel", "divides"), [("amax", False), ("dynamic_range", True)])
+def test_triton_compiles_the_kernels_for_cards_without_approximate_arithmetic(installed, tmp_path, kernel, divides):
+    command = [sys.executable, "-W", "error", "-c", COMPILE, kernel, "bfloat16"]
+    shown = ran(command, **{**installed, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)})
+    for line in shown.splitlines():
+        exact, *approximate = map(int, line.split())
+        assert bool(exact) is divides
+        assert approximate == [0, 0]
+    assert shown.count("\n") == 2
