@@ -1,6 +1,6 @@
 """Pages and parts of pages that are made from the registry and the records, and the hooks that MkDocs calls.
 
-Generated pages: one for every op, their index, and copies of CONTRIBUTING and CHANGELOG. Generated parts: a comment
+Generated pages: one for every op, and copies of CONTRIBUTING and CHANGELOG. Generated parts: a comment
 ``<!-- made here: NAME -->`` in a page is replaced by one of `PARTS`.
 """
 
@@ -21,9 +21,9 @@ from skuda.registry import Descriptor, KernelSku, Op, Registry
 from skuda.registry.elements import ElementKind
 from skuda.tools.bench.markdown import markdown_table
 from skuda.tools.show.findings import TROUBLES
-from skuda.tools.show.matrix import elements_of, legend, markdown
+from skuda.tools.show.matrix import elements_of, legend
 from skuda.tools.show.show import arguments_of
-from skuda.tools.verify.evidence import Records, Word, load_records, status, tally
+from skuda.tools.verify.evidence import Records, load_records, status, tally
 from skuda.tools.words.problem import default_words, fields_of, type_words
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,8 +34,7 @@ _STALE = "`skuda verify` compares every kernel with its reference. A stale kerne
 def pages() -> dict[str, str]:
     """Return every generated page by its path below docs/."""
     registry, recorded = built_in_registry(), load_records(None)
-    found = {"ops/index.md": _index(registry, recorded)}
-    found |= {f"ops/{op.name}.md": op_page(registry, op, recorded) for op in registry.ops.values()}
+    found = {f"ops/{op.name}.md": op_page(registry, op, recorded) for op in registry.ops.values()}
     for name in ("CONTRIBUTING", "CHANGELOG"):
         found[f"{name.lower()}.md"] = moved((ROOT / f"{name}.md").read_text(encoding="utf-8"))
     return found
@@ -69,21 +68,16 @@ def _plain(text: str) -> str:
     return "`".join(parts)
 
 
-def _index(registry: Registry, recorded: Records) -> str:
-    lines = [
-        "# Ops\n",
-        "Each page has the op's formula, fields, arguments and kernels, and where they were verified.\n",
-    ]
+def _ops() -> str:
+    registry = built_in_registry()
+    lines = []
     ops = sorted(registry.ops.values(), key=lambda op: (op.category, op.name))
     for category, group in groupby(ops, key=lambda op: op.category):
-        rows = [(f"[`{op.name}`]({op.name}.md)", _plain(op.summary), len(registry.skus_of(op.name))) for op in group]
+        rows = [
+            (f"[`{op.name}`](ops/{op.name}.md)", _plain(op.summary), len(registry.skus_of(op.name))) for op in group
+        ]
         lines += [f"## {category.replace('_', ' ').capitalize()}\n", markdown_table(("op", "", "kernels"), rows)]
-
-    def word(sku: KernelSku) -> Word:
-        return status(sku, registry.ops[sku.op], recorded, reference=registry.is_reference(sku)).word
-
-    matrix = markdown([(op, registry.skus_of(op.name)) for op in ops], word)
-    return "\n".join([*lines, "## What is verified\n", f"{_STALE}\n", matrix])
+    return "\n".join(lines)
 
 
 def op_page(registry: Registry, op: Op, recorded: Records) -> str:
@@ -199,6 +193,7 @@ def _fields(template: str) -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "devices": _devices,
     "elements": lambda: ", ".join(_code(kind) for kind in ElementKind) + "\n",
+    "ops": _ops,
     "settings": _settings,
     "troubles": _troubles,
 }
@@ -256,7 +251,7 @@ def fetched_from_elsewhere(name: str, text: str) -> list[str]:
 
 def on_config(config: Any) -> Any:
     """Put the ops' pages into the navigation."""
-    below = ["ops/index.md", *(f"ops/{name}.md" for name in sorted(built_in_registry().ops))]
+    below = ["ops.md", *(f"ops/{name}.md" for name in sorted(built_in_registry().ops))]
     config.nav = [{"Ops": below} if entry == {"Ops": "ops/"} else entry for entry in config.nav]
     return config
 
