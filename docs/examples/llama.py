@@ -32,7 +32,7 @@ with tempfile.TemporaryDirectory() as floats, tempfile.TemporaryDirectory() as c
     model = AutoModelForCausalLM.from_pretrained(floats, quantization_config=SkudaConfig())
     print(model.hf_quantizer.report)  # what became int8, what did not, and why
 
-    # Fewer kernels with the same bits: one product for layers that share an input, norms that write codes.
+    # Fewer kernels: one product for layers that share an input, and norms and activations that write codes.
     print(skuda.torch.fuse_(model.to(device).eval()))
 
     # How far is it from f32? Both see the same prompt.
