@@ -44,7 +44,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    # Few programs name these, and their modules take long to import.
+    # Few programs need these, and importing their modules takes long.
     if name in _LATER:
         return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`Dispatcher`: from a descriptor to a plan, and from a descriptor and arrays to a result."""
+"""`Dispatcher`: turns a descriptor into a plan, and a descriptor with arrays into a result."""
 
 from __future__ import annotations
 
@@ -50,31 +50,31 @@ _MOST_PLANS = 4096
 
 
 class Dispatcher:
-    """Chooses, prepares and runs kernels. Safe to share between threads.
+    """Chooses, prepares and runs kernels. Threads can share a dispatcher.
 
     Parameters
     ----------
     registry : Registry or None
-        What to choose from; None for the built-in ops and those of installed plug-ins.
+        The ops and kernels. None means the built-in ones and those of installed plug-ins.
     backends : iterable of Backend, or None
-        What to run with; None for the built-in backends and those of installed plug-ins.
+        The backends. None means the built-in ones and those of installed plug-ins.
     tuning : Tuning, path or None
-        Measured times that may change the choice, or a file of them; None for the file that ``SKUDA_TUNING`` names, if
-        it names one; an empty string for none at all. Nothing else is read, and nothing is ever measured or written.
+        Measured times that may change the choice, or a file that holds them. None means the file that ``SKUDA_TUNING``
+        names, if it names one. An empty string means no times. The dispatcher never measures or writes any.
     on_selection : callable or None
-        Called with a `Selection` for every selection, whether it succeeds or fails; a cached plan is not selected
-        again. Its first exception is logged; none stops a selection.
+        Called with a `Selection` after every selection, successful or not. Taking a plan from the cache is not a
+        selection. The first exception that it raises is logged. Exceptions never stop a selection.
     nvtx : bool or None
-        Whether every launch is an NVTX range; None for the value of ``SKUDA_NVTX``.
+        Whether every launch is an NVTX range. None means the value of ``SKUDA_NVTX``.
 
     Raises
     ------
     MissingDependency
-        If NVTX ranges are asked for and the package ``nvtx`` is absent.
+        If NVTX ranges are requested and the package ``nvtx`` is not installed.
     InvalidRecord
-        For a missing or malformed file of measured times, or an environment variable with an invalid value.
+        For a missing or malformed file of measured times, or an invalid environment variable.
     InvalidProblem
-        For an argument of another kind.
+        For an argument of the wrong type.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Dispatcher:
         on_selection: Observer | None = None,
         nvtx: bool | None = None,
     ) -> None:
-        _check("registry", registry, Registry, "be a Registry, or None for what is installed")
+        _check("registry", registry, Registry, "be a Registry, or None for the installed ops and kernels")
         _check("on_selection", on_selection, Callable, "be a function of a Selection, or None")
         _check("nvtx", nvtx, bool, "be True, False or None")
         if backends is not None:
@@ -100,13 +100,13 @@ class Dispatcher:
         plugins: list[Plugin] = []
         self._brought: dict[str, Plugin] = {}
         if backends is None:
-            # Imported here: a program that only names kernels and devices needs no backend.
+            # Imported here, because a program that only describes kernels and devices needs no backend.
             from skuda.dispatch.backends.cuda_core import CudaCoreBackend
             from skuda.dispatch.backends.numpy import NumpyBackend
             from skuda.dispatch.backends.pycuda import PycudaBackend
             from skuda.dispatch.plugins.loading import load_backends
 
-            # A registry given by the caller may already contain them.
+            # The caller's registry may contain them already.
             known, brought, aside = load_backends(registry if own else Registry())
             registry = known if own else registry
             backends = (PycudaBackend(), CudaCoreBackend(), NumpyBackend(), *(backend for backend, _ in brought))
@@ -120,11 +120,11 @@ class Dispatcher:
         self.registry = registry
         self.backends = {backend.spec.name: backend for backend in backends}
         self.plugins = tuple(plugins)
-        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()  # of a dict the first key takes long to find
+        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()  # finding the first key of a dict takes long
         self._ran: dict[tuple[Descriptor, PlanPreference | None], Callable[..., Any]] = {}
-        """What `run` tries first for a problem; replaced as a whole when plans are withdrawn, which it may hold."""
+        """Functions that `run` tries first, by problem. They hold plans; withdrawing plans replaces the dict."""
         self._failed: dict[str, tuple[str, str]] = {}
-        """Remedy and reason for every kernel of a plug-in that failed in a launch, by id."""
+        """Remedy and reason by id, for every kernel of a plug-in that failed in a launch."""
         self._shortlists = match.Shortlists()
         self._answering = Locks()
         self._lock = lock()
@@ -137,7 +137,7 @@ class Dispatcher:
     def _tuned_by(self, tuning: Tuning | str | os.PathLike[str] | None) -> Tuned | None:
         if tuning is None or (isinstance(tuning, str) and not tuning):
             return None
-        # Imported here: few programs have measured times.
+        # Imported here, because few programs have measured times.
         from skuda.dispatch.select.measured import Tuned
         from skuda.dispatch.select.tuning import Tuning
 
@@ -159,7 +159,7 @@ class Dispatcher:
 
     @property
     def quarantined(self) -> tuple[Plugin, ...]:
-        """The plug-ins that are set aside, each with its reason."""
+        """The plug-ins that were set aside, each with the reason."""
         return tuple(plugin for plugin in self.plugins if plugin.reason)
 
     @cached_property
@@ -179,12 +179,12 @@ class Dispatcher:
         return found
 
     def _pass_on(self, name: str, error: Misbehaved) -> None:
-        """Raise the cause if it is transient and no plug-in provides the backend: it will be asked again."""
+        """Raise the cause if it is transient and the backend is built in: the dispatcher will ask the backend again."""
         if name not in self._brought and error.__cause__ is not None and is_transient(error.__cause__):
             raise error.__cause__
 
     def _blamed(self, name: str, error: Misbehaved) -> BackendStatus:
-        """Quarantine the plug-in that provides a backend, so that other kernels serve its problems."""
+        """Set aside the plug-in that provides a backend. Other kernels then serve its problems."""
         self._pass_on(name, error)
         plugin = self._brought.get(name)
         if plugin is None:
@@ -215,7 +215,7 @@ class Dispatcher:
         return self._unavailable | self._failed if self._failed else self._unavailable
 
     def _plugin_of(self, sku: KernelSku) -> Plugin | None:
-        """Return the plug-in that registered a kernel, or else the one that provides its backend."""
+        """Return the plug-in that registered a kernel, or the one that provides its backend, or None."""
         if not self.plugins:
             return None
         origin = self.registry.origin(sku.id)
@@ -223,7 +223,7 @@ class Dispatcher:
         return next(registered, self._brought.get(sku.backend))
 
     def _launch_failed(self, sku: KernelSku, plugin: Plugin, error: BaseException) -> None:
-        """Set a plug-in aside for what one of its kernels raised, so that other kernels serve its problems."""
+        """Set aside a plug-in whose kernel raised an error. Other kernels then serve its problems."""
         if is_transient(error):
             return  # not the kernel's fault
         failure = KernelFailed(sku.id, plugin.origin, told(error))
@@ -246,7 +246,7 @@ class Dispatcher:
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
-        """The devices here, best first: GPUs in their order, then the CPU."""
+        """The devices of this machine, best first: GPUs in their order, then the CPU."""
         found: dict[tuple[str, int | None], Device] = {}
         for name, backend in self.backends.items():
             if self.status.get(name, BackendStatus(available=False, detail="unregistered")).available:
@@ -277,29 +277,29 @@ class Dispatcher:
         problem : Descriptor
             The problem.
         preference : PlanPreference or None
-            The caller's requirements; None for none.
+            The caller's requirements. None means no requirements.
         device : Device, str or None
-            Where to run; None for the best device here. A name is that of a device here (``cpu``, ``cuda`` for the
-            first one, ``cuda:1``) or one that `device_named` takes (``h200``). The plan for an absent device can be
-            inspected, not run.
+            The device to run on. None means the best device of this machine. A name is a device of this machine
+            (``cpu``, ``cuda`` for the first GPU, ``cuda:1``) or a card that `device_named` knows (``h200``). A plan for
+            an absent device can be inspected, but not run.
 
         Returns
         -------
         Plan
-            Cached: the same arguments give the same plan.
+            The plan. Plans are cached: the same arguments give the same plan.
 
         Raises
         ------
         InvalidProblem
-            For an argument of another kind, or an unknown device.
+            For an argument of the wrong type, or an unknown device.
         Unsupported
-            If no kernel can serve it; the error carries every reason.
+            If no kernel can serve the problem. The error carries every reason.
         """
         try:
             found: Any = self.devices[0] if device is None else device
-            # By place, not by "the current device", which can change between calls.
+            # Keyed by place, not by "the current device", which can change between calls.
             plan = self._plans.get((problem, preference, found.place if found.ordinal is not None else found))
-        except (AttributeError, TypeError):  # a name, or what is refused below
+        except (AttributeError, TypeError):  # a name, or a value that is refused below
             plan = None
         if plan is not None:
             return plan
@@ -313,7 +313,7 @@ class Dispatcher:
     def _question(
         self, problem: object, preference: PlanPreference | None, device: Device | str | None
     ) -> tuple[Descriptor, PlanPreference, Device]:
-        """Return a caller's question as selection takes it; raise `InvalidProblem` for what is none."""
+        """Return checked arguments with their defaults; raise `InvalidProblem` for an argument of the wrong type."""
         if isinstance(problem, type) and issubclass(problem, Descriptor):
             _refuse("problem", problem, f"be one of its problems: {problem.__name__}(...)")
         if not isinstance(problem, Descriptor) or "op" not in type(problem).__pydantic_fields__:
@@ -339,11 +339,11 @@ class Dispatcher:
         return found
 
     def _plan(self, key: Hashable, make: Callable[[], Plan | None]) -> Plan | None:
-        """Make a plan once, even if several threads ask for it; threads that ask for other plans do not wait."""
-        # Nothing but `with` holds the lock, so no interrupt leaves it locked; see `skuda.dispatch.system.locks`.
+        """Make a plan once, even if several threads ask for it. Threads that ask for other plans do not wait."""
+        # Only `with` holds the lock, so no interrupt leaves it locked; see `skuda.dispatch.system.locks`.
         with self._answering.of(key):
             try:
-                # Another thread may have made it. If it failed, this one tries again: the obstacle may be gone.
+                # Another thread may have made it. If that thread failed, try again: the obstacle may be gone.
                 plan = self._plans.get(key)
                 if plan is None:
                     plan = make()
@@ -366,7 +366,7 @@ class Dispatcher:
         device: Device,
         behind: KernelSku | None = None,
     ) -> Plan | None:
-        """Plan with the best kernel, or with the best one ranked after `behind`, and notify the observers."""
+        """Make a plan with the best kernel, or the best one ranked after `behind`, and notify the observers."""
         while True:
             asked = (self.registry, problem, device, preference)
             shortlist = self._shortlists.of(*asked, self._known_obstacles)
@@ -377,10 +377,10 @@ class Dispatcher:
             try:
                 return self._plan(key, watch)
             except Misbehaved as error:
-                # From now on its kernels are refused, so the next kernel of the ranking is chosen.
+                # Its kernels are refused from now on, so the next kernel of the ranking is chosen.
                 self._give_up(error)
             finally:
-                # After the lock is released: an observer may ask for the same plan.
+                # Only after the lock is released, because an observer may ask for the same plan.
                 if watch.times is not None and self._observers:
                     explain = partial(self.explain, problem, preference, device)
                     passed = None if behind is None else behind.id
@@ -397,7 +397,7 @@ class Dispatcher:
             if sku.backend in self._brought:
                 runner = ask_runner(backend, sku, problem, part, choice)
             else:
-                # A backend without choices need not accept the parameter.
+                # A backend without configurations need not accept the parameter.
                 more = {"choice": choice} if choice else {}
                 runner = backend.prepare(sku, problem, part, **more)
             if self._ranges is not None:
@@ -413,7 +413,7 @@ class Dispatcher:
         return Plan.prepared(sku, problem, device, preference, runner, following, failed, **how)
 
     def _within(self, pick: Pick, problem: Descriptor, preference: PlanPreference, device: Device) -> str:
-        """Return the pick's configuration, or the best one whose workspace is within the caller's limit."""
+        """Return the chosen configuration, or the best one whose workspace is within the caller's limit."""
         most = preference.max_workspace_bytes
         backend = self.backends.get(pick.sku.backend)
         if most is None or backend is None or pick.sku.backend in self._brought:
@@ -430,11 +430,11 @@ class Dispatcher:
         Raises
         ------
         InvalidProblem
-            For what is no plan.
+            For an argument that is not a plan.
         Unsupported
-            If its kernel is not registered here or no longer serves the problem.
+            If the kernel is not registered here, or no longer serves the problem.
         NotPrepared
-            If its kernel no longer has its configuration.
+            If the kernel no longer has the plan's configuration.
         """
         if not isinstance(plan, Plan):
             _refuse("plan", plan, "be a Plan, such as Plan.model_validate_json(...)")
@@ -462,14 +462,14 @@ class Dispatcher:
         stream: object = None,
         **arrays: Any,
     ) -> Any:
-        """Choose a kernel (cached) and run it on the device of the arrays.
+        """Choose a kernel and run it on the device of the arrays. The choice is cached.
 
         Parameters
         ----------
         problem : Descriptor
             The problem.
         preference : PlanPreference or None
-            The caller's requirements; None for none.
+            The caller's requirements. None means no requirements.
         stream : object
             See `Plan.run`.
         **arrays
@@ -480,17 +480,17 @@ class Dispatcher:
         InvalidProblem
             For a bad argument, or arrays on different devices.
         Unsupported
-            If no kernel can serve it on that device.
+            If no kernel can serve the problem on that device.
         KernelFailed
             See `Plan.run`.
         """
         ran, asked = self._ran, (problem, preference)
         try:
             again = ran.get(asked)
-        except TypeError:  # what has no hash is refused below
+        except TypeError:  # a value without a hash is refused below
             again = None
         if again is not None:
-            # What recognizes the call knows where its arrays are.
+            # The function knows on which device the arrays of such a call are.
             result = again(arrays, stream)
             if result is not None:
                 return result
@@ -520,12 +520,12 @@ class Dispatcher:
         preference: PlanPreference | None = NO_PREFERENCE,
         device: Device | str | None = None,
     ) -> Explanation:
-        """Return what `select` would do with the same arguments and why, also where it would fail.
+        """Return what `select` would choose for the same arguments and why, even if it would fail.
 
         Raises
         ------
         InvalidProblem
-            For an argument of another kind, or an unknown device.
+            For an argument of the wrong type, or an unknown device.
         """
         problem, preference, device = self._question(problem, preference, device)
         notes = [str(plugin) for plugin in self.quarantined]
@@ -560,25 +560,25 @@ class Dispatcher:
         preference: PlanPreference | None = NO_PREFERENCE,
         device: Device | str | None = None,
     ) -> ShardedPlan:
-        """Choose the kernels with which the ranks of a group share a linear layer.
+        """Choose the kernels for a linear layer that the ranks of a group share.
 
         Every rank calls this with the same arguments, on its own device, and binds the plan to the group.
 
         Parameters
         ----------
         problem : Descriptor
-            A linear layer; its sizes are those of the whole.
+            The whole linear layer, with its whole sizes.
         shards : Shards
-            How the ranks share it.
+            How the layer is split.
         preference, device
             As in `select`. A `sku` names the kernel of the product.
 
         Raises
         ------
         InvalidProblem
-            For an argument of another kind, an unknown device, or a problem that cannot be split so.
+            For an argument of the wrong type, an unknown device, or a problem that cannot be split this way.
         Unsupported
-            If a step of a rank has no kernel; the error carries every reason.
+            If a step of a rank has no kernel. The error carries every reason.
         """
         from skuda.dispatch.shard.plan import sharded_plan
 
@@ -595,12 +595,12 @@ class Dispatcher:
         preference: PlanPreference | None = NO_PREFERENCE,
         device: Device | str | None = None,
     ) -> ShardedExplanation:
-        """Return what `select_shards` would do with the same arguments and why, and what the ranks would exchange.
+        """Return what `select_shards` would choose for the same arguments and why, and what the ranks would exchange.
 
         Raises
         ------
         InvalidProblem
-            For an argument of another kind, an unknown device, or a problem that cannot be split so.
+            For an argument of the wrong type, an unknown device, or a problem that cannot be split this way.
         """
         from skuda.dispatch.shard.explanation import explain
         from skuda.dispatch.shard.shards import Shards
@@ -618,7 +618,7 @@ class Dispatcher:
         Raises
         ------
         InvalidProblem
-            For an argument of another kind.
+            For an argument of the wrong type.
         """
         if not isinstance(sku, KernelSku):
             _refuse("sku", sku, "be a KernelSku, such as Registry.sku(...)")
@@ -649,7 +649,7 @@ def _backends(given: Iterable[object]) -> tuple[Backend, ...]:
     try:
         found = tuple(given)
     except TypeError:
-        _refuse("backends", given, "be several Backends, or None for what is installed")
+        _refuse("backends", given, "be several Backends, or None for the installed ones")
     for backend in found:
         if not isinstance(backend, Backend):
             _refuse("backends", backend, "hold Backends, such as NumpyBackend()")

@@ -21,7 +21,7 @@ _set = object.__setattr__
 
 
 def _descriptor(value: object) -> object:
-    """Find the class of a descriptor that comes from JSON by its ``op``."""
+    """Return the descriptor that JSON describes. Its ``op`` names the class."""
     if not isinstance(value, dict):
         return value
     kinds: list[type[Descriptor]] = [Descriptor]
@@ -29,28 +29,28 @@ def _descriptor(value: object) -> object:
         kinds.extend(kind.__subclasses__())
         if "op" in kind.model_fields and kind.op_name() == value.get("op"):
             return kind.model_validate(value)
-    return Plan.refuse("problem.op", repr(value.get("op")), "name an op whose module has been imported")
+    return Plan.refuse("problem.op", repr(value.get("op")), "be an op whose module has been imported")
 
 
 class Plan(Value):
-    """A chosen kernel, ready to run. It holds none of the caller's arrays and is safe to share between threads.
+    """A chosen kernel, ready to run. It holds none of the caller's arrays. Threads can share a plan.
 
-    It survives JSON and pickling as plain data, and `Dispatcher.prepare` makes it ready again, also in another process.
+    A plan can be saved as JSON or pickled. `Dispatcher.prepare` makes it ready again, here or in another process.
 
     Attributes
     ----------
     sku : KernelSku
         The kernel.
     problem : Descriptor
-        The problem that it was planned for.
+        The problem that it solves.
     device : Device
-        Where it runs.
+        The device that it runs on.
     preference : PlanPreference
         The caller's requirements.
     choice : str
-        The configuration that a measurement chose; empty for the first one of the kernel's launch rule.
+        The configuration that a measurement chose. Empty for the first one of the kernel's launch rule.
     measured : str
-        The measurement that decided for this kernel or configuration; empty if the ranking decided.
+        The measurement that decided for this kernel or configuration. Empty if the ranking decided.
     """
 
     sku: KernelSku
@@ -77,16 +77,16 @@ class Plan(Value):
         choice: str = "",
         measured: str = "",
     ) -> Self:
-        """Build a plan around a runner; a plan without one can be inspected and saved, but not run.
+        """Build a plan with a runner. A plan without a runner can be inspected and saved, but not run.
 
-        `following` gives the plan of the next kernel in the ranking, for arrays that this kernel cannot read
-        because of their address or stride. `failed` is told what the kernel raised, if that is no answer (a
-        `SkudaError`), and may raise another error for it.
+        `following` returns the plan of the next kernel in the ranking, for arrays whose address or stride this kernel
+        cannot read. `failed` is called with an error of the kernel that is not a `SkudaError`, and may raise another
+        error in its place.
         """
         chosen: dict[str, Any] = {"sku": sku, "problem": problem, "device": device, "preference": preference}
         fields = {**chosen, "choice": choice, "measured": measured}
         plan = cls.__new__(cls)
-        # As pydantic's `model_construct`, in a fifth of its time: the values are records already.
+        # Like pydantic's `model_construct`, but five times as fast. The values are valid records already.
         _set(plan, "__dict__", fields)
         _set(plan, "__pydantic_fields_set__", set(fields))
         _set(plan, "__pydantic_extra__", None)
@@ -94,7 +94,7 @@ class Plan(Value):
         return plan
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What a runner holds belongs to this process.
+        # A runner belongs to this process and is not pickled.
         return type(self).model_validate, ({name: getattr(self, name) for name in type(self).model_fields},)
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
@@ -116,9 +116,9 @@ class Plan(Value):
 
     @property
     def workspace_size(self) -> int:
-        """Bytes of scratch that the plan needs, without what its configuration adds if it is not prepared.
+        """Bytes of scratch that the plan needs. Plans that run on the same stream share them.
 
-        Plans that run on the same stream share them.
+        For a plan that is not prepared, the scratch of its configuration is not included.
         """
         private = self.__pydantic_private__
         runner: Runner | None = private["_runner"] if private else None
@@ -126,12 +126,12 @@ class Plan(Value):
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
-        """What `run` takes: names, roles, elements and shapes."""
+        """The arguments of `run`: names, roles, elements and shapes."""
         return self.problem.arguments()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Remarks on how it runs, for example which package launches on streams of other libraries."""
+        """Remarks for the user, for example the configuration and its predicted time."""
         private = self.__pydantic_private__
         runner: Runner | None = private["_runner"] if private else None
         notes = tuple(map(one_line, runner.notes)) if runner is not None else ()
@@ -180,9 +180,9 @@ class Plan(Value):
         Parameters
         ----------
         stream : object
-            Where to enqueue the work; None for the framework's current stream. Always None on a CPU.
+            The stream to enqueue the work on. None means the framework's current stream. It must be None on a CPU.
         **arrays
-            The op's arguments by name. An output left out is allocated in the framework of the inputs.
+            The op's arguments by name. An output that is left out is allocated in the framework of the inputs.
 
         Returns
         -------
@@ -196,7 +196,7 @@ class Plan(Value):
         NotPrepared
             For a plan made for an absent card, or loaded from JSON or a pickle.
         KernelFailed
-            If a plug-in's kernel raises something else. An error from another kernel has a note that names the kernel.
+            If a plug-in's kernel raises any other error. An error of a built-in kernel gets a note that names it.
         """
         private = self.__pydantic_private__
         runner: Runner | None = private["_runner"] if private else None
@@ -210,10 +210,9 @@ class Plan(Value):
             raise
 
     def _run_again(self) -> Callable[[Mapping[str, object], object], Any] | None:
-        """Return a function of arrays and stream that does what `run` does, or does nothing and returns None.
+        """Return a function like `run` for calls like the latest one. For other calls it does nothing and returns None.
 
-        It runs only where an array of the call is on the plan's device. None if the runner recognizes no calls, as
-        only `CudaRunner` does.
+        It needs an array on the plan's device. Return None if the runner has no such function; only `CudaRunner` has.
         """
         runner: Any = self._ready()
         if not hasattr(runner, "run_again"):
@@ -223,7 +222,7 @@ class Plan(Value):
             try:
                 return runner.run_again(arrays, stream)
             except Unaligned:
-                return None  # `run` asks the next kernel
+                return None  # `run` takes the next kernel
             except BaseException as error:
                 self._name_kernel(error)
                 raise
@@ -233,12 +232,12 @@ class Plan(Value):
     def bind(self, *, stream: object = None, **arrays: Any) -> Callable[[], Any]:
         """Check the arguments once and return a callable that only launches.
 
-        It keeps the arrays alive, and returns the same outputs every time.
+        The callable keeps the arrays alive and returns the same outputs every time.
 
         Parameters
         ----------
         stream : object
-            As in `run`; None for the framework's current stream at every call.
+            As in `run`. None means the stream that is current at each call.
         **arrays
             As in `run`.
 
@@ -247,7 +246,7 @@ class Plan(Value):
         InvalidProblem
             For a missing, unknown or unsuitable argument.
         NotPrepared, KernelFailed
-            As in `run`; the callable may raise `KernelFailed` too.
+            As in `run`. The callable may raise `KernelFailed`, too.
         """
         try:
             launch = self._ready().bind(arrays, stream)
@@ -267,7 +266,7 @@ class Plan(Value):
         return bound
 
     def _name_kernel(self, error: BaseException) -> None:
-        """Name the kernel in an error of its code; an answer, or an interrupt by the user, stays as it is."""
+        """Add the kernel's name to an error of its code. A `SkudaError` and an interrupt stay as they are."""
         if isinstance(error, (SkudaError, KeyboardInterrupt)):
             return
         private = self.__pydantic_private__

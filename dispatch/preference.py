@@ -1,4 +1,4 @@
-"""What a caller may require of the chosen kernel."""
+"""`PlanPreference`: a caller's requirements on the chosen kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from skuda.registry.value import Size, Value
 
 
 class PlanPreference(Value):
-    """A caller's requirements. Every op honours every field; a selection that cannot is refused with the reason.
+    """A caller's requirements. Every op honours every field. A selection that cannot is refused with the reason.
 
     Attributes
     ----------
@@ -23,8 +23,8 @@ class PlanPreference(Value):
     allow_arch_specific : bool
         Whether kernels for one chip or family only (``sm_90a``) may be chosen.
     spare_multiprocessors : int
-        Multiprocessors that kernels leave free which would hold all of a card until they end, for what runs beside
-        them. The bits are the same.
+        Multiprocessors to leave free for other kernels. It concerns persistent kernels, which otherwise occupy all
+        multiprocessors until they end. The bits are the same.
     """
 
     backend: str | None = None
@@ -35,7 +35,7 @@ class PlanPreference(Value):
     spare_multiprocessors: Size = 0
 
     def part_of(self, device: Device) -> Device:
-        """Return a device with the multiprocessors that may be held until the end, at least one."""
+        """Return the device without the spare multiprocessors, but with at least one."""
         if not self.spare_multiprocessors or not device.sm_count:
             return device
         return device.model_copy(update={"sm_count": max(1, device.sm_count - self.spare_multiprocessors)})

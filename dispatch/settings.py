@@ -36,37 +36,37 @@ _BY_DISPATCHER = "when a `Dispatcher` is made"
 _CACHE_DIR = Setting(
     "SKUDA_CACHE_DIR",
     "a folder",
-    "the platform's folder for caches of the user",
-    "Where compiled kernels are kept.",
-    "when the first kernel is compiled or looked up",
+    "the platform's folder for the user's caches",
+    "The folder of compiled kernels.",
+    "at the first compilation or lookup of a kernel",
 )
 _BUNDLE = Setting(
     "SKUDA_BUNDLE",
     "files of `skuda bundle`, separated as in `PATH`, each optionally followed by `#sha256=` and its checksum",
     "none",
-    "Which files compiled kernels are read from, before the cache.",
-    "when a CUDA backend is first asked what it can do",
+    "Bundles of compiled kernels, which are searched before the cache.",
+    "at the first use of a CUDA backend",
 )
 _TUNING = Setting(
     "SKUDA_TUNING",
     "a file of `skuda tune`",
     "the ranking decides",
-    "Measured times that may change which kernel is chosen.",
+    "Measured times that may change the choice of a kernel.",
     _BY_DISPATCHER,
 )
 _PLUGINS = Setting(
     "SKUDA_PLUGINS",
     "names separated by commas (only these are loaded), names with a leading minus (these are not), or `0` (none)",
     "all are loaded",
-    "Which kernels and backends of other packages are loaded.",
+    "The plug-ins to load.",
     _BY_DISPATCHER,
 )
 _LOG = Setting(
     "SKUDA_LOG",
     f"one or more of {', '.join(f'`{topic}`' for topic in _TOPICS)}, separated by commas",
     "nothing is logged",
-    "Log selections (`dispatch`), and compilations and what the cache had (`compile`), to standard error.",
-    f"{_BY_DISPATCHER}, and when a kernel is compiled or looked up",
+    "Log selections (`dispatch`), or compilations and cache lookups (`compile`), to standard error.",
+    f"{_BY_DISPATCHER}, and at a compilation or lookup",
 )
 _NVTX = Setting(
     "SKUDA_NVTX",
@@ -85,7 +85,7 @@ def cache_directory() -> Path:
     given = _CACHE_DIR.given
     if given:
         return Path(given)
-    import platformdirs  # a program that only imports skuda has no use for it
+    import platformdirs  # a program that only imports skuda does not need it
 
     return Path(platformdirs.user_cache_dir("skuda", appauthor=False))
 
@@ -114,12 +114,12 @@ def plugin_enabled(*names: str) -> bool:
 
 
 def environment(defaults: Mapping[str, str] | None = None, /, **changes: str) -> dict[str, str]:
-    """Return the environment for a child process, with some variables changed, and others set where they are not."""
+    """Return the environment of a child process: `defaults`, then this process's variables, then `changes`."""
     return {**(defaults or {}), **os.environ, **changes}
 
 
 def refuse_multicast() -> None:
-    """Tell torch's symmetric memory not to use NVLink multicast, unless the environment says what it is to do."""
+    """Disable NVLink multicast in torch's symmetric memory, unless the environment sets it."""
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
@@ -138,7 +138,7 @@ def logged_topics() -> frozenset[str]:
 
 
 def nvtx_enabled() -> bool:
-    """Whether ``SKUDA_NVTX`` asks for ranges around launches.
+    """Whether ``SKUDA_NVTX`` requests ranges around launches.
 
     Raises
     ------

@@ -40,16 +40,16 @@ class Selection:
     preference : PlanPreference
         The caller's requirements.
     pick : Pick or None
-        What was chosen: the kernel, its configuration where a measurement chose that, and the measurement that decided;
-        None if no kernel serves the problem.
+        The chosen kernel, the configuration if a measurement chose it, and that measurement. None if no kernel serves
+        the problem.
     duration : float
-        Seconds that choosing took.
+        Seconds to choose.
     preparation : float
-        Seconds that preparing took: compiling or finding it in the cache, loading, allocating scratch.
+        Seconds to prepare the kernel: to compile it or find it in the cache, to load it, to allocate scratch.
     error : BaseException or None
-        The exception that preparing raised.
+        The exception raised while preparing.
     behind : str or None
-        Id of the kernel that could not read the arrays for their alignment, if this one replaced it.
+        Id of the kernel that this one replaces, because that one could not read the arrays for their alignment.
     """
 
     problem: Descriptor
@@ -69,11 +69,11 @@ class Selection:
 
     @cached_property
     def decisions(self) -> tuple[Decision, ...]:
-        """The verdict on every kernel of the op; computed on first use."""
+        """The verdict on every kernel of the op, computed on first use."""
         return self._explain().decisions
 
     def attributes(self) -> dict[str, str | bool | int | float | list[Any]]:
-        """Return flat attributes named as in OpenTelemetry; times in seconds. Unknown values are left out."""
+        """Return flat attributes with OpenTelemetry's names. Times are in seconds. Unknown values are left out."""
         sku, device = self.sku, self.device
         found: dict[str, Any] = {
             "skuda.op": self.problem.op_name(),
@@ -102,11 +102,11 @@ class Selection:
 
 
 Observer = Callable[[Selection], object]
-"""Called with every selection, in the thread that requested it and before that thread gets its plan."""
+"""A function that is called with every selection, in the requesting thread, before that thread gets its plan."""
 
 
 class Watch:
-    """Makes a plan with `choose` (the pick or None) and `prepare`, and measures how long each takes."""
+    """Makes a plan with `choose`, which returns a pick or None, and `prepare`, and times both."""
 
     def __init__(self, choose: Callable[[], Pick | None], prepare: Callable[[Pick], Plan]) -> None:
         self._choose, self._prepare = choose, prepare
@@ -129,7 +129,7 @@ class Watch:
 
 
 class Guarded:
-    """An observer whose failures never reach the selection; only the first of them is logged."""
+    """An observer whose exceptions never reach the selection. Only the first one is logged."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
@@ -142,8 +142,8 @@ class Guarded:
         except Exception:  # noqa: BLE001  an observer may raise anything
             if not self._reported:
                 self._reported = True
-                # At level ERROR, so that it appears even if logging is not configured.
-                _log.exception("%s failed; selections go on, and its later failures are not shown", self._origin())
+                # Level ERROR appears even if logging is not configured.
+                _log.exception("%s failed; selections continue, and its later failures are not shown", self._origin())
 
     def _origin(self) -> str:
         code = getattr(self._observer, "__code__", None)
@@ -152,14 +152,14 @@ class Guarded:
 
 
 def log_selection(selection: Selection) -> None:
-    """Write a selection to the logger ``skuda.dispatch``: a line at INFO, and one at DEBUG for every kernel refused.
+    """Log a selection to ``skuda.dispatch``: a line at INFO, and a line at DEBUG for every refused kernel.
 
-    ``SKUDA_LOG=dispatch`` does this by itself; an application with handlers of its own passes it as `on_selection`.
+    ``SKUDA_LOG=dispatch`` turns this on. An application with its own handlers passes this function as `on_selection`.
 
     Raises
     ------
     InvalidProblem
-        For what is no `Selection`.
+        For an argument that is not a `Selection`.
     """
     given: object = selection
     if not isinstance(given, Selection):
@@ -191,7 +191,7 @@ def _outcome(selection: Selection) -> str:
 
 
 class _ToStandardError(logging.Handler):
-    """Writes only if the application has no handler, so that no line appears twice."""
+    """Writes to standard error, but only if the application has no handler, so that no line appears twice."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
@@ -206,13 +206,13 @@ class _ToStandardError(logging.Handler):
             self.handleError(record)
 
 
-# One handler for all loggers, because a logger adds the same handler only once.
+# One handler for all loggers: a logger adds the same handler only once.
 _to_standard_error = _ToStandardError()
 _to_standard_error.setFormatter(logging.Formatter("%(name)s: %(message)s"))
 
 
 def logger_of(topic: str) -> logging.Logger | None:
-    """Return the logger of a topic (``dispatch`` or ``compile``) if ``SKUDA_LOG`` asks for it, ready to use; else None.
+    """Return the logger of a topic (``dispatch`` or ``compile``) if ``SKUDA_LOG`` names the topic, else None.
 
     Raises
     ------
@@ -245,7 +245,7 @@ class Ranges:
         self._domain = nvtx.get_domain("skuda")
 
     def round(self, runner: Runner, sku: KernelSku) -> Runner:
-        """Return a runner whose every launch is a range named by op and SKU."""
+        """Return a runner whose launches are ranges, named by op and SKU."""
         return _InRange(runner, self._domain, self._domain.get_event_attributes(message=f"{sku.op}: {sku.id}"))
 
 

@@ -16,7 +16,7 @@ class ArchSku(StrEnum):
     those of a family: the same major number and the same or a later minor number.
     """
 
-    __hash__ = str.__hash__  # that of enumerations is a function in Python
+    __hash__ = str.__hash__  # an enumeration's own is a slower Python function
 
     CPU = "cpu"
     SM_75 = "sm_75"
@@ -50,7 +50,7 @@ class ArchSku(StrEnum):
 
     @property
     def is_specific(self) -> bool:
-        """Whether the entry is tied to a chip or a family rather than to a floor."""
+        """Whether the entry needs one chip or family. If not, it needs a least compute capability."""
         return self is not ArchSku.CPU and self.value[-1] in "af"
 
     def runs_on(self, capability: tuple[int, int] | None) -> bool:

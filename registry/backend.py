@@ -21,13 +21,13 @@ class BackendSpec(Value):
     Attributes
     ----------
     name : str
-        As `KernelSku.backend` names it.
+        The name that `KernelSku.backend` refers to.
     processor : str
-        ``cpu`` or ``cuda``: which architectures its kernels may name.
+        ``cpu`` or ``cuda``. Its kernels may name architectures of this kind only.
     ceiling : PrecisionGuarantee
         The most that any kernel of this backend may promise.
     reference : bool
-        Whether it runs the functions that define the ops; a kernel that is one of them ranks last.
+        Whether it runs the NumPy references of the ops as they are. A kernel that is a reference ranks last.
     """
 
     name: Name
@@ -41,4 +41,4 @@ BUILT_IN = (
     BackendSpec(name=BackendKind.CUDA_CORE, processor="cuda"),
     BackendSpec(name=BackendKind.NUMPY, processor="cpu", reference=True),
 )
-"""The backends that this project names, in order of preference."""
+"""The built-in backends, in order of preference."""

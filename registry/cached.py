@@ -8,11 +8,11 @@ from typing import Any, TypeVar, overload
 Found = TypeVar("Found")
 
 
-class cached_property(functools.cached_property[Found]):  # noqa: N801  it stands where the standard one would
-    """A property that is computed once, as `functools.cached_property`, without the lock that it has in Python 3.11.
+class cached_property(functools.cached_property[Found]):  # noqa: N801  the name of the standard one
+    """A property that is computed once, like `functools.cached_property`, but without the lock of Python 3.11.
 
-    That lock is one for all instances, so that threads wait for each other's, and a child that is forked while one of
-    them computes waits for ever. Without it two threads may both compute; all get what the first one kept.
+    All instances share that lock. Threads wait for each other, and a child that is forked while a thread computes waits
+    for ever. Without the lock two threads may both compute. All threads get the value that was stored first.
     """
 
     @overload
@@ -21,7 +21,7 @@ class cached_property(functools.cached_property[Found]):  # noqa: N801  it stand
     def __get__(self, instance: object, owner: type[Any] | None = None) -> Found: ...
 
     def __get__(self, instance: object | None, owner: type[Any] | None = None) -> cached_property[Found] | Found:
-        """Return the value; the instance's dictionary answers from then on."""
+        """Compute and store the value. Later reads find it in the instance's dictionary."""
         if instance is None:
             return self
         assert self.attrname is not None

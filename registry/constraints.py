@@ -41,7 +41,7 @@ class _FieldConstraint(Value):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Descriptor attributes that are read."""
+        """Descriptor attributes that the requirement reads."""
         return (self.field,)
 
 
@@ -122,7 +122,7 @@ class ProductAtMost(Value):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Descriptor attributes that are read."""
+        """Descriptor attributes that the requirement reads."""
         return self.factors
 
 

@@ -51,7 +51,7 @@ class Argument(NamedTuple):
     role : Role
         What it is for.
     elements : tuple of ElementKind
-        Accepted elements; the first is what is allocated and computed with.
+        Accepted elements. The first one is used to allocate and to compute.
     shape : tuple of int
         Shape in elements; for scalars ``(1,)``.
     flat : bool
@@ -74,7 +74,7 @@ class Argument(NamedTuple):
 
 
 def storage_shape(shape: tuple[int, ...], element: ElementKind) -> tuple[int, ...]:
-    """Return the shape of the array that stores `shape` elements; packed, the last axis is halved and rounded up."""
+    """Return the shape of the array that stores `shape` elements. Packing halves the last axis and rounds up."""
     if element.is_packed and shape:
         return (*shape[:-1], -(-shape[-1] // 2))
     return shape
@@ -83,8 +83,8 @@ def storage_shape(shape: tuple[int, ...], element: ElementKind) -> tuple[int, ..
 class Descriptor(Value):
     """One concrete problem: sizes, element kinds, modes, and scalars that are frozen metadata of a model.
 
-    Subclasses add ``op: Literal["name"] = "name"`` and their fields, and name with `element_field` and `aux_field`
-    the fields that a kernel's `element` and `aux_element` must equal.
+    A subclass adds ``op: Literal["name"] = "name"`` and its own fields. Its class variables `element_field` and
+    `aux_field` are the names of the fields that a kernel's `element` and `aux_element` must equal.
 
     Raises
     ------
@@ -103,7 +103,7 @@ class Descriptor(Value):
     result: ClassVar[Callable[..., Any] | None] = None
     """Builds the op's result from its outputs; None if the op returns its only output."""
 
-    __hash__ = Value.__hash__  # which a class with an `__eq__` does not inherit
+    __hash__ = Value.__hash__  # a class with an `__eq__` does not inherit it
 
     @property
     def builder(self) -> Callable[..., Any] | None:
@@ -115,7 +115,7 @@ class Descriptor(Value):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Let every problem keep its arguments, which several steps of a selection ask for."""
+        """Cache the arguments of every problem. Several steps of a selection need them."""
         own = cls.__dict__.get("arguments")
         if own is not None:
             cls.arguments = _keeping(own)  # type: ignore[assignment,method-assign]

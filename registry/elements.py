@@ -11,7 +11,7 @@ class ElementKind(StrEnum):
     ``s4`` and ``u4`` are stored two to a byte, low nibble first; every row (run along the last axis) starts at a byte.
     """
 
-    __hash__ = str.__hash__  # that of enumerations is a function in Python
+    __hash__ = str.__hash__  # an enumeration's own is a slower Python function
 
     F16 = "f16"
     BF16 = "bf16"

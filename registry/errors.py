@@ -1,7 +1,7 @@
-"""The one tree of errors: every exception that skuda raises on purpose is a `SkudaError`.
+"""The errors: every exception that skuda raises on purpose is a `SkudaError`.
 
-Exceptions carry data, not only text. `InvalidProblem` means that the request is wrong; `Unsupported` means that the
-request is valid but no kernel here serves it.
+An exception carries data as well as text. `InvalidProblem` means that the request is wrong. `Unsupported` means that
+the request is valid, but no kernel here serves it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class SkudaError(Exception):
 
 
 class _RuleBroken(SkudaError):
-    """A value that breaks a rule, with its record, its field, what was given and the rule.
+    """A value breaks a rule. The error names the record, the field, the value and the rule.
 
-    Not a ValueError: pydantic would wrap it when a record that holds it is validated, and hide its data.
+    It is not a ValueError, because pydantic would wrap a ValueError of a nested record and hide its data.
 
     Attributes
     ----------
@@ -34,9 +34,9 @@ class _RuleBroken(SkudaError):
     field : str
         The offending field or argument.
     had : str
-        What was given, cut if it is long.
+        The value, shortened if it is long.
     must : str
-        The rule, phrased to follow "must".
+        The rule, worded to follow "must".
     """
 
     def __init__(self, subject: str, field: str, had: str, must: str) -> None:
@@ -53,7 +53,7 @@ class InvalidProblem(_RuleBroken):
 
 
 class Unaligned(InvalidProblem):
-    """An array that this kernel cannot read because of its address or stride; another kernel may be able to."""
+    """The kernel cannot read an array because of its address or stride. Another kernel may be able to."""
 
 
 class InvalidRecord(_RuleBroken):
@@ -61,7 +61,7 @@ class InvalidRecord(_RuleBroken):
 
 
 class FrozenRecord(SkudaError, AttributeError):
-    """An assignment to a field of a record, or its deletion; records never change.
+    """A field of a record was assigned to or deleted. Records are frozen.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class FrozenRecord(SkudaError, AttributeError):
 
 
 class RegistrationError(SkudaError):
-    """A record that the registry refuses.
+    """The registry refuses a record.
 
     Attributes
     ----------
@@ -91,7 +91,7 @@ class RegistrationError(SkudaError):
     reason : str
         What is wrong with it and what to do.
     origins : tuple of str
-        Who registered it; for a duplicate, the first owner and then the second.
+        Who registered it. For a duplicate, the first owner and then the second.
     """
 
     def __init__(self, record: str, field: str, reason: str, origins: tuple[str, ...]) -> None:
@@ -131,7 +131,7 @@ class Unsupported(SkudaError):
 
 
 class NotPrepared(SkudaError):
-    """A plan that cannot run in this process: made for an absent card, loaded from JSON, or for a GPU before a fork."""
+    """A plan cannot run in this process: it is for an absent card, from JSON, or for a GPU and from before a fork."""
 
 
 class MissingDependency(SkudaError, ImportError):
@@ -154,14 +154,14 @@ class MissingDependency(SkudaError, ImportError):
 
 
 class FloatModeError(SkudaError):
-    """The calling thread's floating-point mode, in which arithmetic would give other bits.
+    """In the calling thread's floating-point mode, arithmetic would give other bits.
 
     Attributes
     ----------
     mode : str
-        What the thread does.
+        How the thread's arithmetic differs.
     remedy : str
-        What undoes it.
+        How to restore the mode.
     """
 
     def __init__(self, mode: str, remedy: str) -> None:
@@ -176,7 +176,7 @@ class FloatModeError(SkudaError):
 
 
 class OutOfMemory(SkudaError, MemoryError):
-    """An output that was left out and cannot be allocated.
+    """An output that the caller left out cannot be allocated.
 
     Attributes
     ----------
@@ -221,7 +221,7 @@ class DriverError(SkudaError):
 
 
 class BundleError(SkudaError):
-    """A file of compiled kernels that cannot be used or written.
+    """A file of compiled kernels cannot be used or written.
 
     Attributes
     ----------
@@ -240,7 +240,7 @@ class BundleError(SkudaError):
 
 
 class CompileError(SkudaError):
-    """A kernel that could not be compiled.
+    """A kernel could not be compiled.
 
     Attributes
     ----------
@@ -265,9 +265,9 @@ class CompileError(SkudaError):
 
 
 class KernelFailed(SkudaError):
-    """A kernel of a plug-in that raised while it was checked, bound or run; the plug-in is set aside.
+    """A plug-in's kernel raised an error while it was checked, bound or run. The plug-in is set aside.
 
-    The outputs of a run may be half written. ``__cause__`` is what it raised.
+    The outputs of a run may be half written. ``__cause__`` is the kernel's own error.
 
     Attributes
     ----------
@@ -276,7 +276,7 @@ class KernelFailed(SkudaError):
     origin : str
         The package that brings it, with version.
     reason : str
-        Kind and text of what it raised.
+        Type and text of the kernel's error.
     """
 
     def __init__(self, sku: str, origin: str, reason: str) -> None:

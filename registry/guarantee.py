@@ -15,7 +15,7 @@ Ulps = Annotated[Integer, Field(ge=0)]
 
 
 class PrecisionGuarantee(Value):
-    """What a kernel promises. ``skuda verify`` checks it by running the kernel; until then it is shown as unverified.
+    """What a kernel promises. ``skuda verify`` runs the kernel to check it. Until then it is shown as unverified.
 
     Attributes
     ----------
@@ -24,7 +24,7 @@ class PrecisionGuarantee(Value):
     accumulator : ElementKind
         Element of the accumulated sums.
     deterministic : bool
-        The same inputs give the same bits on every run: no atomics, no order that depends on timing.
+        The same inputs give the same bits on every run, because nothing depends on timing.
     bit_stable_on_same_hardware : bool
         The same inputs give the same bits on every machine with the same processor.
     max_ulp : int or None
@@ -59,11 +59,10 @@ class PrecisionGuarantee(Value):
 
 
 class PrecisionRequirement(Value):
-    """A partial `PrecisionGuarantee`: the fields that a caller requires; the others are None.
+    """A partial `PrecisionGuarantee`: the fields that a caller requires. The others are None.
 
-    A flag that is True must be promised; ``max_ulp=n`` must be promised as n or fewer; ``math_precision`` and
-    ``accumulator`` must be equal. ``shard_invariant``, the same bits on any number of devices, is kept by kernels that
-    equal the reference bit for bit.
+    A kernel must promise every flag that is True, and at most `max_ulp`. Its `math_precision` and `accumulator` must be
+    equal. `shard_invariant` means the same bits on any number of devices; only bit-exact kernels have that.
     """
 
     math_precision: MathPrecision | None = None
@@ -86,7 +85,7 @@ class PrecisionRequirement(Value):
 def exceeds(guarantee: PrecisionGuarantee, ceiling: PrecisionGuarantee) -> str | None:
     """Return the first field in which `guarantee` promises more than `ceiling` allows, or None.
 
-    Math precision and accumulator are not compared: a backend limits what it can promise, not what it computes in.
+    Math precision and accumulator are not compared: a backend limits promises, not the way to compute.
     """
     for field in ("deterministic", "bit_stable_on_same_hardware", "batch_invariant"):
         if getattr(guarantee, field) and not getattr(ceiling, field):
@@ -99,8 +98,8 @@ def exceeds(guarantee: PrecisionGuarantee, ceiling: PrecisionGuarantee) -> str |
 def falls_short(guarantee: PrecisionGuarantee, other: PrecisionGuarantee) -> str | None:
     """Return the first field in which `guarantee` promises less than `other`, or None.
 
-    A bit-exact kernel equals the reference whatever it computes in; for other kernels a different math precision or
-    accumulator is a different promise.
+    A bit-exact kernel equals the reference, whatever its math precision and accumulator. For other kernels a different
+    math precision or accumulator is a different promise.
     """
     if not guarantee.bit_exact:
         for field in ("math_precision", "accumulator"):

@@ -40,7 +40,7 @@ class Op:
     Attributes
     ----------
     descriptor : type of Descriptor
-        Describes a concrete problem; carries the op's name and category.
+        The class of the op's problems. It has the op's name and category.
     reference : callable
         Defines the op's results: ``reference(problem, **arrays)`` writes NumPy outputs from NumPy inputs.
     cases : tuple of Case
@@ -50,7 +50,7 @@ class Op:
     source : str
         Source of the definition.
     draw : callable or None
-        ``draw(problem, values, rng)`` draws inputs where the general rule does not fit, for each kind of `Case.values`.
+        ``draw(problem, values, rng)`` draws inputs for each kind of `Case.values`, if the general rule does not fit.
     """
 
     descriptor: type[Descriptor]

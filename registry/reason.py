@@ -1,4 +1,4 @@
-"""Why a kernel was refused, as data: a code, the field at fault, what was wanted and what was given."""
+"""The reason why a kernel was refused, as data: a code, the field at fault, the wanted value and the given one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Reason(Value):
     Attributes
     ----------
     code : str
-        Kind of reason, one of a closed list; programs branch on it.
+        Kind of reason, from a closed list, for programs that branch on it.
     field : str
         Field of the descriptor, ``device``, ``backend`` or ``preference.*`` that would have to change.
     wanted : str

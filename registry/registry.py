@@ -23,20 +23,20 @@ Item = TypeVar("Item")
 
 
 class Registry:
-    """The registered backends, ops and kernels. A snapshot never changes; `register` returns a new one.
+    """The registered backends, ops and kernels. It is immutable: `register` returns a new registry.
 
     Parameters
     ----------
     records : iterable of Op, KernelSku or BackendSpec
         What to register on top of the built-in backends. An op brings its own kernels.
     origin : str
-        Who registers; errors name it and ``skuda show`` shows it.
+        Who registers them, for errors and ``skuda show``.
 
     Raises
     ------
     RegistrationError
-        For a duplicate, a dangling reference, or a promise that cannot be kept. It names the record, the field and
-        the origins.
+        For a duplicate, a dangling reference, or a promise that the backend cannot keep. The error names the record,
+        the field and the origins.
     """
 
     def __init__(self, records: Iterable[Record] = (), *, origin: str = "this program") -> None:
@@ -47,7 +47,7 @@ class Registry:
         self._add(records, origin)
 
     def register(self, *records: Record, origin: str = "this program") -> Registry:
-        """Return a new snapshot with `records` added; this one does not change.
+        """Return a new registry with `records` added.
 
         Raises
         ------
@@ -64,7 +64,7 @@ class Registry:
         try:
             records = tuple(records)
         except TypeError as error:
-            rule = "must be several Ops, KernelSkus or BackendSpecs"
+            rule = "must be an iterable of Ops, KernelSkus and BackendSpecs"
             raise RegistrationError(shown(records), "records", rule, (origin,)) from error
         for record in records:
             if isinstance(record, BackendSpec):
@@ -132,7 +132,7 @@ class Registry:
     def _index(self) -> None:
         by_key: dict[FunctionalKey, list[KernelSku]] = {}
         by_op: dict[str, list[KernelSku]] = {name: [] for name in self._ops}
-        # The sort is stable: list order is the ranking, and references rank last whoever registered them.
+        # The sort is stable, so list order is the ranking. References rank last, whoever registered them.
         for sku in sorted(self._skus.values(), key=self.is_reference):
             by_key.setdefault(sku.key, []).append(sku)
             by_op[sku.op].append(sku)
@@ -171,7 +171,7 @@ class Registry:
         return self._by_op.get(op, ())
 
     def is_reference(self, sku: KernelSku) -> bool:
-        """Whether a kernel runs the function that defines its op, on a backend that runs it as it is."""
+        """Whether a kernel is the reference of its op, on a backend that runs references as they are."""
         if ":" in sku.source or not self._backends[sku.backend].reference:
             return False
         return resolve(sku.source, sku.entry_point) is self._ops[sku.op].reference
@@ -182,7 +182,7 @@ class Registry:
 
     @cached_property
     def digest(self) -> str:
-        """Fingerprint of everything registered, in order: equal digests give equal selections."""
+        """Hash of all records in order. Registries with equal digests give equal selections."""
         state = hashlib.sha256()
         for part in (*self._backends.values(), *self._skus.values()):
             state.update(part.model_dump_json().encode())
@@ -193,13 +193,13 @@ class Registry:
 
 
 def _fault_of(op: Op) -> tuple[str, str] | None:
-    """Return (field, reason) of the first field with a value that no op may have, or None."""
-    kind: Any = op.descriptor  # annotated, but not checked yet
+    """Return (field, reason) for the first invalid field of an op, or None."""
+    kind: Any = op.descriptor  # the annotation is not checked yet
     if not (isinstance(kind, type) and issubclass(kind, Descriptor) and "op" in kind.model_fields):
         return "descriptor", 'must be a class derived from Descriptor with op: Literal["name"] = "name"'
     for name in ("category", "element_field"):
         if not hasattr(kind, name):
-            return "descriptor", f"{kind.__name__} must say its {name}"
+            return "descriptor", f"{kind.__name__} must define {name}"
     reference: Any = op.reference
     skus: tuple[Any, ...] = op.skus
     if not callable(reference):

@@ -1,4 +1,4 @@
-"""`KernelSku`: one kernel on offer."""
+"""`KernelSku`: one registered kernel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WorkspaceTerm(Value):
 
 
 class SkuIdentity(Value):
-    """The fields that identify a kernel; `id` writes them as one string and `parse` reads it back."""
+    """The fields that identify a kernel. `id` writes them as one string, and `parse` reads it back."""
 
     category: OpCategory
     op: Name
@@ -74,7 +74,7 @@ class SkuIdentity(Value):
         layout = words.pop(0) if words and words[0] in _LAYOUTS else None
         epilogue = words.pop(0) if words else None
         if words:
-            cls.refuse("id", shown(text), f"have a layout and an epilogue at most in {shape!r}")
+            cls.refuse("id", shown(text), f"have at most a layout and an epilogue in {shape!r}")
         return SkuIdentity.model_validate(
             {
                 "category": category,
@@ -91,7 +91,7 @@ class SkuIdentity(Value):
 
     @property
     def identity(self) -> SkuIdentity:
-        """The identity alone, without promises and launch."""
+        """The identity alone, without guarantee and source."""
         return SkuIdentity.parse(self.id)
 
     @cached_property
@@ -101,14 +101,14 @@ class SkuIdentity(Value):
 
 
 class KernelSku(SkuIdentity):
-    """One kernel on offer: what it computes, where it runs, what it promises, what it requires and where its code is.
+    """One registered kernel: what it computes, where it runs, what it promises and requires, and where its code is.
 
     Attributes
     ----------
     precision_guarantee : PrecisionGuarantee
         What the kernel promises about its bits.
     constraints : tuple of Constraint
-        What it requires of the problem beyond the functional key and the architecture.
+        Its requirements on the problem, beyond the functional key and the architecture.
     source : str
         A Python module, or ``package:file`` for a source file that belongs to a package.
     entry_point : str

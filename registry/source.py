@@ -1,4 +1,4 @@
-"""Finding the source, entry point and launch rule of a `KernelSku`, without running them."""
+"""Finds the source, the entry point and the launch rule of a `KernelSku` without running them."""
 
 from __future__ import annotations
 

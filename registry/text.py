@@ -1,4 +1,4 @@
-"""Texts of others, which may have any length and any character, made safe to print."""
+"""Makes foreign text safe to print. Such a text can have any length and any character."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _repr.maxstring = _repr.maxlong = _repr.maxother = 80
 def one_line(text: object, most: int = MOST) -> str:
     """Return a text as one `printable` line of at most `most` characters.
 
-    Each run of blanks and line breaks becomes one blank. A text that is cut ends with its length. What is no text is
-    shown by its type.
+    A run of white space becomes one blank. A shortened text ends with its full length. For a value that is not a string
+    its type is shown.
     """
     if not isinstance(text, str):
         return f"(a {type(text).__name__})"
-    # Only the beginning is looked at, because a text can have any length; with str's own method: a subclass can lie.
+    # Read only the beginning, since a text can have any length, and with str's own method: a subclass may override it.
     start = str.__getitem__(text, slice(4 * most))
     line = printable(" ".join(start.split()))
     if len(line) <= most and len(start) == str.__len__(text):
@@ -33,17 +33,17 @@ def one_line(text: object, most: int = MOST) -> str:
 
 
 def lines(text: str) -> str:
-    """Return a text of several `printable` lines; lines and their number are cut."""
+    """Return a text as several `printable` lines. Long lines and surplus lines are cut."""
     return "\n".join(printable(line[:MOST].expandtabs()) for line in text.splitlines()[:_MOST_LINES])
 
 
 def printable(text: str) -> str:
-    """Return a text with ``?`` for control and format characters, which terminals interpret, and lone surrogates."""
+    """Return a text with ``?`` in place of control and format characters, which terminals interpret, and surrogates."""
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
 
 def path_of(given: object) -> Path | None:
-    """Return the path that a str or a path names, or None for what no file can have as a path."""
+    """Return a str or a path as a `Path`, or None if no file can have such a path."""
     if not isinstance(given, (str, os.PathLike)):
         return None
     try:
@@ -54,7 +54,7 @@ def path_of(given: object) -> Path | None:
 
 
 def shown(value: object) -> str:
-    """Return any value as an error shows it: short, in one line, even if its ``__repr__`` fails."""
+    """Return a value as errors show it: short, on one line, even if its ``__repr__`` fails."""
     try:
         return one_line(_repr.repr(value))
     except Exception:  # noqa: BLE001  a `repr` of somebody else, or an integer of too many digits

@@ -1,4 +1,4 @@
-"""The base of every record: a frozen pydantic model whose errors name the field, the rule and what was given."""
+"""The base of every record: a frozen pydantic model whose errors name the field, the rule and the given value."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _index(value: object) -> object:
 
 
 Integer = Annotated[int, BeforeValidator(_index)]
-"""Any integer; an array, a float, a string or a boolean is refused rather than converted."""
+"""Any integer. An array, a float, a string or a boolean is refused, not converted."""
 
 
 def _real(value: object) -> object:
@@ -49,7 +49,7 @@ def _real(value: object) -> object:
 
 
 Real = Annotated[float, BeforeValidator(_real), Field(allow_inf_nan=False)]
-"""A finite number; an array, a string or a boolean is refused rather than converted."""
+"""A finite number. An array, a string or a boolean is refused, not converted."""
 
 Size = Annotated[Integer, Field(ge=0, lt=2**63)]
 """A count of elements, 0 up to 2^63-1."""
@@ -80,7 +80,7 @@ _RULES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 class _Guard(NamedTuple):
-    """The types that a field takes, and the same as a rule."""
+    """The types that a field accepts, and the rule in words."""
 
     field: str
     kinds: tuple[type, ...]
@@ -88,14 +88,14 @@ class _Guard(NamedTuple):
 
 
 def _guard(field: str, annotation: Any) -> _Guard | None:
-    """Return what pydantic does not ask of a field's value before it converts it, or None.
+    """Return a check of types for a field where pydantic would convert a value of another type, or None.
 
-    Left to itself, it reads bytes as text, an array of one string as an element, a set as a shape, and 1.0 as true.
+    Pydantic reads bytes as text, an array of one string as an element, a set as a shape, and 1.0 as true.
     """
     if get_origin(annotation) in {Union, UnionType}:
         parts = [part for part in get_args(annotation) if part is not NoneType]
         return _guard(field, parts[0]) if len(parts) == 1 else None
-    # None is left to pydantic.
+    # Pydantic checks None.
     if annotation is bool:
         return _Guard(field, (bool, NoneType), "be true or false")
     if annotation is str:
@@ -115,7 +115,7 @@ def _guards(record: type[Value]) -> tuple[_Guard, ...]:
 
 @cache
 def _values_of(record: type[Value]) -> Callable[[dict[str, Any]], Any]:
-    """Return what takes the values of a record's fields from its dictionary, in their order."""
+    """Return a function that reads the values of a record's fields from its dictionary, in order."""
     fields = record.__pydantic_fields__
     return operator.itemgetter(*fields) if fields else lambda _: ()
 
@@ -141,10 +141,10 @@ class Value(BaseModel):
         extra="forbid",
         ser_json_inf_nan="constants",
         validate_default=False,
-        defer_build=True,  # a model costs a millisecond, which a program should pay only for those that it uses
+        defer_build=True,  # building a model takes a millisecond, so only those in use are built
         ignored_types=(cached_property,),
     )
-    # No field: it is neither compared, copied nor pickled.
+    # Not a field, so it is neither compared, copied nor pickled.
     __slots__ = ("_hash",)
     refusal: ClassVar[type[InvalidProblem | InvalidRecord]] = InvalidRecord
 
@@ -158,7 +158,7 @@ class Value(BaseModel):
             return found
 
     def __init__(self, /, **fields: Any) -> None:
-        # pydantic calls this for nested records and JSON too, so that all of them raise the same errors.
+        # Pydantic calls this for nested records and JSON, too, so all of them raise the same errors.
         for name, kinds, rule in _guards(type(self)):
             value = fields.get(name)
             if not isinstance(value, kinds) and not (bool in kinds and _is_numpy_flag(value)):
@@ -173,7 +173,7 @@ class Value(BaseModel):
 
     @classmethod
     def _refuse_in_our_words(cls, error: ValidationError) -> NoReturn:
-        # A misspelt field shows as one unknown and one missing; the unknown one is the cause.
+        # Pydantic reports a misspelt field as one unknown and one missing field. The unknown one is the cause.
         first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
         field = ".".join(str(part) for part in first["loc"]) or "the record"
         context = first.get("ctx", {})
@@ -200,7 +200,7 @@ class Value(BaseModel):
         Raises
         ------
         InvalidRecord
-            If a changed field breaks its rule, which pydantic's own `model_copy` would let through.
+            If a changed field breaks its rule. Pydantic's own `model_copy` does not check that.
         """
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self).model_validate({**fields, **(update or {})})

@@ -8,7 +8,7 @@ from enum import StrEnum
 class OpCategory(StrEnum):
     """Top level of the op taxonomy; not every category has implemented ops."""
 
-    __hash__ = str.__hash__  # that of enumerations is a function in Python
+    __hash__ = str.__hash__  # an enumeration's own is a slower Python function
 
     GEMM = "gemm"
     UNARY_ELEMENTWISE = "unary_elementwise"
@@ -90,7 +90,7 @@ class BackendKind(StrEnum):
 class MathPrecision(StrEnum):
     """Precision of the arithmetic instruction itself."""
 
-    __hash__ = str.__hash__  # that of enumerations is a function in Python
+    __hash__ = str.__hash__  # an enumeration's own is a slower Python function
 
     F16 = "f16"
     BF16 = "bf16"
@@ -107,7 +107,7 @@ class MathPrecision(StrEnum):
 class LayoutSku(StrEnum):
     """Operand layouts of a matrix product D = A B."""
 
-    __hash__ = str.__hash__  # that of enumerations is a function in Python
+    __hash__ = str.__hash__  # an enumeration's own is a slower Python function
 
     RCR = "rcr"
     """A and D row-major, B column-major: a linear layer whose weight is stored as [N, K]."""
@@ -118,7 +118,7 @@ class LayoutSku(StrEnum):
 class ActivationKind(StrEnum):
     """The activation function that a fused epilogue applies."""
 
-    __hash__ = str.__hash__  # that of enumerations is a function in Python
+    __hash__ = str.__hash__  # an enumeration's own is a slower Python function
 
     RELU = "relu"
     GELU = "gelu"
@@ -129,7 +129,7 @@ class ActivationKind(StrEnum):
 class EpilogueKind(StrEnum):
     """What happens to a product before it is rounded to the output element."""
 
-    __hash__ = str.__hash__  # that of enumerations is a function in Python
+    __hash__ = str.__hash__  # an enumeration's own is a slower Python function
 
     IDENTITY = "identity"
     BIAS = "bias"
@@ -154,7 +154,7 @@ _ACTIVATIONS = {EpilogueKind(f"bias_{kind}"): kind for kind in ActivationKind}
 class DynamicRangeMode(StrEnum):
     """How a dynamic range becomes scale and zero point."""
 
-    __hash__ = str.__hash__  # that of enumerations is a function in Python
+    __hash__ = str.__hash__  # an enumeration's own is a slower Python function
 
     SYMMETRIC = "symmetric"
     ASYMMETRIC = "asymmetric"
@@ -163,7 +163,7 @@ class DynamicRangeMode(StrEnum):
 class DynamicRangeScope(StrEnum):
     """Which elements share one scale and zero point."""
 
-    __hash__ = str.__hash__  # that of enumerations is a function in Python
+    __hash__ = str.__hash__  # an enumeration's own is a slower Python function
 
     TENSOR = "tensor"
     CHANNEL = "channel"
