@@ -1,4 +1,4 @@
-"""Decisions and explanations; an `Explanation` has the same form whether a kernel was found or not."""
+"""Decisions and explanations. An `Explanation` has the same form whether or not a kernel was chosen."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Decision(Value):
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """What would have to change for the kernel to be accepted, one line each."""
+        """The changes that would make the kernel acceptable, one line each."""
         return tuple(reason.change for reason in self.reasons)
 
     def __str__(self) -> str:
@@ -92,15 +92,15 @@ class Verdict(Value):
     Attributes
     ----------
     origin : str
-        The file that the times are from.
+        The file with the times.
     chosen : bool
         Whether the times overruled the ranking.
     reason : str
-        Why they did, or did not.
+        Why they did or did not.
     choice : str
-        The configuration that they chose; empty if they chose none, or the kernel has only one.
+        The chosen configuration. Empty if the times chose none, or the kernel has only one.
     times : tuple of Measured
-        The times, fastest first; empty if the file has none for the problem.
+        The times, fastest first. Empty if the file has no times of the problem.
     """
 
     origin: str
@@ -127,10 +127,10 @@ class Explanation(Value):
     preference : PlanPreference
         The caller's requirements.
     decisions : tuple of Decision
-        One for every kernel of the op: the accepted ones by rank, then the refused ones, those with the fewest reasons
+        One for every kernel of the op: first the accepted ones by rank, then the refused ones, with the fewest reasons
         first.
     notes : tuple of str
-        Further remarks, for example a quarantined plug-in or an op that is not registered.
+        Further remarks, for example about a plug-in that was set aside.
     registry : str
         Digest of the registry.
     verdict : Verdict or None
@@ -153,7 +153,7 @@ class Explanation(Value):
 
     @property
     def choice(self) -> str:
-        """Name of the configuration that measured times chose; empty for the one that the kernel ranks first."""
+        """Name of the configuration that measured times chose. Empty for the first one of the launch rule."""
         return self.verdict.choice if self.verdict is not None else ""
 
     @property

@@ -1,7 +1,7 @@
-"""Derivation of a descriptor from arrays: fields that follow from the shapes, dtypes and names of the arguments.
+"""Derives a descriptor from arrays: from the shapes, dtypes and names of the arguments.
 
-Probing finds which field follows from which argument: a copy of one of the op's own problems gets marked sizes or
-another element, and `Descriptor.arguments` shows where they appear.
+Probing finds out which field follows from which argument. A copy of one of the op's own problems gets marked sizes or
+another element, and `Descriptor.arguments` shows where the marks appear.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _STORED = (*FLOATS, ElementKind.S8, ElementKind.U8, ElementKind.S32, ElementKind
 _BY_DTYPE = {str(storage_dtype(element)): element for element in _STORED}
 _PROBES = (ElementKind.F16, ElementKind.BF16, ElementKind.S8, ElementKind.U8)
 _DISTINCT = frozenset({int, bool, str})
-"""Types in which equal values are the same."""
+"""Types whose equal values are interchangeable."""
 _MOST_REMEMBERED = 256
 
 
 class _Size(int):
-    """A size that carries the name of its field, and how often it is taken: an axis may be ``2 * d`` long."""
+    """A size with the name of its field and a factor, because an axis may be ``2 * d`` long."""
 
     field: str
     factor = 1
@@ -43,7 +43,7 @@ class _Size(int):
 
 
 class _Shape(tuple[int, ...]):  # noqa: SLOT001  it has an attribute
-    """A shape that carries the name of its field."""
+    """A shape with the name of its field."""
 
     field: str
 
@@ -61,7 +61,7 @@ class Fields:
     Parameters
     ----------
     op : Op
-        The op. Its cases show how its arguments follow from its fields; without cases, every field must be given.
+        The op. Its cases show how the arguments follow from the fields. Without cases, every field must be given.
 
     Attributes
     ----------
@@ -97,7 +97,7 @@ class Fields:
         Raises
         ------
         InvalidProblem
-            If a name is neither, or if an omitted field does not follow from any argument.
+            If a name is neither an argument nor a field, or an omitted field follows from no argument.
         """
         fields = {name: value for name, value in given.items() if name in self._infos and value is not None}
         arrays = {name: value for name, value in given.items() if name not in self._infos and value is not None}
@@ -117,7 +117,7 @@ class Fields:
         return self._problem(seen, frozenset(arrays), plain), arrays
 
     def led(self, field: str, given: Mapping[str, Any]) -> dict[str, int]:
-        """Return the arguments, outputs included, whose first axis is as long as a field says.
+        """Return the arguments, outputs included, whose first axis has the length of a field.
 
         Parameters
         ----------
@@ -129,7 +129,7 @@ class Fields:
         Returns
         -------
         dict of str to int
-            How many axes follow the first one, by name.
+            Number of axes after the first one, by name.
         """
         fields = {
             name: self._as_enum(name, value)
@@ -146,7 +146,7 @@ class Fields:
         return self._sources(self._cases[0], field) if self._cases else ()
 
     def _plain(self, name: str, value: Any) -> tuple[Any, object]:
-        """Return a field's value, and what tells it from equal ones in the cache: 1, 1.0 and True, or 0.0 and -0.0."""
+        """Return a field's value and its key in the cache, which tells 1, 1.0 and True, or 0.0 and -0.0, apart."""
         kind = type(value)
         if kind in _DISTINCT:
             return value, kind
@@ -172,17 +172,17 @@ class Fields:
         return self._descriptor(**self._found(dict(seen), names, {name: value for name, value, _ in given}))
 
     def sketch(self, given: Mapping[str, Any]) -> Descriptor:
-        """Return the problem of a call without validating it, for its arguments only; sizes may be symbolic.
+        """Return the problem of a call without validation, to read its arguments only. Sizes may be symbolic.
 
         Parameters
         ----------
         given : mapping of str to object
-            Arguments and fields by name; None means omitted. Of arrays, only shape and dtype are read.
+            Arguments and fields by name. None means omitted. Only the shape and dtype of arrays are read.
 
         Raises
         ------
         InvalidProblem
-            If an omitted field does not follow from any argument.
+            If an omitted field follows from no argument.
         """
         fields = {name: value for name, value in given.items() if name in self._infos and value is not None}
         arrays = {name: value for name, value in given.items() if name not in self._infos and value is not None}
@@ -191,7 +191,7 @@ class Fields:
         return self._descriptor.model_construct(None, **self._found(seen, frozenset(arrays), fields))
 
     def _found(self, arrays: Mapping[str, _Seen], names: frozenset[str], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a problem's fields: those given, and those that follow from the arguments."""
+        """Return a problem's fields: the given ones, and the ones that follow from the arguments."""
         fields = {name: self._as_enum(name, value) for name, value in given.items()}
         sample = self._sample(fields, names)
         for name in self._elements:
@@ -211,7 +211,7 @@ class Fields:
         return fields
 
     def _sample(self, fields: Mapping[str, Any], names: frozenset[str]) -> Descriptor:
-        """Return one of the op's problems with the call's elements and switches that takes the given arguments."""
+        """Return one of the op's problems that has the call's elements and switches and takes the given arguments."""
         fixed = {name: fields[name] for name in (*self._elements, *self._switches) if name in fields}
         left_out = {name: info.default for name, info in self._infos.items() if not info.is_required()}
         wanted = {name: left_out[name] for name in (*self._elements, *self._switches) if name in left_out} | fixed
@@ -230,7 +230,7 @@ class Fields:
         return first
 
     def _measure(self, sample: Descriptor, arrays: Mapping[str, _Seen], fields: dict[str, Any]) -> dict[str, str]:
-        """Add the sizes of the arrays to `fields`; return, by field, the packed array that hides a size."""
+        """Add the sizes of the arrays to `fields`. Return the packed arrays that hide a size, by field."""
         packed: dict[str, str] = {}
         for argument in _marked(sample):
             seen = arrays.get(argument.name)

@@ -1,4 +1,4 @@
-"""Selection of kernels for one problem, as pure functions that touch no device, compiler or array."""
+"""Selects kernels for a problem, with pure functions that touch no device, compiler or array."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from skuda.dispatch.select.measured import Tuned
 
 Unavailable = Mapping[str, tuple[str, str]]
-"""Backends by name, and kernels by id, that cannot be used here: to (remedy, obstacle)."""
+"""(remedy, obstacle) of every backend, by name, and kernel, by id, that cannot be used here."""
 
 
 _MOST_SHORTLISTS = 1024
@@ -29,7 +29,7 @@ _KEY_PARTS: tuple[ReasonCode, ...] = ("element", "aux_element", "layout", "epilo
 
 
 class _Part(dict[str | None, tuple[Reason, ...]]):
-    """The reasons against each value of one part of the key; computed on first use."""
+    """The reasons against each value of one part of the key, computed on first use."""
 
     def __init__(self, field: str, code: ReasonCode, had: str | None) -> None:
         super().__init__({had: ()})
@@ -41,7 +41,7 @@ class _Part(dict[str | None, tuple[Reason, ...]]):
 
 
 class Question:
-    """One selection; it caches the reasons that many candidates share.
+    """One selection. It caches reasons that many candidates share.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class Question:
     preference : PlanPreference
         The caller's requirements.
     unavailable : Unavailable
-        What cannot be used here.
+        Backends and kernels that cannot be used here.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Question:
         self._by_backend: dict[str, tuple[Reason, ...]] = {}
 
     def fits(self, sku: KernelSku) -> bool:
-        """Whether nothing speaks against `sku` but perhaps the sizes of the problem, for problems of the same key."""
+        """Whether `sku` can serve problems of this key. The sizes of the problem are not checked."""
         return not self._shared_reasons(sku) and next(self._preference_reasons(sku), None) is None
 
     def reasons_against(self, sku: KernelSku) -> tuple[Reason, ...]:
@@ -143,17 +143,17 @@ class Question:
 
 
 class Shortlists:
-    """The kernels that fit the problems of a key, for each device and preference; `serves` asks the sizes.
+    """The kernels that fit the problems of a key, for each device and preference. `serves` then checks the sizes.
 
-    It holds as long as the obstacles: `forget` is called after they changed. A new size then costs no look at kernels
-    for other cards or backends.
+    So a new size does not look at kernels for other cards or backends. `forget` must be called whenever the obstacles
+    have changed.
     """
 
     def __init__(self) -> None:
         self._found: dict[Hashable, tuple[KernelSku, ...]] = {}
 
     def forget(self) -> None:
-        """Forget everything, what is being found at the moment included."""
+        """Forget everything, including lists that another thread is making."""
         self._found = {}
 
     def of(
@@ -168,7 +168,7 @@ class Shortlists:
         known, name = self._found, (problem.key(), device, preference)
         fitting = known.get(name)
         if fitting is None:
-            # The obstacles are read after the dictionary, so that a list that misses one is never kept.
+            # Read the obstacles after the dictionary, so that a list that misses one is never kept.
             question = Question(problem, device, preference, unavailable())
             if len(known) >= _MOST_SHORTLISTS:
                 known.clear()
@@ -177,7 +177,7 @@ class Shortlists:
 
 
 def serves(sku: KernelSku, problem: Descriptor, preference: PlanPreference) -> bool:
-    """Whether a kernel that fits serves the sizes of a problem."""
+    """Whether a kernel that fits the key serves the sizes of a problem."""
     for constraint in sku.constraints:
         if not constraint.serves(problem):
             return False
@@ -196,11 +196,11 @@ def choose(
     tuned: Tuned | None = None,
     shortlist: Iterable[KernelSku] | None = None,
 ) -> Pick | None:
-    """Return the best kernel without a reason against it, or None.
+    """Return the best kernel that has no reason against it, or None.
 
-    With `behind`, only kernels ranked after that one are considered. With `tuned`, measured times may overrule the
-    ranking; see `Tuned.weigh`. Only kernels under the problem's exact key are checked, so the time does not grow with
-    the registry; of a `shortlist` of those that fit, only the sizes.
+    With `behind`, only kernels ranked after that one count. With `tuned`, measured times may overrule the ranking; see
+    `Tuned.weigh`. Only kernels under the problem's exact key are checked, so the time does not grow with the registry.
+    For a `shortlist` only the sizes are checked.
     """
     if shortlist is None:
         shortlist = filter(Question(problem, device, preference, unavailable).fits, registry.candidates(problem.key()))
@@ -220,7 +220,7 @@ def choose(
 def _weighed(
     registry: Registry, question: Question, accepted: tuple[KernelSku, ...], tuned: Tuned
 ) -> tuple[tuple[Pick, ...], Verdict | None]:
-    """Return the accepted kernels, the one that measured times choose first, and the verdict on those times."""
+    """Return the accepted kernels, first the one that measured times choose, and the verdict on the times."""
     if not accepted:
         return (), None
 
@@ -257,7 +257,7 @@ def explain(
             refused.append(Decision.judged(sku.id, None, reasons))
         else:
             accepted.append(sku)
-    # Of equally many reasons, those that the caller can lift without changing the problem.
+    # Among equally many reasons, first the ones that the caller can remove without changing the problem.
     refused.sort(key=lambda decision: (len(decision.reasons), any(why.code in _KEY_PARTS for why in decision.reasons)))
     verdict = None
     if tuned is not None:

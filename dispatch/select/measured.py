@@ -1,6 +1,6 @@
-"""Choice by measured times: whether they apply here, and whether they overrule the ranking.
+"""Chooses by measured times: checks whether they apply here and whether they overrule the ranking.
 
-Nothing here touches a device: functions provide what is installed, and sources are read as text.
+Nothing here touches a device. The caller passes functions that know what is installed, and sources are read as text.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from skuda.registry.sku import KernelSku
 
 @dataclass(frozen=True)
 class Tuned:
-    """Measured times, and the properties of this machine that they are compared with.
+    """Measured times, and functions that describe this machine.
 
     Attributes
     ----------
     tuning : Tuning
         The times.
     origin : str
-        Where they are from, for messages.
+        The source of the times, for messages.
     driver : callable
         Returns the driver of a device; None if the device is not here.
     choices : callable
@@ -49,9 +49,10 @@ class Tuned:
     ) -> tuple[Pick | None, Verdict]:
         """Compare the times of a problem.
 
-        A kernel's times count only if the kernel is accepted, is unchanged since the measurement, and promises no less
-        than the first of the ranking. The first is replaced only by a kernel that is faster by more than the margin:
-        of the kernels within the margin of the fastest, the one that ranks highest, in its fastest configuration.
+        A kernel's times count only if the kernel is accepted, has not changed since the measurement, and promises no
+        less than the first of the ranking. Only a kernel that is faster by more than the margin replaces the first.
+        Among the kernels within the margin of the fastest, the highest in the ranking wins, in its fastest
+        configuration.
 
         Parameters
         ----------
@@ -92,7 +93,7 @@ class Tuned:
     def _offered(
         self, entry: Entry, problem: Descriptor, device: Device, accepted: Sequence[KernelSku]
     ) -> dict[str, _Offered]:
-        """Return the first of the ranking and every other accepted kernel that was measured, by id, best first."""
+        """Return the first of the ranking and the other accepted kernels that were measured, by id, best first."""
         named = {candidate.sku for candidate in entry.candidates}
         return {
             sku.id: _Offered(
@@ -211,7 +212,7 @@ def _decide(
     if _gain(was, least) <= margin:
         compared = f"{_compared(was, least)}, which is within the margin of {margin:g} %"
         return None, f"{least:.1f} us of {fastest.candidate.label} is {compared}"
-    # Among almost equally fast kernels the ranking decides, because noise must not; the same source built by two
+    # Among almost equally fast kernels the ranking decides, so that noise does not. The same source built by two
     # compilers gives such a pair.
     near = (pair for pair in timed if _gain(was, pair[1]) > margin and _gain(pair[1], least) <= margin)
     best, us = min(near, key=lambda pair: (pair[0].rank[0], pair[1], pair[0].rank[1]))

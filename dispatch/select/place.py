@@ -33,5 +33,5 @@ def _ordinal_of(value: Any) -> int:
     """Return the ordinal, according to the driver, of an array's device; 0 if there is no memory or no driver."""
     try:
         return driver().ordinal_of(int(value.__cuda_array_interface__["data"][0])) or 0
-    except (AttributeError, DriverError, LookupError, TypeError, ValueError):  # what is malformed is refused later
+    except (AttributeError, DriverError, LookupError, TypeError, ValueError):  # a malformed array is refused later
         return 0

@@ -1,4 +1,4 @@
-"""`Tuning`: measured times of kernels on one device, as a file; the file does not state which kernel is fastest."""
+"""`Tuning`: a file with measured times of kernels on one device. It does not state which kernel is fastest."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Timing(Value):
     median, p10, p90, best : float
         Median, 10th and 90th percentile, minimum.
     rounds : int
-        Number of samples; fewer than requested if the time budget ran out.
+        Number of samples. Fewer than requested if the time budget ran out.
     """
 
     median: Real
@@ -67,7 +67,7 @@ class Timing(Value):
         )
 
     def shared_by(self, launches: int) -> Timing:
-        """Return the times of one of several equal launches that were timed together."""
+        """Return the times of one launch, out of several equal launches that were timed together."""
         names = ("median", "p10", "p90", "best")
         return self.model_copy(update={name: getattr(self, name) / launches for name in names})
 
@@ -120,7 +120,7 @@ class Entry(Value):
     seed : int
         Seed of the inputs.
     layers : int
-        Launches in one graph, of which the times are those of one; see `skuda.tools.bench.tuner.Tuner`.
+        Launches in one graph. The times are those of one launch; see `skuda.tools.bench.tuner.Tuner`.
     candidates : tuple of Candidate
         Every kernel that can run the problem, in each of its configurations.
     """
@@ -159,7 +159,7 @@ class Entry(Value):
 
 
 class Tuning(Value):
-    """Measured times on one device, from which kernels are chosen.
+    """Measured times on one device, for the choice of kernels.
 
     Attributes
     ----------
@@ -172,7 +172,7 @@ class Tuning(Value):
     margin : float
         Per cent by which a kernel must be faster than the first of the ranking to replace it.
     entries : tuple of Entry
-        The problems, each once.
+        The times of each problem. No problem occurs twice.
     """
 
     kind: Literal["skuda tuning"] = "skuda tuning"
@@ -282,7 +282,7 @@ def _path(given: object) -> Path:
 
 
 def key_of(problem: Mapping[str, Any]) -> str:
-    """Return the key of a problem, given as JSON values: a text that is equal for equal problems."""
+    """Return the key of a problem in JSON values: a text that is equal for equal problems."""
     return json.dumps(problem, sort_keys=True, separators=(",", ":"))
 
 

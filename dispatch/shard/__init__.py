@@ -1,4 +1,4 @@
-"""A linear layer on several devices with the bits of one: how it is split, what is exchanged, and by whom."""
+"""Splits a linear layer over several devices, with the bits of one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sharded layer moves between ranks, and how long that takes: a model of bytes, bandwidth and latency."""
+"""The cost model of a split layer: bytes that the ranks exchange, and the time by bandwidth and latency."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skuda.registry.value import Value
 _MOST_CHUNKS = 4
 """More chunks hide little more, and each costs launches."""
 _FEWEST_ROWS = 512
-"""Rows of a chunk: fewer would not fill a GPU with tiles of the product."""
+"""Least rows of a chunk. Fewer rows would not fill a GPU with tiles of the product."""
 _TILE = 128
 """Rows of the largest tile of the product."""
 
@@ -21,13 +21,13 @@ class Transfer(Value):
     Attributes
     ----------
     what : str
-        What is moved, and how.
+        The collective and its data.
     sent : int
         Bytes that a rank sends, on average over the ranks.
     microseconds : float
-        The time that the link's model gives.
+        The predicted time.
     chunks : int
-        Parts that it is moved in, one behind the product of another.
+        Number of parts. Each part moves while the product of another chunk runs.
     """
 
     what: str
@@ -37,7 +37,7 @@ class Transfer(Value):
 
     @property
     def exposed(self) -> float:
-        """Microseconds that no product hides, at least: those of one chunk, as the last has no product behind it."""
+        """The least time in microseconds that no product hides: that of one chunk, as no product follows the last."""
         return self.microseconds / self.chunks
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Transfer(Value):
 
 
 class Traffic(Value):
-    """What a layer moves.
+    """The data that a layer exchanges.
 
     Attributes
     ----------
@@ -55,9 +55,9 @@ class Traffic(Value):
     output_bytes : int
         Bytes of an element of the output.
     dynamic : bool
-        Whether the activation is real and each row gets a scale when it runs.
+        Whether the activation is floating and each row gets a scale at run time.
     scale_bytes : int
-        Bytes of what each row has beside its codes: its scale and its zero point.
+        Bytes of the scale and the zero point of a row.
     """
 
     m: int
@@ -68,7 +68,7 @@ class Traffic(Value):
     scale_bytes: int = 4
 
     def transfers(self, shards: Shards, *, scattered: bool, chunks: int = 1) -> tuple[Transfer, ...]:
-        """Return the collectives of a layer, in their order; in several chunks sums are scattered."""
+        """Return the collectives of a layer in order. With several chunks, sums are scattered."""
         count = shards.count
         if count == 1:
             return ()
@@ -98,23 +98,23 @@ class Traffic(Value):
         )
 
     def microseconds(self, shards: Shards, *, scattered: bool | None = None) -> float:
-        """Return the time of all collectives; `scattered` None for the faster way."""
+        """Return the time of all collectives. `scattered` None means the faster way."""
         if scattered is None:
             scattered = self.scatters(shards)
         return sum(one.microseconds for one in self.transfers(shards, scattered=scattered))
 
     def scatters(self, shards: Shards) -> bool:
-        """Whether finishing each row once, on its owner, is the faster way to the output of axis ``k``, or the only."""
+        """Whether, along axis ``k``, finishing each row once, on its owner, is the faster or the only way."""
         if shards.output == "rows":
             return True
         return self.microseconds(shards, scattered=True) <= self.microseconds(shards, scattered=False)
 
     def chunks(self, shards: Shards) -> tuple[int, ...]:
-        """Return how many rows the layer computes at a time, while it exchanges those before.
+        """Return the rows of each chunk. The ranks exchange one chunk while they compute the next.
 
-        Where `shards` do not say in how many chunks: the most, up to 4, that have 512 rows each and whose collectives
-        take more time for their bytes than for their latency; one, where every rank gets all sums. The rows are
-        multiples of 128 for each rank, where there are enough, and there are never more chunks than rows.
+        If `shards` does not set the number of chunks, it is the largest, up to 4, with 512 rows or more in each chunk
+        and collectives that take longer for their bytes than for their latency. It is 1 if every rank gets all sums.
+        Rows are multiples of 128 for each rank if there are enough. There are never more chunks than rows.
         """
         number = shards.chunks or self._worthwhile(shards)
         unit = next(unit for unit in (_TILE * shards.count, shards.count, 1) if unit * number <= self.m or unit == 1)
@@ -130,5 +130,5 @@ class Traffic(Value):
         return 1
 
     def cheapest(self, choices: Iterable[Shards]) -> Shards:
-        """Return the shards whose collectives take the least time, the first of equals."""
+        """Return the shards whose collectives take the least time, the first one of equals."""
         return min(choices, key=self.microseconds)

@@ -1,4 +1,4 @@
-"""`ShardedExplanation`: what the ranks of a group would select for a layer, and what they would exchange."""
+"""`ShardedExplanation`: the kernels that the ranks of a group would select, and their exchanges."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from skuda.registry.value import Value
 
 
 class ShardedStep(Value):
-    """One step, on the ranks that solve the same problem in it.
+    """One step, on the ranks that solve the same problem.
 
     Attributes
     ----------
     name : str
-        The step; ``layer`` or ``sums`` is the product.
+        The step. ``layer`` or ``sums`` is the product.
     ranks : tuple of int
         The ranks.
     explanation : Explanation
@@ -37,20 +37,21 @@ class ShardedStep(Value):
 
 
 class ShardedExplanation(Value):
-    """What would run on every rank, and why, and what the ranks exchange.
+    """The kernels of every rank, why they were chosen, and the exchanges.
 
     Attributes
     ----------
     shards : Shards
-        What is split, given and wanted.
+        How the layer is split.
     steps : tuple of ShardedStep
-        The ranks' work, in its order.
+        The steps of the ranks, in order.
     transfers : tuple of Transfer
-        The collectives, in their order, with the time that the cost model gives.
+        The collectives in order, with their predicted times.
     chunks : tuple of int
-        Rows that the layer computes at a time, while it exchanges those before.
+        Rows of each chunk. The ranks exchange one chunk while they compute the next.
     other_way : float or None
-        Microseconds of the collectives on the way that was not chosen: all-reduce for reduce-scatter, or the reverse.
+        Microseconds of the collectives in the other way, which was not chosen: all-reduce instead of reduce-scatter, or
+        the reverse.
     """
 
     shards: Shards
@@ -61,7 +62,7 @@ class ShardedExplanation(Value):
 
     @property
     def chosen(self) -> tuple[tuple[tuple[str, str], ...], ...] | None:
-        """For every rank its steps with the ids of their kernels; None if a step has no kernel."""
+        """The steps of every rank with the ids of their kernels, or None if a step has no kernel."""
         if self.refused is not None:
             return None
         return tuple(
@@ -71,7 +72,7 @@ class ShardedExplanation(Value):
 
     @property
     def refused(self) -> Explanation | None:
-        """Why the first step without a kernel has none; None if every step has one."""
+        """The explanation of the first step without a kernel, or None if every step has one."""
         return next((step.explanation for step in self.steps if step.explanation.chosen is None), None)
 
     def __str__(self) -> str:
@@ -107,14 +108,14 @@ def explain(
     shards : Shards
         How it is split.
     preference : PlanPreference
-        The caller's requirements; `sku` names the kernel of the product.
+        The caller's requirements. `sku` names the kernel of the product.
     ask : callable
         Explains one problem under one preference.
 
     Raises
     ------
     InvalidProblem
-        For a problem that cannot be split so.
+        For a problem that cannot be split this way.
     """
     problem = problems.check(given, shards)
     ask = cache(ask)
@@ -141,7 +142,7 @@ def explain(
 
 
 def preference_of(step: str, preference: PlanPreference) -> PlanPreference:
-    """Return what a caller's requirements ask of one step: kernel, math and accumulator are asked of the product."""
+    """Return the requirements on one step. Kernel, math and accumulator are required of the product only."""
     if step in problems.MAIN:
         return preference
     require = preference.require.model_copy(update={"math_precision": None, "accumulator": None})

@@ -1,4 +1,4 @@
-"""`Group`: the few ways in which the ranks that share a layer exchange arrays and texts."""
+"""`Group`: the collectives by which the ranks of a layer exchange arrays and texts."""
 
 from __future__ import annotations
 
@@ -15,61 +15,61 @@ _MOST_REASON = 2000
 class Group(Protocol):
     """The ranks that share layers. Every rank calls the same methods in the same order.
 
-    Arrays are those of the carrier: NumPy's in one process, torch's over torch.distributed. All methods return what the
-    definition says or raise; the sums are of s32, exact in any order. `max` and `sum` may overwrite the given array.
+    Arrays belong to NumPy in one process, and to torch over torch.distributed. Sums are s32, so they are exact in any
+    order. `max` and `sum` may overwrite the given array. A method that cannot return its result raises.
     """
 
     @property
     def rank(self) -> int:
-        """The number of this rank, from 0."""
+        """The number of this rank, counted from 0."""
 
     @property
     def count(self) -> int:
-        """Ranks."""
+        """The number of ranks."""
 
     def exchange(self, text: str) -> tuple[str, ...]:
-        """Return the texts of all ranks, in their order."""
+        """Return the texts of all ranks, in rank order."""
 
     def agree(self, what: str) -> None:
-        """Refuse to go on where another rank is about to do something else.
+        """Check that all ranks are about to do the same.
 
         Raises
         ------
         GroupMismatch
-            On every rank, naming them.
+            If they are not, on every rank. The error names the ranks.
         """
 
     def max(self, array: Any) -> Any:
-        """Return the maximum over the ranks, element by element; no element is NaN."""
+        """Return the maximum over the ranks, element by element. No element is NaN."""
 
     def sum(self, array: Any) -> Any:
-        """Return the sum over the ranks, s32, element by element."""
+        """Return the s32 sum over the ranks, element by element."""
 
     def sum_rows(self, array: Any, sizes: tuple[int, ...]) -> Any:
-        """Return this rank's rows of the sum over the ranks, s32; `sizes` are the rows of each."""
+        """Return this rank's rows of the s32 sum over the ranks. `sizes` has the number of rows of each rank."""
 
     def gather(self, array: Any, axis: int, sizes: tuple[int, ...]) -> Any:
-        """Return the arrays of all ranks one after the other along axis 0 or 1; `sizes` are theirs along it."""
+        """Concatenate the arrays of all ranks along axis 0 or 1. `sizes` has the length of each array."""
 
     def start_sum_rows(self, array: Any, sizes: tuple[int, ...]) -> Callable[[], Any]:
-        """Start `sum_rows`, and return a function that waits for its result and returns it.
+        """Start `sum_rows`. Return a function that waits for the result and returns it.
 
-        A group that cannot go on meanwhile does it at once. What was started is finished in the order of the starts.
+        A group that cannot overlap does the work at once. Operations finish in the order in which they were started.
         """
 
     def start_gather(self, array: Any, axis: int, sizes: tuple[int, ...], into: Any = None) -> Callable[[], Any]:
-        """Start `gather`, likewise; where an array is given, the result is written into it and it is returned."""
+        """Start `gather` likewise. The result is written into the array `into` if there is one."""
 
 
 class GroupMismatch(SkudaError):
-    """Ranks that were about to do different things; nothing was computed.
+    """The ranks were about to do different things. Nothing was computed.
 
     Attributes
     ----------
     what : str
-        What they differ in.
+        The property in which they differ.
     ranks : tuple of (int, str)
-        For each difference the first rank that has it, and what it has.
+        For each value of the property, the first rank that has it, and the value.
     """
 
     def __init__(self, what: str, ranks: tuple[tuple[int, str], ...]) -> None:
@@ -82,12 +82,12 @@ class GroupMismatch(SkudaError):
 
 
 class GroupBroken(SkudaError):
-    """A collective that other ranks did not finish; the group must not be used again.
+    """Other ranks did not finish a collective. The group must not be used again.
 
     Attributes
     ----------
     ranks : tuple of int
-        The ranks that failed or did not come; empty where that is unknown.
+        The ranks that failed or did not take part. Empty if they are unknown.
     reason : str
         What happened.
     """

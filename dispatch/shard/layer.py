@@ -1,14 +1,14 @@
-"""A linear layer on the ranks of a group: which steps each rank takes, and what is exchanged between them.
+"""A linear layer on the ranks of a group: the steps of each rank, and the exchanges between them.
 
-The steps are functions of arrays: prepared plans, or ops of torch. What is exchanged are codes, scales, maxima and sums
-of integers, all exact, so the result has the same bits whatever the number of ranks:
+A step is a function of arrays: a prepared plan, or an op of torch. The ranks exchange codes, scales, maxima and sums of
+integers. All of these are exact, so the number of ranks does not change the bits of the result:
 
 - The scale of a row follows from the maximum of its magnitudes, which is the largest of the ranks' maxima.
 - The sum over K is the sum of the ranks' sums, in s32 and in any order.
 - The epilogue is applied to the whole sum of each element.
 
-In several chunks of rows, what is exchanged for one chunk moves while the product of the next is computed. A row
-depends on nothing but itself, so no bit depends on the chunks.
+With several chunks of rows, the ranks exchange one chunk while they compute the product of the next. Every row is
+computed by itself, so the chunks do not change the bits either.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from skuda.dispatch.shard.shards import Shards, own, span
 
 
 class Activation(NamedTuple):
-    """What a layer takes, as far as a rank has it.
+    """The part of a layer's input that a rank has.
 
     Attributes
     ----------
@@ -61,26 +61,26 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """The local work of a rank; what a layer does not need is None.
+    """The local work of a rank. A step that a layer does not need is None.
 
     Attributes
     ----------
     amax : callable
-        Of data: the largest magnitude of each row, NaN skipped.
+        data -> the largest magnitude of each row; NaN is skipped.
     quantize : callable
-        Of data and these maxima of whole rows: codes and scales.
+        data, maxima of whole rows -> codes and scales.
     quantize_rows : callable
-        Of whole rows: codes and scales.
+        whole rows -> codes and scales.
     sums : callable
-        Of codes: the products of `Sums`, over the rank's part of the inner size.
+        codes -> `Sums.products` over the rank's part of the inner size.
     row_sums : callable
-        Of codes: the rows' part of `Sums`.
+        codes -> `Sums.of_rows`.
     channel_sums : callable
-        Of nothing: the channels' part of `Sums`.
+        nothing -> `Sums.of_channels`.
     rescale : callable
-        Of whole `Sums` and an `Activation` without data: the output.
+        whole `Sums`, `Activation` without data -> the output.
     layer : callable
-        Of an `Activation` that is whole along the inner size: the output, for the rank's part of the weight.
+        `Activation` that is whole along the inner size -> the output of the rank's part of the weight.
     """
 
     amax: Callable[[Any], Any] | None = None
@@ -100,19 +100,19 @@ class Course:
     Attributes
     ----------
     shards : Shards
-        What is split, given and wanted.
+        How the layer is split.
     rows : tuple of int
         Rows of the activation that each rank owns.
     parts : tuple of int
-        How much of the split axis each rank has.
+        The length of each rank's part of the split axis.
     columns : tuple of int
-        Columns of the activation that each rank has, where it has its columns.
+        Columns of the activation that each rank has, if the input is ``columns``.
     per_row : bool
         Whether each row has a scale of its own.
     scattered : bool
-        Whether each rank finishes its own rows of the sums; else every rank finishes all.
+        Whether each rank finishes its own rows of the sums. If not, every rank finishes all rows.
     chunks : tuple of int
-        Rows of each chunk. Where there are several, each rank finishes its own rows of each, as `Shards.rows` says.
+        Rows of each chunk. With several chunks, each rank finishes its own rows of each; see `Shards.rows`.
     """
 
     shards: Shards
@@ -125,23 +125,23 @@ class Course:
 
     @property
     def spans(self) -> tuple[slice, ...]:
-        """Where the chunks lie."""
+        """The rows of each chunk, as slices."""
         return tuple(span(self.chunks, number) for number in range(len(self.chunks)))
 
 
 def run(course: Course, steps: Steps, group: Group, activation: Activation) -> Any:
-    """Return what a rank gets of the output: all of it, its rows, or its columns.
+    """Return the rank's part of the output: all of it, its rows, or its columns.
 
     Parameters
     ----------
     course : Course
         How the layer runs.
     steps : Steps
-        The rank's work.
+        The local work of the rank.
     group : Group
         The ranks.
     activation : Activation
-        What the rank has of the activation, as ``course.shards.input`` says.
+        The rank's part of the activation; see ``course.shards.input``.
     """
     several = len(course.chunks) > 1
     if course.shards.axis == "n":
@@ -163,7 +163,7 @@ def _column(course: Course, steps: Steps, group: Group, activation: Activation) 
 
 
 def _column_in_chunks(course: Course, steps: Steps, group: Group, activation: Activation) -> Any:
-    """Gather the codes of all chunks, each ahead of its product, and each output behind the product of the next."""
+    """Gather the codes of each chunk before its product, and its output during the product of the next."""
     assert steps.layer is not None
     shards, spans = course.shards, course.spans
     whole, arriving = activation, []
@@ -199,14 +199,14 @@ def _row(course: Course, steps: Steps, group: Group, activation: Activation) -> 
 def _row_in_chunks(course: Course, steps: Steps, group: Group, activation: Activation) -> Any:
     """Exchange each chunk while the next is computed.
 
-    There are two queues, that of the device and that of the group, and each is worked off in its order:
+    The device and the group have a queue each, and work through it in order:
 
         device   product 0   product 1   rescale 0   product 2   rescale 1               rescale 2
         group                sums 0      sums 1      gather 0    sums 2      gather 1                gather 2
 
-    A chunk is rescaled after the product of the next, so that the device need not wait for its sums. The sums of the
-    next are queued ahead of this one's output, so that at the end only the last chunk is left: its rescaling waits for
-    its sums, and the output before it is gathered meanwhile.
+    A chunk is rescaled after the product of the next chunk, so the device need not wait for its sums. The sums of the
+    next chunk are queued before this chunk's output. At the end only the last chunk is exposed: its rescaling waits for
+    its sums, while the output of the chunk before is gathered.
     """
     assert steps.sums is not None
     assert steps.rescale is not None
@@ -233,14 +233,14 @@ def _row_in_chunks(course: Course, steps: Steps, group: Group, activation: Activ
 
 
 def _corrections(steps: Steps, group: Group, codes: Activation) -> tuple[Any, Any]:
-    """Return the sums of rows and of channels over all ranks, where zero points need them."""
+    """Return the sums of rows and of channels over all ranks, if zero points need them."""
     of_rows = None if steps.row_sums is None else group.sum(steps.row_sums(codes.data))
     of_channels = None if steps.channel_sums is None else group.sum(steps.channel_sums())
     return of_rows, of_channels
 
 
 def _coded(course: Course, steps: Steps, group: Group, activation: Activation) -> Activation:
-    """Return the codes of what a rank has, with the scales of whole rows."""
+    """Return the codes of the rank's part, with the scales of whole rows."""
     if activation.scale is not None:
         return activation
     if course.shards.input == "rows":
@@ -266,7 +266,7 @@ def _chunk(course: Course, activation: Activation, at: slice) -> Activation:
 def _owned(
     course: Course, group: Group, sizes: tuple[int, ...], sums: Sums, about: Activation
 ) -> tuple[Sums, Activation]:
-    """Return what goes with the sums of a rank's rows, of what goes with the rows of all ranks."""
+    """Return the rank's rows of the corrections, scales and zero points."""
 
     def mine(rows: Any) -> Any:
         return None if rows is None else own(rows, 0, sizes, group.rank)
@@ -277,6 +277,6 @@ def _owned(
 
 
 def _room(like: Any, rows: int, columns: int) -> Any:
-    """Return an array for an output of which another array is a part."""
+    """Return a new array for an output that contains `like`."""
     shape = rows, columns
     return np.empty(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_empty(shape)

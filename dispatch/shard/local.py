@@ -1,4 +1,4 @@
-"""A group whose ranks are threads of this process: the definition of what every group computes, in NumPy."""
+"""A group whose ranks are threads of this process, with NumPy. It defines the results of all groups."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Result = TypeVar("Result")
 
 
 class _Meeting:
-    """Where the ranks meet: in each round every rank puts something down, and takes what all have put down."""
+    """The meeting point of the ranks. In each round every rank contributes an object and receives all of them."""
 
     def __init__(self, count: int, patience: float) -> None:
         self._count, self._patience = count, patience
         self._changed = threading.Condition()
         self._left: dict[int, str] = {}
-        """Why each rank that is gone has gone."""
+        """Why ranks have left, by rank."""
         self._rounds = [0] * count
         self._put: dict[int, dict[int, Any]] = {}
-        """What was put down in each round that is not over, by rank."""
+        """The objects of each unfinished round, by rank."""
         self._takers: dict[int, int] = {}
 
     def swap(self, rank: int, what: Any) -> list[Any]:
-        """Put something down and return what all ranks have put down in this round, by rank."""
+        """Contribute an object. Return the objects of all ranks in this round, by rank."""
         with self._changed:
             number = self._rounds[rank]
             self._rounds[rank] += 1
@@ -48,11 +48,11 @@ class _Meeting:
             return [put[one] for one in range(self._count)]
 
     def _gone(self, put: dict[int, Any]) -> dict[int, str]:
-        """Return the ranks that will never put anything down in a round, with their reasons."""
+        """Return the ranks that left before they contributed to a round, with the reasons."""
         return {rank: reason for rank, reason in self._left.items() if rank not in put}
 
     def leave(self, rank: int, reason: str) -> None:
-        """Tell the others that a rank takes part in no further round."""
+        """Leave: the rank takes part in no further round."""
         with self._changed:
             self._left[rank] = reason
             self._changed.notify_all()
@@ -112,26 +112,26 @@ class _Rank:
 
 
 def on_ranks(count: int, work: Callable[[Group], Result], *, patience: float = 60.0) -> list[Result]:
-    """Run a function once for every rank of a group, each in a thread of its own.
+    """Run a function on every rank of a group of threads.
 
     Parameters
     ----------
     count : int
-        Ranks.
+        Number of ranks.
     work : callable
-        Takes the rank's `Group`.
+        The function. It takes the rank's `Group`.
     patience : float
         Seconds that a rank waits for the others in a collective.
 
     Returns
     -------
     list
-        What `work` returned, by rank.
+        The results of `work`, by rank.
 
     Raises
     ------
     Exception
-        What the first rank that failed raised by itself, or, if none did, the `GroupBroken` of the others.
+        The exception of the first rank that failed by itself. If none did, the `GroupBroken` of the others.
     """
     meeting = _Meeting(count, patience)
     results: list[Any] = [None] * count

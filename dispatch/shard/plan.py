@@ -1,4 +1,4 @@
-"""`ShardedPlan`: the kernels that the ranks of a group chose for a layer, and `BoundShards`: the layer on one rank."""
+"""`ShardedPlan`: the chosen kernels of all ranks. `BoundShards`: the layer on one rank, ready to run."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _OF_WEIGHT = ("weight_scale", "weight_zero_point", "bias", "output_scale", "outp
 
 
 class ShardedGuarantee(PrecisionGuarantee):
-    """What a layer on several ranks promises.
+    """The promises of a layer on several ranks.
 
     Attributes
     ----------
     shard_invariant : bool
-        The result has the same bits for every number of ranks, one included: every step equals the reference bit for
-        bit, and nothing is rounded between them.
+        The result has the same bits for every number of ranks, also for one: every step is bit-exact, and nothing is
+        rounded between the steps.
     """
 
     shard_invariant: bool
@@ -54,7 +54,7 @@ class ShardedGuarantee(PrecisionGuarantee):
 
 @dataclass(frozen=True)
 class ShardedPlan:
-    """The kernels that every rank chose for its part of a layer; `bind` makes it ready to run on one rank.
+    """The chosen kernels of every rank. `bind` makes the plan ready to run on one rank.
 
     Attributes
     ----------
@@ -63,13 +63,13 @@ class ShardedPlan:
     shards : Shards
         How it is split.
     device : Device
-        The kind of device that each rank has.
+        The kind of device of the ranks.
     preference : PlanPreference
         The caller's requirements.
     kernels : tuple
-        For every rank its steps with the ids of their kernels.
+        The steps of every rank, with the ids of their kernels.
     precision_guarantee : ShardedGuarantee
-        The least that all steps promise.
+        The promises that all steps make.
     """
 
     problem: LinearProblem
@@ -83,7 +83,7 @@ class ShardedPlan:
 
     @property
     def told(self) -> dict[str, Any]:
-        """What ranks must have in common, by name."""
+        """The properties that all ranks must have in common, by name."""
         return {
             "version": version("skuda"),
             "registry": self._registry,
@@ -93,24 +93,23 @@ class ShardedPlan:
         }
 
     def bind(self, group: Group, name: str = "") -> BoundShards:
-        """Make the plan ready on this rank, once all ranks are known to have selected the same.
+        """Check that all ranks have selected the same, then make the plan ready on this rank.
 
         Parameters
         ----------
         group : Group
-            The ranks; all of them call this.
+            The ranks. All of them call this.
         name : str
-            Name of the layer, so that layers with the same problem are told apart when ranks run them in different
-            orders.
+            Name of the layer. It tells layers with equal problems apart, in case the ranks run them in other orders.
 
         Raises
         ------
         InvalidProblem
             If the group has another number of ranks than the plan.
         GroupMismatch
-            If ranks selected differently, on every rank.
+            If the ranks selected differently, on every rank.
         GroupBroken
-            If a rank does not come.
+            If a rank does not take part.
         """
         told = {"layer": name, **self.told, "ranks": group.count}
         compare(group, told)
@@ -133,7 +132,7 @@ def sharded_plan(
     registry: Registry,
     select: Callable[[Descriptor, PlanPreference, Device], Plan],
 ) -> ShardedPlan:
-    """Return the plan that an explanation tells, in which every step has a kernel."""
+    """Return the plan of an explanation in which every step has a kernel."""
     whole, kernels = problems.check(problem, explanation.shards), explanation.chosen
     assert kernels is not None
     steps = dict.fromkeys(step for rank in kernels for step in rank)
@@ -144,7 +143,7 @@ def sharded_plan(
 
 
 def _least(main: PrecisionGuarantee, promises: list[PrecisionGuarantee]) -> ShardedGuarantee:
-    """Return what all of some guarantees promise, with the math and accumulator of the product."""
+    """Return the promises that all guarantees make, with the math and accumulator of the product."""
     flags = ("deterministic", "bit_stable_on_same_hardware", "batch_invariant")
     ulps = [one.max_ulp for one in promises]
     numbers = [ulp for ulp in ulps if ulp is not None]
@@ -158,12 +157,12 @@ def _least(main: PrecisionGuarantee, promises: list[PrecisionGuarantee]) -> Shar
 
 
 def compare(group: Group, told: Mapping[str, Any]) -> None:
-    """Refuse to go on where ranks tell different things.
+    """Check that all ranks have the same properties.
 
     Raises
     ------
     GroupMismatch
-        On every rank, naming what differs first and who has what.
+        If they differ, on every rank. The error names the first difference, and the ranks.
     """
     texts = group.exchange(json.dumps(told, sort_keys=True, default=str))
     if not differing(texts):
@@ -181,7 +180,7 @@ class BoundShards:
     Attributes
     ----------
     plan : ShardedPlan
-        What was selected.
+        The plan.
     """
 
     def __init__(
@@ -193,20 +192,20 @@ class BoundShards:
         self._known: dict[tuple[Any, ...], Any] = {}
 
     def run(self, *, stream: object = None, **arrays: Any) -> Any:
-        """Run the layer; every rank calls this.
+        """Run the layer. Every rank calls this.
 
         Parameters
         ----------
         stream : object
             As in `Plan.run`.
         **arrays
-            The layer's inputs by name, as far as this rank has them: the rank's part of the weight and of what goes
-            with its output channels, and of the activation what ``shards.input`` says.
+            This rank's parts of the layer's inputs, by name. ``shards.input`` says which part of the activation that
+            is. Scales, zero points and bias are those of the rank's output channels.
 
         Returns
         -------
         array
-            What ``shards.output`` says of the output.
+            This rank's part of the output; see ``shards.output``.
 
         Raises
         ------
@@ -215,7 +214,7 @@ class BoundShards:
         GroupMismatch
             If another rank runs another layer.
         GroupBroken
-            If another rank does not come.
+            If another rank does not take part.
         """
         self._check(arrays)
         self._group.agree(self._call)
@@ -243,7 +242,7 @@ class BoundShards:
                 raise InvalidProblem(name, argument.name, had, rule)
 
     def _scales(self, problem: LinearProblem, like: Any, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return scales and zero points of codes; those that are fields of the problem as arrays of one element."""
+        """Return scales and zero points of codes. Fields of the problem become arrays of one element."""
         if "act_scale" in arrays:
             return arrays["act_scale"], arrays.get("act_zero_point")
         scale, zero_point = getattr(problem, "act_scale", 1.0), getattr(problem, "act_zero_point", 0)
@@ -253,7 +252,7 @@ class BoundShards:
         )
 
     def _filled(self, like: Any, shape: tuple[int, ...], value: float, element: ElementKind) -> Any:
-        """Return an array of one value beside another array, always the same one."""
+        """Return a cached array filled with one value, on the device of another array."""
         key = (shape, value, element, getattr(like, "device", None))
         if key not in self._known:
             self._known[key] = filled(like, shape, value, element)
@@ -312,7 +311,7 @@ def _present(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def filled(like: Any, shape: tuple[int, ...], value: float, element: ElementKind) -> Any:
-    """Return an array of one value, of the framework and on the device of another array."""
+    """Return an array filled with one value, in the framework and on the device of another array."""
     if isinstance(like, np.ndarray):
         return np.full(shape, value, storage_dtype(element))
     torch = sys.modules["torch"]
@@ -321,5 +320,5 @@ def filled(like: Any, shape: tuple[int, ...], value: float, element: ElementKind
 
 
 def hash_of(told: Mapping[str, Any]) -> str:
-    """Return a short hash of what ranks must have in common."""
+    """Return a short hash of the properties that all ranks must have in common."""
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""From a linear layer and its shards to the problems that each rank solves by itself."""
+"""Derives the problem of each rank from a linear layer and its shards."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from skuda.registry.text import shown
 from skuda.registry.vocabulary import DynamicRangeScope
 
 MAIN = ("layer", "sums")
-"""The steps that are the product, of which a layer has one."""
+"""The names of the product. A layer has one of them."""
 
 
 def check(problem: Descriptor, shards: Shards) -> LinearProblem:
-    """Return a problem that can be split so; refuse another.
+    """Return the problem if it can be split this way.
 
     Raises
     ------
     InvalidProblem
-        For an op that is no linear layer, sizes that do not add up, sums that could leave s32, and activations in f64
-        whose output is narrower, as their product cannot be cut in two.
+        For an op that is not a linear layer, sizes that do not add up, sums that could leave s32, and activations in
+        f64 with a narrower output.
     """
     if not isinstance(problem, LinearProblem):
         raise InvalidProblem(
@@ -58,7 +58,7 @@ def check(problem: Descriptor, shards: Shards) -> LinearProblem:
 
 
 def course(problem: LinearProblem, shards: Shards) -> Course:
-    """Return how a layer runs on the ranks."""
+    """Return the course of a layer on the ranks."""
     m, n, k = problem.sizes
     columns, cost = shards.columns(k) if shards.input == "columns" else (), traffic(problem)
     return Course(
@@ -78,7 +78,7 @@ def per_row(problem: LinearProblem) -> bool:
 
 
 def traffic(problem: LinearProblem) -> Traffic:
-    """Return what the cost of moving a layer's data depends on."""
+    """Return the facts on which the cost of a layer's exchanges depends."""
     m, n, k = problem.sizes
     beside = 0
     if per_row(problem):
@@ -87,10 +87,10 @@ def traffic(problem: LinearProblem) -> Traffic:
 
 
 def problems(problem: LinearProblem, course: Course, rank: int) -> dict[tuple[str, int], Descriptor]:
-    """Return what a rank solves by itself, in the order of the steps.
+    """Return the problems of a rank, in the order of the steps.
 
-    A key is the name of a step in `skuda.dispatch.shard.layer.Steps` and the rows that it takes, of which chunks may
-    have several numbers. ``row_sums`` and ``channel_sums`` are products with ones.
+    A key is the name of a step in `skuda.dispatch.shard.layer.Steps` and its number of rows, which may differ between
+    chunks. ``row_sums`` and ``channel_sums`` are products with ones.
     """
     (m, n, k), shards, part = problem.sizes, course.shards, course.parts[rank]
     found: dict[tuple[str, int], Descriptor] = {}
@@ -119,7 +119,7 @@ def problems(problem: LinearProblem, course: Course, rank: int) -> dict[tuple[st
 
 
 def _same(problem: LinearProblem) -> dict[str, Any]:
-    """Return the fields of the layer as one of codes that are given with their scales."""
+    """Return the fields of the `scaled_linear` that computes the layer from codes and scales."""
     return {
         "activation_element": problem.code_element,
         "weight_element": problem.weight_element,
@@ -147,7 +147,7 @@ _OF_ACTIVATION = ("activation", "act_q", "act_scale", "act_zero_point")
 
 
 def held(problem: LinearProblem, course: Course, rank: int) -> tuple[Argument, ...]:
-    """Return what a rank passes: its part of the weight, and what it has of the activation."""
+    """Return the arguments that a rank passes: its parts of the weight and of the activation."""
     (m, n, k), shards = problem.sizes, course.shards
     rows = course.rows[rank] if shards.input == "rows" else m
     columns = course.columns[rank] if shards.input == "columns" else k

@@ -15,38 +15,38 @@ Axis = Literal["n", "k"]
 Part = Literal["whole", "columns", "rows"]
 
 _UNIT = 16
-"""Cuts lie at multiples of it where the axis is long enough: rows of codes then begin at 16 bytes, as TMA needs."""
+"""Parts begin at multiples of it if the axis is long enough. Rows of codes are then aligned for TMA: to 16 bytes."""
 
 _INPUTS: dict[str, tuple[Part, ...]] = {"n": ("whole", "rows", "columns"), "k": ("columns",)}
 _OUTPUTS: dict[str, tuple[Part, ...]] = {"n": ("columns", "whole"), "k": ("whole", "rows")}
 
 
 class Link(Value):
-    """What moves bytes between ranks: a collective takes ``latency_us + bytes sent by a rank / bandwidth``.
+    """The connection between ranks. A collective takes ``latency_us + bytes sent by a rank / bandwidth``.
 
     Attributes
     ----------
     latency_us : float
         Time of a collective of no bytes, in microseconds.
     gigabytes_per_s : float
-        Bytes that a rank sends in a second, in 10^9.
+        Bandwidth of a rank, in 10^9 bytes per second.
     """
 
     latency_us: float
     gigabytes_per_s: float
 
     def microseconds(self, sent: float) -> float:
-        """Return the time of a collective in which each rank sends so many bytes."""
+        """Return the time of a collective in which each rank sends this number of bytes."""
         return self.latency_us + sent / self.gigabytes_per_s / 1e3
 
 
 NVLINK = Link(latency_us=10.0, gigabytes_per_s=270.0)
-"""Two H200 of one host, NCCL in CUDA graphs: fits all-reduce of 0.26 to 268 MB, reduce-scatter and all-gather within
-40 %."""
+"""Two H200 of one host with NCCL in CUDA graphs. Fits all-reduce of 0.26 to 268 MB, reduce-scatter and all-gather to
+within 40 %."""
 
 
 class Shards(Value):
-    """How the ranks of a group share a linear layer ``y = x W^T``; sizes of the problem stay those of the whole layer.
+    """How a linear layer ``y = x W^T`` is split over a group's ranks. The problem has the sizes of the whole layer.
 
     Attributes
     ----------
@@ -54,24 +54,23 @@ class Shards(Value):
         The axis of the weight that is split: ``n``, its output channels ("column parallel"), or ``k``, its inputs ("row
         parallel").
     count : int
-        Ranks.
+        Number of ranks.
     sizes : tuple of int or None
-        How much of the axis each rank has; None for parts as even as `split` makes them.
+        The length of each rank's part of the axis. None means even parts, as `split` makes them.
     input : str or None
-        What each rank has of the activation: ``whole``, its ``rows`` (the codes are gathered) or its ``columns`` (for
-        axis ``n`` the codes are gathered). None for ``whole``, and for ``columns`` where the axis is ``k``.
+        Each rank's part of the activation: ``whole``, its ``rows`` (the codes are gathered) or its ``columns`` (along
+        axis ``n`` the codes are gathered). None means ``whole`` along axis ``n`` and ``columns`` along ``k``.
     output : str or None
-        What each rank gets of the output: ``whole``, its ``rows`` (axis ``k``) or its ``columns`` (axis ``n``). None
-        for ``columns``, and for ``whole`` where the axis is ``k``.
+        Each rank's part of the output: ``whole``, its ``rows`` (axis ``k``) or its ``columns`` (axis ``n``). None means
+        ``columns`` along axis ``n`` and ``whole`` along ``k``.
     input_sizes : tuple of int or None
-        Columns of the activation that each rank has, where the axis is ``n`` and the input ``columns``; None for parts
-        as even as `split` makes them.
+        Columns of the activation that each rank has, for axis ``n`` and input ``columns``. None means even parts, as
+        `split` makes them.
     chunks : int or None
-        Chunks of rows that the layer runs in, where the output is ``whole`` and the input not ``rows``: what is
-        exchanged for one chunk moves behind the product of the next. None for as many as `Traffic.chunks` says. No bit
-        of the result depends on them.
+        Number of chunks of rows, if the output is ``whole`` and the input is not ``rows``. The ranks exchange one chunk
+        while they multiply the next. None means the number of `Traffic.chunks`. It does not change the bits.
     link : Link
-        What moves bytes between the ranks; it decides between ways with the same result.
+        The connection between the ranks. The cost model uses it to choose between ways with the same result.
     """
 
     axis: Axis
@@ -88,7 +87,7 @@ class Shards(Value):
         for field, choices in (("input", _INPUTS[self.axis]), ("output", _OUTPUTS[self.axis])):
             given = getattr(self, field)
             if given is None:
-                # Filled in, so that the default and the same word given explicitly are equal.
+                # Filled in, so that the default equals the same word given explicitly.
                 object.__setattr__(self, field, choices[0])
             elif given not in choices:
                 self.refuse(field, given, f"be {' or '.join(choices)} where the axis is {self.axis}")
@@ -104,33 +103,33 @@ class Shards(Value):
 
     @property
     def divisible(self) -> bool:
-        """Whether the layer can run in several chunks of rows: not where a rank owns rows of the whole layer."""
+        """Whether the layer can run in several chunks of rows. It cannot if a rank owns rows of the whole layer."""
         return self.output == "whole" and self.input != "rows"
 
     def parts(self, n: int, k: int) -> tuple[int, ...]:
-        """Return how much of the split axis each rank has, for a layer of `n` output channels and `k` inputs.
+        """Return the length of each rank's part of the split axis, for `n` output channels and `k` inputs.
 
         Raises
         ------
         InvalidProblem
-            If `sizes` add up to something else.
+            If `sizes` does not add up to the length of the axis.
         """
         return _parts("sizes", self.sizes, n if self.axis == "n" else k, self.count)
 
     def columns(self, k: int) -> tuple[int, ...]:
-        """Return how many columns of an activation with `k` columns each rank has, where each has its columns.
+        """Return the columns that each rank has of an activation with `k` columns, if the input is ``columns``.
 
         Raises
         ------
         InvalidProblem
-            If `input_sizes`, or `sizes` where the axis is ``k``, add up to something else.
+            If `input_sizes`, or `sizes` for axis ``k``, does not add up to `k`.
         """
         if self.axis == "k":
             return self.parts(0, k)
         return _parts("input_sizes", self.input_sizes, k, self.count)
 
     def rows(self, m: int) -> tuple[int, ...]:
-        """Return how many of `m` rows each rank owns."""
+        """Return the number of rows that each rank owns, of `m` rows."""
         return split(m, self.count)
 
 
@@ -143,7 +142,7 @@ def _parts(field: str, sizes: tuple[int, ...] | None, total: int, count: int) ->
 
 
 def split(total: int, count: int, unit: int = 1) -> tuple[int, ...]:
-    """Return `count` sizes that add up to `total`: as even as multiples of `unit` allow, the larger ones first."""
+    """Return `count` sizes that add up to `total`, as even as multiples of `unit` allow, larger ones first."""
     whole, more = divmod(-(-total // unit), count)
     ends = (min(total, unit * end) for end in accumulate(whole + (rank < more) for rank in range(count)))
     start, sizes = 0, []
@@ -154,7 +153,7 @@ def split(total: int, count: int, unit: int = 1) -> tuple[int, ...]:
 
 
 def span(sizes: tuple[int, ...], rank: int) -> slice:
-    """Return where the part of a rank lies, of parts that lie one after the other."""
+    """Return the slice of a rank's part, for consecutive parts."""
     start = sum(sizes[:rank])
     return slice(start, start + sizes[rank])
 
