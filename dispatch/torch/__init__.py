@@ -1,12 +1,12 @@
-"""Int8 quantization inside PyTorch: ops for torch, modules, one call that quantizes a model.
+"""Int8 quantization for PyTorch: ops, modules, and one call that quantizes a model.
 
-Importing this package imports torch and registers ``torch.ops.skuda``; importing anything else of skuda does not.
+Importing this package imports torch and registers ``torch.ops.skuda``. No other package of skuda imports torch.
 """
 
 from __future__ import annotations
 
 if __name__ != "skuda.torch":
-    # In a checkout the folder lies below that of `skuda.dispatch`; imported twice, it would register its ops twice.
+    # In a checkout the folder lies in that of `skuda.dispatch`. A second import would register the ops twice.
     raise ImportError("this package is imported as skuda.torch", name=__name__)
 
 from skuda.torch.autograd import fake_quantize, frozen_linear, mixed_linear

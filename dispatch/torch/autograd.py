@@ -1,8 +1,8 @@
 """Gradients through int8 layers, as functions of `torch.autograd`.
 
-Codes are piecewise constant, so the gradients are those of straight-through estimators (STE): rounding counts as the
-identity. They are first derivatives. Differentiating a gradient again, which ``create_graph=True`` prepares, is
-refused, and so are `torch.vmap` and forward-mode derivatives.
+Codes are piecewise constant, so the gradients are straight-through estimators (STE): rounding counts as the identity.
+Only first derivatives exist. A second derivative (``create_graph=True``), `torch.vmap` and forward-mode derivatives
+are refused.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from skuda.torch.dtypes import element_of
 from skuda.torch.ops import linear_dynamic
 
 Q_MAX = 127
-"""Bound of the symmetric range -127..127; without -128, every code has a negative."""
+"""Bound of the symmetric range -127..127. Without -128, every code has a negative."""
 
 Gradients = tuple[Tensor | None, ...]
 
 
 class _Function(torch.autograd.Function):
-    """The base of the functions; `setup_context` lets `torch.func.grad` and `torch.func.vjp` use them."""
+    """The base of the functions. Having `setup_context`, they work with `torch.func.grad` and `torch.func.vjp`."""
 
     @classmethod
     def vmap(cls, *_: Any) -> NoReturn:
@@ -35,7 +35,7 @@ class _Function(torch.autograd.Function):
 
 
 class _FirstOrder(_Function):
-    """Return gradients as they are, with a graph that refuses to be used."""
+    """Returns gradients unchanged, with a graph that raises when it is differentiated."""
 
     @staticmethod
     def forward(count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -43,7 +43,7 @@ class _FirstOrder(_Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep nothing."""
+        """Save nothing."""
 
     @staticmethod
     def backward(_: Any, *__: Tensor) -> NoReturn:
@@ -55,7 +55,7 @@ class _FirstOrder(_Function):
 
 
 def _first_order(backward: Callable[..., Gradients]) -> Callable[[Any, Tensor], Gradients]:
-    """Wrap a backward, which gets the saved tensors too, so that its gradients refuse to be differentiated."""
+    """Wrap a backward function, so that its gradients cannot be differentiated again."""
 
     @wraps(backward)
     def wrapped(ctx: Any, grad: Tensor) -> Gradients:
@@ -65,7 +65,7 @@ def _first_order(backward: Callable[..., Gradients]) -> Callable[[Any, Tensor], 
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return found
         some = [gradient for gradient in found if gradient is not None]
-        # What the gradients depend on gives them a graph; without one, a second derivative would silently be zero.
+        # The saved tensors give the gradients a graph. Without one, a second derivative would silently be zero.
         rest = iter(_FirstOrder.apply(len(some), *some, grad, *saved))
         return tuple(None if gradient is None else next(rest) for gradient in found)
 
@@ -96,10 +96,10 @@ class _FrozenLinear(_Function):
 
 
 def frozen_linear(input: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `skuda.torch.linear_dynamic` with gradients for the input and the bias: the int8 base of LoRA.
+    """Return `skuda.torch.linear_dynamic` with gradients of the input and the bias: the frozen int8 base of LoRA.
 
-    The gradient of the input is ``grad @ W``, with W the dequantized weight in the gradient's dtype. It goes straight
-    through the rounding of the input, which is never outside the range that is found from it.
+    The gradient of the input is ``grad @ W``, where W is the dequantized weight in the gradient's dtype. It passes
+    straight through the rounding of the input. No element is clipped, because the scale follows from the input.
 
     Parameters
     ----------
@@ -115,9 +115,9 @@ def frozen_linear(input: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: T
     Raises
     ------
     InvalidProblem
-        For a bad argument, or a scale that requires grad; in a second backward pass.
+        For a bad argument, a scale that requires grad, or a second backward pass.
     Unsupported
-        If no kernel can serve it.
+        If no kernel can serve the problem.
     """
     if weight_scale.requires_grad:
         rule = "be detached: codes are fixed. FakeQuantLinear(learn_scale=True) learns scales"
@@ -158,22 +158,22 @@ class _MixedLinear(_Function):
 
 
 def mixed_linear(input: Tensor, weight: Tensor, bias: Tensor | None, weight_q: Tensor, weight_scale: Tensor) -> Tensor:
-    """Return `skuda.torch.linear_dynamic` of a weight's codes, with gradients in the input's dtype.
+    """Return `skuda.torch.linear_dynamic` for the codes of a weight, with gradients in the input's dtype.
 
-    ``grad_input = grad @ W``, with W the dequantized codes: the weight that the result was computed with, as in
-    `frozen_linear`. ``grad_weight = grad.T @ input`` and ``grad_bias = grad.sum(rows)`` go straight through rounding to
-    the weight that was quantized. All three are ordinary products in the input's dtype, bf16 under autocast.
+    ``grad_input = grad @ W``, where W is the dequantized weight, as in `frozen_linear`. ``grad_weight`` is
+    ``grad.T @ input`` and ``grad_bias`` is ``grad.sum(rows)``. The gradient of the weight passes straight through its
+    rounding. Torch computes all of them in the input's dtype, which is bf16 under autocast.
 
     Parameters
     ----------
     input : tensor of shape (..., K), f16, bf16, f32 or f64
     weight : tensor of shape (N, K)
-        What was quantized; only its gradient is computed.
+        The weight that was quantized. Only its gradient is computed.
     bias : tensor of shape (N,), f32 or narrower, optional
     weight_q : tensor of shape (N, K), s8
         Codes of `weight`.
     weight_scale : tensor of shape (N,), f32
-        Their scale.
+        Scales of the codes.
 
     Returns, Raises
     ---------------
@@ -208,10 +208,10 @@ class _FakeQuantize(_Function):
 
 
 def fake_quantize(input: Tensor, scale: Tensor) -> Tensor:
-    """Return a tensor rounded to its int8 codes -127..127, with straight-through gradients.
+    """Quantize a tensor to int8 codes -127..127 and dequantize it, with straight-through gradients.
 
-    ``t = rne(input / scale)``; the result is ``clamp(t, -127, 127) * scale``. The gradient of the input is that of the
-    result where ``-127 <= t <= 127``, bounds included, and 0 elsewhere.
+    The result is ``clamp(t, -127, 127) * scale`` with ``t = rne(input / scale)``. The gradient of the input is the
+    gradient of the result where ``-127 <= t <= 127``, and 0 elsewhere.
 
     A scale that requires grad gets the gradient of learned step sizes (LSQ, Esser et al., 2020)::
 
@@ -219,15 +219,15 @@ def fake_quantize(input: Tensor, scale: Tensor) -> Tensor:
                              127                 where t > 127,
                              -127                where t < -127))
 
-    summed in the compute type over the elements that share the scale, with ``factor = 1 / sqrt(127 * K)`` for the last
-    axis K: the number of elements that share the scale in one row, so that the gradient does not depend on how a batch
-    is divided. NaN counts as nothing, as for the input. A scale may change its sign, which changes no result.
+    The sum is over the elements that share the scale, in the compute type. ``factor = 1 / sqrt(127 * K)`` for a last
+    axis of length K. K counts the elements of one row only, so the gradient does not depend on how a batch is divided.
+    NaN contributes 0, as for the input. A scale of either sign gives the same result.
 
     Parameters
     ----------
     input : tensor of shape (..., K), f16, bf16, f32 or f64
     scale : tensor of the shape of `input` without the last axis, or of one element
-        Real units per code, of each row or of everything.
+        Real units per code, for each row or for all of `input`.
 
     Returns
     -------
@@ -236,7 +236,7 @@ def fake_quantize(input: Tensor, scale: Tensor) -> Tensor:
     Raises
     ------
     InvalidProblem
-        For a scale of another shape; in a second backward pass.
+        For a scale of another shape, or a second backward pass.
     """
     if not _is_per_row(scale, input):
         if scale.numel() != 1:
@@ -248,7 +248,7 @@ def fake_quantize(input: Tensor, scale: Tensor) -> Tensor:
 
 
 def dequantized(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return codes of shape (N, K) as real numbers of a dtype; scale has shape (N,).
+    """Return codes of shape (N, K) times scales of shape (N,), in a dtype.
 
     Raises
     ------
@@ -295,5 +295,5 @@ def _summed(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return a tensor as a matrix; -1 for the rows would not do without columns."""
+    """Return a tensor as a matrix. A -1 for the rows would fail without columns."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])

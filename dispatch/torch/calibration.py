@@ -1,4 +1,4 @@
-"""Calibration: what the inputs of linear layers look like, and which of them come straight from a norm."""
+"""Calibration: records the inputs of linear layers, and finds the layers whose inputs come straight from a norm."""
 
 from __future__ import annotations
 
@@ -51,27 +51,27 @@ _READS_NO_ELEMENT = frozenset(
     Tensor.size,
     Tensor.stride,
 }
-"""What a model may ask about a tensor without using what it holds."""
+"""Functions of torch that read no element of a tensor."""
 
 
 @dataclass(eq=False)
 class Calibration:
-    """What `calibrate` saw; complete when its block has ended.
+    """The result of `calibrate`. It is complete when the block has ended.
 
     Attributes
     ----------
     maxima : dict of str to tensor of shape (K,), f32
         Largest magnitude of every input channel, by layer, on the layer's device. NaN is skipped.
     rows : dict of str to tensor of shape (R, K)
-        Input rows drawn from all, each with the same chance, by layer.
+        A uniform sample of the input rows, by layer.
     norms : dict of str to tuple of str
-        Layers whose inputs all come from one norm, by that norm's name, where nothing else uses its output.
+        Layers whose inputs all come from one norm, by the name of the norm, if nothing else uses the norm's output.
     not_folded : dict of str to str
-        Norms in front of layers that something else depends on, and what.
+        Norms in front of layers whose output something else uses, and the reason.
     left : dict of str to str
         Layers without maxima, and why.
     complete : bool
-        Whether the block has ended, and without an exception.
+        Whether the block has ended without an exception.
     """
 
     maxima: dict[str, Tensor] = field(default_factory=dict)
@@ -89,24 +89,24 @@ class Calibration:
 def calibrate(
     model: nn.Module, filter_fn: Filter | None = None, *, rows: int = 128, seed: int = 0
 ) -> Iterator[Calibration]:
-    """Watch the inputs of a model's linear layers while it runs in the block.
+    """Record the inputs of a model's linear layers while the model runs in the block.
 
-    Gradients are off in the block, and compiled models run eagerly. Nothing is read from the device. Maxima are exact;
-    under autocast they are those of the cast input. Memory is one f32 per input channel and the sample of rows.
+    In the block, gradients are off and compiled models run eagerly. Nothing is copied from the device. Maxima are
+    exact; under autocast they are the maxima of the cast input. It takes an f32 per input channel, and the rows.
 
-    A norm's scale can be folded only where nothing but linear layers uses its output. To find that out, every function
-    of torch that runs in the block is watched; what hands a tensor to another library without calling torch, such as
-    an extension in C++, is not seen. Only what happens in the block is known: a branch that is not taken in it is not.
+    Factors can be folded into a norm only if nothing but linear layers uses its output. To find out, `calibrate`
+    watches every function of torch that runs in the block. It does not see code that hands a tensor to another library
+    without calling torch, such as a C++ extension, nor a branch that is not taken in the block.
 
     Parameters
     ----------
     model : torch.nn.Module
     filter_fn : callable, optional
-        Selects layers: takes the layer and its qualified name; by default all `nn.Linear` are selected.
+        Selects layers. It takes the layer and its qualified name. By default all `nn.Linear` are selected.
     rows : int
-        How many rows to keep for each layer; only ``SmoothStatic(alpha="search")`` needs them.
+        Number of rows to keep for each layer. Only ``SmoothStatic(alpha="search")`` needs them.
     seed : int
-        What the choice of rows depends on, beside the layer's name.
+        Seed of the sample of rows, which also depends on the layer's name.
 
     Yields
     ------
@@ -115,7 +115,7 @@ def calibrate(
     Raises
     ------
     InvalidProblem
-        For an argument of another kind.
+        For an argument of the wrong type.
     """
     check_model("calibrate", model, filter_fn)
     check_count("calibrate", "rows", rows)
@@ -139,7 +139,7 @@ def calibrate(
 
 
 class _Inputs:
-    """What is kept of the inputs of one layer."""
+    """Records the inputs of one layer."""
 
     def __init__(self, calibration: Calibration, name: str, rows: int, seed: int) -> None:
         self._to, self._name, self._rows = calibration, name, rows
@@ -149,7 +149,7 @@ class _Inputs:
     def observe(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[0] if args else kwargs.get("input")
         if not isinstance(given, Tensor) or given.dim() == 0 or given.shape[-1] != layer.in_features:
-            return  # the layer itself refuses it
+            return  # the layer itself raises the error
         if given.dtype not in _FLOATS:
             self._to.left[self._name] = f"its input was {given.dtype}, not float16, bfloat16 or float32"
             return
@@ -162,7 +162,7 @@ class _Inputs:
         self._draw(matrix)
 
     def _draw(self, matrix: Tensor) -> None:
-        """Replace rows of the sample, so that every row seen has the same chance to be in it (Vitter's algorithm R)."""
+        """Update the uniform sample of all rows so far (Vitter's algorithm R)."""
         count = np.arange(self._seen, self._seen + len(matrix))
         self._seen += len(matrix)
         places = np.where(count < self._rows, count, self._generator.integers(0, count + 1))
@@ -179,7 +179,7 @@ class _Inputs:
 
 
 class _Flow(TorchFunctionMode):
-    """Follows what norms return to all that uses it."""
+    """Follows the outputs of norms to every use."""
 
     def __init__(self, model: nn.Module, layers: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -192,14 +192,14 @@ class _Flow(TorchFunctionMode):
         self._live: dict[int, tuple[TensorWeakRef, str]] = {}
         self._users: defaultdict[str, set[str]] = defaultdict(set)  # layers, by norm
         self._sources: defaultdict[str, set[str | None]] = defaultdict(set)  # norms, by layer
-        self._called: set[tuple[str, str]] = set()  # norm and layer that was called, not only read
+        self._called: set[tuple[str, str]] = set()  # (norm, layer) of layers that were called, not only read
         self._reasons: dict[str, str] = {}
         self._depth = 0
         self._running: list[str] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch as long as the block runs."""
+        """Watch while the block runs."""
         with ExitStack() as stack:
             stack.callback(self._model.register_forward_pre_hook(self._enter, prepend=True).remove)
             for name, layer in self._layers.items():
@@ -273,7 +273,7 @@ class _Flow(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def conclude(self, calibration: Calibration) -> None:
-        """Say which norms feed linear layers alone."""
+        """Record the norms that feed only linear layers."""
         for norm, users in self._users.items():
             ordered = tuple(name for name in self._layers if name in users)
             if any((norm, name) not in self._called for name in ordered):
@@ -288,7 +288,7 @@ class _Flow(TorchFunctionMode):
 
 
 def _unwatched(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook whose own use of tensors is no use by the model."""
+    """Return a hook whose own calls of torch are not watched."""
 
     def unwatched(*args: Any, **kwargs: Any) -> None:
         with torch._C.DisableTorchFunction():  # noqa: SLF001  documented, but only there
@@ -298,13 +298,13 @@ def _unwatched(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 def _name(func: Any) -> str:
-    """Return the name of a function of torch; that of a property is on its descriptor."""
+    """Return the name of a function of torch. The name of a property is on its descriptor."""
     named = func.__self__ if getattr(func, "__name__", "") == "__get__" else func
     return str(getattr(named, "__name__", named))
 
 
 def _tensors(*values: Any) -> Iterator[Tensor]:
-    """Return the tensors in arguments, however deep."""
+    """Yield the tensors in nested arguments."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -1,12 +1,14 @@
-"""Checkpoints of int8 models in the compressed-tensors format: safetensors files, and a config.json that says how.
+"""Checkpoints of int8 models in the compressed-tensors format: safetensors files, and a config.json with the scheme.
 
-An int8 layer has the tensors `weight`, s8 of shape (N, K), `weight_scale`, a float of shape (N, 1), and `bias`; with
-static activations also `input_scale`, a float of shape (1,), and, where the code of 0 is not 0, `input_zero_point`, s8
-of shape (1,). They are the buffers of the modules of `skuda.torch`. Layers that divide their input by smoothing factors
-have a tensor `smooth`, f32 of shape (K,), too, and the checkpoint is then one of ``quant_method: skuda``, so that no
-reader of another project takes it for something that it is not.
+The tensors of an int8 layer are the buffers of the modules of `skuda.torch`:
 
-Source: the package compressed-tensors, 0.20; files that it wrote are a test case.
+- `weight`, s8 of shape (N, K); `weight_scale`, a float of shape (N, 1); `bias`.
+- With static activations: `input_scale`, a float of shape (1,), and `input_zero_point`, s8 of shape (1,), if the code
+  of 0 is not 0.
+- With smoothing factors: `smooth`, f32 of shape (K,). The checkpoint then has ``quant_method: skuda``, because readers
+  of other projects would ignore the factors.
+
+Source: the package compressed-tensors 0.20. The tests read files that it wrote.
 """
 
 from __future__ import annotations
@@ -49,35 +51,35 @@ _DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-"""Dtypes by their names in a file; other ones are in no tensor that is served."""
+"""The supported dtypes, by their names in a file."""
 
 
 def load_(model: nn.Module, path: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Load a checkpoint into a model, whose linear layers become int8 where the checkpoint has them so.
+    """Load a checkpoint into a model. Linear layers that are int8 in the checkpoint become int8 in the model.
 
-    All of the checkpoint is read and checked first: where this raises, the model is as it was. Tensors that are not of
-    int8 layers must have the dtype that they have in the model, and so must those of layers that `fuse_` has joined. Of
-    a layer that `parallelize_` has split, each rank keeps its part. A checkpoint is whole, so it does not matter how
-    many ranks wrote it, nor whether its layers were joined.
+    The whole checkpoint is read and checked first. If this raises, the model has not changed. Tensors outside of int8
+    layers must have the same dtype as in the model, and so must tensors of layers that `fuse_` has joined. Each rank
+    keeps its part of a layer that `parallelize_` has split. A checkpoint describes the whole, unfused model, whoever
+    wrote it.
 
     Parameters
     ----------
     model : Module
         A model of the checkpoint's architecture, with the checkpoint's names.
     path : path
-        The folder, with `config.json` and `model.safetensors`, or an index of several files.
+        The folder. It has `config.json`, and `model.safetensors` or an index of several files.
 
     Returns
     -------
     tuple of str
-        Names of the layers that are int8.
+        Names of the int8 layers.
 
     Raises
     ------
     InvalidProblem
-        If the model is none, or has another architecture or dtype, or a layer that cannot be replaced.
+        If `model` is not a module, has another architecture or dtype, or has a layer that cannot be replaced.
     InvalidRecord
-        If the files are no such checkpoint, or one of a scheme that is not served; it names the field or tensor.
+        If the files are not such a checkpoint, or have an unsupported scheme. The error names the field or tensor.
     MissingDependency
         If the package safetensors is not installed.
     OSError
@@ -110,7 +112,7 @@ def load_(model: nn.Module, path: str | os.PathLike[str]) -> tuple[str, ...]:
 
 
 def _copies_of_part(source: str, name: str, part: Part, layer: Int8Linear) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each buffer of a joined layer's part, and what is to be copied into it."""
+    """Yield the buffers of a joined layer's part, each with the tensor to copy into it."""
     if not isinstance(layer, DynamicLinear):
         rule = "be dynamic, as the model's layer, which fuse_ has joined with others: load before fuse_"
         raise InvalidRecord(source, name, "a scheme with a fixed scale of the input", rule)
@@ -123,13 +125,13 @@ def _copies_of_part(source: str, name: str, part: Part, layer: Int8Linear) -> It
 
 
 def _copies(state: dict[str, Tensor], layers: Container[str], tensors: Tensors) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each tensor of a model outside of its int8 layers, and what is to be copied into it."""
+    """Yield the tensors of a model outside of its int8 layers, each with the tensor to copy into it."""
     places: defaultdict[object, list[str]] = defaultdict(list)
     for name, own in state.items():
         if name.rpartition(".")[0] not in layers:
             places[own.device, own.data_ptr(), own.shape, own.stride()].append(name)
     for names in places.values():
-        # A tensor that stands at several places is stored once, by one of its names.
+        # A tensor with several names is stored once, under one of them.
         own = state[names[0]]
         found = {name: tensors.take(name, own.dtype, tuple(own.shape)) for name in names if name in tensors}
         if not found:
@@ -148,27 +150,26 @@ def _bytes(tensor: Tensor) -> Tensor:
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a model with int8 layers as a checkpoint, which `load_`, compressed-tensors and vLLM read.
 
-    Of a model that `parallelize_` has split, every rank calls this. The checkpoint is that of the whole model, and rank
-    0 writes it.
+    If `parallelize_` has split the model, every rank calls this, and rank 0 writes the checkpoint of the whole model.
 
     Parameters
     ----------
     model : Module
-        A model with `DynamicLinear` or `StaticLinear` layers. If it has a `config`, as those of transformers have, that
-        is written too; tokenizers are not.
+        A model with `DynamicLinear` or `StaticLinear` layers. A `config`, as models of transformers have, is written,
+        too. Tokenizers are not.
     path : path
-        A folder, which is made if it is missing. Its files are replaced when the new ones are complete.
+        A folder, which is made if it is missing. Old files are replaced when the new ones are complete.
 
     Raises
     ------
     InvalidProblem
-        If the model is none, has no int8 layer, or has something that the format cannot hold.
+        If `model` is not a module, has no int8 layer, or has a tensor that the format cannot hold.
     MissingDependency
         If the package safetensors is not installed.
     OSError
         If a file cannot be written.
     GroupMismatch, GroupBroken
-        If another rank does something else, or does not come.
+        If another rank does something else, or does not take part.
     """
     folder = _folder("save", model, path)
     _safetensors()
@@ -193,7 +194,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def _group(model: nn.Module) -> Group | None:
-    """Return the group whose ranks have parts of a model; None if it is whole."""
+    """Return the group whose ranks have parts of a model, or None if the model is whole."""
     groups = {id(part.group): part.group for part in model.modules() if isinstance(part, ShardedLinear)}
     if len(groups) > 1:
         raise InvalidProblem("save", "model", f"layers of {len(groups)} groups", "be split over one group")
@@ -207,7 +208,7 @@ def _write(folder: Path, text: str, tensors: dict[str, Tensor]) -> None:
     if (folder / INDEX).exists():
         raise InvalidProblem("save", "path", str(folder), f"be a folder without {INDEX}, which names other files")
     with ExitStack() as stack:
-        # Left in the reverse order: the tensors are in place before the config that tells how to read them.
+        # Files are replaced in reverse order: the tensors are in place before the config that describes them.
         config = stack.enter_context(replacing(folder / CONFIG))
         file = stack.enter_context(replacing(folder / TENSORS))
         config.write_text(text, encoding="utf-8")
@@ -218,14 +219,14 @@ def _write(folder: Path, text: str, tensors: dict[str, Tensor]) -> None:
 
 
 def stored(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's tensors by their names in a checkpoint; zero points are s8 there.
+    """Return a model's tensors by their names in a checkpoint, where zero points are s8.
 
-    Layers that ranks share are gathered; every rank calls this then.
+    Layers that are split over ranks are gathered. Every rank must then call this.
 
     Raises
     ------
     InvalidProblem
-        For a tensor that no file can hold, or a zero point that is not in -128..127.
+        For a tensor that a file cannot hold, or a zero point outside of -128..127.
     """
     parts = StaticLinear | ShardedLinear
     layers = {f"{name}.input_zero_point" for name, part in model.named_modules() if isinstance(part, parts)}
@@ -261,14 +262,14 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def opened(folder: Path) -> Iterator[Tensors]:
-    """Open the files of a checkpoint, one, or several with an index.
+    """Open the files of a checkpoint: one file, or several with an index.
 
     Raises
     ------
     InvalidRecord
-        If they are no whole safetensors files, or an index and its files do not agree.
+        If a file is not a complete safetensors file, or an index and its files do not agree.
     OSError
-        If one cannot be read.
+        If a file cannot be read.
     """
     if (folder / INDEX).exists():
         if (folder / TENSORS).exists():
@@ -317,7 +318,7 @@ def opened_files(*paths: Path) -> Iterator[Tensors]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read an object of JSON from a file of at most 64 MiB.
+    """Read a JSON object from a file of at most 64 MiB.
 
     Raises
     ------
@@ -338,7 +339,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
-    """Return the fields of a model's own config, if it has one as those of transformers."""
+    """Return the fields of a model's own config, if it has one as models of transformers do."""
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "to_json_string", None)):
         return {}
@@ -347,7 +348,7 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return each tensor once, by the first of its names, and dense; parts of others are copied."""
+    """Return each tensor once, under its first name, and dense. Views of other tensors are copied."""
     kept: dict[str, Tensor] = {}
     views, storages = set(), set()
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Elements of the registry as dtypes of torch, and the other way round."""
+"""Converts between elements of the registry and dtypes of torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skuda.registry.errors import InvalidProblem
 
 
 def torch_dtype(element: ElementKind) -> torch.dtype:
-    """Return torch's dtype for what stores an element; packed ones are stored in bytes."""
+    """Return the dtype that stores an element. Packed elements are stored in bytes."""
     found: torch.dtype = getattr(torch, str(storage_dtype(element)))
     return found
 
@@ -21,7 +21,7 @@ def element_of(dtype: torch.dtype) -> ElementKind:
     Raises
     ------
     InvalidProblem
-        If there is none.
+        For a dtype without an element.
     """
     found = _ELEMENTS.get(dtype)
     if found is None:

@@ -1,4 +1,4 @@
-"""Fewer launches for a model of int8 layers: joined products, and norms and gates that write codes."""
+"""`fuse_`: fewer launches for a model of int8 layers, by joined products, and norms and gates that write codes."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ _CURVES: dict[object, tuple[str, dict[str, str]]] = {
 
 @dataclass(frozen=True)
 class Fusion:
-    """What `fuse_` did.
+    """The report of `fuse_`.
 
     Attributes
     ----------
     fused : dict
-        What was done, by the name of the module.
+        The change, by the name of the module.
     left : dict
-        Why a module stayed as it was, by its name.
+        Why a module did not change, by its name.
     """
 
     fused: Mapping[str, str] = field(default_factory=dict)
@@ -81,30 +81,31 @@ class Fusion:
 def fuse_(model: nn.Module) -> Fusion:
     """Replace known structures of dynamic int8 layers, in place, by modules that need fewer launches.
 
-    - An attention's ``q_proj``, ``k_proj`` and ``v_proj``: the input is quantized once, for one product.
+    - ``q_proj``, ``k_proj`` and ``v_proj`` of an attention: one quantization of the input and one product.
     - A gated MLP, ``down_proj(act(gate_proj(x)) * up_proj(x))`` or with one ``gate_up_proj``, with SiLU or GELU: one
-      product, the gated activation as codes, and the last product.
-    - A decoder layer of both, with an RMSNorm or LayerNorm before each: the norms write codes, and the second one adds
+      product, a gated activation that writes codes, and the last product.
+    - A decoder layer of both, with an RMSNorm or LayerNorm before each: the norms write codes, and the second norm adds
       the residual.
 
-    Each is found by the names of its layers, and proven by the source of ``forward``; see `skuda.torch.fused` for what
-    is computed. What is not proven stays as it was. The names in ``state_dict`` stay, too, so a fused model is saved as
-    it was before, and loads what was saved before or after; its tensors are views of joined ones.
+    A structure is found by the names of its layers, and checked in the source of ``forward``. If the check fails, the
+    structure does not change. `skuda.torch.fused` says what the new modules compute. The names in ``state_dict`` do not
+    change: a fused model can be saved, and can load checkpoints of fused and unfused models. Its tensors are views of
+    joined tensors.
 
     Parameters
     ----------
     model : Module
-        After `quantize_`. Where it is the structure itself, its class changes, too.
+        A model after `quantize_`. If the model is itself such a structure, its class changes.
 
     Returns
     -------
     Fusion
-        What was done and what was left; its ``str`` is short.
+        The changes, and the modules that did not change.
 
     Raises
     ------
     InvalidProblem
-        If `model` is none.
+        If `model` is not a module.
     """
     check_model("fuse_", model, None)
     fused: dict[str, str] = {}
@@ -131,7 +132,7 @@ def fuse_(model: nn.Module) -> Fusion:
 
 
 def _matters(module: nn.Module) -> bool:
-    """Whether fusing a module would have saved a launch: it holds int8 layers."""
+    """Whether fusing a module would save a launch, because it holds int8 layers."""
     return any(isinstance(child, Int8Linear) for child in module.modules())
 
 
@@ -185,12 +186,12 @@ def _fuse_layer(module: nn.Module, _held: Counter[int]) -> str:
 
 
 def _norm(layer: nn.Module, name: str) -> NormForm:
-    """Return which op computes a norm.
+    """Return how an op computes a norm.
 
     Raises
     ------
     NotProven
-        If none does.
+        If no op computes it.
     """
     norm = getattr(layer, name)
     try:
@@ -216,7 +217,7 @@ def _curve(act: nn.Module) -> object:
     Raises
     ------
     NotProven
-        If it is none of those that the ops have.
+        If no op has this activation.
     """
     forward = Forward(act)
     if type(act) is nn.SiLU:
@@ -241,7 +242,7 @@ def _layers(module: nn.Module, names: tuple[str, ...], held: Counter[int]) -> tu
     Raises
     ------
     NotProven
-        If one is missing or something else, is called in another way, or cannot be joined with the others.
+        If a layer is missing, has another class, is called differently, or cannot be joined with the others.
     """
     layers = []
     for name in names:
@@ -261,7 +262,7 @@ def _check_called(*modules: nn.Module) -> None:
 
 
 def _join(module: nn.Module, names: tuple[str, ...], layers: tuple[DynamicLinear, ...], joined_name: str) -> None:
-    """Put one layer into a module, and its parts into the places of those that it joins."""
+    """Put a joined layer into a module, and its parts in place of the original layers."""
     first = layers[0]
     for name, layer in zip(names, layers, strict=True):
         pairs = [(first.weight, layer.weight), (first.weight_scale, layer.weight_scale), (first.bias, layer.bias)]

@@ -1,15 +1,15 @@
-"""Modules of a transformer block that need fewer launches, as subclasses of the modules that they replace.
+"""Modules of a transformer block that need fewer launches. They are subclasses of the modules that they replace.
 
-`skuda.torch.fuse_` changes the class of a module in place, so hooks, attributes and the names of parameters stay, and
-``isinstance`` holds. Their values:
+`skuda.torch.fuse_` changes the class of a module in place, so hooks, attributes, the names of parameters and
+``isinstance`` stay as they are. The results:
 
-- A product of joined weights has the bits of the products that it joins.
-- Norms and gated activations follow `rms_norm_quantize`, `layer_norm_quantize`, `silu_mul_quantize` and
-  `gelu_mul_quantize`, which round once where the modules of torch round several times.
+- A product of joined weights has the bits of the separate products.
+- Norms and gated activations are those of `rms_norm_quantize`, `layer_norm_quantize`, `silu_mul_quantize` and
+  `gelu_mul_quantize`, which round once where torch's modules round several times.
 
-The fused ops have no gradient, and autocast does not reach into them. So where gradients are recorded, under autocast,
-where a norm's weight has another dtype than its input, and where a layer gets an argument by its former name, the
-original ``forward`` runs.
+The fused ops have no gradient and do not follow autocast. The original ``forward`` therefore runs if gradients are
+recorded, under autocast, if a norm's weight and input differ in dtype, and if a layer gets an argument by its former
+name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Fused(nn.Module):
     Attributes
     ----------
     fused_form : AttentionForm, MLPForm or LayerForm
-        What the original is made of.
+        The parts of the original.
     """
 
     fused_form: Any
@@ -46,7 +46,7 @@ class Fused(nn.Module):
 
     @abstractmethod
     def warm(self, rows: Tensor) -> None:
-        """Run every op that is not in the original on rows of shape (rows, width), so that its kernel is ready."""
+        """Run the ops that the original lacks on a tensor of shape (rows, width), so their kernels are ready."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _empty, type(self).__bases__, vars(self).copy()
@@ -56,7 +56,7 @@ _CLASSES: dict[tuple[type, type], type[Fused]] = {}
 
 
 def fused_class(kind: type[Fused], original: type[nn.Module]) -> type[Fused]:
-    """Return the subclass of `original` that runs as `kind`, always the same."""
+    """Return the subclass of `original` that runs as `kind`. The same arguments give the same class."""
     made = type(f"Fused{original.__name__}", (kind, original), {"__module__": kind.__module__})
     return _CLASSES.setdefault((kind, original), made)
 
@@ -68,19 +68,19 @@ def _empty(kind: type[Fused], original: type[nn.Module]) -> Fused:
 
 
 class AttentionForm(NamedTuple):
-    """An attention: the name of its first parameter, and that of the child whose product comes first."""
+    """An attention: the name of its first parameter, and of the child with the first product."""
 
     input: str
     joined: str
 
 
 class FusedAttention(Fused):
-    """An attention that quantizes its input once, for one product; all that follows is the original."""
+    """An attention with one quantization and one product for queries, keys and values. The rest is the original."""
 
     fused_form: AttentionForm
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the original returns; its first argument may be `Quantized`."""
+        """Return the result of the original. The first argument may be `Quantized`."""
         form = self.fused_form
         joined = getattr(self, form.joined)
         if args:
@@ -102,11 +102,11 @@ class MLPForm(NamedTuple):
     op : str
         The op of the activation.
     fields : dict
-        More fields of it.
+        Further fields of the op.
     split : bool
-        Whether the original's gates and ups are layers of their own.
+        Whether gates and ups are separate layers in the original.
     group : Group, optional
-        The ranks that share it: each has some columns of the gated product, whose rows have the scales of whole rows.
+        The ranks that share the layer. Each has some columns of the gated product; scales are those of whole rows.
     """
 
     joined: str
@@ -118,12 +118,12 @@ class MLPForm(NamedTuple):
 
 
 class FusedGatedMLP(Fused):
-    """A gated feed-forward layer: gates and ups as one product, their gated product as codes, and the last product."""
+    """A gated feed-forward layer: one product for gates and ups, a gated activation that writes codes, a product."""
 
     fused_form: MLPForm
 
     def forward(self, x: Tensor | Quantized) -> Tensor:
-        """Return the layer's output, of the shape of its input."""
+        """Return the layer's output. It has the shape of the input."""
         form = self.fused_form
         joined = getattr(self, form.joined)
         if not isinstance(x, Quantized):
@@ -141,12 +141,12 @@ class FusedGatedMLP(Fused):
         return projected(down, Quantized(codes, scale, gate_up.dtype))
 
     def warm(self, rows: Tensor) -> None:
-        """Run it all."""
+        """Run the whole layer."""
         self(rows)
 
 
 class NormForm(NamedTuple):
-    """How a norm is computed by one of the ops.
+    """How an op computes a norm.
 
     Attributes
     ----------
@@ -155,9 +155,9 @@ class NormForm(NamedTuple):
     op : str
         ``rms_norm_quantize`` or ``layer_norm_quantize``.
     eps : str
-        Name of the norm's attribute.
+        Name of the norm's attribute that holds epsilon.
     vectors : tuple of str
-        Which of ``weight`` and ``bias`` it has.
+        The norm's parameters, of ``weight`` and ``bias``.
     """
 
     name: str
@@ -166,24 +166,24 @@ class NormForm(NamedTuple):
     vectors: tuple[str, ...]
 
     def held(self, layer: nn.Module) -> dict[str, Tensor]:
-        """Return the norm's vectors by name."""
+        """Return the norm's parameters by name."""
         norm = getattr(layer, self.name)
         return {name: getattr(norm, name) for name in self.vectors}
 
 
 class LayerForm(NamedTuple):
-    """A layer of a decoder, h = x + attention(norm(x)) and h + mlp(norm(h)).
+    """A decoder layer: h = x + attention(norm(x)), then h + mlp(norm(h)).
 
     Attributes
     ----------
     attention, mlp : str
         Names of the children.
     norms : tuple of NormForm
-        Of the attention and of the MLP.
+        The norms of the attention and of the MLP.
     defaults : dict
-        The original's other parameters, in their order, which the attention gets.
+        The original's other parameters in order, which go to the attention.
     renamed : frozenset of str
-        Former names of these.
+        Former names of these parameters.
     """
 
     attention: str
@@ -194,12 +194,12 @@ class LayerForm(NamedTuple):
 
 
 class FusedDecoderLayer(Fused):
-    """A layer of a decoder whose norms write codes, the second one after adding the residual."""
+    """A decoder layer whose norms write codes. The second norm first adds the residual."""
 
     fused_form: LayerForm
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the layer's output, of the shape of its input."""
+        """Return the layer's output. It has the shape of the input."""
         form = self.fused_form
         if not self._serves(hidden_states) or any(name in kwargs for name in form.renamed):
             return super().forward(hidden_states, *args, **kwargs)
@@ -215,7 +215,7 @@ class FusedDecoderLayer(Fused):
         return int(getattr(self, self.fused_form.attention).width)
 
     def warm(self, rows: Tensor) -> None:
-        """Run all but the attention between its products."""
+        """Run everything except the attention between its products."""
         form = self.fused_form
         first, _ = self._norm(form.norms[0], rows)
         attention = getattr(self, form.attention)
@@ -230,7 +230,7 @@ class FusedDecoderLayer(Fused):
         return not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (x, *vectors))
 
     def _norm(self, form: NormForm, x: Tensor, residual: Tensor | None = None) -> tuple[Quantized, Tensor]:
-        """Return the codes of a norm, and the sum of its input and the residual, which is then normalized."""
+        """Return the codes of a norm, and the sum of input and residual, which the norm normalizes."""
         eps = float(getattr(getattr(self, form.name), form.eps))
         op = getattr(torch.ops.skuda, form.op).default
         codes, scale, *total = op(x, residual=residual, eps=eps, **form.held(self), **_CODES)

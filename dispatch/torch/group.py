@@ -1,4 +1,4 @@
-"""`TorchGroup`: ranks that torch.distributed joins, over NCCL on GPUs and gloo on CPUs."""
+"""`TorchGroup`: a group over torch.distributed, with NCCL on GPUs and gloo on CPUs."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ from skuda.torch.peers import SPARE_MULTIPROCESSORS, Peers, SymmetricMemory
 Result = TypeVar("Result")
 
 _LOOK = 0.05
-"""Seconds between two looks for what other ranks report."""
+"""Seconds between two looks at the reports of other ranks."""
 _LEAST_COPIED = 1 << 21
-"""Bytes from one rank to another from which on copy engines are used: they take longer to start than a kernel."""
+"""Least bytes from one rank to another for copy engines, which take longer to start than a kernel."""
 
 
 class TorchGroup:
     """A `skuda.dispatch.shard.Group` over a process group of torch.distributed.
 
-    Arrays are tensors on the devices of the group's backend; on gloo, arrays of NumPy as well. Collectives can be
-    captured in CUDA graphs; those that are not merely started are traced by ``torch.compile``, too. On NCCL, what is
-    started runs on a stream of the process group, and waiting makes the current stream wait, not the host.
+    Arrays are tensors on the devices of the group's backend, or NumPy arrays on gloo. Collectives can be captured in
+    CUDA graphs. ``torch.compile`` can trace all but ``start_sum_rows`` and ``start_gather``. On NCCL, a started
+    collective runs on a stream of the process group. Waiting for it makes the current stream wait, not the host.
 
     Parameters
     ----------
     group : ProcessGroup, DeviceMesh of one dimension, or None
-        The ranks; None for the default group. All of them make the `TorchGroup`.
+        The ranks. None means the default group. Every rank makes the `TorchGroup`.
     check_calls : bool or None
-        Whether ranks compare, before every layer, that they run the same one. None for yes on CPUs and no on GPUs,
-        where it would make the host wait; asked for there, it goes through a group of its own on the CPU. Nothing is
-        compared while a CUDA graph is captured or ``torch.compile`` traces.
+        Whether the ranks check before every layer that all of them run the same layer. None means yes on CPUs and no on
+        GPUs, where the host would have to wait; the check then uses a separate group on the CPU. There is no check
+        while a CUDA graph is captured or ``torch.compile`` traces.
     copies : bool or None
-        Whether GPUs copy large rows straight into each other's memory, beside kernels that compute, rather than through
-        NCCL, whose kernels take multiprocessors. None for yes where all ranks are on one host, and torch's symmetric
-        memory can be had there. As NCCL's, exchanges must not run at the same time: layers of a group run on one
-        stream, or on streams that wait for each other.
+        Whether copy engines write large rows straight into the memory of other GPUs, instead of NCCL, whose kernels
+        occupy multiprocessors. None means yes if all ranks are on one host with torch's symmetric memory. As with NCCL,
+        exchanges must not run at the same time: the layers of a group run on one stream, or on streams that wait for
+        each other.
     patience : float
-        Seconds that a rank whose collective failed waits for the others to report the same, before it names those that
-        have not. Collectives themselves wait as long as the process group's timeout.
+        Seconds that a rank whose collective failed waits for the reports of the others, before it names the ranks that
+        did not report. Collectives have the timeout of the process group.
 
     Raises
     ------
     InvalidProblem
-        For another kind of group, one that this process is not in, and `copies` where there are no GPUs of one host.
+        For an invalid group, a group without this process, or `copies=True` if not all ranks are GPUs of one host.
     """
 
     def __init__(
@@ -92,25 +92,25 @@ class TorchGroup:
 
     @property
     def rank(self) -> int:
-        """The number of this rank, from 0."""
+        """The number of this rank, counted from 0."""
         return self._rank
 
     @property
     def count(self) -> int:
-        """Ranks."""
+        """The number of ranks."""
         return self._count
 
     @property
     def spare_multiprocessors(self) -> int:
-        """Multiprocessors that a product leaves free for what it hides; 0 where that would need too many."""
+        """Multiprocessors that a product leaves free for the exchange beside it. 0 if the exchange needs too many."""
         return 0 if self._peers is None else SPARE_MULTIPROCESSORS
 
     def exchange(self, text: str) -> tuple[str, ...]:
-        """Return the texts of all ranks, in their order."""
+        """Return the texts of all ranks, in rank order."""
         return self._exchanged(text, self.process_group, self._device)
 
     def agree(self, what: str) -> None:
-        """Refuse to go on where another rank is about to do something else; see `check_calls`."""
+        """Check that all ranks are about to do the same; see `check_calls`."""
         if self._checks is None or torch.compiler.is_compiling() or _captures():
             return
         digest = torch.frombuffer(bytearray(hashlib.sha256(what.encode()).digest()), dtype=torch.uint8)
@@ -121,31 +121,31 @@ class TorchGroup:
             raise GroupMismatch("call", differing(texts))
 
     def max(self, array: Any) -> Any:
-        """Return the maximum over the ranks, element by element; the array may be overwritten."""
+        """Return the maximum over the ranks, element by element. The array may be overwritten."""
         return self._reduced(array, distributed.ReduceOp.MAX)
 
     def sum(self, array: Any) -> Any:
-        """Return the sum over the ranks, s32, element by element; the array may be overwritten."""
+        """Return the s32 sum over the ranks, element by element. The array may be overwritten."""
         return self._reduced(array, distributed.ReduceOp.SUM)
 
     def sum_rows(self, array: Any, sizes: tuple[int, ...]) -> Any:
-        """Return this rank's rows of the sum over the ranks, s32; `sizes` are the rows of each."""
+        """Return this rank's rows of the s32 sum over the ranks. `sizes` has the number of rows of each rank."""
         return self._summed_rows(array, sizes, later=False)()
 
     def gather(self, array: Any, axis: int, sizes: tuple[int, ...]) -> Any:
-        """Return the arrays of all ranks one after the other along axis 0 or 1; `sizes` are theirs along it."""
+        """Concatenate the arrays of all ranks along axis 0 or 1. `sizes` has the length of each array."""
         return self._gathered(array, axis, sizes, None, later=False)()
 
     def start_sum_rows(self, array: Any, sizes: tuple[int, ...]) -> Callable[[], Any]:
-        """Start `sum_rows`, and return a function that waits for its result and returns it."""
+        """Start `sum_rows`. Return a function that waits for the result and returns it."""
         return self._summed_rows(array, sizes, later=True)
 
     def start_gather(self, array: Any, axis: int, sizes: tuple[int, ...], into: Any = None) -> Callable[[], Any]:
-        """Start `gather`, likewise; where an array is given, the result is written into it and it is returned."""
+        """Start `gather` likewise. The result is written into the array `into` if there is one."""
         return self._gathered(array, axis, sizes, into, later=True)
 
     def _reach_each_other(self, *, wanted: bool) -> bool:
-        """Whether all ranks want to, and are GPUs of one host that can write into the memory of those that they see."""
+        """Whether all ranks want copies, and are GPUs of one host that can write into each other's memory."""
         others = [number for number in range(torch.cuda.device_count()) if number != self._device.index]
         reaches = wanted and all(torch.cuda.can_device_access_peer(self._device, number) for number in others)
         hosts = {place.rpartition(" ")[0] for place in self._where}
@@ -212,7 +212,7 @@ class TorchGroup:
         return finish
 
     def _peers_for(self, tensor: Tensor, most_rows: int) -> Peers | None:
-        """Return what copies so many rows of a tensor to each rank; None where NCCL is to, on all ranks alike."""
+        """Return the `Peers` for up to so many rows a rank, or None for NCCL. All ranks get the same answer."""
         size = most_rows * tensor.shape[1:].numel() * tensor.dtype.itemsize
         return None if size < _LEAST_COPIED or torch.compiler.is_compiling() else self._peers
 
@@ -243,19 +243,19 @@ class TorchGroup:
         return tuple(row[:length].tobytes().decode() for row, length in zip(rows, sizes.tolist(), strict=True))
 
     def _told(self, collective: Callable[[], Result]) -> Result:
-        """Return a collective's result; where it fails, say who is missing."""
+        """Return a collective's result. If it fails, name the missing ranks."""
         if torch.compiler.is_compiling():
             return collective()
         try:
             return collective()
-        except RuntimeError as error:  # what torch.distributed raises
+        except RuntimeError as error:  # the error of torch.distributed
             missing, why = self._missing()
             if missing == () and not why:
-                raise  # all ranks are there: it is no question of who
+                raise  # all ranks are there, so no rank is to blame
             raise GroupBroken(missing, f"{why}; torch.distributed said: {error}") from error
 
     def _missing(self) -> tuple[tuple[int, ...], str]:
-        """Report that a collective failed; return the ranks that do not report it, and what is known of them."""
+        """Report a failed collective. Return the ranks that do not report it, and the reason."""
         name = f"skuda/{self.process_group.group_name}/{{}}"
         silent = set(range(self._count)) - {self._rank}
         gone: set[int] = set()
@@ -264,7 +264,7 @@ class TorchGroup:
             store.set(name.format(self._rank), "failed")
             until = time.monotonic() + self._patience
             while silent > gone and time.monotonic() < until:
-                # Asked in this order: a rank may report and then end.
+                # In this order, because a rank may report and then end.
                 gone = {rank for rank in silent if _has_ended(self._where[rank])}
                 silent = {rank for rank in silent if not store.check([name.format(rank)])}
                 gone &= silent
@@ -294,7 +294,7 @@ def _process_group(group: object) -> ProcessGroup:
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:
-    """Return how long collectives on GPUs wait for a rank."""
+    """Return the timeout of collectives on GPUs."""
     options = group._get_backend(torch.device("cuda")).options  # noqa: SLF001  no public way to it
     found: timedelta = options._timeout  # noqa: SLF001
     return found
@@ -305,18 +305,18 @@ def _captures() -> bool:
 
 
 def _tensor(array: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """Return an array as a tensor, and what makes an array of its kind of a tensor."""
+    """Return an array as a tensor, and a function that converts a tensor back."""
     if isinstance(array, Tensor):
         return array, lambda tensor: tensor
     kind = array.dtype
-    if kind.name == "bfloat16":  # torch does not read ml_dtypes, nor does gloo move integers of its size
+    if kind.name == "bfloat16":  # torch does not read ml_dtypes, and gloo does not move integers of this size
         bits = torch.from_numpy(np.ascontiguousarray(array).view(np.int16)).view(torch.bfloat16)
         return bits, lambda tensor: tensor.view(torch.int16).numpy().view(kind)
     return torch.from_numpy(np.ascontiguousarray(array)), lambda tensor: tensor.numpy()
 
 
 def _has_ended(place: str) -> bool:
-    """Whether a process of this host has ended; one of another host, or where that cannot be known, has not."""
+    """Whether a process of this host has ended. False for another host, and if it cannot be known."""
     host, _, process = place.rpartition(" ")
     if host != socket.gethostname() or not Path("/proc/self/stat").exists():
         return False

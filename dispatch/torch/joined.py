@@ -1,4 +1,4 @@
-"""Int8 layers with the same input as one product, and products of rows that are quantized already."""
+"""Joins int8 layers that share an input into one product, and multiplies rows that are quantized already."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Quantized(NamedTuple):
     scale : tensor of shape (...)
         Real units per code of each row.
     dtype : dtype
-        The dtype of what was quantized, and of products with it.
+        The dtype of the original rows, and of the products.
     """
 
     codes: Tensor
@@ -54,14 +54,14 @@ def projected(linear: DynamicLinear, input: Tensor | Quantized) -> Tensor:
 
 
 class JoinedLinear(DynamicLinear):
-    """Layers with the same input as one, their outputs one after the other.
+    """One layer made of layers with the same input. Their outputs follow one another.
 
-    Its buffers are in no ``state_dict``: each `Part` reads and writes its own of them.
+    Its buffers are in no ``state_dict``. Each `Part` reads and writes its own slices of them.
 
     Parameters
     ----------
     weight, weight_scale, bias
-        As in `Int8Linear`, one layer's after the other's.
+        As in `Int8Linear`, concatenated over the layers.
     sizes : tuple of int
         Output channels of each layer.
     """
@@ -84,12 +84,12 @@ class JoinedLinear(DynamicLinear):
         return joined
 
     def held_of(self, number: int, whole: Tensor) -> Tensor:  # noqa: ARG002  others hold less than all of it
-        """Return what this holds of a buffer of one of the layers: all of it."""
+        """Return the part of a layer's buffer that this layer holds: all of it."""
         return whole
 
 
 class Joined(Protocol):
-    """What a `Part` is a part of: a `JoinedLinear`, or what a rank has of one."""
+    """The layer that contains a `Part`: a `JoinedLinear`, or a rank's part of one."""
 
     weight: Tensor
     weight_scale: Tensor
@@ -100,25 +100,25 @@ class Joined(Protocol):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Output channels that this has of each layer."""
+        """Number of output channels held of each layer."""
 
     @property
     def whole_sizes(self) -> tuple[int, ...]:
-        """Output channels of each layer."""
+        """Number of output channels of each layer."""
 
     def held_of(self, number: int, whole: Tensor) -> Tensor:
-        """Return what this holds of a buffer of one of the layers."""
+        """Return the part of a layer's buffer that is held here."""
 
 
 class Part(nn.Module):
-    """One layer of a joined one, under its name: its buffers are views, its input the joined output.
+    """One of the layers of a joined layer, under its old name. Its buffers are views. Its input is the joined output.
 
     Parameters
     ----------
     joined : JoinedLinear, or a rank's part of one
-        Held by another module.
+        The joined layer, which belongs to another module.
     number : int
-        Which of its layers.
+        The index of the layer in it.
     """
 
     def __init__(self, joined: Joined, number: int) -> None:
@@ -130,12 +130,12 @@ class Part(nn.Module):
 
     @property
     def joined(self) -> Joined:
-        """The layer that this is a part of."""
+        """The joined layer."""
         return self._joined[0]
 
     @property
     def whole(self) -> tuple[int, int]:
-        """N and K of the layer, of which `joined` may have less."""
+        """N and K of the whole layer. `joined` may hold less."""
         return self.joined.whole_sizes[self.number], self.joined.in_features
 
     @property
@@ -150,17 +150,17 @@ class Part(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """Of shape (N,), where there is one."""
+        """The bias of shape (N,), or None."""
         bias = self.joined.bias
         return None if bias is None else bias[self.start : self.stop]
 
     def forward(self, joined: Tensor) -> Tensor:
-        """Return its channels of the joined output, a view.
+        """Return this layer's channels of the joined output, as a view.
 
         Raises
         ------
         InvalidProblem
-            For anything else, such as the input of the layer that it was.
+            For any other tensor, such as the input of the original layer.
         """
         channels = self._joined[0].out_features
         if joined.shape[-1] != channels:
@@ -169,11 +169,11 @@ class Part(nn.Module):
         return joined[..., self.start : self.stop]
 
     def extra_repr(self) -> str:
-        """Return its place."""
+        """Return the place in the joined layer."""
         return f"output channels {self.start} to {self.stop} of a joined layer"
 
     def views(self) -> dict[str, Tensor]:
-        """Return its buffers by name."""
+        """Return the buffers by name."""
         named = {name: getattr(self, name) for name in ("weight", "weight_scale", "bias")}
         return {name: view for name, view in named.items() if view is not None}
 
@@ -190,7 +190,7 @@ class Part(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Copy into the joined buffers, also where torch is asked to assign."""
+        """Copy into the joined buffers, even if torch is asked to assign."""
         views = self.views()
         error = not_codes(prefix, state_dict)
         if error is not None:
@@ -213,12 +213,12 @@ class Part(nn.Module):
 
 
 def int8_layers(model: nn.Module) -> Iterator[tuple[str, Int8Linear | Part]]:
-    """Yield the int8 layers of a model by name; of those that are joined, each with the name that it had."""
+    """Yield the int8 layers of a model by name. Joined layers appear one by one, under their old names."""
     for name, module in model.named_modules():
         if isinstance(module, Part) or (isinstance(module, Int8Linear) and not is_joined(module)):
             yield name, module
 
 
 def is_joined(layer: nn.Module) -> bool:
-    """Return whether this is several layers as one, or a rank's part of such."""
+    """Whether this is a joined layer, or a rank's part of one."""
     return JoinedLinear in (type(layer), getattr(layer, "whole_kind", None))

@@ -1,4 +1,4 @@
-"""Which layers of a model can be replaced, and why others cannot."""
+"""Finds the linear layers of a model that can be replaced, and the reasons why others cannot."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from skuda.registry.text import shown
 from skuda.torch.linear import Int8Linear
 
 Filter = Callable[[nn.Module, str], bool]
-"""Says of a layer and its qualified name whether it is selected, as the filters of torchao do."""
+"""A function of a layer and its qualified name that selects layers, like the filters of torchao."""
 
 ALREADY = "it is already int8"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}
-"""Names, because importing the second costs seconds."""
+"""Names instead of classes, because importing the second class takes seconds."""
 _READS_WEIGHTS = (nn.TransformerEncoderLayer,)
-"""Modules of torch that pass the weights of their layers to a fused kernel, and do not call the layers."""
+"""Modules of torch that pass the weights of their layers to a fused kernel instead of calling the layers."""
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -37,7 +37,7 @@ _HOOKS = (
 
 
 def check_model(subject: str, model: object, filter_fn: object) -> None:
-    """Raise `InvalidProblem` unless these are a model and a filter or None."""
+    """Raise `InvalidProblem` unless the arguments are a model, and a filter or None."""
     if not isinstance(model, nn.Module):
         raise InvalidProblem(subject, "model", shown(model), "be a torch.nn.Module")
     if filter_fn is not None and not callable(filter_fn):
@@ -45,20 +45,20 @@ def check_model(subject: str, model: object, filter_fn: object) -> None:
 
 
 def check_count(subject: str, field: str, number: object, least: int = 0) -> None:
-    """Raise `InvalidProblem` unless this is an integer, and not too small."""
+    """Raise `InvalidProblem` unless the number is an integer of at least `least`."""
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
         raise InvalidProblem(subject, field, shown(number), f"be an integer, at least {least}")
 
 
 def linears(model: nn.Module, filter_fn: Filter | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """Return the selected linear layers, float or int8, by name; one of several names is the first."""
+    """Yield the selected linear layers, float or int8, each once, under its first name."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, Int8Linear)) and (filter_fn is None or filter_fn(module, name)):
             yield name, module
 
 
 class Obstacles:
-    """Why layers of a model must stay as they are.
+    """Finds the reasons why layers of a model cannot be replaced.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ class Obstacles:
                 self._inside |= {id(inner): rule for inner in module.children()}
 
     def of(self, linear: nn.Module) -> str | None:
-        """Return why a selected layer must stay as it is, or None."""
+        """Return why a selected layer cannot be replaced, or None."""
         if isinstance(linear, Int8Linear):
             return ALREADY
         found = self._inside.get(id(linear)) or _own_code(linear) or _unfit(linear.weight)
@@ -94,16 +94,16 @@ class Obstacles:
 
 
 def describe_saving(model: nn.Module) -> None:
-    """Let `save_pretrained` of models of transformers write the scheme of the int8 layers that they now have.
+    """Let `save_pretrained` of models of transformers write the scheme of their int8 layers.
 
-    Without it the codes would be written alone, and be read as weights of floating point.
+    Without the scheme, a reader would take the codes for weights in floating point.
     """
     loaded = sys.modules.get("transformers.modeling_utils")
     kind = getattr(loaded, "PreTrainedModel", None)
     if kind is None or not any(isinstance(module, kind) for module in model.modules()):
         return
     try:
-        bridge = importlib.import_module("skuda.torch.transformers")  # by name: it stands above this module
+        bridge = importlib.import_module("skuda.torch.transformers")  # by name, because it imports this module
     except ImportError:
         text = "save_pretrained cannot write int8 layers with this version of transformers; use skuda.torch.save"
         warnings.warn(f"{text}, or: pip install 'skuda[transformers]'", stacklevel=3)
@@ -112,12 +112,12 @@ def describe_saving(model: nn.Module) -> None:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Return whether a module has hooks."""
+    """Whether a module has hooks."""
     return any(getattr(module, name, None) for name in _HOOKS)
 
 
 def _own_code(linear: nn.Module) -> str | None:
-    """Return what a layer does beside a product, which a replacement would lose."""
+    """Return what a layer does besides a product, because a replacement would not do it; or None."""
     if type(linear) is not nn.Linear and not hasattr(linear, "to_int8"):
         if nn.utils.parametrize.is_parametrized(linear):
             return "it has parametrizations: remove them first (torch.nn.utils.parametrize)"
@@ -135,7 +135,7 @@ def _own_code(linear: nn.Module) -> str | None:
 
 
 def _unfit(weight: Tensor) -> str | None:
-    """Return why there is no int8 form of a weight here."""
+    """Return why a weight has no int8 form here, or None."""
     if weight.is_meta:
         return "its weight is on the meta device: load it first"
     if type(weight) not in (nn.Parameter, Tensor):
@@ -152,7 +152,7 @@ def _unfit(weight: Tensor) -> str | None:
 
 
 def _memory(parameter: Tensor) -> object:
-    """Return what two parameters have in common if they are tied, or None if that cannot be known."""
+    """Return a value that is equal for tied parameters, or None if it cannot be known."""
     if parameter.is_meta or parameter.layout is not torch.strided or type(parameter) is not nn.Parameter:
         return None
     return (parameter.device, parameter.data_ptr(), parameter.shape) if parameter.numel() else None

@@ -1,9 +1,9 @@
-"""Linear layers whose product runs in int8: modules that hold codes and scales as buffers.
+"""Linear layers whose product runs in int8: modules with codes and scales as buffers.
 
-The buffers have the names, dtypes and shapes of the compressed-tensors format, so that ``state_dict`` is what a
-checkpoint holds: `weight` s8 [N, K], `weight_scale` [N, 1], `input_scale` [1]. Scales keep their dtype when a module is
-cast: `model.bfloat16()` must not change what codes mean. Inputs may have any leading axes; under autocast they are cast
-as torch casts those of `torch.nn.functional.linear`.
+The buffers have the names, dtypes and shapes of the compressed-tensors format, so ``state_dict`` has the tensors of a
+checkpoint: `weight` s8 [N, K], `weight_scale` [N, 1], `input_scale` [1]. Casting a module, as `model.bfloat16()` does,
+does not cast scales, because that would change the meaning of the codes. Inputs may have any number of leading axes.
+Under autocast they are cast like the inputs of `torch.nn.functional.linear`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _SCALED_LINEAR = torch.ops.skuda.scaled_linear.default
 _MOST_KEPT = 4096
 
 Call = tuple[str, dict[str, Any]]
-"""Name and arguments of a call of one of the ops."""
+"""Name and arguments of a call of an op."""
 
 Arguments = tuple[tuple[Tensor | None, ...], dict[str, Any]]
-"""Tensors of a call in the order of the op's schema, and fields by keyword: torch takes tensors by keyword slowly."""
+"""Tensors of a call in the order of the op's schema, since torch is slow with keywords, and fields by keyword."""
 
 
 class Int8Linear(nn.Module):
-    """The base of the linear layers.
+    """The base class of the int8 linear layers.
 
     Parameters
     ----------
@@ -57,9 +57,9 @@ class Int8Linear(nn.Module):
     op: ClassVar[str]
     """The op of the product."""
     sharded: ClassVar[bool] = False
-    """Whether it is a rank's part of a layer."""
+    """Whether the layer is a rank's part of a whole layer."""
     whole_kind: type[Int8Linear] | None = None
-    """Of a rank's part of a layer: what the whole layer is; None if it is of a class that is not known here."""
+    """The class of the whole layer, for a rank's part. None for a class that is unknown here."""
     weight: Tensor
     weight_scale: Tensor
     bias: Tensor | None
@@ -85,11 +85,11 @@ class Int8Linear(nn.Module):
         raise InvalidProblem(type(self).__name__, name, f"{tensor.dtype} of shape {list(tensor.shape)}", rule)
 
     def _hold_zero(self) -> None:
-        """Register a zero point of 0, which is in no checkpoint."""
+        """Register a zero point of 0 that is not saved in checkpoints."""
         self.register_buffer("zero", torch.zeros(1, dtype=torch.int32, device=self.weight.device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002  torch's signature
-        """Move the buffers; scales are not cast."""
+        """Move the buffers without casting scales."""
         held = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, before in held.items():
@@ -99,7 +99,7 @@ class Int8Linear(nn.Module):
             if _is_scale(name) and after.dtype is not before.dtype:
                 self._buffers[name] = before.to(after.device)
             elif name == "zero":
-                self._hold_zero()  # `to_empty` would leave anything
+                self._hold_zero()  # `to_empty` leaves it uninitialized
         return self
 
     def _load_from_state_dict(
@@ -112,7 +112,7 @@ class Int8Linear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load the buffers; a weight that is no codes is an error, as rounding it to codes would lose it."""
+        """Load the buffers. A weight that does not hold codes is an error, because rounding would lose it."""
         error = not_codes(prefix, state_dict)
         if error is not None:
             error_msgs.append(error)
@@ -121,14 +121,14 @@ class Int8Linear(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         if "zero" in self._buffers and self._buffers["zero"].device != self.weight.device:  # type: ignore[union-attr]
-            self._hold_zero()  # others were assigned, as to a layer that was made without data
+            self._hold_zero()  # the other buffers were assigned, as for a layer that was made without data
 
     def _held(self, name: str) -> Any:
-        """Return a buffer: torch finds one by its attribute slowly, and a parametrization makes it a property."""
+        """Return a buffer. Reading the attribute is slow in torch. A parametrized buffer is a property."""
         return self._buffers[name] if name in self._buffers else getattr(self, name)
 
     def _taken(self, input: Tensor) -> Tensor:
-        """Return an input as the op takes it; refuse one of another width, for which the op would blame the weight."""
+        """Return an input as the op takes it. Check its width, because the op would blame the weight."""
         if input.shape[-1:] != (self.in_features,):
             had = f"shape {list(input.shape)}"
             raise InvalidProblem(type(self).__name__, "input", had, f"have shape [..., {self.in_features}]")
@@ -136,32 +136,32 @@ class Int8Linear(nn.Module):
 
     @abstractmethod
     def _arguments(self, input: Tensor) -> Arguments:
-        """Return what the op takes for an input."""
+        """Return the arguments of the op for an input."""
 
     def _product_of(self, tensors: tuple[Tensor | None, ...], fields: dict[str, Any], seen: Tensor) -> Tensor:
-        """Call the op; `seen` is the tensor that the caller gave."""
+        """Call the op. `seen` is the tensor that the caller passed."""
         overload = _QUANTIZED_LINEAR if self.op == "quantized_linear" else _SCALED_LINEAR
         found: Tensor = OPS[self.op].run(*tensors, **fields) if is_alone(seen) else overload(*tensors, **fields)
         return found
 
     def call(self, input: Tensor) -> Call:
-        """Return the product that serves an input, of which only shape, dtype and device are read."""
+        """Return the call of the op for an input. Only the shape, dtype and device of the input are read."""
         tensors, fields = self._arguments(input)
         names = (argument.name for argument in OPS[self.op].inputs)
         return self.op, dict(zip(names, tensors, strict=False)) | fields
 
     def explain(self, input: Tensor | int = 1) -> Explanation:
-        """Return which kernel serves an input, and why.
+        """Explain the choice of the kernel for an input.
 
         Parameters
         ----------
         input : tensor or int
-            An input of the module, or a number of rows in the dtype of the default.
+            An input of the module, or a number of rows in torch's default dtype.
 
         Raises
         ------
         InvalidProblem
-            For an input that the module does not take.
+            For an input that the module does not accept.
         """
         if not isinstance(input, Tensor):
             if isinstance(input, bool) or not isinstance(input, int) or input < 0:
@@ -171,7 +171,7 @@ class Int8Linear(nn.Module):
         return default_dispatcher().explain(OPS[name].problem(**arguments), device=device_name(self.weight.device))
 
     def extra_repr(self) -> str:
-        """Return the sizes, and the kernel that serves a single row."""
+        """Return the sizes, and the kernel for a single row."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         try:
             kernel = self.explain().chosen
@@ -181,16 +181,16 @@ class Int8Linear(nn.Module):
 
 
 class _Kept(NamedTuple):
-    """What does not change between the calls of a `DynamicLinear`.
+    """Cached facts about the calls of a `DynamicLinear`.
 
     Attributes
     ----------
     weight, scale, bias
-        The buffers that it is for.
+        The buffers that the cache belongs to.
     arrays : dict
-        The op's arguments except the input.
+        The op's arguments other than the input.
     problems : dict
-        The problem by an input's shape and dtype.
+        Problems by shape and dtype of the input.
     """
 
     weight: Tensor
@@ -201,7 +201,7 @@ class _Kept(NamedTuple):
 
     @classmethod
     def make(cls, held: Mapping[str, Tensor | None]) -> _Kept | None:
-        """Return what holds for some buffers; None if a parametrization has made one a property."""
+        """Return a cache for some buffers, or None if a parametrization has made one a property."""
         weight, scale, bias = held.get("weight"), held.get("weight_scale"), held.get("bias")
         if weight is None or scale is None or "bias" not in held:
             return None
@@ -209,7 +209,7 @@ class _Kept(NamedTuple):
         return cls(weight, scale, bias, arrays if bias is None else arrays | {"bias": bias}, {})
 
     def of(self, held: Mapping[str, Tensor | None]) -> bool:
-        """Whether it holds for these buffers; their memory may have been exchanged."""
+        """Whether the cache belongs to these buffers, whose memory may have been exchanged."""
         return (
             self.scale.data_ptr() == self.arrays["weight_scale"].data_ptr()
             and held.get("weight") is self.weight
@@ -219,10 +219,10 @@ class _Kept(NamedTuple):
 
 
 class DynamicLinear(Int8Linear):
-    """W8A8 with a scale per row of the input, found when it runs; symmetric, -127..127.
+    """W8A8 with symmetric codes -127..127 and a scale per row of the input, which is computed at run time.
 
-    Where gradients are recorded, that of the input goes through the dequantized weight (the base of LoRA); see
-    `skuda.torch.autograd.frozen_linear`.
+    The gradient of the input goes through the dequantized weight, for the frozen base of LoRA; see
+    `skuda.torch.autograd.frozen_linear`. The codes get no gradient.
     """
 
     op = "quantized_linear"
@@ -235,7 +235,7 @@ class DynamicLinear(Int8Linear):
         Raises
         ------
         InvalidProblem
-            If the weight is not finite, or no f16, bf16 or f32.
+            If the weight is not finite, or not f16, bf16 or f32.
         """
         return cls(*quantized_weight(linear.weight), linear.bias)
 
@@ -244,7 +244,7 @@ class DynamicLinear(Int8Linear):
         return (input, held("weight"), held("weight_scale").view(-1), None, held("bias")), {}
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's output for an input of shape (..., K), in the input's dtype."""
+        """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
         if not torch.is_grad_enabled() and is_alone(input) and not input.requires_grad:
             return self._served(input)
         input = self._taken(input)
@@ -253,7 +253,7 @@ class DynamicLinear(Int8Linear):
         return self._product_of(*self._arguments(input), seen=input)
 
     def _served(self, input: Tensor) -> Tensor:
-        """Return the output where torch need not see the op; what an input of this shape led to is kept."""
+        """Return the output without torch's dispatcher. The problem of a shape is cached."""
         kept = self._kept
         if kept is None or not kept.of(self._buffers):
             kept = self._kept = _Kept.make(self._buffers)
@@ -273,12 +273,12 @@ class DynamicLinear(Int8Linear):
         return found if matrix is input else found.view(*shape[:-1], self.out_features)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave what is kept out of copies and pickles, which have other buffers."""
+        """Leave the cache out of copies and pickles, which have other buffers."""
         return {**self.__dict__, "_kept": None}
 
 
 class StaticLinear(Int8Linear):
-    """W8A8 with one scale for the whole input, fixed by calibration.
+    """W8A8 with one scale for the whole input, from calibration.
 
     Parameters
     ----------
@@ -287,7 +287,7 @@ class StaticLinear(Int8Linear):
     input_scale : tensor of one element, f32 or narrower
         Real units per code of the (smoothed) input.
     input_zero_point : tensor of one element, s32, optional
-        Code of 0, where that is not 0; the codes are then -128..127.
+        Code of 0, if it is not 0. The codes are then -128..127.
     smooth : tensor of shape (K,), f32, optional
         Divisors of the input's channels.
 
@@ -350,7 +350,7 @@ class StaticLinear(Int8Linear):
         return tensors, {"output_element": str(element_of(dtype)), "act_scale_scope": "tensor"}
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's output for an input of shape (..., K), in the input's dtype."""
+        """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
         input = self._taken(input)
         if torch.is_grad_enabled() and input.requires_grad:
             rule = "be detached, or run under torch.no_grad(): only DynamicLinear passes gradients on"
@@ -359,7 +359,7 @@ class StaticLinear(Int8Linear):
 
 
 class CodesLinear(Int8Linear):
-    """A layer of a chain: takes codes, and returns the codes that the next layer takes.
+    """A layer in a chain: it takes codes, and returns the codes for the next layer.
 
     Parameters
     ----------
@@ -368,11 +368,11 @@ class CodesLinear(Int8Linear):
     input_scale : tensor of one element, f32 or narrower
         Real units per code of the input.
     output_scale : tensor of one element, f32, optional
-        Real units per code of the output, which is then s8; without it the output is real.
+        Real units per code of the output, which is then s8. Without it the output is floating.
     epilogue : str, optional
         ``bias_relu``, ``bias_gelu`` or ``bias_silu``, which need a bias.
     output_element : str
-        Element of a real output.
+        Element of a floating output.
 
     Raises
     ------
@@ -416,14 +416,14 @@ class CodesLinear(Int8Linear):
         }
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return codes of shape (..., N), or real numbers without `output_scale`, for codes of shape (..., K)."""
+        """Return codes of shape (..., N), or floats without `output_scale`, for codes of shape (..., K)."""
         if input.dtype is not torch.int8:
             raise InvalidProblem(type(self).__name__, "input", str(input.dtype), "be the codes, int8")
         return self._product_of(*self._arguments(self._taken(input)), seen=input)
 
 
 def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize a weight of shape (N, K) symmetrically; return s8 codes and a scale per output channel, (N,), f32.
+    """Quantize a weight of shape (N, K) symmetrically. Return s8 codes, and an f32 scale per output channel, (N,).
 
     Raises
     ------
@@ -441,9 +441,9 @@ def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def autocast(input: Tensor) -> Tensor:
-    """Cast an input as autocast casts those of `torch.nn.functional.linear`."""
+    """Cast an input as autocast casts the inputs of `torch.nn.functional.linear`."""
     kind = input.device.type
-    # torch knows no autocast of tensors without data, and raises if it is asked.
+    # torch has no autocast for tensors without data, and raises if asked about it.
     enabled = kind != "meta" and torch.is_autocast_enabled(kind)
     if enabled and input.is_floating_point() and input.dtype is not torch.float64:
         return input.to(torch.get_autocast_dtype(kind))
@@ -451,7 +451,7 @@ def autocast(input: Tensor) -> Tensor:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the dispatcher's name of a device; ``cpu`` for the meta device."""
+    """Return the dispatcher's name of a device. It is ``cpu`` for the meta device."""
     if device.type != "cuda":
         return "cpu"
     return f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"

@@ -1,4 +1,4 @@
-"""One op of the registry as an op of torch: its schemas, its result for real tensors, and for tensors without data."""
+"""`TensorOp`: an op of the registry as an op of torch, with schemas, for real tensors and for tensors without data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_REMEMBERED = 4096
 _SCALARS = {Role.SCALE: "float", Role.ZERO_POINT: "int", Role.VALUE: "float"}
 _LIST = "SymInt[]"
 
-# Those of torch that have public names take longer than all of these. They are looked up once: each call pays for it.
+# Looked up once, because every call pays for it. Torch's public functions take longer than all of these together.
 _compiles = torch.compiler.is_compiling
 _casts = _C._is_any_autocast_enabled  # noqa: SLF001
 _dispatch_modes = _C._len_torch_dispatch_stack  # noqa: SLF001
@@ -36,27 +36,27 @@ Shape = tuple[int, ...]
 
 
 class _Seen(NamedTuple):
-    """What a problem follows from, of a tensor; the shape may be symbolic."""
+    """The shape, which may be symbolic, and the dtype of a tensor."""
 
     shape: Shape
     dtype: torch.dtype
 
 
 class _Flattened(NamedTuple):
-    """The problem of a call in which leading axes may stand for rows.
+    """The problem of a call, with leading axes flattened into rows.
 
     Attributes
     ----------
     problem : Descriptor
-        The problem, with the rows along one axis.
+        The flattened problem.
     inputs : dict of str to _Seen
-        Tensors that are given, by name, with their rows along one axis.
+        The given tensors by name, flattened.
     flat : tuple of int or None
-        The shape, in elements, of the arguments that may have any.
+        The shape, in elements, of the arguments that accept any shape.
     results : tuple of Argument
         Outputs in the order of the result.
     shapes : tuple of tuples of int
-        What the caller gets as shapes of these, as stored.
+        The stored shapes that the caller gets for these.
     """
 
     problem: Descriptor
@@ -67,22 +67,22 @@ class _Flattened(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What follows from the shapes, the dtypes and the fields of a call, but not from its device.
+    """The facts about a call that follow from shapes, dtypes and fields, but not from the device.
 
     Attributes
     ----------
     problem : Descriptor
         The problem.
     names : tuple of str
-        The arguments that are given.
+        The given arguments.
     given : tuple of bool
-        Which of all arguments these are.
+        For every argument, whether it is given.
     irregular : bool
-        Whether a tensor requires grad or is not contiguous, so that it has to be looked at.
+        Whether a tensor requires grad or is not contiguous, so that every call must check it.
     rows : dict of str to tuple of int
-        Shapes to give to the tensors that have leading axes for rows.
+        Flattened shapes of the tensors with leading axes.
     shapes : tuple of tuples of int
-        Shapes to give to the results; empty where they have them.
+        Shapes to give to the results. Empty if the results have them already.
     """
 
     problem: Descriptor
@@ -99,16 +99,16 @@ class TensorOp:
     Parameters
     ----------
     op : Op
-        The op; it has cases, and its first input is a tensor.
+        The op. It must have cases, and its first input must be a tensor.
 
     Attributes
     ----------
     name : str
         Its name in ``torch.ops.skuda``.
     inputs : tuple of Argument
-        What is passed as a tensor, in the order of the schema.
+        The inputs that are tensors, in the order of the schema.
     outputs : tuple of Argument
-        What is returned, as far as a problem has it.
+        The results. A problem may have only some of them.
     """
 
     def __init__(self, op: Op) -> None:
@@ -123,7 +123,7 @@ class TensorOp:
         self._several = op.descriptor.result is not None
         self._varies = not {a.name for a in self.outputs} <= always
         packed = {a.name for case in op.cases for a in case.problem.arguments() if a.elements[0].is_packed}
-        # What follows from a tensor that every call has, and that shows its sizes.
+        # Fields that follow from a tensor that every call has and that is not packed.
         shows = always.intersection(self._names) - packed
         left_out = {"op", *(f"has_{name}" for name in self._names)}
         self._types = {
@@ -142,7 +142,7 @@ class TensorOp:
 
     @property
     def schemas(self) -> dict[str, str]:
-        """The schemas by qualified name: with tensors only and, where there is a scalar, with plain numbers for it."""
+        """The schemas by qualified name: one with tensors only and, if there is a scalar, one with plain numbers."""
         fields = [f"{kind}? {name}=None" for name, kind in self._types.items()]
         keywords = ["*", *fields] if fields else []
         result = "Tensor"
@@ -179,16 +179,16 @@ class TensorOp:
         Parameters
         ----------
         *arguments
-            The inputs, in their order; None for one that is left out.
+            The inputs in order. None means left out.
         **fields
-            Fields of the descriptor, as torch passes them: it has converted each to its type in the schema.
+            Fields of the descriptor. Torch has converted each to its type in the schema.
 
         Raises
         ------
         InvalidProblem
-            For a bad argument, and for a tensor that requires grad where gradients are recorded.
+            For a bad argument, and for a tensor that requires grad while gradients are recorded.
         Unsupported
-            If no kernel can serve it.
+            If no kernel can serve the problem.
         """
         key: tuple[Any, ...] = ()
         if fields:
@@ -214,7 +214,7 @@ class TensorOp:
         return self._returned(results)
 
     def problem(self, **named: Any) -> Descriptor:
-        """Return the problem of a call; only shapes and dtypes of its tensors are read.
+        """Return the problem of a call. Only the shapes and dtypes of tensors are read.
 
         Raises
         ------
@@ -225,12 +225,12 @@ class TensorOp:
         return self._flattened(self._given([named.get(name) for name in self._names], fields)).problem
 
     def fake(self, *arguments: Any, **fields: Any) -> Any:
-        """Return empty tensors of the result's shapes and dtypes; sizes may be symbolic.
+        """Return empty tensors with the shapes and dtypes of the result. Sizes may be symbolic.
 
         Raises
         ------
         InvalidProblem
-            For what `run` would refuse, as far as shapes, dtypes and devices show it.
+            If `run` would refuse the shapes, dtypes or devices.
         """
         given = self._given(arguments, fields)
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
@@ -251,7 +251,7 @@ class TensorOp:
         return self._returned(results) if self._several else results[0]
 
     def _check(self, call: _Flattened) -> None:
-        """Raise `InvalidProblem` for a tensor whose shape or dtype the problem does not take."""
+        """Raise `InvalidProblem` for a tensor of a wrong shape or dtype."""
         arguments = {argument.name: argument for argument in call.problem.arguments()}
         rules.refuse_unknown(self.name, arguments.values(), call.inputs)
         for name, each in call.inputs.items():
@@ -278,7 +278,7 @@ class TensorOp:
         return call
 
     def _given(self, arguments: Sequence[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a call gives, by name."""
+        """Return the given arguments and fields by name."""
         found = (*zip(self._names, arguments, strict=False), *fields.items())
         return {n: tuple(value) if isinstance(value, list) else value for n, value in found if value is not None}
 
@@ -311,9 +311,9 @@ class TensorOp:
         return _Flattened(problem, inputs, whole, results, tuple(shapes))
 
     def _leading(self, given: Mapping[str, Any]) -> dict[str, int]:
-        """Return the arguments and outputs whose leading axes are rows, with the number of their other axes.
+        """Return the arguments and outputs whose leading axes are rows, with their number of other axes.
 
-        Empty where all are matrices.
+        Empty if all are matrices.
         """
         first = self._first(given)
         if not self._rows or len(first) in (0, 2):
@@ -334,7 +334,7 @@ class TensorOp:
         raise InvalidProblem(self.name, self._names[0], "nothing", "be given, as a tensor")
 
     def _dense(self, name: str, value: Any) -> Any:
-        """Return a tensor as kernels take it: without a gradient, and each row dense."""
+        """Return a tensor as kernels take it: without a gradient, and with dense rows."""
         if not isinstance(value, Tensor):
             return value
         if value.requires_grad:
@@ -352,9 +352,9 @@ class TensorOp:
 
 
 def is_alone(tensor: Tensor) -> bool:
-    """Whether torch would do nothing with a call but run a kernel: it casts, compiles, traces, maps, profiles nothing.
+    """Whether torch would only run the kernel: it does not cast, compile, trace, map or profile.
 
-    Calling `TensorOp.run` itself then saves the microseconds of torch's dispatcher.
+    Calling `TensorOp.run` directly then saves the time of torch's dispatcher.
     """
     return (
         not _compiles()
@@ -371,12 +371,12 @@ def is_alone(tensor: Tensor) -> bool:
 
 
 def refuse_gradient(op: str, name: str) -> None:
-    """Raise `InvalidProblem` for a tensor that requires grad, if gradients are recorded."""
+    """Raise `InvalidProblem` for a tensor that requires grad while gradients are recorded."""
     if torch.is_grad_enabled():
         rule = "be detached, or used under torch.no_grad(): this op has no gradient; those of skuda.torch.autograd have"
         raise InvalidProblem(op, name, "a tensor that requires grad", rule)
 
 
 def _shaped(tensor: Tensor, shape: Shape) -> Tensor:
-    # torch reads separate sizes faster than a tuple of them, but they cannot be none.
+    # Separate sizes are faster in torch than a tuple, but there must be at least one.
     return tensor.reshape(*shape) if shape else tensor.reshape(())

@@ -1,18 +1,16 @@
 """Every op of the registry that takes a tensor, as an op of torch: ``torch.ops.skuda.<name>``.
 
-The schemas are generated from the registry. An op's inputs come first, as tensors; then, by keyword, the fields of its
-descriptor that do not follow from the tensors of every call; those that are left out have a default, or follow from the
-tensors of this one, as in `skuda.ops`. Nothing is mutated: outputs are new tensors. An op whose number of outputs
-depends on the problem returns a list, in the order of its result.
+The schemas are generated from the registry. The inputs of an op come first, as tensors. The fields of its descriptor
+follow, by keyword. A field can be left out if it has a default or follows from the tensors, as in `skuda.ops`. The ops
+mutate nothing; outputs are new tensors. An op whose number of outputs depends on the problem returns a list.
 
-Where an argument has one row per token, it may have any number of leading axes instead; outputs get the same ones. A
-tensor whose rows are not dense is copied first, as torch does. Where an op takes one scale or zero point for
-everything, it takes a tensor of one element, or with the overload ``number`` plain numbers, which do not have to be
-read from the device.
+An argument with one row per token may have any number of leading axes, and outputs get the same axes. A tensor whose
+rows are not dense is copied first, as torch does. A single scale or zero point is a tensor of one element, or with the
+overload ``number`` a plain number, which need not be read from the device.
 
-CUDA tensors are served by what the dispatcher selects, CPU tensors by the ``numpy`` backend, with the same bits. There
-is no gradient here: see `skuda.torch.autograd`. A tensor that requires grad is refused where gradients are recorded;
-derivatives that `torch.func` or forward mode take do not show in it and are 0.
+The dispatcher serves CUDA tensors, and the ``numpy`` backend CPU tensors, with the same bits. These ops have no
+gradient; see `skuda.torch.autograd`. A tensor that requires grad is refused while gradients are recorded. Derivatives
+by `torch.func` or forward mode cannot be detected, and are 0.
 """
 
 from __future__ import annotations
@@ -31,12 +29,11 @@ from skuda.torch.op import TensorOp, refuse_gradient
 
 NAMESPACE = "skuda"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
-"""What the ops are registered in; it lives as long as the process."""
+"""The library of the ops. It lives as long as the process."""
 
-# Values and layout of every result follow from the values of the inputs, not from their strides, and results are always
-# contiguous. So Inductor may pass inputs as they lie in memory: with torch's default for the ops of others,
-# `needs_exact_strides`, it would copy those that it lays out differently from eager execution. Nothing is mutated and
-# nothing aliased, so an op whose result is not used may be left out.
+# Results are contiguous and follow from the values of the inputs, not from their strides. So Inductor may pass inputs
+# in any layout. With torch's default, `needs_exact_strides`, it would copy inputs that it lays out differently from
+# eager execution. The ops mutate and alias nothing, so an op with an unused result may be removed.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 OPS: dict[str, TensorOp] = {}
@@ -48,7 +45,7 @@ def _takes_a_tensor(op: Op) -> bool:
 
 
 def _register(op: Op) -> None:
-    """Make an op known to torch."""
+    """Register an op with torch."""
     made = TensorOp(op)
     for schema in made.schemas.values():
         torch._C.parse_schema(f"{NAMESPACE}::{schema}")  # noqa: SLF001  all overloads or none are defined
@@ -66,23 +63,23 @@ for _op in built_in_registry().ops.values():
 
 
 def register(name: str) -> Any:
-    """Make an op of another package an op of torch; the built-in ones are.
+    """Register an op of another package with torch. The built-in ops are registered already.
 
     Parameters
     ----------
     name : str
-        Name of an op that an installed package registers (entry-point group ``skuda.kernels``).
+        Name of an op of an installed plug-in (entry-point group ``skuda.kernels``).
 
     Returns
     -------
     torch.ops.OpOverloadPacket
-        ``torch.ops.skuda.<name>``. If it is registered already, the same one.
+        ``torch.ops.skuda.<name>``. Calling this twice returns the same one.
 
     Raises
     ------
     InvalidProblem
-        For an unknown op, and for one that torch cannot have: one without cases, from which the schema follows, or
-        without a tensor among its inputs, or whose names are none in torch.
+        For an unknown op, an op without cases (the schema follows from them), without a tensor among its inputs, or
+        with names that torch does not allow.
     """
     known = default_dispatcher().registry.ops
     named: object = name
@@ -111,11 +108,11 @@ def _smooth(input: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     for name, tensor in (("input", input), ("factors", factors)):
         if tensor.requires_grad:
             refuse_gradient("smooth", name)
-    # Contiguous, so that its layout does not depend on the input's; see `TAGS`.
+    # Contiguous, so that the layout does not depend on that of the input; see `TAGS`.
     return (input.to(torch.promote_types(input.dtype, torch.float32)) / factors).contiguous()
 
 
-# An op, because compilers of torch may replace a division by something that is not correctly rounded.
+# An op, because torch's compilers may replace the division by one that is not correctly rounded.
 LIBRARY.define("smooth(Tensor input, Tensor factors) -> Tensor", tags=TAGS)
 for _key in ("CPU", "CUDA"):
     LIBRARY.impl("smooth", _smooth, _key)
@@ -131,7 +128,7 @@ def linear_dynamic(
     epilogue: str | None = None,
     output_element: str | None = None,
 ) -> torch.Tensor:
-    """Return a linear layer of real activations: each row is quantized with its own scale, then multiplied in int8.
+    """Return the output of a linear layer: quantize each row with its own scale, then multiply in int8.
 
     Parameters
     ----------
@@ -140,9 +137,9 @@ def linear_dynamic(
     weight_scale : tensor of shape (N,), f32 or narrower
     bias : tensor of shape (N,), f32 or narrower, optional
     epilogue : str, optional
-        ``bias_relu``, ``bias_gelu`` or ``bias_silu``, which need a bias; by default nothing follows the bias.
+        ``bias_relu``, ``bias_gelu`` or ``bias_silu``, which need a bias. By default there is no activation.
     output_element : str, optional
-        Element of the result; by default the input's.
+        Element of the result. By default that of the input.
 
     Returns
     -------
@@ -153,7 +150,7 @@ def linear_dynamic(
     InvalidProblem
         For a bad argument.
     Unsupported
-        If no kernel can serve it.
+        If no kernel can serve the problem.
     """
     op = torch.ops.skuda.quantized_linear.default
     found: torch.Tensor = op(
@@ -172,14 +169,14 @@ def linear_scaled(
     epilogue: str | None = None,
     output_element: str = "bf16",
 ) -> torch.Tensor:
-    """Return a linear layer of given codes with a scale per row, such as `dynamic_range` or a fused norm returns.
+    """Return the output of a linear layer for codes with a scale per row, as from `dynamic_range` or a fused norm.
 
     Parameters
     ----------
     input : tensor of shape (..., K), s8 or u8
         Codes.
     input_scale : tensor of shape (...), f32 or narrower
-        Their scale, one per row.
+        Scale of each row.
     weight_q, weight_scale, bias, epilogue
         As in `linear_dynamic`.
     output_element : str
@@ -203,14 +200,14 @@ def linear_static(
     epilogue: str | None = None,
     output_element: str = "bf16",
 ) -> torch.Tensor:
-    """Return a linear layer of given codes with one scale for all.
+    """Return the output of a linear layer for codes with a single scale.
 
     Parameters
     ----------
     input : tensor of shape (..., K), s8 or u8
         Codes.
     input_scale : tensor of shape (1,), f32 or narrower
-        Their scale.
+        Scale of the codes.
     weight_q, weight_scale, bias, epilogue
         As in `linear_dynamic`.
     output_element : str
@@ -236,7 +233,7 @@ def linear_codes(
     epilogue: str | None = None,
     output_element: str = "s8",
 ) -> torch.Tensor:
-    """Return the codes of `linear_static`, which the next layer takes as they are.
+    """Return the output of `linear_static` as codes for the next layer.
 
     Parameters
     ----------

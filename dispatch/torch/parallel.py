@@ -1,7 +1,7 @@
-"""Int8 layers on the ranks of a group: `ColumnLinear` and `RowLinear`, with the bits of the whole layer.
+"""`ColumnLinear` and `RowLinear`: int8 layers on the ranks of a group, with the bits of the whole layer.
 
-Each rank holds its part of the weight; see `skuda.dispatch.shard` for what is exchanged, and why no bit depends on the
-number of ranks.
+Each rank holds its part of the weight. `skuda.dispatch.shard` describes the exchanges, and why the number of ranks does
+not change the bits.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _OPS = torch.ops.skuda
 
 
 class ShardedLinear(Int8Linear):
-    """The base of the layers of which each rank holds a part.
+    """The base class of split layers, of which each rank holds a part.
 
-    Its buffers have the names of those of the whole layer. There are no gradients.
+    The buffers have the names of the whole layer's buffers. There are no gradients.
 
-    Many rows run in chunks, as `Shards.chunks` says, so that the ranks exchange one chunk while they compute the next.
-    Under ``torch.compile`` they run in one, because torch traces no collectives that are only started; so a layer is
-    compiled on every rank or on none.
+    Many rows run in chunks, so that the ranks exchange one chunk while they compute the next; see `Shards.chunks`.
+    Under ``torch.compile`` there is one chunk, because torch does not trace a collective that is only started.
+    Therefore every rank must compile the layer, or none.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class ShardedLinear(Int8Linear):
     whole : tuple of int
         N and K of the whole layer.
     parts : tuple of tuple of int
-        How much of the split axis each rank has, for each of the layers that are joined in this one.
+        The length of each rank's part of the split axis, for each of the joined layers.
     """
 
     op = "scaled_linear"
@@ -119,25 +119,25 @@ class ShardedLinear(Int8Linear):
 
     @abstractmethod
     def _check_k(self, k: int) -> None:
-        """Refuse sums that could leave s32."""
+        """Raise for a K whose sums could leave s32."""
 
     def like(self, whole: DynamicLinear | StaticLinear) -> Self:
-        """Return a rank's part of another whole layer of these sizes, split as this one."""
+        """Split another whole layer of these sizes in the same way. Return this rank's part."""
         made = type(self)(whole, self.group, self.shards, parts=self.parts if len(self.parts) > 1 else None)
         made.name = self.name
         return made
 
     def gathered(self) -> DynamicLinear | StaticLinear:
-        """Return the whole layer, on the CPU; every rank calls this.
+        """Return the whole layer, on the CPU. Every rank calls this.
 
         Raises
         ------
         InvalidProblem
-            If it is of another class.
+            If the whole layer was of another class.
         GroupMismatch
             If another rank calls something else.
         GroupBroken
-            If another rank does not come.
+            If another rank does not take part.
         """
         if self.whole_kind is None:
             rule = "have been a DynamicLinear or a StaticLinear, and no subclass, which may hold more"
@@ -168,25 +168,25 @@ class ShardedLinear(Int8Linear):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How much of the split axis this rank has, for each of the layers that are joined in this one."""
+        """The length of this rank's part of the split axis, for each of the joined layers."""
         return tuple(sizes[self.group.rank] for sizes in self.parts)
 
     @property
     def whole_sizes(self) -> tuple[int, ...]:
-        """How much of the split axis all ranks have, for each of these layers."""
+        """The length of the whole split axis, for each of the joined layers."""
         return tuple(sum(sizes) for sizes in self.parts)
 
     def held_of(self, number: int, whole: Tensor) -> Tensor:
-        """Return this rank's part of a buffer of one of these layers, split along its first axis."""
+        """Return this rank's part of a buffer of a joined layer, split along the first axis."""
         return cast("Tensor", own(whole, 0, self.parts[number], self.group.rank))
 
     @property
     def dynamic(self) -> bool:
-        """Whether each row gets a scale when the layer runs."""
+        """Whether each row gets a scale at run time."""
         return self.input_scale is None
 
     def course(self, rows: int, dtype: torch.dtype, *, compiles: bool = False) -> Course:
-        """Return how it runs for a number of rows; compiled code has one chunk."""
+        """Return the course for a number of rows. Compiled code has one chunk."""
         key = rows, dtype, compiles
         found = self._courses.get(key)
         if found is None:
@@ -212,21 +212,22 @@ class ShardedLinear(Int8Linear):
         return found
 
     def forward(self, input: Tensor | Quantized) -> Tensor:
-        """Return what `shards.output` says of the output, for what `shards.input` says of the input.
+        """Return this rank's part of the output (`shards.output`) for its part of the input (`shards.input`).
 
         Parameters
         ----------
         input : tensor of shape (..., K), or this rank's columns or rows of it; or `Quantized`
-            The same rows on every rank. Leading axes are rows; with rows in or out there are none.
+            The same rows on every rank. Leading axes are rows. If the input or output is ``rows``, the input is a
+            matrix.
 
         Raises
         ------
         InvalidProblem
-            For an input of another shape, and for one that requires grad where gradients are recorded.
+            For an input of another shape, and for one that requires grad while gradients are recorded.
         GroupMismatch
             If another rank runs another layer.
         GroupBroken
-            If another rank does not come.
+            If another rank does not take part.
         """
         if isinstance(input, Quantized):
             codes = Activation(input.codes.reshape(input.scale.numel(), self.in_features), input.scale.reshape(-1))
@@ -279,7 +280,7 @@ class ShardedLinear(Int8Linear):
         return found
 
     def _steps(self, dtype: torch.dtype, *, hides: bool) -> Steps:
-        """Return the rank's work; `hides` says that exchanges run beside its sums."""
+        """Return the local work of the rank. `hides` means that exchanges run beside its sums."""
         scale, output = self.weight_scale.view(-1), str(element_of(dtype))
         scope = "token" if self.dynamic else "tensor"
         spare = getattr(self.group, "spare_multiprocessors", 0) if hides else 0
@@ -322,7 +323,7 @@ class ShardedLinear(Int8Linear):
         )
 
     def _arguments(self, input: Tensor) -> Arguments:
-        """Return this rank's product, as `explain` shows it."""
+        """Return the arguments of this rank's product, for `explain`."""
         codes = torch.empty(*input.shape[:-1], self.weight.shape[1], dtype=torch.int8, device="meta")
         fields: dict[str, Any] = {"output_element": "s32"}
         if self.axis == "k":
@@ -333,11 +334,11 @@ class ShardedLinear(Int8Linear):
         return tensors, {"output_element": str(element_of(input.dtype)), "act_scale_scope": scope}
 
     def explain(self, input: Tensor | int = 1) -> Explanation:
-        """Return which kernel serves this rank's product, and why."""
+        """Explain the choice of the kernel for this rank's product."""
         return super().explain(input)
 
     def extra_repr(self) -> str:
-        """Return how it is split."""
+        """Return the split in words."""
         n, k = self.whole
         return f"{n} x {k} split along {self.axis} over {self.group.count} ranks, {super().extra_repr()}"
 
@@ -346,47 +347,47 @@ class ShardedLinear(Int8Linear):
 
 
 class ColumnLinear(ShardedLinear):
-    """A layer of which each rank has some output channels ("column parallel").
+    """A layer split along its output channels ("column parallel").
 
     Parameters
     ----------
     whole : DynamicLinear or StaticLinear
-        The whole layer; `JoinedLinear` with `parts`.
+        The whole layer. A `JoinedLinear` needs `parts`.
     group : Group
-        The ranks, as `TorchGroup`.
+        The ranks, for example a `TorchGroup`.
     shards : Shards, optional
-        With axis ``n``; by default the input is whole, and each rank gets its columns of the output.
+        A split along ``n``. By default the input is whole, and each rank gets its columns of the output.
     parts : tuple of tuple of int, optional
-        For each of several joined layers, how many of its output channels each rank has.
+        For each joined layer, the number of its output channels on each rank.
 
     Raises
     ------
     InvalidProblem
-        For an argument of another kind, and for sizes that do not add up.
+        For an argument of the wrong type, and for sizes that do not add up.
     """
 
     axis = "n"
 
     def _check_k(self, k: int) -> None:
-        """Accept any: each sum is of one rank, whose kernel judges it."""
+        """Accept any K: every sum is computed on one rank, and its kernel checks K."""
 
 
 class RowLinear(ShardedLinear):
-    """A layer of which each rank has some inputs ("row parallel"); the ranks add up exact sums.
+    """A layer split along its input channels ("row parallel"). The ranks add exact sums.
 
     Parameters
     ----------
     whole : DynamicLinear or StaticLinear
         The whole layer.
     group : Group
-        The ranks, as `TorchGroup`.
+        The ranks, for example a `TorchGroup`.
     shards : Shards, optional
-        With axis ``k``; by default each rank gets the whole output.
+        A split along ``k``. By default each rank gets the whole output.
 
     Raises
     ------
     InvalidProblem
-        For an argument of another kind, sizes that do not add up, and a K whose sums could leave s32.
+        For an argument of the wrong type, sizes that do not add up, and a K whose sums could leave s32.
     """
 
     axis = "k"
@@ -399,7 +400,7 @@ class RowLinear(ShardedLinear):
 
 @lru_cache(maxsize=4096)
 def _sums_of(m: int, k: int, n: int) -> ScaledLinearDescriptor:
-    """Return the problem of exact sums of products of codes."""
+    """Return the `scaled_linear` problem with exact s32 sums."""
     return ScaledLinearDescriptor(m=m, n=n, k=k, output_element=ElementKind.S32)
 
 
@@ -409,15 +410,15 @@ _numbers = itertools.count()
 
 @torch.compiler.assume_constant_result
 def _compiled_course(number: int, rows: int, dtype: torch.dtype) -> Course:
-    """Return how a layer runs in compiled code, where the number of rows is a constant.
+    """Return the course of a layer in compiled code, where the number of rows is constant.
 
-    Layers are numbered, as torch 2.11 takes only constants here.
+    Layers have numbers, because torch 2.11 accepts only constants here.
     """
     return _layers[number].course(rows, dtype, compiles=True)
 
 
 def _cut(tensor: Tensor, axis: str, parts: tuple[tuple[int, ...], ...], rank: int) -> Tensor:
-    """Return a rank's part of a tensor of shape (N, K), (N, 1) or (N,), of its own memory."""
+    """Copy a rank's part of a tensor of shape (N, K), (N, 1) or (N,)."""
     if axis == "k":
         part: Tensor = own(tensor, 1, parts[0], rank)
         return part.clone(memory_format=torch.contiguous_format)

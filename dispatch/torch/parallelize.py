@@ -1,4 +1,4 @@
-"""One call that shares the int8 layers of a model between the ranks of a group."""
+"""`parallelize_`: splits the int8 layers of a model over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _READS = frozenset(
     {*_QKV, _O, "q_norm", "k_norm", "head_dim", "scaling", "attention_dropout", "training", "layer_idx", "config"}
     | {"sliding_window", "is_causal", "layer_type"}
 )
-"""What an attention may read of itself: nothing that counts heads. `num_key_value_groups` is the same on every rank."""
+"""Attributes that an attention may read: none that counts heads. `num_key_value_groups` is equal on all ranks."""
 _HEADS = "(*input_shape, -1, self.head_dim)"
 _GATED = (
     "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))",
@@ -45,14 +45,14 @@ _ELEMENTWISE = ("torch.nn.modules.activation", "transformers.activations")
 
 @dataclass(frozen=True)
 class Parallelization:
-    """What `parallelize_` did.
+    """The report of `parallelize_`.
 
     Attributes
     ----------
     converted : mapping of str to str
-        How each layer is shared, by its name.
+        How each layer is split, by its name.
     left : tuple of str
-        Int8 layers that every rank still has whole.
+        Int8 layers that are whole on every rank.
     """
 
     converted: Mapping[str, str]
@@ -64,7 +64,7 @@ class Parallelization:
 
 
 class _Cut(NamedTuple):
-    """How one layer is to be shared, by its name."""
+    """The split of one layer, with its name."""
 
     name: str
     kind: type[ColumnLinear | RowLinear]
@@ -82,35 +82,34 @@ def parallelize_(
     chunks: int | None = None,
     link: Link = NVLINK,
 ) -> Parallelization:
-    """Share the int8 layers of a model between the ranks of a group, in place; every rank calls this.
+    """Split the int8 layers of a model over the ranks of a group, in place. Every rank calls this.
 
-    Without a plan, attentions with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` are shared by their heads, those
-    of keys and values with their queries; and gated MLPs with ``gate_proj``, ``up_proj`` and ``down_proj`` by their
-    inner channels. Neither has to divide evenly. Each is proven from the source of ``forward``.
+    Without a plan, attentions with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` are split by heads; heads of keys
+    and values stay with their queries. Gated MLPs with ``gate_proj``, ``up_proj`` and ``down_proj`` are split by inner
+    channels. Neither needs to divide evenly. The source of ``forward`` must show that this is right.
 
-    The result has the same bits on any number of ranks, as far as the modules between the layers have: on CPUs,
-    functions of torch such as SiLU may round the last elements of a tensor in another way than the others.
+    The layers give the same bits on any number of ranks. The modules between them may not: on CPUs, torch's functions
+    such as SiLU may round the last elements of a tensor differently from the others.
 
     Parameters
     ----------
     model : Module
-        After `quantize_`, and `fuse_` or not. What `fuse_` made stays; the gated MLPs that it made find the scales of
-        their rows with the maxima of all ranks.
+        A model after `quantize_`, with or without `fuse_`. Fused modules stay fused. A fused gated MLP gets the scales
+        of its rows from the maxima of all ranks.
     group : Group, ProcessGroup, DeviceMesh of one axis, or None
-        The ranks; None for all of torch.distributed.
+        The ranks. None means all ranks of torch.distributed.
     plan : mapping of str to str, optional
-        ``column`` or ``row`` for each name of a layer, or end of names after a dot. A column layer returns its rank's
-        channels, and a row layer takes them.
+        ``column`` or ``row`` for layers by name, or by the last parts of a name. A column layer returns the rank's
+        channels. A row layer takes them.
     rows : int, optional
-        Number of tokens for which ``o_proj`` and ``down_proj`` are split along the axis that is cheaper to exchange;
-        by default they are split along their inputs.
+        Typical number of tokens: ``o_proj`` and ``down_proj`` are then split along the axis that is cheaper to
+        exchange. By default they are split along their inputs.
     lm_head : bool
-        Whether the layer ``lm_head`` is split, too; every rank gets all of its output.
+        Whether to split the layer ``lm_head``, too. Every rank gets its whole output.
     chunks : int, optional
-        Chunks of tokens that layers run in whose output every rank gets, as in `Shards`; by default as many as
-        `Traffic.chunks` says.
+        Number of chunks of tokens in layers with a whole output; see `Shards`. By default `Traffic.chunks` decides.
     link : Link
-        What moves bytes between the ranks.
+        The connection between the ranks, for the cost model.
 
     Returns
     -------
@@ -119,11 +118,11 @@ def parallelize_(
     Raises
     ------
     InvalidProblem
-        For an argument of another kind, and a structure that is not understood; nothing is changed then.
+        For an argument of the wrong type, and for an unknown structure. The model is then unchanged.
     GroupMismatch
-        If ranks do this differently.
+        If the ranks split differently.
     GroupBroken
-        If a rank does not come.
+        If a rank does not take part.
     """
     check_model("parallelize_", model, None)
     if rows is not None:
@@ -164,7 +163,7 @@ def _applied(model: nn.Module, ranks: Group, cuts: list[_Cut]) -> Parallelizatio
 
 @dataclass(frozen=True)
 class _Wishes:
-    """What a caller asks for."""
+    """The arguments of `parallelize_`."""
 
     count: int
     rows: int | None
@@ -172,7 +171,7 @@ class _Wishes:
     link: Link
 
     def structures(self, model: nn.Module) -> Iterator[_Cut]:
-        """Yield how the layers of all attentions and MLPs are shared."""
+        """Yield the splits of the layers of all attentions and MLPs."""
         for name, module in model.named_modules():
             try:
                 yield from self._structure(name, module)
@@ -181,7 +180,7 @@ class _Wishes:
                 raise InvalidProblem("parallelize_", name or "model", str(reason), rule) from None
 
     def _structure(self, name: str, module: nn.Module) -> list[_Cut]:
-        """Return how the layers of an attention or an MLP are shared; nothing for another module."""
+        """Return the splits of the layers of an attention or an MLP. Empty for another module."""
         if not any(isinstance(child, Int8Linear) for child in module.children()):
             return []
         if all(hasattr(module, each) for each in (*_QKV, _O)):
@@ -237,7 +236,7 @@ class _Wishes:
         return _Cut(name, ColumnLinear, shards, parts)
 
     def _last(self, name: str, layer: nn.Module, sizes: tuple[int, ...]) -> _Cut:
-        """Return how a layer is shared whose input is split, and whose output every rank needs."""
+        """Return the split of a layer whose input is split and whose output every rank needs."""
         _check_layer(name, layer)
         n, k = layer.weight.shape
         if k != sum(sizes):
@@ -277,7 +276,7 @@ def _planned(model: nn.Module, plan: Mapping[str, str], wishes: _Wishes) -> Iter
 
 
 def _heads(module: nn.Module) -> int:
-    """Return the width of the heads of an attention whose forward counts them by what its layers return."""
+    """Return the head width of an attention whose forward infers the number of heads from its layers' outputs."""
     if "forward" in vars(module):
         raise NotProven("its forward was replaced")
     kind: Any = type(module).__bases__[1] if isinstance(module, Fused) else type(module)
@@ -309,7 +308,7 @@ def _check_layer(name: str, layer: nn.Module) -> None:
 
 
 def _within(name: str, child: str) -> str:
-    """Return the name of a module's child; the model itself has no name."""
+    """Return the name of a module's child. The model itself has no name."""
     return f"{name}.{child}" if name else child
 
 
@@ -318,7 +317,7 @@ def _width(layer: Any, axis: int = 0) -> int:
 
 
 def _rejoin(parent: nn.Module, whole: JoinedLinear, made: ShardedLinear) -> None:
-    """Let the parts of a joined layer be views of a rank's part of it."""
+    """Turn the parts of a joined layer into views of the rank's part of it."""
     for name, child in list(parent.named_children()):
         if isinstance(child, Part) and child.joined is whole:
             parent.register_module(name, Part(made, child.number))

@@ -1,7 +1,7 @@
-"""`Peers`: large arrays copied straight into the memory of other GPUs of a host, beside kernels that compute.
+"""`Peers`: copies large arrays straight into the memory of other GPUs of a host, beside computing kernels.
 
-Copy engines do it, so that it takes no multiprocessor. The memory is torch's symmetric memory, which every rank of a
-group allocates alike. Multicast is not used.
+Copy engines do the copying, so it occupies no multiprocessor. The memory is torch's symmetric memory, which all ranks
+of a group allocate in the same way. Multicast is not used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from skuda.dispatch import settings
 from skuda.dispatch.shard.shards import span
 
 SPARE_MULTIPROCESSORS = 4
-"""Those of a GPU that a product beside an exchange leaves free: barriers are kernels, and clusters take pairs."""
+"""Multiprocessors that a product leaves free beside an exchange: barriers are kernels, and clusters take pairs."""
 
 _LEAST_ROOM = 1 << 24
 """Bytes of the smallest room."""
@@ -30,29 +30,29 @@ _ALIGNMENT = 256
 
 
 SUMS, ROWS = 0, 1
-"""The lanes of exchanges: in one they run one after the other, in both at once."""
+"""The lanes of exchanges. Exchanges in a lane run in order; the two lanes run at the same time."""
 
 
 class Memory(Protocol):
     """Memory that every rank of a group can write into."""
 
     def rooms(self, size: int) -> Sequence[Tensor]:
-        """Return a new room of `size` bytes in the memory of each rank, as this rank sees it; every rank calls this.
+        """Return a new buffer of `size` bytes in the memory of each rank, as this rank sees it. Every rank calls this.
 
         Raises
         ------
         RuntimeError
-            If there is none.
+            If there is not enough memory.
         """
 
     def barrier(self, lane: int) -> None:
-        """Let what is queued behind in a lane wait until all ranks are here and their copies in front have arrived."""
+        """Make later work of a lane wait until all ranks are here and their earlier copies have arrived."""
 
     def beside(self, lane: int) -> AbstractContextManager[object]:
-        """Queue what follows in a lane: beside what the current stream does next, but behind what it did."""
+        """Queue the work in the block in a lane: after earlier, and beside later work of the current stream."""
 
     def mark(self, lane: int) -> Callable[[], object]:
-        """Return what makes the current stream wait for all that was queued in a lane so far."""
+        """Return a function that makes the current stream wait for all work of a lane so far."""
 
 
 class SymmetricMemory:
@@ -65,18 +65,18 @@ class SymmetricMemory:
     device : torch.device
         This rank's GPU.
     timeout : timedelta
-        After this time, a rank that waits for others fails.
+        Time after which a rank that waits for others fails.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, timeout: timedelta) -> None:
         self._group, self._device = group, device
-        # Barriers are small, and other ranks wait for them: they come before the blocks of large kernels.
+        # High priority: barriers are small, other ranks wait for them, and large kernels must not delay them.
         self._lanes = tuple(torch.cuda.Stream(device, priority=-1) for _ in (SUMS, ROWS))
         self._timeout = int(timeout.total_seconds() * 1000)
         self._held: list[tuple[Tensor, Any]] = []
 
     def rooms(self, size: int) -> Sequence[Tensor]:
-        """Return a new room of `size` bytes in the memory of each rank; see `Memory`."""
+        """Return a new buffer of `size` bytes in the memory of each rank; see `Memory`."""
         from torch.distributed import _symmetric_memory as symmetric
 
         settings.refuse_multicast()
@@ -87,17 +87,17 @@ class SymmetricMemory:
         return [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(count)]
 
     def barrier(self, lane: int) -> None:
-        """Let what is queued behind wait for all ranks; see `Memory`."""
+        """Make later work wait for all ranks; see `Memory`."""
         self._held[0][1].barrier(channel=lane, timeout_ms=self._timeout)
 
     def beside(self, lane: int) -> AbstractContextManager[object]:
-        """Queue what follows on a stream of its own; see `Memory`."""
+        """Queue the work in the block on a separate stream; see `Memory`."""
         self._lanes[lane].wait_stream(torch.cuda.current_stream(self._device))
         beside: AbstractContextManager[object] = torch.cuda.stream(self._lanes[lane])
         return beside
 
     def mark(self, lane: int) -> Callable[[], object]:
-        """Return what makes the current stream wait; see `Memory`."""
+        """Return a function that makes the current stream wait; see `Memory`."""
         event = self._lanes[lane].record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(event)
 
@@ -105,21 +105,21 @@ class SymmetricMemory:
 class Peers:
     """Exchanges between ranks that write into each other's memory.
 
-    An exchange runs beside the current stream: all ranks come to it, each copies what is for another one into a room
-    there, and all have done so. The room is free again once what came is read, in the order of the current stream. The
-    exchange that takes it next begins behind that, and its first barrier lets all ranks come so far. So nothing that
-    came is overwritten before it is read, neither when called nor in captured graphs, whatever runs between them.
+    An exchange runs beside the current stream: a barrier, copies into a room (a buffer) of every other rank, and a
+    second barrier. A room is free again when the current stream has read the received data. The next exchange that
+    uses the room starts after that, and its first barrier waits until all ranks have come so far. So received data are
+    never overwritten before they are read, neither in calls nor in captured graphs, whatever runs between them.
 
     Parameters
     ----------
     memory : Memory
         The ranks' memory.
     rank, count : int
-        This rank, and how many there are.
+        This rank, and the number of ranks.
     exchange : callable
         Returns the texts of all ranks.
     captures : callable
-        Whether the current stream is being captured: then no memory can be allocated.
+        Whether the current stream is being captured, when no memory can be allocated.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Peers:
         self._left = _MOST_ROOM
 
     def start_sum_rows(self, tensor: Tensor, sizes: tuple[int, ...]) -> Callable[[], Tensor] | None:
-        """Start to add up rows, as `skuda.dispatch.shard.Group` says; None, on all ranks, where there is no room."""
+        """Start `sum_rows` of `skuda.dispatch.shard.Group`. Return None, on all ranks, if there is no room."""
         parts = tensor.split(sizes)
         mine = parts[self._rank]
         wait = self._started(SUMS, parts, max(sizes))
@@ -154,7 +154,7 @@ class Peers:
     def start_gather(
         self, tensor: Tensor, sizes: tuple[int, ...], into: Tensor | None = None
     ) -> Callable[[], Tensor] | None:
-        """Start to gather rows, as `skuda.dispatch.shard.Group` says; None, on all ranks, where there is no room."""
+        """Start `gather` of rows of `skuda.dispatch.shard.Group`. Return None, on all ranks, if there is no room."""
         wait = self._started(ROWS, [tensor] * self._count, max(sizes))
         if wait is None:
             return None
@@ -173,7 +173,7 @@ class Peers:
     def _started(
         self, lane: int, parts: Sequence[Tensor], most_rows: int
     ) -> Callable[[Sequence[torch.Size]], list[Tensor]] | None:
-        """Start to give every rank its part; return what waits for those of the other ranks, given all shapes."""
+        """Start to send every rank its part. Return a function of all shapes that waits for the received parts."""
         like = parts[self._rank]
         row = like.shape[1:].numel() * like.dtype.itemsize
         slot = -(-most_rows * row // _ALIGNMENT) * _ALIGNMENT
@@ -199,7 +199,7 @@ class Peers:
         return wait
 
     def _room(self, size: int) -> Sequence[Tensor] | None:
-        """Return room of at least `size` bytes; all ranks ask for it in the same order, so that all get the same."""
+        """Return a room of at least `size` bytes. All ranks ask in the same order, so all get the same room."""
         fitting = [room for room in self._free if room[0].numel() >= size]
         if fitting:
             found = min(fitting, key=lambda room: room[0].numel())

@@ -1,4 +1,4 @@
-"""Everything that happens at the first call of a layer, done ahead."""
+"""`prepare`: does the work of first calls in advance."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ def prepare(
 ) -> dict[str, dict[int, str]]:
     """Run every int8 layer and fused module of a model once for each number of rows.
 
-    Their kernels are compiled and planned by then, and a CUDA graph of calls with these numbers of rows can be captured
-    at once.
+    This compiles and plans their kernels. A CUDA graph with these numbers of rows can then be captured at once.
 
     Parameters
     ----------
     model : torch.nn.Module
     rows : iterable of int
-        Numbers of rows of the inputs, all leading axes multiplied.
+        Numbers of rows of the inputs: the product of all leading axes.
     dtype : torch.dtype, optional
-        Of the inputs; by default that of the model's first floating-point parameter, or torch's default.
+        Dtype of the inputs. By default that of the model's first floating-point parameter, or torch's default.
 
     Returns
     -------
@@ -38,7 +37,7 @@ def prepare(
     Raises
     ------
     InvalidProblem
-        For an argument of another kind.
+        For an argument of the wrong type.
     Unsupported
         If no kernel can serve a layer.
     """

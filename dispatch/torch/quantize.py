@@ -1,4 +1,4 @@
-"""One call that replaces the linear layers of a model by int8 ones."""
+"""`quantize_`: replaces the linear layers of a model by int8 layers."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _MOST_SHOWN = 3
 
 
 class Config(Protocol):
-    """What `quantize_` makes of a layer. Any object with this method is one.
+    """A config of `quantize_`. Any object with this method is one.
 
-    A config whose layers depend on each other also has ``together(model, linears)``: it is called once, with all layers
-    that are going to be converted by name, and returns what converts them. That may have ``fold(model, converted)``,
-    which is called at the end and returns the layers by the norm that took over something of theirs, and then
-    ``not_folded``, the reasons by norm.
+    A config whose layers depend on each other also has ``together(model, linears)``. It is called once, with all layers
+    to convert by name, and returns the object that converts them. That object may have ``fold(model, converted)``,
+    which is called at the end and returns layers by the norm that took over their factors, and ``not_folded``, reasons
+    by norm.
     """
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:
-        """Return what stands in for a layer; the layer itself if it shall stay.
+        """Return the replacement of a layer, or the layer itself to keep it.
 
         Raises
         ------
         SkudaError
-            If the layer cannot be converted; the message says why.
+            If the layer cannot be converted. The message says why.
         """
 
 
 @dataclass(frozen=True)
 class Dynamic:
-    """Config of `quantize_`: weights per output channel, inputs per row at run time; see `DynamicLinear`.
+    """Config of `quantize_` for `DynamicLinear`: a weight scale per output channel, an input scale per row.
 
-    A layer that was trained for its int8 form, and has a method ``to_int8()``, becomes what that returns.
+    A layer with a method ``to_int8()``, as layers in training have, becomes the result of that method.
     """
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:  # noqa: ARG002  the protocol's
@@ -53,18 +53,18 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class Report:
-    """What `quantize_` did.
+    """The report of `quantize_`.
 
     Attributes
     ----------
     converted : mapping of str to str
-        Class of what stands in for a layer, by the layer's name.
+        Class of the replacement, by the name of the layer.
     left : mapping of str to str
-        Selected layers that stay as they were, and why.
+        Selected layers that were not replaced, and why.
     folded : mapping of str to tuple of str
-        Norms that took over the smoothing of layers, and these layers.
+        Norms that took over smoothing factors, and their layers.
     not_folded : mapping of str to str
-        Other norms in front of layers, and why they did not.
+        Other norms in front of layers, and why they did not take over factors.
     bytes_before, bytes_after : int
         Memory of the converted layers' weights, scales and biases.
     """
@@ -86,24 +86,24 @@ class Report:
 
 
 def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None, *, strict: bool = False) -> Report:
-    """Replace linear layers of a model, in place.
+    """Replace the linear layers of a model, in place.
 
-    A layer is an `nn.Linear`, and of its subclasses only one with a method ``to_int8()``. What cannot be replaced stays
-    as it is, and the report says why. So do layers whose weight is tied to another module, such as an embedding, unless
-    `filter_fn` is given and selects them, which ends the tie. A layer with several names is replaced under all of them.
-    Code that reads the weight of a layer instead of calling the layer must be excluded with `filter_fn`; of modules of
-    torch that is known.
+    It replaces `nn.Linear`, and subclasses of it only if they have a method ``to_int8()``. The report says why it could
+    not replace other layers. A layer whose weight is tied to another module, such as an embedding, is replaced only if
+    `filter_fn` selects it, which ends the tie. A layer with several names is replaced under all of them. If code reads
+    the weight of a layer instead of calling the layer, exclude the layer with `filter_fn`. For modules of torch this is
+    not necessary.
 
     Parameters
     ----------
     model : torch.nn.Module
-        What contains the layers; it is wrapped for data parallelism afterwards.
+        The model. Wrap it for data parallelism afterwards.
     config : Config
-        `Dynamic`, `SmoothStatic`, or anything else with a method ``convert(name, linear)``.
+        `Dynamic`, `SmoothStatic`, `FakeQuant`, `Mixed`, or any object with a method ``convert(name, linear)``.
     filter_fn : callable, optional
-        Selects layers: takes the layer and its qualified name; by default all are selected.
+        Selects layers. It takes the layer and its qualified name. By default all layers are selected.
     strict : bool
-        Whether to raise, before anything is replaced, if a selected layer has to stay in floating point.
+        Whether to raise, before any change, if a selected layer cannot be replaced.
 
     Returns
     -------
@@ -112,7 +112,7 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
     Raises
     ------
     InvalidProblem
-        For an argument of another kind; with `strict`, for a layer that has to stay.
+        For an argument of the wrong type and, with `strict`, for a layer that cannot be replaced.
     """
     check_model("quantize_", model, filter_fn)
     if isinstance(model, nn.Linear):
@@ -168,7 +168,7 @@ def _check_none_left(left: Mapping[str, str]) -> None:
 
 
 def _slots(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Return where each layer is registered, by its name."""
+    """Return the parents and keys under which each layer is registered, by its name."""
     names = {id(layer): name for name, layer in layers.items()}
     slots: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in layers}
     for parent in model.modules():
@@ -186,7 +186,7 @@ def _replace(slots: list[tuple[nn.Module, str]], new: nn.Module) -> None:
 def _conversions(
     config: Config, layers: dict[str, nn.Linear], left: dict[str, str]
 ) -> Iterator[tuple[str, nn.Linear, nn.Module]]:
-    """Return what each layer becomes, and drop the layer, so that its memory is free once it is replaced."""
+    """Yield the replacement of each layer. Layers are dropped, so that their memory is free after replacement."""
     for name in tuple(layers):
         layer = layers.pop(name)
         try:

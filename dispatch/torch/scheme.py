@@ -1,10 +1,10 @@
-"""Which layers of a model are int8, and how: the `quantization_config` of a compressed-tensors checkpoint.
+"""`Scheme`: the `quantization_config` of a compressed-tensors checkpoint, which says how layers are quantized.
 
-Only W8A8 with symmetric weights is served: each weight has a scale per output channel or one for all; activations are
-quantized per token when they are met, or with one scale that calibration fixed. Every other field is refused by its
-name, so that no checkpoint is read as something that it is not.
+Only W8A8 with symmetric weights is supported. A weight has one scale, or one per output channel. Activations have a
+dynamic scale per token, or one scale from calibration. Any other field is refused by name, so that no checkpoint is
+misread.
 
-Source: the package compressed-tensors, 0.20; a config that it wrote is a test case.
+Source: the package compressed-tensors 0.20. The tests read a config that it wrote.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from skuda.torch.linear import DynamicLinear, Int8Linear, StaticLinear
 FORMAT = "int-quantized"
 METHOD = "compressed-tensors"
 OWN_METHOD = "skuda"
-"""Marks a checkpoint with smoothing factors, which other readers do not know and would leave out."""
+"""Marks a checkpoint with smoothing factors, which other readers would ignore."""
 
 _VERSION = "0.20.0"
 
@@ -41,7 +41,7 @@ class Activation(StrEnum):
 
     @classmethod
     def of(cls, layer: Int8Linear | Part) -> Self | None:
-        """Return how a module quantizes its input; None if no checkpoint can say it."""
+        """Return how a module quantizes its input, or None if the format cannot express it."""
         kind = getattr(layer, "whole_kind", None) or type(layer)
         if kind in (DynamicLinear, Part):
             return cls("dynamic")
@@ -69,7 +69,7 @@ def _arguments(strategy: str, *, dynamic: bool, symmetric: bool = True) -> dict[
 
 
 def check_whole(subject: str, model: nn.Module) -> None:
-    """Refuse a model with layers of which this process has only a part."""
+    """Raise for a model with layers of which this process has only a part."""
     for name, module in model.named_modules():
         if isinstance(module, Int8Linear) and module.sharded:
             rule = "be a whole layer: use skuda.torch.save, or save before parallelize_"
@@ -78,7 +78,7 @@ def check_whole(subject: str, model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that are quantized alike.
+    """Layers with the same quantization.
 
     Attributes
     ----------
@@ -87,7 +87,7 @@ class Group:
         classes.
     activation : Activation
     per_tensor : bool
-        Whether a weight has one scale, and not one per output channel.
+        Whether a weight has a single scale instead of one per output channel.
     """
 
     targets: tuple[str, ...]
@@ -97,13 +97,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Scheme:
-    """Which layers of a model are int8, and how.
+    """The int8 layers of a model, and how they are quantized.
 
     Attributes
     ----------
     groups : tuple of Group
     ignore : tuple of str
-        Targets of layers that stay as they are.
+        Targets of layers that stay in floating point.
     smooth : bool
         Whether layers may have smoothing factors.
     """
@@ -113,15 +113,13 @@ class Scheme:
     smooth: bool = False
 
     def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Group]]:
-        """Yield name, module and group of each layer that is int8; it is a `torch.nn.Linear`, or int8 already.
-
-        Of layers that are joined it is each `Part`.
+        """Yield the name, module and group of each layer that the scheme makes int8. Joined layers appear as `Part`.
 
         Raises
         ------
         InvalidProblem
-            For a target that is another module with parameters, for one that stands at two places or has hooks, and
-            for the model itself.
+            For a target that is another module with parameters, is registered twice, has hooks, or is the model
+            itself.
         """
         seen: set[int] = set()
         for name, module in model.named_modules(remove_duplicate=False):
@@ -142,19 +140,19 @@ class Scheme:
             yield name, module, group
 
     def _group(self, name: str, module: nn.Module) -> Group | None:
-        """Return the group whose target fits best: a name, then a pattern, then a class; of equals, the first."""
+        """Return the group with the best target: a name, then a pattern, then a class. Of equals, the first."""
         ranks = [(_matched(group.targets, name, module), group) for group in self.groups]
         fitting = [(rank, group) for rank, group in ranks if rank is not None]
         return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
     @classmethod
     def of(cls, model: nn.Module, *, parts: bool = False) -> Self:
-        """Describe the int8 layers of a model, or with `parts` those of which this rank has parts.
+        """Describe the int8 layers of a model. With `parts`, layers may be this rank's parts.
 
         Raises
         ------
         InvalidProblem
-            If it has none, or one that no checkpoint can hold.
+            If there are none, or the format cannot hold one of them.
         """
         if not parts:
             check_whole("checkpoint", model)
@@ -204,14 +202,14 @@ class Scheme:
         Parameters
         ----------
         source : str
-            What it comes from, for errors.
+            The origin, for errors.
         fields : mapping
-            What JSON gave.
+            The JSON object.
 
         Raises
         ------
         InvalidRecord
-            For everything but W8A8 with symmetric weights; it names the field.
+            For any scheme but W8A8 with symmetric weights. The error names the field.
         """
         read = _Reader(source, "quantization_config", fields)
         read.one_of("quant_method", [METHOD, OWN_METHOD])
@@ -248,7 +246,7 @@ def _group_of(read: _Reader) -> Group:
 
 
 class _Reader:
-    """Takes the fields of an object of JSON one by one, and refuses what is left."""
+    """Takes the fields of a JSON object one by one, and refuses the fields that are left."""
 
     def __init__(self, source: str, place: str, fields: object) -> None:
         self.source, self.place = source, place
@@ -261,7 +259,7 @@ class _Reader:
         raise InvalidRecord(self.source, ".".join(filter(None, (self.place, name))), had, rule)
 
     def take(self, name: str, **default: Any) -> Any:
-        """Return a field; without a default it must be there."""
+        """Return a field. Without a default it is required."""
         if name in self.names:
             self.names.remove(name)
             return self.fields[name]
@@ -277,19 +275,19 @@ class _Reader:
         return found
 
     def absent(self, *names: str) -> None:
-        """Refuse fields that say something."""
+        """Raise for fields that are not null."""
         for name in names:
             found = self.take(name, default=None)
             if found not in (None, {}, []):
                 self.refuse(name, shown(found), "be null: it is not served")
 
     def free(self, *names: str) -> None:
-        """Skip fields that do not change what codes mean."""
+        """Skip fields that do not change the meaning of codes."""
         for name in names:
             self.take(name, default=None)
 
     def common(self) -> None:
-        """Read what the description of a quantized tensor has beside its strategy."""
+        """Read the fields of a quantized tensor other than its strategy."""
         self.one_of("num_bits", [8], default=8)
         self.one_of("type", ["int"], default="int")
         self.one_of("group_size", [None, -1], default=None)
@@ -316,12 +314,12 @@ class _Reader:
 
 
 def matches(targets: tuple[str, ...], name: str, module: nn.Module) -> bool:
-    """Return whether a module is a target: by its name, a pattern, or its class."""
+    """Whether a module is a target, by its name, a pattern, or its class."""
     return _matched(targets, name, module) is not None
 
 
 def _matched(targets: tuple[str, ...], name: str, module: nn.Module) -> tuple[int, str] | None:
-    """Return how well the best of the targets fits a module, least first; None if none fits."""
+    """Return the rank of the best matching target, lowest first, or None."""
     classes = {kind.__name__ for kind in type(module).__mro__} | (
         {"Linear"} if isinstance(module, Int8Linear | Part) else set()
     )

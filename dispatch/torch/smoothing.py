@@ -1,6 +1,6 @@
-"""SmoothQuant: static int8 layers whose inputs' outliers are moved into the weights, or into the norm in front.
+"""SmoothQuant: static int8 layers, with outliers of the inputs moved into the weights.
 
-The arithmetic is that of `skuda.tools.smoothquant`, with the same bits. See there for the precision of each step.
+The arithmetic has the bits of `skuda.tools.smoothquant`, which documents the precision of each step.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from skuda.torch.layers import hooked
 from skuda.torch.linear import StaticLinear, quantized_weight
 
 ALPHAS = tuple(i / 20 for i in range(21))
-"""Strengths that a search tries."""
+"""The strengths that a search tries."""
 
 _MOST_CHANNELS = 4096
-"""Output channels of which the exact product is held in f64 at a time."""
+"""Number of output channels whose exact product in f64 is in memory at a time."""
 
 
 @dataclass(frozen=True, eq=False)
 class SmoothStatic:
     """Config of `quantize_`: one activation scale per layer from calibration, after SmoothQuant's smoothing.
 
-    Where the inputs of layers come from one norm, and nothing else uses its output, these layers get the same factors,
-    from the largest weights of all of them, and the norm's weight and bias are divided by the factors. The quotients
-    are made in f32 and rounded to the norm's dtype, so the layers' inputs differ by rounding errors of that dtype from
-    those that a division at run time gives. Elsewhere a layer divides its own input by its own factors.
+    If layers get their inputs from one norm, and nothing else uses the norm's output, they share factors, which follow
+    from the largest weights of all of them. The norm's weight and bias are divided by the factors. The quotients are
+    computed in f32 and rounded to the norm's dtype, so the inputs differ by rounding errors of that dtype from a
+    division at run time. Any other layer divides its own input by its own factors.
 
     Parameters
     ----------
     calibration : Calibration
-        Of the same model; see `calibrate`.
+        The calibration of the same model; see `calibrate`.
     alpha : float, "search" or None
-        Smoothing strength in 0..1; None for no smoothing. ``"search"`` tries 0, 0.05, ..., 1 and takes the one with the
-        least squared error on the rows of the calibration, summed over layers with the same factors; of equal ones the
-        smallest. The error is that of the output in f32, without the bias, against the product in f64.
+        Smoothing strength in 0..1. None means no smoothing. ``"search"`` tries 0, 0.05, ..., 1 and takes the strength
+        with the least squared error on the rows of the calibration, summed over layers with the same factors. Of equal
+        ones it takes the smallest. The error is that of the f32 output, without bias, against the product in f64.
     fold : bool
         Whether factors may be folded into norms.
 
     Raises
     ------
     InvalidProblem
-        For an argument of another kind, or a calibration that is not complete.
+        For an argument of the wrong type, or an incomplete calibration.
     """
 
     calibration: Calibration
@@ -63,7 +63,7 @@ class SmoothStatic:
         _check(self.calibration, self.alpha, self.fold)
 
     def convert(self, name: str, linear: nn.Linear) -> StaticLinear:
-        """Return the int8 form of one layer, which divides its input itself.
+        """Return the int8 form of one layer, which divides its own input.
 
         Raises
         ------
@@ -73,7 +73,7 @@ class SmoothStatic:
         return self._converted(name, linear, self._smooth({name: linear}))
 
     def together(self, model: nn.Module, linears: Mapping[str, nn.Linear]) -> _Smoothing:
-        """Decide which layers of those that a call of `quantize_` converts share their factors with a norm."""
+        """Find the layers of a call of `quantize_` whose factors a norm can take over."""
         shared: dict[str, Tensor] = {}
         norms: dict[str, tuple[str, ...]] = {}
         not_folded: dict[str, str] = {}
@@ -124,7 +124,7 @@ class SmoothStatic:
         if not isinstance(self.alpha, str):
             return made(float(self.alpha))
         trials = [self._trial(name, linear) for name, linear in linears.items()]
-        # The first of the least: `min` is stable, and the strengths ascend.
+        # `min` returns the first of equals, and the strengths ascend.
         return made(min(ALPHAS, key=lambda alpha: sum(trial(made(alpha)) for trial in trials)))
 
     def _trial(self, name: str, linear: nn.Linear) -> Callable[[Tensor], float]:
@@ -148,12 +148,12 @@ class SmoothStatic:
 
 
 class _Smoothing:
-    """A `SmoothStatic` that knows which layers share factors.
+    """A `SmoothStatic` with the layers that share factors.
 
     Attributes
     ----------
     not_folded : dict of str to str
-        Norms in front of layers that keep their weight, and why.
+        Norms in front of layers that did not take over factors, and why.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class _Smoothing:
         return self._config._converted(name, linear, self._shared[name])  # noqa: SLF001  the two are one
 
     def fold(self, model: nn.Module, converted: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
-        """Fold factors into norms all of whose layers were converted; return these layers by norm."""
+        """Fold factors into norms if all of their layers were converted. Return these layers by norm."""
         folded = {}
         for norm, names in self._norms.items():
             layers = [converted[name] for name in names if name in converted]
@@ -203,7 +203,7 @@ def _static_linear(weight: Tensor, bias: Tensor | None, maxima: Tensor, smooth: 
     weight = weight.detach()
     if smooth is not None:
         smooth = smooth.to(weight.device)
-        # Division by a positive number is monotone, so this is the largest quotient of the input.
+        # Division by a positive number is monotone, so this is the input's largest quotient.
         maxima, weight = torch.ops.skuda.smooth(maxima, smooth), weight.float() * smooth
     if not bool(maxima.isfinite().all()):
         raise InvalidProblem("SmoothStatic", "maxima", "an infinity", "be finite after smoothing")
@@ -222,13 +222,13 @@ def _largest(vectors: list[Tensor]) -> Tensor:
 
 
 def _parameters(norm: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a norm by which its output is scaled."""
+    """Return the weight and bias of a norm."""
     own = dict(norm.named_parameters(recurse=False))
     return {name: own[name].detach() for name in ("weight", "bias") if name in own}
 
 
 def _why_not(model: nn.Module, name: str, linear: nn.Linear) -> str | None:
-    """Return why a norm's weight and bias cannot be divided in place of its output, or None."""
+    """Return why dividing a norm's weight and bias does not divide its output, or None."""
     try:
         norm = model.get_submodule(name)
     except AttributeError:
@@ -238,8 +238,8 @@ def _why_not(model: nn.Module, name: str, linear: nn.Linear) -> str | None:
         return "it has hooks or parametrizations"
     if any(tuple(value.shape) != (size,) or value.is_meta for value in own.values()) or "weight" not in own:
         return f"it has no weight of shape [{size}]"
-    # Some norms, as those of Gemma, scale by 1 + weight. Products with powers of two are exact, so the outputs of one
-    # that scales by its weight are equal.
+    # Some norms, like those of Gemma, scale by 1 + weight. Products with powers of two are exact, so for a norm that
+    # scales by its weight the two outputs are equal.
     generator = torch.Generator("cpu").manual_seed(0)
     weight, cpu = own["weight"], {"device": "cpu"}  # whatever the default device
     powers = torch.tensor([0.0, 1.0, 2.0], **cpu)[torch.randint(3, (size,), generator=generator, **cpu)].to(weight)
@@ -258,7 +258,7 @@ def _why_not(model: nn.Module, name: str, linear: nn.Linear) -> str | None:
 
 
 def _divide(norm: nn.Module, smooth: Tensor) -> bool:
-    """Divide a norm's weight and bias by factors, if its dtype holds the quotients to its full precision."""
+    """Divide a norm's weight and bias by factors, if its dtype holds the quotients with full precision."""
     found = {}
     for name, value in _parameters(norm).items():
         quotient = torch.ops.skuda.smooth(value, smooth.to(value.device)).to(value.dtype)

@@ -1,8 +1,8 @@
-"""What the ``forward`` of a module computes, proven from its source.
+"""Reads the source of a module's ``forward`` to prove what it computes.
 
-A structure may be replaced by another one only where it is known what it computes. A class's name says nothing about
-that, and a run says it for one input only. So the source is read: a forward that only assigns names and returns is one
-expression of its input, and that is compared with the forms that are known.
+A structure may be replaced only if its computation is known. The name of a class proves nothing, and a run proves it
+for one input only. So the source is read: a ``forward`` that only assigns names and returns is one expression of its
+input, which is compared with known forms.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import nn
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REFLECTION = frozenset({"eval", "exec", "globals", "locals", "vars"})
 _CHECKPOINTING = "transformers.modeling_layers"
-"""The module that wraps the forward of layers, to run it under `torch.utils.checkpoint` in training."""
+"""The module that wraps the forward of layers for `torch.utils.checkpoint` in training."""
 _RENAMING = "transformers.utils.deprecation"
-"""The module whose decorator `deprecate_kwarg` passes arguments with a former name on by their new one."""
+"""The module of the decorator `deprecate_kwarg`, which renames arguments with a former name."""
 
 
 class NotProven(Exception):
-    """Why it is not known what a module computes, or that it is something else."""
+    """The computation of a module is unknown, or is not the expected one. The message says why."""
 
 
 class Forward:
@@ -40,14 +40,14 @@ class Forward:
     Attributes
     ----------
     parameters : tuple of inspect.Parameter
-        Its parameters without ``self``; the first one is the input.
+        The parameters without ``self``. The first one is the input.
     renamed : frozenset of str
-        Former names of parameters but the input, which a decorator takes, too.
+        Former names of parameters other than the input, which a decorator also accepts.
 
     Raises
     ------
     NotProven
-        If something else than this source runs when the module is called, or there is no source.
+        If calling the module runs other code than this source, or there is no source.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -75,7 +75,7 @@ class Forward:
         self.renamed = frozenset(map(self._renamed_by, tree.decorator_list))
 
     def expression(self) -> str:
-        """Return what it returns, as one expression of ``x``, its input; the names of its other parameters stay.
+        """Return the result as one expression of the input ``x``. Other parameters keep their names.
 
         Raises
         ------
@@ -99,12 +99,12 @@ class Forward:
         return ast.unparse(_Replaced(known).visit(body[-1].value))
 
     def only_projects(self, names: Iterable[str]) -> None:
-        """Prove that the input is used for the shape of its leading axes, and by each submodule of `names` once.
+        """Prove that only the input's leading shape is used, and that each submodule of `names` takes it once.
 
         Raises
         ------
         NotProven
-            If it may be used in another way, or one of these submodules may.
+            If the input or one of these submodules may be used in another way.
         """
         names, allowed = tuple(names), set()
         for node in ast.walk(self._tree):
@@ -122,7 +122,7 @@ class Forward:
                 raise NotProven(f"its forward calls {name} {counts[name]} times")
 
     def resolve(self, path: str) -> Any:
-        """Return what a dotted name stands for in the source; None where it is not defined."""
+        """Return the object of a dotted name in the source, or None if it is not defined."""
         first, *rest = path.split(".")
         if first in self._function.__code__.co_freevars:
             return None
@@ -132,7 +132,7 @@ class Forward:
         return found
 
     def _renamed_by(self, decorator: ast.expr) -> str:
-        """Return the former name of a parameter that a decorator replaces, and that alone."""
+        """Return the former name that a decorator replaces, if that is all it does."""
         called = self.resolve(ast.unparse(decorator.func)) if isinstance(decorator, ast.Call) else None
         known = getattr(called, "__module__", ""), getattr(called, "__name__", "")
         if not isinstance(decorator, ast.Call) or known != (_RENAMING, "deprecate_kwarg"):
@@ -147,7 +147,7 @@ class Forward:
         return str(former)
 
     def _own(self) -> Counter[str]:
-        """How often each attribute of ``self`` is read."""
+        """Count the reads of each attribute of ``self``."""
         return Counter(
             node.attr
             for node in ast.walk(self._tree)
@@ -156,7 +156,7 @@ class Forward:
 
 
 def _unwrapped(function: Any) -> Any:
-    """Return the function that a wrapper calls, where the wrapper is known to change nothing but names of arguments."""
+    """Return the function inside a wrapper that is known to change only names of arguments."""
     while hasattr(function, "__wrapped__"):
         if function.__globals__["__name__"] not in (_CHECKPOINTING, _RENAMING):
             raise NotProven("its forward is wrapped")
@@ -169,7 +169,7 @@ def _literals(keywords: Iterable[ast.keyword]) -> dict[str, Any]:
 
 
 class _Replaced(ast.NodeTransformer):
-    """Puts the known expressions in the place of names."""
+    """Replaces names by their expressions."""
 
     def __init__(self, known: dict[str, ast.expr]) -> None:
         self._known = dict(known)

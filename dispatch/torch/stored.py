@@ -1,4 +1,4 @@
-"""Int8 layers made of stored tensors, each of which is checked before it is used."""
+"""Makes int8 layers from stored tensors, after checking each tensor."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from skuda.torch.linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.scheme import Activation, Group
 
 Kind = tuple[torch.dtype | str, tuple[int, ...]]
-"""Dtype and shape of a tensor; a dtype that torch does not have is text."""
+"""Dtype and shape of a tensor. A dtype that torch lacks is text."""
 
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 _CODES = (torch.int8, torch.int32)
 _ONE = ((1,), (), (1, 1))
-"""The shapes of a single scale, as writers differ."""
+"""The shapes of a single scale. Writers differ."""
 
 
 class Tensors:
-    """Named tensors; each is taken as a dtype and a shape, and none may be left over.
+    """Named tensors. Each is taken with an expected dtype and shape, and none may be left over.
 
     Parameters
     ----------
     source : str
-        What they come from, for errors.
+        The origin, for errors.
     kinds : mapping of str to Kind
-        What is there.
+        The tensors' dtypes and shapes.
     read : callable
         Returns a tensor by its name.
     files : mapping of str to Path
-        The file that each is in, if they are in files.
+        The file of each tensor, if there are files.
     prefix : str
-        What stands before every name that is asked for.
+        Prefix of every requested name.
     left : set of str
-        What is not yet taken; by default, everything.
+        Names that were not taken yet. By default all names.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Tensors:
         self._left = set(kinds) if left is None else left
 
     def renamed(self, rename: Callable[[str], str]) -> Self:
-        """Return the same tensors by other names."""
+        """Return the same tensors under other names."""
         names = {rename(name): name for name in self.kinds}
         kinds = {new: self.kinds[name] for new, name in names.items()}
         return type(self)(self.source, kinds, lambda name: self._read(names[name]))
 
     def within(self, prefix: str) -> Self:
-        """Return the same tensors, where every name follows a prefix and a dot."""
+        """Return the same tensors, with a prefix and a dot before every requested name."""
         return type(self)(self.source, self.kinds, self._read, files=self.files, prefix=f"{prefix}.", left=self._left)
 
     def __contains__(self, name: str) -> bool:
@@ -74,7 +74,7 @@ class Tensors:
         Raises
         ------
         InvalidRecord
-            If it is missing, or has another one.
+            If it is missing, or has another dtype or shape.
         """
         allowed = dtypes if isinstance(dtypes, tuple) else (dtypes,)
         full = self._prefix + name
@@ -87,14 +87,14 @@ class Tensors:
         return self._read(full)
 
     def take_zeros(self, name: str) -> None:
-        """Take the zero point of something symmetric, which old writers store, too, if it is there."""
+        """Take the zero point of a symmetric tensor, which old writers store, if it is there."""
         if name in self:
             zeros = self.take(name, _CODES, self.kinds[self._prefix + name][1])
             if bool(zeros.any()):
                 self._refuse(self._prefix + name, "other codes", "be 0: the config says that this is symmetric")
 
     def finish(self) -> None:
-        """Refuse what was not taken, of those names that follow the prefix."""
+        """Raise if a tensor with the prefix was not taken."""
         for name in sorted(name for name in self._left if name.startswith(self._prefix)):
             self._refuse(name, _text(self.kinds[name]), "be absent: the model has no such tensor, or another scheme")
 
@@ -103,18 +103,18 @@ class Tensors:
 
 
 def int8_layer(module: Any, group: Group, found: Tensors, *, smooth: bool = False) -> DynamicLinear | StaticLinear:
-    """Return the int8 layer that takes the place of a module, on its device; it shares no memory with what is stored.
+    """Return the int8 replacement of a module, on its device. It shares no memory with the stored tensors.
 
     Parameters
     ----------
     module : Linear, Int8Linear or Part
-        Tells sizes, device, and whether there is a bias, of which dtype.
+        The module, for sizes, device, and the presence and dtype of the bias.
     group : Group
-        How it is quantized.
+        The quantization.
     found : Tensors
         The layer's tensors.
     smooth : bool
-        Whether it may have smoothing factors.
+        Whether the layer may have smoothing factors.
 
     Raises
     ------
@@ -148,12 +148,12 @@ def int8_layer(module: Any, group: Group, found: Tensors, *, smooth: bool = Fals
 
 
 def check_values(source: str, name: str, layer: Int8Linear) -> None:
-    """Refuse a layer whose scales or factors nothing could have been quantized with.
+    """Raise for a layer with impossible scales or factors.
 
     Raises
     ------
     InvalidRecord
-        For a scale that is negative or not finite, and a step of the input, or a smoothing factor, that is 0.
+        For a scale that is negative or not finite, and for an input scale or smoothing factor of 0.
     """
     for part, value in layer.named_buffers():
         if not value.is_floating_point() or part == "bias":

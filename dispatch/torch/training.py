@@ -1,9 +1,9 @@
-"""Linear layers that train with int8 codes in the forward pass.
+"""Linear layers for training with int8 codes in the forward pass.
 
-`FakeQuantLinear` rounds in floating point what an int8 layer rounds (quantization-aware training); `MixedLinear`
-computes its product in int8 (faster steps). Both are `torch.nn.Linear` with the same parameters under the same names,
-so optimizers, `state_dict` and tied weights stay as they are. `torch.nn.Linear`'s rules for dtypes hold: cast the
-model, or use autocast.
+`FakeQuantLinear` rounds its weight and input like an int8 layer, and multiplies in floating point (quantization-aware
+training). `MixedLinear` multiplies in int8, for faster steps. Both are `torch.nn.Linear` with the same parameters under
+the same names, so optimizers, `state_dict` and tied weights do not change. The dtypes of input and weight must agree,
+as for `torch.nn.Linear`: cast the model, or use autocast.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ TRAINED = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class _SharedLinear(nn.Linear):
-    """A layer with the parameters of another one: the same objects, not copies.
+    """A layer with the parameter objects of another layer, not copies of them.
 
     Raises
     ------
     InvalidProblem
-        If the weight is no f16, bf16 or f32.
+        If the weight is not f16, bf16 or f32.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -47,29 +47,29 @@ class _SharedLinear(nn.Linear):
 
 
 class FakeQuantLinear(_SharedLinear):
-    """Quantization-aware training: a float layer of the weight and the input that an int8 layer would see.
+    """Quantization-aware training: a layer in floating point that rounds its weight and input like an int8 layer.
 
-    The weight is rounded symmetrically with a scale per output channel, as `skuda.torch.DynamicLinear` rounds it: what
-    it is rounded to is, bit for bit, what the codes of the int8 layer stand for after training. Scales that are found
-    from ranges get no gradient. For the gradients and for learned scales, see `skuda.torch.fake_quantize`.
+    The weight is rounded symmetrically with a scale per output channel, like the weight of `skuda.torch.DynamicLinear`.
+    The rounded weight equals, bit for bit, the dequantized weight of the int8 layer after training. Scales that follow
+    from ranges get no gradient. `skuda.torch.fake_quantize` describes gradients and learned scales.
 
     Parameters
     ----------
     linear : torch.nn.Linear
         The layer whose parameters are trained.
     activation : {"token", "tensor"} or None
-        The input's scale: one per row, found each time, as in `DynamicLinear`; one for everything, fixed by `observe`,
-        as in `StaticLinear`; or none, and the input is not rounded.
+        The scale of the input: one per row, computed at run time, as in `DynamicLinear`; one for the tensor, set by
+        `observe`, as in `StaticLinear`; or None, and the input is not rounded.
     learn_scale : bool
-        Whether scales are parameters, `weight_scale` of shape (N, 1) and, with ``"tensor"``, `input_scale` of shape
-        (1,); they begin at the ranges divided by 127. With ``"token"``, the input's scales are not learned. Scales are
-        thousands of times smaller than weights: an optimizer such as Adam, whose steps do not shrink with the gradient,
-        needs a lower learning rate for them.
+        Whether scales are parameters: `weight_scale` of shape (N, 1) and, with ``"tensor"``, `input_scale` of shape
+        (1,). They start at the ranges divided by 127. With ``"token"``, input scales are not learned. Scales are
+        thousands of times smaller than weights, so an optimizer such as Adam, whose steps do not shrink with the
+        gradient, needs a lower learning rate for them.
 
     Raises
     ------
     InvalidProblem
-        For a weight that is no f16, bf16 or f32; in `forward`, for a missing `input_scale`.
+        For a weight that is not f16, bf16 or f32 and, in `forward`, for a missing `input_scale`.
     """
 
     input_scale: Tensor | None
@@ -84,7 +84,7 @@ class FakeQuantLinear(_SharedLinear):
         self.observing = False
         self._observed = False
         weight_scale = quantized_weight(self.weight)[1].unsqueeze(1) if learn_scale else None
-        # NaN: not known yet.
+        # NaN means unknown.
         nan = torch.full((1,), torch.nan, dtype=torch.float32, device=self.weight.device)
         input_scale = nan if activation == "tensor" else None
         for name, scale in (("weight_scale", weight_scale), ("input_scale", input_scale)):
@@ -94,7 +94,7 @@ class FakeQuantLinear(_SharedLinear):
                 self.register_buffer(name, scale)
 
     def fake_quantized_weight(self) -> Tensor:
-        """Return the weight that `forward` multiplies with, in the weight's dtype."""
+        """Return the rounded weight of `forward`, in the weight's dtype."""
         scale = row_codes(self.weight)[1] if self.weight_scale is None else self.weight_scale.squeeze(1)
         return fake_quantize(self.weight, scale)
 
@@ -115,7 +115,7 @@ class FakeQuantLinear(_SharedLinear):
     def _observe(self, input: Tensor) -> None:
         if self.input_scale is not None and input.numel():
             largest = input.abs().max().to(self.input_scale)
-            # On a GPU, torch multiplies by the reciprocal of a number, which is rounded twice.
+            # On a GPU, torch divides by a number by multiplying with its reciprocal, which rounds twice.
             self.input_scale.copy_(torch.fmax(self.input_scale, largest / torch.full_like(largest, Q_MAX)))
 
     def _check_observed(self) -> None:
@@ -126,16 +126,16 @@ class FakeQuantLinear(_SharedLinear):
         self._observed = True
 
     def to_int8(self) -> DynamicLinear | StaticLinear:
-        """Return the int8 layer that this one was trained for.
+        """Return the int8 layer of this layer.
 
-        Its weight, dequantized, is bit for bit `fake_quantized_weight()`. Its output differs from the output of this
-        layer by rounding alone: with ``x`` and ``w`` the rounded input and weight, u the unit roundoff of their dtype
-        and v that of f32, by at most ``((K + 8) * v + 5 * u) * (sum |x * w| + |bias|)``.
+        Its dequantized weight equals `fake_quantized_weight()` bit for bit. Its output differs from the output of this
+        layer by rounding errors only, at most ``((K + 8) * v + 5 * u) * (sum |x * w| + |bias|)``. ``x`` and ``w`` are
+        the rounded input and weight, u is the unit roundoff of their dtype, and v that of f32.
 
         Raises
         ------
         InvalidProblem
-            If the weight or a scale is not finite; with ``activation=None``, which has no int8 product.
+            If the weight or a scale is not finite, or ``activation`` is None, which has no int8 product.
         """
         if self.activation is None:
             rule = "be 'token' or 'tensor': without codes of the input there is no int8 product"
@@ -155,26 +155,26 @@ class FakeQuantLinear(_SharedLinear):
         return StaticLinear(codes, scale, self.bias, input_scale=self.input_scale)
 
     def extra_repr(self) -> str:
-        """Return the sizes and what is rounded how."""
+        """Return the sizes and the rounding."""
         return f"{super().extra_repr()}, activation={self.activation!r}, learn_scale={self.learn_scale}"
 
 
 @contextmanager
 def observe(model: nn.Module) -> Iterator[None]:
-    """Set the input scales of the `FakeQuantLinear` layers in a model, from the inputs that they get meanwhile.
+    """Set the input scales of a model's `FakeQuantLinear` layers from their inputs in the block.
 
-    A scale becomes the largest magnitude so far, divided by 127. Inside, inputs are not rounded, so that the ranges are
-    those of the float model. Do this before the model is distributed, which copies the scales of the first process.
+    A scale becomes the largest magnitude so far, divided by 127. In the block, inputs are not rounded, so the ranges
+    are those of the float model. Do this before you distribute the model, which copies the scales of the first process.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Layers with ``activation="tensor"`` are observed; others behave as usual.
+        The model. Layers with ``activation="tensor"`` are observed. Other layers behave as usual.
 
     Raises
     ------
     InvalidProblem
-        If `model` is none.
+        If `model` is not a module.
     """
     check_model("observe", model, None)
     layers = [
@@ -190,7 +190,7 @@ def observe(model: nn.Module) -> Iterator[None]:
 
 
 class _Codes(NamedTuple):
-    """Codes of a weight, and what the weight was when they were made."""
+    """Codes of a weight, and the state of the weight when they were made."""
 
     weight: Tensor
     state: tuple[object, ...]
@@ -199,12 +199,12 @@ class _Codes(NamedTuple):
 
 
 class MixedLinear(_SharedLinear):
-    """Training with an int8 product: the result of `skuda.torch.DynamicLinear`, bit for bit, and gradients in bf16.
+    """Training with an int8 product: the bits of `skuda.torch.DynamicLinear`, and gradients in floating point.
 
-    The weight, the master copy that an optimizer updates, is quantized again whenever it has changed: after a step of
-    an optimizer of torch, or a change in place that torch counts. Without one, as while gradients are accumulated, its
-    codes are kept. A write through ``weight.data`` outside of an optimizer, or by another process, is not noticed. For
-    the gradients, see `skuda.torch.mixed_linear`.
+    The weight is the master copy that an optimizer updates. It is quantized again after each change: after a step of an
+    optimizer of torch, or an in-place change that torch counts. While it does not change, as during gradient
+    accumulation, its codes are kept. A write through ``weight.data`` outside of an optimizer, or by another process, is
+    not noticed. `skuda.torch.mixed_linear` describes the gradients.
 
     Parameters
     ----------
@@ -214,17 +214,17 @@ class MixedLinear(_SharedLinear):
     Raises
     ------
     InvalidProblem
-        For a weight that is no f16, bf16 or f32.
+        For a weight that is not f16, bf16 or f32.
     """
 
     _codes: _Codes | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's output for an input of shape (..., K), in the input's dtype."""
+        """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
         return mixed_linear(autocast(input), self.weight, self.bias, *self._weight_codes())
 
     def to_int8(self) -> DynamicLinear:
-        """Return the int8 layer, whose results are those of this one.
+        """Return the int8 layer. It gives the bits of this layer.
 
         Raises
         ------
@@ -235,13 +235,13 @@ class MixedLinear(_SharedLinear):
 
     def _weight_codes(self) -> tuple[Tensor, Tensor]:
         weight = self.weight
-        # A graph must hold the quantization. What is no parameter, as in a functional call, is another one each time.
+        # A graph must contain the quantization. In a functional call the weight may be another tensor each time.
         passing = torch.compiler.is_compiling() or type(weight) is not nn.Parameter
-        # What is made in inference mode cannot be saved for a backward pass.
+        # Tensors made in inference mode cannot be saved for a backward pass.
         passing = passing or weight.is_inference() or torch.is_inference_mode_enabled()
         if passing or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             return row_codes(weight)
-        # Work on another stream may come before these codes are made, or after they are freed.
+        # Work on another stream may run before these codes are made, or after they are freed.
         stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
         state = weight._version, weight.data_ptr(), weight.dtype, _steps.count, stream  # noqa: SLF001  torch has no public name
         kept = self._codes
@@ -250,26 +250,26 @@ class MixedLinear(_SharedLinear):
         return kept.codes, kept.scale
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Forget the codes of a weight that is set, also to what it was.
+        """Forget the codes when the weight is set, even to the same object.
 
-        After each gathering, ``fully_shard`` sets the same parameter, whose memory it has filled without counting that.
+        After each all-gather, ``fully_shard`` sets the same parameter again, after filling its memory uncounted.
         """
         if name == "weight":
             self.__dict__["_codes"] = None
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the codes out of copies and pickles, whose weights begin to count their changes again."""
+        """Leave the codes out of copies and pickles, whose weights count changes from 0 again."""
         return {**self.__dict__, "_codes": None}
 
 
 class _Steps:
-    """Counts the steps of all optimizers: some write through ``weight.data``, which counts no change."""
+    """Counts the steps of all optimizers, because some write through ``weight.data``, which counts no change."""
 
     count = 0
 
     def add(self, *_: object) -> None:
-        """Count one; torch calls this after each step."""
+        """Count a step. Torch calls this after each one."""
         self.count += 1
 
 
@@ -278,10 +278,10 @@ register_optimizer_step_post_hook(_steps.add)
 
 
 def row_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `quantized_weight` unchecked: s8 codes (N, K) and scales (N,). A row with NaN has the scale NaN.
+    """Return `quantized_weight` without its check: s8 codes (N, K) and scales (N,).
 
-    The scale of a row with an infinity is infinite. So both show in a result, as they do in a float layer, and nothing
-    waits for the device to find out.
+    A row with NaN has the scale NaN, and a row with an infinity an infinite scale. Both show in the result, as in a
+    float layer, and the host need not wait for the device.
     """
     matrix = weight.detach()
     codes, scale, _ = torch.ops.skuda.dynamic_range.default(matrix, q_min=-Q_MAX, q_max=Q_MAX, output_element="s8")
@@ -291,7 +291,7 @@ def row_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_scale(input: Tensor) -> Tensor:
-    """Return the scale of each row of an input, as `DynamicLinear` finds it."""
+    """Return the scale of each row of an input, as `DynamicLinear` computes it."""
     found: Tensor = torch.ops.skuda.dynamic_range.default(
         input.detach(), q_min=-Q_MAX, q_max=Q_MAX, output_element="s8"
     )[1]
@@ -300,7 +300,7 @@ def _row_scale(input: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FakeQuant:
-    """Quantization-aware training, for `skuda.torch.quantize_`: layers become `FakeQuantLinear`.
+    """Config of `quantize_` for quantization-aware training: layers become `FakeQuantLinear`.
 
     Parameters
     ----------
@@ -310,7 +310,7 @@ class FakeQuant:
     Raises
     ------
     InvalidProblem
-        For another value.
+        For an invalid value.
     """
 
     activation: Activation | None = "token"
@@ -323,12 +323,12 @@ class FakeQuant:
             raise InvalidProblem("FakeQuant", "learn_scale", shown(self.learn_scale), "be True or False")
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:
-        """Return what takes the place of a layer in training.
+        """Return the replacement of a layer in training.
 
         Raises
         ------
         InvalidProblem
-            For a layer that cannot be served.
+            For a layer that cannot be replaced.
         """
         _check_layer("FakeQuant", name, linear)
         if self.learn_scale and linear.weight.is_meta:
@@ -340,15 +340,15 @@ class FakeQuant:
 
 @dataclass(frozen=True)
 class Mixed:
-    """Training with int8 products, for `skuda.torch.quantize_`: layers become `MixedLinear`."""
+    """Config of `quantize_` for training with int8 products: layers become `MixedLinear`."""
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:
-        """Return what takes the place of a layer in training.
+        """Return the replacement of a layer in training.
 
         Raises
         ------
         InvalidProblem
-            For a layer that cannot be served.
+            For a layer that cannot be replaced.
         """
         _check_layer("Mixed", name, linear)
         return MixedLinear(linear)
@@ -358,7 +358,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def _check_layer(subject: str, name: str, linear: nn.Linear) -> None:
-    """Refuse a layer whose behaviour its replacement would not have."""
+    """Raise for a layer whose replacement would behave differently."""
     if type(linear) is not nn.Linear:
         rule = "be a torch.nn.Linear itself: a subclass, or a parametrized layer, may compute something else"
         raise InvalidProblem(subject, name, f"a {type(linear).__name__}", rule)

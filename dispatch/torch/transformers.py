@@ -1,8 +1,8 @@
-"""Int8 models of the package transformers: loaded, quantized and saved by its own methods.
+"""Int8 models of the package transformers, which loads, quantizes and saves them with its own methods.
 
-Importing this module registers a quantizer, and makes `from_pretrained` load W8A8 checkpoints of the compressed-tensors
-format as int8 modules. Without it transformers multiplies their weights in floating point. A `SkudaConfig` quantizes a
-checkpoint of floats as it is loaded. Checkpoints of other formats are loaded as before.
+Importing this module registers a quantizer. `from_pretrained` then loads W8A8 checkpoints of the compressed-tensors
+format as int8 modules; without it, transformers multiplies their weights in floating point. With a `SkudaConfig`,
+`from_pretrained` quantizes a checkpoint of floats. Checkpoints of other formats load as before.
 
     import skuda.torch.transformers
 
@@ -44,17 +44,18 @@ from skuda.torch.stored import Tensors, check_values, int8_layer
 
 @register_quantization_config(OWN_METHOD)
 class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """What `from_pretrained` is to make of a model.
+    """The `quantization_config` of `from_pretrained` for int8 layers with dynamic scales.
 
-    A checkpoint of floats is loaded first, and then quantized, layer by layer; its memory is needed for that long.
+    `from_pretrained` loads the whole checkpoint of floats, then quantizes layer by layer. So it needs the memory of the
+    floats for a while.
 
     Parameters
     ----------
     ignore : sequence of str, optional
-        Layers that stay as they are: names, or patterns, ``re:`` and a regular expression that matches from the start
-        of a name. By default those that return the logits.
+        Layers that stay in floating point: names, or patterns of ``re:`` and a regular expression that matches from the
+        start of a name. By default the layer that returns the logits.
     scheme : Scheme, optional
-        What a checkpoint says of itself; then nothing is quantized.
+        The scheme of an int8 checkpoint. With it, nothing is quantized.
     """
 
     def __init__(self, ignore: Sequence[str] | None = None, *, scheme: Scheme | None = None) -> None:
@@ -77,18 +78,18 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return (found, kwargs) if return_unused_kwargs else found
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the `quantization_config` of a checkpoint; before the model is quantized, only the method."""
+        """Return the `quantization_config` of a checkpoint. Before quantization it has only the method."""
         return {"quant_method": OWN_METHOD} if self.scheme is None else self.scheme.fields()
 
 
 class _CompressedTensorsConfig:
-    """Stands for transformers' own class where a `quantization_config` is read."""
+    """Replaces transformers' own class for reading a `quantization_config`."""
 
     own = auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], *arguments: Any, **named: Any) -> Any:
-        """Read W8A8 as a `SkudaConfig`, and every other format as before."""
+        """Read W8A8 as a `SkudaConfig`, and any other format as before."""
         reader = SkudaConfig if config_dict.get("format") == FORMAT else cls.own
         return reader.from_dict(config_dict, *arguments, **named)
 
@@ -98,12 +99,12 @@ auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = _CompressedTensorsConfig
 
 @register_quantizer(OWN_METHOD)
 class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Puts int8 layers into a model: before the weights of an int8 checkpoint are loaded, and after those of floats.
+    """Puts int8 layers into a model: before loading an int8 checkpoint, or after loading a checkpoint of floats.
 
     Attributes
     ----------
     report : Report or None
-        What was quantized, and what was left and why; None for an int8 checkpoint.
+        The report of `quantize_`. None for an int8 checkpoint.
     """
 
     requires_calibration = False
@@ -114,7 +115,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """Whether adapters such as LoRA can be trained: all layers are dynamic, and so pass gradients on."""
+        """Whether adapters such as LoRA can be trained. All layers must be dynamic, which pass gradients on."""
         scheme = self.quantization_config.scheme
         return scheme is not None and all(group.activation is Activation.DYNAMIC for group in scheme.groups)
 
@@ -123,7 +124,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Return what `save_pretrained` writes; the config is that of the model as it now is."""
+        """Return the tensors for `save_pretrained`, and update the config to the model's present state."""
         self.quantization_config.scheme = Scheme.of(model)
         return stored(model), {}
 
@@ -138,11 +139,11 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             had = shown([file.name for file in files])
             raise InvalidProblem("from_pretrained", "checkpoint", had, "be safetensors files, with their config")
         with opened_files(*files) as found:
-            # transformers renames them alike when it loads them, after this.
+            # transformers applies the same renaming later, when it loads them.
             renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
             tensors = found.renamed(lambda name: _name_in(model, rename_source_key(name, renamings, [])[0]))
             for name, module, group in list(scheme.layers(model)):
-                # The model has no memory yet, and transformers reads what goes there: this only checks what there is.
+                # The model has no memory yet, and transformers will read the tensors. This only checks them.
                 layer = int8_layer(module, group, tensors.within(name), smooth=scheme.smooth)
                 tensors.within(name).finish()
                 model.set_submodule(name, layer)
@@ -152,7 +153,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             for name, layer in model.named_modules():
                 if isinstance(layer, Int8Linear):
                     if isinstance(layer, StaticLinear):
-                        # transformers leaves what is in no file without a value, and the dtype of what is.
+                        # transformers does not initialize tensors that are in no file, and keeps the dtype of the file.
                         layer.zero.zero_()
                         if layer.input_zero_point is not None:
                             layer.input_zero_point = layer.input_zero_point.to(torch.int32)
@@ -172,11 +173,11 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def convert_(model: Any) -> tuple[str, ...]:
-    """Make a model that transformers loaded from a W8A8 checkpoint multiply in int8.
+    """Give int8 layers to a model that transformers loaded from a W8A8 checkpoint.
 
-    This is for a model that was loaded before this module was imported: transformers keeps the codes until the model is
-    first called, and then multiplies them into weights of floating point; both are served. A model whose layers are
-    int8 already, as `skuda.torch.quantize_` makes them, only learns how it is saved.
+    It is for a model that was loaded before this module was imported. Transformers keeps the codes until the first call
+    of the model, and then converts them to floating point; both states work. For a model with int8 layers, such as
+    `skuda.torch.quantize_` makes, only `save_pretrained` changes.
 
     Parameters
     ----------
@@ -186,14 +187,14 @@ def convert_(model: Any) -> tuple[str, ...]:
     Returns
     -------
     tuple of str
-        Names of the layers that are int8.
+        Names of the int8 layers.
 
     Raises
     ------
     InvalidProblem
-        If the model has no int8 layers, or its weights are not those of the checkpoint any more.
+        If the model has no int8 layers, or its weights have changed since it was loaded.
     InvalidRecord
-        For a scheme that is not served.
+        For an unsupported scheme.
     """
     config = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or config is None:
@@ -201,7 +202,7 @@ def convert_(model: Any) -> tuple[str, ...]:
     described = getattr(config, "quantization_config", None)
     if described is not None and not isinstance(described, SkudaConfig):
         fields = dict(described if isinstance(described, Mapping) else described.to_dict())
-        # Without it: whether the weights are codes by now, they tell themselves.
+        # Dropped, because the dtype of the weights shows whether they are codes.
         fields.pop("quantization_status", None)
         scheme = Scheme.parse("convert_", json.loads(json.dumps(fields)))
         layers = {}
@@ -212,7 +213,7 @@ def convert_(model: Any) -> tuple[str, ...]:
             check_values("convert_", name, layers[name])
         for name, layer in layers.items():
             model.set_submodule(name, layer.train(model.get_submodule(name).training))
-        # It would look for codes to multiply when the model is called.
+        # It would look for codes to convert at the first call.
         hook = model.__dict__.pop("ct_decompress_hook", None)
         if hook is not None:
             hook.remove()
@@ -224,10 +225,10 @@ def convert_(model: Any) -> tuple[str, ...]:
 
 
 def describe_(model: nn.Module) -> None:
-    """Let `save_pretrained` of the models of transformers in a model write what they are when it is called.
+    """Let `save_pretrained` of the transformers models inside a model write their present int8 layers.
 
-    Models that have a quantizer already, or no int8 layer, stay as they are. Unlike `convert_`, this leaves them free
-    to be cast and trained.
+    A model that has a quantizer already, or no int8 layer, does not change. Unlike `convert_`, this does not prevent
+    casting and training.
     """
     described: dict[int, SkudaQuantizer] = {}
     inside: set[int] = set()
@@ -235,7 +236,7 @@ def describe_(model: nn.Module) -> None:
         if not isinstance(module, PreTrainedModel):
             continue
         if id(module) not in inside:
-            # What is inside of it and has a config of its own is described by that of the outer one.
+            # The config of the outer model also describes inner models that have their own config.
             inside |= {id(part) for part in module.modules()}
             int8 = any(isinstance(part, Int8Linear) for part in module.modules())
             if int8 and getattr(module, "hf_quantizer", None) is None:
@@ -247,7 +248,7 @@ def describe_(model: nn.Module) -> None:
 
 
 def _held(name: str, module: nn.Module) -> Tensors:
-    """Return the tensors of a layer that compressed-tensors prepared, with codes for a weight."""
+    """Return the tensors of a layer that compressed-tensors prepared. The weight becomes codes."""
     held = {part: tensor.detach() for part, tensor in module.state_dict().items()}
     weight, scale = held.get("weight"), held.get("weight_scale")
     if weight is not None and scale is not None and weight.is_floating_point():
@@ -262,7 +263,7 @@ def _held(name: str, module: nn.Module) -> Tensors:
 
 
 def _name_in(model: Any, name: str) -> str:
-    """Return a model's name of a tensor of a checkpoint that may be of the model without its head, or with one."""
+    """Return the model's name of a tensor, if the checkpoint is of the model with or without its head."""
     prefix = f"{model.base_model_prefix}."
     if hasattr(model, model.base_model_prefix):
         return name if name.startswith(prefix) or _has(model, name) else prefix + name
@@ -270,7 +271,7 @@ def _name_in(model: Any, name: str) -> str:
 
 
 def _has(model: nn.Module, name: str) -> bool:
-    """Whether a model has a module that holds a tensor of this name."""
+    """Whether a model has the module of a tensor of this name."""
     try:
         model.get_submodule(name.rpartition(".")[0])
     except AttributeError:
