@@ -1,1 +1,1 @@
-"""Backends: how kernels are prepared and run, one module each."""
+"""Backends, one module each: they prepare and run kernels."""

@@ -1,4 +1,4 @@
-"""`Backend`: how kernels of one kind are prepared and run."""
+"""`Backend`: prepares and runs the kernels of one kind."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class BackendStatus(Value):
     available : bool
         Whether its kernels can run on this machine.
     detail : str
-        Versions if it works, else what is wrong.
+        Versions if it works, else the reason why not.
     remedy : str
-        The command or step that makes it work; empty if it works.
+        The command or step that makes it work. Empty if it works.
     """
 
     available: bool
@@ -39,7 +39,7 @@ class Runner(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Remarks on how it runs."""
+        """Remarks for the user on how the kernel runs."""
 
     def check(self, arrays: Mapping[str, object]) -> None:
         """Raise the error that `run` would raise for these arguments, without running."""
@@ -48,16 +48,16 @@ class Runner(Protocol):
         """Run the kernel and return the op's result."""
 
     def bind(self, arrays: Mapping[str, object], stream: object) -> Callable[[], object]:
-        """Check the arguments once; return a callable that runs the kernel on them and returns the op's result."""
+        """Check the arguments once. Return a callable that runs the kernel on them and returns the op's result."""
 
 
 class Backend(ABC):
-    """Prepares and runs the kernels of one kind. Constructing one must be cheap and must not touch a device.
+    """Prepares and runs the kernels of one kind. The constructor must be cheap and must not touch a device.
 
     Attributes
     ----------
     spec : BackendSpec
-        Its facts; `KernelSku.backend` is its name.
+        The facts about the backend. `KernelSku.backend` is its name.
     """
 
     spec: BackendSpec
@@ -68,18 +68,18 @@ class Backend(ABC):
 
     @abstractmethod
     def devices(self) -> tuple[Device, ...]:
-        """Return the devices it drives here, best first; empty if it does not work."""
+        """Return the devices that it drives here, best first. Empty if it does not work."""
 
     def notes(self) -> tuple[str, ...]:
-        """Return remarks on what else is used to run its kernels, which their ids do not show."""
+        """Return remarks on other software that runs the kernels and that their ids do not show."""
         return ()
 
     def choices(self, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[Choice, ...]:  # noqa: ARG002  most have none
-        """Return the configurations in which a kernel can run a problem, best first; the device may be absent."""
+        """Return the configurations in which a kernel can run a problem, best first. The device may be absent."""
         return ()
 
     def told(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> tuple[str, ...]:  # noqa: ARG002  as above
-        """Return remarks on how a kernel would run a problem, for example its tile; the device may be absent."""
+        """Return remarks on how a kernel would run a problem, for example its tile. The device may be absent."""
         return ()
 
     @abstractmethod
@@ -95,5 +95,5 @@ class Backend(ABC):
         device : Device
             The device to run on.
         choice : str
-            The name of one of `choices`; empty for the best. A backend without choices is never given one.
+            The name of one of `choices`. Empty means the best. A backend without choices never gets a name.
         """

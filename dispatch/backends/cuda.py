@@ -1,4 +1,4 @@
-"""The base of the CUDA backends: from a kernel to a loaded launch. They differ in compiler and launch API."""
+"""The base of the CUDA backends, which differ in compiler and launch API. It turns a kernel into a loaded launch."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _loading = threading.Lock()
 
 
 class _Kernel(NamedTuple, Generic[Module]):
-    """A loaded kernel: what plans of all sizes share.
+    """A loaded kernel, which plans of all sizes share.
 
     Attributes
     ----------
     sku : KernelSku
         The kernel.
     module : Module
-        Its cubin, loaded.
+        The loaded cubin.
     entries : dict of Kernel
         The properties of every entry point.
     notes : tuple of str
-        Notes on how it is launched, and on where it is from.
+        Notes on the launch and the origin of the cubin.
     packings : dict of Struct
-        How steps pack their parameters, by entry point and formats; those that agree with the compiled kernel.
+        How steps pack their parameters, by entry point and formats. All of them agree with the compiled kernel.
     """
 
     sku: KernelSku
@@ -57,7 +57,7 @@ class _Kernel(NamedTuple, Generic[Module]):
     packings: dict[tuple[str, tuple[str, ...]], Struct]
 
     def packing(self, step: Step) -> Struct:
-        """Return how a step packs its parameters; raise `CompileError` if the compiled kernel takes others."""
+        """Return how a step packs its parameters. Raise `CompileError` if the compiled kernel takes others."""
         form = step.entry, formats_of(step)
         whole = self.packings.get(form)
         if whole is None:
@@ -67,7 +67,7 @@ class _Kernel(NamedTuple, Generic[Module]):
 
 
 class CudaBackend(CubinProvider, Backend, Generic[Module]):
-    """A way to compile and launch CUDA source; its parameters are those of `CubinProvider`."""
+    """A way to compile and launch CUDA source. The parameters are those of `CubinProvider`."""
 
     def __init__(self, cache: CubinCache | None = None, bundles: tuple[Bundle, ...] | None = None) -> None:
         super().__init__(cache, bundles)
@@ -146,9 +146,9 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
             return CudaRunner(problem, launch, engine, found, (ordinal, context), kernel.notes)
 
     def _kernel(self, sku: KernelSku, launch: Launch, device: Device) -> _Kernel[Module]:
-        """Return the loaded kernel of a launch. It is looked up once: a later change of its source does not count.
+        """Return the loaded kernel of a launch. It is looked up once, so a later change of its source has no effect.
 
-        So another size costs neither a look at the source nor one at the cache.
+        A plan for another size therefore reads neither the source nor the cache.
         """
         key = (sku, launch.flags, device)
         found = self._kernels.get(key)
@@ -182,7 +182,7 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
         return launch if len(steps) == len(launch.steps) else launch._replace(steps=tuple(steps))
 
     def _loaded(self, sku: KernelSku, cubin: bytes, ordinal: int) -> Module:
-        # For the life of the process: a captured graph may hold a kernel, and there are few cubins.
+        # Modules are never unloaded: a captured graph may hold a kernel, and there are few cubins.
         key = (self.spec.name, hashlib.sha256(cubin).digest(), ordinal)
         with _loading:
             if key not in _modules:
@@ -201,6 +201,6 @@ def _rule(launch: str) -> Callable[..., Launch]:
 
 
 def _refuse_capture(sku: KernelSku, ordinal: int) -> None:
-    # Loading a module, let alone compiling, would break the capture.
+    # Loading a module breaks a capture.
     if any(driver().capture_of(stream) for stream in (0, *current_streams(ordinal))):
         raise NotPrepared(f"{sku.id} cannot be prepared while a stream is being captured: select the plan before")

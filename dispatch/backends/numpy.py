@@ -19,7 +19,7 @@ from skuda.registry.text import shown
 
 
 class HostRunner:
-    """Runs a Python kernel over host arrays; ``kernel(problem, **arrays)`` writes the outputs."""
+    """Runs a Python kernel over host arrays. ``kernel(problem, **arrays)`` writes the outputs."""
 
     notes: tuple[str, ...] = ()
 
@@ -38,7 +38,7 @@ class HostRunner:
         Raises
         ------
         InvalidProblem
-            For a missing, unknown or unsuitable argument, or a stream, which a CPU does not have.
+            For a missing, unknown or unsuitable argument, or a stream, since a CPU has none.
         FloatModeError, OutOfMemory
             As `Binding`.
         """
@@ -48,7 +48,7 @@ class HostRunner:
         return binding.result()
 
     def bind(self, arrays: Mapping[str, object], stream: object) -> Callable[[], object]:
-        """Check the arguments once; return a callable that only calls the kernel.
+        """Check the arguments once. Return a callable that only calls the kernel.
 
         Raises
         ------
@@ -77,7 +77,7 @@ class NumpyBackend(Backend):
     spec = next(spec for spec in BUILT_IN if spec.name == "numpy")
 
     def status(self) -> BackendStatus:
-        """Return NumPy's version; this backend always works."""
+        """Return NumPy's version. This backend always works."""
         return BackendStatus(available=True, detail=f"numpy {np.__version__}")
 
     def devices(self) -> tuple[Device, ...]:

@@ -61,7 +61,7 @@ class _Loaded(NamedTuple):
         """Return the function of a step; unless it is known, PyCUDA's context is pushed."""
         known = self.functions.get(step.entry)
         function, opted_in = (self.module.get_function(step.entry), 0) if known is None else known
-        # The limit is one for all launches of a function, so it only ever rises.
+        # All launches of a function share the limit, so it only rises.
         if must_opt_in(step) and step.shared > opted_in:
             import pycuda.driver
 
@@ -127,7 +127,7 @@ class PycudaBackend(CudaBackend[_Loaded]):
 
 
 class _Step(NamedTuple):
-    """What PyCUDA's launch takes besides parameters and stream."""
+    """The arguments of PyCUDA's launch other than parameters and stream."""
 
     start: Callable[..., None]
     grid: Dim3
@@ -136,9 +136,9 @@ class _Step(NamedTuple):
 
 
 class PycudaEngine:
-    """Launches through PyCUDA's pre-packed path, and by the engine `foreign` what PyCUDA cannot launch.
+    """Launches through PyCUDA's pre-packed path.
 
-    That is a step that may overlap, and any step on a stream of another library.
+    The engine `foreign` launches the steps that PyCUDA cannot: overlapping steps, and steps on foreign streams.
     """
 
     def __init__(self, loaded: _Loaded, foreign: BindingsEngine | None, packed: Packed, ordinal: int) -> None:

@@ -1,7 +1,7 @@
-"""Binding device arrays to a launch: a full check of a new call, a few comparisons for a call like an earlier one.
+"""Binds device arrays to a launch: a full check of a new call, a few comparisons for a call like an earlier one.
 
-`Binder` compiles a problem's arguments and its `Launch` once. `Binder.bind` checks a call in full and returns a `Call`,
-from which the function is written that recognizes the next call like it and launches it.
+`Binder` prepares a problem's arguments and its `Launch` once. `Binder.bind` checks a call in full and returns a `Call`.
+From the `Call` a function is generated that recognizes the next similar call and launches it.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ class Binder:
         return {p.name for p in self._parameters if isinstance(p, (Pointer, TensorMap))}
 
     def bind(self, arrays: Mapping[str, Any]) -> Call:
-        """Check a call, the op's arguments by name, in full.
+        """Check the arguments of a call in full.
 
         Raises
         ------
         InvalidProblem
             For a missing, unknown or unsuitable argument; `Unaligned` if another kernel may accept it.
         FloatModeError
-            If this thread would round numbers otherwise than to nearest, or flush them.
+            If this thread does not round to nearest, or flushes subnormal numbers.
         """
         require_exact_mode()
         rules.refuse_unknown(self._op, self._arguments, arrays)
@@ -158,7 +158,7 @@ class Binder:
         return found
 
     def _checked(self, argument: Argument, found: Facts, shape: tuple[int, ...]) -> int:
-        """Check one array by itself; return which of the accepted elements it has."""
+        """Check one array by itself. Return the index of its element among the accepted ones."""
         name, stored = argument.name, [storage_element(element) for element in argument.elements]
         if found.element not in stored:
             self._refuse(name, f"an array of {found.kind}", f"be {rules.wanted(argument, shape)}")
@@ -182,7 +182,7 @@ class Binder:
         return which
 
     def _stream(self, framework: Framework, facts: Mapping[str, Facts]) -> Callable[[], int]:
-        """Return a getter of the current stream; all arrays whose owners name a stream must name the same one."""
+        """Return a getter of the current stream. All arrays whose owners report a stream must report the same one."""
         named = {found.stream if found.stream != 1 else 0 for found in facts.values() if found.stream is not None}
         if len(named) > 1:
             told = ", ".join(f"{name} on {found.stream}" for name, found in facts.items() if found.stream is not None)
@@ -211,7 +211,7 @@ class Binder:
         return given
 
     def _number(self, argument: Argument, value: Any) -> Given:
-        """Return how a number becomes its packed value; a number plainly in range is passed unchanged."""
+        """Return how a number becomes its packed value. A number clearly in range is passed unchanged."""
         rules.number(self._op, argument, value)
         element = argument.elements[0]
         packed = self._numbers.get(argument.name, element)
@@ -234,7 +234,7 @@ class Binder:
     def _maker(self, argument: Argument, shape: tuple[int, ...], framework: Framework) -> Callable[[int | None], Any]:
         stored, element = storage_shape(shape, argument.elements[0]), storage_element(argument.elements[0])
         size = math.prod(stored) * element.bits // 8
-        if size >= 1 << 63:  # no library can even ask for it
+        if size >= 1 << 63:  # no library can request so much
             raise OutOfMemory(self._op, argument.name, size)
 
         made = framework.maker(stored, element, self._ordinal)

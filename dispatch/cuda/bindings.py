@@ -1,7 +1,7 @@
 """Modules and launches through cuda-bindings: ``cuLaunchKernelEx``, on any stream.
 
-cuda.core uses the same cuda-bindings, but its `launch` converts and packs on every call what is packed once here. A
-call here consists of the driver's function only.
+cuda.core uses the same cuda-bindings, but its `launch` converts and packs all arguments on every call. Here they are
+packed once, and a call consists of the driver's function only.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class BindingsModule:
 
                 made = succeed("cuModuleGetFunction", *api.cuModuleGetFunction(self._handle, step.entry.encode()))
                 found = self._functions[step.entry] = ctypes.c_void_p(int(made))
-            # The limit is one for all launches of a function, so it only ever rises.
+            # All launches of a function share the limit, so it only rises.
             if must_opt_in(step) and step.shared > self._opted_in.get(step.entry, 0):
                 driver().call("cuFuncSetAttribute", found, _MAX_DYNAMIC_SHARED, step.shared)
                 self._opted_in[step.entry] = step.shared

@@ -1,4 +1,4 @@
-"""A checked call as data: what the next call is compared with, and how its values become kernel parameters."""
+"""`Call`: a checked call as data, with the form of similar calls, and the mapping of values to kernel parameters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _FORMATS_OF_KINDS: dict[type, str] = {
     Rows: "q",
     Columns: "q",
 }
-"""Those of parameters that have no element of their own."""
+"""The formats of parameters without an element."""
 
 _MOST_LAYOUTS = 1024
 
@@ -56,18 +56,18 @@ class Call:
     Attributes
     ----------
     form : Form
-        Every argument given, and what the next call is compared with.
+        The given arguments, and the checks for the next call.
     made : tuple of Made
-        The outputs to allocate; their addresses follow the values.
+        The outputs to allocate. Their addresses follow the values.
     indices : tuple of sequence of int
         For every step: the index of each parameter among the values, the new addresses, the scratch addresses and the
         constants.
     constants : tuple
         Constants that follow the values, the new addresses and the scratch addresses.
     framework : Framework
-        Of the first array.
+        The framework of the first array.
     stream : callable
-        Gives the handle of the current stream.
+        Returns the handle of the current stream.
     placed : bool
         Whether an array among the arguments is on the device.
     """
@@ -93,7 +93,7 @@ class Call:
 def formats_of(step: Step) -> tuple[str, ...]:
     """Return the `struct` format of every parameter of a step."""
     plain = _FORMATS_OF_KINDS.get
-    # Inlined: every new size comes here.
+    # Inlined, because every new size comes here.
     return tuple([plain(each.__class__) or _FORMATS[each.element] for each in step.parameters])  # type: ignore[union-attr]
 
 
@@ -119,9 +119,9 @@ def packing(step: Step) -> struct.Struct:
 
 
 class Packer(NamedTuple):
-    """Packs a step's parameters as the kernel reads them.
+    """Packs the parameters of a step for the kernel.
 
-    `size` is in bytes. `pack` takes the parameters, a tensor map as two: an address and the bytes between rows.
+    `size` is in bytes. `pack` takes the parameters. A tensor map is two of them: an address and the bytes between rows.
     """
 
     size: int
@@ -129,9 +129,9 @@ class Packer(NamedTuple):
 
 
 def packer(step: Step, op: str, whole: struct.Struct | None = None) -> Packer:
-    """Return the packer of a step, whose tensor maps come first so that alignment needs no gap; errors name `op`.
+    """Return the packer of a step. Errors name `op`.
 
-    `whole` is its `packing`, which steps of other sizes share.
+    Tensor maps come first, so that alignment needs no gap. `whole` is the `packing`, which steps of other sizes share.
     """
     whole = packing(step) if whole is None else whole
     maps: list[Encoder] = [encoder(each, op) for each in step.parameters if isinstance(each, TensorMap)]
@@ -154,7 +154,7 @@ def packer(step: Step, op: str, whole: struct.Struct | None = None) -> Packer:
 
 
 class Packed:
-    """The steps of a launch, with how the compiled kernel takes their parameters; errors name `op`.
+    """The steps of a launch, and the packing of their parameters. Errors name `op`.
 
     Parameters
     ----------
@@ -171,12 +171,12 @@ class Packed:
 
     @cached_property
     def packers(self) -> tuple[Packer, ...]:
-        """The packer of each step; the first run makes them."""
+        """The packer of each step, made by the first run."""
         return tuple(packer(step, self.op, whole) for step, whole in zip(self.steps, self._packings, strict=True))
 
 
 def packable(number: Any, element: ElementKind) -> Any:
-    """Return a number in the form that `struct` packs exactly: f32 rounded, and bf16, which is, as its bits."""
+    """Return a number that `struct` packs exactly: f32 is rounded, and bf16 becomes its bits."""
     if element is ElementKind.BF16:
         return struct.unpack("<I", struct.pack("<f", float(number)))[0] >> 16
     if element is ElementKind.F32:

@@ -3,8 +3,8 @@
 Loading it creates no context. It uses a card's primary context, as torch, CuPy and JAX do, and never replaces the
 current context of a thread.
 
-A process that is forked from one that has loaded it cannot use CUDA: the driver refuses, or fails in worse ways. It is
-not asked there.
+A process that was forked after the driver was loaded cannot use CUDA: the driver refuses, or fails in worse ways. There
+the driver is never called.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from skuda.registry.errors import DriverError
 FORKED = "CUDA was used before this process was forked, and works only in the process that used it first"
 FORK_REMEDY = "start processes by multiprocessing's spawn method, or fork before skuda or torch first uses CUDA"
 NOT_INITIALIZED = 3
-"""What the driver answers in a forked process."""
+"""The driver's result in a forked process."""
 
 _LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
@@ -58,7 +58,7 @@ _CODES = {
 
 
 def failure(name: str, code: int) -> DriverError:
-    """Return the error for what a driver function returned."""
+    """Return the error for the result of a driver function."""
     return DriverError(name, f"{_CODES.get(code, 'see CUresult in cuda.h')} ({code})", code)
 
 
@@ -73,12 +73,12 @@ def inherited() -> bool:
 
 
 class Driver:
-    """The driver library, initialized.
+    """The initialized driver library.
 
     Raises
     ------
     DriverError
-        If there is none, or it does not start.
+        If there is no driver, or it does not start.
     """
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class Driver:
         return slot.value.value
 
     def using(self, context: int) -> AbstractContextManager[None]:
-        """Make a context current inside a ``with`` block that follows at once.
+        """Make a context current inside a ``with`` block.
 
         With a single card, a thread that had no context keeps this one. With several it must not, because torch and
         CuPy derive the current device from the current context.
@@ -292,12 +292,12 @@ class _Slots(threading.local):
 
 @cache
 def driver() -> Driver:
-    """Return the driver of this process; a failure is not cached.
+    """Return the driver of this process. A failure is not cached.
 
     Raises
     ------
     DriverError
-        If there is none, or it does not start.
+        If there is no driver, or it does not start.
     """
     return Driver()
 

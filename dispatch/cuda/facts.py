@@ -14,7 +14,7 @@ from skuda.kernels.dtypes import storage_dtype
 from skuda.registry.elements import ElementKind
 
 Guard = Callable[[Any], Any]
-"""Takes an argument; returns the value for the kernel if it has the facts that were checked, else None."""
+"""A function of an argument. It returns the value for the kernel if the argument has the checked facts, else None."""
 
 ANYWHERE = -1
 """The device of an array without elements."""
@@ -29,13 +29,13 @@ class Facts(NamedTuple):
     Attributes
     ----------
     address : int
-        Of the first element.
+        Address of the first element.
     element : ElementKind or None
-        As stored (packed elements show as u8); None for a type that no kernel here knows.
+        The stored element; packed elements are stored as u8. None for a type that no kernel here knows.
     kind : str
         The element's type as the framework writes it.
     shape, strides : tuple of int
-        In stored elements.
+        Extents and strides in stored elements.
     ordinal : int or None
         The CUDA device; `ANYWHERE` for an array without elements, None for memory on no CUDA device.
     read_only : bool
@@ -55,7 +55,7 @@ class Facts(NamedTuple):
 
 
 class JointCheck(NamedTuple):
-    """How several arrays of one library are recognized at once.
+    """A check of several arrays of one library at once.
 
     Attributes
     ----------
@@ -76,7 +76,7 @@ class JointCheck(NamedTuple):
 
 
 class Refused(Exception):
-    """An array that cannot be used: what it is, and what it must be. The caller raises `InvalidProblem`."""
+    """An array cannot be used: its kind, and the rule. The caller raises `InvalidProblem`."""
 
     def __init__(self, had: str, must: str) -> None:
         super().__init__(had, must)
@@ -112,13 +112,13 @@ class Framework(ABC):
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], element: ElementKind, ordinal: int, stream: int | None) -> Any:
-        """Return a new array on a device; `shape` and `element` are as stored.
+        """Return a new array on a device, with a stored shape and element.
 
-        `stream` is the handle of the stream that will use it; None is the framework's current stream.
+        `stream` is the handle of the stream that will use it. None means the framework's current stream.
         """
 
     def maker(self, shape: tuple[int, ...], element: ElementKind, ordinal: int) -> Callable[[int | None], Any]:
-        """Return a function of the stream that does what `empty` does, for many arrays alike."""
+        """Return a function of the stream that works like `empty`, for many equal arrays."""
         return partial(self.empty, shape, element, ordinal)
 
     def address(self, value: Any) -> int:
@@ -134,7 +134,7 @@ class Framework(ABC):
             if type(other) is not kind:
                 return None
             found = self.facts(other)
-            # Any address is possible here; torch and CuPy, whose allocations are aligned, have guards of their own.
+            # Any address is possible here. Torch and CuPy, whose allocations are aligned, have their own guards.
             return found[0] if found[1:] == layout and found[0] % size == 0 else None
 
         return same

@@ -1,7 +1,7 @@
-"""A checked call as a generated Python function, which recognizes the next call like it and launches it.
+"""Generates a Python function from a checked call. It recognizes the next similar call and launches it.
 
-A loop over checks costs more than the checks themselves. So the code is generated once for every form of call, as
-`dataclasses` generates methods. What differs between calls of one form is passed as a value, so forms are few.
+A loop over checks would cost more than the checks themselves. So the code is generated once for every form of call, as
+`dataclasses` generates methods. Differences between calls of one form are passed as values, so there are few forms.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from skuda.dispatch.cuda.tensor_maps import UNIT
 from skuda.dispatch.host.floating import SUMMANDS
 
 Launcher = Callable[[Mapping[str, Any], object], Any]
-"""Takes the given arguments and the caller's stream. If they match those checked, it enqueues the kernel and returns
-the op's result, which is never None; else it returns None."""
+"""A function of the given arguments and the caller's stream. If the arguments match the checked ones, it enqueues the
+kernel and returns the op's result, which is never None. If not, it returns None."""
 
 Send = Callable[[tuple[Any, ...], int, object], None]
-"""Enqueues a step. Takes its parameters as `struct` packs them, the stream's handle (0: the default stream), and the
+"""Enqueues a step. It takes the parameters for `struct`, the stream's handle (0 is the default stream), and the
 caller's stream object."""
 
 Parameters = tuple[tuple[Any, ...], ...]
@@ -31,17 +31,17 @@ class Sender(Protocol):
 
     @property
     def sends(self) -> Sequence[Send]:
-        """One function for each step; called directly where nothing else need be done for a launch."""
+        """One function for each step, which is called directly if a launch needs nothing else."""
 
     @property
     def plain(self) -> bool:
-        """Whether that is so. If not, `enqueue` is called."""
+        """Whether `sends` may be called directly. If not, `enqueue` is called."""
 
     def enqueue(self, parameters: Parameters, handle: int, stream: object) -> None:
         """Enqueue every step."""
 
     def again(self, error: Exception, parameters: Parameters, handle: int, stream: object) -> None:
-        """Repeat a run of which a step failed with `error`, or raise."""
+        """Repeat a run in which a step failed with `error`, or raise."""
 
 
 class Clash(NamedTuple):
@@ -72,10 +72,10 @@ class Given(NamedTuple):
     name : str
         The argument.
     guard : Guard
-        Gives its value, or None if it is not like the one checked.
+        Returns its value, or None if the argument differs from the checked one.
     plainly : str
-        An expression of the argument ``{0}`` and `SUMMANDS`; if it is true, the argument is its own value and no guard
-        is called.
+        An expression of the argument ``{0}`` and `SUMMANDS`. If it is true, the argument is the value, and the guard is
+        not called.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Made(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a recognized call is launched.
+    """The launch of a recognized call.
 
     Attributes
     ----------
@@ -123,21 +123,21 @@ class Way(NamedTuple):
     made : tuple of Made
         The outputs to allocate.
     current : callable
-        Gives the handle of the current stream.
+        Returns the handle of the current stream.
     handle_of : callable
-        Gives the handle of the caller's stream.
+        Returns the handle of the caller's stream.
     switches : bool
         Whether new arrays must be made for the handle even if it is the current stream.
     place : callable or None
-        Gives the lock and the addresses of the scratch buffers for a handle; None if there are none.
+        Returns the lock and the addresses of the scratch buffers for a handle. None if there are no buffers.
     scratch : int
         Number of scratch buffers.
     outputs : tuple of str
         Names of the op's outputs.
     result : callable or None
-        Builds the op's result from them; None for the only output itself.
+        Builds the op's result from the outputs. None if the result is the only output.
     deliver : callable or None
-        Converts a new array to what the caller gets; None if it is the same.
+        Converts a new array for the caller. None if no conversion is needed.
     """
 
     sender: Sender
@@ -162,7 +162,7 @@ class Form(NamedTuple):
     given : tuple of Given
         Every argument.
     groups : tuple of Group
-        Those that one check recognizes.
+        Arrays that one check recognizes together.
     clashes : tuple of Clash
         Pairs that must not overlap.
     aligned : tuple of int
@@ -182,7 +182,7 @@ class Form(NamedTuple):
         return made
 
     def _checks(self, known: dict[str, Any]) -> list[str]:
-        """Return the lines that compute every value or return None; they add what they use to `known`."""
+        """Return the lines that compute every value or return None. Objects that they use are added to `known`."""
         lines = [f"if len(arrays) != {len(self.given)}:", "    return None", "try:", "    pass"]
         lines += [f"    a{at} = arrays[{one.name!r}]" for at, one in enumerate(self.given)]
         lines += ["except KeyError:", "    return None"]
@@ -206,13 +206,13 @@ class Form(NamedTuple):
         for number, clash in enumerate(self.clashes):
             known |= {f"low{number}": clash.low, f"high{number}": clash.high}
             left, right = f"v{clash.written}", f"v{clash.other}"
-            # Interleaved arrays, each in the other's gaps, do not overlap; the full check decides.
+            # Interleaved arrays, each in the gaps of the other, do not overlap. The full check decides.
             apart = f" and {left} != {right}" if clash.equal else ""
             lines += [f"if low{number} < {left} - {right} < high{number}{apart}:", "    return None"]
         return lines + [line for at in self.aligned for line in (f"if v{at} % {UNIT}:", "    return None")]
 
     def _launch(self, way: Way, known: dict[str, Any]) -> list[str]:
-        """Return the lines that follow the checks; they add what they use to `known`."""
+        """Return the lines after the checks. Objects that they use are added to `known`."""
         known |= {"current": way.current, "handle_of": way.handle_of}
         lines = ["handle = current() if stream is None else handle_of(stream)"]
         target = "handle" if way.switches else "None if stream is None else handle"
@@ -255,7 +255,7 @@ class Form(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _maker(known: tuple[str, ...], body: str) -> Callable[..., Launcher]:
-    """Compile a function with this body; the result takes the values of its free names."""
+    """Compile a function with this body. The result takes the values of the free names."""
     inner = "\n".join(f"        {line}" for line in body.splitlines())
     text = f"def maker({', '.join(known)}):\n    def launch(arrays, stream):\n{inner}\n    return launch\n"
     space: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""`CudaRunner`: a prepared CUDA kernel, from the arguments of a call to its launch."""
+"""`CudaRunner`: a prepared CUDA kernel. It takes the arguments of a call and launches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_SHARED = 48 << 10
 """Bytes of shared memory that a block gets without opting in."""
 
 Bound = Callable[[int, object], None]
-"""Enqueues a step whose parameters are fixed: handle and stream as in `Send`."""
+"""Enqueues a step with fixed parameters. It takes the handle and the stream, as `Send` does."""
 
 
 class Engine(Protocol):
@@ -55,10 +55,10 @@ def must_opt_in(step: Step) -> bool:
 
 
 class _Sender:
-    """Enqueues the steps of one plan, in its context. A launch does not check the thread's context.
+    """Enqueues the steps of one plan, in its context.
 
-    With one card the driver refuses a launch in a wrong context, and it is repeated in the right one. With several
-    cards the context is checked before.
+    With one card, a launch does not check the thread's context first. If the driver refuses the launch because of a
+    wrong context, it is repeated in the right one. With several cards, the context is checked first.
     """
 
     def __init__(self, op: str, engine: Engine, driver: Driver, context: int, *, waits: bool = False) -> None:
@@ -71,14 +71,14 @@ class _Sender:
         return self._engine.sends
 
     def enqueue(self, parameters: Parameters, handle: int, stream: object) -> None:
-        """Enqueue every step in the context; wait where the arrays' library has no streams."""
+        """Enqueue every step in the context. Wait if the arrays' library has no streams."""
         with self._driver.using(self._context):
             self._send(parameters, handle, stream)
             if self._waits:
                 self._driver.synchronize(handle)
 
     def send(self, parameters: Parameters, handle: int, stream: object) -> None:
-        """Enqueue every step, in the context only if need be."""
+        """Enqueue every step. Enter the context only if necessary."""
         if not self.plain:
             self.enqueue(parameters, handle, stream)
             return
@@ -88,7 +88,7 @@ class _Sender:
             self.again(error, parameters, handle, stream)
 
     def again(self, error: Exception, parameters: Parameters, handle: int, stream: object) -> None:
-        """Repeat a failed run if the thread's context was wrong; else raise the error."""
+        """Repeat a failed run if the thread's context was wrong. Otherwise raise the error."""
         self.trouble(error)
         self.enqueue(parameters, handle, stream)
 
@@ -105,14 +105,14 @@ class _Sender:
 
 
 class _Known(NamedTuple):
-    """What recognizes and launches calls like one that was checked; whether such a call has an array on the device."""
+    """A function that recognizes and launches similar calls, and whether such a call has an array on the device."""
 
     launch: Launcher
     placed: bool
 
 
 class CudaRunner:
-    """A prepared kernel of a CUDA backend; its launch has no steps that do nothing."""
+    """A prepared kernel of a CUDA backend. Every step of its launch does something."""
 
     def __init__(
         self,
@@ -127,8 +127,7 @@ class CudaRunner:
         self._ordinal, self._context = place
         self._engine, self._driver = engine, driver
         self._scratch = Scratch(driver, self._context, launch.scratch) if launch.scratch else None
-        # What recognizes and launches the latest calls, newest first; replaced as a whole, so that threads see a
-        # consistent tuple.
+        # Functions for the latest calls, newest first. The tuple is replaced whole, so threads see a consistent one.
         self._calls: tuple[_Known, ...] = ()
         self._quick: Launcher | None = None
         self._here: Launcher | None = None
@@ -148,12 +147,12 @@ class CudaRunner:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Its configuration, and what was given."""
+        """The configuration, and the notes of the backend."""
         return (*self._launch.told(), *self._notes)
 
     @property
     def workspace_size(self) -> int:
-        """Bytes of its scratch."""
+        """Bytes of scratch."""
         return sum(size for _, size in self._launch.scratch)
 
     def check(self, arrays: Mapping[str, object]) -> None:
@@ -176,12 +175,12 @@ class CudaRunner:
         return self._run(arrays, stream)
 
     def run_again(self, arrays: Mapping[str, object], stream: object) -> object | None:
-        """Do what `run` does, if the arguments are like those of the latest call, and an array among them is here.
+        """Run if the arguments are like those of the latest call, and one of them is an array on this device.
 
         Returns
         -------
         object or None
-            The op's result; None if nothing was done.
+            The op's result, or None if nothing was done.
         """
         launch = self._here
         return None if launch is None else launch(arrays, stream)
@@ -195,7 +194,7 @@ class CudaRunner:
         call = self._binder.bind(arrays)
         sender = self._sender_for(call.framework)
         self._remember(_Known(call.form.launcher(self._way(call, sender)), call.placed))
-        # Arrays that were checked need not be recognized, and some never are.
+        # Checked arrays need not be recognized, and some kinds never are.
         values = call.checked_values(arrays)
         handle = call.stream() if stream is None else stream_handle(self._op, stream, self._ordinal)
         made = self._make(call, values, stream, handle)
@@ -295,7 +294,7 @@ _runners: weakref.WeakSet[CudaRunner] = weakref.WeakSet()
 
 
 def _refuse_all() -> None:
-    """Make every runner refuse, in a forked child. A check in every run would cost those that are not forked."""
+    """Make every runner refuse, in a forked child. A check in every run would slow down other processes."""
     for runner in tuple(_runners):
         if "_sender" in vars(runner):
             runner._sender.plain = False  # noqa: SLF001  so that what `bind` returned calls `_send`

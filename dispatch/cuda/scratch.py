@@ -1,8 +1,7 @@
-"""Scratch memory of plans on a device: one block for every stream, which all plans share that run on it.
+"""Scratch memory of plans on a device. All plans that run on a stream share one block.
 
-Work on one stream runs in order, so plans that follow each other on it can use the same memory. A plan for another size
-therefore allocates nothing as long as its scratch fits, and a program that meets ever new sizes keeps little more than
-the largest needs.
+Work on a stream runs in order, so its plans can use the same memory. A plan for another size allocates nothing if its
+scratch fits. A program with ever new sizes keeps little more memory than the largest size needs.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ _ALIGNMENT = 256
 
 
 class Block:
-    """Device memory of `size` bytes; freed when nobody holds it any more.
+    """Device memory of `size` bytes. It is freed when nobody holds it any more.
 
     Attributes
     ----------
     address, size : int
-        Where it is, and its bytes. `MOST_ZEROS` bytes in front of it are zero whenever no run uses them.
+        Address and size in bytes. The `MOST_ZEROS` bytes before it are zero whenever no run uses them.
     lock : Lock
-        Held while the steps of one run are enqueued, so that another thread's on the same stream do not interleave.
+        Held while the steps of a run are enqueued, so that those of another thread do not interleave on the stream.
     """
 
     __slots__ = ("__weakref__", "address", "lock", "size")
@@ -59,7 +58,7 @@ class Pool:
         self._reserved: Callable[[], Block | None] = lambda: None
 
     def reserve(self, driver: Driver, context: int, size: int) -> Block:
-        """Return a block that is large enough, whoever uses it; make one that no stream uses yet if there is none."""
+        """Return a block that is large enough, whoever uses it. If there is none, make one that no stream uses yet."""
         with self._lock:
             # The latest first: with it, a plan for another size asks no other.
             found = self._reserved()

@@ -1,1 +1,1 @@
-"""Arrays on the CPU: intake, rules and binding."""
+"""Checks and binds arrays on the CPU."""

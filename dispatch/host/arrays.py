@@ -1,6 +1,6 @@
-"""Arrays of any framework: where they live, and how host arrays are seen as NumPy without a copy.
+"""Finds the device of arrays of any framework, and views host arrays as NumPy arrays without a copy.
 
-No framework is imported here: an array reports its own device (``__dlpack_device__``, ``__cuda_array_interface__``),
+No framework is imported here. An array reports its own device (``__dlpack_device__``, ``__cuda_array_interface__``),
 and a torch tensor exists only if the caller has imported torch.
 """
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Place = tuple[str, int | None]
-"""Kind of processor and ordinal, for example ``("cuda", 0)``; the ordinal is None where only the driver knows it."""
+"""Kind of processor and ordinal, for example ``("cuda", 0)``. The ordinal is None if only the driver knows it."""
 
 HOST_PLACE: Place = ("cpu", 0)
 
 UNWRAPPED = "be an ordinary tensor: pass one of those that it wraps"
-"""The rule that a torch tensor breaks for which `plain_tensor` returns None."""
+"""The rule for a torch tensor for which `plain_tensor` returns None."""
 
 # Device types of the DLPack standard.
 _DLPACK = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
 
 
 def place_of(op: str, name: str, value: Any) -> Place | None:
-    """Return the device of an argument; None for a number.
+    """Return the device of an argument, or None for a number.
 
     Raises
     ------
     InvalidProblem
-        If the value is neither an array nor a number, or lives on a device of an unknown kind.
+        If the value is neither an array nor a number, or is on a device of an unknown kind.
     """
     if isinstance(value, np.ndarray):
         return HOST_PLACE
@@ -75,15 +75,15 @@ def _is_torch(value: object) -> bool:
 
 
 def is_plain_tensor(value: Any) -> bool:
-    """Whether a torch tensor is of a type that runs no code of its own."""
+    """Whether the type of a torch tensor runs no code of its own."""
     kind, torch = type(value), sys.modules["torch"]
     return kind is torch.Tensor or kind is torch.nn.Parameter
 
 
 def plain_tensor(value: Any) -> Any:
-    """Return a torch tensor without its subclass: it shares the memory, and no code of the subclass runs.
+    """Return a torch tensor as a plain tensor that shares its memory. No code of a subclass runs.
 
-    None for a subclass that has no memory of its own and stands for other tensors.
+    Return None for a subclass without memory of its own that wraps other tensors.
     """
     if is_plain_tensor(value):
         return value
@@ -95,18 +95,18 @@ def plain_tensor(value: Any) -> Any:
 
 
 def bare(op: str, name: str, value: Any) -> Any:
-    """Return an array of NumPy or torch without its subclass, sharing its memory; any other value as it is.
+    """Return an array of NumPy or torch as a plain one that shares its memory. Return any other value unchanged.
 
     Raises
     ------
     InvalidProblem
-        For a subclass whose memory is not its values: a masked array, or a tensor that stands for others.
+        For a subclass whose memory does not hold its values: a masked array, or a tensor that wraps others.
     """
     if type(value) is np.ndarray:
         return value
     if isinstance(value, np.ndarray):
         if isinstance(value, np.ma.MaskedArray):
-            rule = "have no mask: pass x.filled(value), or x.data if what is masked counts as well"
+            rule = "have no mask: pass x.filled(value), or x.data if masked elements count, too"
             raise InvalidProblem(op, name, "a masked array", rule)
         return np.ndarray.view(value, np.ndarray)
     if not _is_torch(value):
@@ -118,12 +118,12 @@ def bare(op: str, name: str, value: Any) -> Any:
 
 
 def host_view(op: str, name: str, value: Any) -> npt.NDArray[Any]:
-    """Return a host array as a plain ndarray that shares its memory; no code of a subclass runs, here or later.
+    """Return a host array as a plain ndarray that shares its memory. No code of a subclass runs, here or later.
 
     Raises
     ------
     InvalidProblem
-        If it is no array, has a mask, is on another device, or cannot be viewed without a copy.
+        If it is not an array, has a mask, is on another device, or cannot be viewed without a copy.
     """
     if type(value) is np.ndarray:
         return value

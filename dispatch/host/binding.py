@@ -1,6 +1,6 @@
-"""Binding host arrays to a problem's arguments: all checks and allocations, once per run.
+"""Binds host arrays to the arguments of a problem: all checks and allocations, once per run.
 
-The rule for each argument comes from `Descriptor.arguments`; nothing is converted or copied on the way in.
+The rule for each argument comes from `Descriptor.arguments`. No array is converted or copied.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Array = npt.NDArray[Any]
 
 
 class Binding:
-    """Arguments of one run, ready for a NumPy kernel.
+    """The arguments of one run, ready for a NumPy kernel.
 
     Attributes
     ----------
     values : dict
-        Argument name to NumPy array, NumPy scalar, integer, or None for an optional argument left out.
+        NumPy array, NumPy scalar or integer by name. None for an optional argument that was left out.
 
     Raises
     ------
@@ -37,7 +37,7 @@ class Binding:
     FloatModeError
         If this thread does not round to nearest, or flushes subnormal numbers.
     OutOfMemory
-        If an output that is left out cannot be allocated.
+        If an output that was left out cannot be allocated.
     """
 
     def __init__(self, problem: Descriptor, arguments: tuple[Argument, ...], given: Mapping[str, object]) -> None:
@@ -86,7 +86,7 @@ class Binding:
             stored, dtype = storage_shape(shape, element), storage_dtype(element)
             try:
                 self.values[name] = np.empty(stored, dtype)
-            except (MemoryError, ValueError):  # the latter where no address could reach all of it
+            except (MemoryError, ValueError):  # a ValueError if no address could reach all of it
                 raise OutOfMemory(self._op, name, math.prod(stored) * dtype.itemsize) from None
         elif argument.required:
             self._refuse(name, "nothing", f"be given: {rules.wanted(argument, shape)}")

@@ -1,9 +1,9 @@
-"""The floating-point mode of the calling thread, on which the bits of NumPy's results depend.
+"""Checks the floating-point mode of the calling thread, on which the bits of NumPy's results depend.
 
-A program can change it with ``fesetround`` or ``torch.set_flush_denormal``, and a library built with ``-ffast-math``
-does so when it is loaded. The mode is one register, in which x86-64 and AArch64 keep it for f32 and f64 alike, so
-Python's own f64 arithmetic shows it. Every thread has its own. NumPy's elementwise arithmetic runs on the calling one;
-BLAS has threads of its own, but it is given only sums of integers that are exact in f32, in any mode.
+A program can change the mode with ``fesetround`` or ``torch.set_flush_denormal``. A library built with ``-ffast-math``
+changes it when it is loaded. On x86-64 and AArch64 the mode is one register for f32 and f64, so Python's own f64
+arithmetic shows it. Every thread has its own mode. NumPy's elementwise arithmetic runs in the calling thread. BLAS has
+its own threads, but it gets only sums of integers, which are exact in f32 in any mode.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _TINY, _HALF = sys.float_info.min, 0.5
 
 SUMMANDS = {"one": _ONE, "quarter": _QUARTER, "rest": _REST, "following": _NEXT}
 IS_NEAREST = "one + quarter + rest == following"
-"""An expression of `SUMMANDS`: whether this thread rounds to nearest. A quarter of an ulp is then lost, and three
-quarters are a whole one."""
+"""An expression of `SUMMANDS` that is true if this thread rounds to nearest: a quarter of an ulp then rounds to
+nothing, and three quarters to a whole ulp."""
 
 
 def require_exact_mode() -> None:
@@ -31,7 +31,7 @@ def require_exact_mode() -> None:
 
 
 def _changes() -> list[tuple[str, str]]:
-    """Return what this thread does differently, and what undoes it."""
+    """Return the differences of this thread's mode, each with its remedy."""
     found = []
     above, below = _ONE + _QUARTER + _REST, -_ONE - _QUARTER - _REST
     if above != _NEXT:

@@ -1,6 +1,6 @@
-"""Rules for arguments that binding on a CPU and on a GPU share.
+"""Rules for arguments on a CPU and on a GPU.
 
-Nothing here reads memory: an array is known by its address, shape, strides and element size.
+Nothing here reads memory. An array is described by its address, shape, strides and element size.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Place(NamedTuple):
     Attributes
     ----------
     address : int
-        Of the first element.
+        Address of the first element.
     shape, strides : tuple of int
-        Extents, and distances in bytes.
+        Extents, and strides in bytes.
     itemsize : int
         Bytes per element.
     """
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int]:
-        """First byte and end, relative to the address; equal where there are no elements."""
+        """First byte and end, relative to the address. They are equal if there are no elements."""
         if 0 in self.shape:
             return 0, 0
         low = high = 0
@@ -55,7 +55,7 @@ class Place(NamedTuple):
 
 
 def refuse_unknown(op: str, arguments: Iterable[Argument], given: Iterable[str]) -> None:
-    """Raise `InvalidProblem` for a name that no argument has."""
+    """Raise `InvalidProblem` for an unknown argument."""
     known = [argument.name for argument in arguments]
     for name in given:
         if name not in known:
@@ -63,7 +63,7 @@ def refuse_unknown(op: str, arguments: Iterable[Argument], given: Iterable[str])
 
 
 def wanted(argument: Argument, shape: Shape) -> str:
-    """Return in words what an argument must be whose shape in elements is `shape`."""
+    """Return the requirement on an argument in words. `shape` is its shape in elements."""
     kinds = " or ".join(argument.elements)
     if argument.is_scalar:
         return f"a number or an array of one {kinds}"
@@ -75,9 +75,9 @@ def wanted(argument: Argument, shape: Shape) -> str:
 
 
 def flat_shape(op: str, arguments: tuple[Argument, ...], shapes: Mapping[str, Shape]) -> Shape | None:
-    """Return the shape, in elements, that all flat arguments share: that of the first whose elements are not packed.
+    """Return the shape, in elements, of all flat arguments: the shape of the first one that is not packed.
 
-    `shapes` has the shapes of the given arrays as stored; errors name `op`.
+    `shapes` has the stored shapes of the given arrays. Errors name `op`.
     """
     flat = [argument for argument in arguments if argument.flat and argument.name in shapes]
     packed = any(argument.flat and argument.elements[0].is_packed for argument in arguments)
@@ -97,7 +97,7 @@ def flat_shape(op: str, arguments: tuple[Argument, ...], shapes: Mapping[str, Sh
 
 
 def checked_shape(op: str, argument: Argument, element: ElementKind, had: Shape, shape: Shape) -> None:
-    """Raise `InvalidProblem` where an array of shape `had` does not hold `shape` elements."""
+    """Raise `InvalidProblem` if an array of shape `had` does not hold `shape` elements."""
     if argument.is_scalar:
         if element.is_packed:
             raise InvalidProblem(op, argument.name, "an array", f"be a number: {element} has no array of one element")
@@ -113,7 +113,7 @@ def number(op: str, argument: Argument, value: Any) -> Any:
     Raises
     ------
     InvalidProblem
-        If it is not a number, or one that the element cannot represent; a scale must also be finite and not 0.
+        If it is not a number, or the element cannot represent it. A scale must also be finite and not 0.
     """
     name, element = argument.name, argument.elements[0]
     if isinstance(value, np.generic):
@@ -143,9 +143,9 @@ def number(op: str, argument: Argument, value: Any) -> Any:
 
 
 def _wide(value: Any, element: ElementKind) -> float:
-    """Return a number as an f64 that rounds to `element` as the number itself does.
+    """Return a number as an f64 that rounds to `element` like the number itself.
 
-    An integer of more than 53 bits, or a long double, is rounded to odd, which keeps what the second rounding needs.
+    An integer of more than 53 bits, or a long double, is rounded to odd, so that rounding twice is right.
     """
     value = int(value) if isinstance(value, np.integer) else value  # Python compares it with a float exactly
     near = float(value)
@@ -172,7 +172,7 @@ def refuse_overlap(op: str, arguments: tuple[Argument, ...], places: Mapping[str
 
 
 def shares(a: Place, b: Place) -> bool:
-    """Whether two arrays have a byte in common; True where that is too expensive to decide."""
+    """Whether two arrays have a byte in common. True if that is too expensive to decide."""
     (a_low, a_high), (b_low, b_high) = a.span, b.span
     if not (a.address + a_low < b.address + b_high and b.address + b_low < a.address + a_high):
         return False

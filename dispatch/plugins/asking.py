@@ -1,6 +1,6 @@
-"""Calls to a backend: whatever a plug-in's backend raises or returns, the dispatcher gets an answer or `Misbehaved`.
+"""Calls the methods of backends. Whatever a backend raises or returns, the dispatcher gets a value or `Misbehaved`.
 
-What a backend prints while it is asked goes to standard error, and its texts become single lines.
+Output that a backend prints in a call goes to standard error. Its texts become single lines.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from skuda.registry.sku import KernelSku
 from skuda.registry.text import one_line
 
 KERNELS = "skuda.kernels"
-"""The group of the entry points of kernels."""
+"""The entry-point group of kernels."""
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 
 
 class Misbehaved(Exception):
-    """A backend raised where it must answer, or returned an invalid answer."""
+    """A backend raised an error, or returned an invalid value."""
 
     def __init__(self, backend: str, message: str) -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ class Misbehaved(Exception):
 
 
 def ask_status(backend: Backend) -> BackendStatus:
-    """Ask a backend whether it works here; raises `Misbehaved`."""
+    """Return `Backend.status`. Raise `Misbehaved` for an error or an invalid value."""
 
     def taken(found: Any) -> BackendStatus:
         words = {"detail": one_line(found.detail), "remedy": one_line(found.remedy)}
@@ -41,7 +41,7 @@ def ask_status(backend: Backend) -> BackendStatus:
 
 
 def ask_devices(backend: Backend) -> tuple[Device, ...]:
-    """Ask a backend for its devices; raises `Misbehaved`, also for a device of another processor or an absent one."""
+    """Return `Backend.devices`. Raise `Misbehaved` also for a device of another processor or an absent one."""
     processor = backend.spec.processor
 
     def taken(found: Any) -> tuple[Device, ...]:
@@ -54,12 +54,12 @@ def ask_devices(backend: Backend) -> tuple[Device, ...]:
 
 
 def ask_words(backend: Backend, question: str, *asked: Any) -> tuple[str, ...]:
-    """Ask a backend for its remarks (`notes` or `told`); raises `Misbehaved`."""
+    """Return a backend's remarks (`notes` or `told`). Raise `Misbehaved` for an error or an invalid value."""
     return _asked(backend, question, _lines, "a tuple of str", *asked)
 
 
 def ask_choices(backend: Backend, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[str, ...]:
-    """Ask a backend for the names of a kernel's configurations, single lines; raises `Misbehaved`."""
+    """Return the names of a kernel's configurations, as single lines. Raise `Misbehaved` for an invalid value."""
 
     def taken(found: Any) -> tuple[str, ...]:
         from skuda.kernels.launch import Choice  # imported here: with it come the launches of all kernels
@@ -73,7 +73,7 @@ def ask_choices(backend: Backend, sku: KernelSku, problem: Descriptor, device: D
 
 
 def ask_runner(backend: Backend, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> Runner:
-    """Ask a backend to prepare a kernel; raises `Misbehaved`, or the `SkudaError` with which it refuses."""
+    """Return `Backend.prepare`. Raise `Misbehaved`, or the `SkudaError` of the backend."""
 
     def taken(found: Any) -> Runner:
         if not all(callable(getattr(found, name)) for name in ("run", "check", "bind")):
@@ -110,7 +110,7 @@ def _asked(
     *asked: Any,
     refusal: type[Exception] = _Never,
 ) -> Answer:
-    """Ask, and return the answer as `taken` takes it; what it raises says that the answer is not of this kind."""
+    """Call a method. `taken` converts the value, and raises if the value is not of this kind."""
     with kept_clean():
         try:
             found = getattr(backend, question)(*asked)
@@ -128,7 +128,7 @@ def _asked(
 
 
 def told(error: BaseException) -> str:
-    """Return an error's kind and text in one line, even if its ``__str__`` fails or exits."""
+    """Return an error's type and text on one line, even if its ``__str__`` fails or exits."""
     return one_line(f"{_kind(error)}: {_shown(str, error)}")
 
 
@@ -142,5 +142,5 @@ def _shown(show: Callable[[Any], str], value: Any) -> str:
 
 
 def _kind(value: object) -> str:
-    """Return the name of a value's type; that of a metaclass can do anything."""
+    """Return the name of a value's type. A metaclass may run any code for it."""
     return one_line(type.__dict__["__name__"].__get__(type(value)))

@@ -1,9 +1,9 @@
-"""Kernels and backends of other packages, found through entry points.
+"""Loads kernels and backends of other packages through entry points.
 
-Group ``skuda.kernels``: an `Op`, `KernelSku` or `BackendSpec`, several of them, or a callable that returns any.
-Group ``skuda.backends``: a `Backend` subclass. A plug-in that fails is set aside with its origin and its reason; the
-others still load. The time to load each is measured and shown by ``skuda doctor``; a slow plug-in is not set aside,
-because selection must not depend on a clock.
+An entry point of the group ``skuda.kernels`` is an `Op`, `KernelSku` or `BackendSpec`, several of them, or a callable
+that returns them. One of the group ``skuda.backends`` is a `Backend` subclass. A plug-in that fails is set aside with
+its origin and the reason, and the others still load. ``skuda doctor`` shows the loading time of each. A slow plug-in is
+not set aside, because selection must not depend on a clock.
 
 A plug-in is code in this process. These checks catch mistakes and bad behaviour; they do not stop malicious code.
 """
@@ -34,26 +34,26 @@ from skuda.registry.value import Value
 
 BACKENDS = "skuda.backends"
 PATIENCE = 5.0
-"""Seconds of loading after which a warning names the plug-in."""
+"""Seconds after which a warning names a plug-in that is still loading."""
 
 Taken = TypeVar("Taken")
 
 
 class Plugin(Value):
-    """An entry point of another package, as it was loaded or set aside.
+    """An entry point of another package that was loaded or set aside.
 
     Attributes
     ----------
     group, name : str
-        Its entry point.
+        Group and name of the entry point.
     origin : str
-        The distribution that brings it, with version.
+        The distribution and its version.
     package : str
         The distribution's name.
     seconds : float
-        How long loading it took; close to 0 if its module had been imported before.
+        Loading time. Close to 0 if the module had been imported before.
     reason : str
-        Why it is set aside; empty if it is not.
+        Why it was set aside. Empty if it was not.
     """
 
     group: str
@@ -65,7 +65,7 @@ class Plugin(Value):
 
     @property
     def remedy(self) -> str:
-        """What to do about it."""
+        """How to fix it."""
         return f"pip install --upgrade {self.package}, pip uninstall {self.package}, or SKUDA_PLUGINS=-{self.name}"
 
     def __str__(self) -> str:
@@ -74,14 +74,14 @@ class Plugin(Value):
 
 
 def found(group: str) -> tuple[tuple[tuple[EntryPoint, Plugin], ...], tuple[Plugin, ...]]:
-    """Return a group's entry points in order, and the packages whose metadata cannot be read.
+    """Return the entry points of a group in order, and the packages with unreadable metadata.
 
     Returns
     -------
     points : tuple of (EntryPoint, Plugin)
-        Each with its record, not loaded yet.
+        The entry points, not loaded yet, with their records.
     broken : tuple of Plugin
-        With the reason.
+        The packages, with the reason.
     """
     try:
         points = list(entry_points(group=group))
@@ -115,7 +115,7 @@ def _entry(point: EntryPoint) -> Plugin:
 
 
 def _name(distribution: Distribution) -> str:
-    """Return a distribution's name, or its path where its metadata has no name."""
+    """Return a distribution's name, or its path if its metadata has no name."""
     return one_line(_attribute(distribution, "name") or str(_attribute(distribution, "_path") or distribution))
 
 
@@ -127,7 +127,7 @@ def _attribute(distribution: Distribution | None, name: str) -> Any:
 
 
 def _enabled(group: str) -> tuple[list[tuple[EntryPoint, Plugin]], tuple[Plugin, ...]]:
-    """Return what `found` returns, without the plug-ins that ``SKUDA_PLUGINS`` leaves out."""
+    """Return the result of `found` without the plug-ins that ``SKUDA_PLUGINS`` leaves out."""
     points, broken = found(group)
     kept = [(point, plugin) for point, plugin in points if plugin_enabled(plugin.name, plugin.package)]
     return kept, tuple(plugin for plugin in broken if plugin_enabled(plugin.package))
@@ -141,7 +141,7 @@ def load_backends(
     Parameters
     ----------
     registry : Registry
-        What exists; a plug-in that claims a name in it is set aside.
+        The existing records. A plug-in that claims one of their names is set aside.
 
     Returns
     -------
@@ -150,7 +150,7 @@ def load_backends(
     backends : tuple of (Backend, Plugin)
         Each backend with its plug-in.
     aside : tuple of Plugin
-        The plug-ins that are set aside.
+        The plug-ins that were set aside.
     """
     points, broken = _enabled(BACKENDS)
     brought, aside = [], list(broken)
@@ -165,14 +165,14 @@ def load_backends(
 
 
 def load_kernels(registry: Registry) -> tuple[Registry, tuple[Plugin, ...]]:
-    """Register the ops and kernels of installed packages; a package is registered as a whole or not at all.
+    """Register the ops and kernels of installed packages. A package is registered as a whole or not at all.
 
     Returns
     -------
     registry : Registry
         A new snapshot.
     plugins : tuple of Plugin
-        All of them, those set aside with their reason.
+        All plug-ins. Those that were set aside have a reason.
     """
     from skuda.kernels.catalog import built_in_registry
 
@@ -224,7 +224,7 @@ def _taken(plugin: Plugin, seal: Seal, take: Callable[[], Taken]) -> tuple[Taken
 
 @contextmanager
 def _watched(plugin: Plugin) -> Iterator[None]:
-    """Warn about a plug-in that takes long to load: a load that hangs cannot be interrupted from outside."""
+    """Warn about a plug-in that takes long to load, because loading cannot be interrupted from outside."""
 
     def say() -> None:
         text = "plug-in %s of %s (%s) is still loading after %g s; SKUDA_PLUGINS=-%s leaves it out"
@@ -242,7 +242,7 @@ def _watched(plugin: Plugin) -> Iterator[None]:
 
 
 def _valid(record: Any) -> Any:
-    """Return a record after validating it again, because its maker may have bypassed that, with texts safe to print."""
+    """Validate a record again, because its maker may have bypassed that. Return it with texts safe to print."""
     if isinstance(record, Op):
         return replace(record, skus=tuple(map(_valid, record.skus)), source=one_line(record.source))
     if isinstance(record, (KernelSku, BackendSpec)):

@@ -13,9 +13,9 @@ _TABLE = "the registry's "
 
 
 class Seal:
-    """Remembers the fields of every record of some registries. Records are frozen, but Python code can bypass that.
+    """Remembers the fields of all records of some registries. Records are frozen, but Python code can bypass that.
 
-    It is no security boundary: code in the process can also replace functions and classes.
+    It is not a security boundary: code in the process can also replace functions and classes.
     """
 
     def __init__(self, *registries: Registry) -> None:
@@ -51,7 +51,7 @@ def _watch_all(watched: _Watched, registry: Registry) -> None:
 
 
 def _watch(watched: _Watched, name: str, value: object) -> None:
-    """Watch a record and the records within it; a guarantee that many of them share is watched once."""
+    """Watch a record and the records in it. A guarantee that many of them share is watched once."""
     if isinstance(value, tuple):
         for part in value:
             _watch(watched, name, part)

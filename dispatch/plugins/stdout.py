@@ -1,4 +1,4 @@
-"""Standard output, which belongs to the program: what plug-ins print while they load or are asked goes elsewhere."""
+"""Sends the output that plug-ins print while they load or are called to standard error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _depth = 0
 
 
 class _Routed:
-    """Is standard error for a thread inside `kept_clean`, and for all others the stream that it stands for."""
+    """A stream that is standard error for threads inside `kept_clean`, and the original stream for all others."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -38,10 +38,10 @@ in_child(_count_in_child)
 
 @contextmanager
 def kept_clean() -> Iterator[None]:
-    """Send what this thread prints to standard error, and other threads' output where it belongs.
+    """Send the output of this thread to standard error, and that of other threads where it belongs.
 
-    In a program of one thread this holds for file descriptor 1 too, so for C code and child processes; with several
-    threads the descriptor stays, because it is theirs as well.
+    In a program with one thread, file descriptor 1 is redirected, too, for C code and child processes. With several
+    threads it is not, because the others use it.
     """
     global _depth  # noqa: PLW0603  there is one standard output
     before = getattr(_inside, "depth", 0)

@@ -104,7 +104,9 @@ class Fields:
         for name, value in fields.items():
             # A tensor has a hash, but no truth value.
             if value.__hash__ is not None and hasattr(value, "__dlpack_device__"):
-                raise InvalidProblem(self._op, name, f"a {type(value).__name__}", "be a plain value: it is no argument")
+                raise InvalidProblem(
+                    self._op, name, f"a {type(value).__name__}", "be a plain value: it is a field, not an argument"
+                )
         if not self._cases:
             return self._descriptor(**fields), arrays
         known = {argument.name: argument for argument in self.arguments}
@@ -155,7 +157,7 @@ class Fields:
             hash(value)
             return value, (kind, repr(value))
         except Exception:  # noqa: BLE001  unhashable, or a type of somebody else
-            rule = "be a plain value: it is no argument"
+            rule = "be a plain value: it is a field, not an argument"
             raise InvalidProblem(self._op, name, shown(value), rule) from None
 
     def _seen(self, name: str, value: Any) -> _Seen:

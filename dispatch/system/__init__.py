@@ -1,1 +1,1 @@
-"""What a process shares with the rest of the machine: locks across forks, files of others, other programs."""
+"""Locks across forks, files that others may change, and child processes."""

@@ -1,4 +1,4 @@
-"""Reading files that somebody else may have put there: never a pipe, a device, or more than a limit."""
+"""Reads files that somebody else may have put there: never a pipe, a device, or more than a limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 
 def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
-    """Open a regular file for reading; nothing else is opened, so that this neither blocks nor has an effect.
+    """Open a regular file for reading. Nothing else is opened, so this neither blocks nor has a side effect.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
         If it cannot be opened, or is not a regular file.
     """
     _refuse_others(path.stat(follow_symlinks=follow), path)
-    # Another file may have taken its place, so the descriptor is asked again. A pipe would block without O_NONBLOCK.
+    # Another file may have taken its place, so check the descriptor again. A pipe would block without O_NONBLOCK.
     flags = getattr(os, "O_NONBLOCK", 0) | (0 if follow else getattr(os, "O_NOFOLLOW", 0))
     file = open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags))  # noqa: SIM115
     try:
@@ -42,5 +42,5 @@ def _refuse_others(status: os.stat_result, path: Path) -> None:
 
 
 def shared(status: os.stat_result) -> bool:
-    """Whether other users than this one and root can change a file or folder, so that no code in it may be run."""
+    """Whether users other than this one and root can change a file or folder. Code in it must then not be run."""
     return hasattr(os, "geteuid") and (status.st_uid not in {os.geteuid(), 0} or bool(status.st_mode & 0o022))

@@ -1,4 +1,4 @@
-"""What a forked child does before anything else."""
+"""Runs functions first in every forked child."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from collections.abc import Callable
 
 
 def in_child(act: Callable[[], None]) -> None:
-    """Call a function in every child that is forked from now on, where there are forks."""
+    """Call a function in every child that is forked from now on, on systems with forks."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=act)

@@ -1,7 +1,7 @@
-"""Locks that a forked child finds open.
+"""Locks that are open in a forked child.
 
-A child has only the thread that forked, so a lock that another thread held would stay locked in it for good. Hold a
-lock in a ``with`` statement only: CPython runs no signal handler between taking a lock and entering the statement.
+A child has only the thread that forked, so a lock held by another thread would stay locked in it for ever. Hold a lock
+in a ``with`` statement only: CPython runs no signal handler between taking a lock and entering the statement.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Locks:
         return self._found.setdefault(name, threading.Lock())
 
     def drop(self, name: Hashable) -> None:
-        """Forget the lock of a name that is not asked for again; threads that have it keep it."""
+        """Forget the lock of a name that will not be used again. Threads that have it keep it."""
         self._found.pop(name, None)
 
     def drop_all(self) -> None:

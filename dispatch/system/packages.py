@@ -8,16 +8,16 @@ from typing import Any
 
 
 def installed(name: str) -> bool:
-    """Whether a module can be found, without importing it or the packages that it lies in.
+    """Whether a module is installed, without importing it or its parent packages.
 
-    `importlib.util.find_spec` asks the same, but holds the lock of all imports meanwhile, and a Ctrl-C at the wrong
-    moment leaves that locked: every other thread's next import would hang.
+    `importlib.util.find_spec` does the same, but holds the import lock. A Ctrl-C at the wrong moment would leave that
+    locked, and the next import of every other thread would hang.
     """
     places: Iterable[str] | None = None
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         if end > 1 and places is None:
-            return False  # it would lie in a module that is no package
+            return False  # its parent is not a package
         part = ".".join(parts[:end])
         found: Any = sys.modules[part] if part in sys.modules else _spec(part, places)
         if found is None:
@@ -27,6 +27,6 @@ def installed(name: str) -> bool:
 
 
 def _spec(name: str, places: Iterable[str] | None) -> object:
-    """Return what would be loaded, or None."""
+    """Return the module spec, or None."""
     found = (finder.find_spec(name, places) for finder in sys.meta_path)  # type: ignore[arg-type]  # a namespace's places are no list
     return next(filter(None, found), None)

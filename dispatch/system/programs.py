@@ -1,4 +1,4 @@
-"""Programs that run while a caller waits; none of the processes that they start outlives the call."""
+"""Runs programs while the caller waits. No process that they start outlives the call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(
     subprocess.TimeoutExpired
         If it takes too long.
     """
-    # A group of its own can be killed as a whole. A terminal's Ctrl-C does not reach it, but the wait for it.
+    # A separate process group can be killed as a whole. A Ctrl-C in the terminal reaches this process, not the group.
     with subprocess.Popen(
         command,
         cwd=folder,
@@ -46,7 +46,7 @@ def run(
             output, errors = process.communicate(timeout=timeout)
         except BaseException:
             _kill(process)
-            # Until all that it started has closed the output, so has ended.
+            # Until every process that it started has closed the output, and so has ended.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=_FAREWELL)
             raise
@@ -65,10 +65,10 @@ def _kill(process: subprocess.Popen[str]) -> None:
     if not hasattr(os, "killpg"):
         process.kill()
         return
-    # The group lives on while any process in it does, even if the first one has ended.
+    # The group exists as long as any of its processes, even if the first one has ended.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-# They belong to the parent.
+# These programs belong to the parent.
 in_child(_running.clear)

@@ -1,4 +1,4 @@
-"""Files that are replaced whole: a reader finds either the old content or all of the new one."""
+"""Replaces files atomically: a reader sees either the old content or all of the new content."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _KINDS = {"d": "a folder", "c": "a device", "b": "a device", "p": "a named pipe", "s": "a socket"}
-"""What is not replaced, by the first letter of `stat.filemode`."""
+"""Kinds that are not replaced, by the first letter of `stat.filemode`."""
 
 
 def check_place(path: Path) -> None:
-    """Raise the `OSError` that `replacing` would raise before it writes, and leave nothing behind.
+    """Check that `replacing` can write the path, and raise its `OSError` if not. Nothing is left behind.
 
-    A file that exists must be a regular one that may be written; a new one needs a folder in which files can be made.
+    An existing file must be regular and writable. A new file needs a writable folder.
     """
     with _about(path):
         fresh = _beside(_target(path))
@@ -28,7 +28,7 @@ def check_place(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Raise the `OSError` for which files could not be made in a folder, or in the one in which it is to be made."""
+    """Raise an `OSError` if files cannot be made in a folder, or in the folder that will contain it."""
     with _about(path):
         missing = [folder for folder in (path, *path.absolute().parents) if not os.path.lexists(folder)]
         check_place(missing[-1] if missing else _beside(path / "any"))
@@ -36,15 +36,15 @@ def check_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield an empty file beside a path; it replaces the path at the end of the block, unless the block fails.
+    """Yield an empty file beside a path. It replaces the path at the end of the block, unless the block fails.
 
-    A link stays, and the file that it leads to is replaced, or made. The new file has the permissions and, where that
-    is allowed, the owner of the old one; without an old one, those of any new file.
+    A link stays, and its target is replaced or made. The new file gets the permissions and, if allowed, the owner of
+    the old file. Without an old file, it gets those of any new file.
 
     Raises
     ------
     OSError
-        If the file cannot be written, or is a folder, a device, a pipe or a socket; it names the path.
+        If the file cannot be written, or is a folder, a device, a pipe or a socket. The error names the path.
     """
     with _about(path):
         target = _target(path)
@@ -58,14 +58,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file as `replacing` does; what UTF-8 cannot hold becomes escapes."""
+    """Write a text file with `replacing`. Characters that UTF-8 cannot encode become escapes."""
     with replacing(path) as fresh:
         fresh.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 @contextlib.contextmanager
 def _about(path: Path) -> Iterator[None]:
-    """Let errors name the path, and not the temporary file beside it."""
+    """Make errors name the path instead of the temporary file."""
     try:
         yield
     except OSError as error:
@@ -73,7 +73,7 @@ def _about(path: Path) -> Iterator[None]:
 
 
 def _target(path: Path) -> Path:
-    """Return the regular file, there or not, that a path means."""
+    """Return the regular file of a path, whether or not it exists."""
     if str(path) in (".", "-"):
         raise OSError(errno.EINVAL, "it names no file", path)
     try:
@@ -105,17 +105,17 @@ def _streams() -> Iterator[os.stat_result]:
 
 
 def _beside(target: Path) -> Path:
-    # Not made of the target's name, which may be as long as a name can be.
+    # Not derived from the target's name, which may have the maximum length.
     return target.with_name(f".{secrets.token_hex(8)}.new")
 
 
 def _make(fresh: Path) -> None:
-    """Make a file that is not there, with the permissions that the umask leaves."""
+    """Make a new file with the permissions of the umask."""
     os.close(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
 
 
 def _finish(fresh: Path, target: Path) -> None:
-    """Put a complete file in the place of the old one."""
+    """Replace the old file by the complete one."""
     with fresh.open("r+b") as file:
         os.fsync(file.fileno())
     with contextlib.suppress(FileNotFoundError):

@@ -127,7 +127,7 @@ def fuse_(model: nn.Module) -> Fusion:
     for name, module in model.named_modules():
         loose = [key for key, child in module.named_children() if isinstance(child, DynamicLinear)]
         if len(loose) > 1 and not isinstance(module, Fused) and name not in left:
-            left[name] = f"{', '.join(loose)} are no structure that is known"
+            left[name] = f"{', '.join(loose)} are not part of a known structure"
     return Fusion(fused, {name: why for name, why in left.items() if _matters(model.get_submodule(name))})
 
 
@@ -149,7 +149,7 @@ def _fuse_mlp(module: nn.Module, held: Counter[int]) -> str:
     split = not hasattr(module, _JOINED_GATE_UP)
     act = next((name for name in _ACTIVATIONS if hasattr(module, name)), "")
     if Forward(module).expression() not in [form.format(act=act) for form in (_GATED if split else _GATED_HALVES)]:
-        raise NotProven("its forward is no gated MLP of a known form")
+        raise NotProven("its forward is not a known form of a gated MLP")
     gated = _CURVES[_curve(getattr(module, act))]
     names = _GATE_UP if split else (_JOINED_GATE_UP,)
     layers = _layers(module, (*names, _DOWN), held)
@@ -165,11 +165,11 @@ def _fuse_layer(module: nn.Module, _held: Counter[int]) -> str:
     forward = Forward(module)
     found = _LAYER.fullmatch(forward.expression())
     if found is None or forward.input != "hidden_states":
-        raise NotProven("its forward is no decoder layer of a known form")
+        raise NotProven("its forward is not a known form of a decoder layer")
     others = forward.parameters[1:]
     passed = [f"**{p.name}" if p.kind is p.VAR_KEYWORD else f"{p.name}={p.name}" for p in others]
     if sorted(found["rest"].split(", ")[1:]) != sorted(passed):
-        raise NotProven(f"its attention does not get what it gets: {', '.join(passed)}")
+        raise NotProven(f"it does not pass its arguments on to its attention: {', '.join(passed)}")
     named = [p for p in others if p.kind is not p.VAR_KEYWORD]
     if any(p.kind is not p.POSITIONAL_OR_KEYWORD or p.default is p.empty for p in named):
         raise NotProven("a parameter of its forward has no default")
@@ -206,7 +206,7 @@ def _norm(layer: nn.Module, name: str) -> NormForm:
         eps = next((eps for eps in ("variance_epsilon", "eps") if hasattr(norm, eps)), "")
         op = "rms_norm_quantize"
         if forward.expression() != _RMS_NORM.format(eps=eps) or forward.resolve("torch") is not torch:
-            raise NotProven(f"{name}, a {type(norm).__name__}, is no norm of a known form")
+            raise NotProven(f"{name}, a {type(norm).__name__}, is not a known form of a norm")
     vectors = [key for key in ("weight", "bias") if getattr(norm, key, None) is not None]
     return NormForm(name, op, eps, tuple(vectors))
 

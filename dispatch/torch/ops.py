@@ -101,7 +101,7 @@ def register(name: str) -> Any:
 
 
 def _refuse(name: str, rule: str) -> NoReturn:
-    raise InvalidProblem("skuda.torch.register", "name", shown(name), f"name an op of torch, which must {rule}")
+    raise InvalidProblem("skuda.torch.register", "name", shown(name), f"name an op for torch, which must {rule}")
 
 
 def _smooth(input: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:

@@ -140,7 +140,7 @@ class ShardedLinear(Int8Linear):
             If another rank does not take part.
         """
         if self.whole_kind is None:
-            rule = "have been a DynamicLinear or a StaticLinear, and no subclass, which may hold more"
+            rule = "come from a DynamicLinear or a StaticLinear, not from a subclass, which may hold more"
             raise InvalidProblem(type(self).__name__, self.name or "layer", "a part of another layer", rule)
         self.group.agree(f"gathering {self.name or type(self).__name__} {self._split}")
         with torch.no_grad():
@@ -232,7 +232,9 @@ class ShardedLinear(Int8Linear):
         if isinstance(input, Quantized):
             codes = Activation(input.codes.reshape(input.scale.numel(), self.in_features), input.scale.reshape(-1))
             if not self.dynamic:
-                raise InvalidProblem(type(self).__name__, "input", "rows with scales", "be real: the scale is fixed")
+                raise InvalidProblem(
+                    type(self).__name__, "input", "rows with scales", "be floating: the scale is fixed"
+                )
             given, dtype = codes, input.dtype
             leading = input.codes.shape[:-1]
         else:

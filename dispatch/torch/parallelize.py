@@ -195,7 +195,7 @@ class _Wishes:
         q, k, v = (getattr(module, each) for each in _QKV)
         queries, keys = (_width(each) // head for each in (q, k))
         if _width(k) != _width(v) or queries % keys or queries * head != _width(q) or keys * head != _width(k):
-            raise NotProven("its queries, keys and values have no whole number of heads")
+            raise NotProven("its queries, keys and values do not have a whole number of heads")
         if keys < self.count:
             raise NotProven(f"it has {keys} heads of keys and values for {self.count} ranks; use at most {keys} ranks")
         of_keys = tuple(size * head for size in split(keys, self.count))
@@ -215,9 +215,9 @@ class _Wishes:
         if not isinstance(module, FusedGatedMLP):
             act = getattr(module, "act_fn", None)
             if Forward(module).expression() not in _GATED:
-                raise NotProven("its forward is no gated MLP of a known form")
+                raise NotProven("its forward is not a known form of a gated MLP")
             if type(act).__module__ not in _ELEMENTWISE or "softmax" in type(act).__name__.lower():
-                raise NotProven(f"its activation, {type(act).__name__}, is not known to be element by element")
+                raise NotProven(f"its activation, {type(act).__name__}, is not known to work element by element")
         inner = _width(getattr(module, _DOWN), 1)
         sizes = split(inner, self.count, _UNIT if inner >= _UNIT * self.count else 1)
         if isinstance(module, FusedGatedMLP):

@@ -45,7 +45,7 @@ def prepare(
     try:
         counts = tuple(rows)
     except TypeError:
-        raise InvalidProblem("prepare", "rows", shown(rows), "be several numbers of rows, such as (1, 16)") from None
+        raise InvalidProblem("prepare", "rows", shown(rows), "be numbers of rows, such as (1, 16)") from None
     for count in counts:
         check_count("prepare", "rows", count)
     if dtype is None:

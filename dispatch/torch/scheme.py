@@ -131,9 +131,9 @@ class Scheme:
                     continue
                 _refuse(name, type(module).__name__, "be a torch.nn.Linear: add it to ignore")
             if not name:
-                _refuse("the model", type(module).__name__, "hold layers, and be none itself")
+                _refuse("the model", type(module).__name__, "be a module that contains layers, not a layer itself")
             if id(module) in seen:
-                _refuse(name, "a module that stands at two places", "stand at one place, or be in ignore")
+                _refuse(name, "a module that is registered twice", "be registered once, or be in ignore")
             if hooked(module) or hasattr(module, "_hf_hook"):  # the second moves tensors between devices
                 _refuse(name, "hooks", "have no hooks, which would be lost: remove them, or add it to ignore")
             seen.add(id(module))
@@ -271,7 +271,7 @@ class _Reader:
         found = self.take(name, **default)
         if not any(type(found) is type(value) and found == value for value in values):
             allowed = " or ".join(map(json.dumps, values))
-            self.refuse(name, shown(found), f"be {allowed}: no other scheme is served")
+            self.refuse(name, shown(found), f"be {allowed}: no other scheme is supported")
         return found
 
     def absent(self, *names: str) -> None:
@@ -279,7 +279,7 @@ class _Reader:
         for name in names:
             found = self.take(name, default=None)
             if found not in (None, {}, []):
-                self.refuse(name, shown(found), "be null: it is not served")
+                self.refuse(name, shown(found), "be null: it is not supported")
 
     def free(self, *names: str) -> None:
         """Skip fields that do not change the meaning of codes."""

@@ -100,7 +100,7 @@ class SmoothStatic:
         left = self.calibration.left.get(name)
         maxima = self.calibration.maxima.get(name)
         if left is not None or maxima is None:
-            raise InvalidProblem("SmoothStatic", "calibration", left or f"nothing about {name}", "have seen the layer")
+            raise InvalidProblem("SmoothStatic", "calibration", left or f"no inputs of {name}", "be of a run of it")
         if maxima.numel() != linear.in_features:
             had = f"{maxima.numel()} channels for {name}"
             raise InvalidProblem("SmoothStatic", "calibration", had, f"be of this model, {linear.in_features} channels")
@@ -189,7 +189,7 @@ class _Smoothing:
 
 def _check(calibration: object, alpha: object, fold: object) -> None:
     if not (isinstance(calibration, Calibration) and calibration.complete):
-        rule = "be what calibrate() yielded, after its block"
+        rule = "be the Calibration of a finished `with calibrate(...)` block"
         raise InvalidProblem("SmoothStatic", "calibration", shown(calibration), rule)
     number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool) and 0 <= alpha <= 1
     if not (number or alpha is None or (isinstance(alpha, str) and alpha == "search")):

@@ -69,7 +69,7 @@ class Forward:
         self.parameters = tuple(inspect.signature(self._function).parameters.values())[1:]
         plain = isinstance(tree, ast.FunctionDef) and tree.args.args[0].arg == "self"
         if not isinstance(tree, ast.FunctionDef) or not plain or not self.parameters:
-            raise NotProven("its forward is no plain method of an input")
+            raise NotProven("its forward is not a plain method of an input")
         self._tree = tree
         self.input = self.parameters[0].name
         self.renamed = frozenset(map(self._renamed_by, tree.decorator_list))
@@ -136,7 +136,7 @@ class Forward:
         called = self.resolve(ast.unparse(decorator.func)) if isinstance(decorator, ast.Call) else None
         known = getattr(called, "__module__", ""), getattr(called, "__name__", "")
         if not isinstance(decorator, ast.Call) or known != (_RENAMING, "deprecate_kwarg"):
-            raise NotProven("its forward is no plain method of an input")
+            raise NotProven("its forward is not a plain method of an input")
         try:
             (former, _), given = map(ast.literal_eval, decorator.args), _literals(decorator.keywords)
         except ValueError:
@@ -188,4 +188,4 @@ def _bound(target: ast.expr, value: ast.expr) -> Iterable[tuple[str, ast.expr]]:
     if isinstance(target, ast.Tuple) and all(isinstance(part, ast.Name) for part in target.elts):
         parts = (ast.Subscript(value, ast.Constant(i)) for i in range(len(target.elts)))
         return [(name.id, part) for name, part in zip(target.elts, parts, strict=True) if isinstance(name, ast.Name)]
-    raise NotProven("its forward assigns to something that is no name")
+    raise NotProven("its forward assigns to something other than a name")

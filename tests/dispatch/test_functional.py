@@ -125,7 +125,7 @@ def test_a_preference_and_a_stream_are_passed_on():
         ("dynamic_range", {"input": X, "output_element": "s8", "scope": [["row"]]}, "scope must be a plain value"),
         ("dynamic_range", {"input": X, "output_element": b"s8"}, "output_element must be one of"),
         ("smoothquant_linear", {"act_q": CODES, "weight_q": CODES, "weight_scale": SCALE, "act_scale": SCALE},
-         "act_scale must be a plain value: it is no argument; had array"),
+         "act_scale must be a plain value: it is a field, not an argument; had array"),
         ("dynamic_range", {"input": X, "output_element": "s8", "scope": "rows"}, "scope must be one of"),
     ],
 )  # fmt: skip

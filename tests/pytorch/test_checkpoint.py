@@ -412,7 +412,7 @@ def test_a_layer_that_cannot_be_replaced_is_refused_by_its_name(saved):
     hooked.block["up"].register_forward_hook(lambda *_: None)
     refused(folder, r"block\.up must have no hooks", hooked)
     twice.block["down"] = twice.block["up"]
-    refused(folder, r"block\.down must stand at one place", twice)
+    refused(folder, r"block\.down must be registered once", twice)
     other.block["up"] = nn.modules.linear.NonDynamicallyQuantizableLinear(24, 40)
     refused(folder, r"block\.up must be a torch\.nn\.Linear", other)
     with pytest.raises(InvalidProblem, match=r"embed\.weight must be a dense tensor"):
@@ -420,7 +420,7 @@ def test_a_layer_that_cannot_be_replaced_is_refused_by_its_name(saved):
     edit(folder, setting("config_groups/group_0/targets", ["Linear", "Embedding"]))
     refused(folder, "embed must be a torch.nn.Linear: add it to ignore")
     edit(folder, setting("config_groups/group_0/targets", ["Linear"]))
-    refused(folder, "hold layers", nn.Linear(3, 3))
+    refused(folder, "contains layers", nn.Linear(3, 3))
 
 
 def sharded(folder, index=None):

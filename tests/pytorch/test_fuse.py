@@ -555,15 +555,15 @@ LEFT = {
     "its last axis": (of_class("self_attn", Wider), "self_attn", "may use hidden_states in another way"),
     "a projection twice": (of_class("self_attn", Twice), "self_attn", "calls q_proj 2 times"),
     "reflection": (of_class("self_attn", Reflecting), "self_attn", "may use locals in another way"),
-    "no gate": (of_class("mlp", Ungated), "mlp", "no gated MLP"),
+    "no gate": (of_class("mlp", Ungated), "mlp", "not a known form of a gated MLP"),
     "a branch": (of_class("mlp", Branching), "mlp", "does more than assign names"),
     "a wrapped forward": (of_class("mlp", Wrapped), "mlp", "is wrapped"),
     "a call of its own": (of_class("mlp", Called), "mlp", "was replaced"),
     "compiled": (lambda layer: layer.mlp.compile(backend="eager"), "mlp", "is compiled"),
     "a replaced forward": (lambda layer: setattr(layer.mlp, "forward", torch.neg), "mlp", "was replaced"),
-    "a scaled residual": (of_class("", Scaled), "", "no decoder layer of a known form"),
+    "a scaled residual": (of_class("", Scaled), "", "not a known form of a decoder layer"),
     "an attention twice": (of_class("", Repeating), "", "reads self.self_attn twice"),
-    "another argument": (of_class("", Fixed), "", "does not get what it gets"),
+    "another argument": (of_class("", Fixed), "", "does not pass its arguments on"),
     "another norm": (of_class("input_layernorm", Shifted), "", "input_layernorm"),
     "another activation": (with_child("mlp", "act_fn", lambda _: nn.Tanh()), "mlp", "neither SiLU nor GELU"),
     "static": (with_child("mlp", "up_proj", static), "mlp", "up_proj is StaticLinear"),
@@ -626,7 +626,7 @@ def test_layers_of_no_known_structure_are_named():
     loose = nn.ModuleDict(
         {"a": DynamicLinear.from_linear(nn.Linear(4, 4)), "b": DynamicLinear.from_linear(nn.Linear(4, 4))}
     )
-    assert fuse_(loose).left == {"": "a, b are no structure that is known"}
+    assert fuse_(loose).left == {"": "a, b are not part of a known structure"}
     assert not fuse_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))).left
 
 

@@ -113,7 +113,7 @@ def test_layers_with_former_names_are_fused_and_take_them():
         (OfNothing, "may take past in the place of nothing"),
         (Raising, "may take past in the place of cache"),
         (Computed, "a decorator with other than literal arguments"),
-        (Decorated, "no plain method of an input"),
+        (Decorated, "not a plain method of an input"),
     ],
 )
 def test_another_decorator_is_not_proven(attention, why):

@@ -114,7 +114,7 @@ def test_layers_that_calibration_did_not_see_stay():
     model = nn.Sequential(nn.Linear(3, 3))
     assert "did not run" in left(model, SmoothStatic(calibrated(model)))
     other = nn.ModuleDict({"other": nn.Linear(3, 3)})
-    assert "nothing about 0" in left(model, SmoothStatic(calibrated(other)))
+    assert "no inputs of 0" in left(model, SmoothStatic(calibrated(other)))
     smaller = nn.Sequential(nn.Linear(2, 2))
     assert "2 channels" in left(model, SmoothStatic(calibrated(smaller, torch.ones(1, 2))))
 
@@ -145,7 +145,7 @@ def test_bad_calibrations():
     for calibration in (None, Calibration(), Calibration):
         with pytest.raises(InvalidProblem, match="calibration"):
             SmoothStatic(calibration)
-    with calibrate(nn.Sequential()) as calibration, pytest.raises(InvalidProblem, match="after its block"):
+    with calibrate(nn.Sequential()) as calibration, pytest.raises(InvalidProblem, match="a finished"):
         SmoothStatic(calibration)
     with pytest.raises(InvalidProblem, match="fold"):
         SmoothStatic(calibration, fold=1)
