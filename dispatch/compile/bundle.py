@@ -63,7 +63,7 @@ class Manifest(Value):
 
 
 class Bundle:
-    """An open bundle; it keeps the manifest, and reads and checks each cubin on demand.
+    """An open bundle. It keeps the manifest, and reads and checks each cubin on demand.
 
     Attributes
     ----------
@@ -89,7 +89,7 @@ class Bundle:
             start += member.size
 
     def find(self, key: Key, compiler: str | None = None) -> Member | None:
-        """Return the cubin of a key, preferably by this compiler, else by any; None if there is none."""
+        """Return the cubin of a key, preferably by this compiler, else by any, or None."""
         found = self._found.get(key, [])
         return next((member for member in found if member.compiler == compiler), found[0] if found else None)
 
@@ -126,7 +126,7 @@ class Bundle:
         return found
 
     def lacks(self, key: Key, file: str) -> str:
-        """Return why a key is not in it; `file` is the kernel's ``package:file`` source."""
+        """Return why the bundle lacks a key. `file` is the kernel's ``package:file`` source."""
         made = f"it was made by skuda {self.manifest.skuda} from other sources of {file}"
         left: Sequence[Member] = self.manifest.members
         for name, wanted, told in (
@@ -212,7 +212,7 @@ def _refuse_shared(path: Path, status: os.stat_result) -> None:
 
 
 def _refuse_another(path: Path, file: BinaryIO, head: bytes, pin: str) -> None:
-    """Compare the file's sha256 with the pinned one; `head` is what was read already."""
+    """Compare the file's sha256 with the pinned one. `head` is the part that was read already."""
     state = hashlib.sha256(head)
     while piece := file.read(1 << 20):
         state.update(piece)

@@ -9,9 +9,9 @@ only entries of that compiler; a machine without one uses those of any. The layo
     <the facts: a `Member` in JSON, with the size and the sha256 of the cubin>
     <the cubin>
 
-So every byte is covered by a checksum, and a single rename publishes everything. If the cache cannot be written, is
-full or belongs to another user, kernels are compiled again but never lost. The same holds for an entry that is damaged,
-that is not a regular file, or that other users can change; it is never opened unless it is a regular file.
+Checksums cover every byte, and a single rename publishes an entry. If the cache cannot be written, is full or belongs
+to another user, kernels are compiled again but never lost. The same holds for an entry that is damaged, that is not a
+regular file, or that other users can change. Only regular files are opened.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Found(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One entry of the cache, or something that stands in its place.
+    """One entry of the cache, or something else in its place.
 
     Attributes
     ----------
@@ -85,7 +85,7 @@ class Entry(NamedTuple):
 
 
 class CubinCache:
-    """The cache below one folder; any number of processes and threads may share it.
+    """The cache in one folder. Any number of processes and threads may share it.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ class CubinCache:
     def _built(
         self, key: Key, compiler: str, build: Callable[[], bytes], named: tuple[str, str], notes: list[str]
     ) -> bytes:
-        """Build and publish; other threads wait, and where the file system allows it, other processes too."""
+        """Build and publish. Other threads wait and, if the file system allows it, other processes, too."""
         folder = self.folder / key.digest
         # A context manager in Python would let an interrupt arrive between taking the locks and guarding them.
         with _locks.of(str(folder)):
@@ -174,7 +174,7 @@ class CubinCache:
                 read = trouble or _read(path)
                 if read != _ABSENT:
                     yield from _entry(path, read)
-            # What stands in the place of a folder of entries.
+            # Something else in the place of a folder of entries.
             if trouble and not paths and _KEY.fullmatch(folder.name):
                 yield from _entry(folder, trouble)
 
@@ -197,7 +197,7 @@ class CubinCache:
         return found
 
     def earlier(self) -> list[Path]:
-        """Return the folders of earlier formats beside this one, which nothing reads any more."""
+        """Return the folders of earlier formats, which nothing reads any more."""
         beside = (self.folder.with_name(f"cubins-{number}") for number in range(1, FORMAT))
         return [folder for folder in beside if os.path.lexists(folder)]
 
@@ -346,7 +346,7 @@ def _locked(folder: Path) -> int | None:
 
 
 def _lock_file(handle: int) -> None:
-    """Lock until the handle is unlocked; after a long wait continue, which costs at most a second build."""
+    """Lock the handle. After a long wait, continue without the lock, which costs at most a second build."""
     end = time.monotonic() + _LONGEST_WAIT
     while time.monotonic() < end:
         try:
@@ -358,7 +358,7 @@ def _lock_file(handle: int) -> None:
 
 
 def _listed(folder: Path, suffix: str = "", *, prefix: str = "") -> list[Path]:
-    """Return what a folder holds under such names; nothing if it cannot be read, or others remove it meanwhile."""
+    """Return the paths in a folder with such names. Empty if the folder cannot be read or vanishes."""
     try:
         if not stat.S_ISDIR(folder.lstat().st_mode):
             return []
@@ -369,7 +369,7 @@ def _listed(folder: Path, suffix: str = "", *, prefix: str = "") -> list[Path]:
 
 
 def _distrusted(folder: Path) -> str:
-    """Return why nothing in a key's folder may be used, an empty string if it may, or ``absent``."""
+    """Return why nothing in a key's folder may be used, ``absent``, or an empty string if it may be used."""
     try:
         status = folder.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -392,7 +392,7 @@ def _entry(path: Path, read: tuple[Member, bytes] | str) -> Iterator[Entry]:
 
 
 def _written(member: Member) -> bytes:
-    """Return everything that stands before the cubin."""
+    """Return the bytes of an entry before the cubin."""
     facts = member.model_dump_json().encode()
     return _MAGIC + hashlib.sha256(facts).hexdigest().encode() + b"\n" + facts + b"\n"
 
@@ -429,7 +429,7 @@ def _read(path: Path) -> tuple[Member, bytes] | str:
 
 
 def _set_aside(path: Path) -> None:
-    """Give something that stands in the way the name of a leftover."""
+    """Rename something in the way as a leftover."""
     path.rename(path.with_name(f"{_UNFINISHED}{os.urandom(8).hex()}"))
 
 

@@ -1,6 +1,6 @@
 """Hashes of code that change only when its meaning may have changed.
 
-Comments, docstrings and layout do not count. Of a Python module, only the definitions that a function reaches count, so
+Comments, docstrings and layout do not count. In a Python module only the definitions that a function reaches count, so
 a re-export or an unrelated function does not change the hash.
 """
 
@@ -52,8 +52,8 @@ def code_hash(module: str, name: str = "", within: Names = (), without: Names = 
     name : str
         A function, class or constant at the top of the module; empty for the whole module.
     within : tuple of str
-        Modules and packages whose definitions are followed; empty for the module's own distribution and skuda's
-        kernels. Of any other definition only the name counts.
+        Modules and packages whose definitions are followed. Empty means the module's own distribution and skuda's
+        kernels. For any other definition only the name counts.
     without : tuple of str
         Exceptions from `within`, which are not followed.
 
@@ -73,7 +73,7 @@ def code_hash(module: str, name: str = "", within: Names = (), without: Names = 
 
 
 _KNOWN: dict[tuple[Path, str, str, Names, Names], tuple[dict[Path, int], str]] = {}
-"""Hashes and the time stamps of the files that they depend on; hundreds of kernels share a few launch rules."""
+"""Hashes, with the time stamps of their files, because hundreds of kernels share a few launch rules."""
 
 
 def _stamp(path: Path) -> int:
@@ -172,7 +172,7 @@ class _Module:
 
     @cached_property
     def _definitions(self) -> dict[str, list[ast.stmt]]:
-        """The statements that define each name; ``*`` has those that define none and still have an effect."""
+        """The statements that define each name. ``*`` has statements that define no name but have an effect."""
         found: dict[str, list[ast.stmt]] = {}
         for statement in self._tree.body:
             if _is_text(statement):
@@ -188,7 +188,7 @@ class _Module:
         return name in self._definitions
 
     def part(self, name: str) -> tuple[str, tuple[str, ...], Mapping[str, str]]:
-        """Return a definition's canonical text, the dotted names in it, and the paths of its imported names."""
+        """Return a definition's canonical text, its dotted names, and the paths of its imported names."""
         if name not in self._parts:
             statements = self._definitions[name] if name else self._tree.body
             names = {chain for statement in statements for chain in _chains(statement)}

@@ -1,4 +1,4 @@
-"""What identifies a compiled kernel, and the record of one in the cache and in bundles."""
+"""`Key`: identifies a compiled kernel. `Member`: its record in the cache and in bundles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Record = TypeVar("Record", bound=Value)
 
 
 class Key(NamedTuple):
-    """Everything that a cubin depends on, apart from the compiler.
+    """Everything that determines a cubin, except the compiler.
 
     Attributes
     ----------
@@ -110,7 +110,7 @@ class Member(Value):
 
 
 def validated(kind: type[Record], text: bytes) -> Record:
-    """Return the record of a kind that JSON holds; raise `ValueError` with the reason, printable, for anything else."""
+    """Return the record in a JSON text. Raise `ValueError` with a printable reason for anything else."""
     try:
         return kind.model_validate_json(text)
     except InvalidRecord as error:

@@ -1,7 +1,7 @@
 """A kernel registry with a SKU-based dispatcher: int8 quantization for inference and training.
 
-`skuda.dispatch` chooses and runs kernels, `skuda.ops` has every op as a function of its arrays, `skuda.registry` and
-`skuda.kernels` say what there is, `skuda.torch` is the layer for PyTorch. Importing this package imports none of them.
+`skuda.dispatch` chooses and runs kernels. `skuda.ops` has a function for every op. `skuda.registry` and `skuda.kernels`
+describe the ops and kernels. `skuda.torch` is the layer for PyTorch. Importing this package imports none of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("skuda")
-    if name in __all__ or name == "torch":  # not in __all__: it needs a package that is optional
+    if name in __all__ or name == "torch":  # not in __all__, because it needs an optional package
         return importlib.import_module(f"skuda.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

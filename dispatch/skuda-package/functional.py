@@ -23,7 +23,7 @@ _fields: dict[type, Fields] = {}
 
 
 def default_dispatcher() -> Dispatcher:
-    """Return the dispatcher of calls that name none; the first such call makes it."""
+    """Return the dispatcher for calls without one. The first such call makes it."""
     if not _default:
         with _lock:
             if not _default:
@@ -34,12 +34,12 @@ def default_dispatcher() -> Dispatcher:
 
 
 def op_names() -> list[str]:
-    """Return the names of the ops, those of plug-ins included."""
+    """Return the names of all ops, including those of plug-ins."""
     return list(default_dispatcher().registry.ops)
 
 
 def function(name: str) -> Callable[..., Any] | None:
-    """Return an op as a function, or None where there is no such op."""
+    """Return an op as a function, or None if there is no such op."""
     if name not in default_dispatcher().registry.ops:
         return None
     return partial(_called_by_name, name)
@@ -57,15 +57,14 @@ def call(op: str, given: Mapping[str, Any]) -> Any:
     op : str
         Name of the op.
     given : mapping of str to object
-        The op's arguments, the descriptor's fields, and `dispatcher`, `preference` and `stream`; None stands for one
-        that is left out.
+        The op's arguments, the descriptor's fields, and `dispatcher`, `preference` and `stream`. None means left out.
 
     Raises
     ------
     InvalidProblem
-        For an unknown op, a bad argument, and a field that must be given because it follows from no argument.
+        For an unknown op, a bad argument, and a missing field that follows from no argument.
     Unsupported
-        Where no kernel can serve it.
+        If no kernel can serve the problem.
     """
     given = dict(given)
     dispatcher = given.pop("dispatcher", None)

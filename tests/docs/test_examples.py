@@ -112,3 +112,38 @@ def test_triton_compiles_the_kernels_for_cards_without_approximate_arithmetic(in
         assert bool(exact) is divides
         assert approximate == [0, 0]
     assert shown.count("\n") == 2
+
+
+LAUNCH = """
+import contextlib
+import numpy as np
+import torch
+from skuda.dispatch import Dispatcher
+from skuda_triton import records
+from skuda_triton.backend import Engine
+from skuda_triton.interpreter import value_of
+
+streams = []
+torch.cuda.stream = lambda stream: contextlib.nullcontext(streams.append(stream))
+torch.cuda.default_stream = lambda ordinal: ("default", ordinal)
+torch.cuda.ExternalStream = lambda handle, device: (handle, device)
+d = Dispatcher()
+problem = d.describe("dynamic_range", n=5, d=700, q_min=-127, q_max=127, input_element="f32", output_element="s8")
+x = np.random.default_rng().standard_normal((5, 700)).astype(np.float32)
+arrays = {"input": x, "output": np.empty((5, 700), np.int8)}
+arrays |= {"scale_out": np.empty(5, np.float32), "zero_point_out": np.empty(5, np.int32)}
+(step,) = records.launch(problem).steps
+parameters = tuple(value_of(parameter, arrays) for parameter in step.parameters)
+engine = Engine(problem, 3)
+engine.sends[0](parameters, 7, None)
+engine.bound(0, parameters)(0, None)
+want = d.run(problem, input=x)
+for name, array in want._asdict().items():
+    np.testing.assert_array_equal(arrays[name], array)
+print(streams)
+"""
+
+
+def test_the_launch_for_a_gpu_passes_arguments_in_order_and_takes_the_stream(installed):
+    """The interpreter stands in for the GPU, and lambdas for torch's streams."""
+    assert ran([sys.executable, "-c", LAUNCH], **installed) == "[(7, 3), ('default', 3)]\n"

@@ -5,6 +5,7 @@ in the caller's framework, and finds the stream. It then passes addresses and nu
 """
 
 from functools import partial
+from importlib import metadata
 from importlib.util import find_spec
 
 from skuda.dispatch import Backend, BackendStatus
@@ -42,7 +43,9 @@ class TritonBackend(Backend):
             count = driver().device_count
         except DriverError as error:
             return unavailable(str(error), "install the NVIDIA driver")
-        return BackendStatus(available=True, detail="triton") if count else unavailable("no GPU", "use a GPU")
+        if count == 0:
+            return unavailable("the driver sees no GPU", "set CUDA_VISIBLE_DEVICES")
+        return BackendStatus(available=True, detail=f"triton {metadata.version('triton')}")
 
     def devices(self):
         return driver().devices() if self.status().available else ()

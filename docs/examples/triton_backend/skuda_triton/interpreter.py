@@ -4,6 +4,7 @@
 """
 
 import threading
+from importlib import metadata
 from importlib.util import find_spec
 
 import numpy as np
@@ -27,7 +28,7 @@ class InterpreterBackend(Backend):
             return unavailable("triton is not installed", "pip install triton")
         if not INTERPRETED:
             return unavailable("the interpreter is off", "set TRITON_INTERPRET=1")
-        return BackendStatus(available=True, detail="the interpreter of triton")
+        return BackendStatus(available=True, detail=f"the interpreter of triton {metadata.version('triton')}")
 
     def devices(self):
         return (HOST,) if self.status().available else ()
