@@ -19,7 +19,7 @@ from skuda.dispatch.plugins.asking import (
     ask_runner,
     ask_status,
     ask_words,
-    told,
+    error_text,
 )
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.select import match
@@ -226,7 +226,7 @@ class Dispatcher:
         """Set aside a plug-in whose kernel raised an error. Other kernels then serve its problems."""
         if is_transient(error):
             return  # not the kernel's fault
-        failure = KernelFailed(sku.id, plugin.origin, told(error))
+        failure = KernelFailed(sku.id, plugin.origin, error_text(error))
         misbehaved = Misbehaved(sku.backend, f"{sku.id} raised {failure.reason}")
         if plugin.group == KERNELS:
             ids = [each.id for each in self.registry if self.registry.origin(each.id) == plugin.origin]
@@ -384,8 +384,8 @@ class Dispatcher:
                 if watch.times is not None and self._observers:
                     explain = partial(self.explain, problem, preference, device)
                     passed = None if behind is None else behind.id
-                    told = (watch.pick, *watch.times, watch.error, passed, explain)
-                    selection = Selection(problem, device, preference, *told)
+                    details = (watch.pick, *watch.times, watch.error, passed, explain)
+                    selection = Selection(problem, device, preference, *details)
                     for observer in self._observers:
                         observer(selection)
 
@@ -547,7 +547,7 @@ class Dispatcher:
         if chosen is not None and backend is not None:
             try:
                 part = preference.part_of(device)
-                more = ask_words(backend, "told", chosen, problem, part, *filter(None, [found.choice]))
+                more = ask_words(backend, "describe_choice", chosen, problem, part, *filter(None, [found.choice]))
                 more += ask_words(backend, "notes") if device.ordinal is not None else ()
             except Misbehaved as error:
                 more += (f"backend {backend.spec.name}: {error}",)

@@ -76,7 +76,15 @@ _NVTX = Setting(
     _BY_DISPATCHER,
 )
 
-SETTINGS = (_CACHE_DIR, _BUNDLE, _TUNING, _PLUGINS, _LOG, _NVTX)
+_TEST_SEED = Setting(
+    "SKUDA_TEST_SEED",
+    "a whole number",
+    "a fresh one",
+    "What the conformance suite draws its inputs from.",
+    "when `skuda.tools.testing` is imported",
+)
+
+SETTINGS = (_CACHE_DIR, _BUNDLE, _TUNING, _PLUGINS, _LOG, _NVTX, _TEST_SEED)
 """Every environment variable that skuda reads."""
 
 
@@ -146,6 +154,19 @@ def nvtx_enabled() -> bool:
         If it is neither 0 nor 1.
     """
     return _switch(_NVTX, otherwise=False)
+
+
+def conformance_seed() -> int:
+    """Return the seed of ``SKUDA_TEST_SEED``, or a fresh one.
+
+    Raises
+    ------
+    InvalidRecord
+        If it is not a whole number.
+    """
+    if _TEST_SEED.given and not _TEST_SEED.given.isdecimal():
+        raise _TEST_SEED.refuse("be a whole number")
+    return int(_TEST_SEED.given or int.from_bytes(os.urandom(4), "little"))
 
 
 def _switch(setting: Setting, *, otherwise: bool) -> bool:

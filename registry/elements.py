@@ -96,3 +96,6 @@ FLOATS = (ElementKind.F32, ElementKind.F64, ElementKind.F16, ElementKind.BF16)
 
 CODES = (ElementKind.S8, ElementKind.U8, ElementKind.S4, ElementKind.U4)
 """The integer elements that quantized values are stored in."""
+
+CODES8 = (ElementKind.S8, ElementKind.U8)
+"""The codes of one byte."""

@@ -12,7 +12,7 @@ from skuda.registry.sku import KernelSku
 from skuda.registry.text import lines
 from skuda.registry.vocabulary import OpCategory
 
-Values = Literal["normal", "special", "infinite", "zero", "ties"]
+Values = Literal["normal", "special", "infinite", "zero", "ties", "extreme"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Case:
     values : str
         How floating inputs are drawn: ``normal`` (finite, over many binades), ``special`` (also NaN, zeros and
         subnormals, sometimes infinities, and unusable scales), ``infinite`` (both infinities and NaN, usable scales),
-        ``zero`` (all data is 0) or ``ties`` (quotients by the scale on a rounding boundary or one number beside it).
+        ``zero`` (all data is 0), ``ties`` (quotients by the scale on a rounding boundary or one number beside it) or
+        ``extreme`` (codes of linear layers at the ends of their range, so that sums of products are large).
     """
 
     problem: Descriptor

@@ -78,7 +78,7 @@ class Backend(ABC):
         """Return the configurations in which a kernel can run a problem, best first. The device may be absent."""
         return ()
 
-    def told(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> tuple[str, ...]:  # noqa: ARG002  as above
+    def describe_choice(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> tuple[str, ...]:  # noqa: ARG002  as above
         """Return remarks on how a kernel would run a problem, for example its tile. The device may be absent."""
         return ()
 

@@ -113,8 +113,8 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
             )
         shipped += ["the cache"] if self.cache.has_any(self.spec.name) else []
         if shipped:
-            told = f"{detail}; no compiler: only kernels from {' and '.join(shipped)} run"
-            return BackendStatus(available=True, detail=told)
+            message = f"{detail}; no compiler: only kernels from {' and '.join(shipped)} run"
+            return BackendStatus(available=True, detail=message)
         remedy = f"{self.compilers}, or set SKUDA_BUNDLE to a file of `skuda bundle` made for {self.spec.name}"
         return BackendStatus(available=False, detail=f"{detail}; no compiler", remedy=remedy)
 
@@ -164,12 +164,12 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
         """Return the configurations that the kernel's launch rule ranks."""
         return self.launch_of(sku, problem, device).choices if sku.launch is not None else ()
 
-    def told(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> tuple[str, ...]:
+    def describe_choice(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> tuple[str, ...]:
         """Return what the kernel's launch rule chose."""
         if sku.launch is None:
             return ()
         try:
-            return self.launch_of(sku, problem, device, choice).told()
+            return self.launch_of(sku, problem, device, choice).explanation()
         except Exception as error:  # noqa: BLE001  a plug-in's launch rule can raise anything; an explanation must not fail
             return (f"its launch rule fails: {type(error).__name__}: {error}",)
 

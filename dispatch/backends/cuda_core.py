@@ -5,14 +5,14 @@ from __future__ import annotations
 from skuda.dispatch.backends.base import BackendStatus
 from skuda.dispatch.backends.cuda import CudaBackend
 from skuda.dispatch.compile.compilers import Nvrtc, find_nvrtc, nvrtc_trouble
-from skuda.dispatch.cuda.bindings import (
+from skuda.dispatch.cuda.call import Packed
+from skuda.dispatch.cuda.modules import (
     BindingsEngine,
     BindingsModule,
     bindings_trouble,
     bindings_version,
     load_module,
 )
-from skuda.dispatch.cuda.call import Packed
 from skuda.registry.backend import BUILT_IN
 
 _REMEDY = "pip install 'skuda[cuda13]'"
@@ -36,8 +36,8 @@ class CudaCoreBackend(CudaBackend[BindingsModule]):
     def versions(self) -> str:
         """Return the names and versions of cuda-bindings and NVRTC."""
         nvrtc = find_nvrtc()
-        told = nvrtc_trouble() if nvrtc is None else f"NVRTC {nvrtc.version[0]}.{nvrtc.version[1]}"
-        return f"{bindings_version()}, {told}"
+        compiler = nvrtc_trouble() if nvrtc is None else f"NVRTC {nvrtc.version[0]}.{nvrtc.version[1]}"
+        return f"{bindings_version()}, {compiler}"
 
     def load(self, cubin: bytes, ordinal: int) -> BindingsModule:  # noqa: ARG002  the context is current
         """Load a cubin."""

@@ -25,6 +25,7 @@ from typing import Annotated, BinaryIO
 
 from pydantic import Field
 
+from skuda.dispatch.compile.cubin import Kernel, read_kernels
 from skuda.dispatch.compile.member import SCHEMA, Key, Member, Text, validated
 from skuda.dispatch.system.files import open_regular, shared
 from skuda.dispatch.system.writing import check_place, replacing
@@ -115,12 +116,27 @@ class Bundle:
             raise BundleError(self.path, f"the checksum of the cubin of {member.sku} is wrong; {_AGAIN}")
         return cubin
 
+    def load(self, member: Member) -> tuple[bytes, dict[str, Kernel]]:
+        """Return the bytes of a cubin, and the properties of its kernels.
+
+        Raises
+        ------
+        BundleError
+            As `read`, and if the bytes are not a cubin.
+        """
+        cubin = self.read(member)
+        try:
+            return cubin, read_kernels(cubin)
+        except ValueError as error:
+            message = f"what it has for {member.sku} is no cubin ({error}); make it again with `skuda bundle`"
+            raise BundleError(self.path, message) from error
+
     def troubles(self) -> list[str]:
-        """Read every cubin and return a description of each defect."""
+        """Load every cubin and return a description of each defect."""
         found = []
         for member in self.manifest.members:
             try:
-                self.read(member)
+                self.load(member)
             except BundleError as error:
                 found.append(error.reason)
         return found
@@ -129,7 +145,7 @@ class Bundle:
         """Return why the bundle lacks a key. `file` is the kernel's ``package:file`` source."""
         made = f"it was made by skuda {self.manifest.skuda} from other sources of {file}"
         left: Sequence[Member] = self.manifest.members
-        for name, wanted, told in (
+        for name, wanted, message in (
             ("backend", key.backend, f"it holds nothing for the backend {key.backend}"),
             ("arch", key.arch, f"it holds nothing for {key.arch} under the backend {key.backend}"),
             ("file", file, f"it holds no kernel of {file} for {key.arch}"),
@@ -138,7 +154,7 @@ class Bundle:
         ):
             left = [member for member in left if getattr(member, name) == wanted]
             if not left:
-                return told
+                return message
         return f"it lacks the configuration {' '.join(key.flags) or 'without flags'} of {file} for {key.arch}"
 
 
@@ -166,8 +182,8 @@ def open_bundle(name: str) -> Bundle:
             if pinned:
                 _refuse_another(path, file, head, pin)
     except OSError as error:
-        told = f"it cannot be read: {error.strerror or error}; name a file that `skuda bundle` has written"
-        raise BundleError(path, told) from error
+        message = f"it cannot be read: {error.strerror or error}; name a file that `skuda bundle` has written"
+        raise BundleError(path, message) from error
     parts = len(head) + sum(member.size for member in manifest.members)
     if parts != status.st_size:
         raise BundleError(path, f"it has {status.st_size} bytes and its parts have {parts}; {_AGAIN}")
@@ -180,8 +196,8 @@ def _read_head(path: Path, file: BinaryIO, size: int) -> tuple[bytes, Manifest]:
     if magic != _MAGIC:
         other = _FORMAT.match(magic + file.read(9))
         if other is not None:
-            told = f"it is of format {other[1].decode()}, and this skuda reads format 1"
-            raise BundleError(path, f"{told}; {_BY_THIS}")
+            message = f"it is of format {other[1].decode()}, and this skuda reads format 1"
+            raise BundleError(path, f"{message}; {_BY_THIS}")
         raise BundleError(path, "it is no bundle; name a file that `skuda bundle` has written")
     if size > LARGEST_BUNDLE:
         raise BundleError(path, f"it has {size} bytes and may have {LARGEST_BUNDLE}; make several bundles")
@@ -200,8 +216,8 @@ def _read_head(path: Path, file: BinaryIO, size: int) -> tuple[bytes, Manifest]:
     except ValueError as error:
         raise BundleError(path, f"its manifest {error}; {_BY_THIS}") from error
     if read.cubins != SCHEMA:
-        told = f"skuda {read.skuda} made it, and names kernels in another way ({read.cubins}, here {SCHEMA})"
-        raise BundleError(path, f"{told}; {_BY_THIS}")
+        message = f"skuda {read.skuda} made it, and names kernels in another way ({read.cubins}, here {SCHEMA})"
+        raise BundleError(path, f"{message}; {_BY_THIS}")
     return magic + line + manifest, read
 
 
@@ -217,8 +233,8 @@ def _refuse_another(path: Path, file: BinaryIO, head: bytes, pin: str) -> None:
     while piece := file.read(1 << 20):
         state.update(piece)
     if state.hexdigest() != pin.lower():
-        told = f"its sha256 is {state.hexdigest()}, not {pin or 'empty'} as behind {_PIN[:-1]}"
-        raise BundleError(path, f"{told}; name the file that is meant")
+        message = f"its sha256 is {state.hexdigest()}, not {pin or 'empty'} as behind {_PIN[:-1]}"
+        raise BundleError(path, f"{message}; name the file that is meant")
 
 
 def write_bundle(path: Path, skuda: str, cubins: Iterable[tuple[Member, bytes]]) -> Path:

@@ -60,7 +60,7 @@ class Found(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class Entry(NamedTuple):
+class CacheEntry(NamedTuple):
     """One entry of the cache, or something else in its place.
 
     Attributes
@@ -154,7 +154,7 @@ class CubinCache:
             return any(entry.facts is not None and entry.facts.backend == backend for entry in self._entries())
         return False
 
-    def survey(self) -> list[Entry]:
+    def survey(self) -> list[CacheEntry]:
         """Return every entry, checked as `get` checks it; entries that vanish meanwhile are left out.
 
         Raises
@@ -164,7 +164,7 @@ class CubinCache:
         """
         return list(self._entries())
 
-    def _entries(self) -> Iterator[Entry]:
+    def _entries(self) -> Iterator[CacheEntry]:
         for folder in sorted(self.folder.iterdir()):
             trouble = _distrusted(folder)
             if trouble == _ABSENT or folder.name.startswith(_UNFINISHED):
@@ -271,13 +271,13 @@ class CubinCache:
 
 
 def outdated(
-    entries: Iterable[Entry], now: float, *, max_size: int | None = None, max_age: float | None = None
-) -> list[Entry]:
+    entries: Iterable[CacheEntry], now: float, *, max_size: int | None = None, max_age: float | None = None
+) -> list[CacheEntry]:
     """Return the entries to remove, oldest first: all that are too old, then the oldest until the rest fits.
 
     Parameters
     ----------
-    entries : iterable of Entry
+    entries : iterable of CacheEntry
         All entries.
     now : float
         Current time in seconds since the epoch.
@@ -383,12 +383,12 @@ def _distrusted(folder: Path) -> str:
     return "others can write its folder" if shared(status) else ""
 
 
-def _entry(path: Path, read: tuple[Member, bytes] | str) -> Iterator[Entry]:
+def _entry(path: Path, read: tuple[Member, bytes] | str) -> Iterator[CacheEntry]:
     """Yield an entry with its state, unless it has vanished."""
     with contextlib.suppress(OSError):
         status = path.lstat()
         facts, trouble = (None, read) if isinstance(read, str) else (read[0], "")
-        yield Entry(path, facts, trouble, status.st_size, status.st_mtime)
+        yield CacheEntry(path, facts, trouble, status.st_size, status.st_mtime)
 
 
 def _written(member: Member) -> bytes:

@@ -109,18 +109,20 @@ class Nvcc:
         target = folder / "kernel.cubin"
         command = [self.path, "-cubin", *_target(job.arch), _STANDARD, "-I.", *job.flags]
         command += ["-o", target.name, job.source.name]
-        told = " ".join(command)
+        command_line = " ".join(command)
         try:
             # What nvcc leaves behind when it is killed is removed with the folder.
             surroundings = environment(TMPDIR=str(folder))
             done = programs.run(command, timeout=_TIMEOUT, folder=folder, environment=surroundings)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise CompileError(job.sku, f"nvcc does not run: {error}", told) from error
+            raise CompileError(job.sku, f"nvcc does not run: {error}", command_line) from error
         log = done.stderr + done.stdout
         if done.returncode and os.strerror(errno.ENOSPC) in log:
-            raise CompileError(job.sku, f"nvcc has no space left in {folder.parent}; {_PLACE}", told, log)
+            raise CompileError(job.sku, f"nvcc has no space left in {folder.parent}; {_PLACE}", command_line, log)
         if done.returncode or not target.exists():
-            raise CompileError(job.sku, f"nvcc {self.version} fails with exit code {done.returncode}", told, log)
+            raise CompileError(
+                job.sku, f"nvcc {self.version} fails with exit code {done.returncode}", command_line, log
+            )
         return target.read_bytes()
 
 
@@ -156,12 +158,12 @@ class Nvrtc:
         api = self._api
         options = [f"--gpu-architecture={job.arch}", _STANDARD, *job.flags]
         options += self._header_options() if job.source.foreign else []
-        told = f"nvrtc {self.version[0]}.{self.version[1]} {' '.join(options)} {job.source.name}"
+        command_line = f"nvrtc {self.version[0]}.{self.version[1]} {' '.join(options)} {job.source.name}"
 
         def call(name: str, *arguments: Any) -> Any:
             code, *found = getattr(api, name)(*arguments)
             if int(code):
-                raise CompileError(job.sku, f"{name}: {code.name}", told, log(program) if program else "")
+                raise CompileError(job.sku, f"{name}: {code.name}", command_line, log(program) if program else "")
             return found[0] if found else None
 
         def log(program: Any) -> str:

@@ -19,7 +19,7 @@ from skuda.dispatch.telemetry import logger_of
 from skuda.kernels.launch import Launch, Step
 from skuda.registry.backend import BackendSpec
 from skuda.registry.device import Device
-from skuda.registry.errors import BundleError, CompileError
+from skuda.registry.errors import CompileError
 from skuda.registry.sku import KernelSku
 
 
@@ -118,12 +118,8 @@ class CubinProvider(ABC):
             member = bundle.find(sought.key, sought.identity)
             if member is None:
                 continue
-            cubin = bundle.read(member)
-            try:
-                placed(sku, launch.steps, cubin)
-            except ValueError as error:
-                told = f"what it has for {sku.id} is no cubin ({error}); make it again with `skuda bundle`"
-                raise BundleError(bundle.path, told) from error
+            cubin, kernels = bundle.load(member)
+            agreeing(sku, launch.steps, kernels)
             log = logger_of("compile")
             if log is not None:
                 log.info("%s for %s: found in %s", sku.id, sought.key.arch, bundle.path)
@@ -205,6 +201,6 @@ def agreeing(sku: KernelSku, steps: tuple[Step, ...], kernels: Mapping[str, Kern
         if kernel is None and kernels:
             raise CompileError(sku.id, f"there is no kernel {step.entry} in it; it has {', '.join(sorted(kernels))}")
         if kernel is not None and kernel.parameters and kernel.parameters != given:
-            told = f"{step.entry} takes parameters of (offset, bytes) {kernel.parameters}, the launch gives {given}"
-            raise CompileError(sku.id, told)
+            message = f"{step.entry} takes parameters of (offset, bytes) {kernel.parameters}, the launch gives {given}"
+            raise CompileError(sku.id, message)
     return tuple(found)

@@ -16,7 +16,7 @@ from skuda.dispatch.cuda.arrays import framework_of, standard
 from skuda.dispatch.cuda.call import Call, packable
 from skuda.dispatch.cuda.dlpack import dense_strides
 from skuda.dispatch.cuda.facts import ANYWHERE, Facts, Framework, Refused
-from skuda.dispatch.cuda.recognizer import Clash, Form, Given, Group, Made
+from skuda.dispatch.cuda.recognizer import CallForm, Clash, Given, JointGuard, Made
 from skuda.dispatch.cuda.tensor_maps import refuse_unaligned
 from skuda.dispatch.cuda.views import Layout, common_view, is_contiguous, matrix_view
 from skuda.dispatch.host import rules
@@ -132,7 +132,7 @@ class Binder:
             distance = views[2].get(name, found.shape[-1]) if found.shape[0] > 1 else 0
             refuse_unaligned(self._op, name, found.address, distance * ((found.element or ElementKind.U8).bits // 8))
         indices, constants = self._indices(names, [each.name for each in made], facts, views, which)
-        form = Form(
+        form = CallForm(
             given,
             tuple(_groups(names, arrays, frameworks)),
             tuple(self._clashes(names, places)),
@@ -185,8 +185,10 @@ class Binder:
         """Return a getter of the current stream. All arrays whose owners report a stream must report the same one."""
         named = {found.stream if found.stream != 1 else 0 for found in facts.values() if found.stream is not None}
         if len(named) > 1:
-            told = ", ".join(f"{name} on {found.stream}" for name, found in facts.items() if found.stream is not None)
-            self._refuse("stream", f"arrays of different streams: {told}", "be given, once they are in order")
+            streams = ", ".join(
+                f"{name} on {found.stream}" for name, found in facts.items() if found.stream is not None
+            )
+            self._refuse("stream", f"arrays of different streams: {streams}", "be given, once they are in order")
         if named:
             (handle,) = named
             return lambda: handle
@@ -249,7 +251,7 @@ class Binder:
 
         return make
 
-    def _clashes(self, names: list[str], places: Mapping[str, rules.Place]) -> list[Clash]:
+    def _clashes(self, names: list[str], places: Mapping[str, rules.StridedMemory]) -> list[Clash]:
         written = [a.name for a in self._arguments if a.role in rules.WRITTEN and a.name in places]
         found = []
         for target in written:
@@ -326,13 +328,13 @@ class Binder:
         return rows, columns, leading | strides
 
 
-def _groups(names: list[str], arrays: Mapping[str, Any], frameworks: Mapping[str, Framework]) -> Iterator[Group]:
+def _groups(names: list[str], arrays: Mapping[str, Any], frameworks: Mapping[str, Framework]) -> Iterator[JointGuard]:
     """Yield, for each library, its arrays if one check recognizes all of them."""
     for framework in dict.fromkeys(frameworks.values()):
         members = tuple(at for at, name in enumerate(names) if frameworks.get(name) is framework)
         how = framework.joint_check(tuple(arrays[names[at]] for at in members))
         if how is not None:
-            yield Group(members, how)
+            yield JointGuard(members, how)
 
 
 def _address(array: Any) -> int:
@@ -344,6 +346,6 @@ def _absent(value: Any) -> int | None:
     return 0 if value is None else None
 
 
-def _place(found: Facts) -> rules.Place:
+def _place(found: Facts) -> rules.StridedMemory:
     size = found.element.bits // 8 if found.element is not None else 1
-    return rules.Place(found.address, found.shape, tuple(stride * size for stride in found.strides), size)
+    return rules.StridedMemory(found.address, found.shape, tuple(stride * size for stride in found.strides), size)

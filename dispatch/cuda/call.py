@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from skuda.dispatch.cuda.facts import Framework
-from skuda.dispatch.cuda.recognizer import Form, Made, Parameters
+from skuda.dispatch.cuda.recognizer import CallForm, Made, Parameters
 from skuda.dispatch.cuda.tensor_maps import ALIGNMENT, BYTES, Encoder, encoder
 from skuda.kernels.launch import (
     Columns,
@@ -55,7 +55,7 @@ class Call:
 
     Attributes
     ----------
-    form : Form
+    form : CallForm
         The given arguments, and the checks for the next call.
     made : tuple of Made
         The outputs to allocate. Their addresses follow the values.
@@ -72,7 +72,7 @@ class Call:
         Whether an array among the arguments is on the device.
     """
 
-    form: Form
+    form: CallForm
     made: tuple[Made, ...]
     indices: tuple[Sequence[int], ...]
     constants: tuple[Any, ...]

@@ -83,7 +83,7 @@ class Given(NamedTuple):
     plainly: str = ""
 
 
-class Group(NamedTuple):
+class JointGuard(NamedTuple):
     """Arrays of one library (the indices of their arguments) that one check recognizes."""
 
     members: tuple[int, ...]
@@ -108,7 +108,7 @@ class Made(NamedTuple):
     address: Callable[[Any], int]
 
 
-class Way(NamedTuple):
+class RecognizedLaunch(NamedTuple):
     """The launch of a recognized call.
 
     Attributes
@@ -154,14 +154,14 @@ class Way(NamedTuple):
     deliver: Callable[[Any], Any] | None
 
 
-class Form(NamedTuple):
+class CallForm(NamedTuple):
     """The part of a checked call that the next call is compared with.
 
     Attributes
     ----------
     given : tuple of Given
         Every argument.
-    groups : tuple of Group
+    joint_guards : tuple of JointGuard
         Arrays that one check recognizes together.
     clashes : tuple of Clash
         Pairs that must not overlap.
@@ -170,11 +170,11 @@ class Form(NamedTuple):
     """
 
     given: tuple[Given, ...]
-    groups: tuple[Group, ...]
+    joint_guards: tuple[JointGuard, ...]
     clashes: tuple[Clash, ...]
     aligned: tuple[int, ...] = ()
 
-    def launcher(self, way: Way) -> Launcher:
+    def launcher(self, way: RecognizedLaunch) -> Launcher:
         """Return the function that recognizes a call and launches it."""
         known: dict[str, Any] = dict(SUMMANDS)
         lines = [*self._checks(known), *self._launch(way, known)]
@@ -187,7 +187,7 @@ class Form(NamedTuple):
         lines += [f"    a{at} = arrays[{one.name!r}]" for at, one in enumerate(self.given)]
         lines += ["except KeyError:", "    return None"]
         grouped: dict[int, str] = {}
-        for number, (members, how) in enumerate(self.groups):
+        for number, (members, how) in enumerate(self.joint_guards):
             known |= {f"same{number}": how.same, f"strict{number}": how.strict}
             each = " or ".join(how.unless.format(f"a{at}") for at in members)
             refused = f"not same{number}({', '.join(f'a{at}' for at in members)})"
@@ -211,7 +211,7 @@ class Form(NamedTuple):
             lines += [f"if low{number} < {left} - {right} < high{number}{apart}:", "    return None"]
         return lines + [line for at in self.aligned for line in (f"if v{at} % {UNIT}:", "    return None")]
 
-    def _launch(self, way: Way, known: dict[str, Any]) -> list[str]:
+    def _launch(self, way: RecognizedLaunch, known: dict[str, Any]) -> list[str]:
         """Return the lines after the checks. Objects that they use are added to `known`."""
         known |= {"current": way.current, "handle_of": way.handle_of}
         lines = ["handle = current() if stream is None else handle_of(stream)"]
@@ -240,7 +240,7 @@ class Form(NamedTuple):
             sending = ["with lock:", *(f"    {line}" for line in sending)]
         return [*lines, *sending, f"return {self._result(way, known)}"]
 
-    def _result(self, way: Way, known: dict[str, Any]) -> str:
+    def _result(self, way: RecognizedLaunch, known: dict[str, Any]) -> str:
         given = {one.name: f"a{at}" for at, one in enumerate(self.given)}
         new = {each.name: f"m{at}" for at, each in enumerate(way.made)}
         if way.deliver is not None and new:

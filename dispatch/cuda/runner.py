@@ -11,7 +11,7 @@ from skuda.dispatch.cuda.binding import Binder
 from skuda.dispatch.cuda.call import Call
 from skuda.dispatch.cuda.driver import FORK_REMEDY, FORKED, Driver
 from skuda.dispatch.cuda.facts import Framework
-from skuda.dispatch.cuda.recognizer import Launcher, Parameters, Send, Way
+from skuda.dispatch.cuda.recognizer import Launcher, Parameters, RecognizedLaunch, Send
 from skuda.dispatch.cuda.scratch import Scratch
 from skuda.dispatch.cuda.streams import stream_handle
 from skuda.dispatch.system.forks import in_child
@@ -148,7 +148,7 @@ class CudaRunner:
     @property
     def notes(self) -> tuple[str, ...]:
         """The configuration, and the notes of the backend."""
-        return (*self._launch.told(), *self._notes)
+        return (*self._launch.explanation(), *self._notes)
 
     @property
     def workspace_size(self) -> int:
@@ -248,9 +248,9 @@ class CudaRunner:
             return self._sender
         return _Sender(self._op, self._engine, self._driver, self._context, waits=True)
 
-    def _way(self, call: Call, sender: _Sender) -> Way:
+    def _way(self, call: Call, sender: _Sender) -> RecognizedLaunch:
         framework = call.framework
-        return Way(
+        return RecognizedLaunch(
             sender=sender,
             indices=call.indices,
             constants=call.constants,

@@ -105,7 +105,7 @@ def _pool_of(driver: Driver, context: int) -> Pool:
     return pools.get(context) or pools.setdefault(context, Pool())
 
 
-class Place(NamedTuple):
+class ScratchBuffers(NamedTuple):
     """The scratch buffers of one run: the lock to hold while its steps are enqueued, and their addresses."""
 
     lock: threading.Lock
@@ -133,14 +133,16 @@ class Scratch:
         self._offsets, self._size = offsets, end
         self._pool = _pool_of(driver, context)
         self._held = {self._pool.reserve(driver, context, end)}
-        self._places: dict[tuple[int, int], Place] = {}
+        self._places: dict[tuple[int, int], ScratchBuffers] = {}
 
-    def place(self, handle: int) -> Place:
+    def place(self, handle: int) -> ScratchBuffers:
         """Return the buffers for work on a stream."""
         key = (handle, self._driver.capture_of(handle) if handle else 0)
         return self._places.get(key) or self._take(key)
 
-    def _take(self, key: tuple[int, int]) -> Place:
+    def _take(self, key: tuple[int, int]) -> ScratchBuffers:
         block = self._pool.take(self._driver, self._context, key, self._size)
         self._held.add(block)
-        return self._places.setdefault(key, Place(block.lock, tuple(block.address + at for at in self._offsets)))
+        return self._places.setdefault(
+            key, ScratchBuffers(block.lock, tuple(block.address + at for at in self._offsets))
+        )

@@ -61,8 +61,10 @@ def common_view(op: str, shape: Shape, layouts: Mapping[str, Layout]) -> View:
             _refuse(op, name, layouts[name], "be rows of contiguous columns with one distance between rows")
     common = set.intersection(*splits.values())
     if not common:
-        # The error names the array with the fewest possible splits.
-        name = min(splits, key=lambda each: len(splits[each]))
+        # The error names the array with the fewest splits of those that a copy would help: contiguous ones have all
+        # that their element allows.
+        gaps = [name for name, layout in layouts.items() if layout.strides != dense_strides(_stored(shape, layout))]
+        name = min(gaps or splits, key=lambda each: len(splits[each]))
         others = " and ".join(other for other in layouts if other != name)
         _refuse(op, name, layouts[name], f"be cut into rows where {others} can be")
     return _cut(shape, layouts, min(common))
@@ -109,7 +111,7 @@ def _splits(shape: Shape, layout: Layout) -> set[int]:
     if not layout.packed and strides == dense_strides(shape):
         return set(range(rank + 1))
     # Rows of a packed array start at a byte, so a last axis that fills its bytes can be joined to the previous axis.
-    stored = (*shape[:-1], -(-shape[-1] // 2)) if layout.packed else shape
+    stored = _stored(shape, layout)
     whole = not layout.packed or shape[-1] % 2 == 0
     found = set()
     for split in range(rank + 1):
@@ -120,6 +122,11 @@ def _splits(shape: Shape, layout: Layout) -> set[int]:
         if (not columns or columns[-1][1] == 1) and _chained(columns) and _chained(rows):
             found.add(split)
     return found
+
+
+def _stored(shape: Shape, layout: Layout) -> Shape:
+    """Return a shape in stored elements."""
+    return (*shape[:-1], -(-shape[-1] // 2)) if layout.packed else shape
 
 
 def _chained(axes: list[tuple[int, int]]) -> bool:

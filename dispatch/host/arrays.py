@@ -19,10 +19,10 @@ from skuda.registry.text import shown
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-Place = tuple[str, int | None]
+DevicePlace = tuple[str, int | None]
 """Kind of processor and ordinal, for example ``("cuda", 0)``. The ordinal is None if only the driver knows it."""
 
-HOST_PLACE: Place = ("cpu", 0)
+HOST_PLACE: DevicePlace = ("cpu", 0)
 
 UNWRAPPED = "be an ordinary tensor: pass one of those that it wraps"
 """The rule for a torch tensor for which `plain_tensor` returns None."""
@@ -31,7 +31,7 @@ UNWRAPPED = "be an ordinary tensor: pass one of those that it wraps"
 _DLPACK = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
 
 
-def place_of(op: str, name: str, value: Any) -> Place | None:
+def place_of(op: str, name: str, value: Any) -> DevicePlace | None:
     """Return the device of an argument, or None for a number.
 
     Raises

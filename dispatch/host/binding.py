@@ -109,5 +109,5 @@ class Binding:
         return array
 
 
-def _place(array: Array) -> rules.Place:
-    return rules.Place(array.ctypes.data, array.shape, array.strides, array.itemsize)
+def _place(array: Array) -> rules.StridedMemory:
+    return rules.StridedMemory(array.ctypes.data, array.shape, array.strides, array.itemsize)

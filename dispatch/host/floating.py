@@ -38,6 +38,6 @@ def _changes() -> list[tuple[str, str]]:
         way = "upward" if above > _NEXT else "downward" if below < -_NEXT else "toward zero"
         found.append((f"rounds {way}", "call fesetround(FE_TONEAREST)"))
     if not _TINY * _HALF:
-        told = "call torch.set_flush_denormal(False), and load no library built with -ffast-math"
-        found.append(("flushes subnormal numbers to zero", told))
+        remedy = "call torch.set_flush_denormal(False), and load no library built with -ffast-math"
+        found.append(("flushes subnormal numbers to zero", remedy))
     return found

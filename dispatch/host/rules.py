@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 WRITTEN = (Role.OUTPUT, Role.SCRATCH)
 
 
-class Place(NamedTuple):
+class StridedMemory(NamedTuple):
     """The memory of an array's elements.
 
     Attributes
@@ -155,7 +155,9 @@ def _wide(value: Any, element: ElementKind) -> float:
     return math.nextafter(near, math.inf if value > near else -math.inf) if is_even else near
 
 
-def refuse_overlap(op: str, arguments: tuple[Argument, ...], places: Mapping[str, Place], *, in_place: bool) -> None:
+def refuse_overlap(
+    op: str, arguments: tuple[Argument, ...], places: Mapping[str, StridedMemory], *, in_place: bool
+) -> None:
     """Raise `InvalidProblem` if an output shares memory with another argument.
 
     With `in_place` an output may be exactly the same array as an input.
@@ -171,7 +173,7 @@ def refuse_overlap(op: str, arguments: tuple[Argument, ...], places: Mapping[str
                 raise InvalidProblem(op, target, f"memory that overlaps {name}", rule)
 
 
-def shares(a: Place, b: Place) -> bool:
+def shares(a: StridedMemory, b: StridedMemory) -> bool:
     """Whether two arrays have a byte in common. True if that is too expensive to decide."""
     (a_low, a_high), (b_low, b_high) = a.span, b.span
     if not (a.address + a_low < b.address + b_high and b.address + b_low < a.address + a_high):
@@ -187,7 +189,7 @@ def shares(a: Place, b: Place) -> bool:
 class _Shadow:
     """An address that NumPy may compute with but must not read."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: StridedMemory) -> None:
         self.__array_interface__ = {
             "version": 3,
             "data": (place.address, False),
@@ -197,11 +199,11 @@ class _Shadow:
         }
 
 
-def _shadow(place: Place) -> np.ndarray[Any, Any]:
+def _shadow(place: StridedMemory) -> np.ndarray[Any, Any]:
     return np.asarray(_Shadow(place))
 
 
-def repeats(place: Place) -> bool:
+def repeats(place: StridedMemory) -> bool:
     """Whether two indices can name the same byte (a broadcast or otherwise self-overlapping view)."""
     span = 0
     axes = [(abs(s), n) for s, n in zip(place.strides, place.shape, strict=True) if n > 1]

@@ -54,7 +54,7 @@ def ask_devices(backend: Backend) -> tuple[Device, ...]:
 
 
 def ask_words(backend: Backend, question: str, *asked: Any) -> tuple[str, ...]:
-    """Return a backend's remarks (`notes` or `told`). Raise `Misbehaved` for an error or an invalid value."""
+    """Return a backend's `notes` or `describe_choice`. Raise `Misbehaved` for an error or an invalid value."""
     return _asked(backend, question, _lines, "a tuple of str", *asked)
 
 
@@ -117,7 +117,7 @@ def _asked(
         except (KeyboardInterrupt, refusal):
             raise
         except BaseException as error:
-            raise Misbehaved(backend.spec.name, f"{question}() raised {told(error)}") from error
+            raise Misbehaved(backend.spec.name, f"{question}() raised {error_text(error)}") from error
         try:
             return taken(found)
         except KeyboardInterrupt:
@@ -127,7 +127,7 @@ def _asked(
             raise Misbehaved(backend.spec.name, f"{question}() must return {kind}; had {had}") from error
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error's type and text on one line, even if its ``__str__`` fails or exits."""
     return one_line(f"{_kind(error)}: {_shown(str, error)}")
 

@@ -21,7 +21,7 @@ from importlib.metadata import Distribution, EntryPoint, distributions, entry_po
 from typing import Any, TypeVar
 
 from skuda.dispatch.backends.base import Backend
-from skuda.dispatch.plugins.asking import KERNELS, told
+from skuda.dispatch.plugins.asking import KERNELS, error_text
 from skuda.dispatch.plugins.seal import Seal
 from skuda.dispatch.plugins.stdout import kept_clean
 from skuda.dispatch.settings import plugin_enabled
@@ -100,7 +100,7 @@ def _one_by_one(group: str) -> tuple[list[EntryPoint], list[Plugin]]:
         try:
             mine = [point for point in distribution.entry_points if point.group == group]
         except Exception as error:  # noqa: BLE001  metadata can be broken in any way
-            reason = f"its entry points cannot be read: {told(error)}"
+            reason = f"its entry points cannot be read: {error_text(error)}"
             broken.append(Plugin(group=group, name=package, origin=package, package=package, reason=reason))
         else:
             points.setdefault(package, mine)  # the first on the path is the one that is imported
@@ -213,7 +213,7 @@ def _taken(plugin: Plugin, seal: Seal, take: Callable[[], Taken]) -> tuple[Taken
             seal.mend()  # what the plug-in changed so far; the records belong to the process, which may go on
             raise
         except BaseException as error:  # noqa: BLE001  whatever a plug-in does must not break the rest
-            reason = told(error)
+            reason = error_text(error)
     seconds = time.perf_counter() - start
     changed = seal.mend()
     if changed:

@@ -48,7 +48,7 @@ class _Shape(tuple[int, ...]):  # noqa: SLOT001  it has an attribute
     field: str
 
 
-class _Seen(NamedTuple):
+class _ArrayType(NamedTuple):
     """The shape and dtype of an array."""
 
     shape: tuple[int, ...]
@@ -160,16 +160,19 @@ class Fields:
             rule = "be a plain value: it is a field, not an argument"
             raise InvalidProblem(self._op, name, shown(value), rule) from None
 
-    def _seen(self, name: str, value: Any) -> _Seen:
+    def _seen(self, name: str, value: Any) -> _ArrayType:
         value = bare(self._op, name, value)
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         if not isinstance(shape, (tuple, list)) or getattr(dtype, "__hash__", None) is None:
             had, rule = f"a {type(value).__name__}", "be an array with a shape and a dtype"
             raise InvalidProblem(self._op, name, had, rule)
-        return _Seen(tuple(shape), dtype)
+        return _ArrayType(tuple(shape), dtype)
 
     def _derived(
-        self, seen: tuple[tuple[str, _Seen], ...], names: frozenset[str], given: tuple[tuple[str, Any, object], ...]
+        self,
+        seen: tuple[tuple[str, _ArrayType], ...],
+        names: frozenset[str],
+        given: tuple[tuple[str, Any, object], ...],
     ) -> Descriptor:
         return self._descriptor(**self._found(dict(seen), names, {name: value for name, value, _ in given}))
 
@@ -189,10 +192,14 @@ class Fields:
         fields = {name: value for name, value in given.items() if name in self._infos and value is not None}
         arrays = {name: value for name, value in given.items() if name not in self._infos and value is not None}
         scalars = {argument.name for argument in self.arguments if argument.is_scalar}
-        seen = {name: _Seen(tuple(value.shape), value.dtype) for name, value in arrays.items() if name not in scalars}
+        seen = {
+            name: _ArrayType(tuple(value.shape), value.dtype) for name, value in arrays.items() if name not in scalars
+        }
         return self._descriptor.model_construct(None, **self._found(seen, frozenset(arrays), fields))
 
-    def _found(self, arrays: Mapping[str, _Seen], names: frozenset[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    def _found(
+        self, arrays: Mapping[str, _ArrayType], names: frozenset[str], given: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Return a problem's fields: the given ones, and the ones that follow from the arguments."""
         fields = {name: self._as_enum(name, value) for name, value in given.items()}
         sample = self._sample(fields, names)
@@ -231,7 +238,7 @@ class Fields:
         assert first is not None
         return first
 
-    def _measure(self, sample: Descriptor, arrays: Mapping[str, _Seen], fields: dict[str, Any]) -> dict[str, str]:
+    def _measure(self, sample: Descriptor, arrays: Mapping[str, _ArrayType], fields: dict[str, Any]) -> dict[str, str]:
         """Add the sizes of the arrays to `fields`. Return the packed arrays that hide a size, by field."""
         packed: dict[str, str] = {}
         for argument in _marked(sample):

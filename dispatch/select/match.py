@@ -40,7 +40,7 @@ class _Part(dict[str | None, tuple[Reason, ...]]):
         return found
 
 
-class Question:
+class Matcher:
     """One selection. It caches reasons that many candidates share.
 
     Parameters
@@ -169,10 +169,10 @@ class Shortlists:
         fitting = known.get(name)
         if fitting is None:
             # Read the obstacles after the dictionary, so that a list that misses one is never kept.
-            question = Question(problem, device, preference, unavailable())
+            matcher = Matcher(problem, device, preference, unavailable())
             if len(known) >= _MOST_SHORTLISTS:
                 known.clear()
-            fitting = known[name] = tuple(filter(question.fits, registry.candidates(question.key)))
+            fitting = known[name] = tuple(filter(matcher.fits, registry.candidates(matcher.key)))
         return fitting
 
 
@@ -203,22 +203,22 @@ def choose(
     For a `shortlist` only the sizes are checked.
     """
     if shortlist is None:
-        shortlist = filter(Question(problem, device, preference, unavailable).fits, registry.candidates(problem.key()))
+        shortlist = filter(Matcher(problem, device, preference, unavailable).fits, registry.candidates(problem.key()))
     accepted = (sku for sku in shortlist if serves(sku, problem, preference))
     if tuned is None and behind is None:
         best = next(accepted, None)
         return None if best is None else Pick(best)
     picks: Iterable[Pick] = map(Pick, accepted)
     if tuned is not None:
-        question = Question(problem, device, preference, unavailable)
-        picks, _ = _weighed(registry, question, tuple(accepted), tuned)
+        matcher = Matcher(problem, device, preference, unavailable)
+        picks, _ = _weighed(registry, matcher, tuple(accepted), tuned)
     if behind is not None:
         picks = itertools.islice(itertools.dropwhile(lambda pick: pick.sku is not behind, picks), 1, None)
     return next(iter(picks), None)
 
 
 def _weighed(
-    registry: Registry, question: Question, accepted: tuple[KernelSku, ...], tuned: Tuned
+    registry: Registry, matcher: Matcher, accepted: tuple[KernelSku, ...], tuned: Tuned
 ) -> tuple[tuple[Pick, ...], Verdict | None]:
     """Return the accepted kernels, first the one that measured times choose, and the verdict on the times."""
     if not accepted:
@@ -228,9 +228,9 @@ def _weighed(
         sku = registry.sku(sku_id)
         if sku is None:
             return "it is not registered here"
-        return "; ".join(map(str, question.reasons_against(sku))) or "it does not serve this problem"
+        return "; ".join(map(str, matcher.reasons_against(sku))) or "it does not serve this problem"
 
-    pick, verdict = tuned.weigh(question.problem, question.device, accepted, against)
+    pick, verdict = tuned.weigh(matcher.problem, matcher.device, accepted, against)
     first = () if pick is None else (pick,)
     return (*first, *(Pick(sku) for sku in accepted if pick is None or sku is not pick.sku)), verdict
 
@@ -248,11 +248,11 @@ def explain(
     """Return the decisions on every kernel of the problem's op."""
     from skuda.dispatch.select.explanation import Decision, Explanation, as_json
 
-    question = Question(problem, device, preference, unavailable)
+    matcher = Matcher(problem, device, preference, unavailable)
     accepted: list[KernelSku] = []
     refused: list[Decision] = []
     for sku in registry.skus_of(problem.op_name()):
-        reasons = question.reasons_against(sku)
+        reasons = matcher.reasons_against(sku)
         if reasons:
             refused.append(Decision.judged(sku.id, None, reasons))
         else:
@@ -261,7 +261,7 @@ def explain(
     refused.sort(key=lambda decision: (len(decision.reasons), any(why.code in _KEY_PARTS for why in decision.reasons)))
     verdict = None
     if tuned is not None:
-        picks, verdict = _weighed(registry, question, tuple(accepted), tuned)
+        picks, verdict = _weighed(registry, matcher, tuple(accepted), tuned)
         accepted = [pick.sku for pick in picks]
     return Explanation(
         op=problem.op_name(),

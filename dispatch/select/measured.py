@@ -12,7 +12,7 @@ from typing import NamedTuple
 from skuda.dispatch.compile.sources import source_hash
 from skuda.dispatch.select.explanation import Measured, Verdict
 from skuda.dispatch.select.pick import Pick
-from skuda.dispatch.select.tuning import Candidate, Entry, Tuning
+from skuda.dispatch.select.tuning import Candidate, Tuning, TuningEntry
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.device import Device
 from skuda.registry.guarantee import falls_short
@@ -78,20 +78,20 @@ class Tuned:
             return None, self._kept(f"it has no entry for exactly this problem ({alike} of this op)")
         offered = self._offered(entry, problem, device, accepted)
         found = _judge(entry, offered, against)
-        told = tuple(
+        times = tuple(
             Measured(sku=one.candidate.sku, choice=one.candidate.choice, microseconds=one.us, against=one.against)
             for one in sorted(found, key=lambda one: (one.us is None, one.us or 0.0))
         )
         unlike = self.tuning.environment.mismatch(device, self.driver(device))
         best, reason = (None, unlike) if unlike else _decide(found, accepted[0].id, offered, self.tuning.margin)
         if best is None:
-            return None, self._kept(reason, told)
+            return None, self._kept(reason, times)
         sku, choice = next(sku for sku in accepted if sku.id == best.sku), best.choice
-        verdict = Verdict(origin=self.origin, chosen=True, reason=reason, choice=choice, times=told)
+        verdict = Verdict(origin=self.origin, chosen=True, reason=reason, choice=choice, times=times)
         return Pick(sku, choice, str(verdict)), verdict
 
     def _offered(
-        self, entry: Entry, problem: Descriptor, device: Device, accepted: Sequence[KernelSku]
+        self, entry: TuningEntry, problem: Descriptor, device: Device, accepted: Sequence[KernelSku]
     ) -> dict[str, _Offered]:
         """Return the first of the ranking and the other accepted kernels that were measured, by id, best first."""
         named = {candidate.sku for candidate in entry.candidates}
@@ -155,7 +155,7 @@ def _hash(sku: KernelSku) -> str:
         return ""
 
 
-def _judge(entry: Entry, offered: dict[str, _Offered], against: Callable[[str], str]) -> list[_Judged]:
+def _judge(entry: TuningEntry, offered: dict[str, _Offered], against: Callable[[str], str]) -> list[_Judged]:
     """Return every candidate with the reason, if any, why its time does not count here."""
     kernels = list(offered)
     found = []

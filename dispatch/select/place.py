@@ -24,8 +24,8 @@ def common_place(op: str, arrays: Mapping[str, object]) -> tuple[str, int]:
         if place is not None:
             places[name] = (place[0], _ordinal_of(value) if place[1] is None else place[1])
     if len(set(places.values())) > 1:
-        told = ", ".join(f"{name} on {kind}:{ordinal}" for name, (kind, ordinal) in places.items())
-        raise InvalidProblem(op, "arrays", told, "all be on one device; move them there first")
+        devices = ", ".join(f"{name} on {kind}:{ordinal}" for name, (kind, ordinal) in places.items())
+        raise InvalidProblem(op, "arrays", devices, "all be on one device; move them there first")
     return next(iter(places.values()), ("cpu", 0))
 
 

@@ -28,6 +28,7 @@ MARGIN = 3.0
 """Per cent by which a kernel must be faster than the first of the ranking, unless a file says otherwise."""
 
 Percent = Annotated[Real, Field(ge=0, lt=100)]
+Microseconds = Annotated[Real, Field(gt=0)]
 
 _KIND = ("skuda tuning", 1)
 _LARGEST = 64 << 20
@@ -47,16 +48,22 @@ class Timing(Value):
     Attributes
     ----------
     median, p10, p90, best : float
-        Median, 10th and 90th percentile, minimum.
+        Median, 10th and 90th percentile, minimum; all above 0.
     rounds : int
         Number of samples. Fewer than requested if the time budget ran out.
     """
 
-    median: Real
-    p10: Real
-    p90: Real
-    best: Real
-    rounds: Size
+    median: Microseconds
+    p10: Microseconds
+    p90: Microseconds
+    best: Microseconds
+    rounds: Annotated[Integer, Field(ge=1, lt=2**63)]
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        if not self.best <= self.p10 <= self.median <= self.p90:
+            had = f"best {self.best:g}, p10 {self.p10:g}, median {self.median:g}, p90 {self.p90:g}"
+            self.refuse("median", had, "stand in this order, from the least to the greatest")
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
@@ -99,8 +106,6 @@ class Candidate(Value):
         super().__init__(**fields)
         if (self.timing is None) is not bool(self.refused):
             self.refuse("timing", repr(self.timing), "be given, or else refused must say why it was not measured")
-        if self.timing is not None and self.timing.median < 0:
-            self.refuse("timing.median", self.timing.median, "be at least 0")
 
     @property
     def label(self) -> str:
@@ -108,7 +113,7 @@ class Candidate(Value):
         return f"{self.sku}, {self.choice}" if self.choice else self.sku
 
 
-class Entry(Value):
+class TuningEntry(Value):
     """The times of one problem.
 
     Attributes
@@ -120,7 +125,7 @@ class Entry(Value):
     seed : int
         Seed of the inputs.
     layers : int
-        Launches in one graph. The times are those of one launch; see `skuda.tools.bench.tuner.Tuner`.
+        Launches in one graph. The times are those of one launch; see `skuda.tools.bench.tune.Tuner`.
     candidates : tuple of Candidate
         Every kernel that can run the problem, in each of its configurations.
     """
@@ -171,7 +176,7 @@ class Tuning(Value):
         The conditions of all measurements.
     margin : float
         Per cent by which a kernel must be faster than the first of the ranking to replace it.
-    entries : tuple of Entry
+    entries : tuple of TuningEntry
         The times of each problem. No problem occurs twice.
     """
 
@@ -179,7 +184,7 @@ class Tuning(Value):
     schema_version: Literal[1] = 1
     environment: Environment
     margin: Percent = MARGIN
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[TuningEntry, ...] = ()
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
@@ -189,10 +194,10 @@ class Tuning(Value):
             self.refuse("entries", f"{_short(twice)} twice", "hold a problem once")
 
     @cached_property
-    def _by_problem(self) -> dict[str, Entry]:
+    def _by_problem(self) -> dict[str, TuningEntry]:
         return {entry.key: entry for entry in self.entries}
 
-    def entry(self, problem: Descriptor) -> Entry | None:
+    def entry(self, problem: Descriptor) -> TuningEntry | None:
         """Return the times of exactly this problem, or None."""
         given: object = problem
         if not isinstance(given, Descriptor):
@@ -246,7 +251,7 @@ class Tuning(Value):
         Raises
         ------
         InvalidRecord
-            If it cannot be read or is not a valid tuning file; the error names the file and the field.
+            If it cannot be read, is not a valid tuning file or has no problem; the error names the file and the field.
         """
         path = _path(path)
         subject, written = f"tuning {one_line(str(path))}", "be a file that `skuda tune` wrote"
@@ -268,10 +273,13 @@ class Tuning(Value):
             had = _short(f"kind {said[0]!r}, schema {said[1]!r}")
             raise InvalidRecord(subject, "the file", had, f"be of kind {_KIND[0]!r}, schema {_KIND[1]}")
         try:
-            return cls.model_validate(found)
+            made = cls.model_validate(found)
         except InvalidRecord as error:
             where = "" if error.subject == cls.__name__ else f"{error.subject}."
             raise InvalidRecord(subject, f"{where}{error.field}", _short(error.had), error.must) from error
+        if not made.entries:
+            raise InvalidRecord(subject, "entries", "none", "hold the times of at least one problem")
+        return made
 
 
 def _path(given: object) -> Path:

@@ -77,8 +77,8 @@ class GroupMismatch(SkudaError):
         self.what, self.ranks = what, ranks
 
     def __str__(self) -> str:
-        told = "; ".join(f"rank {rank} has {one_line(text, _MOST_REASON)}" for rank, text in self.ranks)
-        return f"the ranks of a group must have the same {self.what}: {told}"
+        differences = "; ".join(f"rank {rank} has {one_line(text, _MOST_REASON)}" for rank, text in self.ranks)
+        return f"the ranks of a group must have the same {self.what}: {differences}"
 
 
 class GroupBroken(SkudaError):

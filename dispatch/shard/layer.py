@@ -23,7 +23,7 @@ from skuda.dispatch.shard.group import Group
 from skuda.dispatch.shard.shards import Shards, own, span
 
 
-class Activation(NamedTuple):
+class LayerInput(NamedTuple):
     """The part of a layer's input that a rank has.
 
     Attributes
@@ -78,9 +78,9 @@ class Steps:
     channel_sums : callable
         nothing -> `Sums.of_channels`.
     rescale : callable
-        whole `Sums`, `Activation` without data -> the output.
+        whole `Sums`, `LayerInput` without data -> the output.
     layer : callable
-        `Activation` that is whole along the inner size -> the output of the rank's part of the weight.
+        `LayerInput` that is whole along the inner size -> the output of the rank's part of the weight.
     """
 
     amax: Callable[[Any], Any] | None = None
@@ -89,8 +89,8 @@ class Steps:
     sums: Callable[[Any], Any] | None = None
     row_sums: Callable[[Any], Any] | None = None
     channel_sums: Callable[[], Any] | None = None
-    rescale: Callable[[Sums, Activation], Any] | None = None
-    layer: Callable[[Activation], Any] | None = None
+    rescale: Callable[[Sums, LayerInput], Any] | None = None
+    layer: Callable[[LayerInput], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Course:
         return tuple(span(self.chunks, number) for number in range(len(self.chunks)))
 
 
-def run(course: Course, steps: Steps, group: Group, activation: Activation) -> Any:
+def run(course: Course, steps: Steps, group: Group, activation: LayerInput) -> Any:
     """Return the rank's part of the output: all of it, its rows, or its columns.
 
     Parameters
@@ -140,7 +140,7 @@ def run(course: Course, steps: Steps, group: Group, activation: Activation) -> A
         The local work of the rank.
     group : Group
         The ranks.
-    activation : Activation
+    activation : LayerInput
         The rank's part of the activation; see ``course.shards.input``.
     """
     several = len(course.chunks) > 1
@@ -149,7 +149,7 @@ def run(course: Course, steps: Steps, group: Group, activation: Activation) -> A
     return (_row_in_chunks if several else _row)(course, steps, group, activation)
 
 
-def _column(course: Course, steps: Steps, group: Group, activation: Activation) -> Any:
+def _column(course: Course, steps: Steps, group: Group, activation: LayerInput) -> Any:
     assert steps.layer is not None
     if course.shards.input != "whole":
         codes = _coded(course, steps, group, activation)
@@ -157,12 +157,12 @@ def _column(course: Course, steps: Steps, group: Group, activation: Activation) 
             activation = codes._replace(data=group.gather(codes.data, 1, course.columns))
         else:
             scales = codes[1:] if not course.per_row else (_gathered(course, group, part) for part in codes[1:])
-            activation = Activation(group.gather(codes.data, 0, course.rows), *scales)
+            activation = LayerInput(group.gather(codes.data, 0, course.rows), *scales)
     output = steps.layer(activation)
     return group.gather(output, 1, course.parts) if course.shards.output == "whole" else output
 
 
-def _column_in_chunks(course: Course, steps: Steps, group: Group, activation: Activation) -> Any:
+def _column_in_chunks(course: Course, steps: Steps, group: Group, activation: LayerInput) -> Any:
     """Gather the codes of each chunk before its product, and its output during the product of the next."""
     assert steps.layer is not None
     shards, spans = course.shards, course.spans
@@ -182,7 +182,7 @@ def _column_in_chunks(course: Course, steps: Steps, group: Group, activation: Ac
     return output
 
 
-def _row(course: Course, steps: Steps, group: Group, activation: Activation) -> Any:
+def _row(course: Course, steps: Steps, group: Group, activation: LayerInput) -> Any:
     assert steps.sums is not None
     assert steps.rescale is not None
     codes = _coded(course, steps, group, activation)
@@ -196,7 +196,7 @@ def _row(course: Course, steps: Steps, group: Group, activation: Activation) -> 
     return group.gather(output, 0, course.rows) if course.shards.output == "whole" else output
 
 
-def _row_in_chunks(course: Course, steps: Steps, group: Group, activation: Activation) -> Any:
+def _row_in_chunks(course: Course, steps: Steps, group: Group, activation: LayerInput) -> Any:
     """Exchange each chunk while the next is computed.
 
     The device and the group have a queue each, and work through it in order:
@@ -232,47 +232,47 @@ def _row_in_chunks(course: Course, steps: Steps, group: Group, activation: Activ
     return output
 
 
-def _corrections(steps: Steps, group: Group, codes: Activation) -> tuple[Any, Any]:
+def _corrections(steps: Steps, group: Group, codes: LayerInput) -> tuple[Any, Any]:
     """Return the sums of rows and of channels over all ranks, if zero points need them."""
     of_rows = None if steps.row_sums is None else group.sum(steps.row_sums(codes.data))
     of_channels = None if steps.channel_sums is None else group.sum(steps.channel_sums())
     return of_rows, of_channels
 
 
-def _coded(course: Course, steps: Steps, group: Group, activation: Activation) -> Activation:
+def _coded(course: Course, steps: Steps, group: Group, activation: LayerInput) -> LayerInput:
     """Return the codes of the rank's part, with the scales of whole rows."""
     if activation.scale is not None:
         return activation
     if course.shards.input == "rows":
         assert steps.quantize_rows is not None
-        return Activation(*steps.quantize_rows(activation.data))
+        return LayerInput(*steps.quantize_rows(activation.data))
     assert steps.amax is not None
     assert steps.quantize is not None
-    return Activation(*steps.quantize(activation.data, group.max(steps.amax(activation.data))))
+    return LayerInput(*steps.quantize(activation.data, group.max(steps.amax(activation.data))))
 
 
 def _gathered(course: Course, group: Group, rows: Any) -> Any:
     return None if rows is None else group.gather(rows, 0, course.rows)
 
 
-def _chunk(course: Course, activation: Activation, at: slice) -> Activation:
+def _chunk(course: Course, activation: LayerInput, at: slice) -> LayerInput:
     """Return some rows of an activation."""
     data, scale, zero_point = activation
     if course.per_row:
         scale, zero_point = (None if part is None else part[at] for part in (scale, zero_point))
-    return Activation(data[at], scale, zero_point)
+    return LayerInput(data[at], scale, zero_point)
 
 
 def _owned(
-    course: Course, group: Group, sizes: tuple[int, ...], sums: Sums, about: Activation
-) -> tuple[Sums, Activation]:
+    course: Course, group: Group, sizes: tuple[int, ...], sums: Sums, about: LayerInput
+) -> tuple[Sums, LayerInput]:
     """Return the rank's rows of the corrections, scales and zero points."""
 
     def mine(rows: Any) -> Any:
         return None if rows is None else own(rows, 0, sizes, group.rank)
 
     if course.per_row:
-        about = Activation(None, *map(mine, about[1:]))
+        about = LayerInput(None, *map(mine, about[1:]))
     return sums._replace(of_rows=mine(sums.of_rows)), about
 
 

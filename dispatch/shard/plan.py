@@ -19,7 +19,7 @@ from skuda.dispatch.select.explanation import as_json
 from skuda.dispatch.shard import layer, problems
 from skuda.dispatch.shard.explanation import ShardedExplanation, preference_of
 from skuda.dispatch.shard.group import Group, GroupMismatch, differing
-from skuda.dispatch.shard.layer import Activation, Steps, Sums
+from skuda.dispatch.shard.layer import LayerInput, Steps, Sums
 from skuda.dispatch.shard.shards import Shards
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear.problem import LinearProblem
@@ -82,7 +82,7 @@ class ShardedPlan:
     _select: Callable[[Descriptor, PlanPreference, Device], Plan] = field(repr=False, compare=False)
 
     @property
-    def told(self) -> dict[str, Any]:
+    def properties(self) -> dict[str, Any]:
         """The properties that all ranks must have in common, by name."""
         return {
             "version": version("skuda"),
@@ -111,8 +111,8 @@ class ShardedPlan:
         GroupBroken
             If a rank does not take part.
         """
-        told = {"layer": name, **self.told, "ranks": group.count}
-        compare(group, told)
+        properties = {"layer": name, **self.properties, "ranks": group.count}
+        compare(group, properties)
         if group.count != self.shards.count:
             rule = f"have the {self.shards.count} ranks of the plan"
             raise InvalidProblem("ShardedPlan.bind", "group", f"{group.count} ranks", rule)
@@ -156,7 +156,7 @@ def _least(main: PrecisionGuarantee, promises: list[PrecisionGuarantee]) -> Shar
     )
 
 
-def compare(group: Group, told: Mapping[str, Any]) -> None:
+def compare(group: Group, properties: Mapping[str, Any]) -> None:
     """Check that all ranks have the same properties.
 
     Raises
@@ -164,11 +164,11 @@ def compare(group: Group, told: Mapping[str, Any]) -> None:
     GroupMismatch
         If they differ, on every rank. The error names the first difference, and the ranks.
     """
-    texts = group.exchange(json.dumps(told, sort_keys=True, default=str))
+    texts = group.exchange(json.dumps(properties, sort_keys=True, default=str))
     if not differing(texts):
         return
     heard = [json.loads(text) for text in texts]
-    for name in (*told, *(name for one in heard for name in one)):
+    for name in (*properties, *(name for one in heard for name in one)):
         found = differing(tuple(json.dumps(one.get(name), sort_keys=True) for one in heard))
         if found:
             raise GroupMismatch(name, found)
@@ -188,7 +188,7 @@ class BoundShards:
     ) -> None:
         self.plan, self._group, self._way, self._plans = plan, group, way, plans
         self._held = problems.held(plan.problem, way, group.rank)
-        self._call = f"{name or plan.problem.op_name()} {hash_of(plan.told)}"
+        self._call = f"{name or plan.problem.op_name()} {hash_of(plan.properties)}"
         self._known: dict[tuple[Any, ...], Any] = {}
 
     def run(self, *, stream: object = None, **arrays: Any) -> Any:
@@ -221,10 +221,10 @@ class BoundShards:
         runs = {step: partial(plan.run, stream=stream) for step, plan in self._plans.items()}
         problem, steps = self.plan.problem, self._steps(runs, arrays)
         if problem.dynamic:
-            activation = Activation(arrays["activation"])
+            activation = LayerInput(arrays["activation"])
         else:
             codes = arrays["act_q"]
-            activation = Activation(codes, *self._scales(problem, codes, arrays))
+            activation = LayerInput(codes, *self._scales(problem, codes, arrays))
         return layer.run(self._way, steps, self._group, activation)
 
     def _check(self, arrays: Mapping[str, Any]) -> None:
@@ -273,7 +273,7 @@ class BoundShards:
             found = runs["quantize_rows", len(data)](input=data)
             return found[0], found[1]
 
-        def rescale(whole: Sums, activation: Activation) -> Any:
+        def rescale(whole: Sums, activation: LayerInput) -> Any:
             given = {
                 "sums": whole.products,
                 "act_sums": whole.of_rows,
@@ -283,7 +283,7 @@ class BoundShards:
             }
             return runs["rescale", len(whole.products)](**_present(given), **about)
 
-        def product(activation: Activation) -> Any:
+        def product(activation: LayerInput) -> Any:
             rows = len(activation.data)
             given = {"activation" if activation.scale is None else "act_q": activation.data}
             if self._plans["layer", rows].problem.op_name() == "scaled_linear":
@@ -319,6 +319,6 @@ def filled(like: Any, shape: tuple[int, ...], value: float, element: ElementKind
     return torch.full(shape, value, dtype=dtype, device=like.device)
 
 
-def hash_of(told: Mapping[str, Any]) -> str:
+def hash_of(properties: Mapping[str, Any]) -> str:
     """Return a short hash of the properties that all ranks must have in common."""
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(properties, sort_keys=True, default=str).encode()).hexdigest()[:16]

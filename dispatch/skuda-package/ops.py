@@ -68,7 +68,7 @@ def amax_quantize(
     preference: PlanPreference | None = None,
     stream: object = None,
 ) -> AmaxQuantized:
-    """Amax quantize: a scale from each row's given largest magnitude, then the codes of the row, or of a part of it."""
+    """Amax quantize: a scale from each row's given largest magnitude, and the codes of the row or of a part of it."""
     found: AmaxQuantized = call("amax_quantize", locals())
     return found
 
@@ -424,7 +424,7 @@ def gelu_mul_amax(
     preference: PlanPreference | None = None,
     stream: object = None,
 ) -> GatedAmax:
-    """Gated activation and amax: act(gate) * up, and the largest magnitude of every row of it, in one pass."""
+    """Gated activation and amax: y = act(gate) * up and the largest magnitude of every row of y, in one pass."""
     found: GatedAmax = call("gelu_mul_amax", locals())
     return found
 
@@ -790,7 +790,7 @@ def silu_mul_amax(
     preference: PlanPreference | None = None,
     stream: object = None,
 ) -> GatedAmax:
-    """Gated activation and amax: act(gate) * up, and the largest magnitude of every row of it, in one pass."""
+    """Gated activation and amax: y = act(gate) * up and the largest magnitude of every row of y, in one pass."""
     found: GatedAmax = call("silu_mul_amax", locals())
     return found
 

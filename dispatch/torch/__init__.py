@@ -14,12 +14,12 @@ from skuda.torch.calibration import Calibration, calibrate
 from skuda.torch.checkpoint import load_, save
 from skuda.torch.fuse import Fusion, fuse_
 from skuda.torch.group import TorchGroup
-from skuda.torch.linear import CodesLinear, DynamicLinear, Int8Linear, StaticLinear
+from skuda.torch.int8_linear import CodesLinear, DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.ops import linear_codes, linear_dynamic, linear_scaled, linear_static, register
-from skuda.torch.parallel import ColumnLinear, RowLinear
 from skuda.torch.parallelize import Parallelization, parallelize_
 from skuda.torch.preparation import prepare
 from skuda.torch.quantize import Config, Dynamic, Report, quantize_
+from skuda.torch.sharded_linear import ColumnLinear, RowLinear
 from skuda.torch.smoothing import SmoothStatic
 from skuda.torch.training import FakeQuant, FakeQuantLinear, Mixed, MixedLinear, observe
 

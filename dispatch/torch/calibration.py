@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
-from skuda.torch.layers import Filter, check_count, check_model, linears
-from skuda.torch.linear import Int8Linear, autocast
+from skuda.torch.int8_linear import Int8Linear, autocast
+from skuda.torch.replaceable_layers import Filter, check_count, check_model, linears
 
 _NORMS = ("RMSNorm", "LayerNorm")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)

@@ -30,11 +30,11 @@ from skuda.dispatch.system.files import open_regular
 from skuda.dispatch.system.writing import replacing
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
 from skuda.registry.text import path_of, shown
+from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import Part, is_joined
-from skuda.torch.layers import describe_saving
-from skuda.torch.linear import DynamicLinear, Int8Linear, StaticLinear
-from skuda.torch.parallel import ShardedLinear
+from skuda.torch.replaceable_layers import describe_saving
 from skuda.torch.scheme import Scheme
+from skuda.torch.sharded_linear import ShardedLinear
 from skuda.torch.stored import Kind, Tensors, check_values, int8_layer
 
 CONFIG, TENSORS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -186,11 +186,11 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
             _write(folder, text, _unshared(tensors))
         except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it
             failure = error
-    told, *_ = group.exchange("" if failure is None else f"{type(failure).__name__}: {failure}")
+    reported, *_ = group.exchange("" if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
-    if told:
-        raise OSError(f"rank 0 could not write {folder}: {told}")
+    if reported:
+        raise OSError(f"rank 0 could not write {folder}: {reported}")
 
 
 def _group(model: nn.Module) -> Group | None:

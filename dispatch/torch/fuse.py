@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from skuda.torch.fused import (
+from skuda.torch.fused_modules import (
     AttentionForm,
     Fused,
     FusedAttention,
@@ -23,9 +23,9 @@ from skuda.torch.fused import (
     NormForm,
     fused_class,
 )
+from skuda.torch.int8_linear import DynamicLinear, Int8Linear
 from skuda.torch.joined import JoinedLinear, Part
-from skuda.torch.layers import check_model
-from skuda.torch.linear import DynamicLinear, Int8Linear
+from skuda.torch.replaceable_layers import check_model
 from skuda.torch.source import Forward, NotProven
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -88,9 +88,9 @@ def fuse_(model: nn.Module) -> Fusion:
       the residual.
 
     A structure is found by the names of its layers, and checked in the source of ``forward``. If the check fails, the
-    structure does not change. `skuda.torch.fused` says what the new modules compute. The names in ``state_dict`` do not
-    change: a fused model can be saved, and can load checkpoints of fused and unfused models. Its tensors are views of
-    joined tensors.
+    structure does not change. `skuda.torch.fused_modules` says what the new modules compute. The names in
+    ``state_dict`` do not change: a fused model can be saved, and can load checkpoints of fused and unfused models. Its
+    tensors are views of joined tensors.
 
     Parameters
     ----------

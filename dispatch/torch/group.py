@@ -115,7 +115,7 @@ class TorchGroup:
             return
         digest = torch.frombuffer(bytearray(hashlib.sha256(what.encode()).digest()), dtype=torch.uint8)
         every = torch.empty(self._count * len(digest), dtype=torch.uint8)
-        self._told(lambda: distributed.all_gather_into_tensor(every, digest, group=self._checks))
+        self._naming_missing_ranks(lambda: distributed.all_gather_into_tensor(every, digest, group=self._checks))
         if bool((every.view(self._count, -1) != digest).any()):
             texts = self._exchanged(what, self._checks, torch.device("cpu"))
             raise GroupMismatch("call", differing(texts))
@@ -220,29 +220,29 @@ class TorchGroup:
         self, collective: Callable[..., Any], result: Tensor, given: Tensor, *, later: bool
     ) -> Callable[[], object]:
         """Begin a collective; return what waits for it. Until then torch holds its tensors."""
-        work = self._told(lambda: collective(result, given, group=self.process_group, async_op=later))
+        work = self._naming_missing_ranks(lambda: collective(result, given, group=self.process_group, async_op=later))
         # What compilers make of a collective may return its tensor.
-        return (lambda: self._told(work.wait)) if later and work is not None else lambda: None
+        return (lambda: self._naming_missing_ranks(work.wait)) if later and work is not None else lambda: None
 
     def _reduced(self, array: Any, how: Any) -> Any:
         tensor, back = _tensor(array)
         tensor = tensor.contiguous()
-        self._told(lambda: distributed.all_reduce(tensor, op=how, group=self.process_group))
+        self._naming_missing_ranks(lambda: distributed.all_reduce(tensor, op=how, group=self.process_group))
         return back(tensor)
 
     def _exchanged(self, text: str, group: ProcessGroup, device: torch.device) -> tuple[str, ...]:
         mine = text.encode()
         sizes = torch.empty(self._count, dtype=torch.int64, device=device)
         size = torch.tensor([len(mine)], device=device)
-        self._told(lambda: distributed.all_gather_into_tensor(sizes, size, group=group))
+        self._naming_missing_ranks(lambda: distributed.all_gather_into_tensor(sizes, size, group=group))
         most = max(1, int(sizes.max()))
         padded = torch.frombuffer(bytearray(mine.ljust(most, b"\0")), dtype=torch.uint8).to(device)
         every = torch.empty(self._count * most, dtype=torch.uint8, device=device)
-        self._told(lambda: distributed.all_gather_into_tensor(every, padded, group=group))
+        self._naming_missing_ranks(lambda: distributed.all_gather_into_tensor(every, padded, group=group))
         rows = every.view(self._count, most).cpu().numpy()
         return tuple(row[:length].tobytes().decode() for row, length in zip(rows, sizes.tolist(), strict=True))
 
-    def _told(self, collective: Callable[[], Result]) -> Result:
+    def _naming_missing_ranks(self, collective: Callable[[], Result]) -> Result:
         """Return a collective's result. If it fails, name the missing ranks."""
         if torch.compiler.is_compiling():
             return collective()
@@ -321,7 +321,7 @@ def _has_ended(place: str) -> bool:
     if host != socket.gethostname() or not Path("/proc/self/stat").exists():
         return False
     try:
-        told = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+        status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return True
-    return told.rpartition(")")[2].split()[0] in "ZX"
+    return status.rpartition(")")[2].split()[0] in "ZX"

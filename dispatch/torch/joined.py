@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.dtypes import element_of
-from skuda.torch.linear import DynamicLinear, Int8Linear, not_codes
+from skuda.torch.int8_linear import DynamicLinear, Int8Linear, not_codes
 
 
 class Quantized(NamedTuple):

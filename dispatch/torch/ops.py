@@ -25,7 +25,7 @@ from skuda.registry.descriptor import Role
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Op
 from skuda.registry.text import one_line, shown
-from skuda.torch.op import TensorOp, refuse_gradient
+from skuda.torch.tensor_op import TensorOp, refuse_gradient
 
 NAMESPACE = "skuda"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")

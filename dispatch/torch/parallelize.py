@@ -19,12 +19,12 @@ from skuda.dispatch.shard.plan import compare
 from skuda.dispatch.shard.shards import NVLINK, Link, Shards, split
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.fused import Fused, FusedAttention, FusedGatedMLP
+from skuda.torch.fused_modules import Fused, FusedAttention, FusedGatedMLP
 from skuda.torch.group import TorchGroup
+from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import JoinedLinear, Part
-from skuda.torch.layers import check_count, check_model
-from skuda.torch.linear import DynamicLinear, Int8Linear, StaticLinear
-from skuda.torch.parallel import ColumnLinear, RowLinear, ShardedLinear
+from skuda.torch.replaceable_layers import check_count, check_model
+from skuda.torch.sharded_linear import ColumnLinear, RowLinear, ShardedLinear
 from skuda.torch.source import Forward, NotProven
 
 _QKV, _O = ("q_proj", "k_proj", "v_proj"), "o_proj"
@@ -138,8 +138,8 @@ def parallelize_(
         cuts.append(_Cut("lm_head", ColumnLinear, shards))
     elif lm_head:
         raise InvalidProblem("parallelize_", "lm_head", "True", "be False: there is no int8 layer of this name")
-    told = {cut.name: f"{cut.kind.__name__} {list(model.get_submodule(cut.name).weight.shape)}" for cut in cuts}
-    compare(ranks, {"version": version("skuda"), "layers": told, "shards": {c.name: str(c.shards) for c in cuts}})
+    kinds = {cut.name: f"{cut.kind.__name__} {list(model.get_submodule(cut.name).weight.shape)}" for cut in cuts}
+    compare(ranks, {"version": version("skuda"), "layers": kinds, "shards": {c.name: str(c.shards) for c in cuts}})
     return _applied(model, ranks, cuts)
 
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.fused import Fused
-from skuda.torch.layers import check_count, check_model
-from skuda.torch.linear import CodesLinear, Int8Linear
+from skuda.torch.fused_modules import Fused
+from skuda.torch.int8_linear import CodesLinear, Int8Linear
+from skuda.torch.replaceable_layers import check_count, check_model
 
 
 def prepare(

@@ -13,8 +13,8 @@ from torch import nn
 
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line, shown
-from skuda.torch.layers import ALREADY, Filter, Obstacles, check_model, describe_saving, linears
-from skuda.torch.linear import DynamicLinear, Int8Linear
+from skuda.torch.int8_linear import DynamicLinear, Int8Linear
+from skuda.torch.replaceable_layers import ALREADY, Filter, Obstacles, check_model, describe_saving, linears
 
 _MOST_SHOWN = 3
 

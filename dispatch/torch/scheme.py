@@ -20,9 +20,9 @@ from torch import nn
 
 from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.registry.text import shown
+from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import Part, int8_layers, is_joined
-from skuda.torch.layers import hooked
-from skuda.torch.linear import DynamicLinear, Int8Linear, StaticLinear
+from skuda.torch.replaceable_layers import hooked
 
 FORMAT = "int-quantized"
 METHOD = "compressed-tensors"
@@ -32,7 +32,7 @@ OWN_METHOD = "skuda"
 _VERSION = "0.20.0"
 
 
-class Activation(StrEnum):
+class ActivationScheme(StrEnum):
     """How the input of a layer is quantized."""
 
     DYNAMIC = "dynamic"
@@ -51,9 +51,9 @@ class Activation(StrEnum):
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of `input_activations`."""
-        dynamic = self is Activation.DYNAMIC
+        dynamic = self is ActivationScheme.DYNAMIC
         strategy = "token" if dynamic else "tensor"
-        return _arguments(strategy, dynamic=dynamic, symmetric=self is not Activation.SHIFTED)
+        return _arguments(strategy, dynamic=dynamic, symmetric=self is not ActivationScheme.SHIFTED)
 
 
 def _arguments(strategy: str, *, dynamic: bool, symmetric: bool = True) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def check_whole(subject: str, model: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Group:
+class SchemeGroup:
     """Layers with the same quantization.
 
     Attributes
@@ -85,13 +85,13 @@ class Group:
     targets : tuple of str
         Names of layers, patterns (``re:`` and a regular expression, matched from the start of a name) or names of
         classes.
-    activation : Activation
+    activation : ActivationScheme
     per_tensor : bool
         Whether a weight has a single scale instead of one per output channel.
     """
 
     targets: tuple[str, ...]
-    activation: Activation
+    activation: ActivationScheme
     per_tensor: bool = False
 
 
@@ -101,18 +101,18 @@ class Scheme:
 
     Attributes
     ----------
-    groups : tuple of Group
+    groups : tuple of SchemeGroup
     ignore : tuple of str
         Targets of layers that stay in floating point.
     smooth : bool
         Whether layers may have smoothing factors.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...] = ()
     smooth: bool = False
 
-    def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Group]]:
+    def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, SchemeGroup]]:
         """Yield the name, module and group of each layer that the scheme makes int8. Joined layers appear as `Part`.
 
         Raises
@@ -139,7 +139,7 @@ class Scheme:
             seen.add(id(module))
             yield name, module, group
 
-    def _group(self, name: str, module: nn.Module) -> Group | None:
+    def _group(self, name: str, module: nn.Module) -> SchemeGroup | None:
         """Return the group with the best target: a name, then a pattern, then a class. Of equals, the first."""
         ranks = [(_matched(group.targets, name, module), group) for group in self.groups]
         fitting = [(rank, group) for rank, group in ranks if rank is not None]
@@ -157,15 +157,15 @@ class Scheme:
         if not parts:
             check_whole("checkpoint", model)
         layers = dict(int8_layers(model))
-        ways: dict[Activation, list[str]] = {}
+        ways: dict[ActivationScheme, list[str]] = {}
         for name, layer in layers.items():
-            activation = Activation.of(layer)
+            activation = ActivationScheme.of(layer)
             if activation is None:
                 _refuse(name, type(layer).__name__, "be a DynamicLinear or a StaticLinear")
             ways.setdefault(activation, []).append(name)
         if not ways:
             raise InvalidProblem("checkpoint", "model", type(model).__name__, "hold int8 layers: quantize it first")
-        groups = (Group(("Linear",) if len(ways) == 1 else tuple(names), way) for way, names in ways.items())
+        groups = (SchemeGroup(("Linear",) if len(ways) == 1 else tuple(names), way) for way, names in ways.items())
         ignore = tuple(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
         smooth = any(getattr(layer, "smooth", None) is not None for layer in layers.values())
         return cls(tuple(groups), ignore, smooth)
@@ -226,7 +226,7 @@ class Scheme:
         return cls(found, ignore, smooth=read.fields["quant_method"] == OWN_METHOD)
 
 
-def _group_of(read: _Reader) -> Group:
+def _group_of(read: _Reader) -> SchemeGroup:
     weights = _Reader(read.source, f"{read.place}.weights", read.take("weights"))
     per_tensor = weights.one_of("strategy", ["channel", "tensor"]) == "tensor"
     weights.one_of("dynamic", [False], default=False)
@@ -241,8 +241,8 @@ def _group_of(read: _Reader) -> Group:
     read.one_of("format", [FORMAT, None], default=None)
     targets = read.targets("targets")
     read.finish()
-    static = Activation.STATIC if symmetric else Activation.SHIFTED
-    return Group(targets, Activation.DYNAMIC if dynamic else static, per_tensor)
+    static = ActivationScheme.STATIC if symmetric else ActivationScheme.SHIFTED
+    return SchemeGroup(targets, ActivationScheme.DYNAMIC if dynamic else static, per_tensor)
 
 
 class _Reader:

@@ -19,8 +19,8 @@ from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import shown
 from skuda.torch.autograd import Q_MAX
 from skuda.torch.calibration import Calibration
-from skuda.torch.layers import hooked
-from skuda.torch.linear import StaticLinear, quantized_weight
+from skuda.torch.int8_linear import StaticLinear, quantized_weight
+from skuda.torch.replaceable_layers import hooked
 
 ALPHAS = tuple(i / 20 for i in range(21))
 """The strengths that a search tries."""

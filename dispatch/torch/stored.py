@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from skuda.registry.errors import InvalidRecord
-from skuda.torch.linear import DynamicLinear, Int8Linear, StaticLinear
-from skuda.torch.scheme import Activation, Group
+from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
+from skuda.torch.scheme import ActivationScheme, SchemeGroup
 
 Kind = tuple[torch.dtype | str, tuple[int, ...]]
 """Dtype and shape of a tensor. A dtype that torch lacks is text."""
@@ -102,14 +102,16 @@ class Tensors:
         raise InvalidRecord(self.source, f"tensor {name}", had, rule)
 
 
-def int8_layer(module: Any, group: Group, found: Tensors, *, smooth: bool = False) -> DynamicLinear | StaticLinear:
+def int8_layer(
+    module: Any, group: SchemeGroup, found: Tensors, *, smooth: bool = False
+) -> DynamicLinear | StaticLinear:
     """Return the int8 replacement of a module, on its device. It shares no memory with the stored tensors.
 
     Parameters
     ----------
     module : Linear, Int8Linear or Part
         The module, for sizes, device, and the presence and dtype of the bias.
-    group : Group
+    group : SchemeGroup
         The quantization.
     found : Tensors
         The layer's tensors.
@@ -132,9 +134,9 @@ def int8_layer(module: Any, group: Group, found: Tensors, *, smooth: bool = Fals
     scale = scale.reshape(-1, 1).expand(n, 1).contiguous()
     bias = None if module.bias is None else taken("bias", module.bias.dtype, (n,))
     found.take_zeros("weight_zero_point")
-    if group.activation is Activation.DYNAMIC:
+    if group.activation is ActivationScheme.DYNAMIC:
         return DynamicLinear(weight, scale, bias)
-    shifted = group.activation is Activation.SHIFTED
+    shifted = group.activation is ActivationScheme.SHIFTED
     if not shifted:
         found.take_zeros("input_zero_point")
     return StaticLinear(

@@ -20,10 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.autograd import Q_MAX, fake_quantize, mixed_linear
-from skuda.torch.layers import check_model
-from skuda.torch.linear import DynamicLinear, StaticLinear, autocast, quantized_weight
+from skuda.torch.int8_linear import DynamicLinear, StaticLinear, autocast, quantized_weight
+from skuda.torch.replaceable_layers import check_model
 
-Activation = Literal["token", "tensor"]
+ActivationScope = Literal["token", "tensor"]
 TRAINED = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of weights that can be trained."""
 
@@ -76,7 +76,7 @@ class FakeQuantLinear(_SharedLinear):
     weight_scale: Tensor | None
 
     def __init__(
-        self, linear: nn.Linear, *, activation: Activation | None = "token", learn_scale: bool = False
+        self, linear: nn.Linear, *, activation: ActivationScope | None = "token", learn_scale: bool = False
     ) -> None:
         super().__init__(linear)
         self.activation = activation
@@ -313,7 +313,7 @@ class FakeQuant:
         For an invalid value.
     """
 
-    activation: Activation | None = "token"
+    activation: ActivationScope | None = "token"
     learn_scale: bool = False
 
     def __post_init__(self) -> None:

@@ -35,10 +35,10 @@ except ImportError as error:
     raise MissingDependency("transformers", "pip install 'skuda[transformers]'") from error
 
 from skuda.torch.checkpoint import opened_files, stored
+from skuda.torch.int8_linear import Int8Linear, StaticLinear
 from skuda.torch.joined import int8_layers
-from skuda.torch.linear import Int8Linear, StaticLinear
 from skuda.torch.quantize import Dynamic, Report, quantize_
-from skuda.torch.scheme import FORMAT, METHOD, OWN_METHOD, Activation, Scheme, matches
+from skuda.torch.scheme import FORMAT, METHOD, OWN_METHOD, ActivationScheme, Scheme, matches
 from skuda.torch.stored import Tensors, check_values, int8_layer
 
 
@@ -117,7 +117,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_trainable(self) -> bool:
         """Whether adapters such as LoRA can be trained. All layers must be dynamic, which pass gradients on."""
         scheme = self.quantization_config.scheme
-        return scheme is not None and all(group.activation is Activation.DYNAMIC for group in scheme.groups)
+        return scheme is not None and all(group.activation is ActivationScheme.DYNAMIC for group in scheme.groups)
 
     def is_serializable(self) -> bool:
         """Return True: `save_pretrained` writes the compressed-tensors format."""

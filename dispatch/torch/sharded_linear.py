@@ -21,7 +21,7 @@ from skuda.dispatch.select.explanation import Explanation
 from skuda.dispatch.shard import layer
 from skuda.dispatch.shard.cost import Traffic
 from skuda.dispatch.shard.group import Group
-from skuda.dispatch.shard.layer import Activation, Course, Steps, Sums
+from skuda.dispatch.shard.layer import Course, LayerInput, Steps, Sums
 from skuda.dispatch.shard.shards import Shards, own
 from skuda.functional import default_dispatcher
 from skuda.kernels.linear import ScaledLinearDescriptor
@@ -31,8 +31,8 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.autograd import Q_MAX
 from skuda.torch.dtypes import element_of
+from skuda.torch.int8_linear import Arguments, DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import JoinedLinear, Quantized
-from skuda.torch.linear import Arguments, DynamicLinear, Int8Linear, StaticLinear
 
 _CODES = {"q_min": -Q_MAX, "q_max": Q_MAX, "output_element": "s8"}
 _OPS = torch.ops.skuda
@@ -230,7 +230,7 @@ class ShardedLinear(Int8Linear):
             If another rank does not take part.
         """
         if isinstance(input, Quantized):
-            codes = Activation(input.codes.reshape(input.scale.numel(), self.in_features), input.scale.reshape(-1))
+            codes = LayerInput(input.codes.reshape(input.scale.numel(), self.in_features), input.scale.reshape(-1))
             if not self.dynamic:
                 raise InvalidProblem(
                     type(self).__name__, "input", "rows with scales", "be floating: the scale is fixed"
@@ -243,7 +243,7 @@ class ShardedLinear(Int8Linear):
                 rule = "be detached, or run under torch.no_grad(): layers of several ranks have no gradient"
                 raise InvalidProblem(type(self).__name__, "input", "a tensor that requires grad", rule)
             leading, dtype = input.shape[:-1], input.dtype
-            given = Activation(input.reshape(prod(leading), self.in_features))
+            given = LayerInput(input.reshape(prod(leading), self.in_features))
         by_rows = "rows" in (self.shards.input, self.shards.output)
         if by_rows and len(leading) != 1:
             raise InvalidProblem(type(self).__name__, "input", f"{len(leading)} leading axes", "have one axis of rows")
@@ -254,7 +254,7 @@ class ShardedLinear(Int8Linear):
             course = self.course(rows, dtype)
             self.group.agree(f"{self.name or type(self).__name__} {self._split}, {rows} rows of {dtype}")
         if not self.dynamic and given.scale is None:
-            given = Activation(self._codes(given.data), self.input_scale, self.input_zero_point)
+            given = LayerInput(self._codes(given.data), self.input_scale, self.input_zero_point)
         found: Tensor = layer.run(course, self._steps(dtype, hides=len(course.chunks) > 1), self.group, given)
         return found if by_rows else found.reshape(*leading, found.shape[-1])
 
@@ -301,12 +301,12 @@ class ShardedLinear(Int8Linear):
         def channel_sums() -> Tensor:
             return self.weight.sum(1, dtype=torch.int32)
 
-        def rescale(whole: Sums, about: Activation) -> Tensor:
+        def rescale(whole: Sums, about: LayerInput) -> Tensor:
             given = whole.products, about.scale, scale, about.zero_point, whole.of_channels, None, None, self.bias
             made = _OPS.rescale.default(*given, k=self.whole[1], output_element=output, act_scale_scope=scope)
             return cast("Tensor", made)
 
-        def product(given: Activation) -> Tensor:
+        def product(given: LayerInput) -> Tensor:
             if given.scale is None:
                 made = _OPS.quantized_linear.default(given.data, self.weight, scale, None, self.bias)
                 return cast("Tensor", made)

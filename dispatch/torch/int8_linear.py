@@ -22,8 +22,8 @@ from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import shown
 from skuda.torch.autograd import Q_MAX, frozen_linear
 from skuda.torch.dtypes import element_of
-from skuda.torch.op import is_alone
 from skuda.torch.ops import OPS
+from skuda.torch.tensor_op import is_alone
 
 _QUANTIZED_LINEAR = torch.ops.skuda.quantized_linear.default
 _SCALED_LINEAR = torch.ops.skuda.scaled_linear.default

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.linear import Int8Linear
+from skuda.torch.int8_linear import Int8Linear
 
 Filter = Callable[[nn.Module, str], bool]
 """A function of a layer and its qualified name that selects layers, like the filters of torchao."""

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from skuda.dispatch.shard.group import Group
 from skuda.torch.autograd import Q_MAX
+from skuda.torch.int8_linear import autocast
 from skuda.torch.joined import Quantized, projected
-from skuda.torch.linear import autocast
 
 _CODES = {"q_min": -Q_MAX, "q_max": Q_MAX, "output_element": "s8"}
 

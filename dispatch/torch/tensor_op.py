@@ -35,7 +35,7 @@ _profiles = torch.autograd._profiler_enabled  # noqa: SLF001
 Shape = tuple[int, ...]
 
 
-class _Seen(NamedTuple):
+class _TensorType(NamedTuple):
     """The shape, which may be symbolic, and the dtype of a tensor."""
 
     shape: Shape
@@ -49,7 +49,7 @@ class _Flattened(NamedTuple):
     ----------
     problem : Descriptor
         The flattened problem.
-    inputs : dict of str to _Seen
+    inputs : dict of str to _TensorType
         The given tensors by name, flattened.
     flat : tuple of int or None
         The shape, in elements, of the arguments that accept any shape.
@@ -60,7 +60,7 @@ class _Flattened(NamedTuple):
     """
 
     problem: Descriptor
-    inputs: dict[str, _Seen]
+    inputs: dict[str, _TensorType]
     flat: Shape | None
     results: tuple[Argument, ...]
     shapes: tuple[Shape, ...]
@@ -236,8 +236,8 @@ class TensorOp:
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         places = {name: str(tensor.device) for name, tensor in tensors.items()}
         if len(set(places.values())) > 1:
-            told = ", ".join(f"{name} on {place}" for name, place in places.items())
-            raise InvalidProblem(self.name, "arrays", told, "all be on one device; move them there first")
+            devices = ", ".join(f"{name} on {place}" for name, place in places.items())
+            raise InvalidProblem(self.name, "arrays", devices, "all be on one device; move them there first")
         for name, tensor in tensors.items():
             if tensor.requires_grad:
                 self._refuse_gradient(name)
@@ -291,7 +291,7 @@ class TensorOp:
                 if axes is not None:
                     own = len(shape) - axes
                     shape = (math.prod(shape[:own]), *shape[own:])
-                flat[name] = inputs[name] = _Seen(shape, value.dtype)
+                flat[name] = inputs[name] = _TensorType(shape, value.dtype)
         sizes = [size for each in inputs.values() for size in each.shape]
         sizes += [each for value in given.values() for each in (value if isinstance(value, tuple) else (value,))]
         if any(isinstance(size, torch.SymInt) for size in sizes):
