@@ -1,4 +1,4 @@
-"""Iteration over large arrays in blocks, so that temporaries stay in cache and memory stays bounded."""
+"""Iteration over large arrays in blocks: temporaries stay in cache and memory stays bounded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCK = 1 << 16
 def blocks(shape: tuple[int, ...], limit: int = BLOCK) -> Iterator[Index]:
     """Yield the indices of boxes of at most about `limit` elements that cover an index space, in row-major order.
 
-    Boxes begin at even positions of the last axis, so that no byte of packed elements is split.
+    Boxes begin at even positions of the last axis, because a byte holds two packed elements.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """The built-in ops: every module of a category package that defines `OP`, or `OPS` for several.
 
-Modules with neither are helpers. To add an op, add its module.
+Modules that define neither are helpers. To add an op, add its module.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Random inputs for any problem, drawn according to its arguments; tests and ``skuda verify`` run kernels on them.
+"""Random inputs for any problem, drawn by its arguments. Tests and ``skuda verify`` run kernels on them.
 
-Data is drawn in multiples of its scale, so that most of it falls within the range of the codes and some outside.
+Data is drawn in multiples of its scale: most of it quantizes within the range of the codes, some saturates.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.sums import at_ends, with_zeros
 from skuda.kernels.ties import at_ties, tie_scales
 from skuda.kernels.values import finfo_of, floats, rounded, specials, spread
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
@@ -22,8 +23,8 @@ from skuda.registry.vocabulary import ActivationKind
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
-_ROOMY = 5
-"""Least extent of an axis on which one slice is set to zeros and one to subnormals."""
+_MIN_EXTENT = 5
+"""Smallest extent of an axis on which one slice is set to zeros and one to subnormals."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,13 @@ def draw(op: Op, case: Case, rng: np.random.Generator) -> Drawn:
     for argument in sorted(arguments, key=lambda a: a.name != "scale"):
         if argument.role not in (Role.OUTPUT, Role.SCRATCH):
             shape = shapes.get(argument.name, ())
-            inputs[argument.name] = _one(problem, argument, shape, inputs.get("scale"), case.values, rng)
+            inputs[argument.name] = _draw_argument(problem, argument, shape, inputs.get("scale"), case.values, rng)
     if case.values == "ties":
         inputs |= at_ties(problem, inputs, shapes.get("scale_out", ()), rng)
+    elif case.values == "extreme":
+        inputs |= at_ends(problem, inputs, rng)
+    elif case.values == "special":
+        inputs |= with_zeros(inputs, rng)
     return Drawn(inputs, shapes)
 
 
@@ -84,12 +89,15 @@ def _flat_shape(arguments: tuple[Argument, ...], rng: np.random.Generator) -> Sh
         choices += [(1, count), (1, 1, count)]
     if count % 20 == 0:
         choices += [(count // 20, 5, 4), (5, count // 5 // 2, 2)]
+    factor = next((n for n in (6, 4, 2, *((7, 5, 3) if not packed else ())) if count % n == 0 < count), None)
+    if factor is not None:
+        choices += [(count // factor, factor)] * 2
     if not packed:
         choices += [(count, 1)] + [()] * (count == 1)
     return choices[rng.integers(len(choices))]
 
 
-def _one(
+def _draw_argument(
     problem: Descriptor, argument: Argument, shape: Shape, scale: Any, values: Values, rng: np.random.Generator
 ) -> Any:
     """Draw one argument: an array, or a number if the argument is a scalar."""
@@ -97,7 +105,7 @@ def _one(
     limits = element.integer_range
     match argument.role:
         case Role.SCALE:
-            if argument.name != "scale" and _rounds_freely(problem) and values == "special":
+            if argument.name != "scale" and _is_approximate(problem) and values == "special":
                 values = "normal"
             return _as_scalar(_scales((), problem, element, values, rng), argument, rng)
         case Role.ZERO_POINT:
@@ -106,7 +114,7 @@ def _one(
             return int(rng.integers(*limits, endpoint=True))
         case Role.VALUE:
             number = rounded(_special(floats((), element, rng), element, 0.3, rng), element)
-            return _beside_a_tie(float(number), element)
+            return _near_tie(float(number), element)
         case _:
             pass
     if argument.name.endswith("zero_point"):
@@ -122,14 +130,14 @@ def _one(
 
 
 def _sums(shape: Shape, rng: np.random.Generator) -> Array:
-    """Draw s32 numbers of every magnitude, as sums of products are, with both ends of the range among them."""
-    found = rng.integers(-(2**31), 2**31 - 1, shape, np.int32, endpoint=True) >> rng.integers(0, 32, shape, np.int32)
+    """Draw s32 numbers of every magnitude, with both ends of the range among them."""
+    numbers = rng.integers(-(2**31), 2**31 - 1, shape, np.int32, endpoint=True) >> rng.integers(0, 32, shape, np.int32)
     ends = rng.choice(np.array([-(2**31), 2**31 - 1], np.int32), shape)
-    return np.asarray(np.where(rng.random(shape) < 0.05, ends, found))
+    return np.asarray(np.where(rng.random(shape) < 0.05, ends, numbers))
 
 
-def _rounds_freely(problem: Descriptor) -> bool:
-    """Return whether an activation is exact only within some ulps: over a scale of 0, an ulp decides NaN or inf."""
+def _is_approximate(problem: Descriptor) -> bool:
+    """Return whether the activation is exact only within some ulps. Over a scale of 0, an ulp decides NaN or inf."""
     activation = getattr(getattr(problem, "epilogue", None), "activation", None)
     return activation in (ActivationKind.GELU, ActivationKind.SILU)
 
@@ -151,7 +159,7 @@ def _data(
     else:
         data = floats(shape, element, rng)
     if values in ("special", "infinite"):
-        data = _planted(_special(data, element, 0.15, rng), element, rng, infinite=values == "infinite")
+        data = _with_specials(_special(data, element, 0.15, rng), element, rng, infinite=values == "infinite")
     return rounded(data, element)
 
 
@@ -190,7 +198,7 @@ def zero_points(shape: Shape, problem: Descriptor, values: Values, rng: np.rando
 
 
 def _in_steps(problem: Descriptor, scale: Array, shape: Shape, rng: np.random.Generator) -> Array:
-    """Draw data of which most falls within the range of the codes and some slightly or far outside."""
+    """Draw data that mostly quantizes within the range of the codes; some saturates, by little or by much."""
     low, high = getattr(problem, "q_min", -128), getattr(problem, "q_max", 127)
     steps: Any = rng.uniform(-1.3, 1.3, shape) * (high - low + 1)
     wide = rng.random(shape) < 0.1
@@ -207,17 +215,18 @@ def _special(values: Array, element: ElementKind, share: float, rng: np.random.G
     return np.where(some & (rng.random(values.shape) < share), rng.choice(edges, values.shape), values)
 
 
-def _planted(data: Array, element: ElementKind, rng: np.random.Generator, *, infinite: bool) -> Array:
-    """Place every special number, and on each axis a slice of zeros and one of subnormals; infinities if `infinite`.
+def _with_specials(data: Array, element: ElementKind, rng: np.random.Generator, *, infinite: bool) -> Array:
+    """Place every special number, and on each axis a slice of zeros and one of subnormals.
 
-    A dynamic range of zeros or subnormals needs a whole segment of them, and segments may run along any axis.
+    Infinities are placed only if `infinite`. A dynamic range of zeros or subnormals needs a whole segment of them, and
+    segments may run along any axis.
     """
     data, free = np.array(data), np.ones(np.shape(data), bool)
     least = float(finfo_of(element).smallest_subnormal)
-    roomy = [axis for axis, extent in enumerate(data.shape) if data.ndim > 1 and extent >= _ROOMY]
-    # Zeros are written last, so that the subnormals of another axis do not overwrite them.
+    wide_axes = [axis for axis, extent in enumerate(data.shape) if data.ndim > 1 and extent >= _MIN_EXTENT]
+    # Zeros are written last, so the subnormals of another axis do not overwrite them.
     for share in (least, 0.0):
-        for axis in roomy:
+        for axis in wide_axes:
             at = rng.integers(data.shape[axis])
             chosen = np.moveaxis(data, axis, 0)[at]
             chosen[...] = share * rng.integers(-3, 4, chosen.shape)
@@ -229,8 +238,8 @@ def _planted(data: Array, element: ElementKind, rng: np.random.Generator, *, inf
     return data
 
 
-def _beside_a_tie(value: float, element: ElementKind) -> float:
-    """Return a number just beside the midpoint of two neighbours, where rounding twice differs from rounding once."""
+def _near_tie(value: float, element: ElementKind) -> float:
+    """Return a number next to the midpoint of two neighbours, where rounding twice differs from rounding once."""
     if not math.isfinite(value) or element is ElementKind.F64:
         return value
     unit = math.ldexp(float(finfo_of(element).eps), math.frexp(value)[1] - 1)

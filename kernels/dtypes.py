@@ -37,7 +37,7 @@ def storage_dtype(element: ElementKind) -> np.dtype[Any]:
 
 
 def compute_dtype(element: ElementKind) -> np.dtype[Any]:
-    """Return the dtype in which arithmetic on `element` is done (C in numerics.md)."""
+    """Return the dtype of the arithmetic on `element`: the compute type C."""
     return _STORAGE[element.compute]
 
 

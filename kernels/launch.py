@@ -1,8 +1,8 @@
 """Launches of CUDA kernels as plain data: a launch rule maps (problem, device) to a `Launch`.
 
 A rule is a pure function and needs no GPU: ``rule(problem, device)``, or ``rule(problem, device, choice)`` if it ranks
-several configurations. The backend converts each parameter to bytes when arrays are bound. What every new size needs is
-a named tuple, which is made in a third of the time of a frozen dataclass.
+several configurations. The backend converts each parameter to bytes when arrays are bound. Classes that every new size
+makes are named tuples: making one takes a third of the time of a frozen dataclass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ZEROS = "zeros"
 
 MOST_ZEROS = 4096
 
-_OTHERS_TOLD = 3
+_OTHERS_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +149,12 @@ class Step(NamedTuple):
         Bytes of dynamic shared memory.
     overlaps : bool
         Whether it may start before the previous kernel of the stream ends, in this launch or an earlier one
-        (programmatic dependent launch). It then waits by itself before it reads what that kernel may have written, and
-        before it writes.
+        (programmatic dependent launch). The kernel itself then waits for the previous one before it reads any of its
+        results and before it writes.
     lead : int
-        Offset in bytes of the first parameter. Rules leave it at 0, because it is read from the compiled kernel: a
-        tensor map needs an alignment of 64, and the parameters may begin elsewhere in the constant bank.
+        Offset in bytes of the first parameter. Launch rules leave it at 0, because the backend reads it from the
+        compiled kernel: a tensor map needs an alignment of 64, and the parameters may begin elsewhere in the constant
+        bank.
     """
 
     entry: str
@@ -175,7 +176,7 @@ class Choice(NamedTuple):
     microseconds : float
         The time that the launch rule predicts.
     workspace : int
-        Bytes of scratch that it needs beside the SKU's workspace.
+        Bytes of scratch that it needs in addition to the SKU's workspace.
     """
 
     name: str
@@ -202,7 +203,7 @@ class Launch(NamedTuple):
         Compiler flags of the chosen configuration, after those of the SKU.
     choices : tuple of Choice
         The available configurations, the fastest prediction first. A rule that returns any takes the name of one as
-        its third argument; without it, it chooses the first.
+        its third argument; the default is the first.
     choice : str
         Name of the configuration of this launch; empty if there is only one.
     notes : tuple of str
@@ -218,13 +219,13 @@ class Launch(NamedTuple):
     choice: str = ""
     notes: tuple[str, ...] = ()
 
-    def told(self) -> tuple[str, ...]:
-        """Return the chosen configuration with some alternatives, then the notes, as lines for the user."""
+    def explanation(self) -> tuple[str, ...]:
+        """Return lines for the user: the chosen configuration with some alternatives, then the notes."""
         if not self.choices:
             return self.notes
-        mine = next(choice for choice in self.choices if choice.name == self.choice)
-        others = [choice for choice in self.choices if choice is not mine][:_OTHERS_TOLD]
-        told = f"configuration {mine.name}: {mine.microseconds:.1f} us predicted"
+        chosen = next(choice for choice in self.choices if choice.name == self.choice)
+        others = [choice for choice in self.choices if choice is not chosen][:_OTHERS_SHOWN]
+        line = f"configuration {chosen.name}: {chosen.microseconds:.1f} us predicted"
         if others:
-            told += "; others: " + ", ".join(f"{other.microseconds:.1f} us for {other.name}" for other in others)
-        return (told, *self.notes)
+            line += "; others: " + ", ".join(f"{other.microseconds:.1f} us for {other.name}" for other in others)
+        return (line, *self.notes)

@@ -1,4 +1,4 @@
-"""Declaration of kernels: one call returns an op's SKUs for every combination of elements that its code supports."""
+"""Declaration of kernels: one call returns an op's SKUs, one for every combination of elements that it supports."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ def cuda_skus(
     descriptor : type of Descriptor
         The op's descriptor.
     module : str
-        Dotted name of the op's module; the source is the file beside it with the same stem and `suffix`.
+        Dotted name of the op's module; the source is in the same folder, named by the same stem and `suffix`.
     elements, aux, epilogues : iterable
         The combinations; the elements select what the source is compiled for.
     launch : str
         ``module:function`` of the launch rule.
     suffix : str
-        Suffix of the source's and the entry's names, for a kernel beside the plain one.
+        Suffix of the source's and the entry's names, for an additional kernel of the op.
     arch : ArchSku
         The architecture that the source requires.
     flags : callable or None
@@ -108,7 +108,7 @@ def cuda_skus(
     package, _, stem = module.rpartition(".")
     aux, epilogues = tuple(aux), tuple(epilogues)
     flags = flags or element_flags
-    guarantee = guarantee or _promise
+    guarantee = guarantee or _bit_exact
     offered = [
         KernelSku(
             category=descriptor.category,
@@ -137,7 +137,7 @@ def cuda_skus(
     return tuple(sku.on(backend) for sku in offered for backend in (BackendKind.PYCUDA, BackendKind.CUDA_CORE))
 
 
-def _promise(data: ElementKind, epilogue: EpilogueKind | None) -> PrecisionGuarantee:  # noqa: ARG001  a rule's signature
+def _bit_exact(data: ElementKind, epilogue: EpilogueKind | None) -> PrecisionGuarantee:  # noqa: ARG001  a rule's signature
     return elementwise_guarantee(data)
 
 

@@ -1,4 +1,4 @@
-"""The factors of SmoothQuant, on arrays that are known to be right.
+"""The factors of SmoothQuant. The arrays are not checked here.
 
 Source: Xiao et al., SmoothQuant, 2023, equation 4; numerics.md, "SmoothQuant's offline half".
 """
@@ -11,7 +11,7 @@ import numpy.typing as npt
 F32 = npt.NDArray[np.float32]
 
 FLOOR = np.float32(1e-5)
-"""Least maximum of a channel, so that a zero channel causes neither a division by zero nor an infinite factor."""
+"""Lower bound of a channel's maximum; without it, a zero channel would divide by zero or have an infinite factor."""
 
 
 def factors(activation_max: F32, weight_max: F32, alpha: float) -> F32:

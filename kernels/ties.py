@@ -1,8 +1,8 @@
-"""Inputs whose quotient by a scale is on a rounding boundary, or one representable number beside it.
+"""Inputs whose quotient by a scale is on a rounding boundary, or one representable number away from it.
 
-Only ``RN((k + 1/2) s)`` and its neighbours reliably distinguish a true division from a product with a reciprocal. Each
-scale is the one, of several drawn, whose reciprocal has the largest rounding error. 16-bit data reaches a boundary only
-if ``(k + 1/2) s`` is representable, so its scales have few significant bits.
+Only ``RN((k + 1/2) s)`` and its neighbours reliably distinguish a true division from a product with a reciprocal.
+Several scales are drawn for each place, and the one whose reciprocal has the largest rounding error is used. 16-bit
+data reaches a boundary only if ``(k + 1/2) s`` is representable, so its scales have few significant bits.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from skuda.registry.elements import ElementKind
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
-_DRAWN = 8
-"""Number of scales drawn for each one that is used."""
+_CANDIDATES = 8
+"""Scales drawn for each one that is used."""
 
 
 def tie_scales(shape: Shape, element: ElementKind, rng: np.random.Generator) -> Array:
@@ -36,16 +36,16 @@ def tie_scales(shape: Shape, element: ElementKind, rng: np.random.Generator) -> 
         Source of the random numbers.
     """
     drawn = _candidates(shape, element, rng)
-    return np.asarray(_chosen(drawn, element, drawn)[0])
+    return np.asarray(_least_exact(drawn, element, drawn)[0])
 
 
 def at_ties(problem: Descriptor, inputs: dict[str, Any], segments: Shape, rng: np.random.Generator) -> dict[str, Any]:
-    """Return replacements for some inputs, by name, that put quotients on rounding boundaries or beside them.
+    """Return inputs, by name, that put quotients on rounding boundaries or next to them; they replace those drawn.
 
     Parameters
     ----------
     problem : Descriptor
-        The problem; one that divides neither by ``scale`` nor by a range of its data keeps its inputs.
+        The problem. If it divides neither by ``scale`` nor by a range of its data, nothing is returned.
     inputs : dict
         The inputs drawn so far, with scales from `tie_scales`.
     segments : tuple of int
@@ -69,19 +69,19 @@ def at_ties(problem: Descriptor, inputs: dict[str, Any], segments: Shape, rng: n
     bounds: Any = problem
     ends = 0.75 if "d_output" in inputs else 0.0  # a gradient shows only the ends of the range
     low, high = bounds.q_min - zero_point, bounds.q_max - zero_point
-    return {"input": _beside(low, high, scale, data.shape, element, rng, ends)}
+    return {"input": _near_ties(low, high, scale, data.shape, element, rng, ends)}
 
 
 def _candidates(shape: Shape, element: ElementKind, rng: np.random.Generator) -> Array:
     """Return several scales for each place: with few significant bits for 16-bit data, with any for other data."""
-    exponent = rng.integers(-6, 3, (_DRAWN, *shape))
+    exponent = rng.integers(-6, 3, (_CANDIDATES, *shape))
     if element.bits > 16:
         return rounded(np.ldexp(rng.uniform(1, 2, exponent.shape), exponent), element).astype(np.float64)
     return np.asarray(np.ldexp(rng.choice([7.0, 13.0, 15.0], exponent.shape), exponent - 3))
 
 
-def _chosen(scales: Array, element: ElementKind, *others: Array) -> list[Array]:
-    """Return, from each of several arrays, the entries that belong to the scale with the most inexact reciprocal."""
+def _least_exact(scales: Array, element: ElementKind, *others: Array) -> list[Array]:
+    """Return the entries of several arrays that belong to the scale with the least exact reciprocal."""
     compute = compute_dtype(element)
     with np.errstate(all="ignore"):
         reciprocal = (1 / scales.astype(compute)).astype(np.longdouble)
@@ -90,7 +90,7 @@ def _chosen(scales: Array, element: ElementKind, *others: Array) -> list[Array]:
     return [np.take_along_axis(each, best, axis=0)[0] for each in others]
 
 
-def _beside(
+def _near_ties(
     low: Any, high: Any, scale: Array, shape: Shape, element: ElementKind, rng: np.random.Generator, share: float = 0.0
 ) -> Array:
     """Return numbers whose quotients are near ties in [low, high]: a share at its ends, others near 0 or anywhere."""
@@ -104,8 +104,8 @@ def _beside(
     near = rounded(steps * scale, element)
     bits = near.view(f"i{near.dtype.itemsize}")
     # One number away from 0 or towards it; 0 itself stays.
-    beside = np.asarray(bits + rng.integers(-1, 2, shape).astype(bits.dtype)).view(near.dtype)
-    return np.where(near == 0, near, beside)
+    moved = np.asarray(bits + rng.integers(-1, 2, shape).astype(bits.dtype)).view(near.dtype)
+    return np.where(near == 0, near, moved)
 
 
 def _ranged(
@@ -134,10 +134,10 @@ def _ranged(
     above = levels - below if asymmetric else below
     ends = [rounded(scale * side, element).astype(compute) for side in (-below, above)]
     scale = (ends[1] - ends[0] if asymmetric else ends[1]) / compute.type(levels)
-    chosen = _chosen(scale, element, scale.astype(np.float64), below, above, *ends)
-    scale, below, above, least, most = (np.broadcast_to(each, (count,)) for each in chosen)
+    entries = _least_exact(scale, element, scale.astype(np.float64), below, above, *ends)
+    scale, below, above, least, most = (np.broadcast_to(each, (count,)) for each in entries)
     low = -below if asymmetric else np.maximum(-below, problem.q_min - 1)
-    data = _beside(low[ids], above[ids] - 1, scale[ids], ids.shape, element, rng)
+    data = _near_ties(low[ids], above[ids] - 1, scale[ids], ids.shape, element, rng)
     data = np.clip(data.astype(compute), least[ids], most[ids]).astype(storage_dtype(element))
     # The first and the last element of a segment are the ends of its range.
     flat, order = data.reshape(-1), ids.reshape(-1)

@@ -8,8 +8,8 @@
 //
 // Data: global memory -> chunks in registers -> values of the compute type -> chunks -> global memory (walk.cuh).
 //
-// Variants: Map has one floating input and one output; Gradient has two inputs; Quantize and Dequantize have codes on one
-// side. Every struct has a fast path, which wins for finite chunks of segments that are not extreme, and a slow path for the
+// Variants: Map has one floating input and one output; Gradient has two inputs; Quantize and Dequantize have codes on
+// one side. Every struct has a fast path, for finite chunks of segments that are not extreme, and a slow path for all
 // others (quotient.cuh).
 #pragma once
 #include "walk.cuh"
@@ -17,25 +17,26 @@
 typedef SKUDA_DATA Data;
 typedef Compute<Data>::type Real;
 
-// Blocks of 256 threads per multiprocessor that the registers must allow: the most without spills in nvcc and NVRTC.
+// Blocks of 256 threads on a multiprocessor for which there must be registers: as many as possible without spills in
+// nvcc and NVRTC.
 #define BLOCKS (sizeof(Data) == 8 ? 3 : 4)
 #define RUNS_BLOCKS (sizeof(Data) == 8 ? 2 : 4)
 #define GRADIENT_BLOCKS (sizeof(Data) == 8 ? 2 : 3)
 #define GRADIENT_RUNS_BLOCKS 3
 #define MIXED_BLOCKS 2
 
-// Chunks that a thread has in flight of one floating array, and of each of two, which is what registers hold beside scales;
-// the launch rule uses the same numbers.
+// Chunks that a thread has in flight of one floating array (ONE), or of each of two (EACH): as many as registers hold
+// beside the scales. The launch rule uses the same numbers.
 template <Layout LAYOUT> struct InFlight {
   enum { ONE = LAYOUT == MIXED || sizeof(Data) == 8 ? 8 : 4, EACH = 4 };
 };
-enum { OF_MANY = 8 };  // of one that is so long that there are blocks enough: a scale that is set up serves more of them
+enum { OF_MANY = 8 };  // of an array that is long enough for all multiprocessors: one setup of a scale then serves more chunks
 
 template <class T> DEVICE bool rows_of_chunks(const T* p, s64 leading, s64 rows) {
   return aligned(p, leading * (s64)sizeof(T), rows, 16);
 }
 
-// Whether every value in some chunks is finite; 16-bit values are tested in pairs.
+// Whether all values of some chunks are finite; 16-bit values are tested in pairs.
 template <int U> DEVICE bool all_finite_chunks(const uint4 (&h)[U], Extremes<Data> found = Extremes<Data>::zero()) {
   bool finite = true;
 #pragma unroll
@@ -54,7 +55,7 @@ template <int U> DEVICE bool all_finite_chunks(const uint4 (&h)[U], Extremes<Dat
   return finite && found.up() < Infinity<Real>::bits();
 }
 
-// Whether all values are `divisible`; they are included in words, as `Extremes` splits them.
+// Whether all values are `divisible`; it includes words, as `Extremes` splits them.
 template <class T> struct Dividends {
   bool fit;
   static DEVICE Dividends none() { return Dividends{true}; }
@@ -63,15 +64,16 @@ template <class T> struct Dividends {
 };
 template <class T, bool TINY> struct HalfDividends {  // TINY: whether T has numbers below 2^-100
   Extremes<T> found;
-  u32 tiny;  // the highest bit of a half if it was one
+  u32 tiny;  // the highest bit of each half that was tiny
   static DEVICE HalfDividends none() { return HalfDividends{Extremes<T>::zero(), 0}; }
   DEVICE void include(u32 two) {
     found.include_magnitude(two);
-    // A half is tiny if it is at least 1 but not 0xd80, which is 2^-100. What each lacks to 0x8000 is added, without a carry.
+    // A half is tiny if it is at least 1 but less than 0xd80, which is 2^-100. Adding what 1, or 0xd80, lacks to 0x8000
+    // sets the highest bit of halves that are at least as large, and never carries.
     const u32 halves = two & 0x7fff7fffu;
     if (TINY) tiny |= (halves + 0x7fff7fffu) & ~(halves + 0x72807280u);
   }
-  DEVICE bool all() const { return (tiny & 0x80008000u) == 0 && found.up() < bits_of(Divisible<f32>::beyond()); }
+  DEVICE bool all() const { return (tiny & 0x80008000u) == 0 && found.up() < bits_of(Divisible<f32>::limit()); }
 };
 template <> struct Dividends<f16> : HalfDividends<f16, false> {};
 template <> struct Dividends<bf16> : HalfDividends<bf16, true> {};
@@ -157,7 +159,7 @@ template <int IN_FLIGHT> struct Dequantize {
 };
 #endif
 
-// One floating input, one floating output; F::apply does it for any number of elements.
+// One floating input, one floating output; F::apply computes any number of elements.
 template <class F, int IN_FLIGHT> struct Map {
   enum { V = Width<Data>::count, W = 1, U = IN_FLIGHT };
   typedef uint4 Held;
@@ -230,9 +232,9 @@ struct Fake {
     if (QUICK) quick_fake(x, g, y);
     else fake_quantized(x, g, y);
     if (sizeof(Data) != 2) return;
-    bool may_vanish = false;  // the scale is so small that rounding to 16 bits can give a zero, which must be +0
+    bool may_vanish = false;  // whether rounding to 16 bits can give a zero, which must be +0, because the scale is so small
 #pragma unroll
-    for (int j = 0; j < N; ++j) may_vanish = may_vanish || !(magnitude(g[j].s) > (Real)1e-7);
+    for (int j = 0; j < N; ++j) may_vanish = may_vanish || !(fabs(g[j].s) > (Real)1e-7);
     if (!may_vanish) return;
 #pragma unroll
     for (int j = 0; j < V; ++j) {
@@ -275,7 +277,7 @@ struct Scaled {  // dequantize, backward
   template <bool, int V, int N>
   static DEVICE void apply(const Real (&dy)[V], const Segment<Real> (&g)[N], Real (&dx)[V]) {
 #pragma unroll
-    for (int j = 0; j < V; ++j) dx[j] = product(dy[j], SEGMENT_OF(j).s);
+    for (int j = 0; j < V; ++j) dx[j] = mul_rn(dy[j], SEGMENT_OF(j).s);
   }
 };
 
@@ -290,7 +292,7 @@ struct Scaled {  // dequantize, backward
         Divisor{(u32)channels, channels_multiplier, channels_shift}, lanes}
 #define SCALES Scales<Data>{scale, scale_is_data, scale_value, zero_point, zero_point_value, q_min, q_max}
 
-// Whether rows follow each other without a gap, so that the whole shape is one row.
+// Whether rows follow each other without a gap, so the whole shape is one row.
 DEVICE bool gapless(s64 rows, s64 columns, s64 leading) { return rows <= 1 || leading == columns; }
 
 #ifdef SKUDA_CODE

@@ -1,31 +1,32 @@
-// SiLU and GELU of data, rounded to the data's element as curves.py says: a = RN_T(E(x)), E an algorithm in f64.
+// SiLU and GELU of data for the gated ops: a = RN_T(E(x)), where E is the algorithm in f64 of curves.py.
 //
 //   silu(x) = x / (1 + exp(-x)),  gelu(x) = x Phi(x),  gelu_tanh(x) = x / (1 + exp(-w)),  w = x (c1 + c2 x^2)
 //
 // Data: chunks in registers -> pairs of 16-bit values, or single wider ones -> chunks in registers.
 //
-// Variants. E is a fixed sequence of sums, products and quotients, each rounded in f64, the same as in curves.py. f32 and
-// f64 data use it as it is. For 16-bit data it would cost several times the memory's time, and only 8 or 11 bits of it
-// are kept. So the curve is computed in f32 with the GPU's approximations of 2^t and 1 / d.
+// Variants. E is a fixed sequence of sums, products and quotients, each rounded in f64, the same as in curves.py. f32
+// and f64 data use it directly. For 16-bit data it would take several times as long as the memory, and only 8 or 11 of
+// its bits are kept. So the kernel computes the curve in f32 with ex2.approx and rcp.approx, and makes sure that the
+// result is RN_T(E(x)).
 //
-// bf16: from -10 on, no value of E at one of the few thousand arguments is so close to the middle between two bf16
-// numbers that those approximations could round to the wrong one; the constants were chosen for that, and a test shows it
-// for every argument and errors twice as large as PTX allows. A chunk with a gate below -10, or nearer to 0 than 2^-100, is
-// computed as one of f16.
+// bf16: from -10 on, E has no value at any of the few thousand arguments that is so close to the middle between two
+// bf16 numbers that the approximations could round to the wrong one. The constants were chosen for that, and a test
+// shows it for every argument, with errors twice as large as PTX allows. A chunk with a gate below -10, or nearer to 0
+// than 2^-100, is computed like f16.
 //
-// f16: with x s, a bound of its error is computed:
+// f16: the kernel also computes a bound of the error. With s, the factor of x:
 //
-//   |x s| (1 - e) <= |E(x)| <= |x s| (1 + e) + |x| 2^-126,  e = least + slope min(|t|, 130)
+//   |x s| (1 - e) <= |E(x)| <= |x s| (1 + e) + |x| 2^-126,  e = base + slope min(|t|, 130)
 //
-// t is the exponent, whose own rounding the slope covers; 2^-126 covers factors that are flushed to zero. If both ends
-// round to the same 16-bit value, so does E(x). Otherwise, for one element in some hundreds, E is computed, in a function
-// that is not inlined.
+// t is the exponent of 2^t, whose own rounding the slope covers; 2^-126 covers factors that are flushed to zero. If
+// both ends round to the same 16-bit value, so does E(x). Otherwise, for one element in some hundreds, the kernel
+// computes E, in a function that is not inlined.
 //
-// So no bit of a result depends on how a GPU approximates. A NaN may also come from a gate beyond 10^10; the callers
+// So no bit of a result depends on how a GPU approximates. A NaN may also come from a gate beyond 10^10: callers
 // compute rows with a NaN again, by E.
 //
-// The quotients of polynomials are fitted to R(a) = exp(a^2 / 2) Phi(-a), relatively: to 2^-53 for a <= 40; in f32, to
-// 2^-27 for a <= 13.5, beyond which exp(-a^2 / 2) is flushed to zero; and for bf16 to 2^-16 for a <= 10.
+// The quotients of polynomials approximate R(a) = exp(a^2 / 2) Phi(-a), with a relative error of 2^-53 for a <= 40; in
+// f32 of 2^-27 for a <= 13.5, beyond which exp(-a^2 / 2) is flushed to zero; and for bf16 of 2^-16 for a <= 10.
 #pragma once
 #include "quotient.cuh"
 
@@ -40,43 +41,43 @@ template <int N> DEVICE f64 polynomial(const f64 (&coefficients)[N], f64 x) {
   return value;
 }
 
-struct Raised { f64 p; s32 k; };  // p 2^k
+struct ScaledPower { f64 p; s32 k; };  // p 2^k
 
 // p 2^k with one rounding, also where it is subnormal; for k between -1200 and 0.
-DEVICE f64 whole_of(Raised v) {
+DEVICE f64 ldexp_rn(ScaledPower v) {
   const s32 half = v.k >> 1;
   return v.p * __hiloint2double((half + 1023) << 20, 0) * __hiloint2double((v.k - half + 1023) << 20, 0);
 }
 
 // exp(-v + rest), for v - rest between 0 and 830.
-DEVICE Raised exponential(f64 v, f64 rest) {
+DEVICE ScaledPower exponential(f64 v, f64 rest) {
   const f64 coefficients[] = {2.7626371065696354e-07, 2.764019739169484e-06, 2.480150431378554e-05,
                               0.00019841170230570286, 0.001388888893251478,  0.008333333385699212,
                               0.041666666666573066,   0.16666666666554314,   0.5000000000000006,
                               1.0000000000000067,     1.0};
   const f64 shifted = (v - rest) * -1.4426950408889634 + Magic<f64>::value(), k = shifted - Magic<f64>::value();
   const f64 r = (-v - k * 0.6931471805598903) + (rest - k * 5.497923018708371e-14);
-  return Raised{polynomial(coefficients, r), __double2loint(shifted)};
+  return ScaledPower{polynomial(coefficients, r), __double2loint(shifted)};
 }
 
 // x / (1 + exp(-v)), where v has the sign of x, |x| = a, and exp(-|v|) is given.
-DEVICE f64 share_of(f64 x, f64 a, Raised decay) {
-  const f64 quotient = divide(x < 0.0 ? a * decay.p : x, 1.0 + whole_of(decay));
-  return x < 0.0 ? -whole_of(Raised{quotient, decay.k}) : quotient;
+DEVICE f64 times_logistic(f64 x, f64 a, ScaledPower decay) {
+  const f64 quotient = div_rn(x < 0.0 ? a * decay.p : x, 1.0 + ldexp_rn(decay));
+  return x < 0.0 ? -ldexp_rn(ScaledPower{quotient, decay.k}) : quotient;
 }
 
-DEVICE f64 magnitude_within(f64 x, f64 most) {
+DEVICE f64 clamped_abs(f64 x, f64 limit) {
   const f64 a = fabs(x);
-  return a < most ? a : most;
+  return a < limit ? a : limit;  // limit for NaN
 }
 
 // A multiple of `unit`, a power of two, next to a.
-DEVICE f64 whole_units(f64 a, f64 unit) { return (a + Magic<f64>::value() * unit) - Magic<f64>::value() * unit; }
+DEVICE f64 rounded_to_multiple(f64 a, f64 unit) { return (a + Magic<f64>::value() * unit) - Magic<f64>::value() * unit; }
 
-template <int CURVE> DEVICE f64 exact_curve(f64 x) {
+template <int CURVE> DEVICE f64 curve_f64(f64 x) {
   if (CURVE == SILU) {
-    const f64 a = magnitude_within(x, 800.0);
-    return share_of(x, a, exponential(a, 0.0));
+    const f64 a = clamped_abs(x, 800.0);
+    return times_logistic(x, a, exponential(a, 0.0));
   }
   if (CURVE == GELU) {
     const f64 over[] = {1.3580493278816947e-06, 3.667278381839473e-05, 0.0004843447484807866, 0.004049194030866959,
@@ -85,17 +86,17 @@ template <int CURVE> DEVICE f64 exact_curve(f64 x) {
     const f64 under[] = {3.4041248436214284e-06, 9.192503682660168e-05, 0.0012174763662462628, 0.010241749273141773,
                          0.05996546124313123,    0.25342997821190955,   0.7785376705230116,    1.7089816573166399,
                          2.556170696043242,      2.3454398950881328,    1.0};
-    const f64 a = magnitude_within(x, 40.0), head = whole_units(a, 3.814697265625e-06);
-    const Raised decay = exponential(head * head * 0.5, -((a + head) * (a - head) * 0.5));
-    const f64 tail = whole_of(Raised{a * (divide(polynomial(over, a), polynomial(under, a)) * decay.p), decay.k});
+    const f64 a = clamped_abs(x, 40.0), head = rounded_to_multiple(a, 3.814697265625e-06);
+    const ScaledPower decay = exponential(head * head * 0.5, -((a + head) * (a - head) * 0.5));
+    const f64 tail = ldexp_rn(ScaledPower{a * (div_rn(polynomial(over, a), polynomial(under, a)) * decay.p), decay.k});
     return x < 0.0 ? -tail : x - tail;
   }
-  const f64 a = magnitude_within(x, 22.0), head = whole_units(a, 0.015625), rest = a - head;
+  const f64 a = clamped_abs(x, 22.0), head = rounded_to_multiple(a, 0.015625), rest = a - head;
   const f64 square = head * head, cube = square * head;
   const f64 exact = 1.5957691215444356 * head + 0.07135480642318726 * cube;
   const f64 slope = 1.5957691216057308 + 0.07135481627260025 * (3.0 * square + rest * (3.0 * head + rest));
   const f64 lost = (6.129509145186187e-11 * head + 9.849412992916964e-09 * cube) + rest * slope;
-  return share_of(x, a, exponential(exact, -lost));
+  return times_logistic(x, a, exponential(exact, -lost));
 }
 
 // RN_T(E(x)), rounded once.
@@ -110,107 +111,108 @@ template <class T> DEVICE void rounded(f64 v, T& out) {  // to f32 with the last
 }
 template <int CURVE, class T> DEVICE T curve_of(T x) {
   T found;
-  rounded(exact_curve<CURVE>((f64)widen(x)), found);
+  rounded(curve_f64<CURVE>((f64)widen(x)), found);
   return found;
 }
 
 // --- 16 bits ---------------------------------------------------------------------------------------------------------
 
-#ifndef SKUDA_HOST  // the CPU harness of the tests brings its own, with errors as large as these may have
-DEVICE f32 about_power(f32 t) { f32 v; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(t)); return v; }
-DEVICE f32 about_reciprocal(f32 d) { f32 v; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(d)); return v; }
-DEVICE u32 pair_of(f32 low, f32 high, f16) {
+#ifndef SKUDA_HOST  // the CPU harness of the tests defines its own, with errors as large as PTX allows
+DEVICE f32 ex2_approx(f32 t) { f32 v; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(t)); return v; }
+DEVICE f32 rcp_approx(f32 d) { f32 v; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(d)); return v; }
+DEVICE u32 cvt_rn_x2(f32 low, f32 high, f16) {
   u32 two;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
   return two;
 }
-DEVICE u32 pair_of(f32 low, f32 high, bf16) {
+DEVICE u32 cvt_rn_x2(f32 low, f32 high, bf16) {
   u32 two;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
   return two;
 }
-// RN_T(RN_C(a u)) of two pairs: the product of 16-bit numbers is exact in f32, except where it is less than half of the
-// least bf16 number.
-DEVICE u32 product_of_pairs(u32 a, u32 u, f16) {
+// RN_T(RN_C(a u)) of two pairs: the product of 16-bit numbers is exact in f32, unless it is less than half of the
+// smallest bf16 number.
+DEVICE u32 mul_rn_x2(u32 a, u32 u, f16) {
   u32 two;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(two) : "r"(a), "r"(u));
   return two;
 }
-DEVICE u32 product_of_pairs(u32 a, u32 u, bf16) {
+DEVICE u32 mul_rn_x2(u32 a, u32 u, bf16) {
   u32 two;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(two) : "r"(a), "r"(u), "r"(0x80008000u));
   return two;
 }
 #else
-template <class T> DEVICE u32 pair_of(f32 low, f32 high, T) {
+template <class T> DEVICE u32 cvt_rn_x2(f32 low, f32 high, T) {
   T a, b;
   narrow(low, a), narrow(high, b);
   return (u32)a.bits | (u32)b.bits << 16;
 }
-template <class T> DEVICE u32 product_of_pairs(u32 a, u32 u, T) {
+template <class T> DEVICE u32 mul_rn_x2(u32 a, u32 u, T) {
   u32 two = 0;
   for (int i = 0; i < 32; i += 16) {
     T x, y, z;
     x.bits = (u16)(a >> i), y.bits = (u16)(u >> i);
-    narrow(product(widen(x), widen(y)), z);
+    narrow(mul_rn(widen(x), widen(y)), z);
     two |= (u32)z.bits << i;
   }
   return two;
 }
 #endif
 
-struct About { f32 low, high; };  // E(x) lies between them; they have the sign of x, but a `low` of 0
+struct Bounds { f32 low, high; };  // E(x) lies between them; both have the sign of x, but `low` may be 0
 
-template <int CURVE> DEVICE About about_curve(f32 x) {
-  // In units of 2^-24, relatively: 2^t 2.9, 1 / d 2, and 1 for each other rounding; the slope has the rounding of t and of
-  // its factors, times ln 2. A test with errors as large as these shows that the bounds hold for every argument.
-  f32 t, s, least = 8.0f / 16777216.0f, slope = 1.0f / 16777216.0f;
+template <int CURVE> DEVICE Bounds curve_bounds(f32 x) {
+  // Relative errors in units of 2^-24: 2.9 of 2^t, 2 of 1 / d, and 1 of each other rounding. The slope has the rounding
+  // of t and of its factors, times ln 2. A test with errors as large as these shows that the bounds hold for every
+  // argument.
+  f32 t, s, base = 8.0f / 16777216.0f, slope = 1.0f / 16777216.0f;
   if (CURVE == GELU) {
     const f32 over[] = {0.003996612f, 0.039849035f, 0.18094353f, 0.4352559f, 0.5f};
     const f32 under[] = {0.010017879f, 0.09989405f, 0.46341097f, 1.1930716f, 1.6683966f, 1.0f};
     const f32 a = fabsf(x);
     f32 p = over[0], q = under[0];
 #pragma unroll
-    for (int n = 1; n < 5; ++n) p = fused(p, a, over[n]);
+    for (int n = 1; n < 5; ++n) p = fma_rn(p, a, over[n]);
 #pragma unroll
-    for (int n = 1; n < 6; ++n) q = fused(q, a, under[n]);
-    t = product(product(x, x), -0.72134752f);
-    const f32 tail = product(product(p, about_reciprocal(q)), about_power(t));
+    for (int n = 1; n < 6; ++n) q = fma_rn(q, a, under[n]);
+    t = mul_rn(mul_rn(x, x), -0.72134752f);
+    const f32 tail = mul_rn(mul_rn(p, rcp_approx(q)), ex2_approx(t));
     s = x < 0.0f ? tail : 1.0f - tail;
-    least = 15.0f / 16777216.0f;
+    base = 15.0f / 16777216.0f;
   } else {
     if (CURVE == SILU) {
-      t = product(x, -1.442695f);
+      t = mul_rn(x, -1.442695f);
     } else {
-      t = product(x, fused(product(x, x), -0.10294324f, -2.3022082f));
+      t = mul_rn(x, fma_rn(mul_rn(x, x), -0.10294324f, -2.3022082f));
       slope = 2.0f / 16777216.0f;
     }
-    s = about_reciprocal(1.0f + about_power(t));
+    s = rcp_approx(1.0f + ex2_approx(t));
   }
-  const f32 doubt = fused(fminf(fabsf(t), 130.0f), slope, least), middle = product(x, s);
-  return About{fused(-middle, doubt, middle), fused(x, fused(s, doubt, 1.1754944e-38f), middle)};
+  const f32 doubt = fma_rn(fminf(fabsf(t), 130.0f), slope, base), middle = mul_rn(x, s);
+  return Bounds{fma_rn(-middle, doubt, middle), fma_rn(x, fma_rn(s, doubt, 1.1754944e-38f), middle)};
 }
 
-// E(x) so closely that its bf16 value is right, for bf16 x from -10 on that are 2^-100 from 0.
-template <int CURVE> DEVICE f32 near_curve(f32 x) {
+// E(x), so close that its bf16 value is right, for bf16 x from -10 on that are at least 2^-100 from 0.
+template <int CURVE> DEVICE f32 curve_bf16(f32 x) {
   if (CURVE == GELU) {
-    const f32 a = fabsf(x), t = product(product(x, x), -0.72134752f);
-    const f32 p = fused(fused(0.055536628f, a, 0.2609001f), a, 0.50000405f);
-    const f32 q = fused(fused(fused(0.13880624f, a, 0.66237766f), a, 1.320032f), a, 1.0f);
-    const f32 tail = product(product(p, about_reciprocal(q)), about_power(t));
-    return fused(-a, tail, fmaxf(x, 0.0f));
+    const f32 a = fabsf(x), t = mul_rn(mul_rn(x, x), -0.72134752f);
+    const f32 p = fma_rn(fma_rn(0.055536628f, a, 0.2609001f), a, 0.50000405f);
+    const f32 q = fma_rn(fma_rn(fma_rn(0.13880624f, a, 0.66237766f), a, 1.320032f), a, 1.0f);
+    const f32 tail = mul_rn(mul_rn(p, rcp_approx(q)), ex2_approx(t));
+    return fma_rn(-a, tail, fmaxf(x, 0.0f));
   }
   if (CURVE == GELU_TANH) {
-    const f32 t = product(x, fused(product(x, x), -0.10294324f, -2.3022082f));
-    return product(x, about_reciprocal(1.0f + about_power(t)));
+    const f32 t = mul_rn(x, fma_rn(mul_rn(x, x), -0.10294324f, -2.3022082f));
+    return mul_rn(x, rcp_approx(1.0f + ex2_approx(t)));
   }
-  // By these 7 units both x whose SiLU is all but a middle, 2^-7 and -2^-8, turn to the right side of it.
-  const f32 turned = fused(fabsf(x), -7.0f / 16777216.0f, x);
-  return product(turned, about_reciprocal(1.0f + about_power(product(x, -1.442695f))));
+  // These 7 units move the two x whose SiLU is almost a middle, 2^-7 and -2^-8, to the right side of it.
+  const f32 moved = fma_rn(fabsf(x), -7.0f / 16777216.0f, x);
+  return mul_rn(moved, rcp_approx(1.0f + ex2_approx(mul_rn(x, -1.442695f))));
 }
 
-// One pair with those halves by E whose ends differ. Not inlined, as it is rare.
-template <int CURVE, class T> __device__ __noinline__ u32 settled(u32 x, u32 found, u32 differing) {
+// Computes the halves of a pair whose bounds round differently by E. Not inlined, because it is rare.
+template <int CURVE, class T> __device__ __noinline__ u32 resolved_by_f64(u32 x, u32 found, u32 differing) {
 #pragma unroll 1
   for (int shift = 0; shift < 32; shift += 16) {
     if (!(differing >> shift & 0x7fffu)) continue;
@@ -227,32 +229,32 @@ template <int CURVE, class T> __device__ __noinline__ u32 settled(u32 x, u32 fou
 template <int CURVE, class T> struct Gate {
   static DEVICE T single(T gate, T up) {
     T found;
-    narrow(product(widen(curve_of<CURVE>(gate)), widen(up)), found);
+    narrow(mul_rn(widen(curve_of<CURVE>(gate)), widen(up)), found);
     return found;
   }
   static DEVICE uint4 chunk(const uint4& gate, const uint4& up) {
     typename Compute<T>::type x[Width<T>::count], u[Width<T>::count];
     Chunk<T>::unpack(gate, x), Chunk<T>::unpack(up, u);
 #pragma unroll
-    for (int j = 0; j < Width<T>::count; ++j) x[j] = product(curve_of<CURVE>(x[j]), u[j]);
+    for (int j = 0; j < Width<T>::count; ++j) x[j] = mul_rn(curve_of<CURVE>(x[j]), u[j]);
     return Chunk<T>::pack(x);
   }
 };
-// RN_T(E(x)) of a pair of 16-bit gates by bounds, but for the halves that differ.
+// RN_T(E(x)) of a pair of 16-bit gates by bounds; `differing` has bits in the halves that bounds do not decide.
 template <int CURVE, class T> DEVICE u32 bounded(u32 pair, u32& differing) {
   T low, high;
   low.bits = (u16)pair, high.bits = (u16)(pair >> 16);
-  const About first = about_curve<CURVE>(widen(low)), second = about_curve<CURVE>(widen(high));
-  const u32 found = pair_of(first.high, second.high, T());
-  differing = (found ^ pair_of(first.low, second.low, T())) & 0x7fff7fffu;  // zeros may differ in their sign
+  const Bounds first = curve_bounds<CURVE>(widen(low)), second = curve_bounds<CURVE>(widen(high));
+  const u32 found = cvt_rn_x2(first.high, second.high, T());
+  differing = (found ^ cvt_rn_x2(first.low, second.low, T())) & 0x7fff7fffu;  // zeros may differ in their sign
   return found;
 }
-// A chunk of them, one pair after the other, so that it costs those that do not need it no registers. Not inlined.
+// The same for a chunk, one pair after another. Not inlined, so that it takes no registers where it is not needed.
 template <int CURVE, class T> __device__ __noinline__ uint4 bounded_chunk(uint4 gate) {
 #pragma unroll 1
   for (int i = 0; i < 4; ++i) {
     u32 differing, found = bounded<CURVE, T>(gate.x, differing);
-    if (differing) found = settled<CURVE, T>(gate.x, found, differing);
+    if (differing) found = resolved_by_f64<CURVE, T>(gate.x, found, differing);
     gate = make_uint4(gate.y, gate.z, gate.w, found);
   }
   return gate;
@@ -267,34 +269,34 @@ template <int CURVE> DEVICE uint4 activated(const uint4& gate, f16) {
   if (any) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (differing[i]) found[i] = settled<CURVE, f16>(words[i], found[i], differing[i]);
+      if (differing[i]) found[i] = resolved_by_f64<CURVE, f16>(words[i], found[i], differing[i]);
     }
   }
   return make_uint4(found[0], found[1], found[2], found[3]);
 }
 template <int CURVE> DEVICE uint4 activated(const uint4& gate, bf16 type) {
-  const u32 least = 0x0d800d80u, lowest = 0xc120c120u;  // 2^-100 and -10, twice
-  u32 words[4] = {gate.x, gate.y, gate.z, gate.w}, nearest = least, low = lowest;
+  const u32 small = 0x0d800d80u, lowest = 0xc120c120u;  // 2^-100 and -10, twice
+  u32 words[4] = {gate.x, gate.y, gate.z, gate.w}, nearest = small, low = lowest;
   f32 x[8];
   Chunk<bf16>::unpack(gate, x);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     nearest = min_magnitude(nearest, words[i], type), low = min_number(low, words[i], type);
-    words[i] = pair_of(near_curve<CURVE>(x[2 * i]), near_curve<CURVE>(x[2 * i + 1]), type);
+    words[i] = cvt_rn_x2(curve_bf16<CURVE>(x[2 * i]), curve_bf16<CURVE>(x[2 * i + 1]), type);
   }
-  if ((nearest & 0x7fff7fffu) != least || low != lowest) return bounded_chunk<CURVE, bf16>(gate);
+  if ((nearest & 0x7fff7fffu) != small || low != lowest) return bounded_chunk<CURVE, bf16>(gate);
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 template <int CURVE, class T> struct HalfGate {
   static DEVICE T single(T gate, T up) {
     T found;
-    narrow(product(widen(curve_of<CURVE>(gate)), widen(up)), found);
+    narrow(mul_rn(widen(curve_of<CURVE>(gate)), widen(up)), found);
     return found;
   }
   static DEVICE uint4 chunk(const uint4& gate, const uint4& up) {
     const uint4 found = activated<CURVE>(gate, T());
-    return make_uint4(product_of_pairs(found.x, up.x, T()), product_of_pairs(found.y, up.y, T()),
-                      product_of_pairs(found.z, up.z, T()), product_of_pairs(found.w, up.w, T()));
+    return make_uint4(mul_rn_x2(found.x, up.x, T()), mul_rn_x2(found.y, up.y, T()),
+                      mul_rn_x2(found.z, up.z, T()), mul_rn_x2(found.w, up.w, T()));
   }
 };
 template <int CURVE> struct Gate<CURVE, f16> : HalfGate<CURVE, f16> {};

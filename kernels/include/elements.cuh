@@ -1,16 +1,18 @@
-// Element types: widening, rounding, and 16-byte chunks of data with the codes that belong to them.
+// Element types: widening, rounding, and 16-byte chunks of data with their codes.
 //
 //   x = widen(t), exact;  t = RN_T(x), one rounding to nearest, ties to even
 //
-// Data: global memory -> one 16-byte chunk a thread, in four registers -> values of the compute type where they are used
-// -> packed again, each rounded once -> global memory. A chunk is the widest access of a thread, so memory-bound kernels
-// need the fewest instructions per byte; reads and writes are marked as streamed, because all data is accessed once.
+// Data: global memory -> one 16-byte chunk for each thread, in four registers -> values of the compute type where they
+// are used -> packed again, each rounded once -> global memory. A chunk is the widest access of a thread, so
+// memory-bound kernels need the fewest instructions for each byte. Loads and stores are marked as streamed, because all
+// data is accessed once.
 //
-// Variants: f32 and f64 are words as they are; f16 and bf16 are two to a word; s8 and u8 codes are four to a word, s4 and
-// u4 eight. Extremes and finite checks of 16-bit data work on two elements per instruction, which halves their cost.
+// Variants: f32 and f64 are words as they are; f16 and bf16 are two to a word; s8 and u8 codes are four to a word, s4
+// and u4 eight. Extremes and finite checks of 16-bit data work on two elements in an instruction, which halves their
+// cost.
 //
-// A source is compiled once per SKU; its flags choose the elements: -DSKUDA_DATA=bf16 -DSKUDA_CODE=s8. No arithmetic
-// may be contracted (-fmad=false): every fused multiply-add here is written as one.
+// A source is compiled once for each SKU. Its flags choose the elements: -DSKUDA_DATA=bf16 -DSKUDA_CODE=s8. No
+// arithmetic may be contracted (-fmad=false): every fused multiply-add is written as one (fma_rn).
 #pragma once
 
 typedef signed char s8;
@@ -34,7 +36,7 @@ struct u4 { u8 pair; };
 template <class T> struct Compute { typedef f32 type; };
 template <> struct Compute<f64> { typedef f64 type; };
 
-#ifndef SKUDA_HOST  // the CPU harness of the tests brings its own conversions
+#ifndef SKUDA_HOST  // the CPU harness of the tests defines its own conversions
 DEVICE f32 f16_to_f32(u16 h) { f32 v; asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(h)); return v; }
 DEVICE u16 f32_to_f16(f32 v) { u16 h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(v)); return h; }
 DEVICE u16 f32_to_bf16(f32 v) { u16 h; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(v)); return h; }
@@ -53,7 +55,8 @@ DEVICE void narrow(f32 v, bf16& out) { out.bits = f32_to_bf16(v); }
 // Elements in 16 bytes, the widest access of a thread.
 template <class T> struct Width { enum { count = 16 / sizeof(T) }; };
 
-// 16 bytes of T: moved as words, unpacked to the compute type where they are used, and packed with one rounding each.
+// 16 bytes of T: moved as words, unpacked to the compute type where they are used, and packed with one rounding for
+// each element.
 template <class T> struct Chunk;
 template <> struct Chunk<f32> {
   static DEVICE void unpack(const uint4& w, f32 (&x)[4]) {
@@ -96,7 +99,8 @@ template <class T> struct HalfChunk {
 template <> struct Chunk<f16> : HalfChunk<f16> {};
 template <> struct Chunk<bf16> : HalfChunk<bf16> {};
 
-// The bits of a number as an integer: numbers >= 0 are ordered as their bits, infinity above them and NaN above that.
+// The bits of a number as an integer. Numbers >= 0 are ordered like their bits; infinity is above them, and NaN above
+// infinity.
 template <class C> struct Bits { typedef s32 type; };
 template <> struct Bits<f64> { typedef s64 type; };
 DEVICE s32 bits_of(f32 v) { return (s32)__float_as_uint(v); }
@@ -107,10 +111,10 @@ template <> struct Infinity<f64> { static DEVICE s64 bits() { return 0x7ff000000
 DEVICE f32 number_of(s32 bits) { return __uint_as_float((u32)bits); }
 DEVICE f64 number_of(s64 bits) { return __longlong_as_double(bits); }
 template <class B> struct Sign { static DEVICE B bit() { return (B)((u64)1 << (8 * sizeof(B) - 1)); } };
-template <class B> DEVICE B greater(B a, B b) { return a > b ? a : b; }
+template <class B> DEVICE B max_of(B a, B b) { return a > b ? a : b; }
 
-// Two 16-bit elements at a time. `max_nan` keeps a NaN; `min_number` drops one. `max_nan_magnitude` and `min_magnitude`,
-// which drops a NaN, compare magnitudes and leave any sign.
+// Two 16-bit elements at a time. `max_nan` and `max_nan_magnitude` keep a NaN; `min_number` and `min_magnitude` drop
+// one. Those of magnitudes leave any sign.
 #ifndef SKUDA_HOST
 #define PAIRWISE(name, instruction, T) \
   DEVICE u32 name(u32 a, u32 b, T) { u32 r; asm(instruction "." #T "x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
@@ -145,18 +149,18 @@ template <class T> DEVICE u32 min_number(u32 a, u32 b, T) {
 template <class T> DEVICE u32 max_nan_magnitude(u32 a, u32 b, T) { return max_nan(a & 0x7fff7fffu, b & 0x7fff7fffu, T()); }
 template <class T> DEVICE u32 min_magnitude(u32 a, u32 b, T) { return min_number(a & 0x7fff7fffu, b & 0x7fff7fffu, T()); }
 #endif
-// The largest x and the largest -x of some words of chunks, at least 0, as bits; a NaN stays, in one of them. A word is
-// an element, or two 16-bit ones, whose results can be had one by one.
+// The largest x and the largest -x of the words of some chunks, at least 0, as bits; a NaN stays in one of them. A word
+// is one element, or two 16-bit ones, whose results can be read one by one.
 template <class T> struct Extremes {
   typedef typename Bits<T>::type B;
   typedef T Word;
   enum { words = Width<T>::count, elements = 1 };  // in a chunk, in a word
   B high, low;
   static DEVICE Extremes zero() { return Extremes{0, 0}; }
-  static DEVICE Extremes hidden(u32 zero) { return Extremes{(B)zero, (B)zero}; }
+  static DEVICE Extremes opaque(u32 zero) { return Extremes{(B)zero, (B)zero}; }
   static DEVICE void split(const uint4& w, Word (&words)[Width<T>::count]) { Chunk<T>::unpack(w, words); }
-  DEVICE void include(Word x) { high = greater(high, bits_of(x)), low = greater(low, bits_of(x) ^ Sign<B>::bit()); }
-  DEVICE void include_magnitude(Word x) { high = greater(high, bits_of(x) & ~Sign<B>::bit()); }  // the larger of both
+  DEVICE void include(Word x) { high = max_of(high, bits_of(x)), low = max_of(low, bits_of(x) ^ Sign<B>::bit()); }
+  DEVICE void include_magnitude(Word x) { high = max_of(high, bits_of(x) & ~Sign<B>::bit()); }  // the larger of both
   DEVICE B up(int) const { return high; }
   DEVICE B down(int) const { return low; }
   DEVICE B up() const { return high; }
@@ -178,26 +182,26 @@ template <class T> struct HalfExtremes {
   }
   DEVICE s32 up(int i) const { return magnitude_of(high >> 16 * i); }
   DEVICE s32 down(int i) const { return magnitude_of(low >> 16 * i); }
-  DEVICE s32 up() const { return magnitude_of(greater(high & 0x7fffu, high >> 16 & 0x7fffu)); }
-  DEVICE s32 down() const { return magnitude_of(greater(low & 0x7fffu, low >> 16 & 0x7fffu)); }
+  DEVICE s32 up() const { return magnitude_of(max_of(high & 0x7fffu, high >> 16 & 0x7fffu)); }
+  DEVICE s32 down() const { return magnitude_of(max_of(low & 0x7fffu, low >> 16 & 0x7fffu)); }
 };
-// `hidden` is the same as `zero` from a zero that the compiler cannot know. Values that were computed must be included in
-// such a one: ptxas 13.0 takes max(|0|, |a b|) for max(0, a b), which an instruction offers, and loses negative products.
+// `opaque` is `zero` made from a 0 that the compiler cannot know. Computed values must be included in such a one: ptxas
+// 13.0 replaces max(|0|, |a b|) by max(0, a b), for which there is an instruction, and loses negative products.
 template <> struct Extremes<f16> : HalfExtremes<f16> {
-  static DEVICE Extremes zero() { return hidden(0); }
-  static DEVICE Extremes hidden(u32 zero) { Extremes e; e.high = e.low = zero; return e; }
+  static DEVICE Extremes zero() { return opaque(0); }
+  static DEVICE Extremes opaque(u32 zero) { Extremes e; e.high = e.low = zero; return e; }
 };
 template <> struct Extremes<bf16> : HalfExtremes<bf16> {
-  static DEVICE Extremes zero() { return hidden(0); }
-  static DEVICE Extremes hidden(u32 zero) { Extremes e; e.high = e.low = zero; return e; }
+  static DEVICE Extremes zero() { return opaque(0); }
+  static DEVICE Extremes opaque(u32 zero) { Extremes e; e.high = e.low = zero; return e; }
 };
 
 // Streamed, because all data is accessed once.
 DEVICE uint4 load16(const void* p) { return __ldcs((const uint4*)p); }
 DEVICE void store16(void* p, const uint4& w) { __stcs((uint4*)p, w); }
 
-// Codes. `store` takes 32-bit integers and uses their low bits; `fetch` reads a chunk's codes as they lie in memory, and
-// `spread` converts them to integers where they are used.
+// Codes. `store` takes 32-bit integers and uses their low bits. `fetch` reads the codes of a chunk as they lie in
+// memory, and `spread` converts them to integers where they are used.
 struct Raw { u32 low, high; };
 DEVICE u32 four_bytes(u32 a, u32 b, u32 c, u32 d) {
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);

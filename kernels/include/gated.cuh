@@ -1,30 +1,30 @@
-// A gated activation and the quantization of its products, one row after the other.
+// A gated activation and the quantization of its products, row by row.
 //
 //   y = RN_T(RN_C(C(a) C(up))), a = RN_T(E(gate));  q = clamp(rne(RN_C(y / s)) + z, q_min, q_max)
 //   dynamic: m = max |y| over the row, s = RN_C(m / q_max) or 1, z = 0;  static: s and z are given, one for all rows
 //
-// Data: global memory -> R chunks of gate and of up per thread, all requested before the first is used -> R chunks of y in
-// registers -> range of the row by shuffles (Lanes) or shared memory (Block) -> codes from the same registers -> global
-// memory: one read.
+// Data: global memory -> R chunks of gate and of up for each thread, all requested before the first is used -> R chunks
+// of y in registers -> range of the row, by shuffles (Lanes) or shared memory (Block) -> codes from the same registers
+// -> global memory. The data is read once.
 //
-// Variants. Dynamic: Lanes gives a row a power of two of neighbouring threads within a warp, Block a whole block; a LONG
-// row, beyond R chunks per thread, is read and computed a second time for its codes. Static: no range, so that a row may
-// be divided among several blocks. Rows that are not whole chunks, or have a NaN among their y, and extreme scales take a
-// path that computes element by element, by E alone.
+// Variants. Dynamic: Lanes gives a row a power of two of neighbouring threads of a warp, Block a whole block. A LONG
+// row, beyond R chunks for each thread, is read and computed a second time for its codes. Static: there is no range, so
+// several blocks may divide a row. Rows that are not whole chunks or have a NaN in y, and extreme scales, take the slow
+// path: element by element, by E alone.
 #pragma once
 #include "curves.cuh"
-#include "next.cuh"
+#include "griddepcontrol.cuh"
 #include "runs.cuh"
 
 typedef Gate<SKUDA_CURVE, Data> Gated;
 
-// Whether chunks need more registers than others do: GELU of f16, by bounds.
+// Whether chunks need more registers than others: GELU of f16, by bounds.
 template <class T> struct Heavy { enum { value = 0 }; };
 template <> struct Heavy<f16> { enum { value = SKUDA_CURVE == GELU }; };
-// Blocks of 256 threads per multiprocessor that the registers must allow: the most without spills.
+// Blocks of 256 threads on a multiprocessor for which there must be registers: as many as possible without spills.
 #define FEW (sizeof(Data) == 2 ? (Heavy<Data>::value ? 3 : 4) : 2)
 
-// One row, or a part of it: where its gates, ups, codes and, unless null, its products are.
+// Where the gates, ups, codes and (unless null) products of a row, or of a part of it, begin.
 struct GatedRow {
   const Data* gate;
   const Data* up;
@@ -32,7 +32,7 @@ struct GatedRow {
   Data* products;
 };
 
-// Arrays of rows; both halves of a row are one behind the other if `up` is null.
+// The arrays. If `up` is null, the ups of a row follow its gates.
 struct GatedRows {
   const Data* gate;
   s64 gate_leading;
@@ -48,8 +48,8 @@ struct GatedRows {
     return GatedRow{first, up == nullptr ? first + columns : up + row * up_leading, output + row * output_leading,
                     product == nullptr ? nullptr : product + row * product_leading};
   }
-  DEVICE Extremes<Data> nothing() const { return Extremes<Data>::hidden((u32)((u64)rows >> 63)); }
-  // Whether rows are whole chunks, at addresses of chunks; in one expression, as a launch of few rows waits for it.
+  DEVICE Extremes<Data> nothing() const { return Extremes<Data>::opaque((u32)((u64)rows >> 63)); }
+  // Whether rows are whole, aligned chunks; in one expression, because a launch of few rows waits for it.
   DEVICE bool by_chunks() const {
     enum { V = Width<Data>::count };
     const u64 apart = (u64)(gate_leading | up_leading | product_leading) * sizeof(Data), codes_apart = (u64)output_leading;
@@ -60,7 +60,7 @@ struct GatedRows {
 };
 
 template <int R> struct GatedChunks : HeldChunks<R> {
-  // Loads R chunks, `lanes` apart, and computes y; beyond the last chunk it repeats that one.
+  // Loads R chunks, `lanes` apart, and computes y. Beyond the last chunk it repeats that one.
   DEVICE void compute(const GatedRow& row, u32 first, u32 lanes, u32 chunks) {
     uint4 gate[R], up[R];
 #pragma unroll
@@ -79,7 +79,7 @@ template <int R> struct GatedChunks : HeldChunks<R> {
   }
 };
 
-// Element by element, not inlined.
+// The slow path: element by element, not inlined.
 __device__ __noinline__ Range slow_gated_range(const Data* gate, const Data* up, Data* products, s64 columns, u32 lane,
                                                u32 lanes) {
   Range r = Range{0, 0};
@@ -89,7 +89,7 @@ __device__ __noinline__ Range slow_gated_range(const Data* gate, const Data* up,
     if (products != nullptr) products[i] = y;
     include(r, widen(y));
   }
-  r.up = greater(r.up, r.down);
+  r.up = max_of(r.up, r.down);
   return r;
 }
 __device__ __noinline__ void slow_gated_codes(const Data* gate, const Data* up, Data* products, u8* codes, s64 columns,
@@ -106,11 +106,11 @@ __device__ __noinline__ void slow_gated_codes(const Data* gate, const Data* up, 
   }
 }
 
-// One row per group of threads. It has at most R chunks per thread, which are read once, unless LONG.
+// A group of threads takes one row. A row has at most R chunks for each thread, which are read once, unless LONG.
 template <int R, bool LONG, class Group>
 DEVICE void gated_ranged(const Group group, const GatedRows& all, Real* scale_out, s32 q_min, s32 q_max) {
-  let_next_kernel_start();
-  wait_for_previous_kernel();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   const u32 lane = group.lane(), lanes = group.count, piece = R * lanes, chunks = (u32)(all.columns / Width<Data>::count);
   const bool by_chunks = all.by_chunks();
   const s64 own = ((s64)blockIdx.y * gridDim.x + blockIdx.x) * group.groups() + group.group();
@@ -127,12 +127,12 @@ DEVICE void gated_ranged(const Group group, const GatedRows& all, Real* scale_ou
       held.include_in(found, false);
       base += piece;
     } while (LONG && base - lane < chunks);
-    r = group.over(Range{found.up(), found.down()}, 0);
+    r = group.reduce(Range{found.up(), found.down()}, 0);
   }
   bool quick = by_chunks && !has_nan(r);
   if (group.any(!quick)) {
     group.wait();
-    r = group.over(slow_gated_range(row.gate, row.up, mine ? row.products : nullptr, all.columns, lane, lanes), 0);
+    r = group.reduce(slow_gated_range(row.gate, row.up, mine ? row.products : nullptr, all.columns, lane, lanes), 0);
   }
   if (!mine) return;
   const Segment<Real> g = segment_of(r, 0, q_min, q_max);
@@ -152,11 +152,11 @@ DEVICE void gated_ranged(const Group group, const GatedRows& all, Real* scale_ou
   } while (LONG && base - lane < chunks);
 }
 
-// One row per group of threads and column of the grid, whose blocks share the row's parts.
+// A group of threads takes one row; the blocks of a column of the grid share its parts.
 template <int R, class Group>
 DEVICE void gated_scaled(const Group group, const GatedRows& all, const Scales<Data>& scales) {
-  let_next_kernel_start();
-  wait_for_previous_kernel();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   enum { V = Width<Data>::count };
   const u32 lane = group.lane(), lanes = group.count, piece = R * lanes, chunks = (u32)(all.columns / V);
   const s64 own = (s64)blockIdx.x * group.groups() + group.group();

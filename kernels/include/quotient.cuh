@@ -1,44 +1,41 @@
-// One segment's scale and zero point, and the quotient x / s rounded as the contract says.
+// The scale and zero point of one segment, and the quotient x / s, rounded as the contract says.
 //
 //   t = rne(RN_C(x / s)),  q = clamp(t + z, q_min, q_max)
 //
-// Data: registers -> registers; a segment's scale, its reciprocal and its bounds are computed once for many chunks.
+// Data: registers -> registers. A segment's reciprocal and bounds are computed once for many chunks.
 //
-// Variants. The fast path replaces the division by multiplications. With y = RN(1/s), q0 = x y is within 2 ulp of x / s;
-// a residual step (r = x - s q0 exactly, in one FMA; q1 = q0 + r y) makes it faithful, and a second one, from a faithful
-// value, rounds it correctly because y is correctly rounded (Markstein). For 16-bit data one step is enough, as a test of
-// every mantissa of f16 and bf16 with every mantissa of s shows. Both hold if s is well inside the range.
+// Variants. The fast path multiplies instead of dividing. With y = RN(1/s), q0 = x y is within 2 ulp of x / s. A
+// residual step (r = x - s q0, exact in one FMA; q1 = q0 + r y) makes it faithful. A second step, from a faithful
+// value, rounds it correctly, because y is correctly rounded (Markstein). For 16-bit data one step is enough: a test
+// shows it for every mantissa of f16 and bf16 with every mantissa of s. Both hold if s is well inside the range.
 //
-// If only t is needed, 16-bit data need less: with y + w = 1/s to twice the precision, q = RN(x y + RN(x w)). Of all 2^33
-// pairs of mantissas 16 are one ulp off, and neither these quotients nor the correct ones have fewer than 19 bits after
-// the first: so none is k + 0.5 for a k below 2^18, and t is the same.
+// If only t is needed, 16-bit data need less: with y + w = 1/s to twice the precision, q = RN(x y + RN(x w)). Of all
+// 2^33 pairs of mantissas 16 are one ulp off. Neither these quotients nor the correct ones have fewer than 19 bits
+// after the first, so none is k + 0.5 for a k below 2^18, and t is the same.
 //
-// x itself is clamped, to s lo and s hi with lo = q_min - z and hi = q_max - z: their quotients lie within 0.4 of lo and
-// hi and round to them, and between them the order is kept. So no quotient is large, infinite or out of range.
+// The kernel clamps x, to s lo and s hi with lo = q_min - z and hi = q_max - z. Their quotients lie within 0.4 of lo
+// and hi and round to them, and the order in between is kept. So no quotient is large, infinite or out of range.
 //
-// The slow path is a division and then f64. Chunks with a NaN or an infinity take it, as do segments whose scale or zero
-// point is extreme. It is not inlined, so that it costs the fast path no registers.
+// The slow path divides and then computes in f64. Chunks with a NaN or an infinity take it, and so do segments with an
+// extreme scale or zero point. It is not inlined, so that the fast path has all registers.
 #pragma once
 #include "elements.cuh"
 
-DEVICE f32 fused(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
-DEVICE f64 fused(f64 a, f64 b, f64 c) { return __fma_rn(a, b, c); }
-DEVICE f32 product(f32 a, f32 b) { return __fmul_rn(a, b); }
-DEVICE f64 product(f64 a, f64 b) { return __dmul_rn(a, b); }
-DEVICE f32 divide(f32 a, f32 b) { return __fdiv_rn(a, b); }
-DEVICE f64 divide(f64 a, f64 b) { return __ddiv_rn(a, b); }
-DEVICE f32 reciprocal(f32 s) { return __frcp_rn(s); }
-DEVICE f64 reciprocal(f64 s) { return __drcp_rn(s); }
-DEVICE f32 least(f32 a, f32 b) { return fminf(a, b); }
-DEVICE f64 least(f64 a, f64 b) { return a < b ? a : b; }  // b if a is NaN, at half the cost of fmin
-DEVICE f32 most(f32 a, f32 b) { return fmaxf(a, b); }
-DEVICE f64 most(f64 a, f64 b) { return a > b ? a : b; }
-DEVICE f32 magnitude(f32 a) { return fabsf(a); }
-DEVICE f64 magnitude(f64 a) { return fabs(a); }
-DEVICE f32 whole(f32 a) { return rintf(a); }
-DEVICE f64 whole(f64 a) { return rint(a); }
+DEVICE f32 fma_rn(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
+DEVICE f64 fma_rn(f64 a, f64 b, f64 c) { return __fma_rn(a, b, c); }
+DEVICE f32 mul_rn(f32 a, f32 b) { return __fmul_rn(a, b); }
+DEVICE f64 mul_rn(f64 a, f64 b) { return __dmul_rn(a, b); }
+DEVICE f32 div_rn(f32 a, f32 b) { return __fdiv_rn(a, b); }
+DEVICE f64 div_rn(f64 a, f64 b) { return __ddiv_rn(a, b); }
+DEVICE f32 rcp_rn(f32 s) { return __frcp_rn(s); }
+DEVICE f64 rcp_rn(f64 s) { return __drcp_rn(s); }
+DEVICE f32 min_of(f32 a, f32 b) { return fminf(a, b); }
+DEVICE f64 min_of(f64 a, f64 b) { return a < b ? a : b; }  // not fmin, which costs twice as much; b if a is NaN
+DEVICE f32 max_of(f32 a, f32 b) { return fmaxf(a, b); }
+DEVICE f64 max_of(f64 a, f64 b) { return a > b ? a : b; }
 
-// Adding and subtracting this rounds to an integer, ties to even, and leaves it in the low bits.
+// Adding and subtracting this number rounds to an integer, ties to even; after the addition the low bits hold the
+// integer.
 template <class C> struct Magic;
 template <> struct Magic<f32> {
   static DEVICE f32 value() { return 12582912.0f; }  // 1.5 * 2^23, for |q| <= 2^22
@@ -55,7 +52,7 @@ DEVICE bool tame(f64 s) { return fabs(s) >= 1e-120 && fabs(s) <= 1e120; }
 
 template <class C> struct Segment {
   C s, y, rest;         // scale, its reciprocal, and the error of that
-  C least_x, most_x;    // x clamped to these has its quotient in [lo, hi], after rounding
+  C min_x, max_x;       // x clamped to these has its rounded quotient in [lo, hi]
   s32 z, q_min, q_max;  // zero point, bounds of the codes
   bool quick;           // whether the fast path is exact
 
@@ -64,21 +61,21 @@ template <class C> struct Segment {
     g.s = scale, g.z = zero_point, g.q_min = q_min, g.q_max = q_max;
     g.quick = tame(scale) && (known_near || (near(zero_point) && near(q_min) && near(q_max)));
     const C tame_scale = g.quick ? scale : (C)1;
-    g.y = reciprocal(tame_scale);
-    const C lack = fused(-tame_scale, g.y, (C)1);
-    g.rest = fused(product(lack, lack), g.y, product(lack, g.y));
-    // Unsigned, because an extreme zero point may wrap here; then the fast path is not taken.
-    const C a = product(scale, (C)(s32)((u32)q_min - (u32)zero_point));
-    const C b = product(scale, (C)(s32)((u32)q_max - (u32)zero_point));
-    g.least_x = least(a, b), g.most_x = most(a, b);
+    g.y = rcp_rn(tame_scale);
+    const C lack = fma_rn(-tame_scale, g.y, (C)1);
+    g.rest = fma_rn(mul_rn(lack, lack), g.y, mul_rn(lack, g.y));
+    // Unsigned, because an extreme zero point may wrap here; the fast path is then not taken.
+    const C a = mul_rn(scale, (C)(s32)((u32)q_min - (u32)zero_point));
+    const C b = mul_rn(scale, (C)(s32)((u32)q_max - (u32)zero_point));
+    g.min_x = min_of(a, b), g.max_x = max_of(a, b);
     return g;
   }
   static DEVICE bool near(s32 v) { return (u32)v + 0x10000u < 0x20000u; }  // sums of two: 2^17 at most
 };
 
-// The slow path, not inlined: for extreme segments, and for chunks with a NaN or an infinity.
+// The slow path: for extreme segments, and for chunks with a NaN or an infinity.
 template <class C> __device__ __noinline__ f64 slow_level(C x, C s, s32 z, s32 q_min, s32 q_max) {
-  f64 t = (f64)whole(divide(x, s));
+  f64 t = (f64)rint(div_rn(x, s));
   t = t == t ? t : 0.0;
   return fmin(fmax(t, (f64)q_min - (f64)z), (f64)q_max - (f64)z);
 }
@@ -86,45 +83,45 @@ template <class C> __device__ __noinline__ u32 slow_code(C x, C s, s32 z, s32 q_
   return (u32)(s32)(s64)(slow_level(x, s, z, q_min, q_max) + (f64)z);
 }
 template <class C> __device__ __noinline__ C slow_fake(C x, C s, s32 z, s32 q_min, s32 q_max) {
-  return product((C)slow_level(x, s, z, q_min, q_max), s) + (C)0;
+  return mul_rn((C)slow_level(x, s, z, q_min, q_max), s) + (C)0;
 }
 template <class C> __device__ __noinline__ bool slow_inside(C x, C s, s32 z, s32 q_min, s32 q_max) {
-  const f64 t = (f64)whole(divide(x, s));
+  const f64 t = (f64)rint(div_rn(x, s));
   return t >= (f64)q_min - (f64)z && t <= (f64)q_max - (f64)z;
 }
-template <class C> __device__ __noinline__ C slow_quotient(C x, C s) { return divide(x, s); }
+template <class C> __device__ __noinline__ C slow_quotient(C x, C s) { return div_rn(x, s); }
 #define SLOWLY(function, x, g) function(x, (g).s, (g).z, (g).q_min, (g).q_max)
 
-// x / s, correctly rounded, for a bounded quotient. If s is positive, a zero keeps its sign: its residual is +0, and its
-// product with -y a -0, which adds nothing.
+// x / s, correctly rounded, for a bounded quotient. If s is positive, a zero keeps its sign: its residual is +0, and
+// the product of that with -y is -0, which adds nothing.
 #ifdef SKUDA_DATA
 enum { RESIDUAL_STEPS = sizeof(SKUDA_DATA) == 2 ? 1 : 2 };
 #else
 enum { RESIDUAL_STEPS = 2 };
 #endif
 template <class C> DEVICE C quotient(C x, const Segment<C>& g) {
-  C q = product(x, g.y);
+  C q = mul_rn(x, g.y);
 #pragma unroll
-  for (int step = 0; step < RESIDUAL_STEPS; ++step) q = fused(fused(q, g.s, -x), -g.y, q);
+  for (int step = 0; step < RESIDUAL_STEPS; ++step) q = fma_rn(fma_rn(q, g.s, -x), -g.y, q);
   return q;
 }
 
 // t for a quotient that is bounded by [lo, hi], plus the magic number.
 template <class C> DEVICE C bounded_level(C x, const Segment<C>& g) {
-  const C q = RESIDUAL_STEPS == 1 ? fused(x, g.y, product(x, g.rest)) : quotient(x, g);
+  const C q = RESIDUAL_STEPS == 1 ? fma_rn(x, g.y, mul_rn(x, g.rest)) : quotient(x, g);
   return q + Magic<C>::value();
 }
 
 // t clamped to [lo, hi], plus the magic number.
 template <class C> DEVICE C quick_level(C x, const Segment<C>& g) {
-  return bounded_level(least(most(x, g.least_x), g.most_x), g);
+  return bounded_level(min_of(max_of(x, g.min_x), g.max_x), g);
 }
 
 // Whether every value is finite: 0 * x is 0 for those only.
 template <int V, class C> DEVICE bool all_finite(const C (&x)[V]) {
   C sum = 0;
 #pragma unroll
-  for (int j = 0; j < V; ++j) sum = fused(x[j], (C)0, sum);
+  for (int j = 0; j < V; ++j) sum = fma_rn(x[j], (C)0, sum);
   return sum == (C)0;
 }
 
@@ -164,7 +161,7 @@ template <int V, int N, class C> DEVICE void quantized(const C (&x)[V], const Se
 template <int V, int N, class C> DEVICE void quick_fake(const C (&x)[V], const Segment<C> (&g)[N], C (&y)[V]) {
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    y[j] = product(quick_level(x[j], SEGMENT_OF(j)) - Magic<C>::value(), SEGMENT_OF(j).s) + (C)0;
+    y[j] = mul_rn(quick_level(x[j], SEGMENT_OF(j)) - Magic<C>::value(), SEGMENT_OF(j).s) + (C)0;
   }
 }
 
@@ -181,25 +178,24 @@ DEVICE void fake_quantized(const C (&x)[V], const Segment<C> (&g)[N], C (&y)[V])
 
 // Whether t + z lies within [q_min, q_max], on the fast path; false for NaN.
 template <class C> DEVICE bool quick_inside(C x, const Segment<C>& g) {
-  // Clamping one step beyond the bounds on both sides still shows what lies outside; a NaN is clamped there too.
-  const C step = magnitude(g.s);
-  const C t = bounded_level(least(most(x, g.least_x - step), g.most_x + step), g);
+  // Clamping one step beyond the bounds keeps what lies outside them outside; a NaN is clamped there, too.
+  const C step = fabs(g.s);
+  const C t = bounded_level(min_of(max_of(x, g.min_x - step), g.max_x + step), g);
   return t >= (C)(g.q_min - g.z) + Magic<C>::value() && t <= (C)(g.q_max - g.z) + Magic<C>::value();
 }
 
-// Magnitudes whose quotients by a tame scale are finite, and whose residuals keep all their bits: at least the first, and
-// less than the second.
+// Magnitudes from min() up to below limit() have finite quotients by a tame scale, and residuals that keep all bits.
 template <class C> struct Divisible;
 template <> struct Divisible<f32> {
-  static DEVICE f32 least() { return 7.888609052210118e-31f; }  // 2^-100
-  static DEVICE f32 beyond() { return 1.4757395258967641e20f; }  // 2^67
+  static DEVICE f32 min() { return 7.888609052210118e-31f; }  // 2^-100
+  static DEVICE f32 limit() { return 1.4757395258967641e20f; }  // 2^67
 };
 template <> struct Divisible<f64> {
-  static DEVICE f64 least() { return 1e-150; }
-  static DEVICE f64 beyond() { return 1e150; }
+  static DEVICE f64 min() { return 1e-150; }
+  static DEVICE f64 limit() { return 1e150; }
 };
 template <class C> DEVICE bool divisible(C v) {
-  return (v == 0 || magnitude(v) >= Divisible<C>::least()) && magnitude(v) < Divisible<C>::beyond();
+  return (v == 0 || fabs(v) >= Divisible<C>::min()) && fabs(v) < Divisible<C>::limit();
 }
 
 // Whether `quotient` rounds correctly by these scales, and keeps the sign of a zero.
@@ -217,9 +213,9 @@ template <int V, int N, class C> DEVICE void dequantized(const s32 (&q)[V], cons
   for (int j = 0; j < N; ++j) small = small && (u32)g[j].z + 0x400000u < 0x800000u;
   if (small) {
 #pragma unroll
-    for (int j = 0; j < V; ++j) y[j] = product((C)(q[j] - SEGMENT_OF(j).z), SEGMENT_OF(j).s);
+    for (int j = 0; j < V; ++j) y[j] = mul_rn((C)(q[j] - SEGMENT_OF(j).z), SEGMENT_OF(j).s);
     return;
   }
 #pragma unroll
-  for (int j = 0; j < V; ++j) y[j] = product((C)((s64)q[j] - (s64)SEGMENT_OF(j).z), SEGMENT_OF(j).s);
+  for (int j = 0; j < V; ++j) y[j] = mul_rn((C)((s64)q[j] - (s64)SEGMENT_OF(j).z), SEGMENT_OF(j).s);
 }

@@ -1,15 +1,15 @@
-// Dynamic-range quantization of segments that are one run of memory.
+// Dynamic-range quantization of segments that are one contiguous run of memory.
 //
 //   m = max |x| over the segment, s = RN_C(m / q_max) or 1, q = clamp(rne(RN_C(x / s)), q_min, q_max)
 //
 // and the asymmetric form of dynamic_range.cu.
 //
-// Data: global memory -> R chunks per thread in registers -> range of the segment by shuffles (Lanes) or shared memory
-// (Block) -> scale -> codes from the same registers -> global memory: one read.
+// Data: global memory -> R chunks for each thread in registers -> range of the segment, by shuffles (Lanes) or shared
+// memory (Block) -> scale -> codes from the same registers -> global memory. The data is read once.
 //
-// Variants: Lanes gives a segment a power of two of neighbouring threads within a warp; it wins for short segments, since
-// several share a block and the reduction needs no barrier. Block gives a longer segment a whole block, so that it fits
-// into registers. LONG segments, beyond R chunks per thread, are read a second time for their codes.
+// Variants: Lanes gives a segment a power of two of neighbouring threads of a warp. It wins for short segments: several
+// share a block, and the reduction needs no barrier. Block gives a longer segment a whole block, so that it fits into
+// registers. LONG segments, beyond R chunks for each thread, are read a second time for their codes.
 #pragma once
 #include "affine.cuh"
 
@@ -17,34 +17,34 @@
 typedef Bits<Real>::type RealBits;
 struct Range { RealBits up, down; };
 
-DEVICE bool has_nan(const Range& r) { return greater(r.up, r.down) > Infinity<Real>::bits(); }
-DEVICE void include(Range& r, const Range& other) { r.up = greater(r.up, other.up), r.down = greater(r.down, other.down); }
+DEVICE bool has_nan(const Range& r) { return max_of(r.up, r.down) > Infinity<Real>::bits(); }
+DEVICE void include(Range& r, const Range& other) { r.up = max_of(r.up, other.up), r.down = max_of(r.down, other.down); }
 DEVICE void include(Range& r, Real x) {  // NaN is skipped
   if (x == x) include(r, Range{bits_of(x), bits_of(x) ^ Sign<RealBits>::bit()});
 }
 
 DEVICE Segment<Real> segment_of(const Range& r, s32 asymmetric, s32 q_min, s32 q_max) {
   const Real hi = number_of(r.up), lo = -number_of(r.down);
-  Real s = asymmetric ? divide(hi - lo, (Real)(q_max - q_min)) : divide(most(hi, -lo), (Real)q_max);
+  Real s = asymmetric ? div_rn(hi - lo, (Real)(q_max - q_min)) : div_rn(max_of(hi, -lo), (Real)q_max);
   if (s == (Real)0) s = (Real)1;
   s32 z = 0;
   if (asymmetric) {
-    Real t = whole(divide(lo, s));
+    Real t = rint(div_rn(lo, s));
     t = t == t ? t : (Real)0;
-    z = q_min - (s32)t;  // |t| is below 2^10: lo / s is at most q_max - q_min but for the rounding of s
+    z = q_min - (s32)t;  // |t| is below 2^10: apart from the rounding of s, lo / s is at most q_max - q_min
     z = z < q_min ? q_min : z > q_max ? q_max : z;
   }
   return Segment<Real>::make(s, z, q_min, q_max, true);
 }
 
-DEVICE s32 over_warp(s32 bits) { return (s32)__reduce_max_sync(0xffffffffu, (u32)bits); }
-DEVICE s64 over_warp(s64 bits) {
+DEVICE s32 warp_max(s32 bits) { return (s32)__reduce_max_sync(0xffffffffu, (u32)bits); }
+DEVICE s64 warp_max(s64 bits) {
 #pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) bits = greater(bits, __shfl_xor_sync(0xffffffffu, bits, offset));
+  for (int offset = 16; offset > 0; offset /= 2) bits = max_of(bits, __shfl_xor_sync(0xffffffffu, bits, offset));
   return bits;
 }
 
-// Ranges over groups of threads; if symmetric they are ranges of magnitudes, which are all in `up`.
+// Groups of threads, which reduce ranges. Symmetric ones are ranges of magnitudes, which are all in `up`.
 struct Lanes {  // neighbours, a power of two within a warp
   u32 count;
   DEVICE u32 lane() const { return threadIdx.x & (count - 1); }
@@ -52,11 +52,11 @@ struct Lanes {  // neighbours, a power of two within a warp
   DEVICE u32 groups() const { return blockDim.x >> (__ffs(count) - 1); }
   DEVICE bool any(bool of_one) const { return __any_sync(0xffffffffu, of_one); }
   DEVICE void wait() const {}
-  DEVICE Range over(Range r, s32 asymmetric) const {
+  DEVICE Range reduce(Range r, s32 asymmetric) const {
 #pragma unroll 1
     for (int offset = count / 2; offset > 0; offset /= 2) {
-      r.up = greater(r.up, __shfl_xor_sync(0xffffffffu, r.up, offset));
-      if (asymmetric) r.down = greater(r.down, __shfl_xor_sync(0xffffffffu, r.down, offset));
+      r.up = max_of(r.up, __shfl_xor_sync(0xffffffffu, r.up, offset));
+      if (asymmetric) r.down = max_of(r.down, __shfl_xor_sync(0xffffffffu, r.down, offset));
     }
     return r;
   }
@@ -67,22 +67,22 @@ struct Block {  // all threads of the block, whole warps
   DEVICE u32 group() const { return 0; }
   DEVICE u32 groups() const { return 1; }
   DEVICE bool any(bool of_all) const { return of_all; }
-  DEVICE void wait() const { __syncthreads(); }  // between uses of `over`
-  DEVICE Range over(Range r, s32 asymmetric) const {
+  DEVICE void wait() const { __syncthreads(); }  // between uses of `reduce`
+  DEVICE Range reduce(Range r, s32 asymmetric) const {
     __shared__ RealBits up[32], down[32];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    r.up = over_warp(r.up);
-    if (asymmetric) r.down = over_warp(r.down);
+    r.up = warp_max(r.up);
+    if (asymmetric) r.down = warp_max(r.down);
     if (lane == 0) up[warp] = r.up, down[warp] = r.down;
     __syncthreads();
     const bool used = lane * 32 < count;
-    r.up = over_warp(used ? up[lane] : 0);
-    if (asymmetric) r.down = over_warp(used ? down[lane] : 0);
+    r.up = warp_max(used ? up[lane] : 0);
+    if (asymmetric) r.down = warp_max(used ? down[lane] : 0);
     return r;
   }
 };
 
-// Loads R chunks into a thread, `lanes` apart; beyond the last chunk it repeats that one, which does not change a range.
+// R chunks of a thread, `lanes` apart. Beyond the last chunk it repeats that one, which does not change a range.
 template <int R> struct HeldChunks {
   uint4 chunk[R];
   DEVICE void load(const Data* run, u32 first, u32 lanes, u32 chunks) {
@@ -116,12 +116,13 @@ template <int R> struct HeldChunks {
   }
 };
 
-// The path for runs that are not whole chunks, have a NaN, or have an extreme scale: element by element, not inlined.
+// The slow path, for runs that are not whole chunks, have a NaN, or have an extreme scale: element by element, not
+// inlined.
 __device__ __noinline__ Range slow_range(const Data* x, s64 inner, u32 lane, u32 lanes, s32 asymmetric) {
   Range r = Range{0, 0};
 #pragma unroll 1
   for (s64 i = lane; i < inner; i += lanes) include(r, widen(x[i]));
-  if (!asymmetric) r.up = greater(r.up, r.down);
+  if (!asymmetric) r.up = max_of(r.up, r.down);
   return r;
 }
 __device__ __noinline__ void slow_codes(const Data* x, u8* codes, s64 inner, u32 lane, u32 lanes, Real s, s32 z, s32 q_min,
@@ -138,8 +139,9 @@ __device__ __noinline__ void slow_codes(const Data* x, u8* codes, s64 inner, u32
   }
 }
 
-// One segment, of `runs` in a row, per group of threads. It has at most R chunks per thread, which are read once, unless
-// LONG. `codes` is 0 if a byte can hold codes of two segments: then only scales and zero points are written here.
+// A group of threads takes one segment, of `runs` in a row. A segment has at most R chunks for each thread, which are
+// read once, unless LONG. `codes` is 0 if a byte can hold codes of two segments: then this writes only scales and zero
+// points.
 template <int R, bool LONG, class Group>
 DEVICE void by_groups(const Group group, const Data* input, s64 input_leading, u8* output, s64 output_leading, Real* scale_out,
                       s32* zero_point_out, s64 columns, s64 inner, s64 segments, s32 runs, s32 asymmetric, s32 q_min,
@@ -169,12 +171,12 @@ DEVICE void by_groups(const Group group, const Data* input, s64 input_leading, u
       else held.include_in(found, false);
       base += piece;
     } while (LONG && base - lane < chunks);
-    r = group.over(Range{found.up(), found.down()}, asymmetric);
+    r = group.reduce(Range{found.up(), found.down()}, asymmetric);
   }
   bool quick = by_chunks && !has_nan(r);
   if (group.any(!quick)) {
     group.wait();
-    r = group.over(slow_range(x, inner, lane, lanes, asymmetric), asymmetric);
+    r = group.reduce(slow_range(x, inner, lane, lanes, asymmetric), asymmetric);
   }
   if (!mine) return;
   const Segment<Real> g = segment_of(r, asymmetric, q_min, q_max);
@@ -202,7 +204,7 @@ DEVICE void by_groups(const Group group, const Data* input, s64 input_leading, u
   by_groups<R, LONG>(GROUP, input, input_leading, output, output_leading, scale_out, zero_point_out, columns, inner,   \
                      segments, runs, asymmetric, q_min, q_max, codes, rows)
 
-// The same by `lanes` threads: a power of two within a warp, or the block.
+// The same for `lanes` threads: a power of two within a warp, or the block.
 template <int R>
 DEVICE void by_runs(const Data* input, s64 input_leading, u8* output, s64 output_leading, Real* scale_out,
                     s32* zero_point_out, s64 columns, s64 inner, s64 segments, s32 runs, s32 lanes, s32 asymmetric, s32 q_min,

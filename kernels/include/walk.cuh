@@ -2,25 +2,25 @@
 //
 //   segment(e) = (e / inner) % channels
 //
-// so that per tensor, channel, token and group differ in two numbers only.
+// so per tensor, channel, token and group differ in two numbers only.
 //
-// Data: global memory -> U 16-byte chunks per thread in registers, all requested before the first is used -> global
-// memory.
+// Data: global memory -> U 16-byte chunks for each thread in registers, all requested before the first is used ->
+// global memory.
 //
 // Variants, by how segments lie in chunks:
 //   WHOLE   one segment: a thread sets its scale up once, and blocks take neighbouring chunks
-//   RUNS    each chunk lies in one segment: threads share units of a segment, so that one setup serves U chunks
+//   RUNS    each chunk lies in one segment: threads share units of a segment, so one setup serves U chunks
 //   MIXED   a chunk spans several segments: a thread keeps the scales of its columns and returns to the same columns
-// Each wins where its condition holds, because it sets scales up the least often. Data that none of them can take,
-// because an address, a stride or the end of a row is not a whole chunk, are processed element by element.
+// Each wins where its condition holds, because it sets scales up the least often. Data that suits none of them, because
+// an address, a stride or the end of a row is not a whole chunk, is processed element by element.
 #pragma once
 #include "quotient.cuh"
 
-// Loads 16 bytes of a stream. On an H200 it ends up to a tenth sooner than by `load16`, which marks lines of the cache as the
-// first to leave; rows that are normalized, or activated and multiplied, end later.
+// Loads 16 bytes of a stream. On an H200 kernels take up to a tenth less time than with `load16`, which marks cache
+// lines as the first to be evicted. Norms and gated activations take longer with it, and use `load16`.
 DEVICE uint4 read16(const void* p) { return __ldcg((const uint4*)p); }
 
-// How segments lie in chunks: one for everything; each chunk within one; any segment per element.
+// How segments lie in chunks; see above.
 enum Layout { WHOLE, RUNS, MIXED };
 
 // Scale and zero point of every segment: arrays, or one number each.
@@ -41,7 +41,7 @@ template <class T> struct Scales {
   DEVICE Segment<C> at(s64 i) const { return make(scale_at(i), zero_point_at(i)); }
 };
 
-// n / d for n < 2^31 by a multiplication; the host computes the multiplier.
+// n / d for n < 2^31 as a multiplication; the host computes the multiplier.
 struct Divisor {
   u32 d, multiplier;
   s32 shift;
@@ -51,8 +51,8 @@ struct Divisor {
 
 struct Shape {
   s64 rows, columns, inner, channels;
-  Divisor parts, per_channels;  // units in a segment, 0 where it is not whole chunks; and channels; for RUNS
-  s32 lanes;                    // threads that share a unit: a power of two within a warp, or the block; for RUNS
+  Divisor parts, per_channels;  // for RUNS: units in a segment, 0 if it is not whole chunks; and channels
+  s32 lanes;                    // for RUNS: threads that share a unit, a power of two within a warp, or the block
   DEVICE s64 segment(s64 e) const { return (e / inner) % channels; }
 };
 
@@ -60,10 +60,10 @@ DEVICE bool aligned(const void* p, s64 leading_bytes, s64 rows, u64 bytes) {
   return ((u64)p | (rows > 1 ? (u64)leading_bytes : 0)) % bytes == 0;
 }
 
-// Op: struct with
+// Op is a struct with
 //   V, U                                  elements per chunk, chunks in flight
 //   W                                     elements that one thread must handle as a unit (2 where packed)
-//   Op at(row, column)                    the same from this element on, the first of a unit
+//   Op at(row, column)                    the same op from this element on, the first of a unit
 //   Held load(column)                     read one chunk
 //   bool quick(held[U], segments)         whether the fast path serves these chunks
 //   void finish<QUICK>(held, segments, column)   compute and write one; one segment, or one per element
@@ -98,9 +98,9 @@ DEVICE void finish_chunks(const Op& op, const typename Op::Held (&held)[Op::U], 
   }
 }
 
-// RUNS: threads share units of lanes * U chunks of one segment, so that each sets a segment up for U chunks. False if
-// segments are not whole chunks, or chunk numbers exceed 32 bits. A flat array asks for its first chunks before it divides by
-// anything: a division of 64 bits takes as long as half a load.
+// RUNS: threads share units of lanes * U chunks of one segment, so each sets a segment up for U chunks. Returns false
+// if segments are not whole chunks, or if chunk numbers exceed 32 bits. A flat array requests its first chunks before
+// any division: a 64-bit division takes half as long as a load.
 template <class T, class Op> DEVICE bool walk_units(const Op& op, const Shape& v, const Scales<T>& scales) {
   enum { V = Op::V, U = Op::U };
   const bool flat = v.rows == 1, spans = !flat && v.columns < v.inner;
@@ -145,12 +145,12 @@ DEVICE void walk(const Op& op, Shape v, const Scales<T>& scales, bool chunks_all
   if (LAYOUT == RUNS && chunks_allowed && walk_units(op, v, scales)) return;
   const s64 chunks = v.columns / V;
   bool by_chunks = LAYOUT != RUNS && chunks_allowed && (LAYOUT == MIXED ? v.rows == 1 : v.columns % V == 0);
-  // Only if every thread returns to elements of the same channels, whose scales it keeps, or takes one chunk only.
+  // Only if every thread returns to elements of the same channels, whose scales it keeps, or takes a single chunk.
   if (LAYOUT == MIXED) by_chunks = by_chunks && (threads >= chunks || threads * V % (v.inner * v.channels) == 0);
   if (by_chunks) {
     const bool flat = v.rows == 1;  // else a block takes every gridDim.x-th row
-    // Blocks take U * blockDim.x neighbouring chunks at a time; if threads must return to their columns, they take every
-    // threads-th chunk instead.
+    // Blocks take U * blockDim.x neighbouring chunks at a time. If threads must return to their columns, they take
+    // every `threads`-th chunk instead.
     const s64 apart = LAYOUT == MIXED ? threads : blockDim.x;
     const s64 start = LAYOUT == MIXED ? thread : (flat ? (s64)blockIdx.x * blockDim.x * U : 0) + threadIdx.x;
     const s64 stride = (flat ? threads : blockDim.x) * U;

@@ -1,9 +1,9 @@
 """GELU (erf form) and SiLU for NumPy, within 2 ulp in f64 and correctly rounded except for rare ties in f32.
 
 NumPy has no erf. The normal tail is written as Q(a) = exp(-a^2 / 2) R(a), where R, the Mills ratio over sqrt(2 pi), is
-smooth and between 0 and 1/2. R satisfies R' = a R - 1 / sqrt(2 pi), so its Taylor coefficients at any point follow from
-its value there; that value is carried backwards from a = 40, where a continued fraction gives it, in decimal
-arithmetic. The table is built once, on first use (about 30 ms).
+smooth and between 0 and 1/2. R satisfies R' = a R - 1 / sqrt(2 pi), so its value at a point gives its Taylor
+coefficients there. A continued fraction gives the value at a = 40; decimal arithmetic carries it backwards from node to
+node. The table is built once, on first use (about 30 ms).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 _PER_UNIT = 16  # nodes per unit of a: |h| <= 1/32, where 10 terms leave less than 2^-55 of R
 _LAST = 40  # Q(40) underflows f64
 _TERMS = 10
-_RAISED, _RAISED_REST = 88.72283911163686, 3.614117192068042e-11  # 128 ln 2; what is added has no more bits than fit
+_RAISED, _RAISED_REST = 88.72283911163686, 3.614117192068042e-11  # 128 ln 2 in two parts: sums with the first are exact
 _PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
 _SPLIT = 134217729.0  # 2^27 + 1 cuts an f64 into two halves whose products are exact
 
@@ -33,19 +33,19 @@ def gelu(x: Array) -> Array:
     wide = x.astype(np.float64)
     a = np.minimum(np.abs(wide), float(_LAST))
     head, tail = _mills(a)
-    square, error = _product(a, a)
-    # Where exp would be subnormal, it is scaled by 2^128 until the end.
+    square, error = _two_product(a, a)
+    # exp is scaled by 2^128 until the end where it would be subnormal.
     far = a > 36
     decay = np.exp(-0.5 * square + np.where(far, _RAISED, 0.0))
     # exp(-a^2/2) = decay * (1 - error/2): the rounding error of a^2 goes into the small part of the other factor.
     small = tail - (0.5 * error - np.where(far, _RAISED_REST, 0.0)) * (head + tail)
-    left, left_rest = _product(a, head)
-    below, below_rest = _product(decay, left)
+    left, left_rest = _two_product(a, head)
+    below, below_rest = _two_product(decay, left)
     negative = np.ldexp(below + (below_rest + decay * (left_rest + a * small)), np.where(far, -128, 0))
-    beyond, beyond_rest = _product(decay, head)
+    beyond, beyond_rest = _two_product(decay, head)
     share = 1.0 - beyond
     share_rest = ((1.0 - share) - beyond) - (beyond_rest + decay * small)
-    whole, whole_rest = _product(a, share)
+    whole, whole_rest = _two_product(a, share)
     positive = whole + (whole_rest + a * share_rest)
     # For a >= 9, Q(a) is less than a quarter of an ulp.
     value = np.where(wide < 0, -negative, np.where(wide > 9, wide, np.copysign(positive, wide)))
@@ -60,7 +60,7 @@ def silu(x: Array) -> Array:
     lost = np.where(grown > 1, 1.0 - (below - grown), grown - (below - 1.0))
     quotient = wide / below
     near = quotient - np.minimum(wide, 45.0) / below * (lost / below)
-    # Below -700 exp(-x) overflows but x exp(x) does not; it is scaled by 2^128 so that it is rounded once.
+    # Below -700, exp(-x) overflows but x exp(x) does not. A factor of 2^128 keeps it normal: it is rounded only once.
     raised = wide * np.exp(np.minimum(wide, -700.0) + _RAISED)
     far = np.ldexp(raised + raised * _RAISED_REST, -128)
     value = np.copysign(np.where(wide > -700.0, near, far), wide)
@@ -78,7 +78,7 @@ def _mills(a: Array) -> tuple[Array, Array]:
     return high[node], low[node] + slope * h
 
 
-def _product(a: Array, b: Array) -> tuple[Array, Array]:
+def _two_product(a: Array, b: Array) -> tuple[Array, Array]:
     """Return a * b rounded, and its rounding error exactly (Dekker)."""
     product = a * b
     big_a, big_b = a * _SPLIT, b * _SPLIT

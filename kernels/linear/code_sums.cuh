@@ -1,20 +1,20 @@
-// Sums of the codes of rows: what zero points take from a product, in front of it.
+// Sums of the codes of rows, which a product with zero points needs. A launch in front of the product.
 //
 //   sums[i] = sum_k w[i, k] for i < w_rows, then sum_k a[i, k] for i < a_rows      exact in s32
 //
 //   w            [w_rows, k] SKUDA_WEIGHT, w_leading bytes apart
-//   a, given_a   [a_rows, k] SKUDA_CODE, a_leading bytes apart, from the plan, and from the caller or null; the caller's is
-//                used if given
+//   a, given_a   [a_rows, k] SKUDA_CODE, a_leading bytes apart: scratch, and an array of the caller or null, which is then used
+//   sums         [w_rows + a_rows] s32
 //
-// Data: global memory -> registers, 16 bytes a thread -> one sum a warp -> global memory. What fits into L2 is there for
-// the product, which may start during the sums, and then waits.
+// Data: global memory -> registers, 16 bytes for each thread -> one sum for each warp -> global memory. What fits into
+// L2 is still there for the product. The product may start during the sums, and then waits for them.
 //
-// Rows begin at multiples of 16 bytes and have whole units of them, as TMA needs for the product.
+// Rows begin at multiples of 16 bytes and have a multiple of 16 bytes, as TMA needs for the product.
 //
-// Variants: none; a warp has eight units a lane in flight, so that the memory is busy whatever K is.
+// Variants: none. A lane has eight loads in flight, so the memory is busy for any K.
 #pragma once
 #include "hopper.cuh"
-#include "layer.cuh"
+#include "epilogue.cuh"
 
 template <class T> DEVICE s32 sum_of_row(const u8* row, u32 units, u32 lane) {
   enum { AHEAD = 8 };
@@ -29,8 +29,8 @@ template <class T> DEVICE s32 sum_of_row(const u8* row, u32 units, u32 lane) {
     }
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
-      sum = add_bytes(x[i].x, add_bytes(x[i].y, sum, T()), T());
-      sum = add_bytes(x[i].z, add_bytes(x[i].w, sum, T()), T());
+      sum = sum_codes(x[i].x, sum_codes(x[i].y, sum, T()), T());
+      sum = sum_codes(x[i].z, sum_codes(x[i].w, sum, T()), T());
     }
   }
   return sum;
@@ -38,8 +38,8 @@ template <class T> DEVICE s32 sum_of_row(const u8* row, u32 units, u32 lane) {
 
 KERNEL(256, 4) code_sums(const u8* w, s64 w_leading, s64 w_rows, const u8* a, const u8* given_a, s64 a_leading, s64 a_rows,
                          s32* sums, s64 k) {
-  let_next_kernel_start();
-  wait_for_previous_kernel();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   const u32 lane = threadIdx.x % 32, warps = blockDim.x / 32;
   if (given_a != nullptr) a = given_a;
   for (s64 row = (s64)blockIdx.x * warps + threadIdx.x / 32; row < w_rows + a_rows; row += (s64)gridDim.x * warps) {

@@ -1,53 +1,60 @@
-// The int8 product for few tokens and few weights, limited by latency: weights go from memory straight to registers.
+// The int8 product for few tokens and few weights, limited by latency: weights go from global memory straight to
+// registers.
 //
 //   y[m, n] = epilogue(sa[m] sw[n] sum_k (a[m, k] - za[m]) (w[n, k] - zw[n])); sum_k a[m, k] w[n, k] is exact in s32
 //
-// Data: weights and codes: global memory -> registers -> mma.sync -> sums in registers -> shared memory, where those of all
-// warps are added up -> registers -> global memory.
+//   rows             scales and zero points of the rows of a (epilogue.cuh)
+//   a, w             [m, k] SKUDA_CODE, a_leading bytes apart; [n, k] SKUDA_WEIGHT, w_leading bytes apart
+//   p                scales of w, bias, output [m, n] SKUDA_OUT (epilogue.cuh)
+//   zero_points      [n] s32 of w, or null
 //
-// A block computes 8 WIDE rows of w by all tokens, and its warps share k. A unit is 64 bytes of k: each thread loads 16 of
-// them, of one row, and uses its words as they are, since any order of k gives the same sums. A thread requests DEEP units
-// of w, and the next DEEP before it multiplies these, so that a small w is requested all at once: no tensor map has to be
-// fetched first, and nothing waits in shared memory.
+// Data: weights and codes: global memory -> registers -> mma.sync -> sums in registers -> shared memory, where the sums
+// of all warps are added up -> registers -> global memory.
 //
-// Variants: DEEP is what fits into registers. Zero points: the sums of w, where a has zero points, and of a, where w
-// has, are products with ones, which go through shared memory as one more token and one more row.
+// A block computes 8 MMAS_N rows of w by all tokens, and its warps divide K. A unit is 64 bytes of K: each thread loads
+// 16 bytes of it, of one row, and uses its words as they are, since any order of K gives the same sums. A thread
+// requests AHEAD units of w, and the next AHEAD units before it multiplies these. So a small w is requested all at
+// once: no tensor map has to be fetched first, and nothing waits in shared memory.
+//
+// Variants: AHEAD is as large as the registers allow. Zero points: mma.sync with ones computes the sums of the codes of
+// w, if a has zero points, and of a, if w has; they go through shared memory as one more token and one more row.
 //
 // `streamed.cuh` needs fewer blocks for many weights and reads the codes less often, so it wins where bandwidth counts.
 //
-// Flags: TOKENS (8, 16, 32), WIDE, WARPS (at least TOKENS WIDE / 16), SKUDA_CODE, SKUDA_WEIGHT, SKUDA_OUT, SKUDA_EPILOGUE,
-// SKUDA_ZERO_POINTS (0: none, 1: of a, 2: of w, 3: of both).
+// Flags: TOKENS (8, 16, 32), MMAS_N, WARPS (at least TOKENS MMAS_N / 16), SKUDA_CODE, SKUDA_WEIGHT, SKUDA_OUT,
+// SKUDA_EPILOGUE, SKUDA_ZERO_POINTS (0: none, 1: of a, 2: of w, 3: of both).
 #pragma once
 #include "hopper.cuh"
-#include "layer.cuh"
-#include "multiply.cuh"
+#include "epilogue.cuh"
+#include "mma_sync.cuh"
 
 enum {
   THREADS = 32 * WARPS,
-  UNIT = 64,                  // bytes of k of a warp's load
-  EIGHTS = TOKENS / 8,
-  SETS = (TOKENS + 15) / 16,  // products of 16 tokens
+  UNIT = 64,                    // bytes of K of a warp's load
+  TOKEN_EIGHTS = TOKENS / 8,
+  MMAS_M = (TOKENS + 15) / 16,  // mma.sync has 16 tokens and 8 rows of w
   // Registers of sums, and of zero points.
-  HELD = 4 * (SETS * WIDE + A_SHIFTED * WIDE + W_SHIFTED * SETS) + 8 * (A_SHIFTED && W_SHIFTED),
-  ROOM = (100 - HELD) / (4 * (2 * WIDE + EIGHTS)),
-  DEEP = ROOM > 8 ? 8 : ROOM,
-  // Sums of a warp: rows of w by tokens, then sums of w as one more token, and of a as one more row of w. Rows of 8 WIDE
-  // words and 8 more, if those are an even number of eights: pairs that are stored together lie in different banks.
-  PITCH = 8 * WIDE + (WIDE % 2 == 0 || W_SHIFTED ? 8 : 0),
-  PART = (TOKENS + A_SHIFTED) * PITCH,
-  QUADS = 2 * WIDE,           // groups of four rows of w, which a thread finishes for one token
+  USED_REGISTERS = 4 * (MMAS_M * MMAS_N + A_ZERO_POINTS * MMAS_N + W_ZERO_POINTS * MMAS_M) + 8 * (A_ZERO_POINTS && W_ZERO_POINTS),
+  AHEAD_MAX = (100 - USED_REGISTERS) / (4 * (2 * MMAS_N + TOKEN_EIGHTS)),
+  AHEAD = AHEAD_MAX > 8 ? 8 : AHEAD_MAX,
+  // Sums of a warp: rows of w by tokens, then sums of w as one more token, and of a as one more row of w. Rows of 8
+  // MMAS_N words, and 8 more words if those are an even number of eights: pairs that are stored together lie in
+  // different banks.
+  PITCH = 8 * MMAS_N + (MMAS_N % 2 == 0 || W_ZERO_POINTS ? 8 : 0),
+  PART = (TOKENS + A_ZERO_POINTS) * PITCH,
+  QUADS = 2 * MMAS_N,           // groups of four rows of w; a thread finishes one for one token
   SIZE = sizeof(SKUDA_OUT)
 };
 static_assert(THREADS >= TOKENS * QUADS, "every result has a thread");
-static_assert(DEEP > 0, "sums leave no registers for operands");
+static_assert(AHEAD > 0, "sums leave no registers for operands");
 
 __device__ __noinline__ f32 curved(f32 v) { return activated<SKUDA_OUT>(v, SKUDA_EPILOGUE); }
 
-// Products of one unit: the words of both operands are in the same order.
+// Multiplies one unit: the words of both operands are in the same order.
 DEVICE void add_unit(s32 (&d)[4], const uint4& low, const uint4& high, const uint4& w) {
   const u32 first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
-  multiply_add<SKUDA_CODE, SKUDA_WEIGHT>(d, first, w.x, w.y);
-  multiply_add<SKUDA_CODE, SKUDA_WEIGHT>(d, second, w.z, w.w);
+  mma_m16n8k32<SKUDA_CODE, SKUDA_WEIGHT>(d, first, w.x, w.y);
+  mma_m16n8k32<SKUDA_CODE, SKUDA_WEIGHT>(d, second, w.z, w.w);
 }
 
 DEVICE uint4 sum_of_parts(const s32* parts) {
@@ -67,19 +74,19 @@ DEVICE void direct_linear(const Rows& rows, const SKUDA_CODE* a, s64 a_leading, 
   extern __shared__ uint4 held[];
   s32* const parts = (s32*)held;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const s64 row0 = (s64)blockIdx.x * (8 * WIDE), row = row0 + lane / 4, token = lane / 4;
+  const s64 row0 = (s64)blockIdx.x * (8 * MMAS_N), row = row0 + lane / 4, token = lane / 4;
   const u8* const own_w = (const u8*)w + row * w_leading;
   const u8* const own_a = (const u8*)a + token * a_leading;
-  const u32 units = (u32)((k + UNIT - 1) / UNIT), hop = WARPS * DEEP, length = (u32)k;
+  const u32 units = (u32)((k + UNIT - 1) / UNIT), hop = WARPS * AHEAD, length = (u32)k;
   const uint4 none = make_uint4(0, 0, 0, 0);
 
-  wait_for_previous_kernel();
-  uint4 next[DEEP][WIDE];
+  griddepcontrol_wait();
+  uint4 next[AHEAD][MMAS_N];
 #pragma unroll
-  for (int i = 0; i < DEEP * WIDE; ++i) {
-    const u32 at = (warp + i / WIDE * WARPS) * UNIT + lane % 4 * 16;
-    const int j = i % WIDE;
-    next[i / WIDE][j] = at < length && row + 8 * j < p.n ? load16(own_w + 8 * j * w_leading + at) : none;
+  for (int i = 0; i < AHEAD * MMAS_N; ++i) {
+    const u32 at = (warp + i / MMAS_N * WARPS) * UNIT + lane % 4 * 16;
+    const int j = i % MMAS_N;
+    next[i / MMAS_N][j] = at < length && row + 8 * j < p.n ? load16(own_w + 8 * j * w_leading + at) : none;
   }
   // A thread finishes four rows of w for one token.
   const int my_token = threadIdx.x / QUADS, my_quad = threadIdx.x % QUADS;
@@ -92,68 +99,68 @@ DEVICE void direct_linear(const Rows& rows, const SKUDA_CODE* a, s64 a_leading, 
     const bool is_mine = finishes && my_row + j < p.n;
     sw[j] = !IsSum<SKUDA_OUT>::value && is_mine ? real_at(p.weight_scale, p.weight_scale_is, my_row + j, 0.0f) : 0.0f;
     bias[j] = is_mine && p.bias != nullptr ? real_at(p.bias, p.bias_is, my_row + j, 0.0f) : 0.0f;
-    zw[j] = W_SHIFTED && is_mine ? zero_points[my_row + j] : 0;
+    zw[j] = W_ZERO_POINTS && is_mine ? zero_points[my_row + j] : 0;
   }
   const f32 sa = finishes ? rows.within(my_token, p.m) : 0.0f;
-  const s32 za = A_SHIFTED && finishes ? (s32)rows.zero_point_of(my_token) : 0;
+  const s32 za = A_ZERO_POINTS && finishes ? (s32)rows.zero_point_of(my_token) : 0;
 
-  s32 d[SETS][WIDE][4], w_sums[WIDE][4], a_sums[SETS][4];
+  s32 d[MMAS_M][MMAS_N][4], w_sums[MMAS_N][4], a_sums[MMAS_M][4];
 #pragma unroll
-  for (int i = 0; i < 4 * WIDE; ++i) {
+  for (int i = 0; i < 4 * MMAS_N; ++i) {
 #pragma unroll
-    for (int s = 0; s < SETS; ++s) d[s][i / 4][i % 4] = 0;
+    for (int s = 0; s < MMAS_M; ++s) d[s][i / 4][i % 4] = 0;
     w_sums[i / 4][i % 4] = 0;
   }
 #pragma unroll
-  for (int i = 0; i < 4 * SETS; ++i) a_sums[i / 4][i % 4] = 0;
+  for (int i = 0; i < 4 * MMAS_M; ++i) a_sums[i / 4][i % 4] = 0;
   const u32 one = 0x01010101u;
   const uint4 ones = make_uint4(one, one, one, one);
 #pragma unroll 1
   for (u32 first = warp; first < units; first += hop) {
-    uint4 now[DEEP][WIDE], codes[DEEP][EIGHTS];
+    uint4 now[AHEAD][MMAS_N], codes[AHEAD][TOKEN_EIGHTS];
 #pragma unroll
-    for (int i = 0; i < DEEP * EIGHTS; ++i) {
-      const u32 at = (first + i / EIGHTS * WARPS) * UNIT + lane % 4 * 16;
-      const int j = i % EIGHTS;
-      codes[i / EIGHTS][j] = at < length && token + 8 * j < p.m ? *(const uint4*)(own_a + 8 * j * a_leading + at) : none;
+    for (int i = 0; i < AHEAD * TOKEN_EIGHTS; ++i) {
+      const u32 at = (first + i / TOKEN_EIGHTS * WARPS) * UNIT + lane % 4 * 16;
+      const int j = i % TOKEN_EIGHTS;
+      codes[i / TOKEN_EIGHTS][j] = at < length && token + 8 * j < p.m ? *(const uint4*)(own_a + 8 * j * a_leading + at) : none;
     }
 #pragma unroll
-    for (int i = 0; i < DEEP * WIDE; ++i) {
-      const u32 at = (first + hop + i / WIDE * WARPS) * UNIT + lane % 4 * 16;
-      const int j = i % WIDE;
-      now[i / WIDE][j] = next[i / WIDE][j];
-      next[i / WIDE][j] = at < length && row + 8 * j < p.n ? load16(own_w + 8 * j * w_leading + at) : none;
+    for (int i = 0; i < AHEAD * MMAS_N; ++i) {
+      const u32 at = (first + hop + i / MMAS_N * WARPS) * UNIT + lane % 4 * 16;
+      const int j = i % MMAS_N;
+      now[i / MMAS_N][j] = next[i / MMAS_N][j];
+      next[i / MMAS_N][j] = at < length && row + 8 * j < p.n ? load16(own_w + 8 * j * w_leading + at) : none;
     }
 #pragma unroll
-    for (int i = 0; i < DEEP; ++i) {
+    for (int i = 0; i < AHEAD; ++i) {
 #pragma unroll
-      for (int s = 0; s < SETS; ++s) {
-        const uint4 low = codes[i][2 * s % EIGHTS], high = 2 * s + 1 < EIGHTS ? codes[i][(2 * s + 1) % EIGHTS] : none;
+      for (int s = 0; s < MMAS_M; ++s) {
+        const uint4 low = codes[i][2 * s % TOKEN_EIGHTS], high = 2 * s + 1 < TOKEN_EIGHTS ? codes[i][(2 * s + 1) % TOKEN_EIGHTS] : none;
 #pragma unroll
-        for (int j = 0; j < WIDE; ++j) add_unit(d[s][j], low, high, now[i][j]);
-        if (W_SHIFTED) add_unit(a_sums[s], low, high, ones);
+        for (int j = 0; j < MMAS_N; ++j) add_unit(d[s][j], low, high, now[i][j]);
+        if (W_ZERO_POINTS) add_unit(a_sums[s], low, high, ones);
       }
 #pragma unroll
-      for (int j = 0; A_SHIFTED && j < WIDE; ++j) add_unit(w_sums[j], ones, ones, now[i][j]);
+      for (int j = 0; A_ZERO_POINTS && j < MMAS_N; ++j) add_unit(w_sums[j], ones, ones, now[i][j]);
     }
   }
-  let_next_kernel_start();
+  griddepcontrol_launch_dependents();
 
   s32* const mine = parts + warp * PART;
 #pragma unroll
-  for (int s = 0; s < SETS; ++s) {
+  for (int s = 0; s < MMAS_M; ++s) {
 #pragma unroll
     for (int half = 0; half < 2 && 16 * s + 8 * half < TOKENS; ++half) {
       s32* const to = mine + (16 * s + 8 * half + lane / 4) * PITCH;
 #pragma unroll
-      for (int j = 0; j < WIDE; ++j) {
+      for (int j = 0; j < MMAS_N; ++j) {
         *(int2*)(to + 8 * j + lane % 4 * 2) = make_int2(d[s][j][2 * half], d[s][j][2 * half + 1]);
       }
-      if (W_SHIFTED && lane % 4 == 0) to[8 * WIDE] = a_sums[s][2 * half];
+      if (W_ZERO_POINTS && lane % 4 == 0) to[8 * MMAS_N] = a_sums[s][2 * half];
     }
   }
 #pragma unroll
-  for (int j = 0; A_SHIFTED && j < WIDE; ++j) {
+  for (int j = 0; A_ZERO_POINTS && j < MMAS_N; ++j) {
     if (lane < 4) *(int2*)(mine + TOKENS * PITCH + 8 * j + lane * 2) = make_int2(w_sums[j][0], w_sums[j][1]);
   }
   __syncthreads();
@@ -161,16 +168,16 @@ DEVICE void direct_linear(const Rows& rows, const SKUDA_CODE* a, s64 a_leading, 
 
   const uint4 sums = sum_of_parts(parts + my_token * PITCH + 4 * my_quad);
   uint4 of_w = none;
-  if (A_SHIFTED) of_w = sum_of_parts(parts + TOKENS * PITCH + 4 * my_quad);
+  if (A_ZERO_POINTS) of_w = sum_of_parts(parts + TOKENS * PITCH + 4 * my_quad);
   Row<Rows> of_a = {sa, za, 0};
-  if (W_SHIFTED) {
+  if (W_ZERO_POINTS) {
     const typename Rows::Sum all_k = k;
-    of_a.sum = (s32)sum_of_parts(parts + my_token * PITCH + 8 * WIDE).x - all_k * za;
+    of_a.sum = (s32)sum_of_parts(parts + my_token * PITCH + 8 * MMAS_N).x - all_k * za;
   }
   const s32 sum[4] = {(s32)sums.x, (s32)sums.y, (s32)sums.z, (s32)sums.w};
   const s32 w_sum[4] = {(s32)of_w.x, (s32)of_w.y, (s32)of_w.z, (s32)of_w.w};
   Segment<f32> codes;
-  if (CodeRange<SKUDA_OUT>::most != 0) codes = p.codes(CodeRange<SKUDA_OUT>::least, CodeRange<SKUDA_OUT>::most);
+  if (CodeRange<SKUDA_OUT>::max != 0) codes = p.codes(CodeRange<SKUDA_OUT>::min, CodeRange<SKUDA_OUT>::max);
   Result v[4];
   union {
     SKUDA_OUT y[4];
@@ -180,7 +187,7 @@ DEVICE void direct_linear(const Rows& rows, const SKUDA_CODE* a, s64 a_leading, 
   } out;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    v[j] = finished(shifted(sum[j], of_a, w_sum[j], zw[j]), sa, sw[j], bias[j], Result());
+    v[j] = apply_epilogue(subtract_zero_points(sum[j], of_a, w_sum[j], zw[j]), sa, sw[j], bias[j], Result());
     if (CURVED) v[j] = curved(v[j]);
   }
   rounded(v, codes, out.y);

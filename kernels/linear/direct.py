@@ -1,89 +1,73 @@
-"""Configurations of the linear kernel whose weights go straight to registers (``direct.cuh``). Pure."""
+"""Configurations of the product whose weights go straight to registers (``direct.cuh``). Pure: needs no GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _TOKENS = (8, 16, 32)
 _SHAPES = ((1, 8), (1, 16), (2, 8), (2, 16), (4, 8))
-_UNIT = 64
-_REGISTERS, _MOST_DEEP = 100, 8
-_WARPS_HELD = 16
-
-_LAUNCH, _MORE_WARPS, _SECOND_BLOCK, _NARROW = 1.251, 0.239, 0.306, 0.307
-_WAVE, _ROUND = 0.484, 0.536
-_L2_BANDWIDTH, _MEMORY, _CODE = 0.571, 1.033, 2.51
-"""Times in us, a bandwidth of L2 in TB/s for one multiprocessor, and a share of the memory's: fitted.
-
-See `Direct.predicted`. A byte of codes, which all blocks read at the same time, takes L2 `_CODE` times as long as one
-of the weight. The share is above 1, since what it stands beside overlaps with it.
-"""
+_REGISTERS, _MAX_AHEAD = 100, 8
 
 
-@dataclass(frozen=True, slots=True)
-class Direct:
+class Direct(NamedTuple):
     """One configuration.
 
     Attributes
     ----------
-    tokens, wide, warps : int
-        Compile-time flags of the same names: tokens of a block; its rows of the weight, divided by 8; warps that share
-        k.
+    tokens, mmas_n, warps : int
+        Compile-time flags of the same names: tokens of a block; its rows of the weight, divided by 8; warps that divide
+        K.
     """
 
     tokens: int
-    wide: int
+    mmas_n: int
     warps: int
 
     @property
+    def rows(self) -> int:
+        """Rows of the weight in a block."""
+        return 8 * self.mmas_n
+
+    @property
+    def unit(self) -> int:
+        """Bytes of K that a warp loads at once: UNIT of the kernel."""
+        return 64
+
+    @property
+    def ahead(self) -> int:
+        """Units that a thread requests at once: AHEAD of the kernel without zero points."""
+        used = 4 * -(-self.tokens // 16) * self.mmas_n
+        return min(_MAX_AHEAD, (_REGISTERS - used) // (4 * (2 * self.mmas_n + self.tokens // 8)))
+
+    @property
     def flags(self) -> tuple[str, ...]:
-        """The compiler flags of the configuration."""
-        return (f"-DTOKENS={self.tokens}", f"-DWIDE={self.wide}", f"-DWARPS={self.warps}")
+        """The compiler flags."""
+        return (f"-DTOKENS={self.tokens}", f"-DMMAS_N={self.mmas_n}", f"-DWARPS={self.warps}")
 
     @property
     def block(self) -> tuple[int, int, int]:
         """Threads of a block."""
         return (32 * self.warps, 1, 1)
 
-    @property
-    def deep(self) -> int:
-        """Units of the weight that a thread requests at once where there are no zero points: DEEP of the kernel."""
-        eights, sets = self.tokens // 8, -(-self.tokens // 16)
-        return min(_MOST_DEEP, (_REGISTERS - 4 * sets * self.wide) // (4 * (2 * self.wide + eights)))
-
     def grid(self, m: int, n: int) -> tuple[int, int, int]:
         """Return the blocks that compute m x n results, m being at most `tokens`."""
-        return (-(-n // (8 * self.wide)) if m else 0, 1, 1)
+        return (-(-n // self.rows) if m else 0, 1, 1)
 
     def shared(self, zero_points: Sequence[bool] = (False, False)) -> int:
-        """Return the bytes of shared memory of a block: the sums of its warps.
+        """Return the bytes of shared memory of a block, for the sums of its warps.
 
-        `zero_points` says of activation and weight whether they have any.
+        `zero_points`: whether activation and weight have any.
         """
         activation, weight = zero_points
-        pitch = 8 * self.wide + (8 if self.wide % 2 == 0 or weight else 0)
+        pitch = self.rows + (8 if self.mmas_n % 2 == 0 or weight else 0)
         return 4 * self.warps * (self.tokens + activation) * pitch
 
-    def predicted(self, m: int, n: int, k: int, sm_count: int, bandwidth: float) -> float:
-        """Return the predicted time in us, as one of many layers, as in `Streamed.predicted`.
-
-        It is the launch, with more warps on a multiprocessor, of one block or of two, or of blocks of 8 rows of the
-        weight; the rounds of loads of all waves; and the bytes from L2 and from memory, of `bandwidth` in TB/s.
-        """
-        (blocks, _, _), slots = self.grid(m, n), sm_count * _WARPS_HELD // self.warps
-        rounds = -(-k // (_UNIT * self.warps * self.deep))
-        own = -(-blocks // slots) * (_WAVE + rounds * _ROUND)
-        loaded = -(-blocks // sm_count) * (8 * self.wide + _CODE * self.tokens) * k / (_L2_BANDWIDTH * 1e6)
-        beside = min(-(-blocks // sm_count), _WARPS_HELD // self.warps) - 1
-        launch = _LAUNCH + (_MORE_WARPS if self.warps == _WARPS_HELD else _SECOND_BLOCK * beside)
-        return launch + (_NARROW if self.wide == 1 else 0.0) + own + loaded + (m + n) * k / (_MEMORY * bandwidth * 1e6)
-
     def __str__(self) -> str:
-        return f"{8 * self.wide} x {self.tokens} through registers, {self.warps} warps"
+        return f"{self.rows} x {self.tokens} through registers, {self.warps} warps"
 
 
 def configurations(m: int) -> tuple[Direct, ...]:
-    """Return the configurations for m tokens, none if they are too many."""
+    """Return the configurations for m tokens; none if m is too large."""
     tokens = next((each for each in _TOKENS if each >= m), 0)
     return tuple(Direct(tokens, *shape) for shape in _SHAPES if tokens and tokens * shape[0] <= 64)

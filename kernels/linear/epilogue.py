@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Epilogue:
-    """All steps from an exact product to the stored output."""
+    """All steps from the exact product to the stored output."""
 
     problem: LinearProblem
     weight_scale: Array | None
@@ -36,8 +36,8 @@ class Epilogue:
         act_scale : array of shape (rows,), C
             Scale of every row.
         product : array of shape (rows, columns), or None
-            The integer product, rounded to C; None stands for K == 0, where the sum is +0 whatever the scales. Without
-            scales of the weight, it is the result.
+            The integer product, rounded to C. None stands for K == 0: the sum is +0 whatever the scales are. Without
+            scales of the weight, the product is the result.
         columns : slice
             The output columns of the block.
         output : array of shape (rows, columns)
@@ -73,7 +73,7 @@ def _activated(value: Array, activation: ActivationKind | None) -> Array:
         case None:
             return value
         case ActivationKind.RELU:
-            # NaN stays NaN; -0 and everything below become +0.
+            # NaN fails the comparison and stays NaN; -0 and negative values become +0.
             value[value <= 0] = 0
             return value
         case ActivationKind.GELU:

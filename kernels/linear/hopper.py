@@ -1,4 +1,4 @@
-"""What the kernels that load through Hopper's TMA (``hopper.cuh``) share."""
+"""Limits that the kernels with Hopper's TMA loads (``hopper.cuh``) share."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 H200 = 132
 """Multiprocessors assumed for a device that does not report them."""
 
-MOST_SHARED = 232_448
+MAX_SHARED = 232_448
 """Bytes of shared memory that a block may have."""
 
-ALIGNED = "arrays that do not begin, or whose rows do not begin, at multiples of 16 bytes are served by the next kernel"
+ALIGNED = "arrays or rows that do not begin at multiples of 16 bytes run on the next kernel"
 """The note that these kernels add to a plan."""
 
 _UNIT = 16
@@ -28,7 +28,7 @@ _HALF = 500_000_000_000
 def bandwidth(device: Device) -> float:
     """Return a card's memory bandwidth in TB/s, an H200's if it reports none.
 
-    It is a multiple of a half, so that what a driver reports and what a data sheet says choose alike.
+    It is rounded to a multiple of 0.5: the value of a driver and that of a data sheet then lead to the same choice.
     """
     return round((device.memory_bandwidth or _H200_BANDWIDTH) / _HALF) / 2
 
@@ -36,7 +36,7 @@ def bandwidth(device: Device) -> float:
 def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
     """Return what these kernels require: rows that TMA can read, and sums that fit in 32 bits.
 
-    `weight` is s8 or u8; the activation may be either.
+    `weight` is s8 or u8; the activation may be either of them.
     """
     limit = Between(field="k", minimum=_UNIT, maximum=longest_k(ElementKind.U8, weight))
     return (MultipleOf(field="k", divisor=_UNIT), limit)

@@ -1,40 +1,43 @@
 // The int8 product on the tensor cores of any card since Ampere (mma.sync), with its epilogue: sm_80 and later.
 //
-//   acc[m, n] = sum_k (a[m, k] - za) (w[n, k] - zw[n]), exact in s32; epilogue of layer.cuh
+//   acc[m, n] = sum_k (a[m, k] - za) (w[n, k] - zw[n]), exact in s32; then the epilogue of epilogue.cuh
 //
-// Data: global memory -> a ring of stages in shared memory, by asynchronous copies (cp.async) of 16-byte "units" ->
-// fragments in registers (ldmatrix) -> mma.sync -> sums in registers -> the ring's memory, which gives neighbouring
-// threads neighbouring outputs -> epilogue -> global memory.
+//   p                pointers, strides and sizes of a, w, scales, bias and output (epilogue.cuh)
+//   scales           scales and zero points of the rows of a (epilogue.cuh)
+//
+// Data: global memory -> cp.async copies 16-byte "units" into a ring of stages in shared memory -> ldmatrix loads
+// fragments into registers -> mma.sync -> sums in registers -> the ring's memory, from which neighbouring threads read
+// neighbouring outputs -> epilogue -> global memory.
 //
 // Variants.
-//   Operands. If both consist of whole, aligned units (DIRECT), units are permuted within a row, so that eight rows of
-//   one unit, or one row's units, lie in different banks. Otherwise the aligned units that contain a row's bytes are
-//   copied to rows one unit longer, which avoids bank conflicts as well, and the bytes are shifted into place before use.
-//   That is two to three times slower, and still several times faster than the plain kernel. Bytes beyond a row are never
-//   read; elements beyond an edge are zero.
-//   Tiles. A block computes ROWS x COLUMNS outputs. Large tiles read the fewest bytes per product and win if there are
-//   enough of them for all multiprocessors; small tiles win below that. WARPS_K > 1 splits a stage among warps, which
-//   hides latency in small tiles. `mma.py` predicts which tile is the fastest.
+//   Operands. If both consist of whole, aligned units (DIRECT), a swizzle permutes the units of a row, so that eight
+//   rows of one unit, and the units of one row, lie in different banks. Otherwise the kernel copies the aligned units
+//   that contain a row's bytes to rows that are one unit longer, which avoids bank conflicts as well, and shifts the
+//   bytes into place before use. That is two to three times slower, and still several times faster than the plain
+//   kernel. It never reads bytes beyond a row; elements beyond an edge are zero.
+//   Tiles. A block computes ROWS x COLUMNS outputs. Large tiles load the fewest bytes for each product and win if there
+//   are enough of them for all multiprocessors; else small tiles win. With WARPS_K > 1, warps divide a stage (split-K
+//   within the block), which hides latency in small tiles. `mma.py` predicts which tile is the fastest.
 //
 // K is at most 131,071 for s8 by s8, 65,793 for s8 by u8, 33,025 for u8 by u8.
 #pragma once
-#include "layer.cuh"
-#include "multiply.cuh"
+#include "epilogue.cuh"
+#include "mma_sync.cuh"
 
 // --- instructions ----------------------------------------------------------------------------------------------------
 
 #ifdef SKUDA_HOST
 DEVICE u8* shared_bytes() { return skuda_dynamic_shared; }
 DEVICE u32 shared_start() { return 0; }
-DEVICE void copy_unit(u32 to, const u8* from, bool real) {
+DEVICE void cp_async_16(u32 to, const u8* from, bool real) {
   for (int i = 0; i < 16; ++i) skuda_dynamic_shared[to + i] = real ? from[i] : 0;
 }
-DEVICE void copy_start(u32 to, const u8* from, s32 real) {
+DEVICE void cp_async_16_zfill(u32 to, const u8* from, s32 real) {
   for (int i = 0; i < 16; ++i) skuda_dynamic_shared[to + i] = i < real ? from[i] : 0;
 }
-DEVICE void copies_commit() {}
-template <int PENDING> DEVICE void copies_wait() {}
-DEVICE void load_matrices(u32 (&r)[4], u32 at) {
+DEVICE void cp_async_commit_group() {}
+template <int PENDING> DEVICE void cp_async_wait_group() {}
+DEVICE void ldmatrix_x4(u32 (&r)[4], u32 at) {
   for (int i = 0; i < 4; ++i) {
     const u32 row = __shfl_sync(~0u, at, threadIdx.x % 32 / 4 + 8 * i);
     memcpy(&r[i], &skuda_dynamic_shared[row + threadIdx.x % 4 * 4], 4);
@@ -47,25 +50,25 @@ DEVICE u8* shared_bytes() {
 }
 DEVICE u32 shared_start() { return (u32)__cvta_generic_to_shared(shared_bytes()); }
 
-// Copies a unit, or writes zeros.
-DEVICE void copy_unit(u32 to, const u8* from, bool real) {
+// Copies 16 bytes, or writes zeros.
+DEVICE void cp_async_16(u32 to, const u8* from, bool real) {
   asm volatile(
       "{\n.reg .pred none;\nsetp.eq.s32 none, %2, 0;\n"
       "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, none;\n}" ::"r"(to),
       "l"(from), "r"((s32)real)
       : "memory");
 }
-// Copies the first `real` bytes of a unit and then writes zeros; its code is longer.
-DEVICE void copy_start(u32 to, const u8* from, s32 real) {
+// Copies the first `real` of 16 bytes and then writes zeros. Its code is longer.
+DEVICE void cp_async_16_zfill(u32 to, const u8* from, s32 real) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(min(max(real, 0), 16))
                : "memory");
 }
-DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> DEVICE void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
-// Four matrices of 8 rows of 16 bytes; lane l gives the address of row l % 8 of matrix l / 8, and receives from
-// each matrix the bytes 4 (l % 4) .. + 3 of row l / 4.
-DEVICE void load_matrices(u32 (&r)[4], u32 at) {
+// Loads four matrices of 8 rows of 16 bytes. Lane l gives the address of row l % 8 of matrix l / 8, and receives bytes
+// 4 (l % 4) to 4 (l % 4) + 3 of row l / 4 of each matrix.
+DEVICE void ldmatrix_x4(u32 (&r)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(at)
@@ -75,28 +78,28 @@ DEVICE void load_matrices(u32 (&r)[4], u32 at) {
 
 // --- tiles -----------------------------------------------------------------------------------------------------------
 
-// WARPS_M x WARPS_N warps divide the outputs, and each of WARPS_K such groups takes a part of every stage; RESIDENT
+// WARPS_M x WARPS_N warps divide the outputs, and each of WARPS_K such groups takes a part of every stage. RESIDENT
 // blocks share a multiprocessor.
 template <int M, int N, int K, int WM, int WN, int WK, int S, int B> struct Tile {
-  enum { ROWS = M, COLUMNS = N, DEPTH = K, STAGES = S, WARPS_M = WM, WARPS_N = WN, WARPS_K = WK };
+  enum { ROWS = M, COLUMNS = N, BLOCK_K = K, STAGES = S, WARPS_M = WM, WARPS_N = WN, WARPS_K = WK };
   enum { THREADS = 32 * WM * WN * WK, RESIDENT = B, WARP_ROWS = M / WM, WARP_COLUMNS = N / WN };
-  enum { HIGH = WARP_ROWS / 16, WIDE = WARP_COLUMNS / 8, CUTS = K / 32 / WK };  // instructions of a warp
+  enum { MMAS_M = WARP_ROWS / 16, MMAS_N = WARP_COLUMNS / 8, MMAS_K = K / 32 / WK };  // mma.sync of a warp along M, N and K
   enum { STAGE = (M + N) * K, RING = STAGE * S };
-  enum { PITCH = K + 16, LONG_STAGE = (M + N) * PITCH, LONG_STAGES = RING / LONG_STAGE };  // where not DIRECT
-  // Sums of codes: warps with the same rows divide the rows' sums, warps with the same columns the columns' sums.
-  enum { OWN_HIGH = (HIGH + WN - 1) / WN, OWN_WIDE = (WIDE + WM - 1) / WM };
-  // Behind the ring: sums of codes, with zero points only.
+  enum { PITCH = K + 16, UNALIGNED_STAGE = (M + N) * PITCH, UNALIGNED_STAGES = RING / UNALIGNED_STAGE };  // where not DIRECT
+  // Sums of codes: warps that have the same rows divide their sums, and so do warps that have the same columns.
+  enum { OWN_MMAS_M = (MMAS_M + WN - 1) / WN, OWN_MMAS_N = (MMAS_N + WM - 1) / WM };
+  // Sums of codes, behind the ring; only with zero points.
   enum { SUMS = WK * (M + N) * 4 };
-  // Sums leave the registers through the ring's memory, in as many parts as needed.
-  enum { ALL = WK * M * N * 4, PARTS = ALL <= RING ? 1 : ALL <= 2 * RING ? 2 : 4, PART_HIGH = HIGH / PARTS };
+  // Sums go through the ring's memory, in as many parts as needed.
+  enum { ALL = WK * M * N * 4, PARTS = ALL <= RING ? 1 : ALL <= 2 * RING ? 2 : 4, PART_MMAS_M = MMAS_M / PARTS };
   // Fragments are prefetched if a thread has registers for two sets beside its sums and about 60 others.
   enum { REGISTERS = 65536 / (THREADS * B) < 255 ? 65536 / (THREADS * B) : 255 };
-  enum { SPARE = REGISTERS - 4 * HIGH * WIDE - 2 * (4 * HIGH + 2 * WIDE) - 60, MORE = 2 * OWN_HIGH + OWN_WIDE };
+  enum { SPARE = REGISTERS - 4 * MMAS_M * MMAS_N - 2 * (4 * MMAS_M + 2 * MMAS_N) - 60, MORE = 2 * OWN_MMAS_M + OWN_MMAS_N };
   static_assert(K == 64 || K == 128, "the permutation of units");
   static_assert(WARP_ROWS % 16 == 0 && WARP_COLUMNS % 16 == 0 && K % (32 * WK) == 0, "whole instructions");
   static_assert(N % 32 == 0, "the permutation of sums");
-  static_assert(LONG_STAGES > 1, "one stage is filled while another is used");
-  static_assert(ALL / PARTS <= RING && HIGH % PARTS == 0, "sums fit into the ring");
+  static_assert(UNALIGNED_STAGES > 1, "one stage is filled while another is used");
+  static_assert(ALL / PARTS <= RING && MMAS_M % PARTS == 0, "sums fit into the ring");
 
   // Offset of unit `unit` of row `row` of an operand.
   static DEVICE u32 place(int row, int unit) {
@@ -118,16 +121,16 @@ typedef Tile<32, 32, 128, 2, 1, 2, 6, 4> t32x32x128s6;
 typedef Tile<16, 128, 128, 1, 4, 2, 6, 1> t16x128x128s6;
 typedef Tile<16, 32, 128, 1, 2, 2, 8, 3> t16x32x128s8;
 
-// Loader of one operand: a stage has HEIGHT rows, and a thread copies one unit of every STEP-th row.
+// Loads one operand: a stage has HEIGHT rows, and a thread copies one unit of every STEP-th row.
 template <int HEIGHT, class T> struct Operand {
-  enum { UNITS = T::DEPTH / 16, STEP = T::THREADS / UNITS, ROUNDS = (HEIGHT + STEP - 1) / STEP };
+  enum { UNITS = T::BLOCK_K / 16, STEP = T::THREADS / UNITS, ROUNDS = (HEIGHT + STEP - 1) / STEP };
   static_assert(STEP % 16 == 0, "a thread's units are permuted alike, and shifted alike");
   const u8* from;  // the thread's unit of its first row in the next stage
   s64 stride;      // bytes between its rows
   s32 rows;        // of the matrix, from its first one on
   s32 left;        // bytes of a row from `from` on
   u32 shift;       // bytes before the row's first byte, in the unit that contains it
-  bool whole;      // nothing has a shift, and every row ends with a unit
+  bool aligned;    // every row begins and ends with a whole unit
 
   static DEVICE Operand make(const u8* base, s64 leading, s64 row0, s64 all_rows, s64 k) {
     const int row = threadIdx.x / UNITS, unit = threadIdx.x % UNITS;
@@ -136,34 +139,34 @@ template <int HEIGHT, class T> struct Operand {
     Operand o;
     o.shift = (u32)(u64)begin % 16, o.from = begin - o.shift + 16 * unit, o.stride = STEP * leading;
     o.rows = (s32)(rows < HEIGHT ? rows : HEIGHT), o.left = (s32)(k + o.shift - 16 * unit);
-    o.whole = (((u64)base | (all_rows > 1 ? (u64)leading : 0)) | (u64)k) % 16 == 0;
+    o.aligned = (((u64)base | (all_rows > 1 ? (u64)leading : 0)) | (u64)k) % 16 == 0;
     return o;
   }
-  DEVICE bool mine(int round) const {
+  DEVICE bool has_row(int round) const {
     return HEIGHT % STEP == 0 || (int)threadIdx.x / UNITS + round * STEP < HEIGHT;
   }
 
-  // `to` is the address of its first row of the stage.
-  DEVICE void copy_units(u32 to) {
+  // `to` is the address of the operand's first row in the stage.
+  DEVICE void load_aligned(u32 to) {
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-      const u32 at = to + T::place(threadIdx.x / UNITS, threadIdx.x % UNITS) + i * STEP * T::DEPTH;
-      if (mine(i)) copy_unit(at, from + i * stride, i * STEP < rows && left > 0);
+      const u32 at = to + T::place(threadIdx.x / UNITS, threadIdx.x % UNITS) + i * STEP * T::BLOCK_K;
+      if (has_row(i)) cp_async_16(at, from + i * stride, i * STEP < rows && left > 0);
     }
-    from += T::DEPTH, left -= T::DEPTH;
+    from += T::BLOCK_K, left -= T::BLOCK_K;
   }
 
-  // A row with a shift takes one unit more. The first unit of all is assembled from single bytes.
-  static DEVICE u32 long_place() { return threadIdx.x / UNITS * T::PITCH + threadIdx.x % UNITS * 16; }
-  DEVICE void copy_long(u32 to, bool first) {
+  // A row that is not aligned takes one unit more. Its first unit is assembled from single bytes.
+  static DEVICE u32 unaligned_place() { return threadIdx.x / UNITS * T::PITCH + threadIdx.x % UNITS * 16; }
+  DEVICE void load_unaligned(u32 to, bool first) {
     const int unit = threadIdx.x % UNITS;
     const bool begins = shift != 0 && first && unit == 0, ends = shift != 0 && unit == UNITS - 1;
 #pragma unroll 2
     for (int i = 0; i < ROUNDS; ++i) {
-      const u32 at = to + long_place() + i * STEP * T::PITCH;
+      const u32 at = to + unaligned_place() + i * STEP * T::PITCH;
       const s32 real = i * STEP < rows ? left : 0;
-      if (mine(i) && !begins) copy_start(at, from + i * stride, real);
-      if (mine(i) && ends) copy_start(at + 16, from + i * stride + 16, real - 16);
+      if (has_row(i) && !begins) cp_async_16_zfill(at, from + i * stride, real);
+      if (has_row(i) && ends) cp_async_16_zfill(at + 16, from + i * stride + 16, real - 16);
     }
     if (begins) {
 #pragma unroll 1
@@ -173,20 +176,20 @@ template <int HEIGHT, class T> struct Operand {
         for (int b = 1; b < 16; ++b) {
           if (i * STEP < rows && b >= (int)shift && b < left) word[b / 4] |= (u32)from[i * stride + b] << 8 * (b % 4);
         }
-        uint4* const at = (uint4*)(shared_bytes() + (to - shared_start()) + long_place() + i * STEP * T::PITCH);
-        if (mine(i)) *at = make_uint4(word[0], word[1], word[2], word[3]);
+        uint4* const at = (uint4*)(shared_bytes() + (to - shared_start()) + unaligned_place() + i * STEP * T::PITCH);
+        if (has_row(i)) *at = make_uint4(word[0], word[1], word[2], word[3]);
       }
     }
-    from += T::DEPTH, left -= T::DEPTH;
+    from += T::BLOCK_K, left -= T::BLOCK_K;
   }
-  // Shifts a stage's rows, which the same warp has copied, into place.
-  DEVICE void align(u32 to) const {
-    u8* const first = shared_bytes() + (to - shared_start()) + long_place();
+  // Shifts the rows of a stage into place; the same warp has copied them.
+  DEVICE void shift_into_place(u32 to) const {
+    u8* const first = shared_bytes() + (to - shared_start()) + unaligned_place();
     const u32 pick = 0x3210u + 0x1111u * (shift & 3);
     uint4 moved[ROUNDS];
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-      if (!mine(i)) continue;
+      if (!has_row(i)) continue;
       const uint4* const at = (const uint4*)(first + i * STEP * T::PITCH);
       const uint4 low = at[0], high = at[1];
       u32 w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -200,14 +203,14 @@ template <int HEIGHT, class T> struct Operand {
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-      if (mine(i)) *(uint4*)(first + i * STEP * T::PITCH) = moved[i];
+      if (has_row(i)) *(uint4*)(first + i * STEP * T::PITCH) = moved[i];
     }
   }
 };
 
 // --- the epilogue ---------------------------------------------------------------------------------------------------
 
-// GELU and SiLU of four values at a time, which hides the latency of each. Not inlined, because the code is long.
+// GELU or SiLU of four values at a time, which hides latency. Not inlined, because the code is long.
 template <class Out> __device__ __noinline__ float4 curved(float4 v, s32 epilogue) {
   return make_float4(activated<Out>(v.x, epilogue), activated<Out>(v.y, epilogue), activated<Out>(v.z, epilogue),
                      activated<Out>(v.w, epilogue));
@@ -250,7 +253,7 @@ template <class T> struct CodeSink {
   DEVICE CodeSink(const Layer& p) {
     const f32 scale = p.output_scale ? *(const f32*)p.output_scale : (f32)p.output_scale_value;
     const s32 zero = p.output_zero_point ? *p.output_zero_point : p.output_zero_point_value;
-    segment = Segment<f32>::make(scale, zero, CodeRange<T>::least, CodeRange<T>::most);
+    segment = Segment<f32>::make(scale, zero, CodeRange<T>::min, CodeRange<T>::max);
   }
   template <int V> DEVICE void put(T* to, const f32 (&v)[V]) const {
     u32 q[V];
@@ -268,14 +271,15 @@ template <> struct Sink<s32> {
   DEVICE void put(s32* to, const s32 (&v)[4]) const { __stcs((int4*)to, make_int4(v[0], v[1], v[2], v[3])); }
 };
 
-// Sums of a block's part lie in rows of COLUMNS words, permuted so that a fragment's rows lie in different banks.
-template <class T> DEVICE int sum_place(int row, int column) { return row * T::COLUMNS + (column ^ (row & 3) << 3); }
+// Where a staged sum lies: in rows of COLUMNS words, with a swizzle that puts the rows of a fragment in different
+// banks.
+template <class T> DEVICE int staged_at(int row, int column) { return row * T::COLUMNS + (column ^ (row & 3) << 3); }
 
 // A thread finishes V neighbouring outputs at a time; neighbouring threads take neighbouring outputs of a row.
 template <int V, class Out, bool ZERO_POINTS, class T, class Rows>
 DEVICE void finish(const Layer& p, const Rows& rows, s64 row0, s64 column0, int part) {
   enum { IN_ROW = T::COLUMNS / V, LANES = (int)IN_ROW < (int)T::THREADS ? IN_ROW : T::THREADS };
-  enum { HEIGHT = T::ROWS / T::PARTS, RUN = 16 * T::PART_HIGH, STEP = T::THREADS / LANES };
+  enum { HEIGHT = T::ROWS / T::PARTS, RUN = 16 * T::PART_MMAS_M, STEP = T::THREADS / LANES };
   const s32* const sums = (const s32*)shared_bytes();
   const s32* const a_sums = (const s32*)(shared_bytes() + T::RING);
   const s32* const w_sums = a_sums + T::WARPS_K * T::ROWS;
@@ -304,7 +308,7 @@ DEVICE void finish(const Layer& p, const Rows& rows, s64 row0, s64 column0, int 
       s32 acc[V];
 #pragma unroll
       for (int s = 0; s < T::WARPS_K; ++s) {
-        const s32* const from = sums + s * HEIGHT * T::COLUMNS + sum_place<T>(staged, unit * V);
+        const s32* const from = sums + s * HEIGHT * T::COLUMNS + staged_at<T>(staged, unit * V);
         s32 own[4];
         if (V == 4) {
           const int4 four = *(const int4*)from;
@@ -330,7 +334,7 @@ DEVICE void finish(const Layer& p, const Rows& rows, s64 row0, s64 column0, int 
 #pragma unroll
         for (int j = 0; j < V; ++j) {
           const f32 sum = ZERO_POINTS ? rows.difference(acc[j] - za * w_sum[j], zero[j], a_sum) : (f32)acc[j];
-          v[j] = p.k == 0 ? 0.0f : product(product(row_scale, scale[j]), sum);
+          v[j] = p.k == 0 ? 0.0f : mul_rn(mul_rn(row_scale, scale[j]), sum);
           if (p.bias) v[j] = v[j] + bias[j];
         }
         activate<Out>(v, p.epilogue);
@@ -342,10 +346,10 @@ DEVICE void finish(const Layer& p, const Rows& rows, s64 row0, s64 column0, int 
 
 // --- the kernel ------------------------------------------------------------------------------------------------------
 
-// A warp's fragments of 32 bytes of K. Of a: 16 rows of the first 16 bytes, then of the others, in the order of the
-// instruction. Of w: eight columns of both halves, then eight more.
+// A warp's fragments of 32 bytes of K. Of a: 16 rows of the first 16 bytes, then of the others, in the order of
+// mma.sync. Of w: both halves of eight columns, then of eight more.
 template <bool DIRECT, class T> struct Fragments {
-  u32 a[T::HIGH][4], w[T::WIDE / 2][4];
+  u32 a[T::MMAS_M][4], w[T::MMAS_N / 2][4];
   static DEVICE u32 a_place(int wm) { return place(wm * T::WARP_ROWS + threadIdx.x % 16, threadIdx.x / 16 % 2); }
   static DEVICE u32 w_place(int wn) {
     const int lane = threadIdx.x % 32;
@@ -355,99 +359,99 @@ template <bool DIRECT, class T> struct Fragments {
     return DIRECT ? T::place(row, unit) : (u32)(row * T::PITCH + unit * 16);
   }
   DEVICE void load(u32 a_at, u32 w_at, u32 cut) {
-    const u32 pitch = DIRECT ? T::DEPTH : T::PITCH;
+    const u32 pitch = DIRECT ? T::BLOCK_K : T::PITCH;
     a_at = DIRECT ? a_at ^ cut << 5 : a_at + (cut << 5), w_at = DIRECT ? w_at ^ cut << 5 : w_at + (cut << 5);
 #pragma unroll
-    for (int i = 0; i < T::HIGH; ++i) load_matrices(a[i], a_at + i * 16 * pitch);
+    for (int i = 0; i < T::MMAS_M; ++i) ldmatrix_x4(a[i], a_at + i * 16 * pitch);
 #pragma unroll
-    for (int j = 0; j < T::WIDE / 2; ++j) load_matrices(w[j], w_at + j * 16 * pitch);
+    for (int j = 0; j < T::MMAS_N / 2; ++j) ldmatrix_x4(w[j], w_at + j * 16 * pitch);
   }
 };
 
-// Rasterization: tiles go down a band of 2,048 rows, then to the next columns, so that concurrent blocks share operands
-// in the L2 cache.
+// Rasterization: tiles go down a band of 2,048 rows, then to the next columns, so that blocks that run at the same time
+// share operands in L2.
 template <class T> DEVICE void tile_of(s64 m, s64 n, s64& row0, s64& column0) {
   const u32 down = (u32)((m + T::ROWS - 1) / T::ROWS), across = (u32)((n + T::COLUMNS - 1) / T::COLUMNS);
-  const u32 most = 2048 / T::ROWS, high = down < most ? down : most;
+  const u32 band_rows = 2048 / T::ROWS, high = down < band_rows ? down : band_rows;
   const u32 band = blockIdx.x / (high * across), inside = blockIdx.x - band * high * across;
   const u32 rest = down - band * high, own = rest < high ? rest : high;
   row0 = (s64)(band * high + inside % own) * T::ROWS, column0 = (s64)(inside / own) * T::COLUMNS;
 }
 
-// A warp's accumulators: products, and sums of codes of its share of rows and columns.
+// A warp's accumulators: products, and sums of the codes of its part of the rows and columns.
 template <class T> struct Sums {
-  s32 of[T::HIGH][T::WIDE][4], a[T::OWN_HIGH][2], w[T::OWN_WIDE];
+  s32 of[T::MMAS_M][T::MMAS_N][4], a[T::OWN_MMAS_M][2], w[T::OWN_MMAS_N];
   DEVICE void clear() {
 #pragma unroll
-    for (int i = 0; i < T::HIGH; ++i) {
+    for (int i = 0; i < T::MMAS_M; ++i) {
 #pragma unroll
-      for (int j = 0; j < T::WIDE; ++j) of[i][j][0] = of[i][j][1] = of[i][j][2] = of[i][j][3] = 0;
+      for (int j = 0; j < T::MMAS_N; ++j) of[i][j][0] = of[i][j][1] = of[i][j][2] = of[i][j][3] = 0;
     }
 #pragma unroll
-    for (int i = 0; i < T::OWN_HIGH; ++i) a[i][0] = a[i][1] = 0;
+    for (int i = 0; i < T::OWN_MMAS_M; ++i) a[i][0] = a[i][1] = 0;
 #pragma unroll
-    for (int j = 0; j < T::OWN_WIDE; ++j) w[j] = 0;
+    for (int j = 0; j < T::OWN_MMAS_N; ++j) w[j] = 0;
   }
   template <class A, class W, class F> DEVICE void add_products(const F& f) {
 #pragma unroll
-    for (int i = 0; i < T::HIGH; ++i) {
+    for (int i = 0; i < T::MMAS_M; ++i) {
 #pragma unroll
-      for (int j = 0; j < T::WIDE; ++j) {
+      for (int j = 0; j < T::MMAS_N; ++j) {
         const u32* const w = f.w[j / 2] + j % 2 * 2;
-        multiply_add<A, W>(of[i][j], f.a[i], w[0], w[1]);
+        mma_m16n8k32<A, W>(of[i][j], f.a[i], w[0], w[1]);
       }
     }
   }
   template <class A, class W, class F> DEVICE void add_codes(const F& f, int wm, int wn) {
 #pragma unroll
-    for (int i = 0; i < T::HIGH; ++i) {
-      s32(&own)[2] = a[i % T::OWN_HIGH];
+    for (int i = 0; i < T::MMAS_M; ++i) {
+      s32(&own)[2] = a[i % T::OWN_MMAS_M];
 #pragma unroll
-      for (int e = 0; e < 4 && i / T::OWN_HIGH == wn; ++e) own[e % 2] = add_bytes(f.a[i][e], own[e % 2], A());
+      for (int e = 0; e < 4 && i / T::OWN_MMAS_M == wn; ++e) own[e % 2] = sum_codes(f.a[i][e], own[e % 2], A());
     }
 #pragma unroll
-    for (int j = 0; j < T::WIDE; ++j) {
-      s32& own = w[j % T::OWN_WIDE];
+    for (int j = 0; j < T::MMAS_N; ++j) {
+      s32& own = w[j % T::OWN_MMAS_N];
 #pragma unroll
-      for (int e = 0; e < 2 && j / T::OWN_WIDE == wm; ++e) own = add_bytes(f.w[j / 2][j % 2 * 2 + e], own, W());
+      for (int e = 0; e < 2 && j / T::OWN_MMAS_N == wm; ++e) own = sum_codes(f.w[j / 2][j % 2 * 2 + e], own, W());
     }
   }
 };
 
-// The mainloop for two whole operands. It has no branches: stages beyond the last are filled with zeros.
+// The mainloop for two aligned operands. It has no branches: stages beyond the last one are filled with zeros.
 template <class A, class W, bool ZERO_POINTS, class T, class Rows, class Columns>
-DEVICE void multiply_units(Sums<T>& sums, Rows a, Columns w, int steps, int wm, int wn, int wk) {
+DEVICE void mainloop_aligned(Sums<T>& sums, Rows a, Columns w, int steps, int wm, int wn, int wk) {
   constexpr bool AHEAD = T::SPARE >= (ZERO_POINTS ? T::MORE : 0);
-  const u32 ring = shared_start(), below = ring + T::ROWS * T::DEPTH;
+  const u32 ring = shared_start(), below = ring + T::ROWS * T::BLOCK_K;
 #pragma unroll 1
   for (int s = 0; s < T::STAGES - 1; ++s) {
-    a.copy_units(ring + s * T::STAGE), w.copy_units(below + s * T::STAGE);
-    copies_commit();
+    a.load_aligned(ring + s * T::STAGE), w.load_aligned(below + s * T::STAGE);
+    cp_async_commit_group();
   }
-  copies_wait<T::STAGES - 2>();
+  cp_async_wait_group<T::STAGES - 2>();
   __syncthreads();
 
   typedef Fragments<true, T> F;
   const u32 a_place = ring + F::a_place(wm), w_place = ring + F::w_place(wn);
   u32 reading = 0, writing = (T::STAGES - 1) * T::STAGE;
   F now, next;
-  if (AHEAD) now.load(a_place, w_place, wk * T::CUTS);
+  if (AHEAD) now.load(a_place, w_place, wk * T::MMAS_K);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
 #pragma unroll
-    for (int cut = 0; cut < T::CUTS; ++cut) {
-      if (!AHEAD) now.load(reading + a_place, reading + w_place, wk * T::CUTS + cut);
+    for (int cut = 0; cut < T::MMAS_K; ++cut) {
+      if (!AHEAD) now.load(reading + a_place, reading + w_place, wk * T::MMAS_K + cut);
       if (cut == 0) {
-        a.copy_units(ring + writing), w.copy_units(below + writing);
-        copies_commit();
+        a.load_aligned(ring + writing), w.load_aligned(below + writing);
+        cp_async_commit_group();
         writing = writing == T::RING - T::STAGE ? 0 : writing + T::STAGE;
       }
-      if (cut == T::CUTS - 1) {
+      if (cut == T::MMAS_K - 1) {
         reading = reading == T::RING - T::STAGE ? 0 : reading + T::STAGE;
-        copies_wait<T::STAGES - 2>();
+        cp_async_wait_group<T::STAGES - 2>();
         __syncthreads();
       }
-      if (AHEAD) next.load(reading + a_place, reading + w_place, wk * T::CUTS + (cut + 1) % T::CUTS);
+      if (AHEAD) next.load(reading + a_place, reading + w_place, wk * T::MMAS_K + (cut + 1) % T::MMAS_K);
       sums.template add_products<A, W>(now);
       if (ZERO_POINTS) sums.template add_codes<A, W>(now, wm, wn);
       if (AHEAD) now = next;
@@ -455,19 +459,19 @@ DEVICE void multiply_units(Sums<T>& sums, Rows a, Columns w, int steps, int wm, 
   }
 }
 
-// The mainloop for any operands.
+// The mainloop for operands of any alignment.
 template <class A, class W, bool ZERO_POINTS, class T, class Rows, class Columns>
-DEVICE void multiply_bytes(Sums<T>& sums, Rows a, Columns w, int steps, int wm, int wn, int wk) {
-  enum { STAGE = T::LONG_STAGE, STAGES = T::LONG_STAGES, RING = STAGE * STAGES };
+DEVICE void mainloop_unaligned(Sums<T>& sums, Rows a, Columns w, int steps, int wm, int wn, int wk) {
+  enum { STAGE = T::UNALIGNED_STAGE, STAGES = T::UNALIGNED_STAGES, RING = STAGE * STAGES };
   const u32 ring = shared_start(), below = ring + T::ROWS * T::PITCH;
 #pragma unroll 1
   for (int s = 0; s < STAGES - 1; ++s) {
-    a.copy_long(ring + s * STAGE, s == 0), w.copy_long(below + s * STAGE, s == 0);
-    copies_commit();
+    a.load_unaligned(ring + s * STAGE, s == 0), w.load_unaligned(below + s * STAGE, s == 0);
+    cp_async_commit_group();
   }
-  copies_wait<STAGES - 2>();
+  cp_async_wait_group<STAGES - 2>();
   __syncwarp();
-  a.align(ring), w.align(below);
+  a.shift_into_place(ring), w.shift_into_place(below);
   __syncthreads();
 
   typedef Fragments<false, T> F;
@@ -476,25 +480,25 @@ DEVICE void multiply_bytes(Sums<T>& sums, Rows a, Columns w, int steps, int wm, 
   F now;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    a.copy_long(ring + writing, false), w.copy_long(below + writing, false);
-    copies_commit();
+    a.load_unaligned(ring + writing, false), w.load_unaligned(below + writing, false);
+    cp_async_commit_group();
     writing = writing == RING - STAGE ? 0 : writing + STAGE;
     const u32 coming = reading == RING - STAGE ? 0 : reading + STAGE;
     if (STAGES > 2) {
-      copies_wait<STAGES - 2>();
+      cp_async_wait_group<STAGES - 2>();
       __syncwarp();
-      a.align(ring + coming), w.align(below + coming);
+      a.shift_into_place(ring + coming), w.shift_into_place(below + coming);
     }
 #pragma unroll 2
-    for (int cut = 0; cut < T::CUTS; ++cut) {
-      now.load(reading + a_place, reading + w_place, wk * T::CUTS + cut);
+    for (int cut = 0; cut < T::MMAS_K; ++cut) {
+      now.load(reading + a_place, reading + w_place, wk * T::MMAS_K + cut);
       sums.template add_products<A, W>(now);
       if (ZERO_POINTS) sums.template add_codes<A, W>(now, wm, wn);
     }
     if (STAGES == 2) {
-      copies_wait<0>();
+      cp_async_wait_group<0>();
       __syncwarp();
-      a.align(ring + coming), w.align(below + coming);
+      a.shift_into_place(ring + coming), w.shift_into_place(below + coming);
     }
     reading = coming;
     __syncthreads();
@@ -510,15 +514,15 @@ DEVICE void linear_by_mma(const Layer& p, const Scales& scales) {
   tile_of<T>(p.m, p.n, row0, column0);
   const auto a = Operand<T::ROWS, T>::make(p.a, p.a_leading, row0, p.m, p.k);
   const auto w = Operand<T::COLUMNS, T>::make(p.w, p.w_leading, column0, p.n, p.k);
-  const int steps = (int)((p.k + T::DEPTH - 1) / T::DEPTH);
+  const int steps = (int)((p.k + T::BLOCK_K - 1) / T::BLOCK_K);
   Sums<T> sum;
   sum.clear();
-  if (a.whole && w.whole) {
-    multiply_units<A, W, ZERO_POINTS>(sum, a, w, steps, wm, wn, wk);
+  if (a.aligned && w.aligned) {
+    mainloop_aligned<A, W, ZERO_POINTS>(sum, a, w, steps, wm, wn, wk);
   } else {
-    multiply_bytes<A, W, ZERO_POINTS>(sum, a, w, steps, wm, wn, wk);
+    mainloop_unaligned<A, W, ZERO_POINTS>(sum, a, w, steps, wm, wn, wk);
   }
-  copies_wait<0>();
+  cp_async_wait_group<0>();
 
   const int row = lane / 4, pair = lane % 4 * 2;
   if (ZERO_POINTS) {
@@ -526,18 +530,18 @@ DEVICE void linear_by_mma(const Layer& p, const Scales& scales) {
     s32* const all_w_sums = (s32*)(shared_bytes() + T::RING) + T::WARPS_K * T::ROWS;
     s32* const w_sums = all_w_sums + wk * T::COLUMNS + wn * T::WARP_COLUMNS;
 #pragma unroll
-    for (int i = 0; i < 2 * T::OWN_HIGH; ++i) {
+    for (int i = 0; i < 2 * T::OWN_MMAS_M; ++i) {
       s32 total = sum.a[i / 2][i % 2];
       total += __shfl_xor_sync(~0u, total, 1), total += __shfl_xor_sync(~0u, total, 2);
-      const int at = wn * 2 * T::OWN_HIGH + i;
-      if (lane % 4 == 0 && at < 2 * T::HIGH) a_sums[8 * at + row] = total;
+      const int at = wn * 2 * T::OWN_MMAS_M + i;
+      if (lane % 4 == 0 && at < 2 * T::MMAS_M) a_sums[8 * at + row] = total;
     }
 #pragma unroll
-    for (int j = 0; j < T::OWN_WIDE; ++j) {
+    for (int j = 0; j < T::OWN_MMAS_N; ++j) {
       s32 total = sum.w[j];
       total += __shfl_xor_sync(~0u, total, 1), total += __shfl_xor_sync(~0u, total, 2);
-      const int at = wm * T::OWN_WIDE + j;
-      if (lane % 4 == 0 && at < T::WIDE) w_sums[8 * at + row] = total;
+      const int at = wm * T::OWN_MMAS_N + j;
+      if (lane % 4 == 0 && at < T::MMAS_N) w_sums[8 * at + row] = total;
     }
   }
 
@@ -549,14 +553,14 @@ DEVICE void linear_by_mma(const Layer& p, const Scales& scales) {
   for (int part = 0; part < T::PARTS; ++part) {
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < T::HIGH; ++i) {
-      if (T::PARTS > 1 && i / T::PART_HIGH != part) continue;
-      const int at = (wm * T::PART_HIGH + i % T::PART_HIGH) * 16 + row;
+    for (int i = 0; i < T::MMAS_M; ++i) {
+      if (T::PARTS > 1 && i / T::PART_MMAS_M != part) continue;
+      const int at = (wm * T::PART_MMAS_M + i % T::PART_MMAS_M) * 16 + row;
 #pragma unroll
-      for (int j = 0; j < T::WIDE; ++j) {
+      for (int j = 0; j < T::MMAS_N; ++j) {
         const int column = wn * T::WARP_COLUMNS + j * 8 + pair;
-        *(int2*)(sums + sum_place<T>(at, column)) = make_int2(sum.of[i][j][0], sum.of[i][j][1]);
-        *(int2*)(sums + sum_place<T>(at + 8, column)) = make_int2(sum.of[i][j][2], sum.of[i][j][3]);
+        *(int2*)(sums + staged_at<T>(at, column)) = make_int2(sum.of[i][j][0], sum.of[i][j][1]);
+        *(int2*)(sums + staged_at<T>(at + 8, column)) = make_int2(sum.of[i][j][2], sum.of[i][j][3]);
       }
     }
     __syncthreads();

@@ -1,6 +1,6 @@
-"""Tiles of ``mma.cuh``: the choice for a shape and a device, the launch and the predicted time.
+"""Tiles of the mma.sync product (``mma.cuh``): a cost model that ranks them, and the launch rule. Pure: needs no GPU.
 
-Pure: nothing here needs a GPU. Times are a model fitted to an H200; on other cards only their order is claimed.
+The costs are fitted to times of an H200. On other cards only the order of the predicted times is meant to be right.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from skuda.kernels.launch import Choice, Launch, Step
-from skuda.kernels.linear import layer
+from skuda.kernels.linear import parameters
 from skuda.kernels.linear.problem import LinearProblem, longest_k
 from skuda.registry.constraints import Between, Constraint
 from skuda.registry.elements import ElementKind
@@ -23,14 +23,14 @@ _RESERVED = 1024  # bytes of shared memory that the system reserves per block
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """One of the tiles named in ``mma.cuh``: what a block computes and how.
+class MmaTile:
+    """One of the tiles that ``mma.cuh`` names.
 
     Attributes
     ----------
     rows, columns : int
         Rows and columns of outputs of a block.
-    depth : int
+    block_k : int
         Bytes of K in a stage.
     warps : (int, int, int)
         Warps along rows, columns and within a stage.
@@ -42,7 +42,7 @@ class Tile:
 
     rows: int
     columns: int
-    depth: int
+    block_k: int
     warps: tuple[int, int, int]
     stages: int
     blocks: int
@@ -50,7 +50,7 @@ class Tile:
     @property
     def name(self) -> str:
         """The name that ``-DSKUDA_TILE`` takes."""
-        return f"t{self.rows}x{self.columns}x{self.depth}s{self.stages}"
+        return f"t{self.rows}x{self.columns}x{self.block_k}s{self.stages}"
 
     @property
     def threads(self) -> int:
@@ -59,7 +59,9 @@ class Tile:
         return 32 * down * across * within
 
     def __str__(self) -> str:
-        return f"{self.rows} x {self.columns}, {self.stages} stages of {self.depth} bytes of k, {self.threads} threads"
+        return (
+            f"{self.rows} x {self.columns}, {self.stages} stages of {self.block_k} bytes of k, {self.threads} threads"
+        )
 
     def grid(self, m: int, n: int) -> int:
         """Return the number of blocks that cover m x n results."""
@@ -68,47 +70,47 @@ class Tile:
     def shared(self, *, zero_points: bool) -> int:
         """Return the bytes of dynamic shared memory of a block."""
         edge = self.rows + self.columns
-        return edge * self.depth * self.stages + (4 * self.warps[2] * edge if zero_points else 0)
+        return edge * self.block_k * self.stages + (4 * self.warps[2] * edge if zero_points else 0)
 
 
 TILES = (
-    Tile(256, 128, 64, (4, 2, 1), 4, 1),
-    Tile(128, 128, 128, (2, 4, 1), 3, 2),
-    Tile(128, 128, 64, (2, 2, 1), 4, 2),
-    Tile(128, 64, 128, (4, 2, 1), 4, 2),
-    Tile(64, 128, 128, (2, 4, 1), 4, 2),
-    Tile(64, 64, 128, (2, 2, 1), 4, 3),
-    Tile(64, 64, 128, (2, 2, 2), 6, 2),
-    Tile(64, 32, 128, (2, 1, 2), 6, 3),
-    Tile(32, 64, 128, (1, 2, 2), 6, 2),
-    Tile(32, 32, 128, (2, 1, 2), 6, 4),
-    Tile(16, 128, 128, (1, 4, 2), 6, 1),
-    Tile(16, 32, 128, (1, 2, 2), 8, 3),
+    MmaTile(256, 128, 64, (4, 2, 1), 4, 1),
+    MmaTile(128, 128, 128, (2, 4, 1), 3, 2),
+    MmaTile(128, 128, 64, (2, 2, 1), 4, 2),
+    MmaTile(128, 64, 128, (4, 2, 1), 4, 2),
+    MmaTile(64, 128, 128, (2, 4, 1), 4, 2),
+    MmaTile(64, 64, 128, (2, 2, 1), 4, 3),
+    MmaTile(64, 64, 128, (2, 2, 2), 6, 2),
+    MmaTile(64, 32, 128, (2, 1, 2), 6, 3),
+    MmaTile(32, 64, 128, (1, 2, 2), 6, 2),
+    MmaTile(32, 32, 128, (2, 1, 2), 6, 4),
+    MmaTile(16, 128, 128, (1, 4, 2), 6, 1),
+    MmaTile(16, 32, 128, (1, 2, 2), 8, 3),
 )
 """The tiles named in ``mma.cuh``."""
 
 
-# Throughput of a multiprocessor of an H200 per microsecond: products, bytes of shared memory, bytes from L2, bytes
-# moved into place where rows are not whole units. They overlap except for a share, which is smaller where several
+# What a multiprocessor of an H200 does in a microsecond: products, bytes of shared memory, bytes from L2, and bytes
+# shifted into place if rows are not whole units. All of these overlap, except for a part, which is smaller if several
 # blocks share the multiprocessor.
-_PRODUCTS, _SHARED, _FROM_L2, _MOVED = 4.126e6, 2.783e5, 1.339e5, 3.939e4
+_PRODUCTS, _SHARED, _FROM_L2, _SHIFTED = 4.126e6, 2.783e5, 1.339e5, 3.939e4
 _APART, _ALONE, _HIDING = 0.0444, 0.34, 0.716
-# The same on other generations, for products and shared memory, according to their data sheets.
+# Products and shared memory of other generations relative to that, according to their data sheets.
 _RELATIVE = {(8, 0): (0.63, 0.83), (8, 6): (0.4, 1.0), (8, 9): (0.6, 1.45), (9, 0): (1.0, 1.0), (12, 0): (0.57, 1.4)}
-_MEMORY = 0.729  # of the peak
-_LATENCY, _LONG_LATENCY = 1.095, 2.065  # microseconds from a copy's start to its use; the same with moving into place
-_LAUNCH, _WAVE, _OUTPUT = 5.99, 0.828, 1.65e-4  # microseconds of a launch; of a wave of blocks; of an output
+_MEMORY = 0.729  # part of the peak bandwidth that is reached
+_LATENCY, _SHIFTED_LATENCY = 1.095, 2.065  # us from the start of a copy to its use, without and with shifting
+_LAUNCH, _WAVE, _OUTPUT = 5.99, 0.828, 1.65e-4  # us of a launch, of a wave of blocks, of an output
 
 
-def _microseconds(size: tuple[int, int, int], device: Device, tile: Tile, most_blocks: int, *, whole: bool) -> float:
-    """Predict the time in us of a product with `tile`; `most_blocks` of its blocks fit on a multiprocessor."""
+def _microseconds(size: tuple[int, int, int], device: Device, tile: MmaTile, resident: int, *, aligned: bool) -> float:
+    """Predict the time in us of a product with `tile`; `resident` of its blocks fit on a multiprocessor."""
     m, n, k = size
     capability = device.compute_capability or (9, 0)
     rate, shared_rate = _RELATIVE[max(known for known in _RELATIVE if known <= max(capability, (8, 0)))]
     down, across, _ = tile.warps
     outputs, edge = tile.rows * tile.columns, tile.rows + tile.columns
     fragments = tile.rows * across + tile.columns * down
-    stages = tile.stages if whole else tile.stages * tile.depth // (tile.depth + 16)
+    stages = tile.stages if aligned else tile.stages * tile.block_k // (tile.block_k + 16)
     parts = (
         outputs / (_PRODUCTS * rate),
         edge / _FROM_L2,
@@ -117,23 +119,23 @@ def _microseconds(size: tuple[int, int, int], device: Device, tile: Tile, most_b
 
     def wave(blocks: int) -> float:
         step = (blocks + _ALONE) * (max(parts) + _APART * (sum(parts) - max(parts)))
-        if not whole:
-            step += blocks * edge / (_MOVED * rate) * max(1.0, 512 / (tile.threads * blocks)) ** _HIDING
-        latency = (_LATENCY if whole else _LONG_LATENCY) / (stages - 1)
-        return -(-k // tile.depth) * max(tile.depth * step, latency) + _WAVE + blocks * outputs * _OUTPUT
+        if not aligned:
+            step += blocks * edge / (_SHIFTED * rate) * max(1.0, 512 / (tile.threads * blocks)) ** _HIDING
+        latency = (_LATENCY if aligned else _SHIFTED_LATENCY) / (stages - 1)
+        return -(-k // tile.block_k) * max(tile.block_k * step, latency) + _WAVE + blocks * outputs * _OUTPUT
 
     grid = tile.grid(m, n)
     sms = max(1, device.sm_count)
-    full, rest = divmod(grid, sms * most_blocks)
-    computed = full * wave(most_blocks) + (wave(-(-rest // sms)) if rest else 0.0)
+    full, rest = divmod(grid, sms * resident)
+    computed = full * wave(resident) + (wave(-(-rest // sms)) if rest else 0.0)
     moved = (m * k + n * k + 2 * m * n) / max(1.0, _MEMORY * device.memory_bandwidth / 1e6)
     return _LAUNCH + max(computed, moved) + 0.05 * min(computed, moved)
 
 
 @lru_cache(maxsize=4096)
 def ranking(
-    m: int, n: int, k: int, device: Device, *, zero_points: bool = False, whole: bool | None = None
-) -> tuple[tuple[float, Tile], ...]:
+    m: int, n: int, k: int, device: Device, *, zero_points: bool = False, aligned: bool | None = None
+) -> tuple[tuple[float, MmaTile], ...]:
     """Return (predicted us, tile) of every tile that fits into a multiprocessor, fastest first.
 
     Parameters
@@ -144,17 +146,18 @@ def ranking(
         The device, of compute capability 8.0 or later.
     zero_points : bool
         Whether sums of codes are needed beside the product.
-    whole : bool or None
+    aligned : bool or None
         Whether addresses, leading strides and K are multiples of 16; None where only K is known. It changes which
         tile is the fastest; every tile is correct.
     """
+    if aligned is None:
+        aligned = k % 16 == 0
     found = []
     for tile in TILES:
         shared = tile.shared(zero_points=zero_points)
         if shared <= device.shared_memory:
             blocks = min(tile.blocks, (device.shared_memory + _RESERVED) // (shared + _RESERVED))
-            aligned = k % 16 == 0 if whole is None else whole
-            found.append((_microseconds((m, n, k), device, tile, blocks, whole=aligned), tile))
+            found.append((_microseconds((m, n, k), device, tile, blocks, aligned=aligned), tile))
     return tuple(sorted(found, key=lambda pair: pair[0]))
 
 
@@ -170,7 +173,7 @@ def _offered(
     k: int,
     device: Device,
     zero_points: bool,  # noqa: FBT001  private
-) -> tuple[tuple[Tile, ...], tuple[Choice, ...]]:
+) -> tuple[tuple[MmaTile, ...], tuple[Choice, ...]]:
     ranked = ranking(m, n, k, device, zero_points=zero_points)
     return tuple(tile for _, tile in ranked), tuple(Choice(str(tile), us) for us, tile in ranked)
 
@@ -178,12 +181,12 @@ def _offered(
 def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     """Launch the product, after the quantization of a dynamic activation."""
     (m, n, k), zero_points = problem.sizes, problem.has_zero_points
-    tile, chosen = layer.choose(*_offered(max(1, m), max(1, n), k, device, zero_points), choice)
+    tile, chosen = parameters.choose(*_offered(max(1, m), max(1, n), k, device, zero_points), choice)
     product = Step(
         entry=f"{problem.op_name()}_mma",
         grid=(tile.grid(m, n), 1, 1),
         block=(tile.threads, 1, 1),
-        parameters=(*layer.activation_parameters(problem), *layer.layer_parameters(problem)),
+        parameters=(*parameters.activation_parameters(problem), *parameters.layer_parameters(problem)),
         shared=tile.shared(zero_points=zero_points),
     )
     flags = (
@@ -192,4 +195,4 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
         f"-DSKUDA_CODE={problem.code_element}",
         f"-DSKUDA_OUT={problem.output}",
     )
-    return layer.launch_product(problem, product, flags=flags, **chosen)
+    return parameters.launch_product(problem, product, flags=flags, **chosen)

@@ -1,4 +1,4 @@
-"""The kernels of a linear op, best first: the tiles on tensor cores, the plain kernel, the reference."""
+"""The kernels of a linear op, best first: those on tensor cores, the plain kernel, the reference."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from skuda.kernels.linear import mma, plain, streamed, warpgroup
-from skuda.kernels.linear.problem import CODES8, LinearProblem
+from skuda.kernels.linear.problem import LinearProblem
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.registry.arch import ArchSku
 from skuda.registry.constraints import Constraint, OneOf
-from skuda.registry.elements import ElementKind
+from skuda.registry.elements import CODES8, ElementKind
 from skuda.registry.guarantee import PrecisionGuarantee
 from skuda.registry.sku import KernelSku, WorkspaceTerm
 from skuda.registry.vocabulary import ActivationKind, EpilogueKind, MathPrecision
 
 
-class _Tile(NamedTuple):
-    """A tensor core kernel that every linear op has; its module and its ``.cuh`` have its name."""
+class _TensorCoreKernel(NamedTuple):
+    """A kernel that every linear op has; its module and its ``.cuh`` are named after its variant."""
 
     variant: str
     arch: ArchSku
@@ -27,21 +27,21 @@ class _Tile(NamedTuple):
     workspace: tuple[WorkspaceTerm, ...] = ()
 
 
-_TILES = (
-    _Tile(
+_TENSOR_CORE_KERNELS = (
+    _TensorCoreKernel(
         "streamed",
         ArchSku.SM_90A,
         streamed.constraints,
-        "few tokens: Hopper's products as fast as the weights arrive",
+        "few tokens: wgmma at the speed at which the weights arrive",
     ),
-    _Tile(
+    _TensorCoreKernel(
         "warpgroup",
         ArchSku.SM_90A,
         warpgroup.constraints,
-        "Hopper's warpgroup products, tiles by predicted time, loads by the copy engine",
+        "wgmma, TMA loads, tiles by predicted time",
         warpgroup.WORKSPACE,
     ),
-    _Tile(
+    _TensorCoreKernel(
         "mma",
         ArchSku.SM_80,
         mma.constraints,
@@ -66,15 +66,15 @@ def skus(
     descriptor : type of LinearProblem
         The op's descriptor.
     module : str
-        Dotted name of the op's module, beside the sources.
+        Dotted name of the op's module; the sources are in the same folder.
     elements : iterable of ElementKind
-        Elements of the SKUs; only the plain kernel and the reference serve f64.
+        Elements of the SKUs; only the plain kernel and the reference take f64.
     *constraints : Constraint
-        Constraints of the op beside the kernels' own.
+        Constraints of the op, in addition to the kernels' own.
     epilogues : iterable of EpilogueKind
         Epilogues of the SKUs.
     workspace : tuple of WorkspaceTerm
-        What all CUDA SKUs need.
+        Workspace of all CUDA SKUs.
     **fields
         Further fields of the CUDA SKUs; see `cuda_skus`.
     """
@@ -83,7 +83,7 @@ def skus(
     in_f32 = OneOf(field="compute", allowed=(ElementKind.F32,))
     cores = tuple(
         sku
-        for tile in _TILES
+        for kernel in _TENSOR_CORE_KERNELS
         for weight in CODES8
         for sku in cuda_skus(
             descriptor,
@@ -91,19 +91,19 @@ def skus(
             narrow,
             (weight,),
             epilogues,
-            launch=f"skuda.kernels.linear.{tile.variant}:launch",
-            suffix=f"_{tile.variant}",
-            arch=tile.arch,
+            launch=f"skuda.kernels.linear.{kernel.variant}:launch",
+            suffix=f"_{kernel.variant}",
+            arch=kernel.arch,
             flags=partial(_flags, descriptor),
             guarantee=partial(_guarantee, ElementKind.S32),
             constraints=(
                 *constraints,
                 in_f32,
-                *tile.constraints(weight),
+                *kernel.constraints(weight),
             ),
-            variant=tile.variant,
-            summary=tile.summary,
-            workspace=(*workspace, *tile.workspace),
+            variant=kernel.variant,
+            summary=kernel.summary,
+            workspace=(*workspace, *kernel.workspace),
             **fields,
         )
     )
@@ -119,7 +119,7 @@ def skus(
         constraints=(*constraints, *plain.CONSTRAINTS),
         entry_point="quantized_linear_codes" if descriptor.dynamic else descriptor.op_name(),
         variant="plain",
-        summary="64 x 64 tiles, dp4a; serves every shape",
+        summary="64 x 64 tiles, dp4a; any shape",
         workspace=workspace,
         **fields,
     )

@@ -1,40 +1,44 @@
-// The int8 product with its epilogue, for every shape and element: 64 x 64 outputs a block, dp4a from shared memory.
+// The int8 product with its epilogue, for every shape and element: a block computes 64 x 64 outputs with dp4a.
 //
-//   acc[m, n] = sum_k (a[m, k] - za) (w[n, k] - zw[n]), exact; epilogue of layer.cuh
+//   acc[m, n] = sum_k (a[m, k] - za) (w[n, k] - zw[n]), exact; then the epilogue of epilogue.cuh
 //
-// Data: global memory -> 16 bytes per thread in registers -> a stage of 64 bytes of K of both operands in shared memory ->
-// words in registers -> dp4a -> sums in registers -> epilogue -> global memory. With one stage, loads and products do not
-// overlap.
+//   p                pointers, strides and sizes of a, w, scales, bias and output (epilogue.cuh)
+//   rows             scales and zero points of the rows of a (epilogue.cuh)
 //
-// Variants: one. It serves problems that no other kernel serves: f64, any stride and alignment, any K. Sums are kept in
-// s32 over at most 32,768 elements of K, where terms of 255 * 255 cannot overflow, and are then added up in s64.
+// Data: global memory -> 16 bytes for each thread in registers -> a stage of 64 bytes of K of both operands in shared
+// memory -> words in registers -> dp4a -> sums in registers -> epilogue -> global memory. There is one stage, so loads
+// and products do not overlap.
+//
+// Variants: one. It serves what no other kernel serves: f64, any stride and alignment, any K. It adds up at most 32,768
+// elements of K in s32, where terms of 255 * 255 cannot overflow, and then adds the sums in s64.
 #pragma once
-#include "layer.cuh"
+#include "epilogue.cuh"
 
 #ifdef SKUDA_HOST
-template <class A, class W> DEVICE s32 dot4(u32 a, u32 w, s32 sum) {
+template <class A, class W> DEVICE s32 dp4a(u32 a, u32 w, s32 sum) {
   for (int i = 0; i < 32; i += 8) sum += (s32)(A)(a >> i) * (s32)(W)(w >> i);
   return sum;
 }
 #else
-template <class A, class W> struct Dot;
-template <> struct Dot<s8, s8> {
+template <class A, class W> struct Dp4a;
+template <> struct Dp4a<s8, s8> {
   static DEVICE s32 of(u32 a, u32 w, s32 c) { s32 d; asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(w), "r"(c)); return d; }
 };
-template <> struct Dot<s8, u8> {
+template <> struct Dp4a<s8, u8> {
   static DEVICE s32 of(u32 a, u32 w, s32 c) { s32 d; asm("dp4a.s32.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(w), "r"(c)); return d; }
 };
-template <> struct Dot<u8, s8> {
+template <> struct Dp4a<u8, s8> {
   static DEVICE s32 of(u32 a, u32 w, s32 c) { s32 d; asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(w), "r"(c)); return d; }
 };
-template <> struct Dot<u8, u8> {
+template <> struct Dp4a<u8, u8> {
   static DEVICE s32 of(u32 a, u32 w, s32 c) { s32 d; asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(w), "r"(c)); return d; }
 };
-template <class A, class W> DEVICE s32 dot4(u32 a, u32 w, s32 sum) { return Dot<A, W>::of(a, w, sum); }
+template <class A, class W> DEVICE s32 dp4a(u32 a, u32 w, s32 sum) { return Dp4a<A, W>::of(a, w, sum); }
 #endif
 
-// 16 bytes from (row, k), a quarter of a row of a stage, with zeros beyond the edges. Zeros add nothing to a sum.
-DEVICE uint4 sixteen(const u8* base, s64 leading, s64 row, s64 rows, s64 k, s64 end) {
+// Loads 16 bytes from (row, k) on, a quarter of a row of a stage. Beyond the edges they are zero, which adds nothing to
+// a sum.
+DEVICE uint4 load_unit(const u8* base, s64 leading, s64 row, s64 rows, s64 k, s64 end) {
   if (row >= rows || k >= end) return make_uint4(0, 0, 0, 0);
   const u8* p = base + row * leading + k;
   if (k + 16 <= end && (u64)p % 16 == 0) return *(const uint4*)p;
@@ -63,11 +67,11 @@ DEVICE void linear(const Layer& p, const Rows& rows) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) total[i][j] = 0, part[i][j] = 0;
     }
-    const bool sums = rows.shifted() || p.weight_zero_point != nullptr;
+    const bool sums = rows.has_zero_points() || p.weight_zero_point != nullptr;
     int steps = 0;
     for (s64 k0 = 0; k0 < p.k; k0 += 4 * WORDS) {
-      const uint4 a = sixteen(p.a, p.a_leading, row0 + t / 4, p.m, k0 + t % 4 * 16, p.k);
-      const uint4 w = sixteen(p.w, p.w_leading, column0 + t / 4, p.n, k0 + t % 4 * 16, p.k);
+      const uint4 a = load_unit(p.a, p.a_leading, row0 + t / 4, p.m, k0 + t % 4 * 16, p.k);
+      const uint4 w = load_unit(p.w, p.w_leading, column0 + t / 4, p.n, k0 + t % 4 * 16, p.k);
       __syncthreads();
       u32* const to_a = as + t / 4 * PITCH + t % 4 * 4;
       u32* const to_w = ws + t / 4 * PITCH + t % 4 * 4;
@@ -82,13 +86,13 @@ DEVICE void linear(const Layer& p, const Rows& rows) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
-          for (int j = 0; j < 4; ++j) part[i][j] = dot4<A, W>(x[i], y[j], part[i][j]);
+          for (int j = 0; j < 4; ++j) part[i][j] = dp4a<A, W>(x[i], y[j], part[i][j]);
         }
         if (sums) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            a_part[i] = dot4<A, u8>(x[i], 0x01010101u, a_part[i]);
-            w_part[i] = dot4<u8, W>(0x01010101u, y[i], w_part[i]);
+            a_part[i] = dp4a<A, u8>(x[i], 0x01010101u, a_part[i]);
+            w_part[i] = dp4a<u8, W>(0x01010101u, y[i], w_part[i]);
           }
         }
       }
@@ -116,7 +120,7 @@ DEVICE void linear(const Layer& p, const Rows& rows) {
           const C acc = rows.difference(total[i][j] - za * w_total[j], zw, a_total[i] - p.k * za);
           const C sa = rows.at(row);
           const C sw = real_at(p.weight_scale, p.weight_scale_is, column, (C)0);
-          C v = p.k == 0 ? (C)0 : product(product(sa, sw), acc);
+          C v = p.k == 0 ? (C)0 : mul_rn(mul_rn(sa, sw), acc);
           if (p.bias != nullptr) v = v + real_at(p.bias, p.bias_is, column, (C)0);
           put(p, row * p.output_leading + column, activated_for(p.output_is, v, p.epilogue));
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from skuda.kernels.launch import Launch, Step
-from skuda.kernels.linear import layer
+from skuda.kernels.linear import parameters
 from skuda.kernels.linear.problem import LinearProblem
 from skuda.registry.constraints import Between, Constraint
 from skuda.registry.elements import ElementKind
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from skuda.registry.device import Device
 
 _TILE = 64
-_MOST_STRIPS = 65_535
+_MAX_STRIPS = 65_535
 
 
 CONSTRAINTS: tuple[Constraint, ...] = (Between(field="k", maximum=(1 << 22) - 1),)
@@ -29,8 +29,8 @@ def launch(problem: LinearProblem, device: Device) -> Launch:  # noqa: ARG001  e
     summed = "_sums" if problem.output is ElementKind.S32 else ""
     product = Step(
         entry=problem.op_name() + kinds + summed + unsigned,
-        grid=(-(-m // _TILE), min(-(-n // _TILE), _MOST_STRIPS), 1),
-        block=(layer.THREADS, 1, 1),
-        parameters=(*layer.activation_parameters(problem), *layer.layer_parameters(problem)),
+        grid=(-(-m // _TILE), min(-(-n // _TILE), _MAX_STRIPS), 1),
+        block=(parameters.THREADS, 1, 1),
+        parameters=(*parameters.activation_parameters(problem), *parameters.layer_parameters(problem)),
     )
-    return layer.launch_product(problem, product)
+    return parameters.launch_product(problem, product)

@@ -6,27 +6,31 @@ from functools import cache
 from typing import ClassVar
 
 from skuda.registry.descriptor import Argument, Descriptor, Role
-from skuda.registry.elements import FLOATS, ElementKind
+from skuda.registry.elements import CODES8, FLOATS, ElementKind
 from skuda.registry.value import Extent
-from skuda.registry.vocabulary import EpilogueKind, LayoutSku, OpCategory
+from skuda.registry.vocabulary import DynamicRangeScope, EpilogueKind, LayoutSku, OpCategory
 
-CODES8 = (ElementKind.S8, ElementKind.U8)
 OUTPUTS = (*FLOATS, *CODES8)
+SCALE_SCOPES = (DynamicRangeScope.TOKEN, DynamicRangeScope.TENSOR)
+"""Whether an activation has a scale for each row, or one for all."""
 FEW_ROWS = 32
-"""Rows of an activation that one block of a kernel for few tokens takes."""
+"""Rows of an activation that one block of a kernel for few tokens computes."""
 
-MOST_ROWS = 2**31 - 1
+MAX_SIZE = 2**31 - 1
 """The largest size of a problem."""
 SIZES = ((17, 33, 65), (2, 3, 8), (0, 3, 4), (3, 0, 4), (3, 4, 0), (1, 1, 1), (5, 7, 1100), (130, 70, 40))
 """m, n, k of the ops' cases."""
 ALIGNED_SIZES = ((31, 40, 64), (30, 264, 144), (3, 17, 1040), (20, 136, 400), (1, 8, 16))
-"""m, n, k whose rows begin at multiples of 16 bytes, as kernels that load through TMA need."""
+"""m, n, k with K a multiple of 16, as TMA loads need."""
 SHIFTED = tuple(
     (sizes, *shifted)
     for shifted in ((True, False), (False, True), (True, True))
     for sizes in ((29, 40, 336), (580, 24, 48))
 )
-"""m, n, k, likewise, and whether activation and weight have zero points; m is small, or enough to add up the weight."""
+"""m, n, k with K a multiple of 16, and whether activation and weight have zero points.
+
+The larger m is enough for a separate launch to add up the weight's codes.
+"""
 
 
 class LinearProblem(Descriptor):
@@ -35,7 +39,7 @@ class LinearProblem(Descriptor):
     Attributes
     ----------
     dynamic : bool
-        Whether the activation is real and the op quantizes it; else it is given as codes.
+        Whether the activation is floating and the op quantizes it; else it is given as codes.
     """
 
     category: ClassVar[OpCategory] = OpCategory.QUANTIZATION
@@ -78,7 +82,7 @@ class LinearProblem(Descriptor):
 
     @property
     def shifts_activation(self) -> bool:
-        """Whether the activation has zero points other than 0, so that the weight's codes are summed."""
+        """Whether the activation has zero points other than 0; the kernel then adds up the weight's codes."""
         return False
 
     @property
@@ -88,25 +92,25 @@ class LinearProblem(Descriptor):
 
     @property
     def num_code_sums(self) -> int:
-        """Sums of codes that zero points take: of the weight's rows if the activation has any, and the reverse."""
+        """Sums of codes that zero points need: one a weight row for the activation's, one a token for the weight's."""
         m, n, _ = self.sizes
         return n * self.shifts_activation + m * self.has_weight_zero_point
 
     @property
     def rows_per_weight_sum(self) -> int:
-        """Rows of the activation that a sum of a weight's codes serves; the most there are where none is needed."""
-        return self.sizes[0] if self.shifts_activation else MOST_ROWS
+        """Rows of the activation that use the sum of a weight row; `MAX_SIZE` if no such sum is needed."""
+        return self.sizes[0] if self.shifts_activation else MAX_SIZE
 
     @property
     def tiles_beyond_few_rows(self) -> int:
-        """Tiles of 16 rows of the activation by 64 of the weight, or 0 if the activation has at most `FEW_ROWS`."""
+        """Tiles of 16 activation rows by 64 weight rows; 0 if the activation has at most `FEW_ROWS`."""
         m, n, _ = self.sizes
         return 0 if m <= FEW_ROWS else -(-m // 16) * -(-n // 64)
 
     @property
     def reals(self) -> tuple[ElementKind, ...]:
         """Elements of arrays of scales and of bias: C and every narrower float."""
-        return _reals(self.compute)
+        return floats_up_to(self.compute)
 
     def weight_arguments(self) -> tuple[Argument, ...]:
         """Return weight, its scale and zero point, bias, requantization and output; sums (s32) take no scales."""
@@ -125,7 +129,8 @@ class LinearProblem(Descriptor):
 
 
 @cache
-def _reals(compute: ElementKind) -> tuple[ElementKind, ...]:
+def floats_up_to(compute: ElementKind) -> tuple[ElementKind, ...]:
+    """Return the elements of scales and bias: C and every narrower float."""
     return (compute, *(e for e in FLOATS if e.bits < compute.bits))
 
 
@@ -141,7 +146,7 @@ class CodedProblem(LinearProblem):
     output_element : ElementKind
         Element of the output.
     epilogue : EpilogueKind
-        What is fused with the product; all but ``identity`` take `bias`.
+        Steps fused with the product; all but ``identity`` take `bias`.
     has_weight_zero_point : bool
         Whether `weight_zero_point` is passed.
     """

@@ -4,8 +4,8 @@
 //   y = epilogue(sa[m] * weight_scale[n] * sum_k codes[m, k] (weight_q[n, k] - weight_zero_point[n]))
 //
 //   activation   [m, k] Data, activation_leading elements apart
-//   codes, act_scale          scratch [m, k] bytes and [m] in the activation's compute type, from the plan
-//   given_codes, given_scale  the same arrays from the caller, or null; used instead if given
+//   codes, act_scale          scratch: [m, k] bytes, and [m] in the activation's compute type
+//   given_codes, given_scale  the same arrays of the caller, or null; if given, they are used instead
 //   weight_q     [n, k] SKUDA_WEIGHT, w_leading bytes apart
 //   weight_scale, weight_zero_point, bias   [n]; the latter two may be null
 //   output       [m, n] of output_is, output_leading elements apart

@@ -8,8 +8,9 @@ then, by epilogue, RN_C(v + bias[n]) and relu (exact), gelu (erf form) or silu (
 RN_T(v), or clamp(rne(RN_C(v / output_scale)) + output_zero_point) for an s8 or u8 output. C is f64 where activation
 or output is f64, else f32. K == 0 gives v = +0.
 
-Codes of gelu and silu are within one of the reference's where the last ulp of v is small beside `output_scale`. If an
-array `output_scale` is 0, that ulp decides between NaN and infinity.
+relu gives +0 for -0 and for negative values; NaN stays NaN. Codes of gelu and silu are within one of the reference's
+where an ulp of v is small in relation to `output_scale`. If an array `output_scale` is 0, that ulp decides between NaN
+and infinity.
 
 Shapes
 ------
@@ -50,19 +51,18 @@ from skuda.kernels.linear import offers
 from skuda.kernels.linear.epilogue import Epilogue
 from skuda.kernels.linear.problem import (
     ALIGNED_SIZES,
-    CODES8,
     OUTPUTS,
     SHIFTED,
     SIZES,
     LinearProblem,
     code_element_holding,
 )
-from skuda.kernels.linear.product import Codes, write_layer
+from skuda.kernels.linear.reference import Codes, write_layer
 from skuda.kernels.quantize import affine
 from skuda.kernels.quantize.granularity import per_token
 from skuda.registry.constraints import OneOf
 from skuda.registry.descriptor import Argument, Role
-from skuda.registry.elements import FLOATS, ElementKind
+from skuda.registry.elements import CODES8, FLOATS, ElementKind
 from skuda.registry.op import Case, Op
 from skuda.registry.sku import WorkspaceTerm
 from skuda.registry.value import Extent, Int32
@@ -83,7 +83,7 @@ class QuantizedLinearDescriptor(LinearProblem):
     output_element : ElementKind
         Element of the output; by default the activation's.
     epilogue : EpilogueKind
-        What is fused with the product; all but ``identity`` take `bias`.
+        Steps fused with the product; all but ``identity`` take `bias`.
     has_weight_zero_point : bool
         Whether `weight_zero_point` is passed.
     """
@@ -108,7 +108,7 @@ class QuantizedLinearDescriptor(LinearProblem):
         if code_element_holding(self.q_min, self.q_max) is None:
             self.refuse("q_min, q_max", (self.q_min, self.q_max), "lie within the range of s8 or of u8")
         if self.output_element is None:
-            # Filled in, so that the default and the same element given explicitly describe the same problem.
+            # Filled in: the default and the same element given explicitly describe the same problem.
             object.__setattr__(self, "output_element", self.activation_element)
         return self
 
@@ -179,7 +179,7 @@ def reference(
         if act_q_scratch is not None:
             whole = write(slice(None), act_q_scratch[rows])
             return lambda part: whole[:, part], wide
-        # K is one part unless it is very long, and then its codes serve all columns.
+        # K is one part unless it is very long; the codes of that part are kept for all columns.
         held = lru_cache(maxsize=1)(lambda *ends: write(slice(*ends), np.empty((len(x), ends[1] - ends[0]), storage)))
         return lambda part: held(part.start, part.stop), wide
 
@@ -207,9 +207,8 @@ def _cases() -> tuple[Case, ...]:
         sizes = ALIGNED_SIZES[number % len(ALIGNED_SIZES)]
         problem = _case(sizes, number, **fields, output_element=outputs[number // 2 % 6])
         made.append(Case(problem, "special" if number % 7 == 0 else "normal"))
-        sizes = (
-            SHIFTED[number % 2][0] if number % 3 else (2, 40, 336)
-        )  # so few may be quantized in the product's launch
+        # A kernel may quantize as few rows as 2 in the launch of the product.
+        sizes = SHIFTED[number % 2][0] if number % 3 else (2, 40, 336)
         problem = _case(sizes, number // 2, **fields, output_element=outputs[number % 6], has_weight_zero_point=True)
         made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
     return tuple(made)

@@ -4,13 +4,13 @@
 //   codes, sa = dynamic range, symmetric, per token (`quantized_linear_codes`)
 //   y = epilogue(sa[m] * weight_scale[n] * sum_k codes[m, k] (w[n, k] - weight_zero_point[n]))
 //
-//   codes, given_codes      [m, k] SKUDA_CODE, from the plan, and from the caller or null; the caller's is used if given
-//   act_scale, given_scale  sa [m], likewise
+//   codes, given_codes      [m, k] SKUDA_CODE, scratch, and an array of the caller or null, which is then used
+//   act_scale, given_scale  sa [m], in the same way
 //   w            [n, k] SKUDA_WEIGHT, w_leading bytes apart
 //   weight_scale, weight_zero_point, bias   [n]; the latter two may be null
 //   output       [m, n] SKUDA_OUT, output_leading elements apart; output_scale, output_zero_point: one each, for codes
 //
-// SKUDA_TILE names the tile (mma.cuh). SKUDA_ZERO_POINTS is 0 where weight_zero_point is null.
+// SKUDA_TILE names the tile (mma.cuh). SKUDA_ZERO_POINTS is 0 if weight_zero_point is null.
 #include "quantized_codes.cuh"
 #include "mma.cuh"
 

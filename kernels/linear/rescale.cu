@@ -1,4 +1,4 @@
-// Rescale: the output of a scaled linear layer from its exact sums; the arithmetic is that of layer.cuh.
+// Rescale: the output of a scaled linear layer from its exact sums; the arithmetic is that of epilogue.cuh.
 //
 //   acc = sums - act_zero_point[m] weight_sums[n] - weight_zero_point[n] act_sums[m] + k act_zero_point[m] weight_zero_point[n]
 //   y   = epilogue(act_scale[m] * weight_scale[n] * acc)
@@ -11,16 +11,16 @@
 //   weight_scale, weight_zero_point, bias   [n]; the latter two may be null
 //   output       [m, n] SKUDA_OUT, output_leading elements apart; output_scale, output_zero_point: one each, for codes
 //
-// SKUDA_EPILOGUE is its name; SKUDA_ZERO_POINTS is 0 where both zero points are null. A thread keeps what belongs to V
-// neighbouring columns and goes through rows, of which it has U in flight with their scales. `lanes` threads, a power of two,
+// SKUDA_EPILOGUE names the epilogue; SKUDA_ZERO_POINTS is 0 if both zero points are null. A thread keeps the scales,
+// biases and zero points of V neighbouring columns and goes through rows, U at a time. `lanes` threads, a power of two,
 // share a row of the block.
-#include "layer.cuh"
+#include "epilogue.cuh"
 
 typedef SKUDA_REAL Real;
 typedef SKUDA_OUT Out;
 
 enum { V = 4, U = SKUDA_ZERO_POINTS ? 1 : sizeof(Real) == 8 ? 2 : 4 };
-// Blocks of 256 threads per multiprocessor that the registers must allow: the most without spills.
+// Blocks of 256 threads on a multiprocessor for which there must be registers: as many as possible without spills.
 enum { BLOCKS = sizeof(Real) == 8 || sizeof(Out) == 1 || CURVED || SKUDA_ZERO_POINTS ? 2 : 4 };
 struct alignas(sizeof(Out) * V < 16 ? sizeof(Out) * V : 16) Outputs { Out of[V]; };
 
@@ -38,24 +38,24 @@ DEVICE void rounded(const f64 (&v)[V], const Segment<f32>&, f64 (&y)[V]) {
   for (int j = 0; j < V; ++j) y[j] = v[j];
 }
 
-struct Columns {  // what belongs to a thread's columns; those beyond the last one are as 0
+struct Columns {  // scales, biases, zero points and sums of codes of a thread's columns; 0 beyond the last column
   Real scale[V], bias[V];
   s32 zero_point[V], sum[V];
 };
-struct Held {  // of a row: the sums of these columns, and what belongs to all of its columns
+struct RowPart {  // the sums of a row in these columns, and scale, zero point and sum of codes of the row
   uint4 sums;
   Real scale;
   s32 zero_point, sum;
 };
 
-DEVICE void finish(const Held& row, const Columns& own, const Segment<f32>& codes, s64 k, Outputs& y) {
+DEVICE void finish(const RowPart& row, const Columns& own, const Segment<f32>& codes, s64 k, Outputs& y) {
   const s32 sum[V] = {(s32)row.sums.x, (s32)row.sums.y, (s32)row.sums.z, (s32)row.sums.w};
   const s64 za = row.zero_point, a = row.sum - k * za;
   Real v[V];
 #pragma unroll
   for (int j = 0; j < V; ++j) {
     const Real acc = SKUDA_ZERO_POINTS ? GivenRows<Real>::difference(sum[j] - za * own.sum[j], own.zero_point[j], a) : (Real)sum[j];
-    v[j] = k == 0 ? (Real)0 : product(product(row.scale, own.scale[j]), acc);
+    v[j] = k == 0 ? (Real)0 : mul_rn(mul_rn(row.scale, own.scale[j]), acc);
     if (SKUDA_EPILOGUE != IDENTITY) v[j] = v[j] + own.bias[j];
     v[j] = CURVED ? curved(v[j]) : activated_as(v[j], SKUDA_EPILOGUE);
   }
@@ -71,7 +71,7 @@ KERNEL(256, BLOCKS) rescale(
   if (left <= 0) return;
   const bool loads = left >= V && rows_aligned(sums, sums_leading * (s64)sizeof(s32), m, 16);
   const bool stores = left >= V && rows_aligned(output, output_leading * (s64)sizeof(Out), m, alignof(Outputs));
-  const Segment<f32> codes = p.codes(CodeRange<Out>::least, CodeRange<Out>::most);
+  const Segment<f32> codes = p.codes(CodeRange<Out>::min, CodeRange<Out>::max);
   Columns own;
 #pragma unroll
   for (int j = 0; j < V; ++j) {
@@ -84,24 +84,24 @@ KERNEL(256, BLOCKS) rescale(
   const s64 step = (s64)gridDim.y * at_once;
 #pragma unroll 1
   for (s64 first = (s64)blockIdx.y * at_once + threadIdx.x / lanes; first < m; first += U * step) {
-    Held held[U];
+    RowPart loaded[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const s64 row = first + u * step;
-      held[u] = Held{make_uint4(0, 0, 0, 0), 0, 0, 0};
+      loaded[u] = RowPart{make_uint4(0, 0, 0, 0), 0, 0, 0};
       if (row >= m) continue;
       const s32* const from = sums + row * sums_leading + column;
-      if (loads) held[u].sums = __ldcg((const uint4*)from);
-      else held[u].sums = make_uint4(from[0], left > 1 ? from[1] : 0, left > 2 ? from[2] : 0, left > 3 ? from[3] : 0);
-      held[u].scale = rows.at(row);
-      if (SKUDA_ZERO_POINTS) held[u].zero_point = (s32)rows.zero_point_of(row), held[u].sum = act_sums ? act_sums[row] : 0;
+      if (loads) loaded[u].sums = __ldcg((const uint4*)from);
+      else loaded[u].sums = make_uint4(from[0], left > 1 ? from[1] : 0, left > 2 ? from[2] : 0, left > 3 ? from[3] : 0);
+      loaded[u].scale = rows.at(row);
+      if (SKUDA_ZERO_POINTS) loaded[u].zero_point = (s32)rows.zero_point_of(row), loaded[u].sum = act_sums ? act_sums[row] : 0;
     }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const s64 row = first + u * step;
       if (row >= m) break;
       Outputs y;
-      finish(held[u], own, codes, k, y);
+      finish(loaded[u], own, codes, k, y);
       Out* const to = p.output + row * output_leading + column;
       if (stores) {
         *(Outputs*)to = y;

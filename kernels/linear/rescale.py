@@ -6,13 +6,14 @@ acc = sums[m, n] - act_zero_point[m] weight_sums[n] - weight_zero_point[n] act_s
 weight_zero_point[n], exactly; v = RN_C(RN_C(act_scale[m] * weight_scale[n]) * RN_C(acc)); then, by epilogue,
 RN_C(v + bias[n]) and relu (exact), gelu (erf form) or silu (both within 2 ulp of C); output = RN_T(v), or
 clamp(rne(RN_C(v / output_scale)) + output_zero_point) for an s8 or u8 output. C is f64 for an f64 output, else f32.
-K == 0 gives v = +0. With `act_scale_scope` tensor, `act_scale[0]` and `act_zero_point[0]` serve every row.
+K == 0 gives v = +0. With `act_scale_scope` tensor, `act_scale[0]` and `act_zero_point[0]` apply to every row.
 
 With sums = sum_k act_q weight_q, act_sums = sum_k act_q and weight_sums = sum_k weight_q, this is `scaled_linear` of
-those codes, bit for bit. A zero point that is left out is 0, and its products are, too.
+those codes, bit for bit. A zero point that is left out counts as 0.
 
-Codes of gelu and silu are within one of the reference's where the last ulp of v is small beside `output_scale`. If an
-array `output_scale` is 0, that ulp decides between NaN and infinity.
+relu gives +0 for -0 and for negative values; NaN stays NaN. Codes of gelu and silu are within one of the reference's
+where an ulp of v is small in relation to `output_scale`. If an array `output_scale` is 0, that ulp decides between NaN
+and infinity.
 
 Shapes
 ------
@@ -50,18 +51,16 @@ from pydantic import model_validator
 from skuda.kernels.blocks import Index, blocks
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear.epilogue import Epilogue
-from skuda.kernels.linear.problem import CODES8, OUTPUTS
-from skuda.kernels.linear.product import _less, _round_integer
+from skuda.kernels.linear.problem import OUTPUTS, SCALE_SCOPES, floats_up_to
+from skuda.kernels.linear.reference import round_integer, subtract_outer
 from skuda.kernels.linear.scaled_linear import ScaledLinearDescriptor
 from skuda.kernels.offers import cuda_skus, elementwise_guarantee, numpy_skus
 from skuda.registry.descriptor import Argument, Descriptor, Role
-from skuda.registry.elements import FLOATS, ElementKind
+from skuda.registry.elements import CODES8, ElementKind
 from skuda.registry.guarantee import PrecisionGuarantee
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.value import Extent
 from skuda.registry.vocabulary import ActivationKind, DynamicRangeScope, EpilogueKind, OpCategory
-
-_SCOPES = (DynamicRangeScope.TOKEN, DynamicRangeScope.TENSOR)
 
 
 class RescaleDescriptor(Descriptor):
@@ -74,7 +73,7 @@ class RescaleDescriptor(Descriptor):
     output_element : ElementKind
         Element of the output.
     epilogue : EpilogueKind
-        What follows the scales; all but ``identity`` take `bias`.
+        Steps after the scales; all but ``identity`` take `bias`.
     act_scale_scope : DynamicRangeScope
         Whether the activation has a scale (and zero point) per ``token`` or one for the whole ``tensor``.
     has_act_zero_point, has_weight_zero_point : bool
@@ -95,13 +94,13 @@ class RescaleDescriptor(Descriptor):
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
-        if self.act_scale_scope not in _SCOPES:
-            self.refuse("act_scale_scope", self.act_scale_scope, f"be one of {', '.join(_SCOPES)}")
+        if self.act_scale_scope not in SCALE_SCOPES:
+            self.refuse("act_scale_scope", self.act_scale_scope, f"be one of {', '.join(SCALE_SCOPES)}")
         return self
 
     @property
     def layer(self) -> ScaledLinearDescriptor:
-        """The layer whose sums these are; what its codes are does not matter any more."""
+        """The layer whose sums these are. The elements of its codes do not matter here."""
         return ScaledLinearDescriptor(**{name: getattr(self, name) for name in _OF_THE_LAYER})
 
     @property
@@ -117,24 +116,24 @@ class RescaleDescriptor(Descriptor):
     def arguments(self) -> tuple[Argument, ...]:
         """Return the arguments that this problem takes."""
         m, n, s32, compute = self.m, self.n, (ElementKind.S32,), self.compute
-        reals = tuple(dict.fromkeys((compute, *(e for e in FLOATS if e.bits < compute.bits))))
-        found = [
+        reals = floats_up_to(compute)
+        arguments = [
             Argument("sums", Role.INPUT, s32, (m, n)),
             Argument("act_scale", Role.INPUT, reals, (self.num_scales,)),
         ]
         if self.has_act_zero_point:
-            found.append(Argument("act_zero_point", Role.INPUT, s32, (self.num_scales,)))
-            found.append(Argument("weight_sums", Role.INPUT, s32, (n,)))
-        found.append(Argument("weight_scale", Role.INPUT, reals, (n,)))
+            arguments.append(Argument("act_zero_point", Role.INPUT, s32, (self.num_scales,)))
+            arguments.append(Argument("weight_sums", Role.INPUT, s32, (n,)))
+        arguments.append(Argument("weight_scale", Role.INPUT, reals, (n,)))
         if self.has_weight_zero_point:
-            found.append(Argument("weight_zero_point", Role.INPUT, s32, (n,)))
-            found.append(Argument("act_sums", Role.INPUT, s32, (m,)))
+            arguments.append(Argument("weight_zero_point", Role.INPUT, s32, (n,)))
+            arguments.append(Argument("act_sums", Role.INPUT, s32, (m,)))
         if self.epilogue.requires_bias:
-            found.append(Argument("bias", Role.INPUT, reals, (n,)))
+            arguments.append(Argument("bias", Role.INPUT, reals, (n,)))
         if self.output_element in CODES8:
-            found.append(Argument("output_scale", Role.SCALE, (compute,)))
-            found.append(Argument("output_zero_point", Role.ZERO_POINT, s32))
-        return (*found, Argument("output", Role.OUTPUT, (self.output_element,), (m, n)))
+            arguments.append(Argument("output_scale", Role.SCALE, (compute,)))
+            arguments.append(Argument("output_zero_point", Role.ZERO_POINT, s32))
+        return (*arguments, Argument("output", Role.OUTPUT, (self.output_element,), (m, n)))
 
 
 _OF_THE_LAYER = tuple(name for name in RescaleDescriptor.model_fields if name != "op")
@@ -174,11 +173,11 @@ def _rounded_sums(
     acc, za = integers["sums"][index].astype(np.int64), np.zeros(rows.stop - rows.start, np.int64)
     if problem.has_act_zero_point:
         za += widened("act_zero_point", rows if problem.act_scale_scope is DynamicRangeScope.TOKEN else slice(1))
-        acc = _less(acc, za, widened("weight_sums", columns))
+        acc = subtract_outer(acc, za, widened("weight_sums", columns))
     if problem.has_weight_zero_point:
-        acc = _less(acc, widened("act_sums", rows) - problem.k * za, widened("weight_zero_point", columns))
+        acc = subtract_outer(acc, widened("act_sums", rows) - problem.k * za, widened("weight_zero_point", columns))
     if acc.dtype == object:
-        acc = np.frompyfunc(lambda n: _round_integer(n, dtype), 1, 1)(acc)
+        acc = np.frompyfunc(lambda n: round_integer(n, dtype), 1, 1)(acc)
     return np.asarray(acc, dtype)
 
 
@@ -197,7 +196,7 @@ def _cases() -> tuple[Case, ...]:
             k=depths[number % 7 % len(depths)],
             output_element=output,
             epilogue=epilogue,
-            act_scale_scope=_SCOPES[number // 2 % 2],
+            act_scale_scope=SCALE_SCOPES[number // 2 % 2],
             has_act_zero_point=kind == 1 or (kind == 2 and row % 2 == 0),  # kind 1 has both, kind 2 one of them
             has_weight_zero_point=kind == 1 or (kind == 2 and row % 2 == 1),
         )

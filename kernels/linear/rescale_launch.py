@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from skuda.kernels.launch import Launch, Pointer, Step, s32, s64, strided
-from skuda.kernels.linear import layer
+from skuda.kernels.linear import parameters
 
 if TYPE_CHECKING:
     from skuda.kernels.linear.rescale import RescaleDescriptor
@@ -15,10 +15,11 @@ _WIDTH = 4
 """Columns of a thread."""
 _FEW_THREADS = 64
 _IN_FLIGHT = 4
-"""Rows that a thread takes at least, if there are enough: it has so many in flight, with the same scales of columns."""
-_FEWEST_BLOCKS, _MOST_BLOCKS = 4, 32
-"""Blocks per multiprocessor: down to so few a thread takes several rows, and never are there more."""
-_MOST_GROUPS = 65_535
+"""Rows of a thread if there are enough. It loads that many at a time and keeps the scales of its columns."""
+_MIN_BLOCKS, _MAX_BLOCKS = 4, 32
+"""Blocks per multiprocessor: threads take several rows as long as there are the minimum, and there are never more than
+the maximum."""
+_MAX_GROUPS = 65_535
 
 
 def rescale(problem: RescaleDescriptor, device: Device) -> Launch:
@@ -28,11 +29,11 @@ def rescale(problem: RescaleDescriptor, device: Device) -> Launch:
         return Launch(steps=())
     multiprocessors = max(1, device.sm_count)
     wanted = -(-n // _WIDTH)
-    threads = layer.THREADS if m * wanted >= layer.THREADS * multiprocessors else _FEW_THREADS
+    threads = parameters.THREADS if m * wanted >= parameters.THREADS * multiprocessors else _FEW_THREADS
     lanes = min(threads, 1 << (wanted - 1).bit_length())
     strips, groups = -(-wanted // lanes), -(-m // (threads // lanes))
-    fewest, most = (-(-blocks * multiprocessors // strips) for blocks in (_FEWEST_BLOCKS, _MOST_BLOCKS))
-    groups = min(groups, max(-(-groups // _IN_FLIGHT), fewest), most, _MOST_GROUPS)
+    fewest, most = (-(-blocks * multiprocessors // strips) for blocks in (_MIN_BLOCKS, _MAX_BLOCKS))
+    groups = min(groups, max(-(-groups // _IN_FLIGHT), fewest), most, _MAX_GROUPS)
     names = {argument.name for argument in problem.arguments()}
     sums = (Pointer(name) if name in names else s64(0)[0] for name in ("act_sums", "weight_sums"))
     step = Step(
@@ -41,9 +42,9 @@ def rescale(problem: RescaleDescriptor, device: Device) -> Launch:
         block=(threads, 1, 1),
         parameters=(
             *strided("sums"),
-            *layer.given_scales(problem.layer),
+            *parameters.given_scales(problem.layer),
             *sums,
-            *layer.epilogue_parameters(problem.layer),
+            *parameters.epilogue_parameters(problem.layer),
             *s32(lanes),
         ),
     )

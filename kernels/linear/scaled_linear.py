@@ -6,13 +6,14 @@ acc = sum_k (act_q[m, k] - act_zero_point[m]) (weight_q[n, k] - weight_zero_poin
 RN_C(RN_C(act_scale[m] * weight_scale[n]) * RN_C(acc)); then, by epilogue, RN_C(v + bias[n]) and relu (exact), gelu
 (erf form) or silu (both within 2 ulp of C); output = RN_T(v), or clamp(rne(RN_C(v / output_scale)) +
 output_zero_point) for an s8 or u8 output. C is f64 for an f64 output, else f32. K == 0 gives v = +0. With
-`act_scale_scope` tensor, `act_scale[0]` and `act_zero_point[0]` serve every row.
+`act_scale_scope` tensor, `act_scale[0]` and `act_zero_point[0]` apply to every row.
 
-For an s32 output, output = sum_k act_q[m, k] weight_q[n, k], exactly: what layers that share a K add up. It takes
-neither scales nor zero points, bias or another epilogue.
+For an s32 output, output = sum_k act_q[m, k] weight_q[n, k], exactly. Layers that share a K add up such outputs. It
+takes no scales, zero points, bias or other epilogue.
 
-Codes of gelu and silu are within one of the reference's where the last ulp of v is small beside `output_scale`. If an
-array `output_scale` is 0, that ulp decides between NaN and infinity.
+relu gives +0 for -0 and for negative values; NaN stays NaN. Codes of gelu and silu are within one of the reference's
+where an ulp of v is small in relation to `output_scale`. If an array `output_scale` is 0, that ulp decides between NaN
+and infinity.
 
 Shapes
 ------
@@ -50,15 +51,13 @@ from pydantic import model_validator
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear import offers
 from skuda.kernels.linear.epilogue import Epilogue
-from skuda.kernels.linear.problem import ALIGNED_SIZES, CODES8, OUTPUTS, SHIFTED, SIZES, CodedProblem, longest_k
-from skuda.kernels.linear.product import Codes, write_layer
+from skuda.kernels.linear.problem import ALIGNED_SIZES, OUTPUTS, SCALE_SCOPES, SHIFTED, SIZES, CodedProblem, longest_k
+from skuda.kernels.linear.reference import Codes, write_layer
 from skuda.registry.constraints import OneOf
 from skuda.registry.descriptor import Argument, Role
-from skuda.registry.elements import ElementKind
+from skuda.registry.elements import CODES8, ElementKind
 from skuda.registry.op import Case, Op
 from skuda.registry.vocabulary import DynamicRangeScope, EpilogueKind
-
-_SCOPES = (DynamicRangeScope.TOKEN, DynamicRangeScope.TENSOR)
 
 
 class ScaledLinearDescriptor(CodedProblem):
@@ -82,8 +81,8 @@ class ScaledLinearDescriptor(CodedProblem):
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
-        if self.act_scale_scope not in _SCOPES:
-            self.refuse("act_scale_scope", self.act_scale_scope, f"be one of {', '.join(_SCOPES)}")
+        if self.act_scale_scope not in SCALE_SCOPES:
+            self.refuse("act_scale_scope", self.act_scale_scope, f"be one of {', '.join(SCALE_SCOPES)}")
         if self.output_element is ElementKind.S32:
             self._check_sums()
         return self
@@ -91,13 +90,13 @@ class ScaledLinearDescriptor(CodedProblem):
     def _check_sums(self) -> None:
         for name, only in _OF_SUMS.items():
             if getattr(self, name) != only:
-                rule = f"be {only}: an s32 output is the sums, without scales, zero points and epilogue"
+                rule = f"be {only}: an s32 output takes no scales, zero points or epilogue"
                 self.refuse(name, getattr(self, name), rule)
         if {self.activation_element, self.weight_element} <= set(CODES8):
             longest = longest_k(self.activation_element, self.weight_element)
             if self.k > longest:
                 codes = f"{self.activation_element} by {self.weight_element}"
-                self.refuse("k", self.k, f"be at most {longest}, so that no sum of {codes} leaves s32")
+                self.refuse("k", self.k, f"be at most {longest}, because longer sums of {codes} exceed s32")
 
     @property
     def num_scales(self) -> int:
@@ -111,7 +110,7 @@ class ScaledLinearDescriptor(CodedProblem):
 
     @property
     def shifts_activation(self) -> bool:
-        """Whether the activation has zero points, so that the weight's codes are summed."""
+        """Whether the activation has zero points; the kernel then adds up the weight's codes."""
         return self.has_act_zero_point
 
     def arguments(self) -> tuple[Argument, ...]:
@@ -132,7 +131,7 @@ _OF_SUMS = {
     "has_act_zero_point": False,
     "has_weight_zero_point": False,
 }
-"""Fields of a problem whose output is the sums."""
+"""The only values of these fields for an s32 output."""
 
 
 @np.errstate(all="ignore")  # infinities and NaN are valid results here
@@ -171,15 +170,15 @@ def _cases() -> tuple[Case, ...]:
         fields: dict[str, Any] = dict(zip(names, kinds, strict=True))
         fields |= {"has_act_zero_point": number % 3 == 1, "has_weight_zero_point": number % 11 % 2 == 1}
         m, n, k = SIZES[number % len(SIZES)]
-        problem = ScaledLinearDescriptor(m=m, n=n, k=k, act_scale_scope=_SCOPES[number % 7 % 2], **fields)
+        problem = ScaledLinearDescriptor(m=m, n=n, k=k, act_scale_scope=SCALE_SCOPES[number % 7 % 2], **fields)
         made.append(Case(problem, "special" if number % 5 == number // 20 % 5 else "normal"))
     for number, kinds in enumerate(product(OUTPUTS, CODES8, CODES8, EpilogueKind)):
         m, n, k = ALIGNED_SIZES[number % 3 + number // 9 % 3]
         fields = dict(zip(names, kinds, strict=True))
-        problem = ScaledLinearDescriptor(m=m, n=n, k=k, act_scale_scope=_SCOPES[number % 7 % 2], **fields)
+        problem = ScaledLinearDescriptor(m=m, n=n, k=k, act_scale_scope=SCALE_SCOPES[number % 7 % 2], **fields)
         made.append(Case(problem, "special" if number % 7 == 0 else "normal"))
-    # Zero points of any s32 on both sides, so that sums exceed 64 bits.
-    for number, (output, scope) in enumerate(product(OUTPUTS, _SCOPES)):
+    # Any s32 zero points on both sides: sums exceed 64 bits.
+    for number, (output, scope) in enumerate(product(OUTPUTS, SCALE_SCOPES)):
         fields = {"output_element": output, "act_scale_scope": scope, "epilogue": tuple(EpilogueKind)[number % 5]}
         fields["activation_element"] = CODES8[number // 3 % 2]
         for (m, n, k), weight in zip((SIZES[0], *SIZES[-2:]), (*CODES8, CODES8[number % 2]), strict=True):
@@ -190,7 +189,7 @@ def _cases() -> tuple[Case, ...]:
     for number, shifted in enumerate(product(OUTPUTS, CODES8, EpilogueKind)):
         (m, n, k), of_activation, of_weight = SHIFTED[number % len(SHIFTED)]
         fields = dict(zip(("output_element", "weight_element", "epilogue"), shifted, strict=True))
-        fields |= {"activation_element": CODES8[number // 3 % 2], "act_scale_scope": _SCOPES[number // 2 % 2]}
+        fields |= {"activation_element": CODES8[number // 3 % 2], "act_scale_scope": SCALE_SCOPES[number // 2 % 2]}
         fields |= {"has_act_zero_point": of_activation, "has_weight_zero_point": of_weight}
         problem = ScaledLinearDescriptor(m=m, n=n, k=k, **fields)
         made.append(Case(problem, "special" if number % 3 == 0 else "normal"))

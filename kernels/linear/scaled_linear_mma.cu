@@ -10,7 +10,7 @@
 //   weight_scale, weight_zero_point, bias   [n]; the latter two may be null, and all are for sums
 //   output       [m, n] SKUDA_OUT, output_leading elements apart; output_scale, output_zero_point: one each, for codes
 //
-// SKUDA_TILE names the tile (mma.cuh). SKUDA_ZERO_POINTS is 0 where both zero points are null.
+// SKUDA_TILE names the tile (mma.cuh). SKUDA_ZERO_POINTS is 0 if both zero points are null.
 #include "mma.cuh"
 
 KERNEL(SKUDA_TILE::THREADS, SKUDA_TILE::RESIDENT) scaled_linear_mma(

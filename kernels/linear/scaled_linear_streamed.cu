@@ -8,7 +8,7 @@
 //   act_zero_point      as many s32, or null
 //   weight_scale, weight_zero_point, bias   [n]; the latter two may be null, and all are for sums
 //   output              [m, n] SKUDA_OUT, output_leading elements apart
-#ifdef WIDE
+#ifdef WARPS
 #include "direct.cuh"
 
 DIRECT_KERNEL scaled_linear_streamed(const SKUDA_CODE* act_q, s64 act_q_leading, GIVEN_ROWS_PARAMETERS, DIRECT_PARAMETERS) {

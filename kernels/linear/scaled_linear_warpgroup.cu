@@ -1,4 +1,4 @@
-// Scaled linear on warpgroup instructions: W8A8 with activation scales as an array. One launch, or two with zero points.
+// Scaled linear on Hopper's wgmma: W8A8 with activation scales as an array. One launch, or two with zero points.
 //
 //   y = epilogue(act_scale[m] * weight_scale[n] * sum_k (act_q[m, k] - act_zero_point[m]) (weight_q[n, k] - weight_zero_point[n]))
 //   y = sum_k act_q[m, k] weight_q[n, k] if SKUDA_OUT is s32

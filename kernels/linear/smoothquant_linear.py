@@ -7,8 +7,9 @@ weight_scale[n]) * RN_C(acc)); then, by epilogue, RN_C(v + bias[n]) and relu (ex
 within 2 ulp of C); output = RN_T(v), or clamp(rne(RN_C(v / output_scale)) + output_zero_point) for an s8 or u8
 output. C is f64 for an f64 output, else f32. K == 0 gives v = +0.
 
-Codes of gelu and silu are within one of the reference's where the last ulp of v is small beside `output_scale`. If an
-array `output_scale` is 0, that ulp decides between NaN and infinity.
+relu gives +0 for -0 and for negative values; NaN stays NaN. Codes of gelu and silu are within one of the reference's
+where an ulp of v is small in relation to `output_scale`. If an array `output_scale` is 0, that ulp decides between NaN
+and infinity.
 
 Shapes
 ------
@@ -47,10 +48,11 @@ from pydantic import model_validator
 from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.linear import offers
 from skuda.kernels.linear.epilogue import Epilogue
-from skuda.kernels.linear.problem import ALIGNED_SIZES, CODES8, OUTPUTS, SHIFTED, SIZES, CodedProblem
-from skuda.kernels.linear.product import Codes, write_layer
+from skuda.kernels.linear.problem import ALIGNED_SIZES, OUTPUTS, SHIFTED, SIZES, CodedProblem
+from skuda.kernels.linear.reference import Codes, write_layer
 from skuda.registry.constraints import OneOf
 from skuda.registry.descriptor import Argument, Role
+from skuda.registry.elements import CODES8
 from skuda.registry.op import Case, Op
 from skuda.registry.value import Int32, Real
 from skuda.registry.vocabulary import EpilogueKind
@@ -62,7 +64,7 @@ class SmoothQuantLinearDescriptor(CodedProblem):
     Attributes
     ----------
     act_scale : float
-        Scale of the activation; frozen metadata of the model.
+        Scale of the whole activation, a constant of the model.
     act_zero_point : int
         Code of the activation that stands for 0.0.
     others
@@ -98,7 +100,7 @@ class SmoothQuantLinearDescriptor(CodedProblem):
 
     @property
     def shifts_activation(self) -> bool:
-        """Whether the activation has a zero point other than 0, so that the weight's codes are summed."""
+        """Whether the activation has a zero point other than 0; the kernel then adds up the weight's codes."""
         return self.act_zero_point != 0
 
     def arguments(self) -> tuple[Argument, ...]:

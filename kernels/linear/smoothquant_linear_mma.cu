@@ -8,8 +8,8 @@
 //   output       [m, n] SKUDA_OUT, output_leading elements apart; output_scale, output_zero_point: one each, for codes
 //   scratch      [m] or null: filled with act_scale
 //
-// SKUDA_TILE names the tile (mma.cuh). SKUDA_ZERO_POINTS is 0 where act_zero_point is 0 and weight_zero_point
-// null.
+// SKUDA_TILE names the tile (mma.cuh). SKUDA_ZERO_POINTS is 0 if act_zero_point is 0 and
+// weight_zero_point is null.
 #include "mma.cuh"
 
 KERNEL(SKUDA_TILE::THREADS, SKUDA_TILE::RESIDENT) smoothquant_linear_mma(

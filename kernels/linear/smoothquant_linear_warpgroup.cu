@@ -1,4 +1,4 @@
-// SmoothQuant linear on warpgroup instructions: W8A8 with one static activation scale. One launch, or two with zero points.
+// SmoothQuant linear on Hopper's wgmma: W8A8 with one static activation scale. One launch, or two with zero points.
 //
 //   y = epilogue(act_scale * weight_scale[n] * sum_k (act_q[m, k] - act_zero_point) (weight_q[n, k] - weight_zero_point[n]))
 //
@@ -9,6 +9,6 @@
 #include "warpgroup.cuh"
 
 WARPGROUP_KERNEL smoothquant_linear_warpgroup(TENSOR_MAPS, STATIC_ROWS_PARAMETERS(f32), WARPGROUP_PARAMETERS) {
-  fill(scratch, act_scale, (u32)m);
+  fill_array(scratch, act_scale, (u32)m);
   warpgroup_linear(a_map, w_map, STATIC_ROWS(f32), WARPGROUP_GIVEN);
 }

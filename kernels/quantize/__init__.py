@@ -1,6 +1,6 @@
 """The quantization family: one module per direction, one descriptor class per op, re-exported here.
 
-Modules are imported on first use of a name, so that importing the package costs nothing.
+Modules are imported on first use of a name: importing the package costs nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The arithmetic of affine quantization, once, for every granularity.
 
-Every formula is written for one block of elements whose scale and zero point broadcast against it; the functions below
-the formulas traverse an array of any strides in such blocks. Naming: C is the compute type (f64 for f64 data, else
-f32), T the data's.
+The formulas come first. Each computes one block of elements; scale and zero point broadcast against the block. The
+functions below them traverse an array of any strides in such blocks. C is the compute type (f64 for f64 data, else f32)
+and T the type of the data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from skuda.registry.elements import ElementKind
 Array = npt.NDArray[Any]
 
 _SEGMENTS = 4096
-"""Smallest number of segments whose ranges are computed at a time."""
+"""Fewest segments whose ranges are computed at a time."""
 
 
 def rounded_quotient(x: Array, scale: Any) -> Array:
@@ -113,7 +113,7 @@ def dynamic_scales(
     Parameters
     ----------
     x : array
-        The data, viewed so that a segment runs over whole axes.
+        The data, in a view whose segments run over whole axes.
     axes : tuple of int
         Those axes.
     data : ElementKind

@@ -1,12 +1,12 @@
 // Amax: the largest magnitude of every row.
 //
-//   output = max |x| over the row, NaN skipped; +0 where there is nothing else
+//   output = max |x| over the row, NaN skipped; +0 if there is no number
 //
 //   input    Data, rows of columns, input_leading elements apart
 //   output   C, one per row
 //
 // A row belongs to some lanes of a warp, or to a block. Maxima do not depend on the order of evaluation, so every path
-// gives the same bits. SKUDA_CODE is not used; the headers ask for it.
+// gives the same bits. The headers need SKUDA_CODE, which is not used.
 #include "runs.cuh"
 
 // One row per group of threads, which keep R chunks in flight.
@@ -28,11 +28,11 @@ DEVICE void amax_by_groups(const Group group, const Data* input, s64 input_leadi
       held.include_in(found, false);
       base += R * lanes;
     } while (LONG && base - lane < chunks);
-    r = group.over(Range{found.up(), found.down()}, 0);
+    r = group.reduce(Range{found.up(), found.down()}, 0);
   }
   if (group.any(!by_chunks || has_nan(r))) {
     group.wait();
-    r = group.over(slow_range(row, columns, lane, lanes, 0), 0);
+    r = group.reduce(slow_range(row, columns, lane, lanes, 0), 0);
   }
   if (mine && lane == 0) output[own] = number_of(r.up);
 }

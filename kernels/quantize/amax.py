@@ -2,8 +2,8 @@
 
 Formula
 -------
-output[n] = max |C(input[n, :])|. NaN is skipped; a row without a number, or without any element, has +0. The maximum is
-exact and has no order, so the maximum of the results of a row's parts is the result of the row.
+output[n] = max |C(input[n, :])|. NaN is skipped; a row of NaN only, or an empty row, gives +0. The maximum is exact
+in any order, so the maximum over the parts of a row is the result of the row.
 
 Shapes
 ------
@@ -39,7 +39,7 @@ from skuda.registry.elements import FLOATS, ElementKind
 from skuda.registry.op import Case, Op, Values
 
 SIZES = ((17, 64), (0, 8), (5, 0), (1, 1), (3, 7), (9, 256), (260, 16), (2, 4096), (7, 1304), (2, 16400), (1, 70008))
-"""n, d of the cases: from parts of a chunk to more than a block holds."""
+"""n, d of the cases: from less than a chunk to more than the registers of a block."""
 
 
 class AmaxDescriptor(PerToken):

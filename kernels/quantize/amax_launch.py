@@ -12,25 +12,25 @@ if TYPE_CHECKING:
     from skuda.kernels.quantize.amax_quantize import AmaxQuantizeDescriptor
     from skuda.registry.device import Device
 
-_HELD = 4
+_CHUNKS = 4
 """Chunks that a thread has in flight."""
-_MOST_THREADS = 512
+_MAX_THREADS = 512
 _FEW_THREADS = 64
-_MOST_PARTS = 65_535
+_MAX_PARTS = 65_535
 
 
 def amax(problem: AmaxDescriptor, device: Device) -> Launch:  # noqa: ARG001  every launch rule has this signature
     """Launch one step that reads every row once: by some lanes of a warp, or by a block."""
     parameters = (*strided("input"), *pointers("output"), *s64(problem.n, problem.d))
-    return _by_rows(problem, parameters, _MOST_THREADS, 1)
+    return _by_rows(problem, parameters, _MAX_THREADS, 1)
 
 
 def amax_quantize(problem: AmaxQuantizeDescriptor, device: Device) -> Launch:
     """Launch one step whose blocks share the parts of a long row."""
-    threads, held = THREADS, _HELD * width_of(problem.input_element)
+    threads, held = THREADS, _CHUNKS * width_of(problem.input_element)
     if problem.n * -(-problem.d // (held * threads)) < device.sm_count:
         threads = _FEW_THREADS
-    parts = max(1, min(-(-problem.d // (held * threads)), _MOST_PARTS))
+    parts = max(1, min(-(-problem.d // (held * threads)), _MAX_PARTS))
     parameters = (
         *strided("input"),
         *pointers("amax"),
@@ -48,10 +48,10 @@ def _by_rows(
     parts: int,
     *bounds: Parameter,
 ) -> Launch:
-    """Launch rows by lanes of a warp where they are short, else each by the blocks of a column of the grid."""
+    """Launch lanes of a warp for each short row, or a column of the grid for each long one."""
     if not problem.n:
         return Launch(steps=())
-    wanted = max(1, -(-problem.d // (_HELD * width_of(problem.input_element))))
+    wanted = max(1, -(-problem.d // (_CHUNKS * width_of(problem.input_element))))
     lanes = 1 << (wanted - 1).bit_length()
     if lanes <= WARP:
         entry, threads, rows, parts = "lanes", THREADS, THREADS // lanes, 1

@@ -8,7 +8,8 @@
 //   output      codes, output_leading bytes apart
 //   scale_out   C, one per row
 //
-// A row belongs to some lanes of a warp, or to the blocks of a column of the grid; each thread computes the scale itself.
+// A row belongs to some lanes of a warp, or to the blocks of a column of the grid; each thread computes the scale
+// itself.
 #include "runs.cuh"
 
 #define PARAMETERS                                                                                                      \
@@ -25,7 +26,7 @@ DEVICE void quantize_rows(const Group group, const Data* input, s64 input_leadin
   if (own >= rows) return;
   const Data* const x = input + own * input_leading;
   u8* const codes = output + own * output_leading;
-  Real s = divide(amax[own], (Real)q_max);
+  Real s = div_rn(amax[own], (Real)q_max);
   if (s == (Real)0) s = (Real)1;
   if (lane == 0 && blockIdx.y == 0) scale_out[own] = s;
   if (columns % V != 0 || !rows_of_chunks(input, input_leading, rows) || !aligned(output, output_leading, rows, V)) {

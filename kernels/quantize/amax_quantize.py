@@ -1,11 +1,11 @@
-"""Amax quantize: a scale from each row's given largest magnitude, then the codes of the row, or of a part of it.
+"""Amax quantize: a scale from each row's given largest magnitude, and the codes of the row or of a part of it.
 
 Formula
 -------
 s = RN_C(amax / q_max), and if that is 0, s = 1; output = clamp(rne(RN_C(input / s)), q_min, q_max); scale_out = s.
-With the maxima of `amax` over the same rows, this is `dynamic_range`, symmetric, per token, bit for bit. With those of
-longer rows, of which `input` is a part, it gives that part of the longer rows' codes. NaN quantizes to 0, clamped. Any
-`amax` follows the formula: a negative one turns the signs, an infinite one or a NaN makes every code 0, clamped.
+With the maxima of `amax` over the same rows, this is `dynamic_range`, symmetric, per token, bit for bit. `input` may be
+a part of longer rows: with the maxima of those rows, this gives that part of their codes. NaN quantizes to 0, clamped.
+Any `amax` follows the formula: a negative one turns the signs, an infinite one or a NaN makes every code 0, clamped.
 
 Shapes
 ------
@@ -42,11 +42,9 @@ from skuda.kernels.quantize.granularity import PerToken, per_token
 from skuda.kernels.ties import at_ties
 from skuda.kernels.values import floats, rounded, specials
 from skuda.registry.descriptor import Argument, Role
-from skuda.registry.elements import FLOATS, ElementKind
+from skuda.registry.elements import CODES8, FLOATS, ElementKind
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.value import Int32
-
-CODES8 = (ElementKind.S8, ElementKind.U8)
 
 
 class AmaxQuantized(NamedTuple):
@@ -110,7 +108,7 @@ def reference(problem: AmaxQuantizeDescriptor, *, input: Any, amax: Any, output:
 
 
 def _draw(problem: AmaxQuantizeDescriptor, values: Values, rng: np.random.Generator) -> dict[str, Any]:
-    """Draw rows, and maxima that are theirs, those of longer rows, or, for ``special``, any number."""
+    """Draw rows, and for each its own maximum, that of a longer row, or, for ``special``, any number."""
     data, shape = problem.input_element, problem.data_shape
     found = floats(shape, data, rng) * (values != "zero")
     if values in ("special", "infinite"):

@@ -1,17 +1,17 @@
 """SiLU and GELU as algorithms in f64, from which the gated ops' results follow bit for bit on every processor.
 
-Each is a fixed sequence of sums, differences, products, quotients, comparisons and integer operations on bits, every
-one rounded to nearest in f64, without a fused multiply-add; ``kernels/include/curves.cuh`` is the same sequence. With
-exp(-v) = 2^k p, where p is a polynomial of degree 10 in r = -v - k ln 2:
+Each is a fixed sequence of additions, subtractions, multiplications, divisions, comparisons and integer operations on
+bits. Every operation rounds to nearest in f64; none is a fused multiply-add. ``kernels/include/curves.cuh`` is the same
+sequence. With exp(-v) = 2^k p, where p is a polynomial of degree 10 in r = -v - k ln 2:
 
 - silu(x) = x / (1 + exp(-x)),
 - gelu(x) = x Phi(x), where Phi(-a) = exp(-a^2 / 2) R(a) and R is a quotient of polynomials of degrees 9 and 10,
 - gelu_tanh(x) = x / (1 + exp(-w)), w = x (c1 + c2 x^2), c1 = 2 sqrt(2 / pi), c2 = 0.044715 c1.
 
-For negative x the quotient is multiplied by exp(-v) last, so that results keep their relative precision until they are
-subnormal. Exponents v are sums of two parts, of which the first has so few bits that v - k ln 2 loses none. The result
-is within 2^-49 of the true value, relatively, and within 2 units where it is subnormal. The limits are taken at
-infinity: the curves of -inf are -0. NaN stays NaN.
+For negative x the quotient is multiplied by exp(-v) last: results keep their relative precision until they are
+subnormal. An exponent v is the sum of two parts; the first has few bits, so v - k ln 2 is exact. The relative error is
+at most 2^-49, or 2 units in the last place where the result is subnormal. At -inf the curves take their limit, -0. NaN
+stays NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-_WHOLE = 6755399441055744.0  # 1.5 * 2^52: a sum with it has no fractional bits
+_NO_FRACTION = 6755399441055744.0  # 1.5 * 2^52: a sum with it has no fractional bits
 _LOG2_E = 1.4426950408889634
 _LN2, _LN2_REST = 0.6931471805598903, 5.497923018708371e-14  # a multiple of 2^-42, and the rest
 _EXP = (
@@ -47,42 +47,47 @@ _C2, _C2_HEAD, _C2_REST = 0.07135481627260025, 0.07135480642318726, 9.8494129929
 @np.errstate(all="ignore")  # infinities, NaN and subnormals are valid here
 def silu(x: Array) -> Array:
     """``x / (1 + exp(-x))`` for f64 `x`."""
-    a = _magnitude(x, 800.0)
-    return _share(x, a, *_exponential(a, 0.0))
+    a = _clamped_abs(x, 800.0)
+    return _times_logistic(x, a, *_exponential(a, 0.0))
 
 
 @np.errstate(all="ignore")
 def gelu(x: Array) -> Array:
     """``x * Phi(x)`` for f64 `x`, Phi the normal distribution function."""
-    a = _magnitude(x, 40.0)
-    head = (a + _WHOLE / 2**18) - _WHOLE / 2**18  # a multiple of 2^-18, so that its square is exact
+    a = _clamped_abs(x, 40.0)
+    head = _rounded_to_multiple(a, 2.0**-18)  # its square is exact
     p, k = _exponential(head * head * 0.5, -((a + head) * (a - head) * 0.5))
-    tail = _scaled(a * (_polynomial(_OVER, a) / _polynomial(_UNDER, a) * p), k)
+    tail = _ldexp_rn(a * (_polynomial(_OVER, a) / _polynomial(_UNDER, a) * p), k)
     return np.asarray(np.where(x < 0, -tail, x - tail))
 
 
 @np.errstate(all="ignore")
 def gelu_tanh(x: Array) -> Array:
     """``x / (1 + exp(-w))`` for f64 `x`, where w = 2 sqrt(2 / pi) (x + 0.044715 x^3)."""
-    a = _magnitude(x, 22.0)
-    head = (a + _WHOLE / 2**6) - _WHOLE / 2**6  # a multiple of 2^-6, so that its cube is exact
+    a = _clamped_abs(x, 22.0)
+    head = _rounded_to_multiple(a, 2.0**-6)  # its cube is exact
     rest, square = a - head, head * head
     cube = square * head
     exact = _C1_HEAD * head + _C2_HEAD * cube
     slope = _C1 + _C2 * (3.0 * square + rest * (3.0 * head + rest))
     lost = (_C1_REST * head + _C2_REST * cube) + rest * slope
-    return _share(x, a, *_exponential(exact, -lost))
+    return _times_logistic(x, a, *_exponential(exact, -lost))
 
 
-def _magnitude(x: Array, most: float) -> Array:
-    """Return |x| up to `most`, beyond which nothing changes; `most` for NaN."""
+def _clamped_abs(x: Array, most: float) -> Array:
+    """Return |x|, at most `most`: beyond it the curves do not change. Return `most` for NaN."""
     a = np.abs(x)
     return np.asarray(np.where(a < most, a, most))
 
 
+def _rounded_to_multiple(a: Array, unit: float) -> Array:
+    """Round to a multiple of `unit`, a power of two, by adding and subtracting 1.5 * 2^52 units."""
+    return np.asarray((a + _NO_FRACTION * unit) - _NO_FRACTION * unit)
+
+
 def _exponential(v: Array, rest: Any) -> tuple[Array, Array]:
     """Return p and k with exp(-v + rest) = 2^k p, for v - rest between 0 and 830."""
-    k = (v - rest) * -_LOG2_E + _WHOLE - _WHOLE
+    k = _rounded_to_multiple((v - rest) * -_LOG2_E, 1.0)
     r = (-v - k * _LN2) + (rest - k * _LN2_REST)
     return _polynomial(_EXP, r), k
 
@@ -94,7 +99,7 @@ def _polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
     return np.asarray(value)
 
 
-def _scaled(value: Array, k: Array) -> Array:
+def _ldexp_rn(value: Array, k: Array) -> Array:
     """Return ``value * 2^k`` with one rounding, also where it is subnormal; for k between -1200 and 0."""
     power = k.astype(np.int64)
     half = power >> 1
@@ -105,7 +110,7 @@ def _power(k: Array) -> Array:
     return ((k + 1023) << 52).view(np.float64)
 
 
-def _share(x: Array, a: Array, p: Array, k: Array) -> Array:
+def _times_logistic(x: Array, a: Array, p: Array, k: Array) -> Array:
     """Return ``x / (1 + exp(-v))``, where v has the sign of x and exp(-|v|) = 2^k p."""
-    quotient = np.where(x < 0, a * p, x) / (1.0 + _scaled(p, k))
-    return np.asarray(np.where(x < 0, -_scaled(quotient, k), quotient))
+    quotient = np.where(x < 0, a * p, x) / (1.0 + _ldexp_rn(p, k))
+    return np.asarray(np.where(x < 0, -_ldexp_rn(quotient, k), quotient))

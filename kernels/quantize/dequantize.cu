@@ -4,14 +4,14 @@
 //
 //   input           codes, input_leading bytes apart
 //   output          Data, rows of columns, output_leading elements apart
-//   scale           C, or Data where scale_is_data; null: scale_value
+//   scale           C, or Data if scale_is_data; null: scale_value
 //   zero_point      s32; null: zero_point_value
 //   rows, columns   the view that all data arrays share; element e of it has segment (e / inner) % channels
-//   parts           units in a segment, 0 where it is not whole chunks; with the multipliers that divide by both
+//   parts           units in a segment, 0 if it is not whole chunks; with the multipliers that divide by both
 //   lanes           threads that share a unit
 //
-// There are three entries, by how segments lie in 16-byte chunks: one segment for everything, chunks that each lie in one
-// segment (`_runs`), and chunks that may span several segments (`_mixed`). Per tensor uses the first, the other
+// There are three entries, by how segments lie in 16-byte chunks: one segment for everything, chunks that each lie in
+// one segment (`_runs`), and chunks that may span several segments (`_mixed`). Per tensor uses the first, the other
 // granularities use the second or the third.
 #include "affine.cuh"
 

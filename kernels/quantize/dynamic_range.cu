@@ -11,10 +11,10 @@
 //   zero_point_out  s32, one per segment
 //   partial         C, scratch: lows and highs of parts of a segment
 //
-// A segment that is one run of memory (token, group, first axis) is read once: `dynamic_range_R` holds it in R chunks per
-// thread, up to 8,192 in all, and reads only longer segments twice. A segment that is not contiguous (tensor, last axis)
-// takes three launches: partial ranges, scales, codes. Maxima and minima do not depend on the order of evaluation, so
-// every path gives the same bits.
+// A segment that is one run of memory (token, group, first axis) is read once: `dynamic_range_R` holds it in R chunks
+// for each thread, up to 8,192 in all, and reads only longer segments twice. A segment that is not contiguous (tensor,
+// last axis) takes three launches: partial ranges, scales, codes. Maxima and minima do not depend on the order of
+// evaluation, so every path gives the same bits.
 #include "runs.cuh"
 
 #define RUNS_PARAMETERS                                                                                              \
@@ -64,7 +64,7 @@ KERNEL(256, 2) dynamic_range_whole(const Data* input, s64 input_leading, Real* p
       for (s64 j = 0; j < step; ++j) include(r, widen(input[row * input_leading + e - row * columns + j]));
     }
   }
-  r = Block{blockDim.x}.over(r, 1);
+  r = Block{blockDim.x}.reduce(r, 1);
   if (threadIdx.x == 0) put_range(partial, 1, gridDim.x, blockIdx.x, r);
 }
 
@@ -110,7 +110,8 @@ KERNEL(256, 4) dynamic_range_columns(const Data* input, s64 input_leading, Real*
   }
 }
 
-// Scale and zero point from `parts` partial ranges: `per_block` segments a block, a power of two, each by several bands.
+// Scale and zero point from `parts` partial ranges: `per_block` segments a block, a power of two, each by several
+// bands.
 KERNEL(256, 2) dynamic_range_scales(const Real* partial, Real* scale_out, s32* zero_point_out, s64 parts, s64 segments,
                                     s32 per_block, s32 asymmetric, s32 q_min, s32 q_max, s32 empty) {
   __shared__ RealBits up[256], down[256];
@@ -134,7 +135,7 @@ KERNEL(256, 2) dynamic_range_scales(const Real* partial, Real* scale_out, s32* z
   }
 }
 
-// Codes from finished scales.
+// Codes from the scales of dynamic_range_scales.
 KERNEL(256, BLOCKS) dynamic_range_codes(
     const Data* input, s64 input_leading, u8* output, s64 output_leading, SEGMENTS, SHAPE) {
   walk_quantize<WHOLE>(input, input_leading, output, output_leading, SCALES, SHAPE_GIVEN);

@@ -128,7 +128,7 @@ class DynamicRangeQuantizeDescriptor(AffineProblem):
             )
         if self.group_size is not None and self.d % self.group_size:
             self.refuse("d", self.d, f"be a multiple of group_size = {self.group_size}")
-        # Normalized, so that axis -1 and the last axis describe the same problem.
+        # Normalized: axis -1 and the last axis describe the same problem.
         if grouped or self.axis is not None:
             object.__setattr__(self, "axis", 1 if grouped else (self.axis or 0) % 2)
 
@@ -176,7 +176,7 @@ def reference(
 
 
 def _segments(problem: DynamicRangeQuantizeDescriptor, data: Any) -> tuple[Any, tuple[int, ...]]:
-    """View the data so that a segment runs over whole axes; return the view and those axes."""
+    """Return a view of the data whose segments run over whole axes, and those axes."""
     if problem.scope is DynamicRangeScope.GROUP:
         # Splitting one axis gives a view for any strides.
         return data.reshape(*problem.segment_shape, problem.group_size), (2,)

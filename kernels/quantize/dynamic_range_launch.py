@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from skuda.kernels.launch import Constant, Launch, Parameter, Step, pointers, s32, s64, strided
 from skuda.kernels.quantize.elementwise_launch import (
-    MOST_BLOCKS,
+    MAX_BLOCKS,
     THREADS,
     WARP,
     in_flight_of,
@@ -46,7 +46,7 @@ def _one_pass(problem: DynamicRangeQuantizeDescriptor, device: Device) -> Launch
     blocks = -(-segments // segments_per_block)
     step = Step(
         entry=f"dynamic_range_{'lanes_' if lanes <= WARP else ''}{held}",
-        grid=(min(blocks, MOST_BLOCKS), -(-blocks // MOST_BLOCKS), 1),
+        grid=(min(blocks, MAX_BLOCKS), -(-blocks // MAX_BLOCKS), 1),
         block=(lanes * segments_per_block, 1, 1),
         parameters=(
             *strided("input", "output"),

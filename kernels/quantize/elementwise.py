@@ -42,7 +42,7 @@ def elementwise_ops(reference: Callable[..., None], sources: Mapping[type[Affine
     Parameters
     ----------
     reference : callable
-        Their reference; its module documents the ops, and their ``.cu`` is beside that module.
+        Their reference. Its module documents the ops; their ``.cu`` is in the same folder.
     sources : mapping of type to str
         Their descriptors, with the source of each definition.
     """
@@ -53,7 +53,7 @@ def _op(descriptor: type[AffineProblem], reference: Callable[..., None], source:
     module = reference.__module__
     codes: tuple[ElementKind | None, ...] = CODES if descriptor.aux_field else (None,)
     rule = "skuda.kernels.quantize.elementwise_launch:elementwise"
-    # The forward's codes, as a gradient's problem repeats them: no kernel reads them, and still they must be codes.
+    # A gradient's problem repeats the elements of the forward's codes. No kernel reads them, but they must be codes.
     repeated = [name for name in ("input_element", "output_element") if name in descriptor.model_fields]
     repeated = [name for name in repeated if name not in {descriptor.element_field, descriptor.aux_field}]
     constraints = tuple(OneOf(field=name, allowed=(*CODES, None)) for name in repeated)

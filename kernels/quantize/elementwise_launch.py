@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 THREADS = 256
 WARP = 32
 CHUNK_BYTES = 16
-MOST_BLOCKS = 2**31 - 1
+MAX_BLOCKS = 2**31 - 1
 _OF_MANY = 8
-"""Chunks that a thread has in flight where there are many: OF_MANY of ``affine.cuh``."""
+"""Chunks that a thread has in flight if there are many: OF_MANY of ``affine.cuh``."""
 _RESIDENT = 2
-"""Blocks on a multiprocessor of threads that keep the scales of their columns: as many as registers allow."""
+"""Blocks per multiprocessor if threads keep the scales of their columns: as many as the registers allow."""
 
 
 def elementwise(problem: AffineProblem, device: Device) -> Launch:
@@ -58,7 +58,7 @@ _SCALES = ("scale", "zero_point")
 
 
 def _scale_parameters(problem: AffineProblem) -> list[Parameter]:
-    """Return the parameters behind the SEGMENTS macro of ``affine.cuh``."""
+    """Return the parameters that the SEGMENTS macro of ``affine.cuh`` declares."""
     names = {argument.name: argument for argument in problem.arguments()}
     compute = problem.data_element.compute
     by_value = names["scale"].is_scalar
@@ -73,7 +73,7 @@ def _scale_parameters(problem: AffineProblem) -> list[Parameter]:
 
 
 def layout_of(segmentation: tuple[int, int] | None, width: int) -> str:
-    """Return the suffix of the entry's name: how segments lie in chunks (`Layout` of ``walk.cuh``)."""
+    """Return the suffix of the entry's name, for the position of segments in chunks (`Layout` of ``walk.cuh``)."""
     if segmentation is None:
         return ""
     inner, channels = segmentation
@@ -81,7 +81,7 @@ def layout_of(segmentation: tuple[int, int] | None, width: int) -> str:
 
 
 def _are_many(numel: int, segmented: tuple[int, int] | None, width: int, device: Device) -> bool:
-    """Return whether a thread gets `_OF_MANY` chunks: there are blocks enough, and runs that fill cache lines."""
+    """Return whether a thread gets `_OF_MANY` chunks: there are enough blocks, and runs that fill cache lines."""
     run = (numel if segmented is None else segmented[0]) // width
     return run >= _OF_MANY * 8 and numel // width >= 16 * max(1, device.sm_count) * THREADS * _OF_MANY
 
@@ -96,27 +96,28 @@ def walk(
 ) -> tuple[int, int, tuple[Parameter, ...]]:
     """Return how `walk` of ``walk.cuh`` traverses `numel` elements with `in_flight` chunks of `width` per thread.
 
-    Return blocks, threads of a block, and the parameters of the SHAPE macro of ``affine.cuh`` behind rows and columns.
+    The result is the blocks, the threads of a block, and the parameters of the SHAPE macro of ``affine.cuh`` after rows
+    and columns.
     `segmented` is as in `Granularity`.
     """
     inner, channels = segmented or (max(1, numel), 1)
     lanes, threads, parts = _units(inner, width, in_flight) if segmented else (THREADS, THREADS, 0)
     if parts:
-        blocks = max(1, min(-(-(numel // inner) * parts * lanes // threads), MOST_BLOCKS))
+        blocks = max(1, min(-(-(numel // inner) * parts * lanes // threads), MAX_BLOCKS))
     else:
         # Number of blocks after which chunks have the same channels again.
         repeats = inner * channels
         period = repeats // math.gcd(repeats, THREADS * width) if channels > 1 and numel else 0
         blocks = _blocks(-(-numel // width), period, in_flight, device)
-    divisors = (*_divisor(max(1, parts)), *_divisor(min(max(1, channels), MOST_BLOCKS)))
+    divisors = (*_divisor(max(1, parts)), *_divisor(min(max(1, channels), MAX_BLOCKS)))
     return blocks, threads, (*s64(inner, channels), *s32(parts), *divisors, *s32(lanes))
 
 
 def _units(inner: int, width: int, in_flight: int) -> tuple[int, int, int]:
-    """Cut segments of `inner` elements into units, of which a thread takes `in_flight` chunks of `width` elements.
+    """Cut segments of `inner` elements into units; a thread takes `in_flight` chunks of `width` elements of a unit.
 
-    Return threads that share a unit (a power of two within a warp, or the block), threads of a block, and units in a
-    segment, 0 where that is not whole chunks.
+    Return the threads that share a unit (a power of two within a warp, or the block), the threads of a block, and the
+    units in a segment, 0 if a segment is not whole chunks.
     """
     if inner % width or not inner:
         return THREADS, THREADS, 0
@@ -125,11 +126,11 @@ def _units(inner: int, width: int, in_flight: int) -> tuple[int, int, int]:
         return 1 << max(0, threads - 1).bit_length(), THREADS, 1
     parts = -(-threads // THREADS)
     lanes = -(-threads // (parts * WARP)) * WARP
-    return lanes, lanes, parts if parts < MOST_BLOCKS else 0
+    return lanes, lanes, parts if parts < MAX_BLOCKS else 0
 
 
 def _divisor(d: int) -> tuple[Parameter, ...]:
-    """Return multiplier and shift with which (n * multiplier >> 32) >> shift is n // d for every n below 2^31."""
+    """Return multiplier and shift: (n * multiplier >> 32) >> shift is n // d for every n below 2^31."""
     shift = max(0, (d - 1).bit_length() - 1)
     multiplier = -(-(1 << (32 + shift)) // d) % 2**32  # 0 stands for 2^32, that is for d = 1
     signed = multiplier - 2**32 if multiplier >= 2**31 else multiplier
@@ -142,10 +143,10 @@ def in_flight_of(data: ElementKind, layout: str, arrays: int = 1) -> int:
 
 
 def _blocks(chunks: int, period: int, in_flight: int, device: Device) -> int:
-    """Return the number of blocks for `chunks`; kept scales repeat after `period` blocks, 0 where none are kept."""
+    """Return the number of blocks for `chunks`. Kept scales repeat after `period` blocks; 0 if none are kept."""
     if period == 0:
-        return max(1, min(-(-chunks // (THREADS * in_flight)), MOST_BLOCKS))
+        return max(1, min(-(-chunks // (THREADS * in_flight)), MAX_BLOCKS))
     # Threads keep the scales of their columns in registers: they step by whole periods, or take one chunk each.
     once = max(1, -(-chunks // THREADS))
     resident = _RESIDENT * max(1, device.sm_count)
-    return min(once, max(period, min(once // in_flight, resident) // period * period), MOST_BLOCKS)
+    return min(once, max(period, min(once // in_flight, resident) // period * period), MAX_BLOCKS)

@@ -5,16 +5,16 @@
 //   q = clamp(rne(RN_C(y / s)) + z, q_min, q_max)
 //
 //   gate            Data, rows of columns, gate_leading elements apart
-//   up              the same; null: the ups of a row are behind its gates
+//   up              the same; null: the ups of a row follow its gates
 //   output          s8 or u8, output_leading bytes apart
-//   product         Data: y, product_leading elements apart; null: it is not wanted
+//   product         Data: y, product_leading elements apart; null: y is not stored
 //   scale_out       C, one per row; dynamic only
-//   scale           C, or Data where scale_is_data; null: scale_value; static only
+//   scale           C, or Data if scale_is_data; null: scale_value; static only
 //   zero_point      s32; null: zero_point_value; static only
 //   rows, columns   the shape of gate, up, output and product
 //
-// `gated_R` holds a row's y in R chunks per thread, up to 4,096 chunks, and reads only longer rows twice; `scaled_R` does
-// not need the whole row. A source is compiled for one curve: -DSKUDA_CURVE=SILU.
+// `gated_R` holds the y of a row in R chunks for each thread, up to 4,096 chunks, and reads only longer rows twice.
+// `scaled_R` does not need the whole row. A source is compiled for one curve: -DSKUDA_CURVE=SILU.
 #include "gated.cuh"
 
 #define ROWS_PARAMETERS                                                                                              \
@@ -26,7 +26,7 @@
 #define RANGED_PARAMETERS ROWS_PARAMETERS, Real *scale_out, s32 lanes, s32 q_min, s32 q_max
 #define RANGED(R, LONG, GROUP) gated_ranged<R, LONG>(GROUP, ROWS_GIVEN, scale_out, q_min, q_max)
 
-// Blocks per multiprocessor that the registers must allow, as FEW; the launch rule knows the most threads that hold 4 chunks.
+// Blocks on a multiprocessor for which there must be registers, like FEW. The launch rule also knows MOST_OF_4.
 #define FEW_SHORT (sizeof(Data) == 2 ? 3 : 2)
 #define MOST_OF_4 (Heavy<Data>::value ? 256 : 448)
 #define BLOCKS_OF_4 (sizeof(Data) == 2 ? (Heavy<Data>::value ? 3 : 2) : 1)

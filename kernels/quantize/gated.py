@@ -4,21 +4,20 @@ Formula
 -------
 y = RN_T(RN_C(C(a) * C(up))) with a = RN_T(E(gate)); then the codes of y. E is `skuda.kernels.quantize.curves.silu` for
 silu_mul_quantize; for gelu_mul_quantize it is `gelu` of the same module for approximation erf and `gelu_tanh` for tanh.
-E is a fixed algorithm in f64, within 2^-49 of the true curve, relatively; it follows that a is the correctly rounded
-value of the curve for all f16, and for all bf16 but the odd multiples of 2^-133 below 2^-125, whose halves are ties.
+E is a fixed algorithm in f64 with a relative error of at most 2^-49. So a is the correctly rounded value of the curve
+for all f16, and for all bf16 except the odd multiples of 2^-133 below 2^-125, whose halves are ties.
 
 - Scaling dynamic: `scale_out` and `output` are those of dynamic_range over y, symmetric, per token: m = max |y| over
   the row, s = RN_C(m / q_max), and if that is 0, s = 1; output = clamp(rne(RN_C(y / s)), q_min, q_max).
 - Scaling static: output = clamp(rne(RN_C(y / scale)) + zero_point, q_min, q_max), as in quantize_per_tensor.
 
-So the result is that of the ops one after the other, bit for bit. The limits are taken at infinity: act(-inf) = -0. A
-NaN in y is skipped by the range and quantizes to the zero point.
+So the result is that of the separate ops in sequence, bit for bit. At -inf the curves take their limit: act(-inf) = -0.
+The range skips a NaN in y; it quantizes to the zero point.
 
 Shapes
 ------
 `gate_up` [n, 2 d], the gates of a row before its ups; where not `fused`, `gate` and `up` [n, d]. `output` and `product`
-[n, d]; `scale_out` [n]; `scale` and `zero_point` numbers, or arrays of one element. Rows may be apart, as slices of
-wider arrays are.
+[n, d]; `scale_out` [n]; `scale` and `zero_point` numbers, or arrays of one element. Rows may be slices of wider arrays.
 
 Elements
 --------
@@ -57,7 +56,7 @@ from skuda.kernels.quantize.granularity import AffineProblem, Granularity, per_t
 from skuda.kernels.values import floats, rounded, specials
 from skuda.registry.constraints import OneOf
 from skuda.registry.descriptor import Argument, Role
-from skuda.registry.elements import FLOATS, ElementKind
+from skuda.registry.elements import CODES8, FLOATS, ElementKind
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.sku import KernelSku
 from skuda.registry.value import Extent, Int32
@@ -65,11 +64,9 @@ from skuda.registry.vocabulary import GeluForm, Scaling
 
 Array = npt.NDArray[Any]
 
-CODES8 = (ElementKind.S8, ElementKind.U8)
-
 
 class GatedQuantized(NamedTuple):
-    """The ops' result; what a problem does not have is None."""
+    """The ops' result; outputs that a problem does not have are None."""
 
     output: Any
     """Codes, [n, d]."""
@@ -93,7 +90,7 @@ def split(arrays: Mapping[str, Any], d: int) -> tuple[Any, Any]:
 
 
 class GatedProblem(AffineProblem):
-    """What the gated ops share.
+    """The base of the gated descriptors.
 
     Attributes
     ----------
@@ -152,7 +149,7 @@ class GatedProblem(AffineProblem):
         return lambda *outputs: GatedQuantized(**dict(zip(names, outputs, strict=True)))
 
     def arguments(self) -> tuple[Argument, ...]:
-        """Return the gates and ups, scale and zero point, output, scale_out and product, as far as there are any."""
+        """Return those that the problem has of gates and ups, scale, zero point, output, scale_out and product."""
         data, static = self.input_element, self.scaling is Scaling.STATIC
         arguments = sides(self.n, self.d, data, fused=self.fused)
         if static:
@@ -220,15 +217,15 @@ def reference(problem: GatedProblem, *, output: Any, **arrays: Any) -> None:
             y[index] = products(problem, gate[rows][index], up[rows][index])
         if dynamic:
             scale, zero_point = arrays["scale_out"][rows], np.zeros(shape[0], np.int32)
-            found = (scale.reshape(-1, 1), zero_point.reshape(-1, 1))
-            affine.dynamic_scales(y, (1,), data, bounds, found, asymmetric=False)
+            ranges = (scale.reshape(-1, 1), zero_point.reshape(-1, 1))
+            affine.dynamic_scales(y, (1,), data, bounds, ranges, asymmetric=False)
         else:
             scale, zero_point = arrays["scale"], arrays["zero_point"]
         affine.quantize(problem.granularity.spread, elements, bounds, (y, scale, zero_point, output[rows]))
 
 
 def _draw(problem: GatedProblem, values: Values, rng: np.random.Generator) -> dict[str, Any]:
-    """Draw gates where the curves bend, end and vanish (all of a 16-bit element's where there is room), and any ups."""
+    """Draw gates where the curves bend, saturate and vanish, and any ups. Large 16-bit problems have every gate."""
     data, shape = problem.input_element, problem.data_shape
     gate = _gates(data, shape, rng)
     up = floats(shape, data, rng)
@@ -283,7 +280,7 @@ def _gates(data: ElementKind, shape: tuple[int, ...], rng: np.random.Generator) 
 
 
 def _cases(descriptor: type[GatedProblem]) -> tuple[Case, ...]:
-    """Return every element with every code, scaling and layout, over sizes of every path; all 16-bit gates, too."""
+    """Return every element with every code, scaling and layout, sizes for every path, and all 16-bit gates."""
     gelu = "approximation" in descriptor.model_fields
     sizes: list[tuple[int, int]] = [(5, 64), (17, 8), (3, 7), (2, 4096), (4, 1), (0, 8), (3, 0), (9, 256), (1, 520)]
     sizes += [(33, 24), (6, 384), (2, 2056), (5, 160), (1, 600), (7, 120)]

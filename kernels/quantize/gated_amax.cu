@@ -1,23 +1,23 @@
 // Gated activation and amax: the products of activated gates with ups, and the largest magnitude of every row of them.
 //
 //   y = RN_T(RN_C(C(a) C(up))), a = RN_T(E(gate)), E = silu, gelu or gelu_tanh in f64
-//   amax = max |y| over the row, NaN skipped; +0 where there is nothing else
+//   amax = max |y| over the row, NaN skipped; +0 if there is no number
 //
 //   gate            Data, rows of columns, gate_leading elements apart
-//   up              the same; null: the ups of a row are behind its gates
+//   up              the same; null: the ups of a row follow its gates
 //   product         Data: y, product_leading elements apart
 //   amax            C, one per row
 //   zeros           where blocks share rows: bits of C, then u32, one of each per row; 0 before and after
 //   rows, columns   the shape of gate, up and product
 //   part            elements of a row that a block computes, whole chunks
 //
-// Data: R chunks of gate and of up per thread, all requested before the first is used -> R chunks of y -> global memory,
-// and the range of the part in registers, until the part is done: one read, and nothing is held.
+// Data: R chunks of gate and of up for each thread, all requested before the first is used -> R chunks of y -> global
+// memory; the range of the part stays in registers. The data is read once, and no chunk is kept.
 //
-// Variants. Lanes gives a short row some lanes of a warp, Block gives a part of a row to a block. Where the grid has
-// several rows of blocks, a row of the data is shared by the blocks of a column: each adds its maximum to that of the
-// row, and the last one to arrive writes it. Maxima do not depend on the order of evaluation, so every path gives the
-// same bits. A source is compiled for one curve: -DSKUDA_CURVE=SILU. SKUDA_CODE is not used; the headers ask for it.
+// Variants. Lanes gives a short row some lanes of a warp, Block gives a part of a row to a block. If the grid has
+// several rows of blocks, the blocks of a column share a row of the data: each raises the maximum of the row, and the
+// last one to arrive writes it. Maxima do not depend on the order of evaluation, so every path gives the same bits. A
+// source is compiled for one curve: -DSKUDA_CURVE=SILU. The headers need SKUDA_CODE, which is not used.
 #include "gated.cuh"
 
 #define PARAMETERS                                                                                                   \
@@ -26,11 +26,12 @@
 #define GIVEN                                                                                                         \
   GatedRows{gate, gate_leading, up, up_leading, nullptr, 0, product, product_leading, rows, columns}, amax, zeros, part
 
-// Bits of magnitudes have the order of the magnitudes, also as unsigned numbers.
-DEVICE void raise_to(s32* most, s32 bits) { atomicMax(most, bits); }
-DEVICE void raise_to(s64* most, s64 bits) { atomicMax((u64*)most, (u64)bits); }
-DEVICE s32 taken(s32* most) { return atomicExch(most, 0); }
-DEVICE s64 taken(s64* most) { return (s64)atomicExch((u64*)most, (u64)0); }
+// The bits of magnitudes have the order of the magnitudes, also as unsigned numbers. atomic_take_bits resets the
+// maximum to 0.
+DEVICE void atomic_max_bits(s32* maximum, s32 bits) { atomicMax(maximum, bits); }
+DEVICE void atomic_max_bits(s64* maximum, s64 bits) { atomicMax((u64*)maximum, (u64)bits); }
+DEVICE s32 atomic_take_bits(s32* maximum) { return atomicExch(maximum, 0); }
+DEVICE s64 atomic_take_bits(s64* maximum) { return (s64)atomicExch((u64*)maximum, (u64)0); }
 
 template <int R, class Group>
 DEVICE void gated_amax(const Group group, const GatedRows& all, Real* amax, RealBits* zeros, s64 part) {
@@ -51,19 +52,19 @@ DEVICE void gated_amax(const Group group, const GatedRows& all, Real* amax, Real
       if (mine) held.store_products(row, base, lanes, chunks);
       held.include_in(found, false);
     }
-    r = group.over(Range{found.up(), found.down()}, 0);
+    r = group.reduce(Range{found.up(), found.down()}, 0);
   }
   if (group.any(!by_chunks || has_nan(r))) {
     group.wait();
-    r = group.over(slow_gated_range(row.gate, row.up, mine ? row.products : nullptr, columns, lane, lanes), 0);
+    r = group.reduce(slow_gated_range(row.gate, row.up, mine ? row.products : nullptr, columns, lane, lanes), 0);
   }
   if (!mine || lane != 0) return;
   if (gridDim.y > 1) {
-    raise_to(zeros + own, r.up);
+    atomic_max_bits(zeros + own, r.up);
     __threadfence();
     if (atomicInc((u32*)(zeros + all.rows) + own, gridDim.y - 1) != gridDim.y - 1) return;
     __threadfence();
-    r.up = taken(zeros + own);
+    r.up = atomic_take_bits(zeros + own);
   }
   amax[own] = number_of(r.up);
 }

@@ -1,16 +1,16 @@
-"""Gated activation and amax: act(gate) * up, and the largest magnitude of every row of it, in one pass.
+"""Gated activation and amax: y = act(gate) * up and the largest magnitude of every row of y, in one pass.
 
 Formula
 -------
 product = y of `skuda.kernels.quantize.gated`, by silu for silu_mul_amax and by gelu for gelu_mul_amax.
-amax[n] = max |C(y[n, :])|, as in op `amax`: NaN is skipped; a row without a number, or without any element, has +0. The
-maximum of the results of a row's parts is that of the row, and `amax_quantize` of the product with it gives the codes
-and scales of silu_mul_quantize and gelu_mul_quantize over the row, bit for bit.
+amax[n] = max |C(y[n, :])|, as in op `amax`: NaN is skipped; a row of NaN only, or an empty row, gives +0. The maximum
+over the parts of a row is that of the row. `amax_quantize` of the product with that maximum gives the codes and scales
+of silu_mul_quantize and gelu_mul_quantize over the row, bit for bit.
 
 Shapes
 ------
 `gate_up` [n, 2 d], the gates of a row before its ups; where not `fused`, `gate` and `up` [n, d]. `product` [n, d];
-`amax` [n]. Rows may be apart, as slices of wider arrays are.
+`amax` [n]. Rows may be slices of wider arrays.
 
 Elements
 --------
@@ -57,7 +57,7 @@ class GatedAmax(NamedTuple):
 
 
 class GatedAmaxProblem(PerToken):
-    """What the ops share.
+    """The base of the descriptors.
 
     Attributes
     ----------
@@ -77,7 +77,7 @@ class GatedAmaxProblem(PerToken):
 
     @property
     def quantized(self) -> gated.GatedProblem:
-        """The problem that gives the codes of whole rows at once."""
+        """The problem of the op that also quantizes, for whole rows."""
         raise NotImplementedError
 
     def arguments(self) -> tuple[Argument, ...]:
@@ -98,7 +98,7 @@ class SiluMulAmaxDescriptor(GatedAmaxProblem):
 
     @property
     def quantized(self) -> gated.GatedProblem:
-        """The problem that gives the codes of whole rows at once."""
+        """The problem of the op that also quantizes, for whole rows."""
         return gated.SiluMulQuantizeDescriptor(**self._shared())
 
 
@@ -116,29 +116,29 @@ class GeluMulAmaxDescriptor(GatedAmaxProblem):
 
     @property
     def quantized(self) -> gated.GatedProblem:
-        """The problem that gives the codes of whole rows at once."""
+        """The problem of the op that also quantizes, for whole rows."""
         return gated.GeluMulQuantizeDescriptor(approximation=self.approximation, **self._shared())
 
 
 def reference(problem: GatedAmaxProblem, *, product: Any, amax: Any, **arrays: Any) -> None:
     """Write `product` and `amax` by the formula of the module."""
     gate, up = gated.split(arrays, problem.d)
-    whole = problem.quantized
+    quantized = problem.quantized
     for index in blocks(product.shape):
-        product[index] = gated.products(whole, gate[index], up[index])
+        product[index] = gated.products(quantized, gate[index], up[index])
     rows = largest.AmaxDescriptor(n=problem.n, d=problem.d, input_element=problem.input_element)
     largest.reference(rows, input=product, output=amax)
 
 
 def _draw(problem: GatedAmaxProblem, values: Values, rng: np.random.Generator) -> dict[str, Any]:
-    """Draw what is drawn for the op that quantizes at once."""
+    """Draw as for the op that also quantizes."""
     draw = gated.OPS[0].draw
     assert draw is not None
     return dict(draw(problem.quantized, values, rng))
 
 
 def _cases(descriptor: type[GatedAmaxProblem]) -> tuple[Case, ...]:
-    """Return every element and layout, over sizes of every path; all 16-bit gates, too."""
+    """Return every element and layout, sizes for every path, and all 16-bit gates."""
     sizes = (*largest.SIZES, (2, 8200), (1, 520))
     values: tuple[Values, ...] = ("normal", "special", "infinite", "normal", "zero")
     plan = [(data, size) for size in sizes for data in FLOATS] + [(data, (16, 4096)) for data in FLOATS]
@@ -165,7 +165,7 @@ def _kernels(descriptor: type[GatedAmaxProblem], curve: str, **fields: Any) -> t
         launch="skuda.kernels.quantize.gated_amax_launch:gated_amax",
         entry_point="gated_amax_2",
         flags=flags,
-        summary=f"{curve}, one read, long rows of few shared by blocks",
+        summary=f"{curve}, one read; blocks share long rows if there are few",
         **fields,
     )
 

@@ -12,22 +12,22 @@ if TYPE_CHECKING:
     from skuda.kernels.quantize.gated_amax import GatedAmaxProblem
     from skuda.registry.device import Device
 
-_ALONE = 512
-"""Chunks of a row up to which one block is done before blocks that share the row would have met."""
-_LEAST = 64
-"""Chunks that a block of several takes at least."""
+_ONE_BLOCK = 512
+"""Chunks of a row that one block finishes sooner than several blocks, which have to exchange their maxima."""
+_MIN_CHUNKS = 64
+"""Fewest chunks of a block if several blocks share a row."""
 
 
 def gated_amax(problem: GatedAmaxProblem, device: Device) -> Launch:
-    """Launch one step that reads every row once, by lanes of a warp, or by a block; or, of few rows, by several."""
+    """Launch one step that reads every row once: lanes of a warp or a block a row, or several blocks for few rows."""
     if not problem.n:
         return Launch(steps=())
     width = width_of(problem.input_element)
     chunks, bits = -(-problem.d // width), problem.input_element.compute.bits // 8
     zeros = problem.n * (bits + 4)
     lanes, per_block, parts = WARP, 1, 1
-    if chunks > _ALONE and zeros <= MOST_ZEROS:
-        parts = max(1, min(-(-chunks // _LEAST), 2 * device.sm_count // problem.n))
+    if chunks > _ONE_BLOCK and zeros <= MOST_ZEROS:
+        parts = max(1, min(-(-chunks // _MIN_CHUNKS), 2 * device.sm_count // problem.n))
     part = -(-chunks // parts)
     parts = max(1, -(-chunks // max(1, part)))
     if chunks <= WARP:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from skuda.kernels.launch import Constant, Launch, Number, Parameter, Pointer, Step, Which, pointers, s32, s64, strided
-from skuda.kernels.quantize.elementwise_launch import MOST_BLOCKS, THREADS, WARP, width_of
+from skuda.kernels.quantize.elementwise_launch import MAX_BLOCKS, THREADS, WARP, width_of
 from skuda.registry.elements import ElementKind
 from skuda.registry.vocabulary import Scaling
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from skuda.kernels.quantize.gated import GatedProblem
     from skuda.registry.device import Device
 
-_MOST_PARTS = 65535
+_MAX_PARTS = 65535
 _MANY = 264
-"""Rows beyond which a row is given to fewer threads."""
+"""With more rows than these, fewer threads share a row."""
 
 
 def gated(problem: GatedProblem, device: Device) -> Launch:
@@ -36,7 +36,7 @@ def _ranged(problem: GatedProblem, chunks: int) -> Step:
     blocks = -(-problem.n // per_block)
     return Step(
         entry=f"gated_{'lanes_' if short else ''}{held}",
-        grid=(min(blocks, MOST_BLOCKS), -(-blocks // MOST_BLOCKS), 1),
+        grid=(min(blocks, MAX_BLOCKS), -(-blocks // MAX_BLOCKS), 1),
         block=(lanes * per_block, 1, 1),
         parameters=(
             *_rows(problem),
@@ -49,8 +49,8 @@ def _ranged(problem: GatedProblem, chunks: int) -> Step:
 def _held(chunks: int, most_of_4: int, *, many: bool) -> tuple[int, int]:
     """Return the chunks per thread and the threads per row; up to 4,096 chunks (64 KiB of y) are read only once.
 
-    `most_of_4` is the most threads whose registers allow 4 chunks: MOST_OF_4 of ``gated.cu``. Few rows are spread over
-    more threads; `many` keep every multiprocessor busy, and smaller blocks then wait less for each other.
+    `most_of_4` is the largest number of threads whose registers hold 4 chunks each: MOST_OF_4 of ``gated.cu``. Few rows
+    are spread over more threads. `many` rows keep every multiprocessor busy, and small blocks then wait less.
     """
     if chunks <= WARP:
         return 1, 1 << (max(1, chunks) - 1).bit_length()
@@ -62,12 +62,12 @@ def _held(chunks: int, most_of_4: int, *, many: bool) -> tuple[int, int]:
 
 
 def _scaled(problem: GatedProblem, chunks: int, sm_count: int) -> Step:
-    """Return a step of groups of threads for parts of rows; of few rows, small ones: every multiprocessor has one."""
+    """Return a step of thread groups for parts of rows. With few rows the groups are small, one a multiprocessor."""
     short = chunks <= WARP
     lanes = 1 << (max(1, chunks) - 1).bit_length() if short else min(-(-chunks // (2 * WARP)) * WARP, THREADS)
     while not short and lanes > WARP and problem.n * -(-chunks // (2 * lanes)) < sm_count:
         lanes -= WARP
-    parts = 1 if short else min(-(-chunks // (2 * lanes)), _MOST_PARTS)
+    parts = 1 if short else min(-(-chunks // (2 * lanes)), _MAX_PARTS)
     per_block = THREADS // lanes if short else 1
     compute = problem.input_element.compute
     return Step(
@@ -84,7 +84,7 @@ def _scaled(problem: GatedProblem, chunks: int, sm_count: int) -> Step:
 
 
 def _rows(problem: GatedProblem) -> tuple[Parameter, ...]:
-    """Return the parameters behind the ROWS_PARAMETERS macro of ``gated.cu``."""
+    """Return the parameters that the ROWS_PARAMETERS macro of ``gated.cu`` declares."""
     absent = (Constant(ElementKind.S64, 0), Constant(ElementKind.S64, 0))
     return (
         *(strided("gate_up") if problem.fused else strided("gate")),

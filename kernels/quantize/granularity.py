@@ -1,7 +1,7 @@
 """Which elements share a scale and a zero point: per tensor, per channel, per token or per group.
 
-A descriptor of the affine family is one of these granularities and one direction, so that
-``QuantizePerGroupDescriptor`` is `PerGroup` and `Quantize`.
+A descriptor of the affine family combines one granularity with one direction: ``QuantizePerGroupDescriptor`` is
+`PerGroup` and `Quantize`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Spread = Callable[[Any, Index], Any]
 
 
 def per_tensor(values: Any, index: Index) -> Any:  # noqa: ARG001  a `Spread`
-    """Spread one value over everything."""
+    """Spread one value over all elements."""
     return values
 
 
@@ -204,7 +204,7 @@ class PerChannel(_Segmented):
             self.refuse("axis", self.axis, f"lie in [{-rank}, {rank - 1}] for rank {rank}")
         if math.prod(self.shape) >= 2**63:
             self.refuse("shape", self.shape, "hold fewer than 2^63 elements")
-        # Normalized, so that axis -1 and the last axis describe the same problem.
+        # Normalized: axis -1 and the last axis describe the same problem.
         object.__setattr__(self, "axis", self.axis % rank)
         return self
 

@@ -11,12 +11,12 @@
 //   scale_out       C, one per row; null: the scale is given
 //   residual_out    Data, where there is a residual: h
 //   normalized_out  Data, or null: y
-//   scale           C, or Data where scale_is_data; null: scale_value; with zero_point, null: zero_point_value
+//   scale           C, or Data if scale_is_data; null: scale_value; with zero_point, null: zero_point_value
 //   ahead           rows from a row to the one that is requested into L2 with it, 0 for none
 //   lanes           threads of a row in `layer_norm_quantize_lanes`
 //
-// One launch that reads every row once, up to 16,384 elements of 16 bits (norm.cuh). There are entries for short rows, for
-// rows in a block at two and four octets of 8 elements per thread, and for longer rows. Two octets suit few rows.
+// One launch that reads every row once, up to 16,384 elements of 16 bits (norm.cuh). There are entries for short rows,
+// for rows in a block at two and four octets of 8 elements per thread, and for longer rows. Two octets suit few rows.
 #include "norm.cuh"
 
 // One row per `lanes` threads of a warp; or per block, at R octets per thread.

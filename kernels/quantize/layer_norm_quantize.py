@@ -3,20 +3,20 @@
 Formula
 -------
 h = input, or RN_T(RN_C(input + residual)), which is also written to `residual_out`.
-mu = RN_C(fold(h) / C(d)); c = RN_C(h - mu); q = fold(RN_C(c c)), missing elements counting as +0 here as well; r =
+mu = RN_C(fold(h) / C(d)); c = RN_C(h - mu); q = fold(RN_C(c c)), where missing elements count as +0, too; r =
 RN_C(1 / RN_C(sqrt(RN_C(RN_C(q / C(d)) + eps)))); y = RN_T(RN_C(RN_C(RN_C(c r) weight) + bias)), without the steps whose
-argument is absent. y is also written to `normalized_out`, if that is asked for.
-fold is a sum of the row in the one order that `skuda.kernels.quantize.norm` defines, by octets and 1024 lanes; so a
-row's result depends on nothing but the row.
-Then y is quantized exactly as by the op of that name. Dynamic: `dynamic_range` per token, symmetric: m = max |y| over
-the row, NaN skipped; s = RN_C(m / q_max), and if that is 0, s = 1; output = clamp(rne(RN_C(y / s)), q_min, q_max).
+argument is absent. y is also written to `normalized_out`, if `has_normalized`.
+fold is the sum of a row in the fixed order that `skuda.kernels.quantize.norm` defines, by octets and 1024 lanes. A
+row's result depends only on the row.
+Then y is quantized exactly as by the named op. Dynamic: `dynamic_range` per token, symmetric: m = max |y| over the row,
+NaN skipped; s = RN_C(m / q_max), and if that is 0, s = 1; output = clamp(rne(RN_C(y / s)), q_min, q_max).
 Static: `quantize_per_tensor`: output = clamp(rne(RN_C(y / scale)) + zero_point, q_min, q_max). A NaN y quantizes to the
 zero point; an infinity among h makes the row's y NaN or 0.
 
 Shapes
 ------
 `input`, `residual`, `output`, `residual_out` and `normalized_out` [n, d]; `weight` and `bias` [d]; `scale_out` [n];
-`scale` and `zero_point` a number, or an array of one element. Rows may be any distance apart.
+`scale` and `zero_point` a number, or an array of one element. Rows may be slices of wider arrays.
 
 Elements
 --------
@@ -42,7 +42,7 @@ from typing import Any, ClassVar, Literal
 
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.quantize import norm
-from skuda.registry.elements import FLOATS
+from skuda.registry.elements import CODES8, FLOATS
 from skuda.registry.op import Op
 
 
@@ -76,12 +76,12 @@ SKUS = (
         LayerNormQuantizeDescriptor,
         __name__,
         FLOATS,
-        norm.CODES8,
+        CODES8,
         launch="skuda.kernels.quantize.norm_launch:norm",
         entry_point="layer_norm_quantize_4",
         summary="one read of every row",
     ),
-    *numpy_skus(LayerNormQuantizeDescriptor, __name__, FLOATS, norm.CODES8),
+    *numpy_skus(LayerNormQuantizeDescriptor, __name__, FLOATS, CODES8),
 )
 OP = Op(
     LayerNormQuantizeDescriptor,

@@ -1,31 +1,31 @@
-// Rows normalized, scaled and quantized: what the kernels of rms_norm_quantize.cu and layer_norm_quantize.cu share.
+// Normalizes, scales and quantizes rows: the code of rms_norm_quantize.cu and layer_norm_quantize.cu.
 //
 //   h = input, or RN_T(input + residual)
 //   mu = fold(h) / d and c = h - mu if CENTRED, else c = h
 //   r = 1 / sqrt(fold(c c) / d + eps),  y = RN_T(c r weight + bias), every operation rounded to C
 //   s = max |y| / q_max, 1 if 0, or given;  q = clamp(rne(RN_C(y / s)) + z, q_min, q_max)
 //
-// fold is the one order of a sum (norm.py): octets of 8 elements are folded; octet o is added to lane o mod 1024, in
-// ascending order; then the 1024 lanes are folded, upper half onto lower half.
+// fold is a sum in one fixed order (norm.py): octets of 8 elements are folded; octet o is added to lane o mod 1024, in
+// ascending order; then the 1024 lanes are folded, the upper half onto the lower half.
 //
-// Data: global memory -> R octets per thread in registers, requested at once, with those of the weight -> sums of the
-// thread's lanes -> shared memory (Block) or shuffles (Lanes) -> y, in the same registers -> the largest magnitude in the
-// same way -> codes -> global memory. Thread t of a group of T owns the lanes t, t + T, t + 2 T, ..., so it begins the
-// fold by itself; then the warps' partial sums are folded, which each warp does redundantly after one barrier; then the
-// lanes of a warp. So the order is that of the definition for any power of two of threads.
+// Data: global memory -> R octets for each thread in registers, requested at once, with those of the weight -> sums of
+// the thread's lanes -> shared memory (Block) or shuffles (Lanes) -> y, in the same registers -> the largest magnitude,
+// in the same way -> codes -> global memory. Thread t of a group of T owns the lanes t, t + T, t + 2 T, ..., so it
+// begins the fold by itself. Then every warp folds the warps' partial sums after one barrier, and at last the lanes of
+// a warp are folded. So the order is that of the definition for any power of two of threads.
 //
-// While a row is computed nothing of it is in flight. So a block also requests into L2 the row that is `ahead` rows away,
-// which a later block of the same multiprocessor is to read.
+// While a block computes a row, no load of it is in flight. So it also requests the row that is `ahead` rows away into
+// L2, for a later block of the same multiprocessor.
 //
-// Variants: Lanes gives a row a power of two of neighbouring threads within a warp, Block a whole block. LONG rows, beyond
-// R octets per thread, are read again for every pass. Rows that are not whole octets, or not aligned, and rows with a NaN,
-// an infinity or an extreme scale, take the slow path: element by element, in the same order.
+// Variants: Lanes gives a row a power of two of neighbouring threads of a warp, Block a whole block. LONG rows, beyond
+// R octets for each thread, are read again for every pass. Rows that are not whole, aligned octets, and rows with a
+// NaN, an infinity or an extreme scale, take the slow path: element by element, in the same order.
 #pragma once
-#include "next.cuh"
+#include "griddepcontrol.cuh"
 #include "runs.cuh"
 
-DEVICE f32 root(f32 a) { return __fsqrt_rn(a); }
-DEVICE f64 root(f64 a) { return __dsqrt_rn(a); }
+DEVICE f32 sqrt_rn(f32 a) { return __fsqrt_rn(a); }
+DEVICE f64 sqrt_rn(f64 a) { return __dsqrt_rn(a); }
 
 // --- octets ----------------------------------------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ DEVICE Octet octet_of(u32 low, u32 high) {
   return o;
 }
 DEVICE Octet no_octet() { return octet_of(0, 0); }
-// What stands for an absent weight, 1, and for an absent bias, -0: neither changes a value.
+// An absent weight counts as 1, and an absent bias as -0: neither changes a value.
 DEVICE Octet ones(f16) { return octet_of(0x3c003c00u, 0x3c003c00u); }
 DEVICE Octet ones(bf16) { return octet_of(0x3f803f80u, 0x3f803f80u); }
 DEVICE Octet ones(f32) { return octet_of(0x3f800000u, 0x3f800000u); }
@@ -87,19 +87,20 @@ template <class T> DEVICE Octet pack(const Real (&x)[8], T) {
   return o;
 }
 
-#ifndef SKUDA_HOST  // a conversion of two numbers costs an eighth of two conversions of one
-DEVICE u32 pair_of(f32 low, f32 high, f16) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
-DEVICE u32 pair_of(f32 low, f32 high, bf16) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+#ifndef SKUDA_HOST  // one conversion of two numbers costs an eighth of two conversions of one
+DEVICE u32 cvt_rn_x2(f32 low, f32 high, f16) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+DEVICE u32 cvt_rn_x2(f32 low, f32 high, bf16) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 template <class T> DEVICE Octet pack_pairs(const f32 (&x)[8], T type) {
   Octet o;
-  o.word[0] = make_uint4(pair_of(x[0], x[1], type), pair_of(x[2], x[3], type), pair_of(x[4], x[5], type), pair_of(x[6], x[7], type));
+  o.word[0] = make_uint4(cvt_rn_x2(x[0], x[1], type), cvt_rn_x2(x[2], x[3], type), cvt_rn_x2(x[4], x[5], type), cvt_rn_x2(x[6], x[7], type));
   return o;
 }
 DEVICE Octet pack(const f32 (&x)[8], f16 type) { return pack_pairs(x, type); }
 DEVICE Octet pack(const f32 (&x)[8], bf16 type) { return pack_pairs(x, type); }
 #endif
 
-// RN_T(RN_C(a + b)). C has more than twice the bits of a 16-bit T, so one rounding gives the same, on two elements at once.
+// RN_T(RN_C(a + b)). C has more than twice the bits of a 16-bit T, so a single rounding, of two elements at once, gives
+// the same.
 template <class T> DEVICE Octet added(const Octet& a, const Octet& b, T type) {
   Real x[8], y[8];
   unpack(a, x), unpack(b, y);
@@ -108,16 +109,16 @@ template <class T> DEVICE Octet added(const Octet& a, const Octet& b, T type) {
   return pack(x, type);
 }
 #ifndef SKUDA_HOST
-// Hides where a value comes from, so that what was computed from an octet is computed again rather than kept in registers,
-// and a quotient is kept rather than computed again.
-DEVICE void forget(f32& v) { asm volatile("" : "+f"(v)); }
-DEVICE void forget(f64& v) { asm volatile("" : "+d"(v)); }
-DEVICE void forget(Octet& o) {
+// Hides from the compiler where a value comes from. So it computes values of an octet again instead of keeping them in
+// registers, and keeps a quotient instead of computing it again.
+DEVICE void make_opaque(f32& v) { asm volatile("" : "+f"(v)); }
+DEVICE void make_opaque(f64& v) { asm volatile("" : "+d"(v)); }
+DEVICE void make_opaque(Octet& o) {
 #pragma unroll
   for (int i = 0; i < WORDS; ++i) asm volatile("" : "+r"(o.word[i].x), "+r"(o.word[i].y), "+r"(o.word[i].z), "+r"(o.word[i].w));
 }
-DEVICE u32 pair_sum(u32 a, u32 b, f16) { u32 r; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-DEVICE u32 pair_sum(u32 a, u32 b, bf16) {  // a 1 + b: sm_80 has no sum of bf16
+DEVICE u32 add_rn_x2(u32 a, u32 b, f16) { u32 r; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DEVICE u32 add_rn_x2(u32 a, u32 b, bf16) {  // a 1 + b: sm_80 has no sum of bf16
   u32 r;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0x3f803f80u), "r"(b));
   return r;
@@ -126,15 +127,15 @@ template <class T> DEVICE Octet added_pairs(const Octet& a, const Octet& b, T ty
   Octet o;
 #pragma unroll
   for (int i = 0; i < WORDS; ++i) {
-    o.word[i] = make_uint4(pair_sum(a.word[i].x, b.word[i].x, type), pair_sum(a.word[i].y, b.word[i].y, type),
-                           pair_sum(a.word[i].z, b.word[i].z, type), pair_sum(a.word[i].w, b.word[i].w, type));
+    o.word[i] = make_uint4(add_rn_x2(a.word[i].x, b.word[i].x, type), add_rn_x2(a.word[i].y, b.word[i].y, type),
+                           add_rn_x2(a.word[i].z, b.word[i].z, type), add_rn_x2(a.word[i].w, b.word[i].w, type));
   }
   return o;
 }
 DEVICE Octet added(const Octet& a, const Octet& b, f16 type) { return added_pairs(a, b, type); }
 DEVICE Octet added(const Octet& a, const Octet& b, bf16 type) { return added_pairs(a, b, type); }
 #else
-template <class T> DEVICE void forget(T&) {}
+template <class T> DEVICE void make_opaque(T&) {}
 #endif
 
 // --- the fold --------------------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ template <int N> DEVICE Real folded(const Real (&v)[N]) {
 }
 template <> DEVICE Real folded<1>(const Real (&v)[1]) { return v[0]; }
 
-DEVICE Real folded_lanes(Real v, u32 count) {  // of a power of two of neighbours; each gets the result
+DEVICE Real folded_lanes(Real v, u32 count) {  // of `count` neighbours, a power of two; each gets the result
 #pragma unroll
   for (u32 offset = 16; offset > 0; offset /= 2) {
     if (offset < count) v = v + __shfl_xor_sync(0xffffffffu, v, offset);
@@ -164,8 +165,8 @@ template <int N> DEVICE Real folded_warps(const Real* partial, u32 threads) {
   return folded_lanes(folded(v), 32);
 }
 
-// Of the threads of a group, each of which has folded its own lanes. USE tells apart the sums between which there is no
-// barrier.
+// Of the threads of a group, each of which has folded its own lanes. Sums without a barrier between them need a
+// different USE.
 template <int USE> DEVICE Real folded_over(const Lanes& group, Real v) { return folded_lanes(v, group.count); }
 template <int USE> DEVICE Real folded_over(const Block& group, Real v) {
   __shared__ Real partial[512];
@@ -174,7 +175,7 @@ template <int USE> DEVICE Real folded_over(const Block& group, Real v) {
   return group.count > 256 ? folded_warps<16>(partial, group.count) : folded_warps<8>(partial, group.count);
 }
 
-// Requests a run of whole chunks into L2 for the block that will read it; by one thread, on Hopper and later.
+// Requests a run of whole chunks into L2 for the block that will read it. One thread does so, on Hopper and later.
 DEVICE void fetch_to_l2(const Data* run, s64 elements) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(run), "r"((u32)(elements * sizeof(Data))));
@@ -203,26 +204,26 @@ struct Norm {
     if (normalized_out != nullptr) p.normalized_out += row * normalized_out_leading;
     return p;
   }
-  // An array that is absent has address and stride 0; that of a single row is as long as the row.
+  // An absent array has address and stride 0. The stride of a single row is the length of the row.
   DEVICE bool by_octets() const {
     const u64 addresses = (u64)input | (u64)residual | (u64)residual_out | (u64)normalized_out | (u64)weight | (u64)bias;
     const u64 strides = input_leading | residual_leading | residual_out_leading | normalized_out_leading;
     return ((addresses | strides * sizeof(Data)) % 16 | ((u64)output | output_leading | columns) % 8) == 0;
   }
-  // Of the row that is `ahead` of this one, 0 if none is to be requested.
+  // Requests the row that is `ahead` of this one; none if `ahead` is 0.
   DEVICE void fetch_ahead(s64 row) const {
     if (ahead == 0 || row + ahead >= rows) return;
     fetch_to_l2(input + ahead * input_leading, columns);
     if (residual != nullptr) fetch_to_l2(residual + ahead * residual_leading, columns);
   }
-  DEVICE Real factor(Real sum) const { return divide((Real)1, root(divide(sum, (Real)columns) + eps)); }
+  DEVICE Real factor(Real sum) const { return div_rn((Real)1, sqrt_rn(div_rn(sum, (Real)columns) + eps)); }
   DEVICE bool dynamic() const { return scale_out != nullptr; }
   DEVICE Segment<Real> segment(const Range& r) const {
     return dynamic() ? segment_of(r, 0, scales.q_min, scales.q_max) : scales.at(0);
   }
 };
 
-// R octets of a row, `threads` apart from `first` on; those beyond the end are 0.
+// R octets of a row, `threads` apart, from `first` on. Those beyond the end are 0.
 template <int R> struct Octets {
   u32 first, threads, count;
   Octet held[R];
@@ -242,9 +243,9 @@ template <int R> struct Octets {
 #pragma unroll
     for (int k = 0; k < R; ++k) held[k] = added(held[k], more[k], Data());
   }
-  DEVICE void forget_all() {
+  DEVICE void make_all_opaque() {
 #pragma unroll
-    for (int k = 0; k < R; ++k) forget(held[k]);
+    for (int k = 0; k < R; ++k) make_opaque(held[k]);
   }
   DEVICE Octet shared_octet(const Data* vector, int k, const Octet& absent) const {
     return vector != nullptr && exists(k) ? shared_octet_at(place(vector, k)) : absent;
@@ -260,7 +261,7 @@ template <int R> struct Octets {
       if (exists(k)) put_octet(place(row, k), held[k]);
     }
   }
-  // Adds to each lane what its octet folds to: the elements, or the squares of their distances from the mean.
+  // Adds the fold of its octet to each lane: of the elements, or of the squares of their distances from the mean.
   template <bool SQUARED, bool CENTRED> DEVICE void add(Real (&lanes)[R], Real mean) const {
 #pragma unroll
     for (int k = 0; k < R; ++k) {
@@ -269,13 +270,13 @@ template <int R> struct Octets {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         if (CENTRED && SQUARED) x[j] = x[j] - mean;
-        if (SQUARED) x[j] = product(x[j], x[j]);
+        if (SQUARED) x[j] = mul_rn(x[j], x[j]);
       }
       const Real sum = folded(x);
       lanes[k] = lanes[k] + (CENTRED && SQUARED && !exists(k) ? (Real)0 : sum);
     }
   }
-  // EARLY: octets of a weight and a bias that are at hand already; without them they are read here, one at a time.
+  // EARLY: the octets of the weight, or of the bias, are already loaded; else they are read here, one at a time.
   template <bool CENTRED, bool WEIGHT_EARLY, bool BIAS_EARLY>
   DEVICE void normalize(const Norm& p, Real mean, Real factor, const Octet (&weight)[R], const Octet (&bias)[R]) {
 #pragma unroll
@@ -283,10 +284,10 @@ template <int R> struct Octets {
       Real x[8], v[8];
       unpack(held[k], x);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) x[j] = product(CENTRED ? x[j] - mean : x[j], factor);
+      for (int j = 0; j < 8; ++j) x[j] = mul_rn(CENTRED ? x[j] - mean : x[j], factor);
       unpack(WEIGHT_EARLY ? weight[k] : shared_octet(p.weight, k, ones(Data())), v);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) x[j] = product(x[j], v[j]);
+      for (int j = 0; j < 8; ++j) x[j] = mul_rn(x[j], v[j]);
       if (CENTRED) {
         unpack(BIAS_EARLY ? bias[k] : shared_octet(p.bias, k, negative_zeros()), v);
 #pragma unroll
@@ -321,11 +322,12 @@ template <int R> struct Octets {
   }
 };
 
-// Chunks of the weight, and of the bias, that a thread requests with the data, before the sums are known: as many as
+// Octets of the weight, and of the bias, that a thread requests with the data, before the sums are known: as many as
 // registers allow.
 template <bool CENTRED> struct Early { enum { WEIGHT = sizeof(Data) == 4 ? 8 : CENTRED ? 2 : 4, BIAS = 2 }; };
 
-// One row of whole, aligned octets. False if it needs the slow path, for all threads of a barrier alike.
+// Computes one row of whole, aligned octets. Returns false if it needs the slow path, to all threads that share a
+// barrier.
 template <bool CENTRED, int R, bool LONG, class Group>
 DEVICE bool quick_row(const Group& group, const Norm& p, s64 row, bool mine) {
   enum { WEIGHT_EARLY = !LONG && R * WORDS <= Early<CENTRED>::WEIGHT, BIAS_EARLY = !LONG && R * WORDS <= Early<CENTRED>::BIAS };
@@ -348,13 +350,13 @@ DEVICE bool quick_row(const Group& group, const Norm& p, s64 row, bool mine) {
       part.template add<false, CENTRED>(lanes, mean);
       part.first += step;
     } while (LONG && part.first - lane < octets);
-    mean = divide(folded_over<0>(group, folded(lanes)), (Real)p.columns);
-    forget(mean);
+    mean = div_rn(folded_over<0>(group, folded(lanes)), (Real)p.columns);
+    make_opaque(mean);
 #pragma unroll
     for (int k = 0; k < R; ++k) lanes[k] = (Real)0;
     part.first = lane;
     if (LONG && octets > step) part.load(p);
-    part.forget_all();
+    part.make_all_opaque();
   }
   do {
     if (LONG && part.first != lane) part.load(p);
@@ -363,9 +365,9 @@ DEVICE bool quick_row(const Group& group, const Norm& p, s64 row, bool mine) {
     part.first += step;
   } while (LONG && part.first - lane < octets);
   Real factor = p.factor(folded_over<1>(group, folded(lanes)));
-  forget(factor);
-  part.forget_all();
-  Extremes<Data> found = Extremes<Data>::hidden((u32)((u64)p.rows >> 63));
+  make_opaque(factor);
+  part.make_all_opaque();
+  Extremes<Data> found = Extremes<Data>::opaque((u32)((u64)p.rows >> 63));
   part.first = lane;
   do {
     if (LONG && octets > step) part.load(p);
@@ -374,7 +376,7 @@ DEVICE bool quick_row(const Group& group, const Norm& p, s64 row, bool mine) {
     part.include_in(found);
     part.first += step;
   } while (LONG && part.first - lane < octets);
-  const Range range = group.over(Range{found.up(), 0}, 0);
+  const Range range = group.reduce(Range{found.up(), 0}, 0);
   const Segment<Real> g = p.segment(range);
   if (group.any(!(range.up < Infinity<Real>::bits() && g.quick))) return false;
   if (!mine) return true;
@@ -393,7 +395,7 @@ DEVICE bool quick_row(const Group& group, const Norm& p, s64 row, bool mine) {
   return true;
 }
 
-// Element `i` of a row: h, and y.
+// Element `i` of a row: h, or y.
 DEVICE Real data_at(const Norm& p, s64 i, Data& h) {
   h = p.input[i];
   if (p.residual != nullptr) narrow(widen(h) + widen(p.residual[i]), h);
@@ -401,15 +403,15 @@ DEVICE Real data_at(const Norm& p, s64 i, Data& h) {
 }
 template <bool CENTRED> DEVICE Real normal_at(const Norm& p, s64 i, Real mean, Real factor, Data& y) {
   Real v = data_at(p, i, y);
-  v = product(CENTRED ? v - mean : v, factor);
-  if (p.weight != nullptr) v = product(v, widen(p.weight[i]));
+  v = mul_rn(CENTRED ? v - mean : v, factor);
+  if (p.weight != nullptr) v = mul_rn(v, widen(p.weight[i]));
   if (CENTRED && p.bias != nullptr) v = v + widen(p.bias[i]);
   narrow(v, y);
   return widen(y);
 }
 
-// The fold of a row, of its elements or of the squares of their distances from the mean. A thread has at most 4 lanes
-// with octets: they take turns, so that they stay in registers. Their fold is the same whichever stands first.
+// The fold of a row: of its elements, or of the squares of their distances from the mean. A thread has at most 4 lanes
+// with octets; they rotate, so that they stay in registers. Their fold does not depend on which of them is the first.
 template <bool SQUARED, bool CENTRED, class Group> DEVICE Real slow_fold(const Group& group, const Norm& p, Real mean) {
   Real lanes[4] = {0, 0, 0, 0};
   const s64 octets = (p.columns + 7) / 8, threads = group.count;
@@ -424,7 +426,7 @@ template <bool SQUARED, bool CENTRED, class Group> DEVICE Real slow_fold(const G
       if (i < p.columns) {
         x[j] = data_at(p, i, h);
         if (CENTRED && SQUARED) x[j] = x[j] - mean;
-        if (SQUARED) x[j] = product(x[j], x[j]);
+        if (SQUARED) x[j] = mul_rn(x[j], x[j]);
       }
     }
     const Real next = lanes[0] + folded(x);
@@ -436,7 +438,7 @@ template <bool SQUARED, bool CENTRED, class Group> DEVICE Real slow_fold(const G
 template <bool CENTRED, class Group> DEVICE void slow_row(const Group& group, const Norm& p, s64 row, bool mine) {
   const s64 lane = group.lane(), threads = group.count;
   Real mean = 0;
-  if (CENTRED) mean = divide(folded_over<0>(group, slow_fold<false, CENTRED>(group, p, mean)), (Real)p.columns);
+  if (CENTRED) mean = div_rn(folded_over<0>(group, slow_fold<false, CENTRED>(group, p, mean)), (Real)p.columns);
   const Real factor = p.factor(folded_over<1>(group, slow_fold<true, CENTRED>(group, p, mean)));
   Range r = Range{0, 0};
   Data h, y;
@@ -447,7 +449,7 @@ template <bool CENTRED, class Group> DEVICE void slow_row(const Group& group, co
     if (mine && p.residual_out != nullptr) p.residual_out[i] = h;
     if (mine && p.normalized_out != nullptr) p.normalized_out[i] = y;
   }
-  r = group.over(Range{greater(r.up, r.down), 0}, 0);
+  r = group.reduce(Range{max_of(r.up, r.down), 0}, 0);
   if (!mine) return;
   const Segment<Real> g[1] = {p.segment(r)};
   if (p.dynamic() && lane == 0) p.scale_out[row] = g[0].s;
@@ -461,10 +463,10 @@ template <bool CENTRED, class Group> DEVICE void slow_row(const Group& group, co
 }
 
 template <bool CENTRED, int R, bool LONG, class Group> DEVICE void norm(const Group& group, const Norm& all) {
-  let_next_kernel_start();
-  wait_for_previous_kernel();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   const s64 own = (s64)blockIdx.x * group.groups() + group.group();
-  // Only blocks of several groups may have too many. To know it spares registers, except for LONG rows of f64.
+  // Only blocks of several groups may have too many. Testing for that saves registers, except for LONG rows of f64.
   enum { ASK = LONG && sizeof(Data) == 8 };
   const bool mine = (!ASK && group.groups() == 1) || own < all.rows;
   const s64 row = mine ? own : 0;
@@ -487,11 +489,12 @@ template <bool CENTRED, int R, bool LONG, class Group> DEVICE void norm(const Gr
                                                   q_min, q_max},                                                     \
                                      eps, rows, columns, ahead})
 
-// Blocks per multiprocessor that the registers must allow, at most 256 or 512 threads each: the most without spills.
+// Blocks of at most 256 or 512 threads on a multiprocessor for which there must be registers: as many as possible
+// without spills.
 #define LANES_BLOCKS (sizeof(Data) == 8 ? 1 : 2)
 #define BLOCKS_2 (sizeof(Data) == 8 ? 1 : 2)
 #define THREADS_4 (sizeof(Data) == 8 ? 256 : 512)
 #define BLOCKS_4 (sizeof(Data) == 2 ? 2 : 1)
-#define MOST (sizeof(Data) == 2 ? 8 : 4)  // octets per thread, in the entry that ends in 8
+#define OCTETS_8 (sizeof(Data) == 2 ? 8 : 4)  // octets of a thread in the entry that ends in 8
 #define BLOCKS_8 (sizeof(Data) == 2 ? 2 : 1)
 #define LONG_BLOCKS (sizeof(Data) == 2 ? 3 : sizeof(Data) == 4 ? 2 : 1)

@@ -1,15 +1,15 @@
-"""What the normalizing ops share: their problem, the one order of their sums, and their reference.
+"""The base of the normalizing ops: their problem, the order of their sums, and their reference.
 
-The order of a sum, `fold`, is part of the ops' meaning, so that every kernel gives the same bits and a row's result
-depends on nothing but the row. Every addition is one in the compute type C, rounded to nearest by itself.
+The order of a sum, `fold`, is part of the ops' meaning: every kernel gives the same bits, and a row's result depends
+only on the row. Every addition rounds to nearest in the compute type C.
 
 1. The row is cut into octets: element j of octet o is element 8 o + j of the row, and +0 beyond its end. An octet is
    folded, upper half onto lower half: e[i] + e[i + 4] for i < 4; of these, e[i] + e[i + 2] for i < 2; then e[0] + e[1].
 2. Octet o belongs to lane o mod 1024. A lane starts from +0 and adds the sums of its octets in ascending order.
 3. The 1024 lanes are folded in the same way: l[i] + l[i + 512] for i < 512, and so on down to l[0] + l[1].
 
-A lane without octets is +0, and adding +0 changes nothing but -0, which no lane is, since lanes start from +0. So a
-short row needs few lanes, and a thread that owns lanes i, i + t, i + 2 t, ... of t threads adds most of them by itself.
+A lane without octets is +0. Adding +0 changes only -0, and no lane is -0, because lanes start from +0. So a short row
+needs few lanes. With t threads, a thread owns lanes i, i + t, i + 2 t, ... and adds most of them by itself.
 """
 
 from __future__ import annotations
@@ -28,21 +28,20 @@ from skuda.kernels.dtypes import compute_dtype, storage_dtype
 from skuda.kernels.quantize import affine
 from skuda.kernels.quantize.granularity import AffineProblem, Granularity, per_tensor, per_token
 from skuda.registry.descriptor import Argument, Role
-from skuda.registry.elements import FLOATS, ElementKind
+from skuda.registry.elements import CODES8, FLOATS, ElementKind
 from skuda.registry.op import Case
 from skuda.registry.value import Extent, Int32, Real
 from skuda.registry.vocabulary import Scaling
 
 Array = npt.NDArray[Any]
-CODES8 = (ElementKind.S8, ElementKind.U8)
-CHUNK = 8
-"""Elements of an octet, which is folded first."""
+OCTET = 8
+"""Elements that are folded first."""
 LANES = 1024
-"""Sums that a row is distributed over."""
+"""Partial sums of a row."""
 
 
 class NormQuantized(NamedTuple):
-    """The result of a normalizing op; what the problem does not write is None."""
+    """The result of a normalizing op; outputs that the problem does not have are None."""
 
     output: Any
     """Codes, [n, d]."""
@@ -51,7 +50,7 @@ class NormQuantized(NamedTuple):
     residual_out: Any = None
     """Sum of input and residual, [n, d], where there is a residual."""
     normalized_out: Any = None
-    """The normalized rows, [n, d], where they are asked for."""
+    """The normalized rows, [n, d], if `has_normalized`."""
 
 
 class NormProblem(AffineProblem):
@@ -62,7 +61,7 @@ class NormProblem(AffineProblem):
     n, d : int
         Rows and columns; each row is normalized by itself.
     eps : float
-        What is added to the mean square, in the compute type; finite and not negative.
+        Added to the mean square, in the compute type; finite and not negative.
     q_min, q_max : int
         Bounds of the codes, inclusive, within the range of `output_element`.
     scaling : Scaling
@@ -72,7 +71,7 @@ class NormProblem(AffineProblem):
     has_weight : bool
         Whether the normalized row is multiplied by `weight`.
     has_normalized : bool
-        Whether the normalized rows are also written as they are, to `normalized_out`.
+        Whether the normalized rows are also written, to `normalized_out`.
     input_element, output_element : ElementKind
         Elements of data and codes.
     """
@@ -131,17 +130,17 @@ class NormProblem(AffineProblem):
     def arguments(self) -> tuple[Argument, ...]:
         """Return the arguments that this problem takes."""
         data, code = self.input_element, self.output_element
-        found = [self.data("input", Role.INPUT, data)]
-        found += [self.data("residual", Role.INPUT, data)] if self.has_residual else []
-        found += [Argument(name, Role.INPUT, (data,), (self.d,)) for name in self.vectors()]
+        arguments = [self.data("input", Role.INPUT, data)]
+        arguments += [self.data("residual", Role.INPUT, data)] if self.has_residual else []
+        arguments += [Argument(name, Role.INPUT, (data,), (self.d,)) for name in self.vectors()]
         if not self.is_dynamic:
-            found.append(Argument("scale", Role.SCALE, tuple(dict.fromkeys((data.compute, data)))))
-            found.append(Argument("zero_point", Role.ZERO_POINT, (ElementKind.S32,)))
-        found.append(self.data("output", Role.OUTPUT, code))
-        found += [Argument("scale_out", Role.OUTPUT, (data.compute,), (self.n,))] if self.is_dynamic else []
-        found += [self.data("residual_out", Role.OUTPUT, data)] if self.has_residual else []
-        found += [self.data("normalized_out", Role.OUTPUT, data)] if self.has_normalized else []
-        return tuple(found)
+            arguments.append(Argument("scale", Role.SCALE, tuple(dict.fromkeys((data.compute, data)))))
+            arguments.append(Argument("zero_point", Role.ZERO_POINT, (ElementKind.S32,)))
+        arguments.append(self.data("output", Role.OUTPUT, code))
+        arguments += [Argument("scale_out", Role.OUTPUT, (data.compute,), (self.n,))] if self.is_dynamic else []
+        arguments += [self.data("residual_out", Role.OUTPUT, data)] if self.has_residual else []
+        arguments += [self.data("normalized_out", Role.OUTPUT, data)] if self.has_normalized else []
+        return tuple(arguments)
 
 
 def fold(values: Callable[[slice], Array], rows: int, columns: int, compute: np.dtype[Any]) -> Array:
@@ -156,13 +155,13 @@ def fold(values: Callable[[slice], Array], rows: int, columns: int, compute: np.
     compute : dtype
         The compute type, in which every sum is rounded.
     """
-    chunks = min(LANES, -(-columns // CHUNK))
-    lanes = np.zeros((rows, 1 << max(0, chunks - 1).bit_length()), compute)
+    octets = min(LANES, -(-columns // OCTET))
+    lanes = np.zeros((rows, 1 << max(0, octets - 1).bit_length()), compute)
     for piece in _pieces(columns):
-        count = -(-(piece.stop - piece.start) // CHUNK)
-        padded = np.zeros((rows, count * CHUNK), compute)
+        count = -(-(piece.stop - piece.start) // OCTET)
+        padded = np.zeros((rows, count * OCTET), compute)
         padded[:, : piece.stop - piece.start] = values(piece)
-        lanes[:, :count] += _halved(padded.reshape(rows, count, CHUNK))
+        lanes[:, :count] += _halved(padded.reshape(rows, count, OCTET))
     return _halved(lanes)
 
 
@@ -175,8 +174,8 @@ def _halved(values: Array) -> Array:
 
 
 def _pieces(columns: int) -> Iterator[slice]:
-    """Yield slices that give every lane one chunk."""
-    step = LANES * CHUNK
+    """Yield slices that give every lane one octet."""
+    step = LANES * OCTET
     return (slice(start, min(start + step, columns)) for start in range(0, columns, step))
 
 
@@ -198,7 +197,7 @@ def write(problem: NormProblem, arrays: Mapping[str, Any]) -> None:
 
 
 def _normalized(problem: NormProblem, rows: slice, arrays: Mapping[str, Any]) -> Array:
-    """Return some rows, normalized and rounded to the data's element, and write what else is to be written of them."""
+    """Return some rows, normalized and rounded to the data's element; write their residual and normalized outputs."""
     compute, storage = compute_dtype(problem.input_element), storage_dtype(problem.input_element)
     count, d = rows.stop - rows.start, problem.d
 
@@ -222,12 +221,12 @@ def _normalized(problem: NormProblem, rows: slice, arrays: Mapping[str, Any]) ->
     factor = compute.type(1) / np.sqrt(variance + compute.type(problem.eps))
     y = np.empty((count, d), storage)
     for columns in _pieces(d):
-        found = centred(columns) * factor[:, None]
+        values = centred(columns) * factor[:, None]
         if "weight" in problem.vectors():
-            found = found * arrays["weight"][columns].astype(compute)
+            values = values * arrays["weight"][columns].astype(compute)
         if "bias" in problem.vectors():
-            found = found + arrays["bias"][columns].astype(compute)
-        y[:, columns] = found.astype(storage)
+            values = values + arrays["bias"][columns].astype(compute)
+        y[:, columns] = values.astype(storage)
     if problem.has_normalized:
         arrays["normalized_out"][rows] = y
     return y

@@ -4,15 +4,16 @@
 //
 //   input           Data, rows of columns, input_leading elements apart
 //   output          codes, output_leading bytes apart
-//   scale           C, or Data where scale_is_data; null: scale_value
+//   scale           C, or Data if scale_is_data; null: scale_value
 //   zero_point      s32; null: zero_point_value
 //   rows, columns   the view that all data arrays share; element e of it has segment (e / inner) % channels
-//   parts           units in a segment, 0 where it is not whole chunks; with the multipliers that divide by both
+//   parts           units in a segment, 0 if it is not whole chunks; with the multipliers that divide by both
 //   lanes           threads that share a unit
 //
-// There are three kinds of entries, by how segments lie in 16-byte chunks: one segment for everything, chunks that each lie
-// in one segment (`_runs`), and chunks that may span several segments (`_mixed`). Per tensor uses the first, the other
-// granularities use the second or the third. The first two also exist with 8 chunks in flight (`_8`), for many chunks.
+// There are three kinds of entries, by how segments lie in 16-byte chunks: one segment for everything, chunks that each
+// lie in one segment (`_runs`), and chunks that may span several segments (`_mixed`). Per tensor uses the first, the
+// other granularities use the second or the third. The first two also exist with 8 chunks in flight (`_8`), for many
+// chunks.
 #include "affine.cuh"
 
 KERNEL(256, BLOCKS) quantize(

@@ -20,15 +20,15 @@ from skuda.kernels.launch import (
     s64,
     strided,
 )
-from skuda.kernels.linear.problem import CODES8, LinearProblem
-from skuda.registry.elements import ElementKind
+from skuda.kernels.linear.problem import LinearProblem
+from skuda.registry.elements import CODES8, ElementKind
 from skuda.registry.vocabulary import EpilogueKind
 
 THREADS = 256
 CODES = pointers("codes", "act_q_scratch")
 SCALES = pointers("scales", "act_scale_scratch")
 
-_CHUNKS_HELD = 8
+_CHUNKS = 8
 _EPILOGUES = tuple(EpilogueKind)
 _OUTPUTS = tuple(ElementKind(name) for name in ("f32", "f64", "f16", "bf16", "s8", "u8", "s32"))
 
@@ -43,11 +43,11 @@ def activation_parameters(problem: LinearProblem) -> tuple[Parameter, ...]:
 def given_scales(problem: LinearProblem) -> tuple[Parameter, ...]:
     """Return the scales and zero points of an activation that is given as codes.
 
-    They are what the macro STATIC_ROWS_PARAMETERS declares, or GIVEN_ROWS_PARAMETERS.
+    The macros STATIC_ROWS_PARAMETERS and GIVEN_ROWS_PARAMETERS declare them.
     """
     if problem.static_scale is not None:
         scale, zero_point = problem.static_scale
-        # Made anew: 0.0 and -0.0 are equal, but are other scales.
+        # Not cached: 0.0 and -0.0 are equal but are different scales.
         return (Constant(problem.compute, scale), *s32(zero_point), *pointers("act_scale_scratch"))
     return _arrays_of_scales(problem.output is not ElementKind.S32, problem.shifts_activation, problem.scales_tokens)
 
@@ -129,7 +129,7 @@ def _quantization(problem: Any, activation: ElementKind, *, overlaps: bool) -> S
     """Return the step of ``quantized_codes.cuh``, which quantizes the activation per token."""
     m, _, k = problem.sizes
     chunks = -(-k * activation.bits // 128)
-    lanes = min(512, 1 << (max(1, -(-chunks // _CHUNKS_HELD)) - 1).bit_length())
+    lanes = min(512, 1 << (max(1, -(-chunks // _CHUNKS)) - 1).bit_length())
     block = lanes if lanes > 32 else THREADS
     return Step(
         entry="quantized_linear_codes",

@@ -1,19 +1,19 @@
-// The int8 product of a warp on the tensor cores of any card since Ampere: mma.sync, PTX ISA 7.0.
+// The int8 mma.sync of a warp, on the tensor cores of any card since Ampere. See PTX ISA 7.0, "mma".
 //
-//   d[16 x 8] += a[16 x 32] w[8 x 32]^T, exact in s32
+//   d[16, 8] += a[16, 32] w[8, 32]^T, exact in s32
 //
-// Data: fragments in registers -> products -> sums in registers.
+// Data: fragments in registers -> mma.sync -> sums in registers.
 //
-// Variants: one for each pair of elements of the operands; another shape would hold no more products in an instruction.
+// Variants: one for each pair of operand elements. No other shape has more products in an instruction.
 //
-// Lane l holds rows l / 4 and l / 4 + 8 (of a: a[0] and a[1], further on a[2] and a[3]), columns 2 (l % 4) + 0, 1 of d, and
-// column l / 4 of w. Of a row it holds bytes 4 (l % 4) .. + 3, and those 16 further on. Any order of k serves that is the
-// same for both operands.
+// Lane l holds: of d rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next one; of a the same rows (a[0] and a[1],
+// further along K a[2] and a[3]); of w column l / 4. Of a row it holds bytes 4 (l % 4) to 4 (l % 4) + 3, and those 16
+// bytes further. Any order of K that is the same for both operands gives the same sums.
 #pragma once
 #include "elements.cuh"
 
 #ifdef SKUDA_HOST
-template <class A, class W> DEVICE void multiply_add(s32 (&d)[4], const u32 (&a)[4], u32 w0, u32 w1) {
+template <class A, class W> DEVICE void mma_m16n8k32(s32 (&d)[4], const u32 (&a)[4], u32 w0, u32 w1) {
   const int lane = threadIdx.x % 32;
   for (int q = 0; q < 4; ++q) {
     u32 x[4], y[2][2];
@@ -31,9 +31,9 @@ template <class A, class W> DEVICE void multiply_add(s32 (&d)[4], const u32 (&a)
   }
 }
 #else
-template <class A, class W> struct Multiply;
-#define MULTIPLY_OF(A, W)                                                                                          \
-  template <> struct Multiply<A, W> {                                                                               \
+template <class A, class W> struct MmaSync;
+#define MMA_SYNC_OF(A, W)                                                                                          \
+  template <> struct MmaSync<A, W> {                                                                               \
     static DEVICE void add(s32 (&d)[4], const u32 (&a)[4], u32 w0, u32 w1) {                                        \
       asm("mma.sync.aligned.m16n8k32.row.col.s32." #A "." #W                                                        \
           ".s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                    \
@@ -41,11 +41,11 @@ template <class A, class W> struct Multiply;
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(w0), "r"(w1));                                          \
     }                                                                                                               \
   };
-MULTIPLY_OF(s8, s8)
-MULTIPLY_OF(s8, u8)
-MULTIPLY_OF(u8, s8)
-MULTIPLY_OF(u8, u8)
-template <class A, class W> DEVICE void multiply_add(s32 (&d)[4], const u32 (&a)[4], u32 w0, u32 w1) {
-  Multiply<A, W>::add(d, a, w0, w1);
+MMA_SYNC_OF(s8, s8)
+MMA_SYNC_OF(s8, u8)
+MMA_SYNC_OF(u8, s8)
+MMA_SYNC_OF(u8, u8)
+template <class A, class W> DEVICE void mma_m16n8k32(s32 (&d)[4], const u32 (&a)[4], u32 w0, u32 w1) {
+  MmaSync<A, W>::add(d, a, w0, w1);
 }
 #endif

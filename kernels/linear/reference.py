@@ -1,11 +1,11 @@
 """The exact int8 product in NumPy, and the blocks in which a linear op's reference computes its outputs.
 
-The product goes through BLAS although it is of integers: a sum of int8 products is exact in f32, in any order and with
-or without fused multiply-add, as long as the sum of magnitudes stays within 2^24. So K is cut into runs of
-that length (1,024 for s8 by s8), and the runs are added up in f64, which is exact up to 2^53.
+BLAS computes the integer product: a sum of int8 products is exact in f32, in any order and with or without fused
+multiply-add, as long as the sum of magnitudes stays within 2^24. So K is cut into runs of that length (1,024 for s8 by
+s8), and f64 adds up the runs, which is exact up to 2^53.
 
-Outputs are computed in boxes. The codes of a box's rows are made in parts along K, so that a long K needs neither much
-memory nor low boxes, for each of which all weights are converted again.
+Outputs are computed in boxes. The codes of a box's rows are made in parts along K, which bounds the memory for a long
+K. Boxes stay tall, because all weights are converted once for every row of boxes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Array = npt.NDArray[Any]
 Codes = Callable[[slice], Array]
 """Returns the codes of some rows, s8 or u8, in a part of K."""
 
-_FEWEST_ROWS, _ROWS, _COLUMNS = 64, 512, 1024
+_MIN_ROWS, _ROWS, _COLUMNS = 64, 512, 1024
 _CODES_AT_ONCE = 1 << 22
 _SUMS_AT_ONCE = 1 << 20
 
@@ -39,7 +39,7 @@ def write_layer(
     weight: tuple[Array, Array | None],
     output: Array,
 ) -> None:
-    """Write a linear layer's output, box by box: temporaries stay within 32 MB.
+    """Write a linear layer's output, box by box. Temporaries stay within 32 MB.
 
     Parameters
     ----------
@@ -56,12 +56,12 @@ def write_layer(
     """
     problem, (weight_q, weight_zero_point) = epilogue.problem, weight
     m, n, k = problem.sizes
-    height = max(_FEWEST_ROWS, min(_ROWS, _CODES_AT_ONCE // max(k, 1)), BLOCK // max(n, k, 1))
+    height = max(_MIN_ROWS, min(_ROWS, _CODES_AT_ONCE // max(k, 1)), BLOCK // max(n, k, 1))
     for rows in _cut(m, height):
         codes, row_scale = quantized(rows)
         shift = act_zero_point if isinstance(act_zero_point, int) else act_zero_point[rows].astype(np.int64)
         parts = _cut(k, max(1, _CODES_AT_ONCE // len(row_scale)))
-        # Every panel of columns asks for all parts of the codes, so panels are wide where there are several.
+        # The codes are made again for every panel of columns, so panels are wide if K has several parts.
         width = max(_COLUMNS, _SUMS_AT_ONCE // len(row_scale) if len(parts) > 1 else 0)
         for panel in _cut(n, width):
             columns = _cut(panel.stop, _COLUMNS, panel.start)
@@ -84,7 +84,7 @@ def exact_products(
 ) -> Iterator[Array]:
     """Yield ``RN_C(sum_k (a - za)(w - zw))`` for each block of weights: the sum is exact and rounded once.
 
-    An s32 output takes the sum itself, which it holds.
+    An s32 output is the sum itself.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ def exact_products(
     codes : callable
         The activation's codes.
     parts : list of slice
-        Parts that K, which is not 0, is cut into; each is asked for once.
+        The parts of K, which is not 0; `codes` is called once for each.
     act_zero_point : int or array of shape (rows,), s64
         za; one number lies within the range of the codes, others are any s32.
     weights : list of (array, array or None)
@@ -123,24 +123,24 @@ def exact_products(
             yield np.asarray(product, dtype)
             continue
         za = np.broadcast_to(np.asarray(act_zero_point, np.int64), len(product))
-        whole = _less(product.astype(np.int64), za, w.sum(axis=1, dtype=np.int64))
+        exact_sums = subtract_outer(product.astype(np.int64), za, w.sum(axis=1, dtype=np.int64))
         if zw is not None:
-            whole = _less(whole, np.broadcast_to(shift, len(product)), zw.astype(np.int64))
-        if whole.dtype == object:
-            whole = np.frompyfunc(lambda n: _round_integer(n, dtype), 1, 1)(whole)
-        yield np.asarray(whole, dtype)
+            exact_sums = subtract_outer(exact_sums, np.broadcast_to(shift, len(product)), zw.astype(np.int64))
+        if exact_sums.dtype == object:
+            exact_sums = np.frompyfunc(lambda n: round_integer(n, dtype), 1, 1)(exact_sums)
+        yield np.asarray(exact_sums, dtype)
 
 
-def _less(exact: Array, rows: Array, columns: Array) -> Array:
-    """Return ``exact[m, n] - rows[m] columns[n]``, of Python's integers where 64 bits may not hold it."""
+def subtract_outer(exact: Array, rows: Array, columns: Array) -> Array:
+    """Return ``exact[m, n] - rows[m] columns[n]``, as Python integers where 64 bits may not hold it."""
     largest = int(np.abs(rows).max(initial=0)) * int(np.abs(columns).max(initial=0))
     if exact.dtype != object and int(np.abs(exact).max(initial=0)) + largest < 1 << 63:
         return np.asarray(exact - np.multiply.outer(rows, columns))
     return np.asarray(exact.astype(object) - np.multiply.outer(rows.astype(object), columns.astype(object)))
 
 
-def _round_integer(n: int, dtype: np.dtype[Any]) -> Any:
-    """Round an integer of any size to f32 or f64: its leading bits, with what is cut off kept as a sticky bit."""
+def round_integer(n: int, dtype: np.dtype[Any]) -> Any:
+    """Round an integer of any size to f32 or f64. Its leading bits are kept, with a sticky bit for the others."""
     cut = max(0, n.bit_length() - 62)
     leading = abs(n) >> cut
     sticky = int(leading << cut != abs(n))

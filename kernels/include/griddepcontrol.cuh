@@ -1,0 +1,26 @@
+// Programmatic dependent launch (griddepcontrol): a kernel may start before the previous kernel of its stream ends, if
+// its launch allows that.
+//
+//   it starts when = every block of the previous kernel has executed griddepcontrol.launch_dependents, or has ended
+//   griddepcontrol.wait ends when = the previous kernel has ended and all of its stores are visible
+//
+// Data: a kernel reads and writes no memory before the wait, not even weights -> registers or shared memory. That holds
+// for any kernel in front: one that never executes launch_dependents does so implicitly when its blocks end, which is
+// before its stores are visible.
+//
+// Variants: none. Before sm_90 nothing overlaps, and both functions do nothing.
+#pragma once
+#include "elements.cuh"
+
+#ifndef SKUDA_HOST  // the CPU harness of the tests defines both, and checks that threads wait
+DEVICE void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void griddepcontrol_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+#endif
