@@ -1,6 +1,6 @@
 """The process ``skuda``: its streams, its errors and its exit status.
 
-The commands are imported when it runs, so that an interrupt during their import is one, too.
+The commands are imported when it runs, so that an interrupt during their import counts as one, too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from types import FrameType
 from typing import Any, TextIO
 
 _NO, _BAD_INPUT, _DEFECT, _INTERRUPTED = 1, 2, 70, 130
+_SHORT = {"help": "--help", "version": "--version"}
+"""Words that mean an option."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         0; 1 where the answer is no (no kernel, a required part missing, accuracy not reached), or where the reader of
         standard output has left; 2 for bad input, or a file or stream that cannot be read or written; 70 for a defect
-        of skuda; 130 for an interrupt. What is wrong is told in one line on standard error. In Python's development
-        mode (``python -X dev -m skuda``), a defect is raised.
+        of skuda; 130 for an interrupt. One line on standard error says what is wrong. In Python's development mode
+        (``python -X dev -m skuda``), a defect is raised.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     with _interrupts() as came:
@@ -49,10 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Note the interrupts that come: C code may drop one, or turn it into an error of its own.
+    """Note the interrupts that come, because C code may drop one, or turn it into an error of its own.
 
-    numpy's modules print it and fail to import, pydantic's core fails to serialize. Where it came in a destructor or
-    callback, from which Python raises nothing, it comes again.
+    NumPy's modules print it and fail to import; pydantic's core fails to serialize. Python raises nothing from a
+    destructor or a callback, so an interrupt in one is sent again.
     """
     came: list[int] = []
     running, here = True, threading.get_ident()
@@ -70,7 +72,7 @@ def _interrupts() -> Iterator[list[int]]:
     def dropped(ignored: Any) -> None:
         if issubclass(ignored.exc_type, KeyboardInterrupt):
             came.append(signal.SIGINT)
-            _thread.start_new_thread(again, ())  # a Thread's start would wait for it, here
+            _thread.start_new_thread(again, ())  # the start of a `Thread` would wait for it, here
         else:
             unraisable(ignored)
 
@@ -100,7 +102,7 @@ def _interrupt(thread: int) -> None:
 
 
 def _run(given: list[str], interrupts: list[int]) -> int:
-    """Run the command line, tell what went wrong unless that was an interrupt, and return the exit status."""
+    """Run the command line, say what went wrong unless that was an interrupt, and return the exit status."""
     error: Exception | None = None
     status = 0
     _open_streams()
@@ -112,7 +114,7 @@ def _run(given: list[str], interrupts: list[int]) -> int:
     except SystemExit as left:
         # The libraries that print leave so where the reader has closed the pipe.
         status = left.code if isinstance(left.code, int) else _NO
-    except Exception as raised:  # noqa: BLE001  everything is told
+    except Exception as raised:  # noqa: BLE001  every error is reported
         error = raised
     finally:
         # Where the reader has closed the pipe, typer replaces both.
@@ -123,7 +125,7 @@ def _run(given: list[str], interrupts: list[int]) -> int:
     elif lost is not None and isinstance(error, OSError | None):
         status = _fail(_system(OSError(lost.errno, lost.strerror, "standard output")))
     elif error is not None and not interrupts:
-        status = _told(error, given)
+        status = _reported(error, given)
     _flush(sys.stderr)
     return status
 
@@ -136,10 +138,11 @@ def _called(given: list[str]) -> int:
 
     for word in given:
         if "\0" in word or (not word.isascii() and word != word.encode(errors="replace").decode()):
-            # Records, which are UTF-8, could not hold it, and would say so only after the work.
+            # Records, which are UTF-8, could not hold it, and would fail only after the work.
             raise typer.BadParameter(f"{word!a} is not UTF-8")
+    words = [*given[1:], _SHORT[given[0]]] if given[:1] and given[0] in _SHORT else given
     try:
-        return int(typer.main.get_command(app).main(args=given, prog_name="skuda", standalone_mode=False) or 0)
+        return int(typer.main.get_command(app).main(args=words, prog_name="skuda", standalone_mode=False) or 0)
     except typer.Abort:
         return _INTERRUPTED
 
@@ -157,7 +160,7 @@ def _open_streams() -> None:
 
 
 def _flush(stream: TextIO) -> OSError | None:
-    """Write what is left; if that fails, return why, and drop it, or Python would report it again when it exits."""
+    """Write the rest; if that fails, return why, and drop the rest, or Python would report it again when it exits."""
     try:
         stream.flush()
     except OSError as error:
@@ -167,8 +170,8 @@ def _flush(stream: TextIO) -> OSError | None:
     return None
 
 
-def _told(error: Exception, given: list[str]) -> int:
-    """Say in one line what was wrong."""
+def _reported(error: Exception, given: list[str]) -> int:
+    """Say in one line what was wrong, and return the exit status."""
     if isinstance(error, ImportError):
         if given[:1] == ["doctor"]:
             # The doctor must also work if the packages that typer needs are missing.
@@ -176,7 +179,7 @@ def _told(error: Exception, given: list[str]) -> int:
 
             return doctor.run(as_json="--json" in given)
         return _fail(str(error) if hasattr(error, "command") else f"{error}; `skuda doctor` says what is missing")
-    # A SkudaError is an answer. Its class is imported here, because importing it loads pydantic.
+    # Imported here, because these load pydantic and typer.
     from skuda.registry.errors import SkudaError
     from skuda.tools.commands import USAGE_ERROR
     from skuda.tools.output import shortened

@@ -1,128 +1,258 @@
 """The subcommands of ``skuda`` and their options.
 
-Most functions below have no bodies: each declares the options of the function that `_command` names, which is imported
-when it runs, because help must be fast.
+Commands are declared here and run elsewhere: `_run` imports the module of a command when it runs, because help and
+completion must be fast. What an option means is written once, in `OPTIONS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
-"""ClickException, from click or from typer's own copy of it, whichever this typer uses."""
+"""ClickException, from click or from typer's own copy of it."""
 
+EXAMPLES = {
+    "list": "skuda list --device l4",
+    "show": "skuda show quantized_linear",
+    "explain": "skuda explain quantized_linear --m 8 --n 4096 --k 4096 --device h200",
+    "verify": "skuda verify --device cpu --op fill --quick",
+    "bench": "skuda bench linear --shapes llama-3-8b --m 16  # needs a GPU",
+    "bench-model": "skuda bench-model --decode 16 --output model.json  # needs a GPU",
+    "bench-parallel": "skuda bench-parallel --gpus 2  # needs a GPU",
+    "tune": "skuda tune fill --numel 65536 --output tuning.json  # needs a GPU",
+    "train-check": "skuda train-check --steps 200 --output train.json  # needs a GPU",
+    "compile": "skuda compile --device h200 --op fill",
+    "bundle": "skuda bundle kernels.skuda --device h200 --op fill",
+    "lock": "skuda lock --device h200",
+    "diff": "skuda diff old.lock.json skuda.lock.json",
+    "cache ls": "skuda cache ls",
+    "cache verify": "skuda cache verify",
+    "cache gc": "skuda cache gc --max-size 1GiB",
+    "cache clear": "skuda cache clear --yes",
+    "doctor": "skuda doctor",
+    "demo": "skuda demo --device host",
+}
+"""The example at the end of each command's help."""
+
+_COMMON: dict[str, Any] = {"rich_markup_mode": None, "context_settings": {"help_option_names": ["--help", "-h"]}}
 app = typer.Typer(
     name="skuda",
     help="Which int8 kernels there are, which one runs where, and why.",
-    add_completion=False,
-    rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["--help", "-h"]},
+    **_COMMON,
 )
-
-_cache = typer.Typer(rich_markup_mode=None)
+_cache = typer.Typer(**_COMMON)
 app.add_typer(_cache, name="cache")
 
-_WRITTEN = ("html", "into", "output")
-"""The options of files that a command writes."""
+
+class _OfProblem(TyperCommand):
+    """A command that also takes the fields of a problem; its words are an argument only for completion."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002  click's signature
+        """Return the usage line after the name."""
+        return [self.options_metavar or ""]
 
 
-def _command(
-    name: str, target: str, *, fields: str = "", **settings: Any
-) -> Callable[[Callable[..., None]], Callable[..., int]]:
-    """Make a subcommand of a function that declares its options; see `_run` for `target`.
+def _command(name: str, target: str, options: str, text: str, *, fields: str = "", **settings: Any) -> None:
+    """Make a subcommand of its help and the names of its options in `OPTIONS`; see `_run` for `target`.
 
-    With `fields`, a usage line, it takes the fields of a problem as options too; those are known when the op is known.
+    With `fields`, a usage line, the command also takes the fields of a problem as options. The op decides which they
+    are, so they are not declared.
     """
     group, _, verb = name.rpartition(" ")
     if fields:
         settings["context_settings"] = {"ignore_unknown_options": True, "allow_extra_args": True}
-        settings["options_metavar"] = fields
+        settings |= {"cls": _OfProblem, "options_metavar": fields}
+    settings["epilog"] = f"\b\nExample:\n  {EXAMPLES[name]}"
 
-    def register(declared: Callable[..., None]) -> Callable[..., int]:
-        @wraps(declared)
-        def call(**given: Any) -> int:
-            return _run(name, target, {option: value for option, value in given.items() if value is not None})
+    def call(**given: Any) -> int:
+        return _run(name, target, {option: value for option, value in given.items() if value is not None})
 
-        (_cache if group else app).command(verb, **settings)(call)
-        return call
-
-    return register
+    kinds = {option: OPTIONS.get(f"{name} {option}") or OPTIONS[option] for option in options.split()}
+    defaults = {str: Parameter.empty, Path: Parameter.empty, bool: False}
+    call.__doc__ = text
+    call.__signature__ = Signature(  # type: ignore[attr-defined]  # typer reads it
+        [
+            Parameter(option, Parameter.KEYWORD_ONLY, default=defaults.get(kind.__origin__), annotation=kind)
+            for option, kind in kinds.items()
+        ]
+    )
+    (_cache if group else app).command(verb, **settings)(call)
 
 
 def _run(name: str, target: str, given: dict[str, Any]) -> int:
     """Run a command: the module `target` below ``skuda.tools`` has a ``run``, or `target` is ``module:function``.
 
-    Options that are fields of the module's `Request` are passed as one; words that are no options are passed as
-    ``tokens``, ``--html`` as the function that writes the page.
+    Words that are no declared options are passed as ``tokens``.
     """
     context: typer.Context | None = given.pop("context", None)
     if context is not None:
+        words = [*given.pop("problem", ()), *context.args]
         if given.pop("show_help", False):
             typer.echo(context.get_help())
-            if not context.args:
+            if not words:
                 return 0
             given = {"show_fields": True}
         own = (option for param in context.command.params for option in param.opts)
-        given |= {"tokens": context.args, "own_options": [option.lstrip("-").replace("-", "_") for option in own]}
-    written = {f"--{option}": given[option] for option in _WRITTEN if option in given}
-    if written:
-        import_module("skuda.tools.files").check_all(name, written)
-    if "html" in given:
-        given["page"] = partial(import_module("skuda.tools.report.page").save, given.pop("html"))
+        given |= {"tokens": words, "own_options": [option.lstrip("-").replace("-", "_") for option in own]}
+    for option in ("html", "output"):
+        if option in given and name != "lock":  # it checks its file itself, which may be -
+            import_module("skuda.tools.files").check(name, f"--{option}", given[option])
     module, _, function = target.partition(":")
     command = import_module(f"skuda.tools.{module}")
-    if hasattr(command, "Request"):
-        asked = {option for option in given if option in command.Request.__dataclass_fields__}
-        given["request"] = command.Request(**{option: given.pop(option) for option in asked})
     status: int = getattr(command, function or "run")(**given)
     return status
 
 
-def _option(metavar: str, text: str, *names: str) -> Any:
-    """Declare an option that takes a value."""
-    return typer.Option(*names, help=text, metavar=metavar)
+def _completed(kind: str) -> Callable[[str], list[str]]:
+    """Return a function that completes the last of some words that are separated by commas."""
+
+    def complete(incomplete: str) -> list[str]:
+        head, comma, last = incomplete.rpartition(",")
+        known = import_module("skuda.tools.words.known").words_of(kind)
+        return [f"{head}{comma}{word}" for word in known if word.startswith(last)]
+
+    return complete
 
 
 _MOST = (1 << 63) - 1
 """The largest integer that a record takes."""
-_MOST_COUNT = (1 << 31) - 1
 
 Words = list[str] | None
-Json = Annotated[bool, typer.Option("--json", help="JSON, for machines.")]
-Ops = Annotated[Words, _option("NAME", "Only these ops.", "--op")]
-Evidence = Annotated[Path | None, _option("DIR", "Read records of `skuda verify` from this folder.", "--evidence")]
-Html = Annotated[Path | None, _option("FILE", "Write a page with op matrix, evidence and measurements.")]
-Plot = Annotated[Path | None, _option("PATH", "Draw it: into a folder, or one .png, .svg or .pdf.")]
-Output = Annotated[Path | None, _option("FILE", "Write the record here.")]
-Seed = Annotated[int | None, typer.Option(help="Draw inputs from this; fresh if left out.", min=0, max=_MOST)]
-Repeats = Annotated[int, typer.Option(help="Rounds; slow kernels get fewer.", min=1, max=_MOST)]
-Random = Annotated[
-    int | None, typer.Option(metavar="COUNT", help="Products of this many shapes drawn from the seed.", min=1, max=9999)
-]
-Floats = Annotated[Words, _option("KIND", "These elements: f16, bf16, f32, f64.", "--element")]
-Descriptors = Annotated[
-    Path | None, _option("FILE", "For these problems: JSON objects with `op` and its fields.", "--descriptors")
-]
-Archs = Annotated[Words, _option("ARCH", "For the known cards of these, such as sm_90a,sm_80.", "--arch")]
-Cards = Annotated[Words, _option("NAME", "For these cards, such as h200,a100; else those here.", "--device")]
-Compilers = Annotated[
-    Words, _option("NAME", "For these: cuda_core, pycuda, all; else those with a compiler here.", "--backend")
-]
+
+
+def _option(metavar: str | None, text: str, *names: str, of: str = "", kind: Any = str | None, **limits: Any) -> Any:
+    """Declare an option that takes a value; `of` is the kind of words that complete it."""
+    complete = _completed(of) if of else None
+    return Annotated[kind, typer.Option(*names, help=text, metavar=metavar, autocompletion=complete, **limits)]
+
+
+_words = partial(_option, kind=Words)
+_path = partial(_option, kind=Path | None)
+
+
+def _number(text: str, metavar: str = "N", least: int = 1, most: int = (1 << 31) - 1) -> Any:
+    return _option(metavar, text, kind=int | None, min=least, max=most)
+
+
+def _flag(name: str, text: str) -> Any:
+    return Annotated[bool, typer.Option(name, help=text)]
+
+
+def _argument(kind: Any, metavar: str, text: str = "", *, of: str = "") -> Any:
+    complete = _completed(of) if of else None
+    return Annotated[kind, typer.Argument(metavar=metavar, help=text, hidden=not text, autocompletion=complete)]
+
+
+OPTIONS: dict[str, Any] = {
+    "context": Annotated[typer.Context, None],
+    "problem": _argument(Words, "[WORD]...", of="op"),
+    "as_json": _flag("--json", "JSON, for machines."),
+    "ops": _words("NAME", "Only these ops.", "--op", of="op"),
+    "elements": _words("KIND", "Only kernels for these elements.", "--element", "--elem", of="element"),
+    "skus": _flag("--skus", "One line per kernel: its id."),
+    "html": _path("FILE", "Write a page: kernels, records and their plots."),
+    "evidence": _path("DIR", "Read records of `skuda verify` from this folder.", "--evidence"),
+    "descriptors": _path("FILE", "For these problems: JSON objects with `op` and its fields.", "--descriptors"),
+    "show_all": _flag("--all", "List everything, not the first of each kind."),
+    "archs": _words("ARCH", "For the known cards of these, such as sm_90a,sm_80.", "--arch", of="arch"),
+    "devices": _words("NAME", "For these cards, such as h200,l4; else those here.", "--device", of="device"),
+    "backends": _words("NAME", "For these: cuda_core, pycuda, all; else those here.", "--backend", of="backend"),
+    "list archs": _words("ARCH", "Only kernels for these architectures.", "--arch", of="arch"),
+    "list devices": _words("NAME", "Only kernels that run on these cards, such as l4.", "--device", of="device"),
+    "list backends": _words("NAME", "Only kernels of these backends.", "--backend", of="backend"),
+    "show name": _argument(str, "ID", "The id of a kernel, or the name of an op.", of="op or kernel"),
+    "explain device": _option("NAME", "Plan for here (without it), cpu, h200, l4, sm_89 ...", of="device"),
+    "backend": _option("NAME", "Insist on this backend.", "--backend", "--prefer-backend", of="backend"),
+    "sku": _option("ID", "Insist on this kernel."),
+    "require": _words("PROMISE", "Insist on a promise, such as deterministic,max_ulp=0."),
+    "max_workspace_bytes": _option("BYTES", "Refuse kernels that need more scratch.", kind=int | None),
+    "no_arch_specific": _flag("--no-arch-specific", "Refuse kernels for one chip or family only (sm_90a)."),
+    "tuning": _path("FILE", "Use these measured times; else those that SKUDA_TUNING names."),
+    "shards": _words("FIELD=VALUE", "Split a linear layer over ranks: axis=k,count=2, and input, output, chunks."),
+    "show_help": Annotated[bool, typer.Option("--help", "-h", help="This page; after an op's name, its fields too.")],
+    "bundle show": _flag("--show", "Check FILE and say what it holds; compile nothing."),
+    "lock devices": _words("NAME", "For these, such as cpu,h200; else one of each kind.", "--device", of="device"),
+    "lock output": _path("FILE", "Write it here, else into skuda.lock.json; - prints it."),
+    "diff old": _argument(Path, "OLD", "What `skuda lock` wrote before."),
+    "diff new": _argument(Path, "NEW", "What it writes now."),
+    "max_size": _option("SIZE", "Remove the oldest until the rest fits into this, such as 1GiB."),
+    "older_than": _option("AGE", "Remove what was compiled longer ago, such as 30d."),
+    "yes": _flag("--yes", "Without asking."),
+    "demo device": _option("WHERE", "Where the products run: host or gpu; else a GPU where one is usable."),
+    "demo gpus": _option("N", "Hash a transformer stack on 1 to N GPUs, or processes of the CPU.", kind=int | None),
+    # Measurements and verification.
+    "seed": _number("Draw inputs from this; fresh if left out.", least=0, most=_MOST),
+    "output": _path("FILE", "Write the record here."),
+    "show": _path("FILE", "Show this record; measure nothing."),
+    "plot": _path("PATH", "Draw it: into a folder, or one .png, .svg or .pdf."),
+    "repeats": _number("Rounds, 20 if left out; slow kernels get fewer.", most=_MOST),
+    "random": _number("Products of this many shapes drawn from the seed.", "COUNT", most=9999),
+    "element": _words("KIND", "These elements: f16, bf16, f32, f64.", "--element", of="float"),
+    "cpu": _flag("--cpu", "On the CPU, without CUDA graphs, for small sizes."),
+    "verify skus": _words("ID", "Only these kernels.", "--sku"),
+    "verify backends": _words("NAME", "Only these backends.", "--backend"),
+    "cases": _option("N", "Only these cases, as failures number them.", "--case", kind=list[int] | None, min=0),
+    "verify device": _option("WHERE", "A CUDA device by its number, or cpu; else the first one."),
+    "quick": _flag("--quick", "A spot check of every kernel."),
+    "bench ops": _argument(Words, "[OPS]...", "Ops, or quantize, linear, all; all if left out."),
+    "bench shapes": _words(
+        "SHAPE", "ROWSxCOLUMNS, MxNxK for a product, a file of these, or llama-3-8b, llama-3-70b, minilm."
+    ),
+    "m": _words("ROWS", "Numbers of rows for a model's shapes.", "--m"),
+    "rivals": _words("NAME", "Only these rivals; cutlass and bf16 at random shapes."),
+    "cutlass": _path("FOLDER", "Compare products with CUTLASS, built into this folder."),
+    "bench markdown": _option("SECTION", "Markdown tables: all, cases, means, bandwidth, facts, layer, or an op."),
+    "bench-model hidden": _number("Size of the hidden states; 4096 if left out.", least=2),
+    "bench-model intermediate": _number("Size between the products of the MLP; 14336 if left out."),
+    "heads": _number("Heads of the attention; 32 if left out."),
+    "kv_heads": _number("Heads of keys and values; 8 if left out."),
+    "bench-model layers": _number("Layers; 32 if left out."),
+    "cache": _number("Positions of the cache in decoding; 1024 if left out."),
+    "decode": _words("ROWS", "Decode so many sequences; 1,16,64 if no phase is given."),
+    "prefill": _words("ROWS", "Prefill so many positions; 2048,8192 if no phase is given."),
+    "ways": _words("NAME", "Only these ways beside ours and bf16, such as torchao."),
+    "bench-model markdown": _option("SECTION", "Markdown tables: all, phases, requirements, host, facts."),
+    "bench-parallel gpus": _number("Ranks, each with a GPU; 2 if left out.", most=1024),
+    "rows": _words("M", "Numbers of rows; 1,2,3,16,128,2048,8192 if left out."),
+    "bench-parallel hidden": _number("Size of the hidden states; 8192 if left out."),
+    "bench-parallel intermediate": _number("Size between the products; 28672 if left out."),
+    "bench-parallel markdown": _option("SECTION", "Markdown tables: all, times, requirements, facts."),
+    "tune shapes": _words("SHAPE", "These shapes: ROWSxCOLUMNS, or MxNxK for a product."),
+    "tune backend": _option("NAME", "Only kernels of this backend."),
+    "variant": _words("NAME", "Only kernels of these variants."),
+    "tune output": _path("FILE", "Write the times here."),
+    "update": _flag("--update", "Add new problems to a file that exists."),
+    "margin": _option("PERCENT", "A kernel must be so much faster than the first one; else 3.", kind=float | None),
+    "tune layers": _number("Launch a kernel so often in a graph, as layers of a model; 1 if left out.", most=99),
+    "way": _words("NAME", "These ways to train: bf16, fake, mixed; all if left out."),
+    "train-check device": _option("WHERE", "cpu, cuda, or auto, the default: a GPU where torch sees one."),
+    "steps": _number("Steps of the optimizer; 2000 if left out."),
+    "batch": _number("Sequences in a step; 32 if left out."),
+    "width": _number("Channels of the model; 512 if left out."),
+    "train-check layers": _number("Its layers; 8 if left out."),
+    "length": _number("Bytes in a sequence; 512 if left out."),
+    "tolerance": _option("PERCENT", "A way may be so much worse than bf16; else 1.", kind=float | None, min=0),
+    "compile": _flag("--compile", "Compile the model with torch.compile."),
+    "train-check markdown": _option("SECTION", "Markdown tables: all, ways, facts."),
+}
+"""The options by parameter; ``COMMAND PARAMETER`` where a command means something of its own by it."""
 
 
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
     *,
-    show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    show_version: Annotated[bool, typer.Option("--version", "-V", help="Print the version.")] = False,
 ) -> None:
     if show_version:
         try:
@@ -134,161 +264,60 @@ def _root(
         typer.echo(context.get_help())
 
 
-@_command("list", "show.list")
-def _list(
-    *,
-    ops: Ops = None,
-    elements: Annotated[Words, _option("KIND", "Only kernels for these elements.", "--element")] = None,
-    aux: Annotated[Words, _option("KIND", "Only these second elements; `none` for kernels without.")] = None,
-    archs: Annotated[Words, _option("ARCH", "Only these architectures.", "--arch")] = None,
-    backends: Annotated[Words, _option("NAME", "Only these backends.", "--backend")] = None,
-    skus: Annotated[bool, typer.Option("--skus", help="One line per kernel: its id.")] = False,
-    matrix: Annotated[
-        bool, typer.Option("--matrix", help="Ops by backends with what is verified, as a Markdown table.")
-    ] = False,
-    into: Annotated[Path | None, _option("FILE", "Put that table into this file, between its markers.")] = None,
-    html: Html = None,
-    evidence: Evidence = None,
-    as_json: Json = False,
-) -> None:
-    """Show the op matrix, or every kernel.
+_command(
+    "list",
+    "show.list",
+    "ops elements archs devices backends skus html evidence as_json",
+    """List the ops, or every kernel.
 
-    Filters may be repeated and may hold several values, separated by commas. Piped, each line is a record with tabs
-    between op, category, elements, second elements, archs, backends, number of kernels and promise.
-    """
-
-
-@_command("show", "show.show")
-def _show(
-    name: Annotated[str, typer.Argument(metavar="ID", help="The id of a kernel, or the name of an op.")],
-    *,
-    evidence: Evidence = None,
-    as_json: Json = False,
-) -> None:
-    """Show everything about a kernel or an op."""
-
-
-@_command("explain", "show.explain", fields="OP [--FIELD VALUE]... [OPTIONS]", add_help_option=False)
-def _explain(
-    context: typer.Context,
-    *,
-    device: Annotated[str, _option("NAME", "Plan for this device: here, cpu, or a card such as h200.")] = "here",
-    prefer_backend: Annotated[str | None, _option("NAME", "Insist on this backend.")] = None,
-    sku: Annotated[str | None, _option("ID", "Insist on this kernel.")] = None,
-    require: Annotated[Words, _option("PROMISE", "Insist on a promise, such as deterministic,max_ulp=0.")] = None,
-    max_workspace_bytes: Annotated[int | None, _option("BYTES", "Refuse kernels that need more scratch.")] = None,
-    no_arch_specific: Annotated[
-        bool, typer.Option("--no-arch-specific", help="Refuse kernels for one chip or family only (sm_90a).")
-    ] = False,
-    tuning: Annotated[
-        Path | None, _option("FILE", "Use these measured times; else those that SKUDA_TUNING names.")
-    ] = None,
-    shards: Annotated[
-        Words, _option("FIELD=VALUE", "Split a linear layer over ranks: axis=k,count=2, and input, output, chunks.")
-    ] = None,
-    show_all: Annotated[bool, typer.Option("--all", help="List every refused kernel.")] = False,
-    as_json: Json = False,
-    show_help: Annotated[
-        bool, typer.Option("--help", "-h", help="This page; after an op's name, the op's fields too.")
-    ] = False,
-) -> None:
+    Filters may be repeated and may hold several values, separated by commas. An architecture or a card without kernels
+    of its own lists the older ones that run on it. Piped, each line is a record with tabs between op, category,
+    elements, second elements, archs, backends, number of kernels, promise and evidence.
+    """,
+)
+_command("show", "show.show", "name evidence as_json", "Show everything about a kernel or an op.")
+_command(
+    "explain",
+    "show.explain",
+    "context problem device backend sku require max_workspace_bytes no_arch_specific tuning shards show_all as_json "
+    "show_help",
     """Say which kernel would run, and why the others would not.
 
-    Every field of the op is an option: `skuda explain quantized_linear --m 8 --c-out 4096 --k 4096 --device h200`.
-    Exits with 1 where no kernel serves the problem.
-    """
-
-
-@_command("verify", "verify.command")
-def _verify(
-    *,
-    ops: Ops = None,
-    skus: Annotated[Words, _option("ID", "Only these kernels.", "--sku")] = None,
-    backends: Annotated[Words, _option("NAME", "Only these backends.", "--backend")] = None,
-    device: Annotated[str | None, _option("WHERE", "A CUDA device by its number, or cpu; else the first one.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer memory layouts, no large problems.")] = False,
-    seed: Seed = None,
-    output: Output = None,
-    html: Html = None,
-    as_json: Json = False,
-) -> None:
+    Every field of the op is an option. Exits with 1 where no kernel serves the problem.
+    """,
+    fields="OP [--FIELD VALUE]... [OPTIONS]",
+    add_help_option=False,
+)
+_command(
+    "verify",
+    "verify.command",
+    "ops skus backends cases device quick seed output as_json",
     """Run every kernel against its reference.
 
-    Runs each kernel that the device accepts over every case of its op: in several memory layouts between guard zones,
-    again, and with its rows permuted. Without filters, on a CUDA device and in a checkout, the record goes to
-    docs/evidence. Exits with 1 where a kernel fails.
-    """
+    Runs one kernel of each source over many problems, in several memory layouts between guard zones, again, with its
+    rows permuted, and in every way to call it. The other kernels run over the cases of their op and a sample of the
+    rest. Without filters, on a CUDA device and in a checkout, the record goes to docs/evidence. Exits with 1 where a
+    kernel fails.
 
-
-@_command("bench", "bench.command")
-def _bench(
-    names: Annotated[
-        Words, typer.Argument(metavar="[OPS]...", help="Ops, or quantize, linear, all; all if left out.")
-    ] = None,
-    *,
-    ops: Annotated[Words, _option("NAME", "Ops and groups too.", "--op")] = None,
-    shapes: Annotated[
-        Words,
-        _option("SHAPE", "ROWSxCOLUMNS, MxNxK for a product, a file of these, or llama-3-8b, llama-3-70b, minilm."),
-    ] = None,
-    m: Annotated[Words, _option("ROWS", "Numbers of rows for a model's shapes.", "--m")] = None,
-    random: Random = None,
-    chain: Annotated[
-        int | None,
-        typer.Option(help="Run this many dependent layers in one graph; times are those of one.", min=2, max=99),
-    ] = None,
-    elements: Floats = None,
-    rivals: Annotated[
-        Words, _option("NAME", "Only these rivals; cutlass and bf16 at random shapes.", "--rivals")
-    ] = None,
-    backend: Annotated[str | None, _option("NAME", "Insist on this backend.")] = None,
-    seed: Seed = None,
-    repeats: Repeats = 20,
-    cutlass: Annotated[Path | None, _option("FOLDER", "Compare products with CUTLASS, built into this folder.")] = None,
-    output: Output = None,
-    show: Annotated[Path | None, _option("FILE", "Show this record; measure nothing.")] = None,
-    plot: Plot = None,
-    markdown: Annotated[
-        str | None, _option("SECTION", "Markdown tables: all, facts, cases, means, bands, bandwidth, host, or an op.")
-    ] = None,
-    html: Html = None,
-    as_json: Json = False,
-) -> None:
+    A failure names the command that repeats it, such as `skuda verify --device 0 --sku ID --case 3 --seed 7`.
+    """,
+)
+_command(
+    "bench",
+    "bench.bench",
+    "ops shapes m random element rivals backend seed repeats cutlass output show plot markdown as_json",
     """Measure the kernels that are chosen, against rivals.
 
     Needs a CUDA device and torch. Results are compared before they are timed; a wrong one is refused, and the exit
     status is 1. Rivals are timed alternately with the kernel, after a flush of the cache; absent ones are named.
     CUTLASS takes part where --cutlass names a folder of its built objects; else the record says what builds them.
-    """
-
-
-@_command("bench-model", "bench.model_command")
-def _model(
-    *,
-    hidden: Annotated[int, typer.Option(help="Size of the hidden states.", min=2)] = 4096,
-    intermediate: Annotated[int, typer.Option(help="Size between the products of the MLP.", min=1)] = 14336,
-    heads: Annotated[int, typer.Option(help="Heads of the attention.", min=1)] = 32,
-    kv_heads: Annotated[int, typer.Option(help="Heads of keys and values.", min=1)] = 8,
-    layers: Annotated[int, typer.Option(help="Layers.", min=1)] = 32,
-    cache: Annotated[int, typer.Option(help="Positions of the cache in decoding.", min=1)] = 1024,
-    decode: Annotated[Words, _option("ROWS", "Decode so many sequences; 1,16,64 if no phase is given.")] = None,
-    prefill: Annotated[Words, _option("ROWS", "Prefill so many positions; 2048,8192 if no phase is given.")] = None,
-    ways: Annotated[Words, _option("NAME", "Only these ways beside ours, such as bf16,torchao.", "--ways")] = None,
-    attention: Annotated[
-        str | None, _option("NAME", "The only kernels of torch's attention: cudnn, efficient, flash.")
-    ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="On the CPU, without CUDA graphs, for small sizes.")] = False,
-    repeats: Repeats = 20,
-    seed: Seed = None,
-    output: Output = None,
-    show: Annotated[Path | None, _option("FILE", "Show this record; measure nothing.")] = None,
-    plot: Plot = None,
-    markdown: Annotated[
-        str | None, _option("SECTION", "Markdown tables: all, facts, phases, requirements, host.")
-    ] = None,
-    html: Html = None,
-    as_json: Json = False,
-) -> None:
+    """,
+)
+_command(
+    "bench-model",
+    "studies.commands:run_model",
+    "hidden intermediate heads kv_heads layers cache decode prefill ways cpu repeats seed output show plot "
+    "markdown as_json",
     """Time a Llama stack: in bf16, quantized, and by others.
 
     The weights are random. Needs torch and a CUDA device; each way is a replay of a CUDA graph. The outputs of ours,
@@ -296,103 +325,39 @@ def _model(
     1. Ways whose packages are not installed are named. Piped, each line is a record with tabs between phase, rows,
     cache, way, median, p10 and p90 in us, the ratio to the fastest of ours, the relative distance from bf16, rounds,
     and what speaks against it; lines of phase `host` are calls of one layer.
-    """
-
-
-@_command("bench-parallel", "parallel.command")
-def _parallel(
-    *,
-    gpus: Annotated[int, typer.Option(help="Ranks, each with a GPU.", min=1, max=1024)] = 2,
-    rows: Annotated[Words, _option("M", "Numbers of rows; 1,2,3,16,128,2048,8192 if left out.")] = None,
-    hidden: Annotated[int, typer.Option(help="Size of the hidden states.", min=1)] = 8192,
-    intermediate: Annotated[int, typer.Option(help="Size between the products.", min=1)] = 28672,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Ranks on the CPU, without CUDA graphs, for small sizes.")] = False,
-    repeats: Repeats = 20,
-    seed: Seed = None,
-    patience: Annotated[float, typer.Option(help="Seconds for all of the work.", min=1)] = 900.0,
-    trace: Annotated[bool, typer.Option(help="Record the kernels of a few replays when everything is timed.")] = True,
-    output: Output = None,
-    show: Annotated[Path | None, _option("FILE", "Show this record, with its kernels; measure nothing.")] = None,
-    plot: Plot = None,
-    markdown: Annotated[
-        str | None, _option("SECTION", "Markdown tables: all, facts, times, requirements, trace, kernels.")
-    ] = None,
-    html: Html = None,
-    as_json: Json = False,
-) -> None:
+    """,
+)
+_command(
+    "bench-parallel",
+    "studies.commands:run_parallel",
+    "gpus rows hidden intermediate cpu repeats seed output show plot markdown as_json",
     """Time a gated MLP on one GPU and on several.
 
     In bf16 and in int8, as replays of CUDA graphs with NCCL's collectives in them; the time of a round is that of the
     slowest rank. The weights are random. Before, the outputs in int8 on all ranks, called, replayed and compiled, are
     compared bit for bit with those on one, and a few rows with NumPy; where they differ, nothing is timed, and the exit
-    status is 1. A trace says how long products, other kernels and exchanges ran, and what overlapped. Needs torch.
-    Piped, each line is a record with tabs between rows, way, median, p10 and p90 in us, the ratio to ours on all ranks,
-    what failed, and of the trace, in us: products, other kernels, exchange, of it hidden, of it waiting, idle, total.
-    """
-
-
-@_command("tune", "bench.tune_command", fields="OP... [--FIELD VALUE]... [OPTIONS]")
-def _tune(
-    context: typer.Context,
-    *,
-    shapes: Annotated[Words, _option("SHAPE", "These shapes: ROWSxCOLUMNS, or MxNxK for a product.")] = None,
-    random: Random = None,
-    elements: Floats = None,
-    backend: Annotated[str | None, _option("NAME", "Only kernels of this backend.")] = None,
-    variants: Annotated[Words, _option("NAME", "Only kernels of these variants.", "--variant")] = None,
-    output: Annotated[Path | None, _option("FILE", "Write the times here; else a name after the device.")] = None,
-    update: Annotated[bool, typer.Option("--update", help="Add new problems to a file that exists.")] = False,
-    margin: Annotated[
-        float | None,
-        typer.Option(help="Per cent by which a kernel must be faster than the first of the ranking; 3 if left out."),
-    ] = None,
-    repeats: Repeats = 20,
-    layers: Annotated[
-        int,
-        typer.Option(
-            help="Launch a kernel so often in a graph, as layers of a model; times are those of one.", min=1, max=99
-        ),
-    ] = 1,
-    seed: Seed = None,
-    show: Annotated[Path | None, _option("FILE", "Show this file; measure nothing.")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table of it.")] = False,
-    as_json: Json = False,
-) -> None:
+    status is 1. Needs torch. Piped, each line is a record with tabs between rows, way, median, p10 and p90 in us, the
+    ratio to ours on all ranks, and what failed.
+    """,
+)
+_command(
+    "tune",
+    "bench.tune_command",
+    "context shapes random element backend variant output update margin repeats layers seed show as_json",
     """Time every kernel of a problem, in each configuration.
 
     The problems are shapes of ops, as in `skuda bench`, or one with its fields:
     `skuda tune quantized_linear --m 8 --n 4096 --k 4096`. Results are compared before they are timed; a wrong one is
-    refused, and the exit status is 1. The file changes a choice only where it is named: by SKUDA_TUNING, or as
-    Dispatcher(tuning=FILE). Piped, each line is a record
-    with tabs between op, problem, kernel, configuration, median, p10 and p90 in us, rounds, what would run (chosen by
-    time, or first of the ranking), and what speaks against it.
-    """
-
-
-@_command("train-check", "train.command")
-def _train_check(
-    *,
-    ways: Annotated[Words, _option("NAME", "These ways to train: bf16, fake, mixed; all if left out.", "--way")] = None,
-    device: Annotated[str, _option("WHERE", "cpu, cuda, or auto: a GPU where torch sees one.")] = "auto",
-    steps: Annotated[int, typer.Option(help="Steps of the optimizer.", min=1, max=_MOST_COUNT)] = 2000,
-    batch: Annotated[int, typer.Option(help="Sequences in a step.", min=1, max=_MOST_COUNT)] = 32,
-    width: Annotated[int, typer.Option(help="Channels of the model.", min=1, max=_MOST_COUNT)] = 512,
-    layers: Annotated[int, typer.Option(help="Its blocks.", min=1, max=_MOST_COUNT)] = 8,
-    heads: Annotated[int, typer.Option(help="Its attention heads.", min=1, max=_MOST_COUNT)] = 8,
-    hidden: Annotated[int, typer.Option(help="Channels inside of SwiGLU.", min=1, max=_MOST_COUNT)] = 1408,
-    length: Annotated[int, typer.Option(help="Bytes in a sequence.", min=1, max=_MOST_COUNT)] = 512,
-    windows: Annotated[int, typer.Option(help="Held-out sequences.", min=1, max=_MOST_COUNT)] = 512,
-    learning_rate: Annotated[float, typer.Option(help="The highest learning rate.", min=0)] = 1e-3,
-    tolerance: Annotated[float, typer.Option(help="Per cent by which a way may be worse than bf16.", min=0)] = 1.0,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False,
-    seed: Seed = None,
-    output: Output = None,
-    show: Annotated[Path | None, _option("FILE", "Show this record; train nothing.")] = None,
-    plot: Plot = None,
-    markdown: Annotated[str | None, _option("SECTION", "Markdown tables: all, facts, ways, requirements.")] = None,
-    html: Html = None,
-    as_json: Json = False,
-) -> None:
+    refused, and the exit status is 1. Without --output, the times are only printed. A file changes a choice only where
+    it is named: by SKUDA_TUNING, or as Dispatcher(tuning=FILE); `skuda explain` says how. Piped, each line is a record
+    with tabs between op, problem, kernel, configuration, median, p10 and p90 in us, rounds, and what speaks against it.
+    """,
+    fields="OP... [--FIELD VALUE]... [OPTIONS]",
+)
+_command(
+    "train-check",
+    "studies.commands:run_train",
+    "way device steps batch width layers length tolerance compile seed output show plot markdown as_json",
     """Train a small model in int8, and compare it with bf16.
 
     The model is a Llama over bytes, trained from scratch on the sources of Python's standard library, once in each way,
@@ -400,79 +365,55 @@ def _train_check(
     held-out files: as trained, and in int8 with dynamic and static scales. Exits with 1 where any of these, except the
     time, is worse than bf16 by more than the tolerance. Needs torch. Piped, each line is a record with tabs between
     way, figure, value and per cent above bf16.
-    """
-
-
-@_command("compile", "ship.compile", fields="[--op NAME [--FIELD VALUE]...] [OPTIONS]")
-def _compile(
-    context: typer.Context,
-    *,
-    ops: Ops = None,
-    descriptors: Descriptors = None,
-    archs: Archs = None,
-    devices: Cards = None,
-    backends: Compilers = None,
-    as_json: Json = False,
-) -> None:
+    """,
+)
+_command(
+    "compile",
+    "ship.compile",
+    "context ops descriptors archs devices backends as_json",
     """Fill the cache of compiled kernels ahead of time.
 
-    Needs a compiler, but no GPU and no driver. What is compiled is what the cards would look for: every kernel that
-    fits, in each configuration that the cases of its op lead to, or those of a list (--descriptors), or one problem:
-    `skuda compile --device h200 --op quantized_linear --m 8 --n 4096 --k 4096`. `skuda bundle` writes the same into one
-    file, for machines without a compiler. With SKUDA_TUNING, what its times choose is compiled too. Exits with 1 where
-    a kernel does not compile.
-    """
-
-
-@_command("bundle", "ship.bundle", fields="FILE [--op NAME [--FIELD VALUE]...] [OPTIONS]")
-def _bundle(
-    context: typer.Context,
-    *,
-    ops: Ops = None,
-    descriptors: Descriptors = None,
-    archs: Archs = None,
-    devices: Cards = None,
-    backends: Compilers = None,
-    show: Annotated[bool, typer.Option("--show", help="Say what FILE holds, and check it; compile nothing.")] = False,
-    as_json: Json = False,
-) -> None:
+    Needs a compiler, but no GPU and no driver. Compiles what the cards would look for: every kernel that fits, in each
+    configuration that the cases of its op lead to; or what the problems of --descriptors need; or one problem, with its
+    fields after `--op NAME`. With SKUDA_TUNING, it also compiles what the measured times choose. Exits with 1 where a
+    kernel does not compile.
+    """,
+    fields="[--op NAME [--FIELD VALUE]...] [OPTIONS]",
+)
+_command(
+    "bundle",
+    "ship.bundle",
+    "context ops descriptors archs devices backends show as_json",
     """Write compiled kernels into one file, to be shipped.
 
-    Takes what `skuda compile` takes, compiles what is not in the cache yet, and writes exactly that into FILE, which
-    comes first. A machine whose SKUDA_BUNDLE names a copy of FILE runs from it, with a driver, but without nvcc and
-    NVRTC. FILE is code; docs/shipping.md says how a machine accepts no other. Exits with 1, and writes nothing, where a
-    kernel does not compile; with --show, where a checksum is wrong.
-    """
+    Takes the options of `skuda compile`, compiles what is not in the cache yet, and writes exactly that into FILE,
+    which comes first. A machine whose SKUDA_BUNDLE names a copy of FILE runs from it, with a driver, but without nvcc
+    and NVRTC. FILE is code; docs/shipping.md says how a machine accepts no other. Exits with 1, and writes nothing,
+    where a kernel does not compile. With --show, exits with 1 where loading would refuse a kernel.
+    """,
+    fields="FILE [--op NAME [--FIELD VALUE]...] [OPTIONS]",
+)
+_command(
+    "lock",
+    "ship.lock",
+    "descriptors devices output",
+    """Write down the kernels, and which problem gets which.
 
-
-@_command("lock", "ship.lock")
-def _lock(
-    *,
-    descriptors: Descriptors = None,
-    devices: Annotated[Words, _option("NAME", "For these, such as cpu,h200; else every known one.", "--device")] = None,
-    output: Annotated[Path | None, _option("FILE", "Write it here.")] = None,
-) -> None:
-    """Write down what is registered and selected.
-
-    One line for every kernel, and one for every problem and device: the kernel that it gets, its place in the ranking,
-    and the time that its launch rule predicts. Needs no GPU. Without --descriptors, the problems are some cases of
-    every op and those of `skuda bench`. `skuda diff` compares two such files.
-    """
-
-
-@_command("diff", "ship.diff")
-def _diff(
-    old: Annotated[Path, typer.Argument(metavar="OLD", help="What `skuda lock` wrote before.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="What it writes now.")],
-    *,
-    show_all: Annotated[bool, typer.Option("--all", help="Every difference, not the first of each kind.")] = False,
-    as_json: Json = False,
-) -> None:
+    One line for every kernel, and one for every problem: on each device the kernel that it gets, its place in the
+    ranking, and the time that its launch rule predicts. Needs no GPU. Without --descriptors, the problems are some
+    cases of every op and those of `skuda bench`. `skuda diff` compares two such files.
+    """,
+)
+_command(
+    "diff",
+    "ship.diff",
+    "old new show_all as_json",
     """Say which problems get another kernel, promise or speed.
 
     Exits with 0 where nothing differs, with 1 where anything does. Piped, each line is a record with tabs between
     kind, op, what, old and new. Predicted times count where they differ by more than a factor of 1.25.
-    """
+    """,
+)
 
 
 @_cache.callback(invoke_without_command=True)
@@ -482,78 +423,48 @@ def _cache_root(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-@_command("cache ls", "ship.cache:show")
-def _cache_ls(*, as_json: Json = False) -> None:
+_command(
+    "cache ls",
+    "ship.cache:show",
+    "as_json",
     """List what is in the cache.
 
     Piped, each line is a record with tabs between kernel, arch, compiler, bytes, seconds of age, trouble and path.
-    """
+    """,
+)
+_command("cache verify", "ship.cache:verify", "as_json", "Check every checksum; exit with 1 where one is wrong.")
+_command("cache gc", "ship.cache:gc", "max_size older_than", "Remove what is old or too much.")
+_command("cache clear", "ship.cache:clear", "yes", "Remove everything.")
+_command(
+    "doctor",
+    "show.doctor",
+    "as_json",
+    """Check this machine, and name what fixes it.
 
-
-@_command("cache verify", "ship.cache:verify")
-def _cache_verify(*, as_json: Json = False) -> None:
-    """Check every checksum.
-
-    Lists what would not be used. Exits with 1 where there is any.
-    """
-
-
-@_command("cache gc", "ship.cache:gc")
-def _cache_gc(
-    *,
-    max_size: Annotated[
-        str | None, _option("SIZE", "Remove the oldest until the rest fits into this, such as 1GiB.")
-    ] = None,
-    older_than: Annotated[str | None, _option("AGE", "Remove what was compiled longer ago, such as 30d.")] = None,
-) -> None:
-    """Remove what is old or too much."""
-
-
-@_command("cache clear", "ship.cache:clear")
-def _cache_clear(*, yes: Annotated[bool, typer.Option("--yes", help="Without asking.")] = False) -> None:
-    """Remove everything."""
-
-
-@_command("doctor", "show.doctor")
-def _doctor(*, as_json: Json = False) -> None:
-    """Check this machine, and name what fixes it."""
-
-
-@app.command("demo")
-def _demo(
-    *,
-    plot: Annotated[
-        Path | None, _option("PNG", "Where the plot of the error per layer goes, else skuda-demo.png.")
-    ] = None,
-    device: Annotated[
-        str, _option("WHERE", "Where the products run: host, gpu, or a GPU where one is usable.")
-    ] = "auto",
-    framework: Annotated[str | None, _option("NAME", "What runs the encoder: numpy, or torch; else numpy.")] = None,
-    gpus: Annotated[
-        int | None, _option("N", "Hash a transformer stack on 1 to N GPUs, or processes of the CPU, instead.")
-    ] = None,
-    as_json: Json = False,
-) -> int:
+    Exits with 1 where a required part is missing, and where a bundle, a tuning file or the cache cannot be used.
+    """,
+)
+_command(
+    "demo",
+    "commands:_run_demo",
+    "device gpus as_json",
     """Run a real sentence encoder in int8, and in f32.
 
     The arithmetic is the same to the bit on the host and on a GPU; the report says where it ran.
 
     With --gpus, show that a stack of transformer blocks in int8 has the same bits on every number of ranks, in every
     batch, on the CPU and on GPUs, and bf16 has not. Exits with 1 where int8 has not, either.
-    """
+    """,
+)
+
+
+def _run_demo(*, device: str = "auto", gpus: int | None = None, as_json: bool = False) -> int:
     from skuda.tools.output import stdout
 
     if gpus is not None:
-        from skuda.tools.ranks.command import demo as hashes
+        from skuda.tools.studies.commands import demo as hashes
 
-        others = {"--plot": plot, "--framework": framework}
-        return hashes(gpus, as_json=as_json, console=stdout(), device=device, others=others)
+        return hashes(gpus, as_json=as_json, device=device)
     from skuda.tools.demo.command import demo
 
-    return demo(
-        plot=plot or Path("skuda-demo.png"),
-        as_json=as_json,
-        console=stdout(),
-        device=device,
-        framework=framework or "numpy",
-    )
+    return demo(as_json=as_json, console=stdout(), device=device)

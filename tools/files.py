@@ -1,23 +1,25 @@
-"""Files that options name: where they go, checked before the work, and what is read from them."""
+"""Files that options name: whether they can be written, checked before the work, and their text, read within bounds."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from skuda.dispatch.system.files import open_regular
 from skuda.dispatch.system.writing import check_folder, check_place, replacing, write_whole
 from skuda.registry.errors import InvalidProblem
 
-__all__ = ["check", "check_all", "read_json", "read_text", "replacing", "write_whole"]
+__all__ = ["check", "read_json", "read_text", "replacing", "write_whole"]
 
 _LARGEST = 64 << 20
+_DEEPEST = 100
+"""Levels of JSON: functions that recurse reach a few hundred."""
+_TOO_DEEP = "it is nested too deep"
 
 
 def check(command: str, option: str, path: Path, *, folder: bool = False) -> None:
-    """Refuse a file, or a `folder` that may be new, that cannot be written to, before any slow work starts."""
+    """Refuse a file, or a `folder` that may be new, that cannot be written, before any slow work starts."""
     try:
         (check_folder if folder else check_place)(path)
     except OSError as error:
@@ -25,27 +27,17 @@ def check(command: str, option: str, path: Path, *, folder: bool = False) -> Non
         raise InvalidProblem(command, option, str(path), rule) from error
 
 
-def check_all(command: str, given: Mapping[str, Path]) -> None:
-    """Refuse the files of several options as `check` does, and one file for two of them."""
-    seen: dict[str, str] = {}
-    for option, path in given.items():
-        check(command, option, path)
-        first = seen.setdefault(os.path.realpath(path), option)
-        if first != option:
-            raise InvalidProblem(command, option, str(path), f"be another file than that of {first}")
-
-
 def read_text(path: Path) -> str:
-    """Read a text of at most 64 MiB.
+    """Read a text file of at most 64 MiB; a pipe, a device or a folder is not read.
 
     Raises
     ------
     OSError
-        If it cannot be read.
+        If it cannot be read, or is not a regular file.
     ValueError
-        If it is longer, or not UTF-8, or the name is not one of a file.
+        If it is longer, or not UTF-8, or the path cannot name a file.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         content = file.read(_LARGEST + 1)
     if len(content) > _LARGEST:
         raise ValueError(f"it has more than {_LARGEST >> 20} MiB")
@@ -53,8 +45,15 @@ def read_text(path: Path) -> str:
 
 
 def read_json(text: str) -> Any:
-    """Parse JSON; raise `ValueError` for any other text, and for one that is nested too deep."""
+    """Parse JSON; raise `ValueError` for any other text, and for one that is nested deeper than records are."""
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError(_TOO_DEEP) from None
+    level = [found]
+    for _ in range(_DEEPEST):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list)))
+        level = [value for values in inner for value in values]
+    if level:
+        raise ValueError(_TOO_DEEP)
+    return found

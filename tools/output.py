@@ -1,8 +1,9 @@
-"""Output shared by the commands: consoles, tab-separated records, JSON, and the error for an unknown word."""
+"""Output of the commands: consoles, tables, records with tabs, JSON, progress, and the error for an unknown word."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,64 +18,67 @@ from rich.table import Table
 from rich.text import Text
 
 _NARROWEST = 40
-"""The fewest columns that output is laid out for; a narrower terminal wraps it."""
+"""The layout needs this many columns; a narrower terminal wraps the lines."""
 
 _LONGEST_LINE = 4000
 
 
-def stdout() -> Console:
+def stdout(*, stderr: bool = False) -> Console:
     """Return a console on standard output; `is_terminal` is true if a person reads it."""
-    return _wide_enough(Console(highlight=False, markup=False, emoji=False))
-
-
-def stderr() -> Console:
-    """Return a console on standard error."""
-    return _wide_enough(Console(stderr=True, highlight=False, markup=False, emoji=False))
-
-
-def _wide_enough(console: Console) -> Console:
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     console.width = max(console.width, _NARROWEST)
     return console
 
 
+def stderr() -> Console:
+    """Return a console on standard error."""
+    return stdout(stderr=True)
+
+
 def tell(text: str, style: str = "yellow") -> None:
-    """Print one line about the run on standard error."""
+    """Print one line on standard error."""
     stderr().print(f"skuda: {one_line(text)}", style=style, soft_wrap=True)
 
 
 def one_line(text: str) -> str:
-    """Return text as one line, whatever is in it: long words are shortened, and what is not printable is escaped."""
+    """Return any text as one printable line: escape control characters, and shorten long words."""
     line = " ".join(map(shortened, text.split()))
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     return shortened(line, _LONGEST_LINE, _LONGEST_LINE)
 
 
 def shortened(text: str, longest: int = 300, shown: int = 80) -> str:
-    """Return text that is longer than `longest` as its first `shown` characters and its length."""
+    """Return a text, or if it is longer than `longest`, its first `shown` characters and its length."""
     return text if len(text) <= longest else f"{text[:shown]}... ({len(text)} characters)"
 
 
 def records(rows: Iterable[Sequence[object]]) -> None:
-    """Print one line per row with fields separated by tabs; None is an empty field, and nothing is cut off.
+    """Print one line per row with tabs between the fields; None is an empty field.
 
-    Tabs and line breaks inside a field become blanks, so that each record stays on one line.
+    Tabs and line breaks inside a field become blanks. Nothing is cut off.
     """
-    sys.stdout.writelines("\t".join(_field(value) for value in row) + "\n" for row in rows)
+    for row in rows:
+        fields = ("" if value is None else " ".join(str(value).split()) for value in row)
+        sys.stdout.write("\t".join(fields) + "\n")
 
 
-def _field(value: object) -> str:
-    return "" if value is None else " ".join(str(value).split())
-
-
-def print_json(value: object) -> None:
-    """Print JSON values, indented."""
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+def present(
+    value: object, rows: Iterable[Sequence[object]], person: Callable[[Console], None], *, as_json: bool
+) -> None:
+    """Print an answer in one of its forms: `value` as JSON, `person` on a terminal, and `rows` with tabs elsewhere."""
+    console = stdout()
+    if as_json:
+        sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    elif console.is_terminal:
+        person(console)
+    else:
+        records(rows)
 
 
 def plain_table(*headings: str, indent: int = 0, numbers: int | None = None) -> Table:
-    """Return a table without lines: one blank between columns, headings dim.
+    """Return a table without lines: one blank between columns, dim headings.
 
-    It is indented by `indent` blanks. Columns hold numbers from the heading `numbers` on.
+    The first column is preceded by `indent` blanks. Columns from the index `numbers` on are aligned right.
     """
     table = Table(
         box=None,
@@ -85,11 +89,19 @@ def plain_table(*headings: str, indent: int = 0, numbers: int | None = None) -> 
         title_justify="left",
     )
     if indent:
-        # This column holds blanks; the table's padding adds one more.
+        # The padding adds one more blank.
         table.add_column("", width=indent - 1)
     for at, heading in enumerate(headings):
         # Long text is folded and never cut, because half an id is useless.
         table.add_column(heading, overflow="fold", justify="left" if numbers is None or at < numbers else "right")
+    return table
+
+
+def table_of(rows: Iterable[Sequence[object]], *headings: str, numbers: int | None = None) -> Table:
+    """Return rows as a `plain_table`; None is an empty cell."""
+    table = plain_table(*headings, numbers=numbers)
+    for row in rows:
+        table.add_row(*("" if cell is None else cell if isinstance(cell, Text) else str(cell) for cell in row))
     return table
 
 
@@ -104,25 +116,22 @@ def facts(rows: Iterable[tuple[str, RenderableType]], width: int | None = None) 
 
 
 def indented(text: RenderableType, by: int) -> Padding:
-    """Indent text for printing, without filling its lines with blanks."""
+    """Indent text without blanks at the ends of its lines."""
     return Padding(text, (0, 0, 0, by), expand=False)
 
 
 def heading(text: str) -> Text:
-    """Return a section's heading."""
+    """Return the heading of a section."""
     return Text(text, style="bold")
 
 
-SavePage = Callable[..., None]
-"""Writes the report page of a command's ``--html``: `skuda.tools.report.page.save` without its first parameter."""
-
 Report = Callable[[int, int, str], None]
-"""Takes the number of finished steps, the number of all steps, and the current step's name."""
+"""Takes the number of finished steps, the number of all steps, and the name of the current step."""
 
 
 @contextmanager
 def progress() -> Iterator[Report | None]:
-    """Show a bar on standard error if it is a terminal; yield the function that updates it, else None."""
+    """Show a progress bar on standard error; yield the function that updates it, or None without a terminal."""
     console = stderr()
     if not console.is_terminal:
         yield None
@@ -130,16 +139,12 @@ def progress() -> Iterator[Report | None]:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("")
-
-        def report(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
-
-        yield report
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
 def words(values: Iterable[object]) -> str:
     """Join values with commas."""
-    return ", ".join(str(value) for value in values)
+    return ", ".join(map(str, values))
 
 
 def count(number: int, noun: str) -> str:
@@ -159,7 +164,7 @@ OP_WORDS = {"kind": "a registered op", "more": "`skuda list` names all"}
 def chosen(
     command: str, option: str, given: Iterable[str], known: Iterable[str], *, kind: str = "", more: str = ""
 ) -> tuple[str, ...]:
-    """Return the values of an option as `split` does, all of them known; see `refuse`."""
+    """Return the values of an option as `split` does; `refuse` an unknown one."""
     values, known = split(given), tuple(known)
     for value in values:
         if value not in known:
@@ -168,27 +173,28 @@ def chosen(
 
 
 def refuse(command: str, what: str, had: str, known: Iterable[str], *, kind: str = "", more: str = "") -> NoReturn:
-    """Raise `InvalidProblem` for an unknown word: name the nearest known ones, or all of them without a `kind`.
+    """Raise `InvalidProblem` for an unknown word, with the known words nearest to it.
 
-    `what` is the command's argument or option, `had` the word, and `known` the accepted words. If there are too many to
-    list, `kind` describes them and `more` says where the full list is.
+    `command` and `what` are the command and its argument or option. The error lists all known words, unless `kind` says
+    what they are; `more` is where the list is.
     """
-    # Imported here, so that the doctor can print without pydantic.
+    # The doctor prints without pydantic, so this is not imported with the module.
     from skuda.registry.errors import InvalidProblem
 
     known = tuple(known)
     near = nearest(had, known)
-    if kind:
-        hint = f" (near: {words(near)})" if near else ""
-        rule = f"be {kind}{hint}" + (f"; {more}" if more else "")
-    else:
-        rule = f"be one of {words(known)}"
-    raise InvalidProblem(command, what, repr(had), rule)
+    rule = f"be {kind or f'one of {words(known)}'}" + (f" (near: {words(near)})" if near else "")
+    raise InvalidProblem(command, what, repr(had), rule + (f"; {more}" if more else ""))
 
 
 def nearest(word: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """Return the known words that are most similar to `word`, best first."""
-    return get_close_matches(word, tuple(known), n=most, cutoff=0.55)
+    """Return the known words that are most similar to `word`, best first; ``s8`` for ``int8``, ``f16`` for ``half``."""
+    known = tuple(known)
+    word = {"half": "f16", "float": "f32", "double": "f64"}.get(word.lower(), word)
+    # int8 is s8, uint4 is u4, float16 and fp16 are f16, bfloat16 is bf16.
+    element = re.sub(r"^(?:i|int)(?=\d)", "s", word.lower().replace("uint", "u"))
+    element = re.sub(r"(?:float|fp)(?=\d)", "f", element)
+    return [element] if element in known else get_close_matches(word, known, n=most, cutoff=0.55)
 
 
 def folded(sku_id: str, width: int) -> str:

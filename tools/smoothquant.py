@@ -21,10 +21,10 @@ Source: Xiao et al., SmoothQuant, 2023, equation 4; numerics.md, "SmoothQuant's 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isfinite, prod
 from numbers import Real
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -45,15 +45,16 @@ from skuda.registry.text import shown
 F32 = npt.NDArray[np.float32]
 S8 = npt.NDArray[np.int8]
 
+_FLOATS = ("float16", "bfloat16", "float32")
 Q_MAX = 127
 """Bound of the symmetric range -127..127; without -128, every code has a negative."""
 
 
 class ActivationRanges:
-    """Streaming calibration: the largest magnitude of every input channel of every layer.
+    """Streaming calibration: the largest magnitude of every input channel of every layer, one f32 each.
 
-    Memory is one f32 per channel and layer, whatever the number of batches. NaN is skipped, as in the dynamic-range
-    ops. An infinity is kept and refused when the layer is quantized, because no scale can represent it.
+    NaN is skipped, as in the dynamic-range ops. An infinity is kept. The layer refuses it when it is quantized, because
+    no scale can represent it.
     """
 
     def __init__(self) -> None:
@@ -65,29 +66,18 @@ class ActivationRanges:
         return tuple(self._maxima)
 
     def observe(self, layer: str, activation: npt.NDArray[Any]) -> None:
-        """Widen the ranges of `layer` by one batch.
+        """Widen the ranges of a layer, of any name, by one batch of its input: shape (..., K), f16, bf16 or f32.
 
-        Parameters
-        ----------
-        layer : str
-            Any name; batches of one name must agree in K.
-        activation : array of shape (..., K), f16, bf16 or f32
-            Input of the layer. An empty batch changes nothing.
-
-        Raises
-        ------
-        InvalidProblem
-            For a name that is no str; for a scalar, another element kind, or another K than before.
+        Raise `InvalidProblem` for a name that is no str; for a scalar, another element kind, or another K than before.
         """
         _check_name(layer)
-        rows = _rows(f"calibration of layer {shown(layer)}", "activation", activation)
+        seen = self._maxima.get(layer)
+        channels = "K" if seen is None else seen.size
+        subject = f"calibration of layer {shown(layer)}"
+        rows = _rows(_checked(subject, "activation", activation, _FLOATS, "...", channels))
         # Two reductions, unlike abs(), need no temporary of the size of the batch.
         high = np.fmax.reduce(rows, axis=0, initial=np.float32(0))
         low = np.fmin.reduce(rows, axis=0, initial=np.float32(0))
-        seen = self._maxima.get(layer)
-        if seen is not None and seen.shape != high.shape:
-            rule = f"have {seen.size} channels, as in the batches before"
-            raise InvalidProblem(f"calibration of layer {shown(layer)}", "activation", f"{high.size} channels", rule)
         batch = np.maximum(high, -low)
         self._maxima[layer] = batch if seen is None else np.maximum(seen, batch)
 
@@ -103,21 +93,13 @@ class ActivationRanges:
 def smoothing_factors(activation_max: F32, weight_max: F32, alpha: float) -> F32:
     """Return ``s_k = max|A_k|^alpha / max|W_k|^(1-alpha)``, shape (K,), f32, both maxima floored at 1e-5.
 
-    Parameters
-    ----------
-    activation_max, weight_max : array of shape (K,), f32
-        Largest magnitudes per input channel, as `ActivationRanges.channel_max` gives them.
-    alpha : float
-        Smoothing strength: 0 leaves the whole range in the activations, 1 moves it all into the weights.
-
-    Raises
-    ------
-    InvalidProblem
-        For alpha that is no number in 0..1, maxima that are no f32 vectors of one size, or one that is infinite or NaN.
+    The maxima have the shape (K,), f32, as `ActivationRanges.channel_max` gives them. An alpha of 0 leaves the whole
+    range in the activations, and one of 1 moves it all into the weights. Raise `InvalidProblem` for alpha that is no
+    number in 0..1, maxima that are no f32 vectors of one size, or one that is infinite or NaN.
     """
     subject = "smoothing_factors"
     alpha = _strength(subject, alpha)
-    weight_max = _vector(subject, "weight_max", weight_max)
+    weight_max = _vector(subject, "weight_max", weight_max, "K")
     activation_max = _vector(subject, "activation_max", activation_max, weight_max.size)
     return factors(activation_max, weight_max, alpha)
 
@@ -125,10 +107,7 @@ def smoothing_factors(activation_max: F32, weight_max: F32, alpha: float) -> F32
 def quantize_weight(dispatcher: Dispatcher, weight: npt.NDArray[Any]) -> tuple[S8, F32]:
     """Quantize a weight of shape (N, K) symmetrically; return s8 codes and a scale per output channel, (N,), f32.
 
-    Raises
-    ------
-    InvalidProblem
-        If the weight is not a finite matrix of f16, bf16 or f32, or the dispatcher is none.
+    Raise `InvalidProblem` if the weight is not a finite matrix of f16, bf16 or f32, or the dispatcher is none.
     """
     return _dynamic_range(dispatcher, _matrix("quantize_weight", weight), scope="token")
 
@@ -137,16 +116,8 @@ def quantize_weight(dispatcher: Dispatcher, weight: npt.NDArray[Any]) -> tuple[S
 class Int8Layer(ABC):
     """A linear layer whose product runs in int8, with weights quantized once.
 
-    Attributes
-    ----------
-    weight_q : array of shape (N, K), s8
-    weight_scale : array of shape (N,), f32
-    bias : array of shape (N,), f32, or None
-
-    Raises
-    ------
-    InvalidProblem
-        If an attribute has another shape or element kind, or is not finite.
+    `weight_q` has the shape (N, K), s8, `weight_scale` and `bias`, which may be None, (N,), f32. Raise `InvalidProblem`
+    if an attribute has another shape or element kind, or is not finite.
     """
 
     weight_q: S8
@@ -154,13 +125,11 @@ class Int8Layer(ABC):
     bias: F32 | None = None
 
     def __post_init__(self) -> None:
-        weight_q = _array(type(self).__name__, "weight_q", self.weight_q)
-        if weight_q.dtype != np.int8 or weight_q.ndim != 2:
-            self._refuse("weight_q", _shape_text(weight_q), "be int8 of shape [N, K]")
+        weight_q = _checked(type(self).__name__, "weight_q", self.weight_q, ("int8",), "N", "K")
         object.__setattr__(self, "weight_q", weight_q)
-        self._hold_vector("weight_scale", self.shape[0])
+        self._hold("weight_scale", self.shape[0])
         if self.bias is not None:
-            self._hold_vector("bias", self.shape[0])
+            self._hold("bias", self.shape[0])
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -178,34 +147,27 @@ class Int8Layer(ABC):
     def run(self, dispatcher: Dispatcher, x: npt.NDArray[Any]) -> F32:
         """Apply the layer to an array of shape (..., K), f16, bf16 or f32; return one of shape (..., N), f32.
 
-        Raises
-        ------
-        InvalidProblem
-            If x has another last axis or element kind, or the dispatcher is none.
-        Unsupported
-            If no registered kernel serves the product.
+        Raise `InvalidProblem` if x has another last axis or element kind, or the dispatcher is none, and `Unsupported`
+        if no registered kernel serves the product.
         """
-        _check_dispatcher(type(self).__name__, dispatcher)
-        rows = _rows(type(self).__name__, "x", x)
-        if rows.shape[1] != self.shape[1]:
-            self._refuse("x", f"shape {list(x.shape)}", f"have {self.shape[1]} channels on its last axis")
+        subject = type(self).__name__
+        _check_dispatcher(subject, dispatcher)
+        x = _checked(subject, "x", x, _FLOATS, "...", self.shape[1])
+        rows = _rows(x)
         y: F32 = dispatcher.run(self.descriptor(len(rows)), **self.operands(dispatcher, rows))
         return y.reshape(*x.shape[:-1], self.shape[0])
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """Return the layer's arrays, by attribute name."""
-        own: dict[str, npt.NDArray[Any]] = {"weight_q": self.weight_q, "weight_scale": self.weight_scale}
-        return own if self.bias is None else own | {"bias": self.bias}
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
 
     @property
     def _epilogue(self) -> Literal["identity", "bias"]:
         return "identity" if self.bias is None else "bias"
 
-    def _hold_vector(self, field: str, size: int) -> None:
+    def _hold(self, field: str, size: int) -> None:
         object.__setattr__(self, field, _vector(type(self).__name__, field, getattr(self, field), size))
-
-    def _refuse(self, field: str, had: str, must: str) -> NoReturn:
-        raise InvalidProblem(type(self).__name__, field, had, must)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -221,16 +183,8 @@ class DynamicLayer(Int8Layer):
     def descriptor(self, m: int) -> QuantizedLinearDescriptor:
         """Describe the product for `m` rows."""
         n, k = self.shape
-        return QuantizedLinearDescriptor(
-            m=m,
-            c_out=n,
-            k=k,
-            q_min=-Q_MAX,
-            q_max=Q_MAX,
-            activation_element="f32",
-            weight_element="s8",
-            epilogue=self._epilogue,
-        )
+        kinds = {"activation_element": "f32", "weight_element": "s8", "epilogue": self._epilogue}
+        return QuantizedLinearDescriptor(m=m, c_out=n, k=k, q_min=-Q_MAX, q_max=Q_MAX, **kinds)
 
     def operands(self, dispatcher: Dispatcher, rows: F32) -> dict[str, Any]:  # noqa: ARG002  the op itself quantizes the activation
         """Return the product's array arguments for an input of shape (M, K), f32."""
@@ -241,14 +195,9 @@ class DynamicLayer(Int8Layer):
 class SmoothQuantLayer(Int8Layer):
     """Static W8A8: smoothed int8 weights and one activation scale, fixed by calibration.
 
-    Attributes, beside those of `Int8Layer`
-    ---------------------------------------
-    smooth : array of shape (K,), f32
-        Divisors of the activation's channels; positive; all ones without smoothing.
-    act_scale : float
-        Step of the smoothed activation; positive and exactly an f32 value.
-    alpha : float or None
-        Smoothing strength that `smooth` was made with; None without smoothing.
+    Beside the attributes of `Int8Layer`, `smooth` of shape (K,), f32, has the divisors of the activation's channels,
+    which are positive, and all ones without smoothing. `act_scale` is the step of the smoothed activation, positive and
+    exactly an f32 value. `alpha` is the smoothing strength that `smooth` was made with; None without smoothing.
     """
 
     smooth: F32
@@ -257,18 +206,20 @@ class SmoothQuantLayer(Int8Layer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._hold_vector("smooth", self.shape[1])
+        subject = type(self).__name__
+        self._hold("smooth", self.shape[1])
         if not (self.smooth > 0).all():
-            self._refuse("smooth", f"{self.smooth.min()}", "be positive")
+            raise InvalidProblem(subject, "smooth", f"{self.smooth.min()}", "be positive")
         scale = _number(self.act_scale)
         with np.errstate(over="ignore"):
             # NumPy would round the number to f32 if it were compared with one.
             held = float(np.float32(0 if scale is None else scale))
         if not (isfinite(held) and held > 0 and held == scale):
-            self._refuse("act_scale", shown(self.act_scale), "be a positive number that f32 holds exactly")
+            rule = "be a positive number that f32 holds exactly"
+            raise InvalidProblem(subject, "act_scale", shown(self.act_scale), rule)
         object.__setattr__(self, "act_scale", held)
         if self.alpha is not None:
-            object.__setattr__(self, "alpha", _strength(type(self).__name__, self.alpha))
+            object.__setattr__(self, "alpha", _strength(subject, self.alpha))
 
     @classmethod
     def quantize(
@@ -282,22 +233,10 @@ class SmoothQuantLayer(Int8Layer):
     ) -> SmoothQuantLayer:
         """Smooth and quantize one layer.
 
-        Parameters
-        ----------
-        dispatcher : Dispatcher
-            Runs the quantization ops.
-        activation_max : array of shape (K,), f32
-            max|A_k| from calibration, see `ActivationRanges.channel_max`.
-        weight : array of shape (N, K), f16, bf16 or f32
-        bias : array of shape (N,), f32, optional
-        alpha : float or None
-            Smoothing strength in 0..1; None leaves activation and weight as they are.
-
-        Raises
-        ------
-        InvalidProblem
-            For shapes that do not fit each other, values that are not finite, alpha that is no number in 0..1, or a
-            dispatcher that is none.
+        `activation_max` of shape (K,), f32, is that of `ActivationRanges.channel_max`. The weight has the shape (N, K),
+        f16, bf16 or f32, and the bias (N,), f32. `alpha` is the smoothing strength in 0..1; None leaves activation and
+        weight as they are. Raise `InvalidProblem` for shapes that do not fit each other, values that are not finite,
+        another alpha, or a dispatcher that is none.
         """
         matrix = _matrix(cls.__name__, weight)
         activation_max = _vector(cls.__name__, "activation_max", activation_max, matrix.shape[1])
@@ -310,28 +249,14 @@ class SmoothQuantLayer(Int8Layer):
             smoothed_max, smoothed_weight = activation_max / smooth, matrix * smooth
         _, act_scale = _dynamic_range(dispatcher, smoothed_max[None], scope="tensor")
         weight_q, weight_scale = quantize_weight(dispatcher, smoothed_weight)
-        return cls(
-            weight_q=weight_q,
-            weight_scale=weight_scale,
-            bias=bias,
-            smooth=smooth,
-            act_scale=float(act_scale.item()),
-            alpha=alpha,
-        )
+        step = float(act_scale.item())
+        return cls(weight_q=weight_q, weight_scale=weight_scale, bias=bias, smooth=smooth, act_scale=step, alpha=alpha)
 
     def descriptor(self, m: int) -> SmoothQuantLinearDescriptor:
         """Describe the product for `m` rows."""
         n, k = self.shape
-        return SmoothQuantLinearDescriptor(
-            m=m,
-            n=n,
-            k=k,
-            act_scale=self.act_scale,
-            activation_element="s8",
-            weight_element="s8",
-            output_element="f32",
-            epilogue=self._epilogue,
-        )
+        kinds = {"activation_element": "s8", "weight_element": "s8", "output_element": "f32"}
+        return SmoothQuantLinearDescriptor(m=m, n=n, k=k, act_scale=self.act_scale, epilogue=self._epilogue, **kinds)
 
     def operands(self, dispatcher: Dispatcher, rows: F32) -> dict[str, Any]:
         """Return the product's array arguments for an input of shape (M, K), f32, smoothed and quantized here."""
@@ -341,25 +266,17 @@ class SmoothQuantLayer(Int8Layer):
         with np.errstate(over="ignore"):  # what overflows is infinite, and saturates
             smoothed = rows / self.smooth
         act_q = dispatcher.run(description, input=smoothed, scale=self.act_scale, zero_point=0)
-        return {"act_q": act_q, **super().tensors()}
-
-    def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the layer's arrays, by attribute name."""
-        return {**super().tensors(), "smooth": self.smooth}
+        tensors = self.tensors()
+        del tensors["smooth"]
+        return {"act_q": act_q, **tensors}
 
 
 def _dynamic_range(dispatcher: Dispatcher, matrix: F32, scope: Literal["token", "tensor"]) -> tuple[S8, F32]:
     """Quantize a matrix symmetrically, with one scale per row or one for all; return codes and scales."""
     _check_dispatcher("quantization", dispatcher)
+    (n, d), kinds = matrix.shape, {"input_element": "f32", "output_element": "s8"}
     description = DynamicRangeQuantizeDescriptor(
-        n=matrix.shape[0],
-        d=matrix.shape[1],
-        q_min=-Q_MAX,
-        q_max=Q_MAX,
-        mode="symmetric",
-        scope=scope,
-        input_element="f32",
-        output_element="s8",
+        n=n, d=d, q_min=-Q_MAX, q_max=Q_MAX, mode="symmetric", scope=scope, **kinds
     )
     ranges = dispatcher.run(description, input=matrix)
     return ranges.output, ranges.scale_out
@@ -392,51 +309,40 @@ def _strength(subject: str, alpha: object) -> float:
     return number
 
 
-def _array(subject: str, field: str, array: object) -> npt.NDArray[Any]:
-    """Return an array of the CPU as NumPy sees it, without a copy, in a thread whose arithmetic gives our bits."""
+def _checked(subject: str, field: str, value: object, elements: tuple[str, ...], *shape: int | str) -> npt.NDArray[Any]:
+    """Return an array of the CPU as NumPy sees it, without a copy, in a thread whose arithmetic gives our bits.
+
+    A text in `shape` stands for any size, and ``...`` in front for any leading axes.
+    """
     require_exact_mode()
-    return host_view(subject, field, array)
-
-
-def _vector(subject: str, field: str, vector: object, size: int | None = None) -> F32:
-    """Return a finite f32 vector, of any size or of this one."""
-    array = _array(subject, field, vector)
-    if array.dtype != np.float32 or array.ndim != 1 or size not in (None, array.size):
-        rule = f"be float32 of shape [{'K' if size is None else size}]"
-        raise InvalidProblem(subject, field, _shape_text(array), rule)
-    _finite(subject, field, array)
+    array = host_view(subject, field, value)
+    leading = shape[0] == "..."
+    sizes = shape[1:] if leading else shape
+    known = all(isinstance(size, str) or size == had for size, had in zip(sizes[::-1], array.shape[::-1], strict=False))
+    axes = array.ndim == len(sizes) or (leading and array.ndim > len(sizes))
+    if array.dtype.name not in elements or not axes or not known:
+        rule = f"be {' or '.join(elements)} of shape [{', '.join(map(str, shape))}]"
+        raise InvalidProblem(subject, field, f"{array.dtype.name} of shape {list(array.shape)}", rule)
     return array
 
 
-def _rows(subject: str, field: str, value: object) -> F32:
-    """Return (..., K) as f32 rows of shape (M, K); f16 and bf16 are widened exactly, and f64 is refused."""
-    array = _array(subject, field, value)
-    if array.dtype.name not in ("float16", "bfloat16", "float32"):
-        raise InvalidProblem(subject, field, array.dtype.name, "be float16, bfloat16 or float32")
-    if array.ndim == 0:
-        raise InvalidProblem(subject, field, "a scalar", "have the shape [..., K]")
+def _rows(array: npt.NDArray[Any]) -> F32:
+    """Return (..., K) as f32 rows of shape (M, K); f16 and bf16 are widened exactly."""
     return array.reshape(prod(array.shape[:-1]), array.shape[-1]).astype(np.float32, copy=False)
+
+
+def _vector(subject: str, field: str, vector: object, size: int | str) -> F32:
+    return _finite(subject, field, _checked(subject, field, vector, ("float32",), size))
 
 
 def _matrix(subject: str, value: object) -> F32:
     """Return a weight as f32; raise `InvalidProblem` if it is not a finite matrix."""
-    weight = _array(subject, "weight", value)
-    if weight.ndim != 2:
-        raise InvalidProblem(subject, "weight", f"shape {list(weight.shape)}", "have the shape [N, K]")
-    matrix = _rows(subject, "weight", weight)
-    _finite(subject, "weight", matrix)
-    return matrix
+    return _finite(subject, "weight", _rows(_checked(subject, "weight", value, _FLOATS, "N", "K")))
 
 
-def _finite(subject: str, field: str, array: F32) -> None:
-    if array.dtype != np.float32:
-        raise InvalidProblem(subject, field, array.dtype.name, "be float32")
+def _finite(subject: str, field: str, array: F32) -> F32:
     finite = np.isfinite(array)
     if not finite.all():
         place = np.unravel_index(int(np.argmin(finite)), array.shape)
-        where = ", ".join(str(index) for index in place)
-        raise InvalidProblem(subject, field, f"{array[place]} at [{where}]", "be finite")
-
-
-def _shape_text(array: npt.NDArray[Any]) -> str:
-    return f"{array.dtype.name} of shape {list(array.shape)}"
+        raise InvalidProblem(subject, field, f"{array[place]} at [{', '.join(map(str, place))}]", "be finite")
+    return array

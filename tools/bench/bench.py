@@ -1,124 +1,155 @@
-"""Running a bench: every case against its rivals, interleaved, behind the same flushed cache."""
+"""``skuda bench``: every case against its rivals, interleaved, behind the same flushed cache."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+from skuda.dispatch import Dispatcher
 from skuda.dispatch.backends.cuda import CudaBackend
 from skuda.dispatch.plan import Plan
-from skuda.dispatch.select.environment import driver_version, skuda_version, versions
 from skuda.dispatch.select.explanation import as_json
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import SkudaError
-from skuda.tools.bench.clock import Replay
-from skuda.tools.bench.lab import Ceiling
-from skuda.tools.bench.measurement import Arrays, Measurement, Offer, error_line, time_interleaved
-from skuda.tools.bench.record import BenchRecord, CaseResult, Ceilings, HostCost, RivalResult, measurer_hash
+from skuda.registry.registry import Registry
+from skuda.tools.bench import report
+from skuda.tools.bench.cutlass.rival import CAPABILITY, Cutlass
+from skuda.tools.bench.lab import Ceiling, TorchLab
+from skuda.tools.bench.record import OURS, BenchRecord, CaseResult, Ceilings, RivalResult, least_work
 from skuda.tools.bench.rivals import Alternatives, Rival, absence, rivals_of
-from skuda.tools.bench.work import work_of
-from skuda.tools.output import Report
+from skuda.tools.bench.timing import (
+    Arrays,
+    Measurement,
+    Ready,
+    WrongResult,
+    error_line,
+    max_ulps,
+    prepared,
+    time_interleaved,
+)
+from skuda.tools.output import Report, chosen, refuse, split
+from skuda.tools.study.run import Findings, NoDevice, Study
 from skuda.tools.verify.fingerprint import source_hash
-from skuda.tools.words.cases import BenchCase
+from skuda.tools.words.cases import BenchCase, random_shapes, rank_of, select_cases, select_ops
+from skuda.tools.words.shapes import read_rows, read_shapes
 
-RivalsOf = Callable[[Descriptor], tuple[Rival, ...]]
-
-_PACKAGES = ("triton", "bitsandbytes", "torchao", "cupy-cuda12x", "cupy-cuda13x")
-_OURS = "skuda"
+_FEW = ("cutlass", "bf16")
+"""Rivals at random shapes, where compiling and tuning the others would take most of the time."""
 _QUICK = 5
 """Rounds that choose the fastest of several alternatives."""
 _NEAR = 1.5
 """Alternatives that take longer than this multiple of the fastest in a first round have no part in the others."""
 
 
-class _Entrant(NamedTuple):
-    """A rival in one case: its repeatable call, the microseconds of one run, and the chosen alternative."""
+def measure(
+    watch: Report,
+    *,
+    ops: Sequence[str] = (),
+    shapes: Sequence[str] = (),
+    m: Sequence[str] = (),
+    random: int | None = None,
+    element: Sequence[str] = (),
+    rivals: Sequence[str] = (),
+    backend: str | None = None,
+    repeats: int = 20,
+    cutlass: Path | None = None,
+    seed: int = 0,
+) -> Findings:
+    """Measure the kernels that the dispatcher chooses for some cases; `skuda bench --help` explains the options."""
+    dispatcher = Dispatcher()
+    registry = dispatcher.registry
+    cases = cases_of(registry, split(ops), split(shapes), split(m), split(element), random, seed)
+    if backend is not None and backend not in registry.backends:
+        refuse("bench", "--backend", backend, tuple(registry.backends))
+    known = dict.fromkeys(rival.name for case in cases for rival in rivals_of(case.problem))
+    wanted = chosen("bench", "--rivals", rivals, known)
+    found: Cutlass | str = Cutlass.load(cutlass) if cutlass is not None else ""
+    device = next((one for one in dispatcher.devices if one.processor == "cuda"), None)
+    if device is None:
+        raise NoDevice("a bench needs a CUDA device, and none is here: `skuda doctor` says what is missing")
+    if isinstance(found, Cutlass) and device.compute_capability != CAPABILITY:
+        has = ".".join(map(str, device.compute_capability or ("unknown",)))
+        found = f"its objects run on compute capability 9.0 only, and the device's is {has}"
+    drawn = {case.problem for case, is_drawn in cases.items() if is_drawn}
 
-    replay: Replay | None = None
-    us: float = 0.0
-    chosen: str = ""
-    refused: str = ""
+    def selected(problem: Descriptor) -> list[Rival]:
+        names = wanted or (_FEW if problem in drawn else known)
+        return [rival for rival in rivals_of(problem, found) if rival.name in names]
+
+    return Findings(
+        device,
+        KernelBench(dispatcher, device, TorchLab(device), seed, repeats, backend, rivals=selected).run(cases, watch),
+    )
+
+
+def cases_of(
+    registry: Registry,
+    names: Sequence[str],
+    shapes: Sequence[str],
+    rows: Sequence[str],
+    elements: Sequence[str],
+    random: int | None,
+    seed: int,
+) -> dict[BenchCase, bool]:
+    """Return the cases, and whether the shape of each was drawn at random; raise `InvalidProblem` for bad ones."""
+    ranks = {op: rank_of(registry.ops[op]) for op in select_ops(registry, names)}
+    sizes = read_shapes(shapes, set(ranks.values()), read_rows(rows))
+    found = dict.fromkeys(select_cases(registry, names, sizes, elements), False)
+    drawn = random_shapes(registry, names, random, seed)
+    products = [op for op, rank in ranks.items() if rank == 3] if drawn else []
+    more = (case for op in products for case in select_cases(registry, [op], drawn, elements))
+    return found | {case: True for case in more if case not in found}
 
 
 @dataclass(frozen=True)
-class Bench(Measurement):
-    """Measures the kernels that the dispatcher chooses.
+class KernelBench(Measurement):
+    """Measures the kernels that the dispatcher chooses, against what `rivals` returns for a problem.
 
-    `rivals` returns the rivals for a problem. `absent` gives the reason for each rival that is known to be unavailable.
+    `absent` holds the reason for each rival that is known to be unavailable.
     """
 
-    rivals: RivalsOf = rivals_of
+    rivals: Callable[[Descriptor], Sequence[Rival]] = rivals_of
     absent: dict[str, str] = field(default_factory=dict)
 
-    def run(
-        self,
-        cases: Sequence[BenchCase],
-        *,
-        command: str,
-        host: Callable[[], tuple[HostCost, ...]] = tuple,
-        progress: Report | None = None,
-    ) -> BenchRecord:
-        """Measure cases between two measurements of the ceilings; a refusal is recorded and the run continues.
+    def run(self, cases: Mapping[BenchCase, bool], watch: Report) -> dict[str, Any]:
+        """Measure the ceilings and then cases; return the fields of the record.
 
-        `command` is the command line that repeats the run, and `host` returns the costs of a launch on the host.
+        The value of a case says whether its shape was drawn at random. A refusal is recorded and the run continues.
         """
-        start = time.perf_counter()
-        report: Report = progress or (lambda done, total, what: None)  # noqa: ARG005  nobody watches
-        self.compile(self._offers(cases), report)
-        makers = self.lab.ceilings()
-        first = self._ceilings(makers)
-        results = []
-        for number, case in enumerate(cases):
-            report(number, len(cases), case.label)
-            results.append(self.measure(case))
-        ceilings = first.best(self._ceilings(makers))
-        report(len(cases), len(cases), "host")
-        return BenchRecord(
-            device=self.device,
-            driver=driver_version() if self.device.processor == "cuda" else "",
-            versions=versions(_PACKAGES),
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
-            skuda=skuda_version(),
-            seed=self.seed,
-            repeats=self.repeats,
-            command=command,
-            flush="clean",
-            ceilings=ceilings,
-            absent=self.absent,
-            cases=tuple(result.judged(ceilings) for result in results),
-            host=_safely(host),
-            measurer_hash=measurer_hash(),
-            seconds=round(time.perf_counter() - start, 1),
-        )
+        watch(0, len(cases), "ceilings")
+        ceilings, results = self._ceilings(), []
+        for number, (case, drawn) in enumerate(cases.items()):
+            watch(number, len(cases), case.label)
+            results.append(self.measure(case).model_copy(update={"drawn": drawn}))
+        measured = {"repeats": self.repeats, "flush": "clean", "ceilings": ceilings, "absent": self.absent}
+        return {**measured, "cases": tuple(results)}
 
     def measure(self, case: BenchCase) -> CaseResult:
         """Measure one case; if the result is wrong or missing, the case is recorded as refused and not timed."""
-        result = self.described(case)
+        moved, operations = least_work(case.problem)
+        found: dict[str, Any] = {}
         try:
             plan = self.dispatcher.select(case.problem, self.preference, self.device)
-            result = result.model_copy(update=self._named(plan))
-            return result.model_copy(update=self._timed(plan))
-        except SkudaError as error:
-            return result.model_copy(update={"refused": str(error).partition("\n")[0]})
+            found |= self._named(plan)
+            found |= self._timed(plan)
+        except (SkudaError, WrongResult) as error:
+            found["refused"] = str(error).partition("\n")[0]
         except Exception as error:  # noqa: BLE001  too little memory, a device that is lost
-            return result.model_copy(update={"refused": error_line(error)})
+            found["refused"] = error_line(error)
         finally:
             self.tidy()
-
-    def described(self, case: BenchCase) -> CaseResult:
-        """Return a case's result without times."""
-        work = work_of(case.problem)
         return CaseResult(
             label=case.label,
             op=case.op,
             shape=case.shape,
             element=case.element,
             problem=as_json(case.problem),
-            bytes=work.bytes,
-            operations=work.operations,
+            bytes=moved,
+            operations=operations,
+            **found,
         )
 
     def _named(self, plan: Plan) -> dict[str, Any]:
@@ -127,114 +158,85 @@ class Bench(Measurement):
         steps: tuple[str, ...] = ()
         if isinstance(backend, CudaBackend):
             launch = backend.launch_of(sku, plan.problem, self.device, plan.choice)
-            steps = tuple(f"{s.entry} grid {_dim(s.grid)} block {_dim(s.block)}" for s in launch.steps)
+            steps = tuple(f"{s.entry} grid {_size(s.grid)} block {_size(s.block)}" for s in launch.steps)
         return {"sku": sku.id, "steps": steps, "source_hash": source_hash(sku)}
 
     def _timed(self, plan: Plan) -> dict[str, Any]:
-        """Return the times of a plan and its rivals, or the reason why the plan's result is wrong."""
-        problem = plan.problem
-        inputs, outputs = self.draw(problem)
-        ours, us, wrong = self.checked(plan.bind(**inputs, **outputs), plan.sku, problem, inputs, outputs)
-        if wrong:
-            return {"refused": wrong}
-        return self.compared(ours, us, self.rivals(problem), problem, inputs)
-
-    def compared(
-        self, ours: Replay, us: float, rivals: Sequence[Rival], problem: Descriptor, inputs: Arrays
-    ) -> dict[str, Any]:
-        """Return the times of a call of ours, which takes about `us`, and of rivals, as fields of a result."""
-        entrants = {rival.name: self._entrant(rival, problem, inputs) for rival in rivals}
-        replays = {_OURS: ours} | {name: one.replay for name, one in entrants.items() if one.replay is not None}
+        """Return the times of a plan and its rivals; raise `WrongResult` if the plan's result is wrong."""
+        problem, (inputs, outputs) = plan.problem, self.draw(plan.problem)
+        wrong = partial(self.mismatch, problem, inputs, outputs, max_ulps(plan.sku, problem))
+        ours = self.checked(plan.bind(**inputs, **outputs), outputs, wrong)
+        rivals = self.rivals(problem)
+        self.absent.update((one.name, why) for one in rivals if one.name not in self.absent and (why := absence(one)))
+        able = {one.name: partial(self._ready, one, problem, inputs) for one in rivals if one.name not in self.absent}
+        ready, refused = prepared(able)
         self.lab.reading()  # what was read before is not about these rounds
-        timings = self.timed(replays, {_OURS: us} | {name: one.us for name, one in entrants.items()})
+        timings = self.timed({OURS: ours, **ready})
         read = self.lab.reading()
         results = (
             RivalResult(
-                name=rival.name,
-                computes=rival.computes,
-                timing=timings.get(rival.name),
-                refused=entrants[rival.name].refused,
-                chosen=entrants[rival.name].chosen,
+                name=one.name,
+                computes=one.computes,
+                timing=timings.get(one.name),
+                refused=(self.absent | refused).get(one.name, ""),
+                chosen=ready[one.name].chosen if one.name in ready else "",
             )
-            for rival in rivals
+            for one in rivals
         )
-        return {"timing": timings[_OURS], "rivals": tuple(results)} | (read._asdict() if read else {})
+        return {"timing": timings[OURS], "rivals": tuple(results)} | (read._asdict() if read else {})
 
-    def _entrant(self, rival: Rival, problem: Descriptor, inputs: Arrays) -> _Entrant:
-        """Prepare a rival, or give the reason why it does not take part."""
-        if rival.name not in self.absent and (reason := absence(rival)):
-            self.absent[rival.name] = reason
-        if rival.name in self.absent:
-            return _Entrant(refused=self.absent[rival.name])
-        try:
-            call = rival.make(problem, inputs)
-            if isinstance(call, Alternatives):
-                replay, chosen = self._fastest(problem, inputs, call)
-            else:
-                replay, chosen = self.lab.capture(call) if rival.graph else call, ""
-            return _Entrant(replay, self.lab.measure([replay])[0], chosen)
-        except Exception as error:  # noqa: BLE001  a foreign routine can fail in any way, and says how
-            return _Entrant(refused=error_line(error))
+    def _ready(self, rival: Rival, problem: Descriptor, inputs: Arrays) -> Ready:
+        """Prepare a rival; one that has alternatives is its fastest."""
+        call = rival.make(problem, inputs)
+        if isinstance(call, Alternatives):
+            return self._fastest(problem, inputs, call)
+        replay = self.lab.capture(call)
+        return Ready(replay, self.lab.measure([replay])[0])
 
-    def _fastest(self, problem: Descriptor, inputs: Arrays, alternatives: Alternatives) -> tuple[Replay, str]:
-        """Return the fastest alternative of a few quick runs and its name, after checking its result."""
-        lab, able, failed = self.lab, dict(alternatives.calls), []
-        for name, call in alternatives.calls.items():
-            try:
-                lab.measure([call])  # the first run loads the kernel
-            except Exception as error:  # noqa: BLE001  as every foreign routine; one of them may refuse the shape
-                able.pop(name)
-                failed.append(error_line(error))
+    def _fastest(self, problem: Descriptor, inputs: Arrays, alternatives: Alternatives) -> Ready:
+        """Return the fastest alternative of a few quick runs, after checking its result."""
+        measure, outputs = self.lab.measure, alternatives.outputs
+        # The first run loads the kernel; one of them may refuse the shape.
+        loads = {
+            name: partial(lambda call: Ready(call, measure([call])[0]), one) for name, one in alternatives.calls.items()
+        }
+        able, failed = prepared(loads)
         if not able:
-            raise RuntimeError(failed[0] if failed else "there is no alternative")
-        first = dict(zip(able, lab.measure(list(able.values())), strict=True))
-        able = {name: able[name] for name, us in first.items() if us <= _NEAR * min(first.values())}
-        quick = time_interleaved(lab, able, dict.fromkeys(able, _QUICK))
+            raise RuntimeError(next(iter(failed.values()), "there is no alternative"))
+        calls = {name: one.replay for name, one in able.items()}
+        first = dict(zip(calls, measure(list(calls.values())), strict=True))
+        calls = {name: calls[name] for name, us in first.items() if us <= _NEAR * min(first.values())}
+        quick = time_interleaved(measure, calls, dict.fromkeys(calls, _QUICK))
         best = min(quick, key=lambda name: quick[name].median)
-        replay = lab.capture(able[best])
-        lab.poison(alternatives.outputs)
-        lab.measure([replay])
-        op = self.dispatcher.registry.ops[problem.op_name()]
-        wrong = lab.mismatch(op, problem, inputs, alternatives.outputs, 0)
-        if wrong:
-            raise RuntimeError(f"{best}: {wrong}")
-        return replay, best
 
-    def _ceilings(self, makers: Sequence[Ceiling]) -> Ceilings:
+        def wrong() -> str:
+            found = self.mismatch(problem, inputs, outputs)
+            return found and f"{best}: {found}"
+
+        return self.checked(calls[best], outputs, wrong)._replace(chosen=best)
+
+    def _ceilings(self) -> Ceilings:
         found: dict[str, Any] = {}
         notes = [self.lab.unwatched] if self.lab.unwatched else []
-        for ceiling in makers:
-            try:
-                call = ceiling.make()
-                replay = self.lab.capture(call) if ceiling.graph else call
-                timing = self.timed({ceiling.name: replay}, {ceiling.name: 0.0})[ceiling.name]
-                value = ceiling.amount / timing.median * 1e6 if ceiling.amount else timing.median
-                found[ceiling.name] = max(value, found.get(ceiling.name, 0.0))
-            except Exception as error:  # noqa: BLE001  a card without fp8, too little memory
-                notes.append(f"{ceiling.name}: {error_line(error)}")
-            finally:
-                self.tidy()
+        for ceiling in self.lab.ceilings():
+            ready, refused = prepared({ceiling.name: partial(self._ceiling, ceiling)})
+            notes += [f"{name}: {why}" for name, why in refused.items()]
+            found |= {name: max(one.us, found.get(name, 0.0)) for name, one in ready.items()}
+            self.tidy()
         return Ceilings(**found, notes=tuple(notes))
 
-    def _offers(self, cases: Sequence[BenchCase]) -> list[Offer]:
-        """Return the kernels that the dispatcher will choose for the cases."""
-        found = []
-        for case in cases:
-            explained = self.dispatcher.explain(case.problem, self.preference, self.device)
-            sku = self.dispatcher.registry.sku(explained.chosen or "")
-            if sku is not None:
-                found.append(Offer(sku, case.problem, explained.choice))
-        return found
+    def _ceiling(self, ceiling: Ceiling) -> Ready:
+        call = ceiling.make()
+        replay = self.lab.capture(call) if ceiling.graph else call
+        us = self.timed({ceiling.name: Ready(replay, 0.0)})[ceiling.name].median
+        return Ready(replay, ceiling.amount / us * 1e6 if ceiling.amount else us)
 
 
-def _safely(host: Callable[[], tuple[HostCost, ...]]) -> tuple[HostCost, ...]:
-    try:
-        return host()
-    except Exception as error:  # noqa: BLE001  a device that is lost must not cost the record
-        return (HostCost(name="all", refused=error_line(error)),)
-
-
-def _dim(size: tuple[int, int, int]) -> str:
+def _size(size: tuple[int, int, int]) -> str:
     """Format a grid or block without its trailing ones."""
     kept = max((at + 1 for at, n in enumerate(size) if n != 1), default=1)
     return "x".join(map(str, size[:kept]))
+
+
+STUDY = Study(BenchRecord, measure, report.lines, report.sections, report.plots, report.apart)
+run = STUDY.run

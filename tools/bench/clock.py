@@ -1,16 +1,19 @@
-"""Clocks: the host's clock for each call, or CUDA events for replays of CUDA graphs."""
+"""Clocks: the host's clock for each call, or CUDA events for replays of CUDA graphs; and NVML, which reads the card."""
 
 from __future__ import annotations
 
+import ctypes
+import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
-
-from skuda.tools.bench.sensor import Reading, Sensor
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 Replay = Callable[[], object]
 _PAUSE = 5e-4
 """Seconds between two readings of a sensor."""
+_SM_CLOCK = 1
+_POWER_NOW = 186
+"""Of NVML's field values: the power of this moment, in mW. The older query returns the average of a second."""
 
 
 class HostClock:
@@ -66,6 +69,23 @@ class CudaClock:
 
         return replay
 
+    def measure(self, replays: Sequence[Replay], flush: Replay = lambda: None) -> list[float]:
+        """Time each call with two events after a flush, which keeps the device busy while the host enqueues."""
+        cuda = self._cuda
+        # Work on other streams, such as overwriting the outputs, must be finished first.
+        cuda.synchronize()
+        events = [(cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)) for _ in replays]
+        with cuda.stream(self._stream):
+            for replay, (start, end) in zip(replays, events, strict=True):
+                flush()
+                start.record()
+                replay()
+                end.record()
+        if len(events) > 1:  # a single run is an estimate, and a reading takes longer than most of them
+            self._watch(events[-1][1])
+        cuda.synchronize()
+        return [start.elapsed_time(end) * 1e3 for start, end in events]
+
     def _watch(self, last: Any) -> None:
         """Read the sensor at least once, and then until the last event has passed."""
         while self._sensor is not None:
@@ -86,19 +106,53 @@ class CudaClock:
             self._cuda.set_sync_debug_mode("default")
             self._stream.synchronize()
 
-    def measure(self, replays: Sequence[Replay], flush: Replay = lambda: None) -> list[float]:
-        """Time each call with two events after a flush, which keeps the device busy while the host enqueues."""
-        cuda = self._cuda
-        # Work on other streams, such as overwriting the outputs, must be finished first.
-        cuda.synchronize()
-        events = [(cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)) for _ in replays]
-        with cuda.stream(self._stream):
-            for replay, (start, end) in zip(replays, events, strict=True):
-                flush()
-                start.record()
-                replay()
-                end.record()
-        if len(events) > 1:  # a single run is an estimate, and a reading takes longer than most of them
-            self._watch(events[-1][1])
-        cuda.synchronize()
-        return [start.elapsed_time(end) * 1e3 for start, end in events]
+
+class Reading(NamedTuple):
+    """SM clock in MHz, and power in W."""
+
+    mhz: float
+    watts: float
+
+
+class _FieldValue(ctypes.Structure):
+    """NVML's ``nvmlFieldValue_t``; the value is the one of an unsigned int."""
+
+    _fields_ = (
+        ("field", ctypes.c_uint),
+        ("scope", ctypes.c_uint),
+        ("timestamp", ctypes.c_longlong),
+        ("latency", ctypes.c_longlong),
+        ("kind", ctypes.c_int),
+        ("status", ctypes.c_int),
+        ("value", ctypes.c_uint),
+        ("padding", ctypes.c_uint),
+    )
+
+
+class Sensor:
+    """One card, by its UUID (``GPU-...``); an OSError if the library or the card is not there or may not be read."""
+
+    def __init__(self, uuid: str, library: str = "libnvidia-ml.so.1") -> None:
+        self._nvml, self._card = ctypes.CDLL(library), ctypes.c_void_p()
+        self._call("nvmlInit_v2")
+        self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(self._card))
+        self.read()
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._nvml, name)(*arguments)
+        if status:
+            raise OSError(f"{name} of NVML returned {status}")
+
+    def read(self) -> Reading:
+        """Return clock and power at this moment."""
+        clock, power, field = ctypes.c_uint(), ctypes.c_uint(), _FieldValue(field=_POWER_NOW)
+        self._call("nvmlDeviceGetClockInfo", self._card, _SM_CLOCK, ctypes.byref(clock))
+        self._call("nvmlDeviceGetPowerUsage", self._card, ctypes.byref(power))
+        self._nvml.nvmlDeviceGetFieldValues(self._card, 1, ctypes.byref(field))
+        return Reading(clock.value, (power.value if field.status or not field.value else field.value) / 1e3)
+
+
+def median(readings: Iterable[Reading]) -> Reading | None:
+    """Return the medians of some readings; None if there are none."""
+    found = list(readings)
+    return Reading(*(statistics.median(values) for values in zip(*found, strict=True))) if found else None

@@ -1,6 +1,6 @@
 """The ops as torch operations: the expected results of a bench, and the basis of its rivals.
 
-They are independent of the kernels. They divide by a tensor, because torch divides by a number by multiplying with its
+They share no code with the kernels. They divide by a tensor, because torch divides by a number by multiplying with its
 reciprocal, and compute products in f64, where sums of int8 products are exact. Inputs must be finite and scales
 positive, as a bench draws them.
 """
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
+from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear.problem import LinearProblem
 from skuda.kernels.linear.rescale import RescaleDescriptor
 from skuda.kernels.quantize.amax import AmaxDescriptor
@@ -23,280 +23,196 @@ from skuda.kernels.quantize.fake_quantize import FakeQuantize
 from skuda.kernels.quantize.fake_quantize_backward import FakeQuantizeBackward
 from skuda.kernels.quantize.gated import GatedProblem
 from skuda.kernels.quantize.gated_amax import GatedAmaxProblem
-from skuda.kernels.quantize.granularity import AffineProblem, PerChannel, PerGroup, PerTensor
-from skuda.kernels.quantize.norm import CHUNK, LANES, NormProblem
+from skuda.kernels.quantize.granularity import AffineProblem, PerChannel, PerGroup
+from skuda.kernels.quantize.norm import LANES, OCTET, NormProblem
 from skuda.kernels.quantize.quantize import Quantize
 from skuda.kernels.quantize.quantize_backward import QuantizeBackward
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import ElementKind
 from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, EpilogueKind, Scaling
 
+Inputs = Mapping[str, Any]
 Shape = tuple[int, ...]
-Formula = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function of tensors, and the tensors to call it with."""
+Formula = Callable[[], tuple[Any, ...]]
+"""Computes the outputs of a problem in their order, from inputs that it holds."""
 
-_DTYPES = {
-    ElementKind.F16: "float16",
-    ElementKind.BF16: "bfloat16",
-    ElementKind.F32: "float32",
-    ElementKind.F64: "float64",
-    ElementKind.S8: "int8",
-    ElementKind.U8: "uint8",
-    ElementKind.S4: "uint8",
-    ElementKind.U4: "uint8",
-    ElementKind.S32: "int32",
-}
+
+def torch_module() -> Any:
+    """Return torch, which may be missing."""
+    return importlib.import_module("torch")
 
 
 def torch_dtype(element: ElementKind) -> Any:
     """Return torch's dtype for an array that stores `element`."""
-    return getattr(importlib.import_module("torch"), _DTYPES[element])
+    return getattr(torch_module(), str(storage_dtype(element)))
 
 
-def views(problem: Descriptor) -> tuple[Shape, Shape]:
+def views(problem: AffineProblem) -> tuple[Shape, Shape]:
     """Return the shapes in which data and scale of an affine problem broadcast against each other."""
     match problem:
-        case PerTensor():
-            return (problem.numel,), (1,)
+        case _ if not problem.granularity.segments:
+            return problem.data_shape, (1,)
         case PerChannel():
             return problem.shape, tuple(n if at == problem.axis else 1 for at, n in enumerate(problem.shape))
         case PerGroup():
             shape = (problem.outer_size, problem.num_groups)
             return (*shape, problem.group_size), (*shape, 1)
-        case GatedProblem(scaling=Scaling.STATIC):
-            return problem.data_shape, (1,)
-        case DynamicRangeQuantizeDescriptor(scope=DynamicRangeScope.GROUP):
-            return (*problem.segment_shape, problem.group_size or 1), (*problem.segment_shape, 1)
-        case DynamicRangeQuantizeDescriptor(scope=DynamicRangeScope.TENSOR):
-            return problem.data_shape, (1, 1)
-        case DynamicRangeQuantizeDescriptor(scope=DynamicRangeScope.CHANNEL, axis=1):
-            return problem.data_shape, (1, problem.d)
         case _:
-            rows, columns = getattr(problem, "data_shape", (0, 0))
-            return (rows, columns), (rows, 1)
+            return problem.data_shape, (problem.data_shape[0], 1)
 
 
-def formula(problem: Descriptor, inputs: Mapping[str, Any]) -> Formula | None:  # noqa: C901, PLR0912  one case for each op
-    """Return an affine op or a rescale as a function of tensors that returns the op's outputs in their order.
+def formula(problem: Descriptor, inputs: Inputs, *, exact: bool = False) -> Formula | None:
+    """Return a function that computes an affine op or a rescale; an `exact` one has the bits of the op.
 
-    Return None for products, asymmetric ranges, packed codes, and a rescale with zero points, an epilogue or codes. A
-    symmetric range returns no zero points, which are 0. A norm sums in torch's own order, so only `answer` is exact.
+    Norms sum in torch's own order, and gates are curved by torch, unless the formula is exact. Return None where there
+    is no formula: products, ranges that are not symmetric and per token, packed codes, a rescale with zero points, an
+    epilogue or codes, and exact gates of more than 16 bits. A symmetric range has no zero points, which are 0.
     """
     if isinstance(problem, RescaleDescriptor):
-        return _rescaled(problem, inputs)
+        return _rescale(problem, inputs)
     elements = {element for argument in problem.arguments() for element in argument.elements}
     if not isinstance(problem, AffineProblem) or any(element.is_packed for element in elements):
         return None
-    terms = _Terms(problem, inputs)
-    match problem:
-        case DynamicRangeQuantizeDescriptor(mode=DynamicRangeMode.SYMMETRIC):
-            return terms.ranged(problem)
-        case NormProblem():
-            return terms.normalized(problem)
-        case GatedProblem():
-            return terms.gated(problem)
-        case GatedAmaxProblem():
-            return terms.gated_amax(problem)
-        case AmaxDescriptor():
-            return terms.amax, terms.arrays("input")
-        case AmaxQuantizeDescriptor():
-            return partial(terms.scaled, terms.code(problem)), (
-                *terms.arrays("input"),
-                inputs["amax"].reshape(-1, 1),
-                terms.most(),
-            )
-        case Dequantize():
-            return terms.dequantize, (*terms.arrays("input"), *terms.factors())
-        case DequantizeBackward():
-            return terms.dequantize_backward, (*terms.arrays("d_output"), *terms.factors("scale"))
-        case Quantize():
-            return terms.quantize, (*terms.arrays("input"), *terms.factors())
-        case FakeQuantize():
-            return terms.fake_quantize, (*terms.arrays("input"), *terms.factors())
-        case QuantizeBackward():
-            return terms.quantize_backward, (*terms.arrays("input", "d_output"), *terms.factors())
-        case FakeQuantizeBackward():
-            return terms.passed, (*terms.arrays("input", "d_output"), *terms.factors())
-        case _:
-            return None
+    if exact and isinstance(problem, GatedProblem | GatedAmaxProblem) and problem.data_element.bits > 16:
+        return None
+    return _Affine(problem, inputs, exact=exact).formula(problem)
 
 
-class _Terms:
-    """A problem's tensors, reshaped to broadcast, and its formulas over them."""
+class _Affine:
+    """The tensors of an affine problem, and its formulas over them."""
 
-    def __init__(self, problem: AffineProblem, inputs: Mapping[str, Any]) -> None:
-        self._torch: Any = importlib.import_module("torch")
-        element: ElementKind = getattr(problem, problem.element_field)
+    def __init__(self, problem: AffineProblem, inputs: Inputs, *, exact: bool) -> None:
+        self.torch, self.inputs, self.exact = torch_module(), inputs, exact
+        element: ElementKind = problem.data_element
         self.stored, self.compute = torch_dtype(element), torch_dtype(element.compute)
         self.data, self.segment = views(problem)
         self.low, self.high = getattr(problem, "q_min", 0), getattr(problem, "q_max", 0)
-        self._inputs = inputs
-        self._device = next(value.device for value in inputs.values() if hasattr(value, "device"))
+        output = getattr(problem, "output_element", None)
+        self.code = torch_dtype(output) if output else None
+        self.place = next(value.device for value in inputs.values() if hasattr(value, "device"))
+        self.scale, self.zero = self._factor("scale", self.compute), self._factor("zero_point", self.torch.int32)
+        self.most = self.torch.full((1,), self.high, dtype=self.compute, device=self.place)
 
-    def arrays(self, *names: str) -> tuple[Any, ...]:
-        return tuple(self._inputs[name].reshape(self.data) for name in names)
+    def _factor(self, name: str, dtype: Any) -> Any:
+        """Return scale or zero point as a tensor, even if it is a number; None if there is none."""
+        if name not in self.inputs:
+            return None
+        return self.torch.as_tensor(self.inputs[name], dtype=dtype, device=self.place).reshape(self.segment)
 
-    def factors(self, *names: str) -> tuple[Any, ...]:
-        """Return scale and zero point as tensors, even if they are given as numbers."""
-        dtypes = {"scale": self.compute, "zero_point": self._torch.int32}
-        make = self._torch.as_tensor
-        made = (make(self._inputs[name], dtype=dtypes[name], device=self._device) for name in names or dtypes)
-        return tuple(factor.reshape(self.segment) for factor in made)
+    def _data(self, name: str) -> Any:
+        return self.inputs[name].reshape(self.data) if name in self.inputs else None
 
-    def codes(self, x: Any, scale: Any, zero: Any) -> Any:
-        return self._torch.round(x.to(self.compute) / scale) + zero
+    def formula(self, problem: AffineProblem) -> Formula | None:  # noqa: C901, PLR0912  one case for each op
+        """Return the formula of the problem."""
+        x, gradient = (self._data(name) for name in ("input", "d_output"))
+        match problem:
+            case DynamicRangeQuantizeDescriptor(mode=DynamicRangeMode.SYMMETRIC, scope=DynamicRangeScope.TOKEN):
+                return lambda: self.ranged(x)
+            case NormProblem():
+                return lambda: self.normalized(problem, x)
+            case GatedProblem(scaling=Scaling.DYNAMIC):
+                return lambda: self.with_product(problem, self.ranged)
+            case GatedProblem():
+                return lambda: self.with_product(problem, lambda y: (self.clamped(self.codes(y)),))
+            case GatedAmaxProblem():
+                return lambda: (y := self.gated(problem.quantized), self.amax(y))
+            case AmaxDescriptor():
+                return lambda: (self.amax(x),)
+            case AmaxQuantizeDescriptor():
+                return lambda: self.ranged(x, self.inputs["amax"].reshape(-1, 1))
+            case Dequantize():
+                return lambda: (((x.to(self.compute) - self.zero) * self.scale).to(self.stored),)
+            case DequantizeBackward():
+                return lambda: ((gradient.to(self.compute) * self.scale).to(self.stored),)
+            case Quantize():
+                return lambda: (self.clamped(self.codes(x)),)
+            case FakeQuantize():
+                return lambda: (self.fake(x),)
+            case QuantizeBackward():
+                return lambda: (self.passed(x, gradient.to(self.compute) / self.scale),)
+            case FakeQuantizeBackward():
+                return lambda: (self.passed(x, gradient),)
+            case _:
+                return None
 
-    def passed(self, x: Any, gradient: Any, scale: Any, zero: Any) -> Any:
-        q = self.codes(x, scale, zero)
-        return self._torch.where((q >= self.low) & (q <= self.high), gradient, 0).to(self.stored)
+    def codes(self, x: Any) -> Any:
+        return self.torch.round(x.to(self.compute) / self.scale) + self.zero
 
-    def quantize(self, x: Any, scale: Any, zero: Any) -> Any:
-        return self.codes(x, scale, zero).clamp(self.low, self.high).to(self._torch.int8)
+    def fake(self, x: Any) -> Any:
+        return ((self.codes(x).clamp(self.low, self.high) - self.zero) * self.scale).to(self.stored)
 
-    def quantize_backward(self, x: Any, gradient: Any, scale: Any, zero: Any) -> Any:
-        return self.passed(x, gradient.to(self.compute) / scale, scale, zero)
+    def clamped(self, codes: Any) -> Any:
+        return codes.clamp(self.low, self.high).to(self.code)
 
-    def fake_quantize(self, x: Any, scale: Any, zero: Any) -> Any:
-        return ((self.codes(x, scale, zero).clamp(self.low, self.high) - zero) * scale).to(self.stored)
-
-    def dequantize(self, q: Any, scale: Any, zero: Any) -> Any:
-        return ((q.to(self.compute) - zero) * scale).to(self.stored)
-
-    def dequantize_backward(self, gradient: Any, scale: Any) -> Any:
-        return (gradient.to(self.compute) * scale).to(self.stored)
-
-    def ranged(self, problem: DynamicRangeQuantizeDescriptor) -> Formula:
-        axes = tuple(at for at, size in enumerate(self.segment) if size == 1)
-        code = self.code(problem)
-
-        def symmetric(x: Any, most: Any) -> Any:
-            return self.symmetric(x, most, axes, code)
-
-        return symmetric, (*self.arrays("input"), self.most())
-
-    def most(self) -> Any:
-        return self._torch.full((1,), self.high, dtype=self.compute, device=self._device)
-
-    def symmetric(self, x: Any, most: Any, axes: tuple[int, ...], code: Any) -> Any:
-        return self.scaled(code, x, x.abs().amax(axes, keepdim=True), most)
-
-    def scaled(self, code: Any, x: Any, largest: Any, most: Any) -> Any:
-        """Return codes of rows, or of other segments, from their largest magnitudes; and the scales."""
-        scale = largest.to(self.compute) / most
-        scale = self._torch.where(scale == 0, 1, scale)
-        return self._torch.round(x.to(self.compute) / scale).clamp(self.low, self.high).to(code), scale
-
-    def code(self, problem: Any) -> Any:
-        return torch_dtype(problem.output_element)
+    def passed(self, x: Any, gradient: Any) -> Any:
+        codes = self.codes(x)
+        return self.torch.where((codes >= self.low) & (codes <= self.high), gradient, 0).to(self.stored)
 
     def amax(self, x: Any) -> Any:
         return x.abs().amax(1).to(self.compute)
 
-    def gated_products(self, problem: GatedProblem, *, exact: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return products as models write them, of gates and ups; if `exact`, by f64, for 16-bit data."""
-        torch, functional = self._torch, self._torch.nn.functional
-        form = {"gelu": "none", "gelu_tanh": "tanh"}.get(problem.curve)
+    def ranged(self, x: Any, largest: Any = None) -> tuple[Any, Any]:
+        """Return codes of rows, from their largest magnitudes, and the scales."""
+        largest = x.abs().amax(1, keepdim=True) if largest is None else largest
+        scale = largest.to(self.compute) / self.most
+        scale = self.torch.where(scale == 0, 1, scale)
+        return self.clamped(self.torch.round(x.to(self.compute) / scale)), scale
 
-        def curve(x: Any) -> Any:
-            return functional.silu(x) if form is None else functional.gelu(x, approximate=form)
+    def with_product(self, problem: GatedProblem, coded: Callable[[Any], tuple[Any, ...]]) -> tuple[Any, ...]:
+        y = self.gated(problem)
+        return (*coded(y), *((y,) if problem.has_product else ()))
 
-        def products(*given: Any) -> Any:
-            gate, up = given[0].chunk(2, -1) if problem.fused else given
-            active = _to_odd(torch, curve(gate.double())).to(self.stored) if exact else curve(gate)
-            return active * up
+    def gated(self, problem: GatedProblem) -> Any:
+        """Return the products of activated gates with ups."""
+        functional, form = self.torch.nn.functional, {"gelu": "none", "gelu_tanh": "tanh"}.get(problem.curve)
+        inputs = self.inputs
+        gate, up = inputs["gate_up"].chunk(2, -1) if problem.fused else (inputs["gate"], inputs["up"])
+        wide = gate.double() if self.exact else gate
+        active = functional.silu(wide) if form is None else functional.gelu(wide, approximate=form)
+        return (self._to_odd(active).to(self.stored) if self.exact else active) * up
 
-        return products, tuple(self._inputs[name] for name in ("gate_up", "gate", "up") if name in self._inputs)
+    def _to_odd(self, x: Any) -> Any:
+        """Round f64 to f32 so that a further rounding to 16 bits is the only one; torch itself would round twice."""
+        torch, near = self.torch, x.float()
+        back, bits = near.double(), near.view(torch.int32)
+        inward = torch.where(back.abs() > x.abs(), bits - 1, bits)
+        return torch.where((back == x) | x.isnan(), bits, inward | 1).view(torch.float32)
 
-    def gated_amax(self, problem: GatedAmaxProblem, *, exact: bool = False) -> Formula:
-        products, tensors = self.gated_products(problem.quantized, exact=exact)
+    def normalized(self, problem: NormProblem, x: Any) -> tuple[Any, ...]:
+        """Return the outputs of a norm."""
+        residual = self.inputs.get("residual")
+        vectors = [self.inputs.get(name) if name in problem.vectors() else None for name in ("weight", "bias")]
+        if self.exact:
+            h = x if residual is None else (x.to(self.compute) + residual.to(self.compute)).to(self.stored)
+            y = self._exactly(problem, h.to(self.compute), *vectors)
+        else:
+            functional, h = self.torch.nn.functional, x if residual is None else x + residual
+            own = functional.layer_norm if problem.centred else functional.rms_norm
+            y = own(h, (problem.d,), *vectors[: 1 + problem.centred], problem.eps)
+        coded = self.ranged(y) if problem.is_dynamic else (self.clamped(self.codes(y)),)
+        return (*coded, *((h,) if problem.has_residual else ()), *((y,) if problem.has_normalized else ()))
 
-        def whole(*given: Any) -> Any:
-            y = products(*given)
-            return y, self.amax(y)
-
-        return whole, tensors
-
-    def gated(self, problem: GatedProblem, *, exact: bool = False) -> Formula:
-        code, dynamic = self.code(problem), problem.scaling is Scaling.DYNAMIC
-        products, tensors = self.gated_products(problem, exact=exact)
-
-        def given(scale: Any, zero: Any, *both: Any) -> Any:
-            codes = self.codes(products(*both), scale, zero).clamp(self.low, self.high).to(code)
-            return (codes, *((products(*both),) if problem.has_product else ()))
-
-        def ranged(most: Any, *both: Any) -> Any:
-            y = products(*both)
-            return (*self.symmetric(y, most, (1,), code), *((y,) if problem.has_product else ()))
-
-        return (ranged, (self.most(), *tensors)) if dynamic else (given, (*self.factors(), *tensors))
-
-    def normalized(self, problem: NormProblem) -> Formula:
-        functional, d = self._torch.nn.functional, problem.d
-        vectors = {name: self._inputs[name] for name in problem.vectors()}
-
-        def whole(x: Any, residual: Any, weight: Any, bias: Any, *factors: Any) -> tuple[Any, ...]:
-            h = x if residual is None else x + residual
-            if problem.centred:
-                y = functional.layer_norm(h, (d,), weight, bias, problem.eps)
-            else:
-                y = functional.rms_norm(h, (d,), weight, problem.eps)
-            return self.norm_outputs(problem, h, y, *factors)
-
-        data = self._inputs["input"], self._inputs.get("residual"), vectors.get("weight"), vectors.get("bias")
-        return whole, (*data, *self.norm_factors(problem))
-
-    def norm_factors(self, problem: NormProblem) -> tuple[Any, ...]:
-        """Return what codes follow from: the largest code, or scale and zero point."""
-        if not problem.is_dynamic:
-            return self.factors()
-        return (self.most(),)
-
-    def norm_outputs(self, problem: NormProblem, h: Any, y: Any, first: Any, zero: Any = 0) -> tuple[Any, ...]:
-        """Return the outputs of a norm, from the data and the normalized rows."""
-        torch, scale = self._torch, first
-        if problem.is_dynamic:
-            scale = y.abs().amax(1, keepdim=True).to(self.compute) / first
-            scale = torch.where(scale == 0, 1, scale)
-        codes = self.codes(y, scale, zero).clamp(self.low, self.high).to(torch_dtype(problem.output_element))
-        found = (codes, scale) if problem.is_dynamic else (codes,)
-        return (*found, *((h,) if problem.has_residual else ()), *((y,) if problem.has_normalized else ()))
-
-    def exactly_normalized(self, problem: NormProblem) -> tuple[Any, ...]:
-        """Return the outputs of a norm, each sum in the order of the op."""
-        torch, stored, wide = self._torch, self.stored, {}
-        h = self._inputs["input"]
-        for name in ("residual", *problem.vectors()):
-            wide[name] = self._inputs[name].to(self.compute) if name in self._inputs else None
-        if problem.has_residual:
-            h = (h.to(self.compute) + wide["residual"]).to(stored)
-        c, count = h.to(self.compute), torch.full((1,), problem.d, dtype=self.compute, device=self._device)
+    def _exactly(self, problem: NormProblem, c: Any, weight: Any, bias: Any) -> Any:
+        """Return normalized rows, each sum in the order of the op."""
+        torch, count = self.torch, self.torch.full((1,), problem.d, dtype=self.compute, device=self.place)
         if problem.centred:
             c = c - self._fold(c) / count
         # On a CPU torch does not round the root of f32 correctly; f64 has more than twice the bits.
         root = torch.sqrt((self._fold(c * c) / count + problem.eps).to(torch.float64)).to(self.compute)
         y = c * (1 / root)
-        y = y * wide["weight"] if problem.has_weight else y
-        y = (y + wide["bias"] if "bias" in problem.vectors() else y).to(stored)
-        return self.norm_outputs(problem, h, y, *self.norm_factors(problem))
+        y = y if weight is None else y * weight.to(self.compute)
+        return (y if bias is None else y + bias.to(self.compute)).to(self.stored)
 
     def _fold(self, values: Any) -> Any:
         """Return the sums of rows, with one column."""
         rows, d = values.shape
-        turns = -(-d // (CHUNK * LANES))
-        padded = self._torch.nn.functional.pad(values, (0, turns * CHUNK * LANES - d))
-        chunks = _halved(padded.reshape(rows, turns, LANES, CHUNK))
-        lanes = self._torch.zeros_like(chunks[:, 0])
+        turns = -(-d // (OCTET * LANES))
+        padded = self.torch.nn.functional.pad(values, (0, turns * OCTET * LANES - d))
+        chunks = _halved(padded.reshape(rows, turns, LANES, OCTET))
+        lanes = self.torch.zeros_like(chunks[:, 0])
         for turn in range(turns):
             lanes = lanes + chunks[:, turn]
         return _halved(lanes)[:, None]
-
-
-def _to_odd(torch: Any, x: Any) -> Any:
-    """Round f64 to f32 so that a further rounding to 16 bits is the only one; torch itself would round twice."""
-    near = x.float()
-    back, bits = near.double(), near.view(torch.int32)
-    inward = torch.where(back.abs() > x.abs(), bits - 1, bits)
-    return torch.where((back == x) | x.isnan(), bits, inward | 1).view(torch.float32)
 
 
 def _halved(values: Any) -> Any:
@@ -307,34 +223,20 @@ def _halved(values: Any) -> Any:
     return values[..., 0]
 
 
-def answer(problem: Descriptor, inputs: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Compute the expected outputs with torch, in the op's order and in any shape.
+def answer(problem: Descriptor, inputs: Inputs) -> tuple[Any, ...] | None:
+    """Compute the expected outputs with torch, bit for bit.
 
     Return None where there is no formula, so that only the op's reference can compute them.
     """
-    torch: Any = importlib.import_module("torch")
     if isinstance(problem, LinearProblem):
-        return _product(torch, problem, inputs)
-    if isinstance(problem, NormProblem):
-        return _Terms(problem, inputs).exactly_normalized(problem)
-    if not isinstance(problem, (GatedProblem, GatedAmaxProblem)):
-        found = formula(problem, inputs)
-    elif problem.data_element.bits > 16:  # what decides the last bit is the op's own algorithm
-        found = None
-    elif isinstance(problem, GatedProblem):
-        found = _Terms(problem, inputs).gated(problem, exact=True)
-    else:
-        found = _Terms(problem, inputs).gated_amax(problem, exact=True)
+        return _product(problem, inputs)
+    found = formula(problem, inputs, exact=True)
     if found is None:
         return None
-    function, tensors = found
-    result = function(*tensors)
-    if not isinstance(result, tuple):
-        return (result,)
-    if not isinstance(problem, DynamicRangeQuantizeDescriptor):
-        return result
-    codes, scale = result
-    return codes, scale, torch.zeros_like(scale, dtype=torch.int32)
+    outputs = found()
+    if isinstance(problem, DynamicRangeQuantizeDescriptor):
+        return *outputs, torch_module().zeros_like(outputs[1], dtype=torch_module().int32)
+    return outputs
 
 
 def token_codes(problem: Any, activation: Any) -> tuple[Any, Any]:
@@ -347,39 +249,36 @@ def token_codes(problem: Any, activation: Any) -> tuple[Any, Any]:
         input_element=problem.activation_element,
         output_element=problem.code_element,
     )
-    found = formula(own, {"input": activation})
-    assert found is not None
-    codes, scale = found[0](*found[1])
-    return codes, scale
+    return _Affine(own, {"input": activation}, exact=True).ranged(activation)
 
 
-def scaled_mm(torch: Any, a: Any, b: Any, one: Any) -> Any:
-    """Multiply e4m3 matrices into bf16; `one` is the scale 1, which torch requires."""
+def scaled_mm(a: Any, b: Any, a_scale: Any, b_scale: Any) -> Any:
+    """Multiply e4m3 matrices into bf16, with one scale for all of each, or one a row of `a` and a column of `b`."""
+    torch = torch_module()
     return torch._scaled_mm(  # noqa: SLF001  torch's fp8 product has no public name
-        a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
 
-def _rescaled(problem: RescaleDescriptor, inputs: Mapping[str, Any]) -> Formula | None:
+def _rescale(problem: RescaleDescriptor, inputs: Inputs) -> Formula | None:
     zeros = problem.has_act_zero_point or problem.has_weight_zero_point
     if zeros or problem.epilogue is not EpilogueKind.IDENTITY or not problem.output_element.is_float:
         return None
     compute, output = torch_dtype(problem.compute), torch_dtype(problem.output_element)
-
-    def rescaled(sums: Any, act_scale: Any, weight_scale: Any) -> Any:
-        return (act_scale.to(compute)[:, None] * weight_scale.to(compute) * sums.to(compute)).to(output)
-
-    return rescaled, tuple(inputs[name] for name in ("sums", "act_scale", "weight_scale"))
+    sums, scale, weight_scale = (inputs[name] for name in ("sums", "act_scale", "weight_scale"))
+    return lambda: ((scale.to(compute)[:, None] * weight_scale.to(compute) * sums.to(compute)).to(output),)
 
 
-def _product(torch: Any, problem: Any, inputs: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    output: ElementKind = problem.output if hasattr(problem, "output") else problem.output_element
-    zeros = (getattr(problem, name, 0) for name in ("act_zero_point", "has_act_zero_point", "has_weight_zero_point"))
-    summed = output is ElementKind.S32
-    if any(zeros) or problem.epilogue is not EpilogueKind.IDENTITY or not (output.is_float or summed):
+def _product(problem: Any, inputs: Inputs) -> tuple[Any, ...] | None:
+    summed = problem.output is ElementKind.S32
+    if (
+        problem.has_zero_points
+        or problem.epilogue is not EpilogueKind.IDENTITY
+        or not (problem.output.is_float or summed)
+    ):
         return None
-    compute, weight = torch_dtype(problem.compute), inputs["weight_q"]
-    codes, scale = token_codes(problem, inputs["activation"]) if "activation" in inputs else (inputs["act_q"], None)
+    torch, compute, weight = torch_module(), torch_dtype(problem.compute), inputs["weight_q"]
+    codes, scale = token_codes(problem, inputs["activation"]) if problem.dynamic else (inputs["act_q"], None)
     # The product is exact, because f64 holds every partial sum.
     exact = codes.to(torch.float64) @ weight.to(torch.float64).T
     if summed:
@@ -389,4 +288,4 @@ def _product(torch: Any, problem: Any, inputs: Mapping[str, Any]) -> tuple[Any, 
     elif scale is None:
         scale = torch.full((1, 1), problem.act_scale, dtype=compute, device=weight.device)
     factors = scale.to(compute) * inputs["weight_scale"].to(compute)
-    return ((factors * exact.to(compute)).to(torch_dtype(output)),)
+    return ((factors * exact.to(compute)).to(torch_dtype(problem.output)),)

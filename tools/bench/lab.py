@@ -5,12 +5,10 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -23,19 +21,18 @@ from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem, MissingDependency
 from skuda.registry.op import Case, Op
 from skuda.registry.registry import Registry
-from skuda.tools.bench.clock import CudaClock, HostClock, Replay
+from skuda.tools.bench.clock import CudaClock, HostClock, Reading, Replay, Sensor, median
 from skuda.tools.bench.formulas import answer as torch_answer
 from skuda.tools.bench.formulas import scaled_mm, torch_dtype
-from skuda.tools.bench.sensor import Reading, Sensor, median
-from skuda.tools.verify.compare import differing, first_of, told
+from skuda.tools.verify.compare import differing, element_text, first_of
 from skuda.tools.verify.trial import answer as reference_answer
 
 _COMPARED = 1 << 20
 """Differing elements that are looked at more closely where some distance is allowed."""
+Arrays = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Ceiling:
+class Ceiling(NamedTuple):
     """A large copy or product whose speed bounds others, or a call whose time does; the best of one name counts.
 
     `amount` is in bytes moved, or operations; 0 if the time itself is the ceiling. `make` returns the call to time, and
@@ -49,33 +46,45 @@ class Ceiling:
     graph: bool = True
 
 
-class Lab(ABC):
-    """What a measurement needs from a device and an array library, with a clock that times calls there."""
+class LabSizes(NamedTuple):
+    """Sizes of the arrays of a `TorchLab`: bytes of a flush, bytes of a copied array, and M = N = K of products."""
+
+    flushed: int
+    copied: int = 1 << 30
+    product: int = 8192
+
+
+class HostLab:
+    """Arrays and a clock: here NumPy arrays on the CPU, inputs as the registry's ops draw them, and the host's clock.
+
+    `unwatched` says why clock and power of the device are not read; it is empty if they are, or if it has none.
+    """
 
     clock: HostClock | CudaClock
     unwatched: str = ""
-    """Why no clock and power of the device are read; empty if they are, or if it has none."""
-    _answered: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
+    _answered: tuple[Arrays, Arrays] | None = None
 
-    @abstractmethod
+    def __init__(self, registry: Registry) -> None:
+        self._registry, self.clock = registry, HostClock()
+
     def draw(self, problem: Descriptor, seed: int) -> dict[str, Any]:
-        """Return random inputs by argument name: arrays, and numbers for scalars."""
+        """Return random inputs by argument name: arrays, flat if any shape will do, and numbers for scalars."""
+        op = self._registry.ops[problem.op_name()]
+        inputs = draw(op, Case(problem), np.random.default_rng(seed)).inputs
+        flat = {a.name for a in problem.arguments() if a.flat}
+        return {name: value.reshape(-1) if name in flat else value for name, value in inputs.items()}
 
-    @abstractmethod
     def outputs(self, problem: Descriptor) -> dict[str, Any]:
         """Return arrays for the outputs."""
+        return {a.name: np.empty(_shape(a), storage_dtype(a.elements[0])) for a in _made(problem)}
 
-    @abstractmethod
-    def poison(self, arrays: Mapping[str, Any]) -> None:
+    def poison(self, arrays: Arrays) -> None:
         """Overwrite every byte with 0xFF, a NaN in every float, so that unwritten elements are detected."""
+        for array in arrays.values():
+            array.view(np.uint8).fill(0xFF)
 
-    @abstractmethod
-    def answer(self, op: Op, problem: Descriptor, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the expected outputs for some inputs, by output name."""
-
-    @abstractmethod
-    def differences(self, got: Any, want: Any, ulps: int | None) -> str:
-        """Describe the first element that differs by more than `ulps`, and the count; empty if there is none."""
+    def flush(self) -> None:
+        """Remove the data of the last call from the device's cache; a CPU's caches are not flushed."""
 
     def capture(self, call: Replay, *, careful: bool = True) -> Replay:
         """Warm a call up and return a function that repeats it; see `CudaClock.capture`."""
@@ -85,13 +94,7 @@ class Lab(ABC):
         """Run each call in order after a flush of the cache; return the microseconds of each."""
         return self.clock.measure(replays, self.flush)
 
-    @abstractmethod
-    def flush(self) -> None:
-        """Remove the data of the last call from the device's cache."""
-
-    def mismatch(
-        self, op: Op, problem: Descriptor, inputs: Mapping[str, Any], outputs: Mapping[str, Any], ulps: int | None
-    ) -> str:
+    def mismatch(self, op: Op, problem: Descriptor, inputs: Arrays, outputs: Arrays, ulps: int | None) -> str:
         """Compare every element of the outputs with the expected value; describe the first difference, if any.
 
         Floats may be `ulps` representable values apart; None allows any distance between finite ones.
@@ -105,8 +108,21 @@ class Lab(ABC):
                 return f"wrong result: {name}{found}"
         return ""
 
+    def answer(self, op: Op, problem: Descriptor, inputs: Arrays) -> Arrays:
+        """Return the expected outputs by name: those of the op's reference."""
+        return reference_answer(op, problem, inputs)
+
+    def differences(self, got: Any, want: Any, ulps: int | None) -> str:
+        """Describe the first element that differs by more than `ulps`, and the count; empty if there is none."""
+        flat, wanted = got.reshape(-1), want.reshape(-1)
+        bad = differing(flat, wanted, ulps or 0)
+        if not bad.any() or (ulps is None and np.isfinite(flat.astype(np.float64)).all()):
+            return ""
+        (at,) = first_of(bad)
+        return _described(np.unravel_index(at, got.shape), flat, wanted, at, int(bad.sum()), bad.size)
+
     def ceilings(self) -> tuple[Ceiling, ...]:
-        """Return the ceilings of this device; empty if they are not measured."""
+        """Return the ceilings of the device; empty if they are not measured."""
         return ()
 
     def reading(self) -> Reading | None:
@@ -121,104 +137,50 @@ class Lab(ABC):
         self._answered = None
 
 
-class HostLab(Lab):
-    """NumPy arrays on the CPU, with the inputs that the registry's ops draw, and the host's clock."""
-
-    def __init__(self, registry: Registry) -> None:
-        self._registry, self.clock = registry, HostClock()
-
-    def draw(self, problem: Descriptor, seed: int) -> dict[str, Any]:
-        """Return random inputs; an argument that may have any shape is flat."""
-        op = self._registry.ops[problem.op_name()]
-        inputs = draw(op, Case(problem), np.random.default_rng(seed)).inputs
-        flat = {a.name for a in problem.arguments() if a.flat}
-        return {name: value.reshape(-1) if name in flat else value for name, value in inputs.items()}
-
-    def outputs(self, problem: Descriptor) -> dict[str, Any]:
-        """Return NumPy arrays."""
-        return {a.name: np.empty(_shape(a), storage_dtype(a.elements[0])) for a in _made(problem)}
-
-    def poison(self, arrays: Mapping[str, Any]) -> None:
-        """Overwrite every byte."""
-        for array in arrays.values():
-            array.view(np.uint8).fill(0xFF)
-
-    def flush(self) -> None:
-        """Do nothing: a CPU's caches are not flushed."""
-
-    def answer(self, op: Op, problem: Descriptor, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Run the op's reference."""
-        return reference_answer(op, problem, inputs)
-
-    def differences(self, got: Any, want: Any, ulps: int | None) -> str:
-        """Compare NumPy arrays."""
-        flat, wanted = got.reshape(-1), want.reshape(-1)
-        bad = differing(flat, wanted, ulps or 0)
-        if not bad.any() or (ulps is None and np.isfinite(flat.astype(np.float64)).all()):
-            return ""
-        (at,) = first_of(bad)
-        return describe(np.unravel_index(at, got.shape), flat, wanted, at, int(bad.sum()), bad.size)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the arrays of a `TorchLab`: bytes of a flush, bytes of a copied array, and M = N = K of products."""
-
-    flushed: int
-    copied: int = 1 << 30
-    product: int = 8192
-
-    @classmethod
-    def of(cls, l2_cache: int) -> Sizes:
-        """Return sizes for a device with `l2_cache` bytes of L2 cache, so that a flush replaces all of its content."""
-        return cls(max(4 * l2_cache, 1 << 26))
-
-
-class TorchLab(Lab):
+class TorchLab(HostLab):
     """Torch tensors on a present CUDA device, or on the CPU; without `sizes`, a flush fits the device's L2 cache.
 
     Raises `MissingDependency` if torch is not installed, and `InvalidProblem` if torch has no CUDA or does not see the
     device.
     """
 
-    def __init__(self, device: Device, sizes: Sizes | None = None) -> None:
+    def __init__(self, device: Device, sizes: LabSizes | None = None) -> None:
         if find_spec("torch") is None:
-            raise MissingDependency(
-                "torch, whose arrays and clocks a bench uses,", "pip install torch (a build with CUDA)"
-            )
+            raise MissingDependency("torch, with whose arrays and clocks this measures,", "pip install torch")
         torch: Any = importlib.import_module("torch")
         l2, ordinal = device.l2_cache, device.ordinal or 0
         if device.processor == "cpu":
-            self._place, self.clock = torch.device("cpu"), HostClock()
+            self.place, self.clock = torch.device("cpu"), HostClock()
         else:
             if not torch.cuda.is_available() or torch.cuda.device_count() <= ordinal:
                 rule = f"see CUDA device {ordinal}: install a build with CUDA for this driver (https://pytorch.org)"
                 raise InvalidProblem("bench", "torch", f"{torch.__version__}, which does not", rule)
-            self._place = torch.device("cuda", ordinal)
-            torch.cuda.set_device(self._place)
-            facts = torch.cuda.get_device_properties(self._place)
+            self.place = torch.device("cuda", ordinal)
+            torch.cuda.set_device(self.place)
+            facts = torch.cuda.get_device_properties(self.place)
             sensor = None
             try:
                 sensor = Sensor(f"GPU-{facts.uuid}")
             except (OSError, AttributeError) as error:
                 self.unwatched = f"SM clock and power are not read: {error}"
-            self.clock = CudaClock(torch.cuda, self._place, sensor)
+            self.clock = CudaClock(torch.cuda, self.place, sensor)
             l2 = l2 or facts.L2_cache_size
-        self._torch, self._sizes = torch, sizes or Sizes.of(l2 or 0)
-        self._written = torch.empty(self._sizes.flushed, dtype=torch.uint8, device=self._place)
-        self._read = torch.zeros(self._sizes.flushed // 4, dtype=torch.float32, device=self._place)
-        self._sum = torch.zeros((), dtype=torch.float32, device=self._place)
+        # A flush replaces the whole content of the L2 cache.
+        self._torch, self._sizes = torch, sizes or LabSizes(max(4 * (l2 or 0), 1 << 26))
+        self._written = torch.empty(self._sizes.flushed, dtype=torch.uint8, device=self.place)
+        self._read = torch.zeros(self._sizes.flushed // 4, dtype=torch.float32, device=self.place)
+        self._sum = torch.zeros((), dtype=torch.float32, device=self.place)
 
     def draw(self, problem: Descriptor, seed: int) -> dict[str, Any]:
         """Return random inputs."""
-        random = self._torch.Generator(self._place).manual_seed(seed)
+        random = self._torch.Generator(self.place).manual_seed(seed)
         roles = (Role.INPUT, Role.SCALE, Role.ZERO_POINT, Role.VALUE)
         return {a.name: self._one(a, random) for a in problem.arguments() if a.role in roles and a.required}
 
     def _one(self, argument: Argument, random: Any) -> Any:
         """Draw one argument; most data lies within the range of the codes, some outside."""
         torch, element = self._torch, argument.elements[0]
-        options = {"dtype": torch_dtype(element), "device": self._place, "generator": random}
+        options = {"dtype": torch_dtype(element), "device": self.place, "generator": random}
         shape = _shape(argument)
         if argument.role is Role.ZERO_POINT or element is ElementKind.S32:
             found = torch.randint(-8, 9, shape, **options)
@@ -233,10 +195,10 @@ class TorchLab(Lab):
 
     def outputs(self, problem: Descriptor) -> dict[str, Any]:
         """Return tensors."""
-        empty, place = self._torch.empty, self._place
+        empty, place = self._torch.empty, self.place
         return {a.name: empty(_shape(a), dtype=torch_dtype(a.elements[0]), device=place) for a in _made(problem)}
 
-    def poison(self, arrays: Mapping[str, Any]) -> None:
+    def poison(self, arrays: Arrays) -> None:
         """Overwrite every byte."""
         for array in arrays.values():
             array.view(self._torch.uint8).fill_(0xFF)
@@ -250,14 +212,13 @@ class TorchLab(Lab):
         self._written.zero_()
         self._torch.sum(self._read, dim=0, out=self._sum)
 
-    def answer(self, op: Op, problem: Descriptor, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    def answer(self, op: Op, problem: Descriptor, inputs: Arrays) -> Arrays:
         """Compute the op with torch; without a formula, run the op's reference."""
         torch, wanted = self._torch, torch_answer(problem, inputs)
         if wanted is not None:
             return dict(zip((a.name for a in _made(problem)), wanted, strict=True))
         host = {name: to_numpy(torch, value) for name, value in inputs.items()}
-        found = reference_answer(op, problem, host)
-        return {name: to_torch(torch, value, self._place) for name, value in found.items()}
+        return {name: to_torch(torch, one, self.place) for name, one in reference_answer(op, problem, host).items()}
 
     def differences(self, got: Any, want: Any, ulps: int | None) -> str:
         """Compare tensors on their device; only differing elements are copied to the host."""
@@ -275,44 +236,30 @@ class TorchLab(Lab):
             return ""
         first = int(np.argmax(far))
         where = np.unravel_index(int(at[first]), tuple(got.shape))
-        return describe(where, ours, theirs, first, count, math.prod(got.shape))
+        return _described(where, ours, theirs, first, count, math.prod(got.shape))
 
     def ceilings(self) -> tuple[Ceiling, ...]:
         """Return copies, by the driver and by a kernel, because either may be faster, products, and an empty kernel."""
-        torch, place, size, copied = self._torch, self._place, self._sizes.product, self._sizes.copied
+        torch, place, size, copied = self._torch, self.place, self._sizes.product, self._sizes.copied
 
         def matrix() -> Any:
             return torch.randn((size, size), dtype=torch.bfloat16, device=place)
 
-        def pair() -> tuple[Any, Any]:
+        def moving(how: Callable[[Any, Any], Any]) -> Replay:
             source = torch.ones(copied // 2, dtype=torch.bfloat16, device=place)
-            return source, torch.empty_like(source)
-
-        def copy() -> Replay:
-            source, target = pair()
-            return lambda: target.copy_(source)
-
-        def negate() -> Replay:
-            source, target = pair()
-            return lambda: torch.neg(source, out=target)
-
-        def bf16() -> Replay:
-            a, b = matrix(), matrix().T
-            return lambda: a @ b
+            return partial(how, source, torch.empty_like(source))
 
         def fp8() -> Replay:
             a, b = matrix().to(torch.float8_e4m3fn), matrix().to(torch.float8_e4m3fn).T
-            return partial(scaled_mm, torch, a, b, torch.ones((), device=place))
-
-        def empty() -> Replay:
-            # One thread that looks at the clock twice: the emptiest kernel that every build of torch holds.
-            return partial(torch.cuda._sleep, 0)  # noqa: SLF001  it has no public name
+            one = torch.ones((), device=place)
+            return partial(scaled_mm, a, b, one, one)
 
         return (
-            Ceiling("empty", 0, empty),
-            Ceiling("copy_bandwidth", 2 * copied, copy, graph=False),
-            Ceiling("copy_bandwidth", 2 * copied, negate),
-            Ceiling("bf16", 2 * size**3, bf16),
+            # One thread that looks at the clock twice: the emptiest kernel that every build of torch holds.
+            Ceiling("empty", 0, lambda: partial(torch.cuda._sleep, 0)),  # noqa: SLF001  it has no public name
+            Ceiling("copy_bandwidth", 2 * copied, lambda: moving(lambda x, y: y.copy_(x)), graph=False),
+            Ceiling("copy_bandwidth", 2 * copied, lambda: moving(lambda x, y: torch.neg(x, out=y))),
+            Ceiling("bf16", 2 * size**3, lambda: partial(torch.matmul, matrix(), matrix().T)),
             Ceiling("fp8", 2 * size**3, fp8),
         )
 
@@ -324,10 +271,10 @@ class TorchLab(Lab):
         self._torch.cuda.empty_cache()
 
 
-def describe(where: Sequence[Any], got: Any, want: Any, index: int, count: int, size: int) -> str:
+def _described(where: Sequence[Any], got: Any, want: Any, index: int, count: int, size: int) -> str:
     """Describe a wrong element at `index` of two flat arrays, with its bits; `count` of `size` elements differ."""
     place, at = [int(i) for i in where], (index,)
-    return f"{place}: got {told(got, at)}, want {told(want, at)}; {count} of {size} elements differ"
+    return f"{place}: got {element_text(got, at)}, want {element_text(want, at)}; {count} of {size} elements differ"
 
 
 def to_numpy(torch: Any, value: Any) -> Any:

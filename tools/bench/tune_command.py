@@ -1,172 +1,133 @@
-"""The implementation of ``skuda tune``."""
+"""``skuda tune``: the problems that it times, and what is shown of a file of times."""
 
 from __future__ import annotations
 
-import os
-import re
 import shlex
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
+from rich.text import Text
 
-from skuda.dispatch import KNOWN_DEVICES, Device, Dispatcher, Tuning
-from skuda.dispatch.select.tuning import MARGIN, Entry
+from skuda.dispatch import Dispatcher, Tuning
+from skuda.dispatch.select.tuning import MARGIN, Candidate, TuningEntry
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem, InvalidRecord, Unsupported
 from skuda.registry.registry import Registry
 from skuda.tools.bench.lab import HostLab, TorchLab
-from skuda.tools.bench.outcome import outcome_of, print_tuning, rows, tuning_markdown
-from skuda.tools.bench.tuner import Tuner, environment
+from skuda.tools.bench.tune import Tuner, environment
 from skuda.tools.files import check
-from skuda.tools.output import chosen, progress, records, refuse, split, stderr, stdout
+from skuda.tools.output import chosen, progress, refuse, split, tell, words
+from skuda.tools.study.run import fresh_seed, refuse_beside_show, shown, silent
+from skuda.tools.study.view import Parts, Table
 from skuda.tools.words.cases import random_shapes, rank_of, select_cases, select_ops
 from skuda.tools.words.problem import describe, pairs
 from skuda.tools.words.shapes import read_shapes
 
-
-@dataclass(frozen=True)
-class Request:
-    """The options of ``skuda tune``; `skuda tune --help` explains each.
-
-    `tokens` are ops and groups of ops, or one op and the options that describe one problem of it; `own_options` are the
-    names of the command's own options, suggested for a misspelt one.
-    """
-
-    tokens: Sequence[str] = ()
-    shapes: Sequence[str] = ()
-    random: int | None = None
-    elements: Sequence[str] = ()
-    backend: str | None = None
-    variants: Sequence[str] = ()
-    repeats: int = 20
-    layers: int = 1
-    seed: int | None = None
-    margin: float | None = None
-    own_options: Sequence[str] = ()
+_SHOWN = 8
+"""Candidates of a problem that a report shows, besides the refused ones."""
 
 
 def run(
-    request: Request,
     *,
     output: Path | None = None,
     update: bool = False,
     show: Path | None = None,
-    markdown: bool = False,
     as_json: bool = False,
+    tokens: Sequence[str] = (),
+    own_options: Sequence[str] = (),
+    **options: Any,
 ) -> int:
-    """Measure and write a tuning, or show one.
+    """Measure some problems, or show the file of times `show`; the options are those of `tune`.
 
-    Parameters
-    ----------
-    request : Request
-        The problems to measure and how.
-    output : Path or None
-        The file to write; None for a name after the device, in the working directory.
-    update : bool
-        Whether to add the new problems to an existing file.
-    show : Path or None
-        A tuning to show; nothing is measured.
-    markdown, as_json : bool
-        Whether to print a Markdown table, or JSON, instead of tables.
-
-    Returns
-    -------
-    int
-        0; 1 if a kernel was refused, for example for a wrong result, or if no kernel serves a problem.
-
-    Raises
-    ------
-    InvalidProblem
-        For bad input.
-    InvalidRecord
-        For a file that is not a tuning, or that must not be replaced.
+    The times go to `output`, with `update` into an existing file. `tokens` are ops and fields as they were typed, and
+    `own_options` the names of the command's own options. Return the exit status: 0; 1 if a kernel was refused, for
+    example for a wrong result, or if no kernel serves a problem.
     """
     if show is not None:
-        given: dict[str, object] = {"OPS": request.tokens, "--shapes": request.shapes, "--element": request.elements}
-        given |= {"--random": request.random, "--variant": request.variants}
-        given |= {"--backend": request.backend, "--output": output, "--update": update}
-        given |= {"--margin": request.margin is not None, "--layers": request.layers > 1}
-        other = next((name for name, value in given.items() if value), None)
-        if other is not None:
-            raise InvalidProblem("tune", other, "--show beside it", "be left out: --show measures nothing")
-        _print(Tuning.load(show), markdown=markdown, as_json=as_json)
-        return 0
+        refuse_beside_show("tune", tune, {"ops": tuple(tokens), **options, "output": output, "update": update})
+        return _show(Tuning.load(show), as_json=as_json)
+    if update and output is None:
+        raise InvalidProblem("tune", "--update", "no file", "stand beside --output FILE, the file to add problems to")
+    try:
+        found = tune(tokens, output, update=update, own_options=own_options, **options)
+    except Unsupported as error:
+        tell(str(error), "red")
+        return 1
+    _show(found, as_json=as_json)
+    use = "nothing was written: --output FILE keeps the times in a file that SKUDA_TUNING can name"
+    if output is not None:
+        named = f"SKUDA_TUNING={shlex.quote(str(output))} uses it, or Dispatcher(tuning={str(output)!r})"
+        use = f"written to {output}; {named}"
+    tell(use, "dim")
+    refused = [candidate for entry in found.entries for candidate in entry.candidates if candidate.refused]
+    for candidate in refused:
+        tell(f"refused: {candidate.label}: {candidate.refused}")
+    return 1 if refused else 0
+
+
+def tune(
+    ops: Sequence[str] = (),
+    output: Path | None = None,
+    *,
+    update: bool = False,
+    own_options: Sequence[str] = (),
+    shapes: Sequence[str] = (),
+    random: int | None = None,
+    element: Sequence[str] = (),
+    backend: str | None = None,
+    variant: Sequence[str] = (),
+    repeats: int = 20,
+    layers: int = 1,
+    seed: int | None = None,
+    margin: float | None = None,
+) -> Tuning:
+    """Measure, write the file if there is one, and return the new times."""
     # The default tuning is off, because it must not change the ranking to compare with.
     dispatcher = Dispatcher(tuning="")
-    if request.backend is not None and request.backend not in dispatcher.registry.backends:
-        refuse("tune", "--backend", request.backend, tuple(dispatcher.registry.backends))
-    seed = int.from_bytes(os.urandom(4), "little") if request.seed is None else request.seed
-    request = replace(request, seed=seed, variants=split(request.variants))
-    problems = list(dict.fromkeys(_problems(dispatcher.registry, request)))
-    known = sorted({sku.variant for sku in dispatcher.registry})
-    chosen("tune", "--variant", request.variants, known)
-    device = dispatcher.devices[0]
-    path = output or Path(f"tuning-{_slug(device)}.json")
-    margin = MARGIN if request.margin is None else request.margin
-    fresh = Tuning(environment=environment(device), margin=margin)
-    before = _before(path, fresh, update=update, keep_margin=request.margin is None)
-    try:
-        entries = _measured(dispatcher, device, request, problems) if problems else ()
-    except Unsupported as error:
-        stderr().print(f"skuda: {error}", style="red", soft_wrap=True)
-        return 1
-    found = before.model_copy(update={"entries": entries})
-    before.updated(found).save(path)
-    _print(found, markdown=markdown, as_json=as_json)
-    return _tell_use(found, path, stdout() if stdout().is_terminal and not as_json else stderr())
-
-
-def _measured(
-    dispatcher: Dispatcher, device: Device, request: Request, problems: Sequence[Descriptor]
-) -> tuple[Entry, ...]:
-    lab = TorchLab(device) if device.processor == "cuda" else HostLab(dispatcher.registry)
-    tuner = Tuner(
-        dispatcher,
-        device,
-        lab,
-        seed=request.seed or 0,
-        repeats=request.repeats,
-        layers=request.layers,
-        backend=request.backend,
-        variants=frozenset(request.variants),
-    )
+    registry, device = dispatcher.registry, dispatcher.devices[0]
+    if backend is not None and backend not in registry.backends:
+        refuse("tune", "--backend", backend, tuple(registry.backends))
+    seed = fresh_seed() if seed is None else seed
+    drawn = {"--shapes": split(shapes), "--element": split(element), "--random": random}
+    problems = list(dict.fromkeys(_problems(registry, ops, drawn, seed, own_options)))
+    variants = frozenset(chosen("tune", "--variant", variant, sorted({sku.variant for sku in registry})))
+    fresh = Tuning(environment=environment(device), margin=MARGIN if margin is None else margin)
+    before = fresh if output is None else _before(output, fresh, update=update, keep_margin=margin is None)
+    lab = TorchLab(device) if device.processor == "cuda" else HostLab(registry)
     with progress() as report:
-        return tuner.run(problems, report)
+        tuner = Tuner(dispatcher, device, lab, seed, repeats, backend, variants=variants, layers=layers)
+        found = before.model_copy(update={"entries": tuner.run(problems, report or silent)})
+    if output is not None:
+        before.updated(found).save(output)
+    return found
 
 
-def _problems(registry: Registry, request: Request) -> list[Descriptor]:
-    tokens, shapes, elements = request.tokens, split(request.shapes), split(request.elements)
-    leading = list(takewhile(lambda token: not token.startswith("-"), tokens))
-    names, rest = split(leading), tokens[len(leading) :]
+def _problems(
+    registry: Registry, ops: Sequence[str], drawn: dict[str, Any], seed: int, own_options: Sequence[str]
+) -> list[Descriptor]:
+    """Return problems of ops and groups of ops, or one problem of an op from the options behind it."""
+    leading = list(takewhile(lambda token: not token.startswith("-"), ops))
+    names, rest = split(leading), ops[len(leading) :]
     if not names:
         raise InvalidProblem("tune", "OPS", "nothing", "be named first; `skuda list` names the ops")
     if not rest:
         ranks = {rank_of(registry.ops[op]) for op in select_ops(registry, names, command="tune")}
-        sizes = read_shapes(shapes, ranks, command="tune")
-        sizes += random_shapes(registry, names, request.random, request.seed or 0, command="tune")
-        return [case.problem for case in select_cases(registry, names, sizes, elements, command="tune")]
-    if shapes or elements or request.random:
-        option = "--shapes" if shapes else "--element" if elements else "--random"
-        raise InvalidProblem("tune", option, f"{rest[0]} beside it", "be left out where an op's fields are given")
+        sizes = read_shapes(drawn["--shapes"], ranks, command="tune")
+        sizes += random_shapes(registry, names, drawn["--random"], seed, command="tune")
+        return [case.problem for case in select_cases(registry, names, sizes, drawn["--element"], command="tune")]
+    for option, value in drawn.items():
+        if value:
+            raise InvalidProblem("tune", option, f"{rest[0]} beside it", "be left out where an op's fields are given")
     if len(names) > 1:
         raise InvalidProblem("tune", "OPS", f"{rest[0]} behind {len(names)} of them", "be one where its fields follow")
     if names[0] not in registry.ops:
         refuse("tune", "OPS", names[0], registry.ops, kind="a registered op", more="`skuda list` names all")
-    problem, assumed = describe(registry.ops[names[0]], rest, request.own_options)
+    problem, assumed = describe(registry.ops[names[0]], rest, own_options)
     for text in pairs(assumed):
-        stderr().print(f"skuda: assumed {text}", style="dim", soft_wrap=True)
+        tell(f"assumed {text}", "dim")
     return [problem]
-
-
-def _slug(device: Device) -> str:
-    """Return a device's short name for a file name: its known name, or its own one in lower case."""
-    known = {card.name: name for name, card in KNOWN_DEVICES.items()}
-    name = known.get(device.name, device.name.lower().removeprefix("nvidia "))
-    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
 def _before(path: Path, fresh: Tuning, *, update: bool, keep_margin: bool) -> Tuning:
@@ -188,24 +149,48 @@ def _before(path: Path, fresh: Tuning, *, update: bool, keep_margin: bool) -> Tu
         raise InvalidRecord(f"tuning {path}", error.field, error.had, must) from error
 
 
-def _print(tuning: Tuning, *, markdown: bool, as_json: bool) -> None:
-    dispatcher = Dispatcher(tuning=tuning)
-    found = [outcome_of(dispatcher, tuning, entry) for entry in tuning.entries]
-    if markdown:
-        sys.stdout.write(tuning_markdown(found, dispatcher.registry))
-    elif as_json:
-        sys.stdout.write(tuning.model_dump_json(indent=2) + "\n")
-    elif stdout().is_terminal:
-        print_tuning(stdout(), tuning, found)
-    else:
-        records(row for outcome in found for row in rows(outcome))
+def _show(tuning: Tuning, *, as_json: bool) -> int:
+    where = tuning.environment
+    about = {
+        "device": f"{where.device.describe()}, {where.driver or 'driver unknown'}",
+        "margin": f"{tuning.margin:g} %",
+    }
+    about["versions"] = words(f"{name} {version}" for name, version in {"skuda": where.skuda, **where.versions}.items())
+    rows = (row for entry in tuning.entries for row in lines(entry))
+    sections: dict[str, Parts] = {"times": (about, *(part for entry in tuning.entries for part in _report(entry)))}
+    shown("tune", rows, sections, tuning.model_dump_json(indent=2) + "\n", as_json=as_json)
+    return 0
 
 
-def _tell_use(tuning: Tuning, path: Path, console: Console) -> int:
-    """Print how to use the file and which kernels were refused; return the exit status, 1 if there are any."""
-    use = f"written to {path}; SKUDA_TUNING={shlex.quote(str(path))} uses it, or Dispatcher(tuning={str(path)!r})"
-    console.print(use, style="dim", soft_wrap=True)
-    refused = [candidate for entry in tuning.entries for candidate in entry.candidates if candidate.refused]
-    for candidate in refused:
-        stderr().print(f"skuda: refused: {candidate.label}: {candidate.refused}", style="yellow", soft_wrap=True)
-    return 1 if refused else 0
+def lines(entry: TuningEntry) -> Iterator[tuple[object, ...]]:
+    """Yield op, problem, kernel, configuration, median, p10, p90, rounds and refusal of candidates, fastest first."""
+    for one in _ordered(entry):
+        t = one.timing
+        times = (t.median, t.p10, t.p90, t.rounds) if t else (None,) * 4
+        yield (entry.op, _problem(entry), one.sku, one.choice, *times, one.refused)
+
+
+def _ordered(entry: TuningEntry) -> list[Candidate]:
+    return sorted(entry.candidates, key=lambda one: one.timing.median if one.timing else float("inf"))
+
+
+def _problem(entry: TuningEntry) -> str:
+    """Format a problem without control characters, because a file's text must not control a terminal."""
+    text = " ".join(pairs({name: value for name, value in entry.problem.items() if name != "op"}))
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _report(entry: TuningEntry) -> Parts:
+    """Return the fastest candidates of a problem, and those that were refused."""
+    ordered, rows = _ordered(entry), []
+    kept = [one for at, one in enumerate(ordered) if at < _SHOWN or one.refused]
+    for one in kept:
+        kernel = Text(" ".join(one.sku.split(".")[-3:]) + (f": {one.choice}" if one.choice else ""))
+        kernel.append(f"\n{one.refused}" if one.refused else "", style="yellow")
+        times = (one.timing.median, one.timing.p10, one.timing.p90) if one.timing else ()
+        rows.append((kernel, *(f"{us:.1f}" for us in times), *("-" for _ in range(3 - len(times)))))
+    how = f", one of {entry.layers} launches in a graph" if entry.layers > 1 else ""
+    more = f"{len(ordered) - len(kept)} more are slower; " if len(kept) < len(ordered) else ""
+    fields = f"--tuning FILE with the op's fields says what this changes; {entry.date}, seed {entry.seed}{how}"
+    title = f"{entry.op} {_problem(entry)}"
+    return Table(("kernel", "us", "p10", "p90"), rows, title), f"{more}`skuda explain {entry.op}` {fields}"

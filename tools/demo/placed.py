@@ -1,14 +1,12 @@
-"""The demo's products on a GPU: host arrays go in and come out, and weights are copied once."""
+"""The demo's products on a GPU: host arrays go in and come out."""
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from skuda.dispatch import Device, Dispatcher, Plan, PlanPreference
+from skuda.dispatch import Device, Dispatcher, PlanPreference
 from skuda.dispatch.preference import NO_PREFERENCE
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.device import HOST
@@ -17,7 +15,6 @@ from skuda.tools.output import refuse
 from skuda.tools.verify.placement import Placement, placement_for
 
 WHERE = ("auto", "gpu", "host")
-_KEPT = ("weight_q", "weight_scale", "bias")
 
 
 class Placed(Dispatcher):
@@ -27,16 +24,6 @@ class Placed(Dispatcher):
         super().__init__(dispatcher.registry, backends=dispatcher.backends.values())
         self.device = device
         self._placement = placement
-        self._weights: dict[int, Any] = {}
-
-    def select(
-        self,
-        problem: Descriptor,
-        preference: PlanPreference | None = NO_PREFERENCE,
-        device: Device | str | None = None,
-    ) -> Plan:
-        """Select as `Dispatcher.select` does, for this device unless another one is given."""
-        return super().select(problem, preference, device or self.device)
 
     def run(
         self,
@@ -47,26 +34,14 @@ class Placed(Dispatcher):
         **arrays: Any,
     ) -> Any:
         """Run as `Dispatcher.run` does, with host arrays; return when the results are on the host."""
-        there = {name: self._sent(name, value) for name, value in arrays.items()}
+        there = {name: self._upload(value) for name, value in arrays.items()}
         found = super().run(problem, preference=preference, stream=stream, **there)
         if isinstance(found, tuple):
             return type(found)(*map(self._placement.download, found))
         return self._placement.download(found)
 
-    def _sent(self, name: str, value: Any) -> Any:
-        if not isinstance(value, np.ndarray):
-            return value
-        if name not in _KEPT:
-            return self._upload(value)
-        sent = self._weights.get(id(value))
-        if sent is None:
-            sent = self._weights[id(value)] = self._upload(value)
-            # The entry must be dropped before another array can get the same id.
-            weakref.finalize(value, self._weights.pop, id(value), None).atexit = False
-        return sent
-
-    def _upload(self, array: npt.NDArray[Any]) -> Any:
-        return self._placement.upload(np.ascontiguousarray(array))
+    def _upload(self, value: Any) -> Any:
+        return self._placement.upload(np.ascontiguousarray(value)) if isinstance(value, np.ndarray) else value
 
 
 def placed(dispatcher: Dispatcher, where: str) -> tuple[Dispatcher, str]:

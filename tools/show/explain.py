@@ -7,16 +7,32 @@ from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
+from rich.console import Console
+from rich.text import Text
 
-from skuda.dispatch import Dispatcher, Explanation, PlanPreference
+from skuda.dispatch import Decision, Dispatcher, Explanation, PlanPreference
+from skuda.dispatch.select.explanation import Verdict
 from skuda.dispatch.shard import ShardedExplanation, Shards
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.guarantee import PrecisionRequirement
 from skuda.registry.op import Op
+from skuda.registry.reason import Reason
 from skuda.registry.registry import Registry
-from skuda.tools.output import OP_WORDS, plain_table, records, refuse, split, stdout
-from skuda.tools.show.explanation import Page
-from skuda.tools.words.devices import named_device
+from skuda.tools.output import (
+    OP_WORDS,
+    count,
+    facts,
+    folded,
+    heading,
+    indented,
+    plain_table,
+    present,
+    refuse,
+    split,
+    stdout,
+    words,
+)
+from skuda.tools.words.devices import named_device, served_by
 from skuda.tools.words.problem import (
     aliases_of,
     assumptions,
@@ -30,12 +46,26 @@ from skuda.tools.words.problem import (
     type_words,
 )
 
+_ANOTHER_FUNCTION = ("element", "aux_element", "layout", "epilogue")
+"""Codes of reasons that mean that a kernel computes something else, and not the same thing elsewhere."""
+
+_OPTIONS = {
+    "preference.sku": "--sku",
+    "preference.backend": "--backend",
+    "preference.allow_arch_specific": "--no-arch-specific",
+    "preference.max_workspace_bytes": "--max-workspace-bytes",
+}
+"""The options of preferences."""
+
+_SHOWN = 8
+"""Accepted kernels and measured times that get a row."""
+
 
 def run(
     tokens: Sequence[str],
     *,
     device: str = "here",
-    prefer_backend: str | None = None,
+    backend: str | None = None,
     sku: str | None = None,
     require: Sequence[str] = (),
     max_workspace_bytes: int | None = None,
@@ -49,111 +79,81 @@ def run(
 ) -> int:
     """Run ``skuda explain``; return 0, or 1 if no kernel serves the problem.
 
-    Parameters
-    ----------
-    tokens : sequence of str
-        The op's name and the options that describe the problem.
-    tuning : Path or None
-        A file of measured times; None for the one that ``SKUDA_TUNING`` names.
-    shards : sequence of str
-        Fields of `Shards` as ``axis=k``; none for one device.
-    own_options : sequence of str
-        Names of the command's own options, suggested for a misspelt one.
-    show_all : bool
-        Whether every refused kernel gets a row.
-    show_fields : bool
-        Whether to print only the op's fields as options.
-    device, prefer_backend, sku, require, max_workspace_bytes, no_arch_specific, as_json
-        The command's options.
+    `tokens` are the name of the op and the options that describe the problem. `own_options` are the names of the
+    command's own options, suggested for a misspelt one. `show_fields` prints only the fields of the op as options.
     """
     dispatcher = Dispatcher(tuning=tuning)
     registry = dispatcher.registry
     op, rest = _op_of(registry, tokens)
     if show_fields:
         return _show_fields(op)
-    planned_for = None if device == "here" else named_device("explain", device, others=("here",))[1]
-    _check_names(registry, op, prefer_backend, sku)
+    card = None if device == "here" else named_device("explain", device, others=("here",))[1]
+    if backend is not None and backend not in registry.backends:
+        refuse("explain", "--backend", backend, registry.backends)
+    ids = [each.id for each in registry.skus_of(op.name)]
+    if sku is not None and sku not in ids:
+        more = f"`skuda list --skus --op {op.name}` names all"
+        refuse("explain", "--sku", sku, ids, kind=f"a kernel of {op.name}", more=more)
     preference = PlanPreference(
-        backend=prefer_backend,
+        backend=backend,
         sku=sku,
-        require=_requirement(require),
+        require=PrecisionRequirement(**_given("--require", require, fields_of(PrecisionRequirement))),
         max_workspace_bytes=max_workspace_bytes,
         allow_arch_specific=not no_arch_specific,
     )
     problem, assumed = describe(op, rest, own_options)
     if shards:
-        told = dispatcher.explain_shards(problem, _shards(shards), preference, planned_for)
-        return _explain_shards(told, assumed, as_json=as_json)
-    explanation = dispatcher.explain(problem, preference, planned_for)
-    if as_json:
-        notes = (*(f"assumed {text}" for text in pairs(assumed)), *explanation.notes)
-        print(explanation.model_copy(update={"notes": notes}).model_dump_json(indent=2))  # noqa: T201
-    elif stdout().is_terminal:
-        Page(stdout(), registry, explanation, assumed).print(show_all=show_all)
-    else:
-        _print_records(explanation, assumed)
-    return 0 if explanation.chosen is not None else 1
+        fields = {name: Shards.model_fields[name] for name in ("axis", "count", "input", "output", "chunks")}
+        split_as = Shards(**_given("--shards", shards, fields))
+        return _explain_shards(dispatcher.explain_shards(problem, split_as, preference, card), assumed, as_json=as_json)
+    found = dispatcher.explain(problem, preference, card)
+    served = served_by(registry, found.device.name, found.device.compute_capability)
+    found = found.model_copy(update={"notes": (*found.notes, *filter(None, [served]))})
+    notes = (*(f"assumed {text}" for text in pairs(assumed)), *found.notes)
+    present(
+        found.model_copy(update={"notes": notes}).model_dump(mode="json") if as_json else None,
+        _rows(found, assumed),
+        lambda console: _print(console, registry, found, assumed, show_all=show_all),
+        as_json=as_json,
+    )
+    return 0 if found.chosen is not None else 1
 
 
-def _explain_shards(explanation: ShardedExplanation, assumed: dict[str, Any], *, as_json: bool) -> int:
-    if as_json:
-        print(explanation.model_dump_json(indent=2))  # noqa: T201
-    elif stdout().is_terminal:
-        stdout().print("\n".join([str(explanation), *(f"  assumed {text}" for text in pairs(assumed))]))
-    else:
-        records(
-            (
-                *(("assumed", name, short(value)) for name, value in assumed.items()),
-                *(("step", s.name, " ".join(map(str, s.ranks)), s.explanation.question()) for s in explanation.steps),
-                *(("chosen", s.name, s.explanation.chosen) for s in explanation.steps),
-                *(("exchange", t.what, t.sent, t.microseconds) for t in explanation.transfers),
-            )
-        )
-    return 0 if explanation.refused is None else 1
+def _explain_shards(found: ShardedExplanation, assumed: dict[str, Any], *, as_json: bool) -> int:
+    rows = (
+        *(("assumed", name, short(value)) for name, value in assumed.items()),
+        *(("step", s.name, " ".join(map(str, s.ranks)), s.explanation.question()) for s in found.steps),
+        *(("chosen", s.name, s.explanation.chosen) for s in found.steps),
+        *(("exchange", t.what, t.sent, t.microseconds) for t in found.transfers),
+    )
+    text = "\n".join([str(found), *(f"  assumed {text}" for text in pairs(assumed))])
+    present(found.model_dump(mode="json"), rows, lambda console: console.print(text), as_json=as_json)
+    return 0 if found.refused is None else 1
 
 
 def _show_fields(op: Op) -> int:
-    shorter = {field: alias for alias, field in aliases_of(op.descriptor).items()}
+    aliases = {field: alias for alias, field in aliases_of(op.descriptor).items()}
     assumed = assumptions(op, {})
     table = plain_table("option", "takes", "default", indent=2)
     for name, field in fields_of(op.descriptor).items():
-        option = option_of(name) + (f", --{shorter[name]}" if name in shorter else "")
+        option = option_of(name) + (f", --{aliases[name]}" if name in aliases else "")
         default = f"{short(assumed[name])} (assumed)" if name in assumed else default_words(field)
         table.add_row("", option, type_words(field), default)
-    console = stdout()
-    console.print(f"\nFields of {op.name}:")
-    console.print(table)
+    stdout().print(f"\nFields of {op.name}:")
+    stdout().print(table)
     return 0
 
 
 def _op_of(registry: Registry, tokens: Sequence[str]) -> tuple[Op, list[str]]:
     rest = list(tokens)
-    # The op comes first; if options come before it, it is the only word that is an op's name.
+    # The op comes first; if options come before it, it is the only word that is the name of an op.
     at = 0 if rest and not rest[0].startswith("-") else next((i for i, t in enumerate(rest) if t in registry.ops), None)
-    if not rest or at is None:
+    if at is None:
         raise InvalidProblem("explain", "OP", "nothing", "be named first; `skuda list` names the ops")
     name = rest.pop(at)
     if name not in registry.ops:
         refuse("explain", "OP", name, registry.ops, **OP_WORDS)
     return registry.ops[name], rest
-
-
-def _check_names(registry: Registry, op: Op, backend: str | None, sku: str | None) -> None:
-    if backend is not None and backend not in registry.backends:
-        refuse("explain", "--prefer-backend", backend, registry.backends)
-    ids = [each.id for each in registry.skus_of(op.name)]
-    if sku is not None and sku not in ids:
-        more = f"`skuda list --skus --op {op.name}` names all"
-        refuse("explain", "--sku", sku, ids, kind=f"a kernel of {op.name}", more=more)
-
-
-def _requirement(given: Sequence[str]) -> PrecisionRequirement:
-    return PrecisionRequirement(**_given("--require", given, fields_of(PrecisionRequirement)))
-
-
-def _shards(given: Sequence[str]) -> Shards:
-    fields = {name: Shards.model_fields[name] for name in ("axis", "count", "input", "output", "chunks")}
-    return Shards(**_given("--shards", given, fields))
 
 
 def _given(option: str, given: Sequence[str], fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
@@ -168,31 +168,127 @@ def _given(option: str, given: Sequence[str], fields: Mapping[str, FieldInfo]) -
     return asked
 
 
-def _print_records(explanation: Explanation, assumed: dict[str, Any]) -> None:
-    problem = {name: value for name, value in explanation.problem.items() if name != "op"}
-    preference = explanation.preference.model_dump(mode="json", exclude_defaults=True)
-    records(
-        (
-            ("op", explanation.op),
-            *(("problem", name, short(value)) for name, value in problem.items()),
-            *(("assumed", name, short(value)) for name, value in assumed.items()),
-            *(("preference", *pair) for pair in preference.items()),
-            ("device", explanation.device.describe()),
-            *(("note", note) for note in explanation.notes),
-            ("chosen", explanation.chosen, *filter(None, [explanation.choice])),
-            *_measured(explanation),
-            *(("accepted", decision.sku, decision.rank) for decision in explanation.accepted),
-            *(
-                ("refused", decision.sku, "; ".join(map(str, decision.reasons)), "; ".join(decision.changes))
-                for decision in explanation.refused
-            ),
-        )
-    )
-
-
-def _measured(explanation: Explanation) -> Iterator[tuple[object, ...]]:
-    verdict = explanation.verdict
+def _rows(found: Explanation, assumed: dict[str, Any]) -> Iterator[tuple[object, ...]]:
+    yield "op", found.op
+    yield from (("problem", name, short(value)) for name, value in found.problem.items() if name != "op")
+    yield from (("assumed", name, short(value)) for name, value in assumed.items())
+    wishes = found.preference.model_dump(mode="json", exclude_defaults=True)
+    yield from (("preference", *pair) for pair in wishes.items())
+    yield "device", found.device.describe()
+    yield from (("note", note) for note in found.notes)
+    yield "chosen", found.chosen, *filter(None, [found.choice])
+    verdict = found.verdict
     if verdict is not None:
-        yield ("tuning", verdict.origin, "chosen" if verdict.chosen else "not chosen", verdict.reason)
-        for measured in verdict.times:
-            yield ("measured", measured.sku, measured.choice, measured.microseconds, measured.against)
+        yield "tuning", verdict.origin, "chosen" if verdict.chosen else "not chosen", verdict.reason
+        yield from (("measured", each.sku, each.choice, each.microseconds, each.against) for each in verdict.times)
+    yield from (("accepted", decision.sku, decision.rank) for decision in found.accepted)
+    yield from (("refused", d.sku, "; ".join(map(str, d.reasons)), "; ".join(d.changes)) for d in found.refused)
+
+
+def _print(
+    console: Console, registry: Registry, found: Explanation, assumed: dict[str, Any], *, show_all: bool
+) -> None:
+    """Print an explanation; `assumed` are the fields that were not given. With `show_all`, each kernel gets a row."""
+    paper = ", planned on paper" if found.device.ordinal is None and found.device.processor != "cpu" else ""
+    console.print(Text.assemble((found.op, "bold cyan"), f" on {found.device.describe()}", (paper, "dim")))
+    wishes = found.preference.model_dump(mode="json", exclude_defaults=True)
+    wishes |= wishes.pop("require", {})
+    # Required fields come before those with a default.
+    fields = registry.ops[found.op].descriptor.model_fields
+    stated = {name: value for name, value in found.problem.items() if name not in ("op", *assumed)}
+    stated = dict(sorted(stated.items(), key=lambda item: not fields[item[0]].is_required()))
+    rows = (("problem", stated, ""), ("assumed", assumed, "yellow"), ("insist", wishes, ""))
+    console.print(facts((label, Text(" ".join(pairs(values)), style=style)) for label, values, style in rows if values))
+    sku = registry.sku(found.chosen) if found.chosen is not None else None
+    if sku is None:
+        console.print("\nno kernel serves this problem here", style="bold red")
+    else:
+        console.print("\nchosen", style="bold green")
+        console.print(indented(Text(folded(sku.id, console.width - 2), style="green"), 2))
+        if found.choice:
+            console.print(indented(Text(f"configuration {found.choice}", style="green"), 2))
+        console.print(indented(sku.precision_guarantee.describe(), 2))
+    most = None if show_all else _SHOWN
+    _print_accepted(console, registry, found, most)
+    _print_refused(console, found, show_all=show_all)
+    if found.verdict is not None:
+        _print_measured(console, found.verdict, most)
+    for note in found.notes:
+        console.print(f"note: {note}", style="yellow")
+
+
+def _print_accepted(console: Console, registry: Registry, found: Explanation, most: int | None) -> None:
+    accepted = found.accepted
+    console.print(heading(f"\n{count(len(found.decisions), 'candidate')}, {len(accepted)} accepted"))
+    promised = {sku.id: sku.precision_guarantee.describe() for sku in registry.skus_of(found.op)}
+    for number, decision in enumerate(accepted[:most], 1):
+        other = promised[decision.sku] != promised[accepted[0].sku]
+        console.print(indented(f"{number}. {_end(decision.sku)}" + f": {promised[decision.sku]}" * other, 2))
+    _print_left_out(console, accepted, most)
+
+
+def _print_left_out(console: Console, rows: Sequence[object], most: int | None) -> None:
+    if most is not None and len(rows) > most:
+        console.print(f"  {len(rows) - most} more: --all shows them", style="dim")
+
+
+def _print_refused(console: Console, found: Explanation, *, show_all: bool) -> None:
+    """Print the refused kernels that compute the problem, and what the others compute instead.
+
+    Kernels with the same reasons share a row. With `show_all`, every kernel has its own.
+    """
+    others = [d for d in found.refused if any(reason.code in _ANOTHER_FUNCTION for reason in d.reasons)]
+    groups: dict[object, list[Decision]] = {}
+    for decision in found.refused:
+        if show_all or decision not in others:
+            groups.setdefault(decision.sku if show_all else decision.reasons, []).append(decision)
+    table = plain_table(indent=2)
+    for width in (None, 30, None):
+        table.add_column(max_width=width, overflow="fold")
+    for members in groups.values():
+        names = (decision.sku if decision in others else _end(decision.sku) for decision in members)
+        why = Text("\n").join(map(_remedy, members[0].reasons))
+        table.add_row("", Text("refused", style="red"), "\n".join(names), why)
+    console.print(table)
+    if others and not show_all:
+        instead: dict[str, dict[str, None]] = {}
+        for reason in (reason for decision in others for reason in decision.reasons):
+            if reason.code in _ANOTHER_FUNCTION:
+                instead.setdefault(f"{reason.field} = {reason.had}", {})[reason.wanted] = None
+        console.print(f"  {count(len(others), 'kernel')} for other problems; --all shows them. Instead of", style="dim")
+        for had, wanted in instead.items():
+            console.print(indented(f"{had}: {words(wanted)}", 4), style="dim")
+
+
+def _end(sku_id: str) -> str:
+    """Return the parts of an id that differ between kernels that compute the same."""
+    return " ".join(sku_id.split(".")[-3:])
+
+
+def _remedy(reason: Reason) -> Text:
+    """Format a reason and its remedy; the expected value is part of the remedy, and preferences are options here."""
+    option = _OPTIONS.get(reason.field, reason.field)
+    against, change = f"{option}: had {reason.had}", reason.change.replace(reason.field, option)
+    if reason.code == "arch":
+        return Text(f"needs {reason.wanted}", style="yellow")
+    if reason.code == "preference":
+        against, change = f"{option} speaks against it", f"drop {option}"
+    elif reason.code == "guarantee":
+        name = reason.field.rpartition(".")[2]
+        against, change = f"{name}: asked for {reason.wanted}, promises {reason.had}", "relax --require"
+    return Text.assemble(against, " ", (f"-> {change}", "yellow"))
+
+
+def _print_measured(console: Console, verdict: Verdict, most: int | None) -> None:
+    console.print(heading(f"\nmeasured, by {verdict.origin}"))
+    outcome = "chosen by time" if verdict.chosen else "the ranking stays"
+    console.print(f"{outcome}: {verdict.reason}", style="green" if verdict.chosen else "yellow")
+    table = plain_table(indent=2)
+    table.add_column(justify="right")
+    table.add_column(overflow="fold")
+    for each in verdict.times[:most]:
+        took = "not timed" if each.microseconds is None else f"{each.microseconds:.1f} us"
+        name = _end(each.sku) + (f": {each.choice}" if each.choice else "")
+        table.add_row("", took, Text.assemble(name, (f"\n{each.against}" if each.against else "", "yellow")))
+    console.print(table)
+    _print_left_out(console, verdict.times, most)

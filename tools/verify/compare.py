@@ -3,54 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from skuda.dispatch.plan import Plan
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import ElementKind
 from skuda.registry.sku import KernelSku
 from skuda.tools.verify.placement import is_float
+from skuda.tools.verify.problems import axes_of
 
 Array = npt.NDArray[Any]
+_SHOWN = 4
+"""Values of a range of inputs that are shown."""
 
 
-class Spoiled(Exception):
-    """A broken promise; `fields` are the fields of the `Failure` to record."""
+class Broken(Exception):
+    """A check failed; `fields` are fields of the `Failure` to record, and `example` is what was run, if anything."""
 
-    def __init__(self, **fields: Any) -> None:
-        super().__init__(fields)
-        self.fields = fields
+    def __init__(self, message: str = "", example: Any = None, **fields: Any) -> None:
+        super().__init__(message)
+        self.fields, self.example = {"message": message, **fields}, example
+
+    @classmethod
+    def by(cls, error: Exception) -> Self:
+        """Return an error as a failure."""
+        return error if isinstance(error, cls) else cls(f"{type(error).__name__}: {error}")
 
 
-def disagreement(
-    plan: Plan, got: Mapping[str, Array], want: Mapping[str, Array], first: Mapping[str, Array], how: str = ""
-) -> dict[str, Any]:
-    """Return the fields of a failure if outputs break the kernel's promise; an empty dict otherwise.
+class NotRun(Exception):
+    """A check could not be run; the message says why."""
 
-    Parameters
-    ----------
-    plan : Plan
-        The plan that gave the outputs.
-    got : mapping of str to array
-        The outputs.
-    want, first : mapping of str to array
-        The reference's outputs and those of an earlier run. A deterministic kernel must repeat the bits of `first`;
-        any other must be within its promised distance of `want`.
-    how : str
-        How the outputs were obtained, for the message.
+
+def compare(got: Mapping[str, Array], want: Mapping[str, Array], ulps: Mapping[str, int | None], how: str) -> None:
+    """Raise `Broken` if outputs, which were obtained as `how` says, are too far from what they must be.
+
+    `ulps` are allowed distances by name, 0 for those that it lacks, and None for any; see `differing`.
     """
-    stable = plan.precision_guarantee.deterministic
-    elements = {argument.name: argument.elements[0] for argument in plan.arguments}
-    for name, expected in (first if stable else want).items():
-        ulps = 0 if stable else allowed_ulps(plan.sku, plan.problem, elements[name])
-        if ulps is not None:
-            bad = differing(got[name], expected, ulps)
-            if bad.any():
-                return difference(name, bad, got[name], expected, how)
-    return {}
+    for name, expected in want.items():
+        array, most = got[name], ulps.get(name, 0)
+        if (array.shape, array.dtype) != (expected.shape, expected.dtype):
+            kinds = [f"{each.dtype} of shape {each.shape}" for each in (array, expected)]
+            raise Broken(f"{how}: it is {kinds[0]}, not {kinds[1]}", output=name)
+        if most is not None and (bad := differing(array, expected, most)).any():
+            raise Broken(**difference(name, bad, array, expected, how))
 
 
 def allowed_ulps(sku: KernelSku, problem: Descriptor, element: ElementKind) -> int | None:
@@ -66,23 +63,11 @@ def allowed_ulps(sku: KernelSku, problem: Descriptor, element: ElementKind) -> i
 
 
 def difference(name: str, bad: Array, got: Array, want: Array, how: str = "") -> dict[str, Any]:
-    """Return the fields of a failure: the first coordinate where `bad` is set, both values there, and the count.
-
-    Parameters
-    ----------
-    name : str
-        Name of the output.
-    bad : array of bool
-        Mask of the elements that differ.
-    got, want : array
-        The output and the expected output.
-    how : str
-        How the output was obtained, for the message.
-    """
+    """Return the fields of a failure: the first coordinate where the mask `bad` is set, both values, and the count."""
     at = first_of(bad)
     counted = f"{int(bad.sum())} of {bad.size} elements differ"
     message = f"{how}; {counted}" if how else counted
-    return {"output": name, "at": at, "got": told(got, at), "want": told(want, at), "message": message}
+    return {"output": name, "at": at, "got": element_text(got, at), "want": element_text(want, at), "message": message}
 
 
 def bits_of(array: Array) -> Array:
@@ -93,12 +78,7 @@ def bits_of(array: Array) -> Array:
 def differing(got: Array, want: Array, ulps: int = 0) -> Array:
     """Return a mask of the elements that differ by more than a number of representable values; NaN equals NaN.
 
-    Parameters
-    ----------
-    got, want : array
-        Arrays of the same shape and dtype.
-    ulps : int
-        The largest allowed distance: in representable values for floats, in codes for integers.
+    Both arrays have the same shape and dtype. The distance of integers is their difference.
     """
     a, b = bits_of(got), bits_of(want)
     apart = np.asarray(a != b)
@@ -133,7 +113,45 @@ def first_of(mask: Array) -> tuple[int, ...]:
     return tuple(int(i) for i in np.unravel_index(int(np.argmax(mask)), mask.shape)) if mask.ndim else ()
 
 
-def told(array: Array, at: tuple[int, ...]) -> str:
+def element_text(array: Array, at: tuple[int, ...]) -> str:
     """Return an element's value and its bits in hexadecimal."""
     width = 2 * array.dtype.itemsize
     return f"{array[at]} (0x{int(bits_of(array)[at]):0{width}x})"
+
+
+def inputs_at(
+    problem: Descriptor, inputs: Mapping[str, Any], output: Array, name: str, at: tuple[int, ...]
+) -> tuple[str, ...]:
+    """Return the inputs that an element of an output depends on, each as ``name[index] = value``.
+
+    An axis of an input that has no counterpart in the output, such as K of a product, is shown as a range.
+    """
+    lines = []
+    for argument in problem.arguments():
+        value = inputs.get(argument.name)
+        if isinstance(value, np.ndarray) and value.size > 1:
+            where: list[Any] = [slice(None)] * value.ndim
+            for axis, extent in enumerate(value.shape):
+                related = [axes for axes in axes_of(problem).values() if (argument.name, axis) in axes]
+                same = [j for j in range(output.ndim) if any((name, j) in axes for axes in related)]
+                if argument.flat and value.ndim == output.ndim:
+                    same = [axis]
+                if same:  # packed codes, and groups that share a scale, have fewer elements on the axis
+                    where[axis] = at[same[0]] * extent // output.shape[same[0]]
+            index = ", ".join(":" if isinstance(i, slice) else str(i) for i in where)
+            part = value[tuple(where)]
+            lines.append(
+                f"{argument.name}[{index}] = {_ranged(part) if part.ndim else element_text(value, tuple(where))}"
+            )
+        elif value is not None:
+            lines.append(f"{argument.name} = {value}")
+    return tuple(lines)
+
+
+def _ranged(values: Array) -> str:
+    """Return the first values of an array, how many there are, and their range."""
+    wide = values.reshape(-1).astype(np.float64)
+    first = ", ".join(str(value) for value in values.reshape(-1)[:_SHOWN])
+    if wide.size <= _SHOWN:
+        return f"[{first}]"
+    return f"[{first}, ...], {wide.size} values from {np.fmin.reduce(wide):g} to {np.fmax.reduce(wide):g}"

@@ -5,14 +5,16 @@ A record is valid only while the recorded hashes of the kernel, its reference an
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
-from skuda.registry.backend import BUILT_IN
 from skuda.registry.device import Device
 from skuda.registry.errors import InvalidRecord
 from skuda.registry.op import Op
@@ -20,297 +22,255 @@ from skuda.registry.sku import KernelSku
 from skuda.registry.value import Size, Value
 from skuda.tools.files import read_json, read_text, write_whole
 from skuda.tools.verify.fingerprint import reference_hash, source_hash, verifier_hash
+from skuda.tools.words.devices import card_words
 
-Verdict = Literal["verified", "failed", "skipped"]
-_REFERENCES = frozenset(spec.name for spec in BUILT_IN if spec.reference)
-Word = Literal["verified", "unverified", "stale", "failed", "reference"]
+Word = Literal["verified", "failed", "stale", "unverified", "reference"]
+_WORDS: tuple[Word, ...] = get_args(Word)
+DIGITS = 16
+"""Hexadecimal digits of a hash that a record keeps: enough to see a change."""
+Digest = Annotated[str, AfterValidator(lambda digest: digest[:DIGITS])]
+_OWN = ("sku", "source_hash", "cases", "runs", "outputs")
+"""Fields that differ from kernel to kernel; kernels that are equal in all others share them in the file."""
 
 
 class Failure(Value):
-    """A broken promise of a kernel, or an error.
+    """A check that failed: on which case, at which stored element, and in which layouts.
 
-    Attributes
-    ----------
-    case : int
-        Number of the op's case; -1 for one of the large problems.
-    problem : str
-        The problem, as JSON.
-    values : str
-        How its inputs were drawn.
-    layout : str
-        Memory layout of its arrays.
-    check : str
-        What failed: ``bits``, ``ulp``, ``guard``, ``input``, ``repeat``, ``rows``, ``outputs`` (returned, or newly
-        made), ``bind``, ``calls`` (many in a row), ``process`` (its state, or printed text) or ``error``.
-    output : str
-        Name of the argument; empty where the failure concerns none.
-    at : tuple of int
-        The first bad coordinate, in stored elements.
-    got, want : str
-        The value there and the expected one, each with its bits.
-    message : str
-        Further details.
+    `case` is -1 where the failure is of no case, and `problem` is JSON. `got` and `want` are values with their bits,
+    and `inputs` those that they depend on. `more` other cases fail, too.
     """
 
-    case: int
-    problem: str
-    values: str
-    layout: str
-    check: Literal["bits", "ulp", "guard", "input", "repeat", "rows", "outputs", "bind", "calls", "process", "error"]
+    check: str
+    case: int = -1
+    problem: str = ""
+    values: str = ""
+    layout: str = ""
     output: str = ""
     at: tuple[int, ...] = ()
     got: str = ""
     want: str = ""
     message: str = ""
+    inputs: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ()
+    fails: tuple[str, ...] = ()
+    more: Size = 0
 
     def describe(self) -> str:
         """Return a description in one line."""
-        where = f"{self.output}{list(self.at)}" if self.at else self.output
-        told = f": got {self.got}, want {self.want}" if self.got else ""
-        parts = (where + told, self.message, f"case {self.case} ({self.values}, {self.layout})")
-        return f"{self.check}: " + "; ".join(part for part in parts if part)
+        where = f"{self.output}{list(self.at)}" if self.got else self.output
+        values = f" is {self.got}, must be {self.want}" if self.got else ""
+        drawn = ", ".join(filter(None, (self.values, self.layout)))
+        case = f"case {self.case}" + (f" ({drawn})" if drawn else "") if self.case >= 0 else ""
+        return f"{self.check}: " + "; ".join(filter(None, (where + values, self.message, case)))
 
-
-class Promises(Value):
-    """The tested promises: True where one held, False where it was broken, None where it was not tested.
-
-    Attributes
-    ----------
-    bit_exact : bool or None
-        Every output has the reference's bits.
-    within_ulp : bool or None
-        Every output is within the promised distance of the reference.
-    deterministic : bool or None
-        A repeated run gives the same bits.
-    batch_invariant : bool or None
-        Permuted rows, and a subset of the rows, give the same rows.
-    """
-
-    bit_exact: bool | None = None
-    within_ulp: bool | None = None
-    deterministic: bool | None = None
-    batch_invariant: bool | None = None
+    def lines(self) -> tuple[str, ...]:
+        """Return a full description."""
+        found = [self.describe(), self.problem and f"problem: {self.problem}"]
+        found += [f"input: {each}" for each in self.inputs]
+        if self.passes and self.fails:
+            found.append(f"layouts: {', '.join(self.passes)} pass; {', '.join(self.fails)} fail")
+        if self.more:
+            found.append(f"{self.more} more cases fail this check")
+        return tuple(filter(None, found))
 
 
 class SkuEvidence(Value):
-    """The record of one kernel.
+    """The record of one kernel: how much of it was run, and what failed.
 
-    Attributes
-    ----------
-    sku : str
-        Its id.
-    source_hash, reference_hash : str
-        Hashes of the kernel and of its reference; see `skuda.tools.verify.fingerprint`. Records without the second one
-        are stale.
-    verdict : str
-        ``verified``, ``failed``, or ``skipped`` if it could not be run.
-    cases : int
-        Number of problems that were run.
-    outputs : int
-        Number of output elements that were compared.
-    layouts : tuple of str
-        Memory layouts that it accepted and was run with.
-    first_failure : Failure or None
-        The first failure.
-    promises : Promises
-        The tested promises.
-    note : str
-        Why it was skipped, or what was left out.
+    A `battery` is ``full``, or ``spot`` for a sample. `cases`, `runs` and `outputs` count problems, launches and output
+    elements. `layouts` are those that the kernel accepted, `checks` those that were run, and `failures` the first of
+    each check. A `note` says why a kernel was skipped, or what was left out. Hashes are cut to their first digits.
     """
 
     sku: str
-    source_hash: str
-    reference_hash: str = ""
-    verdict: Verdict
+    source_hash: Digest
+    reference_hash: Digest = ""
+    verdict: Literal["verified", "failed", "skipped"]
+    battery: Literal["full", "spot"] = "full"
     cases: Size = 0
+    runs: Size = 0
     outputs: Size = 0
     layouts: tuple[str, ...] = ()
-    first_failure: Failure | None = None
-    promises: Promises = Promises()
+    checks: tuple[str, ...] = ()
+    failures: tuple[Failure, ...] = ()
     note: str = ""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if (self.verdict == "failed") is not bool(self.failures):
+            rule = f"be given if {self.sku} failed, and only then"
+            self.refuse("failures", f"{len(self.failures)} and {self.verdict}", rule)
+        verified = self.verdict == "verified"
+        if not (0 < self.cases <= self.runs if verified else self.runs or not self.outputs):
+            had = f"{self.cases} with {self.runs} runs and {self.outputs} outputs"
+            self.refuse("cases", had, f"be at least 1 if {self.sku} is verified, with a run each")
+        return self
 
 
 class EvidenceFile(Value):
     """One run of ``skuda verify`` on one device.
 
-    Attributes
-    ----------
-    kind : str
-        Distinguishes these files from other JSON in the same folder.
-    schema_version : int
-        Version of the record's schema.
-    device : Device
-        Properties of the device.
-    driver : str
-        Version of its driver; empty on a CPU.
-    versions : dict
-        Versions by name, of those that are installed: python, numpy, torch, pycuda, cuda-bindings, nvcc, nvrtc; and the
-        bundles that kernels came from.
-    date : str
-        Time of the run, UTC.
-    skuda : str
-        Version of skuda.
-    verifier_hash : str
-        Hash of the verifying code; see `skuda.tools.verify.fingerprint`. Records without it are stale.
-    seed : int
-        Seed of the inputs.
-    quick : bool
-        Whether the large problems and some layouts were left out.
-    skus : tuple of SkuEvidence
-        Records of the kernels.
+    The `driver` is empty on a CPU. `versions` are those of Python, the libraries and compilers that are installed, and
+    bundles of kernels. The `date` is UTC. `quick` runs spot checks only. `skus` are sorted.
     """
 
     kind: Literal["skuda verify"] = "skuda verify"
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     device: Device
     driver: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
     date: str
     skuda: str
-    verifier_hash: str = ""
+    verifier_hash: Digest = ""
     seed: Size
     quick: bool = False
     skus: tuple[SkuEvidence, ...]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        twice = [sku for sku, count in Counter(one.sku for one in self.skus).items() if count > 1]
+        if not self.skus or twice:
+            self.refuse("skus", f"{twice[0]} twice" if twice else "none", "be at least one kernel, each once")
+        return self
 
     @property
     def failed(self) -> tuple[SkuEvidence, ...]:
         """The kernels that failed."""
         return tuple(sku for sku in self.skus if sku.verdict == "failed")
 
+    def text(self) -> str:
+        """Return the record as JSON; kernels with equal results are a group, and each has a line in it."""
+        groups: dict[str, list[str]] = {}
+        for one in self.skus:
+            found = one.model_dump(mode="json", exclude_defaults=True)
+            own = json.dumps([found.pop(name, 0) for name in _OWN])
+            groups.setdefault(json.dumps(found), []).append(own)
+        lines = [shared[:-1] + ', "kernels": [\n' + ",\n".join(rows) + "]}" for shared, rows in groups.items()]
+        facts = self.model_dump_json(exclude={"skus"})
+        return facts[:-1] + ',\n"groups": [\n' + ",\n".join(lines) + "\n]}\n"
+
     def save(self, path: Path) -> None:
         """Write the file atomically, and create its folder if needed."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, self.model_dump_json(indent=1, exclude_defaults=False) + "\n")
+        write_whole(path, self.text())
 
     @classmethod
     def load(cls, path: Path) -> EvidenceFile | None:
-        """Read a file; return None if it is other JSON or has another schema version.
+        """Read a file; return None if it is other JSON.
 
         Raises
         ------
         InvalidRecord
-            If the file cannot be read, or is an invalid record.
+            If the file cannot be read, is an invalid record, or has another schema version.
         """
         try:
             found = read_json(read_text(path))
         except (OSError, ValueError) as error:
             raise InvalidRecord("evidence", str(path), str(error), "be readable JSON") from error
-        if not isinstance(found, dict) or (found.get("kind"), found.get("schema_version")) != ("skuda verify", 1):
+        if not isinstance(found, dict) or found.get("kind") != "skuda verify":
             return None
         try:
-            return cls.model_validate(found)
+            if found.get("schema_version") != 2:
+                rule = "be 2; delete the file, and run `skuda verify` again"
+                cls.refuse("schema_version", found.get("schema_version"), rule)
+            found.pop("seconds", None)  # some records have this empty field
+            skus: list[dict[str, Any]] = []
+            for group in found.pop("groups"):
+                rows = group.pop("kernels")
+                skus += ({**group, **dict(zip(_OWN, row, strict=True))} for row in rows)
+            return cls.model_validate({**found, "skus": sorted(skus, key=lambda one: str(one["sku"]))})
         except InvalidRecord as error:
             raise InvalidRecord(f"evidence {path}: {error.subject}", error.field, error.had, error.must) from error
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            rule = "be objects with `kernels`, as `skuda verify` writes them"
+            raise InvalidRecord(f"evidence {path}", "groups", f"{type(error).__name__}: {error}", rule) from error
 
 
-@dataclass
 class Records:
     """All loaded runs."""
 
-    files: tuple[EvidenceFile, ...] = ()
-    _by_sku: dict[str, list[tuple[EvidenceFile, SkuEvidence]]] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._by_sku = {}
+    def __init__(self, files: Iterable[EvidenceFile] = ()) -> None:
+        self.files = tuple(files)
+        self._by_sku: dict[str, dict[str, tuple[EvidenceFile, SkuEvidence]]] = {}
         for file in sorted(self.files, key=lambda file: file.date):
-            for found in file.skus:
-                if found.verdict != "skipped":
-                    self._by_sku.setdefault(found.sku, []).append((file, found))
+            for one in (one for one in file.skus if one.verdict != "skipped"):
+                self._by_sku.setdefault(one.sku, {})[file.device.name] = file, one
 
     def of(self, sku_id: str) -> list[tuple[EvidenceFile, SkuEvidence]]:
         """Return a kernel's latest record from every device, without skipped ones."""
-        return list({file.device.name: (file, found) for file, found in self._by_sku.get(sku_id, ())}.values())
+        return list(self._by_sku.get(sku_id, {}).values())
 
 
 @dataclass(frozen=True)
 class Status:
     """What the evidence says about a kernel.
 
-    Attributes
-    ----------
-    word : str
-        ``verified``, ``unverified``, ``stale``, ``failed``, or ``reference`` for the reference itself.
-    device, date : str
-        Device and date of the run that the status comes from; empty if there is none.
-    reason : str
-        Why it is stale; empty otherwise.
+    `device` and `date` are those of the run that it comes from, `reason` says why it is stale, and `cards` are the
+    short names of the devices that the kernel was verified on, failed on, or was last run on.
     """
 
     word: Word
     device: str = ""
     date: str = ""
     reason: str = ""
+    cards: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """The word with the cards: ``verified on H100 and H200``, ``stale, last run on H200``."""
+        word = "stale, last run" if self.word == "stale" and self.cards else self.word
+        return f"{word} on {' and '.join(self.cards)}" if self.cards else word
 
     def describe(self) -> str:
         """Return a description in one line."""
-        where = f" on {self.device}, {self.date[:10]}"
         match self.word:
             case "reference":
                 return "by definition: it is the reference"
-            case "verified":
-                return f"yes:{where}"
-            case "stale":
-                return f"no: stale, {self.reason}{where}"
-            case "failed":
-                return f"no: failed{where}"
             case "unverified":
-                return "no: nothing on this machine has recorded a comparison with the reference"
+                return "no: no record here compares it with the reference"
+            case "stale":
+                return f"no: stale, {self.reason} ({' and '.join(self.cards)}, {self.date[:10]})"
+            case _:
+                return f"{'yes' if self.word == 'verified' else 'no'}: {self.words}, {self.date[:10]}"
 
 
-def status(sku: KernelSku, op: Op, records: Records, *, reference: bool | None = None) -> Status:
-    """Return a kernel's status according to the evidence.
+def status(sku: KernelSku, op: Op, records: Records, *, reference: bool = False) -> Status:
+    """Return a kernel's status; `reference` says whether it is the reference of its op.
 
-    Parameters
-    ----------
-    sku : KernelSku
-        The kernel.
-    op : Op
-        Its op.
-    records : Records
-        The evidence.
-    reference : bool or None
-        Whether it is its op's reference; None derives that from its backend.
-
-    Returns
-    -------
-    Status
-        ``failed`` if the latest run of the unchanged kernel failed on any device, else ``verified`` if one verified it.
+    It is ``failed`` if the latest run of the unchanged kernel failed on any device, else ``verified`` if one verified
+    it.
     """
     found = records.of(sku.id)
     try:
-        today = (source_hash(sku), reference_hash(op)) if found else None
+        today = (source_hash(sku)[:DIGITS], reference_hash(op)[:DIGITS]) if found else None
     except LookupError:
         today = None
     unchanged = [(file, one) for file, one in found if (one.source_hash, one.reference_hash) == today]
-    current = [(file, one) for file, one in unchanged if file.verifier_hash == verifier_hash()]
-    for file, _ in (one for one in current if one[1].verdict == "failed"):
-        return Status("failed", file.device.name, file.date)
-    if reference if reference is not None else sku.backend in _REFERENCES:
-        return Status("reference")
-    for file, _ in current:
-        return Status("verified", file.device.name, file.date)
-    for file, _ in reversed(unchanged):
-        return Status("stale", file.device.name, file.date, "verified by other verifying code")
-    for file, _ in reversed(found):
-        return Status("stale", file.device.name, file.date, "the kernel or its reference has changed since it was run")
-    return Status("unverified")
+    current = [(file, one) for file, one in unchanged if file.verifier_hash == verifier_hash()[:DIGITS]]
+    failed = [(file, one) for file, one in current if one.verdict == "failed"]
+    if not failed and (reference or not found):
+        return Status("reference" if reference else "unverified")
+    word: Word = "failed" if failed else "verified" if current else "stale"
+    runs = failed or current or (unchanged or found)[-1:]
+    last, reason = runs[-1][0], ""
+    if not current:
+        changed = "the kernel or its reference has changed since it was run"
+        reason = "verified by other verifying code" if unchanged else changed
+    cards = tuple(dict.fromkeys(card_words(file.device.name) for file, _ in runs))
+    return Status(word, last.device.name, last.date, reason, cards)
 
 
-def tally(words: Iterable[Word]) -> str:
-    """Count statuses: ``24 verified, 2 stale``, or the word alone if all are equal.
+def tally(found: Iterable[Status]) -> str:
+    """Count statuses: ``24 verified on H200, 2 stale``, or the words alone if all are equal.
 
-    Parameters
-    ----------
-    words : iterable of str
-        One status per kernel; references are left out unless there is nothing else.
+    References are left out unless there is nothing else.
     """
-    every = list(words)
-    told: list[Word] = [word for word in every if word != "reference"] or every
-    order: tuple[Word, ...] = ("verified", "failed", "stale", "unverified", "reference")
-    counts = [(word, told.count(word)) for word in order if word in told]
+    every = sorted(found, key=lambda status: _WORDS.index(status.word))
+    shown = [status for status in every if status.word != "reference"] or every
+    counts = Counter(status.words for status in shown)
     if len(counts) == 1:
-        return counts[0][0]
-    return ", ".join(f"{number} {word}" for word, number in counts) or "-"
+        return next(iter(counts))
+    return ", ".join(f"{number} {words}" for words, number in counts.items()) or "-"
 
 
 class OpCounts(NamedTuple):
@@ -331,10 +291,18 @@ def by_op(skus: Iterable[SkuEvidence]) -> list[OpCounts]:
         ops.setdefault(sku.sku.split(".")[1], []).append(sku)
     rows = []
     for op, found in sorted(ops.items()):
-        verdicts = [sku.verdict for sku in found]
-        counts = (verdicts.count("verified"), verdicts.count("failed"), verdicts.count("skipped"))
-        rows.append(OpCounts(op, *counts, sum(sku.cases for sku in found), sum(sku.outputs for sku in found)))
+        verdicts = Counter(one.verdict for one in found)
+        counts = (verdicts["verified"], verdicts["failed"], verdicts["skipped"])
+        rows.append(OpCounts(op, *counts, sum(one.cases for one in found), sum(one.outputs for one in found)))
     return rows
+
+
+def default_path(device: Device) -> Path | None:
+    """Return where a full run on a GPU is recorded, ``docs/evidence/h200-verify.json``; None where it is not."""
+    folder = evidence_directory()
+    if folder is None or device.processor == "cpu":
+        return None
+    return folder / f"{re.sub(r'[^a-z0-9]+', '-', card_words(device.name).lower()).strip('-')}-verify.json"
 
 
 def evidence_directory() -> Path | None:
@@ -344,12 +312,7 @@ def evidence_directory() -> Path | None:
 
 
 def load_records(directory: Path | None = None) -> Records:
-    """Read every record in a folder.
-
-    Parameters
-    ----------
-    directory : Path or None
-        The folder; None for the checkout's, which may be absent.
+    """Read every record in a folder; None is the checkout's, which may be absent.
 
     Raises
     ------
@@ -362,4 +325,4 @@ def load_records(directory: Path | None = None) -> Records:
             raise InvalidRecord("evidence", "--evidence", str(directory), "be a folder")
         return Records()
     found = (EvidenceFile.load(path) for path in sorted(folder.glob("*.json")) if path.is_file())
-    return Records(tuple(file for file in found if file is not None))
+    return Records(file for file in found if file is not None)

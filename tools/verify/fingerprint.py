@@ -35,8 +35,8 @@ def reference_hash(op: Op) -> str:
 
 @lru_cache(maxsize=256)
 def _cases_hash(cases: tuple[Case, ...]) -> str:
-    told = [(case.problem.model_dump_json(), case.values) for case in cases]
-    return hashlib.sha256(repr(told).encode()).hexdigest()
+    contents = [(case.problem.model_dump_json(), case.values) for case in cases]
+    return hashlib.sha256(repr(contents).encode()).hexdigest()
 
 
 def _part_hash(op: Op, part: Callable[..., Any]) -> str:

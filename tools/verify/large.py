@@ -1,256 +1,125 @@
-"""Problems that are too large for a reference: 70,000 rows, and arrays of more than 2^31 bytes.
+"""The check of arrays of more than 2^31 bytes, which are too large for a reference.
 
-The inputs are copies of a small problem's inputs, so the outputs are copies of its outputs, and the device compares
-them. Whole rows are repeated, so the range over all rows equals the range of one copy.
+The inputs are copies of a small problem's inputs. The outputs are therefore copies of its outputs, which the device
+compares. Whole rows are repeated, so the range over all rows equals the range of one copy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from skuda.dispatch.plan import Plan
-from skuda.kernels.draw import draw
-from skuda.kernels.dtypes import storage_dtype
-from skuda.registry.descriptor import Descriptor, Role, storage_shape
+from skuda.registry.descriptor import Descriptor, Role
 from skuda.registry.errors import Unsupported
-from skuda.registry.op import Case, Op
-from skuda.tools.verify.compare import allowed_ulps, difference, differing
-from skuda.tools.verify.evidence import Failure
-from skuda.tools.verify.placement import GUARD, OUTSIDE, Geometry, Placement, is_float, stored_bytes
-from skuda.tools.verify.trial import Trial, answer
+from skuda.registry.op import Case
+from skuda.tools.verify.compare import Broken, NotRun, allowed_ulps, difference, differing
+from skuda.tools.verify.placement import GUARD, OUTSIDE, Geometry, is_float
+from skuda.tools.verify.trial import Trial, answer, sizes_of
 
 Array = npt.NDArray[Any]
+TOTAL, PIECE, MEMORY = 1 << 31, 1 << 20, 24 << 30
+"""Bytes that the largest array exceeds; elements, or approximate bytes, of one copy, even, so that packed elements
+start at a byte; and bytes of device memory below which the check is left out."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the large problems.
-
-    Attributes
-    ----------
-    rows : int
-        Rows of the first problem: more than the 65,535 blocks of a grid's second axis.
-    few : int
-        Rows of one copy; divides `rows`.
-    total : int
-        Bytes that the largest array of the second problem exceeds.
-    piece : int
-        Elements, or approximate bytes, of one copy; even, so that a copy of packed elements starts at a byte.
-    memory : int
-        Bytes of device memory below which these problems are left out.
-    """
-
-    rows: int = 70_000
-    few: int = 70
-    total: int = 1 << 31
-    piece: int = 1 << 20
-    memory: int = 24 << 30
-
-
-LARGE = Sizes()
-
-
-@dataclass(frozen=True)
-class Large:
-    """A problem made of `copies` copies of a small one; `name` says what is large about it."""
+class Large(NamedTuple):
+    """A problem made of `copies` copies of a small one."""
 
     small: Descriptor
     problem: Descriptor
     copies: int
-    name: str
 
 
-def suitable(problems: Iterable[Descriptor]) -> Descriptor | None:
-    """Return the problem whose largest array is nearest to 4 KiB, or None if all are empty.
-
-    Rows of one element and rows of megabytes are both unsuitable for repetition.
-    """
-    return min(
-        (problem for problem in problems if _bytes(problem)),
-        key=lambda problem: abs(math.log2(_bytes(problem)) - 12),
-        default=None,
-    )
-
-
-def large_problems(problem: Descriptor, sizes: Sizes = LARGE) -> Iterator[Large]:
-    """Yield large problems derived from a small one; none if it is empty or has no axis to grow along."""
-    if _bytes(problem) == 0:
-        return
-    if _flat(problem):
-        small = problem.model_copy(update={"numel": sizes.piece})
-    else:
-        few = grown(problem, sizes.few)
-        if few is None:
-            return
-        yield Large(few, _grown(problem, sizes.rows), sizes.rows // sizes.few, f"{sizes.rows:,} rows")
-        row = max(1, _bytes(_grown(problem, 64)) // 64)
-        small = _grown(problem, max(1, sizes.piece // row))
-    copies = sizes.total // _bytes(small) + 2
-    extent = copies * (sizes.piece if _flat(problem) else _rows(small))
-    large = problem.model_copy(update={"numel": extent}) if _flat(problem) else _grown(problem, extent)
-    yield Large(small, large, copies, f"more than {sizes.total:,} bytes")
+def large_problem(trial: Trial) -> Large | None:
+    """Return a large problem of a kernel; None if all its cases are empty, or have no axis to grow along."""
+    problems = [each.case.problem for each in trial.cases if each.own and _bytes(each.case.problem)]
+    # Rows of one element and rows of megabytes are both unsuitable for repetition.
+    base = min(problems, key=lambda problem: abs(math.log2(_bytes(problem)) - 12), default=None)
+    if base is None or (one := _grown(base, 64)) is None:
+        return None
+    extent = PIECE if "numel" in type(base).model_fields else max(1, PIECE // max(1, _bytes(one) // 64))
+    small = _grown(base, extent)
+    assert small is not None
+    copies = TOTAL // _bytes(small) + 2
+    large = _grown(base, copies * extent)
+    assert large is not None
+    return Large(small, large, copies)
 
 
-def grown(problem: Descriptor, rows: int) -> Descriptor | None:
-    """Return a problem with `rows` as the extent of its first axis; None if it has no such axis."""
+def _grown(problem: Descriptor, extent: int) -> Descriptor | None:
+    """Return a problem with another extent of its first axis; None if it has no such axis."""
     fields = type(problem).model_fields
     if "shape" in fields:
         shape: tuple[int, ...] = getattr(problem, "shape", ())
-        return problem.model_copy(update={"shape": (rows, *shape[1:])})
-    name = next((name for name in ("m", "outer_size", "n") if name in fields), None)
-    return None if name is None else problem.model_copy(update={name: rows})
-
-
-def _grown(problem: Descriptor, rows: int) -> Descriptor:
-    found = grown(problem, rows)
-    assert found is not None
-    return found
-
-
-def _flat(problem: Descriptor) -> bool:
-    return "numel" in type(problem).model_fields
-
-
-def _rows(problem: Descriptor) -> int:
-    shape: tuple[int, ...] | None = getattr(problem, "shape", None)
-    if shape is not None:
-        return shape[0]
-    name = next(name for name in ("m", "outer_size", "n") if name in type(problem).model_fields)
-    return int(getattr(problem, name))
+        return problem.model_copy(update={"shape": (extent, *shape[1:])})
+    name = next((name for name in ("numel", "m", "outer_size", "n") if name in fields), None)
+    return None if name is None else problem.model_copy(update={name: extent})
 
 
 def _bytes(problem: Descriptor) -> int:
     """Return the size of the largest array in bytes."""
-    return max(
-        (
-            stored_bytes(storage_shape(a.shape, a.elements[0]), storage_dtype(a.elements[0]))
-            for a in problem.arguments()
-            if not a.is_scalar
-        ),
-        default=0,
-    )
+    return max(sizes_of(problem), default=0)
 
 
-class Copies:
-    """A large problem on a device; its inputs are placed once for all kernels that are run on them.
-
-    Parameters
-    ----------
-    op : Op
-        The op.
-    large : Large
-        The problem.
-    placement : Placement
-        Moves arrays to the device and back.
-    seed : int
-        Seed of the small problem's inputs.
-    """
-
-    def __init__(self, op: Op, large: Large, placement: Placement, seed: int) -> None:
-        self._large, self._placement = large, placement
-        inputs = draw(op, Case(large.small), np.random.default_rng(seed)).inputs
-        # A flat problem's inputs may have several axes; its copies are joined along a single one.
-        flat = _flat(large.small)
-        inputs = {
-            k: v.reshape(-1) if flat and isinstance(v, np.ndarray) and v.size > 1 else v for k, v in inputs.items()
-        }
-        self._want = answer(op, large.small, inputs)
-        self._numbers = {k: v for k, v in inputs.items() if v is not None and not isinstance(v, np.ndarray)}
-        self._inputs: dict[str, tuple[Any, Any]] = {}
-        self._arrays: dict[str, Any] = {}
-        for small, argument in zip(large.small.arguments(), large.problem.arguments(), strict=True):
-            value = inputs.get(argument.name)
-            if argument.role not in (Role.OUTPUT, Role.SCRATCH) and isinstance(value, np.ndarray):
-                repeated = not argument.is_scalar and small.shape != argument.shape
-                self._lay_out(argument.name, value, large.copies if repeated else 1)
-
-    def _lay_out(self, name: str, value: Array, copies: int) -> None:
-        shape = (value.shape[0] * copies, *value.shape[1:]) if copies > 1 else value.shape
-        buffer, rows = self._buffer(shape, value.dtype, copies)
-        one = self._placement.upload(np.ascontiguousarray(value).reshape(-1).view(_word(value.nbytes)))
-        rows[...] = one
-        self._inputs[name] = rows, one
-        self._arrays[name] = self._placement.view(buffer, Geometry.of(shape, value.dtype, "contiguous"))
-
-    def _buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any], copies: int) -> tuple[Any, Any]:
-        """Return a device buffer between guard zones, and a view of its elements with one row of integers per copy."""
-        size = stored_bytes(shape, dtype) // copies
-        word = _word(size)
-        buffer = self._placement.full(Geometry.of(shape, dtype, "contiguous").size, OUTSIDE[0])
-        return buffer, self._placement.view(buffer, Geometry.of((copies, size // word.itemsize), word, "contiguous"))
-
-    def run(self, trial: Trial, select: Callable[[Descriptor], Plan]) -> None:
-        """Run a kernel and record the result in its trial; nothing is raised.
-
-        `select(problem)` returns a plan for exactly this kernel.
-        """
-        try:
-            self._run(trial, select(self._large.problem))
-        except Unsupported as error:
-            trial.finding.note = f"{self._large.name} is refused: {error}".partition("\n")[0]
-        except Exception as error:  # noqa: BLE001  the other kernels must still run
-            failed(trial, self._large, check="error", message=f"{type(error).__name__}: {error}")
-
-    def _run(self, trial: Trial, plan: Plan) -> None:
-        outputs: dict[str, tuple[Any, Any]] = {}
-        arrays = self._numbers | self._arrays
-        for argument in self._large.problem.arguments():
-            if argument.role is Role.OUTPUT:
-                shape = storage_shape(argument.shape, argument.elements[0])
-                want = self._want[argument.name]
-                copies = self._large.copies if shape != want.shape else 1
-                buffer, rows = outputs[argument.name] = self._buffer(shape, want.dtype, copies)
-                poison = np.full(8, 0xFF if is_float(want.dtype) else 0xA6, np.uint8)
-                rows[...] = int(poison.view(_word(want.nbytes))[0])
-                arrays[argument.name] = self._placement.view(buffer, Geometry.of(shape, want.dtype, "contiguous"))
-        plan.run(**arrays)
-        trial.finding.cases += 1
-        for name, (rows, one) in self._inputs.items():
-            if bool((rows != one).any()):
-                failed(trial, self._large, check="input", output=name, message="an input was written")
-                rows[...] = one  # restored for the next kernel
-        for name, (buffer, rows) in outputs.items():
-            behind = GUARD + self._want[name].nbytes * len(rows)
-            guards = (self._placement.download(zone) for zone in (buffer[:GUARD], buffer[behind:]))
-            if any((zone != OUTSIDE[0]).any() for zone in guards):
-                failed(trial, self._large, check="guard", output=name, message="beside the array was written")
-            self._compare(trial, name, rows)
-
-    def _compare(self, trial: Trial, name: str, rows: Any) -> None:
-        """Compare all copies with the first on the device; compare the first, and those that differ, on the host."""
-        want = self._want[name]
-        element = next(a.elements[0] for a in self._large.problem.arguments() if a.name == name)
-        ulps = allowed_ulps(trial.sku, self._large.small, element)
-        if ulps is None:
-            return
-        others = np.flatnonzero(self._placement.download((rows != rows[0]).any(1)))
-        trial.finding.outputs += want.size * len(rows)
-        wrong = False
-        for copy in (0, *map(int, others)):
-            got = self._placement.download(rows[copy]).view(want.dtype).reshape(want.shape)
-            bad = differing(got, want, ulps)
-            wrong = bool(bad.any())
-            if wrong:
-                said = difference(name, bad, got, want, f"copy {copy} of {len(rows)}")
-                at = tuple(i + (copy * want.shape[0] if axis == 0 else 0) for axis, i in enumerate(said["at"]))
-                failed(trial, self._large, **{**said, "check": "ulp" if ulps else "bits", "at": at})
-                break
-        trial.finding.held("within_ulp" if ulps else "bit_exact", ok=not wrong)
+def check_large(trial: Trial) -> None:
+    """Check that arrays of more than 2^31 bytes are right: offsets take 64 bits."""
+    if trial.device.memory < MEMORY:
+        raise NotRun(f"it takes a device with {MEMORY >> 30} GiB of memory")
+    large = large_problem(trial)
+    if large is None:
+        raise NotRun("no case of its op can be repeated")
+    try:
+        plan = trial.fresh(large.problem)  # a cached plan would keep gigabytes of scratch allocated
+    except Unsupported as error:
+        raise NotRun(f"it refuses a problem of {TOTAL:,} bytes: {error}".partition("\n")[0]) from error
+    drawn = trial.examples.of(Case(large.small)).drawn
+    # A flat problem's inputs may have several axes; its copies are joined along a single one.
+    flat = {argument.name for argument in large.problem.arguments() if argument.flat}
+    inputs = {k: v.reshape(-1) if k in flat and isinstance(v, np.ndarray) else v for k, v in drawn.inputs.items()}
+    want = answer(trial.op, large.small, inputs)
+    arrays, copied = dict(inputs), dict[str, tuple[Any, Any, Any]]()
+    for one, whole in zip(large.small.arguments(), large.problem.arguments(), strict=True):
+        content = want.get(one.name) if one.role is Role.OUTPUT else inputs.get(one.name)
+        if isinstance(content, np.ndarray):
+            copies = large.copies if not one.is_scalar and one.shape != whole.shape else 1
+            shape = (content.shape[0] * copies, *content.shape[1:]) if copies > 1 else content.shape
+            word = np.dtype(np.int8 if content.nbytes % 8 else np.int64)  # a device compares wide elements faster
+            buffer = trial.placement.full(Geometry.of(shape, content.dtype).size, OUTSIDE[0])
+            rows = trial.placement.view(buffer, Geometry.of((copies, content.nbytes // word.itemsize), word))
+            poison = np.full(content.nbytes, 0xFF if is_float(content.dtype) else 0xA6, np.uint8)
+            filled = poison if one.role is Role.OUTPUT else np.ascontiguousarray(content).reshape(-1)
+            first = trial.placement.upload(filled.view(word))
+            rows[...] = first
+            copied[one.name] = buffer, rows, first
+            arrays[one.name] = trial.placement.view(buffer, Geometry.of(shape, content.dtype))
+    plan.run(**{name: value for name, value in arrays.items() if value is not None})
+    trial.runs += 1
+    for name, (buffer, rows, first) in copied.items():
+        behind = GUARD + math.prod(rows.shape) * (1 if rows.dtype.itemsize == 1 else 8)
+        zones = (trial.placement.download(zone) for zone in (buffer[:GUARD], buffer[behind:]))
+        if any((zone != OUTSIDE[0]).any() for zone in zones):
+            raise Broken("memory beside an array of a large problem was written", output=name)
+        if name not in want and bool((rows != first).any()):
+            raise Broken("an input of a large problem was written", output=name)
+    for name, expected in want.items():
+        _compare(trial, large, name, expected, copied[name][1])
 
 
-def _word(size: int) -> np.dtype[Any]:
-    """Return the widest integer dtype that divides a size in bytes; a device compares wide elements faster."""
-    return np.dtype(np.int8 if size % 8 else np.int64)
-
-
-def failed(trial: Trial, large: Large, **fields: Any) -> None:
-    """Record a failure of a kernel on a large problem; its message begins with the problem's name."""
-    said = {"case": -1, "problem": large.problem.model_dump_json(), "values": "normal", "layout": "contiguous"}
-    message = f"{large.name}: {fields.pop('message')}"
-    trial.finding.fail(Failure(**{**said, **fields, "message": message}))
+def _compare(trial: Trial, large: Large, name: str, want: Array, rows: Any) -> None:
+    """Compare all copies with the first on the device; compare the first, and those that differ, on the host."""
+    element = next(a.elements[0] for a in large.problem.arguments() if a.name == name)
+    ulps = allowed_ulps(trial.sku, large.small, element)
+    if ulps is None:
+        return
+    others = np.flatnonzero(trial.placement.download((rows != rows[0]).any(1)))
+    trial.outputs += want.size * len(rows)
+    for copy in (0, *map(int, others)):
+        got = trial.placement.download(rows[copy]).view(want.dtype).reshape(want.shape)
+        bad = differing(got, want, ulps)
+        if bad.any():
+            found = difference(name, bad, got, want, f"copy {copy} of {len(rows)} in {large.problem!r}")
+            at = tuple(i + (copy * want.shape[0] if axis == 0 else 0) for axis, i in enumerate(found["at"]))
+            raise Broken(**{**found, "at": at})

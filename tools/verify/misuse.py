@@ -2,148 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from skuda.kernels.draw import Drawn
 from skuda.kernels.dtypes import storage_dtype
 from skuda.registry.descriptor import Argument, Descriptor, Role
-from skuda.tools.verify.placement import Geometry, HostPlacement, Image, Placement, images_of, placed
+from skuda.registry.errors import InvalidProblem
+from skuda.tools.verify.compare import Broken
+from skuda.tools.verify.placement import Geometry, PlacedArguments, Placement
+from skuda.tools.verify.trial import Trial
 
 _DTYPES = tuple(np.dtype(name) for name in ("f4", "f2", "i1", "u1", "i4", "f8"))
+_NUMBERS = {
+    Role.SCALE: {"of 0": 0.0, "of NaN": float("nan")},
+    Role.ZERO_POINT: {"that is not whole": 0.5},
+    Role.VALUE: {},
+}
+"""Numbers that a scalar of a role must not be."""
 
 
-@dataclass(frozen=True)
-class Misuse:
-    """One wrong call.
-
-    Attributes
-    ----------
-    what : str
-        What is wrong with the call.
-    arguments : dict
-        The arguments to pass.
-    memory : dict
-        Buffer and image of every array, by name: none may change.
-    """
+class Misuse(NamedTuple):
+    """One wrong call: what is wrong with it, the arguments to pass, and the call whose memory must not change."""
 
     what: str
     arguments: dict[str, Any]
-    memory: dict[str, tuple[Any, Image]]
+    call: PlacedArguments
+
+
+def check_refusals(trial: Trial) -> None:
+    """Check that wrong arguments raise `InvalidProblem`, and nothing is written."""
+    example = trial.telling
+    plan = trial.plan(example.case.problem)
+    ways: dict[str, Callable[..., Any]] = {"can_implement": plan.can_implement, "bind": plan.bind, "run": plan.run}
+    for what, arguments, call in misuses(example.case.problem, example.drawn, trial.placement):
+        for name, function in ways.items():
+            if name == "can_implement" and "stream" in arguments:
+                continue
+            try:
+                function(**arguments)
+            except InvalidProblem as error:
+                if not str(error):
+                    raise Broken(f"{what}: {name}() refuses it without a message") from error
+            except Exception as error:
+                had = f"{type(error).__name__}: {error}"
+                raise Broken(f"{what}: {name}() must raise InvalidProblem; it raised {had}") from error
+            else:
+                raise Broken(f"{what}: {name}() must raise InvalidProblem, and accepted it")
+            if changed := call.spoilt(allow_outputs=False):
+                raise Broken(f"{what}: {name}() refused it and had written to {changed[0]}, byte {changed[1]}")
 
 
 def misuses(problem: Descriptor, drawn: Drawn, placement: Placement) -> Iterator[Misuse]:
-    """Yield wrong calls of a problem.
-
-    Parameters
-    ----------
-    problem : Descriptor
-        The problem; empty arrays allow fewer wrong calls.
-    drawn : Drawn
-        Valid inputs.
-    placement : Placement
-        Moves arrays to the device and back.
-    """
-    arguments = problem.arguments()
-    images, numbers = images_of(arguments, drawn, "contiguous", 0)
-    buffers, views = placed(placement, images)
-    right = {**views, **numbers}
-
-    def wrong(
-        what: str,
-        values: Mapping[str, Any] | None = None,
-        *,
-        without: str = "",
-        changed: Mapping[str, Image] | None = None,
-    ) -> Misuse:
-        fresh_buffers, fresh = placed(placement, changed or {})
-        passed = {name: value for name, value in {**right, **fresh, **(values or {})}.items() if name != without}
-        memory = {name: (buffers[name], image) for name, image in images.items()}
-        memory |= {name: (fresh_buffers[name], image) for name, image in (changed or {}).items()}
-        return Misuse(what, passed, memory)
-
-    yield wrong("an unknown argument", {"no_such_argument": 1})
-    if isinstance(placement, HostPlacement):
-        yield wrong("a stream on a CPU", {"stream": object()})
-    for argument in arguments:
+    """Yield wrong calls of a problem with valid inputs; empty arrays allow fewer of them."""
+    right = PlacedArguments.of(placement, problem, drawn)
+    on_host = type(placement).upload is Placement.upload
+    given = right.arguments
+    yield Misuse("an unknown argument", {**given, "no_such_argument": 1}, right)
+    if on_host:
+        yield Misuse("a stream on a CPU", {**given, "stream": object()}, right)
+    for argument in problem.arguments():
         name = argument.name
         if argument.required and argument.role is not Role.OUTPUT:
-            yield wrong(f"no {name}", without=name)
-        if argument.is_scalar:
-            yield from _numbers(argument, wrong)
-        elif name in images:
-            yield wrong(f"{name} that is no array", {name: "text"})
-            if isinstance(placement, HostPlacement):
-                yield wrong(f"{name} with a mask", {name: np.ma.masked_array(views[name])})
-            yield from _geometries(argument, images[name].geometry, wrong)
-    for argument in arguments:
-        if argument.name in images and argument.role is Role.OUTPUT:
-            yield from _written(argument, arguments, images, views, placement, wrong)
+            yield Misuse(f"no {name}", {n: value for n, value in given.items() if n != name}, right)
+        for how, value in _values(argument, right, on_host=on_host):
+            yield Misuse(f"{name} {how}", {**given, name: value}, right)
+        if name not in right.parts or argument.is_scalar:
+            continue
+        for how, geometry in _geometries(argument, right):
+            call = _placed(right, name, geometry)
+            yield Misuse(f"{name} {how}", call.arguments, call)
+        had = right.parts[name].geometry
+        for other, (role, source, content) in right.parts.items() if argument.role is Role.OUTPUT else ():
+            several = int(np.prod(source.shape)) * source.dtype.itemsize > had.dtype.itemsize
+            if several and role is not Role.OUTPUT and 0 not in had.shape:
+                # The output begins at the other's second element, in a buffer that is long enough for both.
+                call = _placed(right, other, replace(source, size=source.size + had.size), content)
+                over = placement.view(call.buffers[other], replace(had, start=source.start + had.dtype.itemsize))
+                yield Misuse(f"{name} over {other}", {**call.arguments, name: over}, call)
 
 
-def _numbers(argument: Argument, wrong: Any) -> Iterator[Misuse]:
-    """Yield calls with an invalid scalar: not a number, or a value that the argument's role forbids."""
+def _values(argument: Argument, right: PlacedArguments, *, on_host: bool) -> Iterator[tuple[str, Any]]:
+    """Yield wrong values: no array or number, one that the role forbids, or an output that cannot be written."""
     name = argument.name
-    yield wrong(f"{name} that is no number", {name: "text"})
-    if argument.role is Role.SCALE:
-        yield wrong(f"{name} of 0", {name: 0.0})
-        yield wrong(f"{name} of NaN", {name: float("nan")})
-    if argument.role is Role.ZERO_POINT:
-        yield wrong(f"{name} that is not whole", {name: 0.5})
+    if argument.is_scalar:
+        yield "that is no number", "text"
+        yield from _NUMBERS[argument.role].items()
+    elif name in right.arrays:
+        yield "that is no array", "text"
+        if on_host:
+            yield "with a mask", np.ma.masked_array(right.arrays[name])
+        if on_host and argument.role is Role.OUTPUT:
+            locked = right.arrays[name].view()
+            locked.flags.writeable = False
+            yield "that is read-only", locked
 
 
-def _geometries(argument: Argument, right: Geometry, wrong: Any) -> Iterator[Misuse]:
-    """Yield calls with an array of zeros that has another dtype or shape."""
-    name, shape = argument.name, right.shape
-    accepted = {storage_dtype(element) for element in argument.elements}
+def _placed(right: PlacedArguments, name: str, geometry: Geometry, content: Any = 0) -> PlacedArguments:
+    """Lay out the arguments of a call with another geometry of one of them."""
+    part = right.parts[name]._replace(geometry=geometry, content=content)
+    return PlacedArguments(right.placement, {**right.parts, name: part}, right.numbers)
+
+
+def _geometries(argument: Argument, right: PlacedArguments) -> Iterator[tuple[str, Geometry]]:
+    """Yield geometries of another dtype or shape, and one whose rows are the same memory."""
+    had, accepted = right.parts[argument.name].geometry, {storage_dtype(element) for element in argument.elements}
     other = next(dtype for dtype in _DTYPES if dtype not in accepted)
-    yield wrong(f"{name} of {other}", changed={name: Image(Geometry.of(shape, other, "contiguous"), 0)})
-    changed = {"longer": (*shape[:-1], shape[-1] + 1)} if shape else {}
-    if 0 not in shape and shape:
-        changed["shorter"] = (*shape[:-1], shape[-1] - 1)
+    yield f"of {other}", Geometry.of(had.shape, other)
+    changed = {}
+    if had.shape:
+        changed["longer"] = (*had.shape[:-1], had.shape[-1] + 1)
+        if 0 not in had.shape:
+            changed["shorter"] = (*had.shape[:-1], had.shape[-1] - 1)
     if not argument.flat:
-        changed["of another rank"] = (1, *shape)
-    for how, bad in changed.items():
-        image = Image(Geometry.of(bad, right.dtype, "contiguous"), 0)
-        yield wrong(f"{name} {how}: shape {bad}, not {shape}", changed={name: image})
-
-
-def _written(
-    argument: Argument,
-    arguments: tuple[Argument, ...],
-    images: Mapping[str, Image],
-    views: Mapping[str, Any],
-    placement: Placement,
-    wrong: Any,
-) -> Iterator[Misuse]:
-    """Yield calls with an output that cannot be written: read-only, overlapping itself, or overlapping an input."""
-    name, right = argument.name, images[argument.name].geometry
-    if isinstance(placement, HostPlacement):
-        locked = views[name].view()
-        locked.flags.writeable = False
-        yield wrong(f"{name} that is read-only", {name: locked})
-    if 0 not in right.shape and right.shape[:1] > (1,):
-        folded = Geometry(right.shape, right.dtype, (0, *right.strides[1:]), right.start, right.size)
-        yield wrong(f"{name} whose rows are one", changed={name: Image(folded, 0)})
-    for other in arguments:
-        if other.role is Role.INPUT and other.name in images:
-            yield from _over(name, right, other.name, images[other.name], placement, wrong)
-
-
-def _over(name: str, right: Geometry, other: str, image: Image, placement: Placement, wrong: Any) -> Iterator[Misuse]:
-    """Yield a call whose output overlaps an input from the output's second element on."""
-    source = image.geometry
-    start = source.start + right.dtype.itemsize
-    last = sum((n - 1) * stride for n, stride in zip(source.shape, source.strides, strict=True)) + source.dtype.itemsize
-    if 0 in right.shape or 0 in source.shape or start >= source.start + last:
-        return
-    size = max(source.size, start + right.size)
-    roomy = Geometry(source.shape, source.dtype, source.strides, source.start, size + -size % 8)
-    both = Image(roomy, source.view(image.before))
-    misuse = wrong(f"{name} over {other}", changed={other: both})
-    inside = Geometry(right.shape, right.dtype, right.strides, start, roomy.size)
-    misuse.arguments[name] = placement.view(misuse.memory[other][0], inside)
-    yield misuse
+        changed["of another rank"] = (1, *had.shape)
+    for how, shape in changed.items():
+        yield f"{how}: shape {shape}, not {had.shape}", Geometry.of(shape, had.dtype)
+    if argument.role is Role.OUTPUT and 0 not in had.shape and had.shape[:1] > (1,):
+        yield "whose rows are one", replace(had, strides=(0, *had.strides[1:]))

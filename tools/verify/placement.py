@@ -1,18 +1,16 @@
 """Arrays of any layout between guard zones, on any device, with access to every byte.
 
-An `Image` is built on the host. A `Placement` copies its bytes to a device, views them there as an array, and copies
-them back. Guard zones, strides and alignment are therefore the same on every device.
+Each array of a call lies in a buffer of its own, so a sanitizer sees accesses beside it. The buffer is built on the
+host, copied to a device, viewed there as an array, and copied back: the layout is the same on every device.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -20,44 +18,33 @@ import numpy.typing as npt
 
 from skuda.kernels.draw import Drawn
 from skuda.kernels.dtypes import storage_dtype
-from skuda.registry.descriptor import Argument, Role, storage_shape
+from skuda.registry.descriptor import Descriptor, Role, storage_shape
 from skuda.registry.device import Device
 from skuda.registry.errors import MissingDependency
 
 Array = npt.NDArray[Any]
-Layout = Literal["contiguous", "wide", "misaligned", "crooked"]
-LAYOUTS: tuple[Layout, ...] = ("contiguous", "wide", "misaligned", "crooked")
-"""Contiguous; rows of a wider array; shifted by one element; both, with a gap of an odd number of elements."""
+Layout = Literal["contiguous", "wide", "misaligned", "crooked", "transposed", "strided", "reversed"]
+LAYOUTS: tuple[Layout, ...] = ("contiguous", "wide", "misaligned", "crooked", "transposed", "strided", "reversed")
+"""Contiguous; rows of a wider array, at multiples of 16 elements; shifted by one element; both, with an odd gap; the
+first axis dense; ``x[..., ::2]`` of a larger array; ``x[..., ::-1]``."""
+
+GUARD = 256
+"""Bytes of the guard zone before and after an array; a multiple of every alignment that matters."""
+OUTSIDE = (0x55, 0x7F)
+"""Bytes around arrays in the first and the second run; a kernel that reads them gives different bits."""
+FLOATS = frozenset(np.dtype(kind) for kind in (np.float16, np.float32, np.float64, ml_dtypes.bfloat16))
 
 _LATE = 100_000_000
 """GPU clock cycles, about 50 ms, by which inputs are delayed: long compared with a launch."""
-GUARD = 256
-"""Bytes of the guard zone before and after an array; a multiple of every alignment that matters."""
-
-OUTSIDE = (0x55, 0x7F)
-"""Bytes around an array in the first and the second run; a kernel that reads them gives different bits."""
-FLOATS = frozenset(np.dtype(kind) for kind in (np.float16, np.float32, np.float64, ml_dtypes.bfloat16))
 _POISON = (0xFF, 0x6B)
 """Poison of outputs in the two runs, NaN for floats in the first; an element left unwritten differs between them."""
-
-_GAPS: dict[Layout, int] = {"wide": 8, "crooked": 3}
+_SCRATCH_GIVEN = ("contiguous", "crooked", "strided")
+"""Layouts in which optional scratch is passed; in the others the plan must allocate it."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Position of an array's elements in its buffer.
-
-    Attributes
-    ----------
-    shape : tuple of int
-        Extents in stored elements.
-    dtype : np.dtype
-        Storage dtype.
-    strides : tuple of int
-        Strides in bytes.
-    start, size : int
-        Offset of the first element and size of the buffer, in bytes.
-    """
+    """Position of an array in a buffer: shape in stored elements, strides, first element and buffer size in bytes."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -66,171 +53,99 @@ class Geometry:
     size: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], dtype: np.dtype[Any], layout: Layout) -> Geometry:
-        """Return the geometry of an array in a layout.
-
-        Parameters
-        ----------
-        shape : tuple of int
-            Extents in stored elements.
-        dtype : np.dtype
-            Storage dtype.
-        layout : str
-            One of `LAYOUTS`; arrays of fewer than two axes have no gaps between rows.
-        """
-        gap = _GAPS.get(layout, 0) if len(shape) > 1 else 0
-        strides, step = [0] * len(shape), dtype.itemsize
-        for axis in range(len(shape) - 1, -1, -1):
+    def of(
+        cls, shape: tuple[int, ...], dtype: np.dtype[Any], layout: Layout = "contiguous", number: int = 0
+    ) -> Geometry:
+        """Return the geometry of an array in a layout; arrays with other numbers have other gaps between rows."""
+        last, size = len(shape) - 1, dtype.itemsize
+        strides, step = [0] * len(shape), 2 * size if layout == "strided" else size
+        for axis in range(len(shape)) if layout == "transposed" else range(last, -1, -1):
             strides[axis] = step
-            step *= max(1, shape[axis]) + (gap if axis == len(shape) - 1 else 0)
-        start = GUARD + (dtype.itemsize if layout in ("misaligned", "crooked") else 0)
-        size = start + step + GUARD
-        return cls(shape, dtype, tuple(strides), start, size + -size % 8)
+            extent = max(1, shape[axis])
+            if axis == last > 0 and layout == "wide":
+                extent += -extent % 16 + 16 * (number + 1)
+            elif axis == last > 0 and layout == "crooked":
+                extent += 3 + 2 * number
+            step *= extent
+        start = GUARD + (size if layout in ("misaligned", "crooked") else 0)
+        end = start + step + GUARD
+        if layout == "reversed" and shape:
+            start += (max(1, shape[last]) - 1) * size
+            strides[last] = -size
+        return cls(shape, dtype, tuple(strides), start, end + -end % GUARD)
 
     @property
-    def plain(self) -> bool:
-        """Whether there are no gaps between rows."""
-        return self.strides == Geometry.of(self.shape, self.dtype, "contiguous").strides
+    def dense(self) -> bool:
+        """Whether the elements follow each other without gaps, in the order of their indices."""
+        return self.strides == Geometry.of(self.shape, self.dtype).strides
 
     def view(self, buffer: Array) -> Array:
         """Return the array as a view of a host buffer."""
         return np.ndarray(self.shape, self.dtype, buffer, self.start, self.strides)
 
-    @cached_property
-    def outside(self) -> Array:
-        """Mask of the buffer's bytes that belong to no element."""
-        mask = np.ones(self.size, bool)
+    def bytes_of(self, buffer: Array) -> Array:
+        """Return a view of a host buffer, or of a mask of its bytes, with one more axis: the bytes of an element."""
         shape, strides = (*self.shape, self.dtype.itemsize), (*self.strides, 1)
-        np.ndarray(shape, bool, mask, self.start, strides)[...] = False
-        return mask
+        return np.ndarray(shape, buffer.dtype, buffer, self.start, strides)
 
 
-class Image:
-    """The bytes of an array and of its guard zones, as they are before a run.
+class HostPlacement:
+    """Moves bytes to a device and back; this one stays on the host, with NumPy's arrays.
 
-    Parameters
-    ----------
-    geometry : Geometry
-        Position of the elements.
-    content : array or int
-        The elements, or the byte that poisons all of them.
-    outside : int
-        The byte that fills everything outside the elements.
+    `name` is the library that does it, and `layouts` are those that it can view.
     """
 
-    def __init__(self, geometry: Geometry, content: Array | int, outside: int = OUTSIDE[0]) -> None:
-        self.geometry, self.outside = geometry, outside
-        self.before = np.full(geometry.size, outside, np.uint8)
-        if isinstance(content, int):
-            self.before[~geometry.outside] = content
-        else:
-            geometry.view(self.before)[...] = content
-
-    def spilt(self, after: Array) -> int | None:
-        """Return the offset, from the first element, of the first byte written outside the elements, or None."""
-        touched = np.flatnonzero(self.geometry.outside & (after != self.outside))
-        return int(touched[0]) - self.geometry.start if touched.size else None
-
-    def changed(self, after: Array) -> int | None:
-        """Return the offset, from the first element, of the first byte that changed, or None."""
-        touched = np.flatnonzero(self.before != after)
-        return int(touched[0]) - self.geometry.start if touched.size else None
-
-
-class Placement(Protocol):
-    """Moves bytes to a device and back; `name` is the library that does it."""
-
-    name: str
+    name = "numpy"
+    layouts: tuple[Layout, ...] = LAYOUTS
 
     def upload(self, content: Array) -> Any:
         """Return a copy of the bytes on the device."""
+        return content.copy()
 
     def view(self, buffer: Any, geometry: Geometry) -> Any:
-        """Return the array as a view of a device buffer.
-
-        Raises
-        ------
-        TypeError
-            If the library has no such dtype.
-        """
+        """Return the array as a view of a device buffer; raise `TypeError` if the library has no such dtype."""
+        return geometry.view(buffer)
 
     def download(self, buffer: Any) -> Array:
         """Return a copy of the bytes on the host, after all enqueued work."""
+        return np.array(buffer)
 
     def full(self, size: int, byte: int) -> Any:
         """Return a device buffer filled with one byte; its views support slicing, assignment and comparison."""
+        return np.full(size, byte, np.uint8)
 
     def release(self) -> None:
         """Free cached memory, so that the driver can allocate the kernels' scratch from it."""
 
 
-class HostPlacement:
-    """NumPy arrays on the host."""
-
-    name = "numpy"
-
-    def upload(self, content: Array) -> Any:
-        """Return a copy."""
-        return content.copy()
-
-    def view(self, buffer: Any, geometry: Geometry) -> Any:
-        """Return the array as a view of the bytes."""
-        return geometry.view(buffer)
-
-    def download(self, buffer: Any) -> Array:
-        """Return a copy."""
-        return np.array(buffer)
-
-    def full(self, size: int, byte: int) -> Any:
-        """Return a buffer filled with one byte."""
-        return np.full(size, byte, np.uint8)
-
-    def release(self) -> None:
-        """Do nothing: NumPy caches no memory."""
+Placement = HostPlacement
+"""What every placement derives from."""
 
 
-class TorchPlacement:
-    """Torch tensors.
-
-    Parameters
-    ----------
-    device : str
-        Torch's name of the device; ``cpu`` allows tests without a GPU.
-    """
+class TorchPlacement(HostPlacement):
+    """Torch tensors on the device with torch's name; ``cpu`` allows tests without a GPU."""
 
     name = "torch"
+    layouts = LAYOUTS[:-1]  # torch has no negative strides
 
     def __init__(self, device: str) -> None:
         torch: Any = importlib.import_module("torch")
-        self.torch = torch
-        self.device = device
-        self._dtypes = {
-            np.dtype(ml_dtypes.bfloat16): torch.bfloat16,
-            np.dtype(np.float16): torch.float16,
-            np.dtype(np.float32): torch.float32,
-            np.dtype(np.float64): torch.float64,
-            np.dtype(np.int8): torch.int8,
-            np.dtype(np.uint8): torch.uint8,
-            np.dtype(np.int32): torch.int32,
-            np.dtype(np.int64): torch.int64,
-        }
-
-    def dtype(self, dtype: np.dtype[Any]) -> Any:
-        """Return torch's dtype; raise `TypeError` if there is none."""
-        if dtype not in self._dtypes:
-            raise TypeError(f"torch has no {dtype}")
-        return self._dtypes[dtype]
+        self.torch, self.device = torch, device
+        names = ("float16", "float32", "float64", "int8", "uint8", "int32", "int64")
+        self._dtypes = {np.dtype(name): getattr(torch, name) for name in names}
+        self._dtypes[np.dtype(ml_dtypes.bfloat16)] = torch.bfloat16
 
     def upload(self, content: Array) -> Any:
         """Return a copy on the device."""
         return self.torch.from_numpy(content.copy()).to(self.device)
 
     def view(self, buffer: Any, geometry: Geometry) -> Any:
-        """Return the array as a view of the bytes; torch requires a start at a whole number of elements."""
+        """Return the array as a view of the bytes."""
+        if geometry.dtype not in self._dtypes:
+            raise TypeError(f"torch has no {geometry.dtype}")
         size = geometry.dtype.itemsize
-        typed = buffer[geometry.start :]
-        typed = typed[: typed.numel() // size * size].view(self.dtype(geometry.dtype))
-        return typed.as_strided(geometry.shape, tuple(stride // size for stride in geometry.strides))
+        strides = tuple(stride // size for stride in geometry.strides)
+        return buffer.view(self._dtypes[geometry.dtype]).as_strided(geometry.shape, strides, geometry.start // size)
 
     def download(self, buffer: Any) -> Array:
         """Return a copy on the host."""
@@ -244,122 +159,143 @@ class TorchPlacement:
         """Empty torch's cache of GPU memory."""
         self.torch.cuda.empty_cache()
 
-    def late(self, buffers: Mapping[str, Any], contents: Mapping[str, Array]) -> Any:
-        """Return a stream that fills buffers after a delay; work that does not wait for it reads the old bytes."""
-        ready = {name: self.upload(content) for name, content in contents.items()}
-        stream = self.torch.cuda.Stream(self.device)
+    def late(self, call: PlacedArguments) -> Any:
+        """Return a stream that fills a call's buffers after a delay; work that does not wait reads the old bytes."""
+        ready, stream = {k: self.upload(v) for k, v in call.before.items()}, self.torch.cuda.Stream(self.device)
         self.torch.cuda.synchronize(self.device)
         with self.torch.cuda.stream(stream):
             self.torch.cuda._sleep(_LATE)  # noqa: SLF001  torch has no public delay
             for name, content in ready.items():
-                buffers[name].copy_(content)
+                call.buffers[name].copy_(content)
         return stream
 
-    @staticmethod
-    def finish(stream: Any) -> None:
+    def finish(self, stream: Any) -> None:
         """Wait for all work on a stream."""
         stream.synchronize()
 
 
-class CupyPlacement:
-    """CuPy arrays on the device with an ordinal."""
-
-    name = "cupy"
-
-    def __init__(self, ordinal: int) -> None:
-        self._cupy: Any = importlib.import_module("cupy")
-        self._device = self._cupy.cuda.Device(ordinal)
-
-    def upload(self, content: Array) -> Any:
-        """Return a copy on the device."""
-        with self._device:
-            return self._cupy.asarray(content)
-
-    def view(self, buffer: Any, geometry: Geometry) -> Any:
-        """Return the array as a view of the bytes."""
-        if geometry.dtype == ml_dtypes.bfloat16:
-            raise TypeError("CuPy has no bfloat16")
-        data = buffer.data + geometry.start
-        return self._cupy.ndarray(geometry.shape, geometry.dtype, memptr=data, strides=geometry.strides)
-
-    def download(self, buffer: Any) -> Array:
-        """Return a copy on the host."""
-        with self._device:
-            return np.asarray(self._cupy.asnumpy(buffer))
-
-    def full(self, size: int, byte: int) -> Any:
-        """Return a device buffer filled with one byte."""
-        with self._device:
-            return self._cupy.full(size, byte, self._cupy.uint8)
-
-    def release(self) -> None:
-        """Free the blocks in CuPy's memory pool."""
-        self._cupy.get_default_memory_pool().free_all_blocks()
-
-
-def placed(placement: Placement, images: Mapping[str, Image]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the device buffers of images and the arrays in them, both by name."""
-    buffers = {name: placement.upload(image.before) for name, image in images.items()}
-    return buffers, {name: placement.view(buffers[name], image.geometry) for name, image in images.items()}
-
-
-def images_of(
-    arguments: tuple[Argument, ...], drawn: Drawn, layout: Layout, turn: int
-) -> tuple[dict[str, Image], dict[str, Any]]:
-    """Return an image of every array, with poisoned outputs, and the scalars; both by name.
-
-    Parameters
-    ----------
-    arguments : tuple of Argument
-        The problem's arguments.
-    drawn : Drawn
-        Its inputs.
-    layout : str
-        Memory layout of the arrays.
-    turn : int
-        Number of the run, 0 or 1; selects the poison and the bytes around the arrays.
-    """
-    images: dict[str, Image] = {}
-    numbers: dict[str, Any] = {}
-    for argument in arguments:
-        name = argument.name
-        value = drawn.inputs.get(name)
-        if argument.role in (Role.OUTPUT, Role.SCRATCH):
-            # In half of the layouts the plan must allocate optional scratch itself.
-            if argument.required or argument.role is Role.OUTPUT or layout in ("contiguous", "crooked"):
-                element = argument.elements[0]
-                shape, dtype = storage_shape(drawn.shapes[name], element), storage_dtype(element)
-                poison = _POISON[turn] if is_float(dtype) or turn else 0xA6
-                images[name] = Image(Geometry.of(shape, dtype, layout), poison, OUTSIDE[turn])
-        elif isinstance(value, np.ndarray):
-            images[name] = Image(Geometry.of(value.shape, value.dtype, layout), value, OUTSIDE[turn])
-        elif value is not None:
-            numbers[name] = value
-    return images, numbers
-
-
 def placement_for(device: Device) -> Placement:
-    """Return the placement for a device: NumPy for the CPU, torch for a GPU, or CuPy if torch is not installed.
+    """Return the placement for a device: NumPy for the CPU, torch for a GPU.
 
     Raises
     ------
     MissingDependency
-        If neither torch nor CuPy is installed.
+        If torch is needed and not installed.
     """
     if device.processor == "cpu":
         return HostPlacement()
-    if find_spec("torch") is not None:
-        return TorchPlacement(f"cuda:{device.ordinal or 0}")
-    if find_spec("cupy") is not None:
-        return CupyPlacement(device.ordinal or 0)
-    raise MissingDependency("torch (or CuPy), which puts arrays on a GPU,", "pip install torch")
+    if find_spec("torch") is None:
+        raise MissingDependency("torch, which puts arrays on a GPU,", "pip install torch")
+    return TorchPlacement(f"cuda:{device.ordinal or 0}")
+
+
+class PlacedArray(NamedTuple):
+    """An array of a call: its role, its geometry, and its elements or the byte that poisons them."""
+
+    role: Role
+    geometry: Geometry
+    content: Array | int
+
+
+class PlacedArguments:
+    """The arguments of one call on a device: arrays, each between guard zones in its own buffer, and numbers.
+
+    The bytes outside of the arrays' elements are `outside`. By name of the array, `before` has the bytes that were
+    uploaded, `buffers` those on the device, and `arrays` the views that the kernel takes.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        parts: Mapping[str, PlacedArray],
+        numbers: Mapping[str, Any],
+        outside: int = OUTSIDE[0],
+    ) -> None:
+        self.placement, self.parts, self.numbers = placement, dict(parts), dict(numbers)
+        self.before = {name: np.full(part.geometry.size, outside, np.uint8) for name, part in parts.items()}
+        for name, part in parts.items():
+            self._write(name, part.content)
+        self.buffers = {name: placement.upload(content) for name, content in self.before.items()}
+        self.arrays = {name: placement.view(self.buffers[name], part.geometry) for name, part in parts.items()}
+
+    @classmethod
+    def of(
+        cls,
+        placement: Placement,
+        problem: Descriptor,
+        drawn: Drawn,
+        layout: Layout = "contiguous",
+        turn: int = 0,
+        dense: Container[str] = (),
+    ) -> PlacedArguments:
+        """Lay out drawn inputs and poisoned outputs of a problem.
+
+        `turn`, 0 or 1, selects the poison and the bytes around the arrays. The arrays in `dense` have no gaps.
+        """
+        parts: dict[str, PlacedArray] = {}
+        numbers: dict[str, Any] = {}
+        for number, argument in enumerate(problem.arguments()):
+            name, role, value = argument.name, argument.role, drawn.inputs.get(argument.name)
+            how: Layout = layout if name not in dense else "misaligned" if layout == "crooked" else "contiguous"
+            if role is Role.OUTPUT or (role is Role.SCRATCH and (argument.required or layout in _SCRATCH_GIVEN)):
+                element = argument.elements[0]
+                shape, dtype = storage_shape(drawn.shapes[name], element), storage_dtype(element)
+                poison = _POISON[turn] if is_float(dtype) or turn else 0xA6
+                parts[name] = PlacedArray(role, Geometry.of(shape, dtype, how, number), poison)
+            elif isinstance(value, np.ndarray):
+                parts[name] = PlacedArray(role, Geometry.of(value.shape, value.dtype, how, number), value)
+            elif value is not None:
+                numbers[name] = value
+        return cls(placement, parts, numbers, OUTSIDE[turn])
+
+    @property
+    def outputs(self) -> dict[str, Any]:
+        """The outputs, by name."""
+        return {name: self.arrays[name] for name, part in self.parts.items() if part.role is Role.OUTPUT}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All arguments, by name."""
+        return {**self.arrays, **self.numbers}
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """All arguments but the outputs, by name."""
+        return {name: value for name, value in self.arguments.items() if name not in self.outputs}
+
+    def _write(self, name: str, content: Array | int) -> None:
+        geometry, buffer = self.parts[name].geometry, self.before[name]
+        if isinstance(content, int):
+            geometry.bytes_of(buffer)[...] = content
+        else:
+            geometry.view(buffer)[...] = content
+
+    def rewrite(self, **contents: Array) -> None:
+        """Replace the elements of some arrays on the device, and poison the outputs again."""
+        for name, content in contents.items():
+            self._write(name, content)
+        for name, buffer in self.buffers.items():
+            buffer[...] = self.placement.upload(self.before[name])
+
+    def contents(self, *names: str) -> dict[str, Array]:
+        """Return the present elements of some arrays; by default of the outputs."""
+        wanted = names or self.outputs
+        return {n: np.array(self.parts[n].geometry.view(self.placement.download(self.buffers[n]))) for n in wanted}
+
+    def spoilt(self, *, allow_outputs: bool = True) -> tuple[str, int] | None:
+        """Return where a byte has changed: the array, and the offset from its first element; None if none has.
+
+        With `allow_outputs`, elements of outputs and of scratch may change.
+        """
+        for name, (role, geometry, _) in self.parts.items():
+            changed = self.placement.download(self.buffers[name]) != self.before[name]
+            if allow_outputs and role in (Role.OUTPUT, Role.SCRATCH):
+                geometry.bytes_of(changed)[...] = False
+            if changed.any():
+                return name, int(np.argmax(changed)) - geometry.start
+        return None
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
     """Return whether a dtype is a floating one, bfloat16 included."""
     return dtype in FLOATS
-
-
-def stored_bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    """Return the size of a contiguous array in bytes."""
-    return math.prod(shape) * dtype.itemsize

@@ -1,339 +1,392 @@
-"""Trial of one kernel on one case: several layouts, comparison, a repeated run, permuted rows."""
+"""`Trial`: a kernel on a device, the runs of its cases, and what they have shown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import zlib
+from collections.abc import Collection, KeysView, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from threading import Lock
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from skuda.dispatch import Dispatcher, PlanPreference
 from skuda.dispatch.backends.numpy import HostRunner
 from skuda.dispatch.plan import Plan
 from skuda.kernels.draw import Drawn, draw
-from skuda.registry.descriptor import Argument, Descriptor, Role
+from skuda.kernels.dtypes import storage_dtype
+from skuda.registry.descriptor import Descriptor, Role, storage_shape
+from skuda.registry.device import Device
 from skuda.registry.errors import InvalidProblem, Unaligned, Unsupported
 from skuda.registry.op import Case, Op
 from skuda.registry.sku import KernelSku
-from skuda.tools.verify.calls import CALLS, Calls, by_name, unchanged_state
-from skuda.tools.verify.compare import Spoiled, allowed_ulps, bits_of, difference, differing
-from skuda.tools.verify.evidence import Failure, Promises
-from skuda.tools.verify.placement import Geometry, Image, Layout, Placement, images_of, placed
+from skuda.tools.ship.cubins import Wanted, cubins_of
+from skuda.tools.verify.compare import Broken, NotRun, allowed_ulps, bits_of, compare, difference, inputs_at
+from skuda.tools.verify.evidence import Failure
+from skuda.tools.verify.placement import LAYOUTS, Layout, PlacedArguments, Placement
+from skuda.tools.verify.problems import Numbered, cases_of, fewer_rows, row_arguments, row_field
 
-Array = npt.NDArray[Any]
+Outputs = dict[str, npt.NDArray[Any]]
+Battery = Literal["full", "spot"]
+DRAWS, SAMPLE = 3, 6
+"""Draws of each case of an op in a full battery, and derived cases in a spot check."""
 _TELLING, _SMALL = 32, 1 << 16
 """Least bytes of the largest output, and most bytes of all arrays, for a case to be called in every way."""
-_HANDED_ON = "arrays that are not aligned to 16 bytes are handed on to the next kernel"
 
 
 @dataclass(frozen=True)
-class Question:
-    """One case with its inputs and the reference's outputs.
-
-    Attributes
-    ----------
-    number : int
-        Index of the case among its op's cases.
-    case : Case
-        The case.
-    drawn : Drawn
-        Its inputs.
-    want : dict
-        The reference's outputs by name.
-    """
+class Example:
+    """A case, its number among those of a kernel, its inputs, and the reference's outputs by name."""
 
     number: int
     case: Case
     drawn: Drawn
-    want: dict[str, Array]
-
-    @classmethod
-    def ask(cls, op: Op, number: int, case: Case, rng: np.random.Generator) -> Question:
-        """Draw inputs and compute the reference's outputs."""
-        drawn = draw(op, case, rng)
-        return cls(number, case, drawn, answer(op, case.problem, drawn.inputs))
-
-    @property
-    def telling(self) -> bool:
-        """Whether the outputs depend visibly on the inputs, and the arrays are small enough for many runs."""
-        written = [array.nbytes for array in self.want.values()]
-        read = [value.nbytes for value in self.drawn.inputs.values() if isinstance(value, np.ndarray)]
-        shown = 0 not in written and self.case.values in ("normal", "ties")
-        return shown and max(written) >= _TELLING and sum(written + read) <= _SMALL
+    want: Outputs
 
 
-def answer(op: Op, problem: Descriptor, inputs: Mapping[str, Any]) -> dict[str, Array]:
+class Examples:
+    """The examples of an op, drawn from a seed once for all kernels that share their problems."""
+
+    def __init__(self, op: Op, seed: int) -> None:
+        self.op, self.seed = op, seed
+        self._made: dict[tuple[Case, int], Example] = {}
+        self._lock = Lock()
+
+    def of(self, case: Case, turn: int = 0) -> Example:
+        """Return a case with its inputs, different ones for each `turn`, and the reference's outputs."""
+        with self._lock:
+            if (case, turn) not in self._made:
+                name = f"{case.problem.model_dump_json()} {case.values} {turn}"
+                drawn = draw(self.op, case, np.random.default_rng([self.seed, zlib.crc32(name.encode())]))
+                want = answer(self.op, case.problem, drawn.inputs)
+                self._made[case, turn] = Example(0, case, drawn, want)
+            return self._made[case, turn]
+
+
+def answer(op: Op, problem: Descriptor, inputs: Mapping[str, Any]) -> Outputs:
     """Return the reference's outputs for some inputs, by name."""
-    result: Any = HostRunner(problem, op.reference).run(inputs, None)
+    return by_name(problem, HostRunner(problem, op.reference).run(inputs, None))
+
+
+def by_name(problem: Descriptor, result: Any) -> dict[str, Any]:
+    """Return the outputs in a result by name; an output that the problem does not have is None in it."""
     names = [argument.name for argument in problem.arguments() if argument.role is Role.OUTPUT]
-    return by_name(problem, names, result)
+    parts = (result,) if problem.builder is None else (part for part in result if part is not None)
+    return dict(zip(names, parts, strict=True))
 
 
-def row_field(problem: Descriptor) -> str | None:
-    """Return the field that counts a problem's independent rows; None if its rows depend on each other."""
-    fields = type(problem).model_fields
-    for name in ("m", "outer_size"):
-        if name in fields:
-            return name
-    independent = getattr(problem, "scope", "token") in ("token", "group")
-    return "n" if "n" in fields and "d" in fields and independent else None
+class Chosen(NamedTuple):
+    """A case to run: the number of its draw, its layouts, and whether it is repeated and its rows permuted."""
+
+    numbered: Numbered
+    turn: int
+    layouts: tuple[Layout, ...]
+    again: bool
 
 
-def fewer_rows(problem: Descriptor) -> Descriptor | None:
-    """Return a problem with a third of the rows; None if rows depend on each other or there are fewer than two.
+@dataclass(eq=False)
+class Trial:
+    """A kernel on a device, and what its runs have shown so far.
 
-    The number of rows is fixed, not random, so that its cubins can be compiled ahead.
-    """
-    name = row_field(problem)
-    count = getattr(problem, name) if name else 0
-    return problem.model_copy(update={name: -(-count // 3)}) if name and count > 1 else None
+    A ``full`` battery runs all cases. A ``spot`` check runs those of the op and a sample of the derived ones. `more`
+    are cases in addition to those of the op, and `only` the numbers of the cases to run, if it is not empty. Kernels of
+    one key share `examples`.
 
-
-def row_arguments(problem: Descriptor) -> frozenset[str]:
-    """Return the names of the arguments that have one row for each of the problem's rows."""
-    name = row_field(problem)
-    if name is None:
-        return frozenset()
-    more = problem.model_copy(update={name: getattr(problem, name) + 1})
-    pairs = zip(problem.arguments(), more.arguments(), strict=True)
-    return frozenset(a.name for a, b in pairs if a.shape[:1] != b.shape[:1] and a.shape[1:] == b.shape[1:])
-
-
-@dataclass
-class Finding:
-    """The results of one kernel so far.
-
-    Attributes
-    ----------
-    cases, outputs : int
-        Number of problems run and of output elements compared.
-    layouts : dict
-        Layouts that were accepted, in order.
-    gapless : set of str
-        Arguments of two axes or more that must have no gaps between rows.
-    failures : dict of str to Failure
-        The first failure of each check, in order.
-    promises : dict
-        See `Promises`; a broken one stays broken.
-    note : str
-        Why something was left out.
-    called : bool
-        Whether a plan was called in every way.
+    `cases_run`, `runs` and `outputs` count problems, compared launches and compared output elements. `layouts` were
+    accepted, and `dense` are by layout the arguments that must be contiguous in it. `failures` has the first one of
+    each check, `checks` those that have run, each with the reason if it could not be run, `tried` the promises that two
+    runs have tested, and `note` why something was left out.
     """
 
-    cases: int = 0
-    outputs: int = 0
-    layouts: dict[str, None] = field(default_factory=dict)
-    gapless: set[str] = field(default_factory=set)
-    failures: dict[str, Failure] = field(default_factory=dict)
-    promises: dict[str, bool] = field(default_factory=dict)
-    note: str = ""
-    called: bool = False
-
-    def fail(self, failure: Failure) -> None:
-        """Record a failure if it is the first of its check."""
-        self.failures.setdefault(failure.check, failure)
+    sku: KernelSku
+    dispatcher: Dispatcher
+    device: Device
+    placement: Placement
+    examples: Examples
+    more: tuple[Case, ...] = ()
+    battery: Battery = "full"
+    only: Collection[int] = ()
+    cases_run: int = field(default=0, init=False)
+    runs: int = field(default=0, init=False)
+    outputs: int = field(default=0, init=False)
+    layouts: dict[Layout, None] = field(default_factory=dict, init=False)
+    dense: dict[Layout, set[str]] = field(default_factory=dict, init=False)
+    failures: dict[str, Failure] = field(default_factory=dict, init=False)
+    checks: dict[str, str] = field(default_factory=dict, init=False)
+    tried: set[str] = field(default_factory=set, init=False)
+    note: str = field(default="", init=False)
+    _failing: dict[str, set[int]] = field(default_factory=dict, init=False)
 
     @property
-    def failure(self) -> Failure | None:
-        """The first failure, or None."""
-        return next(iter(self.failures.values()), None)
+    def op(self) -> Op:
+        """The kernel's op."""
+        return self.examples.op
 
-    def held(self, promise: str, *, ok: bool) -> None:
-        """Record whether a promise held."""
-        self.promises[promise] = self.promises.get(promise, True) and ok
+    # --- problems and plans ------------------------------------------------------------------------------------------
 
-    def record(self) -> Promises:
-        """Return the promises as a record."""
-        return Promises(**self.promises)
+    @cached_property
+    def cases(self) -> tuple[Numbered, ...]:
+        """All cases of the kernel."""
+        return cases_of(self.sku, self.op, self.more)
 
+    @cached_property
+    def chosen(self) -> tuple[Chosen, ...]:
+        """What is run.
 
-class Trial:
-    """Runs one kernel over cases.
+        A full battery runs each case of the op in all layouts, and again from other draws; and each derived case in one
+        layout. A spot check runs each case of the op in one layout, repeats one, and samples the derived ones.
+        """
+        every = [each for each in self.cases if not self.only or each.number in self.only]
+        own = [each for each in every if each.own or self.only]
+        derived = [each for each in every if not (each.own or self.only)]
+        at, count = self.examples.seed, len(LAYOUTS)
+        if self.battery == "full":
+            found = [Chosen(each, 0, LAYOUTS, again=True) for each in own]
+            for each in own:
+                layouts = LAYOUTS if _is_flat(each) else LAYOUTS[:1]  # flat data has another shape in each draw
+                found += [Chosen(each, turn, layouts, again=False) for turn in range(1, DRAWS)]
+            found += [Chosen(e, 0, (LAYOUTS[(at + e.number) % count],), again=False) for e in derived]
+            return tuple(found)
+        # Kernels of one problem, on all backends, have the same sample where they can: they share the references.
+        derived.sort(
+            key=lambda each: zlib.crc32(f"{at} {each.case.values} {each.case.problem.model_dump_json()}".encode())
+        )
+        # Looking for its cubins takes longer than all else that is planned of a case.
+        sample = list(islice((each for each in derived if self._is_cheap(each.case.problem)), SAMPLE))
+        sample += [each for each in derived if each not in sample][: SAMPLE - len(sample)]
+        several = [each for each in own if 0 not in sizes_of(each.case.problem)] or own
+        again = several[at % len(several)] if several else None
+        sampled = enumerate((*own, *sample), at)
+        return tuple(Chosen(each, 0, (LAYOUTS[i % count],), again=each is again) for i, each in sampled)
 
-    Parameters
-    ----------
-    sku : KernelSku
-        The kernel.
-    select : callable
-        ``select(problem)`` returns a plan for exactly this kernel.
-    placement : Placement
-        Moves arrays to the device and back.
-    calls : int
-        Number of consecutive calls that are compared, on one of the cases.
-    """
+    def _is_cheap(self, problem: Descriptor) -> bool:
+        """Return whether a kernel needs no cubin for a problem but those that its op's cases need."""
+        return self.cubins(problem).keys() <= self._own_cubins
 
-    def __init__(
-        self, sku: KernelSku, select: Callable[[Descriptor], Plan], placement: Placement, calls: int = CALLS
-    ) -> None:
-        self.sku, self.finding = sku, Finding()
-        self._select, self._placement, self._calls = select, placement, calls
-        self._layout: Layout = "contiguous"
+    @cached_property
+    def _own_cubins(self) -> KeysView[Any]:
+        return self.cubins(*(each.case.problem for each in self.cases if each.own)).keys()
+
+    def cubins(self, *problems: Descriptor) -> dict[Any, Wanted]:
+        """Return the cubins that a kernel needs for problems on the device; none if it is no CUDA kernel."""
+        found = cubins_of([self.sku], {self.op.name: problems}, self.dispatcher.backends, self.device)
+        return {each.identity: each for each in found}
+
+    def plan(self, problem: Descriptor) -> Plan:
+        """Return a plan for exactly this kernel."""
+        return self.dispatcher.select(problem, PlanPreference(sku=self.sku.id), self.device)
+
+    def fresh(self, problem: Descriptor) -> Plan:
+        """Return a plan that no cache keeps, so that nobody has run it yet."""
+        apart = Dispatcher(self.dispatcher.registry, backends=self.dispatcher.backends.values())
+        return apart.select(problem, PlanPreference(sku=self.sku.id), self.device)
+
+    def example(self, numbered: Numbered, turn: int = 0) -> Example:
+        """Return a case with its inputs and the reference's outputs."""
+        return replace(self.examples.of(numbered.case, turn), number=numbered.number)
+
+    @cached_property
+    def telling(self) -> Example:
+        """A small case whose outputs depend visibly on its inputs; `NotRun` if there is none.
+
+        Flat data has several axes in it.
+        """
+        examples = [self.another(turn) for turn in range(DRAWS if _is_flat(self._telling) else 1)]
+        return max(examples, key=lambda each: max(array.ndim for array in each.want.values()))
+
+    def another(self, turn: int) -> Example:
+        """Return the telling case with other inputs."""
+        return self.example(self._telling, turn)
+
+    @cached_property
+    def _telling(self) -> Numbered:
+        for each in self.cases:
+            sizes, allowed = sizes_of(each.case.problem), not self.only or each.number in self.only
+            small = 0 not in sizes and max(sizes, default=0) >= _TELLING and sum(sizes) <= _SMALL
+            if allowed and small and each.case.values in ("normal", "ties"):
+                return each
+        raise NotRun("no case is small enough to be run many times")
+
+    # --- single runs -------------------------------------------------------------------------------------------------
+
+    def call(self, example: Example, *how: Any) -> PlacedArguments:
+        """Lay out the arguments of an example; `how` are a layout and the like, see `PlacedArguments.of`."""
+        return PlacedArguments.of(self.placement, example.case.problem, example.drawn, *how)
+
+    def once(self, plan: Plan, example: Example) -> Outputs:
+        """Run a plan once with outputs given, and return their contents."""
+        call = self.call(example)
+        plan.run(**call.arguments)
+        self.runs += 1
+        return call.contents()
+
+    def agree(self, example: Example, got: Outputs, first: Outputs, how: str) -> None:
+        """Raise `Broken` if outputs are wrong that were obtained as `how` says.
+
+        A deterministic kernel must repeat the bits of `first`, the outputs of an earlier run; any other must be within
+        its promised distance of the reference.
+        """
+        try:
+            if self.sku.precision_guarantee.deterministic:
+                compare(got, first, {}, how)
+            else:
+                compare(got, example.want, self._ulps(example.case.problem), how)
+        except Broken as broken:
+            broken.example = example
+            raise
+
+    def _ulps(self, problem: Descriptor) -> dict[str, int | None]:
+        return {a.name: allowed_ulps(self.sku, problem, a.elements[0]) for a in problem.arguments()}
+
+    def fail(self, check: str, broken: Broken, example: Example | None = None, **fields: Any) -> None:
+        """Record a failure: the first one of each check, with the number of other cases that fail it."""
+        found, case = {"check": check, **broken.fields, **fields}, -1
+        if example is not None:
+            name, at, problem, case = found.get("output", ""), found.get("at"), example.case.problem, example.number
+            if at is not None and name in example.want:
+                found["inputs"] = inputs_at(problem, example.drawn.inputs, example.want[name], name, at)
+            found |= {"case": case, "problem": problem.model_dump_json(), "values": example.case.values}
+        check = found["check"]
+        first = self.failures.setdefault(check, Failure(**found))
+        if case not in self._failing.setdefault(check, {case}):
+            self.failures[check] = first.model_copy(update={"more": first.more + 1})
+        self._failing[check].add(case)
+
+    # --- cases -------------------------------------------------------------------------------------------------------
 
     def run(
-        self, question: Question, layouts: tuple[Layout, ...], rng: np.random.Generator, *, again: bool = True
+        self, example: Example, layouts: tuple[Layout, ...], rng: np.random.Generator, *, again: bool = True
     ) -> None:
-        """Run one case in some layouts and test the kernel's promises; nothing is raised.
+        """Run one case in some layouts and record what fails; nothing is raised.
 
-        The first `telling` case is also called in every way that a plan allows.
-
-        Parameters
-        ----------
-        question : Question
-            The case.
-        layouts : tuple of str
-            The layouts; the run in the first accepted one is repeated.
-        rng : Generator
-            Chooses rows.
-        again : bool
-            Whether to repeat a run and to permute rows.
+        The first case that fails is run in all layouts, to show which ones are right. A case of which the kernel takes
+        none of the layouts is run in the contiguous one. With `again`, a run is repeated and rows are permuted.
         """
-        self._noting(question, lambda: self._exercise(question, layouts, rng, again=again))
-        if question.telling and not self.finding.called:
-            self._noting(question, lambda: self._call_in_every_way(question))
-
-    def _noting(self, question: Question, work: Callable[[], None]) -> None:
-        """Call `work` and record how it fails."""
         try:
-            with unchanged_state():
-                work()
+            plan = self.plan(example.case.problem)
+            self.cases_run += 1
+            first = self._exercise(plan, example, layouts)
+            if again and first is not None:
+                self._repeat(plan, example, *first)
+                self._permute(example, *first, rng)
         except Unsupported as error:
-            self.finding.note = f"some cases are refused: {error}".partition("\n")[0]
-        except Spoiled as error:
-            self._fail(question, self._layout, **error.fields)
-        except Exception as error:  # noqa: BLE001  the other kernels must still run
-            self._fail(question, self._layout, check="error", message=f"{type(error).__name__}: {error}")
+            self.note = f"some cases are refused: {error}".partition("\n")[0]
+        except Exception as error:  # noqa: BLE001  the other cases must still run
+            self.fail("meaning", Broken.by(error), example)
 
-    def _call_in_every_way(self, question: Question) -> None:
-        plan, self._layout = self._select(question.case.problem), "contiguous"
-        self.finding.called = True
-        calls = Calls(plan, question.drawn, question.want, self._placement, self._calls)
-        for check in (calls.outputs, calls.bound, calls.in_a_row):
-            self._noting(question, check)
-
-    def _exercise(
-        self, question: Question, layouts: tuple[Layout, ...], rng: np.random.Generator, *, again: bool
-    ) -> None:
-        self._layout = layouts[0]
-        plan = self._select(question.case.problem)
-        self.finding.cases += 1
-        accepted: dict[Layout, dict[str, Array]] = {}
-        # If the kernel refuses every given layout as unaligned, the contiguous one is tried.
-        for layout in (*layouts, "contiguous"):
-            if layout in accepted or (layout not in layouts and accepted):
+    def _exercise(self, plan: Plan, example: Example, layouts: tuple[Layout, ...]) -> tuple[Layout, Outputs] | None:
+        """Run a case in several layouts, and return the first right one with its outputs."""
+        results: dict[Layout, Outputs] = {}
+        fails: dict[Layout, Broken] = {}
+        known, ulps = bool(self.failures), self._ulps(example.case.problem)
+        for layout in (*layouts, "contiguous", *LAYOUTS):
+            wanted = layout in layouts or not (results or fails) or (fails and not known)
+            if not wanted or layout not in self.placement.layouts or layout in {*results, *fails}:
                 continue
-            self._layout = layout
             try:
-                accepted[layout] = self._attempt(plan, question, layout, 0)
+                got = self._attempt(plan, example, layout)
+                if got is not None:
+                    self.outputs += sum(w.size for n, w in example.want.items() if ulps[n] is not None)
+                    compare(got, example.want, ulps, "")
+                    results[layout] = got
             except Unaligned:
-                self.finding.note = _HANDED_ON
-                continue
-            self._compare(question, accepted[layout], layout)
-        self._layout, first = next(iter(accepted.items()))
-        if again:
-            self._repeat(plan, question, first, self._layout)
-            self._rows(question, first, self._layout, rng)
+                self.note = "arrays that are not aligned to 16 bytes are handed on to the next kernel"
+                if layout == "contiguous":
+                    raise
+            except InvalidProblem:
+                raise
+            except Exception as error:  # noqa: BLE001  other layouts may be right
+                fails[layout] = Broken.by(error)
+        for layout, broken in fails.items():
+            self.fail("meaning", broken, example, layout=layout, passes=tuple(results), fails=tuple(fails))
+        return next(iter(results.items()), None)
 
-    def refuse(self, number: int, case: Case, message: str) -> None:
-        """Record an error for a case that could not be run."""
-        self._fail(Question(number, case, Drawn({}, {}), {}), "contiguous", check="error", message=message)
-
-    def _fail(self, question: Question, layout: str, **fields: Any) -> None:
-        case = question.case
-        said = {"case": question.number, "problem": case.problem.model_dump_json(), "values": case.values}
-        self.finding.fail(Failure(**{**said, "layout": layout, **fields}))
-
-    def _compare(self, question: Question, got: Mapping[str, Array], layout: str) -> None:
-        problem = question.case.problem
-        elements = {a.name: a.elements[0] for a in problem.arguments()}
-        for name, want in question.want.items():
-            ulps = allowed_ulps(self.sku, problem, elements[name])
-            if ulps is None:
-                continue
-            bad = differing(got[name], want, ulps)
-            self.finding.outputs += want.size
-            promise, check = ("within_ulp", "ulp") if ulps else ("bit_exact", "bits")
-            self.finding.held(promise, ok=not bad.any())
-            if bad.any():
-                self._fail(question, layout, check=check, **difference(name, bad, got[name], want))
-
-    def _repeat(self, plan: Plan, question: Question, first: Mapping[str, Array], layout: Layout) -> None:
-        again = self._attempt(plan, question, layout, 1)
-        for name, before in first.items():
-            # NaN payloads count here, because the same bits are promised.
-            bad = np.asarray(bits_of(again[name]) != bits_of(before))
-            if self.sku.precision_guarantee.deterministic:
-                self.finding.held("deterministic", ok=not bad.any())
+    def _repeat(self, plan: Plan, example: Example, layout: Layout, first: Outputs) -> None:
+        """Run again among other bytes, with the arguments in another order; NaN payloads count here."""
+        if self.sku.precision_guarantee.deterministic:
+            how = "a second run, among other bytes and with its arguments in another order, gives other bits"
+            for name, array in self._again("deterministic", plan, example, layout, 1).items():
+                bad = np.asarray(bits_of(array) != bits_of(first[name]))
                 if bad.any():
-                    how = "a second run, among other bytes, gave other bits"
-                    self._fail(question, layout, check="repeat", **difference(name, bad, again[name], before, how))
+                    wrong = Broken(**difference(name, bad, array, first[name], how))
+                    self.fail("deterministic", wrong, example, layout=layout)
 
-    def _rows(self, question: Question, first: Mapping[str, Array], layout: Layout, rng: np.random.Generator) -> None:
-        problem = question.case.problem
+    def _permute(self, example: Example, layout: Layout, first: Outputs, rng: np.random.Generator) -> None:
+        """Run permuted rows, and some of the rows."""
+        problem = example.case.problem
         name, fewer = row_field(problem), fewer_rows(problem)
         if name is None or fewer is None or not self.sku.precision_guarantee.batch_invariant:
             return
-        count = getattr(problem, name)
-        mine = row_arguments(problem)
+        count, mine = getattr(problem, name), row_arguments(problem)
         order = rng.permutation(count)
         some = np.sort(rng.choice(count, getattr(fewer, name), replace=False))
-        for picked, how in ((order, "permuted rows"), (some, f"{len(some)} of {count} rows alone")):
+        for picked, how in ((order, "permuted rows give"), (some, f"{len(some)} of {count} rows alone give")):
             part = problem.model_copy(update={name: len(picked)})
-            inputs = {k: v[picked] if k in mine else v for k, v in question.drawn.inputs.items()}
-            shapes = {k: (len(picked), *v[1:]) if k in mine else v for k, v in question.drawn.shapes.items()}
-            asked = Question(question.number, Case(part, question.case.values), Drawn(inputs, shapes), {})
-            got = self._attempt(self._select(part), asked, layout, 0)
-            for output in mine & got.keys():
-                want = first[output][picked]
-                bad = differing(got[output], want)
-                self.finding.held("batch_invariant", ok=not bad.any())
-                if bad.any():
-                    said = difference(output, bad, got[output], want, f"{how} gave other bits")
-                    self._fail(question, layout, check="rows", **said)
-
-    def _attempt(self, plan: Plan, question: Question, layout: Layout, turn: int) -> dict[str, Array]:
-        """Run once and return the outputs; raise `Spoiled` if anything else was written."""
-        arguments = question.case.problem.arguments()
-        images, numbers = images_of(arguments, question.drawn, layout, turn)
-        buffers, views = placed(self._placement, images)
-        while True:
+            inputs = {k: v[picked] if k in mine else v for k, v in example.drawn.inputs.items()}
+            shapes = {k: (len(picked), *v[1:]) if k in mine else v for k, v in example.drawn.shapes.items()}
+            rearranged = replace(example, case=Case(part, example.case.values), drawn=Drawn(inputs, shapes))
+            got = self._again("batch_invariant", self.plan(part), rearranged, layout, 0)
+            want = {output: first[output][picked] for output in mine & got.keys()}
             try:
-                plan.can_implement(**views, **numbers)
+                compare(got, want, {}, f"{how} other bits")
+            except Broken as wrong:
+                row, *rest = wrong.fields["at"]
+                self.fail("batch_invariant", wrong, example, layout=layout, at=(int(picked[row]), *rest))
+
+    def _again(self, check: str, plan: Plan, example: Example, layout: Layout, turn: int) -> Outputs:
+        """Return the outputs of another run for a check; none if it fails, which is recorded."""
+        for how in (layout, "contiguous"):
+            try:
+                found = self._attempt(plan, example, how, turn)
+                if found is not None:
+                    self.tried.add(check)
+                    return found
+            except Unaligned:
+                continue
+            except Exception as error:  # noqa: BLE001  the other cases must still run
+                self.fail(check, Broken.by(error), example, layout=how)
+                break
+        return {}
+
+    def _attempt(self, plan: Plan, example: Example, layout: Layout, turn: int = 0) -> Outputs | None:
+        """Run once and return the outputs; None if no array would lie otherwise than in a contiguous run.
+
+        Arguments that the kernel refuses in the layout, such as scales with gaps, are contiguous. Raise `Broken` if
+        anything else than outputs was written.
+        """
+        dense = self.dense.setdefault(layout, set())
+        while True:
+            call = self.call(example, layout, turn, dense)
+            gaps = {name for name, part in call.parts.items() if not part.geometry.dense}
+            if not gaps and layout not in ("contiguous", "misaligned"):
+                return None
+            try:
+                plan.run(**dict(reversed(call.arguments.items())) if turn else call.arguments)
                 break
             except Unaligned:
                 raise
             except InvalidProblem as error:
-                # A kernel may refuse gaps in an argument other than data, such as the scales of groups.
-                image = images.get(error.field)
-                if image is None or image.geometry.plain:
+                if error.field not in gaps:
                     raise
-                self.finding.gapless.add(error.field)
-                old = image.geometry
-                geometry = Geometry.of(old.shape, old.dtype, "misaligned" if layout == "crooked" else "contiguous")
-                images[error.field] = Image(geometry, old.view(image.before), image.outside)
-                fresh = placed(self._placement, {error.field: images[error.field]})
-                buffers |= fresh[0]
-                views |= fresh[1]
-        gaps = layout in ("wide", "crooked")
-        if not gaps or any(not image.geometry.plain for image in images.values()):
-            self.finding.layouts[layout] = None
-        plan.run(**views, **numbers)
-        return self._collected(arguments, images, buffers)
+                dense.add(error.field)
+        self.runs += 1
+        self.layouts[layout] = None
+        if beside := call.spoilt():
+            name, at = beside
+            what = "an input was written" if name in call.inputs else "memory beside an output was written"
+            raise Broken(f"{what}: byte {at} of {name}, counted from its first element", check="memory", output=name)
+        return call.contents()
 
-    def _collected(
-        self, arguments: tuple[Argument, ...], images: Mapping[str, Image], buffers: Mapping[str, Any]
-    ) -> dict[str, Array]:
-        roles = {argument.name: argument.role for argument in arguments}
-        outputs = {}
-        for name, image in images.items():
-            after = self._placement.download(buffers[name])
-            written = roles[name] in (Role.OUTPUT, Role.SCRATCH)
-            at = image.spilt(after) if written else image.changed(after)
-            if at is not None:
-                check, what = ("guard", "beside the array was") if written else ("input", "of an input was")
-                message = f"byte {at} {what} written, counted from its first element"
-                raise Spoiled(check=check, output=name, message=message)
-            if roles[name] is Role.OUTPUT:
-                outputs[name] = np.array(image.geometry.view(after))
-        return outputs
+
+def _is_flat(numbered: Numbered) -> bool:
+    return any(argument.flat for argument in numbered.case.problem.arguments())
+
+
+def sizes_of(problem: Descriptor) -> list[int]:
+    """Return the bytes of the arrays of a problem, outputs included."""
+    arrays = [a for a in problem.arguments() if not a.is_scalar and a.role is not Role.SCRATCH]
+    stored = [(storage_shape(a.shape, a.elements[0]), storage_dtype(a.elements[0])) for a in arrays]
+    return [int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in stored]

@@ -1,41 +1,42 @@
-"""Runs every kernel over the cases of its op and returns the results as a record."""
+"""Runs the checks on every kernel that a device accepts, and returns the results as a record."""
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
+from itertools import groupby, islice
+from typing import Any
 
 import numpy as np
 
-from skuda.dispatch import Dispatcher, PlanPreference
-from skuda.dispatch.plan import Plan
+from skuda.dispatch import Dispatcher
 from skuda.dispatch.select.environment import driver_version, skuda_version, versions
-from skuda.registry.arch import ArchSku
-from skuda.registry.descriptor import Descriptor
+from skuda.registry.descriptor import FunctionalKey
 from skuda.registry.device import Device
-from skuda.registry.op import Case, Op
+from skuda.registry.errors import InvalidProblem
 from skuda.registry.sku import KernelSku
-from skuda.tools.ship.cubins import Wanted, build_cubin, cubins_of
-from skuda.tools.verify.calls import CALLS
-from skuda.tools.verify.edges import accepts, always
+from skuda.tools.output import Report
+from skuda.tools.ship.cubins import build_cubin
+from skuda.tools.verify.checks import CHECKS, device_for, kernels_of, perform
+from skuda.tools.verify.compare import NotRun
 from skuda.tools.verify.evidence import EvidenceFile, SkuEvidence
 from skuda.tools.verify.fingerprint import reference_hash, source_hash, verifier_hash
-from skuda.tools.verify.large import LARGE, Copies, Large, Sizes, failed, large_problems, suitable
-from skuda.tools.verify.placement import LAYOUTS, Layout, Placement, placement_for
-from skuda.tools.verify.trial import Question, Trial, fewer_rows
+from skuda.tools.verify.large import large_problem
+from skuda.tools.verify.placement import Placement, placement_for
+from skuda.tools.verify.problems import fewer_rows
+from skuda.tools.verify.trial import Examples, Trial
 
-Progress = Callable[[int, int, str], None]
-"""Takes the number of finished runs, the number of all runs, and the op."""
+_DRAWERS, _AHEAD = 4, 8
+"""Threads that draw inputs and compute references, and units of kernels that are drawn beyond the present one."""
 
 Finished = Callable[[Sequence[SkuEvidence]], None]
 """Takes the evidence of one op's kernels."""
-
-_FEW = 8
-"""Number of consecutive calls that a quick verification compares."""
 
 
 def verify(
@@ -45,47 +46,36 @@ def verify(
     ops: Collection[str] = (),
     skus: Collection[str] = (),
     backends: Collection[str] = (),
+    cases: Collection[int] = (),
     seed: int = 0,
     quick: bool = False,
-    progress: Progress | None = None,
+    progress: Report | None = None,
     finished: Finished | None = None,
     placement: Placement | None = None,
-    sizes: Sizes = LARGE,
 ) -> EvidenceFile:
-    """Run every kernel that a device accepts over every case of its op; a failure is recorded and the run continues.
+    """Run the checks on every kernel that a device accepts; a failure is recorded and the run continues.
 
-    Parameters
-    ----------
-    dispatcher : Dispatcher
-        Its registry and backends are verified.
-    device : Device
-        A device of this machine.
-    ops, skus, backends : collection of str
-        Names to verify; empty for all.
-    seed : int
-        Seed of the inputs.
-    quick : bool
-        Whether to use two layouts per case, a few consecutive calls, and no large problems.
-    progress : callable or None
-        Called for every case of every kernel.
-    finished : callable or None
-        Called after every op.
-    placement : Placement or None
-        Moves arrays to the device and back; None for `placement_for`.
-    sizes : Sizes
-        Sizes of the large problems.
+    One kernel of each source and entry point, drawn from the seed, has the full battery: all cases in all layouts, and
+    the checks of the code around kernels. The others, which differ from it in elements or an epilogue, have a spot
+    check: all cases of their op in one layout each, a sample of the others, and one repeated run. With `quick`, every
+    kernel has a spot check.
+
+    `ops`, `skus` and `backends` are names, and `cases` are numbers of cases, which are run in the full battery; an
+    empty collection stands for all. `progress` is called for every kernel, and `finished` after every op. The placement
+    moves arrays to the device and back; None is `placement_for`.
+
+    Raises
+    ------
+    InvalidProblem
+        If no kernel for the device passes the filters, or none has one of the cases.
     """
-    kernels = [
-        sku
-        for sku in dispatcher.registry
-        if (not ops or sku.op in ops)
-        and (not skus or sku.id in skus)
-        and (not backends or sku.backend in backends)
-        and (sku.arch is ArchSku.CPU) is (device.processor == "cpu")
-    ]
+    kernels = kernels_of(dispatcher, ops=ops, skus=skus, backends=backends, processor=device.processor)
+    if not kernels:
+        raise InvalidProblem("verify", "the filters", "no kernel", f"leave a kernel for {device.describe()}")
     verifier = verifier_hash()
-    run = _Run(dispatcher, device, placement or placement_for(device), seed, None if quick else sizes, progress)
-    found = run.all(kernels, finished)
+    placement = placement or placement_for(device)
+    run = _Verification(dispatcher, device, placement, seed, quick, cases, progress, finished)
+    run.all(kernels)
     return EvidenceFile(
         device=device,
         driver=driver_version() if device.processor == "cuda" else "",
@@ -95,199 +85,148 @@ def verify(
         verifier_hash=verifier,
         seed=seed,
         quick=quick,
-        skus=tuple(found[sku.id] for sku in kernels),
+        skus=tuple(run.found[name] for name in sorted(run.found)),
     )
 
 
-class _Run:
-    """One verification; a quick one if `sizes` is None."""
+@dataclass
+class _Verification:
+    """The course of one verification, with what it has found by the ids of kernels."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        device: Device,
-        placement: Placement,
-        seed: int,
-        sizes: Sizes | None,
-        progress: Progress | None,
-    ) -> None:
-        self._dispatcher, self._device, self._placement = dispatcher, device, placement
-        self._seed, self._sizes, self._progress = seed, sizes, progress
-        self._done = self._total = 0
-        self._always: dict[str, dict[Case, None]] = {}
-        self._lost = ""
+    dispatcher: Dispatcher
+    device: Device
+    placement: Placement
+    seed: int
+    quick: bool
+    only: Collection[int]
+    progress: Report | None
+    finished: Finished | None
+    found: dict[str, SkuEvidence] = field(default_factory=dict)
+    lost_to: str = ""
+    done: int = 0
+    total: int = 0
 
-    def all(self, kernels: list[KernelSku], finished: Finished | None) -> dict[str, SkuEvidence]:
-        """Verify kernels op by op, so that the kernels of all backends share a case's reference."""
-        found = {sku.id: self._skipped(sku, note) for sku in kernels if (note := self._obstacle(sku))}
-        able: dict[str, list[KernelSku]] = {}
+    def all(self, kernels: Sequence[KernelSku]) -> None:
+        """Verify kernels key by key: kernels of one key, on all backends, share problems, inputs and references."""
+        able = []
         for sku in kernels:
-            if sku.id not in found:
-                able.setdefault(sku.op, []).append(sku)
-        ops = self._dispatcher.registry.ops
-        keys = {name: [case.problem.key() for case in ops[name].cases] for name in able}
-        every = [sku for skus in able.values() for sku in skus]
-        self._always = {sku.id: dict.fromkeys(always(sku, ops[sku.op].cases)) for sku in every}
-        self._total = sum(map(len, self._always.values()))
-        self._total += sum(keys[sku.op].count(sku.key) for sku in every)
-        # A thread pool fills the cubin cache while earlier ops run. What fails to compile here fails again when the
-        # kernel is selected, and is recorded then.
-        compiling = ThreadPoolExecutor(os.cpu_count())
+            try:
+                device_for(self.dispatcher, sku, (self.device,))
+                able.append(sku)
+            except NotRun as reason:
+                note = {"source_hash": source_hash(sku), "verdict": "skipped", "note": str(reason)}
+                self.found[sku.id] = SkuEvidence(sku=sku.id, **note)
+        self.total, units = len(able), self._units(able)
+        if self.only and not any(trial.chosen for unit in units for trial in unit):
+            raise InvalidProblem("verify", "--case", str(self.only), "be the number of a case of these kernels")
+        # While a GPU runs, the cubins and the references of later kernels are made. What fails to compile here fails
+        # again when the kernel is planned, and is recorded then.
+        pools = [ThreadPoolExecutor(number) for number in (os.cpu_count(), 1, _DRAWERS)]
+        compilers, planner, drawers = pools
+        ahead = self.device.processor == "cuda"
+        compiled = deque(planner.submit(_compile, unit, compilers) for unit in units if ahead)
+        drawn: deque[Future[None]] = deque()
+        coming = iter(units if ahead else ())
         try:
-            compiled = {
-                name: [compiling.submit(build_cubin, wanted) for wanted in self._cubins(ops[name], skus)]
-                for name, skus in able.items()
-            }
-            for name, skus in able.items():
-                self._report(f"{name}, compiling")
-                wait(compiled[name])
-                mine = self._op(ops[name], skus)
-                found |= mine
-                if finished is not None:
-                    finished(list(mine.values()))
+            for op, several in groupby(units, key=lambda unit: unit[0].op):
+                verified: list[SkuEvidence] = []
+                for unit in several:
+                    for later in islice(coming, _AHEAD - len(drawn)):
+                        drawn.append(drawers.submit(_prepare_references, later))
+                    if ahead:
+                        self._report(f"{op.name}, compiling")
+                        wait(compiled.popleft().result())
+                        wait([drawn.popleft()])
+                    verified += map(self._verify, unit)
+                    unit.clear()  # the inputs of one key take megabytes
+                if self.finished is not None:
+                    self.finished(verified)
         finally:
-            compiling.shutdown(cancel_futures=True)
-        return found
+            for pool in pools:
+                pool.shutdown(cancel_futures=True)
+
+    def _units(self, kernels: Sequence[KernelSku]) -> list[list[Trial]]:
+        """Return the trials of the kernels of each key, in the order of ops."""
+        keys: dict[FunctionalKey, list[KernelSku]] = {}
+        sources: dict[tuple[str, ...], dict[FunctionalKey, None]] = {}
+        for sku in kernels:
+            keys.setdefault(sku.key, []).append(sku)
+            sources.setdefault(_source(sku), {})[sku.key] = None
+        # Kernels of all backends that share a source have the full battery for the same key, and share its references.
+        full = {s: list(k)[zlib.crc32(f"{self.seed} {s}".encode()) % len(k)] for s, k in sources.items()}
+        units = []
+        for op in self.dispatcher.registry.ops.values():
+            for key in (key for key in keys if key.op == op.name):
+                shared = (self.dispatcher, self.device, self.placement, Examples(op, self.seed))
+                unit = [Trial(sku, *shared, only=self.only) for sku in keys[key]]
+                for trial in unit:
+                    if not self.only and (self.quick or full[_source(trial.sku)] != key):
+                        trial.battery = "spot"
+                units.append(unit)
+        return units
 
     def _report(self, what: str) -> None:
-        if self._progress is not None:
-            self._progress(self._done, self._total, what)
+        if self.progress is not None:
+            self.progress(self.done, self.total, what)
 
-    def _obstacle(self, sku: KernelSku) -> str:
-        """Return why a kernel cannot run here at all; an empty string if it can."""
-        if not sku.arch.runs_on(self._device.compute_capability):
-            return f"needs {sku.arch.describe()}"
-        state = self._dispatcher.status.get(sku.backend)
-        if state is None or not state.available:
-            return f"backend {sku.backend}: {state.detail if state is not None else 'unknown'}"
-        return ""
-
-    @staticmethod
-    def _skipped(sku: KernelSku, note: str) -> SkuEvidence:
-        return SkuEvidence(sku=sku.id, source_hash=source_hash(sku), verdict="skipped", note=note)
-
-    def _cubins(self, op: Op, skus: list[KernelSku]) -> list[Wanted]:
-        """Return the cubins that the kernels need for all problems that they are run on."""
-        added = (case.problem for sku in skus for case in self._always[sku.id])
-        own = [case.problem for case in op.cases]
-        fewer = (part for problem in own if (part := fewer_rows(problem)) is not None)
-        large = (each.problem for several in self._large_problems(op, skus) for each in several)
-        problems = {op.name: tuple(dict.fromkeys((*own, *fewer, *added, *large)))}
-        return cubins_of(skus, problems, self._dispatcher.backends, self._device)
-
-    def _op(self, op: Op, skus: list[KernelSku]) -> dict[str, SkuEvidence]:
-        hashes, meaning = {sku.id: source_hash(sku) for sku in skus}, reference_hash(op)
-        preferences = {sku.id: PlanPreference(sku=sku.id) for sku in skus}
-
-        def select(sku: KernelSku, problem: Descriptor) -> Plan:
-            return self._dispatcher.select(problem, preferences[sku.id], self._device)
-
-        calls = CALLS if self._sizes else _FEW
-        trials = [Trial(sku, partial(select, sku), self._placement, calls) for sku in skus]
-        for number, case in enumerate(op.cases):
-            layouts: tuple[Layout, ...] = LAYOUTS if self._sizes else ("contiguous", LAYOUTS[1 + number % 3])
-            self._case(op, number, case, [t for t in trials if t.sku.key == case.problem.key()], layouts)
-        added = dict.fromkeys(case for sku in skus for case in self._always[sku.id])
-        for number, case in enumerate(added, len(op.cases)):
-            mine = [trial for trial in trials if case in self._always[trial.sku.id]]
-            self._case(op, number, case, mine, (LAYOUTS[number % len(LAYOUTS)],), again=False)
-        self._large(op, trials)
-        return {trial.sku.id: self._evidence(trial, hashes[trial.sku.id], meaning) for trial in trials}
-
-    def _case(
-        self, op: Op, number: int, case: Case, trials: list[Trial], layouts: tuple[Layout, ...], *, again: bool = True
-    ) -> None:
-        if not trials:
-            return
-        rng = np.random.default_rng([self._seed, zlib.crc32(f"{op.name} {number}".encode())])
-        question, trouble = None, ""
-        try:
-            question = Question.ask(op, number, case, rng)
-        except Exception as error:  # noqa: BLE001  a plug-in's reference can fail in any way
-            trouble = f"the reference failed: {type(error).__name__}: {error}"
-        for trial in trials:
-            self._done += 1
-            self._report(op.name)
-            reason = next(filter(None, (rule.check(case.problem) for rule in trial.sku.constraints)), None)
-            if question is None:
-                trial.refuse(number, case, trouble)
-            elif reason is not None:
-                trial.finding.note = f"some cases are refused: {reason}"
-            elif not self._lost:
-                trial.run(question, layouts, rng, again=again)
-                self._check_device(trial)
-
-    def _large(self, op: Op, trials: list[Trial]) -> None:
-        """Run large problems; kernels with the same problem share its inputs and its reference."""
-        of = {trial.sku.id: trial for trial in trials}
-        for several, skus in self._large_problems(op, [trial.sku for trial in trials]).items():
-            for large in several:
-                self._report(f"{op.name}, {large.name}")
-                self._share(op, large, [of[sku.id] for sku in skus])
-
-    def _large_problems(self, op: Op, skus: Iterable[KernelSku]) -> dict[tuple[Large, ...], list[KernelSku]]:
-        """Return large problems with the kernels to run on them; none in a quick run or with too little memory."""
-        sizes = self._sizes
-        found: dict[tuple[Large, ...], list[KernelSku]] = {}
-        if sizes is None or self._device.memory < sizes.memory:
-            return found
-        for sku in skus:
-            mine = (case.problem for case in op.cases if case.problem.key() == sku.key)
-            problem = suitable(problem for problem in mine if accepts(sku, problem))
-            if problem is not None:
-                found.setdefault(tuple(large_problems(problem, sizes)), []).append(sku)
+    def _verify(self, trial: Trial) -> SkuEvidence:
+        """Run the checks of a kernel."""
+        self._report(trial.op.name)
+        self.done += 1
+        for name, check in CHECKS.items():
+            if not check.anywhere and (check.spot or trial.battery == "full") and not self.lost_to:
+                perform(trial, name)
+                self.lost_to = trial.sku.id if trial.failures and not self._answers() else ""
+        cut = bool(self.lost_to) and not trial.failures
+        dense = sorted({name for names in trial.dense.values() for name in names})
+        notes = (trial.note, f"refuses gaps in {', '.join(dense)}" if dense else "")
+        note = "; ".join(filter(None, notes)) or ("" if trial.cases_run else "no case of its op is for it")
+        found = self.found[trial.sku.id] = SkuEvidence(
+            sku=trial.sku.id,
+            source_hash=source_hash(trial.sku),
+            reference_hash=reference_hash(trial.op),
+            verdict="failed" if trial.failures else "skipped" if cut or not trial.cases_run else "verified",
+            battery=trial.battery,
+            cases=trial.cases_run,
+            runs=trial.runs,
+            outputs=trial.outputs,
+            layouts=tuple(trial.layouts),
+            checks=tuple(name for name, reason in trial.checks.items() if not reason),
+            failures=tuple(trial.failures.values()),
+            note=f"the device was lost to {self.lost_to}" if cut else note,
+        )
+        self.placement.release()
         return found
 
-    def _share(self, op: Op, large: Large, trials: list[Trial]) -> None:
-        copies = None
-        for trial in trials:
-            if self._lost:
-                return
-            try:
-                copies = copies or Copies(op, large, self._placement, self._seed)
-            except Exception as error:  # noqa: BLE001  memory may be short, and a reference can fail in any way
-                failed(trial, large, check="error", message=f"{type(error).__name__}: {error}")
-            else:
-                copies.run(trial, self._fresh(trial.sku))
-            self._check_device(trial)
-            self._placement.release()
-
-    def _fresh(self, sku: KernelSku) -> Callable[[Descriptor], Plan]:
-        # A separate dispatcher: a cached plan would keep gigabytes of scratch allocated.
-        apart = Dispatcher(self._dispatcher.registry, backends=self._dispatcher.backends.values())
-        return partial(apart.select, preference=PlanPreference(sku=sku.id), device=self._device)
-
-    def _check_device(self, trial: Trial) -> None:
-        """Test after an error whether the device still answers: an illegal access ends all work of the process."""
-        if "error" not in trial.finding.failures:
-            return
+    def _answers(self) -> bool:
+        """Return whether the device still answers after a failure: an illegal access ends all work of the process."""
+        probe = np.arange(8, dtype=np.uint8)
         try:
-            probe = np.arange(8, dtype=np.uint8)
-            alive = bool((self._placement.download(self._placement.upload(probe)) == probe).all())
+            return bool((self.placement.download(self.placement.upload(probe)) == probe).all())
         except Exception:  # noqa: BLE001  the libraries raise different errors
-            alive = False
-        if not alive:
-            self._lost = trial.sku.id
+            return False
 
-    def _evidence(self, trial: Trial, digest: str, meaning: str) -> SkuEvidence:
-        found = trial.finding
-        cut = bool(self._lost) and found.failure is None
-        gaps = f"refuses gaps between rows of {', '.join(sorted(found.gapless))}" if found.gapless else ""
-        if cut:
-            note = f"the device was lost to {self._lost}"
-        elif found.cases == 0:
-            note = found.note or "no case of its op is for it"
-        else:
-            note = "; ".join(filter(None, (found.note, gaps)))
-        return SkuEvidence(
-            sku=trial.sku.id,
-            source_hash=digest,
-            reference_hash=meaning,
-            verdict="failed" if found.failure else "skipped" if cut or not found.cases else "verified",
-            cases=found.cases,
-            outputs=found.outputs,
-            layouts=tuple(found.layouts),
-            first_failure=found.failure,
-            promises=found.record(),
-            note=note,
-        )
+
+def _source(sku: KernelSku) -> tuple[str, ...]:
+    return sku.source, sku.entry_point, sku.variant
+
+
+def _compile(unit: list[Trial], pool: ThreadPoolExecutor) -> list[Future[Any]]:
+    """Submit the compilation of what kernels need for the problems that they are run on."""
+    found: list[Future[Any]] = []
+    for trial in unit:
+        problems = [each.numbered.case.problem for each in trial.chosen]
+        fewer = (fewer_rows(each.numbered.case.problem) for each in trial.chosen if each.again)
+        problems += [problem for problem in fewer if problem is not None]
+        if trial.battery == "full" and (large := large_problem(trial)) is not None:
+            problems.append(large.problem)
+        found += [pool.submit(build_cubin, each) for each in trial.cubins(*problems).values()]
+    return found
+
+
+def _prepare_references(unit: list[Trial]) -> None:
+    """Compute the references of a unit; an error occurs again where the example is used, and is recorded there."""
+    for trial in list(unit):
+        for each in trial.chosen:
+            with suppress(Exception):  # a plug-in's reference can fail in any way
+                trial.examples.of(each.numbered.case, each.turn)

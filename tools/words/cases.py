@@ -23,59 +23,32 @@ _S32 = ElementKind.S32
 GROUP_SIZE = 128
 """Elements that share a scale in the per-group cases."""
 
-_TOKENS: tuple[Shape, ...] = (
-    (1, 4096),
-    (16, 4096),
-    (256, 4096),
-    (4096, 4096),
-    (4096, 14336),
-    (16384, 8192),
-    (65536, 8192),
-)
-_NORMS: tuple[Shape, ...] = ((1, 4096), (16, 4096), (64, 8192), (4096, 4096), (16384, 8192))
-_PRODUCTS: tuple[Shape, ...] = (
-    *((m, 4096, 4096) for m in (1, 16, 64, 128, 256, 512, 1024, 4096)),
-    (4096, 6144, 4096),
-    (4096, 14336, 4096),
-    (4096, 4096, 14336),
-    (8192, 8192, 8192),
-    *((m, 28672, 8192) for m in (1, 16, 64, 128, 2048)),
-    (2048, 8192, 28672),
-    (384, 384, 384),
-    (4096, 384, 1536),
-)
-_SQUARES: tuple[Shape, ...] = tuple((m, 4096, 4096) for m in ROWS)
-_GATED: tuple[Shape, ...] = (
-    (1, 14336),
-    (16, 14336),
-    (64, 14336),
-    (4096, 4096),
-    (4096, 14336),
-    (16384, 8192),
-)
-_PARTS: tuple[Shape, ...] = ((16, 8192), (2048, 8192))
-_GATED_PARTS: tuple[Shape, ...] = ((16, 14336), (2048, 14336))
-_Rows = tuple[tuple[tuple[Shape, ...], tuple[ElementKind, ...]], ...]
+_Cases = tuple[tuple[tuple[Shape, ...], tuple[ElementKind, ...]], ...]
 """Shapes, each to be measured in each of some elements."""
 
-_WIDE: _Rows = ((((16384, 8192),), (_BF16, _F32)), (((8192, 8192),), (_F64,)))
-_DEFAULTS: dict[str, _Rows] = {
-    "amax": ((_PARTS, (_BF16,)),),
-    "amax_quantize": ((_PARTS, (_BF16,)),),
+_TOKENS = ((1, 4096), (16, 4096), (256, 4096), (4096, 4096), (4096, 14336), (16384, 8192), (65536, 8192))
+_NORMS = ((1, 4096), (16, 4096), (64, 8192), (4096, 4096), (16384, 8192))
+_GATED = ((1, 14336), (16, 14336), (64, 14336), (4096, 4096), (4096, 14336), (16384, 8192))
+_PARTS, _GATED_PARTS = ((16, 8192), (2048, 8192)), ((16, 14336), (2048, 14336))
+_SQUARES = tuple((m, 4096, 4096) for m in ROWS)
+_PRODUCTS = (
+    *((m, 4096, 4096) for m in (1, 16, 64, 128, 256, 512, 1024, 4096)),
+    *((4096, 6144, 4096), (4096, 14336, 4096), (4096, 4096, 14336), (8192, 8192, 8192)),
+    *((m, 28672, 8192) for m in (1, 16, 64, 128, 2048)),
+    *((2048, 8192, 28672), (384, 384, 384), (4096, 384, 1536)),
+)
+_WIDE: _Cases = ((((16384, 8192),), (_BF16, _F32)), (((8192, 8192),), (_F64,)))
+_DEFAULTS: dict[str, _Cases] = {
     "dynamic_range": ((_TOKENS, (_BF16, _F16)),),
     "fake_quantize": ((((1024, 1024), (4096, 4096)), (_F32,)), *_WIDE),
-    "gelu_mul_amax": ((_GATED_PARTS, (_BF16,)),),
-    "gelu_mul_quantize": ((_GATED, (_BF16,)),),
-    "layer_norm_quantize": ((_NORMS, (_BF16,)),),
-    "quantized_linear": ((_PRODUCTS, (_BF16,)),),
-    "rescale": ((_PARTS, (_BF16,)),),
-    "rms_norm_quantize": ((_NORMS, (_BF16,)),),
     "scaled_linear": ((_SQUARES, (_BF16,)), (_SQUARES[-1:], (_S32,))),
-    "silu_mul_amax": ((_GATED_PARTS, (_BF16,)),),
-    "silu_mul_quantize": ((_GATED, (_BF16,)),),
-    "smoothquant_linear": ((_PRODUCTS, (_BF16,)),),
+    **dict.fromkeys(("quantized_linear", "smoothquant_linear"), ((_PRODUCTS, (_BF16,)),)),
+    **dict.fromkeys(("amax", "amax_quantize", "rescale"), ((_PARTS, (_BF16,)),)),
+    **dict.fromkeys(("gelu_mul_amax", "silu_mul_amax"), ((_GATED_PARTS, (_BF16,)),)),
+    **dict.fromkeys(("gelu_mul_quantize", "silu_mul_quantize"), ((_GATED, (_BF16,)),)),
+    **dict.fromkeys(("layer_norm_quantize", "rms_norm_quantize"), ((_NORMS, (_BF16,)),)),
 }
-"""Shapes by op; `_WIDE` for all others, in the elements that they have, or in all they have."""
+"""Cases by op; `_WIDE` for all others, in the elements that they have, or in all they have."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import types
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -39,17 +39,12 @@ def fields_of(record: type[Value]) -> dict[str, FieldInfo]:
 def aliases_of(descriptor: type[Descriptor]) -> dict[str, str]:
     """Return the other names of an op's sizes: alias to field."""
     fields = fields_of(descriptor).keys()
-    return {
-        alias: field
-        for needed, names in _ALIASES
-        if needed <= fields
-        for alias, field in names.items()
-        if alias not in fields
-    }
+    names = {alias: field for needed, names in _ALIASES if needed <= fields for alias, field in names.items()}
+    return {alias: field for alias, field in names.items() if alias not in fields}
 
 
 def short(value: Any) -> str:
-    """Format a field's value as it is typed."""
+    """Format the value of a field as a user types it."""
     text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     return text.lower() if isinstance(value, bool) else text
 
@@ -67,11 +62,11 @@ def type_words(field: FieldInfo) -> str:
         for name, sign in _BOUNDS
         if (limit := getattr(part, name, None)) is not None
     ]
-    return f"{_kind_words(field.annotation)} {words(bounds)}".strip()
+    return f"{_kind_words(_plain(field))} {words(bounds)}".strip()
 
 
 def default_words(field: FieldInfo) -> str:
-    """Return a field's default as text; ``required`` if it has none."""
+    """Return the default of a field as text; ``required`` if it has none."""
     if field.is_required():
         return "required"
     default = field.get_default(call_default_factory=True, validated_data={})
@@ -84,32 +79,32 @@ def _number(value: Any) -> str:
     return f"{sign}2^{power}" if power and abs(value) == 1 << power else str(value)
 
 
+def _plain(field: FieldInfo) -> Any:
+    """Return the type of a field without validators, which refuse text, the only type of a command line."""
+    holder = type("Holder", (), {"__annotations__": {"kind": field.annotation}})
+    return get_type_hints(holder)["kind"]  # strips every Annotated
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type alone."""
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _choices(kind: Any) -> list[str]:
+    """Return the words that a type takes, if it takes only some."""
+    if get_origin(kind) is Literal:
+        return [str(value) for value in get_args(kind)]
+    return [str(member.value) for member in kind] if isinstance(kind, type) and issubclass(kind, Enum) else []
+
+
 def _kind_words(kind: Any) -> str:
-    kind = _plain(kind)
-    if get_origin(kind) is Union:
-        return " or ".join("none" if part is type(None) else _kind_words(part) for part in get_args(kind))
+    if len(_options(kind)) > 1:
+        return " or ".join(map(_kind_words, _options(kind)))
     if get_origin(kind) is tuple:
         return f"{_kind_words(get_args(kind)[0])}s, by commas"
-    if get_origin(kind) is Literal:
-        return " | ".join(str(value) for value in get_args(kind))
-    if kind is ElementKind:
-        return "element"
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return " | ".join(str(member.value) for member in kind)
-    known: dict[Any, str] = {int: "integer", float: "number", bool: "true | false", str: "text"}
-    return known.get(kind) or str(getattr(kind, "__name__", kind))
-
-
-def _plain(kind: Any) -> Any:
-    """Return a type without its annotations, which refuse strings, the only type of a command line."""
-    origin = get_origin(kind)
-    if origin is Annotated:
-        return _plain(get_args(kind)[0])
-    if origin in (Union, types.UnionType):
-        return Union[tuple(_plain(part) for part in get_args(kind))]  # noqa: UP007  built at run time
-    if origin is tuple:
-        return tuple[tuple(part if part is Ellipsis else _plain(part) for part in get_args(kind))]  # type: ignore[misc]
-    return kind
+    known = {int: "integer", float: "number", bool: "true | false", str: "text", type(None): "none"}
+    known[ElementKind] = "element"
+    return known.get(kind) or " | ".join(_choices(kind)) or str(getattr(kind, "__name__", kind))
 
 
 def convert(field: FieldInfo, text: str) -> Any:
@@ -117,11 +112,10 @@ def convert(field: FieldInfo, text: str) -> Any:
 
     Members of a tuple are separated by commas; ``none`` is None if the field allows it.
     """
-    kind = _plain(field.annotation)
-    options = get_args(kind) if get_origin(kind) is Union else (kind,)
-    if type(None) in options and text.lower() == "none":
+    kind = _plain(field)
+    if type(None) in _options(kind) and text.lower() == "none":
         return None
-    parts = any(get_origin(option) is tuple for option in options)
+    parts = any(get_origin(option) is tuple for option in _options(kind))
     value: Any = [part.strip() for part in text.strip("()[]").split(",") if part.strip()] if parts else text
     try:
         return TypeAdapter(kind).validate_python(value)
@@ -130,15 +124,23 @@ def convert(field: FieldInfo, text: str) -> Any:
 
 
 def describe(op: Op, tokens: Sequence[str], others: Sequence[str] = ()) -> tuple[Descriptor, dict[str, Any]]:
-    """Build an op's descriptor from options such as ``--field value`` and ``--field=value``.
+    """Build the descriptor of an op from options such as ``--field value`` and ``--field=value``.
 
-    Return the descriptor, and the assumed fields with their values. Raise `InvalidProblem` for a bad option or value;
-    it suggests `others`, the command's own options, for a misspelt one.
+    Return it with the assumed fields and their values. `others` are the command's own options, suggested for a misspelt
+    one. Raise `InvalidProblem` for an option or a value that the op does not take; it names the nearest ones.
     """
     fields = fields_of(op.descriptor)
-    given = {name: convert(fields[name], text) for name, text in _read_options(op, tokens, others).items()}
+    typed = _read_options(op, tokens, others)
+    given = {name: convert(fields[name], text) for name, text in typed.items()}
     assumed = assumptions(op, given)
-    return op.descriptor(**{**given, **assumed}), assumed
+    try:
+        return op.descriptor(**{**given, **assumed}), assumed
+    except InvalidProblem as error:
+        kinds = _options(_plain(fields[error.field])) if error.field in typed else ()
+        near = nearest(typed.get(error.field, ""), [word for kind in kinds for word in _choices(kind)])
+        if not near:
+            raise
+        raise InvalidProblem(error.subject, error.field, error.had, f"{error.must} (near: {words(near)})") from None
 
 
 def _read_options(op: Op, tokens: Sequence[str], others: Sequence[str]) -> dict[str, str]:
@@ -161,7 +163,7 @@ def _read_options(op: Op, tokens: Sequence[str], others: Sequence[str]) -> dict[
             raise InvalidProblem(op.name, name, f"--{written} again", "be given once")
         if not equals and rest and not rest[0].startswith("--"):
             text = rest.pop(0)
-        elif not equals and _plain(fields[name].annotation) is bool:
+        elif not equals and _plain(fields[name]) is bool:
             text = "true"
         elif not equals:
             raise InvalidProblem(op.name, name, "nothing", f"be given a value: {option_of(name)} VALUE")
@@ -177,7 +179,7 @@ def option_of(field: str) -> str:
 def assumptions(op: Op, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return values for required fields that were not given and have an obvious value.
 
-    The elements are f32 and s8 (or the first ones that the op's kernels serve). The bounds are -127 and 127 for a
+    The elements are f32 and s8, or the first ones that the kernels of the op serve. The bounds are -127 and 127 for a
     matrix product, which is symmetric, else the full range of the codes. Scales are 1.
     """
     descriptor = op.descriptor
@@ -190,17 +192,15 @@ def assumptions(op: Op, given: Mapping[str, Any]) -> dict[str, Any]:
         if name in wanted:
             made[name] = first if first in served or not served else served[0]
     made["q_min"], made["q_max"] = _bounds(descriptor, {**given, **made})
-    made |= {name: 1.0 for name, f in wanted.items() if name.endswith("scale") and _plain(f.annotation) is float}
+    made |= {name: 1.0 for name, f in wanted.items() if name.endswith("scale") and _plain(f) is float}
     return {name: made[name] for name in wanted if name in made}
 
 
 def _bounds(descriptor: type[Descriptor], values: Mapping[str, Any]) -> tuple[int, int]:
     if descriptor.layout is not None:
         return (-127, 127)
-    for value in values.values():
-        if isinstance(value, ElementKind) and value.integer_range is not None:
-            return value.integer_range
-    return (-128, 127)
+    ranges = (value.integer_range for value in values.values() if isinstance(value, ElementKind))
+    return next(filter(None, ranges), (-128, 127))
 
 
 def read_problems(command: str, registry: Registry, path: Path) -> list[Descriptor]:
@@ -210,7 +210,7 @@ def read_problems(command: str, registry: Registry, path: Path) -> list[Descript
     """
 
     def refused(rule: str) -> InvalidProblem:
-        # The quotation is cut off, because it may be as long as the file.
+        # A quotation may be as long as the file.
         return InvalidProblem(command, "--descriptors", str(path), textwrap.shorten(rule, 400))
 
     try:

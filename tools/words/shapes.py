@@ -1,6 +1,6 @@
-"""Shapes of well-known models and from files, which ``skuda bench --shapes`` takes as well as typed shapes.
+"""Shapes for ``skuda bench`` and ``skuda tune``: typed, from a file, of a well-known model, or drawn from a seed.
 
-The sizes are those of the published ``config.json`` files (``hidden_size``, ``intermediate_size``,
+The models' sizes are those of the published ``config.json`` files (``hidden_size``, ``intermediate_size``,
 ``num_attention_heads``, ``num_key_value_heads``) of meta-llama/Meta-Llama-3-8B, meta-llama/Meta-Llama-3-70B and
 sentence-transformers/all-MiniLM-L6-v2. Embeddings and the output head are left out, because they are not quantized.
 """
@@ -10,61 +10,47 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from skuda.registry.errors import InvalidProblem
-from skuda.tools.files import read_json, read_text
+from skuda.tools.files import read_text
 from skuda.tools.output import words
 
 Shape = tuple[int, ...]
 
-_DIGITS = 18
+_SIZE = re.compile(r"0*[1-9][0-9]{0,17}")
 _LARGEST = 1 << 42
 """Multiplications of the largest product that is drawn: some 6 ms on an H200."""
 
 ROWS = (1, 16, 128, 1024, 4096)
-"""Default numbers of rows (tokens) for a model's shapes."""
+"""Default numbers of rows (tokens) for the shapes of a model."""
 
 
-@dataclass(frozen=True)
-class ModelShapes:
-    """The linear layers of one block of a model, and the widths of the activations that are quantized before them.
-
-    `layers` are output channels and inner size, N x K; `fused` names the layers that are one product here.
-    """
+class ModelShapes(NamedTuple):
+    """Output channels and inner size of the linear layers of one block, and the widths of their activations."""
 
     layers: dict[str, tuple[int, int]]
-    widths: tuple[int, ...]
-    fused: str
-
-    def products(self, rows: Sequence[int]) -> tuple[Shape, ...]:
-        """Return M, N and K of every layer for every number of rows, each shape once."""
-        return tuple(dict.fromkeys((m, n, k) for n, k in self.layers.values() for m in rows))
-
-    def activations(self, rows: Sequence[int]) -> tuple[Shape, ...]:
-        """Return rows and columns of every activation for every number of rows."""
-        return tuple((m, width) for width in self.widths for m in rows)
+    widths: tuple[int, int]
 
 
 def _llama(hidden: int, intermediate: int, heads: int, key_value_heads: int) -> ModelShapes:
     """Return the shapes of a Llama 3 block as engines run it: q, k and v in one product, and gate and up in one."""
-    head = hidden // heads
     layers = {
-        "qkv": ((heads + 2 * key_value_heads) * head, hidden),
+        "qkv": ((heads + 2 * key_value_heads) * (hidden // heads), hidden),
         "o": (hidden, hidden),
         "gate_up": (2 * intermediate, hidden),
         "down": (hidden, intermediate),
     }
-    return ModelShapes(layers, (hidden, intermediate), "q, k and v are one product, gate and up are one")
+    return ModelShapes(layers, (hidden, intermediate))
 
 
 def _bert(hidden: int, intermediate: int) -> ModelShapes:
-    """Return the shapes of a BERT block as it is stored: q, k and v are three products, of the same shape as o."""
+    """Return the shapes of a BERT block: q, k and v are three products, of the same shape as o."""
     layers = {"q, k, v, o": (hidden, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
-    return ModelShapes(layers, (hidden, intermediate), "nothing is fused")
+    return ModelShapes(layers, (hidden, intermediate))
 
 
 MODELS = {
@@ -78,9 +64,8 @@ MODELS = {
 def read_shapes(
     texts: Sequence[str], ranks: Collection[int] = (2, 3), rows: Sequence[int] = (), *, command: str = "bench"
 ) -> tuple[Shape, ...]:
-    """Read typed shapes (``4096x4096``), models by name, and files.
+    """Read typed shapes (``4096x4096``), models by name, and files with one shape per line and comments after ``#``.
 
-    A file holds one shape per line, with comments after ``#``; or JSON, a list of shapes as text or as lists of sizes.
     Models are taken at `rows`, or `ROWS`, and give products if 3 is among `ranks`, activations if 2 is. Raise
     `InvalidProblem` for any other text, a file with other content, and `rows` without a model.
     """
@@ -90,9 +75,9 @@ def read_shapes(
     for text in texts:
         model = MODELS.get(text.lower())
         if model is not None:
-            found += model.products(rows or ROWS) if 3 in ranks else ()
-            found += model.activations(rows or ROWS) if 2 in ranks else ()
-        elif _sizes(text) is None and os.path.isfile(text):  # noqa: PTH113  Path raises an error for a long name
+            found += [(m, n, k) for n, k in model.layers.values() for m in rows or ROWS if 3 in ranks]
+            found += [(m, width) for width in model.widths for m in rows or ROWS if 2 in ranks]
+        elif _sizes(text) is None and os.path.exists(text):  # noqa: PTH110  Path raises an error for a long name
             found += _read_file(Path(text), command)
         else:
             found.append(_read(text, repr(text), command))
@@ -102,7 +87,7 @@ def read_shapes(
 def read_rows(texts: Sequence[str]) -> tuple[int, ...]:
     """Read typed numbers of rows; raise `InvalidProblem` for a text that is not a whole number above 0."""
     for text in texts:
-        if _size(text) is None:
+        if not _SIZE.fullmatch(text):
             raise InvalidProblem("bench", "--m", repr(text), "be whole numbers above 0, of up to 18 digits")
     return tuple(dict.fromkeys(map(int, texts)))
 
@@ -131,24 +116,11 @@ def _read_file(path: Path, command: str) -> list[Shape]:
         text = read_text(path)
     except (OSError, ValueError) as error:
         raise InvalidProblem(command, "--shapes", str(path), f"be a file of text that can be read ({error})") from error
-    if path.suffix.lower() == ".json":
-        try:
-            listed = read_json(text)
-        except ValueError as error:
-            raise InvalidProblem(command, "--shapes", str(path), f"be JSON as its name says ({error})") from error
-        entries = listed if isinstance(listed, list) else [listed]
-        named = [(_typed(entry), f"{entry!r} in {path}") for entry in entries]
-    else:
-        lines = ((number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), 1))
-        named = [(line, f"{line!r} in line {number} of {path}") for number, line in lines if line]
-    if not named:
+    lines = ((number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), 1))
+    shapes = [_read(line, f"{line!r} in line {number} of {path}", command) for number, line in lines if line]
+    if not shapes:
         raise InvalidProblem(command, "--shapes", str(path), "hold a shape, one a line")
-    return [_read(shape, where, command) for shape, where in named]
-
-
-def _typed(entry: Any) -> str:
-    """Format an entry of a JSON file as it would be typed; anything unexpected becomes a text that is not a shape."""
-    return "x".join(map(str, entry)) if isinstance(entry, list) else str(entry)
+    return shapes
 
 
 def _read(text: str, where: str, command: str) -> Shape:
@@ -161,10 +133,5 @@ def _read(text: str, where: str, command: str) -> Shape:
 
 def _sizes(text: str) -> Shape | None:
     """Parse a text as a shape; return None if it is not one."""
-    sizes = [size for part in text.lower().split("x") if (size := _size(part)) is not None]
-    return tuple(sizes) if len(sizes) in (2, 3) and len(sizes) == text.lower().count("x") + 1 else None
-
-
-def _size(text: str) -> int | None:
-    """Parse a whole number above 0 that a record can hold; return None for any other text."""
-    return (int(text) or None) if text.isascii() and text.isdigit() and len(text) <= _DIGITS else None
+    parts = text.lower().split("x")
+    return tuple(map(int, parts)) if len(parts) in (2, 3) and all(map(_SIZE.fullmatch, parts)) else None

@@ -17,22 +17,16 @@ from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.vocabulary import EpilogueKind
 
-Call = Callable[[], Any]
-
 CAPABILITY = (9, 0)
-"""What the objects are built for."""
-
+"""The compute capability that the objects are built for."""
 _Options = tuple[int, int, int]
-"""Tiles of a rasterization band; the order, 0 CUTLASS's own rule, 1 along M; and the split of K, see `_SPLITS`."""
-
+"""Of the scheduler: tiles of a band; their order, 0 CUTLASS's own rule, 1 along M; and the split of K, 0 CUTLASS's own
+rule, 1 stream-K, n + 1 into n parts."""
 _DEFAULT = (1, 0, 0)
 _ORDERS = {"": _DEFAULT, " swizzle=8": (8, 0, 0), " raster=1 swizzle=2": (2, 1, 0)}
 _SPLITS = {"": _DEFAULT, " stream-K": (1, 0, 1)} | {f" split={parts}": (1, 0, parts + 1) for parts in (2, 3, 4, 8)}
-"""How K is split: 0 CUTLASS's own rule, 1 stream-K, above 2 that number less one of parts."""
-
 _SCHEDULERS = {"pp": _ORDERS, "co": _ORDERS, "sk": _SPLITS}
-"""Options worth a try, by the part of a name that says its schedule: pingpong, cooperative and stream-K."""
-
+"""Options to try, by the part of a name that says its schedule: pingpong, cooperative and stream-K."""
 _REASONS = {
     1: "K must be a multiple of 16 and N of 8",
     2: "a pointer is not a multiple of 16 bytes",
@@ -90,34 +84,31 @@ class Configuration:
 
     @property
     def options(self) -> dict[str, _Options]:
-        """Scheduler options worth a try, by what they add to the name."""
+        """Scheduler options to try, by what they add to the name."""
         return next((_SCHEDULERS[part] for part in self.name.split("_") if part in _SCHEDULERS), {"": _DEFAULT})
 
-    def workspace(self, sizes: tuple[int, int, int], options: _Options = _DEFAULT) -> int:
-        """Return the bytes of workspace for a product of sizes M, N and K."""
-        self.library.tune(*options)
-        return int(self.library.workspace(*sizes))
+    def call(self, tensors: tuple[Any, ...], options: _Options = _DEFAULT) -> Callable[[], None]:
+        """Return a call that enqueues one product; it raises ValueError for a refusal, RuntimeError for other failures.
 
-    def run(
-        self,
-        addresses: tuple[int, ...],
-        sizes: tuple[int, int, int],
-        options: _Options = _DEFAULT,
-        *,
-        workspace: tuple[int, int] = (0, 0),
-        stream: int = 0,
-    ) -> None:
-        """Enqueue one product of sizes M, N and K; a ValueError where it refuses, a RuntimeError if the launch fails.
-
-        `addresses` are those of codes [M, K], weight [N, K], scales of rows and of columns, and output [M, N];
-        `options` are those of the scheduler; `workspace` is address and bytes.
+        The tensors are codes [M, K], weight [N, K], scales of rows and of columns, and output [M, N].
         """
-        # The options stand in the object, for whatever runs next.
+        torch: Any = importlib.import_module("torch")
+        codes, weight = tensors[:2]
+        sizes, place = (len(codes), len(weight), codes.shape[1]), codes.device
         self.library.tune(*options)
-        code = self.library.run(*addresses, *sizes, *workspace, stream)
-        if code:
-            why = _REASONS.get(code, f"the launch failed with CUTLASS status {code - 100}")
-            raise (ValueError if code in _REASONS else RuntimeError)(f"{self.name}: {why}")
+        space = torch.empty(int(self.library.workspace(*sizes)), dtype=torch.uint8, device=place)
+        given = (*(tensor.data_ptr() for tensor in tensors), *sizes, space.data_ptr(), len(space))
+
+        # The addresses know no owners: the call holds the tensors.
+        def call(_kept: object = (tensors, space)) -> None:
+            stream = torch.cuda.current_stream(place).cuda_stream if place.type == "cuda" else 0
+            self.library.tune(*options)  # for whatever runs next
+            code = self.library.run(*given, stream)
+            if code:
+                why = _REASONS.get(code, f"the launch failed with CUTLASS status {code - 100}")
+                raise (ValueError if code in _REASONS else RuntimeError)(f"{self.name}: {why}")
+
+        return call
 
 
 @dataclass(frozen=True)
@@ -146,29 +137,10 @@ class Cutlass:
         """How many configurations there are to choose from, options included."""
         return sum(len(each.options) for each in self.configurations)
 
-    def calls(self, operands: tuple[Any, ...], output: Any) -> Mapping[str, Call]:
-        """Return a call for every configuration, by name, on tensors in the order of `Configuration.run`."""
-        codes, weight = operands[:2]
-        sizes = (len(codes), len(weight), codes.shape[1])
+    def calls(self, tensors: tuple[Any, ...]) -> Mapping[str, Callable[[], None]]:
+        """Return a call for every configuration by name, on the tensors of `Configuration.call`."""
         return {
-            f"{each.name}{name}": _bound(each, (*operands, output), sizes, options)
+            f"{each.name}{name}": each.call(tensors, options)
             for each in self.configurations
             for name, options in each.options.items()
         }
-
-
-def _bound(
-    configuration: Configuration, tensors: tuple[Any, ...], sizes: tuple[int, int, int], options: _Options
-) -> Call:
-    torch: Any = importlib.import_module("torch")
-    place = tensors[0].device
-    size = configuration.workspace(sizes, options)
-    space = torch.empty(size, dtype=torch.uint8, device=place)
-    addresses = tuple(tensor.data_ptr() for tensor in tensors)
-
-    # The addresses know no owners: the call holds the tensors.
-    def call(_kept: object = tensors) -> None:
-        stream = torch.cuda.current_stream(place).cuda_stream if place.type == "cuda" else 0
-        configuration.run(addresses, sizes, options, workspace=(space.data_ptr(), size), stream=stream)
-
-    return call

@@ -1,0 +1,274 @@
+"""A record of ``skuda bench``: its lines, its tables and its plots."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import groupby
+
+from rich.text import Text
+
+from skuda.dispatch.select.tuning import Timing
+from skuda.kernels.catalog import built_in_registry
+from skuda.tools.bench.record import OURS, BenchRecord, CaseResult
+from skuda.tools.output import count, words
+from skuda.tools.study.plot import Panel, Plot, Series
+from skuda.tools.study.view import Facts, Parts, Sections, Table
+
+_FLUSHES = {
+    "clean": "every run finds the L2 cache full of clean lines of something else",
+    "dirty": "every run finds the L2 cache full of dirty lines of something else, and pays for writing them back",
+}
+_ROWS = {"M >= 1000": (1000, math.inf), "64 <= M < 1000": (64, 999), "M < 64": (1, 63)}
+"""Classes of rows for the means of a product: the first is bound by arithmetic and the last by memory."""
+_FEW = 64
+"""Rows up to which a product is bound by reading the weight."""
+_LAYER = ("quantized_linear", (4096, 4096))
+"""Op, N and K of the layer that is compared with what else a user of PyTorch could run."""
+_TERA = 1e12
+_NO_JOB = "copy"
+"""A rival of older records that does not do the op's work; its bandwidth is the ceiling."""
+
+
+def lines(record: BenchRecord) -> Iterator[tuple[object, ...]]:
+    """Yield a row for each case and rival: op, shape, element, name, median, p10, p90, best, ratio, kernel or refusal.
+
+    The rows of our kernels end with SM clock and power, if they were read.
+    """
+
+    def times(t: Timing | None) -> tuple[float | None, ...]:
+        return (t.median, t.p10, t.p90, t.best) if t else (None,) * 4
+
+    for case in record.cases:
+        where = (case.op, case.size, case.element)
+        clock = () if case.mhz is None else (f"{case.mhz:.0f} MHz", f"{case.watts or 0:.0f} W")
+        ours = 1.0 if case.timing else None
+        yield (*where, OURS, *times(case.timing), ours, case.refused or case.sku, *clock)
+        for rival in case.rivals:
+            said = rival.refused or (f"{rival.chosen}: " if rival.chosen else "") + rival.computes
+            yield (*where, rival.name, *times(rival.timing), case.ratios.get(rival.name), said)
+
+
+def sections(record: BenchRecord) -> Sections:
+    """Return the sections.
+
+    ``cases`` (a table for every op), ``means`` (geometric means of products by rows), ``bandwidth`` (the other ops at
+    their largest shapes), ``facts``, ``layer`` (see `_LAYER`), and every op.
+    """
+    ops = {title: _cases(title, list(cases), record) for title, cases in groupby(record.cases, key=_title)}
+    return {
+        "cases": tuple(part for parts in ops.values() for part in parts),
+        "means": _means(record),
+        "bandwidth": _bandwidth(record),
+        "facts": (_facts(record),),
+        "layer": _layer(record),
+        **{title: parts[:1] for title, parts in ops.items()},
+    }
+
+
+def apart(record: BenchRecord) -> list[str]:
+    """Return the sections that repeat others."""
+    return ["layer", *dict.fromkeys(map(_title, record.cases))]
+
+
+def _title(case: CaseResult) -> str:
+    return f"{case.op}, random shapes" if case.drawn else case.op
+
+
+def _names(cases: Iterable[CaseResult]) -> list[str]:
+    """Return the rivals that were timed in any of the cases."""
+    return list(dict.fromkeys(name for case in cases for name in case.times if name not in (OURS, _NO_JOB)))
+
+
+def _cases(title: str, cases: Sequence[CaseResult], record: BenchRecord) -> Parts:
+    """Return the table of an op, and notes on what was refused."""
+    names, registry = _names(cases), built_in_registry()
+    rows = []
+    for case in cases:
+        kernel = ".".join(case.sku.split(".")[-2:]) + (" (stale)" if case.stale(registry) else "")
+        us = case.times.get(OURS)
+        what = Text("refused", style="bold red") if us is None else f"{us:.{int(us < 1000)}f}"
+        ratios = (ratio(case.ratios.get(name)) for name in names)
+        rate, share = _rate(case), _share(case, record)
+        rows.append((case.size, case.element, what, rate, share, *ratios, kernel))
+    headings = ("shape", "element", "us", "rate", "of ceiling", *(f"x {name}" for name in names), "kernel")
+    table = Table(headings, rows, title, words=2, extra=len(names) + 1)
+    wrong = [Text(f"{case.label}: {case.refused}", style="red") for case in cases if case.refused]
+    return (table, *wrong, *_refusals(cases, record.absent))
+
+
+def _tops(case: CaseResult, us: float) -> float:
+    return case.operations / us * 1e6 / _TERA
+
+
+def _tb(case: CaseResult, us: float) -> float:
+    return case.bytes / us * 1e6 / _TERA
+
+
+def _rate(case: CaseResult) -> str:
+    """Format a case's rate: TOPS of a product of more than 64 rows, else TB/s."""
+    if case.timing is None:
+        return ""
+    if len(case.shape) == 3 and case.shape[0] > _FEW:
+        return f"{_figure(_tops(case, case.timing.median))} TOPS"
+    return f"{_figure(_tb(case, case.timing.median))} TB/s"
+
+
+def _share(case: CaseResult, record: BenchRecord) -> str:
+    """Format the least time at the ceilings over the median: 100% is as fast as the ceiling."""
+    least = record.ceilings.least(case.bytes, case.operations)
+    return f"{least / case.timing.median:.0%}" if least and case.timing else ""
+
+
+def ratio(value: float | None) -> Text:
+    """Format a time over ours: green if ours is faster; a dash stands for None."""
+    if value is None:
+        return Text("-", style="dim")
+    return Text(f"{value:.{2 if value < 100 else 0}f}", style="green" if value >= 1 else "red")
+
+
+def _figure(value: float) -> str:
+    """Format a number with three digits."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value >= 1e-3 else f"{value:.1g}"
+
+
+def _refusals(cases: Sequence[CaseResult], absent: Collection[str]) -> list[Text]:
+    """Return a line for each reason for which rivals refused cases; rivals in `absent` are left out."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for case in cases:
+        for one in case.rivals:
+            if one.refused and one.name not in absent:
+                found.setdefault((one.name, one.refused), []).append(f"{case.size} {case.element}")
+    named = (
+        (name, words(where) if len(where) <= 3 else count(len(where), "case"), why)
+        for (name, why), where in found.items()
+    )
+    return [Text(f"{name} refuses {where}: {why}", style="yellow") for name, where, why in named]
+
+
+def _means(record: BenchRecord) -> Parts:
+    """Return geometric means of the ratios of products, by rival and rows."""
+    rows = []
+    for title, group in groupby(record.cases, key=_title):
+        cases = [case for case in group if len(case.shape) == 3]
+        for name in _names(cases):
+            found = [(case.shape[0], case.ratios[name]) for case in cases if name in case.ratios]
+            classes = ([each for m, each in found if low <= m <= high] for low, high in _ROWS.values())
+            rows.append((title, f"x {name}", *map(_mean, classes)))
+    about = "x NAME is the time of a rival over ours: above 1, ours is faster. In brackets: the lowest of how many."
+    return (Table(("op", "geometric mean", *_ROWS), rows, "Geometric means", words=2), about) if rows else ()
+
+
+def _mean(ratios: Sequence[float]) -> str:
+    return f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f} of {len(ratios)})" if ratios else "-"
+
+
+def _bandwidth(record: BenchRecord) -> Parts:
+    """Return a row for each op: bandwidth and its share of a copy at the largest shape, and means of the ratios."""
+    cases = _largest(record.cases)
+    elements, names, rows = sorted({case.element for case in cases}), _names(cases), []
+    for op, group in groupby(sorted(cases, key=lambda case: case.op), key=lambda case: case.op):
+        mine = list(group)
+        speeds = {case.element: f"{_rate(case)}, {_share(case, record)}" for case in mine}
+        ratios = ([case.ratios[name] for case in mine if name in case.ratios] for name in names)
+        means = (ratio(statistics.geometric_mean(found) if found else None) for found in ratios)
+        rows.append((op, *(speeds.get(element, "") for element in elements), *means))
+    headings = ("op", *elements, *(f"x {name}" for name in names))
+    return (Table(headings, rows, "Bandwidth at the largest shape", extra=len(names)),) if rows else ()
+
+
+def _largest(cases: Iterable[CaseResult]) -> list[CaseResult]:
+    """Return the case of every op and element that moves the most bytes, without products."""
+    timed = sorted((case for case in cases if case.timing and not case.operations), key=lambda case: case.bytes)
+    return list({(case.op, case.element): case for case in timed}.values())
+
+
+def _facts(record: BenchRecord) -> Facts:
+    limits = record.ceilings
+    rates = {"copy": limits.copy_bandwidth, "bf16 product": limits.bf16, "fp8 product": limits.fp8}
+    ceilings = [f"{name} {_figure(value / _TERA)} T/s" for name, value in rates.items() if value is not None]
+    ceilings += [f"empty kernel {limits.empty:.2f} us"] if limits.empty is not None else []
+    computes: dict[str, dict[str, dict[str, None]]] = {}
+    for case in record.cases:
+        for one in case.rivals:
+            if one.timing:
+                computes.setdefault(one.name, {}).setdefault(one.computes, {})[case.op] = None
+    # A rival may compute something different for another op.
+    rivals = {
+        f"x {name}" + (f", {words(ops)}" if len(several) > 1 else ""): text
+        for name, several in computes.items()
+        for text, ops in several.items()
+    }
+    clocks = [case.mhz for case in record.cases if case.mhz]
+    watts = [case.watts for case in record.cases if case.watts]
+    own = {
+        "SM clock": f"{min(clocks):.0f} to {max(clocks):.0f} MHz" if clocks else "",
+        "power": f"{min(watts):.0f} to {max(watts):.0f} W" if watts else "",
+        "rounds": f"{record.repeats} of everything; inputs drawn from seed {record.seed}",
+        "L2 cache": _FLUSHES[record.flush],
+        "ceilings": words(ceilings) + " (bytes, or operations)",
+        "notes": words(limits.notes),
+    }
+    return record.facts(**own, **rivals, **{f"absent: {name}": why for name, why in record.absent.items()})
+
+
+def _of_layer(record: BenchRecord) -> list[CaseResult]:
+    """Return the timed cases of the layer, by rows."""
+    timed = (case for case in record.cases if case.timing and not case.drawn)
+    found = (case for case in timed if (case.op, case.shape[1:]) == _LAYER)
+    return sorted(found, key=lambda case: case.shape)
+
+
+def _layer(record: BenchRecord) -> Parts:
+    cases = _of_layer(record)
+    names = [OURS, *_names(cases)]
+    rows = [(case.shape[0], *(f"{case.times[n]:.1f}" if n in case.times else "-" for n in names)) for case in cases]
+    return (Table(("M", *(f"{name}, us" for name in names)), rows, words=0), *_given_codes(cases)) if rows else ()
+
+
+def _given_codes(cases: Sequence[CaseResult]) -> list[str]:
+    """Return a line that names the rivals whose activation was quantized before they were timed, if there are any."""
+    rivals = (one for case in cases for one in case.rivals if one.timing and "quantized before" in one.computes)
+    names = dict.fromkeys(one.name for one in rivals)
+    return [f"{words(names)}: activation quantized before."] if names else []
+
+
+def plots(record: BenchRecord) -> list[Plot]:
+    """Return the plots for which a record has points.
+
+    ``layer`` is the speed of the layer and of its rivals over bf16, by rows. ``OP-ELEMENT`` is the rate of an op and of
+    its rivals by the bytes that the problem moves: TOPS of a product, TB/s of any other op.
+    """
+    found, where = [], record.where
+    layer = _of_layer(record)
+    base = {case.shape: case.times.get("bf16 compiled", case.times.get("bf16", math.nan)) for case in layer}
+    if len(layer) > 1:
+        series = _series(layer, lambda case, _: case.shape[0], lambda case, us: base[case.shape] / us)
+        ticks = [case.shape[0] for case in layer]
+        panel = Panel(series, "rows, M", "speed over bf16", log="x", ticks=ticks, high=3.4)
+        panel = panel._replace(title=" ".join(_given_codes(layer)))
+        found.append(Plot("layer", f"Linear layer of 4096 x 4096: {where}", [[panel]]))
+    timed = [case for case in record.cases if case.timing]
+    for op, element in dict.fromkeys((case.op, case.element) for case in timed):
+        mine = [case for case in timed if (case.op, case.element) == (op, element)]
+        rate, unit = (_tops, "TOPS") if mine[0].operations else (_tb, "TB/s")
+        series = _series(mine, lambda case, _: case.bytes / 1e6, rate, line=False)
+        stem = re.sub(r"[^A-Za-z0-9_-]+", "_", f"{op}-{element}")  # the fields of a record are arbitrary text
+        panel = Panel(series, "MB read and written", unit, log="x", high=3.4)
+        found.append(Plot(stem, f"{op} {element}: {where}", [[panel]]))
+    return found
+
+
+def _series(
+    cases: Sequence[CaseResult],
+    x: Callable[[CaseResult, float], float],
+    y: Callable[[CaseResult, float], float],
+    *,
+    line: bool = True,
+) -> list[Series]:
+    """Return the points of every contestant, ours first; `x` and `y` take a case and the microseconds."""
+    names = [OURS, *_names(cases)]
+    points = {name: [(case, case.times[name]) for case in cases if name in case.times] for name in names}
+    return [Series(name, [x(*p) for p in mine], [y(*p) for p in mine], line) for name, mine in points.items()]

@@ -1,0 +1,1 @@
+"""What `bench-model`, `bench-parallel`, `train-check` and `demo --gpus` measure."""

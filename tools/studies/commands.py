@@ -1,0 +1,218 @@
+"""The commands of all studies: their options, and the functions that measure what these say.
+
+What needs torch is imported when a command measures, so that a record can be shown without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from skuda.dispatch import Dispatcher
+from skuda.registry.device import HOST
+from skuda.registry.errors import InvalidProblem, MissingDependency, SkudaError
+from skuda.tools.bench.bench import STUDY as BENCH
+from skuda.tools.output import Report, chosen, refuse, split, tell
+from skuda.tools.studies import model, parallel, ranks, train
+from skuda.tools.studies.processes import place_of_ranks, run_ranks
+from skuda.tools.study.record import Record
+from skuda.tools.study.run import Findings, NoDevice, Study, shown
+
+_MOST_RANKS, _SEED, _WHERE = 8, 14, ("auto", "gpu", "host")
+_INTERVALS = 100
+"""Points of a loss curve."""
+_HEAD = 64
+"""Channels of an attention head, of a model that has as many."""
+
+
+class RankFailed(SkudaError):
+    """A rank failed; the text says which and why."""
+
+
+def measure_model(
+    watch: Report,
+    *,
+    hidden: int = 4096,
+    intermediate: int = 14336,
+    heads: int = 32,
+    kv_heads: int = 8,
+    layers: int = 32,
+    cache: int = 1024,
+    decode: Sequence[str] = (),
+    prefill: Sequence[str] = (),
+    ways: Sequence[str] = (),
+    cpu: bool = False,
+    repeats: int = 20,
+    seed: int = 0,
+) -> Findings:
+    """Time a Llama stack in several forms; `skuda bench-model --help` explains the options."""
+    sizes = {"hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": kv_heads, "layers": layers}
+    for name, by in (("hidden", 2 * heads), ("heads", kv_heads)):
+        if sizes[name] % by:
+            raise InvalidProblem("bench-model", f"--{name}", str(sizes[name]), f"be a multiple of {by}")
+    both = (decode, prefill) if decode or prefill else (("1,16,64",), ("2048,8192",))
+    phases: list[tuple[model.Phase, int, int]] = [
+        ("decode", m, cache) for m in _rows("bench-model", "--decode", both[0])
+    ]
+    phases += [("prefill", m, m) for m in _rows("bench-model", "--prefill", both[1], least=2)]
+    _need_torch()
+    from skuda.tools.studies.model_bench import FORMS, bench
+
+    names = chosen("bench-model", "--ways", ways, [form.name for form in FORMS])
+    device = HOST if cpu else next((one for one in Dispatcher().devices if one.processor == "cuda"), None)
+    if device is None:
+        raise NoDevice("a bench of a model needs a CUDA device, and none is here; --cpu runs small sizes on the CPU")
+    return Findings(device, bench(device, sizes, phases, names, repeats, seed, watch))
+
+
+def measure_parallel(
+    watch: Report,
+    *,
+    gpus: int = 2,
+    rows: Sequence[str] = (),
+    hidden: int = parallel.LLAMA_3_70B[0],
+    intermediate: int = parallel.LLAMA_3_70B[1],
+    cpu: bool = False,
+    repeats: int = 20,
+    seed: int = 0,
+) -> Findings:
+    """Compare and time a gated MLP on the ranks; `skuda bench-parallel --help` explains the options."""
+    numbers = _rows("bench-parallel", "--rows", rows or ("1,2,3,16,128,2048,8192",))
+    _need_torch()
+    device, backend = place_of_ranks(gpus, cpu=cpu)
+    from skuda.tools.studies.parallel_rank import work
+
+    sizes = {"hidden": hidden, "intermediate": intermediate}
+    job = parallel.MlpJob(backend=backend, count=gpus, seed=seed, rows=numbers, repeats=repeats, **sizes)
+    watch(0, 1, f"{job.count} ranks")
+    results = parallel.results_of(job, *run_ranks(work, job))
+    return Findings(device, {"orders": job, "graph": not cpu, "results": results})
+
+
+def measure_train(
+    watch: Report,
+    *,
+    way: Sequence[str] = (),
+    device: str = "auto",
+    steps: int = 2000,
+    batch: int = 32,
+    width: int = 512,
+    layers: int = 8,
+    length: int = 512,
+    tolerance: float = 1.0,
+    compile: bool = False,
+    seed: int = 0,
+) -> Findings:
+    """Train a small model in each way, and evaluate it; `skuda train-check --help` explains the options."""
+    heads = max(1, width // _HEAD)
+    if width < 4 or width % (2 * heads):
+        rule = f"be even, and from {2 * _HEAD} on a multiple of {_HEAD}"
+        raise InvalidProblem("train-check", "--width", str(width), rule)
+    names = chosen("train-check", "--way", way, train.TRAINED) or train.TRAINED
+    _need_torch()
+    import torch
+
+    from skuda.tools.studies import corpus, training
+
+    text = corpus.load()
+    if length >= (most := min(text.trained.size, text.held_out.size)):
+        rule = f"be below {most}, the bytes of the smaller part of the text"
+        raise InvalidProblem("train-check", "--length", str(length), rule)
+    cards = [one for one in Dispatcher().devices if one.processor == "cuda" and torch.cuda.is_available()]
+    places = {"cpu": HOST, **dict(zip(("cuda",), cards, strict=False))}
+    place = [*places][-1] if device == "auto" else device
+    if place not in places:
+        refuse("train-check", "--device", device, ("auto", *places))
+    shape = train.ModelShape(width=width, layers=layers, heads=heads, hidden=11 * width // 4, length=length)
+    every = max(1, steps // _INTERVALS)
+    course = training.Training(shape, text, torch.device(place), seed, steps, batch, every, compile)
+
+    def advance(at: int, done: int) -> None:
+        watch(at * steps + done, len(names) * steps, names[at])
+
+    results = tuple(training.train(name, course, partial(advance, at)) for at, name in enumerate(names))
+    fields = {
+        "shape": shape,
+        "parameters": sum(parameter.numel() for parameter in course.initial().parameters()),
+        "steps": steps,
+        "batch": batch,
+        "every": every,
+        "windows": training.WINDOWS,
+        "learning_rate": training.LEARNING_RATE,
+        "compiled": compile,
+        "tolerance": tolerance,
+        "corpus": text.facts,
+        "ways": results,
+    }
+    return Findings(places[place], fields)
+
+
+def measure_hashes(watch: Report, *, gpus: int = 1, device: str = "auto", seed: int = 0) -> Findings:
+    """Hash the output of gated MLPs on every number of ranks; raise `RankFailed` if a rank fails."""
+    if device not in _WHERE:
+        refuse("demo", "--device", device, _WHERE)
+    if not 1 <= gpus <= _MOST_RANKS:
+        raise InvalidProblem("demo", "--gpus", str(gpus), f"be at least 1 and at most {_MOST_RANKS}")
+    _need_torch()
+    here = any(one.processor == "cuda" for one in Dispatcher().devices)
+    try:
+        first, backend = place_of_ranks(gpus, cpu=device == "host" or (device == "auto" and not here))
+    except NoDevice as error:
+        rule = f"suit this machine: {error}; --device host does that"
+        raise InvalidProblem("demo", "--gpus", str(gpus), rule) from error
+    from skuda.tools.studies.ranks_rank import work
+
+    sizes = dict(zip(("hidden", "intermediate", "layers"), ranks.SIZES[backend], strict=True))
+    job = ranks.HashJob(backend=backend, count=gpus, seed=seed, **sizes)
+    watch(0, 1, f"{gpus} ranks")
+    found, failed = run_ranks(work, job)
+    if failed:
+        raise RankFailed(failed)
+    return Findings(first, {"job": job, "lines": ranks.lines_of(found)})
+
+
+def demo(gpus: int, *, as_json: bool, device: str = "auto") -> int:
+    """Run ``skuda demo --gpus`` on 1 to `gpus` ranks, and print its table or its JSON.
+
+    Return the exit status: 0; 1 if int8 gave more than one hash.
+    """
+    record = HASHES.made(gpus=gpus, device=device, seed=_SEED)
+    shown("demo", ranks.lines(record), ranks.sections(record), record.text(), as_json=as_json)
+    for line in record.wrong:
+        tell(f"FAIL: {line}", "bold red")
+    if not record.wrong:
+        tell("PASS: int8 has one hash", "green")
+    return 1 if record.wrong else 0
+
+
+def _rows(command: str, option: str, given: Sequence[str], least: int = 1) -> tuple[int, ...]:
+    """Return numbers of rows; raise `InvalidProblem` for anything else."""
+    for text in split(given):
+        if not text.isdecimal() or int(text) < least:
+            raise InvalidProblem(command, option, text, f"be integers from {least}, separated by commas")
+    return tuple(map(int, split(given)))
+
+
+def _need_torch() -> None:
+    if find_spec("torch") is None:
+        raise MissingDependency("torch, with which this measures,", "pip install torch")
+
+
+MODEL = Study(model.ModelRecord, measure_model, model.lines, model.sections, model.plots)
+PARALLEL = Study(parallel.ParallelRecord, measure_parallel, parallel.lines, parallel.sections, parallel.plots)
+TRAIN = Study(train.TrainRecord, measure_train, train.lines, train.sections, train.plots)
+HASHES = Study(ranks.HashRecord, measure_hashes, ranks.lines, ranks.sections)
+STUDIES: tuple[Study[Any], ...] = (BENCH, MODEL, PARALLEL, TRAIN)
+"""The studies whose records are kept."""
+run_model, run_parallel, run_train = MODEL.run, PARALLEL.run, TRAIN.run
+
+
+def records(folder: Path | None) -> dict[Path, tuple[Study[Any], Record]]:
+    """Return every record of a study in a folder, with its study, by study and the files' names.
+
+    Raise `InvalidRecord` if a file cannot be read, or if a file of one of these kinds is not a valid record.
+    """
+    return {path: (study, record) for study in STUDIES for path, record in study.record.files(folder).items()}

@@ -1,0 +1,273 @@
+"""The measurement of ``skuda bench-model``: forms of a Llama stack, timed in the same rounds."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from skuda.dispatch import Dispatcher
+from skuda.dispatch.select.tuning import Timing
+from skuda.kernels.linear import QuantizedLinearDescriptor
+from skuda.registry.device import Device
+from skuda.tools.bench.clock import Replay
+from skuda.tools.bench.lab import TorchLab
+from skuda.tools.bench.rivals import TORCHAO_COMPILED, Rival, absence, bitsandbytes_linear, torchao_linear
+from skuda.tools.bench.timing import error_line, rounds_each, time_interleaved
+from skuda.tools.output import Report
+from skuda.tools.studies.llama import LlamaSizes, LlamaStack, angles_of, drawn, random_caches
+from skuda.tools.studies.model import FormResult, HostCost, Phase, PhaseResult
+from skuda.torch import DynamicLinear, fuse_
+
+_BUDGET = 4.0
+"""Seconds for the rounds of one form in one phase."""
+_COMPARED = 3
+"""Inputs for which the forms of ours must agree."""
+_ROWS, _WIDTH = 16, 256
+"""Sizes of the layer whose calls are timed on the host."""
+EXACT = {"fullgraph": True, "dynamic": False, "options": {"emulate_precision_casts": True}}
+"""Lets Inductor round where eager execution does, so that the bits are those of eager execution."""
+
+
+class StackForm(NamedTuple):
+    """One form of the stack: the heading of its column, and what it is.
+
+    `make` takes the stack in bf16, which it must not change, and returns a module that is called like it. `compiled`
+    are the arguments of `torch.compile`, if it is compiled. All forms of ours have equal bits. `needs` is the module
+    that it needs besides torch.
+    """
+
+    name: str
+    computes: str
+    make: Callable[[LlamaStack], Any]
+    compiled: Mapping[str, Any] | None = None
+    ours: bool = False
+    needs: str = ""
+
+
+def _same(stack: LlamaStack) -> LlamaStack:
+    return stack
+
+
+def converted(stack: LlamaStack, convert: Callable[[nn.Linear], Any]) -> Any:
+    """Return a copy of a stack in which every linear layer is replaced by what `convert` returns for it."""
+    linears = (module for module in stack.modules() if type(module) is nn.Linear)
+    # A copy does not copy again what is among the copies that were made.
+    return copy.deepcopy(stack, {id(linear): convert(linear) for linear in linears})
+
+
+def _fused(stack: LlamaStack) -> Any:
+    made = converted(stack, DynamicLinear.from_linear)
+    left = fuse_(made).left
+    if left:
+        raise RuntimeError(f"not fused: {left}")
+    return made
+
+
+def _torchao(stack: LlamaStack) -> Any:
+    return converted(stack, lambda linear: torchao_linear(copy.deepcopy(linear)))
+
+
+FORMS = (
+    StackForm("bf16", "nothing quantized, eager", _same),
+    StackForm("bf16 compiled", "nothing quantized, torch.compile", _same, {"dynamic": False}),
+    StackForm("skuda", "DynamicLinear and fuse_, eager", _fused, ours=True),
+    StackForm("skuda compiled", "DynamicLinear and fuse_, torch.compile", _fused, EXACT, ours=True),
+    StackForm(
+        "torchao", "Int8DynamicActivationInt8WeightConfig, torch.compile", _torchao, TORCHAO_COMPILED, needs="torchao"
+    ),
+    StackForm(
+        "bitsandbytes",
+        "Linear8bitLt, threshold 0, eager",
+        partial(converted, convert=bitsandbytes_linear),
+        needs="bitsandbytes",
+    ),
+)
+"""The forms, in the order of their columns; errors are relative to the first."""
+
+
+def bench(
+    device: Device,
+    sizes: dict[str, int],
+    phases: Sequence[tuple[Phase, int, int]],
+    names: Sequence[str],
+    repeats: int,
+    seed: int,
+    watch: Report,
+) -> dict[str, Any]:
+    """Measure phases, each of a name, rows and cache; return the fields of the record.
+
+    Ours and the first form are always measured, and those of some names; all without names.
+    """
+    forms = [form for form in FORMS if form.ours or form is FORMS[0] or not names or form.name in names]
+    on_gpu = device.processor == "cuda"
+    with torch.no_grad():
+        stacks = Stacks(TorchLab(device), LlamaSizes(**sizes), forms, seed)
+        found = []
+        for number, (phase, rows, cache) in enumerate(phases):
+            # cuDNN, torch's own choice for one query, gives other bits from call to call.
+            flash = on_gpu and phase == "decode"
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
+                found.append(stacks.phase(phase, rows, cache, repeats, partial(watch, number, len(phases))))
+            stacks.lab.tidy()
+        watch(len(phases), len(phases), "host")
+        calls = host_calls(device, stacks.lab.place)
+        # On a CPU a call is the whole computation.
+        how: Any = (torch.cuda.synchronize, 200, 25) if on_gpu else (lambda: None, 4, 3)
+        host = host_costs(calls, *how)
+    return {
+        "repeats": repeats,
+        "sizes": sizes,
+        "graph": on_gpu,
+        "computes": {form.name: form.computes for form in forms},
+        "absent": stacks.absent,
+        "phases": tuple(found),
+        "host": host,
+    }
+
+
+class _ReadyForm(NamedTuple):
+    """A form that is ready: a call and its replay, which write `output`, and the microseconds of one replay."""
+
+    call: Replay
+    replay: Replay
+    output: Tensor
+    us: float
+
+
+class Stacks:
+    """The forms of one stack of random weights; `absent` says why a form of others cannot be made."""
+
+    def __init__(self, lab: TorchLab, sizes: LlamaSizes, forms: Sequence[StackForm], seed: int) -> None:
+        self.lab, self.sizes, self.forms, self.seed = lab, sizes, forms, seed
+        self.absent: dict[str, str] = {}
+        self.modules: dict[str, Any] = {}
+        stack = drawn(LlamaStack, sizes, seed=seed, device=str(lab.place))
+        made: dict[Any, Any] = {}
+        for form in forms:
+            if why := absence(Rival(form.name, form.computes, lambda *_: lambda: None, form.needs)):
+                self.absent[form.name] = why
+                continue
+            try:
+                # Forms that differ in how they are compiled share a module.
+                self.modules[form.name] = made[form.make] = made.get(form.make) or form.make(stack)
+            except Exception as error:
+                if form.ours:
+                    raise
+                self.absent[form.name] = error_line(error)
+
+    def phase(self, phase: Phase, rows: int, cache: int, repeats: int, tell: Callable[[str], None]) -> PhaseResult:
+        """Measure one phase; a failure of ours is recorded like a wrong result."""
+        shape = (rows, 1) if phase == "decode" else (1, rows)
+        given = torch.empty(*shape, self.sizes.hidden, dtype=torch.bfloat16, device=self.lab.place)
+        renew = partial(given.normal_, generator=torch.Generator(self.lab.place).manual_seed(self.seed))
+        runs, failed = self._runs(given, cache, lambda name: tell(f"{phase} {rows}: {name}"), renew)
+        ours = [form.name for form in self.forms if form.ours]
+        wrong = next((f"{name}: {failed[name]}" for name in ours if name in failed), "")
+        wrong = wrong or self._differences({name: runs[name] for name in ours}, renew)
+        results = {name: FormResult(name=name, refused=why) for name, why in (self.absent | failed).items()}
+        if not wrong:
+            results |= self._timed(runs, repeats)
+        ways = (results.get(one.name, FormResult(name=one.name, refused="not timed")) for one in self.forms)
+        compared = 0 if wrong else _COMPARED
+        return PhaseResult(phase=phase, rows=rows, cache=cache, ways=tuple(ways), compared=compared, wrong=wrong)
+
+    def _runs(
+        self, given: Tensor, cache: int, tell: Callable[[str], None], renew: Replay
+    ) -> tuple[dict[str, _ReadyForm], dict[str, str]]:
+        """Prepare every form for the same inputs; return them, and why others fail."""
+        sequences, new = given.shape[:2]
+        positions = torch.arange(cache - new, cache, device=given.device)
+        caches = random_caches(self.sizes, sequences, cache, given, self.seed)
+        arguments = (given, angles_of(self.sizes, positions), caches, positions)
+        renew()
+        runs, failed = {}, {}
+        for form in self.forms:
+            if form.name in self.absent:
+                continue
+            tell(form.name)
+            module, output = self.modules[form.name], torch.empty_like(given)
+            if form.compiled is not None:
+                module = torch.compile(module, **form.compiled)
+            call = partial(_into, output, module, *arguments)
+            try:
+                replay = self.lab.capture(call)
+                runs[form.name] = _ReadyForm(call, replay, output, self.lab.measure([replay])[0])
+            except Exception as error:  # noqa: BLE001  foreign code, and too little memory; it is recorded
+                failed[form.name] = error_line(error)
+        return runs, failed
+
+    def _differences(self, runs: Mapping[str, _ReadyForm], renew: Replay) -> str:
+        """Run forms on new inputs, called and replayed; describe the first difference from the first form, called."""
+        for _ in range(_COMPARED):
+            renew()
+            want = None
+            for name, run in runs.items():
+                for what, how in (("called", run.call), ("replayed", run.replay)):
+                    self.lab.poison({"output": run.output})
+                    how()
+                    want = run.output.clone() if want is None else want
+                    difference = self.lab.differences(run.output, want, 0)
+                    if difference:
+                        return f"{name}, {what}, differs from {next(iter(runs))}, called: {difference}"
+        return ""
+
+    def _timed(self, runs: Mapping[str, _ReadyForm], repeats: int) -> dict[str, FormResult]:
+        for run in runs.values():
+            run.replay()
+        first = next(iter(runs.values())).output.double()
+        errors = {name: float((run.output.double() - first).norm() / first.norm()) for name, run in runs.items()}
+        rounds = rounds_each({name: run.us for name, run in runs.items()}, repeats, _BUDGET)
+        timings = time_interleaved(self.lab.measure, {name: run.replay for name, run in runs.items()}, rounds)
+        return {name: FormResult(name=name, timing=one, error=errors[name]) for name, one in timings.items()}
+
+
+def host_calls(device: Device, place: torch.device) -> dict[str, Replay]:
+    """Return calls of a small layer: in bf16, as a dynamic int8 layer, and as a plan of it."""
+    linear = nn.Linear(_WIDTH, _WIDTH, bias=False, device=place, dtype=torch.bfloat16)
+    ours: Any = DynamicLinear.from_linear(linear)
+    x = torch.ones(_ROWS, _WIDTH, device=place, dtype=torch.bfloat16)
+    sizes = {"m": _ROWS, "c_out": _WIDTH, "k": _WIDTH, "q_min": -127, "q_max": 127}
+    plan = Dispatcher().select(QuantizedLinearDescriptor(**sizes, activation_element="bf16"), device=device)
+    weight, output = {"weight_q": ours.weight, "weight_scale": ours.weight_scale.reshape(-1)}, torch.empty_like(x)
+    return {
+        "F.linear": partial(nn.functional.linear, x, linear.weight),
+        "nn.Linear": partial(linear, x),
+        "DynamicLinear": partial(ours, x),
+        "plan.run": partial(plan.run, activation=x, **weight, output=output),
+    }
+
+
+def host_costs(
+    calls: Mapping[str, Replay], wait: Replay, burst: int, bursts: int, clock: Callable[[], int] = perf_counter_ns
+) -> tuple[HostCost, ...]:
+    """Time named calls in interleaved bursts; `wait` waits for the device between them, `clock` returns nanoseconds."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for number in range(bursts + 1):
+            for name, call in calls.items():
+                wait()
+                start = clock()
+                for _ in range(burst):
+                    call()
+                if number:  # the first burst warms up
+                    samples[name].append((clock() - start) / burst / 1e3)
+    finally:
+        wait()
+        if collecting:
+            gc.enable()
+    return tuple(HostCost(name=name, timing=Timing.of(found)) for name, found in samples.items())
+
+
+def _into(output: Tensor, module: Callable[..., Tensor], *arguments: Any) -> None:
+    output.copy_(module(*arguments))

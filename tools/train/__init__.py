@@ -1,1 +1,0 @@
-"""`skuda train-check`: train a small model with int8 layers, and compare it with bf16."""
