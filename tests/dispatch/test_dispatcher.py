@@ -1,47 +1,24 @@
-"""The dispatcher's questions: what is taken for a problem, a preference and a device, and how the rest is refused."""
+"""The arguments of `Dispatcher`: devices by name, preferences, problems, and the errors for anything else."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from functools import partial
 
-import numpy as np
 import pytest
+from fakes import FakeCuda, toy_dispatcher
 from toy import ToyDescriptor, cuda_sku, toy_op, toy_sku
 
-import skuda
-from skuda.dispatch import KNOWN_DEVICES, Backend, BackendStatus, Dispatcher, PlanPreference, device_named
+from skuda.dispatch import KNOWN_DEVICES, Dispatcher, PlanPreference
 from skuda.dispatch.backends.numpy import NumpyBackend
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.elementwise import FillDescriptor
-from skuda.registry import InvalidProblem, InvalidRecord, Registry, Unsupported
-from skuda.registry.backend import BUILT_IN
+from skuda.registry import InvalidProblem, Unsupported
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.device import HOST
 
 FILL = FillDescriptor(numel=2, output_element="f32")
-CARDS = tuple(
-    KNOWN_DEVICES[name].model_copy(update={"ordinal": ordinal}) for ordinal, name in enumerate(("a100", "h200"))
-)
-
-
-class Cards(Backend):
-    """Two cards that are only looked at."""
-
-    spec = next(spec for spec in BUILT_IN if spec.name == "pycuda")
-
-    def status(self):
-        return BackendStatus(available=True, detail="two cards")
-
-    def devices(self):
-        return CARDS
-
-    def prepare(self, sku, problem, device, choice=""):
-        class Runner:
-            notes = ()
-            run = check = bind = print
-
-        return Runner()
+CARDS = FakeCuda("a100", "h200").cards
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +28,8 @@ def dispatcher():
 
 @pytest.fixture(scope="module")
 def with_cards():
-    registry = Registry([toy_op(cuda_sku("sm_80", "plain"), toy_sku())])
-    return Dispatcher(registry, backends=[Cards(), NumpyBackend()])
+    backends = [FakeCuda("a100", "h200"), NumpyBackend()]
+    return toy_dispatcher(cuda_sku("sm_80", "plain"), toy_sku(), backends=backends)
 
 
 @pytest.mark.parametrize(
@@ -77,37 +54,16 @@ def test_a_device_can_be_given_by_name(with_cards, name, device):
     assert with_cards.choices(plan.sku, problem, name) == ()
 
 
-@pytest.mark.parametrize("name", ["voodoo", "", "cuda:7", "cuda:-1", "gpu", "cuda:" + "9" * 5000, "h200\n" * 10_000])
+@pytest.mark.parametrize("name", ["voodoo", "", "cuda:0", "cuda:-1", "cuda:" + "9" * 5000, "h200\n" * 10_000])
 def test_an_unknown_device_is_refused_with_those_that_there_are(dispatcher, name):
     for ask in (dispatcher.select, dispatcher.explain):
         with pytest.raises(InvalidProblem) as caught:
             ask(FILL, device=name)
         error = caught.value
         assert error.field == "device"
-        assert error.must == "be one of cpu, cpu:0, which are here, or of a100, h100, h200, rtx4090, b200"
+        assert error.must.startswith("be one of cpu, cpu:0, which are here, or of a100, h100, h200, rtx4090, b200, ")
         assert len(str(error).splitlines()) == 1
         assert len(str(error)) < 500
-
-
-def test_a_card_that_is_not_here_is_no_device_of_this_machine(dispatcher):
-    with pytest.raises(InvalidProblem, match="had 'cuda:0'"):
-        dispatcher.select(FILL, device="cuda:0")
-
-
-@pytest.mark.parametrize("wrong", [3, 2.5, b"h200", ["h200"], {"name": "h200"}, FILL, PlanPreference, np.ones(3)])
-def test_what_is_no_device_is_refused(dispatcher, wrong):
-    for ask in (dispatcher.select, dispatcher.explain):
-        with pytest.raises(InvalidProblem, match="Dispatcher: device must be a Device, the name of one, or None; had "):
-            ask(FILL, device=wrong)
-
-
-@pytest.mark.parametrize("wrong", [3, None, [], ("h200",), b"h200", np.ones(3), object()])
-def test_a_well_known_card_has_a_name_of_characters(wrong):
-    with pytest.raises(InvalidRecord, match=r"Device: name must be one of cpu, a100, .*; had "):
-        device_named(wrong)
-
-
-# --- preferences -----------------------------------------------------------------------------------------------------
 
 
 def test_run_and_select_take_a_preference_alike(dispatcher):
@@ -115,6 +71,7 @@ def test_run_and_select_take_a_preference_alike(dispatcher):
     assert dispatcher.select(FILL, only, "cpu") is dispatcher.select(FILL, preference=only, device=HOST)
     assert dispatcher.run(FILL, only, value=1.0).tolist() == [1.0, 1.0]
     assert dispatcher.run(FILL, preference=only, value=1.0).tolist() == [1.0, 1.0]
+    assert dispatcher.select(FILL, None, HOST) is dispatcher.select(FILL, device=HOST)
     nothing = PlanPreference(sku="nothing")
     for ask in (dispatcher.run, dispatcher.select):
         with pytest.raises(Unsupported, match="'nothing'"):
@@ -123,120 +80,48 @@ def test_run_and_select_take_a_preference_alike(dispatcher):
             ask(FILL, preference=nothing)
 
 
-def test_none_is_no_preference(dispatcher):
-    plan = dispatcher.select(FILL, device=HOST)
-    assert dispatcher.select(FILL, None, HOST) is plan
-    assert dispatcher.explain(FILL, None, HOST) == dispatcher.explain(FILL, device=HOST)
-    assert dispatcher.run(FILL, None, value=1.0).tolist() == [1.0, 1.0]
-    assert skuda.ops.fill(value=1.0, output=np.zeros(2, "f4"), preference=None, dispatcher=dispatcher).sum() == 2
+PREFERENCE = "preference must be a PlanPreference, such as PlanPreference(backend=...); had"
+NO_QUESTION = {
+    "a device": ({"device": 2.5}, "Dispatcher: device must be a Device, the name of one, or None; had 2.5"),
+    "a preference as a dict": ({"preference": {"backend": "numpy"}}, PREFERENCE),
+    "a class of preferences": ({"preference": PlanPreference}, PREFERENCE),
+    "no problem": ({"problem": None}, "problem must be a descriptor, such as Dispatcher.describe(op, ...); had None"),
+    "a problem without an op": ({"problem": Descriptor()}, "problem must be a descriptor, such as "),
+    "a class of problems": ({"problem": FillDescriptor}, "problem must be one of its problems: FillDescriptor(...);"),
+}
 
 
-@pytest.mark.parametrize("wrong", [{"backend": "numpy"}, {}, "numpy", 3, [], PlanPreference, np.ones(2), FILL])
-def test_what_is_no_preference_is_refused_everywhere_alike(dispatcher, wrong):
-    asks = [
-        lambda: dispatcher.select(FILL, wrong),
-        lambda: dispatcher.explain(FILL, wrong),
-        lambda: dispatcher.run(FILL, wrong, value=1.0),
-        lambda: skuda.ops.fill(value=1.0, output=np.zeros(2, "f4"), preference=wrong, dispatcher=dispatcher),
-    ]
+@pytest.mark.parametrize(("wrong", "message"), NO_QUESTION.values(), ids=NO_QUESTION)
+def test_what_is_no_question_is_refused_everywhere_alike(dispatcher, wrong, message):
+    asked = {"problem": FILL, "preference": None} | wrong
+    asks = [dispatcher.select, dispatcher.explain]
+    if "device" not in wrong:
+        asks.append(partial(dispatcher.run, value=1.0))
     for ask in asks:
-        rule = r"preference must be a PlanPreference, such as PlanPreference\(backend=\.\.\.\); had"
-        with pytest.raises(InvalidProblem, match=rule):
-            ask()
-
-
-# --- problems --------------------------------------------------------------------------------------------------------
+        with pytest.raises(InvalidProblem, match=re.escape(message)):
+            ask(**asked)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("argument", "wrong"),
     [
-        (None, "be a descriptor, such as Dispatcher.describe(op, ...); had None"),
-        ({"op": "fill"}, "be a descriptor, such as Dispatcher.describe(op, ...); had {'op': 'fill'}"),
-        ("fill", "be a descriptor, such as Dispatcher.describe(op, ...); had 'fill'"),
-        (Descriptor(), "be a descriptor, such as Dispatcher.describe(op, ...); had Descriptor()"),
-        (HOST, "be a descriptor, such as "),
-        (np.ones(2), "be a descriptor, such as "),
-        (FillDescriptor, "be one of its problems: FillDescriptor(...); had <class "),
-    ],
-    ids=["none", "dict", "str", "base", "device", "array", "class"],
-)
-def test_what_is_no_problem_is_refused_everywhere_alike(dispatcher, wrong, told):
-    sku = dispatcher.select(FILL).sku
-    asks = [
-        lambda: dispatcher.select(wrong),
-        lambda: dispatcher.explain(wrong),
-        lambda: dispatcher.run(wrong, value=1.0),
-        lambda: dispatcher.choices(sku, wrong, HOST),
-    ]
-    for ask in asks:
-        with pytest.raises(InvalidProblem, match=re.escape(f"Dispatcher: problem must {told}")):
-            ask()
-
-
-@pytest.mark.parametrize("wrong", [None, 3, [], {}, FillDescriptor, np.ones(2), "f" * 100_000])
-def test_an_op_has_a_name_of_characters(dispatcher, wrong):
-    with pytest.raises(InvalidProblem, match=r"op must be one of fill, .*") as caught:
-        dispatcher.describe(wrong, numel=2)
-    assert len(caught.value.had) <= 200
-
-
-@pytest.mark.parametrize("wrong", [None, "{}", {"sku": "x"}, FILL, 3])
-def test_only_a_plan_is_prepared(dispatcher, wrong):
-    with pytest.raises(InvalidProblem, match="plan must be a Plan, such as Plan"):
-        dispatcher.prepare(wrong)
-
-
-# --- constructing ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"registry": 3}, "registry must be a Registry, or None"),
-        ({"registry": Registry}, "registry must be a Registry, or None"),
-        ({"registry": [toy_op()]}, "registry must be a Registry, or None"),
-        ({"backends": 3}, "backends must be several Backends, or None"),
-        ({"backends": NumpyBackend()}, "backends must be several Backends, or None"),
-        ({"backends": "numpy"}, "backends must hold Backends, such as NumpyBackend()"),
-        ({"backends": [NumpyBackend]}, "backends must hold Backends, such as NumpyBackend()"),
-        ({"backends": [NumpyBackend(), None]}, "backends must hold Backends, such as NumpyBackend()"),
-        ({"tuning": 3}, "tuning must be a Tuning, the path of a file of one, or None"),
-        ({"tuning": b"tuning.json"}, "tuning must be a Tuning, the path of a file of one, or None"),
-        ({"tuning": {}}, "tuning must be a Tuning, the path of a file of one, or None"),
-        ({"on_selection": 3}, "on_selection must be a function of a Selection, or None"),
-        ({"on_selection": []}, "on_selection must be a function of a Selection, or None"),
-        ({"nvtx": "x"}, "nvtx must be True, False or None"),
-        ({"nvtx": 1}, "nvtx must be True, False or None"),
+        ("registry", [3, [toy_op()]]),
+        ("backends", [3, NumpyBackend(), "numpy", [NumpyBackend(), None]]),
+        ("tuning", [3, {}]),
+        ("on_selection", [3]),
+        ("nvtx", [1]),
     ],
 )
-def test_what_a_dispatcher_is_made_from_is_checked_when_it_is_made(given, told):
-    with pytest.raises(InvalidProblem, match=re.escape(f"Dispatcher: {told}")):
-        Dispatcher(**given)
-
-
-@pytest.mark.parametrize("path", ["", Path("x\0y"), "x\0y", "/no/such/file", "."])
-def test_a_tuning_file_is_there_or_refused(path):
-    if path == "":
-        assert Dispatcher(tuning=path).tuning is None
-        return
-    with pytest.raises(InvalidRecord):
-        Dispatcher(tuning=path)
+def test_what_a_dispatcher_is_made_from_is_checked_when_it_is_made(argument, wrong):
+    for value in wrong:
+        with pytest.raises(InvalidProblem, match=f"Dispatcher: {argument} must"):
+            Dispatcher(**{argument: value})
 
 
 def test_backends_may_come_from_anything_that_is_iterated_once(dispatcher):
     made = Dispatcher(dispatcher.registry, backends=iter([NumpyBackend()]))
     assert list(made.backends) == ["numpy"]
     assert made.run(FILL, value=1.0).tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("wrong", [0, 3, "d", False, Dispatcher, {}])
-def test_what_is_no_dispatcher_is_refused_by_a_function(wrong):
-    with pytest.raises(InvalidProblem, match="dispatcher must be a Dispatcher, or None for one that all calls share"):
-        skuda.ops.fill(value=1.0, output=np.zeros(2, np.float32), dispatcher=wrong)
-
-
-# --- what is kept ----------------------------------------------------------------------------------------------------
 
 
 class Repeating:
@@ -268,7 +153,7 @@ class Repeating:
 def repeating(monkeypatch):
     log = []
 
-    class Knowing(Cards):
+    class Knowing(FakeCuda):
         def prepare(self, sku, problem, device, choice=""):
             return Repeating(device.ordinal, log)
 
@@ -276,8 +161,8 @@ def repeating(monkeypatch):
         "skuda.dispatch.dispatcher.common_place",
         lambda op, arrays: log.append("place") or ("cuda", arrays["x"] // 10),
     )
-    registry = Registry([toy_op(cuda_sku("sm_80", "plain"), toy_sku())])
-    return Dispatcher(registry, backends=[Knowing(), NumpyBackend()]), log
+    backends = [Knowing("a100", "h200"), NumpyBackend()]
+    return toy_dispatcher(cuda_sku("sm_80", "plain"), toy_sku(), backends=backends), log
 
 
 def test_a_call_that_is_recognized_is_not_asked_where_its_arrays_are(repeating):
@@ -291,7 +176,7 @@ def test_a_call_that_is_recognized_is_not_asked_where_its_arrays_are(repeating):
     assert log == ["place", ("run", 0), ("again", 0), "place", ("run", 1)]
 
 
-def test_calls_are_told_apart_by_problem_and_preference(repeating):
+def test_calls_are_kept_apart_by_problem_and_preference(repeating):
     dispatcher, log = repeating
     asked = [
         (ToyDescriptor(m=4), None),
@@ -303,24 +188,8 @@ def test_calls_are_told_apart_by_problem_and_preference(repeating):
     assert [each for each in log if each != "place"] == [("run", 1)] * 3
 
 
-def test_ever_new_sizes_keep_few_plans_and_a_plan_that_is_held_goes_on(repeating, monkeypatch):
-    dispatcher, _ = repeating
-    monkeypatch.setattr("skuda.dispatch.dispatcher._MOST_PLANS", 8)
-    first = dispatcher.select(ToyDescriptor(m=1))
-    for m in range(1, 200):
-        assert dispatcher.run(ToyDescriptor(m=m), x=1) == 0
-        assert max(len(dispatcher._plans), len(dispatcher._ran)) <= 8
-    assert len(dispatcher._shortlists._found) == 1
-    assert len(dispatcher._answering) == 0
-    assert first not in dispatcher._plans.values()
-    assert first.run(x=2) == 0
-    again = dispatcher.select(ToyDescriptor(m=1))
-    assert again == first
-    assert again is not first
-
-
 def test_a_shortlist_that_is_made_while_obstacles_change_is_not_kept():
-    dispatcher = Dispatcher(Registry([toy_op(toy_sku())]), backends=[NumpyBackend()])
+    dispatcher = toy_dispatcher()
     lists, asked = dispatcher._shortlists, (dispatcher.registry, ToyDescriptor(), HOST, PlanPreference())
 
     def changing():

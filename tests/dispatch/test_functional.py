@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -76,15 +77,6 @@ def test_a_signature_has_every_argument_and_every_field(name):
     assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
 
 
-def test_one_product_is_one_line():
-    got = skuda.ops.quantized_linear(activation=X, weight_q=CODES, weight_scale=WEIGHT_SCALE)
-    assert (got.shape, got.dtype) == ((2, 2), np.float32)
-    with_bias = skuda.ops.quantized_linear(
-        activation=X, weight_q=CODES, weight_scale=WEIGHT_SCALE, bias=np.float32([1, 2]), output_element="bf16"
-    )
-    np.testing.assert_allclose(with_bias.astype(np.float32), got + np.float32([1, 2]), rtol=0.01)
-
-
 def test_bounds_are_those_of_the_codes_and_outputs_are_written():
     out = np.empty((2, 3), np.uint8)
     got = skuda.ops.quantize_per_tensor(input=X, scale=0.5, zero_point=128, output=out)
@@ -100,7 +92,7 @@ def test_a_preference_and_a_stream_are_passed_on():
 
 
 @pytest.mark.parametrize(
-    ("op", "given", "told"),
+    ("op", "given", "message"),
     [
         ("quantize_per_token", {"input": X, "scale": SCALE, "zero_point": SCALE.astype("i4")},
          "output_element must be given, unless output is; had nothing"),
@@ -115,22 +107,16 @@ def test_a_preference_and_a_stream_are_passed_on():
          "input must be of one of float32, .*; had an array of complex64"),
         ("fake_quantize", {"input": [1.0], "scale": 1.0, "zero_point": 0, "q_min": 0, "q_max": 1},
          "input must be an array with a shape and a dtype; had a list"),
-        ("fake_quantize", {"input": X, "scale": 1.0, "zero_point": 0, "q_min": 2, "q_max": 1}, "q_max must be "),
-        ("fake_quantize", {"input": SimpleNamespace(shape=3, dtype="f4"), "scale": 1.0, "zero_point": 0},
-         "input must be an array with a shape and a dtype; had a SimpleNamespace"),
         ("fake_quantize", {"input": SimpleNamespace(shape=(3,), dtype=[]), "scale": 1.0, "zero_point": 0},
          "input must be an array with a shape and a dtype; had a SimpleNamespace"),
-        ("fake_quantize", {"input": np.ndarray, "scale": 1.0, "zero_point": 0},
-         "input must be an array with a shape and a dtype; had a type"),
         ("dynamic_range", {"input": X, "output_element": "s8", "scope": [["row"]]}, "scope must be a plain value"),
         ("dynamic_range", {"input": X, "output_element": b"s8"}, "output_element must be one of"),
         ("smoothquant_linear", {"act_q": CODES, "weight_q": CODES, "weight_scale": SCALE, "act_scale": SCALE},
          "act_scale must be a plain value: it is a field, not an argument; had array"),
-        ("dynamic_range", {"input": X, "output_element": "s8", "scope": "rows"}, "scope must be one of"),
     ],
 )  # fmt: skip
-def test_what_does_not_follow_is_refused_with_what_to_do(op, given, told):
-    with pytest.raises(InvalidProblem, match=told):
+def test_what_does_not_follow_is_refused_with_what_to_do(op, given, message):
+    with pytest.raises(InvalidProblem, match=message):
         call(op, given)
 
 
@@ -148,7 +134,7 @@ def test_a_field_of_another_type_is_not_taken_for_an_equal_one(first_the_wrong_o
                     fields.split(given | {name: value})
             else:
                 assert getattr(fields.split(given | {name: value})[0], name) is good
-    for value in (0.0, -0.0, np.float32(0), np.float32(-0.0)):
+    for value in (0.0, -0.0):
         found = fields.split(given | {"act_scale": value})[0].act_scale
         assert math.copysign(1, found) == math.copysign(1, value)
 
@@ -174,37 +160,23 @@ def test_an_op_of_a_plug_in_is_a_function_too(monkeypatch):
         skuda.ops.fill(value=1, output=X)
 
 
-def test_an_op_without_cases_derives_nothing():
-    fields = Fields(replace(toy_op(), cases=()))
-    assert (fields.arguments, fields.sources("m")) == ((), ())
-    assert fields.split({"m": 3, "x": X[0], "y": None})[0] == ToyDescriptor(m=3)
-
-
 def test_threads_share_one_dispatcher(monkeypatch):
     monkeypatch.setattr("skuda.functional._default", [])
-    found, barrier = [], threading.Barrier(4)
+    barrier = threading.Barrier(4)
 
-    def ask():
+    def ask(_):
         barrier.wait()
-        found.append(default_dispatcher())
+        return default_dispatcher()
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(map(id, found))) == 1
+    with ThreadPoolExecutor(4) as pool:
+        first, *others = pool.map(ask, range(4))
+    assert all(other is first for other in others)
 
 
 def test_the_package_imports_nothing_before_it_is_asked():
     code = "import skuda, sys; print([m for m in sys.modules if m.startswith('skuda.')], 'numpy' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert told.stdout.strip() == "[] False"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[] False"
     assert set(dir(skuda)) >= {"__version__", "ops", "dispatch"}
     with pytest.raises(AttributeError, match="no attribute 'Dispatcher'"):
         skuda.Dispatcher  # noqa: B018  the access is the test
-
-
-def test_the_package_is_a_command():
-    told = subprocess.run([sys.executable, "-m", "skuda", "--version"], check=True, capture_output=True, text=True)
-    assert told.stdout.strip() == f"skuda {skuda.__version__}"

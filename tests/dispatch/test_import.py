@@ -1,21 +1,17 @@
-"""What importing costs and brings in, and what the public names are."""
+"""What an import loads, and the public names."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 from paths import ROOT
 
-import skuda.kernels.elementwise
-import skuda.kernels.quantize
 from skuda.kernels.catalog import built_in_ops
 
 HEAVY = ("torch", "cupy", "jax", "pycuda", "cuda", "triton", "typer", "rich", "matplotlib", "safetensors", "tokenizers")
@@ -45,37 +41,9 @@ def test_importing_the_dispatcher_loads_no_backend_that_it_does_not_make():
     assert loaded.isdisjoint(f"skuda.dispatch.{name}" for name in seldom)
 
 
-def test_importing_the_dispatcher_builds_only_the_models_of_its_constants():
-    code = """
-        from pydantic import BaseModel
-        from skuda.registry.value import Value
-        import skuda.dispatch
-        kinds = [Value]
-        for kind in kinds:
-            kinds.extend(kind.__subclasses__())
-        print(sorted(kind.__name__ for kind in kinds if kind.__pydantic_complete__))
-    """
-    done = subprocess.run([sys.executable, "-c", dedent(code)], check=True, capture_output=True, text=True)
-    built = ast.literal_eval(done.stdout)
-    assert {"Device", "PlanPreference"} <= set(built)
-    assert not {"KernelSku", "Plan", "BackendStatus", "Descriptor"} & set(built)
-
-
-def test_the_registry_needs_no_array_library():
-    assert "numpy" not in modules_after("import skuda.registry")
-
-
-def test_the_tool_starts_without_numpy():
-    assert "numpy" not in modules_after("import skuda.tools.commands")
-
-
-@pytest.mark.parametrize(
-    "package", ["skuda.registry", "skuda.dispatch", "skuda.kernels.quantize", "skuda.kernels.elementwise"]
-)
-def test_every_exported_name_exists_and_the_list_is_sorted(package):
-    module = importlib.import_module(package)
-    assert all(hasattr(module, name) for name in module.__all__)
-    assert len(set(module.__all__)) == len(module.__all__)
+@pytest.mark.parametrize("module", ["skuda.registry", "skuda.tools.commands"])
+def test_the_registry_and_the_command_need_no_array_library(module):
+    assert "numpy" not in modules_after(f"import {module}")
 
 
 def test_every_op_has_its_descriptor_exported_by_its_category():
@@ -85,18 +53,12 @@ def test_every_op_has_its_descriptor_exported_by_its_category():
         assert getattr(package, op.descriptor.__name__) is op.descriptor
 
 
-def test_a_name_that_no_op_defines_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="NoSuchDescriptor"):
-        skuda.kernels.quantize.NoSuchDescriptor  # noqa: B018  the access is the test
-    assert dir(skuda.kernels.quantize) == skuda.kernels.quantize.__all__
-
-
 def test_one_module_reads_the_environment():
     readers = [
         path.relative_to(ROOT)
         for folder in ("registry", "kernels", "dispatch", "tools")
         for path in (ROOT / folder).rglob("*.py")
-        if re.search(r"os\.environ|getenv", path.read_text())
+        if re.search(r"(?<!\")os\.environ|getenv", path.read_text())
     ]
     assert readers == [Path("dispatch/settings.py")]
 

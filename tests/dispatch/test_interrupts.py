@@ -1,26 +1,24 @@
-"""Ctrl-C at every bytecode: nothing stays locked, and nothing half made is believed later."""
+"""Ctrl-C at every bytecode leaves nothing locked and nothing half made."""
 
 from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
 
+from fakes import toy_dispatcher
 from interrupts import bytecodes, elsewhere, interrupted
 from support import fresh
-from toy import ToyDescriptor, toy_op, toy_sku
+from toy import ToyDescriptor
 
 from skuda import functional
-from skuda.dispatch import Dispatcher
-from skuda.dispatch.backends.numpy import NumpyBackend
 from skuda.dispatch.cuda import pycuda_context
-from skuda.registry import Registry
 
 PROBLEM, OTHER = ToyDescriptor(m=4), ToyDescriptor(m=5)
 SELECTING = ("/dispatcher.py", "/locks.py", "/telemetry.py", "/match.py", "/backends/", "/plan.py")
 
 
 def made():
-    dispatcher = Dispatcher(Registry([toy_op(toy_sku())], origin="toy"), backends=[NumpyBackend()])
+    dispatcher = toy_dispatcher()
     assert dispatcher.devices
     return dispatcher
 
@@ -53,17 +51,14 @@ def test_an_interrupted_first_call_of_an_op_is_made_again(monkeypatch):
 
 
 def test_an_interrupted_first_question_is_asked_again():
-    def fresh():
-        return Dispatcher(Registry([toy_op(toy_sku())], origin="toy"), backends=[NumpyBackend()])
-
     def asked(dispatcher):
         return dispatcher.status, dispatcher.devices
 
-    points = bytecodes(partial(asked, fresh()), "/dispatcher.py", "/asking.py")
+    points = bytecodes(partial(asked, toy_dispatcher()), "/dispatcher.py", "/asking.py")
     for at in range(1, points + 1):
-        dispatcher = fresh()
+        dispatcher = toy_dispatcher()
         interrupted(partial(asked, dispatcher), at, "/dispatcher.py", "/asking.py")
-        assert asked(dispatcher) == asked(fresh())
+        assert asked(dispatcher) == asked(toy_dispatcher())
 
 
 def test_an_interrupt_leaves_no_context_on_the_stack_of_pycuda(monkeypatch):

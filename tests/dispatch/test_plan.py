@@ -1,14 +1,12 @@
-"""Plans and the records around them as values: they are copied, pickled and sent to other processes."""
+"""Plans and their records can be copied, pickled and sent to other processes."""
 
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import os
 import pickle
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -16,11 +14,10 @@ import pytest
 from skuda.dispatch import Dispatcher, Plan, PlanPreference, device_named
 from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.kernels.quantize import FakeQuantizeDescriptor
-from skuda.registry import InvalidProblem, KernelFailed, NotPrepared, Unsupported
+from skuda.registry import NotPrepared
 
 PROBLEM = FakeQuantizeDescriptor(numel=3, q_min=-8, q_max=7, input_element="f32")
 GIVEN = {"input": np.float32([0.4, 100, -3]), "scale": 0.5, "zero_point": 1}
-PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +25,15 @@ def dispatcher():
     return Dispatcher(built_in_registry())
 
 
-def pickled(value, protocol=pickle.DEFAULT_PROTOCOL):
-    return pickle.loads(pickle.dumps(value, protocol))  # noqa: S301  made here
+def pickled(value):
+    return pickle.loads(pickle.dumps(value))  # noqa: S301  made here
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("device", ["cpu", "h200"])
-def test_a_pickled_plan_comes_back_as_from_json_and_is_prepared_where_it_lands(dispatcher, device, protocol):
+def test_a_pickled_plan_comes_back_as_from_json_and_is_prepared_where_it_lands(dispatcher, device):
     plan = dispatcher.select(PROBLEM, PlanPreference(require={"max_ulp": 0}), device)
     hash(plan)  # what is cached must not matter
-    again = pickled(plan, protocol)
+    again = pickled(plan)
     assert again == plan == Plan.model_validate_json(plan.model_dump_json())
     assert hash(again) == hash(plan)
     assert again.model_dump() == plan.model_dump()
@@ -69,27 +65,6 @@ def test_the_records_around_a_plan_survive_a_pickle(dispatcher, op):
             assert type(again) is type(value)
 
 
-def test_an_error_survives_a_pickle(dispatcher):
-    with pytest.raises(Unsupported) as refused:
-        dispatcher.select(PROBLEM, PlanPreference(sku="none"))
-    errors = (refused.value, InvalidProblem("a", "b", "c", "d"), KernelFailed("a.b", "pack 1.0", "ValueError: x"))
-    for error in errors:
-        again = pickled(error)
-        assert str(again) == str(error)
-        assert vars(again) == vars(error)
-
-
-def landed(plan):
-    """What another process does with a plan."""
-    return Dispatcher(built_in_registry()).prepare(plan).run(**GIVEN).tolist()
-
-
-def test_a_plan_goes_to_a_process_of_a_pool(dispatcher):
-    plan = dispatcher.select(PROBLEM, device="cpu")
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.map(landed, [plan]) == [plan.run(**GIVEN).tolist()]
-
-
 def test_a_fresh_process_finds_the_descriptor_of_a_pickled_plan(dispatcher, tmp_path):
     plan = dispatcher.select(PROBLEM, device="cpu")
     (tmp_path / "plan").write_bytes(pickle.dumps(plan))
@@ -106,17 +81,3 @@ def test_a_fresh_process_finds_the_descriptor_of_a_pickled_plan(dispatcher, tmp_
         text=True,
     )
     assert ran.stdout.strip() == str(plan.run(**GIVEN).tolist())
-
-
-def test_threads_copy_and_pickle_a_plan_that_runs(dispatcher):
-    plan, want = dispatcher.select(PROBLEM, device="cpu"), []
-
-    def work():
-        want.extend(pickled(plan) == plan == copy.deepcopy(plan) and plan.run(**GIVEN).any() for _ in range(50))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert want == [True] * 200

@@ -1,4 +1,4 @@
-"""Shortages of a moment: what a backend answers in one is not kept."""
+"""The answer of a backend during a shortage of memory or files is not kept."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import os
 import subprocess
 
 import pytest
-from toy import ToyDescriptor, toy_op, toy_sku
+from fakes import toy_dispatcher
+from toy import ToyDescriptor
 
-from skuda.dispatch import Dispatcher
 from skuda.dispatch.backends.cuda_core import CudaCoreBackend
 from skuda.dispatch.backends.numpy import NumpyBackend
 from skuda.dispatch.compile import compilers
 from skuda.dispatch.cuda import driver
-from skuda.registry import Registry
 
 SHORTAGES = [
     MemoryError(),
@@ -35,7 +34,7 @@ def raising(error):
 @every_shortage
 @pytest.mark.parametrize("question", ["status", "devices"])
 def test_a_backend_is_asked_again(monkeypatch, error, question):
-    dispatcher = Dispatcher(Registry([toy_op(toy_sku())], origin="toy"), backends=[NumpyBackend()])
+    dispatcher = toy_dispatcher()
     with monkeypatch.context() as short:
         short.setattr(NumpyBackend, question, raising(error))
         with pytest.raises(type(error)):
@@ -46,7 +45,7 @@ def test_a_backend_is_asked_again(monkeypatch, error, question):
 
 def test_a_driver_that_could_not_be_opened_for_want_of_files_is_opened_again(monkeypatch):
     text = f"libcuda.so.1: cannot open shared object file: {os.strerror(errno.EMFILE)}"
-    dispatcher = Dispatcher(Registry([toy_op(toy_sku())], origin="toy"), backends=[NumpyBackend(), CudaCoreBackend()])
+    dispatcher = toy_dispatcher(backends=[NumpyBackend(), CudaCoreBackend()])
     monkeypatch.setattr(CudaCoreBackend, "trouble", lambda _: None)
     driver.driver.cache_clear()
     with monkeypatch.context() as short:
@@ -57,17 +56,6 @@ def test_a_driver_that_could_not_be_opened_for_want_of_files_is_opened_again(mon
         absent.setattr(driver.ctypes, "CDLL", raising(OSError("libcuda.so.1: no such file")))
         assert not dispatcher.status["cuda_core"].available
         assert dispatcher.select(ToyDescriptor(m=4)).sku.backend == "numpy"
-
-
-@every_shortage
-def test_choices_are_asked_for_again(monkeypatch, error):
-    dispatcher = Dispatcher(Registry([toy_op(toy_sku())], origin="toy"), backends=[NumpyBackend()])
-    (sku,) = dispatcher.registry
-    with monkeypatch.context() as short:
-        short.setattr(NumpyBackend, "choices", raising(error))
-        with pytest.raises(type(error)):
-            dispatcher.choices(sku, ToyDescriptor(m=4), dispatcher.devices[0])
-    assert dispatcher.choices(sku, ToyDescriptor(m=4), dispatcher.devices[0]) == ()
 
 
 @every_shortage

@@ -1,4 +1,4 @@
-"""The example of a kernel plug-in, `example_kernel`: the conformance suite, its source compiled and run on the CPU."""
+"""The example kernel plug-in, `example_kernel`: the conformance suite, and its CUDA source on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both example packages, built as wheels and installed beside skuda's as a user would; their own tests run there."""
+"""Both example packages, built as wheels and installed beside skuda; their own tests run there."""
 
 from __future__ import annotations
 
@@ -81,21 +81,3 @@ def test_the_doctor_shows_them_with_where_they_come_from(python):
         took = r"(0|slow: [1-9]\d*)\.\d{3} s to load"
         assert re.search(rf"ok\tPlug-ins\t{name}\tskuda.{group} of {origin}, {took}", shown)
     assert "missing\tKernels and backends\ttorch\ttorch is not installed\tpip install torch" in shown
-
-
-def test_the_new_op_is_one_like_any_other(python):
-    listed = skuda(python, "list", "--op", "row_absmax", "--skus")
-    assert "reduction.row_absmax.bf16.plain.sm_80.cuda_core.rows" in listed
-    shown = skuda(python, "show", "row_absmax")
-    assert "output[n] = max over d of |input[n, d]|" in shown
-    assert "skuda-absmax 1.0" in shown
-    fields = ("--n", "4", "--d", "8", "--input-element", "f32")
-    explained = skuda(python, "explain", "row_absmax", *fields, "--device", "h200")
-    assert "reduction.row_absmax.f32.plain.sm_80.pycuda.rows" in explained
-    verified = skuda(python, "verify", "--device", "cpu", "--quick", "--op", "row_absmax")
-    assert verified.startswith("row_absmax\t3\t0\t0\t39\t")  # three kernels verified, none failed or skipped
-
-
-def test_a_plugin_is_left_out_by_name(python):
-    assert "row_absmax" not in skuda(python, "list", SKUDA_PLUGINS="-row_absmax")
-    assert "row_absmax" in skuda(python, "list", SKUDA_PLUGINS="skuda-absmax")

@@ -1,37 +1,16 @@
-"""The plots in docs/evidence are those of the records beside them, and `docs/plots.py` makes them."""
+"""The plots that pages show are those of the records beside them, and `docs/plots.py` makes them."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 
 import pytest
 from measured import measured, record_of
 from paths import ROOT
 
-from skuda.tools.bench import model_plot
-from skuda.tools.bench import plot as bench_plot
-from skuda.tools.bench.model_record import ModelRecord
-from skuda.tools.bench.record import BenchRecord
-from skuda.tools.parallel import plot as parallel_plot
-from skuda.tools.parallel.record import ParallelRecord
-from skuda.tools.plot import digest
-from skuda.tools.report.measured import KINDS
-from skuda.tools.train import plot as train_plot
-from skuda.tools.train.record import TrainRecord
+from skuda.tools.studies.commands import records
 
-PLOTS = {
-    BenchRecord: bench_plot.plots,
-    ModelRecord: model_plot.plots,
-    ParallelRecord: parallel_plot.plots,
-    TrainRecord: train_plot.plots,
-}
-NAMES = {kind.model_fields["kind"].default: kind for kind in KINDS}
-FILES = [
-    (NAMES[kind], path)
-    for path in sorted((ROOT / "docs" / "evidence").glob("*.json"))
-    if (kind := json.loads(path.read_text()).get("kind")) in NAMES
-]
+EVIDENCE = ROOT / "docs" / "evidence"
 
 
 @pytest.fixture(scope="module")
@@ -42,35 +21,40 @@ def program():
     return module
 
 
-@pytest.mark.parametrize(("kind", "path"), FILES, ids=lambda each: getattr(each, "stem", None))
-def test_the_plots_in_the_docs_are_those_of_the_records_beside_them(kind, path):
-    record = kind.load(path)
-    files = sorted(path.with_suffix("").glob("*"))
-    assert [file.name for file in files] == sorted(f"{plot.name}.svg" for plot in PLOTS[kind](record)), "`make plots`"
-    for file in files:
-        assert f"<dc:source>{digest(record)}</dc:source>" in file.read_text(), f"{file} is old: run `make plots`"
-        assert file.stat().st_size < 150_000
+def test_the_plots_of_the_pages_are_there_and_of_the_records_beside_them(program):
+    stored = {path.stem: record for path, (_, record) in records(EVIDENCE).items()}
+    files = {path.relative_to(EVIDENCE).as_posix(): path for path in EVIDENCE.glob("*/*")}
+    assert set(files) == program.shown(), "`make plots` draws those that pages show, and no others"
+    for name, path in files.items():
+        assert program.is_of(path, stored[name.partition("/")[0]]), f"{name} is old: run `make plots`"
+        assert path.stat().st_size < 150_000
 
 
-def test_every_kind_of_measurement_has_plots():
-    assert set(PLOTS) == set(KINDS)
-    assert len(FILES) >= 3
+def layer(us):
+    return record_of(*(measured("quantized_linear", (m, 4096, 4096), us, bf16=9.0) for m in (16, 64)))
 
 
-def test_old_plots_are_replaced(program, tmp_path, monkeypatch):
-    monkeypatch.setenv("SKUDA_PLUGINS", "0")
-    record_of(measured("fake_quantize", (1024, 4096), 7.0)).save(tmp_path / "run.json")
+def test_shown_plots_are_drawn_once_and_all_others_removed(program, tmp_path):
+    layer(7.0).save(tmp_path / "run.json")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "old.svg").write_text("")
     (tmp_path / "other.json").write_text('{"kind": "skuda verify"}')
-    program.draw(tmp_path)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["bandwidth.svg", "bytes.svg"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.json", "run", "run.json"]
+    names = frozenset({"run/layer.svg", "run/nonsense.svg", "gone/layer.svg"})
+    assert program.draw(tmp_path, names) == names - {"run/layer.svg"}, "what no record has is returned"
+    file = tmp_path / "run" / "layer.svg"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["layer.svg"]
+    text = file.read_text()
+    file.write_text(text + "\n")
+    program.draw(tmp_path, names)
+    assert file.read_text() == text + "\n", "a plot of the same record is kept"
+    layer(8.0).save(tmp_path / "run.json")
+    assert not program.is_of(file, layer(8.0)), "a plot of another record"
+    program.draw(tmp_path, names)
+    assert program.is_of(file, layer(8.0))
 
 
-def test_a_record_that_cannot_be_drawn_is_an_error(program, tmp_path, monkeypatch):
-    monkeypatch.setenv("SKUDA_PLUGINS", "0")
-    refused = measured("fake_quantize", (1024, 4096), 7.0).model_copy(update={"timing": None, "refused": "wrong"})
-    record_of(refused).save(tmp_path / "run.json")
-    with pytest.raises(RuntimeError, match="cannot draw"):
-        program.draw(tmp_path)
+def test_pages_name_the_plots_that_they_show(program, tmp_path):
+    (tmp_path / "docs" / "reference").mkdir(parents=True)
+    (tmp_path / "README.md").write_text("![a](docs/evidence/h200-bench/layer.svg) and [a record](docs/evidence/x.json)")
+    (tmp_path / "docs" / "reference" / "h100.md").write_text("![b](../evidence/h100-bench/fill-f32.svg)")
+    assert program.shown(tmp_path) == {"h200-bench/layer.svg", "h100-bench/fill-f32.svg"}

@@ -15,7 +15,7 @@ from support import fresh
 from skuda.dispatch import Dispatcher, PlanPreference
 from skuda.registry import Case
 from skuda.tools.verify.placement import LAYOUTS, placement_for
-from skuda.tools.verify.trial import Question, Trial
+from skuda.tools.verify.trial import Examples, Trial
 
 DISPATCHER = Dispatcher(tuning="")
 DEVICE = DISPATCHER.devices[0]
@@ -48,12 +48,20 @@ def test_every_configuration_gives_the_bits_of_the_reference(op, shifts, variant
         known = choice in DISPATCHER.choices(sku, problem, DEVICE)
         return DISPATCHER.prepare(plan.model_copy(update={"choice": choice})) if known else plan
 
+    class Configured(Trial):
+        choice = ""
+
+        def plan(self, problem):
+            return planned(problem, self.choice)
+
     with ThreadPoolExecutor() as pool:  # compiles them side by side
         list(pool.map(lambda choice: planned(problem, choice), asked))
     case = Case(problem, "special" if rng.random() < 0.5 else "normal")
-    question = Question.ask(DISPATCHER.registry.ops[op], 0, case, rng)
+    examples = Examples(DISPATCHER.registry.ops[op], int(rng.integers(2**32)))
+    example = examples.of(case)
     for choice in asked:
-        trial = Trial(sku, lambda each, choice=choice: planned(each, choice), placement_for(DEVICE))
-        trial.run(question, (LAYOUTS[rng.integers(len(LAYOUTS))],), rng)
-        assert trial.finding.failure is None, (choice, sku.id, trial.finding.failure)
-        assert trial.finding.cases == 1, choice
+        trial = Configured(sku, DISPATCHER, DEVICE, placement_for(DEVICE), examples)
+        trial.choice = choice
+        trial.run(example, (LAYOUTS[rng.integers(len(LAYOUTS))],), rng)
+        assert trial.failures == {}, (choice, sku.id)
+        assert trial.cases_run == 1, choice

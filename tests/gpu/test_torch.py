@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import sys
 from functools import partial
 
 import pytest
@@ -23,10 +22,8 @@ from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from skuda.functional import default_dispatcher  # noqa: E402
 from skuda.registry import Case  # noqa: E402
-from skuda.tools.bench import llama  # noqa: E402
-from skuda.tools.bench.host import host_costs  # noqa: E402
+from skuda.tools.studies import llama  # noqa: E402
 from skuda.torch import (  # noqa: E402
     CodesLinear,
     Dynamic,
@@ -39,8 +36,7 @@ from skuda.torch import (  # noqa: E402
     prepare,
     quantize_,
 )
-from skuda.torch.linear import Int8Linear, quantized_weight  # noqa: E402
-from skuda.torch.ops import OPS  # noqa: E402
+from skuda.torch.int8_linear import quantized_weight  # noqa: E402
 
 # Compilers of torch warn of much that is not about these tests.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -87,9 +83,6 @@ def captured(device, call):
     with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
         output = call()
     return graph.replay, output
-
-
-# --- what is run -----------------------------------------------------------------------------------------------------
 
 
 def drawn(rng, *shape, dtype=torch.float32, spread=1.0):
@@ -161,12 +154,12 @@ def given(rng, kind, m, k, dtype):
 def layer_sizes(device):
     many = {"hidden": 1024, "intermediate": 2816, "heads": 8, "kv_heads": 2, "layers": 1}
     few = {"hidden": 16, "intermediate": 24, "heads": 4, "kv_heads": 2, "layers": 1}
-    return llama.Sizes(**(many if on_gpu(device) else few))
+    return llama.LlamaSizes(**(many if on_gpu(device) else few))
 
 
 def fused_layer(rng, device, dtype):
     """A decoder layer, fused; its MLP is a fused gated one."""
-    stack = llama.random_stack(layer_sizes(device), int(rng.integers(1 << 30)), dtype=dtype)
+    stack = llama.drawn(llama.LlamaStack, layer_sizes(device), seed=int(rng.integers(1 << 30)), dtype=dtype)
     quantize_(stack, Dynamic(), strict=True)
     fusion = fuse_(stack)
     assert len(fusion.fused) == 3
@@ -209,8 +202,6 @@ def models(rng, device, dtype):
 def moved(module, device):
     return copy.deepcopy(module).to(device)
 
-
-# --- bits ------------------------------------------------------------------------------------------------------------
 
 CHECKED = [(device, name) for device in DEVICES for name in (NAMES if on_gpu(device) else ["dynamic_range"])]
 
@@ -292,9 +283,6 @@ def test_observed_scales_have_the_bits_of_the_cpu(device):
                 one(value)
         assert same(there.input_scale.cpu(), layer.input_scale)
         assert same(there(x.to(device)).cpu().isnan(), layer(x).isnan())
-
-
-# --- streams, graphs and compilers -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -432,9 +420,6 @@ def test_a_training_step_of_mixed_layers(device):
             optimizer.zero_grad()
 
 
-# --- waiting ---------------------------------------------------------------------------------------------------------
-
-
 class Watched(TorchDispatchMode):
     """Collects the ops that wait for a device: they read a value, or copy between devices."""
 
@@ -498,27 +483,3 @@ def test_no_forward_waits_for_a_real_device():
             module(x)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@torch.no_grad()
-def test_report_of_what_calls_cost_the_host(device):
-    """Nothing is asserted of the times; `pytest -rA` prints them."""
-    rng, (n, k) = fresh(device), (256, 256)
-    plain = linear(rng, n, k, torch.bfloat16).to(device)
-    layers = {name: moved(KINDS[name](rng, n, k, torch.bfloat16), device) for name in ("dynamic", "static", "smooth")}
-    x = drawn(rng, 16, k, dtype=torch.bfloat16).to(device)
-    arguments = layers["dynamic"].call(x)[1]
-    problem = OPS["quantized_linear"].problem(**arguments)
-    arrays = {name: value for name, value in arguments.items() if value is not None}
-    run = default_dispatcher().run
-    calls = {
-        "F.linear": lambda: nn.functional.linear(x, plain.weight, plain.bias),
-        "nn.Linear": lambda: plain(x),
-        "dispatcher.run, dynamic": lambda: run(problem, **arrays),
-        **{f"{name} layer": partial(layer, x) for name, layer in layers.items()},
-    }
-    how = {} if on_gpu(device) else {"burst": 2, "rounds": 2}
-    for cost in host_costs(calls, partial(torch.cuda.synchronize, device) if on_gpu(device) else lambda: None, **how):
-        sys.stdout.write(f"{device}: {cost.name}: {cost.timing.median:.1f} us a call\n")
-    assert all(isinstance(layer, Int8Linear) for layer in layers.values())

@@ -1,4 +1,4 @@
-"""Device arrays, a driver and an engine that exist on paper: binding and running can be tried without a GPU."""
+"""Fake device arrays, driver, engine and compiler: what runs on a GPU can be tested without one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import threading
 from typing import Any
 
 import numpy as np
+from toy import toy_op
 
+from skuda.dispatch import Backend, BackendStatus, Dispatcher
+from skuda.dispatch.backends.numpy import HostRunner, NumpyBackend
 from skuda.dispatch.cuda.call import packer
 from skuda.dispatch.cuda.runner import CudaRunner
 from skuda.kernels.launch import Launch
+from skuda.registry import CompileError, Registry
+from skuda.registry.backend import BUILT_IN
 from skuda.registry.device import device_named
 
 CONTEXT = 0xC0
@@ -145,3 +150,50 @@ class Rig:
     @property
     def last(self) -> tuple[Any, ...]:
         return self.engine.launches[-1][1]
+
+
+def toy_dispatcher(*skus: Any, backends: Any = None, **options: Any) -> Dispatcher:
+    """Return a dispatcher of the toy op with these kernels, or its reference, over NumPy alone if nothing is given."""
+    registry = Registry([toy_op(*skus)], origin="toy")
+    return Dispatcher(registry, backends=[NumpyBackend()] if backends is None else backends, **options)
+
+
+class FakeCuda(Backend):
+    """A backend named pycuda that drives made-up cards, computes on the host, and writes down what it prepared."""
+
+    spec = next(spec for spec in BUILT_IN if spec.name == "pycuda")
+
+    def __init__(self, *cards: str) -> None:
+        names = enumerate(cards)
+        self.cards = tuple(device_named(name).model_copy(update={"ordinal": ordinal}) for ordinal, name in names)
+        self.prepared: list[tuple[str, str]] = []
+
+    def status(self) -> BackendStatus:
+        return BackendStatus(available=True, detail="made up")
+
+    def devices(self) -> Any:
+        return self.cards
+
+    def prepare(self, sku: Any, problem: Any, device: Any, choice: str = "") -> Any:
+        self.prepared.append((sku.variant, choice))
+        return HostRunner(problem, lambda problem, *, x, y: np.add(x, x, out=y))
+
+
+def fake_compiler(
+    monkeypatch: Any, backend: Any, identity: str = "fake 1.0", fails: Any = None, cubin: Any = None
+) -> list[Any]:
+    """Give a backend a compiler that compiles nothing; return the list of its jobs."""
+    jobs: list[Any] = []
+
+    class Compiler:
+        def identity(self, source: Any) -> str:
+            return identity
+
+        def compile(self, job: Any) -> bytes:
+            jobs.append(job)
+            if fails is not None and fails(job):
+                raise CompileError(job.sku, "no good")
+            return cubin(job) if cubin else b"cubin"
+
+    monkeypatch.setattr(backend, "compiler", lambda *_: Compiler())
+    return jobs

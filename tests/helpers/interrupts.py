@@ -1,4 +1,4 @@
-"""Ctrl-C at any point: a signal arrives before a bytecode, and CPython runs its handler where it always does. Forks."""
+"""Ctrl-C at a chosen bytecode, calls with a time limit, and forks."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""Records of a bench with made-up times, for tests of what is shown of them."""
+"""Bench records with made-up times, for tests of what is shown."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from skuda.dispatch.select.tuning import Timing
 from skuda.kernels.catalog import built_in_registry
 from skuda.registry.device import device_named
-from skuda.tools.bench.record import BenchRecord, CaseResult, Ceilings, RivalResult, Timing
-from skuda.tools.bench.work import work_of
+from skuda.tools.bench.record import BenchRecord, CaseResult, Ceilings, RivalResult, least_work
+from skuda.tools.study.record import measurer_hash
 from skuda.tools.words.cases import select_cases
 
 REGISTRY = built_in_registry()
@@ -17,7 +18,7 @@ CEILINGS = Ceilings(copy_bandwidth=4e12, bf16=8e14, fp8=1.6e15)
 def measured(op: str, shape: tuple[int, ...], us: float, element: str = "bf16", **rivals: float | str) -> CaseResult:
     """Return a case that took `us`; rivals by name with their microseconds, or with why they refused."""
     (case,) = select_cases(REGISTRY, [op], [shape], [element])
-    work = work_of(case.problem)
+    moved, operations = least_work(case.problem)
     others = tuple(
         RivalResult(name=name, computes="the same", refused=said)
         if isinstance(said, str)
@@ -32,19 +33,18 @@ def measured(op: str, shape: tuple[int, ...], us: float, element: str = "bf16", 
         element=element,
         problem={},
         sku=sku.id,
-        bytes=work.bytes,
-        operations=work.operations,
+        bytes=moved,
+        operations=operations,
         timing=Timing.of([us]),
         rivals=others,
     )
 
 
-def record_of(*cases: CaseResult, ceilings: Ceilings = CEILINGS, **changes: Any) -> BenchRecord:
+def record_of(*cases: CaseResult, **changes: Any) -> BenchRecord:
     """Return a record of cases on an H200 on paper."""
     fields: dict[str, Any] = {"date": "2026-02-03T04:05:06+00:00", "skuda": "0", "seed": 1, "repeats": 1}
-    judged = tuple(case.judged(ceilings) for case in cases)
-    fields |= {"device": device_named("h200"), "command": "skuda bench", "ceilings": ceilings, "cases": judged}
-    return BenchRecord(**{**fields, **changes})
+    fields |= {"device": device_named("h200"), "command": "skuda bench", "ceilings": CEILINGS, "cases": cases}
+    return BenchRecord(**{**fields, "measurer_hash": measurer_hash(BenchRecord), **changes})
 
 
 def some_record(**changes: Any) -> BenchRecord:

@@ -636,7 +636,7 @@ def _gated(problem: Any, inputs: dict[str, Any]) -> Definition:  # noqa: C901  o
         near = [(_roughly(gate, curve), abs(up)) for gate, up in pairs]
         low, high = ([max(gate * f + s, 0.0) * up for gate, up in near] for f, s in ((0.98, -slack), (1.02, slack)))
         most = max(filter(math.isfinite, low), default=0.0)  # an infinity may be a NaN, if the gate vanishes
-        # What overflows the element, or is near its least numbers, is not told apart.
+        # What overflows the element, or is near its least numbers, is one case.
         top = math.ldexp(1.0, FORMATS[element].top)
         least = 0.0 if most < 2**20 / top else min(most, top) / 1.1
         # A NaN stays in: where a gate vanishes only here, its product with an infinity may be the infinity.

@@ -1,4 +1,4 @@
-"""What each rank has of a split layer's inputs, and should get of its output."""
+"""Each rank's part of a split layer's inputs and output."""
 
 from __future__ import annotations
 

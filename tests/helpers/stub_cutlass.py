@@ -46,7 +46,6 @@ def build(folder, *names, fails=0):
     source = folder / "stub.c"
     source.write_text(_SOURCE)
     for name in names:
-        told = (f'-DNAME="{name}"', f"-DFAILS={fails}")
-        command = ("cc", "-O1", "-ffp-contract=off", "-shared", "-fPIC", *told, "-o", folder / f"{name}.so", source)
-        subprocess.run(command, check=True, capture_output=True)
+        options = ["-O1", "-ffp-contract=off", "-shared", "-fPIC", f'-DNAME="{name}"', f"-DFAILS={fails}"]
+        subprocess.run(["cc", *options, "-o", folder / f"{name}.so", source], check=True, capture_output=True)
     return folder

@@ -1,8 +1,7 @@
-"""Inputs for any problem, arrays of any layout between guard zones, and comparison bit for bit."""
+"""Random inputs, arrays of any layout between guard zones, samples of tests, and comparison bit for bit."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import sys
@@ -18,16 +17,14 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from skuda.dispatch import Dispatcher
-from skuda.dispatch.compile.sources import source_hash
 from skuda.kernels.catalog import built_in_ops, built_in_registry
-from skuda.kernels.draw import Drawn, draw, zero_points
+from skuda.kernels.draw import draw, zero_points
 from skuda.kernels.dtypes import storage_dtype
-from skuda.kernels.values import floats, rounded, specials, spread
+from skuda.kernels.values import rounded, specials, spread
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.op import Case, Op
 
 __all__ = [
-    "Drawn",
     "Guarded",
     "arguments_of",
     "assert_same_bits",
@@ -35,10 +32,8 @@ __all__ = [
     "dispatcher",
     "draw",
     "every_case",
-    "floats",
     "fresh",
     "guarded_outputs",
-    "kernels_tested",
     "parts_of",
     "rounded",
     "run",
@@ -54,13 +49,6 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT_DTYPES = (*map(np.dtype, (np.float16, np.float32, np.float64)), BFLOAT16)
 LAYOUTS = ("contiguous", "strided", "transposed", "reversed", "misaligned")
 _GUARD, _OUTSIDE = 96, 0x55
-
-
-@cache
-def kernels_tested() -> str:
-    """Return the line that a log ends with, by which `test_evidence.py` knows whether it is of the present kernels."""
-    hashes = sorted(source_hash(sku) for sku in built_in_registry())
-    return f"of the kernels {hashlib.sha256(''.join(hashes).encode()).hexdigest()[:16]}"
 
 
 def fresh(*key: object) -> np.random.Generator:
@@ -124,9 +112,6 @@ def parts_of(result: Any) -> tuple[Any, ...]:
     return tuple(part for part in result if part is not None) if isinstance(result, tuple) else (result,)
 
 
-# --- arrays between guard zones --------------------------------------------------------------------------------------
-
-
 class Guarded:
     """An array inside a larger buffer: it notices every byte written beside its elements.
 
@@ -188,9 +173,6 @@ def guarded_outputs(problem: Descriptor, shapes: dict[str, tuple[int, ...]], lay
     }
 
 
-# --- comparison ------------------------------------------------------------------------------------------------------
-
-
 def assert_same_bits(got: Any, want: Any, what: str = "result") -> None:
     """Compare bit for bit; NaN equals NaN whatever its payload."""
     got, want = np.asarray(got), np.asarray(want)
@@ -205,10 +187,10 @@ def assert_same_bits(got: Any, want: Any, what: str = "result") -> None:
     if different.any():
         first = tuple(int(i[0]) for i in np.nonzero(np.atleast_1d(different)))[: got.ndim]
         width = 2 * got.dtype.itemsize
-        told = [f"{array[first]} (0x{int(b[first]):0{width}x})" for array, b in zip((got, want), bits, strict=True)]
+        elements = [f"{array[first]} (0x{int(b[first]):0{width}x})" for array, b in zip((got, want), bits, strict=True)]
         count = int(different.sum())
         raise AssertionError(
-            f"{what}: {count} of {got.size} elements differ, first at {first}: got {told[0]}, want {told[1]}"
+            f"{what}: {count} of {got.size} elements differ, first at {first}: got {elements[0]}, want {elements[1]}"
         )
 
 

@@ -1,21 +1,24 @@
-"""Problems of the registry as calls of the ops of torch."""
+"""Torch tensors: calls of the ops of torch, conversion from and to arrays, comparison bit for bit."""
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-import pytest
+import torch
 from support import arguments_of, draw
+from torch import nn
 
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.dtypes import storage_dtype
 from skuda.registry.descriptor import Descriptor
-
-torch = pytest.importorskip("torch")
-
-from skuda.torch.ops import OPS  # noqa: E402  torch may be absent
+from skuda.torch import calibrate
+from skuda.torch.ops import OPS
 
 REGISTRY = built_in_registry().ops
 NAMES = tuple(OPS)
@@ -50,6 +53,11 @@ def array_of(tensor: Any) -> Any:
     return (
         tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if tensor.dtype is torch.bfloat16 else tensor.numpy()
     )
+
+
+def normal(rng: np.random.Generator, *shape: int, dtype: Any = torch.float32) -> Any:
+    """Draw a tensor of Gaussian numbers."""
+    return torch.from_numpy(np.asarray(rng.standard_normal(shape))).to(dtype)
 
 
 def results(found: Any) -> tuple[Any, ...]:
@@ -94,6 +102,43 @@ def same(got: Any, want: Any) -> bool:
     return not bool((different & ~(got.isnan() & want.isnan())).any())
 
 
+def assert_same(got: Any, want: Any) -> None:
+    """Check that tensors are equal bit for bit."""
+    assert got.dtype is want.dtype
+    assert got.shape == want.shape
+    assert same(got, want), f"{int((got != want).sum())} of {got.numel()} differ"
+
+
 def all_same(got: Any, want: Any) -> bool:
     """Whether two results are equal bit for bit."""
     return len(got) == len(want) and all(map(same, got, want))
+
+
+def copies(model: Any) -> Iterator[Any]:
+    """Yield a module through everything that copies or stores one."""
+    yield copy.deepcopy(model)
+    yield pickle.loads(pickle.dumps(model))  # noqa: S301  our own
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    yield torch.load(file, weights_only=False)
+
+
+class GatedMLP(nn.Module):
+    """The MLP of a Llama block: it has the names and the `forward` that `fuse_` and `parallelize_` recognize."""
+
+    def __init__(self, width: int, inner: int, act: Any = None) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(width, inner), nn.Linear(width, inner)
+        self.down_proj, self.act_fn = nn.Linear(inner, width), act or nn.SiLU()
+
+    def forward(self, x: Any) -> Any:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def calibrated(model: Any, *inputs: Any, **options: Any) -> Any:
+    """Return the calibration of a model that runs on some inputs."""
+    with calibrate(model, **options) as calibration:
+        for x in inputs:
+            model(x)
+    return calibration

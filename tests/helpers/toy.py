@@ -1,4 +1,4 @@
-"""A toy op and kernels for it: registration and selection can be tried without any real kernel."""
+"""A toy op and kernels for it, for tests of registration and selection."""
 
 from __future__ import annotations
 

@@ -110,6 +110,8 @@ def _bad_sums():
 
 def _bad_bounds(op, names):
     codes = {"s8": (-128, 127), "u8": (0, 255), "s4": (-8, 7), "u4": (0, 15)}
+    for q_max in (0, -1) if op.name == "amax_quantize" else ():
+        yield f"q_max={q_max}", {"q_min": -8, "q_max": q_max}, "q_max"
     if "output_element" not in names or op.name == "quantized_linear":
         return
     for code, (low, high) in codes.items():
@@ -520,15 +522,6 @@ def test_bad_scalars_are_refused(op):
         _refused(problem, inputs | {name: np.zeros(0, np.int32)}, name)
 
 
-@pytest.mark.parametrize("op", BY_TENSOR, ids=lambda op: op.name)
-def test_scalars_that_are_no_real_numbers_are_refused(op):
-    problem, inputs, _ = _ready(op)
-    strange = (10**400, np.str_("1"), np.void(b"12"), np.datetime64(1, "s"), np.complex64(1), "0.1", 1j)
-    for argument in _scalars(problem, inputs):
-        for value in strange:
-            _refused(problem, inputs | {argument.name: value}, argument.name)
-
-
 @pytest.mark.parametrize(
     ("element", "value"),
     [
@@ -589,13 +582,3 @@ def test_a_refused_run_has_written_nothing(op):
 def test_every_op_is_covered():
     assert set(DEFINITIONS) == {op.name for op in OPS}
     assert {op.name for op in OPS} == {op.name for _, op, _ in every_case()}
-
-
-NO_SCALES = (True, np.True_, np.array(1.0), np.str_("1"), np.complex64(1), "1.5", None, 10**400, math.inf, math.nan)
-
-
-@pytest.mark.parametrize("scale", NO_SCALES)
-def test_a_static_scale_that_is_no_finite_number_is_refused(scale):
-    with pytest.raises(InvalidProblem) as caught:
-        SmoothQuantLinearDescriptor(m=1, n=1, k=1, act_scale=scale, output_element="f32")
-    assert caught.value.field == "act_scale"

@@ -7,7 +7,6 @@ import pytest
 from harness.binding import launch_of
 from support import assert_same_bits, draw, fresh, run
 
-import skuda
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.launch import MOST_ZEROS
 from skuda.kernels.quantize import (
@@ -18,7 +17,7 @@ from skuda.kernels.quantize import (
     SiluMulQuantizeDescriptor,
 )
 from skuda.kernels.quantize.elementwise_launch import width_of
-from skuda.registry import Case, InvalidProblem
+from skuda.registry import Case
 from skuda.registry.device import KNOWN_DEVICES
 from skuda.registry.elements import FLOATS
 
@@ -62,19 +61,6 @@ def test_the_maxima_of_parts_give_the_codes_of_whole_rows(curve, data, values):
         assert_same_bits(np.concatenate([each["output"] for each in got], axis=1), want["output"], "codes")
         for each in got:
             assert_same_bits(each["scale_out"], want["scale_out"], "scales")
-
-
-@pytest.mark.parametrize("op", [skuda.ops.silu_mul_amax, skuda.ops.gelu_mul_amax])
-def test_slices_of_a_wider_array_give_the_bits_of_copies(op):
-    wide = fresh(op.__name__).standard_normal((7, 100)).astype(np.float32)
-    fused = op(gate_up=wide[:, 4:68])
-    apart = op(gate=wide[:, 4:36], up=wide[:, 36:68])
-    copied = op(gate_up=wide[:, 4:68].copy())
-    for one, two, three in zip(fused, apart, copied, strict=True):
-        assert_same_bits(one, two)
-        assert_same_bits(one, three)
-    with pytest.raises(InvalidProblem, match="gate_up"):
-        op(gate_up=wide[:, :7])
 
 
 @pytest.mark.parametrize("data", FLOATS)

@@ -26,6 +26,8 @@ from skuda.kernels.linear import (
     streamed,
     warpgroup,
 )
+from skuda.kernels.linear.direct import configurations
+from skuda.kernels.linear.warpgroup_tile import TILES
 from skuda.registry import ElementKind
 from skuda.registry.descriptor import Role
 from skuda.registry.device import KNOWN_DEVICES
@@ -36,7 +38,7 @@ pytestmark = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason=
 # Few processors, so that blocks take several tiles.
 CARD = KNOWN_DEVICES["h200"].model_copy(update={"sm_count": 3})
 OPS = {op.name: op for op in built_in_ops()}
-ALONE = [str(tile) for tile in warpgroup.TILES if tile.blocks == 1 and not tile.divides]
+ALONE = [str(tile) for tile in TILES if tile.blocks == 1 and not tile.stream_k]
 
 
 def sku_of(problem, variant):
@@ -77,7 +79,7 @@ def all_of(*kinds):
 def alone(problem, way=""):
     """Return the streamed configurations of a problem whose blocks run alone and whose names contain `way`."""
     choices = streamed.launch(problem, CARD).choices
-    return [choice.name for choice in choices if "shared by" not in choice.name and way in choice.name]
+    return [choice.name for choice in choices if "split-K" not in choice.name and way in choice.name]
 
 
 MOST_TOKENS = (2, 8, 16, 32, 128)
@@ -93,7 +95,7 @@ def test_the_streamed_kernel_equals_the_reference(op, shifts, most):
     check(problem, "streamed", rng, rng.choice(alone(problem)))
 
 
-WAYS = tuple(way for tokens in (1, 16, 32) for way in streamed.configurations(tokens))
+WAYS = tuple(way for tokens in (1, 16, 32) for way in configurations(tokens))
 
 
 @pytest.mark.parametrize(
@@ -113,85 +115,69 @@ def test_weights_straight_to_registers_equal_the_reference(way, shifts):
 def test_the_warpgroup_kernel_equals_the_reference(op, shifts, tile):
     rng = fresh(op, shifts, tile)
     problem = a_problem(op, shifts, rng, fewest=192 if shifts[0] else 1, most=320)
-    if next(t for t in warpgroup.TILES if str(t) == tile).shared(shifts) > hopper.MOST_SHARED:
+    if next(t for t in TILES if str(t) == tile).shared(shifts) > hopper.MAX_SHARED:
         assert tile not in {choice.name for choice in warpgroup.launch(problem, CARD).choices}
     else:
         check(problem, "warpgroup", rng, tile)
 
 
-WRONG = {
-    "zero points of one column": ("warpgroup", "", 3, "A_SHIFTED) * TILE_N + c + thread]", "A_SHIFTED) * TILE_N]"),
-    "no sums of the weight": ("warpgroup", "", 1, "shifts.w_sums[at]", "0"),
-    "rows without their zero points": ("warpgroup", "", 3, "- (Sum)shifts.k * zero_point", ""),
-    "the last unit not added up": ("warpgroup", "", 1, "first + 32 * i < units", "first + 32 * i + 1 < units"),
-    "sums cut to 32 bits": (
-        "warpgroup",
-        "",
-        3,
-        "return acc - (s64)za * w;",
-        "return (s32)((u32)acc - (u32)za * (u32)w);",
-    ),
-    "128 bits cut to 64": ("streamed", "shared", 3, "a == (s32)a ?", "true ?"),
-    "zero points not staged": ("streamed", "shared", 1, "if (A_SHIFTED) za =", "if (false) za ="),
-    "what lies beyond K added up": ("streamed", "", 2, "if (W_SHIFTED) {  // beyond", "if (false) {  // beyond"),
-    "a warp's sums left out": ("streamed", "registers", 0, "int i = 0; i < WARPS", "int i = 1; i < WARPS"),
-    "codes of other parts of k": (
-        "streamed",
-        "shared",
-        0,
-        "turn.at(step) * CHUNKS + c, token0",
-        "step * CHUNKS + c, token0",
-    ),
-    "halves of a unit swapped": ("streamed", "registers", 0, "second, w.z, w.w", "second, w.w, w.z"),
-    "no sums of w": ("streamed", "registers", 1, "of_w = sum_of_parts(parts + TOKENS", "of_w = sum_of_parts(parts + 0"),
-    "boxes before the kernel in front ends": (
-        "warpgroup",
-        "",
-        0,
-        "    wait_for_previous_kernel();\n    for (u32 s = 0; s < ahead",
-        "    for (u32 s = 0; s < ahead",
-    ),
-    "weights before the kernel in front ends": (
-        "streamed",
-        "shared",
-        0,
-        "if (warp == CONSUMERS / 32) {\n    if (lane != 0) return;\n    wait_for_previous_kernel();",
-        "if (warp == CONSUMERS / 32) {\n    if (lane != 0) return;",
-    ),
-    "registers before the kernel in front ends": (
-        "streamed",
-        "registers",
-        0,
-        "  wait_for_previous_kernel();\n  uint4 next",
-        "  uint4 next",
-    ),
-    "rows without zero points": ("streamed", "registers", 3, "- all_k * za", "- 0 * all_k * za"),
+EXTREMES = {
+    "warpgroup": ("warpgroup", "", {"m": 200}),
+    "shared": ("streamed", "shared", {"m": 30}),
+    "registers": ("streamed", "registers", {"m": 30}),
+    "ordered": ("streamed", "shared", {"m": 30, "n": 200, "k": 1200}),  # blocks begin at different parts of K
+    "fused": ("streamed", "", {"m": 2}),  # the product quantizes its activation
 }
+ZERO_POINTS = {"none": (False, False), "activation": (True, False), "weight": (False, True), "both": (True, True)}
+
+
+def extreme(way, shifts):
+    """Return kernel, configurations and a problem, whose results are f32 so that no error is rounded away."""
+    variant, through, sizes = EXTREMES[way]
+    m, n, k = (sizes.get(name, size) for name, size in (("m", 0), ("n", 40), ("k", 336)))
+    fields = {"m": m, "k": k, "output_element": "f32", "has_weight_zero_point": shifts[1]}
+    if way == "fused":
+        problem = QuantizedLinearDescriptor(c_out=n, activation_element="f32", q_min=-127, q_max=127, **fields)
+    else:
+        problem = ScaledLinearDescriptor(n=n, has_act_zero_point=shifts[0], **fields)
+    return variant, alone(problem, through)[:1] if variant == "streamed" else [], problem
+
+
+def run_extreme(way, shifts, **change):
+    """Run such a problem with ten draws of special values, because not each of them shows every fault."""
+    variant, choice, problem = extreme(way, shifts)
+    rng = fresh(way, shifts)
+    for _ in range(10):
+        check(problem, variant, rng, *choice, values="special", **change)
+
+
+@pytest.mark.parametrize(
+    ("way", "shifts"),
+    sampled(
+        [
+            pytest.param(way, shifts, id=f"{way}-{name}")
+            for way, (name, shifts) in product(EXTREMES, ZERO_POINTS.items())
+            if way != "fused" or not shifts[0]
+        ],
+        each=lambda way, shifts: way,
+    ),
+)
+def test_extreme_values_give_the_bits_of_the_reference(way, shifts):
+    run_extreme(way, shifts)
 
 
 @pytest.mark.skipif(emulator.SANITIZED, reason="sanitizers end the process where this expects a message")
 @pytest.mark.parametrize(
-    ("variant", "way", "shifts", "before", "after"),
-    sampled([pytest.param(*each, id=name) for name, each in WRONG.items()], 3),
+    ("way", "before", "after"),
+    [
+        ("warpgroup", "    griddepcontrol_wait();\n    for (u32 s", "    for (u32 s"),
+        ("registers", "second, w.z, w.w", "second, w.w, w.z"),
+    ],
 )
-def test_a_wrong_kernel_is_caught(variant, way, shifts, before, after):
-    rng = fresh(before)
-    pair = (bool(shifts & 1), bool(shifts & 2))
-    n, k = (200, 1200) if "turn" in before else (40, 336)
-    m = 200 if variant == "warpgroup" else 2 if "beyond" in before else 30
-    fields = {"m": m, "k": k, "output_element": "f32", "has_weight_zero_point": pair[1]}
-    if "beyond" in before:
-        problem = QuantizedLinearDescriptor(c_out=n, activation_element="f32", q_min=-127, q_max=127, **fields)
-    else:
-        problem = ScaledLinearDescriptor(n=n, has_act_zero_point=pair[0], **fields)
-    choice = alone(problem, way)[:1] if variant == "streamed" else []
-
-    def check_all():
-        for _ in range(10):  # not all values show it
-            check(problem, variant, rng, *choice, values="special", change=(before, after))
-
+def test_a_wrong_kernel_is_caught(way, before, after):
+    """Many more faults are in `tests/programs/faults/kernels.py`."""
     with pytest.raises(AssertionError, match=r"differ|read"):
-        check_all()
+        run_extreme(way, (False, False), change=(before, after))
 
 
 def test_products_take_as_long_a_k_as_the_kernels_do():

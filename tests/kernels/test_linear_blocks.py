@@ -11,7 +11,7 @@ import pytest
 from support import assert_same_bits, dispatcher, draw, every_case, fresh, run, sampled
 
 from skuda.kernels.dtypes import storage_dtype
-from skuda.kernels.linear import product
+from skuda.kernels.linear import reference as product
 from skuda.kernels.linear.quantized_linear import QuantizedLinearDescriptor
 from skuda.kernels.linear.quantized_linear import reference as quantized_linear
 from skuda.kernels.linear.scaled_linear import ScaledLinearDescriptor
@@ -20,7 +20,7 @@ from skuda.kernels.linear.smoothquant_linear import reference as smoothquant_lin
 from skuda.registry.descriptor import Role
 
 LINEAR = [pytest.param(op, case, id=name) for name, op, case in every_case() if op.name.endswith("_linear")]
-CUTS = ("_FEWEST_ROWS", "_ROWS", "_COLUMNS", "_CODES_AT_ONCE", "_SUMS_AT_ONCE", "BLOCK")
+CUTS = ("_MIN_ROWS", "_ROWS", "_COLUMNS", "_CODES_AT_ONCE", "_SUMS_AT_ONCE", "BLOCK")
 VARIED = sampled(LINEAR, 12, each=lambda op, case: op.name)
 
 

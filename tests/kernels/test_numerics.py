@@ -313,7 +313,7 @@ def test_packed_codes_lie_low_nibble_first_and_every_row_starts_at_a_byte(code, 
         assert_same_bits(run(back, {"input": given, **arrays})["output"], x)
 
 
-def test_packed_rows_of_odd_length_are_told_apart_by_the_float_array():
+def test_packed_rows_of_odd_length_are_kept_apart_by_the_float_array():
     x = np.array([[1, 2, 3], [4, 5, 6]], F32)
     there = dispatcher().describe(
         "quantize_per_tensor", numel=6, q_min=0, q_max=15, input_element="f32", output_element="u4"

@@ -18,8 +18,8 @@ SIZE = 6
 INT32 = st.integers(-(2**31), 2**31 - 1)
 FLOAT, CODE = st.sampled_from(FLOATS), st.sampled_from(CODES)
 OUT = st.sampled_from([*FLOATS, ElementKind.S8, ElementKind.U8])
-often = settings(max_examples=250, deadline=None)
-seldom = settings(max_examples=80, deadline=None)
+often = settings(max_examples=150, deadline=None)
+seldom = settings(max_examples=50, deadline=None)
 
 
 def _stored(values, element):
@@ -163,46 +163,48 @@ SIZES = st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 5))
 CODE8 = st.sampled_from([ElementKind.S8, ElementKind.U8])
 
 
+def _static(data, act):
+    scale = st.floats(-(2.0**100), 2.0**100, width=32).filter(lambda v: v != 0)
+    fields = {"act_scale": data.draw(scale), "act_zero_point": data.draw(st.integers(*act.integer_range))}
+    return fields | {"activation_element": act}
+
+
+def _scaled(data, act):
+    fields = {"act_scale_scope": data.draw(st.sampled_from(["token", "tensor"]))}
+    return fields | {"has_act_zero_point": data.draw(st.booleans()), "activation_element": act}
+
+
+def _quantized(data, act):
+    limits = data.draw(bounds(act).filter(lambda found: found["q_max"] > 0))
+    return {**limits, "activation_element": data.draw(FLOAT)}
+
+
+LINEARS = {"smoothquant_linear": _static, "scaled_linear": _scaled, "quantized_linear": _quantized}
+
+
+@pytest.mark.parametrize("op", LINEARS)
 @often
 @given(data=st.data(), sizes=SIZES, act=CODE8, weight=CODE8, out=OUT, epilogue=st.sampled_from(EpilogueKind))
-def test_static_linear_of_any_codes_scales_and_zero_points(data, sizes, act, weight, out, epilogue):
+def test_linear_of_any_bits_codes_scales_and_zero_points(op, data, sizes, act, weight, out, epilogue):
     m, n, k = sizes
     problem = dispatcher().describe(
-        "smoothquant_linear",
-        **dict(zip("mnk", sizes, strict=True)),
-        act_scale=data.draw(st.floats(-(2.0**100), 2.0**100, width=32).filter(lambda v: v != 0)),
-        activation_element=act,
+        op,
+        **dict(zip(("m", "c_out" if op == "quantized_linear" else "n", "k"), sizes, strict=True)),
+        **LINEARS[op](data, act),
         weight_element=weight,
         output_element=out,
         epilogue=epilogue,
-        act_zero_point=data.draw(st.integers(*act.integer_range)),
         has_weight_zero_point=data.draw(st.booleans()),
     )
-    arrays = {"act_q": _codes(data, (m, k), act), "weight_q": _codes(data, (n, k), weight)}
-    _assert_defined(problem, arrays | _linear_arrays(data, problem, n))
-
-
-@often
-@given(data=st.data(), sizes=SIZES, act=CODE8, weight=CODE8, out=OUT, epilogue=st.sampled_from(EpilogueKind))
-def test_scaled_linear_of_any_codes_scales_and_zero_points(data, sizes, act, weight, out, epilogue):
-    m, n, k = sizes
-    scope = data.draw(st.sampled_from(["token", "tensor"]))
-    problem = dispatcher().describe(
-        "scaled_linear",
-        **dict(zip("mnk", sizes, strict=True)),
-        activation_element=act,
-        weight_element=weight,
-        output_element=out,
-        epilogue=epilogue,
-        act_scale_scope=scope,
-        has_act_zero_point=data.draw(st.booleans()),
-        has_weight_zero_point=data.draw(st.booleans()),
-    )
-    rows = m if scope == "token" else 1
-    arrays = {"act_q": _codes(data, (m, k), act), "weight_q": _codes(data, (n, k), weight)}
-    arrays["act_scale"] = data.draw(numbers(problem.compute, rows))
-    if problem.has_act_zero_point:
-        arrays["act_zero_point"] = data.draw(zero_points(rows))
+    arrays = {"weight_q": _codes(data, (n, k), weight)}
+    if op == "quantized_linear":
+        arrays["activation"] = data.draw(numbers(problem.activation_element, m * k)).reshape(m, k)
+    else:
+        arrays["act_q"] = _codes(data, (m, k), act)
+    if op == "scaled_linear":
+        arrays["act_scale"] = data.draw(numbers(problem.compute, problem.num_scales))
+        if problem.has_act_zero_point:
+            arrays["act_zero_point"] = data.draw(zero_points(problem.num_scales))
     _assert_defined(problem, arrays | _linear_arrays(data, problem, n))
 
 
@@ -213,27 +215,6 @@ def test_sums_of_any_codes(data, sizes, act, weight):
     kinds = {"activation_element": act, "weight_element": weight, "output_element": "s32"}
     problem = dispatcher().describe("scaled_linear", **dict(zip("mnk", sizes, strict=True)), **kinds)
     _assert_defined(problem, {"act_q": _codes(data, (m, k), act), "weight_q": _codes(data, (n, k), weight)})
-
-
-@often
-@given(data=st.data(), sizes=SIZES, element=FLOAT, weight=CODE8, out=OUT, epilogue=st.sampled_from(EpilogueKind))
-def test_dynamic_linear_of_any_bits(data, sizes, element, weight, out, epilogue):
-    m, n, k = sizes
-    limits = data.draw(bounds(data.draw(CODE8)).filter(lambda found: found["q_max"] > 0))
-    problem = dispatcher().describe(
-        "quantized_linear",
-        m=m,
-        c_out=n,
-        k=k,
-        **limits,
-        activation_element=element,
-        weight_element=weight,
-        output_element=out,
-        epilogue=epilogue,
-        has_weight_zero_point=data.draw(st.booleans()),
-    )
-    arrays = {"activation": data.draw(numbers(element, m * k)).reshape(m, k), "weight_q": _codes(data, (n, k), weight)}
-    _assert_defined(problem, arrays | _linear_arrays(data, problem, n))
 
 
 @often

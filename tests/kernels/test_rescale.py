@@ -10,8 +10,9 @@ from support import arguments_of, assert_same_bits, draw, fresh, run
 
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.linear import RescaleDescriptor, ScaledLinearDescriptor
-from skuda.kernels.linear.problem import CODES8, OUTPUTS
+from skuda.kernels.linear.problem import OUTPUTS
 from skuda.registry import Case, EpilogueKind, Role
+from skuda.registry.elements import CODES8
 
 SWITCHES = ("has_act_zero_point", "has_weight_zero_point")
 EVERY = [(output, epilogue) for output in OUTPUTS for epilogue in EpilogueKind]

@@ -1,4 +1,4 @@
-"""The warpgroup product without a GPU: which tile, which launch, which arrays; what it refuses and who serves those."""
+"""The wgmma product without a GPU: its tiles, launches and tensor maps, and the problems and arrays that it refuses."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from fakes import DEVICE, FakeArray, Rig
 from harness.resources import Job, compiled
-from paths import ROOT
 from products import dynamic, scaled, static
-from support import SEED, sampled
+from support import SEED, fresh, sampled
 
 from skuda.dispatch import Dispatcher, Plan, PlanPreference
 from skuda.dispatch.backends.cuda_core import CudaCoreBackend
@@ -22,61 +21,54 @@ from skuda.dispatch.compile import compilers as compiling
 from skuda.dispatch.cuda import tensor_maps
 from skuda.dispatch.cuda.call import packer, parameter_layout
 from skuda.kernels.catalog import built_in_registry
-from skuda.kernels.launch import MOST_ZEROS, Constant, Launch, Pointer, Step, TensorMap, Which
+from skuda.kernels.launch import MOST_ZEROS, Constant, Pointer, Step, TensorMap, Which
 from skuda.kernels.linear import hopper, mma, streamed, warpgroup
+from skuda.kernels.linear.warpgroup_tile import TILES
 from skuda.registry import ElementKind, InvalidProblem, NotPrepared, PrecisionRequirement
 from skuda.registry.device import HOST, KNOWN_DEVICES
 from skuda.registry.errors import Unaligned
-from skuda.tools.bench import fit
 
 H200 = KNOWN_DEVICES["h200"]
-RNG = np.random.default_rng(SEED)
 
 
-def sizes(count):
+def explain(problem, preference=None, device=H200):
+    return Dispatcher().explain(problem, *([preference] if preference else []), device=device)
+
+
+def sizes(count, *key):
     """Draw m, n, k; k a multiple of 16."""
+    rng = fresh("sizes", *key)
     for _ in range(count):
-        m, n, k = (int(2 ** RNG.uniform(0, high)) for high in (14, 15, 14))
+        m, n, k = (int(2 ** rng.uniform(0, high)) for high in (14, 15, 14))
         yield m, n, max(16, k // 16 * 16)
 
 
-# --- the choice of a tile --------------------------------------------------------------------------------------------
+# --- tiles and launches ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tile", warpgroup.TILES, ids=str)
-def test_a_tile_fits_a_block_and_the_copy_engine(tile):
-    assert tile.shared() <= H200.shared_memory == hopper.MOST_SHARED
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_a_tile_fits_a_block_and_its_boxes_fit_tma(tile):
+    assert tile.shared() <= H200.shared_memory == hopper.MAX_SHARED
     for rows, parts in ((tile.m, tile.cluster[1]), (tile.n, tile.cluster[0])):
-        assert rows % parts == 0
-        assert rows // parts % 8 == 0, "a box must be whole groups of eight rows"
+        assert rows % (8 * parts) == 0, "a box must be whole groups of eight rows"
         assert rows // parts <= 256
     assert tile.m // (1 + tile.cooperative) % 64 == 0, "a warpgroup multiplies 64 rows at a time"
 
 
-def test_every_tile_is_ranked_and_longer_rows_take_longer():
+def test_every_tile_is_ranked_and_the_grid_covers_every_result():
     for m, n, k in sizes(50):
         ranked = warpgroup.ranking(m, n, k, 132)
-        assert sorted(map(repr, (tile for _, tile in ranked))) == sorted(map(repr, warpgroup.TILES)), (m, n, k, SEED)
+        assert {tile for _, tile in ranked} == set(TILES)
         times = [us for us, _ in ranked]
         assert times == sorted(times)
         assert all(math.isfinite(us) and us > 0 for us in times)
-        # A tile that divides short rows among clusters launches few of them, so that longer rows may take it less.
-        assert warpgroup.ranking(m, n, k + 4096, 132)[0][0] > times[0], (m, n, k, SEED)
-        for tile in (tile for tile in warpgroup.TILES if not tile.divides):
-            assert tile.predicted(m, n, k + 4096, 132) > tile.predicted(m, n, k, 132), (tile, m, n, k, SEED)
-
-
-def test_the_grid_covers_every_result_and_never_exceeds_the_card():
-    for m, n, k in sizes(50):
         launch = warpgroup.launch(static(m, n, k), H200)
+        (tile,) = (tile for tile in TILES if str(tile) == launch.choice)
         (step,) = launch.steps
-        (tile,) = (tile for tile in warpgroup.TILES if str(tile) == launch.choice)
         rows, columns = tile.grid(m, n)
-        assert rows * tile.m * tile.cluster[0] >= m
-        assert columns * tile.n * tile.cluster[1] >= n
+        assert (rows * tile.cluster_m >= m, columns * tile.cluster_n >= n) == (True, True)
         assert step.grid[0] % tile.blocks == 0
-        assert step.grid[0] <= 132
-        assert step.shared == tile.shared()
+        assert (step.grid[0] <= 132, step.shared) == (True, tile.shared())
 
 
 @pytest.mark.parametrize("spare", [1, 4, 131, 500])
@@ -85,28 +77,16 @@ def test_multiprocessors_are_spared(spare):
     part = preference.part_of(H200)
     assert part.sm_count == max(1, 132 - spare)
     (step,) = warpgroup.launch(problem, part).steps
-    assert math.prod(step.grid) <= max(2, part.sm_count)  # a cluster of two is the least
-    plan, own = (Dispatcher().select(problem, *given, device=H200) for given in ((preference,), ()))
-    assert plan.device == own.device == H200
-    explained = Dispatcher().explain(problem, preference, H200)
-    assert warpgroup.launch(problem, part).told()[0] in explained.notes
+    assert math.prod(step.grid) <= max(2, part.sm_count)  # the smallest cluster has two blocks
+    plans = [Dispatcher().select(problem, *given, device=H200) for given in ((preference,), ())]
+    assert [plan.device for plan in plans] == [H200, H200]
+    assert warpgroup.launch(problem, part).explanation()[0] in explain(problem, preference).notes
 
 
 def test_a_device_of_unknown_size_is_spared_nothing():
     unknown = H200.model_copy(update={"sm_count": 0})
     assert PlanPreference(spare_multiprocessors=4).part_of(unknown) is unknown
     assert PlanPreference().part_of(H200) is H200
-
-
-def test_a_launch_names_its_tile_its_time_and_the_runners_up():
-    launch = warpgroup.launch(static(4096, 4096, 4096), H200)
-    best, second = (tile for _, tile in warpgroup.ranking(4096, 4096, 4096, 132)[:2])
-    assert launch.told()[0].startswith(f"configuration {best}: ")
-    assert str(second) in launch.told()[0]
-    assert f"-DTILE_M={best.m}" in launch.flags
-    explained = Dispatcher().explain(static(4096, 4096, 4096), device=H200)
-    assert explained.chosen.endswith("warpgroup")
-    assert launch.told()[0] in explained.notes
 
 
 @pytest.mark.parametrize(
@@ -118,144 +98,152 @@ def test_a_launch_names_its_tile_its_time_and_the_runners_up():
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_every_configuration_that_a_rule_ranks_can_be_asked_for(module, problem):
+def test_every_configuration_of_a_launch_rule_can_be_chosen_by_name(module, problem):
     best = module.launch(problem, H200)
-    assert best.choice == best.choices[0].name
-    assert [c.microseconds for c in best.choices] == sorted(c.microseconds for c in best.choices)
-    assert len({c.name for c in best.choices}) == len(best.choices) > 1
-    assert module is streamed or len(best.choices) == len(module.TILES)
-    asked = [module.launch(problem, H200, c.name) for c in best.choices]
-    assert asked[0] == best
-    assert [launch.choice for launch in asked] == [c.name for c in best.choices]
-    assert all(launch.choices == best.choices for launch in asked)
-    assert len({(launch.flags, launch.steps) for launch in asked}) == len(asked)
-    assert module is streamed or len({launch.flags for launch in asked}) == len(asked)
-    assert all(launch.told()[0].startswith(f"configuration {launch.choice}: ") for launch in asked)
-    with pytest.raises(LookupError, match=re.escape(best.choices[-1].name)):
+    names = [choice.name for choice in best.choices]
+    times = [choice.microseconds for choice in best.choices]
+    assert (names[0], times) == (best.choice, sorted(times))
+    assert len(set(names)) == len(names) > 1
+    assert module is streamed or len(names) == len(TILES if module is warpgroup else mma.TILES)
+    launches = [module.launch(problem, H200, name) for name in names]
+    assert launches[0] == best
+    assert hash(launches[0]) == hash(best)
+    assert all(launch.choices == best.choices for launch in launches)
+    assert len({(launch.flags, launch.steps) for launch in launches}) == len(launches)
+    for launch in launches:
+        assert launch.explanation()[0].startswith(f"configuration {launch.choice}: ")
+    assert names[1] in best.explanation()[0]
+    with pytest.raises(LookupError, match=re.escape(names[-1])):
         module.launch(problem, H200, "1 x 1")
 
 
-# --- what it serves --------------------------------------------------------------------------------------------------
+def test_an_explanation_has_the_configuration_and_its_predicted_time():
+    launch, explained = warpgroup.launch(static(4096, 4096, 4096), H200), explain(static(4096, 4096, 4096))
+    assert explained.chosen.endswith("warpgroup")
+    assert launch.explanation()[0] in explained.notes
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [
-        static(k=1000),
-        static(k=65_808),
-        static(k=33_040, weight_element="u8"),
-        static(m=127, act_zero_point=3),
-        static(output_element="f64"),
-        static(k=0),
-        dynamic(k=24),
-        dynamic(activation_element="f64"),
-        dynamic(output_element="f64"),
-        scaled(m=40, has_act_zero_point=True, has_weight_zero_point=True),
-        scaled(output_element="f64"),
-        scaled(output_element="s32", k=131_056),
-    ],
-    ids=str,
-)
-def test_what_it_cannot_serve_goes_to_another_kernel_with_the_reason(problem):
-    found = Dispatcher().explain(problem, device=H200)
-    assert found.chosen is not None
-    assert not found.chosen.endswith("warpgroup")
-    own = [d for d in found.refused if d.sku.endswith("warpgroup")]
-    assert own
-    assert all(d.reasons for d in own)
+@pytest.mark.parametrize("of", [dynamic, static, scaled])
+@pytest.mark.parametrize("shift", [{}, {"has_weight_zero_point": True}])
+def test_a_large_product_overlaps_the_kernel_before_it_only_in_clusters(of, shift):
+    """Without clusters, blocks that start early no longer share a pair of multiprocessors with their neighbours."""
+    small, large = of(256, 512, 1024, **shift), of(4096, 14336, 4096, **shift)
+    for choice in warpgroup.launch(large, H200).choices:
+        *before, product = warpgroup.launch(large, H200, choice.name).steps
+        assert product.overlaps == ("clusters" in choice.name), choice.name
+        assert all(step.overlaps for step in warpgroup.launch(small, H200, choice.name).steps), choice.name
+        assert len(before) == (of is dynamic) + bool(shift)
+
+
+def test_loads_promote_to_pairs_of_lines_where_rows_begin_at_one():
+    for k, promotion in ((4096, 256), (4096 + 128, 128), (4304, 128)):
+        (step,) = warpgroup.launch(static(256, 512, k), H200).steps
+        assert [each.promotion for each in step.parameters if isinstance(each, TensorMap)] == [promotion] * 2
+
+
+def test_an_h100_has_times_of_its_own():
+    problem = static(8192, 4096, 4096)
+    assert warpgroup.launch(problem, KNOWN_DEVICES["h100"]).choices != warpgroup.launch(problem, H200).choices
+
+
+# --- problems --------------------------------------------------------------------------------------------------------
+
+SERVED = [
+    *((static(**sizes), "other") for sizes in ({"k": 1000}, {"k": 65_808}, {"k": 0}, {"output_element": "f64"})),
+    (static(k=33_040, weight_element="u8"), "other"),
+    *((dynamic(**fields), "other") for fields in ({"k": 24}, {"activation_element": "f64"}, {"output_element": "f64"})),
+    (scaled(output_element="f64"), "other"),
+    (scaled(output_element="s32", k=131_056), "other"),
+    *(
+        (scaled(m, output_element=out), name)
+        for out in ("bf16", "s32")
+        for m, name in ((1, "streamed"), (32, "streamed"))
+    ),
+    *((scaled(256, output_element=out), "warpgroup") for out in ("bf16", "s32")),
+    # Sums of the weight's codes read all of it, which pays for many rows; the streamed kernel adds them up anyway.
+    (static(32, 4096, act_zero_point=3, has_weight_zero_point=True), "streamed"),
+    (static(33, 4096, act_zero_point=3), "mma"),
+    (static(33, act_zero_point=3), "streamed"),
+    (static(127, 4096, act_zero_point=3), "mma"),
+    (static(128, 4096, act_zero_point=3), "warpgroup"),
+    (static(33, 4096, has_weight_zero_point=True), "warpgroup"),
+    (scaled(32, has_act_zero_point=True), "streamed"),
+    (scaled(127, 4096, has_act_zero_point=True, has_weight_zero_point=True), "mma"),
+    (scaled(128, 4096, has_act_zero_point=True, has_weight_zero_point=True), "warpgroup"),
+    (dynamic(2, has_weight_zero_point=True), "streamed"),
+    (dynamic(33, 4096, has_weight_zero_point=True), "warpgroup"),
+    # Up to 128 rows are streamed if all their tiles run at the same time.
+    (static(32, 28672, 8192), "streamed"),
+    (static(33, 2816, 4096), "streamed"),
+    (static(33, 2817, 4096), "warpgroup"),
+    (static(128, 1024, 1024), "streamed"),
+    (static(129, 64, 1024), "warpgroup"),
+    (dynamic(64, 512, 4096), "streamed"),
+    (scaled(64, 512, 4096, output_element="s32"), "streamed"),
+]
+
+
+@pytest.mark.parametrize(("problem", "variant"), SERVED, ids=str)
+def test_a_problem_gets_the_kernel_that_serves_it_best(problem, variant):
+    explained = explain(problem)
+    chosen = explained.chosen.rpartition(".")[2]
+    refused = [each for each in explained.refused if each.sku.endswith(("warpgroup", "streamed"))]
+    assert all(each.reasons for each in refused)
+    if variant == "other":
+        assert chosen not in ("warpgroup", "streamed")
+        assert any(each.sku.endswith("warpgroup") for each in refused)
+        return
+    assert chosen == variant
+    if variant == "mma":
+        fields = {reason.field for each in refused if each.sku.endswith("warpgroup") for reason in each.reasons}
+        assert "rows_per_weight_sum" in fields
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN_DEVICES if KNOWN_DEVICES[name].compute_capability != (9, 0)])
 def test_other_chips_get_other_kernels(name):
-    assert "warpgroup" not in (Dispatcher().explain(static(), device=KNOWN_DEVICES[name]).chosen or "")
+    assert not (explain(static(), device=KNOWN_DEVICES[name]).chosen or "").endswith("warpgroup")
 
 
-def test_a_caller_may_decline_kernels_for_one_chip_or_ask_for_wider_sums():
-    for preference in (
-        PlanPreference(allow_arch_specific=False),
-        PlanPreference(require=PrecisionRequirement(accumulator=ElementKind.S64)),
-    ):
-        assert not Dispatcher().explain(static(), preference, H200).chosen.endswith("warpgroup")
+def test_a_preference_may_exclude_it_and_the_host_has_the_reference():
+    wide = PrecisionRequirement(accumulator=ElementKind.S64)
+    for preference in (PlanPreference(allow_arch_specific=False), PlanPreference(require=wide)):
+        assert not explain(static(), preference).chosen.endswith("warpgroup")
+    assert explain(static(), device=HOST).chosen.endswith("reference")
 
 
 def test_sums_fit_in_32_bits_at_the_largest_k():
     for weight, largest in ((ElementKind.S8, 128), (ElementKind.U8, 255)):
         (limit,) = (c for c in hopper.constraints(weight) if c.kind == "between")
-        assert limit.maximum * 255 * largest <= 2**31 - 1
-        assert (limit.maximum + 1) * 255 * largest > 2**31 - 1
+        assert limit.maximum * 255 * largest <= 2**31 - 1 < (limit.maximum + 1) * 255 * largest
 
 
 @pytest.mark.parametrize("module", [warpgroup, streamed])
 @pytest.mark.parametrize("scope", ["token", "tensor"])
-def test_given_scales_are_read_where_the_arrays_are(module, scope):
-    problem = scaled(m=16, act_scale_scope=scope)
-    (step,) = module.launch(problem, H200).steps
-    step_between = Constant(ElementKind.S64, int(scope == "token"))
-    given = (Pointer("act_scale"), Which("act_scale"), Constant(ElementKind.S64, 0), step_between)
-    assert step.parameters[2:6] == given
-    assert step.parameters[:2] == tuple(module.launch(static(m=16), H200).steps[0].parameters[:2])
-    (summing,) = module.launch(scaled(m=16, output_element="s32"), H200).steps
-    assert not [p for p in summing.parameters if isinstance(p, Pointer) and "scale" in p.name]
-
-
-@pytest.mark.parametrize("output", ["bf16", "s32"])
-@pytest.mark.parametrize(("m", "variant"), [(1, "streamed"), (32, "streamed"), (256, "warpgroup")])
-def test_sums_and_given_scales_get_the_kernels_of_the_family(m, variant, output):
-    assert Dispatcher().explain(scaled(m, output_element=output), device=H200).chosen.endswith(variant)
-
-
-@pytest.mark.parametrize("problem", [static(m=0), static(n=0), scaled(m=0), scaled(n=0, output_element="s32")], ids=str)
-def test_nothing_to_do_launches_nothing(problem):
-    for found in Dispatcher().explain(problem, device=H200).decisions:
-        if found.accepted and "numpy" not in found.sku:
-            assert launch_of(found.sku, problem).steps == ()
+def test_given_scales_are_pointers_and_sums_take_none(module, scope):
+    (step,) = module.launch(scaled(m=16, act_scale_scope=scope), H200).steps
+    null, per_token = Constant(ElementKind.S64, 0), Constant(ElementKind.S64, int(scope == "token"))
+    assert step.parameters[2:6] == (Pointer("act_scale"), Which("act_scale"), null, per_token)
+    (step,) = module.launch(scaled(m=16, output_element="s32"), H200).steps
+    assert not [p for p in step.parameters if isinstance(p, Pointer) and "scale" in p.name]
 
 
 def launch_of(sku, problem):
     return CudaCoreBackend.launch_of(built_in_registry().sku(sku), problem, H200)
 
 
-@pytest.mark.parametrize("m", [3, 40, 256])  # 3: one kernel for both, elsewhere
-def test_codes_are_made_where_only_their_product_is_empty(m):
+@pytest.mark.parametrize("problem", [static(m=0), static(n=0), scaled(m=0), scaled(n=0, output_element="s32")], ids=str)
+def test_an_empty_output_launches_nothing(problem):
+    for each in explain(problem).accepted:
+        assert "numpy" in each.sku or launch_of(each.sku, problem).steps == ()
+
+
+@pytest.mark.parametrize("m", [3, 40, 256])
+def test_codes_are_made_for_an_empty_product(m):
     problem = dynamic(m=m, n=0)
-    taken = [d.sku for d in Dispatcher().explain(problem, device=H200).accepted if "numpy" not in d.sku]
-    assert {sku.rpartition(".")[2] for sku in taken} >= {"warpgroup", "mma", "plain"}
-    for sku in taken:
-        (step,) = launch_of(sku, problem).steps
-        assert step.entry == "quantized_linear_codes", sku
-
-
-@pytest.mark.parametrize(
-    ("problem", "variant"),
-    [
-        (static(32, 4096, act_zero_point=3, has_weight_zero_point=True), "streamed"),
-        (static(33, 4096, act_zero_point=3), "mma"),
-        (static(33, act_zero_point=3), "streamed"),
-        (static(127, 4096, act_zero_point=3), "mma"),
-        (static(128, 4096, act_zero_point=3), "warpgroup"),
-        (static(33, 4096, has_weight_zero_point=True), "warpgroup"),
-        (scaled(32, has_act_zero_point=True), "streamed"),
-        (scaled(127, 4096, has_act_zero_point=True, has_weight_zero_point=True), "mma"),
-        (scaled(128, 4096, has_act_zero_point=True, has_weight_zero_point=True), "warpgroup"),
-        (dynamic(2, has_weight_zero_point=True), "streamed"),
-        (dynamic(33, 4096, has_weight_zero_point=True), "warpgroup"),
-    ],
-    ids=str,
-)
-def test_zero_points_are_served_where_their_sums_pay(problem, variant):
-    """Sums of the weight's codes read all of it, which pays for many rows; the streamed kernel has it in hand."""
-    found = Dispatcher().explain(problem, device=H200)
-    assert found.chosen.endswith(variant)
-    if variant == "mma":
-        reasons = [reason for d in found.refused if d.sku.endswith("warpgroup") for reason in d.reasons]
-        assert "rows_per_weight_sum" in {reason.field for reason in reasons}
-
-
-def test_sums_of_codes_count_as_workspace():
-    problem = static(act_zero_point=3)
-    for limit, variant in ((4 * 512, "warpgroup"), (4 * 512 - 1, "mma")):
-        found = Dispatcher().explain(problem, PlanPreference(max_workspace_bytes=limit), H200)
-        assert found.chosen.endswith(variant)
+    kernels = [each.sku for each in explain(problem).accepted if "numpy" not in each.sku]
+    assert {sku.rpartition(".")[2] for sku in kernels} >= {"warpgroup", "mma", "plain"}
+    for sku in kernels:
+        assert [step.entry for step in launch_of(sku, problem).steps] == ["quantized_linear_codes"], sku
 
 
 @pytest.mark.parametrize(
@@ -267,214 +255,61 @@ def test_sums_of_codes_count_as_workspace():
         (dynamic, {"has_weight_zero_point": True}, 256),
     ],
 )
-def test_codes_are_added_up_in_front_of_a_product_with_zero_points(of, zero_points, sums):
+def test_a_launch_before_the_product_adds_up_codes_for_zero_points(of, zero_points, sums):
     launch, plain = warpgroup.launch(of(**zero_points), H200), warpgroup.launch(of(), H200)
     *before, summing, product = launch.steps
     assert (*before, product.entry) == (*plain.steps[:-1], plain.steps[-1].entry)
-    assert summing.entry == "code_sums"
-    assert summing.overlaps
-    assert dict(launch.scratch)["code_sums"] == 4 * sums
+    assert (summing.entry, summing.overlaps, dict(launch.scratch)["code_sums"]) == ("code_sums", True, 4 * sums)
     assert not any(step.entry == "code_sums" for step in plain.steps)
-    assert "zero points: a launch in front adds up codes" in launch.told()
-    # All configurations wait for the same sums.
-    of_plain = {choice.name: choice for choice in plain.choices}
-    waits = [choice.microseconds - of_plain[choice.name].microseconds for choice in launch.choices]
-    assert np.allclose(waits, waits[0])
-    assert waits[0] > 0
+    assert any("zero points" in note for note in launch.explanation())
+    if not before and sums == 512:
+        for limit, variant in ((4 * sums, "warpgroup"), (4 * sums - 1, "mma")):
+            chosen = explain(of(**zero_points), PlanPreference(max_workspace_bytes=limit)).chosen
+            assert chosen.endswith(variant)
 
 
-def test_both_steps_may_start_beside_the_kernel_in_front_of_them():
-    codes, product = warpgroup.launch(dynamic(), H200).steps
-    assert product.overlaps
-    assert codes.overlaps
-    assert product.parameters[0].otherwise == "codes"
+def test_a_limit_of_the_workspace_selects_a_configuration_without_partial_sums():
+    problem = static(900, 512, 30000)
+    launch, first = warpgroup.launch(problem, H200), warpgroup.launch(problem, H200).choices[0]
+    assert dict(launch.scratch)["partial_sums"] == first.workspace > 0, "the best configuration is stream-K"
+    plans = [
+        Dispatcher().select(problem, PlanPreference(max_workspace_bytes=limit), device=H200)
+        for limit in (None, first.workspace, 0)
+    ]
+    assert len({plan.sku for plan in plans}) == 1
+    tight = next(choice.name for choice in launch.choices if not choice.workspace)
+    assert [plan.choice for plan in plans] == ["", "", tight]
 
 
-@pytest.mark.parametrize("of", [dynamic, static, scaled])
-@pytest.mark.parametrize("shift", [{}, {"has_weight_zero_point": True}])
-def test_a_large_product_starts_early_only_where_that_leaves_neighbours_together(of, shift):
-    small, large = of(256, 512, 1024, **shift), of(4096, 14336, 4096, **shift)
-    for choice in warpgroup.launch(large, H200).choices:
-        clusters = "clusters" in choice.name
-        *before, product = warpgroup.launch(large, H200, choice.name).steps
-        assert product.overlaps == clusters, choice.name
-        assert warpgroup.launch(small, H200, choice.name).steps[-1].overlaps, choice.name
-        assert len(before) == (of is dynamic) + bool(shift)
+# --- stream-K --------------------------------------------------------------------------------------------------------
 
 
-# --- tensor maps -----------------------------------------------------------------------------------------------------
-
-
-class Encoding:
-    """A driver that writes down what maps are asked for."""
-
-    def __init__(self):
-        self.asked = []
-
-    def call(self, name, place, element, rank, address, sizes, strides, box, steps, *modes):
-        assert name == "cuTensorMapEncodeTiled"
-        assert place.value % 64 == 0
-        self.asked.append((element, rank, address.value, tuple(sizes), tuple(strides), tuple(box), tuple(steps), modes))
-        ctypes.memset(place.value, 0xA0 + len(self.asked), 128)
-
-
-@pytest.fixture
-def encoding(monkeypatch):
-    found = Encoding()
-    monkeypatch.setattr(tensor_maps, "driver", lambda: found)
-    return found
-
-
-def test_a_map_is_made_once_for_an_address_and_a_stride(encoding):
-    encode = tensor_maps.encoder(TensorMap("w", 300, 1024, 64), "op")
-    first = encode(0x1000, 2048)
-    assert encode(0x1000, 2048) is first
-    assert first == bytes([0xA1]) * 128
-    assert encode(0x1000, 1024) != first
-    assert encoding.asked[0] == (0, 2, 0x1000, (1024, 300), (2048,), (128, 64), (1, 1), (0, 3, 2, 0))
-    for at in range(1000):
-        encode(0x2000 + 16 * at, 1024)
-    assert encode(0x1000, 2048) != first, "the latest are remembered, not all"
-
-
-def test_the_stride_of_a_single_row_does_not_matter(encoding):
-    tensor_maps.encoder(TensorMap("a", 1, 100, 64), "op")(0x1000, 7)
-    assert encoding.asked[0][4] == (112,)
-
-
-@pytest.mark.parametrize(("address", "leading"), [(0x1001, 1024), (0x1000, 1032)])
-def test_an_unaligned_matrix_is_refused_by_name(encoding, address, leading):
-    with pytest.raises(Unaligned, match=rf"op: w must .* {address:#x} and rows {leading} bytes apart"):
-        tensor_maps.encoder(TensorMap("w", 300, 1024, 64), "op")(address, leading)
-    assert not encoding.asked
-
-
-@pytest.mark.parametrize("lead", [0, 48])
-def test_parameters_lie_where_the_compiled_kernel_has_them(encoding, lead):
-    parameters = (TensorMap("a", 2, 16, 8), TensorMap("w", 2, 16, 8), Constant(ElementKind.S32, 0), Pointer("y"))
-    step = Step("k", (1, 1, 1), (1, 1, 1), parameters, lead=lead)
-    assert parameter_layout(step) == ((lead, 128), (lead + 128, 128), (lead + 256, 4), (lead + 264, 8))
-    packed = packer(step, "op")
-    content = packed.pack(0x1000, 16, 0x2000, 16, -1, 0x3000)
-    assert len(content) == packed.size == lead + 272
-    assert content[lead : lead + 256] == bytes([0xA1]) * 128 + bytes([0xA2]) * 128
-    assert content[lead + 256 : lead + 260] == b"\xff" * 4
-    assert content[lead + 264 :] == (0x3000).to_bytes(8, "little")
-
-
-# --- arrays ----------------------------------------------------------------------------------------------------------
-
-M, N, K = 32, 48, 64
-
-
-def arrays(**changes):
-    found = {
-        "act_q": FakeArray((M, K), np.int8, 0x10000),
-        "weight_q": FakeArray((N, K), np.int8, 0x20000),
-        "weight_scale": FakeArray((N,), np.float32, 0x30000),
-        "output": FakeArray((M, N), np.float32, 0x40000),
-    }
-    return found | changes
-
-
-@pytest.fixture
-def rig(encoding):
-    return Rig(static(M, N, K, output_element="f32"), warpgroup.launch)
-
-
-def test_slices_are_read_in_place(rig):
-    rig.run(**arrays())
-    assert rig.last[:4] == (0x10000, K, 0x20000, K)
-    rig.run(**arrays(act_q=FakeArray((M, K), np.int8, 0x10080, (512, 1))))
-    assert rig.last[:4] == (0x10080, 512, 0x20000, K)
-
-
-@pytest.mark.parametrize(
-    ("name", "array"),
-    [
-        ("act_q", FakeArray((M, K), np.int8, 0x10001)),
-        ("act_q", FakeArray((M, K), np.int8, 0x10000, (K + 1, 1))),
-        ("weight_q", FakeArray((N, K), np.int8, 0x20008)),
-    ],
-)
-def test_what_the_copy_engine_cannot_read_is_said_when_bound_and_when_met_later(rig, name, array):
-    with pytest.raises(Unaligned, match=name):
-        rig.runner.check(arrays(**{name: array}))
-    rig.run(**arrays())
-    before = len(rig.engine.launches)
-    with pytest.raises(Unaligned, match=name):
-        rig.run(**arrays(**{name: array}))
-    assert len(rig.engine.launches) == before
-
-
-class Fussy:
-    """A runner that takes arrays named ``good`` only."""
-
-    notes = ()
-
-    def __init__(self, name):
-        self.name, self.served = name, []
-
-    def check(self, given):
-        if "good" not in given:
-            raise Unaligned("op", "x", "the address 0x1", "be a multiple of 16")
-
-    def run(self, given, stream):
-        self.check(given)
-        self.served.append((given, stream))
-        return self.name
-
-    def bind(self, given, stream):
-        self.check(given)
-        return lambda: (self.name, stream)
-
-
-class Easy(Fussy):
-    def check(self, given):
-        pass
-
-
-def plan_of(runner, following=None):
-    sku = next(iter(Dispatcher().registry.skus_of("smoothquant_linear")))
-    made = Plan.prepared(sku, static(), DEVICE, PlanPreference(), runner, lambda: following)
-    assert made.problem == static()
-    return made
-
-
-def test_a_plan_hands_unaligned_arrays_to_the_next_kernel_and_nothing_else():
-    first, second = Fussy("first"), Easy("second")
-    plan = plan_of(first, plan_of(second))
-    assert plan.run(good=1) == "first"
-    assert plan.run(bad=1, stream=7) == "second"
-    assert second.served == [({"bad": 1}, 7)]
-    assert plan.can_implement(bad=1)
-    assert plan.bind(bad=1, stream=7)() == ("second", 7)
-    assert plan.bind(good=1)() == ("first", None)
-
-
-def test_where_no_kernel_follows_the_refusal_stands():
-    for call in (plan_of(Fussy("only")).run, plan_of(Fussy("only")).bind, plan_of(Fussy("only")).can_implement):
-        with pytest.raises(InvalidProblem, match="multiple of 16"):
-            call(bad=1)
-
-
-def test_an_explicit_kernel_is_never_replaced():
-    """Its ranking ends with it; without the wish, the plain kernel stands behind."""
-    dispatcher, problem = Dispatcher(), static()
-    plan = dispatcher.select(problem, device=H200)
-    asked = dispatcher.select(problem, PlanPreference(sku=plan.sku.id), H200)
-    assert asked.__pydantic_private__["_next"]() is None
-    following, ranking = plan, []
-    while following is not None:
-        ranking.append(following.sku.id)
-        following = following.__pydantic_private__["_next"]()
-    assert ranking == [d.sku for d in dispatcher.explain(problem, device=H200).accepted]
-    with pytest.raises(NotPrepared):
-        plan.run(act_q=None)
-
-
-def test_on_the_host_nothing_changes():
-    assert Dispatcher().explain(static(), device=HOST).chosen.endswith("reference")
+@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.stream_k], ids=str)
+def test_shares_cover_every_k_block_once_and_none_is_empty(tile):
+    """Computes the shares as ``TileScheduler`` of ``warpgroup.cuh`` does."""
+    seen = grouped = alone = 0
+    for m, n, k in sizes(400, tile):
+        clusters, divided, groups, band = tile.schedule(m, n, k, 132)
+        k_blocks, (rows, columns) = -(-k // 128), tile.grid(m, n)
+        assert 1 <= clusters * tile.blocks <= 132
+        assert band >= 1
+        if not divided:
+            assert (groups, clusters) == (1, min(132 // tile.blocks, rows * columns))
+            continue
+        seen, grouped = seen + 1, grouped + (groups > 1)
+        assert divided <= rows * columns
+        assert divided == rows * columns or groups == 1
+        assert divided % groups == clusters % groups == min(rows, columns) % groups == 0
+        members, units = clusters // groups, divided // groups * k_blocks
+        begins = [units * member // members for member in range(members + 1)]
+        assert (begins[0], begins[-1]) == (0, units)
+        assert all(low < high for low, high in itertools.pairwise(begins)), (tile, m, n, k)
+        assert clusters == 1 or divided * k_blocks >= 4 * clusters, "a share has at least four k-blocks"
+        alone += clusters % divided == 0 and {tile * k_blocks for tile in range(divided // groups)} <= set(begins)
+        assert divided * k_blocks < 2**31
+        assert 8 * clusters * tile.blocks <= MOST_ZEROS
+    assert seen > grouped > 0
+    assert alone > 0, "in some schedules every cluster has a part of one tile only"
 
 
 # --- compilation -----------------------------------------------------------------------------------------------------
@@ -487,193 +322,165 @@ _KINDS = (
     ("scaled_linear", "s8", "bf16", "IDENTITY"),
     ("scaled_linear", "u8", "s32", "IDENTITY"),
 )
-_SPILLED = {
-    ("smoothquant_linear", "bf16", 0, "128 x 128, ping-pong, 6 stages, clusters of 2 x 1, divided evenly"),
-}
-"""All of the kinds above with which NVRTC 13.5 keeps something in local memory: 24 bytes, none in the mainloop."""
 
 
 @pytest.mark.skipif(compiling.find_nvrtc() is None, reason="no NVRTC")
-@pytest.mark.parametrize("number", sampled(range(len(warpgroup.TILES)), 2))
-def test_every_tile_compiles_without_a_remark_and_keeps_its_sums_in_registers(number):
-    """A remark would be that products are serialized (C7510) or that registers cannot be handed over (C7508)."""
+@pytest.mark.parametrize("number", sampled(range(len(TILES)), 2))
+def test_every_tile_compiles_without_a_remark_for_the_registers_that_setmaxnreg_counts_on(number):
+    """A remark says that wgmma is serialized (C7510) or that registers cannot be handed over (C7508)."""
     op, code, output, epilogue = _KINDS[(number + SEED) % len(_KINDS)]
-    sku = next(s for s in Dispatcher().registry.skus_of(op) if s.variant == "warpgroup")
-    tile, job = warpgroup.TILES[number], Job.of(sku, "sm_90a")
+    sku = next(s for s in built_in_registry().skus_of(op) if s.variant == "warpgroup")
+    tile, job = TILES[number], Job.of(sku, "sm_90a")
     shifts = 0 if output == "s32" else (number + SEED // 7) % 4
     more = (*tile.flags, f"-DSKUDA_CODE={code}", f"-DSKUDA_OUT={output}", f"-DSKUDA_EPILOGUE={epilogue}")
     result = compiled(dataclasses.replace(job, flags=(*job.flags, *more, f"-DSKUDA_ZERO_POINTS={shifts}")))
     assert not result.remarks, f"{tile}: {result.remarks}"
-    needs = result.kernels[f"{op}_warpgroup"]
-    most = 24 if (op, output, shifts, str(tile)) in _SPILLED else 0
-    assert needs.stack <= most, tile
-    assert needs.spills == 0 or most, tile
-    assert needs.registers == 168, f"{tile}: {needs.registers}; 384 threads share 65,536, and setmaxnreg counts on it"
+    assert result.kernels[f"{op}_warpgroup"].registers == 168, f"{tile}: 384 threads share 65,536 registers"
 
 
-def test_a_launch_is_plain_data():
-    launch = warpgroup.launch(static(), H200)
-    assert isinstance(launch, Launch)
-    assert hash(launch) == hash(warpgroup.launch(static(), H200))
+# --- tensor maps and arrays ------------------------------------------------------------------------------------------
 
 
-# --- evidence --------------------------------------------------------------------------------------------------------
+class Encoding:
+    """A driver that records the maps that it makes."""
 
-TILE_RECORD, H100_RECORD = (fit.sets_of(ROOT / f"docs/evidence/{card}-tiles.json") for card in ("h200", "h100"))
+    def __init__(self):
+        self.made = []
 
-
-def _losses(measured, cache=None):
-    """Return, for every shape, how much longer the chosen tile took than the best one, as a ratio.
-
-    It is chosen for the card that was measured, or for one with so much L2 `cache`.
-    """
-    cache = measured["environment"]["device"]["l2_cache"] if cache is None else cache
-    for shape, us in fit.timed(measured, "warpgroup"):
-        if shape[0] < 33:  # `streamed` serves fewer
-            continue
-        ranked = [str(tile) for _, tile in warpgroup.ranking(*shape, 132, cache) if str(tile) in us]
-        yield us[ranked[0]] / min(us.values())
+    def call(self, name, place, element, rank, address, sizes, strides, box, steps, *modes):
+        assert (name, place.value % 64) == ("cuTensorMapEncodeTiled", 0)
+        self.made.append((element, rank, address.value, tuple(sizes), tuple(strides), tuple(box), tuple(steps), modes))
+        ctypes.memset(place.value, 0xA0 + len(self.made), 128)
 
 
-def _assert_near(losses, *, fitted):
-    assert np.exp(np.log(losses).mean()) < (1.02 if fitted else 1.015)
-    assert (losses > 1.05).mean() < 0.15
+@pytest.fixture
+def encoding(monkeypatch):
+    driver = Encoding()
+    monkeypatch.setattr(tensor_maps, "driver", lambda: driver)
+    return driver
 
 
-@pytest.mark.parametrize("measured", [*TILE_RECORD, *H100_RECORD], ids=lambda each: f"seed {each['seed']}")
-def test_the_chosen_tile_is_near_the_best_of_those_measured(measured):
-    _assert_near(np.array(list(_losses(measured))), fitted=measured["fitted"])
+def test_a_map_is_made_once_for_an_address_and_a_stride(encoding):
+    encode = tensor_maps.encoder(TensorMap("w", 300, 1024, 64), "op")
+    first = encode(0x1000, 2048)
+    assert encode(0x1000, 2048) is first
+    assert first == bytes([0xA1]) * 128
+    assert encode(0x1000, 1024) != first
+    assert encoding.made[0] == (0, 2, 0x1000, (1024, 300), (2048,), (128, 64), (1, 1), (0, 3, 2, 0))
+    for at in range(1000):
+        encode(0x2000 + 16 * at, 1024)
+    assert encode(0x1000, 2048) != first, "only the latest are kept"
+    tensor_maps.encoder(TensorMap("a", 1, 100, 64), "op")(0x1000, 7)
+    assert encoding.made[-1][4] == (112,), "the stride of a single row does not matter"
 
 
-@pytest.mark.parametrize("fitted", [True, False])
-def test_enough_shapes_were_measured_to_say_so(fitted):
-    losses = np.concatenate([list(_losses(each)) for each in TILE_RECORD if each["fitted"] is fitted])
-    assert len(losses) > (800 if fitted else 100)
-    _assert_near(losses, fitted=fitted)
+@pytest.mark.parametrize(("address", "leading"), [(0x1001, 1024), (0x1000, 1032)])
+def test_an_unaligned_matrix_is_refused_by_name(encoding, address, leading):
+    with pytest.raises(Unaligned, match=rf"op: w must .* {address:#x} and rows {leading} bytes apart"):
+        tensor_maps.encoder(TensorMap("w", 300, 1024, 64), "op")(address, leading)
+    assert not encoding.made
 
 
-def test_an_h100_chooses_by_its_own_times():
-    own, others = (np.array([x for each in H100_RECORD for x in _losses(each, cache)]) for cache in (None, 60 << 20))
-    assert len(own) > 200
-    assert np.log(own).mean() < np.log(others).mean() / 2
-    assert own.max() < 1.2 < others.max()
+@pytest.mark.parametrize("lead", [0, 48])
+def test_parameters_lie_where_the_compiled_kernel_has_them(encoding, lead):
+    parameters = (TensorMap("a", 2, 16, 8), TensorMap("w", 2, 16, 8), Constant(ElementKind.S32, 0), Pointer("y"))
+    step = Step("k", (1, 1, 1), (1, 1, 1), parameters, lead=lead)
+    assert parameter_layout(step) == ((lead, 128), (lead + 128, 128), (lead + 256, 4), (lead + 264, 8))
+    packed = packer(step, "op")
+    content = packed.pack(0x1000, 16, 0x2000, 16, -1, 0x3000)
+    assert len(content) == packed.size == lead + 272
+    assert content[lead : lead + 260] == bytes([0xA1]) * 128 + bytes([0xA2]) * 128 + b"\xff" * 4
+    assert content[lead + 264 :] == (0x3000).to_bytes(8, "little")
 
 
-def test_times_are_those_of_the_card_with_the_most_similar_cache():
-    assert warpgroup.tiles_like(0) == warpgroup.tiles_like(H200.l2_cache) == warpgroup.TILES
-    for size, tiles in ((40, warpgroup.H100_TILES), (54, warpgroup.H100_TILES), (126, warpgroup.TILES)):
-        assert warpgroup.tiles_like(size << 20) == tiles
-    problem = static(8192, 4096, 4096)
-    assert warpgroup.launch(problem, KNOWN_DEVICES["h100"]).choice != warpgroup.launch(problem, H200).choice
+M, N, K = 32, 48, 64
+ARRAYS = {
+    "act_q": FakeArray((M, K), np.int8, 0x10000),
+    "weight_q": FakeArray((N, K), np.int8, 0x20000),
+    "weight_scale": FakeArray((N,), np.float32, 0x30000),
+    "output": FakeArray((M, N), np.float32, 0x40000),
+}
+UNALIGNED = [
+    ("act_q", FakeArray((M, K), np.int8, 0x10001)),
+    ("act_q", FakeArray((M, K), np.int8, 0x10000, (K + 1, 1))),
+    ("weight_q", FakeArray((N, K), np.int8, 0x20008)),
+]
 
 
-# --- tiles that are divided ------------------------------------------------------------------------------------------
-
-DIVIDED = [tile for tile in warpgroup.TILES if tile.divides]
-
-
-@pytest.mark.parametrize("tile", DIVIDED, ids=str)
-def test_shares_cover_every_step_once_and_none_is_empty(tile):
-    seen = grouped = 0
-    for m, n, k in sizes(300):
-        clusters, shared, groups, _ = tile.work(m, n, k, 132)
-        if not shared:
-            continue
-        seen += 1
-        grouped += groups > 1
-        steps, tiles = -(-k // 128), math.prod(tile.grid(m, n))
-        assert shared % groups == clusters % groups == 0
-        members, units = clusters // groups, shared // groups * steps
-        begins = [units * member // members for member in range(members + 1)]  # as in warpgroup.cuh
-        assert begins[0] == 0
-        assert begins[-1] == units
-        assert all(low < high for low, high in itertools.pairwise(begins)), (tile, m, n, k, SEED)
-        assert tiles - shared >= 0
-        assert clusters == 1 or shared * steps >= 4 * clusters
-        assert shared * steps < 2**31
-        assert 8 * clusters * tile.blocks <= MOST_ZEROS
-    assert seen > grouped > 0
+@pytest.fixture
+def rig(encoding):
+    return Rig(static(M, N, K, output_element="f32"), warpgroup.launch)
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "groups", "band"),
-    [
-        (6969, 752, 3, 1),
-        (752, 6969, 3, 3),
-        (1290, 1072, 5, 1),
-        (1536, 1536, 6, 1),
-        (2560, 2560, 5, 1),
-        (200, 8192, 1, 8),
-    ],
-)
-def test_clusters_fall_into_groups_that_read_the_longer_operand_together(m, n, groups, band):
-    """Every group has a column of the grid, or a row: the tiles of one number differ in the shorter side only."""
-    tile = DIVIDED[0]
-    rows, columns = tile.grid(m, n)
-    work = tile.work(m, n, 16384, 132)
-    assert (work.groups, work.band) == (groups, band)
-    most = 132 // tile.blocks
-    assert most // work.shared * work.shared == work.clusters or 0.95 * most <= work.clusters <= most
-    assert groups == 1 or work.shared == rows * columns
-    assert min(rows, columns) % groups == 0
+def test_slices_are_read_in_place(rig):
+    rig.run(**ARRAYS)
+    assert rig.last[:4] == (0x10000, K, 0x20000, K)
+    rig.run(**ARRAYS | {"act_q": FakeArray((M, K), np.int8, 0x10080, (512, 1))})
+    assert rig.last[:4] == (0x10080, 512, 0x20000, K)
 
 
-@pytest.mark.parametrize(
-    ("number", "m", "n", "k", "clusters", "groups"),
-    [
-        (0, 194, 1664, 17104, 63, 1),  # 7 tiles, of 66 clusters
-        (0, 317, 1100, 10848, 60, 2),
-        (0, 880, 1312, 25472, 64, 4),  # 24 tiles: shares would be a third longer, 25 steps
-        (0, 2895, 2912, 28112, 66, 1),  # more tiles than clusters
-        (-1, 46, 2832, 5184, 90, 1),
-        (-1, 46, 2832, 720, 67, 1),  # parts would be of three steps
-    ],
-)
-def test_every_cluster_has_a_part_of_one_tile_alone_where_shares_get_little_longer(number, m, n, k, clusters, groups):
-    tile = DIVIDED[number]
-    work = tile.work(m, n, k, 132)
-    assert (work.clusters, work.groups) == (clusters, groups)
-    parts, rest = divmod(work.clusters, work.shared)
-    if not rest and parts > 1:
-        units, members = work.shared // groups * -(-k // 128), work.clusters // groups  # as in warpgroup.cuh
-        begins = {units * member // members for member in range(members + 1)}
-        assert begins >= {tiles * -(-k // 128) for tiles in range(work.shared // groups)}
+@pytest.mark.parametrize(("name", "array"), UNALIGNED)
+def test_an_array_that_tma_cannot_read_is_refused_when_it_is_bound_and_when_it_is_run(rig, name, array):
+    with pytest.raises(Unaligned, match=name):
+        rig.runner.check(ARRAYS | {name: array})
+    rig.run(**ARRAYS)
+    before = len(rig.engine.launches)
+    with pytest.raises(Unaligned, match=name):
+        rig.run(**ARRAYS | {name: array})
+    assert len(rig.engine.launches) == before
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "k", "shared"),
-    [
-        (2895, 2912, 28112, 12),  # of 144 tiles, by 66 clusters
-        (2048, 5120, 13824, 28),
-        (2056, 4300, 28112, 21),
-        (2895, 2912, 4096, 66 + 12),  # L2 cache holds what a wave reads
-        (300, 18944, 3584, 66 + 16),
-        (1024, 8576, 28112, 66 + 4),  # shares of four tiles would be short
-        (6969, 752, 30976, 66 + 18),  # all tiles, in groups
-        (1024, 512, 28112, 8),  # less than a wave
-    ],
-)
-def test_the_last_tiles_alone_are_divided_where_a_wave_reads_more_than_the_cache_holds(m, n, k, shared):
-    assert DIVIDED[0].work(m, n, k, 132).shared == shared
+class Runner:
+    """A runner that takes arrays of some names only."""
+
+    notes = ()
+
+    def __init__(self, *names):
+        self.names, self.ran = names, []
+
+    def check(self, given):
+        if not given.keys() <= set(self.names):
+            raise Unaligned("op", "x", "the address 0x1", "be a multiple of 16")
+
+    def run(self, given, stream):
+        self.check(given)
+        self.ran.append((given, stream))
+        return self.names
+
+    def bind(self, given, stream):
+        self.check(given)
+        return lambda: (self.names, stream)
 
 
-def test_a_limit_of_the_workspace_is_kept_by_another_configuration():
-    problem = static(900, 512, 30000)
-    d = Dispatcher()
-    free = d.select(problem, device=H200)
-    launch = warpgroup.launch(problem, H200)
-    assert launch.choices[0].workspace > 0, "the best configuration divides its tiles"
-    assert dict(launch.scratch)["partial_sums"] == launch.choices[0].workspace
-    tight = d.select(problem, PlanPreference(max_workspace_bytes=0), device=H200)
-    assert tight.sku == free.sku
-    chosen = {choice.name: choice for choice in launch.choices}[tight.choice]
-    assert chosen.workspace == 0
-    assert chosen == next(choice for choice in launch.choices if not choice.workspace)
-    wide = d.select(problem, PlanPreference(max_workspace_bytes=launch.choices[0].workspace), device=H200)
-    assert wide.choice == free.choice == ""
+def plan_of(runner, following=None):
+    sku = next(iter(Dispatcher().registry.skus_of("smoothquant_linear")))
+    return Plan.prepared(sku, static(), DEVICE, PlanPreference(), runner, lambda: following)
 
 
-def test_loads_take_pairs_of_lines_where_rows_begin_at_one():
-    for k, promotion in ((4096, 256), (4096 + 128, 128), (4304, 128)):
-        (step,) = warpgroup.launch(static(256, 512, k), H200).steps
-        assert [each.promotion for each in step.parameters if isinstance(each, TensorMap)] == [promotion] * 2
+def test_a_plan_hands_unaligned_arrays_to_the_next_kernel_and_refuses_them_if_there_is_none():
+    first, second = Runner("aligned"), Runner("aligned", "other")
+    plan = plan_of(first, plan_of(second))
+    assert plan.run(aligned=1) == first.names
+    assert plan.run(other=1, stream=7) == second.names
+    assert second.ran == [({"other": 1}, 7)]
+    assert plan.can_implement(other=1)
+    assert plan.bind(other=1, stream=7)() == (second.names, 7)
+    assert plan.bind(aligned=1)() == (first.names, None)
+    only = plan_of(Runner("aligned"))
+    for call in (only.run, only.bind, only.can_implement):
+        with pytest.raises(InvalidProblem, match="multiple of 16"):
+            call(other=1)
+
+
+def test_the_kernels_behind_a_plan_are_those_accepted_and_none_if_a_kernel_is_named():
+    dispatcher, problem = Dispatcher(), static()
+    plan = dispatcher.select(problem, device=H200)
+    named = dispatcher.select(problem, PlanPreference(sku=plan.sku.id), H200)
+    assert named.__pydantic_private__["_next"]() is None
+    following, ranking = plan, []
+    while following is not None:
+        ranking.append(following.sku.id)
+        following = following.__pydantic_private__["_next"]()
+    assert ranking == [each.sku for each in dispatcher.explain(problem, device=H200).accepted]
+    with pytest.raises(NotPrepared):
+        plan.run(act_q=None)

@@ -2,15 +2,14 @@
 
 import importlib
 import inspect
+from pathlib import Path
 from typing import get_args, get_origin
-
-from paths import ROOT
 
 from skuda.dispatch.select.fields import Fields
 from skuda.kernels.catalog import built_in_ops
 from skuda.registry import Role
 
-PATH = ROOT / "dispatch" / "skuda-package" / "ops.py"
+PATH = Path(__file__).resolve().parents[2] / "dispatch" / "skuda-package" / "ops.py"
 
 HEAD = '''
 """Every op as a function of its arrays: the descriptor follows from their shapes and dtypes.

@@ -1,7 +1,7 @@
 """compute-sanitizer over CUDA kernels on a GPU, with a record that says which kernels those were.
 
-    python tests/programs/sanitize.py --output docs/evidence/compute-sanitizer.json
-    python tests/programs/sanitize.py --show docs/evidence/compute-sanitizer.json
+    python tests/programs/sanitize.py --output docs/evidence/sanitizer.json
+    python tests/programs/sanitize.py --show docs/evidence/sanitizer.json
 
 Every tool watches `skuda verify --quick` of a kernel of each op and variant, drawn from the seed, and `skuda tune` of
 all configurations of `warpgroup`, at shapes where tiles are divided, and of `streamed`, with and without clusters. Both
@@ -33,6 +33,7 @@ from skuda.dispatch.select.environment import driver_version
 from skuda.dispatch.system import programs
 from skuda.kernels.catalog import built_in_registry
 from skuda.tools.files import write_whole
+from skuda.tools.verify.evidence import EvidenceFile
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 # cuda-bindings asks the driver for functions newer than the driver, which it refuses.
@@ -89,15 +90,15 @@ def watched(tool: str, program: Program, seed: int) -> Record:
             status, printed = done.returncode, done.stdout + done.stderr
         except subprocess.TimeoutExpired as late:
             status, printed = None, "".join(_text(part) for part in (late.stdout, late.stderr))
-        ran = json.loads(written.read_text()) if written.exists() else {}
+        kernels, wrong = ran(written)
     shown = [*command, "skuda", *words[:-2]]
     return {
         "tool": tool,
         "program": program.name,
         "command": shlex.join(shown),
         "seconds": round(time.monotonic() - start, 1),
-        "kernels": kernels_of(ran),
-        "wrong": wrong_of(ran),
+        "kernels": kernels,
+        "wrong": wrong,
         "status": status,
         "summary": summary_of(printed),
         "reports": reports_of(printed),
@@ -109,20 +110,17 @@ def _text(part: bytes | str | None) -> str:
     return part.decode(errors="replace") if isinstance(part, bytes) else part or ""
 
 
-def kernels_of(ran: Mapping[str, Any]) -> dict[str, str]:
-    """Return the kernels that ran, with the hashes of their sources, from what `verify` or `tune` wrote."""
-    verified = [each for each in ran.get("skus", ()) if each["verdict"] != "skipped"]
-    return {each["sku"]: each["source_hash"] for each in (*verified, *_timed(ran))}
-
-
-def wrong_of(ran: Mapping[str, Any]) -> list[str]:
-    """Return the kernels, or configurations of them, whose results differ from the reference."""
-    failed = [each["sku"] for each in ran.get("skus", ()) if each["verdict"] == "failed"]
-    return failed + [f"{each['sku']}, {each['choice']}: {each['refused']}" for each in _timed(ran) if each["refused"]]
-
-
-def _timed(ran: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [each for entry in ran.get("entries", ()) for each in entry["candidates"]]
+def ran(path: Path) -> tuple[dict[str, str], list[str]]:
+    """Return the kernels that `verify` or `tune` ran, with the hashes of their sources, and what gave wrong results."""
+    if not path.exists():
+        return {}, []
+    verified = EvidenceFile.load(path)
+    record = json.loads(path.read_text()) if verified is None else verified.model_dump(mode="json")
+    checked = [each for each in record.get("skus", ()) if each["verdict"] != "skipped"]
+    timed = [each for entry in record.get("entries", ()) for each in entry["candidates"]]
+    wrong = [each["sku"] for each in checked if each["verdict"] == "failed"]
+    wrong += [f"{each['sku']}, {each['choice']}: {each['refused']}" for each in timed if each["refused"]]
+    return {each["sku"]: each["source_hash"] for each in (*checked, *timed)}, wrong
 
 
 def summary_of(printed: str) -> str:
@@ -136,10 +134,10 @@ def reports_of(printed: str) -> dict[str, int]:
     for report in re.split(r"^=+\s*$", printed, flags=re.MULTILINE):
         lines = re.findall(r"^=+ (.*)$", report, re.MULTILINE)
         heads = (line for line in lines if not line.startswith((" ", "COMPUTE-SANITIZER")) and "SUMMARY" not in line)
-        told = next(heads, "")
-        if told:
+        first = next(heads, "")
+        if first:
             places = [line.strip() for line in lines if re.match(r" .*\bat \w+\+0x[0-9a-f]+", line)]
-            found[re.sub(_PASSING, "", "; ".join((told, *places)))] += 1
+            found[re.sub(_PASSING, "", "; ".join((first, *places)))] += 1
     return dict(found)
 
 
@@ -147,7 +145,11 @@ def stale(run: Mapping[str, Any]) -> list[str]:
     """Return the kernels of a run that have changed since, or are gone."""
     registry = built_in_registry()
     today = {name: sku for name in run["kernels"] if (sku := registry.sku(name)) is not None}
-    return [name for name, digest in run["kernels"].items() if name not in today or source_hash(today[name]) != digest]
+    return [
+        name
+        for name, digest in run["kernels"].items()
+        if name not in today or not source_hash(today[name]).startswith(digest)
+    ]
 
 
 def verdict(run: Mapping[str, Any]) -> str:
@@ -167,11 +169,11 @@ def show(record: Record) -> bool:
     sys.stdout.write(f"compute-sanitizer {record['version']} on {record['device']}, {record['date']}\n")
     for run in record["runs"]:
         changed = stale(run)
-        told = [run["tool"], run["program"], f"{len(run['kernels'])} kernels", verdict(run), run["summary"]]
-        told += [f"{number} x {report}" for report, number in run["reports"].items()]
-        told += [f"wrong: {wrong}" for wrong in run["wrong"]]
-        told += [f"stale: {name} has changed since" for name in changed]
-        sys.stdout.write("\t".join(filter(None, told)) + "\n" + run["end"])
+        cells = [run["tool"], run["program"], f"{len(run['kernels'])} kernels", verdict(run), run["summary"]]
+        cells += [f"{number} x {report}" for report, number in run["reports"].items()]
+        cells += [f"wrong: {wrong}" for wrong in run["wrong"]]
+        cells += [f"stale: {name} has changed since" for name in changed]
+        sys.stdout.write("\t".join(filter(None, cells)) + "\n" + run["end"])
         good = good and verdict(run) == "clean" and not changed
     return good
 

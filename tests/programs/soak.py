@@ -30,7 +30,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,15 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+import oracle
+from support import Role, arguments_of, assert_same_bits, coordinates, draw, every_case, parts_of, run
+
+from skuda.dispatch import Dispatcher
+from skuda.dispatch.compile.cache import CubinCache, remove
+from skuda.dispatch.compile.member import Key
+from skuda.kernels.catalog import built_in_registry
+from skuda.registry.errors import SkudaError
+from skuda.tools import cli
 
 ROUND, PATIENCE = 4.0, 60.0
 """Seconds that a round works, and seconds after which it counts as hanging."""
@@ -49,8 +58,6 @@ Rng = np.random.Generator
 class Fault(AssertionError):
     """What must never happen."""
 
-
-# --- interrupts ------------------------------------------------------------------------------------------------------
 
 _armed: list[bool] = []
 
@@ -101,16 +108,10 @@ def in_fork(work: Callable[[], Any], tally: Tally) -> None:
         raise Fault("a forked child fails or hangs; its error or its stack is above")
 
 
-# --- values: threads, interrupts, forks and a clock that jumps, while results are compared ---------------------------
-
-
 class Question:
     """A small problem with inputs, whose answer is known from the exact definition and from a calm run."""
 
     def __init__(self, rng: Rng) -> None:
-        import oracle
-        from support import Role, arguments_of, coordinates, draw, every_case, run
-
         cases = every_case()
         while True:
             _, op, case = cases[rng.integers(len(cases))]
@@ -126,25 +127,16 @@ class Question:
                 if not oracle.matches(got, define(argument.name, at)):
                     raise Fault(f"{argument.name}{list(at)} of {self.problem!r} is {got!r}")
 
-    def ask(self, dispatcher: Any) -> None:
-        """Ask a dispatcher and compare every bit."""
-        from support import assert_same_bits, parts_of
-
-        result = dispatcher.run(self.problem, **self.inputs)
-        for (name, want), got in zip(self.want.items(), parts_of(result), strict=True):
-            assert_same_bits(got, want, f"{name} of {self.problem!r}")
-
-
-def _ask_all(question: Question, dispatchers: Iterable[Any]) -> None:
-    for dispatcher in dispatchers:
-        question.ask(dispatcher)
+    def ask(self, *dispatchers: Any) -> None:
+        """Ask each dispatcher and compare every bit."""
+        for dispatcher in dispatchers:
+            result = dispatcher.run(self.problem, **self.inputs)
+            for (name, want), got in zip(self.want.items(), parts_of(result), strict=True):
+                assert_same_bits(got, want, f"{name} of {self.problem!r}")
 
 
 def values(rng: Rng, tally: Tally, seconds: float) -> None:
     """Ask the same questions from several threads, under interrupts and forks, while the clock jumps."""
-    from skuda.dispatch import Dispatcher
-    from skuda.kernels.catalog import built_in_registry
-
     questions = [Question(rng) for _ in range(6)]
     registry = built_in_registry()
     shared = [Dispatcher(registry)]
@@ -181,68 +173,24 @@ def values(rng: Rng, tally: Tally, seconds: float) -> None:
                     pool.submit(ask).result()
                     tally["calls"] += 2
                 if rng.random() < 0.2:
-                    in_fork(partial(_ask_all, question, (fresh, shared[0], Dispatcher(registry))), tally)
+                    in_fork(partial(question.ask, fresh, shared[0], Dispatcher(registry)), tally)
         finally:
             time.time = clock
             stop.set()
     tally["calls"] += sum(other.result() for other in others)
 
 
-# --- mistakes: arguments and fields that are wrong -------------------------------------------------------------------
-
-
 _MOST_MEMORY = 6 << 30
-
-
-def _mistakes(rng: Rng) -> Any:
-    """Return a value that is rarely right."""
-    array = rng.integers(-3, 3, (3, 4))
-    choices: list[Callable[[], Any]] = [
-        lambda: None,
-        lambda: True,
-        lambda: np.bool_(True),  # noqa: FBT003  the value itself is meant
-        lambda: b"f32",
-        lambda: "f32",
-        lambda: "",
-        lambda: "\ud800\x1b[31m" + "x" * 5000,
-        lambda: float(rng.choice([np.nan, np.inf, -0.0, 0.5, 1.0, 1e308, 5e-324])),
-        lambda: int(rng.choice([-1, 0, 1, 2**31 - 1, 2**31, 2**45, 2**62])),
-        lambda: 10**400,
-        lambda: 1j,
-        lambda: [1, 2],
-        lambda: {"op": "fill"},
-        object,
-        lambda: int,
-        lambda: array,
-        lambda: array.astype("f4"),
-        lambda: array.astype("c8"),
-        lambda: array.astype(object),
-        lambda: array.astype(">f4"),
-        lambda: array.astype("M8[s]"),
-        lambda: np.array("text"),
-        lambda: np.ma.masked_array(array.astype("f4"), array > 0),
-        lambda: array.astype("f4").view(np.matrix),
-        lambda: np.broadcast_to(np.float32(1), (3, 4)),
-        lambda: np.empty((0, 4), "f4"),
-        lambda: np.empty((1,) * 32, "u1"),
-        lambda: np.float32(2),
-        lambda: np.array(2.0),
-        lambda: memoryview(b"1234"),
-    ]
-    return choices[rng.integers(len(choices))]()
 
 
 def mistakes(rng: Rng, tally: Tally, seconds: float) -> None:
     """Change fields and arguments of real calls: each ends with a result or with an error of skuda."""
-    from support import draw, every_case
-
-    from skuda.dispatch import Dispatcher
-    from skuda.registry.errors import SkudaError
+    from wrong import WRONG  # it loads torch, with which forks may hang
 
     # A field may ask for any number of bytes; the machine must not give them.
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, resource.RLIM_INFINITY))
     dispatcher = Dispatcher()
-    cases = every_case()
+    cases, wrong = every_case(), list(WRONG)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         _, op, case = cases[rng.integers(len(cases))]
@@ -250,15 +198,18 @@ def mistakes(rng: Rng, tally: Tally, seconds: float) -> None:
         fields = {name: getattr(case.problem, name) for name in type(case.problem).model_fields if name != "op"}
         given: dict[str, Any] = dict(drawn.inputs)
         more: dict[str, Any] = {}
+        asked = f"{case.problem!r}"
         for _ in range(rng.integers(1, 3)):
             names = (fields, given, more)[rng.choice(3, p=(0.4, 0.5, 0.1))]
             known = [*names, "unheard_of"] if names is not more else ["preference", "stream"]
             name = known[rng.integers(len(known))]
             if rng.random() < 0.1 and name in names:
                 del names[name]
+                asked += f", without {name}"
             else:
-                names[name] = _mistakes(rng)
-        told = f"{op.name}: fields {fields!r:.2000}, arguments {given!r:.2000}, more {more!r:.2000}"
+                what = wrong[rng.integers(len(wrong))]
+                names[name] = WRONG[what]()
+                asked += f", {name} = {what}"
         try:
             dispatcher.run(dispatcher.describe(op.name, **fields), **given, **more)
             tally["accepted"] += 1
@@ -266,12 +217,9 @@ def mistakes(rng: Rng, tally: Tally, seconds: float) -> None:
             text = str(error)
             tally["refused"] += 1
             if len(text) > 4000 or not text.replace("\n", "").isprintable():
-                raise Fault(f"a long or unprintable error, {text!r:.500}, for {told}") from error
+                raise Fault(f"a long or unprintable error, {text!r:.500}, for {asked}") from error
         except Exception as error:
-            raise Fault(f"a raw {type(error).__name__} for {told}") from error
-
-
-# --- cache: damage, other processes, a full disk ---------------------------------------------------------------------
+            raise Fault(f"a raw {type(error).__name__} for {asked}") from error
 
 
 def _damage(folder: Path, rng: Rng) -> None:
@@ -304,11 +252,8 @@ def _damage(folder: Path, rng: Rng) -> None:
 @contextlib.contextmanager
 def _full_disk(*, full: bool) -> Iterator[None]:
     """Let every write to a file fail."""
-    if not full:
-        yield
-        return
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0 if full else before[0], before[1]))
     try:
         yield
     finally:
@@ -319,14 +264,10 @@ class _Uses:
     """What processes do with one cache; every cubin that comes out must be the one that was asked for."""
 
     def __init__(self, folder: Path) -> None:
-        from skuda.dispatch.compile.cache import CubinCache
-
         self.store = CubinCache(folder)
 
     def get(self, number: int, compiler: str) -> None:
         """Ask for one of a few cubins."""
-        from skuda.dispatch.compile.cache import Key
-
         source = hashlib.sha256(bytes([number])).hexdigest()
         key = Key(source, ("-O3",), "sm_90a", "launch", "pycuda")
         right = hashlib.sha512(repr((key, compiler)).encode()).digest() * (1 + number % 7)
@@ -335,8 +276,6 @@ class _Uses:
 
     def survey(self) -> None:
         """List everything in every way, and sweep."""
-        from skuda.dispatch.compile.cache import remove
-
         with contextlib.suppress(FileNotFoundError):
             for entry in self.store.survey():
                 if not entry.trouble.isprintable():
@@ -346,8 +285,6 @@ class _Uses:
 
     def clear(self) -> None:
         """Remove every entry."""
-        from skuda.dispatch.compile.cache import remove
-
         with contextlib.suppress(FileNotFoundError):
             remove(entry.path for entry in self.store.survey())
 
@@ -392,12 +329,9 @@ def cache(rng: Rng, tally: Tally, seconds: float) -> None:
         shutil.rmtree(folder)
 
 
-# --- commands: the command line under interrupts, full disks and nonsense --------------------------------------------
-
 _COMMANDS = (
     "list",
     "list --json",
-    "list --matrix",
     "list --html {file}",
     "list --op fill --skus",
     "show fill",
@@ -433,8 +367,6 @@ def _spoilt(words: list[str], rng: Rng) -> list[str]:
 
 def commands(rng: Rng, tally: Tally, seconds: float) -> None:
     """Run commands with words that are wrong, full disks and interrupts: each ends with a status and no traceback."""
-    from skuda.tools.cli import main
-
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     with tempfile.TemporaryDirectory(prefix="skuda-soak-") as name:
         os.environ |= {"SKUDA_CACHE_DIR": f"{name}/cache", "HOME": name}
@@ -450,25 +382,23 @@ def commands(rng: Rng, tally: Tally, seconds: float) -> None:
 
             def work() -> int:
                 with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):  # noqa: B023  called at once
-                    return main(words)  # noqa: B023  as above
+                    return cli.main(words)  # noqa: B023  as above
 
-            told = f"skuda {' '.join(words)!r:.300}"
+            asked = f"skuda {' '.join(words)!r:.300}"
             try:
                 with _full_disk(full=rng.random() < 0.1):
                     status = interrupted(work, rng, tally, 0.2) if rng.random() < 0.5 else work()
             except Exception as error:
-                raise Fault(f"a raw {type(error).__name__} from {told}") from error
+                raise Fault(f"a raw {type(error).__name__} from {asked}") from error
             tally["calls"] += 1
             tally["interrupts"] += status == _INTERRUPTED
             if status is not None and status not in _ENDS:
-                raise Fault(f"{told} ended with {status}: {err.getvalue()[-2000:]}")
+                raise Fault(f"{asked} ended with {status}: {err.getvalue()[-2000:]}")
             if "Traceback" in err.getvalue():
-                raise Fault(f"{told} printed a traceback: {err.getvalue()[-2000:]}")
+                raise Fault(f"{asked} printed a traceback: {err.getvalue()[-2000:]}")
             if status == 2 and len(err.getvalue()) > 4000:
-                raise Fault(f"{told} printed {len(err.getvalue())} characters: {err.getvalue()[:300]}")
+                raise Fault(f"{asked} printed {len(err.getvalue())} characters: {err.getvalue()[:300]}")
 
-
-# --- rounds ----------------------------------------------------------------------------------------------------------
 
 SCENARIOS: dict[str, Callable[[Rng, Tally, float], None]] = {
     scenario.__name__: scenario for scenario in (values, mistakes, cache, commands)
@@ -512,8 +442,8 @@ def soak(seconds: float, seed: int, names: list[str], jobs: int) -> bool:
     with ThreadPoolExecutor(jobs) as pool:
         troubles = list(filter(None, pool.map(rounds, range(jobs))))
     sys.stdout.write("".join(f"{trouble}\n" for trouble in troubles))
-    told = ", ".join(f"{number} {what}" for what, number in sorted(tally.items()))
-    sys.stdout.write(f"soak: seed {seed}, {seconds:g} s: {told}; {len(troubles) or 'nothing'} went wrong\n")
+    counts = ", ".join(f"{number} {what}" for what, number in sorted(tally.items()))
+    sys.stdout.write(f"soak: seed {seed}, {seconds:g} s: {counts}; {len(troubles) or 'nothing'} went wrong\n")
     return not troubles
 
 

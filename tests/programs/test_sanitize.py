@@ -1,4 +1,4 @@
-"""The program that runs compute-sanitizer, with a stand-in for the tool: it sees every way in which a run can end."""
+"""The program that runs compute-sanitizer, with a stand-in for the tool."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 import sanitize
-from paths import ROOT, TESTS
+from paths import TESTS
 
 TOOL = """#!/usr/bin/env bash
 [ "$1" = --version ] && {{ echo 'NVIDIA (R) Compute Sanitizer'; echo 'Version 2025.3.1.0 (build 1)'; exit; }}
@@ -51,16 +50,8 @@ def run(tmp_path):
         path.parent.mkdir(exist_ok=True)
         path.write_text(TOOL.format(command=command, after=after))
         path.chmod(0o755)
-        words = [
-            sys.executable,
-            TESTS / "programs" / "sanitize.py",
-            "--backend",
-            "numpy",
-            "--only",
-            "fill",
-            "--tool",
-            "memcheck",
-        ]
+        only = ("--backend", "numpy", "--only", "fill", "--tool", "memcheck")
+        words = [sys.executable, TESTS / "programs" / "sanitize.py", *only]
         more = os.environ | {"PATH": f"{path.parent}{os.pathsep}{os.environ['PATH']}"}
         output = tmp_path / "record.json"
         done = subprocess.run([*words, "--output", output], capture_output=True, text=True, env=more, check=False)
@@ -70,7 +61,7 @@ def run(tmp_path):
     return run
 
 
-def test_a_clean_run_names_tool_kernel_and_hash(run):
+def test_a_clean_run_names_tool_kernel_and_hash_and_is_stale_once_the_kernel_changed(run, capsys):
     done, record = run()
     assert done.returncode == 0, done.stdout + done.stderr
     (only,) = record["runs"]
@@ -82,6 +73,10 @@ def test_a_clean_run_names_tool_kernel_and_hash(run):
     assert record["version"] == "2025.3.1.0"
     assert f"{record['seed']}" in only["command"]
     assert "clean" in done.stdout
+    record["runs"][0]["kernels"] = {name: "another", "gone.kernel": "x"}
+    assert not sanitize.show(record)
+    assert f"stale: {name} has changed since" in capsys.readouterr().out
+    assert sanitize.stale(record["runs"][0]) == [name, "gone.kernel"]
 
 
 def test_what_the_tool_reports_is_counted_by_kernel_and_fails(run):
@@ -92,9 +87,8 @@ def test_what_the_tool_reports_is_counted_by_kernel_and_fails(run):
     assert "ERROR SUMMARY: 2 errors" in done.stdout
 
 
-@pytest.mark.parametrize("after", ["exit 3", "kill -9 $$"])
-def test_a_run_that_breaks_off_is_not_clean(run, after):
-    done, record = run(after)
+def test_a_run_that_breaks_off_is_not_clean(run):
+    done, record = run("kill -9 $$")
     assert done.returncode == 1
     assert sanitize.verdict(record["runs"][0]) == "failed"
 
@@ -107,50 +101,13 @@ def test_a_run_that_takes_too_long_is_unfinished(run, monkeypatch, tmp_path):
     assert sanitize.verdict(sanitize.watched("memcheck", program, 1)) == "unfinished"
 
 
-def test_what_takes_too_long_does_not_run_on(run, monkeypatch, tmp_path):
-    late = tmp_path / "late"
-    run(command=f'(sleep 2; touch "{late}")')
-    assert late.exists()  # with time enough
-    late.unlink()
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(sanitize, "PATIENCE", 0.2)
-    (program,) = sanitize.programs_of("memcheck", "numpy", 1, "fill")
-    sanitize.watched("memcheck", program, 1)
-    time.sleep(4)
-    assert not late.exists()
-
-
-def test_a_kernel_that_changed_is_stale(run, capsys):
-    _, record = run()
-    assert sanitize.show(record)
-    (name,) = record["runs"][0]["kernels"]
-    record["runs"][0]["kernels"] = {name: "another", "gone.kernel": "x"}
-    capsys.readouterr()
-    assert not sanitize.show(record)
-    assert f"stale: {name} has changed since" in capsys.readouterr().out
-    assert sanitize.stale(record["runs"][0]) == [name, "gone.kernel"]
-
-
-def test_a_kernel_that_is_wrong_is_told_although_the_tool_finds_nothing(run, tmp_path):
+def test_a_kernel_that_is_wrong_is_reported_although_the_tool_finds_nothing(run, tmp_path):
     program = tmp_path / "wrong.py"
     program.write_text(WRONG)
     done, record = run(command=f'"{sys.executable}" "{program}" "${{@:4}}"')
     assert done.returncode == 1
     (wrong,) = record["runs"][0]["wrong"]
     assert f"wrong results\twrong: {wrong}" in done.stdout
-
-
-def test_what_a_program_wrote_is_read():
-    skus = [
-        {"sku": "a", "source_hash": "1", "verdict": "failed"},
-        {"sku": "b", "source_hash": "2", "verdict": "skipped"},
-    ]
-    candidates = [{"sku": "c", "choice": "64 x 64", "source_hash": "3", "refused": "wrong: 2 differ"}]
-    ran = {"skus": skus, "entries": [{"candidates": candidates}]}
-    assert sanitize.kernels_of(ran) == {"a": "1", "c": "3"}
-    assert sanitize.wrong_of(ran) == ["a", "c, 64 x 64: wrong: 2 differ"]
-    assert sanitize.verdict({"status": 1, "wrong": sanitize.wrong_of(ran), "kernels": {"a": "1"}}) == "wrong results"
-    assert sanitize.verdict({"status": 0, "wrong": [], "kernels": {}}) == "failed"  # nothing ran
 
 
 def test_hazards_are_counted_by_their_places_in_the_kernel():
@@ -184,8 +141,3 @@ def test_every_source_variant_and_op_is_watched():
         picked = [skus[name] for each in rest for name in each.words[each.words.index("--sku") + 1].split(",")]
         assert {(sku.op, sku.variant) for sku in picked} == {(sku.op, sku.variant) for sku in skus.values()}
         assert len({sku.source for sku in picked}) == len({sku.source for sku in skus.values()})
-
-
-def test_a_record_in_the_docs_is_read():
-    for path in (ROOT / "docs" / "evidence").glob("compute-sanitizer*.json"):
-        sanitize.show(json.loads(path.read_text()))

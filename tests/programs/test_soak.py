@@ -1,4 +1,4 @@
-"""The soak itself, and that it sees what it is for: each fault is planted and must make a round fail."""
+"""The soak finds planted faults."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_nothing_goes_wrong_in_a_minute_of_faults():
         assert f" {counted}" in done.stdout
 
 
-@pytest.mark.parametrize("scenario", ["values", "mistakes", "cache", "commands"])
+@pytest.mark.parametrize("scenario", sampled(["values", "mistakes", "cache", "commands"], 2))
 def test_a_short_round_of_each_scenario_finds_nothing(scenario):
     done = _soak("--seconds", "1", "--jobs", "1", "--only", scenario)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
-    ("scenario", "target", "fault", "seen"), sampled([pytest.param(*it, id=name) for name, it in PLANTED.items()], 2)
+    ("scenario", "target", "fault", "seen"), sampled([pytest.param(*it, id=name) for name, it in PLANTED.items()], 1)
 )
 def test_a_planted_fault_makes_a_round_fail(scenario, target, fault, seen):
     code = PLANT.format(scenario=scenario, target=target, fault=fault, seed=SEED)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 
 import numpy as np
 import torch
+from tensors import GatedMLP, same
 from torch import nn
 
-from skuda.dispatch.shard import GroupMismatch, Link, Shards
-from skuda.dispatch.shard.shards import own
+from skuda.dispatch.shard import GroupMismatch, Shards
 from skuda.registry.errors import InvalidProblem
 from skuda.torch import (
     ColumnLinear,
@@ -25,22 +24,6 @@ from skuda.torch import (
     save,
 )
 from skuda.torch.checkpoint import TENSORS
-
-SLOW = Link(latency_us=0.0, gigabytes_per_s=1e-3)
-"""With it bytes decide, so that sums are scattered."""
-
-
-def same(got, want):
-    """Whether two tensors have the same bits, any NaN being equal to any other."""
-    if got.shape != want.shape or got.dtype is not want.dtype:
-        return False
-    size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.dtype.itemsize]
-    return bool(((got.view(size) == want.view(size)) | (got.isnan() & want.isnan())).all())
-
-
-def cuts(rng, total, count):
-    ends = np.sort(rng.integers(0, total + 1, count - 1))
-    return tuple(np.diff([0, *ends, total]).tolist())
 
 
 def layer(rng, kind, n, k):
@@ -64,60 +47,6 @@ def data(rng, shape, dtype):
     if x.numel():
         x.view(-1)[rng.integers(0, x.numel(), 2)] = torch.tensor([float("nan"), float("inf")]).to(dtype)
     return x
-
-
-def layers(group, seed):
-    """Layers of every kind and way, against the whole layer."""
-    rank, count = group.rank, group.count
-    rng, wrong, done = np.random.default_rng(seed), [], 0
-    ways = (("n", "whole"), ("n", "columns"), ("n", "rows"), ("k", "columns"))
-    kinds, dtypes = ("dynamic", "static", "shifted"), (torch.float32, torch.bfloat16, torch.float16)
-    with torch.no_grad():
-        for i, (kind, (axis, given)) in enumerate(itertools.product(kinds, ways)):
-            dtype = dtypes[(i + count + seed) % 3]
-            m, n, k = (int(rng.integers(low, high)) for low, high in ((0, 8), (1, 40), (1, 70)))
-            whole, x = layer(rng, kind, n, k), data(rng, (m, k), dtype)
-            want = whole(x)
-            for output in ("columns", "whole") if axis == "n" else ("rows", "whole"):
-                sizes = cuts(rng, n if axis == "n" else k, count) if rng.random() < 0.7 else None
-                of_input = cuts(rng, k, count) if (axis, given) == ("n", "columns") else None
-                link = {"link": SLOW} if rng.random() < 0.5 else {}
-                shards = Shards(
-                    axis=axis, count=count, sizes=sizes, input=given, output=output, input_sizes=of_input, **link
-                )
-                if shards.divisible:
-                    shards = shards.model_copy(update={"chunks": int(rng.integers(1, 6))})
-                made = (ColumnLinear if axis == "n" else RowLinear)(whole, group, shards)
-                mine = x
-                if given == "columns":
-                    mine = own(x, 1, shards.columns(k), rank)
-                elif given == "rows":
-                    mine = own(x, 0, shards.rows(m), rank)
-                expected = want
-                if output == "columns":
-                    expected = own(want, 1, shards.parts(n, k), rank)
-                elif output == "rows":
-                    expected = own(want, 0, shards.rows(m), rank)
-                done += 1
-                if not same(made(mine), expected.contiguous()):
-                    wrong.append(f"{kind} {dtype} {axis} {given} {output} {m}x{n}x{k} {sizes} {shards.chunks}")
-        whole = layer(rng, "dynamic", 24, 32)
-        x = data(rng, (2, 3, 32), torch.float32)
-        row = RowLinear(whole, group)
-        mine = own(x, 2, row.shards.columns(32), rank)
-        if not same(row(mine), whole(x)):
-            wrong.append("leading axes")
-    return {"wrong": wrong, "done": done}
-
-
-class GatedMLP(nn.Module):
-    def __init__(self, width, inner, act):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(width, inner), nn.Linear(width, inner)
-        self.down_proj, self.act_fn = nn.Linear(inner, width), act
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 def llama(act):
@@ -270,7 +199,7 @@ def fused_checkpoints(group, seed, folder):
 def differing(group, seed):
     """Ranks with another order of calls, another shape, another descriptor."""
     rank, count = group.rank, group.count
-    rng, told = np.random.default_rng(seed), []
+    rng, differences = np.random.default_rng(seed), []
     a, b = (RowLinear(layer(rng, "dynamic", 8, 32), group) for _ in range(2))
     a.name, b.name = "first", "second"
     x = torch.ones(2, a.in_features)
@@ -279,7 +208,7 @@ def differing(group, seed):
         try:
             run()
         except GroupMismatch as error:
-            told.append([error.what, [each for each, _ in error.ranks], str(error)])
+            differences.append([error.what, [each for each, _ in error.ranks], str(error)])
 
     with torch.no_grad():
         heard(lambda: (a if rank else b)(x))
@@ -290,5 +219,5 @@ def differing(group, seed):
     model = nn.Sequential(nn.Linear(32, 16 if rank == 0 else 32), nn.ReLU())
     quantize_(model, Dynamic())
     heard(lambda: parallelize_(model, group, {"0": "column"}))
-    told.append(type(model[0]).__name__)
-    return {"told": told}
+    differences.append(type(model[0]).__name__)
+    return {"differences": differences}

@@ -19,7 +19,7 @@ for size in range(1, count + 1):
     ranks = distributed.new_group(range(size))
     if rank < size:
         group = TorchGroup(ranks)
-        cases = (parallel_cases.layers, parallel_cases.hashes, *((parallel_cases.compiled,) if size == 2 else ()))
+        cases = (parallel_cases.hashes, *((parallel_cases.compiled,) if size == 2 else ()))
         found |= {f"{case.__name__} {size}": case(group, seed) for case in cases}
         found[f"checkpoints {size}"] = parallel_cases.checkpoints(group, seed, folder)
         found[f"fused checkpoints {size}"] = parallel_cases.fused_checkpoints(group, seed, folder)

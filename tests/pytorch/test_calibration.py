@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections import Counter
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
 from support import fresh
+from tensors import calibrated
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-import torch.nn.functional as F  # noqa: E402, N812
-from torch import nn  # noqa: E402
-
-from skuda.registry import InvalidProblem  # noqa: E402
-from skuda.tools.smoothquant import ActivationRanges  # noqa: E402
-from skuda.torch import Dynamic, calibrate, quantize_  # noqa: E402
+from skuda.registry import InvalidProblem
+from skuda.tools.smoothquant import ActivationRanges
+from skuda.torch import Dynamic, calibrate, quantize_
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -37,9 +35,7 @@ def test_maxima_are_those_of_activation_ranges_bit_for_bit(dtype):
     model = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3)).to(dtype)
     batches = [tensor(rng, *shape, 7, dtype=dtype) for shape in [(), (4,), (2, 3), (0,), (2, 0, 3)]]
     batches[1][2, 3], batches[1][3, 0], batches[2][1, 1, 5] = math.nan, -0.0, -math.inf
-    with calibrate(model) as calibration:
-        for batch in batches:
-            model(batch)
+    calibration = calibrated(model, *batches)
     for batch in batches:
         with torch.no_grad():
             ranges.observe("0", batch)
@@ -92,8 +88,7 @@ def test_a_layer_that_does_not_run_is_named():
 
 def test_a_layer_with_inputs_in_f64_is_named():
     model = nn.Sequential(nn.Linear(3, 3)).double()
-    with calibrate(model) as calibration:
-        model(torch.ones(1, 3).double())
+    calibration = calibrated(model, torch.ones(1, 3).double())
     assert "torch.float64" in calibration.left["0"]
 
 
@@ -138,31 +133,15 @@ def test_a_compiled_model_is_watched():
 def test_int8_layers_are_not_watched():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     quantize_(model, Dynamic(), lambda _, name: name == "0")
-    with calibrate(model) as calibration:
-        model(torch.ones(2, 3))
+    calibration = calibrated(model, torch.ones(2, 3))
     assert list(calibration.maxima) == ["1"]
-
-
-def test_a_calibration_can_be_stored():
-    model = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3))
-    with calibrate(model) as calibration:
-        model(torch.randn(2, 3))
-    other = pickle.loads(pickle.dumps(calibration))  # noqa: S301  our own
-    assert other.complete
-    assert torch.equal(other.maxima["1"], calibration.maxima["1"])
-    assert other.norms == calibration.norms
-    assert repr(other) == "Calibration(1 layers, 1 norms, complete=True)"
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
 def drawn(batches, **more):
-    model = nn.Sequential(nn.Linear(2, 1))
-    with calibrate(model, **more) as calibration:
-        for batch in batches:
-            model(batch)
-    return calibration.rows.get("0")
+    return calibrated(nn.Sequential(nn.Linear(2, 1)), *batches, **more).rows.get("0")
 
 
 def numbered(count):
@@ -321,23 +300,14 @@ def test_a_norm_outside_the_forward_is_not_folded():
 
 def test_a_layer_that_is_not_selected_is_another_use():
     block = Block(lambda self, x: both(self, self.norm(x)))
-    with calibrate(block, lambda _, name: name != "second") as calibration:
-        block(torch.randn(3, 4))
+    calibration = calibrated(block, torch.randn(3, 4), filter_fn=lambda _, name: name != "second")
     assert "linear" in calibration.not_folded["norm"]
 
 
 def test_a_tied_layer_is_another_use():
     block = Block(lambda self, x: both(self, self.norm(x)))
     block.second.weight = block.first.weight
-    with calibrate(block) as calibration:
-        block(torch.randn(3, 4))
-    assert not calibration.norms
-
-
-def test_the_norms_after_a_sum_as_in_bert_are_not_folded():
-    layer = nn.TransformerDecoderLayer(8, 2, 16, norm_first=False).eval()
-    with calibrate(layer) as calibration:
-        layer(torch.randn(2, 3, 8), torch.randn(2, 3, 8))
+    calibration = calibrated(block, torch.randn(3, 4))
     assert not calibration.norms
 
 
@@ -348,13 +318,6 @@ def test_the_norms_before_a_layer_are_folded():
     assert calibration.norms == {"norm3": ("linear1",)}
 
 
-def test_under_autocast_a_norm_is_folded():
-    block = Block(lambda self, x: both(self, self.norm(x)))
-    with calibrate(block) as calibration, torch.autocast("cpu", torch.bfloat16):
-        block(torch.randn(3, 4))
-    assert calibration.norms == {"norm": ("first", "second")}
-
-
 def test_a_norm_with_other_results_is_not_folded():
     class PairLayerNorm(nn.LayerNorm):
         def forward(self, x):
@@ -362,6 +325,5 @@ def test_a_norm_with_other_results_is_not_folded():
 
     block = Block(lambda self, x: both(self, self.norm(x)[0]))
     block.norm = PairLayerNorm(4)
-    with calibrate(block) as calibration:
-        block(torch.randn(3, 4))
+    calibration = calibrated(block, torch.randn(3, 4))
     assert not calibration.norms

@@ -1,3 +1,5 @@
+"""`save` and `load_`: checkpoints of the compressed-tensors format, bit for bit, and files that are refused."""
+
 from __future__ import annotations
 
 import copy
@@ -9,19 +11,19 @@ import subprocess
 import sys
 
 import pytest
+import safetensors
+import torch
+from compressed_tensors import compressors, quantization
+from safetensors.torch import load_file, save_file
 from support import fresh, sampled
+from tensors import same
+from torch import nn
 
-torch = pytest.importorskip("torch", minversion="2.6")
-safetensors = pytest.importorskip("safetensors")
+from skuda.registry.errors import InvalidProblem, InvalidRecord
+from skuda.torch import CodesLinear, DynamicLinear, StaticLinear, load_, save
+from skuda.torch.scheme import ActivationScheme, Scheme, SchemeGroup
 
-from safetensors.torch import load_file, save_file  # noqa: E402
-from torch import nn  # noqa: E402
-
-from skuda.registry.errors import InvalidProblem, InvalidRecord  # noqa: E402
-from skuda.torch import CodesLinear, DynamicLinear, StaticLinear, load_, save  # noqa: E402
-from skuda.torch.scheme import Activation, Group, Scheme  # noqa: E402
-
-DYNAMIC = Scheme((Group(("Linear",), Activation.DYNAMIC),))
+DYNAMIC = Scheme((SchemeGroup(("Linear",), ActivationScheme.DYNAMIC),))
 
 
 class Net(nn.Module):
@@ -63,14 +65,6 @@ def drawn(rng, dtype=torch.float32, **kinds):
     return net
 
 
-def same(one, other):
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
-
-
-def bits(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
 def assert_same(one, other, rng):
     states = one.state_dict(), other.state_dict()
     assert states[0].keys() == states[1].keys()
@@ -79,6 +73,13 @@ def assert_same(one, other, rng):
     ids = torch.from_numpy(rng.integers(0, 11, (3, 5)))
     with torch.no_grad():
         assert same(one(ids), other(ids))
+
+
+def assert_loads(folder, net):
+    """Check that a new net is as a saved one, once it has loaded it."""
+    found = Net().eval()
+    load_(found, folder)
+    assert_same(net, found, fresh())
 
 
 KINDS = ("dynamic", "static", "shifted", "smooth", "")
@@ -142,8 +143,6 @@ def test_names_and_dtypes_are_those_of_the_format(tmp_path):
 
 
 def test_the_package_compressed_tensors_reads_config_and_codes(tmp_path):
-    quantization = pytest.importorskip("compressed_tensors.quantization")
-    compressors = pytest.importorskip("compressed_tensors.compressors")
     rng = fresh()
     net = drawn(rng, up="dynamic", down="shifted")
     fields = Scheme.of(net).fields()
@@ -226,10 +225,7 @@ WEIGHTS, INPUTS = "config_groups/group_0/weights", "config_groups/group_0/input_
     ("path", "value"),
     [
         ("quant_method", "fp8"),
-        ("quant_method", None),
         ("format", "pack-quantized"),
-        ("format", "float-quantized"),
-        ("format", "mixed-precision"),
         ("quantization_status", "frozen"),
         ("kv_cache_scheme", {"num_bits": 8}),
         ("sparsity_config", {"format": "sparse-24-bitmask"}),
@@ -237,10 +233,8 @@ WEIGHTS, INPUTS = "config_groups/group_0/weights", "config_groups/group_0/input_
         ("moe_sparsity_config", {"experts": 2}),
         ("something_new", 1),
         ("ignore", "head"),
-        ("ignore", [1]),
         ("ignore", ["re:("]),
         ("config_groups", {}),
-        ("config_groups", ["W8A8"]),
         ("config_groups/group_0", ["Linear"]),
         ("config_groups/group_0/targets", None),
         ("config_groups/group_0/format", "naive-quantized"),
@@ -251,31 +245,22 @@ WEIGHTS, INPUTS = "config_groups/group_0/weights", "config_groups/group_0/input_
         (f"{WEIGHTS}/num_bits", 8.0),
         (f"{WEIGHTS}/type", "float"),
         (f"{WEIGHTS}/strategy", "group"),
-        (f"{WEIGHTS}/strategy", "block"),
         (f"{WEIGHTS}/group_size", 128),
         (f"{WEIGHTS}/block_structure", [128, 128]),
         (f"{WEIGHTS}/actorder", "weight"),
-        (f"{WEIGHTS}/actorder", "group"),
         (f"{WEIGHTS}/symmetric", False),
         (f"{WEIGHTS}/dynamic", True),
         (f"{WEIGHTS}/something_new", None),
         (INPUTS, None),
-        (f"{INPUTS}/num_bits", 4),
-        (f"{INPUTS}/type", "float"),
-        (f"{INPUTS}/strategy", "channel"),
         (f"{INPUTS}/strategy", "token"),
         (f"{INPUTS}/dynamic", "local"),
         (f"{INPUTS}/dynamic", 1),
+        ("config_groups/group_1/input_activations/symmetric", False),
     ],
 )
 def test_a_scheme_that_is_not_served_is_refused_by_its_name(path, value, saved):
     edit(saved[1], setting(path, value))
     refused(saved[1], path.rpartition("/")[2])
-
-
-def test_dynamic_activations_are_symmetric(saved):
-    edit(saved[1], setting("config_groups/group_1/input_activations/symmetric", value=False))
-    refused(saved[1], "group_1.input_activations.symmetric")
 
 
 def test_fields_that_do_not_change_what_codes_mean_are_skipped(saved):
@@ -284,9 +269,7 @@ def test_fields_that_do_not_change_what_codes_mean_are_skipped(saved):
     edit(folder, setting(f"{WEIGHTS}/group_size", -1))
     edit(folder, setting(f"{INPUTS}/actorder", None))
     edit(folder, lambda config: config.pop("quantization_status"))
-    found = Net().eval()
-    load_(found, folder)
-    assert_same(net, found, fresh())
+    assert_loads(folder, net)
 
 
 UP = "block.up."
@@ -298,20 +281,16 @@ UP = "block.up."
         (f"{UP}weight", None),
         (f"{UP}weight", lambda t: t.float()),
         (f"{UP}weight", lambda t: t.view(torch.uint8)),
-        (f"{UP}weight", lambda t: t.T),
         (f"{UP}weight", lambda t: t[:-1]),
         (f"{UP}weight_scale", None),
         (f"{UP}weight_scale", lambda t: t.double()),
         (f"{UP}weight_scale", lambda t: t[:-1]),
-        (f"{UP}weight_scale", lambda t: t[0]),
         (f"{UP}weight_scale", lambda t: t.expand(-1, 2)),
         (f"{UP}weight_scale", lambda t: -t),
         (f"{UP}weight_scale", lambda t: t / 0),
         (f"{UP}weight_scale", lambda t: t * float("nan")),
         (f"{UP}input_scale", None),
         (f"{UP}input_scale", lambda t: t * 0),
-        (f"{UP}input_scale", lambda t: -t),
-        (f"{UP}input_scale", lambda t: t.expand(24)),
         (f"{UP}input_scale", lambda t: t.int()),
         (f"{UP}bias", None),
         (f"{UP}bias", lambda t: t.half()),
@@ -323,8 +302,6 @@ UP = "block.up."
         ("block.down.input_scale", lambda _: torch.ones(1)),
         ("head.weight", None),
         ("head.weight", lambda t: t.bfloat16()),
-        ("head.weight", lambda t: t.to(torch.int8)),
-        ("head.weight", lambda t: t.T),
         ("norm.bias", None),
         ("lm_head.weight", lambda _: torch.zeros(3)),
         ("norm.running", lambda _: torch.zeros(3).to(torch.float8_e4m3fn)),
@@ -346,33 +323,22 @@ def test_zero_points_of_something_symmetric_may_be_stored(saved):
     tensors[f"{UP}input_zero_point"] = torch.zeros(1, dtype=torch.int8)
     tensors[f"{UP}weight_zero_point"] = torch.zeros(40, 1, dtype=torch.int8)
     write(folder, tensors)
-    found = Net().eval()
-    load_(found, folder)
-    assert_same(net, found, fresh())
+    assert_loads(folder, net)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_one_scale_for_a_weight_is_that_of_every_channel(shape, saved):
-    net, folder = saved
-    edit(folder, setting(f"{WEIGHTS}/strategy", "tensor"))
-    tensors = load_file(folder / "model.safetensors")
-    tensors[f"{UP}weight_scale"] = tensors[f"{UP}weight_scale"][0].reshape(shape)
-    tensors[f"{UP}input_scale"] = tensors[f"{UP}input_scale"].reshape(shape)
-    write(folder, tensors)
-    net.block["up"].weight_scale[:] = net.block["up"].weight_scale[0].item()
-    found = Net().eval()
-    load_(found, folder)
-    assert_same(net, found, fresh())
-
-
-def test_scales_may_be_a_vector(saved):
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (40,)])
+def test_a_weight_has_one_scale_or_a_vector_of_them(shape, saved):
     net, folder = saved
     tensors = load_file(folder / "model.safetensors")
-    tensors[f"{UP}weight_scale"] = tensors[f"{UP}weight_scale"][:, 0]
+    scale = tensors[f"{UP}weight_scale"]
+    if shape != (40,):
+        edit(folder, setting(f"{WEIGHTS}/strategy", "tensor"))
+        tensors[f"{UP}input_scale"] = tensors[f"{UP}input_scale"].reshape(shape)
+        scale = scale[0]
+        net.block["up"].weight_scale[:] = scale.item()
+    tensors[f"{UP}weight_scale"] = scale.reshape(shape).contiguous()
     write(folder, tensors)
-    found = Net().eval()
-    load_(found, folder)
-    assert_same(net, found, fresh())
+    assert_loads(folder, net)
 
 
 @pytest.mark.parametrize(
@@ -438,9 +404,7 @@ def sharded(folder, index=None):
 def test_a_checkpoint_of_several_files_is_loaded(saved):
     net, folder = saved
     sharded(folder)
-    found = Net().eval()
-    load_(found, folder)
-    assert_same(net, found, fresh())
+    assert_loads(folder, net)
     with pytest.raises(InvalidProblem, match="names other files"):
         save(net, folder)
     save(net, folder / "other")
@@ -520,14 +484,6 @@ def test_only_regular_files_are_read(file, saved):
         load_(Net(), saved[1])
 
 
-@pytest.mark.parametrize("path", [3, None, "", "a\0b", b"folder"])
-def test_the_path_must_be_one(path):
-    with pytest.raises(InvalidProblem, match="path must"):
-        load_(Net(), path)
-    with pytest.raises(InvalidProblem, match="model must"):
-        save({}, "folder")
-
-
 def chained(net):
     layer = net.block["up"]
     net.block["up"] = CodesLinear(layer.weight, layer.weight_scale, layer.bias, input_scale=torch.ones(1))
@@ -573,9 +529,7 @@ def test_parts_of_a_tensor_are_stored_as_tensors(tmp_path):
     both = torch.from_numpy(rng.standard_normal((2, 24)).astype("float32"))
     net.norm.weight, net.norm.bias = nn.Parameter(both[0]), nn.Parameter(both[1])
     save(net, tmp_path)
-    found = Net().eval()
-    load_(found, tmp_path)
-    assert_same(net, found, rng)
+    assert_loads(tmp_path, net)
 
 
 def test_the_package_imports_neither_transformers_nor_safetensors():

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from support import fresh
 
-torch = pytest.importorskip("torch")
-
-from support import fresh  # noqa: E402
-
-from skuda.torch import (  # noqa: E402
+from skuda.torch import (
     CodesLinear,
     StaticLinear,
     linear_codes,

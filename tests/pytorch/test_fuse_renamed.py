@@ -1,4 +1,4 @@
-"""`fuse_` where a decorator of transformers takes former names of arguments, as its layers have since 5.24."""
+"""`fuse_` with the decorator of transformers that accepts former names of arguments."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ import copy
 
 import numpy as np
 import pytest
+import torch
 from support import fresh
+from transformers.utils import deprecation
 
-torch = pytest.importorskip("torch")
-deprecation = pytest.importorskip("transformers.utils.deprecation")
+from skuda.tools.studies import llama
+from skuda.torch import Dynamic, fuse_, quantize_
+from skuda.torch.fused_modules import Fused
 
-from skuda.tools.bench import llama  # noqa: E402  torch may be absent
-from skuda.torch import Dynamic, fuse_, quantize_  # noqa: E402  torch may be absent
-from skuda.torch.fused import Fused  # noqa: E402  torch may be absent
-
-SIZES = llama.Sizes(hidden=48, intermediate=72, heads=4, kv_heads=2, layers=1)
+SIZES = llama.LlamaSizes(hidden=48, intermediate=72, heads=4, kv_heads=2, layers=1)
 NAME = "new_name"
 
 
-class Attention(llama.Attention):
+class Attention(llama.LlamaAttention):
     @deprecation.deprecate_kwarg("past", "99.0", new_name="cache")
     def forward(self, hidden_states, angles=None, cache=None, positions=None):
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         return self.o_proj(q + (0 if cache is None else cache)), k + v
 
 
-class Layer(llama.Layer):
+class Layer(llama.LlamaLayer):
     @deprecation.deprecate_kwarg("past", "99.0", new_name="cache")
     def forward(self, hidden_states, angles=None, cache=None, positions=None):
         attended, _ = self.self_attn(
@@ -71,7 +70,7 @@ class Decorated(Attention):
 
 
 def a_layer(rng, attention=Attention):
-    layer = llama.Layer(SIZES)
+    layer = llama.LlamaLayer(SIZES)
     with torch.no_grad():
         for parameter in layer.parameters():
             drawn = torch.from_numpy(rng.normal(0, 0.2, tuple(parameter.shape)))

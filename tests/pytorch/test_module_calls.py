@@ -1,22 +1,17 @@
-"""A module calls the op that it explains, with the tensors that it holds at the time of the call."""
+"""A module calls the op that it explains, with its present tensors."""
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
+import torch
 from support import fresh
-from tensors import OPS, same
+from tensors import OPS, copies, same
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
-torch = pytest.importorskip("torch")
-
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-from skuda.registry.errors import InvalidProblem  # noqa: E402
-from skuda.torch import DynamicLinear, fuse_, observe  # noqa: E402  torch may be absent
+from skuda.registry.errors import InvalidProblem
+from skuda.torch import DynamicLinear
 
 
 def layer(rng, *, bias):
@@ -57,7 +52,7 @@ def test_what_is_called_is_what_is_explained(bias):
     assert same(module(x), want)
     module.load_state_dict(layer(rng, bias=bias).state_dict())
     assert same(module(x), explained(module, x))
-    for moved in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):  # noqa: S301  its own
+    for moved in copies(module):
         moved.weight.neg_()
         assert same(moved(x), explained(moved, x))
         assert not same(moved(x), module(x))
@@ -122,11 +117,3 @@ def test_an_input_of_another_width_is_blamed_itself(shape):
     for called in (module, module.explain):
         with pytest.raises(InvalidProblem, match=r"DynamicLinear: input must have shape \[\.\.\., 16\]; had shape"):
             called(torch.empty(shape))
-
-
-@pytest.mark.parametrize("model", [None, {}, DynamicLinear])
-def test_what_is_no_model_is_refused(model):
-    with pytest.raises(InvalidProblem, match=r"fuse_: model must be a torch\.nn\.Module"):
-        fuse_(model)
-    with pytest.raises(InvalidProblem, match=r"observe: model must be a torch\.nn\.Module"), observe(model):
-        pass

@@ -1,18 +1,16 @@
-"""What int8 layers hold after they were made without data, moved, loaded or cast, in any default of torch."""
+"""The buffers of int8 layers after loading, moving and casting."""
 
 from __future__ import annotations
 
 import copy
 
 import pytest
+import torch
 from support import fresh
-from tensors import same
+from tensors import GatedMLP, normal, same
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402  torch may be absent
-
-from skuda.torch import (  # noqa: E402
+from skuda.torch import (
     CodesLinear,
     Dynamic,
     DynamicLinear,
@@ -23,13 +21,9 @@ from skuda.torch import (  # noqa: E402
     observe,
     quantize_,
 )
-from skuda.torch.linear import quantized_weight  # noqa: E402
+from skuda.torch.int8_linear import quantized_weight
 
 N, K = 4, 8
-
-
-def normal(rng, *shape):
-    return torch.from_numpy(rng.standard_normal(shape, "float32"))
 
 
 def static(rng):
@@ -70,32 +64,12 @@ def test_static_layers_call_what_they_explain(make):
     assert same(getattr(torch.ops.skuda, name)(**{**arguments, "act_q": taken}), layer(x))
 
 
-def test_float_weights_are_not_loaded_as_codes():
-    float_layer = nn.Linear(K, N)
-    layer = DynamicLinear.from_linear(float_layer)
-    before = layer.weight.clone()
-    with pytest.raises(RuntimeError, match="load before quantizing"):
-        layer.load_state_dict(float_layer.state_dict(), strict=False)
-    assert torch.equal(layer.weight, before)
-
-
-class GatedMLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj = nn.Linear(K, K, bias=False)
-        self.up_proj = nn.Linear(K, K, bias=False)
-        self.down_proj = nn.Linear(K, K, bias=False)
-        self.act_fn = nn.SiLU()
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-def test_float_weights_are_not_loaded_into_fused_modules():
-    model = GatedMLP()
+@pytest.mark.parametrize("fused", [False, True])
+def test_float_weights_are_not_loaded_as_codes(fused):
+    model = GatedMLP(K, N)
     state = copy.deepcopy(model.state_dict())
     quantize_(model, Dynamic())
-    assert fuse_(model).fused
+    assert not fused or fuse_(model).fused
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(RuntimeError, match=r"gate_proj\.weight.*load before quantizing"):
         model.load_state_dict(state, strict=False)

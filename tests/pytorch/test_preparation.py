@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from tensors import GatedMLP, calibrated
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-from skuda.registry import InvalidProblem  # noqa: E402
-from skuda.torch import (  # noqa: E402
-    CodesLinear,
+from skuda.registry import InvalidProblem
+from skuda.torch import (
     Dynamic,
-    DynamicLinear,
     SmoothStatic,
-    calibrate,
     fuse_,
     prepare,
     quantize_,
@@ -24,9 +20,7 @@ from skuda.torch import (  # noqa: E402
 
 def static(dtype):
     model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3)).to(dtype)
-    with calibrate(model) as calibration:
-        model(torch.ones(2, 4, dtype=dtype))
-    quantize_(model, SmoothStatic(calibration), strict=True)
+    quantize_(model, SmoothStatic(calibrated(model, torch.ones(2, 4, dtype=dtype))), strict=True)
     return model
 
 
@@ -57,12 +51,6 @@ def test_each_layer_runs_with_each_number_of_rows():
     ]
 
 
-def test_layers_of_a_chain_get_codes():
-    codes = DynamicLinear.from_linear(nn.Linear(4, 3))
-    layer = CodesLinear(codes.weight, codes.weight_scale, input_scale=torch.ones(1), output_scale=torch.ones(1))
-    assert set(prepare(nn.Sequential(layer), (2,))["0"]) == {2}
-
-
 def test_the_dtype_is_that_of_the_model():
     model = nn.Sequential(nn.Linear(4, 3)).bfloat16()
     quantize_(model, Dynamic())
@@ -70,16 +58,6 @@ def test_the_dtype_is_that_of_the_model():
     assert "f16" in kernel
     (kernel,) = prepare(model, (1,), torch.bfloat16)["0"].values()
     assert "bf16" in kernel
-
-
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
-        self.act_fn = nn.SiLU()
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Ran(TorchDispatchMode):
@@ -94,16 +72,12 @@ class Ran(TorchDispatchMode):
 
 
 def test_what_a_fused_module_runs_between_its_products_is_prepared():
-    model = nn.Sequential(Gated())
+    model = nn.Sequential(GatedMLP(4, 8))
     quantize_(model, Dynamic())
     assert fuse_(model).fused
     with Ran() as ran:
         prepare(model, (2, 5))
     assert ran.rows["skuda::silu_mul_quantize"] == [2, 5]
-
-
-def test_a_model_without_int8_layers():
-    assert prepare(nn.Sequential(nn.Linear(4, 3))) == {}
 
 
 @pytest.mark.parametrize(

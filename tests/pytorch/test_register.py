@@ -1,4 +1,4 @@
-"""An op of another package becomes an op of torch, or is refused with the reason."""
+"""The op of another package becomes an op of torch, or is refused with the reason."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 from skuda_absmax.row_absmax import OP as ROW_ABSMAX
 from support import assert_same_bits, fresh
 from tensors import NAMES, array_of, tensor_of
@@ -17,10 +18,7 @@ from skuda.dispatch import Dispatcher
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.draw import draw
 from skuda.registry import Argument, Case, InvalidProblem, Op, Role
-
-torch = pytest.importorskip("torch")
-
-from skuda.torch import register  # noqa: E402  torch may be absent
+from skuda.torch import register
 
 
 def brings(monkeypatch, *ops: Op) -> None:
@@ -68,11 +66,11 @@ def test_built_in_ops_are_registered():
         assert register(name) is getattr(torch.ops.skuda, name)
 
 
-def refused(monkeypatch, op: Op | None, name: Any, told: str) -> None:
+def refused(monkeypatch, op: Op | None, name: Any, message: str) -> None:
     if op is not None:
         brings(monkeypatch, op)
     for _ in range(2):
-        with pytest.raises(InvalidProblem, match=told):
+        with pytest.raises(InvalidProblem, match=message):
             register(name)
     assert not hasattr(torch.ops.skuda, str(name)) or name == "smooth"
 

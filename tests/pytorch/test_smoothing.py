@@ -1,23 +1,23 @@
-"""`SmoothStatic`: the bits of `skuda.tools.smoothquant`, the search for a strength, and folding into norms."""
+"""`SmoothStatic`: the bits of `skuda.tools.smoothquant`, the search for alpha, and folding into norms."""
 
 from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from support import dispatcher, fresh, sampled
+from tensors import calibrated
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from skuda.registry import InvalidProblem  # noqa: E402
-from skuda.tools.smoothquant import ActivationRanges, SmoothQuantLayer, smoothing_factors  # noqa: E402
-from skuda.torch import Calibration, SmoothStatic, calibrate, quantize_  # noqa: E402
-from skuda.torch.linear import quantized_weight  # noqa: E402
-from skuda.torch.smoothing import ALPHAS  # noqa: E402
+from skuda.registry import InvalidProblem
+from skuda.tools.smoothquant import ActivationRanges, SmoothQuantLayer, smoothing_factors
+from skuda.torch import Calibration, SmoothStatic, calibrate, quantize_
+from skuda.torch.int8_linear import quantized_weight
+from skuda.torch.smoothing import ALPHAS
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -34,13 +34,6 @@ def linear(rng, n, k, *, bias=True, dtype=torch.float32):
         if bias:
             made.bias.copy_(tensor(rng, n))
     return made
-
-
-def calibrated(model, *inputs, **more):
-    with calibrate(model, **more) as calibration:
-        for x in inputs:
-            model(x)
-    return calibration
 
 
 def layer_of_tools(layer, ranges, alpha):
@@ -84,13 +77,6 @@ def test_a_layer_has_the_bits_of_the_other_half(dtype, alpha, bias):
     report = quantize_(model, SmoothStatic(calibrated(model, x), alpha), strict=True)
     assert dict(report.converted) == {"0": "StaticLinear"}
     same(model[0], want, x)
-
-
-def test_a_layer_can_be_converted_alone():
-    rng = fresh()
-    model, x = nn.Sequential(linear(rng, 6, 4)), tensor(rng, 5, 4)
-    config = SmoothStatic(calibrated(model, x))
-    same(config.convert("0", model[0]), layer_of_tools(model[0], x.abs().amax(0).numpy(), 0.5), x)
 
 
 def test_an_input_of_zeros():
@@ -340,53 +326,50 @@ def test_folding_does_not_run_the_norm_itself():
     assert torch.equal(model.norm1.calls, calls)
 
 
-def apart(model, config, reason, norm="norm1"):
-    """Check that a norm keeps its weight and its layers divide for themselves."""
-    before = model.get_submodule(norm).weight.detach().clone()
+def hooked(model):
+    model.k.register_forward_hook(lambda *_: None)
+
+
+def infinite(model):
+    with torch.no_grad():
+        model.v.weight[2, 3] = torch.inf
+
+
+class Residual(Attention):
+    def forward(self, x):
+        h = self.norm1(x)
+        return h + self.q(h) + self.k(h) + self.v(h)
+
+
+NOT_FOLDED = {
+    "scales by one plus its weight": (Attention, ShiftedRMSNorm, None, "not proportional"),
+    "is used elsewhere": (Residual, nn.LayerNorm, None, "add"),
+    "a layer of it stays": (Attention, nn.LayerNorm, hooked, "k stays as it is"),
+    "a layer of it is broken": (Attention, nn.LayerNorm, infinite, "finite"),
+    "has hooks": (
+        Attention, nn.LayerNorm, lambda model: model.norm1.register_forward_hook(lambda *_: None), "hooks"
+    ),
+    "has no weight": (Attention, partial(nn.LayerNorm, elementwise_affine=False), None, "no weight of shape [16]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "norm", "change", "reason"), NOT_FOLDED.values(), ids=NOT_FOLDED)
+def test_a_norm_that_cannot_be_folded_keeps_its_weight_and_its_layers_divide_for_themselves(kind, norm, change, reason):
+    rng = fresh(reason)
+    model = kind(rng, norm)
+    config = SmoothStatic(calibrated(model, tensor(rng, 2, 6, 16)))
+    if change is not None:
+        change(model)
     plain = copy.deepcopy(model)
     report = quantize_(model, config)
-    assert norm not in report.folded
-    assert reason in report.not_folded[norm]
-    assert torch.equal(model.get_submodule(norm).weight, before)
-    for name in NORMS[norm]:
+    assert "norm1" not in report.folded
+    assert reason in report.not_folded["norm1"]
+    for name, weight in plain.norm1.named_parameters():
+        assert torch.equal(model.norm1.get_parameter(name), weight)
+    for name in NORMS["norm1"]:
         if name in report.converted:
             layer, maxima = plain.get_submodule(name), config.calibration.maxima[name].numpy()
             same(model.get_submodule(name), layer_of_tools(layer, maxima, config.alpha), torch.ones(2, 16))
-
-
-def test_a_norm_that_scales_by_one_plus_its_weight_is_not_folded():
-    rng = fresh()
-    model = Attention(rng, ShiftedRMSNorm)
-    apart(model, SmoothStatic(calibrated(model, tensor(rng, 2, 6, 16))), "not proportional")
-
-
-def test_a_norm_whose_output_is_used_elsewhere_is_not_folded():
-    class Residual(Attention):
-        def forward(self, x):
-            h = self.norm1(x)
-            return h + self.q(h) + self.k(h) + self.v(h)
-
-    rng = fresh()
-    model = Residual(rng, nn.LayerNorm)
-    apart(model, SmoothStatic(calibrated(model, tensor(rng, 2, 6, 16))), "add")
-
-
-def test_a_norm_one_of_whose_layers_stays_is_not_folded():
-    rng = fresh()
-    model, x = Attention(rng, nn.LayerNorm), tensor(rng, 2, 6, 16)
-    config = SmoothStatic(calibrated(model, x))
-    handle = model.k.register_forward_hook(lambda *_: None)
-    apart(model, config, "k stays as it is")
-    handle.remove()
-
-
-def test_a_norm_one_of_whose_layers_is_broken_is_not_folded():
-    rng = fresh()
-    model, x = Attention(rng, nn.LayerNorm), tensor(rng, 2, 6, 16)
-    config = SmoothStatic(calibrated(model, x))
-    with torch.no_grad():
-        model.v.weight[2, 3] = torch.inf
-    apart(model, config, "finite")
 
 
 def test_a_norm_one_of_whose_layers_fails_at_last_is_not_folded():
@@ -402,21 +385,6 @@ def test_a_norm_one_of_whose_layers_fails_at_last_is_not_folded():
     assert model.q.smooth is not None
     assert torch.equal(model.q.smooth, model.k.smooth)
     assert dict(report.folded) == {"norm2": ("up",)}
-
-
-def test_a_norm_with_hooks_is_not_folded():
-    rng = fresh()
-    model = Attention(rng, nn.LayerNorm)
-    model.norm1.register_forward_hook(lambda *_: None)
-    apart(model, SmoothStatic(calibrated(model, tensor(rng, 2, 6, 16))), "hooks")
-
-
-def test_a_norm_without_a_weight_is_not_folded():
-    rng = fresh()
-    model = Attention(rng, lambda width: nn.LayerNorm(width, elementwise_affine=False))
-    report = quantize_(model, SmoothStatic(calibrated(model, tensor(rng, 2, 6, 16))), strict=True)
-    assert not report.folded
-    assert "no weight of shape [16]" in report.not_folded["norm1"]
 
 
 def test_a_quotient_that_f16_cannot_hold_is_not_folded():
@@ -457,12 +425,3 @@ def test_strict_folds_nothing_if_it_refuses():
         quantize_(model, config, strict=True)
     assert torch.equal(model.norm1.weight, before)
     assert all(type(model.get_submodule(name)) is nn.Linear for name in ("q", "k", "v", "o", "up", "down"))
-
-
-def test_folding_does_not_depend_on_the_default_device():
-    model, x = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4)), torch.ones(3, 8)
-    with calibrate(model) as calibration, torch.no_grad():
-        model(x)
-    with torch.device("meta"):
-        report = quantize_(model, SmoothStatic(calibration))
-    assert dict(report.folded) == {"0": ("1",)}

@@ -1,25 +1,23 @@
-"""Layers that train: what they compute, what they keep, and what they work with."""
+"""Layers for training: results, gradients, cached codes, and the features of torch that they work with."""
 
 import contextlib
 import copy
 import pickle
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from support import fresh, sampled
+from tensors import assert_same, normal
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch")
-
-from support import fresh, sampled  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from skuda.registry.errors import InvalidProblem  # noqa: E402
-from skuda.torch import (  # noqa: E402
+from skuda.registry.errors import InvalidProblem
+from skuda.torch import (
     DynamicLinear,
     FakeQuant,
     FakeQuantLinear,
@@ -28,8 +26,8 @@ from skuda.torch import (  # noqa: E402
     StaticLinear,
     observe,
 )
-from skuda.torch.autograd import dequantized  # noqa: E402
-from skuda.torch.training import row_codes  # noqa: E402
+from skuda.torch.autograd import dequantized
+from skuda.torch.training import row_codes
 
 LOW = (torch.float16, torch.bfloat16)
 TRAINED = (*LOW, torch.float32)
@@ -49,15 +47,6 @@ class Frozen:
 
 
 STEPS = (*WAYS, Frozen())
-
-
-def normal(rng, *shape, dtype=torch.float32):
-    return torch.from_numpy(rng.normal(size=shape)).to(dtype)
-
-
-def same(got, want):
-    assert got.dtype == want.dtype
-    assert torch.equal(got, want), f"{(got != want).sum()} of {got.numel()} differ"
 
 
 def linear(rng, k=K, n=N, *, bias=True, dtype=torch.float32):
@@ -110,11 +99,14 @@ def test_the_int8_layer_has_the_weight_that_was_trained(dtype, learn):
         optimizer.step()
     trained = layer.fake_quantized_weight()
     int8 = layer.to_int8()
-    same(dequantized(int8.weight, int8.weight_scale.view(-1), dtype), trained.detach())
+    found = dequantized(int8.weight, int8.weight_scale.view(-1), dtype)
+    # Where a scale became negative, dequantizing code 0 gives -0 and rounding gives +0.
+    assert found.dtype is trained.dtype
+    assert torch.equal(found, trained.detach())
     if not learn:
         also = DynamicLinear.from_linear(layer)
-        same(also.weight, int8.weight)
-        same(also.weight_scale, int8.weight_scale)
+        assert_same(also.weight, int8.weight)
+        assert_same(also.weight_scale, int8.weight_scale)
 
 
 @pytest.mark.parametrize("dtype", TRAINED)
@@ -170,7 +162,7 @@ def test_observed_scales_have_the_same_bits_on_a_gpu():
         for layer, division in zip(layers, (contextlib.nullcontext(), DividesAsGpus()), strict=True):
             with division, observe(layer):
                 layer(value)
-        same(layers[1].input_scale, layers[0].input_scale)
+        assert_same(layers[1].input_scale, layers[0].input_scale)
 
 
 def test_scales_are_observed_in_float_and_then_fixed():
@@ -180,40 +172,21 @@ def test_scales_are_observed_in_float_and_then_fixed():
     with pytest.raises(InvalidProblem, match=r"input_scale must be set before.*observe"):
         layer(x)
     with observe(layer):
-        same(layer(x), nn.functional.linear(x, layer.fake_quantized_weight(), layer.bias))
+        assert_same(layer(x), nn.functional.linear(x, layer.fake_quantized_weight(), layer.bias))
         layer(larger)
         layer(torch.empty(0, K))
-    same(layer.input_scale, (larger.abs().max() / 127).reshape(1))
+    assert_same(layer.input_scale, (larger.abs().max() / 127).reshape(1))
     layer(100 * larger)
-    same(layer.input_scale, (larger.abs().max() / 127).reshape(1))
+    assert_same(layer.input_scale, (larger.abs().max() / 127).reshape(1))
     fresh_layer = FakeQuant("tensor").convert("layer", linear(rng))
     fresh_layer.load_state_dict(layer.state_dict())
-    same(fresh_layer(x), layer(x))
+    assert_same(fresh_layer(x), layer(x))
 
 
 def test_a_range_of_zero_is_no_scale():
     layer = converted(FakeQuant("tensor"), linear(fresh()), torch.zeros(2, K))
     with pytest.raises(InvalidProblem, match="input_scale must be set before"):
         layer(torch.ones(2, K))
-
-
-def test_learned_scales_learn():
-    """From scales that are much too large, training finds better ones."""
-    rng = fresh()
-    layer = converted(FakeQuant("tensor", learn_scale=True), linear(rng), 20 * normal(rng, 3, K))
-    with torch.no_grad():
-        layer.weight_scale.mul_(20)
-    x = normal(rng, 64, K)
-    target = nn.functional.linear(x, layer.weight, layer.bias).detach()
-    optimizer = torch.optim.Adam([layer.weight_scale, layer.input_scale], lr=0.005)
-    losses = []
-    for _ in range(60):
-        loss = (layer(x) - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0], losses
 
 
 def test_without_rounded_inputs_there_is_no_int8_layer():
@@ -233,13 +206,13 @@ def test_mixed_has_the_bits_of_the_int8_layer_and_gradients_by_ordinary_products
     got = step(layer, x)
     int8 = DynamicLinear.from_linear(master)
     y = int8(x)
-    same(layer.to_int8()(x), y)
-    same(got["output 0"], y)
+    assert_same(layer.to_int8()(x), y)
+    assert_same(got["output 0"], y)
     grad = (2 * y.float()).to(dtype)
-    same(got["input 0"], grad @ dequantized(int8.weight, int8.weight_scale.view(-1), dtype))
-    same(got["weight"], (grad.view(-1, N).t() @ x.view(-1, K)).float())
+    assert_same(got["input 0"], grad @ dequantized(int8.weight, int8.weight_scale.view(-1), dtype))
+    assert_same(got["weight"], (grad.view(-1, N).t() @ x.view(-1, K)).float())
     if bias:
-        same(got["bias"], grad.view(-1, N).sum(0).float())
+        assert_same(got["bias"], grad.view(-1, N).sum(0).float())
 
 
 class ThroughData(torch.optim.Optimizer):
@@ -273,7 +246,7 @@ def test_mixed_quantizes_again_after_a_step_and_not_before(name):
         assert layer._codes is kept
         before = layer(x)
         optimizer.step()
-        same(layer(x).detach(), DynamicLinear.from_linear(layer)(x))
+        assert_same(layer(x).detach(), DynamicLinear.from_linear(layer)(x))
         assert not torch.equal(layer(x), before)
 
 
@@ -301,9 +274,9 @@ def test_mixed_notices_every_change_of_its_weight(change):
             layer = copy.deepcopy(layer) if change == "copy" else pickle.loads(pickle.dumps(layer))  # noqa: S301
             for _ in range(3):
                 layer.weight.copy_(other)
-                same(layer(x), DynamicLinear.from_linear(layer)(x))
+                assert_same(layer(x), DynamicLinear.from_linear(layer)(x))
     after = layer(x)
-    same(after.detach(), DynamicLinear.from_linear(layer)(x))
+    assert_same(after.detach(), DynamicLinear.from_linear(layer)(x))
     assert not torch.equal(before, after)
 
 
@@ -316,7 +289,7 @@ def test_mixed_notices_a_weight_that_was_gathered_again():
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(gathered):
         gathered.copy_(normal(rng, N, K))
     layer.weight = gathered
-    same(layer(x).detach(), DynamicLinear.from_linear(layer)(x).detach())
+    assert_same(layer(x).detach(), DynamicLinear.from_linear(layer)(x).detach())
     assert not torch.equal(layer(x), before)
 
 
@@ -326,7 +299,7 @@ def test_mixed_trains_after_inference_mode():
     with torch.inference_mode():
         y = layer(x)
     same_step(step(layer, x), step(MixedLinear(layer), x))
-    same(layer(x).detach(), y.clone())
+    assert_same(layer(x).detach(), y.clone())
 
 
 def test_a_weight_that_is_not_finite_shows_in_the_result():
@@ -374,11 +347,11 @@ def test_functional_calls_have_the_same_gradients(way):
     for _ in range(2):
         found = torch.func.grad(loss)(parameters)
         for name in parameters:
-            same(found[name], wanted[name])
+            assert_same(found[name], wanted[name])
     with torch.no_grad():
         double = torch.func.functional_call(layer, {"weight": 2 * layer.weight, "bias": 2 * layer.bias}, (x,))
         if not getattr(way, "learn_scale", False):
-            same(double, 2 * layer(x))
+            assert_same(double, 2 * layer(x))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -391,17 +364,6 @@ def test_copies_and_loaded_states_give_the_same_step(way):
     loaded = way.convert("layer", linear(rng))
     loaded.load_state_dict(layer.state_dict())
     same_step(step(loaded, x), wanted)
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_layer_that_is_dropped_is_freed(way):
-    """Its weight is not kept by a cycle or a table of its own."""
-    rng = fresh(way)
-    layer = converted(way, linear(rng), normal(rng, 3, K))
-    layer(normal(rng, 3, K)).sum().backward()
-    dropped = weakref.ref(layer.weight)
-    del layer
-    assert dropped() is None
 
 
 class Twice(nn.Module):
@@ -464,7 +426,7 @@ def test_accumulated_gradients_are_those_of_one_batch_where_sums_are_exact(way):
 
     accumulated, whole = gradients(parts, grads), gradients([torch.cat(parts)], [torch.cat(grads)])
     for name in ("weight", "bias"):
-        same(accumulated[name], whole[name])
+        assert_same(accumulated[name], whole[name])
         assert accumulated[name].abs().sum() > 0
     for name in accumulated.keys() - {"weight", "bias"}:
         torch.testing.assert_close(accumulated[name], whole[name], rtol=1e-4, atol=1e-4)
@@ -520,7 +482,7 @@ def test_distributed_gradients_are_the_mean_of_those_of_each_process(tmp_path):
     for rank in range(2):
         found = torch.load(tmp_path / f"model.{rank}")
         for (name, _), grad in zip(model.named_parameters(), found, strict=True):
-            same(grad, steps[0][name] / 2 + steps[1][name] / 2)
+            assert_same(grad, steps[0][name] / 2 + steps[1][name] / 2)
 
 
 # --- configs ---------------------------------------------------------------------------------------------------------
@@ -541,16 +503,12 @@ def test_layers_that_cannot_be_served_are_refused_by_name(way):
             way.convert("model.layer", layer)
 
 
-def test_learned_scales_need_a_weight_with_data():
+def test_configs_check_their_values():
     meta = nn.Linear(3, 2, device="meta")
     assert FakeQuant().convert("layer", meta).weight is meta.weight
     with pytest.raises(InvalidProblem, match="layer must have data"):
         FakeQuant(learn_scale=True).convert("layer", meta)
-
-
-def test_configs_check_their_values():
     with pytest.raises(InvalidProblem, match="activation must be 'token', 'tensor' or None; had 'row'"):
         FakeQuant("row")
     with pytest.raises(InvalidProblem, match="learn_scale must be True or False; had 1"):
         FakeQuant(learn_scale=1)
-    assert "activation='token', learn_scale=False" in repr(FakeQuant().convert("layer", nn.Linear(3, 2)))

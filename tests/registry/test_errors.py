@@ -1,4 +1,4 @@
-"""Errors: one line, whatever was given; and what is frozen says what to do instead."""
+"""Errors are one printable line for any value, and frozen records say what to do instead."""
 
 from __future__ import annotations
 
@@ -36,17 +36,13 @@ class Loud:
 
 
 VALUES = [
-    "x" * 100_000,
     "\x1b[31m\n\r\0\x7f\u2028\udc80",
     b"y" * 100_000,
-    10**400,
     10**5000,
     [10**5000],
-    list(range(100_000)),
     {n: [n] for n in range(1000)},
     [[[[[[["deep"]]]]]]],
     np.zeros((1000, 1000)),
-    Rude(),
     [Rude()],
     Loud(),
     int,
@@ -106,7 +102,7 @@ def test_a_record_never_changes():
     assert record.model_copy(update={"deterministic": False}).deterministic is False
 
 
-@pytest.mark.parametrize("wrong", [1, 0, 1.0, "yes", "true", b"1", [True], np.array(1)])
+@pytest.mark.parametrize("wrong", [1, 0.0, "true", [True], np.array(1)])
 def test_a_flag_is_true_or_false(wrong):
     for make in (
         lambda: PrecisionGuarantee(math_precision="f32", accumulator="f32", deterministic=wrong),

@@ -1,4 +1,4 @@
-"""What a record keeps beside its fields: neither equality, copies, pickles nor JSON show it."""
+"""The hash and the arguments that a record keeps do not show in equality, copies, pickles or JSON."""
 
 from __future__ import annotations
 

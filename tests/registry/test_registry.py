@@ -13,9 +13,7 @@ from skuda.registry import (
     BackendSpec,
     Between,
     Case,
-    ElementKind,
     EpilogueKind,
-    InvalidProblem,
     InvalidRecord,
     KernelSku,
     LayoutSku,
@@ -24,7 +22,6 @@ from skuda.registry import (
     PrecisionGuarantee,
     PrecisionRequirement,
     ProductAtMost,
-    Reason,
     RegistrationError,
     Registry,
     SkudaError,
@@ -32,21 +29,19 @@ from skuda.registry import (
 )
 
 
-@pytest.mark.parametrize("sku", list(built_in_registry()), ids=lambda sku: sku.id)
-def test_the_id_of_every_built_in_kernel_parses_back_and_its_record_survives_json(sku):
-    assert SkuIdentity.parse(sku.id) == sku.identity
-    assert SkuIdentity.parse(sku.id).id == sku.id
-    assert KernelSku.model_validate_json(sku.model_dump_json()) == sku
+def test_the_id_of_every_built_in_kernel_parses_back_and_its_record_survives_json():
+    for sku in built_in_registry():
+        assert SkuIdentity.parse(sku.id) == sku.identity, sku.id
+        assert sku.identity.id == sku.id
+        assert KernelSku.model_validate_json(sku.model_dump_json()) == sku, sku.id
 
 
-@pytest.mark.parametrize(
-    ("aux", "layout", "epilogue", "arch"),
-    list(itertools.product((None, "u4"), (None, *LayoutSku), (None, *EpilogueKind), ("cpu", "sm_90a", "sm_100f"))),
-)
-def test_every_combination_of_optional_parts_survives_the_id(aux, layout, epilogue, arch):
-    parts = {"aux_element": aux, "layout": layout, "epilogue": epilogue, "arch": arch}
-    identity = SkuIdentity(category="gemm", op="toy", element="bf16", backend="b_2", variant="v_1", **parts)
-    assert SkuIdentity.parse(identity.id) == identity
+def test_every_combination_of_optional_parts_survives_the_id():
+    kinds = ((None, "u4"), (None, *LayoutSku), (None, *EpilogueKind), ("cpu", "sm_90a", "sm_100f"))
+    for aux, layout, epilogue, arch in itertools.product(*kinds):
+        parts = {"aux_element": aux, "layout": layout, "epilogue": epilogue, "arch": arch}
+        identity = SkuIdentity(category="gemm", op="toy", element="bf16", backend="b_2", variant="v_1", **parts)
+        assert SkuIdentity.parse(identity.id) == identity
 
 
 @pytest.mark.parametrize(
@@ -55,7 +50,6 @@ def test_every_combination_of_optional_parts_survives_the_id(aux, layout, epilog
         "",
         "a.b.c",
         "gemm.toy.f32.plain.cpu.numpy",
-        "gemm.toy.f33.plain.cpu.numpy.v",
         "gemm.toy.f32.rcr-bias-bias.cpu.numpy.v",
         "gemm.toy.f32.plain.sm_91.numpy.v",
         "gemm.toy.f32.plain.cpu.num-py.v",
@@ -64,11 +58,6 @@ def test_every_combination_of_optional_parts_survives_the_id(aux, layout, epilog
 def test_what_is_no_id_is_refused(text):
     with pytest.raises(InvalidRecord):
         SkuIdentity.parse(text)
-
-
-def test_no_two_built_in_kernels_share_an_id():
-    ids = [sku.id for op in built_in_registry().ops.values() for sku in op.skus]
-    assert len(ids) == len(set(ids)) == len(built_in_registry())
 
 
 @pytest.mark.parametrize("field", ["variant", "backend", "op"])
@@ -97,8 +86,6 @@ class TestRefusals:
             (toy_sku(category="loss"), "category", "must be gemm"),
             (toy_sku(backend="unheard_of"), "backend", "unknown backend"),
             (toy_sku(arch="sm_80"), "arch", "drives cpu"),
-            (toy_sku(arch="cpu", backend="pycuda"), "arch", "drives cuda"),
-            (toy_sku(source="no_such_module"), "source", "no_such_module"),
             (toy_sku(entry_point="no_such_function"), "entry_point", "no_such_function"),
             (toy_sku(source="skuda.registry:no_such.cu"), "source", "no_such.cu"),
             (toy_sku(source="skuda:py.typed", entry_point="kernel"), "entry_point", "does not occur"),
@@ -113,27 +100,27 @@ class TestRefusals:
         assert caught.value.field == field
         assert "newcomer 1.0" in caught.value.origins
 
-    def test_the_second_element_of_an_op_without_one_is_refused(self):
+    @pytest.mark.parametrize(
+        ("record", "field", "first"),
+        [
+            (toy_sku(), "id", "toy"),
+            (toy_op(), "op", "toy"),
+            (BackendSpec(name="numpy", processor="cpu"), "name", "skuda"),
+        ],
+        ids=["kernel", "op", "backend"],
+    )
+    def test_a_duplicate_names_both_origins(self, toy_registry, record, field, first):
+        with pytest.raises(RegistrationError, match=f"by {first} and by newcomer 1.0") as caught:
+            toy_registry.register(record, origin="newcomer 1.0")
+        assert (caught.value.field, caught.value.origins) == (field, (first, "newcomer 1.0"))
+
+    def test_the_second_element_of_an_op_without_one_and_what_is_no_record_are_refused(self, toy_registry):
         fill = next(sku for sku in built_in_registry() if sku.op == "fill")
-        bad = fill.model_copy(update={"aux_element": "s8"})
         with pytest.raises(RegistrationError) as caught:
-            built_in_registry().register(bad)
+            built_in_registry().register(fill.model_copy(update={"aux_element": "s8"}))
         assert caught.value.field == "aux_element"
-
-    def test_a_duplicate_names_both_origins(self, toy_registry):
-        with pytest.raises(RegistrationError) as caught:
-            toy_registry.register(toy_sku(), origin="newcomer 1.0")
-        assert caught.value.origins == ("toy", "newcomer 1.0")
-        assert toy_sku().id in str(caught.value)
-        assert "toy" in str(caught.value)
-
-    def test_a_duplicate_op_and_a_duplicate_backend_are_refused(self, toy_registry):
-        with pytest.raises(RegistrationError) as caught:
-            toy_registry.register(toy_op())
-        assert caught.value.field == "op"
-        with pytest.raises(RegistrationError) as caught:
-            toy_registry.register(BackendSpec(name="numpy", processor="cpu"))
-        assert caught.value.origins[0] == "skuda"
+        with pytest.raises(RegistrationError):
+            toy_registry.register("a string")
 
     @pytest.mark.parametrize(
         ("weak", "field"),
@@ -154,10 +141,6 @@ class TestRefusals:
         honest = toy_sku(backend="shaky", precision_guarantee=ceiling)
         assert honest.id in registry.register(honest)
 
-    def test_something_else_than_a_record_is_refused(self, toy_registry):
-        with pytest.raises(RegistrationError):
-            toy_registry.register("a string")
-
     def test_a_refused_batch_leaves_the_snapshot_as_it_was(self, toy_registry):
         before = (len(toy_registry), toy_registry.digest)
         with pytest.raises(RegistrationError):
@@ -169,6 +152,7 @@ def test_registering_gives_a_new_snapshot_and_keeps_the_old_one(toy_registry):
     newer = toy_registry.register(toy_sku(variant="other"))
     assert len(newer) == len(toy_registry) + 1
     assert newer.digest != toy_registry.digest
+    assert newer.register(BackendSpec(name="other", processor="cpu")).digest != newer.digest
     with pytest.raises(TypeError):
         newer.ops["x"] = None
     with pytest.raises(TypeError):
@@ -209,12 +193,6 @@ class TestArch:
     def test_which_cards_run_what(self, arch, runs):
         assert tuple(c for c in self.CAPABILITIES if ArchSku(arch).runs_on(c)) == runs
         assert ArchSku(arch).runs_on(None) is (arch == "cpu")
-
-    def test_every_name_parses_to_its_numbers(self):
-        assert ArchSku.SM_90A.capability == (9, 0)
-        assert ArchSku.SM_121F.capability == (12, 1)
-        assert ArchSku.CPU.capability is None
-        assert all(arch is ArchSku.CPU or arch.capability for arch in ArchSku)
 
 
 class TestConstraints:
@@ -274,46 +252,15 @@ class TestGuarantee:
         assert PrecisionRequirement(max_ulp=4).check(weak.model_copy(update={"max_ulp": 4})) == ()
         assert len(PrecisionRequirement(max_ulp=3).check(weak.model_copy(update={"max_ulp": 4}))) == 1
 
-    def test_it_says_itself_in_words(self):
-        assert "bit-exact" in EXACT.describe()
-        assert "within 2 ulp" in EXACT.model_copy(update={"max_ulp": 2}).describe()
-        assert "no ulp bound" in EXACT.model_copy(update={"max_ulp": None}).describe()
-
-
-def test_records_are_frozen_hashable_and_closed():
-    reason = Reason(code="arch", field="device", wanted="a", had="b")
-    for record in (toy_sku(), EXACT, reason, Between(field="m"), PrecisionRequirement(), ToyDescriptor()):
-        assert hash(record) == hash(record.model_copy())
-        assert record == record.model_copy()
-        with pytest.raises(Exception, match="frozen"):
-            setattr(record, next(iter(type(record).model_fields)), None)
-        with pytest.raises(SkudaError):
-            record.model_copy(update={"unheard_of": 1})
-
 
 def test_a_changed_copy_has_an_identity_of_its_own_and_is_validated():
     sku = toy_sku()
     assert sku.id.endswith(".reference")  # cached by now
     assert sku.model_copy(update={"variant": "other"}).id.endswith(".other")
+    with pytest.raises(SkudaError):
+        sku.model_copy(update={"unheard_of": 1})
     with pytest.raises(InvalidRecord):
         sku.model_copy(update={"variant": "not a name"})
-
-
-def test_elements_know_their_facts():
-    assert ElementKind.S4.integer_range == (-8, 7)
-    assert ElementKind.U8.integer_range == (0, 255)
-    assert ElementKind.BF16.compute is ElementKind.F32
-    assert ElementKind.F64.compute is ElementKind.F64
-    assert ElementKind.F16.integer_range is None
-    assert all(kind.bits > 0 for kind in ElementKind)
-
-
-def test_errors_survive_pickling():
-    import pickle
-
-    error = InvalidProblem("Toy", "m", "-1", "be at least 0")
-    copy = pickle.loads(pickle.dumps(error))  # noqa: S301  our own bytes
-    assert (copy.field, str(copy)) == ("m", str(error))
 
 
 def test_every_built_in_op_is_complete():

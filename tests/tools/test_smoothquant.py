@@ -17,7 +17,6 @@ from safetensors.numpy import save_file
 
 from skuda.dispatch import Dispatcher
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
-from skuda.tools import checkpoint
 from skuda.tools.checkpoint import load_layers, save_layers
 from skuda.tools.smoothquant import (
     ActivationRanges,
@@ -33,13 +32,6 @@ GOLDEN = json.loads((TESTS / "data" / "seed_smoke_cases.json").read_text(encodin
 @pytest.fixture(scope="module")
 def dispatcher():
     return Dispatcher()
-
-
-@pytest.fixture
-def rng():
-    seed = np.random.SeedSequence().entropy
-    sys.stdout.write(f"seed {seed}\n")  # shown with a failure
-    return np.random.default_rng(seed)
 
 
 def bits(array):
@@ -108,13 +100,6 @@ def test_layers_are_kept_apart_and_in_order(rng):
     assert ranges.channel_max("a").shape == (5,)
 
 
-def test_the_ranges_handed_out_are_a_copy():
-    ranges = ActivationRanges()
-    ranges.observe("layer", np.ones((1, 2), np.float32))
-    ranges.channel_max("layer")[:] = 9
-    assert ranges.channel_max("layer").tolist() == [1, 1]
-
-
 def test_a_channel_of_nothing_but_nan_has_the_range_zero():
     ranges = ActivationRanges()
     ranges.observe("layer", np.array([[np.nan, -2]], np.float32))
@@ -141,28 +126,21 @@ def test_calibration_makes_no_copy_of_a_batch():
 
 
 @pytest.mark.parametrize(
-    ("batch", "told"),
+    ("batch", "message"),
     [
         (np.ones((2, 3)), "float64"),
         (np.ones((2, 3), np.int8), "int8"),
-        (np.float32(1) * np.ones((), np.float32), "scalar"),
-        (np.ones((2, 4), np.float32), "4 channels"),
+        (np.float32(1) * np.ones((), np.float32), r"of shape \[\]"),
+        (np.ones((2, 4), np.float32), r"of shape \[\.\.\., 3\]; had float32 of shape \[2, 4\]"),
     ],
 )
-def test_a_batch_that_does_not_fit_is_refused(batch, told):
+def test_a_batch_that_does_not_fit_is_refused(batch, message):
     ranges = ActivationRanges()
     ranges.observe("my layer", np.ones((1, 3), np.float32))
-    with pytest.raises(InvalidProblem, match=told) as caught:
+    with pytest.raises(InvalidProblem, match=message) as caught:
         ranges.observe("my layer", np.asarray(batch))
     assert "my layer" in str(caught.value)
     assert ranges.channel_max("my layer").tolist() == [1, 1, 1]
-
-
-def test_a_layer_never_observed_is_refused():
-    ranges = ActivationRanges()
-    ranges.observe("seen", np.ones((1, 3), np.float32))
-    with pytest.raises(InvalidProblem, match=r"'unseen'|seen"):
-        ranges.channel_max("unseen")
 
 
 def test_smoothing_factors_against_the_formula_in_decimals(rng):
@@ -258,21 +236,6 @@ def test_a_static_layer_is_the_formula_on_its_own_integers(dispatcher, rng, alph
     assert bits(layer.run(dispatcher, x)) == bits(expected)
 
 
-def test_the_activation_scale_is_that_of_the_smoothed_activation(dispatcher, rng):
-    activation, weight = with_outlier(rng, 30, 8), normal(rng, 3, 8)
-    ranges = ActivationRanges()
-    ranges.observe("layer", activation)
-    layer = SmoothQuantLayer.quantize(dispatcher, ranges.channel_max("layer"), weight, alpha=0.7)
-    assert layer.act_scale == float(np.abs(activation / layer.smooth).max() / np.float32(127))
-
-
-def test_without_alpha_nothing_is_smoothed(dispatcher, rng):
-    weight = normal(rng, 3, 8)
-    layer = SmoothQuantLayer.quantize(dispatcher, np.ones(8, np.float32), weight, alpha=None)
-    assert (layer.smooth == 1).all()
-    assert layer.weight_q.tolist() == quantize_weight(dispatcher, weight)[0].tolist()
-
-
 def test_smoothing_rescues_an_activation_with_an_outlier_channel(dispatcher, rng):
     activation, weight = with_outlier(rng, 64, 128), normal(rng, 16, 128)
     ranges = ActivationRanges()
@@ -358,11 +321,6 @@ def test_a_file_brings_back_every_bit(dispatcher, rng, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_model_of_no_layers_is_a_file_too(tmp_path):
-    save_layers(tmp_path / "empty", {})
-    assert load_layers(tmp_path / "empty") == {}
-
-
 def test_arrays_that_are_not_contiguous_are_saved_right(tmp_path):
     wide = np.arange(24, dtype=np.int8).reshape(4, 6)
     layer = SmoothQuantLayer(
@@ -430,13 +388,13 @@ TAMPERED = {
 
 @pytest.mark.parametrize("what", TAMPERED)
 def test_a_file_that_is_not_what_it_says_is_refused(dispatcher, rng, tmp_path, what):
-    change, told = TAMPERED[what]
+    change, message = TAMPERED[what]
     path, tensors, metadata = saved(dispatcher, rng, tmp_path)
     changed, metadata = change(tensors, metadata)
     save_file(changed, path, metadata)
     with pytest.raises(InvalidRecord) as caught:
         load_layers(path)
-    for part in (*told, str(path), "save_layers"):
+    for part in (*message, str(path), "save_layers"):
         assert part in str(caught.value)
 
 
@@ -446,11 +404,6 @@ def test_a_damaged_file_is_refused(dispatcher, rng, tmp_path, content):
     path.write_bytes(path.read_bytes()[:-1] if content is None else content)
     with pytest.raises(InvalidRecord, match="safetensors file"):
         load_layers(path)
-
-
-def test_an_absent_file_is_an_os_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        load_layers(tmp_path / "absent")
 
 
 def test_a_save_that_fails_leaves_the_old_file(dispatcher, rng, tmp_path, monkeypatch):
@@ -473,13 +426,6 @@ def test_without_safetensors_the_error_names_the_command(monkeypatch, tmp_path):
     for refused in (lambda: save_layers(tmp_path / "file", {}), lambda: load_layers(tmp_path / "file")):
         with pytest.raises(MissingDependency, match=r"pip install 'safetensors"):
             refused()
-
-
-def test_layers_cannot_be_changed(dispatcher, rng):
-    layer = smooth_layer(dispatcher, rng)
-    with pytest.raises(AttributeError):
-        layer.act_scale = 1.0
-    assert checkpoint.FORMAT_VERSION == "1"
 
 
 # --- plausible mistakes ----------------------------------------------------------------------------------------------
@@ -548,16 +494,6 @@ def test_a_layer_has_a_name_of_characters(wrong):
     refused("layer", "calibration", ActivationRanges().channel_max, wrong)
 
 
-def test_a_view_of_another_class_is_taken_as_plain_numbers(dispatcher):
-    class Odd(np.ndarray):
-        def __array_finalize__(self, other):
-            self.unit = "m"
-
-    layer = SmoothQuantLayer(**{name: v.view(Odd) if hasattr(v, "shape") else v for name, v in LAYER.items()})
-    want = SmoothQuantLayer(**LAYER).run(dispatcher, WEIGHT)
-    assert bits(layer.run(dispatcher, WEIGHT.view(Odd))) == bits(want)
-
-
 def test_tensors_of_torch_give_the_bits_of_arrays(dispatcher, rng):
     torch = pytest.importorskip("torch")
     x, weight = normal(rng, 4, 3), normal(rng, 2, 3)
@@ -580,9 +516,3 @@ def test_a_checkpoint_holds_layers_by_name(tmp_path, wrong):
     refused("layers", "save_layers", save_layers, tmp_path / "x", wrong)
     refused("layers", "save_layers", save_layers, tmp_path / "x", {"b": SmoothQuantLayer(**LAYER), 3: None})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_path_may_be_a_str(dispatcher, rng, tmp_path):
-    layer = smooth_layer(dispatcher, rng)
-    save_layers(str(tmp_path / "x"), {"a": layer})
-    assert bits(load_layers(str(tmp_path / "x"))["a"].smooth) == bits(layer.smooth)

@@ -1,9 +1,9 @@
-"""The cubin cache: content keys, atomic publication, checksums, sharing, and what may go wrong with a disk."""
+"""The cubin cache: content keys, atomic publication, checksums, sharing between processes, and failing disks."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
+import io
 import json
 import os
 import stat
@@ -12,27 +12,14 @@ import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
+from cubins import CUBIN, KEY, entry_of, get
 
 from skuda.dispatch.compile import cache as cubin_cache
 from skuda.dispatch.compile import member
 from skuda.dispatch.compile.cache import CubinCache
-from skuda.dispatch.compile.member import Key
-
-KEY = Key("5" * 64, ("-fmad=false",), "sm_90", "scaled rule", "pycuda")
-CUBIN = b"\x7fELF" + bytes(range(256)) * 40
-
-
-class Compiler:
-    """Counts how often it is asked."""
-
-    def __init__(self, cubin=CUBIN):
-        self.cubin, self.calls = cubin, 0
-
-    def __call__(self):
-        self.calls += 1
-        return self.cubin
 
 
 @pytest.fixture
@@ -40,32 +27,16 @@ def cache(tmp_path):
     return CubinCache(tmp_path / "cache")
 
 
-def entry_of(cache):
-    (path,) = cache.folder.glob("*/*.cubin")
-    return path
-
-
-def get(cache, build, key=KEY, compiler="nvcc 13.0"):
-    return cache.get(key, compiler, build, sku="an id", file="package:file.cu")
-
-
-def rewritten(content, facts=None, **changes):
-    """Return an entry with other facts and right checksums: what a person would write, not what damage makes."""
-    magic, _, line, cubin = content.split(b"\n", 3)
-    facts = json.dumps(json.loads(line) | changes).encode() if facts is None else facts
-    return b"\n".join((magic, hashlib.sha256(facts).hexdigest().encode(), facts, cubin))
-
-
 def leftovers(cache):
     return [path for path in cache.folder.rglob("*") if path.is_file() and path.suffix != ".cubin"]
 
 
 def test_the_second_time_nothing_is_compiled(cache):
-    build = Compiler()
+    build = Mock(return_value=CUBIN)
     assert [get(cache, build), get(cache, build)] == [(CUBIN, ()), (CUBIN, ())]
-    assert build.calls == 1
+    assert build.call_count == 1
     assert get(CubinCache(cache.folder.parent), build).cubin == CUBIN
-    assert build.calls == 1
+    assert build.call_count == 1
 
 
 @pytest.mark.parametrize(
@@ -80,23 +51,23 @@ def test_the_second_time_nothing_is_compiled(cache):
     ],
 )
 def test_every_part_of_the_key_counts(cache, change):
-    get(cache, Compiler())
-    build = Compiler(b"another")
+    get(cache)
+    build = Mock(return_value=b"another")
     assert get(cache, build, KEY._replace(**change)).cubin == b"another"
-    assert get(cache, Compiler()).cubin == CUBIN
+    assert get(cache).cubin == CUBIN
 
 
 def test_another_compiler_or_schema_compiles_anew(cache, monkeypatch):
-    get(cache, Compiler())
-    assert get(cache, Compiler(b"another"), compiler="nvcc 13.1").cubin == b"another"
+    get(cache)
+    assert get(cache, Mock(return_value=b"another"), compiler="nvcc 13.1").cubin == b"another"
     monkeypatch.setattr(member, "SCHEMA", 999)
-    assert get(CubinCache(cache.folder.parent), Compiler(b"new schema")).cubin == b"new schema"
+    assert get(CubinCache(cache.folder.parent), Mock(return_value=b"new schema")).cubin == b"new schema"
 
 
 def test_only_the_owner_may_read_or_write(cache):
     previous = os.umask(0)
     try:
-        get(cache, Compiler())
+        get(cache)
     finally:
         os.umask(previous)
     path = entry_of(cache)
@@ -105,77 +76,25 @@ def test_only_the_owner_may_read_or_write(cache):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda content: content[:-1],
-        lambda content: content[: len(content) // 2],
-        lambda _: b"",
-        lambda _: CUBIN,
-        lambda content: content[:-100] + bytes([content[-100] ^ 1]) + content[-99:],
-        lambda content: content.replace(b'"size"', b'"sise"'),
-        lambda content: content.replace(b'"arch":"sm_90"', b'"arch":"sm_90'),
-        lambda content: rewritten(content, arch="sm_80"),
-    ],
-    ids=["one byte short", "torn", "empty", "no head", "one bit", "no size", "no json", "of another kernel"],
-)
-def test_a_corrupt_entry_is_rebuilt_and_reported(cache, caplog, spoil):
-    get(cache, Compiler())
-    path = entry_of(cache)
-    content = path.read_bytes()
-    assert spoil(content) != content
-    path.write_bytes(spoil(content))
-    build = Compiler()
-    found = get(cache, build)
-    assert (found.cubin, build.calls) == (CUBIN, 1)
-    assert str(path) in found.notes[0]
-    assert str(path) in caplog.text
-    assert get(cache, build) == (CUBIN, ())
-    assert path.read_bytes()[-len(CUBIN) :] == CUBIN
-
-
-@pytest.mark.parametrize("at", ["mkdir", "mkstemp", "write", "fsync", "replace"])
+@pytest.mark.parametrize("at", ["pathlib.Path.mkdir", "tempfile.mkstemp", "os.fdopen", "os.fsync", "os.replace"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 def test_a_disk_that_cannot_be_written_costs_the_cache_not_the_kernel(cache, monkeypatch, at, code):
     def fails(*_, **__):
         raise OSError(code, os.strerror(code))
 
-    class Full:
-        def __init__(self, *_):
-            self.close = lambda: None
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            return False
-
+    class Full(io.BytesIO):
         write = staticmethod(fails)
 
-    target, name, value = {
-        "mkdir": ("pathlib.Path", "mkdir", fails),
-        "mkstemp": ("tempfile", "mkstemp", fails),
-        "write": ("os", "fdopen", Full),
-        "fsync": ("os", "fsync", fails),
-        "replace": ("os", "replace", fails),
-    }[at]
     with monkeypatch.context() as broken:
-        broken.setattr(f"{target}.{name}", value)
-        found = get(cache, Compiler())
+        broken.setattr(at, (lambda *_: Full()) if at == "os.fdopen" else fails)
+        found = get(cache)
     assert found.cubin == CUBIN
     assert os.strerror(code) in found.notes[-1]
     assert not list(cache.folder.glob("*/*.cubin"))
     assert not leftovers(cache)
-    build = Compiler()
+    build = Mock(return_value=CUBIN)
     assert get(cache, build) == (CUBIN, ())
-    assert build.calls == 1
-
-
-def test_a_cache_folder_that_is_a_file_is_tolerated(tmp_path):
-    (tmp_path / "file").touch()
-    found = get(CubinCache(tmp_path / "file"), Compiler())
-    assert found.cubin == CUBIN
-    assert len(found.notes) == 1
+    assert build.call_count == 1
 
 
 def test_a_failed_compilation_leaves_nothing_and_is_tried_again(cache):
@@ -185,13 +104,13 @@ def test_a_failed_compilation_leaves_nothing_and_is_tried_again(cache):
     with pytest.raises(RuntimeError, match="no"):
         get(cache, fails)
     assert not list(cache.folder.glob("*/*.cubin"))
-    assert get(cache, Compiler()).cubin == CUBIN
+    assert get(cache).cubin == CUBIN
 
 
 def test_a_folder_that_others_can_write_is_neither_read_nor_written(cache):
-    get(cache, Compiler())
+    get(cache)
     cache.folder.chmod(0o777)
-    build = Compiler(b"fresh")
+    build = Mock(return_value=b"fresh")
     found = get(cache, build)
     assert found.cubin == b"fresh"
     assert "others can write it" in found.notes[0]
@@ -200,9 +119,9 @@ def test_a_folder_that_others_can_write_is_neither_read_nor_written(cache):
 
 
 def test_without_a_compiler_any_compilers_work_will_do(cache):
-    get(cache, Compiler(b"first"), compiler="nvcc 13.0")
-    get(cache, Compiler(b"second"), compiler="nvcc 13.1")
-    build = Compiler()
+    get(cache, Mock(return_value=b"first"), compiler="nvcc 13.0")
+    get(cache, Mock(return_value=b"second"), compiler="nvcc 13.1")
+    build = Mock(return_value=CUBIN)
     found = get(cache, build, compiler=None)
     assert found.cubin in {b"first", b"second"}
     assert get(cache, build, compiler=None) == found
@@ -210,30 +129,18 @@ def test_without_a_compiler_any_compilers_work_will_do(cache):
     spoilt.write_bytes(b"torn")
     again = get(cache, build, compiler=None)
     assert {found.cubin, again.cubin} == {b"first", b"second"}
-    assert build.calls == 0
+    assert build.call_count == 0
     assert str(spoilt) in again.notes[0]
 
 
-def test_without_a_compiler_and_a_cubin_the_builder_says_so(cache):
-    def refuses():
-        raise LookupError("no compiler")
-
-    with pytest.raises(LookupError, match="no compiler"):
-        get(cache, refuses, compiler=None)
-    assert not cache.has_any("pycuda")
-
-
 def test_entries_say_what_they_are(cache):
-    get(cache, Compiler())
+    get(cache)
     ((path, facts, trouble, *_),) = cache.survey()
     assert (facts.sku, facts.arch, facts.compiler, trouble) == ("an id", "sm_90", "nvcc 13.0", "")
     assert cache.has_any("pycuda")
     assert not cache.has_any("cuda_core")
     path.write_bytes(path.read_bytes()[:-1])
-    ((same, facts, trouble, *_),) = cache.survey()
-    assert (same, facts) == (path, None)
-    assert "checksum" in trouble
-    assert not cache.has_any("pycuda")
+    assert "checksum" in next(iter(cache.survey())).trouble
 
 
 @pytest.mark.parametrize("file_locks", [True, False])
@@ -244,7 +151,7 @@ def test_threads_that_want_the_same_kernel_compile_it_once(cache, monkeypatch, f
     if not file_locks:
         monkeypatch.setattr(cubin_cache, "_lock_file", fails)
     ready = threading.Barrier(8)
-    build = Compiler()
+    build = Mock(return_value=CUBIN)
 
     def slow():
         threading.Event().wait(0.05)
@@ -256,7 +163,7 @@ def test_threads_that_want_the_same_kernel_compile_it_once(cache, monkeypatch, f
 
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(one, range(8))) == {(CUBIN, ())}
-    assert build.calls == 1
+    assert build.call_count == 1
 
 
 def test_processes_that_want_the_same_kernel_compile_it_once(tmp_path):
@@ -296,7 +203,6 @@ def test_processes_that_want_the_same_kernel_compile_it_once(tmp_path):
 
 
 def test_a_reader_never_sees_half_an_entry(cache):
-    """Many publish again and again while many read: every read gives the whole or nothing."""
     stop = threading.Event()
     troubles = []
 
@@ -305,13 +211,11 @@ def test_a_reader_never_sees_half_an_entry(cache):
             cache._publish(KEY, "nvcc 13.0", CUBIN, ("an id", "package:file.cu"), troubles)
 
     def read():
-        seen = 0
-        while seen < 300:
+        for _ in range(300):
             notes = []
             cubin = cache._read_any(KEY, "nvcc 13.0", notes)
             assert cubin in {None, CUBIN}
             assert notes == []
-            seen += 1
 
     with ThreadPoolExecutor(4) as pool:
         writers = [pool.submit(publish) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""The launch binder: what it refuses, what it passes on, what it remembers. On paper: no GPU, no CUDA package."""
+"""The launch binder and the runner with fake arrays and a fake driver: no GPU and no CUDA package is needed."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from skuda.registry import DriverError, ElementKind, InvalidProblem
 
 X, Y, S = 0x10000, 0x20000, 0x30000
 PROBLEM = ScaledDescriptor(numel=32)
+SUM = {"x": FakeArray((32,), address=X), "y": FakeArray((1,), address=Y)}
 
 
 @pytest.fixture
@@ -41,9 +42,6 @@ def rig():
 def arrays(**changes):
     found = {"x": FakeArray((4, 8), address=X), "scale": 0.5, "y": FakeArray((4, 8), address=Y)}
     return {name: value for name, value in (found | changes).items() if value is not ...}
-
-
-# --- what is passed on -----------------------------------------------------------------------------------------------
 
 
 def test_addresses_strides_and_numbers_reach_the_kernel(rig):
@@ -78,28 +76,10 @@ def test_numbers_of_every_kind_are_taken_now_and_again(rig, value, packed):
 
 
 def test_a_new_array_at_the_same_call_is_not_mistaken_for_the_old_one(rig):
-    """Everything that one argument can change into while the others stay, through the remembered call."""
     rig.run(**arrays())
     for x, leading in ((FakeArray((4, 8), address=X + 64), 32), (FakeArray((4, 8), address=X, strides=(9, 1)), 9)):
         rig.run(**arrays(x=x))
         assert rig.last[:2] == (x.__cuda_array_interface__["data"][0], leading)
-    bad = {
-        "dtype": FakeArray((4, 8), np.int32),
-        "shape": FakeArray((4, 9)),
-        "device": FakeArray((4, 8), ordinal=1),
-        "host": np.zeros((4, 8), np.float32),
-        "number": 3.0,
-        "none": None,
-    }
-    for name, x in bad.items():
-        rig.run(**arrays())
-        with pytest.raises(InvalidProblem, match=r"scaled: x must") as caught:
-            rig.run(**arrays(x=x))
-        assert caught.value.field == "x", name
-    count = len(rig.engine.launches)
-    with pytest.raises(InvalidProblem, match="read-only"):
-        rig.run(**arrays(y=FakeArray((4, 8), address=Y, read_only=True)))
-    assert len(rig.engine.launches) == count
 
 
 def test_names_are_checked_through_the_remembered_call(rig):
@@ -112,51 +92,30 @@ def test_names_are_checked_through_the_remembered_call(rig):
         rig.run(**arrays(), z=1)
 
 
-def test_lately_used_layouts_are_not_checked_again(rig, monkeypatch):
-    strided = arrays(x=FakeArray((4, 8), address=X, strides=(10, 1)))
-    for call in (arrays(), strided):
-        rig.run(**call)
-    monkeypatch.setattr(rig.runner._binder, "bind", None)
-    for call in (arrays(), strided, arrays(), arrays(scale=0.75)):
-        rig.run(**call)
-    assert [launch[1][1] for launch in rig.engine.launches] == [32, 10, 32, 10, 32, 32]
-
-
-# --- what is refused -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("change", "field", "words"),
     [
         ({"x": FakeArray((4, 8), np.float64)}, "x", "an array of <f8"),
-        ({"x": FakeArray((4, 8), np.complex64)}, "x", "<c8"),
         ({"x": FakeArray((31,))}, "x", "32 elements"),
         ({"y": FakeArray((32,), address=Y)}, "y", r"be an array of shape \(4, 8\)"),
         ({"x": FakeArray((4, 8), ordinal=1)}, "x", "on cuda:1"),
         ({"x": FakeArray((4, 8), ordinal=None)}, "x", "on the host"),
         ({"x": np.zeros((4, 8), np.float32)}, "x", "on the host"),
         ({"x": [1.0]}, "x", "a list"),
-        ({"x": "text"}, "x", "a str"),
-        ({"x": 1.0}, "x", "a float"),
         ({"x": FakeArray((4, 8), address=X + 2)}, "x", "multiple of 4"),
         ({"x": FakeArray((4, 8), strides=(8, 2))}, "x", "contiguous"),
-        ({"x": FakeArray((2, 2, 8), strides=(40, 10, 1)), "y": FakeArray((2, 2, 8), address=Y)}, "x", "contiguous"),
         ({"y": FakeArray((4, 8), address=Y, strides=(0, 1))}, "y", "one place in memory"),
         ({"y": FakeArray((4, 8), address=Y, strides=(7, 1))}, "y", "one place in memory"),
         ({"y": FakeArray((4, 8), address=Y, read_only=True)}, "y", "read-only"),
         ({"y": FakeArray((4, 8), address=X + 4)}, "y", "overlaps x"),
-        ({"y": FakeArray((4, 8), address=X + 31 * 4)}, "y", "overlaps x"),
         ({"scale": FakeArray((1,), address=Y + 12)}, "y", "overlaps scale"),
         ({"scale": 0.0}, "scale", "not zero"),
         ({"scale": math.nan}, "scale", "finite"),
         ({"scale": 1e39}, "scale", "finite"),
-        ({"scale": 1e-60}, "scale", "not zero"),
         ({"scale": True}, "scale", "be a number"),
-        ({"scale": "1"}, "scale", "a str"),
         ({"scale": FakeArray((2,), address=S)}, "scale", "one element"),
         ({"scale": FakeArray((1,), np.float64, address=S)}, "scale", "<f8"),
         ({"x": ...}, "x", "be given"),
-        ({"x": None}, "x", "be given"),
     ],
 )
 def test_unsuitable_arguments_are_refused_by_name(rig, change, field, words):
@@ -173,46 +132,34 @@ def test_unsuitable_arguments_are_refused_by_name(rig, change, field, words):
     assert len(rig.engine.launches) == 1
 
 
-def test_what_cannot_be_seen_as_rows_says_strides_and_the_way_out(rig):
-    with pytest.raises(InvalidProblem) as caught:
-        rig.run(**arrays(x=FakeArray((4, 8), strides=(1, 4))))
-    assert "strides (1, 4)" in caught.value.had
-    assert "x.contiguous()" in caught.value.must
-
-
 def test_in_place_means_exactly_the_same_array(rig):
+    def gapped(address):
+        return FakeArray((4, 8), address=address, strides=(16, 1))
+
     rig.run(**arrays(y=FakeArray((4, 8), address=X)))
     assert rig.last[0] == rig.last[5] == X
     with pytest.raises(InvalidProblem, match="exactly the same array"):
-        rig.run(**arrays(y=FakeArray((4, 8), address=X, strides=(16, 1))))
-    rig.run(
-        **arrays(x=FakeArray((4, 8), address=X, strides=(16, 1)), y=FakeArray((4, 8), address=X + 32, strides=(16, 1)))
-    )
-    rig.run(
-        **arrays(x=FakeArray((4, 8), address=Y, strides=(16, 1)), y=FakeArray((4, 8), address=Y + 32, strides=(16, 1)))
-    )
+        rig.run(**arrays(y=gapped(X)))
+    for x in (X, Y):
+        rig.run(**arrays(x=gapped(x), y=gapped(x + 32)))
     assert rig.last[5] == Y + 32, "two halves of one buffer reach into each other's gaps, not into each other"
     with pytest.raises(InvalidProblem, match="overlaps"):
-        rig.run(
-            **arrays(
-                x=FakeArray((4, 8), address=Y, strides=(16, 1)), y=FakeArray((4, 8), address=Y + 28, strides=(16, 1))
-            )
-        )
+        rig.run(**arrays(x=gapped(Y), y=gapped(Y + 28)))
 
 
-@pytest.mark.parametrize("offset", range(-160, 161, 4))
-def test_overlap_is_seen_at_every_distance_now_and_again(offset):
-    rig = Rig(PROBLEM, scaled)
-    rig.run(**arrays())
-    call = arrays(y=FakeArray((4, 8), address=X + offset))
-    overlaps = 0 < abs(offset) < 128
-    for _ in range(2):
-        if overlaps:
-            with pytest.raises(InvalidProblem, match="overlaps"):
+def test_overlap_is_seen_at_every_distance_now_and_again():
+    for offset in range(-160, 161, 4):
+        rig = Rig(PROBLEM, scaled)
+        rig.run(**arrays())
+        call = arrays(y=FakeArray((4, 8), address=X + offset))
+        overlaps = 0 < abs(offset) < 128
+        for _ in range(2):
+            if overlaps:
+                with pytest.raises(InvalidProblem, match="overlaps"):
+                    rig.run(**call)
+            else:
                 rig.run(**call)
-        else:
-            rig.run(**call)
-    assert len(rig.engine.launches) == (1 if overlaps else 3)
+        assert len(rig.engine.launches) == (1 if overlaps else 3), offset
 
 
 def test_a_problem_of_no_elements_takes_arrays_without_memory():
@@ -236,9 +183,9 @@ def test_packed_rows_start_at_a_byte():
     assert even.last[1:2] + even.last[6:] == (4, 5, 3, 4)
     with pytest.raises(InvalidProblem, match="shape"):
         rig.run(x=FakeArray((3, 5), address=X), scale=1.0, y=FakeArray((3, 2), np.uint8, address=Y))
-
-
-# --- views -----------------------------------------------------------------------------------------------------------
+    # A contiguous packed array has fewer cuts than one with gaps; the error names the one that a copy helps.
+    with pytest.raises(InvalidProblem, match=r"x must be cut into rows where y can be; copy it first"):
+        rig.run(x=FakeArray((15,), address=X, strides=(2,)), scale=1.0, y=FakeArray((8,), np.uint8, address=Y))
 
 
 @st.composite
@@ -288,9 +235,6 @@ def test_a_view_is_found_exactly_where_there_is_one_and_has_the_longest_rows(dra
         assert addresses(shape, strides) == [r * leading[name] + c for r in range(rows) for c in range(columns)]
 
 
-# --- new outputs -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def maker(monkeypatch):
     """Let the standard framework make fake arrays, and return what it was asked."""
@@ -314,6 +258,8 @@ def test_an_output_left_out_is_made_and_returned(rig, maker):
     assert rig.last[5] == Y, "an output given after a call with output=None is used"
     rig.run(stream=5, **arrays(y=...))
     assert maker == [((4, 8), ElementKind.F32, 0, 0)] * 3 + [((4, 8), ElementKind.F32, 0, 5)]
+    Rig(ScaledDescriptor(numel=15, code="s4"), scaled).run(x=FakeArray((3, 5), address=X), scale=1.0)
+    assert maker[-1] == ((3, 3), ElementKind.U8, 0, 0), "two codes to a byte"
 
 
 def test_without_torch_and_cupy_there_is_nobody_to_ask_for_memory(rig, monkeypatch):
@@ -322,36 +268,19 @@ def test_without_torch_and_cupy_there_is_nobody_to_ask_for_memory(rig, monkeypat
         rig.run(**arrays(y=...))
 
 
-# --- streams ---------------------------------------------------------------------------------------------------------
-
-
-class Stream:
-    def __init__(self, **attributes):
-        self.__dict__.update(attributes)
-
-
-class Protocol:
-    def __cuda_stream__(self):
-        return (0, 41)
-
-
-class OldProtocol:
-    __cuda_stream__ = (0, 42)
-
-
 @pytest.mark.parametrize(
     ("stream", "handle"),
     [
         (0, 0),
         (1, 0),
         (7, 7),
-        (Stream(cuda_stream=9, device_index=0), 9),
-        (Stream(cuda_stream=0), 0),
-        (Stream(ptr=10, device_id=0), 10),
-        (Stream(ptr=10, device_id=-1), 10),
-        (Stream(handle=11), 11),
-        (Protocol(), 41),
-        (OldProtocol(), 42),
+        (SimpleNamespace(cuda_stream=9, device_index=0), 9),
+        (SimpleNamespace(cuda_stream=0), 0),
+        (SimpleNamespace(ptr=10, device_id=0), 10),
+        (SimpleNamespace(ptr=10, device_id=-1), 10),
+        (SimpleNamespace(handle=11), 11),
+        (SimpleNamespace(__cuda_stream__=lambda: (0, 41)), 41),
+        (SimpleNamespace(__cuda_stream__=(0, 42)), 42),
     ],
 )
 def test_streams_of_every_library_become_handles(rig, stream, handle):
@@ -360,7 +289,8 @@ def test_streams_of_every_library_become_handles(rig, stream, handle):
 
 
 @pytest.mark.parametrize(
-    "stream", [True, -1, 1 << 64, 1.5, "0", object(), Stream(cuda_stream=9, device_index=1), Stream(ptr=1, device_id=2)]
+    "stream",
+    [True, -1, 1 << 64, "0", SimpleNamespace(cuda_stream=9, device_index=1), SimpleNamespace(ptr=1, device_id=2)],
 )
 def test_what_is_no_stream_of_this_device_is_refused(rig, stream):
     with pytest.raises(InvalidProblem) as caught:
@@ -377,9 +307,6 @@ def test_an_array_may_name_its_stream(rig):
     assert stream_handle("op", 77, 0) == 77
 
 
-# --- running ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_thread_without_the_context_gets_it_for_the_launch_and_loses_it_again():
     for devices in (1, 2):
         rig = Rig(PROBLEM, scaled, devices=devices, in_context=False)
@@ -391,7 +318,7 @@ def test_a_thread_without_the_context_gets_it_for_the_launch_and_loses_it_again(
         assert rig.driver.stack == [0xBAD]
 
 
-def test_a_launch_that_fails_for_another_reason_is_told_and_not_repeated(rig):
+def test_a_launch_that_fails_for_another_reason_is_reported_and_not_repeated(rig):
     rig.engine.trouble = RuntimeError("illegal address")
     with pytest.raises(DriverError, match="illegal address"):
         rig.run(**arrays())
@@ -420,16 +347,15 @@ def test_scratch_is_allocated_when_planning_once_per_stream_and_freed(maker):
     planned = dict(rig.driver.allocated)
     assert list(planned.values()) == [MOST_ZEROS + 32]
     assert rig.driver.cleared == list(planned), "kernels count on zeros in front"
-    x, y = FakeArray((32,), address=X), FakeArray((1,), address=Y)
-    rig.run(x=x, y=y)
-    rig.run(x=x, y=y)
+    rig.run(**SUM)
+    rig.run(**SUM)
     assert rig.driver.allocated == planned
     first = {launch[1][1] for launch in rig.engine.launches if launch[0] == "partial_sums"}
     assert first == {address + MOST_ZEROS for address in planned}
-    rig.run(stream=5, x=x, y=y)
+    rig.run(stream=5, **SUM)
     assert rig.last[0] not in first
     assert len(rig.driver.allocated) == 2
-    rig.run(stream=5, x=x, y=y)
+    rig.run(stream=5, **SUM)
     assert len(rig.driver.allocated) == 2
     driver = rig.driver
     del rig
@@ -445,7 +371,7 @@ def test_zeros_lie_in_front_of_other_scratch():
         return launch._replace(steps=(counted, *rest), scratch=((name, size), *others, (ZEROS, 8)))
 
     rig = Rig(SummedDescriptor(n=32), zeroed)
-    rig.run(x=FakeArray((32,), address=X), y=FakeArray((1,), address=Y))
+    rig.run(**SUM)
     (start,) = rig.driver.cleared
     assert rig.engine.launches[0][1][-1] == start
     assert rig.driver.allocated == {start: MOST_ZEROS + 32}
@@ -453,16 +379,15 @@ def test_zeros_lie_in_front_of_other_scratch():
 
 def test_scratch_of_a_captured_run_is_its_own_and_stays():
     rig = Rig(SummedDescriptor(n=32), summed)
-    x, y = FakeArray((32,), address=X), FakeArray((1,), address=Y)
     rig.driver.capturing = {5: 100}
-    rig.run(stream=5, x=x, y=y)
-    rig.run(stream=5, x=x, y=y)
+    rig.run(stream=5, **SUM)
+    rig.run(stream=5, **SUM)
     captured = rig.last[0]
     rig.driver.capturing = {5: 101}
-    rig.run(stream=5, x=x, y=y)
+    rig.run(stream=5, **SUM)
     rig.driver.capturing = {}
-    rig.run(stream=5, x=x, y=y)
-    rig.run(x=x, y=y)
+    rig.run(stream=5, **SUM)
+    rig.run(**SUM)
     used = [launch[1][0] for launch in rig.engine.launches if launch[0] == "total"]
     assert used[:2] == [captured, captured]
     assert len(set(used)) == 4
@@ -474,28 +399,30 @@ def test_scratch_of_a_captured_run_is_its_own_and_stays():
 def test_a_block_of_a_captured_run_is_reserved_for_no_other_plan():
     rig = Rig(SummedDescriptor(n=32), summed)
     rig.driver.capturing = {5: 100}
-    rig.run(stream=5, x=FakeArray((32,), address=X), y=FakeArray((1,), address=Y))
+    rig.run(stream=5, **SUM)
     assert len(rig.driver.allocated) == 1, "the run took what was reserved"
-    other = Scratch(rig.driver, CONTEXT, (("partial", 32),)).place(0)
-    assert other.addresses[0] - MOST_ZEROS not in list(rig.driver.allocated)[:1]
+    other = Scratch(rig.driver, CONTEXT, (("partial", 32),))
+    captured, reserved = rig.driver.allocated
+    assert other.place(0).addresses[0] - MOST_ZEROS == reserved != captured
+    assert len(rig.driver.allocated) == 2, "the run took what was reserved"
 
 
 def test_plans_of_one_card_share_scratch_and_many_sizes_allocate_little():
     first = Rig(SummedDescriptor(n=32), summed)
-    driver, x, y = first.driver, FakeArray((32,), address=X), FakeArray((1,), address=Y)
+    driver = first.driver
     sizes = [8 * n for n in range(1, 400)]
     launch = summed(SummedDescriptor(n=32), None)
     plans = []
     for size in sizes:
         needs = launch._replace(scratch=(("partial", size),))
         plans.append(CudaRunner(SummedDescriptor(n=32), needs, first.engine, driver, (0, CONTEXT)))
-        plans[-1].run({"x": x, "y": y}, None)
+        plans[-1].run(SUM, None)
         assert driver.allocated[first.last[0] - MOST_ZEROS] >= MOST_ZEROS + size
     assert len(driver.allocated) == 1 + len({1 << (size - 1).bit_length() for size in sizes if size > 32})
     assert sum(driver.allocated.values()) <= 4 * max(sizes) + MOST_ZEROS * len(driver.allocated)
     used = first.last[0]
     for plan in (plans[0], plans[-1]):
-        plan.run({"x": x, "y": y}, None)
+        plan.run(SUM, None)
     assert first.last[0] == used
     assert driver.freed == []
     del first, plans, plan
@@ -537,7 +464,6 @@ def test_only_a_call_with_an_array_on_the_device_says_where_it_runs(rig, maker):
 
 
 def test_threads_share_a_runner(rig):
-    """Every thread's parameters are its own, whatever the others do."""
     ready = threading.Barrier(4)
 
     def one(thread):
@@ -555,9 +481,6 @@ def test_threads_share_a_runner(rig):
         assert (parameters[0], parameters[5]) == (X * (thread + 4), X * (thread + 9))
 
 
-# --- facts of frameworks ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "interface",
     [3, {}, {"data": None}, {"data": (X, False), "shape": 3, "typestr": "<f4"}, {"data": (X, False), "shape": (4, 8)}],
@@ -571,33 +494,12 @@ class FakeTensor:
     """What `Torch` reads of a tensor."""
 
     __module__ = "torch.fake"
+    layout, requires_grad, is_cuda = "strided", False, True
 
-    def __init__(self, **changes):
-        self.fields = {
-            "shape": (4, 8), "strides": (8, 1), "dtype": "float32", "ordinal": 0, "requires_grad": False, "address": X,
-            "negative": False, "layout": "strided",
-        } | changes  # fmt: skip
-
-    shape = property(lambda self: self.fields["shape"])
-    dtype = property(lambda self: self.fields["dtype"])
-    layout = property(lambda self: self.fields["layout"])
-    requires_grad = property(lambda self: self.fields["requires_grad"])
-    is_cuda = property(lambda self: self.fields["ordinal"] >= 0)
-
-    def stride(self):
-        return self.fields["strides"]
-
-    def data_ptr(self):
-        return self.fields["address"]
-
-    def get_device(self):
-        return self.fields["ordinal"]
-
-    def is_neg(self):
-        return self.fields["negative"]
-
-    def is_conj(self):
-        return False
+    def __init__(self, shape=(4, 8), dtype="float32", address=X):
+        self.shape, self.dtype = shape, dtype
+        self.stride, self.data_ptr, self.get_device = lambda: (8, 1), lambda: address, lambda: 0
+        self.is_neg = self.is_conj = lambda: False
 
 
 @pytest.fixture
@@ -624,33 +526,6 @@ def test_tensors_are_taken_on_their_current_stream(rig, torch):
     assert rig.engine.launches[-1][1:] == ((X, 32, 0, 0, 1.0, Y, 32, 1, 32), 70)
     facts = Torch().facts(FakeTensor(dtype="bfloat16"))
     assert facts == Facts(X, ElementKind.BF16, "bfloat16", (4, 8), (8, 1), 0)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"dtype": "float64"}, "an array of float64"),
-        ({"dtype": "float8"}, "an array of float8"),
-        ({"shape": (8, 4), "strides": (4, 1)}, "shape"),
-        ({"strides": (17, 2)}, "contiguous"),
-        ({"ordinal": 1}, "cuda:1"),
-        ({"ordinal": -1}, "the host"),
-        ({"requires_grad": True}, r"x\.detach"),
-        ({"negative": True}, "negated"),
-        ({"layout": "sparse"}, "layout sparse"),
-    ],
-)
-def test_a_tensor_that_changed_is_noticed(rig, torch, change, words):
-    y = FakeTensor(address=Y)
-    x = FakeTensor()
-    rig.run(x=x, scale=1.0, y=y)
-    for other in (FakeTensor(**change), x):
-        other.fields.update(change)
-        if change.get("negative") or change.get("layout"):
-            rig.runner._calls, rig.runner._quick = (), None  # neither can change while everything else stays
-        with pytest.raises(InvalidProblem, match=words):
-            rig.run(x=other, scale=1.0, y=y)
-    assert len(rig.engine.launches) == 1
 
 
 class FakeCupyArray:

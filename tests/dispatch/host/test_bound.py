@@ -1,4 +1,4 @@
-"""`plan.bind` on the CPU: checked once, then only the kernel; and what a plan says about how it runs."""
+"""`plan.bind` on the CPU checks the arguments once, and what it returns only runs the kernel."""
 
 from __future__ import annotations
 
@@ -46,6 +46,20 @@ def test_what_run_refuses_bind_refuses(plan):
             plan.bind(**{"input": x, "scale": 0.5, "zero_point": 0} | bad)
 
 
-def test_a_plan_on_the_cpu_and_one_from_json_have_no_notes(plan):
-    assert plan.notes == ()
-    assert type(plan).model_validate_json(plan.model_dump_json()).notes == ()
+@pytest.mark.parametrize("reverse", ["input", "output", "both"])
+def test_an_output_that_overlaps_an_input_is_refused_whatever_its_strides(plan, reverse):
+    memory = np.arange(12, dtype=np.float32)
+    before = memory.copy()
+    given = {"input": memory[:6], "output": memory[5:11]}
+    given |= {name: array[::-1] for name, array in given.items() if reverse in (name, "both")}
+    with pytest.raises(InvalidProblem, match="overlaps input"):
+        plan.run(**given, scale=0.5, zero_point=0)
+    np.testing.assert_array_equal(memory, before)
+    given["output"] = memory[6:][::-1] if reverse != "input" else memory[6:]
+    assert plan.run(**given, scale=0.5, zero_point=0) is given["output"]
+
+
+@pytest.mark.parametrize("wrong", [2**31, -(2**31) - 1, 10**400, 0.5, np.int64(2**40)])
+def test_a_number_that_its_element_cannot_hold_is_refused(plan, wrong):
+    with pytest.raises(InvalidProblem, match=r"zero_point must be an integer in \[-2147483648, 2147483647\]"):
+        plan.run(input=np.zeros(6, np.float32), scale=0.5, zero_point=wrong)

@@ -1,13 +1,14 @@
-"""Peak memory beyond inputs and outputs: a few megabytes, whatever the size."""
+"""Peak memory beyond inputs and outputs is a few megabytes for any size."""
 
 from __future__ import annotations
 
 import gc
 import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
-from support import arguments_of, dispatcher, sampled
+from support import dispatcher, sampled
 
 from skuda.kernels.catalog import built_in_ops
 from skuda.kernels.dtypes import storage_dtype
@@ -16,7 +17,7 @@ from skuda.registry.descriptor import Role, storage_shape
 
 MIB = 1 << 20
 BIG = 1 << 24  # elements: 64 MiB of f32
-ELEMENTWISE = [op for op in built_in_ops() if not op.name.endswith("_linear")]
+OPS = {op.name: op for op in built_in_ops() if not op.name.endswith("_linear")}
 SIZES = {
     "numel": {"numel": BIG},
     "shape": {"shape": (256, 64, 1024), "axis": 1},
@@ -64,76 +65,46 @@ def _elementwise(op, **changes):
     return op.descriptor(**{name: value for name, value in (fields | size | bounds | changes).items() if name in names})
 
 
-@pytest.mark.parametrize("op", sampled(ELEMENTWISE, 8), ids=lambda op: op.name)
-def test_an_elementwise_op_needs_a_few_megabytes_over_64(op):
-    problem = _elementwise(op)
+def _dynamic_range(**fields):
+    return _elementwise(OPS["dynamic_range"], **fields)
+
+
+PROBLEMS = {
+    **{name: partial(_elementwise, op) for name, op in OPS.items()},
+    **{f"{name} packed": partial(_elementwise, OPS[name], **{OPS[name].descriptor.aux_field or "output_element": "s4"})
+       for name in ("quantize_per_group", "dequantize_per_group", "fill")},
+    **{f"{more} {code}": partial(_dynamic_range, mode="asymmetric", output_element=code, **more)
+       for more in ({"scope": "tensor"}, {"scope": "channel", "axis": 1}, {"scope": "group", "group_size": 128})
+       for code in ("s8", "s4")},
+    **{f"short {more} {mode}": partial(_dynamic_range, mode=mode, n=BIG // 2, d=2, **more)
+       for more in ({"scope": "token"}, {"scope": "channel", "axis": 0}, {"scope": "group", "group_size": 2})
+       for mode in ("symmetric", "asymmetric")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sampled(PROBLEMS, 12))
+def test_an_elementwise_op_needs_a_few_megabytes_over_64(name):
+    problem = PROBLEMS[name]()
     assert _extra(problem, _arrays(problem)) < 8 * MIB
-
-
-@pytest.mark.parametrize("scope", sampled(["tensor", "channel", "group"]))
-@pytest.mark.parametrize("code", ["s8", "s4"])
-def test_a_dynamic_range_needs_a_few_megabytes_in_every_scope(scope, code):
-    op = next(op for op in ELEMENTWISE if op.name == "dynamic_range")
-    more = {"channel": {"axis": 1}, "group": {"group_size": 128}}.get(scope, {})
-    problem = _elementwise(op, scope=scope, mode="asymmetric", output_element=code, **more)
-    assert _extra(problem, _arrays(problem)) < 8 * MIB
-
-
-@pytest.mark.parametrize("mode", ["symmetric", "asymmetric"])
-@pytest.mark.parametrize(
-    "segments",
-    sampled([{"scope": "token"}, {"scope": "channel", "axis": 0}, {"scope": "group", "group_size": 2}]),
-    ids=lambda segments: segments["scope"],
-)
-def test_a_dynamic_range_of_many_short_segments_needs_a_few_megabytes(segments, mode):
-    op = next(op for op in ELEMENTWISE if op.name == "dynamic_range")
-    problem = _elementwise(op, mode=mode, **segments, n=BIG // 2, d=2)
-    assert _extra(problem, _arrays(problem)) < 8 * MIB
-
-
-@pytest.mark.parametrize("name", ["quantize_per_group", "dequantize_per_group", "fill"])
-def test_packed_codes_need_a_few_megabytes(name):
-    op = next(op for op in ELEMENTWISE if op.name == name)
-    field = op.descriptor.aux_field or "output_element"
-    problem = _elementwise(op, **{field: "s4"})
-    assert _extra(problem, _arrays(problem)) < 8 * MIB
-
-
-def test_strided_and_mixed_inputs_need_no_more():
-    op = next(op for op in ELEMENTWISE if op.name == "fake_quantize_per_token")
-    problem = _elementwise(op, input_element="f16")
-    arrays = _arrays(problem)
-    for name in ("input", "output"):
-        arrays[name] = np.zeros(arrays[name].shape[::-1], np.float16).T
-    assert _extra(problem, arrays) < 8 * MIB
 
 
 def test_an_output_left_out_costs_the_output_alone():
-    op = next(op for op in ELEMENTWISE if op.name == "quantize_per_tensor")
-    problem = _elementwise(op)
+    problem = _elementwise(OPS["quantize_per_tensor"])
     arrays = {name: value for name, value in _arrays(problem).items() if name != "output"}
     assert BIG <= _extra(problem, arrays) < BIG + 8 * MIB
 
 
-@pytest.mark.parametrize("element", ["f64", "f32", "s8", "s4"])
-@pytest.mark.parametrize("numel", [2**50, 2**62, 2**63 - 1])
+@pytest.mark.parametrize("element", ["f64", "s8", "s4"])
+@pytest.mark.parametrize("numel", [2**50, 2**63 - 1])
 def test_an_output_that_fits_nowhere_is_named_with_its_bytes(numel, element):
     problem = dispatcher().describe("fill", numel=numel, output_element=element)
-    size = {"f64": 8 * numel, "f32": 4 * numel, "s8": numel, "s4": -(-numel // 2)}[element]
+    size = {"f64": 8 * numel, "s8": numel, "s4": -(-numel // 2)}[element]
     for call in (dispatcher().run, dispatcher().select(problem).can_implement, dispatcher().select(problem).bind):
         given = {"value": 1} | ({"problem": problem} if call == dispatcher().run else {})
         with pytest.raises(OutOfMemory, match=f"fill: output needs {size} bytes") as caught:
             call(**given)
         assert (caught.value.argument, caught.value.size) == ("output", size)
         assert isinstance(caught.value, MemoryError)
-
-
-def test_an_input_need_not_be_there_for_its_output_to_be_too_large():
-    rows, columns = 2**30, 2**30
-    x = np.broadcast_to(np.float32(1), (rows, columns))
-    fields = {"n": rows, "d": columns, "q_min": -7, "q_max": 7, "input_element": "f32", "output_element": "s4"}
-    with pytest.raises(OutOfMemory, match=f"dynamic_range: output needs {2**59} bytes"):
-        dispatcher().run(dispatcher().describe("dynamic_range", **fields), input=x)
 
 
 @pytest.mark.parametrize("code", ["u4", "s4", "u8"])
@@ -174,4 +145,3 @@ def test_a_linear_needs_a_few_blocks(m, n, k, epilogue, shifted):
 
 def test_the_measure_sees_a_temporary():
     assert peak_of(lambda: np.ones(4 * MIB, np.float64).sum()) >= 32 * MIB
-    assert all(arguments_of(op.cases[0].problem, Role.OUTPUT) for op in ELEMENTWISE)

@@ -1,4 +1,4 @@
-"""Real torch on the CPU: subclasses of its tensors, and the floating-point mode that it can set."""
+"""Torch tensors on the CPU: subclasses, and the mode that flushes subnormal numbers."""
 
 from __future__ import annotations
 

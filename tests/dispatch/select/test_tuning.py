@@ -1,7 +1,8 @@
-"""Measured selection: what a tuning changes and what it never does, what its file refuses, and `skuda tune` itself."""
+"""Selection by measured times: when a time changes the choice, and which tuning files are refused."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -11,28 +12,26 @@ from functools import partial
 
 import numpy as np
 import pytest
+from fakes import FakeCuda
 from toy import EXACT, ToyDescriptor, cuda_sku, toy_op, toy_sku
 
 from skuda.dispatch import (
     KNOWN_DEVICES,
-    Backend,
-    BackendStatus,
     Dispatcher,
     Explanation,
     Plan,
     PlanPreference,
     Tuning,
 )
-from skuda.dispatch.backends.numpy import HostRunner, NumpyBackend
+from skuda.dispatch.backends.numpy import NumpyBackend
 from skuda.dispatch.compile.sources import source_hash
 from skuda.dispatch.select import match
 from skuda.dispatch.select import tuning as tuning_module
 from skuda.dispatch.select.environment import Environment, driver_of
 from skuda.dispatch.select.measured import Tuned
-from skuda.dispatch.select.tuning import Candidate, Entry, Timing
+from skuda.dispatch.select.tuning import Candidate, Timing, TuningEntry
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.launch import Choice
-from skuda.kernels.linear import mma, warpgroup
 from skuda.kernels.quantize import QuantizedLinearDescriptor
 from skuda.registry import InvalidRecord, NotPrepared, Registry, Unsupported
 from skuda.registry.device import HOST
@@ -41,6 +40,7 @@ from skuda.tools.ship import compile as compile_command
 from skuda.tools.ship.cubins import cubins_of
 
 H100, H200 = KNOWN_DEVICES["h100"], KNOWN_DEVICES["h200"]
+CARD = FakeCuda("h200").cards[0]
 WEAK = EXACT.model_copy(update={"deterministic": False, "max_ulp": None, "batch_invariant": False})
 FIRST, SECOND = cuda_sku("sm_90a", "first"), cuda_sku("sm_80", "second")
 LOOSE, OTHER = cuda_sku("sm_80", "loose", precision_guarantee=WEAK), cuda_sku("sm_80", "second").on("cuda_core")
@@ -64,37 +64,35 @@ def measured(sku, us, choice="", **changes):
 
 
 def tuned(*candidates, problem=PROBLEM, device=H200, driver="580.65 (CUDA 13.0)", margin=3.0):
-    entry = Entry(problem=problem.model_dump(mode="json"), date="2026-01-02", seed=1, candidates=candidates)
+    entry = TuningEntry(problem=problem.model_dump(mode="json"), date="2026-01-02", seed=1, candidates=candidates)
     return Tuning(environment=Environment(device=device, driver=driver, skuda="0.1.0"), margin=margin, entries=(entry,))
 
 
-def dispatcher_of(registry, *candidates, backends=None, **how):
-    return Dispatcher(registry, backends=backends or [NumpyBackend()], tuning=tuned(*candidates, **how))
+def dispatcher_of(registry, *candidates, backend=None, **how):
+    backends = [*filter(None, [backend]), NumpyBackend()]
+    return Dispatcher(registry, backends=backends, tuning=tuned(*candidates, **how) if candidates else "")
 
 
 def explained(registry, *candidates, preference=None, device=H200, problem=PROBLEM, **how):
     dispatcher = dispatcher_of(registry, *candidates, problem=problem, **how)
-    told = dispatcher.explain(problem, preference or PlanPreference(), device)
+    explanation = dispatcher.explain(problem, preference or PlanPreference(), device)
     plan = dispatcher.select(problem, preference or PlanPreference(), device)
-    assert (plan.sku.id, plan.choice) == (told.chosen, told.choice), "what is explained is what is done"
-    assert bool(plan.measured) is told.verdict.chosen
-    return told
+    assert (plan.sku.id, plan.choice) == (explanation.chosen, explanation.choice), "what is explained is what is done"
+    assert bool(plan.measured) is explanation.verdict.chosen
+    return explanation
 
 
-def stays(told, sku=FIRST):
+def stays(explanation, sku=FIRST):
     """Check that the ranking decided; give the reason."""
-    assert told.chosen == sku.id
-    assert not told.verdict.chosen
-    assert [d.rank for d in told.accepted] == list(range(len(told.accepted)))
-    return told.verdict.reason
+    assert explanation.chosen == sku.id
+    assert not explanation.verdict.chosen
+    assert [d.rank for d in explanation.accepted] == list(range(len(explanation.accepted)))
+    return explanation.verdict.reason
 
 
-def against(told, sku):
-    (found,) = (time.against for time in told.verdict.times if time.sku == sku.id)
+def against(explanation, sku):
+    (found,) = (time.against for time in explanation.verdict.times if time.sku == sku.id)
     return found
-
-
-# --- what changes the choice, and what does not ----------------------------------------------------------------------
 
 
 def test_the_fastest_is_chosen_and_everything_says_so(registry):
@@ -103,34 +101,27 @@ def test_the_fastest_is_chosen_and_everything_says_so(registry):
     assert plan.sku == SECOND
     assert plan.notes == (plan.measured,)
     assert "8.0 us measured, 20.0 % faster than the 10.0 us of the first of the ranking" in plan.measured
-    told = dispatcher.explain(PROBLEM, device=H200)
+    explanation = dispatcher.explain(PROBLEM, device=H200)
     # The chosen one first; the others keep their order.
-    assert [d.sku for d in told.accepted] == [SECOND.id, FIRST.id, LOOSE.id, OTHER.id]
-    assert [d.rank for d in told.accepted] == [0, 1, 2, 3]
-    assert [time.microseconds for time in told.verdict.times] == [8.0, 8.5, 10.0]
-    assert "chosen by a tuning of this program: 8.0 us measured" in str(told)
-    assert f"    10.0 us: {FIRST.id}" in str(told)
-    again = Explanation.model_validate_json(told.model_dump_json())
-    assert again == told
-    assert str(again) == str(told)
-
-
-def test_without_a_tuning_nothing_is_said_of_one(registry):
-    told = Dispatcher(registry, backends=[NumpyBackend()], tuning="").explain(PROBLEM, device=H200)
-    assert told.verdict is None
-    assert told.chosen == FIRST.id
-    assert "measured" not in str(told)
+    assert [d.sku for d in explanation.accepted] == [SECOND.id, FIRST.id, LOOSE.id, OTHER.id]
+    assert [d.rank for d in explanation.accepted] == [0, 1, 2, 3]
+    assert [time.microseconds for time in explanation.verdict.times] == [8.0, 8.5, 10.0]
+    assert "chosen by a tuning of this program: 8.0 us measured" in str(explanation)
+    assert f"    10.0 us: {FIRST.id}" in str(explanation)
+    again = Explanation.model_validate_json(explanation.model_dump_json())
+    assert again == explanation
+    assert str(again) == str(explanation)
 
 
 @pytest.mark.parametrize(
     ("us", "margin", "flips"), [(9.8, 3, False), (8.0, 20, False), (7.9, 20, True), (9.8, 1, True)]
 )
 def test_only_a_gain_beyond_the_margin_counts(registry, us, margin, flips):
-    told = explained(registry, measured(FIRST, 10.0), measured(SECOND, us), margin=margin)
-    assert told.verdict.chosen is flips
+    explanation = explained(registry, measured(FIRST, 10.0), measured(SECOND, us), margin=margin)
+    assert explanation.verdict.chosen is flips
     if not flips:
         compared = f"is {10 * (10.0 - us):.1f} % faster than the 10.0 us of the first of the ranking"
-        assert f"{compared}, which is within the margin of {margin} %" in stays(told)
+        assert f"{compared}, which is within the margin of {margin} %" in stays(explanation)
 
 
 def test_the_first_of_the_ranking_stays_where_it_is_the_fastest_or_as_fast(registry):
@@ -139,18 +130,12 @@ def test_the_first_of_the_ranking_stays_where_it_is_the_fastest_or_as_fast(regis
         assert reason == "the first of the ranking is the fastest measured"
 
 
-def test_equal_times_keep_the_order_of_the_ranking(registry):
-    for candidates in ([SECOND, OTHER], [OTHER, SECOND]):
-        told = explained(registry, measured(FIRST, 10.0), *(measured(sku, 5.0) for sku in candidates))
-        assert told.chosen == SECOND.id
-
-
 def test_between_kernels_within_the_margin_of_each_other_the_ranking_decides(registry, here):
     def chosen(*times, backend=None):
         candidates = [measured(*one) for one in ((FIRST, 10.0), *times)]
-        how = {"backends": [backend, NumpyBackend()], "device": Tiled.card} if backend else {}
-        told = explained(registry, *candidates, **how)
-        return told.chosen, told.choice
+        how = {"backend": backend, "device": CARD} if backend else {}
+        explanation = explained(registry, *candidates, **how)
+        return explanation.chosen, explanation.choice
 
     # Two compilers, one source: the clock alone must not flip between them.
     assert chosen((SECOND, 5.05), (OTHER, 5.0)) == (SECOND.id, "")
@@ -162,23 +147,14 @@ def test_between_kernels_within_the_margin_of_each_other_the_ranking_decides(reg
     assert chosen((SECOND, 5.0, "b"), (SECOND, 5.0, "a"), backend=Tiled("a", "b")) == (SECOND.id, "a")
 
 
-@pytest.mark.parametrize(
-    "less",
-    [
-        {"deterministic": False},
-        {"bit_stable_on_same_hardware": False},
-        {"batch_invariant": False},
-        {"max_ulp": 1},
-        {"max_ulp": None},
-    ],
-)
+@pytest.mark.parametrize("less", [{"batch_invariant": False}, {"max_ulp": 1}, {"max_ulp": None}])
 def test_a_weaker_promise_is_never_chosen_however_fast(less):
     weak = cuda_sku("sm_80", "weak", precision_guarantee=EXACT.model_copy(update=less))
     registry = Registry([toy_op(FIRST, weak, SECOND)])
     candidates = [measured(FIRST, 10.0), measured(weak, 0.1), measured(SECOND, 9.0)]
-    told = explained(registry, *candidates)
-    assert told.chosen == SECOND.id
-    assert against(told, weak) == f"promises less than the first of the ranking: {next(iter(less))}"
+    explanation = explained(registry, *candidates)
+    assert explanation.chosen == SECOND.id
+    assert against(explanation, weak) == f"promises less than the first of the ranking: {next(iter(less))}"
     # With nothing equal that is faster, the ranking stays.
     stays(explained(registry, *candidates[:2]))
 
@@ -201,9 +177,9 @@ def test_what_is_stronger_and_what_is_another_promise():
 
 def test_a_kernel_that_changed_since_is_not_chosen_by_old_times(registry):
     old = {"source_hash": "0" * 64}
-    told = explained(registry, measured(FIRST, 10.0), measured(SECOND, 1.0, **old), measured(OTHER, 5.0))
-    assert told.chosen == OTHER.id
-    assert against(told, SECOND) == "its source has changed since it was measured"
+    explanation = explained(registry, measured(FIRST, 10.0), measured(SECOND, 1.0, **old), measured(OTHER, 5.0))
+    assert explanation.chosen == OTHER.id
+    assert against(explanation, SECOND) == "its source has changed since it was measured"
     reason = stays(explained(registry, measured(FIRST, 10.0, **old), measured(SECOND, 1.0)))
     assert reason == f"the first of the ranking, {FIRST.id}: its source has changed since it was measured"
 
@@ -212,17 +188,17 @@ def test_what_the_first_of_the_ranking_took_must_be_known(registry):
     reason = stays(explained(registry, measured(SECOND, 1.0)))
     assert reason == f"the first of the ranking, {FIRST.id}: was not measured"
     wrong = {"timing": None, "refused": "wrong result: y[0]"}
-    reason = stays(explained(registry, measured(FIRST, 0, **wrong), measured(SECOND, 1.0)))
+    reason = stays(explained(registry, measured(FIRST, 1.0, **wrong), measured(SECOND, 1.0)))
     assert "refused when it was measured: wrong result: y[0]" in reason
-    told = explained(registry, measured(FIRST, 10.0), measured(SECOND, 0, **wrong), measured(OTHER, 5.0))
-    assert told.chosen == OTHER.id
-    assert told.verdict.times[-1].microseconds is None
+    explanation = explained(registry, measured(FIRST, 10.0), measured(SECOND, 1.0, **wrong), measured(OTHER, 5.0))
+    assert explanation.chosen == OTHER.id
+    assert explanation.verdict.times[-1].microseconds is None
 
 
 def test_only_exactly_the_problem_counts(registry):
     dispatcher = dispatcher_of(registry, measured(FIRST, 10.0), measured(SECOND, 1.0))
-    told = dispatcher.explain(ToyDescriptor(m=4), device=H200)
-    assert stays(told) == "it has no entry for exactly this problem (1 of this op)"
+    explanation = dispatcher.explain(ToyDescriptor(m=4), device=H200)
+    assert stays(explanation) == "it has no entry for exactly this problem (1 of this op)"
     assert dispatcher.select(PROBLEM, device=H200).sku == SECOND
 
 
@@ -237,10 +213,10 @@ def test_only_exactly_the_problem_counts(registry):
 def test_times_of_another_device_mean_nothing(registry, changes, says):
     device = H200.model_copy(update=changes)
     candidates = (measured(FIRST, 10.0), measured(SECOND, 1.0))
-    told = dispatcher_of(registry, *candidates).explain(PROBLEM, device=device)
-    assert says in told.verdict.reason
-    assert not told.verdict.chosen
-    assert len(told.verdict.times) == 2, "they are shown still"
+    explanation = dispatcher_of(registry, *candidates).explain(PROBLEM, device=device)
+    assert says in explanation.verdict.reason
+    assert not explanation.verdict.chosen
+    assert len(explanation.verdict.times) == 2, "they are shown still"
 
 
 def test_explicit_choices_are_honoured(registry):
@@ -248,19 +224,19 @@ def test_explicit_choices_are_honoured(registry):
     asked = partial(explained, registry, *candidates)
     assert asked(preference=PlanPreference(sku=FIRST.id)).chosen == FIRST.id
     assert asked(preference=PlanPreference(backend="cuda_core")).chosen == OTHER.id
-    told = asked(preference=PlanPreference(allow_arch_specific=False))
+    explanation = asked(preference=PlanPreference(allow_arch_specific=False))
     # The first that is left is what the others are compared with.
-    assert stays(told, SECOND) == "the first of the ranking is the fastest measured"
-    assert "preference.allow_arch_specific" in against(told, FIRST)
+    assert stays(explanation, SECOND) == "the first of the ranking is the fastest measured"
+    assert "preference.allow_arch_specific" in against(explanation, FIRST)
     with pytest.raises(Unsupported):
         dispatcher_of(registry, *candidates).select(PROBLEM, PlanPreference(backend="numpy"), H200)
 
 
-def test_a_kernel_that_nobody_registered_is_told_and_does_no_harm(registry):
+def test_a_kernel_that_nobody_registered_is_reported_and_does_no_harm(registry):
     gone, elsewhere = (measured(cuda_sku(*where), 1.0) for where in (("sm_80", "gone"), ("sm_100f", "first")))
-    told = explained(registry, measured(FIRST, 10.0), gone, elsewhere, measured(SECOND, 9.0))
-    assert told.chosen == SECOND.id
-    assert {time.against for time in told.verdict.times[:2]} == {"it is not registered here"}
+    explanation = explained(registry, measured(FIRST, 10.0), gone, elsewhere, measured(SECOND, 9.0))
+    assert explanation.chosen == SECOND.id
+    assert {time.against for time in explanation.verdict.times[:2]} == {"it is not registered here"}
     slow = explained(registry, measured(FIRST, 10.0), measured(toy_sku(), 1.0))
     assert "device: wanted a CPU" in against(slow, toy_sku())
     stays(slow)
@@ -278,42 +254,18 @@ def test_behind_the_chosen_kernel_stands_the_ranking(registry):
     assert [bool(pick.reason) for pick in order] == [True, False, False, False]
 
 
-def test_a_cached_plan_asks_no_more(registry, monkeypatch):
-    asked = []
-    weigh = Tuned.weigh
-    monkeypatch.setattr(Tuned, "weigh", lambda self, *rest: asked.append(1) or weigh(self, *rest))
-    dispatcher = dispatcher_of(registry, measured(FIRST, 10.0), measured(SECOND, 1.0))
-    plans = {id(dispatcher.select(PROBLEM, device=H200)) for _ in range(5)}
-    assert len(plans) == len(asked) == 1
+class Tiled(FakeCuda):
+    """An H200 on which `second` has the given configurations."""
 
-
-# --- devices that are here, and configurations -----------------------------------------------------------------------
-
-
-class Tiled(Backend):
-    """A backend named pycuda that drives a made-up card and computes on the host; `second` has three configurations."""
-
-    spec = next(spec for spec in built_in_registry().backends.values() if spec.name == "pycuda")
-    card = H200.model_copy(update={"ordinal": 0})
-
-    def __init__(self, *names, sku=SECOND):
-        self.names, self.sku, self.prepared = names, sku, []
-
-    def status(self):
-        return BackendStatus(available=True, detail="made up")
-
-    def devices(self):
-        return (self.card,)
+    def __init__(self, *names):
+        super().__init__("h200")
+        self.names = names
 
     def choices(self, sku, problem, device):
-        return tuple(Choice(name, 1.0) for name in self.names) if sku == self.sku else ()
+        return tuple(Choice(name, 1.0) for name in self.names) if sku == SECOND else ()
 
-    def told(self, sku, problem, device, choice=""):
+    def describe_choice(self, sku, problem, device, choice=""):
         return (f"runs with {choice or 'its first'}",)
-
-    def prepare(self, sku, problem, device, choice=""):
-        self.prepared.append((sku.variant, choice))
-        return HostRunner(problem, lambda problem, *, x, y: np.add(x, x, out=y))
 
 
 @pytest.fixture
@@ -328,16 +280,16 @@ def here(monkeypatch):
 )
 def test_times_with_another_major_version_of_the_driver_mean_nothing(registry, here, driver, used):
     candidates = (measured(FIRST, 10.0), measured(SECOND, 1.0))
-    told = explained(registry, *candidates, driver=driver, device=Tiled.card, backends=[Tiled(), NumpyBackend()])
+    explanation = explained(registry, *candidates, driver=driver, device=CARD, backend=Tiled())
     if used:
-        assert told.chosen == SECOND.id
+        assert explanation.chosen == SECOND.id
     else:
-        assert stays(told) == f"measured with driver {driver or 'unknown'}, here 580.65 (CUDA 13.0)"
+        assert stays(explanation) == f"measured with driver {driver or 'unknown'}, here 580.65 (CUDA 13.0)"
     # A card that is on paper only has no driver to compare with.
     assert explained(registry, *candidates, driver=driver).chosen == SECOND.id
 
 
-def test_a_processor_is_told_from_another_by_its_model():
+def test_a_processor_differs_from_another_by_its_model():
     here = Environment(device=HOST, driver="Xeon, 2 processors", skuda="0")
     assert here.mismatch(HOST, "Xeon, 2 processors") == ""
     assert here.mismatch(HOST, "Xeon, 4 processors") == (
@@ -349,19 +301,19 @@ def test_a_processor_is_told_from_another_by_its_model():
 TILES = [measured(FIRST, 10.0), *(measured(SECOND, us, name) for us, name in ((9.0, "a"), (8.0, "b"), (7.0, "gone")))]
 
 
-def test_a_configuration_that_was_measured_is_prepared_and_told(registry, here):
+def test_a_configuration_that_was_measured_is_prepared_and_reported(registry, here):
     backend = Tiled("a", "b")
-    dispatcher = dispatcher_of(registry, *TILES, backends=[backend, NumpyBackend()])
+    dispatcher = dispatcher_of(registry, *TILES, backend=backend)
     plan = dispatcher.select(PROBLEM)
     assert (plan.sku, plan.choice, backend.prepared) == (SECOND, "b", [("second", "b")])
     np.testing.assert_array_equal(plan.run(x=np.ones(3, np.float32)), [2, 2, 2])
-    told = dispatcher.explain(PROBLEM)
-    assert told.choice == "b"
-    assert "runs with b" in told.notes
-    (gone,) = (time for time in told.verdict.times if time.choice == "gone")
+    explanation = dispatcher.explain(PROBLEM)
+    assert explanation.choice == "b"
+    assert "runs with b" in explanation.notes
+    (gone,) = (time for time in explanation.verdict.times if time.choice == "gone")
     assert gone.against == "there is no such configuration any more"
-    assert "not chosen by" not in str(told)
-    assert f"8.0 us: {SECOND.id}, b" in str(told)
+    assert "not chosen by" not in str(explanation)
+    assert f"8.0 us: {SECOND.id}, b" in str(explanation)
 
 
 def test_a_configuration_alone_may_change_where_the_kernel_is_the_first_or_the_only_one(registry, here):
@@ -369,93 +321,72 @@ def test_a_configuration_alone_may_change_where_the_kernel_is_the_first_or_the_o
     for order, preference in (((SECOND, FIRST), {}), ((FIRST, SECOND), {"sku": SECOND.id})):
         backend = Tiled("a", "b")
         own = Registry([toy_op(*order)])
-        plan = dispatcher_of(own, *candidates, backends=[backend, NumpyBackend()]).select(
-            PROBLEM, PlanPreference(**preference)
-        )
+        plan = dispatcher_of(own, *candidates, backend=backend).select(PROBLEM, PlanPreference(**preference))
         assert (plan.sku, plan.choice, backend.prepared) == (SECOND, "b", [("second", "b")])
 
 
 def test_times_of_configurations_that_are_gone_leave_the_ranking_as_it_is(registry, here):
     backend = Tiled("x", "y")
-    told = explained(registry, *TILES, device=Tiled.card, backends=[backend, NumpyBackend()])
-    assert stays(told) == "the first of the ranking is the fastest measured"
+    explanation = explained(registry, *TILES, device=CARD, backend=backend)
+    assert stays(explanation) == "the first of the ranking is the fastest measured"
     own = Registry([toy_op(SECOND, FIRST)])
-    told = explained(own, *TILES, device=Tiled.card, backends=[Tiled("x", "b"), NumpyBackend()])
-    assert stays(told, SECOND) == f"the first of the ranking, {SECOND.id}, x: was not measured"
-    told = explained(own, measured(SECOND, 1.0), device=Tiled.card, backends=[Tiled("x"), NumpyBackend()])
-    assert "was not measured" in stays(told, SECOND)
-    assert against(told, SECOND) == "it has several configurations now"
+    explanation = explained(own, *TILES, device=CARD, backend=Tiled("x", "b"))
+    assert stays(explanation, SECOND) == f"the first of the ranking, {SECOND.id}, x: was not measured"
+    explanation = explained(own, measured(SECOND, 1.0), device=CARD, backend=Tiled("x"))
+    assert "was not measured" in stays(explanation, SECOND)
+    assert against(explanation, SECOND) == "it has several configurations now"
     assert ("second", "") in backend.prepared or backend.prepared == [("first", "")]
 
 
 def test_a_plan_keeps_its_configuration_and_is_made_ready_with_it_or_not_at_all(registry, here):
-    plan = dispatcher_of(registry, *TILES, backends=[Tiled("a", "b"), NumpyBackend()]).select(PROBLEM)
+    plan = dispatcher_of(registry, *TILES, backend=Tiled("a", "b")).select(PROBLEM)
     copy = Plan.model_validate_json(plan.model_dump_json())
     assert copy == plan
     assert (copy.choice, copy.measured) == ("b", plan.measured)
     assert copy != plan.model_copy(update={"choice": "a"})
     backend = Tiled("a", "b")
-    other = Dispatcher(registry, backends=[backend, NumpyBackend()], tuning="")
+    other = dispatcher_of(registry, backend=backend)
     assert other.select(PROBLEM).sku == FIRST
     ready = other.prepare(copy)
     assert (ready.sku, ready.choice, backend.prepared[-1]) == (SECOND, "b", ("second", "b"))
     assert other.prepare(copy) is ready
     # One without a measured configuration is not given one by a tuning at hand.
     first = other.prepare(other.select(PROBLEM, PlanPreference(sku=SECOND.id)))
-    again = dispatcher_of(registry, *TILES, backends=[Tiled("a", "b"), NumpyBackend()]).prepare(first)
+    again = dispatcher_of(registry, *TILES, backend=Tiled("a", "b")).prepare(first)
     assert (again.sku, again.choice) == (SECOND, "")
     with pytest.raises(NotPrepared, match="no configuration 'b' any more"):
-        Dispatcher(registry, backends=[Tiled("a"), NumpyBackend()], tuning="").prepare(copy)
+        dispatcher_of(registry, backend=Tiled("a")).prepare(copy)
 
 
-def linear_candidates(fast, us=5.0):
-    """Every tile of the tensor-core kernels, the one named `fast` the fastest."""
+def linear_candidates(fast=(), us=40.0):
+    """Every configuration of every kernel that serves `LINEAR`, `fast` (variant, backend, number) the fastest."""
     dispatcher = Dispatcher(built_in_registry(), tuning="")
     found = []
     for decision in dispatcher.explain(LINEAR, device=H200).accepted:
         sku = dispatcher.registry.sku(decision.sku)
         for number, name in enumerate(dispatcher.choices(sku, LINEAR, H200) or ("",)):
-            is_fast = (sku.variant, sku.backend, name) == fast
-            found.append(measured(sku, us if is_fast else 40.0 + number, name))
+            found.append(measured(sku, 5.0 if (sku.variant, sku.backend, number) == fast else us + number, name))
     return found
 
 
-@pytest.mark.parametrize(
-    ("variant", "tile"),
-    [("warpgroup", warpgroup.TILES[5]), ("warpgroup", warpgroup.TILES[11]), ("mma", mma.TILES[7])],
-)
-def test_tiles_of_the_linear_kernels_are_chosen_by_time(variant, tile):
-    fast = (variant, "cuda_core", str(tile))
-    backends = Dispatcher(built_in_registry()).backends.values()
-    told = explained(built_in_registry(), *linear_candidates(fast), problem=LINEAR, backends=backends)
-    assert told.chosen.endswith(f"cuda_core.{variant}")
-    assert told.choice == str(tile)
-    assert any(note.startswith(f"configuration {tile}: ") for note in told.notes)
-    assert len(told.verdict.times) > len(warpgroup.TILES) + len(mma.TILES)
-
-
-def test_what_was_chosen_by_time_is_compiled_ahead():
+@pytest.mark.parametrize("variant", ["warpgroup", "mma"])
+def test_a_configuration_of_a_linear_kernel_is_chosen_by_time_and_compiled_ahead(variant):
     """`skuda compile` fills the cache with what a machine with the same tuning looks for."""
-    tile = warpgroup.TILES[5]
-    for fast, preference in (
-        (("warpgroup", "cuda_core", str(tile)), {}),
-        (("warpgroup", "cuda_core", str(tile)), {"backend": "cuda_core"}),
-    ):
-        dispatcher = Dispatcher(built_in_registry(), tuning=tuned(*linear_candidates(fast), problem=LINEAR))
-        plan = dispatcher.select(LINEAR, PlanPreference(**preference), H200)
-        configurations = partial(compile_command._configurations, dispatcher)
-        problems = {LINEAR.op: list(compile_command._tuned(dispatcher, LINEAR.op))}
-        assert problems == {LINEAR.op: [LINEAR]}
-        wanted = cubins_of(
-            dispatcher.registry.skus_of(LINEAR.op), problems, dispatcher.backends, H200, choices=configurations
-        )
-        flags = {(one.sku.id, one.launch.choice) for one in wanted}
-        assert (plan.sku.id, plan.choice) in flags
-        first = dispatcher.choices(plan.sku, LINEAR, H200)[0]
-        assert (plan.sku.id, first) in flags, "and what runs without a tuning"
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
+    candidates = linear_candidates((variant, "cuda_core", 3))
+    (fast,) = (each for each in candidates if each.timing.median == 5.0)
+    dispatcher = Dispatcher(built_in_registry(), tuning=tuned(*candidates, problem=LINEAR))
+    plan, explanation = dispatcher.select(LINEAR, device=H200), dispatcher.explain(LINEAR, device=H200)
+    assert (plan.sku.id, plan.choice) == (explanation.chosen, explanation.choice) == (fast.sku, fast.choice)
+    assert any(note.startswith(f"configuration {fast.choice}: ") for note in explanation.notes)
+    assert len(explanation.verdict.times) == len(candidates)
+    configurations = partial(compile_command._configurations, dispatcher)
+    problems = {LINEAR.op: list(compile_command._tuned(dispatcher, LINEAR.op))}
+    assert problems == {LINEAR.op: [LINEAR]}
+    wanted = cubins_of(
+        dispatcher.registry.skus_of(LINEAR.op), problems, dispatcher.backends, H200, choices=configurations
+    )
+    flags = {(one.sku.id, one.launch.choice) for one in wanted}
+    assert {(fast.sku, fast.choice), (fast.sku, dispatcher.choices(plan.sku, LINEAR, H200)[0])} <= flags
 
 
 @pytest.fixture
@@ -468,21 +399,6 @@ def file(tmp_path):
 def test_a_file_says_the_same_as_what_was_saved(file):
     assert Tuning.load(file) == tuned(measured(FIRST, 10.0), measured(SECOND, 8.0))
     assert list(file.parent.iterdir()) == [file], "nothing is left beside it"
-    assert "fastest" not in file.read_text()
-
-
-def test_a_file_that_cannot_be_written_leaves_the_old_one(file, monkeypatch):
-    before = file.read_text()
-
-    def refuse(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr("pathlib.Path.replace", refuse)
-    with pytest.raises(InvalidRecord, match=r"tuning\.json: the file must be writable; had disk full"):
-        tuned(measured(FIRST, 1.0)).save(file)
-    assert file.read_text() == before
-    assert list(file.parent.iterdir()) == [file]
-    monkeypatch.undo()
     with pytest.raises(InvalidRecord, match="be writable"):
         tuned(measured(FIRST, 1.0)).save(file.parent / "absent" / "file.json")
 
@@ -498,8 +414,8 @@ def test_the_dispatcher_reads_the_file_that_is_named_and_no_other(registry, file
     monkeypatch.setenv("SKUDA_TUNING", str(file))
     assert chosen() == SECOND
     assert chosen(tuning="") == FIRST
-    told = Dispatcher(registry, backends=[NumpyBackend()]).explain(PROBLEM, device=H200)
-    assert told.verdict.origin == str(file)
+    explanation = Dispatcher(registry, backends=[NumpyBackend()]).explain(PROBLEM, device=H200)
+    assert explanation.verdict.origin == str(file)
     monkeypatch.setenv("SKUDA_TUNING", "")
     assert chosen() == FIRST
     monkeypatch.setenv("SKUDA_TUNING", str(file.parent / "absent.json"))
@@ -519,17 +435,6 @@ def edited(*path, value):
     return edit
 
 
-def twice(*path):
-    def edit(record):
-        at = record
-        for step in path:
-            at = at[step]
-        at.append(at[0])
-        return record
-
-    return edit
-
-
 CANDIDATE = ("entries", 0, "candidates", 0)
 
 
@@ -540,35 +445,19 @@ CANDIDATE = ("entries", 0, "candidates", 0)
             edited("kind", value="skuda bench"),
             "the file must be of kind 'skuda tuning', schema 1; had kind 'skuda bench'",
         ),
-        (edited("schema_version", value=2), "schema 2"),
         (edited("winner", value="x"), "winner must be one of kind, schema_version"),
-        (edited(*CANDIDATE, "fastest", value=True), "fastest must be one of sku"),
-        (edited("margin", value="3"), "margin must be a number"),
-        (edited("margin", value=-1), "margin must be at least 0"),
         (edited("margin", value=100), "margin must be less than 100"),
-        (edited("environment", "skuda", value=1), "skuda must be a string"),
         (edited("environment", "driver", value="580\x1b[2J"), "driver must be one line of printable characters"),
-        (
-            edited("environment", "device", "name", value="H200\x1b[2J"),
-            "device must be one line of printable characters",
-        ),
-        (edited("environment", "device", "processor", value="tpu"), "processor must be 'cpu' or 'cuda'"),
-        (edited("environment", value=None), "environment must"),
-        (edited("entries", value={}), "entries must"),
-        (edited("entries", 0, "problem", value={}), "Entry.problem.op must be the name of an op"),
-        (edited("entries", 0, "problem", "op", value="other"), "Entry.candidates must be kernels of other"),
-        (edited("entries", 0, "candidates", value=[]), "candidates must"),
-        (edited("entries", 0, "seed", value=-1), "seed must be at least 0"),
+        (edited("entries", 0, "problem", value={}), "TuningEntry.problem.op must be the name of an op"),
+        (edited("entries", 0, "problem", "op", value="other"), "TuningEntry.candidates must be kernels of other"),
         (edited(*CANDIDATE, "sku", value="../../etc"), "SkuIdentity.id must be category.op"),
-        (edited(*CANDIDATE, "sku", value="a\nb"), "sku must be the id of a kernel"),
-        (edited(*CANDIDATE, "source_hash", value="00"), "source_hash must match"),
-        (edited(*CANDIDATE, "choice", value="a\nb"), "choice must be one line"),
         (edited(*CANDIDATE, "timing", value=None), "timing must be given, or else refused must say why"),
-        (edited(*CANDIDATE, "refused", value="no"), "timing must be given, or else refused must say why"),
-        (edited(*CANDIDATE, "timing", "median", value="1"), "Timing.median must be a number"),
-        (edited(*CANDIDATE, "timing", "median", value=-1), "Candidate.timing.median must be at least 0"),
-        (twice("entries"), "entries must hold a problem once"),
-        (twice("entries", 0, "candidates"), f"Entry.candidates must be measured once each; had {FIRST.id} twice"),
+        (edited(*CANDIDATE, "timing", "median", value=-1), "Timing.median must be greater than 0"),
+        (lambda record: record | {"entries": record["entries"] * 2}, "entries must hold a problem once"),
+        (
+            lambda record: record["entries"][0]["candidates"].append(record["entries"][0]["candidates"][0]) or record,
+            f"TuningEntry.candidates must be measured once each; had {FIRST.id} twice",
+        ),
     ],
 )
 def test_what_is_no_tuning_is_refused_with_file_and_field(file, edit, says):
@@ -584,11 +473,7 @@ def test_what_is_no_tuning_is_refused_with_file_and_field(file, edit, says):
     ("content", "says"),
     [
         (b"", "in JSON"),
-        (b"[]", "be of kind"),
-        (b"\xff\xfe", "in JSON"),
-        (b"{" * 100_000, "in JSON"),
         (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "in JSON"),
-        (b'{"margin": NaN}', "NaN is no number in JSON"),
         (b'{"kind": "skuda tuning", "kind": "skuda tuning"}', "'kind' is given twice"),
         (b'{"kind": "' + b"\x1b[2J" * 5000 + b'"}', "in JSON"),
     ],
@@ -601,27 +486,12 @@ def test_hostile_files_are_refused_in_one_short_line(file, content, says):
     assert str(caught.value).isprintable()
 
 
-def test_a_long_value_is_not_told_whole(file):
-    file.write_text(json.dumps(edited("entries", value="x" * 100_000)(json.loads(file.read_text()))))
-    with pytest.raises(InvalidRecord) as caught:
-        Tuning.load(file)
-    assert len(str(caught.value)) < 800
-
-
-def test_a_nested_problem_is_refused(file):
-    text = json.dumps(edited("entries", 0, "problem", "m", value="HERE")(json.loads(file.read_text())))
-    file.write_text(text.replace('"HERE"', "[" * 900 + "]" * 900))
-    with pytest.raises(InvalidRecord):
-        Tuning.load(file)
-
-
 def test_neither_a_folder_nor_something_huge_is_read(file, monkeypatch):
     with pytest.raises(InvalidRecord, match="had no file there"):
         Tuning.load(file.parent)
-    if hasattr(os, "mkfifo"):
-        os.mkfifo(file.parent / "pipe")
-        with pytest.raises(InvalidRecord, match="had no file there"):
-            Tuning.load(file.parent / "pipe")
+    os.mkfifo(file.parent / "pipe")
+    with pytest.raises(InvalidRecord, match="had no file there"):
+        Tuning.load(file.parent / "pipe")
     monkeypatch.setattr(tuning_module, "_LARGEST", 100)
     with pytest.raises(InvalidRecord, match="more than 0 MiB"):
         Tuning.load(file)
@@ -642,8 +512,6 @@ def test_new_entries_replace_those_of_the_same_problem_in_the_same_environment(f
             before.updated(other)
 
 
-# --- every rank chooses alike ----------------------------------------------------------------------------------------
-
 RANK = """
 import sys
 from skuda.dispatch import Dispatcher, device_named
@@ -657,30 +525,16 @@ print(plan.sku.id, plan.choice, d.explain(problem, device=device_named("h200")),
 
 def test_the_same_file_gives_the_same_choice_in_every_process(tmp_path):
     """Many tiles take exactly as long: nothing but the file and the ranking may decide between them."""
-    even = [
-        c if number == 0 else c.model_copy(update={"timing": timing(7.0)})
-        for number, c in enumerate(linear_candidates(()))
-    ]
+    times = (timing(7.0 if number else 10.0) for number in itertools.count())
+    even = [each.model_copy(update={"timing": time}) for each, time in zip(linear_candidates(), times, strict=False)]
     tuned(*reversed(even), problem=LINEAR).save(tmp_path / "pinned.json")
-    told = set()
-    for seed, where, language in (("0", "/", "C"), ("1", str(tmp_path), "C.UTF-8"), ("4242", "/tmp", "POSIX")):  # noqa: S108  any folder
-        ran = subprocess.run(
-            [sys.executable, "-c", RANK, LINEAR.model_dump_json()],
-            env={
-                **os.environ,
-                "PYTHONHASHSEED": seed,
-                "LC_ALL": language,
-                "SKUDA_TUNING": str(tmp_path / "pinned.json"),
-                "SKUDA_PLUGINS": "0",
-            },
-            cwd=where,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        told.add(ran.stdout)
-    (one,) = told
-    sku, choice = one.splitlines()[:2]
-    second = str(warpgroup.ranking(256, 4096, 4096, 132)[1][1])
-    assert (sku.rpartition(".")[2], choice) == ("warpgroup", second)
+    printed = set()
+    for seed, where, language in (("0", "/", "C"), ("4242", str(tmp_path), "C.UTF-8")):
+        settings = {"SKUDA_TUNING": str(tmp_path / "pinned.json"), "SKUDA_PLUGINS": "0"}
+        env = os.environ | settings | {"PYTHONHASHSEED": seed, "LC_ALL": language}
+        command = [sys.executable, "-c", RANK, LINEAR.model_dump_json()]
+        ran = subprocess.run(command, env=env, cwd=where, check=True, capture_output=True, text=True)
+        printed.add(ran.stdout)
+    (one,) = printed
+    assert tuple(one.splitlines()[:2]) == (even[1].sku, even[1].choice), "the next of the ranking"
     assert "chosen by" in one

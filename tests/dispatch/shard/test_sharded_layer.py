@@ -1,4 +1,4 @@
-"""A layer on the ranks of an in-process group has the bits of the layer on one device."""
+"""A layer that is split over the ranks of a group has the bits of the whole layer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_case_of_a_linear_op_has_the_same_bits_on_any_number_of_ranks(op, 
         assert_invariant(case.problem, shards_for(WAYS[i], case.problem, rng), inputs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(CASES),
     st.tuples(*(st.integers(0, 40) for _ in range(3))),
@@ -121,23 +121,16 @@ def test_what_cannot_be_split_so_is_refused_with_its_reason(problem, words):
         dispatcher().select_shards(problem, Shards(axis="k", count=2, sizes=(1, 2)))
 
 
-def test_f64_activations_are_split_along_n_whatever_the_output():
-    inputs = draw(OPS["quantized_linear"], Case(NARROWER), fresh("f64")).inputs
-    assert_invariant(NARROWER, Shards(axis="n", count=2), inputs)
-
-
 @pytest.mark.parametrize(
     ("name", "wrong", "words"),
     [
         ("weight_q", lambda a: a[:, :-1], r"weight_q must have shape \[5, 4\] on rank 0"),
         ("activation", lambda a: a[:2], r"activation must have shape \[3, 4\]"),
         ("weight_scale", lambda _: None, "weight_scale must be given"),
-        ("bias", lambda _: np.zeros(5, np.float32), "bias must be left out"),
         ("act_q_scratch", lambda _: np.zeros((3, 4), np.int8), "act_q_scratch must be left out"),
-        ("weight_q", lambda _: 3, "weight_q must have shape"),
     ],
 )
-def test_a_rank_that_passes_something_else_is_told(name, wrong, words):
+def test_a_rank_that_passes_something_else_is_reported(name, wrong, words):
     problem, shards = layer(m=3, c_out=5, k=8), Shards(axis="k", count=2)
     inputs = draw(OPS["quantized_linear"], Case(problem), fresh(name)).inputs
     plan = dispatcher().select_shards(problem, shards)
@@ -180,28 +173,6 @@ def test_the_promise_is_the_least_of_all_steps():
     with pytest.raises(Unsupported, match="shard_invariant"):
         dispatcher().select_shards(curved, Shards(axis="k", count=2), require, "h200")
     assert dispatcher().select_shards(curved, Shards(axis="k", count=2), require, "cpu").kernels
-
-
-def test_what_is_exchanged_is_told_with_its_cost():
-    problem = layer(m=16, c_out=8192, k=28672)
-    told = dispatcher().explain_shards(problem, Shards(axis="k", count=2), device="h200")
-    assert [transfer.what for transfer in told.transfers] == [
-        "all-reduce of the rows' maxima",
-        "all-reduce of s32 sums",
-    ]
-    assert told.transfers[1].sent == 16 * 8192 * 4
-    assert "the other way to add up would take" in str(told)
-    many = layer(m=8192, c_out=8192, k=28672, activation_element="bf16")
-    told = dispatcher().explain_shards(many, Shards(axis="k", count=2), device="h200")
-    assert [transfer.what.split(" of ")[0] for transfer in told.transfers] == [
-        "all-reduce",
-        "reduce-scatter",
-        "all-gather",
-    ]
-    assert sum(transfer.microseconds for transfer in told.transfers) < told.other_way
-    text = str(dispatcher().explain_shards(problem, Shards(axis="n", count=3, input="columns"), device="h200"))
-    assert "all-gather of codes" in text
-    assert "layer on ranks 1, 2" in text or "layer on ranks 0, 1" in text
 
 
 def test_smoothquant_scales_stay_fields():

@@ -1,4 +1,4 @@
-"""Files are replaced when they are complete, and only then; only regular files are."""
+"""A file is replaced only by a complete one, and only if it is a regular file."""
 
 from __future__ import annotations
 
@@ -65,9 +65,7 @@ REFUSED = {
     "no folder": (lambda _: None, "no/it", "no such folder"),
     "a file as a folder": (lambda folder: (folder / "it").touch(), "it/x", "Not a directory"),
     "a name too long": (lambda _: None, "n" * 300, "File name too long"),
-    "a path too long": (lambda _: None, "n/" * 3000 + "it", "File name too long"),
     "a NUL": (lambda _: None, "a\0b", "no name of a file"),
-    "half a pair": (lambda _: None, "a\ud800", "no name of a file"),
 }
 
 
@@ -129,14 +127,6 @@ def test_a_folder_in_which_nothing_can_be_made_is_refused(tmp_path, monkeypatch,
     with pytest.raises(OSError, match="Read-only file system") as caught:
         check(tmp_path / "file")
     assert str(tmp_path / "file") in caught.value.filename
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write every file")
-def test_a_file_that_may_not_be_written_is_refused(tmp_path):
-    write_whole(tmp_path / "file", "x")
-    (tmp_path / "file").chmod(0o444)
-    with pytest.raises(PermissionError):
-        check_place(tmp_path / "file")
 
 
 @pytest.mark.parametrize("name", ["fsync", "chmod", "replace"])

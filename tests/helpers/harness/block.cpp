@@ -149,7 +149,7 @@ void skuda_fault(const char* what) {
   __builtin_unreachable();
 }
 
-void wait_for_previous_kernel() { fibres[current].waited = true, skuda_early = false; }
+void griddepcontrol_wait() { fibres[current].waited = true, skuda_early = false; }
 
 void skuda_wait_block() {
   fibres[current].state = AT_BLOCK;

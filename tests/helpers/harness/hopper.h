@@ -33,38 +33,38 @@ static inline void skuda_arrive(unsigned at, int arrivals, int bytes) {
   b.pending = b.expected, b.phase ^= 1;
   skuda_changed();
 }
-static inline void barrier_make(unsigned at, unsigned arrivals) {
+static inline void mbarrier_init(unsigned at, unsigned arrivals) {
   SkudaBarrier& b = skuda_barrier(at);
   b.expected = b.pending = (unsigned short)arrivals, b.bytes = 0, b.phase = 0;
 }
-static inline void barriers_made() {}
-static inline void barrier_expect(unsigned at, unsigned bytes) { skuda_arrive(at, 1, (int)bytes); }
-static inline void barrier_arrive(unsigned at) { skuda_arrive(at, 1, 0); }
-static inline void barrier_wait(unsigned at, unsigned parity) {
+static inline void fence_mbarrier_init() {}
+static inline void mbarrier_arrive_expect_tx(unsigned at, unsigned bytes) { skuda_arrive(at, 1, (int)bytes); }
+static inline void mbarrier_arrive(unsigned at) { skuda_arrive(at, 1, 0); }
+static inline void mbarrier_wait(unsigned at, unsigned parity) {
   while (skuda_barrier(at).phase == parity) skuda_wait_change();
 }
-template <int THREADS> static void threads_sync(unsigned id) { skuda_named_barrier(id, THREADS, true); }
-template <int THREADS> static void threads_arrive(unsigned id) { skuda_named_barrier(id, THREADS, false); }
+template <int THREADS> static void bar_sync(unsigned id) { skuda_named_barrier(id, THREADS, true); }
+template <int THREADS> static void bar_arrive(unsigned id) { skuda_named_barrier(id, THREADS, false); }
 
-template <int N> static void registers_up() {}
-template <int N> static void registers_down() {}
-static inline void show_stores() {}
+template <int N> static void setmaxnreg_inc() {}
+template <int N> static void setmaxnreg_dec() {}
+static inline void fence_proxy_async() {}
 
 // --- clusters: of one block ------------------------------------------------------------------------------------------
 
-static inline unsigned cluster_rank() { return 0; }
+static inline unsigned cluster_ctarank() { return 0; }
 static inline void cluster_arrive() {}
 static inline void cluster_wait() {}
 static inline void cluster_sync() {}
-static inline void barrier_arrive_at(unsigned, unsigned) { skuda_fault("a cluster of several blocks"); }
-static inline void store16_at(unsigned, unsigned, const int (&)[4]) { skuda_fault("a cluster of several blocks"); }
-template <class Map> static void load_box_to_all(unsigned, const Map*, int, int, unsigned, unsigned short) {
+static inline void mbarrier_arrive_cluster(unsigned, unsigned) { skuda_fault("a cluster of several blocks"); }
+static inline void st_shared_cluster_v4(unsigned, unsigned, const int (&)[4]) { skuda_fault("a cluster of several blocks"); }
+template <class Map> static void cp_async_bulk_tensor_2d_multicast(unsigned, const Map*, int, int, unsigned, unsigned short) {
   skuda_fault("a cluster of several blocks");
 }
 
 // --- memory ----------------------------------------------------------------------------------------------------------
 
-static inline void put16_if(bool wanted, void* to, const uint4& v) {
+static inline void st_global_v4_if(bool wanted, void* to, const uint4& v) {
   if (wanted) skuda_touch((const uint4*)to), *(uint4*)to = v;
 }
 
@@ -74,9 +74,9 @@ struct SkudaMap { unsigned long long address, leading, rows, columns, box_rows; 
 // Where a byte of rows of 128 lies: its 16-byte unit is xored with the row's number modulo 8.
 static inline unsigned skuda_swizzled(unsigned at) { return at ^ (at >> 7 & 7) << 4; }
 
-template <class Map> static void prefetch_map(const Map*) {}
+template <class Map> static void prefetch_tensormap(const Map*) {}
 template <class Map>
-static void load_box(unsigned to, const Map* given, int x, int y, unsigned barrier) {
+static void cp_async_bulk_tensor_2d(unsigned to, const Map* given, int x, int y, unsigned barrier) {
   static_assert(sizeof(Map) >= sizeof(SkudaMap), "a map has room");
   skuda_touch(given);
   const SkudaMap& map = *(const SkudaMap*)given;
@@ -95,19 +95,19 @@ static void load_box(unsigned to, const Map* given, int x, int y, unsigned barri
 
 // --- products --------------------------------------------------------------------------------------------------------
 
-static inline void products_begin() {}
-static inline void products_commit() {}
+static inline void wgmma_fence() {}
+static inline void wgmma_commit_group() {}
 // The lanes of a warp multiply together: none may release a stage that another still reads.
-template <int PENDING> static void products_wait() { skuda_wait_warp(~0u); }
+template <int PENDING> static void wgmma_wait_group() { skuda_wait_warp(~0u); }
 
-template <int N, class A, class B> struct Product {
+template <int N, class A, class B> struct Wgmma {
   template <class T> static void row(T (&to)[32], unsigned long long rows, unsigned row) {
     const unsigned start = (unsigned)(rows & 0x3fff) << 4, group = (unsigned)(rows >> 32 & 0x3fff) << 4;
     for (unsigned i = 0; i < 32; i += 16) {
       memcpy(to + i, skuda_dynamic_shared + skuda_swizzled(start + row / 8 * group + row % 8 * 128 + i), 16);
     }
   }
-  static void add(int (&d)[N / 2], unsigned long long a, unsigned long long b, unsigned keep) {
+  static void mma_async(int (&d)[N / 2], unsigned long long a, unsigned long long b, unsigned scale_d) {
     const unsigned thread = skuda_thread() % 128, first = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
     A x[2][32];
     for (int i = 0; i < 2; ++i) row(x[i], a, first + 8 * i);
@@ -116,7 +116,7 @@ template <int N, class A, class B> struct Product {
       row(y, b, i / 2 * 8 + column + i % 2);
       for (int j = 0; j < 2; ++j) {
         int& sum = d[i / 2 * 4 + j * 2 + i % 2];
-        unsigned total = keep ? (unsigned)sum : 0;
+        unsigned total = scale_d ? (unsigned)sum : 0;
         for (int k = 0; k < 32; ++k) total += (unsigned)((int)x[j][k] * (int)y[k]);
         sum = (int)total;
       }

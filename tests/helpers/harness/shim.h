@@ -40,8 +40,8 @@ extern unsigned long long skuda_slots[];   // one per thread, for what threads t
 // Programmatic dependent launch: whether the thread that runs may have started before the previous kernel ended, and has not
 // waited for that.
 extern bool skuda_early;
-void wait_for_previous_kernel();
-static inline void let_next_kernel_start() {}
+void griddepcontrol_wait();
+static inline void griddepcontrol_launch_dependents() {}
 
 static inline void __syncthreads() { skuda_wait_block(); }
 static inline void __syncwarp(unsigned mask = ~0u) { skuda_wait_warp(mask); }
@@ -276,8 +276,8 @@ static inline float skuda_wrongly(double v, double error) {
   const float found = (float)(v * (1 + error));
   return fabsf(found) < 0x1p-126f ? copysignf(0, found) : found;
 }
-static inline float about_power(float t) { return skuda_wrongly(exp2((double)t), SKUDA_POWER_ERROR(t) * 0x1.6ap-23); }
-static inline float about_reciprocal(float d) {
+static inline float ex2_approx(float t) { return skuda_wrongly(exp2((double)t), SKUDA_POWER_ERROR(t) * 0x1.6ap-23); }
+static inline float rcp_approx(float d) {
   if (fabsf(d) < 0x1p-126f) return copysignf(INFINITY, d);
   return skuda_wrongly(1 / (double)d, SKUDA_RECIPROCAL_ERROR(d) * 0x1p-23);
 }

@@ -2,7 +2,7 @@
  * contexts, load modules, allocate and launch. Nothing is computed; what was called is written down.
  *
  * SKUDA_STUB_LOG=path      appends one line per call: thread, name, details; a launch's parameter bytes are in hex
- * SKUDA_STUB_FAIL=f:c,...  makes function f return CUresult c; f:c@n only on its n-th call
+ * SKUDA_STUB_FAIL=f:c,...  makes function f return CUresult c
  * SKUDA_STUB_DEVICES=n     how many GPUs there are (1)
  * SKUDA_STUB_LENIENT=1     a launch in a wrong context is not refused but runs there, on the wrong card
  * SKUDA_STUB_CAPTURING=n   streams other than the default one are being captured, under capture id n
@@ -43,19 +43,6 @@ static int number(const char *name, int otherwise) {
 
 /* --- what is written down, and what is made to fail --------------------------------------------------------------- */
 
-typedef struct { char name[64]; long count; } Counter;
-static Counter counters[256];
-
-static long counted(const char *name) {
-  pthread_mutex_lock(&guard);
-  int i = 0;
-  while (i < 255 && counters[i].name[0] && strcmp(counters[i].name, name)) i++;
-  if (!counters[i].name[0]) strncpy(counters[i].name, name, 63);
-  long count = ++counters[i].count;
-  pthread_mutex_unlock(&guard);
-  return count;
-}
-
 static void note(const char *name, const char *detail) {
   const char *path = getenv("SKUDA_STUB_LOG");
   if (!path) return;
@@ -70,15 +57,9 @@ static void note(const char *name, const char *detail) {
 
 static R failure(const char *name) {
   const char *plan = getenv("SKUDA_STUB_FAIL");
-  if (!plan) return OK;
-  long count = counted(name);
   size_t length = strlen(name);
-  for (const char *at = plan; at; at = strchr(at, ',') ? strchr(at, ',') + 1 : NULL) {
-    if (strncmp(at, name, length) || at[length] != ':') continue;
-    char *end;
-    R code = (R)strtol(at + length + 1, &end, 10);
-    if (*end != '@' || strtol(end + 1, NULL, 10) == count) return code;
-  }
+  for (const char *at = plan; at; at = strchr(at, ',') ? strchr(at, ',') + 1 : NULL)
+    if (!strncmp(at, name, length) && at[length] == ':') return atoi(at + length + 1);
   return OK;
 }
 

@@ -18,28 +18,12 @@ from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.elementwise.fill import FillDescriptor
 from skuda.registry import Registry
 from skuda.registry.errors import CompileError
-from skuda.tools.cli import main
 from skuda.tools.ship import compile as compile_command
 
 needs_nvrtc = pytest.mark.skipif(nvrtc_trouble() is not None, reason="no NVRTC wheels")
 FILL = ["compile", "--op", "fill", "--arch", "sm_90", "--backend", "cuda_core"]
 LINEAR = ["compile", "--op", "quantized_linear", "--device", "h200", "--backend", "cuda_core"]
 CUBIN = b"\x7fELF" + bytes(range(256)) * 4
-
-
-@pytest.fixture
-def skuda(capsys, monkeypatch, tmp_path):
-    """Run the command over a cache of its own; gives status, standard output and standard error."""
-    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("SKUDA_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("SKUDA_PLUGINS", "0")
-
-    def run(*arguments):
-        status = main(arguments)
-        return status, *capsys.readouterr()
-
-    return run
 
 
 def rows(out):
@@ -126,7 +110,7 @@ def test_every_configuration_of_the_cases_is_compiled_once(skuda, monkeypatch):
 
 def test_each_card_gets_its_own(skuda, monkeypatch):
     jobs = fake(monkeypatch)
-    command = ["compile", "--op", "fill", "--arch", "sm_80", "--device", "h200,rtx4090", "--backend", "cuda_core"]
+    command = ["compile", "--op", "fill", "--arch", "sm_80", "--device", "h200,RTX 4090", "--backend", "cuda_core"]
     status, out, _ = skuda(*command)
     assert (status, [row[2] for row in rows(out)]) == (0, ["sm_80", "sm_89", "sm_90"])
     assert {job.arch for job in jobs} == {"sm_80", "sm_89", "sm_90"}
@@ -152,7 +136,7 @@ def test_one_problem_is_compiled_as_it_would_be_looked_up(skuda, monkeypatch):
     assert all(backend.cached(*item) for item in wanted)
 
 
-def test_a_failure_is_told_and_the_rest_goes_on(skuda, monkeypatch):
+def test_a_failure_is_reported_and_the_rest_goes_on(skuda, monkeypatch):
     jobs = fake(monkeypatch, fails=lambda job: ".f32." in job.sku)
     status, out, _ = skuda(*FILL)
     first, *failures = rows(out)
@@ -170,7 +154,7 @@ def test_a_failure_is_told_and_the_rest_goes_on(skuda, monkeypatch):
     assert "line two" in out
 
 
-def test_a_launch_rule_that_fails_is_told_and_stops_neither_the_rest_nor_an_explanation(skuda, monkeypatch):
+def test_a_launch_rule_that_fails_is_reported_and_stops_neither_the_rest_nor_an_explanation(skuda, monkeypatch):
     fake(monkeypatch)
 
     def launch_of(sku, problem, device, *choice):
@@ -201,7 +185,7 @@ def test_what_cannot_be_kept_is_not_called_compiled(skuda, monkeypatch):
     assert "disk full" in rows(out)[1][3]
 
 
-def test_without_a_compiler_the_remedy_is_told(skuda, monkeypatch):
+def test_without_a_compiler_the_remedy_is_reported(skuda, monkeypatch):
     jobs = fake(monkeypatch)
     monkeypatch.setattr(PycudaBackend, "compiler", lambda self: None)
     for name in ("pycuda", "all"):
@@ -216,6 +200,13 @@ def test_without_a_compiler_the_remedy_is_told(skuda, monkeypatch):
     status, _, err = skuda("compile", "--op", "fill", "--arch", "sm_90")
     assert status == 2
     assert "skuda[cuda13]" in err
+
+
+def test_a_card_that_is_too_old_gets_nothing(skuda, monkeypatch):
+    jobs = fake(monkeypatch)
+    status, out, err = skuda("compile", "--op", "fill", "--device", "t4", "--backend", "cuda_core")
+    assert (status, out, jobs) == (1, "", [])
+    assert "no kernel of cuda_core serves these ops on Tesla T4 (compute capability 7.5)" in err
 
 
 def test_where_no_kernel_fits_nothing_is_compiled(skuda, monkeypatch):

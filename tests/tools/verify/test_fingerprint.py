@@ -16,7 +16,7 @@ from toykernels import scaled as toy
 from skuda.dispatch.compile import sources
 from skuda.dispatch.compile.code import c_tokens, code_hash, reached
 from skuda.dispatch.compile.sources import read_source, source_hash
-from skuda.kernels.catalog import built_in_ops, built_in_registry
+from skuda.kernels.catalog import built_in_ops
 from skuda.registry import Op
 from skuda.registry.device import device_named
 from skuda.tools.verify import evidence, fingerprint
@@ -140,7 +140,12 @@ def meant() -> Op:
 def record_of(sku: Any, op: Op, **changes: Any) -> Records:
     """Return the record of a run that verified a kernel just now."""
     found = SkuEvidence(
-        sku=sku.id, source_hash=source_hash(sku), reference_hash=reference_hash(op), verdict="verified", cases=1
+        sku=sku.id,
+        source_hash=source_hash(sku),
+        reference_hash=reference_hash(op),
+        verdict="verified",
+        cases=1,
+        runs=1,
     )
     file = EvidenceFile(
         device=device_named("h200"),
@@ -163,23 +168,20 @@ def edit(path: Any, old: str, new: str) -> None:
         path.touch()
 
 
-@pytest.mark.parametrize(("file", "old", "new"), COUNTS_NOT)
-def test_what_decides_nothing_leaves_evidence_as_it_is(package, file, old, new):
+@pytest.mark.parametrize(
+    ("word", "file", "old", "new"),
+    [*(("verified", *edited) for edited in COUNTS_NOT), *(("stale", *edited) for edited in COUNTS)],
+)
+def test_what_decides_bits_makes_evidence_stale_and_nothing_else_does(package, word, file, old, new):
     op = meant()
     records = record_of(SKU, op)
     assert status(SKU, op, records).word == "verified"
-    edit(package / file, old, new)
-    assert status(SKU, op, records).word == "verified"
-
-
-@pytest.mark.parametrize(("file", "old", "new"), COUNTS)
-def test_what_decides_bits_makes_evidence_stale(package, file, old, new):
-    op = meant()
-    records = record_of(SKU, op)
+    text = (package / file).read_text()
     edit(package / file, old, new)
     found = status(SKU, op, records)
-    assert (found.word, found.reason) == ("stale", "the kernel or its reference has changed since it was run")
-    edit(package / file, new, old)
+    assert found.word == word
+    assert found.reason == ("the kernel or its reference has changed since it was run" if word == "stale" else "")
+    edit(package / file, text.replace(old, new), text)
     assert status(SKU, op, records).word == "verified"
 
 
@@ -219,7 +221,7 @@ def test_evidence_of_other_verifying_code_is_stale(package, monkeypatch):
     monkeypatch.setattr(evidence, "verifier_hash", lambda: "another")
     found = status(SKU, op, records)
     assert (found.word, found.reason) == ("stale", "verified by other verifying code")
-    assert found.describe() == "no: stale, verified by other verifying code on NVIDIA H200, 2026-01-01"
+    assert found.describe() == "no: stale, verified by other verifying code (H200, 2026-01-01)"
 
 
 @pytest.mark.parametrize("field", ["source_hash", "reference_hash"])
@@ -322,19 +324,12 @@ def test_every_built_in_op_has_a_meaning_of_its_own_that_reaches_its_arithmetic(
         ]
 
 
-def test_all_of_the_registry_is_hashed_in_a_second():
-    start = time.process_time()
-    assert {len(source_hash(sku)) for sku in built_in_registry()} == {64}
-    assert time.process_time() - start < 1
-
-
 def test_the_verifying_code_is_what_decides_verdicts():
-    modules = {module for module, _ in reached("skuda.tools.verify.verification", "verify", *_verifier())}
+    names = (fingerprint._VERIFIER, fingerprint._NO_VERDICT)
+    modules = {module for module, _ in reached("skuda.tools.verify.verification", "verify", *names)}
     assert {f"skuda.tools.verify.{name}" for name in ("verification", "trial", "large", "placement")} < modules
     kernels = {module for module in modules if module.startswith("skuda.kernels")}
-    assert kernels == {f"skuda.kernels.{name}" for name in ("draw", "ties", "values", "dtypes")}, "no op's own code"
+    assert kernels == {f"skuda.kernels.{name}" for name in ("draw", "sums", "ties", "values", "dtypes")}, (
+        "no op's own code"
+    )
     assert not modules & {"skuda.tools.verify.evidence", "skuda.tools.verify.command", "skuda.tools.output"}
-
-
-def _verifier() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return fingerprint._VERIFIER, fingerprint._NO_VERDICT

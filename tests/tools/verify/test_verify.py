@@ -8,133 +8,130 @@ from dataclasses import replace
 from typing import Any
 
 import halved
-import ml_dtypes
 import numpy as np
 import pytest
-from halved import ALWAYS, CASES, EXACT, LOOSE, OP, OUTPUTS, HalvedDescriptor, dispatcher_of, toy
+from halved import CASES, EXACT, LOOSE, OP, dispatcher_of, toy, trial_of
 from paths import ROOT
+from support import SEED
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.backends.numpy import NumpyBackend
-from skuda.kernels.catalog import built_in_ops, built_in_registry
-from skuda.kernels.draw import draw
-from skuda.kernels.dtypes import storage_dtype
-from skuda.registry import (
-    InvalidRecord,
-    KernelSku,
-    PrecisionGuarantee,
-    Role,
-)
+from skuda.kernels.catalog import built_in_registry
+from skuda.registry import InvalidRecord, KernelSku
 from skuda.registry.constraints import Between
-from skuda.registry.descriptor import storage_shape
 from skuda.registry.device import HOST, device_named
 from skuda.tools.cli import main
 from skuda.tools.show import list as listing
 from skuda.tools.show import show as showing
 from skuda.tools.verify import command as verify_page
 from skuda.tools.verify import evidence
+from skuda.tools.verify import trial as trials
+from skuda.tools.verify.checks import CHECKS
 from skuda.tools.verify.compare import differing
-from skuda.tools.verify.edges import always
-from skuda.tools.verify.evidence import EvidenceFile, Records, load_records, status, tally
-from skuda.tools.verify.placement import LAYOUTS, Geometry, HostPlacement, Image
-from skuda.tools.verify.trial import row_arguments, row_field
+from skuda.tools.verify.evidence import EvidenceFile, Failure, Records, SkuEvidence, Status, load_records, status, tally
+from skuda.tools.verify.placement import LAYOUTS, HostPlacement
 from skuda.tools.verify.verification import verify
+from skuda.tools.words.devices import card_words
+
+SPOT = [name for name, check in CHECKS.items() if check.spot and not check.anywhere]
 
 
 def verified(*skus: KernelSku, **more: Any) -> EvidenceFile:
-    ids = [sku.id for sku in skus]
-    return verify(dispatcher_of(*skus), HOST, **{"seed": 3, "skus": ids, **more})
+    return verify(dispatcher_of(*skus), HOST, **{"seed": 3, "skus": [sku.id for sku in skus], **more})
 
 
-def failure_of(entry: str, guarantee: PrecisionGuarantee = EXACT) -> evidence.Failure:
-    (found,) = verified(toy(entry, guarantee)).skus
-    assert found.verdict == "failed"
-    assert found.first_failure is not None
-    return found.first_failure
+def one(sku: KernelSku, **more: Any) -> SkuEvidence:
+    (found,) = verified(sku, **more).skus
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------ running
 
 
-@pytest.mark.parametrize("one_in", [pytest.param(1, marks=pytest.mark.full), 10])
+@pytest.mark.parametrize("one_in", [pytest.param(1, marks=pytest.mark.full), 15])
 def test_every_reference_verifies(one_in):
-    rng = np.random.default_rng()
-    skus = [sku for sku in built_in_registry() if sku.backend == "numpy"][int(rng.integers(one_in)) :: one_in]
-    seed = int(rng.integers(2**31))
-    found = verify(Dispatcher(built_in_registry()), HOST, seed=seed, quick=True, skus=[sku.id for sku in skus])
-    assert [(sku.sku, sku.first_failure) for sku in found.failed] == [], f"drawn from seed {seed}"
-    assert {sku.verdict for sku in found.skus} == {"verified"}
-    assert [sku.sku for sku in found.skus] == [sku.id for sku in skus]
+    skus = [sku for sku in built_in_registry() if sku.backend == "numpy"][SEED % one_in :: one_in]
+    ids = [sku.id for sku in skus]
+    found = verify(Dispatcher(built_in_registry()), HOST, seed=SEED, quick=one_in > 1, skus=ids)
+    assert [(one.sku, one.failures) for one in found.failed] == [], f"drawn from seed {SEED}"
+    assert {one.verdict for one in found.skus} == {"verified"}
+    assert [one.sku for one in found.skus] == sorted(ids)
+    assert all(set(one.checks) >= {*SPOT} - {"deterministic", "batch_invariant"} for one in found.skus)
     if one_in == 1:
-        rows = {sku.sku.split(".")[1] for sku in found.skus if sku.promises.batch_invariant}
+        rows = {sku.sku.split(".")[1] for sku in found.skus if "batch_invariant" in sku.checks}
         assert {"quantize_per_token", "fake_quantize_per_group", "dynamic_range", "quantized_linear"} <= rows
         assert "quantize_per_tensor" not in rows
 
 
-def test_a_right_kernel_is_verified_with_its_promises():
-    (found,) = verified(toy("reference")).skus
-    assert found.verdict == "verified"
-    assert found.first_failure is None
-    assert found.cases == len(CASES) + len(ALWAYS)
-    assert found.outputs == OUTPUTS
+def test_a_right_kernel_has_the_full_battery_and_the_record_says_how_much_was_run():
+    found = one(toy("reference"))
+    trial = trial_of(toy("reference"))
+    assert (found.verdict, found.battery, found.failures) == ("verified", "full", ())
+    assert found.cases == len(trial.chosen) == len(trial.cases) + 2 * len(CASES)
     assert set(found.layouts) == set(LAYOUTS)
-    assert found.promises == evidence.Promises(bit_exact=True, deterministic=True, batch_invariant=True)
+    assert set(found.checks) == {n for n, check in CHECKS.items() if not check.anywhere} - {
+        "streams",
+        "constraints",
+        "large",
+    }
+    assert found.runs > 512 + found.cases
+    assert found.outputs > sum(np.prod([c.numbered.case.problem.n, c.numbered.case.problem.d]) for c in trial.chosen)
 
 
-def test_a_wrong_kernel_fails_with_coordinates():
-    failure = failure_of("wrong_at_one_place")
-    assert (failure.case, failure.check, failure.output, failure.at) == (0, "bits", "y", (2, 1))
-    assert failure.got.startswith("1.0000000150474662e+30 (0x7149f2ca)")
-    assert "1 of 15 elements" in failure.message
-    assert json.loads(failure.problem)["n"] == 5
-    assert "y[2, 1]" in failure.describe()
+def test_one_kernel_of_a_source_has_the_full_battery_and_the_seed_chooses_it():
+    ids = [sku.id for sku in built_in_registry() if sku.backend == "numpy" and sku.op == "quantize_per_token"]
+    seen = set()
+    for seed in range(4):
+        found = verify(Dispatcher(built_in_registry()), HOST, seed=seed, skus=ids)
+        (full,) = [each for each in found.skus if each.battery == "full"]
+        spot = [each for each in found.skus if each.battery == "spot"]
+        seen.add(full.sku)
+        assert set(spot[0].checks) == set(SPOT)
+        assert max(each.runs for each in spot) < full.runs / 5
+        assert all(each.cases >= 2 for each in spot)
+    assert len(seen) > 1
+    quick = verify(Dispatcher(built_in_registry()), HOST, seed=1, skus=ids, quick=True)
+    assert {each.battery for each in quick.skus} == {"spot"}
+
+
+def test_kernels_of_one_problem_share_their_inputs_and_references(monkeypatch):
+    asked, real = [], trials.draw
+    monkeypatch.setattr(trials, "draw", lambda op, case, rng: asked.append(case) or real(op, case, rng))
+    one(toy("reference"))
+    alone = len(asked)
+    asked.clear()
+    verified(toy("reference"), toy("within_two", LOOSE), toy("wrong_at_one_place"))
+    assert len(asked) == alone
 
 
 def test_a_promised_distance_is_measured():
     def sku(ulps):
         return toy("within_two", EXACT.model_copy(update={"max_ulp": ulps}), variant=f"ulp_{ulps}")
 
-    found = {one.sku.rpartition(".")[2]: one for one in verified(sku(1), sku(2)).skus}
-    assert found["ulp_2"].verdict == "verified"
-    assert found["ulp_2"].promises.within_ulp is True
-    assert found["ulp_2"].promises.bit_exact is None
-    assert found["ulp_1"].first_failure.check == "ulp"
-
-
-@pytest.mark.parametrize(
-    ("entry", "guarantee", "check", "says"),
-    [
-        ("beside", EXACT, "guard", "byte -1 beside"),
-        ("over_its_input", EXACT, "input", "of an input was written"),
-        ("another_every_time", LOOSE, "repeat", "other bits"),
-        ("unwritten", LOOSE, "repeat", "other bits"),
-        ("by_neighbours", LOOSE, "rows", "rows"),
-        ("raises", EXACT, "error", "ZeroDivisionError: odd"),
-    ],
-)
-def test_each_kind_of_broken_kernel_is_caught(entry, guarantee, check, says):
-    failure = failure_of(entry, guarantee)
-    assert failure.check == check
-    assert says in failure.message
+    assert one(sku(2)).verdict == "verified"
+    assert one(sku(1)).failures[0].check == "meaning"
 
 
 def test_what_is_not_promised_is_not_held_against_a_kernel():
     nothing = LOOSE.model_copy(
         update={"deterministic": False, "bit_stable_on_same_hardware": False, "batch_invariant": False}
     )
-    (found,) = verified(toy("another_every_time", nothing)).skus
+    found = one(toy("by_neighbours", nothing))
     assert found.verdict == "verified"
-    assert found.promises == evidence.Promises()
+    assert not {"deterministic", "batch_invariant"} & set(found.checks)
+    assert one(toy("by_neighbours", LOOSE)).failures[0].check == "batch_invariant"
 
 
 def test_one_failure_stops_nothing_and_the_seed_draws_the_same_again():
     skus = (toy("raises"), toy("wrong_at_one_place"), toy("reference"))
     seen = []
-    found = verified(*skus, progress=lambda *told: seen.append(told))
-    assert [sku.verdict for sku in found.skus] == ["failed", "failed", "verified"]
-    assert [done for done, _, what in seen if what == "halved"] == list(
-        range(1, len(skus) * (len(CASES) + len(ALWAYS)) + 1)
-    )
+    found = verified(*skus, progress=lambda *step: seen.append(step))
+    assert {sku.sku.rpartition(".")[2]: sku.verdict for sku in found.skus} == {
+        "raises": "failed",
+        "wrong_at_one_place": "failed",
+        "reference": "verified",
+    }
+    assert seen == [(done, 3, "halved") for done in range(3)]
     assert verified(*skus).skus == found.skus
     assert verified(*skus, seed=4).skus != found.skus
 
@@ -151,83 +148,38 @@ class Dying(HostPlacement):
 @pytest.mark.parametrize("entry", ["kills", "wrong_and_then_kills"])
 def test_what_comes_behind_a_lost_device_is_skipped(monkeypatch, entry):
     monkeypatch.setattr(halved.DEVICE, "dead", False)
-    skus = (toy("reference"), toy(entry), toy("within_two", LOOSE))
-    before, lethal, behind = verified(*skus, placement=Dying()).skus
-    assert (before.verdict, behind.verdict) == ("skipped", "skipped"), "neither was run over all cases"
-    assert before.note == behind.note == f"the device was lost to {lethal.sku}"
-    assert lethal.verdict == "failed"
-    assert lethal.first_failure.check == ("error" if entry == "kills" else "bits")
+    before, lethal, behind = toy("reference"), toy(entry), toy("within_two", LOOSE)
+    found = {sku.sku: sku for sku in verified(before, lethal, behind, placement=Dying()).skus}
+    assert [found[sku.id].verdict for sku in (before, lethal, behind)] == ["verified", "failed", "skipped"]
+    assert found[behind.id].note == f"the device was lost to {lethal.id}"
 
 
-def test_a_device_that_answers_wrongly_is_lost(monkeypatch):
+def test_a_device_that_answers_wrongly_is_lost():
     class Garbled(HostPlacement):
         def download(self, buffer: Any) -> Any:
             return super().download(buffer) ^ (buffer.size == 8)
 
-    lethal, behind = verified(toy("raises"), toy("reference"), placement=Garbled()).skus
-    assert (lethal.verdict, behind.verdict) == ("failed", "skipped")
+    lethal, behind = toy("raises"), toy("reference")
+    found = {sku.sku: sku.verdict for sku in verified(lethal, behind, placement=Garbled()).skus}
+    assert found == {lethal.id: "failed", behind.id: "skipped"}
 
 
-def test_a_constraint_that_refuses_a_case_is_told_and_the_rest_is_run():
-    sku = toy("raises_when_large", constraints=(Between(field="n", maximum=5),))
-    (found,) = verified(sku).skus
-    accepted = [case for case in (*CASES, *always(sku, CASES)) if case.problem.n <= 5]
-    assert (found.verdict, found.cases) == ("verified", len(accepted))
-    assert found.note == "some cases are refused: n: wanted at most 5, had 7"
+def test_a_constraint_that_refuses_a_case_leaves_the_rest():
+    found = one(toy("raises_beyond_five", constraints=(Between(field="n", maximum=5),)))
+    assert (found.verdict, "constraints" in found.checks) == ("verified", True)
 
 
-def test_a_reference_that_fails_is_told(monkeypatch):
+def test_a_reference_that_fails_is_a_failure_of_the_kernel(monkeypatch):
     monkeypatch.setattr(halved, "OP", replace(OP, reference=halved.raises))
-    found = verified(toy("within_two", LOOSE))
-    assert {sku.first_failure.message for sku in found.skus} == {"the reference failed: ZeroDivisionError: odd"}
+    failure = one(toy("within_two", LOOSE)).failures[0]
+    assert failure.message.startswith("the reference fails: ZeroDivisionError: odd")
 
 
 def test_what_cannot_run_here_is_skipped_and_says_why():
-    registry = built_in_registry()
-    dispatcher = Dispatcher(registry, backends=(NumpyBackend(),))
+    dispatcher = Dispatcher(built_in_registry(), backends=(NumpyBackend(),))
     found = verify(dispatcher, device_named("h200"), ops=["fill"], placement=HostPlacement())
     assert {sku.verdict for sku in found.skus} == {"skipped"}
     assert all("no such backend is installed" in sku.note for sku in found.skus)
-    old = device_named("a100").model_copy(update={"compute_capability": (7, 5)})
-    found = verify(dispatcher, old, ops=["fill"], placement=HostPlacement())
-    assert {sku.note for sku in found.skus} == {"needs compute capability 8.0 or later"}
-
-
-# -------------------------------------------------------------------------------------------------- inputs and layouts
-
-
-def test_draw_gives_every_argument_its_element_and_shape():
-    rng = np.random.default_rng()
-    for op in built_in_ops():
-        for case in op.cases[:12]:
-            drawn = draw(op, case, rng)
-            for argument in case.problem.arguments():
-                if argument.role in (Role.OUTPUT, Role.SCRATCH):
-                    assert argument.name not in drawn.inputs
-                elif not argument.is_scalar:
-                    value = drawn.inputs[argument.name]
-                    assert value.dtype in {storage_dtype(element) for element in argument.elements}
-                    assert value.shape == storage_shape(drawn.shapes[argument.name], argument.elements[0])
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.float64, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 5), (0, 3), (3, 0)])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_image_notices_every_byte(dtype, shape, layout):
-    geometry = Geometry.of(shape, np.dtype(dtype), layout)
-    image = Image(geometry, np.ones(shape, dtype))
-    after = image.before.copy()
-    geometry.view(after)[...] = 2
-    assert image.spilt(after) is None
-    assert int(geometry.outside.sum()) == geometry.size - int(np.prod(shape)) * geometry.dtype.itemsize
-    if 0 not in shape:
-        assert image.changed(after) is not None
-    for at in np.flatnonzero(geometry.outside)[:: max(1, geometry.size // 40)]:
-        spoilt = after.copy()
-        spoilt[at] = 0
-        assert image.spilt(spoilt) == at - geometry.start
-    assert geometry.start % geometry.dtype.itemsize == 0
-    assert geometry.plain is (layout in ("contiguous", "misaligned") or len(shape) < 2 or shape[0] == -1)
 
 
 def test_differing():
@@ -245,21 +197,11 @@ def test_differing():
     assert differing(np.array([np.inf]), np.array([np.nan]), 5).tolist() == [True]
 
 
-def test_rows_are_known_by_the_problem():
-    fields = {op.name: {row_field(case.problem) for case in op.cases} for op in built_in_ops()}
-    assert fields["quantized_linear"] == {"m"}
-    assert fields["quantize_per_group"] == {"outer_size"}
-    assert fields["quantize_per_token"] == {"n"}
-    assert fields["dynamic_range"] == {"n", None}
-    assert fields["quantize_per_channel"] == fields["fill"] == {None}
-    assert row_arguments(HalvedDescriptor(n=3, d=2)) == {"x", "y"}
-
-
 # ------------------------------------------------------------------------------------------------------------ records
 
 
 def test_json_round_trip(tmp_path):
-    found = verified(toy("wrong_at_one_place"), toy("reference"), quick=True)
+    found = verified(toy("wrong_at_one_place"), toy("reference"), toy("within_two", LOOSE), quick=True)
     found.save(tmp_path / "deep" / "cpu.json")
     assert EvidenceFile.load(tmp_path / "deep" / "cpu.json") == found
     assert load_records(tmp_path / "deep").files == (found,)
@@ -270,13 +212,63 @@ def test_json_round_trip(tmp_path):
 
 def test_other_json_is_left_alone_and_a_broken_record_is_named(tmp_path):
     (tmp_path / "resources.json").write_text("[1]")
-    (tmp_path / "later.json").write_text('{"kind": "skuda verify", "schema_version": 2}')
-    assert load_records(tmp_path) == Records()
-    (tmp_path / "bad.json").write_text('{"kind": "skuda verify", "schema_version": 1}')
-    with pytest.raises(InvalidRecord, match=r"bad\.json"):
-        load_records(tmp_path)
+    (tmp_path / "bench.json").write_text('{"kind": "skuda bench", "schema_version": 2}')
+    assert load_records(tmp_path).files == ()
     with pytest.raises(InvalidRecord, match="be a folder"):
         load_records(tmp_path / "absent")
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    row = ["a.b.c", "0" * 16, 1, 1, 1]
+    facts = {
+        "kind": "skuda verify",
+        "schema_version": 2,
+        "device": HOST.model_dump(),
+        "date": "",
+        "skuda": "",
+        "seed": 1,
+    }
+    return {**facts, "groups": [{"verdict": "verified", "kernels": [row], **changes.pop("group", {})}], **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, ""),
+        ({"schema_version": 1}, "schema_version must be 2; delete the file, and run `skuda verify` again"),
+        ({"seed": -1}, "seed must be"),
+        ({"groups": []}, "skus must be at least one kernel, each once; had none"),
+        ({"groups": "none"}, "groups must be objects with `kernels`"),
+        ({"group": {"kernels": [["a.b.c", "0", 1, 1, 1]] * 2}}, "each once; had a.b.c twice"),
+        ({"group": {"kernels": [["a.b.c", "0", 1, 1]]}}, "groups must be objects with `kernels`"),
+        ({"group": {"kernels": [["a.b.c", "0", 0, 0, 0]]}}, "cases must be at least 1 if a.b.c is verified"),
+        ({"group": {"kernels": [["a.b.c", "0", 2, 1, 0]]}}, "with a run each"),
+        ({"group": {"kernels": [["a.b.c", "0", 1, -1, 0]]}}, "runs must be"),
+        ({"group": {"verdict": "failed"}}, "failures must be given if a.b.c failed, and only then"),
+        ({"group": {"failures": [{"check": "meaning"}]}}, "failures must be given if a.b.c failed"),
+    ],
+)
+def test_an_impossible_record_is_refused(tmp_path, changes, says):
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(record(**changes)))
+    if not says:
+        assert EvidenceFile.load(path).skus[0].cases == 1
+        return
+    with pytest.raises(InvalidRecord, match=r"bad\.json") as caught:
+        load_records(tmp_path)
+    assert says in str(caught.value)
+
+
+def test_the_records_of_the_checkout_are_of_both_cards_and_have_every_kernel():
+    files = {card_words(file.device.name): file for file in load_records().files}
+    assert files.keys() == {"H100", "H200"}
+    for name, file in files.items():
+        path = ROOT / "docs" / "evidence" / f"{name.lower()}-verify.json"
+        assert EvidenceFile.load(path) == file
+        assert path == evidence.default_path(file.device)
+        assert path.stat().st_size < 350_000
+        assert len(file.skus) > 1700
+    assert evidence.default_path(HOST) is None
 
 
 def test_a_record_speaks_for_this_very_kernel_only(tmp_path, monkeypatch):
@@ -285,19 +277,11 @@ def test_a_record_speaks_for_this_very_kernel_only(tmp_path, monkeypatch):
     module.write_text("def halve(problem, *, x, y):\n    y[...] = x / 2\n")
     sku = toy("halve", source="halved_kernel", variant="module")
     assert status(sku, OP, Records()).word == "unverified"
-    found = verified(sku, toy("wrong_at_one_place"))
-    records = Records((found,))
+    records = Records((verified(sku, toy("wrong_at_one_place")),))
     assert status(sku, OP, records).word == "verified"
     assert status(toy("wrong_at_one_place"), OP, records).word == "failed"
     assert status(toy("reference", variant="other"), OP, records).word == "unverified"
-    assert status(toy("reference", backend="numpy"), OP, records).word == "reference"
-    for changed in (
-        sku.model_copy(update={"flags": ("-O3",)}),
-        sku.model_copy(update={"launch": "toykernels.scaled:scaled"}),
-        sku.model_copy(update={"precision_guarantee": LOOSE}),
-        sku.model_copy(update={"entry_point": "other"}),
-    ):
-        assert status(changed, OP, records).word == "stale"
+    assert status(toy("reference", backend="numpy"), OP, records, reference=True).word == "reference"
     module.write_text("def halve(problem, *, x, y):\n    y[...] = x * 0.5\n")
     assert status(sku, OP, records).word == "stale"
     module.unlink()
@@ -307,14 +291,16 @@ def test_a_record_speaks_for_this_very_kernel_only(tmp_path, monkeypatch):
 def test_the_latest_run_of_each_device_counts_and_a_failure_anywhere_shows():
     sku = toy("reference")
     good = verified(sku)
-    bad = good.skus[0].model_copy(update={"verdict": "failed"})
+    bad = good.skus[0].model_copy(update={"verdict": "failed", "failures": (Failure(check="meaning"),)})
 
     def run(date, card, one):
         return good.model_copy(update={"date": date, "device": device_named(card), "skus": (one,)})
 
     first, second = run("2026-01-01", "h200", bad), run("2026-01-02", "h200", good.skus[0])
-    assert status(sku, OP, Records((second, first))).word == "verified"
-    assert status(sku, OP, Records((second, first, run("2026-01-01", "a100", bad)))).device == "NVIDIA A100-SXM4-80GB"
+    assert status(sku, OP, Records((second, first))).words == "verified on H200"
+    both = Records((second, run("2026-01-01", "a100", good.skus[0])))
+    assert status(sku, OP, both).words == "verified on A100 and H200"
+    assert status(sku, OP, Records((second, first, run("2026-01-01", "a100", bad)))).words == "failed on A100"
     old = good.skus[0].model_copy(update={"source_hash": "0"})
     assert status(sku, OP, Records((run("2026-01-03", "h200", old),))).word == "stale"
     skipped = good.skus[0].model_copy(update={"verdict": "skipped"})
@@ -322,10 +308,31 @@ def test_the_latest_run_of_each_device_counts_and_a_failure_anywhere_shows():
 
 
 def test_tally():
-    assert tally(["verified", "reference"]) == "verified"
-    assert tally(["reference"]) == "reference"
-    assert tally(["stale", "verified", "verified"]) == "2 verified, 1 stale"
+    here, there = Status("verified", cards=("H200",)), Status("verified", cards=("H100", "H200"))
+    stale, reference = Status("stale", cards=("H200",)), Status("reference")
+    assert tally([here, reference]) == "verified on H200"
+    assert tally([reference]) == "reference"
+    assert (
+        tally([stale, here, here, there])
+        == "2 verified on H200, 1 verified on H100 and H200, 1 stale, last run on H200"
+    )
     assert tally([]) == "-"
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("reference", "by definition: it is the reference"),
+        ("verified", "yes: verified on H200, 2026-01-02"),
+        ("stale", "no: stale, it has changed (H200, 2026-01-02)"),
+        ("failed", "no: failed on H200, 2026-01-02"),
+        ("unverified", "no: no record here compares it with the reference"),
+    ],
+)
+def test_a_status_describes_itself_in_a_line(word, says):
+    cards = ("H200",) if word in ("verified", "failed", "stale") else ()
+    found = Status(word, "NVIDIA H200", "2026-01-02T03:04:05+00:00", "it has changed", cards)
+    assert found.describe() == says
 
 
 # -------------------------------------------------------------------------------------------------------- the command
@@ -348,41 +355,45 @@ def skuda(capsys, monkeypatch):
 
 def test_verify_list_and_show(skuda, tmp_path):
     right = toy("reference")
-    dispatcher = dispatcher_of(right)
-    record, count = tmp_path / "cpu.json", 2 * (len(CASES) + len(ALWAYS))
-    done, out, err = skuda(dispatcher, "verify", "--device", "cpu", "--seed", "7", "--output", record)
-    assert (done, out) == (0, f"halved\t2\t0\t0\t{count}\t{2 * OUTPUTS}\n")
-    assert re.fullmatch(rf" +\d+\.\d s  halved: 2 verified, {count} cases\n", err), (
-        "an op's line is there without a terminal"
-    )
-    assert EvidenceFile.load(record).seed == 7
+    dispatcher, path = dispatcher_of(right), tmp_path / "cpu.json"
+    done, out, err = skuda(dispatcher, "verify", "--device", "cpu", "--seed", "7", "--output", path)
+    found = EvidenceFile.load(path)
+    cases, outputs = (sum(getattr(one, name) for one in found.skus) for name in ("cases", "outputs"))
+    assert (done, out) == (0, f"halved\t2\t0\t0\t{cases}\t{outputs}\n")
+    assert re.fullmatch(rf" +\d+\.\d s  halved: 2 verified, {cases} cases\n", err)
+    assert found.seed == 7
     _, out, _ = skuda(dispatcher, "show", right.id, "--evidence", tmp_path, "--json")
     assert (json.loads(out)["verified"], json.loads(out)["evidence"]["word"]) == (True, "verified")
     _, out, _ = skuda(dispatcher, "list", "--evidence", tmp_path, "--json")
     assert json.loads(out)[0]["evidence"] == {"verified": 1, "reference": 1}
     changed = dispatcher_of(right.model_copy(update={"flags": ("-O3",)}))
     _, out, _ = skuda(changed, "show", right.id, "--evidence", tmp_path)
-    assert "verified\tno: stale, the kernel or its reference has changed since it was run on CPU" in out
+    assert "verified\tno: stale, the kernel or its reference has changed since it was run (CPU, " in out
     _, out, _ = skuda(changed, "list", "--skus", "--evidence", tmp_path, "--json")
     assert {row["evidence"] for row in json.loads(out)} == {"reference", "stale"}
 
 
-def test_a_failure_exits_with_1_and_is_told(skuda, monkeypatch):
+def test_a_failure_exits_with_1_and_names_the_command_that_repeats_it(skuda, monkeypatch):
     wrong = toy("wrong_at_one_place")
-    done, out, err = skuda(dispatcher_of(wrong), "verify", "--device", "cpu", "--quick", "--backend", "toycpu")
+    only = ("verify", "--device", "cpu", "--backend", "toycpu")
+    done, out, err = skuda(dispatcher_of(wrong), *only, "--seed", "5")
     assert done == 1
-    assert f"halved: 1 failed, {len(CASES) + len(ALWAYS)} cases" in err
-    assert out.splitlines()[0].split("\t")[:4] == ["halved", "0", "1", "0"]
-    assert out.splitlines()[1].startswith(f"failure\t{wrong.id}\tbits: y[2, 1]")
-    done, out, _ = skuda(dispatcher_of(wrong), "verify", "--device", "cpu", "--sku", wrong.id, "--json")
+    assert "halved: 1 failed, " in err
+    counts, *failures = out.splitlines()
+    assert counts.split("\t")[:4] == ["halved", "0", "1", "0"]
+    assert failures[0].startswith(f"failure\t{wrong.id}\tmeaning: y[2, 1] is ")
+    repeat = failures[0].rpartition("\t")[2]
+    assert re.fullmatch(f"to repeat it: skuda verify --device cpu --sku {wrong.id}( --case \\d+)* --seed 5", repeat)
+    done, again, _ = skuda(dispatcher_of(wrong), *repeat.partition("skuda ")[2].split())
+    assert (done, again.splitlines()[1].split("\t")[2]) == (1, failures[0].split("\t")[2])
+    done, out, _ = skuda(dispatcher_of(wrong), *only, "--json")
     assert done == 1
-    assert EvidenceFile.model_validate_json(out).failed[0].sku == wrong.id
+    assert json.loads(out)["groups"][0]["failures"][0]["check"] == "meaning"
     monkeypatch.setenv("FORCE_COLOR", "1")
-    done, out, err = skuda(dispatcher_of(wrong), "verify", "--device", "cpu", "--quick")
+    done, out, err = skuda(dispatcher_of(wrong), *only, "--quick")
     assert done == 1
-    assert "1 failed" in out
-    assert "not recorded" in out
-    assert err  # the bar
+    for words in ("1 failed", "not recorded", "to repeat it: skuda verify", "x[2, 1] = "):
+        assert words in " ".join(out.split()), words
 
 
 def test_without_a_cuda_device_it_says_so(skuda):
@@ -400,32 +411,15 @@ def test_without_a_cuda_device_it_says_so(skuda):
         (["--backend", "opencl"], "toycpu"),
         (["--device", "7"], "be one of cpu"),
         (["--seed", "-1"], "--seed"),
+        (["--case", "-1"], "--case"),
+        (["--device", "cpu", "--backend", "cuda_core"], "leave a kernel for CPU"),
+        (["--device", "cpu", "--case", "9999"], "be the number of a case of these kernels"),
     ],
 )
 def test_bad_words_are_refused(skuda, arguments, says):
     done, out, err = skuda(dispatcher_of(), "verify", *arguments)
     assert (done, out) == (2, "")
     assert says in err
-
-
-def test_the_record_of_a_full_run_goes_to_the_checkout():
-    path = verify_page._default_path(device_named("h200"))
-    assert path == ROOT / "docs" / "evidence" / "nvidia-h200.json"
-    assert verify_page._default_path(HOST) is None
-
-
-@pytest.mark.parametrize(
-    ("word", "says"),
-    [
-        ("reference", "by definition: it is the reference"),
-        ("verified", "yes: on H200, 2026-01-02"),
-        ("stale", "no: stale, it has changed on H200, 2026-01-02"),
-        ("failed", "no: failed on H200, 2026-01-02"),
-        ("unverified", "no: nothing on this machine has recorded a comparison with the reference"),
-    ],
-)
-def test_a_status_says_itself_in_a_line(word, says):
-    assert evidence.Status(word, "H200", "2026-01-02T03:04:05+00:00", "it has changed").describe() == says
 
 
 def test_a_terminal_shows_the_first_failures_and_counts_the_rest(skuda, monkeypatch):

@@ -81,8 +81,14 @@ def _layer(epilogue: Any, codes: Any, scale: Any, weight: Any, weight_scale: Any
 
 
 def _aligned(codes: Any) -> Any:
-    """Return codes as cuBLASLt takes them: contiguous, from a multiple of 16 bytes on. A copy where they are not."""
-    return codes if codes.is_contiguous() and codes.data_ptr() % 16 == 0 else codes.clone().contiguous()
+    """Return codes as cuBLASLt takes them: contiguous, from a multiple of 16 bytes on. A copy where they are not.
+
+    `is_contiguous` ignores the stride of an axis of one element. torch's product on a CPU uses it, and is wrong.
+    """
+    import torch
+
+    plain = codes.stride() == (codes.shape[1], 1) and codes.data_ptr() % 16 == 0
+    return codes if plain else codes.clone(memory_format=torch.contiguous_format)
 
 
 def _activated(value: Any, epilogue: Any) -> Any:

@@ -120,9 +120,11 @@ def _check(op: str, argument: Argument, tensor: Any, shape: tuple[int, ...]) -> 
         raise InvalidProblem(op, argument.name, f"strides {tensor.stride()}", rule)
 
 
-def _place(tensor: Any) -> rules.Place:
+def _place(tensor: Any) -> rules.StridedMemory:
     size = tensor.element_size()
-    return rules.Place(tensor.data_ptr(), tuple(tensor.shape), tuple(size * step for step in tensor.stride()), size)
+    return rules.StridedMemory(
+        tensor.data_ptr(), tuple(tensor.shape), tuple(size * step for step in tensor.stride()), size
+    )
 
 
 def _empty(shape: tuple[int, ...], element: ElementKind, device: str) -> Any:

@@ -17,12 +17,12 @@ KERNEL(256, 4) row_absmax(const Data* input, s64 input_leading, f32* output, s64
     s32 mine = 0;
     for (s64 column = threadIdx.x; column < columns; column += blockDim.x) {
       const f32 x = widen(input[row * input_leading + column]);
-      if (x == x) mine = greater(mine, bits_of(x) & 0x7fffffff);
+      if (x == x) mine = max(mine, bits_of(x) & 0x7fffffff);
     }
     largest[threadIdx.x] = mine;
     for (int half = 128; half > 0; half /= 2) {
       __syncthreads();
-      if (threadIdx.x < half) largest[threadIdx.x] = greater(largest[threadIdx.x], largest[threadIdx.x + half]);
+      if (threadIdx.x < half) largest[threadIdx.x] = max(largest[threadIdx.x], largest[threadIdx.x + half]);
     }
     if (threadIdx.x == 0) output[row] = number_of(largest[0]);
     __syncthreads();  // the next row's numbers go where these are still read

@@ -1,0 +1,308 @@
+"""Faults in `skuda.dispatch`: selection, binding, streams, the cubin cache, bundles, plug-ins, telemetry, shards."""
+
+from faults.fault import listed
+
+SELECTION = ["tests/dispatch/select/test_selection.py"]
+TUNING = ["tests/dispatch/select/test_tuning.py"]
+DISPATCHER = ["tests/dispatch/test_dispatcher.py"]
+BINDING = ["tests/dispatch/cuda/test_binding.py"]
+BOUND = ["tests/dispatch/host/test_bound.py"]
+CACHE = ["tests/dispatch/compile/test_cubin_cache.py", "tests/dispatch/compile/test_cache_damage.py"]
+BUNDLE = ["tests/dispatch/compile/test_bundle.py"]
+PLUGINS = ["tests/dispatch/plugins/test_plugins.py"]
+TELEMETRY = ["tests/dispatch/test_telemetry.py"]
+SHARDS = ["tests/dispatch/shard"]
+FAULTS = listed(
+    {
+        "dispatch/select/match.py": {
+            "select-a-card-of-unknown-capability-is-a-cpu": (
+                "same_processor or not sku.arch.runs_on(self.device.compute_capability",
+                "sku.arch.runs_on(self.device.compute_capability",
+                SELECTION,
+            ),
+            "select-what-is-missing-here-matters-for-absent-cards": (
+                "unavailable if device.ordinal is not None else {}",
+                "unavailable",
+                SELECTION,
+            ),
+            "select-a-workspace-may-not-be-as-large-as-the-limit": ("problem) <= most", "problem) < most", SELECTION),
+            "select-a-shortlist-for-any-device": ("device, preference)", "preference)", [*SELECTION, *DISPATCHER]),
+            "select-a-shortlist-outlives-its-obstacles": ("known[name] =", "self._found[name] =", DISPATCHER),
+            "select-a-size-that-a-constraint-refuses": ("return False", "return True", SELECTION),
+        },
+        "dispatch/dispatcher.py": {
+            "select-plans-of-two-preferences-are-one": ("preference, device.place if", "device.place if", SELECTION),
+            "select-the-cache-of-plans-grows": ("self._plans) >=", "self._plans) > 2 *", [*SELECTION, *DISPATCHER]),
+            "select-threads-make-a-plan-each": ("self._plans.get(key)\n", "None\n", SELECTION),
+            "select-a-call-is-recognized-for-another-preference": (
+                "problem, preference)",
+                "problem, None)",
+                DISPATCHER,
+            ),
+            "plugin-a-failed-kernel-is-chosen-again": (
+                "self._failed |= dict.fromkeys(",
+                "dict.fromkeys(",
+                PLUGINS,
+            ),
+            "plugin-plans-of-a-failed-kernel-stay": ("self._plans.pop(key, None)", "continue", PLUGINS),
+            "plugin-a-shortage-sets-it-aside": (
+                "        if is_transient(error):\n            return  # not the kernel's fault\n",
+                "",
+                PLUGINS,
+            ),
+        },
+        "dispatch/select/place.py": {
+            "select-arrays-on-two-devices": ("places.values())) > 1", "places.values())) > 2", SELECTION),
+        },
+        "dispatch/select/fields.py": {
+            "select-a-field-of-another-type-from-the-cache": (
+                "kind, repr(value)",
+                "",
+                ["tests/dispatch/test_functional.py"],
+            ),
+        },
+        "dispatch/select/measured.py": {
+            "tuning-a-weaker-promise-is-chosen": (
+                'f"promises less than the first of the ranking: {offered.short}" if offered.short else ""',
+                '""',
+                TUNING,
+            ),
+            "tuning-times-of-an-older-kernel-count": ("offered.source_hash !=", "not", TUNING),
+            "tuning-a-gain-of-just-the-margin-counts": ("was, least) <=", "was, least) <", TUNING),
+            "tuning-the-clock-decides-among-equals": (
+                "pair[0].rank[0], pair[1], pair[0].rank[1]",
+                "pair[1], pair[0].rank",
+                TUNING,
+            ),
+            "tuning-times-of-another-card-count": ("(None, unlike) if unlike else _decide(", "_decide(", TUNING),
+        },
+        "dispatch/select/tuning.py": {
+            "tuning-old-entries-win": (
+                "{**self._by_problem, **other._by_problem}",
+                "{**other._by_problem, **self._by_problem}",
+                TUNING,
+            ),
+        },
+        "dispatch/cuda/binding.py": {
+            "bind-a-read-only-output": (
+                "in rules.WRITTEN and found.read_only",
+                "not in rules.WRITTEN and found.read_only",
+                BINDING,
+            ),
+            "bind-an-array-of-another-card": ("not in {self._ordinal, ANYWHERE}", "is None", BINDING),
+            "bind-the-remembered-call-misses-an-overlap": ("low - one_high", "low", BINDING),
+            "bind-different-streams-of-arrays": ("len(named) > 1", "len(named) > 2", BINDING),
+            "bind-packed-outputs-have-whole-bytes": ("storage_shape(shape, argument.elements[0])", "shape", BINDING),
+        },
+        "dispatch/host/rules.py": {
+            "bind-a-broadcast-output": (
+                "max(span + place.itemsize, place.itemsize)",
+                "span",
+                BINDING,
+            ),
+            "bind-negative-strides-overlap-nothing": (
+                "low += (extent",
+                "high += (extent",
+                BOUND,
+            ),
+            "bind-in-place-may-be-anything-that-begins-there": (
+                "out == other",
+                "out.address == other.address",
+                BINDING,
+            ),
+            "bind-an-integer-that-wraps": (
+                "is_whole or not low <= int(value) <= high",
+                "is_whole",
+                BOUND,
+            ),
+        },
+        "dispatch/host/binding.py": {
+            "bind-numbers-before-the-mode-is-checked": (
+                "        require_exact_mode()  # before numbers are rounded\n",
+                "",
+                ["tests/dispatch/host/test_floating.py"],
+            ),
+        },
+        "dispatch/host/arrays.py": {
+            "bind-a-mask-is-dropped": (
+                "np.ma.MaskedArray)",
+                "np.ma.MaskedArray) and value.mask.any()",
+                ["tests/dispatch/host/test_arrays.py"],
+            ),
+        },
+        "dispatch/cuda/views.py": {
+            "views-rows-of-columns-with-gaps": (
+                "(not columns or columns[-1][1] == 1) and _chained(columns",
+                "_chained(columns",
+                BINDING,
+            ),
+            "views-the-shortest-rows": ("min(common))", "max(common))", BINDING),
+            "views-packed-rows-that-begin-within-a-byte": ("not layout.packed or shape[-1] % 2 == 0", "True", BINDING),
+        },
+        "dispatch/cuda/call.py": {
+            "pack-parameters-are-not-aligned": (
+                "lead + -(-(end - lead) // alignment) * alignment",
+                "end",
+                ["tests/dispatch/compile/test_compiling.py"],
+            ),
+            "pack-bf16-is-the-lower-half": (
+                "number)))[0] >> 16",
+                "number)))[0] & 0xFFFF",
+                ["tests/dispatch/host/test_floating.py", "tests/dispatch/compile/test_compiling.py"],
+            ),
+        },
+        "dispatch/cuda/streams.py": {
+            "stream-of-another-card": ("and device !=", "and device <", BINDING),
+            "stream-true-is-a-handle": ("int) and not isinstance(stream, bool)", "int)", BINDING),
+        },
+        "dispatch/cuda/scratch.py": {
+            "scratch-is-shared-with-a-captured-graph": ("size and block not in self._captured", "size", BINDING),
+            "scratch-of-one-stream-serves-all": ("key = (handle", "key = (0", BINDING),
+            "scratch-of-the-parent-is-freed-in-a-child": (
+                "    if inherited():\n        return\n",
+                "",
+                ["tests/dispatch/test_forks.py"],
+            ),
+        },
+        "dispatch/cuda/runner.py": {
+            "launch-a-failure-is-repeated": ("== self._context", "is None", BINDING),
+            "launch-outputs-for-another-stream": (
+                "None if stream is None and not call.framework.borrows else handle",
+                "None",
+                BINDING,
+            ),
+        },
+        "dispatch/compile/member.py": {
+            "cubin-flags-are-not-in-the-key": ("[SCHEMA, *self]", "[SCHEMA, *self._replace(flags=())]", CACHE),
+            "cubin-the-schema-is-not-in-the-key": ("[SCHEMA, *self]", "[*self]", CACHE),
+            "cubin-a-torn-entry-is-believed": (
+                "len(cubin) == self.size and hashlib.sha256(cubin).hexdigest() == self.sha256",
+                "bool(cubin)",
+                CACHE,
+            ),
+        },
+        "dispatch/compile/provider.py": {
+            "cubin-flags-of-the-launch-are-not-in-the-key": (
+                "(*sku.flags, *launch.flags)",
+                "sku.flags",
+                ["tests/dispatch/compile"],
+            ),
+        },
+        "dispatch/compile/sources.py": {
+            "cubin-headers-are-not-in-the-key": (" *self.headers", "", ["tests/dispatch/compile/test_compiling.py"]),
+        },
+        "dispatch/compile/cache.py": {
+            "cubin-damaged-facts-are-believed": (
+                "hashlib.sha256(facts).hexdigest() != head[1].decode()",
+                "not facts",
+                CACHE,
+            ),
+            "cubin-an-entry-of-another-key": (
+                "(member.key.digest, _stem(member.compiler)) != (path.parent.name, path.stem)",
+                "_stem(member.compiler) != path.stem",
+                CACHE,
+            ),
+            "cubin-an-entry-that-others-can-write": (
+                '            if shared(status):\n                return "others can write it"\n',
+                "",
+                CACHE,
+            ),
+            "cubin-entries-are-written-in-place": (
+                "os.replace(temporary, path)  # noqa: PTH105",
+                "path.write_bytes(_written(member) + cubin)  #",
+                CACHE,
+            ),
+            "cubin-threads-build-twice": ("_locks.of(str(folder)", "contextlib.nullcontext(", CACHE),
+            "cubin-processes-build-twice": ("fcntl.LOCK_EX", "fcntl.LOCK_SH", CACHE),
+            "cubin-a-child-keeps-the-lock": ("fcntl.flock(handle, fcntl.LOCK_UN)", "pass", CACHE),
+            "cubin-a-full-disk-loses-the-kernel": ("(OSError, InvalidRecord)", "InvalidRecord", CACHE),
+        },
+        "dispatch/compile/bundle.py": {
+            "bundle-appended-bytes-are-accepted": ("!= status.st_size", "> status.st_size", BUNDLE),
+            "bundle-others-may-write-it": (
+                "            if not pinned:\n                _refuse_shared(path, status)\n",
+                "",
+                BUNDLE,
+            ),
+            "bundle-a-changed-cubin-is-run": ("not member.holds(cubin)", "len(cubin) != member.size", BUNDLE),
+            "bundle-the-pin-is-not-compared": ("state.hexdigest() != pin.lower()", "not pin", BUNDLE),
+            "bundle-of-other-keys": ("read.cubins !=", "read.cubins <", BUNDLE),
+        },
+        "dispatch/plugins/loading.py": {
+            "plugin-half-of-it-stays": ("None if reason else taken", "taken", PLUGINS),
+            "plugin-ctrl-c-keeps-its-changes": ("seal.mend()  # what the plug-in changed so far", "pass  #", PLUGINS),
+            "plugin-is-validated-by-its-maker": (
+                "kind.model_validate(record.model_dump(warnings=False)) != record",
+                "not isinstance(record, kind)",
+                PLUGINS,
+            ),
+        },
+        "dispatch/plugins/seal.py": {
+            "plugin-changes-are-not-undone": ("fields.update(before", "fields.update(fields or before", PLUGINS),
+        },
+        "dispatch/plugins/asking.py": {
+            "plugin-prints-on-standard-output": ("with kept_clean()", "if True", PLUGINS),
+        },
+        "dispatch/settings.py": {
+            "settings-a-name-is-compared-as-it-is-written": (
+                're.sub(r"[-_.]+", "-", name).lower(',
+                "name.lower(",
+                PLUGINS,
+            ),
+            "settings-nvtx-takes-anything": (
+                '"0" | "1" as given:\n            return given == "1"',
+                "given:\n            return bool(given)",
+                TELEMETRY,
+            ),
+        },
+        "dispatch/telemetry.py": {
+            "telemetry-an-observer-stops-a-selection": (
+                "Exception:  # noqa: BLE001  an observer may raise anything",
+                "ValueError:",
+                TELEMETRY,
+            ),
+            "telemetry-a-range-stays-open": (
+                "try:\n            return self._runner.run(arrays, stream)\n        finally:\n            self._pop()",
+                "result = self._runner.run(arrays, stream)\n        self._pop()\n        return result",
+                TELEMETRY,
+            ),
+            "telemetry-lines-appear-twice": ("return\n            logger", "break\n            logger", TELEMETRY),
+        },
+        "dispatch/system/locks.py": {
+            "system-a-fork-keeps-locks": ("in_child(", "(lambda *_: None)(", ["tests/dispatch/test_forks.py"]),
+        },
+        "dispatch/system/programs.py": {
+            "system-an-interrupted-compiler-lives-on": (
+                "os.killpg(",
+                "os.getpgid and (lambda *_: None)(",
+                ["tests/dispatch/system/test_programs.py"],
+            ),
+        },
+        "dispatch/shard/problems.py": {
+            "shard-sums-may-leave-s32": ("k > longest:", "k > 2 * longest:", SHARDS),
+        },
+        "dispatch/shard/layer.py": {
+            "shard-a-row-is-scaled-by-its-part": (
+                "group.max(steps.amax(activation.data)",
+                "steps.amax(activation.data",
+                SHARDS,
+            ),
+            "shard-row-sums-of-one-rank": ("group.sum(steps.row_sums(codes.data)", "steps.row_sums(codes.data", SHARDS),
+            "shard-a-chunk-has-the-scales-of-the-first": ("part[at] for", "part[: at.stop - at.start] for", SHARDS),
+        },
+        "dispatch/shard/shards.py": {
+            "shard-sizes-need-not-add-up": ("sum(sizes) !=", "sum(sizes) >", SHARDS),
+        },
+        "dispatch/shard/plan.py": {
+            "group-ranks-that-differ-go-on": ("compare(group, properties)\n        if", "if", SHARDS),
+            "group-layers-in-another-order": ("        self._group.agree(self._call)\n", "", SHARDS),
+        },
+        "dispatch/shard/local.py": {
+            "group-a-rank-that-died-is-waited-for": (
+                "reason\n            self._changed.notify_all()",
+                "reason",
+                SHARDS,
+            ),
+        },
+    }
+)

@@ -1,0 +1,153 @@
+"""Faults in `skuda.torch`: gradients, calibration, fusing, checkpoints, parallel layers, training."""
+
+from faults.fault import listed
+
+AUTOGRAD = ["tests/pytorch/test_autograd.py"]
+TRAINING = ["tests/pytorch/test_training.py"]
+CALIBRATION = ["tests/pytorch/test_calibration.py"]
+SMOOTHING = ["tests/pytorch/test_smoothing.py"]
+CHECKPOINT = ["tests/pytorch/test_checkpoint.py"]
+FUSE = ["tests/pytorch/test_fuse.py", "tests/pytorch/test_fuse_renamed.py"]
+PARALLEL = ["tests/pytorch/test_parallel.py", "tests/pytorch/test_torch_group.py"]
+MODULES = ["tests/pytorch/test_module_calls.py", "tests/pytorch/test_module_state.py"]
+CONFIG_FIRST = "config = stack.enter_context(replacing(folder / CONFIG))"
+TENSORS_FIRST = "file = stack.enter_context(replacing(folder / TENSORS))"
+FAULTS = listed(
+    {
+        "dispatch/torch/autograd.py": {
+            "torch-the-slope-of-a-scale-is-inverted": (
+                "codes - steps, codes.clamp(-Q_MAX, Q_MAX)",
+                "codes.clamp(-Q_MAX, Q_MAX), codes - steps",
+                AUTOGRAD,
+            ),
+            "torch-the-mask-counts-steps-not-codes": ("codes.abs() <=", "steps.abs() <=", AUTOGRAD),
+            "torch-a-nan-spoils-the-scale-of-all": ("torch.where(steps.isnan(), 0.0, slope)", "slope", AUTOGRAD),
+            "torch-a-second-derivative-is-zero": (
+                "torch.compiler.is_compiling() or not torch.is_grad_enabled()",
+                "True",
+                AUTOGRAD,
+            ),
+            "torch-the-gradient-of-a-frozen-input-has-no-scale": (
+                "scale.to(_compute(dtype",
+                "torch.ones_like(scale.to(_compute(dtype)",
+                AUTOGRAD,
+            ),
+            "torch-a-bias-gets-one-row": ("grad).sum(0).to(dtype", "grad)[0].to(dtype", [*AUTOGRAD, *TRAINING]),
+        },
+        "dispatch/torch/training.py": {
+            "train-codes-of-a-weight-before-the-step": (
+                "weight._version, weight.data_ptr(), weight.dtype, _steps.count",
+                "weight.data_ptr(), weight.dtype",
+                TRAINING,
+            ),
+            "train-a-step-that-torch-does-not-count": ("register_optimizer_step_post_hook(_steps.add)\n", "", TRAINING),
+            "train-a-copy-keeps-codes": ('{**self.__dict__, "_codes": None}', "dict(self.__dict__)", TRAINING),
+            "train-observed-ranges-shrink": (
+                "torch.fmax(self.input_scale, largest / torch.full_like(largest, Q_MAX)",
+                "(largest / torch.full_like(largest, Q_MAX)).reshape(1",
+                TRAINING,
+            ),
+            "train-a-nan-in-a-weight-is-hidden": ("torch.nan, scale", "1.0, scale", TRAINING),
+        },
+        "dispatch/torch/calibration.py": {
+            "calibrate-the-last-batch-wins": (
+                "batch if before is None else torch.maximum(before, batch.to(before.device))",
+                "batch",
+                CALIBRATION,
+            ),
+            "calibrate-nan-is-a-maximum": (").nan_to_num(nan=0.0, posinf=torch.inf).amax(0", ").amax(0", CALIBRATION),
+            "calibrate-first-rows-only": (
+                "np.where(count < self._rows, count, self._generator.integers(0, count + 1))",
+                "count",
+                CALIBRATION,
+            ),
+            "calibrate-a-norm-with-another-user": (
+                "tensor)) is not None",
+                "tensor)) is not None and not self._layers",
+                CALIBRATION,
+            ),
+            "calibrate-hooks-stay": (
+                "stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove",
+                "layer.register_forward_pre_hook(hook, with_kwargs=True",
+                CALIBRATION,
+            ),
+        },
+        "dispatch/torch/smoothing.py": {
+            "smooth-the-weight-is-divided-too": ("weight.float() *", "weight.float() /", SMOOTHING),
+            "smooth-folded-layers-divide-again": (
+                "                for layer in layers:\n                    layer.smooth = None\n",
+                "",
+                SMOOTHING,
+            ),
+            "smooth-a-norm-of-one-plus-weight": (
+                "Tensor) and torch.equal(plain * powers, folded)",
+                "Tensor)",
+                SMOOTHING,
+            ),
+            "smooth-layers-of-one-norm-have-own-factors": (
+                "_largest([_column_maxima(linear.weight) for linear in linears.values()]",
+                "_column_maxima(next(iter(linears.values())).weight",
+                SMOOTHING,
+            ),
+        },
+        "dispatch/torch/fuse.py": {
+            "fuse-a-curve-for-another": ('{"approximation": "tanh"}', '{"approximation": "erf"}', FUSE),
+            "fuse-layers-with-and-without-bias": ("if any((a is", "if all((a is", FUSE),
+            "fuse-an-unproven-mlp": ("not in [form.format(act=act)", "in [form.format(act=act) + ' '", FUSE),
+            "fuse-another-eps-of-a-norm": (
+                'raise NotProven(f"{name} normalizes more than one axis, or its eps is torch\'s default")',
+                "norm.eps = 1e-6",
+                FUSE,
+            ),
+        },
+        "dispatch/torch/joined.py": {
+            "fuse-parts-are-shifted-by-one": (
+                "joined.sizes)][number : number",
+                "joined.sizes)][max(number - 1, 0) : max(number - 1, 0)",
+                FUSE,
+            ),
+        },
+        "dispatch/torch/scheme.py": {
+            "checkpoint-a-prefix-of-a-name": ("target == name", "name.startswith(target)", CHECKPOINT),
+            "checkpoint-a-field-that-nobody-knows": (
+                "for name in self.names",
+                "for name in self.names[:0]",
+                CHECKPOINT,
+            ),
+        },
+        "dispatch/torch/checkpoint.py": {
+            "checkpoint-the-config-before-the-tensors": (
+                f"{CONFIG_FIRST}\n        {TENSORS_FIRST}",
+                f"{TENSORS_FIRST}\n        {CONFIG_FIRST}",
+                CHECKPOINT,
+            ),
+            "checkpoint-left-over-tensors": ("        tensors.finish()\n", "", CHECKPOINT),
+            "checkpoint-a-tied-tensor-with-two-values": (
+                "torch.equal(_bytes(other), _bytes(first))",
+                "other.shape == first.shape",
+                CHECKPOINT,
+            ),
+        },
+        "dispatch/torch/stored.py": {
+            "checkpoint-other-zero-points-of-a-symmetric-layer": ("zeros.any())", "zeros.all())", CHECKPOINT),
+        },
+        "dispatch/torch/int8_linear.py": {
+            "module-a-cast-changes-scales": ("_is_scale(name)", "not _is_scale(name)", MODULES),
+            "module-what-is-kept-outlives-its-buffers": ("None or not kept.of(self._buffers)", "None", MODULES),
+        },
+        "dispatch/torch/sharded_linear.py": {
+            "parallel-a-bias-on-every-rank": ('bias, "n", cut, group.rank', 'bias, "n", cut, 0', PARALLEL),
+            "parallel-smoothing-of-other-columns": ("group.rank).clone(", "0).clone(", PARALLEL),
+            "parallel-channel-sums-of-bytes": ("torch.int32)", "torch.int8).int()", PARALLEL),
+            "parallel-joined-layers-are-cut-as-one": (
+                "pieces = tensor.split([sum(sizes) for sizes in parts]",
+                "pieces, parts = (tensor,), (tuple(map(sum, zip(*parts, strict=True))),",
+                ["tests/pytorch/test_parallel.py", "tests/pytorch/test_fuse.py", "tests/pytorch/test_transformers.py"],
+            ),
+        },
+        "dispatch/torch/group.py": {
+            "parallel-ranks-do-not-compare-calls": ("digest).any(", "digest).all(", PARALLEL),
+            "parallel-uneven-rows-are-not-padded": ("tensor[span(sizes, rank)]", "tensor[:rows]", PARALLEL),
+        },
+    }
+)

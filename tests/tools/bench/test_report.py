@@ -1,0 +1,215 @@
+"""What `skuda bench` shows of a record: rows for a pipe, tables, Markdown sections and plots."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from measured import CEILINGS, REGISTRY, measured, record_of, some_record
+from paths import ROOT
+
+from skuda.dispatch.select.tuning import Timing
+from skuda.tools.bench.bench import STUDY
+from skuda.tools.bench.record import Ceilings, RivalResult
+from skuda.tools.bench.report import lines, plots, sections
+from skuda.tools.cli import main
+from skuda.tools.study.view import markdown
+from skuda.tools.verify.fingerprint import source_hash
+
+EVIDENCE = ROOT / "docs" / "evidence"
+LAYER = [
+    measured("quantized_linear", (m, 4096, 4096), us, **{"bf16 compiled": 30.0, "fp8": 20.0})
+    for m, us in ((16, 10.0), (64, 12.0), (2048, 20.0))
+]
+
+
+def section(record, name):
+    return markdown(sections(record)[name])
+
+
+@pytest.fixture
+def shown(tmp_path, capsys, monkeypatch):
+    """Show a record in a terminal of some width; without one, piped."""
+    monkeypatch.setenv("SKUDA_PLUGINS", "0")
+
+    def run(record, *arguments, width=0):
+        path = tmp_path / "r.json"
+        record.save(path)
+        if width:
+            monkeypatch.setenv("FORCE_COLOR", "1")
+            monkeypatch.setenv("COLUMNS", str(width))
+        status = main(["bench", "--show", str(path), *arguments])
+        out, err = capsys.readouterr()
+        return status, re.sub(r"\x1b\[[0-9;]*m", "", out), err
+
+    return run
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_of_an_op_has_a_row_for_every_case():
+    text = section(some_record(), "smoothquant_linear")
+    title, _, head, rule, *rows = text.splitlines()
+    assert title == "### smoothquant_linear"
+    assert head == "| shape | element | us | rate | of ceiling | x bf16 | x int_mm | kernel |", "a copy is no rival"
+    assert rule.count("---") == 8
+    assert [row.split(" | ")[0] for row in rows] == ["| 16x512x512", "| 1024x512x512", "| 64x1024x512"]
+    assert " | 8.0 | 67.1 TOPS | 6% | 0.50 | 1.12 | " in rows[1]
+    assert all(row.endswith("(stale) |") for row in rows), "their kernels have no hash"
+    assert "| 4096x4096 | bf16 | refused | " in section(some_record(), "fake_quantize")
+
+
+def test_a_kernel_is_stale_where_its_source_has_changed():
+    case = measured("fake_quantize", (1024, 4096), 7.0)
+    fresh = case.model_copy(update={"source_hash": source_hash(REGISTRY.sku(case.sku))})
+    assert "(stale)" not in section(record_of(fresh), "cases")
+    assert "(stale)" in section(record_of(fresh.model_copy(update={"source_hash": "0" * 64})), "cases")
+    assert "(stale)" in section(record_of(fresh.model_copy(update={"sku": "a.kernel.that.is.gone"})), "cases")
+
+
+def test_random_shapes_have_a_table_of_their_own():
+    drawn = measured("smoothquant_linear", (7, 512, 512), 5.0).model_copy(update={"drawn": True})
+    record = record_of(measured("smoothquant_linear", (16, 512, 512), 5.0), drawn)
+    assert "| 7x512x512 |" in section(record, "smoothquant_linear, random shapes")
+    assert "| 7x512x512 |" not in section(record, "smoothquant_linear")
+    assert section(record, "cases").count("### ") == 2
+
+
+def test_means_are_of_a_class_of_rows_and_bandwidth_of_the_largest_shape():
+    record = some_record()
+    means = section(record, "means").splitlines()
+    assert means[2] == "| op | geometric mean | M >= 1000 | 64 <= M < 1000 | M < 64 |"
+    assert means[4] == "| smoothquant_linear | x bf16 | 0.50 (0.50 of 1) | 0.50 (0.50 of 1) | 2.00 (2.00 of 1) |"
+    two = [measured("smoothquant_linear", (m, 512, 512), 5.0, bf16=us) for m, us in ((1, 5.0), (2, 20.0))]
+    assert "| 2.00 (1.00 of 2) |" in section(record_of(*two), "means"), "the geometric mean, and the lowest"
+    bandwidth = section(record, "bandwidth").splitlines()
+    assert bandwidth[2] == "| op | bf16 | f16 | x bitsandbytes | x compile |", "a copy is the ceiling, not a rival"
+    assert bandwidth[5] == "| fake_quantize | 2.4 TB/s, 60% |  | - | 1.07 |"
+    products = record_of(measured("smoothquant_linear", (16, 512, 512), 5.0))
+    assert section(products, "bandwidth") == ""
+    assert section(record_of(measured("dynamic_range", (16, 4096), 5.0)), "means") == ""
+
+
+def test_the_least_time_is_that_of_the_lower_ceiling():
+    ceilings = Ceilings(copy_bandwidth=4e12, bf16=7e14, fp8=1.4e15)
+    assert ceilings.least(4_000_000, 0) == 1.0
+    assert ceilings.least(4_000_000, int(2.8e9)) == 2.0
+    assert ceilings.least(12_000_000, int(2.8e9)) == 3.0
+    assert Ceilings().least(1, 1) is None
+    assert Ceilings(fp8=1e12).least(1, 10**6) == 1.0
+
+
+def test_facts_name_circumstances_rivals_and_what_is_absent():
+    other = RivalResult(name="bf16", computes="something else", timing=Timing.of([3.0]))
+    case = measured("dynamic_range", (16, 4096), 5.0).model_copy(update={"rivals": (other,)})
+    record = some_record(driver="1.2", versions={"torch": "2"}, absent={"cupy": "it is_not_installed"})
+    sensed = case.model_copy(update={"mhz": 1500.0, "watts": 600.0})
+    text = section(record.model_copy(update={"cases": (*record.cases, sensed)}), "facts")
+    assert "- device: NVIDIA H200 (compute capability 9.0), driver 1.2\n" in text
+    assert "- ceilings: copy 4 T/s, bf16 product 800 T/s, fp8 product 1600 T/s (bytes, or operations)\n" in text
+    assert "- absent: cupy: it is\\_not\\_installed\n" in text
+    assert "- x bf16, dynamic\\_range: something else\n" in text
+    assert "- x int\\_mm: the same\n" in text
+    assert "- SM clock: 1500 to 1500 MHz\n" in text
+    assert "- power: 600 to 600 W\n" in text
+    assert "dirty lines" in text
+    assert "clean lines" in section(some_record(flush="clean"), "facts")
+    empty = CEILINGS.model_copy(update={"empty": 2.5, "notes": ("fp8: no",)})
+    text = section(some_record(ceilings=empty), "facts")
+    assert "empty kernel 2.50 us" in text
+    assert "- notes: fp8: no\n" in text
+
+
+def test_a_stale_record_looks_stale(shown):
+    assert "stale" not in section(some_record(), "facts")
+    old = some_record(measurer_hash="0" * 16)
+    assert "- stale: measured by other measuring code\n" in section(old, "facts")
+    assert "measured by other measuring code" in shown(old, width=140)[1]
+
+
+def test_a_terminal_shows_what_the_record_says_and_leaves_out_columns_where_it_is_narrow(shown):
+    record = some_record(absent={"gone": "gone is not installed"})
+    gone = RivalResult(name="gone", computes="the same", refused="gone is not installed")
+    first = record.cases[0].model_copy(update={"rivals": (*record.cases[0].rivals, gone)})
+    record = record.model_copy(update={"cases": (first, *record.cases[1:])})
+    for width in (80, 160):
+        status, text, err = shown(record, width=width)
+        assert status == 1
+        assert "skuda: fake_quantize 4096x4096 bf16: wrong" in err
+        assert re.search(r"16x512x512 +bf16 +5\.0 +\S+ TB/s +\d+% +2\.00", text)
+        assert re.search(r"4096x4096 +bf16 +refused", text)
+        assert "fake_quantize 4096x4096 bf16: wrong" in text
+        assert "int_mm refuses 16x512x512 bf16: M must exceed 16" in text
+        assert "gone refuses" not in text
+        assert "gone is not installed" in text
+        assert "fake_quantize, " not in text, "no section twice"
+        assert "…" not in text
+
+
+def test_a_pipe_gets_a_row_for_every_contestant(shown):
+    case = measured("smoothquant_linear", (16, 512, 512), 5.0, bf16=10.0, int_mm="M must exceed 16")
+    chosen = RivalResult(name="cutlass", computes="the fastest", timing=Timing.of([2.5]), chosen="t64")
+    sensed = case.model_copy(update={"rivals": (*case.rivals, chosen), "mhz": 1500.0, "watts": 650.0})
+    rows = [line.split("\t") for line in shown(record_of(sensed))[1].splitlines()]
+    ours, bf16, int_mm, cutlass = rows
+    times = ["5.0"] * 4
+    assert ours == ["smoothquant_linear", "16x512x512", "bf16", "skuda", *times, "1.0", case.sku, "1500 MHz", "650 W"]
+    assert bf16[3:] == ["bf16", *["10.0"] * 4, "2.0", "the same"]
+    assert int_mm[3:] == ["int_mm", *[""] * 5, "M must exceed 16"]
+    assert cutlass[-2:] == ["0.5", "t64: the fastest"]
+    assert [row[-1] for row in map(list, lines(some_record()))][-1] == "wrong"
+
+
+def test_another_section_is_refused(shown):
+    said = "--markdown must be one of all, cases, means, bandwidth, facts, layer, smoothquant_linear"
+    status, out, err = shown(some_record(), "--markdown", "tables")
+    assert (status, out) == (2, "")
+    assert said in err
+
+
+# --- the layer that users compare ------------------------------------------------------------------------------------
+
+
+def test_the_layer_is_shown_by_rows_in_microseconds_and_drawn_over_bf16():
+    record = record_of(measured("quantized_linear", (8, 512, 512), 1.0), *reversed(LAYER))
+    head, _, *rows = section(record, "layer").splitlines()
+    assert head == "| M | skuda, us | bf16 compiled, us | fp8, us |"
+    assert rows == ["| 16 | 10.0 | 30.0 | 20.0 |", "| 64 | 12.0 | 30.0 | 20.0 |", "| 2048 | 20.0 | 30.0 | 20.0 |"]
+    plot = plots(record)[0]
+    ((panel,),) = plot.panels
+    assert (plot.name, panel.ticks, panel.log) == ("layer", [16, 64, 2048], "x")
+    speeds = {one.name: (one.x, one.y) for one in panel.series}
+    assert speeds["skuda"] == ([16, 64, 2048], [3.0, 2.5, 1.5])
+    assert speeds["bf16 compiled"][1] == [1.0, 1.0, 1.0]
+    assert "layer" in STUDY.apart(record), "it repeats what the op's table has"
+
+
+# --- plots -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_op_and_element_has_a_plot_with_every_contestant_that_was_timed():
+    record = some_record()
+    found = {plot.name: plot for plot in plots(record)}
+    assert list(found) == ["smoothquant_linear-bf16", "fake_quantize-bf16", "dynamic_range-f16"]
+    assert all("NVIDIA H200" in plot.title and "2026-02-03" in plot.title for plot in found.values())
+    ((products,),) = found["smoothquant_linear-bf16"].panels
+    series = {one.name: one for one in products.series}
+    assert list(series) == ["skuda", "bf16", "int_mm"]
+    work = [2 * 16 * 2**18 / 5.0, 2 * 1024 * 2**18 / 8.0, 2 * 64 * 2**19 / 8.0]
+    assert series["skuda"].y == pytest.approx([each / 1e6 for each in work])
+    assert series["skuda"].x == [case.bytes / 1e6 for case in record.cases[:3]]
+    assert len(series["int_mm"].x) == 1
+    ((other,),) = found["fake_quantize-bf16"].panels
+    assert (products.y, other.y) == ("TOPS", "TB/s")
+    assert other.series[0].y == pytest.approx(
+        [case.bytes / us / 1e6 for case, us in zip(record.cases[3:5], (7.0, 14.0), strict=True)]
+    )
+    assert "copy" not in {one.name for one in other.series}
+    assert plots(record_of(record.cases[-1])) == []
+
+
+def test_names_in_a_record_are_not_places(tmp_path):
+    case = measured("smoothquant_linear", (16, 512, 512), 5.0)
+    record = record_of(case.model_copy(update={"op": "../up/$x_{$<b>"}))
+    assert [plot.name for plot in plots(record)] == ["_up_x__b_-bf16"]

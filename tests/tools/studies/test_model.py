@@ -1,0 +1,374 @@
+"""`skuda bench-model` on the CPU: what it runs and records, its goals, and that a wrong bit stops it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import stub_rivals
+from support import fresh
+
+from skuda.dispatch.select.tuning import Timing
+from skuda.registry.device import HOST, device_named
+from skuda.tools.cli import main
+from skuda.tools.studies import commands
+from skuda.tools.studies.model import (
+    GAINS,
+    LLAMA_3_8B,
+    REAL,
+    FormResult,
+    HostCost,
+    ModelRecord,
+    PhaseResult,
+    plots,
+    sections,
+)
+from skuda.tools.study.view import markdown
+
+torch = pytest.importorskip("torch")
+
+from skuda.tools.bench.lab import LabSizes, TorchLab  # noqa: E402  torch may be absent
+from skuda.tools.studies import llama, model_bench  # noqa: E402
+from skuda.tools.studies.model_bench import FORMS, StackForm, Stacks, host_costs  # noqa: E402
+
+TINY = llama.LlamaSizes(hidden=32, intermediate=48, heads=4, kv_heads=2, layers=1)
+TYPED = ["bench-model", "--hidden", "32", "--intermediate", "48", "--heads", "4", "--kv-heads", "2", "--layers", "1"]
+FAST = tuple(form._replace(compiled={"backend": "eager"} if form.compiled is not None else None) for form in FORMS)
+"""The forms without code generation, which takes seconds."""
+DECODE, PREFILL = ("decode", 3, 5), ("prefill", 4, 4)
+
+
+@pytest.fixture
+def lab():
+    return TorchLab(HOST, LabSizes(flushed=1 << 12))
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    monkeypatch.setattr(model_bench, "FORMS", FAST)
+
+
+def stacks_of(lab, forms=FAST):
+    return Stacks(lab, TINY, forms, int(fresh("bench").integers(1 << 30)))
+
+
+def measured(stacks, phase=DECODE):
+    with torch.no_grad():
+        return stacks.phase(*phase, 2, lambda _: None)
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("forms", [FAST, pytest.param(FORMS, marks=pytest.mark.full)], ids=["fast", "compiled"])
+def test_a_run_is_recorded_and_shown(forms, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(model_bench, "FORMS", forms)
+    path = tmp_path / "record.json"
+    typed = [*TYPED, "--cpu", "--cache", "6", "--decode", "2", "--repeats", "2", "--seed", "7"]
+    assert main([*typed, "--output", str(path), "--json"]) == 0
+    assert capsys.readouterr().out == path.read_text()
+    record = ModelRecord.load(path)
+    assert (record.graph, record.driver, record.outdated) == (False, "", "")
+    assert sorted(record.command.split()) == sorted(["skuda", *typed])
+    (phase,) = record.phases
+    assert (phase.phase, phase.rows, phase.cache, phase.compared, phase.wrong) == ("decode", 2, 6, 3, "")
+    ways = {one.name: one for one in phase.ways}
+    assert list(ways) == [form.name for form in FORMS]
+    for name, one in ways.items():
+        assert (one.timing is None) is (name in record.absent) is bool(one.refused)
+    assert ways["bf16"].error == 0
+    assert 0 < ways["skuda"].error == ways["skuda compiled"].error < 0.1
+    assert phase.gain == min(phase.ratios[name] for name in REAL)
+    assert {cost.name for cost in record.host if cost.timing} == {"F.linear", "nn.Linear", "DynamicLinear", "plan.run"}
+    assert main(["bench-model", "--show", str(path)]) == 0
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [line[3] for line in lines] == [*ways, *(cost.name for cost in record.host)]
+    assert {len(line) for line in lines} == {11}
+
+
+def test_both_phases_run_from_the_command_line(fast, capsys):
+    assert main([*TYPED, "--cpu", "--decode", "1,3", "--prefill", "4", "--repeats", "1", "--ways", "bf16"]) == 0
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [tuple(line[:4]) for line in lines if line[3] == "skuda"] == [
+        ("decode", "1", "1024", "skuda"),
+        ("decode", "3", "1024", "skuda"),
+        ("prefill", "4", "4", "skuda"),
+    ]
+    assert {line[3] for line in lines if line[0] != "host"} == {"bf16", "skuda", "skuda compiled"}
+
+
+class Called:
+    """A module of one function."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def __call__(self, *arguments):
+        return self.run(*arguments)
+
+
+def flipped(stack):
+    """Return a fused stack with one bit of its result changed."""
+    module = FAST[2].make(stack)
+
+    def run(*arguments):
+        found = module(*arguments)
+        found.view(torch.int16)[..., -1] ^= 1
+        return found
+
+    return Called(run)
+
+
+def test_one_wrong_bit_stops_a_phase(lab, monkeypatch, capsys):
+    planted = StackForm("planted", "one bit changed", flipped, ours=True)
+    stacks = stacks_of(lab, (*FAST[:3], planted))
+    for name, rows, cache in (DECODE, PREFILL):
+        phase = measured(stacks, (name, rows, cache))
+        assert phase.wrong.startswith("planted, called, differs from skuda, called: ")
+        assert f"{rows} of {rows * TINY.hidden} elements differ" in phase.wrong
+        assert (phase.gain, phase.times, phase.compared) == (None, {}, 0)
+    monkeypatch.setattr(model_bench, "FORMS", (*FAST[:3], planted))
+    assert main([*TYPED, "--cpu", "--decode", "2", "--repeats", "1"]) == 1
+    assert "decode 2: planted, called, differs from skuda" in capsys.readouterr().err
+
+
+def test_a_replay_that_keeps_an_old_result_is_wrong(lab, monkeypatch):
+    def stale(call, **_):
+        call()
+        kept = call.args[0].clone()
+        return lambda: call.args[0].copy_(kept)
+
+    monkeypatch.setattr(lab, "capture", stale)
+    assert measured(stacks_of(lab, FAST[:3])).wrong.startswith("skuda, replayed, differs from skuda, called")
+
+
+def broken(_stack):
+    raise ValueError("no such card")
+
+
+def failing(_stack):
+    return Called(lambda *_: broken(None))
+
+
+def test_what_fails_elsewhere_is_named_and_the_others_are_timed(lab):
+    stacks = stacks_of(
+        lab, (*FAST[:3], StackForm("made", "cannot be made", broken), StackForm("run", "cannot run", failing))
+    )
+    assert stacks.absent == {"made": "ValueError: no such card"}
+    phase = measured(stacks)
+    found = {one.name: one for one in phase.ways}
+    assert found["made"].refused == found["run"].refused == "ValueError: no such card"
+    assert found["skuda"].timing is not None
+    assert phase.wrong == ""
+
+
+def test_a_failure_of_ours_is_an_error(lab):
+    ours = StackForm("ours", "cannot run", failing, ours=True)
+    assert measured(stacks_of(lab, (*FAST[:2], ours))).wrong == "ours: ValueError: no such card"
+    with pytest.raises(ValueError, match="no such card"):
+        stacks_of(lab, (*FAST[:2], ours._replace(make=broken)))
+
+
+def test_rivals_take_part_where_they_are_installed(lab, monkeypatch):
+    calls = stub_rivals.install(monkeypatch)
+    stacks = stacks_of(lab)
+    phase = measured(stacks)
+    assert stacks.absent == {}
+    assert all(one.timing and not one.refused for one in phase.ways)
+    per_call = 7 * TINY.layers
+    assert calls.count("bitsandbytes") % per_call == 0
+    assert calls.count("bitsandbytes") >= 3 * per_call
+    assert calls.count("torchao") >= per_call
+
+
+def test_host_costs_are_per_call_and_interleaved():
+    now, order = [0], []
+
+    def of(name, us):
+        def call():
+            order.append(name)
+            now[0] += us * 1000
+
+        return call
+
+    calls = {"slow": of("slow", 4), "fast": of("fast", 2)}
+    found = host_costs(calls, lambda: order.append("wait"), 3, 2, clock=lambda: now[0])
+    assert [(one.name, one.timing.median, one.timing.rounds) for one in found] == [("slow", 4.0, 2), ("fast", 2.0, 2)]
+    once = ["wait", "slow", "slow", "slow", "wait", "fast", "fast", "fast"]
+    assert order == [*once, *once, *once, "wait"], "the first bursts warm up"
+
+
+# --- a record --------------------------------------------------------------------------------------------------------
+
+
+def phase_of(name, rows, **times):
+    ways = tuple(FormResult(name=form, timing=Timing.of([us])) for form, us in times.items())
+    return PhaseResult(phase=name, rows=rows, cache=rows, ways=ways, compared=3)
+
+
+def record_of(*phases, **changes):
+    fields = {"device": device_named("h200"), "date": "2026-02-03T04:05:06+00:00", "skuda": "0", "command": "c"}
+    fields |= {"repeats": 1, "sizes": {**LLAMA_3_8B, "layers": 2}, "graph": True}
+    fields |= {"computes": dict.fromkeys(("bf16", "bf16 compiled", "skuda", "torchao"), "x"), "phases": phases}
+    return ModelRecord(**{**fields, **changes})
+
+
+def verdicts(record):
+    table, *why = sections(record)["requirements"]
+    return {row[0]: str(row[3]) for row in table.rows}, " ".join(map(str, why))
+
+
+def good(**more):
+    """Return the phases of a record that meets every goal for bf16 by a hair."""
+    fast = {"skuda": 10.0, "bf16": 99.0}
+    return [phase_of(*key, **fast, **{"bf16 compiled": 10 * gain}, **more) for key, gain in GAINS.items()]
+
+
+def test_figures_are_judged_for_the_run_that_they_are_for():
+    host = [HostCost(name=name, timing=Timing.of([us])) for name, us in (("F.linear", 10.0), ("DynamicLinear", 13.0))]
+    there = record_of(*good(torchao=13.0), host=host)
+    found, why = verdicts(there)
+    assert found.pop("bitsandbytes over ours, lowest") == "not judged"
+    assert set(found.values()) == {"met"}
+    assert why == ""
+    slow = phase_of("decode", 1, skuda=10.0, bf16=17.4, torchao=12.9, **{"bf16 compiled": 99.0})
+    worse, _ = verdicts(record_of(slow, host=[host[0], host[1].model_copy(update={"timing": Timing.of([13.1])})]))
+    assert worse["decode 1: faster form in bf16 over ours"] == "missed", "the faster one counts"
+    assert worse["torchao over ours, lowest"] == worse["DynamicLinear on the host over F.linear"] == "missed"
+    assert worse["decode 16: faster form in bf16 over ours"] == "not judged", "it was not measured"
+    for changes, said in (
+        ({"device": "CPU"}, "the device is CPU, not NVIDIA H200"),
+        ({"graph": False}, "no CUDA graph is timed"),
+        ({"sizes": {**LLAMA_3_8B, "hidden": 64, "layers": 32}}, "the sizes are not those of Llama 3 8B"),
+    ):
+        found, why = verdicts(there.model_copy(update=changes))
+        assert found.pop("bits of ours, eager, compiled and replayed") == "met"
+        assert set(found.values()) == {"not judged"}
+        assert said in why
+    one_form = record_of(phase_of("decode", 1, skuda=10.0, bf16=99.0))
+    assert verdicts(one_form)[0]["decode 1: faster form in bf16 over ours"] == "not judged", "the faster one is unknown"
+    wrong = record_of(good()[0].model_copy(update={"wrong": "a bit"}))
+    assert verdicts(wrong)[0]["bits of ours, eager, compiled and replayed"] == "missed"
+    assert wrong.wrong == ("decode 1: a bit",)
+
+
+def test_the_table_has_every_time_of_a_layer_and_the_plot_every_ratio():
+    record = record_of(*good(), phase_of("prefill", 4, bf16=8.0))
+    table, _ = sections(record)["phases"]
+    assert table.columns == ("phase", "M", "gain", "bf16", "bf16 compiled", "skuda", "torchao")
+    assert [str(cell) for cell in table.rows[0]] == [
+        "decode",
+        "1",
+        "1.75",
+        "49.5 (9.90)",
+        "8.8 (1.75)",
+        "5.0 (1.00)",
+        "-",
+    ]
+    assert [str(cell) for cell in table.rows[-1]][2:] == ["-"] * 5, "without ours there is no ratio"
+    above, below = plots(record)[0].panels
+    assert [panel.title for panel in above] == ["decode", "prefill"]
+    assert {one.name: (one.x, one.y) for one in above[0].series}["skuda"] == ([1, 16, 64], [5.0] * 3)
+    assert {one.name: one.y for one in below[0].series}["bf16 compiled"] == pytest.approx([1.75, 1.6, 1.45])
+    assert above[1].ticks == [4, 2048, 8192]
+    refused = (FormResult(name="skuda", refused="no"),)
+    wrong = good()[0].model_copy(update={"ways": refused, "wrong": "a bit"})
+    assert plots(record_of(wrong)) == []
+    assert [str(cell) for cell in sections(record_of(wrong))["phases"][0].rows[0]][3:] == ["wrong"] * 4
+
+
+def test_facts_name_the_forms_and_what_is_absent():
+    text = markdown(sections(record_of(*good(), absent={"torchao": "torchao is not installed"}))["facts"])
+    assert "- absent: torchao: torchao is not installed\n" in text
+    assert "- timed: replays of a CUDA graph\n" in text
+    assert "hidden 4096" in text
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "what"),
+    [
+        (["--heads", "5"], "be a multiple of 10"),
+        (["--kv-heads", "3"], "be a multiple of 3"),
+        (["--decode", "0"], "be integers from 1"),
+        (["--decode", "x"], "be integers from 1"),
+        (["--prefill", "1"], "be integers from 2"),
+        (["--ways", "other"], "--ways"),
+    ],
+)
+def test_bad_input_is_refused(typed, what, capsys):
+    assert main(["bench-model", "--cpu", *typed]) == 2
+    assert what in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_cpu_must_be_named(capsys, monkeypatch):
+    monkeypatch.setattr(commands, "Dispatcher", lambda: SimpleNamespace(devices=(HOST,)))
+    assert main(TYPED) == 1
+    assert "--cpu" in capsys.readouterr().err
+
+
+# --- the stack -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_decoded_is_the_last_one_of_a_prompt(dtype):
+    rng = fresh("decode", dtype)
+    sizes = replace(TINY, layers=2)
+    stack = llama.drawn(llama.LlamaStack, sizes, seed=int(rng.integers(1 << 30)), dtype=dtype)
+    x = torch.from_numpy(rng.standard_normal((1, 6, TINY.hidden))).to(dtype)
+    caches = llama.random_caches(sizes, 1, 6, x, 3)
+    positions = torch.arange(6)
+    cosine, sine = llama.angles_of(sizes, positions, dtype)
+    with torch.no_grad():
+        whole = stack(x, (cosine, sine), caches, positions)
+        caches[0][0][:, :, 5] = torch.nan  # is written before it is read
+        last = stack(x[:, 5:], (cosine[5:], sine[5:]), caches, positions[5:])
+    tolerance = 1e-5 if dtype is torch.float32 else 0.1
+    torch.testing.assert_close(last[:, 0], whole[:, 5], rtol=tolerance, atol=tolerance)
+
+
+def test_the_stack_is_that_of_llama():
+    transformers = pytest.importorskip("transformers")
+    rng = fresh("llama")
+    stack = llama.drawn(llama.LlamaStack, TINY, seed=int(rng.integers(1 << 30)), dtype=torch.float32)
+    config = transformers.LlamaConfig(
+        hidden_size=TINY.hidden,
+        intermediate_size=TINY.intermediate,
+        num_hidden_layers=TINY.layers,
+        num_attention_heads=TINY.heads,
+        num_key_value_heads=TINY.kv_heads,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        vocab_size=8,
+    )
+    theirs = transformers.LlamaModel(config).eval()
+    missing, unexpected = theirs.load_state_dict(stack.state_dict(), strict=False)
+    assert missing == ["embed_tokens.weight", "norm.weight"]
+    assert not unexpected
+    x = torch.from_numpy(rng.standard_normal((1, 7, TINY.hidden))).float()
+    with torch.no_grad():
+        want = theirs(inputs_embeds=x).last_hidden_state
+        at = torch.arange(7)
+        angles = llama.angles_of(TINY, at, torch.float32)
+        got = theirs.norm(stack(x, angles, llama.random_caches(TINY, 1, 7, x, 3), at))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_prompt_without_a_cache_is_that_with_one_and_causal():
+    rng = fresh("causal")
+    stack = llama.drawn(llama.LlamaStack, TINY, seed=int(rng.integers(1 << 30)), dtype=torch.float32)
+    x = torch.from_numpy(rng.standard_normal((2, 6, TINY.hidden))).float()
+    at = torch.arange(6)
+    angles = llama.angles_of(TINY, at, torch.float32)
+    changed, last = x.clone(), int(rng.integers(1, 6))
+    changed[:, last] += 1
+    with torch.no_grad():
+        found, other = stack(x, angles), stack(changed, angles)
+        cached = stack(x, angles, llama.random_caches(TINY, 2, 6, x, 3), at)
+    torch.testing.assert_close(found, cached)
+    torch.testing.assert_close(found[:, :last], other[:, :last])
+    assert (found[:, last:] != other[:, last:]).any(-1).all()

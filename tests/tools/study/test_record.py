@@ -1,0 +1,209 @@
+"""Records of every study: their files, what is refused on loading, and which code makes them stale."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from measured import some_record
+from paths import ROOT
+
+from skuda.dispatch import Tuning
+from skuda.dispatch.select.environment import Environment
+from skuda.dispatch.select.tuning import Timing
+from skuda.registry import InvalidRecord
+from skuda.registry.device import HOST
+from skuda.tools.bench.record import BenchRecord
+from skuda.tools.cli import main
+from skuda.tools.studies.commands import STUDIES, records
+from skuda.tools.studies.model import ModelRecord
+from skuda.tools.studies.parallel import ParallelRecord
+from skuda.tools.studies.train import TrainRecord
+
+EVIDENCE = ROOT / "docs" / "evidence"
+STORED = records(EVIDENCE)
+ONE = {study.record: next(path for path, (mine, _) in STORED.items() if mine is study) for study in STUDIES}
+"""A stored record of each study."""
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_every_record_of_the_docs_loads_and_is_saved_as_it_was(path, tmp_path):
+    _, record = STORED[path]
+    record.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == path.read_text()
+    assert type(record).load(tmp_path / "again.json") == record
+
+
+def test_no_record_of_the_docs_is_forgotten():
+    kinds = {study.record.model_fields["kind"].default for study in STUDIES}
+    assert kinds == {"skuda bench", "skuda bench-model", "skuda bench-parallel", "skuda train-check"}
+    files = [path for path in EVIDENCE.glob("*.json") if json.loads(path.read_text()).get("kind") in kinds]
+    assert sorted(STORED) == sorted(files)
+    assert set(ONE) == {study.record for study in STUDIES}
+
+
+def test_the_evidence_stays_small():
+    files = [path for path in EVIDENCE.rglob("*") if path.is_file()]
+    assert len(files) <= 30
+    assert {path.suffix for path in files} <= {".json", ".svg"}
+
+
+def test_a_file_has_a_line_for_every_case_and_numbers_of_six_digits(tmp_path):
+    record = some_record()
+    case = record.cases[0].model_copy(update={"timing": Timing.of([1 / 3, 2 / 3])})
+    record = record.model_copy(update={"cases": (case, *record.cases[1:])})
+    text = record.text()
+    assert sum(line.startswith('  {"label":') for line in text.splitlines()) == len(record.cases)
+    assert '"timing":{"median":0.5,"p10":0.366667,"p90":0.633333,"best":0.333333,"rounds":2}' in text
+    assert '"refused":""' not in text, "defaults are left out"
+    assert json.loads(text)["kind"] == "skuda bench"
+    again = BenchRecord.parse(text)
+    assert again.text() == text
+    path = tmp_path / "new folder" / "r.json"
+    again.save(path)
+    assert BenchRecord.load(path) == again
+
+
+def test_fields_that_nothing_reads_any_more_are_dropped(tmp_path):
+    found = json.loads(some_record().text())
+    found["host"] = [{"name": "plan.run"}]
+    found["cases"][0] |= {"bound": "memory", "ceiling_share": 0.5}
+    (tmp_path / "old.json").write_text(json.dumps(found))
+    assert BenchRecord.load(tmp_path / "old.json") == BenchRecord.parse(some_record().text())
+    found["unknown"] = 1
+    (tmp_path / "old.json").write_text(json.dumps(found))
+    with pytest.raises(InvalidRecord, match="unknown"):
+        BenchRecord.load(tmp_path / "old.json")
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def first_timing(found):
+    """Return the first timing below some JSON."""
+    if isinstance(found, dict) and "median" in found:
+        return found
+    members = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+    return next(filter(None, map(first_timing, members)), None)
+
+
+@pytest.mark.parametrize(("name", "value"), [("median", 0), ("p10", 1e9), ("p90", 1e-9), ("best", 1e9), ("rounds", 0)])
+@pytest.mark.parametrize("kind", [BenchRecord, ModelRecord, ParallelRecord])
+def test_times_that_cannot_be_are_refused(kind, name, value, tmp_path, capsys):
+    found = json.loads(ONE[kind].read_text())
+    first_timing(found)[name] = value
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(found))
+    with pytest.raises(InvalidRecord, match=r"must (be|stand)"):
+        kind.load(path)
+    assert main([kind.maker(), "--show", str(path)]) == 2
+    assert str(path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "member"),
+    [(BenchRecord, "cases"), (ModelRecord, "phases"), (ParallelRecord, "results"), (TrainRecord, "ways")],
+)
+def test_a_record_of_nothing_is_refused(kind, member, tmp_path):
+    found = json.loads(ONE[kind].read_text()) | {member: []}
+    (tmp_path / "r.json").write_text(json.dumps(found))
+    with pytest.raises(InvalidRecord, match=member):
+        kind.load(tmp_path / "r.json")
+
+
+def test_a_tuning_of_nothing_is_refused(tmp_path):
+    Tuning(environment=Environment(device=HOST, driver="", versions={}, skuda="0")).save(tmp_path / "t.json")
+    with pytest.raises(InvalidRecord, match="entries"):
+        Tuning.load(tmp_path / "t.json")
+
+
+@pytest.mark.parametrize("kind", ONE, ids=lambda kind: kind.maker())
+def test_another_file_is_refused(kind, tmp_path):
+    path = tmp_path / "r.json"
+    for content, rule in (
+        ("{", "be readable JSON"),
+        ("[]", f"be a record of kind 'skuda {kind.maker()}', schema 1"),
+        ('{"kind": "skuda verify", "schema_version": 1}', f"`skuda {kind.maker()} --output FILE` makes one"),
+        (json.dumps(json.loads(ONE[kind].read_text()) | {"schema_version": 2}), "schema 1"),
+        (json.dumps(json.loads(ONE[kind].read_text()) | {"date": 3}), "date"),
+    ):
+        path.write_text(content)
+        with pytest.raises(InvalidRecord, match=rule):
+            kind.load(path)
+    with pytest.raises(InvalidRecord, match="be readable JSON"):
+        kind.load(tmp_path / "absent.json")
+    assert kind.files(None) == {}
+    path.write_text('{"kind": "another kind"}')
+    assert kind.files(tmp_path) == {}
+
+
+# --- the hash of the measuring code ----------------------------------------------------------------------------------
+
+EDITS = (
+    # Kinds of records; file below tools; old text; new text; whether what is measured changes.
+    ("bench model parallel", "bench/clock.py", "* 1e3", "* 1e4", True),
+    ("bench", "bench/timing.py", "_FEWEST = 3", "_FEWEST = 4", True),
+    ("bench model parallel", "bench/lab.py", "self._written.zero_()", "pass", True),
+    ("bench", "bench/rivals.py", "_E4M3_MOST = 448.0", "_E4M3_MOST = 449.0", True),
+    ("bench", "bench/cutlass/rival.py", "(8, 0, 0)", "(4, 0, 0)", True),
+    ("model", "studies/model_bench.py", "_COMPARED = 3", "_COMPARED = 4", True),
+    ("model train", "studies/llama.py", "(-second, first)", "(second, first)", True),
+    ("model parallel", "studies/llama.py", "parameter.fill_(1.0)", "parameter.fill_(2.0)", True),
+    ("parallel", "studies/parallel_rank.py", "_INPUTS = 3", "_INPUTS = 4", True),
+    ("train", "studies/training.py", "weight_decay=0.1", "weight_decay=0.2", True),
+    ("bench model parallel", "bench/lab.py", "# The answer is kept", "# An answer is kept", False),
+    ("bench", "bench/bench.py", '"""Measure one case;', '"""Measure a case;', False),
+    ("bench", "bench/report.py", "_TERA = 1e12", "_TERA = 1e9", False),
+    ("bench", "bench/record.py", "max(memory, compute)", "min(memory, compute)", False),
+    ("bench model parallel train", "study/view.py", '"### ', '"## ', False),
+    ("model", "studies/model.py", "_OVER_RIVALS, _HOST = 1.3, 1.3", "_OVER_RIVALS, _HOST = 1.4, 1.3", False),
+    ("parallel", "studies/parallel.py", "_FEW, _MANY = 16, 2048", "_FEW, _MANY = 16, 1024", False),
+    ("train", "studies/train.py", '"final loss, nats per byte"', '"loss"', False),
+)
+EDITED = """
+import sys
+from pathlib import Path
+import skuda.tools
+from skuda.tools.studies.commands import STUDIES
+from skuda.tools.study.record import measurer_hash
+
+folder = Path(skuda.tools.__file__).parent
+assert folder.is_relative_to(sys.argv[1]), folder
+kinds = {{study.record.maker().removeprefix("bench-").removesuffix("-check"): study.record for study in STUDIES}}
+before = {{name: measurer_hash(kind) for name, kind in kinds.items()}}
+assert len(set(before.values())) == len(kinds)
+wrong = []
+for names, file, old, new, counts in {edits}:
+    path = folder / file
+    text = path.read_text()
+    assert old in text, old
+    path.write_text(text.replace(old, new))
+    for name in names.split():
+        if (measurer_hash(kinds[name]) != before[name]) is not counts:
+            wrong.append((name, file, old))
+    path.write_text(text)
+assert not wrong, wrong
+"""
+
+
+def test_what_is_measured_changes_the_hash_and_a_view_or_a_comment_does_not(tmp_path):
+    """On a copy of the package."""
+    package = tmp_path / "skuda"
+    package.mkdir()
+    for path in (ROOT / ".typing" / "skuda").iterdir():
+        if path.is_dir():
+            shutil.copytree(path, package / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, package / path.name)
+    command = [sys.executable, "-c", EDITED.format(edits=EDITS), str(tmp_path)]
+    ran = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr

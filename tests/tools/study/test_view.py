@@ -1,0 +1,78 @@
+"""The two views of a report: Markdown whose cells stay cells, and a terminal that leaves out what does not fit."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from skuda.tools.study.requirement import Requirement, requirements
+from skuda.tools.study.view import Table, markdown, markdown_table, show
+
+TABLE = Table(
+    ("name", "first number", "second number", "kernel"), [("a_b*c", "1.0", "2.0", "some.kernel")], "Numbers", extra=2
+)
+
+
+def in_terminal(parts, width):
+    console = Console(file=io.StringIO(), width=width)
+    show(console, parts)
+    return console.file.getvalue()
+
+
+def test_a_cell_stays_one_cell():
+    assert markdown_table(("a", "b"), [("x|y", "two\nlines")]) == "| a | b |\n| --- | --- |\n| x\\|y | two lines |\n"
+
+
+def test_markdown_has_every_part_and_leaves_out_what_is_empty():
+    facts = {"command": "skuda bench_x", "a_name": "a *value*", "empty": ""}
+    text = markdown((TABLE, Text("red_line"), facts, Table(("a",), [])))
+    assert text == (
+        "### Numbers\n\n| name | first number | second number | kernel |\n| --- | --- | --- | --- |\n"
+        "| a_b*c | 1.0 | 2.0 | some.kernel |\n\nred\\_line\n\n- command: `skuda bench_x`\n- a\\_name: a \\*value\\*\n"
+    )
+
+
+@pytest.mark.parametrize(("width", "left"), [(80, ""), (30, "kernel"), (20, "second number, kernel")])
+def test_a_narrow_terminal_leaves_out_the_last_columns_and_names_them(width, left):
+    text = in_terminal((TABLE,), width)
+    assert "Numbers" in text
+    assert "1.0" in text
+    assert ("some.kernel" in text) is (not left)
+    said = " ".join(text.split())
+    assert ("also shows:" in said) is bool(left)
+    assert said.endswith(f"also shows: {left}" if left else "some.kernel")
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_terminal_shows_facts_and_paragraphs():
+    text = in_terminal(({"device": "an H200", "stale": ""}, "a paragraph"), 80)
+    assert "device an H200" in text
+    assert "stale" not in text
+    assert "a paragraph" in text
+
+
+def test_figures_are_judged_only_for_the_kind_of_run_that_they_are_for():
+    figures = (
+        Requirement.ratio("fast", 1.7, 1.6),
+        Requirement.ratio("slow", 1.599, 1.6),
+        Requirement.ratio("cheap", 1.3, 1.3, at_most=True),
+        Requirement.ratio("dear", 1.31, 1.3, at_most=True),
+        Requirement.ratio("none", None, 1.6),
+    )
+    bits = Requirement.equal("bits", "", 9)
+    (table,) = requirements(bits, figures, [(True, "never said")])
+    verdicts = [str(row[3]) for row in table.rows]
+    assert verdicts == ["met", "met", "missed", "met", "missed", "not judged"]
+    assert table.rows[1][1:3] == ("at least 1.6x", "1.700x")
+    assert table.rows[4][1:3] == ("at most 1.3x", "1.310x")
+    table, why = requirements(bits, figures, [(False, "the device is a CPU"), (True, "x"), (False, "it is small")])
+    assert [str(row[3]) for row in table.rows] == ["met", *["not judged"] * 5]
+    assert str(why) == "Figures are not judged: the device is a CPU, it is small."
+    assert [Requirement.equal("", *how).met for how in (("decode 3", 9), ("decode 3", 0), ("", 0))] == [
+        False,
+        False,
+        None,
+    ]
