@@ -19,10 +19,8 @@ from skuda.dispatch.settings import SETTINGS
 from skuda.kernels.catalog import built_in_registry
 from skuda.registry import Descriptor, KernelSku, Op, Registry
 from skuda.registry.elements import ElementKind
-from skuda.tools.bench.markdown import markdown_table
-from skuda.tools.show.findings import TROUBLES
-from skuda.tools.show.matrix import elements_of, legend
-from skuda.tools.show.show import arguments_of
+from skuda.tools.show.kernels import elements_of, legend
+from skuda.tools.study.view import markdown_table
 from skuda.tools.verify.evidence import Records, load_records, status, tally
 from skuda.tools.words.problem import default_words, fields_of, type_words
 
@@ -98,8 +96,6 @@ def op_page(registry: Registry, op: Op, recorded: Records) -> str:
         for key, field in fields_of(op.descriptor).items()
     )
     facts += ["## Fields\n", markdown_table(("field", "takes", "default", ""), fields)]
-    arguments = ((_code(one.name), one.role, " ".join(one.elements), one.shape, one.needed) for one in arguments_of(op))
-    facts += ["## Arguments\n", markdown_table(("argument", "role", "elements", "shape", "passed"), arguments)]
     facts += [
         "## Kernels\n",
         "Best first. The first kernel that accepts a problem is chosen.\n",
@@ -147,7 +143,7 @@ def _verified(registry: Registry, op: Op, recorded: Records) -> str:
         skus = [sku for sku in registry.skus_of(op.name) if sku.backend == name]
         if not skus:
             continue
-        words = tally(status(sku, op, recorded, reference=registry.is_reference(sku)).word for sku in skus)
+        words = tally(status(sku, op, recorded, reference=registry.is_reference(sku)) for sku in skus)
         runs: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
         for sku in () if backend.reference else skus:
             for file, one in recorded.of(sku.id):
@@ -180,22 +176,11 @@ def _devices() -> str:
     return markdown_table(("name", "card", "compute capability", "SMs", "memory bandwidth"), rows)
 
 
-def _troubles() -> str:
-    rows = ((one.section, _fields(one.name), one.state, _fields(one.detail), _fields(one.fix)) for one in TROUBLES)
-    return markdown_table(("section", "line", "says", "because", "what to do"), rows)
-
-
-def _fields(template: str) -> str:
-    """Write the parts that depend on the machine in capitals, as in a usage message."""
-    return _plain(re.sub(r"\{(\w+)\}", lambda found: found[1].upper(), template))
-
-
 PARTS: dict[str, Callable[[], str]] = {
     "devices": _devices,
     "elements": lambda: ", ".join(_code(kind) for kind in ElementKind) + "\n",
     "ops": _ops,
     "settings": _settings,
-    "troubles": _troubles,
 }
 """The generated parts of pages, by the name in the comment."""
 
