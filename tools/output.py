@@ -108,7 +108,7 @@ def table_of(rows: Iterable[Sequence[object]], *headings: str, numbers: int | No
 def facts(rows: Iterable[tuple[str, RenderableType]], width: int | None = None) -> Table:
     """Return a table of names, dim and `width` columns wide, and values."""
     table = plain_table(indent=2)
-    table.add_column(style="dim", width=width)
+    table.add_column(style="dim", width=width, overflow="fold")
     table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row("", name, value)

@@ -138,9 +138,10 @@ def test_bash_completes_commands_options_and_words(line, words):
 def test_the_shell_gets_a_function_that_asks_for_completions(tmp_path):
     if shutil.which("bash") is None:
         pytest.skip("no bash here")
-    script = subprocess.run(
-        [sys.executable, "-m", "skuda", "--show-completion", "bash"], capture_output=True, text=True, check=False
-    ).stdout
+    # Without this, typer asks the processes above for the shell.
+    named = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    command = [sys.executable, "-m", "skuda", "--show-completion", "bash"]
+    script = subprocess.run(command, env=named, capture_output=True, text=True, check=True).stdout
     assert "_SKUDA_COMPLETE=complete_bash" in script
     # As a shell does on TAB: source the function, set what was typed, call it.
     program = (
