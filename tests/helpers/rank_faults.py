@@ -96,14 +96,14 @@ def parallel_that_dies(job, rank, save):
 
 
 def parallel_unlike_numpy(job, rank, save):
-    """Change a weight of the copy that NumPy computes."""
+    """Turn the sign of the weights of the copy that NumPy computes; rounding may hide a single one."""
     right = parallel_rank.copy.deepcopy
 
     def changed(given):
         made = right(given)
         if isinstance(made, torch.nn.Module):
             codes = next(one for one in made.state_dict().values() if one.dtype is torch.int8)
-            codes.view(-1)[0] = -codes.view(-1)[0] - 1
+            codes.copy_(-codes.clamp(min=-127))
         return made
 
     parallel_rank.copy = SimpleNamespace(deepcopy=changed)
