@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from html.parser import HTMLParser
 from itertools import groupby
 from pathlib import Path
@@ -19,9 +19,9 @@ from skuda.dispatch.settings import SETTINGS
 from skuda.kernels.catalog import built_in_registry
 from skuda.registry import Descriptor, KernelSku, Op, Registry
 from skuda.registry.elements import ElementKind
-from skuda.tools.show.kernels import elements_of, legend
+from skuda.tools.show.kernels import elements_of, evidence_words, judge_of, legend, unique
 from skuda.tools.study.view import markdown_table
-from skuda.tools.verify.evidence import Records, load_records, status, tally
+from skuda.tools.verify.evidence import Records, load_records
 from skuda.tools.words.problem import default_words, fields_of, type_words
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,26 +124,23 @@ def _kernels(registry: Registry, op: Op) -> str:
     used: set[str] = set()
     rows = []
     for (variant, needs, promise), skus in groups.items():
-        epilogues = _distinct(_code(sku.epilogue) for sku in skus if sku.epilogue is not None)
-        backends = _distinct(_code(sku.backend) for sku in skus)
+        epilogues = unique(_code(sku.epilogue) for sku in skus if sku.epilogue is not None)
+        backends = unique(_code(sku.backend) for sku in skus)
         cells = (elements_of(skus, used), ", ".join(epilogues), needs, promise, len(skus))
         rows.append((_code(variant), ", ".join(backends), *cells))
     headings = ("variant", "backends", "elements", "epilogues", "needs", "promises", "kernels")
     return markdown_table(headings, rows) + (f"\n{legend(used)}.\n" if used else "")
 
 
-def _distinct(values: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(values))
-
-
 def _verified(registry: Registry, op: Op, recorded: Records) -> str:
     """Return the results of the records for an op's kernels, by backend and device."""
+    judge = judge_of(registry, recorded)
     rows: list[tuple[object, ...]] = []
     for name, backend in registry.backends.items():
         skus = [sku for sku in registry.skus_of(op.name) if sku.backend == name]
         if not skus:
             continue
-        words = tally(status(sku, op, recorded, reference=registry.is_reference(sku)) for sku in skus)
+        words = evidence_words(skus, judge)
         runs: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
         for sku in () if backend.reference else skus:
             for file, one in recorded.of(sku.id):

@@ -16,9 +16,9 @@ from pathlib import Path
 from skuda.kernels.catalog import built_in_registry
 from skuda.tools.cli import main
 from skuda.tools.files import write_whole
-from skuda.tools.show.kernels import elements_of, legend
+from skuda.tools.show.kernels import elements_of, evidence_words, judge_of, legend
 from skuda.tools.study.view import markdown_table
-from skuda.tools.verify.evidence import load_records, status, tally
+from skuda.tools.verify.evidence import load_records
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -44,14 +44,14 @@ def embedded(text: str, command: str, content: str) -> str:
 
 def matrix() -> str:
     """Return the op matrix: every op, its elements, and the evidence for each backend's kernels."""
-    registry, recorded = built_in_registry(), load_records()
+    registry = built_in_registry()
+    judge = judge_of(registry, load_records())
     backends = list(dict.fromkeys(sku.backend for sku in registry))
     used: set[str] = set()
     rows = []
     for op in sorted(registry.ops.values(), key=lambda op: (op.category, op.name)):
         skus = registry.skus_of(op.name)
-        found = {sku: status(sku, op, recorded, reference=registry.is_reference(sku)) for sku in skus}
-        cells = (tally(found[sku] for sku in skus if sku.backend == backend) for backend in backends)
+        cells = (evidence_words([sku for sku in skus if sku.backend == backend], judge) for backend in backends)
         rows.append((f"`{op.name}`", elements_of(skus, used), *cells))
     table = markdown_table(("op", "elements", *(f"`{backend}`" for backend in backends)), rows)
     return table + (f"\n{legend(used)}.\n" if used else "")

@@ -17,8 +17,17 @@ from skuda.registry.op import Op
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
 from skuda.tools.output import OP_WORDS, chosen, count, folded, plain_table, present, split, tell, words
-from skuda.tools.show import kernels as about
-from skuda.tools.show.kernels import Found, Judge, elements_of, evidence_words, promise, unique
+from skuda.tools.show.kernels import (
+    Found,
+    Judge,
+    elements_of,
+    evidence_words,
+    judge_of,
+    legend,
+    promise,
+    tell_aside,
+    unique,
+)
 from skuda.tools.show.page import write_page
 from skuda.tools.verify.evidence import load_records
 from skuda.tools.words.devices import named_device, served_by
@@ -38,7 +47,7 @@ def run(
 ) -> int:
     """Run ``skuda list``: list the kernels that pass every filter, or write a page about them to `html`."""
     dispatcher = Dispatcher()
-    about.tell_aside(dispatcher)
+    tell_aside(dispatcher)
     registry = dispatcher.registry
     names = chosen("list", "--op", ops, registry.ops, **OP_WORDS)
     kinds = chosen("list", "--element", elements, map(str, ElementKind))
@@ -60,7 +69,7 @@ def run(
         if not names or op.name in names
         if (kernels := tuple(filter(passes, registry.skus_of(op.name)))) or not filtered
     ]
-    judge = about.judge_of(registry, load_records(evidence))
+    judge = judge_of(registry, load_records(evidence))
     if html is not None:
         write_page(html, found, judge, evidence)
     elif skus:
@@ -140,7 +149,7 @@ def _print_table(console: Console, found: Found, judge: Judge) -> None:
     every = [sku for _, skus in found for sku in skus]
     console.print(f"\n{count(len(found), 'op')}, {count(len(every), 'kernel')}: {evidence_words(every, judge)}.")
     if used:
-        console.print(f"{about.legend(used)}.", style="dim")
+        console.print(f"{legend(used)}.", style="dim")
     console.print("`skuda show OP` describes an op, `skuda list --skus` names the kernels.", style="dim")
 
 

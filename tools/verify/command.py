@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,8 +27,10 @@ from skuda.tools.output import (
     stderr,
     stdout,
     table_of,
+    tell,
     words,
 )
+from skuda.tools.study.run import fresh_seed
 from skuda.tools.verify.evidence import EvidenceFile, OpCounts, SkuEvidence, by_op, default_path
 from skuda.tools.verify.verification import verify
 
@@ -64,7 +65,7 @@ def run(
     place = _device(dispatcher, device)
     if place is None:
         line = "no CUDA device is here: `skuda doctor` says what is missing, --device cpu verifies the CPU's kernels"
-        stderr().print(f"skuda: {line}", style="yellow", soft_wrap=True)
+        tell(line)
         return 1
     path = output
     if path is None and not (ops or skus or backends or cases or quick):
@@ -80,7 +81,7 @@ def run(
             skus=skus,
             backends=backends,
             cases=cases,
-            seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed,
+            seed=fresh_seed() if seed is None else seed,
             quick=quick,
             progress=report,
             finished=partial(_print_op, perf_counter()),

@@ -26,9 +26,9 @@ from skuda.tools.words.devices import card_words
 
 Word = Literal["verified", "failed", "stale", "unverified", "reference"]
 _WORDS: tuple[Word, ...] = get_args(Word)
-DIGITS = 16
+_DIGITS = 16
 """Hexadecimal digits of a hash that a record keeps: enough to see a change."""
-Digest = Annotated[str, AfterValidator(lambda digest: digest[:DIGITS])]
+Digest = Annotated[str, AfterValidator(lambda digest: digest[:_DIGITS])]
 _OWN = ("sku", "source_hash", "cases", "runs", "outputs")
 """Fields that differ from kernel to kernel; kernels that are equal in all others share them in the file."""
 
@@ -173,7 +173,6 @@ class EvidenceFile(Value):
             if found.get("schema_version") != 2:
                 rule = "be 2; delete the file, and run `skuda verify` again"
                 cls.refuse("schema_version", found.get("schema_version"), rule)
-            found.pop("seconds", None)  # some records have this empty field
             skus: list[dict[str, Any]] = []
             for group in found.pop("groups"):
                 rows = group.pop("kernels")
@@ -242,11 +241,11 @@ def status(sku: KernelSku, op: Op, records: Records, *, reference: bool = False)
     """
     found = records.of(sku.id)
     try:
-        today = (source_hash(sku)[:DIGITS], reference_hash(op)[:DIGITS]) if found else None
+        today = (source_hash(sku)[:_DIGITS], reference_hash(op)[:_DIGITS]) if found else None
     except LookupError:
         today = None
     unchanged = [(file, one) for file, one in found if (one.source_hash, one.reference_hash) == today]
-    current = [(file, one) for file, one in unchanged if file.verifier_hash == verifier_hash()[:DIGITS]]
+    current = [(file, one) for file, one in unchanged if file.verifier_hash == verifier_hash()[:_DIGITS]]
     failed = [(file, one) for file, one in current if one.verdict == "failed"]
     if not failed and (reference or not found):
         return Status("reference" if reference else "unverified")

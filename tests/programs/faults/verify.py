@@ -118,7 +118,7 @@ FAULTS = listed(
                 [f"{VERIFY}::test_a_record_speaks_for_this_very_kernel_only"],
             ),
             "verify-believes-a-record-of-other-verifying-code": (
-                "if file.verifier_hash == verifier_hash()[:DIGITS]]",
+                "if file.verifier_hash == verifier_hash()[:_DIGITS]]",
                 "if file.verifier_hash]",
                 [f"{HASHES}::test_evidence_of_other_verifying_code_is_stale"],
             ),
