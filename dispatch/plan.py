@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, PrivateAttr, SerializeAsAny
 
 from skuda.dispatch.backends.base import Runner
+from skuda.dispatch.launches import FirstRun, Launches
 from skuda.dispatch.preference import PlanPreference
 from skuda.registry.descriptor import Argument, Descriptor
 from skuda.registry.device import Device
@@ -30,6 +32,26 @@ def _descriptor(value: object) -> object:
         if "op" in kind.model_fields and kind.op_name() == value.get("op"):
             return kind.model_validate(value)
     return Plan.refuse("problem.op", repr(value.get("op")), "be an op whose module has been imported")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prepared:
+    """What makes a plan able to run.
+
+    Attributes
+    ----------
+    runner : Runner
+        The prepared kernel.
+    launches : Launches
+        The cache of launches.
+    following, failed : callable
+        As in `Plan.prepared`.
+    """
+
+    runner: Runner
+    launches: Launches
+    following: Callable[[], Plan | None]
+    failed: Callable[[BaseException], None] | None
 
 
 class Plan(Value):
@@ -59,9 +81,7 @@ class Plan(Value):
     preference: PlanPreference
     choice: str = ""
     measured: str = ""
-    _runner: Runner | None = PrivateAttr(default=None)
-    _next: Callable[[], Plan | None] = PrivateAttr(default=lambda: None)
-    _failed: Callable[[BaseException], None] | None = PrivateAttr(default=None)
+    _prepared: _Prepared | None = PrivateAttr(default=None)
 
     @classmethod
     def prepared(
@@ -74,6 +94,7 @@ class Plan(Value):
         following: Callable[[], Plan | None] = lambda: None,
         failed: Callable[[BaseException], None] | None = None,
         *,
+        launches: Launches | None = None,
         choice: str = "",
         measured: str = "",
     ) -> Self:
@@ -83,6 +104,9 @@ class Plan(Value):
         cannot read. `failed` is called with an error of the kernel that is not a `SkudaError`, and may raise another
         error in its place.
         """
+        prepared = None
+        if runner is not None:
+            prepared = _Prepared(runner, Launches() if launches is None else launches, following, failed)
         chosen: dict[str, Any] = {"sku": sku, "problem": problem, "device": device, "preference": preference}
         fields = {**chosen, "choice": choice, "measured": measured}
         plan = cls.__new__(cls)
@@ -90,7 +114,7 @@ class Plan(Value):
         _set(plan, "__dict__", fields)
         _set(plan, "__pydantic_fields_set__", set(fields))
         _set(plan, "__pydantic_extra__", None)
-        _set(plan, "__pydantic_private__", {"_runner": runner, "_next": following, "_failed": failed})
+        _set(plan, "__pydantic_private__", {"_prepared": prepared})
         return plan
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -120,8 +144,7 @@ class Plan(Value):
 
         For a plan that is not prepared, the scratch of its configuration is not included.
         """
-        private = self.__pydantic_private__
-        runner: Runner | None = private["_runner"] if private else None
+        runner = self._prepared.runner if self._prepared is not None else None
         return int(getattr(runner, "workspace_size", 0)) or self.sku.workspace_size(self.problem)
 
     @property
@@ -132,9 +155,7 @@ class Plan(Value):
     @property
     def notes(self) -> tuple[str, ...]:
         """Remarks for the user, for example the configuration and its predicted time."""
-        private = self.__pydantic_private__
-        runner: Runner | None = private["_runner"] if private else None
-        notes = tuple(map(one_line, runner.notes)) if runner is not None else ()
+        notes = tuple(map(one_line, self._prepared.runner.notes)) if self._prepared is not None else ()
         return (self.measured, *notes) if self.measured else notes
 
     def _repr_html_(self) -> str:
@@ -166,7 +187,7 @@ class Plan(Value):
             For the argument that `run` would refuse.
         """
         try:
-            self._ready().check(arrays)
+            self._ready().runner.check(arrays)
         except Unaligned as error:
             return self._following(error).can_implement(**arrays)
         except BaseException as error:
@@ -198,36 +219,36 @@ class Plan(Value):
         KernelFailed
             If a plug-in's kernel raises any other error. An error of a built-in kernel gets a note that names it.
         """
-        private = self.__pydantic_private__
-        runner: Runner | None = private["_runner"] if private else None
-        # Inlined: every Python call counts in a warm run.
+        private: Any = self.__pydantic_private__
+        prepared = private and private["_prepared"]
+        if prepared:
+            for launch in prepared.launches.of.get(prepared, ()):
+                result = launch(arrays, stream)
+                if result is not None:
+                    return result
+        return self.first_run(None, arrays, stream)
+
+    def first_run(self, key: Hashable, arrays: Mapping[str, object], stream: object) -> Any:
+        """Run a call that no known launch serves. Keep a launch for calls like it.
+
+        It is kept for this plan and, if an array of the call is on the plan's device, under `key`, unless that is None.
+        Parameters, result and errors are those of `run`.
+        """
+        prepared = self._ready()
+        first = getattr(prepared.runner, "first_run", None)
         try:
-            return (runner or self._ready()).run(arrays, stream)
+            if first is None:
+                return prepared.runner.run(arrays, stream)
+            found: FirstRun = first(arrays, stream, self._name_kernel)
         except Unaligned as error:
-            return self._following(error).run(stream=stream, **arrays)
+            return self._following(error).first_run(key, arrays, stream)
         except BaseException as error:
             self._name_kernel(error)
             raise
-
-    def _run_again(self) -> Callable[[Mapping[str, object], object], Any] | None:
-        """Return a function like `run` for calls like the latest one. For other calls it does nothing and returns None.
-
-        It needs an array on the plan's device. Return None if the runner has no such function; only `CudaRunner` has.
-        """
-        runner: Any = self._ready()
-        if not hasattr(runner, "run_again"):
-            return None
-
-        def again(arrays: Mapping[str, object], stream: object) -> Any:
-            try:
-                return runner.run_again(arrays, stream)
-            except Unaligned:
-                return None  # `run` takes the next kernel
-            except BaseException as error:
-                self._name_kernel(error)
-                raise
-
-        return again
+        prepared.launches.keep(prepared, found.launch)
+        if found.placed and key is not None:
+            prepared.launches.keep(key, found.launch)
+        return found.result
 
     def bind(self, *, stream: object = None, **arrays: Any) -> Callable[[], Any]:
         """Check the arguments once and return a callable that only launches.
@@ -249,7 +270,7 @@ class Plan(Value):
             As in `run`. The callable may raise `KernelFailed`, too.
         """
         try:
-            launch = self._ready().bind(arrays, stream)
+            launch = self._ready().runner.bind(arrays, stream)
         except Unaligned as error:
             return self._following(error).bind(stream=stream, **arrays)
         except BaseException as error:
@@ -269,25 +290,24 @@ class Plan(Value):
         """Add the kernel's name to an error of its code. A `SkudaError` and an interrupt stay as they are."""
         if isinstance(error, (SkudaError, KeyboardInterrupt)):
             return
-        private = self.__pydantic_private__
-        if private and private["_failed"] is not None:
-            private["_failed"](error)
+        failed = self._ready().failed
+        if failed is not None:
+            failed(error)
         error.add_note(f"raised in the kernel {self.sku.id}")
 
     def _following(self, error: Unaligned) -> Plan:
-        private = self.__pydantic_private__
-        following: Plan | None = private["_next"]() if private else None
+        following = self._ready().following()
         if following is None:
             raise error
         return following
 
-    def _ready(self) -> Runner:
-        private = self.__pydantic_private__
-        runner: Runner | None = private["_runner"] if private else None
-        if runner is None:
+    def _ready(self) -> _Prepared:
+        private: Any = self.__pydantic_private__
+        prepared: _Prepared | None = private and private["_prepared"]
+        if prepared is None:
             where = "a device that is not here" if self.device.ordinal is None else "another process"
             raise NotPrepared(
                 f"this plan was made for {where} ({self.device.describe()}); "
                 "select again on a device that is here, or pass it to Dispatcher.prepare"
             )
-        return runner
+        return prepared

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from skuda.dispatch.cuda.facts import Guard, JointCheck
 from skuda.dispatch.cuda.tensor_maps import UNIT
 from skuda.dispatch.host.floating import SUMMANDS
+from skuda.registry.errors import Unaligned
 
 Launcher = Callable[[Mapping[str, Any], object], Any]
 """A function of the given arguments and the caller's stream. If the arguments match the checked ones, it enqueues the
@@ -136,6 +137,8 @@ class RecognizedLaunch(NamedTuple):
         Names of the op's outputs.
     result : callable or None
         Builds the op's result from the outputs. None if the result is the only output.
+    failed : callable
+        Called with an error, before it is raised.
     deliver : callable or None
         Converts a new array for the caller. None if no conversion is needed.
     """
@@ -151,6 +154,7 @@ class RecognizedLaunch(NamedTuple):
     scratch: int
     outputs: tuple[str, ...]
     result: Callable[..., Any] | None
+    failed: Callable[[BaseException], None]
     deliver: Callable[[Any], Any] | None
 
 
@@ -238,7 +242,12 @@ class CallForm(NamedTuple):
             known["place"] = way.place
             lines.append(f"lock, ({''.join(f's{at}, ' for at in range(way.scratch))}) = place(handle)")
             sending = ["with lock:", *(f"    {line}" for line in sending)]
-        return [*lines, *sending, f"return {self._result(way, known)}"]
+        known |= {"failed": way.failed, "Unaligned": Unaligned}
+        lines += [*sending, f"return {self._result(way, known)}"]
+        # An array that only this kernel cannot read is no error: the caller runs the next kernel.
+        caught = ["except Unaligned:", "    return None"]
+        caught += ["except BaseException as error:", "    failed(error)", "    raise"]
+        return ["try:", *(f"    {line}" for line in lines), *caught]
 
     def _result(self, way: RecognizedLaunch, known: dict[str, Any]) -> str:
         given = {one.name: f"a{at}" for at, one in enumerate(self.given)}

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from skuda.dispatch.cuda.binding import Binder
 from skuda.dispatch.cuda.call import Call
-from skuda.dispatch.cuda.driver import FORK_REMEDY, FORKED, Driver
+from skuda.dispatch.cuda.driver import FORK_REMEDY, FORKED, Driver, inherited
 from skuda.dispatch.cuda.facts import Framework
-from skuda.dispatch.cuda.recognizer import Launcher, Parameters, RecognizedLaunch, Send
+from skuda.dispatch.cuda.recognizer import Parameters, RecognizedLaunch, Send
 from skuda.dispatch.cuda.scratch import Scratch
 from skuda.dispatch.cuda.streams import stream_handle
-from skuda.dispatch.system.forks import in_child
+from skuda.dispatch.launches import FirstRun
 from skuda.kernels.launch import Launch, Step
 from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import DriverError, InvalidProblem, NotPrepared, SkudaError
 
-_MOST_CALLS = 4
 _MOST_SHARED = 48 << 10
 """Bytes of shared memory that a block gets without opting in."""
 
@@ -104,13 +102,6 @@ class _Sender:
             send(each, handle, stream)
 
 
-class _Known(NamedTuple):
-    """A function that recognizes and launches similar calls, and whether such a call has an array on the device."""
-
-    launch: Launcher
-    placed: bool
-
-
 class CudaRunner:
     """A prepared kernel of a CUDA backend. Every step of its launch does something."""
 
@@ -127,11 +118,6 @@ class CudaRunner:
         self._ordinal, self._context = place
         self._engine, self._driver = engine, driver
         self._scratch = Scratch(driver, self._context, launch.scratch) if launch.scratch else None
-        # Functions for the latest calls, newest first. The tuple is replaced whole, so threads see a consistent one.
-        self._calls: tuple[_Known, ...] = ()
-        self._quick: Launcher | None = None
-        self._here: Launcher | None = None
-        _runners.add(self)
 
     @cached_property
     def _op(self) -> str:
@@ -157,7 +143,7 @@ class CudaRunner:
 
     def check(self, arrays: Mapping[str, object]) -> None:
         """Raise `InvalidProblem` for arguments that `run` would refuse."""
-        self._binder.bind(arrays)
+        self._bound(arrays)
 
     def run(self, arrays: Mapping[str, object], stream: object) -> object:
         """Enqueue the kernel and return the op's result.
@@ -167,39 +153,35 @@ class CudaRunner:
         InvalidProblem
             For a missing, unknown or unsuitable argument or stream.
         """
-        quick = self._quick
-        if quick is not None:
-            result = quick(arrays, stream)
-            if result is not None:
-                return result
-        return self._run(arrays, stream)
+        return self._run(arrays, stream)[0]
 
-    def run_again(self, arrays: Mapping[str, object], stream: object) -> object | None:
-        """Run if the arguments are like those of the latest call, and one of them is an array on this device.
+    def first_run(
+        self, arrays: Mapping[str, object], stream: object, failed: Callable[[BaseException], None]
+    ) -> FirstRun:
+        """Run, and return a launch for calls like this one, which passes its errors to `failed` before it raises them.
 
-        Returns
-        -------
-        object or None
-            The op's result, or None if nothing was done.
+        Raises
+        ------
+        InvalidProblem
+            As `run`.
         """
-        launch = self._here
-        return None if launch is None else launch(arrays, stream)
+        result, call, sender = self._run(arrays, stream)
+        return FirstRun(result, call.form.launcher(self._way(call, sender, failed)), call.placed)
 
-    def _run(self, arrays: Mapping[str, object], stream: object) -> object:
-        for known in self._calls[1:]:
-            result = known.launch(arrays, stream)
-            if result is not None:
-                self._remember(known)
-                return result
-        call = self._binder.bind(arrays)
+    def _run(self, arrays: Mapping[str, object], stream: object) -> tuple[object, Call, _Sender]:
+        call = self._bound(arrays)
         sender = self._sender_for(call.framework)
-        self._remember(_Known(call.form.launcher(self._way(call, sender)), call.placed))
         # Checked arrays need not be recognized, and some kinds never are.
         values = call.checked_values(arrays)
         handle = call.stream() if stream is None else stream_handle(self._op, stream, self._ordinal)
         made = self._make(call, values, stream, handle)
         self._send(sender, call, values, handle, stream)
-        return self._results(call, arrays, made)
+        return self._results(call, arrays, made), call, sender
+
+    def _bound(self, arrays: Mapping[str, object]) -> Call:
+        if inherited():
+            raise _other_process()
+        return self._binder.bind(arrays)
 
     def bind(self, arrays: Mapping[str, object], stream: object) -> Callable[[], object]:
         """Check once and return a callable that only launches and keeps the arrays alive.
@@ -209,7 +191,7 @@ class CudaRunner:
         InvalidProblem
             As `run`, and for arrays of a framework without streams.
         """
-        call = self._binder.bind(arrays)
+        call = self._bound(arrays)
         if call.framework.waits:
             raise InvalidProblem(self._op, "arrays", f"{call.framework.name} arrays", "be run: they must never change")
         fixed = None if stream is None else stream_handle(self._op, stream, self._ordinal)
@@ -225,6 +207,8 @@ class CudaRunner:
                 send(handle, stream)
 
         def launch(_kept: object = (dict(arrays), made)) -> object:
+            if inherited():
+                raise _other_process()
             handle = call.stream() if fixed is None else fixed
             if not sender.plain or self._scratch is not None:
                 self._send(sender, call, values, handle, stream)
@@ -239,16 +223,12 @@ class CudaRunner:
 
         return launch
 
-    def _remember(self, known: _Known) -> None:
-        self._calls = (known, *(other for other in self._calls if other is not known))[:_MOST_CALLS]
-        self._quick, self._here = known.launch, known.launch if known.placed else None
-
     def _sender_for(self, framework: Framework) -> _Sender:
         if not framework.waits:
             return self._sender
         return _Sender(self._op, self._engine, self._driver, self._context, waits=True)
 
-    def _way(self, call: Call, sender: _Sender) -> RecognizedLaunch:
+    def _way(self, call: Call, sender: _Sender, failed: Callable[[BaseException], None]) -> RecognizedLaunch:
         framework = call.framework
         return RecognizedLaunch(
             sender=sender,
@@ -262,6 +242,7 @@ class CudaRunner:
             scratch=len(self._launch.scratch),
             outputs=self._binder.outputs,
             result=self._problem.builder,
+            failed=failed,
             deliver=None if type(framework).deliver is Framework.deliver else framework.deliver,
         )
 
@@ -290,20 +271,5 @@ class CudaRunner:
         return outputs[0] if result is None else result(*outputs)
 
 
-_runners: weakref.WeakSet[CudaRunner] = weakref.WeakSet()
-
-
-def _refuse_all() -> None:
-    """Make every runner refuse, in a forked child. A check in every run would slow down other processes."""
-    for runner in tuple(_runners):
-        if "_sender" in vars(runner):
-            runner._sender.plain = False  # noqa: SLF001  so that what `bind` returned calls `_send`
-        for name in ("check", "run", "run_again", "bind", "_send"):
-            setattr(runner, name, _refuse)
-
-
-def _refuse(*_: object, **__: object) -> object:
-    raise NotPrepared(f"this plan was prepared in another process: {FORKED}; {FORK_REMEDY}")
-
-
-in_child(_refuse_all)
+def _other_process() -> NotPrepared:
+    return NotPrepared(f"this plan was prepared in another process: {FORKED}; {FORK_REMEDY}")

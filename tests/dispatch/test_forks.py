@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -114,7 +115,9 @@ def test_scratch_of_the_parent_is_not_freed_in_a_child(used):
     assert rig.driver.allocated
 
     def forget():
-        rig.runner = None
+        rig.plan = rig.runner = None
+        rig.launches.forget()
+        gc.collect()
         return rig.driver.freed == []
 
     assert in_child(forget) == 0

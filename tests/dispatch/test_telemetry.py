@@ -259,7 +259,7 @@ def test_every_launch_is_a_range_named_by_op_and_sku(registry, monkeypatch, how)
     monkeypatch.setitem(sys.modules, "nvtx", module)
     if how == "setting":
         monkeypatch.setenv("SKUDA_NVTX", "1")
-    assert type(dispatcher_with(registry, nvtx=False).select(ToyDescriptor(m=2))._runner) is HostRunner
+    assert type(dispatcher_with(registry, nvtx=False).select(ToyDescriptor(m=2))._prepared.runner) is HostRunner
     dispatcher = dispatcher_with(registry, nvtx=True if how == "argument" else None)
     domain = module.get_domain.return_value
     plan = dispatcher.select(ToyDescriptor(m=2))

@@ -9,12 +9,15 @@ import threading
 from typing import Any
 
 import numpy as np
-from toy import toy_op
+from toy import toy_op, toy_sku
 
 from skuda.dispatch import Backend, BackendStatus, Dispatcher
 from skuda.dispatch.backends.numpy import HostRunner, NumpyBackend
 from skuda.dispatch.cuda.call import packer
 from skuda.dispatch.cuda.runner import CudaRunner
+from skuda.dispatch.launches import Launches
+from skuda.dispatch.plan import Plan
+from skuda.dispatch.preference import NO_PREFERENCE
 from skuda.kernels.launch import Launch
 from skuda.registry import CompileError, Registry
 from skuda.registry.backend import BUILT_IN
@@ -143,9 +146,11 @@ class Rig:
         launch = rule(problem, DEVICE)
         self.engine = FakeEngine(launch, self.driver)
         self.runner = CudaRunner(problem, launch, self.engine, self.driver, (0, CONTEXT))
+        self.launches = Launches()
+        self.plan = Plan.prepared(toy_sku(), problem, DEVICE, NO_PREFERENCE, self.runner, launches=self.launches)
 
     def run(self, stream: object = None, **arrays: Any) -> Any:
-        return self.runner.run(arrays, stream)
+        return self.plan.run(stream=stream, **arrays)
 
     @property
     def last(self) -> tuple[Any, ...]:

@@ -476,11 +476,12 @@ def test_the_kernels_behind_a_plan_are_those_accepted_and_none_if_a_kernel_is_na
     dispatcher, problem = Dispatcher(), static()
     plan = dispatcher.select(problem, device=H200)
     named = dispatcher.select(problem, PlanPreference(sku=plan.sku.id), H200)
-    assert named.__pydantic_private__["_next"]() is None
+    after = dispatcher._planner.plan
+    assert after(problem, named.preference, H200, named.sku) is None
     following, ranking = plan, []
     while following is not None:
         ranking.append(following.sku.id)
-        following = following.__pydantic_private__["_next"]()
+        following = after(problem, plan.preference, H200, following.sku)
     assert ranking == [each.sku for each in dispatcher.explain(problem, device=H200).accepted]
     with pytest.raises(NotPrepared):
         plan.run(act_q=None)

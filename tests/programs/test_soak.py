@@ -16,7 +16,7 @@ lambda *given, right=numpy.HostRunner.run: right(*given) if random.random() < 0.
 PLANTED = {
     "a wrong value": ("values", RUN, "lambda *_: np.float32(3)", "Error"),
     "a wrong value once in a while": ("values", RUN, SELDOM, "Error"),
-    "a hang": ("values", "dispatcher.Dispatcher._plan", "lambda *_: time.sleep(1000)", "Timeout"),
+    "a hang": ("values", "planner.Planner._made", "lambda *_: time.sleep(1000)", "Timeout"),
     "a raw error": ("mistakes", DESCRIBE, "lambda *_, **__: {}['raw']", "Fault: a raw KeyError"),
     "an error that is too long": ("mistakes", DESCRIBE, "refusing", "Fault: a long or unprintable error"),
     "another cubin": (

@@ -163,9 +163,9 @@ def make_lock(dispatcher: Dispatcher, problems: Iterable[Descriptor], devices: M
 
 def _answer(dispatcher: Dispatcher, problem: Descriptor, device: Device) -> Answer:
     registry = dispatcher.registry
-    pick = match.choose(registry, problem, device, NO_PREFERENCE, {})
+    pick = match.choose(registry, problem, device, NO_PREFERENCE, match.NO_OBSTACLES)
     if pick is None:
-        decisions = match.explain(registry, problem, device, NO_PREFERENCE, {}).decisions
+        decisions = match.explain(registry, problem, device, NO_PREFERENCE, match.NO_OBSTACLES).decisions
         return Answer(why=str(decisions[0].reasons[0]) if decisions else "no kernel is registered")
     chosen = pick.sku
     candidates = registry.candidates(problem.key())

@@ -647,11 +647,11 @@ def test_ever_new_sizes_keep_a_bounded_number_of_objects(run, backend):
     report = run(
         """
         import gc
-        from skuda.dispatch import dispatcher
+        from skuda.dispatch import launches, planner
         from skuda.dispatch.cuda.runner import CudaRunner
         from skuda.dispatch.cuda.scratch import Block
 
-        dispatcher._MOST_PLANS = 32
+        planner._MOST_PLANS = launches._MOST_KEYS = 32
 
         def kept(sizes):
             for n in sizes:

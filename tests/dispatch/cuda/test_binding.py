@@ -26,6 +26,8 @@ from skuda.dispatch.cuda.runner import CudaRunner
 from skuda.dispatch.cuda.scratch import Scratch
 from skuda.dispatch.cuda.streams import stream_handle
 from skuda.dispatch.cuda.views import Layout, common_view
+from skuda.kernels.elementwise import FillDescriptor
+from skuda.kernels.elementwise.fill_launch import fill
 from skuda.kernels.launch import MOST_ZEROS, ZEROS, Pointer
 from skuda.registry import DriverError, ElementKind, InvalidProblem
 
@@ -359,6 +361,7 @@ def test_scratch_is_allocated_when_planning_once_per_stream_and_freed(maker):
     assert len(rig.driver.allocated) == 2
     driver = rig.driver
     del rig
+    gc.collect()
     assert sorted(driver.freed) == sorted(driver.allocated)
 
 
@@ -393,6 +396,7 @@ def test_scratch_of_a_captured_run_is_its_own_and_stays():
     assert len(set(used)) == 4
     driver = rig.driver
     del rig
+    gc.collect()
     assert set(driver.allocated) - set(driver.freed) == {address - MOST_ZEROS for address in used[:3]}
 
 
@@ -455,12 +459,20 @@ def test_a_repeated_call_launches_its_steps_and_makes_its_outputs(maker, monkeyp
 
 
 def test_only_a_call_with_an_array_on_the_device_says_where_it_runs(rig, maker):
-    assert rig.runner.run_again(arrays(), None) is None
-    rig.run(**arrays())
+    rig.plan.first_run("a key", arrays(), None)
+    (launch,) = rig.launches.of["a key"]
     call = arrays()
-    assert rig.runner.run_again(call, None) is call["y"]
-    assert rig.runner.run_again(arrays(x=FakeArray((4, 8), address=X, strides=(10, 1))), None) is None
+    assert launch(call, None) is call["y"]
+    assert launch(arrays(x=FakeArray((4, 8), address=X, strides=(10, 1))), None) is None
     assert len(rig.engine.launches) == 2
+
+
+def test_a_call_without_an_array_on_the_device_does_not_say_where_it_runs(maker):
+    rig = Rig(FillDescriptor(numel=4, output_element="f32"), fill)
+    rig.plan.first_run("a key", {"value": 1.0}, None)
+    assert "a key" not in rig.launches.of
+    rig.plan.first_run("a key", {"value": 1.0, "output": FakeArray((4,), address=Y)}, None)
+    assert "a key" in rig.launches.of
 
 
 def test_threads_share_a_runner(rig):

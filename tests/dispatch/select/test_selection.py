@@ -245,10 +245,10 @@ class TestPlans:
         assert dispatcher.select(ToyDescriptor()).device == cards[0]
 
     def test_the_cache_is_bounded(self, dispatcher, monkeypatch):
-        monkeypatch.setattr("skuda.dispatch.dispatcher._MOST_PLANS", 8)
+        monkeypatch.setattr("skuda.dispatch.planner._MOST_PLANS", 8)
         for m in range(50):
             dispatcher.select(ToyDescriptor(m=m))
-        assert len(dispatcher._plans) == 8
+        assert len(dispatcher._planner._plans) == 8
         assert dispatcher.select(ToyDescriptor(m=0)).problem.m == 0
 
 
@@ -375,7 +375,7 @@ class TestThreads:
                 first.result(60)
             assert second.result(60).problem == ToyDescriptor()
         assert len(fake.prepared) == 1
-        assert len(dispatcher._answering) == 0
+        assert len(dispatcher._planner._making) == 0
 
 
 def test_no_text_becomes_markup_in_a_notebook(dispatcher):

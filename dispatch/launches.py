@@ -1,0 +1,74 @@
+"""`Launches`: the one cache that leads from a call to its launch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+from skuda.dispatch.system.forks import in_child
+
+Launch = Callable[..., Any]
+"""Runs a prepared kernel on the arrays of a call like the one for which it was made, and returns the op's result, which
+is never None. For any other call it does nothing and returns None."""
+
+
+class FirstRun(NamedTuple):
+    """The result of a first run, and what serves calls like it.
+
+    Attributes
+    ----------
+    result : object
+        The op's result.
+    launch : Launch
+        Serves calls like this one.
+    placed : bool
+        Whether an array of the call is on the device, so that a call like it runs there.
+    """
+
+    result: Any
+    launch: Launch
+    placed: bool
+
+
+_MOST_KEYS = 8192
+_MOST_FORMS = 4
+"""Launches under one key: calls that differ in what the key does not tell, such as strides."""
+
+_all: weakref.WeakSet[Launches] = weakref.WeakSet()
+
+
+class Launches:
+    """The launches of the latest calls, by key. Whoever runs a kernel asks here first.
+
+    A key is what its user finds out fastest about a call. `Dispatcher.run` asks by problem and preference, `Plan.run`
+    by its plan, and an op of torch by shapes, dtypes and fields. The launch checks the rest.
+
+    Attributes
+    ----------
+    of : dict
+        The launches by key, newest first. Read it with ``of.get(key, ())``. It is always the same dictionary.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[Hashable, tuple[Launch, ...]] = {}
+        _all.add(self)
+
+    def keep(self, key: Hashable, launch: Launch) -> None:
+        """Keep a launch under a key."""
+        if len(self.of) >= _MOST_KEYS:
+            self.of.clear()
+        self.of[key] = (launch, *self.of.get(key, ()))[:_MOST_FORMS]
+
+    def forget(self) -> None:
+        """Forget everything: kernels were set aside."""
+        self.of.clear()
+
+
+def _forget_all() -> None:
+    for launches in tuple(_all):
+        launches.forget()
+
+
+# The driver works only in the process that loaded it.
+in_child(_forget_all)

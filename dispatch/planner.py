@@ -1,0 +1,159 @@
+"""`Planner`: selects kernels, prepares them, and caches the plans."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from skuda.dispatch.launches import Launches
+from skuda.dispatch.machine import Machine
+from skuda.dispatch.plan import Plan
+from skuda.dispatch.plugins.asking import Misbehaved
+from skuda.dispatch.preference import PlanPreference
+from skuda.dispatch.select import match
+from skuda.dispatch.select.pick import Pick
+from skuda.dispatch.system.locks import Locks, lock
+from skuda.dispatch.telemetry import Observer, Ranges, Selection, Watch
+from skuda.registry.descriptor import Descriptor
+from skuda.registry.device import Device
+from skuda.registry.sku import KernelSku
+
+if TYPE_CHECKING:
+    from skuda.dispatch.select.explanation import Explanation
+    from skuda.dispatch.select.measured import Tuned
+
+_MOST_PLANS = 4096
+
+
+class Planner:
+    """Makes plans for a machine, each of them once.
+
+    Parameters
+    ----------
+    machine : Machine
+        What works here.
+    launches : Launches
+        The cache of launches, which the plans use.
+    tuned : Tuned or None
+        Measured times that may change the choice.
+    observers : iterable of callable
+        Called with a `Selection` after every selection.
+    ranges : Ranges or None
+        NVTX ranges for all launches.
+    explain : callable
+        Explains a selection by problem, preference and device.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        launches: Launches,
+        tuned: Tuned | None,
+        observers: Iterable[Observer],
+        ranges: Ranges | None,
+        explain: Callable[[Descriptor, PlanPreference, Device], Explanation],
+    ) -> None:
+        self._machine, self._launches, self._tuned = machine, launches, tuned
+        self._observers, self._ranges, self._explain = tuple(observers), ranges, explain
+        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()  # finding the first key of a dict takes long
+        self._lock = lock()
+        self._making = Locks()
+
+    def known(self, problem: Descriptor, preference: PlanPreference | None, device: Device) -> Plan | None:
+        """Return a plan that was made before, or None."""
+        # Keyed by place, not by "the current device", which can change between calls.
+        return self._plans.get((problem, preference, device.place if device.ordinal is not None else device))
+
+    def plan(
+        self, problem: Descriptor, preference: PlanPreference, device: Device, behind: KernelSku | None = None
+    ) -> Plan | None:
+        """Return a plan with the best kernel, or the best one ranked after `behind`. Return None if there is none."""
+        where = device.place if device.ordinal is not None else device
+        key = (problem, preference, where) if behind is None else (problem, preference, where, behind.id)
+        return self._plans.get(key) or self._selected(key, problem, preference, device, behind)
+
+    def plan_again(self, plan: Plan, pick: Pick) -> Plan:
+        """Return a plan for the same question with this kernel.
+
+        Raises
+        ------
+        Misbehaved
+            If the backend of a plug-in fails.
+        """
+        preference = plan.preference.model_copy(update={"sku": pick.sku.id})
+        make = partial(self._prepared, plan.problem, preference, plan.device, pick)
+        found = self._made((plan.problem, preference, plan.device, pick.choice), make)
+        assert found is not None
+        return found
+
+    def forget(self, ids: set[str]) -> None:
+        """Forget the plans of these kernels."""
+        for key, plan in list(self._plans.items()):
+            if plan.sku.id in ids:
+                self._plans.pop(key, None)
+
+    def _selected(
+        self, key: Hashable, problem: Descriptor, preference: PlanPreference, device: Device, behind: KernelSku | None
+    ) -> Plan | None:
+        while True:
+            asked = (self._machine.registry, problem, device, preference, self._machine.obstacles)
+            choose = partial(match.choose, *asked, behind=behind, tuned=self._tuned)
+            watch = Watch(choose, partial(self._prepared, problem, preference, device))
+            try:
+                return self._made(key, watch)
+            except Misbehaved as error:
+                # Its kernels are refused from now on, so the next kernel of the ranking is chosen.
+                self._machine.set_aside(error)
+            finally:
+                # Only after the lock is released, because an observer may ask for the same plan.
+                if watch.times is not None and self._observers:
+                    explain = partial(self._explain, problem, preference, device)
+                    passed = None if behind is None else behind.id
+                    details = (watch.pick, *watch.times, watch.error, passed, explain)
+                    selection = Selection(problem, device, preference, *details)
+                    for observer in self._observers:
+                        observer(selection)
+
+    def _made(self, key: Hashable, make: Callable[[], Plan | None]) -> Plan | None:
+        """Make a plan once, even if several threads ask for it. Threads that ask for other plans do not wait."""
+        # Only `with` holds the lock, so no interrupt leaves it locked; see `skuda.dispatch.system.locks`.
+        with self._making.of(key):
+            try:
+                # Another thread may have made it. If that thread failed, try again: the obstacle may be gone.
+                plan = self._plans.get(key)
+                if plan is None:
+                    plan = make()
+                    plan = plan if plan is None else self._kept(key, plan)
+                return plan
+            finally:
+                self._making.drop(key)
+
+    def _kept(self, key: Hashable, plan: Plan) -> Plan:
+        with self._lock:
+            while len(self._plans) >= _MOST_PLANS:
+                self._plans.popitem(last=False)
+            return self._plans.setdefault(key, plan)
+
+    def _prepared(self, problem: Descriptor, preference: PlanPreference, device: Device, pick: Pick) -> Plan:
+        sku, machine, part = pick.sku, self._machine, preference.part_of(device)
+        choice = machine.choice_within(sku, problem, part, pick.choice, preference.max_workspace_bytes)
+        runner = machine.prepared(sku, problem, part, choice) if device.ordinal is not None else None
+        if runner is not None and self._ranges is not None:
+            runner = self._ranges.round(runner, sku)
+        following, plugin = partial(self.plan, problem, preference, device, sku), machine.plugin_of(sku)
+        failed = None if plugin is None else partial(machine.launch_failed, sku, plugin)
+        measured = pick.reason if choice == pick.choice else ""
+        return Plan.prepared(
+            sku,
+            problem,
+            device,
+            preference,
+            runner,
+            following,
+            failed,
+            launches=self._launches,
+            choice=choice,
+            measured=measured,
+        )
