@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from skuda.dispatch.backends.base import Backend, BackendStatus
-from skuda.dispatch.launches import Launches
+from skuda.dispatch.launches import Launches, Positions
 from skuda.dispatch.machine import Machine
 from skuda.dispatch.plan import Plan
 from skuda.dispatch.planner import Planner
@@ -233,7 +233,14 @@ class Dispatcher:
         plan = self.select(problem, preference, self._device_of(op, arrays))
         return plan.first_run(asked, arrays, stream)
 
-    def _device_of(self, op: str, arrays: dict[str, Any]) -> Device:
+    def first_run(
+        self, key: Hashable, problem: Descriptor, arrays: Mapping[str, Any], positions: Positions | None
+    ) -> Any:
+        """Run a call of an op of torch that no known launch serves; see `Plan.first_run`."""
+        plan = self.select(problem, device=self._device_of(problem.op_name(), arrays))
+        return plan.first_run(key, arrays, None, positions)
+
+    def _device_of(self, op: str, arrays: Mapping[str, Any]) -> Device:
         place = common_place(op, arrays)
         absent = Device(name=f"CUDA device {place[1]}", processor="cuda", ordinal=place[1])
         return self._machine.device_at(place) or absent

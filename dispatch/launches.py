@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 from skuda.dispatch.system.forks import in_child
@@ -13,6 +13,36 @@ Launch = Callable[..., Any]
 is never None. For any other call it does nothing and returns None."""
 
 
+class Positions(NamedTuple):
+    """How an op of torch calls a kernel: arrays by position, with shapes of its own, and all outputs new.
+
+    Attributes
+    ----------
+    names : tuple of (str or None)
+        The argument at each position. None for one that was left out.
+    arrays : mapping of str to object
+        The arrays of the call. The kernel gets views of them with other shapes, of the same memory.
+    shapes : mapping of str to tuple of int
+        The shape that each output gets, in stored elements.
+    results : tuple of str
+        The outputs in the order of the result.
+    several : type or None
+        The type of the result, tuple or list. None for a single output.
+    unless : str
+        An expression. Where it is true, a launch does nothing.
+    known : mapping of str to object
+        The names that `unless` uses.
+    """
+
+    names: tuple[str | None, ...]
+    arrays: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    results: tuple[str, ...]
+    several: type[tuple[Any, ...] | list[Any]] | None
+    unless: str
+    known: Mapping[str, Any]
+
+
 class FirstRun(NamedTuple):
     """The result of a first run, and what serves calls like it.
 
@@ -20,14 +50,14 @@ class FirstRun(NamedTuple):
     ----------
     result : object
         The op's result.
-    launch : Launch
-        Serves calls like this one.
+    launch : Launch or None
+        Serves calls like this one. None if nothing recognizes them.
     placed : bool
         Whether an array of the call is on the device, so that a call like it runs there.
     """
 
     result: Any
-    launch: Launch
+    launch: Launch | None
     placed: bool
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, PrivateAttr, SerializeAsAny
 
 from skuda.dispatch.backends.base import Runner
-from skuda.dispatch.launches import FirstRun, Launches
+from skuda.dispatch.launches import FirstRun, Launches, Positions
 from skuda.dispatch.preference import PlanPreference
 from skuda.registry.descriptor import Argument, Descriptor
 from skuda.registry.device import Device
@@ -228,25 +228,28 @@ class Plan(Value):
                     return result
         return self.first_run(None, arrays, stream)
 
-    def first_run(self, key: Hashable, arrays: Mapping[str, object], stream: object) -> Any:
+    def first_run(
+        self, key: Hashable, arrays: Mapping[str, object], stream: object, positions: Positions | None = None
+    ) -> Any:
         """Run a call that no known launch serves. Keep a launch for calls like it.
 
         It is kept for this plan and, if an array of the call is on the plan's device, under `key`, unless that is None.
-        Parameters, result and errors are those of `run`.
+        With `positions` it is kept under `key` only. Parameters, result and errors are those of `run`.
         """
         prepared = self._ready()
         first = getattr(prepared.runner, "first_run", None)
         try:
             if first is None:
                 return prepared.runner.run(arrays, stream)
-            found: FirstRun = first(arrays, stream, self._name_kernel)
+            found: FirstRun = first(arrays, stream, self._name_kernel, positions)
         except Unaligned as error:
-            return self._following(error).first_run(key, arrays, stream)
+            return self._following(error).first_run(key, arrays, stream, positions)
         except BaseException as error:
             self._name_kernel(error)
             raise
-        prepared.launches.keep(prepared, found.launch)
-        if found.placed and key is not None:
+        if found.launch is not None and positions is None:
+            prepared.launches.keep(prepared, found.launch)
+        if found.launch is not None and found.placed and key is not None:
             prepared.launches.keep(key, found.launch)
         return found.result
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from skuda.dispatch.backends.base import BackendStatus
 from skuda.dispatch.backends.cuda import CudaBackend
 from skuda.dispatch.compile.compilers import Nvrtc, find_nvrtc, nvrtc_trouble
-from skuda.dispatch.cuda.call import Packed
 from skuda.dispatch.cuda.modules import (
     BindingsEngine,
     BindingsModule,
@@ -13,6 +12,7 @@ from skuda.dispatch.cuda.modules import (
     bindings_version,
     load_module,
 )
+from skuda.dispatch.cuda.packing import Packed
 from skuda.registry.backend import BUILT_IN
 
 _REMEDY = "pip install 'skuda[cuda13]'"

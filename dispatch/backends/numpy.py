@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 
 from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
 from skuda.dispatch.host.binding import Binding
 from skuda.dispatch.host.floating import require_exact_mode
+from skuda.dispatch.host.launcher import host_launch, host_launch_at_positions
+from skuda.dispatch.launches import FirstRun, Positions
 from skuda.registry.backend import BUILT_IN
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.device import HOST, Device
@@ -46,6 +49,24 @@ class HostRunner:
         binding = Binding(self._problem, self._arguments, arrays)
         self._kernel(self._problem, **binding.values)
         return binding.result()
+
+    def first_run(
+        self,
+        arrays: Mapping[str, object],
+        stream: object,
+        failed: Callable[[BaseException], None],
+        positions: Positions | None,
+    ) -> FirstRun:
+        """Run, and return a launch for calls like this one, which passes its errors to `failed` before it raises them.
+
+        Raises
+        ------
+        InvalidProblem, FloatModeError, OutOfMemory
+            As `run`.
+        """
+        result = self.run(arrays, stream)
+        made = host_launch if positions is None else partial(host_launch_at_positions, positions)
+        return FirstRun(result, made(self._problem, self._kernel, arrays, failed), placed=True)
 
     def bind(self, arrays: Mapping[str, object], stream: object) -> Callable[[], object]:
         """Check the arguments once. Return a callable that only calls the kernel.

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from skuda.dispatch.cuda.call import Packed, Packer
 from skuda.dispatch.cuda.driver import driver, failure
-from skuda.dispatch.cuda.recognizer import Send
+from skuda.dispatch.cuda.launcher import Send
+from skuda.dispatch.cuda.packing import Packed, Packer
 from skuda.dispatch.cuda.runner import Bound, must_opt_in
 from skuda.dispatch.system.packages import installed
 from skuda.kernels.launch import Step

@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from skuda.dispatch.cuda.binding import Binder
-from skuda.dispatch.cuda.call import Call
+from skuda.dispatch.cuda.call import Binder, Call
 from skuda.dispatch.cuda.driver import FORK_REMEDY, FORKED, Driver, inherited
 from skuda.dispatch.cuda.facts import Framework
-from skuda.dispatch.cuda.recognizer import Parameters, RecognizedLaunch, Send
+from skuda.dispatch.cuda.launcher import Parameters, Send, Way, launch_of
 from skuda.dispatch.cuda.scratch import Scratch
 from skuda.dispatch.cuda.streams import stream_handle
-from skuda.dispatch.launches import FirstRun
+from skuda.dispatch.launches import FirstRun, Positions
 from skuda.kernels.launch import Launch, Step
 from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Descriptor
@@ -156,7 +155,11 @@ class CudaRunner:
         return self._run(arrays, stream)[0]
 
     def first_run(
-        self, arrays: Mapping[str, object], stream: object, failed: Callable[[BaseException], None]
+        self,
+        arrays: Mapping[str, object],
+        stream: object,
+        failed: Callable[[BaseException], None],
+        positions: Positions | None,
     ) -> FirstRun:
         """Run, and return a launch for calls like this one, which passes its errors to `failed` before it raises them.
 
@@ -166,13 +169,23 @@ class CudaRunner:
             As `run`.
         """
         result, call, sender = self._run(arrays, stream)
-        return FirstRun(result, call.form.launcher(self._way(call, sender, failed)), call.placed)
+        way = Way(
+            sender=sender,
+            handle_of=partial(stream_handle, self._op, ordinal=self._ordinal),
+            place=None if self._scratch is None else self._scratch.place,
+            scratch=len(self._launch.scratch),
+            outputs=self._binder.outputs,
+            result=self._problem.builder,
+            failed=failed,
+        )
+        like = call if positions is None else self._binder.at_positions(call, positions)
+        return FirstRun(result, None if like is None else launch_of(like, way, positions), call.placed)
 
     def _run(self, arrays: Mapping[str, object], stream: object) -> tuple[object, Call, _Sender]:
         call = self._bound(arrays)
         sender = self._sender_for(call.framework)
         # Checked arrays need not be recognized, and some kinds never are.
-        values = call.checked_values(arrays)
+        values = call.values(arrays)
         handle = call.stream() if stream is None else stream_handle(self._op, stream, self._ordinal)
         made = self._make(call, values, stream, handle)
         self._send(sender, call, values, handle, stream)
@@ -195,7 +208,7 @@ class CudaRunner:
         if call.framework.waits:
             raise InvalidProblem(self._op, "arrays", f"{call.framework.name} arrays", "be run: they must never change")
         fixed = None if stream is None else stream_handle(self._op, stream, self._ordinal)
-        values = call.checked_values(arrays)
+        values = call.values(arrays)
         made = self._make(call, values, stream, call.stream() if fixed is None else fixed)
         result = self._results(call, arrays, made)
         sender = self._sender
@@ -227,24 +240,6 @@ class CudaRunner:
         if not framework.waits:
             return self._sender
         return _Sender(self._op, self._engine, self._driver, self._context, waits=True)
-
-    def _way(self, call: Call, sender: _Sender, failed: Callable[[BaseException], None]) -> RecognizedLaunch:
-        framework = call.framework
-        return RecognizedLaunch(
-            sender=sender,
-            indices=call.indices,
-            constants=call.constants,
-            made=call.made,
-            current=call.stream,
-            handle_of=partial(stream_handle, self._op, ordinal=self._ordinal),
-            switches=framework.borrows,
-            place=None if self._scratch is None else self._scratch.place,
-            scratch=len(self._launch.scratch),
-            outputs=self._binder.outputs,
-            result=self._problem.builder,
-            failed=failed,
-            deliver=None if type(framework).deliver is Framework.deliver else framework.deliver,
-        )
 
     def _send(self, sender: _Sender, call: Call, values: list[Any], handle: int, stream: object) -> None:
         if self._scratch is None:

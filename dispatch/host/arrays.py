@@ -140,12 +140,22 @@ def host_view(op: str, name: str, value: Any) -> npt.NDArray[Any]:
         if _is_torch(array):
             if array.requires_grad:
                 raise InvalidProblem(op, name, "a tensor that requires grad", "be detached: pass x.detach()")
-            if array.dtype == sys.modules["torch"].bfloat16:
-                return np.asarray(array.view(sys.modules["torch"].int16).numpy()).view(ml_dtypes.bfloat16)
-            return np.asarray(array.numpy())
+            return tensor_view(array)
         return np.from_dlpack(array)
     except (AttributeError, BufferError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidProblem(op, name, f"a {type(value).__name__}", f"be readable without a copy ({error})") from error
+
+
+def tensor_view(tensor: Any) -> npt.NDArray[Any]:
+    """Return a plain torch tensor on the CPU as an array that shares its memory."""
+    torch = sys.modules["torch"]
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype is torch.bfloat16:
+        found: npt.NDArray[Any] = tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    else:
+        found = tensor.numpy()
+    return found
 
 
 def same_framework(values: Mapping[str, object]) -> Callable[[npt.NDArray[Any]], object]:

@@ -81,13 +81,10 @@ class Binding:
         raise InvalidProblem(self._op, name, had, must)
 
     def _absent(self, argument: Argument, shape: tuple[int, ...]) -> None:
-        name, element = argument.name, argument.elements[0]
+        name = argument.name
         if argument.role is Role.OUTPUT:
-            stored, dtype = storage_shape(shape, element), storage_dtype(element)
-            try:
-                self.values[name] = np.empty(stored, dtype)
-            except (MemoryError, ValueError):  # a ValueError if no address could reach all of it
-                raise OutOfMemory(self._op, name, math.prod(stored) * dtype.itemsize) from None
+            element = argument.elements[0]
+            self.values[name] = new_array(self._op, name, storage_shape(shape, element), storage_dtype(element))
         elif argument.required:
             self._refuse(name, "nothing", f"be given: {rules.wanted(argument, shape)}")
         else:
@@ -107,6 +104,14 @@ class Binding:
             if rules.repeats(_place(array)):
                 self._refuse(name, f"strides {array.strides}", "have one place in memory for every element")
         return array
+
+
+def new_array(op: str, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return a new array, or raise `OutOfMemory`."""
+    try:
+        return np.empty(shape, dtype)
+    except (MemoryError, ValueError):  # a ValueError if no address could reach all of it
+        raise OutOfMemory(op, name, math.prod(shape) * dtype.itemsize) from None
 
 
 def _place(array: Array) -> rules.StridedMemory:

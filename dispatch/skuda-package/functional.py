@@ -11,11 +11,15 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from skuda.dispatch.dispatcher import Dispatcher
+    from skuda.dispatch.launches import Launch
     from skuda.dispatch.select.fields import Fields
     from skuda.registry.op import Op
+
+LAUNCHES: dict[Hashable, tuple[Launch, ...]] = {}
+"""The launches of the default dispatcher, by key; see `skuda.dispatch.launches`."""
 
 _lock = lock()
 _default: list[Dispatcher] = []
@@ -29,7 +33,9 @@ def default_dispatcher() -> Dispatcher:
             if not _default:
                 from skuda.dispatch.dispatcher import Dispatcher
 
-                _default.append(Dispatcher())
+                made = Dispatcher()
+                made._launches.of = LAUNCHES  # noqa: SLF001
+                _default.append(made)
     return _default[0]
 
 

@@ -22,8 +22,12 @@ from torch import Tensor, nn
 
 from skuda.dispatch.shard.group import Group
 from skuda.torch.autograd import Q_MAX
-from skuda.torch.int8_linear import autocast
 from skuda.torch.joined import Quantized, projected
+from skuda.torch.ops import OPS
+from skuda.torch.tensor_op import launched, run_module
+
+_VECTORS = {"rms_norm_quantize": ("weight",), "layer_norm_quantize": ("weight", "bias")}
+"""The vectors of a norm's op, in the order of its schema, after the input and the residual."""
 
 _CODES = {"q_min": -Q_MAX, "q_max": Q_MAX, "output_element": "s8"}
 
@@ -126,14 +130,16 @@ class FusedGatedMLP(Fused):
         """Return the layer's output. It has the shape of the input."""
         form = self.fused_form
         joined = getattr(self, form.joined)
-        if not isinstance(x, Quantized):
-            x = autocast(x)
-            if torch.is_grad_enabled() and x.requires_grad:
-                found: Tensor = super().forward(joined(x) if form.split else x)
-                return found
+        if not isinstance(x, Quantized) and torch.is_grad_enabled() and x.requires_grad:
+            original: Tensor = super().forward(joined(x) if form.split else x)
+            return original
         gate_up, down = projected(joined, x), getattr(self, form.down)
         if form.group is None:
-            codes, scale = getattr(torch.ops.skuda, form.op).default(gate_up=gate_up, **form.fields, **_CODES)
+            key = form.op, *form.fields.values(), gate_up.shape
+            found = launched(key, None, None, gate_up)
+            if found is None:
+                found = run_module(OPS[form.op], key, (None, None, gate_up), {**form.fields, **_CODES})
+            codes, scale = found
         else:
             op = getattr(torch.ops.skuda, form.op.replace("_quantize", "_amax"))
             rows, amax = op.default(gate_up=gate_up, **form.fields)
@@ -201,11 +207,14 @@ class FusedDecoderLayer(Fused):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output. It has the shape of the input."""
         form = self.fused_form
-        if not self._serves(hidden_states) or any(name in kwargs for name in form.renamed):
-            return super().forward(hidden_states, *args, **kwargs)
+        renamed = any(name in kwargs for name in form.renamed)
+        first = None if renamed else self._launched(form.norms[0], hidden_states)
+        if first is None:
+            if renamed or not self._serves(hidden_states):
+                return super().forward(hidden_states, *args, **kwargs)
+            first = self._norm(form.norms[0], hidden_states)
         given = {**form.defaults, **dict(zip(form.defaults, args, strict=False)), **kwargs}
-        rows, _ = self._norm(form.norms[0], hidden_states)
-        attended = getattr(self, form.attention)(hidden_states=rows, **given)[0]
+        attended = getattr(self, form.attention)(hidden_states=first[0], **given)[0]
         rows, total = self._norm(form.norms[1], attended, hidden_states)
         return total + getattr(self, form.mlp)(rows)
 
@@ -229,9 +238,28 @@ class FusedDecoderLayer(Fused):
             return False
         return not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (x, *vectors))
 
+    def _launched(self, form: NormForm, x: Tensor, residual: Tensor | None = None) -> tuple[Quantized, Tensor] | None:
+        """Run a known launch of a norm, or do nothing and return None. The result is that of `_norm`."""
+        key, tensors, _ = self._call(form, x, residual)
+        found = launched(key, *tensors)
+        return None if found is None else _normed(x, found)
+
     def _norm(self, form: NormForm, x: Tensor, residual: Tensor | None = None) -> tuple[Quantized, Tensor]:
         """Return the codes of a norm, and the sum of input and residual, which the norm normalizes."""
-        eps = float(getattr(getattr(self, form.name), form.eps))
-        op = getattr(torch.ops.skuda, form.op).default
-        codes, scale, *total = op(x, residual=residual, eps=eps, **form.held(self), **_CODES)
-        return Quantized(codes, scale, x.dtype), total[0] if total else x
+        key, tensors, eps = self._call(form, x, residual)
+        found = launched(key, *tensors)
+        if found is None:
+            found = run_module(OPS[form.op], key, tensors, {"eps": eps, **_CODES})
+        return _normed(x, found)
+
+    def _call(self, form: NormForm, x: Tensor, residual: Tensor | None) -> tuple[Any, tuple[Tensor | None, ...], float]:
+        """Return the key, the tensors and epsilon of a call of a norm's op."""
+        norm: Any = self._modules[form.name]
+        eps, held = float(getattr(norm, form.eps)), norm._parameters  # noqa: SLF001  reading an attribute is slow in torch
+        vectors = [held[name] if name in held else getattr(norm, name, None) for name in _VECTORS[form.op]]
+        return (form.op, eps, x.shape), (x, residual, *vectors), eps
+
+
+def _normed(x: Tensor, found: list[Tensor]) -> tuple[Quantized, Tensor]:
+    codes, scale, *total = found
+    return Quantized(codes, scale, x.dtype), total[0] if total else x

@@ -9,8 +9,8 @@ Under autocast they are cast like the inputs of `torch.nn.functional.linear`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +23,16 @@ from skuda.registry.text import shown
 from skuda.torch.autograd import Q_MAX, frozen_linear
 from skuda.torch.dtypes import element_of
 from skuda.torch.ops import OPS
-from skuda.torch.tensor_op import is_alone
-
-_QUANTIZED_LINEAR = torch.ops.skuda.quantized_linear.default
-_SCALED_LINEAR = torch.ops.skuda.scaled_linear.default
-
-_MOST_KEPT = 4096
+from skuda.torch.tensor_op import launched, run_module
 
 Call = tuple[str, dict[str, Any]]
 """Name and arguments of a call of an op."""
 
-Arguments = tuple[tuple[Tensor | None, ...], dict[str, Any]]
-"""Tensors of a call in the order of the op's schema, since torch is slow with keywords, and fields by keyword."""
+Tensors = tuple[Tensor, *tuple[Tensor | None, ...]]
+"""Tensors of a call in the order of the op's schema, the input first."""
+
+Arguments = tuple[Tensors, dict[str, Any]]
+"""Tensors and fields of a call."""
 
 
 class Int8Linear(nn.Module):
@@ -69,6 +67,7 @@ class Int8Linear(nn.Module):
         if weight.dtype is not torch.int8 or weight.dim() != 2:
             self._refuse("weight", weight, "be int8 of shape [N, K]")
         self.out_features, self.in_features = weight.shape
+        self.family = (self.op, *weight.shape)
         self.register_buffer("weight", weight.detach())
         self._hold("weight_scale", weight_scale, self.out_features, (self.out_features, 1))
         self._hold("bias", bias, self.out_features, (self.out_features,))
@@ -138,17 +137,19 @@ class Int8Linear(nn.Module):
     def _arguments(self, input: Tensor) -> Arguments:
         """Return the arguments of the op for an input."""
 
-    def _product_of(self, tensors: tuple[Tensor | None, ...], fields: dict[str, Any], seen: Tensor) -> Tensor:
-        """Call the op. `seen` is the tensor that the caller passed."""
-        overload = _QUANTIZED_LINEAR if self.op == "quantized_linear" else _SCALED_LINEAR
-        found: Tensor = OPS[self.op].run(*tensors, **fields) if is_alone(seen) else overload(*tensors, **fields)
+    def _product_of(self, tensors: Tensors, fields: Mapping[str, Any]) -> Tensor:
+        """Call the op."""
+        key = (self.family, *fields.values()), tensors[0].shape
+        found: Tensor | None = launched(key, *tensors)
+        found = run_module(OPS[self.op], key, tensors, fields) if found is None else found
+        assert found is not None
         return found
 
     def call(self, input: Tensor) -> Call:
         """Return the call of the op for an input. Only the shape, dtype and device of the input are read."""
         tensors, fields = self._arguments(input)
-        names = (argument.name for argument in OPS[self.op].inputs)
-        return self.op, dict(zip(names, tensors, strict=False)) | fields
+        op = OPS[self.op]
+        return self.op, dict(zip(op.names, op.flat_vectors(tensors), strict=False)) | fields
 
     def explain(self, input: Tensor | int = 1) -> Explanation:
         """Explain the choice of the kernel for an input.
@@ -180,44 +181,6 @@ class Int8Linear(nn.Module):
         return f"{sizes}, kernel={kernel or 'none here'}"
 
 
-class _Kept(NamedTuple):
-    """Cached facts about the calls of a `DynamicLinear`.
-
-    Attributes
-    ----------
-    weight, scale, bias
-        The buffers that the cache belongs to.
-    arrays : dict
-        The op's arguments other than the input.
-    problems : dict
-        Problems by shape and dtype of the input.
-    """
-
-    weight: Tensor
-    scale: Tensor
-    bias: Tensor | None
-    arrays: dict[str, Tensor]
-    problems: dict[tuple[torch.Size, torch.dtype], Any]
-
-    @classmethod
-    def make(cls, held: Mapping[str, Tensor | None]) -> _Kept | None:
-        """Return a cache for some buffers, or None if a parametrization has made one a property."""
-        weight, scale, bias = held.get("weight"), held.get("weight_scale"), held.get("bias")
-        if weight is None or scale is None or "bias" not in held:
-            return None
-        arrays = {"weight_q": weight, "weight_scale": scale.view(-1)}
-        return cls(weight, scale, bias, arrays if bias is None else arrays | {"bias": bias}, {})
-
-    def of(self, held: Mapping[str, Tensor | None]) -> bool:
-        """Whether the cache belongs to these buffers, whose memory may have been exchanged."""
-        return (
-            self.scale.data_ptr() == self.arrays["weight_scale"].data_ptr()
-            and held.get("weight") is self.weight
-            and held.get("weight_scale") is self.scale
-            and held.get("bias") is self.bias
-        )
-
-
 class DynamicLinear(Int8Linear):
     """W8A8 with symmetric codes -127..127 and a scale per row of the input, which is computed at run time.
 
@@ -226,7 +189,6 @@ class DynamicLinear(Int8Linear):
     """
 
     op = "quantized_linear"
-    _kept: _Kept | None = None
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Self:
@@ -241,40 +203,23 @@ class DynamicLinear(Int8Linear):
 
     def _arguments(self, input: Tensor) -> Arguments:
         held = self._held
-        return (input, held("weight"), held("weight_scale").view(-1), None, held("bias")), {}
+        return (input, held("weight"), held("weight_scale"), None, held("bias")), {}
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
-        if not torch.is_grad_enabled() and is_alone(input) and not input.requires_grad:
-            return self._served(input)
-        input = self._taken(input)
+        held = self._buffers.get
+        key = self.family, input.shape
+        found: Tensor | None = launched(key, input, held("weight"), held("weight_scale"), None, held("bias"))
+        return self._first(key, input) if found is None else found
+
+    def _first(self, key: Hashable, input: Tensor) -> Tensor:
+        given, input = input, self._taken(input)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *self._buffers.values()) if t is not None):
             return frozen_linear(input, self.weight, self.weight_scale.view(-1), self.bias)
-        return self._product_of(*self._arguments(input), seen=input)
-
-    def _served(self, input: Tensor) -> Tensor:
-        """Return the output without torch's dispatcher. The problem of a shape is cached."""
-        kept = self._kept
-        if kept is None or not kept.of(self._buffers):
-            kept = self._kept = _Kept.make(self._buffers)
-        if kept is None or not input.is_contiguous():
-            return self._product_of(*self._arguments(self._taken(input)), seen=input)
-        _, _, _, arrays, problems = kept
-        shape = input.shape
-        key = shape, input.dtype
-        problem: Any = problems.get(key)
-        if problem is None:
-            problem = OPS[self.op].problem(activation=self._taken(input), **arrays)
-            if len(problems) >= _MOST_KEPT:
-                problems.clear()
-            problems[key] = problem
-        matrix = input if len(shape) == 2 else input.view(problem.m, problem.k)
-        found: Tensor = default_dispatcher().run(problem, activation=matrix, **arrays)
-        return found if matrix is input else found.view(*shape[:-1], self.out_features)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the cache out of copies and pickles, which have other buffers."""
-        return {**self.__dict__, "_kept": None}
+        # A cast input has a key of its own: the launch compares the tensors that the next call gives.
+        key = key if input is given else (key, input.dtype)
+        found: Tensor = run_module(OPS[self.op], key, *self._arguments(input))
+        return found
 
 
 class StaticLinear(Int8Linear):
@@ -330,14 +275,14 @@ class StaticLinear(Int8Linear):
         if smooth is not None:
             input = torch.ops.skuda.smooth(input, smooth)
         shifted = zero_point is not None
-        found: Tensor = torch.ops.skuda.quantize_per_tensor.default(
-            input,
-            held("input_scale").to(torch.promote_types(input.dtype, torch.float32)),
-            zero_point if shifted else held("zero"),
-            q_min=-Q_MAX - shifted,
-            q_max=Q_MAX,
-            output_element="s8",
-        )
+        scale = held("input_scale").to(torch.float64 if input.dtype is torch.float64 else torch.float32)
+        tensors = input, scale, zero_point if shifted else held("zero")
+        key = "quantize_per_tensor", shifted, input.shape
+        found: Tensor | None = launched(key, *tensors)
+        if found is None:
+            fields = {"q_min": -Q_MAX - shifted, "q_max": Q_MAX, "output_element": "s8"}
+            found = run_module(OPS["quantize_per_tensor"], key, tensors, fields)
+        assert found is not None
         return found
 
     def _arguments(self, input: Tensor) -> Arguments:
@@ -346,7 +291,7 @@ class StaticLinear(Int8Linear):
     def _product(self, codes: Tensor, dtype: torch.dtype) -> Arguments:
         held = self._held
         scale, zero_point = held("input_scale"), held("input_zero_point")
-        tensors = codes, held("weight"), scale, zero_point, held("weight_scale").view(-1), None, held("bias")
+        tensors = codes, held("weight"), scale, zero_point, held("weight_scale"), None, held("bias")
         return tensors, {"output_element": str(element_of(dtype)), "act_scale_scope": "tensor"}
 
     def forward(self, input: Tensor) -> Tensor:
@@ -355,7 +300,7 @@ class StaticLinear(Int8Linear):
         if torch.is_grad_enabled() and input.requires_grad:
             rule = "be detached, or run under torch.no_grad(): only DynamicLinear passes gradients on"
             raise InvalidProblem(type(self).__name__, "input", "a tensor that requires grad", rule)
-        return self._product_of(*self._product(self.codes(input), input.dtype), seen=input)
+        return self._product_of(*self._product(self.codes(input), input.dtype))
 
 
 class CodesLinear(Int8Linear):
@@ -407,7 +352,7 @@ class CodesLinear(Int8Linear):
         held = self._held
         scale, output_scale = held("input_scale"), held("output_scale")
         zero = None if output_scale is None else held("zero")
-        weight, weight_scale, bias = held("weight"), held("weight_scale").view(-1), held("bias")
+        weight, weight_scale, bias = held("weight"), held("weight_scale"), held("bias")
         tensors = input.to(torch.int8), weight, scale, None, weight_scale, None, bias, output_scale, zero
         return tensors, {
             "epilogue": self.epilogue,
@@ -419,7 +364,7 @@ class CodesLinear(Int8Linear):
         """Return codes of shape (..., N), or floats without `output_scale`, for codes of shape (..., K)."""
         if input.dtype is not torch.int8:
             raise InvalidProblem(type(self).__name__, "input", str(input.dtype), "be the codes, int8")
-        return self._product_of(*self._arguments(self._taken(input)), seen=input)
+        return self._product_of(*self._arguments(self._taken(input)))
 
 
 def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.dtypes import element_of
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, not_codes
+from skuda.torch.ops import OPS
+from skuda.torch.tensor_op import launched, run_module
 
 
 class Quantized(NamedTuple):
@@ -33,15 +35,19 @@ class Quantized(NamedTuple):
 
 def product(linear: DynamicLinear, rows: Quantized) -> Tensor:
     """Return the output of a layer, of shape (..., N), for rows that are quantized already."""
-    found: Tensor = torch.ops.skuda.scaled_linear.default(
-        rows.codes,
-        linear.weight,
-        act_scale=rows.scale,
-        weight_scale=linear.weight_scale.view(-1),
-        bias=linear.bias,
-        output_element=str(element_of(rows.dtype)),
-        act_scale_scope="token",
-    )
+    codes, scale, dtype = rows
+    held = linear._buffers  # noqa: SLF001  reading the attributes is slow in torch
+    if "weight" in held and "weight_scale" in held:
+        weights = held["weight"], held["weight_scale"], held["bias"]
+    else:  # a parametrization has made one a property
+        weights = linear.weight, linear.weight_scale, linear.bias
+    tensors = codes, weights[0], scale, None, weights[1], None, weights[2]
+    key = linear.family, dtype, codes.shape
+    found: Tensor | None = launched(key, *tensors)
+    if found is None:
+        fields = {"output_element": str(element_of(dtype)), "act_scale_scope": "token"}
+        found = run_module(OPS["scaled_linear"], key, tensors, fields)
+    assert found is not None
     return found
 
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import compress
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from pydantic.fields import FieldInfo
 from torch import _C, Tensor
+from torch.autograd import forward_ad
 
 from skuda.dispatch.host import rules
+from skuda.dispatch.launches import Positions
 from skuda.dispatch.select.fields import Fields
-from skuda.functional import default_dispatcher
+from skuda.functional import LAUNCHES, default_dispatcher
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Op
 from skuda.torch.dtypes import torch_dtype
 
-_MOST_REMEMBERED = 4096
 _SCALARS = {Role.SCALE: "float", Role.ZERO_POINT: "int", Role.VALUE: "float"}
 _LIST = "SymInt[]"
 
@@ -31,6 +31,24 @@ _function_modes = _C._len_torch_function_stack  # noqa: SLF001
 _transforms = _C._functorch.maybe_current_level  # noqa: SLF001
 _traces = _C._get_tracing_state  # noqa: SLF001
 _profiles = torch.autograd._profiler_enabled  # noqa: SLF001
+
+_gradients = torch._C.is_grad_enabled  # type: ignore[attr-defined]  # noqa: SLF001
+
+MODES: Mapping[str, Any] = {
+    "records_gradients": _gradients,
+    "function_modes": _function_modes,
+    "dispatch_modes": _dispatch_modes,
+    "profiles": _profiles,
+    "forward_ad": forward_ad,
+}
+"""What the expression of a launch may ask about this thread."""
+
+ALONE = "function_modes() or dispatch_modes() or profiles() or forward_ad._current_level >= 0"
+"""An expression of `MODES` that is true if torch would do more than run the kernel. The check of the tensors refuses
+the rest: under autocast, functorch or a trace, tensors have other dispatch keys."""
+
+_VECTORS = {"weight_scale"}
+"""Arguments that modules hold as matrices of one column."""
 
 Shape = tuple[int, ...]
 
@@ -66,33 +84,6 @@ class _Flattened(NamedTuple):
     shapes: tuple[Shape, ...]
 
 
-class _Call(NamedTuple):
-    """The facts about a call that follow from shapes, dtypes and fields, but not from the device.
-
-    Attributes
-    ----------
-    problem : Descriptor
-        The problem.
-    names : tuple of str
-        The given arguments.
-    given : tuple of bool
-        For every argument, whether it is given.
-    irregular : bool
-        Whether a tensor requires grad or is not contiguous, so that every call must check it.
-    rows : dict of str to tuple of int
-        Flattened shapes of the tensors with leading axes.
-    shapes : tuple of tuples of int
-        Shapes to give to the results. Empty if the results have them already.
-    """
-
-    problem: Descriptor
-    names: tuple[str, ...]
-    given: tuple[bool, ...]
-    irregular: bool
-    rows: dict[str, Shape]
-    shapes: tuple[Shape, ...]
-
-
 class TensorOp:
     """One op of the registry as an op of torch.
 
@@ -107,6 +98,8 @@ class TensorOp:
         Its name in ``torch.ops.skuda``.
     inputs : tuple of Argument
         The inputs that are tensors, in the order of the schema.
+    names : tuple of str
+        Their names.
     outputs : tuple of Argument
         The results. A problem may have only some of them.
     """
@@ -118,14 +111,14 @@ class TensorOp:
         always = frozenset.intersection(*(frozenset(a.name for a in case.problem.arguments()) for case in op.cases))
         self._always = always
         self.inputs = tuple(sorted(given, key=lambda argument: (argument.name not in always, argument.is_scalar)))
-        self._names = tuple(argument.name for argument in self.inputs)
+        self.names = tuple(argument.name for argument in self.inputs)
         self.outputs = tuple(a for a in self._fields.arguments if a.role is Role.OUTPUT)
         self._several = op.descriptor.result is not None
         self._varies = not {a.name for a in self.outputs} <= always
         packed = {a.name for case in op.cases for a in case.problem.arguments() if a.elements[0].is_packed}
         # Fields that follow from a tensor that every call has and that is not packed.
-        shows = always.intersection(self._names) - packed
-        left_out = {"op", *(f"has_{name}" for name in self._names)}
+        shows = always.intersection(self.names) - packed
+        left_out = {"op", *(f"has_{name}" for name in self.names)}
         self._types = {
             name: self._type(name, info)
             for name, info in op.descriptor.model_fields.items()
@@ -138,7 +131,9 @@ class TensorOp:
         self._rows = next(
             (name for name in op.descriptor.model_fields if matrix.keys() & self._fields.led(name, matrix)), ""
         )
-        self._calls: dict[Any, _Call] = {}
+        self._result: type[tuple[Any, ...] | list[Any]] | None = (
+            (list if self._varies else tuple) if self._several else None
+        )
 
     @property
     def schemas(self) -> dict[str, str]:
@@ -190,28 +185,59 @@ class TensorOp:
         Unsupported
             If no kernel can serve the problem.
         """
-        key: tuple[Any, ...] = ()
-        if fields:
-            # A list has no hash, and 0.0 equals -0.0.
-            key = (repr(fields),) if self._listed or 0 in fields.values() else tuple(fields.items())
-        for each in arguments:
-            if isinstance(each, Tensor):
-                key += (each.shape, each.dtype, each.is_contiguous(), each.requires_grad)
-            else:
-                key += (type(each),)
-        call = self._calls.get(key) or self._remembered(key, arguments, fields)
-        arrays = dict(zip(call.names, compress(arguments, call.given)))  # noqa: B905  strict costs as much as the rest
-        for name, shape in call.rows.items():
-            arrays[name] = _shaped(arrays[name], shape)
-        if call.irregular:
-            arrays = {name: self._dense(name, value) for name, value in arrays.items()}
-        found = default_dispatcher().run(call.problem, **arrays)
-        if not self._several:
-            return _shaped(found, call.shapes[0]) if call.shapes else found
-        results = [value for value in found if value is not None]
-        if call.shapes:
-            results = [_shaped(value, shape) for value, shape in zip(results, call.shapes, strict=True)]
-        return self._returned(results)
+        # A list has no hash, and 0.0 equals -0.0.
+        how: Any = repr(fields) if self._listed or 0 in fields.values() else tuple(fields.items())
+        key = (self, how, *[each.shape if isinstance(each, Tensor) else type(each) for each in arguments])
+        for launch in LAUNCHES.get(key, ()):
+            found = launch(*arguments)
+            if found is not None:
+                return found
+        return self.first_run(key, arguments, fields)
+
+    def first_run(
+        self, key: Hashable, arguments: Sequence[Any], fields: Mapping[str, Any], *, unless: str = "False"
+    ) -> Any:
+        """Run a call that no known launch serves, and keep a launch for calls like it.
+
+        Parameters
+        ----------
+        key : hashable
+            The key under which the launch is kept.
+        arguments, fields
+            As in `run`. A vector may have another shape with as many elements.
+        unless : str
+            An expression of the names in `MODES`. Where it is true, the launch does nothing.
+        """
+        given = self._given(self.flat_vectors(arguments), fields)
+        found = self._flattened(given)
+        tensors = {n: each for n, each in zip(self.names, arguments, strict=False) if isinstance(each, Tensor)}
+        arrays = {name: given[name] for name in self.names if name in given}
+        arrays |= {name: self._dense(name, _shaped(arrays[name], found.inputs[name].shape)) for name in tensors}
+        copied = [name for name, tensor in tensors.items() if arrays[name].data_ptr() != tensor.data_ptr()]
+        if copied:  # the copies have other memory than the tensors of the next call
+            again = dict(zip(self.names, arguments, strict=False))
+            again |= {name: arrays[name].reshape(tensors[name].shape) for name in copied}
+            return self.run(*again.values(), **fields)
+        if any(tensor.requires_grad for tensor in tensors.values()):
+            unless = f"{unless} or records_gradients()"
+        positions = Positions(
+            names=tuple(None if each is None else name for name, each in zip(self.names, arguments, strict=False)),
+            arrays=tensors,
+            shapes={one.name: shape for one, shape in zip(found.results, found.shapes, strict=True)},
+            results=tuple(one.name for one in found.results),
+            several=self._result,
+            unless=unless,
+            known=MODES,
+        )
+        result = default_dispatcher().first_run(key, found.problem, arrays, positions)
+        results = [value for value in result if value is not None] if self._several else [result]
+        results = [_shaped(value, shape) for value, shape in zip(results, found.shapes, strict=True)]
+        return self._result(results) if self._result is not None else results[0]
+
+    def flat_vectors(self, arguments: Sequence[Any]) -> list[Any]:
+        """Return the arguments with vectors as vectors, where modules hold matrices of one column."""
+        named = zip(self.names, arguments, strict=False)
+        return [each.view(-1) if name in _VECTORS and each is not None else each for name, each in named]
 
     def problem(self, **named: Any) -> Descriptor:
         """Return the problem of a call. Only the shapes and dtypes of tensors are read.
@@ -221,8 +247,8 @@ class TensorOp:
         InvalidProblem
             For a bad argument.
         """
-        fields = {name: value for name, value in named.items() if name not in self._names}
-        return self._flattened(self._given([named.get(name) for name in self._names], fields)).problem
+        fields = {name: value for name, value in named.items() if name not in self.names}
+        return self._flattened(self._given([named.get(name) for name in self.names], fields)).problem
 
     def fake(self, *arguments: Any, **fields: Any) -> Any:
         """Return empty tensors with the shapes and dtypes of the result. Sizes may be symbolic.
@@ -248,7 +274,7 @@ class TensorOp:
             torch.empty(shape, dtype=torch_dtype(argument.elements[0]), device=device)
             for argument, shape in zip(call.results, call.shapes, strict=True)
         ]
-        return self._returned(results) if self._several else results[0]
+        return self._result(results) if self._result is not None else results[0]
 
     def _check(self, call: _Flattened) -> None:
         """Raise `InvalidProblem` for a tensor of a wrong shape or dtype."""
@@ -263,23 +289,9 @@ class TensorOp:
                 raise InvalidProblem(self.name, name, had, f"be {rules.wanted(argument, shape)}")
             rules.checked_shape(self.name, argument, element, each.shape, shape)
 
-    def _remembered(self, key: Any, arguments: Sequence[Any], fields: Mapping[str, Any]) -> _Call:
-        given = self._given(arguments, fields)
-        found = self._flattened(given)
-        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-        irregular = any(tensor.requires_grad or not tensor.is_contiguous() for tensor in tensors.values())
-        rows = {name: each.shape for name, each in found.inputs.items() if each.shape != tuple(tensors[name].shape)}
-        mask = tuple(argument is not None for argument in arguments)
-        names = tuple(compress(self._names, mask))
-        call = _Call(found.problem, names, mask, irregular, rows, found.shapes if rows else ())
-        if len(self._calls) >= _MOST_REMEMBERED:
-            self._calls.clear()
-        self._calls[key] = call
-        return call
-
     def _given(self, arguments: Sequence[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the given arguments and fields by name."""
-        found = (*zip(self._names, arguments, strict=False), *fields.items())
+        found = (*zip(self.names, arguments, strict=False), *fields.items())
         return {n: tuple(value) if isinstance(value, list) else value for n, value in found if value is not None}
 
     def _flattened(self, given: Mapping[str, Any]) -> _Flattened:
@@ -331,7 +343,7 @@ class TensorOp:
         for value in given.values():
             if isinstance(value, Tensor):
                 return tuple(value.shape)
-        raise InvalidProblem(self.name, self._names[0], "nothing", "be given, as a tensor")
+        raise InvalidProblem(self.name, self.names[0], "nothing", "be given, as a tensor")
 
     def _dense(self, name: str, value: Any) -> Any:
         """Return a tensor as kernels take it: without a gradient, and with dense rows."""
@@ -346,9 +358,6 @@ class TensorOp:
 
     def _refuse_gradient(self, name: str) -> None:
         refuse_gradient(self.name, name)
-
-    def _returned(self, results: list[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:
-        return results if self._varies else tuple(results)
 
 
 def is_alone(tensor: Tensor) -> bool:
@@ -368,6 +377,37 @@ def is_alone(tensor: Tensor) -> bool:
         and _traces() is None
         and not _profiles()
     )
+
+
+def launched(key: Hashable, *tensors: Tensor | None) -> Any:
+    """Run a known launch on the tensors of a module's call, or do nothing and return None.
+
+    A launch is there after a first `run_module` under this key. It runs only if torch would do nothing else.
+    """
+    if not _compiles():
+        for launch in LAUNCHES.get(key, ()):
+            found = launch(*tensors)
+            if found is not None:
+                return found
+    return None
+
+
+def run_module(op: TensorOp, key: Hashable, tensors: Sequence[Tensor | None], fields: Mapping[str, Any]) -> Any:
+    """Run an op for a module that `launched` does not serve. Keep a launch if torch would only run the kernel.
+
+    Parameters
+    ----------
+    op : TensorOp
+        The op.
+    key : hashable
+        What tells the call from others, except for dtypes, strides and devices: the op, sizes, and fields.
+    tensors, fields
+        As in `TensorOp.first_run`.
+    """
+    given = [each for each in tensors if each is not None]
+    if all(map(is_alone, given)) and not (_gradients() and any(tensor.requires_grad for tensor in given)):
+        return op.first_run(key, tensors, fields, unless=ALONE)
+    return getattr(torch.ops.skuda, op.name).default(*op.flat_vectors(tensors), **fields)
 
 
 def refuse_gradient(op: str, name: str) -> None:

@@ -142,7 +142,7 @@ class Repeating:
         self.log.append(("run", self.ordinal))
         return self.ordinal
 
-    def first_run(self, arrays, stream, failed):
+    def first_run(self, arrays, stream, failed, positions):
         result = self.run(arrays, stream)
 
         def launch(given, stream):

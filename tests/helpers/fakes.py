@@ -13,7 +13,7 @@ from toy import toy_op, toy_sku
 
 from skuda.dispatch import Backend, BackendStatus, Dispatcher
 from skuda.dispatch.backends.numpy import HostRunner, NumpyBackend
-from skuda.dispatch.cuda.call import packer
+from skuda.dispatch.cuda.packing import packer
 from skuda.dispatch.cuda.runner import CudaRunner
 from skuda.dispatch.launches import Launches
 from skuda.dispatch.plan import Plan

@@ -19,7 +19,7 @@ from skuda.dispatch import Dispatcher, Plan, PlanPreference
 from skuda.dispatch.backends.cuda_core import CudaCoreBackend
 from skuda.dispatch.compile import compilers as compiling
 from skuda.dispatch.cuda import tensor_maps
-from skuda.dispatch.cuda.call import packer, parameter_layout
+from skuda.dispatch.cuda.packing import packer, parameter_layout
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.launch import MOST_ZEROS, Constant, Pointer, Step, TensorMap, Which
 from skuda.kernels.linear import hopper, mma, streamed, warpgroup

@@ -11,6 +11,8 @@ from tensors import NAMES, OPS, REGISTRY, all_same, array_of, call_of, overloads
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from skuda.dispatch.dispatcher import Dispatcher
+from skuda.dispatch.host.arrays import tensor_view
+from skuda.functional import LAUNCHES
 from skuda.registry import FloatModeError, InvalidProblem
 from skuda.torch.tensor_op import TensorOp
 
@@ -136,13 +138,13 @@ def test_a_slice_of_rows_with_leading_axes_is_taken_as_it_lies(name, monkeypatch
     split = {n: call.tensors[n].reshape(1, rows, *call.tensors[n].shape[1:]) for n in led.keys() & call.tensors}
     wide = torch.cat([split[first]] * 3, -1)
     split[first] = wide[..., own[0] : 2 * own[0]]
-    seen, run = [], Dispatcher.run
+    seen, run = [], Dispatcher.first_run
 
-    def spied(self, problem, *args, **arrays):
+    def spied(self, key, problem, arrays, positions):
         seen.append(arrays[first])
-        return run(self, problem, *args, **arrays)
+        return run(self, key, problem, arrays, positions)
 
-    monkeypatch.setattr(Dispatcher, "run", spied)
+    monkeypatch.setattr(Dispatcher, "first_run", spied)
     got = call(**split)
     assert all(same(tensor.reshape(flat.shape), flat) for tensor, flat in zip(got, want, strict=True))
     assert seen[0].untyped_storage().data_ptr() == wide.untyped_storage().data_ptr()
@@ -181,21 +183,19 @@ def product(rng, m=4, n=8, k=16):
 
 def test_a_warm_call_derives_nothing_and_passes_the_tensors_themselves(monkeypatch):
     x, w, scale = product(fresh())
-    op, run = SKUDA.quantized_linear.default, Dispatcher.run
-    want = op(x, w, scale, output_element="bf16")
-    seen = []
-
-    def spied(self, problem, *args, **arrays):
-        seen.append(arrays)
-        return run(self, problem, *args, **arrays)
-
-    monkeypatch.setattr(Dispatcher, "run", spied)
-    monkeypatch.setattr(TensorOp, "_flattened", None)
-    other = x.clone()
-    assert torch.equal(op(other, w, scale, output_element="bf16"), want)
-    given = {"activation": other, "weight_q": w, "weight_scale": scale}
-    assert seen[0].keys() == given.keys()
-    assert all(seen[0][name].data_ptr() == tensor.data_ptr() for name, tensor in given.items())
+    op = SKUDA.quantized_linear.default
+    others = [x.clone(), 2 * x, -x]
+    want = [op(other[None], w, scale, output_element="bf16")[0] for other in others]
+    op(x, w, scale, output_element="bf16")
+    monkeypatch.setattr(TensorOp, "first_run", None)
+    for other, result in zip(others, want, strict=True):
+        assert torch.equal(op(other, w, scale, output_element="bf16"), result)
+        views = []
+        monkeypatch.setattr(
+            "skuda.dispatch.host.launcher.tensor_view", lambda t, views=views: views.append(t) or tensor_view(t)
+        )
+        op(other, w, scale, output_element="bf16")
+        assert [view.data_ptr() for view in views] == [tensor.data_ptr() for tensor in (other, w, scale)]
 
 
 def test_calls_that_differ_in_anything_are_kept_apart():
@@ -247,16 +247,14 @@ def test_a_list_is_a_field():
         SKUDA.dequantize_per_channel(codes, scale, zero, shape=[2, 5], **fields)
 
 
-def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr("skuda.torch.tensor_op._MOST_REMEMBERED", 3)
+def test_the_number_of_launches_is_bounded(monkeypatch):
+    monkeypatch.setattr("skuda.dispatch.launches._MOST_KEYS", 3)
     x, w, scale = product(fresh(), m=9)
     want = SKUDA.quantized_linear(x, w, scale)
-    op = OPS["quantized_linear"]
-    monkeypatch.setattr(op, "_calls", {})
     for _ in range(2):
         for rows in range(1, 9):
             assert torch.equal(SKUDA.quantized_linear(x[:rows], w, scale), want[:rows])
-            assert len(op._calls) <= 3
+            assert 1 <= len(LAUNCHES) <= 3
 
 
 # --- gradients, modes and subclasses ---------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from skuda.dispatch.compile.compilers import Job, Nvcc, Nvrtc, find_nvcc, find_n
 from skuda.dispatch.compile.cubin import read_kernels
 from skuda.dispatch.compile.provider import placed
 from skuda.dispatch.compile.sources import read_source
-from skuda.dispatch.cuda.call import packable, packer, parameter_layout
+from skuda.dispatch.cuda.packing import packable, packer, parameter_layout
 from skuda.kernels.launch import Constant, Launch, Pointer, Step
 from skuda.registry import CompileError, ElementKind
 

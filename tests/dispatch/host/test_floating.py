@@ -13,7 +13,7 @@ from fakes import FakeArray, Rig
 from support import assert_same_bits, dispatcher
 from toykernels.scaled import ScaledDescriptor, scaled
 
-from skuda.dispatch.cuda.call import packable
+from skuda.dispatch.cuda.packing import packable
 from skuda.registry import ElementKind, FloatModeError, SkudaError
 from skuda.tools import smoothquant
 

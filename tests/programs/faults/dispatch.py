@@ -26,10 +26,10 @@ FAULTS = listed(
                 SELECTION,
             ),
             "select-a-workspace-may-not-be-as-large-as-the-limit": ("problem) <= most", "problem) < most", SELECTION),
-            "select-a-shortlist-without-obstacles": (
+            "select-a-shortlist-for-any-preference": (
                 "problem.key(), device, preference, obstacles)",
-                "problem.key(), device, preference, NO_OBSTACLES)",
-                [*SELECTION, *PLUGINS],
+                "problem.key(), device, NO_PREFERENCE, obstacles)",
+                SELECTION,
             ),
             "select-a-size-that-a-constraint-refuses": ("return False", "return True", SELECTION),
         },
@@ -95,7 +95,7 @@ FAULTS = listed(
                 TUNING,
             ),
         },
-        "dispatch/cuda/binding.py": {
+        "dispatch/cuda/call.py": {
             "bind-a-read-only-output": (
                 "in rules.WRITTEN and found.read_only",
                 "not in rules.WRITTEN and found.read_only",
@@ -151,7 +151,7 @@ FAULTS = listed(
             "views-the-shortest-rows": ("min(common))", "max(common))", BINDING),
             "views-packed-rows-that-begin-within-a-byte": ("not layout.packed or shape[-1] % 2 == 0", "True", BINDING),
         },
-        "dispatch/cuda/call.py": {
+        "dispatch/cuda/packing.py": {
             "pack-parameters-are-not-aligned": (
                 "lead + -(-(end - lead) // alignment) * alignment",
                 "end",

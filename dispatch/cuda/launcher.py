@@ -1,0 +1,189 @@
+"""Generates a function from a checked call. It recognizes the next call like it and launches the kernel.
+
+A loop over checks would cost more than the checks themselves. So the code is generated once for every form of call, as
+`dataclasses` generates methods. Differences between calls of one form are passed as values, so there are few forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+from skuda.dispatch.cuda.call import Call
+from skuda.dispatch.cuda.facts import Framework
+from skuda.dispatch.cuda.tensor_maps import UNIT
+from skuda.dispatch.host.floating import SUMMANDS
+from skuda.dispatch.launches import Launch, Positions
+from skuda.registry.errors import Unaligned
+
+Send = Callable[[tuple[Any, ...], int, object], None]
+"""Enqueues a step. It takes the parameters for `struct`, the stream's handle (0 is the default stream), and the
+caller's stream object."""
+
+Parameters = tuple[tuple[Any, ...], ...]
+"""The parameters of every step."""
+
+
+class Sender(Protocol):
+    """Enqueues all steps of a run."""
+
+    @property
+    def sends(self) -> Sequence[Send]:
+        """One function for each step, which is called directly if a launch needs nothing else."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether `sends` may be called directly. If not, `enqueue` is called."""
+
+    def enqueue(self, parameters: Parameters, handle: int, stream: object) -> None:
+        """Enqueue every step."""
+
+    def again(self, error: Exception, parameters: Parameters, handle: int, stream: object) -> None:
+        """Repeat a run in which a step failed with `error`, or raise."""
+
+
+class Way(NamedTuple):
+    """How a plan launches, whatever the call.
+
+    Attributes
+    ----------
+    sender : Sender
+        Enqueues the steps.
+    handle_of : callable
+        Returns the handle of the caller's stream.
+    place : callable or None
+        Returns the lock and the addresses of the scratch buffers for a handle. None if there are no buffers.
+    scratch : int
+        Number of scratch buffers.
+    outputs : tuple of str
+        Names of the op's outputs.
+    result : callable or None
+        Builds the op's result from the outputs. None if the result is the only output.
+    failed : callable
+        Called with an error, before it is raised.
+    """
+
+    sender: Sender
+    handle_of: Callable[[object], int]
+    place: Callable[[int], Any] | None
+    scratch: int
+    outputs: tuple[str, ...]
+    result: Callable[..., Any] | None
+    failed: Callable[[BaseException], None]
+
+
+def launch_of(call: Call, way: Way, positions: Positions | None = None) -> Launch:
+    """Return the function that recognizes calls like `call` and launches them.
+
+    It takes the arrays by name and the caller's stream. With `positions` it takes the arrays by position.
+    """
+    known: dict[str, Any] = dict(SUMMANDS)
+    given = {one.name: f"a{at}" for at, one in enumerate(call.given)}
+    if positions is None:
+        parameters = "arrays, stream"
+        lines = [f"if len(arrays) != {len(given)}:", "    return None", "try:", "    pass"]
+        lines += [f"    {word} = arrays[{name!r}]" for name, word in given.items()]
+        lines += ["except KeyError:", "    return None"]
+    else:
+        known |= positions.known
+        words = [given.get(name or "", f"o{at}") for at, name in enumerate(positions.names)]
+        parameters = ", ".join(words)
+        refused = [positions.unless, *(f"{word} is not None" for word in words if word.startswith("o"))]
+        lines = [f"if {' or '.join(refused)}:", "    return None", "stream = None"]
+    lines += [*_checks(call, known), *_launch(call, way, known), f"    return {_result(call, way, known, positions)}"]
+    # An array that only this kernel cannot read is no error: the caller runs the next kernel.
+    lines += ["except Unaligned:", "    return None"]
+    lines += ["except BaseException as error:", "    failed(error)", "    raise"]
+    made: Launch = _maker(tuple(known), parameters, "\n".join(lines))(*known.values())
+    return made
+
+
+def _checks(call: Call, known: dict[str, Any]) -> list[str]:
+    """Return the lines that compute every value or return None. Objects that they use are added to `known`."""
+    lines: list[str] = []
+    grouped: dict[int, str] = {}
+    for number, (members, check) in enumerate(call.joint):
+        known[f"same{number}"] = check.same
+        refused = [f"not same{number}({', '.join(f'a{at}' for at in members)})"]
+        if check.unless:
+            known[f"strict{number}"] = check.strict
+            each = " or ".join(check.unless.format(f"a{at}") for at in members)
+            refused.append(f"not strict{number}() and ({each})")
+        lines += [f"if {' or '.join(refused)}:", "    return None"]
+        grouped |= dict.fromkeys(members, check.address)
+    for at, one in enumerate(call.given):
+        if at in grouped:
+            lines.append(f"v{at} = {grouped[at].format(f'a{at}')}")
+            continue
+        known[f"guard{at}"] = one.guard
+        asked = [f"v{at} = guard{at}(a{at})", f"if v{at} is None:", "    return None"]
+        if one.plainly:
+            lines += [f"v{at} = a{at}", f"if not ({one.plainly.format(f'a{at}')}):"]
+            asked = [f"    {line}" for line in asked]
+        lines += asked
+    for number, clash in enumerate(call.clashes):
+        known |= {f"low{number}": clash.low, f"high{number}": clash.high}
+        left, right = f"v{clash.written}", f"v{clash.other}"
+        # Interleaved arrays, each in the gaps of the other, do not overlap. The full check decides.
+        apart = f" and {left} != {right}" if clash.equal else ""
+        lines += [f"if low{number} < {left} - {right} < high{number}{apart}:", "    return None"]
+    return lines + [line for at in call.aligned for line in (f"if v{at} % {UNIT}:", "    return None")]
+
+
+def _launch(call: Call, way: Way, known: dict[str, Any]) -> list[str]:
+    """Return the lines after the checks. Objects that they use are added to `known`."""
+    known |= {"current": call.stream, "handle_of": way.handle_of, "failed": way.failed, "Unaligned": Unaligned}
+    lines = ["handle = current() if stream is None else handle_of(stream)"]
+    target = "handle" if call.framework.borrows else "None if stream is None else handle"
+    for at, each in enumerate(call.made):
+        known |= {f"make{at}": each.make, f"address{at}": each.address}
+        lines += [f"m{at} = make{at}({target})", f"w{at} = address{at}(m{at})"]
+    names = [f"v{at}" for at in range(len(call.given))] + [f"w{at}" for at in range(len(call.made))]
+    names += [f"s{at}" for at in range(way.scratch)]
+    used = {at - len(names) for step in call.indices for at in step if at >= len(names)}
+    known |= {f"k{at}": call.constants[at] for at in sorted(used)}
+    names += [f"k{at}" for at in range(len(call.constants))]
+    packed = ["(" + "".join(f"{names[at]}, " for at in step) + ")" for step in call.indices]
+    sending = [f"enqueue(({''.join(f'{each}, ' for each in packed)}), handle, stream)"]
+    if way.sender.plain:
+        known["again"] = way.sender.again
+        known |= {f"send{at}": send for at, send in enumerate(way.sender.sends)}
+        again = f"    again(error, ({''.join(f'{each}, ' for each in packed)}), handle, stream)"
+        sending = [f"    send{at}({each}, handle, stream)" for at, each in enumerate(packed)]
+        sending = ["try:", "    pass", *sending, "except Exception as error:", again]
+    else:
+        known["enqueue"] = way.sender.enqueue
+    if way.place is not None:
+        known["place"] = way.place
+        lines.append(f"lock, ({''.join(f's{at}, ' for at in range(way.scratch))}) = place(handle)")
+        sending = ["with lock:", *(f"    {line}" for line in sending)]
+    return ["try:", *(f"    {line}" for line in (*lines, *sending))]
+
+
+def _result(call: Call, way: Way, known: dict[str, Any], positions: Positions | None) -> str:
+    given = {one.name: f"a{at}" for at, one in enumerate(call.given)}
+    new = {each.name: f"m{at}" for at, each in enumerate(call.made)}
+    if type(call.framework).deliver is not Framework.deliver and new:
+        known["deliver"] = call.framework.deliver
+        new = {name: f"deliver({array})" for name, array in new.items()}
+    if positions is not None:
+        results = "".join(f"{new[name]}, " for name in positions.results)
+        return f"[{results}]" if positions.several is list else f"({results})" if positions.several else results[:-2]
+    outputs = [new[name] if name in new else given[name] for name in way.outputs]
+    if way.result is None:
+        return outputs[0]
+    known["result"] = way.result
+    return f"result({', '.join(outputs)})"
+
+
+@lru_cache(maxsize=256)
+def _maker(known: tuple[str, ...], parameters: str, body: str) -> Callable[..., Launch]:
+    """Compile a function with this body. The result takes the values of the free names."""
+    inner = "\n".join(f"        {line}" for line in body.splitlines())
+    text = f"def maker({', '.join(known)}):\n    def launch({parameters}):\n{inner}\n    return launch\n"
+    space: dict[str, Any] = {}
+    # The text contains only argument names, which are identifiers, and words of this module.
+    exec(compile(text, "<skuda: a checked call>", "exec"), space)  # noqa: S102
+    found: Callable[..., Launch] = space["maker"]
+    return found
