@@ -15,7 +15,8 @@ from toykernels.scaled import ScaledDescriptor, scaled
 
 from skuda.dispatch.cuda import arrays as cuda_arrays
 from skuda.dispatch.cuda.arrays import Torch
-from skuda.registry import InvalidProblem
+from skuda.dispatch.launches import Positions
+from skuda.registry import DriverError, InvalidProblem
 
 torch = pytest.importorskip("torch")
 
@@ -197,3 +198,76 @@ def test_a_subclass_that_stands_for_other_tensors_is_refused(rig):
         fake = torch.zeros(4, 8)
     with pytest.raises(InvalidProblem, match=r"x must be an ordinary tensor.*FakeTensor"):
         rig.run(**tensors() | {"x": fake})
+
+
+@pytest.fixture
+def by_position(rig, posing, monkeypatch):
+    """Return a function that runs a call by position for the first time, and returns its result and its launch."""
+    if posing == "one by one":
+        pytest.skip("without the check nothing is recognized by position")
+    guards = pytest.importorskip("torch._C._dynamo.guards")
+    monkeypatch.setattr(cuda_arrays, "_compiled_allocator", lambda: (guards._empty_strided_cpu, lambda: 0))
+
+    def first(x, scale=0.5, *, several=None, known=()):
+        names, known = ("x", "scale", None), {"busy": lambda: False} | dict(known)
+        shapes = {"y": tuple(x.shape)}
+        positions = Positions(names, {"x": x}, shapes, ("y",), several, unless="busy()", known=known)
+        result = rig.plan.first_run("a key", {"x": x.detach().view(32), "scale": scale}, None, positions)
+        (launch, *_) = rig.launches.of["a key"]
+        return result, launch
+
+    return first
+
+
+@pytest.mark.parametrize("several", [None, tuple, list])
+def test_a_call_by_position_gets_results_in_its_own_shape(rig, by_position, bound, several):
+    _, launch = by_position(torch.zeros(2, 2, 8), several=several)
+    for scale in (0.25, 3.0):
+        x = torch.zeros(2, 2, 8)
+        y = launch(x, scale, None)
+        if several is not None:
+            assert type(y) is several
+            (y,) = y
+        assert (y.shape, y.dtype) == (x.shape, torch.float32)
+        assert rig.last == (x.data_ptr(), 32, 0, 0, scale, y.data_ptr(), 32, 1, 32)
+    assert len(bound) == 1
+    assert rig.plan not in rig.launches.of
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: (x[:, :1], 0.5, None),
+        lambda x: (x.double(), 0.5, None),
+        lambda x: (x.transpose(0, 1), 0.5, None),
+        lambda x: (x.clone().requires_grad_(), 0.5, None),
+        lambda x: (x, 0.5, x),
+        lambda x: (x, "0.5", None),
+        lambda x: (None, 0.5, None),
+        lambda x: (torch.nn.Parameter(x, requires_grad=False), 0.5, None),
+    ],
+)
+def test_any_other_call_by_position_does_nothing(rig, by_position, call):
+    x = torch.zeros(2, 2, 8)
+    _, launch = by_position(x)
+    assert launch(*call(x)) is None
+    with torch.autocast("cpu"):
+        assert launch(x, 0.5, None) is None
+    assert len(rig.engine.launches) == 1
+
+
+def test_a_call_by_position_does_nothing_where_its_expression_says_so(rig, by_position):
+    busy = []
+    x = torch.zeros(2, 2, 8)
+    _, launch = by_position(x, known={"busy": lambda: busy})
+    assert launch(x, 0.5, None) is not None
+    busy.append(1)
+    assert launch(x, 0.5, None) is None
+
+
+def test_an_error_in_a_launch_by_position_names_the_kernel(rig, by_position):
+    x = torch.zeros(2, 2, 8)
+    _, launch = by_position(x)
+    rig.engine.trouble = RuntimeError("illegal address")
+    with pytest.raises(DriverError, match="illegal address"):
+        launch(x, 0.5, None)
