@@ -16,7 +16,6 @@ from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.question import backends_of, check, checked, refuse, tuned_by
 from skuda.dispatch.select import match
 from skuda.dispatch.select.pick import Pick
-from skuda.dispatch.select.place import common_place
 from skuda.dispatch.settings import nvtx_enabled, tuning_file
 from skuda.dispatch.telemetry import Guarded, Observer, Ranges, log_selection, logger_of
 from skuda.registry.descriptor import Descriptor
@@ -230,20 +229,15 @@ class Dispatcher:
         except (AttributeError, KeyError):
             checked(self._machine, problem, preference, HOST)
             raise
-        plan = self.select(problem, preference, self._device_of(op, arrays))
+        plan = self.select(problem, preference, self._machine.device_of(op, arrays))
         return plan.first_run(asked, arrays, stream)
 
     def first_run(
         self, key: Hashable, problem: Descriptor, arrays: Mapping[str, Any], positions: Positions | None
     ) -> Any:
         """Run a call of an op of torch that no known launch serves; see `Plan.first_run`."""
-        plan = self.select(problem, device=self._device_of(problem.op_name(), arrays))
+        plan = self.select(problem, device=self._machine.device_of(problem.op_name(), arrays))
         return plan.first_run(key, arrays, None, positions)
-
-    def _device_of(self, op: str, arrays: Mapping[str, Any]) -> Device:
-        place = common_place(op, arrays)
-        absent = Device(name=f"CUDA device {place[1]}", processor="cuda", ordinal=place[1])
-        return self._machine.device_at(place) or absent
 
     def explain(
         self,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
+from skuda.dispatch.cuda.driver import driver
+from skuda.dispatch.host.arrays import place_of
 from skuda.dispatch.plugins.asking import (
     KERNELS,
     Misbehaved,
@@ -22,7 +24,7 @@ from skuda.dispatch.system.transient import is_transient
 from skuda.registry.cached import cached_property
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.device import HOST, Device
-from skuda.registry.errors import KernelFailed
+from skuda.registry.errors import DriverError, InvalidProblem, KernelFailed
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
 
@@ -137,6 +139,18 @@ class Machine:
     def _by_place(self) -> dict[tuple[str, int | None], Device]:
         return {device.place: device for device in self.devices}
 
+    def device_of(self, op: str, arrays: Mapping[str, object]) -> Device:
+        """Return the one device that holds all arrays; the CPU if there are none.
+
+        Raises
+        ------
+        InvalidProblem
+            If they are on different devices.
+        """
+        place = common_place(op, arrays)
+        found = self._by_place.get(place)
+        return found or Device(name=f"CUDA device {place[1]}", processor="cuda", ordinal=place[1])
+
     def device_at(self, place: tuple[str, int | None]) -> Device | None:
         """Return the device with this processor and ordinal, or None if nothing here drives it."""
         return self._by_place.get(place)
@@ -247,3 +261,30 @@ class Machine:
     def _replace(self, plugin: Plugin, aside: Plugin) -> None:
         with self._lock:
             self.plugins = tuple(aside if each == plugin else each for each in self.plugins)
+
+
+def common_place(op: str, arrays: Mapping[str, object]) -> tuple[str, int]:
+    """Return the processor and the ordinal of the one device that holds all arrays; ("cpu", 0) if there are none.
+
+    Raises
+    ------
+    InvalidProblem
+        If they are on different devices.
+    """
+    places = {}
+    for name, value in arrays.items():
+        place = None if value is None else place_of(op, name, value)
+        if place is not None:
+            places[name] = (place[0], _ordinal_of(value) if place[1] is None else place[1])
+    if len(set(places.values())) > 1:
+        devices = ", ".join(f"{name} on {kind}:{ordinal}" for name, (kind, ordinal) in places.items())
+        raise InvalidProblem(op, "arrays", devices, "all be on one device; move them there first")
+    return next(iter(places.values()), ("cpu", 0))
+
+
+def _ordinal_of(value: Any) -> int:
+    """Return the ordinal, according to the driver, of an array's device; 0 if there is no memory or no driver."""
+    try:
+        return driver().ordinal_of(int(value.__cuda_array_interface__["data"][0])) or 0
+    except (AttributeError, DriverError, LookupError, TypeError, ValueError):  # a malformed array is refused later
+        return 0

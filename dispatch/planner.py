@@ -100,15 +100,16 @@ class Planner:
         while True:
             asked = (self._machine.registry, problem, device, preference, self._machine.obstacles)
             choose = partial(match.choose, *asked, behind=behind, tuned=self._tuned)
-            watch = Watch(choose, partial(self._prepared, problem, preference, device))
+            prepare = partial(self._prepared, problem, preference, device)
+            watch = Watch(choose, prepare) if self._observers else None
             try:
-                return self._made(key, watch)
+                return self._made(key, watch or partial(_chosen, choose, prepare))
             except Misbehaved as error:
                 # Its kernels are refused from now on, so the next kernel of the ranking is chosen.
                 self._machine.set_aside(error)
             finally:
                 # Only after the lock is released, because an observer may ask for the same plan.
-                if watch.times is not None and self._observers:
+                if watch is not None and watch.times is not None:
                     explain = partial(self._explain, problem, preference, device)
                     passed = None if behind is None else behind.id
                     details = (watch.pick, *watch.times, watch.error, passed, explain)
@@ -137,7 +138,8 @@ class Planner:
             return self._plans.setdefault(key, plan)
 
     def _prepared(self, problem: Descriptor, preference: PlanPreference, device: Device, pick: Pick) -> Plan:
-        sku, machine, part = pick.sku, self._machine, preference.part_of(device)
+        sku, machine = pick.sku, self._machine
+        part = preference.part_of(device) if preference.spare_multiprocessors else device
         choice = machine.choice_within(sku, problem, part, pick.choice, preference.max_workspace_bytes)
         runner = machine.prepared(sku, problem, part, choice) if device.ordinal is not None else None
         if runner is not None and self._ranges is not None:
@@ -157,3 +159,8 @@ class Planner:
             choice=choice,
             measured=measured,
         )
+
+
+def _chosen(choose: Callable[[], Pick | None], prepare: Callable[[Pick], Plan]) -> Plan | None:
+    pick = choose()
+    return None if pick is None else prepare(pick)

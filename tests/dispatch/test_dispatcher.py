@@ -163,7 +163,7 @@ def repeating(monkeypatch):
             return Repeating(device.ordinal, log)
 
     monkeypatch.setattr(
-        "skuda.dispatch.dispatcher.common_place",
+        "skuda.dispatch.machine.common_place",
         lambda op, arrays: log.append("place") or ("cuda", arrays["x"] // 10),
     )
     backends = [Knowing("a100", "h200"), NumpyBackend()]

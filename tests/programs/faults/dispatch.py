@@ -62,8 +62,6 @@ FAULTS = listed(
                 "",
                 PLUGINS,
             ),
-        },
-        "dispatch/select/place.py": {
             "select-arrays-on-two-devices": ("places.values())) > 1", "places.values())) > 2", SELECTION),
         },
         "dispatch/select/fields.py": {
