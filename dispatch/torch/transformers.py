@@ -150,14 +150,13 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         if self.pre_quantized:
-            for name, layer in model.named_modules():
-                if isinstance(layer, Int8Linear):
-                    if isinstance(layer, StaticLinear):
-                        # transformers does not initialize tensors that are in no file, and keeps the dtype of the file.
-                        layer.zero.zero_()
-                        if layer.input_zero_point is not None:
-                            layer.input_zero_point = layer.input_zero_point.to(torch.int32)
-                    check_values("from_pretrained", name, layer)
+            for name, layer in int8_layers(model):
+                if isinstance(layer, StaticLinear):
+                    # transformers does not initialize tensors that are in no file, and keeps the dtype of the file.
+                    layer.zero.zero_()
+                    if layer.input_zero_point is not None:
+                        layer.input_zero_point = layer.input_zero_point.to(torch.int32)
+                check_values("from_pretrained", name, layer)
             return model
         ignore = self.quantization_config.ignore
         if ignore is None:
