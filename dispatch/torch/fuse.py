@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,22 +26,16 @@ from skuda.torch.fused_modules import (
 )
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear
 from skuda.torch.joined import JoinedLinear, Part
-from skuda.torch.replaceable_layers import check_model
+from skuda.torch.replaceable_layers import check_model, table
 from skuda.torch.source import Forward, NotProven
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
 _JOINED_QKV, _JOINED_GATE_UP, _DOWN = "qkv_proj", "gate_up_proj", "down_proj"
 _ACTIVATIONS = ("act_fn", "activation_fn")
-_GATED = (
-    "self.down_proj(self.{act}(self.gate_proj(x)) * self.up_proj(x))",
-    "self.down_proj(self.up_proj(x) * self.{act}(self.gate_proj(x)))",
-)
-_HALVES = ("self.gate_up_proj(x).chunk(2, dim=-1)[0]", "self.gate_up_proj(x).chunk(2, dim=-1)[1]")
-_GATED_HALVES = (
-    f"self.down_proj(self.{{act}}({_HALVES[0]}) * {_HALVES[1]})",
-    f"self.down_proj({_HALVES[1]} * self.{{act}}({_HALVES[0]}))",
-)
+_GATED = ("self.down_proj(self.{act}({gate}) * {up})", "self.down_proj({up} * self.{act}({gate}))")
+_APART = {"gate": "self.gate_proj(x)", "up": "self.up_proj(x)"}
+_HALVES = {name: f"self.gate_up_proj(x).chunk(2, dim=-1)[{half}]" for half, name in enumerate(_APART)}
 _RMS_NORM = (
     "self.weight * (x.to(torch.float32) * torch.rsqrt("
     "x.to(torch.float32).pow(2).mean(-1, keepdim=True) + self.{eps})).to(x.dtype)"
@@ -72,9 +67,8 @@ class Fusion:
     left: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        counts = Counter([(text, "fused") for text in self.fused.values()])
-        counts.update((text, "left") for text in self.left.values())
-        lines = [f"{count} x {word}: {text}" for (text, word), count in counts.items()]
+        texts = [("fused", text) for text in self.fused.values()] + [("left", text) for text in self.left.values()]
+        lines = [f"{count} x {word}: {text}" for (word, text), count in Counter(texts).items()]
         return "\n".join(lines) or "nothing to fuse: no module holds int8 layers that belong together"
 
 
@@ -88,9 +82,9 @@ def fuse_(model: nn.Module) -> Fusion:
       the residual.
 
     A structure is found by the names of its layers, and checked in the source of ``forward``. If the check fails, the
-    structure does not change. `skuda.torch.fused_modules` says what the new modules compute. The names in
-    ``state_dict`` do not change: a fused model can be saved, and can load checkpoints of fused and unfused models. Its
-    tensors are views of joined tensors.
+    structure does not change, and a `UserWarning` says why. `skuda.torch.fused_modules` says what the new modules
+    compute. The names in ``state_dict`` do not change: a fused model can be saved, and can load checkpoints of fused
+    and unfused models. Its tensors are views of joined tensors.
 
     Parameters
     ----------
@@ -110,30 +104,32 @@ def fuse_(model: nn.Module) -> Fusion:
     check_model("fuse_", model, None)
     fused: dict[str, str] = {}
     left: dict[str, str] = {}
+    missed: dict[str, str] = {}
     held = Counter(id(child) for module in model.modules() for _, child in module.named_children())
-    rules: tuple[tuple[Callable[[nn.Module], bool], Callable[..., str]], ...] = (
-        (lambda module: any(hasattr(module, name) for name in _QKV), _fuse_attention),
-        (lambda module: any(hasattr(module, name) for name in (*_GATE_UP, _JOINED_GATE_UP)), _fuse_mlp),
-        (lambda module: any(isinstance(child, Fused) for child in module.children()), _fuse_layer),
-    )
-    for applies, fuse in rules:
+    for fits, fuse in _RULES:
         for name, module in list(model.named_modules()):
-            if isinstance(module, (Fused, nn.ModuleList, nn.Sequential)) or not applies(module):
+            if isinstance(module, (Fused, nn.ModuleList, nn.Sequential)) or not fits(module):
                 continue
+            if not any(isinstance(part, Int8Linear) for part in module.modules()):
+                continue  # it has the names, but nothing in it is quantized
             try:
                 fused[name] = fuse(module, held)
             except NotProven as reason:
                 left[name] = str(reason)
+                if fuse is not _fuse_layer or _has_norm(module):
+                    missed[name] = str(reason)
     for name, module in model.named_modules():
         loose = [key for key, child in module.named_children() if isinstance(child, DynamicLinear)]
         if len(loose) > 1 and not isinstance(module, Fused) and name not in left:
             left[name] = f"{', '.join(loose)} are not part of a known structure"
-    return Fusion(fused, {name: why for name, why in left.items() if _matters(model.get_submodule(name))})
+    if missed:
+        warnings.warn("\n".join(["fuse_ left some modules as they were:", *table("because", missed)]), stacklevel=2)
+    return Fusion(fused, left)
 
 
-def _matters(module: nn.Module) -> bool:
-    """Whether fusing a module would save a launch, because it holds int8 layers."""
-    return any(isinstance(child, Int8Linear) for child in module.modules())
+def _has_norm(module: nn.Module) -> bool:
+    """Whether a child is a norm by its name or class. That proves nothing, but only a warning depends on it."""
+    return any("norm" in f"{name} {type(child).__name__}".lower() for name, child in module.named_children())
 
 
 def _fuse_attention(module: nn.Module, held: Counter[int]) -> str:
@@ -148,12 +144,13 @@ def _fuse_attention(module: nn.Module, held: Counter[int]) -> str:
 def _fuse_mlp(module: nn.Module, held: Counter[int]) -> str:
     split = not hasattr(module, _JOINED_GATE_UP)
     act = next((name for name in _ACTIVATIONS if hasattr(module, name)), "")
-    if Forward(module).expression() not in [form.format(act=act) for form in (_GATED if split else _GATED_HALVES)]:
+    parts = _APART if split else _HALVES
+    if Forward(module).expression() not in [form.format(act=act, **parts) for form in _GATED]:
         raise NotProven("its forward is not a known form of a gated MLP")
-    gated = _CURVES[_curve(getattr(module, act))]
+    gated = _CURVES[_curve(module, act)]
     names = _GATE_UP if split else (_JOINED_GATE_UP,)
     layers = _layers(module, (*names, _DOWN), held)
-    if layers[0].out_features != (2 if not split else 1) * layers[-1].in_features:
+    if layers[0].out_features != (1 if split else 2) * layers[-1].in_features:
         raise NotProven(f"{names[0]} and {_DOWN} do not fit")
     if split:
         _join(module, _GATE_UP, layers[:-1], _JOINED_GATE_UP)
@@ -178,7 +175,8 @@ def _fuse_layer(module: nn.Module, _held: Counter[int]) -> str:
         raise NotProven(f"its {found['attention']} is not fused")
     if not isinstance(mlp, FusedGatedMLP):
         raise NotProven(f"its {found['mlp']} is not fused")
-    _check_called(attention, mlp)
+    for name in (found["attention"], found["mlp"]):
+        _forward_of(module, name)
     norms = (_norm(module, found["first"]), _norm(module, found["second"]))
     defaults = {p.name: p.default for p in named}
     _become(module, FusedDecoderLayer, LayerForm(found["attention"], found["mlp"], norms, defaults, forward.renamed))
@@ -194,10 +192,7 @@ def _norm(layer: nn.Module, name: str) -> NormForm:
         If no op computes it.
     """
     norm = getattr(layer, name)
-    try:
-        forward = Forward(norm)
-    except NotProven as reason:
-        raise NotProven(f"{name}: {reason}") from reason
+    forward = _forward_of(layer, name)
     if type(norm) in (nn.RMSNorm, nn.LayerNorm):
         if len(norm.normalized_shape) != 1 or norm.eps is None:
             raise NotProven(f"{name} normalizes more than one axis, or its eps is torch's default")
@@ -211,7 +206,7 @@ def _norm(layer: nn.Module, name: str) -> NormForm:
     return NormForm(name, op, eps, tuple(vectors))
 
 
-def _curve(act: nn.Module) -> object:
+def _curve(mlp: nn.Module, name: str) -> object:
     """Return the key of an activation.
 
     Raises
@@ -219,7 +214,7 @@ def _curve(act: nn.Module) -> object:
     NotProven
         If no op has this activation.
     """
-    forward = Forward(act)
+    act, forward = getattr(mlp, name), _forward_of(mlp, name)
     if type(act) is nn.SiLU:
         return "silu"
     if type(act) is nn.GELU:
@@ -242,23 +237,24 @@ def _layers(module: nn.Module, names: tuple[str, ...], held: Counter[int]) -> tu
     Raises
     ------
     NotProven
-        If a layer is missing, has another class, is called differently, or cannot be joined with the others.
+        If a layer is missing, has another class, is called differently, or belongs to other modules, too.
     """
-    layers = []
-    for name in names:
-        layer = getattr(module, name, None)
+    layers: tuple[Any, ...] = tuple(getattr(module, name, None) for name in names)
+    for name, layer in zip(names, layers, strict=True):
         if type(layer) is not DynamicLinear:
             raise NotProven(f"{name} is {'missing' if layer is None else type(layer).__name__}, no DynamicLinear")
         if held[id(layer)] > 1:
             raise NotProven(f"{name} belongs to other modules, too")
-        layers.append(layer)
-    _check_called(*layers)
-    return tuple(layers)
+        _forward_of(module, name)
+    return layers
 
 
-def _check_called(*modules: nn.Module) -> None:
-    for module in modules:
-        Forward(module)
+def _forward_of(module: nn.Module, name: str) -> Forward:
+    """Return the ``forward`` of a child; errors as `Forward`, with the child's name."""
+    try:
+        return Forward(getattr(module, name))
+    except NotProven as reason:
+        raise NotProven(f"{name}: {reason}") from reason
 
 
 def _join(module: nn.Module, names: tuple[str, ...], layers: tuple[DynamicLinear, ...], joined_name: str) -> None:
@@ -281,6 +277,14 @@ def _join(module: nn.Module, names: tuple[str, ...], layers: tuple[DynamicLinear
 
 
 def _become(module: nn.Module, kind: type[Fused], form: object) -> None:
-    made = fused_class(kind, type(module))
-    module.__class__ = made
+    vars(module).pop("forward", None)  # the method of its class as an attribute would hide the new method
+    module.__class__ = fused_class(kind, type(module))
     module.fused_form = form
+
+
+_RULES: tuple[tuple[Callable[[nn.Module], bool], Callable[[nn.Module, Counter[int]], str]], ...] = (
+    (lambda module: all(hasattr(module, name) for name in _QKV), _fuse_attention),
+    (lambda module: all(hasattr(module, name) for name in _GATE_UP) or hasattr(module, _JOINED_GATE_UP), _fuse_mlp),
+    (lambda module: any(isinstance(child, Fused) for child in module.children()), _fuse_layer),
+)
+"""Which modules may be a structure, and the function that fuses it. A layer comes after its parts."""

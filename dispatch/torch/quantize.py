@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,9 +13,7 @@ from torch import nn
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line, shown
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear
-from skuda.torch.replaceable_layers import ALREADY, Filter, Obstacles, check_model, describe_saving, linears
-
-_MOST_SHOWN = 3
+from skuda.torch.replaceable_layers import ALREADY, Filter, Obstacles, check_model, describe_saving, linears, table
 
 
 class Config(Protocol):
@@ -79,10 +76,10 @@ class Report:
     def __str__(self) -> str:
         ratio = f" ({self.bytes_after / self.bytes_before:.3f}x)" if self.bytes_before else ""
         lines = [f"{len(self.converted)} converted, {self.bytes_before} -> {self.bytes_after} bytes{ratio}"]
-        lines += _table("converted to", self.converted)
-        lines += _table("left:", self.left)
-        lines += _table("folded into", {name: norm for norm, names in self.folded.items() for name in names})
-        return "\n".join(lines + _table("not folded:", self.not_folded))
+        lines += table("converted to", self.converted)
+        lines += table("left:", self.left)
+        lines += table("folded into", {name: norm for norm, names in self.folded.items() for name in names})
+        return "\n".join(lines + table("not folded:", self.not_folded))
 
 
 def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None, *, strict: bool = False) -> Report:
@@ -212,15 +209,3 @@ def _check_converted(config: Config, layer: nn.Linear, new: object) -> None:
 
 def _bytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-
-
-def _table(title: str, of: Mapping[str, str]) -> list[str]:
-    """Return a line for each value, with the first of its names."""
-    names: defaultdict[str, list[str]] = defaultdict(list)
-    for name, value in of.items():
-        names[value].append(name or "the model")
-    return [
-        f"  {title} {value}: {', '.join(found[:_MOST_SHOWN])}"
-        + (f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else "")
-        for value, found in names.items()
-    ]

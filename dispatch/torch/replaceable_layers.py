@@ -6,7 +6,7 @@ import importlib
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +20,14 @@ Filter = Callable[[nn.Module, str], bool]
 
 ALREADY = "it is already int8"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MOST_SHOWN = 3
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}
 """Names instead of classes, because importing the second class takes seconds."""
 _READS_WEIGHTS = (nn.TransformerEncoderLayer,)
 """Modules of torch that pass the weights of their layers to a fused kernel instead of calling the layers."""
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
+CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_STATE_HOOKS = tuple(
+    f"_{what}_hooks" for what in ("state_dict", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post")
 )
 
 
@@ -111,9 +106,21 @@ def describe_saving(model: nn.Module) -> None:
         bridge.describe_(model)
 
 
+def table(title: str, of: Mapping[str, str]) -> list[str]:
+    """Return a line for each value, with the first of its names."""
+    names: defaultdict[str, list[str]] = defaultdict(list)
+    for name, value in of.items():
+        names[value].append(name or "the model")
+    return [
+        f"  {title} {value}: {', '.join(found[:_MOST_SHOWN])}"
+        + (f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else "")
+        for value, found in names.items()
+    ]
+
+
 def hooked(module: nn.Module) -> bool:
     """Whether a module has hooks."""
-    return any(getattr(module, name, None) for name in _HOOKS)
+    return any(getattr(module, name, None) for name in CALL_HOOKS + _STATE_HOOKS)
 
 
 def _own_code(linear: nn.Module) -> str | None:

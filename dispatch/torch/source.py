@@ -13,14 +13,16 @@ import inspect
 import textwrap
 from collections import Counter
 from collections.abc import Iterable
+from types import MethodType
 from typing import Any
 
 from torch import nn
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from skuda.torch.replaceable_layers import CALL_HOOKS
+
 _REFLECTION = frozenset({"eval", "exec", "globals", "locals", "vars"})
 _CHECKPOINTING = "transformers.modeling_layers"
-"""The module that wraps the forward of layers for `torch.utils.checkpoint` in training."""
+"""The module that adds `torch.utils.checkpoint` to layers: in ``__call__``, and since 5.23 around ``forward``."""
 _RENAMING = "transformers.utils.deprecation"
 """The module of the decorator `deprecate_kwarg`, which renames arguments with a former name."""
 
@@ -52,12 +54,13 @@ class Forward:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        hooked = next((name for name in _HOOKS if getattr(module, name, None)), None)
+        hooked = next((name for name in CALL_HOOKS if getattr(module, name, None)), None)
         if hooked is not None:
             raise NotProven(f"it has {hooked.strip('_').replace('_', ' ')}")
         if hasattr(module, "parametrizations"):
             raise NotProven("it has parametrizations")
-        if "forward" in vars(module) or _unwrapped(type(module).__call__) is not nn.Module.__call__:
+        own = MethodType(type(module).forward, module)  # the package kernels sets it where it has no kernel
+        if vars(module).get("forward", own) != own or not _runs_forward(_unwrapped(type(module).__call__)):
             raise NotProven("its forward was replaced")
         if module._compiled_call_impl is not None:  # noqa: SLF001  it has no public name
             raise NotProven("it is compiled")
@@ -66,11 +69,16 @@ class Forward:
             tree = ast.parse(textwrap.dedent(inspect.getsource(self._function))).body[0]
         except (OSError, SyntaxError, TypeError) as error:
             raise NotProven("the source of its forward cannot be read") from error
-        self.parameters = tuple(inspect.signature(self._function).parameters.values())[1:]
-        plain = isinstance(tree, ast.FunctionDef) and tree.args.args[0].arg == "self"
-        if not isinstance(tree, ast.FunctionDef) or not plain or not self.parameters:
+        parameters = inspect.signature(self._function).parameters
+        self.parameters = tuple(parameters.values())[1:]
+        if not isinstance(tree, ast.FunctionDef) or next(iter(parameters), "") != "self" or not self.parameters:
             raise NotProven("its forward is not a plain method of an input")
         self._tree = tree
+        self._reads = Counter(  # of attributes of self
+            node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+        )
         self.input = self.parameters[0].name
         self.renamed = frozenset(map(self._renamed_by, tree.decorator_list))
 
@@ -93,7 +101,7 @@ class Forward:
             known |= dict(_bound(target, value))
         if not isinstance(body[-1], ast.Return) or body[-1].value is None:
             raise NotProven("its forward does not end with a result")
-        twice = [name for name, count in self._own().items() if count > 1]
+        twice = [name for name, count in self._reads.items() if count > 1]
         if twice:
             raise NotProven(f"its forward reads self.{twice[0]} twice")
         return ast.unparse(_Replaced(known).visit(body[-1].value))
@@ -116,10 +124,9 @@ class Forward:
             name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
             if name in _REFLECTION or (id(node) not in allowed and name in (self.input, *names)):
                 raise NotProven(f"its forward may use {name} in another way")
-        counts = self._own()
         for name in names:
-            if counts[name] != 1:
-                raise NotProven(f"its forward calls {name} {counts[name]} times")
+            if self._reads[name] != 1:
+                raise NotProven(f"its forward calls {name} {self._reads[name]} times")
 
     def resolve(self, path: str) -> Any:
         """Return the object of a dotted name in the source, or None if it is not defined."""
@@ -138,7 +145,8 @@ class Forward:
         if not isinstance(decorator, ast.Call) or known != (_RENAMING, "deprecate_kwarg"):
             raise NotProven("its forward is not a plain method of an input")
         try:
-            (former, _), given = map(ast.literal_eval, decorator.args), _literals(decorator.keywords)
+            former, _ = map(ast.literal_eval, decorator.args)
+            given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in decorator.keywords}
         except ValueError:
             raise NotProven("its forward has a decorator with other than literal arguments") from None
         others = {each.name for each in self.parameters[1:] if each.kind is not each.VAR_KEYWORD}
@@ -146,26 +154,25 @@ class Forward:
             raise NotProven(f"its forward may take {former} in the place of {given.get('new_name', 'nothing')}")
         return str(former)
 
-    def _own(self) -> Counter[str]:
-        """Count the reads of each attribute of ``self``."""
-        return Counter(
-            node.attr
-            for node in ast.walk(self._tree)
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-        )
-
 
 def _unwrapped(function: Any) -> Any:
     """Return the function inside a wrapper that is known to change only names of arguments."""
     while hasattr(function, "__wrapped__"):
-        if function.__globals__["__name__"] not in (_CHECKPOINTING, _RENAMING):
+        if _home(function) not in (_CHECKPOINTING, _RENAMING):
             raise NotProven("its forward is wrapped")
         function = function.__wrapped__
     return function
 
 
-def _literals(keywords: Iterable[ast.keyword]) -> dict[str, Any]:
-    return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords}
+def _runs_forward(call: Any) -> bool:
+    """Whether a ``__call__`` runs ``forward`` and nothing else, except for checkpoints in training."""
+    known = _home(call) == _CHECKPOINTING and call.__qualname__ == "GradientCheckpointingLayer.__call__"
+    return known or call is nn.Module.__call__
+
+
+def _home(function: Any) -> object:
+    """Return the name of the module whose source defines a function. A decorator cannot change it."""
+    return getattr(function, "__globals__", {}).get("__name__")
 
 
 class _Replaced(ast.NodeTransformer):
@@ -186,6 +193,5 @@ def _bound(target: ast.expr, value: ast.expr) -> Iterable[tuple[str, ast.expr]]:
     if isinstance(target, ast.Name):
         return [(target.id, value)]
     if isinstance(target, ast.Tuple) and all(isinstance(part, ast.Name) for part in target.elts):
-        parts = (ast.Subscript(value, ast.Constant(i)) for i in range(len(target.elts)))
-        return [(name.id, part) for name, part in zip(target.elts, parts, strict=True) if isinstance(name, ast.Name)]
+        return [(ast.unparse(name), ast.Subscript(value, ast.Constant(i))) for i, name in enumerate(target.elts)]
     raise NotProven("its forward assigns to something other than a name")

@@ -1,13 +1,13 @@
 """`fuse_`: the bits of fused models, and the structures that it leaves unchanged."""
 
 import copy
-import inspect
+import dataclasses
+import re
+import warnings
 from functools import partial, wraps
 
 import pytest
 import torch
-import transformers
-from safetensors.torch import load_file
 from support import fresh, sampled
 from tensors import array_of, copies, same, tensor_of
 from torch import nn
@@ -172,6 +172,19 @@ def test_a_fused_stack_has_the_bits_of_the_ops_one_by_one_in_numpy(norm, act, dt
     assert same(run(model), want)
 
 
+def test_modules_with_their_own_forward_as_an_attribute_are_fused():
+    rng = fresh("own")
+    model = stack(rng)
+    fused = copy.deepcopy(model)
+    for module in fused.modules():
+        module.forward = module.forward
+    run = call(rng, model)
+    assert not fuse_(fused).left
+    fuse_(model)
+    assert same(run(fused), run(model))
+    assert "forward" not in vars(fused.layers[0].mlp)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_fused_stack_is_as_close_to_the_real_numbers_as_an_unfused_one(dtype):
     """Norms and gates round at other places, by units of the dtype; that is less than what int8 changes."""
@@ -190,7 +203,10 @@ def test_joined_products_have_the_bits_of_those_that_they_join(dtype):
     model = stack(rng, dtype, change=change_parts(partial(nn.RMSNorm, eps=None), nn.Tanh, bias=True))
     run = call(rng, model, dtype)
     want = run(model)
-    assert set(fuse_(model).fused) == {"layers.0.self_attn", "layers.1.self_attn"}
+    with pytest.warns(
+        UserWarning, match="because its activation, Tanh, is neither SiLU nor GELU: layers.0.mlp, layers.1"
+    ):
+        assert set(fuse_(model).fused) == {"layers.0.self_attn", "layers.1.self_attn"}
     attention = model.layers[0].self_attn
     assert isinstance(attention, llama.LlamaAttention)
     assert all(isinstance(getattr(attention, name), Part) for name in ("q_proj", "k_proj", "v_proj"))
@@ -413,6 +429,16 @@ class Called(llama.LlamaMLP):
         return -super().__call__(x)
 
 
+class CalledLayer(llama.LlamaLayer):
+    def __call__(self, *args, **kwargs):
+        return -super().__call__(*args, **kwargs)
+
+
+class Unnamed(llama.LlamaMLP):
+    def forward(*given, scale=1):
+        return given[0].down_proj(scale * given[1])
+
+
 class Wrapped(llama.LlamaMLP):
     forward = loud(llama.LlamaMLP.forward)
 
@@ -489,6 +515,9 @@ LEFT = {
     "a branch": (of_class("mlp", Branching), "mlp", "does more than assign names"),
     "a wrapped forward": (of_class("mlp", Wrapped), "mlp", "is wrapped"),
     "a call of its own": (of_class("mlp", Called), "mlp", "was replaced"),
+    "a call of a layer": (of_class("", CalledLayer), "", "was replaced"),
+    "no input by name": (of_class("mlp", Unnamed), "mlp", "not a plain method of an input"),
+    "a replaced norm": (lambda layer: setattr(layer.input_layernorm, "forward", torch.neg), "", "was replaced"),
     "compiled": (lambda layer: layer.mlp.compile(backend="eager"), "mlp", "is compiled"),
     "a replaced forward": (lambda layer: setattr(layer.mlp, "forward", torch.neg), "mlp", "was replaced"),
     "a scaled residual": (of_class("", Scaled), "", "not a known form of a decoder layer"),
@@ -521,9 +550,11 @@ def test_what_is_not_proven_stays_as_it_was(case):
     layer = stack(fresh("left")).layers[0]
     change(layer)
     kind, children = type(layer.get_submodule(path)), dict(layer.get_submodule(path).named_children())
-    report = fuse_(layer)
+    with pytest.warns(UserWarning, match=re.escape(why)) as told:
+        report = fuse_(layer)
     assert why in report.left[path]
     assert f"left: {report.left[path]}" in str(report)
+    assert f"  because {report.left[path]}: {path or 'the model'}" in str(told[0].message)
     assert type(layer.get_submodule(path)) is kind
     assert dict(layer.get_submodule(path).named_children()) == children
     assert type(layer).forward is kind.forward or path
@@ -543,11 +574,39 @@ def test_a_model_is_fused_once():
 
 
 def test_layers_of_no_known_structure_are_named():
-    loose = nn.ModuleDict(
-        {"a": DynamicLinear.from_linear(nn.Linear(4, 4)), "b": DynamicLinear.from_linear(nn.Linear(4, 4))}
-    )
-    assert fuse_(loose).left == {"": "a, b are not part of a known structure"}
+    loose = nn.ModuleDict({"up_proj": nn.Linear(4, 4), "down_proj": nn.Linear(4, 4), "norm": nn.RMSNorm(4)})
+    assert fuse_(quantized(loose)).left == {"": "up_proj, down_proj are not part of a known structure"}
     assert not fuse_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))).left
+
+
+class WithoutNorms(nn.Module):
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x):
+        return x + self.mlp(x)
+
+
+def test_one_warning_counts_the_modules_that_could_have_been_fused():
+    model = stack(fresh("warning"), sizes=dataclasses.replace(SIZES, layers=5))
+    for layer in model.layers[:4]:
+        layer.mlp.act_fn = nn.Tanh()
+    model.layers[4].mlp.up_proj = nn.Linear(48, 72)
+    without_norms = WithoutNorms(stack(fresh("without norms")).layers[0].mlp)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fuse_(model)
+        assert fuse_(without_norms).left == {"": "its forward is not a known form of a decoder layer"}
+        assert not fuse_(llama.LlamaStack(SIZES)).left, "nothing in it is quantized"
+    (told,) = told
+    assert told.filename == __file__
+    assert str(told.message).splitlines() == [
+        "fuse_ left some modules as they were:",
+        "  because its activation, Tanh, is neither SiLU nor GELU: layers.0.mlp, layers.1.mlp, layers.2.mlp and 1 more",
+        "  because up_proj is Linear, no DynamicLinear: layers.4.mlp",
+        "  because its mlp is not fused: layers.0, layers.1, layers.2 and 2 more",
+    ]
 
 
 def test_an_input_of_another_width_is_refused():
@@ -557,55 +616,3 @@ def test_an_input_of_another_width_is_refused():
         model.layers[0].self_attn.k_proj(torch.ones(2, SIZES.hidden, dtype=torch.bfloat16))
     with pytest.raises(InvalidProblem):
         model.layers[0].mlp(torch.ones(2, SIZES.hidden + 1, dtype=torch.bfloat16))
-
-
-# --- models of transformers ------------------------------------------------------------------------------------------
-
-FAMILIES = {
-    "Llama": {"self_attn", "mlp", ""},
-    "Mistral": {"self_attn", "mlp", ""},
-    "Qwen2": {"self_attn", "mlp", ""},
-    "Qwen3": {"self_attn", "mlp", ""},
-    "Gemma": {"self_attn", "mlp"},
-    "Phi3": {"mlp"},
-}
-"""What of a layer is fused. Gemma's norm scales by 1 + weight; a layer of Phi 3 has dropouts."""
-
-
-@pytest.mark.parametrize("family", sampled(FAMILIES, 3))
-def test_models_of_transformers(family, tmp_path):
-    rng = fresh("family", family)
-    sizes = {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"num_hidden_layers": 2, "vocab_size": 64, "pad_token_id": 0}
-    sizes["eos_token_id"] = None  # Drawn weights may say it, and `generate` would end early.
-    sizes |= {} if family == "Phi3" else {"head_dim": 12}
-    config = getattr(transformers, f"{family}Config")(**sizes)
-    torch.manual_seed(int(rng.integers(1 << 30)))
-    model = getattr(transformers, f"{family}ForCausalLM")(config).bfloat16().eval()
-    vary(model, rng)
-    head = model.lm_head
-    model.lm_head = nn.Identity()
-    quantized(model).lm_head = head
-    fused = copy.deepcopy(model)
-    report = fuse_(fused)
-    assert {name.partition("layers.0")[2].strip(".") for name in report.fused if "layers.0" in name} == FAMILIES[family]
-    assert len(report.fused) == 2 * len(FAMILIES[family])
-    assert bool(report.left) is (FAMILIES[family] != {"self_attn", "mlp", ""})
-    assert set(fused.state_dict()) == set(model.state_dict())
-    ids = torch.from_numpy(rng.integers(1, 64, (2, 7)))
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
-    with torch.no_grad():
-        want, got = (m(ids, attention_mask=mask, output_hidden_states=True) for m in (model, fused))
-        assert len(got.hidden_states) == len(want.hidden_states) == 3
-        assert (got.logits - want.logits).norm() < 0.02 * want.logits.norm()
-        with_cache = [fused(ids[:, :6], attention_mask=mask[:, :6], use_cache=True)]
-        name = "cache" if "cache" in inspect.signature(fused.forward).parameters else "past_key_values"  # since 5.24
-        with_cache.append(fused(ids[:, 6:], attention_mask=mask, **{name: with_cache[0][name]}))
-        torch.testing.assert_close(with_cache[1].logits[:, 0], got.logits[:, 6], rtol=0, atol=0.05)
-        made = fused.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
-    assert made.shape == (2, 11)
-    fused.save_pretrained(tmp_path)
-    saved = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items() if name in saved)
-    assert set(model.state_dict()) - set(saved) <= {"lm_head.weight"}, "Gemma's is its embedding"

@@ -117,6 +117,7 @@ def test_layers_with_former_names_are_fused_and_take_them():
 )
 def test_another_decorator_is_not_proven(attention, why):
     layer = a_layer(fresh("another decorator"), attention)
-    report = fuse_(layer)
+    with pytest.warns(UserWarning, match=why):
+        report = fuse_(layer)
     assert why in report.left["self_attn"]
     assert type(layer.self_attn) is attention

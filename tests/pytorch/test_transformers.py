@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -132,6 +133,20 @@ def test_a_fused_model_is_saved_as_the_model_that_it_was(tmp_path):
         assert first.keys() == again.keys()
         assert all(torch.equal(first[key], again[key]) for key in first)
         assert torch.equal(logits(from_pretrained(tmp_path / name), ids), want)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma"])
+def test_fusing_a_model_that_was_quantized_as_it_was_loaded_warns_of_what_it_leaves(family, tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{family}Config")(num_hidden_layers=2, vocab_size=97, **sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = from_pretrained(tmp_path, quantization_config=SkudaConfig())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        report = fuse_(model)
+    assert set(report.left) == ({"model.layers.0", "model.layers.1"} if family == "Gemma" else set())
+    assert [each.category for each in told] == [UserWarning] * (family == "Gemma")
+    assert all("GemmaRMSNorm" in str(each.message) and "model.layers.0" in str(each.message) for each in told)
 
 
 def test_a_fused_model_refuses_layers_that_could_not_have_been_joined(tmp_path):

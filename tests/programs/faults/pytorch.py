@@ -93,12 +93,20 @@ FAULTS = listed(
         "dispatch/torch/fuse.py": {
             "fuse-a-curve-for-another": ('{"approximation": "tanh"}', '{"approximation": "erf"}', FUSE),
             "fuse-layers-with-and-without-bias": ("if any((a is", "if all((a is", FUSE),
-            "fuse-an-unproven-mlp": ("not in [form.format(act=act)", "in [form.format(act=act) + ' '", FUSE),
+            "fuse-an-unproven-mlp": (
+                "not in [form.format(act=act, **parts)",
+                "in [form.format(act=act, **parts) + ' '",
+                FUSE,
+            ),
             "fuse-another-eps-of-a-norm": (
                 'raise NotProven(f"{name} normalizes more than one axis, or its eps is torch\'s default")',
                 "norm.eps = 1e-6",
                 FUSE,
             ),
+        },
+        "dispatch/torch/source.py": {
+            "fuse-a-call-of-its-own": ("return known or call is nn.Module.__call__", "return True", FUSE),
+            "fuse-a-forward-of-another": ('vars(module).get("forward", own) != own or', "", FUSE),
         },
         "dispatch/torch/joined.py": {
             "fuse-parts-are-shifted-by-one": (
