@@ -19,6 +19,7 @@ from skuda.dispatch.plugins.asking import (
     error_text,
 )
 from skuda.dispatch.select.match import Obstacles
+from skuda.dispatch.system.interrupts import held_back
 from skuda.dispatch.system.locks import lock
 from skuda.dispatch.system.transient import is_transient
 from skuda.registry.cached import cached_property
@@ -73,9 +74,10 @@ class Machine:
         """Return the machine with the given registry and backends, or with the built-in and installed ones for None."""
         own = registry is None
         if registry is None:
-            from skuda.kernels.catalog import built_in_registry
+            with held_back():
+                from skuda.kernels.catalog import built_in_registry
 
-            registry = built_in_registry()
+                registry = built_in_registry()
         plugins: list[Plugin] = []
         by_name: dict[str, Plugin] = {}
         if backends is None:

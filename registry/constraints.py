@@ -6,9 +6,10 @@ A constraint names an attribute of the descriptor, so derived sizes (`numel`, `n
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, WrapValidator
 
 from skuda.registry.reason import Reason
 from skuda.registry.value import Integer, Value
@@ -126,5 +127,12 @@ class ProductAtMost(Value):
         return self.factors
 
 
-Constraint = Annotated[OneOf | Between | MultipleOf | ProductAtMost, Field(discriminator="kind")]
+def _as_it_is(value: Any, read: Callable[[Any], Any]) -> Any:
+    # Pydantic asks a union's value whether it is a `Mapping`, in Python code, and drops a Ctrl-C that comes there.
+    return value if isinstance(value, OneOf | Between | MultipleOf | ProductAtMost) else read(value)
+
+
+Constraint = Annotated[
+    OneOf | Between | MultipleOf | ProductAtMost, Field(discriminator="kind"), WrapValidator(_as_it_is)
+]
 """Any of the constraints; the ``kind`` field distinguishes them in JSON."""

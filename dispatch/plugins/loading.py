@@ -25,6 +25,7 @@ from skuda.dispatch.plugins.asking import KERNELS, error_text
 from skuda.dispatch.plugins.seal import Seal
 from skuda.dispatch.plugins.stdout import kept_clean
 from skuda.dispatch.settings import plugin_enabled
+from skuda.dispatch.system.interrupts import held_back
 from skuda.registry.backend import BackendSpec
 from skuda.registry.op import Op
 from skuda.registry.registry import Registry
@@ -83,13 +84,14 @@ def found(group: str) -> tuple[tuple[tuple[EntryPoint, Plugin], ...], tuple[Plug
     broken : tuple of Plugin
         The packages, with the reason.
     """
-    try:
-        points = list(entry_points(group=group))
-    except Exception:  # noqa: BLE001  one package with broken metadata makes the call fail for all
-        points, broken = _one_by_one(group)
-    else:
-        broken = []
-    return tuple((point, _entry(point)) for point in sorted(points)), tuple(broken)
+    with held_back():
+        try:
+            points = list(entry_points(group=group))
+        except Exception:  # noqa: BLE001  one package with broken metadata makes the call fail for all
+            points, broken = _one_by_one(group)
+        else:
+            broken = []
+        return tuple((point, _entry(point)) for point in sorted(points)), tuple(broken)
 
 
 def _one_by_one(group: str) -> tuple[list[EntryPoint], list[Plugin]]:

@@ -1,12 +1,58 @@
-"""Runs functions first in every forked child."""
+"""Runs functions first in every forked child, and lets a fork wait for imports.
+
+CPython does not open the locks of modules in a child. A child that is forked while another thread imports a module
+would wait for ever for that module.
+"""
 
 from __future__ import annotations
 
+import _thread
 import os
+import sys
+import threading
+import time
 from collections.abc import Callable
+from types import FrameType
+
+PATIENCE = 10.0
+"""Most seconds that a fork waits for imports. An import may itself wait for the thread that forks."""
+_LOOK = 0.001
 
 
 def in_child(act: Callable[[], None]) -> None:
     """Call a function in every child that is forked from now on, on systems with forks."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=act)
+
+
+def _await_imports() -> None:
+    """Wait until no other thread is in an import that code of skuda began."""
+    until, mine = time.monotonic() + PATIENCE, threading.get_ident()
+    try:
+        if len(sys._current_frames()) > 1:  # noqa: SLF001  the only way to see other threads
+            time.sleep(0)  # begin a new time slice, so that no thread runs between the last look and the fork
+        while time.monotonic() < until:
+            others = sys._current_frames()  # noqa: SLF001
+            del others[mine]
+            if not any(map(_imports, others.values())):
+                break
+            time.sleep(_LOOK)
+    except KeyboardInterrupt:
+        # Python drops what a hook of a fork raises. It comes again after the fork.
+        threading.Timer(0.05, _thread.interrupt_main).start()
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Whether a thread, of which this is the innermost frame, is in an import that code of skuda began."""
+    inside = False
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            inside = True
+        elif inside and str(frame.f_globals.get("__name__")).partition(".")[0] == "skuda":
+            return True
+        frame = frame.f_back
+    return False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_await_imports)

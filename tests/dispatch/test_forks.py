@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
+import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,8 +20,10 @@ from toykernels import scaled as toy
 
 from skuda.dispatch.backends.numpy import NumpyBackend
 from skuda.dispatch.cuda import driver as cuda_driver
+from skuda.dispatch.system import forks
 from skuda.dispatch.system.locks import Locks, lock
 from skuda.registry.errors import DriverError
+from skuda.registry.source import resolve
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks on this system")
 PROBLEM, OTHER = ToyDescriptor(m=4), ToyDescriptor(m=5)
@@ -91,6 +96,79 @@ def test_locks_held_by_other_threads_are_open_in_a_child():
     finally:
         done.set()
         thread.join()
+
+
+@pytest.fixture
+def slow(monkeypatch, tmp_path):
+    """A module whose import waits: what it shares with the test."""
+    text = "import sys\nshared = sys.shared\nshared.begun.set()\nassert shared.go_on.wait(60)\nfound = 5\n"
+    (tmp_path / "imported_slowly.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    shared = SimpleNamespace(begun=threading.Event(), go_on=threading.Event())
+    monkeypatch.setattr(sys, "shared", shared, raising=False)
+    yield shared
+    sys.modules.pop("imported_slowly", None)
+    resolve.cache_clear()
+
+
+def in_thread(call, *given):
+    thread = threading.Thread(target=call, args=given)
+    thread.start()
+    return thread
+
+
+def test_a_fork_waits_for_an_import_that_another_thread_began_in_a_first_call(slow):
+    def asks():
+        return resolve("imported_slowly", "found") == 5
+
+    importing = in_thread(asks)
+    assert slow.begun.wait(60)
+    later = in_thread(lambda: (time.sleep(0.3), slow.go_on.set()))
+    assert in_child(asks) == 0
+    assert slow.go_on.is_set()
+    importing.join()
+    later.join()
+
+
+def test_a_fork_waits_for_no_import_of_somebody_else_and_not_for_ever(slow, monkeypatch):
+    waits = []
+    importing = in_thread(importlib.import_module, "imported_slowly")
+    try:
+        assert slow.begun.wait(60)
+        monkeypatch.setattr(forks, "time", SimpleNamespace(monotonic=time.monotonic, sleep=waits.append))
+        assert in_child(lambda: True) == 0
+        assert waits == [0]
+    finally:
+        monkeypatch.setattr(forks, "time", time)
+        slow.go_on.set()
+        importing.join()
+    sys.modules.pop("imported_slowly")
+    slow.begun.clear()
+    slow.go_on.clear()
+    monkeypatch.setattr(forks, "PATIENCE", 0.05)
+    importing = in_thread(resolve, "imported_slowly", "shared")
+    try:
+        assert slow.begun.wait(60)
+        assert in_child(lambda: not slow.go_on.is_set()) == 0
+    finally:
+        slow.go_on.set()
+        importing.join()
+
+
+def test_an_interrupt_of_a_fork_that_waits_comes_after_it(slow):
+    importing = in_thread(resolve, "imported_slowly", "found")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert slow.begun.wait(60)
+        later = in_thread(lambda: (time.sleep(0.2), os.kill(os.getpid(), signal.SIGINT)))
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012  it comes while the parent goes on
+            assert in_child(lambda: not slow.go_on.is_set()) == 0
+            slow.go_on.wait(20)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        slow.go_on.set()
+        importing.join()
+        later.join()
 
 
 class Loaded:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 from functools import partial
 from types import SimpleNamespace
 
+import pytest
 from fakes import toy_dispatcher
 from interrupts import bytecodes, elsewhere, interrupted
 from support import fresh
 from toy import ToyDescriptor
 
 from skuda import functional
+from skuda.dispatch import Dispatcher
 from skuda.dispatch.cuda import pycuda_context
+from skuda.dispatch.plugins import loading
+from skuda.kernels import catalog
+from skuda.registry import KernelSku
 
 PROBLEM, OTHER = ToyDescriptor(m=4), ToyDescriptor(m=5)
 SELECTING = ("/dispatcher.py", "/locks.py", "/telemetry.py", "/match.py", "/backends/", "/plan.py")
@@ -59,6 +65,50 @@ def test_an_interrupted_first_question_is_asked_again():
         dispatcher = toy_dispatcher()
         interrupted(partial(asked, dispatcher), at, "/dispatcher.py", "/asking.py")
         assert asked(dispatcher) == asked(toy_dispatcher())
+
+
+class Dying:
+    """Interrupts in its destructor, from which Python raises nothing."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(("module", "name"), [(catalog, "built_in_registry"), (loading, "entry_points")])
+def test_an_interrupt_while_a_dispatcher_is_built_is_delivered_once(monkeypatch, module, name):
+    right = getattr(module, name)
+
+    def planted(**asked):
+        Dying()
+        return right(**asked)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, planted)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                Dispatcher()
+            came = []
+            host = lambda number, frame: came.append((number, frame is not None))  # noqa: E731
+            signal.signal(signal.SIGINT, host)
+            found = Dispatcher()
+            # One for each time that the planted function was called.
+            assert came == [(signal.SIGINT, True)] * (2 if module is loading else 1)
+            assert signal.getsignal(signal.SIGINT) is host
+        finally:
+            signal.signal(signal.SIGINT, before)
+    for built in (found, Dispatcher(), elsewhere(Dispatcher)):
+        assert list(built.registry) == list(Dispatcher().registry)
+        assert len(built.registry) > 100
+
+
+def test_an_interrupt_while_a_kernel_is_described_is_raised():
+    known = next(sku for sku in catalog.built_in_registry() if len(sku.constraints) > 1)
+    fields = {name: getattr(known, name) for name in KernelSku.model_fields}
+    describe, within = partial(KernelSku, **fields), ("/registry/", "<frozen abc>")
+    points = bytecodes(describe, *within)
+    assert points > 50
+    assert all(interrupted(describe, at, *within) for at in range(1, points + 1))
 
 
 def test_an_interrupt_leaves_no_context_on_the_stack_of_pycuda(monkeypatch):
