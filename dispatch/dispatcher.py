@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from skuda.dispatch.plugins.loading import Plugin
     from skuda.dispatch.select.explanation import Explanation
     from skuda.dispatch.select.tuning import Tuning
-    from skuda.dispatch.shard.explanation import ShardedExplanation
-    from skuda.dispatch.shard.plan import ShardedPlan
-    from skuda.dispatch.shard.shards import Shards
 
 
 class Dispatcher:
@@ -270,63 +267,6 @@ class Dispatcher:
             return found
         remarks = self._machine.remarks(chosen, problem, preference.part_of(device), found.choice)
         return found.model_copy(update={"notes": (*found.notes, *remarks)}) if remarks else found
-
-    def select_shards(
-        self,
-        problem: Descriptor,
-        shards: Shards,
-        preference: PlanPreference | None = NO_PREFERENCE,
-        device: Device | str | None = None,
-    ) -> ShardedPlan:
-        """Choose the kernels for a linear layer that the ranks of a group share.
-
-        Every rank calls this with the same arguments, on its own device, and binds the plan to the group.
-
-        Parameters
-        ----------
-        problem : Descriptor
-            The whole linear layer, with its whole sizes.
-        shards : Shards
-            How the layer is split.
-        preference, device
-            As in `select`. A `sku` names the kernel of the product.
-
-        Raises
-        ------
-        InvalidProblem
-            For an argument of the wrong type, an unknown device, or a problem that cannot be split this way.
-        Unsupported
-            If a step of a rank has no kernel. The error carries every reason.
-        """
-        from skuda.dispatch.shard.plan import sharded_plan
-
-        problem, preference, device = checked(self._machine, problem, preference, device)
-        explanation = self.explain_shards(problem, shards, preference, device)
-        if explanation.refused is not None:
-            raise Unsupported(explanation.refused)
-        return sharded_plan(problem, explanation, device, preference, self.registry, self.select)
-
-    def explain_shards(
-        self,
-        problem: Descriptor,
-        shards: Shards,
-        preference: PlanPreference | None = NO_PREFERENCE,
-        device: Device | str | None = None,
-    ) -> ShardedExplanation:
-        """Return what `select_shards` would choose for the same arguments and why, and what the ranks would exchange.
-
-        Raises
-        ------
-        InvalidProblem
-            For an argument of the wrong type, an unknown device, or a problem that cannot be split this way.
-        """
-        from skuda.dispatch.shard.explanation import explain
-        from skuda.dispatch.shard.shards import Shards
-
-        problem, preference, device = checked(self._machine, problem, preference, device)
-        if not isinstance(shards, Shards):
-            refuse("shards", shards, "be a Shards, such as Shards(axis='k', count=2)")
-        return explain(problem, shards, preference, lambda local, asked: self.explain(local, asked, device))
 
     def choices(self, sku: KernelSku, problem: Descriptor, device: Device | str | None) -> tuple[str, ...]:
         """Return the names of the configurations in which a kernel can run a problem on a device, best first.

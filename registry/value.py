@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -59,6 +60,35 @@ Extent = Annotated[Integer, Field(ge=0, lt=2**31)]
 
 Int32 = Annotated[Integer, Field(ge=-(2**31), lt=2**31)]
 """An integer that fits the s32 in which zero points and bounds are stored."""
+
+
+def expect(call: str, argument: str, given: object, kind: Any, must: str) -> None:
+    """Raise `InvalidProblem` if an argument of a function is not of a type."""
+    if not isinstance(given, kind):
+        raise InvalidProblem(call, argument, shown(given), must)
+
+
+def expect_integer(call: str, argument: str, given: object, least: int, most: int) -> int:
+    """Return an argument of a function as an integer. Raise `InvalidProblem` if it is none, or not in [least, most]."""
+    try:
+        found: Any = _index(given)
+    except ValueError:
+        found = least - 1
+    if not least <= found <= most:
+        raise InvalidProblem(call, argument, shown(given), f"be an integer in [{least}, {most}]")
+    return int(found)
+
+
+def expect_real(call: str, argument: str, given: object, least: float, most: float) -> float:
+    """Return an argument of a function as a number. Raise `InvalidProblem` if it is none, or not in [least, most]."""
+    try:
+        found: Any = _real(given)
+    except ValueError:
+        found = math.nan
+    if not least <= found <= most:
+        raise InvalidProblem(call, argument, shown(given), f"be a number in [{least:g}, {most:g}]")
+    return float(found)
+
 
 _RULES: dict[str, Callable[[dict[str, Any]], str]] = {
     "missing": lambda _: "be given",

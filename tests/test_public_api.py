@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from functools import partial
 from itertools import product
 from types import FunctionType
 
@@ -12,14 +13,17 @@ from support import sampled
 from wrong import WRONG
 
 import skuda.dispatch
+import skuda.dispatch.shard
 import skuda.registry
 from skuda.dispatch import Dispatcher, PlanPreference, Tuning, device_named, log_selection
 from skuda.dispatch.backends.numpy import NumpyBackend
 from skuda.dispatch.select.environment import Environment
 from skuda.dispatch.select.explanation import Verdict
+from skuda.dispatch.shard import NVLINK, Shards, Traffic, explain_shards, on_ranks, select_shards, split
 from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.kernels.draw import draw
 from skuda.kernels.elementwise import FillDescriptor
+from skuda.kernels.linear import QuantizedLinearDescriptor
 from skuda.registry import Descriptor, PrecisionRequirement, Reason, Registry, SkudaError, SkuIdentity
 from skuda.registry.device import HOST
 from skuda.tools.checkpoint import load_layers, save_layers
@@ -40,12 +44,24 @@ WEIGHT = np.ones((2, 3), np.float32)
 LAYER = SmoothQuantLayer.quantize(DISPATCHER, ONES, WEIGHT, alpha=0.5)
 RANGES = ActivationRanges()
 RANGES.observe("layer", WEIGHT)
+LINEAR = QuantizedLinearDescriptor(m=2, c_out=3, k=4, q_min=-127, q_max=127, activation_element="f32")
+SHARDS = Shards(axis="k", count=1)
+SHARDED = select_shards(DISPATCHER, LINEAR, SHARDS, device="cpu")
+SPLIT = explain_shards(DISPATCHER, LINEAR, SHARDS, device="cpu")
+S32 = np.ones((2, 3), np.int32)
+LAYER_INPUTS = {"activation": np.ones((2, 4), np.float32), "weight_q": np.ones((3, 4), np.int8), "weight_scale": ONES}
+TRAFFIC = Traffic(m=2, n=3, k=4, output_bytes=2, dynamic=True)
 TUNING = Tuning(environment=Environment(device=HOST, skuda="1"))
 
 
 def record(value):
     """A public record and the fields of an example."""
     return type(value), {name: getattr(value, name) for name in type(value).model_fields}
+
+
+def on_one(method, prepare=lambda group: group):
+    """A method of a group, or of what is made of a group, as a function on one rank."""
+    return lambda **given: on_ranks(1, lambda group: getattr(prepare(group), method)(**given))[0]
 
 
 WRONG |= {"a plan": lambda: PLAN, "a registry": lambda: DISPATCHER.registry}
@@ -90,6 +106,36 @@ CALLS = {
     "SmoothQuantLayer.run": (LAYER.run, {"dispatcher": DISPATCHER, "x": WEIGHT}),
     "save_layers": (save_layers, {"path": "layers", "layers": {"a": LAYER}}),
     "load_layers": (load_layers, {"path": "/no/such/file"}),
+    "select_shards": (
+        select_shards,
+        {"dispatcher": DISPATCHER, "problem": LINEAR, "shards": SHARDS, "preference": None, "device": HOST},
+    ),
+    "explain_shards": (
+        explain_shards,
+        {"dispatcher": DISPATCHER, "problem": LINEAR, "shards": SHARDS, "preference": None, "device": HOST},
+    ),
+    "ShardedPlan.bind": (lambda **given: on_ranks(1, lambda g: SHARDED.bind(**{"group": g} | given)), {"name": "up"}),
+    "ShardedPlan.bind to a group": (SHARDED.bind, {"group": None}),
+    "BoundShards.run": (on_one("run", SHARDED.bind), {**LAYER_INPUTS, "stream": None}),
+    "Shards.parts": (SHARDS.parts, {"n": 3, "k": 4}),
+    "Shards.columns": (Shards(axis="n", count=1, input="columns").columns, {"k": 4}),
+    "Shards.rows": (SHARDS.rows, {"m": 3}),
+    "Link.microseconds": (NVLINK.microseconds, {"sent": 5}),
+    "split": (split, {"total": 5, "count": 2, "unit": 1}),
+    "Traffic.transfers": (TRAFFIC.transfers, {"shards": SHARDS, "scattered": True, "chunks": 1}),
+    "Traffic.microseconds": (TRAFFIC.microseconds, {"shards": SHARDS, "scattered": None}),
+    "Traffic.scatters": (TRAFFIC.scatters, {"shards": SHARDS}),
+    "Traffic.chunks": (TRAFFIC.chunks, {"shards": SHARDS}),
+    "Traffic.cheapest": (TRAFFIC.cheapest, {"choices": [SHARDS]}),
+    "on_ranks": (partial(on_ranks, work=lambda _: None), {"count": 1, "patience": 1.0}),
+    "Group.exchange": (on_one("exchange"), {"text": "here"}),
+    "Group.agree": (on_one("agree"), {"what": "a call"}),
+    "Group.max": (on_one("max"), {"array": ONES}),
+    "Group.sum": (on_one("sum"), {"array": S32}),
+    "Group.sum_rows": (on_one("sum_rows"), {"array": S32, "sizes": (2,)}),
+    "Group.gather": (on_one("gather"), {"array": S32, "axis": 1, "sizes": (3,)}),
+    "Group.start_sum_rows": (on_one("start_sum_rows"), {"array": S32, "sizes": (2,)}),
+    "Group.start_gather": (on_one("start_gather"), {"array": S32, "axis": 0, "sizes": (2,), "into": S32.copy()}),
     **{
         type(value).__name__: record(value)
         for value in (
@@ -106,6 +152,13 @@ CALLS = {
             TUNING,
             DISPATCHER.status["numpy"],
             DISPATCHER.registry.backends["numpy"],
+            NVLINK,
+            SHARDS,
+            TRAFFIC,
+            SHARDED.precision_guarantee,
+            SPLIT,
+            SPLIT.steps[0],
+            TRAFFIC.transfers(Shards(axis="k", count=2), scattered=True)[0],
             Reason(code="arch", field="device", wanted="a", had="b"),
             Verdict(origin="a", chosen=False, reason="b"),
             skuda.dispatch.Plugin(group="a", name="b", origin="c", package="d"),
@@ -124,12 +177,22 @@ for op in built_in_ops():
     CALLS[f"skuda.ops.{op.name}"] = (getattr(skuda.ops, op.name), {**given, **fields, "dispatcher": DISPATCHER})
     CALLS[op.descriptor.__name__] = (op.descriptor, fields)
 
-NOTHING_VALID = {"log_selection", "Tuning.load", "load_layers"}
+NOTHING_VALID = {"log_selection", "Tuning.load", "load_layers", "ShardedPlan.bind to a group"}
 """Functions that are only called with wrong values here."""
 MAY_FAIL_TO_OPEN = {"save_layers", "load_layers"}
 """Functions that document `OSError`."""
-CHECKED_LATER = {"Argument", "Case", "FunctionalKey", "Op", "Runner", "Selection"}
-"""Plain data, whose parts are checked where it is registered, and a protocol."""
+CHECKED_LATER = {
+    "Argument",
+    "Case",
+    "FunctionalKey",
+    "Op",
+    "Runner",
+    "Selection",
+    "Group",
+    "BoundShards",
+    "ShardedPlan",
+}
+"""Plain data, whose parts are checked where it is registered, protocols, and what only functions of skuda make."""
 
 
 def kind_of(name):
@@ -156,7 +219,9 @@ def test_a_wrong_value_gives_an_error_of_ours_or_none(name, tmp_path, monkeypatc
     assert not wrong, "\n".join([f"{len(wrong)} raw errors of {name}", *wrong])
 
 
-@pytest.mark.parametrize("module", [skuda.dispatch, skuda.registry], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [skuda.dispatch, skuda.dispatch.shard, skuda.registry], ids=lambda module: module.__name__
+)
 def test_every_public_name_is_tried(module):
     public = {name: getattr(module, name) for name in module.__all__}
     data = (Exception, enum.Enum, Descriptor, skuda.dispatch.Backend)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated
 
-from skuda.dispatch.shard.shards import Shards, split
-from skuda.registry.value import Value
+from pydantic import Field
+
+from skuda.dispatch.shard.shards import MOST_RANKS, Shards, split
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
+from skuda.registry.value import Extent, Integer, Real, Size, Value, expect, expect_integer
 
 _MOST_CHUNKS = 4
 """More chunks hide little more, and each costs launches."""
@@ -13,6 +18,7 @@ _FEWEST_ROWS = 512
 """Least rows of a chunk. Fewer rows would not fill a GPU with tiles of the product."""
 _TILE = 128
 """Rows of the largest tile of the product."""
+_Bytes = Annotated[Integer, Field(ge=0, le=64)]
 
 
 class Transfer(Value):
@@ -31,9 +37,9 @@ class Transfer(Value):
     """
 
     what: str
-    sent: int
-    microseconds: float
-    chunks: int = 1
+    sent: Size
+    microseconds: Annotated[Real, Field(ge=0)]
+    chunks: Annotated[Integer, Field(ge=1)] = 1
 
     @property
     def exposed(self) -> float:
@@ -46,7 +52,7 @@ class Transfer(Value):
 
 
 class Traffic(Value):
-    """The data that a layer exchanges.
+    """The data that a layer exchanges. Methods raise `InvalidProblem` for an argument of the wrong type.
 
     Attributes
     ----------
@@ -57,18 +63,21 @@ class Traffic(Value):
     dynamic : bool
         Whether the activation is floating and each row gets a scale at run time.
     scale_bytes : int
-        Bytes of the scale and the zero point of a row.
+        Bytes of the scale and the zero point of a row. 0 if all rows have one scale.
     """
 
-    m: int
-    n: int
-    k: int
-    output_bytes: int
+    m: Extent
+    n: Extent
+    k: Extent
+    output_bytes: _Bytes
     dynamic: bool
-    scale_bytes: int = 4
+    scale_bytes: _Bytes = 4
 
     def transfers(self, shards: Shards, *, scattered: bool, chunks: int = 1) -> tuple[Transfer, ...]:
         """Return the collectives of a layer in order. With several chunks, sums are scattered."""
+        _check_shards("transfers", shards)
+        expect("Traffic.transfers", "scattered", scattered, bool, "be true or false")
+        chunks = expect_integer("Traffic.transfers", "chunks", chunks, 1, MOST_RANKS)
         count = shards.count
         if count == 1:
             return ()
@@ -105,6 +114,7 @@ class Traffic(Value):
 
     def scatters(self, shards: Shards) -> bool:
         """Whether, along axis ``k``, finishing each row once, on its owner, is the faster or the only way."""
+        _check_shards("scatters", shards)
         if shards.output == "rows":
             return True
         return self.microseconds(shards, scattered=True) <= self.microseconds(shards, scattered=False)
@@ -116,6 +126,7 @@ class Traffic(Value):
         and collectives that take longer for their bytes than for their latency. It is 1 if every rank gets all sums.
         Rows are multiples of 128 for each rank if there are enough. There are never more chunks than rows.
         """
+        _check_shards("chunks", shards)
         number = shards.chunks or self._worthwhile(shards)
         unit = next(unit for unit in (_TILE * shards.count, shards.count, 1) if unit * number <= self.m or unit == 1)
         return tuple(rows for rows in split(self.m, number, unit) if rows) or (0,)
@@ -130,5 +141,15 @@ class Traffic(Value):
         return 1
 
     def cheapest(self, choices: Iterable[Shards]) -> Shards:
-        """Return the shards whose collectives take the least time, the first one of equals."""
-        return min(choices, key=self.microseconds)
+        """Return the shards whose collectives take the least time, the first one of equals; `choices` is not empty."""
+        try:
+            found = tuple(choices)
+        except TypeError:
+            found = ()
+        if not found or not all(isinstance(each, Shards) for each in found):
+            raise InvalidProblem("Traffic.cheapest", "choices", shown(choices), "hold Shards, at least one")
+        return min(found, key=self.microseconds)
+
+
+def _check_shards(call: str, given: object) -> None:
+    expect(f"Traffic.{call}", "shards", given, Shards, "be a Shards, such as Shards(axis='k', count=2)")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
+from skuda.dispatch.dispatcher import Dispatcher
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.select.explanation import Explanation
 from skuda.dispatch.shard import problems
 from skuda.dispatch.shard.cost import Transfer
 from skuda.dispatch.shard.shards import Shards
 from skuda.registry.descriptor import Descriptor
-from skuda.registry.value import Value
+from skuda.registry.device import Device
+from skuda.registry.value import Value, expect
 
 
 class ShardedStep(Value):
@@ -93,51 +92,46 @@ class ShardedExplanation(Value):
         return "\n".join(lines)
 
 
-def explain(
-    given: Descriptor,
+def explain_shards(
+    dispatcher: Dispatcher,
+    problem: Descriptor,
     shards: Shards,
-    preference: PlanPreference,
-    ask: Callable[[Descriptor, PlanPreference], Explanation],
+    preference: PlanPreference | None = NO_PREFERENCE,
+    device: Device | str | None = None,
 ) -> ShardedExplanation:
-    """Explain what every rank would select.
-
-    Parameters
-    ----------
-    given : Descriptor
-        The whole layer.
-    shards : Shards
-        How it is split.
-    preference : PlanPreference
-        The caller's requirements. `sku` names the kernel of the product.
-    ask : callable
-        Explains one problem under one preference.
+    """Return what `select_shards` would choose for the same arguments and why, and what the ranks would exchange.
 
     Raises
     ------
     InvalidProblem
-        For a problem that cannot be split this way.
+        For an argument of the wrong type, an unknown device, or a problem that cannot be split this way.
     """
-    problem = problems.check(given, shards)
-    ask = cache(ask)
-    way = problems.course(problem, shards)
+    expect("explain_shards", "dispatcher", dispatcher, Dispatcher, "be a Dispatcher")
+    expect("explain_shards", "shards", shards, Shards, "be a Shards, such as Shards(axis='k', count=2)")
+    expect("explain_shards", "preference", preference, PlanPreference | None, "be a PlanPreference or None")
+    layer = problems.check(problem, shards)
+    way = problems.course(layer, shards)
     found: dict[tuple[str, Descriptor], list[int]] = {}
     for rank in range(shards.count):
-        for (name, _), local in problems.problems(problem, way, rank).items():
+        for (name, _), local in problems.problems(layer, way, rank).items():
             found.setdefault((name, local), []).append(rank)
     names = list(dict.fromkeys(name for name, _ in found))
     steps = tuple(
-        ShardedStep(name=name, ranks=tuple(ranks), explanation=ask(local, preference_of(name, preference)))
+        ShardedStep(
+            name=name,
+            ranks=tuple(ranks),
+            explanation=dispatcher.explain(local, preference_of(name, preference or NO_PREFERENCE), device),
+        )
         for (name, local), ranks in sorted(found.items(), key=lambda item: names.index(item[0][0]))
     )
-    traffic = problems.traffic(problem)
+    traffic, scattered = problems.traffic(layer), way.scattered or len(way.chunks) > 1
     optional = shards.axis == "k" and shards.output == "whole" and shards.count > 1
-    chunked = len(way.chunks) > 1
     return ShardedExplanation(
         shards=shards,
         steps=steps,
-        transfers=traffic.transfers(shards, scattered=way.scattered or chunked, chunks=len(way.chunks)),
+        transfers=traffic.transfers(shards, scattered=scattered, chunks=len(way.chunks)),
         chunks=way.chunks,
-        other_way=traffic.microseconds(shards, scattered=not (way.scattered or chunked)) if optional else None,
+        other_way=traffic.microseconds(shards, scattered=not scattered) if optional else None,
     )
 
 

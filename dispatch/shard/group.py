@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-from skuda.registry.errors import SkudaError
-from skuda.registry.text import one_line
+from skuda.registry.errors import InvalidProblem, SkudaError
+from skuda.registry.text import one_line, shown
 
 _MOST_REASON = 2000
 
@@ -15,8 +15,14 @@ _MOST_REASON = 2000
 class Group(Protocol):
     """The ranks that share layers. Every rank calls the same methods in the same order.
 
-    Arrays belong to NumPy in one process, and to torch over torch.distributed. Sums are s32, so they are exact in any
-    order. `max` and `sum` may overwrite the given array. A method that cannot return its result raises.
+    Arrays belong to NumPy in one process, and to torch over torch.distributed. `max` and `sum` may overwrite the given
+    array. A method that cannot return its result raises.
+
+    Raises
+    ------
+    InvalidProblem
+        On the rank at fault, for an argument of the wrong type, sums of elements other than s32, and sizes that do not
+        add up.
     """
 
     @property
@@ -40,10 +46,13 @@ class Group(Protocol):
         """
 
     def max(self, array: Any) -> Any:
-        """Return the maximum over the ranks, element by element. No element is NaN."""
+        """Return the maximum over the ranks, element by element, of floating numbers or integers.
+
+        A NaN is refused. On a GPU, where the host would have to wait, it is not noticed, and the result is undefined.
+        """
 
     def sum(self, array: Any) -> Any:
-        """Return the s32 sum over the ranks, element by element."""
+        """Return the sum over the ranks, element by element. The elements are s32, so it is exact in any order."""
 
     def sum_rows(self, array: Any, sizes: tuple[int, ...]) -> Any:
         """Return this rank's rows of the s32 sum over the ranks. `sizes` has the number of rows of each rank."""
@@ -58,7 +67,7 @@ class Group(Protocol):
         """
 
     def start_gather(self, array: Any, axis: int, sizes: tuple[int, ...], into: Any = None) -> Callable[[], Any]:
-        """Start `gather` likewise. The result is written into the array `into` if there is one."""
+        """Start `gather` likewise. The result is written into the array `into`, of its shape and dtype, if given."""
 
 
 class GroupMismatch(SkudaError):
@@ -105,3 +114,40 @@ def differing(texts: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
     """Return the first rank of each different text, or nothing if all are equal."""
     first = {text: texts.index(text) for text in texts}
     return tuple((rank, text) for text, rank in first.items()) if len(first) > 1 else ()
+
+
+def check_array(method: str, array: Any, kinds: tuple[type, ...], s32: object = None) -> None:
+    """Check that an argument is an array. `s32` is the dtype that it must have: sums of others may be rounded."""
+    if not isinstance(array, kinds):
+        rule = f"be a {' or '.join(kind.__name__ for kind in kinds)}"
+        raise InvalidProblem(f"Group.{method}", "array", shown(array), rule)
+    dtype = getattr(array, "dtype", None)
+    if s32 is not None and dtype != s32:
+        raise InvalidProblem(f"Group.{method}", "array", f"elements {dtype}", "be s32, so that the sum is exact")
+
+
+def check_text(method: str, argument: str, given: object) -> None:
+    """Check that an argument is a string."""
+    if not isinstance(given, str):
+        raise InvalidProblem(f"Group.{method}", argument, shown(given), "be a string")
+
+
+def check_sizes(
+    method: str, array: Any, axis: object, sizes: Any, group: Group, *, whole: bool = False, into: Any = None
+) -> None:
+    """Check that an array is a rank's part along an axis, or all parts, and that all parts fit into `into`."""
+    call, count = f"Group.{method}", group.count
+    if type(axis) is not int or axis not in (0, 1) or axis >= array.ndim:
+        raise InvalidProblem(call, "axis", shown(axis), f"be 0 or 1, an axis of the array of shape {list(array.shape)}")
+    if not isinstance(sizes, tuple | list) or len(sizes) != count or not all(type(n) is int and n >= 0 for n in sizes):
+        raise InvalidProblem(call, "sizes", shown(sizes), f"have one size for each of the {count} ranks")
+    wanted = sum(sizes) if whole else sizes[group.rank]
+    if array.shape[axis] != wanted:
+        rule = f"have {wanted} elements along axis {axis}, as the sizes say"
+        raise InvalidProblem(call, "array", f"shape {list(array.shape)}", rule)
+    if into is not None:
+        shape = [*array.shape[:axis], sum(sizes), *array.shape[axis + 1 :]]
+        if type(into) is not type(array) or into.dtype != array.dtype or list(into.shape) != shape:
+            raise InvalidProblem(
+                call, "into", shown(into), f"be a {type(array).__name__} of {array.dtype}, shape {shape}"
+            )

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from skuda.dispatch.shard.cost import Traffic
 from skuda.dispatch.shard.group import Group
 from skuda.dispatch.shard.shards import Shards, own, span
 
@@ -59,9 +60,13 @@ class Sums(NamedTuple):
     of_channels: Any = None
 
 
+def _unused(*_: Any) -> Any:
+    raise AssertionError("the layer has no such step")
+
+
 @dataclass(frozen=True)
 class Steps:
-    """The local work of a rank. A step that a layer does not need is None.
+    """The local work of a rank. `row_sums` and `channel_sums` are None if no zero points need them.
 
     Attributes
     ----------
@@ -83,14 +88,14 @@ class Steps:
         `LayerInput` that is whole along the inner size -> the output of the rank's part of the weight.
     """
 
-    amax: Callable[[Any], Any] | None = None
-    quantize: Callable[[Any, Any], tuple[Any, Any]] | None = None
-    quantize_rows: Callable[[Any], tuple[Any, Any]] | None = None
-    sums: Callable[[Any], Any] | None = None
+    amax: Callable[[Any], Any] = _unused
+    quantize: Callable[[Any, Any], tuple[Any, Any]] = _unused
+    quantize_rows: Callable[[Any], tuple[Any, Any]] = _unused
+    sums: Callable[[Any], Any] = _unused
     row_sums: Callable[[Any], Any] | None = None
     channel_sums: Callable[[], Any] | None = None
-    rescale: Callable[[Sums, LayerInput], Any] | None = None
-    layer: Callable[[LayerInput], Any] | None = None
+    rescale: Callable[[Sums, LayerInput], Any] = _unused
+    layer: Callable[[LayerInput], Any] = _unused
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,20 @@ class Course:
     scattered: bool
     chunks: tuple[int, ...]
 
+    @classmethod
+    def of(cls, shards: Shards, traffic: Traffic, *, whole: bool = False) -> Course:
+        """Return the course of a layer. `whole` means one chunk."""
+        m, n, k = traffic.m, traffic.n, traffic.k
+        return cls(
+            shards,
+            rows=shards.rows(m),
+            parts=shards.parts(n, k),
+            columns=shards.columns(k) if shards.input == "columns" else (),
+            per_row=bool(traffic.scale_bytes),
+            scattered=traffic.scatters(shards),
+            chunks=(m,) if whole else traffic.chunks(shards),
+        )
+
     @property
     def spans(self) -> tuple[slice, ...]:
         """The rows of each chunk, as slices."""
@@ -143,36 +162,35 @@ def run(course: Course, steps: Steps, group: Group, activation: LayerInput) -> A
     activation : LayerInput
         The rank's part of the activation; see ``course.shards.input``.
     """
-    several = len(course.chunks) > 1
-    if course.shards.axis == "n":
-        return (_column_in_chunks if several else _column)(course, steps, group, activation)
-    return (_row_in_chunks if several else _row)(course, steps, group, activation)
+    return (_column if course.shards.axis == "n" else _row)(course, steps, group, activation)
 
 
 def _column(course: Course, steps: Steps, group: Group, activation: LayerInput) -> Any:
-    assert steps.layer is not None
-    if course.shards.input != "whole":
-        codes = _coded(course, steps, group, activation)
-        if course.shards.input == "columns":
-            activation = codes._replace(data=group.gather(codes.data, 1, course.columns))
-        else:
-            scales = codes[1:] if not course.per_row else (_gathered(course, group, part) for part in codes[1:])
-            activation = LayerInput(group.gather(codes.data, 0, course.rows), *scales)
+    given = course.shards.input
+    if given != "whole":
+        activation = _coded(course, steps, group, activation)
+    if len(course.chunks) > 1:
+        return _column_in_chunks(course, steps, group, activation)
+    if given == "columns":
+        activation = activation._replace(data=group.gather(activation.data, 1, course.columns))
+    elif given == "rows":
+        data, *scales = activation
+        data = group.gather(data, 0, course.rows)
+        if course.per_row:
+            scales = [None if rows is None else group.gather(rows, 0, course.rows) for rows in scales]
+        activation = LayerInput(data, *scales)
     output = steps.layer(activation)
     return group.gather(output, 1, course.parts) if course.shards.output == "whole" else output
 
 
 def _column_in_chunks(course: Course, steps: Steps, group: Group, activation: LayerInput) -> Any:
     """Gather the codes of each chunk before its product, and its output during the product of the next."""
-    assert steps.layer is not None
-    shards, spans = course.shards, course.spans
-    whole, arriving = activation, []
-    if shards.input == "columns":
-        whole = _coded(course, steps, group, activation)
-        arriving = [group.start_gather(whole.data[at], 1, course.columns) for at in spans]
+    arriving: list[Callable[[], Any]] = []
+    if course.shards.input == "columns":
+        arriving = [group.start_gather(activation.data[at], 1, course.columns) for at in course.spans]
     output, leaving = None, []
-    for number, at in enumerate(spans):
-        part = _chunk(course, whole, at)
+    for number, at in enumerate(course.spans):
+        part = _chunk(course, activation, at)
         made = steps.layer(part._replace(data=arriving[number]()) if arriving else part)
         if output is None:
             output = _room(made, sum(course.chunks), sum(course.parts))
@@ -183,20 +201,22 @@ def _column_in_chunks(course: Course, steps: Steps, group: Group, activation: La
 
 
 def _row(course: Course, steps: Steps, group: Group, activation: LayerInput) -> Any:
-    assert steps.sums is not None
-    assert steps.rescale is not None
     codes = _coded(course, steps, group, activation)
-    about = codes._replace(data=None)
-    of_rows, of_channels = _corrections(steps, group, codes)
+    of_rows = None if steps.row_sums is None else group.sum(steps.row_sums(codes.data))
+    of_channels = None if steps.channel_sums is None else group.sum(steps.channel_sums())
+    if len(course.chunks) > 1:
+        return _row_in_chunks(course, steps, group, codes, of_rows, of_channels)
     products = steps.sums(codes.data)
     if not course.scattered:
-        return steps.rescale(Sums(group.sum(products), of_rows, of_channels), about)
-    sums = group.sum_rows(products, course.rows)
-    output = steps.rescale(*_owned(course, group, course.rows, Sums(sums, of_rows, of_channels), about))
+        return steps.rescale(Sums(group.sum(products), of_rows, of_channels), codes._replace(data=None))
+    sums = Sums(group.sum_rows(products, course.rows), of_rows, of_channels)
+    output = steps.rescale(*_owned(course, group, course.rows, sums, codes))
     return group.gather(output, 0, course.rows) if course.shards.output == "whole" else output
 
 
-def _row_in_chunks(course: Course, steps: Steps, group: Group, activation: LayerInput) -> Any:
+def _row_in_chunks(
+    course: Course, steps: Steps, group: Group, codes: LayerInput, of_rows: Any, of_channels: Any
+) -> Any:
     """Exchange each chunk while the next is computed.
 
     The device and the group have a queue each, and work through it in order:
@@ -208,10 +228,6 @@ def _row_in_chunks(course: Course, steps: Steps, group: Group, activation: Layer
     next chunk are queued before this chunk's output. At the end only the last chunk is exposed: its rescaling waits for
     its sums, while the output of the chunk before is gathered.
     """
-    assert steps.sums is not None
-    assert steps.rescale is not None
-    codes = _coded(course, steps, group, activation)
-    of_rows, of_channels = _corrections(steps, group, codes)
     output, before, leaving = None, None, []
     for at in (*course.spans, None):
         started = None
@@ -221,8 +237,7 @@ def _row_in_chunks(course: Course, steps: Steps, group: Group, activation: Layer
         if before is not None:
             done, owned, summed = before
             sums = Sums(summed(), None if of_rows is None else of_rows[done], of_channels)
-            about = _chunk(course, codes, done)._replace(data=None)
-            made = steps.rescale(*_owned(course, group, owned, sums, about))
+            made = steps.rescale(*_owned(course, group, owned, sums, _chunk(course, codes, done)))
             if output is None:
                 output = _room(made, sum(course.chunks), made.shape[1])
             leaving.append(group.start_gather(made, 0, owned, output[done]))
@@ -232,27 +247,13 @@ def _row_in_chunks(course: Course, steps: Steps, group: Group, activation: Layer
     return output
 
 
-def _corrections(steps: Steps, group: Group, codes: LayerInput) -> tuple[Any, Any]:
-    """Return the sums of rows and of channels over all ranks, if zero points need them."""
-    of_rows = None if steps.row_sums is None else group.sum(steps.row_sums(codes.data))
-    of_channels = None if steps.channel_sums is None else group.sum(steps.channel_sums())
-    return of_rows, of_channels
-
-
 def _coded(course: Course, steps: Steps, group: Group, activation: LayerInput) -> LayerInput:
     """Return the codes of the rank's part, with the scales of whole rows."""
     if activation.scale is not None:
         return activation
     if course.shards.input == "rows":
-        assert steps.quantize_rows is not None
         return LayerInput(*steps.quantize_rows(activation.data))
-    assert steps.amax is not None
-    assert steps.quantize is not None
     return LayerInput(*steps.quantize(activation.data, group.max(steps.amax(activation.data))))
-
-
-def _gathered(course: Course, group: Group, rows: Any) -> Any:
-    return None if rows is None else group.gather(rows, 0, course.rows)
 
 
 def _chunk(course: Course, activation: LayerInput, at: slice) -> LayerInput:
@@ -264,16 +265,15 @@ def _chunk(course: Course, activation: LayerInput, at: slice) -> LayerInput:
 
 
 def _owned(
-    course: Course, group: Group, sizes: tuple[int, ...], sums: Sums, about: LayerInput
+    course: Course, group: Group, sizes: tuple[int, ...], sums: Sums, codes: LayerInput
 ) -> tuple[Sums, LayerInput]:
     """Return the rank's rows of the corrections, scales and zero points."""
 
     def mine(rows: Any) -> Any:
         return None if rows is None else own(rows, 0, sizes, group.rank)
 
-    if course.per_row:
-        about = LayerInput(None, *map(mine, about[1:]))
-    return sums._replace(of_rows=mine(sums.of_rows)), about
+    about = map(mine, codes[1:]) if course.per_row else codes[1:]
+    return sums._replace(of_rows=mine(sums.of_rows)), LayerInput(None, *about)
 
 
 def _room(like: Any, rows: int, columns: int) -> Any:

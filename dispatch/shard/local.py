@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
-from skuda.dispatch.shard.group import Group, GroupBroken, GroupMismatch, differing
+from skuda.dispatch.shard.group import (
+    Group,
+    GroupBroken,
+    GroupMismatch,
+    check_array,
+    check_sizes,
+    check_text,
+    differing,
+)
 from skuda.dispatch.shard.shards import own
 from skuda.registry.errors import InvalidProblem
+from skuda.registry.value import expect, expect_integer, expect_real
 
 Result = TypeVar("Result")
+
+_MOST_THREADS = 1024
 
 
 class _Meeting:
@@ -67,48 +79,64 @@ class _Rank:
     _meeting: _Meeting = field(repr=False)
 
     def exchange(self, text: str) -> tuple[str, ...]:
+        check_text("exchange", "text", text)
         return tuple(self._meeting.swap(self.rank, text))
 
     def agree(self, what: str) -> None:
+        check_text("agree", "what", what)
         found = differing(self.exchange(what))
         if found:
             raise GroupMismatch("call", found)
 
     def max(self, array: Any) -> Any:
-        return np.maximum.reduce(self._like(array))
+        array = _host("max", array)
+        if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
+            raise InvalidProblem("Group.max", "array", f"elements {array.dtype}", "be floating numbers or integers")
+        if array.dtype.kind not in "iu" and np.isnan(array).any():
+            raise InvalidProblem("Group.max", "array", "a NaN", "have none, because a NaN has no place in an order")
+        return np.maximum.reduce(self._alike(array, f"{array.dtype} of shape {list(array.shape)}"))
 
     def sum(self, array: Any) -> Any:
-        return np.add.reduce(self._like(array), dtype=np.int32)
+        array = _host("sum", array, np.int32)
+        return np.add.reduce(self._alike(array, f"{array.dtype} of shape {list(array.shape)}"), dtype=np.int32)
 
     def sum_rows(self, array: Any, sizes: tuple[int, ...]) -> Any:
+        array = _host("sum_rows", array, np.int32)
+        check_sizes("sum_rows", array, 0, sizes, self, whole=True)
         return own(self.sum(array), 0, sizes, self.rank)
 
     def gather(self, array: Any, axis: int, sizes: tuple[int, ...]) -> Any:
-        self._check(axis, sizes, array)
-        return np.concatenate(self._meeting.swap(self.rank, array), axis=axis)
+        return self.start_gather(array, axis, sizes)()
 
     def start_sum_rows(self, array: Any, sizes: tuple[int, ...]) -> Callable[[], Any]:
         found = self.sum_rows(array, sizes)
         return lambda: found
 
     def start_gather(self, array: Any, axis: int, sizes: tuple[int, ...], into: Any = None) -> Callable[[], Any]:
-        found = self.gather(array, axis, sizes)
-        if into is not None:
-            into[...] = found
-            found = into
+        array = _host("gather", array)
+        check_sizes("gather", array, axis, sizes, self, into=into)
+        beside = array.shape[:axis] + array.shape[axis + 1 :]
+        every = self._alike(array, f"{array.dtype}, {list(beside)} beside axis {axis}, sizes {list(sizes)}")
+        found = np.concatenate(every, axis=axis, out=into)
         return lambda: found
 
-    def _check(self, axis: int, sizes: tuple[int, ...], array: Any) -> None:
-        if array.shape[axis] != sizes[self.rank]:
-            rule = f"have {sizes[self.rank]} elements along axis {axis}, as the sizes say"
-            raise InvalidProblem("Group.gather", "array", f"shape {list(array.shape)}", rule)
-
-    def _like(self, array: Any) -> list[Any]:
-        found = self._meeting.swap(self.rank, array)
-        forms = differing(tuple(f"{one.dtype} of shape {list(one.shape)}" for one in found))
+    def _alike(self, array: Any, form: str) -> list[Any]:
+        """Return the arrays of all ranks, which must have the same form."""
+        found = self._meeting.swap(self.rank, (form, array))
+        forms = differing(tuple(form for form, _ in found))
         if forms:
             raise GroupMismatch("array", forms)
-        return found
+        return [each for _, each in found]
+
+
+def _host(method: str, array: Any, s32: object = None) -> Any:
+    """Return an array of NumPy as it is, and a tensor on the CPU as one."""
+    found = array
+    if hasattr(array, "__array__") and not isinstance(array, type):
+        with suppress(TypeError, ValueError, RuntimeError):  # it is not on the CPU, or its element is not one of NumPy
+            found = np.asarray(array)
+    check_array(method, found, (np.ndarray,), s32)
+    return found
 
 
 def on_ranks(count: int, work: Callable[[Group], Result], *, patience: float = 60.0) -> list[Result]:
@@ -117,11 +145,11 @@ def on_ranks(count: int, work: Callable[[Group], Result], *, patience: float = 6
     Parameters
     ----------
     count : int
-        Number of ranks.
+        Number of ranks, 1 up to 1024.
     work : callable
         The function. It takes the rank's `Group`.
     patience : float
-        Seconds that a rank waits for the others in a collective.
+        Seconds that a rank waits for the others in a collective, up to 10^6.
 
     Returns
     -------
@@ -130,10 +158,14 @@ def on_ranks(count: int, work: Callable[[Group], Result], *, patience: float = 6
 
     Raises
     ------
+    InvalidProblem
+        For an argument of the wrong type or out of its range.
     Exception
         The exception of the first rank that failed by itself. If none did, the `GroupBroken` of the others.
     """
-    meeting = _Meeting(count, patience)
+    count = expect_integer("on_ranks", "count", count, 1, _MOST_THREADS)
+    expect("on_ranks", "work", work, Callable, "be a function of a Group")
+    meeting = _Meeting(count, expect_real("on_ranks", "patience", patience, 0, 1e6))
     results: list[Any] = [None] * count
     errors: dict[int, BaseException] = {}
 

@@ -5,31 +5,30 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
+from skuda.dispatch.dispatcher import Dispatcher
 from skuda.dispatch.plan import Plan
-from skuda.dispatch.preference import PlanPreference
+from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.select.explanation import as_json
 from skuda.dispatch.shard import layer, problems
-from skuda.dispatch.shard.explanation import ShardedExplanation, preference_of
+from skuda.dispatch.shard.explanation import explain_shards, preference_of
 from skuda.dispatch.shard.group import Group, GroupMismatch, differing
 from skuda.dispatch.shard.layer import LayerInput, Steps, Sums
 from skuda.dispatch.shard.shards import Shards
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear.problem import LinearProblem
-from skuda.registry.descriptor import Descriptor
 from skuda.registry.device import Device
 from skuda.registry.elements import ElementKind
-from skuda.registry.errors import InvalidProblem
+from skuda.registry.errors import InvalidProblem, Unsupported
 from skuda.registry.guarantee import PrecisionGuarantee
-from skuda.registry.registry import Registry
 from skuda.registry.text import shown
+from skuda.registry.value import expect
 
 _OF_WEIGHT = ("weight_scale", "weight_zero_point", "bias", "output_scale", "output_zero_point")
 """Arguments of the epilogue, besides those of the activation."""
@@ -78,15 +77,14 @@ class ShardedPlan:
     preference: PlanPreference
     kernels: tuple[tuple[tuple[str, str], ...], ...]
     precision_guarantee: ShardedGuarantee
-    _registry: str = field(repr=False)
-    _select: Callable[[Descriptor, PlanPreference, Device], Plan] = field(repr=False, compare=False)
+    _dispatcher: Dispatcher = field(repr=False, compare=False)
 
     @property
     def properties(self) -> dict[str, Any]:
         """The properties that all ranks must have in common, by name."""
         return {
             "version": version("skuda"),
-            "registry": self._registry,
+            "registry": self._dispatcher.registry.digest,
             "problem": as_json(self.problem),
             "shards": as_json(self.shards),
             "kernels": self.kernels,
@@ -105,12 +103,14 @@ class ShardedPlan:
         Raises
         ------
         InvalidProblem
-            If the group has another number of ranks than the plan.
+            For an argument of the wrong type, and a group with another number of ranks than the plan.
         GroupMismatch
             If the ranks selected differently, on every rank.
         GroupBroken
             If a rank does not take part.
         """
+        expect("ShardedPlan.bind", "group", group, Group, "be a Group, such as one of on_ranks, or a TorchGroup")
+        expect("ShardedPlan.bind", "name", name, str, "be a string")
         properties = {"layer": name, **self.properties, "ranks": group.count}
         compare(group, properties)
         if group.count != self.shards.count:
@@ -118,28 +118,51 @@ class ShardedPlan:
             raise InvalidProblem("ShardedPlan.bind", "group", f"{group.count} ranks", rule)
         way = problems.course(self.problem, self.shards)
         plans = {
-            (step, rows): self._select(local, preference_of(step, self.preference), self.device)
+            (step, rows): self._dispatcher.select(local, preference_of(step, self.preference), self.device)
             for (step, rows), local in problems.problems(self.problem, way, group.rank).items()
         }
         return BoundShards(self, group, name, way, plans)
 
 
-def sharded_plan(
-    problem: Descriptor,
-    explanation: ShardedExplanation,
-    device: Device,
-    preference: PlanPreference,
-    registry: Registry,
-    select: Callable[[Descriptor, PlanPreference, Device], Plan],
+def select_shards(
+    dispatcher: Dispatcher,
+    problem: LinearProblem,
+    shards: Shards,
+    preference: PlanPreference | None = NO_PREFERENCE,
+    device: Device | str | None = None,
 ) -> ShardedPlan:
-    """Return the plan of an explanation in which every step has a kernel."""
-    whole, kernels = problems.check(problem, explanation.shards), explanation.chosen
-    assert kernels is not None
+    """Choose the kernels for a linear layer that the ranks of a group share.
+
+    Every rank calls this with the same arguments, on its own device, and binds the plan to the group.
+
+    Parameters
+    ----------
+    dispatcher : Dispatcher
+        Chooses the kernel of each step.
+    problem : Descriptor
+        The whole linear layer, with its whole sizes.
+    shards : Shards
+        How the layer is split.
+    preference, device
+        As in `Dispatcher.select`. A `sku` names the kernel of the product.
+
+    Raises
+    ------
+    InvalidProblem
+        For an argument of the wrong type, an unknown device, or a problem that cannot be split this way.
+    Unsupported
+        If a step of a rank has no kernel. The error carries every reason.
+    """
+    explanation = explain_shards(dispatcher, problem, shards, preference, device)
+    if explanation.refused is not None:
+        raise Unsupported(explanation.refused)
+    kernels = explanation.chosen or ()
     steps = dict.fromkeys(step for rank in kernels for step in rank)
-    skus = [(name, sku) for name, kernel in steps if (sku := registry.sku(kernel)) is not None]
+    skus = [(name, sku) for name, kernel in steps if (sku := dispatcher.registry.sku(kernel)) is not None]
     main = next(sku.precision_guarantee for name, sku in skus if name in problems.MAIN)
     least = _least(main, [sku.precision_guarantee for _, sku in skus])
-    return ShardedPlan(whole, explanation.shards, device, preference, kernels, least, registry.digest, select)
+    on = explanation.steps[0].explanation.device
+    return ShardedPlan(problem, shards, on, preference or NO_PREFERENCE, kernels, least, dispatcher)
 
 
 def _least(main: PrecisionGuarantee, promises: list[PrecisionGuarantee]) -> ShardedGuarantee:
@@ -218,8 +241,7 @@ class BoundShards:
         """
         self._check(arrays)
         self._group.agree(self._call)
-        runs = {step: partial(plan.run, stream=stream) for step, plan in self._plans.items()}
-        problem, steps = self.plan.problem, self._steps(runs, arrays)
+        problem, steps = self.plan.problem, self._steps(arrays, stream)
         if problem.dynamic:
             activation = LayerInput(arrays["activation"])
         else:
@@ -236,8 +258,9 @@ class BoundShards:
             if given is None:
                 raise InvalidProblem(name, argument.name, "nothing", "be given")
             shape = getattr(given, "shape", None)
-            if not argument.is_scalar and (shape is None or tuple(shape) != argument.shape):
-                had = shown(given) if shape is None else f"shape {list(shape)}"
+            shape = list(shape) if isinstance(shape, tuple) else None
+            if not argument.is_scalar and shape != list(argument.shape):
+                had = shown(given) if shape is None else f"shape {shape}"
                 rule = f"have shape {list(argument.shape)} on rank {self._group.rank}"
                 raise InvalidProblem(name, argument.name, had, rule)
 
@@ -258,56 +281,43 @@ class BoundShards:
             self._known[key] = filled(like, shape, value, element)
         return self._known[key]
 
-    def _steps(self, runs: Mapping[tuple[str, int], Callable[..., Any]], arrays: Mapping[str, Any]) -> Steps:
-        weight, names = arrays["weight_q"], {name for name, _ in runs}
+    def _steps(self, arrays: Mapping[str, Any], stream: object) -> Steps:
+        weight, names = arrays["weight_q"], {name for name, _ in self._plans}
         about = {name: arrays[name] for name in _OF_WEIGHT if name in arrays}
+
+        def run(step: str, rows: int, **given: Any) -> Any:
+            present = {name: array for name, array in given.items() if array is not None}
+            return self._plans[step, rows].run(stream=stream, **present)
 
         def ones() -> Any:
             return self._filled(weight, (1, weight.shape[1]), 1, ElementKind.S8)
 
-        def quantize(data: Any, amax: Any) -> tuple[Any, Any]:
-            found = runs["quantize", len(data)](input=data, amax=amax)
-            return found[0], found[1]
-
-        def quantize_rows(data: Any) -> tuple[Any, Any]:
-            found = runs["quantize_rows", len(data)](input=data)
-            return found[0], found[1]
-
         def rescale(whole: Sums, activation: LayerInput) -> Any:
-            given = {
-                "sums": whole.products,
-                "act_sums": whole.of_rows,
-                "weight_sums": whole.of_channels,
-                "act_scale": activation.scale,
-                "act_zero_point": activation.zero_point,
-            }
-            return runs["rescale", len(whole.products)](**_present(given), **about)
+            sums = {"sums": whole.products, "act_sums": whole.of_rows, "weight_sums": whole.of_channels}
+            scales = {"act_scale": activation.scale, "act_zero_point": activation.zero_point}
+            return run("rescale", len(whole.products), **sums, **scales, **about)
 
         def product(activation: LayerInput) -> Any:
             rows = len(activation.data)
             given = {"activation" if activation.scale is None else "act_q": activation.data}
             if self._plans["layer", rows].problem.op_name() == "scaled_linear":
                 given |= {"act_scale": activation.scale, "act_zero_point": activation.zero_point}
-            return runs["layer", rows](**_present(given), weight_q=weight, **about)
+            return run("layer", rows, **given, weight_q=weight, **about)
 
         return Steps(
-            amax=lambda data: runs["amax", len(data)](input=data),
-            quantize=quantize,
-            quantize_rows=quantize_rows,
-            sums=lambda codes: runs["sums", len(codes)](act_q=codes, weight_q=weight),
-            row_sums=(lambda codes: runs["row_sums", len(codes)](act_q=codes, weight_q=ones())[:, 0])
+            amax=lambda data: run("amax", len(data), input=data),
+            quantize=lambda data, amax: run("quantize", len(data), input=data, amax=amax)[:2],
+            quantize_rows=lambda data: run("quantize_rows", len(data), input=data)[:2],
+            sums=lambda codes: run("sums", len(codes), act_q=codes, weight_q=weight),
+            row_sums=(lambda codes: run("row_sums", len(codes), act_q=codes, weight_q=ones())[:, 0])
             if "row_sums" in names
             else None,
-            channel_sums=(lambda: runs["channel_sums", 1](act_q=ones(), weight_q=weight)[0])
+            channel_sums=(lambda: run("channel_sums", 1, act_q=ones(), weight_q=weight)[0])
             if "channel_sums" in names
             else None,
             rescale=rescale,
             layer=product,
         )
-
-
-def _present(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def filled(like: Any, shape: tuple[int, ...], value: float, element: ElementKind) -> Any:

@@ -59,17 +59,7 @@ def check(problem: Descriptor, shards: Shards) -> LinearProblem:
 
 def course(problem: LinearProblem, shards: Shards) -> Course:
     """Return the course of a layer on the ranks."""
-    m, n, k = problem.sizes
-    columns, cost = shards.columns(k) if shards.input == "columns" else (), traffic(problem)
-    return Course(
-        shards=shards,
-        rows=shards.rows(m),
-        parts=shards.parts(n, k),
-        columns=columns,
-        per_row=per_row(problem),
-        scattered=cost.scatters(shards),
-        chunks=cost.chunks(shards),
-    )
+    return Course.of(shards, traffic(problem))
 
 
 def per_row(problem: LinearProblem) -> bool:

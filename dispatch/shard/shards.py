@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.registry.value import Extent, Integer, Value
+from skuda.registry.value import Extent, Integer, Real, Value, expect_integer, expect_real
 
 Axis = Literal["n", "k"]
 Part = Literal["whole", "columns", "rows"]
 
+MOST_RANKS = 4096
+_MOST = 2**31 - 1
 _UNIT = 16
 """Parts begin at multiples of it if the axis is long enough. Rows of codes are then aligned for TMA: to 16 bytes."""
 
@@ -27,17 +29,23 @@ class Link(Value):
     Attributes
     ----------
     latency_us : float
-        Time of a collective of no bytes, in microseconds.
+        Time of a collective of no bytes, in microseconds, 0 up to 10^9.
     gigabytes_per_s : float
-        Bandwidth of a rank, in 10^9 bytes per second.
+        Bandwidth of a rank, in 10^9 bytes per second, 10^-9 up to 10^9.
     """
 
-    latency_us: float
-    gigabytes_per_s: float
+    latency_us: Annotated[Real, Field(ge=0, le=1e9)]
+    gigabytes_per_s: Annotated[Real, Field(ge=1e-9, le=1e9)]
 
     def microseconds(self, sent: float) -> float:
-        """Return the time of a collective in which each rank sends this number of bytes."""
-        return self.latency_us + sent / self.gigabytes_per_s / 1e3
+        """Return the time of a collective in which each rank sends this number of bytes.
+
+        Raises
+        ------
+        InvalidProblem
+            If `sent` is no number, or not in [0, 2^80].
+        """
+        return self.latency_us + expect_real("Link.microseconds", "sent", sent, 0, 2**80) / self.gigabytes_per_s / 1e3
 
 
 NVLINK = Link(latency_us=10.0, gigabytes_per_s=270.0)
@@ -54,7 +62,7 @@ class Shards(Value):
         The axis of the weight that is split: ``n``, its output channels ("column parallel"), or ``k``, its inputs ("row
         parallel").
     count : int
-        Number of ranks.
+        Number of ranks, 1 up to 4096.
     sizes : tuple of int or None
         The length of each rank's part of the axis. None means even parts, as `split` makes them.
     input : str or None
@@ -67,19 +75,20 @@ class Shards(Value):
         Columns of the activation that each rank has, for axis ``n`` and input ``columns``. None means even parts, as
         `split` makes them.
     chunks : int or None
-        Number of chunks of rows, if the output is ``whole`` and the input is not ``rows``. The ranks exchange one chunk
-        while they multiply the next. None means the number of `Traffic.chunks`. It does not change the bits.
+        Number of chunks of rows, 1 up to 4096, if the output is ``whole`` and the input is not ``rows``. The ranks
+        exchange one chunk while they multiply the next. None means the number of `Traffic.chunks`. It does not change
+        the bits.
     link : Link
         The connection between the ranks. The cost model uses it to choose between ways with the same result.
     """
 
     axis: Axis
-    count: Annotated[Integer, Field(ge=1, le=4096)]
+    count: Annotated[Integer, Field(ge=1, le=MOST_RANKS)]
     sizes: tuple[Extent, ...] | None = None
     input: Part | None = None
     output: Part | None = None
     input_sizes: tuple[Extent, ...] | None = None
-    chunks: Annotated[Integer, Field(ge=1)] | None = None
+    chunks: Annotated[Integer, Field(ge=1, le=MOST_RANKS)] | None = None
     link: Link = NVLINK
 
     @model_validator(mode="after")
@@ -112,8 +121,9 @@ class Shards(Value):
         Raises
         ------
         InvalidProblem
-            If `sizes` does not add up to the length of the axis.
+            If `sizes` does not add up to the length of the axis, or a length is not in [0, 2^31-1].
         """
+        n, k = (expect_integer("Shards.parts", name, given, 0, _MOST) for name, given in (("n", n), ("k", k)))
         return _parts("sizes", self.sizes, n if self.axis == "n" else k, self.count)
 
     def columns(self, k: int) -> tuple[int, ...]:
@@ -122,14 +132,15 @@ class Shards(Value):
         Raises
         ------
         InvalidProblem
-            If `input_sizes`, or `sizes` for axis ``k``, does not add up to `k`.
+            If `input_sizes`, or `sizes` for axis ``k``, does not add up to `k`, or `k` is not in [0, 2^31-1].
         """
         if self.axis == "k":
             return self.parts(0, k)
+        expect_integer("Shards.columns", "k", k, 0, _MOST)
         return _parts("input_sizes", self.input_sizes, k, self.count)
 
     def rows(self, m: int) -> tuple[int, ...]:
-        """Return the number of rows that each rank owns, of `m` rows."""
+        """Return the number of rows that each rank owns, of `m` rows. Raises as `split` does."""
         return split(m, self.count)
 
 
@@ -142,14 +153,19 @@ def _parts(field: str, sizes: tuple[int, ...] | None, total: int, count: int) ->
 
 
 def split(total: int, count: int, unit: int = 1) -> tuple[int, ...]:
-    """Return `count` sizes that add up to `total`, as even as multiples of `unit` allow, larger ones first."""
+    """Return `count` sizes that add up to `total`, as even as multiples of `unit` allow, larger ones first.
+
+    Raises
+    ------
+    InvalidProblem
+        If `total` is not in [0, 2^31-1], `count` not in [1, 4096], or `unit` not in [1, 2^31-1].
+    """
+    total = expect_integer("split", "total", total, 0, _MOST)
+    count = expect_integer("split", "count", count, 1, MOST_RANKS)
+    unit = expect_integer("split", "unit", unit, 1, _MOST)
     whole, more = divmod(-(-total // unit), count)
-    ends = (min(total, unit * end) for end in accumulate(whole + (rank < more) for rank in range(count)))
-    start, sizes = 0, []
-    for end in ends:
-        sizes.append(end - start)
-        start = end
-    return tuple(sizes)
+    ends = [min(total, unit * end) for end in accumulate(whole + (rank < more) for rank in range(count))]
+    return tuple(end - start for start, end in pairwise((0, *ends)))
 
 
 def span(sizes: tuple[int, ...], rank: int) -> slice:

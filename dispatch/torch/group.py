@@ -17,10 +17,11 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from skuda.dispatch.shard.group import GroupBroken, GroupMismatch, differing
+from skuda.dispatch.shard.group import GroupBroken, GroupMismatch, check_array, check_sizes, check_text, differing
 from skuda.dispatch.shard.shards import span
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
+from skuda.registry.value import expect, expect_real
 from skuda.torch.peers import SPARE_MULTIPROCESSORS, Peers, SymmetricMemory
 
 Result = TypeVar("Result")
@@ -58,7 +59,8 @@ class TorchGroup:
     Raises
     ------
     InvalidProblem
-        For an invalid group, a group without this process, or `copies=True` if not all ranks are GPUs of one host.
+        For an invalid group, a group without this process, or `copies=True` if not all ranks are GPUs of one host. Also
+        for another argument of the wrong type, or a `patience` that is not in [0, 10^6].
     """
 
     def __init__(
@@ -69,6 +71,9 @@ class TorchGroup:
         copies: bool | None = None,
         patience: float = 10.0,
     ) -> None:
+        for name, given in (("check_calls", check_calls), ("copies", copies)):
+            expect("TorchGroup", name, given, bool | None, "be True, False or None")
+        patience = expect_real("TorchGroup", "patience", patience, 0, 1e6)
         self.process_group = _process_group(group)
         self._rank: int = distributed.get_rank(self.process_group)
         self._count: int = distributed.get_world_size(self.process_group)
@@ -107,13 +112,17 @@ class TorchGroup:
 
     def exchange(self, text: str) -> tuple[str, ...]:
         """Return the texts of all ranks, in rank order."""
+        check_text("exchange", "text", text)
         return self._exchanged(text, self.process_group, self._device)
 
     def agree(self, what: str) -> None:
         """Check that all ranks are about to do the same; see `check_calls`."""
+        check_text("agree", "what", what)
         if self._checks is None or torch.compiler.is_compiling() or _captures():
             return
-        digest = torch.frombuffer(bytearray(hashlib.sha256(what.encode()).digest()), dtype=torch.uint8)
+        digest = torch.frombuffer(
+            bytearray(hashlib.sha256(what.encode(errors="surrogatepass")).digest()), dtype=torch.uint8
+        )
         every = torch.empty(self._count * len(digest), dtype=torch.uint8)
         self._naming_missing_ranks(lambda: distributed.all_gather_into_tensor(every, digest, group=self._checks))
         if bool((every.view(self._count, -1) != digest).any()):
@@ -121,12 +130,19 @@ class TorchGroup:
             raise GroupMismatch("call", differing(texts))
 
     def max(self, array: Any) -> Any:
-        """Return the maximum over the ranks, element by element. The array may be overwritten."""
-        return self._reduced(array, distributed.ReduceOp.MAX)
+        """Return the maximum over the ranks, element by element, as `Group.max`. The array may be overwritten."""
+        tensor, back = _tensor("max", array)
+        if tensor.dtype is torch.bool or tensor.is_complex():
+            raise InvalidProblem("Group.max", "array", f"elements {tensor.dtype}", "be floating numbers or integers")
+        if tensor.is_cpu and not torch.compiler.is_compiling() and bool(tensor.isnan().any()):
+            raise InvalidProblem("Group.max", "array", "a NaN", "have none, because a NaN has no place in an order")
+        return back(self._reduced(tensor, distributed.ReduceOp.MAX))
 
     def sum(self, array: Any) -> Any:
         """Return the s32 sum over the ranks, element by element. The array may be overwritten."""
-        return self._reduced(array, distributed.ReduceOp.SUM)
+        tensor, back = _tensor("sum", array)
+        check_array("sum", tensor, (Tensor,), torch.int32)
+        return back(self._reduced(tensor, distributed.ReduceOp.SUM))
 
     def sum_rows(self, array: Any, sizes: tuple[int, ...]) -> Any:
         """Return this rank's rows of the s32 sum over the ranks. `sizes` has the number of rows of each rank."""
@@ -152,7 +168,9 @@ class TorchGroup:
         return set(self.exchange(f"{reaches}")) == {"True"} and len(hosts) == 1
 
     def _summed_rows(self, array: Any, sizes: tuple[int, ...], *, later: bool) -> Callable[[], Any]:
-        tensor, back = _tensor(array)
+        tensor, back = _tensor("sum_rows", array)
+        check_array("sum_rows", tensor, (Tensor,), torch.int32)
+        check_sizes("sum_rows", tensor, 0, sizes, self, whole=True)
         most = max(sizes)
         peers = self._peers_for(tensor, most)
         copied = None if peers is None else peers.start_sum_rows(tensor.contiguous(), sizes)
@@ -174,12 +192,10 @@ class TorchGroup:
         return finish
 
     def _gathered(self, array: Any, axis: int, sizes: tuple[int, ...], into: Any, *, later: bool) -> Callable[[], Any]:
-        tensor, back = _tensor(array)
-        if tensor.shape[axis] != sizes[self._rank]:
-            rule = f"have {sizes[self._rank]} elements along axis {axis}, as the sizes say"
-            raise InvalidProblem("Group.gather", "array", f"shape {list(tensor.shape)}", rule)
+        tensor, back = _tensor("gather", array)
+        check_sizes("gather", array, axis, sizes, self, into=into)
         most = max(sizes)
-        target = None if into is None else _tensor(into)[0]
+        target = None if into is None else _tensor("gather", into)[0]
         peers = self._peers_for(tensor, most) if axis == 0 else None
         copied = None if peers is None else peers.start_gather(tensor.contiguous(), sizes, target)
         if copied is not None:
@@ -224,14 +240,13 @@ class TorchGroup:
         # What compilers make of a collective may return its tensor.
         return (lambda: self._naming_missing_ranks(work.wait)) if later and work is not None else lambda: None
 
-    def _reduced(self, array: Any, how: Any) -> Any:
-        tensor, back = _tensor(array)
+    def _reduced(self, tensor: Tensor, how: Any) -> Tensor:
         tensor = tensor.contiguous()
         self._naming_missing_ranks(lambda: distributed.all_reduce(tensor, op=how, group=self.process_group))
-        return back(tensor)
+        return tensor
 
     def _exchanged(self, text: str, group: ProcessGroup, device: torch.device) -> tuple[str, ...]:
-        mine = text.encode()
+        mine = text.encode(errors="surrogatepass")
         sizes = torch.empty(self._count, dtype=torch.int64, device=device)
         size = torch.tensor([len(mine)], device=device)
         self._naming_missing_ranks(lambda: distributed.all_gather_into_tensor(sizes, size, group=group))
@@ -240,7 +255,10 @@ class TorchGroup:
         every = torch.empty(self._count * most, dtype=torch.uint8, device=device)
         self._naming_missing_ranks(lambda: distributed.all_gather_into_tensor(every, padded, group=group))
         rows = every.view(self._count, most).cpu().numpy()
-        return tuple(row[:length].tobytes().decode() for row, length in zip(rows, sizes.tolist(), strict=True))
+        return tuple(
+            row[:length].tobytes().decode(errors="surrogatepass")
+            for row, length in zip(rows, sizes.tolist(), strict=True)
+        )
 
     def _naming_missing_ranks(self, collective: Callable[[], Result]) -> Result:
         """Return a collective's result. If it fails, name the missing ranks."""
@@ -304,15 +322,19 @@ def _captures() -> bool:
     return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
-def _tensor(array: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+def _tensor(method: str, array: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """Return an array as a tensor, and a function that converts a tensor back."""
+    check_array(method, array, (Tensor, np.ndarray))
     if isinstance(array, Tensor):
         return array, lambda tensor: tensor
     kind = array.dtype
     if kind.name == "bfloat16":  # torch does not read ml_dtypes, and gloo does not move integers of this size
         bits = torch.from_numpy(np.ascontiguousarray(array).view(np.int16)).view(torch.bfloat16)
         return bits, lambda tensor: tensor.view(torch.int16).numpy().view(kind)
-    return torch.from_numpy(np.ascontiguousarray(array)), lambda tensor: tensor.numpy()
+    try:
+        return torch.from_numpy(np.ascontiguousarray(array)), lambda tensor: tensor.numpy()
+    except (TypeError, ValueError) as error:
+        raise InvalidProblem(f"Group.{method}", "array", f"elements {kind}", "have elements of torch") from error
 
 
 def _has_ended(place: str) -> bool:

@@ -191,23 +191,9 @@ class ShardedLinear(Int8Linear):
         found = self._courses.get(key)
         if found is None:
             n, k = self.whole
-            traffic = Traffic(
-                m=rows,
-                n=n,
-                k=k,
-                output_bytes=dtype.itemsize,
-                dynamic=self.dynamic,
-                scale_bytes=4 * self.dynamic,
-            )
-            found = Course(
-                shards=self.shards,
-                rows=self.shards.rows(rows),
-                parts=self.shards.parts(n, k),
-                columns=self._columns,
-                per_row=self.dynamic,
-                scattered=traffic.scatters(self.shards),
-                chunks=(rows,) if compiles else traffic.chunks(self.shards),
-            )
+            scale = 4 * self.dynamic
+            traffic = Traffic(m=rows, n=n, k=k, output_bytes=dtype.itemsize, dynamic=self.dynamic, scale_bytes=scale)
+            found = Course.of(self.shards, traffic, whole=compiles)
             self._courses[key] = found
         return found
 

@@ -38,7 +38,7 @@ def test_importing_the_dispatcher_loads_no_backend_that_it_does_not_make():
     loaded = modules_after("import skuda.dispatch")
     assert not [name for name in loaded if re.match(r"skuda\.dispatch\.(cuda\.(?!driver)|backends\.(?!base))\w+", name)]
     seldom = {"select.measured", "select.tuning", "select.explanation", "plugins.loading", "compile.compilers"}
-    assert loaded.isdisjoint(f"skuda.dispatch.{name}" for name in seldom)
+    assert loaded.isdisjoint(f"skuda.dispatch.{name}" for name in (*seldom, "shard"))
 
 
 @pytest.mark.parametrize("module", ["skuda.registry", "skuda.tools.commands"])

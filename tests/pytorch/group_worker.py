@@ -18,9 +18,10 @@ import torch
 from torch import distributed
 
 from skuda.dispatch import Dispatcher
-from skuda.dispatch.shard import Shards
+from skuda.dispatch.shard import Shards, select_shards
 from skuda.dispatch.shard.shards import span
 from skuda.kernels.linear import QuantizedLinearDescriptor
+from skuda.registry import InvalidProblem
 from skuda.torch import TorchGroup
 from skuda.torch import group as group_module
 from skuda.torch.peers import Peers
@@ -38,7 +39,8 @@ def given(folder):
 
 
 def bound(group, name, problem=PROBLEM):
-    return Dispatcher().select_shards(problem, Shards(axis="k", count=group.count), device="cpu").bind(group, name)
+    plan = select_shards(Dispatcher(), problem, Shards(axis="k", count=group.count), device="cpu")
+    return plan.bind(group, name)
 
 
 def collectives(group, folder):
@@ -79,7 +81,7 @@ def layers(group, folder):
     """Split layers, with arrays of NumPy and of torch."""
     found = []
     for problem, shards, parts in given(folder):
-        layer = Dispatcher().select_shards(problem, shards, device="cpu").bind(group)
+        layer = select_shards(Dispatcher(), problem, shards, device="cpu").bind(group)
         found.append(layer.run(**parts[group.rank]))
         tensors = {name: as_tensor(array) for name, array in parts[group.rank].items()}
         found.append(as_array(layer.run(**tensors)))
@@ -196,6 +198,37 @@ def another_order(group, _):
         layer.run(**INPUTS)
 
 
+def wrong_arrays(group, _):
+    """What every method says to arrays that it must refuse, before it asks another rank."""
+    sizes, said = (1,) * group.count, []
+    for like, s32 in ((np.array, np.int32), (torch.tensor, torch.int32)):
+        floats = like([[1.5, 2.0]] * group.count)
+        longs = like([[2**40]] * group.count)
+        for call in (
+            lambda floats=floats: group.sum(floats),
+            lambda longs=longs: group.sum(longs),
+            lambda floats=floats: group.sum_rows(floats, sizes),
+            lambda longs=longs: group.start_sum_rows(longs, sizes),
+            lambda like=like, s32=s32: group.sum_rows(like([[1], [2]], dtype=s32), sizes),
+            lambda like=like: group.max(like([1.0, float("nan")])),
+            lambda like=like: group.max(like([True])),
+            lambda floats=floats: group.gather(floats, 0, sizes),
+            lambda floats=floats: group.gather(floats, 2, sizes),
+            lambda floats=floats: group.gather(floats[:1], 0, (1, 2)),
+            lambda floats=floats: group.start_gather(floats[:1], 0, sizes, floats[:, :1]),
+        ):
+            try:
+                said.append(f"no error, but {call()}")
+            except InvalidProblem as error:
+                said.append(str(error))
+    for call in (group.exchange, group.agree, group.max, group.sum):
+        try:
+            said.append(f"no error, but {call(5)}")
+        except InvalidProblem as error:
+            said.append(str(error))
+    return said
+
+
 def copies_asked_for(*_):
     TorchGroup(copies=True)
 
@@ -212,7 +245,7 @@ def killed_in_chunks(_, folder):
     """A rank is killed, and others find out where they wait for what they have started."""
     group = TorchGroup(check_calls=False, patience=8)
     shards = Shards(axis="k", count=group.count, chunks=3)
-    layer = Dispatcher().select_shards(PROBLEM, shards, device="cpu").bind(group)
+    layer = select_shards(Dispatcher(), PROBLEM, shards, device="cpu").bind(group)
     layer.run(**INPUTS)
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -82,7 +82,10 @@ def drawn_layers(rng):
     return given, wanted
 
 
-WORKS = ("collectives", "copied", "copied_without_waiting", "another_problem", "another_order", "copies_asked_for")
+WORKS = (
+    *("wrong_arrays", "collectives", "copied", "copied_without_waiting"),
+    *("another_problem", "another_order", "copies_asked_for"),
+)
 LAYERS = ("layers", "layers_copied")
 
 
@@ -118,6 +121,17 @@ def test_collectives_are_what_they_say(ranks):
                 assert_same_bits(got["sum"], total)
                 assert_same_bits(got["sum rows"], total[span(sizes, rank)])
                 assert_same_bits(got["started rows"], total[span(sizes, rank)])
+
+
+def test_arrays_that_a_collective_would_change_or_lose_are_refused(ranks):
+    for said in ranks[2]["wrong_arrays"]:
+        assert not isinstance(said, Exception), said
+        arrays, others = said[:-4], said[-4:]
+        words = ("have 3 elements", "have none", "be floating", "have 1 elements", "be 0 or 1", "each of", "into")
+        words = (*("be s32",) * 4, *words) * 2
+        for text, word in zip(arrays, words, strict=True):
+            assert word in text
+        assert all("must be a" in text for text in others), others
 
 
 def test_ranks_copy_into_each_others_memory(ranks):

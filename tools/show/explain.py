@@ -12,7 +12,7 @@ from rich.text import Text
 
 from skuda.dispatch import Decision, Dispatcher, Explanation, PlanPreference
 from skuda.dispatch.select.explanation import Verdict
-from skuda.dispatch.shard import ShardedExplanation, Shards
+from skuda.dispatch.shard import ShardedExplanation, Shards, explain_shards
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.guarantee import PrecisionRequirement
 from skuda.registry.op import Op
@@ -105,7 +105,9 @@ def run(
     if shards:
         fields = {name: Shards.model_fields[name] for name in ("axis", "count", "input", "output", "chunks")}
         split_as = Shards(**_given("--shards", shards, fields))
-        return _explain_shards(dispatcher.explain_shards(problem, split_as, preference, card), assumed, as_json=as_json)
+        return _explain_shards(
+            explain_shards(dispatcher, problem, split_as, preference, card), assumed, as_json=as_json
+        )
     found = dispatcher.explain(problem, preference, card)
     served = served_by(registry, found.device.name, found.device.compute_capability)
     found = found.model_copy(update={"notes": (*found.notes, *filter(None, [served]))})

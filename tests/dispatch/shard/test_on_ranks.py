@@ -11,7 +11,7 @@ from support import assert_same_bits, dispatcher, fresh
 
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.backends.numpy import NumpyBackend
-from skuda.dispatch.shard import Group, GroupBroken, GroupMismatch, Shards, on_ranks
+from skuda.dispatch.shard import Group, GroupBroken, GroupMismatch, Shards, on_ranks, select_shards
 from skuda.kernels.catalog import built_in_ops
 from skuda.kernels.linear import QuantizedLinearDescriptor
 from skuda.registry import InvalidProblem, Registry
@@ -44,6 +44,58 @@ def test_collectives_are_what_they_say(count):
         assert_same_bits(total, data.sum(axis=0, dtype=np.int32))
         assert wide.tolist() == [[rank for rank in range(count) for _ in range(rank)]] * 7
     assert_same_bits(np.concatenate([one[3] for one in found]), data.sum(axis=0, dtype=np.int32))
+
+
+@pytest.mark.parametrize("arguments", [(10**6, str), (0, str), (1.5, str), ("2", str), (2, 5)])
+def test_no_group_is_made_of_wrong_arguments(arguments):
+    with pytest.raises(InvalidProblem, match=r"on_ranks: (count|work) must be a"):
+        on_ranks(*arguments)
+
+
+def refusals_of(work):
+    """What the first of two ranks is told when it makes a mistake; the other waits for it."""
+    found = errors_of(2, lambda group: work(group) if group.rank == 0 else group.exchange("here"))
+    assert isinstance(found[0], InvalidProblem)
+    assert isinstance(found[1], GroupBroken)
+    return str(found[0])
+
+
+@pytest.mark.parametrize("element", [np.float32, np.int64, np.int16, np.uint32])
+def test_sums_of_other_elements_than_s32_are_refused(element):
+    array = np.full((2, 3), 1.5).astype(element)
+    for call in (
+        lambda group: group.sum(array),
+        lambda group: group.sum_rows(array, (1, 1)),
+        lambda group: group.start_sum_rows(array, (1, 1)),
+    ):
+        assert f"be s32, so that the sum is exact; had elements {np.dtype(element)}" in refusals_of(call)
+
+
+def test_what_has_no_maximum_is_refused():
+    assert "a NaN" in refusals_of(lambda group: group.max(np.float32([1, np.nan])))
+    assert "elements bool" in refusals_of(lambda group: group.max(np.ones(2, bool)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((0, (1, 1)), "1 elements along axis 0"),
+        ((2, (1, 1)), "axis must be 0 or 1"),
+        ((0, (2,)), "one size for each of the 2 ranks"),
+        ((0, (2, -1)), "one size for each of the 2 ranks"),
+        ((0, (2, 1), np.zeros((3, 2), np.float32)), "into must be a ndarray of int32, shape [3, 2]"),
+        ((0, (2, 1), np.zeros((2, 2), np.int32)), "into must be a ndarray of int32, shape [3, 2]"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(arguments, words):
+    assert words in refusals_of(lambda group: group.start_gather(np.ones((2, 2), np.int32), *arguments))
+
+
+def test_parts_of_other_elements_or_sizes_are_refused_on_every_rank():
+    mine = [np.ones((2, 2), np.int32), np.ones((2, 2), np.int8)]
+    assert "int8" in str(mismatches_of(2, lambda group: group.gather(mine[group.rank], 0, (2, 2)))[0])
+    sizes = [(2, 3), (1, 2)]
+    assert "[2, 3]" in str(mismatches_of(2, lambda group: group.gather(mine[0], 0, sizes[group.rank]))[0])
 
 
 def errors_of(count, work, **how):
@@ -152,7 +204,7 @@ def test_ranks_that_selected_differently_are_refused_on_every_rank(mine, what):
     def work(group):
         given = {"problem": problem(), "shards": Shards(axis="k", count=3), "name": "up", "dispatcher": dispatcher()}
         given |= mine if group.rank == 1 else {}
-        plan = given["dispatcher"].select_shards(given["problem"], given["shards"], device="cpu")
+        plan = select_shards(given["dispatcher"], given["problem"], given["shards"], device="cpu")
         plan.bind(group, given["name"])
 
     for error in mismatches_of(3, work):
@@ -168,7 +220,7 @@ def test_layers_in_another_order_are_refused_and_compute_nothing():
     }
 
     def work(group):
-        plan = dispatcher().select_shards(problem(), Shards(axis="k", count=2))
+        plan = select_shards(dispatcher(), problem(), Shards(axis="k", count=2))
         layers = [plan.bind(group, name) for name in ("first", "second")]
         for layer in reversed(layers) if group.rank else layers:
             layer.run(**inputs)
@@ -179,6 +231,6 @@ def test_layers_in_another_order_are_refused_and_compute_nothing():
 
 
 def test_a_plan_for_another_number_of_ranks_is_refused():
-    plan = dispatcher().select_shards(problem(), Shards(axis="k", count=2))
+    plan = select_shards(dispatcher(), problem(), Shards(axis="k", count=2))
     with pytest.raises(InvalidProblem, match="have the 2 ranks of the plan"):
         on_ranks(3, plan.bind)

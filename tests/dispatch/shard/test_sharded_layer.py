@@ -10,7 +10,7 @@ from shards import WAYS, part, wanted_of
 from support import assert_same_bits, dispatcher, draw, fresh, run, sampled
 
 from skuda.dispatch import PlanPreference
-from skuda.dispatch.shard import NVLINK, Link, Shards, on_ranks, split
+from skuda.dispatch.shard import NVLINK, Link, Shards, on_ranks, select_shards, split
 from skuda.kernels.catalog import built_in_ops
 from skuda.kernels.linear import QuantizedLinearDescriptor, ScaledLinearDescriptor, SmoothQuantLinearDescriptor
 from skuda.registry import InvalidProblem, Unsupported
@@ -31,7 +31,7 @@ SLOW = Link(latency_us=0.0, gigabytes_per_s=1e-3)
 
 def on_shards(problem, shards, inputs, preference=None):
     """What every rank returns."""
-    plan = dispatcher().select_shards(problem, shards, preference)
+    plan = select_shards(dispatcher(), problem, shards, preference)
     return on_ranks(shards.count, lambda g: plan.bind(g).run(**part(problem, shards, g.rank, inputs)), patience=60)
 
 
@@ -100,8 +100,8 @@ def test_sums_over_ranks_may_reach_the_end_of_s32():
     assert_invariant(problem, Shards(axis="k", count=3), inputs)
     longer = problem.model_copy(update={"k": 131_072})
     with pytest.raises(InvalidProblem, match="at most 131071 where it is split"):
-        dispatcher().select_shards(longer, Shards(axis="k", count=3))
-    assert dispatcher().select_shards(longer, Shards(axis="n", count=3)).kernels
+        select_shards(dispatcher(), longer, Shards(axis="k", count=3))
+    assert select_shards(dispatcher(), longer, Shards(axis="n", count=3)).kernels
 
 
 NARROWER = layer(m=3, c_out=5, k=7, output_element="f32").model_copy(update={"activation_element": ElementKind.F64})
@@ -118,7 +118,7 @@ NARROWER = layer(m=3, c_out=5, k=7, output_element="f32").model_copy(update={"ac
 )
 def test_what_cannot_be_split_so_is_refused_with_its_reason(problem, words):
     with pytest.raises(InvalidProblem, match=words):
-        dispatcher().select_shards(problem, Shards(axis="k", count=2, sizes=(1, 2)))
+        select_shards(dispatcher(), problem, Shards(axis="k", count=2, sizes=(1, 2)))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_what_cannot_be_split_so_is_refused_with_its_reason(problem, words):
 def test_a_rank_that_passes_something_else_is_reported(name, wrong, words):
     problem, shards = layer(m=3, c_out=5, k=8), Shards(axis="k", count=2)
     inputs = draw(OPS["quantized_linear"], Case(problem), fresh(name)).inputs
-    plan = dispatcher().select_shards(problem, shards)
+    plan = select_shards(dispatcher(), problem, shards)
 
     def work(group):
         arrays = part(problem, shards, group.rank, inputs)
@@ -148,31 +148,31 @@ def test_a_rank_that_passes_something_else_is_reported(name, wrong, words):
 def test_preferences_are_honoured_in_every_step():
     problem, shards = layer(m=3, c_out=5, k=8), Shards(axis="k", count=2)
     with pytest.raises(Unsupported, match=r"preference\.backend"):
-        dispatcher().select_shards(problem, shards, PlanPreference(backend="pycuda"), "cpu")
-    plan = dispatcher().select_shards(problem, shards, PlanPreference(backend="numpy"))
+        select_shards(dispatcher(), problem, shards, PlanPreference(backend="pycuda"), "cpu")
+    plan = select_shards(dispatcher(), problem, shards, PlanPreference(backend="numpy"))
     names = [dict(rank) for rank in plan.kernels]
     assert names[0] == names[1]
     assert set(names[0]) == {"amax", "quantize", "sums", "rescale"}
     assert all(".numpy." in kernel for kernel in names[0].values())
     main = PlanPreference(sku=names[0]["sums"])
-    assert dispatcher().select_shards(problem, shards, main).kernels == plan.kernels
+    assert select_shards(dispatcher(), problem, shards, main).kernels == plan.kernels
     with pytest.raises(Unsupported):
-        dispatcher().select_shards(problem, shards, PlanPreference(sku=names[0]["amax"]))
+        select_shards(dispatcher(), problem, shards, PlanPreference(sku=names[0]["amax"]))
 
 
 def test_the_promise_is_the_least_of_all_steps():
-    plain = dispatcher().select_shards(layer(m=3, c_out=5, k=8), Shards(axis="k", count=2), device="h200")
+    plain = select_shards(dispatcher(), layer(m=3, c_out=5, k=8), Shards(axis="k", count=2), device="h200")
     assert plain.precision_guarantee.shard_invariant
     assert plain.precision_guarantee.accumulator is ElementKind.S32
     assert "shard-invariant" in plain.precision_guarantee.describe()
     curved = layer(m=3, c_out=5, k=8, epilogue="bias_gelu")
-    promise = dispatcher().select_shards(curved, Shards(axis="k", count=2), device="h200").precision_guarantee
+    promise = select_shards(dispatcher(), curved, Shards(axis="k", count=2), device="h200").precision_guarantee
     assert promise.max_ulp == 2
     assert not promise.shard_invariant
     require = PlanPreference(require=PrecisionRequirement(shard_invariant=True))
     with pytest.raises(Unsupported, match="shard_invariant"):
-        dispatcher().select_shards(curved, Shards(axis="k", count=2), require, "h200")
-    assert dispatcher().select_shards(curved, Shards(axis="k", count=2), require, "cpu").kernels
+        select_shards(dispatcher(), curved, Shards(axis="k", count=2), require, "h200")
+    assert select_shards(dispatcher(), curved, Shards(axis="k", count=2), require, "cpu").kernels
 
 
 def test_smoothquant_scales_stay_fields():
