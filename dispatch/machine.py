@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING, Any
 from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
 from skuda.dispatch.cuda.driver import driver
 from skuda.dispatch.host.arrays import place_of
-from skuda.dispatch.plugins.asking import (
-    KERNELS,
-    Misbehaved,
-    ask_choices,
-    ask_devices,
-    ask_runner,
-    ask_status,
-    ask_words,
-    error_text,
-)
+from skuda.dispatch.plugins.asking import KERNELS, Misbehaved, ask, error_text
 from skuda.dispatch.select.match import Obstacles
 from skuda.dispatch.system.interrupts import held_back
 from skuda.dispatch.system.locks import lock
@@ -111,7 +102,7 @@ class Machine:
                 found[name] = BackendStatus(available=False, detail="no such backend is installed", remedy=remedy)
                 continue
             try:
-                found[name] = ask_status(backend)
+                found[name] = ask(backend, "status")
             except Misbehaved as error:
                 found[name] = self._blamed(name, error)
         return found
@@ -128,7 +119,7 @@ class Machine:
         for name, backend in self.backends.items():
             if self.status.get(name, BackendStatus(available=False, detail="unregistered")).available:
                 try:
-                    devices = ask_devices(backend)
+                    devices = ask(backend, "devices")
                 except Misbehaved as error:
                     self.set_aside(error)
                     continue
@@ -167,7 +158,7 @@ class Machine:
         """
         backend = self.backends[sku.backend]
         if sku.backend in self._brought:
-            return ask_runner(backend, sku, problem, device, choice)
+            return ask(backend, "prepare", sku, problem, device, *filter(None, [choice]))
         # A backend without configurations need not accept the parameter.
         return backend.prepare(sku, problem, device, **({"choice": choice} if choice else {}))
 
@@ -175,7 +166,7 @@ class Machine:
         """Return the names of a kernel's configurations, best first. Empty if it has one, or if its backend fails."""
         backend = self.backends.get(sku.backend)
         try:
-            return ask_choices(backend, sku, problem, device) if backend is not None else ()
+            return ask(backend, "choices", sku, problem, device) if backend is not None else ()
         except Misbehaved as error:
             self._pass_on(sku.backend, error)
             return ()
@@ -197,8 +188,8 @@ class Machine:
         if backend is None:
             return ()
         try:
-            remarks = ask_words(backend, "describe_choice", sku, problem, device, *filter(None, [choice]))
-            return remarks + (ask_words(backend, "notes") if device.ordinal is not None else ())
+            remarks = ask(backend, "describe_choice", sku, problem, device, *filter(None, [choice]))
+            return remarks + (ask(backend, "notes") if device.ordinal is not None else ())
         except Misbehaved as error:
             return (f"backend {backend.spec.name}: {error}",)
 

@@ -8,17 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
+from skuda.dispatch.backends.base import Backend, BackendStatus
 from skuda.dispatch.plugins.stdout import kept_clean
-from skuda.registry.descriptor import Descriptor
 from skuda.registry.device import Device
 from skuda.registry.errors import SkudaError
-from skuda.registry.sku import KernelSku
 from skuda.registry.text import one_line
 
 KERNELS = "skuda.kernels"
 """The entry-point group of kernels."""
-Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 
 
@@ -30,62 +27,66 @@ class Misbehaved(Exception):
         self.backend = backend
 
 
-def ask_status(backend: Backend) -> BackendStatus:
-    """Return `Backend.status`. Raise `Misbehaved` for an error or an invalid value."""
+def ask(backend: Backend, question: str, *asked: Any) -> Any:
+    """Return what a method of a backend returns, checked, with its texts as single lines. Of ``choices``, return names.
 
-    def taken(found: Any) -> BackendStatus:
-        words = {"detail": one_line(found.detail), "remedy": one_line(found.remedy)}
-        return BackendStatus(available=found.available, **words)
+    Leave out an empty choice: a backend without configurations need not accept the parameter.
 
-    return _asked(backend, "status", taken, "a BackendStatus")
-
-
-def ask_devices(backend: Backend) -> tuple[Device, ...]:
-    """Return `Backend.devices`. Raise `Misbehaved` also for a device of another processor or an absent one."""
-    processor = backend.spec.processor
-
-    def taken(found: Any) -> tuple[Device, ...]:
-        devices = tuple(each.model_copy(update={"name": one_line(each.name)}) for each in _tuple(found, Device))
-        if any(each.ordinal is None or each.processor != processor for each in devices):
-            raise TypeError
-        return devices
-
-    return _asked(backend, "devices", taken, f"a tuple of {processor} Devices with an ordinal")
-
-
-def ask_words(backend: Backend, question: str, *asked: Any) -> tuple[str, ...]:
-    """Return a backend's `notes` or `describe_choice`. Raise `Misbehaved` for an error or an invalid value."""
-    return _asked(backend, question, _lines, "a tuple of str", *asked)
-
-
-def ask_choices(backend: Backend, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[str, ...]:
-    """Return the names of a kernel's configurations, as single lines. Raise `Misbehaved` for an invalid value."""
-
-    def taken(found: Any) -> tuple[str, ...]:
-        from skuda.kernels.launch import Choice  # imported here: with it come the launches of all kernels
-
-        names = tuple(choice.name for choice in _tuple(found, Choice))
-        if names != _lines(names):
-            raise TypeError
-        return names
-
-    return _asked(backend, "choices", taken, "a tuple of Choices", sku, problem, device)
+    Raises
+    ------
+    Misbehaved
+        For an error, and for a value of another kind. A `SkudaError` of ``prepare`` is raised as it is.
+    """
+    taken, kind = _ANSWERS[question]
+    with kept_clean():
+        try:
+            found = getattr(backend, question)(*asked)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if question == "prepare" and isinstance(error, SkudaError):
+                raise
+            raise Misbehaved(backend.spec.name, f"{question}() raised {error_text(error)}") from error
+        try:
+            return taken(found, backend)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            wanted = kind.format(processor=backend.spec.processor)
+            had = _shown(repr, found)[:80]
+            raise Misbehaved(backend.spec.name, f"{question}() must return {wanted}; had {had}") from error
 
 
-def ask_runner(backend: Backend, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> Runner:
-    """Return `Backend.prepare`. Raise `Misbehaved`, or the `SkudaError` of the backend."""
+def _status(found: Any, _: Backend) -> BackendStatus:
+    words = {"detail": one_line(found.detail), "remedy": one_line(found.remedy)}
+    return BackendStatus(available=found.available, **words)
 
-    def taken(found: Any) -> Runner:
-        if not all(callable(getattr(found, name)) for name in ("run", "check", "bind")):
-            raise TypeError
-        _lines(found.notes)
-        runner: Runner = found
-        return runner
 
-    kind = "a Runner: notes, check, run and bind"
-    # A backend without choices need not accept the parameter.
-    asked = (sku, problem, device, *filter(None, [choice]))
-    return _asked(backend, "prepare", taken, kind, *asked, refusal=SkudaError)
+def _devices(found: Any, backend: Backend) -> tuple[Device, ...]:
+    devices = tuple(each.model_copy(update={"name": one_line(each.name)}) for each in _tuple(found, Device))
+    if any(each.ordinal is None or each.processor != backend.spec.processor for each in devices):
+        raise TypeError
+    return devices
+
+
+def _choices(found: Any, backend: Backend) -> tuple[str, ...]:
+    from skuda.kernels.launch import Choice  # imported here: with it come the launches of all kernels
+
+    names = tuple(choice.name for choice in _tuple(found, Choice))
+    if names != _lines(names, backend):
+        raise TypeError
+    return names
+
+
+def _runner(found: Any, backend: Backend) -> Any:
+    if not all(callable(getattr(found, name)) for name in ("run", "check", "bind")):
+        raise TypeError
+    _lines(found.notes, backend)
+    return found
+
+
+def _lines(found: Any, _: Backend) -> tuple[str, ...]:
+    return tuple(one_line(each) for each in _tuple(found, str))
 
 
 def _tuple(found: Any, kind: type[Item]) -> tuple[Item, ...]:
@@ -94,37 +95,15 @@ def _tuple(found: Any, kind: type[Item]) -> tuple[Item, ...]:
     raise TypeError
 
 
-def _lines(found: Any) -> tuple[str, ...]:
-    return tuple(one_line(each) for each in _tuple(found, str))
-
-
-class _Never(Exception):
-    """Never raised."""
-
-
-def _asked(
-    backend: Backend,
-    question: str,
-    taken: Callable[[Any], Answer],
-    kind: str,
-    *asked: Any,
-    refusal: type[Exception] = _Never,
-) -> Answer:
-    """Call a method. `taken` converts the value, and raises if the value is not of this kind."""
-    with kept_clean():
-        try:
-            found = getattr(backend, question)(*asked)
-        except (KeyboardInterrupt, refusal):
-            raise
-        except BaseException as error:
-            raise Misbehaved(backend.spec.name, f"{question}() raised {error_text(error)}") from error
-        try:
-            return taken(found)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            had = _shown(repr, found)[:80]
-            raise Misbehaved(backend.spec.name, f"{question}() must return {kind}; had {had}") from error
+_ANSWERS: dict[str, tuple[Callable[[Any, Backend], Any], str]] = {
+    "status": (_status, "a BackendStatus"),
+    "devices": (_devices, "a tuple of {processor} Devices with an ordinal"),
+    "notes": (_lines, "a tuple of str"),
+    "describe_choice": (_lines, "a tuple of str"),
+    "choices": (_choices, "a tuple of Choices"),
+    "prepare": (_runner, "a Runner: notes, check, run and bind"),
+}
+"""For each method: what checks and converts its value or raises, and the kind of value in words."""
 
 
 def error_text(error: BaseException) -> str:
