@@ -149,19 +149,7 @@ class Course:
 
 
 def run(course: Course, steps: Steps, group: Group, activation: LayerInput) -> Any:
-    """Return the rank's part of the output: all of it, its rows, or its columns.
-
-    Parameters
-    ----------
-    course : Course
-        How the layer runs.
-    steps : Steps
-        The local work of the rank.
-    group : Group
-        The ranks.
-    activation : LayerInput
-        The rank's part of the activation; see ``course.shards.input``.
-    """
+    """Return the rank's part of the output (`Shards.output`) for its part of the activation (`Shards.input`)."""
     return (_column if course.shards.axis == "n" else _row)(course, steps, group, activation)
 
 

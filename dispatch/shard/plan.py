@@ -211,7 +211,8 @@ class BoundShards:
     ) -> None:
         self.plan, self._group, self._way, self._plans = plan, group, way, plans
         self._held = problems.held(plan.problem, way, group.rank)
-        self._call = f"{name or plan.problem.op_name()} {hash_of(plan.properties)}"
+        text = json.dumps(plan.properties, sort_keys=True, default=str)
+        self._call = f"{name or plan.problem.op_name()} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
         self._known: dict[tuple[Any, ...], Any] = {}
 
     def run(self, *, stream: object = None, **arrays: Any) -> Any:
@@ -268,17 +269,22 @@ class BoundShards:
         """Return scales and zero points of codes. Fields of the problem become arrays of one element."""
         if "act_scale" in arrays:
             return arrays["act_scale"], arrays.get("act_zero_point")
-        scale, zero_point = getattr(problem, "act_scale", 1.0), getattr(problem, "act_zero_point", 0)
+        zero_point = getattr(problem, "act_zero_point", 0)
         return (
-            self._filled(like, (1,), scale, problem.compute),
+            self._filled(like, (1,), getattr(problem, "act_scale", 1.0), problem.compute),
             self._filled(like, (1,), zero_point, ElementKind.S32) if zero_point else None,
         )
 
     def _filled(self, like: Any, shape: tuple[int, ...], value: float, element: ElementKind) -> Any:
-        """Return a cached array filled with one value, on the device of another array."""
+        """Return a kept array filled with one value, in the framework and on the device of another array."""
         key = (shape, value, element, getattr(like, "device", None))
         if key not in self._known:
-            self._known[key] = filled(like, shape, value, element)
+            if isinstance(like, np.ndarray):
+                self._known[key] = np.full(shape, value, storage_dtype(element))
+            else:
+                torch = sys.modules["torch"]
+                dtype = {"s8": torch.int8, "s32": torch.int32, "f32": torch.float32, "f64": torch.float64}[element]
+                self._known[key] = torch.full(shape, value, dtype=dtype, device=like.device)
         return self._known[key]
 
     def _steps(self, arrays: Mapping[str, Any], stream: object) -> Steps:
@@ -304,31 +310,16 @@ class BoundShards:
                 given |= {"act_scale": activation.scale, "act_zero_point": activation.zero_point}
             return run("layer", rows, **given, weight_q=weight, **about)
 
+        of_zero_points: dict[str, Any] = {
+            "row_sums": lambda codes: run("row_sums", len(codes), act_q=codes, weight_q=ones())[:, 0],
+            "channel_sums": lambda: run("channel_sums", 1, act_q=ones(), weight_q=weight)[0],
+        }
         return Steps(
             amax=lambda data: run("amax", len(data), input=data),
             quantize=lambda data, amax: run("quantize", len(data), input=data, amax=amax)[:2],
             quantize_rows=lambda data: run("quantize_rows", len(data), input=data)[:2],
             sums=lambda codes: run("sums", len(codes), act_q=codes, weight_q=weight),
-            row_sums=(lambda codes: run("row_sums", len(codes), act_q=codes, weight_q=ones())[:, 0])
-            if "row_sums" in names
-            else None,
-            channel_sums=(lambda: run("channel_sums", 1, act_q=ones(), weight_q=weight)[0])
-            if "channel_sums" in names
-            else None,
             rescale=rescale,
             layer=product,
+            **{step: sums for step, sums in of_zero_points.items() if step in names},
         )
-
-
-def filled(like: Any, shape: tuple[int, ...], value: float, element: ElementKind) -> Any:
-    """Return an array filled with one value, in the framework and on the device of another array."""
-    if isinstance(like, np.ndarray):
-        return np.full(shape, value, storage_dtype(element))
-    torch = sys.modules["torch"]
-    dtype = getattr(torch, {"s8": "int8", "s32": "int32", "f32": "float32", "f64": "float64"}[element])
-    return torch.full(shape, value, dtype=dtype, device=like.device)
-
-
-def hash_of(properties: Mapping[str, Any]) -> str:
-    """Return a short hash of the properties that all ranks must have in common."""
-    return hashlib.sha256(json.dumps(properties, sort_keys=True, default=str).encode()).hexdigest()[:16]
