@@ -158,7 +158,8 @@ class Machine:
         """
         backend = self.backends[sku.backend]
         if sku.backend in self._brought:
-            return ask(backend, "prepare", sku, problem, device, *filter(None, [choice]))
+            runner: Runner = ask(backend, "prepare", sku, problem, device, *filter(None, [choice]))
+            return runner
         # A backend without configurations need not accept the parameter.
         return backend.prepare(sku, problem, device, **({"choice": choice} if choice else {}))
 
@@ -188,7 +189,7 @@ class Machine:
         if backend is None:
             return ()
         try:
-            remarks = ask(backend, "describe_choice", sku, problem, device, *filter(None, [choice]))
+            remarks: tuple[str, ...] = ask(backend, "describe_choice", sku, problem, device, *filter(None, [choice]))
             return remarks + (ask(backend, "notes") if device.ordinal is not None else ())
         except Misbehaved as error:
             return (f"backend {backend.spec.name}: {error}",)

@@ -22,6 +22,7 @@ from skuda.registry.elements import ElementKind
 from skuda.tools.show.kernels import elements_of, evidence_words, judge_of, legend, unique
 from skuda.tools.study.view import markdown_table
 from skuda.tools.verify.evidence import Records, load_records
+from skuda.tools.words.arguments import COLUMNS, argument_rows
 from skuda.tools.words.problem import default_words, fields_of, type_words
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,6 +96,9 @@ def op_page(registry: Registry, op: Op, recorded: Records) -> str:
         (_code(key), type_words(field), default_words(field), _plain(said.get(key, "")))
         for key, field in fields_of(op.descriptor).items()
     )
+    rows = ((_code(row[0]), *map(_plain, row[1:])) for row in argument_rows(op.descriptor))
+    facts += ["## Arguments\n", "Of several rows of an argument, the first one that holds counts.\n"]
+    facts += [markdown_table(COLUMNS, rows)]
     facts += ["## Fields\n", markdown_table(("field", "takes", "default", ""), fields)]
     facts += [
         "## Kernels\n",

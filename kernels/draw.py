@@ -16,7 +16,8 @@ from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.sums import at_ends, with_zeros
 from skuda.kernels.ties import at_ties, tie_scales
 from skuda.kernels.values import finfo_of, floats, rounded, specials, spread
-from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
+from skuda.registry.argument import Argument, Role, storage_shape
+from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import ElementKind
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.vocabulary import ActivationKind

@@ -1,9 +1,10 @@
 """What exists, as pure data: elements, guarantees, devices, kernels, ops. No array library, driver or compiler."""
 
 from skuda.registry.arch import ArchSku
+from skuda.registry.argument import Argument, ArgumentSpec, Role
 from skuda.registry.backend import BackendSpec
 from skuda.registry.constraints import Between, Constraint, MultipleOf, OneOf, ProductAtMost
-from skuda.registry.descriptor import Argument, Descriptor, FunctionalKey, Role
+from skuda.registry.descriptor import Descriptor, FunctionalKey
 from skuda.registry.device import HOST, KNOWN_DEVICES, Device, device_named
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import (
@@ -47,6 +48,7 @@ __all__ = [
     "ActivationKind",
     "ArchSku",
     "Argument",
+    "ArgumentSpec",
     "BackendKind",
     "BackendSpec",
     "Between",

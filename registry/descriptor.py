@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 from functools import wraps
 from typing import Any, ClassVar, NamedTuple
 
+from skuda.registry.argument import Argument, ArgumentSpec, Role, check_signature, existing, storage_shape
 from skuda.registry.elements import ElementKind
-from skuda.registry.errors import InvalidProblem
+from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.registry.value import Value
 from skuda.registry.vocabulary import EpilogueKind, LayoutSku, OpCategory
+
+__all__ = ["Argument", "ArgumentSpec", "Descriptor", "FunctionalKey", "Role", "key_field", "storage_shape"]
 
 
 class FunctionalKey(NamedTuple):
@@ -24,67 +26,31 @@ class FunctionalKey(NamedTuple):
     epilogue: EpilogueKind | None
 
 
-class Role(StrEnum):
-    """What an argument is for."""
+def _keeping(own: Callable[[Any], tuple[Argument, ...]]) -> Callable[[Any], tuple[Argument, ...]]:
+    """Let every problem keep its arguments, because several steps of a call need them."""
 
-    INPUT = "input"
-    OUTPUT = "output"
-    SCRATCH = "scratch"
-    SCALE = "scale"
-    """A finite non-zero number, or an array of one element on the device."""
-    ZERO_POINT = "zero_point"
-    """An s32 integer, or an s32 array of one element on the device."""
-    VALUE = "value"
-    """A number that the element can represent."""
+    @wraps(own)
+    def arguments(self: Any) -> tuple[Argument, ...]:
+        try:
+            of, found = _slot.__get__(self)
+        except AttributeError:
+            of = None
+        # A class may extend the arguments of the class that it derives from.
+        if of is not own:
+            found = own(self)
+            _slot.__set__(self, (own, found))
+        kept: tuple[Argument, ...] = found
+        return kept
 
-
-_SCALARS = (Role.SCALE, Role.ZERO_POINT, Role.VALUE)
-
-
-class Argument(NamedTuple):
-    """One argument of an op, as a concrete problem needs it.
-
-    Attributes
-    ----------
-    name : str
-        Keyword under which it is passed.
-    role : Role
-        What it is for.
-    elements : tuple of ElementKind
-        Accepted elements. The first one is used to allocate and to compute.
-    shape : tuple of int
-        Shape in elements; for scalars ``(1,)``.
-    flat : bool
-        Whether any shape with as many elements is accepted; outputs then take the input's shape.
-    required : bool
-        Whether the caller must pass it.
-    """
-
-    name: str
-    role: Role
-    elements: tuple[ElementKind, ...]
-    shape: tuple[int, ...] = (1,)
-    flat: bool = False
-    required: bool = True
-
-    @property
-    def is_scalar(self) -> bool:
-        """Whether a plain number is accepted."""
-        return self.role in _SCALARS
-
-
-def storage_shape(shape: tuple[int, ...], element: ElementKind) -> tuple[int, ...]:
-    """Return the shape of the array that stores `shape` elements. Packing halves the last axis and rounds up."""
-    if element.is_packed and shape:
-        return (*shape[:-1], -(-shape[-1] // 2))
-    return shape
+    return arguments
 
 
 class Descriptor(Value):
     """One concrete problem: sizes, element kinds, modes, and scalars that are frozen metadata of a model.
 
-    A subclass adds ``op: Literal["name"] = "name"`` and its own fields. Its class variables `element_field` and
-    `aux_field` are the names of the fields that a kernel's `element` and `aux_element` must equal.
+    A subclass adds ``op: Literal["name"] = "name"``, its own fields, and its arguments as `signature`. Its class
+    variables `element_field` and `aux_field` are the names of the fields that a kernel's `element` and `aux_element`
+    must equal.
 
     Raises
     ------
@@ -97,6 +63,9 @@ class Descriptor(Value):
     category: ClassVar[OpCategory]
     element_field: ClassVar[str]
     aux_field: ClassVar[str | None] = None
+    signature: ClassVar[tuple[ArgumentSpec, ...]] = ()
+    """The op's arguments, inputs before outputs. Empty for a class that defines `arguments` itself."""
+    _evaluated: ClassVar[tuple[ArgumentSpec, ...]] = ()
     layout: ClassVar[LayoutSku | None] = None
     in_place: ClassVar[bool] = False
     """Whether an output may be exactly the same array as an input."""
@@ -115,10 +84,31 @@ class Descriptor(Value):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Cache the arguments of every problem. Several steps of a selection need them."""
-        own = cls.__dict__.get("arguments")
+        """Check the signature of an op.
+
+        Raises
+        ------
+        InvalidRecord
+            For a signature that cannot be read, or that names what the class does not have.
+        """
+        own, declares = cls.__dict__.get("arguments"), "signature" in cls.__dict__
         if own is not None:
-            cls.arguments = _keeping(own)  # type: ignore[assignment,method-assign]
+            cls.arguments = _keeping(own)  # type: ignore[method-assign]
+        if cls.arguments is Descriptor.arguments:
+            cls.signature = cls._evaluated = cls.declared()
+        elif declares:
+            raise InvalidRecord(cls.__name__, "signature", "both", "be left out by a class that defines `arguments`")
+        else:
+            cls.signature = ()  # what a base declares need not hold for it, and serves only ``super().arguments()``
+        if "op" in cls.__pydantic_fields__:
+            if own is None and not cls._evaluated:
+                raise InvalidRecord(cls.__name__, "signature", "nothing", "be the arguments of the op")
+            check_signature(cls)
+
+    @classmethod
+    def declared(cls) -> tuple[ArgumentSpec, ...]:
+        """Return the signature of this class. A family of ops may complete what its classes declare."""
+        return cls.signature
 
     @classmethod
     def op_name(cls) -> str:
@@ -136,29 +126,17 @@ class Descriptor(Value):
             getattr(self, "epilogue", None),
         )
 
+    @_keeping
     def arguments(self) -> tuple[Argument, ...]:
-        """Return the arguments of this problem, inputs before outputs."""
-        raise NotImplementedError
+        """Return the arguments of this problem, inputs before outputs.
+
+        They follow from `signature`. A class may define this method instead of a signature; then every field of a call
+        must be given, because none follows from an array.
+        """
+        return tuple([each.of(self) for each in existing(self._evaluated, self.__dict__)])
 
 
 _slot: Any = Descriptor.__dict__["_arguments"]
-
-
-def _keeping(own: Callable[[Any], tuple[Argument, ...]]) -> Callable[[Any], tuple[Argument, ...]]:
-    @wraps(own)
-    def arguments(self: Any) -> tuple[Argument, ...]:
-        try:
-            of, found = _slot.__get__(self)
-        except AttributeError:
-            of = None
-        # A class may extend the arguments of the class that it derives from.
-        if of is not own:
-            found = own(self)
-            _slot.__set__(self, (own, found))
-        kept: tuple[Argument, ...] = found
-        return kept
-
-    return arguments
 
 
 def key_field(descriptor: type[Descriptor], part: str) -> str:

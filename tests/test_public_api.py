@@ -183,6 +183,7 @@ MAY_FAIL_TO_OPEN = {"save_layers", "load_layers"}
 """Functions that document `OSError`."""
 CHECKED_LATER = {
     "Argument",
+    "ArgumentSpec",
     "Case",
     "FunctionalKey",
     "Op",

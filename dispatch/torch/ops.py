@@ -21,7 +21,7 @@ import torch
 
 from skuda.functional import default_dispatcher
 from skuda.kernels.catalog import built_in_registry
-from skuda.registry.descriptor import Role
+from skuda.registry.argument import Role
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Op
 from skuda.registry.text import one_line, shown
@@ -41,7 +41,7 @@ OPS: dict[str, TensorOp] = {}
 
 
 def _takes_a_tensor(op: Op) -> bool:
-    return any(argument.role is Role.INPUT for case in op.cases for argument in case.problem.arguments())
+    return any(argument.role is Role.INPUT for argument in op.descriptor.signature)
 
 
 def _register(op: Op) -> None:
@@ -78,7 +78,7 @@ def register(name: str) -> Any:
     Raises
     ------
     InvalidProblem
-        For an unknown op, an op without cases (the schema follows from them), without a tensor among its inputs, or
+        For an unknown op, an op without a signature (the schema follows from it), without a tensor among its inputs, or
         with names that torch does not allow.
     """
     known = default_dispatcher().registry.ops
@@ -87,8 +87,8 @@ def register(name: str) -> Any:
     if op is None:
         raise InvalidProblem("skuda.torch.register", "name", shown(name), f"be one of {', '.join(known)}")
     if name not in OPS:
-        if not op.cases:
-            _refuse(name, "have cases: its schema follows from their arguments")
+        if not op.descriptor.signature:
+            _refuse(name, "have a descriptor that declares its signature: the schema follows from it")
         if not _takes_a_tensor(op):
             _refuse(name, "take a tensor: call it through skuda.ops")
         if hasattr(getattr(torch.ops, NAMESPACE), name):

@@ -15,7 +15,8 @@ from skuda.dispatch.host import rules
 from skuda.dispatch.launches import Positions
 from skuda.dispatch.select.fields import Fields
 from skuda.functional import LAUNCHES, default_dispatcher
-from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
+from skuda.registry.argument import Argument, Axis, Role, storage_shape
+from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Op
 from skuda.torch.dtypes import torch_dtype
@@ -90,29 +91,28 @@ class TensorOp:
     Parameters
     ----------
     op : Op
-        The op. It must have cases, and its first input must be a tensor.
+        The op. Its descriptor must declare a signature, and its first input must be a tensor.
 
     Attributes
     ----------
     name : str
         Its name in ``torch.ops.skuda``.
-    inputs : tuple of Argument
+    inputs : tuple of ArgumentSpec
         The inputs that are tensors, in the order of the schema.
     names : tuple of str
         Their names.
-    outputs : tuple of Argument
+    outputs : tuple of ArgumentSpec
         The results. A problem may have only some of them.
     """
 
     def __init__(self, op: Op) -> None:
         self.name = op.name
         self._fields = Fields(op)
-        given = tuple(a for a in self._fields.arguments if a.role not in (Role.OUTPUT, Role.SCRATCH))
-        always = frozenset.intersection(*(frozenset(a.name for a in case.problem.arguments()) for case in op.cases))
-        self._always = always
+        self._always = always = self._fields.always
+        given = tuple(each for each in self._fields.arguments.values() if each.role not in (Role.OUTPUT, Role.SCRATCH))
         self.inputs = tuple(sorted(given, key=lambda argument: (argument.name not in always, argument.is_scalar)))
         self.names = tuple(argument.name for argument in self.inputs)
-        self.outputs = tuple(a for a in self._fields.arguments if a.role is Role.OUTPUT)
+        self.outputs = tuple(each for each in self._fields.arguments.values() if each.role is Role.OUTPUT)
         self._several = op.descriptor.result is not None
         self._varies = not {a.name for a in self.outputs} <= always
         packed = {a.name for case in op.cases for a in case.problem.arguments() if a.elements[0].is_packed}
@@ -125,15 +125,12 @@ class TensorOp:
             if name not in left_out and not shows.intersection(self._fields.sources(name))
         }
         self._listed = _LIST in self._types.values()
-        first = self.inputs[0]
-        matrix = {first.name: first} if len(first.shape) == 2 else {}
         # The field that counts rows: the first size of a matrix.
-        self._rows = next(
-            (name for name in op.descriptor.model_fields if matrix.keys() & self._fields.led(name, matrix)), ""
-        )
-        self._result: type[tuple[Any, ...] | list[Any]] | None = (
-            (list if self._varies else tuple) if self._several else None
-        )
+        rows, *others = self.inputs[0].shape or (Axis(""),)
+        self._rows = rows.name if len(others) == 1 and rows == Axis(rows.name) else ""
+        self._result: type[tuple[Any, ...] | list[Any]] | None = None
+        if self._several:
+            self._result = list if self._varies else tuple
 
     @property
     def schemas(self) -> dict[str, str]:

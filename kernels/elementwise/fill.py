@@ -4,10 +4,6 @@ Formula
 -------
 output = value, rounded to the element (nearest, ties to even).
 
-Shapes
-------
-`output`: `numel` elements of any shape.
-
 Elements
 --------
 f16, bf16, f32, f64, s8, u8, s32, s4, u4 (two to a byte, low nibble first, every row starting at a byte).
@@ -31,7 +27,8 @@ import numpy as np
 
 from skuda.kernels.blocks import blocks, write
 from skuda.kernels.offers import cuda_skus, numpy_skus
-from skuda.registry.descriptor import Argument, Descriptor, Role
+from skuda.registry.argument import ArgumentSpec, Role
+from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import CODES, FLOATS, ElementKind
 from skuda.registry.op import Case, Op
 from skuda.registry.value import Size
@@ -56,13 +53,10 @@ class FillDescriptor(Descriptor):
     element_field: ClassVar[str] = "output_element"
     numel: Size
     output_element: ElementKind
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """Return value, output."""
-        return (
-            Argument("value", Role.VALUE, (self.output_element,)),
-            Argument("output", Role.OUTPUT, (self.output_element,), (self.numel,), flat=True),
-        )
+    signature = (
+        ArgumentSpec("value", Role.VALUE, "output_element"),
+        ArgumentSpec("output", Role.OUTPUT, "output_element", "numel", flat=True),
+    )
 
 
 def reference(problem: FillDescriptor, *, value: Any, output: Any) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from skuda.registry.descriptor import Argument, Descriptor, Role
+from skuda.registry.argument import ArgumentSpec, Role
+from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import CODES8, FLOATS, ElementKind
 from skuda.registry.value import Extent
 from skuda.registry.vocabulary import DynamicRangeScope, EpilogueKind, LayoutSku, OpCategory
@@ -109,29 +111,57 @@ class LinearProblem(Descriptor):
 
     @property
     def reals(self) -> tuple[ElementKind, ...]:
-        """Elements of arrays of scales and of bias: C and every narrower float."""
+        """The compute type C, or a narrower float."""
         return floats_up_to(self.compute)
-
-    def weight_arguments(self) -> tuple[Argument, ...]:
-        """Return weight, its scale and zero point, bias, requantization and output; sums (s32) take no scales."""
-        compute, wide, (m, n, k) = self.compute, self.reals, self.sizes
-        arguments = [Argument("weight_q", Role.INPUT, (self.weight_element,), (n, k))]
-        if self.output is not ElementKind.S32:
-            arguments.append(Argument("weight_scale", Role.INPUT, wide, (n,)))
-        if self.has_weight_zero_point:
-            arguments.append(Argument("weight_zero_point", Role.INPUT, (ElementKind.S32,), (n,)))
-        if self.epilogue.requires_bias:
-            arguments.append(Argument("bias", Role.INPUT, wide, (n,)))
-        if self.output in CODES8:
-            arguments.append(Argument("output_scale", Role.SCALE, (compute,)))
-            arguments.append(Argument("output_zero_point", Role.ZERO_POINT, (ElementKind.S32,)))
-        return (*arguments, Argument("output", Role.OUTPUT, (self.output,), (m, n)))
 
 
 @cache
 def floats_up_to(compute: ElementKind) -> tuple[ElementKind, ...]:
     """Return the elements of scales and bias: C and every narrower float."""
     return (compute, *(e for e in FLOATS if e.bits < compute.bits))
+
+
+BIASED = tuple(kind for kind in EpilogueKind if kind.requires_bias)
+"""The epilogues that take a bias."""
+
+
+def weight_and_output(
+    channels: str = "n", output: str = "output_element", scaled: Mapping[str, tuple[Any, ...]] | None = None
+) -> tuple[ArgumentSpec, ...]:
+    """Return the weight, its scale and zero point, bias, scale and zero point of output codes, and output.
+
+    Parameters
+    ----------
+    channels : str
+        The field that counts output channels.
+    output : str
+        The output's element.
+    scaled : mapping of str to tuple, optional
+        When the weight's scale is passed. By default always.
+    """
+    codes = {output: CODES8}
+    return (
+        ArgumentSpec("weight_q", Role.INPUT, "weight_element", f"{channels}, k"),
+        ArgumentSpec("weight_scale", Role.INPUT, "reals", channels, when=scaled or {}),
+        ArgumentSpec(
+            "weight_zero_point", Role.INPUT, ElementKind.S32, channels, when={"has_weight_zero_point": (True,)}
+        ),
+        ArgumentSpec("bias", Role.INPUT, "reals", channels, when={"epilogue": BIASED}),
+        ArgumentSpec("output_scale", Role.SCALE, "compute", when=codes),
+        ArgumentSpec("output_zero_point", Role.ZERO_POINT, ElementKind.S32, when=codes),
+        ArgumentSpec("output", Role.OUTPUT, output, f"m, {channels}"),
+    )
+
+
+def scale_of_rows(
+    name: str, element: str | ElementKind, when: Mapping[str, tuple[Any, ...]] | None = None
+) -> tuple[ArgumentSpec, ...]:
+    """Return an argument of one value per row of the activation, or of one for all, as `act_scale_scope` says."""
+    when = when or {}
+    return (
+        ArgumentSpec(name, Role.INPUT, element, "m", when={**when, "act_scale_scope": (DynamicRangeScope.TOKEN,)}),
+        ArgumentSpec(name, Role.INPUT, element, "1", when=when),
+    )
 
 
 class CodedProblem(LinearProblem):

@@ -12,11 +12,7 @@ relu gives +0 for -0 and for negative values; NaN stays NaN. Codes of gelu and s
 where an ulp of v is small in relation to `output_scale`. If an array `output_scale` is 0, that ulp decides between NaN
 and infinity.
 
-Shapes
-------
-`activation` [m, k], `weight_q` [c_out, k] (one row per output channel, as torch stores `Linear.weight`),
-`weight_scale`, `bias` and `weight_zero_point` [c_out], `output` [m, c_out], `act_q_scratch` [m, k],
-`act_scale_scratch` [m].
+`weight_q` has one row per output channel, as torch stores `Linear.weight`.
 
 Elements
 --------
@@ -56,12 +52,13 @@ from skuda.kernels.linear.problem import (
     SIZES,
     LinearProblem,
     code_element_holding,
+    weight_and_output,
 )
 from skuda.kernels.linear.reference import Codes, write_layer
 from skuda.kernels.quantize import affine
 from skuda.kernels.quantize.granularity import per_token
+from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.constraints import OneOf
-from skuda.registry.descriptor import Argument, Role
 from skuda.registry.elements import CODES8, FLOATS, ElementKind
 from skuda.registry.op import Case, Op
 from skuda.registry.sku import WorkspaceTerm
@@ -98,6 +95,12 @@ class QuantizedLinearDescriptor(LinearProblem):
     q_max: Int32
     activation_element: ElementKind
     output_element: ElementKind | None = None
+    signature = (
+        ArgumentSpec("activation", Role.INPUT, "activation_element", "m, k"),
+        *weight_and_output("c_out", "output_element or activation_element"),
+        ArgumentSpec("act_q_scratch", Role.SCRATCH, "code_element", "m, k", required=False),
+        ArgumentSpec("act_scale_scratch", Role.SCRATCH, "act_scale_element", "m", required=False),
+    )
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
@@ -128,20 +131,15 @@ class QuantizedLinearDescriptor(LinearProblem):
         return code_element_holding(self.q_min, self.q_max) or ElementKind.S8
 
     @property
+    def act_scale_element(self) -> ElementKind:
+        """The compute type of the activation."""
+        return self.activation_element.compute
+
+    @property
     def compute(self) -> ElementKind:
         """The type C that scales and epilogue are computed in."""
         wide = ElementKind.F64 in (self.activation_element, self.output)
         return ElementKind.F64 if wide else ElementKind.F32
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """Return the arguments that this problem takes."""
-        scale = self.activation_element.compute
-        return (
-            Argument("activation", Role.INPUT, (self.activation_element,), (self.m, self.k)),
-            *self.weight_arguments(),
-            Argument("act_q_scratch", Role.SCRATCH, (self.code_element,), (self.m, self.k), required=False),
-            Argument("act_scale_scratch", Role.SCRATCH, (scale,), (self.m,), required=False),
-        )
 
 
 @np.errstate(all="ignore")  # infinities and NaN are valid results here

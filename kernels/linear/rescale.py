@@ -15,12 +15,6 @@ relu gives +0 for -0 and for negative values; NaN stays NaN. Codes of gelu and s
 where an ulp of v is small in relation to `output_scale`. If an array `output_scale` is 0, that ulp decides between NaN
 and infinity.
 
-Shapes
-------
-`sums` and `output` [m, n]; `act_scale` and `act_zero_point` [m] or, with `act_scale_scope` tensor, [1]; `act_sums`
-[m], given with `weight_zero_point`; `weight_scale`, `weight_zero_point` and `bias` [n]; `weight_sums` [n], given with
-`act_zero_point`.
-
 Elements
 --------
 `sums`, `act_sums` and `weight_sums` s32; output f16, bf16, f32, f64, s8, u8; `act_scale`, `weight_scale` and `bias` C
@@ -51,16 +45,19 @@ from pydantic import model_validator
 from skuda.kernels.blocks import Index, blocks
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear.epilogue import Epilogue
-from skuda.kernels.linear.problem import OUTPUTS, SCALE_SCOPES, floats_up_to
+from skuda.kernels.linear.problem import BIASED, OUTPUTS, SCALE_SCOPES, floats_up_to, scale_of_rows
 from skuda.kernels.linear.reference import round_integer, subtract_outer
 from skuda.kernels.linear.scaled_linear import ScaledLinearDescriptor
 from skuda.kernels.offers import cuda_skus, elementwise_guarantee, numpy_skus
-from skuda.registry.descriptor import Argument, Descriptor, Role
+from skuda.registry.argument import ArgumentSpec, Role
+from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import CODES8, ElementKind
 from skuda.registry.guarantee import PrecisionGuarantee
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.value import Extent
 from skuda.registry.vocabulary import ActivationKind, DynamicRangeScope, EpilogueKind, OpCategory
+
+_ACT_SHIFTED, _WEIGHT_SHIFTED = ({f"has_{name}_zero_point": (True,)} for name in ("act", "weight"))
 
 
 class RescaleDescriptor(Descriptor):
@@ -91,6 +88,19 @@ class RescaleDescriptor(Descriptor):
     act_scale_scope: DynamicRangeScope = DynamicRangeScope.TOKEN
     has_act_zero_point: bool = False
     has_weight_zero_point: bool = False
+    signature = (
+        ArgumentSpec("sums", Role.INPUT, ElementKind.S32, "m, n"),
+        *scale_of_rows("act_scale", "reals"),
+        *scale_of_rows("act_zero_point", ElementKind.S32, _ACT_SHIFTED),
+        ArgumentSpec("weight_sums", Role.INPUT, ElementKind.S32, "n", when=_ACT_SHIFTED),
+        ArgumentSpec("weight_scale", Role.INPUT, "reals", "n"),
+        ArgumentSpec("weight_zero_point", Role.INPUT, ElementKind.S32, "n", when=_WEIGHT_SHIFTED),
+        ArgumentSpec("act_sums", Role.INPUT, ElementKind.S32, "m", when=_WEIGHT_SHIFTED),
+        ArgumentSpec("bias", Role.INPUT, "reals", "n", when={"epilogue": BIASED}),
+        ArgumentSpec("output_scale", Role.SCALE, "compute", when={"output_element": CODES8}),
+        ArgumentSpec("output_zero_point", Role.ZERO_POINT, ElementKind.S32, when={"output_element": CODES8}),
+        ArgumentSpec("output", Role.OUTPUT, "output_element", "m, n"),
+    )
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
@@ -109,31 +119,9 @@ class RescaleDescriptor(Descriptor):
         return self.output_element.compute
 
     @property
-    def num_scales(self) -> int:
-        """Scales, and zero points, of the activation: `m`, or 1 for the tensor."""
-        return self.m if self.act_scale_scope is DynamicRangeScope.TOKEN else 1
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """Return the arguments that this problem takes."""
-        m, n, s32, compute = self.m, self.n, (ElementKind.S32,), self.compute
-        reals = floats_up_to(compute)
-        arguments = [
-            Argument("sums", Role.INPUT, s32, (m, n)),
-            Argument("act_scale", Role.INPUT, reals, (self.num_scales,)),
-        ]
-        if self.has_act_zero_point:
-            arguments.append(Argument("act_zero_point", Role.INPUT, s32, (self.num_scales,)))
-            arguments.append(Argument("weight_sums", Role.INPUT, s32, (n,)))
-        arguments.append(Argument("weight_scale", Role.INPUT, reals, (n,)))
-        if self.has_weight_zero_point:
-            arguments.append(Argument("weight_zero_point", Role.INPUT, s32, (n,)))
-            arguments.append(Argument("act_sums", Role.INPUT, s32, (m,)))
-        if self.epilogue.requires_bias:
-            arguments.append(Argument("bias", Role.INPUT, reals, (n,)))
-        if self.output_element in CODES8:
-            arguments.append(Argument("output_scale", Role.SCALE, (compute,)))
-            arguments.append(Argument("output_zero_point", Role.ZERO_POINT, s32))
-        return (*arguments, Argument("output", Role.OUTPUT, (self.output_element,), (m, n)))
+    def reals(self) -> tuple[ElementKind, ...]:
+        """The compute type C, or a narrower float."""
+        return floats_up_to(self.compute)
 
 
 _OF_THE_LAYER = tuple(name for name in RescaleDescriptor.model_fields if name != "op")

@@ -15,11 +15,7 @@ relu gives +0 for -0 and for negative values; NaN stays NaN. Codes of gelu and s
 where an ulp of v is small in relation to `output_scale`. If an array `output_scale` is 0, that ulp decides between NaN
 and infinity.
 
-Shapes
-------
-`act_q` [m, k], `act_scale` and `act_zero_point` [m] or, with `act_scale_scope` tensor, [1], `weight_q` [n, k] (one row
-per output channel, as torch stores `Linear.weight`), `weight_scale`, `bias` and `weight_zero_point` [n], `output`
-[m, n].
+`weight_q` has one row per output channel, as torch stores `Linear.weight`.
 
 Elements
 --------
@@ -51,13 +47,26 @@ from pydantic import model_validator
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear import offers
 from skuda.kernels.linear.epilogue import Epilogue
-from skuda.kernels.linear.problem import ALIGNED_SIZES, OUTPUTS, SCALE_SCOPES, SHIFTED, SIZES, CodedProblem, longest_k
+from skuda.kernels.linear.problem import (
+    ALIGNED_SIZES,
+    OUTPUTS,
+    SCALE_SCOPES,
+    SHIFTED,
+    SIZES,
+    CodedProblem,
+    longest_k,
+    scale_of_rows,
+    weight_and_output,
+)
 from skuda.kernels.linear.reference import Codes, write_layer
+from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.constraints import OneOf
-from skuda.registry.descriptor import Argument, Role
 from skuda.registry.elements import CODES8, ElementKind
 from skuda.registry.op import Case, Op
 from skuda.registry.vocabulary import DynamicRangeScope, EpilogueKind
+
+_SCALED = {"output_element": tuple(kind for kind in ElementKind if kind is not ElementKind.S32)}
+"""When scales are passed: exact sums take none."""
 
 
 class ScaledLinearDescriptor(CodedProblem):
@@ -78,6 +87,12 @@ class ScaledLinearDescriptor(CodedProblem):
     op: Literal["scaled_linear"] = "scaled_linear"
     act_scale_scope: DynamicRangeScope = DynamicRangeScope.TOKEN
     has_act_zero_point: bool = False
+    signature = (
+        ArgumentSpec("act_q", Role.INPUT, "activation_element", "m, k"),
+        *scale_of_rows("act_scale", "reals", _SCALED),
+        *scale_of_rows("act_zero_point", ElementKind.S32, {"has_act_zero_point": (True,)}),
+        *weight_and_output(scaled=_SCALED),
+    )
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
@@ -99,11 +114,6 @@ class ScaledLinearDescriptor(CodedProblem):
                 self.refuse("k", self.k, f"be at most {longest}, because longer sums of {codes} exceed s32")
 
     @property
-    def num_scales(self) -> int:
-        """Scales, and zero points, of the activation: `m`, or 1 for the tensor."""
-        return self.m if self.scales_tokens else 1
-
-    @property
     def scales_tokens(self) -> bool:
         """Whether each row of the activation has its own scale."""
         return self.act_scale_scope is DynamicRangeScope.TOKEN
@@ -112,17 +122,6 @@ class ScaledLinearDescriptor(CodedProblem):
     def shifts_activation(self) -> bool:
         """Whether the activation has zero points; the kernel then adds up the weight's codes."""
         return self.has_act_zero_point
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """Return the arguments that this problem takes."""
-        scale = Argument("act_scale", Role.INPUT, self.reals, (self.num_scales,))
-        zero_point = Argument("act_zero_point", Role.INPUT, (ElementKind.S32,), (self.num_scales,))
-        return (
-            Argument("act_q", Role.INPUT, (self.activation_element,), (self.m, self.k)),
-            *((scale,) if self.output_element is not ElementKind.S32 else ()),
-            *((zero_point,) if self.has_act_zero_point else ()),
-            *self.weight_arguments(),
-        )
 
 
 _OF_SUMS = {

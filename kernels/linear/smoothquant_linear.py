@@ -11,10 +11,7 @@ relu gives +0 for -0 and for negative values; NaN stays NaN. Codes of gelu and s
 where an ulp of v is small in relation to `output_scale`. If an array `output_scale` is 0, that ulp decides between NaN
 and infinity.
 
-Shapes
-------
-`act_q` [m, k], `weight_q` [n, k] (one row per output channel, as torch stores `Linear.weight`), `weight_scale`,
-`bias` and `weight_zero_point` [n], `output` [m, n], `act_scale_scratch` [m].
+`weight_q` has one row per output channel, as torch stores `Linear.weight`.
 
 Elements
 --------
@@ -48,10 +45,10 @@ from pydantic import model_validator
 from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.linear import offers
 from skuda.kernels.linear.epilogue import Epilogue
-from skuda.kernels.linear.problem import ALIGNED_SIZES, OUTPUTS, SHIFTED, SIZES, CodedProblem
+from skuda.kernels.linear.problem import ALIGNED_SIZES, OUTPUTS, SHIFTED, SIZES, CodedProblem, weight_and_output
 from skuda.kernels.linear.reference import Codes, write_layer
+from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.constraints import OneOf
-from skuda.registry.descriptor import Argument, Role
 from skuda.registry.elements import CODES8
 from skuda.registry.op import Case, Op
 from skuda.registry.value import Int32, Real
@@ -74,6 +71,11 @@ class SmoothQuantLinearDescriptor(CodedProblem):
     op: Literal["smoothquant_linear"] = "smoothquant_linear"
     act_scale: Real
     act_zero_point: Int32 = 0
+    signature = (
+        ArgumentSpec("act_q", Role.INPUT, "activation_element", "m, k"),
+        *weight_and_output(),
+        ArgumentSpec("act_scale_scratch", Role.SCRATCH, "compute", "m", required=False),
+    )
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
@@ -102,14 +104,6 @@ class SmoothQuantLinearDescriptor(CodedProblem):
     def shifts_activation(self) -> bool:
         """Whether the activation has a zero point other than 0; the kernel then adds up the weight's codes."""
         return self.act_zero_point != 0
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """Return the arguments that this problem takes."""
-        return (
-            Argument("act_q", Role.INPUT, (self.activation_element,), (self.m, self.k)),
-            *self.weight_arguments(),
-            Argument("act_scale_scratch", Role.SCRATCH, (self.compute,), (self.m,), required=False),
-        )
 
 
 @np.errstate(all="ignore")  # infinities and NaN are valid results here

@@ -5,10 +5,6 @@ Formula
 output[n] = max |C(input[n, :])|. NaN is skipped; a row of NaN only, or an empty row, gives +0. The maximum is exact
 in any order, so the maximum over the parts of a row is the result of the row.
 
-Shapes
-------
-`input` [n, d]; `output` [n].
-
 Elements
 --------
 input f16, bf16, f32, f64; `output` has the compute type C (f64 for f64 data, f32 otherwise).
@@ -34,7 +30,7 @@ from skuda.kernels.blocks import blocks
 from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.offers import cuda_skus, element_flags, numpy_skus
 from skuda.kernels.quantize.granularity import PerToken
-from skuda.registry.descriptor import Argument, Role
+from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.elements import FLOATS, ElementKind
 from skuda.registry.op import Case, Op, Values
 
@@ -57,13 +53,10 @@ class AmaxDescriptor(PerToken):
     op: Literal["amax"] = "amax"
     input_element: ElementKind
     element_field: ClassVar[str] = "input_element"
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """Return input, output."""
-        return (
-            self.data("input", Role.INPUT, self.input_element),
-            Argument("output", Role.OUTPUT, (self.input_element.compute,), (self.n,)),
-        )
+    signature = (
+        ArgumentSpec("input", Role.INPUT, "input_element", "n, d"),
+        ArgumentSpec("output", Role.OUTPUT, "compute", "n"),
+    )
 
 
 @np.errstate(all="ignore")  # a signalling NaN warns when it is converted

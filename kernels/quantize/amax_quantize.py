@@ -7,10 +7,6 @@ With the maxima of `amax` over the same rows, this is `dynamic_range`, symmetric
 a part of longer rows: with the maxima of those rows, this gives that part of their codes. NaN quantizes to 0, clamped.
 Any `amax` follows the formula: a negative one turns the signs, an infinite one or a NaN makes every code 0, clamped.
 
-Shapes
-------
-`input` and `output` [n, d]; `amax` and `scale_out` [n].
-
 Elements
 --------
 input f16, bf16, f32, f64; output s8, u8; `amax` and `scale_out` have the compute type C (f64 for f64 data, f32
@@ -41,7 +37,7 @@ from skuda.kernels.quantize import affine, amax
 from skuda.kernels.quantize.granularity import PerToken, per_token
 from skuda.kernels.ties import at_ties
 from skuda.kernels.values import floats, rounded, specials
-from skuda.registry.descriptor import Argument, Role
+from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.elements import CODES8, FLOATS, ElementKind
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.value import Int32
@@ -79,22 +75,19 @@ class AmaxQuantizeDescriptor(PerToken):
     aux_field: ClassVar[str | None] = "output_element"
     result = AmaxQuantized
 
+    signature = (
+        ArgumentSpec("input", Role.INPUT, "input_element", "n, d"),
+        ArgumentSpec("amax", Role.INPUT, "compute", "n"),
+        ArgumentSpec("output", Role.OUTPUT, "output_element", "n, d"),
+        ArgumentSpec("scale_out", Role.OUTPUT, "compute", "n"),
+    )
+
     @model_validator(mode="after")
     def _rules(self) -> Self:
         self.check_bounds(self.q_min, self.q_max, self.output_element)
         if self.q_max <= 0:
             self.refuse("q_max", self.q_max, "be greater than 0: it divides the largest magnitude")
         return self
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """Return input, amax, output, scale_out."""
-        compute = (self.input_element.compute,)
-        return (
-            self.data("input", Role.INPUT, self.input_element),
-            Argument("amax", Role.INPUT, compute, (self.n,)),
-            self.data("output", Role.OUTPUT, self.output_element),
-            Argument("scale_out", Role.OUTPUT, compute, (self.n,)),
-        )
 
 
 @np.errstate(all="ignore")  # infinities and NaN are valid results here

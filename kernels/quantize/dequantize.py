@@ -4,15 +4,6 @@ Formula
 -------
 output = RN_T(RN_C(C(input - zero_point) * scale)). The difference is exact before it is rounded to the compute type.
 
-Shapes
-------
-- Per tensor: `input` and `output` `numel` elements of any shape; `scale` and `zero_point` a number, or an array of
-  one element.
-- Per channel: `input` and `output` `shape`, any rank, any `axis`; `scale` and `zero_point` [shape[axis]].
-- Per token: `input` and `output` [n, d]; `scale` and `zero_point` [n].
-- Per group: `input` and `output` [outer_size, axis_size]; `scale` and `zero_point` [outer_size, axis_size /
-  group_size].
-
 Elements
 --------
 input s8, u8, s4, u4 (two to a byte, low nibble first, every row starting at a byte); output f16, bf16, f32, f64.
@@ -41,8 +32,17 @@ from skuda.kernels.blocks import read
 from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.quantize import affine
 from skuda.kernels.quantize.elementwise import elementwise_ops
-from skuda.kernels.quantize.granularity import AffineProblem, PerChannel, PerGroup, PerTensor, PerToken
-from skuda.registry.descriptor import Argument
+from skuda.kernels.quantize.granularity import (
+    DATA,
+    SCALE,
+    ZERO_POINT,
+    AffineProblem,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    PerToken,
+)
+from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.elements import ElementKind
 
 
@@ -62,10 +62,12 @@ class Dequantize(AffineProblem):
     output_element: ElementKind
     element_field: ClassVar[str] = "output_element"
     aux_field: ClassVar[str | None] = "input_element"
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """Return input, scale, zero_point, output."""
-        return self.forward_arguments(self.input_element, self.output_element)
+    signature = (
+        ArgumentSpec("input", Role.INPUT, "input_element", DATA),
+        SCALE,
+        ZERO_POINT,
+        ArgumentSpec("output", Role.OUTPUT, "output_element", DATA),
+    )
 
 
 class DequantizePerTensorDescriptor(Dequantize, PerTensor):

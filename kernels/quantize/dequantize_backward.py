@@ -4,13 +4,6 @@ Formula
 -------
 d_input = RN_T(RN_C(d_output * scale)).
 
-Shapes
-------
-- Per tensor: `d_output` and `d_input` `numel` elements of any shape; `scale` a number, or an array of one element.
-- Per channel: `d_output` and `d_input` `shape`, any rank, any `axis`; `scale` [shape[axis]].
-- Per token: `d_output` and `d_input` [n, d]; `scale` [n].
-- Per group: `d_output` and `d_input` [outer_size, axis_size]; `scale` [outer_size, axis_size / group_size].
-
 Elements
 --------
 f16, bf16, f32, f64 for both.
@@ -38,8 +31,8 @@ import numpy as np
 from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.quantize import affine
 from skuda.kernels.quantize.elementwise import elementwise_ops
-from skuda.kernels.quantize.granularity import AffineProblem, PerChannel, PerGroup, PerTensor, PerToken
-from skuda.registry.descriptor import Argument, Role
+from skuda.kernels.quantize.granularity import DATA, SCALE, AffineProblem, PerChannel, PerGroup, PerTensor, PerToken
+from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.elements import ElementKind
 
 
@@ -59,12 +52,11 @@ class DequantizeBackward(AffineProblem):
     output_element: ElementKind
     element_field: ClassVar[str] = "output_element"
     in_place: ClassVar[bool] = True
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """Return d_output, scale, d_input."""
-        scale, _ = self.scales()
-        element = self.output_element
-        return (self.data("d_output", Role.INPUT, element), scale, self.data("d_input", Role.OUTPUT, element))
+    signature = (
+        ArgumentSpec("d_output", Role.INPUT, "output_element", DATA),
+        SCALE,
+        ArgumentSpec("d_input", Role.OUTPUT, "output_element", DATA),
+    )
 
 
 class DequantizePerTensorBackwardDescriptor(DequantizeBackward, PerTensor):

@@ -8,11 +8,6 @@ Asymmetric: lo = min(0, min input), hi = max(0, max input); s = RN_C(RN_C(hi - l
 Then output = clamp(rne(RN_C(input / s)) + z, q_min, q_max). NaN is skipped by the range and quantizes to z; an
 infinity in a segment makes s infinite and every code z. An empty segment has s = 1 and z = 0.
 
-Shapes
-------
-`input` and `output` [n, d]; `scale_out` and `zero_point_out` [1] for scope tensor, [shape[axis]] for channel, [n] for
-token, [n, d / group_size] for group.
-
 Elements
 --------
 input f16, bf16, f32, f64; output s8, u8, s4, u4 (two to a byte, low nibble first, every row starting at a byte);
@@ -47,7 +42,7 @@ from skuda.kernels.quantize.granularity import (
     per_tensor,
     per_token,
 )
-from skuda.registry.descriptor import Argument, Role
+from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.elements import CODES, FLOATS, ElementKind
 from skuda.registry.op import Case, Op
 from skuda.registry.value import Extent, Int32, Integer
@@ -63,6 +58,17 @@ class DynamicRangeQuantized(NamedTuple):
     """Scale of every segment, in the compute type."""
     zero_point_out: Any
     """Zero point of every segment, s32; all 0 when symmetric."""
+
+
+def _segments_of(name: str, element: str | ElementKind) -> tuple[ArgumentSpec, ...]:
+    """Return an output of one value per segment."""
+    scope = DynamicRangeScope
+    return (
+        ArgumentSpec(name, Role.OUTPUT, element, "1", when={"scope": (scope.TENSOR,)}),
+        ArgumentSpec(name, Role.OUTPUT, element, "n, num_groups", when={"scope": (scope.GROUP,)}),
+        ArgumentSpec(name, Role.OUTPUT, element, "d", when={"scope": (scope.CHANNEL,), "axis": (1, -1)}),
+        ArgumentSpec(name, Role.OUTPUT, element, "n"),
+    )
 
 
 class DynamicRangeQuantizeDescriptor(AffineProblem):
@@ -101,6 +107,12 @@ class DynamicRangeQuantizeDescriptor(AffineProblem):
     element_field: ClassVar[str] = "input_element"
     aux_field: ClassVar[str | None] = "output_element"
     result = DynamicRangeQuantized
+    signature = (
+        ArgumentSpec("input", Role.INPUT, "input_element", "n, d"),
+        ArgumentSpec("output", Role.OUTPUT, "output_element", "n, d"),
+        *_segments_of("scale_out", "compute"),
+        *_segments_of("zero_point_out", ElementKind.S32),
+    )
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
@@ -144,21 +156,17 @@ class DynamicRangeQuantizeDescriptor(AffineProblem):
             case DynamicRangeScope.TOKEN:
                 return Granularity(shape, (self.n,), per_token)
             case DynamicRangeScope.GROUP:
-                return Granularity(shape, (self.n, self.d // group_size), per_group(group_size))
+                return Granularity(shape, (self.n, self.num_groups), per_group(group_size))
+
+    @property
+    def num_groups(self) -> int:
+        """Groups per row."""
+        return self.d // (self.group_size or 1)
 
     @property
     def segment_shape(self) -> tuple[int, ...]:
         """Shape of `scale_out` and `zero_point_out`."""
         return self.granularity.segments
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """Return input, output, scale_out, zero_point_out."""
-        return (
-            self.data("input", Role.INPUT, self.input_element),
-            self.data("output", Role.OUTPUT, self.output_element),
-            Argument("scale_out", Role.OUTPUT, (self.input_element.compute,), self.segment_shape),
-            Argument("zero_point_out", Role.OUTPUT, (ElementKind.S32,), self.segment_shape),
-        )
 
 
 def reference(

@@ -6,15 +6,6 @@ q = clamp(rne(RN_C(input / scale)) + zero_point, q_min, q_max); output = RN_T(RN
 rounds to nearest, ties to even; RN_C rounds to the compute type; the division is a true one. A zero result is +0; NaN
 counts as 0, infinities saturate.
 
-Shapes
-------
-- Per tensor: `input` and `output` `numel` elements of any shape; `scale` and `zero_point` a number, or an array of
-  one element.
-- Per channel: `input` and `output` `shape`, any rank, any `axis`; `scale` and `zero_point` [shape[axis]].
-- Per token: `input` and `output` [n, d]; `scale` and `zero_point` [n].
-- Per group: `input` and `output` [outer_size, axis_size]; `scale` and `zero_point` [outer_size, axis_size /
-  group_size].
-
 Elements
 --------
 f16, bf16, f32, f64, the same in and out.
@@ -42,8 +33,17 @@ import numpy as np
 from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.quantize import affine
 from skuda.kernels.quantize.elementwise import elementwise_ops
-from skuda.kernels.quantize.granularity import Bounded, PerChannel, PerGroup, PerTensor, PerToken
-from skuda.registry.descriptor import Argument
+from skuda.kernels.quantize.granularity import (
+    DATA,
+    SCALE,
+    ZERO_POINT,
+    Bounded,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    PerToken,
+)
+from skuda.registry.argument import ArgumentSpec, Role
 
 
 class FakeQuantize(Bounded):
@@ -59,10 +59,12 @@ class FakeQuantize(Bounded):
 
     kernel: ClassVar[str] = "fake_quantize"
     in_place: ClassVar[bool] = True
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """Return input, scale, zero_point, output."""
-        return self.forward_arguments(self.input_element, self.input_element)
+    signature = (
+        ArgumentSpec("input", Role.INPUT, "input_element", DATA),
+        SCALE,
+        ZERO_POINT,
+        ArgumentSpec("output", Role.OUTPUT, "input_element", DATA),
+    )
 
 
 class FakeQuantizeDescriptor(FakeQuantize, PerTensor):

@@ -6,16 +6,6 @@ t = rne(RN_C(input / scale)); d_input = d_output where q_min <= t + zero_point <
 rne rounds to nearest, ties to even; RN_C rounds to the compute type; the division is a true one. NaN inputs have
 gradient 0.
 
-Shapes
-------
-- Per tensor: `d_output`, `input` and `d_input` `numel` elements of any shape; `scale` and `zero_point` a number, or
-  an array of one element.
-- Per channel: `d_output`, `input` and `d_input` `shape`, any rank, any `axis`; `scale` and `zero_point`
-  [shape[axis]].
-- Per token: `d_output`, `input` and `d_input` [n, d]; `scale` and `zero_point` [n].
-- Per group: `d_output`, `input` and `d_input` [outer_size, axis_size]; `scale` and `zero_point` [outer_size,
-  axis_size / group_size].
-
 Elements
 --------
 f16, bf16, f32, f64 for all three.
@@ -40,8 +30,17 @@ from typing import Any, ClassVar, Literal
 
 from skuda.kernels.quantize import affine
 from skuda.kernels.quantize.elementwise import elementwise_ops
-from skuda.kernels.quantize.granularity import Bounded, PerChannel, PerGroup, PerTensor, PerToken
-from skuda.registry.descriptor import Argument
+from skuda.kernels.quantize.granularity import (
+    DATA,
+    SCALE,
+    ZERO_POINT,
+    Bounded,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    PerToken,
+)
+from skuda.registry.argument import ArgumentSpec, Role
 
 
 class FakeQuantizeBackward(Bounded):
@@ -57,10 +56,13 @@ class FakeQuantizeBackward(Bounded):
 
     kernel: ClassVar[str] = "fake_quantize_backward"
     in_place: ClassVar[bool] = True
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """Return d_output, input, scale, zero_point, d_input."""
-        return self.backward_arguments()
+    signature = (
+        ArgumentSpec("d_output", Role.INPUT, "input_element", DATA),
+        ArgumentSpec("input", Role.INPUT, "input_element", DATA),
+        SCALE,
+        ZERO_POINT,
+        ArgumentSpec("d_input", Role.OUTPUT, "input_element", DATA),
+    )
 
 
 class FakeQuantizeBackwardDescriptor(FakeQuantizeBackward, PerTensor):

@@ -14,10 +14,7 @@ for all f16, and for all bf16 except the odd multiples of 2^-133 below 2^-125, w
 So the result is that of the separate ops in sequence, bit for bit. At -inf the curves take their limit: act(-inf) = -0.
 The range skips a NaN in y; it quantizes to the zero point.
 
-Shapes
-------
-`gate_up` [n, 2 d], the gates of a row before its ups; where not `fused`, `gate` and `up` [n, d]. `output` and `product`
-[n, d]; `scale_out` [n]; `scale` and `zero_point` numbers, or arrays of one element. Rows may be slices of wider arrays.
+`gate_up` has the gates of a row before its ups. Rows may be slices of wider arrays.
 
 Elements
 --------
@@ -52,10 +49,10 @@ from skuda.kernels.draw import zero_points
 from skuda.kernels.dtypes import compute_dtype, rounded_to, storage_dtype
 from skuda.kernels.offers import cuda_skus, element_flags, numpy_skus
 from skuda.kernels.quantize import affine, curves
-from skuda.kernels.quantize.granularity import AffineProblem, Granularity, per_tensor, per_token
+from skuda.kernels.quantize.granularity import STATIC_SCALE, AffineProblem, Granularity, per_tensor, per_token
 from skuda.kernels.values import floats, rounded, specials
+from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.constraints import OneOf
-from skuda.registry.descriptor import Argument, Role
 from skuda.registry.elements import CODES8, FLOATS, ElementKind
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.sku import KernelSku
@@ -76,10 +73,12 @@ class GatedQuantized(NamedTuple):
     """The products before quantization, [n, d]; if `has_product`."""
 
 
-def sides(n: int, d: int, data: ElementKind, *, fused: bool) -> list[Argument]:
-    """Return the arguments of gates and ups: gate_up, the gates of a row before its ups, if fused, else gate and up."""
-    widths = {"gate_up": 2 * d} if fused else {"gate": d, "up": d}
-    return [Argument(name, Role.INPUT, (data,), (n, width)) for name, width in widths.items()]
+SIDES = (
+    ArgumentSpec("gate", Role.INPUT, "input_element", "n, d", when={"fused": (False,)}),
+    ArgumentSpec("up", Role.INPUT, "input_element", "n, d", when={"fused": (False,)}),
+    ArgumentSpec("gate_up", Role.INPUT, "input_element", "n, 2 * d", when={"fused": (True,)}),
+)
+"""Gates and ups: two arrays, or one with the gates of a row before its ups."""
 
 
 def split(arrays: Mapping[str, Any], d: int) -> tuple[Any, Any]:
@@ -121,6 +120,13 @@ class GatedProblem(AffineProblem):
     element_field: ClassVar[str] = "input_element"
     aux_field: ClassVar[str | None] = "output_element"
     result = GatedQuantized
+    signature = (
+        *SIDES,
+        *STATIC_SCALE,
+        ArgumentSpec("output", Role.OUTPUT, "output_element", "n, d"),
+        ArgumentSpec("scale_out", Role.OUTPUT, "compute", "n", when={"scaling": (Scaling.DYNAMIC,)}),
+        ArgumentSpec("product", Role.OUTPUT, "input_element", "n, d", when={"has_product": (True,)}),
+    )
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
@@ -147,21 +153,6 @@ class GatedProblem(AffineProblem):
         """Builds the result from this problem's outputs, in their order."""
         names = [argument.name for argument in self.arguments() if argument.role is Role.OUTPUT]
         return lambda *outputs: GatedQuantized(**dict(zip(names, outputs, strict=True)))
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """Return those that the problem has of gates and ups, scale, zero point, output, scale_out and product."""
-        data, static = self.input_element, self.scaling is Scaling.STATIC
-        arguments = sides(self.n, self.d, data, fused=self.fused)
-        if static:
-            scale, zero_point = self.scales()
-            arguments.append(Argument("scale", Role.SCALE, scale.elements))
-            arguments.append(Argument("zero_point", Role.ZERO_POINT, zero_point.elements))
-        arguments.append(self.data("output", Role.OUTPUT, self.output_element))
-        if not static:
-            arguments.append(Argument("scale_out", Role.OUTPUT, (data.compute,), (self.n,)))
-        if self.has_product:
-            arguments.append(self.data("product", Role.OUTPUT, data))
-        return tuple(arguments)
 
 
 class SiluMulQuantizeDescriptor(GatedProblem):

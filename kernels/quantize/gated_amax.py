@@ -7,10 +7,7 @@ amax[n] = max |C(y[n, :])|, as in op `amax`: NaN is skipped; a row of NaN only, 
 over the parts of a row is that of the row. `amax_quantize` of the product with that maximum gives the codes and scales
 of silu_mul_quantize and gelu_mul_quantize over the row, bit for bit.
 
-Shapes
-------
-`gate_up` [n, 2 d], the gates of a row before its ups; where not `fused`, `gate` and `up` [n, d]. `product` [n, d];
-`amax` [n]. Rows may be slices of wider arrays.
+`gate_up` has the gates of a row before its ups. Rows may be slices of wider arrays.
 
 Elements
 --------
@@ -39,8 +36,8 @@ from skuda.kernels.offers import cuda_skus, element_flags, numpy_skus
 from skuda.kernels.quantize import amax as largest
 from skuda.kernels.quantize import gated
 from skuda.kernels.quantize.granularity import PerToken
+from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.constraints import OneOf
-from skuda.registry.descriptor import Argument, Role
 from skuda.registry.elements import FLOATS, ElementKind
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.sku import KernelSku
@@ -75,16 +72,16 @@ class GatedAmaxProblem(PerToken):
     element_field: ClassVar[str] = "input_element"
     result = GatedAmax
 
+    signature = (
+        *gated.SIDES,
+        ArgumentSpec("product", Role.OUTPUT, "input_element", "n, d"),
+        ArgumentSpec("amax", Role.OUTPUT, "compute", "n"),
+    )
+
     @property
     def quantized(self) -> gated.GatedProblem:
         """The problem of the op that also quantizes, for whole rows."""
         raise NotImplementedError
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """Return gate_up, or gate and up; product, amax."""
-        data = self.input_element
-        amax = Argument("amax", Role.OUTPUT, (data.compute,), (self.n,))
-        return (*gated.sides(self.n, self.d, data, fused=self.fused), self.data("product", Role.OUTPUT, data), amax)
 
     def _shared(self) -> dict[str, Any]:
         shared = {name: getattr(self, name) for name in ("n", "d", "fused", "input_element")}

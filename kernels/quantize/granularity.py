@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -15,10 +16,11 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from skuda.kernels.blocks import Index
-from skuda.registry.descriptor import Argument, Descriptor, Role
+from skuda.registry.argument import ArgumentSpec, Role
+from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import ElementKind
 from skuda.registry.value import Extent, Int32, Integer, Size
-from skuda.registry.vocabulary import OpCategory
+from skuda.registry.vocabulary import OpCategory, Scaling
 
 Spread = Callable[[Any, Index], Any]
 """Maps (scale or zero point, box of the data) to values that broadcast against the box."""
@@ -72,6 +74,18 @@ class Granularity(NamedTuple):
     segmentation: tuple[int, int] | None = None
 
 
+DATA, SEGMENTS = "data", "segments"
+"""What a direction declares as the axes of its data and of its scales. A granularity says which axes these are."""
+
+SCALE = ArgumentSpec("scale", Role.INPUT, "scale_elements", SEGMENTS)
+ZERO_POINT = ArgumentSpec("zero_point", Role.INPUT, ElementKind.S32, SEGMENTS)
+STATIC_SCALE = (
+    ArgumentSpec("scale", Role.SCALE, "scale_elements", when={"scaling": (Scaling.STATIC,)}),
+    ArgumentSpec("zero_point", Role.ZERO_POINT, ElementKind.S32, when={"scaling": (Scaling.STATIC,)}),
+)
+"""One given scale and zero point of an op that may also find scales itself."""
+
+
 class AffineProblem(Descriptor):
     """The base of granularities and directions.
 
@@ -79,10 +93,20 @@ class AffineProblem(Descriptor):
     ----------
     kernel : str
         Name of the direction: its ``.cu`` and the kernels in it have this name.
+    data_axes, segment_axes : str
+        Axes of the granularity, in place of `DATA` and `SEGMENTS`.
     """
 
     category: ClassVar[OpCategory] = OpCategory.QUANTIZATION
     kernel: ClassVar[str]
+    data_axes: ClassVar[str] = DATA
+    segment_axes: ClassVar[str] = SEGMENTS
+
+    @classmethod
+    def declared(cls) -> tuple[ArgumentSpec, ...]:
+        """Return the signature with the axes of the granularity."""
+        axes = {DATA: cls.data_axes, SEGMENTS: cls.segment_axes}
+        return tuple(replace(each, axes=axes.get(each.axes, each.axes)) for each in cls.signature)
 
     @property
     def granularity(self) -> Granularity:
@@ -100,27 +124,16 @@ class AffineProblem(Descriptor):
         element: ElementKind = getattr(self, self.element_field)
         return element
 
-    def data(self, name: str, role: Role, element: ElementKind) -> Argument:
-        """Return an argument of the data's shape."""
-        return Argument(name, role, (element,), self.data_shape)
+    @property
+    def compute(self) -> ElementKind:
+        """The compute type C."""
+        return self.data_element.compute
 
-    def scales(self) -> tuple[Argument, Argument]:
-        """Return the arguments ``scale`` and ``zero_point``; a scale of the data's own element is widened."""
-        data, shape = self.data_element, self.granularity.segments
-        return (
-            Argument("scale", Role.INPUT, tuple(dict.fromkeys((data.compute, data))), shape),
-            Argument("zero_point", Role.INPUT, (ElementKind.S32,), shape),
-        )
-
-    def forward_arguments(self, source: ElementKind, target: ElementKind) -> tuple[Argument, ...]:
-        """Return input, scale, zero_point, output."""
-        return (self.data("input", Role.INPUT, source), *self.scales(), self.data("output", Role.OUTPUT, target))
-
-    def backward_arguments(self) -> tuple[Argument, ...]:
-        """Return d_output, input, scale, zero_point, d_input."""
-        element = self.data_element
-        inputs = (self.data(name, Role.INPUT, element) for name in ("d_output", "input"))
-        return (*inputs, *self.scales(), self.data("d_input", Role.OUTPUT, element))
+    @property
+    def scale_elements(self) -> tuple[ElementKind, ...]:
+        """The compute type C, or the data's own element, which is widened."""
+        data = self.data_element
+        return tuple(dict.fromkeys((data.compute, data)))
 
     def check_bounds(self, q_min: int, q_max: int, code: ElementKind | None) -> None:
         """Refuse bounds that are out of order or, where `code` is given, outside its range."""
@@ -157,23 +170,23 @@ class PerTensor(AffineProblem):
         Number of elements; arrays may have any shape with that many.
     """
 
+    data_axes: ClassVar[str] = "numel"
+    segment_axes: ClassVar[str] = ""
     numel: Size
+
+    @classmethod
+    def declared(cls) -> tuple[ArgumentSpec, ...]:
+        """Return the signature with data of any shape, and with numbers as scale and zero point."""
+        numbers = {"scale": Role.SCALE, "zero_point": Role.ZERO_POINT}
+        return tuple(
+            replace(each, flat=each.axes == cls.data_axes, role=numbers.get(each.name, each.role))
+            for each in super().declared()
+        )
 
     @property
     def granularity(self) -> Granularity:
         """One segment for all elements."""
         return Granularity((self.numel,), (), per_tensor)
-
-    def data(self, name: str, role: Role, element: ElementKind) -> Argument:
-        """Return an argument of any shape with `numel` elements."""
-        return Argument(name, role, (element,), self.data_shape, flat=True)
-
-    def scales(self) -> tuple[Argument, Argument]:
-        """Return the arguments ``scale`` and ``zero_point``: numbers, or arrays of one element."""
-        scale, zero_point = super().scales()
-        return Argument("scale", Role.SCALE, scale.elements), Argument(
-            "zero_point", Role.ZERO_POINT, zero_point.elements
-        )
 
 
 class _Segmented(AffineProblem):
@@ -194,6 +207,8 @@ class PerChannel(_Segmented):
         The channel axis; negative values count from the end.
     """
 
+    data_axes: ClassVar[str] = "*shape"
+    segment_axes: ClassVar[str] = "channels"
     shape: Annotated[tuple[Extent, ...], Field(min_length=1)]
     axis: Integer
 
@@ -231,6 +246,8 @@ class PerToken(_Segmented):
         Columns.
     """
 
+    data_axes: ClassVar[str] = "n, d"
+    segment_axes: ClassVar[str] = "n"
     n: Extent
     d: Extent
 
@@ -253,6 +270,8 @@ class PerGroup(_Segmented):
         Elements that share a scale; divides `axis_size`.
     """
 
+    data_axes: ClassVar[str] = "outer_size, axis_size"
+    segment_axes: ClassVar[str] = "outer_size, num_groups"
     outer_size: Extent
     axis_size: Extent
     group_size: Annotated[Integer, Field(gt=0, lt=2**31)]

@@ -13,10 +13,7 @@ NaN skipped; s = RN_C(m / q_max), and if that is 0, s = 1; output = clamp(rne(RN
 Static: `quantize_per_tensor`: output = clamp(rne(RN_C(y / scale)) + zero_point, q_min, q_max). A NaN y quantizes to the
 zero point; an infinity among h makes the row's y NaN or 0.
 
-Shapes
-------
-`input`, `residual`, `output`, `residual_out` and `normalized_out` [n, d]; `weight` and `bias` [d]; `scale_out` [n];
-`scale` and `zero_point` a number, or an array of one element. Rows may be slices of wider arrays.
+Rows may be slices of wider arrays.
 
 Elements
 --------
@@ -58,11 +55,8 @@ class LayerNormQuantizeDescriptor(norm.NormProblem):
     kernel: ClassVar[str] = "layer_norm_quantize"
     op: Literal["layer_norm_quantize"] = "layer_norm_quantize"
     centred: ClassVar[bool] = True
+    signature = norm.signature("weight", "bias")
     has_bias: bool = False
-
-    def vectors(self) -> tuple[str, ...]:
-        """Return the names of the arguments of one value per column."""
-        return (*super().vectors(), *(("bias",) if self.has_bias else ()))
 
 
 def reference(problem: LayerNormQuantizeDescriptor, **arrays: Any) -> None:

@@ -26,8 +26,8 @@ from pydantic import Field, model_validator
 from skuda.kernels.blocks import BLOCK
 from skuda.kernels.dtypes import compute_dtype, storage_dtype
 from skuda.kernels.quantize import affine
-from skuda.kernels.quantize.granularity import AffineProblem, Granularity, per_tensor, per_token
-from skuda.registry.descriptor import Argument, Role
+from skuda.kernels.quantize.granularity import STATIC_SCALE, AffineProblem, Granularity, per_tensor, per_token
+from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.elements import CODES8, FLOATS, ElementKind
 from skuda.registry.op import Case
 from skuda.registry.value import Extent, Int32, Real
@@ -125,22 +125,21 @@ class NormProblem(AffineProblem):
 
     def vectors(self) -> tuple[str, ...]:
         """Return the names of the arguments of one value per column."""
-        return ("weight",) if self.has_weight else ()
+        return tuple(name for name in ("weight", "bias") if getattr(self, f"has_{name}", False))
 
-    def arguments(self) -> tuple[Argument, ...]:
-        """Return the arguments that this problem takes."""
-        data, code = self.input_element, self.output_element
-        arguments = [self.data("input", Role.INPUT, data)]
-        arguments += [self.data("residual", Role.INPUT, data)] if self.has_residual else []
-        arguments += [Argument(name, Role.INPUT, (data,), (self.d,)) for name in self.vectors()]
-        if not self.is_dynamic:
-            arguments.append(Argument("scale", Role.SCALE, tuple(dict.fromkeys((data.compute, data)))))
-            arguments.append(Argument("zero_point", Role.ZERO_POINT, (ElementKind.S32,)))
-        arguments.append(self.data("output", Role.OUTPUT, code))
-        arguments += [Argument("scale_out", Role.OUTPUT, (data.compute,), (self.n,))] if self.is_dynamic else []
-        arguments += [self.data("residual_out", Role.OUTPUT, data)] if self.has_residual else []
-        arguments += [self.data("normalized_out", Role.OUTPUT, data)] if self.has_normalized else []
-        return tuple(arguments)
+
+def signature(*vectors: str) -> tuple[ArgumentSpec, ...]:
+    """Return the arguments of an op whose optional arguments of one value per column have the given names."""
+    return (
+        ArgumentSpec("input", Role.INPUT, "input_element", "n, d"),
+        ArgumentSpec("residual", Role.INPUT, "input_element", "n, d", when={"has_residual": (True,)}),
+        *(ArgumentSpec(name, Role.INPUT, "input_element", "d", when={f"has_{name}": (True,)}) for name in vectors),
+        *STATIC_SCALE,
+        ArgumentSpec("output", Role.OUTPUT, "output_element", "n, d"),
+        ArgumentSpec("scale_out", Role.OUTPUT, "compute", "n", when={"scaling": (Scaling.DYNAMIC,)}),
+        ArgumentSpec("residual_out", Role.OUTPUT, "input_element", "n, d", when={"has_residual": (True,)}),
+        ArgumentSpec("normalized_out", Role.OUTPUT, "input_element", "n, d", when={"has_normalized": (True,)}),
+    )
 
 
 def fold(values: Callable[[slice], Array], rows: int, columns: int, compute: np.dtype[Any]) -> Array:

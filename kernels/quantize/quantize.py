@@ -5,15 +5,6 @@ Formula
 t = rne(RN_C(input / scale)); output = clamp(t + zero_point, q_min, q_max). rne rounds to nearest, ties to even; RN_C
 rounds to the compute type; the division is a true one. NaN quantizes to clamp(zero_point), infinities saturate.
 
-Shapes
-------
-- Per tensor: `input` and `output` `numel` elements of any shape; `scale` and `zero_point` a number, or an array of
-  one element.
-- Per channel: `input` and `output` `shape`, any rank, any `axis`; `scale` and `zero_point` [shape[axis]].
-- Per token: `input` and `output` [n, d]; `scale` and `zero_point` [n].
-- Per group: `input` and `output` [outer_size, axis_size]; `scale` and `zero_point` [outer_size, axis_size /
-  group_size].
-
 Elements
 --------
 input f16, bf16, f32, f64; output s8, u8, s4, u4 (two to a byte, low nibble first, every row starting at a byte).
@@ -39,8 +30,17 @@ from typing import Any, ClassVar, Literal
 
 from skuda.kernels.quantize import affine
 from skuda.kernels.quantize.elementwise import elementwise_ops
-from skuda.kernels.quantize.granularity import Bounded, PerChannel, PerGroup, PerTensor, PerToken
-from skuda.registry.descriptor import Argument
+from skuda.kernels.quantize.granularity import (
+    DATA,
+    SCALE,
+    ZERO_POINT,
+    Bounded,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    PerToken,
+)
+from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.elements import ElementKind
 
 
@@ -60,10 +60,12 @@ class Quantize(Bounded):
     kernel: ClassVar[str] = "quantize"
     output_element: ElementKind
     aux_field: ClassVar[str | None] = "output_element"
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """Return input, scale, zero_point, output."""
-        return self.forward_arguments(self.input_element, self.output_element)
+    signature = (
+        ArgumentSpec("input", Role.INPUT, "input_element", DATA),
+        SCALE,
+        ZERO_POINT,
+        ArgumentSpec("output", Role.OUTPUT, "output_element", DATA),
+    )
 
 
 class QuantizePerTensorDescriptor(Quantize, PerTensor):

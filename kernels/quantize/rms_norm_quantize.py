@@ -12,10 +12,7 @@ NaN skipped; s = RN_C(m / q_max), and if that is 0, s = 1; output = clamp(rne(RN
 Static: `quantize_per_tensor`: output = clamp(rne(RN_C(y / scale)) + zero_point, q_min, q_max). A NaN y quantizes to the
 zero point; an infinity among h makes the row's y NaN or 0.
 
-Shapes
-------
-`input`, `residual`, `output`, `residual_out` and `normalized_out` [n, d]; `weight` [d]; `scale_out` [n];
-`scale` and `zero_point` a number, or an array of one element. Rows may be slices of wider arrays.
+Rows may be slices of wider arrays.
 
 Elements
 --------
@@ -51,6 +48,7 @@ class RmsNormQuantizeDescriptor(norm.NormProblem):
     kernel: ClassVar[str] = "rms_norm_quantize"
     op: Literal["rms_norm_quantize"] = "rms_norm_quantize"
     centred: ClassVar[bool] = False
+    signature = norm.signature("weight")
 
 
 def reference(problem: RmsNormQuantizeDescriptor, **arrays: Any) -> None:

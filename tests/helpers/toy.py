@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from skuda.registry import (
-    Argument,
+    ArgumentSpec,
     Case,
     Descriptor,
     ElementKind,
@@ -36,12 +36,7 @@ class ToyDescriptor(Descriptor):
     element: ElementKind = ElementKind.F32
     weight_element: ElementKind = ElementKind.S8
     epilogue: EpilogueKind = EpilogueKind.IDENTITY
-
-    def arguments(self) -> tuple[Argument, ...]:
-        return (
-            Argument("x", Role.INPUT, (self.element,), (self.m,)),
-            Argument("y", Role.OUTPUT, (self.element,), (self.m,)),
-        )
+    signature = (ArgumentSpec("x", Role.INPUT, "element", "m"), ArgumentSpec("y", Role.OUTPUT, "element", "m"))
 
 
 def reference(problem: ToyDescriptor, *, x: Any, y: Any) -> None:

@@ -202,9 +202,10 @@ def test_linear_of_any_bits_codes_scales_and_zero_points(op, data, sizes, act, w
     else:
         arrays["act_q"] = _codes(data, (m, k), act)
     if op == "scaled_linear":
-        arrays["act_scale"] = data.draw(numbers(problem.compute, problem.num_scales))
+        scales = m if problem.scales_tokens else 1
+        arrays["act_scale"] = data.draw(numbers(problem.compute, scales))
         if problem.has_act_zero_point:
-            arrays["act_zero_point"] = data.draw(zero_points(problem.num_scales))
+            arrays["act_zero_point"] = data.draw(zero_points(scales))
     _assert_defined(problem, arrays | _linear_arrays(data, problem, n))
 
 

@@ -7,7 +7,6 @@ from typing import get_args, get_origin
 
 from skuda.dispatch.select.fields import Fields
 from skuda.kernels.catalog import built_in_ops
-from skuda.registry import Role
 
 PATH = Path(__file__).resolve().parents[2] / "dispatch" / "skuda-package" / "ops.py"
 
@@ -62,16 +61,14 @@ def written():
 
 def _function(op, imports):
     fields = Fields(op)
-    always = set.intersection(*({a.name for a in case.problem.arguments() if a.required} for case in op.cases))
     lines = []
-    for argument in fields.arguments:
-        needed = argument.name in always and argument.role is not Role.OUTPUT
+    for argument in fields.arguments.values():
+        needed = argument.name in fields.always and argument.is_needed
         lines.append(f"{argument.name}: Any" if needed else f"{argument.name}: Any = None")
-    bounds = {"q_min", "q_max"} if "output_element" in op.descriptor.model_fields else set()
     for name, info in op.descriptor.model_fields.items():
         if name != "op":
             kind = _kind(info.annotation, imports)
-            needed = info.is_required() and not fields.sources(name) and name not in bounds
+            needed = info.is_required() and not fields.follows(name)
             lines.append(f"{name}: {kind}" if needed else f"{name}: {kind} | None = None")
     result = op.descriptor.result
     returned = "Any" if result is None else result.__name__

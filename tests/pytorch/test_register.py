@@ -17,7 +17,7 @@ from skuda import functional
 from skuda.dispatch import Dispatcher
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.draw import draw
-from skuda.registry import Argument, Case, InvalidProblem, Op, Role
+from skuda.registry import Argument, Case, InvalidProblem, Op
 from skuda.torch import register
 
 
@@ -27,16 +27,27 @@ def brings(monkeypatch, *ops: Op) -> None:
     monkeypatch.setattr(functional, "_default", [Dispatcher(registry)])
 
 
-def named(name: str, **arguments: Argument) -> Op:
-    """Return a toy op of another name, and with other arguments."""
+def named(name: str, first: str = "x") -> Op:
+    """Return a toy op of another name, and with another name of its first argument."""
+    x, y = ToyDescriptor.signature
 
     class Named(ToyDescriptor):
         op: Literal[name] = name  # type: ignore[valid-type]
-
-        def arguments(self) -> tuple[Argument, ...]:
-            return tuple(arguments.get(argument.name, argument) for argument in super().arguments())
+        signature = (replace(x, name=first), y)
 
     return replace(toy_op(), descriptor=Named, cases=(Case(Named()),), skus=())
+
+
+def undeclared() -> Op:
+    """Return a toy op that computes its arguments."""
+
+    class Undeclared(ToyDescriptor):
+        op: Literal["bare"] = "bare"
+
+        def arguments(self) -> tuple[Argument, ...]:
+            return super().arguments()
+
+    return replace(toy_op(), descriptor=Undeclared, cases=(Case(Undeclared()),), skus=())
 
 
 def test_an_op_of_another_package(monkeypatch):
@@ -79,7 +90,6 @@ def test_what_cannot_be_an_op_of_torch_is_refused(monkeypatch):
     refused(monkeypatch, None, "absent", "name must be one of .*quantized_linear.*; had 'absent'")
     refused(monkeypatch, None, np.float32, "name must be one of")
     refused(monkeypatch, None, "fill", "take a tensor: call it through skuda.ops")
-    refused(monkeypatch, replace(named("bare"), cases=()), "bare", "have cases")
+    refused(monkeypatch, undeclared(), "bare", "declares its signature")
     refused(monkeypatch, named("smooth"), "smooth", r"torch\.ops\.skuda\.smooth is something else")
-    odd = named("odd", x=Argument("x-y", Role.INPUT, (ToyDescriptor().element,), (1,)))
-    refused(monkeypatch, odd, "odd", "have names that a schema of torch can hold")
+    refused(monkeypatch, named("odd", "x-y"), "odd", "have names that a schema of torch can hold")

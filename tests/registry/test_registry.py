@@ -268,7 +268,7 @@ def test_every_built_in_op_is_complete():
         assert op.skus, op.name
         assert op.cases, op.name
         assert all(isinstance(case, Case) and type(case.problem) is op.descriptor for case in op.cases)
-        for heading in ("Formula", "Shapes", "Elements", "Units", "Errors"):
+        for heading in ("Formula", "Elements", "Units", "Errors"):
             assert f"\n{heading}\n---" in op.documentation, (op.name, heading)
         assert op.source
         served = {sku.key for sku in op.skus}

@@ -15,6 +15,7 @@ from skuda.registry.sku import KernelSku
 from skuda.tools.output import count, facts, folded, heading, indented, plain_table, present, reflowed, refuse
 from skuda.tools.show.kernels import evidence_words, judge_of, tell_aside
 from skuda.tools.verify.evidence import Status, load_records
+from skuda.tools.words.arguments import COLUMNS, argument_rows
 from skuda.tools.words.problem import default_words, fields_of, type_words
 
 _IDS_SHOWN = 10
@@ -112,6 +113,11 @@ def _show_op(registry: Registry, op: Op, verified: str, *, as_json: bool) -> Non
         console.print(Text(op.name, style="bold cyan"))
         for line in reflowed(op.documentation, console.width - 2):
             console.print(indented(line, 2))
+        console.print(heading("\nArguments"))
+        table = plain_table(*COLUMNS, indent=2)
+        for name, *cells in argument_rows(op.descriptor):
+            table.add_row("", Text(name, style="cyan"), *cells)
+        console.print(table)
         console.print(heading("\nFields"))
         table = plain_table("name", "takes", "default", indent=2)
         for name, *cells in fields:
@@ -131,6 +137,7 @@ def _show_op(registry: Registry, op: Op, verified: str, *, as_json: bool) -> Non
         **about,
         "summary": op.summary,
         "documentation": op.documentation,
+        "arguments": [dict(zip(COLUMNS, row, strict=True)) for row in argument_rows(op.descriptor)],
         "fields": [dict(zip(("name", "takes", "default"), field, strict=True)) for field in fields],
         "skus": ids,
     }
@@ -138,6 +145,7 @@ def _show_op(registry: Registry, op: Op, verified: str, *, as_json: bool) -> Non
         ("kind", "op"),
         *about.items(),
         *(("documentation", line) for line in op.documentation.splitlines()),
+        *(("argument", *row) for row in argument_rows(op.descriptor)),
         *(("field", *field) for field in fields),
         *(("sku", sku_id) for sku_id in ids),
     ]

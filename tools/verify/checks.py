@@ -334,7 +334,7 @@ def check_light(dispatcher: Dispatcher, package: str) -> None:
 
 def check_op(op: Op, dispatcher: Dispatcher) -> None:
     """Check that an op is documented, has a reference, and has cases that survive JSON."""
-    sections = ("Formula", "Shapes", "Elements", "Units", "Errors")
+    sections = ("Formula", *(() if op.descriptor.signature else ("Shapes",)), "Elements", "Units", "Errors")
     absent = [name for name in sections if f"\n{name}\n---" not in op.documentation]
     if absent:
         raise Broken(f"the documentation of its module, which `skuda show` prints, has no {', '.join(absent)}")

@@ -5,10 +5,6 @@ Formula
 output = clamp(rne(RN(f32(input) * multiplier)) + zero_point, q_min, q_max); RN rounds to f32, rne to the nearest
 integer, both with ties to even.
 
-Shapes
-------
-`input` and `output`: `numel` elements of any shape; `multiplier` and `zero_point` a number, or an array of one element.
-
 Elements
 --------
 input s32; output s8, u8; `multiplier` f32; `zero_point` s32.
@@ -35,8 +31,8 @@ from skuda.kernels.blocks import blocks
 from skuda.kernels.launch import Columns, Launch, Leading, Number, Parameter, Pointer, Rows, Step, s32
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.quantize import affine
-from skuda.kernels.quantize.granularity import Bounded, PerTensor
-from skuda.registry import Argument, Case, ElementKind, Op, Role
+from skuda.kernels.quantize.granularity import DATA, Bounded, PerTensor
+from skuda.registry import ArgumentSpec, Case, ElementKind, Op, Role
 
 SUMS, CODES = (ElementKind.S32,), (ElementKind.S8, ElementKind.U8)
 
@@ -58,15 +54,12 @@ class RequantizeDescriptor(Bounded, PerTensor):
     op: Literal["requantize"] = "requantize"
     aux_field: ClassVar[str | None] = "output_element"
     output_element: ElementKind
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """Return input, multiplier, zero_point, output."""
-        return (
-            self.data("input", Role.INPUT, self.input_element),
-            Argument("multiplier", Role.SCALE, (ElementKind.F32,)),
-            Argument("zero_point", Role.ZERO_POINT, (ElementKind.S32,)),
-            self.data("output", Role.OUTPUT, self.output_element),
-        )
+    signature = (
+        ArgumentSpec("input", Role.INPUT, "input_element", DATA),
+        ArgumentSpec("multiplier", Role.SCALE, ElementKind.F32),
+        ArgumentSpec("zero_point", Role.ZERO_POINT, ElementKind.S32),
+        ArgumentSpec("output", Role.OUTPUT, "output_element", DATA),
+    )
 
 
 @np.errstate(all="ignore")

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from skuda.kernels.launch import Columns, Constant, Launch, Leading, Number, Pointer, Rows, Step, Which
 from skuda.registry import (
-    Argument,
+    ArgumentSpec,
     Case,
     Descriptor,
     ElementKind,
@@ -34,13 +34,11 @@ class ScaledDescriptor(Descriptor):
     numel: Size
     element: ElementKind = F32
     code: ElementKind | None = None
-
-    def arguments(self) -> tuple[Argument, ...]:
-        return (
-            Argument("x", Role.INPUT, (self.element,), (self.numel,), flat=True),
-            Argument("scale", Role.SCALE, (F32, F16)),
-            Argument("y", Role.OUTPUT, (self.code or self.element,), (self.numel,), flat=True),
-        )
+    signature = (
+        ArgumentSpec("x", Role.INPUT, "element", "numel", flat=True),
+        ArgumentSpec("scale", Role.SCALE, (F32, F16)),
+        ArgumentSpec("y", Role.OUTPUT, "code or element", "numel", flat=True),
+    )
 
 
 class SummedDescriptor(Descriptor):
@@ -51,9 +49,7 @@ class SummedDescriptor(Descriptor):
     element_field: ClassVar[str] = "element"
     n: Size
     element: ElementKind = F32
-
-    def arguments(self) -> tuple[Argument, ...]:
-        return (Argument("x", Role.INPUT, (F32,), (self.n,)), Argument("y", Role.OUTPUT, (F32,), (1,)))
+    signature = (ArgumentSpec("x", Role.INPUT, F32, "n"), ArgumentSpec("y", Role.OUTPUT, F32, "1"))
 
 
 def reference(problem: Any, *, x: Any, y: Any, scale: Any = 1) -> None:

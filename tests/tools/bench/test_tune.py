@@ -272,9 +272,7 @@ PLUGIN = """
         n: int
         element: ElementKind = ElementKind.F32
 
-        def arguments(self):
-            return (Argument("x", Role.INPUT, (self.element,), (self.n,)),
-                    Argument("y", Role.OUTPUT, (self.element,), (self.n,)))
+        signature = (ArgumentSpec("x", Role.INPUT, "element", "n"), ArgumentSpec("y", Role.OUTPUT, "element", "n"))
 
     def reference(problem, *, x: Any, y: Any) -> None:
         y[...] = 2 * x

@@ -12,7 +12,7 @@ from skuda.dispatch import Dispatcher
 from skuda.kernels.catalog import built_in_ops
 from skuda.registry import (
     ArchSku,
-    Argument,
+    ArgumentSpec,
     Descriptor,
     ElementKind,
     KernelSku,
@@ -82,10 +82,7 @@ class OddDescriptor(Descriptor):
     mode: Literal["same", "valid"] = "same"
     keep: bool = False
     label: str | None = "x"
-
-    def arguments(self):
-        """Return input."""
-        return (Argument("input", Role.INPUT, (self.kind,), self.window),)
+    signature = (ArgumentSpec("input", Role.INPUT, "kind", "*window"),)
 
 
 def odd_reference(problem, *, input):

@@ -11,7 +11,7 @@ import numpy as np
 from skuda.dispatch import Dispatcher
 from skuda.dispatch.backends.numpy import NumpyBackend
 from skuda.registry import (
-    Argument,
+    ArgumentSpec,
     BackendSpec,
     Case,
     Descriptor,
@@ -42,12 +42,7 @@ class HalvedDescriptor(Descriptor):
     n: Extent
     d: Extent
     element: ElementKind = F32
-
-    def arguments(self) -> tuple[Argument, ...]:
-        return (
-            Argument("x", Role.INPUT, (self.element,), (self.n, self.d)),
-            Argument("y", Role.OUTPUT, (self.element,), (self.n, self.d)),
-        )
+    signature = (ArgumentSpec("x", Role.INPUT, "element", "n, d"), ArgumentSpec("y", Role.OUTPUT, "element", "n, d"))
 
 
 def reference(problem: Any, *, x: Any, y: Any) -> None:

@@ -191,7 +191,7 @@ def test_a_package_that_registers_nothing_gets_advice():
 
 
 def test_an_op_without_documentation_fails():
-    with pytest.raises(Broken, match="has no Formula, Shapes, Elements, Units, Errors"):
+    with pytest.raises(Broken, match="has no Formula, Elements, Units, Errors"):
         checks.check_op(OP, trial_of(toy("reference")).dispatcher)
 
 

@@ -4,10 +4,6 @@ Formula
 -------
 output[n] = max over d of |input[n, d]|, exactly; NaN is skipped, and a row without a number gives 0.
 
-Shapes
-------
-`input` [n, d], `output` [n].
-
 Elements
 --------
 input f32, f16, bf16; output f32.
@@ -32,7 +28,7 @@ import numpy as np
 from skuda.dispatch import Device
 from skuda.kernels.launch import Constant, Launch, Leading, Pointer, Step
 from skuda.kernels.offers import cuda_skus, numpy_skus
-from skuda.registry import Argument, Case, Descriptor, ElementKind, Op, OpCategory, Role
+from skuda.registry import ArgumentSpec, Case, Descriptor, ElementKind, Op, OpCategory, Role
 from skuda.registry.value import Extent
 
 ELEMENTS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16)
@@ -55,13 +51,10 @@ class RowAbsmaxDescriptor(Descriptor):
     n: Extent
     d: Extent
     input_element: ElementKind
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """Return input, output."""
-        return (
-            Argument("input", Role.INPUT, (self.input_element,), (self.n, self.d)),
-            Argument("output", Role.OUTPUT, (ElementKind.F32,), (self.n,)),
-        )
+    signature = (
+        ArgumentSpec("input", Role.INPUT, "input_element", "n, d"),
+        ArgumentSpec("output", Role.OUTPUT, ElementKind.F32, "n"),
+    )
 
 
 def reference(problem: RowAbsmaxDescriptor, *, input: Any, output: Any) -> None:
