@@ -51,7 +51,7 @@ tables: $(VENV)/.test  ## the tables in README and docs, from the records in doc
 lock: $(VENV)/.test  ## what is selected for whom, in docs/selection.lock.json; a test compares it with the program
 	SKUDA_PLUGINS=0 $(BIN)/skuda lock --output docs/selection.lock.json
 
-ops: $(VENV)/.test  ## the functions of skuda.ops, from the registry
+ops: $(VENV)/.test  ## the types of the functions of skuda.ops, from the registry
 	$(BIN)/python tests/programs/ops_module.py
 
 docs: $(VENV)/.docs  ## the documentation, into site/

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin
 
 from skuda.dispatch.system.locks import lock
 from skuda.registry.errors import InvalidProblem
@@ -12,6 +12,7 @@ from skuda.registry.text import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
+    from inspect import Signature
 
     from skuda.dispatch.dispatcher import Dispatcher
     from skuda.dispatch.launches import Launch
@@ -44,15 +45,83 @@ def op_names() -> list[str]:
     return list(default_dispatcher().registry.ops)
 
 
-def function(name: str) -> Callable[..., Any] | None:
-    """Return an op as a function, or None if there is no such op."""
-    if name not in default_dispatcher().registry.ops:
-        return None
-    return partial(_called_by_name, name)
+def built_in() -> dict[str, Op]:
+    """Return the built-in ops by name."""
+    from skuda.kernels.catalog import built_in_ops
+
+    return {op.name: op for op in sorted(built_in_ops(), key=lambda op: op.name)}
 
 
-def _called_by_name(op: str, **given: Any) -> Any:
-    return call(op, given)
+def function(op: Op, module: str, *, strict: bool = True) -> Callable[..., Any]:
+    """Return an op as a function of keywords, with the signature that follows from its descriptor.
+
+    Parameters
+    ----------
+    op : Op
+        The op.
+    module : str
+        The module that has the function.
+    strict : bool
+        Whether an unknown or missing keyword raises a TypeError, as for any function. Otherwise `call` judges it.
+    """
+    name, signature = op.name, signature_of(op)
+    needed = frozenset(key for key, one in signature.parameters.items() if one.default is one.empty)
+    known = frozenset(signature.parameters) if strict else None
+
+    def run(**given: Any) -> Any:
+        if known is not None and not needed <= given.keys() <= known:
+            _refuse_keywords(name, given, signature)
+        return call(name, given)
+
+    run.__name__ = run.__qualname__ = name
+    run.__module__, run.__doc__ = module, op.documentation
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    return run
+
+
+def signature_of(op: Op) -> Signature:
+    """Return the signature of an op as a function: its arguments, its fields, and how to run it, all by keyword.
+
+    What follows from the arguments or has a default may be left out. Without a declared signature of the op that is
+    only what has a default.
+    """
+    from inspect import Parameter, Signature
+
+    from skuda.dispatch.dispatcher import Dispatcher
+    from skuda.dispatch.preference import PlanPreference
+
+    fields = _fields_of(op)
+    kinds: dict[str, Any] = dict.fromkeys(fields.arguments, Any)
+    needed = {name for name in fields.always if fields.arguments[name].is_needed}
+    for name, info in op.descriptor.model_fields.items():
+        if name != "op":
+            kinds[name] = _accepted(info.annotation)
+            needed |= {name} if info.is_required() and not fields.follows(name) else set()
+    kinds = {name: kind if name in needed or kind is Any else kind | None for name, kind in kinds.items()}
+    kinds |= {"dispatcher": Dispatcher | None, "preference": PlanPreference | None, "stream": object}
+    made = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=Parameter.empty if name in needed else None, annotation=kind)
+        for name, kind in kinds.items()
+    ]
+    return Signature(made, return_annotation=op.descriptor.result or Any)
+
+
+def _accepted(annotation: Any) -> Any:
+    """Return the type of the values that a caller may pass for a field, not of what the descriptor makes of them."""
+    if get_origin(annotation) is tuple:
+        return Sequence[int]
+    kind = next((kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)), object)
+    return kind | str if issubclass(kind, StrEnum) else kind
+
+
+def _refuse_keywords(name: str, given: Mapping[str, Any], signature: Signature) -> NoReturn:
+    for key in given:
+        if key not in signature.parameters:
+            raise TypeError(f"{name}() got an unexpected keyword argument {key!r}")
+    missing = [repr(key) for key, one in signature.parameters.items() if one.default is one.empty and key not in given]
+    listed = " and ".join(missing) if len(missing) < 3 else f"{', '.join(missing[:-1])}, and {missing[-1]}"
+    several = "s" if len(missing) > 1 else ""
+    raise TypeError(f"{name}() missing {len(missing)} required keyword-only argument{several}: {listed}")
 
 
 def call(op: str, given: Mapping[str, Any]) -> Any:

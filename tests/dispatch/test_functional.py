@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import pickle
+import pydoc
 import subprocess
 import sys
 import threading
@@ -20,9 +22,9 @@ from toy import ToyDescriptor, toy_op
 import skuda
 from skuda.dispatch import Dispatcher, PlanPreference
 from skuda.dispatch.select.fields import Fields
-from skuda.functional import call, default_dispatcher
+from skuda.functional import call, default_dispatcher, function
 from skuda.kernels.catalog import built_in_ops
-from skuda.registry import Case, InvalidProblem, Registry, Unsupported
+from skuda.registry import ArgumentSpec, Case, ElementKind, InvalidProblem, Registry, Role, Unsupported
 
 OPS = {op.name: op for op in built_in_ops()}
 X, CODES = np.float32([[0.3, -1.2, 3], [9, 0, -4]]), np.int8([[1, -2, 3], [4, 5, -6]])
@@ -63,7 +65,7 @@ def test_a_function_gives_the_bits_of_the_dispatcher(name):
             assert_same_bits(one, other)
 
 
-def test_the_file_is_what_its_generator_writes():
+def test_the_types_are_what_their_generator_writes():
     assert ops_module.PATH.read_text(encoding="utf-8") == ops_module.written(), "run `make ops`"
 
 
@@ -75,6 +77,35 @@ def test_a_signature_has_every_argument_and_every_field(name):
     assert not arguments & fields
     assert set(parameters) == arguments | fields | {"dispatcher", "preference", "stream"}
     assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_a_function_is_made_once_and_is_found_by_its_name():
+    functions = {name: getattr(skuda.ops, name) for name in OPS}
+    assert functions == {name: pickle.loads(pickle.dumps(one)) for name, one in functions.items()}  # noqa: S301  our own
+    assert {(one.__module__, one.__name__) for one in functions.values()} == {("skuda.ops", name) for name in OPS}
+    for name, one in functions.items():
+        assert pydoc.render_doc(one, renderer=pydoc.plaintext).count(f"\n{name}(*, ") == 1
+        assert OPS[name].documentation == one.__doc__
+    assert set(skuda.ops.__all__) == OPS.keys()
+
+
+@pytest.mark.parametrize("given", [{"x": 1}, {}, {"a": 1}, {"a": 1, "b": 2}])
+def test_keywords_are_refused_as_those_of_any_function(given):
+    def written(*, a, b, c):
+        pass
+
+    class ThreeDescriptor(ToyDescriptor):
+        signature = tuple(ArgumentSpec(name, Role.INPUT, ElementKind.F32, "m") for name in "abc")
+
+    made = function(replace(toy_op(), descriptor=ThreeDescriptor), __name__)
+    written.__qualname__ = made.__name__
+    with pytest.raises(TypeError) as want:
+        written(**given)
+    with pytest.raises(TypeError) as got:
+        made(**given)
+    assert str(got.value) == str(want.value)
+    with pytest.raises(TypeError, match="takes 0 positional arguments but 1 was given"):
+        made(1, **given)
 
 
 def test_bounds_are_those_of_the_codes_and_outputs_are_written():
@@ -154,6 +185,7 @@ def test_an_op_of_a_plug_in_is_a_function_too(monkeypatch):
     monkeypatch.setattr("skuda.functional._fields", {})
     assert dir(skuda.ops) == ["toy"]
     assert skuda.ops.toy(x=X[0]).tolist() == (X[0] + X[0]).tolist()
+    assert list(inspect.signature(skuda.ops.toy).parameters)[:3] == ["x", "y", "m"]
     with pytest.raises(InvalidProblem, match="other must be one of x, y, m, "):
         skuda.ops.toy(x=X[0], other=1)
     with pytest.raises(InvalidProblem, match="op must be one of toy, which this dispatcher has; had 'fill'"):

@@ -177,7 +177,7 @@ def test_every_test_that_asks_all_ops_passes_for_new_ones_with_kernels(tree):
     generated, test = commands("A new op")[3:]
     status, shown = in_tree(make(generated), tree)
     assert status == 0, shown
-    assert "def negate(" in (tree / "dispatch/skuda-package/ops.py").read_text()
+    assert "def negate(" in (tree / "dispatch/skuda-package/ops.pyi").read_text()
     assert "| `negate` |" in (tree / "docs/ops.md").read_text()
     assert "requantize" in (tree / "docs/selection.lock.json").read_text()
     status, shown = in_tree(f"{test} -q -p no:cacheprovider", tree)

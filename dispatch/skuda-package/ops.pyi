@@ -1,0 +1,285 @@
+# Made by `make ops` from the registry. For an op of a plug-in there is a function too, of any type.
+# fmt: off
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from skuda.dispatch import Dispatcher, PlanPreference
+from skuda.kernels.quantize import AmaxQuantized, DynamicRangeQuantized, GatedAmax, GatedQuantized, NormQuantized
+from skuda.registry import DynamicRangeMode, DynamicRangeScope, ElementKind, EpilogueKind, Scaling
+from skuda.registry.vocabulary import GeluForm
+
+def __getattr__(name: str) -> Callable[..., Any]: ...
+def amax(
+    *, input: Any, output: Any = None, n: int | None = None, d: int | None = None,
+    input_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Amax: the largest magnitude of every row, from which `amax_quantize` makes the row's scale and codes."""
+def amax_quantize(
+    *, input: Any, amax: Any, output: Any = None, scale_out: Any = None, n: int | None = None, d: int | None = None,
+    q_min: int | None = None, q_max: int | None = None, input_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> AmaxQuantized:
+    """Amax quantize: a scale from each row's given largest magnitude, and the codes of the row or of a part of it."""
+def dequantize_per_channel(
+    *, input: Any, scale: Any, zero_point: Any, output: Any = None, shape: Sequence[int] | None = None, axis: int,
+    input_element: ElementKind | str | None = None, output_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Dequantize: integer codes to floating data."""
+def dequantize_per_channel_backward(
+    *, d_output: Any, scale: Any, d_input: Any = None, shape: Sequence[int] | None = None, axis: int,
+    input_element: ElementKind | str | None = None, output_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Gradient of dequantize with respect to the codes, as if they were real numbers."""
+def dequantize_per_group(
+    *, input: Any, scale: Any, zero_point: Any, output: Any = None, outer_size: int | None = None,
+    axis_size: int | None = None, group_size: int, input_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Dequantize: integer codes to floating data."""
+def dequantize_per_group_backward(
+    *, d_output: Any, scale: Any, d_input: Any = None, outer_size: int | None = None, axis_size: int | None = None,
+    group_size: int, input_element: ElementKind | str | None = None, output_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Gradient of dequantize with respect to the codes, as if they were real numbers."""
+def dequantize_per_tensor(
+    *, input: Any, scale: Any, zero_point: Any, output: Any = None, numel: int | None = None,
+    input_element: ElementKind | str | None = None, output_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Dequantize: integer codes to floating data."""
+def dequantize_per_tensor_backward(
+    *, d_output: Any, scale: Any, d_input: Any = None, numel: int | None = None,
+    input_element: ElementKind | str | None = None, output_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Gradient of dequantize with respect to the codes, as if they were real numbers."""
+def dequantize_per_token(
+    *, input: Any, scale: Any, zero_point: Any, output: Any = None, n: int | None = None, d: int | None = None,
+    input_element: ElementKind | str | None = None, output_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Dequantize: integer codes to floating data."""
+def dequantize_per_token_backward(
+    *, d_output: Any, scale: Any, d_input: Any = None, n: int | None = None, d: int | None = None,
+    input_element: ElementKind | str | None = None, output_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Gradient of dequantize with respect to the codes, as if they were real numbers."""
+def dynamic_range(
+    *, input: Any, output: Any = None, scale_out: Any = None, zero_point_out: Any = None, n: int | None = None,
+    d: int | None = None, q_min: int | None = None, q_max: int | None = None,
+    mode: DynamicRangeMode | str | None = None, scope: DynamicRangeScope | str | None = None, axis: None = None,
+    group_size: None = None, input_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> DynamicRangeQuantized:
+    """Dynamic-range quantize: scale and zero point from the data's own range, per tensor, channel, token or group."""
+def fake_quantize(
+    *, input: Any, scale: Any, zero_point: Any, output: Any = None, numel: int | None = None, q_min: int, q_max: int,
+    input_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Fake-quantize: quantize and dequantize without leaving floating point."""
+def fake_quantize_backward(
+    *, d_output: Any, input: Any, scale: Any, zero_point: Any, d_input: Any = None, numel: int | None = None,
+    q_min: int, q_max: int, input_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Gradient of fake-quantize, straight through."""
+def fake_quantize_per_channel(
+    *, input: Any, scale: Any, zero_point: Any, output: Any = None, shape: Sequence[int] | None = None, axis: int,
+    q_min: int, q_max: int, input_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Fake-quantize: quantize and dequantize without leaving floating point."""
+def fake_quantize_per_channel_backward(
+    *, d_output: Any, input: Any, scale: Any, zero_point: Any, d_input: Any = None, shape: Sequence[int] | None = None,
+    axis: int, q_min: int, q_max: int, input_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Gradient of fake-quantize, straight through."""
+def fake_quantize_per_group(
+    *, input: Any, scale: Any, zero_point: Any, output: Any = None, outer_size: int | None = None,
+    axis_size: int | None = None, group_size: int, q_min: int, q_max: int,
+    input_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Fake-quantize: quantize and dequantize without leaving floating point."""
+def fake_quantize_per_group_backward(
+    *, d_output: Any, input: Any, scale: Any, zero_point: Any, d_input: Any = None, outer_size: int | None = None,
+    axis_size: int | None = None, group_size: int, q_min: int, q_max: int,
+    input_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Gradient of fake-quantize, straight through."""
+def fake_quantize_per_token(
+    *, input: Any, scale: Any, zero_point: Any, output: Any = None, n: int | None = None, d: int | None = None,
+    q_min: int, q_max: int, input_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Fake-quantize: quantize and dequantize without leaving floating point."""
+def fake_quantize_per_token_backward(
+    *, d_output: Any, input: Any, scale: Any, zero_point: Any, d_input: Any = None, n: int | None = None,
+    d: int | None = None, q_min: int, q_max: int, input_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Gradient of fake-quantize, straight through."""
+def fill(
+    *, value: Any, output: Any = None, numel: int | None = None, output_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Fill: every element is the value."""
+def gelu_mul_amax(
+    *, gate: Any = None, up: Any = None, gate_up: Any = None, product: Any = None, amax: Any = None,
+    n: int | None = None, d: int | None = None, fused: bool | None = None,
+    input_element: ElementKind | str | None = None, approximation: GeluForm | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> GatedAmax:
+    """Gated activation and amax: y = act(gate) * up and the largest magnitude of every row of y, in one pass."""
+def gelu_mul_quantize(
+    *, gate: Any = None, up: Any = None, gate_up: Any = None, scale: Any = None, zero_point: Any = None,
+    output: Any = None, scale_out: Any = None, product: Any = None, n: int | None = None, d: int | None = None,
+    q_min: int | None = None, q_max: int | None = None, scaling: Scaling | str | None = None, fused: bool | None = None,
+    has_product: bool | None = None, input_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None, approximation: GeluForm | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> GatedQuantized:
+    """Gated activation and quantize: act(gate) * up as codes, in one pass, with dynamic or given scales."""
+def layer_norm_quantize(
+    *, input: Any, residual: Any = None, weight: Any = None, bias: Any = None, scale: Any = None,
+    zero_point: Any = None, output: Any = None, scale_out: Any = None, residual_out: Any = None,
+    normalized_out: Any = None, n: int | None = None, d: int | None = None, eps: float, q_min: int | None = None,
+    q_max: int | None = None, scaling: Scaling | str | None = None, has_residual: bool | None = None,
+    has_weight: bool | None = None, has_normalized: bool | None = None, input_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None, has_bias: bool | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> NormQuantized:
+    """Layer norm and quantize: rows less their mean, over their standard deviation, then quantized, in one pass."""
+def quantize_per_channel(
+    *, input: Any, scale: Any, zero_point: Any, output: Any = None, shape: Sequence[int] | None = None, axis: int,
+    q_min: int | None = None, q_max: int | None = None, input_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Quantize: floating data to integer codes."""
+def quantize_per_channel_backward(
+    *, d_output: Any, input: Any, scale: Any, zero_point: Any, d_input: Any = None, shape: Sequence[int] | None = None,
+    axis: int, q_min: int | None = None, q_max: int | None = None, input_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Gradient of quantize, straight through."""
+def quantize_per_group(
+    *, input: Any, scale: Any, zero_point: Any, output: Any = None, outer_size: int | None = None,
+    axis_size: int | None = None, group_size: int, q_min: int | None = None, q_max: int | None = None,
+    input_element: ElementKind | str | None = None, output_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Quantize: floating data to integer codes."""
+def quantize_per_group_backward(
+    *, d_output: Any, input: Any, scale: Any, zero_point: Any, d_input: Any = None, outer_size: int | None = None,
+    axis_size: int | None = None, group_size: int, q_min: int | None = None, q_max: int | None = None,
+    input_element: ElementKind | str | None = None, output_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Gradient of quantize, straight through."""
+def quantize_per_tensor(
+    *, input: Any, scale: Any, zero_point: Any, output: Any = None, numel: int | None = None, q_min: int | None = None,
+    q_max: int | None = None, input_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Quantize: floating data to integer codes."""
+def quantize_per_tensor_backward(
+    *, d_output: Any, input: Any, scale: Any, zero_point: Any, d_input: Any = None, numel: int | None = None,
+    q_min: int | None = None, q_max: int | None = None, input_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Gradient of quantize, straight through."""
+def quantize_per_token(
+    *, input: Any, scale: Any, zero_point: Any, output: Any = None, n: int | None = None, d: int | None = None,
+    q_min: int | None = None, q_max: int | None = None, input_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Quantize: floating data to integer codes."""
+def quantize_per_token_backward(
+    *, d_output: Any, input: Any, scale: Any, zero_point: Any, d_input: Any = None, n: int | None = None,
+    d: int | None = None, q_min: int | None = None, q_max: int | None = None,
+    input_element: ElementKind | str | None = None, output_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Gradient of quantize, straight through."""
+def quantized_linear(
+    *, activation: Any, weight_q: Any, weight_scale: Any, weight_zero_point: Any = None, bias: Any = None,
+    output_scale: Any = None, output_zero_point: Any = None, output: Any = None, act_q_scratch: Any = None,
+    act_scale_scratch: Any = None, weight_element: ElementKind | str | None = None,
+    epilogue: EpilogueKind | str | None = None, has_weight_zero_point: bool | None = None, m: int | None = None,
+    c_out: int | None = None, k: int | None = None, q_min: int | None = None, q_max: int | None = None,
+    activation_element: ElementKind | str | None = None, output_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Quantized linear: W8A8 with a dynamic activation scale per token."""
+def rescale(
+    *, sums: Any, act_scale: Any, act_zero_point: Any = None, weight_sums: Any = None, weight_scale: Any,
+    weight_zero_point: Any = None, act_sums: Any = None, bias: Any = None, output_scale: Any = None,
+    output_zero_point: Any = None, output: Any = None, m: int | None = None, n: int | None = None, k: int,
+    output_element: ElementKind | str | None = None, epilogue: EpilogueKind | str | None = None,
+    act_scale_scope: DynamicRangeScope | str | None = None, has_act_zero_point: bool | None = None,
+    has_weight_zero_point: bool | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Rescale: the second half of `scaled_linear`, which makes the layer's output from exact sums of codes."""
+def rms_norm_quantize(
+    *, input: Any, residual: Any = None, weight: Any = None, scale: Any = None, zero_point: Any = None,
+    output: Any = None, scale_out: Any = None, residual_out: Any = None, normalized_out: Any = None,
+    n: int | None = None, d: int | None = None, eps: float, q_min: int | None = None, q_max: int | None = None,
+    scaling: Scaling | str | None = None, has_residual: bool | None = None, has_weight: bool | None = None,
+    has_normalized: bool | None = None, input_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> NormQuantized:
+    """RMS norm and quantize: rows divided by their root mean square, then quantized, in one pass."""
+def scaled_linear(
+    *, act_q: Any, act_scale: Any = None, act_zero_point: Any = None, weight_q: Any, weight_scale: Any = None,
+    weight_zero_point: Any = None, bias: Any = None, output_scale: Any = None, output_zero_point: Any = None,
+    output: Any = None, weight_element: ElementKind | str | None = None, epilogue: EpilogueKind | str | None = None,
+    has_weight_zero_point: bool | None = None, m: int | None = None, n: int | None = None, k: int | None = None,
+    activation_element: ElementKind | str | None = None, output_element: ElementKind | str | None = None,
+    act_scale_scope: DynamicRangeScope | str | None = None, has_act_zero_point: bool | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Scaled linear: W8A8 with everything given as arrays, or its exact sums."""
+def silu_mul_amax(
+    *, gate: Any = None, up: Any = None, gate_up: Any = None, product: Any = None, amax: Any = None,
+    n: int | None = None, d: int | None = None, fused: bool | None = None,
+    input_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> GatedAmax:
+    """Gated activation and amax: y = act(gate) * up and the largest magnitude of every row of y, in one pass."""
+def silu_mul_quantize(
+    *, gate: Any = None, up: Any = None, gate_up: Any = None, scale: Any = None, zero_point: Any = None,
+    output: Any = None, scale_out: Any = None, product: Any = None, n: int | None = None, d: int | None = None,
+    q_min: int | None = None, q_max: int | None = None, scaling: Scaling | str | None = None, fused: bool | None = None,
+    has_product: bool | None = None, input_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> GatedQuantized:
+    """Gated activation and quantize: act(gate) * up as codes, in one pass, with dynamic or given scales."""
+def smoothquant_linear(
+    *, act_q: Any, weight_q: Any, weight_scale: Any, weight_zero_point: Any = None, bias: Any = None,
+    output_scale: Any = None, output_zero_point: Any = None, output: Any = None, act_scale_scratch: Any = None,
+    weight_element: ElementKind | str | None = None, epilogue: EpilogueKind | str | None = None,
+    has_weight_zero_point: bool | None = None, m: int | None = None, n: int | None = None, k: int | None = None,
+    activation_element: ElementKind | str | None = None, output_element: ElementKind | str | None = None,
+    act_scale: float, act_zero_point: int | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """SmoothQuant linear: W8A8 with one static activation scale for the whole tensor."""
