@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from inspect import isclass
+from operator import attrgetter
 from typing import Any, NamedTuple, get_args, get_origin
 
 from skuda.registry.cached import cached_property
@@ -178,25 +179,25 @@ class ArgumentSpec:
         return True
 
     @cached_property
-    def _read(self) -> tuple[tuple[ElementKind, ...], tuple[str, ...], tuple[int, ...], tuple[Axis, ...]]:
-        """What `of` needs in every problem; a new problem must not wait for it."""
-        return self.fixed_elements, self.element_names, (1,) if self.is_scalar else (), self.shape
+    def _sizes(self) -> Callable[[object], tuple[int, ...]]:
+        """Reads the shape from a problem. It is made once, because a new problem has to wait for it."""
+        axes = self.shape
+        if axes and axes[0].whole:
+            return attrgetter(axes[0].name)
+        if axes and all(name and factor == 1 for name, factor, _ in axes):
+            read: Callable[[object], Any] = attrgetter(*(axis.name for axis in axes))
+            return read if len(axes) > 1 else lambda problem: (read(problem),)
+        return lambda problem: tuple([factor * getattr(problem, name) if name else factor for name, factor, _ in axes])
 
     def of(self, problem: object) -> Argument:
         """Return the argument as a problem has it."""
-        elements, names, shape, axes = self._read
-        if names:
-            found: Any = None
-            for name in names:
-                found = getattr(problem, name)
-                if found is not None:
-                    break
-            elements = found if type(found) is tuple else (found,)
-        if axes:
-            if axes[0].whole:
-                shape = getattr(problem, axes[0].name)
-            else:
-                shape = tuple([factor * getattr(problem, name) if name else factor for name, factor, _ in axes])
+        elements = self.fixed_elements
+        for name in self.element_names:
+            found = getattr(problem, name)
+            if found is not None:
+                elements = found if type(found) is tuple else (found,)
+                break
+        shape = (1,) if self.is_scalar else self._sizes(problem)
         return Argument(self.name, self.role, elements, shape, self.flat, self.required)
 
 

@@ -3,6 +3,7 @@
 from faults.fault import listed
 
 SELECTION = ["tests/dispatch/select/test_selection.py"]
+ARGUMENTS = ["tests/registry/test_argument.py"]
 TUNING = ["tests/dispatch/select/test_tuning.py"]
 DISPATCHER = ["tests/dispatch/test_dispatcher.py"]
 BINDING = ["tests/dispatch/cuda/test_binding.py"]
@@ -69,6 +70,12 @@ FAULTS = listed(
                 "kind, repr(value)",
                 "",
                 ["tests/dispatch/test_functional.py"],
+            ),
+            "select-a-multiple-of-a-size-is-the-size": ("extent // axis.factor", "extent", ARGUMENTS),
+            "select-a-given-argument-decides-nothing": (
+                "next(filter(fits, values), values[0])",
+                "values[0]",
+                ARGUMENTS,
             ),
         },
         "dispatch/select/measured.py": {

@@ -3,10 +3,20 @@
 from faults.fault import listed
 
 REGISTRY = ["tests/registry/test_registry.py"]
+ARGUMENTS = ["tests/registry/test_argument.py"]
 SELECTION = ["tests/dispatch/select/test_selection.py"]
 NUMERICS = ["tests/kernels/test_numerics.py", "tests/kernels/test_properties.py"]
 FAULTS = listed(
     {
+        "registry/argument.py": {
+            "argument-the-last-declaration-counts": (
+                "found.setdefault(each.name, each)",
+                "found[each.name] = each",
+                ARGUMENTS,
+            ),
+            "argument-a-multiple-is-the-field": ("factor * getattr(", "getattr(", ARGUMENTS),
+            "argument-a-condition-on-nothing": ("if name not in kinds:", "if not name:", ARGUMENTS),
+        },
         "registry/arch.py": {
             "registry-a-family-is-a-floor": (
                 "capability[0] == own[0] and capability",
