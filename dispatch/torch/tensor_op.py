@@ -192,7 +192,7 @@ class TensorOp:
         return self.first_run(key, arguments, fields)
 
     def first_run(
-        self, key: Hashable, arguments: Sequence[Any], fields: Mapping[str, Any], *, unless: str = "False"
+        self, key: Hashable, arguments: Sequence[Any], fields: Mapping[str, Any], *, module: bool = False
     ) -> Any:
         """Run a call that no known launch serves, and keep a launch for calls like it.
 
@@ -201,11 +201,12 @@ class TensorOp:
         key : hashable
             The key under which the launch is kept.
         arguments, fields
-            As in `run`. A vector may have another shape with as many elements.
-        unless : str
-            An expression of the names in `MODES`. Where it is true, the launch does nothing.
+            As in `run`.
+        module : bool
+            Whether a module calls, and not torch's dispatcher. It holds vectors as matrices of one column, and its
+            launch does nothing where torch would do more than run the kernel.
         """
-        given = self._given(self.flat_vectors(arguments), fields)
+        given = self._given(self.flat_vectors(arguments) if module else arguments, fields)
         found = self._flattened(given)
         tensors = {n: each for n, each in zip(self.names, arguments, strict=False) if isinstance(each, Tensor)}
         arrays = {name: given[name] for name in self.names if name in given}
@@ -213,8 +214,9 @@ class TensorOp:
         copied = [name for name, tensor in tensors.items() if arrays[name].data_ptr() != tensor.data_ptr()]
         if copied:  # the copies have other memory than the tensors of the next call
             again = dict(zip(self.names, arguments, strict=False))
-            again |= {name: arrays[name].reshape(tensors[name].shape) for name in copied}
-            return self.run(*again.values(), **fields)
+            again |= {name: arrays[name].reshape(given[name].shape) for name in copied}
+            return self.run(*(self.flat_vectors(tuple(again.values())) if module else again.values()), **fields)
+        unless = ALONE if module else "False"
         if any(tensor.requires_grad for tensor in tensors.values()):
             unless = f"{unless} or records_gradients()"
         positions = Positions(
@@ -403,7 +405,7 @@ def run_module(op: TensorOp, key: Hashable, tensors: Sequence[Tensor | None], fi
     """
     given = [each for each in tensors if each is not None]
     if all(map(is_alone, given)) and not (_gradients() and any(tensor.requires_grad for tensor in given)):
-        return op.first_run(key, tensors, fields, unless=ALONE)
+        return op.first_run(key, tensors, fields, module=True)
     return getattr(torch.ops.skuda, op.name).default(*op.flat_vectors(tensors), **fields)
 
 
