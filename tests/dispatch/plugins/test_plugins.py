@@ -163,6 +163,11 @@ BACKEND = """
     [
         (BACKEND.format(name="numpy"), "Odd", "numpy: name: is registered already .*by skuda and by odd_backend 1.0"),
         ("class Odd: pass", "Odd", "must construct"),
+        (
+            BACKEND.replace("BackendSpec(name", "BackendSpec.model_construct(name").format(name="Not A Name!"),
+            "Odd",
+            "Not A Name!",
+        ),
         (BACKEND.format(name="odd") + "    Odd.spec = 'odd'", "Odd", "whose spec is a BackendSpec"),
     ],
 )
@@ -210,8 +215,10 @@ def test_a_plugin_that_changes_what_others_registered_is_set_aside_and_the_chang
     registry = built_in_registry()
     sku = next(sku for sku in registry.ops["fill"].skus if sku.backend == "numpy")
     before = (registry.digest, list(registry.ops), sku.precision_guarantee, registry.ops["fill"].reference)
-    install("bad_plugin", FILL + HOSTILE[what] + "\nrecords = []", kernels="records")
+    mine = "\nrecords = [SKU.model_copy(update={'variant': 'mine'})]"
+    install("bad_plugin", FILL + HOSTILE[what] + mine, kernels="records")
     dispatcher = Dispatcher()
+    assert not any(sku.variant == "mine" for sku in dispatcher.registry), "taken whole or not at all"
     (plugin,) = dispatcher.quarantined
     assert re.search(r"it changed .*, which is not its own \(put back\)", plugin.reason)
     registry.__dict__.pop("digest", None)
