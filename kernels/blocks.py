@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,8 +32,8 @@ def blocks(shape: tuple[int, ...], limit: int = BLOCK) -> Iterator[Index]:
     """
     if 0 in shape:
         return
-    if not shape:
-        yield ()
+    if math.prod(shape) <= limit:
+        yield tuple(slice(0, extent) for extent in shape)
         return
     axis, inner = len(shape) - 1, 1
     while axis > 0 and inner * shape[axis] <= limit:
