@@ -82,8 +82,8 @@ def function(op: Op, module: str, *, strict: bool = True) -> Callable[..., Any]:
 def signature_of(op: Op) -> Signature:
     """Return the signature of an op as a function: its arguments, its fields, and how to run it, all by keyword.
 
-    What follows from the arguments or has a default may be left out. Without a declared signature of the op that is
-    only what has a default.
+    What follows from the arguments or has a default may be left out. A descriptor that computes its arguments says
+    neither what they are nor what follows from them.
     """
     from inspect import Parameter, Signature
 
@@ -103,6 +103,8 @@ def signature_of(op: Op) -> Signature:
         Parameter(name, Parameter.KEYWORD_ONLY, default=Parameter.empty if name in needed else None, annotation=kind)
         for name, kind in kinds.items()
     ]
+    if not fields.arguments:
+        made.append(Parameter("arguments", Parameter.VAR_KEYWORD, annotation=Any))
     return Signature(made, return_annotation=op.descriptor.result or Any)
 
 

@@ -192,6 +192,21 @@ def test_an_op_of_a_plug_in_is_a_function_too(monkeypatch):
         skuda.ops.fill(value=1, output=X)
 
 
+def test_an_op_that_computes_its_arguments_is_a_function_that_needs_every_field(monkeypatch):
+    class ComputingDescriptor(ToyDescriptor):
+        def arguments(self):
+            return super().arguments()
+
+    computing = replace(toy_op(), descriptor=ComputingDescriptor, cases=())
+    monkeypatch.setattr("skuda.functional._default", [Dispatcher(Registry([computing]))])
+    monkeypatch.setattr("skuda.functional._fields", {})
+    *_, last = inspect.signature(skuda.ops.toy).parameters.values()
+    assert last.kind is inspect.Parameter.VAR_KEYWORD
+    assert skuda.ops.toy(x=X[0], m=3).tolist() == (X[0] + X[0]).tolist()
+    with pytest.raises(InvalidProblem, match="toy: x must be an array of shape"):
+        skuda.ops.toy(x=X[0])
+
+
 def test_threads_share_one_dispatcher(monkeypatch):
     monkeypatch.setattr("skuda.functional._default", [])
     barrier = threading.Barrier(4)
