@@ -11,16 +11,14 @@ from skuda.dispatch.launches import Launches, Positions
 from skuda.dispatch.machine import Machine
 from skuda.dispatch.plan import Plan
 from skuda.dispatch.planner import Planner
-from skuda.dispatch.plugins.asking import Misbehaved
 from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.question import backends_of, check, checked, refuse, tuned_by
 from skuda.dispatch.select import match
-from skuda.dispatch.select.pick import Pick
 from skuda.dispatch.settings import nvtx_enabled, tuning_file
 from skuda.dispatch.telemetry import Guarded, Observer, Ranges, log_selection, logger_of
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.device import HOST, Device
-from skuda.registry.errors import InvalidProblem, NotPrepared, Unsupported
+from skuda.registry.errors import InvalidProblem, Unsupported
 from skuda.registry.registry import Registry
 from skuda.registry.sku import KernelSku
 from skuda.registry.text import shown
@@ -79,13 +77,8 @@ class Dispatcher:
         observers = [Guarded(observer) for observer in (log, on_selection) if observer is not None]
         ranges = Ranges() if (nvtx_enabled() if nvtx is None else nvtx) else None
         self._planner = Planner(self._machine, self._launches, self._tuned, observers, ranges, self.explain)
-        self._machine.changed = self._forget
+        self._machine.changed = self._planner.forget
         self.registry, self.backends = self._machine.registry, self._machine.backends
-
-    def _forget(self, ids: set[str]) -> None:
-        """Forget kernels that cannot be used any more."""
-        self._planner.forget(ids)
-        self._launches.forget()
 
     @property
     def tuning(self) -> Tuning | None:
@@ -143,13 +136,10 @@ class Dispatcher:
         Unsupported
             If no kernel can serve the problem. The error carries every reason.
         """
-        try:
-            plan = self._planner.known(problem, preference, device or self.devices[0])  # type: ignore[arg-type]
-        except (AttributeError, TypeError):  # a name, or a value that is refused below
-            plan = None
-        if plan is None:
-            problem, preference, device = checked(self._machine, problem, preference, device)
-            plan = self._planner.plan(problem, preference, device)
+        return self._plan(*checked(self._machine, problem, preference, device))
+
+    def _plan(self, problem: Descriptor, preference: PlanPreference, device: Device) -> Plan:
+        plan = self._planner.plan(problem, preference, device)
         if plan is None:
             raise Unsupported(self.explain(problem, preference, device))
         return plan
@@ -168,18 +158,7 @@ class Dispatcher:
         """
         if not isinstance(plan, Plan):
             refuse("plan", plan, "be a Plan, such as Plan.model_validate_json(...)")
-        preference = plan.preference.model_copy(update={"sku": plan.sku.id})
-        asked = (self.registry, plan.problem, plan.device, preference, self._machine.obstacles)
-        found = match.choose(*asked)
-        if found is None:
-            raise Unsupported(self.explain(plan.problem, preference, plan.device))
-        if plan.choice and plan.choice not in self.choices(found.sku, plan.problem, plan.device):
-            raise NotPrepared(f"{plan.sku.id} has no configuration {plan.choice!r} any more: select again")
-        try:
-            return self._planner.plan_again(plan, Pick(found.sku, plan.choice, plan.measured))
-        except Misbehaved as error:
-            self._machine.set_aside(error)
-            raise Unsupported(self.explain(plan.problem, preference, plan.device)) from error
+        return self._planner.prepare(plan)
 
     def run(
         self,
@@ -222,18 +201,19 @@ class Dispatcher:
             if result is not None:
                 return result
         try:
-            op = problem.op_name()
+            device = self._machine.device_of(type(problem).op_name(), arrays)
         except (AttributeError, KeyError):
             checked(self._machine, problem, preference, HOST)
             raise
-        plan = self.select(problem, preference, self._machine.device_of(op, arrays))
-        return plan.first_run(asked, arrays, stream)
+        if preference is not NO_PREFERENCE and preference is not None:
+            problem, preference, device = checked(self._machine, problem, preference, device)
+        return self._plan(problem, preference or NO_PREFERENCE, device).first_run(asked, arrays, stream)
 
     def first_run(
         self, key: Hashable, problem: Descriptor, arrays: Mapping[str, Any], positions: Positions | None
     ) -> Any:
         """Run a call of an op of torch that no known launch serves; see `Plan.first_run`."""
-        plan = self.select(problem, device=self._machine.device_of(problem.op_name(), arrays))
+        plan = self._plan(problem, NO_PREFERENCE, self._machine.device_of(problem.op_name(), arrays))
         return plan.first_run(key, arrays, None, positions)
 
     def explain(
@@ -250,18 +230,8 @@ class Dispatcher:
             For an argument of the wrong type, or an unknown device.
         """
         problem, preference, device = checked(self._machine, problem, preference, device)
-        notes = [str(plugin) for plugin in self.quarantined]
-        if problem.op_name() not in self.registry.ops:
-            notes.insert(0, f"op {problem.op_name()!r} is not registered")
-        if preference.sku is not None and preference.sku not in self.registry:
-            notes.insert(0, f"no kernel with the id {preference.sku!r} is registered; see `skuda list`")
-        if preference.backend is not None and preference.backend not in self.registry.backends:
-            known = ", ".join(self.registry.backends)
-            notes.insert(0, f"no backend named {preference.backend!r} is registered (known: {known})")
-        if device.processor == "cuda" and device.ordinal is not None and self._machine.device_at(device.place) is None:
-            notes.insert(0, "no backend here drives CUDA devices; `skuda doctor` says what is missing")
         asked = (self.registry, problem, device, preference, self._machine.obstacles)
-        found = match.explain(*asked, tuple(notes), tuned=self._tuned)
+        found = match.explain(*asked, self._machine.notes(problem, preference, device), tuned=self._tuned)
         chosen = self.registry.sku(found.chosen or "")
         if chosen is None:
             return found

@@ -22,6 +22,7 @@ from skuda.registry.sku import KernelSku
 
 if TYPE_CHECKING:
     from skuda.dispatch.plugins.loading import Plugin
+    from skuda.dispatch.preference import PlanPreference
 
 
 class Machine:
@@ -144,10 +145,6 @@ class Machine:
         found = self._by_place.get(place)
         return found or Device(name=f"CUDA device {place[1]}", processor="cuda", ordinal=place[1])
 
-    def device_at(self, place: tuple[str, int | None]) -> Device | None:
-        """Return the device with this processor and ordinal, or None if nothing here drives it."""
-        return self._by_place.get(place)
-
     def prepared(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str) -> Runner:
         """Return a runner of a kernel.
 
@@ -193,6 +190,20 @@ class Machine:
             return remarks + (ask(backend, "notes") if device.ordinal is not None else ())
         except Misbehaved as error:
             return (f"backend {backend.spec.name}: {error}",)
+
+    def notes(self, problem: Descriptor, preference: PlanPreference, device: Device) -> tuple[str, ...]:
+        """Return what a selection lacks here: op, kernel, backend, device, and the plug-ins that were set aside."""
+        notes = [str(plugin) for plugin in self.plugins if plugin.reason]
+        if problem.op_name() not in self.registry.ops:
+            notes.insert(0, f"op {problem.op_name()!r} is not registered")
+        if preference.sku is not None and preference.sku not in self.registry:
+            notes.insert(0, f"no kernel with the id {preference.sku!r} is registered; see `skuda list`")
+        if preference.backend is not None and preference.backend not in self.registry.backends:
+            known = ", ".join(self.registry.backends)
+            notes.insert(0, f"no backend named {preference.backend!r} is registered (known: {known})")
+        if device.processor == "cuda" and device.ordinal is not None and device.place not in self._by_place:
+            notes.insert(0, "no backend here drives CUDA devices; `skuda doctor` says what is missing")
+        return tuple(notes)
 
     def set_aside(self, error: Misbehaved) -> None:
         """Exclude the kernels of a backend that failed from all later selections."""

@@ -18,6 +18,7 @@ from skuda.dispatch.system.locks import Locks, lock
 from skuda.dispatch.telemetry import Observer, Ranges, Selection, Watch
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.device import Device
+from skuda.registry.errors import NotPrepared, Unsupported
 from skuda.registry.sku import KernelSku
 
 if TYPE_CHECKING:
@@ -61,38 +62,40 @@ class Planner:
         self._lock = lock()
         self._making = Locks()
 
-    def known(self, problem: Descriptor, preference: PlanPreference | None, device: Device) -> Plan | None:
-        """Return a plan that was made before, or None."""
-        # Keyed by place, not by "the current device", which can change between calls.
-        return self._plans.get((problem, preference, device.place if device.ordinal is not None else device))
-
     def plan(
         self, problem: Descriptor, preference: PlanPreference, device: Device, behind: KernelSku | None = None
     ) -> Plan | None:
         """Return a plan with the best kernel, or the best one ranked after `behind`. Return None if there is none."""
+        # Keyed by place, not by "the current device", which can change between calls.
         where = device.place if device.ordinal is not None else device
         key = (problem, preference, where) if behind is None else (problem, preference, where, behind.id)
         return self._plans.get(key) or self._selected(key, problem, preference, device, behind)
 
-    def plan_again(self, plan: Plan, pick: Pick) -> Plan:
-        """Return a plan for the same question with this kernel.
-
-        Raises
-        ------
-        Misbehaved
-            If the backend of a plug-in fails.
-        """
-        preference = plan.preference.model_copy(update={"sku": pick.sku.id})
-        make = partial(self._prepared, plan.problem, preference, plan.device, pick)
-        found = self._made((plan.problem, preference, plan.device, pick.choice), make)
-        assert found is not None
-        return found
+    def prepare(self, plan: Plan) -> Plan:
+        """Return a plan with the same kernel that is ready here; see `Dispatcher.prepare`."""
+        machine, problem, device = self._machine, plan.problem, plan.device
+        preference = plan.preference.model_copy(update={"sku": plan.sku.id})
+        found = match.choose(machine.registry, problem, device, preference, machine.obstacles)
+        if found is None:
+            raise Unsupported(self._explain(problem, preference, device))
+        if plan.choice and plan.choice not in machine.choices(found.sku, problem, device):
+            raise NotPrepared(f"{plan.sku.id} has no configuration {plan.choice!r} any more: select again")
+        pick = Pick(found.sku, plan.choice, plan.measured)
+        try:
+            make = partial(self._prepared, problem, preference, device, pick)
+            ready = self._made((problem, preference, device, plan.choice), make)
+        except Misbehaved as error:
+            machine.set_aside(error)
+            raise Unsupported(self._explain(problem, preference, device)) from error
+        assert ready is not None
+        return ready
 
     def forget(self, ids: set[str]) -> None:
-        """Forget the plans of these kernels."""
+        """Forget the plans of these kernels, and all launches."""
         for key, plan in list(self._plans.items()):
             if plan.sku.id in ids:
                 self._plans.pop(key, None)
+        self._launches.forget()
 
     def _selected(
         self, key: Hashable, problem: Descriptor, preference: PlanPreference, device: Device, behind: KernelSku | None

@@ -40,7 +40,6 @@ FAULTS = listed(
                 "asked = (problem, None)",
                 DISPATCHER,
             ),
-            "plugin-launches-of-a-failed-kernel-stay": ("        self._launches.forget()\n", "", PLUGINS),
         },
         "dispatch/planner.py": {
             "select-plans-of-two-preferences-are-one": (
@@ -50,6 +49,7 @@ FAULTS = listed(
             ),
             "select-the-cache-of-plans-grows": ("self._plans) >=", "self._plans) > 2 *", SELECTION),
             "select-threads-make-a-plan-each": ("self._plans.get(key)\n", "None\n", SELECTION),
+            "plugin-launches-of-a-failed-kernel-stay": ("        self._launches.forget()\n", "", PLUGINS),
             "plugin-plans-of-a-failed-kernel-stay": ("self._plans.pop(key, None)", "continue", PLUGINS),
         },
         "dispatch/machine.py": {
