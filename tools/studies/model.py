@@ -29,7 +29,7 @@ GAINS: dict[tuple[Phase, int], float] = {
 }
 """The least time of bf16, eager or compiled, over ours, by phase and rows."""
 _RIVALS = ("torchao", "bitsandbytes")
-_OVER_RIVALS, _HOST = 1.3, 1.3
+_OVER_RIVALS = 1.3
 
 
 class FormResult(Value):
@@ -85,11 +85,21 @@ class PhaseResult(Value):
 
 
 class HostCost(Value):
-    """The cost of one call on the host, which does not wait for the device."""
+    """The cost of one call on the host, which does not wait for the device.
+
+    Attributes
+    ----------
+    over : str
+        The name of the call that it replaces; empty for a call of torch.
+    at_most : float or None
+        How many times that call's cost is wanted at most.
+    """
 
     name: str
     timing: Timing | None = None
     refused: str = ""
+    over: str = ""
+    at_most: float | None = None
 
 
 class ModelRecord(Record):
@@ -120,6 +130,13 @@ class ModelRecord(Record):
     host: tuple[HostCost, ...] = ()
 
     @property
+    def host_ratios(self) -> dict[str, float]:
+        """The median of a call over that of the call that it replaces, by name."""
+        medians = {cost.name: cost.timing.median for cost in self.host if cost.timing is not None}
+        both = (cost for cost in self.host if {cost.name, cost.over} <= medians.keys())
+        return {cost.name: medians[cost.name] / medians[cost.over] for cost in both}
+
+    @property
     def wrong(self) -> tuple[str, ...]:
         """The phases in which outputs of ours differ."""
         return tuple(f"{phase.phase} {phase.rows}: {phase.wrong}" for phase in self.phases if phase.wrong)
@@ -132,7 +149,8 @@ def lines(record: ModelRecord) -> Iterator[tuple[object, ...]]:
             rest = (phase.ratios.get(one.name), one.error, one.timing and one.timing.rounds, one.refused or phase.wrong)
             yield (phase.phase, phase.rows, phase.cache, one.name, *_times(one.timing), *rest)
     for cost in record.host:
-        yield ("host", None, None, cost.name, *_times(cost.timing), None, None, None, cost.refused)
+        ratio = record.host_ratios.get(cost.name)
+        yield ("host", None, None, cost.name, *_times(cost.timing), ratio, None, None, cost.refused)
 
 
 def _times(t: Timing | None) -> tuple[float | None, ...]:
@@ -148,11 +166,21 @@ def sections(record: ModelRecord) -> Sections:
         **record.computes,
         **{f"absent: {name}": why for name, why in record.absent.items()},
     }
-    costs = [(one.name, f"{one.timing.median:.2f}", f"{one.timing.p90:.2f}") for one in record.host if one.timing]
+    ratios = record.host_ratios
+    costs = [
+        (
+            one.name,
+            f"{t.median:.2f}",
+            f"{t.p90:.2f}",
+            f"{ratios[one.name]:.2f} x {one.over}" if one.name in ratios else "",
+        )
+        for one in record.host
+        if (t := one.timing) is not None
+    ]
     return {
         "phases": _phases(record),
         "requirements": _requirements(record),
-        "host": (Table(("call", "median, us", "p90, us"), costs, "Calls on the host"),) if costs else (),
+        "host": (Table(("call", "median, us", "p90, us", "over"), costs, "Calls on the host"),) if costs else (),
         "facts": (record.facts(**about),),
     }
 
@@ -183,9 +211,10 @@ def _requirements(record: ModelRecord) -> Parts:
     for name in _RIVALS:
         ratios = [phase.ratios[name] for phase in record.phases if name in phase.ratios]
         figures.append(Requirement.ratio(f"{name} over ours, lowest", min(ratios, default=None), _OVER_RIVALS))
-    medians = {cost.name: cost.timing.median for cost in record.host if cost.timing is not None}
-    share = medians["DynamicLinear"] / medians["F.linear"] if {"DynamicLinear", "F.linear"} <= medians.keys() else None
-    figures.append(Requirement.ratio("DynamicLinear on the host over F.linear", share, _HOST, at_most=True))
+    for one in record.host:
+        if one.at_most is not None:
+            what, ratio = f"{one.name} on the host over {one.over}", record.host_ratios.get(one.name)
+            figures.append(Requirement.ratio(what, ratio, one.at_most, at_most=True))
     wanted = device_named("h200").name
     unlike = (
         (record.card == wanted, f"the device is {record.card}, not {wanted}"),

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from skuda.dispatch import Dispatcher
 from skuda.dispatch.select.tuning import Timing
-from skuda.kernels.linear import QuantizedLinearDescriptor
 from skuda.registry.device import Device
 from skuda.tools.bench.clock import Replay
 from skuda.tools.bench.lab import TorchLab
 from skuda.tools.bench.rivals import TORCHAO_COMPILED, Rival, absence, bitsandbytes_linear, torchao_linear
 from skuda.tools.bench.timing import error_line, rounds_each, time_interleaved
 from skuda.tools.output import Report
+from skuda.tools.studies.host import HostCall, host_calls
 from skuda.tools.studies.llama import LlamaSizes, LlamaStack, angles_of, drawn, random_caches
 from skuda.tools.studies.model import FormResult, HostCost, Phase, PhaseResult
 from skuda.torch import DynamicLinear, fuse_
@@ -31,8 +30,6 @@ _BUDGET = 4.0
 """Seconds for the rounds of one form in one phase."""
 _COMPARED = 3
 """Inputs for which the forms of ours must agree."""
-_ROWS, _WIDTH = 16, 256
-"""Sizes of the layer whose calls are timed on the host."""
 EXACT = {"fullgraph": True, "dynamic": False, "options": {"emulate_precision_casts": True}}
 """Lets Inductor round where eager execution does, so that the bits are those of eager execution."""
 
@@ -230,24 +227,8 @@ class Stacks:
         return {name: FormResult(name=name, timing=one, error=errors[name]) for name, one in timings.items()}
 
 
-def host_calls(device: Device, place: torch.device) -> dict[str, Replay]:
-    """Return calls of a small layer: in bf16, as a dynamic int8 layer, and as a plan of it."""
-    linear = nn.Linear(_WIDTH, _WIDTH, bias=False, device=place, dtype=torch.bfloat16)
-    ours: Any = DynamicLinear.from_linear(linear)
-    x = torch.ones(_ROWS, _WIDTH, device=place, dtype=torch.bfloat16)
-    sizes = {"m": _ROWS, "c_out": _WIDTH, "k": _WIDTH, "q_min": -127, "q_max": 127}
-    plan = Dispatcher().select(QuantizedLinearDescriptor(**sizes, activation_element="bf16"), device=device)
-    weight, output = {"weight_q": ours.weight, "weight_scale": ours.weight_scale.reshape(-1)}, torch.empty_like(x)
-    return {
-        "F.linear": partial(nn.functional.linear, x, linear.weight),
-        "nn.Linear": partial(linear, x),
-        "DynamicLinear": partial(ours, x),
-        "plan.run": partial(plan.run, activation=x, **weight, output=output),
-    }
-
-
 def host_costs(
-    calls: Mapping[str, Replay], wait: Replay, burst: int, bursts: int, clock: Callable[[], int] = perf_counter_ns
+    calls: Mapping[str, HostCall], wait: Replay, burst: int, bursts: int, clock: Callable[[], int] = perf_counter_ns
 ) -> tuple[HostCost, ...]:
     """Time named calls in interleaved bursts; `wait` waits for the device between them, `clock` returns nanoseconds."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -255,7 +236,7 @@ def host_costs(
     gc.disable()
     try:
         for number in range(bursts + 1):
-            for name, call in calls.items():
+            for name, (call, *_) in calls.items():
                 wait()
                 start = clock()
                 for _ in range(burst):
@@ -266,7 +247,10 @@ def host_costs(
         wait()
         if collecting:
             gc.enable()
-    return tuple(HostCost(name=name, timing=Timing.of(found)) for name, found in samples.items())
+    return tuple(
+        HostCost(name=name, timing=Timing.of(found), over=calls[name].over, at_most=calls[name].at_most)
+        for name, found in samples.items()
+    )
 
 
 def _into(output: Tensor, module: Callable[..., Tensor], *arguments: Any) -> None:

@@ -30,6 +30,7 @@ torch = pytest.importorskip("torch")
 
 from skuda.tools.bench.lab import LabSizes, TorchLab  # noqa: E402  torch may be absent
 from skuda.tools.studies import llama, model_bench  # noqa: E402
+from skuda.tools.studies.host import HostCall, host_calls  # noqa: E402
 from skuda.tools.studies.model_bench import FORMS, StackForm, Stacks, host_costs  # noqa: E402
 
 TINY = llama.LlamaSizes(hidden=32, intermediate=48, heads=4, kv_heads=2, layers=1)
@@ -81,7 +82,7 @@ def test_a_run_is_recorded_and_shown(forms, capsys, tmp_path, monkeypatch):
     assert ways["bf16"].error == 0
     assert 0 < ways["skuda"].error == ways["skuda compiled"].error < 0.1
     assert phase.gain == min(phase.ratios[name] for name in REAL)
-    assert {cost.name for cost in record.host if cost.timing} == {"F.linear", "nn.Linear", "DynamicLinear", "plan.run"}
+    assert {"F.linear", "nn.Linear", "DynamicLinear", "plan.run"} <= {cost.name for cost in record.host}
     assert main(["bench-model", "--show", str(path)]) == 0
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     assert [line[3] for line in lines] == [*ways, *(cost.name for cost in record.host)]
@@ -193,11 +194,22 @@ def test_host_costs_are_per_call_and_interleaved():
 
         return call
 
-    calls = {"slow": of("slow", 4), "fast": of("fast", 2)}
+    calls = {"slow": HostCall(of("slow", 4)), "fast": HostCall(of("fast", 2), "slow", 0.6)}
     found = host_costs(calls, lambda: order.append("wait"), 3, 2, clock=lambda: now[0])
     assert [(one.name, one.timing.median, one.timing.rounds) for one in found] == [("slow", 4.0, 2), ("fast", 2.0, 2)]
+    assert [(one.over, one.at_most) for one in found] == [("", None), ("slow", 0.6)]
     once = ["wait", "slow", "slow", "slow", "wait", "fast", "fast", "fast"]
     assert order == [*once, *once, *once, "wait"], "the first bursts warm up"
+
+
+def test_each_call_on_the_host_names_the_one_that_it_replaces():
+    with torch.no_grad():
+        calls = host_calls(HOST, torch.device("cpu"))
+        for name, (call, over, at_most) in calls.items():
+            call()
+            assert over in {"", *list(calls)[: list(calls).index(name)]}, "it comes after that one"
+            assert (at_most is None) or over
+    assert {"DynamicLinear", "joined layers", "StaticLinear", "gated MLP, fused", "Llama layer, fused"} <= calls.keys()
 
 
 # --- a record --------------------------------------------------------------------------------------------------------
@@ -227,16 +239,17 @@ def good(**more):
 
 
 def test_figures_are_judged_for_the_run_that_they_are_for():
-    host = [HostCost(name=name, timing=Timing.of([us])) for name, us in (("F.linear", 10.0), ("DynamicLinear", 13.0))]
+    first = HostCost(name="nn.Linear", timing=Timing.of([10.0]))
+    host = [first, HostCost(name="DynamicLinear", timing=Timing.of([11.0]), over="nn.Linear", at_most=1.1)]
     there = record_of(*good(torchao=13.0), host=host)
     found, why = verdicts(there)
     assert found.pop("bitsandbytes over ours, lowest") == "not judged"
     assert set(found.values()) == {"met"}
     assert why == ""
     slow = phase_of("decode", 1, skuda=10.0, bf16=17.4, torchao=12.9, **{"bf16 compiled": 99.0})
-    worse, _ = verdicts(record_of(slow, host=[host[0], host[1].model_copy(update={"timing": Timing.of([13.1])})]))
+    worse, _ = verdicts(record_of(slow, host=[host[0], host[1].model_copy(update={"timing": Timing.of([11.1])})]))
     assert worse["decode 1: faster form in bf16 over ours"] == "missed", "the faster one counts"
-    assert worse["torchao over ours, lowest"] == worse["DynamicLinear on the host over F.linear"] == "missed"
+    assert worse["torchao over ours, lowest"] == worse["DynamicLinear on the host over nn.Linear"] == "missed"
     assert worse["decode 16: faster form in bf16 over ours"] == "not judged", "it was not measured"
     for changes, said in (
         ({"device": "CPU"}, "the device is CPU, not NVIDIA H200"),
