@@ -7,6 +7,7 @@ would wait for ever for that module.
 from __future__ import annotations
 
 import _thread
+import logging  # noqa: F401  the hooks registered last run first, and that of logging takes a lock that imports need
 import os
 import sys
 import threading
@@ -17,6 +18,10 @@ from types import FrameType
 PATIENCE = 10.0
 """Most seconds that a fork waits for imports. An import may itself wait for the thread that forks."""
 _LOOK = 0.001
+_SLICE = 0.05
+"""Least seconds of the interpreter's lock that a thread has about a fork: more than the last look and the fork take."""
+_slices: list[float] = []
+"""What the program has set, while a fork is under way."""
 
 
 def in_child(act: Callable[[], None]) -> None:
@@ -26,20 +31,29 @@ def in_child(act: Callable[[], None]) -> None:
 
 
 def _await_imports() -> None:
-    """Wait until no other thread is in an import that code of skuda began."""
-    until, mine = time.monotonic() + PATIENCE, threading.get_ident()
+    """Wait until no other thread is in an import that code of skuda began, and let none run until the fork is done."""
+    mine, until = threading.get_ident(), time.monotonic() + PATIENCE
+    others = sys._current_frames()  # noqa: SLF001  the only way to see other threads
+    if len(others) == 1:
+        return
+    _slices.append(sys.getswitchinterval())
+    sys.setswitchinterval(_SLICE)
     try:
-        if len(sys._current_frames()) > 1:  # noqa: SLF001  the only way to see other threads
-            time.sleep(0)  # begin a new time slice, so that no thread runs between the last look and the fork
-        while time.monotonic() < until:
+        waits = True
+        while waits:
+            time.sleep(_LOOK)  # begins a new slice, in which no thread runs between the look and the fork
             others = sys._current_frames()  # noqa: SLF001
             del others[mine]
-            if not any(map(_imports, others.values())):
-                break
-            time.sleep(_LOOK)
+            waits = any(map(_imports, others.values())) and time.monotonic() < until
     except KeyboardInterrupt:
         # Python drops what a hook of a fork raises. It comes again after the fork.
         threading.Timer(0.05, _thread.interrupt_main).start()
+
+
+def _go_on() -> None:
+    if _slices:
+        sys.setswitchinterval(_slices[0])
+        _slices.clear()
 
 
 def _imports(frame: FrameType | None) -> bool:
@@ -55,4 +69,4 @@ def _imports(frame: FrameType | None) -> bool:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_await_imports)
+    os.register_at_fork(before=_await_imports, after_in_parent=_go_on, after_in_child=_go_on)

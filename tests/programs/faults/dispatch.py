@@ -285,6 +285,20 @@ FAULTS = listed(
             ),
             "telemetry-lines-appear-twice": ("return\n            logger", "break\n            logger", TELEMETRY),
         },
+        "dispatch/system/forks.py": {
+            "system-a-fork-waits-for-no-import": (
+                "os.register_at_fork(before=_await_imports, ",
+                "os.register_at_fork(",
+                ["tests/dispatch/test_forks.py"],
+            ),
+        },
+        "dispatch/system/interrupts.py": {
+            "system-ctrl-c-is-lost": (
+                "        if came:",
+                "        if not came:",
+                ["tests/dispatch/test_interrupts.py"],
+            ),
+        },
         "dispatch/system/locks.py": {
             "system-a-fork-keeps-locks": ("in_child(", "(lambda *_: None)(", ["tests/dispatch/test_forks.py"]),
         },
@@ -306,6 +320,13 @@ FAULTS = listed(
             ),
             "shard-row-sums-of-one-rank": ("group.sum(steps.row_sums(codes.data)", "steps.row_sums(codes.data", SHARDS),
             "shard-a-chunk-has-the-scales-of-the-first": ("part[at] for", "part[: at.stop - at.start] for", SHARDS),
+        },
+        "dispatch/shard/group.py": {
+            "group-sums-of-any-element": (
+                "if s32 is not None and dtype != s32",
+                "if s32 is not None and not dtype",
+                ["tests/dispatch/shard/test_on_ranks.py"],
+            ),
         },
         "dispatch/shard/shards.py": {
             "shard-sizes-need-not-add-up": ("sum(sizes) !=", "sum(sizes) >", SHARDS),
