@@ -27,7 +27,7 @@ from skuda.dispatch.cuda.facts import (
     ordinal_asked,
     ordinal_said,
 )
-from skuda.dispatch.host.arrays import UNWRAPPED, is_plain_tensor, plain_tensor
+from skuda.dispatch.host.arrays import UNWRAPPED, is_plain_tensor, plain_tensor, same_tensors
 from skuda.kernels.dtypes import storage_dtype
 from skuda.registry.elements import ElementKind
 
@@ -76,23 +76,13 @@ class Torch(Framework):
         return same
 
     def joint_check(self, values: tuple[Any, ...]) -> JointCheck | None:
-        """Return the check that torch's compiled code applies to its inputs, or None if it cannot serve.
-
-        It compares types, dispatch keys (so layout, negation and conjugation), dtypes, devices, sizes and strides of
-        all tensors in one call, which takes a third of the time of reading them here. Under ``no_grad`` it ignores
-        `requires_grad`, and it refuses a tensor that is given twice.
-        """
-        if not all(map(is_plain_tensor, values)):
-            return None  # reading an address would run the subclass
-        try:
-            guards = importlib.import_module("torch._C._dynamo.guards")
-            same = guards.TensorGuards(*values, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-            usable = same(*values) is True
-        except Exception:  # noqa: BLE001  private to torch and may change; the guard of each array remains
-            return None
-        if not usable:
-            return None
-        return JointCheck(same, sys.modules["torch"].is_grad_enabled, "{0}.requires_grad", "{0}.data_ptr()")
+        """Return `same_tensors` as a check. It takes a third of the time of reading the tensors here."""
+        same = same_tensors(values)
+        return (
+            None
+            if same is None
+            else JointCheck(same, sys.modules["torch"].is_grad_enabled, "{0}.requires_grad", "{0}.data_ptr()")
+        )
 
     def empty(self, shape: tuple[int, ...], element: ElementKind, ordinal: int, stream: int | None) -> Any:
         """Return a new tensor, from the pool of the stream that it will be used on."""

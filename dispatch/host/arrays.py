@@ -6,6 +6,7 @@ and a torch tensor exists only if the caller has imported torch.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,25 @@ def plain_tensor(value: Any) -> Any:
         return None
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  torch documents it for this use
         return value.as_subclass(torch.Tensor)
+
+
+def same_tensors(tensors: tuple[Any, ...]) -> Callable[..., bool] | None:
+    """Return the check that torch's compiled code applies to its inputs, or None if it cannot serve.
+
+    It takes as many tensors. It compares types, dispatch keys (so layout, negation, conjugation and modes of torch),
+    dtypes, devices, sizes and strides of all of them in one call. Some versions ignore `requires_grad` under
+    ``no_grad``. A tensor that is given twice is refused.
+    """
+    if not all(map(is_plain_tensor, tensors)):
+        return None  # reading an address would run the subclass
+    try:
+        guards = importlib.import_module("torch._C._dynamo.guards")
+        same: Callable[..., bool] = guards.TensorGuards(
+            *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
+        ).check
+        return same if same(*tensors) is True else None
+    except Exception:  # noqa: BLE001  private to torch and may change; every array can be read by itself
+        return None
 
 
 def bare(op: str, name: str, value: Any) -> Any:

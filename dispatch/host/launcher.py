@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from skuda.dispatch.cuda.arrays import Torch
 from skuda.dispatch.host import rules
-from skuda.dispatch.host.arrays import same_framework, tensor_view
+from skuda.dispatch.host.arrays import same_framework, same_tensors, tensor_view
 from skuda.dispatch.host.binding import new_array
 from skuda.dispatch.host.floating import require_exact_mode
 from skuda.dispatch.launches import Launch, Positions
@@ -93,15 +92,15 @@ def host_launch_at_positions(
     numbers = [at for at, name in enumerate(positions.names) if name is not None and name not in positions.arrays]
     absent = [at for at, name in enumerate(positions.names) if name is None]
     names = [name or "" for name in positions.names]
-    check = Torch().joint_check(tuple(positions.arrays[names[at]] for at in members))
-    if check is None:
+    same = same_tensors(tuple(positions.arrays[names[at]] for at in members))
+    if same is None:
         return None
     shapes = {name: () if arguments[name].is_scalar else tuple(arrays[name].shape) for name in positions.arrays}
     outputs = _Outputs(problem, kernel, failed, {name: tuple(arrays[name].shape) for name in positions.arrays})
     wrap, refused = same_framework(arrays), eval(f"lambda: {positions.unless}", dict(positions.known))  # noqa: S307  our text
 
     def launch(*given: Any) -> Any:
-        if refused() or not check.same(*[given[at] for at in members]):
+        if refused() or not same(*[given[at] for at in members]):
             return None
         if any(given[at] is not None for at in absent) or any(type(given[at]) not in (int, float) for at in numbers):
             return None
