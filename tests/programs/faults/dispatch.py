@@ -255,7 +255,11 @@ FAULTS = listed(
             ),
         },
         "dispatch/plugins/seal.py": {
-            "plugin-changes-are-not-undone": ("fields.update(before", "fields.update(fields or before", PLUGINS),
+            "plugin-changes-are-not-undone": (
+                "            fields.clear()\n            fields.update(before)\n",
+                "",
+                PLUGINS,
+            ),
         },
         "dispatch/plugins/asking.py": {
             "plugin-prints-on-standard-output": ("with kept_clean()", "if True", PLUGINS),
