@@ -104,14 +104,23 @@ def same_tensors(tensors: tuple[Any, ...]) -> Callable[..., bool] | None:
     """
     if not all(map(is_plain_tensor, tensors)):
         return None  # reading an address would run the subclass
-    try:
-        guards = importlib.import_module("torch._C._dynamo.guards")
-        same: Callable[..., bool] = guards.TensorGuards(
-            *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
-        ).check
-        return same if same(*tensors) is True else None
-    except Exception:  # noqa: BLE001  private to torch and may change; every array can be read by itself
-        return None
+    torch = sys.modules["torch"]
+    # Where `requires_grad` is ignored, one that requires none stands for a parameter.
+    others = [
+        each if type(each) is torch.Tensor else torch.nn.Parameter(each.detach(), requires_grad=False)
+        for each in tensors
+    ]
+    for alike in (tensors, others):
+        try:
+            guards = importlib.import_module("torch._C._dynamo.guards")
+            same: Callable[..., bool] = guards.TensorGuards(
+                *alike, dynamic_dims_sizes=None, dynamic_dims_strides=None
+            ).check
+            if same(*tensors) is True:
+                return same
+        except Exception:  # noqa: BLE001  private to torch and may change; every array can be read by itself
+            return None
+    return None
 
 
 def bare(op: str, name: str, value: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import _C, Tensor
 from torch.autograd import forward_ad
 
 from skuda.dispatch.host import rules
+from skuda.dispatch.host.arrays import is_plain_tensor
 from skuda.dispatch.launches import Positions
 from skuda.dispatch.select.fields import Fields
 from skuda.functional import LAUNCHES, default_dispatcher
@@ -366,7 +367,7 @@ def is_alone(tensor: Tensor) -> bool:
     """
     return (
         not _compiles()
-        and type(tensor) is Tensor
+        and is_plain_tensor(tensor)
         and tensor.layout is torch.strided
         and not tensor.is_meta
         and not _casts()

@@ -19,6 +19,7 @@ from skuda.tools.studies import llama
 from skuda.torch import DynamicLinear, StaticLinear, fuse_
 from skuda.torch.fused_modules import FusedAttention, FusedDecoderLayer, FusedGatedMLP
 from skuda.torch.joined import Part
+from skuda.torch.tensor_op import TensorOp
 
 SIZES = llama.LlamaSizes(hidden=48, intermediate=72, heads=4, kv_heads=2, layers=2)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -170,6 +171,22 @@ def test_a_fused_stack_has_the_bits_of_the_ops_one_by_one_in_numpy(norm, act, dt
         FusedGatedMLP,
     }
     assert same(run(model), want)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_warm_fused_stack_runs_nothing_but_launches(requires_grad, monkeypatch):
+    rng = fresh(requires_grad)
+    model = stack(rng)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(requires_grad and "norm" in name)
+    fuse_(model)
+    forward = call(rng, model)
+    with torch.no_grad():
+        want = forward(model)
+        monkeypatch.setattr(TensorOp, "run", None)
+        monkeypatch.setattr(TensorOp, "first_run", None)
+        monkeypatch.setattr(FusedDecoderLayer, "_serves", None)
+        assert same(forward(model), want)
 
 
 def test_modules_with_their_own_forward_as_an_attribute_are_fused():

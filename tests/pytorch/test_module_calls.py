@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from skuda.registry.errors import InvalidProblem
 from skuda.torch import DynamicLinear
+from skuda.torch.tensor_op import launched, run_module
 
 
 def layer(rng, *, bias):
@@ -117,3 +118,23 @@ def test_an_input_of_another_width_is_blamed_itself(shape):
     for called in (module, module.explain):
         with pytest.raises(InvalidProblem, match=r"DynamicLinear: input must have shape \[\.\.\., 16\]; had shape"):
             called(torch.empty(shape))
+
+
+def test_a_parameter_is_recognized_unless_gradients_are_recorded():
+    """The weight of a norm is one, and requires grad in a model that is only used."""
+    x, weight = torch.randn(2, 3, 16), torch.nn.Parameter(torch.rand(16))
+    op, fields = OPS["rms_norm_quantize"], {"eps": 1e-5, "q_min": -127, "q_max": 127, "output_element": "s8"}
+    key, tensors = ("a norm", x.shape), (x, None, weight)
+    assert launched(key, *tensors) is None
+    with torch.no_grad():
+        want = run_module(op, key, tensors, fields)
+        found = launched(key, *tensors)
+        assert found is not None
+        assert all(map(torch.equal, found, want))
+        assert launched(key, x.double(), None, weight) is None
+    assert launched(key, *tensors) is None, "gradients are recorded"
+    with torch.inference_mode():
+        assert launched(key, *tensors) is None, "other dispatch keys"
+        assert all(map(torch.equal, run_module(op, key, tensors, fields), want))
+        assert launched(key, *tensors) is not None
+    assert launched(key, x, None, weight.detach()) is None, "no parameter"
