@@ -34,7 +34,7 @@ PLANT = """
 import random, sys, time
 import numpy as np
 import soak
-from skuda.dispatch import dispatcher
+from skuda.dispatch import dispatcher, planner
 from skuda.dispatch.backends import numpy
 from skuda.dispatch.compile import cache
 from skuda.registry.errors import InvalidProblem

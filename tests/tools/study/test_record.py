@@ -163,7 +163,7 @@ EDITS = (
     ("bench", "bench/report.py", "_TERA = 1e12", "_TERA = 1e9", False),
     ("bench", "bench/record.py", "max(memory, compute)", "min(memory, compute)", False),
     ("bench model parallel train", "study/view.py", '"### ', '"## ', False),
-    ("model", "studies/model.py", "_OVER_RIVALS, _HOST = 1.3, 1.3", "_OVER_RIVALS, _HOST = 1.4, 1.3", False),
+    ("model", "studies/model.py", "_OVER_RIVALS = 1.3", "_OVER_RIVALS = 1.4", False),
     ("parallel", "studies/parallel.py", "_FEW, _MANY = 16, 2048", "_FEW, _MANY = 16, 1024", False),
     ("train", "studies/train.py", '"final loss, nats per byte"', '"loss"', False),
 )
