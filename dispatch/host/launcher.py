@@ -99,6 +99,9 @@ def host_launch_at_positions(
     outputs = _Outputs(problem, kernel, failed, {name: tuple(arrays[name].shape) for name in positions.arrays})
     wrap, refused = same_framework(arrays), eval(f"lambda: {positions.unless}", dict(positions.known))  # noqa: S307  our text
 
+    # The launch must not keep the arrays of this call.
+    results, new_shapes, several = positions.results, positions.shapes, positions.several
+
     def launch(*given: Any) -> Any:
         if refused() or not same(*[given[at] for at in members]):
             return None
@@ -107,7 +110,7 @@ def host_launch_at_positions(
         values = {names[at]: tensor_view(given[at]).reshape(shapes[names[at]]) for at in members}
         values |= {names[at]: rules.number(op, arguments[names[at]], given[at]) for at in numbers}
         made = outputs.of(values)
-        results = [wrap(made[name].reshape(positions.shapes[name])) for name in positions.results]
-        return positions.several(results) if positions.several is not None else results[0]
+        found = [wrap(made[name].reshape(new_shapes[name])) for name in results]
+        return several(found) if several is not None else found[0]
 
     return launch

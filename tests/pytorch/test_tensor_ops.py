@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -246,6 +248,17 @@ def test_a_list_is_a_field():
             assert torch.equal(found, torch.tensor([[1.0, 2, 1, 2]] * 2)[:, : shape[1]])
     with pytest.raises(InvalidProblem, match="input must be an array of shape"):
         SKUDA.dequantize_per_channel(codes, scale, zero, shape=[2, 5], **fields)
+
+
+def test_no_tensor_is_kept():
+    x, w, scale = product(fresh())
+    watched = [weakref.ref(tensor) for tensor in (x, w, scale)]
+    for _ in range(2):
+        result = SKUDA.quantized_linear(x[None], w, scale)
+    watched.append(weakref.ref(result))
+    del x, w, scale, result
+    gc.collect()
+    assert [one() for one in watched] == [None] * 4
 
 
 def test_the_number_of_launches_is_bounded(monkeypatch):
