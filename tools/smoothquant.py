@@ -78,7 +78,7 @@ class ActivationRanges:
         # Two reductions, unlike abs(), need no temporary of the size of the batch.
         high = np.fmax.reduce(rows, axis=0, initial=np.float32(0))
         low = np.fmin.reduce(rows, axis=0, initial=np.float32(0))
-        batch = np.maximum(high, -low)
+        batch = np.abs(np.maximum(high, -low))  # the largest of 0 and -0 may be either
         self._maxima[layer] = batch if seen is None else np.maximum(seen, batch)
 
     def channel_max(self, layer: str) -> F32:

@@ -141,7 +141,8 @@ class TorchGroup:
     def sum(self, array: Any) -> Any:
         """Return the s32 sum over the ranks, element by element. The array may be overwritten."""
         tensor, back = _tensor("sum", array)
-        check_array("sum", tensor, (Tensor,), torch.int32)
+        if not torch.compiler.is_compiling():  # whose sizes may be symbolic
+            check_array("sum", tensor, (Tensor,), torch.int32)
         return back(self._reduced(tensor, distributed.ReduceOp.SUM))
 
     def sum_rows(self, array: Any, sizes: tuple[int, ...]) -> Any:
@@ -169,8 +170,9 @@ class TorchGroup:
 
     def _summed_rows(self, array: Any, sizes: tuple[int, ...], *, later: bool) -> Callable[[], Any]:
         tensor, back = _tensor("sum_rows", array)
-        check_array("sum_rows", tensor, (Tensor,), torch.int32)
-        check_sizes("sum_rows", tensor, 0, sizes, self, whole=True)
+        if not torch.compiler.is_compiling():
+            check_array("sum_rows", tensor, (Tensor,), torch.int32)
+            check_sizes("sum_rows", tensor, 0, sizes, self, whole=True)
         most = max(sizes)
         peers = self._peers_for(tensor, most)
         copied = None if peers is None else peers.start_sum_rows(tensor.contiguous(), sizes)
@@ -193,7 +195,8 @@ class TorchGroup:
 
     def _gathered(self, array: Any, axis: int, sizes: tuple[int, ...], into: Any, *, later: bool) -> Callable[[], Any]:
         tensor, back = _tensor("gather", array)
-        check_sizes("gather", array, axis, sizes, self, into=into)
+        if not torch.compiler.is_compiling():
+            check_sizes("gather", array, axis, sizes, self, into=into)
         most = max(sizes)
         target = None if into is None else _tensor("gather", into)[0]
         peers = self._peers_for(tensor, most) if axis == 0 else None
