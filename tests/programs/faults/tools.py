@@ -469,8 +469,8 @@ FAULTS = [
     Fault(
         "smoothquant-negative-values-have-no-range",
         "tools/smoothquant.py",
-        "batch = np.maximum(high, -low)",
-        "batch = high",
+        "np.maximum(high, -low)",
+        "high",
         SMOOTH,
     ),
     Fault(
