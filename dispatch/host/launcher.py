@@ -40,7 +40,6 @@ class _Outputs:
         self._absent = dict.fromkeys(each.name for each in arguments if each.role is not Role.OUTPUT)
 
     def of(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        require_exact_mode()
         made = {name: new_array(self._op, name, shape, dtype) for name, shape, dtype in self._new}
         try:
             self._kernel(self._problem, **{**self._absent, **values, **made})
@@ -74,6 +73,7 @@ def host_launch(problem: Descriptor, kernel: Kernel, arrays: Mapping[str, Any], 
     def launch(given: Mapping[str, Any], stream: object) -> Any:
         if stream is not None or given.keys() != kinds.keys():
             return None
+        require_exact_mode()  # before numbers are rounded
         values = {name: recognized(name, kind, given[name]) for name, kind in kinds.items()}
         if any(value is None for value in values.values()):
             return None
@@ -107,6 +107,7 @@ def host_launch_at_positions(
             return None
         if any(given[at] is not None for at in absent) or any(type(given[at]) not in (int, float) for at in numbers):
             return None
+        require_exact_mode()
         values = {names[at]: tensor_view(given[at]).reshape(shapes[names[at]]) for at in members}
         values |= {names[at]: rules.number(op, arguments[names[at]], given[at]) for at in numbers}
         made = outputs.of(values)
