@@ -266,6 +266,7 @@ class Binder:
         check = call.framework.joint_check(tuple(positions.arrays[call.given[at].name] for at in members))
         if check is None:
             return None
+        check = check._replace(unless="")  # `positions.unless` says when a tensor that requires grad is refused
         elements = {a.name: storage_element(a.elements[0]) for a in self._arguments}
         made = tuple(
             each._replace(make=call.framework.maker(positions.shapes[each.name], elements[each.name], self._ordinal))

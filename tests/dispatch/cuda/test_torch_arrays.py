@@ -265,6 +265,14 @@ def test_a_call_by_position_does_nothing_where_its_expression_says_so(rig, by_po
     assert launch(x, 0.5, None) is None
 
 
+def test_a_parameter_is_recognized_by_position_while_no_gradients_are_recorded(rig, by_position, bound):
+    x = torch.nn.Parameter(torch.zeros(2, 2, 8))
+    _, launch = by_position(x)
+    with torch.no_grad():
+        assert launch(x, 0.5, None) is not None
+    assert len(bound) == 1
+
+
 def test_an_error_in_a_launch_by_position_names_the_kernel(rig, by_position):
     x = torch.zeros(2, 2, 8)
     _, launch = by_position(x)
