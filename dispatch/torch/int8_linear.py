@@ -137,9 +137,10 @@ class Int8Linear(nn.Module):
     def _arguments(self, input: Tensor) -> Arguments:
         """Return the arguments of the op for an input."""
 
-    def _product_of(self, tensors: Tensors, fields: Mapping[str, Any]) -> Tensor:
-        """Call the op."""
-        key = (self.family, *fields.values()), tensors[0].shape
+    def _product_of(self, arguments: Arguments, *told: Hashable) -> Tensor:
+        """Call the op. `told` is what tells the fields from those of other calls of this layer's family."""
+        tensors, fields = arguments
+        key = self.family, *told, tensors[0].shape
         found: Tensor | None = launched(key, *tensors)
         found = run_module(OPS[self.op], key, tensors, fields) if found is None else found
         assert found is not None
@@ -296,11 +297,30 @@ class StaticLinear(Int8Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
+        found = self._launched(input)
+        if found is not None:
+            return found
         input = self._taken(input)
         if torch.is_grad_enabled() and input.requires_grad:
             rule = "be detached, or run under torch.no_grad(): only DynamicLinear passes gradients on"
             raise InvalidProblem(type(self).__name__, "input", "a tensor that requires grad", rule)
-        return self._product_of(*self._product(self.codes(input), input.dtype))
+        return self._product_of(self._product(self.codes(input), input.dtype), input.dtype)
+
+    def _launched(self, input: Tensor) -> Tensor | None:
+        """Run known launches for an input that is not smoothed, or do nothing and return None."""
+        held = self._buffers.get
+        if held("smooth") is not None:
+            return None
+        scale, zero_point = held("input_scale"), held("input_zero_point")
+        shifted, shape = zero_point is not None, input.shape
+        quantizing = "quantize_per_tensor", shifted, shape
+        codes = launched(quantizing, input, scale, zero_point if shifted else held("zero"))
+        if codes is None:
+            return None
+        key = self.family, input.dtype, shape
+        tensors = codes, held("weight"), scale, zero_point, held("weight_scale"), None, held("bias")
+        found: Tensor | None = launched(key, *tensors)
+        return found
 
 
 class CodesLinear(Int8Linear):
@@ -364,7 +384,7 @@ class CodesLinear(Int8Linear):
         """Return codes of shape (..., N), or floats without `output_scale`, for codes of shape (..., K)."""
         if input.dtype is not torch.int8:
             raise InvalidProblem(type(self).__name__, "input", str(input.dtype), "be the codes, int8")
-        return self._product_of(*self._arguments(self._taken(input)))
+        return self._product_of(self._arguments(self._taken(input)), self.output_element, self.epilogue)
 
 
 def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,9 @@ def _register(op: Op) -> None:
         for key in ("CPU", "CUDA"):
             LIBRARY.impl(name, made.run, key)
         torch.library.register_fake(f"{NAMESPACE}::{name}", made.fake, lib=LIBRARY)
+        packet, _, overload = name.partition(".")
+        called = getattr(getattr(getattr(torch.ops, NAMESPACE), packet), overload or "default")
+        called._op = made.before(called._op)  # noqa: SLF001  what an overload calls; the rest of torch does not use it
     OPS[op.name] = made
 
 

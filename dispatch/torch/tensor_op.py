@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,26 +28,24 @@ _LIST = "SymInt[]"
 # Looked up once, because every call pays for it. Torch's public functions take longer than all of these together.
 _compiles = torch.compiler.is_compiling
 _casts = _C._is_any_autocast_enabled  # noqa: SLF001
-_dispatch_modes = _C._len_torch_dispatch_stack  # noqa: SLF001
-_function_modes = _C._len_torch_function_stack  # noqa: SLF001
 _transforms = _C._functorch.maybe_current_level  # noqa: SLF001
 _traces = _C._get_tracing_state  # noqa: SLF001
-_profiles = torch.autograd._profiler_enabled  # noqa: SLF001
-
 _gradients = torch._C.is_grad_enabled  # type: ignore[attr-defined]  # noqa: SLF001
 
 MODES: Mapping[str, Any] = {
     "records_gradients": _gradients,
-    "function_modes": _function_modes,
-    "dispatch_modes": _dispatch_modes,
-    "profiles": _profiles,
+    "function_modes": _C._len_torch_function_stack,  # noqa: SLF001
+    "dispatch_modes": _C._len_torch_dispatch_stack,  # noqa: SLF001
+    "profiles": torch.autograd._profiler_enabled,  # noqa: SLF001
     "forward_ad": forward_ad,
 }
 """What the expression of a launch may ask about this thread."""
 
-ALONE = "function_modes() or dispatch_modes() or profiles() or forward_ad._current_level >= 0"
-"""An expression of `MODES` that is true if torch would do more than run the kernel. The check of the tensors refuses
-the rest: under autocast, functorch or a trace, tensors have other dispatch keys."""
+BUSY = "function_modes() or dispatch_modes() or profiles() or forward_ad._current_level >= 0"
+"""An expression of `MODES` that is true if torch would do more than run the kernel, whatever the tensors. The check of
+the tensors refuses the rest: under autocast, functorch or a trace, tensors have other dispatch keys."""
+
+_is_busy: Callable[[], bool] = eval(f"lambda: {BUSY}", dict(MODES))  # noqa: S307  our text
 
 _VECTORS = {"weight_scale"}
 """Arguments that modules hold as matrices of one column."""
@@ -183,14 +181,39 @@ class TensorOp:
         Unsupported
             If no kernel can serve the problem.
         """
-        # A list has no hash, and 0.0 equals -0.0.
-        how: Any = repr(fields) if self._listed or 0 in fields.values() else tuple(fields.items())
-        key = (self, how, *[each.shape if isinstance(each, Tensor) else type(each) for each in arguments])
+        key = self._key(arguments, fields)
         for launch in LAUNCHES.get(key, ()):
             found = launch(*arguments)
             if found is not None:
                 return found
         return self.first_run(key, arguments, fields)
+
+    def _key(self, arguments: Sequence[Any], fields: Mapping[str, Any]) -> Hashable:
+        # A list has no hash, 0.0 equals -0.0, and 1 equals True.
+        how: Any = repr(fields) if self._listed or 0 in fields.values() else tuple(fields.items())
+        types = map(type, fields.values())
+        return (self, how, *types, *[each.shape if isinstance(each, Tensor) else type(each) for each in arguments])
+
+    def before(self, dispatched: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs a known launch if torch would only run the kernel, and else calls `dispatched`.
+
+        Torch's dispatcher takes as long as the launch itself. Eager code and code of Inductor call the same function.
+        """
+        names = frozenset(self.names)
+
+        def run(*arguments: Any, **fields: Any) -> Any:
+            if not _is_busy() and names.isdisjoint(fields):
+                # As torch gives them to `run`: without what is None by default.
+                given = {name: value for name, value in fields.items() if value is not None}
+                while arguments and arguments[-1] is None:
+                    arguments = arguments[:-1]
+                for launch in LAUNCHES.get(self._key(arguments, given), ()):
+                    found = launch(*arguments)
+                    if found is not None:
+                        return found
+            return dispatched(*arguments, **fields)
+
+        return run
 
     def first_run(
         self, key: Hashable, arguments: Sequence[Any], fields: Mapping[str, Any], *, module: bool = False
@@ -217,7 +240,7 @@ class TensorOp:
             again = dict(zip(self.names, arguments, strict=False))
             again |= {name: arrays[name].reshape(given[name].shape) for name in copied}
             return self.run(*(self.flat_vectors(tuple(again.values())) if module else again.values()), **fields)
-        unless = ALONE if module else "False"
+        unless = BUSY if module else "False"
         if any(tensor.requires_grad for tensor in tensors.values()):
             unless = f"{unless} or records_gradients()"
         positions = Positions(
@@ -363,19 +386,17 @@ class TensorOp:
 def is_alone(tensor: Tensor) -> bool:
     """Whether torch would only run the kernel: it does not cast, compile, trace, map or profile.
 
-    Calling `TensorOp.run` directly then saves the time of torch's dispatcher.
+    Calling `TensorOp.first_run` directly is then right.
     """
     return (
         not _compiles()
         and is_plain_tensor(tensor)
         and tensor.layout is torch.strided
         and not tensor.is_meta
+        and not _is_busy()
         and not _casts()
-        and not _dispatch_modes()
-        and not _function_modes()
         and _transforms() is None
         and _traces() is None
-        and not _profiles()
     )
 
 

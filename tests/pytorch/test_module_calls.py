@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skuda.registry.errors import InvalidProblem
-from skuda.torch import DynamicLinear
+from skuda.torch import DynamicLinear, StaticLinear
 from skuda.torch.tensor_op import launched, run_module
 
 
@@ -63,6 +63,33 @@ def test_what_is_called_is_what_is_explained(bias):
     assert same(module(x), explained(module, x))
     assert same(module(x.t().contiguous().t()), module(x))
     assert same(module(x.bfloat16()), explained(module, x.bfloat16()))
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_static_layer_runs_known_launches_with_its_present_tensors(shifted, monkeypatch):
+    rng = fresh(shifted)
+
+    def made():
+        weight = layer(rng, bias=True)
+        held = weight.weight, weight.weight_scale, weight.bias
+        zero_point = torch.tensor([int(rng.integers(-9, 9))], dtype=torch.int32) if shifted else None
+        return StaticLinear(*held, input_scale=torch.from_numpy(rng.random(1, "float32")), input_zero_point=zero_point)
+
+    module, other, x = made(), made(), torch.from_numpy(rng.standard_normal((2, 3, 16), "float32"))
+    want, others = module(x), other(x)
+    monkeypatch.setattr(StaticLinear, "_taken", None)  # which every call that is not known takes
+    assert same(module(x.clone()), want)
+    module.load_state_dict(other.state_dict(), assign=True)
+    assert same(module(x), others)
+    monkeypatch.undo()
+    assert same(module(x.bfloat16()), explained_static(module, x.bfloat16()))
+    with pytest.raises(InvalidProblem, match="StaticLinear: input must be detached"):
+        module(x.clone().requires_grad_())
+
+
+def explained_static(module, x):
+    name, arguments = module.call(x)
+    return getattr(torch.ops.skuda, name)(**arguments | {"act_q": module.codes(x)})
 
 
 def test_what_looks_at_ops_sees_them():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 import weakref
 
 import pytest
@@ -269,6 +270,47 @@ def test_the_number_of_launches_is_bounded(monkeypatch):
         for rows in range(1, 9):
             assert torch.equal(SKUDA.quantized_linear(x[:rows], w, scale), want[:rows])
             assert 1 <= len(LAUNCHES) <= 3
+
+
+@pytest.fixture
+def dispatched():
+    """Return a function that runs a call, and says whether torch's dispatcher brought it to the op."""
+
+    def through(call):
+        seen = []
+        codes = {TensorOp.run.__code__, TensorOp.fake.__code__}
+        sys.setprofile(lambda frame, event, _: seen.append(1) if event == "call" and frame.f_code in codes else None)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        return bool(seen)
+
+    return through
+
+
+def test_an_overload_runs_a_known_launch_without_the_dispatcher(dispatched):
+    x, w, scale = product(fresh())
+    op = SKUDA.quantized_linear.default
+    alike = [
+        lambda: op(x, w, scale),
+        lambda: op(x, w, scale, None, None),
+        lambda: op(x, w, scale, None, None, epilogue=None, output_element=None),
+        lambda: op(x.clone(), torch.nn.Buffer(w), scale.clone()),
+    ]
+    alike[0]()
+    assert [dispatched(call) for call in alike] == [False] * 4
+    assert dispatched(lambda: op(x, w, weight_scale=scale)), "a tensor by keyword"
+    op(x, w, scale, q_max=127)
+    with pytest.raises(RuntimeError, match="q_max"):
+        op(x, w, scale, q_max=127.0)  # refused after a call with 127, as before it
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert dispatched(lambda: op(x, w, scale))
+    with torch.profiler.profile() as profile:
+        assert dispatched(lambda: op(x, w, scale))
+    assert "skuda::quantized_linear" in {event.key for event in profile.key_averages()}
+    with torch.autograd.forward_ad.dual_level():
+        assert dispatched(lambda: op(x, w, scale))
 
 
 # --- gradients, modes and subclasses ---------------------------------------------------------------------------------
