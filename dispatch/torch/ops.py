@@ -15,6 +15,10 @@ by `torch.func` or forward mode cannot be detected, and are 0.
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -53,11 +57,27 @@ def _register(op: Op) -> None:
         LIBRARY.define(schema, tags=TAGS)
         for key in ("CPU", "CUDA"):
             LIBRARY.impl(name, made.run, key)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", made.fake, lib=LIBRARY)
-        packet, _, overload = name.partition(".")
-        called = getattr(getattr(getattr(torch.ops, NAMESPACE), packet), overload or "default")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _faked(made, name), lib=LIBRARY)
+        called = overload_of(name)
         called._op = made.before(called._op)  # noqa: SLF001  what an overload calls; the rest of torch does not use it
     OPS[op.name] = made
+
+
+def overload_of(name: str) -> Any:
+    """Return the overload of a name such as ``fill.number``, or the default one."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, NAMESPACE), packet), overload or "default")
+
+
+def _faked(made: TensorOp, name: str) -> Callable[..., Any]:
+    def fake(*arguments: Any, **fields: Any) -> Any:
+        # Inductor is loaded by the first compilation, which calls this before it compiles a call of the op.
+        if "torch._inductor.lowering" in sys.modules:
+            with suppress(ImportError, AttributeError):  # private to torch and may change; the dispatcher remains
+                importlib.import_module("skuda.torch.inductor").lower(name)
+        return made.fake(*arguments, **fields)
+
+    return fake
 
 
 for _op in built_in_registry().ops.values():

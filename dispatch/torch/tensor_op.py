@@ -45,7 +45,8 @@ BUSY = "function_modes() or dispatch_modes() or profiles() or forward_ad._curren
 """An expression of `MODES` that is true if torch would do more than run the kernel, whatever the tensors. The check of
 the tensors refuses the rest: under autocast, functorch or a trace, tensors have other dispatch keys."""
 
-_is_busy: Callable[[], bool] = eval(f"lambda: {BUSY}", dict(MODES))  # noqa: S307  our text
+is_busy: Callable[[], bool] = eval(f"lambda: {BUSY}", dict(MODES))  # noqa: S307  our text
+"""Whether torch would do more than run a kernel in this thread: `BUSY`."""
 
 _VECTORS = {"weight_scale"}
 """Arguments that modules hold as matrices of one column."""
@@ -181,37 +182,43 @@ class TensorOp:
         Unsupported
             If no kernel can serve the problem.
         """
-        key = self._key(arguments, fields)
-        for launch in LAUNCHES.get(key, ()):
+        how = self.how(fields)
+        found = self.known(how, arguments)
+        return self.first_run(self._key(how, arguments), arguments, fields) if found is None else found
+
+    def how(self, fields: Mapping[str, Any]) -> Hashable:
+        """Return what tells calls with these fields from others."""
+        # A list has no hash, 0.0 equals -0.0, and 1 equals True.
+        values: Any = repr(fields) if self._listed or 0 in fields.values() else tuple(fields.items())
+        return values, *map(type, fields.values())
+
+    def _key(self, how: Hashable, arguments: Sequence[Any]) -> Hashable:
+        return (self, how, *[each.shape if isinstance(each, Tensor) else type(each) for each in arguments])
+
+    def known(self, how: Hashable, arguments: Sequence[Any]) -> Any:
+        """Run a known launch, or do nothing and return None."""
+        for launch in LAUNCHES.get(self._key(how, arguments), ()):
             found = launch(*arguments)
             if found is not None:
                 return found
-        return self.first_run(key, arguments, fields)
-
-    def _key(self, arguments: Sequence[Any], fields: Mapping[str, Any]) -> Hashable:
-        # A list has no hash, 0.0 equals -0.0, and 1 equals True.
-        how: Any = repr(fields) if self._listed or 0 in fields.values() else tuple(fields.items())
-        types = map(type, fields.values())
-        return (self, how, *types, *[each.shape if isinstance(each, Tensor) else type(each) for each in arguments])
+        return None
 
     def before(self, dispatched: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs a known launch if torch would only run the kernel, and else calls `dispatched`.
 
-        Torch's dispatcher takes as long as the launch itself. Eager code and code of Inductor call the same function.
+        Torch's dispatcher takes as long as the launch itself.
         """
         names = frozenset(self.names)
 
         def run(*arguments: Any, **fields: Any) -> Any:
-            if not _is_busy() and names.isdisjoint(fields):
+            found = None
+            if not is_busy() and names.isdisjoint(fields):
                 # As torch gives them to `run`: without what is None by default.
                 given = {name: value for name, value in fields.items() if value is not None}
                 while arguments and arguments[-1] is None:
                     arguments = arguments[:-1]
-                for launch in LAUNCHES.get(self._key(arguments, given), ()):
-                    found = launch(*arguments)
-                    if found is not None:
-                        return found
-            return dispatched(*arguments, **fields)
+                found = self.known(self.how(given), arguments)
+            return dispatched(*arguments, **fields) if found is None else found
 
         return run
 
@@ -393,7 +400,7 @@ def is_alone(tensor: Tensor) -> bool:
         and is_plain_tensor(tensor)
         and tensor.layout is torch.strided
         and not tensor.is_meta
-        and not _is_busy()
+        and not is_busy()
         and not _casts()
         and _transforms() is None
         and _traces() is None

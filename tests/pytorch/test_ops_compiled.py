@@ -12,6 +12,7 @@ from support import fresh, sampled
 from tensors import NAMES, OPS, REGISTRY, all_same, call_of, overloads, results, same
 from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 
 from skuda.registry import Case
 
@@ -252,3 +253,39 @@ def test_inductor_gives_the_bits_of_eager(name):
     call = next(comparable_calls(name, rng))
     compiled = torch.compile(lambda tensors: results(call.op(**tensors, **call.fields)), fullgraph=True)
     assert all_same(compiled(call.tensors), call())
+
+
+@INDUCTOR
+@torch._inductor.config.patch(fx_graph_cache=False)
+@torch._functorch.config.patch(enable_autograd_cache=False)
+@pytest.mark.parametrize("ours", [True, False], ids=["direct", "as torch does"])
+def test_code_of_inductor_calls_launches(ours, monkeypatch):
+    """Also where torch has changed what this needs of it, through the dispatcher."""
+    if not ours:
+        inductor = pytest.importorskip("skuda.torch.inductor")
+        monkeypatch.setattr(inductor, "lower", raising)
+        for name in ("quantized_linear", "dynamic_range"):
+            inductor.lowerings.pop(getattr(SKUDA, name).default, None)
+    x = torch.randn(4, 32)
+    weight, scale, _ = SKUDA.dynamic_range(
+        torch.randn(16, 32), scope="token", q_min=-127, q_max=127, output_element="s8"
+    )
+
+    def function(x):
+        y = SKUDA.quantized_linear(2 * x, weight, scale, epilogue=None)
+        return SKUDA.dynamic_range(y + 1, scope="token", q_min=-127, q_max=127, output_element="s8")
+
+    with torch.no_grad():
+        made, (code, *_) = run_and_get_code(torch.compile(function, fullgraph=True), x)
+        assert ("= site('dynamic_range'" in code) is ours
+        assert ("torch.ops.skuda.dynamic_range" in code) is not ours
+        assert all_same(made, function(x))
+        compiled = torch.compile(function, fullgraph=True)
+        compiled(x)
+        with torch.profiler.profile() as profile:
+            compiled(x)
+        assert {"skuda::quantized_linear", "skuda::dynamic_range"} <= {event.key for event in profile.key_averages()}
+
+
+def raising(name):
+    raise AttributeError(name)
