@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from skuda.dispatch.shard.group import Group
 from skuda.torch.autograd import Q_MAX
 from skuda.torch.joined import Quantized, projected
-from skuda.torch.ops import OPS
 from skuda.torch.tensor_op import launched, run_module
 
 _VECTORS = {"rms_norm_quantize": ("weight",), "layer_norm_quantize": ("weight", "bias")}
@@ -138,7 +137,7 @@ class FusedGatedMLP(Fused):
             key = form.op, *form.fields.values(), gate_up.shape
             found = launched(key, None, None, gate_up)
             if found is None:
-                found = run_module(OPS[form.op], key, (None, None, gate_up), {**form.fields, **_CODES})
+                found = run_module(form.op, key, (None, None, gate_up), {**form.fields, **_CODES})
             codes, scale = found
         else:
             op = getattr(torch.ops.skuda, form.op.replace("_quantize", "_amax"))
@@ -249,7 +248,7 @@ class FusedDecoderLayer(Fused):
         key, tensors, eps = self._call(form, x, residual)
         found = launched(key, *tensors)
         if found is None:
-            found = run_module(OPS[form.op], key, tensors, {"eps": eps, **_CODES})
+            found = run_module(form.op, key, tensors, {"eps": eps, **_CODES})
         return _normed(x, found)
 
     def _call(self, form: NormForm, x: Tensor, residual: Tensor | None) -> tuple[Any, tuple[Tensor | None, ...], float]:

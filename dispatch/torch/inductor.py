@@ -17,8 +17,8 @@ from torch._inductor.lowering import add_needs_realized_inputs, fallback_handler
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
-from skuda.torch.ops import OPS, overload_of
-from skuda.torch.tensor_op import is_busy
+from skuda.torch.ops import overload_of
+from skuda.torch.tensor_op import OPS, is_busy
 
 _PLAIN = (str, int, float, bool)
 

@@ -22,8 +22,7 @@ from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import shown
 from skuda.torch.autograd import Q_MAX, frozen_linear
 from skuda.torch.dtypes import element_of
-from skuda.torch.ops import OPS
-from skuda.torch.tensor_op import launched, run_module
+from skuda.torch.tensor_op import OPS, launched, run_module
 
 Call = tuple[str, dict[str, Any]]
 """Name and arguments of a call of an op."""
@@ -142,15 +141,14 @@ class Int8Linear(nn.Module):
         tensors, fields = arguments
         key = self.family, *told, tensors[0].shape
         found: Tensor | None = launched(key, *tensors)
-        found = run_module(OPS[self.op], key, tensors, fields) if found is None else found
+        found = run_module(self.op, key, tensors, fields) if found is None else found
         assert found is not None
         return found
 
     def call(self, input: Tensor) -> Call:
         """Return the call of the op for an input. Only the shape, dtype and device of the input are read."""
         tensors, fields = self._arguments(input)
-        op = OPS[self.op]
-        return self.op, dict(zip(op.names, op.flat_vectors(tensors), strict=False)) | fields
+        return self.op, dict(zip(OPS[self.op].names, tensors, strict=False)) | fields
 
     def explain(self, input: Tensor | int = 1) -> Explanation:
         """Explain the choice of the kernel for an input.
@@ -219,7 +217,7 @@ class DynamicLinear(Int8Linear):
             return frozen_linear(input, self.weight, self.weight_scale.view(-1), self.bias)
         # A cast input has a key of its own: the launch compares the tensors that the next call gives.
         key = key if input is given else (key, input.dtype)
-        found: Tensor = run_module(OPS[self.op], key, *self._arguments(input))
+        found: Tensor = run_module(self.op, key, *self._arguments(input))
         return found
 
 
@@ -282,7 +280,7 @@ class StaticLinear(Int8Linear):
         found: Tensor | None = launched(key, *tensors)
         if found is None:
             fields = {"q_min": -Q_MAX - shifted, "q_max": Q_MAX, "output_element": "s8"}
-            found = run_module(OPS["quantize_per_tensor"], key, tensors, fields)
+            found = run_module("quantize_per_tensor", key, tensors, fields)
         assert found is not None
         return found
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.dtypes import element_of
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, not_codes
-from skuda.torch.ops import OPS
 from skuda.torch.tensor_op import launched, run_module
 
 
@@ -46,7 +45,7 @@ def product(linear: DynamicLinear, rows: Quantized) -> Tensor:
     found: Tensor | None = launched(key, *tensors)
     if found is None:
         fields = {"output_element": str(element_of(dtype)), "act_scale_scope": "token"}
-        found = run_module(OPS["scaled_linear"], key, tensors, fields)
+        found = run_module("scaled_linear", key, tensors, fields)
     assert found is not None
     return found
 
@@ -132,6 +131,7 @@ class Part(nn.Module):
         self._joined = (joined,)  # not a child
         self.number = number
         self.start, self.stop = [0, *accumulate(joined.sizes)][number : number + 2]
+        self.joined_width = joined.out_features
         self.training = joined.training
 
     @property
@@ -168,9 +168,8 @@ class Part(nn.Module):
         InvalidProblem
             For any other tensor, such as the input of the original layer.
         """
-        channels = self._joined[0].out_features
-        if joined.shape[-1] != channels:
-            rule = f"be the output of the joined layer, of shape [..., {channels}]"
+        if joined.shape[-1] != self.joined_width:
+            rule = f"be the output of the joined layer, of shape [..., {self.joined_width}]"
             raise InvalidProblem("Part", "joined", f"of shape {list(joined.shape)}", rule)
         return joined[..., self.start : self.stop]
 

@@ -6,7 +6,7 @@ mutate nothing; outputs are new tensors. An op whose number of outputs depends o
 
 An argument with one row per token may have any number of leading axes, and outputs get the same axes. A tensor whose
 rows are not dense is copied first, as torch does. A single scale or zero point is a tensor of one element, or with the
-overload ``number`` a plain number, which need not be read from the device.
+overload ``number`` a plain number, which need not be read from the device. `weight_scale` may be a matrix of one column.
 
 The dispatcher serves CUDA tensors, and the ``numpy`` backend CPU tensors, with the same bits. These ops have no
 gradient; see `skuda.torch.autograd`. A tensor that requires grad is refused while gradients are recorded. Derivatives
@@ -29,7 +29,7 @@ from skuda.registry.argument import Role
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Op
 from skuda.registry.text import one_line, shown
-from skuda.torch.tensor_op import TensorOp, refuse_gradient
+from skuda.torch.tensor_op import OPS, TensorOp, refuse_gradient
 
 NAMESPACE = "skuda"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -39,9 +39,6 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 # in any layout. With torch's default, `needs_exact_strides`, it would copy inputs that it lays out differently from
 # eager execution. The ops mutate and alias nothing, so an op with an unused result may be removed.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-
-OPS: dict[str, TensorOp] = {}
-"""The ops by name."""
 
 
 def _takes_a_tensor(op: Op) -> bool:

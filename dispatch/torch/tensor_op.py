@@ -49,7 +49,10 @@ is_busy: Callable[[], bool] = eval(f"lambda: {BUSY}", dict(MODES))  # noqa: S307
 """Whether torch would do more than run a kernel in this thread: `BUSY`."""
 
 _VECTORS = {"weight_scale"}
-"""Arguments that modules hold as matrices of one column."""
+"""Arguments that may be matrices of one column, as checkpoints and so modules hold them."""
+
+OPS: dict[str, TensorOp] = {}
+"""The ops of torch by name; `skuda.torch.ops` makes them."""
 
 Shape = tuple[int, ...]
 
@@ -234,10 +237,10 @@ class TensorOp:
         arguments, fields
             As in `run`.
         module : bool
-            Whether a module calls, and not torch's dispatcher. It holds vectors as matrices of one column, and its
-            launch does nothing where torch would do more than run the kernel.
+            Whether a module calls, and not torch's dispatcher. Its launch does nothing where torch would do more than
+            run the kernel.
         """
-        given = self._given(self.flat_vectors(arguments) if module else arguments, fields)
+        given = self._given(arguments, fields)
         found = self._flattened(given)
         tensors = {n: each for n, each in zip(self.names, arguments, strict=False) if isinstance(each, Tensor)}
         arrays = {name: given[name] for name in self.names if name in given}
@@ -246,7 +249,7 @@ class TensorOp:
         if copied:  # the copies have other memory than the tensors of the next call
             again = dict(zip(self.names, arguments, strict=False))
             again |= {name: arrays[name].reshape(given[name].shape) for name in copied}
-            return self.run(*(self.flat_vectors(tuple(again.values())) if module else again.values()), **fields)
+            return self.run(*again.values(), **fields)
         unless = BUSY if module else "False"
         if any(tensor.requires_grad for tensor in tensors.values()):
             unless = f"{unless} or records_gradients()"
@@ -263,11 +266,6 @@ class TensorOp:
         results = [value for value in result if value is not None] if self._several else [result]
         results = [_shaped(value, shape) for value, shape in zip(results, found.shapes, strict=True)]
         return self._result(results) if self._result is not None else results[0]
-
-    def flat_vectors(self, arguments: Sequence[Any]) -> list[Any]:
-        """Return the arguments with vectors as vectors, where modules hold matrices of one column."""
-        named = zip(self.names, arguments, strict=False)
-        return [each.view(-1) if name in _VECTORS and each is not None else each for name, each in named]
 
     def problem(self, **named: Any) -> Descriptor:
         """Return the problem of a call. Only the shapes and dtypes of tensors are read.
@@ -320,9 +318,14 @@ class TensorOp:
             rules.checked_shape(self.name, argument, element, each.shape, shape)
 
     def _given(self, arguments: Sequence[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the given arguments and fields by name."""
+        """Return the given arguments and fields by name. A vector may be a matrix of one column."""
         found = (*zip(self.names, arguments, strict=False), *fields.items())
-        return {n: tuple(value) if isinstance(value, list) else value for n, value in found if value is not None}
+        given: dict[str, Any] = {}
+        given |= {n: tuple(value) if isinstance(value, list) else value for n, value in found if value is not None}
+        for name in _VECTORS & given.keys():
+            if isinstance(given[name], Tensor) and given[name].shape[1:] == (1,):
+                given[name] = given[name].reshape(-1)
+        return given
 
     def _flattened(self, given: Mapping[str, Any]) -> _Flattened:
         led = self._leading(given)
@@ -391,13 +394,12 @@ class TensorOp:
 
 
 def is_alone(tensor: Tensor) -> bool:
-    """Whether torch would only run the kernel: it does not cast, compile, trace, map or profile.
+    """Whether torch would only run the kernel: it does not cast, trace, map or profile.
 
     Calling `TensorOp.first_run` directly is then right.
     """
     return (
-        not _compiles()
-        and is_plain_tensor(tensor)
+        is_plain_tensor(tensor)
         and tensor.layout is torch.strided
         and not tensor.is_meta
         and not is_busy()
@@ -420,22 +422,24 @@ def launched(key: Hashable, *tensors: Tensor | None) -> Any:
     return None
 
 
-def run_module(op: TensorOp, key: Hashable, tensors: Sequence[Tensor | None], fields: Mapping[str, Any]) -> Any:
+def run_module(op: str, key: Hashable, tensors: Sequence[Tensor | None], fields: Mapping[str, Any]) -> Any:
     """Run an op for a module that `launched` does not serve. Keep a launch if torch would only run the kernel.
 
     Parameters
     ----------
-    op : TensorOp
-        The op.
+    op : str
+        Name of the op.
     key : hashable
         What tells the call from others, except for dtypes, strides and devices: the op, sizes, and fields.
     tensors, fields
         As in `TensorOp.first_run`.
     """
-    given = [each for each in tensors if each is not None]
-    if all(map(is_alone, given)) and not (_gradients() and any(tensor.requires_grad for tensor in given)):
-        return op.first_run(key, tensors, fields, module=True)
-    return getattr(torch.ops.skuda, op.name).default(*op.flat_vectors(tensors), **fields)
+    # Dynamo checks in every call what it has read here, so it reads little.
+    if not _compiles():
+        given = [each for each in tensors if each is not None]
+        if all(map(is_alone, given)) and not (_gradients() and any(tensor.requires_grad for tensor in given)):
+            return OPS[op].first_run(key, tensors, fields, module=True)
+    return getattr(torch.ops.skuda, op).default(*tensors, **fields)
 
 
 def refuse_gradient(op: str, name: str) -> None:

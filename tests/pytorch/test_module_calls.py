@@ -150,7 +150,7 @@ def test_an_input_of_another_width_is_blamed_itself(shape):
 def test_a_parameter_is_recognized_unless_gradients_are_recorded():
     """The weight of a norm is one, and requires grad in a model that is only used."""
     x, weight = torch.randn(2, 3, 16), torch.nn.Parameter(torch.rand(16))
-    op, fields = OPS["rms_norm_quantize"], {"eps": 1e-5, "q_min": -127, "q_max": 127, "output_element": "s8"}
+    op, fields = "rms_norm_quantize", {"eps": 1e-5, "q_min": -127, "q_max": 127, "output_element": "s8"}
     key, tensors = ("a norm", x.shape), (x, None, weight)
     assert launched(key, *tensors) is None
     with torch.no_grad():

@@ -272,6 +272,17 @@ def test_the_number_of_launches_is_bounded(monkeypatch):
             assert 1 <= len(LAUNCHES) <= 3
 
 
+def test_a_scale_of_channels_may_be_a_matrix_of_one_column():
+    """As in checkpoints and modules."""
+    x, w, scale = product(fresh())
+    want = SKUDA.quantized_linear(x, w, scale)
+    for column in (scale[:, None], torch.stack([scale, scale], 1)[:, :1]):
+        assert torch.equal(SKUDA.quantized_linear(x, w, column), want)
+        assert SKUDA.quantized_linear(x.to("meta"), w.to("meta"), column.to("meta")).shape == want.shape
+    with pytest.raises(InvalidProblem, match=r"weight_scale must"):
+        SKUDA.quantized_linear(x, w, scale[None])
+
+
 @pytest.fixture
 def dispatched():
     """Return a function that runs a call, and says whether torch's dispatcher brought it to the op."""
