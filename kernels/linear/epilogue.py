@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from skuda.kernels.blocks import blocks
+from skuda.kernels.blocks import blocks, scalar_of_one
 from skuda.kernels.dtypes import rounded_to, storage_dtype
 from skuda.kernels.linear.activation import gelu, silu
 from skuda.kernels.linear.problem import LinearProblem
@@ -47,16 +47,17 @@ class Epilogue:
             output[...] = 0 if product is None else product
             return
         compute = storage_dtype(self.problem.compute)
-        weight_scale = self.weight_scale[columns].astype(compute)
-        bias = None if self.bias is None else self.bias[columns].astype(compute)
+        # All have two axes, because NumPy computes faster with arrays of one shape.
+        weight_scale = self.weight_scale[None, columns].astype(compute, copy=False)
+        bias = None if self.bias is None else self.bias[None, columns].astype(compute, copy=False)
         for rows, part in blocks(output.shape):
-            value = np.multiply.outer(act_scale[rows], weight_scale[part])
+            value = np.multiply(scalar_of_one(act_scale[rows, None]), weight_scale[:, part])
             if product is None:
                 value[...] = 0
             else:
                 value *= product[rows, part]
             if bias is not None:
-                value += bias[part]
+                value += bias[:, part]
             finished = self._requantized(_activated(value, self.problem.epilogue.activation), compute)
             output[rows, part] = rounded_to(finished, output.dtype)
 

@@ -60,7 +60,7 @@ def write_layer(
     for rows in _cut(m, height):
         codes, row_scale = quantized(rows)
         shift = act_zero_point if isinstance(act_zero_point, int) else act_zero_point[rows].astype(np.int64)
-        parts = _cut(k, max(1, _CODES_AT_ONCE // len(row_scale)))
+        parts = parts_of_k(len(row_scale), k)
         # The codes are made again for every panel of columns, so panels are wide if K has several parts.
         width = max(_COLUMNS, _SUMS_AT_ONCE // len(row_scale) if len(parts) > 1 else 0)
         for panel in _cut(n, width):
@@ -71,7 +71,14 @@ def write_layer(
                 epilogue.apply(row_scale, product, at, output[rows, at])
 
 
+def parts_of_k(rows: int, k: int) -> list[slice]:
+    """Return the parts of K in which the codes of some rows are made. It is one part unless K is very long."""
+    return _cut(k, max(1, _CODES_AT_ONCE // max(1, rows)))
+
+
 def _cut(stop: int, step: int, start: int = 0) -> list[slice]:
+    if 0 < stop - start <= step:
+        return [slice(start, stop)]
     return [slice(at, min(at + step, stop)) for at in range(start, stop, step)]
 
 

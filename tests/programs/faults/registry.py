@@ -72,7 +72,7 @@ FAULTS = listed(
                 "np.floor(np.divide(x, scale) + x.dtype.type(0.5",
                 NUMERICS,
             ),
-            "reference-nan-is-not-real-zero": ("np.isnan(t), 0.0", "np.isnan(t), q_min - z", NUMERICS),
+            "reference-nan-is-not-real-zero": ("t[np.isnan(t)] = 0", "t[np.isnan(t)] = q_min", NUMERICS),
             "reference-the-mask-excludes-its-upper-bound": ("<= q_max - z", "< q_max - z", NUMERICS),
             "reference-a-range-without-zero": ("np.clip(q_min", "np.clip(q_max", NUMERICS),
         },
