@@ -219,7 +219,6 @@ def code_element_holding(q_min: int, q_max: int) -> ElementKind | None:
     return None
 
 
-@cache
 def longest_k(activation: ElementKind, weight: ElementKind, largest_sum: int = 2**31 - 1) -> int:
     """Return the largest K whose sums of magnitudes stay within a bound, by default s32's, whatever the codes are."""
     largest = 1

@@ -41,9 +41,9 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import model_validator
 
-from skuda.kernels.dtypes import compute_dtype, storage_dtype
+from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.linear import offers
-from skuda.kernels.linear.epilogue import Epilogue
+from skuda.kernels.linear.epilogue import Epilogue, arithmetic
 from skuda.kernels.linear.problem import (
     ALIGNED_SIZES,
     OUTPUTS,
@@ -157,25 +157,29 @@ def reference(
     act_scale_scratch: Any = None,
 ) -> None:
     """Write `output` by the formula of the module."""
-    data, code, bounds = problem.activation_element, problem.code_element, (problem.q_min, problem.q_max)
-    storage = storage_dtype(code)
+    data, bounds, how = problem.activation_element, (problem.q_min, problem.q_max), arithmetic(problem)
+    elements = (data, problem.code_element)
 
     def quantized(rows: slice) -> tuple[Codes, Any]:
         x = activation[rows]
         scale = np.empty(len(x), compute_dtype(data))
-        affine.dynamic_scales(x, (1,), data, bounds, (scale[:, None], None), asymmetric=False)
+        if act_q_scratch is not None or len(parts_of_k(*x.shape)) <= 1:
+            whole = np.empty(x.shape, how.codes) if act_q_scratch is None else act_q_scratch[rows]
+            affine.quantize_rows(elements, bounds, x, scale, whole)
+        else:
+            whole = None
+            affine.dynamic_scales(x, (1,), data, bounds, (scale[:, None], None), asymmetric=False)
         if act_scale_scratch is not None:
             act_scale_scratch[rows] = scale
 
-        def write(part: slice, codes: Any) -> Any:
-            affine.quantize(per_token, (data, code), bounds, (x[:, part], scale, 0, codes))
-            return codes
+        def codes(part: slice) -> Any:
+            if whole is not None:
+                return whole[:, part]
+            made = np.empty((len(x), part.stop - part.start), how.codes)
+            affine.quantize(per_token, elements, bounds, (x[:, part], scale, 0, made))
+            return made
 
-        wide = scale.astype(storage_dtype(problem.compute), copy=False)
-        if act_q_scratch is None and len(parts_of_k(*x.shape)) > 1:
-            return lambda part: write(part, np.empty((len(x), part.stop - part.start), storage)), wide
-        whole = write(slice(None), np.empty(x.shape, storage) if act_q_scratch is None else act_q_scratch[rows])
-        return lambda part: whole[:, part], wide
+        return codes, scale.astype(how.compute, copy=False)
 
     # The scratch arrays are written even where there are no columns.
     if output.size == 0 and act_q_scratch is None and act_scale_scratch is None:

@@ -18,10 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from skuda.kernels.blocks import BLOCK
-from skuda.kernels.dtypes import storage_dtype
-from skuda.kernels.linear.epilogue import Epilogue
-from skuda.kernels.linear.problem import LinearProblem, longest_k
-from skuda.registry.elements import ElementKind
+from skuda.kernels.linear.epilogue import Epilogue, arithmetic
+from skuda.kernels.linear.problem import LinearProblem
 
 Array = npt.NDArray[Any]
 Codes = Callable[[slice], Array]
@@ -106,9 +104,8 @@ def exact_products(
     weights : list of (array, array or None)
         Codes, (columns, K), s8 or u8, and zero points, (columns,), s32, or None for 0.
     """
-    summed = problem.output is ElementKind.S32
-    k, dtype = parts[-1].stop, storage_dtype(problem.output if summed else problem.compute)
-    run = longest_k(problem.code_element, problem.weight_element, 1 << 24)
+    how, k = arithmetic(problem), parts[-1].stop
+    run, dtype = how.run, how.product
     sums: list[Any] = [None] * len(weights)
     shift: Any = -k * act_zero_point
     for part in parts:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from skuda.kernels.blocks import BLOCK, Index, blocks, scalar_of_one, write
 from skuda.kernels.dtypes import compute_dtype
-from skuda.kernels.quantize.granularity import Spread
+from skuda.kernels.quantize.granularity import Spread, per_token
 from skuda.registry.elements import ElementKind
 
 Array = npt.NDArray[Any]
@@ -84,6 +84,21 @@ def quantize(
         write(output, code, index, clamp_codes(t, z, *bounds))
 
 
+def quantize_rows(
+    elements: tuple[ElementKind, ElementKind], bounds: tuple[int, int], x: Array, scales: Array, output: Array
+) -> None:
+    """Write the symmetric scale of every row of `x`, (rows,), and its codes. The caller ignores errors of NumPy."""
+    compute = compute_dtype(elements[0])
+    if not 0 < x.size <= BLOCK:
+        dynamic_scales(x, (1,), elements[0], bounds, (scales[:, None], None), asymmetric=False)
+        quantize(per_token, elements, bounds, (x, scales, 0, output))
+        return
+    scale = _scale(_range(x, (1,), compute, asymmetric=False)[1], bounds[1])
+    scales[...] = scale[:, 0]
+    t = rounded_quotient(x.astype(compute, copy=False), scalar_of_one(scale))
+    write(output, elements[1], (slice(0, len(x)), slice(0, x.shape[1])), clamp_codes(t, 0, *bounds))
+
+
 @np.errstate(all="ignore")
 def straight_through(
     spread: Spread,
@@ -147,13 +162,18 @@ def dynamic_scales(
     for index in blocks(scale_out.shape, max(_SEGMENTS, BLOCK // length)):
         whole = tuple([slice(None) if axis in axes else at for axis, at in enumerate(index)])
         low, high = _range(x[whole], axes, compute, asymmetric=asymmetric)
-        # The bounds are exact in C.
-        scale = (high - low) / (q_max - q_min) if asymmetric else high / q_max
-        scale[scale == 0] = 1
+        scale = _scale(high - low, q_max - q_min) if asymmetric else _scale(high, q_max)
         scale_out[index] = scale
         if asymmetric and zero_point_out is not None:
             offset = rounded_quotient(low, scale)
             zero_point_out[index] = np.clip(q_min - np.where(np.isnan(offset), 0.0, offset), q_min, q_max)
+
+
+def _scale(extent: Array, steps: int) -> Array:
+    """Return the scales, in C, that give ranges of some extent as many steps, which C holds exactly; 1 for none."""
+    scale = np.asarray(extent / steps)
+    scale[scale == 0] = 1
+    return scale
 
 
 def _range(x: Array, axes: tuple[int, ...], compute: np.dtype[Any], *, asymmetric: bool) -> tuple[Any, Array]:

@@ -82,14 +82,12 @@ FAULTS = listed(
         "kernels/quantize/dynamic_range.py": {
             "reference-a-scale-per-the-other-axis": ("1 - (problem.axis", "(problem.axis", NUMERICS),
         },
-        "kernels/linear/reference.py": {
+        "kernels/linear/epilogue.py": {
             "reference-sums-beyond-24-bits": (
                 "problem.weight_element, 1 << 24",
                 "problem.weight_element, 1 << 28",
                 ["tests/kernels/test_numerics_linear.py"],
             ),
-        },
-        "kernels/linear/epilogue.py": {
             "reference-relu-loses-nan": (
                 "value[value <= 0]",
                 "value[~(value > 0)]",
