@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from skuda.kernels.blocks import blocks, scalar_of_one
+from skuda.kernels.blocks import BLOCK, blocks, scalar_of_one
 from skuda.kernels.dtypes import rounded_to, storage_dtype
 from skuda.kernels.linear.activation import gelu, silu
 from skuda.kernels.linear.problem import LinearProblem, longest_k
@@ -85,24 +85,28 @@ class Epilogue(NamedTuple):
         if self.weight_scale is None:
             output[...] = 0 if product is None else product
             return
+        if output.size > BLOCK:
+            for rows, part in blocks(output.shape):
+                inner = slice(columns.start + part.start, columns.start + part.stop)
+                some = None if product is None else product[rows, part]
+                self.apply(act_scale[rows], some, inner, output[rows, part])
+            return
         how = arithmetic(self.problem)
         # All have two axes, because NumPy computes faster with arrays of one shape.
         weight_scale = self.weight_scale[None, columns].astype(how.compute, copy=False)
-        bias = None if self.bias is None else self.bias[None, columns].astype(how.compute, copy=False)
-        for rows, part in blocks(output.shape):
-            value = np.multiply(scalar_of_one(act_scale[rows, None]), weight_scale[:, part])
-            if product is None:
-                value[...] = 0
-            else:
-                value *= product[rows, part]
-            if bias is not None:
-                value += bias[:, part]
-            if how.activation is not None:
-                value = _activated(value, how.activation)
-            if how.limits is not None:
-                t = affine.rounded_quotient(value, np.asarray(self.output_scale, how.compute))
-                value = affine.clamp_codes(t, self.output_zero_point, *how.limits)
-            output[rows, part] = value if value.dtype == output.dtype else rounded_to(value, output.dtype)
+        value = np.multiply(scalar_of_one(act_scale[:, None]), weight_scale)
+        if product is None:
+            value[...] = 0
+        else:
+            value *= product
+        if self.bias is not None:
+            value += self.bias[None, columns].astype(how.compute, copy=False)
+        if how.activation is not None:
+            value = _activated(value, how.activation)
+        if how.limits is not None:
+            t = affine.rounded_quotient(value, np.asarray(self.output_scale, how.compute))
+            value = affine.clamp_codes(t, self.output_zero_point, *how.limits)
+        output[...] = rounded_to(value, output.dtype)
 
 
 def _activated(value: Array, activation: ActivationKind) -> Array:
