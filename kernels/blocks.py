@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,23 +18,25 @@ BLOCK = 1 << 16
 """Elements per block: half a megabyte per f64 temporary."""
 
 
-def blocks(shape: tuple[int, ...], limit: int = BLOCK) -> Iterator[Index]:
-    """Yield the indices of boxes of at most about `limit` elements that cover an index space, in row-major order.
+def blocks(shape: tuple[int, ...], limit: int = BLOCK) -> Iterable[Index]:
+    """Return the indices of boxes of at most about `limit` elements that cover an index space, in row-major order.
 
     Boxes begin at even positions of the last axis, because a byte holds two packed elements.
 
     Parameters
     ----------
     shape : tuple of int
-        Extents of the index space; an empty space yields nothing, rank 0 yields one empty index.
+        Extents of the index space; an empty space has no box, rank 0 has one empty index.
     limit : int
         Elements per box, at least 2.
     """
-    if 0 in shape:
-        return
-    if math.prod(shape) <= limit:
-        yield tuple(slice(0, extent) for extent in shape)
-        return
+    count = math.prod(shape)
+    if count == 0:
+        return ()
+    return (tuple([slice(0, extent) for extent in shape]),) if count <= limit else _boxes(shape, limit)
+
+
+def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[Index]:
     axis, inner = len(shape) - 1, 1
     while axis > 0 and inner * shape[axis] <= limit:
         inner *= shape[axis]
@@ -66,11 +68,19 @@ def read(array: Array, element: ElementKind, index: Index) -> Array:
 
 
 def write(array: Array, element: ElementKind, index: Index, values: Array) -> None:
-    """Store the elements of one box; packed elements two per byte, low nibble first, an unused high nibble as zero."""
+    """Store the elements of one box; packed elements two per byte, low nibble first, an unused high nibble as zero.
+
+    The values are whole numbers that the element holds, of any dtype.
+    """
     if not element.is_packed:
         array[index] = values
         return
-    nibbles = values.astype(np.uint8) & 15
+    nibbles = values.astype(np.int16).astype(np.uint8) & 15
     if nibbles.shape[-1] % 2:
         nibbles = np.concatenate((nibbles, np.zeros((*nibbles.shape[:-1], 1), np.uint8)), axis=-1)
     array[_bytes_index(index)] = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+
+
+def scalar_of_one(values: Array) -> Array:
+    """Return an array of one element with rank 0, which NumPy broadcasts in half the time. Return others unchanged."""
+    return values.reshape(()) if values.size == 1 else values

@@ -28,6 +28,8 @@ HOST_PLACE: DevicePlace = ("cpu", 0)
 UNWRAPPED = "be an ordinary tensor: pass one of those that it wraps"
 """The rule for a torch tensor for which `plain_tensor` returns None."""
 
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
 # Device types of the DLPack standard.
 _DLPACK = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
 
@@ -181,7 +183,7 @@ def tensor_view(tensor: Any) -> npt.NDArray[Any]:
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.dtype is torch.bfloat16:
-        found: npt.NDArray[Any] = tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        found: npt.NDArray[Any] = tensor.view(torch.int16).numpy().view(_BFLOAT16)
     else:
         found = tensor.numpy()
     return found
@@ -198,7 +200,7 @@ def same_framework(values: Mapping[str, object]) -> Callable[[npt.NDArray[Any]],
     torch = sys.modules["torch"]
 
     def wrap(array: npt.NDArray[Any]) -> object:
-        if array.dtype == ml_dtypes.bfloat16:
+        if array.dtype == _BFLOAT16:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
 

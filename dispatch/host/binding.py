@@ -6,7 +6,8 @@ The rule for each argument comes from `Descriptor.arguments`. No array is conver
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -54,11 +55,13 @@ class Binding:
             for name, value in given.items()
             if value is not None and not (known[name].is_scalar and place_of(self._op, name, value) is None)
         }
-        flat = rules.flat_shape(self._op, arguments, {name: array.shape for name, array in arrays.items()})
+        shapes = rules.shapes(self._op, arguments, {name: array.shape for name, array in arrays.items()})
+        new = new_outputs(self._op, arguments, shapes)
         for argument in arguments:
-            value = given.get(argument.name)
-            shape = flat if argument.flat and flat is not None else argument.shape
-            if value is None:
+            value, shape = given.get(argument.name), shapes[argument.name]
+            if value is None and argument.name in new:
+                self.values[argument.name] = new[argument.name]()
+            elif value is None:
                 self._absent(argument, shape)
             elif argument.name in arrays:
                 self.values[argument.name] = self._checked(argument, arrays[argument.name], shape)
@@ -67,7 +70,7 @@ class Binding:
                 self.values[argument.name] = rules.number(self._op, argument, value)
         places = {name: _place(array) for name, array in arrays.items()}
         rules.refuse_overlap(self._op, arguments, places, in_place=problem.in_place)
-        self._outputs = [argument.name for argument in arguments if argument.role is Role.OUTPUT]
+        self._outputs = tuple(new)
 
     def result(self) -> object:
         """Return the op's result: its only output, or a named tuple of its outputs."""
@@ -81,14 +84,9 @@ class Binding:
         raise InvalidProblem(self._op, name, had, must)
 
     def _absent(self, argument: Argument, shape: tuple[int, ...]) -> None:
-        name = argument.name
-        if argument.role is Role.OUTPUT:
-            element = argument.elements[0]
-            self.values[name] = new_array(self._op, name, storage_shape(shape, element), storage_dtype(element))
-        elif argument.required:
-            self._refuse(name, "nothing", f"be given: {rules.wanted(argument, shape)}")
-        else:
-            self.values[name] = None
+        if argument.required:
+            self._refuse(argument.name, "nothing", f"be given: {rules.wanted(argument, shape)}")
+        self.values[argument.name] = None
 
     def _checked(self, argument: Argument, array: Array, shape: tuple[int, ...]) -> Array:
         name = argument.name
@@ -104,6 +102,19 @@ class Binding:
             if rules.repeats(_place(array)):
                 self._refuse(name, f"strides {array.strides}", "have one place in memory for every element")
         return array
+
+
+def new_outputs(
+    op: str, arguments: tuple[Argument, ...], shapes: Mapping[str, rules.Shape]
+) -> dict[str, Callable[[], Array]]:
+    """Return for every output, in the op's order, what makes a new array for it. `shapes` are those of `rules.shapes`.
+
+    It raises `OutOfMemory` if there is no room.
+    """
+    found = {}
+    for name, element in ((each.name, each.elements[0]) for each in arguments if each.role is Role.OUTPUT):
+        found[name] = partial(new_array, op, name, storage_shape(shapes[name], element), storage_dtype(element))
+    return found
 
 
 def new_array(op: str, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import Any
 
 import numpy as np
 
 from skuda.dispatch.host import rules
 from skuda.dispatch.host.arrays import same_framework, same_tensors, tensor_view
-from skuda.dispatch.host.binding import new_array
+from skuda.dispatch.host.binding import new_outputs
 from skuda.dispatch.host.floating import require_exact_mode
 from skuda.dispatch.launches import Launch, Positions
-from skuda.kernels.dtypes import storage_dtype
-from skuda.registry.descriptor import Descriptor, Role, storage_shape
+from skuda.registry.descriptor import Descriptor
 
 Kernel = Callable[..., None]
 """``kernel(problem, **arrays)`` writes the outputs. An absent argument is None."""
@@ -22,31 +22,27 @@ Failed = Callable[[BaseException], None]
 """Called with an error of the kernel, before it is raised."""
 
 
-class _Outputs:
-    """Makes the outputs of a call, runs the kernel, and returns them in the op's order."""
+def _run(
+    problem: Descriptor, kernel: Kernel, failed: Failed, shapes: Mapping[str, tuple[int, ...]]
+) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return a function that makes the outputs of a call, runs the kernel, and returns them by name in the op's order.
 
-    def __init__(
-        self, problem: Descriptor, kernel: Kernel, failed: Failed, shapes: Mapping[str, tuple[int, ...]]
-    ) -> None:
-        """`shapes` has the stored shapes of the given arrays."""
-        arguments = problem.arguments()
-        flat = rules.flat_shape(problem.op_name(), arguments, shapes)
-        self._problem, self._kernel, self._failed, self._op = problem, kernel, failed, problem.op_name()
-        self._new = []
-        for each in arguments:
-            if each.role is Role.OUTPUT:
-                shape, element = flat if each.flat and flat is not None else each.shape, each.elements[0]
-                self._new.append((each.name, storage_shape(shape, element), storage_dtype(element)))
-        self._absent = dict.fromkeys(each.name for each in arguments if each.role is not Role.OUTPUT)
+    `shapes` has the stored shapes of the given arrays.
+    """
+    op, arguments = problem.op_name(), problem.arguments()
+    new = tuple(new_outputs(op, arguments, rules.shapes(op, arguments, shapes)).items())
+    absent = dict.fromkeys(each.name for each in arguments)
 
-    def of(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        made = {name: new_array(self._op, name, shape, dtype) for name, shape, dtype in self._new}
+    def run(values: Mapping[str, Any]) -> dict[str, Any]:
+        made = {name: make() for name, make in new}
         try:
-            self._kernel(self._problem, **{**self._absent, **values, **made})
+            kernel(problem, **{**absent, **values, **made})
         except BaseException as error:
-            self._failed(error)
+            failed(error)
             raise
         return made
+
+    return run
 
 
 def host_launch(problem: Descriptor, kernel: Kernel, arrays: Mapping[str, Any], failed: Failed) -> Launch | None:
@@ -60,7 +56,7 @@ def host_launch(problem: Descriptor, kernel: Kernel, arrays: Mapping[str, Any], 
             kinds[name] = None
         else:
             return None
-    outputs = _Outputs(problem, kernel, failed, {name: kind[0] for name, kind in kinds.items() if kind is not None})
+    run = _run(problem, kernel, failed, {name: kind[0] for name, kind in kinds.items() if kind is not None})
     builder = problem.builder
 
     def recognized(name: str, kind: tuple[Any, Any] | None, value: Any) -> Any:
@@ -77,7 +73,7 @@ def host_launch(problem: Descriptor, kernel: Kernel, arrays: Mapping[str, Any], 
         values = {name: recognized(name, kind, given[name]) for name, kind in kinds.items()}
         if any(value is None for value in values.values()):
             return None
-        made = outputs.of(values).values()
+        made = run(values).values()
         return next(iter(made)) if builder is None else builder(*made)
 
     return launch
@@ -88,30 +84,41 @@ def host_launch_at_positions(
 ) -> Launch | None:
     """Return a launch for torch tensors by position. Return None if nothing recognizes the tensors."""
     op, arguments = problem.op_name(), {each.name: each for each in problem.arguments()}
-    members = [at for at, name in enumerate(positions.names) if name in positions.arrays]
-    numbers = [at for at, name in enumerate(positions.names) if name is not None and name not in positions.arrays]
-    absent = [at for at, name in enumerate(positions.names) if name is None]
-    names = [name or "" for name in positions.names]
-    same = same_tensors(tuple(positions.arrays[names[at]] for at in members))
+    at_names = [(at, name) for at, name in enumerate(positions.names) if name is not None]
+    views = [(at, name) for at, name in at_names if name in positions.arrays]
+    members = [at for at, _ in views]
+    numbers = [(at, arguments[name]) for at, name in at_names if name not in positions.arrays]
+    others = [(at, (int, float)) for at, _ in numbers]
+    others += [(at, (NoneType,)) for at, name in enumerate(positions.names) if name is None]
+    same = same_tensors(tuple(positions.arrays[name] for _, name in views))
     if same is None:
         return None
-    shapes = {name: () if arguments[name].is_scalar else tuple(arrays[name].shape) for name in positions.arrays}
-    outputs = _Outputs(problem, kernel, failed, {name: tuple(arrays[name].shape) for name in positions.arrays})
+    stored = {name: tuple(arrays[name].shape) for name in positions.arrays}
+    shapes = {name: () if arguments[name].is_scalar else shape for name, shape in stored.items()}
+    # A reshape takes as long as a small step of a kernel.
+    changed = [(name, shape) for name, shape in shapes.items() if shape != positions.arrays[name].shape]
+    run = _run(problem, kernel, failed, stored)
     wrap, refused = same_framework(arrays), eval(f"lambda: {positions.unless}", dict(positions.known))  # noqa: S307  our text
 
     # The launch must not keep the arrays of this call.
-    results, new_shapes, several = positions.results, positions.shapes, positions.several
+    results, several = [(name, positions.shapes[name]) for name in positions.results], positions.several
 
     def launch(*given: Any) -> Any:
         if refused() or not same(*[given[at] for at in members]):
             return None
-        if any(given[at] is not None for at in absent) or any(type(given[at]) not in (int, float) for at in numbers):
-            return None
-        require_exact_mode()
-        values = {names[at]: tensor_view(given[at]).reshape(shapes[names[at]]) for at in members}
-        values |= {names[at]: rules.number(op, arguments[names[at]], given[at]) for at in numbers}
-        made = outputs.of(values)
-        found = [wrap(made[name].reshape(new_shapes[name])) for name in results]
+        for at, kinds in others:
+            if type(given[at]) not in kinds:
+                return None
+        require_exact_mode()  # before numbers are rounded
+        values = {name: tensor_view(given[at]) for at, name in views}
+        for name, shape in changed:
+            values[name] = values[name].reshape(shape)
+        for at, argument in numbers:
+            values[argument.name] = rules.number(op, argument, given[at])
+        made = run(values)
+        found = [
+            wrap(made[name] if made[name].shape == shape else made[name].reshape(shape)) for name, shape in results
+        ]
         return several(found) if several is not None else found[0]
 
     return launch

@@ -96,6 +96,12 @@ def flat_shape(op: str, arguments: tuple[Argument, ...], shapes: Mapping[str, Sh
     return None
 
 
+def shapes(op: str, arguments: tuple[Argument, ...], given: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the shape, in elements, of every argument. `given` has the stored shapes of the given arrays."""
+    flat = flat_shape(op, arguments, given)
+    return {each.name: flat if each.flat and flat is not None else each.shape for each in arguments}
+
+
 def checked_shape(op: str, argument: Argument, element: ElementKind, had: Shape, shape: Shape) -> None:
     """Raise `InvalidProblem` if an array of shape `had` does not hold `shape` elements."""
     if argument.is_scalar:

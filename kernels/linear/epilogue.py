@@ -2,24 +2,63 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from skuda.kernels.blocks import blocks
+from skuda.kernels.blocks import BLOCK, blocks, scalar_of_one
 from skuda.kernels.dtypes import rounded_to, storage_dtype
 from skuda.kernels.linear.activation import gelu, silu
-from skuda.kernels.linear.problem import LinearProblem
+from skuda.kernels.linear.problem import LinearProblem, longest_k
 from skuda.kernels.quantize import affine
+from skuda.registry.elements import ElementKind
 from skuda.registry.vocabulary import ActivationKind
 
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True)
-class Epilogue:
+class Arithmetic(NamedTuple):
+    """What follows from a problem alone and every step of its reference asks for.
+
+    Attributes
+    ----------
+    codes, compute : dtype
+        The dtypes of the activation's codes and of the compute type C.
+    product : dtype
+        The dtype of the exact product: C, or s32 if the product is the result.
+    run : int
+        The longest K whose sum of products is exact in f32.
+    activation : ActivationKind or None
+        What the epilogue applies after the bias.
+    limits : (int, int) or None
+        The range of an output of codes.
+    """
+
+    codes: np.dtype[Any]
+    compute: np.dtype[Any]
+    product: np.dtype[Any]
+    run: int
+    activation: ActivationKind | None
+    limits: tuple[int, int] | None
+
+
+@lru_cache(maxsize=1024)
+def arithmetic(problem: LinearProblem) -> Arithmetic:
+    """Return the arithmetic of a problem, worked out once."""
+    is_sum = problem.output is ElementKind.S32
+    return Arithmetic(
+        codes=storage_dtype(problem.code_element),
+        compute=storage_dtype(problem.compute),
+        product=storage_dtype(problem.output if is_sum else problem.compute),
+        run=longest_k(problem.code_element, problem.weight_element, 1 << 24),
+        activation=problem.epilogue.activation,
+        limits=problem.output.integer_range,
+    )
+
+
+class Epilogue(NamedTuple):
     """All steps from the exact product to the stored output."""
 
     problem: LinearProblem
@@ -46,32 +85,32 @@ class Epilogue:
         if self.weight_scale is None:
             output[...] = 0 if product is None else product
             return
-        compute = storage_dtype(self.problem.compute)
-        weight_scale = self.weight_scale[columns].astype(compute)
-        bias = None if self.bias is None else self.bias[columns].astype(compute)
-        for rows, part in blocks(output.shape):
-            value = np.multiply.outer(act_scale[rows], weight_scale[part])
-            if product is None:
-                value[...] = 0
-            else:
-                value *= product[rows, part]
-            if bias is not None:
-                value += bias[part]
-            finished = self._requantized(_activated(value, self.problem.epilogue.activation), compute)
-            output[rows, part] = rounded_to(finished, output.dtype)
+        if output.size > BLOCK:
+            for rows, part in blocks(output.shape):
+                inner = slice(columns.start + part.start, columns.start + part.stop)
+                some = None if product is None else product[rows, part]
+                self.apply(act_scale[rows], some, inner, output[rows, part])
+            return
+        how = arithmetic(self.problem)
+        # All have two axes, because NumPy computes faster with arrays of one shape.
+        weight_scale = self.weight_scale[None, columns].astype(how.compute, copy=False)
+        value = np.multiply(scalar_of_one(act_scale[:, None]), weight_scale)
+        if product is None:
+            value[...] = 0
+        else:
+            value *= product
+        if self.bias is not None:
+            value += self.bias[None, columns].astype(how.compute, copy=False)
+        if how.activation is not None:
+            value = _activated(value, how.activation)
+        if how.limits is not None:
+            t = affine.rounded_quotient(value, np.asarray(self.output_scale, how.compute))
+            value = affine.clamp_codes(t, self.output_zero_point, *how.limits)
+        output[...] = rounded_to(value, output.dtype)
 
-    def _requantized(self, value: Array, compute: np.dtype[Any]) -> Array:
-        limits = self.problem.output.integer_range
-        if limits is None:
-            return value
-        t = affine.rounded_quotient(value, np.asarray(self.output_scale).astype(compute))
-        return affine.clamp_codes(t, self.output_zero_point, *limits)
 
-
-def _activated(value: Array, activation: ActivationKind | None) -> Array:
+def _activated(value: Array, activation: ActivationKind) -> Array:
     match activation:
-        case None:
-            return value
         case ActivationKind.RELU:
             # NaN fails the comparison and stays NaN; -0 and negative values become +0.
             value[value <= 0] = 0

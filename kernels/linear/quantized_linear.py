@@ -35,16 +35,15 @@ nor u8 holds; an argument that is missing, unknown, of another element or shape,
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import product
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import model_validator
 
-from skuda.kernels.dtypes import compute_dtype, storage_dtype
+from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.linear import offers
-from skuda.kernels.linear.epilogue import Epilogue
+from skuda.kernels.linear.epilogue import Epilogue, arithmetic
 from skuda.kernels.linear.problem import (
     ALIGNED_SIZES,
     OUTPUTS,
@@ -54,7 +53,7 @@ from skuda.kernels.linear.problem import (
     code_element_holding,
     weight_and_output,
 )
-from skuda.kernels.linear.reference import Codes, write_layer
+from skuda.kernels.linear.reference import Codes, parts_of_k, write_layer
 from skuda.kernels.quantize import affine
 from skuda.kernels.quantize.granularity import per_token
 from skuda.registry.argument import ArgumentSpec, Role
@@ -158,28 +157,29 @@ def reference(
     act_scale_scratch: Any = None,
 ) -> None:
     """Write `output` by the formula of the module."""
-    data, code, bounds = problem.activation_element, problem.code_element, (problem.q_min, problem.q_max)
-    storage = storage_dtype(code)
+    data, bounds, how = problem.activation_element, (problem.q_min, problem.q_max), arithmetic(problem)
+    elements = (data, problem.code_element)
 
     def quantized(rows: slice) -> tuple[Codes, Any]:
         x = activation[rows]
         scale = np.empty(len(x), compute_dtype(data))
-        zero_point = np.empty(len(x), np.int32)
-        affine.dynamic_scales(x, (1,), data, bounds, (scale[:, None], zero_point[:, None]), asymmetric=False)
+        if act_q_scratch is not None or len(parts_of_k(*x.shape)) <= 1:
+            whole = np.empty(x.shape, how.codes) if act_q_scratch is None else act_q_scratch[rows]
+            affine.quantize_rows(elements, bounds, x, scale, whole)
+        else:
+            whole = None
+            affine.dynamic_scales(x, (1,), data, bounds, (scale[:, None], None), asymmetric=False)
         if act_scale_scratch is not None:
             act_scale_scratch[rows] = scale
 
-        def write(part: slice, codes: Any) -> Any:
-            affine.quantize(per_token, (data, code), bounds, (x[:, part], scale, zero_point, codes))
-            return codes
+        def codes(part: slice) -> Any:
+            if whole is not None:
+                return whole[:, part]
+            made = np.empty((len(x), part.stop - part.start), how.codes)
+            affine.quantize(per_token, elements, bounds, (x[:, part], scale, 0, made))
+            return made
 
-        wide = scale.astype(storage_dtype(problem.compute))
-        if act_q_scratch is not None:
-            whole = write(slice(None), act_q_scratch[rows])
-            return lambda part: whole[:, part], wide
-        # K is one part unless it is very long; the codes of that part are kept for all columns.
-        held = lru_cache(maxsize=1)(lambda *ends: write(slice(*ends), np.empty((len(x), ends[1] - ends[0]), storage)))
-        return lambda part: held(part.start, part.stop), wide
+        return codes, scale.astype(how.compute, copy=False)
 
     # The scratch arrays are written even where there are no columns.
     if output.size == 0 and act_q_scratch is None and act_scale_scratch is None:

@@ -18,10 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from skuda.kernels.blocks import BLOCK
-from skuda.kernels.dtypes import storage_dtype
-from skuda.kernels.linear.epilogue import Epilogue
-from skuda.kernels.linear.problem import LinearProblem, longest_k
-from skuda.registry.elements import ElementKind
+from skuda.kernels.linear.epilogue import Epilogue, arithmetic
+from skuda.kernels.linear.problem import LinearProblem
 
 Array = npt.NDArray[Any]
 Codes = Callable[[slice], Array]
@@ -54,24 +52,31 @@ def write_layer(
     output : array of shape (M, N)
         The output to write.
     """
-    problem, (weight_q, weight_zero_point) = epilogue.problem, weight
+    problem = epilogue.problem
     m, n, k = problem.sizes
-    height = max(_MIN_ROWS, min(_ROWS, _CODES_AT_ONCE // max(k, 1)), BLOCK // max(n, k, 1))
+    height = _MIN_ROWS
+    if m > height:
+        height = max(_MIN_ROWS, min(_ROWS, _CODES_AT_ONCE // max(k, 1)), BLOCK // max(n, k, 1))
     for rows in _cut(m, height):
         codes, row_scale = quantized(rows)
         shift = act_zero_point if isinstance(act_zero_point, int) else act_zero_point[rows].astype(np.int64)
-        parts = _cut(k, max(1, _CODES_AT_ONCE // len(row_scale)))
+        parts = parts_of_k(len(row_scale), k)
         # The codes are made again for every panel of columns, so panels are wide if K has several parts.
-        width = max(_COLUMNS, _SUMS_AT_ONCE // len(row_scale) if len(parts) > 1 else 0)
+        width = max(_COLUMNS, _SUMS_AT_ONCE // len(row_scale)) if len(parts) > 1 else _COLUMNS
         for panel in _cut(n, width):
             columns = _cut(panel.stop, _COLUMNS, panel.start)
-            weights = [(weight_q[at], None if weight_zero_point is None else weight_zero_point[at]) for at in columns]
-            products = exact_products(problem, codes, parts, shift, weights) if parts else repeat(None)
-            for at, product in zip(columns, products, strict=False):
+            for at, product in exact_products(problem, codes, parts, shift, weight, columns):
                 epilogue.apply(row_scale, product, at, output[rows, at])
 
 
+def parts_of_k(rows: int, k: int) -> list[slice]:
+    """Return the parts of K in which the codes of some rows are made. It is one part unless K is very long."""
+    return _cut(k, max(1, _CODES_AT_ONCE // max(1, rows)))
+
+
 def _cut(stop: int, step: int, start: int = 0) -> list[slice]:
+    if 0 < stop - start <= step:
+        return [slice(start, stop)]
     return [slice(at, min(at + step, stop)) for at in range(start, stop, step)]
 
 
@@ -80,11 +85,12 @@ def exact_products(
     codes: Codes,
     parts: list[slice],
     act_zero_point: int | Array,
-    weights: list[tuple[Array, Array | None]],
-) -> Iterator[Array]:
-    """Yield ``RN_C(sum_k (a - za)(w - zw))`` for each block of weights: the sum is exact and rounded once.
+    weight: tuple[Array, Array | None],
+    columns: list[slice],
+) -> Iterator[tuple[slice, Array | None]]:
+    """Yield every block of columns with ``RN_C(sum_k (a - za)(w - zw))``: the sum is exact and rounded once.
 
-    An s32 output is the sum itself.
+    An s32 output is the sum itself. For K == 0 there is None in place of the sums.
 
     Parameters
     ----------
@@ -93,42 +99,58 @@ def exact_products(
     codes : callable
         The activation's codes.
     parts : list of slice
-        The parts of K, which is not 0; `codes` is called once for each.
+        The parts of K, none if it is 0; `codes` is called once for each.
     act_zero_point : int or array of shape (rows,), s64
         za; one number lies within the range of the codes, others are any s32.
-    weights : list of (array, array or None)
-        Codes, (columns, K), s8 or u8, and zero points, (columns,), s32, or None for 0.
+    weight : (array, array or None)
+        Codes, (N, K), s8 or u8, and zero points, (N,), s32, or None for 0.
+    columns : list of slice
+        The blocks.
     """
-    summed = problem.output is ElementKind.S32
-    k, dtype = parts[-1].stop, storage_dtype(problem.output if summed else problem.compute)
-    run = longest_k(problem.code_element, problem.weight_element, 1 << 24)
-    sums: list[Any] = [None] * len(weights)
+    if not parts:
+        yield from zip(columns, repeat(None))
+        return
+    (weight_q, weight_zero_point), how, k = weight, arithmetic(problem), parts[-1].stop
+    sums: list[Any] = [None] * len(columns)
     shift: Any = -k * act_zero_point
     for part in parts:
         a = codes(part)
-        if problem.has_weight_zero_point:
+        if weight_zero_point is not None:
             shift = shift + a.sum(axis=1, dtype=np.int64)
-        for i, (w, _) in enumerate(weights):
-            for at in _cut(part.stop, run, part.start):
+        for i, block in enumerate(columns):
+            for at in _cut(part.stop, how.run, part.start):
                 exact = (
                     a[:, at.start - part.start : at.stop - part.start].astype(np.float32)
-                    @ w[:, at].astype(np.float32).T
+                    @ weight_q[block, at].astype(np.float32).T
                 )
                 if sums[i] is None:
-                    sums[i] = exact if k <= run else exact.astype(np.float64)
+                    sums[i] = exact if k <= how.run else exact.astype(np.float64)
                 else:
                     sums[i] += exact
-    for product, (w, zw) in zip(sums, weights, strict=True):
-        if isinstance(act_zero_point, int) and act_zero_point == 0 and zw is None:
-            yield np.asarray(product, dtype)
-            continue
-        za = np.broadcast_to(np.asarray(act_zero_point, np.int64), len(product))
-        exact_sums = subtract_outer(product.astype(np.int64), za, w.sum(axis=1, dtype=np.int64))
-        if zw is not None:
-            exact_sums = subtract_outer(exact_sums, np.broadcast_to(shift, len(product)), zw.astype(np.int64))
-        if exact_sums.dtype == object:
-            exact_sums = np.frompyfunc(lambda n: round_integer(n, dtype), 1, 1)(exact_sums)
-        yield np.asarray(exact_sums, dtype)
+    shifted = weight_zero_point is not None or not isinstance(act_zero_point, int) or act_zero_point != 0
+    for block, product in zip(columns, sums, strict=True):
+        if shifted:
+            zw = None if weight_zero_point is None else weight_zero_point[block].astype(np.int64)
+            product = _shifted(product, (act_zero_point, weight_q[block]), (shift, zw), how.product)  # noqa: PLW2901
+        yield block, np.asarray(product, how.product)
+
+
+def _shifted(
+    product: Array, activation: tuple[int | Array, Array], weight: tuple[Any, Array | None], dtype: np.dtype[Any]
+) -> Array:
+    """Subtract ``za sum_k w`` and ``zw sum_k (a - za)`` from exact products ``sum_k a w``, and round to `dtype`.
+
+    `activation` is (za, w), and `weight` is (sum_k (a - za), zw), with None for a zw of 0.
+    """
+    za, w = activation
+    rows = np.broadcast_to(np.asarray(za, np.int64), len(product))
+    exact_sums = subtract_outer(product.astype(np.int64), rows, w.sum(axis=1, dtype=np.int64))
+    shift, zw = weight
+    if zw is not None:
+        exact_sums = subtract_outer(exact_sums, np.broadcast_to(shift, len(product)), zw)
+    if exact_sums.dtype == object:
+        exact_sums = np.frompyfunc(lambda n: round_integer(n, dtype), 1, 1)(exact_sums)
+    return np.asarray(exact_sums, dtype)
 
 
 def subtract_outer(exact: Array, rows: Array, columns: Array) -> Array:

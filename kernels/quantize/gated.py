@@ -193,6 +193,7 @@ def products(problem: GatedProblem, gate: Array, up: Array) -> Array:
         return rounded_to(np.multiply(activated.astype(compute), up.astype(compute)), stored)
 
 
+@np.errstate(all="ignore")  # infinities and NaN are valid results here
 def reference(problem: GatedProblem, *, output: Any, **arrays: Any) -> None:
     """Write `output`, and `scale_out` and `product` where the problem has them, by the formula of the module."""
     gate, up = split(arrays, problem.d)
@@ -207,12 +208,10 @@ def reference(problem: GatedProblem, *, output: Any, **arrays: Any) -> None:
         for index in blocks(shape):
             y[index] = products(problem, gate[rows][index], up[rows][index])
         if dynamic:
-            scale, zero_point = arrays["scale_out"][rows], np.zeros(shape[0], np.int32)
-            ranges = (scale.reshape(-1, 1), zero_point.reshape(-1, 1))
-            affine.dynamic_scales(y, (1,), data, bounds, ranges, asymmetric=False)
+            affine.quantize_rows(elements, bounds, y, arrays["scale_out"][rows], output[rows])
         else:
-            scale, zero_point = arrays["scale"], arrays["zero_point"]
-        affine.quantize(problem.granularity.spread, elements, bounds, (y, scale, zero_point, output[rows]))
+            given = (y, arrays["scale"], arrays["zero_point"], output[rows])
+            affine.quantize(problem.granularity.spread, elements, bounds, given)
 
 
 def _draw(problem: GatedProblem, values: Values, rng: np.random.Generator) -> dict[str, Any]:

@@ -186,13 +186,12 @@ def write(problem: NormProblem, arrays: Mapping[str, Any]) -> None:
         rows = slice(start, min(start + step, problem.n))
         y = _normalized(problem, rows, arrays)
         elements, bounds = (problem.input_element, problem.output_element), (problem.q_min, problem.q_max)
+        output = arrays["output"][rows]
         if problem.is_dynamic:
-            scale, zero_point = arrays["scale_out"][rows], np.zeros(len(y), np.int32)
-            ends = scale[:, None], zero_point[:, None]
-            affine.dynamic_scales(y, (1,), problem.input_element, bounds, ends, asymmetric=False)
+            affine.quantize_rows(elements, bounds, y, arrays["scale_out"][rows], output)
         else:
-            scale, zero_point = arrays["scale"], arrays["zero_point"]
-        affine.quantize(problem.granularity.spread, elements, bounds, (y, scale, zero_point, arrays["output"][rows]))
+            given = (y, arrays["scale"], arrays["zero_point"], output)
+            affine.quantize(problem.granularity.spread, elements, bounds, given)
 
 
 def _normalized(problem: NormProblem, rows: slice, arrays: Mapping[str, Any]) -> Array:

@@ -259,8 +259,8 @@ FAULTS = listed(
         },
         "kernels/linear/epilogue.py": {
             "reference-the-bias-comes-before-the-scale": (
-                "                value *= product[rows, part]\n",
-                "                value *= product[rows, part] + 1\n",
+                "            value *= product\n",
+                "            value *= product + 1\n",
                 LINEAR,
             ),
         },
