@@ -104,9 +104,8 @@ def _run(name: str, target: str, given: dict[str, Any]) -> int:
             given = {"show_fields": True}
         own = (option for param in context.command.params for option in param.opts)
         given |= {"tokens": words, "own_options": [option.lstrip("-").replace("-", "_") for option in own]}
-    for option in ("html", "output"):
-        if option in given and name != "lock":  # it checks its file itself, which may be -
-            import_module("skuda.tools.files").check(name, f"--{option}", given[option])
+    if "output" in given and name != "lock":  # it checks its file itself, which may be -
+        import_module("skuda.tools.files").check(name, "--output", given["output"])
     module, _, function = target.partition(":")
     command = import_module(f"skuda.tools.{module}")
     status: int = getattr(command, function or "run")(**given)
@@ -160,7 +159,6 @@ OPTIONS: dict[str, Any] = {
     "ops": _words("NAME", "Only these ops.", "--op", of="op"),
     "elements": _words("KIND", "Only kernels for these elements.", "--element", "--elem", of="element"),
     "skus": _flag("--skus", "One line per kernel: its id."),
-    "html": _path("FILE", "Write a page: kernels, records and their plots."),
     "evidence": _path("DIR", "Read records of `skuda verify` from this folder.", "--evidence"),
     "descriptors": _path("FILE", "For these problems: JSON objects with `op` and its fields.", "--descriptors"),
     "show_all": _flag("--all", "List everything, not the first of each kind."),
@@ -194,7 +192,6 @@ OPTIONS: dict[str, Any] = {
     "seed": _number("Draw inputs from this; fresh if left out.", least=0, most=_MOST),
     "output": _path("FILE", "Write the record here."),
     "show": _path("FILE", "Show this record; measure nothing."),
-    "plot": _path("PATH", "Draw it: into a folder, or one .png, .svg or .pdf."),
     "repeats": _number("Rounds, 20 if left out; slow kernels get fewer.", most=_MOST),
     "random": _number("Products of this many shapes drawn from the seed.", "COUNT", most=9999),
     "element": _words("KIND", "These elements: f16, bf16, f32, f64.", "--element", of="float"),
@@ -221,7 +218,8 @@ OPTIONS: dict[str, Any] = {
     "decode": _words("ROWS", "Decode so many sequences; 1,16,64 if no phase is given."),
     "prefill": _words("ROWS", "Prefill so many positions; 2048,8192 if no phase is given."),
     "ways": _words("NAME", "Only these ways beside ours and bf16, such as torchao."),
-    "bench-model markdown": _option("SECTION", "Markdown tables: all, phases, requirements, host, facts."),
+    "only": _words("PART", "Measure only these: phases, generate, host."),
+    "bench-model markdown": _option("SECTION", "Markdown tables: all, phases, requirements, host, generate, facts."),
     "bench-parallel gpus": _number("Ranks, each with a GPU; 2 if left out.", most=1024),
     "rows": _words("M", "Numbers of rows; 1,2,3,16,128,2048,8192 if left out."),
     "bench-parallel hidden": _number("Size of the hidden states; 8192 if left out."),
@@ -267,7 +265,7 @@ def _root(
 _command(
     "list",
     "show.list",
-    "ops elements archs devices backends skus html evidence as_json",
+    "ops elements archs devices backends skus evidence as_json",
     """List the ops, or every kernel.
 
     Filters may be repeated and may hold several values, separated by commas. An architecture or a card without kernels
@@ -305,7 +303,7 @@ _command(
 _command(
     "bench",
     "bench.bench",
-    "ops shapes m random element rivals backend seed repeats cutlass output show plot markdown as_json",
+    "ops shapes m random element rivals backend seed repeats cutlass output show markdown as_json",
     """Measure the kernels that are chosen, against rivals.
 
     Needs a CUDA device and torch. Results are compared before they are timed; a wrong one is refused, and the exit
@@ -316,28 +314,27 @@ _command(
 _command(
     "bench-model",
     "studies.commands:run_model",
-    "hidden intermediate heads kv_heads layers cache decode prefill ways cpu repeats seed output show plot "
+    "hidden intermediate heads kv_heads layers cache decode prefill ways only cpu repeats seed output show "
     "markdown as_json",
     """Time a Llama stack: in bf16, quantized, and by others.
 
     The weights are random. Needs torch and a CUDA device; each way is a replay of a CUDA graph. The outputs of ours,
     eager, compiled and captured, are compared bit for bit; where they differ, nothing is timed, and the exit status is
-    1. Ways whose packages are not installed are named. Piped, each line is a record with tabs between phase, rows,
-    cache, way, median, p10 and p90 in us, the ratio to the fastest of ours, the relative distance from bf16, rounds,
-    and what speaks against it; lines of phase `host` are calls of one layer.
+    1. Ways whose packages are not installed are named. With transformers, a model of at most 8 layers also generates,
+    in bf16 and in int8, with each kind of cache. Calls of small layers are timed on the host alone. --only measures
+    one of these.
     """,
 )
 _command(
     "bench-parallel",
     "studies.commands:run_parallel",
-    "gpus rows hidden intermediate cpu repeats seed output show plot markdown as_json",
+    "gpus rows hidden intermediate cpu repeats seed output show markdown as_json",
     """Time a gated MLP on one GPU and on several.
 
     In bf16 and in int8, as replays of CUDA graphs with NCCL's collectives in them; the time of a round is that of the
     slowest rank. The weights are random. Before, the outputs in int8 on all ranks, called, replayed and compiled, are
     compared bit for bit with those on one, and a few rows with NumPy; where they differ, nothing is timed, and the exit
-    status is 1. Needs torch. Piped, each line is a record with tabs between rows, way, median, p10 and p90 in us, the
-    ratio to ours on all ranks, and what failed.
+    status is 1. Needs torch.
     """,
 )
 _command(
@@ -349,22 +346,20 @@ _command(
     The problems are shapes of ops, as in `skuda bench`, or one with its fields:
     `skuda tune quantized_linear --m 8 --n 4096 --k 4096`. Results are compared before they are timed; a wrong one is
     refused, and the exit status is 1. Without --output, the times are only printed. A file changes a choice only where
-    it is named: by SKUDA_TUNING, or as Dispatcher(tuning=FILE); `skuda explain` says how. Piped, each line is a record
-    with tabs between op, problem, kernel, configuration, median, p10 and p90 in us, rounds, and what speaks against it.
+    it is named: by SKUDA_TUNING, or as Dispatcher(tuning=FILE); `skuda explain` says how.
     """,
     fields="OP... [--FIELD VALUE]... [OPTIONS]",
 )
 _command(
     "train-check",
     "studies.commands:run_train",
-    "way device steps batch width layers length tolerance compile seed output show plot markdown as_json",
+    "way device steps batch width layers length tolerance compile seed output show markdown as_json",
     """Train a small model in int8, and compare it with bf16.
 
     The model is a Llama over bytes, trained from scratch on the sources of Python's standard library, once in each way,
     from the same initial weights on the same batches. Reports the loss, the time of a step, and the bits per byte on
     held-out files: as trained, and in int8 with dynamic and static scales. Exits with 1 where any of these, except the
-    time, is worse than bf16 by more than the tolerance. Needs torch. Piped, each line is a record with tabs between
-    way, figure, value and per cent above bf16.
+    time, is worse than bf16 by more than the tolerance. Needs torch.
     """,
 )
 _command(

@@ -44,6 +44,7 @@ def measure_model(
     decode: Sequence[str] = (),
     prefill: Sequence[str] = (),
     ways: Sequence[str] = (),
+    only: Sequence[str] = (),
     cpu: bool = False,
     repeats: int = 20,
     seed: int = 0,
@@ -59,13 +60,14 @@ def measure_model(
     ]
     phases += [("prefill", m, m) for m in _rows("bench-model", "--prefill", both[1], least=2)]
     _need_torch()
-    from skuda.tools.studies.model_bench import FORMS, bench
+    from skuda.tools.studies.model_bench import FORMS, PARTS, bench
 
     names = chosen("bench-model", "--ways", ways, [form.name for form in FORMS])
+    parts = chosen("bench-model", "--only", only, PARTS) or PARTS
     device = HOST if cpu else next((one for one in Dispatcher().devices if one.processor == "cuda"), None)
     if device is None:
         raise NoDevice("a bench of a model needs a CUDA device, and none is here; --cpu runs small sizes on the CPU")
-    return Findings(device, bench(device, sizes, phases, names, repeats, seed, watch))
+    return Findings(device, bench(device, sizes, phases, names, parts, repeats, seed, watch))
 
 
 def measure_parallel(
@@ -180,7 +182,7 @@ def demo(gpus: int, *, as_json: bool, device: str = "auto") -> int:
     Return the exit status: 0; 1 if int8 gave more than one hash.
     """
     record = HASHES.made(gpus=gpus, device=device, seed=_SEED)
-    shown("demo", ranks.lines(record), ranks.sections(record), record.text(), as_json=as_json)
+    shown("demo", ranks.sections(record), record.text(), as_json=as_json)
     for line in record.wrong:
         tell(f"FAIL: {line}", "bold red")
     if not record.wrong:
@@ -201,10 +203,10 @@ def _need_torch() -> None:
         raise MissingDependency("torch, with which this measures,", "pip install torch")
 
 
-MODEL = Study(model.ModelRecord, measure_model, model.lines, model.sections, model.plots)
-PARALLEL = Study(parallel.ParallelRecord, measure_parallel, parallel.lines, parallel.sections, parallel.plots)
-TRAIN = Study(train.TrainRecord, measure_train, train.lines, train.sections, train.plots)
-HASHES = Study(ranks.HashRecord, measure_hashes, ranks.lines, ranks.sections)
+MODEL = Study(model.ModelRecord, measure_model, model.sections)
+PARALLEL = Study(parallel.ParallelRecord, measure_parallel, parallel.sections)
+TRAIN = Study(train.TrainRecord, measure_train, train.sections)
+HASHES = Study(ranks.HashRecord, measure_hashes, ranks.sections)
 STUDIES: tuple[Study[Any], ...] = (BENCH, MODEL, PARALLEL, TRAIN)
 """The studies whose records are kept."""
 run_model, run_parallel, run_train = MODEL.run, PARALLEL.run, TRAIN.run

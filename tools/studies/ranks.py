@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 from pydantic import computed_field
@@ -80,12 +80,6 @@ def lines_of(found: Sequence[Mapping[str, Hashes]]) -> tuple[HashLine, ...]:
             hashes = {form: tuple(dict.fromkeys(one[batch][form] for one in each)) for form in FORMS}
             made.append(HashLine(ranks=count, batch=batch, hashes=hashes))
     return tuple(made)
-
-
-def lines(record: HashRecord) -> Iterator[tuple[object, ...]]:
-    """Yield ranks, batch, and the hashes of each form."""
-    for line in record.lines:
-        yield line.ranks, line.batch, *map(" ".join, line.hashes.values())
 
 
 def sections(record: HashRecord) -> Sections:
