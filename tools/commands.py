@@ -6,7 +6,6 @@ completion must be fast. What an option means is written once, in `OPTIONS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
 """ClickException, from click or from typer's own copy of it."""
@@ -54,14 +52,6 @@ _cache = typer.Typer(**_COMMON)
 app.add_typer(_cache, name="cache")
 
 
-class _OfProblem(TyperCommand):
-    """A command that also takes the fields of a problem; its words are an argument only for completion."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002  click's signature
-        """Return the usage line after the name."""
-        return [self.options_metavar or ""]
-
-
 def _command(name: str, target: str, options: str, text: str, *, fields: str = "", **settings: Any) -> None:
     """Make a subcommand of its help and the names of its options in `OPTIONS`; see `_run` for `target`.
 
@@ -71,7 +61,7 @@ def _command(name: str, target: str, options: str, text: str, *, fields: str = "
     group, _, verb = name.rpartition(" ")
     if fields:
         settings["context_settings"] = {"ignore_unknown_options": True, "allow_extra_args": True}
-        settings |= {"cls": _OfProblem, "options_metavar": fields}
+        settings["options_metavar"] = fields
     settings["epilog"] = f"\b\nExample:\n  {EXAMPLES[name]}"
 
     def call(**given: Any) -> int:
@@ -96,7 +86,7 @@ def _run(name: str, target: str, given: dict[str, Any]) -> int:
     """
     context: typer.Context | None = given.pop("context", None)
     if context is not None:
-        words = [*given.pop("problem", ()), *context.args]
+        words = context.args
         if given.pop("show_help", False):
             typer.echo(context.get_help())
             if not words:
@@ -112,27 +102,15 @@ def _run(name: str, target: str, given: dict[str, Any]) -> int:
     return status
 
 
-def _completed(kind: str) -> Callable[[str], list[str]]:
-    """Return a function that completes the last of some words that are separated by commas."""
-
-    def complete(incomplete: str) -> list[str]:
-        head, comma, last = incomplete.rpartition(",")
-        known = import_module("skuda.tools.words.known").words_of(kind)
-        return [f"{head}{comma}{word}" for word in known if word.startswith(last)]
-
-    return complete
-
-
 _MOST = (1 << 63) - 1
 """The largest integer that a record takes."""
 
 Words = list[str] | None
 
 
-def _option(metavar: str | None, text: str, *names: str, of: str = "", kind: Any = str | None, **limits: Any) -> Any:
-    """Declare an option that takes a value; `of` is the kind of words that complete it."""
-    complete = _completed(of) if of else None
-    return Annotated[kind, typer.Option(*names, help=text, metavar=metavar, autocompletion=complete, **limits)]
+def _option(metavar: str | None, text: str, *names: str, kind: Any = str | None, **limits: Any) -> Any:
+    """Declare an option that takes a value."""
+    return Annotated[kind, typer.Option(*names, help=text, metavar=metavar, **limits)]
 
 
 _words = partial(_option, kind=Words)
@@ -147,30 +125,34 @@ def _flag(name: str, text: str) -> Any:
     return Annotated[bool, typer.Option(name, help=text)]
 
 
-def _argument(kind: Any, metavar: str, text: str = "", *, of: str = "") -> Any:
-    complete = _completed(of) if of else None
-    return Annotated[kind, typer.Argument(metavar=metavar, help=text, hidden=not text, autocompletion=complete)]
+def _argument(kind: Any, metavar: str, text: str) -> Any:
+    return Annotated[
+        kind,
+        typer.Argument(
+            metavar=metavar,
+            help=text,
+        ),
+    ]
 
 
 OPTIONS: dict[str, Any] = {
     "context": Annotated[typer.Context, None],
-    "problem": _argument(Words, "[WORD]...", of="op"),
     "as_json": _flag("--json", "JSON, for machines."),
-    "ops": _words("NAME", "Only these ops.", "--op", of="op"),
-    "elements": _words("KIND", "Only kernels for these elements.", "--element", "--elem", of="element"),
+    "ops": _words("NAME", "Only these ops.", "--op"),
+    "elements": _words("KIND", "Only kernels for these elements.", "--element", "--elem"),
     "skus": _flag("--skus", "One line per kernel: its id."),
     "evidence": _path("DIR", "Read records of `skuda verify` from this folder.", "--evidence"),
     "descriptors": _path("FILE", "For these problems: JSON objects with `op` and its fields.", "--descriptors"),
     "show_all": _flag("--all", "List everything, not the first of each kind."),
-    "archs": _words("ARCH", "For the known cards of these, such as sm_90a,sm_80.", "--arch", of="arch"),
-    "devices": _words("NAME", "For these cards, such as h200,l4; else those here.", "--device", of="device"),
-    "backends": _words("NAME", "For these: cuda_core, pycuda, all; else those here.", "--backend", of="backend"),
-    "list archs": _words("ARCH", "Only kernels for these architectures.", "--arch", of="arch"),
-    "list devices": _words("NAME", "Only kernels that run on these cards, such as l4.", "--device", of="device"),
-    "list backends": _words("NAME", "Only kernels of these backends.", "--backend", of="backend"),
-    "show name": _argument(str, "ID", "The id of a kernel, or the name of an op.", of="op or kernel"),
-    "explain device": _option("NAME", "Plan for here (without it), cpu, h200, l4, sm_89 ...", of="device"),
-    "backend": _option("NAME", "Insist on this backend.", "--backend", "--prefer-backend", of="backend"),
+    "archs": _words("ARCH", "For the known cards of these, such as sm_90a,sm_80.", "--arch"),
+    "devices": _words("NAME", "For these cards, such as h200,l4; else those here.", "--device"),
+    "backends": _words("NAME", "For these: cuda_core, pycuda, all; else those here.", "--backend"),
+    "list archs": _words("ARCH", "Only kernels for these architectures.", "--arch"),
+    "list devices": _words("NAME", "Only kernels that run on these cards, such as l4.", "--device"),
+    "list backends": _words("NAME", "Only kernels of these backends.", "--backend"),
+    "show name": _argument(str, "ID", "The id of a kernel, or the name of an op."),
+    "explain device": _option("NAME", "Plan for here (without it), cpu, h200, l4, sm_89 ..."),
+    "backend": _option("NAME", "Insist on this backend.", "--backend", "--prefer-backend"),
     "sku": _option("ID", "Insist on this kernel."),
     "require": _words("PROMISE", "Insist on a promise, such as deterministic,max_ulp=0."),
     "max_workspace_bytes": _option("BYTES", "Refuse kernels that need more scratch.", kind=int | None),
@@ -179,7 +161,7 @@ OPTIONS: dict[str, Any] = {
     "shards": _words("FIELD=VALUE", "Split a linear layer over ranks: axis=k,count=2, and input, output, chunks."),
     "show_help": Annotated[bool, typer.Option("--help", "-h", help="This page; after an op's name, its fields too.")],
     "bundle show": _flag("--show", "Check FILE and say what it holds; compile nothing."),
-    "lock devices": _words("NAME", "For these, such as cpu,h200; else one of each kind.", "--device", of="device"),
+    "lock devices": _words("NAME", "For these, such as cpu,h200; else one of each kind.", "--device"),
     "lock output": _path("FILE", "Write it here, else into skuda.lock.json; - prints it."),
     "diff old": _argument(Path, "OLD", "What `skuda lock` wrote before."),
     "diff new": _argument(Path, "NEW", "What it writes now."),
@@ -191,10 +173,11 @@ OPTIONS: dict[str, Any] = {
     # Measurements and verification.
     "seed": _number("Draw inputs from this; fresh if left out.", least=0, most=_MOST),
     "output": _path("FILE", "Write the record here."),
+    "markdown": _option("SECTION", "Print one section as Markdown tables, or all; another word lists them."),
     "show": _path("FILE", "Show this record; measure nothing."),
     "repeats": _number("Rounds, 20 if left out; slow kernels get fewer.", most=_MOST),
     "random": _number("Products of this many shapes drawn from the seed.", "COUNT", most=9999),
-    "element": _words("KIND", "These elements: f16, bf16, f32, f64.", "--element", of="float"),
+    "element": _words("KIND", "These elements: f16, bf16, f32, f64.", "--element"),
     "cpu": _flag("--cpu", "On the CPU, without CUDA graphs, for small sizes."),
     "verify skus": _words("ID", "Only these kernels.", "--sku"),
     "verify backends": _words("NAME", "Only these backends.", "--backend"),
@@ -208,7 +191,6 @@ OPTIONS: dict[str, Any] = {
     "m": _words("ROWS", "Numbers of rows for a model's shapes.", "--m"),
     "rivals": _words("NAME", "Only these rivals; cutlass and bf16 at random shapes."),
     "cutlass": _path("FOLDER", "Compare products with CUTLASS, built into this folder."),
-    "bench markdown": _option("SECTION", "Markdown tables: all, cases, means, bandwidth, facts, layer, or an op."),
     "bench-model hidden": _number("Size of the hidden states; 4096 if left out.", least=2),
     "bench-model intermediate": _number("Size between the products of the MLP; 14336 if left out."),
     "heads": _number("Heads of the attention; 32 if left out."),
@@ -219,12 +201,10 @@ OPTIONS: dict[str, Any] = {
     "prefill": _words("ROWS", "Prefill so many positions; 2048,8192 if no phase is given."),
     "ways": _words("NAME", "Only these ways beside ours and bf16, such as torchao."),
     "only": _words("PART", "Measure only these: phases, generate, host."),
-    "bench-model markdown": _option("SECTION", "Markdown tables: all, phases, requirements, host, generate, facts."),
     "bench-parallel gpus": _number("Ranks, each with a GPU; 2 if left out.", most=1024),
     "rows": _words("M", "Numbers of rows; 1,2,3,16,128,2048,8192 if left out."),
     "bench-parallel hidden": _number("Size of the hidden states; 8192 if left out."),
     "bench-parallel intermediate": _number("Size between the products; 28672 if left out."),
-    "bench-parallel markdown": _option("SECTION", "Markdown tables: all, times, requirements, facts."),
     "tune shapes": _words("SHAPE", "These shapes: ROWSxCOLUMNS, or MxNxK for a product."),
     "tune backend": _option("NAME", "Only kernels of this backend."),
     "variant": _words("NAME", "Only kernels of these variants."),
@@ -241,7 +221,6 @@ OPTIONS: dict[str, Any] = {
     "length": _number("Bytes in a sequence; 512 if left out."),
     "tolerance": _option("PERCENT", "A way may be so much worse than bf16; else 1.", kind=float | None, min=0),
     "compile": _flag("--compile", "Compile the model with torch.compile."),
-    "train-check markdown": _option("SECTION", "Markdown tables: all, ways, facts."),
 }
 """The options by parameter; ``COMMAND PARAMETER`` where a command means something of its own by it."""
 
@@ -277,8 +256,7 @@ _command("show", "show.show", "name evidence as_json", "Show everything about a 
 _command(
     "explain",
     "show.explain",
-    "context problem device backend sku require max_workspace_bytes no_arch_specific tuning shards show_all as_json "
-    "show_help",
+    "context device backend sku require max_workspace_bytes no_arch_specific tuning shards show_all as_json show_help",
     """Say which kernel would run, and why the others would not.
 
     Every field of the op is an option. Exits with 1 where no kernel serves the problem.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import product
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_validator
 from rich.text import Text
@@ -78,10 +78,14 @@ class FormResult(Value):
     refused: str = ""
 
 
-class Timed(Value):
+Ways = Annotated[tuple[FormResult, ...], Field(min_length=1)]
+
+
+class Timed:
     """What several forms did in the same rounds; `ways` are in the order of their columns."""
 
-    ways: Annotated[tuple[FormResult, ...], Field(min_length=1)]
+    if TYPE_CHECKING:  # a field of the base would be the first in a file
+        ways: Ways
 
     @property
     def times(self) -> dict[str, float]:
@@ -95,7 +99,7 @@ class Timed(Value):
         return {name: us / ours for name, us in self.times.items()} if ours else {}
 
 
-class PhaseResult(Timed):
+class PhaseResult(Timed, Value):
     """The stack with inputs of one shape.
 
     Attributes
@@ -112,6 +116,7 @@ class PhaseResult(Timed):
     phase: Phase
     rows: Size
     cache: Size
+    ways: Ways
     compared: Size = 0
     wrong: str = ""
 
@@ -121,7 +126,7 @@ class PhaseResult(Timed):
         return min((self.ratios[name] for name in REAL if name in self.ratios), default=None)
 
 
-class GenerateResult(Timed):
+class GenerateResult(Timed, Value):
     """A model of transformers that generates for `rows` sequences; times are milliseconds a token on the wall clock.
 
     With a dynamic or static `cache`, whole calls are timed; in continuous batching, from the first token to the last.
@@ -129,6 +134,7 @@ class GenerateResult(Timed):
 
     cache: Cache
     rows: Size
+    ways: Ways
 
     @property
     def ratio(self) -> float | None:

@@ -56,20 +56,6 @@ FAULTS = [
         (f"{LIST}::test_list_filters",),
     ),
     Fault(
-        "cli-completion-forgets-the-words-before-a-comma",
-        "tools/commands.py",
-        'return [f"{head}{comma}{word}" for word in known if word.startswith(last)]',
-        "return [word for word in known if word.startswith(last)]",
-        (f"{CLI}::test_bash_completes_commands_options_and_words",),
-    ),
-    Fault(
-        "cli-completion-knows-no-ops",
-        "tools/words/known.py",
-        '"op": lambda: (op.name for op in built_in_ops()),',
-        '"op": lambda: (),',
-        (f"{CLI}::test_bash_completes_commands_options_and_words",),
-    ),
-    Fault(
         "cli-no-near-name-is-suggested",
         "tools/output.py",
         "n=most, cutoff=0.55",
