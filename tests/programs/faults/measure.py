@@ -158,10 +158,10 @@ FAULTS = listed(
                 [f"{PARALLEL}::test_a_wrong_bit_on_one_rank_is_not_timed"],
             ),
         },
-        "tools/studies/ranks.py": {
+        "tools/studies/commands.py": {
             "ranks-two-hashes-of-int8-pass": (
-                'if self.distinct["int8"] > 1 else ()',
-                'if self.distinct["int8"] > 99 else ()',
+                'different["int8"] > 1',
+                'different["int8"] > 99',
                 ["tests/tools/studies/test_ranks.py::test_a_fault_among_ranks_shows_several_hashes_and_fails"],
             ),
         },

@@ -382,13 +382,6 @@ FAULTS = [
         (f"{DEMO}::test_the_verdict_is_plain",),
     ),
     Fault(
-        "demo-alpha-is-scored-with-the-ranges-of-the-same-sentences",
-        "tools/demo/ways.py",
-        "other.maxima, alpha)",
-        "scored.maxima, alpha)",
-        (f"{DEMO}::test_a_part_is_scored_with_the_ranges_of_the_other",),
-    ),
-    Fault(
         "demo-the-held-out-half-calibrates",
         "tools/demo/command.py",
         "calibration, held_out = tokens[0::2], tokens[1::2]",
