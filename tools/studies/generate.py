@@ -86,7 +86,7 @@ def _llama(place: torch.device, sizes: LlamaSizes, layers: int, seed: int) -> An
         bos_token_id=None,
         attn_implementation="sdpa",
     )
-    with torch.random.fork_rng(), place:
+    with torch.random.fork_rng([place] if place.type == "cuda" else []), place:
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 

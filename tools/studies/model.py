@@ -240,7 +240,8 @@ def _host(record: ModelRecord) -> Parts:
         (name, f"{t.median:.2f}", f"{t.p90:.2f}", f"{ratios[name]:.2f} x {HOST[name].over}" if name in ratios else "")
         for name, t in timed
     ]
-    return (Table(("call", "median, us", "p90, us", "over"), rows, "Calls on the host"),)
+    notes = (Text(f"{one.name}: {one.refused}", "yellow") for one in record.host if one.refused)
+    return (Table(("call", "median, us", "p90, us", "over"), rows, "Calls on the host"), *notes)
 
 
 def _generate(record: ModelRecord) -> Parts:

@@ -236,24 +236,34 @@ class Stacks:
 def host_costs(
     calls: Mapping[str, Replay], wait: Replay, burst: int, bursts: int, clock: Callable[[], int] = perf_counter_ns
 ) -> tuple[HostCost, ...]:
-    """Time named calls in interleaved bursts; `wait` waits for the device between them, `clock` returns nanoseconds."""
+    """Time named calls in interleaved bursts; `wait` waits for the device between them, `clock` returns nanoseconds.
+
+    A call that fails is recorded as refused.
+    """
     samples: dict[str, list[float]] = {name: [] for name in calls}
+    refused: dict[str, str] = {}
     collecting = gc.isenabled()
     gc.disable()
     try:
         for number in range(bursts + 1):
-            for name, call in calls.items():
+            for name in [name for name in calls if name not in refused]:
                 wait()
-                start = clock()
-                for _ in range(burst):
-                    call()
+                call, start = calls[name], clock()
+                try:
+                    for _ in range(burst):
+                        call()
+                except Exception as error:  # noqa: BLE001  a compiler's; the others are timed still
+                    refused[name] = error_line(error)
                 if number:  # the first burst warms up
                     samples[name].append((clock() - start) / burst / 1e3)
     finally:
         wait()
         if collecting:
             gc.enable()
-    return tuple(HostCost(name=name, timing=Timing.of(found)) for name, found in samples.items())
+    return tuple(
+        HostCost(name=name, timing=None if name in refused else Timing.of(found), refused=refused.get(name, ""))
+        for name, found in samples.items()
+    )
 
 
 def _into(output: Tensor, module: Callable[..., Tensor], *arguments: Any) -> None:

@@ -225,6 +225,15 @@ def test_host_costs_are_per_call_and_interleaved():
     assert order == [*once, *once, *once, "wait"], "the first bursts warm up"
 
 
+def test_a_call_on_the_host_that_fails_is_recorded_and_the_others_are_timed():
+    found = host_costs({"one": lambda: broken(None), "other": lambda: None}, lambda: None, 2, 2)
+    assert [(one.name, one.timing is None, one.refused) for one in found] == [
+        ("one", True, "ValueError: no such card"),
+        ("other", False, ""),
+    ]
+    assert "one: ValueError: no such card" in markdown(sections(record_of(host=found))["host"])
+
+
 def test_every_call_that_has_a_bound_is_made_beside_the_one_that_it_replaces():
     x = torch.ones(4, 256, dtype=torch.bfloat16)
     weight = {"weight_q": torch.ones(256, 256, dtype=torch.int8), "weight_scale": torch.full((256,), 2.0**-8)}
