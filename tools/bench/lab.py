@@ -21,7 +21,7 @@ from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem, MissingDependency
 from skuda.registry.op import Case, Op
 from skuda.registry.registry import Registry
-from skuda.tools.bench.clock import CudaClock, HostClock, Reading, Replay, median
+from skuda.tools.bench.clock import CudaClock, HostClock, Reading, Replay, Sensor, median
 from skuda.tools.bench.formulas import answer as torch_answer
 from skuda.tools.bench.formulas import scaled_mm, torch_dtype
 from skuda.tools.verify.compare import differing, element_text, first_of
@@ -148,7 +148,6 @@ class TorchLab(HostLab):
         if find_spec("torch") is None:
             raise MissingDependency("torch, with whose arrays and clocks this measures,", "pip install torch")
         torch: Any = importlib.import_module("torch")
-        self._torch = torch
         l2, ordinal = device.l2_cache, device.ordinal or 0
         if device.processor == "cpu":
             self.place, self.clock = torch.device("cpu"), HostClock()
@@ -158,21 +157,19 @@ class TorchLab(HostLab):
                 raise InvalidProblem("bench", "torch", f"{torch.__version__}, which does not", rule)
             self.place = torch.device("cuda", ordinal)
             torch.cuda.set_device(self.place)
+            facts = torch.cuda.get_device_properties(self.place)
+            sensor = None
             try:
-                self._read_card()
-            except Exception as error:  # noqa: BLE001  of nvidia-ml-py, which may be absent or not be allowed to
+                sensor = Sensor(f"GPU-{facts.uuid}")
+            except (OSError, AttributeError) as error:
                 self.unwatched = f"SM clock and power are not read: {error}"
-            self.clock = CudaClock(torch.cuda, self.place, None if self.unwatched else self._read_card)
-            l2 = l2 or torch.cuda.get_device_properties(self.place).L2_cache_size
+            self.clock = CudaClock(torch.cuda, self.place, sensor)
+            l2 = l2 or facts.L2_cache_size
         # A flush replaces the whole content of the L2 cache.
-        self._sizes = sizes or LabSizes(max(4 * (l2 or 0), 1 << 26))
+        self._torch, self._sizes = torch, sizes or LabSizes(max(4 * (l2 or 0), 1 << 26))
         self._written = torch.empty(self._sizes.flushed, dtype=torch.uint8, device=self.place)
         self._read = torch.zeros(self._sizes.flushed // 4, dtype=torch.float32, device=self.place)
         self._sum = torch.zeros((), dtype=torch.float32, device=self.place)
-
-    def _read_card(self) -> Reading:
-        cuda = self._torch.cuda
-        return Reading(cuda.clock_rate(self.place), cuda.power_draw(self.place) / 1e3)
 
     def draw(self, problem: Descriptor, seed: int) -> dict[str, Any]:
         """Return random inputs."""

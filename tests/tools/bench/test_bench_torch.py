@@ -21,6 +21,7 @@ from skuda.kernels.quantize.gated import GatedProblem
 from skuda.kernels.quantize.gated_amax import GatedAmaxProblem
 from skuda.registry import InvalidProblem
 from skuda.registry.device import HOST, device_named
+from skuda.tools.bench import lab as lab_module
 from skuda.tools.bench import rivals as bench_rivals
 from skuda.tools.bench.bench import KernelBench
 from skuda.tools.bench.clock import CudaClock, Reading
@@ -316,18 +317,17 @@ def test_a_gpu_gets_a_stream_and_events_of_its_own_and_a_flush_for_its_cache(mon
     monkeypatch.setattr(torch, "device", lambda *names: made.append(names) or cpu)
     for name, value in (("is_available", True), ("device_count", 2), ("set_device", None), ("Stream", "a stream")):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    facts = SimpleNamespace(L2_cache_size=1 << 25)
+    facts = SimpleNamespace(L2_cache_size=1 << 25, uuid="12-34")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
     card = device_named("h200").model_copy(update={"ordinal": 1, "l2_cache": 0})
     lab = TorchLab(card)
     assert made == [("cuda", 1)]
     assert lab.unwatched.startswith("SM clock and power are not read: "), "no driver here"
     assert lab.reading() is None
-    monkeypatch.setattr(torch.cuda, "clock_rate", {cpu: 1755}.get)
-    monkeypatch.setattr(torch.cuda, "power_draw", {cpu: 650_500}.get)
+    asked = []
+    monkeypatch.setattr(lab_module, "Sensor", asked.append)
     lab = TorchLab(card)
-    assert lab.unwatched == ""
-    assert lab._read_card() == Reading(1755, 650.5)
+    assert (asked, lab.unwatched) == (["GPU-12-34"], "")
     lab.clock.readings += [Reading(1500.0, 600.0), Reading(1700.0, 500.0)]
     assert lab.reading() == Reading(1600.0, 550.0)
     assert lab.reading() is None, "readings count once"
