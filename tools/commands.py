@@ -6,7 +6,6 @@ completion must be fast. What an option means is written once, in `OPTIONS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
 """ClickException, from click or from typer's own copy of it."""
@@ -54,14 +52,6 @@ _cache = typer.Typer(**_COMMON)
 app.add_typer(_cache, name="cache")
 
 
-class _OfProblem(TyperCommand):
-    """A command that also takes the fields of a problem; its words are an argument only for completion."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002  click's signature
-        """Return the usage line after the name."""
-        return [self.options_metavar or ""]
-
-
 def _command(name: str, target: str, options: str, text: str, *, fields: str = "", **settings: Any) -> None:
     """Make a subcommand of its help and the names of its options in `OPTIONS`; see `_run` for `target`.
 
@@ -71,7 +61,7 @@ def _command(name: str, target: str, options: str, text: str, *, fields: str = "
     group, _, verb = name.rpartition(" ")
     if fields:
         settings["context_settings"] = {"ignore_unknown_options": True, "allow_extra_args": True}
-        settings |= {"cls": _OfProblem, "options_metavar": fields}
+        settings["options_metavar"] = fields
     settings["epilog"] = f"\b\nExample:\n  {EXAMPLES[name]}"
 
     def call(**given: Any) -> int:
@@ -96,7 +86,7 @@ def _run(name: str, target: str, given: dict[str, Any]) -> int:
     """
     context: typer.Context | None = given.pop("context", None)
     if context is not None:
-        words = [*given.pop("problem", ()), *context.args]
+        words = context.args
         if given.pop("show_help", False):
             typer.echo(context.get_help())
             if not words:
@@ -104,24 +94,12 @@ def _run(name: str, target: str, given: dict[str, Any]) -> int:
             given = {"show_fields": True}
         own = (option for param in context.command.params for option in param.opts)
         given |= {"tokens": words, "own_options": [option.lstrip("-").replace("-", "_") for option in own]}
-    for option in ("html", "output"):
-        if option in given and name != "lock":  # it checks its file itself, which may be -
-            import_module("skuda.tools.files").check(name, f"--{option}", given[option])
+    if "output" in given and name != "lock":  # it checks its file itself, which may be -
+        import_module("skuda.tools.files").check(name, "--output", given["output"])
     module, _, function = target.partition(":")
     command = import_module(f"skuda.tools.{module}")
     status: int = getattr(command, function or "run")(**given)
     return status
-
-
-def _completed(kind: str) -> Callable[[str], list[str]]:
-    """Return a function that completes the last of some words that are separated by commas."""
-
-    def complete(incomplete: str) -> list[str]:
-        head, comma, last = incomplete.rpartition(",")
-        known = import_module("skuda.tools.words.known").words_of(kind)
-        return [f"{head}{comma}{word}" for word in known if word.startswith(last)]
-
-    return complete
 
 
 _MOST = (1 << 63) - 1
@@ -130,10 +108,9 @@ _MOST = (1 << 63) - 1
 Words = list[str] | None
 
 
-def _option(metavar: str | None, text: str, *names: str, of: str = "", kind: Any = str | None, **limits: Any) -> Any:
-    """Declare an option that takes a value; `of` is the kind of words that complete it."""
-    complete = _completed(of) if of else None
-    return Annotated[kind, typer.Option(*names, help=text, metavar=metavar, autocompletion=complete, **limits)]
+def _option(metavar: str | None, text: str, *names: str, kind: Any = str | None, **limits: Any) -> Any:
+    """Declare an option that takes a value."""
+    return Annotated[kind, typer.Option(*names, help=text, metavar=metavar, **limits)]
 
 
 _words = partial(_option, kind=Words)
@@ -148,31 +125,34 @@ def _flag(name: str, text: str) -> Any:
     return Annotated[bool, typer.Option(name, help=text)]
 
 
-def _argument(kind: Any, metavar: str, text: str = "", *, of: str = "") -> Any:
-    complete = _completed(of) if of else None
-    return Annotated[kind, typer.Argument(metavar=metavar, help=text, hidden=not text, autocompletion=complete)]
+def _argument(kind: Any, metavar: str, text: str) -> Any:
+    return Annotated[
+        kind,
+        typer.Argument(
+            metavar=metavar,
+            help=text,
+        ),
+    ]
 
 
 OPTIONS: dict[str, Any] = {
     "context": Annotated[typer.Context, None],
-    "problem": _argument(Words, "[WORD]...", of="op"),
     "as_json": _flag("--json", "JSON, for machines."),
-    "ops": _words("NAME", "Only these ops.", "--op", of="op"),
-    "elements": _words("KIND", "Only kernels for these elements.", "--element", "--elem", of="element"),
+    "ops": _words("NAME", "Only these ops.", "--op"),
+    "elements": _words("KIND", "Only kernels for these elements.", "--element", "--elem"),
     "skus": _flag("--skus", "One line per kernel: its id."),
-    "html": _path("FILE", "Write a page: kernels, records and their plots."),
     "evidence": _path("DIR", "Read records of `skuda verify` from this folder.", "--evidence"),
     "descriptors": _path("FILE", "For these problems: JSON objects with `op` and its fields.", "--descriptors"),
     "show_all": _flag("--all", "List everything, not the first of each kind."),
-    "archs": _words("ARCH", "For the known cards of these, such as sm_90a,sm_80.", "--arch", of="arch"),
-    "devices": _words("NAME", "For these cards, such as h200,l4; else those here.", "--device", of="device"),
-    "backends": _words("NAME", "For these: cuda_core, pycuda, all; else those here.", "--backend", of="backend"),
-    "list archs": _words("ARCH", "Only kernels for these architectures.", "--arch", of="arch"),
-    "list devices": _words("NAME", "Only kernels that run on these cards, such as l4.", "--device", of="device"),
-    "list backends": _words("NAME", "Only kernels of these backends.", "--backend", of="backend"),
-    "show name": _argument(str, "ID", "The id of a kernel, or the name of an op.", of="op or kernel"),
-    "explain device": _option("NAME", "Plan for here (without it), cpu, h200, l4, sm_89 ...", of="device"),
-    "backend": _option("NAME", "Insist on this backend.", "--backend", "--prefer-backend", of="backend"),
+    "archs": _words("ARCH", "For the known cards of these, such as sm_90a,sm_80.", "--arch"),
+    "devices": _words("NAME", "For these cards, such as h200,l4; else those here.", "--device"),
+    "backends": _words("NAME", "For these: cuda_core, pycuda, all; else those here.", "--backend"),
+    "list archs": _words("ARCH", "Only kernels for these architectures.", "--arch"),
+    "list devices": _words("NAME", "Only kernels that run on these cards, such as l4.", "--device"),
+    "list backends": _words("NAME", "Only kernels of these backends.", "--backend"),
+    "show name": _argument(str, "ID", "The id of a kernel, or the name of an op."),
+    "explain device": _option("NAME", "Plan for here (without it), cpu, h200, l4, sm_89 ..."),
+    "backend": _option("NAME", "Insist on this backend.", "--backend", "--prefer-backend"),
     "sku": _option("ID", "Insist on this kernel."),
     "require": _words("PROMISE", "Insist on a promise, such as deterministic,max_ulp=0."),
     "max_workspace_bytes": _option("BYTES", "Refuse kernels that need more scratch.", kind=int | None),
@@ -181,7 +161,7 @@ OPTIONS: dict[str, Any] = {
     "shards": _words("FIELD=VALUE", "Split a linear layer over ranks: axis=k,count=2, and input, output, chunks."),
     "show_help": Annotated[bool, typer.Option("--help", "-h", help="This page; after an op's name, its fields too.")],
     "bundle show": _flag("--show", "Check FILE and say what it holds; compile nothing."),
-    "lock devices": _words("NAME", "For these, such as cpu,h200; else one of each kind.", "--device", of="device"),
+    "lock devices": _words("NAME", "For these, such as cpu,h200; else one of each kind.", "--device"),
     "lock output": _path("FILE", "Write it here, else into skuda.lock.json; - prints it."),
     "diff old": _argument(Path, "OLD", "What `skuda lock` wrote before."),
     "diff new": _argument(Path, "NEW", "What it writes now."),
@@ -193,11 +173,11 @@ OPTIONS: dict[str, Any] = {
     # Measurements and verification.
     "seed": _number("Draw inputs from this; fresh if left out.", least=0, most=_MOST),
     "output": _path("FILE", "Write the record here."),
+    "markdown": _option("SECTION", "Print one section as Markdown tables, or all; another word lists them."),
     "show": _path("FILE", "Show this record; measure nothing."),
-    "plot": _path("PATH", "Draw it: into a folder, or one .png, .svg or .pdf."),
     "repeats": _number("Rounds, 20 if left out; slow kernels get fewer.", most=_MOST),
     "random": _number("Products of this many shapes drawn from the seed.", "COUNT", most=9999),
-    "element": _words("KIND", "These elements: f16, bf16, f32, f64.", "--element", of="float"),
+    "element": _words("KIND", "These elements: f16, bf16, f32, f64.", "--element"),
     "cpu": _flag("--cpu", "On the CPU, without CUDA graphs, for small sizes."),
     "verify skus": _words("ID", "Only these kernels.", "--sku"),
     "verify backends": _words("NAME", "Only these backends.", "--backend"),
@@ -211,7 +191,6 @@ OPTIONS: dict[str, Any] = {
     "m": _words("ROWS", "Numbers of rows for a model's shapes.", "--m"),
     "rivals": _words("NAME", "Only these rivals; cutlass and bf16 at random shapes."),
     "cutlass": _path("FOLDER", "Compare products with CUTLASS, built into this folder."),
-    "bench markdown": _option("SECTION", "Markdown tables: all, cases, means, bandwidth, facts, layer, or an op."),
     "bench-model hidden": _number("Size of the hidden states; 4096 if left out.", least=2),
     "bench-model intermediate": _number("Size between the products of the MLP; 14336 if left out."),
     "heads": _number("Heads of the attention; 32 if left out."),
@@ -221,12 +200,11 @@ OPTIONS: dict[str, Any] = {
     "decode": _words("ROWS", "Decode so many sequences; 1,16,64 if no phase is given."),
     "prefill": _words("ROWS", "Prefill so many positions; 2048,8192 if no phase is given."),
     "ways": _words("NAME", "Only these ways beside ours and bf16, such as torchao."),
-    "bench-model markdown": _option("SECTION", "Markdown tables: all, phases, requirements, host, facts."),
+    "only": _words("PART", "Measure only these: phases, generate, host."),
     "bench-parallel gpus": _number("Ranks, each with a GPU; 2 if left out.", most=1024),
     "rows": _words("M", "Numbers of rows; 1,2,3,16,128,2048,8192 if left out."),
     "bench-parallel hidden": _number("Size of the hidden states; 8192 if left out."),
     "bench-parallel intermediate": _number("Size between the products; 28672 if left out."),
-    "bench-parallel markdown": _option("SECTION", "Markdown tables: all, times, requirements, facts."),
     "tune shapes": _words("SHAPE", "These shapes: ROWSxCOLUMNS, or MxNxK for a product."),
     "tune backend": _option("NAME", "Only kernels of this backend."),
     "variant": _words("NAME", "Only kernels of these variants."),
@@ -243,7 +221,6 @@ OPTIONS: dict[str, Any] = {
     "length": _number("Bytes in a sequence; 512 if left out."),
     "tolerance": _option("PERCENT", "A way may be so much worse than bf16; else 1.", kind=float | None, min=0),
     "compile": _flag("--compile", "Compile the model with torch.compile."),
-    "train-check markdown": _option("SECTION", "Markdown tables: all, ways, facts."),
 }
 """The options by parameter; ``COMMAND PARAMETER`` where a command means something of its own by it."""
 
@@ -267,7 +244,7 @@ def _root(
 _command(
     "list",
     "show.list",
-    "ops elements archs devices backends skus html evidence as_json",
+    "ops elements archs devices backends skus evidence as_json",
     """List the ops, or every kernel.
 
     Filters may be repeated and may hold several values, separated by commas. An architecture or a card without kernels
@@ -279,8 +256,7 @@ _command("show", "show.show", "name evidence as_json", "Show everything about a 
 _command(
     "explain",
     "show.explain",
-    "context problem device backend sku require max_workspace_bytes no_arch_specific tuning shards show_all as_json "
-    "show_help",
+    "context device backend sku require max_workspace_bytes no_arch_specific tuning shards show_all as_json show_help",
     """Say which kernel would run, and why the others would not.
 
     Every field of the op is an option. Exits with 1 where no kernel serves the problem.
@@ -305,7 +281,7 @@ _command(
 _command(
     "bench",
     "bench.bench",
-    "ops shapes m random element rivals backend seed repeats cutlass output show plot markdown as_json",
+    "ops shapes m random element rivals backend seed repeats cutlass output show markdown as_json",
     """Measure the kernels that are chosen, against rivals.
 
     Needs a CUDA device and torch. Results are compared before they are timed; a wrong one is refused, and the exit
@@ -316,28 +292,27 @@ _command(
 _command(
     "bench-model",
     "studies.commands:run_model",
-    "hidden intermediate heads kv_heads layers cache decode prefill ways cpu repeats seed output show plot "
+    "hidden intermediate heads kv_heads layers cache decode prefill ways only cpu repeats seed output show "
     "markdown as_json",
     """Time a Llama stack: in bf16, quantized, and by others.
 
     The weights are random. Needs torch and a CUDA device; each way is a replay of a CUDA graph. The outputs of ours,
     eager, compiled and captured, are compared bit for bit; where they differ, nothing is timed, and the exit status is
-    1. Ways whose packages are not installed are named. Piped, each line is a record with tabs between phase, rows,
-    cache, way, median, p10 and p90 in us, the ratio to the fastest of ours, the relative distance from bf16, rounds,
-    and what speaks against it; lines of phase `host` are calls of one layer.
+    1. Ways whose packages are not installed are named. With transformers, a model of at most 8 layers also generates,
+    in bf16 and in int8, with each kind of cache. Calls of small layers are timed on the host alone. --only measures
+    one of these.
     """,
 )
 _command(
     "bench-parallel",
     "studies.commands:run_parallel",
-    "gpus rows hidden intermediate cpu repeats seed output show plot markdown as_json",
+    "gpus rows hidden intermediate cpu repeats seed output show markdown as_json",
     """Time a gated MLP on one GPU and on several.
 
     In bf16 and in int8, as replays of CUDA graphs with NCCL's collectives in them; the time of a round is that of the
     slowest rank. The weights are random. Before, the outputs in int8 on all ranks, called, replayed and compiled, are
     compared bit for bit with those on one, and a few rows with NumPy; where they differ, nothing is timed, and the exit
-    status is 1. Needs torch. Piped, each line is a record with tabs between rows, way, median, p10 and p90 in us, the
-    ratio to ours on all ranks, and what failed.
+    status is 1. Needs torch.
     """,
 )
 _command(
@@ -349,22 +324,20 @@ _command(
     The problems are shapes of ops, as in `skuda bench`, or one with its fields:
     `skuda tune quantized_linear --m 8 --n 4096 --k 4096`. Results are compared before they are timed; a wrong one is
     refused, and the exit status is 1. Without --output, the times are only printed. A file changes a choice only where
-    it is named: by SKUDA_TUNING, or as Dispatcher(tuning=FILE); `skuda explain` says how. Piped, each line is a record
-    with tabs between op, problem, kernel, configuration, median, p10 and p90 in us, rounds, and what speaks against it.
+    it is named: by SKUDA_TUNING, or as Dispatcher(tuning=FILE); `skuda explain` says how.
     """,
     fields="OP... [--FIELD VALUE]... [OPTIONS]",
 )
 _command(
     "train-check",
     "studies.commands:run_train",
-    "way device steps batch width layers length tolerance compile seed output show plot markdown as_json",
+    "way device steps batch width layers length tolerance compile seed output show markdown as_json",
     """Train a small model in int8, and compare it with bf16.
 
     The model is a Llama over bytes, trained from scratch on the sources of Python's standard library, once in each way,
     from the same initial weights on the same batches. Reports the loss, the time of a step, and the bits per byte on
     held-out files: as trained, and in int8 with dynamic and static scales. Exits with 1 where any of these, except the
-    time, is worse than bf16 by more than the tolerance. Needs torch. Piped, each line is a record with tabs between
-    way, figure, value and per cent above bf16.
+    time, is worse than bf16 by more than the tolerance. Needs torch.
     """,
 )
 _command(

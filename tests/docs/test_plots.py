@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 
 import pytest
+from matplotlib.figure import Figure
 from measured import measured, record_of
 from paths import ROOT
 
@@ -51,6 +53,80 @@ def test_shown_plots_are_drawn_once_and_all_others_removed(program, tmp_path):
     assert not program.is_of(file, layer(8.0)), "a plot of another record"
     program.draw(tmp_path, names)
     assert program.is_of(file, layer(8.0))
+
+
+# --- plots -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_layer_is_drawn_by_rows_over_bf16(program):
+    times = {"bf16 compiled": 30.0, "fp8": 20.0}
+    cases = [measured("quantized_linear", (m, 4096, 4096), us, **times) for m, us in ((16, 10.0), (64, 12.0))]
+    (plot,) = program.plots_of(record_of(measured("quantized_linear", (8, 512, 512), 1.0), *reversed(cases)))
+    (panel,) = plot.panels
+    assert (plot.name, panel.ticks, panel.log) == ("layer", [16, 64], "x")
+    assert {one.name: (one.x, one.y) for one in panel.series} == {
+        "skuda": ([16, 64], [3.0, 2.5]),
+        "bf16 compiled": ([16, 64], [1.0, 1.0]),
+        "fp8": ([16, 64], [1.5, 1.5]),
+    }
+    assert program.plots_of(record_of(cases[0])) == [], "one point is no curve"
+
+
+def test_times_and_ratios_stand_over_the_rows_at_which_each_was_timed(program):
+    points = [(1, {"a": 4.0, "b": 2.0}, {"a": 2.0, "b": 1.0}), (16, {"b": 3.0}, {})]
+    above, below = program.by_rows(points)
+    assert [tuple(one) for one in above.series] == [("a", [1], [4.0]), ("b", [1, 16], [2.0, 3.0])]
+    assert tuple(below.series[0]) == ("a", [1], [2.0])
+    assert below.series[1].y == pytest.approx([1.0, math.nan], nan_ok=True), "without ours there is no ratio"
+    assert (above.log, below.log, below.x, above.ticks) == ("xy", "x", "rows, M", [1, 16])
+
+
+@pytest.mark.parametrize("name", ["h200-train", "h200x2-parallel"])
+def test_every_point_of_a_record_is_drawn(program, name):
+    _, record = records(EVIDENCE)[EVIDENCE / f"{name}.json"]
+    (plot,) = program.plots_of(record)
+    if name == "h200-train":
+        ends = [min(at * record.every, record.steps) for at in range(1, len(record.ways[0].losses) + 1)]
+        want = [(one.way, ends, one.losses) for one in record.ways]
+    else:
+        rows = [one.rows for one in record.results]
+        want = [(form, rows, [one.times[form] for one in record.results]) for form in record.results[0].times]
+    assert [tuple(one) for one in plot.panels[0].series] == want
+
+
+def test_every_point_is_drawn_where_it_belongs(program):
+    series = [program.Series("bf16", [1, 16], [4.0, 8.0]), program.Series("skuda", [1, 16], [2.0, 5.0])]
+    plain = program.Panel([program.Series("newcomer", [1, 2], [5.0, 6.0])], "rows")
+    plot = program.Plot("times", "", [program.Panel(series, "rows", "us", "decode", "xy", (1, 16)), plain])
+    figure = Figure()
+    program.draw_on(figure, plot)
+    axes, other = figure.axes
+    found = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
+    assert found == {"bf16": ([1, 16], [4.0, 8.0]), "skuda": ([1, 16], [2.0, 5.0])}
+    assert (axes.get_xscale(), axes.get_yscale(), axes.get_xlabel(), axes.get_title()) == (
+        "log",
+        "log",
+        "rows",
+        "decode",
+    )
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "16"]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["skuda", "bf16", "newcomer"], "ours is the first"
+    assert other.get_ylim()[0] == 0, "an axis that is not logarithmic begins at 0"
+    assert other.get_lines()[0].get_marker() == "h", "an unknown name has a marker, too"
+
+
+def test_the_same_record_gives_the_same_bytes_without_a_date(program):
+    record = layer(7.0)
+    (plot,) = program.plots_of(record)
+    plot = plot._replace(title="A title with $x_{$<b>")
+    text = program.rendered(plot, record.digest())
+    assert text == program.rendered(plot, record.digest())
+    assert "A title with $x_{$&lt;b&gt;" in text, "no formula, no tag"
+    assert "dc:date" not in text
+    assert "Matplotlib v" not in text
+    assert record.digest() != record.model_copy(update={"seed": 2}).digest()
+    assert record.digest() == record.model_copy(update={"measurer_hash": ""}).digest(), "the same measurements"
 
 
 def test_pages_name_the_plots_that_they_show(program, tmp_path):

@@ -332,7 +332,6 @@ def cache(rng: Rng, tally: Tally, seconds: float) -> None:
 _COMMANDS = (
     "list",
     "list --json",
-    "list --html {file}",
     "list --op fill --skus",
     "show fill",
     "show quantized_linear --json",

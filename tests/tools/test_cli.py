@@ -116,16 +116,9 @@ def test_help_imports_nothing_heavy():
         ("skuda li", {"list"}),
         ("skuda cache g", {"gc"}),
         ("skuda list --ar", {"--arch"}),
-        ("skuda list --op quantize_per_to", {"quantize_per_token", "quantize_per_token_backward"}),
-        ("skuda list --op fill,dynamic", {"fill,dynamic_range"}),
-        ("skuda list --element b", {"bf16", "bool", "bin"}),
-        ("skuda explain smooth", {"smoothquant_linear"}),
-        ("skuda show resc", {"rescale"}),
-        ("skuda explain fill --device rtx", {"rtx3090", "rtx4090", "rtx5090", "rtx6000ada"}),
-        ("skuda compile --backend py", {"pycuda"}),
     ],
 )
-def test_bash_completes_commands_options_and_words(line, words):
+def test_bash_completes_commands_and_options(line, words):
     asked = {"_SKUDA_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
     command = [sys.executable, "-m", "skuda"]
     done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, check=True)

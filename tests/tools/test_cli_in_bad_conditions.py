@@ -29,7 +29,6 @@ LINEAR = ("quantized_linear", "--m", "8", "--n", "64", "--k", "64")
 
 COMMANDS = {
     "list": ("list",),
-    "list --html": ("list", "--op", "fill", "--html", "page.html"),
     "show": ("show", "fill"),
     "explain": ("explain", *LINEAR, "--device", "h200", "--all"),
     "verify": ("verify", "--device", "cpu", "--op", "fill", "--quick", "--json"),
@@ -52,7 +51,6 @@ COMMANDS = {
     "version": ("--version",),
 }
 SILENT = {
-    "list --html",
     "train-check",
     "compile",
     "bundle",
@@ -274,7 +272,6 @@ PLACES = (
     "show @",
     "list --op @",
     "list --evidence @",
-    "list --html @ --op fill",
     "explain @",
     "explain fill --numel @",
     "explain fill --numel 3 --output-element @",
@@ -295,7 +292,6 @@ PLACES = (
     "bench --shapes minilm --m @",
     "bench fill --repeats @",
     "bench --cutlass @",
-    "bench --plot @",
     "bench --show @",
     "tune fill --numel @ --output tuning.json",
     "tune fill --shapes @ --output tuning.json",
@@ -440,11 +436,9 @@ def test_files_are_read_up_to_a_limit(folder):
 
 WRITERS = (
     "verify --device cpu --op fill --output @",
-    "list --op fill --html @",
     "lock --output @",
     "tune fill --numel 3 --output @",
     "bench --output @",
-    "bench --plot @",
     "bundle @ --op fill --arch sm_90",
 )
 
@@ -493,8 +487,6 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(folder, skuda
         monkeypatch.setattr(f"skuda.tools.{worker}", lambda *_, **__: pytest.fail("it works"))
     make, name = REFUSED[kind]
     make(folder)
-    if writer == "bench --plot @" and kind in ("a folder of that name", "no folder", "empty"):
-        pytest.skip("a folder is what it takes")
     if (writer, kind) == ("lock --output @", "a dash"):
         pytest.skip("it prints the lock")
     before = there(folder)
@@ -510,9 +502,8 @@ def test_a_disk_that_fills_up_is_reported_with_the_file(folder, skuda, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    for arguments in (("lock", "--descriptors", "problems.json", "--output", "made"), ("list", "--html", "made")):
-        status, out, err = skuda(*arguments)
-        assert (status, out, err) == (2, "", "skuda: made: No space left on device\n")
+    status, out, err = skuda("lock", "--descriptors", "problems.json", "--output", "made")
+    assert (status, out, err) == (2, "", "skuda: made: No space left on device\n")
     assert not (folder / "made").exists()
     assert not list(folder.rglob(".*"))
 

@@ -238,5 +238,5 @@ def _size(size: tuple[int, int, int]) -> str:
     return "x".join(map(str, size[:kept]))
 
 
-STUDY = Study(BenchRecord, measure, report.lines, report.sections, report.plots, report.apart)
+STUDY = Study(BenchRecord, measure, report.sections, report.apart)
 run = STUDY.run

@@ -1,20 +1,17 @@
-"""A record of ``skuda bench``: its lines, its tables and its plots."""
+"""The tables of a record of ``skuda bench``."""
 
 from __future__ import annotations
 
 import math
-import re
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 
 from rich.text import Text
 
-from skuda.dispatch.select.tuning import Timing
 from skuda.kernels.catalog import built_in_registry
 from skuda.tools.bench.record import OURS, BenchRecord, CaseResult
 from skuda.tools.output import count, words
-from skuda.tools.study.plot import Panel, Plot, Series
 from skuda.tools.study.view import Facts, Parts, Sections, Table
 
 _FLUSHES = {
@@ -30,25 +27,6 @@ _LAYER = ("quantized_linear", (4096, 4096))
 _TERA = 1e12
 _NO_JOB = "copy"
 """A rival of older records that does not do the op's work; its bandwidth is the ceiling."""
-
-
-def lines(record: BenchRecord) -> Iterator[tuple[object, ...]]:
-    """Yield a row for each case and rival: op, shape, element, name, median, p10, p90, best, ratio, kernel or refusal.
-
-    The rows of our kernels end with SM clock and power, if they were read.
-    """
-
-    def times(t: Timing | None) -> tuple[float | None, ...]:
-        return (t.median, t.p10, t.p90, t.best) if t else (None,) * 4
-
-    for case in record.cases:
-        where = (case.op, case.size, case.element)
-        clock = () if case.mhz is None else (f"{case.mhz:.0f} MHz", f"{case.watts or 0:.0f} W")
-        ours = 1.0 if case.timing else None
-        yield (*where, OURS, *times(case.timing), ours, case.refused or case.sku, *clock)
-        for rival in case.rivals:
-            said = rival.refused or (f"{rival.chosen}: " if rival.chosen else "") + rival.computes
-            yield (*where, rival.name, *times(rival.timing), case.ratios.get(rival.name), said)
 
 
 def sections(record: BenchRecord) -> Sections:
@@ -77,14 +55,14 @@ def _title(case: CaseResult) -> str:
     return f"{case.op}, random shapes" if case.drawn else case.op
 
 
-def _names(cases: Iterable[CaseResult]) -> list[str]:
+def names_of(cases: Iterable[CaseResult]) -> list[str]:
     """Return the rivals that were timed in any of the cases."""
     return list(dict.fromkeys(name for case in cases for name in case.times if name not in (OURS, _NO_JOB)))
 
 
 def _cases(title: str, cases: Sequence[CaseResult], record: BenchRecord) -> Parts:
     """Return the table of an op, and notes on what was refused."""
-    names, registry = _names(cases), built_in_registry()
+    names, registry = names_of(cases), built_in_registry()
     rows = []
     for case in cases:
         kernel = ".".join(case.sku.split(".")[-2:]) + (" (stale)" if case.stale(registry) else "")
@@ -153,7 +131,7 @@ def _means(record: BenchRecord) -> Parts:
     rows = []
     for title, group in groupby(record.cases, key=_title):
         cases = [case for case in group if len(case.shape) == 3]
-        for name in _names(cases):
+        for name in names_of(cases):
             found = [(case.shape[0], case.ratios[name]) for case in cases if name in case.ratios]
             classes = ([each for m, each in found if low <= m <= high] for low, high in _ROWS.values())
             rows.append((title, f"x {name}", *map(_mean, classes)))
@@ -168,7 +146,7 @@ def _mean(ratios: Sequence[float]) -> str:
 def _bandwidth(record: BenchRecord) -> Parts:
     """Return a row for each op: bandwidth and its share of a copy at the largest shape, and means of the ratios."""
     cases = _largest(record.cases)
-    elements, names, rows = sorted({case.element for case in cases}), _names(cases), []
+    elements, names, rows = sorted({case.element for case in cases}), names_of(cases), []
     for op, group in groupby(sorted(cases, key=lambda case: case.op), key=lambda case: case.op):
         mine = list(group)
         speeds = {case.element: f"{_rate(case)}, {_share(case, record)}" for case in mine}
@@ -214,7 +192,7 @@ def _facts(record: BenchRecord) -> Facts:
     return record.facts(**own, **rivals, **{f"absent: {name}": why for name, why in record.absent.items()})
 
 
-def _of_layer(record: BenchRecord) -> list[CaseResult]:
+def of_layer(record: BenchRecord) -> list[CaseResult]:
     """Return the timed cases of the layer, by rows."""
     timed = (case for case in record.cases if case.timing and not case.drawn)
     found = (case for case in timed if (case.op, case.shape[1:]) == _LAYER)
@@ -222,53 +200,14 @@ def _of_layer(record: BenchRecord) -> list[CaseResult]:
 
 
 def _layer(record: BenchRecord) -> Parts:
-    cases = _of_layer(record)
-    names = [OURS, *_names(cases)]
+    cases = of_layer(record)
+    names = [OURS, *names_of(cases)]
     rows = [(case.shape[0], *(f"{case.times[n]:.1f}" if n in case.times else "-" for n in names)) for case in cases]
-    return (Table(("M", *(f"{name}, us" for name in names)), rows, words=0), *_given_codes(cases)) if rows else ()
+    return (Table(("M", *(f"{name}, us" for name in names)), rows, words=0), *given_codes(cases)) if rows else ()
 
 
-def _given_codes(cases: Sequence[CaseResult]) -> list[str]:
+def given_codes(cases: Sequence[CaseResult]) -> list[str]:
     """Return a line that names the rivals whose activation was quantized before they were timed, if there are any."""
     rivals = (one for case in cases for one in case.rivals if one.timing and "quantized before" in one.computes)
     names = dict.fromkeys(one.name for one in rivals)
     return [f"{words(names)}: activation quantized before."] if names else []
-
-
-def plots(record: BenchRecord) -> list[Plot]:
-    """Return the plots for which a record has points.
-
-    ``layer`` is the speed of the layer and of its rivals over bf16, by rows. ``OP-ELEMENT`` is the rate of an op and of
-    its rivals by the bytes that the problem moves: TOPS of a product, TB/s of any other op.
-    """
-    found, where = [], record.where
-    layer = _of_layer(record)
-    base = {case.shape: case.times.get("bf16 compiled", case.times.get("bf16", math.nan)) for case in layer}
-    if len(layer) > 1:
-        series = _series(layer, lambda case, _: case.shape[0], lambda case, us: base[case.shape] / us)
-        ticks = [case.shape[0] for case in layer]
-        panel = Panel(series, "rows, M", "speed over bf16", log="x", ticks=ticks, high=3.4)
-        panel = panel._replace(title=" ".join(_given_codes(layer)))
-        found.append(Plot("layer", f"Linear layer of 4096 x 4096: {where}", [[panel]]))
-    timed = [case for case in record.cases if case.timing]
-    for op, element in dict.fromkeys((case.op, case.element) for case in timed):
-        mine = [case for case in timed if (case.op, case.element) == (op, element)]
-        rate, unit = (_tops, "TOPS") if mine[0].operations else (_tb, "TB/s")
-        series = _series(mine, lambda case, _: case.bytes / 1e6, rate, line=False)
-        stem = re.sub(r"[^A-Za-z0-9_-]+", "_", f"{op}-{element}")  # the fields of a record are arbitrary text
-        panel = Panel(series, "MB read and written", unit, log="x", high=3.4)
-        found.append(Plot(stem, f"{op} {element}: {where}", [[panel]]))
-    return found
-
-
-def _series(
-    cases: Sequence[CaseResult],
-    x: Callable[[CaseResult, float], float],
-    y: Callable[[CaseResult, float], float],
-    *,
-    line: bool = True,
-) -> list[Series]:
-    """Return the points of every contestant, ours first; `x` and `y` take a case and the microseconds."""
-    names = [OURS, *_names(cases)]
-    points = {name: [(case, case.times[name]) for case in cases if name in case.times] for name in names}
-    return [Series(name, [x(*p) for p in mine], [y(*p) for p in mine], line) for name, mine in points.items()]

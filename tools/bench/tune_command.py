@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -156,18 +156,9 @@ def _show(tuning: Tuning, *, as_json: bool) -> int:
         "margin": f"{tuning.margin:g} %",
     }
     about["versions"] = words(f"{name} {version}" for name, version in {"skuda": where.skuda, **where.versions}.items())
-    rows = (row for entry in tuning.entries for row in lines(entry))
     sections: dict[str, Parts] = {"times": (about, *(part for entry in tuning.entries for part in _report(entry)))}
-    shown("tune", rows, sections, tuning.model_dump_json(indent=2) + "\n", as_json=as_json)
+    shown("tune", sections, tuning.model_dump_json(indent=2) + "\n", as_json=as_json)
     return 0
-
-
-def lines(entry: TuningEntry) -> Iterator[tuple[object, ...]]:
-    """Yield op, problem, kernel, configuration, median, p10, p90, rounds and refusal of candidates, fastest first."""
-    for one in _ordered(entry):
-        t = one.timing
-        times = (t.median, t.p10, t.p90, t.rounds) if t else (None,) * 4
-        yield (entry.op, _problem(entry), one.sku, one.choice, *times, one.refused)
 
 
 def _ordered(entry: TuningEntry) -> list[Candidate]:

@@ -1,21 +1,18 @@
 """The demo: a real sentence encoder in int8, compared with itself in f32.
 
 1. Embed both halves of the sentences in f32, and observe the activations of the calibration half.
-2. Search alpha on the calibration half alone. That half is split again, and each quarter is scored with the ranges of
-   the other one, so that clipping counts against an alpha as it does for unseen sentences.
-3. Quantize all linear layers in every way, and embed the held-out half with every product dispatched by its
+2. Quantize all linear layers in every way, and embed the held-out half with every product dispatched by its
    descriptor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from itertools import count
 from time import perf_counter
 
-import numpy as np
 from pydantic import computed_field
 from rich.console import Console
 from rich.text import Text
@@ -26,35 +23,34 @@ from skuda.registry.value import Value
 from skuda.tools.demo.encoder import F32, Encoder, Model, load_model
 from skuda.tools.demo.placed import device_of, placed
 from skuda.tools.demo.ways import (
-    ALPHAS,
+    ALPHA,
     Quantized,
-    Step,
     Tokens,
     batches,
     cosine,
     dynamic_way,
     embed,
     observe,
-    search_alpha,
     static_way,
 )
 from skuda.tools.output import plain_table, progress, tell
 
 REQUIRED_COSINE = 0.99
 """Least cosine to the f32 embedding for every held-out sentence, for both judged ways."""
-_STEPS = 3 + len(ALPHAS) + 3
-"""Passes over sentences: in f32, in the search for alpha, and in int8."""
+_STEPS = 2 + 3
+"""Passes over sentences: in f32, and in int8."""
+Step = Callable[[str], None]
+"""Called with the name of a stage of the work before each of its steps."""
 
 
 class WayResult(Value):
     """One way to quantize the linear layers, measured on the held-out half.
 
-    `alpha` is the smoothing strength of a static way. Only a `judged` way must reach `REQUIRED_COSINE`. Cosines are
-    to the f32 embedding of the same sentence, and `skus` are the kernels of the products.
+    Only a `judged` way must reach `REQUIRED_COSINE`. Cosines are to the f32 embedding of the same sentence, and `skus`
+    are the kernels of the products.
     """
 
     name: str
-    alpha: float | None
     judged: bool
     worst_cosine: float
     mean_cosine: float
@@ -63,7 +59,7 @@ class WayResult(Value):
 
 
 class DemoResult(Value):
-    """The whole run; `search` has the mean cosine of calibration sentences for each alpha, and `alpha` is the best."""
+    """The whole run."""
 
     model: str
     model_version: str
@@ -71,8 +67,6 @@ class DemoResult(Value):
     calibration_sentences: int
     held_out_sentences: int
     linear_layers: int
-    alpha: float
-    search: dict[float, float]
     ways: tuple[WayResult, ...]
     f32_seconds: float
     total_seconds: float
@@ -120,27 +114,21 @@ def run_demo(
 ) -> DemoResult:
     """Run the whole demo and return all measurements; nothing is printed.
 
-    Every second sentence, from the first, calibrates. Raise `InvalidProblem` for fewer than 4 sentences to calibrate
-    with or fewer than 3 held out.
+    Every second sentence, from the first, calibrates. Raise `InvalidProblem` for fewer than 2 sentences.
     """
-    if len(sentences) < 7:
-        raise InvalidProblem("demo", "sentences", str(len(sentences)), "be at least 7: 4 to calibrate, 3 held out")
+    if len(sentences) < 2:
+        raise InvalidProblem("demo", "sentences", str(len(sentences)), "be at least 2: one calibrates, one is held out")
     started = perf_counter()
     encoder = model.encoder
     tokens = model.tokenize(sentences)
     calibration, held_out = tokens[0::2], tokens[1::2]
-    parts = []
-    for half in (calibration[0::2], calibration[1::2]):
-        step("f32 and calibration")
-        parts.append(observe(encoder, half))
+    step("f32 and calibration")
+    maxima = observe(encoder, calibration)
     step("f32 and calibration")
     begin = perf_counter()
     reference = embed(encoder, held_out, encoder.linear)
     f32_seconds = perf_counter() - begin
-    search = search_alpha(encoder, dispatcher, (parts[0], parts[1]), step)
-    best = max(search, key=search.__getitem__)
-    maxima = {name: np.maximum(*(part.maxima[name] for part in parts)) for name in encoder.linear_names}
-    static = (static_way(encoder, dispatcher, maxima, alpha, judged=alpha == best) for alpha in (None, best))
+    static = (static_way(encoder, dispatcher, maxima, alpha, judged=alpha is not None) for alpha in (None, ALPHA))
     ways = []
     for way in (dynamic_way(encoder, dispatcher), *static):
         step("int8 on the held-out half")
@@ -152,8 +140,6 @@ def run_demo(
         calibration_sentences=len(calibration),
         held_out_sentences=len(held_out),
         linear_layers=len(encoder.linear_names),
-        alpha=best,
-        search=search,
         ways=tuple(ways),
         f32_seconds=f32_seconds,
         total_seconds=perf_counter() - started,
@@ -173,7 +159,6 @@ def measure_way(
     skus = (dispatcher.select(problem, device=device_of(dispatcher)).sku.id for problem in problems)
     return WayResult(
         name=way.name,
-        alpha=way.alpha,
         judged=way.judged,
         worst_cosine=float(cosines.min()),
         mean_cosine=float(cosines.mean()),

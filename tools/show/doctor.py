@@ -36,7 +36,6 @@ _PURPOSES = {
     "demo": "skuda demo",
     "torch": "skuda.torch, int8 layers for PyTorch",
     "transformers": "int8 models of transformers",
-    "plot": "skuda bench --plot",
 }
 """Purposes by extra; the extras for developers of skuda have none."""
 

@@ -28,7 +28,6 @@ from skuda.tools.show.kernels import (
     tell_aside,
     unique,
 )
-from skuda.tools.show.page import write_page
 from skuda.tools.verify.evidence import load_records
 from skuda.tools.words.devices import named_device, served_by
 
@@ -41,11 +40,10 @@ def run(
     devices: Sequence[str] = (),
     backends: Sequence[str] = (),
     skus: bool = False,
-    html: Path | None = None,
     evidence: Path | None = None,
     as_json: bool = False,
 ) -> int:
-    """Run ``skuda list``: list the kernels that pass every filter, or write a page about them to `html`."""
+    """Run ``skuda list``: list the kernels that pass every filter."""
     dispatcher = Dispatcher()
     tell_aside(dispatcher)
     registry = dispatcher.registry
@@ -70,9 +68,7 @@ def run(
         if (kernels := tuple(filter(passes, registry.skus_of(op.name)))) or not filtered
     ]
     judge = judge_of(registry, load_records(evidence))
-    if html is not None:
-        write_page(html, found, judge, evidence)
-    elif skus:
+    if skus:
         _print_skus(registry, [sku for _, kernels in found for sku in kernels], judge, as_json=as_json)
     else:
         _print_ops(found, judge, as_json=as_json)

@@ -5,6 +5,7 @@ What needs torch is imported when a command measures, so that a record can be sh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -15,11 +16,11 @@ from skuda.dispatch import Dispatcher
 from skuda.registry.device import HOST
 from skuda.registry.errors import InvalidProblem, MissingDependency, SkudaError
 from skuda.tools.bench.bench import STUDY as BENCH
-from skuda.tools.output import Report, chosen, refuse, split, tell
+from skuda.tools.output import Report, chosen, progress, refuse, split, tell
 from skuda.tools.studies import model, parallel, ranks, train
 from skuda.tools.studies.processes import place_of_ranks, run_ranks
 from skuda.tools.study.record import Record
-from skuda.tools.study.run import Findings, NoDevice, Study, shown
+from skuda.tools.study.run import Findings, NoDevice, Study, shown, silent
 
 _MOST_RANKS, _SEED, _WHERE = 8, 14, ("auto", "gpu", "host")
 _INTERVALS = 100
@@ -44,6 +45,7 @@ def measure_model(
     decode: Sequence[str] = (),
     prefill: Sequence[str] = (),
     ways: Sequence[str] = (),
+    only: Sequence[str] = (),
     cpu: bool = False,
     repeats: int = 20,
     seed: int = 0,
@@ -59,13 +61,14 @@ def measure_model(
     ]
     phases += [("prefill", m, m) for m in _rows("bench-model", "--prefill", both[1], least=2)]
     _need_torch()
-    from skuda.tools.studies.model_bench import FORMS, bench
+    from skuda.tools.studies.model_bench import FORMS, PARTS, bench
 
     names = chosen("bench-model", "--ways", ways, [form.name for form in FORMS])
+    parts = chosen("bench-model", "--only", only, PARTS) or PARTS
     device = HOST if cpu else next((one for one in Dispatcher().devices if one.processor == "cuda"), None)
     if device is None:
         raise NoDevice("a bench of a model needs a CUDA device, and none is here; --cpu runs small sizes on the CPU")
-    return Findings(device, bench(device, sizes, phases, names, repeats, seed, watch))
+    return Findings(device, bench(device, sizes, phases, names, parts, repeats, seed, watch))
 
 
 def measure_parallel(
@@ -150,8 +153,11 @@ def measure_train(
     return Findings(places[place], fields)
 
 
-def measure_hashes(watch: Report, *, gpus: int = 1, device: str = "auto", seed: int = 0) -> Findings:
-    """Hash the output of gated MLPs on every number of ranks; raise `RankFailed` if a rank fails."""
+def demo(gpus: int, *, as_json: bool, device: str = "auto") -> int:
+    """Run ``skuda demo --gpus``: hash what gated MLPs give on 1 to `gpus` ranks, and print a table or JSON.
+
+    Return the exit status: 0; 1 if int8 gave more than one hash. Raise `RankFailed` if a rank fails.
+    """
     if device not in _WHERE:
         refuse("demo", "--device", device, _WHERE)
     if not 1 <= gpus <= _MOST_RANKS:
@@ -166,26 +172,22 @@ def measure_hashes(watch: Report, *, gpus: int = 1, device: str = "auto", seed: 
     from skuda.tools.studies.ranks_rank import work
 
     sizes = dict(zip(("hidden", "intermediate", "layers"), ranks.SIZES[backend], strict=True))
-    job = ranks.HashJob(backend=backend, count=gpus, seed=seed, **sizes)
-    watch(0, 1, f"{gpus} ranks")
-    found, failed = run_ranks(work, job)
+    job = ranks.HashJob(backend=backend, count=gpus, seed=_SEED, **sizes)
+    with progress() as watch:
+        (watch or silent)(0, 1, f"{gpus} ranks")
+        found, failed = run_ranks(work, job)
     if failed:
         raise RankFailed(failed)
-    return Findings(first, {"job": job, "lines": ranks.lines_of(found)})
-
-
-def demo(gpus: int, *, as_json: bool, device: str = "auto") -> int:
-    """Run ``skuda demo --gpus`` on 1 to `gpus` ranks, and print its table or its JSON.
-
-    Return the exit status: 0; 1 if int8 gave more than one hash.
-    """
-    record = HASHES.made(gpus=gpus, device=device, seed=_SEED)
-    shown("demo", ranks.lines(record), ranks.sections(record), record.text(), as_json=as_json)
-    for line in record.wrong:
-        tell(f"FAIL: {line}", "bold red")
-    if not record.wrong:
-        tell("PASS: int8 has one hash", "green")
-    return 1 if record.wrong else 0
+    lines = ranks.lines_of(found)
+    different = ranks.distinct(lines)
+    value = {"device": first.name, "job": job.model_dump(), "lines": [one._asdict() for one in lines]}
+    text = json.dumps({**value, "distinct": different}, indent=1) + "\n"
+    shown("demo", {"hashes": ranks.report(job, first.name, lines)}, text, as_json=as_json)
+    if different["int8"] > 1:
+        tell(f"FAIL: int8 has {different['int8']} hashes", "bold red")
+        return 1
+    tell("PASS: int8 has one hash", "green")
+    return 0
 
 
 def _rows(command: str, option: str, given: Sequence[str], least: int = 1) -> tuple[int, ...]:
@@ -201,10 +203,9 @@ def _need_torch() -> None:
         raise MissingDependency("torch, with which this measures,", "pip install torch")
 
 
-MODEL = Study(model.ModelRecord, measure_model, model.lines, model.sections, model.plots)
-PARALLEL = Study(parallel.ParallelRecord, measure_parallel, parallel.lines, parallel.sections, parallel.plots)
-TRAIN = Study(train.TrainRecord, measure_train, train.lines, train.sections, train.plots)
-HASHES = Study(ranks.HashRecord, measure_hashes, ranks.lines, ranks.sections)
+MODEL = Study(model.ModelRecord, measure_model, model.sections)
+PARALLEL = Study(parallel.ParallelRecord, measure_parallel, parallel.sections)
+TRAIN = Study(train.TrainRecord, measure_train, train.sections)
 STUDIES: tuple[Study[Any], ...] = (BENCH, MODEL, PARALLEL, TRAIN)
 """The studies whose records are kept."""
 run_model, run_parallel, run_train = MODEL.run, PARALLEL.run, TRAIN.run

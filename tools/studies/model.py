@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from itertools import product
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from rich.text import Text
 
 from skuda.dispatch.select.tuning import Timing
 from skuda.registry.device import device_named
 from skuda.registry.value import Real, Size, Value
-from skuda.tools.study.plot import Panel, Plot, by_rows
 from skuda.tools.study.record import Record
 from skuda.tools.study.requirement import Requirement, requirements
 from skuda.tools.study.view import Parts, Sections, Table
@@ -28,6 +28,40 @@ GAINS: dict[tuple[Phase, int], float] = {
     ("prefill", 8192): 1.65,
 }
 """The least time of bf16, eager or compiled, over ours, by phase and rows."""
+OPS = 8
+"""Ops of a compiled function, where the cost of an op inside it counts."""
+NO_OP = "no op, compiled"
+"""The compiled function whose cost is taken off that of others."""
+
+
+class Replaced(NamedTuple):
+    """The call that another one replaces, and how many times its cost is wanted at most.
+
+    With `less`, the cost of that call is taken off both.
+    """
+
+    over: str
+    at_most: float | None = None
+    less: str = ""
+
+
+HOST = {
+    "plan.run(output=)": Replaced("torch.mul(out=)", 1.15),
+    "Dispatcher.run": Replaced("F.linear", 1.0),
+    **dict.fromkeys(("DynamicLinear", "joined layers", "StaticLinear"), Replaced("nn.Linear", 1.1)),
+    "gated MLP, fused": Replaced("gated MLP, bf16", 0.9),
+    "Llama layer, quantized": Replaced("Llama layer, bf16"),
+    "Llama layer, fused": Replaced("Llama layer, bf16", 0.85),
+    "compiled layer, fused": Replaced("compiled layer, bf16", 0.95),
+    f"{OPS} x quantized_linear, compiled": Replaced(f"{OPS} x mm, compiled", 1.5, NO_OP),
+    f"{OPS} x rms_norm_quantize, compiled": Replaced(f"{OPS} x mm, compiled", 1.5, NO_OP),
+}
+"""Calls on the host by name; see `skuda.tools.studies.host`."""
+Cache = Literal["dynamic cache", "static cache", "continuous batching"]
+CACHES: tuple[Cache, ...] = get_args(Cache)
+SEQUENCES = (1, 16)
+_GENERATED = 1.0
+"""The most time of a token by ours over bf16, with every cache and for every number of sequences."""
 _RIVALS = ("torchao", "bitsandbytes")
 _OVER_RIVALS = 1.3
 
@@ -44,28 +78,14 @@ class FormResult(Value):
     refused: str = ""
 
 
-class PhaseResult(Value):
-    """The stack with inputs of one shape.
+Ways = Annotated[tuple[FormResult, ...], Field(min_length=1)]
 
-    Attributes
-    ----------
-    phase : str
-        ``decode``: `rows` sequences, of which each has one new position at the end of a cache of `cache` positions;
-        ``prefill``: one sequence of `rows` positions, which fill the cache.
-    ways : tuple of FormResult
-        The forms, in the order of their columns.
-    compared : int
-        Inputs for which the outputs of all forms of ours, eager, compiled and as they are timed, were compared.
-    wrong : str
-        How they differ in a bit; empty if they do not.
-    """
 
-    phase: Phase
-    rows: Size
-    cache: Size
-    ways: Annotated[tuple[FormResult, ...], Field(min_length=1)]
-    compared: Size = 0
-    wrong: str = ""
+class Timed:
+    """What several forms did in the same rounds; `ways` are in the order of their columns."""
+
+    if TYPE_CHECKING:  # a field of the base would be the first in a file
+        ways: Ways
 
     @property
     def times(self) -> dict[str, float]:
@@ -78,28 +98,56 @@ class PhaseResult(Value):
         ours = min((us for name, us in self.times.items() if name in OURS), default=None)
         return {name: us / ours for name, us in self.times.items()} if ours else {}
 
+
+class PhaseResult(Timed, Value):
+    """The stack with inputs of one shape.
+
+    Attributes
+    ----------
+    phase : str
+        ``decode``: `rows` sequences, of which each has one new position at the end of a cache of `cache` positions;
+        ``prefill``: one sequence of `rows` positions, which fill the cache.
+    compared : int
+        Inputs for which the outputs of all forms of ours, eager, compiled and as they are timed, were compared.
+    wrong : str
+        How they differ in a bit; empty if they do not.
+    """
+
+    phase: Phase
+    rows: Size
+    cache: Size
+    ways: Ways
+    compared: Size = 0
+    wrong: str = ""
+
     @property
     def gain(self) -> float | None:
         """The time of the faster form in bf16 over that of the fastest of ours; None if one is missing."""
         return min((self.ratios[name] for name in REAL if name in self.ratios), default=None)
 
 
-class HostCost(Value):
-    """The cost of one call on the host, which does not wait for the device.
+class GenerateResult(Timed, Value):
+    """A model of transformers that generates for `rows` sequences; times are milliseconds a token on the wall clock.
 
-    Attributes
-    ----------
-    over : str
-        The name of the call that it replaces; empty for a call of torch.
-    at_most : float or None
-        How many times that call's cost is wanted at most.
+    With a dynamic or static `cache`, whole calls are timed; in continuous batching, from the first token to the last.
     """
+
+    cache: Cache
+    rows: Size
+    ways: Ways
+
+    @property
+    def ratio(self) -> float | None:
+        """The time of ours over that of bf16; None if one is missing."""
+        return 1 / self.ratios["bf16"] if "bf16" in self.ratios else None
+
+
+class HostCost(Value):
+    """The cost of one call on the host, which does not wait for the device; see `HOST`."""
 
     name: str
     timing: Timing | None = None
     refused: str = ""
-    over: str = ""
-    at_most: float | None = None
 
 
 class ModelRecord(Record):
@@ -115,74 +163,98 @@ class ModelRecord(Record):
         Whether replays of a CUDA graph are timed; on a CPU, calls are.
     computes, absent : dict
         A description of each form, and why a form did not take part, by name.
+    generation : dict
+        Of the model that generates: layers, vocabulary, and tokens of a prompt and new ones.
     """
 
     measured_by: ClassVar[tuple[str, ...]] = ("skuda.tools.studies.model_bench:bench",)
-    retired: ClassVar[frozenset[str]] = frozenset({"ratio", "bytes", "weights"})
+    retired: ClassVar[frozenset[str]] = frozenset({"ratio", "bytes", "weights", "over", "at_most"})
     kind: Literal["skuda bench-model"] = "skuda bench-model"
     schema_version: Literal[1] = 1
     repeats: Size
     sizes: dict[str, Size]
     graph: bool
-    computes: dict[str, str]
+    computes: dict[str, str] = Field(default_factory=dict)
     absent: dict[str, str] = Field(default_factory=dict)
-    phases: Annotated[tuple[PhaseResult, ...], Field(min_length=1)]
+    phases: tuple[PhaseResult, ...] = ()
     host: tuple[HostCost, ...] = ()
+    generation: dict[str, Size] = Field(default_factory=dict)
+    generated: tuple[GenerateResult, ...] = ()
+
+    @model_validator(mode="after")
+    def _of_something(self) -> Self:
+        if not (self.phases or self.host or self.generated):
+            self.refuse("phases", "none", "be given where neither calls on the host nor generation was measured")
+        return self
 
     @property
     def host_ratios(self) -> dict[str, float]:
-        """The median of a call over that of the call that it replaces, by name."""
-        medians = {cost.name: cost.timing.median for cost in self.host if cost.timing is not None}
-        both = (cost for cost in self.host if {cost.name, cost.over} <= medians.keys())
-        return {cost.name: medians[cost.name] / medians[cost.over] for cost in both}
+        """The cost of a call over that of the call that it replaces, by name."""
+        costs = {cost.name: cost.timing.median for cost in self.host if cost.timing is not None}
+        found = {}
+        for name, (over, _, less) in HOST.items():
+            off = costs.get(less, 0.0)
+            if {name, over, less} - {""} <= costs.keys() and costs[over] > off:
+                found[name] = (costs[name] - off) / (costs[over] - off)
+        return found
 
     @property
     def wrong(self) -> tuple[str, ...]:
-        """The phases in which outputs of ours differ."""
-        return tuple(f"{phase.phase} {phase.rows}: {phase.wrong}" for phase in self.phases if phase.wrong)
-
-
-def lines(record: ModelRecord) -> Iterator[tuple[object, ...]]:
-    """Yield phase, rows, cache, form, median, p10 and p90 in us, ratio, error, rounds, and what went wrong."""
-    for phase in record.phases:
-        for one in phase.ways:
-            rest = (phase.ratios.get(one.name), one.error, one.timing and one.timing.rounds, one.refused or phase.wrong)
-            yield (phase.phase, phase.rows, phase.cache, one.name, *_times(one.timing), *rest)
-    for cost in record.host:
-        ratio = record.host_ratios.get(cost.name)
-        yield ("host", None, None, cost.name, *_times(cost.timing), ratio, None, None, cost.refused)
-
-
-def _times(t: Timing | None) -> tuple[float | None, ...]:
-    return (t.median, t.p10, t.p90) if t else (None,) * 3
+        """The phases in which outputs of ours differ, and where ours does not generate but bf16 does."""
+        differ = (f"{phase.phase} {phase.rows}: {phase.wrong}" for phase in self.phases if phase.wrong)
+        failed = (
+            f"{each.cache}, {each.rows} sequences: {one.name}: {one.refused}"
+            for each in self.generated
+            for one in each.ways
+            if one.refused and one.name in OURS and each.times
+        )
+        return (*differ, *failed)
 
 
 def sections(record: ModelRecord) -> Sections:
-    """Return the sections: ``phases`` (times), ``requirements``, ``host`` (the cost of a call) and ``facts``."""
-    sizes = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in record.sizes.items())
+    """Return the sections: ``phases`` (times), ``requirements``, ``host`` (calls), ``generate`` and ``facts``."""
+    weights = "Gaussian weights of deviation 1 / sqrt(K); no embeddings, last norm and head"
     about = {
-        "stack": f"{sizes}; Gaussian weights of deviation 1 / sqrt(K); no embeddings, last norm and head",
+        "stack": f"{_named(record.sizes)}; {weights}",
         "timed": "replays of a CUDA graph" if record.graph else "calls on the CPU",
+        "generation": _named(record.generation),
         **record.computes,
         **{f"absent: {name}": why for name, why in record.absent.items()},
     }
-    ratios = record.host_ratios
-    costs = [
-        (
-            one.name,
-            f"{t.median:.2f}",
-            f"{t.p90:.2f}",
-            f"{ratios[one.name]:.2f} x {one.over}" if one.name in ratios else "",
-        )
-        for one in record.host
-        if (t := one.timing) is not None
-    ]
     return {
-        "phases": _phases(record),
+        "phases": _phases(record) if record.phases else (),
         "requirements": _requirements(record),
-        "host": (Table(("call", "median, us", "p90, us", "over"), costs, "Calls on the host"),) if costs else (),
+        "host": _host(record) if record.host else (),
+        "generate": _generate(record) if record.generated else (),
         "facts": (record.facts(**about),),
     }
+
+
+def _named(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in sizes.items())
+
+
+def _host(record: ModelRecord) -> Parts:
+    ratios, timed = record.host_ratios, [(one.name, one.timing) for one in record.host if one.timing is not None]
+    rows = [
+        (name, f"{t.median:.2f}", f"{t.p90:.2f}", f"{ratios[name]:.2f} x {HOST[name].over}" if name in ratios else "")
+        for name, t in timed
+    ]
+    notes = (Text(f"{one.name}: {one.refused}", "yellow") for one in record.host if one.refused)
+    return (Table(("call", "median, us", "p90, us", "over"), rows, "Calls on the host"), *notes)
+
+
+def _generate(record: ModelRecord) -> Parts:
+    """Return the milliseconds of a token by cache, sequences and form, and why forms were refused."""
+    names = list(dict.fromkeys(one.name for each in record.generated for one in each.ways))
+    rows, notes = [], []
+    for each in record.generated:
+        cells = (f"{each.times[name]:.2f}" if name in each.times else "-" for name in names)
+        rows.append((each.cache, each.rows, *cells, "-" if each.ratio is None else f"{each.ratio:.2f}"))
+        where = f"{each.cache}, {each.rows} sequences"
+        notes += [Text(f"{one.name} refuses {where}: {one.refused}", "yellow") for one in each.ways if one.refused]
+    headings = ("cache", "sequences", *(f"{name}, ms" for name in names), "ours over bf16")
+    return (Table(headings, rows, "Milliseconds of a token that transformers generates"), *notes)
 
 
 def _phases(record: ModelRecord) -> Parts:
@@ -211,10 +283,14 @@ def _requirements(record: ModelRecord) -> Parts:
     for name in _RIVALS:
         ratios = [phase.ratios[name] for phase in record.phases if name in phase.ratios]
         figures.append(Requirement.ratio(f"{name} over ours, lowest", min(ratios, default=None), _OVER_RIVALS))
-    for one in record.host:
-        if one.at_most is not None:
-            what, ratio = f"{one.name} on the host over {one.over}", record.host_ratios.get(one.name)
-            figures.append(Requirement.ratio(what, ratio, one.at_most, at_most=True))
+    for name, (over, at_most, _) in HOST.items():
+        if at_most is not None:
+            what, cost = f"{name} on the host over {over}", record.host_ratios.get(name)
+            figures.append(Requirement.ratio(what, cost, at_most, at_most=True))
+    generated = {(each.cache, each.rows): each.ratio for each in record.generated}
+    for cache, rows in product(CACHES, SEQUENCES):
+        what, time = f"a token, {cache}, {rows} at once: ours over bf16", generated.get((cache, rows))
+        figures.append(Requirement.ratio(what, time, _GENERATED, at_most=True))
     wanted = device_named("h200").name
     unlike = (
         (record.card == wanted, f"the device is {record.card}, not {wanted}"),
@@ -222,15 +298,3 @@ def _requirements(record: ModelRecord) -> Parts:
         ({**record.sizes, **LLAMA_3_8B} == record.sizes, "the sizes are not those of Llama 3 8B"),
     )
     return requirements(bits, figures, unlike)
-
-
-def plots(record: ModelRecord) -> list[Plot]:
-    """Return the plot of microseconds of a layer by rows, and of each form's time over ours."""
-    layers, pairs = record.sizes["layers"], list[tuple[Panel, Panel]]()
-    for name, label in (("decode", "sequences, M"), ("prefill", "positions, M")):
-        mine = sorted((p for p in record.phases if p.phase == name and p.times), key=lambda phase: phase.rows)
-        points = [(p.rows, {form: us / layers for form, us in p.times.items()}, p.ratios) for p in mine]
-        labels = ("", "") if pairs else ("us a layer", "time over ours")
-        pairs += [by_rows(points, label, labels, name)] if points else []
-    title = f"Time of a layer of {record.sizes['hidden']} channels: {record.where}"
-    return [Plot("layers", title, list(zip(*pairs, strict=True)))] if pairs else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from time import perf_counter_ns
@@ -21,15 +21,17 @@ from skuda.tools.bench.lab import TorchLab
 from skuda.tools.bench.rivals import TORCHAO_COMPILED, Rival, absence, bitsandbytes_linear, torchao_linear
 from skuda.tools.bench.timing import error_line, rounds_each, time_interleaved
 from skuda.tools.output import Report
-from skuda.tools.studies.host import HostCall, host_calls
+from skuda.tools.studies.generate import generated
+from skuda.tools.studies.host import fused, host_calls
 from skuda.tools.studies.llama import LlamaSizes, LlamaStack, angles_of, drawn, random_caches
 from skuda.tools.studies.model import FormResult, HostCost, Phase, PhaseResult
-from skuda.torch import DynamicLinear, fuse_
 
 _BUDGET = 4.0
 """Seconds for the rounds of one form in one phase."""
 _COMPARED = 3
 """Inputs for which the forms of ours must agree."""
+PARTS = ("phases", "generate", "host")
+"""What can be measured alone."""
 EXACT = {"fullgraph": True, "dynamic": False, "options": {"emulate_precision_casts": True}}
 """Lets Inductor round where eager execution does, so that the bits are those of eager execution."""
 
@@ -61,14 +63,6 @@ def converted(stack: LlamaStack, convert: Callable[[nn.Linear], Any]) -> Any:
     return copy.deepcopy(stack, {id(linear): convert(linear) for linear in linears})
 
 
-def _fused(stack: LlamaStack) -> Any:
-    made = converted(stack, DynamicLinear.from_linear)
-    left = fuse_(made).left
-    if left:
-        raise RuntimeError(f"not fused: {left}")
-    return made
-
-
 def _torchao(stack: LlamaStack) -> Any:
     return converted(stack, lambda linear: torchao_linear(copy.deepcopy(linear)))
 
@@ -76,8 +70,8 @@ def _torchao(stack: LlamaStack) -> Any:
 FORMS = (
     StackForm("bf16", "nothing quantized, eager", _same),
     StackForm("bf16 compiled", "nothing quantized, torch.compile", _same, {"dynamic": False}),
-    StackForm("skuda", "DynamicLinear and fuse_, eager", _fused, ours=True),
-    StackForm("skuda compiled", "DynamicLinear and fuse_, torch.compile", _fused, EXACT, ours=True),
+    StackForm("skuda", "DynamicLinear and fuse_, eager", fused, ours=True),
+    StackForm("skuda compiled", "DynamicLinear and fuse_, torch.compile", fused, EXACT, ours=True),
     StackForm(
         "torchao", "Int8DynamicActivationInt8WeightConfig, torch.compile", _torchao, TORCHAO_COMPILED, needs="torchao"
     ),
@@ -96,39 +90,51 @@ def bench(
     sizes: dict[str, int],
     phases: Sequence[tuple[Phase, int, int]],
     names: Sequence[str],
+    parts: Collection[str],
     repeats: int,
     seed: int,
     watch: Report,
 ) -> dict[str, Any]:
-    """Measure phases, each of a name, rows and cache; return the fields of the record.
+    """Measure some of `PARTS`; return the fields of the record.
 
-    Ours and the first form are always measured, and those of some names; all without names.
+    A phase is a name, rows and cache. Ours and the first form are always measured in it, and those of some names; all
+    without names.
     """
-    forms = [form for form in FORMS if form.ours or form is FORMS[0] or not names or form.name in names]
-    on_gpu = device.processor == "cuda"
+    lab, on_gpu, fields = TorchLab(device), device.processor == "cuda", dict[str, Any]()
     with torch.no_grad():
-        stacks = Stacks(TorchLab(device), LlamaSizes(**sizes), forms, seed)
-        found = []
-        for number, (phase, rows, cache) in enumerate(phases):
-            # cuDNN, torch's own choice for one query, gives other bits from call to call.
-            flash = on_gpu and phase == "decode"
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
-                found.append(stacks.phase(phase, rows, cache, repeats, partial(watch, number, len(phases))))
-            stacks.lab.tidy()
-        watch(len(phases), len(phases), "host")
-        calls = host_calls(device, stacks.lab.place)
-        # On a CPU a call is the whole computation.
-        how: Any = (torch.cuda.synchronize, 200, 25) if on_gpu else (lambda: None, 4, 3)
-        host = host_costs(calls, *how)
-    return {
-        "repeats": repeats,
-        "sizes": sizes,
-        "graph": on_gpu,
-        "computes": {form.name: form.computes for form in forms},
-        "absent": stacks.absent,
-        "phases": tuple(found),
-        "host": host,
-    }
+        if "phases" in parts:
+            fields |= _phases(lab, LlamaSizes(**sizes), phases, names, repeats, seed, watch)
+            lab.tidy()
+        if "generate" in parts:
+            watch(len(phases), len(phases), "generate")
+            fields |= generated(lab, LlamaSizes(**sizes), seed)
+        if "host" in parts:
+            watch(len(phases), len(phases), "host")
+            # On a CPU a call is the whole computation.
+            how: Any = (torch.cuda.synchronize, 200, 25) if on_gpu else (lambda: None, 4, 3)
+            fields["host"] = host_costs(host_calls(device, lab.place), *how)
+    return {"repeats": repeats, "sizes": sizes, "graph": on_gpu, **fields}
+
+
+def _phases(
+    lab: TorchLab,
+    sizes: LlamaSizes,
+    phases: Sequence[tuple[Phase, int, int]],
+    names: Sequence[str],
+    repeats: int,
+    seed: int,
+    watch: Report,
+) -> dict[str, Any]:
+    forms = [form for form in FORMS if form.ours or form is FORMS[0] or not names or form.name in names]
+    stacks, found = Stacks(lab, sizes, forms, seed), []
+    for number, (phase, rows, cache) in enumerate(phases):
+        # cuDNN, torch's own choice for one query, gives other bits from call to call.
+        flash = lab.place.type == "cuda" and phase == "decode"
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
+            found.append(stacks.phase(phase, rows, cache, repeats, partial(watch, number, len(phases))))
+        lab.tidy()
+    computes = {form.name: form.computes for form in forms}
+    return {"computes": computes, "absent": stacks.absent, "phases": tuple(found)}
 
 
 class _ReadyForm(NamedTuple):
@@ -228,19 +234,26 @@ class Stacks:
 
 
 def host_costs(
-    calls: Mapping[str, HostCall], wait: Replay, burst: int, bursts: int, clock: Callable[[], int] = perf_counter_ns
+    calls: Mapping[str, Replay], wait: Replay, burst: int, bursts: int, clock: Callable[[], int] = perf_counter_ns
 ) -> tuple[HostCost, ...]:
-    """Time named calls in interleaved bursts; `wait` waits for the device between them, `clock` returns nanoseconds."""
+    """Time named calls in interleaved bursts; `wait` waits for the device between them, `clock` returns nanoseconds.
+
+    A call that fails is recorded as refused.
+    """
     samples: dict[str, list[float]] = {name: [] for name in calls}
+    refused: dict[str, str] = {}
     collecting = gc.isenabled()
     gc.disable()
     try:
         for number in range(bursts + 1):
-            for name, (call, *_) in calls.items():
+            for name in [name for name in calls if name not in refused]:
                 wait()
-                start = clock()
-                for _ in range(burst):
-                    call()
+                call, start = calls[name], clock()
+                try:
+                    for _ in range(burst):
+                        call()
+                except Exception as error:  # noqa: BLE001  a compiler's; the others are timed still
+                    refused[name] = error_line(error)
                 if number:  # the first burst warms up
                     samples[name].append((clock() - start) / burst / 1e3)
     finally:
@@ -248,7 +261,7 @@ def host_costs(
         if collecting:
             gc.enable()
     return tuple(
-        HostCost(name=name, timing=Timing.of(found), over=calls[name].over, at_most=calls[name].at_most)
+        HostCost(name=name, timing=None if name in refused else Timing.of(found), refused=refused.get(name, ""))
         for name, found in samples.items()
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -13,7 +13,6 @@ from skuda.registry.device import device_named
 from skuda.registry.value import Size, Value
 from skuda.tools.output import words
 from skuda.tools.studies.processes import RankJob
-from skuda.tools.study.plot import Plot, by_rows
 from skuda.tools.study.record import Record
 from skuda.tools.study.requirement import Requirement, requirements
 from skuda.tools.study.view import Parts, Sections, Table
@@ -113,15 +112,6 @@ def results_of(job: MlpJob, found: Sequence[Sequence[Mapping[str, Any]] | None],
     return tuple(results)
 
 
-def lines(record: ParallelRecord) -> Iterator[tuple[object, ...]]:
-    """Yield rows, form, median, p10 and p90 in us, the ratio to ours on all ranks, and what failed."""
-    for result in record.results:
-        for form, t in result.timings.items():
-            yield result.rows, form, t.median, t.p10, t.p90, result.ratios.get(form), ""
-        if result.wrong:
-            yield result.rows, "", "", "", "", "", result.wrong
-
-
 def sections(record: ParallelRecord) -> Sections:
     """Return the sections: ``times`` (microseconds by rows), ``requirements`` and ``facts``."""
     job, rows = record.orders, []
@@ -157,11 +147,3 @@ def _requirements(record: ParallelRecord) -> Parts:
         ((job.hidden, job.intermediate) == LLAMA_3_70B, "the sizes are not those of Llama 3 70B"),
     )
     return requirements(Requirement.equal("bits on all ranks and on one", wrong, compared), figures, unlike)
-
-
-def plots(record: ParallelRecord) -> list[Plot]:
-    """Return the plot of microseconds by rows, and of each form's time over ours on all ranks."""
-    points = [(result.rows, result.times, result.ratios) for result in record.results if result.times]
-    title = f"Time of a gated MLP on {record.orders.count} ranks: {record.where}"
-    above, below = by_rows(points, "rows, M", ("us", f"time over {INT8_ALL}"))
-    return [Plot("times", title, [[above], [below]])] if points else []

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from pydantic import computed_field
 from rich.text import Text
 
-from skuda.registry.value import Size, Value
+from skuda.registry.value import Size
 from skuda.tools.studies.processes import RankJob
-from skuda.tools.study.record import Record
-from skuda.tools.study.view import Sections, Table
+from skuda.tools.study.view import Parts, Table
 
 FORMS = ("int8", "sliced int8", "bf16")
 BATCHES = {"alone": (0,), "first of 5": (0, 1, 2, 3, 4), "last of 5": (4, 3, 2, 1, 0)}
@@ -38,67 +36,45 @@ class HashJob(RankJob):
     layers: Size
 
 
-class HashLine(Value):
+class HashLine(NamedTuple):
     """One batch on a number of ranks: for each form the different hashes of their outputs, that of rank 0 first.
 
-    0 ranks are one process without a group on the CPU, where NumPy computes what skuda does.
+    0 ranks are one process without a group on the CPU, where NumPy computes what skuda does. The lines without a group
+    are the first, and define what the others must give.
     """
 
-    ranks: Size
+    ranks: int
     batch: str
     hashes: dict[str, tuple[str, ...]]
 
 
-class HashRecord(Record):
-    """The whole run; the first lines, without a group, define what the others must give."""
-
-    measured_by: ClassVar[tuple[str, ...]] = ("skuda.tools.studies.ranks_rank:work",)
-    retired: ClassVar[frozenset[str]] = frozenset({"distinct"})  # it follows from the lines
-    kind: Literal["skuda demo"] = "skuda demo"
-    schema_version: Literal[1] = 1
-    job: HashJob
-    lines: tuple[HashLine, ...]
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def distinct(self) -> dict[str, int]:
-        """How many different hashes each form gave."""
-        return {form: len({one for line in self.lines for one in line.hashes[form]}) for form in FORMS}
-
-    @property
-    def wrong(self) -> tuple[str, ...]:
-        """Whether int8 gave more than one hash."""
-        return (f"int8 has {self.distinct['int8']} hashes",) if self.distinct["int8"] > 1 else ()
+def distinct(lines: Sequence[HashLine]) -> dict[str, int]:
+    """Return how many different hashes each form gave."""
+    return {form: len({one for line in lines for one in line.hashes[form]}) for form in FORMS}
 
 
-def lines_of(found: Sequence[Mapping[str, Hashes]]) -> tuple[HashLine, ...]:
+def lines_of(found: Sequence[Mapping[str, Hashes]]) -> list[HashLine]:
     """Return the lines for every number of ranks, from what the ranks found by that number."""
     made = []
     for count in range(len(found) + 1):
         each = [mine[str(count)] for mine in found[: max(count, 1)]]
         for batch in BATCHES:
             hashes = {form: tuple(dict.fromkeys(one[batch][form] for one in each)) for form in FORMS}
-            made.append(HashLine(ranks=count, batch=batch, hashes=hashes))
-    return tuple(made)
+            made.append(HashLine(count, batch, hashes))
+    return made
 
 
-def lines(record: HashRecord) -> Iterator[tuple[object, ...]]:
-    """Yield ranks, batch, and the hashes of each form."""
-    for line in record.lines:
-        yield line.ranks, line.batch, *map(" ".join, line.hashes.values())
-
-
-def sections(record: HashRecord) -> Sections:
+def report(job: HashJob, card: str, lines: Sequence[HashLine]) -> Parts:
     """Return the report; a hash that differs from the first of its column is marked."""
-    first, job, rows = record.lines[0], record.job, []
-    for line in record.lines:
+    first, rows = lines[0], []
+    for line in lines:
         styles = {form: "" if line.hashes[form] == first.hashes[form] else "yellow" for form in FORMS}
         cells = (Text("\n".join(line.hashes[form]), style=style) for form, style in styles.items())
-        rows.append((line.ranks or "none", record.card if line.ranks else "CPU", line.batch, *cells))
-    counts = (f"{count} hash{'es' if count > 1 else ''}" for count in record.distinct.values())
+        rows.append((line.ranks or "none", card if line.ranks else "CPU", line.batch, *cells))
+    counts = (f"{count} hash{'es' if count > 1 else ''}" for count in distinct(lines).values())
     table = Table(("ranks", "on", "batch", *FORMS), [*rows, ("different", "", "", *counts)], words=6)
     about = (
         f"{job.layers} gated MLPs of {job.hidden} x {job.intermediate}, with random weights of seed {job.seed}. A hash "
         f"is the first 12 hex digits of the sha256 of the output for the same {POSITIONS} tokens."
     )
-    return {"hashes": (about, table, *_ABOUT)}
+    return (about, table, *_ABOUT)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from skuda.registry.value import Integer, Real, Size, Value
-from skuda.tools.study.plot import Panel, Plot, Series
 from skuda.tools.study.record import Record
 from skuda.tools.study.view import Sections, Table
 
@@ -113,21 +111,14 @@ class TrainRecord(Record):
         )
 
 
-def lines(record: TrainRecord) -> Iterator[tuple[str, str, float, float | None]]:
-    """Yield way, figure (see `FIGURES`), value, and the per cent above bf16 or None."""
-    for result in record.ways:
-        for name, value in {"loss": result.final_loss, **result.held_out}.items():
-            yield result.way, name, value, record.excess.get((result.way, name))
-        yield result.way, "ms", result.milliseconds, None
-
-
 def sections(record: TrainRecord) -> Sections:
     """Return the sections: ``ways`` (the figures of each) and ``facts``."""
     shape, text = record.shape, record.corpus
-    rows = [
-        (way, FIGURES.get(name, name), f"{value:.4f}", "" if above is None else f"{above:+.2f} %")
-        for way, name, value, above in lines(record)
-    ]
+    rows = []
+    for one in record.ways:
+        for name, value in {"loss": one.final_loss, **one.held_out, "ms": one.milliseconds}.items():
+            above = record.excess.get((one.way, name))
+            rows.append((one.way, FIGURES.get(name, name), f"{value:.4f}", "" if above is None else f"{above:+.2f} %"))
     about = {
         "model": f"{record.parameters:,} parameters, {shape.layers} layers of {shape.width} channels",
         "compiled": "yes" if record.compiled else "no",
@@ -138,13 +129,3 @@ def sections(record: TrainRecord) -> Sections:
         "ways": (Table(("way", "figure", "value", f"above {BASELINE}"), rows, words=2),),
         "facts": (record.facts(**about),),
     }
-
-
-def plots(record: TrainRecord) -> list[Plot]:
-    """Return the plot of the loss over the steps."""
-    series = []
-    for result in record.ways:
-        steps = [min(at * record.every, record.steps) for at in range(1, len(result.losses) + 1)]
-        series.append(Series(result.way, steps, result.losses))
-    panel = Panel(series, "step", f"nats per byte, mean of {record.every}", high=3.4)
-    return [Plot("loss", f"Training loss: {record.where}", [[panel]])]

@@ -1,1 +1,1 @@
-"""The frame of everything that measures: records, requirements, tables, plots, and the course of a run."""
+"""The frame of everything that measures: records, requirements, tables, and the course of a run."""

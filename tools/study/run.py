@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from inspect import signature
@@ -16,8 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from skuda.dispatch.select.environment import driver_version, skuda_version, versions
 from skuda.registry.device import Device
 from skuda.registry.errors import InvalidProblem, SkudaError
-from skuda.tools.output import progress, records, refuse, split, stderr, stdout, tell
-from skuda.tools.study import plot as drawing
+from skuda.tools.output import progress, refuse, split, stdout, tell
 from skuda.tools.study.record import Record, measurer_hash
 from skuda.tools.study.view import Sections, markdown, show
 
@@ -42,15 +41,13 @@ class Study(Generic[_Kind]):
 
     `measure` takes a function that reports progress, and the command's options as keywords with defaults: among them
     `seed`, which is always given, and maybe `ops`, which are positional on a command line. It raises `NoDevice`.
-    `lines`, `sections` and `plots` return, of a record, the rows for a pipe, the parts of a report by name, and the
-    plots; `apart` returns the names of sections that are shown only where they are named.
+    Of a record, `sections` returns the parts of a report by name, and `apart` the names of those that are shown only
+    where they are named.
     """
 
     record: type[_Kind]
     measure: Callable[..., Findings]
-    lines: Callable[[_Kind], Iterable[Sequence[object]]]
     sections: Callable[[_Kind], Sections]
-    plots: Callable[[_Kind], Sequence[drawing.Plot]] = lambda _: ()
     apart: Callable[[_Kind], Iterable[str]] = lambda _: ()
 
     def run(
@@ -58,19 +55,16 @@ class Study(Generic[_Kind]):
         *,
         output: Path | None = None,
         show: Path | None = None,
-        plot: Path | None = None,
         markdown: str | None = None,
         as_json: bool = False,
         **options: Any,
     ) -> int:
         """Measure with some options, or show the record in the file `show`.
 
-        The record goes to `output`, its plots to `plot`; a section is printed as `markdown`, or the record as JSON.
+        The record goes to `output`; a section is printed as `markdown`, or the record as JSON.
         Return the exit status: 0; 1 if something is wrong in the record, or if no device here can run it.
         """
         command = self.record.maker()
-        if plot is not None:
-            drawing.check(command, plot)
         if show is not None:
             refuse_beside_show(command, self.measure, {**options, "output": output})
             record = self.record.load(show)
@@ -82,12 +76,9 @@ class Study(Generic[_Kind]):
                 return 1
             if output is not None:
                 record.save(output)
-        sections, apart = self.sections(record), self.apart(record)
-        shown(command, self.lines(record), sections, record.text(), markdown, apart, as_json=as_json)
+        shown(command, self.sections(record), record.text(), markdown, self.apart(record), as_json=as_json)
         for line in record.wrong:
             tell(line, "red")
-        for file in drawing.save(record, self.plots(record), plot) if plot is not None else ():
-            stderr().print(f"wrote {file}", style="dim", soft_wrap=True)
         if show is None and stdout().is_terminal and not as_json:
             line = f"recorded in {output}" if output else "not recorded: --output FILE does that"
             stdout().print(line, style="dim", soft_wrap=True)
@@ -120,7 +111,6 @@ def silent(_done: int, _total: int, _what: str) -> None:
 
 def shown(
     command: str,
-    lines: Iterable[Sequence[object]],
     sections: Sections,
     text: str,
     section: str | None = None,
@@ -128,7 +118,7 @@ def shown(
     *,
     as_json: bool,
 ) -> None:
-    """Print what was measured: a section as Markdown, JSON, a report for a person, or lines for a pipe."""
+    """Print what was measured: JSON, a report for a person, or in a pipe Markdown, of all or of one section."""
     together = [part for name, parts in sections.items() if name not in set(apart) for part in parts]
     if section is not None:
         if section not in (*sections, "all"):
@@ -139,7 +129,7 @@ def shown(
     elif stdout().is_terminal:
         show(stdout(), together)
     else:
-        records(lines)
+        sys.stdout.write(markdown(together))
 
 
 def fresh_seed() -> int:

@@ -1,4 +1,4 @@
-"""Faults in what measures: the bench, its rivals, tuning, the studies, their records and their plots."""
+"""Faults in what measures: the bench, its rivals, tuning, the studies, their records, and the plots of pages."""
 
 from faults.fault import listed
 
@@ -10,6 +10,7 @@ HASH = [f"{RECORD}::test_what_is_measured_changes_the_hash_and_a_view_or_a_comme
 STALE_KERNEL = ["tests/tools/bench/test_report.py::test_a_kernel_is_stale_where_its_source_has_changed"]
 PLOTS = ["tests/docs/test_plots.py::test_shown_plots_are_drawn_once_and_all_others_removed"]
 MODEL = "tests/tools/studies/test_model.py"
+GENERATE = "tests/tools/studies/test_generate.py"
 PARALLEL = "tests/tools/studies/test_bench_parallel.py"
 FAULTS = listed(
     {
@@ -126,6 +127,30 @@ FAULTS = listed(
                 [f"{MODEL}::test_a_replay_that_keeps_an_old_result_is_wrong"],
             ),
         },
+        "tools/studies/generate.py": {
+            "generate-any-number-of-tokens-is-timed": (
+                "if list(counts) != [tokens] * len(prompts):",
+                "if not counts:",
+                [f"{GENERATE}::test_what_fails_or_gives_another_number_of_tokens_is_refused_and_said"],
+            ),
+            "generate-the-first-calls-count": (
+                "Timing.of(found[_WARM_UP:])",
+                "Timing.of(found)",
+                [f"{GENERATE}::test_forms_run_in_turn_and_the_first_calls_do_not_count"],
+            ),
+        },
+        "tools/studies/model.py": {
+            "generate-bf16-over-ours-is-judged": (
+                'return 1 / self.ratios["bf16"] if',
+                'return self.ratios["bf16"] if',
+                [f"{GENERATE}::test_the_time_of_ours_is_over_that_of_bf16"],
+            ),
+            "host-the-cost-of-a-compiled-function-counts-as-that-of-its-ops": (
+                "(costs[name] - off) / (costs[over] - off)",
+                "costs[name] / costs[over]",
+                [f"{MODEL}::test_figures_are_judged_for_the_run_that_they_are_for"],
+            ),
+        },
         "tools/studies/parallel_rank.py": {
             "parallel-a-wrong-bit-is-timed": (
                 "times = {} if wrong else self._timed(ready)",
@@ -133,10 +158,10 @@ FAULTS = listed(
                 [f"{PARALLEL}::test_a_wrong_bit_on_one_rank_is_not_timed"],
             ),
         },
-        "tools/studies/ranks.py": {
+        "tools/studies/commands.py": {
             "ranks-two-hashes-of-int8-pass": (
-                'if self.distinct["int8"] > 1 else ()',
-                'if self.distinct["int8"] > 99 else ()',
+                'different["int8"] > 1',
+                'different["int8"] > 99',
                 ["tests/tools/studies/test_ranks.py::test_a_fault_among_ranks_shows_several_hashes_and_fails"],
             ),
         },

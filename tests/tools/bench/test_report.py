@@ -1,4 +1,4 @@
-"""What `skuda bench` shows of a record: rows for a pipe, tables, Markdown sections and plots."""
+"""What `skuda bench` shows of a record: tables and Markdown sections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paths import ROOT
 from skuda.dispatch.select.tuning import Timing
 from skuda.tools.bench.bench import STUDY
 from skuda.tools.bench.record import Ceilings, RivalResult
-from skuda.tools.bench.report import lines, plots, sections
+from skuda.tools.bench.report import sections
 from skuda.tools.cli import main
 from skuda.tools.study.view import markdown
 from skuda.tools.verify.fingerprint import source_hash
@@ -147,18 +147,11 @@ def test_a_terminal_shows_what_the_record_says_and_leaves_out_columns_where_it_i
         assert "…" not in text
 
 
-def test_a_pipe_gets_a_row_for_every_contestant(shown):
-    case = measured("smoothquant_linear", (16, 512, 512), 5.0, bf16=10.0, int_mm="M must exceed 16")
-    chosen = RivalResult(name="cutlass", computes="the fastest", timing=Timing.of([2.5]), chosen="t64")
-    sensed = case.model_copy(update={"rivals": (*case.rivals, chosen), "mhz": 1500.0, "watts": 650.0})
-    rows = [line.split("\t") for line in shown(record_of(sensed))[1].splitlines()]
-    ours, bf16, int_mm, cutlass = rows
-    times = ["5.0"] * 4
-    assert ours == ["smoothquant_linear", "16x512x512", "bf16", "skuda", *times, "1.0", case.sku, "1500 MHz", "650 W"]
-    assert bf16[3:] == ["bf16", *["10.0"] * 4, "2.0", "the same"]
-    assert int_mm[3:] == ["int_mm", *[""] * 5, "M must exceed 16"]
-    assert cutlass[-2:] == ["0.5", "t64: the fastest"]
-    assert [row[-1] for row in map(list, lines(some_record()))][-1] == "wrong"
+def test_a_pipe_gets_every_section_as_markdown(shown):
+    text = shown(some_record())[1]
+    assert text == shown(some_record(), "--markdown", "all")[1]
+    assert section(some_record(), "cases") in text
+    assert section(some_record(), "facts") in text
 
 
 def test_another_section_is_refused(shown):
@@ -171,45 +164,9 @@ def test_another_section_is_refused(shown):
 # --- the layer that users compare ------------------------------------------------------------------------------------
 
 
-def test_the_layer_is_shown_by_rows_in_microseconds_and_drawn_over_bf16():
+def test_the_layer_is_shown_by_rows_in_microseconds():
     record = record_of(measured("quantized_linear", (8, 512, 512), 1.0), *reversed(LAYER))
     head, _, *rows = section(record, "layer").splitlines()
     assert head == "| M | skuda, us | bf16 compiled, us | fp8, us |"
     assert rows == ["| 16 | 10.0 | 30.0 | 20.0 |", "| 64 | 12.0 | 30.0 | 20.0 |", "| 2048 | 20.0 | 30.0 | 20.0 |"]
-    plot = plots(record)[0]
-    ((panel,),) = plot.panels
-    assert (plot.name, panel.ticks, panel.log) == ("layer", [16, 64, 2048], "x")
-    speeds = {one.name: (one.x, one.y) for one in panel.series}
-    assert speeds["skuda"] == ([16, 64, 2048], [3.0, 2.5, 1.5])
-    assert speeds["bf16 compiled"][1] == [1.0, 1.0, 1.0]
     assert "layer" in STUDY.apart(record), "it repeats what the op's table has"
-
-
-# --- plots -----------------------------------------------------------------------------------------------------------
-
-
-def test_every_op_and_element_has_a_plot_with_every_contestant_that_was_timed():
-    record = some_record()
-    found = {plot.name: plot for plot in plots(record)}
-    assert list(found) == ["smoothquant_linear-bf16", "fake_quantize-bf16", "dynamic_range-f16"]
-    assert all("NVIDIA H200" in plot.title and "2026-02-03" in plot.title for plot in found.values())
-    ((products,),) = found["smoothquant_linear-bf16"].panels
-    series = {one.name: one for one in products.series}
-    assert list(series) == ["skuda", "bf16", "int_mm"]
-    work = [2 * 16 * 2**18 / 5.0, 2 * 1024 * 2**18 / 8.0, 2 * 64 * 2**19 / 8.0]
-    assert series["skuda"].y == pytest.approx([each / 1e6 for each in work])
-    assert series["skuda"].x == [case.bytes / 1e6 for case in record.cases[:3]]
-    assert len(series["int_mm"].x) == 1
-    ((other,),) = found["fake_quantize-bf16"].panels
-    assert (products.y, other.y) == ("TOPS", "TB/s")
-    assert other.series[0].y == pytest.approx(
-        [case.bytes / us / 1e6 for case, us in zip(record.cases[3:5], (7.0, 14.0), strict=True)]
-    )
-    assert "copy" not in {one.name for one in other.series}
-    assert plots(record_of(record.cases[-1])) == []
-
-
-def test_names_in_a_record_are_not_places(tmp_path):
-    case = measured("smoothquant_linear", (16, 512, 512), 5.0)
-    record = record_of(case.model_copy(update={"op": "../up/$x_{$<b>"}))
-    assert [plot.name for plot in plots(record)] == ["_up_x__b_-bf16"]

@@ -1,19 +1,15 @@
-"""``skuda list``: the ops and kernels, what the evidence says about them, and the page of all runs."""
+"""``skuda list``: the ops and kernels, and what the evidence says about them."""
 
 from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
-from paths import ROOT
 
 from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.registry import KernelSku, Registry
 from skuda.registry.device import device_named
-from skuda.tools.show import page as page_module
 from skuda.tools.verify.evidence import EvidenceFile, Failure, SkuEvidence
 from skuda.tools.verify.fingerprint import reference_hash, source_hash, verifier_hash
 
@@ -182,140 +178,3 @@ def test_a_kernel_that_failed_shows_where(skuda, terminal, fill, tmp_path):
     _, text, _ = terminal("list", "--evidence", tmp_path)
     assert re.search(r"^fill .* failed *$", text, re.MULTILINE)
     assert "1 failed on H200" in text
-    assert skuda("list", "--html", tmp_path / "page.html", "--evidence", tmp_path)[0] == 0
-    page = (tmp_path / "page.html").read_text()
-    assert f"<code>{CUDA[1].id}</code>" in page
-    assert f"<code>{CUDA[0].id}</code>" not in page
-
-
-# ----------------------------------------------------------------------------------------------------------- the page
-
-
-class Tree(HTMLParser):
-    """What a browser would see: elements with attributes and text; refuses tags that do not nest."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.elements, self._open = [], []
-        self.feed(text)
-        assert self._open == [], "left open"
-
-    def handle_starttag(self, tag, attributes):
-        self.elements.append({"tag": tag, "text": "", **dict(attributes)})
-        if tag not in {"meta", "img"}:
-            self._open.append(self.elements[-1])
-
-    def handle_endtag(self, tag):
-        assert self._open.pop()["tag"] == tag
-
-    def handle_data(self, data):
-        for element in self._open:
-            element["text"] += data
-
-    def all(self, tag):
-        return [element for element in self.elements if element["tag"] == tag]
-
-
-def written(skuda, folder, *arguments):
-    path = folder / "page.html"
-    assert skuda("list", "--html", path, "--evidence", folder, *arguments) == (0, "", f"wrote {path}\n")
-    return path.read_text()
-
-
-def save_run(folder, name, **changes):
-    fields = {
-        "kind": "skuda bench",
-        "device": {"name": "NVIDIA H200"},
-        "date": "2026-02-03T04:05",
-        "command": "skuda b",
-    }
-    (folder / f"{name}.json").write_text(json.dumps(fields | changes))
-
-
-def save_plot(folder, run, name, content="<svg xmlns='http://www.w3.org/2000/svg'><text>100 % #1</text></svg>"):
-    (folder / run).mkdir(exist_ok=True)
-    (folder / run / f"{name}.svg").write_text(content)
-
-
-def test_the_page_has_one_heading_a_run_and_its_stored_plots(skuda, fill, tmp_path):
-    evidence_of(CUDA[0]).save(tmp_path / "run.json")
-    save_run(tmp_path, "bench", versions={"torch": "2.9"})
-    save_run(tmp_path, "two", kind="skuda bench-parallel", device="NVIDIA H100 80GB HBM3", date="2026-03-01T00:00")
-    save_run(tmp_path, "no", kind="another program")
-    save_plot(tmp_path, "bench", "speed")
-    save_plot(tmp_path, "bench", "bytes")
-    save_plot(tmp_path, "elsewhere", "of-no-run")
-    tree = Tree(written(skuda, tmp_path))
-    assert [heading["text"] for heading in tree.all("h3")] == [
-        "bench-parallel on H100, 2026-03-01T00:00",
-        "verify on H200, 2026-02-03T04:05",
-        "bench on H200, 2026-02-03T04:05",
-    ]
-    images = tree.all("img")
-    assert [image["alt"] for image in images] == ["bytes", "speed"]
-    assert all(image["src"].startswith("data:image/svg+xml,<svg") for image in images)
-    assert "100 %25 %231" in images[0]["src"]
-    cells = [cell["text"] for cell in tree.all("td")]
-    assert {"skuda b", "torch 2.9", "bench.json", "NVIDIA H200"} <= set(cells)
-    assert cells[:2] == ["fill", "float int s32"]
-
-
-def test_the_page_lists_what_the_filters_leave(skuda, use, tmp_path):
-    use(built_in_registry())
-    tree = Tree(written(skuda, tmp_path, "--op", "fill,rescale", "--backend", "pycuda"))
-    ops = [row["text"] for row in tree.all("tr")[1:]]
-    assert [row.split("\n")[0][:4] for row in ops] == ["resc", "fill"]
-    assert [heading["text"] for heading in tree.all("th")] == ["op", "elements", "pycuda", "promise", "evidence"]
-    assert "No record is here" in tree.all("body")[0]["text"]
-
-
-def test_the_page_runs_nothing_and_loads_nothing(skuda, fill, tmp_path):
-    run = evidence_of(CUDA[0], device=device_named("h200").model_copy(update={"name": HOSTILE}), driver=HOSTILE)
-    run.save(tmp_path / "run.json")
-    save_run(tmp_path, "bench", command=HOSTILE, kind=f"skuda {HOSTILE}", date=HOSTILE)
-    save_plot(tmp_path, "bench", "x'><script>", "<svg onload='a()'><script>1</script></svg>")
-    text = written(skuda, tmp_path)
-    tree = Tree(text)
-    assert not tree.all("script")
-    assert len(tree.all("img")) == 1
-    assert not [name for element in tree.elements for name in element if name.startswith("on")]
-    for element in tree.elements:
-        assert element.get("src", "data:image/svg+xml,").startswith("data:image/svg+xml,")
-        assert "href" not in element
-    assert not re.search(r"@import|url\(", text.partition("<body>")[0])
-    (policy,) = (e["content"] for e in tree.all("meta") if e.get("http-equiv") == "Content-Security-Policy")
-    assert policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-
-
-def test_plots_beyond_a_megabyte_are_named_the_oldest_first(skuda, fill, tmp_path, monkeypatch):
-    monkeypatch.setattr(page_module, "LARGEST", 12_000)
-    for number in range(4):
-        save_run(tmp_path, f"r{number}", date=f"2026-01-0{number}")
-        save_plot(tmp_path, f"r{number}", "speed", f"<svg>{'x' * 1000}</svg>")
-    text = written(skuda, tmp_path)
-    assert len(text.encode()) < 12_000
-    tree = Tree(text)
-    assert 0 < len(tree.all("img")) < 4
-    assert "The plot speed is in r0/speed.svg." in tree.all("body")[0]["text"]
-    assert text.index("data:") < text.index("The plot speed")
-
-
-def test_the_page_of_the_checkout_is_small_and_the_same_twice(skuda, use, tmp_path):
-    use(built_in_registry())
-    for name in ("one", "two"):
-        assert skuda("list", "--html", tmp_path / name)[0] == 0
-    assert (tmp_path / "one").read_text() == (tmp_path / "two").read_text()
-    assert (tmp_path / "one").stat().st_size <= 1_000_000
-    tree = Tree((tmp_path / "one").read_text())
-    kinds = [json.loads(path.read_text()) for path in (ROOT / "docs" / "evidence").glob("*.json")]
-    runs = [record for record in kinds if str(record.get("kind")).startswith("skuda ") and "date" in record]
-    assert len(tree.all("h3")) == len(runs) > 2
-    assert tree.all("img")
-
-
-def test_progress_is_shown_while_records_are_read(terminal, fill, tmp_path):
-    save_run(tmp_path, "bench")
-    status, _, err = terminal("list", "--html", tmp_path / "page.html", "--evidence", tmp_path)
-    assert status == 0
-    assert "kernels and records" in err
-    assert Path(tmp_path / "page.html").exists()

@@ -16,10 +16,9 @@ from skuda.tools.studies.parallel import (
     MlpJob,
     ParallelRecord,
     RowsResult,
-    lines,
-    plots,
     sections,
 )
+from skuda.tools.study.view import markdown
 
 JOB = MlpJob(backend="nccl", count=2, seed=1, hidden=8192, intermediate=28672, rows=(16,), repeats=2)
 TYPED = ["bench-parallel", "--cpu", "--hidden", "32", "--intermediate", "48", "--repeats", "2"]
@@ -55,8 +54,8 @@ def test_equal_bits_are_timed_and_recorded(recorded, capsys):
     assert all(tuple(one.timings) == FORMS for one in record.results)
     assert record.outdated == ""
     assert not record.graph
-    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines() if "\t" in line]
-    assert [row[:2] for row in rows] == [[str(m), form] for m in (1, 5) for form in FORMS]
+    times, *_ = sections(record)["times"]
+    assert markdown((times,)) in capsys.readouterr().out
     assert record.command.startswith("skuda bench-parallel --rows 1,5 --hidden 32 --intermediate 48 --cpu --repeats 2")
 
 
@@ -138,18 +137,13 @@ def test_figures_are_judged_by_rows_and_only_for_the_run_that_they_are_for():
     assert wrong.wrong == ("16 rows: a bit",)
 
 
-def test_the_table_and_the_plot_have_every_time_and_what_failed():
+def test_the_table_has_every_time_and_what_failed():
     record = of((10.0, 16.0, 15.0), (10.0, 18.0, 17.0))
     table, *notes = sections(record)["times"]
     assert table.rows[0] == (16, "-", "15.0", "16.0", "10.0", "1.60", "1.50")
     assert notes == []
-    ((above,), (below,)) = plots(record)[0].panels
-    assert next((one.name, one.x, one.y) for one in above.series) == (INT8_ALL, [16, 128, 2048], [10.0, 1.0, 10.0])
-    assert {one.name: one.y for one in below.series}[INT8_ONE] == [1.6, 1.0, 1.8]
     failed = record_of(RowsResult(rows=16, wrong="rank 1 failed"))
     assert [str(part) for part in sections(failed)["times"][1:]] == ["16 rows: rank 1 failed"]
-    assert plots(failed) == []
-    assert [row[-1] for row in map(list, lines(failed))] == ["rank 1 failed"]
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

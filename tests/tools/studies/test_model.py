@@ -9,19 +9,25 @@ import pytest
 import stub_rivals
 from support import fresh
 
+from skuda.dispatch import Dispatcher
 from skuda.dispatch.select.tuning import Timing
-from skuda.registry.device import HOST, device_named
+from skuda.kernels.quantize import FakeQuantizeDescriptor
+from skuda.registry.device import HOST as HOST_DEVICE
+from skuda.registry.device import device_named
 from skuda.tools.cli import main
 from skuda.tools.studies import commands
 from skuda.tools.studies.model import (
+    CACHES,
     GAINS,
+    HOST,
     LLAMA_3_8B,
     REAL,
+    SEQUENCES,
     FormResult,
+    GenerateResult,
     HostCost,
     ModelRecord,
     PhaseResult,
-    plots,
     sections,
 )
 from skuda.tools.study.view import markdown
@@ -30,7 +36,7 @@ torch = pytest.importorskip("torch")
 
 from skuda.tools.bench.lab import LabSizes, TorchLab  # noqa: E402  torch may be absent
 from skuda.tools.studies import llama, model_bench  # noqa: E402
-from skuda.tools.studies.host import HostCall, host_calls  # noqa: E402
+from skuda.tools.studies.host import compiled_calls, host_calls  # noqa: E402
 from skuda.tools.studies.model_bench import FORMS, StackForm, Stacks, host_costs  # noqa: E402
 
 TINY = llama.LlamaSizes(hidden=32, intermediate=48, heads=4, kv_heads=2, layers=1)
@@ -42,7 +48,7 @@ DECODE, PREFILL = ("decode", 3, 5), ("prefill", 4, 4)
 
 @pytest.fixture
 def lab():
-    return TorchLab(HOST, LabSizes(flushed=1 << 12))
+    return TorchLab(HOST_DEVICE, LabSizes(flushed=1 << 12))
 
 
 @pytest.fixture
@@ -67,7 +73,7 @@ def measured(stacks, phase=DECODE):
 def test_a_run_is_recorded_and_shown(forms, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(model_bench, "FORMS", forms)
     path = tmp_path / "record.json"
-    typed = [*TYPED, "--cpu", "--cache", "6", "--decode", "2", "--repeats", "2", "--seed", "7"]
+    typed = [*TYPED, "--cpu", "--only", "phases,host", "--cache", "6", "--decode", "2", "--repeats", "2", "--seed", "7"]
     assert main([*typed, "--output", str(path), "--json"]) == 0
     assert capsys.readouterr().out == path.read_text()
     record = ModelRecord.load(path)
@@ -82,22 +88,40 @@ def test_a_run_is_recorded_and_shown(forms, capsys, tmp_path, monkeypatch):
     assert ways["bf16"].error == 0
     assert 0 < ways["skuda"].error == ways["skuda compiled"].error < 0.1
     assert phase.gain == min(phase.ratios[name] for name in REAL)
-    assert {"F.linear", "nn.Linear", "DynamicLinear", "plan.run"} <= {cost.name for cost in record.host}
+    assert {"F.linear", "nn.Linear", "DynamicLinear", "plan.run(output=)"} <= {cost.name for cost in record.host}
+    assert record.generated == ()
     assert main(["bench-model", "--show", str(path)]) == 0
-    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
-    assert [line[3] for line in lines] == [*ways, *(cost.name for cost in record.host)]
-    assert {len(line) for line in lines} == {11}
+    shown = capsys.readouterr().out
+    assert all(f"| {cost.name} | " in shown for cost in record.host)
+    assert main(["bench-model", "--show", str(path), "--markdown", "phases"]) == 0
+    assert capsys.readouterr().out in shown, "a pipe gets every section as Markdown"
 
 
-def test_both_phases_run_from_the_command_line(fast, capsys):
-    assert main([*TYPED, "--cpu", "--decode", "1,3", "--prefill", "4", "--repeats", "1", "--ways", "bf16"]) == 0
-    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
-    assert [tuple(line[:4]) for line in lines if line[3] == "skuda"] == [
-        ("decode", "1", "1024", "skuda"),
-        ("decode", "3", "1024", "skuda"),
-        ("prefill", "4", "4", "skuda"),
+def test_both_phases_run_from_the_command_line_and_nothing_else(fast, capsys, tmp_path):
+    path = tmp_path / "r.json"
+    typed = [*TYPED, "--cpu", "--decode", "1,3", "--prefill", "4", "--repeats", "1", "--ways", "bf16"]
+    assert main([*typed, "--only", "phases", "--output", str(path)]) == 0
+    record = ModelRecord.load(path)
+    assert [(one.phase, one.rows, one.cache) for one in record.phases] == [
+        ("decode", 1, 1024),
+        ("decode", 3, 1024),
+        ("prefill", 4, 4),
     ]
-    assert {line[3] for line in lines if line[0] != "host"} == {"bf16", "skuda", "skuda compiled"}
+    assert {one.name for phase in record.phases for one in phase.ways} == {"bf16", "skuda", "skuda compiled"}
+    assert record.host == record.generated == ()
+
+
+def test_calls_on_the_host_are_measured_alone(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(model_bench, "Stacks", None)
+    path = tmp_path / "r.json"
+    assert main([*TYPED, "--cpu", "--only", "host", "--output", str(path)]) == 0
+    record = ModelRecord.load(path)
+    assert (record.phases, record.generated) == ((), ())
+    assert {name for name in HOST if "compiled" not in name} <= {cost.name for cost in record.host}
+    found, _ = measures(record)
+    assert found["decode 1: faster form in bf16 over ours"] == "not measured"
+    assert found["a token, static cache, 16 at once: ours over bf16"] == "not measured"
+    assert found["DynamicLinear on the host over nn.Linear"].endswith("x")
 
 
 class Called:
@@ -131,7 +155,7 @@ def test_one_wrong_bit_stops_a_phase(lab, monkeypatch, capsys):
         assert f"{rows} of {rows * TINY.hidden} elements differ" in phase.wrong
         assert (phase.gain, phase.times, phase.compared) == (None, {}, 0)
     monkeypatch.setattr(model_bench, "FORMS", (*FAST[:3], planted))
-    assert main([*TYPED, "--cpu", "--decode", "2", "--repeats", "1"]) == 1
+    assert main([*TYPED, "--cpu", "--only", "phases", "--decode", "2", "--repeats", "1"]) == 1
     assert "decode 2: planted, called, differs from skuda" in capsys.readouterr().err
 
 
@@ -194,22 +218,46 @@ def test_host_costs_are_per_call_and_interleaved():
 
         return call
 
-    calls = {"slow": HostCall(of("slow", 4)), "fast": HostCall(of("fast", 2), "slow", 0.6)}
+    calls = {"slow": of("slow", 4), "fast": of("fast", 2)}
     found = host_costs(calls, lambda: order.append("wait"), 3, 2, clock=lambda: now[0])
     assert [(one.name, one.timing.median, one.timing.rounds) for one in found] == [("slow", 4.0, 2), ("fast", 2.0, 2)]
-    assert [(one.over, one.at_most) for one in found] == [("", None), ("slow", 0.6)]
     once = ["wait", "slow", "slow", "slow", "wait", "fast", "fast", "fast"]
     assert order == [*once, *once, *once, "wait"], "the first bursts warm up"
 
 
-def test_each_call_on_the_host_names_the_one_that_it_replaces():
+def test_a_call_on_the_host_that_fails_is_recorded_and_the_others_are_timed():
+    found = host_costs({"one": lambda: broken(None), "other": lambda: None}, lambda: None, 2, 2)
+    assert [(one.name, one.timing is None, one.refused) for one in found] == [
+        ("one", True, "ValueError: no such card"),
+        ("other", False, ""),
+    ]
+    assert "one: ValueError: no such card" in markdown(sections(record_of(host=found))["host"])
+
+
+def test_every_call_that_has_a_bound_is_made_beside_the_one_that_it_replaces():
+    x = torch.ones(4, 256, dtype=torch.bfloat16)
+    weight = {"weight_q": torch.ones(256, 256, dtype=torch.int8), "weight_scale": torch.full((256,), 2.0**-8)}
     with torch.no_grad():
-        calls = host_calls(HOST, torch.device("cpu"))
-        for name, (call, over, at_most) in calls.items():
-            call()
-            assert over in {"", *list(calls)[: list(calls).index(name)]}, "it comes after that one"
-            assert (at_most is None) or over
-    assert {"DynamicLinear", "joined layers", "StaticLinear", "gated MLP, fused", "Llama layer, fused"} <= calls.keys()
+        calls = host_calls(HOST_DEVICE, torch.device("cpu"))
+        compiled = compiled_calls(x, torch.full((256, 256), 2.0**-8, dtype=torch.bfloat16), weight)
+        results = {name: call() for name, call in {**calls, **compiled}.items()}
+    on_gpu = {"compiled layer, bf16", "compiled layer, fused", *compiled}
+    for name, (over, _, less) in HOST.items():
+        assert {name, over, less} - {""} <= results.keys() | on_gpu
+    assert torch.equal(results["plan.run(output=)"], x)
+    for name in ("mm", "quantized_linear"):
+        assert torch.equal(results[f"8 x {name}, compiled"], x), "a chain of averages of ones"
+    assert torch.equal(results["8 x rms_norm_quantize, compiled"], 9 * x), "each adds x"
+
+
+def test_the_op_of_a_plan_is_one_launch_on_a_gpu():
+    dispatcher = Dispatcher()
+    problem = FakeQuantizeDescriptor(numel=1024, input_element="bf16", q_min=-127, q_max=127)
+    device = device_named("h100")
+    explained = dispatcher.explain(problem, device=device)
+    sku = next(one for one in dispatcher.registry.skus_of("fake_quantize") if explained.decisions[0].sku == one.id)
+    launch = dispatcher.backends[sku.backend].launch_of(sku, problem, device, "")
+    assert len(launch.steps) == 1
 
 
 # --- a record --------------------------------------------------------------------------------------------------------
@@ -227,9 +275,34 @@ def record_of(*phases, **changes):
     return ModelRecord(**{**fields, **changes})
 
 
-def verdicts(record):
+def verdicts(record, column=3):
     table, *why = sections(record)["requirements"]
-    return {row[0]: str(row[3]) for row in table.rows}, " ".join(map(str, why))
+    return {row[0]: str(row[column]) for row in table.rows}, " ".join(map(str, why))
+
+
+def measures(record):
+    return verdicts(record, 2)
+
+
+def costs(**us):
+    return [HostCost(name=name, timing=Timing.of([each])) for name, each in us.items()]
+
+
+def tokens(bf16, ours):
+    """Return times of a token with every cache."""
+    ways = [FormResult(name=name, timing=Timing.of([ms])) for name, ms in (("bf16", bf16), ("skuda", ours))]
+    return [GenerateResult(cache=cache, rows=rows, ways=ways) for cache in CACHES for rows in SEQUENCES]
+
+
+HOST_COSTS = {
+    **dict.fromkeys({over for over, *_ in HOST.values()}, 10.0),
+    **{name: 10.0 * (bound or 1) for name, (_, bound, _) in HOST.items()},
+    # 5 us of a compiled function are not those of its ops.
+    **{name: 5 + 10.0 * bound for name, (_, bound, less) in HOST.items() if less},
+    "8 x mm, compiled": 15.0,
+    "no op, compiled": 5.0,
+}
+"""Costs that meet every goal by a hair."""
 
 
 def good(**more):
@@ -239,17 +312,20 @@ def good(**more):
 
 
 def test_figures_are_judged_for_the_run_that_they_are_for():
-    first = HostCost(name="nn.Linear", timing=Timing.of([10.0]))
-    host = [first, HostCost(name="DynamicLinear", timing=Timing.of([11.0]), over="nn.Linear", at_most=1.1)]
-    there = record_of(*good(torchao=13.0), host=host)
+    host = costs(**HOST_COSTS)
+    there = record_of(*good(torchao=13.0, bitsandbytes=13.0), host=host, generated=tokens(8.0, 8.0))
     found, why = verdicts(there)
-    assert found.pop("bitsandbytes over ours, lowest") == "not judged"
     assert set(found.values()) == {"met"}
     assert why == ""
     slow = phase_of("decode", 1, skuda=10.0, bf16=17.4, torchao=12.9, **{"bf16 compiled": 99.0})
-    worse, _ = verdicts(record_of(slow, host=[host[0], host[1].model_copy(update={"timing": Timing.of([11.1])})]))
+    more = costs(**{**HOST_COSTS, "DynamicLinear": 11.1, "8 x rms_norm_quantize, compiled": 20.6})
+    worse, _ = verdicts(record_of(slow, host=more, generated=tokens(8.0, 8.1)))
     assert worse["decode 1: faster form in bf16 over ours"] == "missed", "the faster one counts"
     assert worse["torchao over ours, lowest"] == worse["DynamicLinear on the host over nn.Linear"] == "missed"
+    assert worse["8 x rms_norm_quantize, compiled on the host over 8 x mm, compiled"] == "missed"
+    assert worse["a token, static cache, 1 at once: ours over bf16"] == "missed"
+    assert worse["StaticLinear on the host over nn.Linear"] == "met"
+    assert worse["bitsandbytes over ours, lowest"] == "not judged"
     assert worse["decode 16: faster form in bf16 over ours"] == "not judged", "it was not measured"
     for changes, said in (
         ({"device": "CPU"}, "the device is CPU, not NVIDIA H200"),
@@ -267,7 +343,7 @@ def test_figures_are_judged_for_the_run_that_they_are_for():
     assert wrong.wrong == ("decode 1: a bit",)
 
 
-def test_the_table_has_every_time_of_a_layer_and_the_plot_every_ratio():
+def test_the_table_has_every_time_of_a_layer():
     record = record_of(*good(), phase_of("prefill", 4, bf16=8.0))
     table, _ = sections(record)["phases"]
     assert table.columns == ("phase", "M", "gain", "bf16", "bf16 compiled", "skuda", "torchao")
@@ -281,14 +357,8 @@ def test_the_table_has_every_time_of_a_layer_and_the_plot_every_ratio():
         "-",
     ]
     assert [str(cell) for cell in table.rows[-1]][2:] == ["-"] * 5, "without ours there is no ratio"
-    above, below = plots(record)[0].panels
-    assert [panel.title for panel in above] == ["decode", "prefill"]
-    assert {one.name: (one.x, one.y) for one in above[0].series}["skuda"] == ([1, 16, 64], [5.0] * 3)
-    assert {one.name: one.y for one in below[0].series}["bf16 compiled"] == pytest.approx([1.75, 1.6, 1.45])
-    assert above[1].ticks == [4, 2048, 8192]
     refused = (FormResult(name="skuda", refused="no"),)
     wrong = good()[0].model_copy(update={"ways": refused, "wrong": "a bit"})
-    assert plots(record_of(wrong)) == []
     assert [str(cell) for cell in sections(record_of(wrong))["phases"][0].rows[0]][3:] == ["wrong"] * 4
 
 
@@ -311,6 +381,7 @@ def test_facts_name_the_forms_and_what_is_absent():
         (["--decode", "x"], "be integers from 1"),
         (["--prefill", "1"], "be integers from 2"),
         (["--ways", "other"], "--ways"),
+        (["--only", "other"], "--only must be one of phases, generate, host"),
     ],
 )
 def test_bad_input_is_refused(typed, what, capsys):
@@ -319,7 +390,7 @@ def test_bad_input_is_refused(typed, what, capsys):
 
 
 def test_without_a_gpu_the_cpu_must_be_named(capsys, monkeypatch):
-    monkeypatch.setattr(commands, "Dispatcher", lambda: SimpleNamespace(devices=(HOST,)))
+    monkeypatch.setattr(commands, "Dispatcher", lambda: SimpleNamespace(devices=(HOST_DEVICE,)))
     assert main(TYPED) == 1
     assert "--cpu" in capsys.readouterr().err
 

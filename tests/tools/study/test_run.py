@@ -10,7 +10,6 @@ import pytest
 from skuda.dispatch.select.tuning import Timing
 from skuda.registry.device import HOST
 from skuda.registry.errors import InvalidProblem, InvalidRecord
-from skuda.tools.study.plot import Panel, Plot, Series
 from skuda.tools.study.record import Record
 from skuda.tools.study.run import Findings, NoDevice, Study
 from skuda.tools.study.view import Table
@@ -42,19 +41,17 @@ SEEDS: list[int] = []
 STUDY = Study(
     ToyRecord,
     measure,
-    lambda record: [("toy", record.timing.median)],
     lambda record: {"times": (Table(("us",), [(record.timing.median,)]),), "facts": (record.facts(),), "more": ("m",)},
-    lambda record: [Plot("toy", "Toy", [[Panel([Series("skuda", [1.0], [2.0])], "x")]])],
     lambda _: ["more"],
 )
 
 
 def test_a_run_is_recorded_as_it_is_shown_again(tmp_path, capsys):
-    path, plots = tmp_path / "deep" / "r.json", tmp_path / "plots"
-    assert STUDY.run(output=path, plot=plots, ops=("a", "b"), rows=("1,2", "3"), us=3.0, cpu=True, seed=7) == 0
+    path = tmp_path / "deep" / "r.json"
+    assert STUDY.run(output=path, ops=("a", "b"), rows=("1,2", "3"), us=3.0, cpu=True, seed=7) == 0
     out, err = capsys.readouterr()
-    assert out == "toy\t2.0\n"
-    assert err == f"wrote {plots / 'toy.svg'}\n"
+    assert out.startswith("| us |\n| --- |\n| 2.0 |\n\n- command: `skuda toy a b")
+    assert err == ""
     record = ToyRecord.load(path)
     assert record.command == "skuda toy a b --rows 1,2,3 --us 3.0 --cpu --seed 7"
     assert (record.seed, SEEDS[-1], record.device, record.driver) == (
@@ -141,13 +138,6 @@ def test_another_section_and_another_file_are_refused(tmp_path):
         InvalidRecord, match="be a record of kind 'skuda toy', schema 1: `skuda toy --output FILE` makes"
     ):
         STUDY.run(show=path)
-
-
-def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
-    before = len(SEEDS)
-    with pytest.raises(InvalidProblem, match="--plot must end in"):
-        STUDY.run(plot=tmp_path / "a.jpg")
-    assert len(SEEDS) == before
 
 
 def test_a_stale_record_says_so(tmp_path, capsys):
