@@ -184,7 +184,11 @@ def host_view(op: str, name: str, value: Any) -> npt.NDArray[Any]:
         raise InvalidProblem(op, name, f"a {type(value).__name__}", f"be readable without a copy ({error})") from error
 
 
-class _Memory(ctypes.c_byte * (1 << 62)):  # type: ignore[misc]  of any size: the array that views it has bounds
+# Of any size: the array that views it has bounds. One type, because each takes long to make.
+_Bytes: Any = ctypes.c_byte * (1 << 62)
+
+
+class _Memory(_Bytes):  # type: ignore[misc]
     """Memory of a tensor, which it keeps alive."""
 
     __slots__ = ("tensor",)
@@ -204,7 +208,7 @@ def tensor_view(tensor: Any) -> npt.NDArray[Any]:
         return found
     address = tensor.data_ptr()
     if not address and tensor.numel():
-        raise RuntimeError("it has no memory")  # noqa: EM101  freed by `fully_shard`, or only zeros by torch's promise
+        raise RuntimeError("it has no memory")  # `fully_shard` has freed it, or torch only promises zeros
     memory = _Memory.from_address(address)
     memory.tensor = tensor
     if tensor.is_contiguous():

@@ -26,7 +26,7 @@ def digest(*tensors: Tensor | None) -> str:
             continue
         found.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        found.update(tensor_view(data) if data.is_cpu else repr(sums(data)).encode())
+        found.update(tensor_view(data).data if data.is_cpu else repr(sums(data)).encode())
     return found.hexdigest()[:16]
 
 

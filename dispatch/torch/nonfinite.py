@@ -1,4 +1,4 @@
-"""Int8 layers whose output shows what is not finite in the input: a row with a NaN or an infinity gives a row of NaN."""
+"""Int8 layers that pass on what is not finite: a row with a NaN or an infinity gives a row of NaN."""
 
 from __future__ import annotations
 

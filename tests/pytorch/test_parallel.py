@@ -158,7 +158,7 @@ def test_a_model_is_split_once(fused):
         names = parallelize_(mine, group).converted
         before = list(mine.modules())
         for plan in (None, dict.fromkeys(names, "row")):
-            with pytest.raises(InvalidProblem, match="be whole, but is split already.*Linear on 2 ranks"):
+            with pytest.raises(InvalidProblem, match=r"be whole, but is split already.*Linear on 2 ranks"):
                 parallelize_(mine, group, plan)
         assert list(mine.modules()) == before
 

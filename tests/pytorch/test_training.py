@@ -550,7 +550,9 @@ def test_a_result_of_a_first_call_can_be_changed_in_place():
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("way", STEPS, ids=str)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's export uses deprecated things
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning"
+)  # torch's export uses deprecated things
 def test_no_exported_program_stops_a_gradient_silently(way, bias):
     rng = fresh(way, bias)
     x = normal(rng, 3, K)
