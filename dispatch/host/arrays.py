@@ -6,6 +6,7 @@ and a torch tensor exists only if the caller has imported torch.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import sys
 from collections.abc import Callable, Mapping
@@ -29,6 +30,14 @@ UNWRAPPED = "be an ordinary tensor: pass one of those that it wraps"
 """The rule for a torch tensor for which `plain_tensor` returns None."""
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+_KINDS: dict[str, Any] = {
+    **{name: name for name in ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")},
+    **{name: name for name in ("float16", "float32", "float64")},
+    "bfloat16": _BFLOAT16,
+}
+_DTYPES: dict[Any, np.dtype[Any]] = {}
+"""The dtypes of NumPy by those of torch, once torch is imported."""
 
 # Device types of the DLPack standard.
 _DLPACK = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
@@ -177,16 +186,36 @@ def host_view(op: str, name: str, value: Any) -> npt.NDArray[Any]:
         raise InvalidProblem(op, name, f"a {type(value).__name__}", f"be readable without a copy ({error})") from error
 
 
+# Of any size: the array that views it has bounds. One type, because each takes long to make.
+_Bytes: Any = ctypes.c_byte * (1 << 62)
+
+
+class _Memory(_Bytes):  # type: ignore[misc]
+    """Memory of a tensor, which it keeps alive."""
+
+    __slots__ = ("tensor",)
+
+
 def tensor_view(tensor: Any) -> npt.NDArray[Any]:
-    """Return a plain torch tensor on the CPU as an array that shares its memory."""
+    """Return a plain torch tensor on the CPU as an array that shares its memory and keeps it alive.
+
+    Torch never resizes memory again that ``tensor.numpy()`` has exported, which `fully_shard` must do.
+    """
     torch = sys.modules["torch"]
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if tensor.dtype is torch.bfloat16:
-        found: npt.NDArray[Any] = tensor.view(torch.int16).numpy().view(_BFLOAT16)
-    else:
-        found = tensor.numpy()
-    return found
+    if not _DTYPES:
+        _DTYPES.update({getattr(torch, name): np.dtype(kind) for name, kind in _KINDS.items()})
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None or tensor.layout is not torch.strided or tensor.is_neg():
+        found: npt.NDArray[Any] = tensor.detach().numpy()  # which says why not
+        return found
+    address = tensor.data_ptr()
+    if not address and tensor.numel():
+        raise RuntimeError("it has no memory")  # `fully_shard` has freed it, or torch only promises zeros
+    memory = _Memory.from_address(address)
+    memory.tensor = tensor
+    if tensor.is_contiguous():
+        return np.ndarray(tensor.shape, dtype, memory)
+    return np.ndarray(tensor.shape, dtype, memory, 0, [stride * dtype.itemsize for stride in tensor.stride()])
 
 
 def same_framework(values: Mapping[str, object]) -> Callable[[npt.NDArray[Any]], object]:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -77,6 +77,7 @@ class _Rank:
     rank: int
     count: int
     _meeting: _Meeting = field(repr=False)
+    checks_calls: ClassVar[bool] = True
 
     def exchange(self, text: str) -> tuple[str, ...]:
         check_text("exchange", "text", text)

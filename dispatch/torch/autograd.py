@@ -135,7 +135,7 @@ class _MixedLinear(_Function):
         weight_q: Tensor,
         weight_scale: Tensor,
     ) -> Tensor:
-        return linear_dynamic(input, weight_q, weight_scale, bias)
+        return linear_dynamic(spread(input), weight_q, weight_scale, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004  torch's signature
@@ -160,6 +160,8 @@ class _MixedLinear(_Function):
 def mixed_linear(input: Tensor, weight: Tensor, bias: Tensor | None, weight_q: Tensor, weight_scale: Tensor) -> Tensor:
     """Return `skuda.torch.linear_dynamic` for the codes of a weight, with gradients in the input's dtype.
 
+    A row of the input with a NaN or an infinity makes its whole row of the result NaN, so that a loss shows it.
+
     ``grad_input = grad @ W``, where W is the dequantized weight, as in `frozen_linear`. ``grad_weight`` is
     ``grad.T @ input`` and ``grad_bias`` is ``grad.sum(rows)``. The gradient of the weight passes straight through its
     rounding. Torch computes all of them in the input's dtype, which is bf16 under autocast.
@@ -183,12 +185,73 @@ def mixed_linear(input: Tensor, weight: Tensor, bias: Tensor | None, weight_q: T
     return found
 
 
+def spread(input: Tensor) -> Tensor:
+    """Return rows of which each that has a NaN or an infinity has an infinity.
+
+    An infinite element makes the scale of its row infinite, and so all of its products NaN, while a NaN is left out.
+    """
+    return input.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+
+
+def row_codes(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return symmetric s8 codes of rows (..., K), and their scales (...).
+
+    A row with a NaN has the scale NaN, and one with an infinity an infinite scale. Both show in the result, as in a
+    float layer, and the host need not wait for the device.
+    """
+    if not torch.compiler.is_exporting():  # an exported program must refuse gradients, and not leave them out
+        rows = rows.detach()
+    codes, scale, _ = torch.ops.skuda.dynamic_range.default(rows, **_BOUNDS, output_element="s8")
+    if rows.shape[-1]:
+        scale = torch.where(rows.amax(-1).isnan(), torch.nan, scale)
+    return codes, scale
+
+
+class _RoundRows(_Function):
+    @staticmethod
+    def forward(input: Tensor) -> Tensor:
+        return dequantized(*row_codes(input), input.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        """Save nothing."""
+
+    @staticmethod
+    @_first_order
+    def backward(_: Any, grad: Tensor) -> Gradients:
+        return (grad,)
+
+
+def round_rows(input: Tensor) -> Tensor:
+    """Return what the int8 codes -127..127 of each row stand for. The gradient passes straight through.
+
+    The scale of a row follows from it, as in `skuda.torch.DynamicLinear`, so no element is clipped. A row with a NaN
+    or an infinity becomes NaN.
+
+    Parameters
+    ----------
+    input : tensor of shape (..., K), f16, bf16, f32 or f64
+
+    Returns
+    -------
+    tensor of the input's shape and dtype
+
+    Raises
+    ------
+    InvalidProblem
+        For another dtype, or a second backward pass.
+    """
+    found: Tensor = _RoundRows.apply(input)
+    return found
+
+
 class _FakeQuantize(_Function):
     @staticmethod
     def forward(input: Tensor, scale: Tensor) -> Tensor:
         ops = torch.ops.skuda
         op = ops.fake_quantize_per_token if _is_per_row(scale, input) else ops.fake_quantize
-        found: Tensor = op.default(input, scale, _zeros(scale), **_BOUNDS)
+        # The difference is NaN for a NaN and an infinity, and otherwise 0.
+        found: Tensor = op.default(input, scale, _zeros(scale), **_BOUNDS) + (input - input)
         return found
 
     @staticmethod
@@ -211,7 +274,8 @@ def fake_quantize(input: Tensor, scale: Tensor) -> Tensor:
     """Quantize a tensor to int8 codes -127..127 and dequantize it, with straight-through gradients.
 
     The result is ``clamp(t, -127, 127) * scale`` with ``t = rne(input / scale)``. The gradient of the input is the
-    gradient of the result where ``-127 <= t <= 127``, and 0 elsewhere.
+    gradient of the result where ``-127 <= t <= 127``, and 0 elsewhere. A NaN or infinite element becomes NaN, so that a
+    loss shows it. Its gradient is 0.
 
     A scale that requires grad gets the gradient of learned step sizes (LSQ, Esser et al., 2020)::
 
@@ -248,7 +312,7 @@ def fake_quantize(input: Tensor, scale: Tensor) -> Tensor:
 
 
 def dequantized(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return codes of shape (N, K) times scales of shape (N,), in a dtype.
+    """Return codes of shape (..., K) times scales of shape (...), in a dtype.
 
     Raises
     ------

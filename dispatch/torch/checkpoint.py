@@ -99,7 +99,7 @@ def load_(model: nn.Module, path: str | os.PathLike[str]) -> tuple[str, ...]:
             if isinstance(module, Part):
                 copies += _copies_of_part(tensors.source, name, module, layer)
             else:
-                layers[name] = module.like(layer) if isinstance(module, ShardedLinear) else layer
+                layers[name] = module.like(layer) if hasattr(module, "like") else layer
         copies += _copies(state, set(names), tensors)
         tensors.finish()
         with torch.no_grad():

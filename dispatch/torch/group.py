@@ -44,9 +44,9 @@ class TorchGroup:
     group : ProcessGroup, DeviceMesh of one dimension, or None
         The ranks. None means the default group. Every rank makes the `TorchGroup`.
     check_calls : bool or None
-        Whether the ranks check before every layer that all of them run the same layer. None means yes on CPUs and no on
-        GPUs, where the host would have to wait; the check then uses a separate group on the CPU. There is no check
-        while a CUDA graph is captured or ``torch.compile`` traces.
+        Whether the ranks check before every layer that all of them run the same layer, and with the same input if each
+        has the whole of it. None means yes on CPUs and no on GPUs, where the host would have to wait; the check then
+        uses a separate group on the CPU. There is no check while a CUDA graph is captured or ``torch.compile`` traces.
     copies : bool or None
         Whether copy engines write large rows straight into the memory of other GPUs, instead of NCCL, whose kernels
         occupy multiprocessors. None means yes if all ranks are on one host with torch's symmetric memory. As with NCCL,
@@ -110,6 +110,11 @@ class TorchGroup:
         """Multiprocessors that a product leaves free for the exchange beside it. 0 if the exchange needs too many."""
         return 0 if self._peers is None else SPARE_MULTIPROCESSORS
 
+    @property
+    def checks_calls(self) -> bool:
+        """Whether the ranks check their calls now."""
+        return self._checks is not None and not torch.compiler.is_compiling() and not _captures()
+
     def exchange(self, text: str) -> tuple[str, ...]:
         """Return the texts of all ranks, in rank order."""
         check_text("exchange", "text", text)
@@ -118,7 +123,7 @@ class TorchGroup:
     def agree(self, what: str) -> None:
         """Check that all ranks are about to do the same; see `check_calls`."""
         check_text("agree", "what", what)
-        if self._checks is None or torch.compiler.is_compiling() or _captures():
+        if self._checks is None or not self.checks_calls:
             return
         digest = torch.frombuffer(
             bytearray(hashlib.sha256(what.encode(errors="surrogatepass")).digest()), dtype=torch.uint8

@@ -9,15 +9,15 @@ rows are not dense is copied first, as torch does. A single scale or zero point 
 overload ``number`` a plain number, which need not be read from the device. `weight_scale` may be a matrix of one column.
 
 The dispatcher serves CUDA tensors, and the ``numpy`` backend CPU tensors, with the same bits. These ops have no
-gradient; see `skuda.torch.autograd`. A tensor that requires grad is refused while gradients are recorded. Derivatives
-by `torch.func` or forward mode cannot be detected, and are 0.
+gradient; see `skuda.torch.autograd`. A tensor that requires grad is refused while gradients are recorded, also in
+`torch.func` and in an exported program, and so is a tensor with a tangent of forward mode.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -29,6 +29,7 @@ from skuda.registry.argument import Role
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Op
 from skuda.registry.text import one_line, shown
+from skuda.torch.derivatives import refusing
 from skuda.torch.tensor_op import OPS, TensorOp, refuse_gradient
 
 NAMESPACE = "skuda"
@@ -52,12 +53,19 @@ def _register(op: Op) -> None:
         torch._C.parse_schema(f"{NAMESPACE}::{schema}")  # noqa: SLF001  all overloads or none are defined
     for name, schema in made.schemas.items():
         LIBRARY.define(schema, tags=TAGS)
-        for key in ("CPU", "CUDA"):
-            LIBRARY.impl(name, made.run, key)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _faked(made, name), lib=LIBRARY)
+        _implement(name, made.names, made.run, _faked(made, name))
         called = overload_of(name)
         called._op = made.before(called._op)  # noqa: SLF001  what an overload calls; the rest of torch does not use it
     OPS[op.name] = made
+
+
+def _implement(name: str, names: Sequence[str], run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register the implementations of an overload that is defined."""
+    for key in ("CPU", "CUDA"):
+        LIBRARY.impl(name, run, key)
+    kernel = refusing(name.partition(".")[0], overload_of(name), names, run)
+    LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
 
 
 def overload_of(name: str) -> Any:
@@ -134,9 +142,7 @@ def _smooth(input: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 # An op, because torch's compilers may replace the division by one that is not correctly rounded.
 LIBRARY.define("smooth(Tensor input, Tensor factors) -> Tensor", tags=TAGS)
-for _key in ("CPU", "CUDA"):
-    LIBRARY.impl("smooth", _smooth, _key)
-torch.library.register_fake(f"{NAMESPACE}::smooth", _smooth, lib=LIBRARY)
+_implement("smooth", ("input", "factors"), _smooth, _smooth)
 
 
 def linear_dynamic(

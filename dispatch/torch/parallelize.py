@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,15 +15,17 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from skuda.dispatch.shard.cost import Traffic
-from skuda.dispatch.shard.group import Group
+from skuda.dispatch.shard.group import Group, GroupMismatch, differing
 from skuda.dispatch.shard.plan import compare
 from skuda.dispatch.shard.shards import NVLINK, Link, Shards, split
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
+from skuda.torch.digest import digest
 from skuda.torch.fused_modules import Fused, FusedAttention, FusedGatedMLP
 from skuda.torch.group import TorchGroup
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import JoinedLinear, Part
+from skuda.torch.nonfinite import propagates
 from skuda.torch.replaceable_layers import check_count, check_model
 from skuda.torch.sharded_linear import ColumnLinear, RowLinear, ShardedLinear
 from skuda.torch.source import Forward, NotProven
@@ -91,6 +94,9 @@ def parallelize_(
     The layers give the same bits on any number of ranks. The modules between them may not: on CPUs, torch's functions
     such as SiLU may round the last elements of a tensor differently from the others.
 
+    The ranks compare their int8 layers first, because ranks with other weights would compute a mixture of models. A
+    model is split once; with a plan, other layers can follow later.
+
     Parameters
     ----------
     model : Module
@@ -118,9 +124,11 @@ def parallelize_(
     Raises
     ------
     InvalidProblem
-        For an argument of the wrong type, and for an unknown structure. The model is then unchanged.
+        For an argument of the wrong type, an unknown structure, and layers that are split already. The model is then
+        unchanged.
     GroupMismatch
-        If the ranks split differently.
+        If the ranks split differently, or a layer has other codes, scales or biases on another rank. The error names
+        the first such layer. The model is then unchanged.
     GroupBroken
         If a rank does not take part.
     """
@@ -129,18 +137,46 @@ def parallelize_(
         check_count("parallelize_", "rows", rows)
     if chunks is not None:
         check_count("parallelize_", "chunks", chunks, 1)
+    if plan is None:
+        for name, module in model.named_modules():
+            _check_not_split(name, module)
     ranks: Group = group if isinstance(group, Group) else TorchGroup(group)
     wishes = _Wishes(ranks.count, rows, chunks, link)
     cuts = [*(wishes.structures(model) if plan is None else _planned(model, plan, wishes))]
     head = dict(model.named_modules()).get("lm_head")
+    if lm_head:
+        _check_not_split("lm_head", head)
     if lm_head and isinstance(head, DynamicLinear | StaticLinear):
         shards = Shards(axis="n", count=ranks.count, output="whole", chunks=chunks, link=link)
         cuts.append(_Cut("lm_head", ColumnLinear, shards))
     elif lm_head:
         raise InvalidProblem("parallelize_", "lm_head", "True", "be False: there is no int8 layer of this name")
+    for cut in cuts:
+        if propagates(model.get_submodule(cut.name)):
+            rule = "be made without nonfinite='propagate': ranks do not pass on what is not finite"
+            raise InvalidProblem("parallelize_", cut.name, "a layer that propagates NaN", rule)
     kinds = {cut.name: f"{cut.kind.__name__} {list(model.get_submodule(cut.name).weight.shape)}" for cut in cuts}
     compare(ranks, {"version": version("skuda"), "layers": kinds, "shards": {c.name: str(c.shards) for c in cuts}})
+    _compare_weights(model, ranks)
     return _applied(model, ranks, cuts)
+
+
+def _compare_weights(model: nn.Module, ranks: Group) -> None:
+    """Raise on every rank if the ranks do not hold the same whole int8 layers."""
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Int8Linear) and not isinstance(m, ShardedLinear)}
+    held = {name: digest(*layer._buffers.values()) for name, layer in layers.items()}  # noqa: SLF001  also what is None
+    every = [json.loads(text) for text in ranks.exchange(json.dumps(held))]
+    for name in dict.fromkeys(name for one in every for name in one):
+        found = differing(tuple(str(one.get(name)) for one in every))
+        if found:
+            raise GroupMismatch(f"codes, scales and bias of {name}", found)
+
+
+def _check_not_split(name: str, module: nn.Module | None) -> None:
+    if isinstance(module, ShardedLinear):
+        had = f"a {type(module).__name__} on {module.group.count} ranks"
+        rule = "be whole, but is split already: make the model anew to split it in another way"
+        raise InvalidProblem("parallelize_", name or "model", had, rule)
 
 
 def _applied(model: nn.Module, ranks: Group, cuts: list[_Cut]) -> Parallelization:
@@ -267,6 +303,7 @@ def _planned(model: nn.Module, plan: Mapping[str, str], wishes: _Wishes) -> Iter
         if not found:
             raise InvalidProblem("parallelize_", f"plan[{key!r}]", "no layer of this name", "name int8 layers")
         for name in found:
+            _check_not_split(name, modules[name])
             if not isinstance(modules[name], DynamicLinear | StaticLinear) or isinstance(modules[name], JoinedLinear):
                 raise InvalidProblem("parallelize_", name, type(modules[name]).__name__, "be a whole int8 layer")
             kind, axis = kinds[how]

@@ -13,6 +13,7 @@ from torch import nn
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line, shown
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear
+from skuda.torch.nonfinite import Nonfinite, check_nonfinite, propagating
 from skuda.torch.replaceable_layers import ALREADY, Filter, Obstacles, check_model, describe_saving, linears, table
 
 
@@ -40,12 +41,30 @@ class Dynamic:
     """Config of `quantize_` for `DynamicLinear`: a weight scale per output channel, an input scale per row.
 
     A layer with a method ``to_int8()``, as layers in training have, becomes the result of that method.
+
+    Parameters
+    ----------
+    nonfinite : {"ignore", "propagate"}
+        What a NaN or an infinity in an input does. By default a NaN counts as 0, so later layers do not see it. With
+        ``"propagate"`` its row of the output becomes NaN, which takes one more pass over the input. `fuse_` leaves such
+        layers, and `parallelize_` refuses them.
+
+    Raises
+    ------
+    InvalidProblem
+        For an invalid value.
     """
+
+    nonfinite: Nonfinite = "ignore"
+
+    def __post_init__(self) -> None:
+        check_nonfinite("Dynamic", self.nonfinite)
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:  # noqa: ARG002  the protocol's
         """Return the int8 form of a layer; errors as `DynamicLinear.from_linear`."""
         trained: Callable[[], nn.Module] | None = getattr(linear, "to_int8", None)
-        return DynamicLinear.from_linear(linear) if trained is None else trained()
+        made = DynamicLinear.from_linear(linear) if trained is None else trained()
+        return propagating(made) if self.nonfinite == "propagate" else made
 
 
 @dataclass(frozen=True)

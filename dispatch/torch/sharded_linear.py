@@ -30,9 +30,11 @@ from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.autograd import Q_MAX
+from skuda.torch.digest import digest
 from skuda.torch.dtypes import element_of
 from skuda.torch.int8_linear import Arguments, DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import JoinedLinear, Quantized
+from skuda.torch.nonfinite import propagates
 
 _CODES = {"q_min": -Q_MAX, "q_max": Q_MAX, "output_element": "s8"}
 _OPS = torch.ops.skuda
@@ -75,6 +77,9 @@ class ShardedLinear(Int8Linear):
         name = type(self).__name__
         if not isinstance(whole, DynamicLinear | StaticLinear):
             raise InvalidProblem(name, "whole", type(whole).__name__, "be a DynamicLinear or a StaticLinear")
+        if propagates(whole):
+            rule = "be made without nonfinite='propagate': ranks do not pass on what is not finite"
+            raise InvalidProblem(name, "whole", type(whole).__name__, rule)
         shards = Shards(axis=self.axis, count=group.count) if shards is None else shards  # type: ignore[arg-type]
         if shards.axis != self.axis or shards.count != group.count:
             had, rule = f"axis {shards.axis}, {shards.count} ranks", f"have axis {self.axis} and {group.count} ranks"
@@ -211,7 +216,7 @@ class ShardedLinear(Int8Linear):
         InvalidProblem
             For an input of another shape, and for one that requires grad while gradients are recorded.
         GroupMismatch
-            If another rank runs another layer.
+            If another rank runs another layer, or has another input where each has the whole of it.
         GroupBroken
             If another rank does not take part.
         """
@@ -238,7 +243,10 @@ class ShardedLinear(Int8Linear):
             course = _compiled_course(self._number, rows, dtype)
         else:
             course = self.course(rows, dtype)
-            self.group.agree(f"{self.name or type(self).__name__} {self._split}, {rows} rows of {dtype}")
+            call = f"{self.name or type(self).__name__} {self._split}, {rows} rows of {dtype}"
+            if self.shards.input == "whole" and getattr(self.group, "checks_calls", False):
+                call += f", input {digest(given.data, given.scale)}"
+            self.group.agree(call)
         if not self.dynamic and given.scale is None:
             given = LayerInput(self._codes(given.data), self.input_scale, self.input_zero_point)
         found: Tensor = layer.run(course, self._steps(dtype, hides=len(course.chunks) > 1), self.group, given)

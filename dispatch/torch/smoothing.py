@@ -20,6 +20,7 @@ from skuda.registry.text import shown
 from skuda.torch.autograd import Q_MAX
 from skuda.torch.calibration import Calibration
 from skuda.torch.int8_linear import StaticLinear, quantized_weight
+from skuda.torch.nonfinite import Nonfinite, check_nonfinite, propagating
 from skuda.torch.replaceable_layers import hooked
 
 ALPHAS = tuple(i / 20 for i in range(21))
@@ -48,6 +49,10 @@ class SmoothStatic:
         ones it takes the smallest. The error is that of the f32 output, without bias, against the product in f64.
     fold : bool
         Whether factors may be folded into norms.
+    nonfinite : {"ignore", "propagate"}
+        What a NaN or an infinity in an input does. By default a NaN counts as 0, and an infinity as the end of the
+        range. With ``"propagate"`` its row of the output becomes NaN, as for `Dynamic`, at the cost of one more pass
+        over the input and one over the output.
 
     Raises
     ------
@@ -58,9 +63,11 @@ class SmoothStatic:
     calibration: Calibration
     alpha: float | Literal["search"] | None = 0.5
     fold: bool = True
+    nonfinite: Nonfinite = "ignore"
 
     def __post_init__(self) -> None:
         _check(self.calibration, self.alpha, self.fold)
+        check_nonfinite("SmoothStatic", self.nonfinite)
 
     def convert(self, name: str, linear: nn.Linear) -> StaticLinear:
         """Return the int8 form of one layer, which divides its own input.
@@ -94,7 +101,8 @@ class SmoothStatic:
         return _Smoothing(self, shared, norms, not_folded)
 
     def _converted(self, name: str, linear: nn.Linear, smooth: Tensor | None) -> StaticLinear:
-        return _static_linear(linear.weight, linear.bias, self._maxima(name, linear), smooth)
+        made = _static_linear(linear.weight, linear.bias, self._maxima(name, linear), smooth)
+        return propagating(made) if self.nonfinite == "propagate" else made
 
     def _maxima(self, name: str, linear: nn.Linear) -> Tensor:
         left = self.calibration.left.get(name)

@@ -264,7 +264,8 @@ class TensorOp:
         )
         result = default_dispatcher().first_run(key, found.problem, arrays, positions)
         results = [value for value in result if value is not None] if self._several else [result]
-        results = [_shaped(value, shape) for value, shape in zip(results, found.shapes, strict=True)]
+        # Torch refuses to change a view in place that an autograd function returns; `data` is no view.
+        results = [_shaped(value, shape).data for value, shape in zip(results, found.shapes, strict=True)]
         return self._result(results) if self._result is not None else results[0]
 
     def problem(self, **named: Any) -> Descriptor:

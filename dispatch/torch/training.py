@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.autograd import Q_MAX, fake_quantize, mixed_linear
+from skuda.torch.autograd import Q_MAX, fake_quantize, mixed_linear, round_rows, row_codes
 from skuda.torch.int8_linear import DynamicLinear, StaticLinear, autocast, quantized_weight
 from skuda.torch.replaceable_layers import check_model
 
@@ -45,13 +44,24 @@ class _SharedLinear(nn.Linear):
         self.weight, self.bias = weight, bias
         self.train(linear.training)
 
+    def _check_export(self) -> None:
+        """Raise while a program with gradients is exported, which would not have those of this layer."""
+        if torch.compiler.is_exporting() and torch.is_grad_enabled():
+            rule = (
+                "be exported under torch.no_grad(), or as the int8 layer that quantize_(model, Dynamic()) makes of it: "
+                "an exported program has no gradients of rounding"
+            )
+            raise InvalidProblem(type(self).__name__, "layer", "an export that records gradients", rule)
+
 
 class FakeQuantLinear(_SharedLinear):
     """Quantization-aware training: a layer in floating point that rounds its weight and input like an int8 layer.
 
     The weight is rounded symmetrically with a scale per output channel, like the weight of `skuda.torch.DynamicLinear`.
     The rounded weight equals, bit for bit, the dequantized weight of the int8 layer after training. Scales that follow
-    from ranges get no gradient. `skuda.torch.fake_quantize` describes gradients and learned scales.
+    from ranges get no gradient. `skuda.torch.fake_quantize` describes gradients and learned scales. A NaN or an
+    infinity in a row of the input makes the whole row of the output NaN, and one in a row of the weight its channel.
+    Without rounding of inputs, an infinity in them acts as in a float layer.
 
     Parameters
     ----------
@@ -95,11 +105,13 @@ class FakeQuantLinear(_SharedLinear):
 
     def fake_quantized_weight(self) -> Tensor:
         """Return the rounded weight of `forward`, in the weight's dtype."""
-        scale = row_codes(self.weight)[1] if self.weight_scale is None else self.weight_scale.squeeze(1)
-        return fake_quantize(self.weight, scale)
+        if self.weight_scale is None:
+            return round_rows(self.weight)
+        return fake_quantize(self.weight, self.weight_scale.squeeze(1))
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K)."""
+        self._check_export()
         input = autocast(input)
         if self.observing:
             self._observe(input)
@@ -108,7 +120,7 @@ class FakeQuantLinear(_SharedLinear):
                 self._check_observed()
             input = fake_quantize(input, self.input_scale)
         elif self.activation == "token":
-            input = fake_quantize(input, _row_scale(input))
+            input = round_rows(input)
         return nn.functional.linear(input, self.fake_quantized_weight(), self.bias)
 
     @torch.no_grad()
@@ -189,22 +201,15 @@ def observe(model: nn.Module) -> Iterator[None]:
             layer.observing = False
 
 
-class _Codes(NamedTuple):
-    """Codes of a weight, and the state of the weight when they were made."""
-
-    weight: Tensor
-    state: tuple[object, ...]
-    codes: Tensor
-    scale: Tensor
-
-
 class MixedLinear(_SharedLinear):
     """Training with an int8 product: the bits of `skuda.torch.DynamicLinear`, and gradients in floating point.
 
-    The weight is the master copy that an optimizer updates. It is quantized again after each change: after a step of an
-    optimizer of torch, or an in-place change that torch counts. While it does not change, as during gradient
-    accumulation, its codes are kept. A write through ``weight.data`` outside of an optimizer, or by another process, is
-    not noticed. `skuda.torch.mixed_linear` describes the gradients.
+    The weight is the master copy that an optimizer updates. Every forward pass quantizes it, because torch does not
+    count every change of a tensor: not those through ``weight.data``, and not those by other processes.
+    `skuda.torch.mixed_linear` describes the gradients.
+
+    A row of the input with a NaN or an infinity makes its whole row of the output NaN, and a row of the weight its
+    channel. Other rows have the bits of `DynamicLinear`.
 
     Parameters
     ----------
@@ -217,11 +222,10 @@ class MixedLinear(_SharedLinear):
         For a weight that is not f16, bf16 or f32.
     """
 
-    _codes: _Codes | None
-
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
-        return mixed_linear(autocast(input), self.weight, self.bias, *self._weight_codes())
+        self._check_export()
+        return mixed_linear(autocast(input), self.weight, self.bias, *row_codes(self.weight))
 
     def to_int8(self) -> DynamicLinear:
         """Return the int8 layer. It gives the bits of this layer.
@@ -232,70 +236,6 @@ class MixedLinear(_SharedLinear):
             If the weight is not finite.
         """
         return DynamicLinear.from_linear(self)
-
-    def _weight_codes(self) -> tuple[Tensor, Tensor]:
-        weight = self.weight
-        # A graph must contain the quantization. In a functional call the weight may be another tensor each time.
-        passing = torch.compiler.is_compiling() or type(weight) is not nn.Parameter
-        # Tensors made in inference mode cannot be saved for a backward pass.
-        passing = passing or weight.is_inference() or torch.is_inference_mode_enabled()
-        if passing or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return row_codes(weight)
-        # Work on another stream may run before these codes are made, or after they are freed.
-        stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
-        state = weight._version, weight.data_ptr(), weight.dtype, _steps.count, stream  # noqa: SLF001  torch has no public name
-        kept = self._codes
-        if kept is None or kept.weight is not weight or kept.state != state:
-            kept = self._codes = _Codes(weight, state, *row_codes(weight))
-        return kept.codes, kept.scale
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Forget the codes when the weight is set, even to the same object.
-
-        After each all-gather, ``fully_shard`` sets the same parameter again, after filling its memory uncounted.
-        """
-        if name == "weight":
-            self.__dict__["_codes"] = None
-        super().__setattr__(name, value)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the codes out of copies and pickles, whose weights count changes from 0 again."""
-        return {**self.__dict__, "_codes": None}
-
-
-class _Steps:
-    """Counts the steps of all optimizers, because some write through ``weight.data``, which counts no change."""
-
-    count = 0
-
-    def add(self, *_: object) -> None:
-        """Count a step. Torch calls this after each one."""
-        self.count += 1
-
-
-_steps = _Steps()
-register_optimizer_step_post_hook(_steps.add)
-
-
-def row_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `quantized_weight` without its check: s8 codes (N, K) and scales (N,).
-
-    A row with NaN has the scale NaN, and a row with an infinity an infinite scale. Both show in the result, as in a
-    float layer, and the host need not wait for the device.
-    """
-    matrix = weight.detach()
-    codes, scale, _ = torch.ops.skuda.dynamic_range.default(matrix, q_min=-Q_MAX, q_max=Q_MAX, output_element="s8")
-    if matrix.shape[1]:
-        scale = torch.where(matrix.amax(1).isnan(), torch.nan, scale)
-    return codes, scale
-
-
-def _row_scale(input: Tensor) -> Tensor:
-    """Return the scale of each row of an input, as `DynamicLinear` computes it."""
-    found: Tensor = torch.ops.skuda.dynamic_range.default(
-        input.detach(), q_min=-Q_MAX, q_max=Q_MAX, output_element="s8"
-    )[1]
-    return found
 
 
 @dataclass(frozen=True)

@@ -215,9 +215,18 @@ def differing(group, seed):
         heard(lambda: a(torch.ones(2 + (rank == count - 1), a.in_features)))
         cut = Shards(axis="k", count=count, chunks=1 + (rank == 1))
         heard(lambda: RowLinear(layer(rng, "dynamic", 8, 32), group, cut)(x))
+        wide = ColumnLinear(layer(rng, "dynamic", 8, 32), group)
+        wide(torch.ones(2, 32))
+        heard(lambda: wide(torch.ones(2, 32) + (rank == 2)))
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(32, 16 if rank == 0 else 32), nn.ReLU())
     quantize_(model, Dynamic())
     heard(lambda: parallelize_(model, group, {"0": "column"}))
-    differences.append(type(model[0]).__name__)
+    torch.manual_seed(seed)
+    other = nn.Sequential(nn.Linear(32, 16))
+    with torch.no_grad():
+        other[0].weight += rank == 1
+    quantize_(other, Dynamic())
+    heard(lambda: parallelize_(other, group, {"0": "column"}))
+    differences += [type(each[0]).__name__ for each in (model, other)]
     return {"differences": differences}

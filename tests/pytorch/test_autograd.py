@@ -4,19 +4,24 @@ import numpy as np
 import pytest
 import torch
 from support import fresh, sampled
-from tensors import assert_same, normal
+from tensors import GatedMLP, assert_same, normal
+from torch import nn
+from torch.autograd import forward_ad
 
 from skuda.registry.errors import InvalidProblem
 from skuda.torch import (
     CodesLinear,
+    Dynamic,
     DynamicLinear,
     StaticLinear,
     fake_quantize,
     frozen_linear,
+    fuse_,
     linear_dynamic,
     mixed_linear,
+    quantize_,
 )
-from skuda.torch.autograd import dequantized
+from skuda.torch.autograd import dequantized, round_rows
 from skuda.torch.int8_linear import quantized_weight
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -64,10 +69,27 @@ def test_fake_quantize_of_what_is_not_finite():
     x = torch.tensor([[np.nan, np.inf, -np.inf, 1.0]], requires_grad=True)
     scale = torch.tensor([0.5], requires_grad=True)
     y = fake_quantize(x, scale)
-    assert_same(y.detach(), torch.tensor([[0.0, 63.5, -63.5, 1.0]]))
+    assert_same(y.detach(), torch.tensor([[np.nan, np.nan, np.nan, 1.0]]))
     y.sum().backward()
     assert_same(x.grad, torch.tensor([[0.0, 0.0, 0.0, 1.0]]))
     assert float(scale.grad) == 0  # 127 - 127 + 0, and nothing for NaN
+
+
+@pytest.mark.parametrize("leading", LEADING)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rounded_rows_have_the_codes_of_the_int8_layer_and_an_unchanged_gradient(dtype, leading):
+    rng = fresh(dtype, leading)
+    x, grad = normal(rng, *leading, 24, dtype=dtype), normal(rng, *leading, 24, dtype=dtype)
+    rows = x.view(-1, 24)
+    if len(rows) > 1:
+        rows[0, 3], rows[1, 4] = np.nan, -np.inf
+    y = round_rows(x.requires_grad_())
+    y.backward(grad)
+    codes, scale, _ = torch.ops.skuda.dynamic_range(x.detach(), q_min=-127, q_max=127, output_element="s8")
+    wanted = dequantized(codes, scale, dtype)
+    wanted.view(-1, 24)[: 2 if len(rows) > 1 else 0] = np.nan
+    assert_same(y.detach(), wanted)
+    assert_same(x.grad, grad)
 
 
 @pytest.mark.parametrize("per_row", [True, False])
@@ -214,6 +236,68 @@ def test_torch_func_takes_first_derivatives_and_vmap_is_refused():
     ):
         with pytest.raises(InvalidProblem, match=r"skuda.torch: input must not be mapped over"):
             torch.vmap(function)(x)
+
+
+def _derivative(way, function, x):
+    """Return a derivative of a function at x, in one of torch's ways."""
+    if way == "dual":
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(function(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+    if way == "compiled":
+        found = torch.compile(lambda x: torch.func.jvp(function, (x,), (x,))[1], backend="aot_eager", fullgraph=True)
+        return found(x)
+    return {
+        "jvp": lambda: torch.func.jvp(function, (x,), (torch.ones_like(x),))[1],
+        "linearize": lambda: torch.func.linearize(function, x)[1](torch.ones_like(x)),
+        "jacfwd": lambda: torch.func.jacfwd(function)(x),
+        "grad": lambda: torch.func.grad(lambda x: function(x).sum())(x),
+        "vjp": lambda: torch.func.vjp(function, x)[1](torch.ones(3, 7)),
+    }[way]()
+
+
+@pytest.mark.parametrize("way", ["dual", "jvp", "linearize", "jacfwd", "compiled", "grad", "vjp"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own
+def test_a_derivative_that_an_op_does_not_have_is_refused_and_not_zero(way):
+    rng = fresh(way)
+    weight_q, scale, bias = layer(rng)
+    x, gated = normal(rng, 3, 24), GatedMLP(24, 48, nn.SiLU())
+    quantize_(gated, Dynamic())
+    fuse_(gated)
+    modules = _modules(rng)
+    functions = {
+        "op": lambda x: linear_dynamic(x, weight_q, scale, bias),
+        "several results": lambda x: torch.ops.skuda.dynamic_range(x, q_min=-127, q_max=127, output_element="s8")[1],
+        "numbers": lambda x: torch.ops.skuda.fake_quantize.number(x, 0.1, 0, q_min=-127, q_max=127),
+        "smooth": lambda x: torch.ops.skuda.smooth(x, torch.ones(24)),
+        "static": modules["static"],
+        "dynamic": modules["dynamic"],
+        "fused": gated,
+    }
+    reverse = way in ("grad", "vjp")
+    for name, function in functions.items():
+        with torch.no_grad():
+            function(x)  # what a launch serves afterwards
+        if reverse and name in ("dynamic", "fused"):
+            continue  # has a gradient
+        rule = "be detached" if reverse else "have none: there are no forward-mode derivatives"
+        with pytest.raises(Exception, match=rule):
+            _derivative(way, function, x)
+
+
+@pytest.mark.parametrize("name", ["frozen", "mixed", "fake", "rows"])
+@pytest.mark.parametrize("way", ["dual", "jvp"])
+def test_forward_mode_through_a_function_is_refused(way, name):
+    rng = fresh(way, name)
+    weight_q, scale, bias = layer(rng)
+    master = normal(rng, 7, 24).requires_grad_()
+    function = {
+        "frozen": lambda x: frozen_linear(x, weight_q, scale, bias),
+        "mixed": lambda x: mixed_linear(x, master, bias, weight_q, scale),
+        "fake": lambda x: fake_quantize(x, torch.ones(3)),
+        "rows": round_rows,
+    }[name]
+    with pytest.raises((InvalidProblem, NotImplementedError), match="forward"):
+        _derivative(way, function, normal(rng, 3, 24))
 
 
 def test_a_scale_of_a_frozen_layer_that_requires_grad_is_refused():

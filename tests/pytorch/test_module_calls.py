@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from support import fresh
-from tensors import OPS, copies, same
+from tensors import OPS, GatedMLP, copies, same
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skuda.registry.errors import InvalidProblem
-from skuda.torch import DynamicLinear, StaticLinear
+from skuda.torch import Dynamic, DynamicLinear, FakeQuant, Mixed, StaticLinear, fuse_, quantize_
 from skuda.torch.tensor_op import launched, run_module
 
 
@@ -90,6 +91,40 @@ def test_a_static_layer_runs_known_launches_with_its_present_tensors(shifted, mo
 def explained_static(module, x):
     name, arguments = module.call(x)
     return getattr(torch.ops.skuda, name)(**arguments | {"act_q": module.codes(x)})
+
+
+def _layers(rng):
+    """Return modules of every kind, and ops."""
+    made = {config: nn.Sequential(nn.Linear(24, 24)) for config in (Dynamic(), FakeQuant(), Mixed())}
+    for config, module in made.items():
+        quantize_(module, config)
+    gated = GatedMLP(24, 48, nn.SiLU())
+    quantize_(gated, Dynamic())
+    fuse_(gated)
+    dynamic = layer(rng, bias=True)
+    static = StaticLinear(dynamic.weight, dynamic.weight_scale, input_scale=torch.tensor([0.1]))
+    return {
+        **{type(config).__name__: (module, 24) for config, module in made.items()},
+        "static": (static, 16),
+        "fused": (gated, 24),
+        "op": (lambda x: torch.ops.skuda.dynamic_range(x, q_min=-127, q_max=127, output_element="s8")[0], 24),
+    }
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["Dynamic", "FakeQuant", "Mixed", "static", "fused", "op"])
+def test_inputs_and_parameters_can_be_resized_after_calls(name, dtype):
+    module, columns = _layers(fresh(name, dtype))[name]
+    if name in ("FakeQuant", "Mixed"):
+        module.to(dtype)
+    x = torch.ones(2, columns, dtype=dtype)
+    for _ in range(3):
+        module(x)
+    x.resize_(1000)
+    if isinstance(module, nn.Module):
+        for tensor in module.parameters():
+            tensor.untyped_storage().resize_(0)
 
 
 def test_what_looks_at_ops_sees_them():

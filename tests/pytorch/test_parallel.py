@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -9,14 +10,15 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from support import fresh
-from tensors import GatedMLP
+from tensors import GatedMLP, normal
 from torch import nn
 
-from skuda.dispatch.shard import Shards, on_ranks
+from skuda.dispatch.shard import GroupMismatch, Shards, on_ranks
 from skuda.registry.errors import InvalidProblem
 from skuda.torch import (
     ColumnLinear,
@@ -29,6 +31,7 @@ from skuda.torch import (
     quantize_,
     save,
 )
+from skuda.torch.digest import digest, sums
 from skuda.torch.scheme import Scheme
 
 HERE = Path(__file__).parent
@@ -80,7 +83,7 @@ def test_layers_of_ranks_compile_to_one_graph(ranks):
 def test_ranks_that_do_something_else_are_named_on_every_rank(ranks):
     every = cases(ranks, "differing")
     assert every == every[:1] * 4
-    order, shape, chunks, model, kind = every[0]["differences"]
+    order, shape, chunks, given, model, weights, *kinds = every[0]["differences"]
     assert order[:2] == ["call", [0, 1]]
     assert "rank 0 has second" in order[2]
     assert "rank 1 has first" in order[2]
@@ -88,7 +91,126 @@ def test_ranks_that_do_something_else_are_named_on_every_rank(ranks):
     assert chunks[:2] == ["call", [0, 1]]
     assert "chunks=2" in chunks[2]
     assert model[:2] == ["layers", [0, 1]]
-    assert kind == "DynamicLinear"
+    assert given[:2] == ["call", [0, 2]]
+    assert "input" in given[2]
+    assert weights[:2] == ["codes, scales and bias of 0", [0, 1]]
+    assert kinds == ["DynamicLinear"] * 2
+
+
+def changed(model, tensor, place=0):
+    """Change one element of a layer's buffer."""
+    with torch.no_grad():
+        getattr(model.get_submodule("up"), tensor).view(-1)[place] += 1
+
+
+class Pair(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.first, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 24), nn.Linear(24, 8)
+        quantize_(self, config)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(self.first(x))))
+
+
+PAIR = {"up": "column", "down": "row"}
+
+
+@pytest.mark.parametrize("tensor", ["weight", "weight_scale", "bias"])
+def test_ranks_with_other_weights_are_refused_and_left(tensor):
+    rng = fresh(tensor)
+    model = Pair(Dynamic())
+    models = [copy.deepcopy(model) for _ in range(3)]
+    changed(models[2], tensor, int(rng.integers(getattr(model.up, tensor).numel())))
+
+    def work(group):
+        with pytest.raises(GroupMismatch, match="codes, scales and bias of up") as caught:
+            parallelize_(models[group.rank], group, PAIR)
+        return [rank for rank, _ in caught.value.ranks]
+
+    assert on_ranks(3, work) == [[0, 2]] * 3
+    assert all(type(layer) is DynamicLinear for model in models for layer in model.children())
+
+
+def test_a_layer_that_stays_whole_must_be_the_same_on_every_rank():
+    models = [Pair(Dynamic()), Pair(Dynamic())]
+    models[1].load_state_dict(models[0].state_dict())
+    with torch.no_grad():
+        models[1].first.weight[0, 0] += 1
+
+    def work(group):
+        with pytest.raises(GroupMismatch, match="bias of first"):
+            parallelize_(models[group.rank], group, PAIR)
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_model_is_split_once(fused):
+    model = GatedMLP(24, 40, nn.SiLU())
+    quantize_(model, Dynamic())
+    if fused:
+        fuse_(model)
+    models = [model, copy.deepcopy(model)]
+
+    def work(group):
+        mine = models[group.rank]
+        names = parallelize_(mine, group).converted
+        before = list(mine.modules())
+        for plan in (None, dict.fromkeys(names, "row")):
+            with pytest.raises(InvalidProblem, match=r"be whole, but is split already.*Linear on 2 ranks"):
+                parallelize_(mine, group, plan)
+        assert list(mine.modules()) == before
+
+    on_ranks(2, work)
+
+
+def test_a_plan_can_split_further_layers_later():
+    model = Pair(Dynamic())
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def work(group):
+        return [parallelize_(models[group.rank], group, {name: way}) for name, way in PAIR.items()]
+
+    for first, second in on_ranks(2, work):
+        assert (*first.converted, *second.converted) == ("up", "down")
+        assert first.left == ("first", "down")
+        assert second.left == ("first",)
+
+
+def test_layers_that_propagate_nan_are_not_split():
+    models = [Pair(Dynamic(nonfinite="propagate"))] * 2
+
+    def work(group):
+        with pytest.raises(InvalidProblem, match="up must be made without nonfinite"):
+            parallelize_(models[group.rank], group, PAIR)
+        with pytest.raises(InvalidProblem, match="whole must be made without nonfinite"):
+            ColumnLinear(models[0].up, group)
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 100])
+def test_sums_tell_bytes_apart(monkeypatch, size):
+    monkeypatch.setattr("skuda.torch.digest._BLOCK", 3)
+    rng = fresh(size)
+    data = torch.from_numpy(rng.integers(0, 256, size + 1, np.uint8))[1:]
+    assert sums(data) == sums(data.clone())
+    for place in range(size):
+        other = data.clone()
+        other[place] ^= int(rng.integers(1, 256))
+        assert sums(other) != sums(data)
+    turned = data.roll(1)
+    assert (sums(turned) == sums(data)) == torch.equal(turned, data)
+
+
+def test_a_digest_is_that_of_the_bits():
+    x = normal(fresh(), 5, 33).bfloat16()
+    same = [x.clone(), x.t().contiguous().t(), torch.cat([x, x])[5:]]
+    other = [x.view(torch.int16), x.flatten(), x[:4], x + 0.5, torch.cat([x[1:], x[:1]])]
+    assert {digest(each) for each in same} == {digest(x)}
+    assert len({digest(each) for each in (x, *other)}) == 1 + len(other)
+    assert len({digest(*each) for each in ((x,), (x, None), (None, x), (x, x), ())}) == 5
 
 
 def test_what_cannot_be_shared_is_refused_and_left(tmp_path):
@@ -135,9 +257,9 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers_are_understood(name):
     config = getattr(transformers, f"{name}Config")(num_hidden_layers=2, **SIZES | MODELS[name])
-    models = [getattr(transformers, f"{name}ForCausalLM")(config) for _ in range(2)]
-    for model in models:
-        quantize_(model, Dynamic())
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    quantize_(model, Dynamic())
+    models = [model, copy.deepcopy(model)]
     for report in on_ranks(2, lambda group: parallelize_(models[group.rank], group, lm_head=True)):
         assert len(report.converted) == 2 * 7 + 1
         assert report.left == ()
@@ -145,12 +267,14 @@ def test_models_of_transformers_are_understood(name):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_model_may_be_the_mlp_itself(fused):
+    model = GatedMLP(24, 40, nn.SiLU())
+    quantize_(model, Dynamic())
+    if fused:
+        fuse_(model)
+    models = [model, copy.deepcopy(model)]
+
     def work(group):
-        mlp = GatedMLP(24, 40, nn.SiLU())
-        quantize_(mlp, Dynamic())
-        if fused:
-            fuse_(mlp)
-        return set(parallelize_(mlp, group).converted)
+        return set(parallelize_(models[group.rank], group).converted)
 
     first = {"gate_up_proj"} if fused else {"gate_proj", "up_proj"}
     assert on_ranks(2, work) == [first | {"down_proj"}] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import ml_dtypes
 import numpy as np
 import pytest
 from support import assert_same_bits, dispatcher
@@ -57,6 +58,75 @@ def test_parameters_are_tensors():
         assert np.shares_memory(host_view("op", "x", given), X)
     with pytest.raises(InvalidProblem, match=r"detach\(\)"):
         host_view("op", "x", torch.nn.Parameter(torch.from_numpy(X)))
+
+
+DTYPES = {
+    "bool": "?", "int8": "i1", "int16": "i2", "int32": "i4", "int64": "i8", "uint8": "u1", "uint16": "u2",
+    "uint32": "u4", "uint64": "u8", "float16": "f2", "float32": "f4", "float64": "f8", "bfloat16": ml_dtypes.bfloat16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_views_have_the_memory_the_shape_and_the_strides(dtype):
+    whole = torch.arange(24).reshape(2, 3, 4).to(getattr(torch, dtype))
+    for tensor in (
+        whole,
+        whole[1],
+        whole[:, 1:, ::2],
+        whole.transpose(0, 2),
+        whole[0, 0].expand(5, 4),
+        whole[:0],
+        whole[:, :, :0],
+        whole[1, 1, 1],
+    ):
+        seen = host_view("op", "x", tensor)
+        assert seen.dtype == np.dtype(DTYPES[dtype])
+        assert seen.shape == tensor.shape
+        assert seen.astype("f8").tolist() == tensor.double().tolist()
+        assert seen.flags.writeable
+        if seen.size:
+            assert seen.ctypes.data == tensor.data_ptr()
+            assert seen.strides == tuple(stride * tensor.itemsize for stride in tensor.stride())
+
+
+def test_a_view_keeps_its_memory():
+    seen = host_view("op", "x", torch.full((1000, 1000), 3.0))[5:].reshape(-1)
+    others = [torch.zeros(1000, 1000) for _ in range(5)]  # would take memory that is free
+    assert len(others) == 5
+    assert (seen == 3).all()
+
+
+def test_inputs_can_be_resized_after_a_call():
+    zero_point = torch.zeros(2, dtype=torch.int32)
+    x, scale = torch.from_numpy(X).clone(), torch.from_numpy(SCALE).clone()
+    for _ in range(3):  # first by the checks, then by a launch
+        dispatcher().run(PROBLEM, input=x, scale=scale, zero_point=zero_point)
+        skuda.ops.quantize_per_token(
+            input=x, scale=scale, zero_point=zero_point, output_element="s8", q_min=-8, q_max=7
+        )
+    for tensor in (x, scale, zero_point):
+        tensor.resize_(100)
+        tensor.untyped_storage().resize_(0)  # as `fully_shard` does
+        with pytest.raises(InvalidProblem, match="it has no memory"):
+            host_view("op", "x", tensor)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize_per", "ignore:Casting")
+def test_tensors_that_are_no_plain_memory_are_refused():
+    x, wave = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.complex64)
+    for wrong in (
+        x.to_sparse(),
+        x.to_sparse_csr(),
+        x.to_mkldnn(),
+        x.to(torch.float8_e4m3fn),
+        torch._neg_view(x),
+        torch._efficientzerotensor(3),
+        wave.conj(),
+        torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+    ):
+        with pytest.raises(InvalidProblem, match="be readable without a copy"):
+            host_view("op", "x", wrong)
+    assert host_view("op", "x", wave).dtype == np.complex64
 
 
 def test_a_subclass_that_stands_for_other_tensors_is_refused():

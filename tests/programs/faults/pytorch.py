@@ -9,6 +9,7 @@ SMOOTHING = ["tests/pytorch/test_smoothing.py"]
 CHECKPOINT = ["tests/pytorch/test_checkpoint.py"]
 FUSE = ["tests/pytorch/test_fuse.py", "tests/pytorch/test_fuse_renamed.py"]
 PARALLEL = ["tests/pytorch/test_parallel.py", "tests/pytorch/test_torch_group.py"]
+NONFINITE = ["tests/pytorch/test_nonfinite.py"]
 MODULES = ["tests/pytorch/test_module_calls.py", "tests/pytorch/test_module_state.py"]
 CONFIG_FIRST = "config = stack.enter_context(replacing(folder / CONFIG))"
 TENSORS_FIRST = "file = stack.enter_context(replacing(folder / TENSORS))"
@@ -32,22 +33,37 @@ FAULTS = listed(
                 "torch.ones_like(scale.to(_compute(dtype)",
                 AUTOGRAD,
             ),
+            "train-a-nan-in-a-row-is-hidden": ("torch.nan, scale", "1.0, scale", TRAINING),
+            "train-a-nan-in-an-input-is-hidden": ("linear_dynamic(spread(input)", "linear_dynamic((input)", TRAINING),
+            "train-a-nan-with-a-fixed-scale-is-hidden": (" + (input - input)", "", [*AUTOGRAD, *TRAINING]),
             "torch-a-bias-gets-one-row": ("grad).sum(0).to(dtype", "grad)[0].to(dtype", [*AUTOGRAD, *TRAINING]),
         },
         "dispatch/torch/training.py": {
-            "train-codes-of-a-weight-before-the-step": (
-                "weight._version, weight.data_ptr(), weight.dtype, _steps.count",
-                "weight.data_ptr(), weight.dtype",
+            "train-an-export-loses-gradients": (
+                "torch.compiler.is_exporting() and torch.is_grad_enabled()",
+                "False",
                 TRAINING,
             ),
-            "train-a-step-that-torch-does-not-count": ("register_optimizer_step_post_hook(_steps.add)\n", "", TRAINING),
-            "train-a-copy-keeps-codes": ('{**self.__dict__, "_codes": None}', "dict(self.__dict__)", TRAINING),
             "train-observed-ranges-shrink": (
                 "torch.fmax(self.input_scale, largest / torch.full_like(largest, Q_MAX)",
                 "(largest / torch.full_like(largest, Q_MAX)).reshape(1",
                 TRAINING,
             ),
-            "train-a-nan-in-a-weight-is-hidden": ("torch.nan, scale", "1.0, scale", TRAINING),
+        },
+        "dispatch/torch/derivatives.py": {
+            "torch-a-tangent-is-lost": (" and not forward_mode", "", AUTOGRAD),
+            "torch-a-gradient-of-torch-func-is-lost": ("if given.requires_grad", "if False", AUTOGRAD),
+        },
+        "dispatch/torch/nonfinite.py": {
+            "propagate-a-nan-is-no-number": ("forward(spread(input))", "forward(input)", NONFINITE),
+            "propagate-by-column": (".sum(-1, keepdim=True)", ".sum(0, keepdim=True)[..., :1]", NONFINITE),
+        },
+        "dispatch/torch/digest.py": {
+            "parallel-a-digest-without-places": (") + 1", ") * 0 + 1", PARALLEL),
+            "parallel-a-digest-without-the-end": ("*rest.tolist()", "len(rest)", PARALLEL),
+        },
+        "dispatch/torch/parallelize.py": {
+            "parallel-ranks-do-not-compare-weights": ("    _compare_weights(model, ranks)\n", "", PARALLEL),
         },
         "dispatch/torch/calibration.py": {
             "calibrate-the-last-batch-wins": (
@@ -158,6 +174,7 @@ FAULTS = listed(
         "dispatch/torch/sharded_linear.py": {
             "parallel-a-bias-on-every-rank": ('bias, "n", cut, group.rank', 'bias, "n", cut, 0', PARALLEL),
             "parallel-smoothing-of-other-columns": ("group.rank).clone(", "0).clone(", PARALLEL),
+            "parallel-ranks-do-not-compare-inputs": ("digest(given.data, given.scale)", "", PARALLEL),
             "parallel-channel-sums-of-bytes": ("torch.int32)", "torch.int8).int()", PARALLEL),
             "parallel-joined-layers-are-cut-as-one": (
                 "pieces = tensor.split([sum(sizes) for sizes in parts]",

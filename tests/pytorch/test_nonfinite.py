@@ -1,0 +1,138 @@
+"""Layers that pass on what is not finite: their rows, their checkpoints, and what leaves them alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support import fresh
+from tensors import GatedMLP, assert_same, normal
+from torch import nn
+
+from skuda.registry.errors import InvalidProblem
+from skuda.torch import Dynamic, FakeQuant, SmoothStatic, calibrate, fuse_, load_, prepare, quantize_, save
+from skuda.torch.nonfinite import PropagatingDynamicLinear, PropagatingStaticLinear, propagating
+
+VALUES = (np.nan, np.inf, -np.inf)
+K = 24
+
+
+class Two(nn.Module):
+    """Two layers, the second of which would see codes of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(K, 16), nn.Linear(16, 7)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def converted(kind, nonfinite, dtype=torch.float32, state=None):
+    model = Two().to(dtype)
+    if state is not None:
+        model.load_state_dict(state)
+    if kind == "dynamic":
+        quantize_(model, Dynamic(nonfinite=nonfinite))
+    else:
+        with calibrate(model) as calibration, torch.no_grad():
+            model(torch.ones(2, K, dtype=dtype))
+        quantize_(model, SmoothStatic(calibration, nonfinite=nonfinite))
+    return model
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does it
+def test_a_row_that_is_not_finite_becomes_nan_and_no_other_changes(kind, compiles, value):
+    rng = fresh(kind, compiles, value)
+    state = Two().state_dict()
+    plain, model = (converted(kind, how, state=state) for how in ("ignore", "propagate"))
+    torch.compiler.reset()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+    x = normal(rng, 2, 4, K)
+    bad = x.clone()
+    bad[1, 2, 5] = value
+    with torch.no_grad():
+        wanted = plain(x)
+        assert_same(run(x), wanted)
+        assert not plain(bad).isnan().any()  # which is why there is this option
+        for _ in range(2):  # the second time by a launch
+            found = run(bad)
+            assert found[1, 2].isnan().all()
+            found[1, 2] = wanted[1, 2]
+            assert_same(found, wanted)
+        assert run(x[:, :0]).shape == (2, 0, 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_what_autocast_makes_infinite_is_noticed(kind, dtype):
+    model = converted(kind, "propagate")
+    x = torch.ones(2, K)
+    x[1, 3] = 3.4e38
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        found = model(x).isnan()
+    assert found[1].all()
+    assert not found[0].any()
+
+
+def test_gradients_of_finite_rows_do_not_change():
+    rng = fresh()
+    state, x = Two().state_dict(), normal(rng, 3, K)
+    grads = []
+    for nonfinite in ("ignore", "propagate"):
+        given = x.clone().requires_grad_()
+        converted("dynamic", nonfinite, state=state)(given).square().sum().backward()
+        grads.append(given.grad)
+    assert_same(*grads)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_checkpoints_hold_the_layers_and_loading_keeps_what_they_do(kind, tmp_path):
+    rng = fresh(kind)
+    model, other = (converted(kind, "propagate") for _ in range(2))
+    save(model, tmp_path)
+    load_(other, tmp_path)
+    assert type(other.first) is type(model.first)
+    assert type(model.first) is (PropagatingDynamicLinear if kind == "dynamic" else PropagatingStaticLinear)
+    x = normal(rng, 3, K)
+    x[1, 0] = np.nan
+    with torch.no_grad():
+        assert_same(other(x), model(x))
+        assert model(x)[1].isnan().all()
+    assert len(prepare(model, rows=(2,))) == 2
+
+
+@pytest.mark.parametrize("activation", ["token", "tensor"])
+def test_trained_layers_become_layers_that_propagate(activation):
+    model = Two()
+    quantize_(model, FakeQuant(activation))
+    for layer in model.children():
+        if layer.input_scale is not None:
+            layer.input_scale.fill_(0.1)
+    quantize_(model, Dynamic(nonfinite="propagate"))
+    with torch.no_grad():
+        assert model(torch.full((1, K), np.nan)).isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore:fuse_ left")
+def test_layers_that_propagate_are_not_fused():
+    mlp = GatedMLP(K, 40, nn.SiLU())
+    quantize_(mlp, Dynamic(nonfinite="propagate"))
+    fuse_(mlp)
+    with torch.no_grad():
+        assert mlp(torch.full((1, K), np.nan)).isnan().all()
+
+
+def test_what_no_config_or_layer_accepts():
+    with pytest.raises(InvalidProblem, match="Dynamic: nonfinite must be 'ignore' or 'propagate'; had 'raise'"):
+        Dynamic(nonfinite="raise")
+    model = Two()
+    with calibrate(model) as calibration:
+        model(torch.ones(1, K))
+    with pytest.raises(InvalidProblem, match="SmoothStatic: nonfinite must be"):
+        SmoothStatic(calibration, nonfinite=True)
+    with pytest.raises(InvalidProblem, match="layer must be a DynamicLinear or a StaticLinear; had a Linear"):
+        propagating(nn.Linear(2, 2))
