@@ -54,7 +54,7 @@ def test_what_is_called_is_what_is_explained(bias):
     module.load_state_dict(layer(rng, bias=bias).state_dict())
     assert same(module(x), explained(module, x))
     for moved in copies(module):
-        moved.weight.neg_()
+        moved.weight_q.neg_()
         assert same(moved(x), explained(moved, x))
         assert not same(moved(x), module(x))
     module.weight_scale.data = module.weight_scale * 3
@@ -100,7 +100,7 @@ def test_a_parametrization_is_followed():
     module, x = layer(rng, bias=True), torch.from_numpy(rng.standard_normal((3, 16), "float32"))
     before = module.weight_scale.clone()
     torch.nn.utils.parametrize.register_parametrization(module, "weight_scale", Doubled())
-    want = DynamicLinear(module.weight, 2 * before, module.bias)(x)
+    want = DynamicLinear(module.weight_q, 2 * before, module.bias)(x)
     assert same(module(x), want)
 
 

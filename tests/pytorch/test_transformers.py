@@ -117,7 +117,7 @@ def test_a_fused_model_is_saved_as_the_model_that_it_was(tmp_path):
     llama(rng).save_pretrained(tmp_path)
     model, other = (from_pretrained(tmp_path, quantization_config=SkudaConfig()) for _ in range(2))
     model.save_pretrained(tmp_path / "plain")
-    other.model.layers[0].self_attn.q_proj.weight.zero_()
+    other.model.layers[0].self_attn.q_proj.weight_q.zero_()
     ids = drawn_ids(rng)
     want = logits(model, ids)
     for each in (model, other):
@@ -225,7 +225,7 @@ def test_what_compressed_tensors_wrote_is_loaded_and_written_byte_for_byte(kind,
     assert int8_names(model, DynamicLinear if kind == "dynamic" else StaticLinear) == LAYERS
     stored = load_file(tmp_path / "theirs" / "model.safetensors")
     for name in LAYERS:
-        assert torch.equal(model.get_submodule(name).weight, stored[f"{name}.weight"])
+        assert torch.equal(model.get_submodule(name).weight_q, stored[f"{name}.weight"])
     assert_survives_saving(model, ids, tmp_path)
     for name in ("one", "ours"):
         for file, read in (("model.safetensors", bytes), ("config.json", json.loads)):

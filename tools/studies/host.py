@@ -46,9 +46,9 @@ def host_calls(device: Device, place: torch.device) -> dict[str, HostCall]:
     linear = nn.Linear(_SIZES.hidden, _SIZES.hidden, bias=False, device=place, dtype=torch.bfloat16)
     x = torch.ones(_ROWS, _SIZES.hidden, device=place, dtype=torch.bfloat16)
     ours: Any = DynamicLinear.from_linear(linear)
-    static: Any = StaticLinear(ours.weight, ours.weight_scale, input_scale=torch.ones(1, device=place))
+    static: Any = StaticLinear(ours.weight_q, ours.weight_scale, input_scale=torch.ones(1, device=place))
     joined: Any = JoinedLinear.of((ours, ours))
-    weight, output = {"weight_q": ours.weight, "weight_scale": ours.weight_scale.reshape(-1)}, torch.empty_like(x)
+    weight, output = {"weight_q": ours.weight_q, "weight_scale": ours.weight_scale.reshape(-1)}, torch.empty_like(x)
     sizes = {"m": _ROWS, "c_out": _SIZES.hidden, "k": _SIZES.hidden, "q_min": -127, "q_max": 127}
     problem = QuantizedLinearDescriptor(**sizes, activation_element="bf16")
     dispatcher = Dispatcher()
