@@ -23,13 +23,14 @@ _RULE = "not be changed, because it is made from codes: change a clone(), or cal
 class DequantizedWeight(Tensor):
     """A weight of shape (N, K) that is stored as codes and scales. It can be read but not changed.
 
-    Its shape, dtype and device cost nothing. Any other use computes the values ``codes * scale``, rounded to the dtype,
-    and does not keep them. Views of it can be read only, too. Other results are ordinary tensors. It gets no gradient.
+    Its shape, dtype and device cost nothing. Any other use computes the values, `weight_of`, and does not keep them.
+    Views of it can be read only, too. Other results are ordinary tensors. It gets no gradient.
 
     Parameters
     ----------
-    held : tensor of shape (N, K), s8, and tensor of shape (N, 1); or one tensor
-        Codes and scales, or values.
+    held : tuple of tensor
+        Codes, s8 of shape (N, K), scales of shape (N, 1) and, if the layer divides its input, the divisors of shape
+        (K,). Or the values, alone.
     dtype : dtype
         Dtype of the values.
     owner : str
@@ -89,10 +90,7 @@ class DequantizedWeight(Tensor):
 
     def values(self) -> Tensor:
         """Return the values, as an ordinary tensor."""
-        if len(self._held) == 1:
-            return self._held[0]
-        codes, scale = self._held
-        return dequantized(codes, scale.view(-1), self.dtype)
+        return self._held[0] if len(self._held) == 1 else weight_of(*self._held, dtype=self.dtype)
 
     def refuse(self, had: str) -> NoReturn:
         """Raise `InvalidProblem` for a write or a gradient."""
@@ -173,13 +171,15 @@ class CodedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight of shape (N, K), which is made when it is read.
+        """The dequantized weight of shape (N, K), which is made when it is read; see `weight_of`.
 
         In compiled code it is an ordinary tensor, and costs nothing if only its shape, dtype or device are read.
         """
+        smooth = self._buffers.get("smooth")
+        held = (self.weight_q, self.weight_scale, *(() if smooth is None else (smooth,)))
         if torch.compiler.is_compiling():
-            return dequantized(self.weight_q, self.weight_scale.view(-1), self.weight_dtype)
-        return DequantizedWeight((self.weight_q, self.weight_scale), self.weight_dtype, type(self).__name__)
+            return weight_of(*held, dtype=self.weight_dtype)
+        return DequantizedWeight(held, self.weight_dtype, type(self).__name__)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse another weight. It would be lost."""
@@ -191,6 +191,24 @@ class CodedLayer(nn.Module):
     def _set_codes(self, name: str, value: Any) -> None:
         had = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else shown(value)
         raise InvalidProblem(type(self).__name__, name, had, _RULE)
+
+
+def weight_of(codes: Tensor, scale: Tensor, smooth: Tensor | None = None, *, dtype: torch.dtype) -> Tensor:
+    """Return the weight that multiplies a layer's input: ``codes * scale``, or ``codes * scale / smooth``, in a dtype.
+
+    Parameters
+    ----------
+    codes : tensor of shape (N, K), s8
+    scale : tensor of shape (N, 1), f32 or narrower
+    smooth : tensor of shape (K,), f32, optional
+        Divisors of the input, which the codes have taken over.
+    dtype : dtype
+    """
+    if smooth is None:
+        return dequantized(codes, scale.view(-1), dtype)
+    rows = dequantized(codes, scale.view(-1), torch.promote_types(dtype, torch.float32))
+    found: Tensor = torch.ops.skuda.smooth.default(rows, smooth)
+    return found.to(dtype)
 
 
 def codes_in(owner: str, held: Tensor) -> Tensor:
