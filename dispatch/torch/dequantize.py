@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NoReturn
 
+import torch
 from torch import nn
 
 from skuda.registry.errors import InvalidProblem
+from skuda.torch.dequantized_weight import weight_of
 from skuda.torch.fused_modules import Fused
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import JoinedLinear, Part
-from skuda.torch.replaceable_layers import adapted, check_model, hooked, table
+from skuda.torch.replaceable_layers import check_model, has_adapters, hooked, table
 from skuda.torch.training import FakeQuantLinear, MixedLinear
 
 _TRAINED = (FakeQuantLinear, MixedLinear)
@@ -46,7 +48,7 @@ def dequantize_(model: nn.Module) -> Dequantization:
     A layer gets the weight that it reads as, `layer.weight`, in the same dtype. Its inputs are no longer rounded. What
     rounding has taken from the weights stays lost, and factors that a norm took over stay in the norm. Modules that
     `fuse_` has fused get back their class and their layers. Layers in training keep their parameters. The parameters of
-    other layers require grad, except in the frozen base of adapters.
+    other layers require grad, except in a model with adapters, such as LoRA.
 
     Parameters
     ----------
@@ -65,11 +67,11 @@ def dequantize_(model: nn.Module) -> Dequantization:
     check_model("dequantize_", model, None)
     fused = {name: module for name, module in model.named_modules() if isinstance(module, Fused)}
     joined = {id(child) for module in fused.values() for child in module.children() if type(child) is JoinedLinear}
-    frozen = {id(inner) for module in adapted(model) for inner in module.modules()}
+    trains = not has_adapters(model)
     layers = {name: layer for name, layer in _layers(model) if id(layer) not in joined}
     for name, layer in layers.items():
         _check(name, layer)
-    made = {id(layer): _float(layer, trains=id(layer) not in frozen) for layer in layers.values()}
+    made = {id(layer): _float(layer, trains=trains) for layer in layers.values()}
     for module in list(model.modules()):
         for key, child in list(module._modules.items()):  # noqa: SLF001  named_children() leaves out what is there twice
             if id(child) in made:
@@ -88,12 +90,14 @@ def dequantize_(model: nn.Module) -> Dequantization:
     )
 
 
-def float_linear(layer: Int8Linear | Part) -> nn.Linear:
-    """Return a layer in floating point with the weight that an int8 layer reads as."""
-    made = nn.Linear(layer.weight_q.shape[1], layer.weight_q.shape[0], bias=layer.bias is not None, device="meta")
-    made.weight = nn.Parameter(layer.weight.clone())
-    if layer.bias is not None:
-        made.bias = nn.Parameter(layer.bias.detach().to(layer.weight_dtype, copy=True))
+def float_linear(layer: Int8Linear | Part, dtype: torch.dtype | None = None) -> nn.Linear:
+    """Return a layer in floating point with the weight that an int8 layer reads as, by default in its dtype."""
+    dtype = dtype or layer.weight_dtype
+    weight, bias = weight_of(*layer.coded(), dtype=dtype), layer.bias
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    made.weight = nn.Parameter(weight)
+    if bias is not None:
+        made.bias = nn.Parameter(bias.detach().to(dtype, copy=True))
     return made
 
 

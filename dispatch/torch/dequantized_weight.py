@@ -175,11 +175,15 @@ class CodedLayer(nn.Module):
 
         In compiled code it is an ordinary tensor, and costs nothing if only its shape, dtype or device are read.
         """
-        smooth = self._buffers.get("smooth")
-        held = (self.weight_q, self.weight_scale, *(() if smooth is None else (smooth,)))
+        held = self.coded()
         if torch.compiler.is_compiling():
             return weight_of(*held, dtype=self.weight_dtype)
         return DequantizedWeight(held, self.weight_dtype, type(self).__name__)
+
+    def coded(self) -> tuple[Tensor, ...]:
+        """Return the codes, the scales and, if there are some, the divisors of the input."""
+        smooth = self._buffers.get("smooth")
+        return (self.weight_q, self.weight_scale, *(() if smooth is None else (smooth,)))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse another weight. It would be lost."""

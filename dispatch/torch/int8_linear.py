@@ -24,7 +24,7 @@ from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import shown
 from skuda.torch.autograd import Q_MAX, frozen_linear
-from skuda.torch.dequantized_weight import CodedLayer, codes_in
+from skuda.torch.dequantized_weight import CodedLayer, DequantizedWeight, codes_in
 from skuda.torch.dtypes import element_of
 from skuda.torch.ops import OPS
 from skuda.torch.tensor_op import launched, run_module
@@ -98,6 +98,8 @@ class Int8Linear(CodedLayer):
     def _set_codes(self, name: str, value: Any) -> None:
         """Take codes, which loaders set under the name of the buffer. Refuse anything else."""
         codes = self._buffers["weight"]
+        if isinstance(value, DequantizedWeight) and value.codes() is codes:
+            return  # `layer.weight = layer.weight`
         fits = isinstance(value, Tensor) and value.dtype is torch.int8 and codes is not None
         if not fits or value.shape != codes.shape:
             super()._set_codes(name, value)

@@ -13,7 +13,16 @@ from torch import nn
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line, shown
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear
-from skuda.torch.replaceable_layers import ALREADY, Filter, Obstacles, check_model, describe_saving, linears, table
+from skuda.torch.replaceable_layers import (
+    ALREADY,
+    Filter,
+    Obstacles,
+    adopt_adapters,
+    check_model,
+    describe_saving,
+    linears,
+    table,
+)
 
 
 class Config(Protocol):
@@ -134,6 +143,7 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
         for name, new in converted.items():
             _replace(slots[name], new)
     describe_saving(model)
+    adopt_adapters(model)
     return Report(
         converted=MappingProxyType({name: type(new).__name__ for name, new in converted.items()}),
         left=MappingProxyType(left),

@@ -74,9 +74,7 @@ class Obstacles:
                 rule = f"it is inside a {wrapper}: quantize the model before it is wrapped"
                 self._inside |= {id(inner): rule for inner in module.modules()}
             for adapter in _adapters(module):
-                rule = (
-                    f"it is an adapter of {name or 'the model'}: its base is quantized, and it stays as it is trained"
-                )
+                rule = "it is an adapter beside a layer, and stays as it was trained"
                 self._inside |= {id(inner): rule for inner in adapter.modules()}
             if isinstance(module, _READS_WEIGHTS):
                 rule = f"a {type(module).__name__} reads its weight instead of calling it"
@@ -93,9 +91,15 @@ class Obstacles:
         return f"its weight is also that of {others[0] or 'the model'}: choose it with filter_fn" if others else None
 
 
-def adapted(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a model that hold adapters, such as LoRA, beside a base that stays frozen."""
-    return (module for module in model.modules() if any(True for _ in _adapters(module)))
+def adopt_adapters(model: nn.Module) -> None:
+    """Let the LoRA layers of peft in a model merge into their int8 base."""
+    if "peft" in sys.modules and has_adapters(model):
+        importlib.import_module("skuda.torch.peft").adopt_(model)  # by name, because it imports this module
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether a model has adapters of peft, such as LoRA. Everything else in it is frozen."""
+    return any(True for module in model.modules() for _ in _adapters(module))
 
 
 def _adapters(module: nn.Module) -> Iterator[nn.Module]:
