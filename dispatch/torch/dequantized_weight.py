@@ -43,8 +43,8 @@ class DequantizedWeight(Tensor):
     """
 
     _is_hf_initialized = True  # transformers draws the values of tensors without this mark
-    _held: tuple[Tensor, ...]
     _owner: str
+    _names: tuple[str, ...]
 
     @staticmethod
     def __new__(cls: type[Self], held: tuple[Tensor, ...], dtype: torch.dtype, owner: str) -> Self:
@@ -53,7 +53,8 @@ class DequantizedWeight(Tensor):
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # noqa: SLF001  the public way to do it
             cls, first.shape, first.stride(), first.storage_offset(), dtype=dtype, device=first.device
         )
-        made._held, made._owner = held, owner  # noqa: SLF001
+        made._hold(held)  # noqa: SLF001
+        made._owner = owner  # noqa: SLF001
         return cast("Self", made)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001  as torch's own subclasses
@@ -87,6 +88,23 @@ class DequantizedWeight(Tensor):
     def codes(self) -> Tensor | None:
         """Return the codes, or None for a view."""
         return self._held[0] if self._held[0].dtype is torch.int8 else None
+
+    def _hold(self, held: tuple[Tensor, ...]) -> None:
+        self._names = tuple(f"held_{number}" for number in range(len(held)))
+        for name, tensor in zip(self._names, held, strict=True):
+            setattr(self, name, tensor)
+
+    @property
+    def _held(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in self._names)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return list(self._names), (self.dtype, self._owner)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Mapping[str, Tensor], about: Any, size: Any, stride: Any) -> Self:
+        del size, stride
+        return cls(tuple(inner.values()), *about)
 
     def values(self) -> Tensor:
         """Return the values, as an ordinary tensor."""
@@ -123,13 +141,9 @@ class DequantizedWeight(Tensor):
 
     def data_ptr(self) -> int:
         """Return the address of values, which live as long as this object."""
-        self._held = (self.values(),)
+        self._hold((self.values(),))
         found: int = self._held[0].data_ptr()
         return found
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the memory of values that are made for this."""
-        return self.values().untyped_storage()
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values as an array."""
@@ -191,6 +205,12 @@ class CodedLayer(nn.Module):
             self._set_codes(name, value)
         else:
             super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Refuse to lose the weight, as a parametrization would."""
+        if name == "weight":
+            raise InvalidProblem(type(self).__name__, name, "a deletion, as by a parametrization", _RULE)
+        super().__delattr__(name)
 
     def _set_codes(self, name: str, value: Any) -> None:
         had = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else shown(value)
