@@ -139,6 +139,10 @@ class DequantizedWeight(Tensor):
             raise InvalidProblem(self._owner, "weight", "requires_grad=True", rule)
         return self
 
+    def share_memory_(self) -> NoReturn:
+        """Raise `InvalidProblem`, because there is no memory to share but that of the layer's codes."""
+        self.refuse("share_memory_()")
+
     def data_ptr(self) -> int:
         """Return the address of values, which live as long as this object."""
         self._hold((self.values(),))

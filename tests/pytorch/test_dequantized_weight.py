@@ -157,6 +157,7 @@ WRITES = {
     "requires_grad_": lambda w: w.requires_grad_(),
     "requires_grad": _set("requires_grad", 1),
     "parameter": nn.Parameter,
+    "share_memory_": lambda w: w.share_memory_(),
 }
 
 
