@@ -58,6 +58,11 @@ class LoraInt8Linear(lora.Linear):  # type: ignore[misc]
         super().__init__(base_layer, adapter_name, **more)
         self.fan_in_fan_out = False  # it describes weights that are stored as (K, N)
 
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        """Return the sizes of the base, whose class peft does not know. It would warn."""
+        weight = module.get_base_layer().weight if hasattr(module, "get_base_layer") else module.weight
+        return int(weight.shape[1]), int(weight.shape[0])
+
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:  # noqa: FBT001, FBT002  the signature of peft
         """Merge adapters into the base, which is quantized again.
 
