@@ -96,9 +96,9 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
 
     It replaces `nn.Linear`, and subclasses of it only if they have a method ``to_int8()``. The report says why it could
     not replace other layers. A layer whose weight is tied to another module, such as an embedding, is replaced only if
-    `filter_fn` selects it, which ends the tie. A layer with several names is replaced under all of them. If code reads
-    the weight of a layer instead of calling the layer, exclude the layer with `filter_fn`. For modules of torch this is
-    not necessary.
+    `filter_fn` selects it, which ends the tie. A layer with several names is replaced under all of them. Code that reads
+    the weight of a layer instead of calling the layer gets the dequantized weight, and computes in floating point.
+    Adapters of peft stay as they are.
 
     Parameters
     ----------
