@@ -96,9 +96,8 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
 
     It replaces `nn.Linear`, and subclasses of it only if they have a method ``to_int8()``. The report says why it could
     not replace other layers. A layer whose weight is tied to another module, such as an embedding, is replaced only if
-    `filter_fn` selects it, which ends the tie. A layer with several names is replaced under all of them. Code that reads
-    the weight of a layer instead of calling the layer gets the dequantized weight, and computes in floating point.
-    Adapters of peft stay as they are.
+    `filter_fn` selects it, which ends the tie. A layer with several names is replaced under all of them. Code that
+    reads the weight of a layer instead of calling the layer gets the dequantized weight. Adapters of peft stay.
 
     Parameters
     ----------

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import skuda.torch as st
-import skuda.torch.peft  # from now on peft knows the int8 layers
+import skuda.torch.peft  # noqa: F401  from now on peft knows the int8 layers
 
 torch.manual_seed(0)
 config = LlamaConfig(
@@ -55,8 +55,8 @@ with tempfile.TemporaryDirectory() as folder:
     again = PeftModel.from_pretrained(base, folder)
 assert torch.equal(logits(again), want)
 
-# Merged, the layers are quantized again, so the outputs differ by rounding. Without the adapters the model is as fast as
-# the base. For layers in floating point, call `skuda.torch.dequantize_` before merging.
+# Merged layers are quantized again, so the outputs differ by rounding, and the model is as fast as the base.
+# To merge into layers in floating point, call `skuda.torch.dequantize_` before.
 merged = model.merge_and_unload()
 assert type(merged.model.layers[0].self_attn.q_proj) is st.DynamicLinear
 similar = nn.functional.cosine_similarity(logits(merged), want, dim=-1).min()
