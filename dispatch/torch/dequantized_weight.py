@@ -50,8 +50,9 @@ class DequantizedWeight(Tensor):
     def __new__(cls: type[Self], held: tuple[Tensor, ...], dtype: torch.dtype, owner: str) -> Self:
         """Make a tensor without memory."""
         first = held[0]
+        layout = (first.stride(), first.storage_offset()) if len(held) == 1 else ()  # values are dense
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # noqa: SLF001  the public way to do it
-            cls, first.shape, first.stride(), first.storage_offset(), dtype=dtype, device=first.device
+            cls, first.shape, *layout, dtype=dtype, device=first.device
         )
         made._hold(held)  # noqa: SLF001
         made._owner = owner  # noqa: SLF001
@@ -87,7 +88,7 @@ class DequantizedWeight(Tensor):
 
     def codes(self) -> Tensor | None:
         """Return the codes, or None for a view."""
-        return self._held[0] if self._held[0].dtype is torch.int8 else None
+        return self._held[0] if len(self._held) > 1 else None
 
     def _hold(self, held: tuple[Tensor, ...]) -> None:
         self._names = tuple(f"held_{number}" for number in range(len(held)))

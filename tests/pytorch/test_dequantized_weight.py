@@ -80,6 +80,14 @@ def test_it_is_the_weight_that_multiplies_the_input(make, dtype):
         )
 
 
+def test_codes_of_any_layout_give_a_dense_weight():
+    rng = fresh()
+    transposed = torch.from_numpy(rng.integers(-127, 128, (K, N), "int8")).t()
+    layer = DynamicLinear(transposed, torch.ones(N))
+    assert layer.weight.stride() == layer.weight.clone().stride() == (K, 1)
+    assert_same(layer.weight.view(-1).clone(), transposed.reshape(-1).float())
+
+
 def test_nothing_is_computed_until_values_are_read(monkeypatch):
     layer, made = drawn(), []
     monkeypatch.setattr(
@@ -88,7 +96,7 @@ def test_nothing_is_computed_until_values_are_read(monkeypatch):
     weight = layer.weight
     _ = weight.shape, weight.dtype, weight.device, weight.ndim, weight.size(), weight.stride(), weight.numel()
     _ = weight.requires_grad, weight.is_cuda, weight.is_meta, weight.detach(), weight.data
-    _ = weight.float(), weight.to("cpu"), weight.cpu()  # the same dtype and device
+    _ = weight.float(), weight.to("cpu"), weight.cpu(), weight.to("meta")
     assert not made
     _ = weight + 1
     assert made == [1]
