@@ -12,6 +12,7 @@ if __name__ != "skuda.torch":
 from skuda.torch.autograd import fake_quantize, frozen_linear, mixed_linear
 from skuda.torch.calibration import Calibration, calibrate
 from skuda.torch.checkpoint import load_, save
+from skuda.torch.dequantize import Dequantization, dequantize_
 from skuda.torch.fuse import Fusion, fuse_
 from skuda.torch.group import TorchGroup
 from skuda.torch.int8_linear import CodesLinear, DynamicLinear, Int8Linear, StaticLinear
@@ -28,6 +29,7 @@ __all__ = [
     "CodesLinear",
     "ColumnLinear",
     "Config",
+    "Dequantization",
     "Dynamic",
     "DynamicLinear",
     "FakeQuant",
@@ -43,6 +45,7 @@ __all__ = [
     "StaticLinear",
     "TorchGroup",
     "calibrate",
+    "dequantize_",
     "fake_quantize",
     "frozen_linear",
     "fuse_",

@@ -116,8 +116,9 @@ def _copies_of_part(source: str, name: str, part: Part, layer: Int8Linear) -> It
     if not isinstance(layer, DynamicLinear):
         rule = "be dynamic, as the model's layer, which fuse_ has joined with others: load before fuse_"
         raise InvalidRecord(source, name, "a scheme with a fixed scale of the input", rule)
+    held = dict(layer.named_buffers())
     for own, view in part.views().items():
-        tensor = getattr(layer, own)
+        tensor = held[own]
         if tensor.dtype is not view.dtype:
             rule = f"be {view.dtype}, as in the model, where fuse_ has joined it with others: load before fuse_"
             raise InvalidRecord(source, f"tensor {name}.{own}", str(tensor.dtype), rule)

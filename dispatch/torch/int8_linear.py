@@ -4,6 +4,9 @@ The buffers have the names, dtypes and shapes of the compressed-tensors format, 
 checkpoint: `weight` s8 [N, K], `weight_scale` [N, 1], `input_scale` [1]. Casting a module, as `model.bfloat16()` does,
 does not cast scales, because that would change the meaning of the codes. Inputs may have any number of leading axes.
 Under autocast they are cast like the inputs of `torch.nn.functional.linear`.
+
+The attribute `weight` is not the buffer: it reads as the weight that the codes stand for, so that code that was written
+for `torch.nn.Linear` gets what it expects. The codes are the attribute `weight_q`.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import shown
 from skuda.torch.autograd import Q_MAX, frozen_linear
+from skuda.torch.dequantized_weight import CodedLayer, DequantizedWeight, codes_in
 from skuda.torch.dtypes import element_of
 from skuda.torch.tensor_op import OPS, launched, run_module
 
@@ -34,7 +38,7 @@ Arguments = tuple[Tensors, dict[str, Any]]
 """Tensors and fields of a call."""
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(CodedLayer):
     """The base class of the int8 linear layers.
 
     Parameters
@@ -44,6 +48,9 @@ class Int8Linear(nn.Module):
     weight_scale : tensor of shape (N,) or (N, 1), f32 or narrower
         Real units per code of each output channel.
     bias : tensor of shape (N,), f32 or narrower, optional
+    dtype : dtype, optional
+        Dtype of the attribute `weight`. By default that of the bias, or of the scales if there is none. Casting the
+        module changes it.
 
     Raises
     ------
@@ -57,11 +64,16 @@ class Int8Linear(nn.Module):
     """Whether the layer is a rank's part of a whole layer."""
     whole_kind: type[Int8Linear] | None = None
     """The class of the whole layer, for a rank's part. None for a class that is unknown here."""
-    weight: Tensor
-    weight_scale: Tensor
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         if weight.dtype is not torch.int8 or weight.dim() != 2:
             self._refuse("weight", weight, "be int8 of shape [N, K]")
@@ -70,6 +82,27 @@ class Int8Linear(nn.Module):
         self.register_buffer("weight", weight.detach())
         self._hold("weight_scale", weight_scale, self.out_features, (self.out_features, 1))
         self._hold("bias", bias, self.out_features, (self.out_features,))
+        self.weight_dtype = dtype or (weight_scale if bias is None else bias).dtype
+
+    @property
+    def weight_q(self) -> Tensor:
+        """Codes, s8 of shape (N, K)."""
+        codes = self._buffers.get("weight")
+        if codes is None:
+            raise AttributeError(f"{type(self).__name__} has no weight")
+        if codes.dtype is not torch.int8:
+            codes = self._buffers["weight"] = codes_in(type(self).__name__, codes)
+        return codes
+
+    def _set_codes(self, name: str, value: Any) -> None:
+        """Take codes, which loaders set under the name of the buffer. Refuse anything else."""
+        codes = self._buffers["weight"]
+        if isinstance(value, DequantizedWeight) and value.codes() is codes:
+            return  # `layer.weight = layer.weight`
+        fits = isinstance(value, Tensor) and value.dtype is torch.int8 and codes is not None
+        if not fits or value.shape != codes.shape:
+            super()._set_codes(name, value)
+        self._buffers["weight"] = value.detach()
 
     def _hold(self, name: str, vector: Tensor | None, size: int, shape: tuple[int, ...]) -> None:
         """Register a vector of scales or biases as a buffer of this shape."""
@@ -84,12 +117,16 @@ class Int8Linear(nn.Module):
 
     def _hold_zero(self) -> None:
         """Register a zero point of 0 that is not saved in checkpoints."""
-        self.register_buffer("zero", torch.zeros(1, dtype=torch.int32, device=self.weight.device), persistent=False)
+        self.register_buffer("zero", torch.zeros(1, dtype=torch.int32, device=self.weight_q.device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002  torch's signature
         """Move the buffers without casting scales."""
+        codes = self.weight_q  # which also mends the buffer
         held = dict(self._buffers)
         super()._apply(fn, recurse)
+        cast = fn(torch.empty(0, dtype=self.weight_dtype, device=codes.device))
+        if isinstance(cast, Tensor) and cast.is_floating_point():
+            self.weight_dtype = cast.dtype
         for name, before in held.items():
             after = self._buffers[name]
             if before is None or after is None or after is before:
@@ -99,6 +136,10 @@ class Int8Linear(nn.Module):
             elif name == "zero":
                 self._hold_zero()  # `to_empty` leaves it uninitialized
         return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001  torch's signature
+        _ = self.weight_q
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
         self,
@@ -118,7 +159,7 @@ class Int8Linear(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        if "zero" in self._buffers and self._buffers["zero"].device != self.weight.device:  # type: ignore[union-attr]
+        if "zero" in self._buffers and self._buffers["zero"].device != self.weight_q.device:  # type: ignore[union-attr]
             self._hold_zero()  # the other buffers were assigned, as for a layer that was made without data
 
     def _held(self, name: str) -> Any:
@@ -141,9 +182,14 @@ class Int8Linear(nn.Module):
         tensors, fields = arguments
         key = self.family, *told, tensors[0].shape
         found: Tensor | None = launched(key, *tensors)
-        found = run_module(self.op, key, tensors, fields) if found is None else found
+        found = run_module(self.op, key, self.with_codes(tensors), fields) if found is None else found
         assert found is not None
         return found
+
+    def with_codes(self, tensors: Tensors) -> Tensors:
+        """Return the tensors of a call with codes in place of what `codes_in` takes codes from."""
+        held, codes = self._buffers.get("weight"), self.weight_q
+        return tensors if codes is held else (tensors[0], *(codes if each is held else each for each in tensors[1:]))
 
     def call(self, input: Tensor) -> Call:
         """Return the call of the op for an input. Only the shape, dtype and device of the input are read."""
@@ -168,7 +214,7 @@ class Int8Linear(nn.Module):
                 raise InvalidProblem(type(self).__name__, "input", shown(input), "be a tensor or a number of rows")
             input = torch.empty(input, self.in_features, device="meta")
         name, arguments = self.call(self._taken(input))
-        return default_dispatcher().explain(OPS[name].problem(**arguments), device=device_name(self.weight.device))
+        return default_dispatcher().explain(OPS[name].problem(**arguments), device=device_name(self.weight_q.device))
 
     def extra_repr(self) -> str:
         """Return the sizes, and the kernel for a single row."""
@@ -198,11 +244,11 @@ class DynamicLinear(Int8Linear):
         InvalidProblem
             If the weight is not finite, or not f16, bf16 or f32.
         """
-        return cls(*quantized_weight(linear.weight), linear.bias)
+        return cls(*quantized_weight(linear.weight), linear.bias, dtype=linear.weight.dtype)
 
     def _arguments(self, input: Tensor) -> Arguments:
         held = self._held
-        return (input, held("weight"), held("weight_scale"), None, held("bias")), {}
+        return (input, self.weight_q, held("weight_scale"), None, held("bias")), {}
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
@@ -214,7 +260,7 @@ class DynamicLinear(Int8Linear):
     def _first(self, key: Hashable, input: Tensor) -> Tensor:
         given, input = input, self._taken(input)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *self._buffers.values()) if t is not None):
-            return frozen_linear(input, self.weight, self.weight_scale.view(-1), self.bias)
+            return frozen_linear(input, self.weight_q, self.weight_scale.view(-1), self.bias)
         # A cast input has a key of its own: the launch compares the tensors that the next call gives.
         key = key if input is given else (key, input.dtype)
         found: Tensor = run_module(self.op, key, *self._arguments(input))
@@ -226,7 +272,7 @@ class StaticLinear(Int8Linear):
 
     Parameters
     ----------
-    weight, weight_scale, bias
+    weight, weight_scale, bias, dtype
         As in `Int8Linear`.
     input_scale : tensor of one element, f32 or narrower
         Real units per code of the (smoothed) input.
@@ -256,8 +302,9 @@ class StaticLinear(Int8Linear):
         input_scale: Tensor,
         input_zero_point: Tensor | None = None,
         smooth: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(weight, weight_scale, bias)
+        super().__init__(weight, weight_scale, bias, dtype=dtype)
         self._hold("input_scale", input_scale, 1, (1,))
         self._hold("smooth", smooth, self.in_features, (self.in_features,))
         if input_zero_point is not None:
@@ -326,7 +373,7 @@ class CodesLinear(Int8Linear):
 
     Parameters
     ----------
-    weight, weight_scale, bias
+    weight, weight_scale, bias, dtype
         As in `Int8Linear`.
     input_scale : tensor of one element, f32 or narrower
         Real units per code of the input.
@@ -358,8 +405,9 @@ class CodesLinear(Int8Linear):
         output_scale: Tensor | None = None,
         epilogue: str | None = None,
         output_element: str = "bf16",
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(weight, weight_scale, bias)
+        super().__init__(weight, weight_scale, bias, dtype=dtype)
         self._hold("input_scale", input_scale, 1, (1,))
         self._hold("output_scale", output_scale, 1, (1,))
         self._hold_zero()

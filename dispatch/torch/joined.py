@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from skuda.registry.errors import InvalidProblem
+from skuda.torch.dequantized_weight import CodedLayer
 from skuda.torch.dtypes import element_of
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, not_codes
 from skuda.torch.tensor_op import launched, run_module
@@ -39,13 +40,13 @@ def product(linear: DynamicLinear, rows: Quantized) -> Tensor:
     if "weight" in held and "weight_scale" in held:
         weights = held["weight"], held["weight_scale"], held["bias"]
     else:  # a parametrization has made one a property
-        weights = linear.weight, linear.weight_scale, linear.bias
+        weights = linear.weight_q, linear.weight_scale, linear.bias
     tensors = codes, weights[0], scale, None, weights[1], None, weights[2]
     key = linear.family, dtype, codes.shape
     found: Tensor | None = launched(key, *tensors)
     if found is None:
         fields = {"output_element": str(element_of(dtype)), "act_scale_scope": "token"}
-        found = run_module("scaled_linear", key, tensors, fields)
+        found = run_module("scaled_linear", key, linear.with_codes(tensors), fields)
     assert found is not None
     return found
 
@@ -65,26 +66,32 @@ class JoinedLinear(DynamicLinear):
 
     Parameters
     ----------
-    weight, weight_scale, bias
+    weight, weight_scale, bias, dtype
         As in `Int8Linear`, concatenated over the layers.
     sizes : tuple of int
         Output channels of each layer.
     """
 
     def __init__(
-        self, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *, sizes: tuple[int, ...]
+        self,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None = None,
+        *,
+        sizes: tuple[int, ...],
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(weight, weight_scale, bias)
+        super().__init__(weight, weight_scale, bias, dtype=dtype)
         self.sizes = self.whole_sizes = sizes
         self._non_persistent_buffers_set |= set(self._buffers)
 
     @classmethod
     def of(cls, layers: tuple[DynamicLinear, ...]) -> JoinedLinear:
         """Join layers whose buffers have equal dtypes and devices."""
-        weight, scale = (torch.cat([getattr(one, name) for one in layers]) for name in ("weight", "weight_scale"))
+        weight, scale = (torch.cat([getattr(one, name) for one in layers]) for name in ("weight_q", "weight_scale"))
         biases = [one.bias for one in layers if one.bias is not None]
         sizes = tuple(one.out_features for one in layers)
-        joined = cls(weight, scale, torch.cat(biases) if biases else None, sizes=sizes)
+        joined = cls(weight, scale, torch.cat(biases) if biases else None, sizes=sizes, dtype=layers[0].weight_dtype)
         joined.train(layers[0].training)
         return joined
 
@@ -96,8 +103,9 @@ class JoinedLinear(DynamicLinear):
 class Joined(Protocol):
     """The layer that contains a `Part`: a `JoinedLinear`, or a rank's part of one."""
 
-    weight: Tensor
+    weight_q: Tensor
     weight_scale: Tensor
+    weight_dtype: torch.dtype
     bias: Tensor | None
     training: bool
     out_features: int
@@ -115,7 +123,7 @@ class Joined(Protocol):
         """Return the part of a layer's buffer that is held here."""
 
 
-class Part(nn.Module):
+class Part(CodedLayer):
     """One of the layers of a joined layer, under its old name. Its buffers are views. Its input is the joined output.
 
     Parameters
@@ -145,9 +153,14 @@ class Part(nn.Module):
         return self.joined.whole_sizes[self.number], self.joined.in_features
 
     @property
-    def weight(self) -> Tensor:
+    def weight_q(self) -> Tensor:
         """Codes, s8 of shape (N, K)."""
-        return self.joined.weight[self.start : self.stop]
+        return self.joined.weight_q[self.start : self.stop]
+
+    @property
+    def weight_dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Dtype of `weight`."""
+        return self.joined.weight_dtype
 
     @property
     def weight_scale(self) -> Tensor:
@@ -179,7 +192,7 @@ class Part(nn.Module):
 
     def views(self) -> dict[str, Tensor]:
         """Return the buffers by name."""
-        named = {name: getattr(self, name) for name in ("weight", "weight_scale", "bias")}
+        named = {"weight": self.weight_q, "weight_scale": self.weight_scale, "bias": self.bias}
         return {name: view for name, view in named.items() if view is not None}
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: ARG002, FBT001

@@ -14,7 +14,16 @@ from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line, shown
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear
 from skuda.torch.nonfinite import Nonfinite, check_nonfinite, propagating
-from skuda.torch.replaceable_layers import ALREADY, Filter, Obstacles, check_model, describe_saving, linears, table
+from skuda.torch.replaceable_layers import (
+    ALREADY,
+    Filter,
+    Obstacles,
+    adopt_adapters,
+    check_model,
+    describe_saving,
+    linears,
+    table,
+)
 
 
 class Config(Protocol):
@@ -106,9 +115,8 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
 
     It replaces `nn.Linear`, and subclasses of it only if they have a method ``to_int8()``. The report says why it could
     not replace other layers. A layer whose weight is tied to another module, such as an embedding, is replaced only if
-    `filter_fn` selects it, which ends the tie. A layer with several names is replaced under all of them. If code reads
-    the weight of a layer instead of calling the layer, exclude the layer with `filter_fn`. For modules of torch this is
-    not necessary.
+    `filter_fn` selects it, which ends the tie. A layer with several names is replaced under all of them. Code that
+    reads the weight of a layer instead of calling the layer gets the dequantized weight. Adapters of peft stay.
 
     Parameters
     ----------
@@ -153,6 +161,7 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
         for name, new in converted.items():
             _replace(slots[name], new)
     describe_saving(model)
+    adopt_adapters(model)
     return Report(
         converted=MappingProxyType({name: type(new).__name__ for name, new in converted.items()}),
         left=MappingProxyType(left),

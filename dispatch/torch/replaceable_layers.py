@@ -73,6 +73,9 @@ class Obstacles:
             for wrapper in _WRAPPERS & {base.__name__ for base in type(module).__mro__}:
                 rule = f"it is inside a {wrapper}: quantize the model before it is wrapped"
                 self._inside |= {id(inner): rule for inner in module.modules()}
+            for adapter in _adapters(module):
+                rule = "it is an adapter beside a layer, and stays as it was trained"
+                self._inside |= {id(inner): rule for inner in adapter.modules()}
             if isinstance(module, _READS_WEIGHTS):
                 rule = f"a {type(module).__name__} reads its weight instead of calling it"
                 self._inside |= {id(inner): rule for inner in module.children()}
@@ -86,6 +89,23 @@ class Obstacles:
             return found
         others = [name for owner, name in self._owners[_memory(linear.weight)].items() if owner != id(linear)]
         return f"its weight is also that of {others[0] or 'the model'}: choose it with filter_fn" if others else None
+
+
+def adopt_adapters(model: nn.Module) -> None:
+    """Let the LoRA layers of peft in a model merge into their int8 base."""
+    if "peft" in sys.modules and has_adapters(model):
+        importlib.import_module("skuda.torch.peft").adopt_(model)  # by name, because it imports this module
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether a model has adapters of peft, such as LoRA. Everything else in it is frozen."""
+    return any(True for module in model.modules() for _ in _adapters(module))
+
+
+def _adapters(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the adapters that a module of peft names. Whether they require grad says nothing: they may be loaded."""
+    names = getattr(type(module), "adapter_layer_names", ())
+    yield from (child for name in names if isinstance(child := getattr(module, name, None), nn.Module))
 
 
 def describe_saving(model: nn.Module) -> None:

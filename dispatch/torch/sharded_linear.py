@@ -93,12 +93,12 @@ class ShardedLinear(Int8Linear):
         cut = parts or (shards.parts(n, k),)
         shards.parts(n, k)
         columns = shards.columns(k) if shards.input == "columns" else ()
-        weight = _cut(whole.weight, self.axis, cut, group.rank)
+        weight = _cut(whole.weight_q, self.axis, cut, group.rank)
         scale, bias = whole.weight_scale, whole.bias
         if self.axis == "n":
             scale = _cut(scale, "n", cut, group.rank)
             bias = None if bias is None else _cut(bias, "n", cut, group.rank)
-        super().__init__(weight, scale, bias)
+        super().__init__(weight, scale, bias, dtype=whole.weight_dtype)
         self.group, self.shards, self.whole, self.parts = group, shards, (n, k), cut
         self.whole_kind = type(whole) if type(whole) in (DynamicLinear, JoinedLinear, StaticLinear) else None
         self._columns = columns
@@ -152,11 +152,12 @@ class ShardedLinear(Int8Linear):
             whole = {name: self._gathered(name, held).cpu() for name, held in self._buffers.items() if held is not None}
         tensors: Any = whole["weight"], whole["weight_scale"], whole.get("bias")
         more: Any = {name: whole.get(name) for name in ("input_scale", "input_zero_point", "smooth")}
+        dtype = self.weight_dtype
         made: DynamicLinear | StaticLinear
         if self.whole_kind is JoinedLinear:
-            made = JoinedLinear(*tensors, sizes=self.whole_sizes)
+            made = JoinedLinear(*tensors, sizes=self.whole_sizes, dtype=dtype)
         else:
-            made = DynamicLinear(*tensors) if self.dynamic else StaticLinear(*tensors, **more)
+            made = DynamicLinear(*tensors, dtype=dtype) if self.dynamic else StaticLinear(*tensors, **more, dtype=dtype)
         made.train(self.training)
         return made
 
@@ -287,13 +288,13 @@ class ShardedLinear(Int8Linear):
 
         def sums(codes: Tensor) -> Tensor:
             if not spare:
-                return cast("Tensor", _OPS.scaled_linear.default(codes, self.weight, output_element="s32"))
-            problem = _sums_of(*codes.shape, len(self.weight))
+                return cast("Tensor", _OPS.scaled_linear.default(codes, self.weight_q, output_element="s32"))
+            problem = _sums_of(*codes.shape, len(self.weight_q))
             preference = PlanPreference(spare_multiprocessors=spare)
-            return cast("Tensor", default_dispatcher().run(problem, preference, act_q=codes, weight_q=self.weight))
+            return cast("Tensor", default_dispatcher().run(problem, preference, act_q=codes, weight_q=self.weight_q))
 
         def channel_sums() -> Tensor:
-            return self.weight.sum(1, dtype=torch.int32)
+            return self.weight_q.sum(1, dtype=torch.int32)
 
         def rescale(whole: Sums, about: LayerInput) -> Tensor:
             given = whole.products, about.scale, scale, about.zero_point, whole.of_channels, None, None, self.bias
@@ -302,9 +303,9 @@ class ShardedLinear(Int8Linear):
 
         def product(given: LayerInput) -> Tensor:
             if given.scale is None:
-                made = _OPS.quantized_linear.default(given.data, self.weight, scale, None, self.bias)
+                made = _OPS.quantized_linear.default(given.data, self.weight_q, scale, None, self.bias)
                 return cast("Tensor", made)
-            tensors = given.data, self.weight, given.scale, given.zero_point, scale, None, self.bias
+            tensors = given.data, self.weight_q, given.scale, given.zero_point, scale, None, self.bias
             made = _OPS.scaled_linear.default(*tensors, output_element=output, act_scale_scope=scope)
             return cast("Tensor", made)
 
@@ -320,12 +321,12 @@ class ShardedLinear(Int8Linear):
 
     def _arguments(self, input: Tensor) -> Arguments:
         """Return the arguments of this rank's product, for `explain`."""
-        codes = torch.empty(*input.shape[:-1], self.weight.shape[1], dtype=torch.int8, device="meta")
+        codes = torch.empty(*input.shape[:-1], self.weight_q.shape[1], dtype=torch.int8, device="meta")
         fields: dict[str, Any] = {"output_element": "s32"}
         if self.axis == "k":
-            return (codes, self.weight), fields
+            return (codes, self.weight_q), fields
         rows = torch.empty(codes.shape[:-1] if self.dynamic else (1,), device="meta")
-        tensors = codes, self.weight, rows, self.input_zero_point, self.weight_scale.view(-1), None, self.bias
+        tensors = codes, self.weight_q, rows, self.input_zero_point, self.weight_scale.view(-1), None, self.bias
         scope = "token" if self.dynamic else "tensor"
         return tensors, {"output_element": str(element_of(input.dtype)), "act_scale_scope": scope}
 

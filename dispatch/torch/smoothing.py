@@ -208,7 +208,7 @@ def _check(calibration: object, alpha: object, fold: object) -> None:
 
 def _static_linear(weight: Tensor, bias: Tensor | None, maxima: Tensor, smooth: Tensor | None) -> StaticLinear:
     """Quantize a layer whose inputs have these largest magnitudes."""
-    weight = weight.detach()
+    weight, dtype = weight.detach(), weight.dtype
     if smooth is not None:
         smooth = smooth.to(weight.device)
         # Division by a positive number is monotone, so this is the input's largest quotient.
@@ -216,7 +216,7 @@ def _static_linear(weight: Tensor, bias: Tensor | None, maxima: Tensor, smooth: 
     if not bool(maxima.isfinite().all()):
         raise InvalidProblem("SmoothStatic", "maxima", "an infinity", "be finite after smoothing")
     scale = torch.ops.skuda.dynamic_range(maxima[None], q_min=-Q_MAX, q_max=Q_MAX, output_element="s8")[1]
-    return StaticLinear(*quantized_weight(weight), bias, input_scale=scale, smooth=smooth)
+    return StaticLinear(*quantized_weight(weight), bias, input_scale=scale, smooth=smooth, dtype=dtype)
 
 
 def _column_maxima(weight: Tensor) -> Tensor:

@@ -124,7 +124,8 @@ def int8_layer(
         For a tensor that is missing, or has another dtype or shape.
     """
     n, k = module.whole if hasattr(module, "whole") else (module.out_features, module.in_features)
-    device = module.weight.device
+    device, dtype = module.weight.device, module.weight.dtype
+    dtype = dtype if dtype.is_floating_point else None  # codes of another library
 
     def taken(name: str, dtypes: torch.dtype | tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
         return found.take(name, dtypes, *shapes).detach().to(device, copy=True)
@@ -135,7 +136,7 @@ def int8_layer(
     bias = None if module.bias is None else taken("bias", module.bias.dtype, (n,))
     found.take_zeros("weight_zero_point")
     if group.activation is ActivationScheme.DYNAMIC:
-        return DynamicLinear(weight, scale, bias)
+        return DynamicLinear(weight, scale, bias, dtype=dtype)
     shifted = group.activation is ActivationScheme.SHIFTED
     if not shifted:
         found.take_zeros("input_zero_point")
@@ -146,6 +147,7 @@ def int8_layer(
         input_scale=taken("input_scale", _SCALES, *_ONE),
         input_zero_point=taken("input_zero_point", _CODES, *_ONE) if shifted else None,
         smooth=taken("smooth", torch.float32, (k,)) if smooth and "smooth" in found else None,
+        dtype=dtype,
     )
 
 

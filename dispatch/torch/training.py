@@ -162,9 +162,9 @@ class FakeQuantLinear(_SharedLinear):
                 self.weight.detach(), scale, zeros, q_min=-Q_MAX, q_max=Q_MAX, output_element="s8"
             )
         if self.input_scale is None:
-            return DynamicLinear(codes, scale, self.bias)
+            return DynamicLinear(codes, scale, self.bias, dtype=self.weight.dtype)
         self._check_observed()
-        return StaticLinear(codes, scale, self.bias, input_scale=self.input_scale)
+        return StaticLinear(codes, scale, self.bias, input_scale=self.input_scale, dtype=self.weight.dtype)
 
     def extra_repr(self) -> str:
         """Return the sizes and the rounding."""

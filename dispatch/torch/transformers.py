@@ -246,6 +246,14 @@ def describe_(model: nn.Module) -> None:
             module.hf_quantizer = described[id(module.config)]
 
 
+def forget_(model: nn.Module) -> None:
+    """Let `save_pretrained` of the transformers models inside a model write floats again."""
+    for module in model.modules():
+        quantizer = getattr(module, "hf_quantizer", None)
+        if isinstance(module, PreTrainedModel) and isinstance(quantizer, SkudaQuantizer):
+            quantizer.remove_quantization_config(module)
+
+
 def _held(name: str, module: nn.Module) -> Tensors:
     """Return the tensors of a layer that compressed-tensors prepared. The weight becomes codes."""
     held = {part: tensor.detach() for part, tensor in module.state_dict().items()}

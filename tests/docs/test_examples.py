@@ -15,10 +15,13 @@ EXAMPLES = ROOT / "docs" / "examples"
 PACKAGE = EXAMPLES / "triton_backend"
 LAST_LINES = {
     "llama": "generated 8 tokens for each of 2 prompts",
+    "lora": "merged, lowest cosine similarity of the logits: ",
     "smoothquant": "a scale per row: relative error",
     "train": "accuracy in int8: 0.9",
 }
 """The programs, and what each prints at its end, after it has checked its own results."""
+MORE = {"llama": ("transformers",), "lora": ("transformers", "peft")}
+"""What a program needs beside torch and safetensors."""
 MOST_LINES = 80
 
 
@@ -42,7 +45,7 @@ def test_every_example_is_short_has_a_page_and_is_run_here():
 
 @pytest.mark.parametrize("name", LAST_LINES)
 def test_the_program_runs_and_says_what_it_found(name):
-    for package in ("torch", "safetensors", *(["transformers"] if name == "llama" else [])):
+    for package in ("torch", "safetensors", *MORE.get(name, ())):
         pytest.importorskip(package)
     shown = ran([sys.executable, EXAMPLES / f"{name}.py"], SKUDA_PLUGINS="0")
     assert shown.splitlines()[-1].startswith(LAST_LINES[name])

@@ -148,7 +148,7 @@ def checkpoints(group, seed, folder):
         parallelize_(other, group, SPLIT)
         for source in (shared, folder / f"shared {max(1, group.count - 1)}"):
             for name in SPLIT:
-                getattr(other, name).weight.zero_()
+                getattr(other, name).weight_q.zero_()
             found.append(not same(other(x), want))
             found.append(load_(other, source) == ("up", "down", "wide", "narrow"))
             found += [same(other(x), want), type(other.down).__name__ == "RowLinear", other.down.name == "down"]

@@ -182,7 +182,7 @@ def test_autocast_casts_the_input_of_a_frozen_layer_and_its_gradient_back(low):
     assert_same(y.detach(), module(x.detach().to(low)))
     grad = normal(rng, 3, 7, dtype=low)
     y.backward(grad)
-    assert_same(x.grad, (grad @ dequantized(module.weight, module.weight_scale.view(-1), low)).float())
+    assert_same(x.grad, (grad @ dequantized(module.weight_q, module.weight_scale.view(-1), low)).float())
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def test_no_module_stops_a_gradient_silently(name):
         leaf.requires_grad_()
         if name == "dynamic" and key in ("input", "bias"):
             module(given).sum().backward()
-            want = torch.ones(3, 7) @ dequantized(module.weight, module.weight_scale.view(-1), torch.float32)
+            want = torch.ones(3, 7) @ dequantized(module.weight_q, module.weight_scale.view(-1), torch.float32)
             assert_same(leaf.grad, want if key == "input" else torch.full((7,), 3.0))
         else:
             with pytest.raises(InvalidProblem, match="detached"):

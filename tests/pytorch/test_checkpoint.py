@@ -60,7 +60,7 @@ def drawn(rng, dtype=torch.float32, **kinds):
                 extra["input_zero_point"] = torch.tensor([int(rng.integers(-128, 128))], dtype=torch.int32)
             if kind == "smooth":
                 extra["smooth"] = torch.from_numpy(rng.uniform(0.5, 2, linear.in_features).astype("float32"))
-            layer = StaticLinear(layer.weight, layer.weight_scale, layer.bias, **extra)
+            layer = StaticLinear(layer.weight_q, layer.weight_scale, layer.bias, **extra)
         net.block[name] = layer.eval()
     return net
 
@@ -156,8 +156,8 @@ def test_the_package_compressed_tensors_reads_config_and_codes(tmp_path):
             layer = net.get_submodule(target)
             state = {name: value for name, value in layer.state_dict().items() if name.startswith("weight")}
             plain = compressor.decompress(state, group)
-            assert torch.equal(plain["weight"], layer.weight.float() * layer.weight_scale)
-            assert same(compressor.compress(plain, group)["weight"], layer.weight)
+            assert torch.equal(plain["weight"], layer.weight)
+            assert same(compressor.compress(plain, group)["weight"], layer.weight_q)
 
 
 def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
@@ -486,7 +486,7 @@ def test_only_regular_files_are_read(file, saved):
 
 def chained(net):
     layer = net.block["up"]
-    net.block["up"] = CodesLinear(layer.weight, layer.weight_scale, layer.bias, input_scale=torch.ones(1))
+    net.block["up"] = CodesLinear(layer.weight_q, layer.weight_scale, layer.bias, input_scale=torch.ones(1))
     return net
 
 

@@ -76,7 +76,7 @@ class NumpyLinear(nn.Module):
     def arrays(self):
         (layer,) = self.layer
         bias = {} if layer.bias is None else {"bias": array_of(layer.bias)}
-        return {"weight_q": array_of(layer.weight), "weight_scale": array_of(layer.weight_scale).reshape(-1), **bias}
+        return {"weight_q": array_of(layer.weight_q), "weight_scale": array_of(layer.weight_scale).reshape(-1), **bias}
 
     def forward(self, x):
         rows = array_of(x.reshape(-1, x.shape[-1]))
@@ -291,7 +291,7 @@ def test_copies_are_models_of_their_own():
     for other in copies(model):
         assert [type(module) for module in other.modules()] == [type(module) for module in model.modules()]
         assert same(run(other), want)
-        other.layers[0].self_attn.q_proj.weight.zero_()
+        other.layers[0].self_attn.q_proj.weight_q.zero_()
         assert not same(run(other), want)
         assert same(run(model), want)
 
@@ -510,17 +510,17 @@ def parametrized(layer):
 
 def static(layer):
     old = layer.mlp.up_proj
-    return StaticLinear(old.weight, old.weight_scale, input_scale=torch.ones(1))
+    return StaticLinear(old.weight_q, old.weight_scale, input_scale=torch.ones(1))
 
 
 def biased(layer):
     old = layer.self_attn.k_proj
-    return DynamicLinear(old.weight, old.weight_scale, torch.ones(old.out_features))
+    return DynamicLinear(old.weight_q, old.weight_scale, torch.ones(old.out_features))
 
 
 def narrow_scale(layer):
     old = layer.self_attn.v_proj
-    return DynamicLinear(old.weight, old.weight_scale.bfloat16())
+    return DynamicLinear(old.weight_q, old.weight_scale.bfloat16())
 
 
 LEFT = {

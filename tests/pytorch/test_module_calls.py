@@ -55,7 +55,7 @@ def test_what_is_called_is_what_is_explained(bias):
     module.load_state_dict(layer(rng, bias=bias).state_dict())
     assert same(module(x), explained(module, x))
     for moved in copies(module):
-        moved.weight.neg_()
+        moved.weight_q.neg_()
         assert same(moved(x), explained(moved, x))
         assert not same(moved(x), module(x))
     module.weight_scale.data = module.weight_scale * 3
@@ -72,7 +72,7 @@ def test_a_static_layer_runs_known_launches_with_its_present_tensors(shifted, mo
 
     def made():
         weight = layer(rng, bias=True)
-        held = weight.weight, weight.weight_scale, weight.bias
+        held = weight.weight_q, weight.weight_scale, weight.bias
         zero_point = torch.tensor([int(rng.integers(-9, 9))], dtype=torch.int32) if shifted else None
         return StaticLinear(*held, input_scale=torch.from_numpy(rng.random(1, "float32")), input_zero_point=zero_point)
 
@@ -102,7 +102,7 @@ def _layers(rng):
     quantize_(gated, Dynamic())
     fuse_(gated)
     dynamic = layer(rng, bias=True)
-    static = StaticLinear(dynamic.weight, dynamic.weight_scale, input_scale=torch.tensor([0.1]))
+    static = StaticLinear(dynamic.weight_q, dynamic.weight_scale, input_scale=torch.tensor([0.1]))
     return {
         **{type(config).__name__: (module, 24) for config, module in made.items()},
         "static": (static, 16),
@@ -162,7 +162,7 @@ def test_a_parametrization_is_followed():
     module, x = layer(rng, bias=True), torch.from_numpy(rng.standard_normal((3, 16), "float32"))
     before = module.weight_scale.clone()
     torch.nn.utils.parametrize.register_parametrization(module, "weight_scale", Doubled())
-    want = DynamicLinear(module.weight, 2 * before, module.bias)(x)
+    want = DynamicLinear(module.weight_q, 2 * before, module.bias)(x)
     assert same(module(x), want)
 
 

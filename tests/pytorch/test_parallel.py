@@ -238,7 +238,7 @@ def test_what_cannot_be_shared_is_refused_and_left(tmp_path):
             ColumnLinear(own_kind.from_linear(nn.Linear(8, 8)), group).gathered()
         again = nn.Sequential(nn.Linear(8, 8))
         load_(again, tmp_path / "checkpoint")
-        assert torch.equal(again[0].weight[4 * group.rank :][:4], column.weight)
+        assert torch.equal(again[0].weight_q[4 * group.rank :][:4], column.weight_q)
         with pytest.raises(InvalidProblem, match="have no gradient"):
             column(torch.ones(1, 8, requires_grad=True))
 

@@ -286,7 +286,27 @@ def test_a_layer_trained_for_its_int8_form_becomes_it():
 
     model = one(Trained(3, 4))
     quantize_(model, Dynamic(), strict=True)
-    assert torch.equal(model["layer"].weight, torch.full((4, 3), 7, dtype=torch.int8))
+    assert torch.equal(model["layer"].weight_q, torch.full((4, 3), 7, dtype=torch.int8))
+
+
+def test_adapters_stay_in_floating_point_whether_they_are_trained_or_not():
+    class Adapted(nn.Module):
+        """What a layer of peft looks like."""
+
+        adapter_layer_names = ("lora_A", "lora_B", "lora_missing")
+
+        def __init__(self):
+            super().__init__()
+            self.base_layer = nn.Linear(4, 3)
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2), "other": nn.Linear(4, 2)})
+            self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 3)})
+
+    model = nn.Sequential(Adapted(), nn.Linear(3, 3)).requires_grad_(requires_grad=False)
+    model[0].lora_A["default"].requires_grad_()
+    report = quantize_(model, Dynamic())
+    assert set(report.converted) == {"0.base_layer", "1"}
+    assert set(report.left) == {"0.lora_A.default", "0.lora_A.other", "0.lora_B.default"}
+    assert set(report.left.values()) == {"it is an adapter beside a layer, and stays as it was trained"}
 
 
 def test_layers_whose_weights_torch_reads_stay():
@@ -377,8 +397,9 @@ def test_a_cast_keeps_codes_and_scales(dtype):
     quantize_(model, Dynamic())
     before = {name: buffer.clone() for name, buffer in model.named_buffers() if not name.endswith("bias")}
     model.to(dtype)
-    assert all(torch.equal(model.get_buffer(name), buffer) for name, buffer in before.items())
-    assert all(model.get_buffer(name).dtype is buffer.dtype for name, buffer in before.items())
+    after = dict(model.named_buffers())
+    assert all(torch.equal(after[name], buffer) for name, buffer in before.items())
+    assert all(after[name].dtype is buffer.dtype for name, buffer in before.items())
     assert model(TOKENS).dtype is dtype
 
 

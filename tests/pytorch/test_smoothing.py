@@ -44,7 +44,7 @@ def layer_of_tools(layer, ranges, alpha):
 
 def same(found, want, x):
     """Check that a layer holds and computes what one of `skuda.tools.smoothquant` does."""
-    assert np.array_equal(found.weight.numpy(), want.weight_q)
+    assert np.array_equal(found.weight_q.numpy(), want.weight_q)
     assert np.array_equal(found.weight_scale.numpy()[:, 0], want.weight_scale)
     assert found.input_scale.item() == want.act_scale
     assert found.input_scale.dtype is torch.float32
@@ -297,7 +297,7 @@ def test_all_layers_of_a_norm_get_the_factors_of_all_their_weights():
             assert torch.equal(new, old / factors)
         for name in names:
             codes, scale = quantized_weight(plain.get_submodule(name).weight * factors)
-            assert torch.equal(model.get_submodule(name).weight, codes)
+            assert torch.equal(model.get_submodule(name).weight_q, codes)
             assert torch.equal(model.get_submodule(name).weight_scale[:, 0], scale)
     assert model.o.smooth is not None
     same(model.o, layer_of_tools(plain.o, maxima["o"].numpy(), 0.7), x)

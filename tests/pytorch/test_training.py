@@ -98,13 +98,13 @@ def test_the_int8_layer_has_the_weight_that_was_trained(dtype, learn):
         optimizer.step()
     trained = layer.fake_quantized_weight()
     int8 = layer.to_int8()
-    found = dequantized(int8.weight, int8.weight_scale.view(-1), dtype)
+    found = dequantized(int8.weight_q, int8.weight_scale.view(-1), dtype)
     # Where a scale became negative, dequantizing code 0 gives -0 and rounding gives +0.
     assert found.dtype is trained.dtype
     assert torch.equal(found, trained.detach())
     if not learn:
         also = DynamicLinear.from_linear(layer)
-        assert_same(also.weight, int8.weight)
+        assert_same(also.weight_q, int8.weight_q)
         assert_same(also.weight_scale, int8.weight_scale)
 
 
@@ -208,7 +208,7 @@ def test_mixed_has_the_bits_of_the_int8_layer_and_gradients_by_ordinary_products
     assert_same(layer.to_int8()(x), y)
     assert_same(got["output 0"], y)
     grad = (2 * y.float()).to(dtype)
-    assert_same(got["input 0"], grad @ dequantized(int8.weight, int8.weight_scale.view(-1), dtype))
+    assert_same(got["input 0"], grad @ dequantized(int8.weight_q, int8.weight_scale.view(-1), dtype))
     assert_same(got["weight"], (grad.view(-1, N).t() @ x.view(-1, K)).float())
     if bias:
         assert_same(got["bias"], grad.view(-1, N).sum(0).float())

@@ -112,12 +112,39 @@ def test_a_checkpoint_of_floats_is_quantized_as_it_is_loaded(tied, tmp_path):
     assert_survives_saving(model, ids, tmp_path)
 
 
+def test_a_model_that_reads_weights_instead_of_calling_layers(tmp_path):
+    """The mixer of Mamba multiplies with `dt_proj.weight`, and its head reads the dtype of its weight."""
+    rng = fresh()
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "state_size": 4, "time_step_rank": 8}
+    config = transformers.MambaConfig(**sizes, num_hidden_layers=2, tie_word_embeddings=False)
+    plain = transformers.MambaForCausalLM(config).eval()
+    plain.save_pretrained(tmp_path / "floats")
+    load = transformers.MambaForCausalLM.from_pretrained
+    model = load(tmp_path / "floats", quantization_config=SkudaConfig(ignore=[]))
+    assert len(model.hf_quantizer.report.converted) == 2 * 4 + 1
+    ids = torch.from_numpy(rng.integers(0, 61, (2, 7)))
+    want, found = logits(plain, ids), logits(model, ids)
+    assert torch.nn.functional.cosine_similarity(found, want, dim=-1).min() > 0.99
+    model.save_pretrained(tmp_path / "int8")
+    assert torch.equal(logits(load(tmp_path / "int8"), ids), found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_weights_of_a_loaded_model_have_its_dtype(dtype, tmp_path):
+    llama(fresh(dtype), dtype).save_pretrained(tmp_path / "floats")
+    model = from_pretrained(tmp_path / "floats", quantization_config=SkudaConfig(), dtype=dtype)
+    model.save_pretrained(tmp_path / "int8")
+    for each in (model, from_pretrained(tmp_path / "int8", dtype=dtype)):
+        weights = [each.get_submodule(name).weight for name in LAYERS]
+        assert {(weight.dtype, weight.device.type) for weight in weights} == {(dtype, "cpu")}
+
+
 def test_a_fused_model_is_saved_as_the_model_that_it_was(tmp_path):
     rng = fresh()
     llama(rng).save_pretrained(tmp_path)
     model, other = (from_pretrained(tmp_path, quantization_config=SkudaConfig()) for _ in range(2))
     model.save_pretrained(tmp_path / "plain")
-    other.model.layers[0].self_attn.q_proj.weight.zero_()
+    other.model.layers[0].self_attn.q_proj.weight_q.zero_()
     ids = drawn_ids(rng)
     want = logits(model, ids)
     for each in (model, other):
@@ -225,7 +252,7 @@ def test_what_compressed_tensors_wrote_is_loaded_and_written_byte_for_byte(kind,
     assert int8_names(model, DynamicLinear if kind == "dynamic" else StaticLinear) == LAYERS
     stored = load_file(tmp_path / "theirs" / "model.safetensors")
     for name in LAYERS:
-        assert torch.equal(model.get_submodule(name).weight, stored[f"{name}.weight"])
+        assert torch.equal(model.get_submodule(name).weight_q, stored[f"{name}.weight"])
     assert_survives_saving(model, ids, tmp_path)
     for name in ("one", "ours"):
         for file, read in (("model.safetensors", bytes), ("config.json", json.loads)):

@@ -32,9 +32,9 @@ def host_calls(device: Device, place: torch.device) -> dict[str, Replay]:
     linear = nn.Linear(_SIZES.hidden, _SIZES.hidden, bias=False, device=place, dtype=torch.bfloat16)
     x = torch.ones(_ROWS, _SIZES.hidden, device=place, dtype=torch.bfloat16)
     ours: Any = DynamicLinear.from_linear(linear)
-    static: Any = StaticLinear(ours.weight, ours.weight_scale, input_scale=torch.ones(1, device=place))
+    static: Any = StaticLinear(ours.weight_q, ours.weight_scale, input_scale=torch.ones(1, device=place))
     joined: Any = JoinedLinear.of((ours, ours))
-    weight, output = {"weight_q": ours.weight, "weight_scale": ours.weight_scale.reshape(-1)}, torch.empty_like(x)
+    weight, output = {"weight_q": ours.weight_q, "weight_scale": ours.weight_scale.reshape(-1)}, torch.empty_like(x)
     dispatcher = Dispatcher()
     layer = QuantizedLinearDescriptor(
         m=_ROWS, c_out=_SIZES.hidden, k=_SIZES.hidden, activation_element="bf16", **_CODES

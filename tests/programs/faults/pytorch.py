@@ -10,6 +10,7 @@ CHECKPOINT = ["tests/pytorch/test_checkpoint.py"]
 FUSE = ["tests/pytorch/test_fuse.py", "tests/pytorch/test_fuse_renamed.py"]
 PARALLEL = ["tests/pytorch/test_parallel.py", "tests/pytorch/test_torch_group.py"]
 NONFINITE = ["tests/pytorch/test_nonfinite.py"]
+WEIGHT = ["tests/pytorch/test_dequantized_weight.py"]
 MODULES = ["tests/pytorch/test_module_calls.py", "tests/pytorch/test_module_state.py"]
 CONFIG_FIRST = "config = stack.enter_context(replacing(folder / CONFIG))"
 TENSORS_FIRST = "file = stack.enter_context(replacing(folder / TENSORS))"
@@ -157,6 +158,11 @@ FAULTS = listed(
         },
         "dispatch/torch/int8_linear.py": {
             "module-a-cast-changes-scales": ("_is_scale(name)", "not _is_scale(name)", MODULES),
+        },
+        "dispatch/torch/dequantized_weight.py": {
+            "weight-views-can-be-written": ("if schema is None or all(", "if schema is None or any(", WEIGHT),
+            "weight-without-the-divisors-of-the-input": ("*(() if smooth is None else (smooth,))", "", WEIGHT),
+            "weight-codes-from-any-numbers": ("or torch.equal(rounded.to(held.dtype), held)", "or True", WEIGHT),
         },
         "dispatch/torch/tensor_op.py": {
             "module-a-launch-hides-from-a-mode": ("function_modes() or dispatch_modes() or ", "", MODULES),

@@ -1,0 +1,168 @@
+"""LoRA of the package peft on int8 layers, which stay frozen while adapters beside them are trained.
+
+Importing this module registers the layers. `get_peft_model`, `PeftModel.from_pretrained` and `LoraConfig` then take
+`DynamicLinear` layers as they take `torch.nn.Linear`, also with ``target_modules="all-linear"``.
+
+    import skuda.torch.peft
+
+    quantize_(model, Dynamic())
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
+    # ... training ...
+    model.save_pretrained(folder)  # the adapters
+    model = model.merge_and_unload()  # int8 layers again
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skuda.registry.errors import InvalidProblem, MissingDependency
+
+try:
+    from peft.tuners import lora, tuners_utils
+except ImportError as error:
+    raise MissingDependency("peft", "pip install peft") from error
+
+from skuda.torch.dequantize import float_linear
+from skuda.torch.dequantized_weight import CodedLayer
+from skuda.torch.int8_linear import DynamicLinear, quantized_weight
+
+
+class LoraInt8Linear(lora.Linear):  # type: ignore[misc]
+    """A `DynamicLinear` with LoRA adapters.
+
+    The base runs in int8 and passes on the gradient of its input; see `skuda.torch.frozen_linear`. `merge` adds the
+    adapters to the dequantized weight in f32 and quantizes the sum, so the layer stays int8 and the result of merging
+    is rounded anew. `unmerge` puts back the very codes from before. For a merged layer without that rounding, call
+    `skuda.torch.dequantize_` before merging.
+
+    Parameters
+    ----------
+    base_layer : DynamicLinear
+    adapter_name : str
+        Name of the first adapter.
+    more
+        As in `peft.tuners.lora.Linear`.
+    """
+
+    base_layer: nn.Module
+    merged_adapters: list[str]
+    _before: dict[str, Tensor | None] | None = None
+    """The buffers of the base without adapters, while adapters are merged."""
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, **more: Any) -> None:
+        super().__init__(base_layer, adapter_name, **more)
+        self.fan_in_fan_out = False  # it describes weights that are stored as (K, N)
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        """Return the sizes of the base, whose class peft does not know. It would warn."""
+        weight = module.get_base_layer().weight if hasattr(module, "get_base_layer") else module.weight
+        return int(weight.shape[1]), int(weight.shape[0])
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:  # noqa: FBT001, FBT002  the signature of peft
+        """Merge adapters into the base, which is quantized again.
+
+        Raises
+        ------
+        InvalidProblem
+            If a merged weight is not finite. The layer is then unchanged.
+        """
+        base = self.get_base_layer()
+        if not isinstance(base, DynamicLinear):  # `dequantize_` has replaced it
+            super().merge(safe_merge, adapter_names)
+            return
+        wanted = tuners_utils.check_adapters_to_merge(self, adapter_names)
+        if not wanted:
+            return
+        merged = [*self.merged_adapters, *wanted]
+        if self.merged_adapters:
+            self.unmerge()  # the sum is rounded once
+        owner: nn.Module = self.base_layer
+        floats = float_linear(base, torch.float32)
+        self.base_layer = floats
+        try:
+            with torch.no_grad():
+                super().merge(safe_merge, merged)
+            codes, scale = quantized_weight(floats.weight)
+        except Exception:
+            self.merged_adapters.clear()
+            raise
+        finally:
+            self.base_layer = owner
+        self._before = {name: base._buffers[name] for name in ("weight", "weight_scale", "bias")}  # noqa: SLF001  the two are one
+        bias = None if floats.bias is None else floats.bias.detach().to(base.weight_dtype)
+        base._buffers.update(weight=codes, weight_scale=scale.view(-1, 1), bias=bias)  # noqa: SLF001  as above
+
+    def unmerge(self) -> None:
+        """Put back the codes from before merging."""
+        base = self.get_base_layer()
+        if self._before is None or not isinstance(base, DynamicLinear):
+            super().unmerge()
+            return
+        place = base.weight_q.device
+        base._buffers.update({name: held if held is None else held.to(place) for name, held in self._before.items()})  # noqa: SLF001  as above
+        self._before = None
+        self.merged_adapters.clear()
+
+    def __repr__(self) -> str:
+        return f"skuda.{nn.Module.__repr__(self)}"
+
+
+def adopt_(model: nn.Module) -> None:
+    """Let LoRA layers whose base has become a `DynamicLinear` merge into it. `quantize_` calls this."""
+    for module in model.modules():
+        if type(module) is lora.Linear and isinstance(module.base_layer, DynamicLinear):
+            module.__class__ = LoraInt8Linear
+
+
+def _adapted(target: nn.Module, adapter_name: str, **more: Any) -> LoraInt8Linear:
+    """Return an int8 layer with adapters.
+
+    Raises
+    ------
+    InvalidProblem
+        For a layer that passes no gradients on, or whose input is not that of the original layer.
+    """
+    base = target.get_base_layer() if isinstance(target, tuners_utils.BaseTunerLayer) else target
+    if type(base) is not DynamicLinear:
+        rule = "be a DynamicLinear, which passes gradients on: quantize_ with Dynamic(), and add adapters before fuse_"
+        raise InvalidProblem("LoraConfig", "target_modules", f"a {type(base).__name__}", rule)
+    return LoraInt8Linear(target, adapter_name, **more)
+
+
+def _registering(own: Any) -> Any:
+    """Wrap ``LoraConfig.__post_init__``, because peft registers the layers of others with each config."""
+
+    @wraps(own)
+    def wrapped(config: Any) -> None:
+        own(config)
+        config._register_custom_module({CodedLayer: _adapted})  # noqa: SLF001  its documented way
+
+    return wrapped
+
+
+def _including(own: Any) -> Any:
+    """Wrap the function of peft that finds the layers of ``all-linear``, which it knows by class."""
+
+    @wraps(own)
+    def wrapped(config: Any, model: nn.Module) -> Any:
+        everything = isinstance(config, lora.LoraConfig) and str(config.target_modules).lower() == "all-linear"
+        found = own(config, model)
+        if everything:
+            find = getattr(model, "get_output_embeddings", None)
+            logits = find() if find else None
+            names = {
+                name for name, layer in model.named_modules() if type(layer) is DynamicLinear and layer is not logits
+            }
+            found.target_modules |= {name for name in names if not name.endswith(".base_layer")}
+        return found
+
+    return wrapped
+
+
+lora.LoraConfig.__post_init__ = _registering(lora.LoraConfig.__post_init__)
+tuners_utils._maybe_include_all_linear_layers = _including(tuners_utils._maybe_include_all_linear_layers)  # noqa: SLF001  it has no public name
