@@ -58,6 +58,8 @@ class Int8Linear(nn.Module):
     """Whether the layer is a rank's part of a whole layer."""
     whole_kind: type[Int8Linear] | None = None
     """The class of the whole layer, for a rank's part. None for a class that is unknown here."""
+    original: str = "Linear"
+    """The class of the layer in floating point: ``Linear``, or ``Conv1D`` of transformers."""
     weight: Tensor
     weight_scale: Tensor
     bias: Tensor | None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from skuda.registry.errors import InvalidRecord
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
+from skuda.torch.replaceable_layers import carry, sizes_of
 from skuda.torch.scheme import ActivationScheme, SchemeGroup
 
 Kind = tuple[torch.dtype | str, tuple[int, ...]]
@@ -105,11 +106,13 @@ class Tensors:
 def int8_layer(
     module: Any, group: SchemeGroup, found: Tensors, *, smooth: bool = False
 ) -> DynamicLinear | StaticLinear:
-    """Return the int8 replacement of a module, on its device. It shares no memory with the stored tensors.
+    """Return the int8 replacement of a module, on its device, with the attributes that users have set on the module.
+
+    It shares no memory with the stored tensors.
 
     Parameters
     ----------
-    module : Linear, Int8Linear or Part
+    module : Linear, Conv1D, Int8Linear or Part
         The module, for sizes, device, and the presence and dtype of the bias.
     group : SchemeGroup
         The quantization.
@@ -122,8 +125,10 @@ def int8_layer(
     ------
     InvalidRecord
         For a tensor that is missing, or has another dtype or shape.
+    InvalidProblem
+        If users have set an attribute on the module that the int8 layer needs.
     """
-    n, k = module.whole if hasattr(module, "whole") else (module.out_features, module.in_features)
+    n, k = module.whole if hasattr(module, "whole") else sizes_of(module)
     device = module.weight.device
 
     def taken(name: str, dtypes: torch.dtype | tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
@@ -134,19 +139,23 @@ def int8_layer(
     scale = scale.reshape(-1, 1).expand(n, 1).contiguous()
     bias = None if module.bias is None else taken("bias", module.bias.dtype, (n,))
     found.take_zeros("weight_zero_point")
+    made: DynamicLinear | StaticLinear
     if group.activation is ActivationScheme.DYNAMIC:
-        return DynamicLinear(weight, scale, bias)
-    shifted = group.activation is ActivationScheme.SHIFTED
-    if not shifted:
-        found.take_zeros("input_zero_point")
-    return StaticLinear(
-        weight,
-        scale,
-        bias,
-        input_scale=taken("input_scale", _SCALES, *_ONE),
-        input_zero_point=taken("input_zero_point", _CODES, *_ONE) if shifted else None,
-        smooth=taken("smooth", torch.float32, (k,)) if smooth and "smooth" in found else None,
-    )
+        made = DynamicLinear(weight, scale, bias)
+    else:
+        shifted = group.activation is ActivationScheme.SHIFTED
+        if not shifted:
+            found.take_zeros("input_zero_point")
+        made = StaticLinear(
+            weight,
+            scale,
+            bias,
+            input_scale=taken("input_scale", _SCALES, *_ONE),
+            input_zero_point=taken("input_zero_point", _CODES, *_ONE) if shifted else None,
+            smooth=taken("smooth", torch.float32, (k,)) if smooth and "smooth" in found else None,
+        )
+    carry(module, made)
+    return made
 
 
 def check_values(source: str, name: str, layer: Int8Linear) -> None:
