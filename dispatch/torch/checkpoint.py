@@ -35,7 +35,7 @@ from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependen
 from skuda.registry.text import path_of, shown
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import Part, is_joined
-from skuda.torch.replaceable_layers import describe_saving
+from skuda.torch.replaceable_layers import carry, describe_saving
 from skuda.torch.scheme import Scheme
 from skuda.torch.sharded_linear import ShardedLinear
 from skuda.torch.stored import Kind, Tensors, check_values, int8_layer
@@ -105,6 +105,7 @@ def load_(model: nn.Module, path: str | os.PathLike[str]) -> tuple[str, ...]:
                 copies += _copies_of_part(tensors.source, name, module, layer)
             else:
                 layers[name] = module.like(layer) if isinstance(module, ShardedLinear) else layer
+                carry(module, layers[name])
         copies += _copies(state, set(names), tensors)
         tensors.finish()
         with torch.no_grad():

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.fx.proxy import Proxy, TraceError
 
 from skuda.dispatch.select.explanation import Explanation
 from skuda.functional import default_dispatcher
@@ -23,7 +24,7 @@ from skuda.registry.text import shown
 from skuda.torch.autograd import Q_MAX, frozen_linear
 from skuda.torch.dtypes import element_of
 from skuda.torch.ops import OPS
-from skuda.torch.tensor_op import launched, run_module
+from skuda.torch.tensor_op import launched, refuse_other, run_module
 
 Call = tuple[str, dict[str, Any]]
 """Name and arguments of a call of an op."""
@@ -135,6 +136,22 @@ class Int8Linear(nn.Module):
             raise InvalidProblem(type(self).__name__, "input", had, f"have shape [..., {self.in_features}]")
         return autocast(input)
 
+    def _other(self, input: Any) -> Any:
+        """Return the output for an input that is no tensor.
+
+        That of a proxy of `torch.fx` is a call of the layer: for tracers it is a leaf, as the layers of torch are.
+
+        Raises
+        ------
+        InvalidProblem
+            For anything else.
+        """
+        path = input.tracer.path_of_module(self) if isinstance(input, Proxy) else ""
+        if path:
+            return input.tracer.create_proxy("call_module", path, (input,), {})
+        refuse_other(type(self).__name__, "input", input)
+        raise AssertionError  # it is no tensor
+
     @abstractmethod
     def _arguments(self, input: Tensor) -> Arguments:
         """Return the arguments of the op for an input."""
@@ -210,11 +227,16 @@ class DynamicLinear(Int8Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
         held = self._buffers.get
-        key = self.family, input.shape
+        try:
+            key = self.family, input.shape
+        except AttributeError:
+            return self._other(input)  # type: ignore[no-any-return]
         found: Tensor | None = launched(key, input, held("weight"), held("weight_scale"), None, held("bias"))
         return self._first(key, input) if found is None else found
 
     def _first(self, key: Hashable, input: Tensor) -> Tensor:
+        if not isinstance(input, Tensor):
+            return self._other(input)
         given, input = input, self._taken(input)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *self._buffers.values()) if t is not None):
             return frozen_linear(input, self.weight, self.weight_scale.view(-1), self.bias)
@@ -298,7 +320,10 @@ class StaticLinear(Int8Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
-        input = self._taken(input)
+        try:
+            input = self._taken(input)
+        except (AttributeError, TraceError):
+            return self._other(input)  # type: ignore[no-any-return]
         if torch.is_grad_enabled() and input.requires_grad:
             rule = "be detached, or run under torch.no_grad(): only DynamicLinear passes gradients on"
             raise InvalidProblem(type(self).__name__, "input", "a tensor that requires grad", rule)
@@ -364,7 +389,9 @@ class CodesLinear(Int8Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return codes of shape (..., N), or floats without `output_scale`, for codes of shape (..., K)."""
-        if input.dtype is not torch.int8:
+        if getattr(input, "dtype", None) is not torch.int8:
+            if not isinstance(input, Tensor):
+                return self._other(input)
             raise InvalidProblem(type(self).__name__, "input", str(input.dtype), "be the codes, int8")
         return self._product_of(*self._arguments(self._taken(input)))
 

@@ -90,6 +90,11 @@ def as_linear(layer: Any) -> nn.Linear:
     return linear.train(layer.training)
 
 
+def original_of(layer: nn.Module) -> str:
+    """Return the name of the class that a linear layer had in floating point: ``Linear`` or ``Conv1D``."""
+    return "Conv1D" if is_conv1d(layer) else getattr(layer, _ORIGINAL, "Linear")
+
+
 def carry(layer: nn.Module, new: nn.Module) -> None:
     """Give the replacement of a layer the attributes that users have set on the layer.
 
@@ -114,7 +119,8 @@ def _own_attributes(layer: nn.Module) -> dict[str, Any]:
     """
     held = vars(layer)
     if is_conv1d(layer):
-        return {key: held[key] for key in held if key not in _OF_TORCH | {"nf", "nx"}} | {_ORIGINAL: "Conv1D"}
+        own = {key: held[key] for key in held if key not in _OF_TORCH | {"nf", "nx"}}
+        return own | {_ORIGINAL: original_of(layer)}
     if type(layer) is nn.Linear:
         return {key: held[key] for key in held if key not in _OF_TORCH}
     return {key: held[key] for key in (*held.get(_CARRIED, ()), _ORIGINAL) if key in held}

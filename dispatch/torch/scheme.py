@@ -22,7 +22,7 @@ from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.registry.text import shown
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import Part, int8_layers, is_joined
-from skuda.torch.replaceable_layers import hooked, is_conv1d
+from skuda.torch.replaceable_layers import hooked, is_conv1d, original_of
 
 FORMAT = "int-quantized"
 METHOD = "compressed-tensors"
@@ -165,7 +165,7 @@ class Scheme:
             ways.setdefault(activation, []).append(name)
         if not ways:
             raise InvalidProblem("checkpoint", "model", type(model).__name__, "hold int8 layers: quantize it first")
-        kinds = tuple(sorted({_original(layer) for layer in layers.values()}))
+        kinds = tuple(sorted({original_of(layer) for layer in layers.values()}))
         groups = (SchemeGroup(kinds if len(ways) == 1 else tuple(names), way) for way, names in ways.items())
         floats = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) or is_conv1d(module))
         smooth = any(getattr(layer, "smooth", None) is not None for layer in layers.values())
@@ -322,7 +322,7 @@ def matches(targets: tuple[str, ...], name: str, module: nn.Module) -> bool:
 def _matched(targets: tuple[str, ...], name: str, module: nn.Module) -> tuple[int, str] | None:
     """Return the rank of the best matching target, lowest first, or None."""
     classes = {kind.__name__ for kind in type(module).__mro__} | (
-        {_original(module)} if isinstance(module, Int8Linear | Part) else set()
+        {original_of(module)} if isinstance(module, Int8Linear | Part) else set()
     )
     ranks = []
     for target in targets:
@@ -333,11 +333,6 @@ def _matched(targets: tuple[str, ...], name: str, module: nn.Module) -> tuple[in
         elif target in classes:
             ranks.append((2, target))
     return min(ranks, default=None)
-
-
-def _original(layer: nn.Module) -> str:
-    """Return the class of a layer before it became int8."""
-    return getattr(layer, "original", "Linear")
 
 
 def _refuse(name: str, had: str, rule: str) -> NoReturn:

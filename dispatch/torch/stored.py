@@ -11,7 +11,7 @@ from torch import Tensor
 
 from skuda.registry.errors import InvalidRecord
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
-from skuda.torch.replaceable_layers import carry, sizes_of
+from skuda.torch.replaceable_layers import original_of, sizes_of
 from skuda.torch.scheme import ActivationScheme, SchemeGroup
 
 Kind = tuple[torch.dtype | str, tuple[int, ...]]
@@ -106,9 +106,7 @@ class Tensors:
 def int8_layer(
     module: Any, group: SchemeGroup, found: Tensors, *, smooth: bool = False
 ) -> DynamicLinear | StaticLinear:
-    """Return the int8 replacement of a module, on its device, with the attributes that users have set on the module.
-
-    It shares no memory with the stored tensors.
+    """Return the int8 replacement of a module, on its device. It shares no memory with the stored tensors.
 
     Parameters
     ----------
@@ -125,8 +123,6 @@ def int8_layer(
     ------
     InvalidRecord
         For a tensor that is missing, or has another dtype or shape.
-    InvalidProblem
-        If users have set an attribute on the module that the int8 layer needs.
     """
     n, k = module.whole if hasattr(module, "whole") else sizes_of(module)
     device = module.weight.device
@@ -154,7 +150,7 @@ def int8_layer(
             input_zero_point=taken("input_zero_point", _CODES, *_ONE) if shifted else None,
             smooth=taken("smooth", torch.float32, (k,)) if smooth and "smooth" in found else None,
         )
-    carry(module, made)
+    made.original = original_of(module)
     return made
 
 

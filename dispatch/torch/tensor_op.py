@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from pydantic.fields import FieldInfo
 from torch import _C, Tensor
 from torch.autograd import forward_ad
+from torch.fx.proxy import Proxy
 
 from skuda.dispatch.host import rules
 from skuda.dispatch.host.arrays import is_plain_tensor
@@ -239,6 +240,27 @@ class TensorOp:
         named = zip(self.names, arguments, strict=False)
         return [each.view(-1) if name in _VECTORS and each is not None else each for name, each in named]
 
+    def mapped(self, info: Any, in_dims: Sequence[int | None], *arguments: Any, **fields: Any) -> Any:
+        """Run the op for `torch.vmap`: once for each part of the mapped tensors. The results are mapped over axis 0."""
+        parts = [
+            [each if axis is None else each.select(axis, at) for each, axis in zip(arguments, in_dims, strict=True)]
+            for at in range(info.batch_size)
+        ]
+        if not parts:
+            raise InvalidProblem(self.name, self.names[0], "an axis of size 0 under vmap", "have elements to map over")
+        op = getattr(torch.ops.skuda, self.name)
+        several = [op(*part, **fields) for part in parts]
+        if self._result is None:
+            return torch.stack(several), 0
+        return self._result(map(torch.stack, zip(*several, strict=True))), self._result([0] * len(several[0]))
+
+    def refuse(self, *arguments: Any, **_: Any) -> NoReturn:
+        """Refuse tensors of other kinds than kernels take, such as sparse ones."""
+        for name, value in zip(self.names, arguments, strict=False):
+            refuse_other(self.name, name, value)
+        had = " and ".join(sorted({str(each.device) for each in arguments if isinstance(each, Tensor)}))
+        raise InvalidProblem(self.name, self.names[0], f"on {had}", "be on a CPU or on a CUDA device")
+
     def problem(self, **named: Any) -> Descriptor:
         """Return the problem of a call. Only the shapes and dtypes of tensors are read.
 
@@ -407,7 +429,24 @@ def run_module(op: TensorOp, key: Hashable, tensors: Sequence[Tensor | None], fi
     given = [each for each in tensors if each is not None]
     if all(map(is_alone, given)) and not (_gradients() and any(tensor.requires_grad for tensor in given)):
         return op.first_run(key, tensors, fields, module=True)
+    for name, each in zip(op.names, tensors, strict=False):
+        if each is not None:
+            refuse_other(op.name, name, each)
     return getattr(torch.ops.skuda, op.name).default(*op.flat_vectors(tensors), **fields)
+
+
+def refuse_other(subject: str, name: str, value: object) -> None:
+    """Raise `InvalidProblem` for anything but a dense tensor."""
+    if isinstance(value, Proxy):
+        rule = "be a tensor: trace a model that contains the module, before fuse_, or let the tracer take it for a leaf"
+        raise InvalidProblem(subject, name, "a proxy of torch.fx", rule)
+    if not isinstance(value, Tensor):
+        rule = "be a tensor of torch: use torch.as_tensor, or torch.from_numpy"
+        raise InvalidProblem(subject, name, f"a {type(value).__name__}", rule)
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+        kind = f"quantized, {value.dtype}" if value.is_quantized else "nested" if value.is_nested else value.layout
+        rule = "be dense: use to_dense(), dequantize() or to_padded_tensor()"
+        raise InvalidProblem(subject, name, f"a tensor that is {kind}", rule)
 
 
 def refuse_gradient(op: str, name: str) -> None:
