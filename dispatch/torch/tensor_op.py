@@ -256,10 +256,14 @@ class TensorOp:
 
     def refuse(self, *arguments: Any, **_: Any) -> NoReturn:
         """Refuse tensors of other kinds than kernels take, such as sparse ones."""
-        for name, value in zip(self.names, arguments, strict=False):
-            refuse_other(self.name, name, value)
-        had = " and ".join(sorted({str(each.device) for each in arguments if isinstance(each, Tensor)}))
-        raise InvalidProblem(self.name, self.names[0], f"on {had}", "be on a CPU or on a CUDA device")
+        tensors = {n: each for n, each in zip(self.names, arguments, strict=False) if isinstance(each, Tensor)}
+        self._first(tensors)  # there is one
+        for name, tensor in tensors.items():
+            refuse_other(self.name, name, tensor)
+        for name, tensor in tensors.items():
+            if tensor.device.type not in ("cpu", "cuda"):
+                raise InvalidProblem(self.name, name, f"on {tensor.device}", "be on a CPU or on a CUDA device")
+        raise AssertionError  # torch calls this for no other tensors
 
     def problem(self, **named: Any) -> Descriptor:
         """Return the problem of a call. Only the shapes and dtypes of tensors are read.

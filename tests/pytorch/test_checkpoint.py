@@ -341,6 +341,30 @@ def test_a_weight_has_one_scale_or_a_vector_of_them(shape, saved):
     assert_loads(folder, net)
 
 
+def test_layers_with_one_scale_and_with_many_are_loaded_together(tmp_path):
+    net = drawn(fresh(), up="static", down="dynamic")
+    net.block["up"].weight_scale[:] = net.block["up"].weight_scale[0].item()
+    save(net, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    (name,) = (name for name, group in config["config_groups"].items() if group["targets"] == ["block.up"])
+    edit(tmp_path, setting(f"config_groups/{name}/weights/strategy", "tensor"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    write(tmp_path, tensors | {f"{UP}weight_scale": tensors[f"{UP}weight_scale"][0]})
+    assert_loads(tmp_path, net)
+
+
+def test_a_layer_keeps_the_attributes_of_its_users(saved):
+    _, folder = saved
+    net = Net()
+    net.block["up"].mark = net.block["down"].mark = mark = object()
+    load_(net, folder)
+    load_(net, folder)
+    assert net.block["up"].mark is net.block["down"].mark is mark
+    net = Net()
+    net.block["up"].codes = 3
+    refused(folder, "codes must have another name: StaticLinear needs this one", net)
+
+
 @pytest.mark.parametrize(
     ("targets", "ignore", "found"),
     [
@@ -534,6 +558,7 @@ def test_parts_of_a_tensor_are_stored_as_tensors(tmp_path):
 
 def test_the_package_imports_neither_transformers_nor_safetensors():
     names = ("compressed_tensors", "safetensors", "transformers")
-    code = f"import sys, skuda.torch; print([name for name in {names} if name in sys.modules])"
+    quantized = "st.quantize_(torch.nn.Sequential(torch.nn.Linear(3, 4)), st.Dynamic(), strict=True)"
+    code = f"import sys, torch, skuda.torch as st; {quantized}; print([n for n in {names} if n in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
