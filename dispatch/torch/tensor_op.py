@@ -257,7 +257,8 @@ class TensorOp:
     def refuse(self, *arguments: Any, **_: Any) -> NoReturn:
         """Refuse tensors of other kinds than kernels take, such as sparse ones."""
         tensors = {n: each for n, each in zip(self.names, arguments, strict=False) if isinstance(each, Tensor)}
-        self._first(tensors)  # there is one
+        if not tensors:
+            self._first(tensors)
         for name, tensor in tensors.items():
             refuse_other(self.name, name, tensor)
         for name, tensor in tensors.items():
