@@ -155,7 +155,9 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         if self.pre_quantized:
-            for name, layer in int8_layers(model):
+            for name, layer in model.named_modules():
+                if not isinstance(layer, Int8Linear):
+                    continue
                 layer.weight_scale = layer.weight_scale.reshape(-1, 1).expand(layer.out_features, 1).contiguous()
                 if isinstance(layer, StaticLinear):
                     # transformers does not initialize tensors that are in no file, and keeps the dtype of the file.
