@@ -341,18 +341,6 @@ def test_a_weight_has_one_scale_or_a_vector_of_them(shape, saved):
     assert_loads(folder, net)
 
 
-def test_layers_with_one_scale_and_with_many_are_loaded_together(tmp_path):
-    net = drawn(fresh(), up="static", down="dynamic")
-    net.block["up"].weight_scale[:] = net.block["up"].weight_scale[0].item()
-    save(net, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    (name,) = (name for name, group in config["config_groups"].items() if group["targets"] == ["block.up"])
-    edit(tmp_path, setting(f"config_groups/{name}/weights/strategy", "tensor"))
-    tensors = load_file(tmp_path / "model.safetensors")
-    write(tmp_path, tensors | {f"{UP}weight_scale": tensors[f"{UP}weight_scale"][0]})
-    assert_loads(tmp_path, net)
-
-
 def test_a_layer_keeps_the_attributes_of_its_users(saved):
     _, folder = saved
     net = Net()

@@ -20,6 +20,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import auto
 
+from skuda.dispatch.shard import on_ranks
 from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.torch import (
     Dynamic,
@@ -29,6 +30,7 @@ from skuda.torch import (
     StaticLinear,
     fuse_,
     load_,
+    parallelize_,
     quantize_,
     save,
 )
@@ -256,6 +258,16 @@ def test_a_weight_with_one_scale_is_loaded(kind, tmp_path, monkeypatch):
         save_file(others, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
         assert torch.equal(logits(from_pretrained(tmp_path / "theirs"), ids), logits(model, ids))
     assert_survives_saving(model, ids, tmp_path)
+    mixed = tmp_path / "one"  # a scale per channel, but of these layers
+    config = json.loads((mixed / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups["single"] = copy.deepcopy(groups["group_0"]) | {"targets": [r"re:.*\.up_proj"]}
+    groups["single"]["weights"]["strategy"] = "tensor"
+    (mixed / "config.json").write_text(json.dumps(config))
+    written_by_us = load_file(mixed / "model.safetensors")
+    some = {n: t[0].clone() if n.endswith("up_proj.weight_scale") else t for n, t in written_by_us.items()}
+    save_file(some, mixed / "model.safetensors", {"format": "pt"})
+    assert torch.equal(logits(from_pretrained(mixed), ids), logits(model, ids))
     monkeypatch.setitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "compressed-tensors", _CompressedTensorsConfig.own)
     save_file(stored, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
     other = from_pretrained(tmp_path / "theirs")
@@ -405,6 +417,21 @@ def test_the_layers_of_gpt2_become_int8(way, tmp_path):
             stored = [load_file(path / "model.safetensors") for path in (folder, tmp_path / "again")]
             assert all(torch.equal(stored[0][name], stored[1][name]) for name in stored[0])
             assert torch.equal(logits(from_pretrained(tmp_path / "again"), ids), got)
+
+
+def test_a_gpt2_that_is_split_is_saved_as_what_it_was(tmp_path):
+    rng = fresh()
+    model, ids = gpt2(rng), drawn_ids(rng)
+    quantize_(model, Dynamic())
+    want = logits(model, ids)
+
+    def split(group):
+        parallelize_(model, group, {"c_fc": "column", "mlp.c_proj": "row"})
+        save(model, tmp_path)
+        return set(load_(model, tmp_path))
+
+    assert on_ranks(1, split)[0] == CONV1D
+    assert torch.equal(logits(from_pretrained(tmp_path), ids), want)
 
 
 def test_layers_of_gpt2_that_stay_in_floating_point_are_loaded(tmp_path):
