@@ -335,7 +335,7 @@ def test_a_norm_with_other_results_is_not_folded():
 @pytest.mark.parametrize(
     ("use", "reason"),
     [
-        (lambda block, h: both(block, h), None),
+        (both, None),
         (lambda block, h: both(block, h) + h.view(-1, 4), "its output is also used by view"),
         (lambda block, h: both(block, h.clone()) + both(block, h), "its output is also used by clone"),
     ],
