@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from skuda.torch.int8_linear import Int8Linear, autocast
-from skuda.torch.replaceable_layers import Filter, check_count, check_model, linears
+from skuda.torch.replaceable_layers import Filter, check_count, check_model, is_conv1d, linears, selects, sizes_of
 
 _NORMS = ("RMSNorm", "LayerNorm")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -102,7 +102,7 @@ def calibrate(
     ----------
     model : torch.nn.Module
     filter_fn : callable, optional
-        Selects layers. It takes the layer and its qualified name. By default all `nn.Linear` are selected.
+        Selects layers. It takes the layer and its qualified name. By default all `nn.Linear` and `Conv1D` are selected.
     rows : int
         Number of rows to keep for each layer. Only ``SmoothStatic(alpha="search")`` needs them.
     seed : int
@@ -121,7 +121,11 @@ def calibrate(
     check_count("calibrate", "rows", rows)
     check_count("calibrate", "seed", seed)
     calibration = Calibration()
-    layers = {name: layer for name, layer in linears(model, filter_fn) if not isinstance(layer, Int8Linear)}
+    layers = {
+        name: layer
+        for name, layer in linears(model)
+        if not isinstance(layer, Int8Linear) and selects("calibrate", filter_fn, layer, name)
+    }
     flow = _Flow(model, layers)
     with ExitStack() as stack:
         for name, layer in layers.items():
@@ -148,7 +152,7 @@ class _Inputs:
 
     def observe(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[0] if args else kwargs.get("input")
-        if not isinstance(given, Tensor) or given.dim() == 0 or given.shape[-1] != layer.in_features:
+        if not isinstance(given, Tensor) or given.dim() == 0 or given.shape[-1] != sizes_of(layer)[1]:
             return  # the layer itself raises the error
         if given.dtype not in _FLOATS:
             self._to.left[self._name] = f"its input was {given.dtype}, not float16, bfloat16 or float32"
@@ -196,6 +200,7 @@ class _Flow(TorchFunctionMode):
         self._reasons: dict[str, str] = {}
         self._depth = 0
         self._running: list[str] = []
+        self._conv1d: list[str] = []  # that run now: they look at their input through a view
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -204,6 +209,8 @@ class _Flow(TorchFunctionMode):
             stack.callback(self._model.register_forward_pre_hook(self._enter, prepend=True).remove)
             for name, layer in self._layers.items():
                 stack.callback(layer.register_forward_pre_hook(self._linear(name), with_kwargs=True).remove)
+                if is_conv1d(layer):
+                    stack.callback(layer.register_forward_hook(self._conv1d_left, always_call=True).remove)
             for name, norm in self._norms.items():
                 stack.callback(norm.register_forward_pre_hook(lambda *_, name=name: self._running.append(name)).remove)
                 hook = _unwatched(self._norm(name))
@@ -220,6 +227,7 @@ class _Flow(TorchFunctionMode):
         if self._depth:
             return
         self._running.clear()
+        self._conv1d.clear()
         if any(kept() is not None and norm not in self._reasons for kept, norm in self._live.values()):
             gc.collect()
         for kept, norm in self._live.values():
@@ -241,13 +249,19 @@ class _Flow(TorchFunctionMode):
         return returned
 
     def _linear(self, name: str) -> Callable[..., None]:
-        def called(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def called(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             norm = self._source(args[0] if args else kwargs.get("input"))
             self._sources[name].add(norm)
+            if is_conv1d(layer):
+                self._conv1d.append(name)
             if norm is not None:
                 self._called.add((norm, name))
 
         return called
+
+    def _conv1d_left(self, *_: Any) -> None:
+        if self._conv1d:  # else the model has failed before it called the layer
+            self._conv1d.pop()
 
     def _source(self, tensor: object) -> str | None:
         kept, norm = self._live.get(id(tensor), (None, None))
@@ -260,6 +274,7 @@ class _Flow(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _READS_NO_ELEMENT:
             names = self._weights.get(id(args[1]), []) if func is F.linear and len(args) > 1 else []
+            names = self._conv1d[-1:] if func is Tensor.view else names
             norm = self._source(args[0]) if len(names) == 1 else None
             if norm is not None:
                 self._users[norm].add(names[0])

@@ -8,6 +8,9 @@ The tensors of an int8 layer are the buffers of the modules of `skuda.torch`:
 - With smoothing factors: `smooth`, f32 of shape (K,). The checkpoint then has ``quant_method: skuda``, because readers
   of other projects would ignore the factors.
 
+The layer of a `Conv1D` of transformers, whose weight is (K, N), has the same tensors. Readers of other projects would
+expect codes (K, N), so such a checkpoint has ``quant_method: skuda``, too.
+
 Source: the package compressed-tensors 0.20. The tests read files that it wrote.
 """
 
@@ -32,7 +35,7 @@ from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependen
 from skuda.registry.text import path_of, shown
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import Part, is_joined
-from skuda.torch.replaceable_layers import describe_saving
+from skuda.torch.replaceable_layers import carry, describe_saving
 from skuda.torch.scheme import Scheme
 from skuda.torch.sharded_linear import ShardedLinear
 from skuda.torch.stored import Kind, Tensors, check_values, int8_layer
@@ -56,6 +59,8 @@ _DTYPES = {
 
 def load_(model: nn.Module, path: str | os.PathLike[str]) -> tuple[str, ...]:
     """Load a checkpoint into a model. Linear layers that are int8 in the checkpoint become int8 in the model.
+
+    They keep the attributes that users have set. A single scale of a weight becomes the scale of every output channel.
 
     The whole checkpoint is read and checked first. If this raises, the model has not changed. Tensors outside of int8
     layers must have the same dtype as in the model, and so must tensors of layers that `fuse_` has joined. Each rank
@@ -93,13 +98,14 @@ def load_(model: nn.Module, path: str | os.PathLike[str]) -> tuple[str, ...]:
         layers: dict[str, Int8Linear] = {}
         copies: list[tuple[Tensor, Tensor]] = []
         for name, module, group in scheme.layers(model):
-            layer = int8_layer(module, group, tensors.within(name), smooth=scheme.smooth)
+            layer = int8_layer(module, group, tensors.within(name), smooth=scheme.own)
             check_values(tensors.source, name, layer)
             names.append(name)
             if isinstance(module, Part):
                 copies += _copies_of_part(tensors.source, name, module, layer)
             else:
                 layers[name] = module.like(layer) if hasattr(module, "like") else layer
+                carry(module, layers[name])
         copies += _copies(state, set(names), tensors)
         tensors.finish()
         with torch.no_grad():

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from skuda.dispatch.shard.group import Group
 from skuda.torch.autograd import Q_MAX
 from skuda.torch.joined import Quantized, projected
-from skuda.torch.tensor_op import launched, run_module
+from skuda.torch.tensor_op import launched, refuse_other, run_module
 
 _VECTORS = {"rms_norm_quantize": ("weight",), "layer_norm_quantize": ("weight", "bias")}
 """The vectors of a norm's op, in the order of its schema, after the input and the residual."""
@@ -129,7 +129,7 @@ class FusedGatedMLP(Fused):
         """Return the layer's output. It has the shape of the input."""
         form = self.fused_form
         joined = getattr(self, form.joined)
-        if not isinstance(x, Quantized) and torch.is_grad_enabled() and x.requires_grad:
+        if not isinstance(x, Quantized) and torch.is_grad_enabled() and getattr(x, "requires_grad", False) is True:
             original: Tensor = super().forward(joined(x) if form.split else x)
             return original
         gate_up, down = projected(joined, x), getattr(self, form.down)
@@ -207,7 +207,11 @@ class FusedDecoderLayer(Fused):
         """Return the layer's output. It has the shape of the input."""
         form = self.fused_form
         renamed = any(name in kwargs for name in form.renamed)
-        first = None if renamed else self._launched(form.norms[0], hidden_states)
+        try:
+            first = None if renamed else self._launched(form.norms[0], hidden_states)
+        except AttributeError:
+            refuse_other(type(self).__name__, "hidden_states", hidden_states)
+            raise
         if first is None:
             if renamed or not self._serves(hidden_states):
                 return super().forward(hidden_states, *args, **kwargs)
@@ -232,6 +236,7 @@ class FusedDecoderLayer(Fused):
         getattr(self, form.mlp)(second)
 
     def _serves(self, x: Tensor) -> bool:
+        refuse_other(type(self).__name__, "hidden_states", x)
         vectors = [vector for norm in self.fused_form.norms for vector in norm.held(self).values()]
         if torch.is_autocast_enabled(x.device.type) or any(vector.dtype is not x.dtype for vector in vectors):
             return False

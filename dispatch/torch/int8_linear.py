@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.fx.proxy import Proxy, TraceError
 
 from skuda.dispatch.select.explanation import Explanation
 from skuda.functional import default_dispatcher
@@ -26,7 +27,7 @@ from skuda.registry.text import shown
 from skuda.torch.autograd import Q_MAX, frozen_linear
 from skuda.torch.dequantized_weight import CodedLayer, DequantizedWeight, codes_in
 from skuda.torch.dtypes import element_of
-from skuda.torch.tensor_op import OPS, launched, run_module
+from skuda.torch.tensor_op import OPS, launched, refuse_other, run_module
 
 Call = tuple[str, dict[str, Any]]
 """Name and arguments of a call of an op."""
@@ -64,6 +65,8 @@ class Int8Linear(CodedLayer):
     """Whether the layer is a rank's part of a whole layer."""
     whole_kind: type[Int8Linear] | None = None
     """The class of the whole layer, for a rank's part. None for a class that is unknown here."""
+    original: str = "Linear"
+    """The class of the layer in floating point: ``Linear``, or ``Conv1D`` of transformers."""
     bias: Tensor | None
 
     def __init__(
@@ -173,6 +176,22 @@ class Int8Linear(CodedLayer):
             raise InvalidProblem(type(self).__name__, "input", had, f"have shape [..., {self.in_features}]")
         return autocast(input)
 
+    def _other(self, input: Any) -> Any:
+        """Return the output for an input that is no tensor.
+
+        That of a proxy of `torch.fx` is a call of the layer: for tracers it is a leaf, as the layers of torch are.
+
+        Raises
+        ------
+        InvalidProblem
+            For anything else.
+        """
+        path = input.tracer.path_of_module(self) if isinstance(input, Proxy) else ""
+        if path:
+            return input.tracer.create_proxy("call_module", path, (input,), {})
+        refuse_other(type(self).__name__, "input", input)
+        raise AssertionError  # it is no tensor
+
     @abstractmethod
     def _arguments(self, input: Tensor) -> Arguments:
         """Return the arguments of the op for an input."""
@@ -253,11 +272,16 @@ class DynamicLinear(Int8Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
         held = self._buffers.get
-        key = self.family, input.shape
+        try:
+            key = self.family, input.shape
+        except AttributeError:
+            return self._other(input)  # type: ignore[no-any-return]
         found: Tensor | None = launched(key, input, held("weight"), held("weight_scale"), None, held("bias"))
         return self._first(key, input) if found is None else found
 
     def _first(self, key: Hashable, input: Tensor) -> Tensor:
+        if not isinstance(input, Tensor):
+            return self._other(input)
         given, input = input, self._taken(input)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *self._buffers.values()) if t is not None):
             return frozen_linear(input, self.weight_q, self.weight_scale.view(-1), self.bias)
@@ -342,10 +366,13 @@ class StaticLinear(Int8Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
-        found = self._launched(input)
-        if found is not None:
-            return found
-        input = self._taken(input)
+        try:
+            found = self._launched(input)
+            if found is not None:
+                return found
+            input = self._taken(input)
+        except (AttributeError, TraceError):
+            return self._other(input)  # type: ignore[no-any-return]
         if torch.is_grad_enabled() and input.requires_grad:
             rule = "be detached, or run under torch.no_grad(): only DynamicLinear passes gradients on"
             raise InvalidProblem(type(self).__name__, "input", "a tensor that requires grad", rule)
@@ -428,7 +455,9 @@ class CodesLinear(Int8Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return codes of shape (..., N), or floats without `output_scale`, for codes of shape (..., K)."""
-        if input.dtype is not torch.int8:
+        if getattr(input, "dtype", None) is not torch.int8:
+            if not isinstance(input, Tensor):
+                return self._other(input)
             raise InvalidProblem(type(self).__name__, "input", str(input.dtype), "be the codes, int8")
         return self._product_of(self._arguments(self._taken(input)), self.output_element, self.epilogue)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from skuda.registry.errors import InvalidProblem
 from skuda.torch.dequantized_weight import CodedLayer
 from skuda.torch.dtypes import element_of
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, not_codes
-from skuda.torch.tensor_op import launched, run_module
+from skuda.torch.tensor_op import launched, refuse_other, run_module
 
 
 class Quantized(NamedTuple):
@@ -94,6 +94,10 @@ class JoinedLinear(DynamicLinear):
         joined = cls(weight, scale, torch.cat(biases) if biases else None, sizes=sizes, dtype=layers[0].weight_dtype)
         joined.train(layers[0].training)
         return joined
+
+    def _other(self, input: Any) -> NoReturn:
+        refuse_other(type(self).__name__, "input", input)  # a proxy, too: parts of the output have no shape in a graph
+        raise AssertionError
 
     def held_of(self, number: int, whole: Tensor) -> Tensor:  # noqa: ARG002  others hold less than all of it
         """Return the part of a layer's buffer that this layer holds: all of it."""

@@ -30,7 +30,7 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Op
 from skuda.registry.text import one_line, shown
 from skuda.torch.derivatives import refusing
-from skuda.torch.tensor_op import OPS, TensorOp, refuse_gradient
+from skuda.torch.tensor_op import OPS, TensorOp, refuse_gradient, refuse_other
 
 NAMESPACE = "skuda"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -40,6 +40,9 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 # in any layout. With torch's default, `needs_exact_strides`, it would copy inputs that it lays out differently from
 # eager execution. The ops mutate and alias nothing, so an op with an unused result may be removed.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+
+_OTHERS = ("CompositeExplicitAutograd", "AutogradNestedTensor")
+"""The keys of all other kinds of tensors, such as sparse ones."""
 
 
 def _takes_a_tensor(op: Op) -> bool:
@@ -53,18 +56,27 @@ def _register(op: Op) -> None:
         torch._C.parse_schema(f"{NAMESPACE}::{schema}")  # noqa: SLF001  all overloads or none are defined
     for name, schema in made.schemas.items():
         LIBRARY.define(schema, tags=TAGS)
-        _implement(name, made.names, made.run, _faked(made, name))
+        _implement(name, made.names, made.run, _faked(made, name), made.refuse)
+        torch.library.register_vmap(f"{NAMESPACE}::{name}", made.mapped, lib=LIBRARY)
         called = overload_of(name)
         called._op = made.before(called._op)  # noqa: SLF001  what an overload calls; the rest of torch does not use it
     OPS[op.name] = made
 
 
-def _implement(name: str, names: Sequence[str], run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _implement(
+    name: str,
+    names: Sequence[str],
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    refuse: Callable[..., NoReturn],
+) -> None:
     """Register the implementations of an overload that is defined."""
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(name, run, key)
     kernel = refusing(name.partition(".")[0], overload_of(name), names, run)
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+    for key in _OTHERS:
+        LIBRARY.impl(name, refuse, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
 
 
@@ -140,9 +152,15 @@ def _smooth(input: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     return (input.to(torch.promote_types(input.dtype, torch.float32)) / factors).contiguous()
 
 
+def _refuse_smooth(input: torch.Tensor, factors: torch.Tensor) -> NoReturn:
+    for name, tensor in (("input", input), ("factors", factors)):
+        refuse_other("smooth", name, tensor)
+    raise InvalidProblem("smooth", "input", f"on {input.device}", "be on a CPU or on a CUDA device")
+
+
 # An op, because torch's compilers may replace the division by one that is not correctly rounded.
 LIBRARY.define("smooth(Tensor input, Tensor factors) -> Tensor", tags=TAGS)
-_implement("smooth", ("input", "factors"), _smooth, _smooth)
+_implement("smooth", ("input", "factors"), _smooth, _smooth, _refuse_smooth)
 
 
 def linear_dynamic(
@@ -178,11 +196,8 @@ def linear_dynamic(
     Unsupported
         If no kernel can serve the problem.
     """
-    op = torch.ops.skuda.quantized_linear.default
-    found: torch.Tensor = op(
-        input, weight_q, weight_scale, None, bias, epilogue=epilogue, output_element=output_element
-    )
-    return found
+    given = (input, weight_q, weight_scale, None, bias)
+    return _called("quantized_linear", given, epilogue=epilogue, output_element=output_element)
 
 
 def linear_scaled(
@@ -281,5 +296,16 @@ def linear_codes(
 
 
 def _scaled(*given: torch.Tensor | None, **fields: str | None) -> torch.Tensor:
-    found: torch.Tensor = torch.ops.skuda.scaled_linear.default(*given, **fields)
+    return _called("scaled_linear", given, **fields)
+
+
+def _called(name: str, given: tuple[torch.Tensor | None, ...], **fields: str | None) -> torch.Tensor:
+    """Call an op. Of an argument that is no tensor, torch itself would raise an error of its schema."""
+    try:
+        found: torch.Tensor = getattr(torch.ops.skuda, name).default(*given, **fields)
+    except RuntimeError:
+        for argument, value in zip(OPS[name].names, given, strict=False):
+            if value is not None:
+                refuse_other(name, argument, value)
+        raise
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,12 +16,19 @@ from skuda.torch.int8_linear import DynamicLinear, Int8Linear
 from skuda.torch.nonfinite import Nonfinite, check_nonfinite, propagating
 from skuda.torch.replaceable_layers import (
     ALREADY,
+    NOT_SELECTED,
     Filter,
     Obstacles,
     adopt_adapters,
+    as_linear,
+    bytes_of,
+    carry,
     check_model,
     describe_saving,
+    is_conv1d,
     linears,
+    other_matrices,
+    selects,
     table,
 )
 
@@ -85,13 +92,16 @@ class Report:
     converted : mapping of str to str
         Class of the replacement, by the name of the layer.
     left : mapping of str to str
-        Selected layers that were not replaced, and why.
+        What stays as it is, and why: other linear layers, by name, and all other parameters of floats with two or more
+        axes, by the names of the parameters.
     folded : mapping of str to tuple of str
         Norms that took over smoothing factors, and their layers.
     not_folded : mapping of str to str
         Other norms in front of layers, and why they did not take over factors.
     bytes_before, bytes_after : int
-        Memory of the converted layers' weights, scales and biases.
+        Memory of the parameters and buffers of the whole model.
+    layer_bytes_before, layer_bytes_after : int
+        Memory of those of the converted layers.
     """
 
     converted: Mapping[str, str]
@@ -100,23 +110,34 @@ class Report:
     not_folded: Mapping[str, str]
     bytes_before: int
     bytes_after: int
+    layer_bytes_before: int
+    layer_bytes_after: int
 
     def __str__(self) -> str:
-        ratio = f" ({self.bytes_after / self.bytes_before:.3f}x)" if self.bytes_before else ""
-        lines = [f"{len(self.converted)} converted, {self.bytes_before} -> {self.bytes_after} bytes{ratio}"]
+        layers = _change(self.layer_bytes_before, self.layer_bytes_after)
+        lines = [
+            f"{len(self.converted)} converted, model {_change(self.bytes_before, self.bytes_after)}, layers {layers}"
+        ]
         lines += table("converted to", self.converted)
         lines += table("left:", self.left)
         lines += table("folded into", {name: norm for norm, names in self.folded.items() for name in names})
         return "\n".join(lines + table("not folded:", self.not_folded))
 
 
+def _change(before: int, after: int) -> str:
+    return f"{before} -> {after} bytes" + (f" ({after / before:.3f}x)" if before else "")
+
+
 def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None, *, strict: bool = False) -> Report:
     """Replace the linear layers of a model, in place.
 
-    It replaces `nn.Linear`, and subclasses of it only if they have a method ``to_int8()``. The report says why it could
-    not replace other layers. A layer whose weight is tied to another module, such as an embedding, is replaced only if
-    `filter_fn` selects it, which ends the tie. A layer with several names is replaced under all of them. Code that
-    reads the weight of a layer instead of calling the layer gets the dequantized weight. Adapters of peft stay.
+    It replaces `nn.Linear`, the `Conv1D` of transformers, and subclasses of `nn.Linear` only if they have a method
+    ``to_int8()``. The report says why it could not replace other layers, and lists every other matrix that stays in
+    floating point. The weight of a `Conv1D` has the shape (K, N), and that of its replacement (N, K). A layer whose
+    weight shares memory with another module, such as an embedding, is replaced only if `filter_fn` selects it, which
+    ends the tie. A layer with several names is replaced under all of them. The replacement gets the attributes that
+    users have set on the layer. Code that reads the weight of a layer instead of calling the layer gets the dequantized
+    weight. Adapters of peft stay.
 
     Parameters
     ----------
@@ -125,9 +146,12 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
     config : Config
         `Dynamic`, `SmoothStatic`, `FakeQuant`, `Mixed`, or any object with a method ``convert(name, linear)``.
     filter_fn : callable, optional
-        Selects layers. It takes the layer and its qualified name. By default all layers are selected.
+        Selects layers. It takes the layer and its qualified name, and returns True or False. By default all layers are
+        selected.
     strict : bool
-        Whether to raise, before any change, if a selected layer cannot be replaced.
+        Whether to raise, before any change, if a selected layer cannot be replaced, or if another parameter stays in
+        floating point by which inputs may be multiplied. Tables of embeddings and weights of norms do not count. With
+        `strict`, the filter is asked about the modules of such parameters, too, and excludes them by returning False.
 
     Returns
     -------
@@ -139,21 +163,32 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
         For an argument of the wrong type and, with `strict`, for a layer that cannot be replaced.
     """
     check_model("quantize_", model, filter_fn)
-    if isinstance(model, nn.Linear):
+    if not isinstance(strict, bool):
+        raise InvalidProblem("quantize_", "strict", shown(strict), "be True or False")
+    if isinstance(model, nn.Linear) or is_conv1d(model):
         rule = "contain the layer, as nn.Sequential(linear) does; or use DynamicLinear.from_linear(linear)"
         raise InvalidProblem("quantize_", "model", f"a {type(model).__name__} itself", rule)
     if isinstance(config, type) or not callable(getattr(config, "convert", None)):
         raise InvalidProblem("quantize_", "config", shown(config), "be a config, such as Dynamic()")
+    total = bytes_of(model)
     fit, left = _sorted(model, filter_fn)
+    others = tuple(other_matrices(model))
+    missed = {
+        each.name: each.reason
+        for each in others
+        if strict and each.multiplies and selects("quantize_", filter_fn, each.module, each.owner)
+    }
     if strict:
-        _check_none_left(left)
-    joint = config.together(model, fit) if hasattr(config, "together") else config
+        _check_none_left(left | missed)
+    joint: Any = config
+    if hasattr(config, "together"):
+        joint = config.together(model, {name: as_linear(layer) for name, layer in fit.items()})
     slots = _slots(model, fit)
     converted: dict[str, nn.Module] = {}
-    before = after = 0
+    before = 0
     for name, layer, new in _conversions(joint, fit, left):
         converted[name] = new.train(layer.training)
-        before, after = before + _bytes(layer), after + _bytes(new)
+        before += bytes_of(layer)
         if not strict:
             _replace(slots[name], new)
     if strict:
@@ -162,33 +197,37 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
             _replace(slots[name], new)
     describe_saving(model)
     adopt_adapters(model)
+    folded = joint.fold(model, converted) if hasattr(joint, "fold") else {}
     return Report(
         converted=MappingProxyType({name: type(new).__name__ for name, new in converted.items()}),
-        left=MappingProxyType(left),
-        folded=MappingProxyType(joint.fold(model, converted) if hasattr(joint, "fold") else {}),
+        left=MappingProxyType(left | {each.name: each.reason for each in others}),
+        folded=MappingProxyType(folded),
         not_folded=MappingProxyType(getattr(joint, "not_folded", {})),
-        bytes_before=before,
-        bytes_after=after,
+        bytes_before=total,
+        bytes_after=bytes_of(model),
+        layer_bytes_before=before,
+        layer_bytes_after=sum(map(bytes_of, converted.values())),
     )
 
 
-def _sorted(model: nn.Module, filter_fn: Filter | None) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Return the selected layers that can be replaced, and why others cannot."""
+def _sorted(model: nn.Module, filter_fn: Filter | None) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Return the selected layers that can be replaced, and why other layers of floats stay."""
     obstacles = Obstacles(model, break_ties=filter_fn is not None)
     fit, left = {}, {}
-    for name, layer in linears(model, filter_fn):
-        reason = obstacles.of(layer)
+    for name, layer in linears(model):
+        selected = selects("quantize_", filter_fn, layer, name)
+        reason = obstacles.of(layer) if selected else NOT_SELECTED
         if reason is None:
             fit[name] = layer
-        else:
+        elif selected or not isinstance(layer, Int8Linear):
             left[name] = reason
     return fit, left
 
 
 def _check_none_left(left: Mapping[str, str]) -> None:
-    found = {name: reason for name, reason in left.items() if reason != ALREADY}
+    found = {name: reason for name, reason in left.items() if reason not in (ALREADY, NOT_SELECTED)}
     for name, reason in found.items():
-        rule = f"be convertible with strict=True, as {len(found)} selected layers are not; nothing was replaced"
+        rule = f"be convertible with strict=True, as {len(found)} matrices are not; nothing was replaced"
         raise InvalidProblem("quantize_", name or "model", reason, rule)
 
 
@@ -209,18 +248,21 @@ def _replace(slots: list[tuple[nn.Module, str]], new: nn.Module) -> None:
 
 
 def _conversions(
-    config: Config, layers: dict[str, nn.Linear], left: dict[str, str]
-) -> Iterator[tuple[str, nn.Linear, nn.Module]]:
+    config: Config, layers: dict[str, nn.Module], left: dict[str, str]
+) -> Iterator[tuple[str, nn.Module, nn.Module]]:
     """Yield the replacement of each layer. Layers are dropped, so that their memory is free after replacement."""
     for name in tuple(layers):
         layer = layers.pop(name)
+        linear = as_linear(layer)
         try:
-            new = config.convert(name, layer)
-            _check_converted(config, layer, new)
+            new = config.convert(name, linear)
+            _check_converted(config, linear, new)
+            if new is not linear:
+                carry(linear, new)
         except SkudaError as error:
             left[name] = one_line(str(error), 200)
             continue
-        if new is layer:
+        if new is linear:
             left[name] = "the config leaves it as it is"
         else:
             yield name, layer, new
@@ -233,7 +275,3 @@ def _check_converted(config: Config, layer: nn.Linear, new: object) -> None:
         found = new.explain(torch.empty(1, new.in_features, dtype=layer.weight.dtype, device="meta"))
         if found.chosen is None:
             raise InvalidProblem(type(config).__name__, "layer", found.why_not(), "have a kernel")
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))

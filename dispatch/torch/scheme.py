@@ -22,12 +22,12 @@ from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.registry.text import shown
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import Part, int8_layers, is_joined
-from skuda.torch.replaceable_layers import hooked
+from skuda.torch.replaceable_layers import hooked, is_conv1d, original_of
 
 FORMAT = "int-quantized"
 METHOD = "compressed-tensors"
 OWN_METHOD = "skuda"
-"""Marks a checkpoint with smoothing factors, which other readers would ignore."""
+"""Marks a checkpoint that other readers would misread: with smoothing factors, or codes (N, K) of a `Conv1D`."""
 
 _VERSION = "0.20.0"
 
@@ -104,13 +104,13 @@ class Scheme:
     groups : tuple of SchemeGroup
     ignore : tuple of str
         Targets of layers that stay in floating point.
-    smooth : bool
-        Whether layers may have smoothing factors.
+    own : bool
+        Whether only skuda reads it: layers may have smoothing factors, or be codes of a `Conv1D`.
     """
 
     groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...] = ()
-    smooth: bool = False
+    own: bool = False
 
     def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, SchemeGroup]]:
         """Yield the name, module and group of each layer that the scheme makes int8. Joined layers appear as `Part`.
@@ -126,7 +126,7 @@ class Scheme:
             group = self._group(name, module)
             if group is None or matches(self.ignore, name, module) or is_joined(module):
                 continue
-            if type(module) is not nn.Linear and not isinstance(module, Int8Linear | Part):
+            if not isinstance(module, Int8Linear | Part) and type(module) is not nn.Linear and not is_conv1d(module):
                 if next(module.parameters(recurse=False), None) is None:
                     continue
                 _refuse(name, type(module).__name__, "be a torch.nn.Linear: add it to ignore")
@@ -165,10 +165,11 @@ class Scheme:
             ways.setdefault(activation, []).append(name)
         if not ways:
             raise InvalidProblem("checkpoint", "model", type(model).__name__, "hold int8 layers: quantize it first")
-        groups = (SchemeGroup(("Linear",) if len(ways) == 1 else tuple(names), way) for way, names in ways.items())
-        ignore = tuple(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+        kinds = tuple(sorted({original_of(layer) for layer in layers.values()}))
+        groups = (SchemeGroup(kinds if len(ways) == 1 else tuple(names), way) for way, names in ways.items())
+        floats = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) or is_conv1d(module))
         smooth = any(getattr(layer, "smooth", None) is not None for layer in layers.values())
-        return cls(tuple(groups), ignore, smooth)
+        return cls(tuple(groups), tuple(floats), own=smooth or "Conv1D" in kinds)
 
     def fields(self) -> dict[str, Any]:
         """Return the `quantization_config`."""
@@ -188,7 +189,7 @@ class Scheme:
             "ignore": list(self.ignore),
             "kv_cache_scheme": None,
             "moe_sparsity_config": None,
-            "quant_method": OWN_METHOD if self.smooth else METHOD,
+            "quant_method": OWN_METHOD if self.own else METHOD,
             "quantization_status": "compressed",
             "sparsity_config": {},
             "transform_config": {},
@@ -223,7 +224,7 @@ class Scheme:
         if not found:
             groups.refuse("", "no group", "hold a group of layers")
         read.finish()
-        return cls(found, ignore, smooth=read.fields["quant_method"] == OWN_METHOD)
+        return cls(found, ignore, own=read.fields["quant_method"] == OWN_METHOD)
 
 
 def _group_of(read: _Reader) -> SchemeGroup:
@@ -321,7 +322,7 @@ def matches(targets: tuple[str, ...], name: str, module: nn.Module) -> bool:
 def _matched(targets: tuple[str, ...], name: str, module: nn.Module) -> tuple[int, str] | None:
     """Return the rank of the best matching target, lowest first, or None."""
     classes = {kind.__name__ for kind in type(module).__mro__} | (
-        {"Linear"} if isinstance(module, Int8Linear | Part) else set()
+        {original_of(module)} if isinstance(module, Int8Linear | Part) else set()
     )
     ranks = []
     for target in targets:

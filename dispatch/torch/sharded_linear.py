@@ -99,6 +99,7 @@ class ShardedLinear(Int8Linear):
             scale = _cut(scale, "n", cut, group.rank)
             bias = None if bias is None else _cut(bias, "n", cut, group.rank)
         super().__init__(weight, scale, bias, dtype=whole.weight_dtype)
+        self.original = whole.original
         self.group, self.shards, self.whole, self.parts = group, shards, (n, k), cut
         self.whole_kind = type(whole) if type(whole) in (DynamicLinear, JoinedLinear, StaticLinear) else None
         self._columns = columns

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from skuda.registry.errors import InvalidRecord
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
+from skuda.torch.replaceable_layers import original_of, sizes_of
 from skuda.torch.scheme import ActivationScheme, SchemeGroup
 
 Kind = tuple[torch.dtype | str, tuple[int, ...]]
@@ -109,7 +110,7 @@ def int8_layer(
 
     Parameters
     ----------
-    module : Linear, Int8Linear or Part
+    module : Linear, Conv1D, Int8Linear or Part
         The module, for sizes, device, and the presence and dtype of the bias.
     group : SchemeGroup
         The quantization.
@@ -123,7 +124,7 @@ def int8_layer(
     InvalidRecord
         For a tensor that is missing, or has another dtype or shape.
     """
-    n, k = module.whole if hasattr(module, "whole") else (module.out_features, module.in_features)
+    n, k = module.whole if hasattr(module, "whole") else sizes_of(module)
     device, dtype = module.weight.device, module.weight.dtype
     dtype = dtype if dtype.is_floating_point else None  # codes of another library
 
@@ -135,20 +136,24 @@ def int8_layer(
     scale = scale.reshape(-1, 1).expand(n, 1).contiguous()
     bias = None if module.bias is None else taken("bias", module.bias.dtype, (n,))
     found.take_zeros("weight_zero_point")
+    made: DynamicLinear | StaticLinear
     if group.activation is ActivationScheme.DYNAMIC:
-        return DynamicLinear(weight, scale, bias, dtype=dtype)
-    shifted = group.activation is ActivationScheme.SHIFTED
-    if not shifted:
-        found.take_zeros("input_zero_point")
-    return StaticLinear(
-        weight,
-        scale,
-        bias,
-        input_scale=taken("input_scale", _SCALES, *_ONE),
-        input_zero_point=taken("input_zero_point", _CODES, *_ONE) if shifted else None,
-        smooth=taken("smooth", torch.float32, (k,)) if smooth and "smooth" in found else None,
-        dtype=dtype,
-    )
+        made = DynamicLinear(weight, scale, bias, dtype=dtype)
+    else:
+        shifted = group.activation is ActivationScheme.SHIFTED
+        if not shifted:
+            found.take_zeros("input_zero_point")
+        made = StaticLinear(
+            weight,
+            scale,
+            bias,
+            input_scale=taken("input_scale", _SCALES, *_ONE),
+            input_zero_point=taken("input_zero_point", _CODES, *_ONE) if shifted else None,
+            smooth=taken("smooth", torch.float32, (k,)) if smooth and "smooth" in found else None,
+            dtype=dtype,
+        )
+    made.original = original_of(module)
+    return made
 
 
 def check_values(source: str, name: str, layer: Int8Linear) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from pydantic.fields import FieldInfo
 from torch import _C, Tensor
 from torch.autograd import forward_ad
+from torch.fx.proxy import Proxy
 
 from skuda.dispatch.host import rules
 from skuda.dispatch.host.arrays import is_plain_tensor
@@ -268,6 +269,32 @@ class TensorOp:
         results = [_shaped(value, shape).data for value, shape in zip(results, found.shapes, strict=True)]
         return self._result(results) if self._result is not None else results[0]
 
+    def mapped(self, info: Any, in_dims: Sequence[int | None], *arguments: Any, **fields: Any) -> Any:
+        """Run the op for `torch.vmap`: once for each part of the mapped tensors. The results are mapped over axis 0."""
+        parts = [
+            [each if axis is None else each.select(axis, at) for each, axis in zip(arguments, in_dims, strict=True)]
+            for at in range(info.batch_size)
+        ]
+        if not parts:
+            raise InvalidProblem(self.name, self.names[0], "an axis of size 0 under vmap", "have elements to map over")
+        op = getattr(torch.ops.skuda, self.name)
+        several = [op(*part, **fields) for part in parts]
+        if self._result is None:
+            return torch.stack(several), 0
+        return self._result(map(torch.stack, zip(*several, strict=True))), self._result([0] * len(several[0]))
+
+    def refuse(self, *arguments: Any, **_: Any) -> NoReturn:
+        """Refuse tensors of other kinds than kernels take, such as sparse ones."""
+        tensors = {n: each for n, each in zip(self.names, arguments, strict=False) if isinstance(each, Tensor)}
+        if not tensors:
+            self._first(tensors)
+        for name, tensor in tensors.items():
+            refuse_other(self.name, name, tensor)
+        for name, tensor in tensors.items():
+            if tensor.device.type not in ("cpu", "cuda"):
+                raise InvalidProblem(self.name, name, f"on {tensor.device}", "be on a CPU or on a CUDA device")
+        raise AssertionError  # torch calls this for no other tensors
+
     def problem(self, **named: Any) -> Descriptor:
         """Return the problem of a call. Only the shapes and dtypes of tensors are read.
 
@@ -440,7 +467,24 @@ def run_module(op: str, key: Hashable, tensors: Sequence[Tensor | None], fields:
         given = [each for each in tensors if each is not None]
         if all(map(is_alone, given)) and not (_gradients() and any(tensor.requires_grad for tensor in given)):
             return OPS[op].first_run(key, tensors, fields, module=True)
+        for name, each in zip(OPS[op].names, tensors, strict=False):
+            if each is not None:
+                refuse_other(op, name, each)
     return getattr(torch.ops.skuda, op).default(*tensors, **fields)
+
+
+def refuse_other(subject: str, name: str, value: object) -> None:
+    """Raise `InvalidProblem` for anything but a dense tensor."""
+    if isinstance(value, Proxy):
+        rule = "be a tensor: trace a model that contains the module, before fuse_, or let the tracer take it for a leaf"
+        raise InvalidProblem(subject, name, "a proxy of torch.fx", rule)
+    if not isinstance(value, Tensor):
+        rule = "be a tensor of torch: use torch.as_tensor, or torch.from_numpy"
+        raise InvalidProblem(subject, name, f"a {type(value).__name__}", rule)
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+        kind = f"quantized, {value.dtype}" if value.is_quantized else "nested" if value.is_nested else value.layout
+        rule = "be dense: use to_dense(), dequantize() or to_padded_tensor()"
+        raise InvalidProblem(subject, name, f"a tensor that is {kind}", rule)
 
 
 def refuse_gradient(op: str, name: str) -> None:

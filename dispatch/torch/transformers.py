@@ -47,7 +47,7 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The `quantization_config` of `from_pretrained` for int8 layers with dynamic scales.
 
     `from_pretrained` loads the whole checkpoint of floats, then quantizes layer by layer. So it needs the memory of the
-    floats for a while.
+    floats for a while. The report of `quantize_` is in ``model.hf_quantizer.report``.
 
     Parameters
     ----------
@@ -104,7 +104,8 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
     Attributes
     ----------
     report : Report or None
-        The report of `quantize_`. None for an int8 checkpoint.
+        The report of `quantize_`, which a user finds in ``model.hf_quantizer.report``. It lists what `ignore` excludes,
+        too. None for an int8 checkpoint.
     """
 
     requires_calibration = False
@@ -144,18 +145,26 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             tensors = found.renamed(lambda name: _name_in(model, rename_source_key(name, renamings, [])[0]))
             for name, module, group in list(scheme.layers(model)):
                 # The model has no memory yet, and transformers will read the tensors. This only checks them.
-                layer = int8_layer(module, group, tensors.within(name), smooth=scheme.smooth)
+                layer = int8_layer(module, group, tensors.within(name), smooth=scheme.own)
                 tensors.within(name).finish()
+                # transformers compares shapes, and writers store a single scale or a vector in several.
+                for part, buffer in layer.named_buffers():
+                    if f"{name}.{part}" in tensors:
+                        setattr(layer, part, buffer.new_empty(tensors.kinds[f"{name}.{part}"][1]))
                 model.set_submodule(name, layer)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         if self.pre_quantized:
-            for name, layer in int8_layers(model):
+            for name, layer in model.named_modules():
+                if not isinstance(layer, Int8Linear):
+                    continue
+                layer.weight_scale = layer.weight_scale.reshape(-1, 1).expand(layer.out_features, 1).contiguous()
                 if isinstance(layer, StaticLinear):
                     # transformers does not initialize tensors that are in no file, and keeps the dtype of the file.
                     layer.zero.zero_()
+                    layer.input_scale = layer.input_scale.reshape(1)
                     if layer.input_zero_point is not None:
-                        layer.input_zero_point = layer.input_zero_point.to(torch.int32)
+                        layer.input_zero_point = layer.input_zero_point.reshape(1).to(torch.int32)
                 check_values("from_pretrained", name, layer)
             return model
         ignore = self.quantization_config.ignore
@@ -164,7 +173,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             ignore = tuple(name for name, module in model.named_modules() if module is logits)
         self.report = quantize_(model, Dynamic(), lambda module, name: not matches(ignore, name, module))
         if not self.report.converted:
-            rule = "have a torch.nn.Linear that can be int8 (GPT-2 has Conv1D); load it without quantization_config"
+            rule = "have a torch.nn.Linear that can be int8; load it without quantization_config"
             had = one_line(f"{type(model).__name__}, {self.report}", 200)
             raise InvalidProblem("from_pretrained", "model", had, rule)
         self.quantization_config.scheme = Scheme.of(model)

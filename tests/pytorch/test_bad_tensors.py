@@ -1,13 +1,24 @@
-"""The ops of torch refuse a bad argument by its name, with and without data."""
+"""Ops, functions and modules refuse a bad argument by its name, with and without data."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from support import fresh
+from tensors import GatedMLP
 
-import skuda.torch  # noqa: F401  registers the ops
 from skuda.registry import InvalidProblem
+from skuda.torch import (
+    CodesLinear,
+    Dynamic,
+    DynamicLinear,
+    StaticLinear,
+    fuse_,
+    linear_dynamic,
+    linear_scaled,
+    quantize_,
+)
+from skuda.torch.ops import OPS
 
 SKUDA = torch.ops.skuda
 X = torch.linspace(-1, 1, 64).reshape(4, 16)
@@ -89,18 +100,81 @@ def test_packed_elements_need_the_sizes_that_they_hide():
             assert got.shape == (4, columns)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize_per", "ignore:The PyTorch API of nested")
-def test_tensors_of_another_kind_are_refused_by_torch():
-    for kind in (
-        X.to_sparse(),
-        X.to_sparse_csr(),
-        torch.quantize_per_tensor(X, 0.1, 0, torch.qint8),
-        torch.nested.nested_tensor([X, X]),
-        torch.nested.nested_tensor([X, X], layout=torch.jagged),
-    ):
-        with pytest.raises(NotImplementedError, match=r"skuda(::|\.)quantized_linear"):
-            SKUDA.quantized_linear(kind, W, SCALE)
-    with pytest.raises(NotImplementedError, match="SparseCPU"):
-        SKUDA.quantized_linear(X, W.to_sparse(), SCALE)
-    with pytest.raises(NotImplementedError, match="no tensor arguments"):
+OTHERS = {
+    "torch.sparse_coo": lambda x: x.to_sparse(),
+    "torch.sparse_csr": lambda x: x.to_sparse_csr(),
+    "quantized": lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8),
+    "nested": lambda x: torch.nested.nested_tensor([x, x]),
+    "nested, ragged": lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
+}
+IGNORED = pytest.mark.filterwarnings(
+    "ignore:Sparse CSR", "ignore:torch.quantize_per", "ignore:The PyTorch API of nested"
+)
+
+
+@IGNORED
+@pytest.mark.parametrize("kind", OTHERS)
+def test_tensors_of_another_kind_are_refused_by_name(kind):
+    words = f"must be dense: .* had a tensor that is {kind.partition(',')[0]}"
+    other = OTHERS[kind]
+    with pytest.raises(InvalidProblem, match=f"quantized_linear: activation {words}"):
+        SKUDA.quantized_linear(other(X), W, SCALE)
+    with pytest.raises(InvalidProblem, match=f"smooth: input {words}"):
+        SKUDA.smooth(other(X), SCALE)
+    if kind != "nested, ragged":  # torch does not mix these with others
+        with pytest.raises(InvalidProblem, match=f"quantized_linear: weight_scale {words}"):
+            SKUDA.quantized_linear(X, W, other(SCALE[None]))
+
+
+def test_an_op_without_tensors_is_refused_by_name():
+    with pytest.raises(InvalidProblem, match="gate must be given, as a tensor; had nothing"):
         SKUDA.silu_mul_quantize()
+
+
+def test_an_op_on_another_device_is_refused_by_name():
+    with pytest.raises(InvalidProblem, match="weight_q must be on a CPU or on a CUDA device; had on meta"):
+        OPS["quantized_linear"].refuse(X, W.to("meta"), None)  # no other device is here
+
+
+@pytest.mark.parametrize("value", [X.tolist(), X.numpy(), None, 3, "x"], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_module_refuses_what_is_no_tensor(warm, value):
+    scale = {"input_scale": torch.ones(1)}
+    mlp = GatedMLP(16, 8)
+    quantize_(mlp, Dynamic())
+    fuse_(mlp)
+    for module, x in (
+        (DynamicLinear(W, SCALE), X),
+        (StaticLinear(W, SCALE, **scale), X),
+        (StaticLinear(W, SCALE, **scale, smooth=torch.ones(16)), X),
+        (CodesLinear(W, SCALE, **scale), CODES),
+        (mlp, X),
+    ):
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                if warm:
+                    module(x)
+                with pytest.raises(InvalidProblem, match=f"input must be a tensor of torch.* a {type(value).__name__}"):
+                    module(value)
+
+
+@IGNORED
+@pytest.mark.parametrize("kind", ["torch.sparse_coo", "torch.sparse_csr"])
+def test_a_module_refuses_sparse_tensors(kind):
+    layers = DynamicLinear(W, SCALE), StaticLinear(W, SCALE, input_scale=torch.ones(1))
+    for layer in layers:
+        layer(X)
+        with pytest.raises(InvalidProblem, match=f"must be dense: .* had a tensor that is {kind}"):
+            layer(OTHERS[kind](X))
+
+
+@pytest.mark.parametrize("value", [X.tolist(), X.numpy()], ids=["list", "array"])
+def test_a_function_refuses_what_is_no_tensor(value):
+    good = {"input": X, "weight_q": W, "weight_scale": SCALE}
+    for name, named in (("input", "activation"), ("weight_q", "weight_q"), ("weight_scale", "weight_scale")):
+        with pytest.raises(InvalidProblem, match=f"quantized_linear: {named} must be a tensor of torch"):
+            linear_dynamic(**good | {name: value})
+    with pytest.raises(InvalidProblem, match="scaled_linear: act_scale must be a tensor of torch"):
+        linear_scaled(CODES, value, W, SCALE)
+    with pytest.raises(RuntimeError, match="for argument 'activation' but instead found type"):  # torch's own words
+        SKUDA.quantized_linear(value, W, SCALE)

@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from support import fresh
 from tensors import calibrated
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from skuda.registry import InvalidProblem
 from skuda.tools.smoothquant import ActivationRanges
@@ -179,6 +180,8 @@ def test_every_row_has_the_same_chance():
     [
         ({"model": None}, "model"),
         ({"filter_fn": "0"}, "filter_fn"),
+        ({"filter_fn": lambda module: True}, "filter_fn"),
+        ({"filter_fn": lambda module, name: None}, "filter_fn"),
         ({"rows": -1}, "rows"),
         ({"rows": True}, "rows"),
         ({"rows": 1.0}, "rows"),
@@ -186,7 +189,7 @@ def test_every_row_has_the_same_chance():
     ],
 )
 def test_bad_arguments(arguments, field):
-    with pytest.raises(InvalidProblem) as refused, calibrate(**{"model": nn.Sequential()} | arguments):
+    with pytest.raises(InvalidProblem) as refused, calibrate(**{"model": nn.Sequential(nn.Linear(3, 4))} | arguments):
         pass
     assert refused.value.field == field
 
@@ -327,3 +330,24 @@ def test_a_norm_with_other_results_is_not_folded():
     block.norm = PairLayerNorm(4)
     calibration = calibrated(block, torch.randn(3, 4))
     assert not calibration.norms
+
+
+@pytest.mark.parametrize(
+    ("use", "reason"),
+    [
+        (both, None),
+        (lambda block, h: both(block, h) + h.view(-1, 4), "its output is also used by view"),
+        (lambda block, h: both(block, h.clone()) + both(block, h), "its output is also used by clone"),
+    ],
+)
+def test_a_norm_that_feeds_layers_of_gpt2(use, reason):
+    block = Block(lambda self, x: use(self, self.norm(x)))
+    block.first, block.second, block.other = (Conv1D(4, 4) for _ in range(3))
+    with calibrate(block) as calibration:
+        with pytest.raises(RuntimeError):
+            block.other(torch.randn(3, 5))  # what fails does not run on
+        block(x := torch.randn(3, 4))
+    assert calibration.norms == ({} if reason else {"norm": ("first", "second")})
+    assert calibration.not_folded == ({"norm": reason} if reason else {})
+    assert torch.equal(calibration.maxima["first"], block.norm(x).abs().amax(0))
+    assert hooks(block) == 0

@@ -341,6 +341,18 @@ def test_a_weight_has_one_scale_or_a_vector_of_them(shape, saved):
     assert_loads(folder, net)
 
 
+def test_a_layer_keeps_the_attributes_of_its_users(saved):
+    _, folder = saved
+    net = Net()
+    net.block["up"].mark = net.block["down"].mark = mark = object()
+    load_(net, folder)
+    load_(net, folder)
+    assert net.block["up"].mark is net.block["down"].mark is mark
+    net = Net()
+    net.block["up"].codes = 3
+    refused(folder, "codes must have another name: StaticLinear needs this one", net)
+
+
 @pytest.mark.parametrize(
     ("targets", "ignore", "found"),
     [
@@ -534,6 +546,7 @@ def test_parts_of_a_tensor_are_stored_as_tensors(tmp_path):
 
 def test_the_package_imports_neither_transformers_nor_safetensors():
     names = ("compressed_tensors", "safetensors", "transformers")
-    code = f"import sys, skuda.torch; print([name for name in {names} if name in sys.modules])"
+    quantized = "st.quantize_(torch.nn.Sequential(torch.nn.Linear(3, 4)), st.Dynamic(), strict=True)"
+    code = f"import sys, torch, skuda.torch as st; {quantized}; print([n for n in {names} if n in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

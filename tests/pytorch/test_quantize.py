@@ -9,14 +9,15 @@ from dataclasses import FrozenInstanceError, dataclass
 
 import pytest
 import torch
-from tensors import copies
+from support import fresh
+from tensors import GatedMLP, calibrated, copies
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from skuda.dispatch import Dispatcher
 from skuda.kernels.catalog import built_in_registry
 from skuda.registry import InvalidProblem
-from skuda.torch import Dynamic, DynamicLinear, quantize_
+from skuda.torch import Dynamic, DynamicLinear, FakeQuant, SmoothStatic, fuse_, quantize_
 
 DYNAMIC = Dynamic()
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -66,7 +67,7 @@ def left(model, reason, config=DYNAMIC, **more):
     assert reason in found
     assert reason in str(report)
     assert not report.converted
-    assert report.bytes_before == report.bytes_after == 0
+    assert report.layer_bytes_before == report.layer_bytes_after == 0
     assert model["layer"] is before
     return report
 
@@ -80,7 +81,7 @@ def test_every_linear_becomes_what_from_linear_makes_of_it(dtype, bias):
         want.set_submodule(name, DynamicLinear.from_linear(model.get_submodule(name)))
     report = quantize_(model, Dynamic(), strict=True)
     assert dict(report.converted) == dict.fromkeys(("block.0", "block.2", "head"), "DynamicLinear")
-    assert not report.left
+    assert set(report.left) == {"embed.weight"}
     with torch.no_grad():
         assert torch.equal(model(TOKENS), want(TOKENS))
     assert model.dtype is dtype
@@ -108,7 +109,7 @@ def test_a_filter_takes_module_and_name():
     report = quantize_(model, Dynamic(), chosen)
     assert {name: module for module, name in seen} == linears
     assert set(report.converted) == {"block.0", "block.2"}
-    assert not report.left  # the head was not asked for
+    assert report.left["head"] == "it is not selected"
     assert type(model.head) is nn.Linear
 
 
@@ -120,7 +121,8 @@ def test_a_second_call_changes_nothing():
         quantize_(model, Dynamic()).bytes_after = 0
     for strict in (False, True):
         report = quantize_(model, Dynamic(), strict=strict)
-        assert dict(report.left) == dict.fromkeys(("block.0", "block.2", "head"), "it is already int8")
+        assert {name for name, why in report.left.items() if why == "it is already int8"} == NAMES
+        assert report.bytes_before == report.bytes_after > report.layer_bytes_before == report.layer_bytes_after == 0
         assert all(model.get_submodule(name) is layer for name, layer in layers.items())
 
 
@@ -165,12 +167,22 @@ def test_a_tied_head_stays_unless_a_filter_selects_it():
     assert torch.equal(model.embed.weight, table)
 
 
-def test_layers_with_one_memory_are_tied():
-    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
-    second.weight = nn.Parameter(first.weight.detach())  # another parameter, the same memory
-    report = quantize_(nn.Sequential(first, second, nn.Linear(4, 4)), Dynamic())
+@pytest.mark.parametrize(
+    "view", [lambda t: t, lambda t: t.t(), lambda t: t[1:], lambda t: t.view(-1)[3:15].view(3, 4), lambda t: t[:, 1:]]
+)
+def test_layers_with_one_memory_are_tied(view):
+    first, other = nn.Linear(4, 4), nn.Module()
+    other.weight = nn.Parameter(view(first.weight.detach()))  # another parameter, the same memory
+    model = nn.Sequential(first, other, nn.Linear(4, 4))
+    before = sum(each.numel() for each in (first.weight, first.bias, *model[2].parameters())) * 4
+    report = quantize_(model, Dynamic())
     assert set(report.converted) == {"2"}
-    assert set(report.left) == {"0", "1"}
+    assert report.left["0"] == "its weight is also that of 1: choose it with filter_fn"
+    assert report.bytes_before - before in (0, other.weight.nbytes)
+    assert set(quantize_(model, Dynamic(), lambda _, name: name == "0").converted) == {"0"}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = nn.Parameter(view(model[0].weight.detach()))
+    assert set(quantize_(model, Dynamic()).left) == {"0", "1"}
 
 
 def test_slices_of_one_memory_are_not_tied():
@@ -233,6 +245,9 @@ def unused(*_):
         lambda m: m.register_state_dict_post_hook(unused),
         lambda m: m.register_load_state_dict_post_hook(unused),
         lambda m: m.weight.register_hook(unused),
+        lambda m: m.bias.register_hook(unused),
+        lambda m: m.weight.register_post_accumulate_grad_hook(unused),
+        lambda m: m.bias.register_post_accumulate_grad_hook(unused),
     ],
 )
 def test_a_layer_with_hooks_stays_until_they_are_removed(hook):
@@ -267,6 +282,8 @@ class Doubled(nn.Module):
         (lambda m: m.register_parameter("gain", nn.Parameter(torch.ones(1))), "gain"),
         (lambda m: m.register_buffer("mask", torch.ones(1)), "mask"),
         (lambda m: m.add_module("lora", nn.Identity()), "lora"),
+        (lambda m: m.compile(backend="eager"), "compiled"),
+        (lambda m: setattr(m, "explain", "mine"), "explain must have another name"),
     ],
 )
 def test_a_layer_that_does_more_stays(change, reason):
@@ -313,7 +330,7 @@ def test_layers_whose_weights_torch_reads_stay():
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     report = quantize_(model, Dynamic())
     assert not report.converted
-    assert {"linear1", "linear2", "self_attn.out_proj"} == set(report.left)
+    assert {"linear1", "linear2", "self_attn.out_proj", "self_attn.in_proj_weight"} == set(report.left)
     with torch.no_grad():
         model(torch.zeros(1, 2, 8))
 
@@ -418,7 +435,7 @@ def test_a_config_of_somebody_else():
     left(model, "leaves it", Own(lambda linear: linear))
     report = quantize_(model, Own(nn.Sequential), strict=True)
     assert dict(report.converted) == {"layer": "Sequential"}
-    assert report.bytes_before == report.bytes_after == 4 * (3 * 4 + 4)
+    assert report.layer_bytes_before == report.layer_bytes_after == 4 * (3 * 4 + 4)
 
 
 def test_a_config_that_returns_no_module_is_named():
@@ -434,9 +451,140 @@ def test_a_config_that_returns_no_module_is_named():
         ((nn.Sequential(), None), "config"),
         ((nn.Sequential(), "int8"), "config"),
         ((nn.Sequential(), Dynamic(), "head"), "filter_fn"),
+        ((nn.Sequential(), Dynamic(), lambda module: True), "filter_fn"),
+        ((nn.Sequential(), Dynamic(), lambda module, name, more: True), "filter_fn"),
+        ((one(nn.Linear(3, 4)), Dynamic(), lambda module, name: None), "filter_fn"),
+        ((one(nn.Linear(3, 4)), Dynamic(), lambda module, name: "head"), "filter_fn"),
     ],
 )
 def test_bad_arguments(arguments, field):
     with pytest.raises(InvalidProblem) as refused:
         quantize_(*arguments)
     assert refused.value.field == field
+
+
+def test_strict_is_a_bool():
+    with pytest.raises(InvalidProblem, match=r"strict must be True or False; had 'no'"):
+        quantize_(nn.Sequential(), Dynamic(), strict="no")
+
+
+class Zoo(nn.Module):
+    """Matrices of all kinds, with and without a linear layer around them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.table = nn.Embedding(5, 4)
+        self.bags = nn.EmbeddingBag(5, 4)
+        self.norm = nn.LayerNorm((3, 4))
+        self.conv = nn.Conv1d(3, 4, 2)
+        self.attention = nn.MultiheadAttention(8, 2, kdim=4)
+        self.experts = nn.ParameterDict({"up": torch.zeros(2, 3, 4)})
+        self.router = nn.Bilinear(3, 4, 2)
+        self.lazy = nn.LazyConv2d(3, 3)
+        self.own = nn.Parameter(torch.zeros(3, 4))
+        self.vector = nn.Parameter(torch.zeros(3))
+        self.packed = nn.Parameter(torch.zeros(3, 4, dtype=torch.uint8), requires_grad=False)
+        self.register_buffer("mask", torch.zeros(7))
+
+
+UNREAD = {
+    "table.weight": "a table, whose rows Embedding looks up",
+    "bags.weight": "a table, whose rows EmbeddingBag looks up",
+    "norm.weight": "LayerNorm scales elements",
+    "norm.bias": "LayerNorm scales elements",
+}
+MULTIPLIED = {
+    "conv.weight": "Conv1d, which has no int8 form",
+    "attention.q_proj_weight": "without calling a layer",
+    "attention.k_proj_weight": "without calling a layer",
+    "attention.v_proj_weight": "without calling a layer",
+    "experts.up": "give each an nn.Linear",
+    "router.weight": "3 axes",
+    "lazy.weight": "run the model once",
+    "lazy.bias": "run the model once",
+    "own": "Zoo is no linear layer",
+}
+
+
+def test_the_report_lists_every_matrix_that_stays():
+    model = Zoo()
+    before = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    report = quantize_(model, Dynamic())
+    reasons = UNREAD | MULTIPLIED | {"attention.out_proj": "NonDynamicallyQuantizableLinear"}
+    assert report.left.keys() == reasons.keys()
+    assert all(reason in report.left[name] for name, reason in reasons.items())
+    assert set(report.converted) == {"linear"}
+    after = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    assert (report.bytes_before, report.bytes_after) == (before, after)
+    assert (report.layer_bytes_before, report.layer_bytes_after) == (4 * 16 * 17, 16 * 16 + 2 * 4 * 16)
+    first, *lines = str(report).splitlines()
+    assert f"model {before} -> {after} bytes ({after / before:.3f}x), layers 1088 -> 384 bytes (0.353x)" in first
+    for name, reason in reasons.items():
+        assert any(line.startswith("  left:") and reason in line for line in lines), name
+
+
+def test_strict_counts_every_matrix_that_inputs_may_be_multiplied_by():
+    selected = {"linear"}
+    for module in ("conv", "attention", "experts", "router", "lazy", ""):
+        asked = selected | {module}
+        with pytest.raises(InvalidProblem, match="nothing was replaced") as refused:
+            quantize_(Zoo(), Dynamic(), lambda _, name, asked=asked: name in asked, strict=True)
+        owner = refused.value.field.rpartition(".")[0]
+        assert owner == module
+        assert refused.value.had.endswith(quantize_(Zoo(), Dynamic()).left[refused.value.field])
+    with pytest.raises(InvalidProblem, match="as 10 matrices are not"):
+        quantize_(Zoo(), Dynamic(), strict=True)
+    selected |= {"table", "bags", "norm"}
+    report = quantize_(Zoo(), Dynamic(), lambda _, name: name in selected, strict=True)
+    assert set(report.converted) == {"linear"}
+    assert UNREAD.keys() | MULTIPLIED.keys() < report.left.keys()
+
+
+def test_attributes_of_a_layer_are_kept():
+    model = Model()
+    mark = object()
+    model.head.mark, model.head._own = mark, 3
+    quantize_(model, FakeQuant())
+    assert model.head.mark is mark
+    copied = copy.deepcopy(model)
+    assert copied.head._own == 3
+    quantize_(model, Dynamic())
+    assert type(model.head) is DynamicLinear
+    assert model.head.mark is mark
+    assert model.head._own == 3
+    assert not hasattr(model.head, "activation")
+    assert not hasattr(model.block[0], "mark")
+
+
+def test_a_tracer_of_fx_takes_int8_layers_for_leaves():
+    rng = fresh()
+    x = tensor(rng, 3, 16)
+    make = (Dynamic(), SmoothStatic(calibrated(nn.Sequential(nn.Linear(16, 16)), x)))
+    for config in make:
+        model = nn.Sequential(nn.Linear(16, 16))
+        quantize_(model, config, strict=True)
+        graph = torch.fx.symbolic_trace(model)
+        assert [node.target for node in graph.graph.nodes if node.op == "call_module"] == ["0"]
+        with torch.no_grad():
+            assert torch.equal(graph(x), model(x))
+        with pytest.raises(InvalidProblem, match="trace a model that contains the module"):
+            torch.fx.symbolic_trace(model[0])
+    mlp = GatedMLP(16, 32)
+    quantize_(mlp, Dynamic())
+    fuse_(mlp)
+    with pytest.raises(InvalidProblem, match="before fuse_"):
+        torch.fx.symbolic_trace(mlp)
+
+
+def test_a_fused_layer_can_be_mapped():
+    rng = fresh()
+    mlp, x = GatedMLP(16, 32), tensor(rng, 3, 2, 5, 16)
+    quantize_(mlp, Dynamic())
+    fuse_(mlp)
+    with torch.no_grad():
+        want = mlp(x)
+        assert torch.equal(torch.vmap(mlp)(x), want)
+        assert torch.equal(torch.vmap(torch.vmap(mlp, in_dims=1, out_dims=1))(x), want)
+        with pytest.raises(InvalidProblem, match="size 0 under vmap"):
+            torch.vmap(mlp)(x[:0])

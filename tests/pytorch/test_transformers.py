@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -16,16 +17,20 @@ from safetensors.torch import load_file, save_file
 from support import fresh
 from tensors import calibrated
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import auto
 
+from skuda.dispatch.shard import on_ranks
 from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.torch import (
     Dynamic,
     DynamicLinear,
+    FakeQuant,
     SmoothStatic,
     StaticLinear,
     fuse_,
     load_,
+    parallelize_,
     quantize_,
     save,
 )
@@ -222,19 +227,20 @@ def test_a_model_quantized_after_loading_learns_how_it_is_saved(tmp_path):
     assert_survives_saving(model, ids, tmp_path)
 
 
-def written(rng, folder, kind):
+def written(rng, folder, kind, strategy="channel"):
     """Let compressed-tensors quantize a model and write it."""
     model = llama(rng)
     inputs = {"num_bits": 8, "strategy": "token", "dynamic": True}
     if kind != "dynamic":
         inputs = {"num_bits": 8, "strategy": "tensor", "symmetric": kind == "static"}
-    weights = {"num_bits": 8, "strategy": "channel"}
+    weights = {"num_bits": 8, "strategy": strategy}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
     config = ct.QuantizationConfig.model_validate({"config_groups": groups, "ignore": ["lm_head"]})
     ct.apply_quantization_config(model, config)
     for name in LAYERS:
         layer = model.get_submodule(name)
-        layer.weight_scale.data.copy_(layer.weight.data.abs().amax(1, keepdim=True) / 127.5)
+        largest = layer.weight.data.abs().amax(1, keepdim=True)
+        layer.weight_scale.data.copy_((largest if strategy == "channel" else largest.max()) / 127.5)
         if kind != "dynamic":
             layer.input_scale.data.fill_(float(rng.uniform(0.01, 0.1)))
             layer.input_zero_point.data.fill_(0 if kind == "static" else int(rng.integers(-128, 128)))
@@ -258,6 +264,42 @@ def test_what_compressed_tensors_wrote_is_loaded_and_written_byte_for_byte(kind,
         for file, read in (("model.safetensors", bytes), ("config.json", json.loads)):
             ours, theirs = (read((tmp_path / folder / file).read_bytes()) for folder in (name, "theirs"))
             assert ours == theirs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_with_one_scale_is_loaded(kind, tmp_path, monkeypatch):
+    rng = fresh(kind)
+    written(rng, tmp_path / "theirs", kind, "tensor")
+    model, ids = from_pretrained(tmp_path / "theirs"), drawn_ids(rng)
+    assert int8_names(model, DynamicLinear if kind == "dynamic" else StaticLinear) == LAYERS
+    stored = load_file(tmp_path / "theirs" / "model.safetensors")
+    for name in LAYERS:
+        layer = model.get_submodule(name)
+        assert stored[f"{name}.weight_scale"].numel() == 1 < layer.weight_scale.numel()
+        assert bool((layer.weight_scale == stored[f"{name}.weight_scale"]).all())
+    plain = llama(fresh())
+    load_(plain, tmp_path / "theirs")
+    assert torch.equal(logits(plain, ids), logits(model, ids))
+    for shape in ((), (1, 1)):
+        others = {n: t.reshape(shape) if n.endswith(("_scale", "_point")) else t for n, t in stored.items()}
+        save_file(others, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
+        assert torch.equal(logits(from_pretrained(tmp_path / "theirs"), ids), logits(model, ids))
+    assert_survives_saving(model, ids, tmp_path)
+    mixed = tmp_path / "one"  # a scale per channel, but of these layers
+    config = json.loads((mixed / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups["single"] = copy.deepcopy(groups["group_0"]) | {"targets": [r"re:.*\.up_proj"]}
+    groups["single"]["weights"]["strategy"] = "tensor"
+    (mixed / "config.json").write_text(json.dumps(config))
+    written_by_us = load_file(mixed / "model.safetensors")
+    some = {n: t[0].clone() if n.endswith("up_proj.weight_scale") else t for n, t in written_by_us.items()}
+    save_file(some, mixed / "model.safetensors", {"format": "pt"})
+    assert torch.equal(logits(from_pretrained(mixed), ids), logits(model, ids))
+    monkeypatch.setitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "compressed-tensors", _CompressedTensorsConfig.own)
+    save_file(stored, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
+    other = from_pretrained(tmp_path / "theirs")
+    assert set(convert_(other)) == LAYERS
+    assert torch.equal(logits(other, ids), logits(model, ids))
 
 
 @pytest.mark.parametrize("called", [False, True])
@@ -328,12 +370,140 @@ def test_a_model_whose_tensors_have_other_names_in_files_survives_saving(tmp_pat
 
 
 def test_a_model_with_nothing_to_quantize_is_refused_with_the_reason(tmp_path):
-    config = transformers.GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True
-    )
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    with pytest.raises(InvalidProblem, match=r"(?s)have a torch\.nn\.Linear.*GPT2LMHeadModel, 0 converted"):
-        from_pretrained(tmp_path, quantization_config=SkudaConfig())
+    llama(fresh()).save_pretrained(tmp_path)
+    with pytest.raises(InvalidProblem, match=r"(?s)have a torch\.nn\.Linear.*LlamaForCausalLM, 0 converted"):
+        from_pretrained(tmp_path, quantization_config=SkudaConfig(ignore=["re:.*"]))
+
+
+def gpt2(rng, **more):
+    """Return a GPT-2, whose linear layers are `Conv1D`, with random weights."""
+    sizes = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    config = transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, **more)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.from_numpy(rng.standard_normal(parameter.shape) / 8))
+    return model
+
+
+CONV1D = {
+    f"transformer.h.{i}.{name}" for i in range(2) for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+}
+
+
+def linear_of(layer):
+    """Return the nn.Linear that computes what a `Conv1D` computes."""
+    linear = nn.Linear(layer.nx, layer.nf)
+    linear.weight, linear.bias = nn.Parameter(layer.weight.detach().t().contiguous()), layer.bias
+    return linear
+
+
+@pytest.mark.parametrize("way", ["dynamic", "static", "trained"])
+def test_the_layers_of_gpt2_become_int8(way, tmp_path):
+    rng = fresh(way)
+    model, ids = gpt2(rng), drawn_ids(rng)
+    with torch.no_grad():
+        want = model(ids).logits
+    config, folded = Dynamic(), {}
+    if way == "static":
+        config = SmoothStatic(calibrated(model, ids))
+        folded = {f"transformer.h.{i}.{norm}" for i in range(2) for norm in ("ln_1", "ln_2")}
+        assert dict.keys(config.calibration.norms) == folded
+    else:
+        for name in CONV1D:
+            model.get_submodule(name).mark = name
+    same = [copy.deepcopy(model)]
+    for name in CONV1D if way != "static" else ():
+        same[0].set_submodule(name, linear_of(same[0].get_submodule(name)))
+    for each in (model, *same):
+        if way == "trained":
+            quantize_(each, FakeQuant(), lambda _, name: name != "lm_head", strict=True)
+        if way != "static" or each is model:
+            report = quantize_(each, config, lambda _, name: name != "lm_head", strict=True)
+            assert set(report.converted) == CONV1D
+            assert set(report.left) == {"lm_head", "transformer.wte.weight", "transformer.wpe.weight"}
+            assert set(report.folded) == set(folded)
+    got = logits(model, ids)
+    assert torch.nn.functional.cosine_similarity(got, want, dim=-1).min() > 0.99
+    if way != "static":
+        assert torch.equal(logits(same[0], ids), got)
+        assert all(model.get_submodule(name).mark == name for name in CONV1D)
+    model.save_pretrained(tmp_path / "one")
+    save(model, tmp_path / "ours")
+    for folder in (tmp_path / "one", tmp_path / "ours"):
+        fields = json.loads((folder / "config.json").read_text())["quantization_config"]
+        assert fields["quant_method"] == "skuda"  # other readers expect codes of shape (K, N)
+        assert fields["config_groups"]["group_0"]["targets"] == ["Conv1D"]
+        assert load_file(folder / "model.safetensors")["transformer.h.0.mlp.c_fc.weight"].shape == (128, 32)
+        again = from_pretrained(folder)
+        plain = gpt2(fresh())
+        assert set(load_(plain, folder)) == CONV1D == set(load_(plain, folder))
+        for each in (again, plain):
+            assert torch.equal(logits(each, ids), got)
+            each.save_pretrained(tmp_path / "again")
+            stored = [load_file(path / "model.safetensors") for path in (folder, tmp_path / "again")]
+            assert all(torch.equal(stored[0][name], stored[1][name]) for name in stored[0])
+            assert torch.equal(logits(from_pretrained(tmp_path / "again"), ids), got)
+
+
+def test_a_gpt2_that_is_split_is_saved_as_what_it_was(tmp_path):
+    rng = fresh()
+    model, ids = gpt2(rng), drawn_ids(rng)
+    quantize_(model, Dynamic())
+    want = logits(model, ids)
+
+    def split(group):
+        parallelize_(model, group, {"c_fc": "column", "mlp.c_proj": "row"})
+        save(model, tmp_path)
+        return set(load_(model, tmp_path))
+
+    assert on_ranks(1, split)[0] == CONV1D
+    assert torch.equal(logits(from_pretrained(tmp_path), ids), want)
+
+
+def test_layers_of_gpt2_that_stay_in_floating_point_are_loaded(tmp_path):
+    rng = fresh()
+    model, ids = gpt2(rng), drawn_ids(rng)
+    model.save_pretrained(tmp_path / "floats")
+    model = from_pretrained(tmp_path / "floats", quantization_config=SkudaConfig(["lm_head", r"re:.*\.attn\."]))
+    assert int8_names(model) == {name for name in CONV1D if ".mlp." in name}
+    model.save_pretrained(tmp_path / "int8")
+    again = from_pretrained(tmp_path / "int8")
+    assert int8_names(again) == int8_names(model)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+def test_a_conv1d_stays_for_the_reasons_of_other_layers():
+    model = gpt2(fresh())
+    block = model.transformer.h[0]
+    block.attn.c_attn.register_forward_hook(lambda *_: None)
+    block.attn.c_proj.gain = nn.Parameter(torch.ones(1))
+    block.mlp.c_fc.weight = nn.Parameter(model.transformer.h[1].mlp.c_proj.weight.detach().t())
+    report = quantize_(model, Dynamic())
+    reasons = {"attn.c_attn": "hooks", "attn.c_proj": "gain", "mlp.c_fc": "transformer.h.1.mlp.c_proj"}
+    for name, reason in reasons.items():
+        assert reason in report.left[f"transformer.h.0.{name}"]
+    with pytest.raises(InvalidProblem, match="contain the layer"):
+        quantize_(Conv1D(3, 4), Dynamic())
+
+
+def test_experts_that_no_layer_holds_are_in_the_report_of_a_loaded_model(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "vocab_size": 97, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.Qwen3MoeConfig(num_hidden_layers=1, **sizes, **heads)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = from_pretrained(tmp_path, quantization_config=SkudaConfig())
+    report = model.hf_quantizer.report
+    for name in ("gate_up_proj", "down_proj"):
+        assert "3 axes in Qwen3MoeExperts" in report.left[f"model.layers.0.mlp.experts.{name}"]
+    assert "is no linear layer" in report.left["model.layers.0.mlp.gate.weight"]
+    assert report.left["lm_head"] == "it is not selected"
+    stay = {name for name, p in model.named_parameters() if p.dim() > 1}
+    assert {name if name in report.left else name.removesuffix(".weight") for name in stay} == report.left.keys()
+    assert report.bytes_after == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    assert report.bytes_after / report.bytes_before > report.layer_bytes_after / report.layer_bytes_before + 0.1
+    with pytest.raises(InvalidProblem, match="experts"):
+        quantize_(model, Dynamic(), strict=True)
 
 
 def test_weights_that_were_changed_are_not_converted(tmp_path, monkeypatch):
