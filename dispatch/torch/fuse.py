@@ -85,16 +85,18 @@ class Fusion:
 def fuse_(model: nn.Module) -> Fusion:
     """Replace known structures of dynamic int8 layers, in place, by modules that need fewer launches.
 
-    - ``q_proj``, ``k_proj`` and ``v_proj`` of an attention: one quantization of the input and one product.
-    - A gated MLP, ``down_proj(act(gate_proj(x)) * up_proj(x))`` or with one ``gate_up_proj``, with SiLU or GELU: one
-      product, a gated activation that writes codes, and the last product.
-    - A decoder layer of both, with an RMSNorm or LayerNorm before each: the norms write codes, and the second norm adds
-      the residual.
+    - An attention with ``q_proj``, ``k_proj`` and ``v_proj``, or with any three layers that take its input and another
+      one: one quantization of the input and one product.
+    - A gated MLP, ``down(act(gate(x)) * up(x))`` with any names, or with one layer for gates and ups, with SiLU or GELU:
+      one product, a gated activation that writes codes, and the last product.
+    - A decoder layer of both, ``h = x + attention(norm(x), ...)`` and ``h + mlp(norm(h))``, with RMSNorms or LayerNorms:
+      the norms write codes, and the second norm adds the residual.
 
-    A structure is found by the names of its layers, and checked in the source of ``forward``. If the check fails, the
-    structure does not change, and a `UserWarning` says why. `skuda.torch.fused_modules` says what the new modules
-    compute. The names in ``state_dict`` do not change: a fused model can be saved, and can load checkpoints of fused
-    and unfused models. Its tensors are views of joined tensors.
+    A structure is checked in the source of ``forward``. If the check of a module with the names of transformers fails,
+    the module does not change, and a `UserWarning` says why. A module with hooks does not change, either.
+    `skuda.torch.fused_modules` says what the new modules compute, and what happens if they get hooks or other children
+    later. `fuse_graph` finds more structures, in compiled graphs. The names in ``state_dict`` do not change: a fused
+    model can be saved, and can load checkpoints of fused and unfused models. Its tensors are views of joined tensors.
 
     Parameters
     ----------
@@ -153,7 +155,7 @@ def _projections(module: nn.Module) -> tuple[str, ...]:
     except NotProven:
         return ()
     dynamic = [name for name, child in module.named_children() if type(child) is DynamicLinear]
-    return names if len(names) == 3 and len(dynamic) > 3 and set(names) < set(dynamic) else ()  # noqa: PLR2004
+    return names if len(names) == 3 and len(dynamic) > 3 and set(names) < set(dynamic) else ()
 
 
 def _fuse_attention(module: nn.Module, held: Counter[int]) -> str:
@@ -351,8 +353,8 @@ def _become(module: nn.Module, kind: type[Fused], form: object) -> None:
     fused = cast("Fused", module)
     fused.fused_form = form
     fused.hold()
-    for each in (vars(fused), *fused.fused_held[2]):
-        each.pop("forward", None)  # the method of its class as an attribute, which would hide the new one
+    for attributes in (fused.__dict__, *fused.fused_held[2]):
+        attributes.pop("forward", None)  # the method of its class as an attribute, which would hide the new one
 
 
 _RULES: tuple[tuple[Callable[[nn.Module], bool], Callable[[nn.Module, Counter[int]], str]], ...] = (

@@ -113,7 +113,7 @@ class Fused(nn.Module):
         self._admit(name, module)
 
     def _admit(self, name: str, value: object) -> None:
-        """Hold an int8 layer in the place of another one, as `load_` and `parallelize_` put it: the next call uses it."""
+        """Hold an int8 layer that takes the place of another one, as by `load_` or `parallelize_`. It is called."""
         if isinstance(value, (Part, Int8Linear)):
             held = dict(self.fused_held[0])
             kinds = (Part,) if isinstance(held.get(name), Part) else (DynamicLinear, JoinedLinear)
@@ -386,7 +386,7 @@ class FusedDecoderLayer(Fused):
         if not Fused.intact(self):
             return False
         *_, (_, attention), (_, mlp) = self.fused_held[0]
-        return bool(attention.intact() and mlp.intact())  # type: ignore[operator]
+        return all(isinstance(part, Fused) and part.intact() for part in (attention, mlp))
 
     def changes(self) -> str:
         """Return what was done to the children, and to theirs, since `fuse_`, in words, or nothing."""
@@ -483,7 +483,7 @@ class FusedDecoderLayer(Fused):
 
 def _recorded(x: Tensor) -> bool:
     """Whether gradients of a tensor are recorded."""
-    return _gradients() and x.requires_grad
+    return bool(_gradients() and x.requires_grad)
 
 
 def _normed(x: Tensor, found: list[Tensor]) -> tuple[Quantized, Tensor]:

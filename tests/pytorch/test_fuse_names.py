@@ -80,8 +80,7 @@ class Block(nn.Module):
 
     def forward(self, x, start_pos, freqs_cis, mask=None):
         h = x + self.attention(self.attention_norm(x), start_pos, freqs_cis, mask)
-        out = h + self.feed_forward(self.ffn_norm(h))
-        return out
+        return h + self.feed_forward(self.ffn_norm(h))
 
 
 def made(rng, kind, *given):
@@ -146,7 +145,7 @@ class Swish(FeedForward):
 
 
 class Shadowed(FeedForward):
-    def forward(self, x, F=None):  # noqa: N803  it hides torch's
+    def forward(self, x, F=None):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
