@@ -14,6 +14,7 @@ from skuda.torch.calibration import Calibration, calibrate
 from skuda.torch.checkpoint import load_, save
 from skuda.torch.dequantize import Dequantization, dequantize_
 from skuda.torch.fuse import Fusion, fuse_
+from skuda.torch.graph import fuse_graph, fused_backend, graph_pass
 from skuda.torch.group import TorchGroup
 from skuda.torch.int8_linear import CodesLinear, DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.ops import linear_codes, linear_dynamic, linear_scaled, linear_static, register
@@ -49,6 +50,9 @@ __all__ = [
     "fake_quantize",
     "frozen_linear",
     "fuse_",
+    "fuse_graph",
+    "fused_backend",
+    "graph_pass",
     "linear_codes",
     "linear_dynamic",
     "linear_scaled",

@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -31,18 +31,28 @@ from skuda.torch.source import Forward, NotProven
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
-_JOINED_QKV, _JOINED_GATE_UP, _DOWN = "qkv_proj", "gate_up_proj", "down_proj"
-_ACTIVATIONS = ("act_fn", "activation_fn")
-_GATED = ("self.down_proj(self.{act}({gate}) * {up})", "self.down_proj({up} * self.{act}({gate}))")
-_APART = {"gate": "self.gate_proj(x)", "up": "self.up_proj(x)"}
-_HALVES = {name: f"self.gate_up_proj(x).chunk(2, dim=-1)[{half}]" for half, name in enumerate(_APART)}
+_JOINED_QKV, _JOINED_GATE_UP = "qkv_proj", "gate_up_proj"
+_LAYER_OF = r"self\.(?P<{}>\w+)\(x\)"
+_ACT = r"(?P<act>[\w.]+)\({}(?:, approximate='(?P<form>\w+)')?\)"
+_APART = {"gate": _LAYER_OF.format("gate"), "up": _LAYER_OF.format("up")}
+_CHUNKS = r"\.chunk\(2, (?:dim=)?-1\)"
+_HALVES = {
+    "gate": rf"(?P<halves>{_LAYER_OF.format('gate_up')}{_CHUNKS})\[0\]",
+    "up": rf"self\.\w+\(x\){_CHUNKS}\[1\]",
+}
+_GATED = tuple(
+    re.compile(rf"self\.(?P<down>\w+)\({form.format(act=_ACT.format(parts['gate']), up=parts['up'])}\)")
+    for form in (r"{act} \* {up}", r"{up} \* {act}")
+    for parts in (_APART, _HALVES)
+)
+"""The forms of a gated MLP, with layers of any names. A joined layer is read once, so both halves are its."""
 _RMS_NORM = (
     "self.weight * (x.to(torch.float32) * torch.rsqrt("
     "x.to(torch.float32).pow(2).mean(-1, keepdim=True) + self.{eps})).to(x.dtype)"
 )
 _LAYER = re.compile(
-    r"(?P<sum>x \+ self\.(?P<attention>\w+)\(hidden_states=self\.(?P<first>\w+)\(x\)(?P<rest>[^()]*)\)\[0\])"
-    r" \+ self\.(?P<mlp>\w+)\(self\.(?P<second>\w+)\((?P=sum)\)\)"
+    r"(?P<sum>x \+ self\.(?P<attention>\w+)\((?:(?P<keyword>\w+)=)?self\.(?P<first>\w+)\(x\)(?P<rest>[^()]*)\)"
+    r"(?P<index>\[0\])?) \+ self\.(?P<mlp>\w+)\(self\.(?P<second>\w+)\((?P=sum)\)\)"
 )
 _CURVES: dict[object, tuple[str, dict[str, str]]] = {
     "silu": ("silu_mul_quantize", {}),
@@ -75,16 +85,18 @@ class Fusion:
 def fuse_(model: nn.Module) -> Fusion:
     """Replace known structures of dynamic int8 layers, in place, by modules that need fewer launches.
 
-    - ``q_proj``, ``k_proj`` and ``v_proj`` of an attention: one quantization of the input and one product.
-    - A gated MLP, ``down_proj(act(gate_proj(x)) * up_proj(x))`` or with one ``gate_up_proj``, with SiLU or GELU: one
-      product, a gated activation that writes codes, and the last product.
-    - A decoder layer of both, with an RMSNorm or LayerNorm before each: the norms write codes, and the second norm adds
-      the residual.
+    - An attention with ``q_proj``, ``k_proj`` and ``v_proj``, or with any three layers that take its input and another
+      one: one quantization of the input and one product.
+    - A gated MLP, ``down(act(gate(x)) * up(x))`` with any names, or with one layer for gates and ups, with SiLU or
+      GELU: one product, a gated activation that writes codes, and the last product.
+    - A decoder layer of both, ``h = x + attention(norm(x), ...)`` and ``h + mlp(norm(h))``, with RMSNorms or
+      LayerNorms: the norms write codes, and the second norm adds the residual.
 
-    A structure is found by the names of its layers, and checked in the source of ``forward``. If the check fails, the
-    structure does not change, and a `UserWarning` says why. `skuda.torch.fused_modules` says what the new modules
-    compute. The names in ``state_dict`` do not change: a fused model can be saved, and can load checkpoints of fused
-    and unfused models. Its tensors are views of joined tensors.
+    A structure is checked in the source of ``forward``. If the check of a module with the names of transformers fails,
+    the module does not change, and a `UserWarning` says why. A module with hooks does not change, either.
+    `skuda.torch.fused_modules` says what the new modules compute, and what happens if they get hooks or other children
+    later. `fuse_graph` finds more structures, in compiled graphs. The names in ``state_dict`` do not change: a fused
+    model can be saved, and can load checkpoints of fused and unfused models. Its tensors are views of joined tensors.
 
     Parameters
     ----------
@@ -108,10 +120,10 @@ def fuse_(model: nn.Module) -> Fusion:
     held = Counter(id(child) for module in model.modules() for _, child in module.named_children())
     for fits, fuse in _RULES:
         for name, module in list(model.named_modules()):
-            if isinstance(module, (Fused, nn.ModuleList, nn.Sequential)) or not fits(module):
+            if isinstance(module, (Fused, nn.ModuleList, nn.Sequential)):
                 continue
-            if not any(isinstance(part, Int8Linear) for part in module.modules()):
-                continue  # it has the names, but nothing in it is quantized
+            if not any(isinstance(part, Int8Linear) for part in module.modules()) or not fits(module):
+                continue
             try:
                 fused[name] = fuse(module, held)
             except NotProven as reason:
@@ -132,54 +144,107 @@ def _has_norm(module: nn.Module) -> bool:
     return any("norm" in f"{name} {type(child).__name__}".lower() for name, child in module.named_children())
 
 
+def _is_attention(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in _QKV) or bool(_projections(module))
+
+
+def _projections(module: nn.Module) -> tuple[str, ...]:
+    """Return the dynamic layers that take the input of a module, if there are three and another one."""
+    try:
+        names = Forward(module).projects()
+    except NotProven:
+        return ()
+    dynamic = [name for name, child in module.named_children() if type(child) is DynamicLinear]
+    return names if len(names) == 3 and len(dynamic) > 3 and set(names) < set(dynamic) else ()
+
+
 def _fuse_attention(module: nn.Module, held: Counter[int]) -> str:
     forward = Forward(module)
-    layers = _layers(module, _QKV, held)
-    forward.only_projects(_QKV)
-    _join(module, _QKV, layers, _JOINED_QKV)
-    _become(module, FusedAttention, AttentionForm(forward.input, _JOINED_QKV))
+    names = _QKV if all(hasattr(module, name) for name in _QKV) else _projections(module)
+    layers = _layers(module, names, held)
+    forward.only_projects(names)
+    _join(module, names, layers, _JOINED_QKV)
+    _become(module, FusedAttention, AttentionForm(forward.input, _JOINED_QKV, names))
     return "q, k and v are one product"
 
 
+def _is_mlp(module: nn.Module) -> bool:
+    if all(hasattr(module, name) for name in _GATE_UP) or hasattr(module, _JOINED_GATE_UP):
+        return True
+    try:
+        return _gated(module) is not None
+    except NotProven:
+        return False
+
+
+def _gated(module: nn.Module) -> re.Match[str] | None:
+    """Return the names of the parts of a gated MLP, or None for another module; errors as `Forward.expression`."""
+    expression = Forward(module).expression()
+    return next(filter(None, (form.fullmatch(expression) for form in _GATED)), None)
+
+
 def _fuse_mlp(module: nn.Module, held: Counter[int]) -> str:
-    split = not hasattr(module, _JOINED_GATE_UP)
-    act = next((name for name in _ACTIVATIONS if hasattr(module, name)), "")
-    parts = _APART if split else _HALVES
-    if Forward(module).expression() not in [form.format(act=act, **parts) for form in _GATED]:
+    found = _gated(module)
+    if found is None:
         raise NotProven("its forward is not a known form of a gated MLP")
-    gated = _CURVES[_curve(module, act)]
-    names = _GATE_UP if split else (_JOINED_GATE_UP,)
-    layers = _layers(module, (*names, _DOWN), held)
+    named = found.groupdict()
+    split = "gate_up" not in named
+    act = named["act"].removeprefix("self.") if named["act"].startswith("self.") else ""
+    if act and named["form"]:
+        raise NotProven(f"it calls {act} with more than its input")
+    curve = _curve(module, act) if act else _curve_of(Forward(module).resolve(named["act"]), named["form"])
+    if curve is None:
+        raise NotProven(f"its activation, {named['act']}, is neither SiLU nor GELU")
+    gated, down = _CURVES[curve], named["down"]
+    names = (named["gate"], named["up"]) if split else (named["gate_up"],)
+    layers = _layers(module, (*names, down), held)
     if layers[0].out_features != (1 if split else 2) * layers[-1].in_features:
-        raise NotProven(f"{names[0]} and {_DOWN} do not fit")
+        raise NotProven(f"{names[0]} and {down} do not fit")
     if split:
-        _join(module, _GATE_UP, layers[:-1], _JOINED_GATE_UP)
-    _become(module, FusedGatedMLP, MLPForm(_JOINED_GATE_UP, _DOWN, *gated, split))
+        _join(module, names, layers[:-1], _JOINED_GATE_UP)
+    joined = _JOINED_GATE_UP if split else names[0]
+    _become(module, FusedGatedMLP, MLPForm(joined, down, *gated, names if split else (), act))
     return "gate and up are one product, the gated activation writes codes"
 
 
 def _fuse_layer(module: nn.Module, _held: Counter[int]) -> str:
     forward = Forward(module)
     found = _LAYER.fullmatch(forward.expression())
-    if found is None or forward.input != "hidden_states":
+    if found is None:
         raise NotProven("its forward is not a known form of a decoder layer")
     others = forward.parameters[1:]
-    passed = [f"**{p.name}" if p.kind is p.VAR_KEYWORD else f"{p.name}={p.name}" for p in others]
-    if sorted(found["rest"].split(", ")[1:]) != sorted(passed):
-        raise NotProven(f"it does not pass its arguments on to its attention: {', '.join(passed)}")
+    several = [p.name for p in others if p.kind is p.VAR_KEYWORD]
     named = [p for p in others if p.kind is not p.VAR_KEYWORD]
-    if any(p.kind is not p.POSITIONAL_OR_KEYWORD or p.default is p.empty for p in named):
-        raise NotProven("a parameter of its forward has no default")
+    if any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in named):
+        raise NotProven("a parameter of its forward is not an ordinary one")
+    given = [text.rpartition("=") for text in found["rest"].split(", ")[1:]]
+    passed = tuple((name, value) for name, _, value in given if not value.startswith("**"))
+    if any(value not in [p.name for p in named] for _, value in passed):
+        raise NotProven("it passes more than its arguments on to its attention")
+    if [f"**{name}" for name in several] != [value for _, _, value in given if value.startswith("**")]:
+        raise NotProven(f"it does not pass its arguments on to its attention: **{', **'.join(several)}")
     attention, mlp = getattr(module, found["attention"]), getattr(module, found["mlp"])
-    if not isinstance(attention, FusedAttention) or attention.fused_form.input != "hidden_states":
+    keyword = found["keyword"] or ""
+    if not isinstance(attention, FusedAttention) or keyword not in ("", attention.fused_form.input):
         raise NotProven(f"its {found['attention']} is not fused")
     if not isinstance(mlp, FusedGatedMLP):
         raise NotProven(f"its {found['mlp']} is not fused")
     for name in (found["attention"], found["mlp"]):
         _forward_of(module, name)
-    norms = (_norm(module, found["first"]), _norm(module, found["second"]))
-    defaults = {p.name: p.default for p in named}
-    _become(module, FusedDecoderLayer, LayerForm(found["attention"], found["mlp"], norms, defaults, forward.renamed))
+    form = LayerForm(
+        input=forward.input,
+        attention=found["attention"],
+        mlp=found["mlp"],
+        norms=(_norm(module, found["first"]), _norm(module, found["second"])),
+        order=tuple(p.name for p in named),
+        defaults={p.name: p.default for p in named if p.default is not p.empty},
+        keyword=keyword,
+        passed=passed,
+        others=bool(several),
+        first=found["index"] is not None,
+        renamed=forward.renamed,
+    )
+    _become(module, FusedDecoderLayer, form)
     return "the norms write codes, the second one adds the residual"
 
 
@@ -207,7 +272,7 @@ def _norm(layer: nn.Module, name: str) -> NormForm:
 
 
 def _curve(mlp: nn.Module, name: str) -> object:
-    """Return the key of an activation.
+    """Return the key of an activation, a child of a module.
 
     Raises
     ------
@@ -220,15 +285,22 @@ def _curve(mlp: nn.Module, name: str) -> object:
     if type(act) is nn.GELU:
         return act.approximate
     called = re.fullmatch(r"([\w.]+)\(x\)", forward.expression())
-    function: Any = forward.resolve(called[1]) if called else None
-    given: dict[str, Any] = {}
+    curve = _curve_of(forward.resolve(called[1]) if called else None)
+    if curve is None:
+        raise NotProven(f"its activation, {type(act).__name__}, is neither SiLU nor GELU")
+    return curve
+
+
+def _curve_of(function: Any, approximate: str | None = None) -> object:
+    """Return the key of an activation, a function, or None if no op has it."""
+    given: dict[str, Any] = {} if approximate is None else {"approximate": approximate}
     if isinstance(function, functools.partial) and not function.args:
-        function, given = function.func, function.keywords
+        function, given = function.func, {**function.keywords, **given}
     if function is nn.functional.silu and not given:
         return "silu"
     if function is nn.functional.gelu and set(given) <= {"approximate"}:
         return given.get("approximate", "none")
-    raise NotProven(f"its activation, {type(act).__name__}, is neither SiLU nor GELU")
+    return None
 
 
 def _layers(module: nn.Module, names: tuple[str, ...], held: Counter[int]) -> tuple[DynamicLinear, ...]:
@@ -277,14 +349,17 @@ def _join(module: nn.Module, names: tuple[str, ...], layers: tuple[DynamicLinear
 
 
 def _become(module: nn.Module, kind: type[Fused], form: object) -> None:
-    vars(module).pop("forward", None)  # the method of its class as an attribute would hide the new method
     module.__class__ = fused_class(kind, type(module))
-    module.fused_form = form
+    fused = cast("Fused", module)
+    fused.fused_form = form
+    fused.hold()
+    for attributes in (fused.__dict__, *fused.fused_held[2]):
+        attributes.pop("forward", None)  # the method of its class as an attribute, which would hide the new one
 
 
 _RULES: tuple[tuple[Callable[[nn.Module], bool], Callable[[nn.Module, Counter[int]], str]], ...] = (
-    (lambda module: all(hasattr(module, name) for name in _QKV), _fuse_attention),
-    (lambda module: all(hasattr(module, name) for name in _GATE_UP) or hasattr(module, _JOINED_GATE_UP), _fuse_mlp),
+    (_is_attention, _fuse_attention),
+    (_is_mlp, _fuse_mlp),
     (lambda module: any(isinstance(child, Fused) for child in module.children()), _fuse_layer),
 )
 """Which modules may be a structure, and the function that fuses it. A layer comes after its parts."""

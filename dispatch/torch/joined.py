@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from skuda.registry.errors import InvalidProblem
+from skuda.torch.autograd import frozen_linear
+from skuda.torch.coded import coded_linear
 from skuda.torch.dequantized_weight import CodedLayer
 from skuda.torch.dtypes import element_of
-from skuda.torch.int8_linear import DynamicLinear, Int8Linear, not_codes
+from skuda.torch.int8_linear import DynamicLinear, Int8Linear, autocast, not_codes
 from skuda.torch.tensor_op import launched, refuse_other, run_module
 
 
@@ -26,21 +28,26 @@ class Quantized(NamedTuple):
         Real units per code of each row.
     dtype : dtype
         The dtype of the original rows, and of the products.
+    rows : tensor of shape (..., K), optional
+        The original rows as torch computes them, where gradients are recorded. Only their graph is used.
     """
 
     codes: Tensor
     scale: Tensor
     dtype: torch.dtype
+    rows: Tensor | None = None
 
 
 def product(linear: DynamicLinear, rows: Quantized) -> Tensor:
     """Return the output of a layer, of shape (..., N), for rows that are quantized already."""
-    codes, scale, dtype = rows
+    codes, scale, dtype, original = rows
     held = linear._buffers  # noqa: SLF001  reading the attributes is slow in torch
     if "weight" in held and "weight_scale" in held:
         weights = held["weight"], held["weight_scale"], held["bias"]
     else:  # a parametrization has made one a property
         weights = linear.weight_q, linear.weight_scale, linear.bias
+    if original is not None:
+        return coded_linear(original, codes, scale, weights[0], weights[1].view(-1), weights[2])
     tensors = codes, weights[0], scale, None, weights[1], None, weights[2]
     key = linear.family, dtype, codes.shape
     found: Tensor | None = launched(key, *tensors)
@@ -53,8 +60,11 @@ def product(linear: DynamicLinear, rows: Quantized) -> Tensor:
 
 def projected(linear: DynamicLinear, input: Tensor | Quantized) -> Tensor:
     """Return the output of a layer for rows of either kind."""
-    if isinstance(input, Quantized) and not linear.sharded:
-        return product(linear, input)
+    if isinstance(input, Quantized):
+        if not linear.sharded:
+            return product(linear, input)
+        if input.rows is not None:
+            input = input.rows  # the layer says that it has no gradient
     found: Tensor = linear(input)
     return found
 
@@ -116,6 +126,10 @@ class Joined(Protocol):
     in_features: int
 
     @property
+    def sharded(self) -> bool:
+        """Whether this is a rank's part."""
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Number of output channels held of each layer."""
 
@@ -128,7 +142,9 @@ class Joined(Protocol):
 
 
 class Part(CodedLayer):
-    """One of the layers of a joined layer, under its old name. Its buffers are views. Its input is the joined output.
+    """One of the layers of a joined layer, under its old name. Its buffers are views.
+
+    The fused module gives it the joined output. It also takes the input of the original layer, as that layer did.
 
     Parameters
     ----------
@@ -177,18 +193,22 @@ class Part(CodedLayer):
         bias = self.joined.bias
         return None if bias is None else bias[self.start : self.stop]
 
-    def forward(self, joined: Tensor) -> Tensor:
-        """Return this layer's channels of the joined output, as a view.
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this layer's output: a view of the joined output if that is given, or else a product of its own.
 
         Raises
         ------
         InvalidProblem
-            For any other tensor, such as the input of the original layer.
+            For a tensor of another width, and for an input of a layer of which every rank has a part.
         """
-        if joined.shape[-1] != self.joined_width:
-            rule = f"be the output of the joined layer, of shape [..., {self.joined_width}]"
-            raise InvalidProblem("Part", "joined", f"of shape {list(joined.shape)}", rule)
-        return joined[..., self.start : self.stop]
+        if input.shape[-1] == self.joined_width:
+            return input[..., self.start : self.stop]
+        joined = self._joined[0]
+        if joined.sharded or input.shape[-1] != joined.in_features:
+            of_layer = "" if joined.sharded else f", or an input of shape [..., {joined.in_features}]"
+            rule = f"be the output of the joined layer, of shape [..., {joined.out_features}]{of_layer}"
+            raise InvalidProblem("Part", "input", f"of shape {list(input.shape)}", rule)
+        return frozen_linear(autocast(input), self.weight_q, self.weight_scale.view(-1), self.bias)
 
     def extra_repr(self) -> str:
         """Return the place in the joined layer."""

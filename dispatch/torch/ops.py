@@ -6,7 +6,8 @@ mutate nothing; outputs are new tensors. An op whose number of outputs depends o
 
 An argument with one row per token may have any number of leading axes, and outputs get the same axes. A tensor whose
 rows are not dense is copied first, as torch does. A single scale or zero point is a tensor of one element, or with the
-overload ``number`` a plain number, which need not be read from the device. `weight_scale` may be a matrix of one column.
+overload ``number`` a plain number, which need not be read from the device. `weight_scale` may be a matrix of one
+column.
 
 The dispatcher serves CUDA tensors, and the ``numpy`` backend CPU tensors, with the same bits. These ops have no
 gradient; see `skuda.torch.autograd`. A tensor that requires grad is refused while gradients are recorded, also in

@@ -17,6 +17,7 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from skuda.torch.replaceable_layers import CALL_HOOKS
 
@@ -57,6 +58,8 @@ class Forward:
         hooked = next((name for name in CALL_HOOKS if getattr(module, name, None)), None)
         if hooked is not None:
             raise NotProven(f"it has {hooked.strip('_').replace('_', ' ')}")
+        if any(getattr(torch_module, f"_global{name}") for name in CALL_HOOKS):
+            raise NotProven("there are hooks of all modules")
         if hasattr(module, "parametrizations"):
             raise NotProven("it has parametrizations")
         own = MethodType(type(module).forward, module)  # the package kernels sets it where it has no kernel
@@ -106,6 +109,14 @@ class Forward:
             raise NotProven(f"its forward reads self.{twice[0]} twice")
         return ast.unparse(_Replaced(known).visit(body[-1].value))
 
+    def projects(self) -> tuple[str, ...]:
+        """Return the submodules that take the input and nothing else, in the order of the source."""
+        calls = (node for node in ast.walk(self._tree) if isinstance(node, ast.Call))
+        of_self = ((call, call.func.attr) for call in calls if isinstance(call.func, ast.Attribute))
+        found = [(call, name) for call, name in of_self if ast.unparse(call) == f"self.{name}({self.input})"]
+        found.sort(key=lambda each: (each[0].lineno, each[0].col_offset))
+        return tuple(name for _, name in found)
+
     def only_projects(self, names: Iterable[str]) -> None:
         """Prove that only the input's leading shape is used, and that each submodule of `names` takes it once.
 
@@ -115,11 +126,18 @@ class Forward:
             If the input or one of these submodules may be used in another way.
         """
         names, allowed = tuple(names), set()
+        read = {
+            node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        }
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Call) and ast.unparse(node) in [f"self.{name}({self.input})" for name in names]:
                 allowed |= {id(node.args[0]), id(node.func)}
             elif isinstance(node, ast.Subscript) and ast.unparse(node) == f"{self.input}.shape[:-1]":
                 allowed.add(id(node.value.value))  # type: ignore[attr-defined]
+            elif isinstance(node, ast.Assign) and ast.unparse(node.value) == f"{self.input}.shape":
+                last = getattr(node.targets[-1], "elts", [None])[-1]  # the joined output has another last axis
+                if len(node.targets) == 1 and isinstance(last, ast.Name) and last.id not in read:
+                    allowed.add(id(node.value.value))  # type: ignore[attr-defined]
         for node in ast.walk(self._tree):
             name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
             if name in _REFLECTION or (id(node) not in allowed and name in (self.input, *names)):
@@ -131,7 +149,8 @@ class Forward:
     def resolve(self, path: str) -> Any:
         """Return the object of a dotted name in the source, or None if it is not defined."""
         first, *rest = path.split(".")
-        if first in self._function.__code__.co_freevars:
+        code = self._function.__code__
+        if first in (*code.co_freevars, *code.co_varnames[1:]):
             return None
         found = self._module if first == "self" else self._function.__globals__.get(first)
         for name in rest:

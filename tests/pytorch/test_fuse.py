@@ -12,11 +12,13 @@ from support import fresh, sampled
 from tensors import array_of, copies, same, tensor_of
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.utils import prune
 
 import skuda
 from skuda.registry.errors import InvalidProblem
 from skuda.tools.studies import llama
 from skuda.torch import DynamicLinear, StaticLinear, fuse_
+from skuda.torch.coded import coded_linear
 from skuda.torch.fused_modules import FusedAttention, FusedDecoderLayer, FusedGatedMLP
 from skuda.torch.joined import Part
 from skuda.torch.tensor_op import TensorOp
@@ -357,25 +359,44 @@ def test_training_mode_changes_nothing():
     assert all(module.training for module in model.modules())
 
 
-def test_where_gradients_are_recorded_the_original_runs():
-    rng = fresh("gradients")
-    model = stack(rng, torch.float32)
-    fused = copy.deepcopy(model)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("compile_with", [None, "aot_eager"])
+@pytest.mark.parametrize(("norm", "act"), PARTS)
+def test_a_fused_layer_has_the_same_bits_and_the_gradients_of_the_original_where_gradients_are_recorded(
+    norm, act, compile_with
+):
+    rng = fresh("gradients", compile_with)
+    layer = stack(rng, torch.float32, change=change_parts(norm, act, bias=True)).layers[0]
+    fused = copy.deepcopy(layer)
     fuse_(fused)
-    x = drawn(rng, 1, 4, SIZES.hidden)
-    caches = partial(llama.random_caches, SIZES, 1, 4, x, 1)
+    x, towards = drawn(rng, 1, 4, SIZES.hidden), drawn(rng, 1, 4, SIZES.hidden)
+    angles = llama.angles_of(SIZES, torch.arange(4), torch.float32)
+    with torch.no_grad():
+        want = fused(x, angles=angles)
     found = []
-    for module in (model, fused):
+    for module in (layer, fused):
+        for parameter in module.parameters():
+            parameter.requires_grad_()
         given = x.clone().requires_grad_()
-        y = module.layers[0].mlp(module.layers[0].post_attention_layernorm(given))
-        y.square().sum().backward()
-        found.append((y.detach(), given.grad))
-    assert same(found[0][0], found[1][0])
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-4)
-    weight = fused.layers[0].input_layernorm.weight.requires_grad_()
-    y = fused.layers[0](x, angles=(torch.ones(4, 12), torch.zeros(4, 12)), cache=caches()[0], positions=torch.arange(4))
-    y.square().sum().backward()
-    assert weight.grad.abs().sum() > 0
+        run = module if compile_with is None else torch.compile(module, backend=compile_with, fullgraph=True)
+        y = run(given, angles=angles)
+        (y * towards).sum().backward()
+        found.append([y.detach(), given.grad, *(parameter.grad for parameter in module.parameters())])
+    torch._dynamo.reset()
+    assert same(found[1][0], want)
+    for got, one in zip(found[1], found[0], strict=True):
+        assert (got - one).norm() < 0.05 * one.norm()
+    with torch.no_grad():
+        assert same(fused(x, angles=angles), want)
+
+
+def test_a_second_derivative_of_a_product_of_codes_is_refused():
+    rows = torch.ones(1, 4, requires_grad=True)
+    codes, scale = torch.ones(1, 4, dtype=torch.int8), torch.ones(1)
+    y = coded_linear(rows, codes, scale, torch.ones(2, 4, dtype=torch.int8), torch.ones(2))
+    (gradient,) = torch.autograd.grad(y.square().sum(), rows, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        gradient.sum().backward()
 
 
 def test_autocast_is_that_of_the_original():
@@ -472,7 +493,7 @@ class Scaled(llama.LlamaLayer):
 class Fixed(llama.LlamaLayer):
     def forward(self, hidden_states, angles=None, cache=None, positions=None):
         attended, _ = self.self_attn(
-            hidden_states=self.input_layernorm(hidden_states), angles=angles, cache=cache, positions=angles
+            hidden_states=self.input_layernorm(hidden_states), angles=angles, cache=cache, positions=None
         )
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
@@ -539,7 +560,7 @@ LEFT = {
     "a replaced forward": (lambda layer: setattr(layer.mlp, "forward", torch.neg), "mlp", "was replaced"),
     "a scaled residual": (of_class("", Scaled), "", "not a known form of a decoder layer"),
     "an attention twice": (of_class("", Repeating), "", "reads self.self_attn twice"),
-    "another argument": (of_class("", Fixed), "", "does not pass its arguments on"),
+    "another argument": (of_class("", Fixed), "", "passes more than its arguments on"),
     "another norm": (of_class("input_layernorm", Shifted), "", "input_layernorm"),
     "another activation": (with_child("mlp", "act_fn", lambda _: nn.Tanh()), "mlp", "neither SiLU nor GELU"),
     "static": (with_child("mlp", "up_proj", static), "mlp", "up_proj is StaticLinear"),
@@ -629,7 +650,192 @@ def test_one_warning_counts_the_modules_that_could_have_been_fused():
 def test_an_input_of_another_width_is_refused():
     model = stack(fresh("width"))
     fuse_(model)
-    with pytest.raises(InvalidProblem, match="be the output of the joined layer"):
-        model.layers[0].self_attn.k_proj(torch.ones(2, SIZES.hidden, dtype=torch.bfloat16))
+    with pytest.raises(InvalidProblem, match=r"be the output of the joined layer, .* or an input of shape \[..., 48\]"):
+        model.layers[0].self_attn.k_proj(torch.ones(2, SIZES.hidden + 1, dtype=torch.bfloat16))
     with pytest.raises(InvalidProblem):
         model.layers[0].mlp(torch.ones(2, SIZES.hidden + 1, dtype=torch.bfloat16))
+
+
+def test_a_part_takes_the_input_of_the_original_layer_too():
+    rng = fresh("part")
+    mlp = stack(rng, change=change_parts(nn.RMSNorm, nn.SiLU, bias=True)).layers[0].mlp
+    original = mlp.up_proj
+    fuse_(mlp)
+    x = drawn(rng, 3, SIZES.hidden, dtype=torch.bfloat16)
+    assert same(mlp.up_proj(x), original(x))
+
+
+# --- what is done to a fused module -----------------------------------------------------------------------------------
+
+
+def pruned(layer):
+    prune.random_unstructured(layer.input_layernorm, "weight", 0.5)
+
+
+def with_forward(path):
+    return lambda layer: setattr(layer.get_submodule(path), "forward", lambda x: -x)
+
+
+def deleted(layer):
+    layer.mlp.register_module("act_fn", None)
+
+
+PARTS_HOOKED = [f"mlp.{name}" for name in ("gate_proj", "up_proj", "act_fn", "down_proj")]
+PARTS_HOOKED += [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj")]
+PARTS_HOOKED += ["input_layernorm", "post_attention_layernorm", "mlp"]
+SENT = {f"a forward hook of {path}": (hooked(path, "register_forward_hook"), "has hooks") for path in PARTS_HOOKED}
+SENT |= {f"a pre-hook of {path}": (hooked(path, "register_forward_pre_hook"), "has hooks") for path in PARTS_HOOKED}
+SENT |= {
+    "a pre-hook of the attention": (hooked("self_attn", "register_forward_pre_hook"), "self_attn has hooks"),
+    "another activation": (with_child("mlp", "act_fn", lambda _: nn.Tanh()), "act_fn was replaced"),
+    "another norm": (with_child("", "input_layernorm", lambda _: Shifted(48).bfloat16()), "layernorm was replaced"),
+    "a float layer": (
+        with_child("mlp", "down_proj", lambda _: nn.Linear(72, 48).bfloat16()),
+        "down_proj was replaced",
+    ),
+    "a layer of its own": (
+        with_child(
+            "self_attn",
+            "k_proj",
+            lambda layer: DynamicLinear(*map(torch.clone, layer.self_attn.k_proj.views().values())),
+        ),
+        "k_proj was replaced",
+    ),
+    "another mlp": (with_child("", "mlp", lambda _: nn.Linear(48, 48).bfloat16()), "mlp was replaced"),
+    "pruned": (pruned, "input_layernorm has hooks"),
+    "a forward of a norm": (with_forward("post_attention_layernorm"), "forward of post_attention_layernorm was"),
+    "a forward of the activation": (with_forward("mlp.act_fn"), "forward of act_fn was"),
+    "a forward of the mlp": (with_forward("mlp"), "forward of mlp was"),
+}
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("case", sampled(SENT, 12))
+def test_what_is_done_to_the_parts_of_a_fused_layer_is_done_by_the_original_with_one_warning(case, copied):
+    rng = fresh("sent", case)
+    layer = stack(rng).layers[0]
+    fused = copy.deepcopy(layer)
+    fuse_(fused)
+    change, why = SENT[case]
+    seed = int(rng.integers(1 << 30))
+    for each in (layer, fused):
+        torch.manual_seed(seed)
+        if case != "a layer of its own" or each is fused:
+            change(each)
+    fused = copy.deepcopy(fused) if copied else fused
+    x, angles = (
+        drawn(rng, 2, 3, SIZES.hidden, dtype=torch.bfloat16),
+        llama.angles_of(SIZES, torch.arange(3), torch.bfloat16),
+    )
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match=why) as told:
+            got = fused(x, angles)
+        want = layer(x, angles)
+        assert same(fused(x, angles), got)  # a second warning would be an error
+    assert "runs its original forward" in str(told[0].message)
+    # The parts that nothing was done to may stay fused. Those with another result are far from each other.
+    assert (got.float() - want.float()).norm() < 0.1 * want.float().norm()
+
+
+@pytest.mark.parametrize("path", sampled(PARTS_HOOKED, 4))
+def test_a_hook_sees_what_it_saw_before_and_a_module_without_it_is_fused_again(path):
+    rng = fresh("seen", path)
+    layer = stack(rng).layers[0]
+    fused = copy.deepcopy(layer)
+    fuse_(fused)
+    x, angles = (
+        drawn(rng, 2, 3, SIZES.hidden, dtype=torch.bfloat16),
+        llama.angles_of(SIZES, torch.arange(3), torch.bfloat16),
+    )
+    seen = []
+    with torch.no_grad():
+        before = fused(x, angles)
+        for each in (layer, fused):
+            hook = each.get_submodule(path).register_forward_hook(lambda _, given, got: seen.append((given[0], got)))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                each(x, angles)
+            hook.remove()
+        assert same(fused(x, angles), before)
+    (given, got), (given_fused, got_fused) = seen
+    assert given.shape == given_fused.shape
+    assert got.shape == got_fused.shape
+    assert (got.float() - got_fused.float()).norm() < 0.1 * got.float().norm()
+
+
+@pytest.mark.parametrize("path", ["mlp.act_fn", "input_layernorm", "mlp.gate_proj"])
+def test_a_backward_hook_runs(path):
+    rng = fresh("backward", path)
+    layer = stack(rng, torch.float32).layers[0]
+    fuse_(layer)
+    ran = []
+    layer.get_submodule(path).register_full_backward_hook(lambda *_: ran.append(1))
+    x, angles = drawn(rng, 1, 3, SIZES.hidden), llama.angles_of(SIZES, torch.arange(3), torch.float32)
+    with pytest.warns(UserWarning, match="has hooks"):
+        layer(x.requires_grad_(), angles).sum().backward()
+    assert ran == [1]
+
+
+def test_a_hook_after_the_attention_sees_what_it_saw_and_the_layer_stays_fused():
+    rng = fresh("attention hook")
+    layer = stack(rng).layers[0]
+    fuse_(layer)
+    x, angles = (
+        drawn(rng, 2, 3, SIZES.hidden, dtype=torch.bfloat16),
+        llama.angles_of(SIZES, torch.arange(3), torch.bfloat16),
+    )
+    with torch.no_grad():
+        want, seen = layer(x, angles), []
+        layer.self_attn.register_forward_hook(lambda _, given, got: seen.append((given, got[0].shape)))
+        assert same(layer(x, angles), want)
+    assert seen == [((), x.shape)]
+
+
+def test_an_int8_layer_in_the_place_of_another_is_used():
+    rng = fresh("place")
+    mlp, other = stack(rng).layers[0].mlp, stack(rng).layers[0].mlp.down_proj
+    wanted = copy.deepcopy(mlp)
+    wanted.down_proj = other
+    fuse_(wanted)
+    fuse_(mlp)
+    mlp.down_proj = other
+    x = drawn(rng, 3, SIZES.hidden, dtype=torch.bfloat16)
+    assert same(mlp(x), wanted(x))
+    other.register_forward_hook(print)
+    with pytest.warns(UserWarning, match="down_proj has hooks"):
+        mlp(x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_a_compiled_layer_with_a_hook_runs_the_original():
+    rng = fresh("compiled hook")
+    mlp = stack(rng).layers[0].mlp
+    want = copy.deepcopy(mlp)
+    fuse_(mlp)
+    for each in (want, mlp):
+        each.act_fn.register_forward_hook(lambda _, __, got: got * 2)
+    x = drawn(rng, 3, SIZES.hidden, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert same(torch.compile(mlp, backend="eager", fullgraph=True)(x), want(x))
+    torch._dynamo.reset()
+
+
+def test_hooks_of_all_modules_see_all_modules_and_are_a_reason_not_to_fuse():
+    rng = fresh("global")
+    layer = stack(rng).layers[0]
+    fused = copy.deepcopy(layer)
+    fuse_(fused)
+    x, angles = (
+        drawn(rng, 2, 3, SIZES.hidden, dtype=torch.bfloat16),
+        llama.angles_of(SIZES, torch.arange(3), torch.bfloat16),
+    )
+    seen = []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        with torch.no_grad(), pytest.warns(UserWarning, match="hooks of all modules"):
+            assert same(fused(x, angles), layer(x, angles))
+        with pytest.warns(UserWarning, match="hooks of all modules"):
+            assert not fuse_(layer).fused
+    finally:
+        hook.remove()
+    assert {fused.mlp.act_fn, fused.input_layernorm, fused.self_attn.q_proj} < set(seen)

@@ -7,7 +7,8 @@ TRAINING = ["tests/pytorch/test_training.py"]
 CALIBRATION = ["tests/pytorch/test_calibration.py"]
 SMOOTHING = ["tests/pytorch/test_smoothing.py"]
 CHECKPOINT = ["tests/pytorch/test_checkpoint.py"]
-FUSE = ["tests/pytorch/test_fuse.py", "tests/pytorch/test_fuse_renamed.py"]
+FUSE = ["tests/pytorch/test_fuse.py", "tests/pytorch/test_fuse_names.py", "tests/pytorch/test_fuse_renamed.py"]
+GRAPH = ["tests/pytorch/test_fuse_graph.py"]
 PARALLEL = ["tests/pytorch/test_parallel.py", "tests/pytorch/test_torch_group.py"]
 NONFINITE = ["tests/pytorch/test_nonfinite.py"]
 WEIGHT = ["tests/pytorch/test_dequantized_weight.py"]
@@ -111,8 +112,8 @@ FAULTS = listed(
             "fuse-a-curve-for-another": ('{"approximation": "tanh"}', '{"approximation": "erf"}', FUSE),
             "fuse-layers-with-and-without-bias": ("if any((a is", "if all((a is", FUSE),
             "fuse-an-unproven-mlp": (
-                "not in [form.format(act=act, **parts)",
-                "in [form.format(act=act, **parts) + ' '",
+                "next(filter(None, (form.fullmatch(expression)",
+                "next(filter(None, (form.search(expression)",
                 FUSE,
             ),
             "fuse-another-eps-of-a-norm": (
@@ -120,6 +121,23 @@ FAULTS = listed(
                 "norm.eps = 1e-6",
                 FUSE,
             ),
+        },
+        "dispatch/torch/fused_modules.py": {
+            "fuse-a-hook-is-not-seen": ("        if any(hooks):", "        if False:", FUSE),
+            "fuse-a-child-is-not-compared": ("if modules[name] is not child", "if name not in modules", FUSE),
+            "fuse-gradients-of-other-bits": (
+                "given = gate_up.detach() if recorded",
+                "given = 2 * gate_up if recorded",
+                FUSE,
+            ),
+        },
+        "dispatch/torch/graph.py": {
+            "graph-codes-of-what-is-used-elsewhere": ("if user not in layers]", "if False]", GRAPH),
+            "graph-another-range-of-codes": ("not in ((None, None), (-Q_MAX, Q_MAX))", "== 0", GRAPH),
+        },
+        "dispatch/torch/patterns.py": {
+            "graph-a-norm-of-another-tensor": ("fits = _uncast(given) is want", "fits = True", GRAPH),
+            "graph-a-mean-over-another-axis": ("and axes in ([-1], [", "and axes in ([-1], [-2], [", GRAPH),
         },
         "dispatch/torch/source.py": {
             "fuse-a-call-of-its-own": ("return known or call is nn.Module.__call__", "return True", FUSE),
