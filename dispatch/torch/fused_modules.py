@@ -102,9 +102,9 @@ class Fused(nn.Module):
                 return False
         return not _gradients() or self._unhooked()
 
-    # As `torch.compiler.assume_constant_result`, which would import the compiler: Dynamo would check all of this in every
-    # call. It does not notice later hooks of any module either, unless it is told to.
-    intact._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    # Dynamo would check all of this in every call. It does not notice later hooks of any module either, unless it is
+    # told to. `torch.compiler.assume_constant_result` does the same, but imports the compiler.
+    intact._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -391,7 +391,7 @@ class FusedDecoderLayer(Fused):
         *_, (_, attention), (_, mlp) = self.fused_held[0]
         return all(isinstance(part, Fused) and part.intact() for part in (attention, mlp))
 
-    intact._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    intact._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
 
     def changes(self) -> str:
         """Return what was done to the children, and to theirs, since `fuse_`, in words, or nothing."""
