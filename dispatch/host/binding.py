@@ -111,7 +111,7 @@ def new_outputs(
 
     It raises `OutOfMemory` if there is no room.
     """
-    found = {}
+    found: dict[str, Callable[[], Array]] = {}
     for name, element in ((each.name, each.elements[0]) for each in arguments if each.role is Role.OUTPUT):
         found[name] = partial(new_array, op, name, storage_shape(shapes[name], element), storage_dtype(element))
     return found

@@ -88,7 +88,7 @@ def host_launch_at_positions(
     views = [(at, name) for at, name in at_names if name in positions.arrays]
     members = [at for at, _ in views]
     numbers = [(at, arguments[name]) for at, name in at_names if name not in positions.arrays]
-    others = [(at, (int, float)) for at, _ in numbers]
+    others: list[tuple[int, tuple[type, ...]]] = [(at, (int, float)) for at, _ in numbers]
     others += [(at, (NoneType,)) for at, name in enumerate(positions.names) if name is None]
     same = same_tensors(tuple(positions.arrays[name] for _, name in views))
     if same is None:
