@@ -152,11 +152,13 @@ def reference(
     if output.size == 0:
         return
     compute = storage_dtype(problem.compute)
-    scales = np.broadcast_to(1 if act_scale is None else act_scale, (problem.m,))
+    scales = act_scale
+    if act_scale is None or len(act_scale) != problem.m:
+        scales = np.broadcast_to(1 if act_scale is None else act_scale, (problem.m,))
     zero_points = 0 if act_zero_point is None else np.broadcast_to(act_zero_point, (problem.m,))
 
     def quantized(rows: slice) -> tuple[Codes, Any]:
-        return lambda part: act_q[rows, part], scales[rows].astype(compute)
+        return lambda part: act_q[rows, part], scales[rows].astype(compute, copy=False)
 
     epilogue = Epilogue(problem, weight_scale, bias, output_scale, output_zero_point)
     write_layer(epilogue, quantized, zero_points, (weight_q, weight_zero_point), output)

@@ -247,7 +247,7 @@ FAULTS = listed(
         },
         "kernels/quantize/affine.py": {
             "reference-rounds-toward-zero": ("np.rint(np.divide(x, scale))", "np.trunc(np.divide(x, scale))", NUMERICS),
-            "reference-an-empty-segment-has-scale-0": ("        scale[scale == 0] = 1\n", "", LINEAR),
+            "reference-a-range-of-0-has-scale-0": ("    scale[scale == 0] = 1\n", "", LINEAR),
         },
         "kernels/linear/reference.py": {
             "reference-sums-round-between-parts": ("exact.astype(np.float64)", "exact", LINEAR),
