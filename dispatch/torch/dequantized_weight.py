@@ -19,6 +19,8 @@ _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _COPIED = torch.ops.aten._to_copy.default  # noqa: SLF001  the op of `to`
 _RULE = "not be changed, because it is made from codes: change a clone(), or call skuda.torch.dequantize_(model) first"
 
+_FROZEN = "have no gradient: train adapters beside the layer, or quantize_ with FakeQuant() or Mixed()"
+
 
 class DequantizedWeight(Tensor):
     """A weight of shape (N, K) that is stored as codes and scales. It can be read but not changed.
@@ -136,8 +138,7 @@ class DequantizedWeight(Tensor):
     def requires_grad_(self, requires_grad: bool = True) -> Self:  # noqa: FBT001, FBT002  torch's signature
         """Return the weight for False; raise `InvalidProblem` for True."""
         if requires_grad:
-            rule = "have no gradient: train adapters beside the layer, or quantize_ with FakeQuant() or Mixed()"
-            raise InvalidProblem(self._owner, "weight", "requires_grad=True", rule)
+            raise InvalidProblem(self._owner, "weight", "requires_grad=True", _FROZEN)
         return self
 
     def share_memory_(self) -> NoReturn:

@@ -146,10 +146,19 @@ def _registering(own: Any) -> Any:
 
 
 def _including(own: Any) -> Any:
-    """Wrap the function of peft that finds the layers of ``all-linear``, which it knows by class."""
+    """Wrap the function of peft that finds the layers of ``all-linear``, which it knows by class.
+
+    The function sees every config with its model, so this also refuses to train int8 layers as a whole: they have no
+    parameters, and peft would train nothing.
+    """
 
     @wraps(own)
     def wrapped(config: Any, model: nn.Module) -> Any:
+        trained = tuple(getattr(config, "modules_to_save", None) or ())
+        for name, module in model.named_modules():
+            if name.endswith(trained) and any(isinstance(inner, CodedLayer) for inner in module.modules()):
+                rule = "be in floating point: leave it out of quantize_ with filter_fn, or call dequantize_"
+                raise InvalidProblem(type(config).__name__, "modules_to_save", name, rule)
         everything = isinstance(config, lora.LoraConfig) and str(config.target_modules).lower() == "all-linear"
         found = own(config, model)
         if everything:

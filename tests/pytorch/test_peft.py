@@ -188,6 +188,13 @@ def test_layers_that_pass_no_gradients_on_are_refused():
         with_lora(static, target_modules=["0"])
 
 
+def test_an_int8_layer_is_no_module_to_save():
+    model = llama(fresh())
+    quantize_(model, Dynamic(), lambda *_: True)
+    with pytest.raises(InvalidProblem, match=r"modules_to_save must be in floating point.*had lm_head"):
+        with_lora(model, modules_to_save=["lm_head"])
+
+
 def test_an_initialization_that_changes_the_base_is_refused():
     with pytest.raises(InvalidProblem, match="DynamicLinear: weight must not be changed"):
         with_lora(quantized(llama(fresh())), init_lora_weights="pissa")
