@@ -36,7 +36,7 @@ CODES, ZERO = torch.arange(-48, 48, dtype=torch.int8).reshape(2, 3, 16), torch.t
         ({"weight_q": W[None]}, r"weight_q must have the axes \(c_out, k\)"),
         ({"weight_q": W[:, :8]}, r"weight_q must be an array of shape \(8, 16\)"),
         ({"weight_q": W.t()}, r"weight_q must be an array of shape \(16, 16\)"),
-        ({"weight_scale": SCALE[:, None]}, r"weight_scale must have the axes \(c_out\)"),
+        ({"weight_scale": SCALE[None]}, r"weight_scale must have the axes \(c_out\)"),
         ({"weight_scale": SCALE[0]}, r"weight_scale must have the axes \(c_out\); had shape \(\)"),
         ({"weight_scale": SCALE[:4]}, r"weight_scale must be an array of shape \(8,\)"),
         ({"bias": SCALE.to(torch.float64)}, r"bias must be .* float64"),
