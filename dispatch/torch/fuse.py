@@ -87,10 +87,10 @@ def fuse_(model: nn.Module) -> Fusion:
 
     - An attention with ``q_proj``, ``k_proj`` and ``v_proj``, or with any three layers that take its input and another
       one: one quantization of the input and one product.
-    - A gated MLP, ``down(act(gate(x)) * up(x))`` with any names, or with one layer for gates and ups, with SiLU or GELU:
-      one product, a gated activation that writes codes, and the last product.
-    - A decoder layer of both, ``h = x + attention(norm(x), ...)`` and ``h + mlp(norm(h))``, with RMSNorms or LayerNorms:
-      the norms write codes, and the second norm adds the residual.
+    - A gated MLP, ``down(act(gate(x)) * up(x))`` with any names, or with one layer for gates and ups, with SiLU or
+      GELU: one product, a gated activation that writes codes, and the last product.
+    - A decoder layer of both, ``h = x + attention(norm(x), ...)`` and ``h + mlp(norm(h))``, with RMSNorms or
+      LayerNorms: the norms write codes, and the second norm adds the residual.
 
     A structure is checked in the source of ``forward``. If the check of a module with the names of transformers fails,
     the module does not change, and a `UserWarning` says why. A module with hooks does not change, either.
