@@ -190,7 +190,7 @@ def test_layers_that_propagate_nan_are_not_split():
     on_ranks(2, work)
 
 
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 100])
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16, 100])
 def test_sums_tell_bytes_apart(monkeypatch, size):
     monkeypatch.setattr("skuda.torch.digest._BLOCK", 3)
     rng = fresh(size)
@@ -200,8 +200,9 @@ def test_sums_tell_bytes_apart(monkeypatch, size):
         other = data.clone()
         other[place] ^= int(rng.integers(1, 256))
         assert sums(other) != sums(data)
-    turned = data.roll(1)
-    assert (sums(turned) == sums(data)) == torch.equal(turned, data)
+    for shift in (1, 8):  # the second keeps words, and moves them
+        turned = data.roll(shift)
+        assert (sums(turned) == sums(data)) == torch.equal(turned, data)
 
 
 def test_a_digest_is_that_of_the_bits():
