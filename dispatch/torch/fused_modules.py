@@ -425,9 +425,9 @@ class FusedDecoderLayer(Fused):
         form = self.fused_form
         given = {**form.defaults, **dict(zip(form.order, args[1:], strict=False)), **kwargs}
         x = args[0] if args else given.pop(form.input, None)
-        more = given.keys() - form.order
+        more = [name for name in given if name not in form.order]
         fits = len(given) - len(more) == len(form.order) >= len(args) - 1 and x is not None
-        if more and (not form.others or more & {form.input, *form.renamed}):
+        if more and (not form.others or any(name == form.input or name in form.renamed for name in more)):
             fits = False
         return x, given if fits else None
 

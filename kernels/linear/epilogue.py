@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from skuda.kernels.blocks import BLOCK, blocks, scalar_of_one
+from skuda.kernels.blocks import blocks, scalar_of_one
 from skuda.kernels.dtypes import rounded_to, storage_dtype
 from skuda.kernels.linear.activation import gelu, silu
 from skuda.kernels.linear.problem import LinearProblem, longest_k
@@ -85,12 +85,12 @@ class Epilogue(NamedTuple):
         if self.weight_scale is None:
             output[...] = 0 if product is None else product
             return
-        if output.size > BLOCK:
-            for rows, part in blocks(output.shape):
-                inner = slice(columns.start + part.start, columns.start + part.stop)
-                some = None if product is None else product[rows, part]
-                self.apply(act_scale[rows], some, inner, output[rows, part])
-            return
+        for rows, part in blocks(output.shape):
+            inner = slice(columns.start + part.start, columns.start + part.stop)
+            some = None if product is None else product[rows, part]
+            self._apply_to_box(act_scale[rows], some, inner, output[rows, part])
+
+    def _apply_to_box(self, act_scale: Array, product: Array | None, columns: slice, output: Array) -> None:
         how = arithmetic(self.problem)
         # All have two axes, because NumPy computes faster with arrays of one shape.
         weight_scale = self.weight_scale[None, columns].astype(how.compute, copy=False)
