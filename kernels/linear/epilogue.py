@@ -92,6 +92,7 @@ class Epilogue(NamedTuple):
 
     def _apply_to_box(self, act_scale: Array, product: Array | None, columns: slice, output: Array) -> None:
         how = arithmetic(self.problem)
+        assert self.weight_scale is not None
         # All have two axes, because NumPy computes faster with arrays of one shape.
         weight_scale = self.weight_scale[None, columns].astype(how.compute, copy=False)
         value = np.multiply(scalar_of_one(act_scale[:, None]), weight_scale)
