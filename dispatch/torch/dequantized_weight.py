@@ -28,16 +28,6 @@ class DequantizedWeight(Tensor):
     Its shape, dtype and device cost nothing. Any other use computes the values, `weight_of`, and does not keep them.
     Views of it can be read only, too. Other results are ordinary tensors. It gets no gradient.
 
-    Parameters
-    ----------
-    held : tuple of tensor
-        Codes, s8 of shape (N, K), scales of shape (N, 1) and, if the layer divides its input, the divisors of shape
-        (K,). Or the values, alone.
-    dtype : dtype
-        Dtype of the values.
-    owner : str
-        Class of the layer, for errors.
-
     Raises
     ------
     InvalidProblem
@@ -50,7 +40,18 @@ class DequantizedWeight(Tensor):
 
     @staticmethod
     def __new__(cls: type[Self], held: tuple[Tensor, ...], dtype: torch.dtype, owner: str) -> Self:
-        """Make a tensor without memory."""
+        """Make a tensor without memory.
+
+        Parameters
+        ----------
+        held : tuple of tensor
+            Codes, s8 of shape (N, K), scales of shape (N, 1) and, if the layer divides its input, the divisors of shape
+            (K,). Or the values, alone.
+        dtype : dtype
+            Dtype of the values.
+        owner : str
+            Class of the layer, for errors.
+        """
         first = held[0]
         layout = (first.stride(), first.storage_offset()) if len(held) == 1 else ()  # values are dense
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # noqa: SLF001  the public way to do it
