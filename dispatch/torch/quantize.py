@@ -121,7 +121,10 @@ class Report:
         lines += table("converted to", self.converted)
         lines += table("left:", self.left)
         lines += table("folded into", {name: norm for norm, names in self.folded.items() for name in names})
-        return "\n".join(lines + table("not folded:", self.not_folded))
+        lines += table("not folded:", self.not_folded)
+        if {"DynamicLinear", "StaticLinear"}.intersection(self.converted.values()):
+            lines.append('  a NaN in an input counts as 0: with nonfinite="propagate", its row of the output is NaN')
+        return "\n".join(lines)
 
 
 def _change(before: int, after: int) -> str:

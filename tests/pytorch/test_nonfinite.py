@@ -136,3 +136,8 @@ def test_what_no_config_or_layer_accepts():
         SmoothStatic(calibration, nonfinite=True)
     with pytest.raises(InvalidProblem, match="layer must be a DynamicLinear or a StaticLinear; had a Linear"):
         propagating(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(("config", "told"), [(Dynamic(), 1), (Dynamic(nonfinite="propagate"), 0), (FakeQuant(), 0)])
+def test_the_report_says_what_becomes_of_what_is_not_finite(config, told):
+    assert str(quantize_(Two(), config)).count('nonfinite="propagate"') == told
