@@ -41,6 +41,7 @@ ORDER = (
     "torch.tensor_op",
     "torch.derivatives",
     "torch.ops",
+    "torch.inductor",
     "torch.autograd",
     "torch.dequantized_weight",
     "torch.int8_linear",

@@ -31,11 +31,11 @@ def rounded_quotient(x: Array, scale: Any) -> Array:
 
 
 def clamp_codes(t: Array, zero_point: Any, q_min: int, q_max: int) -> Array:
-    """``clamp(t + z, q_min, q_max)``, in the memory of `t`, without wrapping; a NaN counts as 0 (real zero).
+    """``clamp(t + z, q_min, q_max)``, in the memory of an f64 `t`, without wrapping; a NaN counts as 0 (real zero).
 
     A zero may have a sign.
     """
-    z = _wide(zero_point)
+    t, z = np.asarray(t, np.float64), _wide(zero_point)
     t[np.isnan(t)] = 0
     # |q - z| < 2^33, so bounds and sums are exact in f64 even where t is 1e300.
     np.maximum(t, q_min - z, out=t)
