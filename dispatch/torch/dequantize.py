@@ -80,7 +80,8 @@ def dequantize_(model: nn.Module) -> Dequantization:
                 delattr(module, key)
     for module in fused.values():
         module.__class__ = type(module).__bases__[1]
-        del module.fused_form
+        for name in ("fused_form", "fused_held", "fused_told"):
+            module.__dict__.pop(name, None)
     bridge = sys.modules.get("skuda.torch.transformers")
     if bridge is not None:
         bridge.forget_(model)

@@ -108,7 +108,8 @@ class Fused(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        self._admit(name, value)
+        if name != "__class__":  # with another class it is no longer fused
+            self._admit(name, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Add a child, as torch does."""

@@ -303,19 +303,6 @@ def test_other_streams_and_devices_being_current(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_codes_of_a_trained_weight_belong_to_one_stream(device):
-    layer = moved(mixed(fresh(device), 8, 16, torch.float32), device)
-    layer.weight.requires_grad_()
-    x = torch.ones(3, 16, device=device)
-    first = layer(x), layer._codes
-    assert layer(x).equal(first[0])
-    assert layer._codes is first[1]
-    with using(device):
-        assert layer(x).equal(first[0])
-    assert (layer._codes is first[1]) is not on_gpu(device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.usefixtures("plain_attention")
 @torch.no_grad()
 def test_a_graph_is_captured_after_prepare_without_another_call(device):

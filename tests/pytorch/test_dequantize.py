@@ -65,6 +65,7 @@ def test_a_model_is_float_again_with_the_weights_that_it_read_as(kind, dtype):
         report = dequantize_(model)
         assert [name for name, _ in model.named_modules()] == names
         assert [type(module) for module in model.modules()] == kinds
+        assert not [name for module in model.modules() for name in vars(module) if name.startswith("fused_")]
         for name, weight in weights.items():
             assert same(getattr(model[1], name).weight.detach(), weight)
             if kind != "folded":  # the norm keeps the factors

@@ -87,7 +87,7 @@ class Block(nn.Module):
 
 
 def scaled(layer, codes, scale):
-    given = codes, layer.weight, scale, None, layer.weight_scale.view(-1), None, layer.bias
+    given = codes, layer.weight_q, scale, None, layer.weight_scale.view(-1), None, layer.bias
     return OPS.scaled_linear(*given, output_element="bf16", act_scale_scope="token")
 
 
@@ -338,7 +338,7 @@ def test_what_only_looks_like_it_keeps_its_bits(case):
 def test_layers_with_other_ranges_or_in_f64_keep_their_bits():
     rng = fresh("ranges")
     layer = DynamicLinear.from_linear(nn.Linear(D, H))
-    given = layer.weight, layer.weight_scale.view(-1), None, layer.bias
+    given = layer.weight_q, layer.weight_scale.view(-1), None, layer.bias
 
     def run(x):
         narrow = OPS.quantized_linear(x, *given, q_min=-7, q_max=7)
@@ -357,7 +357,7 @@ def test_layers_with_other_ranges_or_in_f64_keep_their_bits():
 def test_epilogues_outputs_and_biases_stay():
     rng = fresh("epilogues")
     layer = DynamicLinear.from_linear(nn.Linear(D, H))
-    given = layer.weight, layer.weight_scale.view(-1), None, layer.bias
+    given = layer.weight_q, layer.weight_scale.view(-1), None, layer.bias
 
     def run(x):
         one = OPS.quantized_linear(x, *given, epilogue="bias_relu", output_element="f32")

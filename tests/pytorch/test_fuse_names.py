@@ -108,7 +108,7 @@ def test_a_gated_mlp_of_any_names_is_fused(kind):
     op = ops.gelu_mul_quantize if form else ops.silu_mul_quantize
     gate_up = plain.w1(x) if kind is Joined else torch.cat([plain.w1(x), plain.w3(x)], -1)
     coded = op(gate_up=gate_up, **form, **codes)
-    last = plain.w2.weight, coded[1], None, plain.w2.weight_scale.view(-1), None, None
+    last = plain.w2.weight_q, coded[1], None, plain.w2.weight_scale.view(-1), None, None
     assert same(mlp(x), ops.scaled_linear(coded[0], *last, output_element="bf16", act_scale_scope="token"))
 
 

@@ -72,9 +72,10 @@ def test_adapters_train_beside_a_frozen_int8_base(first):
         model = with_lora(model)
         report = quantize_(model, Dynamic())
         adapters = {name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-        assert set(report.left) == adapters
+        left = {name: why for name, why in report.left.items() if "embed_tokens" not in name}
+        assert set(left) == adapters
         assert all(".lora_" in name for name in adapters)
-        assert set(report.left.values()) == {"it is an adapter beside a layer, and stays as it was trained"}
+        assert set(left.values()) == {"it is an adapter beside a layer, and stays as it was trained"}
     wrapped = [layer for layer in model.modules() if hasattr(layer, "base_layer")]
     assert {type(layer.base_layer) for layer in wrapped} == {DynamicLinear}
     assert {type(layer).__name__ for layer in wrapped} == {"LoraInt8Linear"}
