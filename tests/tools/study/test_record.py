@@ -112,7 +112,11 @@ def test_times_that_cannot_be_are_refused(kind, name, value, tmp_path, capsys):
     [(BenchRecord, "cases"), (ModelRecord, "phases"), (ParallelRecord, "results"), (TrainRecord, "ways")],
 )
 def test_a_record_of_nothing_is_refused(kind, member, tmp_path):
-    found = json.loads(ONE[kind].read_text()) | {member: []} | ({"host": []} if kind is ModelRecord else {})
+    found = (
+        json.loads(ONE[kind].read_text())
+        | {member: []}
+        | ({"host": [], "generated": []} if kind is ModelRecord else {})
+    )
     (tmp_path / "r.json").write_text(json.dumps(found))
     with pytest.raises(InvalidRecord, match=member):
         kind.load(tmp_path / "r.json")
