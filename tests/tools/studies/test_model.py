@@ -234,6 +234,7 @@ def test_a_call_on_the_host_that_fails_is_recorded_and_the_others_are_timed():
     assert "one: ValueError: no such card" in markdown(sections(record_of(host=found))["host"])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch warns of its own functions when it compiles
 def test_every_call_that_has_a_bound_is_made_beside_the_one_that_it_replaces():
     x = torch.ones(4, 256, dtype=torch.bfloat16)
     weight = {"weight_q": torch.ones(256, 256, dtype=torch.int8), "weight_scale": torch.full((256,), 2.0**-8)}
