@@ -83,8 +83,15 @@ _TEST_SEED = Setting(
     "What the conformance suite draws its inputs from.",
     "when `skuda.tools.testing` is imported",
 )
+_VLLM = Setting(
+    "SKUDA_VLLM",
+    "`0` or `1`",
+    "`1`",
+    "Whether skuda serves the int8 layers of vLLM.",
+    "when vLLM loads its plug-ins",
+)
 
-SETTINGS = (_CACHE_DIR, _BUNDLE, _TUNING, _PLUGINS, _LOG, _NVTX, _TEST_SEED)
+SETTINGS = (_CACHE_DIR, _BUNDLE, _TUNING, _PLUGINS, _LOG, _NVTX, _VLLM, _TEST_SEED)
 """Every environment variable that skuda reads."""
 
 
@@ -154,6 +161,17 @@ def nvtx_enabled() -> bool:
         If it is neither 0 nor 1.
     """
     return _switch(_NVTX, otherwise=False)
+
+
+def serves_vllm() -> bool:
+    """Whether ``SKUDA_VLLM`` lets skuda serve the int8 layers of vLLM.
+
+    Raises
+    ------
+    InvalidRecord
+        If it is neither 0 nor 1.
+    """
+    return _switch(_VLLM, otherwise=True)
 
 
 def conformance_seed() -> int:

@@ -36,6 +36,7 @@ SAMPLED = pytest.StashKey()
 FOR_TORCH = ("torch", "transformers", "compressed_tensors", "safetensors")
 ABSENT = [name for name in FOR_TORCH if find_spec(name) is None]
 collect_ignore_glob = ["pytorch/*"] if ABSENT else []
+collect_ignore_glob += [] if find_spec("vllm") else ["serving/*"]
 # A shell starts what it puts in the background deaf to Ctrl-C, and so would be all programs that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,6 +45,11 @@ sys.path.extend(str(TESTS / name / "src") for name in EXAMPLES)
 
 def pytest_addoption(parser):
     parser.addoption("--torch", action="store_true", help="only files with tests that use torch or PyCUDA")
+
+
+def pytest_configure(config):
+    if find_spec("vllm"):  # whose own warnings are many, and not ours
+        config.addinivalue_line("filterwarnings", "ignore")
 
 
 def pytest_ignore_collect(collection_path, config):

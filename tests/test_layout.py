@@ -68,6 +68,10 @@ ORDER = (
     "torch.preparation",
     "torch.parallelize",
     "torch",
+    "vllm.fusion",
+    "vllm.loading",
+    "vllm.linear_kernel",
+    "vllm",
 )
 """Parts of `skuda`, each before those that may import it."""
 TOOLS = (
@@ -91,10 +95,14 @@ TOOLS = (
 """The same for `skuda.tools`, which nothing else imports."""
 
 
+LIFTED = (("dispatch", "torch"), ("dispatch", "vllm"))
+"""Folders that are packages beside `skuda.dispatch`."""
+
+
 def name_of(path):
     """The name under which a file is imported."""
     names = path.relative_to(ROOT).with_suffix("").parts
-    names = names[2:] if names[1] == "skuda-package" else names[1:] if names[:2] == ("dispatch", "torch") else names
+    names = names[2:] if names[1] == "skuda-package" else names[1:] if names[:2] in LIFTED else names
     return ".".join(("skuda", *names)).removesuffix(".__init__")
 
 

@@ -1,0 +1,23 @@
+"""skuda in vLLM: int8 linear layers by skuda's kernels, with norms and gated activations that write codes.
+
+vLLM loads `register` from the entry-point group ``vllm.general_plugins``, so installing skuda beside it is all. The
+versions 0.26 to 0.33 are tested. ``SKUDA_VLLM=0`` leaves vLLM as it is.
+"""
+
+from __future__ import annotations
+
+from skuda.dispatch.settings import serves_vllm
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Let skuda serve vLLM's int8 layers, before vLLM's own kernels, and add ``quantization="skuda"``.
+
+    vLLM calls this in each of its processes, in some of them more than once.
+    """
+    if not serves_vllm():
+        return
+    from skuda.vllm import linear_kernel
+
+    linear_kernel.offer()

@@ -1,0 +1,123 @@
+"""The kernel that vLLM's compressed-tensors layers (W8A8, int8) choose.
+
+The codes keep vLLM's layout, [N, K], in the parameter that vLLM made, so its weight loaders write to them at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.logger import init_logger
+from vllm.model_executor.kernels import linear as kernels
+from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel, Int8ScaledMMLinearLayerConfig
+from vllm.platforms import current_platform
+from vllm.platforms.interface import PlatformEnum
+
+from skuda.registry.errors import SkudaError
+from skuda.torch.autograd import Q_MAX
+from skuda.vllm import fusion, loading
+
+logger = init_logger("vllm.skuda")  # vLLM shows what loggers below its own say
+
+Verdict = tuple[bool, str | None]
+
+
+class SkudaInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
+    """Quantizes the input per token or with a given scale, and multiplies codes.
+
+    Every scheme of vLLM's int8 layers is served: dynamic or static, symmetric or with zero points, weight scales per
+    channel or per tensor, bias; outputs have the dtype of the input. Dynamic codes are those of skuda's
+    `dynamic_range`, -127..127 if symmetric, which divides by the scale where vLLM multiplies by its reciprocal. Static
+    codes are -128..127, as vLLM's.
+    """
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Verdict:
+        """Return whether skuda has a CUDA kernel for this card, or why not."""
+        del compute_capability  # the dispatcher asks the card
+        if not current_platform.is_cuda():
+            return False, "requires CUDA"
+        reason = missing()
+        if reason:
+            logger.warning_once("skuda serves no layer: %s", reason)
+        return not reason, reason or None
+
+    @classmethod
+    def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> Verdict:
+        """Return True: every scheme that the config describes is served."""
+        del c
+        return True, None
+
+    def __init__(self, c: Int8ScaledMMLinearLayerConfig, layer_param_names: Sequence[str]) -> None:
+        super().__init__(c, layer_param_names)
+        fusion.add_pass()
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Bring scales and zero points into the form that the ops take. The codes stay where they are."""
+        weight, weight_scale, input_scale, zero_point, _ = self.layer_param_names
+        loading.accept_floats(layer, weight, weight_scale)
+        if not self.config.is_channelwise:
+            loading.spread_scales(layer, weight_scale)
+        if self.config.is_static_input_scheme:
+            loading.replace(layer, input_scale, getattr(layer, input_scale).data.reshape(1))
+            if self.config.input_symmetric:
+                setattr(layer, zero_point, None)
+                zero = torch.zeros(1, dtype=torch.int32, device=getattr(layer, weight).device)
+                layer.register_buffer("skuda_zero", zero, persistent=False)
+            else:
+                loading.replace(layer, zero_point, getattr(layer, zero_point).data.to(torch.int32).reshape(1))
+
+    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the layer's output, (..., N), for an input of shape (..., K), in the input's dtype."""
+        weight, weight_scale, input_scale, zero_point, _ = self._get_layer_params(layer)
+        ops, symmetric = torch.ops.skuda, self.config.input_symmetric
+        if symmetric and not self.config.is_static_input_scheme:
+            found: Tensor = ops.quantized_linear.default(x, weight, weight_scale, None, bias)
+            return found
+        fields = {"q_min": -128, "q_max": 127, "output_element": "s8"}
+        if self.config.is_static_input_scheme:
+            zero = layer.skuda_zero if symmetric else zero_point
+            codes = ops.quantize_per_tensor.default(x, input_scale, zero, **fields)
+            scale, scope = input_scale, "tensor"
+        else:
+            codes, scale, zero_point = ops.dynamic_range.default(x, **fields, mode="asymmetric", scope="token")
+            scope = "token"
+        product: Tensor = ops.scaled_linear.default(
+            codes, weight, scale, None if symmetric else zero_point, weight_scale, None, bias,
+            output_element=_ELEMENTS[x.dtype], act_scale_scope=scope,
+        )  # fmt: skip
+        return product
+
+
+_ELEMENTS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
+
+
+@lru_cache(maxsize=1)
+def missing() -> str:
+    """Return why skuda cannot serve vLLM here; empty if it can."""
+    try:
+        import skuda.torch  # noqa: F401  it defines the ops
+        from skuda.functional import default_dispatcher
+        from skuda.kernels.linear import QuantizedLinearDescriptor
+
+        codes: Any = {"q_min": -Q_MAX, "q_max": Q_MAX, "activation_element": "bf16", "output_element": "bf16"}
+        dispatcher = default_dispatcher()
+        problem = QuantizedLinearDescriptor(m=16, c_out=4096, k=4096, **codes)
+        if dispatcher.explain(problem, device=f"cuda:{torch.cuda.current_device()}").chosen is not None:
+            return ""
+        absent = {name: status for name, status in dispatcher.status.items() if not status.available}
+        why = "; ".join(f"{name}: {status.detail}: {status.remedy}" for name, status in absent.items())
+    except (SkudaError, ImportError, RuntimeError) as error:
+        why = str(error)
+    return f"no CUDA kernel of skuda runs on this card: {why or 'its architecture has none'}"
+
+
+def offer() -> None:
+    """Put the kernel before vLLM's own, which decline nothing."""
+    known: list[Any] = kernels._POSSIBLE_INT8_KERNELS.setdefault(PlatformEnum.CUDA, [])  # noqa: SLF001  registering appends
+    if SkudaInt8ScaledMMLinearKernel not in known:
+        known.insert(0, SkudaInt8ScaledMMLinearKernel)

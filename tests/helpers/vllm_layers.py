@@ -1,0 +1,96 @@
+"""Linear layers of vLLM with int8 weights, as a checkpoint of compressed-tensors describes them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+K, HEAD = 64, 16
+PARTS = {
+    "column": {None: 48},
+    "merged": {0: 96, 1: 96},
+    "qkv": {"q": 64, "k": 32, "v": 32},
+    "row": {None: 48},
+}
+"""For each kind of layer, the output channels of its parts by what vLLM's loaders call them."""
+
+
+def quantization(*, dynamic=True, symmetric=True, per_channel=True):
+    """The config of a checkpoint whose linear layers are int8."""
+    common = {"num_bits": 8, "type": "int"}
+    weights = {**common, "strategy": "channel" if per_channel else "tensor", "dynamic": False, "symmetric": True}
+    inputs = {**common, "strategy": "token" if dynamic else "tensor", "dynamic": dynamic, "symmetric": symmetric}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return CompressedTensorsConfig.from_config(
+        {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "kv_cache_scheme": None,
+            "config_groups": {"group_0": group},
+        }
+    )
+
+
+def made(kind, dtype, config, *, bias=True, k=K):
+    """A layer without weights."""
+    with default_dtype(dtype):
+        more = {"bias": bias, "quant_config": config}
+        if kind == "qkv":
+            return QKVParallelLinear(k, HEAD, 4, 2, **more, prefix="layers.0.self_attn.qkv_proj")
+        if kind == "merged":
+            return MergedColumnParallelLinear(k, list(PARTS[kind].values()), **more, prefix="layers.0.mlp.gate_up_proj")
+        if kind == "row":
+            return RowParallelLinear(k, PARTS[kind][None], **more, prefix="layers.0.self_attn.o_proj")
+        return ColumnParallelLinear(k, PARTS[kind][None], **more, prefix="layers.0.mlp.up_proj")
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def checkpoint(kind, rng, *, dynamic=True, symmetric=True, per_channel=True, bias=True, k=K):
+    """Tensors of each part of a layer by their names in a checkpoint. Parts share the scale of the input."""
+    input_scale, zero_point = torch.tensor([rng.uniform(0.01, 0.1)]), torch.tensor([rng.integers(-90, 90)])
+    found = {}
+    for part, n in PARTS[kind].items():
+        codes = torch.from_numpy(rng.integers(-128, 128, (n, k), dtype="int8"))
+        scale = torch.from_numpy(rng.uniform(0.001, 0.1, (n, 1) if per_channel else ())).float()
+        found[part] = {"weight": codes, "weight_scale": scale}
+        if bias:
+            found[part]["bias"] = torch.from_numpy(rng.standard_normal(n))
+        if not dynamic:
+            found[part]["input_scale"] = input_scale.float()
+            if not symmetric:
+                found[part]["input_zero_point"] = zero_point.to(torch.int8)
+    return found
+
+
+def load(layer, parts):
+    """Write tensors to the parameters of a layer as the loaders of vLLM's models do."""
+    parameters = dict(layer.named_parameters())
+    for part, tensors in parts.items():
+        for name, tensor in tensors.items():
+            parameter = parameters[name]
+            parameter.weight_loader(parameter, tensor, *(() if part is None else (part,)))
+
+
+def ready(layer):
+    """Process the weights of a layer as vLLM does after it has loaded a model."""
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer

@@ -1,0 +1,90 @@
+"""vLLM's int8 layers compute what the reference of skuda computes, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from support import fresh
+from vllm.model_executor.kernels import linear as kernels
+from vllm.platforms.interface import PlatformEnum
+from vllm_layers import PARTS, K, checkpoint, load, made, quantization, ready
+
+import skuda.vllm
+from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel as Kernel
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+ELEMENTS = dict(zip(DTYPES, ("f16", "bf16", "f32"), strict=True))
+SCHEMES = tuple(itertools.product((True, False), repeat=3))
+
+
+def joined(parts, name):
+    """A tensor of the whole layer; a scale for each output channel."""
+    tensors = [
+        (t[name].expand(len(t["weight"]), 1) if name == "weight_scale" else t[name])
+        for t in parts.values()
+        if name in t
+    ]
+    return torch.cat(tensors) if tensors else None
+
+
+def expected(x, parts, *, dynamic, symmetric):
+    """The layer's output by the ops of skuda, on whole tensors."""
+    ops, low = torch.ops.skuda, -127 if dynamic and symmetric else -128
+    fields = {"q_min": low, "q_max": 127, "output_element": "s8"}
+    first = next(iter(parts.values()))
+    if dynamic:
+        mode = "symmetric" if symmetric else "asymmetric"
+        codes, scale, zero_point = ops.dynamic_range(x, **fields, mode=mode, scope="token")
+    else:
+        scale, zero_point = first["input_scale"], first.get("input_zero_point", torch.zeros(1)).to(torch.int32)
+        codes = ops.quantize_per_tensor(x, scale, zero_point, **fields)
+    bias = joined(parts, "bias")
+    return ops.scaled_linear(
+        codes,
+        joined(parts, "weight"),
+        scale,
+        None if symmetric else zero_point,
+        joined(parts, "weight_scale").reshape(-1),
+        None,
+        None if bias is None else bias.to(x.dtype),
+        output_element=ELEMENTS[x.dtype],
+        act_scale_scope="token" if dynamic else "tensor",
+    )
+
+
+@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize(("dynamic", "symmetric", "per_channel"), SCHEMES)
+def test_a_layer_of_every_scheme_has_the_bits_of_the_reference(served, kind, dynamic, symmetric, per_channel):
+    rng = fresh(kind, dynamic, symmetric, per_channel)
+    scheme = {"dynamic": dynamic, "symmetric": symmetric}
+    for dtype, bias in itertools.product(DTYPES, (True, False)):
+        layer = made(kind, dtype, quantization(**scheme, per_channel=per_channel), bias=bias)
+        assert type(layer.scheme.kernel) is Kernel
+        parts = checkpoint(kind, rng, **scheme, per_channel=per_channel, bias=bias)
+        load(layer, parts)
+        ready(layer)
+        for rows in (1, 7):
+            x = torch.from_numpy(rng.standard_normal((rows, K)) * rng.uniform(0.1, 10)).to(dtype)
+            output, _ = layer(x)
+            want = expected(x, parts, **scheme)
+            assert output.dtype is dtype
+            assert torch.equal(output.view(torch.uint8), want.view(torch.uint8))
+
+
+def test_it_stands_before_the_kernels_of_vllm_once(served):
+    for _ in range(2):
+        skuda.vllm.register()
+    assert [kernel for kernel in kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.CUDA] if kernel is Kernel] == [Kernel]
+    assert kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.CUDA][0] is Kernel
+
+
+def test_a_setting_leaves_vllm_as_it_is(alone, monkeypatch):
+    monkeypatch.setitem(kernels._POSSIBLE_INT8_KERNELS, PlatformEnum.CUDA, [])
+    monkeypatch.setenv("SKUDA_VLLM", "0")
+    skuda.vllm.register()
+    assert kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.CUDA] == []
+    monkeypatch.setenv("SKUDA_VLLM", "1")
+    skuda.vllm.register()
+    assert kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.CUDA] == [Kernel]
