@@ -66,8 +66,9 @@ class SkudaInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
             loading.replace(layer, input_scale, getattr(layer, input_scale).data.reshape(1))
             if self.config.input_symmetric:
                 setattr(layer, zero_point, None)
-                zero = torch.zeros(1, dtype=torch.int32, device=getattr(layer, weight).device)
-                layer.register_buffer("skuda_zero", zero, persistent=False)
+                if "skuda_zero" not in layer._buffers:  # noqa: SLF001  captured graphs read it
+                    zero = torch.zeros(1, dtype=torch.int32, device=getattr(layer, weight).device)
+                    layer.register_buffer("skuda_zero", zero, persistent=False)
             else:
                 loading.replace(layer, zero_point, getattr(layer, zero_point).data.to(torch.int32).reshape(1))
 

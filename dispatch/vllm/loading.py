@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.parameter import ChannelQuantScaleParameter
 
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.int8_linear import quantized_weight
@@ -27,36 +28,34 @@ def replace(layer: nn.Module, name: str, value: Tensor) -> None:
         held.data.copy_(value)
         return
     made = nn.Parameter(value, requires_grad=False)
-    made.weight_loader = _into(held.weight_loader)  # type: ignore[attr-defined]
+    made.weight_loader = _copy  # type: ignore[attr-defined]
     layer.register_parameter(name, made)
 
 
-def _into(loader: Loader) -> Loader:
-    """Return a loader that copies a value of one element into a parameter of another dtype."""
-    del loader
-
-    def load(param: Tensor, loaded_weight: Tensor, *_: Any) -> None:
-        param.data.copy_(loaded_weight.reshape(param.shape))
-
-    return load
+def _copy(param: Tensor, loaded_weight: Tensor, *_: Any) -> None:
+    """Load a value of one element, which all parts of a layer share."""
+    param.data.copy_(loaded_weight.reshape(param.shape))
 
 
 def spread_scales(layer: Any, name: str) -> None:
     """Give a layer whose parts have one weight scale each a scale for every output channel, (N, 1)."""
     held, widths = getattr(layer, name), list(layer.logical_widths)
-    if held.numel() == sum(widths) and held.dim() == 2:
-        return  # it was spread before
-    spread = torch.empty(sum(widths), 1, dtype=torch.float32, device=held.device)
-    made = nn.Parameter(spread, requires_grad=False)
+    if isinstance(held, ChannelQuantScaleParameter):
+        return
+    spread, loader = torch.empty(sum(widths), 1, dtype=torch.float32, device=held.device), held.weight_loader
+    made = ChannelQuantScaleParameter(data=spread, output_dim=0, weight_loader=loader)
 
-    def load(param: Tensor, loaded_weight: Tensor, shard: Any = None) -> None:
-        numbers = range(len(widths)) if shard is None else shard if isinstance(shard, tuple) else (shard,)
+    def load(param: Tensor, loaded_weight: Tensor, *shard: Any) -> None:
+        numbers = range(len(widths)) if not shard else shard[0] if isinstance(shard[0], tuple) else shard
+        if loaded_weight.numel() not in (1, len(numbers)):  # it has a scale for each channel already
+            loader(param, loaded_weight, *shard)
+            return
         parts = param.data.split(widths)
         values = loaded_weight.reshape(-1).to(param.device).expand(len(numbers))
         for value, number in zip(values, numbers, strict=True):
-            parts[_SHARDS.get(number, number)].copy_(value.expand_as(parts[_SHARDS.get(number, number)]))
+            parts[_SHARDS.get(number, number)][...] = value
 
-    made.weight_loader = load  # type: ignore[attr-defined]
+    made.weight_loader = load
     load(made, held.data)
     layer.register_parameter(name, made)
 
