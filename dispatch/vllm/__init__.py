@@ -18,6 +18,7 @@ def register() -> None:
     """
     if not serves_vllm():
         return
-    from skuda.vllm import linear_kernel
+    from skuda.vllm import config, linear_kernel
 
     linear_kernel.offer()
+    config.register()

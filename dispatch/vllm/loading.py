@@ -7,10 +7,12 @@ Parameters keep their memory, so captured CUDA graphs read the new values.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from vllm.model_executor.parameter import ChannelQuantScaleParameter
 
 from skuda.registry.errors import InvalidProblem
@@ -42,21 +44,21 @@ def spread_scales(layer: Any, name: str) -> None:
     held, widths = getattr(layer, name), list(layer.logical_widths)
     if isinstance(held, ChannelQuantScaleParameter):
         return
-    spread, loader = torch.empty(sum(widths), 1, dtype=torch.float32, device=held.device), held.weight_loader
-    made = ChannelQuantScaleParameter(data=spread, output_dim=0, weight_loader=loader)
+    spread, loader = torch.empty(sum(widths), 1, dtype=torch.float32, device=held.device), _of_a_layer(held, layer)
+    made = ChannelQuantScaleParameter(data=spread, output_dim=0, weight_loader=held.weight_loader)
 
-    def load(param: Tensor, loaded_weight: Tensor, *shard: Any) -> None:
+    def load(layer: Any, param: Tensor, loaded_weight: Tensor, *shard: Any) -> None:
         numbers = range(len(widths)) if not shard else shard[0] if isinstance(shard[0], tuple) else shard
         if loaded_weight.numel() not in (1, len(numbers)):  # it has a scale for each channel already
-            loader(param, loaded_weight, *shard)
+            loader(layer, param, loaded_weight, *shard)
             return
         parts = param.data.split(widths)
         values = loaded_weight.reshape(-1).to(param.device).expand(len(numbers))
         for value, number in zip(values, numbers, strict=True):
             parts[_SHARDS.get(number, number)][...] = value
 
-    made.weight_loader = load
-    load(made, held.data)
+    made.weight_loader = MethodType(load, layer)
+    load(layer, made, held.data)
     layer.register_parameter(name, made)
 
 
@@ -64,22 +66,44 @@ def accept_floats(layer: Any, weight: str, weight_scale: str) -> None:
     """Let the loader of a layer's codes quantize floating weights, (N, K) or the rows of one part, on the way.
 
     Scales are computed from whole rows, also where ranks hold columns of the weight, so every rank gets the same ones.
+    The layerwise reload of vLLM, which calls loaders once without memory to count what they load, counts the scales.
     """
-    parameter = getattr(layer, weight)
-    loader = parameter.weight_loader
-    if getattr(loader, "quantizes", False):
+    parameter, scales = getattr(layer, weight), getattr(layer, weight_scale)
+    if getattr(parameter.weight_loader, "quantizes", False):
         return
+    loader, scale_loader = _of_a_layer(parameter, layer), _of_a_layer(scales, layer)
 
-    def load(param: Tensor, loaded_weight: Tensor, *shard: Any, **named: Any) -> Any:
+    def load(layer: Any, param: Tensor, loaded_weight: Tensor, *shard: Any, **named: Any) -> Any:
         if not loaded_weight.is_floating_point():
-            return loader(param, loaded_weight, *shard, **named)
+            return loader(layer, param, loaded_weight, *shard, **named)
         if loaded_weight.dim() != 2:
             had = f"{loaded_weight.dtype} of shape {list(loaded_weight.shape)}"
             raise InvalidProblem("load_weights", weight, had, "be codes, or floating of shape [N, K]")
-        codes, scale = quantized_weight(loaded_weight.to(param.device))
         held = getattr(layer, weight_scale)
+        if param.is_meta:
+            with _disable_current_modes():  # or the scales would count as codes, too
+                held.weight_loader(held, torch.empty(len(loaded_weight), 1, device="meta"), *shard, **named)
+            return loader(layer, param, loaded_weight, *shard, **named)
+        codes, scale = quantized_weight(loaded_weight.to(param.device))
         held.weight_loader(held, scale.view(-1, 1), *shard, **named)
-        return loader(param, codes, *shard, **named)
+        return loader(layer, param, codes, *shard, **named)
+
+    def load_scales(layer: Any, param: Tensor, loaded_weight: Tensor, *shard: Any, **named: Any) -> Any:
+        if loaded_weight.is_meta and not param.is_meta:  # it was counted; the weight brings the scales
+            return None
+        return scale_loader(layer, param, loaded_weight, *shard, **named)
 
     load.quantizes = True  # type: ignore[attr-defined]
-    parameter.weight_loader = load
+    parameter.weight_loader, scales.weight_loader = MethodType(load, layer), MethodType(load_scales, layer)
+
+
+def _of_a_layer(parameter: Any, layer: nn.Module) -> Loader:
+    """Return a parameter's loader as a function of a layer, and then of what loaders take.
+
+    vLLM keeps loaders longer than layers, so they must not hold one, unless they are its methods: those it lets go.
+    """
+    loader: Any = parameter.weight_loader
+    if getattr(loader, "__self__", None) is layer:
+        function: Loader = loader.__func__
+        return function
+    return lambda _, *arguments, **named: loader(*arguments, **named)

@@ -21,30 +21,34 @@ PARTS = {
     "row": {None: 48},
 }
 """For each kind of layer, the output channels of its parts by what vLLM's loaders call them."""
+ELEMENTS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
-def quantization(*, dynamic=True, symmetric=True, per_channel=True):
-    """The config of a checkpoint whose linear layers are int8."""
+def quantization(**scheme):
+    """vLLM's config for a checkpoint whose linear layers are int8."""
+    return CompressedTensorsConfig.from_config(described(**scheme))
+
+
+def described(*, dynamic=True, symmetric=True, per_channel=True):
+    """What the config of such a model says."""
     common = {"num_bits": 8, "type": "int"}
     weights = {**common, "strategy": "channel" if per_channel else "tensor", "dynamic": False, "symmetric": True}
     inputs = {**common, "strategy": "token" if dynamic else "tensor", "dynamic": dynamic, "symmetric": symmetric}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
-    return CompressedTensorsConfig.from_config(
-        {
-            "quant_method": "compressed-tensors",
-            "format": "int-quantized",
-            "quantization_status": "compressed",
-            "ignore": ["lm_head"],
-            "kv_cache_scheme": None,
-            "config_groups": {"group_0": group},
-        }
-    )
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "config_groups": {"group_0": group},
+    }
 
 
-def made(kind, dtype, config, *, bias=True, k=K):
+def made(kind, dtype, config, *, bias=True, k=K, **more):
     """A layer without weights."""
     with default_dtype(dtype):
-        more = {"bias": bias, "quant_config": config}
+        more |= {"bias": bias, "quant_config": config}
         if kind == "qkv":
             return QKVParallelLinear(k, HEAD, 4, 2, **more, prefix="layers.0.self_attn.qkv_proj")
         if kind == "merged":
@@ -94,3 +98,43 @@ def ready(layer):
     """Process the weights of a layer as vLLM does after it has loaded a model."""
     layer.quant_method.process_weights_after_loading(layer)
     return layer
+
+
+def memory(layer):
+    """Where the tensors of a layer are."""
+    return {name: tensor.data_ptr() for name, tensor in (*layer.named_parameters(), *layer.named_buffers())}
+
+
+def joined(parts, name):
+    """A tensor of the whole layer; a scale for each output channel."""
+    tensors = [
+        (t[name].expand(len(t["weight"]), 1) if name == "weight_scale" else t[name])
+        for t in parts.values()
+        if name in t
+    ]
+    return torch.cat(tensors) if tensors else None
+
+
+def expected(x, parts, *, dynamic, symmetric):
+    """The layer's output by the ops of skuda, on whole tensors."""
+    ops, low = torch.ops.skuda, -127 if dynamic and symmetric else -128
+    fields = {"q_min": low, "q_max": 127, "output_element": "s8"}
+    first = next(iter(parts.values()))
+    if dynamic:
+        mode = "symmetric" if symmetric else "asymmetric"
+        codes, scale, zero_point = ops.dynamic_range(x, **fields, mode=mode, scope="token")
+    else:
+        scale, zero_point = first["input_scale"], first.get("input_zero_point", torch.zeros(1)).to(torch.int32)
+        codes = ops.quantize_per_tensor(x, scale, zero_point, **fields)
+    bias = joined(parts, "bias")
+    return ops.scaled_linear(
+        codes,
+        joined(parts, "weight"),
+        scale,
+        None if symmetric else zero_point,
+        joined(parts, "weight_scale").reshape(-1),
+        None,
+        None if bias is None else bias.to(x.dtype),
+        output_element=ELEMENTS[x.dtype],
+        act_scale_scope="token" if dynamic else "tensor",
+    )

@@ -9,49 +9,13 @@ import torch
 from support import fresh
 from vllm.model_executor.kernels import linear as kernels
 from vllm.platforms.interface import PlatformEnum
-from vllm_layers import PARTS, K, checkpoint, load, made, quantization, ready
+from vllm_layers import PARTS, K, checkpoint, expected, load, made, quantization, ready
 
 import skuda.vllm
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel as Kernel
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-ELEMENTS = dict(zip(DTYPES, ("f16", "bf16", "f32"), strict=True))
 SCHEMES = tuple(itertools.product((True, False), repeat=3))
-
-
-def joined(parts, name):
-    """A tensor of the whole layer; a scale for each output channel."""
-    tensors = [
-        (t[name].expand(len(t["weight"]), 1) if name == "weight_scale" else t[name])
-        for t in parts.values()
-        if name in t
-    ]
-    return torch.cat(tensors) if tensors else None
-
-
-def expected(x, parts, *, dynamic, symmetric):
-    """The layer's output by the ops of skuda, on whole tensors."""
-    ops, low = torch.ops.skuda, -127 if dynamic and symmetric else -128
-    fields = {"q_min": low, "q_max": 127, "output_element": "s8"}
-    first = next(iter(parts.values()))
-    if dynamic:
-        mode = "symmetric" if symmetric else "asymmetric"
-        codes, scale, zero_point = ops.dynamic_range(x, **fields, mode=mode, scope="token")
-    else:
-        scale, zero_point = first["input_scale"], first.get("input_zero_point", torch.zeros(1)).to(torch.int32)
-        codes = ops.quantize_per_tensor(x, scale, zero_point, **fields)
-    bias = joined(parts, "bias")
-    return ops.scaled_linear(
-        codes,
-        joined(parts, "weight"),
-        scale,
-        None if symmetric else zero_point,
-        joined(parts, "weight_scale").reshape(-1),
-        None,
-        None if bias is None else bias.to(x.dtype),
-        output_element=ELEMENTS[x.dtype],
-        act_scale_scope="token" if dynamic else "tensor",
-    )
 
 
 @pytest.mark.parametrize("kind", PARTS)

@@ -10,16 +10,12 @@ import torch
 from support import fresh
 from torch import nn
 from vllm.model_executor.model_loader.reload import layerwise
-from vllm_layers import PARTS, K, checkpoint, load, made, quantization, ready
+from vllm_layers import PARTS, K, checkpoint, load, made, memory, quantization, ready
 
 from skuda.registry import InvalidProblem
 
 SCHEMES = tuple(itertools.product((True, False), repeat=3))
 NAMES = ("dynamic", "symmetric", "per_channel")
-
-
-def memory(layer):
-    return {name: tensor.data_ptr() for name, tensor in (*layer.named_parameters(), *layer.named_buffers())}
 
 
 def new(kind, dtype, parts, scheme):

@@ -1,0 +1,215 @@
+"""``quantization="skuda"`` of vLLM: int8 layers whose bits do not depend on the degree of tensor parallelism.
+
+It serves checkpoints of compressed-tensors, and floating ones, whose linear layers are quantized while they are loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import one_line, shown
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.utils import WeightsMapper
+
+NAME = "skuda"
+CHECKPOINT = "compressed-tensors"
+"""What vLLM calls the checkpoints that are served."""
+
+_INT8 = {"num_bits": (8,), "type": ("int",)}
+_WEIGHTS = _INT8 | {"symmetric": (True,), "dynamic": (False,), "strategy": ("channel", "tensor"), "actorder": (None,)}
+_STATIC = _INT8 | {"dynamic": (False,), "strategy": ("tensor",)}
+_DYNAMIC = _INT8 | {"symmetric": (True,), "dynamic": (True,), "strategy": ("token",)}
+
+
+class SkudaConfig(QuantizationConfig):
+    """What is quantized, and how, of a model that skuda serves.
+
+    Without a checkpoint's description every linear layer is quantized while it is loaded: symmetric, a scale for each
+    token and for each output channel. Embeddings and the head stay floating.
+
+    Parameters
+    ----------
+    described : mapping, optional
+        `quantization_config` of a checkpoint of compressed-tensors.
+    ignore : tuple of str
+        Names of layers that stay floating, or regular expressions after ``re:``, where nothing is described.
+
+    Raises
+    ------
+    InvalidProblem
+        For a description of anything but int8 weights and int8 activations in one scheme.
+    """
+
+    def __init__(self, described: Mapping[str, Any] | None = None, ignore: tuple[str, ...] = ()) -> None:
+        # It is not imported with the plug-in: vLLM imports it where it is ready to.
+        from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+            CompressedTensorsConfig,
+        )
+
+        super().__init__()
+        if described is None:
+            described = _floating(ignore)
+        _check(described)
+        self.checkpoint = CompressedTensorsConfig.from_config(copy.deepcopy(dict(described)))
+
+    def get_name(self) -> Any:
+        """Return ``skuda``."""
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes of inputs and outputs."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Return the least compute capability. The dispatcher asks the card itself; see `SkudaLinearMethod`."""
+        return 75
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Return nothing: without a description in the model's config, vLLM calls `SkudaConfig()`."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> SkudaConfig:
+        """Read `quantization_config` of a model, or of `hf_overrides`.
+
+        Parameters
+        ----------
+        config : dict
+            That of compressed-tensors; or ``{"quant_method": "skuda", "ignore": [...]}`` for a floating checkpoint.
+
+        Raises
+        ------
+        InvalidProblem
+            For a description of anything else.
+        """
+        if config.get("quant_method") != NAME:
+            return cls(config)
+        for field in config.keys() - {"quant_method", "ignore"}:
+            _refuse(field, config[field], "be left out: with quant_method skuda there is only ignore")
+        return cls(ignore=tuple(config.get("ignore") or ()))
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> Any:
+        """Return ``skuda`` if the user asks for it, and the checkpoint is one of compressed-tensors."""
+        del hf_config
+        return NAME if user_quant == NAME and hf_quant_cfg.get("quant_method") == CHECKPOINT else None
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        """Turn names of layers into those of vLLM's model."""
+        self.checkpoint.apply_vllm_mapper(hf_to_vllm_mapper)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Return what serves a layer. None means that it stays as it is.
+
+        Raises
+        ------
+        InvalidProblem
+            For experts and embeddings that the checkpoint quantizes or does not ignore.
+        """
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        from skuda.vllm.linear_method import SkudaLinearMethod
+
+        checkpoint = self.checkpoint
+        checkpoint.packed_modules_mapping = self.packed_modules_mapping
+        if isinstance(layer, LinearBase):
+            scheme = checkpoint.get_scheme(layer, prefix)
+            if scheme is None:
+                return UnquantizedLinearMethod()
+            layer.scheme = scheme
+            return SkudaLinearMethod(checkpoint)
+        if isinstance(layer, RoutedExperts):
+            self._check_experts(layer, prefix)
+        if isinstance(layer, VocabParallelEmbedding) and self._quantizes(layer, prefix):
+            rule = "be ignored by the checkpoint: skuda serves embeddings and heads in floating point"
+            raise InvalidProblem(NAME, prefix, f"a quantized {type(layer).__name__}", rule)
+        return None
+
+    def _quantizes(self, layer: nn.Module, prefix: str) -> bool:
+        """Whether the checkpoint has codes for an embedding or a head."""
+        try:
+            scheme = self.checkpoint.get_scheme_dict(layer, prefix)
+        except ValueError:  # vLLM 0.26 found no target that names it
+            return False
+        return scheme is not None and scheme.get("weights") is not None
+
+    def _check_experts(self, layer: nn.Module, prefix: str) -> None:
+        """Refuse experts that are not ignored. Their sums over ranks are rounded, so the bits would depend on them."""
+        from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+
+        names = (getattr(layer, f"ckpt_{name}_name", name) for name in ("gate_proj", "up_proj", "down_proj"))
+        every = [prefix, *(f"{prefix}.0.{name}" for name in names)]
+        ignored = [should_ignore_layer(name, ignore=self.checkpoint.ignore) for name in every]
+        if not ignored[0] and not all(ignored[1:]):
+            rule = f"be in `ignore`, for example as 're:.*{prefix.rpartition('.')[2]}.*': skuda serves no experts"
+            raise InvalidProblem(NAME, prefix, "experts to quantize", rule)
+
+
+def register() -> None:
+    """Let vLLM know ``quantization="skuda"``."""
+    register_quantization_config(NAME)(SkudaConfig)
+
+
+def _floating(ignore: tuple[str, ...]) -> dict[str, Any]:
+    """Describe what becomes of a floating checkpoint."""
+    code = {"num_bits": 8, "type": "int", "symmetric": True}
+    weights = {**code, "strategy": "channel", "dynamic": False}
+    inputs = {**code, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    every = ["lm_head", *ignore]
+    return {"quant_method": CHECKPOINT, "format": "int-quantized", "ignore": every, "config_groups": {"linear": group}}
+
+
+def _check(config: Mapping[str, Any]) -> None:
+    """Refuse a description of anything that skuda does not serve."""
+    from compressed_tensors.quantization import QuantizationArgs
+
+    for field in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        if config.get(field):
+            _refuse(field, config[field], "be left out: skuda serves none")
+    _one_of("format", config.get("format"), ("int-quantized",))
+    found = []
+    for name, group in (config.get("config_groups") or {}).items():
+        place = f"config_groups.{name}"
+        if group.get("output_activations"):
+            _refuse(f"{place}.output_activations", group["output_activations"], "be left out")
+        _one_of(f"{place}.format", group.get("format"), (None, "int-quantized"))
+        scheme = []
+        for part in ("weights", "input_activations"):
+            if not group.get(part):
+                _refuse(f"{place}.{part}", group.get(part), "describe int8 codes")
+            try:
+                arguments = QuantizationArgs.model_validate(group[part])
+            except ValueError as error:
+                _refuse(f"{place}.{part}", group[part], f"be what compressed-tensors accepts ({one_line(str(error))})")
+            rules = _WEIGHTS if part == "weights" else _DYNAMIC if arguments.dynamic else _STATIC
+            for field, allowed in rules.items():
+                _one_of(f"{place}.{part}.{field}", getattr(arguments, field), allowed)
+            scheme.append([getattr(arguments, field) for field in ("symmetric", "dynamic", "strategy")])
+        found.append(scheme)
+    if not found or any(scheme != found[0] for scheme in found):
+        _refuse("config_groups", config.get("config_groups"), "have groups of one scheme, and at least one group")
+
+
+def _one_of(field: str, had: Any, allowed: tuple[Any, ...]) -> None:
+    if had not in allowed:
+        _refuse(field, getattr(had, "value", had), f"be {' or '.join(shown(value) for value in allowed)}")
+
+
+def _refuse(field: str, had: Any, rule: str) -> NoReturn:
+    raise InvalidProblem("quantization_config", field, shown(had), f"{rule}, for quantization='skuda'")

@@ -1,0 +1,161 @@
+"""Linear layers of ``quantization="skuda"``. Their bits do not depend on the degree of tensor parallelism.
+
+A rank with rows of the output channels has the whole input, so it computes what one rank computes. Where ranks hold
+columns of the weight, they exchange what is exact: the largest magnitude of each row, so that all use the scale of the
+whole row, and the s32 sums of codes. Each rounds the whole sums once; vLLM's own reduction after the layer is off. The
+result has the bits of `quantized_linear`, or `scaled_linear`, on whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed import parallel_state
+from vllm.model_executor.kernels.linear import Int8ScaledMMLinearLayerConfig
+from vllm.model_executor.layers.linear import RowParallelLinear, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsLinearMethod,
+)
+
+from skuda.kernels.linear.problem import longest_k
+from skuda.registry.elements import ElementKind
+from skuda.registry.errors import InvalidProblem
+from skuda.torch.autograd import Q_MAX
+from skuda.torch.dtypes import element_of
+from skuda.torch.ops import LIBRARY, TAGS
+from skuda.vllm import loading
+from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel, logger
+
+_OPS = torch.ops.skuda
+_LONGEST = longest_k(ElementKind.S8, ElementKind.S8)
+_REDUCTIONS = {"max": distributed.ReduceOp.MAX, "sum": distributed.ReduceOp.SUM}
+
+
+@register_weight_loader_v2_supported_method
+class SkudaLinearMethod(CompressedTensorsLinearMethod):
+    """Makes, loads and runs the weights of a layer. Floating weights are quantized while they are loaded."""
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Make the parameters of a rank's part, as vLLM's layers of compressed-tensors have them.
+
+        Raises
+        ------
+        InvalidProblem
+            If skuda has no kernel for this card, or the ranks would not get the bits of one rank.
+        """
+        sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
+        super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
+        kernel = layer.scheme.kernel
+        if not isinstance(kernel, SkudaInt8ScaledMMLinearKernel):
+            why = SkudaInt8ScaledMMLinearKernel.is_supported()[1] or "vLLM was told to use another kernel"
+            raise InvalidProblem(
+                "skuda", "quantization", f"'skuda' where vLLM chose {type(kernel).__name__}", f"not be given: {why}"
+            )
+        if not kernel.config.is_channelwise:
+            loading.spread_scales(layer, "weight_scale")
+        loading.accept_floats(layer, "weight", "weight_scale")
+        if input_size_per_partition != input_size:
+            _check_split(layer, input_size)
+            layer.reduce_results = False
+            group = parallel_state.get_tp_group().unique_name
+            layer.scheme.kernel = _SplitKernel(kernel.config, kernel.layer_param_names, group, input_size)
+
+
+class _SplitKernel(SkudaInt8ScaledMMLinearKernel):
+    """The kernel of a layer of which each rank holds columns, (N, K / ranks)."""
+
+    def __init__(self, c: Int8ScaledMMLinearLayerConfig, layer_param_names: Sequence[str], group: str, k: int) -> None:
+        super().__init__(c, layer_param_names)
+        self.group, self.k = group, k
+
+    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the whole output, (..., N), on every rank for its columns of the input, (..., K / ranks)."""
+        del bias  # vLLM gives it to the first rank only
+        weight, weight_scale, scale, zero_point, _ = self._get_layer_params(layer)
+        rows, of_channels = x.reshape(-1, x.shape[-1]), None
+        if self.config.is_static_input_scheme:
+            zero = layer.skuda_zero if zero_point is None else zero_point
+            codes = _OPS.quantize_per_tensor.default(rows, scale, zero, q_min=-128, q_max=127, output_element="s8")
+        else:
+            largest = _OPS.all_reduce.default(_OPS.amax.default(rows), "max", self.group)
+            codes, scale = _OPS.amax_quantize.default(rows, largest, q_min=-Q_MAX, q_max=Q_MAX, output_element="s8")
+        if zero_point is not None:  # a row of ones gives the sums of the weight's rows, with the same exchange
+            codes = torch.cat((codes, codes.new_ones(1, codes.shape[1])))
+        sums = _OPS.scaled_linear.default(codes, weight, output_element="s32")
+        sums = _OPS.all_reduce.default(sums, "sum", self.group)
+        if zero_point is not None:
+            sums, of_channels = sums[:-1], sums[-1]
+        output: Tensor = _OPS.rescale.default(
+            sums, scale, weight_scale, zero_point, of_channels, None, None, None if layer.skip_bias_add else layer.bias,
+            k=self.k, output_element=str(element_of(x.dtype)),
+            act_scale_scope="tensor" if self.config.is_static_input_scheme else "token",
+        )  # fmt: skip
+        return output.reshape(*x.shape[:-1], output.shape[-1])
+
+
+def _check_split(layer: nn.Module, k: int) -> None:
+    """Refuse a layer whose ranks hold columns where the exchange is impossible, or others add what is not a part."""
+    name = layer.prefix or type(layer).__name__
+    if not isinstance(layer, RowParallelLinear):
+        raise InvalidProblem(
+            "skuda", name, f"a {type(layer).__name__} split along K", "be a RowParallelLinear, or be ignored"
+        )
+    if k > _LONGEST:
+        raise InvalidProblem(
+            "skuda", name, f"K of {k}", f"have a K of at most {_LONGEST}, whose sums fit in s32, or be ignored"
+        )
+    if not layer.reduce_results:
+        rule = "be ignored: the model adds up its parts later, and skuda makes the whole output on every rank"
+        raise InvalidProblem("skuda", name, "reduce_results=False", rule)
+    config = get_current_vllm_config_or_none()
+    if config is None:
+        return
+    if config.lora_config is not None:
+        rule = "be left out with several ranks: adapters are added to parts, and skuda makes the whole output on every rank"
+        raise InvalidProblem("skuda", "enable_lora", "True", rule)
+    passes = config.compilation_config.pass_config
+    for field in ("enable_sp", "fuse_gemm_comms"):
+        if getattr(passes, field, False):
+            rule = "be off: it splits tokens after reductions of vLLM, of which skuda's layers have none"
+            raise InvalidProblem("skuda", f"pass_config.{field}", "True", rule)
+    if passes.fuse_allreduce_rms:
+        passes.fuse_allreduce_rms = False
+        logger.info_once("fuse_allreduce_rms is off: its norm has other bits than that of one rank")
+
+
+def _all_reduce(input: Tensor, how: str, group: str) -> Tensor:
+    """Return the maximum or the sum of the tensors of all ranks, element by element.
+
+    vLLM's own op is no use here: it only sums, and its kernels take floating numbers for small s32 tensors.
+    """
+    ranks = parallel_state._groups[group]()  # noqa: SLF001  where vLLM's own ops look it up
+    given, op = input.contiguous(), _REDUCTIONS[how]
+    nccl = getattr(ranks.device_communicator, "pynccl_comm", None)
+    found: Tensor | None = None if nccl is None else nccl.all_reduce(given, op=op)  # None if it is disabled
+    if found is None:
+        found = given.clone()
+        distributed.all_reduce(found, op, group=ranks.device_group)
+    return found
+
+
+LIBRARY.define("all_reduce(Tensor input, str how, str group) -> Tensor", tags=TAGS)
+for _key in ("CPU", "CUDA"):
+    LIBRARY.impl("all_reduce", _all_reduce, _key)
+torch.library.register_fake(
+    "skuda::all_reduce",
+    lambda input, how, group: torch.empty_like(input).contiguous(),
+    lib=LIBRARY,  # noqa: ARG005
+)

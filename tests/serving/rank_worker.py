@@ -1,0 +1,213 @@
+"""One process of `test_ranks`: `rank_worker.py RANK COUNT FOLDER SEED` does all cases on 1, 2, ... and COUNT ranks."""
+
+import itertools
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1"}
+
+import numpy as np
+import torch
+from torch import nn
+
+warnings.simplefilter("ignore")
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import destroy_model_parallel, ensure_model_parallel_initialized, init_distributed_environment
+from vllm.model_executor.kernels import linear as kernels
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.platforms.interface import PlatformEnum
+from vllm_layers import ELEMENTS, PARTS, K, checkpoint, described, expected, load, made, memory, ready
+
+import skuda.vllm
+from skuda.vllm import linear_method
+from skuda.vllm.config import SkudaConfig
+from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel as Kernel
+
+RANK, COUNT, FOLDER, SEED = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+HEADS = {"q": 4, "k": 2, "v": 2}
+SCHEMES = tuple(
+    {"dynamic": dynamic, "symmetric": symmetric, "per_channel": per_channel}
+    for dynamic, symmetric in ((True, True), (False, True), (False, False))
+    for per_channel in (True, False)
+)
+DYNAMIC, STATIC = SCHEMES[0], SCHEMES[-1]
+
+
+def drawn(*case):
+    """Random numbers, the same on every rank and for every number of ranks."""
+    return np.random.default_rng([SEED, *map(ord, " ".join(map(str, case)))])
+
+
+def inputs(rng, rows, dtype):
+    """Rows whose largest magnitude is on one rank."""
+    return torch.from_numpy(rng.standard_normal((rows, K)) * rng.uniform(0.01, 3, (rows, K)) ** 3).to(dtype)
+
+
+def own(kind, whole, degree):
+    """What a rank has of the output of the whole layer."""
+    if kind == "row" or degree == 1:
+        return whole
+    rank = RANK % degree
+    counts = [min(degree, HEADS.get(part, degree)) for part in PARTS[kind]]
+    parts = zip(whole.split(list(PARTS[kind].values()), -1), counts, strict=True)
+    return torch.cat([part.chunk(count, -1)[rank * count // degree] for part, count in parts], -1)
+
+
+def called(layer, x, degree, forward=None):
+    """The layer's output for the rank's part of the input."""
+    return (forward or layer)(x.chunk(degree, -1)[RANK % degree] if getattr(layer, "input_is_parallel", False) else x)
+
+
+def right(layer, kind, x, parts, degree, scheme, forward=None):
+    """Whether the layer's output has the bits of the whole layer."""
+    want = own(kind, expected(x, parts, dynamic=scheme["dynamic"], symmetric=scheme["symmetric"]), degree)
+    found, _ = called(layer, x, degree, forward)
+    return found.dtype is x.dtype and torch.equal(found.contiguous().view(torch.uint8), want.view(torch.uint8))
+
+
+def new(kind, dtype, scheme, **more):
+    """A layer of a checkpoint without weights."""
+    return made(kind, dtype, SkudaConfig.from_config(described(**scheme)), **more)
+
+
+def floats(kind, rng, dtype):
+    """Floating weights of a layer, and what becomes of them."""
+    weights = {part: torch.from_numpy(rng.standard_normal((n, K))).to(dtype) for part, n in PARTS[kind].items()}
+    fields = {"q_min": -127, "q_max": 127, "output_element": "s8"}
+    codes = {part: torch.ops.skuda.dynamic_range(weight, **fields)[:2] for part, weight in weights.items()}
+    whole = {part: {"weight": code, "weight_scale": scale.view(-1, 1)} for part, (code, scale) in codes.items()}
+    return {part: {"weight": weight} for part, weight in weights.items()}, whole
+
+
+def schemes(degree):
+    """Every kind of layer with every scheme, dtype and bias."""
+    for kind, (number, scheme), dtype, bias in itertools.product(PARTS, enumerate(SCHEMES), ELEMENTS, (True, False)):
+        rng = drawn(kind, number, dtype, bias)
+        layer = new(kind, dtype, scheme, bias=bias)
+        parts = checkpoint(kind, rng, **scheme, bias=bias)
+        load(layer, parts)
+        ready(layer)
+        for rows in (1, 7):
+            yield right(layer, kind, inputs(rng, rows, dtype), parts, degree, scheme)
+
+
+def rows_with(degree):
+    """Layers of columns that get the whole input, that return their bias, and that have several axes of rows."""
+    rng = drawn("rows with")
+    for scheme, more in itertools.product(
+        (DYNAMIC, STATIC), ({}, {"input_is_parallel": False}, {"skip_bias_add": True})
+    ):
+        layer, parts = new("row", torch.bfloat16, scheme, **more), checkpoint("row", rng, **scheme)
+        load(layer, parts)
+        ready(layer)
+        x = inputs(rng, 6, torch.bfloat16)
+        if layer.skip_bias_add:
+            bias = called(layer, x, degree)[1]
+            yield torch.equal(bias, parts[None].pop("bias").bfloat16())
+        yield right(layer, "row", x, parts, degree, scheme)
+        found = called(layer, x.view(2, 3, K), degree)[0]
+        yield torch.equal(found, called(layer, x, degree)[0].view(2, 3, -1))
+
+
+def floating(degree):
+    """Weights of a floating checkpoint, quantized on the way."""
+    for kind, dtype in itertools.product(PARTS, ELEMENTS):
+        rng = drawn(kind, dtype)
+        weights, whole = floats(kind, rng, dtype)
+        layer = made(kind, dtype, SkudaConfig(), bias=False)
+        yield layer.weight.dtype is torch.int8
+        load(layer, weights)
+        ready(layer)
+        yield right(layer, kind, inputs(rng, 5, dtype), whole, degree, DYNAMIC)
+
+
+def compiled(degree):
+    """One graph for any number of rows."""
+    backend = "inductor" if degree == 2 else "aot_eager"
+    for kind, scheme in itertools.product(PARTS if degree == COUNT else ("row",), (DYNAMIC, STATIC)):
+        rng = drawn("compiled", kind, scheme["dynamic"])
+        layer, parts = new(kind, torch.bfloat16, scheme), checkpoint(kind, rng, **scheme)
+        load(layer, parts)
+        ready(layer)
+        torch.compiler.reset()
+        forward = torch.compile(layer.forward, fullgraph=True, dynamic=True, backend=backend)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for rows in (3, 8, 5):
+                yield right(layer, kind, inputs(rng, rows, torch.bfloat16), parts, degree, scheme, forward)
+
+
+def in_place(degree):
+    """Weights that are loaded again, by the loaders alone and by the layerwise reload of vLLM."""
+    for kind, (number, scheme), reloads, bias in itertools.product(
+        PARTS, enumerate(SCHEMES), (False, True), (True, False)
+    ):
+        rng = drawn("in place", kind, number, bias)
+        model = nn.ModuleDict({"layer": new(kind, torch.bfloat16, scheme, bias=bias)})
+        layer = model["layer"]
+        layerwise.record_metadata_for_reloading(model)
+        load(layer, checkpoint(kind, rng, **scheme, bias=bias))
+        ready(layer)
+        before = memory(layer)
+        for floating in (False, True) if scheme["dynamic"] else (False,):
+            given = parts = checkpoint(kind, rng, **scheme, bias=bias)
+            if floating:
+                given, whole = floats(kind, rng, torch.bfloat16)
+                biases = {part: {"bias": tensors["bias"]} for part, tensors in parts.items() if bias}
+                given, parts = ({part: each[part] | biases.get(part, {}) for part in each} for each in (given, whole))
+            if reloads:
+                layerwise.initialize_layerwise_reload(model)
+            load(layer, given)
+            if reloads:
+                layerwise.finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.bfloat16))
+            yield memory(layer) == before
+            yield right(layer, kind, inputs(rng, 4, torch.bfloat16), parts, degree, scheme)
+
+
+class OwnMaximum:
+    """The ops, but each rank uses the maximum of its own columns."""
+
+    def __getattr__(self, name):
+        found = getattr(torch.ops.skuda, name)
+        if name == "all_reduce":
+            return SimpleNamespace(default=lambda x, how, group: x if how == "max" else found.default(x, how, group))
+        return found
+
+
+def faults(degree):
+    """Whether wrong layers have the right bits: with maxima of their own, and with parts rounded before the sum."""
+    rng = drawn("faults")
+    layer, parts = new("row", torch.bfloat16, DYNAMIC), checkpoint("row", rng, **DYNAMIC)
+    load(layer, parts)
+    ready(layer)
+    x = inputs(rng, 16, torch.bfloat16)
+    linear_method._OPS = OwnMaximum()
+    yield right(layer, "row", x, parts, degree, DYNAMIC)
+    linear_method._OPS = torch.ops.skuda
+    yield right(layer, "row", x, parts, degree, DYNAMIC)
+    kernel = layer.scheme.kernel
+    layer.scheme.kernel, layer.reduce_results = Kernel(kernel.config, kernel.layer_param_names), True
+    yield right(layer, "row", x, parts, degree, DYNAMIC)
+
+
+torch.set_num_threads(1)
+Kernel.is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
+skuda.vllm.register()
+kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.CPU] = kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.CUDA]
+every = {}
+with set_current_vllm_config(VllmConfig()):
+    init_distributed_environment(COUNT, RANK, f"file://{FOLDER}/store", RANK, "gloo")
+    degree = 1
+    while degree <= COUNT:
+        ensure_model_parallel_initialized(degree, 1)
+        with torch.inference_mode():
+            for case in (schemes, rows_with, floating, compiled, in_place, faults):
+                every[f"{case.__name__} {degree}"] = list(case(degree))
+        destroy_model_parallel()
+        degree *= 2
+(FOLDER / f"{RANK}.json").write_text(json.dumps(every))
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()

@@ -1,0 +1,274 @@
+"""``quantization="skuda"``: what vLLM gets for a model, and what is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import fresh
+from torch import distributed, nn
+from vllm.config import LoadConfig, LoRAConfig, ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.model_executor import parameter
+from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import llama
+from vllm_layers import PARTS, default_dtype, described, made, quantization
+
+import skuda.vllm
+from skuda.registry import InvalidProblem
+from skuda.torch.int8_linear import quantized_weight
+from skuda.vllm.config import SkudaConfig
+from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel as Kernel
+from skuda.vllm.linear_method import SkudaLinearMethod
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def config_of(alone, tmp_path):
+    """A function that makes vLLM's config for a tiny Llama on disk."""
+    skuda.vllm.register()
+
+    def make(description=None, **arguments):
+        more = {} if description is None else {"quantization_config": description}
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | more))
+        return ModelConfig(model=str(tmp_path), tokenizer=str(tmp_path), skip_tokenizer_init=True, **arguments)
+
+    return make
+
+
+def quantized(config):
+    """What vLLM makes of a model's config."""
+    return VllmConfig.get_quantization_config(config, LoadConfig())
+
+
+SHORT = {"quant_method": "skuda", "ignore": ["re:.*down_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("description", "overrides", "ignored"),
+    [
+        (None, {}, ["lm_head"]),
+        (described(), {}, ["lm_head"]),
+        (described(dynamic=False, symmetric=False), {}, ["lm_head"]),
+        (SHORT, {}, ["lm_head", "re:.*down_proj"]),
+        (None, {"quantization_config": SHORT}, ["lm_head", "re:.*down_proj"]),
+    ],
+)
+def test_vllm_gets_the_config(config_of, description, overrides, ignored):
+    found = quantized(config_of(description, quantization="skuda", hf_overrides=overrides))
+    assert type(found) is SkudaConfig
+    assert found.get_name() == "skuda"
+    assert found.checkpoint.ignore == ignored
+
+
+def test_checkpoints_are_left_to_vllm_without_the_word(config_of):
+    assert quantized(config_of(described())).get_name() == "compressed-tensors"
+    with pytest.raises(ValueError, match="skuda"):
+        config_of({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}, quantization="skuda")
+
+
+def changed(place, value, **scheme):
+    config = described(**scheme)
+    *path, last = place.split(".")
+    at = config
+    for name in path:
+        at = at[name]
+    at[last] = value
+    return config
+
+
+GROUP = "config_groups.group_0"
+FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+OTHER = copy.deepcopy(described(dynamic=False)["config_groups"]["group_0"]) | {"targets": ["re:.*o_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (changed("kv_cache_scheme", FP8), "kv_cache_scheme"),
+        (changed("sparsity_config", {"format": "sparse-24-bitmask"}), "sparsity_config"),
+        (changed("transform_config", {"config_groups": {}}), "transform_config"),
+        (changed("format", "pack-quantized"), "format"),
+        (changed("config_groups", {}), "config_groups"),
+        (changed("config_groups.group_1", OTHER), "config_groups"),
+        (changed(f"{GROUP}.output_activations", FP8), f"{GROUP}.output_activations"),
+        (changed(f"{GROUP}.format", "float-quantized"), f"{GROUP}.format"),
+        (changed(f"{GROUP}.weights", None), f"{GROUP}.weights"),
+        (changed(f"{GROUP}.input_activations", None), f"{GROUP}.input_activations"),
+        (changed(f"{GROUP}.weights.num_bits", 4), f"{GROUP}.weights.num_bits"),
+        (changed(f"{GROUP}.weights.type", "float"), f"{GROUP}.weights.type"),
+        (changed(f"{GROUP}.weights.symmetric", False), f"{GROUP}.weights.symmetric"),
+        (changed(f"{GROUP}.weights.dynamic", True), f"{GROUP}.weights"),
+        (changed(f"{GROUP}.weights", FP8 | {"strategy": "group", "group_size": 128}), f"{GROUP}.weights"),
+        (changed(f"{GROUP}.input_activations.num_bits", 4), f"{GROUP}.input_activations.num_bits"),
+        (changed(f"{GROUP}.input_activations.type", "float"), f"{GROUP}.input_activations.type"),
+        (changed(f"{GROUP}.input_activations.symmetric", False), f"{GROUP}.input_activations.symmetric"),
+        (changed(f"{GROUP}.input_activations.strategy", "tensor"), f"{GROUP}.input_activations.strategy"),
+        (changed(f"{GROUP}.input_activations.strategy", "token", dynamic=False), f"{GROUP}.input_activations"),
+        ({"quant_method": "skuda", "bits": 8}, "bits"),
+    ],
+)
+def test_other_schemes_are_refused_by_name(config_of, config, field):
+    with pytest.raises(InvalidProblem) as refusal:
+        quantized(config_of(config, quantization="skuda"))
+    assert refusal.value.field.startswith(field)
+
+
+def test_attention_that_is_quantized_is_refused(config_of):
+    config = changed("config_groups.attention", {"targets": ["LlamaAttention"], "input_activations": FP8})
+    with pytest.raises(InvalidProblem, match="attention"):
+        quantized(config_of(config, quantization="skuda"))
+
+
+@pytest.mark.parametrize("ignore", [["re:.*[qkv]_proj"], [f"layers.0.self_attn.{name}_proj" for name in "qkv"]])
+def test_layers_that_are_ignored_stay_floating(served, ignore):
+    for config in (SkudaConfig(described() | {"ignore": ignore}), SkudaConfig(ignore=tuple(ignore))):
+        config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+        methods = {kind: made(kind, torch.bfloat16, config).quant_method for kind in PARTS}
+        assert type(methods.pop("qkv")) is UnquantizedLinearMethod
+        assert {type(method) for method in methods.values()} == {SkudaLinearMethod}
+        config.checkpoint.ignore = ignore[:1] if len(ignore) > 1 else ["re:.*q_proj"]
+        with pytest.raises(ValueError, match="different"):
+            made("qkv", torch.bfloat16, config)
+
+
+def test_embeddings_and_heads_stay_floating(served):
+    for config in (SkudaConfig(), SkudaConfig(described())):
+        for kind in (VocabParallelEmbedding, ParallelLMHead):
+            assert type(kind(128, 64, quant_config=config, prefix="lm_head").quant_method) is UnquantizedEmbeddingMethod
+    config = changed(f"{GROUP}.targets", ["Linear", "re:.*lm_head"]) | {"ignore": []}
+    with pytest.raises(InvalidProblem, match="lm_head"):
+        ParallelLMHead(128, 64, quant_config=SkudaConfig(config), prefix="lm_head")
+
+
+def test_experts_are_refused_unless_they_are_ignored(alone):
+    experts, prefix = RoutedExperts.__new__(RoutedExperts), "layers.0.mlp.experts"
+    nn.Module.__init__(experts)
+    for wrong in ((), ("re:.*gate_proj",)):
+        with pytest.raises(InvalidProblem, match="experts"):
+            SkudaConfig(ignore=wrong).get_quant_method(experts, prefix)
+    for right in ((prefix,), ("re:.*experts.*",), tuple(f"{prefix}.0.{name}_proj" for name in ("gate", "up", "down"))):
+        assert SkudaConfig(ignore=right).get_quant_method(experts, prefix) is None
+
+
+def test_another_kernel_is_refused(served, monkeypatch):
+    monkeypatch.setattr(Kernel, "can_implement", classmethod(lambda cls, c: (False, "of the test")))
+    with pytest.raises((InvalidProblem, ValueError)) as refusal:
+        made("row", torch.bfloat16, SkudaConfig())
+    assert "skuda" in str(refusal.value).lower()
+
+
+@pytest.fixture
+def two(served, monkeypatch):
+    """Layers are made as on the first of two ranks."""
+    for module in (linear, parameter):
+        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 2)
+    return served
+
+
+def test_what_ranks_cannot_make_whole_is_refused_by_name(two, monkeypatch):
+    with pytest.raises(InvalidProblem, match=r"o_proj .* at most 131071"):
+        made("row", torch.bfloat16, SkudaConfig(), k=131_074)
+    with pytest.raises(InvalidProblem, match="reduce_results=False"):
+        made("row", torch.bfloat16, SkudaConfig(), bias=False, reduce_results=False)
+    passes = two.compilation_config.pass_config
+    if hasattr(passes, "enable_sp"):  # vLLM 0.33 has no such pass
+        monkeypatch.setattr(passes, "enable_sp", True)
+        with pytest.raises(InvalidProblem, match="enable_sp"):
+            made("row", torch.bfloat16, SkudaConfig())
+        monkeypatch.setattr(passes, "enable_sp", False)
+    monkeypatch.setattr(two, "lora_config", LoRAConfig())
+    made("column", torch.bfloat16, SkudaConfig())
+    with pytest.raises(InvalidProblem, match="enable_lora"):
+        made("row", torch.bfloat16, SkudaConfig())
+
+
+def test_what_reduces_after_a_layer_is_off(two):
+    two.compilation_config.pass_config.fuse_allreduce_rms = True
+    assert made("row", torch.bfloat16, quantization()).reduce_results
+    assert two.compilation_config.pass_config.fuse_allreduce_rms
+    assert not made("row", torch.bfloat16, SkudaConfig()).reduce_results
+    assert not two.compilation_config.pass_config.fuse_allreduce_rms
+
+
+@pytest.mark.parametrize("how", ["max", "sum"])
+@pytest.mark.parametrize("disabled", [True, False])
+def test_tensors_are_exchanged_by_nccl_of_vllm_if_it_has_it(alone, monkeypatch, how, disabled):
+    calls = []
+
+    class Communicator:
+        def all_reduce(self, tensor, op):
+            calls.append(op)
+            return None if disabled else tensor + 1
+
+    group = parallel_state.get_tp_group()
+    monkeypatch.setattr(group, "device_communicator", SimpleNamespace(pynccl_comm=Communicator()))
+    given = torch.from_numpy(fresh(how).integers(-9, 9, (3, 4), dtype="int32"))
+    found = torch.ops.skuda.all_reduce(given, how, group.unique_name)
+    assert calls == [{"max": distributed.ReduceOp.MAX, "sum": distributed.ReduceOp.SUM}[how]]
+    assert torch.equal(found, given if disabled else given + 1)
+    assert found.data_ptr() != given.data_ptr()
+
+
+@pytest.mark.parametrize("ignore", [[], ["re:.*down_proj"]])
+def test_a_floating_llama_is_quantized_while_it_is_loaded(served, config_of, monkeypatch, ignore):
+    monkeypatch.setattr(llama, "SiluAndMul", nn.Identity)  # vLLM 0.26 wants its library for it
+    rng, override = fresh(), {"quantization_config": {"quant_method": "skuda", "ignore": ignore}}
+    model_config = config_of(quantization="skuda", hf_overrides=override if ignore else {})
+    config = VllmConfig(model_config=model_config)
+    with set_current_vllm_config(config), default_dtype(torch.bfloat16):
+        model = initialize_model(vllm_config=config)
+    floats, wide, narrow = {}, LLAMA["intermediate_size"], LLAMA["hidden_size"]
+    sizes = {"gate_proj": (wide, 64), "up_proj": (wide, 64), "down_proj": (64, wide), "q_proj": (64, 64)}
+    for layer in range(LLAMA["num_hidden_layers"]):
+        for name, size in (sizes | {"k_proj": (32, 64), "v_proj": (32, 64), "o_proj": (64, 64)}).items():
+            place = "mlp" if size[0] == wide or size[1] == wide else "self_attn"
+            floats[f"model.layers.{layer}.{place}.{name}.weight"] = size
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            floats[f"model.layers.{layer}.{name}.weight"] = (narrow,)
+    for name in ("model.embed_tokens", "lm_head"):
+        floats[f"{name}.weight"] = (LLAMA["vocab_size"], narrow)
+    floats["model.norm.weight"] = (narrow,)
+    floats = {name: torch.from_numpy(rng.standard_normal(size)).bfloat16() for name, size in floats.items()}
+    loaded = model.load_weights(floats.items())
+    held = dict(model.named_parameters())
+    assert {name for name in held if not name.endswith("_scale")} <= loaded
+    first = "model.layers.0."
+    parts = [quantized_weight(floats[f"{first}self_attn.{name}_proj.weight"]) for name in "qkv"]
+    assert torch.equal(held[f"{first}self_attn.qkv_proj.weight"], torch.cat([codes for codes, _ in parts]))
+    scales = torch.cat([scale for _, scale in parts])
+    assert torch.equal(held[f"{first}self_attn.qkv_proj.weight_scale"].view(-1), scales)
+    codes = {name for name, tensor in held.items() if tensor.dtype is torch.int8}
+    kinds = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", *([] if ignore else ["mlp.down_proj"])]
+    assert codes == {f"model.layers.{layer}.{kind}.weight" for layer in range(2) for kind in kinds}
+    assert torch.equal(held["lm_head.weight"][:128], floats["lm_head.weight"])
+
+
+def test_a_row_parallel_layer_of_one_rank_is_vllms(served):
+    layer = made("row", torch.bfloat16, SkudaConfig())
+    assert type(layer.scheme.kernel) is Kernel
+    assert isinstance(layer, RowParallelLinear)
+    assert layer.reduce_results

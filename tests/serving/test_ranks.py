@@ -1,0 +1,54 @@
+"""Layers of vLLM have one output for any degree of tensor parallelism, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import fresh
+
+HERE = Path(__file__).parent
+COUNT = 4
+DEGREES = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What every case found on each of four processes, by its name and the number of ranks."""
+    folder, seed = tmp_path_factory.mktemp("ranks"), str(int(fresh().integers(2**31)))
+    environment = os.environ | {"PYTHONPATH": f"{HERE.parent}/helpers", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, HERE / "rank_worker.py"]
+    started = [
+        subprocess.Popen([*command, str(rank), str(COUNT), folder, seed], env=environment) for rank in range(COUNT)
+    ]
+    try:
+        until = time.monotonic() + 900
+        while None in (codes := [process.poll() for process in started]) and not any(codes):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert codes == [0] * COUNT, f"seed {seed}"
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(COUNT)]
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("case", ["schemes", "rows_with", "floating", "compiled", "in_place"])
+def test_every_degree_has_the_bits_of_one_rank(ranks, case, degree):
+    for found in ranks:
+        checks = found[f"{case} {degree}"]
+        assert checks
+        assert [number for number, right in enumerate(checks) if not right] == []
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+def test_it_notices_maxima_of_one_rank_and_parts_that_are_rounded(ranks, degree):
+    for found in ranks:
+        assert found[f"faults {degree}"] == [degree == 1, True, degree == 1]
