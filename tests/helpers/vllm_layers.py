@@ -23,22 +23,25 @@ PARTS = {
 """For each kind of layer, the output channels of its parts by what vLLM's loaders call them."""
 
 
-def quantization(*, dynamic=True, symmetric=True, per_channel=True):
-    """The config of a checkpoint whose linear layers are int8."""
+def quantization(**scheme):
+    """vLLM's own config of a checkpoint whose linear layers are int8."""
+    return CompressedTensorsConfig.from_config(described(**scheme))
+
+
+def described(*, dynamic=True, symmetric=True, per_channel=True):
+    """What the config of a model says of a checkpoint whose linear layers are int8."""
     common = {"num_bits": 8, "type": "int"}
     weights = {**common, "strategy": "channel" if per_channel else "tensor", "dynamic": False, "symmetric": True}
     inputs = {**common, "strategy": "token" if dynamic else "tensor", "dynamic": dynamic, "symmetric": symmetric}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
-    return CompressedTensorsConfig.from_config(
-        {
-            "quant_method": "compressed-tensors",
-            "format": "int-quantized",
-            "quantization_status": "compressed",
-            "ignore": ["lm_head"],
-            "kv_cache_scheme": None,
-            "config_groups": {"group_0": group},
-        }
-    )
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "config_groups": {"group_0": group},
+    }
 
 
 def made(kind, dtype, config, *, bias=True, k=K):
