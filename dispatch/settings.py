@@ -174,6 +174,12 @@ def serves_vllm() -> bool:
     return _switch(_VLLM, otherwise=True)
 
 
+def vllm_plugins() -> frozenset[str] | None:
+    """Return the plug-ins that ``VLLM_PLUGINS``, a setting of vLLM, lets it load. None means all."""
+    given = os.environ.get("VLLM_PLUGINS")
+    return None if given is None else frozenset(given.split(","))
+
+
 def conformance_seed() -> int:
     """Return the seed of ``SKUDA_TEST_SEED``, or a fresh one.
 

@@ -68,6 +68,8 @@ ORDER = (
     "torch.preparation",
     "torch.parallelize",
     "torch",
+    "vllm.status",
+    "vllm.warming",
     "vllm.fusion",
     "vllm.loading",
     "vllm.linear_kernel",

@@ -6,7 +6,6 @@ The codes keep vLLM's layout, [N, K], in the parameter that vLLM made, so its we
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel, Int8Sca
 from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 
-from skuda.registry.errors import SkudaError
-from skuda.torch.autograd import Q_MAX
 from skuda.vllm import fusion, loading
+from skuda.vllm.status import missing
 
 logger = init_logger("vllm.skuda")  # vLLM shows what loggers below its own say
 
@@ -95,26 +93,6 @@ class SkudaInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
 
 
 _ELEMENTS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
-
-
-@lru_cache(maxsize=1)
-def missing() -> str:
-    """Return why skuda cannot serve vLLM here; empty if it can."""
-    try:
-        import skuda.torch  # noqa: F401  it defines the ops
-        from skuda.functional import default_dispatcher
-        from skuda.kernels.linear import QuantizedLinearDescriptor
-
-        codes: Any = {"q_min": -Q_MAX, "q_max": Q_MAX, "activation_element": "bf16", "output_element": "bf16"}
-        dispatcher = default_dispatcher()
-        problem = QuantizedLinearDescriptor(m=16, c_out=4096, k=4096, **codes)
-        if dispatcher.explain(problem, device=f"cuda:{torch.cuda.current_device()}").chosen is not None:
-            return ""
-        absent = {name: status for name, status in dispatcher.status.items() if not status.available}
-        why = "; ".join(f"{name}: {status.detail}: {status.remedy}" for name, status in absent.items())
-    except (SkudaError, ImportError, RuntimeError) as error:
-        why = str(error)
-    return f"no CUDA kernel of skuda runs on this card: {why or 'its architecture has none'}"
 
 
 def offer() -> None:

@@ -31,7 +31,7 @@ def problems_of(graph: fx.Graph, sizes: Iterable[int]) -> set[Descriptor]:
     """
     counts, found = tuple(sizes), set()
     for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+        schema: Any = getattr(node.target, "_schema", None)
         space, _, name = schema.name.partition("::") if schema is not None else ("", "", "")
         op = OPS.get(name) if space == "skuda" else None
         if op is None:

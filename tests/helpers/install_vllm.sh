@@ -5,6 +5,9 @@
 set -euo pipefail
 version=$1; python=$(realpath -s "$2")/bin/python
 pip=("$python" -m pip --quiet --disable-pip-version-check)
+"${pip[@]}" install aiohttp blake3 cachetools cbor2 cloudpickle depyf diskcache einops 'fastapi<0.137' lark loguru msgspec openai \
+    orjson partial-json-parser pillow prometheus_client py-cpuinfo pybase64 python-multipart pyzmq regex setproctitle tiktoken uvloop
+"${pip[@]}" install --no-deps apache-tvm-ffi llguidance openai-harmony xgrammar
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 "${pip[@]}" download --no-deps --only-binary=:all: -d "$work" "vllm==$version"
 "$python" - "$work" <<'END'
@@ -19,6 +22,3 @@ with zipfile.ZipFile(wheel) as archive:
 # By this suffix vLLM knows that it runs on a CPU.
 metadata.write_text(re.sub(r"\n(Version: .*)", r"\n\1+cpu", metadata.read_text(), count=1))
 END
-"${pip[@]}" install aiohttp blake3 cachetools cbor2 cloudpickle depyf diskcache einops 'fastapi<0.137' lark loguru msgspec openai \
-    orjson partial-json-parser pillow prometheus_client py-cpuinfo pybase64 python-multipart pyzmq regex setproctitle tiktoken uvloop
-"${pip[@]}" install --no-deps apache-tvm-ffi llguidance openai-harmony xgrammar

@@ -25,12 +25,12 @@ ELEMENTS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
 def quantization(**scheme):
-    """vLLM's config for a checkpoint whose linear layers are int8."""
+    """vLLM's own config of a checkpoint whose linear layers are int8."""
     return CompressedTensorsConfig.from_config(described(**scheme))
 
 
 def described(*, dynamic=True, symmetric=True, per_channel=True):
-    """What the config of such a model says."""
+    """What the config of a model says of a checkpoint whose linear layers are int8."""
     common = {"num_bits": 8, "type": "int"}
     weights = {**common, "strategy": "channel" if per_channel else "tensor", "dynamic": False, "symmetric": True}
     inputs = {**common, "strategy": "token" if dynamic else "tensor", "dynamic": dynamic, "symmetric": symmetric}

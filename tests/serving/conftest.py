@@ -19,6 +19,8 @@ with warnings.catch_warnings(action="ignore"):  # pytest has not read tests/conf
     from vllm.plugins import load_general_plugins
 
 torch.set_num_threads(1)
+# vLLM 0.26 asks its library for this op when it builds the layer, and runs it only on a GPU.
+torch.library.define("_C::silu_and_mul", "(Tensor! result, Tensor input) -> ()")
 
 
 @pytest.fixture(scope="session")

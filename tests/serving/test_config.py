@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+import gc
 import json
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import llama
 from vllm_layers import PARTS, default_dtype, described, made, quantization
@@ -91,6 +93,7 @@ def test_checkpoints_are_left_to_vllm_without_the_word(config_of):
 
 
 def changed(place, value, **scheme):
+    """A checkpoint's description with another value at a place."""
     config = described(**scheme)
     *path, last = place.split(".")
     at = config
@@ -101,46 +104,47 @@ def changed(place, value, **scheme):
 
 
 GROUP = "config_groups.group_0"
+WEIGHTS, INPUTS = f"{GROUP}.weights", f"{GROUP}.input_activations"
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-OTHER = copy.deepcopy(described(dynamic=False)["config_groups"]["group_0"]) | {"targets": ["re:.*o_proj"]}
+OTHER = described(dynamic=False)["config_groups"]["group_0"] | {"targets": ["re:.*o_proj"]}
 
 
 @pytest.mark.parametrize(
-    ("config", "field"),
+    ("place", "value", "field"),
     [
-        (changed("kv_cache_scheme", FP8), "kv_cache_scheme"),
-        (changed("sparsity_config", {"format": "sparse-24-bitmask"}), "sparsity_config"),
-        (changed("transform_config", {"config_groups": {}}), "transform_config"),
-        (changed("format", "pack-quantized"), "format"),
-        (changed("config_groups", {}), "config_groups"),
-        (changed("config_groups.group_1", OTHER), "config_groups"),
-        (changed(f"{GROUP}.output_activations", FP8), f"{GROUP}.output_activations"),
-        (changed(f"{GROUP}.format", "float-quantized"), f"{GROUP}.format"),
-        (changed(f"{GROUP}.weights", None), f"{GROUP}.weights"),
-        (changed(f"{GROUP}.input_activations", None), f"{GROUP}.input_activations"),
-        (changed(f"{GROUP}.weights.num_bits", 4), f"{GROUP}.weights.num_bits"),
-        (changed(f"{GROUP}.weights.type", "float"), f"{GROUP}.weights.type"),
-        (changed(f"{GROUP}.weights.symmetric", False), f"{GROUP}.weights.symmetric"),
-        (changed(f"{GROUP}.weights.dynamic", True), f"{GROUP}.weights"),
-        (changed(f"{GROUP}.weights", FP8 | {"strategy": "group", "group_size": 128}), f"{GROUP}.weights"),
-        (changed(f"{GROUP}.input_activations.num_bits", 4), f"{GROUP}.input_activations.num_bits"),
-        (changed(f"{GROUP}.input_activations.type", "float"), f"{GROUP}.input_activations.type"),
-        (changed(f"{GROUP}.input_activations.symmetric", False), f"{GROUP}.input_activations.symmetric"),
-        (changed(f"{GROUP}.input_activations.strategy", "tensor"), f"{GROUP}.input_activations.strategy"),
-        (changed(f"{GROUP}.input_activations.strategy", "token", dynamic=False), f"{GROUP}.input_activations"),
-        ({"quant_method": "skuda", "bits": 8}, "bits"),
+        ("kv_cache_scheme", FP8, "kv_cache_scheme"),
+        ("sparsity_config", {"format": "sparse-24-bitmask"}, "sparsity_config"),
+        ("transform_config", {"config_groups": {}}, "transform_config"),
+        ("format", "pack-quantized", "format"),
+        ("config_groups", {}, "config_groups"),
+        ("config_groups.group_1", OTHER, "config_groups"),
+        ("config_groups.attention", {"targets": ["LlamaAttention"], "input_activations": FP8}, "config_groups.att"),
+        (f"{GROUP}.output_activations", FP8, f"{GROUP}.output_activations"),
+        (f"{GROUP}.format", "float-quantized", f"{GROUP}.format"),
+        (WEIGHTS, None, WEIGHTS),
+        (WEIGHTS, FP8, f"{WEIGHTS}.type"),
+        (f"{WEIGHTS}.num_bits", 4, f"{WEIGHTS}.num_bits"),
+        (f"{WEIGHTS}.symmetric", False, f"{WEIGHTS}.symmetric"),
+        (f"{WEIGHTS}.dynamic", True, WEIGHTS),
+        (WEIGHTS, FP8 | {"type": "int", "strategy": "group", "group_size": 128}, f"{WEIGHTS}.strategy"),
+        (INPUTS, None, INPUTS),
+        (INPUTS, FP8, f"{INPUTS}.type"),
+        (f"{INPUTS}.num_bits", 4, f"{INPUTS}.num_bits"),
+        (f"{INPUTS}.symmetric", False, f"{INPUTS}.symmetric"),
+        (f"{INPUTS}.strategy", "tensor", f"{INPUTS}.strategy"),
+        (f"{INPUTS}.dynamic", False, INPUTS),
+        (f"{INPUTS}.dynamic", "local", INPUTS),
     ],
 )
-def test_other_schemes_are_refused_by_name(config_of, config, field):
+def test_other_schemes_are_refused_by_name(config_of, place, value, field):
     with pytest.raises(InvalidProblem) as refusal:
-        quantized(config_of(config, quantization="skuda"))
+        quantized(config_of(changed(place, value), quantization="skuda"))
     assert refusal.value.field.startswith(field)
 
 
-def test_attention_that_is_quantized_is_refused(config_of):
-    config = changed("config_groups.attention", {"targets": ["LlamaAttention"], "input_activations": FP8})
-    with pytest.raises(InvalidProblem, match="attention"):
-        quantized(config_of(config, quantization="skuda"))
+def test_what_a_floating_checkpoint_cannot_say_is_refused(config_of):
+    with pytest.raises(InvalidProblem, match="bits"):
+        quantized(config_of({"quant_method": "skuda", "bits": 8}, quantization="skuda"))
 
 
 @pytest.mark.parametrize("ignore", [["re:.*[qkv]_proj"], [f"layers.0.self_attn.{name}_proj" for name in "qkv"]])
@@ -272,3 +276,13 @@ def test_a_row_parallel_layer_of_one_rank_is_vllms(served):
     assert type(layer.scheme.kernel) is Kernel
     assert isinstance(layer, RowParallelLinear)
     assert layer.reduce_results
+
+
+def test_vllm_keeps_no_layer_for_its_reload(served):
+    for config in (SkudaConfig(described(per_channel=False)), SkudaConfig()):
+        model = nn.ModuleDict({"layer": made("qkv", torch.bfloat16, config)})
+        record_metadata_for_reloading(model)
+        alive = weakref.ref(model["layer"])
+        del model
+        gc.collect()
+        assert alive() is None

@@ -12,6 +12,7 @@ from vllm.platforms.interface import PlatformEnum
 from vllm_layers import PARTS, K, checkpoint, expected, load, made, quantization, ready
 
 import skuda.vllm
+from skuda.vllm import linear_kernel
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel as Kernel
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -52,3 +53,16 @@ def test_a_setting_leaves_vllm_as_it_is(alone, monkeypatch):
     monkeypatch.setenv("SKUDA_VLLM", "1")
     skuda.vllm.register()
     assert kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.CUDA] == [Kernel]
+
+
+def test_it_declines_with_a_reason_where_it_cannot_serve(alone, monkeypatch):
+    said = []
+    monkeypatch.setattr(linear_kernel.logger, "warning_once", lambda text, *values: said.append(text % values))
+    assert Kernel.is_supported() == (False, "requires CUDA")
+    monkeypatch.setattr(type(linear_kernel.current_platform), "is_cuda", lambda self: True)
+    supported, reason = Kernel.is_supported(90)
+    assert not supported
+    assert "no CUDA kernel of skuda runs here" in reason
+    assert said == [f"skuda serves no layer: {reason}"]
+    monkeypatch.setattr(linear_kernel, "missing", lambda: "")
+    assert Kernel.is_supported(90) == (True, None)

@@ -18,6 +18,10 @@ SCHEMES = tuple(itertools.product((True, False), repeat=3))
 NAMES = ("dynamic", "symmetric", "per_channel")
 
 
+def named(*values):
+    return dict(zip(NAMES, values, strict=True))
+
+
 def new(kind, dtype, parts, scheme):
     """A layer of vLLM that was never anything else."""
     layer = made(kind, dtype, quantization(**scheme))
@@ -33,7 +37,7 @@ def assert_same(layer, other, rng):
 @pytest.mark.parametrize("kind", PARTS)
 @pytest.mark.parametrize(NAMES, SCHEMES)
 def test_weights_are_replaced_in_their_memory(served, kind, dynamic, symmetric, per_channel):
-    rng, scheme = fresh(kind, dynamic, symmetric, per_channel), dict(zip(NAMES, (dynamic, symmetric, per_channel)))
+    rng, scheme = fresh(kind, dynamic, symmetric, per_channel), named(dynamic, symmetric, per_channel)
     layer = new(kind, torch.bfloat16, checkpoint(kind, rng, **scheme), scheme)
     before, parts = memory(layer), checkpoint(kind, rng, **scheme)
     load(layer, parts)
@@ -74,7 +78,7 @@ def test_a_weight_that_is_not_finite_or_no_matrix_is_refused(served):
 @pytest.mark.parametrize("kind", PARTS)
 @pytest.mark.parametrize(NAMES, SCHEMES)
 def test_the_reload_of_vllm_lands_in_the_same_memory(served, kind, dynamic, symmetric, per_channel):
-    rng, scheme = fresh(kind, dynamic, symmetric, per_channel), dict(zip(NAMES, (dynamic, symmetric, per_channel)))
+    rng, scheme = fresh(kind, dynamic, symmetric, per_channel), named(dynamic, symmetric, per_channel)
     model = nn.ModuleDict({"layer": made(kind, torch.bfloat16, quantization(**scheme))})
     layer = model["layer"]
     layerwise.record_metadata_for_reloading(model)

@@ -81,6 +81,7 @@ def examine() -> list[Finding]:
         ("Environment", True, _environment),
         ("Kernels and backends", True, lambda: _backends(dispatcher())),
         ("Plug-ins", False, lambda: _plugins(dispatcher)),
+        ("Serving", False, _serving),
         ("Cache", True, _cache),
         ("Bundles", True, lambda: _bundles(dispatcher)),
         ("Tuning", True, _tuning),
@@ -194,11 +195,11 @@ def _compilers() -> Iterator[Finding]:
 
 
 def _environment() -> Iterator[Finding]:
-    from skuda.dispatch.settings import SETTINGS, logged_topics, nvtx_enabled
+    from skuda.dispatch.settings import SETTINGS, logged_topics, nvtx_enabled, serves_vllm
     from skuda.registry.errors import InvalidRecord
 
     wrong = {}
-    for read in (logged_topics, nvtx_enabled):
+    for read in (logged_topics, nvtx_enabled, serves_vllm):
         try:
             read()
         except InvalidRecord as error:
@@ -258,6 +259,16 @@ def _plugins(get: Callable[[], Dispatcher]) -> Iterator[Finding]:
             yield Finding("ok", each.name, detail, f"tell its author; {without} leaves it out")
         else:
             yield Finding("ok", each.name, f"{what}, {plugin.seconds:.3f} s to load")
+
+
+def _serving() -> Iterator[Finding]:
+    from skuda.vllm.status import status
+
+    found = status()
+    if found is not None:
+        served = f"{found.version}, skuda serves its int8 layers; SKUDA_VLLM=0 leaves them to vLLM"
+        trouble = f"{found.version}, its int8 layers run without skuda: {found.trouble}"
+        yield Finding("missing" if found.trouble else "ok", "vllm", trouble if found.trouble else served, found.remedy)
 
 
 def _cache() -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from skuda.dispatch.compile.member import Key
 from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.registry.errors import DriverError
 from skuda.tools.show import doctor
+from skuda.vllm import status
 
 
 def findings(skuda):
@@ -228,3 +229,35 @@ def test_plug_ins(skuda, monkeypatch):
 )
 def test_versions_are_compared_as_numbers(version, wanted, answer):
     assert doctor.meets(version, wanted) is answer
+
+
+@pytest.mark.parametrize(
+    ("variables", "no_kernel", "there", "state", "says", "fix"),
+    [
+        ({}, "", True, "ok", "skuda serves", ""),
+        ({"SKUDA_VLLM": "0"}, "", True, "missing", "SKUDA_VLLM=0", "unset SKUDA_VLLM"),
+        ({"VLLM_PLUGINS": "other"}, "", True, "missing", "VLLM_PLUGINS", "add skuda"),
+        ({"VLLM_PLUGINS": "other,skuda"}, "", True, "ok", "skuda serves", ""),
+        ({}, "", False, "missing", "entry point", "pip install"),
+        ({}, "no kernel", True, "missing", "without skuda: no kernel", "backends"),
+    ],
+)
+def test_whether_skuda_serves_vllm(skuda, monkeypatch, variables, no_kernel, there, state, says, fix):
+    for name in ("SKUDA_VLLM", "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    without(monkeypatch, changed={"vllm": "0.26.0"})
+    monkeypatch.setattr(status, "missing", lambda: no_kernel)
+    if not there:
+        monkeypatch.setattr(status.metadata, "entry_points", lambda **_: ())
+    _, found = findings(skuda)
+    line = found["Serving", "vllm"]
+    assert (line["state"], "0.26.0" in line["detail"]) == (state, True)
+    assert says in line["detail"]
+    assert fix in line["fix"]
+
+
+def test_vllm_is_no_subject_where_it_is_absent(skuda, monkeypatch):
+    without(monkeypatch, "vllm")
+    assert not [place for place in findings(skuda)[1] if place[0] == "Serving"]
