@@ -73,6 +73,8 @@ ORDER = (
     "vllm.fusion",
     "vllm.loading",
     "vllm.linear_kernel",
+    "vllm.linear_method",
+    "vllm.config",
     "vllm",
 )
 """Parts of `skuda`, each before those that may import it."""

@@ -9,7 +9,7 @@ result has the bits of `quantized_linear`, or `scaled_linear`, on whole tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, distributed, nn
@@ -61,9 +61,7 @@ class SkudaLinearMethod(CompressedTensorsLinearMethod):
         kernel = layer.scheme.kernel
         if not isinstance(kernel, SkudaInt8ScaledMMLinearKernel):
             why = SkudaInt8ScaledMMLinearKernel.is_supported()[1] or "vLLM was told to use another kernel"
-            raise InvalidProblem(
-                "skuda", "quantization", f"'skuda' where vLLM chose {type(kernel).__name__}", f"not be given: {why}"
-            )
+            _refuse(layer.prefix, type(kernel).__name__, f"be served by skuda: {why}")
         if not kernel.config.is_channelwise:
             loading.spread_scales(layer, "weight_scale")
         loading.accept_floats(layer, "weight", "weight_scale")
@@ -107,39 +105,40 @@ class _SplitKernel(SkudaInt8ScaledMMLinearKernel):
 
 
 def _check_split(layer: nn.Module, k: int) -> None:
-    """Refuse a layer whose ranks hold columns where the exchange is impossible, or others add what is not a part."""
-    name = layer.prefix or type(layer).__name__
+    """Refuse a layer whose ranks hold columns, if they cannot exchange its sums or others expect parts of its output.
+
+    Reductions of vLLM that are fused with a norm are turned off. They find none after these layers, and after others
+    their norm has other bits than that of one rank.
+    """
+    name, whole = layer.prefix or type(layer).__name__, "skuda makes the whole output on every rank"
     if not isinstance(layer, RowParallelLinear):
-        raise InvalidProblem(
-            "skuda", name, f"a {type(layer).__name__} split along K", "be a RowParallelLinear, or be ignored"
-        )
+        _refuse(name, f"a {type(layer).__name__} split along K", "be a RowParallelLinear, or be ignored")
     if k > _LONGEST:
-        raise InvalidProblem(
-            "skuda", name, f"K of {k}", f"have a K of at most {_LONGEST}, whose sums fit in s32, or be ignored"
-        )
+        _refuse(name, f"a K of {k}", f"have a K of at most {_LONGEST}, whose sums fit in s32, or be ignored")
     if not layer.reduce_results:
-        rule = "be ignored: the model adds up its parts later, and skuda makes the whole output on every rank"
-        raise InvalidProblem("skuda", name, "reduce_results=False", rule)
+        _refuse(name, "reduce_results=False", f"be ignored: the model adds up parts later, and {whole}")
     config = get_current_vllm_config_or_none()
     if config is None:
         return
     if config.lora_config is not None:
-        rule = "be left out with several ranks: adapters are added to parts, and skuda makes the whole output on every rank"
-        raise InvalidProblem("skuda", "enable_lora", "True", rule)
+        _refuse("enable_lora", "True", f"be left out with several ranks: adapters are added to parts, and {whole}")
     passes = config.compilation_config.pass_config
     for field in ("enable_sp", "fuse_gemm_comms"):
         if getattr(passes, field, False):
-            rule = "be off: it splits tokens after reductions of vLLM, of which skuda's layers have none"
-            raise InvalidProblem("skuda", f"pass_config.{field}", "True", rule)
+            _refuse(f"pass_config.{field}", "True", f"be off: it replaces reductions of vLLM, and {whole}")
     if passes.fuse_allreduce_rms:
         passes.fuse_allreduce_rms = False
         logger.info_once("fuse_allreduce_rms is off: its norm has other bits than that of one rank")
 
 
+def _refuse(field: str, had: str, rule: str) -> NoReturn:
+    raise InvalidProblem("quantization='skuda'", field, had, rule)
+
+
 def _all_reduce(input: Tensor, how: str, group: str) -> Tensor:
     """Return the maximum or the sum of the tensors of all ranks, element by element.
 
-    vLLM's own op is no use here: it only sums, and its kernels take floating numbers for small s32 tensors.
+    vLLM's own op only sums, and gives small tensors to a kernel that takes no s32.
     """
     ranks = parallel_state._groups[group]()  # noqa: SLF001  where vLLM's own ops look it up
     given, op = input.contiguous(), _REDUCTIONS[how]
@@ -151,11 +150,12 @@ def _all_reduce(input: Tensor, how: str, group: str) -> Tensor:
     return found
 
 
+def _fake(input: Tensor, how: str, group: str) -> Tensor:
+    del how, group
+    return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
 LIBRARY.define("all_reduce(Tensor input, str how, str group) -> Tensor", tags=TAGS)
 for _key in ("CPU", "CUDA"):
     LIBRARY.impl("all_reduce", _all_reduce, _key)
-torch.library.register_fake(
-    "skuda::all_reduce",
-    lambda input, how, group: torch.empty_like(input).contiguous(),
-    lib=LIBRARY,  # noqa: ARG005
-)
+torch.library.register_fake("skuda::all_reduce", _fake, lib=LIBRARY)

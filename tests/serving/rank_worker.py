@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import sys
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 
-warnings.simplefilter("ignore")
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import destroy_model_parallel, ensure_model_parallel_initialized, init_distributed_environment
 from vllm.model_executor.kernels import linear as kernels

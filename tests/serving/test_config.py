@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import fresh
 from torch import distributed, nn
-from vllm.config import LoadConfig, LoRAConfig, ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.config import LoadConfig, LoRAConfig, ModelConfig, VllmConfig
 from vllm.distributed import parallel_state
 from vllm.model_executor import parameter
 from vllm.model_executor.layers import linear
@@ -23,13 +23,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
-from vllm.model_executor.model_loader.utils import initialize_model
-from vllm.model_executor.models import llama
-from vllm_layers import PARTS, default_dtype, described, made, quantization
+from vllm_layers import PARTS, described, made, quantization
 
 import skuda.vllm
 from skuda.registry import InvalidProblem
-from skuda.torch.int8_linear import quantized_weight
 from skuda.vllm.config import SkudaConfig
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel as Kernel
 from skuda.vllm.linear_method import SkudaLinearMethod
@@ -235,40 +232,6 @@ def test_tensors_are_exchanged_by_nccl_of_vllm_if_it_has_it(alone, monkeypatch, 
     assert calls == [{"max": distributed.ReduceOp.MAX, "sum": distributed.ReduceOp.SUM}[how]]
     assert torch.equal(found, given if disabled else given + 1)
     assert found.data_ptr() != given.data_ptr()
-
-
-@pytest.mark.parametrize("ignore", [[], ["re:.*down_proj"]])
-def test_a_floating_llama_is_quantized_while_it_is_loaded(served, config_of, monkeypatch, ignore):
-    monkeypatch.setattr(llama, "SiluAndMul", nn.Identity)  # vLLM 0.26 wants its library for it
-    rng, override = fresh(), {"quantization_config": {"quant_method": "skuda", "ignore": ignore}}
-    model_config = config_of(quantization="skuda", hf_overrides=override if ignore else {})
-    config = VllmConfig(model_config=model_config)
-    with set_current_vllm_config(config), default_dtype(torch.bfloat16):
-        model = initialize_model(vllm_config=config)
-    floats, wide, narrow = {}, LLAMA["intermediate_size"], LLAMA["hidden_size"]
-    sizes = {"gate_proj": (wide, 64), "up_proj": (wide, 64), "down_proj": (64, wide), "q_proj": (64, 64)}
-    for layer in range(LLAMA["num_hidden_layers"]):
-        for name, size in (sizes | {"k_proj": (32, 64), "v_proj": (32, 64), "o_proj": (64, 64)}).items():
-            place = "mlp" if size[0] == wide or size[1] == wide else "self_attn"
-            floats[f"model.layers.{layer}.{place}.{name}.weight"] = size
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            floats[f"model.layers.{layer}.{name}.weight"] = (narrow,)
-    for name in ("model.embed_tokens", "lm_head"):
-        floats[f"{name}.weight"] = (LLAMA["vocab_size"], narrow)
-    floats["model.norm.weight"] = (narrow,)
-    floats = {name: torch.from_numpy(rng.standard_normal(size)).bfloat16() for name, size in floats.items()}
-    loaded = model.load_weights(floats.items())
-    held = dict(model.named_parameters())
-    assert {name for name in held if not name.endswith("_scale")} <= loaded
-    first = "model.layers.0."
-    parts = [quantized_weight(floats[f"{first}self_attn.{name}_proj.weight"]) for name in "qkv"]
-    assert torch.equal(held[f"{first}self_attn.qkv_proj.weight"], torch.cat([codes for codes, _ in parts]))
-    scales = torch.cat([scale for _, scale in parts])
-    assert torch.equal(held[f"{first}self_attn.qkv_proj.weight_scale"].view(-1), scales)
-    codes = {name for name, tensor in held.items() if tensor.dtype is torch.int8}
-    kinds = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", *([] if ignore else ["mlp.down_proj"])]
-    assert codes == {f"model.layers.{layer}.{kind}.weight" for layer in range(2) for kind in kinds}
-    assert torch.equal(held["lm_head.weight"][:128], floats["lm_head.weight"])
 
 
 def test_a_row_parallel_layer_of_one_rank_is_vllms(served):

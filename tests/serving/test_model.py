@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.models.llama import LlamaForCausalLM
-from vllm_layers import default_dtype, described, ready
+from vllm_layers import default_dtype, described, memory, ready
 
 import skuda.torch
 
@@ -24,7 +25,7 @@ LINEAR |= {"mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": 
 
 @pytest.fixture
 def model(served, tmp_path, monkeypatch):
-    """Return a function that makes a Llama of two layers without weights."""
+    """Return a function that makes a Llama of two layers without weights, by default for a checkpoint with codes."""
     monkeypatch.setattr(Attention, "forward", lambda self, query, key, value: query)  # the real one needs a GPU
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -35,13 +36,14 @@ def model(served, tmp_path, monkeypatch):
         "max_position_embeddings": 128,
         "head_dim": 16,
         "dtype": "bfloat16",
-        "quantization_config": described(),
     }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    of_model = ModelConfig(str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64)
     number = iter(range(9))
 
-    def new():
+    def new(quantization=None, form=coded, **overrides):
+        codes = {"quantization_config": described()} if form is coded else {}
+        (tmp_path / "config.json").write_text(json.dumps(config | codes))
+        more = {"quantization": quantization, "hf_overrides": overrides, "max_model_len": 64}
+        of_model = ModelConfig(str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16", **more)
         whole = VllmConfig(model_config=of_model)
         whole.compilation_config.mode = 0
         with set_current_vllm_config(whole), default_dtype(torch.bfloat16):
@@ -88,17 +90,21 @@ def outputs(model):
     return model(tokens, tokens)
 
 
-def memory(model):
-    return {name: tensor.data_ptr() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-
-
-# vLLM's reload knows only the loaders that it made for the codes of the checkpoint.
-@pytest.mark.parametrize(("form", "way"), [(coded, "load_weights"), (dict, "load_weights"), (coded, "reload")])
-def test_new_weights_land_in_the_same_memory(model, form, way):
-    rng = fresh(form.__name__, way)
-    given = model()
+# Without "skuda", vLLM's reload knows only the loaders that it made for the codes of the checkpoint.
+@pytest.mark.parametrize(
+    ("quantization", "first", "form", "way"),
+    [
+        (None, coded, coded, "load_weights"),
+        (None, coded, dict, "load_weights"),
+        (None, coded, coded, "reload"),
+        *itertools.product(("skuda",), (coded, dict), (coded, dict), ("load_weights", "reload")),
+    ],
+)
+def test_new_weights_land_in_the_same_memory(model, quantization, first, form, way):
+    rng = fresh(quantization, first.__name__, form.__name__, way)
+    given = model(quantization, first)
     layerwise.record_metadata_for_reloading(given)
-    given.load_weights(coded(floats(rng)).items())
+    given.load_weights(first(floats(rng)).items())
     processed(given)
     places, before, new = memory(given), outputs(given), floats(rng)
     if way == "load_weights":
@@ -113,3 +119,15 @@ def test_new_weights_land_in_the_same_memory(model, form, way):
     got, want = outputs(given), outputs(processed(other))
     assert torch.equal(got.view(torch.int16), want.view(torch.int16))
     assert not torch.equal(got, before)
+
+
+def test_a_floating_checkpoint_is_quantized_while_it_is_loaded(model):
+    weights = floats(fresh())
+    ignoring = {"quantization_config": {"quant_method": "skuda", "ignore": ["re:.*down_proj"]}}
+    for overrides, kept in (({}, ()), (ignoring, ("down_proj",))):
+        given = model("skuda", dict, **overrides)
+        held = dict(given.named_parameters())
+        kinds = {name.split(".")[-2] for name, tensor in held.items() if tensor.dtype is torch.int8}
+        assert kinds == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"} - set(kept)  # before it is loaded
+        assert {name for name in held if not name.endswith("_scale")} == given.load_weights(weights.items())
+        assert torch.equal(held["lm_head.weight"][:128], weights["lm_head.weight"])

@@ -21,10 +21,11 @@ DEGREES = (1, 2, 4)
 def ranks(tmp_path_factory):
     """What every case found on each of four processes, by its name and the number of ranks."""
     folder, seed = tmp_path_factory.mktemp("ranks"), str(int(fresh().integers(2**31)))
-    environment = os.environ | {"PYTHONPATH": f"{HERE.parent}/helpers", "OMP_NUM_THREADS": "1"}
+    settings = {"PYTHONPATH": f"{HERE.parent}/helpers", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, HERE / "rank_worker.py"]
     started = [
-        subprocess.Popen([*command, str(rank), str(COUNT), folder, seed], env=environment) for rank in range(COUNT)
+        subprocess.Popen([*command, str(rank), str(COUNT), folder, seed], env=os.environ | settings)
+        for rank in range(COUNT)
     ]
     try:
         until = time.monotonic() + 900
