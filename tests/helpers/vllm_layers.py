@@ -9,6 +9,7 @@ from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
 )
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
@@ -19,6 +20,7 @@ PARTS = {
     "merged": {0: 96, 1: 96},
     "qkv": {"q": 64, "k": 32, "v": 32},
     "row": {None: 48},
+    "replicated": {None: 48},
 }
 """For each kind of layer, the output channels of its parts by what vLLM's loaders call them."""
 ELEMENTS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -55,6 +57,8 @@ def made(kind, dtype, config, *, bias=True, k=K, **more):
             return MergedColumnParallelLinear(k, list(PARTS[kind].values()), **more, prefix="layers.0.mlp.gate_up_proj")
         if kind == "row":
             return RowParallelLinear(k, PARTS[kind][None], **more, prefix="layers.0.self_attn.o_proj")
+        if kind == "replicated":
+            return ReplicatedLinear(k, PARTS[kind][None], **more, prefix="layers.0.self_attn.q_a_proj")
         return ColumnParallelLinear(k, PARTS[kind][None], **more, prefix="layers.0.mlp.up_proj")
 
 

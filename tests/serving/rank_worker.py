@@ -12,7 +12,6 @@ os.environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_TARGET_DEVICE": "cpu", "VL
 import numpy as np
 import torch
 from torch import nn
-
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import destroy_model_parallel, ensure_model_parallel_initialized, init_distributed_environment
 from vllm.model_executor.kernels import linear as kernels
@@ -47,7 +46,7 @@ def inputs(rng, rows, dtype):
 
 def own(kind, whole, degree):
     """What a rank has of the output of the whole layer."""
-    if kind == "row" or degree == 1:
+    if kind in ("row", "replicated") or degree == 1:
         return whole
     rank = RANK % degree
     counts = [min(degree, HEADS.get(part, degree)) for part in PARTS[kind]]
@@ -109,6 +108,21 @@ def rows_with(degree):
         yield right(layer, "row", x, parts, degree, scheme)
         found = called(layer, x.view(2, 3, K), degree)[0]
         yield torch.equal(found, called(layer, x, degree)[0].view(2, 3, -1))
+
+
+def not_split(degree):
+    """Layers that every rank has whole, with codes and then with floating weights."""
+    for kind, scheme in itertools.product(PARTS, (DYNAMIC, STATIC)):
+        rng = drawn("not split", kind, scheme["dynamic"])
+        more = {} if kind == "replicated" else {"disable_tp": True}
+        layer = new(kind, torch.bfloat16, scheme, bias=False, **more)
+        parts, (weights, whole) = checkpoint(kind, rng, **scheme, bias=False), floats(kind, rng, torch.bfloat16)
+        load(layer, parts)
+        ready(layer)
+        x = inputs(rng, 6, torch.bfloat16)
+        yield right(layer, kind, x, parts, 1, scheme)
+        load(layer, weights)
+        yield right(layer, kind, x, {part: parts[part] | whole[part] for part in parts}, 1, scheme)
 
 
 def floating(degree):
@@ -202,7 +216,7 @@ with set_current_vllm_config(VllmConfig()):
     while degree <= COUNT:
         ensure_model_parallel_initialized(degree, 1)
         with torch.inference_mode():
-            for case in (schemes, rows_with, floating, compiled, in_place, faults):
+            for case in (schemes, rows_with, not_split, floating, compiled, in_place, faults):
                 every[f"{case.__name__} {degree}"] = list(case(degree))
         destroy_model_parallel()
         degree *= 2
