@@ -18,7 +18,7 @@ from skuda.torch.tensor_op import OPS
 _MOST_THREADS = 16
 
 
-def problems_of(graph: fx.Graph, sizes: Iterable[int]) -> set[Descriptor]:
+def problems_of(graph: fx.Graph, sizes: Iterable[int], known: set[Any]) -> set[Descriptor]:
     """Return the problems of the calls of skuda's ops in a graph, for each number of tokens.
 
     Parameters
@@ -28,6 +28,8 @@ def problems_of(graph: fx.Graph, sizes: Iterable[int]) -> set[Descriptor]:
         with several are left out.
     sizes : iterable of int
         Numbers of tokens.
+    known : set
+        Calls of earlier graphs, which are left out. Those of this graph are added.
     """
     counts, found = tuple(sizes), set()
     for node in graph.nodes:
@@ -38,8 +40,12 @@ def problems_of(graph: fx.Graph, sizes: Iterable[int]) -> set[Descriptor]:
             continue
         given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
         values = {key: _value(each) for key, each in given.items() if each is not None}
+        call = name, *((key, _form(value)) for key, value in values.items())
         symbols = {symbol for value in values.values() for symbol in _symbols(value)}
-        for count in counts if len(symbols) == 1 else (0,) if not symbols else ():
+        if call in known or len(symbols) > 1:
+            continue
+        known.add(call)
+        for count in counts if symbols else (0,):
             concrete = {key: _at(value, symbols, count) for key, value in values.items()}
             try:
                 found.add(op.problem(**concrete))
@@ -50,6 +56,11 @@ def problems_of(graph: fx.Graph, sizes: Iterable[int]) -> set[Descriptor]:
 
 def _value(argument: Any) -> Any:
     return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
+
+
+def _form(value: Any) -> Any:
+    """Return what tells a value from others: dtype and shape of a tensor."""
+    return (value.dtype, *map(str, value.shape)) if isinstance(value, Tensor) else str(value)
 
 
 def _symbols(value: Any) -> set[Any]:
