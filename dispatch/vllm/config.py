@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from skuda.registry.errors import InvalidProblem
-from skuda.registry.text import one_line, shown
+from skuda.registry.text import shown
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
@@ -137,7 +138,7 @@ class SkudaConfig(QuantizationConfig):
             self._check_experts(layer, prefix)
         if isinstance(layer, VocabParallelEmbedding) and self._quantizes(layer, prefix):
             rule = "be ignored by the checkpoint: skuda serves embeddings and heads in floating point"
-            raise InvalidProblem(NAME, prefix, f"a quantized {type(layer).__name__}", rule)
+            raise InvalidProblem("quantization='skuda'", prefix, f"a quantized {type(layer).__name__}", rule)
         return None
 
     def _quantizes(self, layer: nn.Module, prefix: str) -> bool:
@@ -157,7 +158,7 @@ class SkudaConfig(QuantizationConfig):
         ignored = [should_ignore_layer(name, ignore=self.checkpoint.ignore) for name in every]
         if not ignored[0] and not all(ignored[1:]):
             rule = f"be in `ignore`, for example as 're:.*{prefix.rpartition('.')[2]}.*': skuda serves no experts"
-            raise InvalidProblem(NAME, prefix, "experts to quantize", rule)
+            raise InvalidProblem("quantization='skuda'", prefix, "experts to quantize", rule)
 
 
 def register() -> None:
@@ -195,8 +196,8 @@ def _check(config: Mapping[str, Any]) -> None:
                 _refuse(f"{place}.{part}", group.get(part), "describe int8 codes")
             try:
                 arguments = QuantizationArgs.model_validate(group[part])
-            except ValueError as error:
-                _refuse(f"{place}.{part}", group[part], f"be what compressed-tensors accepts ({one_line(str(error))})")
+            except ValidationError as error:
+                _refuse(f"{place}.{part}", group[part], f"be valid ({error.errors()[0]['msg']})")
             rules = _WEIGHTS if part == "weights" else _DYNAMIC if arguments.dynamic else _STATIC
             for field, allowed in rules.items():
                 _one_of(f"{place}.{part}.{field}", getattr(arguments, field), allowed)

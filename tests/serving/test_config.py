@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import pickle
 import weakref
 from types import SimpleNamespace
 
@@ -79,8 +80,9 @@ SHORT = {"quant_method": "skuda", "ignore": ["re:.*down_proj"]}
 def test_vllm_gets_the_config(config_of, description, overrides, ignored):
     found = quantized(config_of(description, quantization="skuda", hf_overrides=overrides))
     assert type(found) is SkudaConfig
-    assert found.get_name() == "skuda"
-    assert found.checkpoint.ignore == ignored
+    for each in (found, pickle.loads(pickle.dumps(found))):  # noqa: S301  vLLM sends it to its workers
+        assert each.get_name() == "skuda"
+        assert each.checkpoint.ignore == ignored
 
 
 def test_checkpoints_are_left_to_vllm_without_the_word(config_of):
