@@ -606,11 +606,11 @@ def test_memory_may_be_freed_while_a_stream_is_captured(run, backend):
         """
         plan().run(**arrays())
         from skuda.dispatch.cuda.driver import driver as its_driver
-        found = its_driver()
+        found, address = its_driver(), ctypes.c_uint64()
         with found.using(found.primary_context(0)):
-            address = found.allocate(8)
+            found.allocate(address, 8)
             mark("allocated")
-            found.free(address)
+            found.free(address.value)
             mark("freed")
         """,
         backend,
