@@ -55,10 +55,10 @@ class Block:
 
 
 def _free(driver: Driver, context: int, start: ctypes.c_uint64) -> None:
-    if inherited() or not start.value:
-        return
-    with held_back(), driver.using(context):
-        driver.free(start.value)
+    with held_back():
+        if start.value and not inherited():
+            with driver.using(context):
+                driver.free(start.value)
 
 
 class Pool:
@@ -279,7 +279,7 @@ class Scratch:
         if capture is None:  # it is invalid, and the driver will refuse the steps
             return self._take(handle)
         where = self._driver, self._context, capture, handle
-        tensor = _of_torch(self._size, self._ordinal, handle) if self._size else None
+        tensor = _of_torch(self._size, self._ordinal, handle)
         if self._size and tensor is None:
             return self._in_block(self._captures.block(*where, self._size))
         start = 0 if tensor is None else tensor.data_ptr()

@@ -518,6 +518,7 @@ def test_foreign_streams_are_refused_where_cuda_core_is_absent(run):
             pytest.param("cuModuleGetFunction:500", "ScaledDescriptor(numel=32)", "cuModuleGetFunction|stub error 500"),
             pytest.param("cuLaunchKernel:700", "ScaledDescriptor(numel=32)", "launching scaled"),
             pytest.param("cuMemAlloc_v2:2", "SummedDescriptor(n=32)", "out of memory"),
+            pytest.param("cuStreamCreate:2", "SummedDescriptor(n=32)", "cuStreamCreate.*out of memory"),
             pytest.param("cuDevicePrimaryCtxRetain:101", "ScaledDescriptor(numel=32)", "invalid device"),
         ]
     ),

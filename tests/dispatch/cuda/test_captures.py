@@ -428,17 +428,20 @@ def test_other_captures_over_the_driver(run):
 def test_without_user_objects_a_block_stays_as_long_as_the_process(run, failing):
     report = run(
         """
+        from skuda.dispatch.system import flag
+
+        raised, starts = [], set()
+        flag._free = lambda *of: raised.append(flag._raised(*of))
         plan = scratch()
         planned = live()[0]
-        starts = set()
         for number in range(1, 101):
             starts.add(captured(plan, number)[0])
             destroy(number)
-        report["kept"] = [len(starts), live()[0] - planned]
+        report["kept"] = [len(starts), live()[0] - planned, sum(raised)]
         """,
         SKUDA_STUB_FAIL=failing,
     )
-    assert report.values == {"kept": [100, 100]}
+    assert report.values == {"kept": [100, 100, 100]}, "no memory of a flag stays"
     names = Counter(name for _, name, _ in report.calls)
     assert names["cuUserObjectRelease"] == (100 if failing.startswith("cuGraph") else 0)
 
@@ -491,3 +494,21 @@ def test_an_interrupt_loses_no_memory_and_frees_none_twice(run, of_torch):
     )
     assert report.values["points"] > 200
     assert report.values["raised"] > len(parts) // 2
+
+
+def test_an_interrupt_between_the_driver_calls_of_a_destructor_loses_no_memory(run):
+    report = run(
+        """
+        from interrupts import bytecodes, interrupted
+
+        sys.unraisablehook = lambda _: None  # Python drops what a destructor raises
+        plans = [scratch()]
+        points = report["points"] = bytecodes(lambda: plans.pop(), "/driver.py")
+        assert live()[0] == 0
+        for at in range(1, points + 1):
+            plans.append(scratch())
+            interrupted(lambda: plans.pop(), at, "/driver.py")
+            assert live()[0] == 0, at
+        """
+    )
+    assert report.values["points"] > 50

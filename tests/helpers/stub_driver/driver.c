@@ -274,6 +274,7 @@ R cuMemAlloc_v2(uintptr_t *pointer, size_t bytes) {
   if (!depth) return INVALID_CONTEXT;
   void *made = NULL;
   if (posix_memalign(&made, 256, bytes ? bytes : 1)) return 2;
+  if (bytes <= 1 << 20) memset(made, 0xa5, bytes); /* new memory holds anything */
   *pointer = (uintptr_t)made;
   pthread_mutex_lock(&guard);
   if (allocated < 1 << 14) {
@@ -323,7 +324,7 @@ R cuMemsetD8_v2(uintptr_t to, unsigned char value, size_t n) { CALLED("%zu", n);
 R cuMemsetD8Async(uintptr_t to, unsigned char value, size_t n, void *stream) { (void)stream; CALLED("%zu", n); memset((void *)to, value, n); return OK; }
 
 R cuStreamCreate(void **stream, unsigned flags) { CALLED("%u", flags); *stream = malloc(8); return depth ? OK : INVALID_CONTEXT; }
-R cuStreamDestroy_v2(void *stream) { CALLED(); free(stream); return OK; }
+R cuStreamDestroy_v2(void *stream) { CALLED(); free(stream); return stream ? OK : INVALID_VALUE; }
 R cuStreamSynchronize(void *stream) { CALLED("%llu", (unsigned long long)(uintptr_t)stream); return OK; }
 R cuStreamQuery(void *stream) { CALLED(); (void)stream; return OK; }
 

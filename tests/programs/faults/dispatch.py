@@ -177,8 +177,8 @@ FAULTS = listed(
             "scratch-is-shared-with-a-captured-graph": ("if handle and self._driver", "if not self._driver", BINDING),
             "scratch-of-one-stream-serves-all": ("_places.get(handle)", "_places.get(0)", BINDING),
             "scratch-of-the-parent-is-freed-in-a-child": (
-                "if inherited() or not",
-                "if not",
+                "if start.value and not inherited()",
+                "if start.value",
                 ["tests/dispatch/test_forks.py"],
             ),
             "scratch-of-a-graph-that-lives-is-given-to-another": ("is not None and each.destroyed()", "", CAPTURES),
