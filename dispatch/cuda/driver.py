@@ -256,7 +256,8 @@ class Driver:
         """
         names = ("cuUserObjectCreate", "cuGraphRetainUserObject", "cuUserObjectRelease")
         try:
-            (create, retain, release), flag = map(self.function, names), Flag()
+            create, retain, release = map(self.function, names)
+            flag = Flag()
         except (DriverError, OSError):
             return None
         user_object = ctypes.c_void_p()

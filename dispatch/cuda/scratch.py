@@ -61,49 +61,6 @@ def _free(driver: Driver, context: int, start: ctypes.c_uint64) -> None:
                 driver.free(start.value)
 
 
-class Pool:
-    """The blocks of one context for runs outside of captures. It holds none of them."""
-
-    def __init__(self) -> None:
-        self._lock = lock()
-        self._bound: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
-        self._spare: weakref.WeakSet[Block] = weakref.WeakSet()
-        self._reserved: Callable[[], Block | None] = lambda: None
-
-    def reserve(self, driver: Driver, context: int, size: int) -> Block:
-        """Return a block that is large enough, whoever uses it. If there is none, make one that no stream uses yet."""
-        with self._lock:
-            # The latest first: with it, a plan for another size asks no other.
-            found = self._reserved()
-            if found is not None and found.size >= size:
-                return found
-            found = _fitting(itertools.chain(self._bound.values(), self._spare), size)
-            if found is None:
-                found = Block(driver, context, _rounded(size))
-                self._spare.add(found)
-            self._reserved = weakref.ref(found)
-            return found
-
-    def take(self, driver: Driver, context: int, stream: int, size: int) -> Block:
-        """Return the block of a stream; a larger one if the present one is too small."""
-        with self._lock:
-            found = self._bound.get(stream)
-            if found is None or found.size < size:
-                found = _fitting(self._spare, size) or Block(driver, context, _rounded(size))
-                self._spare.discard(found)
-                self._bound[stream] = found
-            return found
-
-
-def _fitting(blocks: Iterable[Block], size: int) -> Block | None:
-    return next((block for block in blocks if block.size >= size), None)
-
-
-def _rounded(size: int) -> int:
-    """Return the next power of two, so that growing needs allocate few blocks."""
-    return 1 << (max(1, size) - 1).bit_length()
-
-
 class Zeros(NamedTuple):
     """The address of `MOST_ZEROS` zeros, and the lock to hold while the steps of a run that uses them are enqueued."""
 
@@ -122,39 +79,64 @@ class _Owned(NamedTuple):
     blocks: dict[int, list[Block]]
 
 
-class Captures:
-    """What runs inside captures use in one context, until their graphs are destroyed.
+class Pool:
+    """The blocks of one context. It holds those that captured graphs use, until the graphs are destroyed.
 
-    Where the driver cannot tell that a graph is destroyed, it stays as long as the process.
+    Where the driver cannot tell that a graph is destroyed, they stay as long as the process.
     """
 
     def __init__(self) -> None:
         self._lock = lock()
+        self._bound: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+        self._spare: weakref.WeakSet[Block] = weakref.WeakSet()
+        self._reserved: Callable[[], Block | None] = lambda: None
         self._owned: dict[int, _Owned] = {}
         self._slabs: list[Block] = []
-        self._free: list[int] = []
+        self._zeros: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._owned)
+    def reserve(self, driver: Driver, context: int, size: int) -> Block:
+        """Return a block that is large enough, whoever uses it. If there is none, make one that no stream uses yet."""
+        with self._lock:
+            # The latest first: with it, a plan for another size asks no other.
+            found = self._reserved()
+            if found is not None and found.size >= size:
+                return found
+            found = _fitting(itertools.chain(self._bound.values(), self._spare), size)
+            if found is None:
+                found = self._block(driver, context, size)
+                self._spare.add(found)
+            self._reserved = weakref.ref(found)
+            return found
+
+    def take(self, driver: Driver, context: int, stream: int, size: int) -> Block:
+        """Return the block of a stream; a larger one if the present one is too small."""
+        with self._lock:
+            found = self._bound.get(stream)
+            if found is None or found.size < size:
+                found = _fitting(self._spare, size) or self._block(driver, context, size)
+                self._spare.discard(found)
+                self._bound[stream] = found
+            return found
+
+    def captured(self, driver: Driver, context: int, capture: Capture, stream: int, size: int) -> Block:
+        """Return the block of a stream inside a capture; a larger one if the present one is too small."""
+        with self._lock:
+            mine = self._of(driver, capture).blocks.setdefault(stream, [])
+            found = _fitting(mine, size)
+            if found is None:
+                found = self._block(driver, context, size)
+                mine.append(found)
+            return found
 
     def zeros(self, driver: Driver, context: int, capture: Capture, stream: int) -> Zeros:
         """Return the zeros of a stream inside a capture."""
         with self._lock:
             mine = self._of(driver, capture).zeros
             if stream not in mine:
-                mine[stream] = Zeros(threading.Lock(), self._piece(driver, context))
+                if not self._zeros:
+                    self._find_zeros(driver, context)
+                mine[stream] = Zeros(threading.Lock(), self._zeros.pop())
             return mine[stream]
-
-    def block(self, driver: Driver, context: int, capture: Capture, stream: int, size: int) -> Block:
-        """Return a block of a stream inside a capture."""
-        with self._lock:
-            mine = self._of(driver, capture).blocks.setdefault(stream, [])
-            found = _fitting(mine, size)
-            if found is None:
-                # What no longer belongs to a graph and does not fit here is freed.
-                found = _fitting(self._released(), size) or Block(driver, context, _rounded(size))
-                mine.append(found)
-            return found
 
     def _of(self, driver: Driver, capture: Capture) -> _Owned:
         found = self._owned.get(capture.number)
@@ -163,40 +145,46 @@ class Captures:
         return found
 
     def _released(self) -> list[Block]:
-        """Forget captures whose graphs are destroyed, and return their blocks."""
+        """Forget the captures whose graphs are destroyed, and return their blocks."""
         gone = [number for number, each in self._owned.items() if each.destroyed is not None and each.destroyed()]
         owned = [self._owned.pop(number) for number in gone]
         return [block for each in owned for blocks in each.blocks.values() for block in blocks]
 
-    def _piece(self, driver: Driver, context: int) -> int:
-        """Return the address of zeros that no capture uses."""
-        if not self._free:
-            self._released()
-            self._free = self._unused()
-        if not self._free:
-            self._slabs.append(Block(driver, context, 0, zeros=_SLAB))
-            self._free = self._unused()
-        return self._free.pop()
+    def _block(self, driver: Driver, context: int, size: int) -> Block:
+        """Return a block that nobody uses: that of a destroyed graph, or a new one. Others of such graphs are freed."""
+        # Powers of two, so that growing needs allocate few blocks.
+        return _fitting(self._released(), size) or Block(driver, context, 1 << (max(1, size) - 1).bit_length())
 
-    def _unused(self) -> list[int]:
-        """Return the addresses of all zeros that no capture uses, also those that an interrupted call has dropped.
+    def _find_zeros(self, driver: Driver, context: int) -> None:
+        """Find zeros that no capture uses, also those that an interrupted call has lost; make more if there are none.
 
-        They are not cleared again: every kernel leaves its zeros as they were, and no run of a destroyed graph is
-        under way. A kernel that fails leaves a context in which nothing runs any more.
+        Those of destroyed graphs are not cleared again: every kernel leaves its zeros as they were, and none of theirs
+        is running. After a kernel that fails, nothing runs in its context any more.
         """
+        self._released()
         used = {zeros.address for each in self._owned.values() for zeros in each.zeros.values()}
-        pieces = (range(slab.address - _SLAB, slab.address, MOST_ZEROS) for slab in self._slabs)
-        return [address for address in itertools.chain.from_iterable(pieces) if address not in used]
+        self._zeros = [address for slab in self._slabs for address in _pieces(slab) if address not in used]
+        if not self._zeros:
+            self._slabs.append(Block(driver, context, 0, zeros=_SLAB))
+            self._zeros = list(_pieces(self._slabs[-1]))
 
 
-_pools: weakref.WeakKeyDictionary[Driver, dict[int, tuple[Pool, Captures]]] = weakref.WeakKeyDictionary()
+def _fitting(blocks: Iterable[Block], size: int) -> Block | None:
+    return next((block for block in blocks if block.size >= size), None)
 
 
-def _pools_of(driver: Driver, context: int) -> tuple[Pool, Captures]:
+def _pieces(slab: Block) -> range:
+    return range(slab.address - _SLAB, slab.address, MOST_ZEROS)
+
+
+_pools: weakref.WeakKeyDictionary[Driver, dict[int, Pool]] = weakref.WeakKeyDictionary()
+
+
+def _pool_of(driver: Driver, context: int) -> Pool:
     pools = _pools.get(driver)
     if pools is None:
         pools = _pools.setdefault(driver, {})
-    return pools.get(context) or pools.setdefault(context, (Pool(), Captures()))
+    return pools.get(context) or pools.setdefault(context, Pool())
 
 
 def _of_torch(size: int, ordinal: int, stream: int) -> Any:
@@ -259,7 +247,7 @@ class Scratch:
                 offsets.append(end)
                 end += size or 1
         self._offsets, self._size = offsets, end
-        self._pool, self._captures = _pools_of(driver, self._context)
+        self._pool = _pool_of(driver, self._context)
         self._held = {self._pool.reserve(driver, self._context, end)}
         self._places: dict[int, ScratchBuffers] = {}
 
@@ -280,13 +268,12 @@ class Scratch:
             return self._take(handle)
         where = self._driver, self._context, capture, handle
         tensor = _of_torch(self._size, self._ordinal, handle)
-        if self._size and tensor is None:
-            return self._in_block(self._captures.block(*where, self._size))
-        start = 0 if tensor is None else tensor.data_ptr()
+        if tensor is None:
+            return self._in_block(self._pool.captured(*where, self._size))
         if None not in self._offsets:
-            return ScratchBuffers(_UNSHARED, self._addresses(start, 0), tensor)
-        zeros = self._captures.zeros(*where)
-        return ScratchBuffers(zeros.lock, self._addresses(start, zeros.address), tensor)
+            return ScratchBuffers(_UNSHARED, self._addresses(tensor.data_ptr(), 0), tensor)
+        zeros = self._pool.zeros(*where)
+        return ScratchBuffers(zeros.lock, self._addresses(tensor.data_ptr(), zeros.address), tensor)
 
     def _in_block(self, block: Block) -> ScratchBuffers:
         return ScratchBuffers(block.lock, self._addresses(block.address, block.address - MOST_ZEROS))

@@ -102,7 +102,7 @@ def test_zeros_of_destroyed_graphs_are_used_again_and_those_of_others_are_not(dr
             del live[int(gone)]
     assert len(driver.allocated) - planned == 2
     assert driver.freed == []
-    assert len(plan._captures) < 700
+    assert len(plan._pool._owned) < 700
 
 
 @pytest.mark.parametrize("destroyed", [True, False])
@@ -194,6 +194,16 @@ def test_memory_is_torchs_if_torch_captures_this_stream(driver, torch, change, t
     start, _ = captured(driver, plan, 1)
     assert (start in torch.sizes) is torchs
     assert torch.sizes or driver.kept[start - MOST_ZEROS] == MOST_ZEROS + SIZE
+
+
+def test_a_block_of_a_destroyed_graph_serves_runs_outside_of_captures(driver):
+    plan = scratch(driver)
+    zeros = [captured(driver, plan, number)[1] for number in (1, 2)]
+    plan.place(0)
+    driver.destroyed |= {1, 2}
+    assert plan.place(STREAM).addresses[1] == zeros[0]
+    assert zeros[1] in driver.freed
+    assert len(driver.allocated) == 3
 
 
 def test_an_error_of_torch_is_the_error_of_the_run(driver, torch, monkeypatch):
@@ -478,7 +488,8 @@ def test_an_interrupt_loses_no_memory_and_frees_none_twice(run, of_torch):
         points = bytecodes(run, *within)
         report.update(points=points, raised=0)
         for number, part in enumerate({parts}, 1):
-            plan._captures.__init__()  # so that each begins with an allocation
+            for kept in (plan._pool._owned, plan._pool._slabs, plan._pool._zeros):
+                kept.clear()  # so that each begins with an allocation
             assert live()[0] == planned
             capture(0x51, 2 * number)
             report["raised"] += interrupted(run, 1 + int(part * points), *within)

@@ -181,7 +181,11 @@ FAULTS = listed(
                 "if start.value",
                 ["tests/dispatch/test_forks.py"],
             ),
-            "scratch-of-a-graph-that-lives-is-given-to-another": ("is not None and each.destroyed()", "", CAPTURES),
+            "scratch-of-a-graph-that-lives-is-given-to-another": (
+                "is not None and each.destroyed()",
+                "is not None",
+                CAPTURES,
+            ),
             "scratch-of-a-graph-that-is-destroyed-stays": (
                 "owned = [self._owned.pop",
                 "owned = [self._owned.get",
