@@ -15,8 +15,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
+from skuda.dispatch.system.flag import Flag
 from skuda.dispatch.system.forks import in_child
 from skuda.dispatch.system.transient import is_transient
 from skuda.registry.cached import cached_property
@@ -34,8 +35,10 @@ _LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 _SM_COUNT, _CLOCK_KHZ, _BUS_BITS, _L2, _MAJOR, _MINOR, _SHARED = 16, 36, 37, 38, 75, 76, 97
 _POINTER_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _CAPTURE_IMPLICIT = 906  # the default stream was queried while a stream that waits for it is captured
+_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_NO_SYNC, _MOVE = 1, 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, CU_GRAPH_USER_OBJECT_MOVE
 
 _CODES = {
     1: "invalid value",
@@ -70,6 +73,13 @@ def forked() -> DriverError:
 def inherited() -> bool:
     """Whether this process was forked from one that had loaded the driver."""
     return _inherited
+
+
+class Capture(NamedTuple):
+    """A graph capture: its id, which no other capture of the process has, and the handle of the graph that it makes."""
+
+    number: int
+    graph: int
 
 
 class Driver:
@@ -231,28 +241,61 @@ class Driver:
             return -1
         return slots.number.value if not code and slots.status.value else 0
 
+    def graph_of(self, stream: int) -> Capture | None:
+        """Return the graph capture that a stream takes part in, or None if there is none, or it has become invalid."""
+        status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+        results = map(ctypes.byref, (status, number, graph))
+        code = self._get_capture(ctypes.c_void_p(stream), *results, None, None)
+        # Otherwise the driver writes nothing else.
+        return Capture(number.value, graph.value or 0) if not code and status.value == _ACTIVE else None
+
+    def watch(self, graph: int) -> Callable[[], bool] | None:
+        """Return a function that tells whether a graph is destroyed, and all that was made of it, and nothing runs.
+
+        The graph is being captured. None if this driver or this system cannot tell.
+        """
+        names = ("cuUserObjectCreate", "cuGraphRetainUserObject", "cuUserObjectRelease")
+        try:
+            create, retain, release = map(self.function, names)
+            flag = Flag()
+        except (DriverError, OSError):
+            return None
+        user_object = ctypes.c_void_p()
+        made: list[int] = []
+        given: list[int] = []
+        try:
+            # As in `using`. The driver may call the destructor in a thread that holds the interpreter's lock.
+            made.extend(map(create, (ctypes.byref(user_object),), (flag.address,), (flag.raiser,), (1,), (_NO_SYNC,)))
+            if made == [0]:
+                given.extend(map(retain, (ctypes.c_void_p(graph),), (user_object,), (1,), (_MOVE,)))
+        finally:
+            if made == [0] and given != [0]:
+                release(user_object, 1)
+        if made != [0]:
+            flag.up()  # nobody else will
+        return flag if given == [0] else None
+
     @cached_property
     def _get_capture(self) -> Callable[..., int]:
         return self.function("cuStreamGetCaptureInfo_v2")
 
-    def allocate(self, size: int) -> int:
-        """Return the address of new device memory in the current context; allowed while a stream is captured."""
-        address = ctypes.c_uint64()
+    def allocate(self, address: ctypes.c_uint64, size: int) -> None:
+        """Write the address of new device memory in the current context; allowed while a stream is captured."""
         with self._beside_captures():
             self.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(1, size)))
-        return address.value
 
     def clear(self, address: int, size: int) -> None:
         """Fill memory of the current context with zeros, and wait for it; allowed while a stream is captured."""
         stream = ctypes.c_void_p()
         with self._beside_captures():
-            self.call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
             try:
+                self.call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
                 where = ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(size)
                 self.call("cuMemsetD8Async", *where, stream)
                 self.call("cuStreamSynchronize", stream)
             finally:
-                self.call("cuStreamDestroy_v2", stream)
+                if stream.value:
+                    self.call("cuStreamDestroy_v2", stream)
 
     @contextmanager
     def _beside_captures(self) -> Iterator[None]:

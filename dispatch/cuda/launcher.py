@@ -53,7 +53,7 @@ class Way(NamedTuple):
     handle_of : callable
         Returns the handle of the caller's stream.
     place : callable or None
-        Returns the lock and the addresses of the scratch buffers for a handle. None if there are no buffers.
+        Returns the `ScratchBuffers` for a handle. None if there are no buffers.
     scratch : int
         Number of scratch buffers.
     outputs : tuple of str
@@ -94,7 +94,10 @@ def launch_of(call: Call, way: Way, positions: Positions | None = None) -> Launc
     lines += [*_checks(call, known), *_launch(call, way, known), f"    return {_result(call, way, known, positions)}"]
     # An array that only this kernel cannot read is no error: the caller runs the next kernel.
     lines += ["except Unaligned:", "    return None"]
-    lines += ["except BaseException as error:", "    failed(error)", "    raise"]
+    lines.append("except BaseException as error:")
+    if way.place is not None:
+        lines.append("    held = None")  # an error keeps the variables of the functions that it has left
+    lines += ["    failed(error)", "    raise"]
     made: Launch = _maker(tuple(known), parameters, "\n".join(lines))(*known.values())
     return made
 
@@ -156,7 +159,7 @@ def _launch(call: Call, way: Way, known: dict[str, Any]) -> list[str]:
         known["enqueue"] = way.sender.enqueue
     if way.place is not None:
         known["place"] = way.place
-        lines.append(f"lock, ({''.join(f's{at}, ' for at in range(way.scratch))}) = place(handle)")
+        lines.append(f"lock, ({''.join(f's{at}, ' for at in range(way.scratch))}), held = place(handle)")
         sending = ["with lock:", *(f"    {line}" for line in sending)]
     return ["try:", *(f"    {line}" for line in (*lines, *sending))]
 

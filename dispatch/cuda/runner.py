@@ -116,7 +116,7 @@ class CudaRunner:
         self._problem, self._launch, self._notes = problem, launch, notes
         self._ordinal, self._context = place
         self._engine, self._driver = engine, driver
-        self._scratch = Scratch(driver, self._context, launch.scratch) if launch.scratch else None
+        self._scratch = Scratch(driver, place, launch.scratch) if launch.scratch else None
 
     @cached_property
     def _op(self) -> str:
@@ -247,9 +247,12 @@ class CudaRunner:
         if self._scratch is None:
             sender.send(call.parameters(values), handle, stream)
             return
-        place = self._scratch.place(handle)
-        with place.lock:
-            sender.send(call.parameters(values, place.addresses), handle, stream)
+        lock, addresses, held = self._scratch.place(handle)
+        try:
+            with lock:
+                sender.send(call.parameters(values, addresses), handle, stream)
+        finally:
+            del held  # an error keeps the variables of the functions that it has left
 
     @staticmethod
     def _make(call: Call, values: list[Any], stream: object, handle: int) -> dict[str, Any]:

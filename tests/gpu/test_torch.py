@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
+import time
 from functools import partial
 
 import pytest
@@ -22,6 +24,8 @@ from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from skuda import ops  # noqa: E402
+from skuda.dispatch.cuda import scratch  # noqa: E402
 from skuda.registry import Case  # noqa: E402
 from skuda.tools.studies import llama  # noqa: E402
 from skuda.torch import (  # noqa: E402
@@ -74,13 +78,14 @@ def using(device, stream=None):
     torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def captured(device, call):
+def captured(device, call, stream=None, pool=None):
     """Return a replay of a call, and its output; on the CPU a replay is a call that writes to that output."""
     if not on_gpu(device):
         output = call()
         return lambda: output.copy_(call()), output
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
+    stream = stream or torch.cuda.Stream(device)
+    with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool, stream=stream):
         output = call()
     return graph.replay, output
 
@@ -320,6 +325,135 @@ def test_a_graph_is_captured_after_prepare_without_another_call(device):
                 x.copy_(drawn(rng, m, columns, dtype=dtype, spread=5.0))
                 replay()
                 assert same(output, there(x))
+
+
+MIB = 1 << 20
+
+
+def used(device):
+    """Bytes of a GPU's memory that are in use, without those that torch keeps for later."""
+    if not on_gpu(device):
+        return 0
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def pools():
+    return [pool for contexts in scratch._pools.values() for pool in contexts.values()]
+
+
+def owned():
+    """What the scratch of every capture owns, by the number of the capture."""
+    return {number: each for pool in pools() for number, each in pool._owned.items()}
+
+
+def destroyed(numbers):
+    """Whether the driver says that the graphs of captures are destroyed, which it may say somewhat later."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        now = owned()
+        if all(now[number].destroyed() for number in numbers if number in now):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def split(rng, device):
+    """Draw operands, on the CPU, of a product whose blocks share tiles, so that it needs zeros and other scratch."""
+    m, n, k = (256, 512, 16384) if on_gpu(device) else (3, 5, 16)
+    weight = torch.from_numpy(rng.integers(-127, 128, (n, k), dtype="int8"))
+    return [torch.from_numpy(rng.integers(-127, 128, (m, k), dtype="int8")) for _ in range(3)], weight
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@torch.no_grad()
+def test_many_graphs_take_scratch_from_their_pool_and_give_back_their_zeros(device):
+    rng, many = fresh(device), 300 if on_gpu(device) else 2
+    acts, weight = split(rng, device)
+    width = 16384 if on_gpu(device) else 16  # on a GPU, several blocks share a row and add up in zeros
+    rows = [drawn(rng, 4, width, dtype=torch.bfloat16) for _ in acts]
+
+    def found(act, weight, data):
+        product = torch.ops.skuda.scaled_linear(act, weight, output_element="s32")
+        results = (product, *torch.ops.skuda.silu_mul_amax(gate_up=data))
+        return torch.cat([each.flatten().view(torch.uint8) for each in results])
+
+    wants = [found(act, weight, data).to(device) for act, data in zip(acts, rows, strict=True)]
+    acts, rows, weight = [act.to(device) for act in acts], [data.to(device) for data in rows], weight.to(device)
+    act, data, output = acts[0].clone(), rows[0].clone(), torch.empty_like(wants[0])
+    call = lambda: output.copy_(found(act, weight, data))  # noqa: E731
+    stream = torch.cuda.Stream(device) if on_gpu(device) else None
+    assert same(call(), wants[0])
+    captured(device, call, stream)[0]()
+    before, after, slabs = used(device), [], []
+    reserved = torch.cuda.memory_reserved(device) if on_gpu(device) else 0
+    for _ in range(3):
+        known = set(owned())
+        pool = torch.cuda.graph_pool_handle() if on_gpu(device) else None
+        replays = [captured(device, call, stream, pool)[0] for _ in range(many)]
+        numbers = set(owned()) - known
+        assert len(numbers) == (many if on_gpu(device) else 0), "each has zeros"
+        assert not any(owned()[number].blocks for number in numbers), "and no block"
+        assert used(device) - before < many * 3 * MIB // 2, "a block of a graph would have 4 MiB, as two pages"
+        assert not on_gpu(device) or torch.cuda.memory_reserved(device) - reserved < 64 * MIB
+        for at in rng.permutation(many):
+            which = int(rng.integers(len(wants)))
+            act.copy_(acts[which])
+            data.copy_(rows[which])
+            output.zero_()
+            replays[at]()
+            assert same(output, wants[which]), f"graph {at}"
+        del replays
+        after.append(used(device))
+        assert destroyed(numbers)
+        slabs.append(sum(len(pool._slabs) for pool in pools()))
+    assert after[-1] - after[0] < 64 * MIB
+    assert slabs[0] == slabs[-1], "zeros are used again"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@torch.no_grad()
+def test_graphs_of_a_stream_that_torch_does_not_use_have_a_block_until_they_are_destroyed(device):
+    rng, many, most = fresh(device), 300 if on_gpu(device) else 3, 10
+    acts, weight = split(rng, device)
+    wants = [torch.ops.skuda.scaled_linear(act, weight, output_element="s32").to(device) for act in acts]
+    acts, weight = [act.to(device) for act in acts], weight.to(device)
+    act, output = acts[0].clone(), torch.empty_like(wants[0])
+    side = torch.cuda.Stream(device) if on_gpu(device) else None
+    stream = torch.cuda.Stream(device) if on_gpu(device) else None
+
+    def call():
+        if on_gpu(device):
+            side.wait_stream(torch.cuda.current_stream(device))
+        ops.scaled_linear(act_q=act, weight_q=weight, output=output, output_element="s32", stream=side)
+        if on_gpu(device):
+            torch.cuda.current_stream(device).wait_stream(side)
+        return output
+
+    assert same(call(), wants[0])
+    captured(device, call, stream)[0]()
+    before, known, replays, numbers = used(device), set(owned()), [], set()
+    for _ in range(many):
+        replays.append(captured(device, call, stream)[0])
+        numbers |= set(owned()) - known
+        for replay in [replays[at] for at in rng.permutation(len(replays))[:3]]:
+            which = int(rng.integers(len(wants)))
+            act.copy_(acts[which])
+            output.zero_()
+            replay()
+            assert same(output, wants[which])
+        del replay
+        if len(replays) > most:
+            replays.pop(int(rng.integers(most)))
+    assert len(numbers) == (many if on_gpu(device) else 0)
+    assert used(device) - before < 256 * MIB, "not 300 blocks of 4 MiB, counted in pages of 2 MiB"
+    replays.clear()
+    assert destroyed(numbers)
+    captured(device, call, stream)[0]()
+    assert used(device) - before < 64 * MIB
 
 
 MODES = [("cpu", "default"), *itertools.product(GPUS, ("default", "reduce-overhead"))]

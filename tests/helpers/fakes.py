@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from toy import toy_op, toy_sku
 
 from skuda.dispatch import Backend, BackendStatus, Dispatcher
 from skuda.dispatch.backends.numpy import HostRunner, NumpyBackend
+from skuda.dispatch.cuda.driver import Capture
 from skuda.dispatch.cuda.packing import packer
 from skuda.dispatch.cuda.runner import CudaRunner
 from skuda.dispatch.launches import Launches
@@ -64,11 +66,14 @@ class FakeDriver:
     def __init__(self, devices: int = 1) -> None:
         self.device_count = devices
         self.capturing: dict[int, int] = {}
+        self.watched: list[int] = []
+        self.destroyed: set[int] = set()
+        self.watches = True
         self.allocated: dict[int, int] = {}
         self.freed: list[int] = []
         self.cleared: list[int] = []
         self.synchronized: list[int] = []
-        self._next = itertools.count(0x900000, 0x1000)
+        self._end = 0x900000
         self._local = threading.local()
 
     @property
@@ -91,11 +96,23 @@ class FakeDriver:
     def capture_of(self, stream: int) -> int:
         return self.capturing.get(stream, 0)
 
-    def allocate(self, size: int) -> int:
+    def graph_of(self, stream: int) -> Capture | None:
+        number = self.capture_of(stream)
+        return Capture(number, -number) if number else None
+
+    def watch(self, graph: int) -> Any:
+        self.watched.append(-graph)
+        return (lambda: -graph in self.destroyed) if self.watches else None
+
+    @property
+    def kept(self) -> dict[int, int]:
+        """The sizes of what was not freed, by address."""
+        return {address: size for address, size in self.allocated.items() if address not in self.freed}
+
+    def allocate(self, start: Any, size: int) -> None:
         assert self.current() == CONTEXT
-        address = next(self._next)
-        self.allocated[address] = size
-        return address
+        start.value, self._end = self._end, self._end + -(-size // 0x1000) * 0x1000
+        self.allocated[start.value] = size
 
     def clear(self, address: int, size: int) -> None:
         assert self.allocated[address] >= size
@@ -103,10 +120,66 @@ class FakeDriver:
 
     def free(self, address: int) -> None:
         assert self.current() == CONTEXT
+        assert address in self.kept
         self.freed.append(address)
 
     def synchronize(self, stream: int) -> None:
         self.synchronized.append(stream)
+
+
+class FakeTensor:
+    """Memory of `FakeTorch`."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class FakeTorch:
+    """What scratch asks torch inside a capture: its current stream, whether it captures, and memory.
+
+    Attributes
+    ----------
+    current : int
+        Its current stream.
+    captures : bool
+        Whether torch has begun the capture of its current stream.
+    alive : set of FakeTensor
+        The tensors that somebody holds. Their memory is used again once nobody does.
+    sizes : dict
+        Bytes of memory that it took from the driver, by address.
+    """
+
+    def __init__(self, current: int) -> None:
+        self.current, self.captures, self.started = current, True, True
+        self.alive: weakref.WeakSet[FakeTensor] = weakref.WeakSet()
+        self.sizes: dict[int, int] = {}
+        self._free: list[int] = []
+        graphs = SimpleNamespace(get_currently_capturing_graph=self._graph)
+        self.cuda = SimpleNamespace(
+            is_initialized=lambda: self.started, device=lambda _: contextlib.nullcontext(), CUDAGraph=graphs
+        )
+        self._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda _: self.current)
+        self.uint8, self.version = "uint8", SimpleNamespace(cuda=None)
+
+    def _graph(self) -> None:
+        if not self.captures:
+            raise RuntimeError("no graph")
+
+    def empty(self, size: int, dtype: str, device: str) -> FakeTensor:
+        assert (dtype, device) == ("uint8", "cuda:0")
+        address = next((each for each in self._free if self.sizes[each] >= size), None)
+        if address is None:
+            address = 1 << 40 | len(self.sizes) << 30
+            self.sizes[address] = size
+        else:
+            self._free.remove(address)
+        made = FakeTensor(address)
+        self.alive.add(made)
+        weakref.finalize(made, self._free.append, address)
+        return made
 
 
 class FakeEngine:

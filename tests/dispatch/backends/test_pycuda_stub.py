@@ -518,6 +518,7 @@ def test_foreign_streams_are_refused_where_cuda_core_is_absent(run):
             pytest.param("cuModuleGetFunction:500", "ScaledDescriptor(numel=32)", "cuModuleGetFunction|stub error 500"),
             pytest.param("cuLaunchKernel:700", "ScaledDescriptor(numel=32)", "launching scaled"),
             pytest.param("cuMemAlloc_v2:2", "SummedDescriptor(n=32)", "out of memory"),
+            pytest.param("cuStreamCreate:2", "SummedDescriptor(n=32)", "cuStreamCreate.*out of memory"),
             pytest.param("cuDevicePrimaryCtxRetain:101", "ScaledDescriptor(numel=32)", "invalid device"),
         ]
     ),
@@ -606,11 +607,11 @@ def test_memory_may_be_freed_while_a_stream_is_captured(run, backend):
         """
         plan().run(**arrays())
         from skuda.dispatch.cuda.driver import driver as its_driver
-        found = its_driver()
+        found, address = its_driver(), ctypes.c_uint64()
         with found.using(found.primary_context(0)):
-            address = found.allocate(8)
+            found.allocate(address, 8)
             mark("allocated")
-            found.free(address)
+            found.free(address.value)
             mark("freed")
         """,
         backend,

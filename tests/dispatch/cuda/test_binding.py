@@ -400,15 +400,15 @@ def test_scratch_of_a_captured_run_is_its_own_and_stays():
     assert set(driver.allocated) - set(driver.freed) == {address - MOST_ZEROS for address in used[:3]}
 
 
-def test_a_block_of_a_captured_run_is_reserved_for_no_other_plan():
+def test_a_captured_run_leaves_the_block_that_its_plan_has_reserved():
     rig = Rig(SummedDescriptor(n=32), summed)
     rig.driver.capturing = {5: 100}
     rig.run(stream=5, **SUM)
-    assert len(rig.driver.allocated) == 1, "the run took what was reserved"
-    other = Scratch(rig.driver, CONTEXT, (("partial", 32),))
-    captured, reserved = rig.driver.allocated
-    assert other.place(0).addresses[0] - MOST_ZEROS == reserved != captured
-    assert len(rig.driver.allocated) == 2, "the run took what was reserved"
+    reserved, captured = rig.driver.allocated
+    assert rig.last[0] - MOST_ZEROS == captured
+    other = Scratch(rig.driver, (0, CONTEXT), (("partial", 32),))
+    assert other.place(0).addresses[0] - MOST_ZEROS == reserved
+    assert len(rig.driver.allocated) == 2
 
 
 def test_plans_of_one_card_share_scratch_and_many_sizes_allocate_little():
@@ -436,7 +436,7 @@ def test_plans_of_one_card_share_scratch_and_many_sizes_allocate_little():
 
 def test_buffers_of_one_plan_lie_apart_and_aligned():
     rig = Rig(SummedDescriptor(n=32), summed)
-    place = Scratch(rig.driver, CONTEXT, (("a", 100), ("b", 0), ("c", 1000))).place(0)
+    place = Scratch(rig.driver, (0, CONTEXT), (("a", 100), ("b", 0), ("c", 1000))).place(0)
     first, second, third = place.addresses
     assert (second - first, third - second) == (256, 256)
     assert rig.driver.allocated[first - MOST_ZEROS] >= MOST_ZEROS + 512 + 1000

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 from fakes import Rig
-from toykernels.scaled import ScaledDescriptor, scaled
+from toykernels.scaled import ScaledDescriptor, SummedDescriptor, scaled, summed
 
 from skuda.dispatch.cuda import arrays as cuda_arrays
 from skuda.dispatch.cuda.arrays import Torch
@@ -165,6 +166,34 @@ def test_no_tensor_is_kept(rig):
     del call
     gc.collect()
     assert [one() for one in watched] == [None, None]
+
+
+def test_scratch_inside_a_capture_is_a_tensor_that_lives_for_its_run(monkeypatch):
+    """Of real torch, every name that scratch asks for is there."""
+    made, empty = [], torch.empty
+
+    def on_cpu(size, *, dtype, device):
+        assert device == "cuda:0"
+        kept = empty(size, dtype=dtype)
+        made.append((kept.data_ptr(), kept.numel() * kept.element_size(), weakref.ref(kept)))
+        return kept
+
+    rig = Rig(SummedDescriptor(n=32), summed)
+    call = {"x": torch.ones(32), "y": torch.empty(1)}
+    rig.run(**call, stream=7)
+    monkeypatch.setattr(Torch, "current_stream", lambda *_: lambda: 7)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch, "empty", on_cpu)
+    rig.driver.capturing = {7: 1}
+    for _ in range(2):
+        rig.run(**call, stream=7)
+        address, size, kept = made[-1]
+        assert rig.engine.launches[-2][1][1] == rig.last[0] == address
+        assert size == 32
+        assert kept() is None
+    assert len(made) == 2
+    assert len(rig.driver.allocated) == 1
 
 
 class Loud(torch.Tensor):

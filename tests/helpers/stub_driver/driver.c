@@ -7,6 +7,8 @@
  * SKUDA_STUB_LENIENT=1     a launch in a wrong context is not refused but runs there, on the wrong card
  * SKUDA_STUB_CAPTURING=n   streams other than the default one are being captured, under capture id n
  *
+ * A test may capture with stub_capture, destroy graphs with stub_destroy, and count what is allocated with stub_live.
+ *
  * As in the real driver, a function belongs to the context that its module was loaded in, and launching it while
  * another context is current is CUDA_ERROR_INVALID_HANDLE, while none is CUDA_ERROR_INVALID_CONTEXT.
  *
@@ -257,17 +259,25 @@ R cuTensorMapEncodeTiled(void *map, int element, unsigned rank, void *address) {
 
 /* --- memory and streams ------------------------------------------------------------------------------------------- */
 
-static struct { uintptr_t start, end; int device; } allocations[4096];
+static struct { uintptr_t start, end; int device; } allocations[1 << 14];
 static int allocated;
+
+/* How many allocations are not freed, and their bytes. */
+int stub_live(size_t *bytes) {
+  *bytes = 0;
+  for (int i = 0; i < allocated; i++) *bytes += allocations[i].end - allocations[i].start;
+  return allocated;
+}
 
 R cuMemAlloc_v2(uintptr_t *pointer, size_t bytes) {
   CALLED("%zu", bytes);
   if (!depth) return INVALID_CONTEXT;
   void *made = NULL;
   if (posix_memalign(&made, 256, bytes ? bytes : 1)) return 2;
+  if (bytes <= 1 << 20) memset(made, 0xa5, bytes); /* new memory holds anything */
   *pointer = (uintptr_t)made;
   pthread_mutex_lock(&guard);
-  if (allocated < 4096) {
+  if (allocated < 1 << 14) {
     allocations[allocated].start = *pointer;
     allocations[allocated].end = *pointer + bytes;
     allocations[allocated++].device = current()->device;
@@ -296,6 +306,13 @@ R cuPointerGetAttribute(void *value, int attribute, uintptr_t pointer) {
 R cuMemFree_v2(uintptr_t pointer) {
   CALLED();
   if (!depth) return INVALID_CONTEXT;
+  pthread_mutex_lock(&guard);
+  int at = 0;
+  while (at < allocated && allocations[at].start != pointer) at++;
+  int known = at < allocated;
+  if (known) allocations[at] = allocations[--allocated];
+  pthread_mutex_unlock(&guard);
+  if (!known) return INVALID_VALUE;
   free((void *)pointer);
   return OK;
 }
@@ -307,16 +324,76 @@ R cuMemsetD8_v2(uintptr_t to, unsigned char value, size_t n) { CALLED("%zu", n);
 R cuMemsetD8Async(uintptr_t to, unsigned char value, size_t n, void *stream) { (void)stream; CALLED("%zu", n); memset((void *)to, value, n); return OK; }
 
 R cuStreamCreate(void **stream, unsigned flags) { CALLED("%u", flags); *stream = malloc(8); return depth ? OK : INVALID_CONTEXT; }
-R cuStreamDestroy_v2(void *stream) { CALLED(); free(stream); return OK; }
+R cuStreamDestroy_v2(void *stream) { CALLED(); free(stream); return stream ? OK : INVALID_VALUE; }
 R cuStreamSynchronize(void *stream) { CALLED("%llu", (unsigned long long)(uintptr_t)stream); return OK; }
 R cuStreamQuery(void *stream) { CALLED(); (void)stream; return OK; }
 
+/* --- captures, and the graphs that they make ----------------------------------------------------------------------- */
+
+typedef struct { void (*destroy)(void *); void *pointer; unsigned references; } UserObject;
+typedef struct { UserObject *objects[8]; int count, destroyed; } Graph;
+
+/* The graph of capture n is graphs + n. */
+static Graph graphs[1 << 14];
+static struct { void *stream; unsigned long long id; int status; } capturing[16];
+
+/* Let a stream take part in a capture; 0 ends its part. A status of 2 is a capture that has become invalid. */
+void stub_capture(void *stream, unsigned long long id, int status) {
+  int at = 0;
+  while (capturing[at].stream && capturing[at].stream != stream) at++;
+  capturing[at].stream = stream, capturing[at].id = id, capturing[at].status = status;
+}
+
 R cuStreamGetCaptureInfo_v2(void *stream, int *status, unsigned long long *id, void **graph, void **edges, size_t *n) {
   CALLED();
-  (void)graph, (void)edges, (void)n;
-  int capture = stream ? number("SKUDA_STUB_CAPTURING", 0) : 0;
+  (void)edges, (void)n;
+  unsigned long long capture = stream ? (unsigned long long)number("SKUDA_STUB_CAPTURING", 0) : 0;
   *status = capture ? 1 : 0;
-  if (id) *id = (unsigned long long)capture;
+  for (int i = 0; i < 16; i++)
+    if (stream && capturing[i].stream == stream) capture = capturing[i].id, *status = capture ? capturing[i].status : 0;
+  /* As in the real driver, nothing else is written unless the capture is active. */
+  if (*status == 1 && id) *id = capture;
+  if (*status == 1 && graph) *graph = graphs + capture;
+  return OK;
+}
+
+R cuUserObjectCreate(UserObject **object, void *pointer, void (*destroy)(void *), unsigned references, unsigned flags) {
+  CALLED();
+  if (!references || flags != 1) return INVALID_VALUE;
+  *object = malloc(sizeof **object);
+  (*object)->destroy = destroy, (*object)->pointer = pointer, (*object)->references = references;
+  return OK;
+}
+
+/* The driver calls a destructor in a thread of its own. It may not wait for the one that destroys the graph. */
+static void *destroyed(void *object) {
+  ((UserObject *)object)->destroy(((UserObject *)object)->pointer);
+  free(object);
+  return NULL;
+}
+
+R cuUserObjectRelease(UserObject *object, unsigned references) {
+  CALLED();
+  if (!object || references > object->references) return INVALID_VALUE;
+  if (object->references -= references) return OK;
+  pthread_t thread;
+  if (pthread_create(&thread, NULL, destroyed, object)) abort();
+  pthread_join(thread, NULL);
+  return OK;
+}
+
+R cuGraphRetainUserObject(Graph *graph, UserObject *object, unsigned references, unsigned flags) {
+  CALLED();
+  if (graph < graphs || graph->destroyed || graph->count == 8 || !object || references != 1 || flags != 1)
+    return INVALID_VALUE;
+  graph->objects[graph->count++] = object;
+  return OK;
+}
+
+/* Destroy the graph of a capture, and whatever was made of it. */
+int stub_destroy(unsigned long long id) {
+  graphs[id].destroyed = 1;
+  while (graphs[id].count) cuUserObjectRelease(graphs[id].objects[--graphs[id].count], 1);
   return OK;
 }
 

@@ -7,6 +7,7 @@ ARGUMENTS = ["tests/registry/test_argument.py"]
 TUNING = ["tests/dispatch/select/test_tuning.py"]
 DISPATCHER = ["tests/dispatch/test_dispatcher.py"]
 BINDING = ["tests/dispatch/cuda/test_binding.py"]
+CAPTURES = ["tests/dispatch/cuda/test_captures.py"]
 BOUND = ["tests/dispatch/host/test_bound.py"]
 CACHE = ["tests/dispatch/compile/test_cubin_cache.py", "tests/dispatch/compile/test_cache_damage.py"]
 BUNDLE = ["tests/dispatch/compile/test_bundle.py"]
@@ -173,13 +174,27 @@ FAULTS = listed(
             "stream-true-is-a-handle": ("int) and not isinstance(stream, bool)", "int)", BINDING),
         },
         "dispatch/cuda/scratch.py": {
-            "scratch-is-shared-with-a-captured-graph": ("size and block not in self._captured", "size", BINDING),
-            "scratch-of-one-stream-serves-all": ("key = (handle", "key = (0", BINDING),
+            "scratch-is-shared-with-a-captured-graph": ("if handle and self._driver", "if not self._driver", BINDING),
+            "scratch-of-one-stream-serves-all": ("_places.get(handle)", "_places.get(0)", BINDING),
             "scratch-of-the-parent-is-freed-in-a-child": (
-                "    if inherited():\n        return\n",
-                "",
+                "if start.value and not inherited()",
+                "if start.value",
                 ["tests/dispatch/test_forks.py"],
             ),
+            "scratch-of-a-graph-that-lives-is-given-to-another": (
+                "is not None and each.destroyed()",
+                "is not None",
+                CAPTURES,
+            ),
+            "scratch-of-a-graph-that-is-destroyed-stays": (
+                "owned = [self._owned.pop",
+                "owned = [self._owned.get",
+                CAPTURES,
+            ),
+            "scratch-of-torch-is-for-another-stream": (" or _TORCH.current_stream(ordinal)() != stream", "", CAPTURES),
+        },
+        "dispatch/cuda/launcher.py": {
+            "scratch-of-torch-is-kept-by-an-error": ('lines.append("    held = None")', "pass", CAPTURES),
         },
         "dispatch/cuda/runner.py": {
             "launch-a-failure-is-repeated": ("== self._context", "is None", BINDING),
