@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 from skuda.kernels.linear.problem import LinearProblem
 from skuda.kernels.quantize.fake_quantize import FakeQuantize
@@ -15,13 +15,11 @@ from skuda.kernels.quantize.fake_quantize_backward import FakeQuantizeBackward
 from skuda.kernels.quantize.granularity import PerTensor
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import ElementKind
-from skuda.tools.bench.cutlass.rival import Cutlass, build_command, refusal
-from skuda.tools.bench.formulas import formula, scaled_mm, token_codes, torch_dtype, torch_module, views
+from skuda.tools.bench.cutlass.rival import Cutlass
+from skuda.tools.bench.formulas import Inputs, formula, scaled_mm, torch_dtype, torch_module, views
+from skuda.tools.bench.rival import Call, Rival, operands
 from skuda.tools.bench.timing import error_line
-from skuda.tools.output import count
-
-Inputs = Mapping[str, Any]
-Call = Callable[[], Any]
+from skuda.tools.bench.vllm import Vllm
 
 _E4M3_MOST = 448.0
 _TUNED = ("coordinate_descent_tuning", "coordinate_descent_check_all_directions", "force_fuse_int_mm_with_mul")
@@ -29,40 +27,16 @@ TORCHAO_COMPILED = {"dynamic": False, "options": dict.fromkeys(_TUNED, True)}
 """How torchao is compiled: with what it sets for the whole process, if it may; here it must not change the others."""
 
 
-class Alternatives(NamedTuple):
-    """Equivalent calls by name; the fastest one for the problem is the rival.
-
-    Each call writes `outputs`, the op's outputs by name; those of the fastest call are checked before it is timed.
-    """
-
-    calls: Mapping[str, Call]
-    outputs: Mapping[str, Any]
-
-
-class Rival(NamedTuple):
-    """Another library's routine for a problem: the heading of its column, and how it differs from the op.
-
-    `make` takes problem and inputs, does the untimed preparation, and returns the call to time, or `Alternatives`; it
-    raises if it cannot serve the problem. `needs` is the module that it needs besides torch, and `away` a known reason
-    why it is not available; both may be empty.
-    """
-
-    name: str
-    computes: str
-    make: Callable[[Any, Inputs], Call | Alternatives]
-    needs: str = ""
-    away: str = ""
-
-
-def rivals_of(problem: Descriptor, cutlass: Cutlass | str = "") -> tuple[Rival, ...]:
-    """Return the rivals for a problem, in the order of their columns.
-
-    `cutlass` holds the objects of ``--cutlass``, or the reason why they cannot run; empty if the option is not given.
-    """
+def rivals_of(problem: Descriptor, libraries: Sequence[Cutlass | Vllm] = (Cutlass(), Vllm())) -> tuple[Rival, ...]:
+    """Return the rivals for a problem, in the order of their columns; first those of what the options name."""
+    built = tuple(rival for library in libraries if (rival := library.rival(problem)) is not None)
     if isinstance(problem, LinearProblem):
-        own = _dynamic_rivals() if problem.dynamic else _static_rivals(sums=problem.output is ElementKind.S32)
-        return (_cutlass(cutlass, dynamic=problem.dynamic), *own)
+        return (
+            *built,
+            *(_dynamic_rivals() if problem.dynamic else _static_rivals(sums=problem.output is ElementKind.S32)),
+        )
     found = [
+        *built,
         Rival("eager", "the same, operation by operation", _eager),
         Rival("compile", "the same by torch.compile, whose roundings are its own", partial(_eager, compiled=True)),
     ]
@@ -180,50 +154,12 @@ def _dynamic_rivals() -> tuple[Rival, ...]:
     )
 
 
-def _cutlass(found: Cutlass | str, *, dynamic: bool) -> Rival:
-    before = "; the product alone, activation quantized before" if dynamic else ""
-    how = "CUTLASS 3, both scales in its epilogue: the fastest of {} for this shape, found by quick runs"
-    if isinstance(found, Cutlass):
-        made = partial(_cutlass_calls, found)
-        return Rival("cutlass", how.format(count(found.count, "configuration")) + before, made)
-    away = found or f"no folder of built objects is named; run: {build_command()}, then bench with --cutlass FOLDER"
-    return Rival("cutlass", how.format("its configurations") + before, partial(_cutlass_calls, Cutlass(())), away=away)
-
-
-def _cutlass_calls(found: Cutlass, problem: Any, inputs: Inputs) -> Alternatives:
-    why = refusal(problem)
-    if why:
-        raise ValueError(why)
-    torch, (codes, scale, weight, weight_scale) = torch_module(), _operands(problem, inputs)
-    output = torch.empty((len(codes), len(weight)), dtype=torch.bfloat16, device=codes.device)
-    tensors = (codes.contiguous(), weight, scale.reshape(-1).contiguous(), weight_scale, output)
-    return Alternatives(found.calls(tensors), {"output": output})
-
-
-def _operands(problem: Any, inputs: Inputs) -> tuple[Any, Any, Any, Any]:
-    """Return codes of the activation, their scales of shape (m, 1), codes of the weight, and their scales."""
-    torch, weight = torch_module(), inputs["weight_q"]
-    if "activation" in inputs:
-        return (*token_codes(problem, inputs["activation"]), weight, inputs["weight_scale"])
-    codes, ones = inputs["act_q"], torch.ones(len(weight), device=weight.device)
-    weight_scale = inputs.get("weight_scale", ones)  # sums have no scales
-    if "act_scale" in inputs:
-        return codes, inputs["act_scale"].reshape(-1, 1).expand(len(codes), 1), weight, weight_scale
-    value = getattr(problem, "act_scale", 1.0)
-    return (
-        codes,
-        torch.full((len(codes), 1), value, dtype=weight_scale.dtype, device=codes.device),
-        weight,
-        weight_scale,
-    )
-
-
 def _real_weight(inputs: Inputs, weight_scale: Any) -> Any:
     return (inputs["weight_q"] * weight_scale[:, None]).to(torch_module().bfloat16)
 
 
 def _bf16(problem: Any, inputs: Inputs, *, compiled: bool = False) -> Call:
-    torch, (codes, scale, _, weight_scale) = torch_module(), _operands(problem, inputs)
+    torch, (codes, scale, _, weight_scale) = torch_module(), operands(problem, inputs)
     x = (inputs["activation"] if "activation" in inputs else codes * scale).to(torch.bfloat16)
     weight, linear = _real_weight(inputs, weight_scale), torch.nn.functional.linear
     return _compile(linear, x, weight) if compiled else partial(linear, x, weight)
@@ -240,12 +176,12 @@ def _layer(quantized: Callable[[Any], Any], _problem: Any, inputs: Inputs, *, co
 
 
 def _int_mm(problem: Any, inputs: Inputs) -> Call:
-    codes, _, weight, _ = _operands(problem, inputs)
+    codes, _, weight, _ = operands(problem, inputs)
     return partial(torch_module()._int_mm, codes, weight.T)  # noqa: SLF001  the only int8 product that torch has
 
 
 def _int_mm_compiled(problem: Any, inputs: Inputs) -> Call:
-    torch, (codes, scale, weight, weight_scale) = torch_module(), _operands(problem, inputs)
+    torch, (codes, scale, weight, weight_scale) = torch_module(), operands(problem, inputs)
     output, product = torch_dtype(problem.output), torch._int_mm  # noqa: SLF001  as above
     if not problem.dynamic:
         factors = scale * weight_scale if "act_scale" in inputs else problem.act_scale * weight_scale
@@ -261,7 +197,7 @@ def _int_mm_compiled(problem: Any, inputs: Inputs) -> Call:
 
 
 def _scaled_mm(problem: Any, inputs: Inputs) -> Call:
-    torch, (codes, _, weight, _) = torch_module(), _operands(problem, inputs)
+    torch, (codes, _, weight, _) = torch_module(), operands(problem, inputs)
     # The codes are converted without a scale: e4m3 has 3 mantissa bits, so they are rounded.
     x, w = codes.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn).T
     one = torch.ones((), device=x.device)

@@ -148,7 +148,7 @@ class Tuner(Measurement):
             messages = (f"layer {number}: {each}" if number else each for number, each in enumerate(found) if each)
             return next(messages, "")
 
-        return self.checked(lambda: [call() for call in calls], written, wrong)
+        return self.checked(lambda: [call() for call in calls], partial(self.lab.poison, written), wrong)
 
     def _bound(self, problem: Descriptor, offer: Offer, arrays: Arrays) -> Callable[[], object]:
         """Return a call of exactly this kernel; a plan would choose another one for arrays that it cannot read."""

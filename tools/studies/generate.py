@@ -15,7 +15,8 @@ from torch import Tensor
 
 from skuda.dispatch.select.tuning import Timing
 from skuda.tools.bench.lab import TorchLab
-from skuda.tools.bench.rivals import Rival, absence
+from skuda.tools.bench.rival import Rival
+from skuda.tools.bench.rivals import absence
 from skuda.tools.bench.timing import WrongResult, error_line
 from skuda.tools.studies.host import fused
 from skuda.tools.studies.llama import LlamaSizes

@@ -18,7 +18,8 @@ from skuda.dispatch.select.tuning import Timing
 from skuda.registry.device import Device
 from skuda.tools.bench.clock import Replay
 from skuda.tools.bench.lab import TorchLab
-from skuda.tools.bench.rivals import TORCHAO_COMPILED, Rival, absence, bitsandbytes_linear, torchao_linear
+from skuda.tools.bench.rival import Rival
+from skuda.tools.bench.rivals import TORCHAO_COMPILED, absence, bitsandbytes_linear, torchao_linear
 from skuda.tools.bench.timing import error_line, rounds_each, time_interleaved
 from skuda.tools.output import Report
 from skuda.tools.studies.generate import generated
