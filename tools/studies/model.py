@@ -168,7 +168,6 @@ class ModelRecord(Record):
     """
 
     measured_by: ClassVar[tuple[str, ...]] = ("skuda.tools.studies.model_bench:bench",)
-    retired: ClassVar[frozenset[str]] = frozenset({"ratio", "bytes", "weights", "over", "at_most"})
     kind: Literal["skuda bench-model"] = "skuda bench-model"
     schema_version: Literal[1] = 1
     repeats: Size
