@@ -126,13 +126,7 @@ def _flag(name: str, text: str) -> Any:
 
 
 def _argument(kind: Any, metavar: str, text: str) -> Any:
-    return Annotated[
-        kind,
-        typer.Argument(
-            metavar=metavar,
-            help=text,
-        ),
-    ]
+    return Annotated[kind, typer.Argument(metavar=metavar, help=text)]
 
 
 OPTIONS: dict[str, Any] = {

@@ -73,21 +73,13 @@ def _cases(title: str, cases: Sequence[CaseResult], record: BenchRecord) -> Part
     return (table, *wrong, *_refusals(cases, record.absent))
 
 
-def _tops(case: CaseResult, us: float) -> float:
-    return case.operations / us * 1e6 / _TERA
-
-
-def _tb(case: CaseResult, us: float) -> float:
-    return case.bytes / us * 1e6 / _TERA
-
-
 def _rate(case: CaseResult) -> str:
     """Format a case's rate: TOPS of a product of more than 64 rows, else TB/s."""
     if case.timing is None:
         return ""
-    if len(case.shape) == 3 and case.shape[0] > _FEW:
-        return f"{_figure(_tops(case, case.timing.median))} TOPS"
-    return f"{_figure(_tb(case, case.timing.median))} TB/s"
+    product = len(case.shape) == 3 and case.shape[0] > _FEW
+    amount, unit = (case.operations, "TOPS") if product else (case.bytes, "TB/s")
+    return f"{_figure(amount / case.timing.median * 1e6 / _TERA)} {unit}"
 
 
 def _share(case: CaseResult, record: BenchRecord) -> str:

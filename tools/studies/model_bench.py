@@ -25,7 +25,7 @@ from skuda.tools.output import Report
 from skuda.tools.studies.generate import generated
 from skuda.tools.studies.host import fused, host_calls
 from skuda.tools.studies.llama import LlamaSizes, LlamaStack, angles_of, drawn, random_caches
-from skuda.tools.studies.model import FormResult, HostCost, Phase, PhaseResult
+from skuda.tools.studies.model import FormResult, Phase, PhaseResult
 
 _BUDGET = 4.0
 """Seconds for the rounds of one form in one phase."""
@@ -64,17 +64,17 @@ def converted(stack: LlamaStack, convert: Callable[[nn.Linear], Any]) -> Any:
     return copy.deepcopy(stack, {id(linear): convert(linear) for linear in linears})
 
 
-def _torchao(stack: LlamaStack) -> Any:
-    return converted(stack, lambda linear: torchao_linear(copy.deepcopy(linear)))
-
-
 FORMS = (
     StackForm("bf16", "nothing quantized, eager", _same),
     StackForm("bf16 compiled", "nothing quantized, torch.compile", _same, {"dynamic": False}),
     StackForm("skuda", "DynamicLinear and fuse_, eager", fused, ours=True),
     StackForm("skuda compiled", "DynamicLinear and fuse_, torch.compile", fused, EXACT, ours=True),
     StackForm(
-        "torchao", "Int8DynamicActivationInt8WeightConfig, torch.compile", _torchao, TORCHAO_COMPILED, needs="torchao"
+        "torchao",
+        "Int8DynamicActivationInt8WeightConfig, torch.compile",
+        partial(converted, convert=lambda linear: torchao_linear(copy.deepcopy(linear))),
+        TORCHAO_COMPILED,
+        needs="torchao",
     ),
     StackForm(
         "bitsandbytes",
@@ -236,7 +236,7 @@ class Stacks:
 
 def host_costs(
     calls: Mapping[str, Replay], wait: Replay, burst: int, bursts: int, clock: Callable[[], int] = perf_counter_ns
-) -> tuple[HostCost, ...]:
+) -> tuple[FormResult, ...]:
     """Time named calls in interleaved bursts; `wait` waits for the device between them, `clock` returns nanoseconds.
 
     A call that fails is recorded as refused.
@@ -262,7 +262,7 @@ def host_costs(
         if collecting:
             gc.enable()
     return tuple(
-        HostCost(name=name, timing=None if name in refused else Timing.of(found), refused=refused.get(name, ""))
+        FormResult(name=name, timing=None if name in refused else Timing.of(found), refused=refused.get(name, ""))
         for name, found in samples.items()
     )
 
