@@ -138,13 +138,19 @@ def _phases(
     return {"computes": computes, "absent": stacks.absent, "phases": tuple(found)}
 
 
-class _ReadyForm(NamedTuple):
-    """A form that is ready: a call and its replay, which write `output`, and the microseconds of one replay."""
+class Run(NamedTuple):
+    """A module's call and its replay, which write `output`."""
 
     call: Replay
     replay: Replay
     output: Tensor
-    us: float
+
+    @classmethod
+    def of(cls, lab: TorchLab, module: Callable[..., Tensor], given: Tensor, *more: Any, careful: bool = True) -> Run:
+        """Capture a call of a module, whose output has the shape of the input."""
+        output = torch.empty_like(given)
+        call = partial(_into, output, module, given, *more)
+        return cls(call, lab.capture(call, careful=careful), output)
 
 
 class Stacks:
@@ -186,30 +192,28 @@ class Stacks:
 
     def _runs(
         self, given: Tensor, cache: int, tell: Callable[[str], None], renew: Replay
-    ) -> tuple[dict[str, _ReadyForm], dict[str, str]]:
+    ) -> tuple[dict[str, Run], dict[str, str]]:
         """Prepare every form for the same inputs; return them, and why others fail."""
         sequences, new = given.shape[:2]
         positions = torch.arange(cache - new, cache, device=given.device)
         caches = random_caches(self.sizes, sequences, cache, given, self.seed)
-        arguments = (given, angles_of(self.sizes, positions), caches, positions)
+        arguments = (angles_of(self.sizes, positions), caches, positions)
         renew()
         runs, failed = {}, {}
         for form in self.forms:
             if form.name in self.absent:
                 continue
             tell(form.name)
-            module, output = self.modules[form.name], torch.empty_like(given)
+            module = self.modules[form.name]
             if form.compiled is not None:
                 module = torch.compile(module, **form.compiled)
-            call = partial(_into, output, module, *arguments)
             try:
-                replay = self.lab.capture(call)
-                runs[form.name] = _ReadyForm(call, replay, output, self.lab.measure([replay])[0])
+                runs[form.name] = Run.of(self.lab, module, given, *arguments)
             except Exception as error:  # noqa: BLE001  foreign code, and too little memory; it is recorded
                 failed[form.name] = error_line(error)
         return runs, failed
 
-    def _differences(self, runs: Mapping[str, _ReadyForm], renew: Replay) -> str:
+    def _differences(self, runs: Mapping[str, Run], renew: Replay) -> str:
         """Run forms on new inputs, called and replayed; describe the first difference from the first form, called."""
         for _ in range(_COMPARED):
             renew()
@@ -224,12 +228,11 @@ class Stacks:
                         return f"{name}, {what}, differs from {next(iter(runs))}, called: {difference}"
         return ""
 
-    def _timed(self, runs: Mapping[str, _ReadyForm], repeats: int) -> dict[str, FormResult]:
-        for run in runs.values():
-            run.replay()
+    def _timed(self, runs: Mapping[str, Run], repeats: int) -> dict[str, FormResult]:
+        estimates = dict(zip(runs, self.lab.measure([run.replay for run in runs.values()]), strict=True))
         first = next(iter(runs.values())).output.double()
         errors = {name: float((run.output.double() - first).norm() / first.norm()) for name, run in runs.items()}
-        rounds = rounds_each({name: run.us for name, run in runs.items()}, repeats, _BUDGET)
+        rounds = rounds_each(estimates, repeats, _BUDGET)
         timings = time_interleaved(self.lab.measure, {name: run.replay for name, run in runs.items()}, rounds)
         return {name: FormResult(name=name, timing=one, error=errors[name]) for name, one in timings.items()}
 
