@@ -31,24 +31,18 @@ def rivals_of(problem: Descriptor, libraries: Sequence[Cutlass | Vllm] = (Cutlas
     """Return the rivals for a problem, in the order of their columns; first those of what the options name."""
     built = tuple(rival for library in libraries if (rival := library.rival(problem)) is not None)
     if isinstance(problem, LinearProblem):
-        return (
-            *built,
-            *(_dynamic_rivals() if problem.dynamic else _static_rivals(sums=problem.output is ElementKind.S32)),
-        )
+        return (*built, *_product_rivals(problem))
     found = [
         *built,
         Rival("eager", "the same, operation by operation", _eager),
         Rival("compile", "the same by torch.compile, whose roundings are its own", partial(_eager, compiled=True)),
     ]
-    match problem:
-        case FakeQuantize():
-            what = "torch.fake_quantize_*_affine: multiplies by 1/scale, and writes a mask"
-            found.append(Rival("builtin", what, _fake_quantize))
-        case FakeQuantizeBackward():
-            what = "the backward of torch.fake_quantize_*_affine, from a mask that its forward wrote"
-            found.append(Rival("builtin", what, _fake_quantize_backward))
-        case _:
-            pass
+    if isinstance(problem, FakeQuantize):
+        what = "torch.fake_quantize_*_affine: multiplies by 1/scale, and writes a mask"
+        found.append(Rival("builtin", what, _fake_quantize))
+    elif isinstance(problem, FakeQuantizeBackward):
+        what = "the backward of torch.fake_quantize_*_affine, from a mask that its forward wrote"
+        found.append(Rival("builtin", what, _fake_quantize_backward))
     return tuple(found)
 
 
@@ -128,26 +122,23 @@ def _fake_quantize_backward(problem: Any, inputs: Inputs) -> Call:
 # --- products --------------------------------------------------------------------------------------------------------
 
 
-def _static_rivals(*, sums: bool) -> tuple[Rival, ...]:
-    """Return the rivals of a product of codes; where sums are the output, none that scales them."""
-    scaled = Rival("compile", "torch._int_mm and dequantization by torch.compile", _int_mm_compiled)
-    return (
-        Rival("bf16", "F.linear in bf16, nothing quantized", _bf16),
-        Rival("int_mm", "torch._int_mm: int32 sums, no dequantization", _int_mm),
-        *(() if sums else (scaled,)),
-        Rival("fp8", "torch._scaled_mm in e4m3, one scale for all", _scaled_mm),
-    )
-
-
-def _dynamic_rivals() -> tuple[Rival, ...]:
-    """Return the rivals of a layer that quantizes its activation, each a whole layer as users of PyTorch run it."""
-    layer = "quantization, torch._int_mm and dequantization by torch.compile"
+def _product_rivals(problem: LinearProblem) -> tuple[Rival, ...]:
+    """Return the rivals of a product: of codes, or of a whole layer as users of PyTorch run it."""
+    real = Rival("bf16", "F.linear in bf16, nothing quantized", _bf16)
+    if not problem.dynamic:
+        scaled = Rival("compile", "torch._int_mm and dequantization by torch.compile", _int_mm_compiled)
+        return (
+            real,
+            Rival("int_mm", "torch._int_mm: int32 sums, no dequantization", _int_mm),
+            *(() if problem.output is ElementKind.S32 else (scaled,)),
+            Rival("fp8", "torch._scaled_mm in e4m3, one scale for all", _scaled_mm),
+        )
     fp8 = "quantization to e4m3 with a scale a row, and torch._scaled_mm, by torch.compile"
     torchao = "Int8DynamicActivationInt8WeightConfig by torch.compile"
     return (
-        Rival("bf16", "F.linear in bf16, nothing quantized", _bf16),
+        real,
         Rival("bf16 compiled", "F.linear in bf16 by torch.compile", partial(_bf16, compiled=True)),
-        Rival("compile", layer, _int_mm_compiled),
+        Rival("compile", "quantization, torch._int_mm and dequantization by torch.compile", _int_mm_compiled),
         Rival("fp8", fp8, _fp8_layer),
         Rival("torchao", torchao, partial(_layer, torchao_linear, compiled=True), "torchao"),
         Rival("bitsandbytes", "Linear8bitLt, threshold 0", partial(_layer, bitsandbytes_linear), "bitsandbytes"),

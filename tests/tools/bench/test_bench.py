@@ -543,7 +543,10 @@ def on_paper(monkeypatch):
         (["--m", "4"], "--m must stand beside --shapes with a model"),
         (["--output", "x", "--show", "nowhere.json"], "--output must be left out"),
         (["--cutlass", "x", "--show", "nowhere.json"], "--cutlass must be left out"),
-        (["linear", "--cutlass", "nowhere"], "--cutlass must be a folder with the objects that this builds: bash "),
+        (
+            ["linear", "--cutlass", "nowhere"],
+            "--cutlass must be a folder of what this builds, alone: bash ",
+        ),
         (["quantize", "--random", "3"], "--random must stand beside a product, such as linear; had amax, "),
         (["linear", "--random", "0"], "random"),
         (["linear", "--rivals", "cuttlass"], "--rivals must be one of cutlass, vllm, bf16"),

@@ -108,16 +108,14 @@ class Cutlass:
         """Load every object of a folder, if one is named; refuse one that holds none, or something else."""
         if folder is None:
             return cls()
-        found = []
-        for path in sorted(folder.glob("*.so")):
-            try:
-                found.append(Configuration.load(path))
-            except (OSError, AttributeError) as error:
-                must = f"hold what this builds, and nothing else: {build_command()}"
-                raise InvalidProblem("bench", "--cutlass", f"{path}, which does not load: {error}", must) from error
+        had, found = f"{folder}, without any", list[Configuration]()
+        try:
+            found += map(Configuration.load, sorted(folder.glob("*.so")))
+        except (OSError, AttributeError) as error:
+            had, found = f"{folder}, with what does not load: {error}", []
         if not found:
-            must = f"be a folder with the objects that this builds: {build_command()}"
-            raise InvalidProblem("bench", "--cutlass", f"{folder}, without any", must)
+            must = f"be a folder of what this builds, alone: {build_command()}"
+            raise InvalidProblem("bench", "--cutlass", had, must)
         if device is None or device.compute_capability == CAPABILITY:
             return cls(tuple(found), "")
         has = ".".join(map(str, device.compute_capability or ("unknown",)))
