@@ -110,13 +110,7 @@ def silent(_done: int, _total: int, _what: str) -> None:
 
 
 def shown(
-    command: str,
-    sections: Sections,
-    text: str,
-    section: str | None = None,
-    apart: Iterable[str] = (),
-    *,
-    as_json: bool,
+    command: str, sections: Sections, text: str, section: str | None = None, apart: Iterable[str] = (), *, as_json: bool
 ) -> None:
     """Print what was measured: JSON, a report for a person, or in a pipe Markdown, of all or of one section."""
     together = [part for name, parts in sections.items() if name not in set(apart) for part in parts]
