@@ -62,13 +62,13 @@ class Vllm:
         try:
             torch.ops.load_library(str(file.resolve()))
         except (OSError, RuntimeError) as error:
-            why = f"{file}, which does not load: {error.__cause__ or error}"
-            raise InvalidProblem("bench", "--vllm", why, f"{must}, built for this torch") from error
+            had = f"{file.name}, which does not load: {error.__cause__ or error}"  # the path may be long
+            raise InvalidProblem("bench", "--vllm", had, f"{must}, built for this torch") from error
         for name, wanted in _ARGUMENTS.items():
             op = getattr(torch.ops._C, name, None)  # noqa: SLF001  the namespace of vLLM's ops
             found = op and words(argument.type for argument in op.default._schema.arguments)  # noqa: SLF001  as above
             if found != wanted:
-                had = f"none in {file}" if found is None else f"one of ({found}) in {file}"
+                had = f"none in {file}" if found is None else f"one of ({found})"
                 raise InvalidProblem("bench", "--vllm", had, f"{must}: with an op {name} of ({wanted})")
         return cls("")
 

@@ -179,7 +179,7 @@ OTHER = "Tensor! result, Tensor input, Tensor! scale"
         (lambda stub, tmp: stub(silu_and_mul=None)[0], r"with an op silu_and_mul of \(Tensor, Tensor\); had none in "),
         (
             lambda stub, tmp: stub(dynamic_scaled_int8_quant=OTHER)[0],
-            r"dynamic_scaled_int8_quant of \(.*, Optional\[Tensor\]\); had one of \(Tensor, Tensor, Tensor\) in ",
+            r"dynamic_scaled_int8_quant of \(.*, Optional\[Tensor\]\); had one of \(Tensor, Tensor, Tensor\)$",
         ),
     ],
 )
