@@ -97,9 +97,6 @@ class CaseResult(Value):
     rivals: tuple[RivalResult, ...] = ()
     refused: str = ""
 
-    def __hash__(self) -> int:
-        return hash((self.label, self.sku, self.timing))
-
     @property
     def size(self) -> str:
         """The shape as it is typed, ``4096x4096``."""
