@@ -79,10 +79,8 @@ def measure(
         names = wanted or (_FEW if problem in drawn else known)
         return [rival for rival in rivals_of(problem, libraries) if rival.name in names]
 
-    return Findings(
-        device,
-        KernelBench(dispatcher, device, TorchLab(device), seed, repeats, backend, rivals=selected).run(cases, watch),
-    )
+    bench = KernelBench(dispatcher, device, TorchLab(device), seed, repeats, backend, rivals=selected)
+    return device, bench.run(cases, watch)
 
 
 def cases_of(
