@@ -59,6 +59,14 @@ def absence(rival: Rival) -> str:
     return ""
 
 
+def linear_of(weight: Any) -> Any:
+    """Return a linear layer without a bias that holds a weight."""
+    nn = torch_module().nn
+    made = nn.Linear(*reversed(weight.shape), bias=False, device="meta", dtype=weight.dtype)
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    return made
+
+
 def torchao_linear(linear: Any) -> Any:
     """Return a linear layer as torchao quantizes it to int8, with activations quantized when it runs."""
     torchao = importlib.import_module("torchao.quantization")
@@ -158,11 +166,8 @@ def _bf16(problem: Any, inputs: Inputs, *, compiled: bool = False) -> Call:
 
 def _layer(quantized: Callable[[Any], Any], _problem: Any, inputs: Inputs, *, compiled: bool = False) -> Call:
     """Return a call of another library's layer on the activation in bf16."""
-    torch, x = torch_module(), inputs["activation"].to(torch_module().bfloat16)
-    weight = _real_weight(inputs, inputs["weight_scale"])
-    linear = torch.nn.Linear(*reversed(weight.shape), bias=False, device="meta", dtype=weight.dtype)
-    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-    made = quantized(linear)
+    x = inputs["activation"].to(torch_module().bfloat16)
+    made = quantized(linear_of(_real_weight(inputs, inputs["weight_scale"])))
     return _compile(made, x, **TORCHAO_COMPILED) if compiled else partial(made, x)
 
 

@@ -104,7 +104,17 @@ def bench(
     lab, on_gpu, fields = TorchLab(device), device.processor == "cuda", dict[str, Any]()
     with torch.no_grad():
         if "phases" in parts:
-            fields |= _phases(lab, LlamaSizes(**sizes), phases, names, repeats, seed, watch)
+            forms = [form for form in FORMS if form.ours or form is FORMS[0] or not names or form.name in names]
+            stacks, found = Stacks(lab, LlamaSizes(**sizes), forms, seed), []
+            for number, (phase, rows, cache) in enumerate(phases):
+                # cuDNN, torch's own choice for one query, gives other bits from call to call.
+                flash = on_gpu and phase == "decode"
+                with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
+                    found.append(stacks.phase(phase, rows, cache, repeats, partial(watch, number, len(phases))))
+                lab.tidy()
+            computes = {form.name: form.computes for form in forms}
+            fields = {"computes": computes, "absent": stacks.absent, "phases": tuple(found)}
+            del stacks  # its memory is free for what follows
             lab.tidy()
         if "generate" in parts:
             watch(len(phases), len(phases), "generate")
@@ -115,27 +125,6 @@ def bench(
             how: Any = (torch.cuda.synchronize, 200, 25) if on_gpu else (lambda: None, 4, 3)
             fields["host"] = host_costs(host_calls(device, lab.place), *how)
     return {"repeats": repeats, "sizes": sizes, "graph": on_gpu, **fields}
-
-
-def _phases(
-    lab: TorchLab,
-    sizes: LlamaSizes,
-    phases: Sequence[tuple[Phase, int, int]],
-    names: Sequence[str],
-    repeats: int,
-    seed: int,
-    watch: Report,
-) -> dict[str, Any]:
-    forms = [form for form in FORMS if form.ours or form is FORMS[0] or not names or form.name in names]
-    stacks, found = Stacks(lab, sizes, forms, seed), []
-    for number, (phase, rows, cache) in enumerate(phases):
-        # cuDNN, torch's own choice for one query, gives other bits from call to call.
-        flash = lab.place.type == "cuda" and phase == "decode"
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
-            found.append(stacks.phase(phase, rows, cache, repeats, partial(watch, number, len(phases))))
-        lab.tidy()
-    computes = {form.name: form.computes for form in forms}
-    return {"computes": computes, "absent": stacks.absent, "phases": tuple(found)}
 
 
 class Run(NamedTuple):

@@ -16,6 +16,7 @@ from skuda.dispatch.shard import GroupBroken
 from skuda.dispatch.shard.shards import span, split
 from skuda.registry.device import HOST
 from skuda.tools.bench.lab import TorchLab
+from skuda.tools.bench.rivals import linear_of
 from skuda.tools.bench.timing import error_line, rounds_each
 from skuda.tools.studies.llama import LlamaMLP, LlamaSizes, drawn
 from skuda.tools.studies.model_bench import EXACT, Run
@@ -56,7 +57,9 @@ class SlicedMLP(nn.Module):
         inner = mlp.down_proj.weight.shape[1]
         part = slice(None) if group is None else span(split(inner, group.count), group.rank)
         gate_up = torch.cat([mlp.gate_proj.weight[part], mlp.up_proj.weight[part]])
-        self.gate_up, self.down = (layer(_linear(one)) for one in (gate_up, mlp.down_proj.weight[:, part].contiguous()))
+        self.gate_up, self.down = (
+            layer(linear_of(one)) for one in (gate_up, mlp.down_proj.weight[:, part].contiguous())
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, of the shape of the input."""
@@ -64,12 +67,6 @@ class SlicedMLP(nn.Module):
         if self.group is not None:
             distributed.all_reduce(found, group=self.group.process_group)
         return found
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    made.weight = nn.Parameter(weight, requires_grad=False)
-    return made
 
 
 def exact(*mlps: LlamaMLP, group: TorchGroup | None = None) -> nn.Sequential:
