@@ -126,13 +126,7 @@ def _flag(name: str, text: str) -> Any:
 
 
 def _argument(kind: Any, metavar: str, text: str) -> Any:
-    return Annotated[
-        kind,
-        typer.Argument(
-            metavar=metavar,
-            help=text,
-        ),
-    ]
+    return Annotated[kind, typer.Argument(metavar=metavar, help=text)]
 
 
 OPTIONS: dict[str, Any] = {
@@ -189,8 +183,9 @@ OPTIONS: dict[str, Any] = {
         "SHAPE", "ROWSxCOLUMNS, MxNxK for a product, a file of these, or llama-3-8b, llama-3-70b, minilm."
     ),
     "m": _words("ROWS", "Numbers of rows for a model's shapes.", "--m"),
-    "rivals": _words("NAME", "Only these rivals; cutlass and bf16 at random shapes."),
+    "rivals": _words("NAME", "Only these rivals; cutlass, vllm and bf16 at random shapes."),
     "cutlass": _path("FOLDER", "Compare products with CUTLASS, built into this folder."),
+    "vllm": _path("LIBRARY", "Compare with the kernels of this library, or package, of vLLM."),
     "bench-model hidden": _number("Size of the hidden states; 4096 if left out.", least=2),
     "bench-model intermediate": _number("Size between the products of the MLP; 14336 if left out."),
     "heads": _number("Heads of the attention; 32 if left out."),
@@ -281,12 +276,13 @@ _command(
 _command(
     "bench",
     "bench.bench",
-    "ops shapes m random element rivals backend seed repeats cutlass output show markdown as_json",
+    "ops shapes m random element rivals backend seed repeats cutlass vllm output show markdown as_json",
     """Measure the kernels that are chosen, against rivals.
 
     Needs a CUDA device and torch. Results are compared before they are timed; a wrong one is refused, and the exit
     status is 1. Rivals are timed alternately with the kernel, after a flush of the cache; absent ones are named.
-    CUTLASS takes part where --cutlass names a folder of its built objects; else the record says what builds them.
+    CUTLASS takes part where --cutlass names a folder of its built objects; else the record says what builds them. The
+    int8 kernels of vLLM take part where --vllm names its library.
     """,
 )
 _command(

@@ -44,7 +44,7 @@ def record_of(*cases: CaseResult, **changes: Any) -> BenchRecord:
     """Return a record of cases on an H200 on paper."""
     fields: dict[str, Any] = {"date": "2026-02-03T04:05:06+00:00", "skuda": "0", "seed": 1, "repeats": 1}
     fields |= {"device": device_named("h200"), "command": "skuda bench", "ceilings": CEILINGS, "cases": cases}
-    return BenchRecord(**{**fields, "measurer_hash": measurer_hash(BenchRecord), **changes})
+    return BenchRecord(**{**fields, "flush": "clean", "measurer_hash": measurer_hash(BenchRecord), **changes})
 
 
 def some_record(**changes: Any) -> BenchRecord:

@@ -16,10 +16,11 @@ from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import SkudaError
 from skuda.registry.registry import Registry
 from skuda.tools.bench import report
-from skuda.tools.bench.cutlass.rival import CAPABILITY, Cutlass
+from skuda.tools.bench.cutlass.rival import Cutlass
 from skuda.tools.bench.lab import Ceiling, TorchLab
 from skuda.tools.bench.record import OURS, BenchRecord, CaseResult, Ceilings, RivalResult, least_work
-from skuda.tools.bench.rivals import Alternatives, Rival, absence, rivals_of
+from skuda.tools.bench.rival import Alternatives, Rival
+from skuda.tools.bench.rivals import absence, rivals_of
 from skuda.tools.bench.timing import (
     Arrays,
     Measurement,
@@ -30,13 +31,14 @@ from skuda.tools.bench.timing import (
     prepared,
     time_interleaved,
 )
+from skuda.tools.bench.vllm import Vllm
 from skuda.tools.output import Report, chosen, refuse, split
 from skuda.tools.study.run import Findings, NoDevice, Study
 from skuda.tools.verify.fingerprint import source_hash
 from skuda.tools.words.cases import BenchCase, random_shapes, rank_of, select_cases, select_ops
 from skuda.tools.words.shapes import read_rows, read_shapes
 
-_FEW = ("cutlass", "bf16")
+_FEW = ("cutlass", "vllm", "bf16")
 """Rivals at random shapes, where compiling and tuning the others would take most of the time."""
 _QUICK = 5
 """Rounds that choose the fastest of several alternatives."""
@@ -56,6 +58,7 @@ def measure(
     backend: str | None = None,
     repeats: int = 20,
     cutlass: Path | None = None,
+    vllm: Path | None = None,
     seed: int = 0,
 ) -> Findings:
     """Measure the kernels that the dispatcher chooses for some cases; `skuda bench --help` explains the options."""
@@ -66,23 +69,18 @@ def measure(
         refuse("bench", "--backend", backend, tuple(registry.backends))
     known = dict.fromkeys(rival.name for case in cases for rival in rivals_of(case.problem))
     wanted = chosen("bench", "--rivals", rivals, known)
-    found: Cutlass | str = Cutlass.load(cutlass) if cutlass is not None else ""
     device = next((one for one in dispatcher.devices if one.processor == "cuda"), None)
+    libraries = (Cutlass.load(cutlass, device), Vllm.load(vllm))
     if device is None:
         raise NoDevice("a bench needs a CUDA device, and none is here: `skuda doctor` says what is missing")
-    if isinstance(found, Cutlass) and device.compute_capability != CAPABILITY:
-        has = ".".join(map(str, device.compute_capability or ("unknown",)))
-        found = f"its objects run on compute capability 9.0 only, and the device's is {has}"
     drawn = {case.problem for case, is_drawn in cases.items() if is_drawn}
 
     def selected(problem: Descriptor) -> list[Rival]:
         names = wanted or (_FEW if problem in drawn else known)
-        return [rival for rival in rivals_of(problem, found) if rival.name in names]
+        return [rival for rival in rivals_of(problem, libraries) if rival.name in names]
 
-    return Findings(
-        device,
-        KernelBench(dispatcher, device, TorchLab(device), seed, repeats, backend, rivals=selected).run(cases, watch),
-    )
+    bench = KernelBench(dispatcher, device, TorchLab(device), seed, repeats, backend, rivals=selected)
+    return device, bench.run(cases, watch)
 
 
 def cases_of(
@@ -165,7 +163,7 @@ class KernelBench(Measurement):
         """Return the times of a plan and its rivals; raise `WrongResult` if the plan's result is wrong."""
         problem, (inputs, outputs) = plan.problem, self.draw(plan.problem)
         wrong = partial(self.mismatch, problem, inputs, outputs, max_ulps(plan.sku, problem))
-        ours = self.checked(plan.bind(**inputs, **outputs), outputs, wrong)
+        ours = self.checked(plan.bind(**inputs, **outputs), partial(self.lab.poison, outputs), wrong)
         rivals = self.rivals(problem)
         self.absent.update((one.name, why) for one in rivals if one.name not in self.absent and (why := absence(one)))
         able = {one.name: partial(self._ready, one, problem, inputs) for one in rivals if one.name not in self.absent}
@@ -189,13 +187,13 @@ class KernelBench(Measurement):
         """Prepare a rival; one that has alternatives is its fastest."""
         call = rival.make(problem, inputs)
         if isinstance(call, Alternatives):
-            return self._fastest(problem, inputs, call)
+            return self._fastest(call)
         replay = self.lab.capture(call)
         return Ready(replay, self.lab.measure([replay])[0])
 
-    def _fastest(self, problem: Descriptor, inputs: Arrays, alternatives: Alternatives) -> Ready:
-        """Return the fastest alternative of a few quick runs, after checking its result."""
-        measure, outputs = self.lab.measure, alternatives.outputs
+    def _fastest(self, alternatives: Alternatives) -> Ready:
+        """Return the fastest alternative of a few quick runs, after checking its results."""
+        measure = self.lab.measure
         # The first run loads the kernel; one of them may refuse the shape.
         loads = {
             name: partial(lambda call: Ready(call, measure([call])[0]), one) for name, one in alternatives.calls.items()
@@ -209,11 +207,16 @@ class KernelBench(Measurement):
         quick = time_interleaved(measure, calls, dict.fromkeys(calls, _QUICK))
         best = min(quick, key=lambda name: quick[name].median)
 
-        def wrong() -> str:
-            found = self.mismatch(problem, inputs, outputs)
-            return found and f"{best}: {found}"
+        def fresh() -> None:
+            for check in alternatives.checks:
+                self.lab.poison(check.outputs)
+            alternatives.restore()
 
-        return self.checked(calls[best], outputs, wrong)._replace(chosen=best)
+        def wrong() -> str:
+            found = next(filter(None, (self.mismatch(*check) for check in alternatives.checks)), "")
+            return f"{best}: {found}" if found and best else found
+
+        return self.checked(calls[best], fresh, wrong)._replace(chosen=best)
 
     def _ceilings(self) -> Ceilings:
         found: dict[str, Any] = {}

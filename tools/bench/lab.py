@@ -28,7 +28,7 @@ from skuda.tools.verify.compare import differing, element_text, first_of
 from skuda.tools.verify.trial import answer as reference_answer
 
 _COMPARED = 1 << 20
-"""Differing elements that are looked at more closely where some distance is allowed."""
+"""Differing elements that are looked at more closely at a time, where some distance is allowed."""
 Arrays = Mapping[str, Any]
 
 
@@ -95,15 +95,15 @@ class HostLab:
         return self.clock.measure(replays, self.flush)
 
     def mismatch(self, op: Op, problem: Descriptor, inputs: Arrays, outputs: Arrays, ulps: int | None) -> str:
-        """Compare every element of the outputs with the expected value; describe the first difference, if any.
+        """Compare every element of some outputs with the expected value; describe the first difference, if any.
 
         Floats may be `ulps` representable values apart; None allows any distance between finite ones.
         """
         # The answer is kept for all kernels of one problem, because the reference of a large product takes seconds.
         if self._answered is None or self._answered[0] is not inputs:
             self._answered = (inputs, self.answer(op, problem, inputs))
-        for name, want in self._answered[1].items():
-            found = self.differences(outputs[name], want, ulps)
+        for name, got in outputs.items():
+            found = self.differences(got, self._answered[1][name], ulps)
             if found:
                 return f"wrong result: {name}{found}"
         return ""
@@ -229,14 +229,14 @@ class TorchLab(HostLab):
         count = int(bad.sum())
         if not count or (ulps is None and bool(torch.isfinite(got.double()).all())):
             return ""
-        at = bad.nonzero()[:_COMPARED].reshape(-1)
-        ours, theirs = (to_numpy(torch, array.reshape(-1)[at]) for array in (got, want))
-        far = differing(ours, theirs, ulps or 0)
-        if not far.any():
-            return ""
-        first = int(np.argmax(far))
-        where = np.unravel_index(int(at[first]), tuple(got.shape))
-        return _described(where, ours, theirs, first, count, math.prod(got.shape))
+        for at in bad.nonzero().reshape(-1).split(_COMPARED):
+            ours, theirs = (to_numpy(torch, array.reshape(-1)[at]) for array in (got, want))
+            far = differing(ours, theirs, ulps or 0)
+            if far.any():
+                first = int(np.argmax(far))
+                where = np.unravel_index(int(at[first]), tuple(got.shape))
+                return _described(where, ours, theirs, first, count, math.prod(got.shape))
+        return ""
 
     def ceilings(self) -> tuple[Ceiling, ...]:
         """Return copies, by the driver and by a kernel, because either may be faster, products, and an empty kernel."""

@@ -97,9 +97,6 @@ class CaseResult(Value):
     rivals: tuple[RivalResult, ...] = ()
     refused: str = ""
 
-    def __hash__(self) -> int:
-        return hash((self.label, self.sku, self.timing))
-
     @property
     def size(self) -> str:
         """The shape as it is typed, ``4096x4096``."""
@@ -131,22 +128,17 @@ class BenchRecord(Record):
     Attributes
     ----------
     flush : str
-        How the L2 cache was flushed. ``clean`` writes and then reads a large array, so that evictions cost the timed
-        call nothing. ``dirty`` only writes, so that every call also pays for writing that back; it is the default for
-        records without this field.
+        How the L2 cache was flushed: ``clean`` writes and then reads a large array, so that evictions cost the timed
+        call nothing.
     absent : dict
         Why a rival is not available, by name.
     """
 
     measured_by: ClassVar[tuple[str, ...]] = ("skuda.tools.bench.bench:measure",)
-    # What follows from times and ceilings is not stored any more; bench-model has the cost of calls.
-    retired: ClassVar[frozenset[str]] = frozenset(
-        {"bound", "bytes_per_second", "operations_per_second", "ceiling_share", "operations_per_cycle", "ratio", "host"}
-    )
     kind: Literal["skuda bench"] = "skuda bench"
     schema_version: Literal[1] = 1
     repeats: Size
-    flush: Literal["dirty", "clean"] = "dirty"
+    flush: Literal["clean"]
     ceilings: Ceilings
     absent: dict[str, str] = Field(default_factory=dict)
     cases: Annotated[tuple[CaseResult, ...], Field(min_length=1)]

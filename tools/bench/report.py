@@ -14,10 +14,6 @@ from skuda.tools.bench.record import OURS, BenchRecord, CaseResult
 from skuda.tools.output import count, words
 from skuda.tools.study.view import Facts, Parts, Sections, Table
 
-_FLUSHES = {
-    "clean": "every run finds the L2 cache full of clean lines of something else",
-    "dirty": "every run finds the L2 cache full of dirty lines of something else, and pays for writing them back",
-}
 _ROWS = {"M >= 1000": (1000, math.inf), "64 <= M < 1000": (64, 999), "M < 64": (1, 63)}
 """Classes of rows for the means of a product: the first is bound by arithmetic and the last by memory."""
 _FEW = 64
@@ -77,21 +73,13 @@ def _cases(title: str, cases: Sequence[CaseResult], record: BenchRecord) -> Part
     return (table, *wrong, *_refusals(cases, record.absent))
 
 
-def _tops(case: CaseResult, us: float) -> float:
-    return case.operations / us * 1e6 / _TERA
-
-
-def _tb(case: CaseResult, us: float) -> float:
-    return case.bytes / us * 1e6 / _TERA
-
-
 def _rate(case: CaseResult) -> str:
     """Format a case's rate: TOPS of a product of more than 64 rows, else TB/s."""
     if case.timing is None:
         return ""
-    if len(case.shape) == 3 and case.shape[0] > _FEW:
-        return f"{_figure(_tops(case, case.timing.median))} TOPS"
-    return f"{_figure(_tb(case, case.timing.median))} TB/s"
+    product = len(case.shape) == 3 and case.shape[0] > _FEW
+    amount, unit = (case.operations, "TOPS") if product else (case.bytes, "TB/s")
+    return f"{_figure(amount / case.timing.median * 1e6 / _TERA)} {unit}"
 
 
 def _share(case: CaseResult, record: BenchRecord) -> str:
@@ -185,7 +173,7 @@ def _facts(record: BenchRecord) -> Facts:
         "SM clock": f"{min(clocks):.0f} to {max(clocks):.0f} MHz" if clocks else "",
         "power": f"{min(watts):.0f} to {max(watts):.0f} W" if watts else "",
         "rounds": f"{record.repeats} of everything; inputs drawn from seed {record.seed}",
-        "L2 cache": _FLUSHES[record.flush],
+        "L2 cache": "every run finds the L2 cache full of clean lines of something else",
         "ceilings": words(ceilings) + " (bytes, or operations)",
         "notes": words(limits.notes),
     }

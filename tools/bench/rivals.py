@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 from skuda.kernels.linear.problem import LinearProblem
 from skuda.kernels.quantize.fake_quantize import FakeQuantize
@@ -15,13 +15,11 @@ from skuda.kernels.quantize.fake_quantize_backward import FakeQuantizeBackward
 from skuda.kernels.quantize.granularity import PerTensor
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import ElementKind
-from skuda.tools.bench.cutlass.rival import Cutlass, build_command, refusal
-from skuda.tools.bench.formulas import formula, scaled_mm, token_codes, torch_dtype, torch_module, views
+from skuda.tools.bench.cutlass.rival import Cutlass
+from skuda.tools.bench.formulas import Inputs, formula, scaled_mm, torch_dtype, torch_module, views
+from skuda.tools.bench.rival import Call, Rival, operands
 from skuda.tools.bench.timing import error_line
-from skuda.tools.output import count
-
-Inputs = Mapping[str, Any]
-Call = Callable[[], Any]
+from skuda.tools.bench.vllm import Vllm
 
 _E4M3_MOST = 448.0
 _TUNED = ("coordinate_descent_tuning", "coordinate_descent_check_all_directions", "force_fuse_int_mm_with_mul")
@@ -29,52 +27,22 @@ TORCHAO_COMPILED = {"dynamic": False, "options": dict.fromkeys(_TUNED, True)}
 """How torchao is compiled: with what it sets for the whole process, if it may; here it must not change the others."""
 
 
-class Alternatives(NamedTuple):
-    """Equivalent calls by name; the fastest one for the problem is the rival.
-
-    Each call writes `outputs`, the op's outputs by name; those of the fastest call are checked before it is timed.
-    """
-
-    calls: Mapping[str, Call]
-    outputs: Mapping[str, Any]
-
-
-class Rival(NamedTuple):
-    """Another library's routine for a problem: the heading of its column, and how it differs from the op.
-
-    `make` takes problem and inputs, does the untimed preparation, and returns the call to time, or `Alternatives`; it
-    raises if it cannot serve the problem. `needs` is the module that it needs besides torch, and `away` a known reason
-    why it is not available; both may be empty.
-    """
-
-    name: str
-    computes: str
-    make: Callable[[Any, Inputs], Call | Alternatives]
-    needs: str = ""
-    away: str = ""
-
-
-def rivals_of(problem: Descriptor, cutlass: Cutlass | str = "") -> tuple[Rival, ...]:
-    """Return the rivals for a problem, in the order of their columns.
-
-    `cutlass` holds the objects of ``--cutlass``, or the reason why they cannot run; empty if the option is not given.
-    """
+def rivals_of(problem: Descriptor, libraries: Sequence[Cutlass | Vllm] = (Cutlass(), Vllm())) -> tuple[Rival, ...]:
+    """Return the rivals for a problem, in the order of their columns; first those of what the options name."""
+    built = tuple(rival for library in libraries if (rival := library.rival(problem)) is not None)
     if isinstance(problem, LinearProblem):
-        own = _dynamic_rivals() if problem.dynamic else _static_rivals(sums=problem.output is ElementKind.S32)
-        return (_cutlass(cutlass, dynamic=problem.dynamic), *own)
+        return (*built, *_product_rivals(problem))
     found = [
+        *built,
         Rival("eager", "the same, operation by operation", _eager),
         Rival("compile", "the same by torch.compile, whose roundings are its own", partial(_eager, compiled=True)),
     ]
-    match problem:
-        case FakeQuantize():
-            what = "torch.fake_quantize_*_affine: multiplies by 1/scale, and writes a mask"
-            found.append(Rival("builtin", what, _fake_quantize))
-        case FakeQuantizeBackward():
-            what = "the backward of torch.fake_quantize_*_affine, from a mask that its forward wrote"
-            found.append(Rival("builtin", what, _fake_quantize_backward))
-        case _:
-            pass
+    if isinstance(problem, FakeQuantize):
+        what = "torch.fake_quantize_*_affine: multiplies by 1/scale, and writes a mask"
+        found.append(Rival("builtin", what, _fake_quantize))
+    elif isinstance(problem, FakeQuantizeBackward):
+        what = "the backward of torch.fake_quantize_*_affine, from a mask that its forward wrote"
+        found.append(Rival("builtin", what, _fake_quantize_backward))
     return tuple(found)
 
 
@@ -89,6 +57,14 @@ def absence(rival: Rival) -> str:
     except Exception as error:  # noqa: BLE001  a foreign package can fail in any way
         return f"{rival.needs} cannot be imported: {error_line(error)}"
     return ""
+
+
+def linear_of(weight: Any) -> Any:
+    """Return a linear layer without a bias that holds a weight."""
+    nn = torch_module().nn
+    made = nn.Linear(*reversed(weight.shape), bias=False, device="meta", dtype=weight.dtype)
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    return made
 
 
 def torchao_linear(linear: Any) -> Any:
@@ -154,67 +130,26 @@ def _fake_quantize_backward(problem: Any, inputs: Inputs) -> Call:
 # --- products --------------------------------------------------------------------------------------------------------
 
 
-def _static_rivals(*, sums: bool) -> tuple[Rival, ...]:
-    """Return the rivals of a product of codes; where sums are the output, none that scales them."""
-    scaled = Rival("compile", "torch._int_mm and dequantization by torch.compile", _int_mm_compiled)
-    return (
-        Rival("bf16", "F.linear in bf16, nothing quantized", _bf16),
-        Rival("int_mm", "torch._int_mm: int32 sums, no dequantization", _int_mm),
-        *(() if sums else (scaled,)),
-        Rival("fp8", "torch._scaled_mm in e4m3, one scale for all", _scaled_mm),
-    )
-
-
-def _dynamic_rivals() -> tuple[Rival, ...]:
-    """Return the rivals of a layer that quantizes its activation, each a whole layer as users of PyTorch run it."""
-    layer = "quantization, torch._int_mm and dequantization by torch.compile"
+def _product_rivals(problem: LinearProblem) -> tuple[Rival, ...]:
+    """Return the rivals of a product: of codes, or of a whole layer as users of PyTorch run it."""
+    real = Rival("bf16", "F.linear in bf16, nothing quantized", _bf16)
+    if not problem.dynamic:
+        scaled = Rival("compile", "torch._int_mm and dequantization by torch.compile", _int_mm_compiled)
+        return (
+            real,
+            Rival("int_mm", "torch._int_mm: int32 sums, no dequantization", _int_mm),
+            *(() if problem.output is ElementKind.S32 else (scaled,)),
+            Rival("fp8", "torch._scaled_mm in e4m3, one scale for all", _scaled_mm),
+        )
     fp8 = "quantization to e4m3 with a scale a row, and torch._scaled_mm, by torch.compile"
     torchao = "Int8DynamicActivationInt8WeightConfig by torch.compile"
     return (
-        Rival("bf16", "F.linear in bf16, nothing quantized", _bf16),
+        real,
         Rival("bf16 compiled", "F.linear in bf16 by torch.compile", partial(_bf16, compiled=True)),
-        Rival("compile", layer, _int_mm_compiled),
+        Rival("compile", "quantization, torch._int_mm and dequantization by torch.compile", _int_mm_compiled),
         Rival("fp8", fp8, _fp8_layer),
         Rival("torchao", torchao, partial(_layer, torchao_linear, compiled=True), "torchao"),
         Rival("bitsandbytes", "Linear8bitLt, threshold 0", partial(_layer, bitsandbytes_linear), "bitsandbytes"),
-    )
-
-
-def _cutlass(found: Cutlass | str, *, dynamic: bool) -> Rival:
-    before = "; the product alone, activation quantized before" if dynamic else ""
-    how = "CUTLASS 3, both scales in its epilogue: the fastest of {} for this shape, found by quick runs"
-    if isinstance(found, Cutlass):
-        made = partial(_cutlass_calls, found)
-        return Rival("cutlass", how.format(count(found.count, "configuration")) + before, made)
-    away = found or f"no folder of built objects is named; run: {build_command()}, then bench with --cutlass FOLDER"
-    return Rival("cutlass", how.format("its configurations") + before, partial(_cutlass_calls, Cutlass(())), away=away)
-
-
-def _cutlass_calls(found: Cutlass, problem: Any, inputs: Inputs) -> Alternatives:
-    why = refusal(problem)
-    if why:
-        raise ValueError(why)
-    torch, (codes, scale, weight, weight_scale) = torch_module(), _operands(problem, inputs)
-    output = torch.empty((len(codes), len(weight)), dtype=torch.bfloat16, device=codes.device)
-    tensors = (codes.contiguous(), weight, scale.reshape(-1).contiguous(), weight_scale, output)
-    return Alternatives(found.calls(tensors), {"output": output})
-
-
-def _operands(problem: Any, inputs: Inputs) -> tuple[Any, Any, Any, Any]:
-    """Return codes of the activation, their scales of shape (m, 1), codes of the weight, and their scales."""
-    torch, weight = torch_module(), inputs["weight_q"]
-    if "activation" in inputs:
-        return (*token_codes(problem, inputs["activation"]), weight, inputs["weight_scale"])
-    codes, ones = inputs["act_q"], torch.ones(len(weight), device=weight.device)
-    weight_scale = inputs.get("weight_scale", ones)  # sums have no scales
-    if "act_scale" in inputs:
-        return codes, inputs["act_scale"].reshape(-1, 1).expand(len(codes), 1), weight, weight_scale
-    value = getattr(problem, "act_scale", 1.0)
-    return (
-        codes,
-        torch.full((len(codes), 1), value, dtype=weight_scale.dtype, device=codes.device),
-        weight,
-        weight_scale,
     )
 
 
@@ -223,7 +158,7 @@ def _real_weight(inputs: Inputs, weight_scale: Any) -> Any:
 
 
 def _bf16(problem: Any, inputs: Inputs, *, compiled: bool = False) -> Call:
-    torch, (codes, scale, _, weight_scale) = torch_module(), _operands(problem, inputs)
+    torch, (codes, scale, _, weight_scale) = torch_module(), operands(problem, inputs)
     x = (inputs["activation"] if "activation" in inputs else codes * scale).to(torch.bfloat16)
     weight, linear = _real_weight(inputs, weight_scale), torch.nn.functional.linear
     return _compile(linear, x, weight) if compiled else partial(linear, x, weight)
@@ -231,21 +166,18 @@ def _bf16(problem: Any, inputs: Inputs, *, compiled: bool = False) -> Call:
 
 def _layer(quantized: Callable[[Any], Any], _problem: Any, inputs: Inputs, *, compiled: bool = False) -> Call:
     """Return a call of another library's layer on the activation in bf16."""
-    torch, x = torch_module(), inputs["activation"].to(torch_module().bfloat16)
-    weight = _real_weight(inputs, inputs["weight_scale"])
-    linear = torch.nn.Linear(*reversed(weight.shape), bias=False, device="meta", dtype=weight.dtype)
-    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-    made = quantized(linear)
+    x = inputs["activation"].to(torch_module().bfloat16)
+    made = quantized(linear_of(_real_weight(inputs, inputs["weight_scale"])))
     return _compile(made, x, **TORCHAO_COMPILED) if compiled else partial(made, x)
 
 
 def _int_mm(problem: Any, inputs: Inputs) -> Call:
-    codes, _, weight, _ = _operands(problem, inputs)
+    codes, _, weight, _ = operands(problem, inputs)
     return partial(torch_module()._int_mm, codes, weight.T)  # noqa: SLF001  the only int8 product that torch has
 
 
 def _int_mm_compiled(problem: Any, inputs: Inputs) -> Call:
-    torch, (codes, scale, weight, weight_scale) = torch_module(), _operands(problem, inputs)
+    torch, (codes, scale, weight, weight_scale) = torch_module(), operands(problem, inputs)
     output, product = torch_dtype(problem.output), torch._int_mm  # noqa: SLF001  as above
     if not problem.dynamic:
         factors = scale * weight_scale if "act_scale" in inputs else problem.act_scale * weight_scale
@@ -261,7 +193,7 @@ def _int_mm_compiled(problem: Any, inputs: Inputs) -> Call:
 
 
 def _scaled_mm(problem: Any, inputs: Inputs) -> Call:
-    torch, (codes, _, weight, _) = torch_module(), _operands(problem, inputs)
+    torch, (codes, _, weight, _) = torch_module(), operands(problem, inputs)
     # The codes are converted without a scale: e4m3 has 3 mantissa bits, so they are rounded.
     x, w = codes.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn).T
     one = torch.ones((), device=x.device)

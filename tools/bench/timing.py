@@ -66,11 +66,14 @@ class Measurement:
         """Describe the first output that is farther than `ulps` from the expected one, if there is any."""
         return self.lab.mismatch(self.dispatcher.registry.ops[problem.op_name()], problem, inputs, outputs, ulps)
 
-    def checked(self, call: Replay, written: Arrays, wrong: Callable[[], str]) -> Ready:
-        """Capture a call and check what it writes; raise `WrongResult` with what `wrong` returns after one run."""
+    def checked(self, call: Replay, fresh: Replay, wrong: Callable[[], str]) -> Ready:
+        """Capture a call and check what it writes; raise `WrongResult` with what `wrong` returns after one run.
+
+        Before that run, `fresh` overwrites the outputs.
+        """
         replay = self.lab.capture(call, careful=False)
         # The timed replay itself is checked: it runs once into overwritten outputs.
-        self.lab.poison(written)
+        fresh()
         us = self.lab.measure([replay])[0]
         if difference := wrong():
             raise WrongResult(difference)

@@ -64,13 +64,13 @@ class Tuner(Measurement):
         entries: list[TuningEntry] = []
         for problem, offered in offers.items():
             done = sum(len(entry.candidates) for entry in entries)
-            candidates = self._measure(problem, offered, partial(_advance, watch, done, total))
-            date = datetime.now(UTC).isoformat(timespec="seconds")
-            entries.append(
-                TuningEntry(
-                    problem=as_json(problem), candidates=candidates, date=date, seed=self.seed, layers=self.layers
-                )
-            )
+
+            def tell(at: int, done: int = done) -> None:
+                watch(done + at, total, "tune")
+
+            candidates = self._measure(problem, offered, tell)
+            how = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "seed": self.seed, "layers": self.layers}
+            entries.append(TuningEntry(problem=as_json(problem), candidates=candidates, **how))
         return tuple(entries)
 
     def _offers(self, problem: Descriptor) -> list[Offer]:
@@ -148,7 +148,7 @@ class Tuner(Measurement):
             messages = (f"layer {number}: {each}" if number else each for number, each in enumerate(found) if each)
             return next(messages, "")
 
-        return self.checked(lambda: [call() for call in calls], written, wrong)
+        return self.checked(lambda: [call() for call in calls], partial(self.lab.poison, written), wrong)
 
     def _bound(self, problem: Descriptor, offer: Offer, arrays: Arrays) -> Callable[[], object]:
         """Return a call of exactly this kernel; a plan would choose another one for arrays that it cannot read."""
@@ -161,10 +161,6 @@ def environment(device: Device) -> Environment:
     """Return the environment on which times measured now on a present device depend."""
     facts = device.model_copy(update={"ordinal": None})
     return Environment(device=facts, driver=driver_of(device), versions=versions(), skuda=skuda_version())
-
-
-def _advance(watch: Report, done: int, total: int, number: int) -> None:
-    watch(done + number, total, "tune")
 
 
 def _line(text: str) -> str:

@@ -22,17 +22,7 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.value import Value
 from skuda.tools.demo.encoder import F32, Encoder, Model, load_model
 from skuda.tools.demo.placed import device_of, placed
-from skuda.tools.demo.ways import (
-    ALPHA,
-    Quantized,
-    Tokens,
-    batches,
-    cosine,
-    dynamic_way,
-    embed,
-    observe,
-    static_way,
-)
+from skuda.tools.demo.ways import ALPHA, Quantized, Tokens, batches, cosine, dynamic_way, embed, observe, static_way
 from skuda.tools.output import plain_table, progress, tell
 
 REQUIRED_COSINE = 0.99

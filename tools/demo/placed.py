@@ -34,14 +34,12 @@ class Placed(Dispatcher):
         **arrays: Any,
     ) -> Any:
         """Run as `Dispatcher.run` does, with host arrays; return when the results are on the host."""
-        there = {name: self._upload(value) for name, value in arrays.items()}
-        found = super().run(problem, preference=preference, stream=stream, **there)
+        host = {name: np.ascontiguousarray(value) for name, value in arrays.items() if isinstance(value, np.ndarray)}
+        there = {name: self._placement.upload(value) for name, value in host.items()}
+        found = super().run(problem, preference=preference, stream=stream, **{**arrays, **there})
         if isinstance(found, tuple):
             return type(found)(*map(self._placement.download, found))
         return self._placement.download(found)
-
-    def _upload(self, value: Any) -> Any:
-        return self._placement.upload(np.ascontiguousarray(value)) if isinstance(value, np.ndarray) else value
 
 
 def placed(dispatcher: Dispatcher, where: str) -> tuple[Dispatcher, str]:

@@ -74,7 +74,7 @@ def examine() -> list[Finding]:
     dispatcher = cache(_dispatcher)
     checks: tuple[tuple[str, bool, Callable[[], Iterator[Finding]]], ...] = (
         ("Python", True, _python),
-        ("Required packages", True, _required_packages),
+        ("Required packages", True, lambda: (_package(one) for one, extra in requirements() if not extra)),
         ("Optional packages", False, _optional_packages),
         ("NVIDIA driver", False, _driver),
         ("Compilers", False, _compilers),
@@ -150,10 +150,6 @@ def _package(requirement: Requirement, purpose: str = "") -> Finding:
         again = install.replace("install", "install --force-reinstall")
         return Finding("broken", name, f"{version} does not import: {error}", again)
     return Finding("ok", name, version)
-
-
-def _required_packages() -> Iterator[Finding]:
-    yield from (_package(requirement) for requirement, extra in requirements() if not extra)
 
 
 def _optional_packages() -> Iterator[Finding]:

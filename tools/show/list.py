@@ -93,12 +93,11 @@ def _archs(registry: Registry, archs: Sequence[str], devices: Sequence[str]) -> 
 
 def _print_ops(found: Found, judge: Judge, *, as_json: bool) -> None:
     values = [_op_facts(op, skus, judge) for op, skus in found]
-    rows = []
-    for value, (_, skus) in zip(values, found, strict=True):
-        kinds = (",".join(value[name]) for name in ("elements", "aux_elements", "archs", "backends"))
-        rows.append(
-            (value["op"], value["category"], *kinds, value["skus"], value["promise"], evidence_words(skus, judge))
-        )
+    kinds = ("elements", "aux_elements", "archs", "backends")
+    rows = (
+        (one["op"], one["category"], *(",".join(one[kind]) for kind in kinds), one["skus"], one["promise"], evidence)
+        for one, evidence in zip(values, (evidence_words(skus, judge) for _, skus in found), strict=True)
+    )
     present(values, rows, lambda console: _print_table(console, found, judge), as_json=as_json)
 
 

@@ -19,6 +19,7 @@ from skuda.tools.words.arguments import COLUMNS, argument_rows
 from skuda.tools.words.problem import default_words, fields_of, type_words
 
 _IDS_SHOWN = 10
+_FIELDS = ("name", "takes", "default")
 
 
 def run(name: str, *, evidence: Path | None = None, as_json: bool = False) -> int:
@@ -98,7 +99,7 @@ def _lines(value: object) -> list[str]:
 
 def _show_op(registry: Registry, op: Op, verified: str, *, as_json: bool) -> None:
     fields = [(name, type_words(field), default_words(field)) for name, field in fields_of(op.descriptor).items()]
-    ids = [sku.id for sku in registry.skus_of(op.name)]
+    arguments, ids = argument_rows(op.descriptor), [sku.id for sku in registry.skus_of(op.name)]
     about: dict[str, object] = {
         "op": op.name,
         "category": op.category,
@@ -113,16 +114,12 @@ def _show_op(registry: Registry, op: Op, verified: str, *, as_json: bool) -> Non
         console.print(Text(op.name, style="bold cyan"))
         for line in reflowed(op.documentation, console.width - 2):
             console.print(indented(line, 2))
-        console.print(heading("\nArguments"))
-        table = plain_table(*COLUMNS, indent=2)
-        for name, *cells in argument_rows(op.descriptor):
-            table.add_row("", Text(name, style="cyan"), *cells)
-        console.print(table)
-        console.print(heading("\nFields"))
-        table = plain_table("name", "takes", "default", indent=2)
-        for name, *cells in fields:
-            table.add_row("", Text(name, style="cyan"), *cells)
-        console.print(table)
+        for title, columns, rows in (("Arguments", COLUMNS, arguments), ("Fields", _FIELDS, fields)):
+            console.print(heading(f"\n{title}"))
+            table = plain_table(*columns, indent=2)
+            for name, *cells in rows:
+                table.add_row("", Text(name, style="cyan"), *cells)
+            console.print(table)
         console.print(heading("\nAbout"))
         console.print(facts((name, str(value)) for name, value in list(about.items())[1:]))
         console.print(heading(f"\n{count(len(ids), 'kernel').capitalize()}, best first"))
@@ -137,15 +134,15 @@ def _show_op(registry: Registry, op: Op, verified: str, *, as_json: bool) -> Non
         **about,
         "summary": op.summary,
         "documentation": op.documentation,
-        "arguments": [dict(zip(COLUMNS, row, strict=True)) for row in argument_rows(op.descriptor)],
-        "fields": [dict(zip(("name", "takes", "default"), field, strict=True)) for field in fields],
+        "arguments": [dict(zip(COLUMNS, row, strict=True)) for row in arguments],
+        "fields": [dict(zip(_FIELDS, field, strict=True)) for field in fields],
         "skus": ids,
     }
     rows = [
         ("kind", "op"),
         *about.items(),
         *(("documentation", line) for line in op.documentation.splitlines()),
-        *(("argument", *row) for row in argument_rows(op.descriptor)),
+        *(("argument", *row) for row in arguments),
         *(("field", *field) for field in fields),
         *(("sku", sku_id) for sku_id in ids),
     ]

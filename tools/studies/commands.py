@@ -68,7 +68,7 @@ def measure_model(
     device = HOST if cpu else next((one for one in Dispatcher().devices if one.processor == "cuda"), None)
     if device is None:
         raise NoDevice("a bench of a model needs a CUDA device, and none is here; --cpu runs small sizes on the CPU")
-    return Findings(device, bench(device, sizes, phases, names, parts, repeats, seed, watch))
+    return device, bench(device, sizes, phases, names, parts, repeats, seed, watch)
 
 
 def measure_parallel(
@@ -92,7 +92,7 @@ def measure_parallel(
     job = parallel.MlpJob(backend=backend, count=gpus, seed=seed, rows=numbers, repeats=repeats, **sizes)
     watch(0, 1, f"{job.count} ranks")
     results = parallel.results_of(job, *run_ranks(work, job))
-    return Findings(device, {"orders": job, "graph": not cpu, "results": results})
+    return device, {"orders": job, "graph": not cpu, "results": results}
 
 
 def measure_train(
@@ -150,7 +150,7 @@ def measure_train(
         "corpus": text.facts,
         "ways": results,
     }
-    return Findings(places[place], fields)
+    return places[place], fields
 
 
 def demo(gpus: int, *, as_json: bool, device: str = "auto") -> int:

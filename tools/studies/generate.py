@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import product
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from skuda.dispatch.select.tuning import Timing
 from skuda.tools.bench.lab import TorchLab
-from skuda.tools.bench.rivals import Rival, absence
+from skuda.tools.bench.rival import Rival
+from skuda.tools.bench.rivals import absence
 from skuda.tools.bench.timing import WrongResult, error_line
 from skuda.tools.studies.host import fused
-from skuda.tools.studies.llama import LlamaSizes
+from skuda.tools.studies.llama import LlamaSizes, config_of
 from skuda.tools.studies.model import CACHES, SEQUENCES, Cache, FormResult, GenerateResult
 
 FORMS: dict[str, Callable[[Any], Any]] = {"bf16": lambda model: model, "skuda": fused}
@@ -73,19 +75,10 @@ def _timed(calls: Mapping[str, Callable[[], float]], refused: Mapping[str, str])
 
 def _llama(place: torch.device, sizes: LlamaSizes, layers: int, seed: int) -> Any:
     """Return a model with random weights, which no token ends."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.intermediate,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        num_hidden_layers=layers,
-        vocab_size=_VOCABULARY,
-        eos_token_id=None,
-        bos_token_id=None,
-        attn_implementation="sdpa",
-    )
+    words = {"vocab_size": _VOCABULARY, "eos_token_id": None, "bos_token_id": None}
+    config = config_of(replace(sizes, layers=layers), **words)
     with torch.random.fork_rng([place] if place.type == "cuda" else []), place:
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()

@@ -16,7 +16,7 @@ from skuda.kernels.linear import QuantizedLinearDescriptor
 from skuda.kernels.quantize import FakeQuantizeDescriptor
 from skuda.registry.device import Device
 from skuda.tools.bench.clock import Replay
-from skuda.tools.studies.llama import LlamaMLP, LlamaSizes
+from skuda.tools.studies.llama import LlamaMLP, LlamaSizes, config_of
 from skuda.tools.studies.model import NO_OP, OPS
 from skuda.torch import Dynamic, DynamicLinear, StaticLinear, fuse_, quantize_
 from skuda.torch.joined import JoinedLinear
@@ -93,17 +93,9 @@ def fused(module: Any) -> Any:
 
 def _llama_calls(x: Tensor, *, compiled: bool) -> dict[str, Replay]:
     """Return calls of a decoder layer of transformers, for sequences of one token."""
-    from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-    config = LlamaConfig(
-        hidden_size=_SIZES.hidden,
-        intermediate_size=_SIZES.intermediate,
-        num_attention_heads=_SIZES.heads,
-        num_key_value_heads=_SIZES.kv_heads,
-        num_hidden_layers=1,
-        attn_implementation="sdpa",
-    )
+    config = config_of(_SIZES)
     layer = LlamaDecoderLayer(config, 0).to(x.device, x.dtype).eval()
     given = x[:, None]
     angles = LlamaRotaryEmbedding(config).to(x.device)(given, torch.zeros(len(x), 1, dtype=torch.long, device=x.device))

@@ -67,7 +67,7 @@ _OVER_RIVALS = 1.3
 
 
 class FormResult(Value):
-    """One form in one phase: the times of the whole stack, or why it did not run.
+    """One form in one phase, or one call of `HOST`: its times, or why it did not run.
 
     `error` is the relative distance of its output from that of the first form, in the norm of L2.
     """
@@ -142,14 +142,6 @@ class GenerateResult(Timed, Value):
         return 1 / self.ratios["bf16"] if "bf16" in self.ratios else None
 
 
-class HostCost(Value):
-    """The cost of one call on the host, which does not wait for the device; see `HOST`."""
-
-    name: str
-    timing: Timing | None = None
-    refused: str = ""
-
-
 class ModelRecord(Record):
     """One run of ``skuda bench-model``.
 
@@ -168,7 +160,6 @@ class ModelRecord(Record):
     """
 
     measured_by: ClassVar[tuple[str, ...]] = ("skuda.tools.studies.model_bench:bench",)
-    retired: ClassVar[frozenset[str]] = frozenset({"ratio", "bytes", "weights", "over", "at_most"})
     kind: Literal["skuda bench-model"] = "skuda bench-model"
     schema_version: Literal[1] = 1
     repeats: Size
@@ -177,7 +168,7 @@ class ModelRecord(Record):
     computes: dict[str, str] = Field(default_factory=dict)
     absent: dict[str, str] = Field(default_factory=dict)
     phases: tuple[PhaseResult, ...] = ()
-    host: tuple[HostCost, ...] = ()
+    host: tuple[FormResult, ...] = ()
     generation: dict[str, Size] = Field(default_factory=dict)
     generated: tuple[GenerateResult, ...] = ()
 

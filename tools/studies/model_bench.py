@@ -18,13 +18,14 @@ from skuda.dispatch.select.tuning import Timing
 from skuda.registry.device import Device
 from skuda.tools.bench.clock import Replay
 from skuda.tools.bench.lab import TorchLab
-from skuda.tools.bench.rivals import TORCHAO_COMPILED, Rival, absence, bitsandbytes_linear, torchao_linear
+from skuda.tools.bench.rival import Rival
+from skuda.tools.bench.rivals import TORCHAO_COMPILED, absence, bitsandbytes_linear, torchao_linear
 from skuda.tools.bench.timing import error_line, rounds_each, time_interleaved
 from skuda.tools.output import Report
 from skuda.tools.studies.generate import generated
 from skuda.tools.studies.host import fused, host_calls
 from skuda.tools.studies.llama import LlamaSizes, LlamaStack, angles_of, drawn, random_caches
-from skuda.tools.studies.model import FormResult, HostCost, Phase, PhaseResult
+from skuda.tools.studies.model import FormResult, Phase, PhaseResult
 
 _BUDGET = 4.0
 """Seconds for the rounds of one form in one phase."""
@@ -63,17 +64,17 @@ def converted(stack: LlamaStack, convert: Callable[[nn.Linear], Any]) -> Any:
     return copy.deepcopy(stack, {id(linear): convert(linear) for linear in linears})
 
 
-def _torchao(stack: LlamaStack) -> Any:
-    return converted(stack, lambda linear: torchao_linear(copy.deepcopy(linear)))
-
-
 FORMS = (
     StackForm("bf16", "nothing quantized, eager", _same),
     StackForm("bf16 compiled", "nothing quantized, torch.compile", _same, {"dynamic": False}),
     StackForm("skuda", "DynamicLinear and fuse_, eager", fused, ours=True),
     StackForm("skuda compiled", "DynamicLinear and fuse_, torch.compile", fused, EXACT, ours=True),
     StackForm(
-        "torchao", "Int8DynamicActivationInt8WeightConfig, torch.compile", _torchao, TORCHAO_COMPILED, needs="torchao"
+        "torchao",
+        "Int8DynamicActivationInt8WeightConfig, torch.compile",
+        partial(converted, convert=lambda linear: torchao_linear(copy.deepcopy(linear))),
+        TORCHAO_COMPILED,
+        needs="torchao",
     ),
     StackForm(
         "bitsandbytes",
@@ -103,7 +104,17 @@ def bench(
     lab, on_gpu, fields = TorchLab(device), device.processor == "cuda", dict[str, Any]()
     with torch.no_grad():
         if "phases" in parts:
-            fields |= _phases(lab, LlamaSizes(**sizes), phases, names, repeats, seed, watch)
+            forms = [form for form in FORMS if form.ours or form is FORMS[0] or not names or form.name in names]
+            stacks, found = Stacks(lab, LlamaSizes(**sizes), forms, seed), []
+            for number, (phase, rows, cache) in enumerate(phases):
+                # cuDNN, torch's own choice for one query, gives other bits from call to call.
+                flash = on_gpu and phase == "decode"
+                with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
+                    found.append(stacks.phase(phase, rows, cache, repeats, partial(watch, number, len(phases))))
+                lab.tidy()
+            computes = {form.name: form.computes for form in forms}
+            fields = {"computes": computes, "absent": stacks.absent, "phases": tuple(found)}
+            del stacks  # its memory is free for what follows
             lab.tidy()
         if "generate" in parts:
             watch(len(phases), len(phases), "generate")
@@ -116,34 +127,19 @@ def bench(
     return {"repeats": repeats, "sizes": sizes, "graph": on_gpu, **fields}
 
 
-def _phases(
-    lab: TorchLab,
-    sizes: LlamaSizes,
-    phases: Sequence[tuple[Phase, int, int]],
-    names: Sequence[str],
-    repeats: int,
-    seed: int,
-    watch: Report,
-) -> dict[str, Any]:
-    forms = [form for form in FORMS if form.ours or form is FORMS[0] or not names or form.name in names]
-    stacks, found = Stacks(lab, sizes, forms, seed), []
-    for number, (phase, rows, cache) in enumerate(phases):
-        # cuDNN, torch's own choice for one query, gives other bits from call to call.
-        flash = lab.place.type == "cuda" and phase == "decode"
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
-            found.append(stacks.phase(phase, rows, cache, repeats, partial(watch, number, len(phases))))
-        lab.tidy()
-    computes = {form.name: form.computes for form in forms}
-    return {"computes": computes, "absent": stacks.absent, "phases": tuple(found)}
-
-
-class _ReadyForm(NamedTuple):
-    """A form that is ready: a call and its replay, which write `output`, and the microseconds of one replay."""
+class Run(NamedTuple):
+    """A module's call and its replay, which write `output`."""
 
     call: Replay
     replay: Replay
     output: Tensor
-    us: float
+
+    @classmethod
+    def of(cls, lab: TorchLab, module: Callable[..., Tensor], given: Tensor, *more: Any, careful: bool = True) -> Run:
+        """Capture a call of a module, whose output has the shape of the input."""
+        output = torch.empty_like(given)
+        call = partial(_into, output, module, given, *more)
+        return cls(call, lab.capture(call, careful=careful), output)
 
 
 class Stacks:
@@ -185,30 +181,28 @@ class Stacks:
 
     def _runs(
         self, given: Tensor, cache: int, tell: Callable[[str], None], renew: Replay
-    ) -> tuple[dict[str, _ReadyForm], dict[str, str]]:
+    ) -> tuple[dict[str, Run], dict[str, str]]:
         """Prepare every form for the same inputs; return them, and why others fail."""
         sequences, new = given.shape[:2]
         positions = torch.arange(cache - new, cache, device=given.device)
         caches = random_caches(self.sizes, sequences, cache, given, self.seed)
-        arguments = (given, angles_of(self.sizes, positions), caches, positions)
+        arguments = (angles_of(self.sizes, positions), caches, positions)
         renew()
         runs, failed = {}, {}
         for form in self.forms:
             if form.name in self.absent:
                 continue
             tell(form.name)
-            module, output = self.modules[form.name], torch.empty_like(given)
+            module = self.modules[form.name]
             if form.compiled is not None:
                 module = torch.compile(module, **form.compiled)
-            call = partial(_into, output, module, *arguments)
             try:
-                replay = self.lab.capture(call)
-                runs[form.name] = _ReadyForm(call, replay, output, self.lab.measure([replay])[0])
+                runs[form.name] = Run.of(self.lab, module, given, *arguments)
             except Exception as error:  # noqa: BLE001  foreign code, and too little memory; it is recorded
                 failed[form.name] = error_line(error)
         return runs, failed
 
-    def _differences(self, runs: Mapping[str, _ReadyForm], renew: Replay) -> str:
+    def _differences(self, runs: Mapping[str, Run], renew: Replay) -> str:
         """Run forms on new inputs, called and replayed; describe the first difference from the first form, called."""
         for _ in range(_COMPARED):
             renew()
@@ -223,19 +217,18 @@ class Stacks:
                         return f"{name}, {what}, differs from {next(iter(runs))}, called: {difference}"
         return ""
 
-    def _timed(self, runs: Mapping[str, _ReadyForm], repeats: int) -> dict[str, FormResult]:
-        for run in runs.values():
-            run.replay()
+    def _timed(self, runs: Mapping[str, Run], repeats: int) -> dict[str, FormResult]:
+        estimates = dict(zip(runs, self.lab.measure([run.replay for run in runs.values()]), strict=True))
         first = next(iter(runs.values())).output.double()
         errors = {name: float((run.output.double() - first).norm() / first.norm()) for name, run in runs.items()}
-        rounds = rounds_each({name: run.us for name, run in runs.items()}, repeats, _BUDGET)
+        rounds = rounds_each(estimates, repeats, _BUDGET)
         timings = time_interleaved(self.lab.measure, {name: run.replay for name, run in runs.items()}, rounds)
         return {name: FormResult(name=name, timing=one, error=errors[name]) for name, one in timings.items()}
 
 
 def host_costs(
     calls: Mapping[str, Replay], wait: Replay, burst: int, bursts: int, clock: Callable[[], int] = perf_counter_ns
-) -> tuple[HostCost, ...]:
+) -> tuple[FormResult, ...]:
     """Time named calls in interleaved bursts; `wait` waits for the device between them, `clock` returns nanoseconds.
 
     A call that fails is recorded as refused.
@@ -261,7 +254,7 @@ def host_costs(
         if collecting:
             gc.enable()
     return tuple(
-        HostCost(name=name, timing=None if name in refused else Timing.of(found), refused=refused.get(name, ""))
+        FormResult(name=name, timing=None if name in refused else Timing.of(found), refused=refused.get(name, ""))
         for name, found in samples.items()
     )
 

@@ -79,7 +79,6 @@ class ParallelRecord(Record):
     """One run of ``skuda bench-parallel``; `graph` says whether replays of CUDA graphs were timed, or calls."""
 
     measured_by: ClassVar[tuple[str, ...]] = ("skuda.tools.studies.parallel_rank:work",)
-    retired: ClassVar[frozenset[str]] = frozenset({"traces", "untraced", "trace", "patience"})
     kind: Literal["skuda bench-parallel"] = "skuda bench-parallel"
     schema_version: Literal[1] = 1
     orders: MlpJob

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -16,9 +16,10 @@ from skuda.dispatch.shard import GroupBroken
 from skuda.dispatch.shard.shards import span, split
 from skuda.registry.device import HOST
 from skuda.tools.bench.lab import TorchLab
+from skuda.tools.bench.rivals import linear_of
 from skuda.tools.bench.timing import error_line, rounds_each
 from skuda.tools.studies.llama import LlamaMLP, LlamaSizes, drawn
-from skuda.tools.studies.model_bench import EXACT
+from skuda.tools.studies.model_bench import EXACT, Run
 from skuda.tools.studies.parallel import FORMS, INT8_ALL, INT8_ONE, MlpJob
 from skuda.tools.studies.processes import Save
 from skuda.torch import Dynamic, TorchGroup, fuse_, parallelize_, quantize_
@@ -56,7 +57,9 @@ class SlicedMLP(nn.Module):
         inner = mlp.down_proj.weight.shape[1]
         part = slice(None) if group is None else span(split(inner, group.count), group.rank)
         gate_up = torch.cat([mlp.gate_proj.weight[part], mlp.up_proj.weight[part]])
-        self.gate_up, self.down = (layer(_linear(one)) for one in (gate_up, mlp.down_proj.weight[:, part].contiguous()))
+        self.gate_up, self.down = (
+            layer(linear_of(one)) for one in (gate_up, mlp.down_proj.weight[:, part].contiguous())
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, of the shape of the input."""
@@ -64,12 +67,6 @@ class SlicedMLP(nn.Module):
         if self.group is not None:
             distributed.all_reduce(found, group=self.group.process_group)
         return found
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    made.weight = nn.Parameter(weight, requires_grad=False)
-    return made
 
 
 def exact(*mlps: LlamaMLP, group: TorchGroup | None = None) -> nn.Sequential:
@@ -80,14 +77,6 @@ def exact(*mlps: LlamaMLP, group: TorchGroup | None = None) -> nn.Sequential:
     if group is not None:
         parallelize_(made, group)
     return made
-
-
-class _ReadyMlp(NamedTuple):
-    """A form that writes `output`, called and replayed."""
-
-    call: Callable[[], object]
-    replay: Callable[[], object]
-    output: Tensor
 
 
 class MlpBench:
@@ -111,7 +100,7 @@ class MlpBench:
         """Compare and time everything for one number of rows."""
         given = torch.empty(rows, self.job.hidden, dtype=torch.bfloat16, device=self.place)
         self._renew(given)
-        ready = {form: self._ready(module, given) for form, module in self.modules.items()}
+        ready = {form: Run.of(self.lab, module, given, careful=False) for form, module in self.modules.items()}
         wrong, with_numpy = self._compared(ready[INT8_ONE], ready[INT8_ALL], given)
         unable = ""
         try:
@@ -133,15 +122,7 @@ class MlpBench:
         given.normal_(generator=self.random)
         given *= 3.0 ** torch.randn(len(given), 1, generator=self.random, device=self.place)
 
-    def _ready(self, module: nn.Module, given: Tensor) -> _ReadyMlp:
-        output = torch.empty_like(given)
-
-        def call() -> None:
-            output.copy_(module(given))
-
-        return _ReadyMlp(call, self.lab.capture(call, careful=False), output)
-
-    def _compared(self, one: _ReadyMlp, every: _ReadyMlp, given: Tensor) -> tuple[str, int]:
+    def _compared(self, one: Run, every: Run, given: Tensor) -> tuple[str, int]:
         """Return the first difference of ours on all ranks from ours on one, and the rows compared with NumPy.
 
         A rank that finds one goes on like the others, which wait for it in collectives.
@@ -166,7 +147,7 @@ class MlpBench:
                 wrong = wrong or self._difference(what, ready.output, want)
         return wrong, with_numpy
 
-    def _compiled(self, one: _ReadyMlp, given: Tensor) -> str:
+    def _compiled(self, one: Run, given: Tensor) -> str:
         """Return how ours, compiled on all ranks, differs from ours on one rank, called."""
         run, wrong = torch.compile(self.modules[INT8_ALL], **EXACT), ""
         for _ in range(_INPUTS):
@@ -180,7 +161,7 @@ class MlpBench:
         found = self.lab.differences(got, want, 0)
         return found and f"{what}, rank {self.group.rank}, differs from one rank, called: {found}"
 
-    def _timed(self, ready: Mapping[str, _ReadyMlp]) -> dict[str, list[float]]:
+    def _timed(self, ready: Mapping[str, Run]) -> dict[str, list[float]]:
         """Return the microseconds of rounds by form, each that of the slowest rank."""
         calls = [one.replay for one in ready.values()]
         rough = self._slowest([[self.lab.clock.measure([call], self._align)[0]] for call in calls])

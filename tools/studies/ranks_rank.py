@@ -41,10 +41,6 @@ def hashes(job: HashJob, mlps: list[LlamaMLP], group: TorchGroup | None, place: 
         module.to(place)
         for batch, chosen in BATCHES.items():
             output = module(given[list(chosen)].to(place))
-            found[batch][form] = hash_of(output[chosen.index(0)])
+            first: Tensor = output[chosen.index(0)].cpu().contiguous()
+            found[batch][form] = hashlib.sha256(first.view(torch.int16).numpy().tobytes()).hexdigest()[:12]
     return found
-
-
-def hash_of(output: Tensor) -> str:
-    """Return the first 12 hex digits of the sha256 of a bf16 tensor's bytes."""
-    return hashlib.sha256(output.cpu().contiguous().view(torch.int16).numpy().tobytes()).hexdigest()[:12]

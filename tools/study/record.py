@@ -37,12 +37,9 @@ class Record(Value):
         Hash of the code that measured; see `measurer_hash`.
     measured_by : tuple of str
         The functions that measure, each as ``module:function``.
-    retired : frozenset of str
-        Names of fields that older records have and that nothing reads any more.
     """
 
     measured_by: ClassVar[tuple[str, ...]] = ()
-    retired: ClassVar[frozenset[str]] = frozenset()
     device: Device | str
     driver: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
@@ -126,7 +123,7 @@ class Record(Value):
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the record of a text; raise `InvalidRecord` if it is not valid."""
-        return cls.model_validate(_without(read_json(text), cls.retired))
+        return cls.model_validate(read_json(text))
 
     @classmethod
     def _kind(cls) -> tuple[object, object]:
@@ -142,7 +139,7 @@ class Record(Value):
     @classmethod
     def _parsed(cls, path: Path, found: Any) -> Self:
         try:
-            return cls.model_validate(_without(found, cls.retired))
+            return cls.model_validate(found)
         except InvalidRecord as error:
             raise InvalidRecord(f"{cls.maker()} {path}: {error.subject}", error.field, error.had, error.must) from error
 
@@ -160,13 +157,6 @@ def measurer_hash(kind: type[Record]) -> str:
 
 def _kind_of(found: Any) -> tuple[object, object]:
     return (found.get("kind"), found.get("schema_version")) if isinstance(found, dict) else (None, None)
-
-
-def _without(found: Any, names: frozenset[str]) -> Any:
-    """Return JSON without the members of these names, at any depth."""
-    if isinstance(found, dict):
-        return {name: _without(value, names) for name, value in found.items() if name not in names}
-    return [_without(value, names) for value in found] if isinstance(found, list) else found
 
 
 def _rounded(found: Any) -> Any:

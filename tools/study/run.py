@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from inspect import signature
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from skuda.dispatch.select.environment import driver_version, skuda_version, versions
 from skuda.registry.device import Device
@@ -24,15 +24,12 @@ _PACKAGES = ("numpy", "torch", "triton", "torchao", "bitsandbytes")
 _Kind = TypeVar("_Kind", bound=Record)
 
 
+Findings = tuple[Device, dict[str, Any]]
+"""The result of a measurement: the device, and the fields of the record that are the study's own."""
+
+
 class NoDevice(SkudaError):
     """No device here can run it, so nothing is measured; the text says what to do."""
-
-
-class Findings(NamedTuple):
-    """The result of a measurement: the device, and the fields of the record that are the study's own."""
-
-    device: Device
-    fields: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -110,13 +107,7 @@ def silent(_done: int, _total: int, _what: str) -> None:
 
 
 def shown(
-    command: str,
-    sections: Sections,
-    text: str,
-    section: str | None = None,
-    apart: Iterable[str] = (),
-    *,
-    as_json: bool,
+    command: str, sections: Sections, text: str, section: str | None = None, apart: Iterable[str] = (), *, as_json: bool
 ) -> None:
     """Print what was measured: JSON, a report for a person, or in a pipe Markdown, of all or of one section."""
     together = [part for name, parts in sections.items() if name not in set(apart) for part in parts]

@@ -46,7 +46,10 @@ def markdown(parts: Iterable[Table | Facts | Text | str]) -> str:
             title = f"### {part.title}\n\n" if part.title else ""
             made += [title + markdown_table(part.columns, part.rows)] if part.rows else []
         elif isinstance(part, dict):
-            made.append("".join(f"- {escaped(name)}: {_value(name, part[name])}\n" for name in part if part[name]))
+            values = {
+                name: f"`{value}`" if name == "command" else escaped(value) for name, value in part.items() if value
+            }
+            made.append("".join(f"- {escaped(name)}: {value}\n" for name, value in values.items()))
         else:
             made.append(f"{escaped(str(part))}\n")
     return "\n".join(made)
@@ -56,10 +59,6 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) ->
     """Return a Markdown table; line breaks and bars inside a cell are escaped."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "".join("| " + " | ".join(_cell(value) for value in line) + " |\n" for line in lines)
-
-
-def _value(name: str, value: str) -> str:
-    return f"`{value}`" if name == "command" else escaped(value)
 
 
 def _cell(value: object) -> str:

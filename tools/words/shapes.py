@@ -13,7 +13,6 @@ import random
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from skuda.registry.errors import InvalidProblem
 from skuda.tools.files import read_text
@@ -29,36 +28,15 @@ ROWS = (1, 16, 128, 1024, 4096)
 """Default numbers of rows (tokens) for the shapes of a model."""
 
 
-class ModelShapes(NamedTuple):
-    """Output channels and inner size of the linear layers of one block, and the widths of their activations."""
-
-    layers: dict[str, tuple[int, int]]
-    widths: tuple[int, int]
-
-
-def _llama(hidden: int, intermediate: int, heads: int, key_value_heads: int) -> ModelShapes:
-    """Return the shapes of a Llama 3 block as engines run it: q, k and v in one product, and gate and up in one."""
-    layers = {
-        "qkv": ((heads + 2 * key_value_heads) * (hidden // heads), hidden),
-        "o": (hidden, hidden),
-        "gate_up": (2 * intermediate, hidden),
-        "down": (hidden, intermediate),
-    }
-    return ModelShapes(layers, (hidden, intermediate))
-
-
-def _bert(hidden: int, intermediate: int) -> ModelShapes:
-    """Return the shapes of a BERT block: q, k and v are three products, of the same shape as o."""
-    layers = {"q, k, v, o": (hidden, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
-    return ModelShapes(layers, (hidden, intermediate))
-
-
 MODELS = {
-    "llama-3-8b": _llama(4096, 14336, 32, 8),
-    "llama-3-70b": _llama(8192, 28672, 64, 8),
-    "minilm": _bert(384, 1536),
+    "llama-3-8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+    "llama-3-70b": ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
+    "minilm": ((384, 384), (1536, 384), (384, 1536)),
 }
-"""Models by the names that ``--shapes`` takes."""
+"""Models by the names that ``--shapes`` takes: output channels and inner size of the linear layers of one block.
+
+For Llama these are qkv, o, gate and up, and down, as engines run them. In MiniLM q, k, v and o have one shape.
+"""
 
 
 def read_shapes(
@@ -75,8 +53,8 @@ def read_shapes(
     for text in texts:
         model = MODELS.get(text.lower())
         if model is not None:
-            found += [(m, n, k) for n, k in model.layers.values() for m in rows or ROWS if 3 in ranks]
-            found += [(m, width) for width in model.widths for m in rows or ROWS if 2 in ranks]
+            found += [(m, n, k) for n, k in model for m in rows or ROWS if 3 in ranks]
+            found += [(m, k) for k in dict.fromkeys(k for _, k in model) for m in rows or ROWS if 2 in ranks]
         elif _sizes(text) is None and os.path.exists(text):  # noqa: PTH110  Path raises an error for a long name
             found += _read_file(Path(text), command)
         else:

@@ -5,6 +5,7 @@ from faults.fault import listed
 BENCH = "tests/tools/bench/test_bench.py"
 TORCH = "tests/tools/bench/test_bench_torch.py"
 TUNE = "tests/tools/bench/test_tune.py"
+VLLM = "tests/tools/bench/test_vllm.py"
 RECORD = "tests/tools/study/test_record.py"
 HASH = [f"{RECORD}::test_what_is_measured_changes_the_hash_and_a_view_or_a_comment_does_not"]
 STALE_KERNEL = ["tests/tools/bench/test_report.py::test_a_kernel_is_stale_where_its_source_has_changed"]
@@ -21,7 +22,7 @@ FAULTS = listed(
                 [f"{BENCH}::test_a_kernel_may_be_as_far_off_as_it_promises"],
             ),
             "bench-an-output-that-is-not-written-passes": (
-                "        self.lab.poison(written)\n",
+                "        fresh()\n",
                 "",
                 [f"{TUNE}::test_what_is_wrong_or_fails_is_refused_and_never_timed"],
             ),
@@ -33,14 +34,33 @@ FAULTS = listed(
         },
         "tools/bench/bench.py": {
             "bench-the-fastest-alternative-is-not-compared": (
-                "return self.checked(calls[best], outputs, wrong)._replace(chosen=best)",
+                "return self.checked(calls[best], fresh, wrong)._replace(chosen=best)",
                 "return able[best]._replace(chosen=best)",
                 [f"{BENCH}::test_alternatives_that_fail_or_are_wrong_are_not_timed"],
             ),
+            "bench-what-a-rival-has-changed-is-not-restored": (
+                "            alternatives.restore()\n",
+                "",
+                [f"{VLLM}::test_each_op_is_compared_and_timed_with_outputs_that_are_there_before"],
+            ),
+        },
+        "tools/bench/cutlass/rival.py": {
             "bench-cutlass-runs-on-any-card": (
-                "device.compute_capability != CAPABILITY",
-                "device.compute_capability == (0, 0)",
+                "device.compute_capability == CAPABILITY",
+                "device.compute_capability != (0, 0)",
                 [f"{BENCH}::test_cutlass_is_found_where_the_folder_says_and_runs_on_its_card_only"],
+            ),
+        },
+        "tools/bench/vllm.py": {
+            "bench-vllm-gets-the-weight-in-another-order": (
+                "weight.T, scale, weight_scale[:, None], None)",
+                "weight.T, scale, weight_scale.flip(0)[:, None], None)",
+                [f"{VLLM}::test_each_op_is_compared_and_timed_with_outputs_that_are_there_before"],
+            ),
+            "bench-vllm-is-any-library": (
+                "            if found != wanted:\n",
+                "            if found is None:\n",
+                [f"{VLLM}::test_another_file_is_refused_before_anything_is_timed"],
             ),
         },
         "tools/bench/rivals.py": {

@@ -136,8 +136,8 @@ FAULTS = [
     Fault(
         "words-the-models-have-q-without-k-and-v",
         "tools/words/shapes.py",
-        '"qkv": ((heads + 2 * key_value_heads) * (hidden // heads), hidden)',
-        '"qkv": (heads * (hidden // heads), hidden)',
+        '"llama-3-8b": ((6144, 4096),',
+        '"llama-3-8b": ((4096, 4096),',
         SHAPES,
     ),
     Fault(

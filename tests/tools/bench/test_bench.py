@@ -33,7 +33,8 @@ from skuda.tools.bench.bench import KernelBench, cases_of
 from skuda.tools.bench.clock import Reading
 from skuda.tools.bench.lab import Ceiling, HostLab, TorchLab
 from skuda.tools.bench.record import BenchRecord, least_work
-from skuda.tools.bench.rivals import Alternatives, Rival, absence, rivals_of
+from skuda.tools.bench.rival import Alternatives, Check, Rival
+from skuda.tools.bench.rivals import absence, rivals_of
 from skuda.tools.bench.timing import error_line, max_ulps, rounds_each, schedule
 from skuda.tools.cli import main
 from skuda.tools.study.run import silent
@@ -278,7 +279,7 @@ def alternatives(outputs=None, **times):
             return call
 
         written = PaperLab().outputs(problem)
-        return Alternatives({name: one(us) for name, us in times.items()}, written)
+        return Alternatives({name: one(us) for name, us in times.items()}, (Check(problem, inputs, written),))
 
     return Rival("many", "the fastest of its alternatives", make)
 
@@ -469,7 +470,7 @@ def test_every_problem_has_rivals_that_say_what_they_compute():
     layer = {
         rival.name: rival for rival in rivals_of(problem_of(OPS["quantized_linear"].descriptor, (1, 2, 3), "bf16"))
     }
-    assert set(layer) == {"cutlass", "bf16", "bf16 compiled", "compile", "fp8", "torchao", "bitsandbytes"}
+    assert set(layer) == {"cutlass", "vllm", "bf16", "bf16 compiled", "compile", "fp8", "torchao", "bitsandbytes"}
     assert [name for name, rival in layer.items() if "quantized before" in rival.computes] == ["cutlass"]
 
 
@@ -542,10 +543,13 @@ def on_paper(monkeypatch):
         (["--m", "4"], "--m must stand beside --shapes with a model"),
         (["--output", "x", "--show", "nowhere.json"], "--output must be left out"),
         (["--cutlass", "x", "--show", "nowhere.json"], "--cutlass must be left out"),
-        (["linear", "--cutlass", "nowhere"], "--cutlass must be a folder with the objects that this builds: bash "),
+        (
+            ["linear", "--cutlass", "nowhere"],
+            "--cutlass must be a folder of what this builds, alone: bash ",
+        ),
         (["quantize", "--random", "3"], "--random must stand beside a product, such as linear; had amax, "),
         (["linear", "--random", "0"], "random"),
-        (["linear", "--rivals", "cuttlass"], "--rivals must be one of cutlass, bf16"),
+        (["linear", "--rivals", "cuttlass"], "--rivals must be one of cutlass, vllm, bf16"),
     ],
 )
 def test_bad_arguments_are_refused_in_one_line(skuda, no_cuda, arguments, says):
@@ -615,8 +619,8 @@ def test_one_record_has_products_other_ops_and_random_shapes_which_have_few_riva
     assert "--random 2" in record.command
     problems = {case.drawn: problem_of(OPS[case.op].descriptor, case.shape, "bf16") for case in record.cases[-2:]}
     product = problem_of(OPS["smoothquant_linear"].descriptor, (3, 16, 16), "bf16")
-    assert [rival.name for rival in on_paper[-1](problems[True])] == ["cutlass", "bf16"]
-    assert [rival.name for rival in on_paper[-1](product)] == ["cutlass", "bf16", "int_mm", "compile", "fp8"]
+    assert [rival.name for rival in on_paper[-1](problems[True])] == ["cutlass", "vllm", "bf16"]
+    assert [rival.name for rival in on_paper[-1](product)] == ["cutlass", "vllm", "bf16", "int_mm", "compile", "fp8"]
     assert skuda(*typed, "--seed", "7", "--repeats", "1", "--rivals", "fp8,bf16")[0] == 0
     for problem in (problems[True], product):
         assert [rival.name for rival in on_paper[-1](problem)] == ["bf16", "fp8"], "in their usual order"

@@ -121,6 +121,16 @@ def test_a_mismatch_is_reported_with_its_place_and_a_distance_is_granted(lab, se
     assert lab.mismatch(OPS["dequantize_per_token"], problem, inputs, outputs, None) == ""
 
 
+def test_what_is_too_far_is_found_behind_any_number_that_are_near(lab, seed, monkeypatch):
+    monkeypatch.setattr(lab_module, "_COMPARED", 2)
+    problem = problem_of(OPS["dynamic_range"].descriptor, (4, 8), "bf16")
+    inputs, outputs = solved(lab, problem, seed)
+    outputs["output"] = (outputs["output"].int() - outputs["output"].int().sign()).to(torch.int8)
+    assert lab.mismatch(OPS["dynamic_range"], problem, inputs, {"output": outputs["output"]}, 1) == ""
+    outputs["output"][3, 6] ^= 64
+    assert "output[3, 6]: got" in lab.mismatch(OPS["dynamic_range"], problem, inputs, outputs, 1)
+
+
 def test_the_same_seed_draws_the_same(lab, seed):
     problem = problem_of(OPS["quantized_linear"].descriptor, (3, 4, 5), "bf16")
     one, same, other = (lab.draw(problem, each) for each in (seed, seed, seed + 1))
@@ -181,14 +191,14 @@ def test_the_fp8_layer_quantizes_the_activation_and_is_near_the_product(lab, see
 @needs_cc
 def test_cutlass_splits_k_in_several_ways_with_a_workspace_for_each(lab, seed, tmp_path):
     """The stub wants another size of workspace where K is split, as CUTLASS does."""
-    found = Cutlass.load(build(tmp_path, "t128x128x128_sk"))
+    found = Cutlass.load(build(tmp_path, "t128x128x128_sk"), None)
     problem = problem_of(OPS["smoothquant_linear"].descriptor, (5, 24, 32), "bf16")
     inputs, split = lab.draw(problem, seed), []
-    ways = rivals_of(problem, found)[0].make(problem, inputs)
+    ways = rivals_of(problem, [found])[0].make(problem, inputs)
     for call in ways.calls.values():
-        lab.poison(ways.outputs)
+        lab.poison(ways.checks[0].outputs)
         call()
-        assert lab.mismatch(OPS["smoothquant_linear"], problem, inputs, ways.outputs, 0) == ""
+        assert lab.mismatch(OPS["smoothquant_linear"], *ways.checks[0]) == ""
         split.append(found.configurations[0].library.tuned_to(2))
     name = "t128x128x128_sk"
     assert dict(zip(ways.calls, split, strict=True)) == {
@@ -204,10 +214,10 @@ def test_cutlass_splits_k_in_several_ways_with_a_workspace_for_each(lab, seed, t
 @needs_cc
 @pytest.mark.parametrize("op", groups(REGISTRY)["linear"])
 def test_cutlass_writes_the_layer(lab, seed, op, tmp_path):
-    found = Cutlass.load(build(tmp_path, "s64x16x256", "t64x256x128_pp"))
+    found = Cutlass.load(build(tmp_path, "s64x16x256", "t64x256x128_pp"), None)
     problem = problem_of(OPS[op].descriptor, (5, 24, 32), "bf16")
     inputs = lab.draw(problem, seed)
-    rival = rivals_of(problem, found)[0]
+    rival = rivals_of(problem, [found])[0]
     assert ("the product alone, activation quantized before" in rival.computes) is (op == "quantized_linear")
     assert "the fastest of 4 configurations for this shape, found by quick runs" in rival.computes
     ways = rival.make(problem, inputs)
@@ -220,9 +230,9 @@ def test_cutlass_writes_the_layer(lab, seed, op, tmp_path):
     library = found.configurations[1].library
     tuned = []
     for call in ways.calls.values():
-        lab.poison(ways.outputs)
+        lab.poison(ways.checks[0].outputs)
         call()
-        assert lab.mismatch(OPS[op], problem, inputs, ways.outputs, 0) == ""
+        assert lab.mismatch(OPS[op], *ways.checks[0]) == ""
         tuned.append(tuple(library.tuned_to(at) for at in range(3)))
     # The size of the workspace depends on the options, so it was asked for with those of the last call.
     assert tuned == [(2, 1, 0), (1, 0, 0), (8, 0, 0), (2, 1, 0)]
@@ -276,7 +286,7 @@ def test_a_whole_run_measures_every_op_and_its_rivals(lab, quiet, group):
     for case in fields["cases"]:
         names = {rival.name for rival in rivals_of(problem_of(OPS[case.op].descriptor, case.shape, case.element))}
         why = {rival.name: rival.refused for rival in case.rivals if rival.refused}
-        optional = {"cutlass", "torchao", "bitsandbytes", "fp8"}
+        optional = {"cutlass", "vllm", "torchao", "bitsandbytes", "fp8"}
         assert case.ratios.keys() | optional == names | optional, why
         assert fields["ceilings"].least(case.bytes, case.operations) > 0
     assert fields["ceilings"].copy_bandwidth > 0
@@ -286,9 +296,9 @@ def test_a_whole_run_measures_every_op_and_its_rivals(lab, quiet, group):
 @needs_cc
 @pytest.mark.parametrize(("fails", "says"), [(0, ""), (3, "CUTLASS cannot implement it"), (107, "CUTLASS status 7")])
 def test_the_fastest_configuration_of_cutlass_is_timed_and_one_that_fails_is_named(lab, quiet, tmp_path, fails, says):
-    found = Cutlass.load(build(tmp_path, "s64x16x256", "t64x256x128_pp", fails=fails))
+    found = Cutlass.load(build(tmp_path, "s64x16x256", "t64x256x128_pp", fails=fails), None)
     (case,) = select_cases(REGISTRY, ["smoothquant_linear"], [(24, 16, 32)], ["bf16"])
-    bench = bench_of(lab, rivals=partial(rivals_of, cutlass=found))
+    bench = bench_of(lab, rivals=partial(rivals_of, libraries=[found]))
     rival = bench.measure(case).rivals[0]
     assert says in rival.refused
     assert (rival.timing is None, rival.chosen == "") == (bool(fails), bool(fails))
@@ -370,7 +380,7 @@ def test_torch_s_integer_product_is_the_sums(lab, seed):
     inputs = lab.draw(problem, seed)
     assert list(inputs) == ["act_q", "weight_q"]
     rivals = {each.name: each for each in rivals_of(problem)}
-    assert set(rivals) == {"cutlass", "bf16", "int_mm", "fp8"}
+    assert set(rivals) == {"cutlass", "vllm", "bf16", "int_mm", "fp8"}
     got = {"output": rivals["int_mm"].make(problem, inputs)()}
     assert lab.mismatch(OPS["scaled_linear"], problem, inputs, got, 0) == ""
     got["output"][3, 5] += 1
@@ -380,7 +390,7 @@ def test_torch_s_integer_product_is_the_sums(lab, seed):
 def test_a_problem_without_a_formula_has_no_eager_rival(lab, seed):
     fields = {"n": 4, "d": 8, "q_min": -7, "q_max": 7, "input_element": "bf16", "output_element": "s4"}
     problem = DynamicRangeQuantizeDescriptor(**fields)
-    for rival in rivals_of(problem)[:2]:
+    for rival in rivals_of(problem, ()):
         with pytest.raises(NotImplementedError, match="no formula in torch operations"):
             rival.make(problem, lab.draw(problem, seed))
     product = problem_of(OPS["smoothquant_linear"].descriptor, (3, 8, 16), "bf16")

@@ -16,7 +16,7 @@ from stub_cutlass import needs_cc
 
 from skuda.registry import InvalidProblem
 from skuda.tools.bench.cutlass import rival as bench_cutlass
-from skuda.tools.bench.cutlass.rival import Configuration, Cutlass, build_command, refusal
+from skuda.tools.bench.cutlass.rival import Configuration, Cutlass, build_command
 from skuda.tools.bench.rivals import absence, rivals_of
 from skuda.tools.words.cases import problem_of, select_cases
 
@@ -37,6 +37,15 @@ def dynamic(**changes):
 def scaled(**changes):
     fields = {"m": 16, "n": 8, "k": 32, "output_element": "bf16", **changes}
     return OPS["scaled_linear"].descriptor(**fields)
+
+
+def refusal(problem):
+    try:
+        return str(Cutlass().calls(problem, {}))
+    except ValueError as error:
+        return str(error)
+    except KeyError:  # it looks for the arrays
+        return ""
 
 
 def test_cutlass_serves_what_it_was_built_for():
@@ -66,9 +75,8 @@ def test_cutlass_serves_what_it_was_built_for():
     ],
 )
 def test_cutlass_refuses_the_rest_with_the_reason(problem, says):
-    assert refusal(problem) == says
-    with pytest.raises(ValueError, match=re.escape(says)):
-        rivals_of(problem, Cutlass(()))[0].make(problem, {})
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
+        rivals_of(problem)[0].make(problem, {})
 
 
 def test_without_a_folder_cutlass_is_absent_and_the_command_is_reported():
@@ -98,16 +106,16 @@ def test_the_build_script_is_a_script_and_builds_what_the_source_can(tmp_path):
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
-    with pytest.raises(InvalidProblem, match=r"--cutlass must be a folder with the objects that this builds: bash .*"):
-        Cutlass.load(tmp_path)
+    with pytest.raises(InvalidProblem, match=r"--cutlass must be a folder of what this builds, alone: bash .*"):
+        Cutlass.load(tmp_path, None)
     (tmp_path / "x.so").write_text("no object")
-    with pytest.raises(InvalidProblem, match=r"--cutlass must hold what this builds.*x\.so, which does not load"):
-        Cutlass.load(tmp_path)
+    with pytest.raises(InvalidProblem, match=r"--cutlass must be a folder.*with what does not load: .*x\.so"):
+        Cutlass.load(tmp_path, None)
 
 
 @needs_cc
 def test_an_object_with_another_interface_is_refused(tmp_path):
     (tmp_path / "y.c").write_text("int other(void) { return 0; }")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "y.so", tmp_path / "y.c"], check=True)
-    with pytest.raises(InvalidProblem, match=r"y\.so, which does not load: .*run"):
-        Cutlass.load(tmp_path)
+    with pytest.raises(InvalidProblem, match=r"with what does not load: .*y\.so.*run"):
+        Cutlass.load(tmp_path, None)

@@ -113,8 +113,7 @@ def test_facts_name_circumstances_rivals_and_what_is_absent():
     assert "- x int\\_mm: the same\n" in text
     assert "- SM clock: 1500 to 1500 MHz\n" in text
     assert "- power: 600 to 600 W\n" in text
-    assert "dirty lines" in text
-    assert "clean lines" in section(some_record(flush="clean"), "facts")
+    assert "clean lines" in text
     empty = CEILINGS.model_copy(update={"empty": 2.5, "notes": ("fp8: no",)})
     text = section(some_record(ceilings=empty), "facts")
     assert "empty kernel 2.50 us" in text

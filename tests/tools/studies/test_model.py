@@ -25,7 +25,6 @@ from skuda.tools.studies.model import (
     SEQUENCES,
     FormResult,
     GenerateResult,
-    HostCost,
     ModelRecord,
     PhaseResult,
     sections,
@@ -286,7 +285,7 @@ def measures(record):
 
 
 def costs(**us):
-    return [HostCost(name=name, timing=Timing.of([each])) for name, each in us.items()]
+    return [FormResult(name=name, timing=Timing.of([each])) for name, each in us.items()]
 
 
 def tokens(bf16, ours):

@@ -71,18 +71,6 @@ def test_a_file_has_a_line_for_every_case_and_numbers_of_six_digits(tmp_path):
     assert BenchRecord.load(path) == again
 
 
-def test_fields_that_nothing_reads_any_more_are_dropped(tmp_path):
-    found = json.loads(some_record().text())
-    found["host"] = [{"name": "plan.run"}]
-    found["cases"][0] |= {"bound": "memory", "ceiling_share": 0.5}
-    (tmp_path / "old.json").write_text(json.dumps(found))
-    assert BenchRecord.load(tmp_path / "old.json") == BenchRecord.parse(some_record().text())
-    found["unknown"] = 1
-    (tmp_path / "old.json").write_text(json.dumps(found))
-    with pytest.raises(InvalidRecord, match="unknown"):
-        BenchRecord.load(tmp_path / "old.json")
-
-
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from skuda.dispatch.select.tuning import Timing
 from skuda.registry.device import HOST
 from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.tools.study.record import Record
-from skuda.tools.study.run import Findings, NoDevice, Study
+from skuda.tools.study.run import NoDevice, Study
 from skuda.tools.study.view import Table
 
 
@@ -34,7 +34,7 @@ def measure(watch, *, ops=(), rows=(), us=1.5, cpu=False, seed=0):
     if us < 0:
         raise NoDevice("no toy is here: buy one")
     SEEDS.append(seed)
-    return Findings(HOST.model_copy(update={"ordinal": 3}), {"timing": Timing.of([us / 3, us]), "ops": ops})
+    return HOST.model_copy(update={"ordinal": 3}), {"timing": Timing.of([us / 3, us]), "ops": ops}
 
 
 SEEDS: list[int] = []

@@ -8,14 +8,19 @@ from __future__ import annotations
 import ctypes
 import importlib
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skuda.kernels.linear.problem import LinearProblem
+from skuda.registry.descriptor import Descriptor
+from skuda.registry.device import Device
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
-from skuda.registry.vocabulary import EpilogueKind
+from skuda.tools.bench.formulas import Inputs
+from skuda.tools.bench.rival import Alternatives, Check, Rival, operands, refusal
+from skuda.tools.output import count
 
 CAPABILITY = (9, 0)
 """The compute capability that the objects are built for."""
@@ -38,26 +43,6 @@ _REASONS = {
 def build_command() -> str:
     """Return the command that builds the objects."""
     return f"bash {shlex.quote(str(Path(__file__).resolve().parent / 'build.sh'))} FOLDER"
-
-
-def refusal(problem: Any) -> str:
-    """Say why CUTLASS does not serve a linear problem here; nothing where it does."""
-    codes = problem.code_element if hasattr(problem, "code_element") else problem.activation_element
-    output = problem.output if hasattr(problem, "output") else problem.output_element
-    columns = problem.c_out if hasattr(problem, "c_out") else problem.n
-    if (codes, problem.weight_element) != (ElementKind.S8, ElementKind.S8):
-        return f"built for s8 by s8, not {codes} by {problem.weight_element}"
-    if problem.has_zero_points:
-        return "built without zero points"
-    if problem.epilogue is not EpilogueKind.IDENTITY:
-        return f"built without an epilogue such as {problem.epilogue}"
-    if output is not ElementKind.BF16:
-        return f"built for a bf16 output, not {output}"
-    if problem.compute is not ElementKind.F32:
-        return f"built for scales in f32, not {problem.compute}"
-    if problem.k % 16 or columns % 8:
-        return _REASONS[1]
-    return ""
 
 
 @dataclass(frozen=True)
@@ -113,34 +98,56 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Cutlass:
-    """The configurations that one folder holds, in order of their names."""
+    """The configurations that one folder holds, in order of their names, or why they cannot run."""
 
-    configurations: tuple[Configuration, ...]
+    configurations: tuple[Configuration, ...] = ()
+    away: str = f"no folder of built objects is named; run: {build_command()}, then bench with --cutlass FOLDER"
 
     @classmethod
-    def load(cls, folder: Path) -> Cutlass:
-        """Load every object of a folder; refuse one that holds none, or something else."""
-        found = []
-        for path in sorted(folder.glob("*.so")):
-            try:
-                found.append(Configuration.load(path))
-            except (OSError, AttributeError) as error:
-                must = f"hold what this builds, and nothing else: {build_command()}"
-                raise InvalidProblem("bench", "--cutlass", f"{path}, which does not load: {error}", must) from error
+    def load(cls, folder: Path | None, device: Device | None) -> Cutlass:
+        """Load every object of a folder, if one is named; refuse one that holds none, or something else."""
+        if folder is None:
+            return cls()
+        had, found = f"{folder}, without any", list[Configuration]()
+        try:
+            found += map(Configuration.load, sorted(folder.glob("*.so")))
+        except (OSError, AttributeError) as error:
+            had, found = f"{folder}, with what does not load: {error}", []
         if not found:
-            must = f"be a folder with the objects that this builds: {build_command()}"
-            raise InvalidProblem("bench", "--cutlass", f"{folder}, without any", must)
-        return cls(tuple(found))
+            must = f"be a folder of what this builds, alone: {build_command()}"
+            raise InvalidProblem("bench", "--cutlass", had, must)
+        if device is None or device.compute_capability == CAPABILITY:
+            return cls(tuple(found), "")
+        has = ".".join(map(str, device.compute_capability or ("unknown",)))
+        return cls(tuple(found), f"its objects run on compute capability 9.0 only, and the device's is {has}")
 
     @property
     def count(self) -> int:
         """How many configurations there are to choose from, options included."""
         return sum(len(each.options) for each in self.configurations)
 
-    def calls(self, tensors: tuple[Any, ...]) -> Mapping[str, Callable[[], None]]:
-        """Return a call for every configuration by name, on the tensors of `Configuration.call`."""
-        return {
+    def rival(self, problem: Descriptor) -> Rival | None:
+        """Return the rival for a problem; None for other ops than products."""
+        if not isinstance(problem, LinearProblem):
+            return None
+        some = count(self.count, "configuration") if self.configurations else "its configurations"
+        how = f"CUTLASS 3, both scales in its epilogue: the fastest of {some} for this shape, found by quick runs"
+        before = "; the product alone, activation quantized before" if problem.dynamic else ""
+        return Rival("cutlass", how + before, self.calls, away=self.away)
+
+    def calls(self, problem: Any, inputs: Inputs) -> Alternatives:
+        """Return a call for every configuration by name; a ValueError says why CUTLASS does not serve a problem."""
+        _, columns, inner = problem.sizes
+        why = refusal(problem, (ElementKind.BF16,)) or (_REASONS[1] if inner % 16 or columns % 8 else "")
+        if why:
+            raise ValueError(why)
+        torch: Any = importlib.import_module("torch")
+        codes, scale, weight, weight_scale = operands(problem, inputs)
+        output = torch.empty((len(codes), len(weight)), dtype=torch.bfloat16, device=codes.device)
+        tensors = (codes.contiguous(), weight, scale.reshape(-1).contiguous(), weight_scale, output)
+        calls = {
             f"{each.name}{name}": each.call(tensors, options)
             for each in self.configurations
             for name, options in each.options.items()
         }
+        return Alternatives(calls, (Check(problem, inputs, {"output": output}),))
