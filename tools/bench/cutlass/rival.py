@@ -141,8 +141,8 @@ class Cutlass:
         why = refusal(problem, (ElementKind.BF16,)) or (_REASONS[1] if inner % 16 or columns % 8 else "")
         if why:
             raise ValueError(why)
-        torch: Any = importlib.import_module("torch")
         codes, scale, weight, weight_scale = operands(problem, inputs)
+        torch: Any = importlib.import_module("torch")
         output = torch.empty((len(codes), len(weight)), dtype=torch.bfloat16, device=codes.device)
         tensors = (codes.contiguous(), weight, scale.reshape(-1).contiguous(), weight_scale, output)
         calls = {
