@@ -66,7 +66,7 @@ def refusal(problem: Any, outputs: Iterable[ElementKind]) -> str:
 
 def operands(problem: Any, inputs: Inputs) -> tuple[Any, Any, Any, Any]:
     """Return codes of the activation, their scales of shape (m, 1), codes of the weight, and their scales."""
-    torch, weight = torch_module(), inputs["weight_q"]
+    weight, torch = inputs["weight_q"], torch_module()
     if "activation" in inputs:
         return (*token_codes(problem, inputs["activation"]), weight, inputs["weight_scale"])
     codes, ones = inputs["act_q"], torch.ones(len(weight), device=weight.device)
