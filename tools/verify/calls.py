@@ -153,8 +153,7 @@ def _changes(trial: Trial, example: Example) -> dict[str, npt.NDArray[Any]]:
         if isinstance(value, np.ndarray):
             found[argument.name] = np.zeros_like(value)
             if argument.role is not Role.INPUT:
-                with np.errstate(over="ignore"):  # a number of the other draw may round to infinity: it is a scale too
-                    found[argument.name][...] = other[argument.name]
+                found[argument.name][...] = other[argument.name]
     return found
 
 
