@@ -58,7 +58,7 @@ class _Group(NamedTuple):
 
 
 class _Coded(NamedTuple):
-    """The results of an op that writes codes, as nodes, and what it does: codes, scales if they are dynamic, the rest."""
+    """The results of an op that writes codes, as nodes (codes, dynamic scales, the rest), and what it does."""
 
     results: list[fx.Node]
     how: str
@@ -200,39 +200,41 @@ def _norm(group: _Group) -> _Coded | None:
     Left
         If it is such a norm, but no op computes the same.
     """
-    input = group.input
-    found = patterns.rms_norm(input)
+    found = patterns.rms_norm(group.input)
     if found is None:
         return None
-    node, x, weight, eps, added, totals = found
-    if not isinstance(eps, float):
-        raise Left("the norm's eps is an input of the graph: dynamic=True makes one of every number; leave it out")
-    _only_used_by(input, group.nodes)
-    if node is not input:
-        _only_used_by(node, [input, *totals])
-    value = fake_of(x)
-    if value.dtype is not fake_of(input).dtype:
-        raise Left(f"the norm {input.name} changes the dtype")
-    width = value.shape[-1]
-    if weight is not None and (fake_of(weight).dtype is not value.dtype or tuple(fake_of(weight).shape) != (width,)):
-        raise Left(f"the weight of the norm {input.name} has another dtype or shape than its columns")
-    if added is not None:
-        terms, totals, at = (x, added), totals, node
-        if not patterns.alike(x, added):
-            raise Left(f"the residual of the norm {input.name} has another dtype or shape than its input")
-    else:
-        terms, totals, at = _sum_before(x), (x,), x.next
+    _check_norm(found, group)
+    x, weight = found.x, found.weight
+    own = found.residual is not None
+    terms, totals, at = ((x, found.residual), found.totals, found.node) if own else (_sum_before(x), (x,), x.next)
     order = {each: number for number, each in enumerate(x.graph.nodes)}
     early = all(order[each] < order[at] for each in (weight, *group.scale) if isinstance(each, fx.Node))
-    if added is not None and not early:
-        raise Left(f"the norm {input.name} stands before the scale of its codes")
-    fields, op = {"eps": eps, **group.fields}, _skuda.rms_norm_quantize.default
-    if not terms or not early:
+    if own and not early:
+        raise Left(f"the norm {group.input.name} stands before the scale of its codes")
+    fields, op = {"eps": found.eps, **group.fields}, _skuda.rms_norm_quantize.default
+    if terms is None or not early:
         return _called(group.nodes[0], op, (x, None, weight, *group.scale), fields, NORM)
     coded = _called(at, op, (*terms, weight, *group.scale), fields, NORM_OF_SUM)
     for total in totals:
         total.replace_all_uses_with(coded.results[-1])
     return coded
+
+
+def _check_norm(norm: patterns.Norm, group: _Group) -> None:
+    """Raise `Left` unless the op that writes codes computes a norm."""
+    name, x = group.input.name, fake_of(norm.x)
+    if not isinstance(norm.eps, float):
+        raise Left("the norm's eps is an input of the graph: dynamic=True makes one of every number; leave it out")
+    _only_used_by(group.input, group.nodes)
+    if norm.node is not group.input:
+        _only_used_by(norm.node, [group.input, *norm.totals])
+    if x.dtype is not fake_of(group.input).dtype:
+        raise Left(f"the norm {name} changes the dtype")
+    weight = None if norm.weight is None else fake_of(norm.weight)
+    if weight is not None and (weight.dtype is not x.dtype or not patterns.same_sizes(weight.shape, x.shape[-1:])):
+        raise Left(f"the weight of the norm {name} has another dtype or shape than its columns")
+    if norm.residual is not None and not patterns.alike(norm.x, norm.residual):
+        raise Left(f"the residual of the norm {name} has another dtype or shape than its input")
 
 
 def _sum_before(x: fx.Node) -> tuple[fx.Node, fx.Node] | None:

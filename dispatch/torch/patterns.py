@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -278,13 +278,14 @@ def whole(gate: fx.Node, up: fx.Node) -> fx.Node | None:
 
 
 def alike(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two nodes have the same dtype and shape, whatever the symbolic sizes are.
-
-    Asking whether such sizes are equal would make a guard, which some compilers drop.
-    """
+    """Whether two nodes have the same dtype and shape, whatever the symbolic sizes are."""
     one, two = fake_of(node), fake_of(other)
-    sizes = zip(one.shape, two.shape, strict=False)
-    return one.dtype is two.dtype and one.dim() == two.dim() and all(statically_known_true(a == b) for a, b in sizes)
+    return one.dtype is two.dtype and same_sizes(one.shape, two.shape)
+
+
+def same_sizes(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether sizes are equal, whatever the symbolic ones are. To compare them would make guards; vLLM drops these."""
+    return len(some) == len(others) and all(statically_known_true(a == b) for a, b in zip(some, others, strict=True))
 
 
 def fake_of(node: fx.Node) -> torch.Tensor:

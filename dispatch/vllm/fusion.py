@@ -70,7 +70,7 @@ class FusionPass(InductorPass):  # type: ignore[misc]
         _know_ops()
         try:
             graphs.fuse(copy.deepcopy(graph), "fused")  # an error on the way would leave a graph half changed
-        except Exception as error:  # noqa: BLE001  a graph that nobody has foreseen must not end the engine
+        except Exception as error:  # a graph that nobody has foreseen must not end the engine
             logger.warning_once("skuda fuses nothing in a graph that it cannot read: %s", error)
             logger.debug("skuda could not read this graph:\n%s", graph, exc_info=True)
             return
@@ -132,5 +132,5 @@ def _tell(report: Fusion) -> None:
     left = "; ".join(reasons + more) or "nothing"
     text = "skuda: %d norms and %d gated activations of a graph write int8 codes; left: %s"
     logger.info_once(text, norms, done[graphs.GATED], left)
-    for name, reason in (report.fused | report.left).items():
+    for name, reason in {**report.fused, **report.left}.items():
         logger.debug("skuda: %s: %s", name, reason)
