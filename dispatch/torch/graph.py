@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import fx
 
+from skuda.registry.elements import CODES8
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch import patterns
@@ -140,17 +141,24 @@ def _groups(graph: fx.Graph) -> list[_Group]:
     return list(found.values())
 
 
-def _fuse(group: _Group, bits: Bits) -> str:
-    """Let what quantizes the same input take codes. Return how."""
-    input, nodes, *_ = group
-    if nodes[0].target is _RANGE:
-        raise Left("its rows have zero points, which no norm or gated activation writes")
-    for node in nodes:
-        given, fake = patterns.arguments(node), fake_of(input)
+def _check(group: _Group) -> None:
+    """Raise `Left` if codes that another op writes could not take the place of those of a group."""
+    for node in group.nodes:
+        given, fake = patterns.arguments(node), fake_of(group.input)
+        if node.target is _RANGE:
+            raise Left("its rows have zero points, which no norm or gated activation writes")
         if group.is_dynamic and (given.get("q_min"), given.get("q_max")) not in ((None, None), (-Q_MAX, Q_MAX)):
             raise Left(f"{node.name} has another range of codes than -{Q_MAX}..{Q_MAX}")
         if fake.dtype not in _DTYPES or given.get("output_element") == "f64":
             raise Left(f"{node.name} computes in f64")
+        if group.fields.get("output_element") not in CODES8:
+            raise Left(f"{node.name} has codes of another element than {' and '.join(CODES8)}")
+
+
+def _fuse(group: _Group, bits: Bits) -> str:
+    """Let what quantizes the same input take codes. Return how."""
+    _check(group)
+    input, nodes, *_ = group
     why = "only with bits='fused' may a norm or gated activation write its codes"
     if bits == "fused":
         try:

@@ -43,11 +43,13 @@ _GATES: dict[str, tuple[str, dict[str, str]]] = {
 class FusionPass(InductorPass):  # type: ignore[misc]
     """`skuda.torch.fuse_graph` with ``bits="fused"``, for vLLM's norms and activations, too.
 
-    The bits are those of `rms_norm_quantize`, `silu_mul_quantize` and `gelu_mul_quantize`. They differ in three places
-    from those of vLLM's ops followed by a quantization. A norm is rounded once, after its weight, where vLLM also
-    rounds before it. The sum of the squares has the fixed order of `skuda.kernels.quantize.norm`. After a residual, the
-    norm is that of the sum as it is stored, in the dtype of the data, where vLLM's definition takes the f32 sum; the
-    stored sum is the same. A gate differs only where vLLM's exponential is not correctly rounded.
+    The bits are those of `rms_norm_quantize`, `silu_mul_quantize` and `gelu_mul_quantize`. vLLM's own ops, followed by a
+    quantization, differ from them in places:
+
+    - A norm of vLLM also rounds before it multiplies by the weight, and sums the squares in another order.
+    - After a residual, vLLM's definition takes the norm of the f32 sum. The fused op takes that of the sum as it is
+      stored, in the dtype of the data. The stored sums are the same.
+    - Code of Inductor leaves out roundings between ops that it joins, such as that of an activation before its product.
 
     Parameters
     ----------
@@ -67,8 +69,8 @@ class FusionPass(InductorPass):  # type: ignore[misc]
             self.before(graph)
         if not self.fuses:
             return
-        _know_ops()
         try:
+            _know_ops()
             graphs.fuse(copy.deepcopy(graph), "fused")  # an error on the way would leave a graph half changed
         except Exception as error:  # a graph that nobody has foreseen must not end the engine
             logger.warning_once("skuda fuses nothing in a graph that it cannot read: %s", error)
