@@ -43,8 +43,8 @@ _GATES: dict[str, tuple[str, dict[str, str]]] = {
 class FusionPass(InductorPass):  # type: ignore[misc]
     """`skuda.torch.fuse_graph` with ``bits="fused"``, for vLLM's norms and activations, too.
 
-    The bits are those of `rms_norm_quantize`, `silu_mul_quantize` and `gelu_mul_quantize`. vLLM's own ops, followed by a
-    quantization, differ from them in places:
+    The bits are those of `rms_norm_quantize`, `silu_mul_quantize` and `gelu_mul_quantize`. vLLM's own ops, followed by
+    a quantization, differ from them in places:
 
     - A norm of vLLM also rounds before it multiplies by the weight, and sums the squares in another order.
     - After a residual, vLLM's definition takes the norm of the f32 sum. The fused op takes that of the sum as it is
