@@ -90,8 +90,15 @@ _VLLM = Setting(
     "Whether skuda serves the int8 layers of vLLM.",
     "when vLLM loads its plug-ins",
 )
+_VLLM_FUSE = Setting(
+    "SKUDA_VLLM_FUSE",
+    "`0` or `1`",
+    "`1`",
+    "Whether norms and gated activations write int8 codes in vLLM.",
+    "when vLLM builds a model",
+)
 
-SETTINGS = (_CACHE_DIR, _BUNDLE, _TUNING, _PLUGINS, _LOG, _NVTX, _VLLM, _TEST_SEED)
+SETTINGS = (_CACHE_DIR, _BUNDLE, _TUNING, _PLUGINS, _LOG, _NVTX, _VLLM, _VLLM_FUSE, _TEST_SEED)
 """Every environment variable that skuda reads."""
 
 
@@ -178,6 +185,17 @@ def vllm_plugins() -> frozenset[str] | None:
     """Return the plug-ins that ``VLLM_PLUGINS``, a setting of vLLM, lets it load. None means all."""
     given = os.environ.get("VLLM_PLUGINS")
     return None if given is None else frozenset(given.split(","))
+
+
+def fuses_in_vllm() -> bool:
+    """Whether ``SKUDA_VLLM_FUSE`` lets norms and gated activations write int8 codes in vLLM.
+
+    Raises
+    ------
+    InvalidRecord
+        If it is neither 0 nor 1.
+    """
+    return _switch(_VLLM_FUSE, otherwise=True)
 
 
 def conformance_seed() -> int:

@@ -10,10 +10,12 @@ from tensors import normal, same
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F  # noqa: N812  torch's name
 
 from skuda.registry.errors import InvalidProblem
 from skuda.torch import Dynamic, DynamicLinear, fuse_graph, fused_backend, graph_pass, quantize_
+from skuda.torch.patterns import same_sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 D, H = 32, 48
@@ -371,6 +373,60 @@ def test_epilogues_outputs_and_biases_stay():
     assert list(report.fused.values()) == [SHARED]
 
 
+STATIC = {"q_min": -128, "q_max": 127, "output_element": "s8"}
+KINDS = {"norm": NORM, "norm of a sum": NORM_OF_SUM, "norm of a sum that decides the scale": NORM, "gate": GATED}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_static_codes_are_those_of_the_fused_ops_by_hand(kind):
+    rng = fresh("static", kind)
+    x, y = (normal(rng, 2, 3, D, dtype=torch.bfloat16) for _ in range(2))
+    weight, zero = normal(rng, D, dtype=torch.bfloat16), torch.tensor([rng.integers(-90, 90)], dtype=torch.int32)
+    given = torch.tensor([rng.uniform(0.01, 0.1)]).float()
+
+    def run(x, y):
+        total = x + y if "sum" in kind else x
+        h = F.silu(x) * y if kind == "gate" else F.rms_norm(total, (D,), weight, 1e-5)
+        scale = total.float().abs().amax().reshape(1) / 64 if "decides" in kind else given
+        return OPS.quantize_per_tensor(h, scale, zero, **STATIC), total, scale
+
+    (*_, total, scale), report, count = fused_graph(run, x, "eager", y=y)
+    assert count["quantize_per_tensor"] == 1
+    assert "only with bits='fused'" in str(report)
+    torch._dynamo.reset()
+    (codes, *rest), report, count = fused_graph(run, x, "fused", y=y)
+    assert list(report.fused.values()) == [KINDS[kind]]
+    assert count["quantize_per_tensor"] + count["rsqrt"] + count["silu"] == 0
+    assert count["add"] == (kind == "norm of a sum that decides the scale")
+    tensors = {"scale": scale, "zero_point": zero, "scaling": "static", **STATIC}
+    if kind == "gate":
+        (want,) = OPS.silu_mul_quantize(gate=x, up=y, **tensors)
+    else:
+        want = OPS.rms_norm_quantize(total, weight=weight, eps=1e-5, **tensors)[0]
+    assert all(map(same, (codes, *rest), (want, total, scale)))
+
+
+REFUSED = {
+    "codes of 4 bits": (1e-5, -8, "s4", "another element than s8 and u8"),
+    "eps": (1e300, -128, "s8", "eps must be finite"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_fused_op_refuses_is_a_reason(case):
+    eps, low, element, why = REFUSED[case]
+    x, scale, zero = normal(fresh(case), 2, D), torch.ones(1), torch.zeros(1, dtype=torch.int32)
+
+    def run(x):
+        normed = F.rms_norm(x, (D,), None, eps)
+        return OPS.quantize_per_tensor(normed, scale, zero, q_min=low, q_max=-low - 1, output_element=element)
+
+    found, report, _ = fused_graph(run, x, "fused")
+    assert same(found, run(x))
+    assert not report.fused
+    assert why in str(report)
+
+
 def test_numbers_that_are_inputs_of_the_graph_are_a_reason():
     rng = fresh("numbers")
     model = made(rng, lambda: Block(FeedForward(), HandNorm(D)))
@@ -387,6 +443,23 @@ def test_arguments_of_the_wrong_type_are_refused():
     for each in (lambda bits: fuse_graph(torch.fx.symbolic_trace(nn.ReLU()), bits=bits), graph_pass, fused_backend):
         with pytest.raises(InvalidProblem, match="bits must be one of eager, fused"):
             each(bits="both") if each in (graph_pass, fused_backend) else each("both")
+
+
+def test_sizes_that_may_differ_are_not_the_same_and_no_guard_says_so():
+    env = ShapeEnv()
+    one, other = (env.create_unbacked_symint() for _ in range(2))
+    assert same_sizes((one, 2), (one, 2))
+    assert not same_sizes((one, 2), (other, 2))
+    assert not same_sizes((one, 2), (one,))
+    assert not env.guards
+
+
+def test_the_key_of_inductors_cache_depends_on_bits_and_sources(monkeypatch, tmp_path):
+    keys = [graph_pass(bits=bits).uuid() for bits in ("eager", "fused")]
+    (tmp_path / "patterns.py").write_text("changed")
+    monkeypatch.setattr("skuda.torch.patterns.__file__", str(tmp_path / "patterns.py"))
+    keys.append(graph_pass().uuid())
+    assert len(set(keys)) == 3
 
 
 def test_a_graph_without_fake_tensors_is_left():

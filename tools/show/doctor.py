@@ -191,11 +191,11 @@ def _compilers() -> Iterator[Finding]:
 
 
 def _environment() -> Iterator[Finding]:
-    from skuda.dispatch.settings import SETTINGS, logged_topics, nvtx_enabled, serves_vllm
+    from skuda.dispatch.settings import SETTINGS, fuses_in_vllm, logged_topics, nvtx_enabled, serves_vllm
     from skuda.registry.errors import InvalidRecord
 
     wrong = {}
-    for read in (logged_topics, nvtx_enabled, serves_vllm):
+    for read in (logged_topics, nvtx_enabled, serves_vllm, fuses_in_vllm):
         try:
             read()
         except InvalidRecord as error:
