@@ -36,7 +36,7 @@ SAMPLED = pytest.StashKey()
 FOR_TORCH = ("torch", "transformers", "compressed_tensors", "safetensors")
 ABSENT = [name for name in FOR_TORCH if find_spec(name) is None]
 collect_ignore_glob = ["pytorch/*"] if ABSENT else []
-collect_ignore_glob += [] if find_spec("vllm") else ["serving/*"]
+collect_ignore_glob += [] if find_spec("vllm") else ["serving"]
 # A shell starts what it puts in the background deaf to Ctrl-C, and so would be all programs that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

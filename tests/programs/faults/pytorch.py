@@ -132,7 +132,7 @@ FAULTS = listed(
             ),
         },
         "dispatch/torch/graph.py": {
-            "graph-codes-of-what-is-used-elsewhere": ("if user not in layers]", "if False]", GRAPH),
+            "graph-codes-of-what-is-used-elsewhere": ("if user not in known]", "if False]", GRAPH),
             "graph-another-range-of-codes": ("not in ((None, None), (-Q_MAX, Q_MAX))", "== 0", GRAPH),
         },
         "dispatch/torch/patterns.py": {
