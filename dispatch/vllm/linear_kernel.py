@@ -57,9 +57,11 @@ class SkudaInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Bring scales and zero points into the form that the ops take. The codes stay where they are."""
         weight, weight_scale, input_scale, zero_point, _ = self.layer_param_names
+        loading.keep_unloaded(layer, (input_scale, zero_point, "bias"))
         loading.accept_floats(layer, weight, weight_scale)
         if not self.config.is_channelwise:
             loading.spread_scales(layer, weight_scale)
+        loading.quantize_reloaded(layer, weight)
         if self.config.is_static_input_scheme:
             loading.replace(layer, input_scale, getattr(layer, input_scale).data.reshape(1))
             if self.config.input_symmetric:

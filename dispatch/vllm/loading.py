@@ -6,13 +6,14 @@ Parameters keep their memory, so captured CUDA graphs read the new values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.parameter import ChannelQuantScaleParameter
 
 from skuda.registry.errors import InvalidProblem
@@ -48,7 +49,8 @@ def spread_scales(layer: Any, name: str) -> None:
     made = ChannelQuantScaleParameter(data=spread, output_dim=0, weight_loader=held.weight_loader)
 
     def load(layer: Any, param: Tensor, loaded_weight: Tensor, *shard: Any) -> None:
-        numbers = range(len(widths)) if not shard else shard[0] if isinstance(shard[0], tuple) else shard
+        whole = not shard or shard[0] is None
+        numbers = range(len(widths)) if whole else shard[0] if isinstance(shard[0], tuple) else shard
         if loaded_weight.numel() not in (1, len(numbers)):  # it has a scale for each channel already
             loader(layer, param, loaded_weight, *shard)
             return
@@ -95,6 +97,34 @@ def accept_floats(layer: Any, weight: str, weight_scale: str) -> None:
 
     load.quantizes = True  # type: ignore[attr-defined]
     parameter.weight_loader, scales.weight_loader = MethodType(load, layer), MethodType(load_scales, layer)
+
+
+def keep_unloaded(layer: nn.Module, names: Iterable[str]) -> None:
+    """Give parameters that vLLM's layerwise reload has not loaded the values that they had before."""
+    info = _reload_of(layer)
+    loaded = set() if info is None else {name for name, _ in info.loaded_weights}
+    for name in set(names) - loaded if info is not None else ():
+        parameter, before = getattr(layer, name, None), info.kernel_tensors[0].get(name)
+        if parameter is not None and before is not None:
+            parameter.data.copy_(before.view(parameter.shape))
+
+
+def quantize_reloaded(layer: nn.Module, name: str) -> None:
+    """Load the floating weights of vLLM's layerwise reload again, through a loader of `accept_floats`.
+
+    vLLM recorded the loaders of a checkpoint before skuda saw the layer, and they have cast the weights to codes.
+    """
+    info, parameter = _reload_of(layer), getattr(layer, name)
+    for loaded, given in () if info is None else info.loaded_weights:
+        if loaded == name and given.arguments["loaded_weight"].is_floating_point():
+            given.arguments["param"] = parameter
+            parameter.weight_loader(*given.args, **given.kwargs)
+
+
+def _reload_of(layer: nn.Module) -> Any:
+    """Return what vLLM's layerwise reload knows of a layer that it is loading again, or None."""
+    info = layerwise.LAYERWISE_INFO.get(layer)
+    return info if info is not None and info.kernel_tensors is not None else None
 
 
 def _of_a_layer(parameter: Any, layer: nn.Module) -> Loader:

@@ -13,6 +13,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm_layers import PARTS, K, checkpoint, load, made, memory, quantization, ready
 
 from skuda.registry import InvalidProblem
+from skuda.torch.int8_linear import quantized_weight
 
 SCHEMES = tuple(itertools.product((True, False), repeat=3))
 NAMES = ("dynamic", "symmetric", "per_channel")
@@ -75,6 +76,12 @@ def test_a_weight_that_is_not_finite_or_no_matrix_is_refused(served):
     assert torch.equal(layer.weight, codes)
 
 
+def reload(model, parts):
+    layerwise.initialize_layerwise_reload(model)
+    load(model["layer"], parts)
+    layerwise.finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize("kind", PARTS)
 @pytest.mark.parametrize(NAMES, SCHEMES)
 def test_the_reload_of_vllm_lands_in_the_same_memory(served, kind, dynamic, symmetric, per_channel):
@@ -85,8 +92,17 @@ def test_the_reload_of_vllm_lands_in_the_same_memory(served, kind, dynamic, symm
     load(layer, checkpoint(kind, rng, **scheme))
     ready(layer)
     before, parts = memory(layer), checkpoint(kind, rng, **scheme)
-    layerwise.initialize_layerwise_reload(model)
-    load(layer, parts)
-    layerwise.finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.bfloat16))
+    reload(model, parts)
     assert memory(layer) == before
     assert_same(layer, new(kind, torch.bfloat16, parts, scheme), rng)
+    # Floating weights alone: scale and zero point of the input stay.
+    for part, n in PARTS[kind].items():
+        parts[part]["weight"] = torch.from_numpy(rng.standard_normal((n, K))).to(torch.bfloat16)
+    reload(model, {part: {"weight": tensors["weight"]} for part, tensors in parts.items()})
+    assert memory(layer) == before
+    for tensors in parts.values():
+        codes, scale = quantized_weight(tensors["weight"])
+        tensors |= {"weight": codes, "weight_scale": scale.view(-1, 1)}
+    other = made(kind, torch.bfloat16, quantization(**{**scheme, "per_channel": True}))
+    load(other, parts)
+    assert_same(layer, ready(other), rng)

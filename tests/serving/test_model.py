@@ -90,13 +90,10 @@ def outputs(model):
     return model(tokens, tokens)
 
 
-# Without "skuda", vLLM's reload knows only the loaders that it made for the codes of the checkpoint.
 @pytest.mark.parametrize(
     ("quantization", "first", "form", "way"),
     [
-        (None, coded, coded, "load_weights"),
-        (None, coded, dict, "load_weights"),
-        (None, coded, coded, "reload"),
+        *itertools.product((None,), (coded,), (coded, dict), ("load_weights", "reload")),
         *itertools.product(("skuda",), (coded, dict), (coded, dict), ("load_weights", "reload")),
     ],
 )
