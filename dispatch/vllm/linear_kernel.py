@@ -16,6 +16,7 @@ from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel, Int8Sca
 from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 
+from skuda.torch.dtypes import element_of
 from skuda.vllm import fusion, loading
 from skuda.vllm.status import missing
 
@@ -89,12 +90,9 @@ class SkudaInt8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
             scope = "token"
         product: Tensor = ops.scaled_linear.default(
             codes, weight, scale, None if symmetric else zero_point, weight_scale, None, bias,
-            output_element=_ELEMENTS[x.dtype], act_scale_scope=scope,
+            output_element=str(element_of(x.dtype)), act_scale_scope=scope,
         )  # fmt: skip
         return product
-
-
-_ELEMENTS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
 def offer() -> None:
