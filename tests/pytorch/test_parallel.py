@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from processes import ran_on_ranks
 from support import fresh
 from tensors import GatedMLP, normal
 from torch import nn
@@ -41,20 +38,8 @@ HERE = Path(__file__).parent
 def ranks(tmp_path_factory):
     """What every case returned on each of four processes, by its name and number of ranks."""
     folder, seed = tmp_path_factory.mktemp("ranks"), str(int(fresh().integers(2**31)))
-    environment = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}/helpers", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, HERE / "parallel_worker.py"]
-    started = [subprocess.Popen([*command, str(rank), "4", folder, seed], env=environment) for rank in range(4)]
-    try:
-        until = time.monotonic() + 600
-        while None in (codes := [process.poll() for process in started]) and not any(codes):
-            assert time.monotonic() < until
-            time.sleep(0.05)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert codes == [0] * 4, f"seed {seed}"
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+    path = f"{HERE}{os.pathsep}{HERE.parent}/helpers"
+    return ran_on_ranks(HERE / "parallel_worker.py", 4, folder, seed, seconds=600, PYTHONPATH=path)
 
 
 def cases(ranks, name):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from processes import ran_on_ranks
 from support import fresh
 
 HERE = Path(__file__).parent
@@ -21,23 +17,8 @@ DEGREES = (1, 2, 4)
 def ranks(tmp_path_factory):
     """What every case found on each of four processes, by its name and the number of ranks."""
     folder, seed = tmp_path_factory.mktemp("ranks"), str(int(fresh().integers(2**31)))
-    settings = {"PYTHONPATH": f"{HERE.parent}/helpers", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, HERE / "rank_worker.py"]
-    started = [
-        subprocess.Popen([*command, str(rank), str(COUNT), folder, seed], env=os.environ | settings)
-        for rank in range(COUNT)
-    ]
-    try:
-        until = time.monotonic() + 900
-        while None in (codes := [process.poll() for process in started]) and not any(codes):
-            assert time.monotonic() < until
-            time.sleep(0.05)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert codes == [0] * COUNT, f"seed {seed}"
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(COUNT)]
+    settings = {"PYTHONPATH": f"{HERE.parent}/helpers", "PYTHONWARNINGS": "ignore"}
+    return ran_on_ranks(HERE / "rank_worker.py", COUNT, folder, seed, seconds=900, **settings)
 
 
 @pytest.mark.parametrize("degree", DEGREES)
