@@ -39,6 +39,9 @@ _KINDS: dict[str, Any] = {
 _DTYPES: dict[Any, np.dtype[Any]] = {}
 """The dtypes of NumPy by those of torch, once torch is imported."""
 
+PASSIVE: set[type] = set()
+"""Subclasses of torch's Parameter whose ``__torch_function__`` changes nothing, so that calls may pass it by."""
+
 # Device types of the DLPack standard.
 _DLPACK = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
 
@@ -89,7 +92,7 @@ def _is_torch(value: object) -> bool:
 def is_plain_tensor(value: Any) -> bool:
     """Whether the type of a torch tensor runs no code of its own."""
     kind, torch = type(value), sys.modules["torch"]
-    return kind is torch.Tensor or kind is torch.nn.Parameter
+    return kind is torch.Tensor or kind is torch.nn.Parameter or kind in PASSIVE
 
 
 def plain_tensor(value: Any) -> Any:
@@ -118,7 +121,7 @@ def same_tensors(tensors: tuple[Any, ...]) -> Callable[..., bool] | None:
     torch = sys.modules["torch"]
     # Where `requires_grad` is ignored, one that requires none stands for a parameter.
     others = [
-        each if type(each) is torch.Tensor else torch.nn.Parameter(each.detach(), requires_grad=False)
+        each if type(each) is torch.Tensor else torch.Tensor._make_subclass(type(each), each.detach())  # noqa: SLF001
         for each in tensors
     ]
     for alike in (tensors, others):

@@ -12,6 +12,7 @@ from vllm.platforms.interface import PlatformEnum
 from vllm_layers import PARTS, K, checkpoint, expected, load, made, quantization, ready
 
 import skuda.vllm
+from skuda.torch.tensor_op import TensorOp
 from skuda.vllm import linear_kernel
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel as Kernel
 
@@ -36,6 +37,21 @@ def test_a_layer_of_every_scheme_has_the_bits_of_the_reference(served, kind, dyn
             want = expected(x, parts, **scheme)
             assert output.dtype is dtype
             assert torch.equal(output.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("dynamic", "symmetric", "per_channel"), SCHEMES)
+def test_calls_like_an_earlier_one_are_not_checked_in_full_again(served, monkeypatch, dynamic, symmetric, per_channel):
+    rng = fresh(dynamic, symmetric, per_channel)
+    scheme = {"dynamic": dynamic, "symmetric": symmetric}
+    layers = [made("qkv", torch.bfloat16, quantization(**scheme, per_channel=per_channel)) for _ in range(2)]
+    for layer in layers:
+        load(layer, checkpoint("qkv", rng, **scheme, per_channel=per_channel))
+        ready(layer)
+    x = torch.from_numpy(rng.standard_normal((5, K))).to(torch.bfloat16)
+    first, _ = layers[0](x)
+    monkeypatch.delattr(TensorOp, "first_run")
+    assert torch.equal(layers[0](x)[0], first)
+    assert layers[1](x)[0].shape == first.shape
 
 
 def test_it_stands_before_the_kernels_of_vllm_once(served):
