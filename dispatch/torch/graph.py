@@ -104,14 +104,14 @@ def fuse_graph(graph_module: fx.GraphModule, *, bits: Bits = "eager") -> Fusion:
     return found
 
 
-def fuse(graph: fx.Graph, bits: Bits) -> Fusion:
-    """Change a graph as `fuse_graph` does, without compiling its module again."""
+def fuse(graph: fx.Graph, bits: Bits, *, gates: bool = True) -> Fusion:
+    """Change a graph as `fuse_graph` does, without compiling its module again. Without `gates`, activations stay."""
     fused: dict[str, str] = {}
     left: dict[str, str] = {}
     for group in _groups(graph):
         names = ", ".join(node.name for node in group.nodes)
         try:
-            fused[names] = _fuse(group, bits)
+            fused[names] = _fuse(group, bits, gates)
         except Left as reason:
             left[names] = str(reason)
     if fused:
@@ -155,15 +155,15 @@ def _check(group: _Group) -> None:
             raise Left(f"{node.name} has codes of another element than {' and '.join(CODES8)}")
 
 
-def _fuse(group: _Group, bits: Bits) -> str:
+def _fuse(group: _Group, bits: Bits, gates: bool) -> str:  # noqa: FBT001
     """Let what quantizes the same input take codes. Return how."""
     _check(group)
     input, nodes, *_ = group
     why = "only with bits='fused' may a norm or gated activation write its codes"
     if bits == "fused":
         try:
-            coded = _norm(group) or _gated(group)
-            why = "its input is no known form of a norm or gated activation"
+            coded = _norm(group) or (_gated(group) if gates else None)
+            why = "its input is no known form of a norm" + (" or gated activation" if gates else "; activations stay")
         except Left as reason:
             coded, why = None, str(reason)
         if coded is not None:

@@ -27,6 +27,7 @@ from skuda.dispatch.settings import fuses_in_vllm
 from skuda.torch import graph as graphs
 from skuda.torch import patterns
 from skuda.torch.fuse import Fusion
+from skuda.vllm.config import NAME
 from skuda.vllm.warming import problems_of, warm
 
 logger = init_logger("vllm.skuda")
@@ -58,13 +59,17 @@ class FusionPass(InductorPass):  # type: ignore[misc]
         The user's pass, which runs first.
     fuses : bool
         Whether anything is fused.
+    gates : bool
+        Whether gated activations are, too.
     sizes : tuple of int
         Numbers of tokens for which kernels are prepared.
     """
 
-    def __init__(self, before: InductorPass | None, *, fuses: bool, sizes: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, before: InductorPass | None, *, fuses: bool, gates: bool = True, sizes: tuple[int, ...] = ()
+    ) -> None:
         self.before = before
-        self.fuses, self.sizes = fuses, sizes
+        self.fuses, self.gates, self.sizes = fuses, gates, sizes
         self._warmed: set[Any] = set()
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -74,8 +79,9 @@ class FusionPass(InductorPass):  # type: ignore[misc]
         try:
             if self.fuses:
                 _know_ops()
-                graphs.fuse(copy.deepcopy(graph), "fused")  # an error on the way would leave a graph half changed
-                _tell(graphs.fuse(graph, "fused"))
+                # An error on the way would leave a graph half changed.
+                graphs.fuse(copy.deepcopy(graph), "fused", gates=self.gates)
+                _tell(graphs.fuse(graph, "fused", gates=self.gates))
             if torch.cuda.is_available():
                 warm(problems_of(graph, self.sizes, self._warmed), f"cuda:{torch.cuda.current_device()}")
         except Exception as error:
@@ -85,7 +91,8 @@ class FusionPass(InductorPass):  # type: ignore[misc]
     def uuid(self) -> str:
         """Return what decides the result: the version, the sources, whether it fuses, and the user's pass."""
         first = "" if self.before is None else f" after {self.before.uuid()}"
-        return f"skuda {skuda.__version__} {_sources()} {'fuses' if self.fuses else 'leaves'}{first}"
+        what = ("all" if self.gates else "norms") if self.fuses else "nothing"
+        return f"skuda {skuda.__version__} {_sources()} fuses {what}{first}"
 
 
 def add_pass() -> None:
@@ -101,7 +108,15 @@ def add_pass() -> None:
         logger.warning_once("skuda fuses no norms: %s of the config is no InductorPass, and stays", key)
         return
     sizes = {*(config.compilation_config.cudagraph_capture_sizes or ()), config.scheduler_config.max_num_batched_tokens}
-    options[key] = FusionPass(present, fuses=fuses_in_vllm(), sizes=tuple(sorted(sizes)))
+    quantized = config.quant_config
+    invariant = quantized is not None and quantized.get_name() == NAME
+    if invariant and options.setdefault("deterministic", True):
+        # Else Inductor takes the fastest order of a sum, so two starts can have different bits. The other setting
+        # times kernels, too, which is an error then.
+        options["benchmark_combo_kernel"] = False
+    # Where ranks hold columns of a layer, they exchange maxima between its gated activation and its codes, so these
+    # cannot be fused. The bits of one rank are to be the same.
+    options[key] = FusionPass(present, fuses=fuses_in_vllm(), gates=not invariant, sizes=tuple(sorted(sizes)))
 
 
 def _applies(one: InductorPass) -> bool:

@@ -15,9 +15,12 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import destroy_model_parallel, ensure_model_parallel_initialized, init_distributed_environment
 from vllm.model_executor.kernels import linear as kernels
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
-from vllm_layers import ELEMENTS, PARTS, K, checkpoint, described, expected, load, made, memory, ready
+from vllm_layers import ELEMENTS, PARTS, K, checkpoint, default_dtype, described, expected, load, made, memory, ready
 
 import skuda.vllm
 from skuda.vllm import linear_method
@@ -32,6 +35,14 @@ SCHEMES = tuple(
     for per_channel in (True, False)
 )
 DYNAMIC, STATIC = SCHEMES[0], SCHEMES[-1]
+MERGED, WIDE = PARTS["merged"], 512
+CONFIG = VllmConfig()
+CONFIG.quant_config = SkudaConfig()
+KEY = current_platform.pass_key
+# vLLM 0.26 asks its library for this op when it builds the layer.
+torch.library.define("_C::silu_and_mul", "(Tensor! result, Tensor input) -> ()")
+OF_ONE = {}
+"""Outputs of one rank, by the number of rows."""
 
 
 def drawn(*case):
@@ -152,6 +163,38 @@ def compiled(degree):
                 yield right(layer, kind, inputs(rng, rows, torch.bfloat16), parts, degree, scheme, forward)
 
 
+class Gated(nn.Module):
+    """What a decoder layer has behind its attention."""
+
+    def __init__(self, rng):
+        super().__init__()
+        with default_dtype(torch.bfloat16):
+            self.norm, self.act = RMSNorm(K), SiluAndMul()
+        self.up, self.down = new("merged", torch.bfloat16, DYNAMIC), new("row", torch.bfloat16, DYNAMIC, k=WIDE)
+        for layer, kind, k in ((self.up, "merged", K), (self.down, "row", WIDE)):
+            load(layer, checkpoint(kind, rng, **DYNAMIC, k=k))
+            ready(layer)
+
+    def forward(self, x):
+        h, _ = self.up(self.norm.forward_native(x))
+        return self.down(self.act.forward_native(h))[0]
+
+
+def gated(degree):
+    """Layers around a norm and a gated activation, in a graph with the pass of `skuda.vllm`."""
+    torch.compiler.reset()
+    rng = drawn("gated")
+    PARTS["merged"] = {0: WIDE, 1: WIDE}
+    model = Gated(rng)
+    PARTS["merged"] = MERGED
+    options = CONFIG.compilation_config.inductor_compile_config
+    forward = torch.compile(model, fullgraph=True, dynamic=True, options={KEY: options[KEY]})
+    for rows in (3, 8, 5):
+        x = inputs(rng, rows, torch.bfloat16)
+        found = forward(x)
+        yield torch.equal(found, OF_ONE.setdefault(rows, found))
+
+
 def in_place(degree):
     """Weights that are loaded again, by the loaders alone and by the layerwise reload of vLLM."""
     for kind, (number, scheme), reloads, bias in itertools.product(
@@ -210,13 +253,13 @@ Kernel.is_supported = classmethod(lambda cls, compute_capability=None: (True, No
 skuda.vllm.register()
 kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.CPU] = kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.CUDA]
 every = {}
-with set_current_vllm_config(VllmConfig()):
+with set_current_vllm_config(CONFIG):
     init_distributed_environment(COUNT, RANK, f"file://{FOLDER}/store", RANK, "gloo")
     degree = 1
     while degree <= COUNT:
         ensure_model_parallel_initialized(degree, 1)
         with torch.inference_mode():
-            for case in (schemes, rows_with, not_split, floating, compiled, in_place, faults):
+            for case in (schemes, rows_with, not_split, floating, compiled, gated, in_place, faults):
                 every[f"{case.__name__} {degree}"] = list(case(degree))
         destroy_model_parallel()
         degree *= 2

@@ -35,6 +35,7 @@ from vllm_layers import ELEMENTS, K, checkpoint, default_dtype, expected, joined
 from skuda.registry.errors import InvalidRecord
 from skuda.torch import patterns
 from skuda.vllm import fusion
+from skuda.vllm.config import SkudaConfig
 from skuda.vllm.fusion import FusionPass, add_pass
 
 OPS, IR = torch.ops.skuda, torch.ops.vllm_ir
@@ -522,6 +523,26 @@ def test_each_config_gets_a_pass_and_no_config_is_no_error(monkeypatch):
     monkeypatch.setenv("SKUDA_VLLM_FUSE", "2")
     with set_current_vllm_config(VllmConfig()), pytest.raises(InvalidRecord, match="SKUDA_VLLM_FUSE must be 0 or 1"):
         add_pass()
+
+
+@pytest.mark.parametrize("given", [None, False])
+def test_the_bits_of_quantization_skuda_depend_on_no_timing_and_on_no_fused_gate(given):
+    config = VllmConfig()
+    options = config.compilation_config.inductor_compile_config
+    options["benchmark_combo_kernel"] = True  # as vLLM has it on a GPU
+    if given is not None:
+        options["deterministic"] = given
+    before = dict(options)
+    with set_current_vllm_config(config):
+        add_pass()
+    assert options.pop(KEY).gates
+    assert options == before
+    config.quant_config = SkudaConfig()
+    with set_current_vllm_config(config):
+        add_pass()
+    assert not options.pop(KEY).gates
+    changed = {"deterministic": True, "benchmark_combo_kernel": False} if given is None else {}
+    assert options == before | changed
 
 
 HASH = """

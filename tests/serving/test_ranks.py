@@ -22,7 +22,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("degree", DEGREES)
-@pytest.mark.parametrize("case", ["schemes", "rows_with", "not_split", "floating", "compiled", "in_place"])
+@pytest.mark.parametrize("case", ["schemes", "rows_with", "not_split", "floating", "compiled", "gated", "in_place"])
 def test_every_degree_has_the_bits_of_one_rank(ranks, case, degree):
     for found in ranks:
         checks = found[f"{case} {degree}"]
