@@ -17,11 +17,11 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
+from skuda.vllm.status import NAME
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
 
-NAME = "skuda"
 CHECKPOINT = "compressed-tensors"
 """What vLLM calls the checkpoints that are served."""
 

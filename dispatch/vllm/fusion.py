@@ -27,7 +27,7 @@ from skuda.dispatch.settings import fuses_in_vllm
 from skuda.torch import graph as graphs
 from skuda.torch import patterns
 from skuda.torch.fuse import Fusion
-from skuda.vllm.config import NAME
+from skuda.vllm.status import NAME
 from skuda.vllm.warming import problems_of, warm
 
 logger = init_logger("vllm.skuda")

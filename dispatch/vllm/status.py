@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from skuda.dispatch.settings import serves_vllm, vllm_plugins
 from skuda.registry.errors import SkudaError
 
-PLUGIN, GROUP = "skuda", "vllm.general_plugins"
+NAME, GROUP = "skuda", "vllm.general_plugins"
+"""The entry point and its group. The quantization of vLLM has the same name."""
 
 
 class Status(NamedTuple):
@@ -29,9 +30,9 @@ def status() -> Status | None:
     if not serves_vllm():
         return Status(version, "SKUDA_VLLM=0 leaves it as it is", "unset SKUDA_VLLM")
     allowed = vllm_plugins()
-    if allowed is not None and PLUGIN not in allowed:
-        return Status(version, "VLLM_PLUGINS leaves out skuda", f"add {PLUGIN} to VLLM_PLUGINS")
-    if not metadata.entry_points(group=GROUP, name=PLUGIN):
+    if allowed is not None and NAME not in allowed:
+        return Status(version, "VLLM_PLUGINS leaves out skuda", f"add {NAME} to VLLM_PLUGINS")
+    if not metadata.entry_points(group=GROUP, name=NAME):
         return Status(version, f"skuda is installed without its entry point in {GROUP}", "pip install skuda")
     return Status(version, missing(), "see the backends above" if missing() else "")
 
