@@ -25,13 +25,13 @@ Loader = Callable[..., Any]
 _SHARDS = {"q": 0, "k": 1, "v": 2}
 
 
-def _kinds(kind: type) -> set[type]:
+def _kinds(kind: Any) -> set[Any]:
     return {kind}.union(*map(_kinds, kind.__subclasses__()))
 
 
 # A launch does not recognize tensors of unknown types, and each call would be checked in full, which takes 0.4 ms.
-PASSIVE.update(each for each in _kinds(BasevLLMParameter) if "__torch_function__" not in vars(each))
-PASSIVE.add(BasevLLMParameter)
+_PASSES: Any = BasevLLMParameter.__torch_function__
+PASSIVE.update(kind for kind in _kinds(BasevLLMParameter) if kind.__torch_function__.__func__ is _PASSES.__func__)
 
 
 def replace(layer: nn.Module, name: str, value: Tensor) -> None:

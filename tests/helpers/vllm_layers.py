@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 from vllm.model_executor.layers.linear import (
@@ -13,6 +14,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.model_loader.reload import layerwise
 
 K, HEAD = 64, 16
 PARTS = {
@@ -102,6 +104,14 @@ def ready(layer):
     """Process the weights of a layer as vLLM does after it has loaded a model."""
     layer.quant_method.process_weights_after_loading(layer)
     return layer
+
+
+@contextmanager
+def reloading(model):
+    """What is loaded into a model goes through the layerwise reload of vLLM."""
+    layerwise.initialize_layerwise_reload(model)
+    yield
+    layerwise.finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.bfloat16))
 
 
 def memory(layer):

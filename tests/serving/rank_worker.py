@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,20 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
-from vllm_layers import ELEMENTS, PARTS, K, checkpoint, default_dtype, described, expected, load, made, memory, ready
+from vllm_layers import (
+    ELEMENTS,
+    PARTS,
+    K,
+    checkpoint,
+    default_dtype,
+    described,
+    expected,
+    load,
+    made,
+    memory,
+    ready,
+    reloading,
+)
 
 import skuda.vllm
 from skuda.vllm import linear_method
@@ -39,10 +53,10 @@ MERGED, WIDE = PARTS["merged"], 512
 CONFIG = VllmConfig()
 CONFIG.quant_config = SkudaConfig()
 KEY = current_platform.pass_key
-# vLLM 0.26 asks its library for this op when it builds the layer.
-torch.library.define("_C::silu_and_mul", "(Tensor! result, Tensor input) -> ()")
 OF_ONE = {}
 """Outputs of one rank, by the number of rows."""
+# vLLM 0.26 asks its library for this op when it builds the layer.
+torch.library.define("_C::silu_and_mul", "(Tensor! result, Tensor input) -> ()")
 
 
 def drawn(*case):
@@ -213,11 +227,8 @@ def in_place(degree):
                 given, whole = floats(kind, rng, torch.bfloat16)
                 biases = {part: {"bias": tensors["bias"]} for part, tensors in parts.items() if bias}
                 given, parts = ({part: each[part] | biases.get(part, {}) for part in each} for each in (given, whole))
-            if reloads:
-                layerwise.initialize_layerwise_reload(model)
-            load(layer, given)
-            if reloads:
-                layerwise.finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.bfloat16))
+            with reloading(model) if reloads else nullcontext():
+                load(layer, given)
             yield memory(layer) == before
             yield right(layer, kind, inputs(rng, 4, torch.bfloat16), parts, degree, scheme)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
 from support import fresh
 from torch import nn
 from vllm.model_executor.model_loader.reload import layerwise
-from vllm_layers import PARTS, K, checkpoint, load, made, memory, quantization, ready
+from vllm_layers import PARTS, K, checkpoint, load, made, memory, quantization, ready, reloading
 
 from skuda.registry import InvalidProblem
 from skuda.torch.int8_linear import quantized_weight
@@ -76,12 +75,6 @@ def test_a_weight_that_is_not_finite_or_no_matrix_is_refused(served):
     assert torch.equal(layer.weight, codes)
 
 
-def reload(model, parts):
-    layerwise.initialize_layerwise_reload(model)
-    load(model["layer"], parts)
-    layerwise.finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.bfloat16))
-
-
 @pytest.mark.parametrize("kind", PARTS)
 @pytest.mark.parametrize(NAMES, SCHEMES)
 def test_the_reload_of_vllm_lands_in_the_same_memory(served, kind, dynamic, symmetric, per_channel):
@@ -92,13 +85,15 @@ def test_the_reload_of_vllm_lands_in_the_same_memory(served, kind, dynamic, symm
     load(layer, checkpoint(kind, rng, **scheme))
     ready(layer)
     before, parts = memory(layer), checkpoint(kind, rng, **scheme)
-    reload(model, parts)
+    with reloading(model):
+        load(layer, parts)
     assert memory(layer) == before
     assert_same(layer, new(kind, torch.bfloat16, parts, scheme), rng)
     # Floating weights alone: scale and zero point of the input stay.
     for part, n in PARTS[kind].items():
         parts[part]["weight"] = torch.from_numpy(rng.standard_normal((n, K))).to(torch.bfloat16)
-    reload(model, {part: {"weight": tensors["weight"]} for part, tensors in parts.items()})
+    with reloading(model):
+        load(layer, {part: {"weight": tensors["weight"]} for part, tensors in parts.items()})
     assert memory(layer) == before
     for tensors in parts.values():
         codes, scale = quantized_weight(tensors["weight"])

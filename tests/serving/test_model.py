@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from types import SimpleNamespace
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.models.llama import LlamaForCausalLM
-from vllm_layers import default_dtype, described, memory, ready
+from vllm_layers import default_dtype, described, memory, ready, reloading
 
 import skuda.torch
 
@@ -104,12 +104,8 @@ def test_new_weights_land_in_the_same_memory(model, quantization, first, form, w
     given.load_weights(first(floats(rng)).items())
     processed(given)
     places, before, new = memory(given), outputs(given), floats(rng)
-    if way == "load_weights":
+    with reloading(given) if way == "reload" else nullcontext():
         given.load_weights(form(new).items())
-    else:
-        layerwise.initialize_layerwise_reload(given)
-        given.load_weights(form(new).items())
-        layerwise.finalize_layerwise_reload(given, SimpleNamespace(dtype=torch.bfloat16))
     assert memory(given) == places
     other = model()
     other.load_weights(coded(new).items())
