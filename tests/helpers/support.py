@@ -101,10 +101,11 @@ def arguments_of(problem: Descriptor, *roles: Role) -> tuple[Argument, ...]:
 
 
 def run(problem: Descriptor, arrays: dict[str, Any], **more: Any) -> dict[str, np.ndarray]:
-    """Run and return the outputs by name."""
-    result = dispatcher().run(problem, **arrays, **more)
+    """Run and return by name the outputs, and copies of the arrays that the op writes in place, once written."""
+    state = {argument.name: arrays[argument.name].copy() for argument in arguments_of(problem, Role.STATE)}
+    result = dispatcher().run(problem, **arrays | state, **more)
     names = [argument.name for argument in arguments_of(problem, Role.OUTPUT)]
-    return dict(zip(names, parts_of(result), strict=True))
+    return dict(zip(names, parts_of(result), strict=True)) | state
 
 
 def parts_of(result: Any) -> tuple[Any, ...]:
