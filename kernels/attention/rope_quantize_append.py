@@ -52,7 +52,7 @@ from pydantic import Field, model_validator
 from skuda.kernels.attention.cache import PAGE, TABLES, CacheProblem, cache_arguments, check_tables, column_of
 from skuda.kernels.blocks import BLOCK
 from skuda.kernels.dtypes import storage_dtype
-from skuda.kernels.offers import numpy_skus
+from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.quantize import affine, norm
 from skuda.kernels.values import finfo_of, floats, rounded, specials
 from skuda.registry.argument import ArgumentSpec, Role
@@ -324,5 +324,16 @@ def _cases() -> tuple[Case, ...]:
 
 
 CASES = _cases()
-SKUS = numpy_skus(RopeQuantizeAppendDescriptor, __name__, ELEMENTS)
+SKUS = (
+    *cuda_skus(
+        RopeQuantizeAppendDescriptor,
+        __name__,
+        ELEMENTS,
+        launch="skuda.kernels.attention.rope_quantize_append_launch:append",
+        flags=lambda data, _: ("-fmad=false", f"-DSKUDA_INPUT={data}"),
+        entry_point="rope_quantize_append_rows",
+        summary="one read of every head",
+    ),
+    *numpy_skus(RopeQuantizeAppendDescriptor, __name__, ELEMENTS),
+)
 OP = Op(RopeQuantizeAppendDescriptor, reference, CASES, SKUS, source="Su et al., RoFormer, 2021", draw=draw)
