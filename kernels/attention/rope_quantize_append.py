@@ -266,20 +266,22 @@ def draw(problem: RopeQuantizeAppendDescriptor, values: Values, rng: np.random.G
 
 
 def _drawn_tables(p: RopeQuantizeAppendDescriptor, rng: np.random.Generator) -> dict[str, Array]:
-    """Draw tables: cuts of the rows, positions within the cache, and pages; nothing else in the table is a page."""
-    live = p.tokens - int(rng.integers(0, 3)) * (p.tokens > 2) if p.sequences else 0
-    cuts = np.sort(rng.integers(0, live + 1, max(p.sequences - 1, 0)))
-    starts = np.concatenate(([0], cuts, [live] * (p.sequences > 0))).astype(np.int32)
-    new = np.diff(starts)
-    most = min(p.most_blocks * PAGE, p.most_positions)
-    lengths = rng.integers(new, most + 1).astype(np.int32) if p.sequences else np.zeros(0, np.int32)
+    """Draw tables: a number of new tokens for each sequence, and pages; nothing else in the table is a page."""
     table = rng.choice(np.array([-1, p.pages, 2**31 - 1, -(2**31)], np.int32), (p.sequences, p.most_blocks))
-    free = list(rng.permutation(p.pages))
+    lengths, starts = np.zeros(p.sequences, np.int32), np.zeros(p.sequences + 1, np.int32)
+    free, most = list(rng.permutation(p.pages)), min(p.most_blocks * PAGE, p.most_positions)
+    left = p.tokens - int(rng.integers(0, 3)) * (p.tokens > 2)
     for s in range(p.sequences):
-        first, end = (lengths[s] - new[s]) // PAGE, -(-lengths[s] // PAGE)
+        room = min(left, most, len(free) * PAGE)
+        new = room if s == p.sequences - 1 else int(rng.integers(min(room, 2 * left // (p.sequences - s)) + 1))
+        length = int(rng.integers(new, most + 1)) if p.pages else 0
+        first, end = (length - new) // PAGE, -(-length // PAGE)
+        if new and end - first > len(free):  # whole pages have more room
+            length, first, end = new, 0, -(-new // PAGE)
+        left, lengths[s], starts[s + 1] = left - new, length, starts[s] + new
         for block in range(end):
             # What is only read may be shared; it is never looked at here.
-            table[s, block] = free.pop() if block >= first and new[s] else rng.integers(p.pages)
+            table[s, block] = free.pop() if block >= first and new else rng.integers(p.pages)
     return {"block_table": table, "lengths": lengths, "starts": starts}
 
 

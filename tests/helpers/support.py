@@ -100,9 +100,13 @@ def arguments_of(problem: Descriptor, *roles: Role) -> tuple[Argument, ...]:
     return tuple(a for a in problem.arguments() if not roles or a.role in roles)
 
 
-def run(problem: Descriptor, arrays: dict[str, Any], **more: Any) -> dict[str, np.ndarray]:
-    """Run and return by name the outputs, and copies of the arrays that the op writes in place, once written."""
-    state = {argument.name: arrays[argument.name].copy() for argument in arguments_of(problem, Role.STATE)}
+def run(
+    problem: Descriptor, arrays: dict[str, Any], *, copies_state: bool = True, **more: Any
+) -> dict[str, np.ndarray]:
+    """Run and return by name the outputs and what the op writes in place, by default copies of the given arrays."""
+    state = {argument.name: arrays[argument.name] for argument in arguments_of(problem, Role.STATE)}
+    if copies_state:
+        state = {name: array.copy() for name, array in state.items()}
     result = dispatcher().run(problem, **arrays | state, **more)
     names = [argument.name for argument in arguments_of(problem, Role.OUTPUT)]
     return dict(zip(names, parts_of(result), strict=True)) | state
