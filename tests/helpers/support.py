@@ -104,7 +104,8 @@ def run(
     problem: Descriptor, arrays: dict[str, Any], *, copies_state: bool = True, **more: Any
 ) -> dict[str, np.ndarray]:
     """Run and return by name the outputs and what the op writes in place, by default copies of the given arrays."""
-    state = {argument.name: arrays[argument.name] for argument in arguments_of(problem, Role.STATE)}
+    names = [argument.name for argument in arguments_of(problem, Role.STATE)]
+    state = {name: arrays[name] for name in names if isinstance(arrays.get(name), np.ndarray)}
     if copies_state:
         state = {name: array.copy() for name, array in state.items()}
     result = dispatcher().run(problem, **arrays | state, **more)
