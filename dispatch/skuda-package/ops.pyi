@@ -259,7 +259,7 @@ def rope_quantize_append(
     input_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
     preference: PlanPreference | None = None, stream: object = None,
 ) -> RopeQuantizedQueries:
-    """Rotary embedding and quantize: new queries, keys and values as int8, the latter two written into a paged cache."""
+    """Rotary embedding and quantize: new q, k and v as int8, keys and values written into a paged cache."""
 def scaled_linear(
     *, act_q: Any, act_scale: Any = None, act_zero_point: Any = None, weight_q: Any, weight_scale: Any = None,
     weight_zero_point: Any = None, bias: Any = None, output_scale: Any = None, output_zero_point: Any = None,

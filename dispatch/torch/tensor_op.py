@@ -424,7 +424,11 @@ class TensorOp:
         if value.requires_grad:
             self._refuse_gradient(name)
             value = value.detach()
-        if name in self.state or value.is_contiguous() or (value.dim() == 2 and value.stride(1) == 1 and value.stride(0) >= value.size(1)):
+        if (
+            name in self.state
+            or value.is_contiguous()
+            or (value.dim() == 2 and value.stride(1) == 1 and value.stride(0) >= value.size(1))
+        ):
             return value
         return value.contiguous()
 

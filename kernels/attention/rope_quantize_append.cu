@@ -1,4 +1,4 @@
-// Rotary embedding and quantize: new queries, keys and values as int8, the latter two written into a paged cache.
+// Rotary embedding and quantize: new q, k and v as int8, keys and values written into a paged cache.
 //
 //   y = RN_T(h r norm) with r = 1 / sqrt(fold(h h) / head_size + eps), or h;  h = q, k or v
 //   x = a c - b s, x' = b c + a s for the pairs (a, b) of the first `rotated` y;  x = y - k_offset for keys

@@ -1,4 +1,4 @@
-"""Rotary embedding and quantize: new queries, keys and values as int8, the latter two written into a paged cache.
+"""Rotary embedding and quantize: new q, k and v as int8, keys and values written into a paged cache.
 
 Formula
 -------
@@ -6,14 +6,14 @@ Rows, positions and slots are those of `skuda.kernels.attention.cache`. For each
 h = q, k or v. With a norm weight, q and k are normalized over the head, exactly as `rms_norm_quantize` does it:
 r = RN_C(1 / RN_C(sqrt(RN_C(RN_C(fold(RN_C(h h)) / C(head_size)) + eps)))); y = RN_T(RN_C(RN_C(h r) weight)). Without
 one, and for v, y = h.
-The first `rotated` elements of q and k turn in pairs (a, b): elements i and i + rotated / 2 (`half`), or 2 i and 2 i + 1
-(`interleaved`). c = cos_sin[p, i] and s = cos_sin[p, rotated / 2 + i]:
-a' = RN_C(RN_C(a c) - RN_C(b s)); b' = RN_C(RN_C(b c) + RN_C(a s)). All other elements stay: x = y. x is not rounded to T.
-With `k_offset`, x = RN_C(x - k_offset) for every element of k.
+The first `rotated` elements of q and k turn in pairs (a, b): elements i and i + rotated / 2 (`half`), or 2 i and
+2 i + 1 (`interleaved`). c = cos_sin[p, i] and s = cos_sin[p, rotated / 2 + i]:
+a' = RN_C(RN_C(a c) - RN_C(b s)); b' = RN_C(RN_C(b c) + RN_C(a s)). All other elements stay: x = y. x is not rounded
+to T. With `k_offset`, x = RN_C(x - k_offset) for every element of k.
 Then x is quantized as by `dynamic_range` per token, symmetric: m = max |x| over the head, NaN skipped;
 scale = RN_C(m / 127), and if that is 0, 1; codes = clamp(rne(RN_C(x / scale)), -127, 127), 0 for a NaN.
-In the cache the scale is 0 where RN_C(m / 127) is 0, as for a row of zeros, so that a 1 decides nothing there.
-A row with an infinity has an infinite scale and codes of 0.
+In the cache the scale is 0 where RN_C(m / 127) is 0, as for a head of zeros or of NaN, so that a 1 decides nothing.
+A head with an infinity has an infinite scale and codes of 0.
 
 `k_codes`, `k_scale`, `v_codes` and `v_scale` are written in place, at the slots of the new tokens alone. A row that
 belongs to no sequence writes nothing there; its `q_codes` are 0 and its `q_scale` is 1.
@@ -30,10 +30,10 @@ Scales are real units of x per code step; `eps` has the unit of h squared; posit
 
 Errors
 ------
-`InvalidProblem` for a size outside [0, 2^31-1]; `head_size` that is not 32, 64 or 128; `kv_heads` below 1; `heads` below
-1 or no multiple of `kv_heads`; `rotated` that is odd or above `head_size`; an `eps` that is negative or not finite in C;
-2^31 or more heads of rows in all; an argument that is missing, unknown, of another element or shape, or that overlaps
-one that is written.
+`InvalidProblem` for a size outside [0, 2^31-1]; `head_size` that is not 32, 64 or 128; `kv_heads` below 1; `heads`
+below 1 or no multiple of `kv_heads`; `rotated` that is odd or above `head_size`; an `eps` that is negative or not
+finite in C; 2^31 or more heads of all rows; an argument that is missing, unknown, of another element or shape, or that
+overlaps one that is written.
 Kernels trust what tables hold, and write nothing outside of the arrays. The reference refuses with `InvalidProblem`:
 `starts` that do not begin at 0, decrease, or end beyond the rows; `lengths` below the number of new tokens, beyond
 `block_table`, or beyond `cos_sin`; pages out of range; new tokens that share a slot.
@@ -199,7 +199,7 @@ def _places(problem: RopeQuantizeAppendDescriptor, arrays: Mapping[str, Any]) ->
 def _normalized(problem: RopeQuantizeAppendDescriptor, rows: Array, weight: Array | None) -> Array:
     """Return rows as f32 [rows, heads, head_size], normalized if there is a weight, and rounded to T."""
     d = problem.head_size
-    heads = rows.astype(np.float32).reshape(-1, d)
+    heads: Array = rows.astype(np.float32).reshape(-1, d)
     if weight is not None:
         sums = norm.fold(lambda columns: np.square(heads[:, columns]), len(heads), d, np.dtype(np.float32))
         factor = np.float32(1) / np.sqrt(sums / np.float32(d) + np.float32(problem.eps))
@@ -240,7 +240,7 @@ def draw(problem: RopeQuantizeAppendDescriptor, values: Values, rng: np.random.G
     p, element = problem, problem.input_element
 
     def data(*shape: int) -> Array:
-        found = floats(shape, element, rng)
+        found: Array = floats(shape, element, rng)
         if values == "zero":
             found = np.zeros(shape)
         elif values != "normal":

@@ -26,7 +26,7 @@ from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, Epilo
 
 OPS = built_in_ops()
 EACH_OP = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-COUNTS = ("numel", "n", "d", "m", "k", "c_out", "outer_size", "axis_size", "tokens", "sequences", "pages", "most_blocks")
+COUNTS = ("numel", "n", "d", "m", "k", "c_out", "outer_size", "axis_size", "sequences", "pages", "most_blocks")
 
 
 def _fields(op):

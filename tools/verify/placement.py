@@ -255,6 +255,11 @@ class PlacedArguments:
         return {name: self.arrays[name] for name, part in self.parts.items() if part.role is Role.OUTPUT}
 
     @property
+    def written(self) -> dict[str, Any]:
+        """The outputs and what is written in place, by name."""
+        return {name: self.arrays[name] for name, part in self.parts.items() if part.role in (Role.OUTPUT, Role.STATE)}
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """All arguments, by name."""
         return {**self.arrays, **self.numbers}
@@ -280,7 +285,7 @@ class PlacedArguments:
 
     def contents(self, *names: str) -> dict[str, Array]:
         """Return the present elements of some arrays; by default of the outputs and of what is written in place."""
-        wanted = names or [name for name, part in self.parts.items() if part.role in (Role.OUTPUT, Role.STATE)]
+        wanted = names or self.written
         return {n: np.array(self.parts[n].geometry.view(self.placement.download(self.buffers[n]))) for n in wanted}
 
     def spoilt(self, *, allow_outputs: bool = True) -> tuple[str, int] | None:
