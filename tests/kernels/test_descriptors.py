@@ -22,7 +22,14 @@ from skuda.registry.descriptor import Role
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import FrozenRecord, InvalidProblem, SkudaError, Unsupported
 from skuda.registry.op import Case
-from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, EpilogueKind, GeluForm, Scaling
+from skuda.registry.vocabulary import (
+    DynamicRangeMode,
+    DynamicRangeScope,
+    EpilogueKind,
+    GeluForm,
+    RotaryLayout,
+    Scaling,
+)
 
 OPS = built_in_ops()
 EACH_OP = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -247,7 +254,7 @@ def _made(make, fields):
 
 def test_the_kinds_of_fields_are_those_that_are_tested():
     kinds = {kind for op in OPS for kind in _kinds(op).values()}
-    enums = {ElementKind, EpilogueKind, DynamicRangeMode, DynamicRangeScope, GeluForm, Scaling}
+    enums = {ElementKind, EpilogueKind, DynamicRangeMode, DynamicRangeScope, GeluForm, RotaryLayout, Scaling}
     assert kinds == {bool, int, float, tuple, Literal, *enums}
 
 

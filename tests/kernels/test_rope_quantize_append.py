@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
+from harness import emulator
+from harness.binding import launch_of, place, run_steps
 from support import assert_same_bits, dispatcher, draw, fresh, run, sampled
 
 from skuda.kernels.attention.cache import PAGE, column_of
 from skuda.kernels.attention.rope_quantize_append import OP, RopeQuantizeAppendDescriptor
+from skuda.registry.device import KNOWN_DEVICES
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Case
 from skuda.registry.vocabulary import RotaryLayout
@@ -234,3 +239,70 @@ def test_slices_of_one_matrix_give_the_same(element):
     assert all(sliced[name].base is not None for name in "qkv")
     for name, array in run(problem, inputs | sliced).items():
         assert_same_bits(array, want[name], name)
+
+
+# --- the kernel on a CPU ---------------------------------------------------------------------------------------------
+
+KERNELS = [sku for sku in OP.skus if sku.backend == "pycuda"]
+ONLY_WITH_A_COMPILER = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler")
+
+
+def _launched(sku, problem, inputs, rng):
+    """Run a kernel on arrays of any layout, and return them."""
+    launch = launch_of(sku, problem, KNOWN_DEVICES["h200"])
+    shapes = {argument.name: argument.shape for argument in problem.arguments()}
+    placed = place(problem, launch, shapes, inputs, rng)
+    run_steps(emulator.load(emulator.Unit.of(sku)), launch, problem, placed, shapes)
+    return launch.steps[0].entry.rpartition("_")[2], placed
+
+
+@ONLY_WITH_A_COMPILER
+@pytest.mark.parametrize("sku", KERNELS, ids=lambda sku: sku.element)
+@pytest.mark.parametrize("way", ["rows", "tiles"])
+def test_tables_of_anything_write_nothing_outside_of_the_arrays(sku, way):
+    rng = fresh(sku.id, way)
+    sequences = 2 if way == "tiles" else 9
+    problem = _small(tokens=40, sequences=sequences, input_element=sku.element)
+    for _ in range(20):
+        inputs = drawn(Case(problem), rng.random())
+        for name in ("starts", "lengths", "block_table"):
+            far = rng.integers(-(2**31), 2**31, inputs[name].shape)
+            near = rng.integers(-3, 300 if name == "lengths" else 45, inputs[name].shape)
+            table = np.where(rng.random(inputs[name].shape) < rng.choice([0, 0.2]), far, near)
+            inputs[name] = np.where(rng.random(inputs[name].shape) < 0.5, table, inputs[name]).astype(np.int32)
+        found, placed = _launched(sku, problem, inputs, rng)
+        assert found == way
+        for name in (*CACHE, "q_codes", "q_scale"):
+            placed[name].assert_only_elements_written()
+        for name in set(inputs) - set(CACHE):
+            placed[name].assert_unchanged()
+        assert not np.isnan(placed["q_scale"].array).any(), "a query was not written"
+
+
+@ONLY_WITH_A_COMPILER
+@pytest.mark.parametrize("sku", KERNELS, ids=lambda sku: sku.element)
+@pytest.mark.parametrize("way", ["rows", "tiles"])
+@pytest.mark.parametrize("layout", list(RotaryLayout))
+def test_the_kernel_gives_the_bits_of_the_reference_for_sizes_of_models(sku, way, layout):
+    """Queries and keys share warps, parts turn by octets or not, and a sequence begins anywhere in a tile."""
+    rng = fresh(sku.id, way, layout)
+    for head_size in (32, 64, 128):
+        kv_heads = int(rng.integers(1, 4))
+        problem = _small(
+            tokens=70,
+            sequences=int(rng.integers(1, 4)) if way == "tiles" else 7,
+            heads=kv_heads * int(rng.integers(1, 5)),
+            kv_heads=kv_heads,
+            head_size=head_size,
+            rotated=int(rng.choice([2, 16, head_size // 2, head_size - 2, head_size])),
+            pages=15,
+            rotary_layout=layout,
+            eps=1e-6,
+            input_element=sku.element,
+            **{f"has_{name}": bool(rng.integers(2)) for name in ("q_norm", "k_norm", "k_offset")},
+        )
+        inputs = drawn(Case(problem, "special"), head_size)
+        found, placed = _launched(sku, problem, inputs, rng)
+        assert found == way
+        for name, want in run(problem, inputs).items():
+            assert_same_bits(placed[name].array, want, f"{name} of {problem!r}")

@@ -50,6 +50,9 @@ def test_large_problems_are_large_and_made_of_small_ones():
     for op in built_in_ops():
         sku = next(sku for sku in op.skus if sku.backend == "numpy")
         found = large_problem(Trial(sku, DISPATCHER, HOST, HostPlacement(), Examples(op, 3)))
+        if any(argument.role is Role.STATE for argument in op.cases[0].problem.arguments()):
+            assert found is None  # copies of its tables would name the same places
+            continue
         sizes = []
         for one, whole in zip(found.small.arguments(), found.problem.arguments(), strict=True):
             assert one.shape == whole.shape or whole.shape == (one.shape[0] * found.copies, *one.shape[1:])
