@@ -554,6 +554,79 @@ def _times(a: float, b: float, element: str) -> float:
     return ctypes.c_float(a * b).value if element == "f32" else a * b
 
 
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+@defines("rope_quantize_append")
+def _rope_quantize_append_op(problem: Any, inputs: dict[str, Any]) -> Definition:  # noqa: C901  one function for each step
+    size, half = problem.head_size, problem.rotated // 2
+    lengths, starts = inputs["lengths"].tolist(), inputs["starts"].tolist()
+    positions: dict[int, int] = {}
+    rows: dict[tuple[int, int], int] = {}
+    for s, length in enumerate(lengths):
+        for row in range(starts[s], starts[s + 1]):
+            positions[row] = length - starts[s + 1] + row
+            rows[int(inputs["block_table"][s, positions[row] // 128]), positions[row] % 128] = row
+    heads: dict[tuple[str, int, int], tuple[float, list[float]]] = {}
+
+    def normalized(h: list[float], name: str) -> list[float]:
+        if f"{name}_norm" not in inputs:
+            return h
+        square = divide(fold_of([_times(v, v, "f32") for v in h], "f32"), float(size), "f32")
+        total = add(square, convert(float(problem.eps), "f32"), "f32")
+        factor = divide(1.0, convert(math.sqrt(total), "f32") if total >= 0 else NAN, "f32")
+        weight = [float(w) for w in inputs[f"{name}_norm"]]
+        y = [_times(_times(v, factor, "f32"), w, "f32") for v, w in zip(h, weight, strict=True)]
+        return [convert(v, problem.input_element) for v in y]
+
+    def turned(y: list[float], position: int) -> list[float]:
+        x, table = list(y), [float(v) for v in inputs["cos_sin"][position]]
+        for i in range(half):
+            first, second = (i, i + half) if problem.rotary_layout == "half" else (2 * i, 2 * i + 1)
+            for at, sign, other in ((first, -1, second), (second, 1, first)):
+                product = _times(y[other], table[half + i], "f32")
+                x[at] = _plus(_times(y[at], table[i], "f32"), sign * product, "f32")
+        return x
+
+    def head(name: str, row: int, number: int) -> tuple[float, list[float]]:
+        key = name, row, number
+        if key not in heads:
+            with np.errstate(invalid="ignore"):  # a signalling NaN warns when it is converted
+                x = [float(v) for v in inputs[name][row][number * size : (number + 1) * size]]
+            if name != "v":
+                x = turned(normalized(x, name), positions[row])
+            if name == "k" and "k_offset" in inputs:
+                x = [_plus(v, -float(o), "f32") for v, o in zip(x, inputs["k_offset"][number], strict=True)]
+            heads[key] = dynamic_range(x, -127, 127, "f32")[0], x
+        return heads[key]
+
+    def code(name: str, row: int, number: int, element: int) -> float:
+        scale, x = head(name, row, number)
+        return code_of(steps_of(x[element], scale, "f32"), 0, -127, 127)
+
+    def scale_in_cache(name: str, row: int, number: int) -> float:
+        peak = max((abs(v) for v in head(name, row, number)[1] if not math.isnan(v)), default=0.0)
+        return divide(peak, 127.0, "f32")
+
+    def at(name: str, where: Coordinate) -> float:
+        if name.startswith("q"):
+            row, number, *element = where
+            if row not in positions:
+                return 0 if element else 1.0
+            return code("q", row, number, element[0]) if element else head("q", row, number)[0]
+        page, number, *inner = where
+        slot, element = (inner[1], inner[0]) if name == "v_codes" else (inner[0], inner[-1])
+        if name == "v_codes":
+            group, column = divmod(slot, 16)
+            slot = 16 * group + 8 * (column // 2 % 2) + 2 * (column // 4) + column % 2
+        if (page, slot) not in rows:
+            return float(inputs[name][where])
+        row = rows[page, slot]
+        return code(name[0], row, number, element) if name.endswith("codes") else scale_in_cache(name[0], row, number)
+
+    return at
+
+
 # --- gated activations -----------------------------------------------------------------------------------------------
 
 Ends = tuple[float, ...]
