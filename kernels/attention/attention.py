@@ -7,8 +7,8 @@ sees the keys 0 to p if `causal`, of these the last `window` if given, else all 
 keys of head h // (heads / kv_heads). FMA(a, b, c) = RN(a b + c), rounded once. Numbers are f32, sums of codes exact.
 
 c = RN(scale log2(e)); z = RN(q_scale c). In a block of 128 positions aligned to position 0, over the keys that the row
-sees: y = RN(acc k_scale) with acc the sum of products of codes; n = the least whole number, of those in f32, not below
-z max y; e = E(FMA(z, y, -n)), about 2^(z y - n), by `skuda.kernels.attention.exp2`; p = RN(e v_scale); 2^m = the least
+sees: y = RN(acc k_scale) with acc the sum of products of codes; n = ceil(z max y), of the exact product;
+e = E(FMA(z, y, -n)), about 2^(z y - n), by `skuda.kernels.attention.exp2`; p = RN(e v_scale); 2^m = the least
 power of two not below max p; w = rne(255 p 2^-m), 0 to 255; S = sum of w v; L = sum of rne(65536 e). Where max p is
 below 2^-118, w = 0 and m = -512.
 
@@ -20,7 +20,8 @@ row sees nothing is left out.
 
 output = RN_T(RN(RN(S h) T(m))) with h = RN(RN(65536 / 255) / L). A row that sees no key, or is of no sequence, is 0. A
 row is NaN if it sees a key and z is not in [0, inf), if it sees a key whose `k_scale` or `v_scale` is not in
-[0, 2^106), or if n overflows. So a row's result depends only on the row and on the keys and values that it sees.
+[0, 2^106), or if |n| is above 2^24 in any block. So a row's result depends only on the row and on the keys and values
+that it sees.
 
 Elements
 --------
@@ -66,6 +67,8 @@ CHUNK = 4
 """Blocks of a chunk."""
 UNUSABLE = np.float32(2.0**106)
 """The least scale that is too large: a sum of products times a smaller one is finite."""
+MOST_EXPONENT = 2**24
+"""The largest |n|: whole numbers up to it are f32."""
 LEAST_WEIGHT = np.float32(2.0**-118)
 """The least largest p of a block that has weights; 255 2^-m is finite."""
 NOTHING = -512
@@ -205,10 +208,10 @@ def _block(query: Array, z: Array, kv: tuple[Array, ...], seen: Array) -> _Parti
     counts = seen & usable[:, None, :]
     acc = query @ k.astype(np.float32).swapaxes(1, 2)  # exact: below 2^24 in any order
     y = acc * np.where(usable, k_scale, np.float32(0))[:, None, :]
-    n = _not_below(z, np.where(counts, y, -np.inf).max(axis=2))
+    n = np.ceil(z.astype(np.float64) * np.where(counts, y, -np.inf).max(axis=2))
     some = np.broadcast_to(seen.any(axis=1), n.shape)
-    good = np.isfinite(n) & (z >= 0) & (z < np.inf) & ~(seen & ~usable[:, None, :]).any(axis=2) & some
-    n, z = np.where(good, n, np.float32(0)), np.where(good, z, np.float32(0))
+    good = (np.abs(n) <= MOST_EXPONENT) & (z >= 0) & ~(seen & ~usable[:, None, :]).any(axis=2) & some
+    n, z = np.where(good, n, 0).astype(np.float32), np.where(good, z, np.float32(0))
     counts &= good[..., None]
     e = np.where(counts, power_of_two(fma(z[..., None], np.where(counts, y, np.float32(0)), -n[..., None])), 0)
     p = e * np.where(usable, v_scale, np.float32(0))[:, None, :]
@@ -221,13 +224,6 @@ def _block(query: Array, z: Array, kv: tuple[Array, ...], seen: Array) -> _Parti
     values = v[..., column_of(np.arange(PAGE))].astype(np.float32)
     weight = np.rint(e.astype(np.float64) * 65536).sum(axis=2).astype(np.float32)
     return _Partial(n, m, w @ values.swapaxes(1, 2), np.where(good, weight, np.float32(np.nan)), some)
-
-
-def _not_below(z: Array, y: Array) -> Array:
-    """Return the least whole f32 numbers not below z y."""
-    product = np.ceil(z.astype(np.float64) * y)
-    near = product.astype(np.float32)
-    return np.where(near < product, np.nextafter(near, np.float32(np.inf)), near)
 
 
 def _power(d: Array) -> Array:

@@ -730,8 +730,8 @@ def _attended_block(z: float, inputs: dict[str, Any], row: Coordinate, head: Coo
     if not (0 <= z < INF and all(0 <= s < 2.0**106 for pair in scales for s in pair)):
         return 0.0, 0, [0.0] * size, NAN
     y = [_times(float(q @ k[j]), s, "f32") for j, (s, _) in zip(at, scales, strict=True)]
-    n = _whole_not_below(Fraction(z) * Fraction(max(y)))
-    if math.isinf(n):
+    n = float(math.ceil(Fraction(z) * Fraction(max(y))))
+    if abs(n) > 2**24:
         return 0.0, 0, [0.0] * size, NAN
     e = [_exponential(_fma(z, each, -n)) for each in y]
     p = [_times(each, s, "f32") for each, (_, s) in zip(e, scales, strict=True)]
@@ -743,16 +743,6 @@ def _attended_block(z: float, inputs: dict[str, Any], row: Coordinate, head: Coo
     columns = {8 * h + 2 * c + b: 4 * c + 2 * h + b for c in range(4) for h in range(2) for b in range(2)}
     v = inputs["v_codes"][head].astype(int)[:, [j - j % 16 + columns[j % 16] for j in at]]
     return n, m, [float(x) for x in v @ np.array(w)], float(sum(nearest_even(65536 * Fraction(each)) for each in e))
-
-
-def _whole_not_below(value: Fraction) -> float:
-    """Return the least whole number among those of f32 that is not below `value`."""
-    found = to_format(Fraction(math.ceil(value)), "f32")
-    if math.isinf(found) and found < 0:
-        return -float(2**128 - 2**104)
-    while not math.isinf(found) and found < value:
-        found = float(np.nextafter(np.float32(found), np.float32(INF)))
-    return found
 
 
 def _exponential(t: float) -> float:
