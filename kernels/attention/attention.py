@@ -1,8 +1,8 @@
-"""Attention over a paged int8 cache: softmax(scale q k^T) v, one meaning for prefill, decode and every batch and split.
+"""Attention over a paged int8 cache: the same bits of a row in prefill, decode and any batch or split.
 
 Formula
 -------
-`skuda.kernels.attention.cache` says where keys and values lie, and which row has which position. A row at position p
+output = softmax(scale q k^T) v, each with its scales, as follows. `skuda.kernels.attention.cache` says where keys and values lie, and which row has which position. A row at position p
 sees the keys 0 to p if `causal`, of these the last `window` if given, else all keys of its sequence. Head h has the
 keys of head h // (heads / kv_heads). FMA(a, b, c) = RN(a b + c), rounded once. Numbers are f32, sums of codes exact.
 
@@ -20,7 +20,7 @@ row sees nothing is left out.
 
 output = RN_T(RN(RN(S h) T(m))) with h = RN(RN(65536 / 255) / L). A row that sees no key, or is of no sequence, is 0. A
 row is NaN if it sees a key and z is not in [0, inf), if it sees a key whose `k_scale` or `v_scale` is not in
-[0, 2^106), or if |n| is above 2^24 in any block. So a row's result depends only on the row and on the keys and values
+[0, 2^106), or if |n| is 2^24 or more in any block. So a row's result depends only on the row and on the keys and values
 that it sees.
 
 Elements
@@ -56,7 +56,7 @@ from skuda.kernels.attention.drawn import drawn_scales, drawn_tables
 from skuda.kernels.attention.exp2 import power_of_two
 from skuda.kernels.blocks import BLOCK
 from skuda.kernels.fma import fma
-from skuda.kernels.offers import numpy_skus
+from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.elements import ElementKind
 from skuda.registry.op import Case, Op, Values
@@ -67,8 +67,8 @@ CHUNK = 4
 """Blocks of a chunk."""
 UNUSABLE = np.float32(2.0**106)
 """The least scale that is too large: a sum of products times a smaller one is finite."""
-MOST_EXPONENT = 2**24
-"""The largest |n|: whole numbers up to it are f32."""
+EXPONENTS = 2**24
+"""The least |n| that is too large: all whole numbers below it are f32."""
 LEAST_WEIGHT = np.float32(2.0**-118)
 """The least largest p of a block that has weights; 255 2^-m is finite."""
 NOTHING = -512
@@ -210,7 +210,7 @@ def _block(query: Array, z: Array, kv: tuple[Array, ...], seen: Array) -> _Parti
     y = acc * np.where(usable, k_scale, np.float32(0))[:, None, :]
     n = np.ceil(z.astype(np.float64) * np.where(counts, y, -np.inf).max(axis=2))
     some = np.broadcast_to(seen.any(axis=1), n.shape)
-    good = (np.abs(n) <= MOST_EXPONENT) & (z >= 0) & ~(seen & ~usable[:, None, :]).any(axis=2) & some
+    good = (np.abs(n) < EXPONENTS) & (z >= 0) & ~(seen & ~usable[:, None, :]).any(axis=2) & some
     n, z = np.where(good, n, 0).astype(np.float32), np.where(good, z, np.float32(0))
     counts &= good[..., None]
     e = np.where(counts, power_of_two(fma(z[..., None], np.where(counts, y, np.float32(0)), -n[..., None])), 0)
@@ -296,7 +296,18 @@ def _cases() -> tuple[Case, ...]:
 
 
 CASES = _cases()
-SKUS = numpy_skus(AttentionDescriptor, __name__, OUTPUTS)
+SKUS = (
+    *cuda_skus(
+        AttentionDescriptor,
+        __name__,
+        OUTPUTS,
+        launch="skuda.kernels.attention.attention_launch:attention",
+        variant="plain",
+        entry_point="attention_128",
+        summary="16 rows of a head for each warp",
+    ),
+    *numpy_skus(AttentionDescriptor, __name__, OUTPUTS),
+)
 OP = Op(
     AttentionDescriptor,
     reference,

@@ -731,7 +731,7 @@ def _attended_block(z: float, inputs: dict[str, Any], row: Coordinate, head: Coo
         return 0.0, 0, [0.0] * size, NAN
     y = [_times(float(q @ k[j]), s, "f32") for j, (s, _) in zip(at, scales, strict=True)]
     n = float(math.ceil(Fraction(z) * Fraction(max(y))))
-    if abs(n) > 2**24:
+    if abs(n) >= 2**24:
         return 0.0, 0, [0.0] * size, NAN
     e = [_exponential(_fma(z, each, -n)) for each in y]
     p = [_times(each, s, "f32") for each, (_, s) in zip(e, scales, strict=True)]
