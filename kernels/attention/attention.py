@@ -2,9 +2,10 @@
 
 Formula
 -------
-output = softmax(scale q k^T) v, each with its scales, as follows. `skuda.kernels.attention.cache` says where keys and values lie, and which row has which position. A row at position p
-sees the keys 0 to p if `causal`, of these the last `window` if given, else all keys of its sequence. Head h has the
-keys of head h // (heads / kv_heads). FMA(a, b, c) = RN(a b + c), rounded once. Numbers are f32, sums of codes exact.
+output = softmax(scale q k^T) v, of codes times their scales, as follows. `skuda.kernels.attention.cache` says where
+keys and values lie, and which row has which position. A row at position p sees the keys 0 to p if `causal`, of these
+the last `window` if given, else all keys of its sequence. Head h has the keys of head h // (heads / kv_heads).
+FMA(a, b, c) = RN(a b + c), rounded once. Numbers are f32, sums of codes exact.
 
 c = RN(scale log2(e)); z = RN(q_scale c). In a block of 128 positions aligned to position 0, over the keys that the row
 sees: y = RN(acc k_scale) with acc the sum of products of codes; n = ceil(z max y), of the exact product;
@@ -38,7 +39,7 @@ Errors
 that are no positive multiple of `kv_heads`; a `scale` that is not positive, or that times log2(e) is 0 or infinite in
 f32; a `window` below 1 or without `causal`; an argument that is missing, unknown, of another element or shape, or that
 overlaps the output; from the ``numpy`` backend, tables that `check_tables` refuses. Kernels on a device clamp such
-tables and stay inside of the arrays; the rows of those sequences are then not defined.
+tables and stay inside of the arrays; the rows of those sequences, or all if `starts` are wrong, are then not defined.
 `Unsupported` for an element outside the list above.
 """
 
