@@ -295,6 +295,6 @@ template <int D> DEVICE void attend(const Attention& p, s64 tile, s32 head, f32*
   for (s64 job = (s64)blockIdx.x * WARPS + threadIdx.x / 32; job < jobs; job += (s64)gridDim.x * WARPS)             \
     attend<D>(p, job / kv_heads, (s32)(job % kv_heads), own[0], own[1])
 
-KERNEL(32 * WARPS, 4) attention_32(ATTENTION_PARAMETERS) { ATTENTION(32); }
-KERNEL(32 * WARPS, 4) attention_64(ATTENTION_PARAMETERS) { ATTENTION(64); }
-KERNEL(32 * WARPS, 4) attention_128(ATTENTION_PARAMETERS) { ATTENTION(128); }
+KERNEL(64, 4) attention_32(ATTENTION_PARAMETERS) { ATTENTION(32); }
+KERNEL(64, 4) attention_64(ATTENTION_PARAMETERS) { ATTENTION(64); }
+KERNEL(64, 4) attention_128(ATTENTION_PARAMETERS) { ATTENTION(128); }
