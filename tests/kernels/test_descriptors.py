@@ -26,7 +26,8 @@ from skuda.registry.vocabulary import DynamicRangeMode, DynamicRangeScope, Epilo
 
 OPS = built_in_ops()
 EACH_OP = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-COUNTS = ("numel", "n", "d", "m", "k", "c_out", "outer_size", "axis_size")
+SIZES_OF_CACHES = ("tokens", "heads", "kv_heads", "sequences", "pages", "most_blocks")
+COUNTS = ("numel", "n", "d", "m", "k", "c_out", "outer_size", "axis_size", *SIZES_OF_CACHES)
 
 
 def _fields(op):
