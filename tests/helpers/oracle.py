@@ -748,3 +748,106 @@ def _gated(problem: Any, inputs: dict[str, Any]) -> Definition:  # noqa: C901  o
         return min(made) if min(made) == max(made) else Within(min(made), max(made))
 
     return at
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+Sums = tuple[float, int, list[float], float]
+"""The partial sums n, m, S and L of one row."""
+
+
+@defines("attention")
+def _attention_op(problem: Any, inputs: dict[str, Any]) -> Definition:
+    rows: dict[Coordinate, list[float]] = {}
+
+    def at(_: str, where: Coordinate) -> float:
+        if where[:2] not in rows:
+            rows[where[:2]] = _attended(problem, inputs, *where[:2])
+        return rows[where[:2]][where[2]]
+
+    return at
+
+
+def _attended(problem: Any, inputs: dict[str, Any], token: int, head: int) -> list[float]:
+    """Return one row of the output."""
+    out, starts = problem.output_element, inputs["starts"].tolist()
+    owners = [s for s in range(problem.sequences) if starts[s] <= token < starts[s + 1]]
+    if not owners:
+        return [0.0] * problem.head_size
+    length = int(inputs["lengths"][owners[0]])
+    position = length - starts[owners[0] + 1] + token
+    seen = [j for j in range(length) if not problem.causal or position - (problem.window or length) < j <= position]
+    c = convert(math.log2(math.e) * problem.scale, "f32")
+    z = multiply(float(inputs["q_scale"][token, head]), c, "f32")
+    group = problem.heads // problem.kv_heads
+    chunks: dict[int, Sums] = {}
+    for block in sorted({j // 128 for j in seen}):
+        page = int(inputs["block_table"][owners[0], block])
+        columns = [j % 128 for j in seen if j // 128 == block]
+        part = _attended_block(z, inputs, (token, head), (page, head // group), columns)
+        chunks[block // 4] = _attention_sum(chunks[block // 4], part) if block // 4 in chunks else part
+    total = None
+    for number in sorted(chunks):
+        total = chunks[number] if total is None else _attention_sum(total, chunks[number])
+    assert total is not None
+    h = divide(convert(65536 / 255, "f32"), total[3], "f32")
+    return [convert(multiply(multiply(s, h, "f32"), _power(total[1]), "f32"), out) for s in total[2]]
+
+
+def _attended_block(z: float, inputs: dict[str, Any], row: Coordinate, head: Coordinate, at: list[int]) -> Sums:
+    """Return the sums of a row over some positions of a page of a head."""
+    size = inputs["q_codes"].shape[2]
+    q, k = inputs["q_codes"][row].astype(int), inputs["k_codes"][head].astype(int)
+    scales = [(float(inputs["k_scale"][head][j]), float(inputs["v_scale"][head][j])) for j in at]
+    if not (0 <= z < INF and all(0 <= s < 2.0**106 for pair in scales for s in pair)):
+        return 0.0, 0, [0.0] * size, NAN
+    y = [_times(float(q @ k[j]), s, "f32") for j, (s, _) in zip(at, scales, strict=True)]
+    n = float(math.ceil(Fraction(z) * Fraction(max(y))))
+    if abs(n) >= 2**24:
+        return 0.0, 0, [0.0] * size, NAN
+    e = [_exponential(_fma(z, each, -n)) for each in y]
+    p = [_times(each, s, "f32") for each, (_, s) in zip(e, scales, strict=True)]
+    mantissa, m = math.frexp(max(p))
+    m = -512 if max(p) < 2.0**-118 else m - (mantissa == 0.5)
+    w = [0 if m == -512 else nearest_even(255 * Fraction(each) / Fraction(2) ** m) for each in p]
+    assert max(w) <= 255
+    # Column of each position, by counting: 4 c + 2 h + b holds 8 h + 2 c + b.
+    columns = {8 * h + 2 * c + b: 4 * c + 2 * h + b for c in range(4) for h in range(2) for b in range(2)}
+    v = inputs["v_codes"][head].astype(int)[:, [j - j % 16 + columns[j % 16] for j in at]]
+    return n, m, [float(x) for x in v @ np.array(w)], float(sum(nearest_even(65536 * Fraction(each)) for each in e))
+
+
+def _exponential(t: float) -> float:
+    t = max(t, -125.0)
+    r = nearest_even(Fraction(t))
+    f, value = t - r, float.fromhex("0x1.3a02b6p-7")
+    for text in ("0x1.c9fc74p-5", "0x1.ec0378p-3", "0x1.62e12cp-1", "1"):
+        value = _fma(value, f, float.fromhex(text))
+    return math.ldexp(value, r)
+
+
+def _fma(a: float, b: float, c: float) -> float:
+    return to_format(Fraction(a) * Fraction(b) + Fraction(c), "f32")
+
+
+def _power(d: int) -> float:
+    return 0.0 if d < -126 else 2.0**d
+
+
+def _attention_sum(one: Sums, two: Sums) -> Sums:
+    """Add the second sums to the first."""
+    n = max(one[0], two[0])
+    d = [int(max(each[0] - n, -512)) for each in (one, two)]
+    exponents = [each[1] + shift for each, shift in zip((one, two), d, strict=True)]
+    m = max(exponents)
+    f = [_power(exponent - m) for exponent in exponents]
+    s = [_fma_or_nan(a, f[0], _times(b, f[1], "f32")) for a, b in zip(one[2], two[2], strict=True)]
+    return n, m, s, _fma_or_nan(one[3], _power(d[0]), _times(two[3], _power(d[1]), "f32"))
+
+
+def _fma_or_nan(a: float, b: float, c: float) -> float:
+    if math.isnan(a + c):
+        return NAN
+    # The sign of an exact zero is that of both, else plus.
+    return _fma(a, b, c) if a * b + c else a * b + c

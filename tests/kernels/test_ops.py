@@ -133,6 +133,7 @@ LONG = {
     "n": [{"n": 2, "d": 70_001}, {"n": 70_001, "d": 2}],
     "numel": [{"numel": 140_001}],
     "rotated": [{"tokens": 2, "heads": 2048, "head_size": 128}, {"tokens": 70_001, "heads": 1, "kv_heads": 1, **CACHE}],
+    "tokens": [{"tokens": 300}],
 }
 
 

