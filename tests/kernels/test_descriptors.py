@@ -33,12 +33,8 @@ from skuda.registry.vocabulary import (
 
 OPS = built_in_ops()
 EACH_OP = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-<<<<<<< HEAD
-COUNTS = ("numel", "n", "d", "m", "k", "c_out", "outer_size", "axis_size", "sequences", "pages", "most_blocks")
-=======
 SIZES_OF_CACHES = ("tokens", "heads", "kv_heads", "sequences", "pages", "most_blocks")
 COUNTS = ("numel", "n", "d", "m", "k", "c_out", "outer_size", "axis_size", *SIZES_OF_CACHES)
->>>>>>> attention
 
 
 def _fields(op):
