@@ -1,6 +1,6 @@
 // Attention over a paged int8 cache, as attention.py defines it: the bits do not depend on how rows are spread.
 //
-//   z = q_scale c;  y = (q k) k_scale;  n = ceil(z max y);  e = E(z y - n);  p = e v_scale;  2^m >= max p
+//   z = q_scale c;  y = (q k) k_scale;  n = ceil(z max y);  e = E(z y + 512 - n);  p = e v_scale;  2^m >= max p
 //   w = rne(255 p / 2^m);  S = sum w v;  L = sum rne(65536 e);  output = S 2^m (65536 / 255) / L
 //
 //   q_codes, q_scale    rows of codes and their scales, [tokens, heads, D] and [tokens, heads]
@@ -53,16 +53,16 @@ DEVICE s32 clamped(s32 v, s32 most) { return min(max(v, 0), most); }
 // T(d).
 DEVICE f32 power(s32 d) { return d < -126 ? 0.0f : __uint_as_float((u32)(d + 127) << 23); }
 
-// E(t).
-DEVICE f32 power_of_two(f32 t) {
-  t = fmaxf(t, -125.0f);
-  const f32 level = t + Magic<f32>::value();
-  const f32 f = t - (level - Magic<f32>::value());
-  f32 v = fma_rn(f, __uint_as_float(0x3c1d015bu), __uint_as_float(0x3d64fe3au));
-  v = fma_rn(f, v, __uint_as_float(0x3e7601bcu));
-  v = fma_rn(f, v, __uint_as_float(0x3f317096u));
+// E(u). The 15 low bits of u are its fraction. Shifted by 8, the others are h - 512 in the place of an exponent,
+// because the bits of 512 are shifted out.
+DEVICE f32 power_of_two(f32 u) {
+  u = fmaxf(u, 387.0f);
+  const u32 h = __float_as_uint(u) & 0xffff8000u;
+  const f32 f = u - __uint_as_float(h);
+  f32 v = fma_rn(f, __uint_as_float(0x3d9dd520u), __uint_as_float(0x3e691be1u));
+  v = fma_rn(f, v, __uint_as_float(0x3f31f32bu));
   v = fma_rn(f, v, 1.0f);
-  return __uint_as_float(__float_as_uint(v) + (Magic<f32>::low(level) << 23));
+  return __uint_as_float(__float_as_uint(v) + (h << 8));
 }
 
 // What a row has summed up, without S.
@@ -189,7 +189,7 @@ template <int D> DEVICE void attend(const Attention& p, s64 tile, s32 head, f32*
       own[i].some = max(row[i].first, block * PAGE) <= min(row[i].last, block * PAGE + PAGE - 1);
       const f32 n = ceilf(__fmul_ru(row[i].z, quad_max(top[i])));
       const s32 unusable = quad_sum(bad[i]);
-      const bool good = fabsf(n) < 16777216.0f && row[i].z >= 0.0f && !unusable;
+      const bool good = fabsf(n) < 8388608.0f && row[i].z >= 0.0f && !unusable;
       own[i].n = good ? n : 0.0f, z[i] = good ? row[i].z : 0.0f;
       bad[i] = !good;
     }
@@ -199,7 +199,7 @@ template <int D> DEVICE void attend(const Attention& p, s64 tile, s32 head, f32*
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const bool counts = y[t][i] != minus_infinity();
-        const f32 e = power_of_two(fma_rn(z[i / 2], y[t][i], -own[i / 2].n));
+        const f32 e = power_of_two(fma_rn(z[i / 2], y[t][i], 512.0f - own[i / 2].n));
         weight[i / 2] += counts ? (s32)(__float_as_uint(fma_rn(e, 65536.0f, 8388608.0f)) & 0x7fffffu) : 0;
         y[t][i] = counts ? mul_rn(e, v_scale[8 * t + 2 * c + i % 2]) : 0.0f;
         most[i / 2] = fmaxf(most[i / 2], y[t][i]);

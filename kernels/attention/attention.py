@@ -9,7 +9,7 @@ FMA(a, b, c) = RN(a b + c), rounded once. Numbers are f32, sums of codes exact.
 
 c = RN(scale log2(e)); z = RN(q_scale c). In a block of 128 positions aligned to position 0, over the keys that the row
 sees: y = RN(acc k_scale) with acc the sum of products of codes; n = ceil(z max y), of the exact product;
-e = E(FMA(z, y, -n)), about 2^(z y - n), by `skuda.kernels.attention.exp2`; p = RN(e v_scale); 2^m = the least
+e = E(FMA(z, y, 512 - n)), about 2^(z y - n), by `skuda.kernels.attention.exp2`; p = RN(e v_scale); 2^m = the least
 power of two not below max p; w = rne(255 p 2^-m), 0 to 255; S = sum of w v; L = sum of rne(65536 e). Where max p is
 below 2^-118, w = 0 and m = -512.
 
@@ -21,7 +21,7 @@ row sees nothing is left out.
 
 output = RN_T(RN(RN(S h) T(m))) with h = RN(RN(65536 / 255) / L). A row that sees no key, or is of no sequence, is 0. A
 row is NaN if it sees a key and z is not in [0, inf), if it sees a key whose `k_scale` or `v_scale` is not in
-[0, 2^106), or if |n| is 2^24 or more in any block. So a row's result depends only on the row and on the keys and values
+[0, 2^106), or if |n| is 2^23 or more in any block. So a row's result depends only on the row and on the keys and values
 that it sees.
 
 Elements
@@ -54,7 +54,7 @@ from pydantic import Field, model_validator
 
 from skuda.kernels.attention.cache import PAGE, TABLES, CacheProblem, cache_arguments, check_tables, column_of
 from skuda.kernels.attention.drawn import drawn_scales, drawn_tables
-from skuda.kernels.attention.exp2 import power_of_two
+from skuda.kernels.attention.exp2 import ONE, power_of_two
 from skuda.kernels.blocks import BLOCK
 from skuda.kernels.fma import fma
 from skuda.kernels.offers import cuda_skus, numpy_skus
@@ -68,7 +68,7 @@ CHUNK = 4
 """Blocks of a chunk."""
 UNUSABLE = np.float32(2.0**106)
 """The least scale that is too large: a sum of products times a smaller one is finite."""
-EXPONENTS = 2**24
+EXPONENTS = 2**23
 """The least |n| that is too large: all whole numbers below it are f32."""
 LEAST_WEIGHT = np.float32(2.0**-118)
 """The least largest p of a block that has weights; 255 2^-m is finite."""
@@ -214,7 +214,7 @@ def _block(query: Array, z: Array, kv: tuple[Array, ...], seen: Array) -> _Parti
     good = (np.abs(n) < EXPONENTS) & (z >= 0) & ~(seen & ~usable[:, None, :]).any(axis=2) & some
     n, z = np.where(good, n, 0).astype(np.float32), np.where(good, z, np.float32(0))
     counts &= good[..., None]
-    e = np.where(counts, power_of_two(fma(z[..., None], np.where(counts, y, np.float32(0)), -n[..., None])), 0)
+    e = np.where(counts, power_of_two(fma(z[..., None], np.where(counts, y, np.float32(0)), (ONE - n)[..., None])), 0)
     p = e * np.where(usable, v_scale, np.float32(0))[:, None, :]
     largest = p.max(axis=2)
     fraction, m = np.frexp(largest)

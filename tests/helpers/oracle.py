@@ -804,9 +804,9 @@ def _attended_block(z: float, inputs: dict[str, Any], row: Coordinate, head: Coo
         return 0.0, 0, [0.0] * size, NAN
     y = [_times(float(q @ k[j]), s, "f32") for j, (s, _) in zip(at, scales, strict=True)]
     n = float(math.ceil(Fraction(z) * Fraction(max(y))))
-    if abs(n) >= 2**24:
+    if abs(n) >= 2**23:
         return 0.0, 0, [0.0] * size, NAN
-    e = [_exponential(_fma(z, each, -n)) for each in y]
+    e = [_exponential(_fma(z, each, 512 - n)) for each in y]
     p = [_times(each, s, "f32") for each, (_, s) in zip(e, scales, strict=True)]
     mantissa, m = math.frexp(max(p))
     m = -512 if max(p) < 2.0**-118 else m - (mantissa == 0.5)
@@ -818,13 +818,12 @@ def _attended_block(z: float, inputs: dict[str, Any], row: Coordinate, head: Coo
     return n, m, [float(x) for x in v @ np.array(w)], float(sum(nearest_even(65536 * Fraction(each)) for each in e))
 
 
-def _exponential(t: float) -> float:
-    t = max(t, -125.0)
-    r = nearest_even(Fraction(t))
-    f, value = t - r, float.fromhex("0x1.3a02b6p-7")
-    for text in ("0x1.c9fc74p-5", "0x1.ec0378p-3", "0x1.62e12cp-1", "1"):
+def _exponential(u: float) -> float:
+    f, h = math.modf(max(u, 387.0))
+    value = float.fromhex("0x1.3baa40p-4")
+    for text in ("0x1.d237c2p-3", "0x1.63e656p-1", "1"):
         value = _fma(value, f, float.fromhex(text))
-    return math.ldexp(value, r)
+    return math.ldexp(value, int(h) - 512)
 
 
 def _fma(a: float, b: float, c: float) -> float:

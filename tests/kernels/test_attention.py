@@ -21,22 +21,16 @@ POISON = np.array([np.nan, np.inf, -np.inf, -1, 1e38], np.float32)
 
 
 def test_power_of_two_is_close_and_at_most_one():
-    """Of all f32 in [-0.5, 0.5] the largest error is 2.877008e-6, at -0.49999043; here are some, and every exponent."""
-    rng = fresh("power")
-    top = int(np.float32(0.5).view(np.uint32))
-    f = rng.integers(0, top, 2_000_000, np.uint32, endpoint=True).view(np.float32)
-    around = np.linspace(-0.5, 0.5, 1_000_001, dtype=np.float32)
-    whole = -rng.integers(0, 126, 500_000).astype(np.float32) + rng.uniform(-0.5, 0.5, 500_000).astype(np.float32)
-    t = np.concatenate((f, -f, around, np.float32([-0.49999043, -0.0, -0.5, -1.5]), np.clip(whole, -125, 0)))
-    exact = np.exp2(t.astype(np.float64))
-    assert np.abs(power_of_two(t) / exact - 1).max() <= 2.8771e-6
-    assert power_of_two(t[t <= 0]).max() == 1
-    assert (power_of_two(np.float32([0, -0.0])) == 1).all()
+    u = np.arange(387 * 2**15, 512 * 2**15 + 1, dtype=np.float32) / 2**15  # all there are
+    power = power_of_two(u)
+    assert np.abs(power / np.exp2(u.astype(np.float64) - 512) - 1).max() <= 8.57e-5
+    assert power.max() == power[-1] == 1
+    assert (np.diff(power) >= 0).all()
 
 
 def test_power_of_two_of_what_is_far_below_is_that_of_the_least():
-    t = np.float32([-125, -125.2, -127, -3e38, -np.inf])
-    assert_same_bits(power_of_two(t), np.full(5, 2.0**-125, np.float32))
+    u = np.float32([387, 386.9, 385, 0, -3e38, -np.inf])
+    assert_same_bits(power_of_two(u), np.full(6, 2.0**-125, np.float32))
 
 
 # --- a cache of whole sequences --------------------------------------------------------------------------------------
@@ -190,8 +184,8 @@ def test_a_row_with_a_scale_that_is_no_scale_is_nan_and_no_other(value):
     assert_same_bits(got, clean)
 
 
-@pytest.mark.parametrize("size", [2.0**17, 2.0**18, 2.0**40, 2.0**100])
-def test_scores_beyond_two_to_the_24_are_nan_and_smaller_ones_choose_a_key(size):
+@pytest.mark.parametrize("size", [2.0**16, 2.0**17, 2.0**40, 2.0**100])
+def test_scores_beyond_two_to_the_23_are_nan_and_smaller_ones_choose_a_key(size):
     world = World(fresh(size), (3,), heads=1, kv_heads=1, scale=1.0)
     codes, scale = world.k[0]
     world.q[0][0][:], world.q[0][1][:] = 1, 1
@@ -199,7 +193,7 @@ def test_scores_beyond_two_to_the_24_are_nan_and_smaller_ones_choose_a_key(size)
     scale[:], scale[1] = 1, size  # the products of codes are 32, 64 and 96
     (got,) = world.attend([(0, 0, 3)])
     assert np.isfinite(got[0]).all()
-    if size > 2.0**17:
+    if size > 2.0**16:
         assert np.isnan(got[1:]).all()
     else:
         v, v_scale = world.v[0]
