@@ -160,7 +160,8 @@ def _changes(trial: Trial, example: Example) -> dict[str, npt.NDArray[Any]]:
         if isinstance(value, np.ndarray) and not (writes_places and argument.elements[0] is ElementKind.S32):
             found[argument.name] = np.zeros_like(value)
             if argument.role is not Role.INPUT:
-                found[argument.name][...] = other[argument.name]
+                with np.errstate(over="ignore"):  # a scale of another element may be infinite in this one
+                    found[argument.name][...] = other[argument.name]
     return found
 
 
