@@ -154,9 +154,10 @@ class DividesAsGpus(TorchDispatchMode):
 
 
 def test_observed_scales_have_the_same_bits_on_a_gpu():
-    x = normal(fresh(), 100, 1, 1)
-    assert not torch.equal(x / torch.full_like(x, 127), x * torch.tensor(1 / 127))
-    for value in x:
+    x = normal(fresh(), 10_000)
+    x = x[x / torch.full_like(x, 127) != x * torch.tensor(1 / 127)]
+    assert len(x)
+    for value in x[:30].view(-1, 1, 1):
         layers = [FakeQuantLinear(nn.Linear(1, 1), activation="tensor") for _ in range(2)]
         for layer, division in zip(layers, (contextlib.nullcontext(), DividesAsGpus()), strict=True):
             with division, observe(layer):
