@@ -22,6 +22,8 @@ class Role(StrEnum):
     INPUT = "input"
     OUTPUT = "output"
     SCRATCH = "scratch"
+    STATE = "state"
+    """An array that the op writes in place, in part or as a whole. The caller passes it; it is no result."""
     SCALE = "scale"
     """A finite non-zero number, or an array of one element on the device."""
     ZERO_POINT = "zero_point"

@@ -187,3 +187,14 @@ class GeluForm(StrEnum):
     """x Phi(x), Phi the normal distribution function."""
     TANH = "tanh"
     """x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x (1 + tanh u) / 2."""
+
+
+class RotaryLayout(StrEnum):
+    """Which elements of a head a rotary embedding turns together."""
+
+    __hash__ = str.__hash__  # an enumeration's own is a slower Python function
+
+    HALF = "half"
+    """Elements i and i + r / 2 of the first r."""
+    INTERLEAVED = "interleaved"
+    """Elements 2 i and 2 i + 1."""

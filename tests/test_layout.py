@@ -13,6 +13,7 @@ ORDER = (
     "kernels",
     "kernels.elementwise",
     "kernels.quantize",
+    "kernels.attention",
     "kernels.linear",
     "dispatch.system",
     "dispatch.settings",

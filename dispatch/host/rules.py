@@ -19,7 +19,7 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 
 Shape = tuple[int, ...]
-WRITTEN = (Role.OUTPUT, Role.SCRATCH)
+WRITTEN = (Role.OUTPUT, Role.SCRATCH, Role.STATE)
 
 
 class StridedMemory(NamedTuple):

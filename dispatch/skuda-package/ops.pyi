@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from skuda.dispatch import Dispatcher, PlanPreference
+from skuda.kernels.attention import RopeQuantizedQueries
 from skuda.kernels.quantize import AmaxQuantized, DynamicRangeQuantized, GatedAmax, GatedQuantized, NormQuantized
 from skuda.registry import DynamicRangeMode, DynamicRangeScope, ElementKind, EpilogueKind, Scaling
-from skuda.registry.vocabulary import GeluForm
+from skuda.registry.vocabulary import GeluForm, RotaryLayout
 
 def __getattr__(name: str) -> Callable[..., Any]: ...
 def amax(
@@ -22,6 +23,15 @@ def amax_quantize(
     preference: PlanPreference | None = None, stream: object = None,
 ) -> AmaxQuantized:
     """Amax quantize: a scale from each row's given largest magnitude, and the codes of the row or of a part of it."""
+def attention(
+    *, q_codes: Any, q_scale: Any, k_codes: Any, k_scale: Any, v_codes: Any, v_scale: Any, block_table: Any,
+    lengths: Any, starts: Any, output: Any = None, tokens: int | None = None, kv_heads: int | None = None,
+    head_size: int | None = None, sequences: int | None = None, pages: int | None = None,
+    most_blocks: int | None = None, heads: int | None = None, scale: float, causal: bool | None = None,
+    window: None = None, output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Attention over a paged int8 cache: the same bits of a row in prefill, decode and any batch or split."""
 def dequantize_per_channel(
     *, input: Any, scale: Any, zero_point: Any, output: Any = None, shape: Sequence[int] | None = None, axis: int,
     input_element: ElementKind | str | None = None, output_element: ElementKind | str | None = None,
@@ -247,6 +257,18 @@ def rms_norm_quantize(
     preference: PlanPreference | None = None, stream: object = None,
 ) -> NormQuantized:
     """RMS norm and quantize: rows divided by their root mean square, then quantized, in one pass."""
+def rope_quantize_append(
+    *, q: Any, k: Any, v: Any, q_norm: Any = None, k_norm: Any = None, cos_sin: Any, k_offset: Any = None,
+    block_table: Any, lengths: Any, starts: Any, k_codes: Any, k_scale: Any, v_codes: Any, v_scale: Any,
+    q_codes: Any = None, q_scale: Any = None, tokens: int | None = None, kv_heads: int | None = None,
+    head_size: int | None = None, sequences: int | None = None, pages: int | None = None,
+    most_blocks: int | None = None, heads: int | None = None, most_positions: int | None = None,
+    rotated: int | None = None, rotary_layout: RotaryLayout | str | None = None, eps: float | None = None,
+    has_q_norm: bool | None = None, has_k_norm: bool | None = None, has_k_offset: bool | None = None,
+    input_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> RopeQuantizedQueries:
+    """Rotary embedding and quantize: new q, k and v as int8, keys and values written into a paged cache."""
 def scaled_linear(
     *, act_q: Any, act_scale: Any = None, act_zero_point: Any = None, weight_q: Any, weight_scale: Any = None,
     weight_zero_point: Any = None, bias: Any = None, output_scale: Any = None, output_zero_point: Any = None,

@@ -1,8 +1,9 @@
 """Every op of the registry that takes a tensor, as an op of torch: ``torch.ops.skuda.<name>``.
 
 The schemas are generated from the registry. The inputs of an op come first, as tensors. The fields of its descriptor
-follow, by keyword. A field can be left out if it has a default or follows from the tensors, as in `skuda.ops`. The ops
-mutate nothing; outputs are new tensors. An op whose number of outputs depends on the problem returns a list.
+follow, by keyword. A field can be left out if it has a default or follows from the tensors, as in `skuda.ops`. Outputs
+are new tensors. The ops write no argument but those of role STATE, such as a cache, which the schemas mark; these are
+never copied. An op whose number of outputs depends on the problem returns a list.
 
 An argument with one row per token may have any number of leading axes, and outputs get the same axes. A tensor whose
 rows are not dense is copied first, as torch does. A single scale or zero point is a tensor of one element, or with the
@@ -39,8 +40,10 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 # Results are contiguous and follow from the values of the inputs, not from their strides. So Inductor may pass inputs
 # in any layout. With torch's default, `needs_exact_strides`, it would copy inputs that it lays out differently from
-# eager execution. The ops mutate and alias nothing, so an op with an unused result may be removed.
+# eager execution. These ops mutate and alias nothing, so one with an unused result may be removed.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+TAGS_IN_PLACE = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+"""Of an op that writes an argument, whose memory must be the caller's."""
 
 _OTHERS = ("CompositeExplicitAutograd", "AutogradNestedTensor")
 """The keys of all other kinds of tensors, such as sparse ones."""
@@ -56,11 +59,13 @@ def _register(op: Op) -> None:
     for schema in made.schemas.values():
         torch._C.parse_schema(f"{NAMESPACE}::{schema}")  # noqa: SLF001  all overloads or none are defined
     for name, schema in made.schemas.items():
-        LIBRARY.define(schema, tags=TAGS)
-        _implement(name, made.names, made.run, _faked(made, name), made.refuse)
+        LIBRARY.define(schema, tags=TAGS if not made.state else TAGS_IN_PLACE)
+        run, fake = (made.run_in_place, made.fake) if made.state else (made.run, _faked(made, name))
+        _implement(name, made.names, run, fake, made.refuse)
         torch.library.register_vmap(f"{NAMESPACE}::{name}", made.mapped, lib=LIBRARY)
-        called = overload_of(name)
-        called._op = made.before(called._op)  # noqa: SLF001  what an overload calls; the rest of torch does not use it
+        if not made.state:  # `run_in_place` must see every call
+            called = overload_of(name)
+            called._op = made.before(called._op)  # noqa: SLF001  what an overload calls; the rest of torch does not use it
     OPS[op.name] = made
 
 

@@ -107,6 +107,8 @@ class TensorOp:
         Their names.
     outputs : tuple of ArgumentSpec
         The results. A problem may have only some of them.
+    state : frozenset of str
+        Names of the inputs that the op writes in place.
     """
 
     def __init__(self, op: Op) -> None:
@@ -117,6 +119,7 @@ class TensorOp:
         self.inputs = tuple(sorted(given, key=lambda argument: (argument.name not in always, argument.is_scalar)))
         self.names = tuple(argument.name for argument in self.inputs)
         self.outputs = tuple(each for each in self._fields.arguments.values() if each.role is Role.OUTPUT)
+        self.state = frozenset(argument.name for argument in self.inputs if argument.role is Role.STATE)
         self._several = op.descriptor.result is not None
         self._varies = not {a.name for a in self.outputs} <= always
         packed = {a.name for case in op.cases for a in case.problem.arguments() if a.elements[0].is_packed}
@@ -148,7 +151,8 @@ class TensorOp:
         def schema(overload: str, scalars: Mapping[Role, str]) -> str:
             arguments = []
             for argument in self.inputs:
-                kind = scalars.get(argument.role, "Tensor")
+                written = f"({argument.name}!)" if argument.name in self.state else ""
+                kind = scalars.get(argument.role, f"Tensor{written}")
                 needed = argument.name in self._always
                 arguments.append(f"{kind} {argument.name}" if needed else f"{kind}? {argument.name}=None")
             return f"{self.name}{overload}({', '.join(arguments + keywords)}) -> {result}"
@@ -189,6 +193,13 @@ class TensorOp:
         how = self.how(fields)
         found = self.known(how, arguments)
         return self.first_run(self._key(how, arguments), arguments, fields) if found is None else found
+
+    def run_in_place(self, *arguments: Any, **fields: Any) -> Any:
+        """Do what `run` does, and tell autograd which tensors are written."""
+        found = self.run(*arguments, **fields)
+        given = dict(zip(self.names, arguments, strict=False))
+        torch.autograd.graph.increment_version([given[name] for name in self.state])
+        return found
 
     def how(self, fields: Mapping[str, Any]) -> Hashable:
         """Return what tells calls with these fields from others."""
@@ -413,7 +424,11 @@ class TensorOp:
         if value.requires_grad:
             self._refuse_gradient(name)
             value = value.detach()
-        if value.is_contiguous() or (value.dim() == 2 and value.stride(1) == 1 and value.stride(0) >= value.size(1)):
+        if (
+            name in self.state
+            or value.is_contiguous()
+            or (value.dim() == 2 and value.stride(1) == 1 and value.stride(0) >= value.size(1))
+        ):
             return value
         return value.contiguous()
 

@@ -554,6 +554,79 @@ def _times(a: float, b: float, element: str) -> float:
     return ctypes.c_float(a * b).value if element == "f32" else a * b
 
 
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+@defines("rope_quantize_append")
+def _rope_quantize_append_op(problem: Any, inputs: dict[str, Any]) -> Definition:  # noqa: C901  one function for each step
+    size, half = problem.head_size, problem.rotated // 2
+    lengths, starts = inputs["lengths"].tolist(), inputs["starts"].tolist()
+    positions: dict[int, int] = {}
+    rows: dict[tuple[int, int], int] = {}
+    for s, length in enumerate(lengths):
+        for row in range(starts[s], starts[s + 1]):
+            positions[row] = length - starts[s + 1] + row
+            rows[int(inputs["block_table"][s, positions[row] // 128]), positions[row] % 128] = row
+    heads: dict[tuple[str, int, int], tuple[float, list[float]]] = {}
+
+    def normalized(h: list[float], name: str) -> list[float]:
+        if f"{name}_norm" not in inputs:
+            return h
+        square = divide(fold_of([_times(v, v, "f32") for v in h], "f32"), float(size), "f32")
+        total = add(square, convert(float(problem.eps), "f32"), "f32")
+        factor = divide(1.0, convert(math.sqrt(total), "f32") if total >= 0 else NAN, "f32")
+        weight = [float(w) for w in inputs[f"{name}_norm"]]
+        y = [_times(_times(v, factor, "f32"), w, "f32") for v, w in zip(h, weight, strict=True)]
+        return [convert(v, problem.input_element) for v in y]
+
+    def turned(y: list[float], position: int) -> list[float]:
+        x, table = list(y), [float(v) for v in inputs["cos_sin"][position]]
+        for i in range(half):
+            first, second = (i, i + half) if problem.rotary_layout == "half" else (2 * i, 2 * i + 1)
+            for at, sign, other in ((first, -1, second), (second, 1, first)):
+                product = _times(y[other], table[half + i], "f32")
+                x[at] = _plus(_times(y[at], table[i], "f32"), sign * product, "f32")
+        return x
+
+    def head(name: str, row: int, number: int) -> tuple[float, list[float]]:
+        key = name, row, number
+        if key not in heads:
+            with np.errstate(invalid="ignore"):  # a signalling NaN warns when it is converted
+                x = [float(v) for v in inputs[name][row][number * size : (number + 1) * size]]
+            if name != "v":
+                x = turned(normalized(x, name), positions[row])
+            if name == "k" and "k_offset" in inputs:
+                x = [_plus(v, -float(o), "f32") for v, o in zip(x, inputs["k_offset"][number], strict=True)]
+            heads[key] = dynamic_range(x, -127, 127, "f32")[0], x
+        return heads[key]
+
+    def code(name: str, row: int, number: int, element: int) -> float:
+        scale, x = head(name, row, number)
+        return code_of(steps_of(x[element], scale, "f32"), 0, -127, 127)
+
+    def scale_in_cache(name: str, row: int, number: int) -> float:
+        peak = max((abs(v) for v in head(name, row, number)[1] if not math.isnan(v)), default=0.0)
+        return divide(peak, 127.0, "f32")
+
+    def at(name: str, where: Coordinate) -> float:
+        if name.startswith("q"):
+            row, number, *element = where
+            if row not in positions:
+                return 0 if element else 1.0
+            return code("q", row, number, element[0]) if element else head("q", row, number)[0]
+        page, number, *inner = where
+        slot, element = (inner[1], inner[0]) if name == "v_codes" else (inner[0], inner[-1])
+        if name == "v_codes":
+            group, column = divmod(slot, 16)
+            slot = 16 * group + 8 * (column // 2 % 2) + 2 * (column // 4) + column % 2
+        if (page, slot) not in rows:
+            return float(inputs[name][where])
+        row = rows[page, slot]
+        return code(name[0], row, number, element) if name.endswith("codes") else scale_in_cache(name[0], row, number)
+
+    return at
+
+
 # --- gated activations -----------------------------------------------------------------------------------------------
 
 Ends = tuple[float, ...]
@@ -675,3 +748,105 @@ def _gated(problem: Any, inputs: dict[str, Any]) -> Definition:  # noqa: C901  o
         return min(made) if min(made) == max(made) else Within(min(made), max(made))
 
     return at
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+Sums = tuple[float, int, list[float], float]
+"""The partial sums n, m, S and L of one row."""
+
+
+@defines("attention")
+def _attention_op(problem: Any, inputs: dict[str, Any]) -> Definition:
+    rows: dict[Coordinate, list[float]] = {}
+
+    def at(_: str, where: Coordinate) -> float:
+        if where[:2] not in rows:
+            rows[where[:2]] = _attended(problem, inputs, *where[:2])
+        return rows[where[:2]][where[2]]
+
+    return at
+
+
+def _attended(problem: Any, inputs: dict[str, Any], token: int, head: int) -> list[float]:
+    """Return one row of the output."""
+    out, starts = problem.output_element, inputs["starts"].tolist()
+    owners = [s for s in range(problem.sequences) if starts[s] <= token < starts[s + 1]]
+    if not owners:
+        return [0.0] * problem.head_size
+    length = int(inputs["lengths"][owners[0]])
+    position = length - starts[owners[0] + 1] + token
+    seen = [j for j in range(length) if not problem.causal or position - (problem.window or length) < j <= position]
+    c = convert(math.log2(math.e) * problem.scale, "f32")
+    z = multiply(float(inputs["q_scale"][token, head]), c, "f32")
+    group = problem.heads // problem.kv_heads
+    chunks: dict[int, Sums] = {}
+    for block in sorted({j // 128 for j in seen}):
+        page = int(inputs["block_table"][owners[0], block])
+        columns = [j % 128 for j in seen if j // 128 == block]
+        part = _attended_block(z, inputs, (token, head), (page, head // group), columns)
+        chunks[block // 4] = _attention_sum(chunks[block // 4], part) if block // 4 in chunks else part
+    total = None
+    for number in sorted(chunks):
+        total = chunks[number] if total is None else _attention_sum(total, chunks[number])
+    assert total is not None
+    h = divide(convert(65536 / 255, "f32"), total[3], "f32")
+    return [convert(multiply(multiply(s, h, "f32"), _power(total[1]), "f32"), out) for s in total[2]]
+
+
+def _attended_block(z: float, inputs: dict[str, Any], row: Coordinate, head: Coordinate, at: list[int]) -> Sums:
+    """Return the sums of a row over some positions of a page of a head."""
+    size = inputs["q_codes"].shape[2]
+    q, k = inputs["q_codes"][row].astype(int), inputs["k_codes"][head].astype(int)
+    scales = [(float(inputs["k_scale"][head][j]), float(inputs["v_scale"][head][j])) for j in at]
+    if not (0 <= z < INF and all(0 <= s < 2.0**106 for pair in scales for s in pair)):
+        return 0.0, 0, [0.0] * size, NAN
+    y = [_times(float(q @ k[j]), s, "f32") for j, (s, _) in zip(at, scales, strict=True)]
+    n = float(math.ceil(Fraction(z) * Fraction(max(y))))
+    if abs(n) >= 2**23:
+        return 0.0, 0, [0.0] * size, NAN
+    e = [_exponential(_fma(z, each, 512 - n)) for each in y]
+    p = [_times(each, s, "f32") for each, (_, s) in zip(e, scales, strict=True)]
+    mantissa, m = math.frexp(max(p))
+    m = -512 if max(p) < 2.0**-118 else m - (mantissa == 0.5)
+    w = [0 if m == -512 else nearest_even(255 * Fraction(each) / Fraction(2) ** m) for each in p]
+    assert max(w) <= 255
+    # Column of each position, by counting: 4 c + 2 h + b holds 8 h + 2 c + b.
+    columns = {8 * h + 2 * c + b: 4 * c + 2 * h + b for c in range(4) for h in range(2) for b in range(2)}
+    v = inputs["v_codes"][head].astype(int)[:, [j - j % 16 + columns[j % 16] for j in at]]
+    return n, m, [float(x) for x in v @ np.array(w)], float(sum(nearest_even(65536 * Fraction(each)) for each in e))
+
+
+def _exponential(u: float) -> float:
+    f, h = math.modf(max(u, 387.0))
+    value = float.fromhex("0x1.3baa40p-4")
+    for text in ("0x1.d237c2p-3", "0x1.63e656p-1", "1"):
+        value = _fma(value, f, float.fromhex(text))
+    return math.ldexp(value, int(h) - 512)
+
+
+def _fma(a: float, b: float, c: float) -> float:
+    return to_format(Fraction(a) * Fraction(b) + Fraction(c), "f32")
+
+
+def _power(d: int) -> float:
+    return 0.0 if d < -126 else 2.0**d
+
+
+def _attention_sum(one: Sums, two: Sums) -> Sums:
+    """Add the second sums to the first."""
+    n = max(one[0], two[0])
+    d = [int(max(each[0] - n, -512)) for each in (one, two)]
+    exponents = [each[1] + shift for each, shift in zip((one, two), d, strict=True)]
+    m = max(exponents)
+    f = [_power(exponent - m) for exponent in exponents]
+    s = [_fma_or_nan(a, f[0], _times(b, f[1], "f32")) for a, b in zip(one[2], two[2], strict=True)]
+    return n, m, s, _fma_or_nan(one[3], _power(d[0]), _times(two[3], _power(d[1]), "f32"))
+
+
+def _fma_or_nan(a: float, b: float, c: float) -> float:
+    if math.isnan(a + c):
+        return NAN
+    # The sign of an exact zero is that of both, else plus.
+    return _fma(a, b, c) if a * b + c else a * b + c

@@ -100,11 +100,17 @@ def arguments_of(problem: Descriptor, *roles: Role) -> tuple[Argument, ...]:
     return tuple(a for a in problem.arguments() if not roles or a.role in roles)
 
 
-def run(problem: Descriptor, arrays: dict[str, Any], **more: Any) -> dict[str, np.ndarray]:
-    """Run and return the outputs by name."""
-    result = dispatcher().run(problem, **arrays, **more)
+def run(
+    problem: Descriptor, arrays: dict[str, Any], *, copies_state: bool = True, **more: Any
+) -> dict[str, np.ndarray]:
+    """Run and return by name the outputs and what the op writes in place, by default copies of the given arrays."""
+    names = [argument.name for argument in arguments_of(problem, Role.STATE)]
+    state = {name: arrays[name] for name in names if isinstance(arrays.get(name), np.ndarray)}
+    if copies_state:
+        state = {name: array.copy() for name, array in state.items()}
+    result = dispatcher().run(problem, **arrays | state, **more)
     names = [argument.name for argument in arguments_of(problem, Role.OUTPUT)]
-    return dict(zip(names, parts_of(result), strict=True))
+    return dict(zip(names, parts_of(result), strict=True)) | state
 
 
 def parts_of(result: Any) -> tuple[Any, ...]:

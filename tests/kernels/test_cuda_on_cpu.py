@@ -178,7 +178,7 @@ def check(unit, sku, case, inputs, shapes, rng, *, in_place=False):
     want = run(problem, inputs)
     launch = launch_of(sku, problem, DEVICES[rng.integers(len(DEVICES))])
     placed = place(problem, launch, shapes, inputs, rng)
-    outputs = [a.name for a in arguments_of(problem, Role.OUTPUT)]
+    outputs = [a.name for a in arguments_of(problem, Role.OUTPUT, Role.STATE)]
     if in_place:
         source = next(
             a.name
@@ -190,7 +190,7 @@ def check(unit, sku, case, inputs, shapes, rng, *, in_place=False):
         run_steps(emulator.load(unit.configured(launch.flags)), launch, problem, placed, shapes)
     for name in outputs:
         assert_agrees(placed[name].array, want[name], sku, f"{name} of {problem!r}")
-    written = {id(placed[a.name]) for a in arguments_of(problem, Role.OUTPUT, Role.SCRATCH)}
+    written = {id(placed[a.name]) for a in arguments_of(problem, Role.OUTPUT, Role.SCRATCH, Role.STATE)}
     for value in placed.values():
         if isinstance(value, Placed):
             value.assert_only_elements_written()

@@ -289,3 +289,28 @@ def test_code_of_inductor_calls_launches(ours, monkeypatch):
 
 def raising(name):
     raise AttributeError(name)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=INDUCTOR)])
+def test_an_argument_written_in_place_is_the_callers_own_also_in_compiled_code_and_where_it_is_not_dense(backend):
+    name = "rope_quantize_append"
+    rng, op = fresh(name, backend), getattr(torch.ops.skuda, name)
+    case = next(case for case in REGISTRY[name].cases if case.problem.tokens > 30 and case.problem.kv_heads > 1)
+    call = call_of(name, case, rng)
+    want = {key: call.tensors[key].clone() for key in OPS[name].state}
+    codes, scale = op(**call.tensors | want, **call.fields)
+
+    def used(tensors):
+        codes, scale = op(**tensors, **call.fields)
+        return codes.float() * scale[..., None], tensors["k_codes"].sum()
+
+    function = used if backend is None else torch.compile(used, fullgraph=True, backend=backend)
+    got = dict(call.tensors)
+    if backend is None:
+        got |= {key: got[key].transpose(0, 1).contiguous().transpose(0, 1) for key in want}
+        assert not got["k_codes"].is_contiguous()
+    product, total = function(got)
+    assert all_same((product, total), (codes.float() * scale[..., None], want["k_codes"].sum()))
+    for key, tensor in want.items():
+        assert same(got[key], tensor), key
+        assert not same(call.tensors[key], tensor) or backend is not None

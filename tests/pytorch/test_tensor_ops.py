@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from support import assert_same_bits, dispatcher, fresh, parts_of
+from support import arguments_of, assert_same_bits, dispatcher, fresh, parts_of
 from tensors import NAMES, OPS, REGISTRY, all_same, array_of, call_of, overloads, same
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,6 +17,7 @@ from skuda.dispatch.dispatcher import Dispatcher
 from skuda.dispatch.host.arrays import tensor_view
 from skuda.functional import LAUNCHES
 from skuda.registry import FloatModeError, InvalidProblem
+from skuda.registry.argument import Role
 from skuda.torch.tensor_op import TensorOp
 
 SKUDA = torch.ops.skuda
@@ -34,8 +35,9 @@ def some(name, rng, most=6):
 def check(call):
     """Compare a call with the dispatcher, and with what it returns for tensors without data."""
     before = {name: value.clone() for name, value in call.tensors.items() if isinstance(value, torch.Tensor)}
+    state = {argument.name: call.arrays[argument.name].copy() for argument in arguments_of(call.problem, Role.STATE)}
     try:
-        want = parts_of(dispatcher().run(call.problem, **call.arrays))
+        want = parts_of(dispatcher().run(call.problem, **call.arrays | state))
     except InvalidProblem as error:  # a number that is no scale
         refusal = str(error)
         with pytest.raises(InvalidProblem, match=f"^{re.escape(refusal)}$"):
@@ -45,8 +47,11 @@ def check(call):
     for array, tensor in zip(want, got, strict=True):
         assert_same_bits(array_of(tensor), array)
     memory = {tensor.untyped_storage().data_ptr() for tensor in got if tensor.numel()}
+    for name, array in state.items():
+        assert_same_bits(array_of(call.tensors[name]), array)
+        assert call.tensors[name]._version == 1
     for name, tensor in before.items():
-        assert same(call.tensors[name], tensor), f"{name} was written to"
+        assert name in state or same(call.tensors[name], tensor), f"{name} was written to"
         assert tensor.numel() == 0 or call.tensors[name].untyped_storage().data_ptr() not in memory
     meta = call(**{name: tensor.to("meta") for name, tensor in before.items()})
     with FakeTensorMode() as mode:
@@ -69,7 +74,9 @@ def test_every_op_that_takes_a_tensor_is_an_op_of_torch():
     assert set(REGISTRY) - set(NAMES) == {"fill"}
     for name in NAMES:
         for overload in overloads(name):
-            assert not getattr(getattr(SKUDA, name), overload)._schema.is_mutable
+            schema = getattr(getattr(SKUDA, name), overload)._schema
+            assert {each.name for each in schema.arguments if each.is_write} == OPS[name].state
+            assert schema.is_mutable is bool(OPS[name].state)
 
 
 @pytest.mark.parametrize("name", LED)

@@ -23,6 +23,7 @@ _NUMBERS = {
     Role.VALUE: {},
 }
 """Numbers that a scalar of a role must not be."""
+_WRITTEN = (Role.OUTPUT, Role.STATE)
 
 
 class Misuse(NamedTuple):
@@ -76,9 +77,9 @@ def misuses(problem: Descriptor, drawn: Drawn, placement: Placement) -> Iterator
             call = _placed(right, name, geometry)
             yield Misuse(f"{name} {how}", call.arguments, call)
         had = right.parts[name].geometry
-        for other, (role, source, content) in right.parts.items() if argument.role is Role.OUTPUT else ():
+        for other, (role, source, content) in right.parts.items() if argument.role in _WRITTEN else ():
             several = int(np.prod(source.shape)) * source.dtype.itemsize > had.dtype.itemsize
-            if several and role is not Role.OUTPUT and 0 not in had.shape:
+            if several and other != name and role is not Role.OUTPUT and 0 not in had.shape:
                 # The output begins at the other's second element, in a buffer that is long enough for both.
                 call = _placed(right, other, replace(source, size=source.size + had.size), content)
                 over = placement.view(call.buffers[other], replace(had, start=source.start + had.dtype.itemsize))
@@ -95,7 +96,7 @@ def _values(argument: Argument, right: PlacedArguments, *, on_host: bool) -> Ite
         yield "that is no array", "text"
         if on_host:
             yield "with a mask", np.ma.masked_array(right.arrays[name])
-        if on_host and argument.role is Role.OUTPUT:
+        if on_host and argument.role in _WRITTEN:
             locked = right.arrays[name].view()
             locked.flags.writeable = False
             yield "that is read-only", locked
@@ -121,5 +122,5 @@ def _geometries(argument: Argument, right: PlacedArguments) -> Iterator[tuple[st
         changed["of another rank"] = (1, *had.shape)
     for how, shape in changed.items():
         yield f"{how}: shape {shape}, not {had.shape}", Geometry.of(shape, had.dtype)
-    if argument.role is Role.OUTPUT and 0 not in had.shape and had.shape[:1] > (1,):
+    if argument.role in _WRITTEN and 0 not in had.shape and had.shape[:1] > (1,):
         yield "whose rows are one", replace(had, strides=(0, *had.strides[1:]))

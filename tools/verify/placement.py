@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from skuda.dispatch.host.rules import WRITTEN
 from skuda.kernels.draw import Drawn
 from skuda.kernels.dtypes import storage_dtype
 from skuda.registry.descriptor import Descriptor, Role, storage_shape
@@ -254,6 +255,11 @@ class PlacedArguments:
         return {name: self.arrays[name] for name, part in self.parts.items() if part.role is Role.OUTPUT}
 
     @property
+    def written(self) -> dict[str, Any]:
+        """The outputs and what is written in place, by name."""
+        return {name: self.arrays[name] for name, part in self.parts.items() if part.role in (Role.OUTPUT, Role.STATE)}
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """All arguments, by name."""
         return {**self.arrays, **self.numbers}
@@ -278,18 +284,18 @@ class PlacedArguments:
             buffer[...] = self.placement.upload(self.before[name])
 
     def contents(self, *names: str) -> dict[str, Array]:
-        """Return the present elements of some arrays; by default of the outputs."""
-        wanted = names or self.outputs
+        """Return the present elements of some arrays; by default of the outputs and of what is written in place."""
+        wanted = names or self.written
         return {n: np.array(self.parts[n].geometry.view(self.placement.download(self.buffers[n]))) for n in wanted}
 
     def spoilt(self, *, allow_outputs: bool = True) -> tuple[str, int] | None:
         """Return where a byte has changed: the array, and the offset from its first element; None if none has.
 
-        With `allow_outputs`, elements of outputs and of scratch may change.
+        With `allow_outputs`, elements of outputs, of scratch and of what is written in place may change.
         """
         for name, (role, geometry, _) in self.parts.items():
             changed = self.placement.download(self.buffers[name]) != self.before[name]
-            if allow_outputs and role in (Role.OUTPUT, Role.SCRATCH):
+            if allow_outputs and role in WRITTEN:
                 geometry.bytes_of(changed)[...] = False
             if changed.any():
                 return name, int(np.argmax(changed)) - geometry.start

@@ -67,8 +67,9 @@ class Examples:
 
 
 def answer(op: Op, problem: Descriptor, inputs: Mapping[str, Any]) -> Outputs:
-    """Return the reference's outputs for some inputs, by name."""
-    return by_name(problem, HostRunner(problem, op.reference).run(inputs, None))
+    """Return the reference's outputs for some inputs, by name, and what it makes of copies of those it writes."""
+    state = {a.name: np.array(inputs[a.name]) for a in problem.arguments() if a.role is Role.STATE}
+    return by_name(problem, HostRunner(problem, op.reference).run({**inputs, **state}, None)) | state
 
 
 def by_name(problem: Descriptor, result: Any) -> dict[str, Any]:

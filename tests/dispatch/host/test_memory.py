@@ -23,6 +23,7 @@ SIZES = {
     "shape": {"shape": (256, 64, 1024), "axis": 1},
     "outer_size": {"outer_size": 4096, "axis_size": 4096, "group_size": 128},
     "n": {"n": 4096, "d": 4096},
+    "rotated": {"tokens": 4096, "sequences": 1, "heads": 32, "pages": 32, "most_blocks": 32, "most_positions": 4096},
 }
 
 
@@ -49,6 +50,9 @@ def _arrays(problem):
         elif argument.required:
             fill = np.ones if "scale" in argument.name else np.zeros
             arrays[argument.name] = fill(storage_shape(argument.shape, element), storage_dtype(element))
+    if "block_table" in arrays:  # one sequence has all rows
+        arrays["block_table"][0] = np.arange(problem.most_blocks)
+        arrays["starts"][1] = arrays["lengths"][0] = problem.tokens
     return arrays
 
 

@@ -187,6 +187,11 @@ SKUDA_BINARY(__dadd_rn, double, +)
 SKUDA_BINARY(__dsub_rn, double, -)
 SKUDA_BINARY(__dmul_rn, double, *)
 SKUDA_BINARY(__ddiv_rn, double, /)
+static inline float __fmul_ru(float a, float b) {  // upwards
+  const double exact = (double)a * b;
+  const float near = (float)exact;
+  return near < exact ? nextafterf(near, INFINITY) : near;
+}
 static inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 static inline double __fma_rn(double a, double b, double c) { return __builtin_fma(a, b, c); }
 static inline float __fsqrt_rn(float v) { return sqrtf(v); }

@@ -1,0 +1,319 @@
+"""Attention over a paged int8 cache: the same bits of a row in prefill, decode and any batch or split.
+
+Formula
+-------
+output = softmax(scale q k^T) v, of codes times their scales, as follows. `skuda.kernels.attention.cache` says where
+keys and values lie, and which row has which position. A row at position p sees the keys 0 to p if `causal`, of these
+the last `window` if given, else all keys of its sequence. Head h has the keys of head h // (heads / kv_heads).
+FMA(a, b, c) = RN(a b + c), rounded once. Numbers are f32, sums of codes exact.
+
+c = RN(scale log2(e)); z = RN(q_scale c). In a block of 128 positions aligned to position 0, over the keys that the row
+sees: y = RN(acc k_scale) with acc the sum of products of codes; n = ceil(z max y), of the exact product;
+e = E(FMA(z, y, 512 - n)), about 2^(z y - n), by `skuda.kernels.attention.exp2`; p = RN(e v_scale); 2^m = the least
+power of two not below max p; w = rne(255 p 2^-m), 0 to 255; S = sum of w v; L = sum of rne(65536 e). Where max p is
+below 2^-118, w = 0 and m = -512.
+
+Partial sums (n, m, S, L) are added so: N = max(n1, n2); d = max(n - N, -512) for each; M = max(m1 + d1, m2 + d2);
+S = FMA(S1, T(m1 + d1 - M), RN(S2 T(m2 + d2 - M))); L = FMA(L1, T(d1), RN(L2 T(d2))); (N, M, S, L). T(d) = 2^d, and 0
+below d = -126. The second of the two is added to the first. A chunk is 4 blocks, aligned to position 0: blocks are
+added to their chunk in ascending order, then chunks in ascending order. The first one is copied; a block in which the
+row sees nothing is left out.
+
+output = RN_T(RN(RN(S h) T(m))) with h = RN(RN(65536 / 255) / L). A row that sees no key, or is of no sequence, is 0. A
+row is NaN if it sees a key and z is not in [0, inf), if it sees a key whose `k_scale` or `v_scale` is not in
+[0, 2^106), or if |n| is 2^23 or more in any block. So a row's result depends only on the row and on the keys and values
+that it sees.
+
+Elements
+--------
+codes s8, scales f32, `block_table`, `lengths` and `starts` s32; `output` f16, bf16 or f32.
+
+Units
+-----
+`q_scale`, `k_scale` and `v_scale` are real units per code step, `output` has the unit of v; `scale` is 1 / (unit of q
+times unit of k), often 1 / sqrt(head_size). `window` counts keys.
+
+Errors
+------
+`InvalidProblem` for sizes outside [0, 2^31-1]; a `head_size` other than 32, 64 and 128; `kv_heads` below 1; `heads`
+that are no positive multiple of `kv_heads`; a `scale` that is not positive, or that times log2(e) is 0 or infinite in
+f32; a `window` below 1 or without `causal`; an argument that is missing, unknown, of another element or shape, or that
+overlaps the output; from the ``numpy`` backend, tables that `check_tables` refuses. Kernels on a device clamp such
+tables and stay inside of the arrays; the rows of those sequences, or all if `starts` are wrong, are then not defined.
+`Unsupported` for an element outside the list above.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+
+from skuda.kernels.attention.cache import PAGE, TABLES, CacheProblem, cache_arguments, check_tables, column_of
+from skuda.kernels.attention.drawn import drawn_scales, drawn_tables
+from skuda.kernels.attention.exp2 import ONE, power_of_two
+from skuda.kernels.blocks import BLOCK
+from skuda.kernels.fma import fma
+from skuda.kernels.offers import cuda_skus, numpy_skus
+from skuda.registry.argument import ArgumentSpec, Role
+from skuda.registry.elements import ElementKind
+from skuda.registry.op import Case, Op, Values
+from skuda.registry.value import Extent, Integer, Real
+
+Array = npt.NDArray[Any]
+CHUNK = 4
+"""Blocks of a chunk."""
+UNUSABLE = np.float32(2.0**106)
+"""The least scale that is too large: a sum of products times a smaller one is finite."""
+EXPONENTS = 2**23
+"""The least |n| that is too large: all whole numbers below it are f32."""
+LEAST_WEIGHT = np.float32(2.0**-118)
+"""The least largest p of a block that has weights; 255 2^-m is finite."""
+NOTHING = -512
+"""m of a block without weights, and the least difference of n."""
+WEIGHT = np.float32(65536 / 255)
+"""Unit of the weights in that of L."""
+OUTPUTS = (ElementKind.F16, ElementKind.BF16, ElementKind.F32)
+
+
+class AttentionDescriptor(CacheProblem):
+    """Problem of `attention`; for the other fields see `CacheProblem`.
+
+    Attributes
+    ----------
+    heads : int
+        Heads of q and of the output, a multiple of `kv_heads`.
+    scale : float
+        What scores are multiplied by before the softmax; positive.
+    causal : bool
+        Whether a row sees only keys up to its own position.
+    window : int or None
+        How many keys a row sees at most, its own included; only where `causal`.
+    output_element : ElementKind
+        Element of the output.
+    """
+
+    op: Literal["attention"] = "attention"
+    heads: Extent
+    scale: Annotated[Real, Field(gt=0)]
+    causal: bool = True
+    window: Annotated[Integer, Field(ge=1, lt=2**31)] | None = None
+    output_element: ElementKind
+    element_field: ClassVar[str] = "output_element"
+    signature = (
+        ArgumentSpec("q_codes", Role.INPUT, ElementKind.S8, "tokens, heads, head_size"),
+        ArgumentSpec("q_scale", Role.INPUT, ElementKind.F32, "tokens, heads"),
+        *cache_arguments(Role.INPUT),
+        *TABLES,
+        ArgumentSpec("output", Role.OUTPUT, "output_element", "tokens, heads, head_size"),
+    )
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        if self.heads < 1 or self.heads % self.kv_heads:
+            self.refuse("heads", self.heads, f"be a positive multiple of kv_heads = {self.kv_heads}")
+        if not 0 < self.exponent < math.inf:
+            self.refuse("scale", self.scale, "be neither 0 nor infinite in f32 when it is multiplied by log2(e)")
+        if self.window is not None and not self.causal:
+            self.refuse("window", self.window, "be left out unless causal is true")
+        return self
+
+    @property
+    def group(self) -> int:
+        """Heads of q for each head of keys."""
+        return self.heads // self.kv_heads
+
+    @property
+    def exponent(self) -> float:
+        """c, the scale of exponents of two."""
+        with np.errstate(all="ignore"):
+            return float(np.float32(self.scale * math.log2(math.e)))
+
+
+class _Partial(NamedTuple):
+    """A part of the sums of some rows, as the module defines it; rows are [kv_heads, rows]."""
+
+    n: Array
+    m: Array
+    total: Array
+    """S, [kv_heads, rows, head_size]."""
+    weight: Array
+    """L; NaN where the row's result is."""
+    some: Array
+    """Whether the row has seen a key; bool."""
+
+
+@np.errstate(all="ignore")  # infinities and NaN are valid results here
+def reference(problem: AttentionDescriptor, *, output: Any, **arrays: Any) -> None:
+    """Write `output` by the formula of the module."""
+    lengths, starts = arrays["lengths"], arrays["starts"].astype(np.int64)
+    check_tables(problem, arrays["block_table"], lengths, arrays["starts"])
+    output[starts[-1] :] = 0
+    step = max(1, BLOCK // (PAGE * problem.heads))
+    for s in range(problem.sequences):
+        for start in range(starts[s], starts[s + 1], step):
+            rows = np.arange(start, min(start + step, starts[s + 1]))
+            output[rows] = _attended(problem, arrays, s, rows, int(lengths[s]) - int(starts[s + 1]) + rows)
+
+
+def _attended(problem: AttentionDescriptor, arrays: dict[str, Any], s: int, rows: Array, position: Array) -> Array:
+    """Return the results of some tokens of sequence `s`, which have the given positions."""
+    last = np.minimum(position, arrays["lengths"][s] - 1) if problem.causal else arrays["lengths"][s] - 1 + 0 * position
+    first = np.maximum(position - problem.window + 1, 0) if problem.window else 0 * position
+    z = arrays["q_scale"][rows] * np.float32(problem.exponent)
+    query = _by_kv_head(problem, arrays["q_codes"][rows]).astype(np.float32)
+    factor = _by_kv_head(problem, z[..., None])[..., 0]
+    whole = chunk = None
+    for block in range(int(first.min()) // PAGE, int(last.max()) // PAGE + 1):
+        page, at = arrays["block_table"][s, block], block * PAGE + np.arange(PAGE)
+        seen = np.repeat((at >= first[:, None]) & (at <= last[:, None]), problem.group, axis=0)
+        kv = tuple(arrays[name][page] for name in ("k_codes", "k_scale", "v_codes", "v_scale"))
+        part = _block(query, factor, kv, seen)
+        chunk = part if chunk is None else _added(chunk, part)
+        if (block + 1) % CHUNK == 0:
+            whole, chunk = chunk if whole is None else _added(whole, chunk), None
+    if chunk is not None:
+        whole = chunk if whole is None else _added(whole, chunk)
+    assert whole is not None, "a token of a sequence sees itself"
+    h = WEIGHT / whole.weight
+    result = np.where(whole.some[..., None], whole.total * h[..., None] * _power(whole.m)[..., None], np.float32(0))
+    spread = result.reshape(problem.kv_heads, len(rows), problem.group, problem.head_size).swapaxes(0, 1)
+    return np.asarray(spread.reshape(len(rows), problem.heads, problem.head_size))
+
+
+def _by_kv_head(problem: AttentionDescriptor, values: Array) -> Array:
+    """Return [tokens, heads, x] as [kv_heads, tokens * group, x]."""
+    split = values.reshape(len(values), problem.kv_heads, problem.group, values.shape[-1])
+    return split.swapaxes(0, 1).reshape(problem.kv_heads, -1, values.shape[-1])
+
+
+def _block(query: Array, z: Array, kv: tuple[Array, ...], seen: Array) -> _Partial:
+    """Return the part of one block.
+
+    Parameters
+    ----------
+    query : array
+        Codes of q, [kv_heads, rows, head_size].
+    z : array
+        Factors of the rows, [kv_heads, rows].
+    kv : tuple of array
+        Codes and scales of keys and values, as a page has them.
+    seen : array
+        Which keys each row sees, [rows, 128].
+    """
+    k, k_scale, v, v_scale = kv
+    usable = (k_scale >= 0) & (k_scale < UNUSABLE) & (v_scale >= 0) & (v_scale < UNUSABLE)
+    counts = seen & usable[:, None, :]
+    acc = query @ k.astype(np.float32).swapaxes(1, 2)  # exact: below 2^24 in any order
+    y = acc * np.where(usable, k_scale, np.float32(0))[:, None, :]
+    n = np.ceil(z.astype(np.float64) * np.where(counts, y, -np.inf).max(axis=2))
+    some = np.broadcast_to(seen.any(axis=1), n.shape)
+    good = (np.abs(n) < EXPONENTS) & (z >= 0) & ~(seen & ~usable[:, None, :]).any(axis=2) & some
+    n, z = np.where(good, n, 0).astype(np.float32), np.where(good, z, np.float32(0))
+    counts &= good[..., None]
+    e = np.where(counts, power_of_two(fma(z[..., None], np.where(counts, y, np.float32(0)), (ONE - n)[..., None])), 0)
+    p = e * np.where(usable, v_scale, np.float32(0))[:, None, :]
+    largest = p.max(axis=2)
+    fraction, m = np.frexp(largest)
+    m = np.where(largest < LEAST_WEIGHT, NOTHING, m - (fraction == 0.5))
+    # 255 p 2^-m is exact in f64, so it is rounded once.
+    unit = np.where(m == NOTHING, 0.0, np.ldexp(255.0, -m))
+    w = np.rint(p * unit[..., None]).astype(np.float32)
+    values = v[..., column_of(np.arange(PAGE))].astype(np.float32)
+    weight = np.rint(e.astype(np.float64) * 65536).sum(axis=2).astype(np.float32)
+    return _Partial(n, m, w @ values.swapaxes(1, 2), np.where(good, weight, np.float32(np.nan)), some)
+
+
+def _power(d: Array) -> Array:
+    """Return T(d)."""
+    return np.where(d < -126, np.float32(0), np.ldexp(np.float32(1), np.maximum(d, -126)))
+
+
+def _added(one: _Partial, two: _Partial) -> _Partial:
+    """Return the sum of two parts, of which each row may lack either."""
+    n = np.maximum(one.n, two.n)
+    d = [np.maximum(part.n - n, NOTHING).astype(np.int32) for part in (one, two)]
+    exponents = [part.m + shift for part, shift in zip((one, two), d, strict=True)]
+    m = np.maximum(*exponents)
+    f = [_power(exponent - m)[..., None] for exponent in exponents]
+    total = fma(one.total, f[0], two.total * f[1])
+    weight = fma(one.weight, _power(d[0]), two.weight * _power(d[1]))
+    both = _Partial(n, m, total, weight, one.some | two.some)
+    return _Partial(*map(_chosen, [one.some & two.some] * 5, [one.some] * 5, both, one, two))
+
+
+def _chosen(both: Array, first: Array, summed: Array, one: Array, two: Array) -> Array:
+    """Return the sum where a row has both parts, else the part that it has."""
+    masks = (both, first) if summed.ndim == both.ndim else (both[..., None], first[..., None])
+    return np.where(masks[0], summed, np.where(masks[1], one, two))
+
+
+def draw(problem: AttentionDescriptor, values: Values, rng: np.random.Generator) -> dict[str, Any]:
+    """Draw the inputs; slots of the cache that no sequence names hold anything."""
+    tables, live = drawn_tables(problem, rng)
+    cache = (problem.pages, problem.kv_heads, PAGE)
+    codes = {
+        "q_codes": (problem.tokens, problem.heads, problem.head_size),
+        "k_codes": (*cache, problem.head_size),
+        "v_codes": (problem.pages, problem.kv_heads, problem.head_size, PAGE),
+    }
+    low, high = (0, 0) if values == "zero" else (-127, 127)
+    inputs: dict[str, Any] = {
+        name: rng.integers(low, high, shape, np.int8, endpoint=True) for name, shape in codes.items()
+    }
+    # Scores of all sizes: from rows whose weights are alike to rows that see one key.
+    unit = rng.choice([0.01, 1, 30]) / problem.exponent / 5000 / math.sqrt(problem.head_size)
+    inputs["q_scale"] = drawn_scales((problem.tokens, problem.heads), unit, values, rng)
+    for name in ("k_scale", "v_scale"):
+        scales = drawn_scales(cache, 1, values, rng)
+        inputs[name] = np.where(live[:, None, :], scales, rng.choice(np.array([np.nan, np.inf, -1], np.float32), cache))
+    return inputs | tables
+
+
+def _cases() -> tuple[Case, ...]:
+    made = []
+    # tokens, heads, kv_heads, head_size, sequences, pages, most_blocks
+    sizes = (
+        (5, 4, 2, 64, 2, 7, 6),
+        (9, 3, 3, 32, 3, 4, 3),
+        (3, 8, 1, 128, 3, 8, 10),
+        (130, 2, 1, 32, 2, 3, 2),
+        (0, 2, 2, 64, 1, 1, 1),
+        (1, 1, 1, 128, 1, 1, 1),
+        (4, 2, 1, 64, 0, 0, 0),
+    )
+    masks: tuple[dict[str, Any], ...] = ({}, {"causal": False}, {"window": 1}, {"window": 200})
+    names = ("tokens", "heads", "kv_heads", "head_size", "sequences", "pages", "most_blocks")
+    kinds: tuple[Values, ...] = ("normal", "special", "normal", "zero")
+    for number, (size, mask) in enumerate((size, mask) for size in sizes for mask in masks):
+        problem = AttentionDescriptor(
+            **dict(zip(names, size, strict=True)), **mask, scale=0.1, output_element=OUTPUTS[number % 3]
+        )
+        made.append(Case(problem, kinds[number // 3 % 4]))
+    return tuple(made)
+
+
+CASES = _cases()
+SKUS = (
+    *cuda_skus(
+        AttentionDescriptor,
+        __name__,
+        OUTPUTS,
+        launch="skuda.kernels.attention.attention_launch:attention",
+        variant="plain",
+        entry_point="attention_128",
+        summary="16 rows of a head for each warp",
+    ),
+    *numpy_skus(AttentionDescriptor, __name__, OUTPUTS),
+)
+OP = Op(
+    AttentionDescriptor,
+    reference,
+    CASES,
+    SKUS,
+    source="Vaswani et al., Attention Is All You Need, NeurIPS 2017",
+    draw=draw,
+)

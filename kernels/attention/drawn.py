@@ -1,0 +1,43 @@
+"""Random tables and scales of a paged cache, for tests and ``skuda verify``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from skuda.kernels.attention.cache import PAGE, CacheProblem
+from skuda.registry.op import Values
+
+Array = npt.NDArray[Any]
+
+
+def drawn_tables(problem: CacheProblem, rng: np.random.Generator) -> tuple[dict[str, Array], Array]:
+    """Return `block_table`, `lengths` and `starts`, and which slots some sequence names, as bool [pages, 128].
+
+    Pages lie in any order, and sequences share some. Entries that no length needs are outside of the pages.
+    """
+    most = problem.most_blocks * PAGE if problem.pages else 0
+    shares = np.sort(rng.integers(0, problem.tokens + 1, max(problem.sequences - 1, 0)))
+    ends = np.append(shares, problem.tokens - (rng.integers(0, 2) if problem.tokens > 1 else 0))[: problem.sequences]
+    new = np.minimum(np.diff(np.maximum.accumulate(ends), prepend=0), most)
+    starts = np.concatenate(([0], np.cumsum(new))).astype(np.int32)
+    lengths = rng.integers(new, most, endpoint=True).astype(np.int32)
+    lengths = np.where(rng.random(problem.sequences) < 0.2, new, lengths).astype(np.int32)
+    table = rng.integers(0, max(problem.pages, 1), (problem.sequences, problem.most_blocks), np.int32)
+    live = np.zeros((problem.pages, PAGE), bool)
+    for s, length in enumerate(lengths):
+        table[s, -(-length // PAGE) :] = rng.choice([-1, problem.pages, 2**31 - 1])
+        for block in range(-(-length // PAGE)):
+            live[table[s, block], : length - block * PAGE] = True
+    return {"block_table": table, "lengths": lengths, "starts": starts}, live
+
+
+def drawn_scales(shape: tuple[int, ...], unit: float, values: Values, rng: np.random.Generator) -> Array:
+    """Return f32 scales around `unit`, some of them 0; for ``special``, a few of any size or not finite."""
+    scales = unit * np.exp2(rng.normal(0, 1, shape)) * (rng.random(shape) > 0.1)
+    if values in {"special", "infinite"}:
+        odd = np.array([np.nan, np.inf, -1, 3e38, 2.0**106, 8e31, 2.0**-118, 2.0**-119, 1e-44, -0.0])
+        scales = np.where(rng.random(shape) < rng.choice([0, 0.002, 0.05]), rng.choice(odd, shape), scales)
+    return scales.astype(np.float32)

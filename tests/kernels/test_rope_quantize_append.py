@@ -1,0 +1,308 @@
+"""What `rope_quantize_append` promises: codes and scales of the plain ops, in the right slots, whatever the batch."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+from harness import emulator
+from harness.binding import launch_of, place, run_steps
+from support import assert_same_bits, dispatcher, draw, fresh, run, sampled
+
+from skuda.kernels.attention.cache import PAGE, column_of
+from skuda.kernels.attention.rope_quantize_append import OP, RopeQuantizeAppendDescriptor
+from skuda.registry.device import KNOWN_DEVICES
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.op import Case
+from skuda.registry.vocabulary import RotaryLayout
+
+CACHE = ("k_codes", "k_scale", "v_codes", "v_scale")
+CASES = sampled(
+    [pytest.param(case, id=str(i)) for i, case in enumerate(OP.cases)], 8, each=lambda case: case.values == "zero"
+)
+
+
+def drawn(case, *key):
+    """Return inputs of a case; `run` copies the cache."""
+    return draw(OP, case, fresh(OP.name, case, *key)).inputs
+
+
+def _turned(problem, x, table):
+    """Turn a head, one number at a time."""
+    r, out = problem.rotated, list(x)
+    for i in range(r // 2):
+        at = (i, i + r // 2) if problem.rotary_layout is RotaryLayout.HALF else (2 * i, 2 * i + 1)
+        a, b, c, s = x[at[0]], x[at[1]], table[i], table[r // 2 + i]
+        out[at[0]], out[at[1]] = a * c - b * s, b * c + a * s
+    return np.array(out, np.float32)
+
+
+def _normalized(problem, head, weight):
+    """Return a head as the op for norms normalizes it."""
+    fields = {"n": 1, "d": problem.head_size, "q_min": -127, "q_max": 127, "output_element": "s8"}
+    fields |= {"eps": problem.eps, "input_element": problem.input_element, "has_weight": True, "has_normalized": True}
+    made = dispatcher().describe("rms_norm_quantize", **fields)
+    return run(made, {"input": head[None], "weight": weight})["normalized_out"][0]
+
+
+def _quantized(x):
+    """Return codes and scale of a head as `dynamic_range` makes them."""
+    problem = dispatcher().describe(
+        "dynamic_range", n=1, d=len(x), q_min=-127, q_max=127, input_element="f32", output_element="s8"
+    )
+    found = run(problem, {"input": x[None]})
+    return found["output"][0], found["scale_out"][0]
+
+
+@np.errstate(all="ignore")
+def _head(problem, inputs, name, row, head, position):
+    """Return f32 numbers of a head of q, k or v after norm, rotary embedding and offset."""
+    x = inputs[name][row].reshape(-1, problem.head_size)[head]
+    weight = inputs.get(f"{name}_norm")
+    x = (x if weight is None else _normalized(problem, x, weight)).astype(np.float32)
+    if name != "v":
+        x = _turned(problem, x, inputs["cos_sin"][position])
+    return x - inputs["k_offset"][head] if name == "k" and "k_offset" in inputs else x
+
+
+def _places(inputs):
+    """Yield sequence, row and position of every new token."""
+    lengths, starts = inputs["lengths"].tolist(), inputs["starts"].tolist()
+    for s, length in enumerate(lengths):
+        for row in range(starts[s], starts[s + 1]):
+            yield s, row, length - starts[s + 1] + row
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_codes_and_scales_are_those_of_the_plain_ops_and_no_other_slot_changes(case):
+    problem, inputs = case.problem, drawn(case)
+    rng, found = fresh("rows", case), run(problem, inputs)
+    want = {name: inputs[name].copy() for name in CACHE}
+    untouched = {name: np.ones(want[name].shape, bool) for name in CACHE}
+    places = list(_places(inputs))
+    checked = {places[i][1] for i in rng.permutation(len(places))[:6]}
+    for s, row, position in places:
+        page, slot = inputs["block_table"][s, position // PAGE], position % PAGE
+        for head in range(problem.kv_heads):
+            at = {"k_codes": np.s_[page, head, slot], "v_codes": np.s_[page, head, :, column_of(slot)]}
+            at |= dict.fromkeys(("k_scale", "v_scale"), (page, head, slot))
+            for name, where in at.items():
+                untouched[name][where] = False
+            for name in "kv" if row in checked else "":
+                x = _head(problem, inputs, name, row, head, position)
+                codes, scale = _quantized(x)
+                assert_same_bits(found[f"{name}_codes"][at[f"{name}_codes"]], codes, f"{name} of row {row}")
+                scale = scale if codes.any() or scale != 1 else np.float32(0)
+                assert_same_bits(found[f"{name}_scale"][at[f"{name}_scale"]], scale, f"scale of {name} of row {row}")
+        for head in range(problem.heads) if row in checked else ():
+            codes, scale = _quantized(_head(problem, inputs, "q", row, head, position))
+            assert_same_bits(found["q_codes"][row, head], codes, f"q of row {row}")
+            assert_same_bits(found["q_scale"][row, head], scale, f"scale of q of row {row}")
+    for name in CACHE:
+        assert_same_bits(found[name][untouched[name]], want[name][untouched[name]], f"other slots of {name}")
+    assert not found["q_codes"][len(places) :].any()
+    assert (found["q_scale"][len(places) :] == 1).all()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_token_depends_neither_on_other_tokens_nor_on_pages(case):
+    """Each sequence alone, one token at a time, in other pages and a cache that holds other things."""
+    problem, inputs = case.problem, drawn(case)
+    rng, whole = fresh("alone", case), run(problem, inputs)
+    places = list(_places(inputs))
+    for i in rng.permutation(len(places))[:4]:
+        s, row, position = places[i]
+        block, slot = divmod(position, PAGE)
+        alone = inputs | {name: inputs[name][row : row + 1] for name in "qkv"}
+        alone |= {name: np.full_like(inputs[name], 85) for name in CACHE}
+        page = int(rng.integers(problem.pages))
+        alone["block_table"] = np.full((1, problem.most_blocks), page, np.int32)
+        alone |= {"lengths": np.int32([position + 1]), "starts": np.int32([0, 1])}
+        found = run(problem.model_copy(update={"tokens": 1, "sequences": 1}), alone)
+        assert_same_bits(found["q_codes"][0], whole["q_codes"][row], "q_codes")
+        assert_same_bits(found["q_scale"][0], whole["q_scale"][row], "q_scale")
+        own = inputs["block_table"][s, block]
+        for name in CACHE:
+            at = column_of(slot) if name == "v_codes" else slot
+            where = np.s_[:, at] if name == "k_codes" else np.s_[..., at]
+            assert_same_bits(found[name][page][where], whole[name][own][where], name)
+
+
+def _small(**fields):
+    sizes = {"tokens": 3, "sequences": 2, "heads": 2, "kv_heads": 1, "head_size": 32, "pages": 4, "most_blocks": 2}
+    return RopeQuantizeAppendDescriptor(
+        **sizes | {"rotated": 32, "most_positions": 200, "input_element": "f32"} | fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"heads": 3, "kv_heads": 2}, "heads"),
+        ({"heads": 0}, "heads"),
+        ({"kv_heads": 0}, "kv_heads"),
+        ({"head_size": 96}, "head_size"),
+        ({"rotated": 31}, "rotated"),
+        ({"rotated": 34}, "rotated"),
+        ({"eps": -1.0}, "eps"),
+        ({"eps": 1e39}, "eps"),
+        ({"tokens": 2**31 - 1}, "tokens"),
+        ({"rotary_layout": "other"}, "rotary_layout"),
+    ],
+)
+def test_a_problem_that_breaks_a_rule_is_refused_by_the_name_of_the_field(fields, named):
+    with pytest.raises(InvalidProblem) as refused:
+        _small(**fields)
+    assert refused.value.field == named
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"starts": [1, 2, 3]}, "starts[0]"),
+        ({"starts": [0, 2, 1]}, "starts[2]"),
+        ({"starts": [0, 2, 4]}, "starts[2]"),
+        ({"lengths": [1, 9]}, "lengths[0]"),
+        ({"lengths": [9, 257]}, "lengths[1]"),
+        ({"lengths": [201, 9]}, "lengths[0]"),
+        ({"block_table": [[4, 0], [1, 0]]}, "block_table[0, 0]"),
+        ({"block_table": [[0, 0], [-1, 0]]}, "block_table[1, 0]"),
+        ({"block_table": [[1, 0], [1, 0]], "lengths": [9, 8]}, "block_table"),
+    ],
+)
+def test_tables_that_break_a_rule_are_refused_by_name_and_nothing_is_written(changes, named):
+    problem = _small()
+    inputs = drawn(Case(problem))
+    inputs |= {"starts": [0, 2, 3], "lengths": [9, 9], "block_table": [[0, 2], [1, 9]]} | changes
+    inputs |= {name: np.array(inputs[name], np.int32) for name in ("starts", "lengths", "block_table")}
+    cache = {name: inputs[name].copy() for name in CACHE}
+    with pytest.raises(InvalidProblem) as refused:
+        dispatcher().run(problem, **inputs)
+    assert refused.value.field == named
+    for name in CACHE:
+        assert_same_bits(inputs[name], cache[name], name)
+
+
+@pytest.mark.parametrize("name", CACHE)
+def test_a_cache_must_be_given_writable_and_apart_from_the_rest(name):
+    problem = _small()
+    inputs = drawn(Case(problem))
+    fixed = inputs[name].copy()
+    fixed.flags.writeable = False
+    codes = name.endswith("codes")
+    shared = np.zeros_like(inputs["k_codes"]).reshape(inputs[name].shape) if codes else inputs[name]
+    other = {"k_codes": "v_codes", "v_codes": "k_codes", "k_scale": "v_scale", "v_scale": "k_scale"}[name]
+    for change in ({name: None}, {name: fixed}, {name: shared, other: shared.reshape(inputs[other].shape)}):
+        with pytest.raises(InvalidProblem) as refused:
+            dispatcher().run(problem, **inputs | change)
+        assert refused.value.field in (name, other)
+
+
+def test_rows_of_zeros_of_nan_and_of_infinities():
+    problem = _small(tokens=4, sequences=1, most_blocks=1, heads=1, rotated=0, most_positions=128)
+    inputs = drawn(Case(problem))
+    rows = np.ones((4, 32), np.float32)
+    rows[0], rows[1], rows[2, 5], rows[3, 5] = 0, np.nan, np.inf, np.nan
+    inputs |= dict.fromkeys("qkv", rows)
+    inputs |= {"starts": np.int32([0, 4]), "lengths": np.int32([4]), "block_table": np.int32([[2]])}
+    found = run(problem, inputs)
+    one = np.float32(1) / np.float32(127)
+    assert found["q_scale"][:, 0].tolist() == [1, 1, np.inf, one]
+    assert found["k_scale"][2, 0, :4].tolist() == found["v_scale"][2, 0, :4].tolist() == [0, 0, np.inf, one]
+    want = np.zeros((4, 32), np.int8)
+    want[3] = np.where(np.arange(32) == 5, 0, 127)
+    assert_same_bits(found["q_codes"][:, 0], want)
+    assert_same_bits(found["k_codes"][2, 0, :4], want)
+    assert_same_bits(found["v_codes"][2, 0][:, column_of(np.arange(4))].T, want)
+
+
+def test_a_scale_that_is_1_by_itself_stays_and_one_that_vanishes_is_0():
+    problem = _small(tokens=2, sequences=1, most_blocks=1, heads=1, rotated=0, most_positions=128)
+    inputs = drawn(Case(problem))
+    least = np.float32(np.finfo(np.float32).smallest_subnormal)
+    inputs["v"] = np.float32([[127] + [0] * 31, [least] + [0] * 31])
+    inputs |= {"starts": np.int32([0, 2]), "lengths": np.int32([2]), "block_table": np.int32([[0]])}
+    found = run(problem, inputs)
+    assert found["v_scale"][0, 0, :2].tolist() == [1, 0]
+    assert found["v_codes"][0, 0, 0, [0, 1]].tolist() == [127, 0]
+
+
+@pytest.mark.parametrize("element", ["f16", "bf16", "f32"])
+def test_slices_of_one_matrix_give_the_same(element):
+    problem = _small(input_element=element, has_q_norm=True, has_k_norm=True, eps=1e-6)
+    inputs = drawn(Case(problem))
+    want = run(problem, inputs)
+    matrix = np.concatenate([inputs[name] for name in "qkv"], 1)
+    cuts = np.cumsum([inputs[name].shape[1] for name in "qk"])
+    sliced = dict(zip("qkv", np.split(matrix, cuts, axis=1), strict=True))
+    assert all(sliced[name].base is not None for name in "qkv")
+    for name, array in run(problem, inputs | sliced).items():
+        assert_same_bits(array, want[name], name)
+
+
+# --- the kernel on a CPU ---------------------------------------------------------------------------------------------
+
+KERNELS = [sku for sku in OP.skus if sku.backend == "pycuda"]
+ONLY_WITH_A_COMPILER = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler")
+
+
+def _launched(sku, problem, inputs, rng):
+    """Run a kernel on arrays of any layout, and return them."""
+    launch = launch_of(sku, problem, KNOWN_DEVICES["h200"])
+    shapes = {argument.name: argument.shape for argument in problem.arguments()}
+    placed = place(problem, launch, shapes, inputs, rng)
+    run_steps(emulator.load(emulator.Unit.of(sku)), launch, problem, placed, shapes)
+    return launch.steps[0].entry.rpartition("_")[2], placed
+
+
+@ONLY_WITH_A_COMPILER
+@pytest.mark.parametrize("sku", KERNELS, ids=lambda sku: sku.element)
+@pytest.mark.parametrize("way", ["rows", "tiles"])
+def test_tables_of_anything_write_nothing_outside_of_the_arrays(sku, way):
+    rng = fresh(sku.id, way)
+    sequences = 2 if way == "tiles" else 9
+    problem = _small(tokens=40, sequences=sequences, input_element=sku.element)
+    for _ in range(20):
+        inputs = drawn(Case(problem), rng.random())
+        for name in ("starts", "lengths", "block_table"):
+            far = rng.integers(-(2**31), 2**31, inputs[name].shape)
+            near = rng.integers(-3, 300 if name == "lengths" else 45, inputs[name].shape)
+            table = np.where(rng.random(inputs[name].shape) < rng.choice([0, 0.2]), far, near)
+            inputs[name] = np.where(rng.random(inputs[name].shape) < 0.5, table, inputs[name]).astype(np.int32)
+        found, placed = _launched(sku, problem, inputs, rng)
+        assert found == way
+        for name in (*CACHE, "q_codes", "q_scale"):
+            placed[name].assert_only_elements_written()
+        for name in set(inputs) - set(CACHE):
+            placed[name].assert_unchanged()
+        assert not np.isnan(placed["q_scale"].array).any(), "a query was not written"
+
+
+@ONLY_WITH_A_COMPILER
+@pytest.mark.parametrize("sku", KERNELS, ids=lambda sku: sku.element)
+@pytest.mark.parametrize("way", ["rows", "tiles"])
+@pytest.mark.parametrize("layout", list(RotaryLayout))
+def test_the_kernel_gives_the_bits_of_the_reference_for_sizes_of_models(sku, way, layout):
+    """Queries and keys share warps, parts turn by octets or not, and a sequence begins anywhere in a tile."""
+    rng = fresh(sku.id, way, layout)
+    for head_size in (32, 64, 128):
+        kv_heads = int(rng.integers(1, 4))
+        problem = _small(
+            tokens=70,
+            sequences=int(rng.integers(1, 4)) if way == "tiles" else 7,
+            heads=kv_heads * int(rng.integers(1, 5)),
+            kv_heads=kv_heads,
+            head_size=head_size,
+            rotated=int(rng.choice([2, 16, head_size // 2, head_size - 2, head_size])),
+            pages=15,
+            rotary_layout=layout,
+            eps=1e-6,
+            input_element=sku.element,
+            **{f"has_{name}": bool(rng.integers(2)) for name in ("q_norm", "k_norm", "k_offset")},
+        )
+        inputs = drawn(Case(problem, "special"), head_size)
+        found, placed = _launched(sku, problem, inputs, rng)
+        assert found == way
+        for name, want in run(problem, inputs).items():
+            assert_same_bits(placed[name].array, want, f"{name} of {problem!r}")
