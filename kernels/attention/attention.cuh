@@ -1,0 +1,167 @@
+// What the kernels of attention share: parameters, which row sees which keys, the exponential, and sums of parts.
+// attention.py defines the arithmetic.
+//
+//   q_codes, q_scale    rows of codes and their scales, [tokens, heads, D] and [tokens, heads]
+//   k_codes, k_scale    [pages, kv_heads, 128, D] and [pages, kv_heads, 128]
+//   v_codes, v_scale    [pages, kv_heads, D, 128], columns in the order of cache.py, and [pages, kv_heads, 128]
+//   block_table         pages of the sequences, [sequences, most_blocks]
+//   lengths, starts     keys of the sequences; their first rows, and the end of the last
+//   output              Data, [tokens, heads, D]
+//   c                   scale log2(e)
+//   group               heads of q for each of the kv_heads
+//   causal, window      whether rows see only keys up to their own; how many of those, 0 for all
+//
+// A tile is up to ROWS rows of one head of keys: tokens of one sequence times the heads that share the keys. Tiles of
+// sequence s are numbered from starts[s] group / ROWS + s on, which leaves enough for each; rows of no sequence come
+// last. Tables that are wrong are clamped, so that nothing outside of the arrays is touched.
+#pragma once
+#include "quotient.cuh"
+
+typedef SKUDA_DATA Data;
+
+enum { PAGE = 128, CHUNK = 4, NOTHING = -512 };
+
+struct Attention {
+  const s8* q_codes;
+  const f32* q_scale;
+  const s8* k_codes;
+  const f32* k_scale;
+  const s8* v_codes;
+  const f32* v_scale;
+  const s32 *block_table, *lengths, *starts;
+  Data* output;
+  f32 c;
+  s32 tokens, group, kv_heads, sequences, pages, most_blocks, causal, window;
+};
+
+#define ATTENTION_PARAMETERS                                                                                        \
+  const s8 *q_codes, const f32 *q_scale, const s8 *k_codes, const f32 *k_scale, const s8 *v_codes, const f32 *v_scale, \
+      const s32 *block_table, const s32 *lengths, const s32 *starts, Data *output, f32 c, s32 tokens, s32 group,     \
+      s32 kv_heads, s32 sequences, s32 pages, s32 most_blocks, s32 causal, s32 window
+#define ATTENTION_GIVEN                                                                                              \
+  Attention{q_codes, q_scale, k_codes, k_scale, v_codes, v_scale, block_table, lengths, starts, output,              \
+            c, tokens, group, kv_heads, sequences, pages, most_blocks, causal, window}
+
+DEVICE f32 minus_infinity() { return __uint_as_float(0xff800000u); }
+DEVICE bool usable(f32 scale) { return scale >= 0.0f && scale < 8.112963841460668e31f; }  // 2^106
+DEVICE s32 clamped(s32 v, s32 most) { return min(max(v, 0), most); }
+
+// T(d).
+DEVICE f32 power(s32 d) { return d < -126 ? 0.0f : __uint_as_float((u32)(d + 127) << 23); }
+
+// E(u). The 15 low bits of u are its fraction. Shifted by 8, the others are h - 512 in the place of an exponent,
+// because the bits of 512 are shifted out.
+DEVICE f32 power_of_two(f32 u) {
+  u = fmaxf(u, 387.0f);
+  const u32 h = __float_as_uint(u) & 0xffff8000u;
+  const f32 f = u - __uint_as_float(h);
+  f32 v = fma_rn(f, __uint_as_float(0x3d9dd520u), __uint_as_float(0x3e691be1u));
+  v = fma_rn(f, v, __uint_as_float(0x3f31f32bu));
+  v = fma_rn(f, v, 1.0f);
+  return __uint_as_float(__float_as_uint(v) + (h << 8));
+}
+
+// m of the largest p of a block, and 255 / 2^m.
+DEVICE void weights_unit(f32 largest, s32& m, f32& unit) {
+  const u32 bits = __float_as_uint(largest);
+  const bool small = largest < power(-118);
+  m = small ? NOTHING : (s32)(bits >> 23) - 127 + ((bits & 0x7fffffu) != 0);
+  unit = small ? 0.0f : mul_rn(255.0f, power(-m));
+}
+
+// What a row has summed up, without S.
+struct Sums {
+  f32 n, weight;
+  s32 m;
+  bool some;
+};
+
+// Adds `two` to `one`; the sums S are multiplied by `f[0]` and `f[1]`.
+DEVICE void add(Sums& one, const Sums& two, f32 (&f)[2]) {
+  f[0] = 1.0f, f[1] = 0.0f;
+  if (!two.some) return;
+  if (!one.some) {
+    one = two;
+    return;
+  }
+  const f32 n = fmaxf(one.n, two.n);
+  const s32 d0 = (s32)fmaxf(one.n - n, (f32)NOTHING), d1 = (s32)fmaxf(two.n - n, (f32)NOTHING);
+  const s32 m0 = one.m + d0, m1 = two.m + d1, m = max(m0, m1);
+  f[0] = power(m0 - m), f[1] = power(m1 - m);
+  one.weight = fma_rn(one.weight, power(d0), mul_rn(two.weight, power(d1)));
+  one.n = n, one.m = m;
+}
+
+// A result, from the sums of all keys.
+struct Finish {
+  f32 h, scale;
+  bool some;
+  DEVICE explicit Finish(const Sums& sums)
+      : h(div_rn(65536.0f / 255.0f, sums.weight)), scale(power(sums.m)), some(sums.some) {}
+  DEVICE f32 operator()(f32 total) const { return some ? mul_rn(mul_rn(total, h), scale) : 0.0f; }
+};
+
+// One row of a tile: where it is, and what it sees.
+struct Row {
+  s64 at;  // index among the rows of q
+  bool valid;
+  s32 first, last;
+  f32 z;
+};
+
+struct Tile {
+  s32 sequence, start, stop, length;  // rows of the sequence, as tokens; its keys
+  s64 row0, rows;                     // the tile's first row, and how many the sequence has
+  s32 from, blocks;                   // blocks that some row sees: [from, blocks)
+
+  DEVICE bool valid() const { return row0 >= 0 && row0 < rows; }
+
+  DEVICE Tile(const Attention& p, s64 number, s32 tile_rows) {
+    // The last sequence whose first tile is not behind this one; `sequences` stands for the rows of none.
+    s32 s = 0, end = p.sequences;
+    while (s < end) {
+      const s32 middle = s + (end - s + 1) / 2;
+      const s64 base = (s64)clamped(p.starts[middle], p.tokens) * p.group / tile_rows + middle;
+      if (base <= number) s = middle;
+      else end = middle - 1;
+    }
+    const bool none = s == p.sequences;
+    sequence = s;
+    start = clamped(p.starts[s], p.tokens), stop = none ? p.tokens : clamped(p.starts[s + 1], p.tokens);
+    row0 = (number - ((s64)start * p.group / tile_rows + s)) * tile_rows, rows = (s64)(stop - start) * p.group;
+    length = none || !p.pages ? 0 : (s32)min((s64)max(p.lengths[s], 0), (s64)p.most_blocks * PAGE);
+    // Rows ascend, so the first and the last one say which blocks are seen.
+    const s32 lowest = length - stop + start + (s32)(row0 / p.group);
+    const s32 highest = length - stop + start + (s32)(min(row0 + tile_rows - 1, rows - 1) / p.group);
+    const s32 last = p.causal ? highest : length - 1;
+    from = p.window ? max(lowest - p.window + 1, 0) / PAGE : 0;
+    blocks = last >= 0 ? last / PAGE + 1 : 0;
+  }
+
+  // Row `r` of the tile, which is like the first one if it is not valid.
+  DEVICE Row row(const Attention& p, s32 head, s32 r) const {
+    Row row;
+    row.valid = row0 + r < rows;
+    const s64 own = row.valid ? row0 + r : row0;
+    const s32 token = (s32)(own / p.group) + start, position = length - stop + token;
+    row.at = ((s64)token * p.kv_heads + head) * p.group + own % p.group;
+    row.last = p.causal ? position : length - 1;
+    row.first = p.window ? max(position - p.window + 1, 0) : 0;
+    row.z = mul_rn(p.q_scale[row.at], p.c);
+    return row;
+  }
+
+  // The page of a block, as a multiple of 128 rows of a head's keys.
+  DEVICE s64 page(const Attention& p, s32 head, s32 block) const {
+    return (s64)clamped(p.block_table[(s64)sequence * p.most_blocks + block], p.pages - 1) * p.kv_heads + head;
+  }
+};
+
+DEVICE f32 quad_max(f32 v) {
+  v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+  return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}
+DEVICE s32 quad_sum(s32 v) {
+  v += __shfl_xor_sync(~0u, v, 1);
+  return v + __shfl_xor_sync(~0u, v, 2);
+}
