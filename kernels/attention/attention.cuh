@@ -145,7 +145,7 @@ struct Tile {
     const s64 own = row.valid ? row0 + r : row0;
     const s32 token = (s32)(own / p.group) + start, position = length - stop + token;
     row.at = ((s64)token * p.kv_heads + head) * p.group + own % p.group;
-    row.last = p.causal ? position : length - 1;
+    row.last = position < 0 ? -1 : p.causal ? position : length - 1;
     row.first = p.window ? max(position - p.window + 1, 0) : 0;
     row.z = mul_rn(p.q_scale[row.at], p.c);
     return row;

@@ -4,7 +4,8 @@ Formula
 -------
 output = softmax(scale q k^T) v, of codes times their scales, as follows. `skuda.kernels.attention.cache` says where
 keys and values lie, and which row has which position. A row at position p sees the keys 0 to p if `causal`, of these
-the last `window` if given, else all keys of its sequence. Head h has the keys of head h // (heads / kv_heads).
+the last `window` if given, else all keys of its sequence; if p is negative, none. Head h has the keys of head
+h // (heads / kv_heads).
 FMA(a, b, c) = RN(a b + c), rounded once. Numbers are f32, sums of codes exact.
 
 c = RN(scale log2(e)); z = RN(q_scale c). In a block of 128 positions aligned to position 0, over the keys that the row
@@ -162,6 +163,7 @@ def reference(problem: AttentionDescriptor, *, output: Any, **arrays: Any) -> No
 def _attended(problem: AttentionDescriptor, arrays: dict[str, Any], s: int, rows: Array, position: Array) -> Array:
     """Return the results of some tokens of sequence `s`, which have the given positions."""
     last = np.minimum(position, arrays["lengths"][s] - 1) if problem.causal else arrays["lengths"][s] - 1 + 0 * position
+    last = np.where(position < 0, -1, last)
     first = np.maximum(position - problem.window + 1, 0) if problem.window else 0 * position
     z = arrays["q_scale"][rows] * np.float32(problem.exponent)
     query = _by_kv_head(problem, arrays["q_codes"][rows]).astype(np.float32)
@@ -177,7 +179,8 @@ def _attended(problem: AttentionDescriptor, arrays: dict[str, Any], s: int, rows
             whole, chunk = chunk if whole is None else _added(whole, chunk), None
     if chunk is not None:
         whole = chunk if whole is None else _added(whole, chunk)
-    assert whole is not None, "a token of a sequence sees itself"
+    if whole is None:
+        return np.zeros((len(rows), problem.heads, problem.head_size), np.float32)
     h = WEIGHT / whole.weight
     result = np.where(whole.some[..., None], whole.total * h[..., None] * _power(whole.m)[..., None], np.float32(0))
     spread = result.reshape(problem.kv_heads, len(rows), problem.group, problem.head_size).swapaxes(0, 1)

@@ -16,7 +16,8 @@ Array = npt.NDArray[Any]
 def drawn_tables(problem: CacheProblem, rng: np.random.Generator) -> tuple[dict[str, Array], Array]:
     """Return `block_table`, `lengths` and `starts`, and which slots some sequence names, as bool [pages, 128].
 
-    Pages lie in any order, and sequences share some. Entries that no length needs are outside of the pages.
+    Pages lie in any order, and sequences share some. Entries that no length needs are outside of the pages. Some
+    sequences begin with rows of padding.
     """
     most = problem.most_blocks * PAGE if problem.pages else 0
     shares = np.sort(rng.integers(0, problem.tokens + 1, max(problem.sequences - 1, 0)))
@@ -25,6 +26,8 @@ def drawn_tables(problem: CacheProblem, rng: np.random.Generator) -> tuple[dict[
     starts = np.concatenate(([0], np.cumsum(new))).astype(np.int32)
     lengths = rng.integers(new, most, endpoint=True).astype(np.int32)
     lengths = np.where(rng.random(problem.sequences) < 0.2, new, lengths).astype(np.int32)
+    padded = rng.random(problem.sequences) < rng.choice([0, 0.3])
+    lengths = np.where(padded, rng.integers(0, new, endpoint=True), lengths).astype(np.int32)
     table = rng.integers(0, max(problem.pages, 1), (problem.sequences, problem.most_blocks), np.int32)
     live = np.zeros((problem.pages, PAGE), bool)
     for s, length in enumerate(lengths):
