@@ -59,7 +59,9 @@ from skuda.kernels.attention.exp2 import ONE, power_of_two
 from skuda.kernels.blocks import BLOCK
 from skuda.kernels.fma import fma
 from skuda.kernels.offers import cuda_skus, numpy_skus
+from skuda.registry.arch import ArchSku
 from skuda.registry.argument import ArgumentSpec, Role
+from skuda.registry.constraints import Between, OneOf, ProductAtMost
 from skuda.registry.elements import ElementKind
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.value import Extent, Integer, Real
@@ -301,6 +303,21 @@ def _cases() -> tuple[Case, ...]:
 
 CASES = _cases()
 SKUS = (
+    *cuda_skus(
+        AttentionDescriptor,
+        __name__,
+        OUTPUTS,
+        suffix="_warpgroup",
+        arch=ArchSku.SM_90A,
+        launch="skuda.kernels.attention.attention_launch:warpgroup",
+        constraints=(
+            OneOf(field="head_size", allowed=(128,)),
+            Between(field="pages", minimum=1),
+            ProductAtMost(factors=("pages", "kv_heads"), maximum=2**31 // PAGE - 1),
+        ),
+        variant="warpgroup",
+        summary="wgmma, 128 rows of a head",
+    ),
     *cuda_skus(
         AttentionDescriptor,
         __name__,

@@ -15,7 +15,7 @@ from skuda.kernels.attention.attention import OP, draw
 from skuda.registry.device import Device
 
 pytestmark = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler")
-SKU = next(sku for sku in OP.skus if sku.element == "f32")
+SKUS = {sku.variant: sku for sku in OP.skus if sku.element == "f32" and sku.launch}
 DEVICE = Device(
     name="made up",
     processor="cuda",
@@ -29,12 +29,13 @@ DEVICE = Device(
 SEQUENCES = 3
 
 
-def on_cpu(problem, inputs, rng):
+def on_cpu(problem, inputs, rng, variant):
     """Return the kernel's output; nothing but its elements may be written."""
-    launch = launch_of(SKU, problem, DEVICE)
+    sku = SKUS[variant]
+    launch = launch_of(sku, problem, DEVICE)
     shapes = {argument.name: argument.shape for argument in problem.arguments()}
     placed = place(problem, launch, shapes, inputs, rng)
-    run_steps(emulator.load(emulator.Unit.of(SKU)), launch, problem, placed, shapes)
+    run_steps(emulator.load(emulator.Unit.of(sku)), launch, problem, placed, shapes)
     for name, array in placed.items():
         array.assert_only_elements_written()
         if name != "output":
@@ -42,24 +43,25 @@ def on_cpu(problem, inputs, rng):
     return placed["output"].array
 
 
-def problem_of(rng, **fields):
+def problem_of(rng, variant, **fields):
     """Return a problem of random sizes."""
     kv_heads, group = int(rng.integers(1, 4)), int(rng.choice([1, 2, 3, 5, 8, 17]))
     sizes = {"tokens": int(rng.integers(1, 40)), "kv_heads": kv_heads, "heads": kv_heads * group}
     sizes |= {"sequences": SEQUENCES, "pages": int(rng.integers(1, 9)), "most_blocks": int(rng.integers(1, 14))}
-    sizes["head_size"] = int(rng.choice([32, 64, 128]))
+    sizes["head_size"] = 128 if variant == "warpgroup" else int(rng.choice([32, 64, 128]))
     return AttentionDescriptor(**sizes | {"scale": 0.2, "output_element": "f32"} | fields)
 
 
+@pytest.mark.parametrize("variant", SKUS)
 @pytest.mark.parametrize("values", ["normal", "special"])
 @pytest.mark.parametrize("mask", ["causal", "all", "window"])
-def test_kernel_equals_the_reference_at_any_size(mask, values):
-    rng = fresh(mask, values)
+def test_kernel_equals_the_reference_at_any_size(mask, values, variant):
+    rng = fresh(mask, values, variant)
     for _ in range(2):
         window = int(np.exp(rng.uniform(0, 7))) if mask == "window" else None
-        problem = problem_of(rng, causal=mask != "all", window=window)
+        problem = problem_of(rng, variant, causal=mask != "all", window=window)
         inputs = draw(problem, values, rng)
-        assert_same_bits(on_cpu(problem, inputs, rng), run(problem, inputs)["output"], repr(problem))
+        assert_same_bits(on_cpu(problem, inputs, rng, variant), run(problem, inputs)["output"], repr(problem))
 
 
 WRONG = {
@@ -69,10 +71,11 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("variant", SKUS)
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
-def test_a_wrong_table_of_a_sequence_touches_nothing_outside_and_no_other_sequence(name, value):
-    rng = fresh(name, value)
-    problem = problem_of(rng, window=rng.choice([None, 100]), tokens=9, pages=8, most_blocks=3)
+def test_a_wrong_table_of_a_sequence_touches_nothing_outside_and_no_other_sequence(name, value, variant):
+    rng = fresh(name, value, variant)
+    problem = problem_of(rng, variant, window=rng.choice([None, 100]), tokens=9, pages=8, most_blocks=3)
     inputs = draw(problem, "normal", rng) | {"starts": np.array([0, 3, 6, 9], np.int32)}
     inputs["lengths"] = rng.integers(3, 3 * 128, SEQUENCES, endpoint=True).astype(np.int32)
     for scale in ("k_scale", "v_scale"):
@@ -81,6 +84,6 @@ def test_a_wrong_table_of_a_sequence_touches_nothing_outside_and_no_other_sequen
     want = run(problem, inputs)["output"]
     wrong = inputs[name].copy()
     wrong[-1 if name == "starts" else 2] = value
-    got = on_cpu(problem, inputs | {name: wrong}, rng)
+    got = on_cpu(problem, inputs | {name: wrong}, rng, variant)
     if name != "starts":  # which say whose any row is
         assert_same_bits(got[:6], want[:6])
