@@ -33,13 +33,9 @@ template <int D> DEVICE void attend(const Attention& p, s64 tile, s32 head, f32*
 #pragma unroll
     for (int i = 0; i < 4; ++i) q[k][i] = word_at(p.q_codes + row[i % 2].at * D + 32 * k + 16 * (i / 2) + 4 * c, words);
   }
-  Sums part[2], total[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    part[i].n = total[i].n = part[i].weight = total[i].weight = 0.0f;
-    part[i].m = total[i].m = 0;
-    part[i].some = total[i].some = false;
-  }
+  Sums part[2] = {Sums::none(), Sums::none()}, total[2] = {Sums::none(), Sums::none()};
+#pragma unroll 4
+  for (int t = 0; t < D / 2; ++t) chunk[t * 32 + lane] = whole[t * 32 + lane] = 0.0f;
   for (s32 block = at.from; block < at.blocks; ++block) {
     const s64 page = at.page(p, head, block);
     const s8* const k_codes = p.k_codes + page * PAGE * D;
@@ -70,14 +66,16 @@ template <int D> DEVICE void attend(const Attention& p, s64 tile, s32 head, f32*
     }
 
     Sums own[2];
-    f32 z[2], most[2] = {0.0f, 0.0f};
+    bool some[2];
+    f32 z[2], base[2], most[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      own[i].some = max(row[i].first, block * PAGE) <= min(row[i].last, block * PAGE + PAGE - 1);
+      some[i] = max(row[i].first, block * PAGE) <= min(row[i].last, block * PAGE + PAGE - 1);
       const f32 n = ceilf(__fmul_ru(row[i].z, quad_max(top[i])));
       const s32 unusable = quad_sum(bad[i]);
       const bool good = fabsf(n) < 8388608.0f && row[i].z >= 0.0f && !unusable;
-      own[i].n = good ? n : 0.0f, z[i] = good ? row[i].z : 0.0f;
+      own[i].n = !some[i] ? UNSEEN : good ? (s32)n : 0;
+      base[i] = good ? 512.0f - n : 512.0f, z[i] = good ? row[i].z : 0.0f;
       bad[i] = !good;
     }
     s32 weight[2] = {0, 0};
@@ -86,8 +84,8 @@ template <int D> DEVICE void attend(const Attention& p, s64 tile, s32 head, f32*
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const bool counts = y[t][i] != minus_infinity();
-        const f32 e = power_of_two(fma_rn(z[i / 2], y[t][i], 512.0f - own[i / 2].n));
-        weight[i / 2] += counts ? (s32)(__float_as_uint(fma_rn(e, 65536.0f, 8388608.0f)) & 0x7fffffu) : 0;
+        const f32 e = power_of_two(fma_rn(z[i / 2], y[t][i], base[i / 2]));
+        weight[i / 2] += (s32)(__float_as_uint(fma_rn(e, 65536.0f, 8388608.0f)) & 0x7fffffu);
         y[t][i] = counts ? mul_rn(e, v_scale[8 * t + 2 * c + i % 2]) : 0.0f;
         most[i / 2] = fmaxf(most[i / 2], y[t][i]);
       }
@@ -97,7 +95,7 @@ template <int D> DEVICE void attend(const Attention& p, s64 tile, s32 head, f32*
     for (int i = 0; i < 2; ++i) {
       weights_unit(quad_max(most[i]), own[i].m, unit[i]);
       own[i].weight = (f32)quad_sum(weight[i]);
-      if (bad[i]) own[i].weight = __uint_as_float(0x7fc00000u);
+      if (bad[i] && some[i]) own[i].weight = __uint_as_float(0x7fc00000u);
     }
     u32 w[4][4];  // of 32 keys: a row and the one 8 below, of 16 keys and of 16 more
 #pragma unroll
@@ -112,12 +110,8 @@ template <int D> DEVICE void attend(const Attention& p, s64 tile, s32 head, f32*
     }
 
     f32 f[2][2];
-    bool first[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      first[i] = !part[i].some;
-      add(part[i], own[i], f[i]);
-    }
+    for (int i = 0; i < 2; ++i) add(part[i], own[i], f[i]);
 #pragma unroll 4
     for (int t = 0; t < D / 8; ++t) {
       s32 acc[4] = {0, 0, 0, 0};
@@ -129,27 +123,25 @@ template <int D> DEVICE void attend(const Attention& p, s64 tile, s32 head, f32*
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         f32& sum = chunk[(t * 4 + i) * 32 + lane];
-        const f32 more = (f32)acc[i];
-        if (own[i / 2].some) sum = first[i / 2] ? more : fma_rn(sum, f[i / 2][0], mul_rn(more, f[i / 2][1]));
+        sum = fma_rn(sum, f[i / 2][0], mul_rn((f32)acc[i], f[i / 2][1]));
       }
     }
 
     if ((block + 1) % CHUNK == 0 || block + 1 == at.blocks) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        first[i] = !total[i].some;
         add(total[i], part[i], f[i]);
+        part[i] = Sums::none();
       }
 #pragma unroll 4
       for (int t = 0; t < D / 8; ++t) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int own = (t * 4 + i) * 32 + lane;
-          if (part[i / 2].some)
-            whole[own] = first[i / 2] ? chunk[own] : fma_rn(whole[own], f[i / 2][0], mul_rn(chunk[own], f[i / 2][1]));
+          whole[own] = fma_rn(whole[own], f[i / 2][0], mul_rn(chunk[own], f[i / 2][1]));
+          chunk[own] = 0.0f;
         }
       }
-      part[0].some = part[1].some = false;
     }
   }
 
@@ -159,8 +151,7 @@ template <int D> DEVICE void attend(const Attention& p, s64 tile, s32 head, f32*
     const Finish finished(total[i]);
 #pragma unroll 4
     for (int t = 0; t < D / 8 * 2; ++t) {
-      const f32 sum = total[i].some ? whole[(t / 2 * 4 + 2 * i + t % 2) * 32 + lane] : 0.0f;
-      narrow(finished(sum), p.output[row[i].at * D + t / 2 * 8 + 2 * c + t % 2]);
+      narrow(finished(whole[(t / 2 * 4 + 2 * i + t % 2) * 32 + lane]), p.output[row[i].at * D + t / 2 * 8 + 2 * c + t % 2]);
     }
   }
 }

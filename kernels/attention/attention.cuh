@@ -19,7 +19,7 @@
 
 typedef SKUDA_DATA Data;
 
-enum { PAGE = 128, CHUNK = 4, NOTHING = -512 };
+enum { PAGE = 128, CHUNK = 4, NOTHING = -512, UNSEEN = -(1 << 24) };
 
 struct Attention {
   const s8* q_codes;
@@ -46,8 +46,8 @@ DEVICE f32 minus_infinity() { return __uint_as_float(0xff800000u); }
 DEVICE bool usable(f32 scale) { return scale >= 0.0f && scale < 8.112963841460668e31f; }  // 2^106
 DEVICE s32 clamped(s32 v, s32 most) { return min(max(v, 0), most); }
 
-// T(d).
-DEVICE f32 power(s32 d) { return d < -126 ? 0.0f : __uint_as_float((u32)(d + 127) << 23); }
+// T(d); d is at most 127.
+DEVICE f32 power(s32 d) { return __uint_as_float((u32)max(d + 127, 0) << 23); }
 
 // a + 256 b in one instruction: the compiler would move the factor into what b was made of.
 DEVICE u32 plus_shifted(u32 a, u32 b) {
@@ -63,7 +63,7 @@ DEVICE u32 plus_shifted(u32 a, u32 b) {
 // E(u). The 15 low bits of u are its fraction. Shifted by 8, the others are h - 512 in the place of an exponent,
 // because the bits of 512 are shifted out.
 DEVICE f32 power_of_two(f32 u) {
-  u = fmaxf(u, 387.0f);
+  u = fmaxf(u, 385.0f);
   const u32 h = __float_as_uint(u) & 0xffff8000u;
   const f32 f = u - __uint_as_float(h);
   f32 v = fma_rn(f, __uint_as_float(0x3d9dd520u), __uint_as_float(0x3e691be1u));
@@ -80,23 +80,18 @@ DEVICE void weights_unit(f32 largest, s32& m, f32& unit) {
   unit = small ? 0.0f : mul_rn(255.0f, power(-m));
 }
 
-// What a row has summed up, without S.
+// What a row has summed up, without S. At first, and where it sees no key, n is less than any other by more than powers
+// reach, and S is zero: so adding that to something changes nothing, without a branch.
 struct Sums {
-  f32 n, weight;
-  s32 m;
-  bool some;
+  s32 n, m;
+  f32 weight;
+  DEVICE static Sums none() { return Sums{UNSEEN, NOTHING, 0.0f}; }
+  DEVICE bool some() const { return n != UNSEEN; }
 };
 
 // Adds `two` to `one`; the sums S are multiplied by `f[0]` and `f[1]`.
 DEVICE void add(Sums& one, const Sums& two, f32 (&f)[2]) {
-  f[0] = 1.0f, f[1] = 0.0f;
-  if (!two.some) return;
-  if (!one.some) {
-    one = two;
-    return;
-  }
-  const f32 n = fmaxf(one.n, two.n);
-  const s32 d0 = (s32)fmaxf(one.n - n, (f32)NOTHING), d1 = (s32)fmaxf(two.n - n, (f32)NOTHING);
+  const s32 n = max(one.n, two.n), d0 = max(one.n - n, (s32)NOTHING), d1 = max(two.n - n, (s32)NOTHING);
   const s32 m0 = one.m + d0, m1 = two.m + d1, m = max(m0, m1);
   f[0] = power(m0 - m), f[1] = power(m1 - m);
   one.weight = fma_rn(one.weight, power(d0), mul_rn(two.weight, power(d1)));
@@ -108,7 +103,7 @@ struct Finish {
   f32 h, scale;
   bool some;
   DEVICE explicit Finish(const Sums& sums)
-      : h(div_rn(65536.0f / 255.0f, sums.weight)), scale(power(sums.m)), some(sums.some) {}
+      : h(div_rn(65536.0f / 255.0f, sums.weight)), scale(power(sums.m)), some(sums.some()) {}
   DEVICE f32 operator()(f32 total) const { return some ? mul_rn(mul_rn(total, h), scale) : 0.0f; }
 };
 

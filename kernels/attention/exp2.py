@@ -12,18 +12,20 @@ from skuda.kernels.fma import fma
 Array = npt.NDArray[Any]
 ONE = np.float32(512)
 """E(512) = 1. Below 512, f32 numbers have 15 bits after the point, and the exponent of E is in the bits above these."""
-LEAST = np.float32(ONE - 125)
-"""Below this, the power is that of this: normal, and nothing beside 1."""
+LEAST = np.float32(ONE - 127)
+"""From here down, the power is 0."""
 COEFFICIENTS = tuple(np.float32(float.fromhex(text)) for text in ("0x1.3baa40p-4", "0x1.d237c2p-3", "0x1.63e656p-1"))
 """Of f^3 to f^1; that of f^0 is 1. No other such polynomial has a smaller largest relative error on [0, 1)."""
 _FRACTION = 2**15 - 1
 
 
 def power_of_two(u: Array) -> Array:
-    """Return E(u), about 2^(u - 512), of f32 numbers u <= 512; its relative error is at most 8.57e-5, and E(u) <= 1.
+    """Return E(u), about 2^(u - 512), of f32 numbers u <= 512; E(u) <= 1.
 
-    With u at least 387, h = floor(u) and f = u - h, which is exact: the polynomial in f by Horner's rule, every step
-    one FMA, times 2^(h - 512). It is 1 at f = 0, and below 2 elsewhere, where h is at most 511.
+    With u at least 385, h = floor(u) and f = u - h, which is exact. P is the polynomial in f by Horner's rule, every step
+    one FMA: 1 at f = 0, and below 2 elsewhere, where h is at most 511. E(u) = P 2^(h - 512) from 386 on, with a relative
+    error of at most 8.57e-5, and (P - 1) 2^-126 below: the number whose bits are those of P, with h - 512 added to its
+    exponent. A key that is not seen, whose u is minus infinity, so has the power 0.
 
     The degree is enough: an exact exponential changes the error of attention in its third digit.
     """

@@ -819,11 +819,11 @@ def _attended_block(z: float, inputs: dict[str, Any], row: Coordinate, head: Coo
 
 
 def _exponential(u: float) -> float:
-    f, h = math.modf(max(u, 387.0))
+    f, h = math.modf(max(u, 385.0))
     value = float.fromhex("0x1.3baa40p-4")
     for text in ("0x1.d237c2p-3", "0x1.63e656p-1", "1"):
         value = _fma(value, f, float.fromhex(text))
-    return math.ldexp(value, int(h) - 512)
+    return math.ldexp(value, int(h) - 512) if h > 385 else math.ldexp(value - 1, -126)
 
 
 def _fma(a: float, b: float, c: float) -> float:

@@ -21,16 +21,19 @@ POISON = np.array([np.nan, np.inf, -np.inf, -1, 1e38], np.float32)
 
 
 def test_power_of_two_is_close_and_at_most_one():
-    u = np.arange(387 * 2**15, 512 * 2**15 + 1, dtype=np.float32) / 2**15  # all there are
+    u = np.arange(386 * 2**15, 512 * 2**15 + 1, dtype=np.float32) / 2**15  # all there are
     power = power_of_two(u)
     assert np.abs(power / np.exp2(u.astype(np.float64) - 512) - 1).max() <= 8.57e-5
     assert power.max() == power[-1] == 1
     assert (np.diff(power) >= 0).all()
 
 
-def test_power_of_two_of_what_is_far_below_is_that_of_the_least():
-    u = np.float32([387, 386.9, 385, 0, -3e38, -np.inf])
-    assert_same_bits(power_of_two(u), np.full(6, 2.0**-125, np.float32))
+def test_power_of_two_goes_down_to_zero():
+    u = np.arange(385 * 2**15, 386 * 2**15 + 1, dtype=np.float32) / 2**15
+    power = power_of_two(u)
+    assert_same_bits(power[:-1], ((power_of_two(u[:-1] + 1) * np.float64(2**126) - 1) * 2.0**-126).astype(np.float32))
+    assert (np.diff(power) >= 0).all()
+    assert_same_bits(power_of_two(np.float32([385, 384.9, 0, -3e38, -np.inf])), np.zeros(5, np.float32))
 
 
 # --- a cache of whole sequences --------------------------------------------------------------------------------------

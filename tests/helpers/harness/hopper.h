@@ -124,20 +124,19 @@ template <int N, class A, class B> struct Wgmma {
   }
 };
 
-// Of attention_warpgroup.cu; A is the type of the codes in registers.
-template <class A>
-static void wgmma_registers(int (&d)[64], const unsigned (&a)[4], unsigned long long b, unsigned scale_d, A) {
+// Of attention_warpgroup.cu.
+static void wgmma_registers(int (&d)[32], const unsigned (&a)[4], unsigned long long b, unsigned scale_d) {
   const unsigned lane = skuda_thread() % 32;
-  A x[2][32];
+  unsigned char x[2][32];
   for (unsigned c = 0; c < 4; ++c) {
     for (int i = 0; i < 4; ++i) {
       const unsigned word = __shfl_sync(~0u, a[i], (int)(lane / 4 * 4 + c));
       memcpy(x[i % 2] + i / 2 * 16 + c * 4, &word, 4);
     }
   }
-  for (int i = 0; i < 32; ++i) {
+  for (int i = 0; i < 16; ++i) {
     signed char y[32];
-    Wgmma<128, A, signed char>::row(y, b, (unsigned)i / 2 * 8 + lane % 4 * 2 + i % 2);
+    Wgmma<64, unsigned char, signed char>::row(y, b, (unsigned)i / 2 * 8 + lane % 4 * 2 + i % 2);
     for (int j = 0; j < 2; ++j) {
       int& sum = d[i / 2 * 4 + j * 2 + i % 2];
       sum = scale_d ? sum : 0;
