@@ -4,7 +4,7 @@
 //   k_map, v_map    tensor maps of k_codes as [pages kv_heads 128, 128] and of v_codes as [pages kv_heads 128, 128]
 //   parameters      see attention.cuh
 //
-// Data: q in registers. Blocks of 128 keys: global memory -> TMA -> a ring of stages in shared memory -> wgmma -> scores
+// Data: rows of q: global memory -> shared memory. Blocks of 128 keys: global memory -> TMA -> a ring of stages in shared memory -> wgmma -> scores
 // in registers -> weights, packed, in registers, which are as they are the operand of the second product -> wgmma ->
 // sums in registers -> sums of the chunk, in registers -> sums of all chunks, in shared memory, each in a place of its
 // own thread.
