@@ -564,7 +564,7 @@ def _rope_quantize_append_op(problem: Any, inputs: dict[str, Any]) -> Definition
     positions: dict[int, int] = {}
     rows: dict[tuple[int, int], int] = {}
     for s, length in enumerate(lengths):
-        for row in range(starts[s], starts[s + 1]):
+        for row in range(max(starts[s], starts[s + 1] - length), starts[s + 1]):  # without padding
             positions[row] = length - starts[s + 1] + row
             rows[int(inputs["block_table"][s, positions[row] // 128]), positions[row] % 128] = row
     heads: dict[tuple[str, int, int], tuple[float, list[float]]] = {}
@@ -777,7 +777,10 @@ def _attended(problem: Any, inputs: dict[str, Any], token: int, head: int) -> li
         return [0.0] * problem.head_size
     length = int(inputs["lengths"][owners[0]])
     position = length - starts[owners[0] + 1] + token
-    seen = [j for j in range(length) if not problem.causal or position - (problem.window or length) < j <= position]
+    keys = range(length) if position >= 0 else ()
+    seen = [j for j in keys if not problem.causal or position - (problem.window or length) < j <= position]
+    if not seen:
+        return [0.0] * problem.head_size
     c = convert(math.log2(math.e) * problem.scale, "f32")
     z = multiply(float(inputs["q_scale"][token, head]), c, "f32")
     group = problem.heads // problem.kv_heads
