@@ -1,10 +1,10 @@
-"""Launch rule of ``attention.cu``. Pure: nothing here needs a GPU."""
+"""Launch rule of ``attention.cu``, and the step that makes codes of an output. Pure: nothing here needs a GPU."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skuda.kernels.launch import Constant, Launch, Step, pointers, s32
+from skuda.kernels.launch import Constant, Launch, Parameter, Step, pointers, s32, s64
 from skuda.registry.elements import ElementKind
 
 if TYPE_CHECKING:
@@ -15,9 +15,13 @@ _WARP, _WARPS = 32, 2
 _ROWS = 16
 """Rows of a warp."""
 _MOST_BLOCKS = 2**31 - 1
+_CHUNKS = 8
+"""Chunks of 16 bytes that a thread of ``quantized_rows`` holds."""
+_THREADS, _MOST_THREADS = 256, 512
+"""Threads of its blocks: where several tokens share one, and at most where a token has one of its own."""
 
 
-def attention(problem: AttentionDescriptor, device: Device) -> Launch:  # noqa: ARG001  every launch rule has this signature
+def attention(problem: AttentionDescriptor, device: Device) -> Launch:
     """Launch a warp for every 16 rows of a sequence and head of keys."""
     if not problem.tokens:
         return Launch(steps=())
@@ -27,11 +31,43 @@ def attention(problem: AttentionDescriptor, device: Device) -> Launch:  # noqa: 
         entry=f"attention_{problem.head_size}",
         grid=(min(-(-tiles * problem.kv_heads // _WARPS), _MOST_BLOCKS), 1, 1),
         block=(_WARP * _WARPS, 1, 1),
-        parameters=(
-            *pointers(*(argument.name for argument in problem.arguments())),
-            Constant(ElementKind.F32, problem.exponent),
-            *s32(problem.tokens, problem.group, problem.kv_heads, problem.sequences, problem.pages),
-            *s32(problem.most_blocks, problem.causal, problem.window or 0),
-        ),
+        parameters=parameters(problem),
     )
-    return Launch(steps=(step,))
+    return quantized(problem, device, Launch(steps=(step,)))
+
+
+def parameters(problem: AttentionDescriptor) -> tuple[Parameter, ...]:
+    """Return what the ATTENTION_PARAMETERS macro of ``attention.cuh`` declares."""
+    return (
+        *pointers("q_codes", "q_scale", "k_codes", "k_scale", "v_codes", "v_scale"),
+        *pointers("block_table", "lengths", "starts", "output"),
+        Constant(ElementKind.F32, problem.exponent),
+        *s32(problem.tokens, problem.group, problem.kv_heads, problem.sequences, problem.pages),
+        *s32(problem.most_blocks, problem.causal, problem.window or 0),
+    )
+
+
+def quantized(problem: AttentionDescriptor, device: Device, launch: Launch) -> Launch:
+    """Return a launch that writes `output`, with the step of ``quantized_rows.cuh`` if the problem wants codes of it.
+
+    `output` is scratch then. The source of the launch includes that header.
+    """
+    if not problem.quantized:
+        return launch
+    columns, bits = problem.heads * problem.head_size, problem.output_element.bits
+    threads = -(-columns * bits // (128 * _CHUNKS))
+    lanes = min(_MOST_THREADS, 1 << (threads - 1).bit_length())
+    block = lanes if lanes > _WARP else _THREADS
+    step = Step(
+        entry="quantized_rows",
+        grid=(-(-problem.tokens * lanes // block), 1, 1),
+        block=(block, 1, 1),
+        parameters=(
+            *pointers("output", "output_codes", "output_scale"),
+            *s64(problem.tokens, columns),
+            *s32(lanes),
+        ),
+        overlaps=device.overlaps_launches,
+    )
+    scratch = ("output", problem.tokens * columns * bits // 8)
+    return launch._replace(steps=(*launch.steps, step), scratch=(*launch.scratch, scratch))

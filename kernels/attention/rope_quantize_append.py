@@ -49,7 +49,15 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from skuda.kernels.attention.cache import PAGE, TABLES, CacheProblem, cache_arguments, check_tables, column_of
+from skuda.kernels.attention.cache import (
+    CODE_BOUNDS,
+    PAGE,
+    TABLES,
+    CacheProblem,
+    cache_arguments,
+    check_tables,
+    column_of,
+)
 from skuda.kernels.blocks import BLOCK
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.offers import cuda_skus, numpy_skus
@@ -64,8 +72,6 @@ from skuda.registry.vocabulary import RotaryLayout
 
 Array = npt.NDArray[Any]
 ELEMENTS = (ElementKind.F16, ElementKind.BF16, ElementKind.F32)
-CODE_BOUNDS = (-127, 127)
-"""Bounds of all codes, inclusive."""
 _CODES = (ElementKind.F32, ElementKind.S8)
 
 
@@ -223,10 +229,8 @@ def _turned(problem: RopeQuantizeAppendDescriptor, x: Array, table: Array) -> Ar
 
 def _quantized(x: Array) -> tuple[Array, Array]:
     """Return codes and scales of heads [rows, heads, head_size]."""
-    scales, codes = np.empty(x.shape[:2], np.float32), np.empty(x.shape, np.int8)
-    width = x.shape[-1]
-    affine.quantize_rows(_CODES, CODE_BOUNDS, x.reshape(-1, width), scales.reshape(-1), codes.reshape(-1, width))
-    return codes, scales
+    scales, codes = affine.coded_rows(_CODES, CODE_BOUNDS, x.reshape(-1, x.shape[-1]))
+    return codes.reshape(x.shape), scales.reshape(x.shape[:2])
 
 
 def _in_cache(x: Array) -> tuple[Array, Array]:

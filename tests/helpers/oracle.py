@@ -760,11 +760,26 @@ Sums = tuple[float, int, list[float], float]
 @defines("attention")
 def _attention_op(problem: Any, inputs: dict[str, Any]) -> Definition:
     rows: dict[Coordinate, list[float]] = {}
+    scales: dict[int, float] = {}
 
-    def at(_: str, where: Coordinate) -> float:
-        if where[:2] not in rows:
-            rows[where[:2]] = _attended(problem, inputs, *where[:2])
-        return rows[where[:2]][where[2]]
+    def row(token: int, head: int) -> list[float]:
+        if (token, head) not in rows:
+            rows[token, head] = _attended(problem, inputs, token, head)
+        return rows[token, head]
+
+    def scale(token: int) -> float:
+        if token not in scales:
+            whole = [value for head in range(problem.heads) for value in row(token, head)]
+            scales[token] = dynamic_range(whole, -127, 127, "f32")[0]
+        return scales[token]
+
+    def at(name: str, where: Coordinate) -> float:
+        if name == "output_scale":
+            return scale(where[0])
+        value = row(*where[:2])[where[2]]
+        if name == "output":
+            return value
+        return code_of(steps_of(value, scale(where[0]), "f32"), 0, -127, 127)
 
     return at
 
