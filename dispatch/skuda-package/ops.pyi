@@ -28,7 +28,7 @@ def attention(
     lengths: Any, starts: Any, output: Any = None, output_codes: Any = None, output_scale: Any = None,
     tokens: int | None = None, kv_heads: int | None = None, head_size: int | None = None, sequences: int | None = None,
     pages: int | None = None, most_blocks: int | None = None, heads: int | None = None, scale: float,
-    causal: bool | None = None, window: None = None, output_element: ElementKind | str | None = None,
+    causal: bool | None = None, window: int | None = None, output_element: ElementKind | str | None = None,
     quantized: bool | None = None, dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None,
     stream: object = None,
 ) -> Attended:
@@ -85,8 +85,8 @@ def dequantize_per_token_backward(
 def dynamic_range(
     *, input: Any, output: Any = None, scale_out: Any = None, zero_point_out: Any = None, n: int | None = None,
     d: int | None = None, q_min: int | None = None, q_max: int | None = None,
-    mode: DynamicRangeMode | str | None = None, scope: DynamicRangeScope | str | None = None, axis: None = None,
-    group_size: None = None, input_element: ElementKind | str | None = None,
+    mode: DynamicRangeMode | str | None = None, scope: DynamicRangeScope | str | None = None, axis: int | None = None,
+    group_size: int | None = None, input_element: ElementKind | str | None = None,
     output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
     preference: PlanPreference | None = None, stream: object = None,
 ) -> DynamicRangeQuantized:
