@@ -112,8 +112,9 @@ def _accepted(annotation: Any) -> Any:
     """Return the type of the values that a caller may pass for a field, not of what the descriptor makes of them."""
     if get_origin(annotation) is tuple:
         return Sequence[int]
-    kind = next((kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)), object)
-    return kind | str if issubclass(kind, StrEnum) else kind
+    if not isinstance(annotation, type):  # an optional type, or one with rules: what is accepted comes first
+        return _accepted(get_args(annotation)[0])
+    return annotation | str if issubclass(annotation, StrEnum) else annotation
 
 
 def _refuse_keywords(name: str, given: Mapping[str, Any], signature: Signature) -> NoReturn:

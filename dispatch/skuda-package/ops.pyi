@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from skuda.dispatch import Dispatcher, PlanPreference
-from skuda.kernels.attention import RopeQuantizedQueries
+from skuda.kernels.attention import Attended, RopeQuantizedQueries
 from skuda.kernels.quantize import AmaxQuantized, DynamicRangeQuantized, GatedAmax, GatedQuantized, NormQuantized
 from skuda.registry import DynamicRangeMode, DynamicRangeScope, ElementKind, EpilogueKind, Scaling
 from skuda.registry.vocabulary import GeluForm, RotaryLayout
@@ -25,12 +25,13 @@ def amax_quantize(
     """Amax quantize: a scale from each row's given largest magnitude, and the codes of the row or of a part of it."""
 def attention(
     *, q_codes: Any, q_scale: Any, k_codes: Any, k_scale: Any, v_codes: Any, v_scale: Any, block_table: Any,
-    lengths: Any, starts: Any, output: Any = None, tokens: int | None = None, kv_heads: int | None = None,
-    head_size: int | None = None, sequences: int | None = None, pages: int | None = None,
-    most_blocks: int | None = None, heads: int | None = None, scale: float, causal: bool | None = None,
-    window: None = None, output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
-    preference: PlanPreference | None = None, stream: object = None,
-) -> Any:
+    lengths: Any, starts: Any, output: Any = None, output_codes: Any = None, output_scale: Any = None,
+    tokens: int | None = None, kv_heads: int | None = None, head_size: int | None = None, sequences: int | None = None,
+    pages: int | None = None, most_blocks: int | None = None, heads: int | None = None, scale: float,
+    causal: bool | None = None, window: int | None = None, output_element: ElementKind | str | None = None,
+    quantized: bool | None = None, dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None,
+    stream: object = None,
+) -> Attended:
     """Attention over a paged int8 cache: the same bits of a row in prefill, decode and any batch or split."""
 def dequantize_per_channel(
     *, input: Any, scale: Any, zero_point: Any, output: Any = None, shape: Sequence[int] | None = None, axis: int,
@@ -84,8 +85,8 @@ def dequantize_per_token_backward(
 def dynamic_range(
     *, input: Any, output: Any = None, scale_out: Any = None, zero_point_out: Any = None, n: int | None = None,
     d: int | None = None, q_min: int | None = None, q_max: int | None = None,
-    mode: DynamicRangeMode | str | None = None, scope: DynamicRangeScope | str | None = None, axis: None = None,
-    group_size: None = None, input_element: ElementKind | str | None = None,
+    mode: DynamicRangeMode | str | None = None, scope: DynamicRangeScope | str | None = None, axis: int | None = None,
+    group_size: int | None = None, input_element: ElementKind | str | None = None,
     output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
     preference: PlanPreference | None = None, stream: object = None,
 ) -> DynamicRangeQuantized:

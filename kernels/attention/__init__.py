@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from skuda.kernels.attention.attention import AttentionDescriptor
+    from skuda.kernels.attention.attention import Attended, AttentionDescriptor
     from skuda.kernels.attention.rope_quantize_append import RopeQuantizeAppendDescriptor, RopeQuantizedQueries
 
-__all__ = ["AttentionDescriptor", "RopeQuantizeAppendDescriptor", "RopeQuantizedQueries"]
+__all__ = ["Attended", "AttentionDescriptor", "RopeQuantizeAppendDescriptor", "RopeQuantizedQueries"]
 
 
 def __getattr__(name: str) -> Any:

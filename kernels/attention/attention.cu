@@ -9,9 +9,11 @@
 // registers, which are as they are the operand of the second product -> mma.sync -> sums -> sums of the chunk, and of all
 // chunks, in shared memory, each in a place of its own lane. Nothing is shared between lanes but by shuffles.
 //
-// Variants: one entry for each D. A warp computes a tile of 16 rows.
+// Variants: one entry for each D. A warp computes a tile of 16 rows. A second step makes codes of the output, if they
+// are asked for.
 #include "attention.cuh"
 #include "mma_sync.cuh"
+#include "quantized_rows.cuh"
 
 enum { TILES = PAGE / 8, ROWS = 16, WARPS = 2 };
 
@@ -159,6 +161,7 @@ template <int D> DEVICE void attend(const Attention& p, s64 tile, s32 head, f32*
 #define ATTENTION(D)                                                                                                \
   __shared__ f32 sums[WARPS][2][ROWS * D];                                                                          \
   const Attention p = ATTENTION_GIVEN;                                                                              \
+  griddepcontrol_launch_dependents();                                                                               \
   f32(&own)[2][ROWS * D] = sums[threadIdx.x / 32];                                                                  \
   const s64 jobs = ((s64)tokens * group / ROWS + sequences + 1) * kv_heads;                                         \
   for (s64 job = (s64)blockIdx.x * WARPS + threadIdx.x / 32; job < jobs; job += (s64)gridDim.x * WARPS)             \

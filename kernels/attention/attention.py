@@ -24,15 +24,18 @@ output = RN_T(RN(RN(S h) T(m))) with h = RN(RN(65536 / 255) / L). A row that see
 row is NaN if it sees a key and z is not in [0, inf), if it sees a key whose `k_scale` or `v_scale` is not in
 [0, 2^106), or if |n| is 2^23 or more in any block. So a row's result depends only on the row and on the keys and values
 that it sees.
+If `quantized`, the op returns codes of that output, as the next product takes them: over all heads of a token exactly
+as `dynamic_range` per token, symmetric: m = max |output|, NaN skipped; `output_scale` = RN(m / 127), and if that is 0,
+1; `output_codes` = clamp(rne(RN(output / output_scale)), -127, 127), 0 for a NaN.
 
 Elements
 --------
-codes s8, scales f32, `block_table`, `lengths` and `starts` s32; `output` f16, bf16 or f32.
+codes s8, scales f32, `block_table`, `lengths` and `starts` s32; `output` (T) f16, bf16 or f32.
 
 Units
 -----
-`q_scale`, `k_scale` and `v_scale` are real units per code step, `output` has the unit of v; `scale` is 1 / (unit of q
-times unit of k), often 1 / sqrt(head_size). `window` counts keys.
+Scales are real units per code step, `output` has the unit of v; `scale` is 1 / (unit of q times unit of k), often
+1 / sqrt(head_size). `window` counts keys.
 
 Errors
 ------
@@ -47,18 +50,30 @@ tables and stay inside of the arrays; the rows of those sequences, or all if `st
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from skuda.kernels.attention.cache import PAGE, TABLES, CacheProblem, cache_arguments, check_tables, column_of
+from skuda.kernels.attention.cache import (
+    CODE_BOUNDS,
+    PAGE,
+    TABLES,
+    CacheProblem,
+    cache_arguments,
+    check_tables,
+    column_of,
+)
 from skuda.kernels.attention.drawn import drawn_scales, drawn_tables
 from skuda.kernels.attention.exp2 import ONE, power_of_two
 from skuda.kernels.blocks import BLOCK
+from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.fma import fma
-from skuda.kernels.offers import cuda_skus, numpy_skus
+from skuda.kernels.offers import cuda_skus, element_flags, numpy_skus
+from skuda.kernels.quantize import affine
 from skuda.registry.arch import ArchSku
 from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.constraints import Between, OneOf, ProductAtMost
@@ -80,6 +95,18 @@ NOTHING = -512
 WEIGHT = np.float32(65536 / 255)
 """Unit of the weights in that of L."""
 OUTPUTS = (ElementKind.F16, ElementKind.BF16, ElementKind.F32)
+_ROWS = "tokens, heads, head_size"
+
+
+class Attended(NamedTuple):
+    """The op's result; outputs that a problem does not have are None."""
+
+    output: Any = None
+    """[tokens, heads, head_size], unless quantized."""
+    output_codes: Any = None
+    """Its codes, [tokens, heads, head_size], if quantized."""
+    output_scale: Any = None
+    """Their scales, f32 [tokens], if quantized."""
 
 
 class AttentionDescriptor(CacheProblem):
@@ -96,7 +123,9 @@ class AttentionDescriptor(CacheProblem):
     window : int or None
         How many keys a row sees at most, its own included; only where `causal`.
     output_element : ElementKind
-        Element of the output.
+        Element of the output, also where it is then quantized.
+    quantized : bool
+        Whether the op returns codes of the output and a scale for each token.
     """
 
     op: Literal["attention"] = "attention"
@@ -105,13 +134,17 @@ class AttentionDescriptor(CacheProblem):
     causal: bool = True
     window: Annotated[Integer, Field(ge=1, lt=2**31)] | None = None
     output_element: ElementKind
+    quantized: bool = False
     element_field: ClassVar[str] = "output_element"
+    result = Attended
     signature = (
-        ArgumentSpec("q_codes", Role.INPUT, ElementKind.S8, "tokens, heads, head_size"),
+        ArgumentSpec("q_codes", Role.INPUT, ElementKind.S8, _ROWS),
         ArgumentSpec("q_scale", Role.INPUT, ElementKind.F32, "tokens, heads"),
         *cache_arguments(Role.INPUT),
         *TABLES,
-        ArgumentSpec("output", Role.OUTPUT, "output_element", "tokens, heads, head_size"),
+        ArgumentSpec("output", Role.OUTPUT, "output_element", _ROWS, when={"quantized": (False,)}),
+        ArgumentSpec("output_codes", Role.OUTPUT, ElementKind.S8, _ROWS, when={"quantized": (True,)}),
+        ArgumentSpec("output_scale", Role.OUTPUT, ElementKind.F32, "tokens", when={"quantized": (True,)}),
     )
 
     @model_validator(mode="after")
@@ -135,6 +168,11 @@ class AttentionDescriptor(CacheProblem):
         with np.errstate(all="ignore"):
             return float(np.float32(self.scale * math.log2(math.e)))
 
+    @property
+    def builder(self) -> Callable[..., Attended]:
+        """Builds the result from this problem's outputs, in their order."""
+        return partial(Attended, None) if self.quantized else Attended
+
 
 class _Partial(NamedTuple):
     """A part of the sums of some rows, as the module defines it; rows are [kv_heads, rows]."""
@@ -150,16 +188,30 @@ class _Partial(NamedTuple):
 
 
 @np.errstate(all="ignore")  # infinities and NaN are valid results here
-def reference(problem: AttentionDescriptor, *, output: Any, **arrays: Any) -> None:
-    """Write `output` by the formula of the module."""
+def reference(problem: AttentionDescriptor, **arrays: Any) -> None:
+    """Write `output`, or `output_codes` and `output_scale`, by the formula of the module."""
     lengths, starts = arrays["lengths"], arrays["starts"].astype(np.int64)
     check_tables(problem, arrays["block_table"], lengths, arrays["starts"])
-    output[starts[-1] :] = 0
+    _write(problem, arrays, slice(starts[-1], None), 0)
     step = max(1, BLOCK // (PAGE * problem.heads))
     for s in range(problem.sequences):
         for start in range(starts[s], starts[s + 1], step):
-            rows = np.arange(start, min(start + step, starts[s + 1]))
-            output[rows] = _attended(problem, arrays, s, rows, int(lengths[s]) - int(starts[s + 1]) + rows)
+            rows = slice(start, min(start + step, starts[s + 1]))
+            at = np.arange(rows.start, rows.stop)
+            values = _attended(problem, arrays, s, at, int(lengths[s]) - int(starts[s + 1]) + at)
+            _write(problem, arrays, rows, values)
+
+
+def _write(problem: AttentionDescriptor, arrays: dict[str, Any], rows: slice, values: Any) -> None:
+    """Write the results of some tokens, [tokens, heads, head_size] in f32."""
+    if not problem.quantized:
+        arrays["output"][rows] = values
+        return
+    codes = arrays["output_codes"][rows]
+    made = np.empty((len(codes), problem.heads * problem.head_size), storage_dtype(problem.output_element))
+    made.reshape(codes.shape)[...] = values
+    scales, found = affine.coded_rows((problem.output_element, ElementKind.S8), CODE_BOUNDS, made)
+    arrays["output_scale"][rows], codes[...] = scales, found.reshape(codes.shape)
 
 
 def _attended(problem: AttentionDescriptor, arrays: dict[str, Any], s: int, rows: Array, position: Array) -> Array:
@@ -294,10 +346,11 @@ def _cases() -> tuple[Case, ...]:
     names = ("tokens", "heads", "kv_heads", "head_size", "sequences", "pages", "most_blocks")
     kinds: tuple[Values, ...] = ("normal", "special", "normal", "zero")
     for number, (size, mask) in enumerate((size, mask) for size in sizes for mask in masks):
-        problem = AttentionDescriptor(
-            **dict(zip(names, size, strict=True)), **mask, scale=0.1, output_element=OUTPUTS[number % 3]
-        )
+        fields = {"output_element": OUTPUTS[number % 3], "quantized": number % 5 < 2}
+        problem = AttentionDescriptor(**dict(zip(names, size, strict=True)), **mask, scale=0.1, **fields)
         made.append(Case(problem, kinds[number // 3 % 4]))
+    many = dict(zip(names, (2, 40, 8, 128, 2, 2, 1), strict=True))  # a block of threads for the codes of a token
+    made += [Case(AttentionDescriptor(**many, scale=0.1, output_element=each, quantized=True)) for each in OUTPUTS]
     return tuple(made)
 
 
@@ -310,6 +363,7 @@ SKUS = (
         suffix="_warpgroup",
         arch=ArchSku.SM_90A,
         launch="skuda.kernels.attention.attention_launch:warpgroup",
+        flags=lambda data, _: element_flags(data, ElementKind.S8),
         constraints=(
             OneOf(field="head_size", allowed=(128,)),
             Between(field="pages", minimum=1),
@@ -323,6 +377,7 @@ SKUS = (
         __name__,
         OUTPUTS,
         launch="skuda.kernels.attention.attention_launch:attention",
+        flags=lambda data, _: element_flags(data, ElementKind.S8),
         variant="plain",
         entry_point="attention_128",
         summary="16 rows of a head for each warp",

@@ -16,6 +16,7 @@
 // Variants: none. Only blocks with keys that some row of a warp does not see are masked.
 #include "attention.cuh"
 #include "hopper.cuh"
+#include "quantized_rows.cuh"
 
 enum {
   D = 128,

@@ -31,6 +31,8 @@ from skuda.registry.vocabulary import OpCategory
 Array = npt.NDArray[Any]
 PAGE = 128
 """Positions of a page."""
+CODE_BOUNDS = (-127, 127)
+"""Bounds of all codes, inclusive."""
 HEAD_SIZES = (32, 64, 128)
 """Elements of a head that kernels exist for."""
 TABLES = (

@@ -37,6 +37,20 @@ def drawn_tables(problem: CacheProblem, rng: np.random.Generator) -> tuple[dict[
     return {"block_table": table, "lengths": lengths, "starts": starts}, live
 
 
+def full_tables(problem: CacheProblem, rng: np.random.Generator) -> dict[str, Array]:
+    """Return the tables of sequences with equally many rows, whose tables are full of pages of their own, in any order.
+
+    For `pages` of at least `sequences` times `most_blocks`.
+    """
+    pages = rng.permutation(problem.pages)[: problem.sequences * problem.most_blocks]
+    each = problem.tokens // max(problem.sequences, 1)
+    return {
+        "block_table": pages.astype(np.int32).reshape(problem.sequences, problem.most_blocks),
+        "lengths": np.full(problem.sequences, problem.most_blocks * PAGE, np.int32),
+        "starts": np.arange(problem.boundaries, dtype=np.int32) * np.int32(each),
+    }
+
+
 def drawn_scales(shape: tuple[int, ...], unit: float, values: Values, rng: np.random.Generator) -> Array:
     """Return f32 scales around `unit`, some of them 0; for ``special``, a few of any size or not finite."""
     scales = unit * np.exp2(rng.normal(0, 1, shape)) * (rng.random(shape) > 0.1)

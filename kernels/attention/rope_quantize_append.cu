@@ -295,9 +295,10 @@ DEVICE void values_of_a_tile(const Append& p, u32 block) {
   if (p.sequences == 0) return;
   const s64 s = how_many(p.sequences - 1, [&](s32 i) { return (s64)p.starts[i] / TILE + 2 * (s64)i <= number; });
   const s64 start = p.starts[s], end = p.lengths[s], begin = end - (p.starts[s + 1] - start);
-  const s64 base = begin / TILE * TILE + (number - start / TILE - 2 * s) * TILE;
-  const s64 low = base > begin ? base : begin, high = base + TILE < end ? base + TILE : end;
-  if (begin < 0 || base < 0 || low >= high) return;  // the whole block
+  const s64 first_slot = begin > 0 ? begin : 0;  // before it is padding
+  const s64 base = first_slot / TILE * TILE + (number - start / TILE - 2 * s) * TILE;
+  const s64 low = base > first_slot ? base : first_slot, high = base + TILE < end ? base + TILE : end;
+  if (base < 0 || low >= high) return;  // the whole block
   const s64 position = base + threadIdx.x / lanes, row = start + position - begin;
   const bool inside = position >= low && position < high && row >= 0 && row < p.tokens;
   const bool by_octets = p.by_octets();

@@ -15,8 +15,8 @@ scale = RN_C(m / 127), and if that is 0, 1; codes = clamp(rne(RN_C(x / scale)), 
 In the cache the scale is 0 where RN_C(m / 127) is 0, as for a head of zeros or of NaN, so that a 1 decides nothing.
 A head with an infinity has an infinite scale and codes of 0.
 
-`k_codes`, `k_scale`, `v_codes` and `v_scale` are written in place, at the slots of the new tokens alone. A row that
-belongs to no sequence writes nothing there; its `q_codes` are 0 and its `q_scale` is 1.
+`k_codes`, `k_scale`, `v_codes` and `v_scale` are written in place, at the slots of the new tokens alone. A row of
+padding, and one that belongs to no sequence, writes nothing there; its `q_codes` are 0 and its `q_scale` is 1.
 A token's result depends only on its own row, its position, and the weights.
 
 Elements
@@ -35,8 +35,8 @@ below 1 or no multiple of `kv_heads`; `rotated` that is odd or above `head_size`
 finite in C; 2^31 or more heads of all rows; an argument that is missing, unknown, of another element or shape, or that
 overlaps one that is written.
 Kernels trust what tables hold, and write nothing outside of the arrays. The reference refuses with `InvalidProblem`:
-`starts` that do not begin at 0, decrease, or end beyond the rows; `lengths` below the number of new tokens, beyond
-`block_table`, or beyond `cos_sin`; pages out of range; new tokens that share a slot.
+`starts` that do not begin at 0, decrease, or end beyond the rows; `lengths` below 0, beyond `block_table`, or beyond
+`cos_sin`; pages out of range; new tokens that share a slot.
 `Unsupported` for an element outside the list above.
 """
 
@@ -49,7 +49,15 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from skuda.kernels.attention.cache import PAGE, TABLES, CacheProblem, cache_arguments, check_tables, column_of
+from skuda.kernels.attention.cache import (
+    CODE_BOUNDS,
+    PAGE,
+    TABLES,
+    CacheProblem,
+    cache_arguments,
+    check_tables,
+    column_of,
+)
 from skuda.kernels.blocks import BLOCK
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.offers import cuda_skus, numpy_skus
@@ -64,8 +72,6 @@ from skuda.registry.vocabulary import RotaryLayout
 
 Array = npt.NDArray[Any]
 ELEMENTS = (ElementKind.F16, ElementKind.BF16, ElementKind.F32)
-CODE_BOUNDS = (-127, 127)
-"""Bounds of all codes, inclusive."""
 _CODES = (ElementKind.F32, ElementKind.S8)
 
 
@@ -153,28 +159,27 @@ class RopeQuantizeAppendDescriptor(CacheProblem):
 @np.errstate(all="ignore")  # infinities and NaN are valid results here
 def reference(problem: RopeQuantizeAppendDescriptor, **arrays: Any) -> None:
     """Write the cache at the slots of the new tokens, `q_codes` and `q_scale`."""
-    positions, pages = _places(problem, arrays)
-    live = len(positions)
-    arrays["q_codes"][live:], arrays["q_scale"][live:] = 0, 1
+    live, positions, pages = _places(problem, arrays)
+    arrays["q_codes"][:], arrays["q_scale"][:] = 0, 1
     step = max(1, BLOCK // problem.q_columns)
-    for start in range(0, live, step):
-        rows = slice(start, min(start + step, live))
-        table = arrays["cos_sin"][positions[rows]][:, None]
+    for start in range(0, len(live), step):
+        some = slice(start, start + step)
+        rows, table = live[some], arrays["cos_sin"][positions[some]][:, None]
         q = _turned(problem, _normalized(problem, arrays["q"][rows], arrays.get("q_norm")), table)
         arrays["q_codes"][rows], arrays["q_scale"][rows] = _quantized(q)
         k = _turned(problem, _normalized(problem, arrays["k"][rows], arrays.get("k_norm")), table)
         if arrays.get("k_offset") is not None:
             k = k - arrays["k_offset"]
         v = _normalized(problem, arrays["v"][rows], None)
-        page, slot, head = pages[rows, None], positions[rows, None] % PAGE, np.arange(problem.kv_heads)
+        page, slot, head = pages[some, None], positions[some, None] % PAGE, np.arange(problem.kv_heads)
         arrays["k_codes"][page, head, slot], arrays["k_scale"][page, head, slot] = _in_cache(k)
         codes, arrays["v_scale"][page, head, slot] = _in_cache(v)
         element = np.arange(problem.head_size)
         arrays["v_codes"][page[..., None], head[:, None], element, column_of(slot)[..., None]] = codes
 
 
-def _places(problem: RopeQuantizeAppendDescriptor, arrays: Mapping[str, Any]) -> tuple[Array, Array]:
-    """Return position and page of every row that belongs to a sequence, once the tables are checked."""
+def _places(problem: RopeQuantizeAppendDescriptor, arrays: Mapping[str, Any]) -> tuple[Array, Array, Array]:
+    """Return the rows that have a slot, their positions and their pages, once the tables are checked."""
     block_table, lengths, starts = (arrays[each.name].astype(np.int64) for each in TABLES)
     check_tables(problem, block_table, lengths, starts)
     new = np.diff(starts)
@@ -185,7 +190,9 @@ def _places(problem: RopeQuantizeAppendDescriptor, arrays: Mapping[str, Any]) ->
         raise InvalidProblem(subject, f"lengths[{long[0]}]", str(lengths[long[0]]), rule)
     sequence = np.repeat(np.arange(problem.sequences), new)
     positions = np.arange(len(sequence)) - starts[sequence] + (lengths - new)[sequence]
-    pages = block_table[sequence, positions // PAGE] if len(sequence) else positions
+    rows = np.flatnonzero(positions >= 0)
+    sequence, positions = sequence[rows], positions[rows]
+    pages = block_table[sequence, positions // PAGE] if len(rows) else positions
     slots = pages * PAGE + positions % PAGE
     _, first, same = np.unique(slots, return_index=True, return_inverse=True)
     twice = np.flatnonzero(first[same] != np.arange(len(slots)))
@@ -193,7 +200,7 @@ def _places(problem: RopeQuantizeAppendDescriptor, arrays: Mapping[str, Any]) ->
         one, other = first[same][twice[0]], twice[0]
         had = f"page {pages[one]} for new tokens of sequences {sequence[one]} and {sequence[other]}"
         raise InvalidProblem(subject, "block_table", had, "have pages of their own for blocks that new tokens are in")
-    return positions, pages
+    return rows, positions, pages
 
 
 def _normalized(problem: RopeQuantizeAppendDescriptor, rows: Array, weight: Array | None) -> Array:
@@ -222,10 +229,8 @@ def _turned(problem: RopeQuantizeAppendDescriptor, x: Array, table: Array) -> Ar
 
 def _quantized(x: Array) -> tuple[Array, Array]:
     """Return codes and scales of heads [rows, heads, head_size]."""
-    scales, codes = np.empty(x.shape[:2], np.float32), np.empty(x.shape, np.int8)
-    width = x.shape[-1]
-    affine.quantize_rows(_CODES, CODE_BOUNDS, x.reshape(-1, width), scales.reshape(-1), codes.reshape(-1, width))
-    return codes, scales
+    scales, codes = affine.coded_rows(_CODES, CODE_BOUNDS, x.reshape(-1, x.shape[-1]))
+    return codes.reshape(x.shape), scales.reshape(x.shape[:2])
 
 
 def _in_cache(x: Array) -> tuple[Array, Array]:
@@ -266,7 +271,10 @@ def draw(problem: RopeQuantizeAppendDescriptor, values: Values, rng: np.random.G
 
 
 def _drawn_tables(p: RopeQuantizeAppendDescriptor, rng: np.random.Generator) -> dict[str, Array]:
-    """Draw tables: a number of new tokens for each sequence, and pages; nothing else in the table is a page."""
+    """Draw tables: a number of new tokens for each sequence, and pages; nothing else in the table is a page.
+
+    Some sequences begin with rows of padding.
+    """
     table = rng.choice(np.array([-1, p.pages, 2**31 - 1, -(2**31)], np.int32), (p.sequences, p.most_blocks))
     lengths, starts = np.zeros(p.sequences, np.int32), np.zeros(p.sequences + 1, np.int32)
     free, most = list(rng.permutation(p.pages)), min(p.most_blocks * PAGE, p.most_positions)
@@ -274,8 +282,9 @@ def _drawn_tables(p: RopeQuantizeAppendDescriptor, rng: np.random.Generator) -> 
     for s in range(p.sequences):
         room = min(left, most, len(free) * PAGE)
         new = room if s == p.sequences - 1 else int(rng.integers(min(room, 2 * left // (p.sequences - s)) + 1))
-        length = int(rng.integers(new, most + 1)) if p.pages else 0
-        first, end = (length - new) // PAGE, -(-length // PAGE)
+        padded = new and rng.random() < 0.2
+        length = int(rng.integers(new) if padded else rng.integers(new, most + 1)) if p.pages else 0
+        first, end = max(length - new, 0) // PAGE, -(-length // PAGE)
         if new and end - first > len(free):  # whole pages have more room
             length, first, end = new, 0, -(-new // PAGE)
         left, lengths[s], starts[s + 1] = left - new, length, starts[s] + new

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skuda.kernels.blocks import BLOCK, Index, blocks, scalar_of_one, write
-from skuda.kernels.dtypes import compute_dtype
+from skuda.kernels.dtypes import compute_dtype, storage_dtype
 from skuda.kernels.quantize.granularity import Spread, per_token
 from skuda.registry.elements import ElementKind
 
@@ -100,6 +100,14 @@ def quantize_rows(
     scales[...] = scale[:, 0]
     t = rounded_quotient(x.astype(compute, copy=False), scalar_of_one(scale))
     write(output, elements[1], (slice(0, len(x)), slice(0, x.shape[1])), clamp_codes(t, 0, *bounds))
+
+
+def coded_rows(elements: tuple[ElementKind, ElementKind], bounds: tuple[int, int], x: Array) -> tuple[Array, Array]:
+    """Return the scales and codes of `quantize_rows` as new arrays; codes have a byte each."""
+    scales = np.empty(len(x), compute_dtype(elements[0]))
+    codes = np.empty(x.shape, storage_dtype(elements[1]))
+    quantize_rows(elements, bounds, x, scales, codes)
+    return scales, codes
 
 
 @np.errstate(all="ignore")

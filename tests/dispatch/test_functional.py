@@ -79,6 +79,16 @@ def test_a_signature_has_every_argument_and_every_field(name):
     assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_a_parameter_has_the_type_of_every_value_that_cases_give_it(name):
+    parameters = inspect.signature(getattr(skuda.ops, name)).parameters
+    for case in OPS[name].cases:
+        for field in type(case.problem).model_fields.keys() & parameters:
+            value, kind = getattr(case.problem, field), parameters[field].annotation
+            if not isinstance(value, tuple) and value is not None:
+                assert isinstance(value, kind), field
+
+
 def test_a_function_is_made_once_and_is_found_by_its_name():
     functions = {name: getattr(skuda.ops, name) for name in OPS}
     assert functions == {name: pickle.loads(pickle.dumps(one)) for name, one in functions.items()}  # noqa: S301  our own

@@ -564,7 +564,7 @@ def _rope_quantize_append_op(problem: Any, inputs: dict[str, Any]) -> Definition
     positions: dict[int, int] = {}
     rows: dict[tuple[int, int], int] = {}
     for s, length in enumerate(lengths):
-        for row in range(starts[s], starts[s + 1]):
+        for row in range(max(starts[s], starts[s + 1] - length), starts[s + 1]):  # without padding
             positions[row] = length - starts[s + 1] + row
             rows[int(inputs["block_table"][s, positions[row] // 128]), positions[row] % 128] = row
     heads: dict[tuple[str, int, int], tuple[float, list[float]]] = {}
@@ -760,11 +760,26 @@ Sums = tuple[float, int, list[float], float]
 @defines("attention")
 def _attention_op(problem: Any, inputs: dict[str, Any]) -> Definition:
     rows: dict[Coordinate, list[float]] = {}
+    scales: dict[int, float] = {}
 
-    def at(_: str, where: Coordinate) -> float:
-        if where[:2] not in rows:
-            rows[where[:2]] = _attended(problem, inputs, *where[:2])
-        return rows[where[:2]][where[2]]
+    def row(token: int, head: int) -> list[float]:
+        if (token, head) not in rows:
+            rows[token, head] = _attended(problem, inputs, token, head)
+        return rows[token, head]
+
+    def scale(token: int) -> float:
+        if token not in scales:
+            whole = [value for head in range(problem.heads) for value in row(token, head)]
+            scales[token] = dynamic_range(whole, -127, 127, "f32")[0]
+        return scales[token]
+
+    def at(name: str, where: Coordinate) -> float:
+        if name == "output_scale":
+            return scale(where[0])
+        value = row(*where[:2])[where[2]]
+        if name == "output":
+            return value
+        return code_of(steps_of(value, scale(where[0]), "f32"), 0, -127, 127)
 
     return at
 
@@ -777,7 +792,10 @@ def _attended(problem: Any, inputs: dict[str, Any], token: int, head: int) -> li
         return [0.0] * problem.head_size
     length = int(inputs["lengths"][owners[0]])
     position = length - starts[owners[0] + 1] + token
-    seen = [j for j in range(length) if not problem.causal or position - (problem.window or length) < j <= position]
+    keys = range(length) if position >= 0 else ()
+    seen = [j for j in keys if not problem.causal or position - (problem.window or length) < j <= position]
+    if not seen:
+        return [0.0] * problem.head_size
     c = convert(math.log2(math.e) * problem.scale, "f32")
     z = multiply(float(inputs["q_scale"][token, head]), c, "f32")
     group = problem.heads // problem.kv_heads

@@ -67,11 +67,13 @@ def _head(problem, inputs, name, row, head, position):
 
 
 def _places(inputs):
-    """Yield sequence, row and position of every new token."""
+    """Yield sequence, row and position of every new token that is no padding."""
     lengths, starts = inputs["lengths"].tolist(), inputs["starts"].tolist()
     for s, length in enumerate(lengths):
         for row in range(starts[s], starts[s + 1]):
-            yield s, row, length - starts[s + 1] + row
+            position = length - starts[s + 1] + row
+            if position >= 0:
+                yield s, row, position
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -101,8 +103,9 @@ def test_codes_and_scales_are_those_of_the_plain_ops_and_no_other_slot_changes(c
             assert_same_bits(found["q_scale"][row, head], scale, f"scale of q of row {row}")
     for name in CACHE:
         assert_same_bits(found[name][untouched[name]], want[name][untouched[name]], f"other slots of {name}")
-    assert not found["q_codes"][len(places) :].any()
-    assert (found["q_scale"][len(places) :] == 1).all()
+    others = np.setdiff1d(np.arange(problem.tokens), [row for _, row, _ in places])
+    assert not found["q_codes"][others].any()
+    assert (found["q_scale"][others] == 1).all()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -127,6 +130,39 @@ def test_a_token_depends_neither_on_other_tokens_nor_on_pages(case):
             at = column_of(slot) if name == "v_codes" else slot
             where = np.s_[:, at] if name == "k_codes" else np.s_[..., at]
             assert_same_bits(found[name][page][where], whole[name][own][where], name)
+
+
+def _padded(problem, rng):
+    """Return inputs of sequences of one number of rows, whose first rows are padding, and the rows that are not."""
+    inputs = drawn(Case(problem, "special"), rng.random())
+    rows = problem.tokens // problem.sequences
+    lengths = np.append(rng.integers(0, rows, problem.sequences - 1), rows).astype(np.int32)
+    table = rng.permutation(problem.pages)[: problem.sequences].astype(np.int32)[:, None]
+    inputs |= {"lengths": lengths, "block_table": np.where(lengths[:, None], table, -1).astype(np.int32)}
+    inputs["starts"] = np.arange(0, problem.tokens + 1, rows, dtype=np.int32)
+    return inputs, np.concatenate([np.arange(rows * (s + 1) - n, rows * (s + 1)) for s, n in enumerate(lengths)])
+
+
+PADDED = {"rows": {"tokens": 24, "sequences": 4}, "tiles": {"tokens": 160, "sequences": 2}}
+
+
+@pytest.mark.parametrize("sizes", PADDED.values(), ids=PADDED)
+def test_padding_writes_nothing_and_the_rest_is_as_it_is_without(sizes):
+    rng = fresh("padded", sizes)
+    problem = _small(**sizes, most_blocks=1, has_q_norm=True, has_k_norm=True, has_k_offset=True)
+    inputs, live = _padded(problem, rng)
+    found = run(problem, inputs)
+    padding = np.setdiff1d(np.arange(problem.tokens), live)
+    assert len(padding)
+    assert not found["q_codes"][padding].any()
+    assert (found["q_scale"][padding] == 1).all()
+    starts = np.concatenate(([0], np.cumsum(inputs["lengths"]))).astype(np.int32)
+    bare = inputs | {name: inputs[name][live] for name in "qkv"} | {"starts": starts}
+    want = run(problem.model_copy(update={"tokens": len(live)}), bare)
+    for name in CACHE:
+        assert_same_bits(found[name], want[name], name)
+    for name in ("q_codes", "q_scale"):
+        assert_same_bits(found[name][live], want[name], name)
 
 
 def _small(**fields):
@@ -276,6 +312,19 @@ def test_tables_of_anything_write_nothing_outside_of_the_arrays(sku, way):
         for name in set(inputs) - set(CACHE):
             placed[name].assert_unchanged()
         assert not np.isnan(placed["q_scale"].array).any(), "a query was not written"
+
+
+@ONLY_WITH_A_COMPILER
+@pytest.mark.parametrize("sku", KERNELS, ids=lambda sku: sku.element)
+@pytest.mark.parametrize("way", PADDED)
+def test_the_kernel_treats_padding_like_the_reference(sku, way):
+    rng = fresh(sku.id, way)
+    problem = _small(**PADDED[way], most_blocks=1, input_element=sku.element, has_q_norm=True, has_k_offset=True)
+    inputs, _ = _padded(problem, rng)
+    found, placed = _launched(sku, problem, inputs, rng)
+    assert found == way
+    for name, want in run(problem, inputs).items():
+        assert_same_bits(placed[name].array, want, name)
 
 
 @ONLY_WITH_A_COMPILER

@@ -8,9 +8,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, JsonValue
 
 from skuda.dispatch.select.tuning import Timing
+from skuda.kernels.attention.attention import AttentionDescriptor
+from skuda.kernels.attention.cache import PAGE
+from skuda.kernels.attention.rope_quantize_append import RopeQuantizeAppendDescriptor
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear.problem import LinearProblem
-from skuda.registry.descriptor import Descriptor, Role, storage_shape
+from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.registry import Registry
 from skuda.registry.value import Real, Size, Value
 from skuda.tools.study.record import Record
@@ -153,11 +156,26 @@ def least_work(problem: Descriptor) -> tuple[int, int]:
     """Return the bytes and the operations that a problem takes at least.
 
     Every required array is read or written once, and numbers are free. The operations are the multiplications and
-    additions of a product; they are 0 for every other op, which is bound by memory.
+    additions of a product, and of attention where its mask leaves a key; they are 0 for every other op, which is bound
+    by memory. On a paged cache, sequences are those of `full_tables`: attention reads the whole cache; an append reads
+    the cosines of the new positions, and writes their slots.
     """
-    moved = sum(
-        math.prod(storage_shape(one.shape, one.elements[0])) * storage_dtype(one.elements[0]).itemsize
-        for one in problem.arguments()
-        if one.role in (Role.INPUT, Role.OUTPUT)
-    )
+
+    def size(one: Argument) -> int:
+        return math.prod(storage_shape(one.shape, one.elements[0])) * storage_dtype(one.elements[0]).itemsize
+
+    moved = sum(size(one) for one in problem.arguments() if one.role in (Role.INPUT, Role.OUTPUT))
+    if isinstance(problem, RopeQuantizeAppendDescriptor):
+        moved += problem.tokens * problem.kv_heads * (2 * problem.head_size + 8)
+        moved -= 4 * problem.rotated * (problem.most_positions - problem.tokens // max(problem.sequences, 1))
+    if isinstance(problem, AttentionDescriptor):
+        return moved, 4 * problem.head_size * problem.heads * _scores(problem)
     return moved, 2 * math.prod(problem.sizes) if isinstance(problem, LinearProblem) else 0
+
+
+def _scores(problem: AttentionDescriptor) -> int:
+    """Return the pairs of a new token and a key that it sees."""
+    keys, new = problem.most_blocks * PAGE, problem.tokens // max(problem.sequences, 1)
+    most = min(keys, problem.window or keys) if problem.causal else keys
+    seen = new * most - (math.comb(most - (keys - new), 2) if problem.causal and most > keys - new else 0)
+    return problem.sequences * seen

@@ -17,7 +17,7 @@ from skuda.tools.study.view import Facts, Parts, Sections, Table
 _ROWS = {"M >= 1000": (1000, math.inf), "64 <= M < 1000": (64, 999), "M < 64": (1, 63)}
 """Classes of rows for the means of a product: the first is bound by arithmetic and the last by memory."""
 _FEW = 64
-"""Rows up to which a product is bound by reading the weight."""
+"""Rows up to which a product is bound by reading the weight, and attention by reading the keys."""
 _LAYER = ("quantized_linear", (4096, 4096))
 """Op, N and K of the layer that is compared with what else a user of PyTorch could run."""
 _TERA = 1e12
@@ -74,11 +74,11 @@ def _cases(title: str, cases: Sequence[CaseResult], record: BenchRecord) -> Part
 
 
 def _rate(case: CaseResult) -> str:
-    """Format a case's rate: TOPS of a product of more than 64 rows, else TB/s."""
+    """Format a case's rate: TOPS of a product, or attention, of more than 64 rows, else TB/s."""
     if case.timing is None:
         return ""
-    product = len(case.shape) == 3 and case.shape[0] > _FEW
-    amount, unit = (case.operations, "TOPS") if product else (case.bytes, "TB/s")
+    many = case.operations > 0 and case.shape[len(case.shape) == 4] > _FEW
+    amount, unit = (case.operations, "TOPS") if many else (case.bytes, "TB/s")
     return f"{_figure(amount / case.timing.median * 1e6 / _TERA)} {unit}"
 
 

@@ -9,12 +9,14 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from skuda.kernels.attention.cache import CacheProblem
 from skuda.kernels.linear.problem import LinearProblem
 from skuda.kernels.quantize.fake_quantize import FakeQuantize
 from skuda.kernels.quantize.fake_quantize_backward import FakeQuantizeBackward
 from skuda.kernels.quantize.granularity import PerTensor
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import ElementKind
+from skuda.tools.bench.attention import cache_rivals
 from skuda.tools.bench.cutlass.rival import Cutlass
 from skuda.tools.bench.formulas import Inputs, formula, scaled_mm, torch_dtype, torch_module, views
 from skuda.tools.bench.rival import Call, Rival, operands
@@ -32,6 +34,8 @@ def rivals_of(problem: Descriptor, libraries: Sequence[Cutlass | Vllm] = (Cutlas
     built = tuple(rival for library in libraries if (rival := library.rival(problem)) is not None)
     if isinstance(problem, LinearProblem):
         return (*built, *_product_rivals(problem))
+    if isinstance(problem, CacheProblem):
+        return (*built, *cache_rivals(problem, _compile))
     found = [
         *built,
         Rival("eager", "the same, operation by operation", _eager),

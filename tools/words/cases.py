@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skuda.kernels.attention.cache import PAGE, CacheProblem
 from skuda.kernels.linear.problem import LinearProblem
 from skuda.kernels.linear.rescale import RescaleDescriptor
 from skuda.kernels.quantize.granularity import AffineProblem
@@ -37,8 +38,13 @@ _PRODUCTS = (
     *((m, 28672, 8192) for m in (1, 16, 64, 128, 2048)),
     *((2048, 8192, 28672), (384, 384, 384), (4096, 384, 1536)),
 )
+_DECODE = tuple((sequences, 1, keys, 128) for sequences in (1, 16, 64) for keys in (1024, 8192, 32768))
+_PREFILL = tuple((1, keys, keys, 128) for keys in (2048, 8192, 16384))
+_APPENDED = ((64, 1, 1024, 128), (1, 128, 1024, 128), (1, 2048, 2048, 128))
 _WIDE: _Cases = ((((16384, 8192),), (_BF16, _F32)), (((8192, 8192),), (_F64,)))
 _DEFAULTS: dict[str, _Cases] = {
+    "attention": (((*_DECODE, *_PREFILL), (_BF16,)),),
+    "rope_quantize_append": ((_APPENDED, (_BF16,)),),
     "dynamic_range": ((_TOKENS, (_BF16, _F16)),),
     "fake_quantize": ((((1024, 1024), (4096, 4096)), (_F32,)), *_WIDE),
     "scaled_linear": ((_SQUARES, (_BF16,)), (_SQUARES[-1:], (_S32,))),
@@ -55,8 +61,8 @@ _DEFAULTS: dict[str, _Cases] = {
 class BenchCase:
     """One problem to measure.
 
-    Its shape is rows and columns of the data, or M, N and K of a product; its element is that of the data, or of a
-    product's activation or output.
+    Its shape is rows and columns of the data; or M, N and K of a product; or, on a paged cache, sequences, new tokens
+    and keys of each, and the size of a head. Its element is that of the data, or of a product's activation or output.
     """
 
     problem: Descriptor
@@ -75,13 +81,13 @@ class BenchCase:
 
 
 def groups(registry: Registry) -> dict[str, tuple[str, ...]]:
-    """Return the names that stand for several ops of a registry: ``quantize``, ``linear`` and ``all``."""
+    """Return the names that stand for several ops of a registry: ``quantize``, ``linear``, ``cache`` and ``all``."""
 
     def of(*kinds: type[Descriptor]) -> tuple[str, ...]:
         return tuple(sorted(op.name for op in registry.ops.values() if issubclass(op.descriptor, kinds)))
 
-    quantize, linear = of(AffineProblem, RescaleDescriptor), of(LinearProblem)
-    return {"quantize": quantize, "linear": linear, "all": (*quantize, *linear)}
+    quantize, linear, cache = of(AffineProblem, RescaleDescriptor), of(LinearProblem), of(CacheProblem)
+    return {"quantize": quantize, "linear": linear, "cache": cache, "all": (*quantize, *linear, *cache)}
 
 
 def select_cases(
@@ -111,7 +117,7 @@ def select_cases(
 def select_ops(registry: Registry, names: Sequence[str] = (), *, command: str = "bench") -> tuple[str, ...]:
     """Return the ops that names stand for, each once; see `select_cases`."""
     known = groups(registry)
-    kind = "an op of the quantization family or a group"
+    kind = "an op that can be measured, or a group"
     names = chosen(command, "OPS", names, (*known, *known["all"]), kind=kind) or ("all",)
     return tuple(dict.fromkeys(op for name in names for op in known.get(name, (name,))))
 
@@ -129,12 +135,13 @@ def random_shapes(
 
 
 def rank_of(op: Op) -> int:
-    """Return the number of sizes in a shape of an op: 3 for a product, else 2."""
-    return 3 if issubclass(op.descriptor, LinearProblem) else 2
+    """Return the number of sizes in a shape of an op: 3 for a product, 4 on a paged cache, else 2."""
+    return 3 if issubclass(op.descriptor, LinearProblem) else 4 if issubclass(op.descriptor, CacheProblem) else 2
 
 
 def _form(rank: int) -> str:
-    return "MxNxK (rows, output channels, inner size)" if rank == 3 else "ROWSxCOLUMNS"
+    forms = {3: "MxNxK (rows, output channels, inner size)", 4: "SEQUENCESxNEWxKEYSxHEAD_SIZE"}
+    return forms.get(rank, "ROWSxCOLUMNS")
 
 
 def _cases(
@@ -157,10 +164,13 @@ def problem_of(descriptor: type[Descriptor], shape: Shape, element: ElementKind)
 
     Per channel, the channels are the columns; per group, `GROUP_SIZE` elements share a scale; a dynamic range is per
     token. A norm adds a residual, and has a weight and a bias. The shape of a gated activation is that of its output,
-    and that of a rescale too, of sums over as many products as it has columns.
+    and that of a rescale too, of sums over as many products as it has columns. On a paged cache, 32 heads share 8 of
+    keys, and the keys of a sequence fill its pages; the last ones are its new tokens.
     Raise `InvalidProblem` for a shape that the op refuses, such as columns that are not whole groups.
     """
     known = descriptor.model_fields
+    if issubclass(descriptor, CacheProblem):
+        return _on_a_cache(descriptor, shape, element)
     symmetric = issubclass(descriptor, LinearProblem) or not known.keys().isdisjoint({"scope", "scaling"})
     fields: dict[str, Any] = {"q_min": -127 if symmetric else -128, "q_max": 127, "act_scale": 0.0131}
     fields[descriptor.element_field] = element
@@ -177,3 +187,15 @@ def problem_of(descriptor: type[Descriptor], shape: Shape, element: ElementKind)
         fields |= {"axis": 1} if "shape" in known else {}
         fields |= {"group_size": GROUP_SIZE} if "axis_size" in known else {}
     return descriptor(**{name: value for name, value in fields.items() if name in known})
+
+
+def _on_a_cache(descriptor: type[CacheProblem], shape: Shape, element: ElementKind) -> Descriptor:
+    sequences, new, keys, size = shape
+    if keys % PAGE or new > keys:
+        rule = f"be a multiple of {PAGE}, and at least the new tokens, {new}"
+        raise InvalidProblem(descriptor.__name__, "keys", str(keys), rule)
+    blocks = keys // PAGE
+    fields: dict[str, Any] = {"tokens": sequences * new, "sequences": sequences, "head_size": size}
+    fields |= {"heads": 32, "kv_heads": 8, "pages": sequences * blocks, "most_blocks": blocks}
+    fields |= {"scale": size**-0.5, "rotated": size, "most_positions": keys, descriptor.element_field: element}
+    return descriptor(**{name: value for name, value in fields.items() if name in descriptor.model_fields})

@@ -104,7 +104,10 @@ def _read_file(path: Path, command: str) -> list[Shape]:
 def _read(text: str, where: str, command: str) -> Shape:
     sizes = _sizes(text)
     if sizes is None:
-        rule = f"be ROWSxCOLUMNS or MxNxK, of sizes above 0, a file of those, or a model: {words(MODELS)}"
+        rule = (
+            "be ROWSxCOLUMNS, MxNxK or SEQUENCESxNEWxKEYSxHEAD_SIZE, of sizes above 0, a file of those, or a model: "
+            f"{words(MODELS)}"
+        )
         raise InvalidProblem(command, "--shapes", where, rule)
     return sizes
 
@@ -112,4 +115,4 @@ def _read(text: str, where: str, command: str) -> Shape:
 def _sizes(text: str) -> Shape | None:
     """Parse a text as a shape; return None if it is not one."""
     parts = text.lower().split("x")
-    return tuple(map(int, parts)) if len(parts) in (2, 3) and all(map(_SIZE.fullmatch, parts)) else None
+    return tuple(map(int, parts)) if len(parts) in (2, 3, 4) and all(map(_SIZE.fullmatch, parts)) else None

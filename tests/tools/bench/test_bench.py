@@ -54,7 +54,9 @@ FAKE = select_cases(REGISTRY, ["fake_quantize"], [(2, 8)], ["f32"])
 def test_groups_are_the_whole_family():
     known = groups(REGISTRY)
     assert known["linear"] == ("quantized_linear", "scaled_linear", "smoothquant_linear")
-    assert set(known["all"]) == {name for name, op in OPS.items() if op.category is OpCategory.QUANTIZATION}
+    measured = {OpCategory.QUANTIZATION, OpCategory.ATTENTION}
+    assert set(known["all"]) == {name for name, op in OPS.items() if op.category in measured}
+    assert known["cache"] == ("attention", "rope_quantize_append")
     assert not set(known["quantize"]) & set(known["linear"])
 
 
@@ -84,6 +86,12 @@ def test_shapes_and_elements_replace_the_defaults():
     assert {(case.op.endswith("linear"), len(case.shape)) for case in both} == {(True, 3), (False, 2)}
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 100, 32), (1, 200, 128, 32)])
+def test_keys_that_do_not_fill_pages_or_lack_new_tokens_are_refused(shape):
+    with pytest.raises(InvalidProblem, match="keys must be a multiple of 128, and at least the new tokens"):
+        select_cases(REGISTRY, ["attention"], [shape])
+
+
 def test_random_shapes_are_added_for_products_and_marked(monkeypatch):
     few = ((5, 512, 528), (7, 528, 512))
     monkeypatch.setattr(cases_module, "random_products", lambda count, seed: few if (count, seed) == (2, 9) else ())
@@ -99,6 +107,9 @@ def test_random_shapes_are_added_for_products_and_marked(monkeypatch):
 # --- the work --------------------------------------------------------------------------------------------------------
 
 
+ROWS = 128 * 32 * (32 + 4 + 4 * 32) + 256 * 8 * (2 * 32 + 8) + 4 * (2 + 1 + 2)
+
+
 @pytest.mark.parametrize(
     ("op", "shape", "element", "work"),
     [
@@ -108,6 +119,11 @@ def test_random_shapes_are_added_for_products_and_marked(monkeypatch):
         ("quantized_linear", (3, 5, 7), "f16", (42 + 35 + 20 + 30, 210)),
         ("scaled_linear", (3, 5, 7), "bf16", (21 + 35 + 20 + 12 + 30, 210)),
         ("scaled_linear", (3, 5, 7), "s32", (21 + 35 + 60, 210)),
+        # q and the output; keys and values with their scales; tables. A new token sees all keys.
+        ("attention", (3, 1, 256, 64), "bf16", (96 * (64 + 4 + 128) + 768 * 8 * (2 * 64 + 8) + 52, 4 * 64 * 96 * 256)),
+        ("attention", (1, 128, 256, 32), "f32", (ROWS, 4 * 32 * 32 * (128 * 256 - 128 * 127 // 2))),
+        # q, k and v; cosines; slots; codes and scales of q; tables.
+        ("rope_quantize_append", (2, 3, 128, 32), "f16", (6 * 48 * 64 + 3 * 128 + 6 * (8 * 72 + 32 * 36) + 28, 0)),
     ],
 )
 def test_work_is_what_the_descriptor_says(op, shape, element, work):
@@ -464,7 +480,7 @@ def test_every_problem_has_rivals_that_say_what_they_compute():
         assert len(set(names)) == len(names)
         assert all(rival.computes for rival in rivals)
         assert ("fp8" in names) is case.op.endswith("linear")
-        assert ("eager" in names) is not case.op.endswith("linear")
+        assert ("eager" in names) is not (case.op.endswith("linear") or case.op in groups(REGISTRY)["cache"])
         assert ("bitsandbytes" in names) is ("torchao" in names) is (case.op == "quantized_linear")
         assert ("builtin" in names) is case.op.startswith("fake_")
     layer = {

@@ -19,7 +19,7 @@ from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.kernels.quantize import DynamicRangeQuantizeDescriptor, QuantizePerChannelDescriptor
 from skuda.kernels.quantize.gated import GatedProblem
 from skuda.kernels.quantize.gated_amax import GatedAmaxProblem
-from skuda.registry import InvalidProblem
+from skuda.registry import InvalidProblem, Role
 from skuda.registry.device import HOST, device_named
 from skuda.tools.bench import lab as lab_module
 from skuda.tools.bench import rivals as bench_rivals
@@ -28,6 +28,7 @@ from skuda.tools.bench.clock import CudaClock, Reading
 from skuda.tools.bench.cutlass.rival import Cutlass
 from skuda.tools.bench.formulas import answer, formula
 from skuda.tools.bench.lab import LabSizes, TorchLab, to_numpy, to_torch
+from skuda.tools.bench.record import least_work
 from skuda.tools.bench.rivals import absence, rivals_of
 from skuda.tools.bench.tune import Tuner
 from skuda.tools.study.run import silent
@@ -43,6 +44,13 @@ CASES = (
     *select_cases(REGISTRY, ["quantize"], [(6, 256), (1, 128)], ["f16", "bf16", "f32", "f64"]),
     *select_cases(REGISTRY, ["linear"], [(24, 16, 32)], ["f16", "bf16", "f32", "f64"]),
 )
+
+
+CACHE = {
+    op: select_cases(REGISTRY, [op], [(2, 1, 256, 32), (1, 128, 128, 64)], ["f32", "bf16"])
+    for op in groups(REGISTRY)["cache"]
+}
+EVERY_CACHE = [case for cases in CACHE.values() for case in cases]
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +73,9 @@ def solved(lab, problem, seed):
     """Return inputs, and outputs as the op's reference has them."""
     op = OPS[problem.op_name()]
     inputs = lab.draw(problem, seed)
-    host = {name: to_numpy(torch, value) for name, value in inputs.items()}
+    state = {a.name: lab.outputs(problem)[a.name] for a in problem.arguments() if a.role is Role.STATE}
+    lab.poison(state)
+    host = {name: to_numpy(torch, value) for name, value in (inputs | state).items()}
     return inputs, {name: to_torch(torch, value, "cpu") for name, value in reference_answer(op, problem, host).items()}
 
 
@@ -167,6 +177,51 @@ def test_rivals_compute_what_they_say(lab, case, seed, uncompiled):
         if rival.name == "compile" and case.op.endswith("linear"):
             torch.testing.assert_close(got, want)
     assert {"compile", "eager"} <= set(ran) or {"bf16", "compile"} <= set(ran)
+
+
+@pytest.mark.parametrize("case", EVERY_CACHE, ids=lambda case: case.label)
+def test_rows_of_a_cache_are_compared_with_the_reference(lab, case, seed):
+    inputs, outputs = solved(lab, case.problem, seed)
+    op, rows = OPS[case.op], lab.sample(case.problem)
+    assert lab.mismatch(op, case.problem, inputs, outputs, 0) == ""
+    assert rows is None or {0, case.problem.tokens - 1} <= set(rows)
+    for name, output in outputs.items():
+        before = output.clone()
+        output[-1].view(torch.uint8).bitwise_xor_(1)
+        assert f"wrong result: {name}[" in lab.mismatch(op, case.problem, inputs, outputs, 0)
+        output.copy_(before)
+
+
+UNCOMPILED = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+@UNCOMPILED
+@pytest.mark.parametrize("case", CACHE["attention"], ids=lambda case: case.label)
+def test_rivals_of_attention_attend(lab, case, seed, uncompiled):
+    inputs, outputs = solved(lab, case.problem, seed)
+    ran = []
+    for rival in rivals_of(case.problem):
+        call = rival.make(case.problem, inputs) if rival.name in ("flash", "flex") else None
+        for name, one in call.calls.items() if hasattr(call, "calls") else [("", call)] * (call is not None):
+            got = one().reshape(case.shape[0], 32, case.shape[1], -1).transpose(1, 2).reshape(outputs["output"].shape)
+            want = outputs["output"].double()
+            assert float((got.double() - want).norm() / want.norm()) < 0.03, (rival.name, name)
+            ran.append((rival.name, name))
+    rows = [("flash", "heads as rows")] if case.shape[1] == 1 else []
+    assert ran == [("flash", "shared heads"), *rows, ("flex", "")]
+
+
+def test_a_problem_that_torch_has_no_mask_for_has_no_rivals(lab, seed):
+    (case,) = select_cases(REGISTRY, ["attention"], [(1, 64, 128, 32)], ["bf16"])
+    for rival in rivals_of(case.problem, ()):
+        with pytest.raises(NotImplementedError, match="has a mask for one new token, or for all"):
+            rival.make(case.problem, lab.draw(case.problem, seed))
+
+
+def test_a_copy_moves_as_many_bytes_as_an_append(lab, seed):
+    (case, *_) = CACHE["rope_quantize_append"]
+    (rival,) = rivals_of(case.problem, ())
+    assert 2 * rival.make(case.problem, lab.draw(case.problem, seed))().numel() == least_work(case.problem)[0] // 2 * 2
 
 
 def scaled_mm(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
@@ -277,16 +332,17 @@ def bench_of(lab, dispatcher=None, **more):
 FAKE = select_cases(REGISTRY, ["fake_quantize"], [(6, 256)], ["f32"])
 
 
-@pytest.mark.parametrize("group", ["quantize", "linear"])
+@UNCOMPILED
+@pytest.mark.parametrize("group", ["quantize", "linear", "cache"])
 def test_a_whole_run_measures_every_op_and_its_rivals(lab, quiet, group):
-    cases = [case for case in CASES if case.element == "f32" and case.op in groups(REGISTRY)[group]]
+    cases = [case for case in (*CASES, *EVERY_CACHE) if case.element == "f32" and case.op in groups(REGISTRY)[group]]
     cases += select_cases(REGISTRY, ["linear"], [(24, 16, 32)], ["bf16"]) if group == "linear" else []
     fields = bench_of(lab).run(dict.fromkeys(cases, False), silent)
     assert [case.refused for case in fields["cases"]] == [""] * len(cases)
     for case in fields["cases"]:
         names = {rival.name for rival in rivals_of(problem_of(OPS[case.op].descriptor, case.shape, case.element))}
         why = {rival.name: rival.refused for rival in case.rivals if rival.refused}
-        optional = {"cutlass", "vllm", "torchao", "bitsandbytes", "fp8"}
+        optional = {"cutlass", "vllm", "torchao", "bitsandbytes", "fp8", "cudnn"}
         assert case.ratios.keys() | optional == names | optional, why
         assert fields["ceilings"].least(case.bytes, case.operations) > 0
     assert fields["ceilings"].copy_bandwidth > 0
