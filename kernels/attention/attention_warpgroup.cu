@@ -25,10 +25,10 @@ enum {
   HALF = 64,                     // keys, and elements of a head, of one product
   STAGES = 4,
   CODES = PAGE * D,              // bytes of the codes of a block's keys, and of its values
-  SCALES = 2 * PAGE,             // scales of a block
+  BLOCK_SCALES = 2 * PAGE,             // scales of a block
   WHOLE = 16 * D,                // sums of a warp
   QUERIES = 64 * D,              // bytes of the codes of a warpgroup's rows
-  SHARED = 1024 + STAGES * (2 * CODES + SCALES * 4 + 16) + WARPGROUPS * (QUERIES + 4 * WHOLE * 4)
+  SHARED = 1024 + STAGES * (2 * CODES + BLOCK_SCALES * 4 + 16) + WARPGROUPS * (QUERIES + 4 * WHOLE * 4)
 };
 
 #ifndef SKUDA_HOST  // the CPU harness of the tests defines it
@@ -44,7 +44,7 @@ DEVICE void wgmma_registers(s32 (&d)[32], const u32 (&a)[4], u64 b, u32 scale_d)
 
 struct Shared {
   u8* codes;     // [STAGES][2][CODES]
-  f32* scales;   // [STAGES][SCALES]; NaN for a key with an unusable scale
+  f32* scales;   // [STAGES][BLOCK_SCALES]; NaN for a key with an unusable scale
   u8* queries;   // [WARPGROUPS][QUERIES]
   float4* whole; // [4 WARPGROUPS][16][32], a place for each thread
   u32 full, empty;
@@ -281,7 +281,7 @@ DEVICE void consume(const Attention& p, const Tile& tile, s32 head, const Shared
       add(rows.part[0], own[0], f[0]), add(rows.part[1], own[1], f[1]);
       const u32 released = shared.empty + 8 * stage;
       if (++stage == STAGES) stage = 0, parity ^= 1;
-      codes = shared_address(shared.codes) + stage * 2 * CODES, scales = shared.scales + stage * SCALES + 2 * c;
+      codes = shared_address(shared.codes) + stage * 2 * CODES, scales = shared.scales + stage * BLOCK_SCALES + 2 * c;
       wgmma_wait_group<1>();
       add_products(sum, low_values, f);
       if (block + 1 == tile.blocks) {
@@ -323,7 +323,7 @@ DEVICE void produce_scales(const Attention& p, const Tile& tile, s32 head, const
     k.z = usable(k.z) && usable(v.z) ? k.z : nan, k.w = usable(k.w) && usable(v.w) ? k.w : nan;
     v.x = k.x == k.x ? v.x : 0.0f, v.y = k.y == k.y ? v.y : 0.0f, v.z = k.z == k.z ? v.z : 0.0f, v.w = k.w == k.w ? v.w : 0.0f;
     mbarrier_wait(shared.empty + 8 * stage, parity);
-    f32* const to = shared.scales + stage * SCALES + 4 * lane;
+    f32* const to = shared.scales + stage * BLOCK_SCALES + 4 * lane;
     *(float4*)to = k, *(float4*)(to + PAGE) = v;
     mbarrier_arrive(shared.full + 8 * stage);
     if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -354,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(128 + 128 * WARPGROUPS, 1)
   shared.whole = (float4*)(shared.codes + STAGES * 2 * CODES);
   shared.queries = (u8*)(shared.whole + 4 * WARPGROUPS * (WHOLE / 4));
   shared.scales = (f32*)(shared.queries + WARPGROUPS * QUERIES);
-  shared.full = shared_address(shared.scales + STAGES * SCALES), shared.empty = shared.full + 8 * STAGES;
+  shared.full = shared_address(shared.scales + STAGES * BLOCK_SCALES), shared.empty = shared.full + 8 * STAGES;
   const Attention p = ATTENTION_GIVEN;
   const s32 head = (s32)(blockIdx.x % (u32)kv_heads);
   if (threadIdx.x == 0) {
