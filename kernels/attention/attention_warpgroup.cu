@@ -26,9 +26,9 @@ enum {
   STAGES = 4,
   CODES = PAGE * D,              // bytes of the codes of a block's keys, and of its values
   BLOCK_SCALES = 2 * PAGE,             // scales of a block
-  WHOLE = 16 * D,                // sums of a warp
+  WARP_SUMS = 16 * D,            // sums of a warp
   QUERIES = 64 * D,              // bytes of the codes of a warpgroup's rows
-  SHARED = 1024 + STAGES * (2 * CODES + BLOCK_SCALES * 4 + 16) + WARPGROUPS * (QUERIES + 4 * WHOLE * 4)
+  SHARED = 1024 + STAGES * (2 * CODES + BLOCK_SCALES * 4 + 16) + WARPGROUPS * (QUERIES + 4 * WARP_SUMS * 4)
 };
 
 #ifndef SKUDA_HOST  // the CPU harness of the tests defines it
@@ -236,7 +236,7 @@ DEVICE void store(const Attention& p, const Rows& rows, const f32 (&sum)[64], u8
 
 DEVICE void consume(const Attention& p, const Tile& tile, s32 head, const Shared& shared) {
   const s32 warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32, c = lane % 4;
-  float4* const whole = shared.whole + warp * (WHOLE / 4) + lane;
+  float4* const whole = shared.whole + warp * (WARP_SUMS / 4) + lane;
   Rows rows;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -308,7 +308,7 @@ DEVICE void consume(const Attention& p, const Tile& tile, s32 head, const Shared
     }
   }
   __syncwarp();
-  store(p, rows, sum, (u8*)(shared.whole + warp * (WHOLE / 4)));
+  store(p, rows, sum, (u8*)(shared.whole + warp * (WARP_SUMS / 4)));
 }
 
 // Copies the scales of the blocks; one warp.
@@ -352,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(128 + 128 * WARPGROUPS, 1)
   Shared shared;
   shared.codes = unaligned + (-shared_address(unaligned) & 1023);
   shared.whole = (float4*)(shared.codes + STAGES * 2 * CODES);
-  shared.queries = (u8*)(shared.whole + 4 * WARPGROUPS * (WHOLE / 4));
+  shared.queries = (u8*)(shared.whole + 4 * WARPGROUPS * (WARP_SUMS / 4));
   shared.scales = (f32*)(shared.queries + WARPGROUPS * QUERIES);
   shared.full = shared_address(shared.scales + STAGES * BLOCK_SCALES), shared.empty = shared.full + 8 * STAGES;
   const Attention p = ATTENTION_GIVEN;
