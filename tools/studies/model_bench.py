@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,16 @@ from skuda.tools.bench.timing import error_line, rounds_each, time_interleaved
 from skuda.tools.output import Report
 from skuda.tools.studies.generate import generated
 from skuda.tools.studies.host import fused, host_calls
-from skuda.tools.studies.llama import LlamaSizes, LlamaStack, angles_of, drawn, random_caches
-from skuda.tools.studies.model import FormResult, Phase, PhaseResult
+from skuda.tools.studies.llama import (
+    Int8LlamaAttention,
+    LlamaSizes,
+    LlamaStack,
+    angles_of,
+    drawn,
+    paged,
+    random_caches,
+)
+from skuda.tools.studies.model import INT8_ATTENTION, FormResult, Phase, PhaseResult
 
 _BUDGET = 4.0
 """Seconds for the rounds of one form in one phase."""
@@ -41,15 +49,15 @@ class StackForm(NamedTuple):
     """One form of the stack: the heading of its column, and what it is.
 
     `make` takes the stack in bf16, which it must not change, and returns a module that is called like it. `compiled`
-    are the arguments of `torch.compile`, if it is compiled. All forms of ours have equal bits. `needs` is the module
-    that it needs besides torch.
+    are the arguments of `torch.compile`, if it is compiled. Forms of ours of the same kind have equal bits. `needs` is the
+    module that it needs besides torch.
     """
 
     name: str
     computes: str
     make: Callable[[LlamaStack], Any]
     compiled: Mapping[str, Any] | None = None
-    ours: bool = False
+    ours: Literal["", "float attention", "int8 attention"] = ""
     needs: str = ""
 
 
@@ -64,11 +72,25 @@ def converted(stack: LlamaStack, convert: Callable[[nn.Linear], Any]) -> Any:
     return copy.deepcopy(stack, {id(linear): convert(linear) for linear in linears})
 
 
+def _with_int8_attention(stack: LlamaStack) -> Any:
+    made = copy.deepcopy(stack)
+    for layer in made.layers:
+        layer.self_attn.__class__ = Int8LlamaAttention
+    return fused(made)
+
+
 FORMS = (
     StackForm("bf16", "nothing quantized, eager", _same),
     StackForm("bf16 compiled", "nothing quantized, torch.compile", _same, {"dynamic": False}),
-    StackForm("skuda", "DynamicLinear and fuse_, eager", fused, ours=True),
-    StackForm("skuda compiled", "DynamicLinear and fuse_, torch.compile", fused, EXACT, ours=True),
+    StackForm("skuda", "DynamicLinear and fuse_, eager", fused, ours="float attention"),
+    StackForm("skuda compiled", "DynamicLinear and fuse_, torch.compile", fused, EXACT, ours="float attention"),
+    StackForm(
+        INT8_ATTENTION,
+        "DynamicLinear, fuse_, and attention over an int8 cache, torch.compile",
+        _with_int8_attention,
+        EXACT,
+        ours="int8 attention",
+    ),
     StackForm(
         "torchao",
         "Int8DynamicActivationInt8WeightConfig, torch.compile",
@@ -169,9 +191,12 @@ class Stacks:
         given = torch.empty(*shape, self.sizes.hidden, dtype=torch.bfloat16, device=self.lab.place)
         renew = partial(given.normal_, generator=torch.Generator(self.lab.place).manual_seed(self.seed))
         runs, failed = self._runs(given, cache, lambda name: tell(f"{phase} {rows}: {name}"), renew)
-        ours = [form.name for form in self.forms if form.ours]
-        wrong = next((f"{name}: {failed[name]}" for name in ours if name in failed), "")
-        wrong = wrong or self._differences({name: runs[name] for name in ours}, renew)
+        wrong = next(
+            (f"{form.name}: {failed[form.name]}" for form in self.forms if form.ours and form.name in failed), ""
+        )
+        for kind in dict.fromkeys(form.ours for form in self.forms if form.ours):
+            alike = {form.name: runs[form.name] for form in self.forms if form.ours == kind and not wrong}
+            wrong = wrong or self._differences(alike, renew)
         results = {name: FormResult(name=name, refused=why) for name, why in (self.absent | failed).items()}
         if not wrong:
             results |= self._timed(runs, repeats)
@@ -186,7 +211,7 @@ class Stacks:
         sequences, new = given.shape[:2]
         positions = torch.arange(cache - new, cache, device=given.device)
         caches = random_caches(self.sizes, sequences, cache, given, self.seed)
-        arguments = (angles_of(self.sizes, positions), caches, positions)
+        angles = angles_of(self.sizes, positions)
         renew()
         runs, failed = {}, {}
         for form in self.forms:
@@ -197,7 +222,8 @@ class Stacks:
             if form.compiled is not None:
                 module = torch.compile(module, **form.compiled)
             try:
-                runs[form.name] = Run.of(self.lab, module, given, *arguments)
+                held = paged(self.sizes, caches, new) if form.ours == "int8 attention" else caches
+                runs[form.name] = Run.of(self.lab, module, given, angles, held, positions)
             except Exception as error:  # noqa: BLE001  foreign code, and too little memory; it is recorded
                 failed[form.name] = error_line(error)
         return runs, failed

@@ -20,7 +20,10 @@ from skuda.tools.studies.model import (
     CACHES,
     GAINS,
     HOST,
+    INT8_ATTENTION,
+    INT8_GAINS,
     LLAMA_3_8B,
+    OURS,
     REAL,
     SEQUENCES,
     FormResult,
@@ -38,8 +41,8 @@ from skuda.tools.studies import llama, model_bench  # noqa: E402
 from skuda.tools.studies.host import compiled_calls, host_calls  # noqa: E402
 from skuda.tools.studies.model_bench import FORMS, StackForm, Stacks, host_costs  # noqa: E402
 
-TINY = llama.LlamaSizes(hidden=32, intermediate=48, heads=4, kv_heads=2, layers=1)
-TYPED = ["bench-model", "--hidden", "32", "--intermediate", "48", "--heads", "4", "--kv-heads", "2", "--layers", "1"]
+TINY = llama.LlamaSizes(hidden=128, intermediate=48, heads=4, kv_heads=2, layers=1)
+TYPED = ["bench-model", "--hidden", "128", "--intermediate", "48", "--heads", "4", "--kv-heads", "2", "--layers", "1"]
 FAST = tuple(form._replace(compiled={"backend": "eager"} if form.compiled is not None else None) for form in FORMS)
 """The forms without code generation, which takes seconds."""
 DECODE, PREFILL = ("decode", 3, 5), ("prefill", 4, 4)
@@ -106,7 +109,7 @@ def test_both_phases_run_from_the_command_line_and_nothing_else(fast, capsys, tm
         ("decode", 3, 1024),
         ("prefill", 4, 4),
     ]
-    assert {one.name for phase in record.phases for one in phase.ways} == {"bf16", "skuda", "skuda compiled"}
+    assert {one.name for phase in record.phases for one in phase.ways} == {"bf16", *OURS, INT8_ATTENTION}
     assert record.host == record.generated == ()
 
 
@@ -146,7 +149,7 @@ def flipped(stack):
 
 
 def test_one_wrong_bit_stops_a_phase(lab, monkeypatch, capsys):
-    planted = StackForm("planted", "one bit changed", flipped, ours=True)
+    planted = StackForm("planted", "one bit changed", flipped, ours="float attention")
     stacks = stacks_of(lab, (*FAST[:3], planted))
     for name, rows, cache in (DECODE, PREFILL):
         phase = measured(stacks, (name, rows, cache))
@@ -189,7 +192,7 @@ def test_what_fails_elsewhere_is_named_and_the_others_are_timed(lab):
 
 
 def test_a_failure_of_ours_is_an_error(lab):
-    ours = StackForm("ours", "cannot run", failing, ours=True)
+    ours = StackForm("ours", "cannot run", failing, ours="float attention")
     assert measured(stacks_of(lab, (*FAST[:2], ours))).wrong == "ours: ValueError: no such card"
     with pytest.raises(ValueError, match="no such card"):
         stacks_of(lab, (*FAST[:2], ours._replace(make=broken)))
@@ -263,9 +266,10 @@ def test_the_op_of_a_plan_is_one_launch_on_a_gpu():
 # --- a record --------------------------------------------------------------------------------------------------------
 
 
-def phase_of(name, rows, **times):
+def phase_of(name, rows, cache=0, **times):
+    cache = cache or (rows if name == "prefill" else 1024)
     ways = tuple(FormResult(name=form, timing=Timing.of([us])) for form, us in times.items())
-    return PhaseResult(phase=name, rows=rows, cache=rows, ways=ways, compared=3)
+    return PhaseResult(phase=name, rows=rows, cache=cache, ways=ways, compared=3)
 
 
 def record_of(*phases, **changes):
@@ -307,8 +311,14 @@ HOST_COSTS = {
 
 def good(**more):
     """Return the phases of a record that meets every goal for bf16 by a hair."""
-    fast = {"skuda": 10.0, "bf16": 99.0}
-    return [phase_of(*key, **fast, **{"bf16 compiled": 10 * gain}, **more) for key, gain in GAINS.items()]
+    phases = []
+    for phase, rows, cache in dict.fromkeys((*((p, m, m if p == "prefill" else 1024) for p, m in GAINS), *INT8_GAINS)):
+        real = 10 * GAINS[phase, rows]
+        ways = {"skuda": 10.0, "bf16": 99.0, "bf16 compiled": real, **more}
+        if (phase, rows, cache) in INT8_GAINS:
+            ways[INT8_ATTENTION] = real / INT8_GAINS[phase, rows, cache] / 1.0001
+        phases.append(phase_of(phase, rows, cache=cache, **ways))
+    return phases
 
 
 def test_figures_are_judged_for_the_run_that_they_are_for():
@@ -346,20 +356,21 @@ def test_figures_are_judged_for_the_run_that_they_are_for():
 def test_the_table_has_every_time_of_a_layer():
     record = record_of(*good(), phase_of("prefill", 4, bf16=8.0))
     table, _ = sections(record)["phases"]
-    assert table.columns == ("phase", "M", "gain", "bf16", "bf16 compiled", "skuda", "torchao")
+    assert table.columns == ("phase", "M", "cache", "gain", "bf16", "bf16 compiled", "skuda", "torchao")
     assert [str(cell) for cell in table.rows[0]] == [
         "decode",
         "1",
+        "1024",
         "1.75",
         "49.5 (9.90)",
         "8.8 (1.75)",
         "5.0 (1.00)",
         "-",
     ]
-    assert [str(cell) for cell in table.rows[-1]][2:] == ["-"] * 5, "without ours there is no ratio"
+    assert [str(cell) for cell in table.rows[-1]][3:] == ["-"] * 5, "without ours there is no ratio"
     refused = (FormResult(name="skuda", refused="no"),)
     wrong = good()[0].model_copy(update={"ways": refused, "wrong": "a bit"})
-    assert [str(cell) for cell in sections(record_of(wrong))["phases"][0].rows[0]][3:] == ["wrong"] * 4
+    assert [str(cell) for cell in sections(record_of(wrong))["phases"][0].rows[0]][4:] == ["wrong"] * 4
 
 
 def test_facts_name_the_forms_and_what_is_absent():
