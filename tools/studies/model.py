@@ -292,9 +292,9 @@ def _requirements(record: ModelRecord) -> Parts:
         Requirement.ratio(f"{p} {m}: faster form in bf16 over ours", gains.get((p, m)), GAINS[p, m]) for p, m in GAINS
     ]
     gains8 = {(p.phase, p.rows, p.cache): p.int8_gain for p in timed}
-    for (phase, m, cache), least in INT8_GAINS.items():
-        what = f"{phase} {m} over {cache} positions: faster form in bf16 over ours with int8 attention"
-        figures.append(Requirement.ratio(what, gains8.get((phase, m, cache)), least))
+    for (phase, m, seen), least in INT8_GAINS.items():
+        what = f"{phase} {m} over {seen} positions: faster form in bf16 over ours with int8 attention"
+        figures.append(Requirement.ratio(what, gains8.get((phase, m, seen)), least))
     for name in _RIVALS:
         ratios = [phase.ratios[name] for phase in record.phases if name in phase.ratios]
         figures.append(Requirement.ratio(f"{name} over ours, lowest", min(ratios, default=None), _OVER_RIVALS))

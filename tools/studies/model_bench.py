@@ -49,8 +49,8 @@ class StackForm(NamedTuple):
     """One form of the stack: the heading of its column, and what it is.
 
     `make` takes the stack in bf16, which it must not change, and returns a module that is called like it. `compiled`
-    are the arguments of `torch.compile`, if it is compiled. Forms of ours of the same kind have equal bits. `needs` is the
-    module that it needs besides torch.
+    are the arguments of `torch.compile`, if it is compiled. Forms of ours of the same kind have equal bits. `needs` is
+    the module that it needs besides torch.
     """
 
     name: str
