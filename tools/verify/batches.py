@@ -105,6 +105,13 @@ def _sequences(
     return Batch(how, part, _picked(problem, rows, pages), tables)
 
 
+def whole_sequences(problem: CacheProblem, inputs: Mapping[str, Any]) -> Batch:
+    """Return the rows that belong to sequences, as they are."""
+    rows = np.arange(int(inputs["starts"][-1]))
+    part = problem.model_copy(update={"tokens": len(rows)})
+    return Batch("rows of sequences give", part, _picked(problem, rows, np.arange(problem.pages)), {})
+
+
 def alone(problem: AttentionDescriptor, tables: Mapping[str, Array], rows: Array) -> Batch:
     """Return each of some rows as the only new one of a sequence of its own, in a cache of the pages that they need."""
     starts, lengths = tables["starts"].astype(int), tables["lengths"].astype(int)
