@@ -29,12 +29,19 @@ def drawn_tables(problem: CacheProblem, rng: np.random.Generator) -> tuple[dict[
     padded = rng.random(problem.sequences) < rng.choice([0, 0.3])
     lengths = np.where(padded, rng.integers(0, new, endpoint=True), lengths).astype(np.int32)
     table = rng.integers(0, max(problem.pages, 1), (problem.sequences, problem.most_blocks), np.int32)
-    live = np.zeros((problem.pages, PAGE), bool)
     for s, length in enumerate(lengths):
         table[s, -(-length // PAGE) :] = rng.choice([-1, problem.pages, 2**31 - 1])
+    tables = {"block_table": table, "lengths": lengths, "starts": starts}
+    return tables, named_slots(problem.pages, table, lengths)
+
+
+def named_slots(pages: int, block_table: Array, lengths: Array) -> Array:
+    """Return which slots of a cache some position of a sequence names, as bool [pages, 128]."""
+    named = np.zeros((pages, PAGE), bool)
+    for table, length in zip(block_table, lengths.tolist(), strict=True):
         for block in range(-(-length // PAGE)):
-            live[table[s, block], : length - block * PAGE] = True
-    return {"block_table": table, "lengths": lengths, "starts": starts}, live
+            named[table[block], : length - block * PAGE] = True
+    return named
 
 
 def full_tables(problem: CacheProblem, rng: np.random.Generator) -> dict[str, Array]:

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from harness import emulator
-from harness.binding import launch_of, place, run_steps
+from harness.binding import launch_of, ran
 from support import assert_same_bits, dispatcher, draw, fresh, run, sampled
 
 from skuda.kernels.attention.cache import PAGE, column_of
@@ -284,11 +284,8 @@ ONLY_WITH_A_COMPILER = pytest.mark.skipif(shutil.which(emulator.COMPILER) is Non
 
 def _launched(sku, problem, inputs, rng):
     """Run a kernel on arrays of any layout, and return them."""
-    launch = launch_of(sku, problem, KNOWN_DEVICES["h200"])
-    shapes = {argument.name: argument.shape for argument in problem.arguments()}
-    placed = place(problem, launch, shapes, inputs, rng)
-    run_steps(emulator.load(emulator.Unit.of(sku)), launch, problem, placed, shapes)
-    return launch.steps[0].entry.rpartition("_")[2], placed
+    (step,) = launch_of(sku, problem, KNOWN_DEVICES["h200"]).steps
+    return step.entry.rpartition("_")[2], ran(sku, problem, inputs, KNOWN_DEVICES["h200"], rng)
 
 
 @ONLY_WITH_A_COMPILER

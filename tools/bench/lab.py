@@ -28,8 +28,8 @@ from skuda.tools.bench.clock import CudaClock, HostClock, Reading, Replay, Senso
 from skuda.tools.bench.formulas import answer as torch_answer
 from skuda.tools.bench.formulas import scaled_mm, torch_dtype
 from skuda.tools.output import words
+from skuda.tools.verify.batches import alone
 from skuda.tools.verify.compare import differing, element_text, first_of
-from skuda.tools.verify.sequences import alone
 from skuda.tools.verify.trial import answer as reference_answer
 
 _COMPARED = 1 << 20

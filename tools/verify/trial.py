@@ -24,10 +24,11 @@ from skuda.registry.errors import InvalidProblem, Unaligned, Unsupported
 from skuda.registry.op import Case, Op
 from skuda.registry.sku import KernelSku
 from skuda.tools.ship.cubins import Wanted, cubins_of
+from skuda.tools.verify.batches import batches_of, poisoned
 from skuda.tools.verify.compare import Broken, NotRun, allowed_ulps, bits_of, compare, difference, inputs_at
 from skuda.tools.verify.evidence import Failure
 from skuda.tools.verify.placement import LAYOUTS, Layout, PlacedArguments, Placement
-from skuda.tools.verify.problems import Numbered, cases_of, fewer_rows, row_arguments, row_field
+from skuda.tools.verify.problems import Numbered, cases_of
 
 Outputs = dict[str, npt.NDArray[Any]]
 Battery = Literal["full", "spot"]
@@ -316,26 +317,23 @@ class Trial:
                     self.fail("deterministic", wrong, example, layout=layout)
 
     def _permute(self, example: Example, layout: Layout, first: Outputs, rng: np.random.Generator) -> None:
-        """Run permuted rows, and some of the rows."""
-        problem = example.case.problem
-        name, fewer = row_field(problem), fewer_rows(problem)
-        if name is None or fewer is None or not self.sku.precision_guarantee.batch_invariant:
+        """Run the rows in other batches."""
+        if not self.sku.precision_guarantee.batch_invariant:
             return
-        count, mine = getattr(problem, name), row_arguments(problem)
-        order = rng.permutation(count)
-        some = np.sort(rng.choice(count, getattr(fewer, name), replace=False))
-        for picked, how in ((order, "permuted rows give"), (some, f"{len(some)} of {count} rows alone give")):
-            part = problem.model_copy(update={name: len(picked)})
-            inputs = {k: v[picked] if k in mine else v for k, v in example.drawn.inputs.items()}
-            shapes = {k: (len(picked), *v[1:]) if k in mine else v for k, v in example.drawn.shapes.items()}
-            rearranged = replace(example, case=Case(part, example.case.values), drawn=Drawn(inputs, shapes))
-            got = self._again("batch_invariant", self.plan(part), rearranged, layout, 0)
-            want = {output: first[output][picked] for output in mine & got.keys()}
+        problem, drawn = example.case.problem, example.drawn
+        for batch in batches_of(problem, drawn.inputs, rng):
+            inputs = poisoned(batch.problem, batch.inputs(drawn.inputs), rng)
+            shapes = {n: (len(batch.picked[n]), *v[1:]) if n in batch.picked else v for n, v in drawn.shapes.items()}
+            case = Case(batch.problem, example.case.values)
+            rearranged = replace(example, case=case, drawn=Drawn(inputs, shapes))
+            got = self._again("batch_invariant", self.plan(batch.problem), rearranged, layout, 0)
+            want = {n: array for n, array in batch.wanted(drawn.inputs, first).items() if n in got}
             try:
-                compare(got, want, {}, f"{how} other bits")
+                compare(got, want, {}, f"{batch.how} other bits")
             except Broken as wrong:
                 row, *rest = wrong.fields["at"]
-                self.fail("batch_invariant", wrong, example, layout=layout, at=(int(picked[row]), *rest))
+                at = (int(batch.picked[wrong.fields["output"]][row]), *rest)
+                self.fail("batch_invariant", wrong, example, layout=layout, at=at)
 
     def _again(self, check: str, plan: Plan, example: Example, layout: Layout, turn: int) -> Outputs:
         """Return the outputs of another run for a check; none if it fails, which is recorded."""

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from harness import emulator
 from harness.emulator import SANITIZED, Library, Value
 from support import FLOAT_DTYPES, Guarded
 
@@ -168,6 +169,17 @@ def run_steps(
     for made in scratch.values():
         made.assert_only_elements_written()
     assert ZEROS not in scratch or not scratch[ZEROS].array.any()
+
+
+def ran(sku: KernelSku, problem: Descriptor, inputs: Mapping[str, Any], device: Device, rng: Any) -> dict[str, Any]:
+    """Run a kernel on inputs laid out in any way that it serves, and return what was placed, by name."""
+    launch, shapes = (
+        launch_of(sku, problem, device),
+        {argument.name: argument.shape for argument in problem.arguments()},
+    )
+    placed = place(problem, launch, shapes, inputs, rng)
+    run_steps(emulator.load(emulator.Unit.of(sku)), launch, problem, placed, shapes)
+    return placed
 
 
 def _value(

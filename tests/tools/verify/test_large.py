@@ -13,7 +13,7 @@ from skuda.dispatch import Dispatcher
 from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.kernels.dtypes import storage_dtype
 from skuda.registry import Between, Case
-from skuda.registry.descriptor import Role, storage_shape
+from skuda.registry.descriptor import storage_shape
 from skuda.registry.device import HOST
 from skuda.tools.verify import large
 from skuda.tools.verify.checks import perform
@@ -46,20 +46,14 @@ def trial_of(sku: Any, placement: Placement, dispatcher: Any = None, **more: Any
     return trial
 
 
-# Tables say whose a row of attention is, so copies of its inputs are not a problem of its own.
-REPEATED = [op for op in built_in_ops() if op.category != "attention"]
-
-
 def test_large_problems_are_large_and_made_of_small_ones():
-    for op in REPEATED:
+    for op in built_in_ops():
         sku = next(sku for sku in op.skus if sku.backend == "numpy")
         found = large_problem(Trial(sku, DISPATCHER, HOST, HostPlacement(), Examples(op, 3)))
-        if any(argument.role is Role.STATE for argument in op.cases[0].problem.arguments()):
-            assert found is None  # copies of its tables would name the same places
-            continue
         sizes = []
         for one, whole in zip(found.small.arguments(), found.problem.arguments(), strict=True):
-            assert one.shape == whole.shape or whole.shape == (one.shape[0] * found.copies, *one.shape[1:])
+            count = (one.shape[0] - 1) * found.copies + 1 if one.name == "starts" else one.shape[0] * found.copies
+            assert one.shape == whole.shape or whole.shape == (count, *one.shape[1:])
             if not whole.is_scalar:
                 size = storage_dtype(whole.elements[0]).itemsize
                 sizes.append(math.prod(storage_shape(whole.shape, whole.elements[0])) * size)
@@ -108,13 +102,11 @@ def test_what_is_not_promised_is_not_compared(placement, small):
 def test_every_built_in_reference_is_right_on_large_problems(placement, small, monkeypatch):
     """Also of packed elements, of flat arrays, of ranges over all rows, and of scalar outputs."""
     monkeypatch.setattr(large, "TOTAL", 1 << 13)
-    for op in REPEATED:
+    for op in built_in_ops():
         skus = [sku for sku in op.skus if sku.backend == "numpy"]
         for sku in skus[:: 1 + len(skus) // 8]:
             trial = trial_of(sku, placement, DISPATCHER)
-            grows = not any(argument.role is Role.STATE for argument in op.cases[0].problem.arguments())
-            left_out = "" if grows else "no case of its op can be repeated"
-            assert (trial.failures, trial.checks) == ({}, {"large": left_out}), sku.id
+            assert (trial.failures, trial.checks) == ({}, {"large": ""}), sku.id
 
 
 @pytest.mark.parametrize(
