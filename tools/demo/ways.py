@@ -69,7 +69,7 @@ def int8_attention(
     turns = np.zeros((mask.shape[1], 0), np.float32)
     q = dispatcher.run(append, q=query, k=key, v=value, cos_sin=turns, **tables, **cache)
     attend = AttentionDescriptor(**sizes, scale=size**-0.5, causal=False, output_element="f32")
-    found: F32 = dispatcher.run(attend, **q._asdict(), **tables, **cache)
+    found: F32 = dispatcher.run(attend, **q._asdict(), **tables, **cache).output
     return found.reshape(rows, -1)
 
 
