@@ -53,20 +53,19 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from skuda.kernels.attention.cache import PAGE, TABLES, CacheProblem, cache_arguments, check_tables, column_of
+from skuda.kernels.attention.cache import CHUNK, PAGE, TABLES, CacheProblem, cache_arguments, check_tables, column_of
 from skuda.kernels.attention.drawn import drawn_scales, drawn_tables
 from skuda.kernels.attention.exp2 import ONE, power_of_two
 from skuda.kernels.blocks import BLOCK
 from skuda.kernels.fma import fma
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.registry.argument import ArgumentSpec, Role
+from skuda.registry.constraints import Between
 from skuda.registry.elements import ElementKind
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.value import Extent, Integer, Real
 
 Array = npt.NDArray[Any]
-CHUNK = 4
-"""Blocks of a chunk."""
 UNUSABLE = np.float32(2.0**106)
 """The least scale that is too large: a sum of products times a smaller one is finite."""
 EXPONENTS = 2**23
@@ -77,6 +76,8 @@ NOTHING = -512
 """m of a block without weights, and the least difference of n."""
 WEIGHT = np.float32(65536 / 255)
 """Unit of the weights in that of L."""
+FEW_ROWS = 64
+"""The most rows for each sequence and head of keys that warps spread the keys of: four tiles, which L2 serves."""
 OUTPUTS = (ElementKind.F16, ElementKind.BF16, ElementKind.F32)
 
 
@@ -126,6 +127,11 @@ class AttentionDescriptor(CacheProblem):
     def group(self) -> int:
         """Heads of q for each head of keys."""
         return self.heads // self.kv_heads
+
+    @property
+    def rows_per_sequence(self) -> int:
+        """Rows that share the keys of a sequence and head: new tokens times heads, on average, rounded up."""
+        return -(-self.tokens * self.group // max(1, self.sequences))
 
     @property
     def exponent(self) -> float:
@@ -301,6 +307,17 @@ def _cases() -> tuple[Case, ...]:
 
 CASES = _cases()
 SKUS = (
+    *cuda_skus(
+        AttentionDescriptor,
+        __name__,
+        OUTPUTS,
+        launch="skuda.kernels.attention.attention_launch:split",
+        suffix="_split",
+        variant="split",
+        entry_point="attention_split_128_8",
+        constraints=(Between(field="rows_per_sequence", maximum=FEW_ROWS),),
+        summary="few new tokens: four warps for each chunk of keys, and many blocks for a row",
+    ),
     *cuda_skus(
         AttentionDescriptor,
         __name__,

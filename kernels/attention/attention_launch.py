@@ -1,10 +1,11 @@
-"""Launch rule of ``attention.cu``. Pure: nothing here needs a GPU."""
+"""Launch rules of ``attention.cu`` and ``attention_split.cu``. Pure: nothing here needs a GPU."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skuda.kernels.launch import Constant, Launch, Step, pointers, s32
+from skuda.kernels.attention.cache import CHUNK
+from skuda.kernels.launch import MOST_ZEROS, ZEROS, Constant, Launch, Parameter, Step, pointers, s32, s64
 from skuda.registry.elements import ElementKind
 
 if TYPE_CHECKING:
@@ -12,26 +13,83 @@ if TYPE_CHECKING:
     from skuda.registry.device import Device
 
 _WARP, _WARPS = 32, 2
-_ROWS = 16
-"""Rows of a warp."""
+_ROWS, _FEW_ROWS = 16, 8
+"""Rows of a tile."""
 _MOST_BLOCKS = 2**31 - 1
+_RESIDENT = 8
+"""Blocks that a multiprocessor is given: two rounds, so that it has work when blocks of short sequences end."""
+_MOST_PARTS = 128 << 20
+"""Bytes of the sums of chunks. With more, blocks take all chunks of a tile."""
 
 
 def attention(problem: AttentionDescriptor, device: Device) -> Launch:  # noqa: ARG001  every launch rule has this signature
     """Launch a warp for every 16 rows of a sequence and head of keys."""
     if not problem.tokens:
         return Launch(steps=())
-    # Tiles of a sequence begin anew; the last ones belong to the rows of no sequence.
-    tiles = problem.tokens * problem.group // _ROWS + problem.sequences + 1
     step = Step(
         entry=f"attention_{problem.head_size}",
-        grid=(min(-(-tiles * problem.kv_heads // _WARPS), _MOST_BLOCKS), 1, 1),
+        grid=(min(-(-_jobs(problem, _ROWS) // _WARPS), _MOST_BLOCKS), 1, 1),
         block=(_WARP * _WARPS, 1, 1),
-        parameters=(
-            *pointers(*(argument.name for argument in problem.arguments())),
-            Constant(ElementKind.F32, problem.exponent),
-            *s32(problem.tokens, problem.group, problem.kv_heads, problem.sequences, problem.pages),
-            *s32(problem.most_blocks, problem.causal, problem.window or 0),
-        ),
+        parameters=_parameters(problem),
     )
     return Launch(steps=(step,))
+
+
+def split(problem: AttentionDescriptor, device: Device) -> Launch:
+    """Launch blocks of four warps, of which several share the chunks of 8 or 16 rows of a sequence and head of keys."""
+    if not problem.tokens:
+        return Launch(steps=())
+    rows = _FEW_ROWS if problem.rows_per_sequence <= _FEW_ROWS else _ROWS
+    jobs, sums, facts = _jobs(problem, rows), *_parts(problem)
+    splits = _splits(problem, rows, device.sm_count) if 4 * jobs <= MOST_ZEROS and sums + facts <= _MOST_PARTS else 1
+    step = Step(
+        entry=f"attention_split_{problem.head_size}_{rows}",
+        grid=(min(jobs, _MOST_BLOCKS), splits, 1),
+        block=(_WARP * CHUNK, 1, 1),
+        parameters=(
+            *_parameters(problem),
+            *(pointers("part_sums", "part_facts", ZEROS) if splits > 1 else s64(0, 0, 0)),
+        ),
+        shared=_shared(problem.head_size, rows),
+        overlaps=device.overlaps_launches,
+    )
+    scratch = (("part_sums", sums), ("part_facts", facts), (ZEROS, 4 * jobs)) if splits > 1 else ()
+    return Launch(
+        steps=(step,),
+        scratch=scratch,
+        aligned=("q_codes", "k_codes", "k_scale", "v_codes", "v_scale"),
+        notes=(f"at most {splits} blocks share the keys of {rows} rows",),
+    )
+
+
+def _jobs(problem: AttentionDescriptor, rows: int) -> int:
+    """Return the tiles of all heads: those of a sequence begin anew, and the last ones are of the rows of no sequence."""
+    return (problem.tokens * problem.group // rows + problem.sequences + 1) * problem.kv_heads
+
+
+def _parts(problem: AttentionDescriptor) -> tuple[int, int]:
+    """Return the bytes of the sums of all chunks of all rows: S, and four words of facts."""
+    chunks = problem.tokens * problem.heads * -(-problem.most_blocks // CHUNK)
+    return 4 * problem.head_size * chunks, 16 * chunks
+
+
+def _splits(problem: AttentionDescriptor, rows: int, sm_count: int) -> int:
+    """Return how many blocks share the chunks of a tile. How long a sequence is, only the kernel knows."""
+    tiles = max(1, problem.sequences) * -(-problem.rows_per_sequence // rows) * problem.kv_heads
+    return max(1, min(-(-problem.most_blocks // CHUNK), _RESIDENT * sm_count // tiles))
+
+
+def _shared(head_size: int, rows: int) -> int:
+    """Return the bytes of shared memory: codes on their way, and the sums of a chunk's blocks and of earlier chunks."""
+    codes, sums = CHUNK * 1024 * 64 // rows, 4 * rows * (CHUNK * (head_size + 8) + head_size)
+    return codes + sums + rows * (16 * (CHUNK + 1) + 8) + 16
+
+
+def _parameters(problem: AttentionDescriptor) -> tuple[Parameter, ...]:
+    """Return the parameters that the ATTENTION_PARAMETERS macro of ``attention.cuh`` declares."""
+    return (
+        *pointers(*(argument.name for argument in problem.arguments())),
+        Constant(ElementKind.F32, problem.exponent),
+        *s32(problem.tokens, problem.group, problem.kv_heads, problem.sequences, problem.pages),
+        *s32(problem.most_blocks, problem.causal, problem.window or 0),
+    )

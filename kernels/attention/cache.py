@@ -31,6 +31,8 @@ from skuda.registry.vocabulary import OpCategory
 Array = npt.NDArray[Any]
 PAGE = 128
 """Positions of a page."""
+CHUNK = 4
+"""Blocks of a chunk, which are added before chunks are."""
 HEAD_SIZES = (32, 64, 128)
 """Elements of a head that kernels exist for."""
 TABLES = (

@@ -1,4 +1,4 @@
-"""The CUDA kernel of attention on the CPU: any size against the reference, and tables that are wrong."""
+"""The CUDA kernels of attention on the CPU: any size against the reference, and tables that are wrong."""
 
 from __future__ import annotations
 
@@ -15,26 +15,32 @@ from skuda.kernels.attention.attention import OP, draw
 from skuda.registry.device import Device
 
 pytestmark = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler")
-SKU = next(sku for sku in OP.skus if sku.element == "f32")
-DEVICE = Device(
-    name="made up",
-    processor="cuda",
-    compute_capability=(8, 0),
-    sm_count=2,
-    shared_memory=99 << 10,
-    l2_cache=1 << 20,
-    memory=1 << 34,
-    memory_bandwidth=10**12,
-)
+SKUS = {sku.variant: sku for sku in OP.skus if sku.element == "f32" and sku.arch != "cpu"}
 SEQUENCES = 3
+# With few processors, one block takes all chunks of a tile; with many, each chunk has a block.
+KERNELS = pytest.mark.parametrize(("variant", "sms"), [("plain", 2), ("split", 1), ("split", 400)])
 
 
-def on_cpu(problem, inputs, rng):
+def device_of(sms):
+    """Return a made-up device."""
+    return Device(
+        name="made up",
+        processor="cuda",
+        compute_capability=(9, 0),
+        sm_count=sms,
+        shared_memory=99 << 10,
+        l2_cache=1 << 20,
+        memory=1 << 34,
+        memory_bandwidth=10**12,
+    )
+
+
+def on_cpu(problem, inputs, rng, variant, sms):
     """Return the kernel's output; nothing but its elements may be written."""
-    launch = launch_of(SKU, problem, DEVICE)
+    launch = launch_of(SKUS[variant], problem, device_of(sms))
     shapes = {argument.name: argument.shape for argument in problem.arguments()}
     placed = place(problem, launch, shapes, inputs, rng)
-    run_steps(emulator.load(emulator.Unit.of(SKU)), launch, problem, placed, shapes)
+    run_steps(emulator.load(emulator.Unit.of(SKUS[variant])), launch, problem, placed, shapes)
     for name, array in placed.items():
         array.assert_only_elements_written()
         if name != "output":
@@ -51,15 +57,16 @@ def problem_of(rng, **fields):
     return AttentionDescriptor(**sizes | {"scale": 0.2, "output_element": "f32"} | fields)
 
 
+@KERNELS
 @pytest.mark.parametrize("values", ["normal", "special"])
 @pytest.mark.parametrize("mask", ["causal", "all", "window"])
-def test_kernel_equals_the_reference_at_any_size(mask, values):
-    rng = fresh(mask, values)
+def test_kernels_equal_the_reference_at_any_size(mask, values, variant, sms):
+    rng = fresh(mask, values, variant, sms)
     for _ in range(2):
         window = int(np.exp(rng.uniform(0, 7))) if mask == "window" else None
         problem = problem_of(rng, causal=mask != "all", window=window)
         inputs = draw(problem, values, rng)
-        assert_same_bits(on_cpu(problem, inputs, rng), run(problem, inputs)["output"], repr(problem))
+        assert_same_bits(on_cpu(problem, inputs, rng, variant, sms), run(problem, inputs)["output"], repr(problem))
 
 
 WRONG = {
@@ -69,9 +76,10 @@ WRONG = {
 }
 
 
+@KERNELS
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
-def test_a_wrong_table_of_a_sequence_touches_nothing_outside_and_no_other_sequence(name, value):
-    rng = fresh(name, value)
+def test_a_wrong_table_of_a_sequence_touches_nothing_outside_and_no_other_sequence(name, value, variant, sms):
+    rng = fresh(name, value, variant, sms)
     problem = problem_of(rng, window=rng.choice([None, 100]), tokens=9, pages=8, most_blocks=3)
     inputs = draw(problem, "normal", rng) | {"starts": np.array([0, 3, 6, 9], np.int32)}
     inputs["lengths"] = rng.integers(3, 3 * 128, SEQUENCES, endpoint=True).astype(np.int32)
@@ -81,6 +89,6 @@ def test_a_wrong_table_of_a_sequence_touches_nothing_outside_and_no_other_sequen
     want = run(problem, inputs)["output"]
     wrong = inputs[name].copy()
     wrong[-1 if name == "starts" else 2] = value
-    got = on_cpu(problem, inputs | {name: wrong}, rng)
+    got = on_cpu(problem, inputs | {name: wrong}, rng, variant, sms)
     if name != "starts":  # which say whose any row is
         assert_same_bits(got[:6], want[:6])

@@ -1,0 +1,453 @@
+// Attention over a paged int8 cache where sequences have few new tokens: the keys of a row are spread over warps and
+// blocks. attention.py defines the arithmetic, whose bits do not depend on how they are spread.
+//
+//   z = q_scale c;  y = (q k) k_scale;  n = ceil(z max y);  e = E(z y + 512 - n);  p = e v_scale;  2^m >= max p
+//   w = rne(255 p / 2^m);  S = sum w v;  L = sum rne(65536 e);  output = S 2^m (65536 / 255) / L
+//
+//   parameters          see attention.cuh; 16 bytes from q_codes, k_codes, v_codes and both scales on are loaded at once
+//   part_sums           f32 [tokens, heads, chunks, D], S of every chunk; null if gridDim.y is 1
+//   part_facts          [tokens, heads, chunks], four words for each: n, L, m, and whether the row sees a key
+//   counters            u32 [tiles, kv_heads], 0 before and after
+//   gridDim.y           the most blocks of threads that share the chunks of a tile, `splits`
+//
+// Data: a warp takes a block of 128 keys. Page: global memory -> registers, the next ones requested before these are
+// used -> mma.sync -> scores in registers -> weights, packed, in registers -> mma.sync -> sums in shared memory. There
+// the four warps of a block of threads add the blocks of a chunk. With splits, chunks go to global memory, and the block
+// of threads that is the last one of its tile adds them.
+//
+// A lane owns 32 keys, 16 c to 16 c + 15 and 64 more for lane c of a quad. They are in the columns of the first product
+// that give their scores to that lane, and their weights are the lane's part of the second one, whose 16 values are 16
+// bytes of v_codes. So no lane needs a score or a weight of another. Any order of the elements of a head is right, too:
+// a lane multiplies 16 neighbouring ones.
+//
+// Variants: one entry for each D, and for tiles of 8 and 16 rows. The product has 16; with 8 the others are zero.
+#include "attention.cuh"
+#include "cp_async.cuh"
+#include "griddepcontrol.cuh"
+#include "mma_sync.cuh"
+
+enum { THREADS = 32 * CHUNK, TILES = PAGE / 8 };  // of 8 keys
+
+struct Parts {
+  f32* sums;
+  uint4* facts;
+  u32* counters;
+  s32 splits;  // the most blocks of threads that share the chunks of a tile
+};
+
+// What the kernel knows of a row: its sums, and S of the lane's elements lane, lane + 32, ...
+template <int N> struct Part {
+  Sums sums;
+  f32 s[N];
+
+  DEVICE void include(const Part& more) {
+    if (!more.sums.some) return;
+    const bool first = !sums.some;
+    f32 f[2];
+    add(sums, more.sums, f);
+#pragma unroll
+    for (int i = 0; i < N; ++i) s[i] = first ? more.s[i] : fma_rn(s[i], f[0], mul_rn(more.s[i], f[1]));
+  }
+};
+template <int N> DEVICE Part<N> nothing() {
+  Part<N> part;
+  part.sums.n = part.sums.weight = 0.0f, part.sums.m = 0, part.sums.some = false;
+#pragma unroll
+  for (int i = 0; i < N; ++i) part.s[i] = 0.0f;
+  return part;
+}
+template <int N> DEVICE Part<N> part_at(const Sums& sums, const f32* s) {
+  Part<N> part;
+  part.sums = sums;
+#pragma unroll
+  for (int i = 0; i < N; ++i) part.s[i] = s[threadIdx.x % 32 + 32 * i];
+  return part;
+}
+
+// Codes on their way: steps of 1,024 bytes, which are 8 keys (D 128), 16 (64) or 32 (32), or 8 elements of 128 values.
+// Sums: of the blocks of a chunk, and of the chunks before it. Rows are D + 8 apart, so that the pairs of sums that a
+// warp stores are in different banks.
+template <int D, int ROWS> struct Shared {
+  enum { SLOTS = 64 / ROWS };
+  uint4 codes[CHUNK][SLOTS][2][32];
+  f32 s[CHUNK][ROWS][D + 8];
+  f32 total[ROWS][D];
+  Sums sums[CHUNK][ROWS], total_sums[ROWS];
+  s64 rows[ROWS];  // among those of q; -1 beyond the tile
+  bool last;
+};
+// The launch rule computes the size.
+#define SHARED_BYTES(D, ROWS) (CHUNK * 65536 / ROWS + 4 * ROWS * (CHUNK * (D + 8) + D) + ROWS * (16 * (CHUNK + 1) + 8) + 16)
+
+// Products of 8 or 16 rows with 8 columns, of WORDS words of each lane. A product has 16 rows: 8 rows have their even
+// pairs of words in the upper half, the odd ones in the lower half, and take from each product the half that has met
+// its own words. So their operand is as long as it is, and nothing is padded.
+template <class A, int ROWS, int WORDS> struct Operand {
+  enum { HALVES = ROWS / 8, STEPS = HALVES == 2 ? WORDS / 2 : (WORDS + 3) / 4 };
+  u32 a[STEPS][4];
+
+  DEVICE void set(int half, const u32 (&w)[WORDS]) {
+#pragma unroll
+    for (int i = 0; i < 4 * STEPS / HALVES; ++i) {
+      const u32 word = i < WORDS ? w[i] : 0;
+      if (HALVES == 2) a[i / 2][half + 2 * (i % 2)] = word;
+      else a[i / 4][i % 4 / 2 + 2 * (i % 2)] = word;
+    }
+  }
+  // Sums of columns 2 c and 2 c + 1, of each half of the rows.
+  DEVICE void times(const u32 (&w)[WORDS], s32 (&sums)[2 * HALVES]) const {
+    s32 acc[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < WORDS; i += 2) {
+      mma_m16n8k32<A, s8>(acc[HALVES == 2 ? 0 : i / 2 % 2], a[HALVES == 2 ? i / 2 : i / 4], w[i], w[i + 1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * HALVES; ++i) sums[i] = HALVES == 2 ? acc[0][i] : acc[0][i] + acc[1][i + 2];
+  }
+};
+
+// Bits `low` to `high` of 16.
+DEVICE u32 bits_between(s32 low, s32 high) {
+  low = max(low, 0), high = min(high, 15);
+  return low > high ? 0u : (2u << high) - (1u << low);
+}
+
+// The codes of a page from the lane's first ones on; null if there is no page.
+struct Page {
+  const s8 *k, *v;
+};
+
+// A warp: its rows, and the scales of the page that it takes next.
+template <int D, int ROWS> struct Warp {
+  enum { HALVES = ROWS / 8, WORDS = D / 16, SLOTS = Shared<D, ROWS>::SLOTS };
+  enum { STEPS = D / 8, STEP_TILES = TILES / STEPS };  // of the keys, and of the values
+  Operand<s8, ROWS, WORDS> q;
+  f32 z[HALVES];
+  s32 first[HALVES], last[HALVES];
+  uint4 k_scale, v_scale;
+
+  DEVICE Warp(const Attention& p, const Tile& at, s32 head, Shared<D, ROWS>& shared) {
+    const s32 quad = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+#pragma unroll
+    for (int r = 0; r < HALVES; ++r) {
+      const Row row = at.row(p, head, quad + 8 * r);
+      u32 w[WORDS];
+#pragma unroll
+      for (int i = 0; i < WORDS; ++i) {
+        w[i] = *(const u32*)(p.q_codes + row.at * D + i / 4 * 64 + min((int)WORDS, 4) * 4 * c + i % 4 * 4);
+      }
+      q.set(r, w);
+      z[r] = row.z, first[r] = row.first, last[r] = row.last;
+      if (threadIdx.x < 32 && c == 0) {
+        shared.rows[quad + 8 * r] = row.valid ? row.at : -1;
+        shared.total_sums[quad + 8 * r].some = false;
+      }
+    }
+  }
+
+  DEVICE Page page_at(const Attention& p, s64 page) const {
+    if (page < 0) return Page{nullptr, nullptr};
+    const s32 lane = threadIdx.x % 32, octet = lane / 8, own = lane % 8;
+    const s32 key = 16 * octet + (D == 32 ? 0 : own / 4), byte = D == 32 ? 16 * own : 16 * (own % 4);
+    return Page{p.k_codes + (page * PAGE + key) * D + byte, p.v_codes + (page * D + lane / 4) * PAGE + 16 * (own % 4)};
+  }
+  DEVICE void request_scales(const Attention& p, s64 page) {
+    const s32 lane = threadIdx.x % 32;
+    k_scale = load16(p.k_scale + page * PAGE + 4 * lane), v_scale = load16(p.v_scale + page * PAGE + 4 * lane);
+  }
+  // Requests step `step` of `now`, or of `next` if it is beyond its end. A group is made even if it is empty.
+  static DEVICE void request(int step, const Page& now, const Page& next, uint4 (&slots)[SLOTS][2][32]) {
+    const Page& from = step < 2 * STEPS ? now : next;
+    const int own = step % (2 * STEPS), tile = own * STEP_TILES;
+#pragma unroll
+    for (int i = 0; i < 2 && from.k != nullptr; ++i) {
+      const int unit = D == 128 ? tile : tile + i * STEP_TILES / 2;
+      const s8* const key = from.k + (64 * (unit / 8) + 2 * (unit % 8)) * D + (D == 128 ? 64 * i : 0);
+      const s8* const value = from.v + 8 * (own - STEPS) * PAGE + 64 * i;
+      cp_async_16(shared_address(&slots[step % SLOTS][i][threadIdx.x % 32]), own < STEPS ? key : value, true);
+    }
+    cp_async_commit_group();
+  }
+  static DEVICE void arrived() {
+    cp_async_wait_group<SLOTS - 1>();
+    __syncwarp();
+  }
+  // Keys of tile `i` of a step, and values of a step: the lane's words.
+  static DEVICE void words_of(const uint4 (&slot)[2][32], int i, u32 (&w)[WORDS]) {
+    const s32 lane = threadIdx.x % 32;
+    if (D == 32) {
+      const u8* const pair = (const u8*)&slot[i / 2][lane / 8 * 8];  // of tiles
+      const uint2 two = *(const uint2*)(pair + (i % 2 * 2 + lane / 4 % 2) * D + 8 * (lane % 4));
+      w[0] = two.x, w[1] = two.y;
+    } else {
+#pragma unroll
+      for (int j = 0; j < WORDS / 4; ++j) put(slot[D == 128 ? j : i][lane], w, 4 * j);
+    }
+  }
+  template <int N> static DEVICE void put(const uint4& four, u32 (&w)[N], int at) {
+    w[at] = four.x, w[at + 1] = four.y, w[at + 2] = four.z, w[at + 3] = four.w;
+  }
+
+  // Requests the first codes of a page.
+  DEVICE void begin(const Attention& p, s64 page, Shared<D, ROWS>& shared) {
+    const Page codes = page_at(p, page);
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) request(i, codes, codes, shared.codes[threadIdx.x / 32]);
+    request_scales(p, page);
+  }
+
+  // Computes the part of a block of keys that has begun, and begins the page `next` if it is not negative.
+  DEVICE void take(const Attention& p, s32 block, s64 page, s64 next, Shared<D, ROWS>& shared) {
+    const s32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, c = lane % 4;
+    const Page codes = page_at(p, page), later = page_at(p, next);
+    uint4(&slots)[SLOTS][2][32] = shared.codes[warp];
+
+    // Scales are where sums come later. 16 are 20 apart, so that the lanes of a quad read different banks. That of a key
+    // is NaN if it or that of the value is not usable.
+    uint4 *const of_keys = (uint4*)shared.s[warp], *const of_values = of_keys + PAGE / 16 * 5;
+    bool good = true;
+    const auto checked = [&](u32 of_key, u32 of_value) {
+      const bool both = usable(__uint_as_float(of_key)) && usable(__uint_as_float(of_value));
+      good = good && both;
+      return both ? of_key : 0x7fc00000u;
+    };
+    of_keys[lane + lane / 4] = make_uint4(checked(k_scale.x, v_scale.x), checked(k_scale.y, v_scale.y),
+                                          checked(k_scale.z, v_scale.z), checked(k_scale.w, v_scale.w));
+    of_values[lane + lane / 4] = v_scale;
+    good = __all_sync(~0u, good);
+    __syncwarp();
+
+    f32 y[TILES][2 * HALVES];  // of 8 keys, of which a lane has 2
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      arrived();
+      u32 keys[STEP_TILES][WORDS];
+#pragma unroll
+      for (int i = 0; i < STEP_TILES; ++i) words_of(slots[step % SLOTS], i, keys[i]);
+      __syncwarp();
+      request(step + SLOTS, codes, later, slots);
+#pragma unroll
+      for (int i = 0; i < STEP_TILES; ++i) {
+        const int t = step * STEP_TILES + i;
+        s32 sums[2 * HALVES];
+        q.times(keys[i], sums);
+        const float2 scale = *(const float2*)((const f32*)(of_keys + 5 * c + 20 * (t / 8)) + 2 * (t % 8));
+#pragma unroll
+        for (int j = 0; j < 2 * HALVES; ++j) y[t][j] = mul_rn((f32)sums[j], j % 2 ? scale.y : scale.x);
+      }
+    }
+
+    // Of the lane's keys, in the order of their scores: which are usable, and which a row sees.
+    u32 usable_keys = ~0u, counts[HALVES], unusable[HALVES];
+    if (!good) {
+      usable_keys = 0;
+#pragma unroll 1
+      for (int i = 0; i < 32; ++i) {
+        usable_keys |= (u32)(((const f32*)(of_keys + 5 * c + 20 * (i / 16)))[i % 16] >= 0.0f) << i;
+      }
+    }
+    bool whole = true;
+#pragma unroll
+    for (int r = 0; r < HALVES; ++r) {
+      const s32 from = block * PAGE + 16 * c, low = first[r] - from, high = last[r] - from;
+      const u32 seen = bits_between(low, high) | bits_between(low - 64, high - 64) << 16;
+      counts[r] = seen & usable_keys, unusable[r] = seen & ~usable_keys;
+      whole = whole && counts[r] == ~0u;
+    }
+    whole = __all_sync(~0u, whole);
+    if (!whole) keep(y, counts, minus_infinity());
+
+    Sums own[HALVES];
+    f32 factor[HALVES], shift[HALVES];
+#pragma unroll
+    for (int r = 0; r < HALVES; ++r) {
+      const f32 n = ceilf(__fmul_ru(z[r], quad_max(largest(y, r))));
+      const s32 bad = quad_sum(unusable[r] != 0);
+      const bool valid = fabsf(n) < 8388608.0f && z[r] >= 0.0f && !bad;
+      own[r].some = max(first[r], block * PAGE) <= min(last[r], block * PAGE + PAGE - 1);
+      own[r].n = valid ? n : 0.0f, factor[r] = valid ? z[r] : 0.0f, shift[r] = 512.0f - own[r].n;
+      own[r].weight = valid ? 0.0f : __uint_as_float(0x7fc00000u);
+    }
+    u32 weight[HALVES] = {};
+#pragma unroll
+    for (int t = 0; t < TILES; t += 2) {
+      f32 scale[4];
+      Chunk<f32>::unpack(of_values[5 * c + 20 * (t / 8) + t % 8 / 2], scale);
+#pragma unroll
+      for (int i = 0; i < 4 * HALVES; ++i) {
+        f32& one = y[t + i / (2 * HALVES)][i % (2 * HALVES)];
+        const int r = i % (2 * HALVES) / 2;
+        const f32 e = power_of_two(fma_rn(factor[r], one, shift[r]));
+        weight[r] += __float_as_uint(fma_rn(e, 65536.0f, 8388608.0f));  // 0 beside 2^23 if the key does not count
+        one = mul_rn(e, scale[i / (2 * HALVES) * 2 + i % 2]);
+      }
+    }
+    if (!whole) keep(y, counts, 0.0f);
+    Operand<u8, ROWS, 8> weights;  // a word has 4 keys, in the order of the columns of v_codes
+#pragma unroll
+    for (int r = 0; r < HALVES; ++r) {
+      f32 unit;
+      weights_unit(quad_max(fmaxf(largest(y, r), 0.0f)), own[r].m, unit);
+      own[r].weight = own[r].weight + (f32)quad_sum((s32)(weight[r] - 32u * 0x4b000000u));
+      u32 w[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        u32 code[4];
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          code[b] = __float_as_uint(fma_rn(y[i / 4 * 8 + i % 4 + b / 2 * 4][2 * r + b % 2], unit, 8388608.0f));
+        }
+        w[i] = four_bytes(code[0], code[1], code[2], code[3]);
+      }
+      weights.set(r, w);
+      if (c == 0) shared.sums[warp][8 * r + quad] = own[r];
+    }
+
+    if (next >= 0) request_scales(p, next);
+    __syncwarp();  // all lanes have read the scales
+#pragma unroll
+    for (int t = 0; t < STEPS; ++t) {
+      arrived();
+      u32 values[8];
+      put(slots[(STEPS + t) % SLOTS][0][lane], values, 0), put(slots[(STEPS + t) % SLOTS][1][lane], values, 4);
+      __syncwarp();
+      request(STEPS + t + SLOTS, codes, later, slots);
+      s32 sums[2 * HALVES];
+      weights.times(values, sums);
+#pragma unroll
+      for (int r = 0; r < HALVES; ++r) {
+        *(float2*)&shared.s[warp][8 * r + quad][8 * t + 2 * c] = make_float2((f32)sums[2 * r], (f32)sums[2 * r + 1]);
+      }
+    }
+  }
+
+ private:
+  typedef f32 (&Scores)[TILES][2 * HALVES];
+  static DEVICE void keep(Scores y, const u32 (&counts)[HALVES], f32 otherwise) {
+#pragma unroll
+    for (int i = 0; i < TILES * 2 * HALVES; ++i) {
+      const int t = i / (2 * HALVES), j = i % (2 * HALVES);
+      y[t][j] = counts[j / 2] >> (2 * t + j % 2) & 1 ? y[t][j] : otherwise;
+    }
+  }
+  static DEVICE f32 largest(Scores y, int r) {
+    f32 found = minus_infinity();
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) found = fmaxf(found, fmaxf(y[t][2 * r], y[t][2 * r + 1]));
+    return found;
+  }
+};
+
+template <int D, int ROWS>
+DEVICE void attend(const Attention& p, const Parts& parts, s64 tile, s32 head, s32 split, Shared<D, ROWS>& shared) {
+  enum { N = D / 32, LOADS = 8 };
+  const s32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Tile at(p, tile, ROWS);
+  if (!at.valid()) return;
+  // Chunks that some row sees; with one sharer nothing goes through global memory.
+  const s32 first = at.from / CHUNK, chunks = max((at.blocks + CHUNK - 1) / CHUNK - first, 0);
+  const s32 sharers = max(min(parts.splits, chunks), 1);
+  if (split >= sharers) return;
+  const s64 pitch = ((s64)p.most_blocks + CHUNK - 1) / CHUNK;  // chunks of a row in global memory
+  const auto page_of = [&](s32 chunk) -> s64 {
+    const s32 block = (first + chunk) * CHUNK + warp;
+    return chunk < chunks && block >= at.from && block < at.blocks ? at.page(p, head, block) : -1;
+  };
+
+  s64 page = page_of(split);
+  Warp<D, ROWS> own(p, at, head, shared);
+  bool begun = false;
+#pragma unroll 1
+  for (s32 chunk = split; chunk < chunks; chunk += sharers) {
+    const s64 next = page_of(chunk + sharers);
+    if (page >= 0) {
+      if (!begun) own.begin(p, page, shared);
+      own.take(p, (first + chunk) * CHUNK + warp, page, next, shared);
+      begun = true;
+    } else if (lane < ROWS) {
+      shared.sums[warp][lane].some = false;
+    }
+    page = next;
+    __syncthreads();
+#pragma unroll 1
+    for (s32 r = warp; r < ROWS; r += CHUNK) {  // and the lane's elements of it
+      if (shared.rows[r] < 0) continue;
+      Part<N> sum = nothing<N>();
+#pragma unroll
+      for (int b = 0; b < CHUNK; ++b) sum.include(part_at<N>(shared.sums[b][r], shared.s[b][r]));
+      if (sharers > 1) {
+        const s64 place = shared.rows[r] * pitch + chunk;
+        const u32 n = __float_as_uint(sum.sums.n), weight = __float_as_uint(sum.sums.weight);
+        if (lane == 0) parts.facts[place] = make_uint4(n, weight, (u32)sum.sums.m, sum.sums.some);
+#pragma unroll
+        for (int i = 0; i < N; ++i) parts.sums[place * D + lane + 32 * i] = sum.s[i];
+      } else {
+        Part<N> total = part_at<N>(shared.total_sums[r], shared.total[r]);
+        total.include(sum);
+        __syncwarp();
+        if (lane == 0) shared.total_sums[r] = total.sums;
+#pragma unroll
+        for (int i = 0; i < N; ++i) shared.total[r][lane + 32 * i] = total.s[i];
+      }
+    }
+    if (chunk + sharers < chunks) __syncthreads();
+  }
+
+  if (sharers > 1) {
+    __threadfence();
+    __syncthreads();
+    u32* const counter = parts.counters + tile * p.kv_heads + head;
+    if (threadIdx.x == 0) shared.last = atomicInc(counter, (u32)sharers - 1) == (u32)sharers - 1;
+    __syncthreads();
+    if (!shared.last) return;
+    __threadfence();
+  } else {
+    __syncthreads();
+  }
+#pragma unroll 1
+  for (s32 r = warp; r < ROWS; r += CHUNK) {
+    const s64 row = shared.rows[r];
+    if (row < 0) continue;
+    Part<N> total = sharers > 1 ? nothing<N>() : part_at<N>(shared.total_sums[r], shared.total[r]);
+#pragma unroll 1
+    for (s32 begin = 0; sharers > 1 && begin < chunks; begin += LOADS) {
+      Part<N> loaded[LOADS];
+#pragma unroll
+      for (int k = 0; k < LOADS; ++k) {
+        const s64 place = row * pitch + min(begin + k, chunks - 1);
+        const uint4 facts = __ldcg(parts.facts + place);
+        loaded[k].sums.n = __uint_as_float(facts.x), loaded[k].sums.weight = __uint_as_float(facts.y);
+        loaded[k].sums.m = (s32)facts.z, loaded[k].sums.some = facts.w && begin + k < chunks;
+#pragma unroll
+        for (int i = 0; i < N; ++i) loaded[k].s[i] = __ldcg(parts.sums + place * D + lane + 32 * i);
+      }
+#pragma unroll
+      for (int k = 0; k < LOADS; ++k) total.include(loaded[k]);
+    }
+    const Finish finished(total.sums);
+#pragma unroll
+    for (int i = 0; i < N; ++i) narrow(finished(total.s[i]), p.output[row * D + lane + 32 * i]);
+  }
+}
+
+#define ATTENTION_SPLIT(D, ROWS)                                                                                       \
+  extern __shared__ uint4 held[];                                                                                      \
+  static_assert(sizeof(Shared<D, ROWS>) == SHARED_BYTES(D, ROWS), "what the launch rule says");                        \
+  Shared<D, ROWS>& shared = *(Shared<D, ROWS>*)held;                                                                   \
+  griddepcontrol_launch_dependents();                                                                                  \
+  griddepcontrol_wait();                                                                                               \
+  const Attention p = ATTENTION_GIVEN;                                                                                 \
+  const Parts parts{part_sums, part_facts, counters, (s32)gridDim.y};                                                  \
+  const s64 jobs = ((s64)tokens * group / ROWS + sequences + 1) * kv_heads;                                            \
+  for (s64 job = blockIdx.x; job < jobs; job += gridDim.x) {                                                           \
+    attend<D, ROWS>(p, parts, job / kv_heads, (s32)(job % kv_heads), (s32)blockIdx.y, shared);                         \
+    __syncthreads();                                                                                                   \
+  }
+#define ATTENTION_SPLIT_PARAMETERS ATTENTION_PARAMETERS, f32 *part_sums, uint4 *part_facts, u32 *counters
+
+KERNEL(THREADS, 4) attention_split_32_8(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(32, 8); }
+KERNEL(THREADS, 4) attention_split_64_8(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(64, 8); }
+KERNEL(THREADS, 4) attention_split_128_8(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(128, 8); }
+KERNEL(THREADS, 3) attention_split_32_16(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(32, 16); }
+KERNEL(THREADS, 3) attention_split_64_16(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(64, 16); }
+KERNEL(THREADS, 3) attention_split_128_16(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(128, 16); }
