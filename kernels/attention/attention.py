@@ -60,7 +60,7 @@ from skuda.kernels.blocks import BLOCK
 from skuda.kernels.fma import fma
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.registry.argument import ArgumentSpec, Role
-from skuda.registry.constraints import Between
+from skuda.registry.constraints import Between, ProductAtMost
 from skuda.registry.elements import ElementKind
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.value import Extent, Integer, Real
@@ -315,7 +315,12 @@ SKUS = (
         suffix="_split",
         variant="split",
         entry_point="attention_split_128_8",
-        constraints=(Between(field="rows_per_sequence", maximum=FEW_ROWS),),
+        constraints=(
+            Between(field="rows_per_sequence", maximum=FEW_ROWS),
+            # A grid has fewer than 2^31 tiles.
+            ProductAtMost(factors=("tokens", "heads"), maximum=2**31 - 1),
+            ProductAtMost(factors=("boundaries", "kv_heads"), maximum=2**30),
+        ),
         summary="few new tokens: four warps for each chunk of keys, and many blocks for a row",
     ),
     *cuda_skus(

@@ -44,7 +44,7 @@ def split(problem: AttentionDescriptor, device: Device) -> Launch:
     splits = _splits(problem, rows, device.sm_count) if 4 * jobs <= MOST_ZEROS and sums + facts <= _MOST_PARTS else 1
     step = Step(
         entry=f"attention_split_{problem.head_size}_{rows}",
-        grid=(min(jobs, _MOST_BLOCKS), splits, 1),
+        grid=(jobs, splits, 1),
         block=(_WARP * CHUNK, 1, 1),
         parameters=(
             *_parameters(problem),
@@ -82,7 +82,7 @@ def _splits(problem: AttentionDescriptor, rows: int, sm_count: int) -> int:
 def _shared(head_size: int, rows: int) -> int:
     """Return the bytes of shared memory: codes on their way, and the sums of a chunk's blocks and of earlier chunks."""
     codes, sums = CHUNK * 1024 * 64 // rows, 4 * rows * (CHUNK * (head_size + 8) + head_size)
-    return codes + sums + rows * (16 * (CHUNK + 1) + 8) + 16
+    return codes + sums + rows * (16 * (CHUNK + 1) + 24) + 96
 
 
 def _parameters(problem: AttentionDescriptor) -> tuple[Parameter, ...]:

@@ -32,8 +32,21 @@ struct Parts {
   f32* sums;
   uint4* facts;
   u32* counters;
-  s32 splits;  // the most blocks of threads that share the chunks of a tile
 };
+
+// Not to be computed before a loop, where it would take registers.
+#ifdef SKUDA_HOST
+DEVICE u32 own_thread() { return threadIdx.x; }
+#else
+DEVICE u32 own_thread() {
+  u32 x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+#endif
+
+// Chunks of a row in global memory.
+DEVICE s64 chunks_of(const Attention& p) { return ((s64)p.most_blocks + CHUNK - 1) / CHUNK; }
 
 // What the kernel knows of a row: its sums, and S of the lane's elements lane, lane + 32, ...
 template <int N> struct Part {
@@ -73,11 +86,14 @@ template <int D, int ROWS> struct Shared {
   f32 s[CHUNK][ROWS][D + 8];
   f32 total[ROWS][D];
   Sums sums[CHUNK][ROWS], total_sums[ROWS];
-  s64 rows[ROWS];  // among those of q; -1 beyond the tile
+  Row rows[ROWS];
+  Tile at;
+  s64 next[CHUNK];  // pages that the warps take next, or -1
+  s32 head, chunks;  // chunks that some row sees
   bool last;
 };
 // The launch rule computes the size.
-#define SHARED_BYTES(D, ROWS) (CHUNK * 65536 / ROWS + 4 * ROWS * (CHUNK * (D + 8) + D) + ROWS * (16 * (CHUNK + 1) + 8) + 16)
+#define SHARED_BYTES(D, ROWS) (CHUNK * 65536 / ROWS + 4 * ROWS * (CHUNK * (D + 8) + D) + ROWS * (16 * (CHUNK + 1) + 24) + 96)
 
 // Products of 8 or 16 rows with 8 columns, of WORDS words of each lane. A product has 16 rows: 8 rows have their even
 // pairs of words in the upper half, the odd ones in the lower half, and take from each product the half that has met
@@ -112,60 +128,43 @@ DEVICE u32 bits_between(s32 low, s32 high) {
   return low > high ? 0u : (2u << high) - (1u << low);
 }
 
-// The codes of a page from the lane's first ones on; null if there is no page.
-struct Page {
-  const s8 *k, *v;
-};
-
-// A warp: its rows, and the scales of the page that it takes next.
+// A warp: the codes of its rows, and the scales of the page that it takes next.
 template <int D, int ROWS> struct Warp {
   enum { HALVES = ROWS / 8, WORDS = D / 16, SLOTS = Shared<D, ROWS>::SLOTS };
   enum { STEPS = D / 8, STEP_TILES = TILES / STEPS };  // of the keys, and of the values
   Operand<s8, ROWS, WORDS> q;
-  f32 z[HALVES];
-  s32 first[HALVES], last[HALVES];
   uint4 k_scale, v_scale;
 
-  DEVICE Warp(const Attention& p, const Tile& at, s32 head, Shared<D, ROWS>& shared) {
+  DEVICE void load_rows(const Attention& p, const Shared<D, ROWS>& shared) {
     const s32 quad = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
 #pragma unroll
     for (int r = 0; r < HALVES; ++r) {
-      const Row row = at.row(p, head, quad + 8 * r);
+      const s8* const from = p.q_codes + shared.rows[8 * r + quad].at * D + min((int)WORDS, 4) * 4 * c;
       u32 w[WORDS];
 #pragma unroll
-      for (int i = 0; i < WORDS; ++i) {
-        w[i] = *(const u32*)(p.q_codes + row.at * D + i / 4 * 64 + min((int)WORDS, 4) * 4 * c + i % 4 * 4);
-      }
+      for (int i = 0; i < WORDS; ++i) w[i] = *(const u32*)(from + i / 4 * 64 + i % 4 * 4);
       q.set(r, w);
-      z[r] = row.z, first[r] = row.first, last[r] = row.last;
-      if (threadIdx.x < 32 && c == 0) {
-        shared.rows[quad + 8 * r] = row.valid ? row.at : -1;
-        shared.total_sums[quad + 8 * r].some = false;
-      }
     }
   }
 
-  DEVICE Page page_at(const Attention& p, s64 page) const {
-    if (page < 0) return Page{nullptr, nullptr};
-    const s32 lane = threadIdx.x % 32, octet = lane / 8, own = lane % 8;
-    const s32 key = 16 * octet + (D == 32 ? 0 : own / 4), byte = D == 32 ? 16 * own : 16 * (own % 4);
-    return Page{p.k_codes + (page * PAGE + key) * D + byte, p.v_codes + (page * D + lane / 4) * PAGE + 16 * (own % 4)};
-  }
-  DEVICE void request_scales(const Attention& p, s64 page) {
-    const s32 lane = threadIdx.x % 32;
+  DEVICE void request_scales(const Attention& p, u32 lane, s64 page) {
     k_scale = load16(p.k_scale + page * PAGE + 4 * lane), v_scale = load16(p.v_scale + page * PAGE + 4 * lane);
   }
-  // Requests step `step` of `now`, or of `next` if it is beyond its end. A group is made even if it is empty.
-  static DEVICE void request(int step, const Page& now, const Page& next, uint4 (&slots)[SLOTS][2][32]) {
-    const Page& from = step < 2 * STEPS ? now : next;
-    const int own = step % (2 * STEPS), tile = own * STEP_TILES;
+  // Requests a step of a page: keys, then values. The group ends with a commit even if there is nothing to request.
+  static DEVICE void request(const Attention& p, u32 lane, int step, s64 page, uint4 (&slots)[SLOTS][2][32]) {
+    const u32 octet = lane / 8, own = lane % 8, tile = step * STEP_TILES;
+    const s32 key = 16 * octet + (D == 32 ? 0 : own / 4), byte = D == 32 ? 16 * own : 16 * (own % 4);
 #pragma unroll
-    for (int i = 0; i < 2 && from.k != nullptr; ++i) {
+    for (int i = 0; i < 2; ++i) {
       const int unit = D == 128 ? tile : tile + i * STEP_TILES / 2;
-      const s8* const key = from.k + (64 * (unit / 8) + 2 * (unit % 8)) * D + (D == 128 ? 64 * i : 0);
-      const s8* const value = from.v + 8 * (own - STEPS) * PAGE + 64 * i;
-      cp_async_16(shared_address(&slots[step % SLOTS][i][threadIdx.x % 32]), own < STEPS ? key : value, true);
+      const s8* from = p.k_codes + (page * PAGE + key) * D + byte + (64 * (unit / 8) + 2 * (unit % 8)) * D + (D == 128 ? 64 * i : 0);
+      if (step >= STEPS) from = p.v_codes + (page * D + lane / 4) * PAGE + 16 * (own % 4) + 8 * (step - STEPS) * PAGE + 64 * i;
+      cp_async_16(shared_address(&slots[step % SLOTS][i][lane]), from, true);
     }
+  }
+  static DEVICE void request_next(const Attention& p, u32 lane, int step, s64 page, s64 next, uint4 (&slots)[SLOTS][2][32]) {
+    if (step + SLOTS < 2 * STEPS) request(p, lane, step + SLOTS, page, slots);
+    else if (next >= 0) request(p, lane, step + SLOTS - 2 * STEPS, next, slots);
     cp_async_commit_group();
   }
   static DEVICE void arrived() {
@@ -173,8 +172,7 @@ template <int D, int ROWS> struct Warp {
     __syncwarp();
   }
   // Keys of tile `i` of a step, and values of a step: the lane's words.
-  static DEVICE void words_of(const uint4 (&slot)[2][32], int i, u32 (&w)[WORDS]) {
-    const s32 lane = threadIdx.x % 32;
+  static DEVICE void words_of(u32 lane, const uint4 (&slot)[2][32], int i, u32 (&w)[WORDS]) {
     if (D == 32) {
       const u8* const pair = (const u8*)&slot[i / 2][lane / 8 * 8];  // of tiles
       const uint2 two = *(const uint2*)(pair + (i % 2 * 2 + lane / 4 % 2) * D + 8 * (lane % 4));
@@ -190,16 +188,18 @@ template <int D, int ROWS> struct Warp {
 
   // Requests the first codes of a page.
   DEVICE void begin(const Attention& p, s64 page, Shared<D, ROWS>& shared) {
-    const Page codes = page_at(p, page);
+    const u32 thread = own_thread(), lane = thread % 32;
 #pragma unroll
-    for (int i = 0; i < SLOTS; ++i) request(i, codes, codes, shared.codes[threadIdx.x / 32]);
-    request_scales(p, page);
+    for (int i = 0; i < SLOTS; ++i) {
+      request(p, lane, i, page, shared.codes[thread / 32]);
+      cp_async_commit_group();
+    }
+    request_scales(p, lane, page);
   }
 
-  // Computes the part of a block of keys that has begun, and begins the page `next` if it is not negative.
-  DEVICE void take(const Attention& p, s32 block, s64 page, s64 next, Shared<D, ROWS>& shared) {
-    const s32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, c = lane % 4;
-    const Page codes = page_at(p, page), later = page_at(p, next);
+  // Computes the part of a block of keys that has begun, and begins the next one if there is one.
+  DEVICE void take(const Attention& p, s32 block, s64 page, Shared<D, ROWS>& shared) {
+    const u32 thread = own_thread(), lane = thread % 32, warp = thread / 32, quad = lane / 4, c = lane % 4;
     uint4(&slots)[SLOTS][2][32] = shared.codes[warp];
 
     // Scales are where sums come later. 16 are 20 apart, so that the lanes of a quad read different banks. That of a key
@@ -217,23 +217,28 @@ template <int D, int ROWS> struct Warp {
     good = __all_sync(~0u, good);
     __syncwarp();
 
-    f32 y[TILES][2 * HALVES];  // of 8 keys, of which a lane has 2
+    s32 sums[TILES][2 * HALVES];  // of 8 keys, of which a lane has 2
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       arrived();
       u32 keys[STEP_TILES][WORDS];
 #pragma unroll
-      for (int i = 0; i < STEP_TILES; ++i) words_of(slots[step % SLOTS], i, keys[i]);
+      for (int i = 0; i < STEP_TILES; ++i) words_of(lane, slots[step % SLOTS], i, keys[i]);
       __syncwarp();
-      request(step + SLOTS, codes, later, slots);
+      request_next(p, lane, step, page, shared.next[own_thread() / 32], slots);
 #pragma unroll
-      for (int i = 0; i < STEP_TILES; ++i) {
-        const int t = step * STEP_TILES + i;
-        s32 sums[2 * HALVES];
-        q.times(keys[i], sums);
-        const float2 scale = *(const float2*)((const f32*)(of_keys + 5 * c + 20 * (t / 8)) + 2 * (t % 8));
+      for (int i = 0; i < STEP_TILES; ++i) q.times(keys[i], sums[step * STEP_TILES + i]);
+    }
+    __syncwarp();  // so that scales do not take registers before
+    f32 y[TILES][2 * HALVES];
 #pragma unroll
-        for (int j = 0; j < 2 * HALVES; ++j) y[t][j] = mul_rn((f32)sums[j], j % 2 ? scale.y : scale.x);
+    for (int t = 0; t < TILES; t += 2) {
+      f32 scale[4];
+      Chunk<f32>::unpack(of_keys[5 * c + 20 * (t / 8) + t % 8 / 2], scale);
+#pragma unroll
+      for (int i = 0; i < 4 * HALVES; ++i) {
+        const int u = i / (2 * HALVES), j = i % (2 * HALVES);
+        y[t + u][j] = mul_rn((f32)sums[t + u][j], scale[2 * u + j % 2]);
       }
     }
 
@@ -247,9 +252,12 @@ template <int D, int ROWS> struct Warp {
       }
     }
     bool whole = true;
+    Sums own[HALVES];
 #pragma unroll
     for (int r = 0; r < HALVES; ++r) {
-      const s32 from = block * PAGE + 16 * c, low = first[r] - from, high = last[r] - from;
+      const Row& row = shared.rows[8 * r + quad];
+      const s32 from = block * PAGE + 16 * c, low = row.first - from, high = row.last - from;
+      own[r].some = max(row.first, block * PAGE) <= min(row.last, block * PAGE + PAGE - 1);
       const u32 seen = bits_between(low, high) | bits_between(low - 64, high - 64) << 16;
       counts[r] = seen & usable_keys, unusable[r] = seen & ~usable_keys;
       whole = whole && counts[r] == ~0u;
@@ -257,15 +265,13 @@ template <int D, int ROWS> struct Warp {
     whole = __all_sync(~0u, whole);
     if (!whole) keep(y, counts, minus_infinity());
 
-    Sums own[HALVES];
     f32 factor[HALVES], shift[HALVES];
 #pragma unroll
     for (int r = 0; r < HALVES; ++r) {
-      const f32 n = ceilf(__fmul_ru(z[r], quad_max(largest(y, r))));
+      const f32 z = shared.rows[8 * r + quad].z, n = ceilf(__fmul_ru(z, quad_max(largest(y, r))));
       const s32 bad = quad_sum(unusable[r] != 0);
-      const bool valid = fabsf(n) < 8388608.0f && z[r] >= 0.0f && !bad;
-      own[r].some = max(first[r], block * PAGE) <= min(last[r], block * PAGE + PAGE - 1);
-      own[r].n = valid ? n : 0.0f, factor[r] = valid ? z[r] : 0.0f, shift[r] = 512.0f - own[r].n;
+      const bool valid = fabsf(n) < 8388608.0f && z >= 0.0f && !bad;
+      own[r].n = valid ? n : 0.0f, factor[r] = valid ? z : 0.0f, shift[r] = 512.0f - own[r].n;
       own[r].weight = valid ? 0.0f : __uint_as_float(0x7fc00000u);
     }
     u32 weight[HALVES] = {};
@@ -303,7 +309,8 @@ template <int D, int ROWS> struct Warp {
       if (c == 0) shared.sums[warp][8 * r + quad] = own[r];
     }
 
-    if (next >= 0) request_scales(p, next);
+    const s64 next = shared.next[own_thread() / 32];
+    if (next >= 0) request_scales(p, lane, next);
     __syncwarp();  // all lanes have read the scales
 #pragma unroll
     for (int t = 0; t < STEPS; ++t) {
@@ -311,12 +318,12 @@ template <int D, int ROWS> struct Warp {
       u32 values[8];
       put(slots[(STEPS + t) % SLOTS][0][lane], values, 0), put(slots[(STEPS + t) % SLOTS][1][lane], values, 4);
       __syncwarp();
-      request(STEPS + t + SLOTS, codes, later, slots);
-      s32 sums[2 * HALVES];
-      weights.times(values, sums);
+      request_next(p, lane, STEPS + t, page, next, slots);
+      s32 two[2 * HALVES];
+      weights.times(values, two);
 #pragma unroll
       for (int r = 0; r < HALVES; ++r) {
-        *(float2*)&shared.s[warp][8 * r + quad][8 * t + 2 * c] = make_float2((f32)sums[2 * r], (f32)sums[2 * r + 1]);
+        *(float2*)&shared.s[warp][8 * r + quad][8 * t + 2 * c] = make_float2((f32)two[2 * r], (f32)two[2 * r + 1]);
       }
     }
   }
@@ -338,45 +345,54 @@ template <int D, int ROWS> struct Warp {
   }
 };
 
-template <int D, int ROWS>
-DEVICE void attend(const Attention& p, const Parts& parts, s64 tile, s32 head, s32 split, Shared<D, ROWS>& shared) {
+template <int D, int ROWS> DEVICE void attend(const Attention& p, const Parts& parts, Shared<D, ROWS>& shared) {
   enum { N = D / 32, LOADS = 8 };
-  const s32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Tile at(p, tile, ROWS);
-  if (!at.valid()) return;
-  // Chunks that some row sees; with one sharer nothing goes through global memory.
-  const s32 first = at.from / CHUNK, chunks = max((at.blocks + CHUNK - 1) / CHUNK - first, 0);
-  const s32 sharers = max(min(parts.splits, chunks), 1);
-  if (split >= sharers) return;
-  const s64 pitch = ((s64)p.most_blocks + CHUNK - 1) / CHUNK;  // chunks of a row in global memory
-  const auto page_of = [&](s32 chunk) -> s64 {
-    const s32 block = (first + chunk) * CHUNK + warp;
+  const s32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.x % p.kv_heads, split = blockIdx.y;
+  // With one sharer nothing goes through global memory.
+  const auto sharers = [&] { return max(min((s32)gridDim.y, shared.chunks), 1); };
+  const auto page_of = [&](const Tile& at, s32 head, s32 chunks, s32 chunk) -> s64 {
+    const s32 warp = own_thread() / 32;
+    const s32 block = (at.from / CHUNK + chunk) * CHUNK + warp;
     return chunk < chunks && block >= at.from && block < at.blocks ? at.page(p, head, block) : -1;
   };
-
-  s64 page = page_of(split);
-  Warp<D, ROWS> own(p, at, head, shared);
-  bool begun = false;
-#pragma unroll 1
-  for (s32 chunk = split; chunk < chunks; chunk += sharers) {
-    const s64 next = page_of(chunk + sharers);
-    if (page >= 0) {
-      if (!begun) own.begin(p, page, shared);
-      own.take(p, (first + chunk) * CHUNK + warp, page, next, shared);
-      begun = true;
-    } else if (lane < ROWS) {
-      shared.sums[warp][lane].some = false;
+  Warp<D, ROWS> own;
+  {
+    const Tile at(p, blockIdx.x / p.kv_heads, ROWS);
+    if (!at.valid()) return;
+    const s32 chunks = max((at.blocks + CHUNK - 1) / CHUNK - at.from / CHUNK, 0);
+    if (split >= max(chunks, 1)) return;
+    const s64 page = page_of(at, head, chunks, split);
+    if (page >= 0) own.begin(p, page, shared);
+    if (lane == 0) shared.next[warp] = page;
+    if (threadIdx.x == 0) shared.at = at, shared.head = head, shared.chunks = chunks;
+    if (threadIdx.x < ROWS) {
+      shared.rows[threadIdx.x] = at.row(p, head, threadIdx.x);
+      shared.total_sums[threadIdx.x].some = false;
     }
-    page = next;
+  }
+  __syncthreads();
+  own.load_rows(p, shared);
+#pragma unroll 1
+  for (s32 chunk = split; chunk < shared.chunks; chunk += sharers()) {
+    const u32 thread = own_thread(), lane = thread % 32, warp = thread / 32;
+    const s64 page = shared.next[warp], next = page_of(shared.at, shared.head, shared.chunks, chunk + sharers());
+    __syncwarp();
+    if (lane == 0) shared.next[warp] = next;
+    if (page >= 0) {
+      own.take(p, (shared.at.from / CHUNK + chunk) * CHUNK + warp, page, shared);
+    } else {
+      if (next >= 0) own.begin(p, next, shared);
+      if (lane < ROWS) shared.sums[warp][lane].some = false;
+    }
     __syncthreads();
 #pragma unroll 1
     for (s32 r = warp; r < ROWS; r += CHUNK) {  // and the lane's elements of it
-      if (shared.rows[r] < 0) continue;
+      if (!shared.rows[r].valid) continue;
       Part<N> sum = nothing<N>();
 #pragma unroll
       for (int b = 0; b < CHUNK; ++b) sum.include(part_at<N>(shared.sums[b][r], shared.s[b][r]));
-      if (sharers > 1) {
-        const s64 place = shared.rows[r] * pitch + chunk;
+      if (sharers() > 1) {
+        const s64 place = shared.rows[r].at * chunks_of(p) + chunk;
         const u32 n = __float_as_uint(sum.sums.n), weight = __float_as_uint(sum.sums.weight);
         if (lane == 0) parts.facts[place] = make_uint4(n, weight, (u32)sum.sums.m, sum.sums.some);
 #pragma unroll
@@ -390,34 +406,32 @@ DEVICE void attend(const Attention& p, const Parts& parts, s64 tile, s32 head, s
         for (int i = 0; i < N; ++i) shared.total[r][lane + 32 * i] = total.s[i];
       }
     }
-    if (chunk + sharers < chunks) __syncthreads();
+    __syncthreads();
   }
 
-  if (sharers > 1) {
+  if (sharers() > 1) {
     __threadfence();
     __syncthreads();
-    u32* const counter = parts.counters + tile * p.kv_heads + head;
-    if (threadIdx.x == 0) shared.last = atomicInc(counter, (u32)sharers - 1) == (u32)sharers - 1;
+    const u32 others = (u32)sharers() - 1;
+    if (threadIdx.x == 0) shared.last = atomicInc(parts.counters + blockIdx.x, others) == others;
     __syncthreads();
     if (!shared.last) return;
     __threadfence();
-  } else {
-    __syncthreads();
   }
 #pragma unroll 1
   for (s32 r = warp; r < ROWS; r += CHUNK) {
-    const s64 row = shared.rows[r];
-    if (row < 0) continue;
-    Part<N> total = sharers > 1 ? nothing<N>() : part_at<N>(shared.total_sums[r], shared.total[r]);
+    if (!shared.rows[r].valid) continue;
+    const s64 row = shared.rows[r].at;
+    Part<N> total = sharers() > 1 ? nothing<N>() : part_at<N>(shared.total_sums[r], shared.total[r]);
 #pragma unroll 1
-    for (s32 begin = 0; sharers > 1 && begin < chunks; begin += LOADS) {
+    for (s32 begin = 0; sharers() > 1 && begin < shared.chunks; begin += LOADS) {
       Part<N> loaded[LOADS];
 #pragma unroll
       for (int k = 0; k < LOADS; ++k) {
-        const s64 place = row * pitch + min(begin + k, chunks - 1);
+        const s64 place = row * chunks_of(p) + min(begin + k, shared.chunks - 1);
         const uint4 facts = __ldcg(parts.facts + place);
         loaded[k].sums.n = __uint_as_float(facts.x), loaded[k].sums.weight = __uint_as_float(facts.y);
-        loaded[k].sums.m = (s32)facts.z, loaded[k].sums.some = facts.w && begin + k < chunks;
+        loaded[k].sums.m = (s32)facts.z, loaded[k].sums.some = facts.w && begin + k < shared.chunks;
 #pragma unroll
         for (int i = 0; i < N; ++i) loaded[k].s[i] = __ldcg(parts.sums + place * D + lane + 32 * i);
       }
@@ -437,12 +451,7 @@ DEVICE void attend(const Attention& p, const Parts& parts, s64 tile, s32 head, s
   griddepcontrol_launch_dependents();                                                                                  \
   griddepcontrol_wait();                                                                                               \
   const Attention p = ATTENTION_GIVEN;                                                                                 \
-  const Parts parts{part_sums, part_facts, counters, (s32)gridDim.y};                                                  \
-  const s64 jobs = ((s64)tokens * group / ROWS + sequences + 1) * kv_heads;                                            \
-  for (s64 job = blockIdx.x; job < jobs; job += gridDim.x) {                                                           \
-    attend<D, ROWS>(p, parts, job / kv_heads, (s32)(job % kv_heads), (s32)blockIdx.y, shared);                         \
-    __syncthreads();                                                                                                   \
-  }
+  attend<D, ROWS>(p, Parts{part_sums, part_facts, counters}, shared)
 #define ATTENTION_SPLIT_PARAMETERS ATTENTION_PARAMETERS, f32 *part_sums, uint4 *part_facts, u32 *counters
 
 KERNEL(THREADS, 4) attention_split_32_8(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(32, 8); }
