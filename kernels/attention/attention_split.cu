@@ -4,23 +4,23 @@
 //   z = q_scale c;  y = (q k) k_scale;  n = ceil(z max y);  e = E(z y + 512 - n);  p = e v_scale;  2^m >= max p
 //   w = rne(255 p / 2^m);  S = sum w v;  L = sum rne(65536 e);  output = S 2^m (65536 / 255) / L
 //
-//   parameters          see attention.cuh; 16 bytes from q_codes, k_codes, v_codes and both scales on are loaded at once
+//   parameters          see attention.cuh; codes, k_scale and v_scale begin at multiples of 16 bytes
 //   part_sums           f32 [tokens, heads, chunks, D], S of every chunk; null if gridDim.y is 1
 //   part_facts          [tokens, heads, chunks], four words for each: n, L, m, and whether the row sees a key
 //   counters            u32 [tiles, kv_heads], 0 before and after
-//   gridDim.y           the most blocks of threads that share the chunks of a tile, `splits`
+//   gridDim             tiles times kv_heads; the most thread blocks that share the chunks of a tile
 //
-// Data: a warp takes a block of 128 keys. Page: global memory -> registers, the next ones requested before these are
-// used -> mma.sync -> scores in registers -> weights, packed, in registers -> mma.sync -> sums in shared memory. There
-// the four warps of a block of threads add the blocks of a chunk. With splits, chunks go to global memory, and the block
-// of threads that is the last one of its tile adds them.
+// Data: a warp takes a block of 128 keys: codes in global memory -> cp.async, several steps ahead -> shared memory ->
+// registers -> mma.sync -> scores in registers -> weights, packed, in registers -> mma.sync -> sums in shared memory.
+// There the four warps of a thread block add the blocks of a chunk -> total of the tile in shared memory, or, if thread
+// blocks share the tile -> global memory, where the last one of them adds all chunks -> output.
 //
-// A lane owns 32 keys, 16 c to 16 c + 15 and 64 more for lane c of a quad. They are in the columns of the first product
-// that give their scores to that lane, and their weights are the lane's part of the second one, whose 16 values are 16
-// bytes of v_codes. So no lane needs a score or a weight of another. Any order of the elements of a head is right, too:
-// a lane multiplies 16 neighbouring ones.
+// A lane owns 32 keys: 16 c to 16 c + 15 and 64 further, for lane c of a quad. They are the columns of the first product
+// whose scores the lane gets, and their weights are its part of the second one, with 16 neighbouring bytes of v_codes.
+// So no lane needs a score or a weight of another. Any order of the elements of a head is right, too: a lane multiplies
+// 16 neighbouring ones.
 //
-// Variants: one entry for each D, and for tiles of 8 and 16 rows. The product has 16; with 8 the others are zero.
+// Variants: one entry for each D, and for tiles of 8 and 16 rows.
 #include "attention.cuh"
 #include "cp_async.cuh"
 #include "griddepcontrol.cuh"
@@ -34,7 +34,7 @@ struct Parts {
   u32* counters;
 };
 
-// Not to be computed before a loop, where it would take registers.
+// Index of the thread. The compiler cannot compute what follows from it before a loop, where it would take registers.
 #ifdef SKUDA_HOST
 DEVICE u32 own_thread() { return threadIdx.x; }
 #else
@@ -141,8 +141,13 @@ template <int D, int ROWS> struct Warp {
     for (int r = 0; r < HALVES; ++r) {
       const s8* const from = p.q_codes + shared.rows[8 * r + quad].at * D + min((int)WORDS, 4) * 4 * c;
       u32 w[WORDS];
+      if (D == 32) {
+        const uint2 two = __ldcs((const uint2*)from);
+        w[0] = two.x, w[1] = two.y;
+      } else {
 #pragma unroll
-      for (int i = 0; i < WORDS; ++i) w[i] = *(const u32*)(from + i / 4 * 64 + i % 4 * 4);
+        for (int i = 0; i < WORDS / 4; ++i) put(load16(from + 64 * i), w, 4 * i);
+      }
       q.set(r, w);
     }
   }
@@ -150,18 +155,20 @@ template <int D, int ROWS> struct Warp {
   DEVICE void request_scales(const Attention& p, u32 lane, s64 page) {
     k_scale = load16(p.k_scale + page * PAGE + 4 * lane), v_scale = load16(p.v_scale + page * PAGE + 4 * lane);
   }
-  // Requests a step of a page: keys, then values. The group ends with a commit even if there is nothing to request.
+  // Requests a step of a page: keys, then values.
   static DEVICE void request(const Attention& p, u32 lane, int step, s64 page, uint4 (&slots)[SLOTS][2][32]) {
-    const u32 octet = lane / 8, own = lane % 8, tile = step * STEP_TILES;
-    const s32 key = 16 * octet + (D == 32 ? 0 : own / 4), byte = D == 32 ? 16 * own : 16 * (own % 4);
+    const u32 octet = lane / 8, own = lane % 8;
+    const u32 at = 16 * octet * D + (D == 32 ? 16 * own : own / 4 * D + 16 * (own % 4));
+    const s8 *const k = p.k_codes + page * PAGE * D + at, *const v = p.v_codes + (page * D + lane / 4) * PAGE + 16 * (own % 4);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int unit = D == 128 ? tile : tile + i * STEP_TILES / 2;
-      const s8* from = p.k_codes + (page * PAGE + key) * D + byte + (64 * (unit / 8) + 2 * (unit % 8)) * D + (D == 128 ? 64 * i : 0);
-      if (step >= STEPS) from = p.v_codes + (page * D + lane / 4) * PAGE + 16 * (own % 4) + 8 * (step - STEPS) * PAGE + 64 * i;
-      cp_async_16(shared_address(&slots[step % SLOTS][i][lane]), from, true);
+      const int tile = step * STEP_TILES + (D == 128 ? 0 : i * STEP_TILES / 2);
+      const s8* const key = k + (64 * (tile / 8) + 2 * (tile % 8)) * D + (D == 128 ? 64 * i : 0);
+      const s8* const value = v + 8 * (step - STEPS) * PAGE + 64 * i;
+      cp_async_16(shared_address(&slots[step % SLOTS][i][lane]), step < STEPS ? key : value, true);
     }
   }
+  // A group is made even if there is nothing to request, because groups are counted.
   static DEVICE void request_next(const Attention& p, u32 lane, int step, s64 page, s64 next, uint4 (&slots)[SLOTS][2][32]) {
     if (step + SLOTS < 2 * STEPS) request(p, lane, step + SLOTS, page, slots);
     else if (next >= 0) request(p, lane, step + SLOTS - 2 * STEPS, next, slots);
@@ -171,10 +178,10 @@ template <int D, int ROWS> struct Warp {
     cp_async_wait_group<SLOTS - 1>();
     __syncwarp();
   }
-  // Keys of tile `i` of a step, and values of a step: the lane's words.
+  // The lane's words of tile `i` of the keys of a step.
   static DEVICE void words_of(u32 lane, const uint4 (&slot)[2][32], int i, u32 (&w)[WORDS]) {
     if (D == 32) {
-      const u8* const pair = (const u8*)&slot[i / 2][lane / 8 * 8];  // of tiles
+      const u8* const pair = (const u8*)&slot[i / 2][lane / 8 * 8];  // of tiles, whose keys lie side by side
       const uint2 two = *(const uint2*)(pair + (i % 2 * 2 + lane / 4 % 2) * D + 8 * (lane % 4));
       w[0] = two.x, w[1] = two.y;
     } else {
@@ -319,11 +326,11 @@ template <int D, int ROWS> struct Warp {
       put(slots[(STEPS + t) % SLOTS][0][lane], values, 0), put(slots[(STEPS + t) % SLOTS][1][lane], values, 4);
       __syncwarp();
       request_next(p, lane, STEPS + t, page, next, slots);
-      s32 two[2 * HALVES];
-      weights.times(values, two);
+      s32 more[2 * HALVES];
+      weights.times(values, more);
 #pragma unroll
       for (int r = 0; r < HALVES; ++r) {
-        *(float2*)&shared.s[warp][8 * r + quad][8 * t + 2 * c] = make_float2((f32)two[2 * r], (f32)two[2 * r + 1]);
+        *(float2*)&shared.s[warp][8 * r + quad][8 * t + 2 * c] = make_float2((f32)more[2 * r], (f32)more[2 * r + 1]);
       }
     }
   }
