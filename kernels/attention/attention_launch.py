@@ -63,7 +63,7 @@ def split(problem: AttentionDescriptor, device: Device) -> Launch:
 
 
 def _jobs(problem: AttentionDescriptor, rows: int) -> int:
-    """Return the tiles of all heads: those of a sequence begin anew, and the last ones are of the rows of no sequence."""
+    """Return the tiles of all heads: those of a sequence begin anew, and the last ones have the rows of no sequence."""
     return (problem.tokens * problem.group // rows + problem.sequences + 1) * problem.kv_heads
 
 

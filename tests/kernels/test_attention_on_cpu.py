@@ -50,7 +50,7 @@ def on_cpu(problem, inputs, rng, variant, sms):
 
 def problem_of(rng, **fields):
     """Return a problem of random sizes."""
-    kv_heads, group = int(rng.integers(1, 4)), int(rng.choice([1, 2, 3, 5, 8, 17]))
+    kv_heads, group = int(rng.integers(1, 4)), int(rng.choice([1, 2, 3, 4, 5, 8, 17]))
     sizes = {"tokens": int(rng.integers(1, 40)), "kv_heads": kv_heads, "heads": kv_heads * group}
     sizes |= {"sequences": SEQUENCES, "pages": int(rng.integers(1, 9)), "most_blocks": int(rng.integers(1, 14))}
     sizes["head_size"] = int(rng.choice([32, 64, 128]))
@@ -67,6 +67,20 @@ def test_kernels_equal_the_reference_at_any_size(mask, values, variant, sms):
         problem = problem_of(rng, causal=mask != "all", window=window)
         inputs = draw(problem, values, rng)
         assert_same_bits(on_cpu(problem, inputs, rng, variant, sms), run(problem, inputs)["output"], repr(problem))
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 7, 17])
+def test_sequences_may_be_far_shorter_than_the_table_is_long(group):
+    rng = fresh(group)
+    window = rng.choice([None, 700])
+    sizes = {"tokens": 5, "heads": 2 * group, "kv_heads": 2, "pages": 6, "most_blocks": 90, "window": window}
+    problem = problem_of(rng, **sizes)
+    inputs = draw(problem, "normal", rng)
+    new = np.diff(inputs["starts"])
+    inputs["lengths"] = np.minimum(inputs["lengths"], new + rng.choice([0, 100, 1500], SEQUENCES)).astype(np.int32)
+    want = run(problem, inputs)["output"]
+    for sms in (10, 400):
+        assert_same_bits(on_cpu(problem, inputs, rng, "split", sms), want, repr(problem))
 
 
 WRONG = {
