@@ -353,7 +353,7 @@ template <int D, int ROWS> struct Warp {
 };
 
 template <int D, int ROWS> DEVICE void attend(const Attention& p, const Parts& parts, Shared<D, ROWS>& shared) {
-  enum { N = D / 32, LOADS = 8 };
+  enum { N = D / 32, LOADS = 16 };
   const s32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.x % p.kv_heads, split = blockIdx.y;
   // With one sharer nothing goes through global memory.
   const auto sharers = [&] { return max(min((s32)gridDim.y, shared.chunks), 1); };
@@ -430,20 +430,29 @@ template <int D, int ROWS> DEVICE void attend(const Attention& p, const Parts& p
     if (!shared.rows[r].valid) continue;
     const s64 row = shared.rows[r].at;
     Part<N> total = sharers() > 1 ? nothing<N>() : part_at<N>(shared.total_sums[r], shared.total[r]);
+    // A lane has the facts of one of 32 chunks.
 #pragma unroll 1
-    for (s32 begin = 0; sharers() > 1 && begin < shared.chunks; begin += LOADS) {
-      Part<N> loaded[LOADS];
+    for (s32 begin = 0; sharers() > 1 && begin < shared.chunks; begin += 32) {
+      const f32* const sums = parts.sums + (row * chunks_of(p) + begin) * D + lane;
+      const s32 count = min(shared.chunks - begin, 32);
+      const uint4 facts = __ldcg(parts.facts + row * chunks_of(p) + begin + min(lane, count - 1));
+#pragma unroll 1
+      for (s32 from = 0; from < count; from += LOADS) {
+        Part<N> loaded[LOADS];
 #pragma unroll
-      for (int k = 0; k < LOADS; ++k) {
-        const s64 place = row * chunks_of(p) + min(begin + k, shared.chunks - 1);
-        const uint4 facts = __ldcg(parts.facts + place);
-        loaded[k].sums.n = __uint_as_float(facts.x), loaded[k].sums.weight = __uint_as_float(facts.y);
-        loaded[k].sums.m = (s32)facts.z, loaded[k].sums.some = facts.w && begin + k < shared.chunks;
+        for (int k = 0; k < LOADS; ++k) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) loaded[k].s[i] = __ldcg(parts.sums + place * D + lane + 32 * i);
+          for (int i = 0; i < N; ++i) loaded[k].s[i] = __ldcg(sums + (s64)min(from + k, count - 1) * D + 32 * i);
+        }
+#pragma unroll
+        for (int k = 0; k < LOADS; ++k) {
+          loaded[k].sums.n = __uint_as_float(__shfl_sync(~0u, facts.x, from + k));
+          loaded[k].sums.weight = __uint_as_float(__shfl_sync(~0u, facts.y, from + k));
+          loaded[k].sums.m = (s32)__shfl_sync(~0u, facts.z, from + k);
+          loaded[k].sums.some = __shfl_sync(~0u, facts.w, from + k) && from + k < count;
+          total.include(loaded[k]);
+        }
       }
-#pragma unroll
-      for (int k = 0; k < LOADS; ++k) total.include(loaded[k]);
     }
     const Finish finished(total.sums);
 #pragma unroll
