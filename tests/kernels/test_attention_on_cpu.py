@@ -83,6 +83,17 @@ def test_sequences_may_be_far_shorter_than_the_table_is_long(group):
         assert_same_bits(on_cpu(problem, inputs, rng, "split", sms), want, repr(problem))
 
 
+def test_a_row_may_have_more_chunks_than_a_warp_has_lanes():
+    rng = fresh()
+    problem = problem_of(rng, tokens=2, sequences=1, heads=3, kv_heads=1, head_size=32, pages=7, most_blocks=150)
+    inputs = draw(problem, "normal", rng) | {"starts": np.array([0, 2], np.int32)}
+    inputs["lengths"] = rng.integers(129 * 128, 150 * 128, 1, np.int32, endpoint=True)
+    inputs["block_table"] = rng.integers(0, 7, (1, 150), np.int32)
+    for scale in ("k_scale", "v_scale"):
+        inputs[scale] = rng.random(inputs[scale].shape, np.float32)
+    assert_same_bits(on_cpu(problem, inputs, rng, "split", 400), run(problem, inputs)["output"], repr(problem))
+
+
 WRONG = {
     "block_table": [-1, 9, 2**31 - 1, -(2**31)],
     "lengths": [-1, -(2**31), 2**31 - 1, 100_000],
