@@ -11,9 +11,13 @@
 //   group               heads of q for each of the kv_heads
 //   causal, window      whether rows see only keys up to their own; how many of those, 0 for all
 //
-// A tile is up to ROWS rows of one head of keys: tokens of one sequence times the heads that share the keys. Tiles of
-// sequence s are numbered from starts[s] group / ROWS + s on, which leaves enough for each; rows of no sequence come
-// last. Tables that are wrong are clamped, so that nothing outside of the arrays is touched.
+//   e = E(u), about 2^(u - 512);  S = S1 T(d1) + S2 T(d2), and the same of L
+//
+// Data: tables in global memory -> the rows of a tile and the blocks of keys that they see, in registers.
+//
+// Variants: none. A tile is up to ROWS rows of one head of keys: tokens of one sequence times the heads that share the
+// keys. Tiles of sequence s are numbered from starts[s] group / ROWS + s on, which leaves enough for each; rows of no
+// sequence come last. Tables that are wrong are clamped, so that nothing outside of the arrays is touched.
 #pragma once
 #include "quotient.cuh"
 
@@ -123,12 +127,16 @@ struct Tile {
   DEVICE bool valid() const { return row0 >= 0 && row0 < rows; }
 
   DEVICE Tile(const Attention& p, s64 number, s32 tile_rows) {
-    // The last sequence whose first tile is not behind this one; `sequences` stands for the rows of none.
-    s32 s = 0, end = p.sequences;
+    // The last sequence whose first tile is not behind this one; `sequences` stands for the rows of none. First the one
+    // that it is if all have equally many new tokens: a search takes a load from memory for each of its steps.
+    const auto base = [&](s32 s) { return (s64)clamped(p.starts[s], p.tokens) * p.group / tile_rows + s; };
+    const u64 spread = (u64)tile_rows * p.sequences, rows_of_all = (u64)p.tokens * p.group + spread;
+    const u64 below = (((u64)number + 1) * spread + rows_of_all - 1) / rows_of_all;
+    s32 s = below > 0 ? (s32)min(below - 1, (u64)p.sequences) : 0, end = s;
+    if (base(s) > number || (s < p.sequences && base(s + 1) <= number)) s = 0, end = p.sequences;
     while (s < end) {
       const s32 middle = s + (end - s + 1) / 2;
-      const s64 base = (s64)clamped(p.starts[middle], p.tokens) * p.group / tile_rows + middle;
-      if (base <= number) s = middle;
+      if (base(middle) <= number) s = middle;
       else end = middle - 1;
     }
     const bool none = s == p.sequences;

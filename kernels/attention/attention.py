@@ -59,6 +59,7 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from skuda.kernels.attention.cache import (
+    CHUNK,
     CODE_BOUNDS,
     PAGE,
     TABLES,
@@ -82,8 +83,6 @@ from skuda.registry.op import Case, Op, Values
 from skuda.registry.value import Extent, Integer, Real
 
 Array = npt.NDArray[Any]
-CHUNK = 4
-"""Blocks of a chunk."""
 UNUSABLE = np.float32(2.0**106)
 """The least scale that is too large: a sum of products times a smaller one is finite."""
 EXPONENTS = 2**23
@@ -94,6 +93,8 @@ NOTHING = -512
 """m of a block without weights, and the least difference of n."""
 WEIGHT = np.float32(65536 / 255)
 """Unit of the weights in that of L."""
+FEW_ROWS = 64
+"""The most rows for each sequence and head of keys that warps spread the keys of: four tiles, which L2 serves."""
 OUTPUTS = (ElementKind.F16, ElementKind.BF16, ElementKind.F32)
 _ROWS = "tokens, heads, head_size"
 
@@ -161,6 +162,11 @@ class AttentionDescriptor(CacheProblem):
     def group(self) -> int:
         """Heads of q for each head of keys."""
         return self.heads // self.kv_heads
+
+    @property
+    def rows_per_sequence(self) -> int:
+        """Rows that share the keys of a sequence and head: new tokens times heads, on average, rounded up."""
+        return -(-self.tokens * self.group // max(1, self.sequences))
 
     @property
     def exponent(self) -> float:
@@ -356,6 +362,23 @@ def _cases() -> tuple[Case, ...]:
 
 CASES = _cases()
 SKUS = (
+    *cuda_skus(
+        AttentionDescriptor,
+        __name__,
+        OUTPUTS,
+        launch="skuda.kernels.attention.attention_launch:split",
+        suffix="_split",
+        flags=lambda data, _: element_flags(data, ElementKind.S8),
+        variant="split",
+        entry_point="attention_split_128_8",
+        constraints=(
+            Between(field="rows_per_sequence", maximum=FEW_ROWS),
+            # A grid has fewer than 2^31 tiles.
+            ProductAtMost(factors=("tokens", "heads"), maximum=2**31 - 1),
+            ProductAtMost(factors=("boundaries", "kv_heads"), maximum=2**30),
+        ),
+        summary="few new tokens: four warps for each chunk of keys, and many blocks for a row",
+    ),
     *cuda_skus(
         AttentionDescriptor,
         __name__,

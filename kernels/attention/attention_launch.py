@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skuda.kernels.attention.cache import PAGE
-from skuda.kernels.launch import Constant, Launch, Parameter, Step, TensorMap, pointers, s32, s64
+from skuda.kernels.attention.cache import CHUNK, PAGE
+from skuda.kernels.launch import MOST_ZEROS, ZEROS, Constant, Launch, Parameter, Step, TensorMap, pointers, s32, s64
 from skuda.registry.elements import ElementKind
 
 if TYPE_CHECKING:
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from skuda.registry.device import Device
 
 _WARP, _WARPS = 32, 2
-_ROWS = 16
-"""Rows of a warp."""
+_ROWS, _FEW_ROWS = 16, 8
+"""Rows of a tile."""
 _MOST_BLOCKS = 2**31 - 1
 _WARPGROUP_THREADS, _WARPGROUP_ROWS = 384, 128
 _WARPGROUP_SHARED = 218_176
@@ -23,6 +23,10 @@ _CHUNKS = 8
 """Chunks of 16 bytes that a thread of ``quantized_rows`` holds."""
 _THREADS, _MOST_THREADS = 256, 512
 """Threads of its blocks: where several tokens share one, and at most where a token has one of its own."""
+_RESIDENT = 8
+"""Blocks that a multiprocessor is given: two rounds, so that it has work when blocks of short sequences end."""
+_MOST_PARTS = 128 << 20
+"""Bytes of the sums of chunks. With more, blocks take all chunks of a tile."""
 
 
 def attention(problem: AttentionDescriptor, device: Device) -> Launch:
@@ -60,8 +64,54 @@ def warpgroup(problem: AttentionDescriptor, device: Device) -> Launch:
     return quantized(problem, device, launch)
 
 
+def split(problem: AttentionDescriptor, device: Device) -> Launch:
+    """Launch blocks of four warps, of which several share the chunks of 8 or 16 rows of a sequence and head of keys."""
+    if not problem.tokens:
+        return Launch(steps=())
+    rows = _FEW_ROWS if problem.rows_per_sequence <= _FEW_ROWS else _ROWS
+    jobs, sums, facts = _tiles(problem, rows) * problem.kv_heads, *_parts(problem)
+    splits = _splits(problem, rows, device.sm_count) if 4 * jobs <= MOST_ZEROS and sums + facts <= _MOST_PARTS else 1
+    step = Step(
+        entry=f"attention_split_{problem.head_size}_{rows}",
+        grid=(jobs, splits, 1),
+        block=(_WARP * CHUNK, 1, 1),
+        parameters=(
+            *parameters(problem),
+            *(pointers("part_sums", "part_facts", ZEROS) if splits > 1 else s64(0, 0, 0)),
+        ),
+        shared=_shared(problem.head_size, rows),
+        overlaps=device.overlaps_launches,
+    )
+    scratch = (("part_sums", sums), ("part_facts", facts), (ZEROS, 4 * jobs)) if splits > 1 else ()
+    launch = Launch(
+        steps=(step,),
+        scratch=scratch,
+        aligned=("q_codes", "k_codes", "k_scale", "v_codes", "v_scale"),
+        notes=(f"at most {splits} blocks share the keys of {rows} rows",),
+    )
+    return quantized(problem, device, launch)
+
+
+def _parts(problem: AttentionDescriptor) -> tuple[int, int]:
+    """Return the bytes of the sums of all chunks of all rows: S, and four words of facts."""
+    chunks = problem.tokens * problem.heads * -(-problem.most_blocks // CHUNK)
+    return 4 * problem.head_size * chunks, 16 * chunks
+
+
+def _splits(problem: AttentionDescriptor, rows: int, sm_count: int) -> int:
+    """Return how many blocks share the chunks of a tile. How long a sequence is, only the kernel knows."""
+    tiles = max(1, problem.sequences) * -(-problem.rows_per_sequence // rows) * problem.kv_heads
+    return max(1, min(-(-problem.most_blocks // CHUNK), _RESIDENT * sm_count // tiles))
+
+
+def _shared(head_size: int, rows: int) -> int:
+    """Return the bytes of shared memory: codes on their way, and the sums of a chunk's blocks and of earlier chunks."""
+    codes, sums = CHUNK * 1024 * 64 // rows, 4 * rows * (CHUNK * (head_size + 8) + head_size)
+    return codes + sums + rows * (12 * (CHUNK + 1) + 24) + 96
+
+
 def _tiles(problem: AttentionDescriptor, rows: int) -> int:
-    """Return how many tiles of so many rows there are; see ``attention.cuh``."""
+    """Return how many tiles of so many rows there are, of which the last ones have the rows of no sequence."""
     return problem.tokens * problem.group // rows + problem.sequences + 1
 
 

@@ -33,6 +33,8 @@ PAGE = 128
 """Positions of a page."""
 CODE_BOUNDS = (-127, 127)
 """Bounds of all codes, inclusive."""
+CHUNK = 4
+"""Blocks of a chunk, which are added before chunks are."""
 HEAD_SIZES = (32, 64, 128)
 """Elements of a head that kernels exist for."""
 TABLES = (

@@ -10,7 +10,7 @@
 // Variants: TMA writes a box to one block, or multicasts it to the blocks of a cluster. N is 8 to 256: small N suits
 // few tokens, large N reads the fewest bytes for each product.
 #pragma once
-#include "elements.cuh"
+#include "cp_async.cuh"
 #include "griddepcontrol.cuh"
 
 struct alignas(64) TensorMap { u64 words[16]; };  // CUtensorMap, made by the host
@@ -22,8 +22,6 @@ DEVICE u64 matrix_descriptor(u32 address) {
 }
 
 #ifndef SKUDA_HOST  // the CPU harness of the tests defines all that follows
-DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
 // An mbarrier takes 8 bytes of shared memory.
 DEVICE void mbarrier_init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");

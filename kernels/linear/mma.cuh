@@ -21,6 +21,7 @@
 //
 // K is at most 131,071 for s8 by s8, 65,793 for s8 by u8, 33,025 for u8 by u8.
 #pragma once
+#include "cp_async.cuh"
 #include "epilogue.cuh"
 #include "mma_sync.cuh"
 
@@ -29,14 +30,6 @@
 #ifdef SKUDA_HOST
 DEVICE u8* shared_bytes() { return skuda_dynamic_shared; }
 DEVICE u32 shared_start() { return 0; }
-DEVICE void cp_async_16(u32 to, const u8* from, bool real) {
-  for (int i = 0; i < 16; ++i) skuda_dynamic_shared[to + i] = real ? from[i] : 0;
-}
-DEVICE void cp_async_16_zfill(u32 to, const u8* from, s32 real) {
-  for (int i = 0; i < 16; ++i) skuda_dynamic_shared[to + i] = i < real ? from[i] : 0;
-}
-DEVICE void cp_async_commit_group() {}
-template <int PENDING> DEVICE void cp_async_wait_group() {}
 DEVICE void ldmatrix_x4(u32 (&r)[4], u32 at) {
   for (int i = 0; i < 4; ++i) {
     const u32 row = __shfl_sync(~0u, at, threadIdx.x % 32 / 4 + 8 * i);
@@ -49,22 +42,6 @@ DEVICE u8* shared_bytes() {
   return (u8*)held;
 }
 DEVICE u32 shared_start() { return (u32)__cvta_generic_to_shared(shared_bytes()); }
-
-// Copies 16 bytes, or writes zeros.
-DEVICE void cp_async_16(u32 to, const u8* from, bool real) {
-  asm volatile(
-      "{\n.reg .pred none;\nsetp.eq.s32 none, %2, 0;\n"
-      "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, none;\n}" ::"r"(to),
-      "l"(from), "r"((s32)real)
-      : "memory");
-}
-// Copies the first `real` of 16 bytes and then writes zeros. Its code is longer.
-DEVICE void cp_async_16_zfill(u32 to, const u8* from, s32 real) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(min(max(real, 0), 16))
-               : "memory");
-}
-DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> DEVICE void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
 // Loads four matrices of 8 rows of 16 bytes. Lane l gives the address of row l % 8 of matrix l / 8, and receives bytes
 // 4 (l % 4) to 4 (l % 4) + 3 of row l / 4 of each matrix.

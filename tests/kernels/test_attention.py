@@ -9,10 +9,13 @@ import pytest
 from support import assert_same_bits, dispatcher, fresh, run
 
 from skuda.kernels.attention import AttentionDescriptor
-from skuda.kernels.attention.attention import OUTPUTS, draw
+from skuda.kernels.attention.attention import OP, OUTPUTS, draw
+from skuda.kernels.attention.attention_launch import split
 from skuda.kernels.attention.cache import PAGE, column_of
 from skuda.kernels.attention.exp2 import power_of_two
 from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.launch import MOST_ZEROS, ZEROS
+from skuda.registry.device import KNOWN_DEVICES
 from skuda.registry.errors import InvalidProblem
 
 POISON = np.array([np.nan, np.inf, -np.inf, -1, 1e38], np.float32)
@@ -350,3 +353,49 @@ def test_the_error_is_that_of_the_definition(kind, count):
     error = np.linalg.norm(got[0] - want) / np.linalg.norm(want)
     low, high = KINDS[kind] if count > 1 else (0.005, 0.02)  # one key has the error of the codes of v
     assert 0.65 * low <= error <= 1.5 * high
+
+
+# --- which kernel, and how many blocks share a row -------------------------------------------------------------------
+
+
+def decoding(count, blocks, **fields):
+    """Return a problem with `count` sequences, and one new token for each of them unless `fields` say otherwise."""
+    sizes = {"tokens": count, "heads": 32, "kv_heads": 8, "head_size": 128, "sequences": count, "pages": 9}
+    return AttentionDescriptor(**sizes | {"most_blocks": blocks, "scale": 0.1, "output_element": "bf16"} | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "variant"),
+    [
+        ({}, "split"),
+        ({"tokens": 64}, "split"),
+        ({"tokens": 65}, "warpgroup"),
+        ({"tokens": 65, "head_size": 64}, "plain"),
+        ({"tokens": 0}, "split"),
+        ({"sequences": 0}, "split"),
+        ({"tokens": 17, "sequences": 0}, "warpgroup"),
+        ({"tokens": 2**28, "sequences": 2**28, "head_size": 32}, "plain"),
+        ({"kv_heads": 1, "heads": 65, "pages": 0}, "plain"),
+        ({"kv_heads": 2**28, "heads": 2**28, "head_size": 32, "pages": 0}, "plain"),
+    ],
+)
+def test_few_rows_for_each_sequence_are_spread(fields, variant):
+    problem = decoding(4, 8, **fields)
+    chosen = next(
+        sku for sku in OP.skus if sku.element == "bf16" and not any(rule.check(problem) for rule in sku.constraints)
+    )
+    assert chosen.variant == variant
+
+
+@pytest.mark.parametrize(
+    ("sequences", "blocks", "splits"),
+    [(1, 256, 64), (1, 2, 1), (1, 0, 1), (4, 1024, 33), (64, 8, 2), (64, 256, 2), (256, 256, 1), (1, 2**23, 1)],
+)
+def test_blocks_share_a_row_until_the_card_is_full(sequences, blocks, splits):
+    launch = split(decoding(sequences, blocks), KNOWN_DEVICES["h200"])
+    scratch = dict(launch.scratch)
+    assert launch.steps[0].grid[1] == splits
+    assert (scratch == {}) == (splits == 1)
+    assert scratch.pop(ZEROS, 0) <= MOST_ZEROS
+    assert sum(scratch.values()) <= 128 << 20
+    assert launch.steps[0].shared <= KNOWN_DEVICES["rtx4090"].shared_memory

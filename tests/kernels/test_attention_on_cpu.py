@@ -1,4 +1,4 @@
-"""The CUDA kernel of attention on the CPU: any size against the reference, and tables that are wrong."""
+"""The CUDA kernels of attention on the CPU: any size against the reference, and tables that are wrong."""
 
 from __future__ import annotations
 
@@ -15,27 +15,32 @@ from skuda.kernels.attention.attention import OP, draw
 from skuda.registry.device import Device
 
 pytestmark = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler")
-SKUS = {sku.variant: sku for sku in OP.skus if sku.element == "f32" and sku.launch}
-DEVICE = Device(
-    name="made up",
-    processor="cuda",
-    compute_capability=(8, 0),
-    sm_count=2,
-    shared_memory=99 << 10,
-    l2_cache=1 << 20,
-    memory=1 << 34,
-    memory_bandwidth=10**12,
-)
+SKUS = {sku.variant: sku for sku in OP.skus if sku.element == "f32" and sku.arch != "cpu"}
 SEQUENCES = 3
+# With few processors, one block takes all chunks of a tile; with many, each chunk has a block.
+KERNELS = pytest.mark.parametrize(("variant", "sms"), [("warpgroup", 2), ("plain", 2), ("split", 1), ("split", 400)])
 
 
-def on_cpu(problem, inputs, rng, variant):
+def device_of(sms):
+    """Return a made-up device."""
+    return Device(
+        name="made up",
+        processor="cuda",
+        compute_capability=(9, 0),
+        sm_count=sms,
+        shared_memory=99 << 10,
+        l2_cache=1 << 20,
+        memory=1 << 34,
+        memory_bandwidth=10**12,
+    )
+
+
+def on_cpu(problem, inputs, rng, variant, sms):
     """Return the kernel's output; nothing but its elements may be written."""
-    sku = SKUS[variant]
-    launch = launch_of(sku, problem, DEVICE)
+    launch = launch_of(SKUS[variant], problem, device_of(sms))
     shapes = {argument.name: argument.shape for argument in problem.arguments()}
     placed = place(problem, launch, shapes, inputs, rng)
-    run_steps(emulator.load(emulator.Unit.of(sku)), launch, problem, placed, shapes)
+    run_steps(emulator.load(emulator.Unit.of(SKUS[variant])), launch, problem, placed, shapes)
     for name, array in placed.items():
         array.assert_only_elements_written()
         if name != "output":
@@ -43,25 +48,50 @@ def on_cpu(problem, inputs, rng, variant):
     return placed["output"].array
 
 
-def problem_of(rng, variant, **fields):
+def problem_of(rng, variant="", **fields):
     """Return a problem of random sizes."""
-    kv_heads, group = int(rng.integers(1, 4)), int(rng.choice([1, 2, 3, 5, 8, 17]))
+    kv_heads, group = int(rng.integers(1, 4)), int(rng.choice([1, 2, 3, 4, 5, 8, 17]))
     sizes = {"tokens": int(rng.integers(1, 40)), "kv_heads": kv_heads, "heads": kv_heads * group}
     sizes |= {"sequences": SEQUENCES, "pages": int(rng.integers(1, 9)), "most_blocks": int(rng.integers(1, 14))}
     sizes["head_size"] = 128 if variant == "warpgroup" else int(rng.choice([32, 64, 128]))
     return AttentionDescriptor(**sizes | {"scale": 0.2, "output_element": "f32"} | fields)
 
 
-@pytest.mark.parametrize("variant", SKUS)
+@KERNELS
 @pytest.mark.parametrize("values", ["normal", "special"])
 @pytest.mark.parametrize("mask", ["causal", "all", "window"])
-def test_kernel_equals_the_reference_at_any_size(mask, values, variant):
-    rng = fresh(mask, values, variant)
+def test_kernels_equal_the_reference_at_any_size(mask, values, variant, sms):
+    rng = fresh(mask, values, variant, sms)
     for _ in range(2):
         window = int(np.exp(rng.uniform(0, 7))) if mask == "window" else None
         problem = problem_of(rng, variant, causal=mask != "all", window=window)
         inputs = draw(problem, values, rng)
-        assert_same_bits(on_cpu(problem, inputs, rng, variant), run(problem, inputs)["output"], repr(problem))
+        assert_same_bits(on_cpu(problem, inputs, rng, variant, sms), run(problem, inputs)["output"], repr(problem))
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 7, 17])
+def test_sequences_may_be_far_shorter_than_the_table_is_long(group):
+    rng = fresh(group)
+    window = rng.choice([None, 700])
+    sizes = {"tokens": 5, "heads": 2 * group, "kv_heads": 2, "pages": 6, "most_blocks": 90, "window": window}
+    problem = problem_of(rng, **sizes)
+    inputs = draw(problem, "normal", rng)
+    new = np.diff(inputs["starts"])
+    inputs["lengths"] = np.minimum(inputs["lengths"], new + rng.choice([0, 100, 1500], SEQUENCES)).astype(np.int32)
+    want = run(problem, inputs)["output"]
+    for sms in (10, 400):
+        assert_same_bits(on_cpu(problem, inputs, rng, "split", sms), want, repr(problem))
+
+
+def test_a_row_may_have_more_chunks_than_a_warp_has_lanes():
+    rng = fresh()
+    problem = problem_of(rng, tokens=2, sequences=1, heads=3, kv_heads=1, head_size=32, pages=7, most_blocks=150)
+    inputs = draw(problem, "normal", rng) | {"starts": np.array([0, 2], np.int32)}
+    inputs["lengths"] = rng.integers(129 * 128, 150 * 128, 1, np.int32, endpoint=True)
+    inputs["block_table"] = rng.integers(0, 7, (1, 150), np.int32)
+    for scale in ("k_scale", "v_scale"):
+        inputs[scale] = rng.random(inputs[scale].shape, np.float32)
+    assert_same_bits(on_cpu(problem, inputs, rng, "split", 400), run(problem, inputs)["output"], repr(problem))
 
 
 WRONG = {
@@ -71,10 +101,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("variant", SKUS)
+@KERNELS
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
-def test_a_wrong_table_of_a_sequence_touches_nothing_outside_and_no_other_sequence(name, value, variant):
-    rng = fresh(name, value, variant)
+def test_a_wrong_table_of_a_sequence_touches_nothing_outside_and_no_other_sequence(name, value, variant, sms):
+    rng = fresh(name, value, variant, sms)
     problem = problem_of(rng, variant, window=rng.choice([None, 100]), tokens=9, pages=8, most_blocks=3)
     inputs = draw(problem, "normal", rng) | {"starts": np.array([0, 3, 6, 9], np.int32)}
     inputs["lengths"] = rng.integers(3, 3 * 128, SEQUENCES, endpoint=True).astype(np.int32)
@@ -84,6 +114,6 @@ def test_a_wrong_table_of_a_sequence_touches_nothing_outside_and_no_other_sequen
     want = run(problem, inputs)["output"]
     wrong = inputs[name].copy()
     wrong[-1 if name == "starts" else 2] = value
-    got = on_cpu(problem, inputs | {name: wrong}, rng, variant)
+    got = on_cpu(problem, inputs | {name: wrong}, rng, variant, sms)
     if name != "starts":  # which say whose any row is
         assert_same_bits(got[:6], want[:6])

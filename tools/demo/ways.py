@@ -39,7 +39,6 @@ class Quantized:
         """Return the function that runs the layers in place of the encoder's own."""
         return lambda name, x: self.layers[name].run(dispatcher, x)
 
-
     def attend(self, dispatcher: Dispatcher) -> Attend | None:
         """Return the function that runs in place of the encoder's attention, if one does."""
         return partial(int8_attention, dispatcher) if self.int8_attention else None

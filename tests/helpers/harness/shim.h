@@ -287,6 +287,34 @@ static inline float rcp_approx(float d) {
   return skuda_wrongly(1 / (double)d, SKUDA_RECIPROCAL_ERROR(d) * 0x1p-23);
 }
 
+// --- copies that a thread does not wait for: done when it waits ------------------------------------------------------
+
+struct SkudaCopy { unsigned to; const unsigned char* from; int real; unsigned group; };
+struct SkudaCopies {
+  unsigned group, count;  // the group that is not committed yet
+  SkudaCopy pending[256];
+};
+static SkudaCopies skuda_copies[1024];
+static inline void cp_async_16_zfill(unsigned to, const void* from, int real) {
+  if (to % 16 || (real > 0 && (unsigned long long)from % 16)) skuda_fault("a misaligned copy");
+  if (skuda_early) skuda_fault("a copy before the previous kernel has ended");
+  SkudaCopies& own = skuda_copies[skuda_thread()];
+  if (own.count == 256) skuda_fault("too many copies that nobody has waited for");
+  own.pending[own.count++] = {to, (const unsigned char*)from, real, own.group};
+}
+static inline void cp_async_16(unsigned to, const void* from, bool real) { cp_async_16_zfill(to, from, real ? 16 : 0); }
+static inline void cp_async_commit_group() { ++skuda_copies[skuda_thread()].group; }
+template <int PENDING> static void cp_async_wait_group() {
+  SkudaCopies& own = skuda_copies[skuda_thread()];
+  unsigned done = 0;
+  for (; done < own.count && own.group - own.pending[done].group > PENDING; ++done) {
+    const SkudaCopy& copy = own.pending[done];
+    for (int i = 0; i < 16; ++i) skuda_dynamic_shared[copy.to + i] = i < copy.real ? copy.from[i] : 0;
+  }
+  own.count -= done;
+  memmove(own.pending, own.pending + done, own.count * sizeof(SkudaCopy));
+}
+
 #include "hopper.h"
 
 // --- entries: called with pointers to the arguments, as the CUDA driver is -------------------------------------------

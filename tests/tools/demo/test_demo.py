@@ -186,7 +186,12 @@ def test_the_job_measures_everything_it_reports(tiny_result):
     result = tiny_result.result
     assert (result.calibration_sentences, result.held_out_sentences) == (40, 40)
     assert result.linear_layers == 12
-    assert [way.name for way in result.ways] == ["dynamic", "dynamic, int8 attention", "static, unsmoothed", "static, alpha 0.8"]
+    assert [way.name for way in result.ways] == [
+        "dynamic",
+        "dynamic, int8 attention",
+        "static, unsmoothed",
+        "static, alpha 0.8",
+    ]
     assert [way.judged for way in result.ways] == [True, True, False, True]
     for way in result.ways:
         assert 0.9 < way.worst_cosine < way.mean_cosine < 1
