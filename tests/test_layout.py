@@ -65,6 +65,7 @@ ORDER = (
     "torch.source",
     "torch.fused_modules",
     "torch.fuse",
+    "torch.rope_attention",
     "torch.dequantize",
     "torch.peft",
     "torch.patterns",

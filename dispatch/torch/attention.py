@@ -30,7 +30,8 @@ from skuda.torch.sequences import Sequences, check
 
 NAME = "skuda"
 """The name of the implementation."""
-_SUBJECT = 'attn_implementation="skuda"'
+SUBJECT = 'attn_implementation="skuda"'
+"""What errors are about."""
 _IGNORED = frozenset(
     {
         "cache_position",
@@ -89,7 +90,7 @@ def mask_of_call(
     columns = attention_mask.shape[1]
     if columns < q_length or (isinstance(q_offset, int) and columns != q_offset + q_length):
         had = f"{columns} columns"
-        raise InvalidProblem(_SUBJECT, "attention_mask", had, f"have {q_offset + q_length}, those of all tokens so far")
+        raise InvalidProblem(SUBJECT, "attention_mask", had, f"have {q_offset + q_length}, those of all tokens so far")
     if not causal:
         return attention_mask.to(torch.uint8)[:, None, None]
     new = attention_mask[:, columns - q_length :]
@@ -115,7 +116,7 @@ def _is_causal(function: Callable[..., Any], new: int, others: dict[str, Any]) -
         if plain if torch.compiler.is_compiling() else _is_window(function):
             return True
     rule = "be causal, with a window or without, or see all tokens: no packed sequences, and no masks of your own"
-    raise InvalidProblem(_SUBJECT, "mask", getattr(function, "__qualname__", shown(function)), rule)
+    raise InvalidProblem(SUBJECT, "mask", getattr(function, "__qualname__", shown(function)), rule)
 
 
 def _is_window(function: Callable[..., Any]) -> bool:
@@ -178,52 +179,51 @@ def attention(
     InvalidProblem
         For what it cannot do.
     """
-    _refuse_others(query, value, dropout, others)
-    config = getattr(module, "config", None)
-    causal = _causality(module, config, is_causal, attention_mask)
-    _check_window(module, config, sliding_window)
+    causal = check_call(module, value, attention_mask, dropout, sliding_window, is_causal, others)
     batch, _, new, size = query.shape
-    states = key.states if isinstance(key, NewKeys) else key
+    cache, number, states = (key.cache, key.layer, key.states) if isinstance(key, NewKeys) else (None, 0, key)
     if states.shape[2] != new:
         had = f"{states.shape[2]} for {new} queries"
         rule = "be as many as queries: it needs an Int8Cache(model.config) as the cache, and has no cross-attention"
-        raise InvalidProblem(_SUBJECT, "keys", had, rule)
+        raise InvalidProblem(SUBJECT, "keys", had, rule)
+    if cache is not None and not causal:
+        raise InvalidProblem(SUBJECT, "cache", "an Int8Cache", "be left out where tokens see later ones")
     scaling = 1 / math.sqrt(size) if scaling is None else float(scaling)
-    if isinstance(key, NewKeys):
-        if not causal:
-            raise InvalidProblem(_SUBJECT, "cache", "an Int8Cache", "be left out where tokens see later ones")
-        rows = None if attention_mask is None else attention_mask.view(batch, 2)
-        return run(key.cache, key.layer, query, states, value, rows, scaling, sliding_window), None
-    layer = Int8Layer(Sequences())
+    shape = tuple(states.shape)
     if causal or attention_mask is None:
-        rows = None if attention_mask is None else attention_mask.view(batch, 2)
-        layer.sequences.begin(batch, new, query.device, rows)
-        layer.reserve(states.shape[1], size, query.device)
+        layer = layer_of(cache, number, shape, query.device, attention_mask)
         return _attended(layer, query, states, value, scaling, sliding_window, causal=causal), None
     # Tokens to the end, so that all padding lies to the left.
     mask = attention_mask.view(batch, new)
     order = mask.argsort(1, stable=True)
     counts = mask.sum(1, dtype=torch.int32)
-    layer.sequences.begin(batch, new, query.device, torch.stack((counts - new, counts), 1))
-    layer.reserve(states.shape[1], size, query.device)
+    layer = layer_of(cache, number, shape, query.device, torch.stack((counts - new, counts), 1))
     q, k, v = (_picked(each, order, 2) for each in (query, states, value))
     found = _attended(layer, q, k, v, scaling, None, causal=False)
     return _picked(found, order.argsort(1), 1), None
 
 
-def run(
-    cache: Any,
-    number: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: Tensor | None,
-    scaling: float,
-    window: int | None,
-) -> Tensor:
-    """Return causal attention over a cache that new keys and values join; tensors as in `attention`."""
-    layer = cache.begin(number, tuple(key.shape), query.device, rows)
-    return _attended(layer, query, key, value, scaling, window, causal=True)
+def layer_of(cache: Any, number: int, shape: tuple[int, ...], device: torch.device, mask: Tensor | None) -> Int8Layer:
+    """Return a layer that is ready for the tokens of a call.
+
+    Parameters
+    ----------
+    cache : Int8Cache or None
+        Where it belongs. Without one, the layer lasts as long as the call.
+    number, shape, device
+        As in `Int8Cache.begin`.
+    mask : tensor, optional
+        What `mask_of_call` returned for causal attention.
+    """
+    batch, heads, new, size = shape
+    rows = None if mask is None else mask.view(batch, 2)
+    if cache is not None:
+        found: Int8Layer = cache.begin(number, shape, device, rows)
+        return found
+    layer = Int8Layer(Sequences())
+    layer.sequences.begin(batch, new, device, rows)
+    layer.reserve(heads, size, device)
+    return layer
 
 
 def _attended(
@@ -242,29 +242,37 @@ def _picked(states: Tensor, order: Tensor, axis: int) -> Tensor:
     return states.take_along_dim(order.view(shape), axis)
 
 
-def _refuse_others(query: Tensor, value: Tensor, dropout: float, others: dict[str, Any]) -> None:
-    """Refuse what the definition of the attention has no place for."""
-    if torch.is_grad_enabled() and (query.requires_grad or value.requires_grad):
+def check_call(
+    module: nn.Module,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    window: int | None,
+    is_causal: Any,
+    others: dict[str, Any],
+) -> bool:
+    """Return whether a call is causal; arguments and errors as in `attention`."""
+    config = getattr(module, "config", None)
+    if torch.is_grad_enabled() and value.requires_grad:
         rule = "be computed under torch.no_grad(): int8 attention has no gradient; train with another implementation"
-        raise InvalidProblem(_SUBJECT, "query", "a tensor that requires grad", rule)
+        raise InvalidProblem(SUBJECT, "value", "a tensor that requires grad", rule)
     if dropout:
-        raise InvalidProblem(_SUBJECT, "dropout", str(dropout), "be 0: use model.eval(), or attention_dropout=0")
+        raise InvalidProblem(SUBJECT, "dropout", str(dropout), "be 0: use model.eval(), or attention_dropout=0")
     for name, given in others.items():
         if name not in _IGNORED and given is not None and given is not False:
             had = f"a {type(given).__name__}" if isinstance(given, Tensor) else shown(given)
-            raise InvalidProblem(_SUBJECT, name, had, 'be left out; other implementations, such as "sdpa", may take it')
-
-
-def _causality(module: nn.Module, config: Any, given: Any, mask: Tensor | None) -> bool:
-    """Return whether a call is causal, once its mask is known to be one of `mask_of_call` that says the same."""
+            raise InvalidProblem(SUBJECT, name, had, 'be left out; other implementations, such as "sdpa", may take it')
     if getattr(config, "is_encoder_decoder", False):
-        raise InvalidProblem(_SUBJECT, "model", type(module).__name__, "be no encoder-decoder: it has cross-attention")
-    causal = getattr(module, "is_causal", True) and getattr(config, "is_causal", True) if given is None else given
+        raise InvalidProblem(SUBJECT, "model", type(module).__name__, "be no encoder-decoder: it has cross-attention")
+    causal = is_causal
+    if causal is None:
+        causal = getattr(module, "is_causal", True) and getattr(config, "is_causal", True)
     wanted = torch.int32 if causal else torch.uint8
     if mask is not None and (mask.dim() != 4 or mask.dtype is not wanted):
         had = f"{str(mask.dtype).removeprefix('torch.')} of shape {tuple(mask.shape)}"
         rule = "be one of two axes, (batch, tokens), with ones and zeros, or left out"
-        raise InvalidProblem(_SUBJECT, "attention_mask", had, rule)
+        raise InvalidProblem(SUBJECT, "attention_mask", had, rule)
+    _check_window(module, config, window)
     return bool(causal)
 
 
@@ -276,7 +284,7 @@ def _check_window(module: nn.Module, config: Any, given: int | None) -> None:
         wanted = None
     if given != wanted:
         rule = f"be {wanted}, as in the model's config; it does not understand this model"
-        raise InvalidProblem(_SUBJECT, "sliding_window", str(given), rule)
+        raise InvalidProblem(SUBJECT, "sliding_window", str(given), rule)
 
 
 AttentionInterface.register(NAME, attention)

@@ -90,7 +90,7 @@ class Int8Layer(CacheLayerMixin):  # type: ignore[misc]
         v: Tensor,
         heads: int,
         cos_sin: Tensor | None = None,
-        norms: tuple[Tensor | None, Tensor | None] = (None, None),
+        norms: tuple[Tensor | None, ...] = (None, None),
         eps: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """Write the keys and values of the present call, and return codes and scales of the queries.

@@ -7,7 +7,8 @@ to the right takes the positions that the next tokens get, so these overwrite it
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -69,6 +70,8 @@ class Sequences:
         Whether the number of sequences is known; before that there are no tensors.
     shared : bool
         Whether sequences share pages.
+    cos_sin : tensor or None
+        What `place` returned last.
     """
 
     lengths: Tensor
@@ -82,7 +85,8 @@ class Sequences:
         self.most = most
         self.batch = self.blocks = self.pages = self.new = 0
         self.seen: Any = 0
-        self.started = self.shared = False
+        self.started = self.shared = self.placed = False
+        self.cos_sin: Tensor | None = None
 
     def start(self, batch: int, device: torch.device) -> None:
         """Make room for a batch, empty."""
@@ -157,7 +161,36 @@ class Sequences:
         self.starts.copy_(self.order * new)
         self.lengths.copy_(after)
         self.seen += new
-        self.new = new
+        self.new, self.placed = new, False
+
+    def place(self, ids: Tensor, table: Callable[[int], Tensor]) -> Tensor:
+        """Return cosines and sines for all positions that there is room for.
+
+        Parameters
+        ----------
+        ids : tensor of shape (1 or batch, new)
+            The model's ids of positions. They must be the tokens' positions, which is checked once in a call.
+        table : callable
+            Returns the cosines and sines of this many positions, at least, f32 of shape (positions, rotated).
+
+        Raises
+        ------
+        InvalidProblem
+            For other ids.
+        """
+        if not self.placed:
+            self.placed = True
+            at = (self.ends - self.new)[:, None] + torch.arange(self.new, device=ids.device)
+            good = ((ids == at) | (at < 0) | (at >= self.lengths[:, None])).all()
+            rule = (
+                "count the tokens of each sequence from 0, without padding, after fuse_: pass them, as generate() does"
+            )
+            check(good, "position_ids", "other numbers", rule, wait=False)
+            if self.cos_sin is None or len(self.cos_sin) < self.blocks * PAGE:
+                self.cos_sin = table(self.blocks * PAGE)
+                if self.most is not None and not torch.compiler.is_compiling():
+                    torch._dynamo.mark_static_address(self.cos_sin)  # noqa: SLF001  as in `start`
+        return cast("Tensor", self.cos_sin)
 
     def select(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Let sequence i be what sequence `index[i]` was. Full pages are then shared.
