@@ -192,10 +192,13 @@ def attention(
     shape = tuple(states.shape)
     if causal or attention_mask is None:
         layer = layer_of(cache, number, shape, query.device, attention_mask)
-        return _attended(layer, query, states, value, scaling, sliding_window, causal=causal), None
+        found = _attended(layer, query, states, value, scaling, sliding_window, causal=causal)
+        if cache is not None:
+            cache.end(number)
+        return found, None
     # Tokens to the end, so that all padding lies to the left.
     mask = attention_mask.view(batch, new)
-    order = mask.argsort(1, stable=True)
+    order = mask.argsort(dim=1, stable=True)
     counts = mask.sum(1, dtype=torch.int32)
     layer = layer_of(cache, number, shape, query.device, torch.stack((counts - new, counts), 1))
     q, k, v = (_picked(each, order, 2) for each in (query, states, value))

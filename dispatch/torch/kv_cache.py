@@ -285,8 +285,25 @@ class Int8Cache(Cache):  # type: ignore[misc]
             rule = f"have {self.sequences.batch} sequences of {self.sequences.new} columns, as in other layers"
             raise InvalidProblem("Int8Cache", f"layer {number}", f"{batch} of {new}", rule)
         layer.waits = False
+        if self.offloading:
+            if device.type == "cuda":  # the copies of either direction come first
+                default = torch.cuda.default_stream(device)
+                default.wait_stream(self.prefetch_stream)
+                self.prefetch_stream.wait_stream(default)
+            layer.prefetch()
+            self.prefetch(number + 1, self.only_non_sliding)
         layer.reserve(heads, size, device)
         return layer
+
+    def end(self, number: int) -> None:
+        """Note that a layer is done with the present call."""
+        if self.offloading:
+            self.offload(number, self.only_non_sliding)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether calls can be compiled and captured."""
+        return self.sequences.most is not None and not self.offloading
 
     @property
     def batch_size(self) -> int:

@@ -166,6 +166,8 @@ class FusedRopeAttention(FusedAttention):
         norms = tuple(getattr(self, name).weight for name in form.norms) or (None, None)
         codes = layer.append(q, k, v, q.shape[1] // size, table, norms, form.eps)
         found = layer.attend(codes, qkv.dtype, self.scaling, window, causal=True)
+        if cache is not None:
+            cache.end(self.layer_idx)
         return self.o_proj(found.view(batch, new, -1)), None
 
 
