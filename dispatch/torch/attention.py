@@ -25,8 +25,10 @@ from transformers.modeling_utils import AttentionInterface
 
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.kv_cache import Int8Layer, NewKeys
+from skuda.torch.kv_cache import Int8Cache, Int8Layer, NewKeys
 from skuda.torch.sequences import Sequences, check
+
+__all__ = ["NAME", "SUBJECT", "Int8Cache", "attention", "check_call", "layer_of", "mask_of_call"]
 
 NAME = "skuda"
 """The name of the implementation."""

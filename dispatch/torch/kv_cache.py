@@ -328,7 +328,7 @@ class Int8Cache(Cache):  # type: ignore[misc]
         Raises
         ------
         InvalidProblem
-            For a positive number, or sequences that have padding other than to the left.
+            For a positive number, or columns with padding between tokens or to the right.
         """
         if tokens_to_remove > 0:
             raise InvalidProblem("Int8Cache.crop", "tokens_to_remove", str(tokens_to_remove), "be negative or 0")

@@ -60,8 +60,8 @@ class Sequences:
         Sequences, pages of each, and pages of all.
     seen : int or tensor
         Columns so far; on the device if `most` is given.
-    lengths, left : tensor of shape (batch,), s32
-        Tokens of each sequence, and its padding to the left.
+    lengths, left, tail : tensors of shape (batch,), s32
+        Tokens of each sequence, its padding to the left, and its last columns without padding.
     block_table, ends, starts : tensors, s32
         The tables of the present call: `ends` are its lengths.
     new : int
@@ -76,6 +76,7 @@ class Sequences:
 
     lengths: Tensor
     left: Tensor
+    tail: Tensor
     ends: Tensor
     starts: Tensor
     block_table: Tensor
@@ -100,12 +101,15 @@ class Sequences:
             self._grow(-(-self.most // PAGE))
             self.seen = torch.zeros((), dtype=torch.int64, device=device)
             if not torch.compiler.is_compiling():  # as transformers does it, for CUDA graphs
-                for tensor in (self.lengths, self.left, self.ends, self.starts, self.block_table, self.seen):
+                for tensor in (self.lengths, self.left, self.tail, self.ends, self.starts, self.block_table, self.seen):
                     torch._dynamo.mark_static_address(tensor)  # noqa: SLF001  it has no public name
 
     def _number(self, batch: int, device: torch.device) -> None:
         """Make the tensors of a batch of this size."""
-        self.lengths, self.left, self.ends = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(3))
+        found = (
+            torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(4)
+        )  # views would be slow to compile
+        self.lengths, self.left, self.tail, self.ends = found
         self.order = torch.arange(batch + 1, dtype=torch.int32, device=device)
         self.starts = torch.zeros_like(self.order)
 
@@ -158,6 +162,8 @@ class Sequences:
                 check(good, "attention_mask", "another number of earlier tokens than the cache", rule, wait=wait)
             self.left.add_((-first).clamp(min=0))
         self.ends.copy_(first + new)
+        tail = torch.where(first < 0, after, self.tail + new)
+        self.tail.copy_(torch.where(after == self.ends, tail, 0))
         self.starts.copy_(self.order * new)
         self.lengths.copy_(after)
         self.seen += new
@@ -210,11 +216,12 @@ class Sequences:
         if self.most is not None and batch > self.batch:
             rule = f"be at most {self.batch} with max_cache_len: use a cache without it"
             raise InvalidProblem(_SUBJECT, "sequences", str(batch), rule)
-        lengths, left = self.lengths.cpu()[index], self.left.cpu()[index]
+        counts = torch.stack((self.lengths, self.left, self.tail)).cpu()[:, index]
+        lengths = counts[0].numpy()[:, None]
         table = self.block_table.cpu()[index].numpy()
-        full = lengths.numpy()[:, None] // PAGE
+        full = lengths // PAGE
         block = np.arange(self.blocks)
-        own, begun = block >= full, (block == full) & (lengths.numpy()[:, None] % PAGE > 0)
+        own, begun = block >= full, (block == full) & (lengths % PAGE > 0)
         held, wanted = np.unique(table[~own]), table[own]
         keeps = np.zeros(len(wanted), bool)
         keeps[np.unique(wanted, return_index=True)[1]] = True
@@ -230,8 +237,9 @@ class Sequences:
             self.batch = batch
             self._number(batch, device)
             self.block_table = self.block_table.new_empty(table.shape)
-        for tensor, values in ((self.lengths, lengths), (self.left, left), (self.block_table, torch.from_numpy(table))):
+        for tensor, values in zip((self.lengths, self.left, self.tail), counts, strict=True):
             tensor.copy_(values)
+        self.block_table.copy_(torch.from_numpy(table))
         pages = torch.from_numpy(np.stack((wanted[copied], given[copied])).astype(np.int64)).to(device)
         return pages[0], pages[1]
 
@@ -241,12 +249,13 @@ class Sequences:
         Raises
         ------
         InvalidProblem
-            If sequences have padding other than to the left: how many tokens these columns hold is not known.
+            If the columns reach padding between tokens or to the right: how many tokens they hold is not known.
         """
-        good = (self.lengths + self.left == self.seen).all()
-        rule = "have padding to the left only: start again with reset()"
-        check(good, "sequences", "padding between their tokens or to the right", rule)
+        good = ((self.lengths + self.left == self.seen) | (self.tail >= columns)).all()
+        rule = "be tokens, or padding to the left: start again with reset()"
+        check(good, "columns to remove", "padding between tokens or to the right", rule)
         columns = min(columns, int(self.seen))
+        self.tail.sub_(columns).clamp_(min=0)
         self.seen -= columns
         self.lengths.sub_(columns).clamp_(min=0)
         self.left.clamp_(max=self.seen)
