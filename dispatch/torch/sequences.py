@@ -225,7 +225,6 @@ class Sequences:
         held, wanted = np.unique(table[~own]), table[own]
         keeps = np.zeros(len(wanted), bool)
         keeps[np.unique(wanted, return_index=True)[1]] = True
-        keeps &= ~np.isin(wanted, held)
         self.pages = max(self.pages, batch * self.blocks)
         free = np.setdiff1d(np.arange(self.pages, dtype=np.int32), np.concatenate((held, wanted[keeps])))
         given = wanted.copy()
@@ -265,4 +264,5 @@ class Sequences:
         if self.started:
             self.lengths.zero_()
             self.left.zero_()
+            self.tail.zero_()
             self.seen -= self.seen
