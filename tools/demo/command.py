@@ -1,8 +1,8 @@
 """The demo: a real sentence encoder in int8, compared with itself in f32.
 
 1. Embed both halves of the sentences in f32, and observe the activations of the calibration half.
-2. Quantize all linear layers in every way, and embed the held-out half with every product dispatched by its
-   descriptor.
+2. Quantize all linear layers in every way, in one with attention, and embed the held-out half with every product
+   dispatched by its descriptor.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.value import Value
 from skuda.tools.demo.encoder import F32, Encoder, Model, load_model
 from skuda.tools.demo.placed import device_of, placed
-from skuda.tools.demo.ways import ALPHA, Quantized, Tokens, batches, cosine, dynamic_way, embed, observe, static_way
+from skuda.tools.demo.ways import ALPHA, Quantized, Tokens, batches, cosine, dynamic_ways, embed, observe, static_way
 from skuda.tools.output import plain_table, progress, tell
 
 REQUIRED_COSINE = 0.99
 """Least cosine to the f32 embedding for every held-out sentence, for both judged ways."""
-_STEPS = 2 + 3
+_STEPS = 2 + 4
 """Passes over sentences: in f32, and in int8."""
 Step = Callable[[str], None]
 """Called with the name of a stage of the work before each of its steps."""
 
 
 class WayResult(Value):
-    """One way to quantize the linear layers, measured on the held-out half.
+    """One way to quantize the model, measured on the held-out half.
 
     Only a `judged` way must reach `REQUIRED_COSINE`. Cosines are to the f32 embedding of the same sentence, and `skus`
     are the kernels of the products.
@@ -120,7 +120,7 @@ def run_demo(
     f32_seconds = perf_counter() - begin
     static = (static_way(encoder, dispatcher, maxima, alpha, judged=alpha is not None) for alpha in (None, ALPHA))
     ways = []
-    for way in (dynamic_way(encoder, dispatcher), *static):
+    for way in (*dynamic_ways(encoder, dispatcher), *static):
         step("int8 on the held-out half")
         ways.append(measure_way(encoder, dispatcher, way, held_out, reference))
     return DemoResult(
@@ -141,7 +141,7 @@ def measure_way(
 ) -> WayResult:
     """Embed the held-out half in one way and compare it with its f32 embeddings."""
     begin = perf_counter()
-    embeddings = embed(encoder, held_out, way.linear(dispatcher))
+    embeddings = embed(encoder, held_out, way.linear(dispatcher), way.attention(dispatcher))
     run_seconds = perf_counter() - begin
     cosines = cosine(embeddings, reference)
     rows = [sum(len(held_out[i]) for i in batch) for batch in batches(held_out)]

@@ -8,6 +8,7 @@ import numpy as np
 
 from skuda.dispatch import Device, Dispatcher, PlanPreference
 from skuda.dispatch.preference import NO_PREFERENCE
+from skuda.registry.argument import Role
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.device import HOST
 from skuda.registry.errors import InvalidProblem, MissingDependency
@@ -37,6 +38,9 @@ class Placed(Dispatcher):
         host = {name: np.ascontiguousarray(value) for name, value in arrays.items() if isinstance(value, np.ndarray)}
         there = {name: self._placement.upload(value) for name, value in host.items()}
         found = super().run(problem, preference=preference, stream=stream, **{**arrays, **there})
+        for argument in problem.arguments():
+            if argument.role is Role.STATE:  # written in place
+                arrays[argument.name][...] = self._placement.download(there[argument.name])
         if isinstance(found, tuple):
             return type(found)(*map(self._placement.download, found))
         return self._placement.download(found)

@@ -40,9 +40,9 @@ needs_model = pytest.mark.skipif(
 )
 
 CONFIG = EncoderConfig(
-    hidden_size=16,
+    hidden_size=64,
     num_hidden_layers=2,
-    num_attention_heads=4,
+    num_attention_heads=2,
     layer_norm_eps=1e-12,
     max_position_embeddings=20,
     hidden_act="gelu",
@@ -51,7 +51,7 @@ VOCABULARY = 50
 
 
 def tiny_encoder(rng):
-    """Make an encoder of random weights: 16 wide, 2 layers, 4 heads."""
+    """Make an encoder of random weights: 64 wide, 2 layers, 2 heads."""
     tensors = {}
 
     def add(name, *shape, around=0.0, spread=1.0):
@@ -149,6 +149,15 @@ def test_large_scores_do_not_overflow():
     assert attention(big, big, value, np.ones((1, 2), bool), heads=1).tolist() == [[2] * 4] * 2
 
 
+def test_int8_attention_is_near_attention_and_stays_within_a_sentence(rng):
+    query, key, value = (rng.normal(size=(150, 64)).astype(np.float32) for _ in range(3))
+    mask = np.arange(140) < np.array([[140], [10]])
+    attend = ways_module.int8_attention(Dispatcher())
+    got, want = (each(query, key, value, mask, 2) for each in (attend, attention))
+    assert np.linalg.norm(got - want) < 0.05 * np.linalg.norm(want)
+    np.testing.assert_array_equal(attend(query[140:], key[140:], value[140:], mask[1:, :10], 2), got[140:])
+
+
 def test_erf_against_the_standard_library(rng):
     x = np.concatenate(
         [
@@ -186,8 +195,14 @@ def test_the_job_measures_everything_it_reports(tiny_result):
     result = tiny_result.result
     assert (result.calibration_sentences, result.held_out_sentences) == (40, 40)
     assert result.linear_layers == 12
-    assert [way.name for way in result.ways] == ["dynamic", "static, unsmoothed", "static, alpha 0.8"]
-    assert [way.judged for way in result.ways] == [True, False, True]
+    assert [way.name for way in result.ways] == [
+        "dynamic",
+        "dynamic, int8 attention",
+        "static, unsmoothed",
+        "static, alpha 0.8",
+    ]
+    assert [way.judged for way in result.ways] == [True, True, False, True]
+    assert len({way.worst_cosine for way in result.ways}) == 4
     for way in result.ways:
         assert 0.9 < way.worst_cosine < way.mean_cosine < 1
         assert way.run_seconds > 0
@@ -197,7 +212,7 @@ def test_the_job_measures_everything_it_reports(tiny_result):
 def test_the_kernels_named_are_registered_ones(tiny_result):
     registry = Dispatcher().registry
     for way in tiny_result.result.ways:
-        op = "quantized_linear" if way.name == "dynamic" else "smoothquant_linear"
+        op = "quantized_linear" if way.name.startswith("dynamic") else "smoothquant_linear"
         assert way.skus
         assert all(registry.sku(sku).op == op for sku in way.skus)
 
@@ -389,8 +404,8 @@ def test_the_whole_demo(skuda):
     result = json.loads(out)
     assert result["passed"] is True
     assert result["linear_layers"] == 36
-    dynamic, unsmoothed, smoothed = result["ways"]
-    for way in (dynamic, smoothed):
+    dynamic, attended, unsmoothed, smoothed = result["ways"]
+    for way in (dynamic, attended, smoothed):
         assert 0.99 <= way["worst_cosine"] < way["mean_cosine"] < 1
     # Why the method exists: one static scale without smoothing loses what smoothing keeps.
     assert unsmoothed["mean_cosine"] < smoothed["mean_cosine"]
