@@ -118,6 +118,8 @@ def _is_causal(function: Callable[..., Any], new: int, others: dict[str, Any]) -
         if plain if torch.compiler.is_compiling() else _is_window(function):
             return True
     rule = "be causal, with a window or without, or see all tokens: no packed sequences, and no masks of your own"
+    if torch.compiler.is_compiling():  # what tells that sequences are packed is then not known
+        rule += "; without a cache, pass an attention_mask"
     raise InvalidProblem(SUBJECT, "mask", getattr(function, "__qualname__", shown(function)), rule)
 
 

@@ -74,7 +74,10 @@ class Int8Layer(CacheLayerMixin):  # type: ignore[misc]
             return
         shapes = ((heads, PAGE, size), (heads, PAGE), (heads, size, PAGE), (heads, PAGE))
         dtypes = (torch.int8, torch.float32) * 2
-        found = [torch.empty((pages, *each), dtype=d, device=device) for each, d in zip(shapes, dtypes, strict=True)]
+        with torch.inference_mode(False):  # noqa: FBT003  dynamo takes no keyword; later calls may run without it
+            found = [
+                torch.empty((pages, *each), dtype=d, device=device) for each, d in zip(shapes, dtypes, strict=True)
+            ]
         for new, old in zip(found, self.tensors, strict=False):
             new[: len(old)] = old
         if self.sequences.most is not None and not torch.compiler.is_compiling():

@@ -91,6 +91,10 @@ class Sequences:
 
     def start(self, batch: int, device: torch.device) -> None:
         """Make room for a batch, empty."""
+        with torch.inference_mode(False):  # noqa: FBT003  dynamo takes no keyword; later calls may run without it
+            self._start(batch, device)
+
+    def _start(self, batch: int, device: torch.device) -> None:
         self.batch, self.started = batch, True
         self._number(batch, device)
         self.block_table = self.lengths.new_zeros((batch, 0))
@@ -106,9 +110,8 @@ class Sequences:
 
     def _number(self, batch: int, device: torch.device) -> None:
         """Make the tensors of a batch of this size."""
-        found = (
-            torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(4)
-        )  # views would be slow to compile
+        # No views of one tensor: code that writes these is slow to compile.
+        found = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(4))
         self.lengths, self.left, self.tail, self.ends = found
         self.order = torch.arange(batch + 1, dtype=torch.int32, device=device)
         self.starts = torch.zeros_like(self.order)
@@ -118,9 +121,9 @@ class Sequences:
         if blocks <= self.blocks:
             return
         blocks = max(blocks, self.blocks + self.blocks // 2)  # so that copies are few
-        added = torch.arange(self.batch * (blocks - self.blocks), dtype=torch.int32, device=self.block_table.device)
-        added = added.view(-1, self.batch).t() + self.pages
-        self.block_table = torch.cat((self.block_table, added), 1).contiguous()
+        with torch.inference_mode(False):  # noqa: FBT003  as in `start`
+            pages = torch.arange(self.batch * (blocks - self.blocks), dtype=torch.int32, device=self.order.device)
+            self.block_table = torch.cat((self.block_table, pages.view(-1, self.batch).t() + self.pages), 1)
         self.pages += self.batch * (blocks - self.blocks)
         self.blocks = blocks
 
@@ -234,8 +237,9 @@ class Sequences:
         self.shared = bool(len(held) < np.count_nonzero(~own))
         if batch != self.batch:
             self.batch = batch
-            self._number(batch, device)
-            self.block_table = self.block_table.new_empty(table.shape)
+            with torch.inference_mode(False):  # noqa: FBT003  dynamo takes no keyword; later calls may run without it
+                self._number(batch, device)
+                self.block_table = torch.empty(table.shape, dtype=torch.int32, device=device)
         for tensor, values in zip((self.lengths, self.left, self.tail), counts, strict=True):
             tensor.copy_(values)
         self.block_table.copy_(torch.from_numpy(table))

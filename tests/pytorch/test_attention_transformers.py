@@ -168,6 +168,23 @@ def test_a_step_with_a_cache_of_fixed_length_is_one_graph_with_the_same_bits(fam
         assert same(got.last_hidden_state, whole[:, at : at + 1], mask[:, at : at + 1])
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@torch.no_grad()
+def test_a_call_without_a_cache_is_one_graph_if_it_has_a_mask(fused):
+    rng = fresh("graph", fused)
+    model = small("Mistral", rng)
+    if fused:
+        fuse_(model)
+    ids, mask, positions = padded(rng, [12, 9])
+    given = {"attention_mask": mask, "position_ids": positions}
+    torch._dynamo.reset()
+    compiled = torch.compile(model.model, fullgraph=True, backend="aot_eager")
+    got = compiled(ids, **given, use_cache=False).last_hidden_state  # the first call makes the table of cosines
+    assert same(got, states(model, ids, **given), mask)
+    with pytest.raises(InvalidProblem, match="without a cache, pass an attention_mask"):
+        torch.compile(model.model, backend="aot_eager")(ids, use_cache=False)
+
+
 @pytest.mark.parametrize("kind", ["left", "right", "holes"])
 @torch.no_grad()
 def test_an_encoder_sees_all_tokens_and_no_padding(kind):

@@ -235,6 +235,21 @@ def test_layers_go_to_the_cpu_and_come_back_before_their_turn(monkeypatch):
     layer.offload()
 
 
+@pytest.mark.parametrize("most", [None, 30])
+def test_a_cache_of_inference_mode_is_used_outside_of_it(most):
+    rng = fresh("inference", most)
+    model = llama(rng)
+    cache = Int8Cache(model.config, most)
+    with torch.inference_mode():
+        ids, mask = started(model, rng, cache)
+    with torch.no_grad():
+        cache.reorder_cache(torch.tensor([0, 0]))
+        cache.batch_select_indices(torch.tensor([1]))
+        got = stepped(model, cache, ids[:1, :1], torch.nn.functional.pad(mask[:1], (0, 1), value=1))
+        alone = model(torch.cat((ids[:1], ids[:1, :1]), 1), use_cache=False).last_hidden_state[:, -1:]
+    assert torch.equal(got, alone)
+
+
 @torch.no_grad()
 def test_what_is_wrong_is_refused_by_name():
     rng = fresh("wrong")
