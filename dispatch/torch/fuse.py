@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -86,7 +88,8 @@ def fuse_(model: nn.Module) -> Fusion:
     """Replace known structures of dynamic int8 layers, in place, by modules that need fewer launches.
 
     - An attention with ``q_proj``, ``k_proj`` and ``v_proj``, or with any three layers that take its input and another
-      one: one quantization of the input and one product.
+      one: one quantization of the input and one product. With `attn_implementation="skuda"`, one op does norms and rope
+      of the heads and writes the cache.
     - A gated MLP, ``down(act(gate(x)) * up(x))`` with any names, or with one layer for gates and ups, with SiLU or
       GELU: one product, a gated activation that writes codes, and the last product.
     - A decoder layer of both, ``h = x + attention(norm(x), ...)`` and ``h + mlp(norm(h))``, with RMSNorms or
@@ -117,6 +120,7 @@ def fuse_(model: nn.Module) -> Fusion:
     fused: dict[str, str] = {}
     left: dict[str, str] = {}
     missed: dict[str, str] = {}
+    forms = _rope_forms(model)
     held = Counter(id(child) for module in model.modules() for _, child in module.named_children())
     for fits, fuse in _RULES:
         for name, module in list(model.named_modules()):
@@ -130,6 +134,7 @@ def fuse_(model: nn.Module) -> Fusion:
                 left[name] = str(reason)
                 if fuse is not _fuse_layer or _has_norm(module):
                     missed[name] = str(reason)
+    _turn(model, forms, fused, left)
     for name, module in model.named_modules():
         loose = [key for key, child in module.named_children() if isinstance(child, DynamicLinear)]
         if len(loose) > 1 and not isinstance(module, Fused) and name not in left:
@@ -137,6 +142,28 @@ def fuse_(model: nn.Module) -> Fusion:
     if missed:
         warnings.warn("\n".join(["fuse_ left some modules as they were:", *table("because", missed)]), stacklevel=2)
     return Fusion(fused, left)
+
+
+def _rope_forms(model: nn.Module) -> dict[str, Callable[[nn.Module], str]]:
+    """Return `skuda.torch.rope_attention.forms`, which reads attentions before they are fused."""
+    if "skuda.torch.attention" not in sys.modules:
+        return {}
+    found: dict[str, Callable[[nn.Module], str]]
+    found = importlib.import_module("skuda.torch.rope_attention").forms(model)  # by name: it needs transformers
+    return found
+
+
+def _turn(
+    model: nn.Module, forms: Mapping[str, Callable[[nn.Module], str]], fused: dict[str, str], left: dict[str, str]
+) -> None:
+    """Change fused attentions as `forms` says, and report it."""
+    for name, become in forms.items():
+        module = model.get_submodule(name)
+        if isinstance(module, FusedAttention):
+            try:
+                fused[name] = become(module)
+            except NotProven as reason:
+                left[name] = str(reason)
 
 
 def _has_norm(module: nn.Module) -> bool:
@@ -235,7 +262,7 @@ def _fuse_layer(module: nn.Module, _held: Counter[int]) -> str:
         input=forward.input,
         attention=found["attention"],
         mlp=found["mlp"],
-        norms=(_norm(module, found["first"]), _norm(module, found["second"])),
+        norms=(norm_form(module, found["first"]), norm_form(module, found["second"])),
         order=tuple(p.name for p in named),
         defaults={p.name: p.default for p in named if p.default is not p.empty},
         keyword=keyword,
@@ -248,7 +275,7 @@ def _fuse_layer(module: nn.Module, _held: Counter[int]) -> str:
     return "the norms write codes, the second one adds the residual"
 
 
-def _norm(layer: nn.Module, name: str) -> NormForm:
+def norm_form(layer: nn.Module, name: str) -> NormForm:
     """Return how an op computes a norm.
 
     Raises

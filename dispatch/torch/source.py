@@ -109,6 +109,10 @@ class Forward:
             raise NotProven(f"its forward reads self.{twice[0]} twice")
         return ast.unparse(_Replaced(known).visit(body[-1].value))
 
+    def statements(self) -> str:
+        """Return all that it does, without the docstring."""
+        return text_of(self._tree)
+
     def projects(self) -> tuple[str, ...]:
         """Return the submodules that take the input and nothing else, in the order of the source."""
         calls = (node for node in ast.walk(self._tree) if isinstance(node, ast.Call))
@@ -172,6 +176,21 @@ class Forward:
         if set(given) != {"new_name"} or given["new_name"] not in others or former in (self.input, *others):
             raise NotProven(f"its forward may take {former} in the place of {given.get('new_name', 'nothing')}")
         return str(former)
+
+
+def source_of(function: Any) -> str:
+    """Return what a function does, without its docstring; nothing if there is no source."""
+    try:
+        return text_of(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0])
+    except (OSError, SyntaxError, TypeError):
+        return ""
+
+
+def text_of(tree: Any) -> str:
+    """Return the statements of a function."""
+    first = tree.body[0]
+    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return "\n".join(map(ast.unparse, tree.body[documented:]))
 
 
 def _unwrapped(function: Any) -> Any:

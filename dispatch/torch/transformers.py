@@ -2,7 +2,8 @@
 
 Importing this module registers a quantizer. `from_pretrained` then loads W8A8 checkpoints of the compressed-tensors
 format as int8 modules; without it, transformers multiplies their weights in floating point. With a `SkudaConfig`,
-`from_pretrained` quantizes a checkpoint of floats. Checkpoints of other formats load as before.
+`from_pretrained` quantizes a checkpoint of floats. Checkpoints of other formats load as before. The import also
+registers `attn_implementation="skuda"`; see `skuda.torch.attention`.
 
     import skuda.torch.transformers
 
@@ -34,6 +35,7 @@ try:
 except ImportError as error:
     raise MissingDependency("transformers", "pip install 'skuda[transformers]'") from error
 
+import skuda.torch.attention  # noqa: F401  it registers an attention
 from skuda.torch.checkpoint import opened_files, stored
 from skuda.torch.int8_linear import Int8Linear, StaticLinear
 from skuda.torch.joined import int8_layers

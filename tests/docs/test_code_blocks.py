@@ -56,7 +56,11 @@ def blocks_of(page, text=None):
         yield Block(page, line, found[2], title[1] if title else "", body, marked[1] if marked else "")
 
 
-NEEDS = {"docs/torch.md": ("torch", "transformers", "safetensors"), "docs/training.md": ("torch",)}
+NEEDS = {
+    "docs/attention.md": ("torch", "transformers"),
+    "docs/torch.md": ("torch", "transformers", "safetensors"),
+    "docs/training.md": ("torch",),
+}
 """Packages without which a page is not run."""
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 

@@ -49,7 +49,7 @@ def data(rng, shape, dtype):
     return x
 
 
-def llama(act):
+def llama(act, attention="eager", head_dim=8):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -59,32 +59,36 @@ def llama(act):
         num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=4,
+        head_dim=head_dim,
         hidden_act=act,
-        attn_implementation="eager",
+        attn_implementation=attention,
     )
     return LlamaForCausalLM(config).eval()
 
 
 def hashes(group, seed):
-    """Hashes of a small Llama's logits: whole, shared, and shared after `fuse_`."""
+    """Hashes of a small Llama's logits: whole, shared, shared after `fuse_`, and that with int8 attention."""
+    import skuda.torch.attention  # noqa: F401  it registers it
+
     found = {}
-    for way in ("whole", "shared", "cheapest", "fused"):
+    for way in ("whole", "shared", "cheapest", "fused", "attended"):
         torch.manual_seed(seed)
         # SiLU of torch on a CPU may round the end of a tensor, after the last full vectors, in another way. It has none
         # here: an even number of tokens times a multiple of 16 channels. And ReLU rounds nothing.
-        model = llama("silu" if way == "fused" else "relu")
+        fuses = way in ("fused", "attended")
+        model = llama("silu" if fuses else "relu", *(("skuda", 32) if way == "attended" else ()))
         tokens = torch.randint(0, 64, (2, 5))
         quantize_(model, Dynamic())
-        if way == "fused":
+        if fuses:
             fuse_(model)
         if way != "whole":
             rows, chunks = (4, 3) if way == "cheapest" else (None, 2 if way == "shared" else None)
             report = parallelize_(model, group, lm_head=way == "shared", rows=rows, chunks=chunks)
             chunked = [module.shards.chunks for module in model.modules() if isinstance(module, RowLinear)]
             assert set(chunked) <= {chunks}
-            assert len(report.converted) == (14 + (way == "shared") if way != "fused" else 8), str(report)
+            assert len(report.converted) == (14 + (way == "shared") if not fuses else 8), str(report)
         with torch.no_grad():
-            logits = model(tokens).logits
+            logits = model(tokens, use_cache=False).logits
         found[way] = hashlib.sha256(logits.numpy().tobytes()).hexdigest()
     return found
 

@@ -51,6 +51,7 @@ def test_a_llama_has_one_hash_on_any_number_of_ranks(ranks):
     assert len(every) == 1 + 2 + 3 + 4
     assert len({found[way] for found in every for way in ("whole", "shared", "cheapest")}) == 1
     assert len({found["fused"] for found in every}) == 1
+    assert len({found["attended"] for found in every}) == 1
 
 
 def test_checkpoints_are_whole_and_read_by_any_number_of_ranks(ranks):

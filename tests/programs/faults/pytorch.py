@@ -13,6 +13,8 @@ PARALLEL = ["tests/pytorch/test_parallel.py", "tests/pytorch/test_torch_group.py
 NONFINITE = ["tests/pytorch/test_nonfinite.py"]
 WEIGHT = ["tests/pytorch/test_dequantized_weight.py"]
 MODULES = ["tests/pytorch/test_module_calls.py", "tests/pytorch/test_module_state.py"]
+ATTENTION = ["tests/pytorch/test_attention_transformers.py"]
+KV_CACHE = ["tests/pytorch/test_kv_cache.py"]
 CONFIG_FIRST = "config = stack.enter_context(replacing(folder / CONFIG))"
 TENSORS_FIRST = "file = stack.enter_context(replacing(folder / TENSORS))"
 FAULTS = listed(
@@ -205,6 +207,40 @@ FAULTS = listed(
                 "pieces, parts = (tensor,), (tuple(map(sum, zip(*parts, strict=True))),",
                 ["tests/pytorch/test_parallel.py", "tests/pytorch/test_fuse.py", "tests/pytorch/test_transformers.py"],
             ),
+        },
+        "dispatch/torch/sequences.py": {
+            "attention-beams-do-not-copy-the-last-page": ("begun[own] & ~keeps", "begun[own] & False", KV_CACHE),
+            "attention-a-full-cache-is-written": ("self.seen + new <= self.most", "self.seen <= self.most", KV_CACHE),
+            "attention-pages-grow-one-by-one": ("max(blocks, self.blocks + self.blocks // 2)", "blocks", KV_CACHE),
+            "attention-positions-of-rope-are-not-checked": ("(ids == at)", "(at == at)", ATTENTION),
+        },
+        "dispatch/torch/kv_cache.py": {
+            "attention-a-crop-leaves-shared-pages": (
+                "self.sequences.crop(-tokens_to_remove)\n            self._own_pages()",
+                "self.sequences.crop(-tokens_to_remove)",
+                KV_CACHE,
+            ),
+            "attention-a-window-is-forgotten": (
+                'fields | ({} if window is None else {"window": window})',
+                "fields",
+                ATTENTION,
+            ),
+        },
+        "dispatch/torch/attention.py": {
+            "attention-padding-to-the-left-has-positions": (
+                "torch.where(before > 0, before, -leading)",
+                "before",
+                [*ATTENTION, *KV_CACHE],
+            ),
+            "attention-rows-of-an-encoder-stay-moved": ("order.argsort(1), 1), None", "order, 1), None", ATTENTION),
+            "attention-the-window-of-the-config-is-not-compared": (
+                "    _check_window(module, config, window)\n",
+                "",
+                ATTENTION,
+            ),
+        },
+        "dispatch/torch/rope_attention.py": {
+            "attention-a-rope-that-changes-is-a-table": ("not in _FIXED", "in ()", ATTENTION),
         },
         "dispatch/torch/group.py": {
             "parallel-ranks-do-not-compare-calls": ("digest).any(", "digest).all(", PARALLEL),
