@@ -135,11 +135,11 @@ class Int8Layer(CacheLayerMixin):  # type: ignore[misc]
         at = self.sequences
         tensors = (*q, *self.tensors, at.block_table, at.ends, at.starts)
         key = ("attention", scale, window, causal, dtype, q[0].shape, at.block_table.shape, self.tensors[0].shape)
-        found: Tensor | None = launched(key, *tensors)
+        found = launched(key, *tensors)
         if found is None:
             fields = {"scale": scale, "causal": causal, "output_element": element_of(dtype).value}
             found = run_module("attention", key, tensors, fields | ({} if window is None else {"window": window}))
-        return cast("Tensor", found)
+        return cast("Tensor", found[0])
 
     def update(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: the layers of a cache share their sequences, so only the cache's own `update` can add tokens."""

@@ -22,10 +22,10 @@ _FRACTION = 2**15 - 1
 def power_of_two(u: Array) -> Array:
     """Return E(u), about 2^(u - 512), of f32 numbers u <= 512; E(u) <= 1.
 
-    With u at least 385, h = floor(u) and f = u - h, which is exact. P is the polynomial in f by Horner's rule, every step
-    one FMA: 1 at f = 0, and below 2 elsewhere, where h is at most 511. E(u) = P 2^(h - 512) from 386 on, with a relative
-    error of at most 8.57e-5, and (P - 1) 2^-126 below: the number whose bits are those of P, with h - 512 added to its
-    exponent. A key that is not seen, whose u is minus infinity, so has the power 0.
+    With u at least 385, h = floor(u) and f = u - h, which is exact. P is the polynomial in f by Horner's rule, every
+    step one FMA: 1 at f = 0, and below 2 elsewhere, where h is at most 511. E(u) is the number whose bits are those of
+    P, with h - 512 added to its exponent: P 2^(h - 512) from 386 on, with a relative error of at most 8.57e-5, and
+    (P - 1) 2^-126 below. So the power of a key that is not seen, whose u is minus infinity, is 0.
 
     The degree is enough: an exact exponential changes the error of attention in its third digit.
     """

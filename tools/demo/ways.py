@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,14 +52,14 @@ def int8_attention(
     rows, size = len(query), query.shape[1] // heads
     lengths = mask.sum(1).astype(np.int32)
     most = -(-mask.shape[1] // PAGE)
-    sizes = {"tokens": rows, "heads": heads, "kv_heads": heads, "head_size": size}
+    sizes: dict[str, Any] = {"tokens": rows, "heads": heads, "kv_heads": heads, "head_size": size}
     sizes |= {"sequences": len(mask), "pages": len(mask) * most, "most_blocks": most}
-    tables = {
+    tables: dict[str, Any] = {
         "block_table": np.arange(len(mask) * most, dtype=np.int32).reshape(-1, most),
         "lengths": lengths,
         "starts": np.append(0, np.cumsum(lengths)).astype(np.int32),
     }
-    cache = {
+    cache: dict[str, Any] = {
         "k_codes": np.zeros((len(mask) * most, heads, PAGE, size), np.int8),
         "k_scale": np.zeros((len(mask) * most, heads, PAGE), np.float32),
         "v_codes": np.zeros((len(mask) * most, heads, size, PAGE), np.int8),
