@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from skuda.kernels.attention.attention import AttentionDescriptor
 from skuda.kernels.attention.cache import PAGE, CacheProblem, column_of
 from skuda.kernels.attention.drawn import named_slots
 from skuda.registry.argument import Role
 from skuda.registry.descriptor import Descriptor
 from skuda.tools.verify.problems import axes_of, fewer_rows, row_arguments, row_field
+
+if TYPE_CHECKING:  # the code of an op does not decide what is verified
+    from skuda.kernels.attention.attention import AttentionDescriptor
 
 Array = npt.NDArray[Any]
 _NO_SCALES = np.array([np.nan, np.inf, -1], np.float32)
@@ -132,7 +134,7 @@ def alone(problem: AttentionDescriptor, tables: Mapping[str, Array], rows: Array
 def poisoned(problem: Descriptor, inputs: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     """Return inputs whose cache, if it is only read, holds anything at slots that no sequence names."""
     found = dict(inputs)
-    if not isinstance(problem, AttentionDescriptor):
+    if not isinstance(problem, CacheProblem) or any(one.role is Role.STATE for one in problem.arguments()):
         return found
     live = named_slots(problem.pages, inputs["block_table"], inputs["lengths"])
     columns = np.zeros_like(live)

@@ -513,7 +513,7 @@ def test_random_products_are_measured_in_the_variants_that_are_named(skuda, tmp_
     [
         ([], "OPS must be named first"),
         (["--n", "3"], "OPS must be named first"),
-        (["fake_quantise"], "OPS must be an op of the quantization family"),
+        (["fake_quantise"], "OPS must be an op that can be measured"),
         (["thrice", "--n", "3"], "OPS must be a registered op"),
         (["fill", "dynamic_range", "--numel", "3"], "OPS must be one where its fields follow"),
         (["fill", "--numel", "3", "--shapes", "3x4"], "--shapes must be left out where an op's fields are given"),
