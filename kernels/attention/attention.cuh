@@ -119,6 +119,9 @@ struct Row {
   f32 z;
 };
 
+// a / b. A division of 64 bits takes several times as long as one of 32.
+DEVICE u64 quotient(u64 a, u64 b) { return (a | b) >> 32 ? a / b : (u32)a / (u32)b; }
+
 struct Tile {
   s32 sequence, start, stop, length;  // rows of the sequence, as tokens; its keys
   s64 row0, rows;                     // the tile's first row, and how many the sequence has
@@ -129,27 +132,38 @@ struct Tile {
   DEVICE Tile(const Attention& p, s64 number, s32 tile_rows) {
     // The last sequence whose first tile is not behind this one; `sequences` stands for the rows of none. First the one
     // that it is if all have equally many new tokens: a search takes a load from memory for each of its steps.
-    const auto base = [&](s32 s) { return (s64)clamped(p.starts[s], p.tokens) * p.group / tile_rows + s; };
     const u64 spread = (u64)tile_rows * p.sequences, rows_of_all = (u64)p.tokens * p.group + spread;
-    const u64 below = (((u64)number + 1) * spread + rows_of_all - 1) / rows_of_all;
-    s32 s = below > 0 ? (s32)min(below - 1, (u64)p.sequences) : 0, end = s;
-    if (base(s) > number || (s < p.sequences && base(s + 1) <= number)) s = 0, end = p.sequences;
-    while (s < end) {
-      const s32 middle = s + (end - s + 1) / 2;
-      if (base(middle) <= number) s = middle;
-      else end = middle - 1;
+    const u64 below = quotient(((u64)number + 1) * spread + rows_of_all - 1, rows_of_all);
+    look_at(p, below > 0 ? (s32)min(below - 1, (u64)p.sequences) : 0);
+    if (base(p, sequence, start, tile_rows) > number || (sequence < p.sequences && base(p, sequence + 1, stop, tile_rows) <= number)) {
+      s32 s = 0, end = p.sequences;
+      while (s < end) {
+        const s32 middle = s + (end - s + 1) / 2;
+        if (base(p, middle, clamped(p.starts[middle], p.tokens), tile_rows) <= number) s = middle;
+        else end = middle - 1;
+      }
+      look_at(p, s);
     }
-    const bool none = s == p.sequences;
-    sequence = s;
-    start = clamped(p.starts[s], p.tokens), stop = none ? p.tokens : clamped(p.starts[s + 1], p.tokens);
-    row0 = (number - ((s64)start * p.group / tile_rows + s)) * tile_rows, rows = (s64)(stop - start) * p.group;
-    length = none || !p.pages ? 0 : (s32)min((s64)max(p.lengths[s], 0), (s64)p.most_blocks * PAGE);
+    row0 = (number - base(p, sequence, start, tile_rows)) * tile_rows, rows = (s64)(stop - start) * p.group;
     // Rows ascend, so the first and the last one say which blocks are seen.
-    const s32 lowest = length - stop + start + (s32)(row0 / p.group);
-    const s32 highest = length - stop + start + (s32)(min(row0 + tile_rows - 1, rows - 1) / p.group);
+    if (!valid()) return;
+    const s32 lowest = length - stop + start + (s32)quotient(row0, p.group);
+    const s32 highest = length - stop + start + (s32)quotient(min(row0 + tile_rows - 1, rows - 1), p.group);
     const s32 last = p.causal ? highest : length - 1;
     from = p.window ? max(lowest - p.window + 1, 0) / PAGE : 0;
     blocks = last >= 0 ? last / PAGE + 1 : 0;
+  }
+
+  // The first tile of a sequence that begins at a token.
+  static DEVICE s64 base(const Attention& p, s32 s, s32 begins, s32 tile_rows) {
+    return (s64)quotient((u64)begins * p.group, tile_rows) + s;
+  }
+  // Takes a sequence; the loads do not wait for each other.
+  DEVICE void look_at(const Attention& p, s32 s) {
+    const bool some = s < p.sequences;
+    const s32 first = p.starts[s], next = some ? p.starts[s + 1] : p.tokens, keys = some ? p.lengths[s] : 0;
+    sequence = s, start = clamped(first, p.tokens), stop = some ? clamped(next, p.tokens) : p.tokens;
+    length = p.pages ? (s32)min((s64)max(keys, 0), (s64)p.most_blocks * PAGE) : 0;
   }
 
   // Row `r` of the tile, which is like the first one if it is not valid.
@@ -157,8 +171,8 @@ struct Tile {
     Row row;
     row.valid = row0 + r < rows;
     const s64 own = row.valid ? row0 + r : row0;
-    const s32 token = (s32)(own / p.group) + start, position = length - stop + token;
-    row.at = ((s64)token * p.kv_heads + head) * p.group + own % p.group;
+    const s32 token = (s32)quotient(own, p.group), position = length - stop + start + token;
+    row.at = ((s64)(start + token) * p.kv_heads + head) * p.group + (own - (s64)token * p.group);
     row.last = position < 0 ? -1 : p.causal ? position : length - 1;
     row.first = p.window ? max(position - p.window + 1, 0) : 0;
     row.z = mul_rn(p.q_scale[row.at], p.c);
