@@ -25,8 +25,6 @@ _THREADS, _MOST_THREADS = 256, 512
 """Threads of its blocks: where several tokens share one, and at most where a token has one of its own."""
 _RESIDENT = 8
 """Blocks that a multiprocessor is given: two rounds, so that it has work when blocks of short sequences end."""
-_DEEP_HEAD_SIZE = 64
-"""The least head size with a deep entry, which requests a whole block of keys at once."""
 _MOST_PARTS = 128 << 20
 """Bytes of the sums of chunks. With more, blocks take all chunks of a tile."""
 
@@ -73,16 +71,15 @@ def split(problem: AttentionDescriptor, device: Device) -> Launch:
     rows = _FEW_ROWS if problem.rows_per_sequence <= _FEW_ROWS else _ROWS
     jobs, sums, facts = _tiles(problem, rows) * problem.kv_heads, *_parts(problem)
     splits = _splits(problem, rows, device.sm_count) if 4 * jobs <= MOST_ZEROS and sums + facts <= _MOST_PARTS else 1
-    entry, shared = _entry(problem.head_size, rows, _jobs(problem, rows) * splits, device)
     step = Step(
-        entry=entry,
+        entry=f"attention_split_{problem.head_size}_{rows}",
         grid=(jobs, splits, 1),
         block=(_WARP * CHUNK, 1, 1),
         parameters=(
             *parameters(problem),
             *(pointers("part_sums", "part_facts", ZEROS) if splits > 1 else s64(0, 0, 0)),
         ),
-        shared=shared,
+        shared=_shared(problem.head_size, rows),
         overlaps=device.overlaps_launches,
     )
     scratch = (("part_sums", sums), ("part_facts", facts), (ZEROS, 4 * jobs)) if splits > 1 else ()
@@ -103,25 +100,13 @@ def _parts(problem: AttentionDescriptor) -> tuple[int, int]:
 
 def _splits(problem: AttentionDescriptor, rows: int, sm_count: int) -> int:
     """Return how many blocks share the chunks of a tile. How long a sequence is, only the kernel knows."""
-    return max(1, min(-(-problem.most_blocks // CHUNK), _RESIDENT * sm_count // _jobs(problem, rows)))
+    tiles = max(1, problem.sequences) * -(-problem.rows_per_sequence // rows) * problem.kv_heads
+    return max(1, min(-(-problem.most_blocks // CHUNK), _RESIDENT * sm_count // tiles))
 
 
-def _jobs(problem: AttentionDescriptor, rows: int) -> int:
-    """Return how many tiles have rows, times heads of keys, if sequences have equally many rows."""
-    return max(1, problem.sequences) * -(-problem.rows_per_sequence // rows) * problem.kv_heads
-
-
-def _entry(head_size: int, rows: int, blocks: int, device: Device) -> tuple[str, int]:
-    """Return the entry and its bytes of shared memory: a deep one where each block has a multiprocessor."""
-    name, deep = f"attention_split_{head_size}_{rows}", _shared(head_size, rows, head_size // 4)
-    if blocks <= device.sm_count and head_size >= _DEEP_HEAD_SIZE and deep <= device.shared_memory:
-        return f"{name}_deep", deep
-    return name, _shared(head_size, rows, 64 // rows)
-
-
-def _shared(head_size: int, rows: int, slots: int) -> int:
+def _shared(head_size: int, rows: int) -> int:
     """Return the bytes of shared memory: codes on their way, and the sums of a chunk's blocks and of earlier chunks."""
-    codes, sums = CHUNK * 1024 * slots, 4 * rows * (CHUNK * (head_size + 8) + head_size)
+    codes, sums = CHUNK * 1024 * 64 // rows, 4 * rows * (CHUNK * (head_size + 8) + head_size)
     return codes + sums + rows * (12 * (CHUNK + 1) + 24) + 96
 
 

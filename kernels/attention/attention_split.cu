@@ -20,8 +20,7 @@
 // So no lane needs a score or a weight of another. Any order of the elements of a head is right, too: a lane multiplies
 // 16 neighbouring ones.
 //
-// Variants: one entry for each D, and for tiles of 8 and 16 rows. Deep ones request a whole block of keys at once, for
-// grids that leave a multiprocessor one thread block: then a block of keys takes one way to memory and back, not four.
+// Variants: one entry for each D, and for tiles of 8 and 16 rows.
 #include "attention.cuh"
 #include "cp_async.cuh"
 #include "griddepcontrol.cuh"
@@ -81,7 +80,8 @@ template <int N> DEVICE Part<N> part_at(const Sums& sums, const f32* s) {
 // Codes on their way: steps of 1,024 bytes, which are 8 keys (D 128), 16 (64) or 32 (32), or 8 elements of 128 values.
 // Sums: of the blocks of a chunk, and of the chunks before it. Rows are D + 8 apart, so that the pairs of sums that a
 // warp stores are in different banks.
-template <int D, int ROWS, int SLOTS> struct Shared {
+template <int D, int ROWS> struct Shared {
+  enum { SLOTS = 64 / ROWS };
   uint4 codes[CHUNK][SLOTS][2][32];
   f32 s[CHUNK][ROWS][D + 8];
   f32 total[ROWS][D];
@@ -93,7 +93,7 @@ template <int D, int ROWS, int SLOTS> struct Shared {
   bool last;
 };
 // The launch rule computes the size.
-#define SHARED_BYTES(D, ROWS, SLOTS) (CHUNK * 1024 * SLOTS + 4 * ROWS * (CHUNK * (D + 8) + D) + ROWS * (12 * (CHUNK + 1) + 24) + 96)
+#define SHARED_BYTES(D, ROWS) (CHUNK * 65536 / ROWS + 4 * ROWS * (CHUNK * (D + 8) + D) + ROWS * (12 * (CHUNK + 1) + 24) + 96)
 
 // Products of 8 or 16 rows with 8 columns, of WORDS words of each lane. A product has 16 rows: 8 rows have their even
 // pairs of words in the upper half, the odd ones in the lower half, and take from each product the half that has met
@@ -129,13 +129,13 @@ DEVICE u32 bits_between(s32 low, s32 high) {
 }
 
 // A warp: the codes of its rows, and the scales of the page that it takes next.
-template <int D, int ROWS, int SLOTS> struct Warp {
-  enum { HALVES = ROWS / 8, WORDS = D / 16 };
+template <int D, int ROWS> struct Warp {
+  enum { HALVES = ROWS / 8, WORDS = D / 16, SLOTS = Shared<D, ROWS>::SLOTS };
   enum { STEPS = D / 8, STEP_TILES = TILES / STEPS };  // of the keys, and of the values
   Operand<s8, ROWS, WORDS> q;
   uint4 k_scale, v_scale;
 
-  DEVICE void load_rows(const Attention& p, const Shared<D, ROWS, SLOTS>& shared) {
+  DEVICE void load_rows(const Attention& p, const Shared<D, ROWS>& shared) {
     const s32 quad = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
 #pragma unroll
     for (int r = 0; r < HALVES; ++r) {
@@ -194,7 +194,7 @@ template <int D, int ROWS, int SLOTS> struct Warp {
   }
 
   // Requests the first codes of a page.
-  DEVICE void begin(const Attention& p, s64 page, Shared<D, ROWS, SLOTS>& shared) {
+  DEVICE void begin(const Attention& p, s64 page, Shared<D, ROWS>& shared) {
     const u32 thread = own_thread(), lane = thread % 32;
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
@@ -205,7 +205,7 @@ template <int D, int ROWS, int SLOTS> struct Warp {
   }
 
   // Computes the part of a block of keys that has begun, and begins the next one if there is one.
-  DEVICE void take(const Attention& p, s32 block, s64 page, Shared<D, ROWS, SLOTS>& shared) {
+  DEVICE void take(const Attention& p, s32 block, s64 page, Shared<D, ROWS>& shared) {
     const u32 thread = own_thread(), lane = thread % 32, warp = thread / 32, quad = lane / 4, c = lane % 4;
     uint4(&slots)[SLOTS][2][32] = shared.codes[warp];
 
@@ -354,7 +354,7 @@ template <int D, int ROWS, int SLOTS> struct Warp {
   }
 };
 
-template <int D, int ROWS, int SLOTS> DEVICE void attend(const Attention& p, const Parts& parts, Shared<D, ROWS, SLOTS>& shared) {
+template <int D, int ROWS> DEVICE void attend(const Attention& p, const Parts& parts, Shared<D, ROWS>& shared) {
   enum { N = D / 32, LOADS = 16 };
   const s32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.x % p.kv_heads, split = blockIdx.y;
   // With one sharer nothing goes through global memory.
@@ -364,7 +364,7 @@ template <int D, int ROWS, int SLOTS> DEVICE void attend(const Attention& p, con
     const s32 block = (at.from / CHUNK + chunk) * CHUNK + warp;
     return chunk < chunks && block >= at.from && block < at.blocks ? at.page(p, head, block) : -1;
   };
-  Warp<D, ROWS, SLOTS> own;
+  Warp<D, ROWS> own;
   {
     const Tile at(p, blockIdx.x / p.kv_heads, ROWS);
     if (!at.valid()) return;
@@ -462,23 +462,19 @@ template <int D, int ROWS, int SLOTS> DEVICE void attend(const Attention& p, con
   }
 }
 
-#define ATTENTION_SPLIT(D, ROWS, SLOTS)                                                                                \
+#define ATTENTION_SPLIT(D, ROWS)                                                                                       \
   extern __shared__ uint4 held[];                                                                                      \
-  static_assert(sizeof(Shared<D, ROWS, SLOTS>) == SHARED_BYTES(D, ROWS, SLOTS), "what the launch rule says");          \
-  Shared<D, ROWS, SLOTS>& shared = *(Shared<D, ROWS, SLOTS>*)held;                                                     \
+  static_assert(sizeof(Shared<D, ROWS>) == SHARED_BYTES(D, ROWS), "what the launch rule says");                        \
+  Shared<D, ROWS>& shared = *(Shared<D, ROWS>*)held;                                                                   \
   griddepcontrol_launch_dependents();                                                                                  \
   griddepcontrol_wait();                                                                                               \
   const Attention p = ATTENTION_GIVEN;                                                                                 \
-  attend<D, ROWS, SLOTS>(p, Parts{part_sums, part_facts, counters}, shared)
+  attend<D, ROWS>(p, Parts{part_sums, part_facts, counters}, shared)
 #define ATTENTION_SPLIT_PARAMETERS ATTENTION_PARAMETERS, f32 *part_sums, uint4 *part_facts, u32 *counters
 
-KERNEL(THREADS, 4) attention_split_32_8(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(32, 8, 8); }
-KERNEL(THREADS, 4) attention_split_64_8(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(64, 8, 8); }
-KERNEL(THREADS, 4) attention_split_128_8(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(128, 8, 8); }
-KERNEL(THREADS, 3) attention_split_32_16(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(32, 16, 4); }
-KERNEL(THREADS, 3) attention_split_64_16(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(64, 16, 4); }
-KERNEL(THREADS, 3) attention_split_128_16(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(128, 16, 4); }
-KERNEL(THREADS, 1) attention_split_64_8_deep(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(64, 8, 16); }
-KERNEL(THREADS, 1) attention_split_128_8_deep(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(128, 8, 32); }
-KERNEL(THREADS, 1) attention_split_64_16_deep(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(64, 16, 16); }
-KERNEL(THREADS, 1) attention_split_128_16_deep(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(128, 16, 32); }
+KERNEL(THREADS, 4) attention_split_32_8(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(32, 8); }
+KERNEL(THREADS, 4) attention_split_64_8(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(64, 8); }
+KERNEL(THREADS, 4) attention_split_128_8(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(128, 8); }
+KERNEL(THREADS, 3) attention_split_32_16(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(32, 16); }
+KERNEL(THREADS, 3) attention_split_64_16(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(64, 16); }
+KERNEL(THREADS, 3) attention_split_128_16(ATTENTION_SPLIT_PARAMETERS) { ATTENTION_SPLIT(128, 16); }

@@ -16,22 +16,19 @@ from skuda.registry.device import Device
 
 pytestmark = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler")
 SKUS = {sku.variant: sku for sku in OP.skus if sku.element == "f32" and sku.arch != "cpu"}
-SKUS["deep"] = SKUS["split"]  # where shared memory holds whole blocks of keys
 SEQUENCES = 3
 # With few processors, one block takes all chunks of a tile; with many, each chunk has a block.
-KERNELS = pytest.mark.parametrize(
-    ("variant", "sms"), [("warpgroup", 2), ("plain", 2), ("split", 1), ("split", 400), ("deep", 400)]
-)
+KERNELS = pytest.mark.parametrize(("variant", "sms"), [("warpgroup", 2), ("plain", 2), ("split", 1), ("split", 400)])
 
 
-def device_of(variant, sms):
+def device_of(sms):
     """Return a made-up device."""
     return Device(
         name="made up",
         processor="cuda",
         compute_capability=(9, 0),
         sm_count=sms,
-        shared_memory=(227 if variant == "deep" else 99) << 10,
+        shared_memory=99 << 10,
         l2_cache=1 << 20,
         memory=1 << 34,
         memory_bandwidth=10**12,
@@ -40,7 +37,7 @@ def device_of(variant, sms):
 
 def on_cpu(problem, inputs, rng, variant, sms):
     """Return the kernel's output; nothing but its elements may be written."""
-    launch = launch_of(SKUS[variant], problem, device_of(variant, sms))
+    launch = launch_of(SKUS[variant], problem, device_of(sms))
     shapes = {argument.name: argument.shape for argument in problem.arguments()}
     placed = place(problem, launch, shapes, inputs, rng)
     run_steps(emulator.load(emulator.Unit.of(SKUS[variant])), launch, problem, placed, shapes)
@@ -82,8 +79,8 @@ def test_sequences_may_be_far_shorter_than_the_table_is_long(group):
     new = np.diff(inputs["starts"])
     inputs["lengths"] = np.minimum(inputs["lengths"], new + rng.choice([0, 100, 1500], SEQUENCES)).astype(np.int32)
     want = run(problem, inputs)["output"]
-    for variant, sms in (("split", 10), ("split", 400), ("deep", 400)):
-        assert_same_bits(on_cpu(problem, inputs, rng, variant, sms), want, repr(problem))
+    for sms in (10, 400):
+        assert_same_bits(on_cpu(problem, inputs, rng, "split", sms), want, repr(problem))
 
 
 def test_a_row_may_have_more_chunks_than_a_warp_has_lanes():
