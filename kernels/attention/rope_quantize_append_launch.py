@@ -14,35 +14,38 @@ if TYPE_CHECKING:
 
 _OCTET = 8
 _TILE = 32
-"""Positions of a tile of values, and heads of a block beside them."""
+"""Positions of a tile of values."""
 _THREADS = 256
 _WARP = 32
+_TURNS = 4
+"""How often a warp takes as many heads of a token as it has threads for, beside tiles of values; elsewhere once."""
 _FEW = 16
 """Below so many new tokens for each sequence, on average, most of a tile of values would be empty."""
 
 
 def append(problem: RopeQuantizeAppendDescriptor, device: Device) -> Launch:
-    """Launch one step: a part of a row in each block and, where sequences have many new tokens, tiles of values."""
+    """Launch one step: a part of a row for each warp and, where sequences have many new tokens, tiles of values."""
     if not problem.tokens:
         return Launch(steps=())
     lanes = problem.head_size // _OCTET
     tiled = problem.tokens >= _FEW * problem.sequences > 0
     per_row = problem.heads + problem.kv_heads * (1 if tiled else 2)
-    threads = _TILE * lanes if tiled else min(_THREADS, -(-per_row * lanes // _WARP) * _WARP)
-    chunks = -(-per_row * lanes // threads)
-    row_blocks = problem.tokens * chunks
+    parts = -(-per_row // (_WARP // lanes * (_TURNS if tiled else 1)))
+    warps = min(_THREADS, _TILE * lanes) // _WARP if tiled else min(_THREADS // _WARP, parts)
+    row_blocks = -(-problem.tokens * parts // warps)
     tiles = problem.tokens // _TILE + 2 * problem.sequences if tiled else 0
+    value_blocks = tiles * problem.kv_heads
     step = Step(
         entry=f"rope_quantize_append_{'tiles' if tiled else 'rows'}",
-        grid=(row_blocks + tiles * problem.kv_heads, 1, 1),
-        block=(threads, 1, 1),
-        parameters=_parameters(problem, chunks, row_blocks),
+        grid=(value_blocks + row_blocks, 1, 1),
+        block=(_WARP * warps, 1, 1),
+        parameters=_parameters(problem, parts, value_blocks),
         overlaps=device.overlaps_launches,
     )
     return Launch(steps=(step,))
 
 
-def _parameters(problem: RopeQuantizeAppendDescriptor, chunks: int, row_blocks: int) -> tuple[Parameter, ...]:
+def _parameters(problem: RopeQuantizeAppendDescriptor, parts: int, value_blocks: int) -> tuple[Parameter, ...]:
     """Return the parameters that the PARAMETERS macro of ``rope_quantize_append.cu`` declares."""
     given = {argument.name for argument in problem.arguments()}
     optional = [pointers(name) if name in given else s64(0) for name in ("q_norm", "k_norm", "k_offset")]
@@ -57,5 +60,5 @@ def _parameters(problem: RopeQuantizeAppendDescriptor, chunks: int, row_blocks: 
         Constant(ElementKind.F32, problem.eps),
         *s64(problem.tokens),
         *s32(*sizes, problem.most_blocks, problem.most_positions, problem.rotated),
-        *s32(problem.rotary_layout is RotaryLayout.INTERLEAVED, chunks, row_blocks),
+        *s32(problem.rotary_layout is RotaryLayout.INTERLEAVED, parts, value_blocks),
     )

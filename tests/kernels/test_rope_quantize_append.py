@@ -288,6 +288,14 @@ def _launched(sku, problem, inputs, rng):
     return step.entry.rpartition("_")[2], ran(sku, problem, inputs, KNOWN_DEVICES["h200"], rng)
 
 
+class _Aligned:
+    """Choose the first of everything: arrays are aligned and without gaps, which a kernel reads by vectors."""
+
+    random = staticmethod(lambda: 1.0)
+    choice = staticmethod(lambda values: values[0])
+    integers = staticmethod(lambda low, *_, **__: low)
+
+
 @ONLY_WITH_A_COMPILER
 @pytest.mark.parametrize("sku", KERNELS, ids=lambda sku: sku.element)
 @pytest.mark.parametrize("way", ["rows", "tiles"])
@@ -328,18 +336,22 @@ def test_the_kernel_treats_padding_like_the_reference(sku, way):
 @pytest.mark.parametrize("sku", KERNELS, ids=lambda sku: sku.element)
 @pytest.mark.parametrize("way", ["rows", "tiles"])
 @pytest.mark.parametrize("layout", list(RotaryLayout))
-def test_the_kernel_gives_the_bits_of_the_reference_for_sizes_of_models(sku, way, layout):
-    """Queries and keys share warps, parts turn by octets or not, and a sequence begins anywhere in a tile."""
-    rng = fresh(sku.id, way, layout)
+@pytest.mark.parametrize("aligned", [False, True], ids=["anywhere", "aligned"])
+def test_the_kernel_gives_the_bits_of_the_reference_for_sizes_of_models(sku, way, layout, aligned):
+    """Queries and keys share warps, parts turn by octets or not, and a sequence begins anywhere in a tile.
+
+    Aligned ones have more heads than a warp takes.
+    """
+    rng = fresh(sku.id, way, layout, aligned)
     for head_size in (32, 64, 128):
         kv_heads = int(rng.integers(1, 4))
         problem = _small(
             tokens=70,
             sequences=int(rng.integers(1, 4)) if way == "tiles" else 7,
-            heads=kv_heads * int(rng.integers(1, 5)),
+            heads=kv_heads * int(rng.integers(10 if aligned else 1, 12 if aligned else 5)),
             kv_heads=kv_heads,
             head_size=head_size,
-            rotated=int(rng.choice([2, 16, head_size // 2, head_size - 2, head_size])),
+            rotated=int(rng.choice([16, head_size // 2, head_size] if aligned else [2, 16, head_size - 2, head_size])),
             pages=15,
             rotary_layout=layout,
             eps=1e-6,
@@ -347,7 +359,7 @@ def test_the_kernel_gives_the_bits_of_the_reference_for_sizes_of_models(sku, way
             **{f"has_{name}": bool(rng.integers(2)) for name in ("q_norm", "k_norm", "k_offset")},
         )
         inputs = drawn(Case(problem, "special"), head_size)
-        found, placed = _launched(sku, problem, inputs, rng)
+        found, placed = _launched(sku, problem, inputs, _Aligned if aligned else rng)
         assert found == way
         for name, want in run(problem, inputs).items():
             assert_same_bits(placed[name].array, want, f"{name} of {problem!r}")
