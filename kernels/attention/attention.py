@@ -96,6 +96,12 @@ WEIGHT = np.float32(65536 / 255)
 FEW_ROWS = 64
 """The most rows for each sequence and head of keys that warps spread the keys of: four tiles, which L2 serves."""
 OUTPUTS = (ElementKind.F16, ElementKind.BF16, ElementKind.F32)
+_ROWS_AT_ONCE = BLOCK // (CHUNK * PAGE)
+"""Rows of heads that the reference gives the keys of a chunk at once."""
+_LONGEST = 2048
+"""The most pages that sequences are drawn with where a row sees all keys: a reference for more takes too long."""
+_POSITIONS = np.argsort(column_of(np.arange(PAGE)))
+"""Position of a page that each column of `v_codes` has."""
 _ROWS = "tokens, heads, head_size"
 
 
@@ -181,7 +187,7 @@ class AttentionDescriptor(CacheProblem):
 
 
 class _Partial(NamedTuple):
-    """A part of the sums of some rows, as the module defines it; rows are [kv_heads, rows]."""
+    """A part of the sums of some rows, as the module defines it; rows are [kv_heads, rows], of blocks [blocks, ...]."""
 
     n: Array
     m: Array
@@ -199,7 +205,7 @@ def reference(problem: AttentionDescriptor, **arrays: Any) -> None:
     lengths, starts = arrays["lengths"], arrays["starts"].astype(np.int64)
     check_tables(problem, arrays["block_table"], lengths, arrays["starts"])
     _write(problem, arrays, slice(starts[-1], None), 0)
-    step = max(1, BLOCK // (PAGE * problem.heads))
+    step = max(1, _ROWS_AT_ONCE // problem.heads)
     for s in range(problem.sequences):
         for start in range(starts[s], starts[s + 1], step):
             rows = slice(start, min(start + step, starts[s + 1]))
@@ -228,23 +234,39 @@ def _attended(problem: AttentionDescriptor, arrays: dict[str, Any], s: int, rows
     z = arrays["q_scale"][rows] * np.float32(problem.exponent)
     query = _by_kv_head(problem, arrays["q_codes"][rows]).astype(np.float32)
     factor = _by_kv_head(problem, z[..., None])[..., 0]
-    whole = chunk = None
-    for block in range(int(first.min()) // PAGE, int(last.max()) // PAGE + 1):
-        page, at = arrays["block_table"][s, block], block * PAGE + np.arange(PAGE)
-        seen = np.repeat((at >= first[:, None]) & (at <= last[:, None]), problem.group, axis=0)
-        kv = tuple(arrays[name][page] for name in ("k_codes", "k_scale", "v_codes", "v_scale"))
-        part = _block(query, factor, kv, seen)
-        chunk = part if chunk is None else _added(chunk, part)
-        if (block + 1) % CHUNK == 0:
-            whole, chunk = chunk if whole is None else _added(whole, chunk), None
-    if chunk is not None:
-        whole = chunk if whole is None else _added(whole, chunk)
-    if whole is None:
-        return np.zeros((len(rows), problem.heads, problem.head_size), np.float32)
-    h = WEIGHT / whole.weight
-    result = np.where(whole.some[..., None], whole.total * h[..., None] * _power(whole.m)[..., None], np.float32(0))
+    first, last = (np.repeat(each, problem.group) for each in (first, last))
+    result = np.zeros(query.shape, np.float32)
+    step = max(1, _ROWS_AT_ONCE // problem.kv_heads)
+    for start in range(0, len(first), step):
+        some = slice(start, start + step)
+        whole = _summed(arrays, arrays["block_table"][s], query[:, some], factor[:, some], first[some], last[some])
+        if whole is not None:
+            found = whole.total * (WEIGHT / whole.weight)[..., None] * _power(whole.m)[..., None]
+            result[:, some] = np.where(whole.some[..., None], found, np.float32(0))
     spread = result.reshape(problem.kv_heads, len(rows), problem.group, problem.head_size).swapaxes(0, 1)
     return np.asarray(spread.reshape(len(rows), problem.heads, problem.head_size))
+
+
+def _summed(arrays: dict[str, Any], table: Array, query: Array, z: Array, first: Array, last: Array) -> _Partial | None:
+    """Return the sums of rows that see the keys `first` to `last`, of the pages in `table`; None if they see none.
+
+    Several chunks are computed at once. Blocks that no row sees fill the first and the last one.
+    """
+    whole, step = None, CHUNK * max(1, _ROWS_AT_ONCE // z.size)
+    low, high = int(first.min()) // PAGE, int(last.max()) // PAGE + 1
+    for start in range(low // CHUNK * CHUNK, high, step):
+        blocks = np.arange(start, min(start + step, -(-high // CHUNK) * CHUNK))
+        at = (blocks[:, None] * PAGE + np.arange(PAGE))[:, None, None]
+        seen = (at >= first[:, None]) & (at <= last[:, None])
+        pages = table[np.clip(blocks, low, high - 1)]
+        kv = tuple(arrays[name][pages] for name in ("k_codes", "k_scale", "v_codes", "v_scale"))
+        parts = _blocks(query, z, kv, seen)
+        chunks = _Partial(*(each[::CHUNK] for each in parts))
+        for i in range(1, CHUNK):
+            chunks = _added(chunks, _Partial(*(each[i::CHUNK] for each in parts)))
+        for chunk in map(_Partial._make, zip(*chunks, strict=True)):
+            whole = chunk if whole is None else _added(whole, chunk)
+    return whole
 
 
 def _by_kv_head(problem: AttentionDescriptor, values: Array) -> Array:
@@ -253,8 +275,8 @@ def _by_kv_head(problem: AttentionDescriptor, values: Array) -> Array:
     return split.swapaxes(0, 1).reshape(problem.kv_heads, -1, values.shape[-1])
 
 
-def _block(query: Array, z: Array, kv: tuple[Array, ...], seen: Array) -> _Partial:
-    """Return the part of one block.
+def _blocks(query: Array, z: Array, kv: tuple[Array, ...], seen: Array) -> _Partial:
+    """Return the parts of some blocks, which are the first axis of each array in them.
 
     Parameters
     ----------
@@ -263,31 +285,32 @@ def _block(query: Array, z: Array, kv: tuple[Array, ...], seen: Array) -> _Parti
     z : array
         Factors of the rows, [kv_heads, rows].
     kv : tuple of array
-        Codes and scales of keys and values, as a page has them.
+        Codes and scales of keys and values, as the cache has them: a page for each block.
     seen : array
-        Which keys each row sees, [rows, 128].
+        Which keys each row sees, [blocks, 1, rows, 128].
     """
     k, k_scale, v, v_scale = kv
     usable = (k_scale >= 0) & (k_scale < UNUSABLE) & (v_scale >= 0) & (v_scale < UNUSABLE)
-    counts = seen & usable[:, None, :]
-    acc = query @ k.astype(np.float32).swapaxes(1, 2)  # exact: below 2^24 in any order
-    y = acc * np.where(usable, k_scale, np.float32(0))[:, None, :]
-    n = np.ceil(z.astype(np.float64) * np.where(counts, y, -np.inf).max(axis=2))
-    some = np.broadcast_to(seen.any(axis=1), n.shape)
-    good = (np.abs(n) < EXPONENTS) & (z >= 0) & ~(seen & ~usable[:, None, :]).any(axis=2) & some
+    k_scale, v_scale = (np.where(usable, each, np.float32(0))[..., None, :] for each in (k_scale, v_scale))
+    counts = seen & usable[..., None, :]
+    y = (query @ k.astype(np.float32).swapaxes(2, 3)) * k_scale  # the product is exact: below 2^24 in any order
+    n = np.ceil(z.astype(np.float64) * np.where(counts, y, np.float32(-np.inf)).max(axis=3))
+    some = np.broadcast_to(seen.any(axis=3), n.shape)
+    good = (np.abs(n) < EXPONENTS) & (z >= 0) & (counts == seen).all(axis=3) & some
     n, z = np.where(good, n, 0).astype(np.float32), np.where(good, z, np.float32(0))
     counts &= good[..., None]
-    e = np.where(counts, power_of_two(fma(z[..., None], np.where(counts, y, np.float32(0)), (ONE - n)[..., None])), 0)
-    p = e * np.where(usable, v_scale, np.float32(0))[:, None, :]
-    largest = p.max(axis=2)
+    # What a key has that does not count is anything, and left out.
+    e = np.where(counts, power_of_two(fma(z[..., None], y, (ONE - n)[..., None])), np.float32(0))
+    p = e * v_scale
+    largest = p.max(axis=3)
     fraction, m = np.frexp(largest)
     m = np.where(largest < LEAST_WEIGHT, NOTHING, m - (fraction == 0.5))
     # 255 p 2^-m is exact in f64, so it is rounded once.
     unit = np.where(m == NOTHING, 0.0, np.ldexp(255.0, -m))
     w = np.rint(p * unit[..., None]).astype(np.float32)
-    values = v[..., column_of(np.arange(PAGE))].astype(np.float32)
-    weight = np.rint(e.astype(np.float64) * 65536).sum(axis=2).astype(np.float32)
-    return _Partial(n, m, w @ values.swapaxes(1, 2), np.where(good, weight, np.float32(np.nan)), some)
+    total = w[..., _POSITIONS] @ v.astype(np.float32).swapaxes(2, 3)
+    weight = np.rint(e * np.float32(65536)).sum(axis=3)  # exact: at most 2^23 in any order
+    return _Partial(n, m, total, np.where(good, weight, np.float32(np.nan)), some)
 
 
 def _power(d: Array) -> Array:
@@ -316,7 +339,7 @@ def _chosen(both: Array, first: Array, summed: Array, one: Array, two: Array) ->
 
 def draw(problem: AttentionDescriptor, values: Values, rng: np.random.Generator) -> dict[str, Any]:
     """Draw the inputs; slots of the cache that no sequence names hold anything."""
-    tables, live = drawn_tables(problem, rng)
+    tables, live = drawn_tables(problem, problem.most_blocks if problem.window else _LONGEST, rng)
     cache = (problem.pages, problem.kv_heads, PAGE)
     codes = {
         "q_codes": (problem.tokens, problem.heads, problem.head_size),
@@ -357,6 +380,8 @@ def _cases() -> tuple[Case, ...]:
         made.append(Case(problem, kinds[number // 3 % 4]))
     many = dict(zip(names, (2, 40, 8, 128, 2, 2, 1), strict=True))  # a block of threads for the codes of a token
     made += [Case(AttentionDescriptor(**many, scale=0.1, output_element=each, quantized=True)) for each in OUTPUTS]
+    far = dict(zip(names, (3, 8, 1, 128, 3, 9, 70_000), strict=True))  # blocks beyond 2^16, of which rows see few
+    made += [Case(AttentionDescriptor(**far, window=200, scale=0.1, output_element=each)) for each in OUTPUTS]
     return tuple(made)
 
 

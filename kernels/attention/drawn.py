@@ -13,13 +13,13 @@ from skuda.registry.op import Values
 Array = npt.NDArray[Any]
 
 
-def drawn_tables(problem: CacheProblem, rng: np.random.Generator) -> tuple[dict[str, Array], Array]:
+def drawn_tables(problem: CacheProblem, blocks: int, rng: np.random.Generator) -> tuple[dict[str, Array], Array]:
     """Return `block_table`, `lengths` and `starts`, and which slots some sequence names, as bool [pages, 128].
 
-    Pages lie in any order, and sequences share some. Entries that no length needs are outside of the pages. Some
-    sequences begin with rows of padding.
+    Sequences have at most `blocks` pages, of the columns that the table has. Pages lie in any order, and sequences
+    share some. Entries that no length needs are outside of the pages. Some sequences begin with rows of padding.
     """
-    most = problem.most_blocks * PAGE if problem.pages else 0
+    most = min(problem.most_blocks, blocks) * PAGE if problem.pages else 0
     shares = np.sort(rng.integers(0, problem.tokens + 1, max(problem.sequences - 1, 0)))
     ends = np.append(shares, problem.tokens - (rng.integers(0, 2) if problem.tokens > 1 else 0))[: problem.sequences]
     new = np.minimum(np.diff(np.maximum.accumulate(ends), prepend=0), most)
@@ -29,19 +29,18 @@ def drawn_tables(problem: CacheProblem, rng: np.random.Generator) -> tuple[dict[
     padded = rng.random(problem.sequences) < rng.choice([0, 0.3])
     lengths = np.where(padded, rng.integers(0, new, endpoint=True), lengths).astype(np.int32)
     table = rng.integers(0, max(problem.pages, 1), (problem.sequences, problem.most_blocks), np.int32)
-    for s, length in enumerate(lengths):
-        table[s, -(-length // PAGE) :] = rng.choice([-1, problem.pages, 2**31 - 1])
+    nowhere = rng.choice(np.array([-1, problem.pages, 2**31 - 1], np.int32), (problem.sequences, 1))
+    table = np.where(np.arange(problem.most_blocks) * PAGE < lengths[:, None], table, nowhere)
     tables = {"block_table": table, "lengths": lengths, "starts": starts}
     return tables, named_slots(problem.pages, table, lengths)
 
 
 def named_slots(pages: int, block_table: Array, lengths: Array) -> Array:
     """Return which slots of a cache some position of a sequence names, as bool [pages, 128]."""
-    named = np.zeros((pages, PAGE), bool)
-    for table, length in zip(block_table, lengths.tolist(), strict=True):
-        for block in range(-(-length // PAGE)):
-            named[table[block], : length - block * PAGE] = True
-    return named
+    left = lengths[:, None] - np.arange(block_table.shape[1], dtype=np.int64) * PAGE
+    filled = np.zeros(pages, np.int64)
+    np.maximum.at(filled, block_table[left > 0], left[left > 0])
+    return np.asarray(np.arange(PAGE) < filled[:, None])
 
 
 def full_tables(problem: CacheProblem, rng: np.random.Generator) -> dict[str, Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,16 @@ def power_of_two(u: Array) -> Array:
 
     The degree is enough: an exact exponential changes the error of attention in its third digit.
     """
-    u = np.maximum(u, LEAST)
-    h = (u.view(np.int32) & ~_FRACTION).view(np.float32)
-    f = u - h
-    value = np.full_like(f, COEFFICIENTS[0])
+    bits = np.maximum(u, LEAST).view(np.int32)
+    exponent = (bits >> 15) - (int(ONE.view(np.int32)) >> 15)  # h - 512: the step to 512 is one of the bits, too
+    return np.asarray((_polynomial()[bits & _FRACTION] + (exponent << 23)).view(np.float32))
+
+
+@cache
+def _polynomial() -> Array:
+    """Return the bits of P of every fraction that there is, s32 [32768]."""
+    f = np.arange(_FRACTION + 1, dtype=np.float32) / np.float32(_FRACTION + 1)
+    value: Array = np.full_like(f, COEFFICIENTS[0])
     for coefficient in (*COEFFICIENTS[1:], np.float32(1)):
         value = fma(f, value, coefficient)
-    return np.asarray((value.view(np.int32) + (h - ONE).astype(np.int32) * 2**23).view(np.float32))
+    return value.view(np.int32)

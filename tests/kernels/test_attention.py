@@ -12,6 +12,7 @@ from skuda.kernels.attention import AttentionDescriptor
 from skuda.kernels.attention.attention import OP, OUTPUTS, draw
 from skuda.kernels.attention.attention_launch import split
 from skuda.kernels.attention.cache import PAGE, column_of
+from skuda.kernels.attention.drawn import named_slots
 from skuda.kernels.attention.exp2 import power_of_two
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.launch import MOST_ZEROS, ZEROS
@@ -399,3 +400,30 @@ def test_blocks_share_a_row_until_the_card_is_full(sequences, blocks, splits):
     assert scratch.pop(ZEROS, 0) <= MOST_ZEROS
     assert sum(scratch.values()) <= 128 << 20
     assert launch.steps[0].shared <= KNOWN_DEVICES["rtx4090"].shared_memory
+
+
+@pytest.mark.parametrize(("window", "most"), [(None, 2048), (200, 70_000)])
+def test_drawn_sequences_are_long_where_a_reference_takes_little_time(window, most):
+    sizes = {"tokens": 3, "heads": 2, "kv_heads": 1, "head_size": 32, "sequences": 400, "pages": 9}
+    problem = AttentionDescriptor(**sizes, most_blocks=70_000, window=window, scale=0.1, output_element="f32")
+    blocks = -(-draw(problem, "normal", fresh("long", window))["lengths"] // PAGE)
+    assert most // 2 < blocks.max() <= most
+
+
+def test_named_slots_are_those_that_a_sequence_has_a_position_for():
+    rng = fresh("named")
+    lengths = rng.integers(0, 3 * PAGE, 5, endpoint=True)
+    table = rng.integers(0, 6, (5, 3))
+    want = {(table[s, at // PAGE], at % PAGE) for s in range(5) for at in range(lengths[s])}
+    got = named_slots(6, table, lengths)
+    assert set(zip(*map(np.ndarray.tolist, np.nonzero(got)), strict=True)) == want
+
+
+def test_many_rows_of_a_token_have_the_bits_of_the_same_heads_alone():
+    rng = fresh("heads")
+    world = World(rng, (140,), heads=300, kv_heads=1)
+    (whole,) = world.attend([(0, 130, 140)])
+    world.fields["heads"] = 7
+    world.q[0] = tuple(part[:, 290:297] for part in world.q[0])
+    (some,) = world.attend([(0, 130, 140)])
+    assert_same_bits(some, whole[:, 290:297])
