@@ -1,13 +1,17 @@
-// Attention over a paged int8 cache on Hopper's wgmma, for many new tokens; heads of 128 elements. The bits are those of
-// attention.cu, which has the formula.
+// Attention over a paged int8 cache on Hopper's wgmma, for many new tokens; heads of 128 elements. attention.py defines
+// the arithmetic; the bits are those of attention.cu.
+//
+//   z = q_scale c;  y = (q k) k_scale;  n = ceil(z max y);  e = E(z y + 512 - n);  p = e v_scale;  2^m >= max p
+//   w = rne(255 p / 2^m);  S = sum w v;  L = sum rne(65536 e);  output = S 2^m (65536 / 255) / L
 //
 //   k_map, v_map    tensor maps of k_codes as [pages kv_heads 128, 128] and of v_codes as [pages kv_heads 128, 128]
+//   tiles           how many there are
 //   parameters      see attention.cuh
 //
-// Data: rows of q: global memory -> shared memory. Blocks of 128 keys: global memory -> TMA -> a ring of stages in shared memory -> wgmma -> scores
-// in registers -> weights, packed, in registers, which are as they are the operand of the second product -> wgmma ->
-// sums in registers -> sums of the chunk, in registers -> sums of all chunks, in shared memory, each in a place of its
-// own thread.
+// Data: rows of q: global memory -> shared memory. Blocks of 128 keys: global memory -> TMA -> a ring of stages in shared
+// memory -> wgmma -> scores in registers -> weights, packed, in registers, which are as they are the operand of the
+// second product -> wgmma -> sums in registers -> sums of the chunk, in registers -> sums of all chunks, in shared
+// memory, each in a place of its own thread.
 //
 // A block of threads has a producer warpgroup and two consumer warpgroups, and computes one tile of 128 rows: each
 // consumer has 64. Products run, by halves, while the sums of the block before are added. The first warp of the producer

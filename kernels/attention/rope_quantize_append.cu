@@ -436,9 +436,9 @@ KERNEL(256, 4) rope_quantize_append_rows(PARAMETERS) {
   heads_of_a_row<1, true>(GIVEN, blockIdx.x, parts);
 }
 
-KERNEL(256, 3) rope_quantize_append_tiles(PARAMETERS) {
+KERNEL(256, 2) rope_quantize_append_tiles(PARAMETERS) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   if (blockIdx.x < (u32)value_blocks) values_of_a_tile(GIVEN, blockIdx.x);
-  else heads_of_a_row<2, false>(GIVEN, blockIdx.x - value_blocks, parts);
+  else heads_of_a_row<4, false>(GIVEN, blockIdx.x - value_blocks, parts);
 }

@@ -17,7 +17,7 @@ _TILE = 32
 """Positions of a tile of values."""
 _THREADS = 256
 _WARP = 32
-_TURNS = 2
+_TURNS = 4
 """How often a warp takes as many heads of a token as it has threads for, beside tiles of values; elsewhere once."""
 _FEW = 16
 """Below so many new tokens for each sequence, on average, most of a tile of values would be empty."""
