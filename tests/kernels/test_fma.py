@@ -64,7 +64,9 @@ def test_a_product_and_a_sum_are_rounded_once(kind):
         (0, -1, -0.0, -0.0),
         (1, 1, -1, 0.0),
         (-(2.0**-100), 2.0**-100, -0.0, -0.0),
+        # Beside the middle of two subnormal numbers, by less than f64 holds: the sum is rounded to the odd one.
+        (2.0**-75 * (1 + 2**-23), 2.0**-75 * (1 - 2**-23), 2.0**-127 + 2.0**-149, 2.0**-127 + 2.0**-149),
     ],
 )
-def test_infinities_nan_and_signs_of_zeros_are_those_of_the_standard(a, b, c, want):
+def test_subnormals_infinities_nan_and_signs_of_zeros_are_those_of_the_standard(a, b, c, want):
     assert_same_bits(fma(*np.array([a, b, c], np.float32)), np.array(want, np.float32), "fma")
