@@ -98,6 +98,7 @@ FEW_ROWS = 64
 OUTPUTS = (ElementKind.F16, ElementKind.BF16, ElementKind.F32)
 _ROWS_AT_ONCE = BLOCK // (CHUNK * PAGE)
 """Rows of heads that the reference gives the keys of a chunk at once."""
+_ROWS_OF_PRODUCT = 16
 _LONGEST = 2048
 """The most pages that sequences are drawn with where a row sees all keys: a reference for more takes too long."""
 _POSITIONS = np.argsort(column_of(np.arange(PAGE)))
@@ -293,7 +294,7 @@ def _blocks(query: Array, z: Array, kv: tuple[Array, ...], seen: Array) -> _Part
     usable = (k_scale >= 0) & (k_scale < UNUSABLE) & (v_scale >= 0) & (v_scale < UNUSABLE)
     k_scale, v_scale = (np.where(usable, each, np.float32(0))[..., None, :] for each in (k_scale, v_scale))
     counts = seen & usable[..., None, :]
-    y = (query @ k.astype(np.float32).swapaxes(2, 3)) * k_scale  # the product is exact: below 2^24 in any order
+    y = _product(query, k.astype(np.float32).swapaxes(2, 3)) * k_scale
     n = np.ceil(z.astype(np.float64) * np.where(counts, y, np.float32(-np.inf)).max(axis=3))
     some = np.broadcast_to(seen.any(axis=3), n.shape)
     good = (np.abs(n) < EXPONENTS) & (z >= 0) & (counts == seen).all(axis=3) & some
@@ -308,9 +309,18 @@ def _blocks(query: Array, z: Array, kv: tuple[Array, ...], seen: Array) -> _Part
     # 255 p 2^-m is exact in f64, so it is rounded once.
     unit = np.where(m == NOTHING, 0.0, np.ldexp(255.0, -m))
     w = np.rint(p * unit[..., None]).astype(np.float32)
-    total = w[..., _POSITIONS] @ v.astype(np.float32).swapaxes(2, 3)
+    total = _product(w[..., _POSITIONS], v.astype(np.float32).swapaxes(2, 3))
     weight = np.rint(e * np.float32(65536)).sum(axis=3)  # exact: at most 2^23 in any order
     return _Partial(n, m, total, np.where(good, weight, np.float32(np.nan)), some)
+
+
+def _product(rows: Array, columns: Array) -> Array:
+    """Return a product of whole numbers, which is exact in any order: its sums are below 2^24.
+
+    So few rows at once that BLAS starts no threads: on a busy host they wait for each other, and elsewhere gain nothing.
+    """
+    parts = [rows[..., i : i + _ROWS_OF_PRODUCT, :] @ columns for i in range(0, rows.shape[-2], _ROWS_OF_PRODUCT)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-2)
 
 
 def _power(d: Array) -> Array:
