@@ -317,7 +317,7 @@ def _blocks(query: Array, z: Array, kv: tuple[Array, ...], seen: Array) -> _Part
 def _product(rows: Array, columns: Array) -> Array:
     """Return a product of whole numbers, which is exact in any order: its sums are below 2^24.
 
-    So few rows at once that BLAS starts no threads: on a busy host they wait for each other, and elsewhere gain nothing.
+    So few rows at once that BLAS starts no threads, which wait for each other on a busy host, and gain nothing.
     """
     parts = [rows[..., i : i + _ROWS_OF_PRODUCT, :] @ columns for i in range(0, rows.shape[-2], _ROWS_OF_PRODUCT)]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-2)
