@@ -298,6 +298,7 @@ def _cases() -> tuple[Case, ...]:
     """Return cases of every element: few and many tokens, every head size, switch, layout and part that turns."""
     plan = [
         # tokens, sequences, heads, kv_heads, head_size, rotated
+        (4, 1, 2, 1, 32, 32),
         (5, 5, 4, 2, 128, 128),
         (7, 3, 8, 1, 64, 64),
         (90, 2, 2, 2, 128, 64),
