@@ -29,7 +29,7 @@ enum {
   HALF = 64,                     // keys, and elements of a head, of one product
   STAGES = 4,
   CODES = PAGE * D,              // bytes of the codes of a block's keys, and of its values
-  BLOCK_SCALES = 2 * PAGE,             // scales of a block
+  BLOCK_SCALES = 2 * PAGE,       // scales of a block
   WARP_SUMS = 16 * D,            // sums of a warp
   QUERIES = 64 * D,              // bytes of the codes of a warpgroup's rows
   SHARED = 1024 + STAGES * (2 * CODES + BLOCK_SCALES * 4 + 16) + WARPGROUPS * (QUERIES + 4 * WARP_SUMS * 4)

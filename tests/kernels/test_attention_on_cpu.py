@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from harness import emulator
-from harness.binding import launch_of, place, run_steps
+from harness.binding import ran
 from support import assert_same_bits, fresh, run
 
 from skuda.kernels.attention import AttentionDescriptor
@@ -37,10 +37,7 @@ def device_of(sms):
 
 def on_cpu(problem, inputs, rng, variant, sms):
     """Return the kernel's output; nothing but its elements may be written."""
-    launch = launch_of(SKUS[variant], problem, device_of(sms))
-    shapes = {argument.name: argument.shape for argument in problem.arguments()}
-    placed = place(problem, launch, shapes, inputs, rng)
-    run_steps(emulator.load(emulator.Unit.of(SKUS[variant])), launch, problem, placed, shapes)
+    placed = ran(SKUS[variant], problem, inputs, device_of(sms), rng)
     for name, array in placed.items():
         array.assert_only_elements_written()
         if name != "output":
