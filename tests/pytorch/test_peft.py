@@ -91,7 +91,7 @@ def test_adapters_train_beside_a_frozen_int8_base(first):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < 0.97 * losses[0]
     assert all(same(model.state_dict()[name], tensor) for name, tensor in frozen.items())
 
 
