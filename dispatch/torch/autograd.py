@@ -74,28 +74,39 @@ def _first_order(backward: Callable[..., Gradients]) -> Callable[[Any, Tensor], 
 
 class _FrozenLinear(_Function):
     @staticmethod
-    def forward(input: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-        return linear_dynamic(input, weight_q, weight_scale, bias)
+    def forward(
+        input: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor | None, output_element: str | None
+    ) -> Tensor:
+        return linear_dynamic(input, weight_q, weight_scale, bias, output_element=output_element)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004  torch's signature
-        _, weight_q, weight_scale, bias = inputs
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        input, weight_q, weight_scale, bias, _ = inputs
+        ctx.dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(weight_q, weight_scale)
 
     @staticmethod
     @_first_order
     def backward(ctx: Any, grad: Tensor, weight_q: Tensor, weight_scale: Tensor) -> Gradients:
-        wants_input, _, _, wants_bias = ctx.needs_input_grad
+        wants_input, _, _, wants_bias, _ = ctx.needs_input_grad
+        grad = grad.to(ctx.dtype)
         return (
             grad @ dequantized(weight_q, weight_scale, grad.dtype) if wants_input else None,
             None,
             None,
             _summed(grad, ctx.bias_dtype) if wants_bias else None,
+            None,
         )
 
 
-def frozen_linear(input: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def frozen_linear(
+    input: Tensor,
+    weight_q: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    output_element: str | None = None,
+) -> Tensor:
     """Return `skuda.torch.linear_dynamic` with gradients of the input and the bias: the frozen int8 base of LoRA.
 
     The gradient of the input is ``grad @ W``, where W is the dequantized weight in the gradient's dtype. It passes
@@ -107,10 +118,12 @@ def frozen_linear(input: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: T
     weight_q : tensor of shape (N, K), s8
     weight_scale : tensor of shape (N,), f32 or narrower
     bias : tensor of shape (N,), f32 or narrower, optional
+    output_element : str, optional
+        Element of the result; by default that of the input.
 
     Returns
     -------
-    tensor of shape (..., N), in the input's dtype
+    tensor of shape (..., N)
 
     Raises
     ------
@@ -122,7 +135,7 @@ def frozen_linear(input: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: T
     if weight_scale.requires_grad:
         rule = "be detached: codes are fixed. FakeQuantLinear(learn_scale=True) learns scales"
         raise InvalidProblem("frozen_linear", "weight_scale", "a tensor that requires grad", rule)
-    found: Tensor = _FrozenLinear.apply(input, weight_q, weight_scale, bias)
+    found: Tensor = _FrozenLinear.apply(input, weight_q, weight_scale, bias, output_element)
     return found
 
 
@@ -134,12 +147,13 @@ class _MixedLinear(_Function):
         bias: Tensor | None,
         weight_q: Tensor,
         weight_scale: Tensor,
+        output_element: str | None,
     ) -> Tensor:
-        return linear_dynamic(spread(input), weight_q, weight_scale, bias)
+        return linear_dynamic(spread(input), weight_q, weight_scale, bias, output_element=output_element)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004  torch's signature
-        input, weight, bias, weight_q, weight_scale = inputs
+        input, weight, bias, weight_q, weight_scale, _ = inputs
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(input, weight_q, weight_scale)
 
@@ -148,16 +162,26 @@ class _MixedLinear(_Function):
     def backward(ctx: Any, grad: Tensor, input: Tensor, weight_q: Tensor, weight_scale: Tensor) -> Gradients:
         wants_input, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         weight_dtype, bias_dtype = ctx.dtypes
+        grad = grad.to(input.dtype)
         return (
             grad @ dequantized(weight_q, weight_scale, grad.dtype) if wants_input else None,
             (_rows(grad).t() @ _rows(input)).to(weight_dtype) if wants_weight else None,
             _summed(grad, bias_dtype) if wants_bias else None,
             None,
             None,
+            None,
         )
 
 
-def mixed_linear(input: Tensor, weight: Tensor, bias: Tensor | None, weight_q: Tensor, weight_scale: Tensor) -> Tensor:
+def mixed_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    weight_q: Tensor,
+    weight_scale: Tensor,
+    *,
+    output_element: str | None = None,
+) -> Tensor:
     """Return `skuda.torch.linear_dynamic` for the codes of a weight, with gradients in the input's dtype.
 
     A row of the input with a NaN or an infinity makes its whole row of the result NaN, so that a loss shows it.
@@ -176,12 +200,14 @@ def mixed_linear(input: Tensor, weight: Tensor, bias: Tensor | None, weight_q: T
         Codes of `weight`.
     weight_scale : tensor of shape (N,), f32
         Scales of the codes.
+    output_element : str, optional
+        As in `frozen_linear`.
 
     Returns, Raises
     ---------------
     As in `frozen_linear`.
     """
-    found: Tensor = _MixedLinear.apply(input, weight, bias, weight_q, weight_scale)
+    found: Tensor = _MixedLinear.apply(input, weight, bias, weight_q, weight_scale, output_element)
     return found
 
 
@@ -268,6 +294,26 @@ class _FakeQuantize(_Function):
             op.default(grad, input, scale, _zeros(scale), **_BOUNDS) if wants_input else None,
             _scale_gradient(grad, input, scale) if wants_scale else None,
         )
+
+
+class _Valued(_Function):
+    @staticmethod
+    def forward(value: Tensor, graph: Tensor) -> Tensor:  # noqa: ARG004  it gets the gradient
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004  torch's signature
+        ctx.dtype = inputs[1].dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        return None, grad.to(ctx.dtype)
+
+
+def valued(value: Tensor, graph: Tensor) -> Tensor:
+    """Return the values of one tensor with the gradient of another of its shape, whose values are not used."""
+    found: Tensor = _Valued.apply(value, graph)
+    return found
 
 
 def fake_quantize(input: Tensor, scale: Tensor) -> Tensor:

@@ -34,12 +34,12 @@ from skuda.torch.source import Forward, NotProven
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
 _JOINED_QKV, _JOINED_GATE_UP = "qkv_proj", "gate_up_proj"
-_LAYER_OF = r"self\.(?P<{}>\w+)\(x\)"
+_CALLED = r"self\.(?P<{}>\w+)\(x\)"
 _ACT = r"(?P<act>[\w.]+)\({}(?:, approximate='(?P<form>\w+)')?\)"
-_APART = {"gate": _LAYER_OF.format("gate"), "up": _LAYER_OF.format("up")}
+_APART = {"gate": _CALLED.format("gate"), "up": _CALLED.format("up")}
 _CHUNKS = r"\.chunk\(2, (?:dim=)?-1\)"
 _HALVES = {
-    "gate": rf"(?P<halves>{_LAYER_OF.format('gate_up')}{_CHUNKS})\[0\]",
+    "gate": rf"(?P<halves>{_CALLED.format('gate_up')}{_CHUNKS})\[0\]",
     "up": rf"self\.\w+\(x\){_CHUNKS}\[1\]",
 }
 _GATED = tuple(
@@ -52,10 +52,11 @@ _RMS_NORM = (
     "self.weight * (x.to(torch.float32) * torch.rsqrt("
     "x.to(torch.float32).pow(2).mean(-1, keepdim=True) + self.{eps})).to(x.dtype)"
 )
-_LAYER = re.compile(
+LAYER = re.compile(
     r"(?P<sum>x \+ self\.(?P<attention>\w+)\((?:(?P<keyword>\w+)=)?self\.(?P<first>\w+)\(x\)(?P<rest>[^()]*)\)"
     r"(?P<index>\[0\])?) \+ self\.(?P<mlp>\w+)\(self\.(?P<second>\w+)\((?P=sum)\)\)"
 )
+"""The form of a decoder layer."""
 _CURVES: dict[object, tuple[str, dict[str, str]]] = {
     "silu": ("silu_mul_quantize", {}),
     "none": ("gelu_mul_quantize", {"approximation": "erf"}),
@@ -191,7 +192,7 @@ def _fuse_attention(module: nn.Module, held: Counter[int]) -> str:
     layers = _layers(module, names, held)
     forward.only_projects(names)
     _join(module, names, layers, _JOINED_QKV)
-    _become(module, FusedAttention, AttentionForm(forward.input, _JOINED_QKV, names))
+    become(module, FusedAttention, AttentionForm(forward.input, _JOINED_QKV, names))
     return "q, k and v are one product"
 
 
@@ -210,33 +211,46 @@ def _gated(module: nn.Module) -> re.Match[str] | None:
     return next(filter(None, (form.fullmatch(expression) for form in _GATED)), None)
 
 
-def _fuse_mlp(module: nn.Module, held: Counter[int]) -> str:
+def gated_form(module: nn.Module) -> MLPForm:
+    """Return the form of a gated MLP. Its layers are not joined: the parts are gates and ups, or one layer of both.
+
+    Raises
+    ------
+    NotProven
+        For another module.
+    """
     found = _gated(module)
     if found is None:
         raise NotProven("its forward is not a known form of a gated MLP")
     named = found.groupdict()
-    split = "gate_up" not in named
     act = named["act"].removeprefix("self.") if named["act"].startswith("self.") else ""
     if act and named["form"]:
         raise NotProven(f"it calls {act} with more than its input")
     curve = _curve(module, act) if act else _curve_of(Forward(module).resolve(named["act"]), named["form"])
     if curve is None:
         raise NotProven(f"its activation, {named['act']}, is neither SiLU nor GELU")
-    gated, down = _CURVES[curve], named["down"]
-    names = (named["gate"], named["up"]) if split else (named["gate_up"],)
-    layers = _layers(module, (*names, down), held)
+    parts = (named["gate_up"],) if "gate_up" in named else (named["gate"], named["up"])
+    return MLPForm("", named["down"], *_CURVES[curve], parts, act)
+
+
+def _fuse_mlp(module: nn.Module, held: Counter[int]) -> str:
+    form = gated_form(module)
+    layers = _layers(module, (*form.parts, form.down), held)
+    split = len(form.parts) > 1
     if layers[0].out_features != (1 if split else 2) * layers[-1].in_features:
-        raise NotProven(f"{names[0]} and {down} do not fit")
+        raise NotProven(f"{form.parts[0]} and {form.down} do not fit")
     if split:
-        _join(module, names, layers[:-1], _JOINED_GATE_UP)
-    joined = _JOINED_GATE_UP if split else names[0]
-    _become(module, FusedGatedMLP, MLPForm(joined, down, *gated, names if split else (), act))
+        _join(module, form.parts, layers[:-1], _JOINED_GATE_UP)
+        joined = form._replace(joined=_JOINED_GATE_UP)
+    else:
+        joined = form._replace(joined=form.parts[0], parts=())
+    become(module, FusedGatedMLP, joined)
     return "gate and up are one product, the gated activation writes codes"
 
 
 def _fuse_layer(module: nn.Module, _held: Counter[int]) -> str:
     forward = Forward(module)
-    found = _LAYER.fullmatch(forward.expression())
+    found = LAYER.fullmatch(forward.expression())
     if found is None:
         raise NotProven("its forward is not a known form of a decoder layer")
     others = forward.parameters[1:]
@@ -271,7 +285,7 @@ def _fuse_layer(module: nn.Module, _held: Counter[int]) -> str:
         first=found["index"] is not None,
         renamed=forward.renamed,
     )
-    _become(module, FusedDecoderLayer, form)
+    become(module, FusedDecoderLayer, form)
     return "the norms write codes, the second one adds the residual"
 
 
@@ -375,7 +389,8 @@ def _join(module: nn.Module, names: tuple[str, ...], layers: tuple[DynamicLinear
     module.register_module(joined_name, joined)
 
 
-def _become(module: nn.Module, kind: type[Fused], form: object) -> None:
+def become(module: nn.Module, kind: type[Fused], form: object) -> None:
+    """Make a module one of a kind."""
     module.__class__ = fused_class(kind, type(module))
     fused = cast("Fused", module)
     fused.fused_form = form
@@ -387,6 +402,6 @@ def _become(module: nn.Module, kind: type[Fused], form: object) -> None:
 _RULES: tuple[tuple[Callable[[nn.Module], bool], Callable[[nn.Module, Counter[int]], str]], ...] = (
     (_is_attention, _fuse_attention),
     (_is_mlp, _fuse_mlp),
-    (lambda module: any(isinstance(child, Fused) for child in module.children()), _fuse_layer),
+    (lambda module: any(isinstance(each, (FusedAttention, FusedGatedMLP)) for each in module.children()), _fuse_layer),
 )
 """Which modules may be a structure, and the function that fuses it. A layer comes after its parts."""

@@ -56,10 +56,13 @@ class Fused(nn.Module):
     fused_held : tuple
         What `intact` looks at: names and modules of the children that are not called as in the original, the hooks that
         would not run or would see other tensors, and attributes of the children whose ``forward`` would not run.
+    fused_exact : bool
+        Whether the original ``forward``, whose bits differ, is refused.
     """
 
     fused_form: Any
     fused_held: tuple[tuple[tuple[str, nn.Module], ...], tuple[dict[int, Any], ...], tuple[dict[str, Any], ...]]
+    fused_exact: bool = False
 
     @property
     def width(self) -> int:
@@ -152,6 +155,7 @@ class Fused(nn.Module):
         InvalidProblem
             For a module that is split over ranks: its layers are no longer those of the original ``forward``.
         """
+        self.refuse_inexact(self.changes())
         if any(getattr(child, "sharded", False) for child in self.children()):
             rule = "be as they were when it was fused: it is split over ranks and has no other way to run"
             raise InvalidProblem(type(self).__name__, "children", self.changes(), rule)
@@ -163,6 +167,12 @@ class Fused(nn.Module):
             f"model: {self.changes()} after fuse_",
             stacklevel=4,
         )
+
+    def refuse_inexact(self, had: str) -> None:
+        """Raise `InvalidProblem` if the original ``forward`` is refused."""
+        if self.fused_exact:
+            rule = "be as exact_ left it: other ways to run have other bits"
+            raise InvalidProblem(type(self).__name__, "module", had, rule)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Only the children, since torch's hooks of all modules are not the module's.
@@ -291,15 +301,8 @@ class FusedGatedMLP(Fused):
         if found is None:
             found = run_module(form.op, key, (None, None, given), {**form.fields, **_CODES})
         codes, scale = found
-        return projected(down, Quantized(codes, scale, given.dtype, self._gated(gate_up) if recorded else None))
-
-    def _gated(self, gate_up: Tensor) -> Tensor:
-        """Return the gated product of the original."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        if self.fused_form.op == "silu_mul_quantize":
-            return F.silu(gate) * up
-        approximate = {"erf": "none", "tanh": "tanh"}[self.fused_form.fields["approximation"]]
-        return F.gelu(gate, approximate=approximate) * up
+        rows = gated_rows(form, *gate_up.chunk(2, dim=-1)) if recorded else None
+        return projected(down, Quantized(codes, scale, given.dtype, rows))
 
     def warm(self, rows: Tensor) -> None:
         """Run the whole layer."""
@@ -490,6 +493,13 @@ class FusedDecoderLayer(Fused):
         eps, held = float(getattr(norm, form.eps)), norm._parameters  # noqa: SLF001  reading an attribute is slow in torch
         vectors = [held[name] if name in held else getattr(norm, name, None) for name in _VECTORS[form.op]]
         return (form.op, eps, x.shape), (x, residual, *vectors), eps
+
+
+def gated_rows(form: MLPForm, gate: Tensor, up: Tensor) -> Tensor:
+    """Return the gated product as torch computes it, with its gradient."""
+    if form.op == "silu_mul_quantize":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate={"erf": "none", "tanh": "tanh"}[form.fields["approximation"]]) * up
 
 
 def _recorded(x: Tensor) -> bool:

@@ -253,6 +253,8 @@ class DynamicLinear(Int8Linear):
     """
 
     op = "quantized_linear"
+    output_dtype: torch.dtype | None = None
+    """Dtype of the output if it is not that of the input."""
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Self:

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import torch
 
 from skuda.functional import default_dispatcher
+from skuda.kernels.attention.rope_table import cos_sin
 from skuda.kernels.catalog import built_in_registry
 from skuda.registry.argument import Role
 from skuda.registry.errors import InvalidProblem
@@ -167,6 +168,24 @@ def _refuse_smooth(input: torch.Tensor, factors: torch.Tensor) -> NoReturn:
 # An op, because torch's compilers may replace the division by one that is not correctly rounded.
 LIBRARY.define("smooth(Tensor input, Tensor factors) -> Tensor", tags=TAGS)
 _implement("smooth", ("input", "factors"), _smooth, _smooth, _refuse_smooth)
+
+
+def _rope_table(frequencies: torch.Tensor, positions: int, scaling: float) -> torch.Tensor:
+    return torch.from_numpy(cos_sin(frequencies.float().cpu().numpy(), positions, scaling)).to(frequencies.device)
+
+
+def _fake_rope_table(frequencies: torch.Tensor, positions: int, scaling: float) -> torch.Tensor:  # noqa: ARG001
+    return frequencies.new_empty((positions, 2 * frequencies.shape[0]), dtype=torch.float32)
+
+
+def _refuse_rope_table(frequencies: torch.Tensor, positions: int, scaling: float) -> NoReturn:  # noqa: ARG001
+    refuse_other("rope_table", "frequencies", frequencies)
+    raise InvalidProblem("rope_table", "frequencies", f"on {frequencies.device}", "be on a CPU or on a CUDA device")
+
+
+# An op, because torch's cosines differ from device to device; compilers do not look into it.
+LIBRARY.define("rope_table(Tensor frequencies, int positions, float scaling) -> Tensor", tags=TAGS)
+_implement("rope_table", ("frequencies",), _rope_table, _fake_rope_table, _refuse_rope_table)
 
 
 def linear_dynamic(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,18 +56,20 @@ _HALF = "x1 = x[..., :x.shape[-1] // 2]\nx2 = x[..., x.shape[-1] // 2:]\nreturn 
 _EMBEDDED = re.compile(r"position_embeddings = self\.rotary_emb\(hidden_states, (position_ids=)?position_ids\)")
 _FIXED = ("default", "linear", "llama3", "yarn")
 """Types of rope whose frequencies do not change with the length."""
+_PROBED = 64
+"""Positions at which a model's rope is compared with its table."""
 
 
 class RopeTable:
-    """Cosines and sines of a model's rope, for all positions so far.
+    """Cosines and sines of a model's rope, for all positions so far, with the same bits on every device.
 
     Parameters
     ----------
     rotary : torch.nn.Module
-        The model's rope, which takes any tensor of the wanted dtype and device, and positions.
+        The model's rope, with its frequencies ``inv_freq`` and its ``attention_scaling``.
     """
 
-    def __init__(self, rotary: nn.Module) -> None:
+    def __init__(self, rotary: Any) -> None:
         self.rotary = rotary
         self._table: Tensor | None = None
         self._dtype: torch.dtype | None = None
@@ -74,13 +77,13 @@ class RopeTable:
     def of(self, like: Tensor, positions: int) -> Tensor:
         """Return a table for this many positions, at least: f32 of shape (positions, head_size), the cosines first.
 
-        The numbers are those of the rope in the dtype of `like`.
+        The numbers are rounded to the dtype of `like`, as the model's rope rounds them.
         """
         table = self._table
         if table is None or len(table) < positions or table.device != like.device or self._dtype is not like.dtype:
-            at = torch.arange(positions, device=like.device)[None]
-            parts = [part[0].float().chunk(2, 1)[0] for part in self.rotary(like, at)]
-            self._table, self._dtype = torch.cat(parts, 1), like.dtype
+            scaling = float(self.rotary.attention_scaling)
+            made = torch.ops.skuda.rope_table.default(self.rotary.inv_freq.to(like.device), positions, scaling)
+            self._table, self._dtype = made.to(like.dtype).float(), like.dtype
         return self._table  # type: ignore[return-value]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -148,27 +151,55 @@ class FusedRopeAttention(FusedAttention):
             and self.intact()
         )
         if not turns:
+            self.refuse_inexact("a call that the op does not compute, or a change to its parts")
             return super().forward(*args, **kwargs)
         if cache is not None and not isinstance(cache, Int8Cache):
             rule = "be an Int8Cache(model.config), or none at all: call the model with use_cache=False"
             raise InvalidProblem(attention.SUBJECT, form.cache, f"a {type(cache).__name__}", rule)
-        rows, mask, _ = given.pop(form.input), given.pop("attention_mask", None), given.pop("position_embeddings", None)
-        qkv = projected(getattr(self, form.joined), rows)
+        rows, mask, cos_sin = (given.pop(name, None) for name in (form.input, "attention_mask", "position_embeddings"))
+        heads = self.heads(rows)
         window = getattr(self.config if form.window.startswith("getattr") else self, "sliding_window", None)
         window = window if form.window else None
         causal = given.pop("is_causal", None)
         dropout = self.attention_dropout if self.training else 0.0
-        attention.check_call(self, qkv, mask, dropout, window, causal, given)
-        (batch, new, _), size = qkv.shape, self.head_dim
-        q, k, v = qkv.view(batch * new, -1).split(getattr(self, form.joined).sizes, 1)
-        layer = attention.layer_of(cache, self.layer_idx, (batch, k.shape[1] // size, new, size), qkv.device, mask)
-        table = layer.sequences.place(ids, functools.partial(form.rope.of, qkv))
+        recorded = self.trains and cache is None and torch.is_grad_enabled() and heads[2].requires_grad
+        with torch.no_grad() if recorded else nullcontext():
+            attention.check_call(self, heads[2], mask, dropout, window, causal, given)
+            found = self.attend(heads, cache, mask, ids, window)
+        if recorded:
+            found = self.with_gradient(found, heads, cos_sin, mask, window)
+        return self.o_proj(found), None
+
+    trains: ClassVar[bool] = False
+    """Whether a call without a cache has a gradient."""
+
+    def heads(self, rows: Any) -> tuple[Tensor, ...]:
+        """Return queries, keys and values, of shape (batch, columns, heads * head_size)."""
+        joined = getattr(self, self.fused_form.joined)
+        found: tuple[Tensor, ...] = projected(joined, rows).split(joined.sizes, -1)
+        return found
+
+    def attend(
+        self, heads: tuple[Tensor, ...], cache: Int8Cache | None, mask: Tensor | None, ids: Tensor, window: int | None
+    ) -> Tensor:
+        """Return the attention of new heads, of shape (batch, columns, heads * head_size)."""
+        form, size = self.fused_form, self.head_dim
+        batch, new, width = heads[1].shape
+        layer = attention.layer_of(cache, self.layer_idx, (batch, width // size, new, size), heads[1].device, mask)
+        table = layer.sequences.place(ids, functools.partial(form.rope.of, heads[1]))
         norms = tuple(getattr(self, name).weight for name in form.norms) or (None, None)
+        q, k, v = (each.flatten(0, 1) for each in heads)
         codes = layer.append(q, k, v, q.shape[1] // size, table, norms, form.eps)
-        found = layer.attend(codes, qkv.dtype, self.scaling, window, causal=True)
+        found = layer.attend(codes, q.dtype, self.scaling, window, causal=True)
         if cache is not None:
             cache.end(self.layer_idx)
-        return self.o_proj(found.view(batch, new, -1)), None
+        return found.view(batch, new, -1)
+
+    def with_gradient(
+        self, found: Tensor, heads: tuple[Tensor, ...], cos_sin: Any, mask: Tensor | None, window: int | None
+    ) -> Tensor:
+        """Return the same values with a gradient, where `trains`."""
+        raise NotImplementedError
 
 
 def forms(model: nn.Module) -> dict[str, Callable[[nn.Module], str]]:
@@ -176,17 +207,30 @@ def forms(model: nn.Module) -> dict[str, Callable[[nn.Module], str]]:
 
     It makes a `FusedAttention` a `FusedRopeAttention`, and returns what changed, or raises `NotProven`.
     """
+    proven, reasons = rope_forms(model)
     found: dict[str, Callable[[nn.Module], str]] = {}
+    found |= {name: functools.partial(_become, form) for name, form in proven.items()}
+    left = {name: f"rope and cache stay separate: {why}" for name, why in reasons.items()}
+    return found | {name: functools.partial(_refuse, why) for name, why in left.items()}
+
+
+def rope_forms(model: nn.Module) -> tuple[dict[str, RopeForm], dict[str, str]]:
+    """Return the forms of a model's attentions that are not fused, by name, and why others have none.
+
+    It looks at those with `attn_implementation="skuda"`.
+    """
+    proven: dict[str, RopeForm] = {}
+    reasons: dict[str, str] = {}
     tables: dict[nn.Module, RopeTable] = {}
     for name, module in model.named_modules():
         if getattr(getattr(module, "config", None), "_attn_implementation", None) != attention.NAME:
             continue
         if hasattr(module, "layer_idx") and not isinstance(module, FusedAttention):
             try:
-                found[name] = functools.partial(_become, _proven(module, name, model, tables))
+                proven[name] = _proven(module, name, model, tables)
             except NotProven as reason:
-                found[name] = functools.partial(_refuse, f"rope and cache stay separate: {reason}")
-    return found
+                reasons[name] = str(reason)
+    return proven, reasons
 
 
 def _become(form: RopeForm, module: nn.Module) -> str:
@@ -256,12 +300,12 @@ def _rotary(module: Any, name: str, model: nn.Module) -> nn.Module:
         raise NotProven("the model does not use its rotary_emb in a known way")
     if getattr(rotary, "rope_type", None) not in _FIXED:
         raise NotProven(f"its rope, {getattr(rotary, 'rope_type', type(rotary).__name__)}, may change with the length")
-    weight = module.o_proj.weight
-    cos, sin = rotary(
-        weight.new_empty(1, device=rotary.inv_freq.device), torch.arange(3, device=rotary.inv_freq.device)[None]
-    )
+    device = rotary.inv_freq.device
+    cos, sin = rotary(torch.empty(1, device=device), torch.arange(_PROBED, device=device)[None])
     for part in (cos, sin):
-        halves = part.chunk(2, -1)
-        if part.shape != (1, 3, module.head_dim) or not torch.equal(*halves):
+        if part.shape != (1, _PROBED, module.head_dim) or not torch.equal(*part.chunk(2, -1)):
             raise NotProven("its rope does not turn all of a head, in halves")
+    table = RopeTable(rotary).of(cos, _PROBED)
+    if not torch.allclose(torch.cat([part[0].chunk(2, -1)[0] for part in (cos, sin)], 1), table, rtol=0, atol=1e-5):
+        raise NotProven("its rope is not that of its inv_freq and attention_scaling")
     return rotary

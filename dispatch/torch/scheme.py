@@ -42,7 +42,7 @@ class ActivationScheme(StrEnum):
     @classmethod
     def of(cls, layer: Int8Linear | Part) -> Self | None:
         """Return how a module quantizes its input, or None if the format cannot express it."""
-        kind = getattr(layer, "whole_kind", None) or type(layer)
+        kind = getattr(layer, "whole_kind", None) or getattr(layer, "stored_as", type(layer))
         if kind in (DynamicLinear, Part):
             return cls("dynamic")
         if kind is StaticLinear:

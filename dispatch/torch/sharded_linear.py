@@ -101,7 +101,9 @@ class ShardedLinear(Int8Linear):
         super().__init__(weight, scale, bias, dtype=whole.weight_dtype)
         self.original = whole.original
         self.group, self.shards, self.whole, self.parts = group, shards, (n, k), cut
-        self.whole_kind = type(whole) if type(whole) in (DynamicLinear, JoinedLinear, StaticLinear) else None
+        kind = getattr(whole, "stored_as", type(whole))
+        self.whole_kind = kind if kind in (DynamicLinear, JoinedLinear, StaticLinear) else None
+        self.output_dtype = getattr(whole, "output_dtype", None)
         self._columns = columns
         self.in_features = columns[group.rank] if columns else k
         self.out_features = shards.parts(n, k)[group.rank] if shards.output == "columns" else n
@@ -237,6 +239,7 @@ class ShardedLinear(Int8Linear):
                 raise InvalidProblem(type(self).__name__, "input", "a tensor that requires grad", rule)
             leading, dtype = input.shape[:-1], input.dtype
             given = LayerInput(input.reshape(prod(leading), self.in_features))
+        dtype = self.output_dtype or dtype
         by_rows = "rows" in (self.shards.input, self.shards.output)
         if by_rows and len(leading) != 1:
             raise InvalidProblem(type(self).__name__, "input", f"{len(leading)} leading axes", "have one axis of rows")
@@ -329,7 +332,7 @@ class ShardedLinear(Int8Linear):
         rows = torch.empty(codes.shape[:-1] if self.dynamic else (1,), device="meta")
         tensors = codes, self.weight_q, rows, self.input_zero_point, self.weight_scale.view(-1), None, self.bias
         scope = "token" if self.dynamic else "tensor"
-        return tensors, {"output_element": str(element_of(input.dtype)), "act_scale_scope": scope}
+        return tensors, {"output_element": str(element_of(self.output_dtype or input.dtype)), "act_scale_scope": scope}
 
     def explain(self, input: Tensor | int = 1) -> Explanation:
         """Explain the choice of the kernel for this rank's product."""

@@ -37,6 +37,7 @@ except ImportError as error:
 
 import skuda.torch.attention  # noqa: F401  it registers an attention
 from skuda.torch.checkpoint import opened_files, stored
+from skuda.torch.exact import exact_
 from skuda.torch.int8_linear import Int8Linear, StaticLinear
 from skuda.torch.joined import int8_layers
 from skuda.torch.quantize import Dynamic, Report, quantize_
@@ -56,11 +57,18 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
     ignore : sequence of str, optional
         Layers that stay in floating point: names, or patterns of ``re:`` and a regular expression that matches from the
         start of a name. By default the layer that returns the logits.
+    exact : bool
+        Whether the whole model becomes exact, the head included; see `skuda.torch.exact.exact_`. Then `ignore` must be
+        left out.
     scheme : Scheme, optional
         The scheme of an int8 checkpoint. With it, nothing is quantized.
     """
 
-    def __init__(self, ignore: Sequence[str] | None = None, *, scheme: Scheme | None = None) -> None:
+    def __init__(
+        self, ignore: Sequence[str] | None = None, *, exact: bool = False, scheme: Scheme | None = None
+    ) -> None:
+        if exact and ignore:
+            raise InvalidProblem("SkudaConfig", "ignore", shown(ignore), "be left out with exact=True")
         if ignore is not None and (isinstance(ignore, str) or not all(isinstance(name, str) for name in ignore)):
             raise InvalidProblem("SkudaConfig", "ignore", shown(ignore), "be a list of names")
         for pattern in ignore or ():
@@ -70,7 +78,8 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
                 rule = f"be names and regular expressions ({error})"
                 raise InvalidProblem("SkudaConfig", "ignore", pattern, rule) from error
         self.quant_method = OWN_METHOD
-        self.ignore = None if ignore is None else tuple(ignore)
+        self.ignore = () if exact else None if ignore is None else tuple(ignore)
+        self.exact = exact
         self.scheme = scheme
 
     @classmethod
@@ -179,6 +188,8 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             had = one_line(f"{type(model).__name__}, {self.report}", 200)
             raise InvalidProblem("from_pretrained", "model", had, rule)
         self.quantization_config.scheme = Scheme.of(model)
+        if self.quantization_config.exact:
+            exact_(model)
         return model
 
 
@@ -245,6 +256,8 @@ def describe_(model: nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, PreTrainedModel):
             continue
+        if isinstance(module.get_output_embeddings(), Int8Linear):
+            module.config.tie_word_embeddings = False  # codes share no memory with an embedding
         if id(module) not in inside:
             # The config of the outer model also describes inner models that have their own config.
             inside |= {id(part) for part in module.modules()}

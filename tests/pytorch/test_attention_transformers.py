@@ -7,11 +7,12 @@ import copy
 import pickle
 import subprocess
 import sys
-from inspect import signature
 
+import decoders
 import pytest
 import torch
 import transformers
+from decoders import CACHE, FAMILIES, padded, same_states, split, states
 from support import fresh
 
 from skuda.registry.errors import InvalidProblem
@@ -20,59 +21,14 @@ from skuda.torch.attention import NAME
 from skuda.torch.kv_cache import Int8Cache
 from skuda.torch.rope_attention import FusedRopeAttention
 
-CACHE = next(
-    each for each in ("cache", "past_key_values") if each in signature(transformers.LlamaModel.forward).parameters
-)
-FAMILIES = {
-    "Llama": {},
-    "Qwen2": {"use_sliding_window": True, "sliding_window": 15, "max_window_layers": 1},
-    "Qwen3": {},
-    "Mistral": {"sliding_window": 20},
-}
 TURNED = "q, k and v are one product, one op does norms, rope and the cache"
 
 
 def small(family, rng, name=NAME, **more):
-    """Return a model of two layers with random weights, also in its norms. Its linear layers are int8."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"num_hidden_layers": 2, "vocab_size": 64, "head_dim": 32, "pad_token_id": 0, "bos_token_id": None}
-    torch.manual_seed(int(rng.integers(1 << 30)))
-    made = sizes | {"eos_token_id": None, "attn_implementation": name} | FAMILIES[family] | more
-    config = getattr(transformers, f"{family}Config")(**made)
-    model = getattr(transformers, f"{family}ForCausalLM")._from_config(config).bfloat16().eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data.copy_(torch.from_numpy(rng.uniform(0.3, 1.7, parameter.shape)))
+    """Return a small decoder whose linear layers are int8, except for the head."""
+    model = decoders.small(family, rng, name, **more)
     quantize_(model, Dynamic(), lambda _, name: name != "lm_head")
     return model
-
-
-def padded(rng, lengths, *, right=False):
-    """Return random ids of a batch, its mask, and the ids of positions."""
-    ids = torch.from_numpy(rng.integers(1, 64, (len(lengths), max(lengths))))
-    mask = torch.ones_like(ids)
-    for row, length in zip(mask, lengths, strict=True):
-        row[slice(length, None) if right else slice(len(row) - length)] = 0
-    return ids, mask, (mask.cumsum(1) - 1).clamp(min=0)
-
-
-def states(model, ids, **given):
-    given = {"use_cache": CACHE in given} | given
-    return model.model(ids, **given).last_hidden_state
-
-
-def split(model, cache, ids, mask, positions, ends):
-    """Return the states of all columns, given to the model in parts that end there."""
-    parts = []
-    for start, end in zip([0, *ends], [*ends, ids.shape[1]], strict=True):
-        given = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end], CACHE: cache}
-        parts.append(states(model, ids[:, start:end], **given))
-    return torch.cat(parts, 1)
-
-
-def same(got, want, mask):
-    """Whether the states of all tokens have the same bits."""
-    return torch.equal(got.float()[mask == 1].view(torch.int32), want.float()[mask == 1].view(torch.int32))
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -89,17 +45,17 @@ def test_a_prompt_gives_the_same_bits_alone_in_a_batch_in_chunks_and_step_by_ste
     assert whole.isfinite().all()
     for row, each, of_batch in zip(ids, mask, whole, strict=True):
         alone = states(model, row[each == 1][None])
-        assert same(alone[0], of_batch[each == 1], torch.ones(len(alone[0])))
+        assert same_states(alone[0], of_batch[each == 1], torch.ones(len(alone[0])))
     ends = sorted({*map(int, rng.integers(1, length - 3, 2)), length - 3, length - 2, length - 1})
     for most in (None, 200):
         cache = Int8Cache(model.config, most)
-        assert same(split(model, cache, ids, mask, positions, ends), whole, mask)
+        assert same_states(split(model, cache, ids, mask, positions, ends), whole, mask)
         cache.crop(-7)
         given = {"attention_mask": mask, "position_ids": positions[:, -7:], CACHE: cache}
-        assert same(states(model, ids[:, -7:], **given), whole[:, -7:], mask[:, -7:])
+        assert same_states(states(model, ids[:, -7:], **given), whole[:, -7:], mask[:, -7:])
     right, mask, positions = padded(rng, [length, 30], right=True)
     got = states(model, right, attention_mask=mask, position_ids=positions)
-    assert same(got[1, :30], states(model, right[1:, :30])[0], torch.ones(30))
+    assert same_states(got[1, :30], states(model, right[1:, :30])[0], torch.ones(30))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -165,7 +121,7 @@ def test_a_step_with_a_cache_of_fixed_length_is_one_graph_with_the_same_bits(fam
         )
         with torch._dynamo.config.patch(error_on_recompile=at > 8):
             got = compiled(**{name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids", CACHE)})
-        assert same(got.last_hidden_state, whole[:, at : at + 1], mask[:, at : at + 1])
+        assert same_states(got.last_hidden_state, whole[:, at : at + 1], mask[:, at : at + 1])
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -180,7 +136,7 @@ def test_a_call_without_a_cache_is_one_graph_if_it_has_a_mask(fused):
     torch._dynamo.reset()
     compiled = torch.compile(model.model, fullgraph=True, backend="aot_eager")
     got = compiled(ids, **given, use_cache=False).last_hidden_state  # the first call makes the table of cosines
-    assert same(got, states(model, ids, **given), mask)
+    assert same_states(got, states(model, ids, **given), mask)
     with pytest.raises(InvalidProblem, match="without a cache, pass an attention_mask"):
         torch.compile(model.model, backend="aot_eager")(ids, use_cache=False)
 
@@ -273,7 +229,7 @@ def test_a_model_with_tokens_that_see_later_ones_has_no_cache():
     model = small("Llama", rng, is_causal=False)
     ids, mask, positions = padded(rng, [9, 6])
     got = states(model, ids, attention_mask=mask, position_ids=positions)
-    assert same(got[1, 3:], states(model, ids[1:, 3:])[0], torch.ones(6))
+    assert same_states(got[1, 3:], states(model, ids[1:, 3:])[0], torch.ones(6))
     assert not torch.equal(got[0, :5], states(model, ids[:1, :5])[0])
     with pytest.raises(InvalidProblem, match="cache must be left out where tokens see later ones"):
         states(model, ids, **{CACHE: Int8Cache(model.config)})

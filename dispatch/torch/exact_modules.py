@@ -1,0 +1,200 @@
+"""Modules of an exact model: norms, gated MLPs, attentions and heads whose values are those of ops.
+
+Each is a subclass of the module that it replaces, as `skuda.torch.fused_modules` has them, and has the same bits as the
+fused modules. Where gradients are recorded, the values stay the same. The gradient is that of the original formula,
+straight through all rounding; that of attention is taken at the dequantized queries, keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  torch's name
+
+from skuda.registry.errors import InvalidProblem
+from skuda.torch.autograd import Q_MAX, frozen_linear, mixed_linear, round_rows, row_codes, spread, valued
+from skuda.torch.fused_modules import Fused, MLPForm, gated_rows
+from skuda.torch.int8_linear import DynamicLinear, autocast
+from skuda.torch.ops import linear_dynamic
+from skuda.torch.rope_attention import FusedRopeAttention
+from skuda.torch.tensor_op import launched, run_module
+from skuda.torch.training import FakeQuantLinear, MixedLinear
+
+_CODES = {"q_min": -Q_MAX, "q_max": Q_MAX, "output_element": "s8"}
+
+
+class ExactNormForm(NamedTuple):
+    """How an op computes a norm: the op, its epsilon, and the names of the norm's vectors, weight and bias."""
+
+    op: str
+    eps: float
+    vectors: tuple[str, ...]
+
+
+class ExactNorm(Fused):
+    """A norm whose rows are those that the fused norms quantize."""
+
+    fused_form: ExactNormForm
+
+    def bypassed(self) -> dict[str, tuple[str, ...]]:
+        """Return nothing: it has no children."""
+        return {}
+
+    def warm(self, rows: Tensor) -> None:
+        """Run the op."""
+        self(rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized rows, in the shape and dtype of the input.
+
+        Raises
+        ------
+        InvalidProblem
+            For an input of another dtype than the norm's parameters, and under autocast.
+        """
+        form = self.fused_form
+        vectors = [getattr(self, name) for name in form.vectors]
+        if torch.is_autocast_enabled(x.device.type) or any(vector.dtype is not x.dtype for vector in vectors):
+            had = f"{x.dtype}, its parameters are {[vector.dtype for vector in vectors]}"
+            rule = "have their dtype, without autocast: cast the model instead"
+            raise InvalidProblem(type(self).__name__, "input", had, rule)
+        tensors = (x.detach(), None, *(vector.detach() for vector in vectors))
+        key = (form.op, "normalized", form.eps, x.shape, x.dtype)
+        found = launched(key, *tensors)
+        if found is None:
+            found = run_module(form.op, key, tensors, {"eps": form.eps, "has_normalized": True, **_CODES})
+        rows: Tensor = found[-1]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *vectors)):
+            return valued(rows, super().forward(x))
+        return rows
+
+
+class ExactGatedMLP(Fused):
+    """A gated feed-forward layer whose activation is that of the fused ones. Its layers stay separate."""
+
+    fused_form: MLPForm
+
+    def bypassed(self) -> dict[str, tuple[str, ...]]:
+        """Return the activation, which is not called."""
+        return {self.fused_form.act: ("_forward_hooks", "_forward_pre_hooks")} if self.fused_form.act else {}
+
+    def warm(self, rows: Tensor) -> None:
+        """Run the layer."""
+        self(rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output. It has the shape of the input."""
+        form = self.fused_form
+        if not self.intact():
+            self.fall_back()
+        gate, up = (getattr(self, name)(x) for name in form.parts)
+        op = getattr(torch.ops.skuda, form.op.replace("_quantize", "_amax"))
+        rows: Tensor = op.default(gate.detach(), up.detach(), **form.fields)[0]
+        if torch.is_grad_enabled() and gate.requires_grad:
+            rows = valued(rows, gated_rows(form, gate, up))
+        found: Tensor = getattr(self, form.down)(rows)
+        return found
+
+
+class ExactAttention(FusedRopeAttention):
+    """An attention of separate layers for queries, keys and values, which can be trained without a cache."""
+
+    trains = True
+
+    def bypassed(self) -> dict[str, tuple[str, ...]]:
+        """Return the norms of heads, which are not called."""
+        return dict.fromkeys(self.fused_form.norms, ("_forward_hooks", "_forward_pre_hooks"))
+
+    def heads(self, rows: Any) -> tuple[Tensor, ...]:
+        """Return queries, keys and values, of shape (batch, columns, heads * head_size)."""
+        return self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)
+
+    def warm(self, rows: Tensor) -> None:
+        """Run the products."""
+        self.heads(rows)
+
+    def with_gradient(
+        self, found: Tensor, heads: tuple[Tensor, ...], cos_sin: Any, mask: Tensor | None, window: int | None
+    ) -> Tensor:
+        """Return the same values, with the gradient of torch's attention at the dequantized heads."""
+        batch, new, _ = found.shape
+        q, k, v = (each.view(batch, new, -1, self.head_dim) for each in heads)
+        if self.fused_form.norms:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        cos, sin = (part[:, None] for part in cos_sin)
+        q, k = (each * cos + _half_turned(each) * sin for each in (q, k))
+        q, k, v = (round_rows(each) for each in (q, k, v))
+        given: dict[str, Any] = {"is_causal": True}
+        if mask is not None or window is not None:
+            given = {"attn_mask": _seen(mask, batch, new, window, found.device)}
+        floats = F.scaled_dot_product_attention(q, k, v, scale=self.scaling, enable_gqa=True, **given)
+        return valued(found, floats.transpose(1, 2).reshape(found.shape))
+
+
+class ExactHead(DynamicLinear):
+    """An int8 layer whose outputs are f32: logits."""
+
+    output_dtype = torch.float32
+    stored_as = DynamicLinear
+    """The class of the layer that checkpoints describe."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the logits, f32 of shape (..., N), for an input of shape (..., K)."""
+        input = self._taken(input)
+        if torch.is_grad_enabled() and input.requires_grad:
+            return frozen_linear(input, self.weight_q, self.weight_scale.view(-1), self.bias, output_element="f32")
+        tensors, _ = self._arguments(input)
+        return self._product_of((tensors, {"output_element": "f32"}), "f32")
+
+
+class ExactFakeQuantLinear(FakeQuantLinear):
+    """A layer of `FakeQuant` with the values of the int8 product, and its own gradients."""
+
+    output_element: str | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output for an input of shape (..., K)."""
+        floats = super().forward(input)
+        given = (spread(autocast(input)), *row_codes(self.weight), self.bias)
+        values = linear_dynamic(*(None if t is None else t.detach() for t in given), output_element=self.output_element)
+        return valued(values, floats)
+
+
+class ExactFakeQuantHead(ExactFakeQuantLinear):
+    """A layer of `FakeQuant` whose outputs are f32: logits."""
+
+    output_element = "f32"
+
+
+class ExactMixedHead(MixedLinear):
+    """A layer of `Mixed` whose outputs are f32: logits."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the logits, f32 of shape (..., N), for an input of shape (..., K)."""
+        self._check_export()
+        codes = row_codes(self.weight)
+        return mixed_linear(autocast(input), self.weight, self.bias, *codes, output_element="f32")
+
+
+def _half_turned(heads: Tensor) -> Tensor:
+    first, second = heads.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def _seen(mask: Tensor | None, batch: int, new: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which columns each column sees, bool of shape (batch, 1, columns, columns); padding sees itself.
+
+    `mask` is what `skuda.torch.attention.mask_of_call` returned for causal attention.
+    """
+    column = torch.arange(new, device=device)
+    rows = mask.view(batch, 2) if mask is not None else torch.tensor([[0, new]] * batch, device=device)
+    at = rows[:, :1] + column  # positions; negative ones are padding to the left
+    ahead = at[:, :, None] - at[:, None, :]
+    token = (at >= 0) & (at < rows[:, 1:])
+    seen = token[:, None, :] & (ahead >= 0)
+    if window is not None:
+        seen &= ahead < window
+    return (seen | (ahead == 0))[:, None]
