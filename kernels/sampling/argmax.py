@@ -16,10 +16,9 @@ Units
 
 Errors
 ------
-`InvalidProblem` for `n` outside [0, 2^31-1], `v` outside [1, 2^22], 2^31 or more parts of 4096 tokens in all rows; a
-`token_element` other than s64 and s32; an argument that is missing, unknown, of another element or shape, or that overlaps
-an output.
-`Unsupported` for an element outside the list above.
+`InvalidProblem` for `n` outside [0, 2^31-1], `v` outside [1, 2^22], 2^31 or more parts of 4096 tokens in all rows; an
+argument that is missing, unknown, of another element or shape, or that overlaps an output.
+`Unsupported` for an element outside the lists above.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from pydantic import model_validator
 
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.sampling.drawn import SIZES, data
-from skuda.kernels.sampling.weights import ELEMENTS, TOKENS, LogitsProblem, scaled
+from skuda.kernels.sampling.weights import CONSTRAINTS, ELEMENTS, TOKENS, LogitsProblem, scaled
 from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.vocabulary import OpCategory
@@ -85,9 +84,10 @@ SKUS = (
         ArgmaxDescriptor,
         __name__,
         ELEMENTS,
+        constraints=CONSTRAINTS,
         launch="skuda.kernels.sampling.sampling_launch:argmax",
         summary="parts of rows, then the row",
     ),
-    *numpy_skus(ArgmaxDescriptor, __name__, ELEMENTS),
+    *numpy_skus(ArgmaxDescriptor, __name__, ELEMENTS, constraints=CONSTRAINTS),
 )
 OP = Op(ArgmaxDescriptor, reference, CASES, SKUS, source="torch.argmax", draw=draw)

@@ -2,18 +2,17 @@
 
 Formula
 -------
-For each row, z, m, c, E, w and S are those of `skuda.kernels.sampling.weights`: integer weights w about 2^40 exp(z - m),
-and their exact sum S. l = ln(S / 2^40) is a fixed sequence in f64.
+For each row, z, m, c, E, w and S are those of `skuda.kernels.sampling.weights`: integer weights w about 2^40 exp(z -
+m), and their exact sum S. l = ln(S / 2^40) is a fixed sequence in f64.
 logprob[n, t] = RN_f32(RN_f64(RN_f64(z[token] - m) - l)), where token = tokens[n, t];
-entropy[n] = RN_f32(RN_f64(l + RN_f64(f64(A) / f64(S)))), where A is the exact sum of the integers rne(RN_f32(-c E)).
-S and A are sums of integers, so results do not depend on the order of the vocabulary, nor on how it is divided among
-threads, blocks or ranks. Tokens of minus infinity, as padding of a vocabulary for example, change no bit.
-Before its last rounding, a log-probability differs from the exact one of these z by at most
-b = 1.8e-7 + 2^-24 D1 + 2^-41 v, and an entropy by at most 2 (1 + D1) b + 2^-23 (D1 + D2); D1 and D2 are the means of m - z and
-of its square.
+entropy[n] = RN_f32(RN_f64(l + RN_f64(f64(A) / f64(S)))), where A is the exact sum of the integers rne(RN_f32(-c E)). S
+and A are sums of integers, so results do not depend on the order of the vocabulary, nor on how it is divided among
+threads, blocks or ranks. Tokens of minus infinity, as padding of a vocabulary for example, change no bit. Before its
+last rounding, a log-probability differs from the exact one of these z by at most b = 1.8e-7 + 2^-24 D1 + 2^-41 v, and
+an entropy by at most 2 (1 + D1) b + 2^-23 (D1 + D2); D1 and D2 are the means of m - z and of its square.
 NaN: all results of a row that has no distribution: with a NaN or plus infinity among its z, or nothing but minus
-infinity, or no token at all; and of one whose temperature is not a positive finite number. Also the log-probability of a
-token outside [0, v). That of a token of minus infinity is minus infinity.
+infinity, or no token at all; and of one whose temperature is not a positive finite number. Also the log-probability of
+a token outside [0, v). That of a token of minus infinity is minus infinity.
 
 Elements
 --------
@@ -25,9 +24,9 @@ Natural logarithms. The temperature divides logits.
 
 Errors
 ------
-`InvalidProblem` for `n` outside [0, 2^31-1], `v` outside [0, 2^22], 2^31 or more parts of 4096 tokens in all rows; tokens
-of another element; an argument that is missing, unknown, of another element or shape, or that overlaps an output.
-`Unsupported` for an element of logits outside the list above.
+`InvalidProblem` for `n` outside [0, 2^31-1], `v` outside [0, 2^22], 2^31 or more parts of 4096 tokens in all rows; an
+argument that is missing, unknown, of another element or shape, or that overlaps an output.
+`Unsupported` for an element outside the lists above.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ import numpy as np
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.sampling.drawn import SIZES, data, temperatures
 from skuda.kernels.sampling.weights import (
+    CONSTRAINTS,
     ELEMENTS,
     TOKENS,
     LogitsProblem,
@@ -161,9 +161,10 @@ SKUS = (
         LogSoftmaxAtDescriptor,
         __name__,
         ELEMENTS,
+        constraints=CONSTRAINTS,
         launch="skuda.kernels.sampling.sampling_launch:log_softmax_at",
         summary="parts of rows: maxima, then sums",
     ),
-    *numpy_skus(LogSoftmaxAtDescriptor, __name__, ELEMENTS),
+    *numpy_skus(LogSoftmaxAtDescriptor, __name__, ELEMENTS, constraints=CONSTRAINTS),
 )
 OP = Op(LogSoftmaxAtDescriptor, reference, CASES, SKUS, source="the softmax of a language model", draw=draw)

@@ -2,21 +2,21 @@
 
 Formula
 -------
-For each row, z, w and S are those of `skuda.kernels.sampling.weights`: z = RN(logit / temperature), and an integer weight
-w for every token. The tokens that may be drawn are a prefix of all in order of z, the largest first, of equal ones that of
-the lower index first:
+For each row, z, w and S are those of `skuda.kernels.sampling.weights`: z = RN(logit / temperature), and an integer
+weight w for every token. The tokens that may be drawn are a prefix of all in order of z, the largest first, of equal
+ones that of the lower index first:
 - top-k: the first `top_k`; all for a `top_k` below 1 or at least v. S_k is the sum of their weights.
 - top-p: of these the ones that have less than L before them: a sum of weights, L = max(1, floor(RN_f64(f64(top_p)
   f64(S_k)))). All for a `top_p` of at least 1; the first alone for one of at most 0.
 S' is the sum of their weights. A random integer R in [0, S') decides: token[n] = the least index i for which the sum of
-the weights w[j], j <= i, of tokens that may be drawn is above R. R = floor(r S' / 2^64), and r is the u64 of the first two
-words, the low one first, of Philox4x32-10; its key is `seed`, and its counter `position`, then `sequence`, low words first.
-So a token has the probability w / S', up to 2^-64, and the result depends only on the row, its parameters and these three
-numbers: neither on the batch nor on the order of any sum, because sums of integers are exact.
+the weights w[j], j <= i, of tokens that may be drawn is above R. R = floor(r S' / 2^64), and r is the u64 of the first
+two words, the low one first, of Philox4x32-10; its key is `seed`, and its counter `position`, then `sequence`, low
+words first. So a token has the probability w / S', up to 2^-64, and the result depends only on the row, its parameters
+and these three numbers: neither on the batch nor on the order of any sum, because sums of integers are exact.
 At temperature 0 the token is that of the largest logit, of equal ones that of the lowest index.
-The token is -1, which no embedding has, where there is no distribution: a row with a NaN or plus infinity among its z, or
-with nothing but minus infinity, or without tokens; a temperature that is negative, NaN or infinite; a NaN `top_p`, also at
-temperature 0.
+The token is -1, which no embedding has, where there is no distribution: a row with a NaN or plus infinity among its z,
+or with nothing but minus infinity, or without tokens; a temperature that is negative, NaN or infinite; a NaN `top_p`,
+also at temperature 0.
 
 Gumbel noise would need a random number and two logarithms for each token, and floating-point maxima of sums: here it is
 one random number for a row, no logarithm, and probabilities that are quotients of integers.
@@ -31,10 +31,9 @@ The temperature divides logits; `top_p` is a probability; `token` counts columns
 
 Errors
 ------
-`InvalidProblem` for `n` outside [0, 2^31-1], `v` outside [0, 2^22], 2^31 or more parts of 4096 tokens in all rows; a
-`token_element` other than s64 and s32; an argument that is missing, unknown, of another element or shape, or that overlaps
-an output.
-`Unsupported` for an element outside the list above.
+`InvalidProblem` for `n` outside [0, 2^31-1], `v` outside [0, 2^22], 2^31 or more parts of 4096 tokens in all rows; an
+argument that is missing, unknown, of another element or shape, or that overlaps an output.
+`Unsupported` for an element outside the lists above.
 """
 
 from __future__ import annotations
@@ -47,7 +46,17 @@ import numpy.typing as npt
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.kernels.sampling.drawn import SIZES, data, temperatures
 from skuda.kernels.sampling.philox import draws
-from skuda.kernels.sampling.weights import ELEMENTS, TOKENS, LogitsProblem, differences, integers, largest, powers, scaled
+from skuda.kernels.sampling.weights import (
+    CONSTRAINTS,
+    ELEMENTS,
+    TOKENS,
+    LogitsProblem,
+    differences,
+    integers,
+    largest,
+    powers,
+    scaled,
+)
 from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.elements import ElementKind
 from skuda.registry.op import Case, Op, Values
@@ -170,9 +179,10 @@ SKUS = (
         SampleDescriptor,
         __name__,
         ELEMENTS,
+        constraints=CONSTRAINTS,
         launch="skuda.kernels.sampling.sampling_launch:sample",
         summary="parts of rows: maxima, sums, then the token",
     ),
-    *numpy_skus(SampleDescriptor, __name__, ELEMENTS),
+    *numpy_skus(SampleDescriptor, __name__, ELEMENTS, constraints=CONSTRAINTS),
 )
 OP = Op(SampleDescriptor, reference, CASES, SKUS, source="Salmon et al., Parallel random numbers, 2011", draw=draw)

@@ -68,12 +68,13 @@ def sample(problem: SampleDescriptor, device: Device) -> Launch:
 
 def _launch(problem: LogitsProblem, *steps: Step) -> Launch:
     """Return steps whose blocks leave the maxima and sums of parts of rows in scratch memory."""
-    if not problem.n:
-        return Launch(steps=())
     parts = problem.n * max(problem.parts, 1)
     needs = (("row_maxima", 8 * parts), ("row_sums", 16 * parts))
     used = {parameter for step in steps for parameter in step.parameters}
-    return Launch(steps=steps, scratch=tuple(need for need in needs if pointers(need[0])[0] in used))
+    return Launch(
+        steps=tuple(step for step in steps if 0 not in step.grid),
+        scratch=tuple(need for need in needs if pointers(need[0])[0] in used and problem.n),
+    )
 
 
 def _maxima(problem: LogitsProblem, device: Device, temperature: tuple[Parameter, ...]) -> Step:

@@ -1,20 +1,20 @@
 """Integer weights of logits: what log-probabilities and samples are made of. ``weights.cuh`` has the same arithmetic.
 
-A row of logits x is widened to f32. z = RN(x / temperature), or x without one, and m is the largest z. With d = RN(z - m)
-and c = max(d, -33), E = 2^40 exp(c) is a fixed sequence in f32, of which every step rounds once:
+A row of logits x is widened to f32. z = RN(x / temperature), or x without one, and m is the largest z. With d = RN(z -
+m) and c = max(d, -33), E = 2^40 exp(c) is a fixed sequence in f32, of which every step rounds once:
 
 - k = rne(RN(c L)); f = fma(c, L, -k); f = fma(c, L', f), where L + L' is log2(e) in two parts,
 - P is the polynomial of degree 5 in f by Horner's rule, every step one FMA, and 1 at f = 0,
 - E = P 2^(k + 40), exact.
 
 The weight of a token is w = rne(E), an s64, and S is the sum of the weights of a row. A sum of integers is exact, so it
-has the same bits in any order, and for any division of the vocabulary among threads, blocks or ranks. The same holds for
-the maximum. S lies between 2^40 and 2^62, because a row has at most 2^22 tokens. At c = -33 the weight is 0, so a logit
-of minus infinity adds nothing.
+has the same bits in any order, and for any division of the vocabulary among threads, blocks or ranks. The same holds
+for the maximum. S lies between 2^40 and 2^62, because a row has at most 2^22 tokens. At c = -33 the weight is 0, so a
+logit of minus infinity adds nothing.
 
 E differs from 2^40 exp(d) by at most 1.73e-7 of it, for every f32 d in [-33, 0]; an exact exponential, rounded to f32,
-by 0.6e-7. E is 2^40 at d = 0 and never larger. It is not monotonic: a smaller d may have an E that is larger in the last bit.
-So everything that orders tokens orders them by z.
+by 0.6e-7. E is 2^40 at d = 0 and never larger. It is not monotonic: a smaller d may have an E that is larger in the
+last bit. So everything that orders tokens orders them by z.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pydantic import Field, model_validator
 
 from skuda.kernels.blocks import BLOCK
 from skuda.kernels.fma import fma
+from skuda.registry.constraints import OneOf
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import ElementKind
 from skuda.registry.value import Extent, Integer
@@ -35,6 +36,8 @@ Array = npt.NDArray[Any]
 ELEMENTS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16)
 TOKENS = (ElementKind.S64, ElementKind.S32)
 """Elements of token ids."""
+CONSTRAINTS = (OneOf(field="token_element", allowed=TOKENS),)
+"""Of every kernel."""
 MOST_TOKENS = 2**22
 """The largest vocabulary: the sum of so many weights fits in an s64."""
 PART = 4096
@@ -74,8 +77,6 @@ class LogitsProblem(Descriptor):
 
     @model_validator(mode="after")
     def _rules_of_logits(self) -> Self:
-        if self.token_element not in TOKENS:
-            self.refuse("token_element", self.token_element, f"be one of {', '.join(TOKENS)}")
         if self.n * self.parts >= 2**31:
             self.refuse("n", self.n, f"be less than {-(-(2**31) // self.parts)} for rows of {self.v} tokens")
         return self

@@ -874,7 +874,7 @@ def _fma_or_nan(a: float, b: float, c: float) -> float:
 
 
 class Logits(NamedTuple):
-    """A row of logits: its z, the integer weight and the integer -d E of every token; no weights without a distribution."""
+    """The z of a row; and of every token the weight and the integer -d E, or none without a distribution."""
 
     z: list[float]
     weights: list[int]

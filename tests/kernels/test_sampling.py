@@ -272,7 +272,6 @@ def test_argmax_takes_the_lowest_index_and_nan_first(row, want):
     [
         (ArgmaxDescriptor, {"v": 0}, "v", "be at least 1"),
         (SampleDescriptor, {"v": 2**22 + 1}, "v", "be at most 4194304"),
-        (SampleDescriptor, {"token_element": "u32"}, "token_element", "be one of s64, s32"),
         (SampleDescriptor, {"n": 2**31 - 1, "v": 5000}, "n", "be less than 1073741824"),
     ],
 )
