@@ -15,6 +15,7 @@ ORDER = (
     "kernels.quantize",
     "kernels.attention",
     "kernels.linear",
+    "kernels.sampling",
     "dispatch.system",
     "dispatch.settings",
     "dispatch.preference",

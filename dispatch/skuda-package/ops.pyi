@@ -6,6 +6,7 @@ from typing import Any
 from skuda.dispatch import Dispatcher, PlanPreference
 from skuda.kernels.attention import Attended, RopeQuantizedQueries
 from skuda.kernels.quantize import AmaxQuantized, DynamicRangeQuantized, GatedAmax, GatedQuantized, NormQuantized
+from skuda.kernels.sampling import LogProbabilities
 from skuda.registry import DynamicRangeMode, DynamicRangeScope, ElementKind, EpilogueKind, Scaling
 from skuda.registry.vocabulary import GeluForm, RotaryLayout
 
@@ -23,6 +24,12 @@ def amax_quantize(
     preference: PlanPreference | None = None, stream: object = None,
 ) -> AmaxQuantized:
     """Amax quantize: a scale from each row's given largest magnitude, and the codes of the row or of a part of it."""
+def argmax(
+    *, logits: Any, token: Any = None, n: int | None = None, v: int | None = None,
+    input_element: ElementKind | str | None = None, token_element: ElementKind | str | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Argmax: the index of the largest logit of every row."""
 def attention(
     *, q_codes: Any, q_scale: Any, k_codes: Any, k_scale: Any, v_codes: Any, v_scale: Any, block_table: Any,
     lengths: Any, starts: Any, output: Any = None, output_codes: Any = None, output_scale: Any = None,
@@ -172,6 +179,13 @@ def layer_norm_quantize(
     preference: PlanPreference | None = None, stream: object = None,
 ) -> NormQuantized:
     """Layer norm and quantize: rows less their mean, over their standard deviation, then quantized, in one pass."""
+def log_softmax_at(
+    *, logits: Any, tokens: Any, temperature: Any = None, logprob: Any = None, entropy: Any = None,
+    n: int | None = None, v: int | None = None, input_element: ElementKind | str | None = None,
+    token_element: ElementKind | str | None = None, t: int | None = None, has_temperature: bool | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> LogProbabilities:
+    """Log-softmax at given tokens: their log-probabilities, and the entropy of every row."""
 def quantize_per_channel(
     *, input: Any, scale: Any, zero_point: Any, output: Any = None, shape: Sequence[int] | None = None, axis: int,
     q_min: int | None = None, q_max: int | None = None, input_element: ElementKind | str | None = None,
@@ -270,6 +284,13 @@ def rope_quantize_append(
     preference: PlanPreference | None = None, stream: object = None,
 ) -> RopeQuantizedQueries:
     """Rotary embedding and quantize: new q, k and v as int8, keys and values written into a paged cache."""
+def sample(
+    *, logits: Any, temperature: Any, top_k: Any = None, top_p: Any = None, seed: Any, sequence: Any, position: Any,
+    token: Any = None, n: int | None = None, v: int | None = None, input_element: ElementKind | str | None = None,
+    token_element: ElementKind | str | None = None, has_top_k: bool | None = None, has_top_p: bool | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Sample: a token drawn from the softmax of every row, by temperature, top-k and top-p."""
 def scaled_linear(
     *, act_q: Any, act_scale: Any = None, act_zero_point: Any = None, weight_q: Any, weight_scale: Any = None,
     weight_zero_point: Any = None, bias: Any = None, output_scale: Any = None, output_zero_point: Any = None,

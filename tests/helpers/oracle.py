@@ -868,3 +868,131 @@ def _fma_or_nan(a: float, b: float, c: float) -> float:
         return NAN
     # The sign of an exact zero is that of both, else plus.
     return _fma(a, b, c) if a * b + c else a * b + c
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
+
+
+class Logits(NamedTuple):
+    """The z of a row; and of every token the weight and the integer -d E, or none without a distribution."""
+
+    z: list[float]
+    weights: list[int]
+    terms: list[int]
+
+
+def _logits(problem: Any, inputs: dict[str, Any]) -> Callable[[int], Logits]:
+    powers: dict[float, tuple[int, int]] = {}
+
+    def parts(d: float) -> tuple[int, int]:
+        if d not in powers:
+            c = max(d, -33.0)
+            e = _sampling_power(c)
+            powers[d] = nearest_even(Fraction(e)), nearest_even(Fraction(multiply(-c, e, "f32")))
+        return powers[d]
+
+    @cache
+    def row(n: int) -> Logits:
+        with np.errstate(invalid="ignore"):  # a signalling NaN warns when it is converted
+            z = inputs["logits"][n].astype(float).tolist()
+        if "temperature" in inputs and inputs["temperature"][n] != 0:
+            z = [divide(x, float(inputs["temperature"][n]), "f32") for x in z]
+        z = [x + 0.0 for x in z]  # minus zero becomes plus zero
+        m = max(z, default=NAN)
+        if any(map(math.isnan, z)) or not math.isfinite(m):
+            return Logits(z, [], [])
+        both = [parts(add(x, -m, "f32")) for x in z]
+        return Logits(z, [w for w, _ in both], [a for _, a in both])
+
+    return row
+
+
+def _sampling_power(c: float) -> float:
+    high, low = float.fromhex("0x1.715476p+0"), float.fromhex("0x1.4ae0c0p-26")
+    k = nearest_even(Fraction(multiply(c, high, "f32")))
+    f = _fma(c, low, _fma(c, high, float(-k)))
+    value = float.fromhex("0x1.5bda40p-10")
+    for text in ("0x1.3ce8acp-7", "0x1.c6b6d8p-5", "0x1.ebf9c2p-3", "0x1.62e42ap-1", "1"):
+        value = _fma(value, f, float.fromhex(text))
+    return math.ldexp(value, k + 40)
+
+
+def _sampling_log(total: int) -> float:
+    """Return ln(total / 2^40); every operation of Python's floats rounds once."""
+    g, k = math.frexp(math.ldexp(float(total), -40))
+    if g < math.sqrt(0.5):
+        g, k = 2 * g, k - 1
+    s = (g - 1) / (g + 1)
+    q, series = s * s, 1 / 21
+    for n in range(19, 2, -2):
+        series = series * q + 1 / n
+    return k * 0.6931471805598903 + (2 * s + (2 * s * q * series + k * 5.497923018708371e-14))
+
+
+@defines("log_softmax_at")
+def _log_softmax_at_op(problem: Any, inputs: dict[str, Any]) -> Definition:
+    row = _logits(problem, inputs)
+
+    def at(name: str, where: Coordinate) -> float:
+        z, weights, terms = row(where[0])
+        divisor = float(inputs["temperature"][where[0]]) if "temperature" in inputs else 1.0
+        if not weights or not 0 < divisor < INF:
+            return NAN
+        log = _sampling_log(sum(weights))
+        if name == "entropy":
+            return convert(log + float(sum(terms)) / float(sum(weights)), "f32")
+        token = int(inputs["tokens"][where])
+        return convert((z[token] - max(z)) - log, "f32") if 0 <= token < problem.v else NAN
+
+    return at
+
+
+@defines("argmax")
+def _argmax_op(_: Any, inputs: dict[str, Any]) -> Definition:
+    def at(_: str, where: Coordinate) -> int:
+        with np.errstate(invalid="ignore"):
+            x = inputs["logits"][where[0]].astype(float).tolist()
+        return next((i for i, each in enumerate(x) if math.isnan(each)), x.index(max(x)))
+
+    return at
+
+
+@defines("sample")
+def _sample_op(problem: Any, inputs: dict[str, Any]) -> Definition:
+    row = _logits(problem, inputs)
+
+    def at(_: str, where: Coordinate) -> int:
+        z, weights, _ = row(where[0])
+        named = {name: array[where[0]].item() for name, array in inputs.items() if name != "logits"}
+        p, k = named.get("top_p", 1.0), named.get("top_k", 0)
+        if not weights or math.isnan(p) or not 0 <= named["temperature"] < INF:
+            return -1
+        if named["temperature"] == 0:
+            return z.index(max(z))
+        order = sorted(range(len(z)), key=lambda i: (-z[i], i))[: k if k > 0 else None]
+        if p < 1:
+            least = max(1, math.floor(p * float(sum(weights[i] for i in order)))) if p > 0 else 1
+            before = [0]
+            for i in order:
+                before.append(before[-1] + weights[i])
+            order = [i for i, less in zip(order, before, strict=False) if less < least]
+        a, b = philox_words((named["position"], named["sequence"]), named["seed"])[:2]
+        wanted = (b << 32 | a) * sum(weights[i] for i in order) >> 64
+        for i in sorted(order):
+            wanted -= weights[i]
+            if wanted < 0:
+                return i
+        raise AssertionError
+
+    return at
+
+
+def philox_words(counter: tuple[int, int], seed: int) -> list[int]:
+    """Return the four words of Philox4x32-10 of 64-bit numbers."""
+    a, b, c, d = (number >> shift & 0xFFFFFFFF for number in counter for shift in (0, 32))
+    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    for _ in range(10):
+        x, y = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = y >> 32 ^ b ^ low, y & 0xFFFFFFFF, x >> 32 ^ d ^ high, x & 0xFFFFFFFF
+        low, high = low + 0x9E3779B9 & 0xFFFFFFFF, high + 0xBB67AE85 & 0xFFFFFFFF
+    return [a, b, c, d]

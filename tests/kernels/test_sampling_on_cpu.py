@@ -1,0 +1,97 @@
+"""The CUDA kernels of sampling on the CPU: rows of any length, place and kind, with ties wherever a prefix may end."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+from harness import emulator
+from harness.binding import Placed, launch_of, ran, run_steps
+from support import assert_same_bits, fresh, run
+
+from skuda.kernels.sampling import argmax, log_softmax_at, sample
+from skuda.kernels.sampling.weights import PART
+from skuda.registry.device import KNOWN_DEVICES
+
+pytestmark = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler")
+OPS = {"argmax": argmax, "log_softmax_at": log_softmax_at, "sample": sample}
+ELEMENTS = ("f32", "f16", "bf16")
+
+
+def sku_of(name, element):
+    """Return the CUDA kernel of an op."""
+    return next(sku for sku in OPS[name].OP.skus if sku.element == element and sku.arch != "cpu")
+
+
+def check(name, problem, inputs, rng, device="h200"):
+    """Run a kernel on inputs in any layout, compare with the reference, and see that nothing else is written."""
+    placed = ran(sku_of(name, problem.input_element), problem, inputs, KNOWN_DEVICES[device], rng)
+    for output, want in run(problem, inputs).items():
+        assert_same_bits(placed[output].array, want, f"{output} of {problem!r}")
+    for argument, array in placed.items():
+        array.assert_only_elements_written()
+        if argument in inputs:
+            array.assert_unchanged()
+
+
+@pytest.mark.parametrize("values", ["normal", "special"])
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("name", OPS)
+def test_kernels_equal_the_reference_at_any_size(name, element, values):
+    rng = fresh(name, element, values)
+    for most in (40, 3000, 3 * PART):
+        v = int(rng.integers(1, most))
+        fields = {"n": int(rng.integers(1, 6)), "v": v, "t": int(rng.integers(0, 300)), "input_element": element}
+        fields |= {f"has_{each}": bool(rng.integers(2)) for each in ("temperature", "top_k", "top_p")}
+        kind = OPS[name].OP.descriptor
+        problem = kind(**{field: value for field, value in fields.items() if field in kind.model_fields})
+        inputs = OPS[name].draw(problem, values, rng)
+        check(name, problem, inputs, rng, str(rng.choice(["h200", "a100"])))
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("spread", [0, 1e-4, 0.3, 30])
+def test_ties_and_neighbours_at_the_end_of_what_is_kept(spread, element):
+    """Few different values, the closest of which differ in the last bits: a prefix ends among equal ones."""
+    rng = fresh(spread, element)
+    n, v = 8, int(rng.integers(1500, 5000))
+    problem = sample.SampleDescriptor(n=n, v=v, input_element=element, has_top_k=True, has_top_p=True)
+    inputs = sample.draw(problem, "normal", rng)
+    few = 10 + spread * rng.standard_normal((n, int(rng.integers(2, 40)))) * rng.choice([1e-7, 1, 10], (n, 1))
+    inputs["logits"] = rng.choice(few, v, axis=1).astype(inputs["logits"].dtype)
+    inputs["temperature"] = rng.choice([1, 1, 0.3, 3], n).astype(np.float32)
+    inputs["top_k"] = rng.integers(1, v, n).astype(np.int32)
+    inputs["top_p"] = rng.choice([rng.random(), rng.random(), 1, 1e-6], n).astype(np.float32)
+    check("sample", problem, inputs, rng)
+
+
+@pytest.mark.parametrize("where", ["first", "last", "part"])
+def test_the_first_and_the_last_token_and_those_beside_parts_are_drawn(where):
+    """All weight is on one token, or on the two beside the end of a part."""
+    rng = fresh(where)
+    n, v = 4, 2 * PART + int(rng.integers(1, 99))
+    problem = sample.SampleDescriptor(n=n, v=v, input_element="f32")
+    inputs = sample.draw(problem, "normal", rng) | {"temperature": np.ones(n, np.float32)}
+    inputs["logits"] = np.full((n, v), -100, np.float32)
+    hot = {"first": [0], "last": [v - 1], "part": [PART - 1, PART]}[where]
+    inputs["logits"][:, hot] = 0
+    assert set(run(problem, inputs)["token"].tolist()) <= set(hot)
+    check("sample", problem, inputs, rng)
+
+
+def test_rows_may_be_columns_of_wider_ones_that_begin_anywhere():
+    rng = fresh()
+    problem = log_softmax_at.LogSoftmaxAtDescriptor(n=3, v=PART + 5, t=2, input_element="f16")
+    inputs = log_softmax_at.draw(problem, "normal", rng)
+    sku, want = sku_of("log_softmax_at", "f16"), run(problem, inputs)
+    launch = launch_of(sku, problem, KNOWN_DEVICES["h100"])
+    shapes = {argument.name: argument.shape for argument in problem.arguments()}
+    for begin in range(9):
+        placed = {name: Placed(array.shape, array.dtype).fill(array) for name, array in inputs.items()}
+        strides = (2 * (PART + 8 * int(rng.integers(1, 9))), 2)
+        placed["logits"] = Placed(shapes["logits"], np.float16, strides, 2 * begin).fill(inputs["logits"])
+        placed |= {name: Placed(array.shape, array.dtype) for name, array in want.items()}
+        run_steps(emulator.load(emulator.Unit.of(sku)), launch, problem, placed, shapes)
+        for name, array in want.items():
+            assert_same_bits(placed[name].array, array, f"{name} from {begin} on")
