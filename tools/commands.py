@@ -28,6 +28,7 @@ EXAMPLES = {
     "bench-parallel": "skuda bench-parallel --gpus 2  # needs a GPU",
     "tune": "skuda tune fill --numel 65536 --output tuning.json  # needs a GPU",
     "train-check": "skuda train-check --steps 200 --output train.json  # needs a GPU",
+    "certify": "skuda certify qwen3 --plain",
     "compile": "skuda compile --device h200 --op fill",
     "bundle": "skuda bundle kernels.skuda --device h200 --op fill",
     "lock": "skuda lock --device h200",
@@ -163,7 +164,12 @@ OPTIONS: dict[str, Any] = {
     "older_than": _option("AGE", "Remove what was compiled longer ago, such as 30d."),
     "yes": _flag("--yes", "Without asking."),
     "demo device": _option("WHERE", "Where the products run: host or gpu; else a GPU where one is usable."),
-    "demo gpus": _option("N", "Hash a transformer stack on 1 to N GPUs, or processes of the CPU.", kind=int | None),
+    "certify model": _argument(str, "MODEL", "What transformers loads; or llama, mistral, qwen2, qwen3."),
+    "certify device": _option("WHERE", "gpu or host; else a GPU where torch sees one."),
+    "ranks": _number("Ranks that share the layers; 2 on the CPU, or all GPUs, if left out."),
+    "certify batch": _number("Sequences of the largest batch; 16 if left out.", least=2),
+    "cpu_layers": _number("Layers that a GPU shares with the CPU; all of small models, or 2, if left out.", "LAYERS"),
+    "plain": _flag("--plain", "Show the model in floating point beside it."),
     # Measurements and verification.
     "seed": _number("Draw inputs from this; fresh if left out.", least=0, most=_MOST),
     "output": _path("FILE", "Write the record here."),
@@ -339,6 +345,18 @@ _command(
     """,
 )
 _command(
+    "certify",
+    "studies.certify",
+    "model device ranks batch cpu_layers plain seed output as_json",
+    """Show that a model's log-probabilities have the same bits in every way.
+
+    Makes the model exact, and computes the log-probabilities of random prompts alone, step by step, in chunks, padded,
+    in batches, after a shared prefix, compiled, on ranks, in training and, from a GPU, captured and on the CPU. Prints
+    a hash of each way. Exits with 1 where one differs, and names the first layer, op and row. The models named llama,
+    mistral, qwen2 and qwen3 are small and random, and so is one whose folder has only a config. Needs transformers.
+    """,
+)
+_command(
     "compile",
     "ship.compile",
     "context ops descriptors archs devices backends as_json",
@@ -417,25 +435,10 @@ _command(
 )
 _command(
     "demo",
-    "commands:_run_demo",
-    "device gpus as_json",
+    "demo.command:demo",
+    "device as_json",
     """Run a real sentence encoder in int8, and in f32.
 
     The arithmetic is the same to the bit on the host and on a GPU; the report says where it ran.
-
-    With --gpus, show that a stack of transformer blocks in int8 has the same bits on every number of ranks, in every
-    batch, on the CPU and on GPUs, and bf16 has not. Exits with 1 where int8 has not, either.
     """,
 )
-
-
-def _run_demo(*, device: str = "auto", gpus: int | None = None, as_json: bool = False) -> int:
-    from skuda.tools.output import stdout
-
-    if gpus is not None:
-        from skuda.tools.studies.commands import demo as hashes
-
-        return hashes(gpus, as_json=as_json, device=device)
-    from skuda.tools.demo.command import demo
-
-    return demo(as_json=as_json, console=stdout(), device=device)

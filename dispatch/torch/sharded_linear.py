@@ -307,10 +307,10 @@ class ShardedLinear(Int8Linear):
 
         def product(given: LayerInput) -> Tensor:
             if given.scale is None:
-                made = _OPS.quantized_linear.default(given.data, self.weight_q, scale, None, self.bias)
-                return cast("Tensor", made)
-            tensors = given.data, self.weight_q, given.scale, given.zero_point, scale, None, self.bias
-            made = _OPS.scaled_linear.default(*tensors, output_element=output, act_scale_scope=scope)
+                tensors = given.data, self.weight_q, scale, None, self.bias
+                return cast("Tensor", _OPS.quantized_linear.default(*tensors, output_element=output))
+            codes = given.data, self.weight_q, given.scale, given.zero_point, scale, None, self.bias
+            made = _OPS.scaled_linear.default(*codes, output_element=output, act_scale_scope=scope)
             return cast("Tensor", made)
 
         return Steps(

@@ -23,7 +23,7 @@ from skuda.registry.value import Value
 from skuda.tools.demo.encoder import F32, Encoder, Model, load_model
 from skuda.tools.demo.placed import device_of, placed
 from skuda.tools.demo.ways import ALPHA, Quantized, Tokens, batches, cosine, dynamic_ways, embed, observe, static_way
-from skuda.tools.output import plain_table, progress, tell
+from skuda.tools.output import plain_table, progress, stdout, tell
 
 REQUIRED_COSINE = 0.99
 """Least cosine to the f32 embedding for every held-out sentence, for both judged ways."""
@@ -78,12 +78,13 @@ class DemoResult(Value):
                 yield Text(text, style="green" if passed else "bold red")
 
 
-def demo(*, as_json: bool, console: Console, device: str = "auto") -> int:
+def demo(*, as_json: bool = False, console: Console | None = None, device: str = "auto") -> int:
     """Run the demo, and print its report or its JSON.
 
     `device` is where the products run: ``host``, ``gpu``, or ``auto`` for a GPU if one is usable. Return the exit
     status: 0; 1 if the accuracy is below the requirement.
     """
+    console = stdout() if console is None else console
     dispatcher, note = placed(Dispatcher(), device)
     if note:
         tell(f"demo: {note}")

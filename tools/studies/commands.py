@@ -5,7 +5,6 @@ What needs torch is imported when a command measures, so that a record can be sh
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -14,23 +13,18 @@ from typing import Any
 
 from skuda.dispatch import Dispatcher
 from skuda.registry.device import HOST
-from skuda.registry.errors import InvalidProblem, MissingDependency, SkudaError
+from skuda.registry.errors import InvalidProblem, MissingDependency
 from skuda.tools.bench.bench import STUDY as BENCH
-from skuda.tools.output import Report, chosen, progress, refuse, split, tell
-from skuda.tools.studies import model, parallel, ranks, train
+from skuda.tools.output import Report, chosen, refuse, split
+from skuda.tools.studies import model, parallel, train
 from skuda.tools.studies.processes import place_of_ranks, run_ranks
 from skuda.tools.study.record import Record
-from skuda.tools.study.run import Findings, NoDevice, Study, shown, silent
+from skuda.tools.study.run import Findings, NoDevice, Study
 
-_MOST_RANKS, _SEED, _WHERE = 8, 14, ("auto", "gpu", "host")
 _INTERVALS = 100
 """Points of a loss curve."""
 _HEAD = 64
 """Channels of an attention head, of a model that has as many."""
-
-
-class RankFailed(SkudaError):
-    """A rank failed; the text says which and why."""
 
 
 def measure_model(
@@ -151,43 +145,6 @@ def measure_train(
         "ways": results,
     }
     return places[place], fields
-
-
-def demo(gpus: int, *, as_json: bool, device: str = "auto") -> int:
-    """Run ``skuda demo --gpus``: hash what gated MLPs give on 1 to `gpus` ranks, and print a table or JSON.
-
-    Return the exit status: 0; 1 if int8 gave more than one hash. Raise `RankFailed` if a rank fails.
-    """
-    if device not in _WHERE:
-        refuse("demo", "--device", device, _WHERE)
-    if not 1 <= gpus <= _MOST_RANKS:
-        raise InvalidProblem("demo", "--gpus", str(gpus), f"be at least 1 and at most {_MOST_RANKS}")
-    _need_torch()
-    here = any(one.processor == "cuda" for one in Dispatcher().devices)
-    try:
-        first, backend = place_of_ranks(gpus, cpu=device == "host" or (device == "auto" and not here))
-    except NoDevice as error:
-        rule = f"suit this machine: {error}; --device host does that"
-        raise InvalidProblem("demo", "--gpus", str(gpus), rule) from error
-    from skuda.tools.studies.ranks_rank import work
-
-    sizes = dict(zip(("hidden", "intermediate", "layers"), ranks.SIZES[backend], strict=True))
-    job = ranks.HashJob(backend=backend, count=gpus, seed=_SEED, **sizes)
-    with progress() as watch:
-        (watch or silent)(0, 1, f"{gpus} ranks")
-        found, failed = run_ranks(work, job)
-    if failed:
-        raise RankFailed(failed)
-    lines = ranks.lines_of(found)
-    different = ranks.distinct(lines)
-    value = {"device": first.name, "job": job.model_dump(), "lines": [one._asdict() for one in lines]}
-    text = json.dumps({**value, "distinct": different}, indent=1) + "\n"
-    shown("demo", {"hashes": ranks.report(job, first.name, lines)}, text, as_json=as_json)
-    if different["int8"] > 1:
-        tell(f"FAIL: int8 has {different['int8']} hashes", "bold red")
-        return 1
-    tell("PASS: int8 has one hash", "green")
-    return 0
 
 
 def _rows(command: str, option: str, given: Sequence[str], least: int = 1) -> tuple[int, ...]:

@@ -1,0 +1,189 @@
+"""``skuda certify``: the log-probabilities of a whole model have the same bits in every way to compute them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from skuda.dispatch import Dispatcher
+from skuda.dispatch.select.environment import versions
+from skuda.dispatch.system.writing import write_whole
+from skuda.registry.errors import InvalidProblem, MissingDependency, SkudaError
+from skuda.registry.text import one_line
+from skuda.tools.output import progress, refuse, stdout, tell
+from skuda.tools.studies.processes import RankJob, place_of_ranks, run_ranks
+from skuda.tools.study.run import NoDevice, silent
+
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+"""Models that need no files: small ones with random weights."""
+_SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+}
+_MOST_RANKS, _WHERE = 8, ("auto", "gpu", "host")
+
+
+class CertifyJob(RankJob):
+    """The model, in a file of torch, and the prompts that ranks share."""
+
+    path: str
+    prompts: tuple[tuple[int, ...], ...]
+
+
+class RankFailed(SkudaError):
+    """A rank failed; the text says which and why."""
+
+
+def run(
+    *,
+    model: str,
+    device: str = "auto",
+    ranks: int | None = None,
+    batch: int = 16,
+    cpu_layers: int | None = None,
+    plain: bool = False,
+    seed: int = 0,
+    output: Path | None = None,
+    as_json: bool = False,
+) -> int:
+    """Run ``skuda certify``; `skuda certify --help` explains the options. Return 1 if any bit differs."""
+    if device not in _WHERE:
+        refuse("certify", "--device", device, _WHERE)
+    for name in ("torch", "transformers"):
+        if find_spec(name) is None:
+            raise MissingDependency(f"{name}, whose models this certifies,", f"pip install {name}")
+    import torch
+
+    from skuda.torch.certification import certify
+
+    on_gpu = device == "gpu" or (device == "auto" and torch.cuda.is_available())
+    place = torch.device("cuda" if on_gpu else "cpu")
+    count = (torch.cuda.device_count() if on_gpu else 2) if ranks is None else ranks
+    if not 1 <= count <= _MOST_RANKS:
+        raise InvalidProblem("certify", "--ranks", str(count), f"be at least 1 and at most {_MOST_RANKS}")
+    with progress() as watch, TemporaryDirectory(prefix="skuda-certify-") as folder:
+        report = watch or silent
+
+        def told(way: str) -> None:
+            report(0, 1, way)
+
+        told(f"loading {model}")
+        floats = loaded(model, seed, place)
+        served, trained = exact(floats, Path(folder)), exact(floats, None)
+        others = {f"on {count} ranks": _Ranks(count, Path(folder, "model.pt"), on_gpu)} if count > 1 else {}
+        given: dict[str, Any] = {"seed": seed, "batch": batch, "report": told}
+        found = certify(served, trainer=trained, cpu_layers=cpu_layers, others=others, **given)
+        beside = certify(floats, compiler="", cpu_layers=cpu_layers, **given) if plain else None
+    card = next((d.name for d in Dispatcher().devices if d.processor == ("cuda" if on_gpu else "cpu")), "")
+    value = {
+        "kind": "skuda certify",
+        "model": model,
+        "device": card,
+        "versions": versions(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seed": seed,
+        "exact": asdict(found),
+        **({} if beside is None else {"plain": asdict(beside)}),
+    }
+    text = json.dumps(value, indent=1) + "\n"
+    if output is not None:
+        write_whole(output, text)
+    if as_json:
+        sys.stdout.write(text)
+    else:
+        stdout().print(f"{model} on {card}\n\n{found}", soft_wrap=True, highlight=False)
+        if beside is not None:
+            stdout().print(f"\nfor comparison, plain transformers: {beside}", soft_wrap=True, highlight=False)
+    if not found.ok:
+        different = [way.name for way in found.ways if not way.same]
+        tell(f"FAIL: other bits {', '.join(different)}", "bold red")
+        return 1
+    tell(f"PASS: {len(found.ways)} ways have the same bits", "green")
+    return 0
+
+
+def loaded(name: str, seed: int, place: Any) -> Any:
+    """Return a model in floating point: a random one of a family or of a folder's config, or a checkpoint."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    folder = Path(name)
+    config = None
+    if name in FAMILIES:
+        config = getattr(transformers, f"{FAMILIES[name]}Config")(**_SIZES)
+    elif folder.is_dir() and not any(folder.glob("*.safetensors")):
+        config = transformers.AutoConfig.from_pretrained(folder)
+    try:
+        if config is not None:
+            dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+            with place:
+                made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        else:
+            made = transformers.AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    except (OSError, ValueError) as error:
+        rule = f"be one of {', '.join(FAMILIES)}, or a language model that transformers loads ({one_line(str(error))})"
+        raise InvalidProblem("certify", "MODEL", name, rule) from error
+    if any(not parameter.is_floating_point() for parameter in made.parameters()) or made.config.to_dict().get(
+        "quantization_config"
+    ):
+        raise InvalidProblem("certify", "MODEL", name, "be in floating point: it is quantized here, twice")
+    return made.to(place).eval()
+
+
+def exact(floats: Any, folder: Path | None) -> Any:
+    """Return an exact copy of a model: for serving, which is also saved in `folder` for ranks; or in training."""
+    import copy
+
+    import torch
+
+    from skuda.torch import Dynamic, Mixed, quantize_
+    from skuda.torch.exact import exact_
+
+    made = copy.deepcopy(floats)
+    quantize_(made, Mixed() if folder is None else Dynamic(), lambda *_: True)
+    exact_(made)
+    if folder is not None:
+        torch.save(made, folder / "model.pt")
+    return made
+
+
+class _Ranks:
+    """The way of several ranks: a process each, which share the layers."""
+
+    def __init__(self, count: int, path: Path, on_gpu: bool) -> None:  # noqa: FBT001  it is an argument of nobody else
+        try:
+            _, self.backend = place_of_ranks(count, cpu=not on_gpu)
+        except NoDevice as error:
+            raise InvalidProblem("certify", "--ranks", str(count), f"suit this machine: {error}") from error
+        self.count, self.path = count, path
+
+    def __call__(self, prompts: Sequence[Any]) -> dict[int, Any]:
+        import torch
+
+        from skuda.tools.studies.certify_rank import work
+
+        ids = tuple(tuple(prompt.tolist()) for prompt in prompts)
+        job = CertifyJob(backend=self.backend, count=self.count, seed=0, path=str(self.path), prompts=ids)
+        found, failed = run_ranks(work, job)
+        if failed:
+            raise RankFailed(failed)
+        # Every rank has all log-probabilities; where they differ, the first one that differs is shown.
+        first, *rest = ([torch.tensor(bits, dtype=torch.int32) for bits in mine] for mine in found)
+        return {
+            number: next((each[number] for each in rest if not torch.equal(each[number], own)), own).view(torch.float32)
+            for number, own in enumerate(first)
+        }
