@@ -234,7 +234,7 @@ def first_layers(model: Any, layers: int | None) -> Any:
     name = next(name for name, child in model.named_children() if child is model.base_model)
     base = copy.copy(model.base_model)
     base._modules = dict(base._modules) | {"layers": nn.ModuleList(list(base.layers)[:layers])}  # noqa: SLF001
-    base.config = copy.copy(base.config)
+    found.config = base.config = copy.copy(base.config)
     base.config.num_hidden_layers = layers
     found._modules[name] = base  # noqa: SLF001
     return found

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import torch
 
-from skuda.tools.studies import parallel_rank, ranks_rank
+from skuda.tools.studies import certify_rank, parallel_rank
 from skuda.torch import RowLinear, TorchGroup
 
 LONG = 1000.0
@@ -110,8 +110,8 @@ def parallel_unlike_numpy(job, rank, save):
     parallel(job, rank, save)
 
 
-def hashes(job, rank, save):
-    ranks_rank.work(job, rank, save)
+def certified(job, rank, save):
+    certify_rank.work(job, rank, save)
 
 
 def _with_sums(job, rank, save, change):
@@ -119,7 +119,7 @@ def _with_sums(job, rank, save, change):
     for name in ("sum", "sum_rows"):
         right = getattr(TorchGroup, name)
         setattr(TorchGroup, name, lambda self, array, *sizes, right=right: change(self, right, array, sizes))
-    hashes(job, rank, save)
+    certified(job, rank, save)
 
 
 def rounds_sums(job, rank, save):
@@ -152,4 +152,4 @@ def local_maxima(job, rank, save):
         return kept
 
     TorchGroup.max = local
-    hashes(job, rank, save)
+    certified(job, rank, save)

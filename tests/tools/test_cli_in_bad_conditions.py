@@ -311,7 +311,10 @@ PLACES = (
     "compile --op @",
     "compile --arch @",
     "demo --device @",
-    "demo --gpus @",
+    "certify @ --device host",
+    "certify qwen3 --device @",
+    "certify qwen3 --ranks @",
+    "certify qwen3 --output @",
     "@",
 )
 

@@ -33,6 +33,7 @@ _SIZES = {
     "head_dim": 32,
     "max_position_embeddings": 4096,
 }
+_WINDOWS = {"mistral": {"sliding_window": 100}}
 _MOST_RANKS, _WHERE = 8, ("auto", "gpu", "host")
 
 
@@ -124,7 +125,7 @@ def loaded(name: str, seed: int, place: Any) -> Any:
     folder = Path(name)
     config = None
     if name in FAMILIES:
-        config = getattr(transformers, f"{FAMILIES[name]}Config")(**_SIZES)
+        config = getattr(transformers, f"{FAMILIES[name]}Config")(**_SIZES, **_WINDOWS.get(name, {}))
     elif folder.is_dir() and not any(folder.glob("*.safetensors")):
         config = transformers.AutoConfig.from_pretrained(folder)
     try:

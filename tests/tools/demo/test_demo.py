@@ -355,20 +355,6 @@ def test_without_an_optional_package_the_error_names_the_command(tmp_path, monke
         load_model()
 
 
-def test_the_demo_with_gpus_is_the_one_of_hashes(skuda, monkeypatch):
-    seen = {}
-
-    def demo(ranks, *, as_json, device):
-        seen.update(ranks=ranks, as_json=as_json, device=device)
-        return 1
-
-    monkeypatch.setattr("skuda.tools.studies.commands.demo", demo)
-    assert skuda("demo", "--gpus", "3", "--device", "host", "--json")[0] == 1
-    assert seen == {"ranks": 3, "as_json": True, "device": "host"}
-    assert skuda("demo", "--gpus", "2")[0] == 1
-    assert seen == {"ranks": 2, "as_json": False, "device": "auto"}
-
-
 def test_a_model_of_another_kind_is_refused():
     with pytest.raises(InvalidRecord, match="hidden_act"):
         EncoderConfig.model_validate(CONFIG.model_dump() | {"hidden_act": "relu"})

@@ -1,0 +1,78 @@
+"""`skuda certify`: one hash in all ways, the record, and faults of ranks that it finds."""
+
+import json
+
+import pytest
+
+from skuda.registry import InvalidProblem
+from skuda.tools.studies import certify
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Return a function that certifies a tiny model on the CPU with a fault, and returns status, record and errors."""
+    pytest.importorskip("transformers")
+    import rank_faults
+
+    from skuda.tools.studies import certify_rank, processes
+    from skuda.torch import certification
+
+    monkeypatch.setattr(certification, "LENGTHS", (3, 20))
+    monkeypatch.setattr(processes, "_GRACE", 60.0)
+
+    def run(model="llama", fault="certified", **options):
+        monkeypatch.setattr(certify_rank, "work", getattr(rank_faults, fault))
+        output = tmp_path / "record.json"
+        status = certify.run(model=model, device="host", batch=2, output=output, **options)
+        return status, json.loads(output.read_text()), *capsys.readouterr()
+
+    return run
+
+
+def test_all_ways_have_one_hash_and_the_plain_model_has_several(run):
+    status, record, out, err = run(plain=True)
+    ways = record["exact"]["ways"]
+    assert status == 0
+    assert "PASS: 12 ways have the same bits" in err
+    assert len(ways) == 12
+    assert ways[-1]["name"] == "on 2 ranks"
+    assert len({way["digest"] for way in ways}) == 1
+    assert ways[0]["digest"] in out
+    assert len({way["digest"] for way in record["plain"]["ways"]}) > 1
+    assert "for comparison, plain transformers" in out
+
+
+@pytest.mark.parametrize("fault", ["rounds_sums", "drops_a_rank", "one_rank_is_off", "local_maxima"])
+def test_a_fault_among_ranks_is_found(run, fault):
+    status, record, _, err = run(fault=fault)
+    assert status == 1
+    assert [way["name"] for way in record["exact"]["ways"] if not way["same"]] == ["on 2 ranks"]
+    assert "FAIL: other bits on 2 ranks" in err
+
+
+def test_a_rank_that_dies_ends_it(run):
+    with pytest.raises(certify.RankFailed, match="rank 1 failed: killed by SIGKILL"):
+        run(fault="is_killed")
+
+
+def test_a_folder_with_a_config_is_a_random_model(run, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**certify._SIZES, dtype="bfloat16")
+    config.save_pretrained(tmp_path)
+    status, record, *_ = run(str(tmp_path), ranks=1)
+    assert status == 0
+    assert record["model"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ranks": 9}, "--ranks must be at least 1 and at most 8"),
+        ({"device": "moon"}, "--device must be one of auto, gpu, host"),
+        ({"model": "/nowhere"}, "MODEL must be one of llama, mistral"),
+    ],
+)
+def test_what_cannot_be_is_refused(given, message):
+    pytest.importorskip("transformers")
+    with pytest.raises(InvalidProblem, match=message):
+        certify.run(**{"model": "llama", "device": "host", **given})
