@@ -23,7 +23,7 @@ _ROW_THREADS = 1024
 
 def log_softmax_at(problem: LogSoftmaxAtDescriptor, device: Device) -> Launch:
     """Launch three steps: maxima and sums of parts of rows, then the results of every row."""
-    temperature = pointers("temperature") if problem.has_temperature else s64(0)
+    temperature: tuple[Parameter, ...] = pointers("temperature") if problem.has_temperature else s64(0)
     parameters = (
         *strided("logits"),
         *temperature,
@@ -41,7 +41,7 @@ def log_softmax_at(problem: LogSoftmaxAtDescriptor, device: Device) -> Launch:
 
 def argmax(problem: ArgmaxDescriptor, device: Device) -> Launch:
     """Launch two steps: maxima of parts of rows, then of rows."""
-    parameters = (*pointers("row_maxima", "token"), *s32(_wide(problem), problem.parts))
+    parameters: tuple[Parameter, ...] = (*pointers("row_maxima", "token"), *s32(_wide(problem), problem.parts))
     last = _step(device, "argmax", problem.n, _WARP, parameters)
     return _launch(problem, _maxima(problem, device, s64(0)), last)
 
