@@ -69,7 +69,7 @@ def sample(problem: SampleDescriptor, device: Device) -> Launch:
 def _launch(problem: LogitsProblem, *steps: Step) -> Launch:
     """Return steps whose blocks leave the maxima and sums of parts of rows in scratch memory."""
     parts = problem.n * max(problem.parts, 1)
-    needs = (("row_maxima", 8 * parts), ("row_sums", 16 * parts))
+    needs = (("row_maxima", 8 * parts * _THREADS // _WARP), ("row_sums", 16 * parts))
     used = {parameter for step in steps for parameter in step.parameters}
     return Launch(
         steps=tuple(step for step in steps if 0 not in step.grid),

@@ -114,7 +114,7 @@ FUNCTIONS = {
     "packed per group": lambda x: SKUDA.quantize_per_group(
         x, SCALE[0].expand(*x.shape[:-1], 4), W[0, 0].int().expand(*x.shape[:-1], 4), group_size=4, output_element="s4"
     ),
-    "argmax": lambda x: SKUDA.argmax(x),
+    "argmax": SKUDA.argmax,
     "log_softmax_at": lambda x: SKUDA.log_softmax_at(x, SKUDA.argmax(x)[..., None], SCALE[0].expand(x.shape[:-1])),
     "sample": lambda x: SKUDA.sample(x, *_parameters(x), top_k=torch.full(x.shape[:-1], 3, dtype=torch.int32)),
     "two": lambda x: SKUDA.scaled_linear(*_range_and_weight(x), weight_scale=SCALE, output_element="bf16"),
