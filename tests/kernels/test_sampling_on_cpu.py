@@ -12,7 +12,7 @@ from harness.binding import Placed, launch_of, ran, run_steps
 from support import assert_same_bits, fresh, run
 
 from skuda.kernels.sampling import argmax, log_softmax_at, sample
-from skuda.kernels.sampling.weights import PART, logarithm
+from skuda.kernels.sampling.weights import PART, logarithm, powers
 from skuda.registry.device import KNOWN_DEVICES
 
 pytestmark = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler")
@@ -57,14 +57,12 @@ def test_kernels_equal_the_reference_at_any_size(name, element, values):
 def test_ties_and_neighbours_at_the_end_of_what_is_kept(by, spread, element):
     """Few different values, the closest of which differ in the last bits: a prefix ends among equal ones.
 
-    Where all are equal, the limit of top-p is a sum of weights. Of some rows so many tokens may be the last one that they
-    are not listed.
+    Where all are equal, the limit of top-p is a sum of weights. In some rows so many tokens may be the last one that
+    they are not listed.
     """
     rng = fresh(by, spread, element)
     n, v = 6, 2048 if spread == 0 else int(rng.integers(1500, 7000))
-    problem = sample.SampleDescriptor(
-        n=n, v=v, input_element=element, has_top_k=by != "top_p", has_top_p=by != "top_k", token_element="s32"
-    )
+    problem = sample.SampleDescriptor(n=n, v=v, input_element=element, has_top_k=by != "top_p", has_top_p=by != "top_k")
     inputs = sample.draw(problem, "normal", rng)
     few = 10 + spread * rng.standard_normal((n, int(rng.integers(2, 40)))) * rng.choice([1e-7, 1, 10], (n, 1))
     inputs["logits"] = rng.choice(few, v, axis=1).astype(inputs["logits"].dtype)
@@ -110,22 +108,28 @@ def test_parameters_that_are_none():
     check("sample", problem, sample.draw(problem, "normal", rng) | {"temperature": temperature, "top_p": top_p}, rng)
 
 
-LOGARITHMS = """
-KERNEL(32, 1) logarithms(const u64* totals, f64* found) {
-  const u32 i = blockIdx.x * 32 + threadIdx.x;
-  found[i] = logarithm(totals[i]);
+CURVES = """
+KERNEL(256, 1) curves(const u64* totals, f64* logarithms, const f32* c, f32* powers) {
+  const u32 i = blockIdx.x * 256 + threadIdx.x;
+  logarithms[i] = logarithm(totals[i]), powers[i] = power(c[i]);
 }
 """
 
 
-def test_the_logarithm_has_every_bit_of_the_reference():
-    rng = fresh()
-    totals = np.exp2(rng.uniform(40, 62, 320)).astype(np.int64)
+def test_powers_and_logarithms_have_every_bit_of_the_reference():
+    rng, blocks = fresh(), 800
+    totals = np.exp2(rng.uniform(40, 62, 256 * blocks)).astype(np.int64)
+    c = np.where(
+        rng.random(totals.shape) < 0.9, -33 * rng.random(totals.shape), -np.exp(-30 * rng.random(totals.shape))
+    )
+    c = c.astype(np.float32)
+    logarithms, found = np.empty(totals.shape), np.empty_like(c)
     unit = emulator.Unit.of(sku_of("log_softmax_at", "f32"))
-    found = np.empty(320)
-    pointers = [("p", array.ctypes.data) for array in (totals, found)]
-    emulator.load(replace(unit, text=unit.text + LOGARITHMS)).launch("logarithms", (10, 1, 1), (32, 1, 1), 0, pointers)
-    assert_same_bits(found, logarithm(totals))
+    given = [("p", array.ctypes.data) for array in (totals, logarithms, c, found)]
+    library = emulator.load(replace(unit, text=unit.text + CURVES))
+    library.launch("curves", (blocks, 1, 1), (256, 1, 1), 0, given)
+    assert_same_bits(logarithms, logarithm(totals))
+    assert_same_bits(found, powers(c))
 
 
 @pytest.mark.parametrize("where", ["first", "last", "part"])
