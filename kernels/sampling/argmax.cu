@@ -3,7 +3,7 @@
 //   token = the least i with logits[i] = the largest of the row; a NaN is larger than any number
 //
 //   logits       Data, rows of v tokens, logits_leading elements apart; weights.cuh reads them
-//   row_maxima   scratch: the largest key of every part of a row, and where it is
+//   row_maxima   scratch: the largest keys of every part of a row, and where they are
 //   token        s64 or s32, one per row
 //
 // A warp takes a row.

@@ -41,4 +41,4 @@ def temperatures(count: int, values: Values, rng: np.random.Generator) -> Array:
     if values != "normal":
         odd = np.array([0, -0.0, -1, np.nan, np.inf, -np.inf, 1e-45, 3e38, 1e-30])
         found = np.where(rng.random(count) < 0.3, rng.choice(odd, count), found)
-    return found.astype(np.float32)
+    return np.asarray(found.astype(np.float32))

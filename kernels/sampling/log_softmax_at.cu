@@ -5,7 +5,7 @@
 //   logits        Data, rows of v tokens, logits_leading elements apart
 //   temperature   f32, one per row, or null
 //   tokens        s64 or s32, rows of t, tokens_leading elements apart
-//   row_maxima    scratch: the largest key of every part of a row, and where it is
+//   row_maxima    scratch: the largest keys of every part of a row, and where they are
 //   row_sums      scratch: S and A of every part of a row
 //   logprob       f32, rows of t, logprob_leading elements apart
 //   entropy       f32, one per row

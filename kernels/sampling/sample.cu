@@ -6,18 +6,21 @@
 //   temperature                f32, one per row
 //   top_k, top_p               s32 and f32, one per row, or null
 //   seed, sequence, position   s64, one per row: r is Philox4x32-10 of these
-//   row_maxima                 scratch: the largest key of every part of a row, and where it is
+//   row_maxima                 scratch: the largest keys of every part of a row, and where they are
 //   row_sums                   scratch: the sums of weights of every part of a row
 //   token                      s64 or s32, one per row
 //
 // sample_all: 256 threads take a row. The sums of parts say in which part the token is; only that part is read again.
 // sample_some: 1024 threads take a row. What may be drawn are the tokens above a key, and the first few of those that have
-// it. A key is found digit by digit, from counts and sums of weights by digit in shared memory: four passes for top-k, and
-// four for top-p. The first digit is of m - z, because logits differ little in their upper bits, and threads that add to one
-// place wait for each other. Then one pass finds the token. Rows that leave no token out do none of this.
+// it. Few tokens can decide which key that is, and bounds say which: at least k tokens reach the k-th largest of maxima of
+// groups of tokens, and tokens whose weights are all below (S - L) / v are together below S - L. One pass collects the keys of
+// the others in shared memory; where there is no such bound, or too many, every pass reads the row. The key is found digit by
+// digit, from counts and sums of weights by digit in shared memory: four passes for top-k, and four for top-p. The first digit
+// is of m - z, because logits differ little in their upper bits, and threads that add to one place wait for each other. Then
+// one pass over the row finds the token. Rows that leave no token out do none of this.
 #include "weights.cuh"
 
-enum { BINS = 2048, LEVELS = 4 };
+enum { BINS = 2048, LEVELS = 4, LISTED = 4096 };
 
 struct Amount { u64 sum; u32 count; };  // of some tokens: their weights, and how many they are
 
@@ -75,8 +78,50 @@ DEVICE void add_to(u32* low, u32* high, u64 sum) {
   if (upper != 0) atomicAdd(high, upper);
 }
 
+// Tokens that may decide where a prefix of the order of z ends: those with a key of at least `least`. The keys of all of them
+// are in `keys`, unless they are more than that holds.
+struct Candidates { u32 least, count; const u32* keys; };
+
+// A key that k tokens reach: the k-th largest of the maxima of some groups of tokens; 0 if those are fewer.
+DEVICE u32 least_of_first(u32 k, const u64* maxima, u32 groups, u32* shared) {
+  __shared__ u32 least;
+  const u32 used = groups < blockDim.x ? groups : blockDim.x, own = threadIdx.x < used ? key_in(maxima[threadIdx.x]) : 0;
+  shared[threadIdx.x] = own;
+  if (threadIdx.x == 0) least = 0;
+  __syncthreads();
+  u32 reached = 0;
+  for (u32 i = 0; i < used; ++i) reached += shared[i] >= own ? 1 : 0;
+  if (reached >= k) atomicMax(&least, own);
+  __syncthreads();
+  return least;
+}
+
+// A key below which all weights are together less than `rest`; 0 if that cannot be said so simply.
+DEVICE u32 least_of_sum(u64 rest, const Row& row) {
+  const u64 each = rest / row.v;
+  if (each < 128) return 0;  // a weight is up to 1/2 above E
+  const f32 c = (f32)(63 - __clzll((s64)each) - 40) * 0.6931472f;  // with the margin, E is below each by more than 1/2
+  return key_of(row.m + (c - 0.01f) - fabsf(row.m) * 1e-6f);
+}
+
+DEVICE Candidates candidates_of(const Row& row, u32 least, u32* keys) {
+  __shared__ u32 count;
+  if (least == 0) return Candidates{0, LISTED + 1, keys};
+  __syncthreads();  // all have read what was in `keys`
+  if (threadIdx.x == 0) count = 0;
+  __syncthreads();
+  each_of(row.logits, row.v, threadIdx.x, blockDim.x, [&](u32, f32 x) {
+    const u32 key = key_of(row.divisor.z(x));
+    if (key < least) return;
+    const u32 at = atomicAdd(&count, 1u);
+    if (at < LISTED) keys[at] = key;
+  });
+  __syncthreads();
+  return Candidates{least, count, keys};
+}
+
 // The prefix of the order of z that ends with the first token up to which the weights, or the tokens, are `target` or more.
-DEVICE Cut cut_at(const Row& row, u64 target, bool by_sum) {
+DEVICE Cut cut_at(const Row& row, const Candidates& candidates, u64 target, bool by_sum) {
   __shared__ u32 counts[BINS], low[BINS], high[BINS];
   Amount before = Amount{0, 0};
   u32 coarse = 0, key = 0;
@@ -86,14 +131,22 @@ DEVICE Cut cut_at(const Row& row, u64 target, bool by_sum) {
     const u32 known = level == 2 ? 0xffe00000u : level == 3 ? 0xfffffc00u : 0u;
     for (u32 i = threadIdx.x; i < BINS; i += blockDim.x) counts[i] = low[i] = high[i] = 0;
     __syncthreads();
-    each_of(row.logits, row.v, threadIdx.x, blockDim.x, [&](u32, f32 x) {
-      const f32 z = row.divisor.z(x), c = difference(z, row.m);
-      const u32 own = key_of(z), distance = __float2uint_rn(__fmul_rn(c, -62.0f));  // at most 2046
+    const auto take = [&](u32 own) {
+      const f32 c = difference(z_of(own), row.m);
+      const u32 distance = __float2uint_rn(__fmul_rn(c, -62.0f));  // at most 2046
       if (level > 0 && (distance != coarse || ((own ^ key) & known) != 0)) return;
       const u32 bin = level == 0 ? distance : ~own >> shift & digit;  // the largest first
       atomicAdd(&counts[bin], 1u);
       add_to(&low[bin], &high[bin], integer(power(c)));
-    });
+    };
+    if (candidates.count <= LISTED) {
+      for (u32 i = threadIdx.x; i < candidates.count; i += blockDim.x) take(candidates.keys[i]);
+    } else {
+      each_of(row.logits, row.v, threadIdx.x, blockDim.x, [&](u32, f32 x) {
+        const u32 own = key_of(row.divisor.z(x));
+        if (own >= candidates.least) take(own);
+      });
+    }
     __syncthreads();
     const u32 bin = first_beyond(
         BINS, target - 1, before,
@@ -110,6 +163,12 @@ DEVICE Cut cut_at(const Row& row, u64 target, bool by_sum) {
   return Cut{key, left, each, before.sum + left * each};
 }
 
+// L: a token stays if less than this lies before it.
+DEVICE u64 limit_of(f32 p, u64 total) {
+  const f64 share = p > 0.0f ? floor(__dmul_rn((f64)p, __ll2double_rn((s64)total))) : 0.0;
+  return share > 1.0 ? (u64)share : 1;
+}
+
 DEVICE u64 random_of(s64 seed, s64 sequence, s64 position) {
   u32 a = (u32)position, b = (u32)((u64)position >> 32), c = (u32)sequence, d = (u32)((u64)sequence >> 32);
   u32 low = (u32)seed, high = (u32)((u64)seed >> 32);
@@ -124,17 +183,22 @@ DEVICE u64 random_of(s64 seed, s64 sequence, s64 position) {
 
 // The token of a row with a distribution whose temperature is not 0.
 template <bool SOME>
-DEVICE u32 drawn(const Row& row, u32 at, const s32* top_k, const f32* top_p, u64 random, const Sums* row_sums, u32 parts) {
+DEVICE u32 drawn(const Row& row, u32 at, const s32* top_k, const f32* top_p, u64 random, const u64* row_maxima,
+                 const Sums* row_sums, u32 parts) {
   const Sums* const sums = row_sums + (u64)at * parts;
   Cut cut = Cut{0, 0, 0, row_total(row_sums, at, parts).weights};
   if (SOME) {
     const s32 k = top_k == nullptr ? 0 : top_k[at];
     const f32 p = top_p == nullptr ? 1.0f : top_p[at];
+    const bool by_count = k > 0 && (u32)k < row.v, by_sum = p < 1.0f;
+    if (by_count || by_sum) {
+      __shared__ u32 keys[LISTED];
+      const u32 least = by_count ? least_of_first((u32)k, row_maxima + (u64)at * parts * GROUPS, parts * GROUPS, keys)
+                                 : least_of_sum(cut.total - limit_of(p, cut.total), row);
+      const Candidates candidates = candidates_of(row, least, keys);
 #pragma unroll 1
-    for (int by_sum = 0; by_sum < 2; ++by_sum) {  // one copy of what follows
-      if (by_sum ? !(p < 1.0f) : k < 1 || (u32)k >= row.v) continue;
-      const f64 share = p > 0.0f ? floor(__dmul_rn((f64)p, __ll2double_rn((s64)cut.total))) : 0.0;
-      cut = cut_at(row, !by_sum ? (u64)k : share > 1.0 ? (u64)share : 1, by_sum);
+      for (int turn = by_count ? 0 : 1; turn <= (by_sum ? 1 : 0); ++turn)  // one copy of what follows
+        cut = cut_at(row, candidates, turn == 0 ? (u64)k : limit_of(p, cut.total), turn != 0);
     }
   }
   const u64 rest = __umul64hi(random, cut.total);
@@ -176,7 +240,7 @@ DEVICE void sample(const Data* logits, s64 logits_leading, const f32* temperatur
   if (finite(key_in(best)) && known && divisor.valid()) {
     const Row row = Row{logits + at * logits_leading, divisor, z_of(key_in(best)), (u32)v};
     const u64 random = random_of(seed[at], sequence[at], position[at]);
-    found = (s32)drawn<SOME>(row, at, top_k, top_p, random, row_sums, (u32)parts);
+    found = (s32)drawn<SOME>(row, at, top_k, top_p, random, row_maxima, row_sums, (u32)parts);
   }
   if (threadIdx.x == 0) store_token(token, wide, at, found);
 }

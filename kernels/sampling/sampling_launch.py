@@ -23,7 +23,7 @@ _ROW_THREADS = 1024
 
 def log_softmax_at(problem: LogSoftmaxAtDescriptor, device: Device) -> Launch:
     """Launch three steps: maxima and sums of parts of rows, then the results of every row."""
-    temperature = pointers("temperature") if problem.has_temperature else s64(0)
+    temperature: tuple[Parameter, ...] = pointers("temperature") if problem.has_temperature else s64(0)
     parameters = (
         *strided("logits"),
         *temperature,
@@ -41,7 +41,7 @@ def log_softmax_at(problem: LogSoftmaxAtDescriptor, device: Device) -> Launch:
 
 def argmax(problem: ArgmaxDescriptor, device: Device) -> Launch:
     """Launch two steps: maxima of parts of rows, then of rows."""
-    parameters = (*pointers("row_maxima", "token"), *s32(_wide(problem), problem.parts))
+    parameters: tuple[Parameter, ...] = (*pointers("row_maxima", "token"), *s32(_wide(problem), problem.parts))
     last = _step(device, "argmax", problem.n, _WARP, parameters)
     return _launch(problem, _maxima(problem, device, s64(0)), last)
 
@@ -69,7 +69,7 @@ def sample(problem: SampleDescriptor, device: Device) -> Launch:
 def _launch(problem: LogitsProblem, *steps: Step) -> Launch:
     """Return steps whose blocks leave the maxima and sums of parts of rows in scratch memory."""
     parts = problem.n * max(problem.parts, 1)
-    needs = (("row_maxima", 8 * parts), ("row_sums", 16 * parts))
+    needs = (("row_maxima", 8 * parts * _THREADS // _WARP), ("row_sums", 16 * parts))
     used = {parameter for step in steps for parameter in step.parameters}
     return Launch(
         steps=tuple(step for step in steps if 0 not in step.grid),

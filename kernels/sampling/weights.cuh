@@ -1,13 +1,13 @@
 // Integer weights of logits, and what the kernels of a row share: maxima and sums of its parts.
 //
 //   z = RN(x / temperature), d = RN(z - m), E = 2^40 exp(max(d, -33)) by a fixed sequence in f32, w = rne(E)
-//   row_maxima = the largest key of a part and where it is;  row_sums = the sums of w, and of rne(-d E), of a part
+//   row_maxima = the largest key of an eighth of a part and where it is;  row_sums = the sums of w, and of rne(-d E), of a part
 //
 // weights.py says what every step means. Keys are u32 in the order of z: minus zero is plus zero, and a NaN is above
 // everything. Maxima and sums of integers are exact in any order.
 //
 // Data: global memory, in chunks of 16 bytes where a part begins at one -> registers -> shuffles, then shared memory ->
-// one maximum and two sums for each part in global memory, which later steps read again.
+// a maximum for each warp of a part, and two sums for each part in global memory, which later steps read again.
 //
 // Variants: none. A part has 4096 tokens, so that even one row is spread over tens of blocks. Logits were just written,
 // and every step reads them: they come from L2, unless the rows do not fit there.
@@ -16,7 +16,7 @@
 #include "griddepcontrol.cuh"
 
 typedef SKUDA_DATA Data;
-enum { PART = 4096, THREADS = 256 };
+enum { PART = 4096, THREADS = 256, GROUPS = THREADS / 32 };
 const u32 EVERYONE = 0xffffffffu;
 
 // Calls f(i, x[i]) for all i < count; `threads` threads share them.
@@ -93,8 +93,10 @@ template <class T> DEVICE T warp_sum(T v) {
 
 // The maximum of a row, and the sums of its parts; every warp computes them for itself.
 DEVICE u64 row_best(const u64* row_maxima, u32 row, u32 parts) {
+  const u64* const own = row_maxima + (u64)row * parts * GROUPS;
   u64 best = 0;
-  for (u32 i = threadIdx.x % 32; i < parts; i += 32) best = max_of(best, row_maxima[(u64)row * parts + i]);
+#pragma unroll 4
+  for (u32 i = threadIdx.x % 32; i < parts * GROUPS; i += 32) best = max_of(best, own[i]);
   return warp_max(best);
 }
 struct Sums { u64 weights, rest; };
@@ -121,7 +123,6 @@ struct Part {
 };
 
 KERNEL(THREADS, 4) row_maxima(const Data* logits, s64 logits_leading, const f32* temperature, u64* row_maxima, s32 v, s32 parts) {
-  __shared__ u64 shared[THREADS / 32];
   griddepcontrol_wait();
   const Part part = Part::of(blockIdx.x, (u32)v, (u32)parts);
   const Temperature divisor = Temperature::of(temperature, part.row);
@@ -130,16 +131,12 @@ KERNEL(THREADS, 4) row_maxima(const Data* logits, s64 logits_leading, const f32*
     best = max_of(best, ranked(key_of(divisor.z(x)), part.first + i));
   });
   best = warp_max(best);
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = best;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  for (u32 i = 1; i < THREADS / 32; ++i) best = max_of(best, shared[i]);
-  row_maxima[blockIdx.x] = best;
+  if (threadIdx.x % 32 == 0) row_maxima[(u64)blockIdx.x * GROUPS + threadIdx.x / 32] = best;
 }
 
 KERNEL(THREADS, 4) row_sums(const Data* logits, s64 logits_leading, const f32* temperature, const u64* row_maxima, Sums* row_sums,
                             s32 v, s32 parts) {
-  __shared__ Sums shared[THREADS / 32];
+  __shared__ Sums shared[GROUPS];
   griddepcontrol_wait();
   const Part part = Part::of(blockIdx.x, (u32)v, (u32)parts);
   const Temperature divisor = Temperature::of(temperature, part.row);
@@ -156,6 +153,6 @@ KERNEL(THREADS, 4) row_sums(const Data* logits, s64 logits_leading, const f32* t
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = sums;
   __syncthreads();
   if (threadIdx.x != 0) return;
-  for (u32 i = 1; i < THREADS / 32; ++i) sums.weights += shared[i].weights, sums.rest += shared[i].rest;
+  for (u32 i = 1; i < GROUPS; ++i) sums.weights += shared[i].weights, sums.rest += shared[i].rest;
   row_sums[blockIdx.x] = sums;
 }

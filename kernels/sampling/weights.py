@@ -116,7 +116,7 @@ def largest(z: Array) -> tuple[Array, Array]:
 @np.errstate(all="ignore")
 def differences(z: Array, m: Array) -> Array:
     """Return c of rows whose largest z is m; any number within [-33, 0] for rows without a distribution."""
-    return np.fmin(np.fmax(z - m[:, None], _LEAST), np.float32(0))
+    return np.asarray(np.fmin(np.fmax(z - m[:, None], _LEAST), np.float32(0)))
 
 
 def powers(c: Array) -> Array:
@@ -126,7 +126,7 @@ def powers(c: Array) -> Array:
     value: Array = np.full_like(f, COEFFICIENTS[0])
     for coefficient in (*COEFFICIENTS[1:], np.float32(1)):
         value = fma(f, value, coefficient)
-    return np.ldexp(value, k.astype(np.int32) + 40)
+    return np.asarray(np.ldexp(value, k.astype(np.int32) + 40))
 
 
 def integers(values: Array) -> Array:

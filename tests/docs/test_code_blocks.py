@@ -58,6 +58,7 @@ def blocks_of(page, text=None):
 
 NEEDS = {
     "docs/attention.md": ("torch", "transformers"),
+    "docs/exact.md": ("torch",),
     "docs/torch.md": ("torch", "transformers", "safetensors"),
     "docs/training.md": ("torch",),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from harness.binding import Placed, launch_of, ran, run_steps
 from support import assert_same_bits, fresh, run
 
 from skuda.kernels.sampling import argmax, log_softmax_at, sample
-from skuda.kernels.sampling.weights import PART
+from skuda.kernels.sampling.weights import PART, logarithm, powers
 from skuda.registry.device import KNOWN_DEVICES
 
 pytestmark = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason="no C++ compiler")
@@ -52,18 +53,83 @@ def test_kernels_equal_the_reference_at_any_size(name, element, values):
 
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("spread", [0, 1e-4, 0.3, 30])
-def test_ties_and_neighbours_at_the_end_of_what_is_kept(spread, element):
-    """Few different values, the closest of which differ in the last bits: a prefix ends among equal ones."""
-    rng = fresh(spread, element)
-    n, v = 8, int(rng.integers(1500, 5000))
-    problem = sample.SampleDescriptor(n=n, v=v, input_element=element, has_top_k=True, has_top_p=True)
+@pytest.mark.parametrize("by", ["top_k", "top_p", "both"])
+def test_ties_and_neighbours_at_the_end_of_what_is_kept(by, spread, element):
+    """Few different values, the closest of which differ in the last bits: a prefix ends among equal ones.
+
+    Where all are equal, the limit of top-p is a sum of weights. In some rows so many tokens may be the last one that
+    they are not listed.
+    """
+    rng = fresh(by, spread, element)
+    n, v = 6, 2048 if spread == 0 else int(rng.integers(1500, 7000))
+    problem = sample.SampleDescriptor(n=n, v=v, input_element=element, has_top_k=by != "top_p", has_top_p=by != "top_k")
     inputs = sample.draw(problem, "normal", rng)
     few = 10 + spread * rng.standard_normal((n, int(rng.integers(2, 40)))) * rng.choice([1e-7, 1, 10], (n, 1))
     inputs["logits"] = rng.choice(few, v, axis=1).astype(inputs["logits"].dtype)
     inputs["temperature"] = rng.choice([1, 1, 0.3, 3], n).astype(np.float32)
-    inputs["top_k"] = rng.integers(1, v, n).astype(np.int32)
-    inputs["top_p"] = rng.choice([rng.random(), rng.random(), 1, 1e-6], n).astype(np.float32)
+    if by != "top_p":
+        every = [1, 2, 8, 64, 1024] if spread == 0 else [1, 2, 3, 7, rng.integers(1, v)]
+        inputs["top_k"] = rng.choice(every, n).astype(np.int32)
+    if by != "top_k":
+        every = [1 / 8, 1 / 2, 3 / 4] if spread == 0 else [rng.random(), 1 - 1e-3 * rng.random(), 1, 1e-6]
+        inputs["top_p"] = rng.choice(every, n).astype(np.float32)
     check("sample", problem, inputs, rng)
+
+
+@pytest.mark.parametrize("v", [300, 3 * PART])
+def test_rows_like_those_of_a_model(v):
+    """A few tokens have most of the weight, and thousands a little."""
+    rng = fresh(v)
+    problem = sample.SampleDescriptor(n=6, v=v, input_element="f32", has_top_k=True, has_top_p=True)
+    inputs = sample.draw(problem, "normal", rng) | {"temperature": rng.uniform(0.5, 1.5, 6).astype(np.float32)}
+    inputs["logits"] = (3 * rng.standard_normal((6, v)) + rng.choice([0, -1000, 1e6], (6, 1))).astype(np.float32)
+    inputs["top_k"] = np.array([0, 0, 0, 1, 20, 50], np.int32)
+    inputs["top_p"] = np.array([0.5, 0.95, 0.9999, 0.9, 0.95, 1], np.float32)
+    check("sample", problem, inputs, rng)
+
+
+def test_no_nan_is_lost_whatever_its_sign_and_payload():
+    rng = fresh()
+    n, v = 4, 700
+    logits = rng.standard_normal((n, v)).astype(np.float32)
+    for row, bits in enumerate((0xFFC00000, 0xFF800001, 0x7F800001, 0xFFFFFFFF)):
+        logits.view(np.uint32)[row, rng.choice(v, 3, replace=False)] = bits ^ np.array([0, 2, 1 << 31], np.uint32)
+    for name, module in OPS.items():
+        fields = {"n": n, "v": v, "input_element": "f32"} | ({"t": 2} if name == "log_softmax_at" else {})
+        problem = module.OP.descriptor(**fields)
+        check(name, problem, module.draw(problem, "normal", rng) | {"logits": logits}, rng)
+
+
+def test_parameters_that_are_none():
+    rng = fresh()
+    odd = np.array([np.nan, np.inf, -np.inf, -1, -0.0, 0, 1, 2, 0.5], np.float32)
+    temperature, top_p = (array.ravel() for array in np.meshgrid(odd, odd))
+    problem = sample.SampleDescriptor(n=81, v=40, input_element="f16", has_top_p=True)
+    check("sample", problem, sample.draw(problem, "normal", rng) | {"temperature": temperature, "top_p": top_p}, rng)
+
+
+CURVES = """
+KERNEL(256, 1) curves(const u64* totals, f64* logarithms, const f32* c, f32* powers) {
+  const u32 i = blockIdx.x * 256 + threadIdx.x;
+  logarithms[i] = logarithm(totals[i]), powers[i] = power(c[i]);
+}
+"""
+
+
+def test_powers_and_logarithms_have_every_bit_of_the_reference():
+    rng, blocks = fresh(), 800
+    totals = np.exp2(rng.uniform(40, 62, 256 * blocks)).astype(np.int64)
+    c = np.where(
+        rng.random(totals.shape) < 0.9, -33 * rng.random(totals.shape), -np.exp(-30 * rng.random(totals.shape))
+    )
+    c = c.astype(np.float32)
+    logarithms, found = np.empty(totals.shape), np.empty_like(c)
+    unit = emulator.Unit.of(sku_of("log_softmax_at", "f32"))
+    given = [("p", array.ctypes.data) for array in (totals, logarithms, c, found)]
+    library = emulator.load(replace(unit, text=unit.text + CURVES))
+    library.launch("curves", (blocks, 1, 1), (256, 1, 1), 0, given)
+    assert_same_bits(logarithms, logarithm(totals))
+    assert_same_bits(found, powers(c))
 
 
 @pytest.mark.parametrize("where", ["first", "last", "part"])

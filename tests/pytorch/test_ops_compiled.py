@@ -114,8 +114,17 @@ FUNCTIONS = {
     "packed per group": lambda x: SKUDA.quantize_per_group(
         x, SCALE[0].expand(*x.shape[:-1], 4), W[0, 0].int().expand(*x.shape[:-1], 4), group_size=4, output_element="s4"
     ),
+    "argmax": SKUDA.argmax,
+    "log_softmax_at": lambda x: SKUDA.log_softmax_at(x, SKUDA.argmax(x)[..., None], SCALE[0].expand(x.shape[:-1])),
+    "sample": lambda x: SKUDA.sample(x, *_parameters(x), top_k=torch.full(x.shape[:-1], 3, dtype=torch.int32)),
     "two": lambda x: SKUDA.scaled_linear(*_range_and_weight(x), weight_scale=SCALE, output_element="bf16"),
 }
+
+
+def _parameters(x):
+    """Temperature, seed, sequence and position of every row."""
+    zero = torch.zeros(x.shape[:-1], dtype=torch.int64)
+    return torch.ones(x.shape[:-1]), zero, zero + 1, zero + 2
 
 
 def _range_and_weight(x):

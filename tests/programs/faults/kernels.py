@@ -24,6 +24,8 @@ SUMS = on_cpu("rms_norm_quantize.f32-s8", "rms_norm_quantize.bf16-s8")
 NORM = on_cpu("layer_norm_quantize.f32-s8", "layer_norm_quantize.f16-s8")
 MAGNITUDES = "test_gradients_are_divided_exactly_whatever_their_magnitude"
 CURVES = ["tests/kernels/test_curves.py::test_every_16_bit_argument_gives_the_same_bits_on_the_fast_path"]
+SAMPLING = ["tests/kernels/test_sampling_on_cpu.py"]
+MEANING = ["tests/kernels/test_sampling.py"]
 NUMERICS = ["tests/kernels/test_numerics.py"]
 LINEAR = ["tests/kernels/test_numerics_linear.py"]
 FAULTS = listed(
@@ -263,6 +265,27 @@ FAULTS = listed(
                 "            value *= product + 1\n",
                 LINEAR,
             ),
+        },
+        "kernels/sampling/weights.cuh": {
+            "kernel-a-negative-nan-is-the-least": ("z != z ? 0xffffffffu : ", "", SAMPLING),
+            "kernel-a-power-without-the-rest-of-log2e": ("(c, 0x1.4ae0c0p-26f", "(c, 0.0f", SAMPLING),
+            "kernel-of-equal-logits-the-last": ("| (u32)~index", "| index", SAMPLING),
+        },
+        "kernels/sampling/sample.cu": {
+            "kernel-one-token-more-than-top-p": ("+ each - 1) / each", "+ each) / each", SAMPLING),
+            "kernel-a-bound-that-too-few-tokens-reach": ("reached >= k)", "reached >= k - 1)", SAMPLING),
+            "kernel-all-tokens-that-tie-stay": (
+                "amount.count < cut.left ? amount.count : cut.left",
+                "amount.count",
+                SAMPLING,
+            ),
+        },
+        "kernels/sampling/sample.py": {
+            "reference-top-p-of-all-tokens": ("    w[order[k:]] = 0\n    if", "    if", MEANING),
+            "reference-ties-in-any-order": ('np.argsort(-z, kind="stable")', "np.argsort(z)[::-1]", MEANING),
+        },
+        "kernels/sampling/log_softmax_at.py": {
+            "reference-weights-of-f32": ("integers(e).sum(axis=1)", "e.sum(axis=1)", MEANING),
         },
         "kernels/linear/warpgroup_cost.py": {
             "linear-the-model-forgets-the-waves": (
