@@ -78,6 +78,7 @@ ORDER = (
     "vllm.fusion",
     "vllm.loading",
     "vllm.linear_kernel",
+    "vllm.attention",
     "vllm.linear_method",
     "vllm.config",
     "vllm",

@@ -18,7 +18,8 @@ def register() -> None:
     """
     if not serves_vllm():
         return
-    from skuda.vllm import config, linear_kernel
+    from skuda.vllm import attention, config, linear_kernel
 
     linear_kernel.offer()
+    attention.offer()
     config.register()
