@@ -80,6 +80,7 @@ ORDER = (
     "vllm.linear_kernel",
     "vllm.attention",
     "vllm.linear_method",
+    "vllm.head",
     "vllm.config",
     "vllm",
 )
