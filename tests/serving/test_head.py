@@ -86,9 +86,7 @@ def test_new_weights_land_in_the_same_memory(served, form, reload):
     codes, scale = quantized_weight(weight)
     new = {"weight": weight} if form == "floats" else {"weight": codes, "weight_scale": scale.view(-1, 1)}
     with reloading(layer) if reload else nullcontext():
-        load(
-            layer, **({"weight": weight} if form == "floats" else {"weight": codes, "weight_scale": scale.view(-1, 1)})
-        )
+        load(layer, **new)
     assert memory(layer) == places
     assert torch.equal(logits(layer, x), expected(x, weight))
 
