@@ -37,6 +37,7 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.dtypes import element_of
 from skuda.vllm.linear_kernel import logger
+from skuda.vllm.status import missing
 from skuda.vllm.warming import warm
 
 CACHE_DTYPE = "int8_per_token_head"
@@ -101,9 +102,9 @@ class ExactAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_combination(cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *_: Any) -> str | None:
-        """Return what to do where the cache has another dtype."""
+        """Return what to do where the cache has another dtype, or why no kernel runs here."""
         del head_size, dtype
-        return None if kv_cache_dtype == CACHE_DTYPE else f"it needs kv_cache_dtype={CACHE_DTYPE!r}"
+        return f"it needs kv_cache_dtype={CACHE_DTYPE!r}" if kv_cache_dtype != CACHE_DTYPE else missing() or None
 
     @staticmethod
     def get_kv_cache_shape(

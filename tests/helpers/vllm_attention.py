@@ -29,8 +29,8 @@ SIZES = HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE
 """Columns of queries, keys and values."""
 
 
-def config_of(**cache):
-    return VllmConfig(cache_config=CacheConfig(**{"cache_dtype": CACHE_DTYPE, "block_size": PAGE} | cache))
+def config_of(cache_dtype=CACHE_DTYPE, **more):
+    return VllmConfig(cache_config=CacheConfig(cache_dtype=cache_dtype, block_size=PAGE), **more)
 
 
 def layer_of(config, name="layers.0.attn", window=None, size=SIZE, **more):
@@ -83,12 +83,16 @@ class Server:
     rng : numpy.random.Generator
     windows : tuple of (int or None)
         A layer for each.
+    config, model : VllmConfig and module, optional
+        A model, which takes ids. It returns logits.
     """
 
-    def __init__(self, rng, windows=(None, None), dtype=torch.bfloat16, pages=32):
-        self.config = config_of()
+    def __init__(self, rng, windows=(None, None), dtype=torch.bfloat16, pages=32, config=None, model=None):
+        self.config, self.model = config or config_of(), model
         with default_dtype(dtype):
             self.layers = [layer_of(self.config, f"layers.{i}.attn", each) for i, each in enumerate(windows)]
+        if model is not None:
+            self.layers = [each for each in model.modules() if isinstance(each, Attention)]
         specs = specs_of(self.config, self.layers)
         self.caches = allocated(self.config, specs, pages)
         for layer in self.layers:
@@ -109,8 +113,8 @@ class Server:
 
         Parameters
         ----------
-        tokens : dict of str to tensor of shape (layers, tokens, (heads + 2 kv_heads) size)
-            All queries, keys and values of each sequence.
+        tokens : dict of str to tensor of shape (layers, tokens, (heads + 2 kv_heads) size) or (1, tokens)
+            All queries, keys and values of each sequence; or all ids, for a model.
         new : dict of str to int
             How many new tokens of which sequences there are.
         padding, idle : int
@@ -133,7 +137,8 @@ class Server:
             rows.append(tokens[name][:, first : first + count])
             starts.append(starts[-1] + count)
             lengths.append(self.lengths[name])
-        rows.append(torch.full((len(self.layers), padding, rows[0].shape[-1]), torch.nan, dtype=rows[0].dtype))
+        if padding:
+            rows.append(torch.full((len(self.layers), padding, sum(SIZES)), torch.nan, dtype=rows[0].dtype))
         starts, lengths = torch.tensor(starts + [starts[-1]] * idle), torch.tensor(lengths + [0] * idle)
         given = torch.cat(rows, 1)
         found = self.run(given, table, lengths.int(), starts.int())
@@ -158,6 +163,11 @@ class Server:
             )
             tables[layer.layer_name] = builder.build(common_prefix_len=0, common_attn_metadata=common)
         with set_forward_context(tables, self.config, slot_mapping={}), torch.inference_mode():
+            if self.model is not None:
+                counts = starts.diff()
+                first = (lengths - counts - starts[:-1]).repeat_interleave(counts)
+                hidden = self.model(given[0], first + torch.arange(len(first)))
+                return self.model.compute_logits(hidden)[None]
             found = [
                 layer(*rows.split(SIZES, -1)).view(-1, HEADS, SIZE)
                 for layer, rows in zip(self.layers, given, strict=True)

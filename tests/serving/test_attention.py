@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support import fresh
+from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import attention as vllm_attention_layer
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm_attention import HEADS, KV_HEADS, PAGE, SIZE, Server, by_transformers, config_of, drawn, layer_of, specs_of
-from vllm_layers import default_dtype
+from vllm_attention import (
+    HEADS,
+    KV_HEADS,
+    PAGE,
+    SIZE,
+    Server,
+    by_transformers,
+    config_of,
+    drawn,
+    layer_of,
+    specs_of,
+)
+from vllm_layers import default_dtype, ready
 
 import skuda.vllm
 from skuda.registry.errors import InvalidProblem
@@ -58,6 +74,60 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_after_a_shared
     server.step(tokens, {"a": 1})
     check(server, *LENGTHS)
     assert server.whole("d").shape[1] == 34
+
+
+@pytest.fixture
+def llama(served, tmp_path, monkeypatch):
+    """A Llama of vLLM with int8 layers and head, and this attention; and its config."""
+    monkeypatch.setattr(vllm_attention_layer, "get_attn_backend", lambda *_, **__: ExactAttentionBackend)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    of_model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "head_dim": SIZE, "num_hidden_layers": 2}
+    of_model |= {"vocab_size": 100, "max_position_embeddings": 512, "tie_word_embeddings": False, "dtype": "bfloat16"}
+    quantization = {"quantization_config": {"quant_method": "skuda", "head": True}}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | of_model | quantization))
+    given = {"skip_tokenizer_init": True, "dtype": "bfloat16", "quantization": "skuda", "max_model_len": 512}
+    config = config_of(model_config=ModelConfig(str(tmp_path), **given))
+    config.compilation_config.mode = 0
+    rng = fresh()
+    with set_current_vllm_config(config), default_dtype(torch.bfloat16):
+        model = LlamaForCausalLM(vllm_config=config)
+    columns = {name: HEADS * SIZE if name == "q" else KV_HEADS * SIZE for name in "qkv"}
+    shapes = {f"self_attn.{name}_proj": (n, 64) for name, n in columns.items()} | {
+        "self_attn.o_proj": (64, HEADS * SIZE)
+    }
+    shapes |= {"mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96)}
+    shapes |= {"input_layernorm": (64,), "post_attention_layernorm": (64,)}
+    shapes = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in shapes.items()}
+    shapes |= {"model.embed_tokens": (100, 64), "lm_head": (100, 64), "model.norm": (64,)}
+    weights = {f"{name}.weight": rng.standard_normal(shape) / 4 + (len(shape) == 1) for name, shape in shapes.items()}
+    model.load_weights((name, torch.from_numpy(weight).bfloat16()) for name, weight in weights.items())
+    for module in model.modules():
+        if getattr(module, "quant_method", None) is not None:
+            ready(module)
+    return config, model
+
+
+def test_logits_of_a_model_have_the_same_bits_alone_in_a_batch_and_in_chunks(llama):
+    config, model = llama
+    rng = fresh()
+    tokens = {name: torch.from_numpy(rng.integers(0, 100, (1, length))) for name, length in LENGTHS.items()}
+
+    def server():
+        return Server(rng, (), config=config, model=model)
+
+    want = {}
+    for name, length in LENGTHS.items():
+        one = server()
+        one.step(tokens, {name: length})
+        want[name] = one.whole(name)
+        assert want[name].dtype is torch.float32
+    together, chunks = server(), server()
+    together.step(tokens, LENGTHS)
+    for new in ({"a": 200, "b": 130}, {"b": 1, "c": 4, "a": 99}, {"c": 1, "d": 250, "a": 1}, {"d": 39}, {"d": 1}):
+        chunks.step(tokens, new)
+    for name in LENGTHS:
+        assert same(together.whole(name), want[name]), name
+        assert same(chunks.whole(name), want[name]), name
 
 
 def test_what_a_captured_graph_has_more_of_is_zero_and_writes_nothing(alone):
@@ -161,6 +231,12 @@ def built(config, *layers):
     return ExactAttentionBackend.get_builder_cls()(spec, names[:1], config, torch.device("cpu"))
 
 
+class StateSpace(AttentionLayerBase):
+    """A layer whose state lies in the cache."""
+
+    get_attn_backend = get_kv_cache_spec = None
+
+
 def test_layers_that_cut_their_memory_in_another_way_are_refused(alone):
     config = config_of()
     built(config, layer_of(config), layer_of(config, "layers.1.attn", 40))
@@ -169,6 +245,11 @@ def test_layers_that_cut_their_memory_in_another_way_are_refused(alone):
         with pytest.raises(InvalidProblem) as found:
             built(config, layer_of(config), layer_of(config, "layers.1.attn", **more))
         assert found.value.field == "layers.1.attn"
+    config = config_of()
+    layer, layers = layer_of(config), config.compilation_config.static_forward_context
+    layers["mixer"] = StateSpace()
+    with pytest.raises(InvalidProblem, match="StateSpace"):
+        built(config, layer)
     config = config_of()
     with pytest.raises(InvalidProblem, match="head_size_v"):
         built(config, layer_of(config, head_size_v=64))
@@ -229,9 +310,13 @@ def test_memory_in_another_layout_and_a_quantized_output_are_refused(alone):
         ({"use_pcp": True}, "PCP"),
         ({"attn_type": "encoder_only"}, "encoder_only"),
         ({"device_capability": DeviceCapability(7, 5)}, "compute capability"),
+        ({"missing": "no compiler"}, "no compiler"),
     ],
 )
-def test_vllm_asks_the_backend_before_it_takes_it(alone, given, said):
+def test_vllm_asks_the_backend_before_it_takes_it(alone, monkeypatch, given, said):
+    why = given.get("missing", "")
+    monkeypatch.setattr(attention, "missing", lambda: why)
+    given = {name: value for name, value in given.items() if name != "missing"}
     every = {
         "head_size": 128,
         "dtype": torch.bfloat16,
