@@ -147,6 +147,23 @@ def test_what_a_captured_graph_has_more_of_is_zero_and_writes_nothing(alone):
         assert same(server.whole(name), torch.stack(want))
 
 
+def test_a_rank_with_some_of_the_heads_has_their_bits(alone):
+    rng = fresh()
+    server, tokens = Server(rng, (None,)), {"a": drawn(rng, 1, 200)}
+    server.step(tokens, {"a": 200})
+    q, k, v = (each.unflatten(-1, (-1, SIZE)) for each in tokens["a"][0].split(SIZES, -1))
+    group = HEADS // KV_HEADS
+    numbers = ([[1, 0]], [200], [0, 200])
+    tables = attention.ExactTables(*(torch.tensor(each, dtype=torch.int32) for each in numbers))
+    for rank in range(KV_HEADS):
+        impl = attention.ExactAttention(group, SIZE, SCALE, 1, kv_cache_dtype=CACHE_DTYPE)
+        own, heads = slice(rank, rank + 1), slice(rank * group, (rank + 1) * group)
+        output = torch.empty(200, group, SIZE, dtype=q.dtype)
+        memory = torch.zeros(2, 1, PAGE, 2 * SIZE + 8, dtype=torch.int8)
+        impl.forward(None, q[:, heads], k[:, own], v[:, own], memory, tables, output)
+        assert same(output, server.whole("a")[0, :, heads])
+
+
 def test_no_tables_give_zeros_and_leave_the_cache_alone(alone):
     server = Server(fresh())
     layer, output = server.layers[0], torch.full((3, HEADS, SIZE), torch.nan)
