@@ -19,7 +19,9 @@ from vllm_attention import (
     HEADS,
     KV_HEADS,
     PAGE,
+    SCALE,
     SIZE,
+    SIZES,
     Server,
     by_transformers,
     config_of,
@@ -91,10 +93,8 @@ def llama(served, tmp_path, monkeypatch):
     rng = fresh()
     with set_current_vllm_config(config), default_dtype(torch.bfloat16):
         model = LlamaForCausalLM(vllm_config=config)
-    columns = {name: HEADS * SIZE if name == "q" else KV_HEADS * SIZE for name in "qkv"}
-    shapes = {f"self_attn.{name}_proj": (n, 64) for name, n in columns.items()} | {
-        "self_attn.o_proj": (64, HEADS * SIZE)
-    }
+    shapes = {f"self_attn.{name}_proj": (n, 64) for name, n in zip("qkv", SIZES, strict=True)}
+    shapes |= {"self_attn.o_proj": (64, HEADS * SIZE)}
     shapes |= {"mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96)}
     shapes |= {"input_layernorm": (64,), "post_attention_layernorm": (64,)}
     shapes = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in shapes.items()}
