@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm_attention import (
     HEADS,
@@ -196,6 +198,30 @@ def test_a_layer_takes_other_memory_when_vllm_has_allocated_it(alone):
     server.step(tokens, {"a": 5})
     assert (old == -1).all()
     assert same(server.whole("a")[0], by_transformers(tokens["a"][0])[0])
+
+
+def test_memory_that_vllm_frees_is_kept_by_nothing(alone):
+    rng = fresh()
+    server = Server(rng, (None,))
+    server.step({"a": drawn(rng, 1, 4)}, {"a": 4})
+    (layer,) = server.layers
+    memory = weakref.ref(layer.kv_cache)
+    server.caches.clear()
+    layer.kv_cache = torch.tensor([])
+    assert memory() is not None
+    assert hasattr(layer.impl, "_k_scale_cache")  # what vLLM asks, in `GPUModelRunner._cleanup_profiling_kv_cache`
+    layer.impl._k_scale_cache = None
+    assert memory() is None
+
+
+def test_captured_graphs_read_the_tables_of_vllm(alone):
+    server = Server(fresh())
+    given = {"block_table_tensor": object(), "seq_lens": object(), "query_start_loc": object(), "causal": True}
+    found = server.builders[0].build(0, SimpleNamespace(**given))
+    assert found.block_table is given["block_table_tensor"]
+    assert found.lengths is given["seq_lens"]
+    assert found.starts is given["query_start_loc"]
+    assert server.builders[0].get_cudagraph_support(None, None) is AttentionCGSupport.ALWAYS
 
 
 def test_calls_like_an_earlier_one_build_no_problem_again(alone, monkeypatch):
