@@ -81,7 +81,9 @@ ORDER = (
     "vllm.fusion",
     "vllm.loading",
     "vllm.linear_kernel",
+    "vllm.attention",
     "vllm.linear_method",
+    "vllm.head",
     "vllm.config",
     "vllm",
 )

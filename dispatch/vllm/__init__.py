@@ -1,4 +1,4 @@
-"""skuda in vLLM: int8 linear layers by skuda's kernels, with norms and gated activations that write codes.
+"""skuda in vLLM: int8 linear layers, norms and gated activations that write codes, and attention over an int8 cache.
 
 vLLM loads `register` from the entry-point group ``vllm.general_plugins``, so installing skuda beside it is all. The
 versions 0.26 to 0.33 are tested. ``SKUDA_VLLM=0`` leaves vLLM as it is.
@@ -12,13 +12,14 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Let skuda serve vLLM's int8 layers, before vLLM's own kernels, and add ``quantization="skuda"``.
+    """Let skuda serve vLLM's int8 layers, and add ``quantization="skuda"`` and an attention backend, ``CUSTOM``.
 
     vLLM calls this in each of its processes, in some of them more than once.
     """
     if not serves_vllm():
         return
-    from skuda.vllm import config, linear_kernel
+    from skuda.vllm import attention, config, linear_kernel
 
     linear_kernel.offer()
+    attention.offer()
     config.register()

@@ -35,7 +35,7 @@ class SkudaConfig(QuantizationConfig):
     """What is quantized, and how, of a model that skuda serves.
 
     Without a checkpoint's description every linear layer is quantized while it is loaded: symmetric, a scale for each
-    token and for each output channel. Embeddings and the head stay floating.
+    token and for each output channel. Embeddings stay floating.
 
     Parameters
     ----------
@@ -43,6 +43,8 @@ class SkudaConfig(QuantizationConfig):
         `quantization_config` of a checkpoint of compressed-tensors.
     ignore : tuple of str
         Names of layers that stay floating, or regular expressions after ``re:``, where nothing is described.
+    head : bool
+        Whether the head is quantized, too, while it is loaded, and returns logits in f32; see `skuda.vllm.head`.
 
     Raises
     ------
@@ -50,7 +52,9 @@ class SkudaConfig(QuantizationConfig):
         For a description of anything but int8 weights and int8 activations in one scheme.
     """
 
-    def __init__(self, described: Mapping[str, Any] | None = None, ignore: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, described: Mapping[str, Any] | None = None, ignore: tuple[str, ...] = (), *, head: bool = False
+    ) -> None:
         # It is not imported with the plug-in: vLLM imports it where it is ready to.
         from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
             CompressedTensorsConfig,
@@ -60,6 +64,7 @@ class SkudaConfig(QuantizationConfig):
         if described is None:
             described = _floating(ignore)
         _check(described)
+        self.head = head
         self.checkpoint = CompressedTensorsConfig.from_config(copy.deepcopy(dict(described)))
 
     def get_name(self) -> Any:
@@ -88,17 +93,21 @@ class SkudaConfig(QuantizationConfig):
         ----------
         config : dict
             That of compressed-tensors; or ``{"quant_method": "skuda", "ignore": [...]}`` for a floating checkpoint.
+            Both may have ``"head": True``.
 
         Raises
         ------
         InvalidProblem
             For a description of anything else.
         """
+        others = dict(config)
+        head = others.pop("head", False)
+        _one_of("head", head, (True, False))
         if config.get("quant_method") != NAME:
-            return cls(config)
-        for field in config.keys() - {"quant_method", "ignore"}:
-            _refuse(field, config[field], "be left out: with quant_method skuda there is only ignore")
-        return cls(ignore=tuple(config.get("ignore") or ()))
+            return cls(others, head=bool(head))
+        for field in others.keys() - {"quant_method", "ignore"}:
+            _refuse(field, config[field], "be left out: with quant_method skuda there are only ignore and head")
+        return cls(ignore=tuple(config.get("ignore") or ()), head=bool(head))
 
     @classmethod
     def override_quantization_method(
@@ -118,12 +127,14 @@ class SkudaConfig(QuantizationConfig):
         Raises
         ------
         InvalidProblem
-            For experts and embeddings that the checkpoint quantizes or does not ignore.
+            For experts and embeddings that the checkpoint quantizes or does not ignore, and a head that is to be
+            quantized but is tied.
         """
         from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+        from skuda.vllm.head import SkudaHeadMethod, check_untied
         from skuda.vllm.linear_method import SkudaLinearMethod
 
         checkpoint = self.checkpoint
@@ -139,6 +150,9 @@ class SkudaConfig(QuantizationConfig):
         if isinstance(layer, VocabParallelEmbedding) and self._quantizes(layer, prefix):
             rule = "be ignored by the checkpoint: skuda serves embeddings and heads in floating point"
             raise InvalidProblem("quantization='skuda'", prefix, f"a quantized {type(layer).__name__}", rule)
+        if isinstance(layer, VocabParallelEmbedding) and self.head:
+            check_untied()
+            return SkudaHeadMethod() if isinstance(layer, ParallelLMHead) else None
         return None
 
     def _quantizes(self, layer: nn.Module, prefix: str) -> bool:

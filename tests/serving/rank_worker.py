@@ -18,6 +18,8 @@ from vllm.distributed import destroy_model_parallel, ensure_model_parallel_initi
 from vllm.model_executor.kernels import linear as kernels
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
@@ -37,6 +39,7 @@ from vllm_layers import (
 )
 
 import skuda.vllm
+from skuda.torch.int8_linear import quantized_weight
 from skuda.vllm import linear_method
 from skuda.vllm.config import SkudaConfig
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel as Kernel
@@ -233,6 +236,21 @@ def in_place(degree):
             yield right(layer, kind, inputs(rng, 4, torch.bfloat16), parts, degree, scheme)
 
 
+def head(degree):
+    """A head of which each rank has a part of the vocabulary."""
+    rng = drawn("head")
+    with default_dtype(torch.bfloat16):
+        layer = ParallelLMHead(100, K, quant_config=SkudaConfig(head=True), prefix="lm_head")
+    weight = torch.from_numpy(rng.standard_normal((100, K))).bfloat16()
+    layer.weight.weight_loader(layer.weight, weight)
+    ready(layer)
+    yield len(layer.weight) == 128 // degree
+    codes, scale = quantized_weight(weight)
+    x = inputs(rng, 5, torch.bfloat16)
+    want = torch.ops.skuda.quantized_linear(x, codes, scale, output_element="f32")
+    yield torch.equal(LogitsProcessor(100)(layer, x), want)
+
+
 class OwnMaximum:
     """The ops, but each rank uses the maximum of its own columns."""
 
@@ -270,7 +288,7 @@ with set_current_vllm_config(CONFIG):
     while degree <= COUNT:
         ensure_model_parallel_initialized(degree, 1)
         with torch.inference_mode():
-            for case in (schemes, rows_with, not_split, floating, compiled, gated, in_place, faults):
+            for case in (schemes, rows_with, not_split, floating, compiled, gated, in_place, head, faults):
                 every[f"{case.__name__} {degree}"] = list(case(degree))
         destroy_model_parallel()
         degree *= 2

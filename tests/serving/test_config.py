@@ -85,6 +85,14 @@ def test_vllm_gets_the_config(config_of, description, overrides, ignored):
         assert each.checkpoint.ignore == ignored
 
 
+@pytest.mark.parametrize("description", [described(), SHORT])
+def test_the_head_is_quantized_if_the_config_says_so(config_of, description):
+    for head in (True, False):
+        found = quantized(config_of(description | {"head": head}, quantization="skuda"))
+        assert pickle.loads(pickle.dumps(found)).head is head  # noqa: S301  as above
+    assert not quantized(config_of(description, quantization="skuda")).head
+
+
 def test_checkpoints_are_left_to_vllm_without_the_word(config_of):
     assert quantized(config_of(described())).get_name() == "compressed-tensors"
     with pytest.raises(ValueError, match="skuda"):

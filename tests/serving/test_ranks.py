@@ -11,6 +11,7 @@ from support import fresh
 HERE = Path(__file__).parent
 COUNT = 4
 DEGREES = (1, 2, 4)
+CASES = ("schemes", "rows_with", "not_split", "floating", "compiled", "gated", "in_place", "head")
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,9 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("degree", DEGREES)
-@pytest.mark.parametrize("case", ["schemes", "rows_with", "not_split", "floating", "compiled", "gated", "in_place"])
+@pytest.mark.parametrize(
+    "case", ["schemes", "rows_with", "not_split", "floating", "compiled", "gated", "in_place", "head"]
+)
 def test_every_degree_has_the_bits_of_one_rank(ranks, case, degree):
     for found in ranks:
         checks = found[f"{case} {degree}"]
