@@ -11,6 +11,7 @@ if __name__ != "skuda.torch":
 
 from skuda.torch.autograd import fake_quantize, frozen_linear, mixed_linear
 from skuda.torch.calibration import Calibration, calibrate
+from skuda.torch.certification import Certificate, certify
 from skuda.torch.checkpoint import load_, save
 from skuda.torch.dequantize import Dequantization, dequantize_
 from skuda.torch.fuse import Fusion, fuse_
@@ -21,12 +22,15 @@ from skuda.torch.ops import linear_codes, linear_dynamic, linear_scaled, linear_
 from skuda.torch.parallelize import Parallelization, parallelize_
 from skuda.torch.preparation import prepare
 from skuda.torch.quantize import Config, Dynamic, Report, quantize_
+from skuda.torch.sampling import log_probs, sample
 from skuda.torch.sharded_linear import ColumnLinear, RowLinear
 from skuda.torch.smoothing import SmoothStatic
 from skuda.torch.training import FakeQuant, FakeQuantLinear, Mixed, MixedLinear, observe
+from skuda.torch.update import update_
 
 __all__ = [
     "Calibration",
+    "Certificate",
     "CodesLinear",
     "ColumnLinear",
     "Config",
@@ -46,6 +50,7 @@ __all__ = [
     "StaticLinear",
     "TorchGroup",
     "calibrate",
+    "certify",
     "dequantize_",
     "fake_quantize",
     "frozen_linear",
@@ -58,11 +63,14 @@ __all__ = [
     "linear_scaled",
     "linear_static",
     "load_",
+    "log_probs",
     "mixed_linear",
     "observe",
     "parallelize_",
     "prepare",
     "quantize_",
     "register",
+    "sample",
     "save",
+    "update_",
 ]

@@ -1,1 +1,1 @@
-"""What `bench-model`, `bench-parallel`, `train-check` and `demo --gpus` measure."""
+"""What `bench-model`, `bench-parallel`, `train-check` and `certify` measure."""

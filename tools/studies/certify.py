@@ -18,7 +18,7 @@ from skuda.dispatch.system.writing import write_whole
 from skuda.registry.errors import InvalidProblem, MissingDependency, SkudaError
 from skuda.registry.text import one_line
 from skuda.tools.output import progress, refuse, stdout, tell
-from skuda.tools.studies.processes import RankJob, place_of_ranks, run_ranks
+from skuda.tools.studies.processes import place_of_ranks, run_ranks
 from skuda.tools.study.run import NoDevice, silent
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -35,13 +35,6 @@ _SIZES = {
 }
 _WINDOWS = {"mistral": {"sliding_window": 100}}
 _MOST_RANKS, _WHERE = 8, ("auto", "gpu", "host")
-
-
-class CertifyJob(RankJob):
-    """The model, in a file of torch, and the prompts that ranks share."""
-
-    path: str
-    prompts: tuple[tuple[int, ...], ...]
 
 
 class RankFailed(SkudaError):
@@ -175,7 +168,7 @@ class _Ranks:
     def __call__(self, prompts: Sequence[Any]) -> dict[int, Any]:
         import torch
 
-        from skuda.tools.studies.certify_rank import work
+        from skuda.tools.studies.certify_rank import CertifyJob, work
 
         ids = tuple(tuple(prompt.tolist()) for prompt in prompts)
         job = CertifyJob(backend=self.backend, count=self.count, seed=0, path=str(self.path), prompts=ids)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from skuda.tools.studies.certify import CertifyJob
-from skuda.tools.studies.processes import Save
+from skuda.tools.studies.processes import RankJob, Save
 from skuda.torch import TorchGroup, parallelize_
 from skuda.torch.ways import LEFT, batches, run
+
+
+class CertifyJob(RankJob):
+    """The model, in a file of torch, and the prompts that ranks share."""
+
+    path: str
+    prompts: tuple[tuple[int, ...], ...]
 
 
 def work(job: CertifyJob, rank: int, save: Save) -> None:
