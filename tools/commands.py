@@ -28,7 +28,7 @@ EXAMPLES = {
     "bench-parallel": "skuda bench-parallel --gpus 2  # needs a GPU",
     "tune": "skuda tune fill --numel 65536 --output tuning.json  # needs a GPU",
     "train-check": "skuda train-check --steps 200 --output train.json  # needs a GPU",
-    "certify": "skuda certify qwen3 --plain",
+    "certify": "skuda certify qwen3 --plain  # needs transformers",
     "compile": "skuda compile --device h200 --op fill",
     "bundle": "skuda bundle kernels.skuda --device h200 --op fill",
     "lock": "skuda lock --device h200",
@@ -348,7 +348,7 @@ _command(
     "certify",
     "studies.certify",
     "model device ranks batch cpu_layers plain seed output as_json",
-    """Show that a model's log-probabilities have the same bits in every way.
+    """Show that a model has the same bits in every way.
 
     Makes the model exact, and computes the log-probabilities of random prompts alone, step by step, in chunks, padded,
     in batches, after a shared prefix, compiled, on ranks, in training and, from a GPU, captured and on the CPU. Prints

@@ -67,7 +67,7 @@ def test_every_example_runs(skuda, name, tmp_path, monkeypatch):
 
 def test_what_needs_a_gpu_is_marked_and_parses():
     assert {name for name in EXAMPLES if name not in RUN} <= {
-        *("bench", "bench-model", "bench-parallel", "tune", "train-check"),
+        *("bench", "bench-model", "bench-parallel", "tune", "train-check", "certify"),
     }
     for name in set(EXAMPLES) - set(RUN):
         words = shlex.split(EXAMPLES[name], comments=True)[2:]

@@ -37,6 +37,7 @@ COMMANDS = {
     "bench-model": ("bench-model", "--help"),
     "bench-parallel": ("bench-parallel", "--help"),
     "tune": ("tune", "fill", "--numel", "5", "--repeats", "2", "--output", "tuning.json"),
+    "certify": ("certify", "nowhere", "--device", "host"),
     "compile": ("compile", "--op", "fill", "--arch", "sm_90", "--backend", "cuda_core"),
     "bundle": ("bundle", "bundle", "--op", "fill", "--arch", "sm_90", "--backend", "cuda_core"),
     "lock": ("lock", "--descriptors", "problems.json", "--device", "cpu", "--output", "-"),
@@ -52,6 +53,7 @@ COMMANDS = {
 }
 SILENT = {
     "train-check",
+    "certify",
     "compile",
     "bundle",
     "cache ls",
@@ -313,8 +315,6 @@ PLACES = (
     "demo --device @",
     "certify @ --device host",
     "certify qwen3 --device @",
-    "certify qwen3 --ranks @",
-    "certify qwen3 --output @",
     "@",
 )
 

@@ -19,7 +19,7 @@ from skuda.registry.errors import InvalidProblem, MissingDependency, SkudaError
 from skuda.registry.text import one_line
 from skuda.tools.output import progress, refuse, stdout, tell
 from skuda.tools.studies.processes import place_of_ranks, run_ranks
-from skuda.tools.study.run import NoDevice, silent
+from skuda.tools.study.run import NoDevice, fresh_seed, silent
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """Models that need no files: small ones with random weights."""
@@ -49,7 +49,7 @@ def run(
     batch: int = 16,
     cpu_layers: int | None = None,
     plain: bool = False,
-    seed: int = 0,
+    seed: int | None = None,
     output: Path | None = None,
     as_json: bool = False,
 ) -> int:
@@ -63,6 +63,7 @@ def run(
 
     from skuda.torch.certification import certify
 
+    seed = fresh_seed() if seed is None else seed
     on_gpu = device == "gpu" or (device == "auto" and torch.cuda.is_available())
     place = torch.device("cuda" if on_gpu else "cpu")
     count = (torch.cuda.device_count() if on_gpu else 2) if ranks is None else ranks
@@ -98,7 +99,7 @@ def run(
     if as_json:
         sys.stdout.write(text)
     else:
-        stdout().print(f"{model} on {card}\n\n{found}", soft_wrap=True, highlight=False)
+        stdout().print(f"{model} on {card}, seed {seed}\n\n{found}", soft_wrap=True, highlight=False)
         if beside is not None:
             stdout().print(f"\nfor comparison, plain transformers: {beside}", soft_wrap=True, highlight=False)
     if not found.ok:
