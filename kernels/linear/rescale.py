@@ -48,14 +48,13 @@ from skuda.kernels.linear.epilogue import Epilogue
 from skuda.kernels.linear.problem import BIASED, OUTPUTS, SCALE_SCOPES, floats_up_to, scale_of_rows
 from skuda.kernels.linear.reference import round_integer, subtract_outer
 from skuda.kernels.linear.scaled_linear import ScaledLinearDescriptor
-from skuda.kernels.offers import cuda_skus, elementwise_guarantee, numpy_skus
+from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import CODES8, ElementKind
-from skuda.registry.guarantee import PrecisionGuarantee
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.value import Extent
-from skuda.registry.vocabulary import ActivationKind, DynamicRangeScope, EpilogueKind, OpCategory
+from skuda.registry.vocabulary import DynamicRangeScope, EpilogueKind, OpCategory
 
 _ACT_SHIFTED, _WEIGHT_SHIFTED = ({f"has_{name}_zero_point": (True,)} for name in ("act", "weight"))
 
@@ -199,12 +198,6 @@ def _flags(output: ElementKind, _: ElementKind | None) -> tuple[str, ...]:
     return ("-fmad=false", f"-DSKUDA_REAL={output.compute}", f"-DSKUDA_OUT={output}")
 
 
-def _guarantee(output: ElementKind, epilogue: EpilogueKind | None) -> PrecisionGuarantee:
-    """Promise the reference's bits, except for gelu and silu, for which it is as for the fused layers."""
-    curved = epilogue is not None and epilogue.activation in (ActivationKind.GELU, ActivationKind.SILU)
-    return elementwise_guarantee(output).model_copy(update={"max_ulp": 2 if curved else 0})
-
-
 SKUS = (
     *cuda_skus(
         RescaleDescriptor,
@@ -213,7 +206,6 @@ SKUS = (
         epilogues=EpilogueKind,
         launch="skuda.kernels.linear.rescale_launch:rescale",
         flags=_flags,
-        guarantee=_guarantee,
         summary="four columns per thread, whose scales it keeps",
     ),
     *numpy_skus(RescaleDescriptor, __name__, OUTPUTS, epilogues=EpilogueKind),
