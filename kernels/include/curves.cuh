@@ -24,8 +24,9 @@
 // computes E, in a function that is not inlined.
 //
 // Linear layers have f32 arguments, of which x^2 is rounded: GELU's slope is twice as large. Bounds also decide codes,
-// by the quotients of both ends and the scale. For f32 results fused f64 operations give E to 2^-43. Where that leaves
-// two results, for one element in 2^18, and near subnormal numbers, the kernel computes E.
+// by the quotients of both ends and the scale. f32 results, and what bounds leave, come from fused f64 operations, which
+// give E to 2^-43. Where that decides no rounding either, for one f32 number in 2^18 and for subnormal ones, the kernel
+// computes E.
 //
 // So no bit of a result depends on how a GPU approximates. A NaN may also come from a gate beyond 10^10: callers of
 // chunks compute rows with a NaN again, by E.
@@ -332,13 +333,10 @@ template <int CURVE> struct Gate<CURVE, bf16> : HalfGate<CURVE, bf16> {};
 
 // --- f32 arguments ---------------------------------------------------------------------------------------------------
 
-// RN_T(E(x)) as an f32 that rounds to it. Codes are of RN_f32(E(x)). Not inlined, because it is rare.
+// RN_T(E(x)) as an f32 that rounds to it. Codes are of RN_f32(E(x)).
 DEVICE f32 to_round(f64 v, f16) { return to_odd(v); }
 DEVICE f32 to_round(f64 v, bf16) { return to_odd(v); }
 template <class T> DEVICE f32 to_round(f64 v, T) { return __double2float_rn(v); }
-template <int CURVE, class T> __device__ __noinline__ f32 curve_by_f64(f32 x) {
-  return to_round(curve_f64<CURVE>((f64)x), T());
-}
 
 // E vanishes below the first in every type but f64, and is x in f32 from the second on.
 template <int CURVE> struct Reach {
@@ -379,15 +377,26 @@ template <int CURVE> DEVICE f64 curve_fused(f32 x) {
   const f64 part = a * reciprocal(1.0 + decay);
   return x < 0.0f ? -decay * part : part;
 }
-// Computes RN_f32(E(x)) from that. Says whether it decides.
-template <int CURVE> DEVICE bool bounded_curve(f32 x, f32, f32& found, f32) {
+// Computes RN_T(E(x)) from that. Says whether it decides. Without branches: & and |.
+template <int CURVE, class T> DEVICE bool fused_curve(f32 x, f32& found, T type) {
   const f64 near = curve_fused<CURVE>(x);
-  const f32 normal = 1.1754944e-38f, rounded = __double2float_rn(near);
-  const bool inside = x > Reach<CURVE>::low() && x < Reach<CURVE>::high() && x != 0.0f;
+  const f32 normal = 1.1754944e-38f, rounded = to_round(near, type);
+  const bool inside = (x > Reach<CURVE>::low()) & (x < Reach<CURVE>::high()) & (x != 0.0f);
   found = inside ? rounded : x <= Reach<CURVE>::low() ? -0.0f : x;
-  // In the last 29 bits, which f32 has not, 2^28 is the middle; 2^-43 is 2^10 units at most.
-  const bool clear = ((u32)__double2loint(near) - (0x10000000u - 1024u) & 0x1fffffffu) > 2048u;
-  return !inside || (clear && fabsf(rounded) >= normal);
+  // Of the last 29 bits, which f32 has not, 2^28 is the middle. Rounding to odd asks whether all are 0. 2^-43 is 2^10
+  // units at most.
+  const u32 edge = sizeof(T) == 2 ? 0 : 0x10000000u;
+  const bool clear = ((u32)__double2loint(near) - (edge - 1024u) & 0x1fffffffu) > 2048u;
+  return !inside | (clear & (fabsf(rounded) >= normal));
+}
+template <int CURVE> DEVICE bool bounded_curve(f32 x, f32, f32& found, f32 type) {
+  return fused_curve<CURVE>(x, found, type);
+}
+// The same for what bounds do not decide, by E in the end. Not inlined, because it is rare.
+template <int CURVE, class T> __device__ __noinline__ f32 curve_by_f64(f32 x) {
+  f32 found;
+  if (sizeof(T) != 4 && fused_curve<CURVE>(x, found, T())) return found;
+  return to_round(curve_f64<CURVE>((f64)x), T());
 }
 
 // Whether T has numbers so small that bounds of them are rounded from the other side of a middle.
@@ -413,11 +422,14 @@ template <int CURVE, class T, int V> DEVICE void apply_curve(f32 (&x)[V], f32 pe
       }
     }
   }
-  if (doubtful) {
+#pragma unroll 1
+  for (; doubtful; doubtful &= doubtful - 1) {  // in each round every thread of the warp computes its next one
+    f32 next = x[0];
 #pragma unroll
-    for (int j = 0; j < V; ++j) {
-      if (doubtful >> j & 1) found[j] = curve_by_f64<CURVE, T>(x[j]);
-    }
+    for (int j = 1; j < V; ++j) next = doubtful & ((1u << j) - 1) ? next : x[j];
+    const f32 exact = curve_by_f64<CURVE, T>(next);
+#pragma unroll
+    for (int j = 0; j < V; ++j) found[j] = (doubtful & (2u << j) - 1) == 1u << j ? exact : found[j];
   }
 #pragma unroll
   for (int j = 0; j < V; ++j) x[j] = found[j];

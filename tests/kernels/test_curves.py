@@ -244,8 +244,9 @@ extern "C" __global__ void about(const float* in, float* low, float* high, doubl
   const Bounds found = curve_bounds<SKUDA_CURVE, false>(in[i]);
   low[i] = found.low, high[i] = found.high, fused[i] = curve_fused<SKUDA_CURVE>(in[i]);
 }"""
-REPLACED = ("return to_round(curve_f64<CURVE>((f64)x), T());", "return __int_as_float(0x7fc00000);")
-"""The function behind the bounds gives NaN."""
+BEHIND_BOUNDS = ("const f32 exact = curve_by_f64<CURVE, T>(next);", "const f32 exact = __int_as_float(0x7fc00000);")
+BEHIND_ALL = ("return to_round(curve_f64<CURVE>((f64)x), T());", "return __int_as_float(0x7fc00000);")
+"""The functions for what bounds, and fused operations, do not decide give NaN."""
 
 
 def _linear_library(curve, element, change=None, errors=None):
@@ -272,8 +273,8 @@ def _floats(rng):
         *(edge + rng.normal(size=1 << 8) for edge in edges),
         np.exp(rng.uniform(-104, 0, 1 << 12)) * rng.choice([-1, 1], 1 << 12),
         rng.integers(-5000, 5000, 1 << 11),  # large ones are their own result, and middles of narrow elements
-        # Beside middles of bf16's least numbers, after they are halved.
-        (rng.integers(1, 200, 1 << 10) * 2.0**-133 + rng.integers(-2, 3, 1 << 10) * 2.0**-149) * rng.choice([-1, 1], 1 << 10),
+        # Halved, they lie beside middles of bf16's least numbers.
+        rng.integers(-200, 200, 1 << 10) * 2.0**-133 + rng.integers(-2, 3, 1 << 10) * 2.0**-149,
         [0.0, -0.0, 1e-45, -1e-45, 3e38, -3e38, np.inf, -np.inf, np.nan, 9.0, -14.6, -110.0, 40.0],
     )
     with np.errstate(all="ignore"):
@@ -288,33 +289,27 @@ def _exact(curve, x):
         return getattr(curves, curve)(x.astype(np.float64))
 
 
-SIGNS = (None, *itertools.product((1, -1), repeat=2))
-"""Errors of 2^t and of 1 / d in units of what PTX allows; None mixes them."""
-
-
 @compiled
-@pytest.mark.parametrize("errors", SIGNS, ids=str)
 @pytest.mark.parametrize("element", OUTPUTS[:3])
 @pytest.mark.parametrize("curve", LINEAR)
-def test_every_f32_argument_gives_the_reference_s_bits(curve, element, errors):
-    x, dtype = _floats(fresh(curve, element, errors)), storage_dtype(element)
-    got = _applied(_linear_library(curve, element, errors=errors), x, dtype)
+def test_every_f32_argument_gives_the_reference_s_bits(curve, element):
+    x, dtype = _floats(fresh(curve, element)), storage_dtype(element)
+    got = _applied(_linear_library(curve, element), x, dtype)
     with np.errstate(all="ignore"):
         assert_same_bits(got, rounded_to(_exact(curve, x), dtype), f"{curve} {element}")
 
 
 @compiled
-@pytest.mark.parametrize("errors", SIGNS, ids=str)
 @pytest.mark.parametrize("curve", LINEAR)
-def test_every_f32_argument_gives_the_reference_s_codes(curve, errors):
+def test_every_f32_argument_gives_the_reference_s_codes(curve):
     """Quotients reach from less than one step to far beyond the range; a scale that is not tame gives RN(E)."""
-    rng = fresh(curve, errors)
-    library = _linear_library(curve, ElementKind.S8, errors=errors)
-    for scale in (*np.exp2(rng.uniform(-12, 6, 4)), -(2.0**-5), 2.0**-40):
-        x, scale = _floats(rng), np.float32(scale)
+    rng = fresh(curve)
+    library = _linear_library(curve, ElementKind.S8)
+    for scale in np.float32([*np.exp2(rng.uniform(-12, 6, 4)), -(2.0**-5), 2.0**-40]):
+        x = _floats(rng)
         # On the middle between codes, and beside it: far from zero gelu and silu of x are x.
-        ties = np.nextafter((rng.integers(20, 130, 256) + np.float32(0.5)) * scale, np.float32(rng.choice([0, 99])))
-        x[:256] = np.where(rng.random(256) < 0.5, ties, (rng.integers(20, 130, 256) + np.float32(0.5)) * scale)
+        ties = (rng.integers(20, 130, 256) + np.float32(0.5)) * abs(scale)
+        x[:256] = np.where(rng.random(256) < 0.5, ties, np.nextafter(ties, np.float32(rng.choice([0, 99]))))
         got = _applied(library, x, np.float32, float(np.float32(1) / scale))
         with np.errstate(all="ignore"):
             steps = [np.rint(v / scale) for v in (got, _exact(curve, x).astype(np.float32))]
@@ -324,9 +319,10 @@ def test_every_f32_argument_gives_the_reference_s_codes(curve, errors):
 
 
 @compiled
-@pytest.mark.parametrize("errors", SIGNS[1:], ids=str)
+@pytest.mark.parametrize("errors", itertools.product((1, -1), repeat=2), ids=str)
 @pytest.mark.parametrize("curve", LINEAR)
 def test_bounds_hold_for_f32_arguments_with_the_largest_errors(curve, errors):
+    """Those of 2^t and of 1 / d that PTX allows."""
     rng = fresh(curve, errors)
     lowest = -14.6 if curve == "gelu" else -110
     count = 1 << 18
@@ -339,21 +335,23 @@ def test_bounds_hold_for_f32_arguments_with_the_largest_errors(curve, errors):
     ends = np.sort(np.array([low, high]), axis=0).astype(np.float64)
     kept = np.abs(ends).max(axis=0) >= 2.0**-100
     assert ((ends[0] <= exact) & (exact <= ends[1]))[kept].all(), x[kept & ~((ends[0] <= exact) & (exact <= ends[1]))]
-    near = (x > lowest) & (x < 40) & (np.abs(exact) >= 2.0**-126)
+    near = (x > lowest) & (x < (9 if curve == "gelu" else 40)) & (np.abs(exact) >= 2.0**-126)
     assert (np.abs(fused - exact) <= np.abs(exact) * 2.0**-44)[near].all()
 
 
 @compiled
-@pytest.mark.parametrize(("element", "most"), [("f16", 3e-3), ("bf16", 4e-4), ("f32", 1e-5), ("s8", 1e-3)])
+@pytest.mark.parametrize(("element", "most"), [("f16", 5e-3), ("bf16", 6e-4), ("f32", 1e-4), ("s8", 1e-3)])
 @pytest.mark.parametrize("curve", LINEAR)
 def test_bounds_leave_few_usual_arguments_and_some_unusual_ones_to_the_f64_algorithm(curve, element, most):
     kind = ElementKind(element)
     dtype = np.dtype(np.float32) if element == "s8" else storage_dtype(kind)
     rng = fresh(curve, element)
-    library = _linear_library(curve, kind, REPLACED)
-    usual = rng.normal(0, 2, 1 << 18).astype(np.float32)
-    left = np.isnan(_applied(library, usual, dtype, 20.0).astype(np.float64))
-    assert left.mean() < most
-    every = _floats(rng)
-    left = np.isnan(_applied(library, every, dtype, 20.0).astype(np.float64)) & ~np.isnan(every)
-    assert left.any()
+
+    def left(x, change, per_unit=20.0):
+        found = _applied(_linear_library(curve, kind, change), x, dtype, per_unit)
+        return np.isnan(found.astype(np.float64)) & ~np.isnan(x)
+
+    usual, every = rng.normal(0, 2, 1 << 18).astype(np.float32), _floats(rng)
+    assert left(usual, BEHIND_BOUNDS).mean() < most
+    assert left(usual, BEHIND_ALL).mean() < 1e-4
+    assert left(every, BEHIND_ALL, math.nan).any()  # codes go to f64 where a scale is not tame
