@@ -319,7 +319,7 @@ def test_every_f32_argument_gives_the_reference_s_codes(curve):
 
 
 @compiled
-@pytest.mark.parametrize("errors", itertools.product((1, -1), repeat=2), ids=str)
+@pytest.mark.parametrize("errors", list(itertools.product((1, -1), repeat=2)), ids=str)
 @pytest.mark.parametrize("curve", LINEAR)
 def test_bounds_hold_for_f32_arguments_with_the_largest_errors(curve, errors):
     """Those of 2^t and of 1 / d that PTX allows."""
