@@ -5,7 +5,8 @@ Formula
 acc = sums[m, n] - act_zero_point[m] weight_sums[n] - weight_zero_point[n] act_sums[m] + k act_zero_point[m]
 weight_zero_point[n], exactly; v = RN_C(RN_C(act_scale[m] * weight_scale[n]) * RN_C(acc)); then, by epilogue,
 RN_C(v + bias[n]) and relu, gelu or silu; output = RN_T(v), or clamp(rne(RN_C(v / output_scale)) + output_zero_point)
-for an s8 or u8 output. C is f64 for an f64 output, else f32. K == 0 gives v = +0. With `act_scale_scope` tensor, `act_scale[0]` and `act_zero_point[0]` apply to every row.
+for an s8 or u8 output. C is f64 for an f64 output, else f32. K == 0 gives v = +0. With `act_scale_scope` tensor,
+`act_scale[0]` and `act_zero_point[0]` apply to every row.
 
 With sums = sum_k act_q weight_q, act_sums = sum_k act_q and weight_sums = sum_k weight_q, this is `scaled_linear` of
 those codes, bit for bit. A zero point that is left out counts as 0.
