@@ -69,6 +69,13 @@ struct Layer {
   s32 epilogue, output_is;
 };
 
+// The same number, which the compiler takes for a new one. Else it copies loops for each combination of such numbers,
+// and compiles for minutes.
+DEVICE s32 opaque(s32 v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
 // The scale of an output of codes.
 template <class C> DEVICE C output_scale(const Layer& p) {
   return p.output_scale ? *(const C*)p.output_scale : (C)p.output_scale_value;
@@ -86,13 +93,13 @@ __device__ __noinline__ f32 curved_for(s32 output_is, f32 v, s32 epilogue, f32 s
   apply_curve<s8>(one, epilogue, per_unit(scale));  // and u8
   return one[0];
 }
-template <class C> DEVICE C activated(const Layer& p, C v) {
-  if (p.epilogue == BIAS_RELU) return relu(v);
-  return p.epilogue > BIAS_RELU ? curved_for(p.output_is, v, p.epilogue, output_scale<C>(p)) : v;
+template <class C> DEVICE C activated(const Layer& p, C v, s32 epilogue) {
+  if (epilogue == BIAS_RELU) return relu(v);
+  return epilogue > BIAS_RELU ? curved_for(p.output_is, v, epilogue, output_scale<C>(p)) : v;
 }
 
-template <class C> DEVICE void put(const Layer& p, s64 at, C v) {
-  switch (p.output_is) {
+template <class C> DEVICE void put(const Layer& p, s64 at, s32 output_is, C v) {
+  switch (output_is) {
     case OUT_F32: ((f32*)p.output)[at] = (f32)v; return;
     case OUT_F64: ((f64*)p.output)[at] = (f64)v; return;
     case OUT_F16: narrow(to_odd(v), ((f16*)p.output)[at]); return;
@@ -100,7 +107,7 @@ template <class C> DEVICE void put(const Layer& p, s64 at, C v) {
   }
   const C s = output_scale<C>(p);
   const s32 z = p.output_zero_point ? *p.output_zero_point : p.output_zero_point_value;
-  const bool is_signed = p.output_is == OUT_S8;
+  const bool is_signed = output_is == OUT_S8;
   ((u8*)p.output)[at] = (u8)slow_code(v, s, z, is_signed ? -128 : 0, is_signed ? 127 : 255);
 }
 
