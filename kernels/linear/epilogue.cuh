@@ -45,7 +45,6 @@ template <class Out, int V> DEVICE void apply_curve(f32 (&v)[V], s32 epilogue, f
   else apply_curve<SILU, Out>(v, per_unit);
 }
 DEVICE f64 curve_of(f64 v, s32 epilogue) { return epilogue == BIAS_GELU ? curve_f64<GELU>(v) : curve_f64<SILU>(v); }
-DEVICE f32 per_unit(f32 scale) { return tame(scale) ? rcp_rn(scale) : __int_as_float(0x7fffffff); }
 
 DEVICE f32 to_odd(f32 v) { return v; }
 
@@ -76,26 +75,15 @@ DEVICE s32 opaque(s32 v) {
   return v;
 }
 
-// The scale of an output of codes.
-template <class C> DEVICE C output_scale(const Layer& p) {
-  return p.output_scale ? *(const C*)p.output_scale : (C)p.output_scale_value;
-}
-
-// GELU or SiLU for an output element that is known only at run time. Not inlined, because the code is long.
-__device__ __noinline__ f64 curved_for(s32, f64 v, s32 epilogue, f64) { return curve_of(v, epilogue); }
-__device__ __noinline__ f32 curved_for(s32 output_is, f32 v, s32 epilogue, f32 scale) {
-  f32 one[1] = {v};
-  switch (output_is) {
-    case OUT_F32: apply_curve<f32>(one, epilogue, 0.0f); return one[0];
-    case OUT_F16: apply_curve<f16>(one, epilogue, 0.0f); return one[0];
-    case OUT_BF16: apply_curve<bf16>(one, epilogue, 0.0f); return one[0];
-  }
-  apply_curve<s8>(one, epilogue, per_unit(scale));  // and u8
-  return one[0];
+// GELU or SiLU for an output element that is known only at run time, by E alone. Not inlined, because the code is long.
+__device__ __noinline__ f64 curved_for(s32, f64 v, s32 epilogue) { return curve_of(v, epilogue); }
+__device__ __noinline__ f32 curved_for(s32 output_is, f32 v, s32 epilogue) {
+  const f64 found = curve_of((f64)v, epilogue);
+  return output_is == OUT_F16 || output_is == OUT_BF16 ? to_odd(found) : __double2float_rn(found);
 }
 template <class C> DEVICE C activated(const Layer& p, C v, s32 epilogue) {
   if (epilogue == BIAS_RELU) return relu(v);
-  return epilogue > BIAS_RELU ? curved_for(p.output_is, v, epilogue, output_scale<C>(p)) : v;
+  return epilogue > BIAS_RELU ? curved_for(p.output_is, v, epilogue) : v;
 }
 
 template <class C> DEVICE void put(const Layer& p, s64 at, s32 output_is, C v) {
@@ -105,7 +93,7 @@ template <class C> DEVICE void put(const Layer& p, s64 at, s32 output_is, C v) {
     case OUT_F16: narrow(to_odd(v), ((f16*)p.output)[at]); return;
     case OUT_BF16: narrow(to_odd(v), ((bf16*)p.output)[at]); return;
   }
-  const C s = output_scale<C>(p);
+  const C s = p.output_scale ? *(const C*)p.output_scale : (C)p.output_scale_value;
   const s32 z = p.output_zero_point ? *p.output_zero_point : p.output_zero_point_value;
   const bool is_signed = output_is == OUT_S8;
   ((u8*)p.output)[at] = (u8)slow_code(v, s, z, is_signed ? -128 : 0, is_signed ? 127 : 255);
