@@ -20,7 +20,6 @@ from skuda.registry.argument import Argument, Role, storage_shape
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import ElementKind
 from skuda.registry.op import Case, Op, Values
-from skuda.registry.vocabulary import ActivationKind
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -106,8 +105,6 @@ def _draw_argument(
     limits = element.integer_range
     match argument.role:
         case Role.SCALE:
-            if argument.name != "scale" and _is_approximate(problem) and values == "special":
-                values = "normal"
             return _as_scalar(_scales((), problem, element, values, rng), argument, rng)
         case Role.ZERO_POINT:
             return _as_scalar(zero_points((), problem, values, rng), argument, rng)
@@ -135,12 +132,6 @@ def _sums(shape: Shape, rng: np.random.Generator) -> Array:
     numbers = rng.integers(-(2**31), 2**31 - 1, shape, np.int32, endpoint=True) >> rng.integers(0, 32, shape, np.int32)
     ends = rng.choice(np.array([-(2**31), 2**31 - 1], np.int32), shape)
     return np.asarray(np.where(rng.random(shape) < 0.05, ends, numbers))
-
-
-def _is_approximate(problem: Descriptor) -> bool:
-    """Return whether the activation is exact only within some ulps. Over a scale of 0, an ulp decides NaN or inf."""
-    activation = getattr(getattr(problem, "epilogue", None), "activation", None)
-    return activation in (ActivationKind.GELU, ActivationKind.SILU)
 
 
 def _data(

@@ -48,8 +48,6 @@ enum {
 static_assert(THREADS >= TOKENS * QUADS, "every result has a thread");
 static_assert(AHEAD > 0, "sums leave no registers for operands");
 
-__device__ __noinline__ f32 curved(f32 v) { return activated<SKUDA_OUT>(v, SKUDA_EPILOGUE); }
-
 // Multiplies one unit: the words of both operands are in the same order.
 DEVICE void add_unit(s32 (&d)[4], const uint4& low, const uint4& high, const uint4& w) {
   const u32 first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
@@ -188,7 +186,7 @@ DEVICE void direct_linear(const Rows& rows, const SKUDA_CODE* a, s64 a_leading, 
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     v[j] = apply_epilogue(subtract_zero_points(sum[j], of_a, w_sum[j], zw[j]), sa, sw[j], bias[j], Result());
-    if (CURVED) v[j] = curved(v[j]);
+    if (CURVED) v[j] = curved<SKUDA_OUT>(v[j], per_unit(codes));
   }
   rounded(v, codes, out.y);
   SKUDA_OUT* const to = p.output + my_token * p.output_leading + my_row;

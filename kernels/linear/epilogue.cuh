@@ -5,6 +5,7 @@
 //   y   = RN_T(v), or clamp(rne(RN_C(v / s_out)) + z_out), or acc itself
 //
 //   relu(v) = v <= 0 ? +0 : v, so -0 becomes +0 and NaN stays NaN
+//   gelu and silu are E(v) of curves.cuh in f64, and y = RN_T(E(v)), or a code of RN_C(E(v))
 //
 // Data: sums in registers (for mma.cuh in shared memory) -> v in registers -> y -> global memory. Scales, zero points
 // and bias come from global memory.
@@ -13,7 +14,7 @@
 // that counts more than speed. `Epilogue` is compiled for one output element and has no branches on elements: for
 // kernels where the epilogue is a visible part of the time.
 #pragma once
-#include "activation.cuh"
+#include "curves.cuh"
 
 enum EpilogueKind { IDENTITY, BIAS, BIAS_RELU, BIAS_GELU, BIAS_SILU };
 enum Output { OUT_F32, OUT_F64, OUT_F16, OUT_BF16, OUT_S8, OUT_U8, OUT_S32 };
@@ -36,38 +37,16 @@ DEVICE f64 real_at(const void* p, s32 which, s64 i, f64) {
 DEVICE s32 sum_codes(u32 word, s32 sum, s8) { return __dp4a((s32)word, 0x01010101, sum); }
 DEVICE s32 sum_codes(u32 word, s32 sum, u8) { return (s32)__dp4a(word, 0x01010101u, (u32)sum); }
 
-// The precision of GELU and SiLU depends on the output's element only, not on the kernel.
-template <class Out> struct Curves {
-  static DEVICE f32 gelu(f32 v) { return gelu_16(v); }
-  static DEVICE f32 silu(f32 v) { return silu_16(v); }
-};
-template <> struct Curves<f32> {
-  template <class C> static DEVICE C gelu(C v) { return ::gelu(v); }
-  template <class C> static DEVICE C silu(C v) { return ::silu(v); }
-};
+template <class C> DEVICE C relu(C v) { return v <= (C)0 ? (C)0 : v; }
 
-template <class Out, class C> DEVICE C activated(C v, s32 epilogue) {
-  if (epilogue == BIAS_RELU) return v <= (C)0 ? (C)0 : v;
-  if (epilogue == BIAS_GELU) return Curves<Out>::gelu(v);
-  if (epilogue == BIAS_SILU) return Curves<Out>::silu(v);
-  return v;
+// GELU or SiLU of values that are then rounded to Out; `per_unit` is for codes, see `decides`.
+template <class Out, int V> DEVICE void apply_curve(f32 (&v)[V], s32 epilogue, f32 per_unit) {
+  if (epilogue == BIAS_GELU) apply_curve<GELU, Out>(v, per_unit);
+  else apply_curve<SILU, Out>(v, per_unit);
 }
-// The same for an output element that is known only at run time.
-DEVICE f64 activated_for(s32, f64 v, s32 epilogue) { return activated<f32>(v, epilogue); }
-DEVICE f32 activated_for(s32 output_is, f32 v, s32 epilogue) {
-  return output_is == OUT_F32 || output_is == OUT_F64 ? activated<f32>(v, epilogue) : activated<bf16>(v, epilogue);
-}
+DEVICE f64 curve_of(f64 v, s32 epilogue) { return epilogue == BIAS_GELU ? curve_f64<GELU>(v) : curve_f64<SILU>(v); }
 
-// From f64 to 16 bits by way of an f32 that is rounded to odd, which keeps what the second rounding needs.
 DEVICE f32 to_odd(f32 v) { return v; }
-DEVICE f32 to_odd(f64 v) {
-  f32 near = (f32)v;
-  if (!(fabs(v) <= 1.7976931348623157e308)) return near;
-  u32 bits = __float_as_uint(near);
-  if (fabs((f64)near) > fabs(v)) --bits;  // toward zero
-  if ((f64)__uint_as_float(bits) != v) bits |= 1u;
-  return __uint_as_float(bits);
-}
 
 struct Layer {
   const u8* a;  // [m, k], a_leading bytes apart
@@ -89,8 +68,26 @@ struct Layer {
   s32 epilogue, output_is;
 };
 
-template <class C> DEVICE void put(const Layer& p, s64 at, C v) {
-  switch (p.output_is) {
+// The same number, which the compiler takes for a new one. Else it copies loops for each combination of such numbers,
+// and compiles for minutes.
+DEVICE s32 opaque(s32 v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
+// GELU or SiLU for an output element that is known only at run time, by E alone. Not inlined, because the code is long.
+__device__ __noinline__ f64 curved_for(s32, f64 v, s32 epilogue) { return curve_of(v, epilogue); }
+__device__ __noinline__ f32 curved_for(s32 output_is, f32 v, s32 epilogue) {
+  const f64 found = curve_of((f64)v, epilogue);
+  return output_is == OUT_F16 || output_is == OUT_BF16 ? to_odd(found) : __double2float_rn(found);
+}
+template <class C> DEVICE C activated(const Layer& p, C v, s32 epilogue) {
+  if (epilogue == BIAS_RELU) return relu(v);
+  return epilogue > BIAS_RELU ? curved_for(p.output_is, v, epilogue) : v;
+}
+
+template <class C> DEVICE void put(const Layer& p, s64 at, s32 output_is, C v) {
+  switch (output_is) {
     case OUT_F32: ((f32*)p.output)[at] = (f32)v; return;
     case OUT_F64: ((f64*)p.output)[at] = (f64)v; return;
     case OUT_F16: narrow(to_odd(v), ((f16*)p.output)[at]); return;
@@ -98,7 +95,7 @@ template <class C> DEVICE void put(const Layer& p, s64 at, C v) {
   }
   const C s = p.output_scale ? *(const C*)p.output_scale : (C)p.output_scale_value;
   const s32 z = p.output_zero_point ? *p.output_zero_point : p.output_zero_point_value;
-  const bool is_signed = p.output_is == OUT_S8;
+  const bool is_signed = output_is == OUT_S8;
   ((u8*)p.output)[at] = (u8)slow_code(v, s, z, is_signed ? -128 : 0, is_signed ? 127 : 255);
 }
 
@@ -195,6 +192,9 @@ struct Epilogue {
   Epilogue{weight_scale, weight_scale_is, bias, bias_is, (const f32*)output_scale, (f32)output_scale_value,             \
        output_zero_point, output_zero_point_value, (SKUDA_OUT*)output, output_leading, m, n}
 
+// What `decides` needs of an output of codes.
+DEVICE f32 per_unit(const Segment<f32>& codes) { return codes.quick ? codes.y : __int_as_float(0x7fffffff); }
+
 // Bounds of the codes of an output of codes; 0 and 0 for others.
 template <class T> struct CodeRange { enum { min = 0, max = 0 }; };
 template <> struct CodeRange<s8> { enum { min = -128, max = 127 }; };
@@ -246,6 +246,11 @@ template <class Rows> DEVICE auto subtract_zero_points(s32 acc, const Row<Rows>&
 
 // GELU and SiLU are too much code to unroll over registers; kernels apply them after apply_epilogue.
 enum { CURVED = SKUDA_EPILOGUE == BIAS_GELU || SKUDA_EPILOGUE == BIAS_SILU };
+template <class Out> __device__ __noinline__ f32 curved(f32 v, f32 per_unit) {
+  f32 one[1] = {v};
+  apply_curve<Out>(one, SKUDA_EPILOGUE, per_unit);
+  return one[0];
+}
 
 // The result of an exact sum (s32, s64, or already rounded to f32), before GELU or SiLU and before it is rounded; for
 // an s32 output the sum itself.
@@ -254,7 +259,7 @@ DEVICE s32 apply_epilogue(s32 acc, f32, f32, f32, s32) { return acc; }
 template <class Sum> DEVICE f32 apply_epilogue(Sum acc, f32 sa, f32 sw, f32 bias, f32) {
   f32 v = mul_rn(mul_rn(sa, sw), (f32)acc);
   if (SKUDA_EPILOGUE != IDENTITY) v = v + bias;
-  return CURVED ? v : activated<SKUDA_OUT>(v, SKUDA_EPILOGUE);
+  return SKUDA_EPILOGUE == BIAS_RELU ? relu(v) : v;
 }
 #endif
 #endif

@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from skuda.kernels.blocks import blocks, scalar_of_one
 from skuda.kernels.dtypes import rounded_to, storage_dtype
-from skuda.kernels.linear.activation import gelu, silu
 from skuda.kernels.linear.problem import LinearProblem, longest_k
-from skuda.kernels.quantize import affine
+from skuda.kernels.quantize import affine, curves
 from skuda.registry.elements import ElementKind
 from skuda.registry.vocabulary import ActivationKind
 
@@ -105,18 +104,20 @@ class Epilogue(NamedTuple):
         if how.activation is not None:
             value = _activated(value, how.activation)
         if how.limits is not None:
+            value = value.astype(how.compute, copy=False)
             t = affine.rounded_quotient(value, np.asarray(self.output_scale, how.compute))
             value = affine.clamp_codes(t, self.output_zero_point, *how.limits)
         output[...] = rounded_to(value, output.dtype)
 
 
 def _activated(value: Array, activation: ActivationKind) -> Array:
+    """Return relu in C, or gelu or silu in f64: the output's element, or C for codes, rounds them once."""
     match activation:
         case ActivationKind.RELU:
             # NaN fails the comparison and stays NaN; -0 and negative values become +0.
             value[value <= 0] = 0
             return value
         case ActivationKind.GELU:
-            return gelu(value)
+            return curves.gelu(value.astype(np.float64))
         case ActivationKind.SILU:
-            return silu(value)
+            return curves.silu(value.astype(np.float64))

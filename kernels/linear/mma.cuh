@@ -188,33 +188,35 @@ template <int HEIGHT, class T> struct Operand {
 // --- the epilogue ---------------------------------------------------------------------------------------------------
 
 // GELU or SiLU of four values at a time, which hides latency. Not inlined, because the code is long.
-template <class Out> __device__ __noinline__ float4 curved(float4 v, s32 epilogue) {
-  return make_float4(activated<Out>(v.x, epilogue), activated<Out>(v.y, epilogue), activated<Out>(v.z, epilogue),
-                     activated<Out>(v.w, epilogue));
+template <class Out> __device__ __noinline__ float4 curved(float4 v, s32 epilogue, f32 per_unit) {
+  f32 four[4] = {v.x, v.y, v.z, v.w};
+  apply_curve<Out>(four, epilogue, per_unit);
+  return make_float4(four[0], four[1], four[2], four[3]);
 }
-template <class Out> DEVICE void activate(f32 (&v)[4], s32 epilogue) {
-  if (epilogue > BIAS_RELU) {
-    const float4 y = curved<Out>(make_float4(v[0], v[1], v[2], v[3]), epilogue);
-    v[0] = y.x, v[1] = y.y, v[2] = y.z, v[3] = y.w;
-  } else {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = activated<Out>(v[j], epilogue);
-  }
+template <class Out> __device__ __noinline__ f32 curved(f32 v, s32 epilogue, f32 per_unit) {
+  f32 one[1] = {v};
+  apply_curve<Out>(one, epilogue, per_unit);
+  return one[0];
 }
-template <class Out> __device__ __noinline__ f32 curved(f32 v, s32 epilogue) { return activated<Out>(v, epilogue); }
-template <class Out> DEVICE void activate(f32 (&v)[1], s32 epilogue) {
-  v[0] = epilogue > BIAS_RELU ? curved<Out>(v[0], epilogue) : activated<Out>(v[0], epilogue);
+template <class Out> DEVICE void apply_long_curve(f32 (&v)[4], s32 epilogue, f32 per_unit) {
+  const float4 y = curved<Out>(make_float4(v[0], v[1], v[2], v[3]), epilogue, per_unit);
+  v[0] = y.x, v[1] = y.y, v[2] = y.z, v[3] = y.w;
+}
+template <class Out> DEVICE void apply_long_curve(f32 (&v)[1], s32 epilogue, f32 per_unit) {
+  v[0] = curved<Out>(v[0], epilogue, per_unit);
 }
 
 // Stores one value, or four neighbouring ones, as elements of the output.
 template <class T> struct Sink;
 template <> struct Sink<f32> {
   DEVICE Sink(const Layer&) {}
+  DEVICE f32 per_unit() const { return 0.0f; }
   DEVICE void put(f32* to, const f32 (&v)[1]) const { *to = v[0]; }
   DEVICE void put(f32* to, const f32 (&v)[4]) const { store16(to, Chunk<f32>::pack(v)); }
 };
 template <class T> struct HalfSink {
   DEVICE HalfSink(const Layer&) {}
+  DEVICE f32 per_unit() const { return 0.0f; }
   DEVICE void put(T* to, const f32 (&v)[1]) const { narrow(v[0], *to); }
   DEVICE void put(T* to, const f32 (&v)[4]) const {
     T e[4];
@@ -232,6 +234,7 @@ template <class T> struct CodeSink {
     const s32 zero = p.output_zero_point ? *p.output_zero_point : p.output_zero_point_value;
     segment = Segment<f32>::make(scale, zero, CodeRange<T>::min, CodeRange<T>::max);
   }
+  DEVICE f32 per_unit() const { return ::per_unit(segment); }
   template <int V> DEVICE void put(T* to, const f32 (&v)[V]) const {
     u32 q[V];
     result_codes(v, segment, q);
@@ -314,7 +317,12 @@ DEVICE void finish(const Layer& p, const Rows& rows, s64 row0, s64 column0, int 
           v[j] = p.k == 0 ? 0.0f : mul_rn(mul_rn(row_scale, scale[j]), sum);
           if (p.bias) v[j] = v[j] + bias[j];
         }
-        activate<Out>(v, p.epilogue);
+        if (p.epilogue > BIAS_RELU) {
+          apply_long_curve<Out>(v, p.epilogue, sink.per_unit());
+        } else if (p.epilogue == BIAS_RELU) {
+#pragma unroll
+          for (int j = 0; j < V; ++j) v[j] = relu(v[j]);
+        }
         sink.put((Out*)p.output + row * p.output_leading + column, v);
       }
     }

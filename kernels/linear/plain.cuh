@@ -122,7 +122,7 @@ DEVICE void linear(const Layer& p, const Rows& rows) {
           const C sw = real_at(p.weight_scale, p.weight_scale_is, column, (C)0);
           C v = p.k == 0 ? (C)0 : mul_rn(mul_rn(sa, sw), acc);
           if (p.bias != nullptr) v = v + real_at(p.bias, p.bias_is, column, (C)0);
-          put(p, row * p.output_leading + column, activated_for(p.output_is, v, p.epilogue));
+          put(p, row * p.output_leading + column, opaque(p.output_is), activated(p, v, opaque(p.epilogue)));
         }
       }
     }

@@ -28,10 +28,7 @@ DEVICE bool rows_aligned(const void* p, s64 leading_bytes, s64 rows, u64 bytes) 
   return ((u64)p | (rows > 1 ? (u64)leading_bytes : 0)) % bytes == 0;
 }
 
-// The precision of a curve depends on the output's element, as in the fused layers.
-DEVICE f32 activated_as(f32 v, s32 epilogue) { return activated<Out>(v, epilogue); }
-DEVICE f64 activated_as(f64 v, s32 epilogue) { return activated<f32>(v, epilogue); }
-__device__ __noinline__ Real curved(Real v) { return activated_as(v, SKUDA_EPILOGUE); }  // long code
+template <class Out> __device__ __noinline__ f64 curved(f64 v, f32) { return curve_of(v, SKUDA_EPILOGUE); }
 
 DEVICE void rounded(const f64 (&v)[V], const Segment<f32>&, f64 (&y)[V]) {
 #pragma unroll
@@ -57,7 +54,8 @@ DEVICE void finish(const RowPart& row, const Columns& own, const Segment<f32>& c
     const Real acc = SKUDA_ZERO_POINTS ? GivenRows<Real>::difference(sum[j] - za * own.sum[j], own.zero_point[j], a) : (Real)sum[j];
     v[j] = k == 0 ? (Real)0 : mul_rn(mul_rn(row.scale, own.scale[j]), acc);
     if (SKUDA_EPILOGUE != IDENTITY) v[j] = v[j] + own.bias[j];
-    v[j] = CURVED ? curved(v[j]) : activated_as(v[j], SKUDA_EPILOGUE);
+    if (SKUDA_EPILOGUE == BIAS_RELU) v[j] = relu(v[j]);
+    if (CURVED) v[j] = curved<Out>(v[j], per_unit(codes));
   }
   rounded(v, codes, y.of);
 }

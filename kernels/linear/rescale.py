@@ -4,16 +4,15 @@ Formula
 -------
 acc = sums[m, n] - act_zero_point[m] weight_sums[n] - weight_zero_point[n] act_sums[m] + k act_zero_point[m]
 weight_zero_point[n], exactly; v = RN_C(RN_C(act_scale[m] * weight_scale[n]) * RN_C(acc)); then, by epilogue,
-RN_C(v + bias[n]) and relu (exact), gelu (erf form) or silu (both within 2 ulp of C); output = RN_T(v), or
-clamp(rne(RN_C(v / output_scale)) + output_zero_point) for an s8 or u8 output. C is f64 for an f64 output, else f32.
-K == 0 gives v = +0. With `act_scale_scope` tensor, `act_scale[0]` and `act_zero_point[0]` apply to every row.
+RN_C(v + bias[n]) and relu, gelu or silu; output = RN_T(v), or clamp(rne(RN_C(v / output_scale)) + output_zero_point)
+for an s8 or u8 output. C is f64 for an f64 output, else f32. K == 0 gives v = +0. With `act_scale_scope` tensor,
+`act_scale[0]` and `act_zero_point[0]` apply to every row.
 
 With sums = sum_k act_q weight_q, act_sums = sum_k act_q and weight_sums = sum_k weight_q, this is `scaled_linear` of
 those codes, bit for bit. A zero point that is left out counts as 0.
 
-relu gives +0 for -0 and for negative values; NaN stays NaN. Codes of gelu and silu are within one of the reference's
-where an ulp of v is small in relation to `output_scale`. If an array `output_scale` is 0, that ulp decides between NaN
-and infinity.
+relu gives +0 for -0 and for negative values; NaN stays NaN. gelu (erf form) and silu are E(v), where E is the function
+of that name in `skuda.kernels.quantize.curves`, in f64: RN_T(E(v)) is rounded once, and codes are those of RN_C(E(v)).
 
 Elements
 --------
@@ -48,14 +47,13 @@ from skuda.kernels.linear.epilogue import Epilogue
 from skuda.kernels.linear.problem import BIASED, OUTPUTS, SCALE_SCOPES, floats_up_to, scale_of_rows
 from skuda.kernels.linear.reference import round_integer, subtract_outer
 from skuda.kernels.linear.scaled_linear import ScaledLinearDescriptor
-from skuda.kernels.offers import cuda_skus, elementwise_guarantee, numpy_skus
+from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import CODES8, ElementKind
-from skuda.registry.guarantee import PrecisionGuarantee
 from skuda.registry.op import Case, Op, Values
 from skuda.registry.value import Extent
-from skuda.registry.vocabulary import ActivationKind, DynamicRangeScope, EpilogueKind, OpCategory
+from skuda.registry.vocabulary import DynamicRangeScope, EpilogueKind, OpCategory
 
 _ACT_SHIFTED, _WEIGHT_SHIFTED = ({f"has_{name}_zero_point": (True,)} for name in ("act", "weight"))
 
@@ -199,12 +197,6 @@ def _flags(output: ElementKind, _: ElementKind | None) -> tuple[str, ...]:
     return ("-fmad=false", f"-DSKUDA_REAL={output.compute}", f"-DSKUDA_OUT={output}")
 
 
-def _guarantee(output: ElementKind, epilogue: EpilogueKind | None) -> PrecisionGuarantee:
-    """Promise the reference's bits, except for gelu and silu, for which it is as for the fused layers."""
-    curved = epilogue is not None and epilogue.activation in (ActivationKind.GELU, ActivationKind.SILU)
-    return elementwise_guarantee(output).model_copy(update={"max_ulp": 2 if curved else 0})
-
-
 SKUS = (
     *cuda_skus(
         RescaleDescriptor,
@@ -213,7 +205,6 @@ SKUS = (
         epilogues=EpilogueKind,
         launch="skuda.kernels.linear.rescale_launch:rescale",
         flags=_flags,
-        guarantee=_guarantee,
         summary="four columns per thread, whose scales it keeps",
     ),
     *numpy_skus(RescaleDescriptor, __name__, OUTPUTS, epilogues=EpilogueKind),

@@ -3,13 +3,12 @@
 Formula
 -------
 acc = sum_k (act_q[m, k] - act_zero_point) (weight_q[n, k] - weight_zero_point[n]), exactly; v = RN_C(RN_C(act_scale *
-weight_scale[n]) * RN_C(acc)); then, by epilogue, RN_C(v + bias[n]) and relu (exact), gelu (erf form) or silu (both
-within 2 ulp of C); output = RN_T(v), or clamp(rne(RN_C(v / output_scale)) + output_zero_point) for an s8 or u8
-output. C is f64 for an f64 output, else f32. K == 0 gives v = +0.
+weight_scale[n]) * RN_C(acc)); then, by epilogue, RN_C(v + bias[n]) and relu, gelu or silu; output = RN_T(v), or
+clamp(rne(RN_C(v / output_scale)) + output_zero_point) for an s8 or u8 output. C is f64 for an f64 output, else f32.
+K == 0 gives v = +0.
 
-relu gives +0 for -0 and for negative values; NaN stays NaN. Codes of gelu and silu are within one of the reference's
-where an ulp of v is small in relation to `output_scale`. If an array `output_scale` is 0, that ulp decides between NaN
-and infinity.
+relu gives +0 for -0 and for negative values; NaN stays NaN. gelu (erf form) and silu are E(v), where E is the function
+of that name in `skuda.kernels.quantize.curves`, in f64: RN_T(E(v)) is rounded once, and codes are those of RN_C(E(v)).
 
 `weight_q` has one row per output channel, as torch stores `Linear.weight`.
 

@@ -72,8 +72,6 @@ struct PipelineState {  // a position in the ring of stages, and the parity of i
   }
 };
 
-__device__ __noinline__ f32 curved(f32 v) { return activated<SKUDA_OUT>(v, SKUDA_EPILOGUE); }
-
 // Epilogue of a slab: a warp's 16 rows from `row` on by SLAB tokens from `token` on; the results of a token are
 // contiguous. Scales, biases and zero points are those of the thread's two rows of w; sums of codes lie as wgmma with
 // ones leaves them.
@@ -100,7 +98,7 @@ DEVICE void store_slab(const s32 (&d)[4 * QUADS], const s32 (&a_sums)[4 * QUADS]
     for (int j = 0; j < 4; ++j) {
       const auto sum = subtract_zero_points(d[4 * i + j], rows[j % 2], w_sums[j / 2 * 2], zw[j / 2]);
       v[j] = apply_epilogue(sum, j % 2 ? sa.y : sa.x, sw[j / 2], bias[j / 2], Result());
-      if (CURVED) v[j] = curved(v[j]);
+      if (CURVED) v[j] = curved<SKUDA_OUT>(v[j], per_unit(codes));
     }
     rounded(v, codes, y);
 #pragma unroll

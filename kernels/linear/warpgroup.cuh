@@ -132,8 +132,16 @@ template <class T> DEVICE void store_activated(T* to, const uint4* from, s64 lef
     v[j] = __uint_as_float(w.x), v[j + 1] = __uint_as_float(w.y);
     v[j + 2] = __uint_as_float(w.z), v[j + 3] = __uint_as_float(w.w);
   }
+  enum { PART = sizeof(T) == 4 ? 2 : 8 };  // curves in f64 at once, for which there are registers
 #pragma unroll
-  for (int j = 0; j < 8; ++j) v[j] = activated<SKUDA_OUT>(v[j], SKUDA_EPILOGUE);
+  for (int i = 0; i < 8; i += PART) {
+    f32 part[PART];
+#pragma unroll
+    for (int j = 0; j < PART; ++j) part[j] = v[i + j];
+    apply_curve<SKUDA_OUT>(part, SKUDA_EPILOGUE, per_unit(codes));
+#pragma unroll
+    for (int j = 0; j < PART; ++j) v[i + j] = part[j];
+  }
   Eight<T> y;
   rounded(v, codes, y.of);
   if (chunks && left >= 8) {

@@ -1,4 +1,4 @@
-"""SiLU and GELU as algorithms in f64, from which the gated ops' results follow bit for bit on every processor.
+"""SiLU and GELU as algorithms in f64: results of gated ops and linear layers follow bit for bit on every processor.
 
 Each is a fixed sequence of additions, subtractions, multiplications, divisions, comparisons and integer operations on
 bits. Every operation rounds to nearest in f64; none is a fused multiply-add. ``kernels/include/curves.cuh`` is the same

@@ -172,7 +172,7 @@ def dynamic_range(
 
 @dataclass(frozen=True)
 class Within:
-    """A result that the contract allows a few ulp: any number from `low` to `high`, or NaN where `or_nan`."""
+    """A result whose definition is known to f64's last bits: any number from `low` to `high`, or NaN where `or_nan`."""
 
     low: float
     high: float
@@ -185,31 +185,22 @@ Expected = float | Within
 def linear_cell(
     scales: tuple[float, float], acc: int | None, bias: float | None, kind: str, types: tuple[str, str]
 ) -> Expected:
-    """Return ``RN_T(epi(RN_C(RN_C(sa * sw) * RN_C(acc))))``, less requantization; acc None stands for K == 0."""
+    """Return ``RN_T(epi(RN_C(RN_C(sa * sw) * RN_C(acc))))``, less requantization; acc None stands for K == 0.
+
+    For codes T is C.
+    """
     c, out = types
     value = 0.0
     if acc is not None:
         value = multiply(multiply(*scales, c), to_format(Fraction(acc), c), c)
     if bias is not None:
         value = add(value, bias, c)
-    final = (lambda v: v) if out in RANGES else (lambda v: convert(v, out))
     if kind == "bias_relu":
         value = 0.0 if value <= 0 else value
-    if kind not in ("bias_gelu", "bias_silu") or math.isnan(value):
-        return final(value)
-    if math.isinf(value):
-        return final(INF) if value > 0 else Within(-0.0, 0.0)
-    exact = _activation(value, kind)
-    slack = 2 * Fraction(2) ** _quantum(exact, FORMATS[c])
-    return Within(final(to_format(exact - slack, c)), final(to_format(exact + slack, c)))
-
-
-def _activation(value: float, kind: str) -> Fraction:
-    if value < -3000:
-        return Fraction(0)  # far below the least f64
-    with mpmath.workprec(200):
-        x = mpmath.mpf(value)
-        return _fraction(x * mpmath.erfc(-x / mpmath.sqrt(2)) / 2 if kind == "bias_gelu" else x / (1 + mpmath.exp(-x)))
+    final = c if out in RANGES else out
+    if kind in ("bias_gelu", "bias_silu") and value != 0:
+        return _between(_curve_ends(value, "erf" if kind == "bias_gelu" else "silu", final))
+    return convert(value, final)
 
 
 def _fraction(y: Any) -> Fraction:
@@ -634,7 +625,7 @@ Ends = tuple[float, ...]
 
 
 @cache
-def _gate_ends(gate: float, curve: str, element: str) -> Ends:
+def _curve_ends(gate: float, curve: str, element: str) -> Ends:
     """Return the ends of ``RN_T(E(gate))``, where E is within 2^-49 of the curve and 2 units of f64, as the ops say."""
     if math.isnan(gate):
         return (NAN,)
@@ -695,7 +686,7 @@ def _gated(problem: Any, inputs: dict[str, Any]) -> Definition:  # noqa: C901  o
         with np.errstate(invalid="ignore"):  # a signalling NaN warns when it is converted
             gate, up = float(gates[row, column]), float(ups[row, column])
         # The cache would take one zero for the other.
-        ends = (gate, gate) if gate == 0 else _gate_ends(gate, curve, element)
+        ends = (gate, gate) if gate == 0 else _curve_ends(gate, curve, element)
         if ends[0] < 0 < ends[-1]:
             ends = (*ends, 0.0)  # whose product with an infinity is NaN
         return _spanned(convert(multiply(end, up, c), element) for end in ends)

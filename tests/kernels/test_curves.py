@@ -1,4 +1,4 @@
-"""The curves of the gated ops: how close they are to the true ones, and that CUDA's are NumPy's bit for bit."""
+"""The curves: how close they are to the true ones, and that CUDA's are NumPy's bit for bit."""
 
 from __future__ import annotations
 
@@ -123,13 +123,16 @@ extern "C" __global__ void about(const Data* in, float* low, float* high) {
 
 
 def _library(curve, element, change=None, errors=None):
-    """Compile the entries above; `errors` are those of 2^t and 1 / d in units of the largest, else their signs mix."""
+    return _compiled(SOURCE, (f"-DSKUDA_DATA={element}", f"-DSKUDA_CURVE={curve.upper()}"), change, errors)
+
+
+def _compiled(text, defines, change, errors):
+    """Compile entries; `errors` are those of 2^t and 1 / d in units of the largest, else their signs mix."""
     source = read_source("skuda.kernels.quantize:gated.cu")
     headers = tuple((name, text.decode()) for name, text in source.headers)
-    defines = (f"-DSKUDA_DATA={element}", f"-DSKUDA_CURVE={curve.upper()}")
     if errors is not None:
         defines += (f"-DSKUDA_POWER_ERROR(t)={errors[0]}", f"-DSKUDA_RECIPROCAL_ERROR(d)={errors[1]}")
-    unit = emulator.Unit("curves.cu", SOURCE, headers, source.foreign, defines)
+    unit = emulator.Unit("curves.cu", text, headers, source.foreign, defines)
     return emulator.load(unit.with_change(*change) if change else unit)
 
 
@@ -217,3 +220,138 @@ def test_few_f16_arguments_of_usual_size_need_the_f64_algorithm():
         low, high = np.empty((2, 1 << 16), np.float32)
         _launch(_library(curve, "f16"), "about", gate, low, high, count=1 << 16)
         assert (low.astype(dtype) != high.astype(dtype)).mean() < 8e-3, curve
+
+
+# --- f32 arguments, as of linear layers ------------------------------------------------------------------------------
+
+LINEAR = ("gelu", "silu")
+OUTPUTS = (ElementKind.F16, ElementKind.BF16, ElementKind.F32, ElementKind.S8)
+LINEAR_SOURCE = """
+#include "curves.cuh"
+typedef SKUDA_OUT Out;
+DEVICE void store(float v, f16& to) { narrow(v, to); }
+DEVICE void store(float v, bf16& to) { narrow(v, to); }
+DEVICE void store(float v, float& to) { to = v; }
+extern "C" __global__ void applied(const float* in, SKUDA_STORED* out, float per_unit) {
+  const int i = 8 * (blockIdx.x * blockDim.x + threadIdx.x);
+  float v[8];
+  for (int j = 0; j < 8; ++j) v[j] = in[i + j];
+  apply_curve<SKUDA_CURVE, Out>(v, per_unit);
+  for (int j = 0; j < 8; ++j) store(v[j], out[i + j]);
+}
+extern "C" __global__ void about(const float* in, float* low, float* high, double* fused) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  const Bounds found = curve_bounds<SKUDA_CURVE, false>(in[i]);
+  low[i] = found.low, high[i] = found.high, fused[i] = curve_fused<SKUDA_CURVE>(in[i]);
+}"""
+BEHIND_BOUNDS = ("const f32 exact = curve_by_f64<CURVE, T>(next);", "const f32 exact = __int_as_float(0x7fc00000);")
+BEHIND_ALL = ("return to_round(curve_f64<CURVE>((f64)x), T());", "return __int_as_float(0x7fc00000);")
+"""The functions for what bounds, and fused operations, do not decide give NaN."""
+
+
+def _linear_library(curve, element, change=None, errors=None):
+    stored = "float" if element is ElementKind.S8 else element
+    defines = (f"-DSKUDA_OUT={element}", f"-DSKUDA_STORED={stored}", f"-DSKUDA_CURVE={curve.upper()}")
+    return _compiled(LINEAR_SOURCE, defines, change, errors)
+
+
+def _applied(library, x, dtype, per_unit=0.0):
+    got = np.empty(x.shape, dtype)
+    pointers = [("p", x.ctypes.data), ("p", got.ctypes.data), ("f", per_unit)]
+    library.launch("applied", (x.size // 256, 1, 1), (32, 1, 1), 0, pointers)
+    return got
+
+
+def _floats(rng):
+    """Draw f32 numbers where the curves bend, end, vanish or are nothing but their argument; a multiple of 256."""
+    edges = (-110, -103.97, -88, -87.3, -69.3, -14.6, -14.4, -13.5, -13.0, -11.6, -5.5, 5.5, 9.0, 17.3, 40, 90, 128)
+    drawn = (
+        rng.uniform(-16, 10, 1 << 15),
+        rng.uniform(-115, 45, 1 << 14),
+        rng.normal(size=1 << 15),
+        rng.integers(0, 1 << 32, 1 << 14, dtype=np.uint32).view(np.float32),  # every kind, NaN too
+        *(edge + rng.normal(size=1 << 8) for edge in edges),
+        np.exp(rng.uniform(-104, 0, 1 << 12)) * rng.choice([-1, 1], 1 << 12),
+        rng.integers(-5000, 5000, 1 << 11),  # large ones are their own result, and middles of narrow elements
+        # Halved, they lie beside middles of bf16's least numbers.
+        rng.integers(-200, 200, 1 << 10) * 2.0**-133 + rng.integers(-2, 3, 1 << 10) * 2.0**-149,
+        [0.0, -0.0, 1e-45, -1e-45, 3e38, -3e38, np.inf, -np.inf, np.nan, 9.0, -14.6, -110.0, 40.0],
+    )
+    with np.errstate(all="ignore"):
+        x = np.concatenate([np.asarray(part, np.float32) for part in drawn])
+    # Quiet ones only, as sums are: what C's fminf makes of signalling ones a GPU's does not.
+    x = np.where(np.isnan(x), np.float32(np.nan), x)
+    return np.resize(rng.permutation(x), -(-x.size // 256) * 256)
+
+
+def _exact(curve, x):
+    with np.errstate(invalid="ignore"):
+        return getattr(curves, curve)(x.astype(np.float64))
+
+
+@compiled
+@pytest.mark.parametrize("element", OUTPUTS[:3])
+@pytest.mark.parametrize("curve", LINEAR)
+def test_every_f32_argument_gives_the_reference_s_bits(curve, element):
+    x, dtype = _floats(fresh(curve, element)), storage_dtype(element)
+    got = _applied(_linear_library(curve, element), x, dtype)
+    with np.errstate(all="ignore"):
+        assert_same_bits(got, rounded_to(_exact(curve, x), dtype), f"{curve} {element}")
+
+
+@compiled
+@pytest.mark.parametrize("curve", LINEAR)
+def test_every_f32_argument_gives_the_reference_s_codes(curve):
+    """Quotients reach from less than one step to far beyond the range; a scale that is not tame gives RN(E)."""
+    rng = fresh(curve)
+    library = _linear_library(curve, ElementKind.S8)
+    for scale in np.float32([*np.exp2(rng.uniform(-12, 6, 4)), -(2.0**-5), 2.0**-40]):
+        x = _floats(rng)
+        # On the middle between codes, and beside it: far from zero gelu and silu of x are x.
+        ties = (rng.integers(20, 130, 256) + np.float32(0.5)) * abs(scale)
+        x[:256] = np.where(rng.random(256) < 0.5, ties, np.nextafter(ties, np.float32(rng.choice([0, 99]))))
+        got = _applied(library, x, np.float32, float(np.float32(1) / scale))
+        with np.errstate(all="ignore"):
+            steps = [np.rint(v / scale) for v in (got, _exact(curve, x).astype(np.float32))]
+        assert_same_bits(*(step + np.float32(0) for step in steps), f"{curve} by {scale}")
+    with np.errstate(all="ignore"):
+        assert_same_bits(_applied(library, x, np.float32, math.nan), _exact(curve, x).astype(np.float32), "not tame")
+
+
+@compiled
+@pytest.mark.parametrize("errors", list(itertools.product((1, -1), repeat=2)), ids=str)
+@pytest.mark.parametrize("curve", LINEAR)
+def test_bounds_hold_for_f32_arguments_with_the_largest_errors(curve, errors):
+    """Those of 2^t and of 1 / d that PTX allows."""
+    rng = fresh(curve, errors)
+    lowest = -14.6 if curve == "gelu" else -110
+    count = 1 << 18
+    grid = np.linspace(lowest, 20, count, dtype=np.float32)
+    x = np.concatenate([grid, rng.uniform(lowest, 10, count), rng.normal(size=count)], dtype=np.float32)
+    low, high = np.empty((2, x.size), np.float32)
+    fused = np.empty(x.size)
+    _launch(_linear_library(curve, ElementKind.F32, errors=errors), "about", x, low, high, fused, count=x.size)
+    exact = _exact(curve, x)
+    ends = np.sort(np.array([low, high]), axis=0).astype(np.float64)
+    kept = np.abs(ends).max(axis=0) >= 2.0**-100
+    assert ((ends[0] <= exact) & (exact <= ends[1]))[kept].all(), x[kept & ~((ends[0] <= exact) & (exact <= ends[1]))]
+    near = (x > lowest) & (x < (9 if curve == "gelu" else 40)) & (np.abs(exact) >= 2.0**-126)
+    assert (np.abs(fused - exact) <= np.abs(exact) * 2.0**-44)[near].all()
+
+
+@compiled
+@pytest.mark.parametrize(("element", "most"), [("f16", 5e-3), ("bf16", 6e-4), ("f32", 1e-4), ("s8", 1e-3)])
+@pytest.mark.parametrize("curve", LINEAR)
+def test_bounds_leave_few_usual_arguments_and_some_unusual_ones_to_the_f64_algorithm(curve, element, most):
+    kind = ElementKind(element)
+    dtype = np.dtype(np.float32) if element == "s8" else storage_dtype(kind)
+    rng = fresh(curve, element)
+
+    def left(x, change, per_unit=20.0):
+        found = _applied(_linear_library(curve, kind, change), x, dtype, per_unit)
+        return np.isnan(found.astype(np.float64)) & ~np.isnan(x)
+
+    usual, every = rng.normal(0, 2, 1 << 18).astype(np.float32), _floats(rng)
+    assert left(usual, BEHIND_BOUNDS).mean() < most
+    assert left(usual, BEHIND_ALL).mean() < 1e-4
+    assert left(every, BEHIND_ALL, math.nan).any()  # codes go to f64 where a scale is not tame

@@ -12,10 +12,9 @@ from itertools import product
 import numpy as np
 import pytest
 from harness import emulator
-from harness.agreement import assert_agrees
 from harness.binding import Placed, launch_of, place, run_steps
 from products import SHIFTS, a_problem
-from support import arguments_of, draw, fresh, run, sampled
+from support import arguments_of, assert_same_bits, draw, fresh, run, sampled
 
 from skuda.kernels.catalog import built_in_ops
 from skuda.kernels.linear import (
@@ -27,6 +26,7 @@ from skuda.kernels.linear import (
     warpgroup,
 )
 from skuda.kernels.linear.direct import configurations
+from skuda.kernels.linear.problem import OUTPUTS
 from skuda.kernels.linear.warpgroup_tile import TILES
 from skuda.registry import ElementKind
 from skuda.registry.descriptor import Role
@@ -49,10 +49,11 @@ def sku_of(problem, variant):
     )
 
 
-def check(problem, variant, rng, *choice, values="", change=None):
-    """Run a problem with `values` and layouts of any kind and compare."""
+def check(problem, variant, rng, *choice, values="", change=None, **inputs):
+    """Run a problem with `values`, but for `inputs`, and layouts of any kind and compare."""
     sku, op = sku_of(problem, variant), OPS[problem.op]
     drawn = draw(op, Case(problem, values or rng.choice(["special", "normal"])), rng)
+    drawn.inputs.update(inputs)
     launch = launch_of(sku, problem, CARD, *choice)
     unit = emulator.Unit.of(sku)
     library = emulator.load((unit.with_change(*change) if change else unit).configured(launch.flags))
@@ -60,7 +61,7 @@ def check(problem, variant, rng, *choice, values="", change=None):
     run_steps(library, launch, problem, placed, drawn.shapes)
     want = run(problem, drawn.inputs)
     for argument in arguments_of(problem, Role.OUTPUT):
-        assert_agrees(placed[argument.name].array, want[argument.name], sku, f"{problem!r} {choice}")
+        assert_same_bits(placed[argument.name].array, want[argument.name], f"{problem!r} {choice}")
     written = {argument.name for argument in arguments_of(problem, Role.OUTPUT, Role.SCRATCH)}
     for name, value in placed.items():
         if isinstance(value, Placed):
@@ -164,6 +165,46 @@ def run_extreme(way, shifts, **change):
 )
 def test_extreme_values_give_the_bits_of_the_reference(way, shifts):
     run_extreme(way, shifts)
+
+
+CURVED = {
+    "warpgroup": ("warpgroup", "", 70),
+    "shared": ("streamed", "shared", 30),
+    "registers": ("streamed", "registers", 30),
+    "mma": ("mma", "", 70),
+    "plain": ("plain", "", 70),
+}
+ENDS = np.array(
+    [np.nan, np.inf, -np.inf, 0, -0.0, 1e-45, -1e-45, 1e-38, -3e-39, 3e38, -3e38, 257, 2049, -14, -87, -103]
+)
+
+
+@pytest.mark.parametrize(
+    ("way", "epilogue", "output"),
+    sampled(
+        [
+            pytest.param(way, epilogue, output)
+            for way, epilogue, output in product(CURVED, ("bias_gelu", "bias_silu"), OUTPUTS)
+            if way == "plain" or output is not ElementKind.F64
+        ],
+        2,
+        each=lambda way, epilogue, output: way,
+    ),
+)
+def test_gelu_and_silu_are_the_reference_s_wherever_they_bend_or_end(way, epilogue, output):
+    rng = fresh(way, epilogue, output)
+    variant, through, m = CURVED[way]
+    problem = ScaledLinearDescriptor(m=m, n=72, k=336, output_element=output, epilogue=epilogue)
+    real = np.float64 if output is ElementKind.F64 else np.float32
+    # Sums are about 10^5. In a third of the rows they vanish beside the bias.
+    inputs = {
+        "act_scale": np.where(rng.random(m) < 0.3, 1e-30, rng.uniform(0.5, 2, m) * 1e-5).astype(real),
+        "weight_scale": rng.uniform(0.1, 10, 72).astype(real),
+        "bias": np.where(rng.random(72) < 0.5, rng.choice(ENDS, 72), rng.normal(0, 4, 72)).astype(real),
+    }
+    if output.integer_range:
+        inputs["output_scale"] = np.array([rng.choice([0.0, -0.05, *np.exp2(rng.uniform(-9, 0, 3))])], real)
+    check(problem, variant, rng, *(alone(problem, through)[:1] if through else ()), values="normal", **inputs)
 
 
 @pytest.mark.skipif(emulator.SANITIZED, reason="sanitizers end the process where this expects a message")

@@ -48,6 +48,10 @@ def _assert_spare_nibbles_are_zero(problem, outputs, shapes):
             assert not (outputs[argument.name][..., -1] >> 4).any(), "a spare high nibble is not zero"
 
 
+def test_every_kernel_promises_the_bits_of_the_reference():
+    assert [sku.id for op in built_in_ops() for sku in op.skus if not sku.precision_guarantee.bit_exact] == []
+
+
 @pytest.mark.parametrize(("op", "case"), EVERY)
 def test_result_is_what_the_definition_says(op, case):
     rng = fresh(op.name, case)

@@ -148,8 +148,8 @@ def gelu(x: F32) -> F32:
 def erf(x: F32) -> F32:
     """Error function, elementwise, f32, within 1.3e-7 of `math.erf`, by linear interpolation of a table.
 
-    NumPy has no erf. `math.erf` for each element, or the GELU of the int8 epilogues, which is accurate to 2 ulp, would
-    take longer than the rest of the encoder.
+    NumPy has no erf. `math.erf` for each element, or the GELU of the int8 epilogues in f64, would take longer than the
+    rest of the encoder.
     """
     table, slope = _erf_table()
     place = np.minimum(np.abs(x), np.float32(_ERF_END)) * np.float32(_ERF_STEPS)

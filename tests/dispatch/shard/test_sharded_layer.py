@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,11 +11,11 @@ from hypothesis import strategies as st
 from shards import WAYS, part, wanted_of
 from support import assert_same_bits, dispatcher, draw, fresh, run, sampled
 
-from skuda.dispatch import PlanPreference
+from skuda.dispatch import Dispatcher, PlanPreference
 from skuda.dispatch.shard import NVLINK, Link, Shards, on_ranks, select_shards, split
 from skuda.kernels.catalog import built_in_ops
 from skuda.kernels.linear import QuantizedLinearDescriptor, ScaledLinearDescriptor, SmoothQuantLinearDescriptor
-from skuda.registry import InvalidProblem, Unsupported
+from skuda.registry import InvalidProblem, Registry, Unsupported
 from skuda.registry.elements import ElementKind
 from skuda.registry.guarantee import PrecisionRequirement
 from skuda.registry.op import Case
@@ -160,19 +162,31 @@ def test_preferences_are_honoured_in_every_step():
         select_shards(dispatcher(), problem, shards, PlanPreference(sku=names[0]["amax"]))
 
 
+def _with_loose_rescale():
+    """Return a dispatcher whose kernels of `rescale` on cards promise 2 ulp."""
+
+    def loosened(sku):
+        loose = sku.precision_guarantee.model_copy(update={"max_ulp": 2})
+        return sku if sku.backend == "numpy" else sku.model_copy(update={"precision_guarantee": loose})
+
+    ops = (replace(op, skus=tuple(map(loosened, op.skus))) if op.name == "rescale" else op for op in built_in_ops())
+    return Dispatcher(Registry(tuple(ops), origin="a test"))
+
+
 def test_the_promise_is_the_least_of_all_steps():
-    plain = select_shards(dispatcher(), layer(m=3, c_out=5, k=8), Shards(axis="k", count=2), device="h200")
+    problem, shards = layer(m=3, c_out=5, k=8, epilogue="bias_gelu"), Shards(axis="k", count=2)
+    plain = select_shards(dispatcher(), problem, shards, device="h200")
     assert plain.precision_guarantee.shard_invariant
     assert plain.precision_guarantee.accumulator is ElementKind.S32
     assert "shard-invariant" in plain.precision_guarantee.describe()
-    curved = layer(m=3, c_out=5, k=8, epilogue="bias_gelu")
-    promise = select_shards(dispatcher(), curved, Shards(axis="k", count=2), device="h200").precision_guarantee
+    loose = _with_loose_rescale()
+    promise = select_shards(loose, problem, shards, device="h200").precision_guarantee
     assert promise.max_ulp == 2
     assert not promise.shard_invariant
     require = PlanPreference(require=PrecisionRequirement(shard_invariant=True))
     with pytest.raises(Unsupported, match="shard_invariant"):
-        select_shards(dispatcher(), curved, Shards(axis="k", count=2), require, "h200")
-    assert select_shards(dispatcher(), curved, Shards(axis="k", count=2), require, "cpu").kernels
+        select_shards(loose, problem, shards, require, "h200")
+    assert select_shards(loose, problem, shards, require, "cpu").kernels
 
 
 def test_smoothquant_scales_stay_fields():

@@ -155,6 +155,10 @@ FAULTS = listed(
             "curve-far-gates-on-the-fast-path": ("lowest = 0xc120c120u", "lowest = 0xc700c700u", CURVES),
             "curve-tiny-gates-on-the-fast-path": ("small = 0x0d800d80u", "small = 0x00010001u", CURVES),
             "curve-constants-without-their-turn": ("-7.0f / 16777216.0f", "0.0f", CURVES),
+            "curve-squares-of-f32-are-exact": ("if (!SQUARES) slope = 2.0f / 16777216.0f;", "", CURVES),
+            "curve-tiny-results-by-bounds": ("if (least < tiny) {", "if (false) {", CURVES),
+            "curve-codes-without-doubt": ("< 0.5f - reach", "< 0.5f", CURVES),
+            "curve-fused-without-doubt": ("0x1fffffffu) > 2048u", "0x1fffffffu) >= 0u", CURVES),
         },
         "kernels/quantize/curves.py": {
             "curve-the-page-has-another-coefficient": (
