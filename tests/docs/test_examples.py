@@ -16,11 +16,12 @@ PACKAGE = EXAMPLES / "triton_backend"
 LAST_LINES = {
     "llama": "generated 8 tokens for each of 2 prompts",
     "lora": "merged, lowest cosine similarity of the logits: ",
+    "policy": "every ratio of the exact model was 1, and every KL 0",
     "smoothquant": "a scale per row: relative error",
     "train": "accuracy in int8: 0.9",
 }
 """The programs, and what each prints at its end, after it has checked its own results."""
-MORE = {"llama": ("transformers",), "lora": ("transformers", "peft")}
+MORE = {"llama": ("transformers",), "lora": ("transformers", "peft"), "policy": ("transformers",)}
 """What a program needs beside torch and safetensors."""
 MOST_LINES = 80
 
