@@ -9,7 +9,7 @@ from inspect import signature
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 import skuda.torch as st
@@ -23,7 +23,7 @@ CACHE = next(name for name in ("cache", "past_key_values") if name in signature(
 CONFIG = Qwen3Config(**SIZES, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
 
 
-def rollout(model: nn.Module, cache: Callable[[], object], prompts: torch.Tensor, seed: int) -> tuple[torch.Tensor, ...]:
+def rollout(model: nn.Module, cache: Callable[[], object], prompts: Tensor, seed: int) -> tuple[Tensor, ...]:
     """Generate tokens in batches of 12, step by step; return them with the prompts, and their log-probabilities."""
     every, found = [], []
     for first, given in zip(range(0, ROWS, 12), prompts.split(12), strict=True):
