@@ -39,11 +39,11 @@ class Way:
     name : str
         The way.
     digest : str
-        Of the bits of its log-probabilities; nothing if it was not run.
+        Of the bits of its log-probabilities.
     same : bool
         Whether all bits are those of the prompts alone.
     note : str
-        Where they differ first, or why the way was not run.
+        Where they differ first, or nothing.
     """
 
     name: str
@@ -69,16 +69,15 @@ class Certificate:
 
     @property
     def ok(self) -> bool:
-        """Whether all ways that were run have the same bits."""
+        """Whether all ways have the same bits."""
         return all(way.same for way in self.ways)
 
     def __str__(self) -> str:
         width = max(len(way.name) for way in self.ways)
         lines = [f"{self.tokens} log-probabilities of f32, bit for bit"]
         for way in self.ways:
-            verdict = ("same" if way.same else "DIFFERS") if way.digest else "not run"
-            note = f": {way.note}" if way.note else ""
-            lines.append(f"{way.name:{width}}  {way.digest:{_DIGITS}}  {verdict}{note}")
+            verdict = "same" if way.same else f"DIFFERS: {way.note}"
+            lines.append(f"{way.name:{width}}  {way.digest}  {verdict}")
         return "\n".join(lines)
 
 
@@ -112,8 +111,8 @@ def certify(
         If the model is on a GPU, the number of its first layers that are compared with a CPU. By default all, or two if
         it has more than 100 million parameters.
     compiler : str, optional
-        The backend of `torch.compile`: by default ``inductor`` on a GPU, and ``aot_eager`` on a CPU. Nothing leaves it
-        out.
+        The backend of `torch.compile`: by default ``inductor`` on a GPU, and ``aot_eager`` on a CPU. With an
+        empty one, nothing is compiled.
     others : mapping, optional
         Further ways by name: functions that return the log-probabilities of prompts.
     report : callable, optional
