@@ -18,6 +18,7 @@ from skuda.kernels.attention.cache import TABLES, CacheProblem
 from skuda.kernels.attention.drawn import full_tables
 from skuda.kernels.draw import draw
 from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.sampling.weights import LogitsProblem
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.device import Device
 from skuda.registry.elements import ElementKind
@@ -36,6 +37,8 @@ _COMPARED = 1 << 20
 """Differing elements that are looked at more closely at a time, where some distance is allowed."""
 _ROWS = 16
 """Rows of attention whose outputs are compared: they depend on nothing but their keys, and the reference is slow."""
+_SAMPLED = {"temperature": 0.7, "top_k": 50, "top_p": 0.9}
+"""How the rows of logits are sampled."""
 Arrays = Mapping[str, Any]
 
 
@@ -187,13 +190,22 @@ class TorchLab(HostLab):
         self._sum = torch.zeros((), dtype=torch.float32, device=self.place)
 
     def draw(self, problem: Descriptor, seed: int) -> dict[str, Any]:
-        """Return random inputs; on a paged cache, sequences of one length that fill it."""
+        """Return random inputs; on a paged cache, sequences of one length that fill it.
+
+        Logits deviate by 4, so that a few tokens have most of the probability; all rows are sampled in the same way.
+        """
         random = self._torch.Generator(self.place).manual_seed(seed)
         roles = (Role.INPUT, Role.SCALE, Role.ZERO_POINT, Role.VALUE)
         found = {a.name: self._one(a, random) for a in problem.arguments() if a.role in roles and a.required}
         if isinstance(problem, CacheProblem):
             tables = full_tables(problem, np.random.default_rng(seed))
             found |= {name: to_torch(self._torch, table, self.place) for name, table in tables.items()}
+        if isinstance(problem, LogitsProblem):
+            found["logits"] *= 4
+            for name in _SAMPLED.keys() & found.keys():
+                found[name].fill_(_SAMPLED[name])
+            if "tokens" in found:
+                found["tokens"].random_(problem.v, generator=random)
         return found
 
     def _one(self, argument: Argument, random: Any) -> Any:
@@ -201,7 +213,7 @@ class TorchLab(HostLab):
         torch, element = self._torch, argument.elements[0]
         options = {"dtype": torch_dtype(element), "device": self.place, "generator": random}
         shape = _shape(argument)
-        if argument.role is Role.ZERO_POINT or element is ElementKind.S32:
+        if argument.role is Role.ZERO_POINT or element in (ElementKind.S32, ElementKind.S64):
             found = torch.randint(-8, 9, shape, **options)
         elif not element.is_float:
             low, high = (0, 255) if element.is_packed else element.integer_range or (0, 1)
