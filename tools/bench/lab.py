@@ -10,9 +10,9 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
+from skuda.dispatch.host.arrays import tensor_view
 from skuda.kernels.attention.attention import AttentionDescriptor
 from skuda.kernels.attention.cache import TABLES, CacheProblem
 from skuda.kernels.attention.drawn import full_tables
@@ -249,12 +249,12 @@ class TorchLab(HostLab):
         if wanted is not None:
             return dict(zip((a.name for a in _made(problem)), wanted, strict=True))
         if isinstance(problem, AttentionDescriptor) and (rows := self.sample(problem)) is not None:
-            tables = {a.name: to_numpy(torch, inputs[a.name]) for a in TABLES}
+            tables = {a.name: to_numpy(inputs[a.name]) for a in TABLES}
             part = alone(problem, tables, np.array(rows))
             taken = {n: torch.from_numpy(at).to(self.place) for n, at in part.picked.items()}
             inputs = {n: value[taken[n]] if n in taken else value for n, value in inputs.items()} | part.tables
             problem = part.problem
-        host = {name: to_numpy(torch, value) for name, value in inputs.items()}
+        host = {name: to_numpy(value) for name, value in inputs.items()}
         return {name: to_torch(torch, one, self.place) for name, one in super().answer(op, problem, host).items()}
 
     def sample(self, problem: Descriptor) -> list[int] | None:
@@ -273,7 +273,7 @@ class TorchLab(HostLab):
         if not count or (ulps is None and bool(torch.isfinite(got.double()).all())):
             return ""
         for at in bad.nonzero().reshape(-1).split(_COMPARED):
-            ours, theirs = (to_numpy(torch, array.reshape(-1)[at]) for array in (got, want))
+            ours, theirs = (to_numpy(array.reshape(-1)[at]) for array in (got, want))
             far = differing(ours, theirs, ulps or 0)
             if far.any():
                 first = int(np.argmax(far))
@@ -320,14 +320,9 @@ def _described(where: Sequence[Any], got: Any, want: Any, index: int, count: int
     return f"{place}: got {element_text(got, at)}, want {element_text(want, at)}; {count} of {size} elements differ"
 
 
-def to_numpy(torch: Any, value: Any) -> Any:
-    """Return a NumPy copy of a tensor; a number is returned unchanged."""
-    if not hasattr(value, "cpu"):
-        return value
-    value = value.cpu()
-    if value.dtype == torch.bfloat16:
-        return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return value.numpy()
+def to_numpy(value: Any) -> Any:
+    """Return a tensor as a NumPy array; a number is returned unchanged."""
+    return tensor_view(value.cpu()) if hasattr(value, "cpu") else value
 
 
 def to_torch(torch: Any, value: Any, place: Any) -> Any:

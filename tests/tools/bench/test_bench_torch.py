@@ -76,7 +76,7 @@ def solved(lab, problem, seed):
     inputs = lab.draw(problem, seed)
     state = {a.name: lab.outputs(problem)[a.name] for a in problem.arguments() if a.role is Role.STATE}
     lab.poison(state)
-    host = {name: to_numpy(torch, value) for name, value in (inputs | state).items()}
+    host = {name: to_numpy(value) for name, value in (inputs | state).items()}
     return inputs, {name: to_torch(torch, value, "cpu") for name, value in reference_answer(op, problem, host).items()}
 
 
@@ -244,7 +244,7 @@ def test_rivals_on_logits_have_the_same_results(lab, case, seed):
             inputs["top_k"][2], inputs["top_p"][3] = 1, 1e-30
         else:
             inputs["temperature"][2:] = 1e-6
-    host = {name: to_numpy(torch, value) for name, value in inputs.items()}
+    host = {name: to_numpy(value) for name, value in inputs.items()}
     want = next(iter(reference_answer(OPS[case.op], case.problem, host).values()))
     rivals = rivals_of(case.problem, ())
     sampling = ["sorted"] if "top-k" in case.label else ["multinomial", "exponential"]
