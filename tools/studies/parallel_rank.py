@@ -18,12 +18,11 @@ from skuda.registry.device import HOST
 from skuda.tools.bench.lab import TorchLab
 from skuda.tools.bench.rivals import linear_of
 from skuda.tools.bench.timing import error_line, rounds_each
-from skuda.tools.studies.host import fused
 from skuda.tools.studies.llama import LlamaMLP, LlamaSizes, drawn
 from skuda.tools.studies.model_bench import EXACT, Run
 from skuda.tools.studies.parallel import FORMS, INT8_ALL, INT8_ONE, MlpJob
 from skuda.tools.studies.processes import Save
-from skuda.torch import TorchGroup, parallelize_
+from skuda.torch import Dynamic, TorchGroup, fuse_, parallelize_, quantize_
 
 _INPUTS = 3
 """Inputs for which outputs are compared."""
@@ -72,7 +71,9 @@ class SlicedMLP(nn.Module):
 
 def exact(*mlps: LlamaMLP, group: TorchGroup | None = None) -> nn.Sequential:
     """Return gated MLPs in int8 as users of `skuda.torch` make them, fused, and shared by the ranks of a group."""
-    made: nn.Sequential = fused(nn.Sequential(*mlps))
+    made = nn.Sequential(*copy.deepcopy(mlps))
+    quantize_(made, Dynamic(), strict=True)
+    fuse_(made)
     if group is not None:
         parallelize_(made, group)
     return made
