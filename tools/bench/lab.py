@@ -199,7 +199,7 @@ class TorchLab(HostLab):
         found = {a.name: self._one(a, random) for a in problem.arguments() if a.role in roles and a.required}
         if isinstance(problem, CacheProblem):
             tables = full_tables(problem, np.random.default_rng(seed))
-            found |= {name: to_torch(self._torch, table, self.place) for name, table in tables.items()}
+            found |= {name: self._torch.as_tensor(table, device=self.place) for name, table in tables.items()}
         if isinstance(problem, LogitsProblem):
             found["logits"] *= 4
             for name in _SAMPLED.keys() & found.keys():
@@ -249,13 +249,13 @@ class TorchLab(HostLab):
         if wanted is not None:
             return dict(zip((a.name for a in _made(problem)), wanted, strict=True))
         if isinstance(problem, AttentionDescriptor) and (rows := self.sample(problem)) is not None:
-            tables = {a.name: to_numpy(inputs[a.name]) for a in TABLES}
+            tables = {a.name: tensor_view(inputs[a.name].cpu()) for a in TABLES}
             part = alone(problem, tables, np.array(rows))
             taken = {n: torch.from_numpy(at).to(self.place) for n, at in part.picked.items()}
             inputs = {n: value[taken[n]] if n in taken else value for n, value in inputs.items()} | part.tables
             problem = part.problem
-        host = {name: to_numpy(value) for name, value in inputs.items()}
-        return {name: to_torch(torch, one, self.place) for name, one in super().answer(op, problem, host).items()}
+        host = {name: value.cpu() if hasattr(value, "cpu") else value for name, value in inputs.items()}
+        return {n: torch.as_tensor(one, device=self.place) for n, one in super().answer(op, problem, host).items()}
 
     def sample(self, problem: Descriptor) -> list[int] | None:
         """Return some rows of attention, from the first to the last."""
@@ -273,7 +273,7 @@ class TorchLab(HostLab):
         if not count or (ulps is None and bool(torch.isfinite(got.double()).all())):
             return ""
         for at in bad.nonzero().reshape(-1).split(_COMPARED):
-            ours, theirs = (to_numpy(array.reshape(-1)[at]) for array in (got, want))
+            ours, theirs = (tensor_view(array.reshape(-1)[at].cpu()) for array in (got, want))
             far = differing(ours, theirs, ulps or 0)
             if far.any():
                 first = int(np.argmax(far))
@@ -318,18 +318,6 @@ def _described(where: Sequence[Any], got: Any, want: Any, index: int, count: int
     """Describe a wrong element at `index` of two flat arrays, with its bits; `count` of `size` elements differ."""
     place, at = [int(i) for i in where], (index,)
     return f"{place}: got {element_text(got, at)}, want {element_text(want, at)}; {count} of {size} elements differ"
-
-
-def to_numpy(value: Any) -> Any:
-    """Return a tensor as a NumPy array; a number is returned unchanged."""
-    return tensor_view(value.cpu()) if hasattr(value, "cpu") else value
-
-
-def to_torch(torch: Any, value: Any, place: Any) -> Any:
-    """Return a NumPy array as a tensor on a torch device."""
-    if value.dtype == storage_dtype(ElementKind.BF16):
-        return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16).to(place)
-    return torch.from_numpy(value).to(place)
 
 
 def _made(problem: Descriptor, *roles: Role) -> list[Argument]:

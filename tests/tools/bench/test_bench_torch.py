@@ -27,7 +27,7 @@ from skuda.tools.bench.bench import KernelBench
 from skuda.tools.bench.clock import CudaClock, Reading
 from skuda.tools.bench.cutlass.rival import Cutlass
 from skuda.tools.bench.formulas import answer, formula
-from skuda.tools.bench.lab import LabSizes, TorchLab, to_numpy, to_torch
+from skuda.tools.bench.lab import LabSizes, TorchLab
 from skuda.tools.bench.record import least_work
 from skuda.tools.bench.rivals import absence, rivals_of
 from skuda.tools.bench.tune import Tuner
@@ -76,8 +76,8 @@ def solved(lab, problem, seed):
     inputs = lab.draw(problem, seed)
     state = {a.name: lab.outputs(problem)[a.name] for a in problem.arguments() if a.role is Role.STATE}
     lab.poison(state)
-    host = {name: to_numpy(value) for name, value in (inputs | state).items()}
-    return inputs, {name: to_torch(torch, value, "cpu") for name, value in reference_answer(op, problem, host).items()}
+    given = inputs | {name: one.numpy() for name, one in state.items()}
+    return inputs, {name: torch.as_tensor(one) for name, one in reference_answer(op, problem, given).items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
@@ -244,8 +244,7 @@ def test_rivals_on_logits_have_the_same_results(lab, case, seed):
             inputs["top_k"][2], inputs["top_p"][3] = 1, 1e-30
         else:
             inputs["temperature"][2:] = 1e-6
-    host = {name: to_numpy(value) for name, value in inputs.items()}
-    want = next(iter(reference_answer(OPS[case.op], case.problem, host).values()))
+    want = next(iter(reference_answer(OPS[case.op], case.problem, inputs).values())).numpy()
     rivals = rivals_of(case.problem, ())
     sampling = ["sorted"] if "top-k" in case.label else ["multinomial", "exponential"]
     assert [rival.name for rival in rivals] == (sampling if case.op == "sample" else ["eager"])
