@@ -184,7 +184,7 @@ OPTIONS: dict[str, Any] = {
     "cases": _option("N", "Only these cases, as failures number them.", "--case", kind=list[int] | None, min=0),
     "verify device": _option("WHERE", "A CUDA device by its number, or cpu; else the first one."),
     "quick": _flag("--quick", "A spot check of every kernel."),
-    "bench ops": _argument(Words, "[OPS]...", "Ops, or quantize, linear, cache, all; all if left out."),
+    "bench ops": _argument(Words, "[OPS]...", "Ops, or quantize, linear, cache, logits, all; all if left out."),
     "bench shapes": _words(
         "SHAPE",
         "ROWSxCOLUMNS, MxNxK for a product, SEQUENCESxNEWxKEYSxHEAD_SIZE on a cache, a file of these, "

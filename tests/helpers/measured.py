@@ -17,7 +17,7 @@ CEILINGS = Ceilings(copy_bandwidth=4e12, bf16=8e14, fp8=1.6e15)
 
 def measured(op: str, shape: tuple[int, ...], us: float, element: str = "bf16", **rivals: float | str) -> CaseResult:
     """Return a case that took `us`; rivals by name with their microseconds, or with why they refused."""
-    (case,) = select_cases(REGISTRY, [op], [shape], [element])
+    case, *_ = select_cases(REGISTRY, [op], [shape], [element])
     moved, operations = least_work(case.problem)
     others = tuple(
         RivalResult(name=name, computes="the same", refused=said)

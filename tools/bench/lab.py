@@ -10,14 +10,15 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
+from skuda.dispatch.host.arrays import tensor_view
 from skuda.kernels.attention.attention import AttentionDescriptor
 from skuda.kernels.attention.cache import TABLES, CacheProblem
 from skuda.kernels.attention.drawn import full_tables
 from skuda.kernels.draw import draw
 from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.sampling.weights import LogitsProblem
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.device import Device
 from skuda.registry.elements import ElementKind
@@ -36,6 +37,8 @@ _COMPARED = 1 << 20
 """Differing elements that are looked at more closely at a time, where some distance is allowed."""
 _ROWS = 16
 """Rows of attention whose outputs are compared: they depend on nothing but their keys, and the reference is slow."""
+_SAMPLED = {"temperature": 0.7, "top_k": 50, "top_p": 0.9}
+"""How the rows of logits are sampled."""
 Arrays = Mapping[str, Any]
 
 
@@ -187,13 +190,22 @@ class TorchLab(HostLab):
         self._sum = torch.zeros((), dtype=torch.float32, device=self.place)
 
     def draw(self, problem: Descriptor, seed: int) -> dict[str, Any]:
-        """Return random inputs; on a paged cache, sequences of one length that fill it."""
+        """Return random inputs; on a paged cache, sequences of one length that fill it.
+
+        Logits deviate by 4, so that a few tokens have most of the probability; all rows are sampled in the same way.
+        """
         random = self._torch.Generator(self.place).manual_seed(seed)
         roles = (Role.INPUT, Role.SCALE, Role.ZERO_POINT, Role.VALUE)
         found = {a.name: self._one(a, random) for a in problem.arguments() if a.role in roles and a.required}
         if isinstance(problem, CacheProblem):
             tables = full_tables(problem, np.random.default_rng(seed))
-            found |= {name: to_torch(self._torch, table, self.place) for name, table in tables.items()}
+            found |= {name: self._torch.as_tensor(table, device=self.place) for name, table in tables.items()}
+        if isinstance(problem, LogitsProblem):
+            found["logits"] *= 4
+            for name in _SAMPLED.keys() & found.keys():
+                found[name].fill_(_SAMPLED[name])
+            if "tokens" in found:
+                found["tokens"].random_(problem.v, generator=random)
         return found
 
     def _one(self, argument: Argument, random: Any) -> Any:
@@ -201,7 +213,7 @@ class TorchLab(HostLab):
         torch, element = self._torch, argument.elements[0]
         options = {"dtype": torch_dtype(element), "device": self.place, "generator": random}
         shape = _shape(argument)
-        if argument.role is Role.ZERO_POINT or element is ElementKind.S32:
+        if argument.role is Role.ZERO_POINT or element in (ElementKind.S32, ElementKind.S64):
             found = torch.randint(-8, 9, shape, **options)
         elif not element.is_float:
             low, high = (0, 255) if element.is_packed else element.integer_range or (0, 1)
@@ -237,13 +249,13 @@ class TorchLab(HostLab):
         if wanted is not None:
             return dict(zip((a.name for a in _made(problem)), wanted, strict=True))
         if isinstance(problem, AttentionDescriptor) and (rows := self.sample(problem)) is not None:
-            tables = {a.name: to_numpy(torch, inputs[a.name]) for a in TABLES}
+            tables = {a.name: tensor_view(inputs[a.name].cpu()) for a in TABLES}
             part = alone(problem, tables, np.array(rows))
             taken = {n: torch.from_numpy(at).to(self.place) for n, at in part.picked.items()}
             inputs = {n: value[taken[n]] if n in taken else value for n, value in inputs.items()} | part.tables
             problem = part.problem
-        host = {name: to_numpy(torch, value) for name, value in inputs.items()}
-        return {name: to_torch(torch, one, self.place) for name, one in super().answer(op, problem, host).items()}
+        host = {name: value.cpu() if hasattr(value, "cpu") else value for name, value in inputs.items()}
+        return {n: torch.as_tensor(one, device=self.place) for n, one in super().answer(op, problem, host).items()}
 
     def sample(self, problem: Descriptor) -> list[int] | None:
         """Return some rows of attention, from the first to the last."""
@@ -261,7 +273,7 @@ class TorchLab(HostLab):
         if not count or (ulps is None and bool(torch.isfinite(got.double()).all())):
             return ""
         for at in bad.nonzero().reshape(-1).split(_COMPARED):
-            ours, theirs = (to_numpy(torch, array.reshape(-1)[at]) for array in (got, want))
+            ours, theirs = (tensor_view(array.reshape(-1)[at].cpu()) for array in (got, want))
             far = differing(ours, theirs, ulps or 0)
             if far.any():
                 first = int(np.argmax(far))
@@ -306,23 +318,6 @@ def _described(where: Sequence[Any], got: Any, want: Any, index: int, count: int
     """Describe a wrong element at `index` of two flat arrays, with its bits; `count` of `size` elements differ."""
     place, at = [int(i) for i in where], (index,)
     return f"{place}: got {element_text(got, at)}, want {element_text(want, at)}; {count} of {size} elements differ"
-
-
-def to_numpy(torch: Any, value: Any) -> Any:
-    """Return a NumPy copy of a tensor; a number is returned unchanged."""
-    if not hasattr(value, "cpu"):
-        return value
-    value = value.cpu()
-    if value.dtype == torch.bfloat16:
-        return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return value.numpy()
-
-
-def to_torch(torch: Any, value: Any, place: Any) -> Any:
-    """Return a NumPy array as a tensor on a torch device."""
-    if value.dtype == storage_dtype(ElementKind.BF16):
-        return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16).to(place)
-    return torch.from_numpy(value).to(place)
 
 
 def _made(problem: Descriptor, *roles: Role) -> list[Argument]:

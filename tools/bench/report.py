@@ -48,7 +48,8 @@ def apart(record: BenchRecord) -> list[str]:
 
 
 def _title(case: CaseResult) -> str:
-    return f"{case.op}, random shapes" if case.drawn else case.op
+    title = case.label.partition(f" {case.size} ")[0]
+    return f"{title}, random shapes" if case.drawn else title
 
 
 def names_of(cases: Iterable[CaseResult]) -> list[str]:
@@ -135,7 +136,7 @@ def _bandwidth(record: BenchRecord) -> Parts:
     """Return a row for each op: bandwidth and its share of a copy at the largest shape, and means of the ratios."""
     cases = _largest(record.cases)
     elements, names, rows = sorted({case.element for case in cases}), names_of(cases), []
-    for op, group in groupby(sorted(cases, key=lambda case: case.op), key=lambda case: case.op):
+    for op, group in groupby(sorted(cases, key=_title), key=_title):
         mine = list(group)
         speeds = {case.element: f"{_rate(case)}, {_share(case, record)}" for case in mine}
         ratios = ([case.ratios[name] for case in mine if name in case.ratios] for name in names)
@@ -148,7 +149,7 @@ def _bandwidth(record: BenchRecord) -> Parts:
 def _largest(cases: Iterable[CaseResult]) -> list[CaseResult]:
     """Return the case of every op and element that moves the most bytes, without products."""
     timed = sorted((case for case in cases if case.timing and not case.operations), key=lambda case: case.bytes)
-    return list({(case.op, case.element): case for case in timed}.values())
+    return list({(_title(case), case.element): case for case in timed}.values())
 
 
 def _facts(record: BenchRecord) -> Facts:

@@ -14,11 +14,13 @@ from skuda.kernels.linear.problem import LinearProblem
 from skuda.kernels.quantize.fake_quantize import FakeQuantize
 from skuda.kernels.quantize.fake_quantize_backward import FakeQuantizeBackward
 from skuda.kernels.quantize.granularity import PerTensor
+from skuda.kernels.sampling.weights import LogitsProblem
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import ElementKind
 from skuda.tools.bench.attention import cache_rivals
 from skuda.tools.bench.cutlass.rival import Cutlass
 from skuda.tools.bench.formulas import Inputs, formula, scaled_mm, torch_dtype, torch_module, views
+from skuda.tools.bench.logits import logits_rivals
 from skuda.tools.bench.rival import Call, Rival, operands
 from skuda.tools.bench.timing import error_line
 from skuda.tools.bench.vllm import Vllm
@@ -36,6 +38,8 @@ def rivals_of(problem: Descriptor, libraries: Sequence[Cutlass | Vllm] = (Cutlas
         return (*built, *_product_rivals(problem))
     if isinstance(problem, CacheProblem):
         return (*built, *cache_rivals(problem, _compile))
+    if isinstance(problem, LogitsProblem):
+        return (*built, *logits_rivals(problem))
     found = [
         *built,
         Rival("eager", "the same, operation by operation", _eager),

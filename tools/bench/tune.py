@@ -16,6 +16,7 @@ from skuda.registry.descriptor import Descriptor
 from skuda.registry.device import Device
 from skuda.registry.errors import InvalidProblem, Unsupported
 from skuda.registry.sku import KernelSku
+from skuda.registry.text import one_line
 from skuda.tools.bench.timing import Arrays, Measurement, Ready, error_line, max_ulps, prepared
 from skuda.tools.output import Report, words
 from skuda.tools.ship.cubins import Wanted, build_cubins, cubins_of
@@ -128,7 +129,7 @@ class Tuner(Measurement):
                 choice=offer.choice,
                 source_hash=source_hash(offer.sku),
                 timing=timings[offer].shared_by(self.layers) if offer in timings else None,
-                refused=_line(refused.get(offer, "")),
+                refused=one_line(refused.get(offer, "")),
             )
             for offer in offered
         )
@@ -161,8 +162,3 @@ def environment(device: Device) -> Environment:
     """Return the environment on which times measured now on a present device depend."""
     facts = device.model_copy(update={"ordinal": None})
     return Environment(device=facts, driver=driver_of(device), versions=versions(), skuda=skuda_version())
-
-
-def _line(text: str) -> str:
-    """Return a message as one line of at most 1000 printable characters, as a tuning requires."""
-    return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))[:1000]

@@ -15,6 +15,7 @@ from skuda.dispatch.select.tuning import MARGIN, Candidate, TuningEntry
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import InvalidProblem, InvalidRecord, Unsupported
 from skuda.registry.registry import Registry
+from skuda.registry.text import printable
 from skuda.tools.bench.lab import HostLab, TorchLab
 from skuda.tools.bench.tune import Tuner, environment
 from skuda.tools.files import check
@@ -167,8 +168,7 @@ def _ordered(entry: TuningEntry) -> list[Candidate]:
 
 def _problem(entry: TuningEntry) -> str:
     """Format a problem without control characters, because a file's text must not control a terminal."""
-    text = " ".join(pairs({name: value for name, value in entry.problem.items() if name != "op"}))
-    return "".join(character if character.isprintable() else "?" for character in text)
+    return printable(" ".join(pairs({name: value for name, value in entry.problem.items() if name != "op"})))
 
 
 def _report(entry: TuningEntry) -> Parts:

@@ -60,10 +60,6 @@ class StackForm(NamedTuple):
     needs: str = ""
 
 
-def _same(stack: LlamaStack) -> LlamaStack:
-    return stack
-
-
 def converted(stack: LlamaStack, convert: Callable[[nn.Linear], Any]) -> Any:
     """Return a copy of a stack in which every linear layer is replaced by what `convert` returns for it."""
     linears = (module for module in stack.modules() if type(module) is nn.Linear)
@@ -79,8 +75,8 @@ def _with_int8_attention(stack: LlamaStack) -> Any:
 
 
 FORMS = (
-    StackForm("bf16", "nothing quantized, eager", _same),
-    StackForm("bf16 compiled", "nothing quantized, torch.compile", _same, {"dynamic": False}),
+    StackForm("bf16", "nothing quantized, eager", lambda stack: stack),
+    StackForm("bf16 compiled", "nothing quantized, torch.compile", lambda stack: stack, {"dynamic": False}),
     StackForm("skuda", "DynamicLinear and fuse_, eager", fused, ours="float attention"),
     StackForm("skuda compiled", "DynamicLinear and fuse_, torch.compile", fused, EXACT, ours="float attention"),
     StackForm(

@@ -22,7 +22,6 @@ REAL_ONE, REAL_ALL, INT8_ONE, INT8_ALL = FORMS = ("bf16 x1", "bf16 xN", "skuda x
 _COMPARED = (INT8_ONE, REAL_ALL)
 LLAMA_3_70B = (8192, 28672)
 """Hidden and intermediate size."""
-_ROWS = ("1", "2", "3", "16", "128", "2048", "8192")
 _FEW, _MANY = 16, 2048
 _GAINS = {True: (1.6, 1.5), False: (1.8, 1.7)}
 """For few rows and for many: the least time of ours on one rank, and of bf16 on all, over ours on all.

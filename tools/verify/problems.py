@@ -224,7 +224,7 @@ def row_field(problem: Descriptor) -> str | None:
         if name in fields:
             return name
     independent = getattr(problem, "scope", "token") in ("token", "group")
-    return "n" if "n" in fields and "d" in fields and independent else None
+    return "n" if "n" in fields and not fields.keys().isdisjoint({"d", "v"}) and independent else None
 
 
 def fewer_rows(problem: Descriptor) -> Descriptor | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from skuda.kernels.attention.cache import PAGE, CacheProblem
 from skuda.kernels.linear.problem import LinearProblem
 from skuda.kernels.linear.rescale import RescaleDescriptor
 from skuda.kernels.quantize.granularity import AffineProblem
+from skuda.kernels.sampling.sample import SampleDescriptor
+from skuda.kernels.sampling.weights import LogitsProblem
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import FLOATS, ElementKind
 from skuda.registry.errors import InvalidProblem
@@ -41,11 +43,14 @@ _PRODUCTS = (
 _DECODE = tuple((sequences, 1, keys, 128) for sequences in (1, 16, 64) for keys in (1024, 8192, 32768))
 _PREFILL = tuple((1, keys, keys, 128) for keys in (2048, 8192, 16384))
 _APPENDED = ((64, 1, 1024, 128), (1, 128, 1024, 128), (1, 2048, 2048, 128))
+_LOGITS = tuple((rows, words) for words in (128256, 151936) for rows in (1, 16, 64, 256))
+"""Rows, and the vocabularies of Llama 3 and of Qwen."""
 _WIDE: _Cases = ((((16384, 8192),), (_BF16, _F32)), (((8192, 8192),), (_F64,)))
 _DEFAULTS: dict[str, _Cases] = {
     "attention": (((*_DECODE, *_PREFILL), (_BF16,)),),
     "rope_quantize_append": ((_APPENDED, (_BF16,)),),
     "dynamic_range": ((_TOKENS, (_BF16, _F16)),),
+    **dict.fromkeys(("argmax", "log_softmax_at", "sample"), ((_LOGITS, (_F32,)),)),
     "fake_quantize": ((((1024, 1024), (4096, 4096)), (_F32,)), *_WIDE),
     "scaled_linear": ((_SQUARES, (_BF16,)), (_SQUARES[-1:], (_S32,))),
     **dict.fromkeys(("quantized_linear", "smoothquant_linear"), ((_PRODUCTS, (_BF16,)),)),
@@ -76,18 +81,20 @@ class BenchCase:
 
     @property
     def label(self) -> str:
-        """Op, shape and element."""
-        return f"{self.op} {'x'.join(map(str, self.shape))} {self.element}"
+        """Op, shape and element; for samples of fewer tokens than all, that too."""
+        more = ", top-k and top-p" if getattr(self.problem, "has_top_k", False) else ""
+        return f"{self.op}{more} {'x'.join(map(str, self.shape))} {self.element}"
 
 
 def groups(registry: Registry) -> dict[str, tuple[str, ...]]:
-    """Return the names that stand for several ops of a registry: ``quantize``, ``linear``, ``cache`` and ``all``."""
+    """Return the ops of a registry by the names that stand for several of them; ``all`` are those that are measured."""
 
     def of(*kinds: type[Descriptor]) -> tuple[str, ...]:
         return tuple(sorted(op.name for op in registry.ops.values() if issubclass(op.descriptor, kinds)))
 
-    quantize, linear, cache = of(AffineProblem, RescaleDescriptor), of(LinearProblem), of(CacheProblem)
-    return {"quantize": quantize, "linear": linear, "cache": cache, "all": (*quantize, *linear, *cache)}
+    found = {"quantize": of(AffineProblem, RescaleDescriptor), "linear": of(LinearProblem)}
+    found |= {"cache": of(CacheProblem), "logits": of(LogitsProblem)}
+    return found | {"all": sum(found.values(), ())}
 
 
 def select_cases(
@@ -156,7 +163,11 @@ def _cases(
         # An element without default shapes is measured at the default shapes of all other elements.
         own = [mine for mine, kinds in rows if kind in kinds] or [mine for mine, _ in rows]
         pairs |= dict.fromkeys((shape, kind) for shape in (fitting if shapes else sum(own, ())) if kind in served)
-    return tuple(BenchCase(problem_of(op.descriptor, shape, kind), shape, kind) for shape, kind in pairs)
+    cases = [BenchCase(problem_of(op.descriptor, shape, kind), shape, kind) for shape, kind in pairs]
+    if op.descriptor is SampleDescriptor:
+        some = {"has_top_k": True, "has_top_p": True}
+        cases += [replace(case, problem=case.problem.model_copy(update=some)) for case in cases]
+    return tuple(cases)
 
 
 def problem_of(descriptor: type[Descriptor], shape: Shape, element: ElementKind) -> Descriptor:
@@ -164,7 +175,8 @@ def problem_of(descriptor: type[Descriptor], shape: Shape, element: ElementKind)
 
     Per channel, the channels are the columns; per group, `GROUP_SIZE` elements share a scale; a dynamic range is per
     token. A norm adds a residual, and has a weight and a bias. The shape of a gated activation is that of its output,
-    and that of a rescale too, of sums over as many products as it has columns. On a paged cache, 32 heads share 8 of
+    and that of a rescale too, of sums over as many products as it has columns. Logits have one token a row to look up,
+    and samples are of all tokens. On a paged cache, 32 heads share 8 of
     keys, and the keys of a sequence fill its pages; the last ones are its new tokens.
     Raise `InvalidProblem` for a shape that the op refuses, such as columns that are not whole groups.
     """
@@ -181,7 +193,7 @@ def problem_of(descriptor: type[Descriptor], shape: Shape, element: ElementKind)
     else:
         rows, columns = shape
         fields |= {"numel": rows * columns, "shape": shape, "n": rows, "d": columns}
-        fields |= {"outer_size": rows, "axis_size": columns}
+        fields |= {"outer_size": rows, "axis_size": columns, "v": columns, "t": 1}
         fields |= {"m": rows, "n": columns, "k": columns} if "m" in known else {}
         fields |= {"eps": 1e-6, "has_residual": True, "has_weight": True, "has_bias": True}
         fields |= {"axis": 1} if "shape" in known else {}

@@ -54,9 +54,11 @@ FAKE = select_cases(REGISTRY, ["fake_quantize"], [(2, 8)], ["f32"])
 def test_groups_are_the_whole_family():
     known = groups(REGISTRY)
     assert known["linear"] == ("quantized_linear", "scaled_linear", "smoothquant_linear")
-    measured = {OpCategory.QUANTIZATION, OpCategory.ATTENTION}
+    measured = {OpCategory.QUANTIZATION, OpCategory.ATTENTION, OpCategory.REDUCTION}
+    measured |= {OpCategory.SOFTMAX, OpCategory.RANDOM}
     assert set(known["all"]) == {name for name, op in OPS.items() if op.category in measured}
     assert known["cache"] == ("attention", "rope_quantize_append")
+    assert known["logits"] == ("argmax", "log_softmax_at", "sample")
     assert not set(known["quantize"]) & set(known["linear"])
 
 
@@ -84,6 +86,15 @@ def test_shapes_and_elements_replace_the_defaults():
     assert [case.shape for case in f32] == [case.shape for case in select_cases(REGISTRY, ["dynamic_range"])][:7]
     both = select_cases(REGISTRY, ["all"], [(3, 128), (3, 4, 5)], ["bf16"])
     assert {(case.op.endswith("linear"), len(case.shape)) for case in both} == {(True, 3), (False, 2)}
+
+
+def test_samples_are_of_all_tokens_and_of_a_few():
+    cases = select_cases(REGISTRY, ["sample"], [(2, 5), (3, 5)], ["f16"])
+    few = "sample, top-k and top-p"
+    assert [case.label for case in cases] == ["sample 2x5 f16", "sample 3x5 f16", f"{few} 2x5 f16", f"{few} 3x5 f16"]
+    assert [(case.problem.has_top_k, case.problem.has_top_p) for case in cases] == 2 * [(False, False)] + 2 * [
+        (True, True)
+    ]
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 100, 32), (1, 200, 128, 32)])
@@ -122,6 +133,10 @@ ROWS = 128 * 32 * (32 + 4 + 4 * 32) + 256 * 8 * (2 * 32 + 8) + 4 * (2 + 1 + 2)
         # q and the output; keys and values with their scales; tables. A new token sees all keys.
         ("attention", (3, 1, 256, 64), "bf16", (96 * (64 + 4 + 128) + 768 * 8 * (2 * 64 + 8) + 52, 4 * 64 * 96 * 256)),
         ("attention", (1, 128, 256, 32), "f32", (ROWS, 4 * 32 * 32 * (128 * 256 - 128 * 127 // 2))),
+        # Logits, which are most of it; tokens, log-probabilities and entropies.
+        ("log_softmax_at", (3, 1000), "f32", (12000 + 24 + 12 + 12, 0)),
+        ("argmax", (3, 1000), "bf16", (6000 + 24, 0)),
+        ("sample", (3, 1000), "f16", (6000 + 12 + 3 * 24 + 24, 0)),
         # q, k and v; cosines; slots; codes and scales of q; tables.
         ("rope_quantize_append", (2, 3, 128, 32), "f16", (6 * 48 * 64 + 3 * 128 + 6 * (8 * 72 + 32 * 36) + 28, 0)),
     ],
@@ -238,9 +253,9 @@ def bench_of(dispatcher=None, rivals=(), **more):
 
 
 def test_every_op_is_measured_and_compared_on_the_cpu():
-    cases = select_cases(REGISTRY, ["quantize"], [(6, 128)])
+    cases = select_cases(REGISTRY, ["quantize", "logits"], [(6, 128)])
     fields = bench_of().run(dict.fromkeys(cases, False), silent)
-    assert {case.op for case in fields["cases"]} == set(groups(REGISTRY)["quantize"])
+    assert {case.op for case in fields["cases"]} == {*groups(REGISTRY)["quantize"], *groups(REGISTRY)["logits"]}
     for case in fields["cases"]:
         assert case.refused == ""
         assert case.sku.endswith(".cpu.numpy.reference")
@@ -480,7 +495,7 @@ def test_every_problem_has_rivals_that_say_what_they_compute():
         assert len(set(names)) == len(names)
         assert all(rival.computes for rival in rivals)
         assert ("fp8" in names) is case.op.endswith("linear")
-        assert ("eager" in names) is not (case.op.endswith("linear") or case.op in groups(REGISTRY)["cache"])
+        assert ("eager" in names) is not case.op.endswith(("linear", "attention", "append", "sample"))
         assert ("bitsandbytes" in names) is ("torchao" in names) is (case.op == "quantized_linear")
         assert ("builtin" in names) is case.op.startswith("fake_")
     layer = {

@@ -14,7 +14,7 @@ from support import fresh
 
 from skuda.dispatch import BackendStatus, Dispatcher
 from skuda.dispatch.backends.cuda_core import CudaCoreBackend
-from skuda.dispatch.backends.numpy import NumpyBackend
+from skuda.dispatch.backends.numpy import HostRunner, NumpyBackend
 from skuda.kernels.catalog import built_in_ops, built_in_registry
 from skuda.kernels.quantize import DynamicRangeQuantizeDescriptor, QuantizePerChannelDescriptor
 from skuda.kernels.quantize.gated import GatedProblem
@@ -27,7 +27,7 @@ from skuda.tools.bench.bench import KernelBench
 from skuda.tools.bench.clock import CudaClock, Reading
 from skuda.tools.bench.cutlass.rival import Cutlass
 from skuda.tools.bench.formulas import answer, formula
-from skuda.tools.bench.lab import LabSizes, TorchLab, to_numpy, to_torch
+from skuda.tools.bench.lab import LabSizes, TorchLab
 from skuda.tools.bench.record import least_work
 from skuda.tools.bench.rivals import absence, rivals_of
 from skuda.tools.bench.tune import Tuner
@@ -51,6 +51,7 @@ CACHE = {
     for op in groups(REGISTRY)["cache"]
 }
 EVERY_CACHE = [case for cases in CACHE.values() for case in cases]
+LOGITS = select_cases(REGISTRY, ["logits"], [(4, 700)], ["f32", "bf16"])
 
 
 @pytest.fixture(autouse=True)
@@ -75,8 +76,8 @@ def solved(lab, problem, seed):
     inputs = lab.draw(problem, seed)
     state = {a.name: lab.outputs(problem)[a.name] for a in problem.arguments() if a.role is Role.STATE}
     lab.poison(state)
-    host = {name: to_numpy(torch, value) for name, value in (inputs | state).items()}
-    return inputs, {name: to_torch(torch, value, "cpu") for name, value in reference_answer(op, problem, host).items()}
+    given = inputs | {name: one.numpy() for name, one in state.items()}
+    return inputs, {name: torch.as_tensor(one) for name, one in reference_answer(op, problem, given).items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
@@ -179,15 +180,15 @@ def test_rivals_compute_what_they_say(lab, case, seed, uncompiled):
     assert {"compile", "eager"} <= set(ran) or {"bf16", "compile"} <= set(ran)
 
 
-@pytest.mark.parametrize("case", EVERY_CACHE, ids=lambda case: case.label)
-def test_rows_of_a_cache_are_compared_with_the_reference(lab, case, seed):
+@pytest.mark.parametrize("case", [*EVERY_CACHE, *LOGITS], ids=lambda case: case.label)
+def test_rows_of_a_cache_and_of_logits_are_compared_with_the_reference(lab, case, seed):
     inputs, outputs = solved(lab, case.problem, seed)
     op, rows = OPS[case.op], lab.sample(case.problem)
     assert lab.mismatch(op, case.problem, inputs, outputs, 0) == ""
     assert rows is None or {0, case.problem.tokens - 1} <= set(rows)
     for name, output in outputs.items():
         before = output.clone()
-        output[-1].view(torch.uint8).bitwise_xor_(1)
+        output[-1:].view(torch.uint8).bitwise_xor_(1)
         assert f"wrong result: {name}[" in lab.mismatch(op, case.problem, inputs, outputs, 0)
         output.copy_(before)
 
@@ -222,6 +223,54 @@ def test_a_copy_moves_as_many_bytes_as_an_append(lab, seed):
     (case, *_) = CACHE["rope_quantize_append"]
     (rival,) = rivals_of(case.problem, ())
     assert 2 * rival.make(case.problem, lab.draw(case.problem, seed))().numel() == least_work(case.problem)[0] // 2 * 2
+
+
+def test_logits_are_drawn_so_that_few_tokens_have_most_of_the_probability(lab, seed):
+    (case,) = select_cases(REGISTRY, ["log_softmax_at"], [(200, 300)], ["f16"])
+    inputs = lab.draw(case.problem.model_copy(update={"t": 40, "has_temperature": True}), seed)
+    assert 3.8 < float(inputs["logits"].double().std()) < 4.2
+    assert set(inputs["tokens"].unique().tolist()) == set(range(300))
+    assert set(inputs["temperature"].tolist()) == {np.float32(0.7)}
+
+
+@pytest.mark.parametrize("case", LOGITS, ids=lambda case: case.label)
+def test_rivals_on_logits_have_the_same_results(lab, case, seed):
+    """Samples have only one token to draw: in some rows by its probability, in others by top-k or top-p."""
+    inputs = lab.draw(case.problem, seed)
+    inputs["logits"][:, 99] = inputs["logits"].amax(-1) + 0.25  # no other token has as much
+    if case.op == "sample":
+        inputs["logits"][:2, 99] = 3e4
+        if case.problem.has_top_k:
+            inputs["top_k"][2], inputs["top_p"][3] = 1, 1e-30
+        else:
+            inputs["temperature"][2:] = 1e-6
+    want = next(iter(reference_answer(OPS[case.op], case.problem, inputs).values())).numpy()
+    rivals = rivals_of(case.problem, ())
+    sampling = ["sorted"] if "top-k" in case.label else ["multinomial", "exponential"]
+    assert [rival.name for rival in rivals] == (sampling if case.op == "sample" else ["eager"])
+    for rival in rivals:
+        call = rival.make(case.problem, inputs)
+        for _ in range(3):  # a call leaves its inputs as they are
+            got = call().numpy().reshape(want.shape)
+            np.testing.assert_allclose(got, want, rtol=1e-5 if case.op == "log_softmax_at" else 0)
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_rivals_draw_tokens_as_often_as_they_are_likely(lab, seed, filtered):
+    """All of 4 tokens, or of the 3 likeliest those that make three quarters."""
+    rows = 4000
+    problem = select_cases(REGISTRY, ["sample"], [(rows, 4)], ["f32"])[filtered].problem
+    inputs = lab.draw(problem, seed)
+    inputs["logits"][:] = torch.tensor([0.4, 0.1, 0.3, 0.2]).log() * inputs["temperature"][:, None]
+    if filtered:
+        inputs["top_k"].fill_(3)
+        inputs["top_p"].fill_(0.75)
+    wanted = np.array([4 / 7, 0, 3 / 7, 0]) if filtered else np.array([0.4, 0.1, 0.3, 0.2])
+    torch.manual_seed(seed)
+    for rival in rivals_of(problem, ()):
+        share = torch.bincount(rival.make(problem, inputs)().reshape(-1), minlength=4).numpy() / rows
+        assert np.abs(share - wanted).max() < 6 * 0.5 / rows**0.5, rival.name
+        assert set(np.flatnonzero(share)) <= set(np.flatnonzero(wanted))
 
 
 def scaled_mm(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
@@ -333,14 +382,16 @@ FAKE = select_cases(REGISTRY, ["fake_quantize"], [(6, 256)], ["f32"])
 
 
 @UNCOMPILED
-@pytest.mark.parametrize("group", ["quantize", "linear", "cache"])
+@pytest.mark.parametrize("group", ["quantize", "linear", "cache", "logits"])
 def test_a_whole_run_measures_every_op_and_its_rivals(lab, quiet, group):
-    cases = [case for case in (*CASES, *EVERY_CACHE) if case.element == "f32" and case.op in groups(REGISTRY)[group]]
+    every = (*CASES, *EVERY_CACHE, *LOGITS)
+    cases = [case for case in every if case.element == "f32" and case.op in groups(REGISTRY)[group]]
     cases += select_cases(REGISTRY, ["linear"], [(24, 16, 32)], ["bf16"]) if group == "linear" else []
     fields = bench_of(lab).run(dict.fromkeys(cases, False), silent)
     assert [case.refused for case in fields["cases"]] == [""] * len(cases)
     for case in fields["cases"]:
-        names = {rival.name for rival in rivals_of(problem_of(OPS[case.op].descriptor, case.shape, case.element))}
+        problem = OPS[case.op].descriptor(**case.problem)
+        names = {rival.name for rival in rivals_of(problem)}
         why = {rival.name: rival.refused for rival in case.rivals if rival.refused}
         optional = {"cutlass", "vllm", "torchao", "bitsandbytes", "fp8", "cudnn"}
         assert case.ratios.keys() | optional == names | optional, why
@@ -358,6 +409,20 @@ def test_the_fastest_configuration_of_cutlass_is_timed_and_one_that_fails_is_nam
     rival = bench.measure(case).rivals[0]
     assert says in rival.refused
     assert (rival.timing is None, rival.chosen == "") == (bool(fails), bool(fails))
+
+
+@pytest.mark.parametrize("case", LOGITS, ids=lambda case: case.label)
+def test_logits_with_one_wrong_result_are_not_timed(lab, quiet, case, monkeypatch):
+    right = HostRunner.bind
+
+    def bind(self, arrays, stream):
+        call, name = right(self, arrays, stream), "logprob" if case.op == "log_softmax_at" else "token"
+        return lambda: (call(), arrays[name][-1:].view(torch.uint8).bitwise_xor_(1))
+
+    monkeypatch.setattr(HostRunner, "bind", bind)
+    result = bench_of(lab).measure(case)
+    assert (result.timing, result.rivals) == (None, ())
+    assert re.match(r"wrong result: (token|logprob)\[3", result.refused)
 
 
 def test_the_empty_kernel_is_asked_of_torch_and_its_absence_is_noted(lab, monkeypatch):

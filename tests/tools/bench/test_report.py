@@ -67,6 +67,20 @@ def test_the_rate_of_attention_is_that_of_products_for_many_new_tokens_and_else_
     assert prefill.startswith("| 1x2048x2048x128 | bf16 | 100.0 | 344 TOPS | ")
 
 
+def test_samples_of_few_tokens_have_a_table_and_a_bandwidth_of_their_own():
+    few, shape = "sample, top-k and top-p", (16, 128256)
+    every = measured("sample", shape, 2.0, "f32", exponential=3.0)
+    some = measured("sample", shape, 4.0, "f32", sorted=8.0).model_copy(update={"label": f"{few} 16x128256 f32"})
+    record = record_of(every, some)
+    shown = [section(record, name).splitlines()[-1] for name in ("sample", few)]
+    assert [row.partition(" TB/s")[0] for row in shown] == [
+        "| 16x128256 | f32 | 2.0 | 4.1",
+        "| 16x128256 | f32 | 4.0 | 2.05",
+    ]
+    rows = [line.split(" | ") for line in section(record, "bandwidth").splitlines()[-2:]]
+    assert [(row[0], *row[2:]) for row in rows] == [("| sample", "1.50", "- |"), (f"| {few}", "-", "2.00 |")]
+
+
 def test_a_kernel_is_stale_where_its_source_has_changed():
     case = measured("fake_quantize", (1024, 4096), 7.0)
     fresh = case.model_copy(update={"source_hash": source_hash(REGISTRY.sku(case.sku))})

@@ -103,7 +103,7 @@ def test_rows_are_known_by_the_problem():
     fields = {op.name: {row_field(case.problem) for case in op.cases} for op in OPS.values()}
     assert fields["quantized_linear"] == {"m"}
     assert fields["quantize_per_group"] == {"outer_size"}
-    assert fields["quantize_per_token"] == {"n"}
+    assert fields["quantize_per_token"] == fields["argmax"] == fields["log_softmax_at"] == fields["sample"] == {"n"}
     assert fields["dynamic_range"] == {"n", None}
     assert fields["quantize_per_channel"] == fields["fill"] == {None}
     assert row_arguments(HalvedDescriptor(n=3, d=2)) == {"x", "y"}
