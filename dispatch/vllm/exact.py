@@ -50,12 +50,13 @@ def serve(worker: Any) -> None:
     InvalidProblem
         If something in the config cannot be exact.
     """
-    config, runner = worker.vllm_config, worker.model_runner
+    config = worker.vllm_config
     if not isinstance(config.quant_config, SkudaConfig) or not config.quant_config.exact:
         return
     check(config)
     from skuda.vllm import sampler  # it imports vLLM's
 
+    runner = worker.model_runner
     if config.use_v2_model_runner:
         from skuda.vllm import sampler_v2
 
