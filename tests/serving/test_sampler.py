@@ -40,7 +40,7 @@ def asked():
         "greedy": {"temperature": 0, "logprobs": 2},
         "plain": {"seed": 5},
         "cool": {"seed": 2**62 + 3, "temperature": 0.7, "logprobs": 0},
-        "top-k": {"seed": -9, "temperature": 1.3, "top_k": 7, "logprobs": 4},
+        "top-k": {"seed": -9, "temperature": 1.3, "top_k": 3, "logprobs": 4},
         "top-p": {"seed": 0, "temperature": 0.9, "top_p": 0.8},
         "both": {"seed": 77, "temperature": 1.9, "top_k": 40, "top_p": 0.6, "logprobs": 1},
         "min-p": {"seed": 8, "temperature": 0.6, "min_p": 0.1, "logprobs": 3},
@@ -311,9 +311,16 @@ def test_other_modes_have_the_same_bits_in_any_batch(runner, mode):
 
 
 def test_with_processed_scores_a_drawn_token_is_in_the_set_of_vllm(runner):
-    given = {name: tokens for name, tokens in prompts(fresh(runner.__name__)).items() if name in ("top-k", "both")}
-    for outputs in alone_of(runner, given, mode="processed_logprobs").values():
-        assert all(torch.tensor(scores[1][0], dtype=torch.int32).view(torch.float32) > -9 for _, scores in outputs)
+    given = {"top-k": prompts(fresh(runner.__name__))["top-k"]}
+    for mode in ("processed_logprobs", "processed_logits"):
+        tokens = [*given["top-k"]]
+        for token, (ids, scores, _) in alone_of(runner, given, mode=mode)["top-k"]:
+            logits = logits_of("top-k", tokens)
+            kept = logits >= logits.topk(3).values[-1]  # vLLM keeps all that are equal
+            finite = torch.tensor(scores, dtype=torch.int32).view(torch.float32).isfinite()
+            assert kept[token]
+            assert torch.equal(finite, kept[ids])
+            tokens.append(token)
 
 
 def test_log_probabilities_of_prompts(monkeypatch, alone):
