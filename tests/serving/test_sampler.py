@@ -412,8 +412,8 @@ def config_of(**more):
     return SimpleNamespace(**{name: getattr(config, name) for name in names} | fields)
 
 
-def worker_of(config):
-    runner = SimpleNamespace(sampler=Sampler(), model_config=config.model_config, device=torch.device("cpu"))
+def worker_of(config, device="cpu"):
+    runner = SimpleNamespace(sampler=Sampler(), model_config=config.model_config, device=torch.device(device))
     worker = SimpleNamespace(vllm_config=config, model_runner=runner)
     worker.init_device = lambda: None
     wrapper = object.__new__(worker_base.WorkerWrapperBase)
@@ -469,12 +469,18 @@ def test_exact_includes_the_head_and_refuses_floating_layers(served):
         SkudaConfig.from_config({"quant_method": "skuda", "exact": "yes"})
 
 
-def test_kernels_are_loaded_for_every_choice_of_sets():
+def test_kernels_are_loaded_for_every_number_of_rows_and_choice_of_sets(served, monkeypatch):
     found = list(sampler.problems(4, WIDTH))
-    assert {each.op for each in found} == {"argmax", "log_softmax_at", "sample"}
-    assert {(each.has_top_k, each.has_top_p) for each in found if each.op == "sample"} == {
-        (False, False),
-        (False, True),
-        (True, False),
-        (True, True),
-    }
+    sets = {(each.n, each.has_top_k, each.has_top_p) for each in found if each.op == "sample"}
+    assert sets == {(n, k, p) for n in range(1, 5) for k in (False, True) for p in (False, True)}
+    for op in ("argmax", "log_softmax_at"):
+        assert [each.n for each in found if each.op == op] == [1, 2, 3, 4]
+    assert {each.v for each in found} == {WIDTH}
+    seen = []
+    monkeypatch.setattr(exact, "warm", lambda problems, device: seen.append((list(problems), device)))
+    config = config_of()
+    config.scheduler_config.max_num_seqs, config.model_config.get_vocab_size = 4, lambda: WIDTH
+    worker_of(config)
+    assert not seen
+    worker_of(config, "cuda:1")
+    assert seen == [(found, "cuda:1")]
