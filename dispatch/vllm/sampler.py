@@ -28,7 +28,7 @@ _LEAST_TEMPERATURE = 1e-5
 _SIGN = 31
 _WORD = 32
 _ROWS = 64
-"""Rows that are given all ids at a time, which takes memory."""
+"""Rows at a time in what takes several times the memory of logits."""
 
 
 class ExactSampler(Sampler):  # type: ignore[misc]
@@ -206,14 +206,16 @@ def largest(scores: Tensor, count: int) -> Tensor:
     -------
     tensor of shape (rows, count), s64
     """
-    rows, width = scores.shape
     if not count:
-        return torch.empty((rows, 0), dtype=torch.int64, device=scores.device)
-    # topk leaves the order of equals open, so its keys are never equal. The bits of floats are made ordered integers.
-    bits = scores.float().view(torch.int32)
-    keys = (bits ^ (bits >> _SIGN & 0x7FFFFFFF)).long()
-    keys = keys.bitwise_left_shift_(_WORD).add_(torch.arange(width - 1, -1, -1, device=scores.device))
-    return keys.topk(count, dim=1).indices
+        return torch.empty((len(scores), 0), dtype=torch.int64, device=scores.device)
+    return torch.cat([_ordered(part).topk(count, dim=1).indices for part in scores.split(_ROWS)])
+
+
+def _ordered(scores: Tensor) -> Tensor:
+    """Return an s64 for each score, in the same order. None are equal, since topk leaves the order of equals open."""
+    bits = (scores.float() + 0.0).view(torch.int32)  # minus zero equals zero
+    lower = torch.arange(scores.shape[1] - 1, -1, -1, device=scores.device)
+    return (bits ^ (bits >> _SIGN & 0x7FFFFFFF)).long().bitwise_left_shift_(_WORD).add_(lower)
 
 
 def ranks_of(scores: Tensor, ids: Tensor) -> Tensor:

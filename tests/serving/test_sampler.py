@@ -387,6 +387,10 @@ def test_largest_ones_are_in_order_and_the_lower_id_is_first():
     found = torch.tensor([[1.0, -0.5, 3.0, 3.0, -torch.inf], [-2.0, -2.0, 0.0, -7.0, -2.0]])
     assert sampler.largest(found, 4).tolist() == [[2, 3, 0, 1], [2, 0, 1, 4]]
     assert sampler.largest(found, 0).shape == (2, 0)
+    assert sampler.largest(found[:0], 3).shape == (0, 3)
+    assert torch.equal(sampler.largest(found.repeat(70, 1), 4), sampler.largest(found, 4).repeat(70, 1))
+    signs = torch.tensor([[-0.0, 0.0, torch.inf, -1e-45]])
+    assert sampler.largest(signs, 4).tolist() == [[2, 0, 1, 3]]
 
 
 def test_vllm_measures_memory_with_rows_of_no_request(alone):
