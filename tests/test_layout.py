@@ -90,6 +90,9 @@ ORDER = (
     "vllm.linear_method",
     "vllm.head",
     "vllm.config",
+    "vllm.sampler",
+    "vllm.sampler_v2",
+    "vllm.exact",
     "vllm",
 )
 """Parts of `skuda`, each before those that may import it."""

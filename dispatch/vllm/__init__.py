@@ -1,4 +1,4 @@
-"""skuda in vLLM: int8 linear layers, norms and gated activations that write codes, and attention over an int8 cache.
+"""skuda in vLLM: int8 linear layers, norms and gated activations that write codes, attention, and sampling.
 
 vLLM loads `register` from the entry-point group ``vllm.general_plugins``, so installing skuda beside it is all. The
 versions 0.26 to 0.33 are tested. ``SKUDA_VLLM=0`` leaves vLLM as it is.
@@ -18,8 +18,9 @@ def register() -> None:
     """
     if not serves_vllm():
         return
-    from skuda.vllm import attention, config, linear_kernel
+    from skuda.vllm import attention, config, exact, linear_kernel
 
     linear_kernel.offer()
     attention.offer()
     config.register()
+    exact.offer()

@@ -45,6 +45,9 @@ class SkudaConfig(QuantizationConfig):
         Names of layers that stay floating, or regular expressions after ``re:``, where nothing is described.
     head : bool
         Whether the head is quantized, too, while it is loaded, and returns logits in f32; see `skuda.vllm.head`.
+    exact : bool
+        Whether everything from the linear layers to the tokens must be exact; includes the head. See
+        `skuda.vllm.exact`.
 
     Raises
     ------
@@ -53,7 +56,12 @@ class SkudaConfig(QuantizationConfig):
     """
 
     def __init__(
-        self, described: Mapping[str, Any] | None = None, ignore: tuple[str, ...] = (), *, head: bool = False
+        self,
+        described: Mapping[str, Any] | None = None,
+        ignore: tuple[str, ...] = (),
+        *,
+        head: bool = False,
+        exact: bool = False,
     ) -> None:
         # It is not imported with the plug-in: vLLM imports it where it is ready to.
         from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
@@ -64,7 +72,7 @@ class SkudaConfig(QuantizationConfig):
         if described is None:
             described = _floating(ignore)
         _check(described)
-        self.head = head
+        self.exact, self.head = exact, head or exact
         self.checkpoint = CompressedTensorsConfig.from_config(copy.deepcopy(dict(described)))
 
     def get_name(self) -> Any:
@@ -93,7 +101,7 @@ class SkudaConfig(QuantizationConfig):
         ----------
         config : dict
             That of compressed-tensors; or ``{"quant_method": "skuda", "ignore": [...]}`` for a floating checkpoint.
-            Both may have ``"head": True``.
+            Both may have ``"head": True`` or ``"exact": True``.
 
         Raises
         ------
@@ -101,13 +109,14 @@ class SkudaConfig(QuantizationConfig):
             For a description of anything else.
         """
         others = dict(config)
-        head = others.pop("head", False)
-        _one_of("head", head, (True, False))
+        switches = {name: others.pop(name, False) for name in ("head", "exact")}
+        for name, had in switches.items():
+            _one_of(name, had, (True, False))
         if config.get("quant_method") != NAME:
-            return cls(others, head=bool(head))
+            return cls(others, **switches)
         for field in others.keys() - {"quant_method", "ignore"}:
-            _refuse(field, config[field], "be left out: with quant_method skuda there are only ignore and head")
-        return cls(ignore=tuple(config.get("ignore") or ()), head=bool(head))
+            _refuse(field, config[field], "be left out: with quant_method skuda there are only ignore, head and exact")
+        return cls(ignore=tuple(config.get("ignore") or ()), **switches)
 
     @classmethod
     def override_quantization_method(
@@ -127,8 +136,8 @@ class SkudaConfig(QuantizationConfig):
         Raises
         ------
         InvalidProblem
-            For experts and embeddings that the checkpoint quantizes or does not ignore, and a head that is to be
-            quantized but is tied.
+            For experts and embeddings that the checkpoint quantizes or does not ignore, a head that is to be quantized
+            but is tied, and with ``exact`` for layers that stay floating.
         """
         from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -142,10 +151,12 @@ class SkudaConfig(QuantizationConfig):
         if isinstance(layer, LinearBase):
             scheme = checkpoint.get_scheme(layer, prefix)
             if scheme is None:
+                self._check_exact(layer, prefix)
                 return UnquantizedLinearMethod()
             layer.scheme = scheme
             return SkudaLinearMethod(checkpoint)
         if isinstance(layer, RoutedExperts):
+            self._check_exact(layer, prefix)
             self._check_experts(layer, prefix)
         if isinstance(layer, VocabParallelEmbedding) and self._quantizes(layer, prefix):
             rule = "be ignored by the checkpoint: skuda serves embeddings and heads in floating point"
@@ -162,6 +173,12 @@ class SkudaConfig(QuantizationConfig):
         except ValueError:  # vLLM 0.26 found no target that names it
             return False
         return scheme is not None and scheme.get("weights") is not None
+
+    def _check_exact(self, layer: nn.Module, prefix: str) -> None:
+        """Refuse a layer that stays floating if everything must be exact."""
+        if self.exact:
+            rule = 'be quantized, or "exact" left out: only int8 layers are exact'
+            raise InvalidProblem("quantization='skuda'", prefix, f"a {type(layer).__name__} in floating point", rule)
 
     def _check_experts(self, layer: nn.Module, prefix: str) -> None:
         """Refuse experts that are not ignored. Their sums over ranks are rounded, so the bits would depend on them."""

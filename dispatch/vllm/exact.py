@@ -1,0 +1,102 @@
+"""``"exact": True`` of ``quantization="skuda"``: it puts skuda's sampler in vLLM's place, or says what prevents it.
+
+vLLM has no place for samplers of plug-ins. So the method that makes a worker's runner is wrapped; where the config does
+not ask for it, nothing else changes.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any, NoReturn
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
+from skuda.vllm.attention import CACHE_DTYPE
+from skuda.vllm.config import SkudaConfig
+from skuda.vllm.linear_kernel import logger
+from skuda.vllm.warming import warm
+
+
+def offer() -> None:
+    """Let every worker of vLLM that begins after this have the sampler, if its config asks for it."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    original: Any = WorkerWrapperBase.init_device
+    if getattr(original, "serves_skuda", False):
+        return
+
+    @wraps(original)
+    def init_device(wrapper: Any, *given: Any, **named: Any) -> Any:
+        found = original(wrapper, *given, **named)
+        serve(wrapper.worker)
+        return found
+
+    init_device.serves_skuda = True  # type: ignore[attr-defined]
+    WorkerWrapperBase.init_device = init_device
+
+
+def serve(worker: Any) -> None:
+    """Give a worker the sampler if its config asks for it.
+
+    Parameters
+    ----------
+    worker
+        Of vLLM; it has made its runner, which has not loaded its model yet.
+
+    Raises
+    ------
+    InvalidProblem
+        If something in the config cannot be exact.
+    """
+    config = worker.vllm_config
+    if not isinstance(config.quant_config, SkudaConfig) or not config.quant_config.exact:
+        return
+    check(config)
+    from skuda.vllm import sampler  # it imports vLLM's
+
+    runner = worker.model_runner
+    if config.use_v2_model_runner:
+        from skuda.vllm import sampler_v2
+
+        sampler_v2.install()
+    else:
+        runner.sampler = sampler.ExactSampler(runner)
+    if runner.device.type == "cuda":
+        shape = config.scheduler_config.max_num_seqs, config.model_config.get_vocab_size()
+        warm(sampler.problems(*shape), str(runner.device))
+    logger.info_once("Tokens are drawn, and log-probabilities computed, by skuda's ops")
+
+
+def check(config: Any) -> None:
+    """Refuse what cannot be exact.
+
+    Parameters
+    ----------
+    config : VllmConfig
+
+    Raises
+    ------
+    InvalidProblem
+        For another attention or cache, speculative decoding, and what vLLM's own sampler would do.
+    """
+    backend, dtype = config.attention_config.backend, config.cache_config.cache_dtype
+    if backend is not AttentionBackendEnum.CUSTOM or config.attention_config.backend_per_kind:
+        _refuse("attention_backend", getattr(backend, "name", backend), "be 'CUSTOM' for all layers")
+    if dtype != CACHE_DTYPE:
+        _refuse("kv_cache_dtype", dtype, f"be {CACHE_DTYPE!r}")
+    absent = {"speculative_config": config.speculative_config, "watermark_config": _of(config, "watermark_config")}
+    absent |= {name: _of(config.model_config, name) for name in ("use_fp64_gumbel", "return_sampling_mask")}
+    for name, given in absent.items():
+        if given:
+            _refuse(name, given if given is True else type(given).__name__, "be left out")
+
+
+def _of(config: Any, name: str) -> Any:
+    """Return a field that not every version of vLLM has."""
+    return getattr(config, name, None)
+
+
+def _refuse(field: str, had: Any, rule: str) -> NoReturn:
+    raise InvalidProblem('"exact": True of quantization="skuda"', field, shown(had), rule)

@@ -1,0 +1,250 @@
+"""vLLM's sampler by skuda's ops: tokens and log-probabilities of a row have the same bits whatever the batch.
+
+The random number of a token follows from the seed of its request and the token's position. So it depends neither on
+other requests nor on the order of steps, and `skuda.torch.sample` draws the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.sampler import Sampler
+
+from skuda.registry.descriptor import Descriptor
+from skuda.torch.tensor_op import OPS
+
+_LEAST_TEMPERATURE = 1e-5
+"""Below this, vLLM takes the largest logit."""
+_SIGN = 31
+_WORD = 32
+_ROWS = 64
+"""Rows at a time in what takes several times the memory of logits."""
+
+
+class ExactSampler(Sampler):  # type: ignore[misc]
+    """The sampler of vLLM's first runner.
+
+    vLLM's own steps change logits before: masks of structured outputs, allowed tokens, bad words, penalties, biases,
+    temperature, min-p. Then skuda's ops choose tokens and compute log-probabilities.
+
+    Parameters
+    ----------
+    runner
+        The runner of vLLM that calls it.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner.model_config.logprobs_mode)
+        self.runner = runner
+
+    def forward(self, logits: Tensor, sampling_metadata: Any) -> Any:
+        """Choose tokens, and compute log-probabilities of those that are asked for only.
+
+        Parameters
+        ----------
+        logits : tensor of shape (rows, V), f32
+            They may be changed.
+        sampling_metadata : SamplingMetadata
+
+        Returns
+        -------
+        SamplerOutput
+        """
+        at, count = sampling_metadata, sampling_metadata.max_num_logprobs
+        if self.logprobs_mode != "raw_logprobs" or count is None or count < 0 or at.logprob_token_ids:
+            return super().forward(logits, at)
+        raw = logits.clone()
+        output = super().forward(logits, replace(at, max_num_logprobs=None))
+        tokens = output.sampled_token_ids[:, 0].long()
+        ids = torch.cat([tokens[:, None], largest(raw, count)], 1)
+        output.logprobs_tensors = LogprobsTensors(ids.int(), log_probabilities(raw, ids), ranks_of(raw, tokens))
+        return output
+
+    @staticmethod
+    def greedy_sample(logits: Tensor) -> Tensor:
+        """Return the lowest id among the largest logits of each row."""
+        return greedy(logits)
+
+    @staticmethod
+    def compute_logprobs(logits: Tensor) -> Tensor:
+        """Return the log-probabilities of all tokens, f32 of shape (rows, V)."""
+        return log_probabilities(logits)
+
+    @staticmethod
+    def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+        """Return the log-probabilities of a token and of the most likely ones, of equals that of the lower id first.
+
+        Parameters
+        ----------
+        logprobs : tensor of shape (rows, V), f32
+        num_logprobs : int
+            How many of the most likely.
+        token_ids : tensor of shape (rows,), s64
+
+        Returns
+        -------
+        LogprobsTensors
+            Ids and log-probabilities of shape (rows, 1 + num_logprobs), and the ranks of the given tokens.
+        """
+        ids = torch.cat([token_ids[:, None], largest(logprobs, num_logprobs)], 1)
+        ranks = ranks_of(logprobs, token_ids)
+        return LogprobsTensors(ids.int(), logprobs.gather(1, ids), ranks)
+
+    def sample(self, logits: Tensor, sampling_metadata: Any) -> tuple[Tensor, Tensor | None]:
+        """Choose tokens.
+
+        Parameters
+        ----------
+        logits : tensor of shape (rows, V), f32
+            They may be changed.
+        sampling_metadata : SamplingMetadata
+
+        Returns
+        -------
+        tensor, tensor or None
+            Tokens, s64 of shape (rows,), and processed logits or log-probabilities if they are wanted.
+        """
+        at = sampling_metadata
+        if at.all_greedy:
+            found: tuple[Tensor, Tensor | None] = super().sample(logits, at)
+            return found
+        largest_ones = None if at.all_random else greedy(logits)
+        logits = self.apply_temperature(logits, at.temperature, at.all_random)
+        for processor in at.logitsprocs.argmax_invariant:
+            logits = processor.apply(logits)
+        mode, processed, top_k, top_p = self.logprobs_mode, None, at.top_k, at.top_p
+        if mode.startswith("processed"):
+            # The sets that these scores are of are vLLM's, so that every drawn token is in its set.
+            logits, top_k, top_p = apply_top_k_top_p(logits, top_k, top_p), None, None
+            if at.max_num_logprobs is not None or at.logprob_token_ids:
+                processed = logits if mode == "processed_logits" else self.compute_logprobs(logits)
+        seed, position = self._keys(len(logits), logits.device)
+        drawn = draw(logits, seed, position, top_k, top_p)
+        at.generators.clear()  # vLLM would take back draws of those that it throws away
+        return drawn if largest_ones is None else chosen(at.temperature, largest_ones, drawn), processed
+
+    def _keys(self, rows: int, device: torch.device) -> Tensor:
+        """Return the seed and the position of each row; 0 for rows of no request, as when vLLM measures memory."""
+        batch = self.runner.input_batch
+        names = batch.req_ids[:rows]
+        keys = np.zeros((2, rows), np.int64)
+        keys[0, : len(names)] = [self._seed(name) for name in names]
+        keys[1, : len(names)] = batch.num_tokens_no_spec[: len(names)]
+        found: Tensor = async_tensor_h2d(torch.from_numpy(keys), device)
+        return found
+
+    def _seed(self, name: str) -> int:
+        """Return the seed of a request. Without one it follows from its name, which all ranks know."""
+        given = self.runner.requests[name].sampling_params.seed
+        return _hashed(self.runner.model_config.seed, name) if given is None else signed(given)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """Return the lowest id among the largest logits of each row, s64."""
+    found: Tensor = torch.ops.skuda.argmax.default(logits)
+    return found
+
+
+def draw(logits: Tensor, seed: Tensor, position: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """Draw a token for each row.
+
+    Parameters
+    ----------
+    logits : tensor of shape (rows, V)
+        After the temperature.
+    seed, position : tensors of shape (rows,), s64
+    top_k, top_p : tensors of shape (rows,), optional
+
+    Returns
+    -------
+    tensor of shape (rows,), s64
+        Ids; 0 for a row without a distribution, since vLLM looks every id up.
+    """
+    ones, zeros = torch.ones_like(seed, dtype=torch.float32), torch.zeros_like(seed)
+    top_k = None if top_k is None else top_k.to(torch.int32)
+    found: Tensor = torch.ops.skuda.sample.default(logits, ones, seed, zeros, position, top_k, top_p)
+    return found.clamp_(min=0)
+
+
+def chosen(temperature: Tensor, largest_ones: Tensor, drawn: Tensor) -> Tensor:
+    """Return the tokens with the largest logit where the temperature is 0, and the drawn ones elsewhere."""
+    return torch.where(temperature < _LEAST_TEMPERATURE, largest_ones, drawn)
+
+
+def log_probabilities(logits: Tensor, ids: Tensor | None = None) -> Tensor:
+    """Return the log-probabilities of ids of each row, or of all, f32 of shape (rows, ids)."""
+    run = torch.ops.skuda.log_softmax_at.default
+    if ids is not None:
+        found: Tensor = run(logits, ids)[0]
+        return found
+    every = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    result = torch.empty_like(logits, dtype=torch.float32)
+    for rows, part in zip(logits.split(_ROWS), result.split(_ROWS), strict=True):
+        part.copy_(run(rows, every.expand(rows.shape).contiguous())[0])
+    return result
+
+
+def largest(scores: Tensor, count: int) -> Tensor:
+    """Return the ids of the largest scores, the largest first, of equal ones that of the lower id first.
+
+    Parameters
+    ----------
+    scores : tensor of shape (rows, V)
+    count : int
+
+    Returns
+    -------
+    tensor of shape (rows, count), s64
+    """
+    if not count:
+        return torch.empty((len(scores), 0), dtype=torch.int64, device=scores.device)
+    return torch.cat([_ordered(part).topk(count, dim=1).indices for part in scores.split(_ROWS)])
+
+
+def _ordered(scores: Tensor) -> Tensor:
+    """Return an s64 for each score, in the same order. None are equal, since topk leaves the order of equals open."""
+    bits = (scores.float() + 0.0).view(torch.int32)  # minus zero equals zero
+    lower = torch.arange(scores.shape[1] - 1, -1, -1, device=scores.device)
+    return (bits ^ (bits >> _SIGN & 0x7FFFFFFF)).long().bitwise_left_shift_(_WORD).add_(lower)
+
+
+def ranks_of(scores: Tensor, ids: Tensor) -> Tensor:
+    """Return how many scores of each row are at least that of its id, s64 of shape (rows,)."""
+    return (scores >= scores.gather(1, ids[:, None])).sum(1)
+
+
+def problems(most: int, width: int) -> Iterator[Descriptor]:
+    """Return the problems of steps of 1 to `most` rows of so many logits, but for log-probabilities of several ids."""
+
+    def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for rows in range(1, most + 1):
+        logits, number, long = made(rows, width), made(rows), made(rows, dtype=torch.int64)
+        yield OPS["argmax"].problem(logits=logits)
+        yield OPS["log_softmax_at"].problem(logits=logits, tokens=long[:, None])
+        keys: dict[str, Any] = {"temperature": number, "seed": long, "sequence": long, "position": long}
+        top_k, top_p = {"top_k": number.int()}, {"top_p": number}
+        for sets in ({}, top_k, top_p, top_k | top_p):
+            yield OPS["sample"].problem(logits=logits, **keys, **sets)
+
+
+def signed(seed: int) -> int:
+    """Return the s64 with the bits of a seed."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+@lru_cache(maxsize=4096)
+def _hashed(seed: int, name: str) -> int:
+    """Return a seed for a request without one."""
+    return int.from_bytes(blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little", signed=True)
