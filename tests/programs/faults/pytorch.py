@@ -15,6 +15,8 @@ WEIGHT = ["tests/pytorch/test_dequantized_weight.py"]
 MODULES = ["tests/pytorch/test_module_calls.py", "tests/pytorch/test_module_state.py"]
 ATTENTION = ["tests/pytorch/test_attention_transformers.py"]
 KV_CACHE = ["tests/pytorch/test_kv_cache.py"]
+EXACT = ["tests/pytorch/test_exact.py"]
+CERTIFY = ["tests/pytorch/test_certification.py"]
 CONFIG_FIRST = "config = stack.enter_context(replacing(folder / CONFIG))"
 TENSORS_FIRST = "file = stack.enter_context(replacing(folder / TENSORS))"
 FAULTS = listed(
@@ -241,6 +243,25 @@ FAULTS = listed(
         },
         "dispatch/torch/rope_attention.py": {
             "attention-a-rope-that-changes-is-a-table": ("not in _FIXED", "in ()", ATTENTION),
+        },
+        "dispatch/torch/exact_modules.py": {
+            "exact-padding-is-seen-in-training": (
+                "seen = token[:, None, :] & (ahead >= 0)",
+                "seen = (ahead >= 0) & (ahead == ahead)",
+                EXACT,
+            ),
+            "exact-a-gradient-without-rope": (
+                "q, k = (each * cos + _half_turned(each) * sin for each in (q, k))",
+                "q, k = (each * 1 for each in (q, k))",
+                EXACT,
+            ),
+        },
+        "dispatch/torch/certification.py": {
+            "certify-bits-are-not-compared": (
+                "unequal = values.view(torch.int32) != other.view(torch.int32)",
+                "unequal = torch.zeros(values.shape, dtype=torch.bool)",
+                CERTIFY,
+            ),
         },
         "dispatch/torch/group.py": {
             "parallel-ranks-do-not-compare-calls": ("digest).any(", "digest).all(", PARALLEL),

@@ -316,7 +316,7 @@ def test_every_built_in_op_has_a_meaning_of_its_own_that_reaches_its_arithmetic(
     for op in ops:
         found = reached(op.reference.__module__, op.reference.__name__)
         names = {name for _, name in found}
-        assert {"blocks", "fma", "quantize_rows"} & names
+        assert {"blocks", "fma", "quantize_rows", "LogitsProblem"} & names
         curved = op.name.endswith("linear") or op.name == "rescale"
         assert {"gelu", "silu"} <= names if curved else not {"gelu", "silu"} & names
         assert not [
