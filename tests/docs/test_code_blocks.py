@@ -58,9 +58,10 @@ def blocks_of(page, text=None):
 
 NEEDS = {
     "docs/attention.md": ("torch", "transformers"),
-    "docs/exact.md": ("torch",),
+    "docs/exact.md": ("torch", "transformers"),
     "docs/torch.md": ("torch", "transformers", "safetensors"),
     "docs/training.md": ("torch",),
+    "docs/vllm.md": ("torch",),
 }
 """Packages without which a page is not run."""
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
