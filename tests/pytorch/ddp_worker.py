@@ -1,5 +1,6 @@
 """One process of a distributed step: `ddp_worker.py RANK COUNT MODEL` steps a saved model on its part of the batch."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,3 +15,4 @@ model = DistributedDataParallel(saved["model"])
 model(saved["parts"][rank]).square().sum().backward()
 torch.save([parameter.grad for parameter in model.parameters()], f"{path}.{rank}")
 distributed.destroy_process_group()
+os._exit(0)  # threads that torch leaves behind may abort the process at its end, on a busy host

@@ -1,5 +1,6 @@
 """One process of sharded training: `fsdp_worker.py RANK COUNT MODEL` trains a saved model on its part of each batch."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -24,3 +25,4 @@ for parts in saved["batches"]:
     losses.append(loss.detach())
 torch.save((losses, [parameter.full_tensor() for parameter in model.parameters()]), f"{path}.{rank}")
 distributed.destroy_process_group()
+os._exit(0)  # threads that torch leaves behind may abort the process at its end, on a busy host

@@ -1,6 +1,7 @@
 """One process of `test_parallel`: `parallel_worker.py RANK COUNT FOLDER SEED` does all cases for 1 to COUNT ranks."""
 
 import json
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -27,3 +28,4 @@ found["differing"] = parallel_cases.differing(TorchGroup(), seed)
 (folder / f"{rank}.json").write_text(json.dumps(found))
 distributed.barrier()
 distributed.destroy_process_group()
+os._exit(0)  # threads that torch leaves behind may abort the process at its end, on a busy host

@@ -120,3 +120,4 @@ def _rank(rank: int, work: Work, job: RankJob, folder: str) -> None:
         work(job, rank, save)
     distributed.barrier()
     distributed.destroy_process_group()
+    os._exit(0)  # threads that torch leaves behind may abort the process at its end, on a busy host
