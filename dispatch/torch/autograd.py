@@ -22,6 +22,10 @@ from skuda.torch.ops import linear_dynamic
 Q_MAX = 127
 """Bound of the symmetric range -127..127. Without -128, every code has a negative."""
 
+_BOUNDS = {"q_min": -Q_MAX, "q_max": Q_MAX}
+CODES: dict[str, Any] = {**_BOUNDS, "output_element": "s8"}
+"""Fields of the ops that write codes of this range."""
+
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -227,7 +231,7 @@ def row_codes(rows: Tensor) -> tuple[Tensor, Tensor]:
     """
     if not torch.compiler.is_exporting():  # an exported program must refuse gradients, and not leave them out
         rows = rows.detach()
-    codes, scale, _ = torch.ops.skuda.dynamic_range.default(rows, **_BOUNDS, output_element="s8")
+    codes, scale, _ = torch.ops.skuda.dynamic_range.default(rows, **CODES)
     if rows.shape[-1]:
         scale = torch.where(rows.amax(-1).isnan(), torch.nan, scale)
     return codes, scale
@@ -369,9 +373,6 @@ def dequantized(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         codes, scale.to(_compute(dtype)), _zeros(scale), output_element=str(element_of(dtype))
     )
     return found
-
-
-_BOUNDS = {"q_min": -Q_MAX, "q_max": Q_MAX}
 
 
 def _compute(dtype: torch.dtype) -> torch.dtype:

@@ -7,7 +7,7 @@ does alike everywhere. What is none of these is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from torch import nn
 
@@ -23,7 +23,7 @@ from skuda.torch.exact_modules import (
     ExactNormForm,
 )
 from skuda.torch.fuse import LAYER, Fusion, become, fuse_, gated_form, norm_form
-from skuda.torch.fused_modules import Fused, FusedAttention
+from skuda.torch.fused_modules import Fused, FusedAttention, MLPForm
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear
 from skuda.torch.joined import Part, is_joined
 from skuda.torch.replaceable_layers import check_model
@@ -39,6 +39,12 @@ except ImportError as error:
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families of transformers whose models can be exact."""
 _HEADS = {DynamicLinear: ExactHead, MixedLinear: ExactMixedHead, FakeQuantLinear: ExactFakeQuantHead}
+_KINDS: dict[type, tuple[type[Fused], str]] = {
+    RopeForm: (ExactAttention, "one op does norms, rope and the cache"),
+    MLPForm: (ExactGatedMLP, "an op computes the activation"),
+    ExactNormForm: (ExactNorm, "its rows are those that int8 layers quantize"),
+}
+"""The exact module of each form, and what changes, in words."""
 
 
 def exact_(model: nn.Module) -> Fusion:
@@ -76,98 +82,100 @@ def exact_(model: nn.Module) -> Fusion:
     model.set_attn_implementation("skuda")
     forms, reasons = rope_forms(model)
     fused = (name for name, module in model.named_modules() if isinstance(module, FusedRopeAttention))
-    attentions = {*forms, *reasons, *fused}
-    refused = reasons | _refused(model, attentions)
+    plan, refused = _planned(model, {*forms, *reasons, *fused})
+    refused = reasons | refused
     if refused:
         model.set_attn_implementation(before)
         name, why = next(iter(refused.items()))
         more = f" ({len(refused)} parts are not exact)" if len(refused) > 1 else ""
         raise InvalidProblem("exact_", name or "model", why, f"be a part of an exact model{more}")
     changed = dict(fuse_(model).fused)
-    for name, module in list(model.named_modules()):
-        text = _made_exact(model, name, module, forms, attentions)
-        if text:
-            changed[name] = text
+    for name, form in (forms | plan).items():
+        module = model.get_submodule(name)
+        if not isinstance(module, Fused):
+            made, changed[name] = _KINDS[type(form)]
+            become(module, made, form)
+    changed |= _linear_made_exact(model)
+    for module in model.modules():
+        if isinstance(module, Fused):
+            module.fused_exact = True
     return Fusion(changed, {})
 
 
-def _refused(model: nn.Module, attentions: Collection[str]) -> dict[str, str]:
-    """Return the modules whose computation is not known, and why. Attentions and what is in them are not looked at."""
+def _planned(
+    model: nn.Module, attentions: Collection[str]
+) -> tuple[dict[str, MLPForm | ExactNormForm], dict[str, str]]:
+    """Return the forms of MLPs and norms, and why the computation of other modules is not known.
+
+    Attentions and what is in them are not looked at, except for linear layers.
+    """
+    plan: dict[str, MLPForm | ExactNormForm] = {}
     refused: dict[str, str] = {}
     for name, module in model.named_modules():
         try:
-            why = "" if _inside(name, attentions) else _unknown(model, name, module, attentions)
+            if isinstance(module, (nn.Linear, Int8Linear)):
+                _check_linear(module)
+            elif not _inside(name, attentions):
+                form = _form(model, name, module, attentions)
+                plan |= {} if form is None else {name: form}
         except NotProven as reason:
-            why = str(reason)
-        if isinstance(module, (nn.Linear, Int8Linear)):
-            why = _unknown_linear(module)
-        if why:
-            refused[name] = why
-    return refused
+            refused[name] = str(reason)
+    return plan, refused
 
 
 def _inside(name: str, attentions: Collection[str]) -> bool:
     return name in attentions or name.rpartition(".")[0] in attentions
 
 
-def _unknown_linear(layer: nn.Module) -> str:
+def _check_linear(layer: nn.Module) -> None:
+    """Raise `NotProven` for a layer whose product is not exact."""
     made = (ExactFakeQuantLinear, *_HEADS.values())
     if type(layer) not in (*_HEADS, *made) and not is_joined(layer):
         wanted = "Dynamic(), Mixed() or FakeQuant(), as quantize_(model, Dynamic(), lambda *_: True) makes them"
-        return f"a {type(layer).__name__}, no layer of {wanted}"
+        raise NotProven(f"a {type(layer).__name__}, no layer of {wanted}")
     if isinstance(layer, FakeQuantLinear) and (layer.activation != "token" or layer.learn_scale):
-        return f"a FakeQuantLinear with activation={layer.activation!r}, learn_scale={layer.learn_scale}"
-    return ""
+        raise NotProven(f"a FakeQuantLinear with activation={layer.activation!r}, learn_scale={layer.learn_scale}")
 
 
-def _unknown(model: nn.Module, name: str, module: nn.Module, attentions: Collection[str]) -> str:
-    """Return why the computation of a module is not known, or nothing; or raise `NotProven`."""
+def _form(
+    model: nn.Module, name: str, module: nn.Module, attentions: Collection[str]
+) -> MLPForm | ExactNormForm | None:
+    """Return the form of an MLP or a norm, or None for a module that needs none.
+
+    Raises
+    ------
+    NotProven
+        If the computation of the module is not known.
+    """
     parent, _, own = name.rpartition(".")
     if isinstance(module, FusedAttention) and not isinstance(module, FusedRopeAttention):
-        return "it was fused with another attention: call exact_ before fuse_"
-    known = (PreTrainedModel, nn.ModuleList, nn.Linear, Int8Linear, Part, Fused)
-    if isinstance(module, known) or own == "rotary_emb":  # an attention's form proves the rope
-        return ""
-    if isinstance(module, nn.Embedding):
-        return "" if module.max_norm is None else "an embedding with max_norm"
-    if isinstance(module, nn.Dropout):
-        return f"dropout of {module.p}" if module.p else ""
+        raise NotProven("it was fused with another attention: call exact_ before fuse_")
+    if isinstance(module, (PreTrainedModel, nn.ModuleList, Part, Fused)) or own == "rotary_emb":
+        return None  # an attention's form proves the rope
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        raise NotProven("an embedding with max_norm")
+    if isinstance(module, nn.Dropout) and module.p:
+        raise NotProven(f"dropout of {module.p}")
     if any(f"{name}.{child}" in attentions for child, _ in module.named_children()):
-        known_layer = LAYER.fullmatch(Forward(module).expression()) is not None
-        return "" if known_layer else "its forward is not a known form of a decoder layer"
+        if LAYER.fullmatch(Forward(module).expression()) is None:
+            raise NotProven("its forward is not a known form of a decoder layer")
+        return None
     if any(True for _ in module.children()):
-        gated_form(module)
-    elif any(True for _ in module.parameters()):
-        norm_form(model.get_submodule(parent), own)
-    return ""
+        return gated_form(module)
+    if isinstance(module, nn.Embedding) or not any(True for _ in module.parameters()):
+        return None
+    form = norm_form(model.get_submodule(parent), own)
+    return ExactNormForm(form.op, float(getattr(module, form.eps)), form.vectors)
 
 
-def _made_exact(
-    model: nn.Module, name: str, module: nn.Module, forms: Mapping[str, RopeForm], attentions: Collection[str]
-) -> str:
-    """Make a module exact that `fuse_` did not make so, and return what changed, in words."""
-    parent, _, own = name.rpartition(".")
-    text = ""
-    if name in forms and not isinstance(module, FusedAttention):
-        become(module, ExactAttention, forms[name])
-        text = "one op does norms, rope and the cache"
-    elif type(module) in _HEADS:
-        is_head = module is model.get_output_embeddings()
-        if is_head or type(module) is FakeQuantLinear:
-            module.__class__ = _HEADS[type(module)] if is_head else ExactFakeQuantLinear
-            text = "its logits are f32" if is_head else "its values are those of the int8 product"
-        return text
-    elif isinstance(module, (Fused, PreTrainedModel, nn.ModuleList, nn.Embedding, nn.Linear, Int8Linear, Part)):
-        pass
-    elif any(isinstance(child, tuple(_HEADS)) for child in module.children()):
-        become(module, ExactGatedMLP, gated_form(module))
-        text = "an op computes the activation"
-    elif (
-        parent not in attentions and any(True for _ in module.parameters()) and not any(True for _ in module.children())
-    ):
-        form = norm_form(model.get_submodule(parent), own)
-        become(module, ExactNorm, ExactNormForm(form.op, float(getattr(module, form.eps)), form.vectors))
-        text = "its rows are those that int8 layers quantize"
-    if isinstance(module, Fused):
-        module.fused_exact = True
-    return text
+def _linear_made_exact(model: PreTrainedModel) -> dict[str, str]:
+    """Make the head, and layers of `FakeQuant`, exact; return what changed, in words, by name."""
+    changed, head = {}, model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if module is head and type(module) in _HEADS:
+            module.__class__ = _HEADS[type(module)]
+            changed[name] = "its logits are f32"
+        elif type(module) is FakeQuantLinear:
+            module.__class__ = ExactFakeQuantLinear
+            changed[name] = "its values are those of the int8 product"
+    return changed

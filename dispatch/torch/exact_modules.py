@@ -14,15 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  torch's name
 
 from skuda.registry.errors import InvalidProblem
-from skuda.torch.autograd import Q_MAX, frozen_linear, mixed_linear, round_rows, row_codes, spread, valued
+from skuda.torch.autograd import CODES, frozen_linear, mixed_linear, round_rows, row_codes, spread, valued
 from skuda.torch.fused_modules import Fused, MLPForm, gated_rows
 from skuda.torch.int8_linear import DynamicLinear, autocast
 from skuda.torch.ops import linear_dynamic
 from skuda.torch.rope_attention import FusedRopeAttention
 from skuda.torch.tensor_op import launched, run_module
 from skuda.torch.training import FakeQuantLinear, MixedLinear
-
-_CODES = {"q_min": -Q_MAX, "q_max": Q_MAX, "output_element": "s8"}
 
 
 class ExactNormForm(NamedTuple):
@@ -64,7 +62,7 @@ class ExactNorm(Fused):
         key = (form.op, "normalized", form.eps, x.shape, x.dtype)
         found = launched(key, *tensors)
         if found is None:
-            found = run_module(form.op, key, tensors, {"eps": form.eps, "has_normalized": True, **_CODES})
+            found = run_module(form.op, key, tensors, {"eps": form.eps, "has_normalized": True, **CODES})
         rows: Tensor = found[-1]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *vectors)):
             return valued(rows, super().forward(x))

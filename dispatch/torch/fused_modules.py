@@ -26,15 +26,13 @@ from torch.nn.modules import module as torch_module
 
 from skuda.dispatch.shard.group import Group
 from skuda.registry.errors import InvalidProblem
-from skuda.torch.autograd import Q_MAX
+from skuda.torch.autograd import CODES
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear
 from skuda.torch.joined import JoinedLinear, Part, Quantized, projected
 from skuda.torch.tensor_op import launched, refuse_other, run_module
 
 _VECTORS = {"rms_norm_quantize": ("weight",), "layer_norm_quantize": ("weight", "bias")}
 """The vectors of a norm's op, in the order of its schema, after the input and the residual."""
-
-_CODES = {"q_min": -Q_MAX, "q_max": Q_MAX, "output_element": "s8"}
 
 
 _gradients = torch._C.is_grad_enabled  # type: ignore[attr-defined]  # noqa: SLF001  as in `tensor_op`
@@ -292,14 +290,14 @@ class FusedGatedMLP(Fused):
         if form.group is not None:
             op = getattr(torch.ops.skuda, form.op.replace("_quantize", "_amax"))
             rows, amax = op.default(gate_up=gate_up, **form.fields)
-            codes, scale = torch.ops.skuda.amax_quantize.default(rows, form.group.max(amax), **_CODES)
+            codes, scale = torch.ops.skuda.amax_quantize.default(rows, form.group.max(amax), **CODES)
             return projected(down, Quantized(codes, scale, gate_up.dtype))
         recorded = _recorded(gate_up)
         given = gate_up.detach() if recorded else gate_up
         key = form.op, *form.fields.values(), given.shape
         found = launched(key, None, None, given)
         if found is None:
-            found = run_module(form.op, key, (None, None, given), {**form.fields, **_CODES})
+            found = run_module(form.op, key, (None, None, given), {**form.fields, **CODES})
         codes, scale = found
         rows = gated_rows(form, *gate_up.chunk(2, dim=-1)) if recorded else None
         return projected(down, Quantized(codes, scale, given.dtype, rows))
@@ -484,7 +482,7 @@ class FusedDecoderLayer(Fused):
             return coded._replace(rows=getattr(self, form.name)(total)), total
         found = launched(key, *tensors)
         if found is None:
-            found = run_module(form.op, key, tensors, {"eps": eps, **_CODES})
+            found = run_module(form.op, key, tensors, {"eps": eps, **CODES})
         return _normed(x, found)
 
     def _call(self, form: NormForm, x: Tensor, residual: Tensor | None) -> tuple[Any, tuple[Tensor | None, ...], float]:

@@ -17,13 +17,12 @@ from skuda.registry.elements import CODES8
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch import patterns
-from skuda.torch.autograd import Q_MAX
+from skuda.torch.autograd import CODES, Q_MAX
 from skuda.torch.dtypes import element_of
 from skuda.torch.fuse import Fusion
 from skuda.torch.patterns import Left, fake_of
 
 Bits = Literal["eager", "fused"]
-_CODES = {"q_min": -Q_MAX, "q_max": Q_MAX, "output_element": "s8"}
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _aten, _skuda = torch.ops.aten, torch.ops.skuda
 _LINEAR, _STATIC = _skuda.quantized_linear.default, _skuda.quantize_per_tensor.default
@@ -128,9 +127,9 @@ def _groups(graph: fx.Graph) -> list[_Group]:
             continue
         given = patterns.arguments(node)
         if node.target is _LINEAR:
-            group = _Group(given["activation"], [], _CODES)
+            group = _Group(given["activation"], [], CODES)
         elif node.target is _STATIC:
-            fields = {name: given[name] for name in _CODES if given.get(name) is not None}
+            fields = {name: given[name] for name in CODES if given.get(name) is not None}
             group = _Group(given["input"], [], {"scaling": "static", **fields}, (given["scale"], given["zero_point"]))
         elif given.get("mode") == "asymmetric":
             group = _Group(given["input"], [], {})
@@ -172,7 +171,7 @@ def _fuse(group: _Group, bits: Bits, gates: bool) -> str:  # noqa: FBT001
         raise Left(why)
     if len(nodes) == 1:
         raise Left(f"no other layer has its input, and {why}")
-    coded = _called(nodes[0], _RANGE, (input,), _CODES, "one quantization of the input for all")
+    coded = _called(nodes[0], _RANGE, (input,), CODES, "one quantization of the input for all")
     return _rewired(group, coded) + (f" ({why})" if bits == "fused" else "")
 
 

@@ -29,14 +29,13 @@ from skuda.kernels.linear.problem import longest_k
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.autograd import Q_MAX
+from skuda.torch.autograd import CODES, Q_MAX
 from skuda.torch.digest import digest
 from skuda.torch.dtypes import element_of
 from skuda.torch.int8_linear import Arguments, DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import JoinedLinear, Quantized
 from skuda.torch.nonfinite import propagates
 
-_CODES = {"q_min": -Q_MAX, "q_max": Q_MAX, "output_element": "s8"}
 _OPS = torch.ops.skuda
 
 
@@ -276,7 +275,7 @@ class ShardedLinear(Int8Linear):
             data,
             self.input_scale.to(torch.promote_types(data.dtype, torch.float32)),
             self.input_zero_point if shifted else self.zero,
-            **_CODES | {"q_min": -Q_MAX - shifted},
+            **CODES | {"q_min": -Q_MAX - shifted},
         )
         return found
 
@@ -287,7 +286,7 @@ class ShardedLinear(Int8Linear):
         spare = getattr(self.group, "spare_multiprocessors", 0) if hides else 0
 
         def quantize_rows(data: Tensor) -> tuple[Tensor, Tensor]:
-            codes, found, _ = _OPS.dynamic_range.default(data, **_CODES)
+            codes, found, _ = _OPS.dynamic_range.default(data, **CODES)
             return codes, found
 
         def sums(codes: Tensor) -> Tensor:
@@ -315,7 +314,7 @@ class ShardedLinear(Int8Linear):
 
         return Steps(
             amax=_OPS.amax.default,
-            quantize=lambda data, amax: _OPS.amax_quantize.default(data, amax, **_CODES),
+            quantize=lambda data, amax: _OPS.amax_quantize.default(data, amax, **CODES),
             quantize_rows=quantize_rows,
             sums=sums,
             channel_sums=None if self.input_zero_point is None else channel_sums,
