@@ -320,6 +320,39 @@ def valued(value: Tensor, graph: Tensor) -> Tensor:
     return found
 
 
+class _Recomputed(_Function):
+    @staticmethod
+    def forward(value: Tensor, formula: Callable[..., Tensor], *inputs: Tensor) -> Tensor:  # noqa: ARG004  see below
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004  torch's signature
+        _, ctx.formula, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    @_first_order
+    def backward(ctx: Any, grad: Tensor, *inputs: Tensor) -> Gradients:
+        needed = ctx.needs_input_grad[2:]
+        with torch.enable_grad():
+            given = [tensor.detach().requires_grad_(need) for tensor, need in zip(inputs, needed, strict=True)]
+            found = ctx.formula(*given)
+        wanted = [tensor for tensor in given if tensor.requires_grad]
+        found = iter(torch.autograd.grad(found, wanted, grad.to(found.dtype), allow_unused=True))
+        return None, None, *(next(found) if need else None for need in needed)
+
+
+def recomputed(value: Tensor, formula: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return a value with the gradient of ``formula(*inputs)``, which is computed in the backward pass only.
+
+    Torch's compilers and `torch.func` see the formula at once, as `valued` has it.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():  # noqa: SLF001  no public name
+        return valued(value, formula(*inputs))
+    found: Tensor = _Recomputed.apply(value, formula, *inputs)
+    return found
+
+
 def fake_quantize(input: Tensor, scale: Tensor) -> Tensor:
     """Quantize a tensor to int8 codes -127..127 and dequantize it, with straight-through gradients.
 

@@ -2,19 +2,32 @@
 
 Each is a subclass of the module that it replaces, as `skuda.torch.fused_modules` has them, and has the same bits as the
 fused modules. Where gradients are recorded, the values stay the same. The gradient is that of the original formula,
-straight through all rounding; that of attention is taken at the dequantized queries, keys and values.
+straight through all rounding; that of attention is taken at the dequantized queries, keys and values. The formula is
+computed in the backward pass only.
 """
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.nn import functional as F  # noqa: N812  torch's name
 
 from skuda.registry.errors import InvalidProblem
-from skuda.torch.autograd import CODES, frozen_linear, mixed_linear, round_rows, row_codes, spread, valued
+from skuda.torch.autograd import (
+    CODES,
+    frozen_linear,
+    mixed_linear,
+    recomputed,
+    round_rows,
+    row_codes,
+    spread,
+    valued,
+)
 from skuda.torch.fused_modules import Fused, MLPForm, gated_rows
 from skuda.torch.int8_linear import DynamicLinear, autocast
 from skuda.torch.ops import linear_dynamic
@@ -65,8 +78,15 @@ class ExactNorm(Fused):
             found = run_module(form.op, key, tensors, {"eps": form.eps, "has_normalized": True, **CODES})
         rows: Tensor = found[-1]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *vectors)):
-            return valued(rows, super().forward(x))
+            return recomputed(rows, self._formula, x, *vectors)
         return rows
+
+    def _formula(self, x: Tensor, *vectors: Tensor) -> Tensor:
+        """Return the original norm of rows, with these vectors in place of its own."""
+        norm = copy.copy(self)
+        norm._parameters = dict(zip(self.fused_form.vectors, vectors, strict=True))  # type: ignore[assignment]  # noqa: SLF001  the copy's own
+        found: Tensor = super(ExactNorm, norm).forward(x)
+        return found
 
 
 class ExactGatedMLP(Fused):
@@ -91,7 +111,7 @@ class ExactGatedMLP(Fused):
         op = getattr(torch.ops.skuda, form.op.replace("_quantize", "_amax"))
         rows: Tensor = op.default(gate.detach(), up.detach(), **form.fields)[0]
         if torch.is_grad_enabled() and gate.requires_grad:
-            rows = valued(rows, gated_rows(form, gate, up))
+            rows = recomputed(rows, partial(gated_rows, form), gate, up)
         found: Tensor = getattr(self, form.down)(rows)
         return found
 
@@ -117,19 +137,27 @@ class ExactAttention(FusedRopeAttention):
         self, found: Tensor, heads: tuple[Tensor, ...], cos_sin: Any, mask: Tensor | None, window: int | None
     ) -> Tensor:
         """Return the same values, with the gradient of torch's attention at the dequantized heads."""
-        batch, new, _ = found.shape
-        q, k, v = (each.view(batch, new, -1, self.head_dim) for each in heads)
-        if self.fused_form.norms:
-            q, k = self.q_norm(q), self.k_norm(k)
+        weights = [getattr(self, name).weight for name in self.fused_form.norms]
+        return recomputed(found, partial(self._formula, cos_sin, mask, window), *heads, *weights)
+
+    def _formula(
+        self, cos_sin: Any, mask: Tensor | None, window: int | None, q: Tensor, k: Tensor, v: Tensor, *weights: Tensor
+    ) -> Tensor:
+        """Return torch's attention at the dequantized heads, with these weights of the norms of q and k."""
+        batch, new, _ = shape = q.shape
+        q, k, v = (each.view(batch, new, -1, self.head_dim) for each in (q, k, v))
+        if weights:
+            norms = zip(self.fused_form.norms, weights, (q, k), strict=True)
+            q, k = (functional_call(getattr(self, name), {"weight": weight}, (x,)) for name, weight, x in norms)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         cos, sin = (part[:, None] for part in cos_sin)
         q, k = (each * cos + _half_turned(each) * sin for each in (q, k))
         q, k, v = (round_rows(each) for each in (q, k, v))
         given: dict[str, Any] = {"is_causal": True}
         if mask is not None or window is not None:
-            given = {"attn_mask": _seen(mask, batch, new, window, found.device)}
+            given = {"attn_mask": _seen(mask, batch, new, window, q.device)}
         floats = F.scaled_dot_product_attention(q, k, v, scale=self.scaling, enable_gqa=True, **given)
-        return valued(found, floats.transpose(1, 2).reshape(found.shape))
+        return floats.transpose(1, 2).reshape(shape)
 
 
 class ExactHead(DynamicLinear):

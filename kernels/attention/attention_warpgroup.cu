@@ -296,6 +296,7 @@ DEVICE void consume(const Attention& p, const Tile& tile, s32 head, const Shared
       }
       mbarrier_wait(shared.full + 8 * stage, parity);
       wgmma_wait_group<0>();
+      __syncwarp();  // all lanes have read their scales
       if (lane == 0) mbarrier_arrive(released);
       multiply(low, q, codes);
       multiply(high, q, codes + CODES / 2);

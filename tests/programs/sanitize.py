@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,6 +38,8 @@ from skuda.tools.verify.evidence import EvidenceFile
 TOOLS = ("memcheck", "racecheck", "synccheck")
 # cuda-bindings asks the driver for functions newer than the driver, which it refuses.
 MORE = {"memcheck": ("--report-api-errors", "no"), "racecheck": ("--racecheck-report", "all")}
+# Backtraces of Python keep its frames, and so the arrays that `verify` expects to be freed.
+BACKTRACE = ("--show-backtrace", "device")
 FOUND, PATIENCE = 86, 300.0
 """Exit status of the sanitizer if it found anything, and seconds after which a run is ended."""
 CONFIGURED = {"warpgroup": "300x700x2064,1290x1072x2128", "streamed": "16x264x2064,40x264x2064"}
@@ -55,18 +57,18 @@ class Program(NamedTuple):
     words: tuple[str, ...]
 
 
-def programs_of(tool: str, backend: str, seed: int, only: str = "") -> Iterator[Program]:
+def programs_of(tool: str, backend: str, seed: int, only: Sequence[str] = ("",)) -> Iterator[Program]:
     """Yield what a tool shall watch: the programs that take longest come first."""
     drawn: dict[tuple[str, str], list[Any]] = {}
     for sku in built_in_registry():
-        if sku.backend == backend and only in f"{sku.source} {sku.variant}":
+        if sku.backend == backend and any(part in f"{sku.source} {sku.variant}" for part in only):
             drawn.setdefault((sku.op, sku.variant), []).append(sku)
     rng, sources = random.Random(seed), {}  # noqa: S311  a draw that can be repeated, not a secret
     for _, kernels in sorted(drawn.items()):
         sku = rng.choice(kernels)
         sources.setdefault((sku.source.partition(":")[2] or sku.source, sku.variant), []).append(sku.id)
     for variant, shapes in (SHORTER if tool == "racecheck" else CONFIGURED).items():
-        if backend == "cuda_core" and only in variant:
+        if backend == "cuda_core" and any(part in variant for part in only):
             words = ("tune", "smoothquant_linear", "--element", "bf16", "--variant", variant, "--repeats", "1")
             yield Program(
                 f"configurations of {variant} at {shapes}", (*words, "--backend", backend, "--shapes", shapes)
@@ -81,7 +83,7 @@ def watched(tool: str, program: Program, seed: int) -> Record:
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "ran.json")
         words = (*program.words, "--seed", str(seed), "--output", str(written))
-        command = ["compute-sanitizer", "--tool", tool, *MORE.get(tool, ()), "--error-exitcode", str(FOUND)]
+        command = ["compute-sanitizer", "--tool", tool, *MORE.get(tool, ()), *BACKTRACE, "--error-exitcode", str(FOUND)]
         # Every array is an allocation of its own, so that an access beside it is seen.
         more = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "SKUDA_PLUGINS": "0"}
         start = time.monotonic()
@@ -178,7 +180,7 @@ def show(record: Record) -> bool:
     return good
 
 
-def sanitize(tools: Iterable[str], backend: str, seed: int, jobs: int, only: str = "") -> Record:
+def sanitize(tools: Iterable[str], backend: str, seed: int, jobs: int, only: Sequence[str] = ("",)) -> Record:
     """Run everything and return the record."""
     # Those that take longest first, of all tools.
     several = ([(tool, program) for program in programs_of(tool, backend, seed, only)] for tool in tools)
@@ -208,7 +210,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tool", choices=TOOLS, action="append", help="these tools; all if left out")
     parser.add_argument("--backend", default="cuda_core")
-    parser.add_argument("--only", default="", help="sources or variants that contain this")
+    parser.add_argument("--only", action="append", help="sources or variants that contain this; all if left out")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--output", type=Path, help="write the record here")
@@ -216,7 +218,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.show:
         return 0 if show(json.loads(given.show.read_text())) else 1
-    record = sanitize(given.tool or TOOLS, given.backend, given.seed, given.jobs, given.only)
+    record = sanitize(given.tool or TOOLS, given.backend, given.seed, given.jobs, given.only or ("",))
     if given.output:
         write_whole(given.output, json.dumps(record, indent=1) + "\n")
     return 0 if show(record) else 1

@@ -97,7 +97,7 @@ def test_a_run_that_takes_too_long_is_unfinished(run, monkeypatch, tmp_path):
     run()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(sanitize, "PATIENCE", 0.2)
-    (program,) = sanitize.programs_of("memcheck", "numpy", 1, "fill")
+    (program,) = sanitize.programs_of("memcheck", "numpy", 1, ["fill"])
     assert sanitize.verdict(sanitize.watched("memcheck", program, 1)) == "unfinished"
 
 
