@@ -101,17 +101,12 @@ def vllm_times(record: Path = EVIDENCE / "h200-vllm-exact.txt") -> str:
             tokens[ready[1]] = literal_eval(ready[2])["tokens_per_gib"]
     rows = []
     for what, times in found.items():
-        shape = re.fullmatch(r"step_ms (\d+)x(\d+)", what)
-        cells = [statistics.median(times[name]) for name in names] if times.keys() >= names.keys() else []
-        if shape:
-            rows.append((f"{shape[1]} x {shape[2]}, ms", *(f"{cell:.2f}" for cell in cells)))
-        elif cells:
-            rows.append(
-                (
-                    what.replace("prefill", "prompts of").replace(" tokens/s", ", tokens/s"),
-                    *(f"{cell:,.0f}" for cell in cells),
-                )
-            )
+        if shape := re.fullmatch(r"(step_ms|prefill) (\d+)x(\d+)(?: tokens/s)?", what):
+            medians = [statistics.median(times[name]) for name in names]
+            if shape[1] == "step_ms":
+                rows.append((f"{shape[2]} x {shape[3]}, ms", *(f"{ms:.2f}" for ms in medians)))
+            else:
+                rows.append((f"prompts of {shape[2]} x {shape[3]}, tokens/s", *(f"{rate:,.0f}" for rate in medians)))
     rows.append(("tokens of cache in a GiB", *(f"{tokens[name]:,}" for name in names)))
     return markdown_table(("", *names.values()), rows)
 

@@ -89,7 +89,7 @@ def test_the_table_of_vllm_has_the_medians_of_its_rounds(tables, tmp_path):
     (tmp_path / "vllm.txt").write_text("\n".join(lines))
     assert tables.vllm_times(tmp_path / "vllm.txt").splitlines()[2:] == [
         "| 4 x 9, ms | 3.50 | 4.50 | 0.50 | 1.50 | 2.50 |",
-        "| prompts of 2x8, tokens/s | 20,001 | 25,001 | 5,001 | 10,001 | 15,001 |",
+        "| prompts of 2 x 8, tokens/s | 20,001 | 25,001 | 5,001 | 10,001 | 15,001 |",
         "| tokens of cache in a GiB | 4,000 | 5,000 | 1,000 | 2,000 | 3,000 |",
     ]
 
