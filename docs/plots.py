@@ -154,7 +154,7 @@ def _loss(record: TrainRecord) -> list[Plot]:
 
 def policy(courses: Mapping[str, Sequence[Mapping[str, float]]], device: str) -> list[Plot]:
     """Return ``ratio``: ratio of probabilities and KL in each step of ``docs/examples/policy.py``."""
-    panels = []
+    panels: list[Panel] = []
     for name, label in (("ratio", "largest |ratio - 1|"), ("kl", "KL divergence")):
         series = [Series(way, range(len(course)), [step[name] for step in course]) for way, course in courses.items()]
         least = min((value for one in series for value in one.y if value > 0), default=1.0)
