@@ -322,7 +322,7 @@ def valued(value: Tensor, graph: Tensor) -> Tensor:
 
 class _Recomputed(_Function):
     @staticmethod
-    def forward(value: Tensor, formula: Callable[..., Tensor], *inputs: Tensor) -> Tensor:  # noqa: ARG004  see below
+    def forward(value: Tensor, formula: Callable[..., Tensor], *inputs: Tensor) -> Tensor:  # noqa: ARG004  for backward
         return value.view_as(value)
 
     @staticmethod
