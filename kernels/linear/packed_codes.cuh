@@ -7,39 +7,40 @@
 #pragma once
 #include "elements.cuh"
 
-enum {
-  LEVEL_BYTES = 1024,  // of a block; behind them the scales and offsets of its groups
-  BLOCK_K = 128
-};
+enum { LEVEL_BYTES = 1024, BLOCK_K = 128 };  // of a block; behind the levels lie the scales and offsets of its groups
 
-DEVICE s64 packed_bytes(s32 groups) { return LEVEL_BYTES + 32 * groups; }
-
-// The scales of rows r and r + 8 of a group, and 128 + offset in each byte of a word.
-struct PackedGroup {
-  u32 scale[2], base[2];
-  DEVICE explicit PackedGroup(u32 bytes) {
-    scale[0] = bytes & 255, base[0] = __byte_perm(bytes, 0, 0x1111);
-    scale[1] = bytes >> 16 & 255, base[1] = __byte_perm(bytes, 0, 0x3333);
-  }
-};
-
-// The codes of a word of levels: of the elements k to k + 3 in its low halves, and k + 4 to k + 7 in its high halves.
+// The codes of a word of levels: of the elements k to k + 3 in its low halves, and k + 16 to k + 19 in its high halves.
 DEVICE uint2 codes_of_levels(u32 word, u32 scale, u32 base) {
   const u32 low = (word & 0x0f0f0f0fu) * scale + base, high = (word >> 4 & 0x0f0f0f0fu) * scale + base;
   return make_uint2(low ^ 0x80808080u, high ^ 0x80808080u);
 }
 
-// The levels of a lane, and its group.
-struct PackedLane {
+// What lane 4 r + c has of a block: levels of rows r and r + 8, and the scales of their groups.
+template <int COUNT> struct PackedLane {
+  enum { BYTES = LEVEL_BYTES + 32 * COUNT };  // of a block; it has COUNT groups
   uint4 levels[2];
-  u32 group;
+  u32 groups[COUNT];
 
-  // Byte of the group's scales that lane 4 r + c needs, from the start of a block.
-  DEVICE static u32 group_at(u32 lane, u32 groups) { return LEVEL_BYTES + (lane % 4 * groups / 4 * 8 + lane / 4) * 4; }
+  // From a block in memory; `Load` loads 16 bytes that are used once.
+  template <class Load> DEVICE void load(const u8* block, u32 lane, Load load16_once) {
+    levels[0] = load16_once(block + 16 * lane), levels[1] = load16_once(block + 512 + 16 * lane);
+    const u32* const from = (const u32*)(block + LEVEL_BYTES) + lane / 4 * COUNT;
+    if (COUNT == 1) groups[0] = *from;
+    if (COUNT == 2) *(uint2*)groups = *(const uint2*)from;
+    if (COUNT == 4) *(uint4*)groups = *(const uint4*)from;
+  }
+  DEVICE void clear() {
+    levels[0] = levels[1] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int g = 0; g < COUNT; ++g) groups[g] = 0;
+  }
 
-  // Word `product` of row r + 8 h.
-  DEVICE u32 word(int product, int h) const {
-    const uint4& four = levels[product / 2];
-    return product % 2 ? h ? four.w : four.z : h ? four.y : four.x;
+  // The codes of product j, as tensor cores want them: of row r at 32 j + 4 c, of row r + 8, then of both 16 behind.
+  DEVICE void codes(int j, u32 (&w)[4]) const {
+    const uint4& four = levels[j / 2];
+    const u32 bytes = groups[j * COUNT / 4];
+    const uint2 upper = codes_of_levels(j % 2 ? four.z : four.x, bytes & 255, __byte_perm(bytes, 0, 0x1111));
+    const uint2 lower = codes_of_levels(j % 2 ? four.w : four.y, bytes >> 16 & 255, __byte_perm(bytes, 0, 0x3333));
+    w[0] = upper.x, w[1] = lower.x, w[2] = upper.y, w[3] = lower.y;
   }
 };
