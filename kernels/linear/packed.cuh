@@ -34,6 +34,7 @@ enum {
   QUADS = 4 * UNITS,                 // groups of four rows; a thread finishes one for one token
   SUMS = UNITS * COLUMNS * 128,
   ALL_SUMS = 3 * SUMS,               // added to, while those before are finished and those before these are cleared
+  BYTES = PackedLane<GROUPS>::BYTES,
   STAGED = TOKENS * BLOCK_K,         // bytes of the codes of a that a warp stages
   SIZE = sizeof(SKUDA_OUT)
 };
@@ -88,19 +89,6 @@ DEVICE void finish_four(const Rows& rows, const Epilogue& p, const Segment<f32>&
   }
 }
 
-// Levels of UNITS units of a block of K.
-struct Levels {
-  typedef PackedLane<GROUPS> Lane;
-  Lane of[UNITS];
-  DEVICE void load(const u8* block, s64 pitch, u32 lane, s32 units) {
-#pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
-      if (u < units) of[u].load(block + u * pitch, lane, load_once);
-      else of[u].clear();
-    }
-  }
-};
-
 // Codes of a of a block of K: of TOKENS rows, zeros beyond the matrix. They pass through shared memory, in which units
 // of 16 bytes of a row lie xored with its number, so that no bank is used twice.
 struct TokenCodes {
@@ -122,29 +110,32 @@ struct TokenCodes {
   }
 };
 
-// Adds the products of a block of K of UNITS units. `ones` has ones where K has elements, for the products 2 j and 2 j + 1.
-DEVICE void multiply(s32 (&d)[UNITS][COLUMNS][4], const Levels& levels, u32 staged, s32 left, u32 lane) {
+// The staged codes as the other operand of four products.
+struct Fragments {
+  u32 x[2][EIGHTS][4];
+  DEVICE void load(u32 staged, u32 lane) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    u32 x[EIGHTS][4];
+    for (int i = 0; i < 2 * EIGHTS; ++i) {
+      const u32 token = i / 2 * 8 + lane % 8, unit = i % 2 * 4 + lane / 8;
+      ldmatrix_x4(x[i % 2][i / 2], staged + token * BLOCK_K + (unit ^ lane % 8) * 16);
+    }
+  }
+};
+
+// Adds the products of a block of K of a unit, of which `left` elements are left.
+DEVICE void multiply(s32 (&d)[COLUMNS][4], const PackedLane<GROUPS>& levels, const Fragments& codes, s32 left) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    u32 w[4];
+    levels.codes(j, w);
 #pragma unroll
     for (int t = 0; t < EIGHTS; ++t) {
-      ldmatrix_x4(x[t], staged + (8 * t + lane % 8) * BLOCK_K + ((4 * half + lane / 8) ^ lane % 8) * 16);
+      const u32(&x)[4] = codes.x[j / 2][t];
+      mma_m16n8k32<s8, SKUDA_CODE>(d[t], w, x[j % 2 * 2], x[j % 2 * 2 + 1]);
     }
-#pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        u32 w[4];
-        levels.of[u].codes(2 * half + j, w);
-#pragma unroll
-        for (int t = 0; t < EIGHTS; ++t) mma_m16n8k32<s8, SKUDA_CODE>(d[u][t], w, x[t][2 * j], x[t][2 * j + 1]);
-        if (A_ZERO_POINTS) {
-          const s32 first = 64 * half + 32 * j;
-          const u32 low = first < left ? 0x01010101u : 0, high = first + 16 < left ? 0x01010101u : 0;
-          mma_m16n8k32<s8, SKUDA_CODE>(d[u][EIGHTS], w, low, high);
-        }
-      }
+    if (A_ZERO_POINTS) {
+      const u32 low = 32 * j < left ? 0x01010101u : 0, high = 32 * j + 16 < left ? 0x01010101u : 0;
+      mma_m16n8k32<s8, SKUDA_CODE>(d[EIGHTS], w, low, high);
     }
   }
 }
@@ -155,7 +146,7 @@ DEVICE void packed_linear(const Rows& rows, const SKUDA_CODE* a, s64 a_leading, 
   s32* const held = (s32*)shared_bytes();
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = 4 * ALL_SUMS + warp * STAGED;
   const s32 blocks = (s32)((k + BLOCK_K - 1) / BLOCK_K), length = (s32)k;
-  const s64 units = (p.n + 15) / 16, pitch = (s64)blocks * Levels::Lane::BYTES, token0 = (s64)blockIdx.y * TOKENS;
+  const s64 units = (p.n + 15) / 16, pitch = (s64)blocks * BYTES, token0 = (s64)blockIdx.y * TOKENS;
   const s32 first = (s32)(units * blockIdx.x / gridDim.x), end = (s32)(units * (blockIdx.x + 1) / gridDim.x);
   const s64 row_end = (s64)end * 16 < p.n ? (s64)end * 16 : p.n;
   for (u32 i = threadIdx.x; i < ALL_SUMS; i += THREADS) held[i] = 0;
@@ -165,12 +156,16 @@ DEVICE void packed_linear(const Rows& rows, const SKUDA_CODE* a, s64 a_leading, 
   if (CodeRange<SKUDA_OUT>::max != 0) codes = p.codes(CodeRange<SKUDA_OUT>::min, CodeRange<SKUDA_OUT>::max);
   griddepcontrol_wait();
 
-  Levels next;
-  s32 block = warp;
-  const auto request = [&](s32 unit, s32 at) {
-    next.load(packed + unit * pitch + (s64)at * Levels::Lane::BYTES, pitch, lane, at < blocks ? end - unit : 0);
+  // A unit's levels are requested as soon as those before are codes. What units beyond the last one hold is of no row.
+  PackedLane<GROUPS> levels[UNITS];
+  const auto request = [&](const u8* from, int u, bool exists) {
+    if (exists) levels[u].load(from + u * pitch, lane, load_once);
   };
-  request(first, block);
+  const u8* at = packed + first * pitch + (s64)warp * BYTES;
+#pragma unroll
+  for (int u = 0; u < UNITS; ++u) levels[u].clear(), request(at, u, first + u < end && warp < blocks);
+  TokenCodes x;
+  x.load(own_a, a_leading, warp * BLOCK_K, length, p.m - token0, lane);
   int buffer = 0;
 #pragma unroll 1
   for (s32 unit = first; unit < end; unit += UNITS) {
@@ -178,18 +173,22 @@ DEVICE void packed_linear(const Rows& rows, const SKUDA_CODE* a, s64 a_leading, 
 #pragma unroll
     for (int i = 0; i < UNITS * COLUMNS * 4; ++i) d[i / 4 / COLUMNS][i / 4 % COLUMNS][i % 4] = 0;
 #pragma unroll 1
-    for (; block < blocks; block += WARPS) {
-      TokenCodes x;
-      x.load(own_a, a_leading, block * BLOCK_K, length, p.m - token0, lane);
-      const Levels now = next;
+    for (s32 block = warp; block < blocks; block += WARPS) {
       const bool last = block + WARPS >= blocks;
-      request(last ? unit + UNITS : unit, last ? warp : block + WARPS);
+      const s32 next_unit = last ? unit + UNITS : unit, next_block = last ? (s32)warp : block + WARPS;
       __syncwarp();  // all lanes have read what was staged before
       x.stage(shared_bytes() + own, lane);
       __syncwarp();
-      multiply(d, now, shared_start() + own, length - block * BLOCK_K, lane);
+      Fragments codes_of_a;
+      codes_of_a.load(shared_start() + own, lane);
+      x.load(own_a, a_leading, next_block * BLOCK_K, length, p.m - token0, lane);
+      at = packed + next_unit * pitch + (s64)next_block * BYTES;
+#pragma unroll
+      for (int u = 0; u < UNITS; ++u) {
+        multiply(d[u], levels[u], codes_of_a, length - block * BLOCK_K);
+        request(at, u, next_unit + u < end);
+      }
     }
-    block = warp;
     s32* const sums = held + buffer * SUMS;
 #pragma unroll
     for (int i = 0; i < UNITS * COLUMNS * 4; ++i) atomicAdd(sums + i * 32 + lane, d[i / 4 / COLUMNS][i / 4 % COLUMNS][i % 4]);
