@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 32
 _TOKENS = (8, 16, 32)
-_SHAPES = {8: ((4, 16, 1), (2, 16, 1), (4, 8, 2), (2, 8, 2)), 16: ((3, 16, 1), (2, 16, 1), (2, 8, 2)), 32: ((2, 8, 1), (1, 8, 1))}
+_SHAPES = {
+    8: ((8, 8, 1), (6, 8, 1), (4, 16, 1), (3, 16, 1), (2, 16, 1), (4, 8, 2), (2, 8, 2)),
+    16: ((6, 8, 1), (4, 8, 1), (3, 16, 1), (2, 16, 1), (2, 8, 2)),
+    32: ((4, 8, 1), (2, 8, 1), (1, 8, 1)),
+}
 """By tokens: units that a warp multiplies at once, warps of a block, blocks of a multiprocessor."""
 _LAUNCH, _PASS, _MEMORY = 3.0, 0.6, 0.85
 """Microseconds of a launch and of a pass over K, and the part of the memory's bandwidth that is reached."""
@@ -70,7 +74,9 @@ def _ranked(
     m: int, n: int, k: int, group_size: int, card: tuple[int, float]
 ) -> tuple[tuple[PackedTile, ...], tuple[Choice, ...]]:
     tokens = next(each for each in _TOKENS if each >= min(m, MOST_TOKENS))
-    found = [(_predicted(tile, n, k, group_size, card), tile) for tile in (PackedTile(tokens, *s) for s in _SHAPES[tokens])]
+    found = [
+        (_predicted(tile, n, k, group_size, card), tile) for tile in (PackedTile(tokens, *s) for s in _SHAPES[tokens])
+    ]
     ranked = sorted(found, key=lambda pair: pair[0])
     return tuple(tile for _, tile in ranked), tuple(Choice(str(tile), us) for us, tile in ranked)
 
@@ -81,7 +87,14 @@ def _predicted(tile: PackedTile, n: int, k: int, group_size: int, card: tuple[in
     (width, _, _) = tile.grid(1, n, sm_count)
     units = -(-(-(-n // ROWS)) // width)
     turns = -(-blocks // tile.warps) * tile.warps / blocks  # warps without a block of K wait
-    of_block = units * blocks * block_bytes(group_size) * turns * min(width, sm_count * tile.resident) / (_MEMORY * bandwidth * 1e6)
+    of_block = (
+        units
+        * blocks
+        * block_bytes(group_size)
+        * turns
+        * min(width, sm_count * tile.resident)
+        / (_MEMORY * bandwidth * 1e6)
+    )
     return _LAUNCH + _PASS * -(-units // tile.units) + of_block
 
 
