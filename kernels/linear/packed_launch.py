@@ -83,19 +83,12 @@ def _ranked(
 
 def _predicted(tile: PackedTile, n: int, k: int, group_size: int, card: tuple[int, float]) -> float:
     """Return the predicted time in us: the multiprocessor with the most units, and its passes."""
-    (sm_count, bandwidth), blocks = card, -(-k // BLOCK)
-    (width, _, _) = tile.grid(1, n, sm_count)
-    units = -(-(-(-n // ROWS)) // width)
-    turns = -(-blocks // tile.warps) * tile.warps / blocks  # warps without a block of K wait
-    of_block = (
-        units
-        * blocks
-        * block_bytes(group_size)
-        * turns
-        * min(width, sm_count * tile.resident)
-        / (_MEMORY * bandwidth * 1e6)
-    )
-    return _LAUNCH + _PASS * -(-units // tile.units) + of_block
+    (sm_count, bandwidth), blocks, all_units = card, -(-k // BLOCK), -(-n // ROWS)
+    width, _, _ = tile.grid(1, n, sm_count)
+    units = -(-all_units // width)
+    turns = -(-blocks // tile.warps) * tile.warps  # warps without a block of K wait
+    moved = units * width * turns * block_bytes(group_size)
+    return _LAUNCH + _PASS * -(-units // tile.units) + moved / (_MEMORY * bandwidth * 1e6)
 
 
 def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:

@@ -1,4 +1,4 @@
-"""Launch rule of the product with packed weights on wgmma (``packed_warpgroup.cuh``). Pure: nothing here needs a GPU."""
+"""Launch rule of the product of packed weights on wgmma (``packed_warpgroup.cuh``). Pure: nothing here needs a GPU."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ class PackedWarpgroupTile(NamedTuple):
         named = {"TOKENS": self.tokens, "WARPGROUPS": _WARPGROUPS, "K_BLOCKS": _K_BLOCKS, "SPLIT_K": 1}
         return tuple(f"-D{name}={value}" for name, value in named.items())
 
+    def tiles(self, n: int) -> int:
+        """Return the tiles of n rows of the weight."""
+        units = -(-n // ROWS)
+        return -(-units // self.units)
+
     def ring(self, k: int, group_size: int, output_bytes: int, *, zero_points: bool) -> tuple[int, int]:
         """Return stages, and bytes of shared memory of a block."""
         unit = _K_BLOCKS * block_bytes(group_size)
@@ -68,7 +73,7 @@ def constraints() -> tuple[Constraint, ...]:
 def _predicted(tile: PackedWarpgroupTile, m: int, n: int, k: int, group_size: int, card: tuple[int, float]) -> float:
     """Return the predicted time in us: the multiprocessor with the most tiles, by its products or by its bytes."""
     sm_count, bandwidth = card
-    strips, tiles = -(-m // tile.tokens), -(-(-(-n // ROWS)) // tile.units)
+    strips, tiles = -(-m // tile.tokens), tile.tiles(n)
     rounds = -(-tiles * strips // sm_count)
     blocks = -(-k // BLOCK)
     products = rounds * 64 * _WARPGROUPS * tile.tokens * blocks * BLOCK / _PRODUCTS
@@ -96,7 +101,7 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     zero_points = problem.shifts_activation
     stages, shared = tile.ring(k, problem.group_size, problem.output.bits // 8, zero_points=zero_points)
     name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
-    tiles = -(-(-(-n // ROWS)) // tile.units) if m else 0
+    tiles = tile.tiles(n) if m else 0
     product = Step(
         entry=f"{problem.op_name()}_packed_warpgroup",
         grid=(min(tiles, sm_count), -(-m // tile.tokens), 1),
