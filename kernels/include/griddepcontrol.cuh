@@ -34,5 +34,3 @@ template <class T> DEVICE void fill_array(T* to, T value, u32 count) {
 #pragma unroll 1
   for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) to[i] = value;
 }
-
-#define TENSOR_MAPS const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map

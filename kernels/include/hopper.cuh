@@ -165,3 +165,5 @@ WGMMAS_OF(s8, u8)
 WGMMAS_OF(u8, s8)
 WGMMAS_OF(u8, u8)
 #endif
+
+#define TENSOR_MAPS const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map
