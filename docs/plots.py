@@ -5,7 +5,9 @@ Equal records give equal bytes.
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -41,7 +43,7 @@ _STYLE: Any = {
     # matplotlib would read dollar signs in a name as a formula.
     "text.parse_math": False,
 }
-_BOLD = ("skuda", "skuda xN", "fake")
+_BOLD = ("skuda", "skuda xN", "fake", "exact")
 _MARKS = {
     **dict.fromkeys(_BOLD, ("#0072B2", "o")),
     **dict.fromkeys(("cutlass", "mixed"), ("#D55E00", "s")),
@@ -68,8 +70,8 @@ class Series(NamedTuple):
 class Panel(NamedTuple):
     """Series over axes with the labels `x` and `y`.
 
-    `log` names the axes that are logarithmic: ``xy``, ``x`` or none. `ticks` are those of a logarithmic x axis, and
-    `high` is the height in inches.
+    `log` names the axes that are logarithmic: ``xy``, ``x`` or none. Below `least`, a logarithmic y axis is linear, so
+    that 0 has a place. `ticks` are those of the x axis, and `high` is the height in inches.
     """
 
     series: Sequence[Series]
@@ -79,6 +81,7 @@ class Panel(NamedTuple):
     log: str = ""
     ticks: Sequence[int] = ()
     high: float = 3.4
+    least: float = 0.0
 
 
 class Plot(NamedTuple):
@@ -149,6 +152,18 @@ def _loss(record: TrainRecord) -> list[Plot]:
     return [Plot("loss", f"Training loss: {record.where}", [panel])]
 
 
+def policy(courses: Mapping[str, Sequence[Mapping[str, float]]], device: str) -> list[Plot]:
+    """Return ``ratio``: ratio of probabilities and KL in each step of ``docs/examples/policy.py``."""
+    panels: list[Panel] = []
+    for name, label in (("ratio", "largest |ratio - 1|"), ("kl", "KL divergence")):
+        series = [Series(way, range(len(course)), [step[name] for step in course]) for way, course in courses.items()]
+        least = min((value for one in series for value in one.y if value > 0), default=1.0)
+        least = 10.0 ** math.floor(math.log10(least))
+        ticks = range(0, max(len(one.x) for one in series), 3)
+        panels.append(Panel(series, "step" if panels else "", label, "", "y", ticks, 2.2, least))
+    return [Plot("ratio", f"The served and the trained policy before each update, on {device}", panels)]
+
+
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 
@@ -185,7 +200,10 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     for one in panel.series:
         axes.plot(one.x, one.y, label=one.name, **_style(one))
     for axis in panel.log:
-        axes.set(**{f"{axis}scale": "log"})
+        if axis == "y" and panel.least:
+            axes.set_yscale("symlog", linthresh=panel.least)
+        else:
+            axes.set(**{f"{axis}scale": "log"})
         ruler = getattr(axes, f"{axis}axis")
         ruler.set_major_formatter(lambda value, _: f"{value:g}")  # 1000, not a power of ten
         ruler.set_minor_formatter(lambda *_: "")
@@ -226,21 +244,34 @@ def draw(folder: Path, names: frozenset[str]) -> frozenset[str]:
     for old in folder.glob("*/*.svg"):
         if old.relative_to(folder).as_posix() not in names:
             old.unlink()
-    for path, (_, record) in records(folder).items():
-        for plot in plots_of(record):
-            name = f"{path.stem}/{plot.name}.svg"
+    for stem, (digest, plots) in drawable(folder).items():
+        for plot in plots:
+            name = f"{stem}/{plot.name}.svg"
             if name in names:
                 missing.discard(name)
                 file = folder / name
-                if not is_of(file, record):
+                if not is_of(file, digest):
                     file.parent.mkdir(exist_ok=True)
-                    write_whole(file, rendered(plot, record.digest()))
+                    write_whole(file, rendered(plot, digest))
     return frozenset(missing)
 
 
-def is_of(file: Path, record: Record) -> bool:
-    """Return whether a plot was drawn from a record."""
-    return file.exists() and f"<dc:source>{record.digest()}</dc:source>" in file.read_text(encoding="utf-8")
+def drawable(folder: Path) -> dict[str, tuple[str, list[Plot]]]:
+    """Return the digest and the plots of every record in a folder, by the stem of its file.
+
+    They are records of studies, and what ``docs/examples/policy.py`` wrote.
+    """
+    found = {path.stem: (record.digest(), plots_of(record)) for path, (_, record) in records(folder).items()}
+    for path in sorted(folder.glob("*-policy.json")):
+        text = path.read_text(encoding="utf-8")
+        plots = policy(**json.loads(text))
+        found[path.stem] = hashlib.sha256(text.encode()).hexdigest()[:16], plots
+    return found
+
+
+def is_of(file: Path, digest: str) -> bool:
+    """Return whether a plot was drawn from the record with a digest."""
+    return file.exists() and f"<dc:source>{digest}</dc:source>" in file.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,13 @@ A block stands between two lines: ``<!-- made by `COMMAND` -->``, or ``<!-- LABE
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import statistics
+import sys
+from ast import literal_eval
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import chdir, redirect_stdout
 from io import StringIO
@@ -22,6 +27,7 @@ from skuda.tools.verify.evidence import load_records
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+EVIDENCE = ROOT / "docs" / "evidence"
 
 _BLOCK = re.compile(
     r"^(?P<begin><!-- (?:[^`\n]+: )?made by `(?P<command>[^`\n]+)` -->\n)"
@@ -57,8 +63,64 @@ def matrix() -> str:
     return table + (f"\n{legend(used)}.\n" if used else "")
 
 
+def exact_cost(record: Path = EVIDENCE / "h200-exact.json") -> str:
+    """Return the times of an exact model and of others, which ``tests/programs/exact_cost.py`` recorded."""
+    times = json.loads(record.read_text(encoding="utf-8"))
+
+    def table(heading: str, ways: dict[str, str], phases: tuple[str, ...]) -> str:
+        """Return a table of ways by their names in the record, in which ``*`` stands for a phase."""
+        rows = []
+        for way, pattern in ways.items():
+            found = [times.get(pattern.replace("*", phase)) for phase in phases]
+            rows.append((way, *("-" if ms is None else f"{ms:.2f}" for ms in found)))
+        return markdown_table((heading, *phases), rows)
+
+    served = {name: f"{name} *" for name in ("default", "default, int8 head", "exact")}
+    served |= {"exact, with `sample` and `log_probs`": "exact *, sampled, logprob"}
+    trained = {"exact, of `Mixed`": "trainer *", "bf16": "bf16 *"}
+    return "\n".join(
+        (
+            table("served, ms", served, ("decode 1", "decode 16", "decode 64", "prefill 4096")),
+            table("trained, ms", trained, ("forward no grad", "forward", "step")),
+            f"`update_`: {1e3 * times['update_ s']:.1f} ms. {times['layers']} layers, {times['card']}.\n",
+        )
+    )
+
+
+def vllm_times(record: Path = EVIDENCE / "h200-vllm-exact.txt") -> str:
+    """Return the medians of what vLLM printed of each variant, and the tokens of cache that a GiB holds."""
+    names = {"bf16": "bf16", "bf16-bi": "bf16, batch-invariant", "q": "int8", "exact": "exact attention"}
+    names |= {"full": "everything exact"}
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    tokens = {}
+    for line in record.read_text(encoding="utf-8").splitlines():
+        if timed := re.fullmatch(r"times \d+ (\S+) (\{.*\})", line):
+            for what, value in literal_eval(timed[2]).items():
+                found[what][timed[1]].append(value)
+        elif ready := re.fullmatch(r"(\S+) (\{'ready'.*\})", line):
+            tokens[ready[1]] = literal_eval(ready[2])["tokens_per_gib"]
+    rows = []
+    for what, times in found.items():
+        if shape := re.fullmatch(r"(step_ms|prefill) (\d+)x(\d+)(?: tokens/s)?", what):
+            medians = [statistics.median(times[name]) for name in names]
+            if shape[1] == "step_ms":
+                rows.append((f"{shape[2]} x {shape[3]}, ms", *(f"{ms:.2f}" for ms in medians)))
+            else:
+                rows.append((f"prompts of {shape[2]} x {shape[3]}, tokens/s", *(f"{rate:,.0f}" for rate in medians)))
+    rows.append(("tokens of cache in a GiB", *(f"{tokens[name]:,}" for name in names)))
+    return markdown_table(("", *names.values()), rows)
+
+
+TABLES = {
+    "make tables": matrix,
+    "python docs/tables.py exact": exact_cost,
+    "python docs/tables.py vllm": vllm_times,
+}
+"""Tables that no `skuda` command prints, by the command of their blocks."""
+
+
 def printed(command: str) -> str:
-    """Return what a `skuda` command prints when it runs in the checkout, or the op matrix for ``make tables``.
+    """Return what a `skuda` command prints when it runs in the checkout, or one of `TABLES`.
 
     A record of a wrong or missed result is shown like others, with exit status 1.
 
@@ -67,8 +129,8 @@ def printed(command: str) -> str:
     ValueError
         For another program, and for a command that fails.
     """
-    if command == "make tables":
-        return matrix()
+    if command in TABLES:
+        return TABLES[command]()
     program, *arguments = shlex.split(command)
     with redirect_stdout(StringIO()) as output, chdir(ROOT):
         status = main(arguments) if program == "skuda" else None
@@ -88,6 +150,9 @@ def outdated() -> Iterator[tuple[Path, str]]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.stdout.write(printed(f"python docs/tables.py {sys.argv[1]}"))
+        raise SystemExit
     for page, text in outdated():
         write_whole(page, text)
         print(f"{page.relative_to(ROOT)}: changed")  # noqa: T201  this is a program

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 
 import pytest
@@ -24,11 +25,11 @@ def program():
 
 
 def test_the_plots_of_the_pages_are_there_and_of_the_records_beside_them(program):
-    stored = {path.stem: record for path, (_, record) in records(EVIDENCE).items()}
+    digests = {stem: digest for stem, (digest, _) in program.drawable(EVIDENCE).items()}
     files = {path.relative_to(EVIDENCE).as_posix(): path for path in EVIDENCE.glob("*/*")}
     assert set(files) == program.shown(), "`make plots` draws those that pages show, and no others"
     for name, path in files.items():
-        assert program.is_of(path, stored[name.partition("/")[0]]), f"{name} is old: run `make plots`"
+        assert program.is_of(path, digests[name.partition("/")[0]]), f"{name} is old: run `make plots`"
         assert path.stat().st_size < 150_000
 
 
@@ -50,9 +51,9 @@ def test_shown_plots_are_drawn_once_and_all_others_removed(program, tmp_path):
     program.draw(tmp_path, names)
     assert file.read_text() == text + "\n", "a plot of the same record is kept"
     layer(8.0).save(tmp_path / "run.json")
-    assert not program.is_of(file, layer(8.0)), "a plot of another record"
+    assert not program.is_of(file, layer(8.0).digest()), "a plot of another record"
     program.draw(tmp_path, names)
-    assert program.is_of(file, layer(8.0))
+    assert program.is_of(file, layer(8.0).digest())
 
 
 # --- plots -----------------------------------------------------------------------------------------------------------
@@ -92,6 +93,29 @@ def test_every_point_of_a_record_is_drawn(program, name):
         rows = [one.rows for one in record.results]
         want = [(form, rows, [one.times[form] for one in record.results]) for form in record.results[0].times]
     assert [tuple(one) for one in plot.panels[0].series] == want
+
+
+def test_a_course_of_policies_is_drawn_with_a_place_for_zero(program, tmp_path):
+    ratios, divergences = [3e-4, 0.0, 2e-5], [5e-9, 0.0, 7e-12]
+    bf16 = [{"ratio": ratio, "kl": kl, "reward": 0.5} for ratio, kl in zip(ratios, divergences, strict=True)]
+    exact = [{"ratio": 0.0, "kl": 0.0, "reward": 0.5}] * 3
+    text = json.dumps({"device": "cuda", "courses": {"bf16": bf16, "exact": exact}})
+    (tmp_path / "x-policy.json").write_text(text)
+    ((stem, (digest, (plot,))),) = program.drawable(tmp_path).items()
+    assert (stem, plot.name) == ("x-policy", "ratio")
+    for panel, values, least in zip(plot.panels, (ratios, divergences), (1e-5, 1e-12), strict=True):
+        assert [(one.name, [*one.x], one.y) for one in panel.series] == [
+            ("bf16", [0, 1, 2], values),
+            ("exact", [0, 1, 2], [0.0, 0.0, 0.0]),
+        ]
+        assert panel.least == pytest.approx(least)
+    figure = Figure()
+    program.draw_on(figure, plot)
+    assert [axes.get_yscale() for axes in figure.axes] == ["symlog", "symlog"]
+    assert program.draw(tmp_path, frozenset({"x-policy/ratio.svg"})) == frozenset()
+    assert program.is_of(tmp_path / "x-policy" / "ratio.svg", digest)
+    (tmp_path / "x-policy.json").write_text(text.replace("0.0003", "0.0004"))
+    assert not program.is_of(tmp_path / "x-policy" / "ratio.svg", program.drawable(tmp_path)["x-policy"][0])
 
 
 def test_every_point_is_drawn_where_it_belongs(program):

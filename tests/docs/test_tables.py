@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 
 import pytest
@@ -63,6 +64,34 @@ def test_only_the_block_of_a_command_changes(tables):
     assert blocks(fresh) == {"skuda one": "1\n", "skuda two": "\\1 new\n"}
     assert tables.embedded(text, "skuda three", "x\n") == text
     assert blocks("<!-- end of a -->\n<!-- made by `a` -->\n") == {}
+
+
+def test_the_table_of_an_exact_model_has_every_time_of_the_record_once(tables, tmp_path):
+    times = json.loads((ROOT / "docs" / "evidence" / "h200-exact.json").read_text())
+    drawn = {name: float(i + 1) for i, name in enumerate(times)} | {"card": "NVIDIA H200", "update_ s": 0.5}
+    (tmp_path / "exact.json").write_text(json.dumps(drawn))
+    found = re.findall(r"\d+\.\d\d\b", tables.exact_cost(tmp_path / "exact.json"))
+    left_out = {"card", "layers", "update_ first s", "update_ s"}
+    assert sorted(map(float, found)) == [value for name, value in drawn.items() if name not in left_out]
+    assert f"{drawn['layers']} layers, NVIDIA H200" in tables.exact_cost(tmp_path / "exact.json")
+    assert "`update_`: 500.0 ms" in tables.exact_cost(tmp_path / "exact.json")
+    row = [f"{drawn[f'exact {phase}']:.2f}" for phase in ("decode 1", "decode 16", "decode 64", "prefill 4096")]
+    assert f"\n| exact | {' | '.join(row)} |\n" in tables.exact_cost(tmp_path / "exact.json")
+
+
+def test_the_table_of_vllm_has_the_medians_of_its_rounds(tables, tmp_path):
+    lines, names = ["==> times <=="], ("q", "exact", "full", "bf16", "bf16-bi")
+    for at, name in enumerate(names):
+        lines.append(f"{name} {{'ready': '{name}', 'tokens_per_gib': {1000 * (at + 1)}}}")
+        for i in (0, 1):
+            step = {"step_ms 4x9": at + i, "step_ms lp 4x9": 77, "prefill 2x8 tokens/s": 5000 * (at + 1) + 2 * i}
+            lines.append(f"times {i} {name} {step}")
+    (tmp_path / "vllm.txt").write_text("\n".join(lines))
+    assert tables.vllm_times(tmp_path / "vllm.txt").splitlines()[2:] == [
+        "| 4 x 9, ms | 3.50 | 4.50 | 0.50 | 1.50 | 2.50 |",
+        "| prompts of 2 x 8, tokens/s | 20,001 | 25,001 | 5,001 | 10,001 | 15,001 |",
+        "| tokens of cache in a GiB | 4,000 | 5,000 | 1,000 | 2,000 | 3,000 |",
+    ]
 
 
 @pytest.mark.parametrize("command", ["skuda nonsense", "ls"])

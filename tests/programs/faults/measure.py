@@ -137,8 +137,8 @@ FAULTS = listed(
         },
         "docs/plots.py": {
             "plots-that-of-another-record-is-kept": (
-                'f"<dc:source>{record.digest()}</dc:source>" in',
-                'f"<dc:source>{record.digest()[:0]}" in',
+                'f"<dc:source>{digest}</dc:source>" in',
+                'f"<dc:source>{digest[:0]}" in',
                 PLOTS,
             ),
         },

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from paths import ROOT
 
 from skuda.registry import InvalidProblem
 from skuda.tools.studies import certify
@@ -49,6 +50,20 @@ def test_all_ways_have_one_hash_and_the_plain_model_has_several(run):
     assert found[0]["digest"] in out
     assert len({way["digest"] for way in record["plain"]["ways"]}) > 1
     assert "for comparison, plain transformers" in out
+
+
+@pytest.mark.parametrize(("name", "small"), [("h200x2-certify", True), ("h200-certify-8b", False)])
+def test_the_certificates_of_the_docs_say_what_their_page_says(name, small):
+    record = json.loads((ROOT / "docs" / "evidence" / f"{name}.json").read_text())
+    assert (record["kind"], record["device"]) == ("skuda certify", "NVIDIA H200")
+    found = {way["name"]: way["digest"] for way in record["exact"]["ways"] if way["same"]}
+    assert len(found) == len(record["exact"]["ways"])
+    # Fewer layers have other bits than all.
+    assert len({digest for way, digest in found.items() if "layers" not in way}) == 1
+    assert found.keys() >= {"captured steps", "in training", "on the CPU" if small else "on the CPU, 1 layers"}
+    assert ("on 2 ranks" in found) is small
+    assert not all(way["same"] for way in record["plain"]["ways"])
+    assert f"`docs/evidence/{name}.json`" in (ROOT / "docs" / "exact.md").read_text()
 
 
 @pytest.mark.parametrize("fault", ["rounds_sums", "drops_a_rank", "one_rank_is_off", "local_maxima"])
