@@ -12,6 +12,26 @@ enum {
   BLOCK_K = 128
 };
 
+// Bytes at any address, at most 16: those from `held` on are 0, and are not stored.
+DEVICE uint4 load_bytes(const u8* from, s64 held) {
+  if (held >= 16 && (u64)from % 16 == 0) return *(const uint4*)from;
+  u32 words[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int b = 0; b < 16; ++b) words[b / 4] |= b < held ? (u32)from[b] << 8 * (b % 4) : 0u;
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+DEVICE void store_bytes(u8* to, const uint4& bytes, s64 held) {
+  if (held >= 16 && (u64)to % 16 == 0) {
+    *(uint4*)to = bytes;
+    return;
+  }
+  const u32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#pragma unroll
+  for (int b = 0; b < 16; ++b) {
+    if (b < held) to[b] = (u8)(words[b / 4] >> 8 * (b % 4));
+  }
+}
+
 DEVICE s64 packed_bytes(s32 groups) { return LEVEL_BYTES + 32 * groups; }
 
 // The scales of rows r and r + 8 of a group, and 128 + offset in each byte of a word.
