@@ -4,6 +4,11 @@
 //
 // A level times its scale, plus 128 + offset, is 0 to 255. So one multiplication makes four codes, in the bytes of a
 // word: no byte carries into the next one. The sign bit of each byte then makes them signed.
+//
+// Data: global memory -> registers, 16 bytes of levels twice for each lane, and four bytes of its group -> codes, four in
+// a word, as the fragments of mma.sync hold them.
+//
+// Variants: bytes at any address are loaded and stored 16 at once where they begin at a multiple of 16, else one by one.
 #pragma once
 #include "elements.cuh"
 

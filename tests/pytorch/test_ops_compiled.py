@@ -114,21 +114,11 @@ FUNCTIONS = {
     "packed per group": lambda x: SKUDA.quantize_per_group(
         x, SCALE[0].expand(*x.shape[:-1], 4), W[0, 0].int().expand(*x.shape[:-1], 4), group_size=4, output_element="s4"
     ),
-    "packed and unpacked": lambda x: _unpacked(SKUDA.pack_weight(*_codes(x), group_size=32)[0], x),
     "argmax": SKUDA.argmax,
     "log_softmax_at": lambda x: SKUDA.log_softmax_at(x, SKUDA.argmax(x)[..., None], SCALE[0].expand(x.shape[:-1])),
     "sample": lambda x: SKUDA.sample(x, *_parameters(x), top_k=torch.full(x.shape[:-1], 3, dtype=torch.int32)),
     "two": lambda x: SKUDA.scaled_linear(*_range_and_weight(x), weight_scale=SCALE, output_element="bf16"),
 }
-
-
-def _codes(x):
-    """Codes of 4 bits, and scale and offset of every row."""
-    return x.clamp(-8, 7).to(torch.int8), *(torch.full((*x.shape[:-1], 1), n, dtype=torch.int32) for n in (-9, 3))
-
-
-def _unpacked(packed, x):
-    return SKUDA.unpack_weight(packed, n=x.shape[:-1].numel(), k=x.shape[-1], group_size=32)
 
 
 def _parameters(x):
@@ -172,6 +162,15 @@ def test_no_graph_break_and_few_graphs(name):
     assert graphs(function, [shape for shape in EVERY if 1 not in shape]) == 1
     torch._dynamo.reset()
     assert graphs(function, EVERY) <= graphs_of_torch()
+
+
+def test_one_graph_packs_and_unpacks_weights_of_any_number_of_rows():
+    def function(x):
+        of_row = [torch.full((len(x), 1), n, dtype=torch.int32) for n in (-9, 3)]
+        packed, misfits = SKUDA.pack_weight((4 * x).clamp(-8, 7).to(torch.int8), *of_row, group_size=32)
+        return packed, misfits, SKUDA.unpack_weight(packed, n=len(x), k=x.shape[1], group_size=32)
+
+    assert graphs(function, [(rows, 16) for rows in (17, 32, 33, 90)]) == 1  # one unit of rows has a graph of its own
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
