@@ -5,15 +5,15 @@
 //
 //   codes        [n, k] SKUDA_DATA, s8 of -8 to 7 or u8 of 0 to 15, codes_leading elements apart
 //   group_scale, group_offset   [n, groups of a row] s32, as many elements apart as their leading strides say
-//   output       [units, blocks, LEVEL_BYTES + 32 groups] u8; `groups` groups in 128 elements of K; a row that is
-//                `whole` has one scale and one offset
+//   output       [units, blocks, LEVEL_BYTES + 32 groups] u8; `groups` groups (1, 2, 4) in 128 elements of K; a row
+//                that is `whole` has one scale and one offset
 //   zeros        how many misfits there are, u64; 0 before and after
 //   misfits      one s32
 //
-// Data: global memory -> registers, 16 bytes four times for each lane -> levels -> global memory. A warp has a block of
-// 16 rows by 128 elements.
+// Data: global memory -> registers, 64 bytes for each lane -> levels -> global memory, 16 bytes twice. A warp has a block
+// of 16 rows by 128 elements.
 //
-// Variants: where a row of codes or `output` does not begin at a multiple of 16 bytes, bytes are moved one by one.
+// Variants: bytes are moved one by one where `output` or a row of codes does not begin at a multiple of a word.
 #include "packed_codes.cuh"
 
 typedef SKUDA_DATA Code;
@@ -38,12 +38,13 @@ struct Packing {
     if (held && !(fits && index >= 0 && index <= 15 && w >= -128 && w <= 127)) ++misfits;
     return held ? (u32)level & 15 : 0;
   }
-  // The word of levels of elements 0 to 3 and 4 to 7.
-  DEVICE u32 levels(u32 low, u32 high, s64 held, u32& misfits) const {
+  // The word of levels of four elements, and of the four that are 16 behind.
+  DEVICE u32 levels(const u8* from, s64 held, u32& misfits) const {
+    const u32 low = load_word(from, held), high = load_word(from + 16, held - 16);
     u32 word = 0;
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
-      word |= (level(low, b, b < held, misfits) | level(high, b, b + 4 < held, misfits) << 4) << 8 * b;
+      word |= (level(low, b, b < held, misfits) | level(high, b, b + 16 < held, misfits) << 4) << 8 * b;
     }
     return word;
   }
@@ -56,28 +57,26 @@ KERNEL(256, 4) pack_weight(
   const s64 blocks = (k + BLOCK_K - 1) / BLOCK_K, all = (n + 15) / 16 * blocks;
   u32 misfits = 0;
   for (s64 i = (s64)blockIdx.x * 8 + threadIdx.x / 32; i < all; i += (s64)gridDim.x * 8) {
-    const s64 row0 = i / blocks * 16 + r, at = i % blocks * BLOCK_K + 32 * c, held = k - at;
-    const s64 g = whole ? 0 : i % blocks * groups + c * groups / 4;
-    u32 words[8] = {0, 0, 0, 0, 0, 0, 0, 0}, group = 0;  // words by product and row, as PackedLane::word
+    u32 words[8], own = 0;  // levels by product and row; the bytes of group c of rows r and r + 8
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const s64 row = row0 + 8 * h;
-      if (row >= n || held <= 0) continue;
-      const Packing packing(group_scale[row * group_scale_leading + g], group_offset[row * group_offset_leading + g]);
-      group |= packing.bytes() << 16 * h;
-      const u8* const from = (const u8*)codes + row * codes_leading + at;
+    for (int j = 0; j < 4; ++j) {
+      const s64 block = i % blocks, column = block * BLOCK_K + 32 * j;
+      const s32 group = j * groups / 4;
 #pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        const s64 rest = held - 16 * part;
-        const uint4 four = load_bytes(from + 16 * part, rest);
-        words[4 * part + h] = packing.levels(four.x, four.y, rest, misfits);
-        words[4 * part + 2 + h] = packing.levels(four.z, four.w, rest - 8, misfits);
+      for (int h = 0; h < 2; ++h) {
+        const s64 row = i / blocks * 16 + r + 8 * h, g = whole ? 0 : block * groups + group;
+        words[2 * j + h] = 0;
+        if (row >= n || column >= k) continue;
+        const Packing packing(group_scale[row * group_scale_leading + g], group_offset[row * group_offset_leading + g]);
+        const s64 at = column + 4 * c;
+        words[2 * j + h] = packing.levels((const u8*)codes + row * codes_leading + at, k - at, misfits);
+        if (j * groups % 4 == 0 && group == (s32)c) own |= packing.bytes() << 16 * h;
       }
     }
-    u8* const to = output + i * packed_bytes(groups);
-    store_bytes(to + 16 * lane, make_uint4(words[0], words[1], words[2], words[3]), 16);
-    store_bytes(to + 512 + 16 * lane, make_uint4(words[4], words[5], words[6], words[7]), 16);
-    if (c * groups % 4 == 0) store_bytes(to + PackedLane::group_at(lane, groups), make_uint4(group, 0, 0, 0), 4);
+    u8* const to = output + i * (LEVEL_BYTES + 32 * groups);
+    store_bytes(to + 16 * lane, make_uint4(words[0], words[1], words[2], words[3]));
+    store_bytes(to + 512 + 16 * lane, make_uint4(words[4], words[5], words[6], words[7]));
+    if ((s32)c < groups) store_word(to + LEVEL_BYTES + 4 * (r * groups + c), own);
   }
   if (misfits) atomicAdd(zeros, (u64)misfits);
 }

@@ -199,7 +199,7 @@ SKUS = (
         PackWeightDescriptor,
         __name__,
         CODES8,
-        launch="skuda.kernels.linear.packed_launch:pack_weight",
+        launch="skuda.kernels.linear.pack_launch:pack_weight",
         guarantee=lambda *_: INTEGERS,
         variant="blocks",
         summary="a block of 16 x 128 codes per warp",

@@ -6,11 +6,11 @@ scale and offset are integers, and every w is in -128..127. Groups are 32, 64 or
 An array is u8 [units, blocks, bytes]: a unit is 16 rows, a block 128 elements of K. A slice of units is the weight of
 those rows, and a slice of blocks that of those elements of K. Nothing reads what fills up the last ones.
 
-A block has 1,024 bytes of levels, as mma.sync's fragments of 16 x 32 bytes hold them. Lane 4 r + c of a warp has rows r
-and r + 8 of the unit, and elements 32 c to 32 c + 31 of the block; byte i of word h of product j has, in its low half,
-row r + 8 h, element 32 c + 8 j + i, and in its high half the element 4 behind. Bytes are in the order (j / 2, r, c,
-j % 2, h, i), so that a lane loads 16 bytes twice, beside those of its neighbours. Behind the levels lie, by group and
-r, four bytes: scale and 128 + offset of row r, then those of row r + 8.
+A block has 1,024 bytes of levels, as the fragments of 16 x 32 bytes of tensor cores hold them. Lane 4 r + c of a warp
+has rows r and r + 8 of the unit; byte i of word h of product j has, in its low half, row r + 8 h, element
+32 j + 4 c + i of the block, and in its high half the element 16 behind. Bytes are in the order (j / 2, r, c, j % 2, h,
+i), so that a lane loads 16 bytes twice, beside those of its neighbours. Behind the levels lie, by r and group, four
+bytes: scale and 128 + offset of row r, then those of row r + 8.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def packed(levels: Array, scale: Array, offset: Array, group_size: int) -> Array
     both[0, :n, :held], both[1, :n, :held] = scale, offset.astype(np.int16) + 128
     filled = np.zeros((units * ROWS, blocks * BLOCK), np.uint8)
     filled[:n, :k] = levels
-    halves = filled.reshape(units, 2, 8, blocks, 4, 4, 2, 4)  # h, r, block, c, j, half, i
-    pairs = (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(units, 2, 8, blocks, 4, 2, 2, 4)
-    codes = pairs.transpose(0, 3, 5, 2, 4, 6, 1, 7).reshape(units, blocks, _LEVELS)
-    groups = both.reshape(2, units, 2, 8, blocks, BLOCK // size).transpose(1, 4, 5, 3, 2, 0)
+    halves = filled.reshape(units, 2, 8, blocks, 2, 2, 2, 4, 4)  # h, r, block, j / 2, j % 2, half, c, i
+    pairs = halves[:, :, :, :, :, :, 0] | halves[:, :, :, :, :, :, 1] << 4
+    codes = pairs.transpose(0, 3, 4, 2, 6, 5, 1, 7).reshape(units, blocks, _LEVELS)
+    groups = both.reshape(2, units, 2, 8, blocks, BLOCK // size).transpose(1, 4, 3, 5, 2, 0)
     return np.concatenate([codes, groups.reshape(units, blocks, num_bytes - _LEVELS)], axis=2)
 
 
@@ -92,10 +92,10 @@ def unpacked(weight: Array, n: int, k: int) -> Array:
     """
     units, blocks, num_bytes = weight.shape
     size = group_of(num_bytes)
-    pairs = weight[..., :_LEVELS].reshape(units, blocks, 2, 8, 4, 2, 2, 4).transpose(0, 6, 3, 1, 4, 2, 5, 7)
+    pairs = weight[..., :_LEVELS].reshape(units, blocks, 2, 8, 4, 2, 2, 4).transpose(0, 6, 3, 1, 2, 5, 4, 7)
     held = blocks * BLOCK // size
-    levels = np.stack([pairs & 15, pairs >> 4], axis=7).reshape(units * ROWS, held, size)
-    groups = weight[..., _LEVELS:].reshape(units, blocks, BLOCK // size, 8, 2, 2).transpose(5, 0, 4, 3, 1, 2)
+    levels = np.stack([pairs & 15, pairs >> 4], axis=6).reshape(units * ROWS, held, size)
+    groups = weight[..., _LEVELS:].reshape(units, blocks, 8, BLOCK // size, 2, 2).transpose(5, 0, 4, 2, 1, 3)
     scale, base = groups.reshape(2, units * ROWS, held, 1)
     # Four codes at a time, as kernels compute them: what is above 255 carries into the next one.
     words: Array = levels.view("<u4") * scale.astype("<u4") + base * np.uint32(0x01010101) ^ np.uint32(0x80808080)

@@ -110,7 +110,7 @@ SKUS = (
         UnpackWeightDescriptor,
         __name__,
         _ELEMENTS,
-        launch="skuda.kernels.linear.packed_launch:unpack_weight",
+        launch="skuda.kernels.linear.pack_launch:unpack_weight",
         guarantee=lambda *_: INTEGERS,
         variant="blocks",
         summary="a block of 16 x 128 codes per warp",

@@ -999,10 +999,11 @@ def _places(problem: Any, where: Coordinate) -> list[Coordinate]:
         rest, odd = divmod(rest, 2)
         rest, c = divmod(rest, 4)
         pair, r = divmod(rest, 8)
-        at = column + 32 * c + 8 * (2 * pair + odd) + i
-        return [(row + r + 8 * h, at), (row + r + 8 * h, at + 4)]
-    group, rest = divmod(byte - 1024, 32)
-    return [(row + rest // 4 + 8 * (rest % 4 // 2), column + group * (problem.group_size or 128))]
+        at = column + 32 * (2 * pair + odd) + 4 * c + i
+        return [(row + r + 8 * h, at), (row + r + 8 * h, at + 16)]
+    size = problem.group_size or 128
+    r, rest = divmod(byte - 1024, 4 * 128 // size)
+    return [(row + r + 8 * (rest % 4 // 2), column + rest // 4 * size)]
 
 
 @defines("pack_weight")
@@ -1042,11 +1043,11 @@ def _unpack_weight_op(problem: Any, inputs: dict[str, Any]) -> Definition:
     def at(_: str, where: Coordinate) -> int:
         n, k = where
         unit, block, size = n // 16, k // 128, problem.group_size
-        r, h, c, within = n % 8, n % 16 // 8, k % 128 // 32, k % 32
-        group = 1024 + k % 128 // size * 32 + 4 * r + 2 * h
+        r, h, j, within = n % 8, n % 16 // 8, k % 128 // 32, k % 32
+        group = 1024 + 4 * (r * (128 // size) + k % 128 // size) + 2 * h
         step, base = (int(each) for each in packed[unit, block, group : group + 2])
-        pair, odd, shift = within // 16, within // 8 % 2, 4 * (within // 4 % 2)
-        first = (((pair * 8 + r) * 4 + c) * 2 + odd) * 8 + 4 * h
+        c, shift = within % 16 // 4, 4 * (within // 16)
+        first = (((j // 2 * 8 + r) * 4 + c) * 2 + j % 2) * 8 + 4 * h
         carried = 0
         for byte in packed[unit, block, first : first + k % 4 + 1].tolist():
             carried = (carried >> 8) + (byte >> shift & 15) * step + base
