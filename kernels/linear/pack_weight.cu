@@ -22,7 +22,7 @@ enum { LEAST = (Code)-1 < 0 ? -8 : 0 };
 
 // What a row does with the codes of a group.
 struct Packing {
-  u32 step, turn;  // levels are turned by an exclusive or, of 15 or 0
+  u32 step, turn;  // `turn` is 15 where levels count down from the largest code, else 0
   s64 least;
   bool fits;
   DEVICE Packing(s32 scale, s32 offset) {
