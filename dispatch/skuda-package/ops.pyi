@@ -5,6 +5,7 @@ from typing import Any
 
 from skuda.dispatch import Dispatcher, PlanPreference
 from skuda.kernels.attention import Attended, RopeQuantizedQueries
+from skuda.kernels.linear import PackedWeight
 from skuda.kernels.quantize import AmaxQuantized, DynamicRangeQuantized, GatedAmax, GatedQuantized, NormQuantized
 from skuda.kernels.sampling import LogProbabilities
 from skuda.registry import DynamicRangeMode, DynamicRangeScope, ElementKind, EpilogueKind, Scaling
@@ -186,6 +187,12 @@ def log_softmax_at(
     dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
 ) -> LogProbabilities:
     """Log-softmax at given tokens: their log-probabilities, and the entropy of every row."""
+def pack_weight(
+    *, codes: Any, group_scale: Any, group_offset: Any, output: Any = None, misfits: Any = None, n: int | None = None,
+    k: int | None = None, code_element: ElementKind | str | None = None, group_size: int | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> PackedWeight:
+    """Pack weight: 4-bit codes with an integer scale and offset per group, in the layout that kernels read."""
 def quantize_per_channel(
     *, input: Any, scale: Any, zero_point: Any, output: Any = None, shape: Sequence[int] | None = None, axis: int,
     q_min: int | None = None, q_max: int | None = None, input_element: ElementKind | str | None = None,
@@ -327,3 +334,9 @@ def smoothquant_linear(
     preference: PlanPreference | None = None, stream: object = None,
 ) -> Any:
     """SmoothQuant linear: W8A8 with one static activation scale for the whole tensor."""
+def unpack_weight(
+    *, packed: Any, output: Any = None, n: int | None = None, k: int | None = None, group_size: int,
+    output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Unpack weight: the 8-bit codes of a weight that `pack_weight` made."""

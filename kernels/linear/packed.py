@@ -15,10 +15,15 @@ bytes: scale and 128 + offset of row r, then those of row r + 8.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from skuda.kernels.blocks import BLOCK as MOST
+from skuda.kernels.blocks import Index
+from skuda.kernels.blocks import blocks as boxes
 
 ROWS, BLOCK = 16, 128
 """Rows of a unit, and elements of K of a block."""
@@ -43,6 +48,13 @@ def group_of(num_bytes: int) -> int:
     return 2 * ROWS * BLOCK // (num_bytes - _LEVELS)
 
 
+def parts_of(n: int, k: int) -> Iterator[tuple[Index, Index]]:
+    """Yield units and blocks of a weight (n, k), few enough to be computed at once, with their rows and columns."""
+    for units, of_k in boxes(shape_of(n, k, 0)[:2], MOST // (ROWS * BLOCK)):
+        rows = slice(ROWS * units.start, min(ROWS * units.stop, n))
+        yield (units, of_k), (rows, slice(BLOCK * of_k.start, min(BLOCK * of_k.stop, k)))
+
+
 def packed(levels: Array, scale: Array, offset: Array, group_size: int) -> Array:
     """Return the packed weight.
 
@@ -59,7 +71,7 @@ def packed(levels: Array, scale: Array, offset: Array, group_size: int) -> Array
     array of shape `shape_of`, u8
     """
     (n, k), size = levels.shape, group_size or BLOCK
-    units, blocks, _ = shape_of(n, k, group_size)
+    units, blocks, num_bytes = shape_of(n, k, group_size)
     both = np.zeros((2, units * ROWS, blocks * BLOCK // size), np.uint8)
     held = -(-k // size)
     both[0, :n, :held], both[1, :n, :held] = scale, offset.astype(np.int16) + 128
@@ -69,16 +81,22 @@ def packed(levels: Array, scale: Array, offset: Array, group_size: int) -> Array
     pairs = halves[:, :, :, :, :, :, 0] | halves[:, :, :, :, :, :, 1] << 4
     codes = pairs.transpose(0, 3, 4, 2, 6, 5, 1, 7).reshape(units, blocks, _LEVELS)
     groups = both.reshape(2, units, 2, 8, blocks, BLOCK // size).transpose(1, 4, 3, 5, 2, 0)
-    return np.concatenate([codes, groups.reshape(units, blocks, -1)], axis=2)
+    return np.concatenate([codes, groups.reshape(units, blocks, num_bytes - _LEVELS)], axis=2)
 
 
 def unpacked(weight: Array, n: int, k: int) -> Array:
-    """Return the s8 codes (n, k) of a packed weight."""
+    """Return the s8 codes (n, k) of a packed weight.
+
+    In bytes that `packed` did not make, a code plus 128 may be above 255. What is above carries into the code behind
+    it, within four that begin at a multiple of four.
+    """
     units, blocks, num_bytes = weight.shape
     size = group_of(num_bytes)
     pairs = weight[..., :_LEVELS].reshape(units, blocks, 2, 8, 4, 2, 2, 4).transpose(0, 6, 3, 1, 2, 5, 4, 7)
-    levels = np.stack([pairs & 15, pairs >> 4], axis=6).reshape(units * ROWS, -1, size)
+    held = blocks * BLOCK // size
+    levels = np.stack([pairs & 15, pairs >> 4], axis=6).reshape(units * ROWS, held, size)
     groups = weight[..., _LEVELS:].reshape(units, blocks, 8, BLOCK // size, 2, 2).transpose(5, 0, 4, 2, 1, 3)
-    scale, base = groups.reshape(2, units * ROWS, -1, 1)
-    codes = levels * scale + base ^ 128  # modulo 256, as kernels compute it
-    return codes.view(np.int8).reshape(units * ROWS, -1)[:n, :k]
+    scale, base = groups.reshape(2, units * ROWS, held, 1)
+    # Four codes at a time, as kernels compute them: what is above 255 carries into the next one.
+    words: Array = levels.view("<u4") * scale.astype("<u4") + base * np.uint32(0x01010101) ^ np.uint32(0x80808080)
+    return words.view(np.int8).reshape(units * ROWS, blocks * BLOCK)[:n, :k]

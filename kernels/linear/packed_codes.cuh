@@ -4,10 +4,47 @@
 //
 // A level times its scale, plus 128 + offset, is 0 to 255. So one multiplication makes four codes, in the bytes of a
 // word: no byte carries into the next one. The sign bit of each byte then makes them signed.
+//
+// Data: global memory -> registers, 16 bytes of levels twice for each lane, and the scales of its rows -> codes, four in
+// a word, as the fragments of tensor cores hold them.
+//
+// Variants: `load_bytes`, `load_word` and their stores take any address, and go by bytes where it is not aligned.
 #pragma once
 #include "elements.cuh"
 
 enum { LEVEL_BYTES = 1024, BLOCK_K = 128 };  // of a block; behind the levels lie the scales and offsets of its groups
+
+// A word at any address: bytes from `held` on are 0, and are not stored.
+DEVICE u32 load_word(const u8* from, s64 held = 4) {
+  if (held >= 4 && (u64)from % 4 == 0) return *(const u32*)from;
+  u32 word = 0;
+#pragma unroll
+  for (int b = 0; b < 4; ++b) word |= b < held ? (u32)from[b] << 8 * b : 0u;
+  return word;
+}
+DEVICE void store_word(u8* to, u32 word, s64 held = 4) {
+  if (held >= 4 && (u64)to % 4 == 0) {
+    *(u32*)to = word;
+    return;
+  }
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    if (b < held) to[b] = (u8)(word >> 8 * b);
+  }
+}
+
+// 16 bytes at any address.
+DEVICE uint4 load_bytes(const u8* from) {
+  if ((u64)from % 16 == 0) return load16(from);
+  return make_uint4(load_word(from), load_word(from + 4), load_word(from + 8), load_word(from + 12));
+}
+DEVICE void store_bytes(u8* to, const uint4& bytes) {
+  if ((u64)to % 16 == 0) {
+    store16(to, bytes);
+    return;
+  }
+  store_word(to, bytes.x), store_word(to + 4, bytes.y), store_word(to + 8, bytes.z), store_word(to + 12, bytes.w);
+}
 
 // The codes of a word of levels: of the elements k to k + 3 in its low halves, and k + 16 to k + 19 in its high halves.
 DEVICE uint2 codes_of_levels(u32 word, u32 scale, u32 base) {
