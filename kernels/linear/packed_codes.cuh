@@ -9,7 +9,7 @@
 
 enum {
   LEVEL_BYTES = 1024,  // of a block; behind them the scales and offsets of its groups
-  BLOCK_K = 128
+  PACKED_K = 128  // elements of K of a block
 };
 
 DEVICE s64 packed_bytes(s32 groups) { return LEVEL_BYTES + 32 * groups; }

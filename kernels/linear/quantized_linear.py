@@ -41,6 +41,7 @@ from pydantic import model_validator
 
 from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.linear import offers
+from skuda.kernels.linear.drawn import draw
 from skuda.kernels.linear.epilogue import Epilogue, arithmetic
 from skuda.kernels.linear.problem import (
     ALIGNED_SIZES,
@@ -49,6 +50,7 @@ from skuda.kernels.linear.problem import (
     SIZES,
     LinearProblem,
     code_element_holding,
+    packed_cases,
     weight_and_output,
 )
 from skuda.kernels.linear.reference import Codes, parts_of_k, write_layer
@@ -72,19 +74,24 @@ class QuantizedLinearDescriptor(LinearProblem):
         Rows of the activation, output channels, inner size.
     q_min, q_max : int
         Bounds of the activation's codes, inclusive; -127 and 127 for symmetric s8.
-    activation_element, weight_element : ElementKind
-        Elements of the activation (a float) and of the weight codes (s8 or u8).
+    activation_element : ElementKind
+        Element of the activation, a float.
+    weight_element : ElementKind
+        Element of the weight's codes: s8 or u8; or s4 for a packed weight of 4-bit levels.
     output_element : ElementKind
         Element of the output; by default the activation's.
     epilogue : EpilogueKind
         Steps fused with the product; all but ``identity`` take `bias`.
     has_weight_zero_point : bool
-        Whether `weight_zero_point` is passed.
+        Whether `weight_zero_point` is passed; never for s4.
+    group_size : int
+        Elements of a row of a packed weight that share a scale and an offset: 32, 64 or 128. 0 for s8 and u8.
     """
 
     op: Literal["quantized_linear"] = "quantized_linear"
     element_field: ClassVar[str] = "activation_element"
     dynamic: ClassVar[bool] = True
+    channels: ClassVar[str] = "c_out"
     m: Extent
     c_out: Extent
     k: Extent
@@ -207,6 +214,9 @@ def _cases() -> tuple[Case, ...]:
         sizes = SHIFTED[number % 2][0] if number % 3 else (2, 40, 336)
         problem = _case(sizes, number // 2, **fields, output_element=outputs[number % 6], has_weight_zero_point=True)
         made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
+    for number, sizes, _, fields in packed_cases(FLOATS):
+        fields |= {"activation_element": fields.pop("element"), "output_element": outputs[number % 6]}
+        made.append(Case(_case(sizes, number // 2, **fields), "special" if number % 5 == 0 else "normal"))
     return tuple(made)
 
 
@@ -218,4 +228,4 @@ SKUS = offers.skus(
     OneOf(field="output_element", allowed=OUTPUTS),
     workspace=(WorkspaceTerm(factors=("m", "k"), bytes_each=1), WorkspaceTerm(factors=("m",), bytes_each=8)),
 )
-OP = Op(QuantizedLinearDescriptor, reference, CASES, SKUS, source="baracuda_kernels/quantize/quantized_linear.rs")
+OP = Op(QuantizedLinearDescriptor, reference, CASES, SKUS, "baracuda_kernels/quantize/quantized_linear.rs", draw=draw)

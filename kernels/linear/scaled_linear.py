@@ -45,6 +45,7 @@ from pydantic import model_validator
 
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear import offers
+from skuda.kernels.linear.drawn import draw
 from skuda.kernels.linear.epilogue import Epilogue
 from skuda.kernels.linear.problem import (
     ALIGNED_SIZES,
@@ -54,6 +55,7 @@ from skuda.kernels.linear.problem import (
     SIZES,
     CodedProblem,
     longest_k,
+    packed_cases,
     scale_of_rows,
     weight_and_output,
 )
@@ -106,10 +108,10 @@ class ScaledLinearDescriptor(CodedProblem):
             if getattr(self, name) != only:
                 rule = f"be {only}: an s32 output takes no scales, zero points or epilogue"
                 self.refuse(name, getattr(self, name), rule)
-        if {self.activation_element, self.weight_element} <= set(CODES8):
-            longest = longest_k(self.activation_element, self.weight_element)
+        if {self.activation_element, self.weight_code} <= set(CODES8):
+            longest = longest_k(self.activation_element, self.weight_code)
             if self.k > longest:
-                codes = f"{self.activation_element} by {self.weight_element}"
+                codes = f"{self.activation_element} by {self.weight_code}"
                 self.refuse("k", self.k, f"be at most {longest}, because longer sums of {codes} exceed s32")
 
     @property
@@ -197,6 +199,14 @@ def _cases() -> tuple[Case, ...]:
         for activation, weight in product(CODES8, CODES8):
             fields = {"activation_element": activation, "weight_element": weight, "output_element": ElementKind.S32}
             made.append(Case(ScaledLinearDescriptor(m=m, n=n, k=k, **fields)))
+    for number, (m, n, k), shifted, fields in packed_cases((*OUTPUTS, ElementKind.S32)):
+        fields |= {"output_element": fields.pop("element"), "activation_element": CODES8[number // 2 % 2]}
+        if fields["output_element"] is ElementKind.S32:
+            fields["epilogue"] = EpilogueKind.IDENTITY
+        else:
+            fields |= {"act_scale_scope": SCALE_SCOPES[number // 4 % 2], "has_act_zero_point": shifted}
+        problem = ScaledLinearDescriptor(m=m, n=n, k=k, **fields)
+        made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
     return tuple(made)
 
 
@@ -206,4 +216,4 @@ SKUS = (
     *offers.skus(ScaledLinearDescriptor, __name__, OUTPUTS, _CODES),
     *offers.skus(ScaledLinearDescriptor, __name__, (ElementKind.S32,), _CODES, epilogues=(EpilogueKind.IDENTITY,)),
 )
-OP = Op(ScaledLinearDescriptor, reference, CASES, SKUS, source="torchao scaled_int8_mm, torch._int_mm")
+OP = Op(ScaledLinearDescriptor, reference, CASES, SKUS, source="torchao scaled_int8_mm, torch._int_mm", draw=draw)

@@ -43,8 +43,17 @@ from pydantic import model_validator
 
 from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.linear import offers
+from skuda.kernels.linear.drawn import draw
 from skuda.kernels.linear.epilogue import Epilogue
-from skuda.kernels.linear.problem import ALIGNED_SIZES, OUTPUTS, SHIFTED, SIZES, CodedProblem, weight_and_output
+from skuda.kernels.linear.problem import (
+    ALIGNED_SIZES,
+    OUTPUTS,
+    SHIFTED,
+    SIZES,
+    CodedProblem,
+    packed_cases,
+    weight_and_output,
+)
 from skuda.kernels.linear.reference import Codes, write_layer
 from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.constraints import OneOf
@@ -158,9 +167,15 @@ def _cases() -> tuple[Case, ...]:
         fields |= {"activation_element": element, "act_zero_point": zero_point, "has_weight_zero_point": weight}
         problem = SmoothQuantLinearDescriptor(m=m, n=n, k=k, act_scale=0.0131, **fields)
         made.append(Case(problem, "special" if number % 7 == 0 else "normal"))
+    for number, (m, n, k), shifts, fields in packed_cases(OUTPUTS):
+        element = CODES8[number // 2 % 2]
+        zero_point = (element.integer_range or ())[number // 4 % 2] if shifts else 0
+        fields |= {"output_element": fields.pop("element"), "activation_element": element}
+        problem = SmoothQuantLinearDescriptor(m=m, n=n, k=k, act_scale=0.0131, act_zero_point=zero_point, **fields)
+        made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
     return tuple(made)
 
 
 CASES = _cases()
 SKUS = offers.skus(SmoothQuantLinearDescriptor, __name__, OUTPUTS, OneOf(field="activation_element", allowed=CODES8))
-OP = Op(SmoothQuantLinearDescriptor, reference, CASES, SKUS, source="baracuda_kernels/quantize/smoothquant.rs")
+OP = Op(SmoothQuantLinearDescriptor, reference, CASES, SKUS, "baracuda_kernels/quantize/smoothquant.rs", draw=draw)
