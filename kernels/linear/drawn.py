@@ -1,4 +1,4 @@
-"""Random inputs of linear layers, for tests and ``skuda verify``: by the general rule, with the weight packed for s4."""
+"""Random inputs of linear layers, for tests and ``skuda verify``. Weights of s4 are packed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def packed_like(codes: Array, size: int, rng: np.random.Generator) -> Array:
     units, blocks, _ = packed.shape_of(n, k, size)
     rows, columns = units * packed.ROWS, blocks * packed.BLOCK
     filled = np.pad(codes, ((0, rows - n), (0, columns - k)), mode="edge") if codes.size else np.zeros((rows, columns))
-    wanted = filled.reshape(rows, -1, size).astype(np.int64) + 128
+    wanted = filled.reshape(rows, columns // size, size).astype(np.int64) + 128
     low, high = wanted.min(axis=2), wanted.max(axis=2)
     close = high - low <= 15
     scale = np.where(close, high > low, rng.integers(0, 17, low.shape, endpoint=True))

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from skuda.kernels.launch import Launch, Leading, Parameter, Pointer, Step, TensorMap, pointers, s32, s64
-from skuda.kernels.linear import packed, parameters
 from skuda.kernels.linear import mma as mma_kernel
+from skuda.kernels.linear import packed, parameters
 from skuda.kernels.linear import plain as plain_kernel
 from skuda.kernels.linear import streamed as streamed_kernel
 from skuda.kernels.linear import warpgroup as warpgroup_kernel
@@ -56,7 +56,7 @@ def _behind(launch: Launch, problem: LinearProblem, device: Device) -> Launch:
         for step in launch.steps
     )
     return launch._replace(
-        steps=(_unpacking(problem, device), *steps),
+        steps=(*_unpacking(problem, device), *steps),
         scratch=(*launch.scratch, (_CODES, problem.unpacked_bytes)),
         aligned=tuple(dict.fromkeys((*launch.aligned, "weight_q"))),
         notes=(_NOTE, *launch.notes),
@@ -76,9 +76,12 @@ def _on_codes(parameter: Parameter, problem: LinearProblem) -> Iterator[Paramete
             yield parameter
 
 
-def _unpacking(problem: LinearProblem, device: Device) -> Step:
-    """Return the step of ``unpacked_codes.cuh``: a warp for each block of the weight."""
-    (m, n, k), (units, blocks, _) = problem.sizes, problem.packed_shape
-    grid = min(-(-units * blocks // (parameters.THREADS // 32)), _BLOCKS * max(device.sm_count, 1)) if m else 0
-    given = (*pointers("weight_q", _CODES), *s64(problem.unpacked_pitch, n, k), *s32(packed.BLOCK // problem.group_size))
-    return Step("unpack_weight", (grid, 1, 1), (parameters.THREADS, 1, 1), given)
+def _unpacking(problem: LinearProblem, device: Device) -> tuple[Step, ...]:
+    """Return the step of ``unpacked_codes.cuh``, which has a warp for each block of the weight, if there is any."""
+    (_, n, k), (units, blocks, _) = problem.sizes, problem.packed_shape
+    if not units * blocks:
+        return ()
+    grid = min(-(-units * blocks // (parameters.THREADS // 32)), _BLOCKS * max(device.sm_count, 1))
+    sizes = (*s64(problem.unpacked_pitch, n, k), *s32(packed.BLOCK // problem.group_size))
+    given: tuple[Parameter, ...] = (*pointers("weight_q", _CODES), *sizes)
+    return (Step("unpack_weight", (grid, 1, 1), (parameters.THREADS, 1, 1), given),)

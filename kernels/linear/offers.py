@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from skuda.kernels.linear import expanded, mma, plain, streamed, warpgroup
-from skuda.kernels.linear.problem import LinearProblem
+from skuda.kernels.linear.problem import LinearProblem, code_of
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.registry.arch import ArchSku
 from skuda.registry.constraints import Constraint, OneOf
@@ -98,7 +98,7 @@ def skus(
             constraints=(
                 *constraints,
                 in_f32,
-                *kernel.constraints(_code(weight)),
+                *kernel.constraints(code_of(weight)),
             ),
             **_reading(weight, kernel.variant, kernel.summary, (*workspace, *kernel.workspace)),
             **fields,
@@ -135,9 +135,7 @@ def skus(
     return (*cores, *any_shape, *reference)
 
 
-def _reading(
-    weight: ElementKind, variant: str, summary: str, workspace: tuple[WorkspaceTerm, ...]
-) -> dict[str, Any]:
+def _reading(weight: ElementKind, variant: str, summary: str, workspace: tuple[WorkspaceTerm, ...]) -> dict[str, Any]:
     """Return the fields of a SKU that depend on whether its kernel reads the weight, or the codes unpacked from it."""
     if weight is not ElementKind.S4:
         launch = f"skuda.kernels.linear.{variant}:launch"
@@ -150,13 +148,10 @@ def _reading(
     }
 
 
-def _code(weight: ElementKind | None) -> ElementKind | None:
-    """Return the element of the codes that a product reads."""
-    return ElementKind.S8 if weight is ElementKind.S4 else weight
-
-
 def _weight_flags(weight: ElementKind | None) -> tuple[str, ...]:
-    return (f"-DSKUDA_WEIGHT={_code(weight)}", *(("-DSKUDA_UNPACKS",) if weight is ElementKind.S4 else ()))
+    if weight is ElementKind.S4:
+        return "-DSKUDA_WEIGHT=s8", "-DSKUDA_UNPACKS"
+    return (f"-DSKUDA_WEIGHT={weight}",)
 
 
 def _guarantee(accumulator: ElementKind, *_: object) -> PrecisionGuarantee:

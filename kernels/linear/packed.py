@@ -69,7 +69,7 @@ def packed(levels: Array, scale: Array, offset: Array, group_size: int) -> Array
     pairs = (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(units, 2, 8, blocks, 4, 2, 2, 4)
     codes = pairs.transpose(0, 3, 5, 2, 4, 6, 1, 7).reshape(units, blocks, _LEVELS)
     groups = both.reshape(2, units, 2, 8, blocks, BLOCK // size).transpose(1, 4, 5, 3, 2, 0)
-    return np.concatenate([codes, groups.reshape(units, blocks, -1)], axis=2)
+    return np.concatenate([codes, groups.reshape(units, blocks, block_bytes(size) - _LEVELS)], axis=2)
 
 
 def unpacked(weight: Array, n: int, k: int) -> Array:
@@ -77,8 +77,8 @@ def unpacked(weight: Array, n: int, k: int) -> Array:
     units, blocks, num_bytes = weight.shape
     size = group_of(num_bytes)
     pairs = weight[..., :_LEVELS].reshape(units, blocks, 2, 8, 4, 2, 2, 4).transpose(0, 6, 3, 1, 4, 2, 5, 7)
-    levels = np.stack([pairs & 15, pairs >> 4], axis=7).reshape(units * ROWS, -1, size)
+    levels = np.stack([pairs & 15, pairs >> 4], axis=7).reshape(units * ROWS, blocks * BLOCK // size, size)
     groups = weight[..., _LEVELS:].reshape(units, blocks, BLOCK // size, 8, 2, 2).transpose(5, 0, 4, 3, 1, 2)
-    scale, base = groups.reshape(2, units * ROWS, -1, 1)
+    scale, base = groups.reshape(2, units * ROWS, blocks * BLOCK // size, 1)
     codes = levels * scale + base ^ 128  # modulo 256, as kernels compute it
-    return codes.view(np.int8).reshape(units * ROWS, -1)[:n, :k]
+    return codes.view(np.int8).reshape(units * ROWS, blocks * BLOCK)[:n, :k]

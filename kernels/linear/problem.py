@@ -90,7 +90,7 @@ class LinearProblem(Descriptor):
     @property
     def weight_code(self) -> ElementKind:
         """Element of the codes that are multiplied: s8 for a packed weight."""
-        return ElementKind.S8 if self.weight_element is ElementKind.S4 else self.weight_element
+        return code_of(self.weight_element)
 
     @property
     def packed_shape(self) -> tuple[int, int, int]:
@@ -174,6 +174,11 @@ class LinearProblem(Descriptor):
     def reals(self) -> tuple[ElementKind, ...]:
         """The compute type C, or a narrower float."""
         return floats_up_to(self.compute)
+
+
+def code_of(weight: ElementKind) -> ElementKind:
+    """Return the element of a weight's codes: s8 for the packed one, s4."""
+    return ElementKind.S8 if weight is ElementKind.S4 else weight
 
 
 def packed_cases(elements: Iterable[ElementKind]) -> Iterator[tuple[int, Sizes, bool, dict[str, Any]]]:

@@ -215,8 +215,10 @@ def _cases() -> tuple[Case, ...]:
         problem = _case(sizes, number // 2, **fields, output_element=outputs[number % 6], has_weight_zero_point=True)
         made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
     for number, sizes, _, fields in packed_cases(FLOATS):
-        fields |= {"activation_element": fields.pop("element"), "output_element": outputs[number % 6]}
-        made.append(Case(_case(sizes, number // 2, **fields), "special" if number % 5 == 0 else "normal"))
+        problem = _case(
+            sizes, number // 2, activation_element=fields.pop("element"), output_element=outputs[number % 6], **fields
+        )
+        made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
     return tuple(made)
 
 

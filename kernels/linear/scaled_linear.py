@@ -199,12 +199,12 @@ def _cases() -> tuple[Case, ...]:
         for activation, weight in product(CODES8, CODES8):
             fields = {"activation_element": activation, "weight_element": weight, "output_element": ElementKind.S32}
             made.append(Case(ScaledLinearDescriptor(m=m, n=n, k=k, **fields)))
-    for number, (m, n, k), shifted, fields in packed_cases((*OUTPUTS, ElementKind.S32)):
+    for number, (m, n, k), shifts, fields in packed_cases((*OUTPUTS, ElementKind.S32)):
         fields |= {"output_element": fields.pop("element"), "activation_element": CODES8[number // 2 % 2]}
         if fields["output_element"] is ElementKind.S32:
             fields["epilogue"] = EpilogueKind.IDENTITY
         else:
-            fields |= {"act_scale_scope": SCALE_SCOPES[number // 4 % 2], "has_act_zero_point": shifted}
+            fields |= {"act_scale_scope": SCALE_SCOPES[number // 4 % 2], "has_act_zero_point": shifts}
         problem = ScaledLinearDescriptor(m=m, n=n, k=k, **fields)
         made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
     return tuple(made)

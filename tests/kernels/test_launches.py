@@ -43,7 +43,7 @@ def _resized(problem, rng):
         change["k"] = min(change["k"], longest_k(ElementKind.U8, ElementKind.U8))
     if "shape" in fields:
         change["shape"] = tuple(size(1) for _ in problem.shape)
-    if getattr(problem, "group_size", None):
+    if getattr(problem, "group_size", None) and "weight_element" not in fields:
         change["group_size"] = int(rng.integers(1, 300))
         change["axis_size" if "axis_size" in fields else "d"] = change["group_size"] * int(rng.integers(1, 300))
     try:
