@@ -10,11 +10,13 @@ output_zero_point) for an s8 or u8 output. C is f64 where activation or output i
 relu gives +0 for -0 and for negative values; NaN stays NaN. gelu (erf form) and silu are E(v), where E is the function
 of that name in `skuda.kernels.quantize.curves`, in f64: RN_T(E(v)) is rounded once, and codes are those of RN_C(E(v)).
 
-`weight_q` has one row per output channel, as torch stores `Linear.weight`.
+`weight_q` has one row per output channel, as torch stores `Linear.weight`. For s4 it is packed as
+`skuda.kernels.linear.packed` says, and stands for the s8 codes scale[n, g] level[n, k] + offset[n, g], with levels 0 to
+15 and an integer scale and offset for each group of `group_size` elements of K.
 
 Elements
 --------
-activation f16, bf16, f32, f64; weight s8, u8; output f16, bf16, f32, f64, s8, u8 (by default the activation's);
+activation f16, bf16, f32, f64; weight s8, u8, packed s4; output f16, bf16, f32, f64, s8, u8 (by default the activation's);
 `weight_scale` and `bias` C or any narrower float; `weight_zero_point` s32. The scratch arrays are optional: given,
 they receive the codes (s8, or u8 where the bounds need it) and the scales (f64 for f64 activations, else f32).
 
@@ -25,7 +27,8 @@ code.
 
 Errors
 ------
-`InvalidProblem` for `m`, `c_out` or `k` outside [0, 2^31-1]; `q_max` below 1 or below `q_min`; bounds that neither s8
+`InvalidProblem` for `m`, `c_out` or `k` outside [0, 2^31-1]; a `group_size` other than 32, 64 or 128 for an s4 weight,
+and other than 0 for another; weight zero points of an s4 weight; `q_max` below 1 or below `q_min`; bounds that neither s8
 nor u8 holds; an argument that is missing, unknown, of another element or shape, or that overlaps an output; an
 `output_scale` that is 0 or not finite.
 `Unsupported` for an element outside the lists above.

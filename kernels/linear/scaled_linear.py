@@ -14,12 +14,14 @@ takes no scales, zero points, bias or other epilogue.
 relu gives +0 for -0 and for negative values; NaN stays NaN. gelu (erf form) and silu are E(v), where E is the function
 of that name in `skuda.kernels.quantize.curves`, in f64: RN_T(E(v)) is rounded once, and codes are those of RN_C(E(v)).
 
-`weight_q` has one row per output channel, as torch stores `Linear.weight`.
+`weight_q` has one row per output channel, as torch stores `Linear.weight`. For s4 it is packed as
+`skuda.kernels.linear.packed` says, and stands for the s8 codes scale[n, g] level[n, k] + offset[n, g], with levels 0 to
+15 and an integer scale and offset for each group of `group_size` elements of K.
 
 Elements
 --------
-activation and weight s8, u8; output f16, bf16, f32, f64, s8, u8, s32; `act_scale`, `weight_scale` and `bias` C or any
-narrower float; zero points s32, of any value.
+activation s8, u8; weight s8, u8, packed s4; output f16, bf16, f32, f64, s8, u8, s32; `act_scale`, `weight_scale` and
+`bias` C or any narrower float; zero points s32, of any value.
 
 Units
 -----
@@ -28,7 +30,8 @@ code; an s32 output counts products of code steps.
 
 Errors
 ------
-`InvalidProblem` for `m`, `n` or `k` outside [0, 2^31-1]; an `act_scale_scope` other than token and tensor; an s32
+`InvalidProblem` for `m`, `n` or `k` outside [0, 2^31-1]; a `group_size` other than 32, 64 or 128 for an s4 weight, and
+other than 0 for another; weight zero points of an s4 weight; an `act_scale_scope` other than token and tensor; an s32
 output with zero points, a scope other than token, an epilogue other than identity, or a `k` whose sums could leave
 s32 (s8 by s8: above 131,071; s8 by u8: 65,793; u8 by u8: 33,025); an argument that is missing, unknown, of another
 element or shape, or that overlaps an output; an `output_scale` that is 0 or not finite.

@@ -10,12 +10,14 @@ K == 0 gives v = +0.
 relu gives +0 for -0 and for negative values; NaN stays NaN. gelu (erf form) and silu are E(v), where E is the function
 of that name in `skuda.kernels.quantize.curves`, in f64: RN_T(E(v)) is rounded once, and codes are those of RN_C(E(v)).
 
-`weight_q` has one row per output channel, as torch stores `Linear.weight`.
+`weight_q` has one row per output channel, as torch stores `Linear.weight`. For s4 it is packed as
+`skuda.kernels.linear.packed` says, and stands for the s8 codes scale[n, g] level[n, k] + offset[n, g], with levels 0 to
+15 and an integer scale and offset for each group of `group_size` elements of K.
 
 Elements
 --------
-activation and weight s8, u8; output f16, bf16, f32, f64, s8, u8; `weight_scale` and `bias` C or any narrower float;
-`weight_zero_point` s32. `act_scale_scratch` is optional: given, it is filled with `act_scale`.
+activation s8, u8; weight s8, u8, packed s4; output f16, bf16, f32, f64, s8, u8; `weight_scale` and `bias` C or any
+narrower float; `weight_zero_point` s32. `act_scale_scratch` is optional: given, it is filled with `act_scale`.
 
 Units
 -----
@@ -24,7 +26,8 @@ code.
 
 Errors
 ------
-`InvalidProblem` for `m`, `n` or `k` outside [0, 2^31-1]; an `act_scale` that is not finite (0 and negative are
+`InvalidProblem` for `m`, `n` or `k` outside [0, 2^31-1]; a `group_size` other than 32, 64 or 128 for an s4 weight, and
+other than 0 for another; weight zero points of an s4 weight; an `act_scale` that is not finite (0 and negative are
 allowed); an `act_zero_point` outside the range of `activation_element`; an argument that is missing, unknown, of
 another element or shape, or that overlaps an output; an `output_scale` that is 0 or not finite.
 `Unsupported` for an element outside the lists above.
