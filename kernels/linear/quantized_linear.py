@@ -16,9 +16,10 @@ of that name in `skuda.kernels.quantize.curves`, in f64: RN_T(E(v)) is rounded o
 
 Elements
 --------
-activation f16, bf16, f32, f64; weight s8, u8, packed s4; output f16, bf16, f32, f64, s8, u8 (by default the activation's);
-`weight_scale` and `bias` C or any narrower float; `weight_zero_point` s32. The scratch arrays are optional: given,
-they receive the codes (s8, or u8 where the bounds need it) and the scales (f64 for f64 activations, else f32).
+activation f16, bf16, f32, f64; weight s8, u8, packed s4; output f16, bf16, f32, f64, s8, u8 (by default that of the
+activation); `weight_scale` and `bias` C or any narrower float; `weight_zero_point` s32. The scratch arrays are
+optional: given, they receive the codes (s8, or u8 where the bounds need it) and the scales (f64 for f64 activations,
+else f32).
 
 Units
 -----
@@ -28,8 +29,8 @@ code.
 Errors
 ------
 `InvalidProblem` for `m`, `c_out` or `k` outside [0, 2^31-1]; a `group_size` other than 32, 64 or 128 for an s4 weight,
-and other than 0 for another; weight zero points of an s4 weight; `q_max` below 1 or below `q_min`; bounds that neither s8
-nor u8 holds; an argument that is missing, unknown, of another element or shape, or that overlaps an output; an
+and other than 0 for another; weight zero points of an s4 weight; `q_max` below 1 or below `q_min`; bounds that neither
+s8 nor u8 holds; an argument that is missing, unknown, of another element or shape, or that overlaps an output; an
 `output_scale` that is 0 or not finite.
 `Unsupported` for an element outside the lists above.
 """
