@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-from skuda.kernels.linear import mma, plain, streamed, warpgroup
-from skuda.kernels.linear.problem import LinearProblem
+from skuda.kernels.linear import expanded, mma, plain, streamed, warpgroup
+from skuda.kernels.linear.problem import LinearProblem, code_of
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.registry.arch import ArchSku
 from skuda.registry.constraints import Constraint, OneOf
@@ -84,14 +84,13 @@ def skus(
     cores = tuple(
         sku
         for kernel in _TENSOR_CORE_KERNELS
-        for weight in CODES8
+        for weight in (*CODES8, ElementKind.S4)
         for sku in cuda_skus(
             descriptor,
             module,
             narrow,
             (weight,),
             epilogues,
-            launch=f"skuda.kernels.linear.{kernel.variant}:launch",
             suffix=f"_{kernel.variant}",
             arch=kernel.arch,
             flags=partial(_flags, descriptor),
@@ -99,35 +98,34 @@ def skus(
             constraints=(
                 *constraints,
                 in_f32,
-                *kernel.constraints(weight),
+                *kernel.constraints(code_of(weight)),
             ),
-            variant=kernel.variant,
-            summary=kernel.summary,
-            workspace=(*workspace, *kernel.workspace),
+            **_reading(weight, kernel.variant, kernel.summary, (*workspace, *kernel.workspace)),
             **fields,
         )
     )
-    any_shape = cuda_skus(
-        descriptor,
-        module,
-        elements,
-        CODES8,
-        epilogues,
-        launch="skuda.kernels.linear.plain:launch",
-        flags=partial(_plain_flags, descriptor),
-        guarantee=partial(_guarantee, ElementKind.S64),
-        constraints=(*constraints, *plain.CONSTRAINTS),
-        entry_point="quantized_linear_codes" if descriptor.dynamic else descriptor.op_name(),
-        variant="plain",
-        summary="64 x 64 tiles, dp4a; any shape",
-        workspace=workspace,
-        **fields,
+    any_shape = tuple(
+        sku
+        for weights in (CODES8, (ElementKind.S4,))
+        for sku in cuda_skus(
+            descriptor,
+            module,
+            elements,
+            weights,
+            epilogues,
+            flags=partial(_plain_flags, descriptor),
+            guarantee=partial(_guarantee, ElementKind.S64),
+            constraints=(*constraints, *plain.CONSTRAINTS),
+            entry_point="quantized_linear_codes" if descriptor.dynamic else descriptor.op_name(),
+            **_reading(weights[0], "plain", "64 x 64 tiles, dp4a; any shape", workspace),
+            **fields,
+        )
     )
     reference = numpy_skus(
         descriptor,
         module,
         elements,
-        CODES8,
+        (*CODES8, ElementKind.S4),
         epilogues,
         # NumPy adds exactly at any K, which is what an s64 accumulator does.
         precision_guarantee=PrecisionGuarantee(math_precision=MathPrecision.INT8, accumulator=ElementKind.S64),
@@ -135,6 +133,25 @@ def skus(
         summary="exact integer product through BLAS",
     )
     return (*cores, *any_shape, *reference)
+
+
+def _reading(weight: ElementKind, variant: str, summary: str, workspace: tuple[WorkspaceTerm, ...]) -> dict[str, Any]:
+    """Return the fields of a SKU that depend on whether its kernel reads the weight, or the codes unpacked from it."""
+    if weight is not ElementKind.S4:
+        launch = f"skuda.kernels.linear.{variant}:launch"
+        return {"variant": variant, "summary": summary, "workspace": workspace, "launch": launch}
+    return {
+        "variant": f"expanded_{variant}",
+        "summary": f"the weight unpacked in front, then: {summary}",
+        "workspace": (*workspace, *expanded.WORKSPACE),
+        "launch": f"skuda.kernels.linear.expanded:{variant}",
+    }
+
+
+def _weight_flags(weight: ElementKind | None) -> tuple[str, ...]:
+    if weight is ElementKind.S4:
+        return "-DSKUDA_WEIGHT=s8", "-DSKUDA_UNPACKS"
+    return (f"-DSKUDA_WEIGHT={weight}",)
 
 
 def _guarantee(accumulator: ElementKind, *_: object) -> PrecisionGuarantee:
@@ -145,9 +162,10 @@ def _guarantee(accumulator: ElementKind, *_: object) -> PrecisionGuarantee:
 def _flags(descriptor: type[LinearProblem], element: ElementKind, weight: ElementKind | None) -> tuple[str, ...]:
     """Return the compiler flags that do not depend on the configuration."""
     quantizing = (f"-DSKUDA_DATA={element}",) if descriptor.dynamic else ()
-    return ("-fmad=false", f"-DSKUDA_WEIGHT={weight}", *quantizing)
+    code, *unpacks = _weight_flags(weight)
+    return ("-fmad=false", code, *quantizing, *unpacks)
 
 
 def _plain_flags(descriptor: type[LinearProblem], element: ElementKind, weight: ElementKind | None) -> tuple[str, ...]:
     own = (f"-DSKUDA_DATA={element}", "-DSKUDA_CODE=s8") if descriptor.dynamic else (f"-DSKUDA_REAL={element.compute}",)
-    return ("-fmad=false", *own, f"-DSKUDA_WEIGHT={weight}")
+    return ("-fmad=false", *own, *_weight_flags(weight))

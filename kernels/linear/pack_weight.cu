@@ -54,13 +54,13 @@ KERNEL(256, 4) pack_weight(
     const Code* codes, s64 codes_leading, const s32* group_scale, s64 group_scale_leading, const s32* group_offset,
     s64 group_offset_leading, u8* output, u64* zeros, s64 n, s64 k, s32 groups, s32 whole) {
   const u32 lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
-  const s64 blocks = (k + BLOCK_K - 1) / BLOCK_K, all = (n + 15) / 16 * blocks;
+  const s64 blocks = (k + PACKED_K - 1) / PACKED_K, all = (n + 15) / 16 * blocks;
   u32 misfits = 0;
   for (s64 i = (s64)blockIdx.x * 8 + threadIdx.x / 32; i < all; i += (s64)gridDim.x * 8) {
     u32 words[8], own = 0;  // levels by product and row; the bytes of group c of rows r and r + 8
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const s64 block = i % blocks, column = block * BLOCK_K + 32 * j;
+      const s64 block = i % blocks, column = block * PACKED_K + 32 * j;
       const s32 group = j * groups / 4;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

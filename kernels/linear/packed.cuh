@@ -35,7 +35,7 @@ enum {
   SUMS = UNITS * COLUMNS * 128,
   ALL_SUMS = 3 * SUMS,               // added to, while those before are finished and those before these are cleared
   BYTES = PackedLane<GROUPS>::BYTES,
-  STAGED = TOKENS * BLOCK_K,         // bytes of the codes of a that a warp stages
+  STAGED = TOKENS * PACKED_K,         // bytes of the codes of a that a warp stages
   SIZE = sizeof(SKUDA_OUT)
 };
 
@@ -105,7 +105,7 @@ struct TokenCodes {
 #pragma unroll
     for (int i = 0; i < 2 * EIGHTS; ++i) {
       const u32 token = i * 4 + lane / 8;
-      *(uint4*)(staged + token * BLOCK_K + (lane % 8 ^ token % 8) * 16) = unit[i];
+      *(uint4*)(staged + token * PACKED_K + (lane % 8 ^ token % 8) * 16) = unit[i];
     }
   }
 };
@@ -117,7 +117,7 @@ struct Fragments {
 #pragma unroll
     for (int i = 0; i < 2 * EIGHTS; ++i) {
       const u32 token = i / 2 * 8 + lane % 8, unit = i % 2 * 4 + lane / 8;
-      ldmatrix_x4(x[i % 2][i / 2], staged + token * BLOCK_K + (unit ^ lane % 8) * 16);
+      ldmatrix_x4(x[i % 2][i / 2], staged + token * PACKED_K + (unit ^ lane % 8) * 16);
     }
   }
 };
@@ -145,7 +145,7 @@ template <class Rows>
 DEVICE void packed_linear(const Rows& rows, const SKUDA_CODE* a, s64 a_leading, const u8* packed, const Epilogue& p, s64 k) {
   s32* const held = (s32*)shared_bytes();
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = 4 * ALL_SUMS + warp * STAGED;
-  const s32 blocks = (s32)((k + BLOCK_K - 1) / BLOCK_K), length = (s32)k;
+  const s32 blocks = (s32)((k + PACKED_K - 1) / PACKED_K), length = (s32)k;
   const s64 units = (p.n + 15) / 16, pitch = (s64)blocks * BYTES, token0 = (s64)blockIdx.y * TOKENS;
   const s32 first = (s32)(units * blockIdx.x / gridDim.x), end = (s32)(units * (blockIdx.x + 1) / gridDim.x);
   const s64 row_end = (s64)end * 16 < p.n ? (s64)end * 16 : p.n;
@@ -165,7 +165,7 @@ DEVICE void packed_linear(const Rows& rows, const SKUDA_CODE* a, s64 a_leading, 
 #pragma unroll
   for (int u = 0; u < UNITS; ++u) levels[u].clear(), request(at, u, first + u < end && warp < blocks);
   TokenCodes x;
-  x.load(own_a, a_leading, warp * BLOCK_K, length, p.m - token0, lane);
+  x.load(own_a, a_leading, warp * PACKED_K, length, p.m - token0, lane);
   int buffer = 0;
 #pragma unroll 1
   for (s32 unit = first; unit < end; unit += UNITS) {
@@ -181,11 +181,11 @@ DEVICE void packed_linear(const Rows& rows, const SKUDA_CODE* a, s64 a_leading, 
       __syncwarp();
       Fragments codes_of_a;
       codes_of_a.load(shared_start() + own, lane);
-      x.load(own_a, a_leading, next_block * BLOCK_K, length, p.m - token0, lane);
+      x.load(own_a, a_leading, next_block * PACKED_K, length, p.m - token0, lane);
       at = packed + next_unit * pitch + (s64)next_block * BYTES;
 #pragma unroll
       for (int u = 0; u < UNITS; ++u) {
-        multiply(d[u], levels[u], codes_of_a, length - block * BLOCK_K);
+        multiply(d[u], levels[u], codes_of_a, length - block * PACKED_K);
         request(at, u, next_unit + u < end);
       }
     }

@@ -12,7 +12,7 @@
 #pragma once
 #include "elements.cuh"
 
-enum { LEVEL_BYTES = 1024, BLOCK_K = 128 };  // of a block; behind the levels lie the scales and offsets of its groups
+enum { LEVEL_BYTES = 1024, PACKED_K = 128 };  // of a block; behind the levels lie the scales and offsets of its groups
 
 // A word at any address: bytes from `held` on are 0, and are not stored.
 DEVICE u32 load_word(const u8* from, s64 held = 4) {

@@ -39,7 +39,7 @@ DEVICE void packed_by_warpgroups(const TensorMap& a_map, const Rows& rows, const
   u8* const aligned = unaligned + (-shared_address(unaligned) & 1023);
   u8* const ring = aligned + A_ZERO_POINTS * ONES_AND_ZEROS;
   const u32 a_stage = K_BLOCKS * CODES_K_BLOCK, unit_stage = K_BLOCKS * PACKED_BYTES, w_stage = units * unit_stage;
-  const u32 blocks = (u32)((k + BLOCK_K - 1) / BLOCK_K), steps = (blocks + K_BLOCKS - 1) / K_BLOCKS;
+  const u32 blocks = (u32)((k + PACKED_K - 1) / PACKED_K), steps = (blocks + K_BLOCKS - 1) / K_BLOCKS;
   u8* const levels = ring + stages * a_stage;
   // Warps beyond the units read behind the last stage, which the launch rule makes room for.
   u8* const staging = levels + stages * w_stage + (4 * WARPGROUPS - units) * unit_stage;
@@ -58,7 +58,7 @@ DEVICE void packed_by_warpgroups(const TensorMap& a_map, const Rows& rows, const
   }
   for (u32 i = threadIdx.x; i < A_ZERO_POINTS * ONES_AND_ZEROS / 4; i += THREADS) {
     const u32 byte = i * 4, element = byte % 128 ^ byte / 128 % 8 * 16;  // as the swizzle has it
-    const bool is_one = byte < ATOM || (byte < 2 * ATOM && (blocks - 1) * BLOCK_K + element < k);
+    const bool is_one = byte < ATOM || (byte < 2 * ATOM && (blocks - 1) * PACKED_K + element < k);
     ((u32*)aligned)[i] = is_one ? 0x01010101u : 0;
   }
   if (A_ZERO_POINTS) fence_proxy_async();

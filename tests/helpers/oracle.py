@@ -405,6 +405,22 @@ def _activation_row(problem: Any, inputs: dict[str, Any], c: str, m: int) -> tup
     return scale, [q - zero_point for q in inputs["act_q"][m].tolist()]
 
 
+def _weight_row(problem: Any, weight: Any, n: int) -> list[int]:
+    """Return the codes of an output channel. Those of a packed weight are levels times a scale, plus an offset."""
+    if problem.weight_element != "s4":
+        return weight[n].tolist()
+
+    def code(k: int) -> int:
+        block = weight[n // 16, k // 128].tolist()
+        (h, r), (c, within) = divmod(n % 16, 8), divmod(k % 128, 32)
+        j, eighth = divmod(within, 8)
+        byte = block[j // 2 * 512 + r * 64 + c * 16 + j % 2 * 8 + h * 4 + eighth % 4]
+        scale, base = block[1024 + k % 128 // problem.group_size * 32 + r * 4 + h * 2 :][:2]
+        return (byte >> 4 if eighth > 3 else byte & 15) * scale + base - 128
+
+    return [code(k) for k in range(problem.k)]
+
+
 @defines("quantized_linear", "smoothquant_linear", "scaled_linear")
 def _linear_op(problem: Any, inputs: dict[str, Any]) -> Definition:
     dynamic = problem.op == "quantized_linear"
@@ -422,7 +438,8 @@ def _linear_op(problem: Any, inputs: dict[str, Any]) -> Definition:
         if name == "act_q_scratch":
             return codes[n]
         shift = int(inputs["weight_zero_point"][n]) if "weight_zero_point" in inputs else 0
-        acc = sum(a * (w - shift) for a, w in zip(codes, inputs["weight_q"][n].tolist(), strict=True))
+        row = _weight_row(problem, inputs["weight_q"], n)
+        acc = sum(a * (w - shift) for a, w in zip(codes, row, strict=True))
         if out == "s32":
             return acc
         return _finished(problem, inputs, (scale, acc), n, (c, out))
