@@ -60,12 +60,15 @@ class PackedTile(NamedTuple):
         return f"{ROWS * self.units} x {self.tokens} from registers, {self.warps} warps, {self.resident} resident"
 
 
-def constraints() -> tuple[Constraint, ...]:
-    """Return what the kernel requires: whole units of codes, few tokens, and sums that fit in 32 bits."""
+def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
+    """Return what the kernel requires: whole units of codes, few tokens, and sums that fit in 32 bits.
+
+    `weight` is the element of the codes that are made, s8.
+    """
     return (
         Between(field="m", maximum=MOST_TOKENS),
         MultipleOf(field="k", divisor=16),
-        Between(field="k", minimum=16, maximum=longest_k(ElementKind.U8, ElementKind.S8)),
+        Between(field="k", minimum=16, maximum=longest_k(ElementKind.U8, weight)),
     )
 
 
@@ -109,6 +112,6 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
         shared=tile.shared(zero_points=problem.shifts_activation),
         overlaps=True,
     )
-    aligned = ("act_q_scratch" if problem.dynamic else "act_q",)
+    aligned = ("act_q_scratch" if problem.dynamic else "act_q", "weight_q")
     flags = (*tile.flags, f"-DGROUPS={BLOCK // problem.group_size}", *parameters.epilogue_flags(problem))
     return parameters.launch_product(problem, product, aligned=aligned, flags=flags, notes=(hopper.ALIGNED,), **chosen)

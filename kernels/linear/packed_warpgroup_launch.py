@@ -65,9 +65,12 @@ class PackedWarpgroupTile(NamedTuple):
         return f"{ROWS * self.units} x {self.tokens}, levels to codes in registers"
 
 
-def constraints() -> tuple[Constraint, ...]:
-    """Return what the kernel requires: codes that TMA can read, and sums that fit in 32 bits."""
-    return hopper.constraints(ElementKind.S8)
+def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
+    """Return what the kernel requires: codes that TMA can read, and sums that fit in 32 bits.
+
+    `weight` is the element of the codes that are made, s8.
+    """
+    return hopper.constraints(weight)
 
 
 def _predicted(tile: PackedWarpgroupTile, m: int, n: int, k: int, group_size: int, card: tuple[int, float]) -> float:
@@ -117,4 +120,6 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
         overlaps=True,
     )
     flags = (*tile.flags, f"-DGROUPS={BLOCK // problem.group_size}", *parameters.epilogue_flags(problem))
-    return parameters.launch_product(problem, product, flags=flags, notes=(hopper.ALIGNED,), **chosen)
+    return parameters.launch_product(
+        problem, product, aligned=("weight_q",), flags=flags, notes=(hopper.ALIGNED,), **chosen
+    )

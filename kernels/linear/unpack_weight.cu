@@ -1,4 +1,4 @@
-// The 8-bit codes of packed 4-bit weights; see unpacked_codes.cuh.
+// The kernel `unpack_weight`: the 8-bit codes of packed 4-bit weights; see unpacked_codes.cuh.
 //
 //   output[n, k] = scale[n, g] level[n, k] + offset[n, g]
 //
