@@ -188,9 +188,12 @@ def packed_cases(elements: Iterable[ElementKind]) -> Iterator[tuple[int, Sizes, 
     """
     numbers = count()
     for at, (element, epilogue) in enumerate(product(elements, EpilogueKind)):
-        shifted = [(SHIFTED[at // 3 % 2][0], True)] if at % 3 == 0 else []
-        aligned = ALIGNED_SIZES[(at + at // 5) % len(ALIGNED_SIZES)]
-        for sizes, shifts in ((SIZES[at % len(SIZES)], at % 2 == 1), (aligned, False), *shifted):
+        found = [(ALIGNED_SIZES[(at + at // 5) % len(ALIGNED_SIZES)], False)]
+        if at % 2 == 0:
+            found.append((SIZES[at // 2 % len(SIZES)], at % 4 == 0))
+        if at % 3 == 0:
+            found.append((SHIFTED[at // 3 % 2][0], True))
+        for sizes, shifts in found:
             number = next(numbers)
             fields = {"element": element, "epilogue": epilogue, "weight_element": ElementKind.S4}
             yield number, sizes, shifts, fields | {"group_size": packed.GROUP_SIZES[number % 3]}
