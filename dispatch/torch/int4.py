@@ -7,7 +7,8 @@ may be shorter. `skuda.kernels.linear.packed` has the layout that kernels read.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from math import inf
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ _STEPS = 15
 _LOWEST, _HIGHEST = -128, 127
 _WIDEST = (_HIGHEST - _LOWEST) // _STEPS
 """The scale at which the levels span all codes."""
-_MOST_GROUPS, _MOST_ELEMENTS = 4096, 1 << 22
+_MOST_GROUPS, _MOST_ELEMENTS = 1024, 1 << 22
 """Groups, and elements, that are in memory as more than bytes at a time."""
 _KEYS = 1 << 13
 """More than there are scales and offsets to try."""
@@ -48,12 +49,7 @@ class Int4Weight(NamedTuple):
 
     def codes(self) -> Tensor:
         """Return the codes, s8 of shape (N, K)."""
-        k, groups = self.levels.shape[1], self.group_scale.shape[1]
-        size = next((size for size in GROUP_SIZES if -(-k // size) == groups), k)
-        scale, offset = (
-            part.repeat_interleave(size, 1, output_size=groups * size)[:, :k]
-            for part in (self.group_scale, self.group_offset)
-        )
+        scale, offset = (_spread(part, self.levels) for part in (self.group_scale, self.group_offset))
         return (self.levels * scale).to(torch.int8) + offset  # modulo 256, like kernels
 
 
@@ -96,6 +92,108 @@ def int4_weight(weight: Tensor, group_size: int = 128) -> Int4Weight:
             found = _quantized(part.reshape(-1, min(size, part.shape[1])))
             levels[:, elements], scale[:, groups], offset[:, groups] = (each.view(n, -1) for each in found)
     return Int4Weight(levels, scale, offset, channel_scale)
+
+
+def from_grouped(levels: Tensor, scales: Tensor, zero_points: Tensor | None = None) -> tuple[Int4Weight, float]:
+    """Express a weight (level - zero point) scale, with a scale in floating point for each group.
+
+    Group scales become integer multiples of a channel scale. This is exact for one group a row, and where a channel's
+    scales have such ratios. Elsewhere they are rounded. The channel scale is a fraction of the scale that leaves the
+    least room in s8: the one with the smallest largest error of a weight; of equal ones the largest.
+
+    Parameters
+    ----------
+    levels : tensor of shape (N, K), s8
+        -8 to 7.
+    scales : tensor of shape (N, groups), f16, bf16 or f32
+        Groups of 32, 64 or 128 elements of K, or one a row.
+    zero_points : tensor of shape (N, groups), s8, optional
+        -8 to 7. By default 0.
+
+    Returns
+    -------
+    weight : Int4Weight
+    difference : float
+        The largest difference between a group's scale and the multiple in its place, over the scale. It counts groups
+        that have another value than 0.
+
+    Raises
+    ------
+    InvalidProblem
+        For a tensor of another dtype, shape or range, or scales that are not finite.
+    """
+    if levels.dtype is not torch.int8 or levels.dim() != 2 or _outside(levels):
+        _refuse("levels", levels, "be int8 of shape [N, K], in -8..7")
+    n, k = levels.shape
+    fits = scales.dim() == 2 and len(scales) == n and scales.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    size = _group_size(k, scales.shape[1]) if fits else None
+    if size is None or not bool(scales.isfinite().all()):
+        _refuse("scales", scales, f"be finite floats of shape [{n}, groups], groups of 32, 64, 128 or all elements")
+    if zero_points is not None and (
+        zero_points.dtype is not torch.int8 or zero_points.shape != scales.shape or _outside(zero_points)
+    ):
+        _refuse("zero_points", zero_points, f"be int8 of shape {list(scales.shape)}, in -8..7")
+    shift = torch.zeros_like(scales, dtype=torch.int8) if zero_points is None else zero_points
+    sign = torch.where(scales < 0, -1, 1).to(torch.int8)
+    values = (levels - _spread(shift, levels)) * _spread(sign, levels)
+    group = torch.arange(k, device=levels.device) // size
+    low, high = (
+        values.new_zeros(scales.shape).scatter_reduce_(1, group.expand(n, k), values, how, include_self=False).int()
+        for how in ("amin", "amax")
+    )
+    largest = torch.maximum(-low, high)
+    room = torch.minimum(_LOWEST // low.clamp(max=-1), _HIGHEST // high.clamp(min=1))
+    wanted = scales.detach().double().abs() * (largest > 0)  # of a group of zeros, any scale will do
+    channel = _channel_scale(wanted, room, largest)
+    multiple = torch.minimum((wanted / channel).round(), room)
+    difference = (multiple * channel - wanted).abs() / wanted.clamp(min=torch.finfo(wanted.dtype).tiny)
+    made = Int4Weight(
+        (values - _spread(low.to(torch.int8), values)).to(torch.uint8),
+        multiple.to(torch.uint8),
+        (low * multiple).to(torch.int8),
+        channel[:, 0].float(),
+    )
+    return made, max(difference.amax(1).tolist() if difference.shape[1] else [], default=0.0)
+
+
+def _channel_scale(wanted: Tensor, room: Tensor, largest: Tensor) -> Tensor:
+    """Return channel scales (N, 1), f32 in f64, for group scales whose multiples are at most `room`."""
+    tight = wanted / room
+    best = torch.full((len(wanted), 1), inf, dtype=wanted.dtype, device=wanted.device)
+    channel = torch.ones_like(best)
+    if not wanted.numel():
+        return channel
+    # Of several groups with the least room, those with the largest scale have more fractions.
+    widest = (wanted * (tight == tight.amax(1, keepdim=True))).amax(1, keepdim=True)
+    most = (widest / tight.amax(1, keepdim=True)).round()  # NaN for a row of zeros, which keeps 1
+    for multiple in range(1, int(most.nan_to_num(0).max()) + 1):
+        tried = (widest / multiple).float().double()
+        error = ((torch.minimum((wanted / tried).round(), room) * tried - wanted).abs() * largest).amax(1, keepdim=True)
+        better = (error < best) & (multiple <= most)
+        best, channel = torch.where(better, error, best), torch.where(better, tried, channel)
+    return channel
+
+
+def _group_size(k: int, groups: int) -> int | None:
+    """Return the elements of a group, given how many groups a row has; None if there are no such groups."""
+    sizes = (size for size in GROUP_SIZES if -(-k // size) == groups)
+    return next(sizes, max(k, 1) if groups == 1 else None)
+
+
+def _spread(groups: Tensor, elements: Tensor) -> Tensor:
+    """Return the value of every element's group."""
+    k, count = elements.shape[1], groups.shape[1]
+    size = _group_size(k, count)
+    assert size is not None
+    return groups.repeat_interleave(size, 1, output_size=count * size)[:, :k]
+
+
+def _outside(levels: Tensor) -> bool:
+    return bool(((levels < -8) | (levels > 7)).any())
+
+
+def _refuse(field: str, tensor: Tensor, rule: str) -> NoReturn:
+    raise InvalidProblem("from_grouped", field, f"{tensor.dtype} of shape {list(tensor.shape)}", rule)
 
 
 def _quantized(codes: Tensor) -> tuple[Tensor, Tensor, Tensor]:

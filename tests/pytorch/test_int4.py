@@ -1,4 +1,4 @@
-"""`int4_weight`: its definition, the best scale and offset of every group, and what may not change a bit."""
+"""`int4_weight`: its definition, the best of every group, what may not change a bit; and `from_grouped`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support import fresh
 from skuda.kernels.linear.packed import packed, unpacked
 from skuda.registry import InvalidProblem
 from skuda.torch import int4
-from skuda.torch.int4 import int4_weight
+from skuda.torch.int4 import from_grouped, int4_weight
 from skuda.torch.int8_linear import quantized_weight
 
 SIZES = (32, 64, 128, 0)
@@ -75,7 +75,7 @@ def test_levels_scales_and_offsets_are_the_codes_of_the_packed_weight(size, k):
 def test_no_scale_and_offset_is_better(size):
     """Of equally good ones it is the smallest scale, then the largest offset."""
     rng = fresh(size)
-    weight = weight_of(rows(rng, 56, 75))
+    weight = weight_of(rows(rng, 28, 75))
     codes = quantized_weight(weight)[0].numpy().astype(int)
     made = int4_weight(weight, size)
     errors = (made.codes().numpy() - codes) ** 2
@@ -118,11 +118,9 @@ def test_an_outlier_costs_only_its_group():
     weight = torch.from_numpy(rng.standard_normal((8, 512)).astype(np.float32))
     weight[:, 5] = 30
     made = int4_weight(weight, 64)
-    errors = (made.codes() * made.channel_scale[:, None] - weight).abs()
-    half = made.group_scale.float().mul(made.channel_scale[:, None] / 2).repeat_interleave(64, 1)
-    inside = made.levels.ne(0) & made.levels.ne(15)
-    assert (errors <= half + made.channel_scale[:, None]).logical_or(~inside).all()
-    assert made.group_scale[:, 1:].max() < made.group_scale[:, 0].min()
+    errors = (made.codes() * made.channel_scale[:, None] - weight).square().view(8, 8, 64).sum(2)
+    assert (4 * errors[:, 1:] < errors[:, :1]).all()
+    assert (made.group_scale[:, 1:] < made.group_scale[:, :1]).all()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -170,3 +168,119 @@ def test_what_is_refused(weight, size, field):
     with pytest.raises(InvalidProblem) as caught:
         int4_weight(weight, size)
     assert caught.value.field == field
+
+
+def grouped(rng, size, *, shifted, multiples=None):
+    """Levels, scales and zero points of a random weight, and the weight in f64. The last group is shorter."""
+    n, k = 9, 300
+    count = -(-k // size) if size else 1
+    levels = rng.integers(-8, 8, (n, k)).astype(np.int8)
+    zeros = rng.integers(-8, 8, (n, count)).astype(np.int8) if shifted else np.zeros((n, count), np.int8)
+    scales = np.exp(rng.standard_normal((n, count))).astype(np.float32) * rng.choice([-1, 1], (n, count))
+    if multiples is not None:
+        unit = torch.from_numpy(np.exp(rng.standard_normal((n, 1)))).bfloat16().double().numpy()
+        scales = unit * rng.integers(*multiples, (n, count)) * rng.choice([-1, 1], (n, count))
+    scales = scales.astype(np.float32)
+    at = np.arange(k) // (size or k)
+    weight = (levels.astype(int) - zeros[:, at]) * scales.astype(float)[:, at]
+    zero_points = torch.from_numpy(zeros) if shifted else None
+    return torch.from_numpy(levels), torch.from_numpy(scales), zero_points, weight
+
+
+def value_of(made):
+    return made.codes().numpy() * made.channel_scale.double().numpy()[:, None]
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_multiples_of_a_channel_scale_are_kept_exactly(size, shifted):
+    """There is room in s8 for multiples of 15 at least, and behind a zero point of 8."""
+    rng = fresh(size, shifted)
+    levels, scales, zero_points, weight = grouped(rng, size, shifted=shifted, multiples=(0, 9 if shifted else 16))
+    made, difference = from_grouped(levels, scales, zero_points)
+    assert difference == 0
+    assert np.array_equal(value_of(made), weight)
+    assert int(made.levels.max()) <= 15
+    stored = (each.numpy() for each in made[:3])
+    assert np.array_equal(unpacked(packed(*stored, size), *levels.shape), made.codes())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_scale_a_row_stays_itself(dtype):
+    levels, scales, _, _ = grouped(fresh(dtype), 0, shifted=False)
+    scales = scales.abs().to(dtype)
+    made, difference = from_grouped(levels, scales)
+    assert difference == 0
+    assert torch.equal(made.codes(), levels)
+    assert torch.equal(made.channel_scale, scales[:, 0].float())
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_other_scales_are_rounded_to_the_best_multiples(size, shifted):
+    """No fraction of the scale with the least room gives a smaller largest error."""
+    rng = fresh(size, shifted)
+    levels, scales, zero_points, weight = grouped(rng, size, shifted=shifted)
+    made, difference = from_grouped(levels, scales, zero_points)
+    count, unit = scales.shape[1], made.channel_scale.double().numpy()
+    at = np.arange(levels.shape[1]) // size
+    wanted = np.abs(scales.numpy().astype(float))
+    rounded = made.group_scale.numpy() * unit[:, None]
+    assert difference == pytest.approx((np.abs(rounded - wanted) / wanted).max(), rel=1e-12)
+    assert np.allclose(value_of(made), weight / wanted[:, at] * rounded[:, at], rtol=1e-12)
+    errors = np.abs(value_of(made) - weight).max(1)
+    for n, row in enumerate(weight):
+        units = np.rint(row / wanted[n, at])  # levels less their zero point
+        ends = np.array([[units[at == g].min(), units[at == g].max()] for g in range(count)])
+        room = np.floor([min(128 / max(-low, 1), 127 / max(high, 1)) for low, high in ends])
+        tight = (wanted[n] / room).argmax()
+        fractions = np.float32(wanted[n, tight] / np.arange(1, room[tight] + 1)).astype(float)
+        largest = np.abs(ends).max(1)
+        tries = [
+            np.max(np.abs(np.rint(wanted[n] / one).clip(max=room) * one - wanted[n]) * largest) for one in fractions
+        ]
+        assert errors[n] == pytest.approx(min(tries), rel=1e-9)
+        assert unit[n] in fractions
+
+
+def test_groups_and_rows_without_values_cost_nothing():
+    """The scale of a group of zeros says nothing; neither does one that is 0."""
+    levels = torch.zeros(3, 128, dtype=torch.int8)
+    levels[0, :32], levels[2, 96:] = 5, -8
+    scales = torch.full((3, 4), 1e30)
+    scales[0, 0], scales[2, 3] = 0.3, 0
+    made, difference = from_grouped(levels, scales)
+    assert difference == 0
+    want = torch.zeros(3, 128)
+    want[0, :32] = 5 * scales[0, 0]
+    assert torch.equal(made.codes() * made.channel_scale[:, None], want)
+    for shape in ((0, 64), (4, 0)):
+        made, difference = from_grouped(torch.zeros(shape, dtype=torch.int8), torch.ones(shape[0], shape[1] // 64))
+        assert (made.codes().shape, difference) == (shape, 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("levels", torch.full((2, 64), 8, dtype=torch.int8)),
+        ("levels", torch.zeros(2, 64)),
+        ("levels", torch.zeros(64, dtype=torch.int8)),
+        ("scales", torch.ones(2, 3)),
+        ("scales", torch.ones(3, 2)),
+        ("scales", torch.ones(2)),
+        ("scales", torch.ones(2, 2, dtype=torch.float64)),
+        ("scales", torch.full((2, 2), torch.inf)),
+        ("zero_points", torch.zeros(2, 1, dtype=torch.int8)),
+        ("zero_points", torch.zeros(2, 2)),
+        ("zero_points", torch.full((2, 2), -9, dtype=torch.int8)),
+    ],
+)
+def test_groups_that_are_refused(field, value):
+    given = {
+        "levels": torch.zeros(2, 64, dtype=torch.int8),
+        "scales": torch.ones(2, 2),
+        "zero_points": torch.zeros(2, 2, dtype=torch.int8),
+    }
+    with pytest.raises(InvalidProblem) as caught:
+        from_grouped(**given | {field: value})
+    assert (caught.value.subject, caught.value.field) == ("from_grouped", field)
