@@ -249,10 +249,11 @@ def _candidates(codes: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tenso
     """
     span = high - low
     wide = (span + _STEPS - 1).div(_STEPS, rounding_mode="floor").clamp(min=1)
-    # A bound of the error: levels from the smallest code to the largest, as near to each other as they can be. With a
-    # smaller scale, the squares for the smallest and the largest code alone are at least half that of the excess.
-    rest = (codes - low[:, None]).remainder(wide[:, None])
-    rest = torch.minimum(rest, torch.where((low + _STEPS * wide <= _HIGHEST)[:, None], wide[:, None] - rest, rest))
+    # A bound of the error: that of levels from the smallest code to the largest, as near to each other as they can be.
+    # With a smaller scale, the smallest and the largest code alone have at least half the square of the excess.
+    start = torch.minimum(low, _HIGHEST - _STEPS * wide)
+    rest = (codes - start[:, None]).remainder(wide[:, None])
+    rest = torch.minimum(rest, wide[:, None] - rest)
     bound = (rest * rest).sum(1)
     excess = (2 * bound).double().sqrt().ceil().long()
     first = (span - excess + _STEPS - 1).div(_STEPS, rounding_mode="floor").clamp(min=1)
