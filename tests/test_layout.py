@@ -47,6 +47,7 @@ ORDER = (
     "torch.autograd",
     "torch.dequantized_weight",
     "torch.int8_linear",
+    "torch.int4",
     "torch.coded",
     "torch.nonfinite",
     "torch.joined",
