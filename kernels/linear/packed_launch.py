@@ -110,7 +110,7 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
             *parameters.epilogue_parameters(problem),
         ),
         shared=tile.shared(zero_points=problem.shifts_activation),
-        overlaps=True,
+        overlaps=device.overlaps_launches,
     )
     aligned = ("act_q_scratch" if problem.dynamic else "act_q", "weight_q")
     flags = (*tile.flags, f"-DGROUPS={BLOCK // problem.group_size}", *parameters.epilogue_flags(problem))

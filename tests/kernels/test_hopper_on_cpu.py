@@ -23,6 +23,8 @@ from skuda.kernels.linear import (
     SmoothQuantLinearDescriptor,
     hopper,
     packed,
+    packed_launch,
+    packed_warpgroup_launch,
     streamed,
     warpgroup,
 )
@@ -145,6 +147,30 @@ def test_a_packed_weight_is_unpacked_in_front_of_the_kernels_for_8_bit_codes(op,
         check(problem, "expanded_warpgroup", rng, ALONE[-1])
     else:
         check(problem, "expanded_streamed", rng, rng.choice(alone(problem, way)))
+
+
+@pytest.mark.parametrize("size", packed.GROUP_SIZES)
+@pytest.mark.parametrize("most", [8, 16, 32, 64, 130])
+@pytest.mark.parametrize(
+    ("op", "shifted"),
+    sampled(
+        [
+            pytest.param(op, shifted)
+            for op, shifted in product(OPS_OF_LAYERS, (False, True))
+            if op != "quantized_linear" or not shifted
+        ],
+        each=lambda op, shifted: shifted,
+        key="packed-read",
+    ),
+)
+def test_kernels_that_read_packed_weights_equal_the_reference(op, shifted, most, size):
+    rng = fresh(op, shifted, most, size)
+    problem = a_problem(op, (shifted, False), rng, fewest=most // 2 + 1, most=most)
+    problem = problem.model_copy(update={"weight_element": ElementKind.S4, "group_size": size})
+    for variant, rule in (("packed", packed_launch), ("packed_warpgroup", packed_warpgroup_launch)):
+        if variant == "packed_warpgroup" or most <= packed_launch.MOST_TOKENS:
+            names = [choice.name for choice in rule.launch(problem, CARD).choices]
+            check(problem, variant, rng, rng.choice(names))
 
 
 EXTREMES = {

@@ -9,7 +9,7 @@ from products import dynamic, scaled, static
 from support import assert_same_bits, draw, fresh, run
 
 from skuda import ops
-from skuda.dispatch import Dispatcher
+from skuda.dispatch import Dispatcher, PlanPreference
 from skuda.dispatch.shard.layer import Course
 from skuda.dispatch.shard.problems import check, held, problems, traffic
 from skuda.dispatch.shard.shards import Shards
@@ -24,9 +24,9 @@ MAKERS = {"scaled_linear": scaled, "quantized_linear": dynamic, "smoothquant_lin
 GROUPS = {"weight_element": "s4", "group_size": 64}
 
 
-def chosen(problem, device):
+def chosen(problem, device, **preference):
     """Return the explanation of a problem, and the kernel that it names."""
-    found = Dispatcher().explain(problem, device=device)
+    found = Dispatcher().explain(problem, PlanPreference(**preference), device)
     return found, built_in_registry().sku(found.chosen)
 
 
@@ -133,13 +133,29 @@ def test_drawn_weights_have_groups_whose_codes_fit(size, values):
 def test_the_kernel_behind_the_unpacking_is_the_one_for_8_bit_codes_and_the_explanation_says_so(
     problem, device, variant
 ):
-    found, kernel = chosen(problem, device)
+    accepted = Dispatcher().explain(problem, device=device).accepted
+    first = next(decision.sku for decision in accepted if ".expanded_" in decision.sku)
+    found, kernel = chosen(problem, device, sku=first)
     _, on_codes = chosen(problem.on_codes, device)
     assert (on_codes.variant, kernel.variant) == (variant, f"expanded_{variant}")
     assert "the 4-bit weight is unpacked in front: a launch, and a byte of scratch" in str(found)
     _, n, k = problem.sizes
     more = n * (-(-k // 16) * 16)
     assert kernel.workspace_size(problem) == on_codes.workspace_size(problem.on_codes) + more
+
+
+@pytest.mark.parametrize(
+    ("problem", "device", "variant"),
+    [
+        (scaled(m=4, k=4096, **GROUPS), H200, "packed"),
+        (dynamic(m=32, k=4096, **GROUPS), A100, "packed"),
+        (static(m=33, k=4096, **GROUPS), H200, "packed_warpgroup"),
+        (static(m=33, k=4096, **GROUPS), A100, "expanded_mma"),
+        (scaled(m=4, k=1000, **GROUPS), H200, "expanded_mma"),
+    ],
+)
+def test_kernels_that_read_packed_weights_stand_first(problem, device, variant):
+    assert chosen(problem, device)[1].variant == variant
 
 
 def test_the_reference_takes_packed_weights():
