@@ -124,6 +124,7 @@ class Joined(Protocol):
     weight_scale: Tensor
     weight_dtype: torch.dtype
     codes_dtype: torch.dtype
+    group_size: int | None
     bias: Tensor | None
     training: bool
     out_features: int
@@ -188,6 +189,11 @@ class Part(CodedLayer):
     def in_features(self) -> int:  # type: ignore[override]
         """Columns of `weight`."""
         return self.joined.in_features
+
+    @property
+    def group_size(self) -> int | None:
+        """Elements of a group of 4-bit weights; see `Int8Linear`."""
+        return self.joined.group_size
 
     @property
     def weight_dtype(self) -> torch.dtype:  # type: ignore[override]

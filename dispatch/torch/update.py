@@ -37,7 +37,7 @@ def update_(served: nn.Module, trained: nn.Module) -> None:
     check_model("update_", served, None)
     check_model("update_", trained, None)
     for name, layer in int8_layers(served):
-        if layer.weight_q.dtype is torch.uint8:
+        if layer.group_size is not None:
             rule = "have 8-bit weights, those of layers in training: quantize_ the trained model instead"
             raise InvalidProblem("update_", name, "a layer of 4-bit weights", rule)
     given, held = dict(_tensors(trained)), served.state_dict(keep_vars=True)

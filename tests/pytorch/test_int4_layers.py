@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import decoders
 import pytest
 import torch
+import transformers
 from support import fresh
 from tensors import GatedMLP, copies, normal, same
 from torch import nn
 
-from skuda.registry.errors import InvalidProblem
-from skuda.torch import Dynamic, DynamicLinear, Mixed, StaticLinear, dequantize_, fuse_, fused_backend, quantize_
+from skuda.registry.errors import InvalidProblem, InvalidRecord
+from skuda.torch import (
+    Dynamic,
+    DynamicLinear,
+    Mixed,
+    StaticLinear,
+    dequantize_,
+    fuse_,
+    fused_backend,
+    load_,
+    quantize_,
+    save,
+)
 from skuda.torch.exact import exact_
 from skuda.torch.int4 import int4_linear, int4_weight
 from skuda.torch.nonfinite import propagates
+from skuda.torch.transformers import SkudaConfig
 from skuda.torch.update import update_
 
 SIZES = (32, 64, 128, 0)
@@ -271,3 +285,103 @@ def test_exact_models_are_those_of_the_same_codes_and_are_not_updated():
     quantize_(trained, Mixed(), lambda *_: True)
     with pytest.raises(InvalidProblem, match="have 8-bit weights, those of layers in training"):
         update_(model, trained)
+
+
+def same_states(one, other):
+    return one.keys() == other.keys() and all(same(tensor, other[name]) for name, tensor in one.items())
+
+
+def blocks():
+    return nn.ModuleDict({name: GatedMLP(40, 48) for name in "abc"}).eval()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a checkpoint of layers of all widths, and their tensors."""
+    model = blocks()
+    quantize_(model, Dynamic(weights="int4"), lambda _, name: name.startswith("a"))
+    quantize_(model, Dynamic(weights="int4", group_size=32), lambda _, name: name.startswith("b"))
+    quantize_(model, Dynamic(), lambda _, name: name == "c.up_proj")
+    states = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fuse_(model["a"])
+    save(model, tmp_path)
+    return tmp_path, states
+
+
+def test_what_is_saved_is_loaded_bit_for_bit(saved, tmp_path):
+    folder, states = saved
+    model = blocks()
+    assert len(load_(model, folder)) == 7
+    assert [model[name].up_proj.group_size for name in "abc"] == [128, 32, None]
+    assert same_states(model.state_dict(), states)
+    save(model, tmp_path / "again")
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / file).read_bytes() == (folder / file).read_bytes()
+
+
+def test_a_fused_model_loads_weights_of_its_own_width_and_groups(saved):
+    folder, states = saved
+    model = blocks()
+    fuse_(packed(model["a"]))
+    load_(model, folder)
+    assert type(model["a"].up_proj).__name__ == "Part"
+    assert same_states(model.state_dict(), states)
+    for how in (Dynamic(), Dynamic(weights="int4", group_size=64)):
+        model = blocks()
+        quantize_(model["a"], how)
+        fuse_(model["a"])
+        with pytest.raises(InvalidRecord, match=r"a\.gate_proj\.weight must be .*load before fuse_"):
+            load_(model, folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda config, _: config.update(quant_method="compressed-tensors"), "format must be"),
+        (lambda _, group: group.update(format="int-quantized"), "strategy must be"),
+        (lambda _, group: group["weights"].update(group_size=64), "tensor .*weight must be torch.uint8 of shape"),
+        (lambda _, group: group["weights"].update(group_size=48), "group_size must be 32 or 64 or 128"),
+        (lambda _, group: group["weights"].update(num_bits=8), "num_bits must be 4"),
+        (lambda _, group: group["weights"].update(symmetric=True), "symmetric must be false"),
+        (lambda _, group: group["input_activations"].update(dynamic=False), "dynamic must be true"),
+    ],
+)
+def test_a_scheme_of_4_bits_that_is_not_served_is_refused_by_its_name(change, error, saved):
+    folder, _ = saved
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    fields = config["quantization_config"]
+    change(fields, fields["config_groups"]["group_0"])
+    file.write_text(json.dumps(config))
+    with pytest.raises(InvalidRecord, match=error):
+        load_(blocks(), folder)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_transformers_quantizes_saves_and_loads_4_bit_layers(exact, tmp_path):
+    rng = fresh(exact)
+    decoders.small("Qwen2", rng).save_pretrained(tmp_path / "floats")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    given = {"attn_implementation": "skuda"}
+    config = SkudaConfig(weights="int4", group_size=32, exact=exact)
+    model = load(tmp_path / "floats", quantization_config=config, **given)
+    layers = [layer for layer in model.modules() if isinstance(layer, DynamicLinear)]
+    assert {layer.group_size for layer in layers} == {32}
+    ids = torch.from_numpy(rng.integers(1, 64, (2, 9)))
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+    states = model.state_dict()
+    model.save_pretrained(tmp_path / "one")
+    save(model, tmp_path / "two")
+    for folder in ("one", "two"):
+        again = load(tmp_path / folder, **given)
+        assert same_states(again.state_dict(), states)
+        if exact:
+            exact_(again)
+        with torch.no_grad():
+            assert same(again(ids, use_cache=False).logits, want)
+
+
+def test_a_config_of_transformers_refuses_what_dynamic_refuses():
+    with pytest.raises(InvalidProblem, match="group_size must be 32, 64, 128"):
+        SkudaConfig(weights="int4", group_size=16)
