@@ -1,9 +1,9 @@
 """Linear layers whose product runs in int8: modules with codes and scales as buffers.
 
 The buffers have the names, dtypes and shapes of the compressed-tensors format, so ``state_dict`` has the tensors of a
-checkpoint: `weight` s8 [N, K], `weight_scale` [N, 1], `input_scale` [1]. Casting a module, as `model.bfloat16()` does,
-does not cast scales, because that would change the meaning of the codes. Inputs may have any number of leading axes.
-Under autocast they are cast like the inputs of `torch.nn.functional.linear`.
+checkpoint: `weight` s8 [N, K], `weight_scale` [N, 1], `input_scale` [1]. A weight of 4 bits is packed, u8. Casting a
+module, as `model.bfloat16()` does, does not cast scales, because that would change the meaning of the codes. Inputs may
+have any number of leading axes. Under autocast they are cast like the inputs of `torch.nn.functional.linear`.
 
 The attribute `weight` is not the buffer: it reads as the weight that the codes stand for, so that code that was written
 for `torch.nn.Linear` gets what it expects. The codes are the attribute `weight_q`.
