@@ -8,7 +8,7 @@ may be shorter. `skuda.kernels.linear.packed` has the layout that kernels read.
 from __future__ import annotations
 
 from math import inf
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,14 @@ class Int4Weight(NamedTuple):
     group_offset: Tensor
     channel_scale: Tensor
 
+    def packed(self, group_size: int) -> Tensor:
+        """Return the weight in the layout that kernels read; `group_size` 0 stands for one group a row."""
+        # All codes are s8, so none can misfit.
+        packed, _ = torch.ops.skuda.pack_weight.default(
+            self.levels, self.group_scale.int(), self.group_offset.int(), group_size=group_size
+        )
+        return cast("Tensor", packed)
+
     def codes(self) -> Tensor:
         """Return the codes, s8 of shape (N, K)."""
         scale, offset = (_spread(part, self.levels) for part in (self.group_scale, self.group_offset))
@@ -56,11 +64,8 @@ class Int4Weight(NamedTuple):
 def int4_linear(linear: nn.Linear, group_size: int = 128) -> DynamicLinear:
     """Return the layer of the 4-bit weight of a layer; arguments and errors as `int4_weight`."""
     made = int4_weight(linear.weight, group_size)
-    packed, _ = torch.ops.skuda.pack_weight.default(  # the second is 0, because every code is an s8
-        made.levels, made.group_scale.int(), made.group_offset.int(), group_size=group_size
-    )
-    width = linear.in_features
-    return DynamicLinear(packed, made.channel_scale, linear.bias, dtype=linear.weight.dtype, in_features=width)
+    given = made.packed(group_size), made.channel_scale, linear.bias
+    return DynamicLinear(*given, dtype=linear.weight.dtype, in_features=linear.in_features)
 
 
 def check_group_size(subject: str, group_size: object) -> None:

@@ -151,7 +151,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
         """Whether a tensor of a file need not have the shape of the attribute: a packed weight, which checks itself."""
-        owner, _, name = param_name.rpartition(".")
+        owner, name = param_name.rpartition(".")[::2]
         return name == "weight" and getattr(model.get_submodule(owner), "group_size", None) is not None
 
     def _process_model_before_weight_loading(
