@@ -32,6 +32,7 @@ from skuda.torch.nonfinite import propagates
 from skuda.torch.transformers import SkudaConfig
 from skuda.torch.update import update_
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 SIZES = (32, 64, 128, 0)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -115,6 +116,12 @@ def test_compiled_layers_have_the_same_bits():
             x = normal(rng, rows, 2, 130)
             assert same(compiled(x), model(x))
         assert same(weight(model), model[0].weight * 2)
+    grads = []
+    for each in (model, compiled):
+        x = normal(fresh("x"), 3, 2, 130).requires_grad_()
+        each(x).sum().backward()
+        grads.append(x.grad)
+    assert same(*grads)
 
 
 def test_copies_casts_and_loaded_states_keep_the_codes():
