@@ -70,6 +70,8 @@ class Int8Linear(CodedLayer):
     """The class of the whole layer, for a rank's part. None for a class that is unknown here."""
     original: str = "Linear"
     """The class of the layer in floating point: ``Linear``, or ``Conv1D`` of transformers."""
+    codes_dtype: torch.dtype = torch.int8
+    """Dtype of the codes."""
     group_size: int | None = None
     """Elements of a group of 4-bit weights, with one scale and offset; 128 for whole rows. None for 8-bit ones."""
     bias: Tensor | None
@@ -90,7 +92,7 @@ class Int8Linear(CodedLayer):
             if tuple(weight.shape) not in shapes:
                 rule = f"be packed, of shape {' or '.join(str(list(shape)) for shape in shapes)}"
                 self._refuse("weight", weight, rule)
-            self.group_size = shapes[tuple(weight.shape)]
+            self.codes_dtype, self.group_size = weight.dtype, shapes[tuple(weight.shape)]
             self.family = (self.op, self.out_features, *weight.shape)
         elif weight.dtype is not torch.int8 or weight.dim() != 2:
             self._refuse("weight", weight, "be int8 of shape [N, K], or packed, uint8, with in_features")
@@ -111,11 +113,6 @@ class Int8Linear(CodedLayer):
         if codes.dtype is not self.codes_dtype:
             codes = self._buffers["weight"] = codes_in(type(self).__name__, codes, self.codes_dtype)
         return codes
-
-    @property
-    def codes_dtype(self) -> torch.dtype:
-        """Dtype of the codes."""
-        return torch.int8 if self.group_size is None else torch.uint8
 
     def _set_codes(self, name: str, value: Any) -> None:
         """Take codes, which loaders set under the name of the buffer. Refuse anything else."""

@@ -12,6 +12,7 @@ import transformers
 from support import fresh
 from tensors import GatedMLP, copies, normal, same
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.torch import (
@@ -29,6 +30,7 @@ from skuda.torch import (
 from skuda.torch.exact import exact_
 from skuda.torch.int4 import int4_linear, int4_weight
 from skuda.torch.nonfinite import propagates
+from skuda.torch.replaceable_layers import as_linear, original_of
 from skuda.torch.transformers import SkudaConfig
 from skuda.torch.update import update_
 
@@ -362,6 +364,20 @@ def test_a_scheme_of_4_bits_that_is_not_served_is_refused_by_its_name(change, er
     file.write_text(json.dumps(config))
     with pytest.raises(InvalidRecord, match=error):
         load_(blocks(), folder)
+
+
+def test_a_conv1d_becomes_a_layer_of_4_bits(tmp_path):
+    rng = fresh()
+    model, again = (nn.ModuleDict({"a": Conv1D(21, 40)}) for _ in range(2))
+    with torch.no_grad():
+        model["a"].weight.copy_(normal(rng, 40, 21))
+    linear = as_linear(model["a"])
+    packed(model, 32)
+    assert same(model["a"].weight_q, int4_linear(linear, 32).weight_q)
+    save(model, tmp_path)
+    load_(again, tmp_path)
+    assert same_states(again.state_dict(), model.state_dict())
+    assert original_of(again["a"]) == "Conv1D"
 
 
 @pytest.mark.parametrize("exact", [False, True])
