@@ -8,15 +8,15 @@ may be shorter. `skuda.kernels.linear.packed` has the layout that kernels read.
 from __future__ import annotations
 
 from math import inf
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from skuda.kernels.linear.packed import GROUP_SIZES
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.int8_linear import quantized_weight
+from skuda.torch.int8_linear import DynamicLinear, quantized_weight
 
 _STEPS = 15
 """The largest level."""
@@ -47,10 +47,32 @@ class Int4Weight(NamedTuple):
     group_offset: Tensor
     channel_scale: Tensor
 
+    def packed(self, group_size: int) -> Tensor:
+        """Return the weight in the layout that kernels read; `group_size` 0 stands for one group a row."""
+        # All codes are s8, so none can misfit.
+        packed, _ = torch.ops.skuda.pack_weight.default(
+            self.levels, self.group_scale.int(), self.group_offset.int(), group_size=group_size
+        )
+        return cast("Tensor", packed)
+
     def codes(self) -> Tensor:
         """Return the codes, s8 of shape (N, K)."""
         scale, offset = (_spread(part, self.levels) for part in (self.group_scale, self.group_offset))
         return (self.levels * scale).to(torch.int8) + offset  # modulo 256, like kernels
+
+
+def int4_linear(linear: nn.Linear, group_size: int = 128) -> DynamicLinear:
+    """Return the layer of the 4-bit weight of a layer; arguments and errors as `int4_weight`."""
+    made = int4_weight(linear.weight, group_size)
+    given = made.packed(group_size), made.channel_scale, linear.bias
+    return DynamicLinear(*given, dtype=linear.weight.dtype, in_features=linear.in_features)
+
+
+def check_group_size(subject: str, group_size: object) -> None:
+    """Raise `InvalidProblem` unless `int4_weight` has such groups."""
+    if isinstance(group_size, bool) or group_size not in (0, *GROUP_SIZES):
+        rule = f"be {', '.join(map(str, GROUP_SIZES))}, or 0 for one group a row"
+        raise InvalidProblem(subject, "group_size", shown(group_size), rule)
 
 
 def int4_weight(weight: Tensor, group_size: int = 128) -> Int4Weight:
@@ -74,9 +96,7 @@ def int4_weight(weight: Tensor, group_size: int = 128) -> Int4Weight:
     InvalidProblem
         If the weight is not a finite matrix of such a dtype, or for another group size.
     """
-    if isinstance(group_size, bool) or group_size not in (0, *GROUP_SIZES):
-        rule = f"be {', '.join(map(str, GROUP_SIZES))}, or 0 for one group a row"
-        raise InvalidProblem("int4_weight", "group_size", shown(group_size), rule)
+    check_group_size("int4_weight", group_size)
     codes, channel_scale = quantized_weight(weight)
     (n, k), size = codes.shape, group_size or max(codes.shape[1], 1)
     levels = torch.empty_like(codes, dtype=torch.uint8)
