@@ -83,7 +83,7 @@ class Tensors:
         if dtype not in allowed or shape not in shapes:
             words = " or ".join(str(each) for each in allowed), " or ".join(str(list(each)) for each in shapes)
             had = _text(self.kinds[full]) if full in self.kinds else "nothing"
-            self._refuse(full, had, f"be {words[0]} of shape {words[1]}")
+            self.refuse(name, had, f"be {words[0]} of shape {words[1]}")
         self._left.discard(full)
         return self._read(full)
 
@@ -92,15 +92,17 @@ class Tensors:
         if name in self:
             zeros = self.take(name, _CODES, self.kinds[self._prefix + name][1])
             if bool(zeros.any()):
-                self._refuse(self._prefix + name, "other codes", "be 0: the config says that this is symmetric")
+                self.refuse(name, "other codes", "be 0: the config says that this is symmetric")
 
     def finish(self) -> None:
         """Raise if a tensor with the prefix was not taken."""
         for name in sorted(name for name in self._left if name.startswith(self._prefix)):
-            self._refuse(name, _text(self.kinds[name]), "be absent: the model has no such tensor, or another scheme")
+            rule = "be absent: the model has no such tensor, or another scheme"
+            self.refuse(name.removeprefix(self._prefix), _text(self.kinds[name]), rule)
 
-    def _refuse(self, name: str, had: str, rule: str) -> NoReturn:
-        raise InvalidRecord(self.source, f"tensor {name}", had, rule)
+    def refuse(self, name: str, had: str, rule: str) -> NoReturn:
+        """Raise `InvalidRecord` for a tensor."""
+        raise InvalidRecord(self.source, f"tensor {self._prefix}{name}", had, rule)
 
 
 def int8_layer(
