@@ -30,7 +30,8 @@ if TYPE_CHECKING:  # both import this module
     from skuda.torch.scheme import _Reader
     from skuda.torch.stored import Tensors
 
-PACKED = "pack-quantized"
+PACK_QUANTIZED = "pack-quantized"
+"""The format with eight values in a word."""
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 _TENSORS = {"scales": "weight_scale", "zero_points": "weight_zero_point"}
 """The tensors of arguments of `from_grouped`."""
@@ -75,7 +76,7 @@ class Int4Format(NamedTuple):
         weights.absent("block_structure")
         weights.free("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
         weights.finish()
-        return cls(size if groups else 0, symmetric, file_format == PACKED)
+        return cls(size if groups else 0, symmetric, file_format == PACK_QUANTIZED)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a config's `weights`."""
@@ -90,7 +91,12 @@ class Int4Format(NamedTuple):
 
 
 def read_int4(
-    found: Tensors, shape: tuple[int, int], stored: Int4Format, *, round_scales: bool = False
+    found: Tensors,
+    shape: tuple[int, int],
+    stored: Int4Format,
+    *,
+    device: torch.device | None = None,
+    round_scales: bool = False,
 ) -> tuple[Int4Weight, float]:
     """Read the weight of a layer.
 
@@ -104,6 +110,8 @@ def read_int4(
     shape : tuple of int
         N and K.
     stored : Int4Format
+    device : device, optional
+        Where to compute and hold the result. By default where the tensors are.
     round_scales : bool
         Whether scales of groups may become the nearest multiples, as `from_grouped` finds them.
 
@@ -121,27 +129,31 @@ def read_int4(
         are not multiples.
     """
     n, k = shape
+
+    def taken(name: str, dtypes: torch.dtype | tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
+        return found.take(name, dtypes, *shapes).detach().to(device)
+
     groups = -(-k // stored.group_size) if stored.group_size else 1
     flat = ((n,),) if groups == 1 else ()
-    scales = found.take("weight_scale", _SCALES, (n, groups), *flat).reshape(n, groups)
+    scales = taken("weight_scale", _SCALES, (n, groups), *flat).reshape(n, groups)
     if stored.packed:
-        words = found.take("weight_packed", torch.int32, (n, -(-k // 8)))
-        own = found.take("weight_shape", (torch.int64, torch.int32), (2,)).tolist()
+        words = taken("weight_packed", torch.int32, (n, -(-k // 8)))
+        own = taken("weight_shape", (torch.int64, torch.int32), (2,)).tolist()
         if own != [n, k]:
             found.refuse("weight_shape", str(own), f"be {[n, k]}, as in the model")
         levels = _values(words, k)
     else:
-        levels = found.take("weight", torch.int8, (n, k))
+        levels = taken("weight", torch.int8, (n, k))
         if bool(((levels < -8) | (levels > 7)).any()):
             found.refuse("weight", "other values", "be -8 to 7: the config says that it has 4 bits")
     zero_points = None
     if stored.symmetric:
         found.take_zeros("weight_zero_point")
     elif stored.packed:
-        words = found.take("weight_zero_point", torch.int32, (-(-n // 8), groups))
+        words = taken("weight_zero_point", torch.int32, (-(-n // 8), groups))
         zero_points = _values(words.T, n).T.contiguous()
     else:
-        zero_points = found.take("weight_zero_point", torch.int8, (n, groups), *flat).reshape(n, groups)
+        zero_points = taken("weight_zero_point", torch.int8, (n, groups), *flat).reshape(n, groups)
     try:
         made, difference = from_grouped(levels, scales, zero_points)
     except InvalidProblem as error:

@@ -54,7 +54,7 @@ def found(tensors):
 
 def read(tensors, stored, **options):
     given = found(tensors)
-    made = read_int4(given, (N, K), stored, **options)
+    made = read_int4(given, (N, K), stored, device=torch.device("cpu"), **options)
     given.finish()
     return made
 
@@ -97,12 +97,31 @@ def test_other_scales_are_rounded_only_if_that_is_asked(symmetric):
     with pytest.raises(InvalidRecord, match=rf"block\.up\.weight_scale must .* up to {difference:.2g} of a scale"):
         read(tensors, stored)
     with pytest.warns(UserWarning, match=rf"^2 layers .* {difference:.2g} of a scale, in block\.up$"):
-        warn_rounded({"a": difference / 2, "block.up": difference, "b": 0.0}, stacklevel=1)
+        warn_rounded({"down": difference / 2, "block.up": difference, "b": 0.0}, stacklevel=1)
 
 
 def test_exact_scales_are_no_warning(recwarn):
     warn_rounded({"block.up": 0.0}, stacklevel=1)
     assert not recwarn
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_large_multiples_of_few_values_are_exact(symmetric):
+    """Values of -1, 0 and 1, behind zero points that the format could not shift by with such scales."""
+    rng, stored = fresh(symmetric), Int4Format(64, symmetric)
+    values = torch.from_numpy(rng.integers(-1, 2, (N, 4, 64))).to(torch.int8)
+    values[:, :, 0] = 1
+    zero = torch.from_numpy(rng.integers(-7, 7, (N, 4))).to(torch.int8) * (not symmetric)
+    scale = torch.from_numpy(rng.integers(17, 128, (N, 4)) / 64).float()
+    tensors = {"weight": (values + zero[:, :, None]).view(N, K), "weight_scale": scale}
+    tensors |= {} if symmetric else {"weight_zero_point": zero}
+    made, difference = read(tensors, stored)
+    assert difference == 0
+    assert torch.equal(value_of(made, torch.float32), (values * scale[:, :, None]).view(N, K))
+    written, _ = int4_tensors("block.up", made, symmetric=symmetric)
+    if symmetric:
+        assert all(same(written[name], tensors[name]) for name in tensors)
+    assert torch.equal(written["weight_scale"], scale)
 
 
 def test_negative_scales_and_groups_of_zeros_keep_their_values():
