@@ -8,6 +8,9 @@ The tensors of an int8 layer are the buffers of the modules of `skuda.torch`:
 - With smoothing factors: `smooth`, f32 of shape (K,). The checkpoint then has ``quant_method: skuda``, because readers
   of other projects would ignore the factors.
 
+Packed 4-bit weights are u8; see `skuda.kernels.linear.packed`. Only skuda reads them: ``quant_method: skuda``, and
+``format: skuda-int4`` of their group.
+
 The layer of a `Conv1D` of transformers, whose weight is (K, N), has the same tensors. Readers of other projects would
 expect codes (K, N), so such a checkpoint has ``quant_method: skuda``, too.
 
@@ -128,7 +131,11 @@ def _copies_of_part(source: str, name: str, part: Part, layer: Int8Linear) -> It
         if tensor.dtype is not view.dtype:
             rule = f"be {view.dtype}, as in the model, where fuse_ has joined it with others: load before fuse_"
             raise InvalidRecord(source, f"tensor {name}.{own}", str(tensor.dtype), rule)
-        yield view, part.joined.held_of(part.number, tensor)
+        here = part.joined.held_of(part.number, tensor)
+        if here.shape != view.shape:
+            rule = f"be {list(view.shape)}, as in the model, where fuse_ has joined it with others: load before fuse_"
+            raise InvalidRecord(source, f"tensor {name}.{own}", f"shape {list(here.shape)}", rule)
+        yield view, here
 
 
 def _copies(state: dict[str, Tensor], layers: Container[str], tensors: Tensors) -> Iterator[tuple[Tensor, Tensor]]:

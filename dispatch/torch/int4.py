@@ -11,12 +11,12 @@ from math import inf
 from typing import NamedTuple, NoReturn, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from skuda.kernels.linear.packed import GROUP_SIZES
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.int8_linear import quantized_weight
+from skuda.torch.int8_linear import DynamicLinear, quantized_weight
 
 _STEPS = 15
 """The largest level."""
@@ -61,6 +61,20 @@ class Int4Weight(NamedTuple):
         return (self.levels * scale).to(torch.int8) + offset  # modulo 256, like kernels
 
 
+def int4_linear(linear: nn.Linear, group_size: int = 128) -> DynamicLinear:
+    """Return the layer of the 4-bit weight of a layer; arguments and errors as `int4_weight`."""
+    made = int4_weight(linear.weight, group_size)
+    given = made.packed(group_size), made.channel_scale, linear.bias
+    return DynamicLinear(*given, dtype=linear.weight.dtype, in_features=linear.in_features)
+
+
+def check_group_size(subject: str, group_size: object) -> None:
+    """Raise `InvalidProblem` unless `int4_weight` has such groups."""
+    if isinstance(group_size, bool) or group_size not in (0, *GROUP_SIZES):
+        rule = f"be {', '.join(map(str, GROUP_SIZES))}, or 0 for one group a row"
+        raise InvalidProblem(subject, "group_size", shown(group_size), rule)
+
+
 def int4_weight(weight: Tensor, group_size: int = 128) -> Int4Weight:
     """Quantize a weight of shape (N, K) to 4 bits, rounding to the nearest level.
 
@@ -82,9 +96,7 @@ def int4_weight(weight: Tensor, group_size: int = 128) -> Int4Weight:
     InvalidProblem
         If the weight is not a finite matrix of such a dtype, or for another group size.
     """
-    if isinstance(group_size, bool) or group_size not in (0, *GROUP_SIZES):
-        rule = f"be {', '.join(map(str, GROUP_SIZES))}, or 0 for one group a row"
-        raise InvalidProblem("int4_weight", "group_size", shown(group_size), rule)
+    check_group_size("int4_weight", group_size)
     codes, channel_scale = quantized_weight(weight)
     (n, k), size = codes.shape, group_size or max(codes.shape[1], 1)
     levels = torch.empty_like(codes, dtype=torch.uint8)

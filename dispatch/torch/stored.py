@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor
 
+from skuda.kernels.linear.packed import shape_of
 from skuda.registry.errors import InvalidRecord
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.replaceable_layers import original_of, sizes_of
@@ -133,14 +134,17 @@ def int8_layer(
     def taken(name: str, dtypes: torch.dtype | tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
         return found.take(name, dtypes, *shapes).detach().to(device, copy=True)
 
-    weight = taken("weight", torch.int8, (n, k))
+    if group.group_size is None:
+        weight = taken("weight", torch.int8, (n, k))
+    else:
+        weight = taken("weight", torch.uint8, shape_of(n, k, group.group_size))
     scale = taken("weight_scale", _SCALES, *(_ONE if group.per_tensor else ((n, 1), (n,))))
     scale = scale.reshape(-1, 1).expand(n, 1).contiguous()
     bias = None if module.bias is None else taken("bias", module.bias.dtype, (n,))
     found.take_zeros("weight_zero_point")
     made: DynamicLinear | StaticLinear
     if group.activation is ActivationScheme.DYNAMIC:
-        made = DynamicLinear(weight, scale, bias, dtype=dtype)
+        made = DynamicLinear(weight, scale, bias, dtype=dtype, in_features=k)
     else:
         shifted = group.activation is ActivationScheme.SHIFTED
         if not shifted:
