@@ -11,6 +11,7 @@ from torch import Tensor
 
 from skuda.kernels.linear.packed import shape_of
 from skuda.registry.errors import InvalidRecord
+from skuda.torch.int4_checkpoint import read_int4
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.replaceable_layers import original_of, sizes_of
 from skuda.torch.scheme import ActivationScheme, SchemeGroup
@@ -107,7 +108,12 @@ class Tensors:
 
 
 def int8_layer(
-    module: Any, group: SchemeGroup, found: Tensors, *, smooth: bool = False
+    module: Any,
+    group: SchemeGroup,
+    found: Tensors,
+    *,
+    smooth: bool = False,
+    rounded: Callable[[float], object] | None = None,
 ) -> DynamicLinear | StaticLinear:
     """Return the int8 replacement of a module, on its device. It shares no memory with the stored tensors.
 
@@ -121,6 +127,8 @@ def int8_layer(
         The layer's tensors.
     smooth : bool
         Whether the layer may have smoothing factors.
+    rounded : callable, optional
+        Allows rounded group scales of 4-bit weights, and takes their largest difference; see `read_int4`.
 
     Raises
     ------
@@ -134,14 +142,20 @@ def int8_layer(
     def taken(name: str, dtypes: torch.dtype | tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
         return found.take(name, dtypes, *shapes).detach().to(device, copy=True)
 
-    if group.group_size is None:
-        weight = taken("weight", torch.int8, (n, k))
+    if group.int4 is not None:
+        four, difference = read_int4(found, (n, k), group.int4, device=device, round_scales=rounded is not None)
+        weight, scale = four.packed(group.int4.group_size), four.channel_scale[:, None]
+        if rounded is not None:
+            rounded(difference)
     else:
-        weight = taken("weight", torch.uint8, shape_of(n, k, group.group_size))
-    scale = taken("weight_scale", _SCALES, *(_ONE if group.per_tensor else ((n, 1), (n,))))
-    scale = scale.reshape(-1, 1).expand(n, 1).contiguous()
+        if group.group_size is None:
+            weight = taken("weight", torch.int8, (n, k))
+        else:
+            weight = taken("weight", torch.uint8, shape_of(n, k, group.group_size))
+        scale = taken("weight_scale", _SCALES, *(_ONE if group.per_tensor else ((n, 1), (n,))))
+        scale = scale.reshape(-1, 1).expand(n, 1).contiguous()
+        found.take_zeros("weight_zero_point")
     bias = None if module.bias is None else taken("bias", module.bias.dtype, (n,))
-    found.take_zeros("weight_zero_point")
     made: DynamicLinear | StaticLinear
     if group.activation is ActivationScheme.DYNAMIC:
         made = DynamicLinear(weight, scale, bias, dtype=dtype, in_features=k)
