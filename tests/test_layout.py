@@ -48,6 +48,7 @@ ORDER = (
     "torch.dequantized_weight",
     "torch.int8_linear",
     "torch.int4",
+    "torch.int4_checkpoint",
     "torch.coded",
     "torch.nonfinite",
     "torch.joined",

@@ -57,7 +57,7 @@ class Int4Weight(NamedTuple):
 
     def codes(self) -> Tensor:
         """Return the codes, s8 of shape (N, K)."""
-        scale, offset = (_spread(part, self.levels) for part in (self.group_scale, self.group_offset))
+        scale, offset = (spread(part, self.levels) for part in (self.group_scale, self.group_offset))
         return (self.levels * scale).to(torch.int8) + offset  # modulo 256, like kernels
 
 
@@ -146,7 +146,7 @@ def from_grouped(levels: Tensor, scales: Tensor, zero_points: Tensor | None = No
         _refuse("levels", levels, "be int8 of shape [N, K], in -8..7")
     n, k = levels.shape
     fits = scales.dim() == 2 and len(scales) == n and scales.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    size = _group_size(k, scales.shape[1]) if fits else None
+    size = width_of(k, scales.shape[1]) if fits else None
     if size is None or not bool(scales.isfinite().all()):
         _refuse("scales", scales, f"be finite floats of shape [{n}, groups], groups of 32, 64, 128 or all elements")
     if zero_points is not None and (
@@ -155,20 +155,17 @@ def from_grouped(levels: Tensor, scales: Tensor, zero_points: Tensor | None = No
         _refuse("zero_points", zero_points, f"be int8 of shape {list(scales.shape)}, in -8..7")
     shift = torch.zeros_like(scales, dtype=torch.int8) if zero_points is None else zero_points
     sign = torch.where(scales < 0, -1, 1).to(torch.int8)
-    values = (levels - _spread(shift, levels)) * _spread(sign, levels)
-    group = torch.arange(k, device=levels.device) // size
-    low, high = (
-        values.new_zeros(scales.shape).scatter_reduce_(1, group.expand(n, k), values, how, include_self=False).int()
-        for how in ("amin", "amax")
-    )
+    values = (levels - spread(shift, levels)) * spread(sign, levels)
+    low, high = ends(values, scales.shape[1])
     largest = torch.maximum(-low, high)
-    room = torch.minimum(_LOWEST // low.clamp(max=-1), _HIGHEST // high.clamp(min=1))
+    below, above = _LOWEST // low.clamp(max=-1), _HIGHEST // high.clamp(min=1)
+    room = torch.where(high > 0, torch.minimum(below, above), below)
     wanted = scales.detach().double().abs() * (largest > 0)  # of a group of zeros, any scale will do
     channel = _channel_scale(wanted, room, largest)
     multiple = torch.minimum((wanted / channel).round(), room)
     difference = (multiple * channel - wanted).abs() / wanted.clamp(min=torch.finfo(wanted.dtype).tiny)
     made = Int4Weight(
-        (values - _spread(low.to(torch.int8), values)).to(torch.uint8),
+        (values - spread(low.to(torch.int8), values)).to(torch.uint8),
         multiple.to(torch.uint8),
         (low * multiple).to(torch.int8),
         channel[:, 0].float(),
@@ -194,16 +191,29 @@ def _channel_scale(wanted: Tensor, room: Tensor, largest: Tensor) -> Tensor:
     return channel
 
 
-def _group_size(k: int, groups: int) -> int | None:
+def ends(elements: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest element of each of a row's groups, s32; 0 for a group without elements."""
+    n, k = elements.shape
+    size = width_of(k, groups)
+    assert size is not None
+    group = torch.arange(k, device=elements.device) // size
+    low, high = (
+        elements.new_zeros(n, groups).scatter_reduce_(1, group.expand(n, k), elements, how, include_self=False)
+        for how in ("amin", "amax")
+    )
+    return low.int(), high.int()
+
+
+def width_of(k: int, groups: int) -> int | None:
     """Return the elements of a group, given how many groups a row has; None if there are no such groups."""
     sizes = (size for size in GROUP_SIZES if -(-k // size) == groups)
     return next(sizes, max(k, 1) if groups == 1 else None)
 
 
-def _spread(groups: Tensor, elements: Tensor) -> Tensor:
+def spread(groups: Tensor, elements: Tensor) -> Tensor:
     """Return the value of every element's group."""
     k, count = elements.shape[1], groups.shape[1]
-    size = _group_size(k, count)
+    size = width_of(k, count)
     assert size is not None
     return groups.repeat_interleave(size, 1, output_size=count * size)[:, :k]
 

@@ -1,8 +1,8 @@
 """`Scheme`: the `quantization_config` of a compressed-tensors checkpoint, which says how layers are quantized.
 
-Only W8A8 with symmetric weights is supported, and skuda's own packed 4-bit weights. A weight has one scale, or one per
-output channel. Activations have a dynamic scale per token, or one scale from calibration. Any other field is refused by
-name, so that no checkpoint is misread.
+Only W8A8 with symmetric weights is supported, and 4-bit weights with dynamic activations. A weight of 8 bits has one
+scale, or one per output channel. Activations have a dynamic scale per token, or one scale from calibration. Any other
+field is refused by name, so that no checkpoint is misread.
 
 Source: the package compressed-tensors 0.20. The tests read a config that it wrote.
 """
@@ -21,6 +21,7 @@ from torch import nn
 from skuda.kernels.linear.packed import GROUP_SIZES
 from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.registry.text import shown
+from skuda.torch.int4_checkpoint import PACK_QUANTIZED, Int4Format
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import Part, int8_layers, is_joined
 from skuda.torch.replaceable_layers import hooked, is_conv1d, original_of
@@ -95,12 +96,15 @@ class SchemeGroup:
         Whether a weight has a single scale instead of one per output channel.
     group_size : int or None
         Elements of a group of packed 4-bit weights. None for weights of 8 bits.
+    int4 : Int4Format or None
+        How 4-bit weights are stored in the format of other projects.
     """
 
     targets: tuple[str, ...]
     activation: ActivationScheme
     per_tensor: bool = False
     group_size: int | None = None
+    int4: Int4Format | None = None
 
     @property
     def format(self) -> str:
@@ -233,11 +237,11 @@ class Scheme:
         Raises
         ------
         InvalidRecord
-            For any scheme but W8A8 with symmetric weights, or skuda's own with 4 bits. The error names the field.
+            For any scheme but W8A8 with symmetric weights, and W4A8. The error names the field.
         """
         read = _Reader(source, "quantization_config", fields)
         own = read.one_of("quant_method", [METHOD, OWN_METHOD]) == OWN_METHOD
-        formats = [FORMAT, PACKED] if own else [FORMAT]
+        formats = [FORMAT, PACK_QUANTIZED, PACKED] if own else [FORMAT, PACK_QUANTIZED]
         given = read.one_of("format", formats)
         read.one_of("quantization_status", ["compressed"], default="compressed")
         read.absent("kv_cache_scheme", "sparsity_config", "transform_config", "moe_sparsity_config")
@@ -255,15 +259,20 @@ class Scheme:
 
 def _group_of(read: _Reader, formats: list[str], default: str) -> SchemeGroup:
     """Read a group. Its format is one of `formats`, by default that of all groups."""
-    packed = (read.one_of("format", [*formats, None], default=None) or default) == PACKED
+    stored_as = read.one_of("format", [*formats, None], default=None) or default
+    packed, int4 = stored_as == PACKED, None
+    per_tensor, group_size = False, None
     weights = _Reader(read.source, f"{read.place}.weights", read.take("weights"))
-    per_tensor = weights.one_of("strategy", ["group"] if packed else ["channel", "tensor"]) == "tensor"
-    weights.one_of("dynamic", [False], default=False)
-    weights.one_of("symmetric", [not packed], default=True)
-    group_size = weights.one_of("group_size", [*GROUP_SIZES]) if packed else None
-    weights.common(bits=4 if packed else 8)
+    if not packed and (stored_as == PACK_QUANTIZED or weights.fields.get("num_bits") == 4):
+        int4 = Int4Format.read(weights, stored_as)
+    else:
+        per_tensor = weights.one_of("strategy", ["group"] if packed else ["channel", "tensor"]) == "tensor"
+        weights.one_of("dynamic", [False], default=False)
+        weights.one_of("symmetric", [not packed], default=True)
+        group_size = weights.one_of("group_size", [*GROUP_SIZES]) if packed else None
+        weights.common(bits=4 if packed else 8)
     inputs = _Reader(read.source, f"{read.place}.input_activations", read.take("input_activations"))
-    dynamic = inputs.one_of("dynamic", [True] if packed else [False, True], default=False)
+    dynamic = inputs.one_of("dynamic", [True] if packed or int4 else [False, True], default=False)
     inputs.one_of("strategy", ["token" if dynamic else "tensor"])
     symmetric = inputs.one_of("symmetric", [True] if dynamic else [True, False], default=True)
     inputs.common()
@@ -271,7 +280,7 @@ def _group_of(read: _Reader, formats: list[str], default: str) -> SchemeGroup:
     targets = read.targets("targets")
     read.finish()
     static = ActivationScheme.STATIC if symmetric else ActivationScheme.SHIFTED
-    return SchemeGroup(targets, ActivationScheme.DYNAMIC if dynamic else static, per_tensor, group_size)
+    return SchemeGroup(targets, ActivationScheme.DYNAMIC if dynamic else static, per_tensor, group_size, int4)
 
 
 class _Reader:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from skuda.registry.errors import InvalidProblem, MissingDependency
+from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
 from skuda.registry.text import one_line, shown
 
 try:
@@ -94,7 +94,7 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002  the signature of transformers
         """Read the `quantization_config` of a checkpoint; errors as `Scheme.parse`."""
-        found = cls(scheme=Scheme.parse("config.json", config_dict))
+        found = cls(scheme=_parsed("config.json", config_dict))
         return (found, kwargs) if return_unused_kwargs else found
 
     def to_dict(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def convert_(model: Any) -> tuple[str, ...]:
         fields = dict(described if isinstance(described, Mapping) else described.to_dict())
         # Dropped, because the dtype of the weights shows whether they are codes.
         fields.pop("quantization_status", None)
-        scheme = Scheme.parse("convert_", json.loads(json.dumps(fields)))
+        scheme = _parsed("convert_", json.loads(json.dumps(fields)))
         layers = {}
         for name, module, group in scheme.layers(model):
             tensors = _held(name, module)
@@ -291,6 +291,15 @@ def forget_(model: nn.Module) -> None:
         quantizer = getattr(module, "hf_quantizer", None)
         if isinstance(module, PreTrainedModel) and isinstance(quantizer, SkudaQuantizer):
             quantizer.remove_quantization_config(module)
+
+
+def _parsed(source: str, fields: Any) -> Scheme:
+    """Read a scheme; refuse one of other projects with 4-bit weights, whose tensors are not those of the layers."""
+    scheme = Scheme.parse(source, fields)
+    if any(group.int4 is not None for group in scheme.groups):
+        rule = "have 8 bits: build the model from its config, and use skuda.torch.load_"
+        raise InvalidRecord(source, "weights", "4 bits", rule)
+    return scheme
 
 
 def _held(name: str, module: nn.Module) -> Tensors:

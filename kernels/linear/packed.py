@@ -16,7 +16,7 @@ bytes: scale and 128 + offset of row r, then those of row r + 8.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ import numpy.typing as npt
 from skuda.kernels.blocks import BLOCK as MOST
 from skuda.kernels.blocks import Index
 from skuda.kernels.blocks import blocks as boxes
+from skuda.registry.errors import InvalidProblem
 
 ROWS, BLOCK = 16, 128
 """Rows of a unit, and elements of K of a block."""
@@ -84,19 +85,59 @@ def packed(levels: Array, scale: Array, offset: Array, group_size: int) -> Array
     return np.concatenate([codes, groups.reshape(units, blocks, num_bytes - _LEVELS)], axis=2)
 
 
+def cut(weight: Any, axis: Literal["n", "k"], start: int, stop: int) -> Any:
+    """Return rows, or elements of K, of a packed weight: a view of an array or tensor.
+
+    Parameters
+    ----------
+    weight : array or tensor of shape `shape_of`
+    axis : {"n", "k"}
+    start, stop : int
+        In rows or elements. Those of a part that is not empty are multiples of 16 rows or 128 elements; `stop` may also
+        be the end of the weight, which its bytes do not tell, behind the last such multiple.
+
+    Raises
+    ------
+    InvalidProblem
+        For other ends.
+    """
+    unit, count = (ROWS, weight.shape[0]) if axis == "n" else (BLOCK, weight.shape[1])
+    last = unit * (count - 1)
+    if not 0 <= start <= stop <= unit * count or (start < stop and (start % unit or (stop % unit and stop < last))):
+        rule = f"be within the weight and begin and end at multiples of {unit}, or at its end"
+        raise InvalidProblem("cut", axis, f"{start} to {stop}", rule)
+    at = slice(start // unit, -(-stop // unit) if start < stop else start // unit)
+    return weight[at] if axis == "n" else weight[:, at]
+
+
+def grouped(weight: Array, n: int, k: int) -> tuple[Array, Array, Array]:
+    """Return levels (n, k), and scale and offset (n, groups), of a packed weight. This is the inverse of `packed`."""
+    levels, scale, base = _grouped(weight)
+    held = -(-k // levels.shape[2])
+    offset = (base[:n, :held].astype(np.int16) - 128).astype(np.int8)
+    return levels.reshape(len(levels), -1)[:n, :k], scale[:n, :held], offset
+
+
 def unpacked(weight: Array, n: int, k: int) -> Array:
     """Return the s8 codes (n, k) of a packed weight.
 
     In bytes that `packed` did not make, a code plus 128 may be above 255. What is above carries into the code behind
     it, within four that begin at a multiple of four.
     """
+    levels, scale, base = _grouped(weight)
+    scale, base = scale[..., None].astype("<u4"), base[..., None] * np.uint32(0x01010101)
+    # Four codes at a time, as kernels compute them: what is above 255 carries into the next one.
+    words: Array = levels.view("<u4") * scale + base ^ np.uint32(0x80808080)
+    return words.view(np.int8).reshape(len(levels), -1)[:n, :k]
+
+
+def _grouped(weight: Array) -> tuple[Array, Array, Array]:
+    """Return u8 levels (rows, groups, elements), scale and 128 + offset (rows, groups), with those that fill up."""
     units, blocks, num_bytes = weight.shape
     size = group_of(num_bytes)
     pairs = weight[..., :_LEVELS].reshape(units, blocks, 2, 8, 4, 2, 2, 4).transpose(0, 6, 3, 1, 2, 5, 4, 7)
     held = blocks * BLOCK // size
     levels = np.stack([pairs & 15, pairs >> 4], axis=6).reshape(units * ROWS, held, size)
     groups = weight[..., _LEVELS:].reshape(units, blocks, 8, BLOCK // size, 2, 2).transpose(5, 0, 4, 2, 1, 3)
-    scale, base = groups.reshape(2, units * ROWS, held, 1)
-    # Four codes at a time, as kernels compute them: what is above 255 carries into the next one.
-    words: Array = levels.view("<u4") * scale.astype("<u4") + base * np.uint32(0x01010101) ^ np.uint32(0x80808080)
-    return words.view(np.int8).reshape(units * ROWS, blocks * BLOCK)[:n, :k]
+    scale, base = groups.reshape(2, units * ROWS, held)
+    return levels, scale, base

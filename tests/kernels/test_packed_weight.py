@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 
 import numpy as np
@@ -107,6 +108,42 @@ def test_slices_of_units_and_blocks_are_the_weights_of_these_rows_and_columns(el
     small = PackWeightDescriptor(n=n, k=k, code_element=element, group_size=group_size)
     assert_same_bits(run(small, part)["output"], whole[units, blocks])
     assert_same_bits(unpacked(whole[units, blocks], n, k), unpacked(whole, 53, 460)[rows, columns])
+
+
+@pytest.mark.parametrize("axis", ["n", "k"])
+def test_a_cut_has_the_codes_of_its_rows_or_elements(axis):
+    """Parts may be empty, and the last one ends where the weight does."""
+    rng = fresh(axis)
+    unit, (n, k) = {"n": 16, "k": 128}[axis], (int(rng.integers(33, 90)), int(rng.integers(257, 700)))
+    problem = PackWeightDescriptor(n=n, k=k, code_element="u8", group_size=64)
+    weight = run(problem, pack_weight.draw(problem, "normal", rng))["output"]
+    total, codes = {"n": n, "k": k}[axis], unpacked(weight, n, k)
+    ends = [0, *sorted(unit * rng.integers(0, total // unit + 1, 4)), total, total]
+    for start, stop in itertools.pairwise(map(int, ends)):
+        part = packed.cut(weight, axis, start, stop)
+        assert part.base is not None
+        want = codes[start:stop] if axis == "n" else codes[:, start:stop]
+        assert part.shape == packed.shape_of(*want.shape, 64) if want.size else part.size == 0
+        assert_same_bits(unpacked(part, *want.shape), want)
+
+
+@pytest.mark.parametrize(
+    ("axis", "start", "stop"),
+    [
+        ("n", 8, 16),
+        ("n", 0, 8),
+        ("n", -16, 16),
+        ("n", 32, 16),
+        ("n", 0, 65),
+        ("k", 64, 128),
+        ("k", 0, 64),
+        ("k", 0, 257),
+    ],
+)
+def test_a_cut_within_a_unit_is_refused(axis, start, stop):
+    with pytest.raises(InvalidProblem) as caught:
+        packed.cut(np.zeros(packed.shape_of(60, 200, 32), np.uint8), axis, start, stop)
+    assert caught.value.field == axis
 
 
 def test_what_is_behind_the_weight_is_zero():

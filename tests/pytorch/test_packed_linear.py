@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from support import draw, fresh
 from tensors import same, tensor_of
 
 import skuda.torch  # noqa: F401  it makes the ops
+from skuda.dispatch.shard.shards import split
 from skuda.kernels.catalog import built_in_registry
 from skuda.kernels.linear import QuantizedLinearDescriptor, ScaledLinearDescriptor, packed
 from skuda.registry import Case, InvalidProblem
@@ -49,3 +52,23 @@ def test_rows_of_sums_are_those_of_whole_units_unless_they_are_given():
     assert same(call(given["act_q"], given["weight_q"], output_element="s32", n=21), want)
     with pytest.raises(InvalidProblem, match="weight_q must have as its last axis the bytes of a packed block"):
         call(given["act_q"], given["weight_q"][..., 1:], output_element="s32")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_cuts_of_a_weight_give_the_parts_of_the_whole(ranks):
+    """Along N outputs stand side by side, along K exact sums add up, also where some ranks have nothing."""
+    rng = fresh(ranks)
+    n, k = int(rng.integers(17, 70)), int(rng.integers(130, 600))
+    problem = ScaledLinearDescriptor(m=3, n=n, k=k, output_element="s32", weight_element="s4", group_size=64)
+    given, _ = drawn(problem, rng)
+    weight, call = given["weight_q"], torch.ops.skuda.scaled_linear
+    whole = call(given["act_q"], weight, output_element="s32", n=n)
+    parts = {"n": [], "k": []}
+    for axis, found in parts.items():
+        ends = [0, *itertools.accumulate(split({"n": n, "k": k}[axis], ranks, {"n": 16, "k": 128}[axis]))]
+        for start, stop in itertools.pairwise(ends):
+            part = packed.cut(weight, axis, start, stop).contiguous()
+            codes, rows = (given["act_q"], stop - start) if axis == "n" else (given["act_q"][:, start:stop], n)
+            found.append(call(codes, part, output_element="s32", n=rows))
+    assert same(torch.cat(parts["n"], 1), whole)
+    assert same(torch.stack(parts["k"]).sum(0, dtype=torch.int32), whole)
