@@ -63,8 +63,8 @@ DEVICE void ldmatrix_x4(u32 (&r)[4], u32 at) {
 }
 #else
 DEVICE u8* shared_bytes() {
-  extern __shared__ uint4 held[];
-  return (u8*)held;
+  extern __shared__ uint4 whole_block[];
+  return (u8*)whole_block;
 }
 DEVICE u32 shared_start() { return (u32)__cvta_generic_to_shared(shared_bytes()); }
 

@@ -56,8 +56,8 @@ DEVICE void packed_by_warpgroups(const TensorMap& a_map, const Rows& rows, const
     }
     fence_mbarrier_init();
   }
-  for (u32 i = threadIdx.x; i < A_ZERO_POINTS * ONES_AND_ZEROS / 4; i += THREADS) {
-    const u32 byte = i * 4, element = byte % 128 ^ byte / 128 % 8 * 16;  // as the swizzle has it
+  for (s32 i = (s32)threadIdx.x; i < A_ZERO_POINTS * ONES_AND_ZEROS / 4; i += THREADS) {
+    const u32 byte = (u32)i * 4, element = byte % 128 ^ byte / 128 % 8 * 16;  // as the swizzle has it
     const bool is_one = byte < ATOM || (byte < 2 * ATOM && (blocks - 1) * PACKED_K + element < k);
     ((u32*)aligned)[i] = is_one ? 0x01010101u : 0;
   }

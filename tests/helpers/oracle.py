@@ -412,11 +412,11 @@ def _weight_row(problem: Any, weight: Any, n: int) -> list[int]:
 
     def code(k: int) -> int:
         block = weight[n // 16, k // 128].tolist()
-        (h, r), (c, within) = divmod(n % 16, 8), divmod(k % 128, 32)
-        j, eighth = divmod(within, 8)
-        byte = block[j // 2 * 512 + r * 64 + c * 16 + j % 2 * 8 + h * 4 + eighth % 4]
-        scale, base = block[1024 + k % 128 // problem.group_size * 32 + r * 4 + h * 2 :][:2]
-        return (byte >> 4 if eighth > 3 else byte & 15) * scale + base - 128
+        (h, r), (j, within) = divmod(n % 16, 8), divmod(k % 128, 32)
+        (high, within), groups = divmod(within, 16), 128 // problem.group_size
+        byte = block[j // 2 * 512 + r * 64 + within // 4 * 16 + j % 2 * 8 + h * 4 + within % 4]
+        scale, base = block[1024 + (r * groups + k % 128 // problem.group_size) * 4 + h * 2 :][:2]
+        return (byte >> 4 * high & 15) * scale + base - 128
 
     return [code(k) for k in range(problem.k)]
 

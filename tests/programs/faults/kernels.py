@@ -305,7 +305,7 @@ FAULTS = listed(
             "kernel-misfits-of-the-call-before": ("  *zeros = 0;\n", "", PACKED),
             "kernel-misfits-wrap": ("*zeros < 0x7fffffff ? *zeros : 0x7fffffff", "*zeros", PACKED),
         },
-        "kernels/linear/unpack_weight.cu": {
+        "kernels/linear/unpacked_codes.cuh": {
             "kernel-the-first-group-of-a-block-is-all-of-it": ("j * groups / 4", "0", packing("unpack_weight")),
             "kernel-words-end-behind-the-row": ("w[part], k - column", "w[part], 4", packing("unpack_weight")),
         },
