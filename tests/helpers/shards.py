@@ -41,8 +41,8 @@ def cuttable(problem, inputs):
     if problem.weight_element != "s4":
         return inputs
     weight = inputs["weight_q"].copy()
-    groups = weight[..., 1024:].reshape(*weight.shape[:2], 128 // problem.group_size, 32)
-    weight[..., 1024:] = np.broadcast_to(groups[:, :1, :1], groups.shape).reshape(weight[..., 1024:].shape)
+    groups = weight[..., 1024:].reshape(*weight.shape[:2], 8, 128 // problem.group_size, 4)
+    weight[..., 1024:] = np.broadcast_to(groups[:, :1, :, :1], groups.shape).reshape(weight[..., 1024:].shape)
     return inputs | {"weight_q": weight}
 
 
@@ -53,7 +53,8 @@ def _part_of_packed(problem, weight, own_part, axis):
     levels = own_part(packed.unpacked(plain, n, k))
     groups = np.zeros((n, 2), np.int64)
     if weight.size:
-        groups = weight[:, 0, 1024:1056].reshape(-1, 8, 2, 2).transpose(0, 2, 1, 3).reshape(-1, 2)[:n].astype(np.int64)
+        first = weight[:, 0, 1024:].reshape(-1, 8, 128 // problem.group_size, 2, 2)[:, :, 0]
+        groups = first.transpose(0, 2, 1, 3).reshape(-1, 2)[:n].astype(np.int64)
     groups = own_part(groups) if axis == 0 else groups
     count = -(-levels.shape[1] // problem.group_size)
     scale, base = (np.repeat(groups[:, [at]], count, axis=1) for at in (0, 1))
