@@ -115,7 +115,7 @@ def grouped(weight: Array, n: int, k: int) -> tuple[Array, Array, Array]:
     levels, scale, base = _grouped(weight)
     held = -(-k // levels.shape[2])
     offset = (base[:n, :held].astype(np.int16) - 128).astype(np.int8)
-    return levels.reshape(len(levels), -1)[:n, :k], scale[:n, :held], offset
+    return levels.reshape(len(levels), levels.shape[1] * levels.shape[2])[:n, :k], scale[:n, :held], offset
 
 
 def unpacked(weight: Array, n: int, k: int) -> Array:
@@ -128,7 +128,7 @@ def unpacked(weight: Array, n: int, k: int) -> Array:
     scale, base = scale[..., None].astype("<u4"), base[..., None] * np.uint32(0x01010101)
     # Four codes at a time, as kernels compute them: what is above 255 carries into the next one.
     words: Array = levels.view("<u4") * scale + base ^ np.uint32(0x80808080)
-    return words.view(np.int8).reshape(len(levels), -1)[:n, :k]
+    return words.view(np.int8).reshape(len(levels), levels.shape[1] * levels.shape[2])[:n, :k]
 
 
 def _grouped(weight: Array) -> tuple[Array, Array, Array]:
