@@ -6,6 +6,7 @@ Data is drawn in multiples of its scale: most of it quantizes within the range o
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,19 +61,36 @@ def draw(op: Op, case: Case, rng: np.random.Generator) -> Drawn:
     shapes = {a.name: flat if a.flat else a.shape for a in arguments if not a.is_scalar}
     if op.draw is not None:
         return Drawn(dict(op.draw(problem, case.values, rng)), shapes)
+    return Drawn(by_role(problem, shapes, case.values, rng), shapes)
+
+
+def by_role(
+    problem: Descriptor, shapes: Mapping[str, Shape], values: Values, rng: np.random.Generator
+) -> dict[str, Any]:
+    """Draw the inputs of a problem by the general rule.
+
+    Parameters
+    ----------
+    problem : Descriptor
+        The problem.
+    shapes : mapping of str to tuple of int
+        Shape in elements of every array argument.
+    values, rng
+        As for `draw`.
+    """
     inputs: dict[str, Any] = {}
     # Scales come first, because data is drawn in multiples of its scale.
-    for argument in sorted(arguments, key=lambda a: a.name != "scale"):
+    for argument in sorted(problem.arguments(), key=lambda a: a.name != "scale"):
         if argument.role not in (Role.OUTPUT, Role.SCRATCH):
             shape = shapes.get(argument.name, ())
-            inputs[argument.name] = _draw_argument(problem, argument, shape, inputs.get("scale"), case.values, rng)
-    if case.values == "ties":
+            inputs[argument.name] = _draw_argument(problem, argument, shape, inputs.get("scale"), values, rng)
+    if values == "ties":
         inputs |= at_ties(problem, inputs, shapes.get("scale_out", ()), rng)
-    elif case.values == "extreme":
+    elif values == "extreme":
         inputs |= at_ends(problem, inputs, rng)
-    elif case.values == "special":
+    elif values == "special":
         inputs |= with_zeros(inputs, rng)
-    return Drawn(inputs, shapes)
+    return inputs
 
 
 def _flat_shape(arguments: tuple[Argument, ...], rng: np.random.Generator) -> Shape:

@@ -79,7 +79,7 @@ class TensorMap(NamedTuple):
     Attributes
     ----------
     name : str
-        Name of the argument, a matrix.
+        Name of the argument, a matrix, or of a scratch buffer, which is contiguous.
     rows, columns : int
         Its shape.
     box_rows : int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, ClassVar, NamedTuple
 
@@ -114,6 +114,14 @@ class Descriptor(Value):
     def op_name(cls) -> str:
         """Name of the op that this class describes."""
         return str(cls.__pydantic_fields__["op"].default)
+
+    @classmethod
+    def implied(cls, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Any]:  # noqa: ARG003  for ops that override it
+        """Return fields that follow from the shapes of a call's arrays otherwise than as the length of an axis.
+
+        A field that is given goes before it, and so does the length of an axis.
+        """
+        return {}
 
     def key(self) -> FunctionalKey:
         """Return the exact key under which kernels for this problem are indexed."""

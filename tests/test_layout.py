@@ -47,6 +47,8 @@ ORDER = (
     "torch.autograd",
     "torch.dequantized_weight",
     "torch.int8_linear",
+    "torch.int4",
+    "torch.int4_checkpoint",
     "torch.coded",
     "torch.nonfinite",
     "torch.joined",

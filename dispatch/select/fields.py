@@ -193,6 +193,7 @@ class Fields:
         """Return a problem's fields: the given ones, and the ones that follow from the arguments."""
         fields, taken = self._settled(arrays, names, given)
         packed = self._measure(taken, arrays, fields)
+        fields = {**self._implied(arrays), **fields}
         for name, bound in zip(("q_min", "q_max"), self._bounds(fields.get("output_element")), strict=False):
             if name in self._infos:
                 fields.setdefault(name, bound)
@@ -210,11 +211,17 @@ class Fields:
         for name in self._switches:
             if name not in fields:
                 fields[name] = self._switched(name, names)
+        # Elements say what arguments there are; other implied fields wait for the lengths of axes.
+        implied = self._implied(arrays)
+        fields = {name: implied[name] for name in self._elements if name in implied} | fields
         for each in self._signature:
             name = self._tied(each)
             if name and name not in fields and each.name in arrays:
                 fields[name] = self._element(each.name, arrays[each.name].dtype)
         return fields, tuple(existing(self._signature, self._defaults | fields))
+
+    def _implied(self, arrays: Mapping[str, _ArrayType]) -> Mapping[str, Any]:
+        return self._descriptor.implied({name: each.shape for name, each in arrays.items()})
 
     def _switched(self, field: str, names: frozenset[str]) -> Any:
         """Return the first value of a switch for which all given arguments exist; if there is none, its default."""

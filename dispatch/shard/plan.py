@@ -295,8 +295,11 @@ class BoundShards:
             present = {name: array for name, array in given.items() if array is not None}
             return self._plans[step, rows].run(stream=stream, **present)
 
-        def ones() -> Any:
-            return self._filled(weight, (1, weight.shape[1]), 1, ElementKind.S8)
+        def ones(count: int) -> Any:
+            return self._filled(weight, (1, count), 1, ElementKind.S8)
+
+        def inner() -> int:
+            return int(self._plans["channel_sums", 1].problem.arguments()[0].shape[1])
 
         def rescale(whole: Sums, activation: LayerInput) -> Any:
             sums = {"sums": whole.products, "act_sums": whole.of_rows, "weight_sums": whole.of_channels}
@@ -311,8 +314,8 @@ class BoundShards:
             return run("layer", rows, **given, weight_q=weight, **about)
 
         of_zero_points: dict[str, Any] = {
-            "row_sums": lambda codes: run("row_sums", len(codes), act_q=codes, weight_q=ones())[:, 0],
-            "channel_sums": lambda: run("channel_sums", 1, act_q=ones(), weight_q=weight)[0],
+            "row_sums": lambda codes: run("row_sums", len(codes), act_q=codes, weight_q=ones(codes.shape[1]))[:, 0],
+            "channel_sums": lambda: run("channel_sums", 1, act_q=ones(inner()), weight_q=weight)[0],
         }
         return Steps(
             amax=lambda data: run("amax", len(data), input=data),

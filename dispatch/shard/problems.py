@@ -45,9 +45,9 @@ def check(problem: Descriptor, shards: Shards) -> LinearProblem:
     if shards.input == "columns":
         shards.columns(k)
     if shards.axis == "k":
-        longest = longest_k(problem.code_element, problem.weight_element)
+        longest = longest_k(problem.code_element, problem.weight_code)
         if k > longest:
-            codes = f"{problem.code_element} by {problem.weight_element}"
+            codes = f"{problem.code_element} by {problem.weight_code}"
             rule = f"be at most {longest} where it is split, so that no sum of {codes} leaves s32, or split n"
             raise InvalidProblem(name, "k", str(k), rule)
     cut = (shards.axis, shards.input) != ("n", "whole")
@@ -92,9 +92,8 @@ def problems(problem: LinearProblem, course: Course, rank: int) -> dict[tuple[st
         else:
             found |= {("layer", m): _sized(problem, m, part, k) for m in course.chunks}
         return found
-    s8, weight, codes = ElementKind.S8, problem.weight_element, problem.code_element
-    shifted = problem.shifts_activation
-    sums = {"output_element": ElementKind.S32, "activation_element": codes, "weight_element": weight}
+    s8, codes, shifted = ElementKind.S8, problem.code_element, problem.shifts_activation
+    sums = {"output_element": ElementKind.S32, "activation_element": codes, **_of_weight(problem)}
     found |= {("sums", rows): ScaledLinearDescriptor(m=rows, n=n, k=part, **sums) for rows in course.chunks}
     if problem.has_weight_zero_point:
         found["row_sums", m] = ScaledLinearDescriptor(m=m, n=1, k=part, **sums | {"weight_element": s8})
@@ -112,12 +111,16 @@ def _same(problem: LinearProblem) -> dict[str, Any]:
     """Return the fields of the `scaled_linear` that computes the layer from codes and scales."""
     return {
         "activation_element": problem.code_element,
-        "weight_element": problem.weight_element,
+        **_of_weight(problem),
         "output_element": problem.output,
         "epilogue": problem.epilogue,
         "has_weight_zero_point": problem.has_weight_zero_point,
         "act_scale_scope": DynamicRangeScope.TOKEN if per_row(problem) else DynamicRangeScope.TENSOR,
     }
+
+
+def _of_weight(problem: LinearProblem) -> dict[str, Any]:
+    return {"weight_element": problem.weight_element, "group_size": problem.group_size}
 
 
 def _quantizing(problem: QuantizedLinearDescriptor, course: Course, rank: int) -> dict[tuple[str, int], Descriptor]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from skuda.dispatch import Dispatcher, PlanPreference
 from skuda.kernels.attention import Attended, RopeQuantizedQueries
+from skuda.kernels.linear import PackedWeight
 from skuda.kernels.quantize import AmaxQuantized, DynamicRangeQuantized, GatedAmax, GatedQuantized, NormQuantized
 from skuda.kernels.sampling import LogProbabilities
 from skuda.registry import DynamicRangeMode, DynamicRangeScope, ElementKind, EpilogueKind, Scaling
@@ -186,6 +187,12 @@ def log_softmax_at(
     dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
 ) -> LogProbabilities:
     """Log-softmax at given tokens: their log-probabilities, and the entropy of every row."""
+def pack_weight(
+    *, codes: Any, group_scale: Any, group_offset: Any, output: Any = None, misfits: Any = None, n: int | None = None,
+    k: int | None = None, code_element: ElementKind | str | None = None, group_size: int | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+) -> PackedWeight:
+    """Pack weight: 4-bit codes with an integer scale and offset per group, in the layout that kernels read."""
 def quantize_per_channel(
     *, input: Any, scale: Any, zero_point: Any, output: Any = None, shape: Sequence[int] | None = None, axis: int,
     q_min: int | None = None, q_max: int | None = None, input_element: ElementKind | str | None = None,
@@ -246,10 +253,11 @@ def quantized_linear(
     *, activation: Any, weight_q: Any, weight_scale: Any, weight_zero_point: Any = None, bias: Any = None,
     output_scale: Any = None, output_zero_point: Any = None, output: Any = None, act_q_scratch: Any = None,
     act_scale_scratch: Any = None, weight_element: ElementKind | str | None = None,
-    epilogue: EpilogueKind | str | None = None, has_weight_zero_point: bool | None = None, m: int | None = None,
-    c_out: int | None = None, k: int | None = None, q_min: int | None = None, q_max: int | None = None,
-    activation_element: ElementKind | str | None = None, output_element: ElementKind | str | None = None,
-    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+    epilogue: EpilogueKind | str | None = None, has_weight_zero_point: bool | None = None,
+    group_size: int | None = None, m: int | None = None, c_out: int | None = None, k: int | None = None,
+    q_min: int | None = None, q_max: int | None = None, activation_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
 ) -> Any:
     """Quantized linear: W8A8 with a dynamic activation scale per token."""
 def rescale(
@@ -295,10 +303,11 @@ def scaled_linear(
     *, act_q: Any, act_scale: Any = None, act_zero_point: Any = None, weight_q: Any, weight_scale: Any = None,
     weight_zero_point: Any = None, bias: Any = None, output_scale: Any = None, output_zero_point: Any = None,
     output: Any = None, weight_element: ElementKind | str | None = None, epilogue: EpilogueKind | str | None = None,
-    has_weight_zero_point: bool | None = None, m: int | None = None, n: int | None = None, k: int | None = None,
-    activation_element: ElementKind | str | None = None, output_element: ElementKind | str | None = None,
-    act_scale_scope: DynamicRangeScope | str | None = None, has_act_zero_point: bool | None = None,
-    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
+    has_weight_zero_point: bool | None = None, group_size: int | None = None, m: int | None = None,
+    n: int | None = None, k: int | None = None, activation_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None, act_scale_scope: DynamicRangeScope | str | None = None,
+    has_act_zero_point: bool | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
 ) -> Any:
     """Scaled linear: W8A8 with everything given as arrays, or its exact sums."""
 def silu_mul_amax(
@@ -321,9 +330,15 @@ def smoothquant_linear(
     *, act_q: Any, weight_q: Any, weight_scale: Any, weight_zero_point: Any = None, bias: Any = None,
     output_scale: Any = None, output_zero_point: Any = None, output: Any = None, act_scale_scratch: Any = None,
     weight_element: ElementKind | str | None = None, epilogue: EpilogueKind | str | None = None,
-    has_weight_zero_point: bool | None = None, m: int | None = None, n: int | None = None, k: int | None = None,
-    activation_element: ElementKind | str | None = None, output_element: ElementKind | str | None = None,
-    act_scale: float, act_zero_point: int | None = None, dispatcher: Dispatcher | None = None,
-    preference: PlanPreference | None = None, stream: object = None,
+    has_weight_zero_point: bool | None = None, group_size: int | None = None, m: int | None = None,
+    n: int | None = None, k: int | None = None, activation_element: ElementKind | str | None = None,
+    output_element: ElementKind | str | None = None, act_scale: float, act_zero_point: int | None = None,
+    dispatcher: Dispatcher | None = None, preference: PlanPreference | None = None, stream: object = None,
 ) -> Any:
     """SmoothQuant linear: W8A8 with one static activation scale for the whole tensor."""
+def unpack_weight(
+    *, packed: Any, output: Any = None, n: int | None = None, k: int | None = None, group_size: int,
+    output_element: ElementKind | str | None = None, dispatcher: Dispatcher | None = None,
+    preference: PlanPreference | None = None, stream: object = None,
+) -> Any:
+    """Unpack weight: the 8-bit codes of a weight that `pack_weight` made."""

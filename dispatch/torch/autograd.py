@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from skuda.kernels.linear.packed import group_of
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.dtypes import element_of
 from skuda.torch.ops import linear_dynamic
@@ -87,6 +88,7 @@ class _FrozenLinear(_Function):
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004  torch's signature
         input, weight_q, weight_scale, bias, _ = inputs
         ctx.dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype
+        ctx.width = input.shape[-1]
         ctx.save_for_backward(weight_q, weight_scale)
 
     @staticmethod
@@ -95,7 +97,7 @@ class _FrozenLinear(_Function):
         wants_input, _, _, wants_bias, _ = ctx.needs_input_grad
         grad = grad.to(ctx.dtype)
         return (
-            grad @ dequantized(weight_q, weight_scale, grad.dtype) if wants_input else None,
+            grad @ dequantized(weight_q, weight_scale, grad.dtype, ctx.width) if wants_input else None,
             None,
             None,
             _summed(grad, ctx.bias_dtype) if wants_bias else None,
@@ -119,7 +121,7 @@ def frozen_linear(
     Parameters
     ----------
     input : tensor of shape (..., K), f16, bf16, f32 or f64
-    weight_q : tensor of shape (N, K), s8
+    weight_q : tensor of shape (N, K), s8, or packed, u8
     weight_scale : tensor of shape (N,), f32 or narrower
     bias : tensor of shape (N,), f32 or narrower, optional
     output_element : str, optional
@@ -394,14 +396,19 @@ def fake_quantize(input: Tensor, scale: Tensor) -> Tensor:
     return found
 
 
-def dequantized(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantized(codes: Tensor, scale: Tensor, dtype: torch.dtype, width: int = 0) -> Tensor:
     """Return codes of shape (..., K) times scales of shape (...), in a dtype.
+
+    The codes may be a packed weight, u8, whose K is `width`.
 
     Raises
     ------
     InvalidProblem
         For a bad argument.
     """
+    if codes.dtype is torch.uint8:
+        size = group_of(codes.shape[-1])
+        codes = torch.ops.skuda.unpack_weight.default(codes, n=len(scale), k=width, group_size=size)
     found: Tensor = torch.ops.skuda.dequantize_per_token.default(
         codes, scale.to(_compute(dtype)), _zeros(scale), output_element=str(element_of(dtype))
     )

@@ -8,6 +8,9 @@ The tensors of an int8 layer are the buffers of the modules of `skuda.torch`:
 - With smoothing factors: `smooth`, f32 of shape (K,). The checkpoint then has ``quant_method: skuda``, because readers
   of other projects would ignore the factors.
 
+Packed 4-bit weights are u8; see `skuda.kernels.linear.packed`. Only skuda reads them: ``quant_method: skuda``, and
+``format: skuda-int4`` of their group.
+
 The layer of a `Conv1D` of transformers, whose weight is (K, N), has the same tensors. Readers of other projects would
 expect codes (K, N), so such a checkpoint has ``quant_method: skuda``, too.
 
@@ -21,6 +24,7 @@ import os
 from collections import defaultdict
 from collections.abc import Container, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,6 +37,7 @@ from skuda.dispatch.system.files import open_regular
 from skuda.dispatch.system.writing import replacing
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
 from skuda.registry.text import path_of, shown
+from skuda.torch.int4_checkpoint import warn_rounded
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import Part, is_joined
 from skuda.torch.replaceable_layers import carry, describe_saving
@@ -57,7 +62,7 @@ _DTYPES = {
 """The supported dtypes, by their names in a file."""
 
 
-def load_(model: nn.Module, path: str | os.PathLike[str]) -> tuple[str, ...]:
+def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool = False) -> tuple[str, ...]:
     """Load a checkpoint into a model. Linear layers that are int8 in the checkpoint become int8 in the model.
 
     They keep the attributes that users have set. A single scale of a weight becomes the scale of every output channel.
@@ -73,6 +78,9 @@ def load_(model: nn.Module, path: str | os.PathLike[str]) -> tuple[str, ...]:
         A model of the checkpoint's architecture, with the checkpoint's names.
     path : path
         The folder. It has `config.json`, and `model.safetensors` or an index of several files.
+    round_scales : bool
+        Whether group scales of 4-bit weights may become the nearest multiples of one scale a channel. A warning then
+        names the largest difference. By default a checkpoint that would need that is refused.
 
     Returns
     -------
@@ -95,10 +103,12 @@ def load_(model: nn.Module, path: str | os.PathLike[str]) -> tuple[str, ...]:
         scheme = Scheme.parse(str(folder / CONFIG), read_object(folder / CONFIG).get("quantization_config"))
         state = _state(model)
         names: list[str] = []
+        rounded: dict[str, float] = {}
         layers: dict[str, Int8Linear] = {}
         copies: list[tuple[Tensor, Tensor]] = []
         for name, module, group in scheme.layers(model):
-            layer = int8_layer(module, group, tensors.within(name), smooth=scheme.own)
+            note = partial(rounded.__setitem__, name) if round_scales else None
+            layer = int8_layer(module, group, tensors.within(name), smooth=scheme.own, rounded=note)
             check_values(tensors.source, name, layer)
             names.append(name)
             if isinstance(module, Part):
@@ -114,6 +124,7 @@ def load_(model: nn.Module, path: str | os.PathLike[str]) -> tuple[str, ...]:
     for name, layer in layers.items():
         model.set_submodule(name, layer.train(model.get_submodule(name).training))
     describe_saving(model)
+    warn_rounded(rounded, stacklevel=2)
     return tuple(names)
 
 
@@ -128,7 +139,11 @@ def _copies_of_part(source: str, name: str, part: Part, layer: Int8Linear) -> It
         if tensor.dtype is not view.dtype:
             rule = f"be {view.dtype}, as in the model, where fuse_ has joined it with others: load before fuse_"
             raise InvalidRecord(source, f"tensor {name}.{own}", str(tensor.dtype), rule)
-        yield view, part.joined.held_of(part.number, tensor)
+        here = part.joined.held_of(part.number, tensor)
+        if here.shape != view.shape:
+            rule = f"be {list(view.shape)}, as in the model, where fuse_ has joined it with others: load before fuse_"
+            raise InvalidRecord(source, f"tensor {name}.{own}", f"shape {list(here.shape)}", rule)
+        yield view, here
 
 
 def _copies(state: dict[str, Tensor], layers: Container[str], tensors: Tensors) -> Iterator[tuple[Tensor, Tensor]]:

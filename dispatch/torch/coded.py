@@ -35,7 +35,7 @@ class _CodedLinear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004  torch's signature
         *_, weight_q, weight_scale, bias = inputs
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.bias_dtype, ctx.width = None if bias is None else bias.dtype, inputs[0].shape[-1]
         ctx.save_for_backward(weight_q, weight_scale)
 
     @staticmethod
@@ -43,7 +43,7 @@ class _CodedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight_q, weight_scale = ctx.saved_tensors
         wants_rows, *_, wants_bias = ctx.needs_input_grad
-        rows = grad @ dequantized(weight_q, weight_scale, grad.dtype) if wants_rows else None
+        rows = grad @ dequantized(weight_q, weight_scale, grad.dtype, ctx.width) if wants_rows else None
         bias = grad.sum_to_size(grad.shape[-1:]).to(ctx.bias_dtype) if wants_bias else None
         return rows, None, None, None, None, bias
 
@@ -60,7 +60,7 @@ def coded_linear(
     codes : tensor of shape (..., K), s8
     scale : tensor of shape (...), f32
         Real units per code of each row.
-    weight_q : tensor of shape (N, K), s8
+    weight_q : tensor of shape (N, K), s8, or packed, u8
     weight_scale : tensor of shape (N,), f32 or narrower
     bias : tensor of shape (N,), f32 or narrower, optional
 

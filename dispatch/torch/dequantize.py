@@ -94,7 +94,7 @@ def dequantize_(model: nn.Module) -> Dequantization:
 def float_linear(layer: Int8Linear | Part, dtype: torch.dtype | None = None) -> nn.Linear:
     """Return a layer in floating point with the weight that an int8 layer reads as, by default in its dtype."""
     dtype = dtype or layer.weight_dtype
-    weight, bias = weight_of(*layer.coded(), dtype=dtype), layer.bias
+    weight, bias = weight_of(*layer.coded(), dtype=dtype, width=layer.in_features), layer.bias
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight)
     if bias is not None:

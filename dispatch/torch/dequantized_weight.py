@@ -36,29 +36,33 @@ class DequantizedWeight(Tensor):
 
     _is_hf_initialized = True  # transformers draws the values of tensors without this mark
     _owner: str
+    _width: int
     _names: tuple[str, ...]
 
     @staticmethod
-    def __new__(cls: type[Self], held: tuple[Tensor, ...], dtype: torch.dtype, owner: str) -> Self:
+    def __new__(cls: type[Self], held: tuple[Tensor, ...], dtype: torch.dtype, owner: str, width: int = 0) -> Self:
         """Make a tensor without memory.
 
         Parameters
         ----------
         held : tuple of tensor
-            Codes, s8 of shape (N, K), scales of shape (N, 1) and, if the layer divides its input, the divisors of shape
-            (K,). Or the values, alone.
+            Codes, s8 of shape (N, K) or packed, scales of shape (N, 1) and, if the layer divides its input, the
+            divisors of shape (K,). Or the values, alone.
         dtype : dtype
             Dtype of the values.
         owner : str
             Class of the layer, for errors.
+        width : int
+            K, for a packed weight.
         """
         first = held[0]
+        shape = first.shape if first.dim() < 3 or len(held) == 1 else (len(held[1]), width)
         layout = (first.stride(), first.storage_offset()) if len(held) == 1 else ()  # values are dense
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # noqa: SLF001  the public way to do it
-            cls, first.shape, *layout, dtype=dtype, device=first.device
+            cls, shape, *layout, dtype=dtype, device=first.device
         )
         made._hold(held)  # noqa: SLF001
-        made._owner = owner  # noqa: SLF001
+        made._owner, made._width = owner, width  # noqa: SLF001
         return cast("Self", made)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001  as torch's own subclasses
@@ -87,7 +91,7 @@ class DequantizedWeight(Tensor):
     def moved(self, device: torch.device | None = None, *, non_blocking: bool = False) -> Self:
         """Return the same weight, or its copy on a device. Packages that move layers put the copy in place of codes."""
         held = tuple(tensor.to(device, non_blocking=non_blocking) for tensor in self._held) if device else self._held
-        return type(self)(held, self.dtype, self._owner)
+        return type(self)(held, self.dtype, self._owner, self._width)
 
     def codes(self) -> Tensor | None:
         """Return the codes, or None for a view."""
@@ -103,7 +107,7 @@ class DequantizedWeight(Tensor):
         return tuple(getattr(self, name) for name in self._names)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return list(self._names), (self.dtype, self._owner)
+        return list(self._names), (self.dtype, self._owner, self._width)
 
     @classmethod
     def __tensor_unflatten__(cls, inner: Mapping[str, Tensor], about: Any, size: Any, stride: Any) -> Self:
@@ -112,7 +116,8 @@ class DequantizedWeight(Tensor):
 
     def values(self) -> Tensor:
         """Return the values, as an ordinary tensor."""
-        return self._held[0] if len(self._held) == 1 else weight_of(*self._held, dtype=self.dtype)
+        held = self._held
+        return held[0] if len(held) == 1 else weight_of(*held, dtype=self.dtype, width=self._width)
 
     def refuse(self, had: str) -> NoReturn:
         """Raise `InvalidProblem` for a write or a gradient."""
@@ -184,11 +189,12 @@ class CodedLayer(nn.Module):
 
     weight_scale: Tensor
     weight_dtype: torch.dtype
+    in_features: int
 
     @property
     @abstractmethod
     def weight_q(self) -> Tensor:
-        """Codes, s8 of shape (N, K)."""
+        """Codes, s8 of shape (N, K), or a packed weight, u8; see `skuda.kernels.linear.packed`."""
 
     @property
     def weight(self) -> Tensor:
@@ -198,8 +204,8 @@ class CodedLayer(nn.Module):
         """
         held = self.coded()
         if torch.compiler.is_compiling():
-            return weight_of(*held, dtype=self.weight_dtype)
-        return DequantizedWeight(held, self.weight_dtype, type(self).__name__)
+            return weight_of(*held, dtype=self.weight_dtype, width=self.in_features)
+        return DequantizedWeight(held, self.weight_dtype, type(self).__name__, self.in_features)
 
     def coded(self) -> tuple[Tensor, ...]:
         """Return the codes, the scales and, if there are some, the divisors of the input."""
@@ -224,28 +230,30 @@ class CodedLayer(nn.Module):
         raise InvalidProblem(type(self).__name__, name, had, _RULE)
 
 
-def weight_of(codes: Tensor, scale: Tensor, smooth: Tensor | None = None, *, dtype: torch.dtype) -> Tensor:
+def weight_of(codes: Tensor, scale: Tensor, smooth: Tensor | None = None, *, dtype: torch.dtype, width: int) -> Tensor:
     """Return the weight that multiplies a layer's input: ``codes * scale``, or ``codes * scale / smooth``, in a dtype.
 
     Parameters
     ----------
-    codes : tensor of shape (N, K), s8
+    codes : tensor of shape (N, K), s8, or packed, u8
     scale : tensor of shape (N, 1), f32 or narrower
     smooth : tensor of shape (K,), f32, optional
         Divisors of the input, which the codes have taken over.
     dtype : dtype
+    width : int
+        K, for a packed weight.
     """
     if smooth is None:
-        return dequantized(codes, scale.view(-1), dtype)
-    rows = dequantized(codes, scale.view(-1), torch.promote_types(dtype, torch.float32))
+        return dequantized(codes, scale.view(-1), dtype, width)
+    rows = dequantized(codes, scale.view(-1), torch.promote_types(dtype, torch.float32), width)
     found: Tensor = torch.ops.skuda.smooth.default(rows, smooth)
     return found.to(dtype)
 
 
-def codes_in(owner: str, held: Tensor) -> Tensor:
+def codes_in(owner: str, held: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the codes in a tensor that a package, such as accelerate, has put in place of codes when it moved a layer.
 
-    It may be the weight, or codes in the weight's dtype.
+    It may be the weight, or codes in the weight's dtype. Those returned have their own dtype, s8 or u8.
 
     Raises
     ------
@@ -255,11 +263,15 @@ def codes_in(owner: str, held: Tensor) -> Tensor:
     if isinstance(held, DequantizedWeight):
         codes = held.codes()
     else:
-        rounded = held.to(torch.int8)
+        rounded = held.to(dtype)
         codes = rounded if held.is_meta or torch.equal(rounded.to(held.dtype), held) else None
     if codes is None:
-        raise InvalidProblem(owner, "weight", f"other values, {held.dtype}, in the buffer", "be codes, int8")
+        raise InvalidProblem(owner, "weight", f"other values, {held.dtype}, in the buffer", f"be codes, {_name(dtype)}")
     return codes
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _written(schema: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Iterator[DequantizedWeight]:

@@ -1,9 +1,9 @@
 """Linear layers whose product runs in int8: modules with codes and scales as buffers.
 
 The buffers have the names, dtypes and shapes of the compressed-tensors format, so ``state_dict`` has the tensors of a
-checkpoint: `weight` s8 [N, K], `weight_scale` [N, 1], `input_scale` [1]. Casting a module, as `model.bfloat16()` does,
-does not cast scales, because that would change the meaning of the codes. Inputs may have any number of leading axes.
-Under autocast they are cast like the inputs of `torch.nn.functional.linear`.
+checkpoint: `weight` s8 [N, K], `weight_scale` [N, 1], `input_scale` [1]. A weight of 4 bits is packed, u8. Casting a
+module, as `model.bfloat16()` does, does not cast scales, because that would change the meaning of the codes. Inputs may
+have any number of leading axes. Under autocast they are cast like the inputs of `torch.nn.functional.linear`.
 
 The attribute `weight` is not the buffer: it reads as the weight that the codes stand for, so that code that was written
 for `torch.nn.Linear` gets what it expects. The codes are the attribute `weight_q`.
@@ -21,6 +21,7 @@ from torch.fx.proxy import Proxy, TraceError
 
 from skuda.dispatch.select.explanation import Explanation
 from skuda.functional import default_dispatcher
+from skuda.kernels.linear.packed import GROUP_SIZES, shape_of
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import shown
@@ -44,14 +45,16 @@ class Int8Linear(CodedLayer):
 
     Parameters
     ----------
-    weight : tensor of shape (N, K), s8
-        Codes.
+    weight : tensor of shape (N, K), s8, or packed, u8
+        Codes. Those of 4 bits are packed; see `skuda.kernels.linear.packed`.
     weight_scale : tensor of shape (N,) or (N, 1), f32 or narrower
         Real units per code of each output channel.
     bias : tensor of shape (N,), f32 or narrower, optional
     dtype : dtype, optional
         Dtype of the attribute `weight`. By default that of the bias, or of the scales if there is none. Casting the
         module changes it.
+    in_features : int, optional
+        K, for a packed weight.
 
     Raises
     ------
@@ -67,6 +70,10 @@ class Int8Linear(CodedLayer):
     """The class of the whole layer, for a rank's part. None for a class that is unknown here."""
     original: str = "Linear"
     """The class of the layer in floating point: ``Linear``, or ``Conv1D`` of transformers."""
+    codes_dtype: torch.dtype = torch.int8
+    """Dtype of the codes."""
+    group_size: int | None = None
+    """Elements of a group of 4-bit weights, with one scale and offset; 128 for whole rows. None for 8-bit ones."""
     bias: Tensor | None
 
     def __init__(
@@ -76,12 +83,22 @@ class Int8Linear(CodedLayer):
         bias: Tensor | None = None,
         *,
         dtype: torch.dtype | None = None,
+        in_features: int | None = None,
     ) -> None:
         super().__init__()
-        if weight.dtype is not torch.int8 or weight.dim() != 2:
-            self._refuse("weight", weight, "be int8 of shape [N, K]")
-        self.out_features, self.in_features = weight.shape
-        self.family = (self.op, *weight.shape)
+        if weight.dtype is torch.uint8 and in_features is not None:
+            self.out_features, self.in_features = weight_scale.numel(), in_features
+            shapes = {shape_of(self.out_features, in_features, size): size for size in GROUP_SIZES}
+            if tuple(weight.shape) not in shapes:
+                rule = f"be packed, of shape {' or '.join(str(list(shape)) for shape in shapes)}"
+                self._refuse("weight", weight, rule)
+            self.codes_dtype, self.group_size = weight.dtype, shapes[tuple(weight.shape)]
+            self.family = (self.op, self.out_features, *weight.shape)
+        elif weight.dtype is not torch.int8 or weight.dim() != 2:
+            self._refuse("weight", weight, "be int8 of shape [N, K], or packed, uint8, with in_features")
+        else:
+            self.out_features, self.in_features = weight.shape
+            self.family = (self.op, *weight.shape)
         self.register_buffer("weight", weight.detach())
         self._hold("weight_scale", weight_scale, self.out_features, (self.out_features, 1))
         self._hold("bias", bias, self.out_features, (self.out_features,))
@@ -89,12 +106,12 @@ class Int8Linear(CodedLayer):
 
     @property
     def weight_q(self) -> Tensor:
-        """Codes, s8 of shape (N, K)."""
+        """Codes, s8 of shape (N, K), or a packed weight, u8."""
         codes = self._buffers.get("weight")
         if codes is None:
             raise AttributeError(f"{type(self).__name__} has no weight")
-        if codes.dtype is not torch.int8:
-            codes = self._buffers["weight"] = codes_in(type(self).__name__, codes)
+        if codes.dtype is not self.codes_dtype:
+            codes = self._buffers["weight"] = codes_in(type(self).__name__, codes, self.codes_dtype)
         return codes
 
     def _set_codes(self, name: str, value: Any) -> None:
@@ -102,7 +119,7 @@ class Int8Linear(CodedLayer):
         codes = self._buffers["weight"]
         if isinstance(value, DequantizedWeight) and value.codes() is codes:
             return  # `layer.weight = layer.weight`
-        fits = isinstance(value, Tensor) and value.dtype is torch.int8 and codes is not None
+        fits = isinstance(value, Tensor) and value.dtype is self.codes_dtype and codes is not None
         if not fits or value.shape != codes.shape:
             super()._set_codes(name, value)
         self._buffers["weight"] = value.detach()
@@ -155,7 +172,7 @@ class Int8Linear(CodedLayer):
         error_msgs: list[str],
     ) -> None:
         """Load the buffers. A weight that does not hold codes is an error, because rounding would lose it."""
-        error = not_codes(prefix, state_dict)
+        error = not_codes(prefix, state_dict, self.codes_dtype)
         if error is not None:
             error_msgs.append(error)
             return
@@ -242,11 +259,14 @@ class Int8Linear(CodedLayer):
             kernel = self.explain().chosen
         except SkudaError:
             kernel = None
-        return f"{sizes}, kernel={kernel or 'none here'}"
+        weights = "" if self.group_size is None else f", weights=int4, group_size={self.group_size}"
+        return f"{sizes}{weights}, kernel={kernel or 'none here'}"
 
 
 class DynamicLinear(Int8Linear):
     """W8A8 with symmetric codes -127..127 and a scale per row of the input, which is computed at run time.
+
+    The codes may be those of 4-bit weights, packed. The result has the bits of the same codes in 8 bits.
 
     The gradient of the input goes through the dequantized weight, for the frozen base of LoRA; see
     `skuda.torch.autograd.frozen_linear`. The codes get no gradient.
@@ -499,12 +519,13 @@ def device_name(device: torch.device) -> str:
     return f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
 
 
-def not_codes(prefix: str, state_dict: Mapping[str, Any]) -> str | None:
+def not_codes(prefix: str, state_dict: Mapping[str, Any], dtype: torch.dtype) -> str | None:
     """Return why the weight of an int8 layer cannot be loaded, or None."""
     given = state_dict.get(f"{prefix}weight")
-    if not isinstance(given, Tensor) or given.dtype is torch.int8:
+    if not isinstance(given, Tensor) or given.dtype is dtype:
         return None
-    return f"{prefix}weight: the checkpoint has {given.dtype}, the module has codes, int8: load before quantizing."
+    own = str(dtype).removeprefix("torch.")
+    return f"{prefix}weight: the checkpoint has {given.dtype}, the module has codes, {own}: load before quantizing."
 
 
 def _is_scale(name: str) -> bool:

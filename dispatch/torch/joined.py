@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
+from skuda.kernels.linear.packed import ROWS
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.autograd import frozen_linear
 from skuda.torch.coded import coded_linear
@@ -76,7 +77,7 @@ class JoinedLinear(DynamicLinear):
 
     Parameters
     ----------
-    weight, weight_scale, bias, dtype
+    weight, weight_scale, bias, dtype, in_features
         As in `Int8Linear`, concatenated over the layers.
     sizes : tuple of int
         Output channels of each layer.
@@ -90,18 +91,20 @@ class JoinedLinear(DynamicLinear):
         *,
         sizes: tuple[int, ...],
         dtype: torch.dtype | None = None,
+        in_features: int | None = None,
     ) -> None:
-        super().__init__(weight, weight_scale, bias, dtype=dtype)
+        super().__init__(weight, weight_scale, bias, dtype=dtype, in_features=in_features)
         self.sizes = self.whole_sizes = sizes
         self._non_persistent_buffers_set |= set(self._buffers)
 
     @classmethod
     def of(cls, layers: tuple[DynamicLinear, ...]) -> JoinedLinear:
-        """Join layers whose buffers have equal dtypes and devices."""
+        """Join layers whose buffers have equal dtypes and devices. A packed weight before another has whole units."""
         weight, scale = (torch.cat([getattr(one, name) for one in layers]) for name in ("weight_q", "weight_scale"))
         biases = [one.bias for one in layers if one.bias is not None]
         sizes = tuple(one.out_features for one in layers)
-        joined = cls(weight, scale, torch.cat(biases) if biases else None, sizes=sizes, dtype=layers[0].weight_dtype)
+        same = {"dtype": layers[0].weight_dtype, "in_features": layers[0].in_features}
+        joined = cls(weight, scale, torch.cat(biases) if biases else None, sizes=sizes, **same)
         joined.train(layers[0].training)
         return joined
 
@@ -120,6 +123,8 @@ class Joined(Protocol):
     weight_q: Tensor
     weight_scale: Tensor
     weight_dtype: torch.dtype
+    codes_dtype: torch.dtype
+    group_size: int | None
     bias: Tensor | None
     training: bool
     out_features: int
@@ -174,8 +179,21 @@ class Part(CodedLayer):
 
     @property
     def weight_q(self) -> Tensor:
-        """Codes, s8 of shape (N, K)."""
-        return self.joined.weight_q[self.start : self.stop]
+        """Codes, s8 of shape (N, K), or a packed weight, u8."""
+        codes = self.joined.weight_q
+        if codes.dtype is torch.uint8:
+            return codes[self.start // ROWS : -(-self.stop // ROWS)]
+        return codes[self.start : self.stop]
+
+    @property
+    def in_features(self) -> int:  # type: ignore[override]
+        """Columns of `weight`."""
+        return self.joined.in_features
+
+    @property
+    def group_size(self) -> int | None:
+        """Elements of a group of 4-bit weights; see `Int8Linear`."""
+        return self.joined.group_size
 
     @property
     def weight_dtype(self) -> torch.dtype:  # type: ignore[override]
@@ -234,7 +252,7 @@ class Part(CodedLayer):
     ) -> None:
         """Copy into the joined buffers, even if torch is asked to assign."""
         views = self.views()
-        error = not_codes(prefix, state_dict)
+        error = not_codes(prefix, state_dict, self.joined.codes_dtype)
         if error is not None:
             error_msgs.append(error)
             return

@@ -69,7 +69,7 @@ class LoraInt8Linear(lora.Linear):  # type: ignore[misc]
         Raises
         ------
         InvalidProblem
-            If a merged weight is not finite. The layer is then unchanged.
+            If a merged weight is not finite, or the base has 4-bit weights. The layer is then unchanged.
         """
         base = self.get_base_layer()
         if not isinstance(base, DynamicLinear):  # `dequantize_` has replaced it
@@ -78,6 +78,9 @@ class LoraInt8Linear(lora.Linear):  # type: ignore[misc]
         wanted = tuners_utils.check_adapters_to_merge(self, adapter_names)
         if not wanted:
             return
+        if base.group_size is not None:
+            rule = "have 8-bit weights, because 4 bits would lose adapters: call skuda.torch.dequantize_ before merging"
+            raise InvalidProblem("merge", "base_layer", "a DynamicLinear of 4-bit weights", rule)
         merged = [*self.merged_adapters, *wanted]
         if self.merged_adapters:
             self.unmerge()  # the sum is rounded once

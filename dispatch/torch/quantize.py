@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line, shown
+from skuda.torch.int4 import check_group_size, int4_linear
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear
 from skuda.torch.nonfinite import Nonfinite, check_nonfinite, propagating
 from skuda.torch.replaceable_layers import (
@@ -64,6 +65,11 @@ class Dynamic:
         What a NaN or an infinity in an input does. By default a NaN counts as 0, so later layers do not see it. With
         ``"propagate"`` its row of the output becomes NaN, which takes one more pass over the input. `fuse_` leaves such
         layers, and `parallelize_` refuses them.
+    weights : {"int8", "int4"}
+        With ``"int4"``, a weight takes half the memory; see `skuda.torch.int4.int4_weight`. Layers in training then
+        stay.
+    group_size : int
+        Elements of a row that share 16 levels, for ``"int4"``: 32, 64 or 128; or 0, for whole rows.
 
     Raises
     ------
@@ -72,14 +78,28 @@ class Dynamic:
     """
 
     nonfinite: Nonfinite = "ignore"
+    weights: Literal["int8", "int4"] = "int8"
+    group_size: int = 128
 
     def __post_init__(self) -> None:
         check_nonfinite("Dynamic", self.nonfinite)
+        if self.weights not in ("int8", "int4"):
+            raise InvalidProblem("Dynamic", "weights", shown(self.weights), "be 'int8' or 'int4'")
+        check_group_size("Dynamic", self.group_size)
+        if self.weights == "int8" and self.group_size != 128:
+            raise InvalidProblem("Dynamic", "group_size", shown(self.group_size), "be left out, or weights be 'int4'")
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:  # noqa: ARG002  the protocol's
-        """Return the int8 form of a layer; errors as `DynamicLinear.from_linear`."""
+        """Return the int8 form of a layer; errors as `DynamicLinear.from_linear` and `int4_linear`."""
         trained: Callable[[], nn.Module] | None = getattr(linear, "to_int8", None)
-        made = DynamicLinear.from_linear(linear) if trained is None else trained()
+        if trained is None:
+            four = self.weights == "int4"
+            made = int4_linear(linear, self.group_size) if four else DynamicLinear.from_linear(linear)
+        elif self.weights == "int4":
+            rule = "be no layer in training, which learned for 8 bits: use weights='int8'"
+            raise InvalidProblem("Dynamic", "weights='int4'", f"a {type(linear).__name__}", rule)
+        else:
+            made = trained()
         return propagating(made) if self.nonfinite == "propagate" else made
 
 

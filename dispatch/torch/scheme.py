@@ -1,8 +1,8 @@
 """`Scheme`: the `quantization_config` of a compressed-tensors checkpoint, which says how layers are quantized.
 
-Only W8A8 with symmetric weights is supported. A weight has one scale, or one per output channel. Activations have a
-dynamic scale per token, or one scale from calibration. Any other field is refused by name, so that no checkpoint is
-misread.
+Only W8A8 with symmetric weights is supported, and 4-bit weights with dynamic activations. A weight of 8 bits has one
+scale, or one per output channel. Activations have a dynamic scale per token, or one scale from calibration. Any other
+field is refused by name, so that no checkpoint is misread.
 
 Source: the package compressed-tensors 0.20. The tests read a config that it wrote.
 """
@@ -18,16 +18,20 @@ from typing import Any, NoReturn, Self
 
 from torch import nn
 
+from skuda.kernels.linear.packed import GROUP_SIZES
 from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.registry.text import shown
+from skuda.torch.int4_checkpoint import PACK_QUANTIZED, Int4Format
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import Part, int8_layers, is_joined
 from skuda.torch.replaceable_layers import hooked, is_conv1d, original_of
 
 FORMAT = "int-quantized"
+PACKED = "skuda-int4"
+"""Marks packed 4-bit weights; see `skuda.kernels.linear.packed`."""
 METHOD = "compressed-tensors"
 OWN_METHOD = "skuda"
-"""Marks a checkpoint that other readers would misread: with smoothing factors, or codes (N, K) of a `Conv1D`."""
+"""Marks a checkpoint that others would misread: smoothing factors, 4-bit weights, or codes (N, K) of a `Conv1D`."""
 
 _VERSION = "0.20.0"
 
@@ -56,12 +60,14 @@ class ActivationScheme(StrEnum):
         return _arguments(strategy, dynamic=dynamic, symmetric=self is not ActivationScheme.SHIFTED)
 
 
-def _arguments(strategy: str, *, dynamic: bool, symmetric: bool = True) -> dict[str, Any]:
+def _arguments(
+    strategy: str, *, dynamic: bool, symmetric: bool = True, group_size: int | None = None
+) -> dict[str, Any]:
     """Return the fields that describe one quantized tensor."""
     return {
         "dynamic": dynamic,
-        "group_size": None,
-        "num_bits": 8,
+        "group_size": group_size,
+        "num_bits": 8 if group_size is None else 4,
         "strategy": strategy,
         "symmetric": symmetric,
         "type": "int",
@@ -88,11 +94,28 @@ class SchemeGroup:
     activation : ActivationScheme
     per_tensor : bool
         Whether a weight has a single scale instead of one per output channel.
+    group_size : int or None
+        Elements of a group of packed 4-bit weights. None for weights of 8 bits.
+    int4 : Int4Format or None
+        How 4-bit weights are stored in the format of other projects.
     """
 
     targets: tuple[str, ...]
     activation: ActivationScheme
     per_tensor: bool = False
+    group_size: int | None = None
+    int4: Int4Format | None = None
+
+    @property
+    def format(self) -> str:
+        """The format of the weights."""
+        return FORMAT if self.group_size is None else PACKED
+
+    def weights(self) -> dict[str, Any]:
+        """Return the fields of `weights`."""
+        if self.group_size is not None:
+            return _arguments("group", dynamic=False, symmetric=False, group_size=self.group_size)
+        return _arguments("tensor" if self.per_tensor else "channel", dynamic=False)
 
 
 @dataclass(frozen=True)
@@ -105,7 +128,7 @@ class Scheme:
     ignore : tuple of str
         Targets of layers that stay in floating point.
     own : bool
-        Whether only skuda reads it: layers may have smoothing factors, or be codes of a `Conv1D`.
+        Whether only skuda reads it: layers may have smoothing factors or 4-bit weights, or be codes of a `Conv1D`.
     """
 
     groups: tuple[SchemeGroup, ...]
@@ -157,34 +180,38 @@ class Scheme:
         if not parts:
             check_whole("checkpoint", model)
         layers = dict(int8_layers(model))
-        ways: dict[ActivationScheme, list[str]] = {}
+        ways: dict[tuple[ActivationScheme, int | None], list[str]] = {}
         for name, layer in layers.items():
             activation = ActivationScheme.of(layer)
             if activation is None:
                 _refuse(name, type(layer).__name__, "be a DynamicLinear or a StaticLinear")
-            ways.setdefault(activation, []).append(name)
+            ways.setdefault((activation, layer.group_size), []).append(name)
         if not ways:
             raise InvalidProblem("checkpoint", "model", type(model).__name__, "hold int8 layers: quantize it first")
         kinds = tuple(sorted({original_of(layer) for layer in layers.values()}))
-        groups = (SchemeGroup(kinds if len(ways) == 1 else tuple(names), way) for way, names in ways.items())
+        groups = tuple(
+            SchemeGroup(kinds if len(ways) == 1 else tuple(names), activation, group_size=size)
+            for (activation, size), names in ways.items()
+        )
         floats = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) or is_conv1d(module))
         smooth = any(getattr(layer, "smooth", None) is not None for layer in layers.values())
-        return cls(tuple(groups), tuple(floats), own=smooth or "Conv1D" in kinds)
+        packed = any(group.group_size is not None for group in groups)
+        return cls(groups, tuple(floats), own=smooth or packed or "Conv1D" in kinds)
 
     def fields(self) -> dict[str, Any]:
         """Return the `quantization_config`."""
         return {
             "config_groups": {
                 f"group_{i}": {
-                    "format": FORMAT,
+                    "format": group.format,
                     "input_activations": group.activation.fields(),
                     "output_activations": None,
                     "targets": list(group.targets),
-                    "weights": _arguments("tensor" if group.per_tensor else "channel", dynamic=False),
+                    "weights": group.weights(),
                 }
                 for i, group in enumerate(self.groups)
             },
-            "format": FORMAT,
+            "format": self.groups[0].format,
             "global_compression_ratio": None,
             "ignore": list(self.ignore),
             "kv_cache_scheme": None,
@@ -210,40 +237,50 @@ class Scheme:
         Raises
         ------
         InvalidRecord
-            For any scheme but W8A8 with symmetric weights. The error names the field.
+            For any scheme but W8A8 with symmetric weights, and W4A8. The error names the field.
         """
         read = _Reader(source, "quantization_config", fields)
-        read.one_of("quant_method", [METHOD, OWN_METHOD])
-        read.one_of("format", [FORMAT])
+        own = read.one_of("quant_method", [METHOD, OWN_METHOD]) == OWN_METHOD
+        formats = [FORMAT, PACK_QUANTIZED, PACKED] if own else [FORMAT, PACK_QUANTIZED]
+        given = read.one_of("format", formats)
         read.one_of("quantization_status", ["compressed"], default="compressed")
         read.absent("kv_cache_scheme", "sparsity_config", "transform_config", "moe_sparsity_config")
         read.free("global_compression_ratio", "version")
         ignore = read.targets("ignore", default=())
         groups = _Reader(source, "config_groups", read.take("config_groups"))
-        found = tuple(_group_of(_Reader(source, name, groups.take(name))) for name in tuple(groups.names))
+        found = tuple(
+            _group_of(_Reader(source, name, groups.take(name)), formats, given) for name in tuple(groups.names)
+        )
         if not found:
             groups.refuse("", "no group", "hold a group of layers")
         read.finish()
-        return cls(found, ignore, own=read.fields["quant_method"] == OWN_METHOD)
+        return cls(found, ignore, own=own)
 
 
-def _group_of(read: _Reader) -> SchemeGroup:
+def _group_of(read: _Reader, formats: list[str], default: str) -> SchemeGroup:
+    """Read a group. Its format is one of `formats`, by default that of all groups."""
+    stored_as = read.one_of("format", [*formats, None], default=None) or default
+    packed, int4 = stored_as == PACKED, None
+    per_tensor, group_size = False, None
     weights = _Reader(read.source, f"{read.place}.weights", read.take("weights"))
-    per_tensor = weights.one_of("strategy", ["channel", "tensor"]) == "tensor"
-    weights.one_of("dynamic", [False], default=False)
-    weights.one_of("symmetric", [True], default=True)
-    weights.common()
+    if not packed and (stored_as == PACK_QUANTIZED or weights.fields.get("num_bits") == 4):
+        int4 = Int4Format.read(weights, stored_as)
+    else:
+        per_tensor = weights.one_of("strategy", ["group"] if packed else ["channel", "tensor"]) == "tensor"
+        weights.one_of("dynamic", [False], default=False)
+        weights.one_of("symmetric", [not packed], default=True)
+        group_size = weights.one_of("group_size", [*GROUP_SIZES]) if packed else None
+        weights.common(bits=4 if packed else 8)
     inputs = _Reader(read.source, f"{read.place}.input_activations", read.take("input_activations"))
-    dynamic = inputs.one_of("dynamic", [False, True], default=False)
+    dynamic = inputs.one_of("dynamic", [True] if packed or int4 else [False, True], default=False)
     inputs.one_of("strategy", ["token" if dynamic else "tensor"])
     symmetric = inputs.one_of("symmetric", [True] if dynamic else [True, False], default=True)
     inputs.common()
     read.absent("output_activations")
-    read.one_of("format", [FORMAT, None], default=None)
     targets = read.targets("targets")
     read.finish()
     static = ActivationScheme.STATIC if symmetric else ActivationScheme.SHIFTED
-    return SchemeGroup(targets, ActivationScheme.DYNAMIC if dynamic else static, per_tensor)
+    return SchemeGroup(targets, ActivationScheme.DYNAMIC if dynamic else static, per_tensor, group_size, int4)
 
 
 class _Reader:
@@ -287,9 +324,9 @@ class _Reader:
         for name in names:
             self.take(name, default=None)
 
-    def common(self) -> None:
+    def common(self, bits: int = 8) -> None:
         """Read the fields of a quantized tensor other than its strategy."""
-        self.one_of("num_bits", [8], default=8)
+        self.one_of("num_bits", [bits], default=8)
         self.one_of("type", ["int"], default="int")
         self.one_of("group_size", [None, -1], default=None)
         self.one_of("actorder", [None, False], default=None)

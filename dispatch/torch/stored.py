@@ -9,7 +9,9 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor
 
+from skuda.kernels.linear.packed import shape_of
 from skuda.registry.errors import InvalidRecord
+from skuda.torch.int4_checkpoint import read_int4
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.replaceable_layers import original_of, sizes_of
 from skuda.torch.scheme import ActivationScheme, SchemeGroup
@@ -83,7 +85,7 @@ class Tensors:
         if dtype not in allowed or shape not in shapes:
             words = " or ".join(str(each) for each in allowed), " or ".join(str(list(each)) for each in shapes)
             had = _text(self.kinds[full]) if full in self.kinds else "nothing"
-            self._refuse(full, had, f"be {words[0]} of shape {words[1]}")
+            self.refuse(name, had, f"be {words[0]} of shape {words[1]}")
         self._left.discard(full)
         return self._read(full)
 
@@ -92,19 +94,26 @@ class Tensors:
         if name in self:
             zeros = self.take(name, _CODES, self.kinds[self._prefix + name][1])
             if bool(zeros.any()):
-                self._refuse(self._prefix + name, "other codes", "be 0: the config says that this is symmetric")
+                self.refuse(name, "other codes", "be 0: the config says that this is symmetric")
 
     def finish(self) -> None:
         """Raise if a tensor with the prefix was not taken."""
         for name in sorted(name for name in self._left if name.startswith(self._prefix)):
-            self._refuse(name, _text(self.kinds[name]), "be absent: the model has no such tensor, or another scheme")
+            rule = "be absent: the model has no such tensor, or another scheme"
+            self.refuse(name.removeprefix(self._prefix), _text(self.kinds[name]), rule)
 
-    def _refuse(self, name: str, had: str, rule: str) -> NoReturn:
-        raise InvalidRecord(self.source, f"tensor {name}", had, rule)
+    def refuse(self, name: str, had: str, rule: str) -> NoReturn:
+        """Raise `InvalidRecord` for a tensor."""
+        raise InvalidRecord(self.source, f"tensor {self._prefix}{name}", had, rule)
 
 
 def int8_layer(
-    module: Any, group: SchemeGroup, found: Tensors, *, smooth: bool = False
+    module: Any,
+    group: SchemeGroup,
+    found: Tensors,
+    *,
+    smooth: bool = False,
+    rounded: Callable[[float], object] | None = None,
 ) -> DynamicLinear | StaticLinear:
     """Return the int8 replacement of a module, on its device. It shares no memory with the stored tensors.
 
@@ -118,6 +127,8 @@ def int8_layer(
         The layer's tensors.
     smooth : bool
         Whether the layer may have smoothing factors.
+    rounded : callable, optional
+        Allows rounded group scales of 4-bit weights, and takes their largest difference; see `read_int4`.
 
     Raises
     ------
@@ -131,14 +142,23 @@ def int8_layer(
     def taken(name: str, dtypes: torch.dtype | tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
         return found.take(name, dtypes, *shapes).detach().to(device, copy=True)
 
-    weight = taken("weight", torch.int8, (n, k))
-    scale = taken("weight_scale", _SCALES, *(_ONE if group.per_tensor else ((n, 1), (n,))))
-    scale = scale.reshape(-1, 1).expand(n, 1).contiguous()
+    if group.int4 is not None:
+        four, difference = read_int4(found, (n, k), group.int4, device=device, round_scales=rounded is not None)
+        weight, scale = four.packed(group.int4.group_size), four.channel_scale[:, None]
+        if rounded is not None:
+            rounded(difference)
+    else:
+        if group.group_size is None:
+            weight = taken("weight", torch.int8, (n, k))
+        else:
+            weight = taken("weight", torch.uint8, shape_of(n, k, group.group_size))
+        scale = taken("weight_scale", _SCALES, *(_ONE if group.per_tensor else ((n, 1), (n,))))
+        scale = scale.reshape(-1, 1).expand(n, 1).contiguous()
+        found.take_zeros("weight_zero_point")
     bias = None if module.bias is None else taken("bias", module.bias.dtype, (n,))
-    found.take_zeros("weight_zero_point")
     made: DynamicLinear | StaticLinear
     if group.activation is ActivationScheme.DYNAMIC:
-        made = DynamicLinear(weight, scale, bias, dtype=dtype)
+        made = DynamicLinear(weight, scale, bias, dtype=dtype, in_features=k)
     else:
         shifted = group.activation is ActivationScheme.SHIFTED
         if not shifted:

@@ -123,8 +123,9 @@ class TensorOp:
         self._several = op.descriptor.result is not None
         self._varies = not {a.name for a in self.outputs} <= always
         packed = {a.name for case in op.cases for a in case.problem.arguments() if a.elements[0].is_packed}
-        # Fields that follow from a tensor that every call has and that is not packed.
-        shows = always.intersection(self.names) - packed
+        # Fields that follow from a tensor that every call has, that is not packed and whose axes mean one thing.
+        axes = {name: {len(a.shape) for a in op.descriptor.signature if a.name == name} for name in self.names}
+        shows = {name for name in always.intersection(self.names) - packed if len(axes[name]) == 1}
         left_out = {"op", *(f"has_{name}" for name in self.names)}
         self._types = {
             name: self._type(name, info)

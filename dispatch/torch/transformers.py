@@ -18,12 +18,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from skuda.registry.errors import InvalidProblem, MissingDependency
+from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
 from skuda.registry.text import one_line, shown
 
 try:
@@ -57,6 +57,8 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
     ignore : sequence of str, optional
         Layers that stay in floating point: names, or patterns of ``re:`` and a regular expression that matches from the
         start of a name. By default the layer that returns the logits.
+    weights, group_size
+        As in `skuda.torch.Dynamic`.
     exact : bool
         Whether the whole model becomes exact, the head included; see `skuda.torch.exact.exact_`. Then `ignore` must be
         left out.
@@ -65,7 +67,13 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """
 
     def __init__(
-        self, ignore: Sequence[str] | None = None, *, exact: bool = False, scheme: Scheme | None = None
+        self,
+        ignore: Sequence[str] | None = None,
+        *,
+        weights: Literal["int8", "int4"] = "int8",
+        group_size: int = 128,
+        exact: bool = False,
+        scheme: Scheme | None = None,
     ) -> None:
         if exact and ignore:
             raise InvalidProblem("SkudaConfig", "ignore", shown(ignore), "be left out with exact=True")
@@ -79,13 +87,14 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
                 raise InvalidProblem("SkudaConfig", "ignore", pattern, rule) from error
         self.quant_method = OWN_METHOD
         self.ignore = () if exact else None if ignore is None else tuple(ignore)
+        self.dynamic = Dynamic(weights=weights, group_size=group_size)
         self.exact = exact
         self.scheme = scheme
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002  the signature of transformers
         """Read the `quantization_config` of a checkpoint; errors as `Scheme.parse`."""
-        found = cls(scheme=Scheme.parse("config.json", config_dict))
+        found = cls(scheme=_parsed("config.json", config_dict))
         return (found, kwargs) if return_unused_kwargs else found
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,6 +149,11 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
         self.quantization_config.scheme = Scheme.of(model)
         return stored(model), {}
 
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
+        """Whether a tensor of a file need not have the shape of the attribute: a packed weight, which checks itself."""
+        owner, name = param_name.rpartition(".")[::2]
+        return name == "weight" and getattr(model.get_submodule(owner), "group_size", None) is not None
+
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> None:
@@ -182,13 +196,14 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
         if ignore is None:
             logits = model.get_output_embeddings()
             ignore = tuple(name for name, module in model.named_modules() if module is logits)
-        self.report = quantize_(model, Dynamic(), lambda module, name: not matches(ignore, name, module))
+        config = self.quantization_config
+        self.report = quantize_(model, config.dynamic, lambda module, name: not matches(ignore, name, module))
         if not self.report.converted:
             rule = "have a torch.nn.Linear that can be int8; load it without quantization_config"
             had = one_line(f"{type(model).__name__}, {self.report}", 200)
             raise InvalidProblem("from_pretrained", "model", had, rule)
-        self.quantization_config.scheme = Scheme.of(model)
-        if self.quantization_config.exact:
+        config.scheme = Scheme.of(model)
+        if config.exact:
             exact_(model)
         return model
 
@@ -225,7 +240,7 @@ def convert_(model: Any) -> tuple[str, ...]:
         fields = dict(described if isinstance(described, Mapping) else described.to_dict())
         # Dropped, because the dtype of the weights shows whether they are codes.
         fields.pop("quantization_status", None)
-        scheme = Scheme.parse("convert_", json.loads(json.dumps(fields)))
+        scheme = _parsed("convert_", json.loads(json.dumps(fields)))
         layers = {}
         for name, module, group in scheme.layers(model):
             tensors = _held(name, module)
@@ -276,6 +291,15 @@ def forget_(model: nn.Module) -> None:
         quantizer = getattr(module, "hf_quantizer", None)
         if isinstance(module, PreTrainedModel) and isinstance(quantizer, SkudaQuantizer):
             quantizer.remove_quantization_config(module)
+
+
+def _parsed(source: str, fields: Any) -> Scheme:
+    """Read a scheme; refuse one of other projects with 4-bit weights, whose tensors are not those of the layers."""
+    scheme = Scheme.parse(source, fields)
+    if any(group.int4 is not None for group in scheme.groups):
+        rule = "have 8 bits: build the model from its config, and use skuda.torch.load_"
+        raise InvalidRecord(source, "weights", "4 bits", rule)
+    return scheme
 
 
 def _held(name: str, module: nn.Module) -> Tensors:

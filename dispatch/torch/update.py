@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.autograd import row_codes
+from skuda.torch.joined import int8_layers
 from skuda.torch.replaceable_layers import check_model
 from skuda.torch.training import FakeQuantLinear, MixedLinear
 
@@ -30,10 +31,15 @@ def update_(served: nn.Module, trained: nn.Module) -> None:
     Raises
     ------
     InvalidProblem
-        If the models have other tensors, or a weight is not finite. The served model has not changed then.
+        If the models have other tensors, a weight is not finite, or a served one has 4 bits. The served model has not
+        changed then.
     """
     check_model("update_", served, None)
     check_model("update_", trained, None)
+    for name, layer in int8_layers(served):
+        if layer.group_size is not None:
+            rule = "have 8-bit weights, those of layers in training: quantize_ the trained model instead"
+            raise InvalidProblem("update_", name, "a layer of 4-bit weights", rule)
     given, held = dict(_tensors(trained)), served.state_dict(keep_vars=True)
     for name in given.keys() ^ held.keys():
         had = f"{'no ' if name in held else ''}{name}"

@@ -24,3 +24,13 @@ DEVICE void griddepcontrol_launch_dependents() {
 #endif
 }
 #endif
+
+// Fills an array, unless it is null, after the previous kernel; all threads of the grid take part. Call it first: after
+// code that only one thread runs, the compiler no longer keeps values in registers that a warp shares. It is short,
+// because its code is fetched before that of the first loads.
+template <class T> DEVICE void fill_array(T* to, T value, u32 count) {
+  if (to == nullptr) return;
+  griddepcontrol_wait();
+#pragma unroll 1
+  for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) to[i] = value;
+}

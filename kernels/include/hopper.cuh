@@ -89,6 +89,12 @@ DEVICE void cp_async_bulk_tensor_2d_multicast(u32 to, const TensorMap* map, s32 
       "[%4], %5;" ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(mask)
       : "memory");
 }
+// Copies contiguous bytes to shared memory; both addresses and the number of bytes are multiples of 16.
+DEVICE void cp_async_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
 DEVICE void prefetch_tensormap(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 template <int N> DEVICE void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
@@ -134,20 +140,30 @@ template <int N, class A, class B> struct Wgmma;
   WGMMA_OF(64, A, B, S32, "%32", "%33", "%34", D16(0), D16(16))                                                   \
   WGMMA_OF(128, A, B, S64, "%64", "%65", "%66", D64(0))                                                           \
   WGMMA_OF(256, A, B, S128, "%128", "%129", "%130", D64(0), D64(64))
+// The same with a in registers: thread t holds, of rows 16 (t / 32) + t % 32 / 4 and eight below, bytes 4 (t % 4) and
+// three more, then, of both rows, those 16 behind.
+template <int N, class A, class B> struct WgmmaRegisters;
+#define WGMMA_REGISTERS_OF(N, A, B, LIST, X, Y, P, ...)                                                           \
+  template <> struct WgmmaRegisters<N, A, B> {                                                                    \
+    static DEVICE void mma_async(s32 (&d)[N / 2], const u32 (&a)[4], u64 b, u32 scale_d) {                         \
+      asm volatile("{\n.reg .pred scale_d;\nsetp.ne.u32 scale_d, " P ", 0;\n"                                     \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32." #A "." #B " {" LIST "}, {" X "}, " Y ", scale_d;\n}" \
+                   : __VA_ARGS__                                                                                    \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d));                              \
+    }                                                                                                               \
+  };
+#define WGMMAS_OF_REGISTERS(A, B)                                                                                  \
+  WGMMA_REGISTERS_OF(8, A, B, S4, "%4,%5,%6,%7", "%8", "%9", D4(0))                                                 \
+  WGMMA_REGISTERS_OF(32, A, B, S16, "%16,%17,%18,%19", "%20", "%21", D16(0))                                        \
+  WGMMA_REGISTERS_OF(64, A, B, S32, "%32,%33,%34,%35", "%36", "%37", D16(0), D16(16))                               \
+  WGMMA_REGISTERS_OF(128, A, B, S64, "%64,%65,%66,%67", "%68", "%69", D64(0))                                       \
+  WGMMA_REGISTERS_OF(256, A, B, S128, "%128,%129,%130,%131", "%132", "%133", D64(0), D64(64))
+WGMMAS_OF_REGISTERS(s8, s8)
+WGMMAS_OF_REGISTERS(s8, u8)
 WGMMAS_OF(s8, s8)
 WGMMAS_OF(s8, u8)
 WGMMAS_OF(u8, s8)
 WGMMAS_OF(u8, u8)
 #endif
-
-// Fills an array, unless it is null, after the previous kernel; all threads of the grid take part. Call it first: after
-// code that only one thread runs, the compiler no longer keeps values in registers that a warp shares. It is short,
-// because its code is fetched before that of the first loads.
-template <class T> DEVICE void fill_array(T* to, T value, u32 count) {
-  if (to == nullptr) return;
-  griddepcontrol_wait();
-#pragma unroll 1
-  for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) to[i] = value;
-}
 
 #define TENSOR_MAPS const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map

@@ -49,3 +49,31 @@ template <class A, class W> DEVICE void mma_m16n8k32(s32 (&d)[4], const u32 (&a)
   MmaSync<A, W>::add(d, a, w0, w1);
 }
 #endif
+
+// --- shared memory and ldmatrix ---------------------------------------------------------------------------------------
+
+#ifdef SKUDA_HOST
+DEVICE u8* shared_bytes() { return skuda_dynamic_shared; }
+DEVICE u32 shared_start() { return 0; }
+DEVICE void ldmatrix_x4(u32 (&r)[4], u32 at) {
+  for (int i = 0; i < 4; ++i) {
+    const u32 row = __shfl_sync(~0u, at, threadIdx.x % 32 / 4 + 8 * i);
+    memcpy(&r[i], &skuda_dynamic_shared[row + threadIdx.x % 4 * 4], 4);
+  }
+}
+#else
+DEVICE u8* shared_bytes() {
+  extern __shared__ uint4 whole_block[];
+  return (u8*)whole_block;
+}
+DEVICE u32 shared_start() { return (u32)__cvta_generic_to_shared(shared_bytes()); }
+
+// Loads four matrices of 8 rows of 16 bytes. Lane l gives the address of row l % 8 of matrix l / 8, and receives bytes
+// 4 (l % 4) to 4 (l % 4) + 3 of row l / 4 of each matrix.
+DEVICE void ldmatrix_x4(u32 (&r)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(at)
+               : "memory");
+}
+#endif

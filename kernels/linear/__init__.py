@@ -1,20 +1,25 @@
-"""The linear family: int8 products with an epilogue. Modules are imported on first use of a name."""
+"""The linear family: int8 products and packed weights. Modules are imported on first use of a name."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from skuda.kernels.linear.pack_weight import PackedWeight, PackWeightDescriptor
     from skuda.kernels.linear.quantized_linear import QuantizedLinearDescriptor
     from skuda.kernels.linear.rescale import RescaleDescriptor
     from skuda.kernels.linear.scaled_linear import ScaledLinearDescriptor
     from skuda.kernels.linear.smoothquant_linear import SmoothQuantLinearDescriptor
+    from skuda.kernels.linear.unpack_weight import UnpackWeightDescriptor
 
 __all__ = [
+    "PackWeightDescriptor",
+    "PackedWeight",
     "QuantizedLinearDescriptor",
     "RescaleDescriptor",
     "ScaledLinearDescriptor",
     "SmoothQuantLinearDescriptor",
+    "UnpackWeightDescriptor",
 ]
 
 

@@ -15,6 +15,9 @@
 // kernels where the epilogue is a visible part of the time.
 #pragma once
 #include "curves.cuh"
+#ifdef SKUDA_UNPACKS  // a launch in front writes the 8-bit codes of a packed weight
+#include "unpacked_codes.cuh"
+#endif
 
 enum EpilogueKind { IDENTITY, BIAS, BIAS_RELU, BIAS_GELU, BIAS_SILU };
 enum Output { OUT_F32, OUT_F64, OUT_F16, OUT_BF16, OUT_S8, OUT_U8, OUT_S32 };

@@ -51,7 +51,7 @@ def arithmetic(problem: LinearProblem) -> Arithmetic:
         codes=storage_dtype(problem.code_element),
         compute=storage_dtype(problem.compute),
         product=storage_dtype(problem.output if is_sum else problem.compute),
-        run=longest_k(problem.code_element, problem.weight_element, 1 << 24),
+        run=longest_k(problem.code_element, problem.weight_code, 1 << 24),
         activation=problem.epilogue.activation,
         limits=problem.output.integer_range,
     )

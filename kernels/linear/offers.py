@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-from skuda.kernels.linear import mma, plain, streamed, warpgroup
-from skuda.kernels.linear.problem import LinearProblem
+from skuda.kernels.linear import expanded, mma, packed_launch, packed_warpgroup_launch, plain, streamed, warpgroup
+from skuda.kernels.linear.problem import LinearProblem, code_of
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.registry.arch import ArchSku
 from skuda.registry.constraints import Constraint, OneOf
@@ -15,6 +15,10 @@ from skuda.registry.elements import CODES8, ElementKind
 from skuda.registry.guarantee import PrecisionGuarantee
 from skuda.registry.sku import KernelSku, WorkspaceTerm
 from skuda.registry.vocabulary import EpilogueKind, MathPrecision
+
+_HERE = "skuda.kernels.linear"
+_ON_CODES = ("streamed", "warpgroup", "mma", "plain")
+"""Variants whose launch rules are in modules of the same name."""
 
 
 class _TensorCoreKernel(NamedTuple):
@@ -25,9 +29,34 @@ class _TensorCoreKernel(NamedTuple):
     constraints: Callable[[ElementKind], tuple[Constraint, ...]]
     summary: str
     workspace: tuple[WorkspaceTerm, ...] = ()
+    reads_packed: bool = False
+    """Whether it reads packed weights, and only these."""
+
+    @property
+    def weights(self) -> tuple[ElementKind, ...]:
+        """Elements of the weights that it is offered for."""
+        return (ElementKind.S4,) if self.reads_packed else (*CODES8, ElementKind.S4)
+
+    def unpacks(self, weight: ElementKind) -> bool:
+        """Whether a weight is unpacked in front of it."""
+        return weight is ElementKind.S4 and not self.reads_packed
 
 
 _TENSOR_CORE_KERNELS = (
+    _TensorCoreKernel(
+        "packed",
+        ArchSku.SM_80,
+        packed_launch.constraints,
+        "few tokens: packed 4-bit weights go straight to registers",
+        reads_packed=True,
+    ),
+    _TensorCoreKernel(
+        "packed_warpgroup",
+        ArchSku.SM_90A,
+        packed_warpgroup_launch.constraints,
+        "wgmma on codes that are made of packed 4-bit weights in registers",
+        reads_packed=True,
+    ),
     _TensorCoreKernel(
         "streamed",
         ArchSku.SM_90A,
@@ -84,50 +113,48 @@ def skus(
     cores = tuple(
         sku
         for kernel in _TENSOR_CORE_KERNELS
-        for weight in CODES8
+        for weight in kernel.weights
         for sku in cuda_skus(
             descriptor,
             module,
             narrow,
             (weight,),
             epilogues,
-            launch=f"skuda.kernels.linear.{kernel.variant}:launch",
             suffix=f"_{kernel.variant}",
             arch=kernel.arch,
-            flags=partial(_flags, descriptor),
+            flags=partial(_flags, descriptor, unpacks=kernel.unpacks(weight)),
             guarantee=partial(_guarantee, ElementKind.S32),
             constraints=(
                 *constraints,
                 in_f32,
-                *kernel.constraints(weight),
+                *kernel.constraints(code_of(weight)),
             ),
-            variant=kernel.variant,
-            summary=kernel.summary,
-            workspace=(*workspace, *kernel.workspace),
+            **_reading(kernel.variant, kernel.summary, (*workspace, *kernel.workspace), unpacks=kernel.unpacks(weight)),
             **fields,
         )
     )
-    any_shape = cuda_skus(
-        descriptor,
-        module,
-        elements,
-        CODES8,
-        epilogues,
-        launch="skuda.kernels.linear.plain:launch",
-        flags=partial(_plain_flags, descriptor),
-        guarantee=partial(_guarantee, ElementKind.S64),
-        constraints=(*constraints, *plain.CONSTRAINTS),
-        entry_point="quantized_linear_codes" if descriptor.dynamic else descriptor.op_name(),
-        variant="plain",
-        summary="64 x 64 tiles, dp4a; any shape",
-        workspace=workspace,
-        **fields,
+    any_shape = tuple(
+        sku
+        for weights in (CODES8, (ElementKind.S4,))
+        for sku in cuda_skus(
+            descriptor,
+            module,
+            elements,
+            weights,
+            epilogues,
+            flags=partial(_plain_flags, descriptor, unpacks=weights != CODES8),
+            guarantee=partial(_guarantee, ElementKind.S64),
+            constraints=(*constraints, *plain.CONSTRAINTS),
+            entry_point="quantized_linear_codes" if descriptor.dynamic else descriptor.op_name(),
+            **_reading("plain", "64 x 64 tiles, dp4a; any shape", workspace, unpacks=weights != CODES8),
+            **fields,
+        )
     )
     reference = numpy_skus(
         descriptor,
         module,
         elements,
-        CODES8,
+        (*CODES8, ElementKind.S4),
         epilogues,
         # NumPy adds exactly at any K, which is what an s64 accumulator does.
         precision_guarantee=PrecisionGuarantee(math_precision=MathPrecision.INT8, accumulator=ElementKind.S64),
@@ -137,17 +164,40 @@ def skus(
     return (*cores, *any_shape, *reference)
 
 
+def _reading(variant: str, summary: str, workspace: tuple[WorkspaceTerm, ...], *, unpacks: bool) -> dict[str, Any]:
+    """Return the fields of a SKU that depend on whether its kernel reads the weight, or the codes unpacked from it."""
+    if not unpacks:
+        module = variant if variant in _ON_CODES else f"{variant}_launch"
+        return {"variant": variant, "summary": summary, "workspace": workspace, "launch": f"{_HERE}.{module}:launch"}
+    return {
+        "variant": f"expanded_{variant}",
+        "summary": f"the weight unpacked in front, then: {summary}",
+        "workspace": (*workspace, *expanded.WORKSPACE),
+        "launch": f"{_HERE}.expanded:{variant}",
+    }
+
+
+def _weight_flags(weight: ElementKind | None, *, unpacks: bool) -> tuple[str, ...]:
+    code = f"-DSKUDA_WEIGHT={weight if weight is None else code_of(weight)}"
+    return (code, "-DSKUDA_UNPACKS") if unpacks else (code,)
+
+
 def _guarantee(accumulator: ElementKind, *_: object) -> PrecisionGuarantee:
     """Promise the reference's bits for every element and epilogue."""
     return PrecisionGuarantee(math_precision=MathPrecision.INT8, accumulator=accumulator)
 
 
-def _flags(descriptor: type[LinearProblem], element: ElementKind, weight: ElementKind | None) -> tuple[str, ...]:
+def _flags(
+    descriptor: type[LinearProblem], element: ElementKind, weight: ElementKind | None, *, unpacks: bool
+) -> tuple[str, ...]:
     """Return the compiler flags that do not depend on the configuration."""
     quantizing = (f"-DSKUDA_DATA={element}",) if descriptor.dynamic else ()
-    return ("-fmad=false", f"-DSKUDA_WEIGHT={weight}", *quantizing)
+    code, *more = _weight_flags(weight, unpacks=unpacks)
+    return ("-fmad=false", code, *quantizing, *more)
 
 
-def _plain_flags(descriptor: type[LinearProblem], element: ElementKind, weight: ElementKind | None) -> tuple[str, ...]:
+def _plain_flags(
+    descriptor: type[LinearProblem], element: ElementKind, weight: ElementKind | None, *, unpacks: bool
+) -> tuple[str, ...]:
     own = (f"-DSKUDA_DATA={element}", "-DSKUDA_CODE=s8") if descriptor.dynamic else (f"-DSKUDA_REAL={element.compute}",)
-    return ("-fmad=false", *own, f"-DSKUDA_WEIGHT={weight}")
+    return ("-fmad=false", *own, *_weight_flags(weight, unpacks=unpacks))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any, ClassVar
+from itertools import count, product
+from typing import Any, ClassVar, Self
 
+from pydantic import model_validator
+
+from skuda.kernels.linear import packed
 from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.elements import CODES8, FLOATS, ElementKind
-from skuda.registry.value import Extent
+from skuda.registry.value import Extent, Integer
 from skuda.registry.vocabulary import DynamicRangeScope, EpilogueKind, LayoutSku, OpCategory
 
+Sizes = tuple[int, int, int]
 OUTPUTS = (*FLOATS, *CODES8)
 SCALE_SCOPES = (DynamicRangeScope.TOKEN, DynamicRangeScope.TENSOR)
 """Whether an activation has a scale for each row, or one for all."""
@@ -42,15 +47,71 @@ class LinearProblem(Descriptor):
     ----------
     dynamic : bool
         Whether the activation is floating and the op quantizes it; else it is given as codes.
+    channels : str
+        The field that counts output channels.
     """
 
     category: ClassVar[OpCategory] = OpCategory.QUANTIZATION
     layout: ClassVar[LayoutSku | None] = LayoutSku.RCR
     aux_field: ClassVar[str | None] = "weight_element"
     dynamic: ClassVar[bool]
+    channels: ClassVar[str] = "n"
     weight_element: ElementKind = ElementKind.S8
     epilogue: EpilogueKind = EpilogueKind.IDENTITY
     has_weight_zero_point: bool = False
+    group_size: Integer = 0
+
+    @model_validator(mode="after")
+    def _rules_of_weight(self) -> Self:
+        sizes = ", ".join(map(str, packed.GROUP_SIZES))
+        if self.weight_element is not ElementKind.S4:
+            if self.group_size != 0:
+                rule = f"be 0: a weight_element of {self.weight_element} has no groups, only s4 has"
+                self.refuse("group_size", self.group_size, rule)
+        elif self.group_size not in packed.GROUP_SIZES:
+            self.refuse("group_size", self.group_size, f"be one of {sizes} for a weight_element of s4")
+        elif self.has_weight_zero_point:
+            rule = "be False for a weight_element of s4, whose groups have offsets instead"
+            self.refuse("has_weight_zero_point", self.has_weight_zero_point, rule)
+        return self
+
+    @classmethod
+    def implied(cls, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Any]:
+        """Return what the three axes of a packed weight say. Its rows are known only up to a multiple of 16."""
+        shape = shapes.get("weight_q", ())
+        if len(shape) != 3:
+            return {}
+        size = next((size for size in packed.GROUP_SIZES if packed.block_bytes(size) == shape[2]), None)
+        if size is None:
+            wanted = ", ".join(f"{packed.block_bytes(size)} for groups of {size}" for size in packed.GROUP_SIZES)
+            cls.refuse("weight_q", f"shape {shape}", f"have as its last axis the bytes of a packed block: {wanted}")
+        return {"weight_element": ElementKind.S4, "group_size": size, cls.channels: packed.ROWS * shape[0]}
+
+    @property
+    def weight_code(self) -> ElementKind:
+        """Element of the codes that are multiplied: s8 for a packed weight."""
+        return code_of(self.weight_element)
+
+    @property
+    def packed_shape(self) -> tuple[int, int, int]:
+        """Shape of a packed weight."""
+        _, n, k = self.sizes
+        return packed.shape_of(n, k, self.group_size)
+
+    @property
+    def unpacked_pitch(self) -> int:
+        """Bytes from row to row of the codes that a kernel unpacks: K, rounded up to a multiple of 16."""
+        return -(-self.sizes[2] // 16) * 16
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """Bytes of the codes that a kernel unpacks."""
+        return self.sizes[1] * self.unpacked_pitch
+
+    @property
+    def on_codes(self) -> Self:
+        """The same problem on the 8-bit codes of its weight."""
+        return self.model_copy(update={"weight_element": self.weight_code, "group_size": 0})
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -115,6 +176,29 @@ class LinearProblem(Descriptor):
         return floats_up_to(self.compute)
 
 
+def code_of(weight: ElementKind) -> ElementKind:
+    """Return the element of a weight's codes: s8 for the packed one, s4."""
+    return ElementKind.S8 if weight is ElementKind.S4 else weight
+
+
+def packed_cases(elements: Iterable[ElementKind]) -> Iterator[tuple[int, Sizes, bool, dict[str, Any]]]:
+    """Yield number, m, n and k, whether the activation has zero points, and fields of cases with a packed weight.
+
+    The fields are an element as ``element``, an epilogue, and those of the weight. Every element meets every epilogue.
+    """
+    numbers = count()
+    for at, (element, epilogue) in enumerate(product(elements, EpilogueKind)):
+        found = [(ALIGNED_SIZES[(at + at // 5) % len(ALIGNED_SIZES)], False)]
+        if at % 2 == 0:
+            found.append((SIZES[at // 2 % len(SIZES)], at % 4 == 0))
+        if at % 3 == 0:
+            found.append((SHIFTED[at // 3 % 2][0], True))
+        for sizes, shifts in found:
+            number = next(numbers)
+            fields = {"element": element, "epilogue": epilogue, "weight_element": ElementKind.S4}
+            yield number, sizes, shifts, fields | {"group_size": packed.GROUP_SIZES[number % 3]}
+
+
 @cache
 def floats_up_to(compute: ElementKind) -> tuple[ElementKind, ...]:
     """Return the elements of scales and bias: C and every narrower float."""
@@ -140,7 +224,9 @@ def weight_and_output(
         When the weight's scale is passed. By default always.
     """
     codes = {output: CODES8}
+    of_s4 = {"weight_element": (ElementKind.S4,)}
     return (
+        ArgumentSpec("weight_q", Role.INPUT, ElementKind.U8, "*packed_shape", when=of_s4),
         ArgumentSpec("weight_q", Role.INPUT, "weight_element", f"{channels}, k"),
         ArgumentSpec("weight_scale", Role.INPUT, "reals", channels, when=scaled or {}),
         ArgumentSpec(
@@ -171,14 +257,18 @@ class CodedProblem(LinearProblem):
     ----------
     m, n, k : int
         Rows of the activation, output channels, inner size.
-    activation_element, weight_element : ElementKind
-        Elements of the codes: s8 or u8.
+    activation_element : ElementKind
+        Element of the activation's codes: s8 or u8.
+    weight_element : ElementKind
+        Element of the weight's codes: s8 or u8; or s4 for a packed weight of 4-bit levels.
     output_element : ElementKind
         Element of the output.
     epilogue : EpilogueKind
         Steps fused with the product; all but ``identity`` take `bias`.
     has_weight_zero_point : bool
-        Whether `weight_zero_point` is passed.
+        Whether `weight_zero_point` is passed; never for s4.
+    group_size : int
+        Elements of a row of a packed weight that share a scale and an offset: 32, 64 or 128. 0 for s8 and u8.
     """
 
     element_field: ClassVar[str] = "output_element"

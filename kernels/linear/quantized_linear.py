@@ -10,13 +10,16 @@ output_zero_point) for an s8 or u8 output. C is f64 where activation or output i
 relu gives +0 for -0 and for negative values; NaN stays NaN. gelu (erf form) and silu are E(v), where E is the function
 of that name in `skuda.kernels.quantize.curves`, in f64: RN_T(E(v)) is rounded once, and codes are those of RN_C(E(v)).
 
-`weight_q` has one row per output channel, as torch stores `Linear.weight`.
+`weight_q` has one row per output channel, as torch stores `Linear.weight`. For s4 it is packed as
+`skuda.kernels.linear.packed` says, and stands for the s8 codes scale[n, g] level[n, k] + offset[n, g], with levels 0 to
+15 and an integer scale and offset for each group of `group_size` elements of K.
 
 Elements
 --------
-activation f16, bf16, f32, f64; weight s8, u8; output f16, bf16, f32, f64, s8, u8 (by default the activation's);
-`weight_scale` and `bias` C or any narrower float; `weight_zero_point` s32. The scratch arrays are optional: given,
-they receive the codes (s8, or u8 where the bounds need it) and the scales (f64 for f64 activations, else f32).
+activation f16, bf16, f32, f64; weight s8, u8, packed s4; output f16, bf16, f32, f64, s8, u8 (by default that of the
+activation); `weight_scale` and `bias` C or any narrower float; `weight_zero_point` s32. The scratch arrays are
+optional: given, they receive the codes (s8, or u8 where the bounds need it) and the scales (f64 for f64 activations,
+else f32).
 
 Units
 -----
@@ -25,8 +28,9 @@ code.
 
 Errors
 ------
-`InvalidProblem` for `m`, `c_out` or `k` outside [0, 2^31-1]; `q_max` below 1 or below `q_min`; bounds that neither s8
-nor u8 holds; an argument that is missing, unknown, of another element or shape, or that overlaps an output; an
+`InvalidProblem` for `m`, `c_out` or `k` outside [0, 2^31-1]; a `group_size` other than 32, 64 or 128 for an s4 weight,
+and other than 0 for another; weight zero points of an s4 weight; `q_max` below 1 or below `q_min`; bounds that neither
+s8 nor u8 holds; an argument that is missing, unknown, of another element or shape, or that overlaps an output; an
 `output_scale` that is 0 or not finite.
 `Unsupported` for an element outside the lists above.
 """
@@ -41,6 +45,7 @@ from pydantic import model_validator
 
 from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.linear import offers
+from skuda.kernels.linear.drawn import draw
 from skuda.kernels.linear.epilogue import Epilogue, arithmetic
 from skuda.kernels.linear.problem import (
     ALIGNED_SIZES,
@@ -49,6 +54,7 @@ from skuda.kernels.linear.problem import (
     SIZES,
     LinearProblem,
     code_element_holding,
+    packed_cases,
     weight_and_output,
 )
 from skuda.kernels.linear.reference import Codes, parts_of_k, write_layer
@@ -72,19 +78,24 @@ class QuantizedLinearDescriptor(LinearProblem):
         Rows of the activation, output channels, inner size.
     q_min, q_max : int
         Bounds of the activation's codes, inclusive; -127 and 127 for symmetric s8.
-    activation_element, weight_element : ElementKind
-        Elements of the activation (a float) and of the weight codes (s8 or u8).
+    activation_element : ElementKind
+        Element of the activation, a float.
+    weight_element : ElementKind
+        Element of the weight's codes: s8 or u8; or s4 for a packed weight of 4-bit levels.
     output_element : ElementKind
         Element of the output; by default the activation's.
     epilogue : EpilogueKind
         Steps fused with the product; all but ``identity`` take `bias`.
     has_weight_zero_point : bool
-        Whether `weight_zero_point` is passed.
+        Whether `weight_zero_point` is passed; never for s4.
+    group_size : int
+        Elements of a row of a packed weight that share a scale and an offset: 32, 64 or 128. 0 for s8 and u8.
     """
 
     op: Literal["quantized_linear"] = "quantized_linear"
     element_field: ClassVar[str] = "activation_element"
     dynamic: ClassVar[bool] = True
+    channels: ClassVar[str] = "c_out"
     m: Extent
     c_out: Extent
     k: Extent
@@ -207,6 +218,11 @@ def _cases() -> tuple[Case, ...]:
         sizes = SHIFTED[number % 2][0] if number % 3 else (2, 40, 336)
         problem = _case(sizes, number // 2, **fields, output_element=outputs[number % 6], has_weight_zero_point=True)
         made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
+    for number, sizes, _, fields in packed_cases(FLOATS):
+        problem = _case(
+            sizes, number // 2, activation_element=fields.pop("element"), output_element=outputs[number % 6], **fields
+        )
+        made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
     return tuple(made)
 
 
@@ -218,4 +234,4 @@ SKUS = offers.skus(
     OneOf(field="output_element", allowed=OUTPUTS),
     workspace=(WorkspaceTerm(factors=("m", "k"), bytes_each=1), WorkspaceTerm(factors=("m",), bytes_each=8)),
 )
-OP = Op(QuantizedLinearDescriptor, reference, CASES, SKUS, source="baracuda_kernels/quantize/quantized_linear.rs")
+OP = Op(QuantizedLinearDescriptor, reference, CASES, SKUS, "baracuda_kernels/quantize/quantized_linear.rs", draw=draw)

@@ -18,8 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from skuda.kernels.blocks import BLOCK
+from skuda.kernels.linear import packed
 from skuda.kernels.linear.epilogue import Epilogue, arithmetic
 from skuda.kernels.linear.problem import LinearProblem
+from skuda.registry.elements import ElementKind
 
 Array = npt.NDArray[Any]
 Codes = Callable[[slice], Array]
@@ -37,7 +39,7 @@ def write_layer(
     weight: tuple[Array, Array | None],
     output: Array,
 ) -> None:
-    """Write a linear layer's output, box by box. Temporaries stay within 32 MB.
+    """Write a linear layer's output, box by box. Temporaries stay within 32 MB, beside the codes of a packed weight.
 
     Parameters
     ----------
@@ -48,12 +50,14 @@ def write_layer(
     act_zero_point : int or array of shape (M,), s32
         Zero point of the activation, for all rows or for each.
     weight : (array, array or None)
-        Codes, (N, K), and zero points, (N,), of the weight.
+        Codes, (N, K), or the packed weight, and zero points, (N,), of the weight.
     output : array of shape (M, N)
         The output to write.
     """
     problem = epilogue.problem
     m, n, k = problem.sizes
+    if problem.weight_element is ElementKind.S4:
+        weight = _unpacked(weight[0], n, k), None
     height = _MIN_ROWS
     if m > height:
         height = max(_MIN_ROWS, min(_ROWS, _CODES_AT_ONCE // max(k, 1)), BLOCK // max(n, k, 1))
@@ -67,6 +71,16 @@ def write_layer(
             columns = _cut(panel.stop, _COLUMNS, panel.start)
             for at, product in exact_products(problem, codes, parts, shift, weight, columns):
                 epilogue.apply(row_scale, product, at, output[rows, at])
+
+
+def _unpacked(weight: Array, n: int, k: int) -> Array:
+    """Return the codes (N, K) of a packed weight. Units of rows are unpacked a few at a time, to save temporaries."""
+    codes = np.empty((n, k), np.int8)
+    step = max(1, _CODES_AT_ONCE // (packed.ROWS * max(k, 1)))
+    for units in _cut(len(weight), step):
+        rows = codes[units.start * packed.ROWS : units.stop * packed.ROWS]
+        rows[...] = packed.unpacked(weight[units], len(rows), k)
+    return codes
 
 
 def parts_of_k(rows: int, k: int) -> list[slice]:

@@ -14,12 +14,14 @@ takes no scales, zero points, bias or other epilogue.
 relu gives +0 for -0 and for negative values; NaN stays NaN. gelu (erf form) and silu are E(v), where E is the function
 of that name in `skuda.kernels.quantize.curves`, in f64: RN_T(E(v)) is rounded once, and codes are those of RN_C(E(v)).
 
-`weight_q` has one row per output channel, as torch stores `Linear.weight`.
+`weight_q` has one row per output channel, as torch stores `Linear.weight`. For s4 it is packed as
+`skuda.kernels.linear.packed` says, and stands for the s8 codes scale[n, g] level[n, k] + offset[n, g], with levels 0 to
+15 and an integer scale and offset for each group of `group_size` elements of K.
 
 Elements
 --------
-activation and weight s8, u8; output f16, bf16, f32, f64, s8, u8, s32; `act_scale`, `weight_scale` and `bias` C or any
-narrower float; zero points s32, of any value.
+activation s8, u8; weight s8, u8, packed s4; output f16, bf16, f32, f64, s8, u8, s32; `act_scale`, `weight_scale` and
+`bias` C or any narrower float; zero points s32, of any value.
 
 Units
 -----
@@ -28,7 +30,8 @@ code; an s32 output counts products of code steps.
 
 Errors
 ------
-`InvalidProblem` for `m`, `n` or `k` outside [0, 2^31-1]; an `act_scale_scope` other than token and tensor; an s32
+`InvalidProblem` for `m`, `n` or `k` outside [0, 2^31-1]; a `group_size` other than 32, 64 or 128 for an s4 weight, and
+other than 0 for another; weight zero points of an s4 weight; an `act_scale_scope` other than token and tensor; an s32
 output with zero points, a scope other than token, an epilogue other than identity, or a `k` whose sums could leave
 s32 (s8 by s8: above 131,071; s8 by u8: 65,793; u8 by u8: 33,025); an argument that is missing, unknown, of another
 element or shape, or that overlaps an output; an `output_scale` that is 0 or not finite.
@@ -45,6 +48,7 @@ from pydantic import model_validator
 
 from skuda.kernels.dtypes import storage_dtype
 from skuda.kernels.linear import offers
+from skuda.kernels.linear.drawn import draw
 from skuda.kernels.linear.epilogue import Epilogue
 from skuda.kernels.linear.problem import (
     ALIGNED_SIZES,
@@ -54,6 +58,7 @@ from skuda.kernels.linear.problem import (
     SIZES,
     CodedProblem,
     longest_k,
+    packed_cases,
     scale_of_rows,
     weight_and_output,
 )
@@ -106,10 +111,10 @@ class ScaledLinearDescriptor(CodedProblem):
             if getattr(self, name) != only:
                 rule = f"be {only}: an s32 output takes no scales, zero points or epilogue"
                 self.refuse(name, getattr(self, name), rule)
-        if {self.activation_element, self.weight_element} <= set(CODES8):
-            longest = longest_k(self.activation_element, self.weight_element)
+        if {self.activation_element, self.weight_code} <= set(CODES8):
+            longest = longest_k(self.activation_element, self.weight_code)
             if self.k > longest:
-                codes = f"{self.activation_element} by {self.weight_element}"
+                codes = f"{self.activation_element} by {self.weight_code}"
                 self.refuse("k", self.k, f"be at most {longest}, because longer sums of {codes} exceed s32")
 
     @property
@@ -197,6 +202,14 @@ def _cases() -> tuple[Case, ...]:
         for activation, weight in product(CODES8, CODES8):
             fields = {"activation_element": activation, "weight_element": weight, "output_element": ElementKind.S32}
             made.append(Case(ScaledLinearDescriptor(m=m, n=n, k=k, **fields)))
+    for number, (m, n, k), shifts, fields in packed_cases((*OUTPUTS, ElementKind.S32)):
+        fields |= {"output_element": fields.pop("element"), "activation_element": CODES8[number // 2 % 2]}
+        if fields["output_element"] is ElementKind.S32:
+            fields["epilogue"] = EpilogueKind.IDENTITY
+        else:
+            fields |= {"act_scale_scope": SCALE_SCOPES[number // 4 % 2], "has_act_zero_point": shifts}
+        problem = ScaledLinearDescriptor(m=m, n=n, k=k, **fields)
+        made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
     return tuple(made)
 
 
@@ -206,4 +219,4 @@ SKUS = (
     *offers.skus(ScaledLinearDescriptor, __name__, OUTPUTS, _CODES),
     *offers.skus(ScaledLinearDescriptor, __name__, (ElementKind.S32,), _CODES, epilogues=(EpilogueKind.IDENTITY,)),
 )
-OP = Op(ScaledLinearDescriptor, reference, CASES, SKUS, source="torchao scaled_int8_mm, torch._int_mm")
+OP = Op(ScaledLinearDescriptor, reference, CASES, SKUS, source="torchao scaled_int8_mm, torch._int_mm", draw=draw)

@@ -10,12 +10,14 @@ K == 0 gives v = +0.
 relu gives +0 for -0 and for negative values; NaN stays NaN. gelu (erf form) and silu are E(v), where E is the function
 of that name in `skuda.kernels.quantize.curves`, in f64: RN_T(E(v)) is rounded once, and codes are those of RN_C(E(v)).
 
-`weight_q` has one row per output channel, as torch stores `Linear.weight`.
+`weight_q` has one row per output channel, as torch stores `Linear.weight`. For s4 it is packed as
+`skuda.kernels.linear.packed` says, and stands for the s8 codes scale[n, g] level[n, k] + offset[n, g], with levels 0 to
+15 and an integer scale and offset for each group of `group_size` elements of K.
 
 Elements
 --------
-activation and weight s8, u8; output f16, bf16, f32, f64, s8, u8; `weight_scale` and `bias` C or any narrower float;
-`weight_zero_point` s32. `act_scale_scratch` is optional: given, it is filled with `act_scale`.
+activation s8, u8; weight s8, u8, packed s4; output f16, bf16, f32, f64, s8, u8; `weight_scale` and `bias` C or any
+narrower float; `weight_zero_point` s32. `act_scale_scratch` is optional: given, it is filled with `act_scale`.
 
 Units
 -----
@@ -24,7 +26,8 @@ code.
 
 Errors
 ------
-`InvalidProblem` for `m`, `n` or `k` outside [0, 2^31-1]; an `act_scale` that is not finite (0 and negative are
+`InvalidProblem` for `m`, `n` or `k` outside [0, 2^31-1]; a `group_size` other than 32, 64 or 128 for an s4 weight, and
+other than 0 for another; weight zero points of an s4 weight; an `act_scale` that is not finite (0 and negative are
 allowed); an `act_zero_point` outside the range of `activation_element`; an argument that is missing, unknown, of
 another element or shape, or that overlaps an output; an `output_scale` that is 0 or not finite.
 `Unsupported` for an element outside the lists above.
@@ -43,8 +46,17 @@ from pydantic import model_validator
 
 from skuda.kernels.dtypes import compute_dtype
 from skuda.kernels.linear import offers
+from skuda.kernels.linear.drawn import draw
 from skuda.kernels.linear.epilogue import Epilogue
-from skuda.kernels.linear.problem import ALIGNED_SIZES, OUTPUTS, SHIFTED, SIZES, CodedProblem, weight_and_output
+from skuda.kernels.linear.problem import (
+    ALIGNED_SIZES,
+    OUTPUTS,
+    SHIFTED,
+    SIZES,
+    CodedProblem,
+    packed_cases,
+    weight_and_output,
+)
 from skuda.kernels.linear.reference import Codes, write_layer
 from skuda.registry.argument import ArgumentSpec, Role
 from skuda.registry.constraints import OneOf
@@ -158,9 +170,15 @@ def _cases() -> tuple[Case, ...]:
         fields |= {"activation_element": element, "act_zero_point": zero_point, "has_weight_zero_point": weight}
         problem = SmoothQuantLinearDescriptor(m=m, n=n, k=k, act_scale=0.0131, **fields)
         made.append(Case(problem, "special" if number % 7 == 0 else "normal"))
+    for number, (m, n, k), shifts, fields in packed_cases(OUTPUTS):
+        element = CODES8[number // 2 % 2]
+        zero_point = (element.integer_range or ())[number // 4 % 2] if shifts else 0
+        fields |= {"output_element": fields.pop("element"), "activation_element": element}
+        problem = SmoothQuantLinearDescriptor(m=m, n=n, k=k, act_scale=0.0131, act_zero_point=zero_point, **fields)
+        made.append(Case(problem, "special" if number % 5 == 0 else "normal"))
     return tuple(made)
 
 
 CASES = _cases()
 SKUS = offers.skus(SmoothQuantLinearDescriptor, __name__, OUTPUTS, OneOf(field="activation_element", allowed=CODES8))
-OP = Op(SmoothQuantLinearDescriptor, reference, CASES, SKUS, source="baracuda_kernels/quantize/smoothquant.rs")
+OP = Op(SmoothQuantLinearDescriptor, reference, CASES, SKUS, "baracuda_kernels/quantize/smoothquant.rs", draw=draw)

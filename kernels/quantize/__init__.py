@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from skuda.kernels.linear import (
+        PackedWeight,
+        PackWeightDescriptor,
         QuantizedLinearDescriptor,
         RescaleDescriptor,
         ScaledLinearDescriptor,
         SmoothQuantLinearDescriptor,
+        UnpackWeightDescriptor,
     )
     from skuda.kernels.quantize.amax import AmaxDescriptor
     from skuda.kernels.quantize.amax_quantize import AmaxQuantized, AmaxQuantizeDescriptor
@@ -94,6 +97,8 @@ __all__ = [
     "GeluMulQuantizeDescriptor",
     "LayerNormQuantizeDescriptor",
     "NormQuantized",
+    "PackWeightDescriptor",
+    "PackedWeight",
     "QuantizePerChannelBackwardDescriptor",
     "QuantizePerChannelDescriptor",
     "QuantizePerGroupBackwardDescriptor",
@@ -109,6 +114,7 @@ __all__ = [
     "SiluMulAmaxDescriptor",
     "SiluMulQuantizeDescriptor",
     "SmoothQuantLinearDescriptor",
+    "UnpackWeightDescriptor",
 ]
 
 

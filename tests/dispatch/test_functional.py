@@ -34,12 +34,16 @@ SCALE, WEIGHT_SCALE = np.float32([0.1, 0.2]), np.float32([0.5, 0.25])
 def needed(fields, problem, given):
     """The fields that do not follow from the arrays given."""
     packed = {a.name for a in problem.arguments() if a.elements[0].is_packed}
+    # Three axes say that a weight is packed, but its rows only up to a multiple of 16.
+    of_weight, rows = (), ""
+    if getattr(problem, "weight_element", None) == "s4":
+        of_weight, rows = ("weight_element", "group_size"), "" if "weight_scale" in given else problem.channels
     sources = {name: set(fields.sources(name)) & given.keys() for name in type(problem).model_fields if name != "op"}
     return {
         name: getattr(problem, name)
         for name, found in sources.items()
         # Whether a zero point is passed shows.
-        if not found - packed and name != "has_weight_zero_point"
+        if name not in of_weight and (name == rows or (not found - packed and name != "has_weight_zero_point"))
     }
 
 

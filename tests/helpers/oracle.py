@@ -405,6 +405,22 @@ def _activation_row(problem: Any, inputs: dict[str, Any], c: str, m: int) -> tup
     return scale, [q - zero_point for q in inputs["act_q"][m].tolist()]
 
 
+def _weight_row(problem: Any, weight: Any, n: int) -> list[int]:
+    """Return the codes of an output channel. Those of a packed weight are levels times a scale, plus an offset."""
+    if problem.weight_element != "s4":
+        return weight[n].tolist()
+
+    def code(k: int) -> int:
+        block = weight[n // 16, k // 128].tolist()
+        (h, r), (j, within) = divmod(n % 16, 8), divmod(k % 128, 32)
+        (high, within), groups = divmod(within, 16), 128 // problem.group_size
+        byte = block[j // 2 * 512 + r * 64 + within // 4 * 16 + j % 2 * 8 + h * 4 + within % 4]
+        scale, base = block[1024 + (r * groups + k % 128 // problem.group_size) * 4 + h * 2 :][:2]
+        return (byte >> 4 * high & 15) * scale + base - 128
+
+    return [code(k) for k in range(problem.k)]
+
+
 @defines("quantized_linear", "smoothquant_linear", "scaled_linear")
 def _linear_op(problem: Any, inputs: dict[str, Any]) -> Definition:
     dynamic = problem.op == "quantized_linear"
@@ -422,7 +438,8 @@ def _linear_op(problem: Any, inputs: dict[str, Any]) -> Definition:
         if name == "act_q_scratch":
             return codes[n]
         shift = int(inputs["weight_zero_point"][n]) if "weight_zero_point" in inputs else 0
-        acc = sum(a * (w - shift) for a, w in zip(codes, inputs["weight_q"][n].tolist(), strict=True))
+        row = _weight_row(problem, inputs["weight_q"], n)
+        acc = sum(a * (w - shift) for a, w in zip(codes, row, strict=True))
         if out == "s32":
             return acc
         return _finished(problem, inputs, (scale, acc), n, (c, out))
@@ -987,3 +1004,70 @@ def philox_words(counter: tuple[int, int], seed: int) -> list[int]:
         a, b, c, d = y >> 32 ^ b ^ low, y & 0xFFFFFFFF, x >> 32 ^ d ^ high, x & 0xFFFFFFFF
         low, high = low + 0x9E3779B9 & 0xFFFFFFFF, high + 0xBB67AE85 & 0xFFFFFFFF
     return [a, b, c, d]
+
+
+def _places(problem: Any, where: Coordinate) -> list[Coordinate]:
+    """Return the elements of a weight whose levels are in a byte of its packed form, or the first one of its group."""
+    unit, block, byte = where
+    row, column = 16 * unit, 128 * block
+    if byte < 1024:
+        rest, i = divmod(byte, 4)
+        rest, h = divmod(rest, 2)
+        rest, odd = divmod(rest, 2)
+        rest, c = divmod(rest, 4)
+        pair, r = divmod(rest, 8)
+        at = column + 32 * (2 * pair + odd) + 4 * c + i
+        return [(row + r + 8 * h, at), (row + r + 8 * h, at + 16)]
+    size = problem.group_size or 128
+    r, rest = divmod(byte - 1024, 4 * 128 // size)
+    return [(row + r + 8 * (rest % 4 // 2), column + rest // 4 * size)]
+
+
+@defines("pack_weight")
+def _pack_weight_op(problem: Any, inputs: dict[str, Any]) -> Definition:
+    low = -8 if problem.code_element == "s8" else 0
+    size = problem.group_size or problem.k
+
+    def group(n: int, k: int) -> tuple[int, int, bool]:
+        scale, offset = (int(inputs[name][n, k // size]) for name in ("group_scale", "group_offset"))
+        return abs(scale), offset + scale * (low if scale >= 0 else low + 15), scale < 0
+
+    def level(n: int, k: int) -> int:
+        code = int(inputs["codes"][n, k]) - low
+        return 15 - code if group(n, k)[2] else code
+
+    def fits(n: int, k: int) -> bool:
+        (step, least, _), own = group(n, k), level(n, k)
+        return step <= 255 and least >= -128 and 0 <= own <= 15 and -128 <= least + step * own <= 127
+
+    def at(name: str, where: Coordinate) -> int:
+        if name == "misfits":
+            return sum(not fits(n, k) for n, k in np.ndindex(problem.n, problem.k))
+        places = [place for place in _places(problem, where) if place[0] < problem.n and place[1] < problem.k]
+        if where[2] < 1024:
+            first = _places(problem, where)[0]
+            return sum(level(*place) % 16 << (0 if place == first else 4) for place in places)
+        step, least, _ = group(*places[0]) if places else (0, -128, False)
+        return (least + 128 if where[2] % 2 else step) % 256
+
+    return at
+
+
+@defines("unpack_weight")
+def _unpack_weight_op(problem: Any, inputs: dict[str, Any]) -> Definition:
+    packed = inputs["packed"]
+
+    def at(_: str, where: Coordinate) -> int:
+        n, k = where
+        unit, block, size = n // 16, k // 128, problem.group_size
+        r, h, j, within = n % 8, n % 16 // 8, k % 128 // 32, k % 32
+        group = 1024 + 4 * (r * (128 // size) + k % 128 // size) + 2 * h
+        step, base = (int(each) for each in packed[unit, block, group : group + 2])
+        c, shift = within % 16 // 4, 4 * (within // 16)
+        first = (((j // 2 * 8 + r) * 4 + c) * 2 + j % 2) * 8 + 4 * h
+        carried = 0
+        for byte in packed[unit, block, first : first + k % 4 + 1].tolist():
+            carried = (carried >> 8) + (byte >> shift & 15) * step + base
+        return carried % 256 - 128
+
+    return at

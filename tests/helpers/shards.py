@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from skuda.dispatch.shard.problems import course
 from skuda.dispatch.shard.shards import own
+from skuda.kernels.linear import packed
 
 WAYS = [
     *(("n", given, wanted) for given in ("whole", "rows", "columns") for wanted in ("columns", "whole")),
@@ -20,12 +23,42 @@ def part(problem, shards, rank, inputs):
         cut |= {n: own(inputs[n], 0, way.rows, rank) for n in ("activation", "act_q", *scales) if n in inputs}
     if shards.input == "columns":
         cut |= {n: own(inputs[n], 1, way.columns, rank) for n in ("activation", "act_q") if n in inputs}
-    if shards.axis == "k":
+    if problem.weight_element == "s4":
+        if shards.axis == "n":
+            cut |= {n: own(inputs[n], 0, way.parts, rank) for n in ("weight_scale", "bias") if n in inputs}
+        axis = "nk".index(shards.axis)
+        cut["weight_q"] = _part_of_packed(problem, inputs["weight_q"], lambda a: own(a, axis, way.parts, rank), axis)
+    elif shards.axis == "k":
         cut["weight_q"] = own(inputs["weight_q"], 1, way.parts, rank)
     else:
         names = ("weight_q", "weight_scale", "weight_zero_point", "bias")
         cut |= {n: own(inputs[n], 0, way.parts, rank) for n in names if n in inputs}
     return cut
+
+
+def cuttable(problem, inputs):
+    """Inputs with one scale and offset for all groups of a row of a packed weight, which then may be cut anywhere."""
+    if problem.weight_element != "s4":
+        return inputs
+    weight = inputs["weight_q"].copy()
+    groups = weight[..., 1024:].reshape(*weight.shape[:2], 8, 128 // problem.group_size, 4)
+    weight[..., 1024:] = np.broadcast_to(groups[:, :1, :, :1], groups.shape).reshape(weight[..., 1024:].shape)
+    return inputs | {"weight_q": weight}
+
+
+def _part_of_packed(problem, weight, own_part, axis):
+    _, n, k = problem.sizes
+    plain = weight.copy()
+    plain[..., 1024::2], plain[..., 1025::2] = 1, 128
+    levels = own_part(packed.unpacked(plain, n, k))
+    groups = np.zeros((n, 2), np.int64)
+    if weight.size:
+        first = weight[:, 0, 1024:].reshape(-1, 8, 128 // problem.group_size, 2, 2)[:, :, 0]
+        groups = first.transpose(0, 2, 1, 3).reshape(-1, 2)[:n].astype(np.int64)
+    groups = own_part(groups) if axis == 0 else groups
+    count = -(-levels.shape[1] // problem.group_size)
+    scale, base = (np.repeat(groups[:, [at]], count, axis=1) for at in (0, 1))
+    return packed.packed(levels.astype(np.uint8), scale, base - 128, problem.group_size)
 
 
 def wanted_of(whole, problem, shards, rank):

@@ -81,6 +81,8 @@ def call_of(name: str, case: Any, rng: np.random.Generator, overload: str = "def
         elif argument.is_scalar and not isinstance(value, np.ndarray):
             arrays[argument.name] = np.asarray(value).astype(storage_dtype(argument.elements[0])).reshape(1)
     packed = {a.name for a in case.problem.arguments() if a.elements[0].is_packed}
+    if getattr(case.problem, "weight_element", None) == "s4":
+        packed.add("weight_q")
     fields = {}
     for argument in op._schema.arguments:
         value = getattr(case.problem, argument.name, None) if argument.kwarg_only else None

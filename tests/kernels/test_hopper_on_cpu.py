@@ -22,6 +22,9 @@ from skuda.kernels.linear import (
     ScaledLinearDescriptor,
     SmoothQuantLinearDescriptor,
     hopper,
+    packed,
+    packed_launch,
+    packed_warpgroup_launch,
     streamed,
     warpgroup,
 )
@@ -38,6 +41,7 @@ pytestmark = pytest.mark.skipif(shutil.which(emulator.COMPILER) is None, reason=
 # Few processors, so that blocks take several tiles.
 CARD = KNOWN_DEVICES["h200"].model_copy(update={"sm_count": 3})
 OPS = {op.name: op for op in built_in_ops()}
+OPS_OF_LAYERS = ("quantized_linear", "scaled_linear", "smoothquant_linear")
 ALONE = [str(tile) for tile in TILES if tile.blocks == 1 and not tile.stream_k]
 
 
@@ -72,8 +76,7 @@ def check(problem, variant, rng, *choice, values="", change=None, **inputs):
 
 def all_of(*kinds):
     """Cross `kinds` with the ops and zero points that they may have."""
-    ops = ("quantized_linear", "scaled_linear", "smoothquant_linear")
-    crossed = product(ops, SHIFTS, *kinds)
+    crossed = product(OPS_OF_LAYERS, SHIFTS, *kinds)
     return [pytest.param(*each) for each in crossed if each[0] != "quantized_linear" or not each[1][0]]
 
 
@@ -120,6 +123,54 @@ def test_the_warpgroup_kernel_equals_the_reference(op, shifts, tile):
         assert tile not in {choice.name for choice in warpgroup.launch(problem, CARD).choices}
     else:
         check(problem, "warpgroup", rng, tile)
+
+
+@pytest.mark.parametrize("size", packed.GROUP_SIZES)
+@pytest.mark.parametrize(
+    ("op", "way", "shifted"),
+    sampled(
+        [
+            pytest.param(op, way, shifted)
+            for op, way, shifted in product(OPS_OF_LAYERS, ("shared", "registers", "warpgroup"), (False, True))
+            if op != "quantized_linear" or not shifted
+        ],
+        each=lambda op, way, shifted: (way, shifted),
+        key="packed",
+    ),
+)
+def test_a_packed_weight_is_unpacked_in_front_of_the_kernels_for_8_bit_codes(op, way, shifted, size):
+    rng, most = fresh(op, way, shifted, size), 320 if way == "warpgroup" else 32
+    fewest = 192 if way == "warpgroup" and shifted else 3
+    problem = a_problem(op, (shifted, False), rng, fewest=fewest, most=most)
+    problem = problem.model_copy(update={"weight_element": ElementKind.S4, "group_size": size})
+    if way == "warpgroup":
+        check(problem, "expanded_warpgroup", rng, ALONE[-1])
+    else:
+        check(problem, "expanded_streamed", rng, rng.choice(alone(problem, way)))
+
+
+@pytest.mark.parametrize("size", packed.GROUP_SIZES)
+@pytest.mark.parametrize("most", [8, 16, 32, 64, 130])
+@pytest.mark.parametrize(
+    ("op", "shifted"),
+    sampled(
+        [
+            pytest.param(op, shifted)
+            for op, shifted in product(OPS_OF_LAYERS, (False, True))
+            if op != "quantized_linear" or not shifted
+        ],
+        each=lambda op, shifted: shifted,
+        key="packed-read",
+    ),
+)
+def test_kernels_that_read_packed_weights_equal_the_reference(op, shifted, most, size):
+    rng = fresh(op, shifted, most, size)
+    problem = a_problem(op, (shifted, False), rng, fewest=most // 2 + 1, most=most)
+    problem = problem.model_copy(update={"weight_element": ElementKind.S4, "group_size": size})
+    for variant, rule in (("packed", packed_launch), ("packed_warpgroup", packed_warpgroup_launch)):
+        if variant == "packed_warpgroup" or most <= packed_launch.MOST_TOKENS:
+            names = [choice.name for choice in rule.launch(problem, CARD).choices]
+            check(problem, variant, rng, rng.choice(names))
 
 
 EXTREMES = {

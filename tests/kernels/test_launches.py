@@ -43,9 +43,10 @@ def _resized(problem, rng):
         change["k"] = min(change["k"], longest_k(ElementKind.U8, ElementKind.U8))
     if "shape" in fields:
         change["shape"] = tuple(size(1) for _ in problem.shape)
-    if getattr(problem, "group_size", None):
+    along = next((name for name in ("axis_size", "d") if name in fields), None)
+    if along and getattr(problem, "group_size", None):
         change["group_size"] = int(rng.integers(1, 300))
-        change["axis_size" if "axis_size" in fields else "d"] = change["group_size"] * int(rng.integers(1, 300))
+        change[along] = change["group_size"] * int(rng.integers(1, 300))
     try:
         return type(problem)(**problem.model_dump() | change)
     except InvalidProblem:  # more elements than there can be

@@ -128,6 +128,7 @@ def test_scratch_of_a_linear_receives_the_activation_codes_and_scales(op, case):
 CACHE = {"head_size": 32, "rotated": 32, "pages": 560, "most_blocks": 550, "most_positions": 70_400}
 LONG = {
     "m": [{"m": 2, "n": 70_001}, {"m": 70_001, "n": 2}],
+    "k": [{"n": 2, "k": 70_001}, {"n": 70_001, "k": 2}],
     "group_size": [{"outer_size": 2, "axis_size": 70_007, "group_size": 73}],
     "shape": [
         {"shape": (2, 70_001), "axis": 1},

@@ -225,7 +225,7 @@ WEIGHTS, INPUTS = "config_groups/group_0/weights", "config_groups/group_0/input_
     ("path", "value"),
     [
         ("quant_method", "fp8"),
-        ("format", "pack-quantized"),
+        ("format", "marlin-24"),
         ("quantization_status", "frozen"),
         ("kv_cache_scheme", {"num_bits": 8}),
         ("sparsity_config", {"format": "sparse-24-bitmask"}),
@@ -241,7 +241,7 @@ WEIGHTS, INPUTS = "config_groups/group_0/weights", "config_groups/group_0/input_
         ("config_groups/group_0/output_activations", {"num_bits": 8}),
         ("config_groups/group_0/something_new", 1),
         (WEIGHTS, None),
-        (f"{WEIGHTS}/num_bits", 4),
+        (f"{WEIGHTS}/num_bits", 3),
         (f"{WEIGHTS}/num_bits", 8.0),
         (f"{WEIGHTS}/type", "float"),
         (f"{WEIGHTS}/strategy", "group"),

@@ -164,6 +164,15 @@ def test_no_graph_break_and_few_graphs(name):
     assert graphs(function, EVERY) <= graphs_of_torch()
 
 
+def test_one_graph_packs_and_unpacks_weights_of_any_number_of_rows():
+    def function(x):
+        of_row = [torch.full((len(x), 1), n, dtype=torch.int32) for n in (-9, 3)]
+        packed, misfits = SKUDA.pack_weight((4 * x).clamp(-8, 7).to(torch.int8), *of_row, group_size=32)
+        return packed, misfits, SKUDA.unpack_weight(packed, n=len(x), k=x.shape[1], group_size=32)
+
+    assert graphs(function, [(rows, 16) for rows in (17, 32, 33, 90)]) == 1  # one unit of rows has a graph of its own
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_export_with_symbolic_sizes(name):
     class Model(torch.nn.Module):

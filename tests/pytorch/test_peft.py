@@ -199,3 +199,16 @@ def test_an_int8_layer_is_no_module_to_save():
 def test_an_initialization_that_changes_the_base_is_refused():
     with pytest.raises(InvalidProblem, match="DynamicLinear: weight must not be changed"):
         with_lora(quantized(llama(fresh())), init_lora_weights="pissa")
+
+
+def test_adapters_train_beside_4_bit_weights_but_are_not_merged_into_them():
+    rng = fresh()
+    model, ids = llama(rng), drawn_ids(rng)
+    quantize_(model, Dynamic(weights="int4"), lambda _, name: "lm_head" not in name)
+    model = randomize(with_lora(model), rng)
+    model(input_ids=ids).logits.sum().backward()
+    assert all(tensor.grad is not None for name, tensor in model.named_parameters() if "lora_" in name)
+    before = logits(model, ids)
+    with pytest.raises(InvalidProblem, match="base_layer must have 8-bit weights"):
+        model.merge_and_unload()
+    assert same(logits(model, ids), before)

@@ -27,6 +27,8 @@ Array = npt.NDArray[Any]
 TOTAL, PIECE, MEMORY = 1 << 31, 1 << 20, 24 << 30
 """Bytes that the largest array exceeds; elements, or approximate bytes, of one copy, even, so that packed elements
 start at a byte; and bytes of device memory below which the check is left out."""
+ALIGNED = 16
+"""The rows of a copy are a multiple of this, so that they fill the units of a packed weight."""
 
 
 class Large(NamedTuple):
@@ -49,7 +51,9 @@ def large_problem(trial: Trial) -> Large | None:
     base = min(problems, key=lambda problem: abs(math.log2(_bytes(problem)) - 12), default=None)
     if base is None or (one := _grown(base, 64)) is None:
         return None
-    extent = PIECE if "numel" in type(base).model_fields else max(1, PIECE // max(1, _bytes(one) // 64))
+    extent = PIECE
+    if "numel" not in type(base).model_fields:
+        extent = ALIGNED * -(-PIECE // (ALIGNED * max(1, _bytes(one) // 64)))
     few = _grown(base, extent)
     assert few is not None
     copies = TOTAL // _bytes(few) + 2

@@ -23,7 +23,7 @@ SIZES = {
     "shape": {"shape": (256, 64, 1024), "axis": 1},
     "outer_size": {"outer_size": 4096, "axis_size": 4096, "group_size": 128},
     "v": {"n": 256, "v": 65536, "t": 16},
-    "n": {"n": 4096, "d": 4096},
+    "n": {"n": 4096, "d": 4096, "k": 4096},
     "rotated": {"tokens": 4096, "sequences": 1, "heads": 32, "pages": 32, "most_blocks": 32, "most_positions": 4096},
     "causal": {"tokens": 1024, "sequences": 1, "heads": 32, "kv_heads": 8, "pages": 32, "most_blocks": 32},
 }

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shards import WAYS, part, wanted_of
+from shards import WAYS, cuttable, part, wanted_of
 from support import assert_same_bits, dispatcher, draw, fresh, run, sampled
 
 from skuda.dispatch import Dispatcher, PlanPreference
@@ -38,6 +38,7 @@ def on_shards(problem, shards, inputs, preference=None):
 
 
 def assert_invariant(problem, shards, inputs):
+    inputs = cuttable(problem, inputs)
     whole = run(problem, inputs)["output"]
     for rank, got in enumerate(on_shards(problem, shards, inputs)):
         assert_same_bits(got, wanted_of(whole, problem, shards, rank), f"rank {rank} of {shards}")

@@ -93,6 +93,13 @@ static void cp_async_bulk_tensor_2d(unsigned to, const Map* given, int x, int y,
   skuda_arrive(barrier, 0, -(int)(map.box_rows * 128));
 }
 
+static inline void cp_async_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  if (to % 16 || (unsigned long long)from % 16 || bytes % 16) skuda_fault("a misaligned copy");
+  skuda_touch((const unsigned char*)from), skuda_touch((const unsigned char*)from + bytes - 1);
+  memcpy(skuda_dynamic_shared + to, from, bytes);
+  skuda_arrive(barrier, 0, -(int)bytes);
+}
+
 // --- products --------------------------------------------------------------------------------------------------------
 
 static inline void wgmma_fence() {}
@@ -124,23 +131,30 @@ template <int N, class A, class B> struct Wgmma {
   }
 };
 
+template <int N, class A, class B> struct WgmmaRegisters {
+  static void mma_async(int (&d)[N / 2], const unsigned (&a)[4], unsigned long long b, unsigned scale_d) {
+    const unsigned lane = skuda_thread() % 32;
+    A x[2][32];
+    for (unsigned c = 0; c < 4; ++c) {
+      for (int i = 0; i < 4; ++i) {
+        const unsigned word = __shfl_sync(~0u, a[i], (int)(lane / 4 * 4 + c));
+        memcpy(x[i % 2] + i / 2 * 16 + c * 4, &word, 4);
+      }
+    }
+    for (int i = 0; i < N / 4; ++i) {
+      B y[32];
+      Wgmma<N, A, B>::row(y, b, (unsigned)i / 2 * 8 + lane % 4 * 2 + i % 2);
+      for (int j = 0; j < 2; ++j) {
+        int& sum = d[i / 2 * 4 + j * 2 + i % 2];
+        unsigned total = scale_d ? (unsigned)sum : 0;
+        for (int k = 0; k < 32; ++k) total += (unsigned)((int)x[j][k] * (int)y[k]);
+        sum = (int)total;
+      }
+    }
+  }
+};
+
 // Of attention_warpgroup.cu.
 static void wgmma_registers(int (&d)[32], const unsigned (&a)[4], unsigned long long b, unsigned scale_d) {
-  const unsigned lane = skuda_thread() % 32;
-  unsigned char x[2][32];
-  for (unsigned c = 0; c < 4; ++c) {
-    for (int i = 0; i < 4; ++i) {
-      const unsigned word = __shfl_sync(~0u, a[i], (int)(lane / 4 * 4 + c));
-      memcpy(x[i % 2] + i / 2 * 16 + c * 4, &word, 4);
-    }
-  }
-  for (int i = 0; i < 16; ++i) {
-    signed char y[32];
-    Wgmma<64, unsigned char, signed char>::row(y, b, (unsigned)i / 2 * 8 + lane % 4 * 2 + i % 2);
-    for (int j = 0; j < 2; ++j) {
-      int& sum = d[i / 2 * 4 + j * 2 + i % 2];
-      sum = scale_d ? sum : 0;
-      for (int k = 0; k < 32; ++k) sum += (int)x[j][k] * (int)y[k];
-    }
-  }
+  WgmmaRegisters<64, unsigned char, signed char>::mma_async(d, a, b, scale_d);
 }

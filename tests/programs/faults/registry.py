@@ -84,8 +84,8 @@ FAULTS = listed(
         },
         "kernels/linear/epilogue.py": {
             "reference-sums-beyond-24-bits": (
-                "problem.weight_element, 1 << 24",
-                "problem.weight_element, 1 << 28",
+                "problem.weight_code, 1 << 24",
+                "problem.weight_code, 1 << 28",
                 ["tests/kernels/test_numerics_linear.py"],
             ),
             "reference-relu-loses-nan": (

@@ -28,7 +28,7 @@ def test_list_piped_is_one_record_an_op(skuda, host):
     )
     assert {row[0] for row in rows} == {op.name for op in host.ops.values()}
     linear = next(row for row in rows if row[0] == "quantized_linear")
-    assert linear[2:] == ["f32,f64,f16,bf16", "s8,u8", "cpu", "numpy", "40", "bit-exact", "reference"]
+    assert linear[2:] == ["f32,f64,f16,bf16", "s8,u8,s4", "cpu", "numpy", "60", "bit-exact", "reference"]
     assert "\x1b" not in out
 
 
@@ -48,7 +48,7 @@ def test_every_op_is_one_line_of_80_columns(terminal, use):
 
 def test_list_on_a_terminal_shows_the_weakest_promise(terminal, with_cuda):
     _, text, _ = terminal("list", "--op", "quantized_linear")
-    assert re.search(r"^quantized_linear +float x int8 +sm_90a sm_80 +120 +2 ulp, varies", text, re.MULTILINE)
+    assert re.search(r"^quantized_linear +float x w4w8 +sm_90a sm_80 +140 +2 ulp, varies", text, re.MULTILINE)
     _, text, _ = terminal("list", "--skus", "--op", "quantized_linear")
     joined = text.replace("\n  ", "")
     assert all(f"{sku.id}\n" in joined for sku in with_cuda.skus_of("quantized_linear"))

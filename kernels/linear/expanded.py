@@ -1,0 +1,87 @@
+"""Launch rules for packed 4-bit weights: a launch in front writes their 8-bit codes, which another kernel then reads.
+
+Pure: nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from skuda.kernels.launch import Launch, Leading, Parameter, Pointer, Step, TensorMap, pointers, s32, s64
+from skuda.kernels.linear import mma as mma_kernel
+from skuda.kernels.linear import packed, parameters
+from skuda.kernels.linear import plain as plain_kernel
+from skuda.kernels.linear import streamed as streamed_kernel
+from skuda.kernels.linear import warpgroup as warpgroup_kernel
+from skuda.kernels.linear.problem import LinearProblem
+from skuda.registry.sku import WorkspaceTerm
+
+if TYPE_CHECKING:
+    from skuda.registry.device import Device
+
+WORKSPACE = (WorkspaceTerm(factors=("unpacked_bytes",), bytes_each=1),)
+"""The codes."""
+
+_CODES = "unpacked_weight"
+_NOTE = "the 4-bit weight is unpacked in front: a launch, and a byte of scratch for each of its elements"
+_BLOCKS = 8
+"""Blocks of threads per multiprocessor: as many as 2,048 threads are."""
+
+
+def streamed(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
+    """Launch the kernel for few tokens behind the unpacking."""
+    return _behind(streamed_kernel.launch(problem.on_codes, device, choice), problem, device)
+
+
+def warpgroup(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
+    """Launch the wgmma kernel behind the unpacking."""
+    return _behind(warpgroup_kernel.launch(problem.on_codes, device, choice), problem, device)
+
+
+def mma(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
+    """Launch the mma.sync kernel behind the unpacking."""
+    return _behind(mma_kernel.launch(problem.on_codes, device, choice), problem, device)
+
+
+def plain(problem: LinearProblem, device: Device) -> Launch:
+    """Launch the plain kernel behind the unpacking."""
+    return _behind(plain_kernel.launch(problem.on_codes, device), problem, device)
+
+
+def _behind(launch: Launch, problem: LinearProblem, device: Device) -> Launch:
+    """Return a launch on 8-bit codes with the unpacking of the weight in front."""
+    steps = (
+        step._replace(parameters=tuple(part for each in step.parameters for part in _on_codes(each, problem)))
+        for step in launch.steps
+    )
+    return launch._replace(
+        steps=(*_unpacking(problem, device), *steps),
+        scratch=(*launch.scratch, (_CODES, problem.unpacked_bytes)),
+        aligned=tuple(dict.fromkeys((*launch.aligned, "weight_q"))),
+        notes=(_NOTE, *launch.notes),
+    )
+
+
+def _on_codes(parameter: Parameter, problem: LinearProblem) -> Iterator[Parameter]:
+    """Yield what a kernel gets in place of a parameter: of the weight, the unpacked one."""
+    match parameter:
+        case Pointer("weight_q"):
+            yield from pointers(_CODES)
+        case Leading("weight_q"):
+            yield from s64(problem.unpacked_pitch)
+        case TensorMap("weight_q"):
+            yield parameter._replace(name=_CODES)
+        case _:
+            yield parameter
+
+
+def _unpacking(problem: LinearProblem, device: Device) -> tuple[Step, ...]:
+    """Return the step of ``unpacked_codes.cuh``, which has a warp for each block of the weight, if there is any."""
+    (_, n, k), (units, blocks, _) = problem.sizes, problem.packed_shape
+    if not units * blocks:
+        return ()
+    grid = min(-(-units * blocks // (parameters.THREADS // 32)), _BLOCKS * max(device.sm_count, 1))
+    sizes = (*s64(problem.unpacked_pitch, n, k), *s32(packed.BLOCK // problem.group_size))
+    given: tuple[Parameter, ...] = (*pointers("weight_q", _CODES), *sizes)
+    return (Step("unpack_weight", (grid, 1, 1), (parameters.THREADS, 1, 1), given),)

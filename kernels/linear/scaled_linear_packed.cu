@@ -1,0 +1,16 @@
+// Scaled linear for few tokens with packed 4-bit weights: activation scales as an array.
+//
+//   y = epilogue(act_scale[m] * weight_scale[n] * sum_k (act_q[m, k] - act_zero_point[m]) w[n, k])
+//   y = sum_k act_q[m, k] w[n, k] if SKUDA_OUT is s32
+//
+//   act_q                  [m, k] SKUDA_CODE, act_q_leading bytes apart
+//   act_scale              [m] (act_step 1) or [1] (act_step 0) of act_scale_is; null for sums
+//   act_zero_point         as many s32, or null
+//   packed                 w (packed_codes.cuh)
+//   weight_scale, bias     [n]; the latter may be null, and both are for sums
+//   output                 [m, n] SKUDA_OUT, output_leading elements apart
+#include "packed.cuh"
+
+PACKED_KERNEL scaled_linear_packed(const SKUDA_CODE* act_q, s64 act_q_leading, GIVEN_ROWS_PARAMETERS, PACKED_PARAMETERS) {
+  packed_linear(GIVEN_ROWS(f32), act_q, act_q_leading, PACKED_GIVEN);
+}

@@ -1,0 +1,286 @@
+"""`int4_weight`: its definition, the best of every group, what may not change a bit; and `from_grouped`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support import fresh
+
+from skuda.kernels.linear.packed import packed, unpacked
+from skuda.registry import InvalidProblem
+from skuda.torch import int4
+from skuda.torch.int4 import from_grouped, int4_weight
+from skuda.torch.int8_linear import quantized_weight
+
+SIZES = (32, 64, 128, 0)
+
+
+def weight_of(codes):
+    """A weight whose s8 codes in `quantized_weight` are these, if a row has a code of 127 or -127."""
+    return torch.from_numpy(np.asarray(codes, np.float32))
+
+
+def rows(rng, n, k):
+    """Codes of several kinds: normal, uniform, around a mean, multiples of a number, at the ends; each row has 127."""
+    kinds = (
+        lambda: rng.standard_normal(k) * rng.uniform(0.1, 60),
+        lambda: rng.integers(-127, 128, k),
+        lambda: rng.standard_normal(k) * 8 + rng.uniform(-110, 110, -(-k // 32)).repeat(32)[:k],
+        lambda: rng.integers(1, 40) * rng.integers(-6, 7, k) + rng.integers(-20, 20),
+        lambda: rng.integers(100, 128, k) * rng.choice([-1, 1], k),
+        lambda: rng.choice(rng.integers(-127, 128, 3), k),
+        lambda: rng.integers(-127, 128, -(-k // 32)).repeat(32)[:k],
+    )
+    codes = np.rint([kinds[i % len(kinds)]() for i in range(n)]).clip(-127, 127)
+    codes[np.arange(n), rng.integers(0, k, n)] = 127
+    return codes
+
+
+def best(codes):
+    """The error, scale and offset of a group by trial of all; a divisor of all differences above 17 is the scale."""
+    divisor = np.gcd.reduce(codes - codes.min())
+    if divisor == 0 or divisor > 17:
+        return 0, divisor, codes.min()
+    scale, offset = (each.reshape(-1, 1) for each in np.meshgrid(range(1, 18), range(127, -129, -1), indexing="ij"))
+    grid = offset[..., None] + scale[..., None] * np.arange(16)
+    distance = np.abs(np.where(grid > 127, 1000, grid) - codes[None, :, None]).min(2)
+    error = (distance**2).sum(1)
+    first = error.argmin()
+    return error[first], scale[first, 0], offset[first, 0]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("k", [1, 31, 256, 200])
+def test_levels_scales_and_offsets_are_the_codes_of_the_packed_weight(size, k):
+    """The last group may be shorter than the others."""
+    rng = fresh(size, k)
+    weight = weight_of(rows(rng, 21, k))
+    made = int4_weight(weight, size)
+    groups = -(-k // size) if size else 1
+    assert [each.shape for each in made] == [(21, k), (21, groups), (21, groups), (21,)]
+    assert [each.dtype for each in made] == [torch.uint8, torch.uint8, torch.int8, torch.float32]
+    assert int(made.levels.max()) <= 15
+    levels, scale, offset = (each.numpy().astype(int) for each in made[:3])
+    at = np.arange(k) // (size or k)
+    codes = levels * scale[:, at] + offset[:, at]
+    assert codes.min() >= -128
+    assert codes.max() <= 127
+    assert np.array_equal(made.codes(), codes)
+    assert np.array_equal(unpacked(packed(*(each.numpy() for each in made[:3]), size), 21, k), codes)
+    assert torch.equal(made.channel_scale, quantized_weight(weight)[1])
+
+
+@pytest.mark.parametrize("size", [32, 0])
+def test_no_scale_and_offset_is_better(size):
+    """Of equally good ones it is the smallest scale, then the largest offset."""
+    rng = fresh(size)
+    weight = weight_of(rows(rng, 28, 75))
+    codes = quantized_weight(weight)[0].numpy().astype(int)
+    made = int4_weight(weight, size)
+    errors = (made.codes().numpy() - codes) ** 2
+    for n, g in np.ndindex(made.group_scale.shape):
+        group = slice(g * (size or 75), (g + 1) * (size or 75))
+        found = errors[n, group].sum(), int(made.group_scale[n, g]), int(made.group_offset[n, g])
+        assert found == best(codes[n, group])
+
+
+def test_a_code_between_two_levels_goes_to_the_lower():
+    codes = [*range(0, 32, 2), *range(2, 32, 2), 11]
+    made = int4_weight(weight_of([codes + [127] * 32]), 32)
+    assert made.codes()[0, :32].tolist() == [*codes[:-1], 10]
+    assert made.group_scale[0, 0] == 2
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("values", [(-127, 0, 127), (-127, 127), (127,), (-113, -53, 67, 127)])
+def test_a_weight_of_few_values_is_exact(size, values):
+    """Such as one of -1, 0 and 1, and one whose elements are all equal."""
+    rng = fresh(size, values)
+    weight = weight_of(rng.choice(values, (5, 256))) * float(rng.uniform(0.01, 2))
+    codes, scale = quantized_weight(weight)
+    made = int4_weight(weight, size)
+    assert torch.equal(made.codes(), codes)
+    assert torch.equal(made.channel_scale, scale)
+    if len(values) == 1:
+        assert not made.group_scale.any()
+
+
+def test_a_row_of_zeros_has_codes_of_zero():
+    made = int4_weight(torch.zeros(3, 130))
+    assert not made.codes().any()
+    assert not made.group_scale.any()
+    assert made.channel_scale.tolist() == [1, 1, 1]
+
+
+def test_an_outlier_costs_only_its_group():
+    rng = fresh()
+    weight = torch.from_numpy(rng.standard_normal((8, 512)).astype(np.float32))
+    weight[:, 5] = 30
+    made = int4_weight(weight, 64)
+    errors = (made.codes() * made.channel_scale[:, None] - weight).square().view(8, 8, 64).sum(2)
+    assert (4 * errors[:, 1:] < errors[:, :1]).all()
+    assert (made.group_scale[:, 1:] < made.group_scale[:, :1]).all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_neither_the_rows_around_nor_the_size_of_a_batch_changes_a_bit(size, monkeypatch):
+    rng = fresh(size)
+    weight = weight_of(rows(rng, 70, 300))
+    made = int4_weight(weight, size)
+    some = rng.permutation(70)[:9]
+    assert all(torch.equal(one, all_[some]) for one, all_ in zip(int4_weight(weight[some], size), made, strict=True))
+    monkeypatch.setattr(int4, "_MOST_GROUPS", int(rng.integers(1, 40)))
+    assert all(map(torch.equal, int4_weight(weight, size), made))
+    monkeypatch.setattr(int4, "_MOST_ELEMENTS", 1)
+    assert all(map(torch.equal, int4_weight(weight, size), made))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_narrow_weight_has_the_bits_of_the_same_numbers_in_f32(dtype):
+    weight = torch.from_numpy(fresh(dtype).standard_normal((9, 160)).astype(np.float32)).to(dtype)
+    weight = torch.nn.Parameter(weight.T.contiguous().T)  # rows that are not contiguous, as of a transposed layer
+    assert all(map(torch.equal, int4_weight(weight), int4_weight(weight.detach().float().contiguous())))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("shape", [(0, 256), (4, 0), (0, 0)])
+def test_an_empty_weight(size, shape):
+    made = int4_weight(torch.empty(shape), size)
+    assert made.codes().shape == shape
+    assert made.group_scale.shape == (shape[0], -(-shape[1] // (size or max(shape[1], 1))))
+
+
+@pytest.mark.parametrize(
+    ("weight", "size", "field"),
+    [
+        (torch.ones(2, 64), 16, "group_size"),
+        (torch.ones(2, 64), True, "group_size"),
+        (torch.ones(2, 64), None, "group_size"),
+        (torch.ones(2, 64, dtype=torch.float64), 64, "weight"),
+        (torch.ones(64), 64, "weight"),
+        (torch.ones(2, 64, dtype=torch.int8), 64, "weight"),
+        (torch.tensor([[1.0, torch.nan]]), 64, "weight"),
+        (torch.tensor([[1.0, 2.0], [torch.inf, 1.0]]), 0, "weight"),
+    ],
+)
+def test_what_is_refused(weight, size, field):
+    with pytest.raises(InvalidProblem) as caught:
+        int4_weight(weight, size)
+    assert caught.value.field == field
+
+
+def grouped(rng, size, *, shifted, multiples=None):
+    """Levels, scales and zero points of a random weight, and the weight in f64. The last group is shorter."""
+    n, k = 9, 300
+    count = -(-k // size) if size else 1
+    levels = rng.integers(-8, 8, (n, k)).astype(np.int8)
+    zeros = rng.integers(-8, 8, (n, count)).astype(np.int8) if shifted else np.zeros((n, count), np.int8)
+    scales = np.exp(rng.standard_normal((n, count))).astype(np.float32) * rng.choice([-1, 1], (n, count))
+    if multiples is not None:
+        unit = torch.from_numpy(np.exp(rng.standard_normal((n, 1)))).bfloat16().double().numpy()
+        scales = unit * rng.integers(*multiples, (n, count)) * rng.choice([-1, 1], (n, count))
+    scales = scales.astype(np.float32)
+    at = np.arange(k) // (size or k)
+    weight = (levels.astype(int) - zeros[:, at]) * scales.astype(float)[:, at]
+    zero_points = torch.from_numpy(zeros) if shifted else None
+    return torch.from_numpy(levels), torch.from_numpy(scales), zero_points, weight
+
+
+def value_of(made):
+    return made.codes().numpy() * made.channel_scale.double().numpy()[:, None]
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_multiples_of_a_channel_scale_are_kept_exactly(size, shifted):
+    """There is room in s8 for multiples of 15 at least, and behind a zero point of 8."""
+    rng = fresh(size, shifted)
+    levels, scales, zero_points, weight = grouped(rng, size, shifted=shifted, multiples=(0, 9 if shifted else 16))
+    made, difference = from_grouped(levels, scales, zero_points)
+    assert difference == 0
+    assert np.array_equal(value_of(made), weight)
+    assert int(made.levels.max()) <= 15
+    stored = (each.numpy() for each in made[:3])
+    assert np.array_equal(unpacked(packed(*stored, size), *levels.shape), made.codes())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_scale_a_row_stays_itself(dtype):
+    levels, scales, _, _ = grouped(fresh(dtype), 0, shifted=False)
+    scales = scales.abs().to(dtype)
+    made, difference = from_grouped(levels, scales)
+    assert difference == 0
+    assert torch.equal(made.codes(), levels)
+    assert torch.equal(made.channel_scale, scales[:, 0].float())
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_other_scales_are_rounded_to_the_best_multiples(size, shifted):
+    """No fraction of the scale with the least room gives a smaller largest error."""
+    rng = fresh(size, shifted)
+    levels, scales, zero_points, weight = grouped(rng, size, shifted=shifted)
+    made, difference = from_grouped(levels, scales, zero_points)
+    count, unit = scales.shape[1], made.channel_scale.double().numpy()
+    at = np.arange(levels.shape[1]) // size
+    wanted = np.abs(scales.numpy().astype(float))
+    rounded = made.group_scale.numpy() * unit[:, None]
+    assert difference == pytest.approx((np.abs(rounded - wanted) / wanted).max(), rel=1e-12)
+    assert np.allclose(value_of(made), weight / wanted[:, at] * rounded[:, at], rtol=1e-12)
+    errors = np.abs(value_of(made) - weight).max(1)
+    for n, row in enumerate(weight):
+        units = np.rint(row / wanted[n, at])  # levels less their zero point
+        ends = np.array([[units[at == g].min(), units[at == g].max()] for g in range(count)])
+        room = np.floor([min(128 / max(-low, 1), 127 / max(high, 1)) for low, high in ends])
+        tight = (wanted[n] / room).argmax()
+        fractions = np.float32(wanted[n, tight] / np.arange(1, room[tight] + 1)).astype(float)
+        largest = np.abs(ends).max(1)
+        tries = [
+            np.max(np.abs(np.rint(wanted[n] / one).clip(max=room) * one - wanted[n]) * largest) for one in fractions
+        ]
+        assert errors[n] == pytest.approx(min(tries), rel=1e-9)
+        assert unit[n] in fractions
+
+
+def test_groups_and_rows_without_values_cost_nothing():
+    """The scale of a group of zeros says nothing; neither does one that is 0."""
+    levels = torch.zeros(3, 128, dtype=torch.int8)
+    levels[0, :32], levels[2, 96:] = 5, -8
+    scales = torch.full((3, 4), 1e30)
+    scales[0, 0], scales[2, 3] = 0.3, 0
+    made, difference = from_grouped(levels, scales)
+    assert difference == 0
+    want = torch.zeros(3, 128)
+    want[0, :32] = 5 * scales[0, 0]
+    assert torch.equal(made.codes() * made.channel_scale[:, None], want)
+    for shape in ((0, 64), (4, 0)):
+        made, difference = from_grouped(torch.zeros(shape, dtype=torch.int8), torch.ones(shape[0], shape[1] // 64))
+        assert (made.codes().shape, difference) == (shape, 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("levels", torch.full((2, 64), 8, dtype=torch.int8)),
+        ("levels", torch.zeros(2, 64)),
+        ("levels", torch.zeros(64, dtype=torch.int8)),
+        ("scales", torch.ones(2, 3)),
+        ("scales", torch.ones(3, 2)),
+        ("scales", torch.ones(2)),
+        ("scales", torch.ones(2, 2, dtype=torch.float64)),
+        ("scales", torch.full((2, 2), torch.inf)),
+        ("zero_points", torch.zeros(2, 1, dtype=torch.int8)),
+        ("zero_points", torch.zeros(2, 2)),
+        ("zero_points", torch.full((2, 2), -9, dtype=torch.int8)),
+    ],
+)
+def test_groups_that_are_refused(field, value):
+    given = {
+        "levels": torch.zeros(2, 64, dtype=torch.int8),
+        "scales": torch.ones(2, 2),
+        "zero_points": torch.zeros(2, 2, dtype=torch.int8),
+    }
+    with pytest.raises(InvalidProblem) as caught:
+        from_grouped(**given | {field: value})
+    assert (caught.value.subject, caught.value.field) == ("from_grouped", field)

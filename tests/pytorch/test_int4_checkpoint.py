@@ -1,0 +1,307 @@
+"""4-bit weights of compressed-tensors checkpoints: exactly what that package reads and writes, or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors import compressors, quantization
+from compressed_tensors.quantization.utils import calculate_qparams
+from support import fresh
+from tensors import same
+
+from skuda.registry.errors import InvalidProblem, InvalidRecord
+from skuda.torch.int4 import Int4Weight, from_grouped, int4_weight
+from skuda.torch.int4_checkpoint import Int4Format, int4_tensors, read_int4, unpacked_int4, warn_rounded
+from skuda.torch.scheme import _Reader
+from skuda.torch.stored import Tensors
+
+FORMATS = {False: "int-quantized", True: "pack-quantized"}
+N, K = 21, 256
+BITS = {torch.float32: 19, torch.float16: 6, torch.bfloat16: 3}
+"""Bits of a channel scale, so that its multiples up to 16 are exact."""
+
+
+def scheme_of(stored):
+    inputs = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+    return quantization.QuantizationScheme(targets=["Linear"], weights=stored.fields(), input_activations=inputs)
+
+
+def package(packed):
+    return compressors.BaseCompressor.get_value_from_registry(FORMATS[packed])
+
+
+def layer(rng, stored, dtype=torch.float32, *, observed=False):
+    """A random layer of floats, with its scales and zero points: of all numbers, or multiples of a number a row."""
+    groups = K // stored.group_size if stored.group_size else 1
+    weight = torch.from_numpy(rng.standard_normal((N, K)) * rng.uniform(0.5, 1, (N, 1))).to(dtype)
+    if observed:
+        ends = weight.view(N, groups, -1)
+        scale, zero = calculate_qparams(ends.amin(2), ends.amax(2), scheme_of(stored).weights)
+    else:
+        unit = torch.from_numpy(rng.integers(2 ** BITS[dtype], 2 ** (BITS[dtype] + 1), (N, 1))) * 2.0 ** -BITS[dtype]
+        multiple = torch.from_numpy(rng.integers(1, 17 if stored.symmetric else 9, (N, groups)))
+        scale = (unit * multiple / 32).to(dtype)
+        weight = (weight.view(N, groups, -1) * 20 * scale[:, :, None]).view(N, K).to(dtype)  # no group of zeros
+        zero = torch.from_numpy(rng.integers(-8, 8, (N, groups))).to(torch.int8)
+    held = {"weight": weight, "weight_scale": scale}
+    return held if stored.symmetric else held | {"weight_zero_point": zero}
+
+
+def found(tensors):
+    kinds = {f"block.up.{name}": (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return Tensors("file", kinds, lambda name: tensors[name.removeprefix("block.up.")]).within("block.up")
+
+
+def read(tensors, stored, **options):
+    given = found(tensors)
+    made = read_int4(given, (N, K), stored, device=torch.device("cpu"), **options)
+    given.finish()
+    return made
+
+
+def value_of(weight, dtype):
+    return (weight.codes().double() * weight.channel_scale.double()[:, None]).to(dtype)
+
+
+@pytest.mark.parametrize("packed", FORMATS)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("size", [0, 32, 64, 128])
+@pytest.mark.parametrize("dtype", BITS)
+def test_what_the_package_writes_is_read_exactly_and_written_again(size, symmetric, packed, dtype):
+    """For a scale a row, of any number, and for groups of multiples. The values are those that the package reads."""
+    stored, rng = Int4Format(size, symmetric, packed), fresh(size, symmetric, packed, dtype)
+    floats, scheme = layer(rng, stored, dtype, observed=not size), scheme_of(stored)
+    tensors = package(packed).compress(floats, scheme)
+    made, difference = read(tensors, stored)
+    assert difference == 0
+    assert torch.equal(value_of(made, dtype), package(packed).decompress(tensors, scheme)["weight"])
+    codes = torch.ops.skuda.unpack_weight(made.packed(size), n=N, k=K, group_size=size or 128)
+    assert torch.equal(codes, made.codes())
+    written, own = int4_tensors("block.up", made, symmetric=symmetric, dtype=dtype)
+    assert own == Int4Format(size, symmetric)
+    want = package(False).compress(floats, scheme)  # noqa: FBT003
+    assert written.keys() == want.keys()
+    assert all(same(written[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_other_scales_are_rounded_only_if_that_is_asked(symmetric):
+    stored = Int4Format(128, symmetric)
+    tensors = package(False).compress(layer(fresh(symmetric), stored, observed=True), scheme_of(stored))  # noqa: FBT003
+    made, difference = read(tensors, stored, round_scales=True)
+    given = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
+    want, most = from_grouped(*given)
+    assert difference == most > 0
+    assert torch.equal(made.codes(), want.codes())
+    assert torch.equal(made.channel_scale, want.channel_scale)
+    with pytest.raises(InvalidRecord, match=rf"block\.up\.weight_scale must .* up to {difference:.2g} of a scale"):
+        read(tensors, stored)
+    with pytest.warns(UserWarning, match=rf"^2 layers .* {difference:.2g} of a scale, in block\.up$"):
+        warn_rounded({"down": difference / 2, "block.up": difference, "b": 0.0}, stacklevel=1)
+
+
+def test_exact_scales_are_no_warning(recwarn):
+    warn_rounded({"block.up": 0.0}, stacklevel=1)
+    assert not recwarn
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_large_multiples_of_few_values_are_exact(symmetric):
+    """Values of -1, 0 and 1, behind zero points that the format could not shift by with such scales."""
+    rng, stored = fresh(symmetric), Int4Format(64, symmetric)
+    values = torch.from_numpy(rng.integers(-1, 2, (N, 4, 64))).to(torch.int8)
+    values[:, :, 0] = 1
+    zero = torch.from_numpy(rng.integers(-7, 7, (N, 4))).to(torch.int8) * (not symmetric)
+    scale = torch.from_numpy(rng.integers(17, 128, (N, 4)) / 64).float()
+    tensors = {"weight": (values + zero[:, :, None]).view(N, K), "weight_scale": scale}
+    tensors |= {} if symmetric else {"weight_zero_point": zero}
+    made, difference = read(tensors, stored)
+    assert difference == 0
+    assert torch.equal(value_of(made, torch.float32), (values * scale[:, :, None]).view(N, K))
+    written, _ = int4_tensors("block.up", made, symmetric=symmetric)
+    if symmetric:
+        assert all(same(written[name], tensors[name]) for name in tensors)
+    assert torch.equal(written["weight_scale"], scale)
+
+
+def test_negative_scales_and_groups_of_zeros_keep_their_values():
+    rng, stored = fresh(), Int4Format(64, symmetric=False)
+    floats = layer(rng, stored)
+    tensors = package(False).compress(floats, scheme_of(stored))  # noqa: FBT003
+    tensors["weight"].view(N, 4, 64)[:, 1] = tensors["weight_zero_point"][:, 1, None]
+    tensors["weight"].view(N, 4, 64)[5] = tensors["weight_zero_point"][5, :, None]
+    tensors["weight_scale"][:, 1] = float(rng.standard_normal())
+    tensors["weight_scale"][:, 2] *= -1
+    want = package(False).decompress(tensors, scheme_of(stored))["weight"]  # noqa: FBT003
+    made, difference = read(tensors, stored)
+    assert difference == 0
+    assert torch.equal(value_of(made, torch.float32), want)
+    again, own = int4_tensors("block.up", made)
+    assert torch.equal(package(False).decompress(again, scheme_of(own))["weight"], want)  # noqa: FBT003
+
+
+@pytest.mark.parametrize("shape", [(N,), (N, 1)])
+def test_a_scale_a_row_may_be_a_vector(shape):
+    stored = Int4Format(symmetric=False)
+    tensors = package(False).compress(layer(fresh(shape), stored, observed=True), scheme_of(stored))  # noqa: FBT003
+    want = read(tensors, stored)[0]
+    for name in ("weight_scale", "weight_zero_point"):
+        tensors[name] = tensors[name].reshape(shape)
+    assert all(map(torch.equal, read(tensors, stored)[0], want))
+
+
+@pytest.mark.parametrize(
+    ("packed", "name", "change"),
+    [
+        (False, "weight", None),
+        (False, "weight", lambda t: t[:, 1:]),
+        (False, "weight", lambda t: t + 8),
+        (False, "weight", lambda t: t.int()),
+        (False, "weight_scale", lambda t: t[:, 1:]),
+        (False, "weight_scale", lambda t: t.double()),
+        (False, "weight_scale", lambda t: t / 0),
+        (False, "weight_zero_point", None),
+        (False, "weight_zero_point", lambda t: t - 17),
+        (False, "weight_g_idx", lambda _: torch.zeros(K, dtype=torch.int32)),
+        (True, "weight_packed", None),
+        (True, "weight_packed", lambda t: t[:, 1:]),
+        (True, "weight_shape", lambda t: t + 1),
+        (True, "weight_zero_point", lambda t: t[1:]),
+        (True, "weight_zero_point", lambda t: t.to(torch.int8)),
+        (True, "weight", lambda _: torch.zeros(N, K, dtype=torch.int8)),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_refused_by_its_name(packed, name, change):
+    stored = Int4Format(64, symmetric=False, packed=packed)
+    tensors = package(packed).compress(layer(fresh(packed, name), stored), scheme_of(stored))
+    old = tensors.pop(name, None)
+    if change is not None:
+        tensors[name] = change(old)
+    with pytest.raises(InvalidRecord, match=rf"tensor block\.up\.{name} must"):
+        read(tensors, stored)
+
+
+@pytest.mark.parametrize("packed", FORMATS)
+def test_a_symmetric_weight_may_have_zero_points_of_0(packed):
+    stored = Int4Format(64, packed=packed)
+    tensors = package(packed).compress(layer(fresh(packed), stored), scheme_of(stored))
+    want = read(tensors, stored)[0]
+    tensors["weight_zero_point"] = torch.zeros(N, 4, dtype=torch.int8)
+    assert all(map(torch.equal, read(tensors, stored)[0], want))
+    tensors["weight_zero_point"] += 1
+    with pytest.raises(InvalidRecord, match="weight_zero_point must be 0"):
+        read(tensors, stored)
+
+
+def fields_of(stored, **changes):
+    return Int4Format.read(_Reader("file", "weights", stored.fields() | changes), FORMATS[stored.packed])
+
+
+@pytest.mark.parametrize("packed", FORMATS)
+def test_the_fields_of_a_config_are_those_of_the_package(packed):
+    preset = quantization.preset_name_to_scheme("W4A8", ["Linear"]).weights
+    fields = preset.model_dump()
+    assert Int4Format.read(_Reader("file", "weights", fields), FORMATS[packed]) == Int4Format(128, packed=packed)
+    for stored in (Int4Format(size, symmetric, packed) for size in (0, 32, 64, 128) for symmetric in (True, False)):
+        dumped = quantization.QuantizationArgs.model_validate(stored.fields()).model_dump()
+        assert Int4Format.read(_Reader("file", "weights", dumped), FORMATS[packed]) == stored
+        assert (
+            fields_of(stored) == fields_of(stored, actorder="weight") == fields_of(stored, actorder="static") == stored
+        )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("actorder", "group"),
+        ("actorder", "dynamic"),
+        ("actorder", True),
+        ("num_bits", 8),
+        ("type", "float"),
+        ("dynamic", True),
+        ("strategy", "tensor"),
+        ("strategy", "channel"),
+        ("group_size", 16),
+        ("group_size", 256),
+        ("group_size", None),
+        ("block_structure", [128, 128]),
+        ("something_new", 1),
+    ],
+)
+def test_a_field_that_is_not_served_is_refused_by_its_name(field, value):
+    """A size of groups does not fit a scale a row."""
+    name = "group_size" if value == "channel" else field
+    with pytest.raises(InvalidRecord, match=rf"weights\.{name} must"):
+        fields_of(Int4Format(128), **{field: value})
+
+
+def drawn(rng, size):
+    """A weight of which some groups have one code, and whose zero points are in different places."""
+    groups = K // size if size else 1
+    width = torch.from_numpy(rng.integers(0, 16, (N, groups)))
+    scale = torch.from_numpy(rng.integers(0, 9, (N, groups)))
+    scale[::7, 0] = 0
+    shift = torch.from_numpy(rng.integers(-15, 1, (N, groups)))
+    offset = torch.where(scale == 0, torch.from_numpy(rng.integers(-128, 128, (N, groups))), shift * scale)
+    offset[:15:7, 0] = torch.tensor([-128, 0, 127])
+    levels = torch.from_numpy(rng.integers(0, 1 << 16, (N, K))) % (1 + width.repeat_interleave(K // groups, 1))
+    unit = torch.from_numpy(rng.integers(1, 1 << 17, N) / 2**20).float()
+    return Int4Weight(levels.to(torch.uint8), scale.to(torch.uint8), offset.to(torch.int8), unit)
+
+
+@pytest.mark.parametrize("size", [0, 32, 64, 128])
+def test_the_package_reads_what_is_written(size):
+    weight = drawn(fresh(size), size)
+    tensors, stored = int4_tensors("block.up", weight)
+    assert stored == Int4Format(size, symmetric=False)
+    decompressed = package(False).decompress(tensors, scheme_of(stored))["weight"]  # noqa: FBT003
+    assert torch.equal(decompressed, value_of(weight, torch.float32))
+    made, difference = read(tensors, stored)
+    assert difference == 0
+    assert torch.equal(value_of(made, torch.float32), value_of(weight, torch.float32))
+
+
+def test_zero_points_are_left_out_where_nothing_needs_them():
+    weight = drawn(fresh(), 64)
+    scale = weight.group_scale.clamp(min=1)
+    weight = weight._replace(group_scale=scale, group_offset=(-8 * scale.int()).to(torch.int8))
+    tensors, stored = int4_tensors("block.up", weight)
+    assert (stored.symmetric, tensors.keys()) == (True, {"weight", "weight_scale"})
+    tensors, stored = int4_tensors("block.up", weight, symmetric=False)
+    assert not stored.symmetric
+    assert not tensors["weight_zero_point"].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "match"),
+    [
+        ({"group_offset": -15}, {}, r"the offset -15 and the scale 2 in group 0 of row 0"),
+        ({"group_offset": 2}, {}, r"1 to 16 times the scale in group 0 of row 0"),
+        ({"group_offset": -32}, {}, r"-16 to -1 times the scale"),
+        ({"group_offset": -14}, {"symmetric": True}, "need no zero points with symmetric=True"),
+        ({"group_scale": 3, "group_offset": -24, "channel_scale": 1 + 2**-23}, {}, "exact in torch.float32"),
+        ({"channel_scale": 1 + 2**-9}, {"dtype": torch.bfloat16}, "exact in torch.bfloat16"),
+        ({"levels": None}, {}, "a multiple of the group size as K"),
+    ],
+)
+def test_a_weight_that_the_format_cannot_express_is_refused_with_the_reason(change, options, match):
+    levels = torch.arange(128, dtype=torch.uint8).expand(2, 128) % 16
+    parts = {"levels": levels, "group_scale": 2, "group_offset": -16, "channel_scale": 0.5} | change
+    weight = Int4Weight(
+        levels if parts["levels"] is not None else levels[:, 1:],
+        torch.full((2, 4), parts["group_scale"], dtype=torch.uint8),
+        torch.full((2, 4), parts["group_offset"], dtype=torch.int8),
+        torch.full((2,), parts["channel_scale"]),
+    )
+    with pytest.raises(InvalidProblem, match=match) as caught:
+        int4_tensors("block.up", weight, **options)
+    assert caught.value.field == "block.up"
+
+
+@pytest.mark.parametrize("size", [0, 32, 64, 128])
+def test_a_packed_weight_is_read_back(size):
+    """A scale a row is packed as that of every group."""
+    rng = fresh(size)
+    weight = int4_weight(torch.from_numpy(rng.standard_normal((N, 300)).astype("float32")), size)
+    found = unpacked_int4(weight.packed(size), weight.channel_scale[:, None], 300)
+    assert all(map(torch.equal, found, weight))
