@@ -29,7 +29,8 @@ from skuda.registry.errors import InvalidProblem
 ROWS, BLOCK = 16, 128
 """Rows of a unit, and elements of K of a block."""
 GROUP_SIZES = (32, 64, 128)
-_LEVELS = ROWS * BLOCK // 2
+LEVELS = ROWS * BLOCK // 2
+"""Bytes of the levels of a block."""
 
 Array = npt.NDArray[Any]
 
@@ -41,12 +42,12 @@ def shape_of(n: int, k: int, group_size: int) -> tuple[int, int, int]:
 
 def block_bytes(group_size: int) -> int:
     """Return the bytes of a block; `group_size` 0 stands for whole rows, which are stored as groups of 128."""
-    return _LEVELS + 2 * ROWS * BLOCK // (group_size or BLOCK)
+    return LEVELS + 2 * ROWS * BLOCK // (group_size or BLOCK)
 
 
 def group_of(num_bytes: int) -> int:
     """Return the elements of a group by the bytes of a block."""
-    return 2 * ROWS * BLOCK // (num_bytes - _LEVELS)
+    return 2 * ROWS * BLOCK // (num_bytes - LEVELS)
 
 
 def parts_of(n: int, k: int) -> Iterator[tuple[Index, Index]]:
@@ -80,9 +81,9 @@ def packed(levels: Array, scale: Array, offset: Array, group_size: int) -> Array
     filled[:n, :k] = levels
     halves = filled.reshape(units, 2, 8, blocks, 2, 2, 2, 4, 4)  # h, r, block, j / 2, j % 2, half, c, i
     pairs = halves[:, :, :, :, :, :, 0] | halves[:, :, :, :, :, :, 1] << 4
-    codes = pairs.transpose(0, 3, 4, 2, 6, 5, 1, 7).reshape(units, blocks, _LEVELS)
+    codes = pairs.transpose(0, 3, 4, 2, 6, 5, 1, 7).reshape(units, blocks, LEVELS)
     groups = both.reshape(2, units, 2, 8, blocks, BLOCK // size).transpose(1, 4, 3, 5, 2, 0)
-    return np.concatenate([codes, groups.reshape(units, blocks, num_bytes - _LEVELS)], axis=2)
+    return np.concatenate([codes, groups.reshape(units, blocks, num_bytes - LEVELS)], axis=2)
 
 
 def cut(weight: Any, axis: Literal["n", "k"], start: int, stop: int) -> Any:
@@ -135,9 +136,9 @@ def _grouped(weight: Array) -> tuple[Array, Array, Array]:
     """Return u8 levels (rows, groups, elements), scale and 128 + offset (rows, groups), with those that fill up."""
     units, blocks, num_bytes = weight.shape
     size = group_of(num_bytes)
-    pairs = weight[..., :_LEVELS].reshape(units, blocks, 2, 8, 4, 2, 2, 4).transpose(0, 6, 3, 1, 2, 5, 4, 7)
+    pairs = weight[..., :LEVELS].reshape(units, blocks, 2, 8, 4, 2, 2, 4).transpose(0, 6, 3, 1, 2, 5, 4, 7)
     held = blocks * BLOCK // size
     levels = np.stack([pairs & 15, pairs >> 4], axis=6).reshape(units * ROWS, held, size)
-    groups = weight[..., _LEVELS:].reshape(units, blocks, 8, BLOCK // size, 2, 2).transpose(5, 0, 4, 2, 1, 3)
+    groups = weight[..., LEVELS:].reshape(units, blocks, 8, BLOCK // size, 2, 2).transpose(5, 0, 4, 2, 1, 3)
     scale, base = groups.reshape(2, units * ROWS, held)
     return levels, scale, base

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.linear.packed import LEVELS
 from skuda.kernels.linear.problem import LinearProblem
 from skuda.kernels.linear.rescale import RescaleDescriptor
 from skuda.kernels.quantize.amax import AmaxDescriptor
@@ -269,6 +270,16 @@ def _rescale(problem: RescaleDescriptor, inputs: Inputs) -> Formula | None:
     return lambda: ((scale.to(compute)[:, None] * weight_scale.to(compute) * sums.to(compute)).to(output),)
 
 
+def _unpacked(weight: Any, n: int, k: int) -> Any:
+    """Return the codes (n, k) of a packed weight in ``skuda.kernels.linear.packed``'s layout, whose codes fit in s8."""
+    torch, (units, blocks, _) = torch_module(), weight.shape
+    pairs = weight[..., :LEVELS].reshape(units, blocks, 2, 8, 4, 2, 2, 4).permute(0, 6, 3, 1, 2, 5, 4, 7)
+    scales = weight[..., LEVELS:].reshape(units, blocks, 8, -1, 2, 2).permute(5, 0, 4, 2, 1, 3)
+    levels = torch.stack([pairs & 15, pairs >> 4], 6).reshape(units * 16, blocks * scales.shape[5], -1)
+    scale, base = scales.reshape(2, units * 16, -1, 1).to(torch.int16)
+    return (levels * scale + base - 128).to(torch.int8).reshape(units * 16, -1)[:n, :k]
+
+
 def _product(problem: Any, inputs: Inputs) -> tuple[Any, ...] | None:
     summed = problem.output is ElementKind.S32
     if (
@@ -278,6 +289,8 @@ def _product(problem: Any, inputs: Inputs) -> tuple[Any, ...] | None:
     ):
         return None
     torch, compute, weight = torch_module(), torch_dtype(problem.compute), inputs["weight_q"]
+    if problem.group_size:
+        weight = _unpacked(weight, problem.n, problem.k)
     codes, scale = token_codes(problem, inputs["activation"]) if problem.dynamic else (inputs["act_q"], None)
     # The product is exact, because f64 holds every partial sum.
     exact = codes.to(torch.float64) @ weight.to(torch.float64).T

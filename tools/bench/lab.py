@@ -18,6 +18,8 @@ from skuda.kernels.attention.cache import TABLES, CacheProblem
 from skuda.kernels.attention.drawn import full_tables
 from skuda.kernels.draw import draw
 from skuda.kernels.dtypes import storage_dtype
+from skuda.kernels.linear.packed import LEVELS
+from skuda.kernels.linear.problem import LinearProblem
 from skuda.kernels.sampling.weights import LogitsProblem
 from skuda.registry.descriptor import Argument, Descriptor, Role, storage_shape
 from skuda.registry.device import Device
@@ -200,6 +202,10 @@ class TorchLab(HostLab):
         if isinstance(problem, CacheProblem):
             tables = full_tables(problem, np.random.default_rng(seed))
             found |= {name: self._torch.as_tensor(table, device=self.place) for name, table in tables.items()}
+        if isinstance(problem, LinearProblem) and problem.group_size:
+            groups = found["weight_q"][..., LEVELS:]  # scale and base, so small that every code fits in s8
+            groups[..., ::2] %= 9
+            groups[..., 1::2] %= 121
         if isinstance(problem, LogitsProblem):
             found["logits"] *= 4
             for name in _SAMPLED.keys() & found.keys():

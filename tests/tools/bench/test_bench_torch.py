@@ -16,6 +16,7 @@ from skuda.dispatch import BackendStatus, Dispatcher
 from skuda.dispatch.backends.cuda_core import CudaCoreBackend
 from skuda.dispatch.backends.numpy import HostRunner, NumpyBackend
 from skuda.kernels.catalog import built_in_ops, built_in_registry
+from skuda.kernels.linear import ScaledLinearDescriptor
 from skuda.kernels.quantize import DynamicRangeQuantizeDescriptor, QuantizePerChannelDescriptor
 from skuda.kernels.quantize.gated import GatedProblem
 from skuda.kernels.quantize.gated_amax import GatedAmaxProblem
@@ -101,6 +102,17 @@ def test_formulas_of_other_ranks(lab, seed):
     inputs, outputs = solved(lab, problem, seed)
     assert formula(problem, inputs) is not None
     assert lab.mismatch(OPS[problem.op_name()], problem, inputs, outputs, 0) == ""
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_a_packed_weight_is_drawn_so_that_its_codes_fit_and_the_formula_unpacks_it(lab, seed, group_size):
+    problem = ScaledLinearDescriptor(m=5, n=40, k=272, weight_element="s4", group_size=group_size, output_element="f32")
+    inputs, outputs = solved(lab, problem, seed)
+    scale, base = np.moveaxis(inputs["weight_q"].numpy()[..., 1024:].reshape(-1, 2), 1, 0).astype(int)
+    assert (scale * 15 + base).max() <= 255
+    assert lab.mismatch(OPS[problem.op_name()], problem, inputs, outputs, 0) == ""
+    inputs["weight_q"][0, 0, 0] ^= 1
+    assert answer(problem, inputs)[0].ne(outputs["output"]).any()
 
 
 def test_the_reference_answers_where_there_is_no_formula(lab, seed):
