@@ -154,6 +154,7 @@ template <int N, class A, class B> struct WgmmaRegisters;
   };
 #define WGMMAS_OF_REGISTERS(A, B)                                                                                  \
   WGMMA_REGISTERS_OF(8, A, B, S4, "%4,%5,%6,%7", "%8", "%9", D4(0))                                                 \
+  WGMMA_REGISTERS_OF(16, A, B, S8, "%8,%9,%10,%11", "%12", "%13", D4(0), D4(4))                                      \
   WGMMA_REGISTERS_OF(32, A, B, S16, "%16,%17,%18,%19", "%20", "%21", D16(0))                                        \
   WGMMA_REGISTERS_OF(64, A, B, S32, "%32,%33,%34,%35", "%36", "%37", D16(0), D16(16))                               \
   WGMMA_REGISTERS_OF(128, A, B, S64, "%64,%65,%66,%67", "%68", "%69", D64(0))                                       \

@@ -5,15 +5,17 @@ Pure: nothing here needs a GPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from skuda.kernels.launch import Launch, Leading, Parameter, Pointer, Step, TensorMap, pointers, s32, s64
+from skuda.kernels.linear import hopper, packed
 from skuda.kernels.linear import mma as mma_kernel
-from skuda.kernels.linear import packed, parameters
 from skuda.kernels.linear import plain as plain_kernel
 from skuda.kernels.linear import streamed as streamed_kernel
 from skuda.kernels.linear import warpgroup as warpgroup_kernel
+from skuda.kernels.linear.pack_launch import step_over_blocks
 from skuda.kernels.linear.problem import LinearProblem
 from skuda.registry.sku import WorkspaceTerm
 
@@ -25,8 +27,8 @@ WORKSPACE = (WorkspaceTerm(factors=("unpacked_bytes",), bytes_each=1),)
 
 _CODES = "unpacked_weight"
 _NOTE = "the 4-bit weight is unpacked in front: a launch, and a byte of scratch for each of its elements"
-_BLOCKS = 8
-"""Blocks of threads per multiprocessor: as many as 2,048 threads are."""
+_LAUNCH, _MEMORY = 3.3, 0.84
+"""Microseconds of the launch in front, and the part of the memory's bandwidth that it reaches; on an H200."""
 
 
 def streamed(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
@@ -55,7 +57,10 @@ def _behind(launch: Launch, problem: LinearProblem, device: Device) -> Launch:
         step._replace(parameters=tuple(part for each in step.parameters for part in _on_codes(each, problem)))
         for step in launch.steps
     )
+    moved = problem.unpacked_bytes + math.prod(problem.packed_shape)
+    longer = _LAUNCH + moved / (_MEMORY * hopper.bandwidth(device) * 1e6)
     return launch._replace(
+        choices=tuple(c._replace(microseconds=c.microseconds + longer) for c in launch.choices),
         steps=(*_unpacking(problem, device), *steps),
         scratch=(*launch.scratch, (_CODES, problem.unpacked_bytes)),
         aligned=tuple(dict.fromkeys((*launch.aligned, "weight_q"))),
@@ -77,11 +82,9 @@ def _on_codes(parameter: Parameter, problem: LinearProblem) -> Iterator[Paramete
 
 
 def _unpacking(problem: LinearProblem, device: Device) -> tuple[Step, ...]:
-    """Return the step of ``unpacked_codes.cuh``, which has a warp for each block of the weight, if there is any."""
-    (_, n, k), (units, blocks, _) = problem.sizes, problem.packed_shape
-    if not units * blocks:
-        return ()
-    grid = min(-(-units * blocks // (parameters.THREADS // 32)), _BLOCKS * max(device.sm_count, 1))
+    """Return the step of ``unpacked_codes.cuh``, if there is a weight."""
+    _, n, k = problem.sizes
     sizes = (*s64(problem.unpacked_pitch, n, k), *s32(packed.BLOCK // problem.group_size))
-    given: tuple[Parameter, ...] = (*pointers("weight_q", _CODES), *sizes)
-    return (Step("unpack_weight", (grid, 1, 1), (parameters.THREADS, 1, 1), given),)
+    parameters: tuple[Parameter, ...] = (*pointers("weight_q", _CODES), *sizes)
+    step = step_over_blocks("unpack_weight", problem.packed_shape, device, parameters)
+    return () if 0 in step.grid else (step,)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-from skuda.kernels.linear import expanded, mma, packed_launch, packed_warpgroup_launch, plain, streamed, warpgroup
+from skuda.kernels.linear import expanded, mma, packed_launch, packed_streamed_launch, plain, streamed, warpgroup
 from skuda.kernels.linear.problem import LinearProblem, code_of
 from skuda.kernels.offers import cuda_skus, numpy_skus
 from skuda.registry.arch import ArchSku
@@ -44,17 +44,17 @@ class _TensorCoreKernel(NamedTuple):
 
 _TENSOR_CORE_KERNELS = (
     _TensorCoreKernel(
+        "packed_streamed",
+        ArchSku.SM_90A,
+        packed_streamed_launch.constraints,
+        "packed 4-bit weights through a ring, mma.sync or wgmma by tokens",
+        reads_packed=True,
+    ),
+    _TensorCoreKernel(
         "packed",
         ArchSku.SM_80,
         packed_launch.constraints,
         "few tokens: packed 4-bit weights go straight to registers",
-        reads_packed=True,
-    ),
-    _TensorCoreKernel(
-        "packed_warpgroup",
-        ArchSku.SM_90A,
-        packed_warpgroup_launch.constraints,
-        "wgmma on codes that are made of packed 4-bit weights in registers",
         reads_packed=True,
     ),
     _TensorCoreKernel(

@@ -26,7 +26,7 @@ def pack_weight(problem: PackWeightDescriptor, device: Device) -> Launch:
         *s32(BLOCK // (problem.group_size or BLOCK), not problem.group_size),
     )
     steps = (
-        _step("pack_weight", problem, device, parameters),
+        step_over_blocks("pack_weight", problem.packed_shape, device, parameters),
         Step(entry="pack_weight_misfits", grid=(1, 1, 1), block=(1, 1, 1), parameters=pointers(ZEROS, "misfits")),
     )
     return Launch(steps=tuple(step for step in steps if 0 not in step.grid), scratch=((ZEROS, 8),))
@@ -35,16 +35,13 @@ def pack_weight(problem: PackWeightDescriptor, device: Device) -> Launch:
 def unpack_weight(problem: UnpackWeightDescriptor, device: Device) -> Launch:
     """Launch one step over the blocks of the weight."""
     sizes = (*s64(problem.n, problem.k), *s32(BLOCK // problem.group_size))
-    step = _step("unpack_weight", problem, device, (*pointers("packed"), *strided("output"), *sizes))
+    parameters = (*pointers("packed"), *strided("output"), *sizes)
+    step = step_over_blocks("unpack_weight", problem.packed_shape, device, parameters)
     return Launch(steps=(step,) if 0 not in step.grid else ())
 
 
-def _step(
-    entry: str,
-    problem: PackWeightDescriptor | UnpackWeightDescriptor,
-    device: Device,
-    parameters: tuple[Parameter, ...],
-) -> Step:
-    units, blocks, _ = problem.packed_shape
+def step_over_blocks(entry: str, shape: tuple[int, ...], device: Device, parameters: tuple[Parameter, ...]) -> Step:
+    """Return a step with a warp for each block of a packed weight, or an empty grid for an empty weight."""
+    units, blocks, _ = shape
     grid = min(-(-units * blocks // _WARPS), _RESIDENT * max(device.sm_count, 1))
     return Step(entry=entry, grid=(grid, 1, 1), block=(_THREADS, 1, 1), parameters=parameters)

@@ -33,17 +33,18 @@ DEVICE void store_word(u8* to, u32 word, s64 held = 4) {
   }
 }
 
-// 16 bytes at any address.
+// 16 bytes at any address; of a store, bytes from `held` on are left as they are.
 DEVICE uint4 load_bytes(const u8* from) {
   if ((u64)from % 16 == 0) return load16(from);
   return make_uint4(load_word(from), load_word(from + 4), load_word(from + 8), load_word(from + 12));
 }
-DEVICE void store_bytes(u8* to, const uint4& bytes) {
-  if ((u64)to % 16 == 0) {
+DEVICE void store_bytes(u8* to, const uint4& bytes, s64 held = 16) {
+  if (held >= 16 && (u64)to % 16 == 0) {
     store16(to, bytes);
     return;
   }
-  store_word(to, bytes.x), store_word(to + 4, bytes.y), store_word(to + 8, bytes.z), store_word(to + 12, bytes.w);
+  store_word(to, bytes.x, held), store_word(to + 4, bytes.y, held - 4);
+  store_word(to + 8, bytes.z, held - 8), store_word(to + 12, bytes.w, held - 12);
 }
 
 // The codes of a word of levels: of the elements k to k + 3 in its low halves, and k + 16 to k + 19 in its high halves.

@@ -23,8 +23,12 @@ _SHAPES = {
     32: ((4, 8, 1), (2, 8, 1), (1, 8, 1)),
 }
 """By tokens: units that a warp multiplies at once, warps of a block, blocks of a multiprocessor."""
-_LAUNCH, _PASS, _MEMORY = 3.0, 0.6, 0.85
-"""Microseconds of a launch and of a pass over K, and the part of the memory's bandwidth that is reached."""
+_LAUNCH, _PASS, _MEMORY = 6.9, 0.57, 0.81
+"""Microseconds before the first and after the last product, those of a pass over K, and the part of the memory's
+bandwidth that is reached; measured on an H200."""
+_TURN, _STAGED, _UNIT, _EIGHT = 0.48, 0.033, 0.01, 0.077
+"""Microseconds of a warp for a block of K; and with 8 warps, what every eight tokens add, every unit, and every eight
+tokens of a unit."""
 
 
 class PackedTile(NamedTuple):
@@ -85,13 +89,14 @@ def _ranked(
 
 
 def _predicted(tile: PackedTile, n: int, k: int, group_size: int, card: tuple[int, float]) -> float:
-    """Return the predicted time in us: the multiprocessor with the most units, and its passes."""
+    """Return the predicted time in us: the multiprocessor with the most units, by its passes and by its bytes."""
     (sm_count, bandwidth), blocks, all_units = card, -(-k // BLOCK), -(-n // ROWS)
     width, _, _ = tile.grid(1, n, sm_count)
-    units = -(-all_units // width)
-    turns = -(-blocks // tile.warps) * tile.warps  # warps without a block of K wait
-    moved = units * width * turns * block_bytes(group_size)
-    return _LAUNCH + _PASS * -(-units // tile.units) + moved / (_MEMORY * bandwidth * 1e6)
+    units, eights = -(-all_units // width), tile.tokens / 8
+    passes, turns = -(-units // tile.units), -(-blocks // tile.warps)
+    turn = _TURN + tile.warps * tile.resident / 8 * (_STAGED * eights + tile.units * (_UNIT + _EIGHT * eights))
+    memory = units * width * blocks * block_bytes(group_size) / (_MEMORY * bandwidth * 1e6)
+    return _LAUNCH + _PASS * passes + float(((passes * turns * turn) ** 4 + memory**4) ** 0.25)
 
 
 def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:

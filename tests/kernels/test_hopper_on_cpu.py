@@ -24,7 +24,7 @@ from skuda.kernels.linear import (
     hopper,
     packed,
     packed_launch,
-    packed_warpgroup_launch,
+    packed_streamed_launch,
     streamed,
     warpgroup,
 )
@@ -167,8 +167,8 @@ def test_kernels_that_read_packed_weights_equal_the_reference(op, shifted, most,
     rng = fresh(op, shifted, most, size)
     problem = a_problem(op, (shifted, False), rng, fewest=most // 2 + 1, most=most)
     problem = problem.model_copy(update={"weight_element": ElementKind.S4, "group_size": size})
-    for variant, rule in (("packed", packed_launch), ("packed_warpgroup", packed_warpgroup_launch)):
-        if variant == "packed_warpgroup" or most <= packed_launch.MOST_TOKENS:
+    for variant, rule in (("packed", packed_launch), ("packed_streamed", packed_streamed_launch)):
+        if variant == "packed_streamed" or most <= packed_launch.MOST_TOKENS:
             names = [choice.name for choice in rule.launch(problem, CARD).choices]
             check(problem, variant, rng, rng.choice(names))
 

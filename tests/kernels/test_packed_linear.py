@@ -147,9 +147,9 @@ def test_the_kernel_behind_the_unpacking_is_the_one_for_8_bit_codes_and_the_expl
 @pytest.mark.parametrize(
     ("problem", "device", "variant"),
     [
-        (scaled(m=4, k=4096, **GROUPS), H200, "packed"),
+        (scaled(m=4, k=4096, **GROUPS), H200, "packed_streamed"),
         (dynamic(m=32, k=4096, **GROUPS), A100, "packed"),
-        (static(m=33, k=4096, **GROUPS), H200, "packed_warpgroup"),
+        (static(m=33, k=4096, **GROUPS), H200, "packed_streamed"),
         (static(m=33, k=4096, **GROUPS), A100, "expanded_mma"),
         (scaled(m=4, k=1000, **GROUPS), H200, "expanded_mma"),
     ],

@@ -7,10 +7,10 @@
 //   packed                 w (packed_codes.cuh)
 //   weight_scale, bias     [n]; the latter may be null
 //   output                 [m, n] SKUDA_OUT, output_leading elements apart
-#include "packed_warpgroup.cuh"
+#include "packed_streamed.cuh"
 
-PACKED_WARPGROUP_KERNEL smoothquant_linear_packed_warpgroup(const __grid_constant__ TensorMap a_map,
-                                                            STATIC_ROWS_PARAMETERS(f32), PACKED_WARPGROUP_PARAMETERS) {
+PACKED_STREAMED_KERNEL smoothquant_linear_packed_streamed(const __grid_constant__ TensorMap a_map,
+                                                            STATIC_ROWS_PARAMETERS(f32), PACKED_STREAMED_PARAMETERS) {
   fill_array(scratch, act_scale, (u32)m);
-  packed_by_warpgroups(a_map, STATIC_ROWS(f32), PACKED_WARPGROUP_GIVEN);
+  streamed_packed_linear(a_map, STATIC_ROWS(f32), PACKED_STREAMED_GIVEN);
 }

@@ -9,9 +9,9 @@
 //   packed                 w (packed_codes.cuh)
 //   weight_scale, bias     [n]; the latter may be null, and both are for sums
 //   output                 [m, n] SKUDA_OUT, output_leading elements apart
-#include "packed_warpgroup.cuh"
+#include "packed_streamed.cuh"
 
-PACKED_WARPGROUP_KERNEL scaled_linear_packed_warpgroup(const __grid_constant__ TensorMap a_map, GIVEN_ROWS_PARAMETERS,
-                                                       PACKED_WARPGROUP_PARAMETERS) {
-  packed_by_warpgroups(a_map, GIVEN_ROWS(f32), PACKED_WARPGROUP_GIVEN);
+PACKED_STREAMED_KERNEL scaled_linear_packed_streamed(const __grid_constant__ TensorMap a_map, GIVEN_ROWS_PARAMETERS,
+                                                       PACKED_STREAMED_PARAMETERS) {
+  streamed_packed_linear(a_map, GIVEN_ROWS(f32), PACKED_STREAMED_GIVEN);
 }

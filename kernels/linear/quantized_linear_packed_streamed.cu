@@ -9,9 +9,9 @@
 //   weight_scale, bias     [n]; the latter may be null
 //   output                 [m, n] SKUDA_OUT, output_leading elements apart
 #include "quantized_codes.cuh"
-#include "packed_warpgroup.cuh"
+#include "packed_streamed.cuh"
 
-PACKED_WARPGROUP_KERNEL quantized_linear_packed_warpgroup(const __grid_constant__ TensorMap a_map, const f32* scales,
-                                                          const f32* given, PACKED_WARPGROUP_PARAMETERS) {
-  packed_by_warpgroups(a_map, RowScales<f32>{given ? given : scales, 0.0f, 0}, PACKED_WARPGROUP_GIVEN);
+PACKED_STREAMED_KERNEL quantized_linear_packed_streamed(const __grid_constant__ TensorMap a_map, const f32* scales,
+                                                          const f32* given, PACKED_STREAMED_PARAMETERS) {
+  streamed_packed_linear(a_map, RowScales<f32>{given ? given : scales, 0.0f, 0}, PACKED_STREAMED_GIVEN);
 }

@@ -1,0 +1,174 @@
+"""Launch rule of the products of packed weights on Hopper (``packed_streamed.cuh``). Pure: nothing here needs a GPU."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from skuda.kernels.launch import Choice, Launch, Step, TensorMap, pointers, s32
+from skuda.kernels.linear import hopper, parameters
+from skuda.kernels.linear.packed import BLOCK, ROWS, block_bytes
+from skuda.kernels.linear.problem import LinearProblem
+from skuda.registry.constraints import Constraint
+from skuda.registry.elements import ElementKind
+
+if TYPE_CHECKING:
+    from skuda.registry.device import Device
+
+_BY_WARPS = {(8, 2): 0.162, (8, 4): 0.265, (16, 2): 0.202, (16, 4): 0.376, (32, 2): 0.259, (64, 2): 0.413}
+_WGMMA = {(32, 4): 0.46, (64, 2): 0.304, (128, 2): 0.4, (256, 2): 0.687}
+"""Microseconds that the warps of a block take for a block of K each, by tokens and warpgroups; measured on an H200."""
+_LAUNCH, _TILE, _PART = 7.2, 0.2, 0.084
+"""Microseconds before the first and after the last product, and those that a tile, and each of its parts, adds."""
+_MEMORY, _MULTIPROCESSOR = 0.93, 0.057
+"""The part of the memory's bandwidth that is reached, and the TB/s that one multiprocessor can take."""
+_MOST_UNITS = 8
+"""Units of a tile of mma.sync: with more, a block has a part of K for each warp no longer, and too few in flight."""
+_ENOUGH_STAGES, _MOST_STAGES = 3, 12
+_ATOM = 1024
+_MANY = 256
+"""Tokens with which a warpgroup of producers gives registers away."""
+
+
+class PackedStreamedTile(NamedTuple):
+    """One configuration.
+
+    Attributes
+    ----------
+    tokens, warpgroups, row_warps, k_blocks : int
+        Compile-time flags of the same names.
+    units : int
+        Units of 16 rows of the weight in a tile.
+    """
+
+    tokens: int
+    warpgroups: int
+    row_warps: int
+    k_blocks: int
+    units: int
+
+    @property
+    def parts(self) -> int:
+        """Warps that divide the K of a row's stage."""
+        return 4 * self.warpgroups // self.row_warps if self.row_warps else 1
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The compiler flags."""
+        named = {name.upper(): value for name, value in self._asdict().items() if name != "units"}
+        return tuple(f"-D{name}={value}" for name, value in (named | {"SPLIT_K": 1}).items())
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * self.warpgroups + (128 if self.tokens == _MANY else 64)
+
+    def tiles(self, n: int) -> int:
+        """Return the tiles of n rows of the weight."""
+        return -(-n // (ROWS * self.units))
+
+    def grid(self, m: int, n: int, sm_count: int) -> tuple[int, int, int]:
+        """Return the blocks that compute m x n results: blocks with the same rows are neighbours, for the cache."""
+        strips = -(-m // self.tokens)
+        return strips, min(self.tiles(n), max(1, sm_count // max(1, strips))) if m else 0, 1
+
+    def ring(self, k: int, group_size: int, output_bytes: int, *, zero_points: bool) -> tuple[int, int]:
+        """Return stages, and bytes of shared memory of a block."""
+        stage = self.k_blocks * (self.tokens * BLOCK + self.units * block_bytes(group_size)) + 16  # and two mbarriers
+        slab = 8 if output_bytes == 4 or self.tokens == 8 else 16
+        staging = 4 * self.warpgroups * slab * (16 * output_bytes + 16)
+        exchanged = 512 * (self.tokens // 8 + zero_points) * self.parts * self.row_warps if self.parts > 1 else 0
+        fixed = 1024 + 3 * _ATOM * zero_points + staging + exchanged + 4 * self.tokens * (1 + zero_points)
+        steps = -(-k // (BLOCK * self.k_blocks))
+        stages = min((hopper.MAX_SHARED - fixed) // stage, _MOST_STAGES, max(2, steps))
+        return stages, fixed + stages * stage
+
+    def __str__(self) -> str:
+        how = f"mma.sync, K in {self.parts} parts" if self.row_warps else "wgmma"
+        return f"{ROWS * self.units} x {self.tokens} through shared memory, {self.warpgroups} warpgroups, {how}"
+
+
+def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
+    """Return what the kernel requires: codes that TMA can read, and sums that fit in 32 bits.
+
+    `weight` is the element of the codes that are made, s8.
+    """
+    return hopper.constraints(weight)
+
+
+def _by_warps(tokens: int, warpgroups: int, units: int) -> PackedStreamedTile:
+    """Return the configuration with two blocks of K for each warp in a stage, or one, if few such stages have room."""
+    tile = PackedStreamedTile(tokens, warpgroups, units, 4 * warpgroups // units, units)
+    twice = tile._replace(k_blocks=2 * tile.k_blocks)
+    stages, _ = twice.ring(1 << 30, 32, 4, zero_points=True)
+    return twice if stages >= _ENOUGH_STAGES else tile
+
+
+def _configurations(m: int, n: int, sm_count: int) -> list[PackedStreamedTile]:
+    """Return configurations whose tiles divide the rows evenly, with as few tokens as hold m, or a few more."""
+    units = -(-n // ROWS)
+    even = {-(-units // (sm_count * turns)) for turns in range(1, 40)}
+    by_warps = [tokens for tokens in (8, 16, 32, 64) if tokens >= m][:2] or [64]
+    wgmma = [tokens for tokens in (32, 64, 128, 256) if m > tokens // 4 and (m <= tokens or tokens >= 64)]
+    return [
+        *(_by_warps(t, w, u) for t, w in _BY_WARPS if t in by_warps for u in even | {8} if u <= _MOST_UNITS),
+        *(
+            PackedStreamedTile(t, w, 0, 1 if t == _MANY else 2, u)
+            for t, w in _WGMMA
+            if t in wgmma
+            for u in even | {4 * w}
+            if 2 * w < u <= 4 * w
+        ),
+    ]
+
+
+def _predicted(tile: PackedStreamedTile, m: int, n: int, k: int, group_size: int, card: tuple[int, float]) -> float:
+    """Return the predicted time in us: the multiprocessor with the most tiles, by its products and by its bytes."""
+    sm_count, bandwidth = card
+    strips, wide, _ = tile.grid(m, n, sm_count)
+    tiles, blocks = tile.tiles(n), -(-k // BLOCK)
+    rounds = -(-tiles // wide) * -(-strips * wide // sm_count)
+    of_warp = -(-blocks // tile.k_blocks) * tile.k_blocks // tile.parts
+    a_block = (_BY_WARPS if tile.row_warps else _WGMMA)[tile.tokens, tile.warpgroups]
+    reached = min(_MEMORY * bandwidth, _MULTIPROCESSOR * min(tiles * strips, sm_count))
+    memory = tiles * tile.units * blocks * block_bytes(group_size) / (reached * 1e6)
+    both = float(((rounds * of_warp * a_block) ** 4 + memory**4) ** 0.25)
+    return _LAUNCH + rounds * (_TILE + _PART * tile.parts) + both
+
+
+@lru_cache(maxsize=4096)
+def _ranked(
+    m: int, n: int, k: int, group_size: int, card: tuple[int, float]
+) -> tuple[tuple[PackedStreamedTile, ...], tuple[Choice, ...]]:
+    found = [(_predicted(tile, m, n, k, group_size, card), tile) for tile in _configurations(m, n, card[0])]
+    ranked = sorted(found, key=lambda pair: pair[0])
+    return tuple(tile for _, tile in ranked), tuple(Choice(str(tile), us) for us, tile in ranked)
+
+
+def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
+    """Launch the product, after the quantization of a dynamic activation."""
+    m, n, k = problem.sizes
+    sm_count = device.sm_count or hopper.H200
+    card = sm_count, hopper.bandwidth(device)
+    tile, chosen = parameters.choose(*_ranked(max(1, m), max(1, n), k, problem.group_size, card), choice)
+    zero_points = problem.shifts_activation
+    stages, shared = tile.ring(k, problem.group_size, problem.output.bits // 8, zero_points=zero_points)
+    name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
+    product = Step(
+        entry=f"{problem.op_name()}_packed_streamed",
+        grid=tile.grid(m, n, sm_count),
+        block=(tile.threads, 1, 1),
+        parameters=(
+            TensorMap(name, m, k, tile.tokens, otherwise=otherwise),
+            *(parameters.SCALES if problem.dynamic else parameters.given_scales(problem)),
+            *pointers("weight_q"),
+            *parameters.epilogue_parameters(problem),
+            *s32(tile.units, stages),
+        ),
+        shared=shared,
+        overlaps=True,
+    )
+    flags = (*tile.flags, f"-DGROUPS={BLOCK // problem.group_size}", *parameters.epilogue_flags(problem))
+    return parameters.launch_product(
+        problem, product, aligned=("weight_q",), flags=flags, notes=(hopper.ALIGNED,), **chosen
+    )
