@@ -13,7 +13,6 @@ from skuda.kernels.launch import Launch, Leading, Parameter, Pointer, Step, Tens
 from skuda.kernels.linear import hopper, packed
 from skuda.kernels.linear import mma as mma_kernel
 from skuda.kernels.linear import plain as plain_kernel
-from skuda.kernels.linear import streamed as streamed_kernel
 from skuda.kernels.linear import warpgroup as warpgroup_kernel
 from skuda.kernels.linear.pack_launch import step_over_blocks
 from skuda.kernels.linear.problem import LinearProblem
@@ -29,11 +28,6 @@ _CODES = "unpacked_weight"
 _NOTE = "the 4-bit weight is unpacked in front: a launch, and a byte of scratch for each of its elements"
 _LAUNCH, _MEMORY = 3.3, 0.84
 """Microseconds of the launch in front, and the part of the memory's bandwidth that it reaches; on an H200."""
-
-
-def streamed(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
-    """Launch the kernel for few tokens behind the unpacking."""
-    return _behind(streamed_kernel.launch(problem.on_codes, device, choice), problem, device)
 
 
 def warpgroup(problem: LinearProblem, device: Device, choice: str = "") -> Launch:

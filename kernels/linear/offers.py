@@ -29,17 +29,12 @@ class _TensorCoreKernel(NamedTuple):
     constraints: Callable[[ElementKind], tuple[Constraint, ...]]
     summary: str
     workspace: tuple[WorkspaceTerm, ...] = ()
-    reads_packed: bool = False
-    """Whether it reads packed weights, and only these."""
-
-    @property
-    def weights(self) -> tuple[ElementKind, ...]:
-        """Elements of the weights that it is offered for."""
-        return (ElementKind.S4,) if self.reads_packed else (*CODES8, ElementKind.S4)
+    weights: tuple[ElementKind, ...] = (*CODES8, ElementKind.S4)
+    """Elements of the weights that it is offered for."""
 
     def unpacks(self, weight: ElementKind) -> bool:
-        """Whether a weight is unpacked in front of it."""
-        return weight is ElementKind.S4 and not self.reads_packed
+        """Whether a weight is unpacked in front of it: it is, unless the kernel reads nothing but packed weights."""
+        return weight is ElementKind.S4 and self.weights != (ElementKind.S4,)
 
 
 _TENSOR_CORE_KERNELS = (
@@ -48,20 +43,21 @@ _TENSOR_CORE_KERNELS = (
         ArchSku.SM_90A,
         packed_streamed_launch.constraints,
         "packed 4-bit weights through a ring, mma.sync or wgmma by tokens",
-        reads_packed=True,
+        weights=(ElementKind.S4,),
     ),
     _TensorCoreKernel(
         "packed",
         ArchSku.SM_80,
         packed_launch.constraints,
         "few tokens: packed 4-bit weights go straight to registers",
-        reads_packed=True,
+        weights=(ElementKind.S4,),
     ),
     _TensorCoreKernel(
         "streamed",
         ArchSku.SM_90A,
         streamed.constraints,
         "few tokens: wgmma at the speed at which the weights arrive",
+        weights=CODES8,
     ),
     _TensorCoreKernel(
         "warpgroup",

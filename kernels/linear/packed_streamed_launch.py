@@ -9,12 +9,14 @@ from skuda.kernels.launch import Choice, Launch, Step, TensorMap, pointers, s32
 from skuda.kernels.linear import hopper, parameters
 from skuda.kernels.linear.packed import BLOCK, ROWS, block_bytes
 from skuda.kernels.linear.problem import LinearProblem
-from skuda.registry.constraints import Constraint
+from skuda.registry.constraints import Between, Constraint
 from skuda.registry.elements import ElementKind
 
 if TYPE_CHECKING:
     from skuda.registry.device import Device
 
+MOST_TOKENS = 4095
+"""With more, unpacking in front of the kernel for 8-bit codes is faster."""
 _BY_WARPS = {(8, 2): 0.162, (8, 4): 0.265, (16, 2): 0.202, (16, 4): 0.376, (32, 2): 0.259, (64, 2): 0.413}
 _WGMMA = {(32, 4): 0.46, (64, 2): 0.304, (128, 2): 0.4, (256, 2): 0.687}
 """Microseconds that the warps of a block take for a block of K each, by tokens and warpgroups; measured on an H200."""
@@ -89,11 +91,11 @@ class PackedStreamedTile(NamedTuple):
 
 
 def constraints(weight: ElementKind) -> tuple[Constraint, ...]:
-    """Return what the kernel requires: codes that TMA can read, and sums that fit in 32 bits.
+    """Return what the kernel requires: codes that TMA can read, sums that fit in 32 bits, and not too many tokens.
 
     `weight` is the element of the codes that are made, s8.
     """
-    return hopper.constraints(weight)
+    return (Between(field="m", maximum=MOST_TOKENS), *hopper.constraints(weight))
 
 
 def _by_warps(tokens: int, warpgroups: int, units: int) -> PackedStreamedTile:
@@ -111,12 +113,12 @@ def _configurations(m: int, n: int, sm_count: int) -> list[PackedStreamedTile]:
     by_warps = [tokens for tokens in (8, 16, 32, 64) if tokens >= m][:2] or [64]
     wgmma = [tokens for tokens in (32, 64, 128, 256) if m > tokens // 4 and (m <= tokens or tokens >= 64)]
     return [
-        *(_by_warps(t, w, u) for t, w in _BY_WARPS if t in by_warps for u in even | {8} if u <= _MOST_UNITS),
+        *(_by_warps(t, w, u) for t, w in _BY_WARPS if t in by_warps for u in sorted(even | {8}) if u <= _MOST_UNITS),
         *(
             PackedStreamedTile(t, w, 0, 1 if t == _MANY else 2, u)
             for t, w in _WGMMA
             if t in wgmma
-            for u in even | {4 * w}
+            for u in sorted(even | {4 * w})
             if 2 * w < u <= 4 * w
         ),
     ]

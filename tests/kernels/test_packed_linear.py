@@ -121,8 +121,6 @@ def test_drawn_weights_have_groups_whose_codes_fit(size, values):
 @pytest.mark.parametrize(
     ("problem", "device", "variant"),
     [
-        (scaled(m=4, **GROUPS), H200, "streamed"),
-        (dynamic(m=2, **GROUPS), H200, "streamed"),
         (static(m=1024, **GROUPS), H200, "warpgroup"),
         (scaled(k=1000, **GROUPS), H200, "mma"),
         (dynamic(**GROUPS), A100, "mma"),
@@ -150,6 +148,7 @@ def test_the_kernel_behind_the_unpacking_is_the_one_for_8_bit_codes_and_the_expl
         (scaled(m=4, k=4096, **GROUPS), H200, "packed_streamed"),
         (dynamic(m=32, k=4096, **GROUPS), A100, "packed"),
         (static(m=33, k=4096, **GROUPS), H200, "packed_streamed"),
+        (static(m=4096, k=4096, **GROUPS), H200, "expanded_warpgroup"),
         (static(m=33, k=4096, **GROUPS), A100, "expanded_mma"),
         (scaled(m=4, k=1000, **GROUPS), H200, "expanded_mma"),
     ],
@@ -162,7 +161,7 @@ def test_the_reference_takes_packed_weights():
     assert chosen(scaled(**GROUPS), HOST)[1].variant == "reference"
 
 
-@pytest.mark.parametrize("rule", ["streamed", "warpgroup", "mma", "plain"])
+@pytest.mark.parametrize("rule", ["warpgroup", "mma", "plain"])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_every_step_reads_the_unpacked_weight_and_none_but_the_first_the_packed_one(make, rule):
     problem = make(m=16, n=100, k=336, **GROUPS)

@@ -81,10 +81,10 @@ def compiled_calls(x: Tensor, real: Tensor, weight: dict[str, Tensor]) -> dict[s
     return {name: partial(torch.compile(function), x) for name, function in functions.items()}
 
 
-def fused(module: Any) -> Any:
-    """Return a copy in int8, whose norms and gated activations write codes; raise if one does not."""
+def fused(module: Any, scheme: Dynamic = Dynamic()) -> Any:  # noqa: B008  a value
+    """Return a quantized copy, whose norms and gated activations write codes; raise if one does not."""
     made = copy.deepcopy(module)
-    quantize_(made, Dynamic())
+    quantize_(made, scheme)
     left = fuse_(made).left
     if left:
         raise RuntimeError(f"not fused: {left}")

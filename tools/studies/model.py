@@ -21,6 +21,8 @@ REAL, OURS = ("bf16", "bf16 compiled"), ("skuda", "skuda compiled")
 """Names of the forms that quantize nothing, and of ours with torch's attention."""
 INT8_ATTENTION = "skuda int8 attention"
 """The name of the form whose attention is ours, too."""
+INT4 = "skuda int4, int8 attention"
+"""The same with weights of 4 bits."""
 LLAMA_3_8B = {"hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8}
 GAINS: dict[tuple[Phase, int], float] = {
     ("decode", 1): 1.75,
@@ -31,14 +33,17 @@ GAINS: dict[tuple[Phase, int], float] = {
 }
 """The least time of bf16, eager or compiled, over ours, by phase and rows, where decoding sees `_CACHE` positions."""
 _CACHE = 1024
-INT8_GAINS: dict[tuple[Phase, int, int], float] = {
-    ("decode", 1, _CACHE): 1.9,
-    ("decode", 16, _CACHE): 1.9,
-    ("decode", 64, _CACHE): 1.9,
-    ("decode", 64, 8192): 1.9,
-    ("prefill", 8192, 8192): 1.5,
+FURTHER_GAINS: dict[str, dict[tuple[Phase, int, int], float]] = {
+    INT8_ATTENTION: {
+        ("decode", 1, _CACHE): 1.9,
+        ("decode", 16, _CACHE): 1.9,
+        ("decode", 64, _CACHE): 1.9,
+        ("decode", 64, 8192): 1.9,
+        ("prefill", 8192, 8192): 1.5,
+    },
+    INT4: {("decode", 1, _CACHE): 2.6, ("decode", 16, _CACHE): 2.6},
 }
-"""The same of ours with int8 attention, by phase, rows and cache."""
+"""The same of other forms of ours, by phase, rows and cache."""
 OPS = 8
 """Ops of a compiled function, where the cost of an op inside it counts."""
 NO_OP = "no op, compiled"
@@ -136,10 +141,9 @@ class PhaseResult(Timed, Value):
         """The time of the faster form in bf16 over that of the fastest of ours; None if one is missing."""
         return min((self.ratios[name] for name in REAL if name in self.ratios), default=None)
 
-    @property
-    def int8_gain(self) -> float | None:
-        """The same over ours with int8 attention."""
-        return self.gain / self.ratios[INT8_ATTENTION] if self.gain and INT8_ATTENTION in self.ratios else None
+    def gain_of(self, name: str) -> float | None:
+        """Return the same over another form of ours."""
+        return self.gain / self.ratios[name] if self.gain and name in self.ratios else None
 
 
 class GenerateResult(Timed, Value):
@@ -291,10 +295,12 @@ def _requirements(record: ModelRecord) -> Parts:
     figures = [
         Requirement.ratio(f"{p} {m}: faster form in bf16 over ours", gains.get((p, m)), GAINS[p, m]) for p, m in GAINS
     ]
-    gains8 = {(p.phase, p.rows, p.cache): p.int8_gain for p in timed}
-    for (phase, m, seen), least in INT8_GAINS.items():
-        what = f"{phase} {m} over {seen} positions: faster form in bf16 over ours with int8 attention"
-        figures.append(Requirement.ratio(what, gains8.get((phase, m, seen)), least))
+    phases = {(p.phase, p.rows, p.cache): p for p in timed}
+    for name, wanted in FURTHER_GAINS.items():
+        for (phase, m, seen), least in wanted.items():
+            what = f"{phase} {m} over {seen} positions: faster form in bf16 over {name}"
+            found = phases.get((phase, m, seen))
+            figures.append(Requirement.ratio(what, found and found.gain_of(name), least))
     for name in _RIVALS:
         ratios = [phase.ratios[name] for phase in record.phases if name in phase.ratios]
         figures.append(Requirement.ratio(f"{name} over ours, lowest", min(ratios, default=None), _OVER_RIVALS))
@@ -306,9 +312,9 @@ def _requirements(record: ModelRecord) -> Parts:
     for cache, rows in product(CACHES, SEQUENCES):
         what, time = f"a token, {cache}, {rows} at once: ours over bf16", generated.get((cache, rows))
         figures.append(Requirement.ratio(what, time, _GENERATED, at_most=True))
-    wanted = device_named("h200").name
+    card = device_named("h200").name
     unlike = (
-        (record.card == wanted, f"the device is {record.card}, not {wanted}"),
+        (record.card == card, f"the device is {record.card}, not {card}"),
         (record.graph, "no CUDA graph is timed"),
         ({**record.sizes, **LLAMA_3_8B} == record.sizes, "the sizes are not those of Llama 3 8B"),
     )

@@ -32,7 +32,8 @@ from skuda.tools.studies.llama import (
     paged,
     random_caches,
 )
-from skuda.tools.studies.model import INT8_ATTENTION, FormResult, Phase, PhaseResult
+from skuda.tools.studies.model import INT4, INT8_ATTENTION, FormResult, Phase, PhaseResult
+from skuda.torch import Dynamic
 
 _BUDGET = 4.0
 """Seconds for the rounds of one form in one phase."""
@@ -56,7 +57,7 @@ class StackForm(NamedTuple):
     computes: str
     make: Callable[[LlamaStack], Any]
     compiled: Mapping[str, Any] | None = None
-    ours: Literal["", "float attention", "int8 attention"] = ""
+    ours: Literal["", "float attention", "int8 attention", "int4"] = ""
     needs: str = ""
 
 
@@ -67,11 +68,11 @@ def converted(stack: LlamaStack, convert: Callable[[nn.Linear], Any]) -> Any:
     return copy.deepcopy(stack, {id(linear): convert(linear) for linear in linears})
 
 
-def _with_int8_attention(stack: LlamaStack) -> Any:
+def _with_int8_attention(stack: LlamaStack, scheme: Dynamic = Dynamic()) -> Any:  # noqa: B008  a value
     made = copy.deepcopy(stack)
     for layer in made.layers:
         layer.self_attn.__class__ = Int8LlamaAttention
-    return fused(made)
+    return fused(made, scheme)
 
 
 FORMS = (
@@ -85,6 +86,13 @@ FORMS = (
         _with_int8_attention,
         EXACT,
         ours="int8 attention",
+    ),
+    StackForm(
+        INT4,
+        "the same, with weights of 4 bits in groups of 128",
+        partial(_with_int8_attention, scheme=Dynamic(weights="int4")),
+        EXACT,
+        ours="int4",
     ),
     StackForm(
         "torchao",
@@ -214,7 +222,7 @@ class Stacks:
             if form.compiled is not None:
                 module = torch.compile(module, **form.compiled)
             try:
-                held = paged(self.sizes, caches, new) if form.ours == "int8 attention" else caches
+                held = caches if form.ours in ("", "float attention") else paged(self.sizes, caches, new)
                 if form.ours and given.is_cuda and new == 1:
                     # For one query, cuDNN, torch's own choice, gives other bits from call to call.
                     module = partial(_with_flash, module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -18,10 +19,9 @@ from skuda.tools.cli import main
 from skuda.tools.studies import commands
 from skuda.tools.studies.model import (
     CACHES,
+    FURTHER_GAINS,
     GAINS,
     HOST,
-    INT8_ATTENTION,
-    INT8_GAINS,
     LLAMA_3_8B,
     OURS,
     REAL,
@@ -109,7 +109,7 @@ def test_both_phases_run_from_the_command_line_and_nothing_else(fast, capsys, tm
         ("decode", 3, 1024),
         ("prefill", 4, 4),
     ]
-    assert {one.name for phase in record.phases for one in phase.ways} == {"bf16", *OURS, INT8_ATTENTION}
+    assert {one.name for phase in record.phases for one in phase.ways} == {"bf16", *OURS, *FURTHER_GAINS}
     assert record.host == record.generated == ()
 
 
@@ -312,11 +312,13 @@ HOST_COSTS = {
 def good(**more):
     """Return the phases of a record that meets every goal for bf16 by a hair."""
     phases = []
-    for phase, rows, cache in dict.fromkeys((*((p, m, m if p == "prefill" else 1024) for p, m in GAINS), *INT8_GAINS)):
+    plain = ((p, m, m if p == "prefill" else 1024) for p, m in GAINS)
+    for phase, rows, cache in dict.fromkeys((*plain, *chain(*FURTHER_GAINS.values()))):
         real = 10 * GAINS[phase, rows]
         ways = {"skuda": 10.0, "bf16": 99.0, "bf16 compiled": real, **more}
-        if (phase, rows, cache) in INT8_GAINS:
-            ways[INT8_ATTENTION] = real / INT8_GAINS[phase, rows, cache] / 1.0001
+        for name, least in FURTHER_GAINS.items():
+            if (phase, rows, cache) in least:
+                ways[name] = real / least[phase, rows, cache] / 1.0001
         phases.append(phase_of(phase, rows, cache=cache, **ways))
     return phases
 
