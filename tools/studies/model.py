@@ -300,7 +300,8 @@ def _requirements(record: ModelRecord) -> Parts:
         for (phase, m, seen), least in wanted.items():
             what = f"{phase} {m} over {seen} positions: faster form in bf16 over {name}"
             found = phases.get((phase, m, seen))
-            figures.append(Requirement.ratio(what, found and found.gain_of(name), least))
+            gain = None if found is None else found.gain_of(name)
+            figures.append(Requirement.ratio(what, gain, least))
     for name in _RIVALS:
         ratios = [phase.ratios[name] for phase in record.phases if name in phase.ratios]
         figures.append(Requirement.ratio(f"{name} over ours, lowest", min(ratios, default=None), _OVER_RIVALS))
