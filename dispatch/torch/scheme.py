@@ -174,7 +174,9 @@ class Scheme:
         return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
     @classmethod
-    def of(cls, model: nn.Module, *, parts: bool = False, int4: Mapping[str, Int4Format] = MappingProxyType({})) -> Self:
+    def of(
+        cls, model: nn.Module, *, parts: bool = False, int4: Mapping[str, Int4Format] = MappingProxyType({})
+    ) -> Self:
         """Describe the int8 layers of a model.
 
         Parameters

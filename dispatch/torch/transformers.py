@@ -60,7 +60,7 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
     ignore : sequence of str, optional
         Layers that stay in floating point: names, or patterns of ``re:`` and a regular expression that matches from the
         start of a name. By default the layer that returns the logits.
-    weights, group_size
+    weights, group_size, symmetric
         As in `skuda.torch.Dynamic`.
     exact : bool
         Whether the whole model becomes exact, the head included; see `skuda.torch.exact.exact_`. Then `ignore` must be
@@ -77,6 +77,7 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
         *,
         weights: Literal["int8", "int4"] = "int8",
         group_size: int = 128,
+        symmetric: bool = False,
         exact: bool = False,
         round_scales: bool = False,
         scheme: Scheme | None = None,
@@ -93,7 +94,7 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
                 raise InvalidProblem("SkudaConfig", "ignore", pattern, rule) from error
         self.quant_method = OWN_METHOD
         self.ignore = () if exact else None if ignore is None else tuple(ignore)
-        self.dynamic = Dynamic(weights=weights, group_size=group_size)
+        self.dynamic = Dynamic(weights=weights, group_size=group_size, symmetric=symmetric)
         self.exact = exact
         self.round_scales = round_scales
         self.scheme = scheme
