@@ -1,9 +1,9 @@
 """Int8 models of the package transformers, which loads, quantizes and saves them with its own methods.
 
-Importing this module registers a quantizer. `from_pretrained` then loads W8A8 and W4A8 checkpoints of compressed-tensors
-as int8 modules; without it, transformers multiplies their weights in floating point. With a `SkudaConfig`,
-`from_pretrained` quantizes a checkpoint of floats. Checkpoints of other formats load as before. The import also
-registers `attn_implementation="skuda"`; see `skuda.torch.attention`.
+Importing this module registers a quantizer. `from_pretrained` then loads W8A8 and W4A8 checkpoints of the
+compressed-tensors format as int8 modules; without it, transformers multiplies their weights in floating point. With a
+`SkudaConfig`, `from_pretrained` quantizes a checkpoint of floats. Checkpoints of other formats load as before. The
+import also registers `attn_implementation="skuda"`; see `skuda.torch.attention`.
 
     import skuda.torch.transformers
 
@@ -247,7 +247,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             )
             tensors.finish()
             model.set_submodule(name, layer.train(held.training))
-        self._unread = MappingProxyType({})
+        self._unread = {}
         warn_rounded(rounded, stacklevel=2)
 
 
@@ -342,10 +342,9 @@ def forget_(model: nn.Module) -> None:
 def _is_integer(fields: Mapping[str, Any]) -> bool:
     """Whether a config of compressed-tensors quantizes weights and activations to integers."""
     groups = fields.get("config_groups")
-    packed = fields.get("format") == PACK_QUANTIZED and isinstance(groups, Mapping)
-    return fields.get("format") == FORMAT or (
-        packed and all(isinstance(group, Mapping) and group.get("input_activations") for group in groups.values())
-    )
+    if fields.get("format") != PACK_QUANTIZED or not isinstance(groups, Mapping):
+        return fields.get("format") == FORMAT
+    return all(isinstance(group, Mapping) and group.get("input_activations") for group in groups.values())
 
 
 def _held(source: str, name: str, module: nn.Module) -> Tensors:

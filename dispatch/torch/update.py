@@ -45,7 +45,7 @@ def update_(served: nn.Module, trained: nn.Module, config: Dynamic | None = None
     """
     check_model("update_", served, None)
     check_model("update_", trained, None)
-    if config is not None and (not isinstance(config, Dynamic) or config.weights != "int4"):
+    if config is not None and getattr(config, "weights", None) != "int4":
         raise InvalidProblem("update_", "config", shown(config), "be a Dynamic with weights='int4'")
     int4 = {
         name: Dynamic(weights="int4", group_size=layer.group_size) if config is None else config

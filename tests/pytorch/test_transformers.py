@@ -305,7 +305,11 @@ def test_weights_of_4_bits_of_compressed_tensors_are_loaded_and_written_exactly(
     assert set(load_(plain, tmp_path / "theirs")) == LAYERS
     assert plain.state_dict().keys() == model.state_dict().keys()
     assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in model.state_dict().items())
+    base = from_pretrained(tmp_path / "theirs", kind=transformers.AutoModel)
+    with torch.no_grad():
+        assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
     assert_survives_saving(model, ids, tmp_path)
+    model = copy.deepcopy(model)
     fuse_(model)
     model.save_pretrained(tmp_path / "fused")
     ours, fused, theirs = (load_file(tmp_path / each / "model.safetensors") for each in ("ours", "fused", "theirs"))
