@@ -256,10 +256,10 @@ def described(model: nn.Module, *, parts: bool = False) -> tuple[Scheme, dict[st
     scheme = Scheme.of(model, parts=parts)
     tensors = _stored(model)
     int4 = _int4(model, tensors)
-    wider = Scheme.of(model, parts=parts, int4={name: form for name, (_, form) in int4.items()})
-    if wider.own:
+    common = Scheme.of(model, parts=parts, int4={name: form for name, (_, form) in int4.items()})
+    if common.own:
         return scheme, tensors
-    return wider, tensors | {f"{name}.{own}": part for name, (made, _) in int4.items() for own, part in made.items()}
+    return common, tensors | {f"{name}.{own}": part for name, (made, _) in int4.items() for own, part in made.items()}
 
 
 def _int4(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, tuple[dict[str, Tensor], Int4Format]]:
@@ -274,9 +274,9 @@ def _int4(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, tuple[dict[
             parts, form = made[name] = int4_tensors(name, weight)
         except InvalidProblem:
             return {}
-        again, _ = from_grouped(parts["weight"], parts["weight_scale"], parts.get("weight_zero_point"))
-        if not torch.equal(again.channel_scale, weight.channel_scale) or not torch.equal(again.codes(), weight.codes()):
-            return {}
+        again = from_grouped(parts["weight"], parts["weight_scale"], parts.get("weight_zero_point"))[0].channel_scale
+        if again.dtype is not weight.channel_scale.dtype or not torch.equal(again, weight.channel_scale):
+            return {}  # it would also be read as other codes, of the same weight
     if not all(form.symmetric for _, form in made.values()):  # one group of the scheme for all
         for name, (parts, form) in made.items():
             parts.setdefault("weight_zero_point", torch.zeros_like(parts["weight_scale"], dtype=torch.int8))

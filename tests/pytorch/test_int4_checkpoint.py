@@ -355,7 +355,7 @@ def codes_of(layer):
     return layer.weight_q if layer.group_size is None else unpacked_int4(layer.weight_q, layer.weight_scale, K).codes()
 
 
-@pytest.mark.parametrize("case", ["free", "width", "factor", "Conv1D"])
+@pytest.mark.parametrize("case", ["free", "width", "factor", "zeros", "narrow", "Conv1D"])
 def test_layers_that_others_would_misread_stay_packed(case, tmp_path):
     """Such as one whose scales have a common factor: the channel scale that is read would contain it."""
     rng = fresh(case)
@@ -365,6 +365,10 @@ def test_layers_that_others_would_misread_stay_packed(case, tmp_path):
         levels = torch.from_numpy(rng.integers(0, 16, (N, K))).to(torch.uint8)
         scale = torch.full((N, 4), 2)
         weight = Int4Weight(levels, scale.to(torch.uint8), (-8 * scale).to(torch.int8), weight.channel_scale)
+    if case == "zeros":
+        weight.levels[5], weight.group_offset[5], weight.channel_scale[5] = 0, 0, 2
+    if case == "narrow":
+        weight = weight._replace(channel_scale=weight.channel_scale.bfloat16())
     layer = layer_of(weight, 64, **({"original": "Conv1D"} if case == "Conv1D" else {}))
     fields, again = saved(tmp_path, layer_of(int4_weight(floats[:, :64], 64, symmetric=True), 64), layer)
     assert fields["quant_method"] == "skuda"

@@ -343,7 +343,7 @@ def test_a_fused_model_loads_weights_of_its_own_width_and_groups(saved):
     ("change", "error"),
     [
         (lambda config, _: config.update(quant_method="compressed-tensors"), "format must be"),
-        (lambda _, group: group.update(format="int-quantized"), "strategy must be"),
+        (lambda _, group: group.update(format="int-quantized"), r"weight must be torch\.int8"),
         (lambda _, group: group["weights"].update(group_size=64), "tensor .*weight must be torch.uint8 of shape"),
         (lambda _, group: group["weights"].update(group_size=48), "group_size must be 32 or 64 or 128"),
         (lambda _, group: group["weights"].update(num_bits=8), "num_bits must be 4"),
