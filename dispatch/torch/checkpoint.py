@@ -8,7 +8,8 @@ The tensors of an int8 layer are the buffers of the modules of `skuda.torch`:
 - With smoothing factors: `smooth`, f32 of shape (K,). The checkpoint then has ``quant_method: skuda``, because readers
   of other projects would ignore the factors.
 
-Packed 4-bit weights are u8; see `skuda.kernels.linear.packed`. Only skuda reads them: ``quant_method: skuda``, and
+4-bit weights have the tensors of `skuda.torch.int4_checkpoint` if these can hold all of them bit for bit. Else they are
+packed, u8; see `skuda.kernels.linear.packed`. Only skuda reads these: ``quant_method: skuda``, and
 ``format: skuda-int4`` of their group.
 
 The layer of a `Conv1D` of transformers, whose weight is (K, N), has the same tensors. Readers of other projects would
@@ -37,9 +38,10 @@ from skuda.dispatch.system.files import open_regular
 from skuda.dispatch.system.writing import replacing
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
 from skuda.registry.text import path_of, shown
-from skuda.torch.int4_checkpoint import warn_rounded
+from skuda.torch.int4 import from_grouped
+from skuda.torch.int4_checkpoint import Int4Format, int4_tensors, unpacked_int4, warn_rounded
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
-from skuda.torch.joined import Part, is_joined
+from skuda.torch.joined import Part, int8_layers, is_joined
 from skuda.torch.replaceable_layers import carry, describe_saving
 from skuda.torch.scheme import Scheme
 from skuda.torch.sharded_linear import ShardedLinear
@@ -195,10 +197,10 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     folder = _folder("save", model, path)
     _safetensors()
-    fields = _config_of(model) | {"quantization_config": Scheme.of(model, parts=True).fields()}
-    text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
     group = _group(model)
-    tensors = stored(model)
+    scheme, tensors = described(model, parts=True)
+    fields = _config_of(model) | {"quantization_config": scheme.fields()}
+    text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
     if group is None:
         _write(folder, text, _unshared(tensors))
         return
@@ -240,16 +242,49 @@ def _write(folder: Path, text: str, tensors: dict[str, Tensor]) -> None:
             raise OSError(f"{folder / TENSORS}: {error}") from error
 
 
-def stored(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's tensors by their names in a checkpoint, where zero points are s8.
+def described(model: nn.Module, *, parts: bool = False) -> tuple[Scheme, dict[str, Tensor]]:
+    """Return the scheme of a model's checkpoint, and its tensors by name, where zero points are s8.
 
-    Layers that are split over ranks are gathered. Every rank must then call this.
+    With `parts`, layers may be split over ranks. They are gathered, so every rank must then call this.
 
     Raises
     ------
     InvalidProblem
-        For a tensor that a file cannot hold, or a zero point outside of -128..127.
+        For a model without int8 layers, a layer or tensor that a file cannot hold, or a zero point outside of
+        -128..127.
     """
+    scheme = Scheme.of(model, parts=parts)
+    tensors = _stored(model)
+    int4 = _int4(model, tensors)
+    common = Scheme.of(model, parts=parts, int4={name: form for name, (_, form) in int4.items()})
+    if common.own:
+        return scheme, tensors
+    return common, tensors | {f"{name}.{own}": part for name, (made, _) in int4.items() for own, part in made.items()}
+
+
+def _int4(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, tuple[dict[str, Tensor], Int4Format]]:
+    """Return the tensors of 4-bit weights for other readers, by layer; nothing if one would be read as other bits."""
+    made: dict[str, tuple[dict[str, Tensor], Int4Format]] = {}
+    for name, layer in int8_layers(model):
+        if layer.group_size is None:
+            continue
+        k = layer.whole[1] if isinstance(layer, Part | ShardedLinear) else layer.in_features
+        weight = unpacked_int4(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"], k)
+        try:
+            parts, form = made[name] = int4_tensors(name, weight)
+        except InvalidProblem:
+            return {}
+        again = from_grouped(parts["weight"], parts["weight_scale"], parts.get("weight_zero_point"))[0].channel_scale
+        if again.dtype is not weight.channel_scale.dtype or not torch.equal(again, weight.channel_scale):
+            return {}  # it would also be read as other codes, of the same weight
+    if not all(form.symmetric for _, form in made.values()):  # one group of the scheme for all
+        for name, (parts, form) in made.items():
+            parts.setdefault("weight_zero_point", torch.zeros_like(parts["weight_scale"], dtype=torch.int8))
+            made[name] = parts, form._replace(symmetric=False)
+    return made
+
+
+def _stored(model: nn.Module) -> dict[str, Tensor]:
     parts = StaticLinear | ShardedLinear
     layers = {f"{name}.input_zero_point" for name, part in model.named_modules() if isinstance(part, parts)}
     tensors = _state(model)

@@ -23,6 +23,8 @@ _STEPS = 15
 _LOWEST, _HIGHEST = -128, 127
 _WIDEST = (_HIGHEST - _LOWEST) // _STEPS
 """The scale at which the levels span all codes."""
+_WIDEST_SYMMETRIC = _HIGHEST // 7
+"""The largest scale with codes of -7 to 7 times it."""
 _MOST_GROUPS, _MOST_ELEMENTS = 1024, 1 << 22
 """Groups, and elements, that are in memory as more than bytes at a time."""
 _KEYS = 1 << 13
@@ -61,9 +63,9 @@ class Int4Weight(NamedTuple):
         return (self.levels * scale).to(torch.int8) + offset  # modulo 256, like kernels
 
 
-def int4_linear(linear: nn.Linear, group_size: int = 128) -> DynamicLinear:
+def int4_linear(linear: nn.Linear, group_size: int = 128, *, symmetric: bool = False) -> DynamicLinear:
     """Return the layer of the 4-bit weight of a layer; arguments and errors as `int4_weight`."""
-    made = int4_weight(linear.weight, group_size)
+    made = int4_weight(linear.weight, group_size, symmetric=symmetric)
     given = made.packed(group_size), made.channel_scale, linear.bias
     return DynamicLinear(*given, dtype=linear.weight.dtype, in_features=linear.in_features)
 
@@ -75,13 +77,16 @@ def check_group_size(subject: str, group_size: object) -> None:
         raise InvalidProblem(subject, "group_size", shown(group_size), rule)
 
 
-def int4_weight(weight: Tensor, group_size: int = 128) -> Int4Weight:
+def int4_weight(weight: Tensor, group_size: int = 128, *, symmetric: bool = False) -> Int4Weight:
     """Quantize a weight of shape (N, K) to 4 bits, rounding to the nearest level.
 
     The codes are first those of `quantized_weight`. Of the scales 1 to 17 and all offsets, each group takes the pair
     with the least squared error in its codes; of equal ones the smallest scale, and of these the largest offset. A code
     between two levels goes to the lower. If all differences in a group have a common divisor above 17, as in a weight
     of three values, the greatest one is the scale, and the group is exact. A group of equal codes has the scale 0.
+
+    Symmetric weights are what others read; see `skuda.torch.int4_checkpoint`. Codes are then -8 to 7 times a scale of 1
+    to 18, or one above that divides all. Channel scales are rounded towards 0 to 17 bits, so that multiples are exact.
 
     All sums are sums of integers, and exact, so the result has the same bits on every device.
 
@@ -90,6 +95,8 @@ def int4_weight(weight: Tensor, group_size: int = 128) -> Int4Weight:
     weight : tensor of shape (N, K), f16, bf16 or f32
     group_size : int
         32, 64 or 128 elements of K; or 0, for one group a row.
+    symmetric : bool
+        Whether all codes of a group are multiples of its scale.
 
     Raises
     ------
@@ -109,9 +116,17 @@ def int4_weight(weight: Tensor, group_size: int = 128) -> Int4Weight:
     ):
         part = codes[:, elements]
         if part.numel():
-            found = _quantized(part.reshape(-1, min(size, part.shape[1])))
+            found = _quantized(part.reshape(-1, min(size, part.shape[1])), symmetric=symmetric)
             levels[:, elements], scale[:, groups], offset[:, groups] = (each.view(n, -1) for each in found)
-    return Int4Weight(levels, scale, offset, channel_scale)
+    made = Int4Weight(levels, scale, offset, channel_scale)
+    return _readable(made) if symmetric else made
+
+
+def _readable(made: Int4Weight) -> Int4Weight:
+    """Return a symmetric weight in the form in which `from_grouped` returns it, with a channel scale of 17 bits."""
+    values = made.codes() // spread(made.group_scale.to(torch.int8), made.levels)
+    short = (made.channel_scale.view(torch.int32) & -(1 << 7)).view(torch.float32)
+    return from_grouped(values, made.group_scale * short[:, None])[0]
 
 
 def from_grouped(levels: Tensor, scales: Tensor, zero_points: Tensor | None = None) -> tuple[Int4Weight, float]:
@@ -226,7 +241,7 @@ def _refuse(field: str, tensor: Tensor, rule: str) -> NoReturn:
     raise InvalidProblem("from_grouped", field, f"{tensor.dtype} of shape {list(tensor.shape)}", rule)
 
 
-def _quantized(codes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _quantized(codes: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the levels, scales and offsets of groups of s8 codes above -128, a row each."""
     groups, size = codes.shape
     levels = torch.empty_like(codes, dtype=torch.uint8)
@@ -236,7 +251,7 @@ def _quantized(codes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     alike = ((high - low) // 8 * 256 + low).argsort()
     for which in alike.split(max(1, min(_MOST_GROUPS, _MOST_ELEMENTS // size))):
         own, least, most = codes[which].int(), low[which], high[which]
-        scale, offset = _best(own, least, most)
+        scale, offset = _best(own, least, most, symmetric=symmetric)
         scales[which], offsets[which] = scale.to(torch.uint8), offset.to(torch.int8)
         levels[which] = _nearest(own, scale[:, None], offset[:, None]).to(torch.uint8)
     return levels, scales, offsets
@@ -249,9 +264,9 @@ def _nearest(codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     return torch.minimum(level.clamp(0, _STEPS), (_HIGHEST - offset).div(step, rounding_mode="floor"))
 
 
-def _best(codes: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+def _best(codes: Tensor, low: Tensor, high: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor]:
     """Return the best scale and offset of each group, given its smallest and largest code; see `int4_weight`."""
-    scale, offset = _candidates(codes, low, high)
+    scale, offset = _multiples(codes) if symmetric else _candidates(codes, low, high)
     bottom, top = int(low.min()), int(high.max())
     values = torch.arange(bottom, top + 1, dtype=torch.int32, device=codes.device)[:, None]
     errors = values - offset - scale * _nearest(values, scale, offset)
@@ -263,12 +278,19 @@ def _best(codes: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     keys += torch.arange(len(scale), device=codes.device)
     best = keys.amin(1).remainder_(_KEYS).long()
     scale, offset = scale[best], offset[best]
-    scale, offset = torch.where(low == high, 0, scale), torch.where(low == high, low, offset)
+    if not symmetric:
+        scale, offset = torch.where(low == high, 0, scale), torch.where(low == high, low, offset)
     few = ((counts > 0).sum(1) <= _STEPS).nonzero()[:, 0]
-    divisor = _common_divisor(codes[few] - low[few, None])
-    exact = divisor > _WIDEST
+    divisor = _common_divisor(codes[few] - (0 if symmetric else low[few, None]))
+    exact = divisor > (_WIDEST_SYMMETRIC if symmetric else _WIDEST)
     scale[few[exact]], offset[few[exact]] = divisor[exact], low[few[exact]]
     return scale, offset
+
+
+def _multiples(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales and offsets with codes of -8 to 7 times the scale, or of -7 to 7 times one above 16."""
+    scale = torch.arange(1, _WIDEST_SYMMETRIC + 1, dtype=torch.int32, device=codes.device)
+    return scale, -scale * (8 - (8 * scale > -_LOWEST).int())
 
 
 def _candidates(codes: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

@@ -70,6 +70,9 @@ class Dynamic:
         stay.
     group_size : int
         Elements of a row that share 16 levels, for ``"int4"``: 32, 64 or 128; or 0, for whole rows.
+    symmetric : bool
+        For ``"int4"``, whether levels are -8 to 7 times a scale, with a larger error. `save` then writes the format of
+        other projects, if `group_size` divides all K.
 
     Raises
     ------
@@ -80,6 +83,7 @@ class Dynamic:
     nonfinite: Nonfinite = "ignore"
     weights: Literal["int8", "int4"] = "int8"
     group_size: int = 128
+    symmetric: bool = False
 
     def __post_init__(self) -> None:
         check_nonfinite("Dynamic", self.nonfinite)
@@ -88,13 +92,18 @@ class Dynamic:
         check_group_size("Dynamic", self.group_size)
         if self.weights == "int8" and self.group_size != 128:
             raise InvalidProblem("Dynamic", "group_size", shown(self.group_size), "be left out, or weights be 'int4'")
+        if self.symmetric not in ((False, True) if self.weights == "int4" else (False,)):
+            raise InvalidProblem("Dynamic", "symmetric", shown(self.symmetric), "be False, or True with weights='int4'")
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:  # noqa: ARG002  the protocol's
         """Return the int8 form of a layer; errors as `DynamicLinear.from_linear` and `int4_linear`."""
         trained: Callable[[], nn.Module] | None = getattr(linear, "to_int8", None)
         if trained is None:
             four = self.weights == "int4"
-            made = int4_linear(linear, self.group_size) if four else DynamicLinear.from_linear(linear)
+            if four:
+                made = int4_linear(linear, self.group_size, symmetric=self.symmetric)
+            else:
+                made = DynamicLinear.from_linear(linear)
         elif self.weights == "int4":
             rule = "be no layer in training, which learned for 8 bits: use weights='int8'"
             raise InvalidProblem("Dynamic", "weights='int4'", f"a {type(linear).__name__}", rule)

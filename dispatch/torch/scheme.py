@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, NoReturn, Self
 
 from torch import nn
@@ -109,10 +110,14 @@ class SchemeGroup:
     @property
     def format(self) -> str:
         """The format of the weights."""
+        if self.int4 is not None and self.int4.packed:
+            return PACK_QUANTIZED
         return FORMAT if self.group_size is None else PACKED
 
     def weights(self) -> dict[str, Any]:
         """Return the fields of `weights`."""
+        if self.int4 is not None:
+            return self.int4.fields()
         if self.group_size is not None:
             return _arguments("group", dynamic=False, symmetric=False, group_size=self.group_size)
         return _arguments("tensor" if self.per_tensor else "channel", dynamic=False)
@@ -169,8 +174,18 @@ class Scheme:
         return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
     @classmethod
-    def of(cls, model: nn.Module, *, parts: bool = False) -> Self:
-        """Describe the int8 layers of a model. With `parts`, layers may be this rank's parts.
+    def of(
+        cls, model: nn.Module, *, parts: bool = False, int4: Mapping[str, Int4Format] = MappingProxyType({})
+    ) -> Self:
+        """Describe the int8 layers of a model.
+
+        Parameters
+        ----------
+        model : Module
+        parts : bool
+            Whether layers may be this rank's parts.
+        int4 : mapping of str to Int4Format
+            How 4-bit weights of layers are stored in the format of other projects, by name. By default they are packed.
 
         Raises
         ------
@@ -180,18 +195,19 @@ class Scheme:
         if not parts:
             check_whole("checkpoint", model)
         layers = dict(int8_layers(model))
-        ways: dict[tuple[ActivationScheme, int | None], list[str]] = {}
+        ways: dict[tuple[ActivationScheme, int | None, Int4Format | None], list[str]] = {}
         for name, layer in layers.items():
             activation = ActivationScheme.of(layer)
             if activation is None:
                 _refuse(name, type(layer).__name__, "be a DynamicLinear or a StaticLinear")
-            ways.setdefault((activation, layer.group_size), []).append(name)
+            form = int4.get(name)
+            ways.setdefault((activation, None if form else layer.group_size, form), []).append(name)
         if not ways:
             raise InvalidProblem("checkpoint", "model", type(model).__name__, "hold int8 layers: quantize it first")
         kinds = tuple(sorted({original_of(layer) for layer in layers.values()}))
         groups = tuple(
-            SchemeGroup(kinds if len(ways) == 1 else tuple(names), activation, group_size=size)
-            for (activation, size), names in ways.items()
+            SchemeGroup(kinds if len(ways) == 1 else tuple(names), activation, group_size=size, int4=form)
+            for (activation, size, form), names in ways.items()
         )
         floats = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) or is_conv1d(module))
         smooth = any(getattr(layer, "smooth", None) is not None for layer in layers.values())

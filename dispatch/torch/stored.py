@@ -23,6 +23,7 @@ _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 _CODES = (torch.int8, torch.int32)
 _ONE = ((1,), (), (1, 1))
 """The shapes of a single scale. Writers differ."""
+_ABSENT = "be absent: the model has no such tensor, or another scheme"
 
 
 class Tensors:
@@ -71,6 +72,16 @@ class Tensors:
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self.kinds
 
+    def empty(self) -> dict[str, Tensor]:
+        """Return the tensors with the prefix, by the rest of their names, on the meta device."""
+        found = {}
+        for full in filter(lambda full: full.startswith(self._prefix), self.kinds):
+            name, (dtype, shape) = full.removeprefix(self._prefix), self.kinds[full]
+            if isinstance(dtype, str) or "." in name:
+                self.refuse(name, _text(self.kinds[full]), _ABSENT)
+            found[name] = torch.empty(shape, dtype=dtype, device="meta")
+        return found
+
     def take(self, name: str, dtypes: torch.dtype | tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
         """Return a tensor that has one of these dtypes and one of these shapes.
 
@@ -99,8 +110,7 @@ class Tensors:
     def finish(self) -> None:
         """Raise if a tensor with the prefix was not taken."""
         for name in sorted(name for name in self._left if name.startswith(self._prefix)):
-            rule = "be absent: the model has no such tensor, or another scheme"
-            self.refuse(name.removeprefix(self._prefix), _text(self.kinds[name]), rule)
+            self.refuse(name.removeprefix(self._prefix), _text(self.kinds[name]), _ABSENT)
 
     def refuse(self, name: str, had: str, rule: str) -> NoReturn:
         """Raise `InvalidRecord` for a tensor."""
@@ -114,13 +124,14 @@ def int8_layer(
     *,
     smooth: bool = False,
     rounded: Callable[[float], object] | None = None,
+    device: torch.device | None = None,
 ) -> DynamicLinear | StaticLinear:
-    """Return the int8 replacement of a module, on its device. It shares no memory with the stored tensors.
+    """Return the int8 replacement of a module. It shares no memory with the stored tensors.
 
     Parameters
     ----------
     module : Linear, Conv1D, Int8Linear or Part
-        The module, for sizes, device, and the presence and dtype of the bias.
+        The module, for sizes, and the presence and dtype of the bias.
     group : SchemeGroup
         The quantization.
     found : Tensors
@@ -129,6 +140,8 @@ def int8_layer(
         Whether the layer may have smoothing factors.
     rounded : callable, optional
         Allows rounded group scales of 4-bit weights, and takes their largest difference; see `read_int4`.
+    device : device, optional
+        By default that of the module.
 
     Raises
     ------
@@ -136,7 +149,7 @@ def int8_layer(
         For a tensor that is missing, or has another dtype or shape.
     """
     n, k = module.whole if hasattr(module, "whole") else sizes_of(module)
-    device, dtype = module.weight.device, module.weight.dtype
+    device, dtype = device or module.weight.device, module.weight.dtype
     dtype = dtype if dtype.is_floating_point else None  # codes of another library
 
     def taken(name: str, dtypes: torch.dtype | tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:

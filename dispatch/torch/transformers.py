@@ -1,9 +1,9 @@
 """Int8 models of the package transformers, which loads, quantizes and saves them with its own methods.
 
-Importing this module registers a quantizer. `from_pretrained` then loads W8A8 checkpoints of the compressed-tensors
-format as int8 modules; without it, transformers multiplies their weights in floating point. With a `SkudaConfig`,
-`from_pretrained` quantizes a checkpoint of floats. Checkpoints of other formats load as before. The import also
-registers `attn_implementation="skuda"`; see `skuda.torch.attention`.
+Importing this module registers a quantizer. `from_pretrained` then loads W8A8 and W4A8 checkpoints of the
+compressed-tensors format as int8 modules; without it, transformers multiplies their weights in floating point. With a
+`SkudaConfig`, `from_pretrained` quantizes a checkpoint of floats. Checkpoints of other formats load as before. The
+import also registers `attn_implementation="skuda"`; see `skuda.torch.attention`.
 
     import skuda.torch.transformers
 
@@ -17,7 +17,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -36,12 +38,13 @@ except ImportError as error:
     raise MissingDependency("transformers", "pip install 'skuda[transformers]'") from error
 
 import skuda.torch.attention  # noqa: F401  it registers an attention
-from skuda.torch.checkpoint import opened_files, stored
+from skuda.torch.checkpoint import described, opened_files
 from skuda.torch.exact import exact_
+from skuda.torch.int4_checkpoint import PACK_QUANTIZED, warn_rounded
 from skuda.torch.int8_linear import Int8Linear, StaticLinear
 from skuda.torch.joined import int8_layers
 from skuda.torch.quantize import Dynamic, Report, quantize_
-from skuda.torch.scheme import FORMAT, METHOD, OWN_METHOD, ActivationScheme, Scheme, matches
+from skuda.torch.scheme import FORMAT, METHOD, OWN_METHOD, ActivationScheme, Scheme, SchemeGroup, matches
 from skuda.torch.stored import Tensors, check_values, int8_layer
 
 
@@ -57,11 +60,13 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
     ignore : sequence of str, optional
         Layers that stay in floating point: names, or patterns of ``re:`` and a regular expression that matches from the
         start of a name. By default the layer that returns the logits.
-    weights, group_size
+    weights, group_size, symmetric
         As in `skuda.torch.Dynamic`.
     exact : bool
         Whether the whole model becomes exact, the head included; see `skuda.torch.exact.exact_`. Then `ignore` must be
         left out.
+    round_scales : bool
+        As in `skuda.torch.load_`, for a checkpoint of 4-bit weights, whose own config says all else.
     scheme : Scheme, optional
         The scheme of an int8 checkpoint. With it, nothing is quantized.
     """
@@ -72,7 +77,9 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
         *,
         weights: Literal["int8", "int4"] = "int8",
         group_size: int = 128,
+        symmetric: bool = False,
         exact: bool = False,
+        round_scales: bool = False,
         scheme: Scheme | None = None,
     ) -> None:
         if exact and ignore:
@@ -87,15 +94,20 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
                 raise InvalidProblem("SkudaConfig", "ignore", pattern, rule) from error
         self.quant_method = OWN_METHOD
         self.ignore = () if exact else None if ignore is None else tuple(ignore)
-        self.dynamic = Dynamic(weights=weights, group_size=group_size)
+        self.dynamic = Dynamic(weights=weights, group_size=group_size, symmetric=symmetric)
         self.exact = exact
+        self.round_scales = round_scales
         self.scheme = scheme
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002  the signature of transformers
         """Read the `quantization_config` of a checkpoint; errors as `Scheme.parse`."""
-        found = cls(scheme=_parsed("config.json", config_dict))
+        found = cls(scheme=Scheme.parse("config.json", config_dict))
         return (found, kwargs) if return_unused_kwargs else found
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """Return what transformers gives to the config of a checkpoint."""
+        return {"round_scales": self.round_scales}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the `quantization_config` of a checkpoint. Before quantization it has only the method."""
@@ -109,12 +121,13 @@ class _CompressedTensorsConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], *arguments: Any, **named: Any) -> Any:
-        """Read W8A8 as a `SkudaConfig`, and any other format as before."""
-        reader = SkudaConfig if config_dict.get("format") == FORMAT else cls.own
+        """Read W8A8 and W4A8 as a `SkudaConfig`, and any other format as before."""
+        reader = SkudaConfig if _is_integer(config_dict) else cls.own
         return reader.from_dict(config_dict, *arguments, **named)
 
 
 auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = _CompressedTensorsConfig
+auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (SkudaConfig,)
 
 
 @register_quantizer(OWN_METHOD)
@@ -133,6 +146,8 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
 
     quantization_config: SkudaConfig
     report: Report | None = None
+    _unread: Mapping[str, tuple[nn.Module, SchemeGroup]] = MappingProxyType({})
+    """Layers of which transformers reads the tensors as they are stored."""
 
     @property
     def is_trainable(self) -> bool:
@@ -146,8 +161,8 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Return the tensors for `save_pretrained`, and update the config to the model's present state."""
-        self.quantization_config.scheme = Scheme.of(model)
-        return stored(model), {}
+        self.quantization_config.scheme, tensors = described(model)
+        return tensors, {}
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
         """Whether a tensor of a file need not have the shape of the attribute: a packed weight, which checks itself."""
@@ -168,7 +183,16 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             # transformers applies the same renaming later, when it loads them.
             renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
             tensors = found.renamed(lambda name: _name_in(model, rename_source_key(name, renamings, [])[0]))
-            for name, module, group in list(scheme.layers(model)):
+            layers = list(scheme.layers(model))
+            self._unread = {name: (module, group) for name, module, group in layers if group.int4 is not None}
+            for name in self._unread:
+                layer: nn.Module = nn.Module()
+                for part, empty in tensors.within(name).empty().items():
+                    layer.register_buffer(part, empty)
+                model.set_submodule(name, layer)
+            for name, module, group in layers:
+                if name in self._unread:
+                    continue
                 # The model has no memory yet, and transformers will read the tensors. This only checks them.
                 layer = int8_layer(module, group, tensors.within(name), smooth=scheme.own)
                 tensors.within(name).finish()
@@ -180,6 +204,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         if self.pre_quantized:
+            self._make_unread(model)
             for name, layer in model.named_modules():
                 if not isinstance(layer, Int8Linear):
                     continue
@@ -206,6 +231,24 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
         if config.exact:
             exact_(model)
         return model
+
+    def _make_unread(self, model: nn.Module) -> None:
+        """Make the layers of 4-bit weights from stored tensors that transformers has read."""
+        rounded: dict[str, float] = {}
+        for name, (module, group) in self._unread.items():
+            held = model.get_submodule(name)
+            tensors = _held("from_pretrained", name, held)
+            layer = int8_layer(
+                module,
+                group,
+                tensors,
+                rounded=partial(rounded.__setitem__, name) if self.quantization_config.round_scales else None,
+                device=next((each.device for each in held.buffers()), None),
+            )
+            tensors.finish()
+            model.set_submodule(name, layer.train(held.training))
+        self._unread = {}
+        warn_rounded(rounded, stacklevel=2)
 
 
 def convert_(model: Any) -> tuple[str, ...]:
@@ -240,10 +283,13 @@ def convert_(model: Any) -> tuple[str, ...]:
         fields = dict(described if isinstance(described, Mapping) else described.to_dict())
         # Dropped, because the dtype of the weights shows whether they are codes.
         fields.pop("quantization_status", None)
-        scheme = _parsed("convert_", json.loads(json.dumps(fields)))
+        scheme = Scheme.parse("convert_", json.loads(json.dumps(fields)))
+        if any(group.int4 is not None for group in scheme.groups):
+            rule = "have 8 bits: import skuda.torch.transformers before from_pretrained, or use skuda.torch.load_"
+            raise InvalidRecord("convert_", "weights", "4 bits", rule)
         layers = {}
         for name, module, group in scheme.layers(model):
-            tensors = _held(name, module)
+            tensors = _held("convert_", name, module)
             layers[name] = int8_layer(module, group, tensors)
             tensors.finish()
             check_values("convert_", name, layers[name])
@@ -293,17 +339,16 @@ def forget_(model: nn.Module) -> None:
             quantizer.remove_quantization_config(module)
 
 
-def _parsed(source: str, fields: Any) -> Scheme:
-    """Read a scheme; refuse one of other projects with 4-bit weights, whose tensors are not those of the layers."""
-    scheme = Scheme.parse(source, fields)
-    if any(group.int4 is not None for group in scheme.groups):
-        rule = "have 8 bits: build the model from its config, and use skuda.torch.load_"
-        raise InvalidRecord(source, "weights", "4 bits", rule)
-    return scheme
+def _is_integer(fields: Mapping[str, Any]) -> bool:
+    """Whether a config of compressed-tensors quantizes weights and activations to integers."""
+    groups = fields.get("config_groups")
+    if fields.get("format") != PACK_QUANTIZED or not isinstance(groups, Mapping):
+        return fields.get("format") == FORMAT
+    return all(isinstance(group, Mapping) and group.get("input_activations") for group in groups.values())
 
 
-def _held(name: str, module: nn.Module) -> Tensors:
-    """Return the tensors of a layer that compressed-tensors prepared. The weight becomes codes."""
+def _held(source: str, name: str, module: nn.Module) -> Tensors:
+    """Return the tensors of a layer as they are stored. The weight becomes codes."""
     held = {part: tensor.detach() for part, tensor in module.state_dict().items()}
     weight, scale = held.get("weight"), held.get("weight_scale")
     if weight is not None and scale is not None and weight.is_floating_point():
@@ -314,7 +359,7 @@ def _held(name: str, module: nn.Module) -> Tensors:
             )
         held["weight"] = codes.to(torch.int8)
     kinds = {part: (tensor.dtype, tuple(tensor.shape)) for part, tensor in held.items()}
-    return Tensors(f"convert_, layer {name}", kinds, held.__getitem__)
+    return Tensors(f"{source}, layer {name}", kinds, held.__getitem__)
 
 
 def _name_in(model: Any, name: str) -> str:

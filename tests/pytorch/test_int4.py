@@ -85,6 +85,40 @@ def test_no_scale_and_offset_is_better(size):
         assert found == best(codes[n, group])
 
 
+def best_symmetric(codes):
+    """The error of a group of multiples of a scale by trial of all, and the smallest best scale."""
+    divisor = np.gcd.reduce(codes)
+    if divisor > 18:
+        return 0, divisor
+    values = np.arange(-8, 8) * np.arange(1, 19)[:, None, None]
+    distance = np.abs(np.where(values != values.astype(np.int8), 1000, values) - codes[:, None]).min(2)
+    error = (distance**2).sum(1)
+    return error.min(), 1 + error.argmin()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_no_scale_of_a_symmetric_weight_is_better_and_its_scales_are_read_exactly(size):
+    rng = fresh(size)
+    weight = weight_of(rows(rng, 28, 200)) * float(rng.uniform(0.01, 2))
+    weight[3], weight[4] = 0, float(rng.standard_normal())
+    codes, channel = (each.numpy() for each in quantized_weight(weight))
+    made = int4_weight(weight, size, symmetric=True)
+    short = (channel.view(np.int32) & -128).view(np.float32)
+    common = made.channel_scale.numpy() / short  # a factor that all scales of a row have
+    found = made.codes().numpy() * common[:, None]
+    values = np.zeros((28, 200), np.int8)
+    for n, g in np.ndindex(made.group_scale.shape):
+        group = slice(g * (size or 200), (g + 1) * (size or 200))
+        scale = int(made.group_scale[n, g] * common[n])
+        error, step = best_symmetric(codes[n, group].astype(int))
+        assert (((found[n, group] - codes[n, group]) ** 2).sum(), scale) == (error, step if scale else 0)
+        assert scale or not found[n, group].any()
+        values[n, group] = found[n, group] / max(scale, 1)
+    again, difference = from_grouped(torch.from_numpy(values), made.group_scale * made.channel_scale[:, None])
+    assert difference == 0
+    assert all(map(torch.equal, again, made))
+
+
 def test_a_code_between_two_levels_goes_to_the_lower():
     codes = [*range(0, 32, 2), *range(2, 32, 2), 11]
     made = int4_weight(weight_of([codes + [127] * 32]), 32)

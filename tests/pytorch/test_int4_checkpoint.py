@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from compressed_tensors import compressors, quantization
 from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import load_file
 from support import fresh
 from tensors import same
+from torch import nn
 
 from skuda.registry.errors import InvalidProblem, InvalidRecord
+from skuda.torch import DynamicLinear, load_, save
 from skuda.torch.int4 import Int4Weight, from_grouped, int4_weight
 from skuda.torch.int4_checkpoint import Int4Format, int4_tensors, read_int4, unpacked_int4, warn_rounded
+from skuda.torch.int8_linear import quantized_weight
 from skuda.torch.scheme import _Reader
 from skuda.torch.stored import Tensors
 
@@ -305,3 +311,66 @@ def test_a_packed_weight_is_read_back(size):
     weight = int4_weight(torch.from_numpy(rng.standard_normal((N, 300)).astype("float32")), size)
     found = unpacked_int4(weight.packed(size), weight.channel_scale[:, None], 300)
     assert all(map(torch.equal, found, weight))
+
+
+def layer_of(weight, size, **attributes):
+    k = weight.levels.shape[1]
+    made = DynamicLinear(weight.packed(size), weight.channel_scale, in_features=k, dtype=torch.float32)
+    vars(made).update(attributes)
+    return made
+
+
+def saved(folder, *layers):
+    """Save a model of these layers, and load it into one of floats. Return the scheme, and what was loaded."""
+    save(nn.Sequential(*layers), folder)
+    again = nn.Sequential(*(nn.Linear(layer.in_features, layer.out_features, bias=False) for layer in layers))
+    load_(again, folder)
+    return json.loads((folder / "config.json").read_text())["quantization_config"], again
+
+
+def test_layers_are_saved_for_other_readers_with_zero_points_if_one_of_them_needs_some(tmp_path):
+    rng = fresh()
+    shifted, _ = read(*int4_tensors("block.up", drawn(rng, 64)))
+    floats = torch.from_numpy(rng.standard_normal((2, N, K)).astype("float32"))
+    plain = int4_weight(floats[0], 64, symmetric=True)
+    layers = layer_of(shifted, 64), layer_of(plain, 64), DynamicLinear(*quantized_weight(floats[1]))
+    fields, again = saved(tmp_path, *layers)
+    assert fields["quant_method"] == "compressed-tensors"
+    groups = quantization.QuantizationConfig.model_validate(fields).config_groups.values()
+    stored = Int4Format(64, symmetric=False)
+    found = {tuple(group.targets): group.weights.model_dump() for group in groups}
+    assert found.keys() == {("0", "1"), ("2",)}
+    assert stored.fields().items() <= found["0", "1"].items()
+    tensors = load_file(tmp_path / "model.safetensors")
+    for number, (one, other) in enumerate(zip(layers, again, strict=True)):
+        assert same(one.weight_scale, other.weight_scale)
+        assert same(codes_of(one), codes_of(other))
+        if number < 2:
+            own = {part: tensors[f"{number}.{part}"] for part in ("weight", "weight_scale", "weight_zero_point")}
+            want = package(False).decompress(own, scheme_of(stored))["weight"]  # noqa: FBT003
+            assert torch.equal(one.weight, want)
+
+
+def codes_of(layer):
+    return layer.weight_q if layer.group_size is None else unpacked_int4(layer.weight_q, layer.weight_scale, K).codes()
+
+
+@pytest.mark.parametrize("case", ["free", "width", "factor", "zeros", "narrow", "Conv1D"])
+def test_layers_that_others_would_misread_stay_packed(case, tmp_path):
+    """Such as one whose scales have a common factor: the channel scale that is read would contain it."""
+    rng = fresh(case)
+    floats = torch.from_numpy(rng.standard_normal((N, 160 if case == "width" else K)).astype("float32"))
+    weight = int4_weight(floats, 64, symmetric=case != "free")
+    if case == "factor":
+        levels = torch.from_numpy(rng.integers(0, 16, (N, K))).to(torch.uint8)
+        scale = torch.full((N, 4), 2)
+        weight = Int4Weight(levels, scale.to(torch.uint8), (-8 * scale).to(torch.int8), weight.channel_scale)
+    if case == "zeros":
+        weight.levels[5], weight.group_offset[5], weight.channel_scale[5] = 0, 0, 2
+    if case == "narrow":
+        weight = weight._replace(channel_scale=weight.channel_scale.bfloat16())
+    layer = layer_of(weight, 64, **({"original": "Conv1D"} if case == "Conv1D" else {}))
+    fields, again = saved(tmp_path, layer_of(int4_weight(floats[:, :64], 64, symmetric=True), 64), layer)
+    assert fields["quant_method"] == "skuda"
+    assert same(again[1].weight_q, layer.weight_q)
+    assert same(again[1].weight_scale, layer.weight_scale)

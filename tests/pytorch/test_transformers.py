@@ -34,6 +34,7 @@ from skuda.torch import (
     quantize_,
     save,
 )
+from skuda.torch.int4_checkpoint import Int4Format
 from skuda.torch.transformers import SkudaConfig, _CompressedTensorsConfig, convert_
 
 KINDS = ("dynamic", "static", "shifted")
@@ -227,13 +228,16 @@ def test_a_model_quantized_after_loading_learns_how_it_is_saved(tmp_path):
     assert_survives_saving(model, ids, tmp_path)
 
 
-def written(rng, folder, kind, strategy="channel"):
-    """Let compressed-tensors quantize a model and write it."""
-    model = llama(rng)
+def written(rng, folder, kind, strategy="channel", int4=None, **more):
+    """Let compressed-tensors quantize a model and write it. Return the weights that it reads, if they have 4 bits.
+
+    Scales of 4-bit weights are multiples of a number a row, and exact in bf16; with the kind "inexact" they are not.
+    """
+    model = llama(rng, **more)
     inputs = {"num_bits": 8, "strategy": "token", "dynamic": True}
-    if kind != "dynamic":
+    if kind in KINDS[1:]:
         inputs = {"num_bits": 8, "strategy": "tensor", "symmetric": kind == "static"}
-    weights = {"num_bits": 8, "strategy": strategy}
+    weights = {"num_bits": 8, "strategy": strategy} if int4 is None else int4.fields()
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
     config = ct.QuantizationConfig.model_validate({"config_groups": groups, "ignore": ["lm_head"]})
     ct.apply_quantization_config(model, config)
@@ -241,13 +245,28 @@ def written(rng, folder, kind, strategy="channel"):
         layer = model.get_submodule(name)
         largest = layer.weight.data.abs().amax(1, keepdim=True)
         layer.weight_scale.data.copy_((largest if strategy == "channel" else largest.max()) / 127.5)
-        if kind != "dynamic":
+        if int4 is not None:
+            scale = layer.weight_scale.data
+            multiple = rng.uniform(1, 9, scale.shape) if kind == "inexact" else rng.integers(1, 9, scale.shape)
+            scale.copy_(torch.from_numpy(rng.integers(4, 8, (len(scale), 1)) / 512 * multiple))
+            if not int4.symmetric:
+                layer.weight_zero_point.data.copy_(torch.from_numpy(rng.integers(-8, 8, scale.shape)))
+        if kind in KINDS[1:]:
             layer.input_scale.data.fill_(float(rng.uniform(0.01, 0.1)))
             layer.input_zero_point.data.fill_(0 if kind == "static" else int(rng.integers(-128, 128)))
-    compressor = compressors.ModelCompressor.from_pretrained_model(model, "int-quantized")
+    stored_as = "pack-quantized" if int4 and int4.packed else "int-quantized"
+    compressor = compressors.ModelCompressor.from_pretrained_model(model, stored_as)
     compressor.compress_model(model)
     model.save_pretrained(folder)
     compressor.update_config(folder)
+    if int4 is None:
+        return None
+    package = compressors.BaseCompressor.get_value_from_registry(stored_as)
+    layers = {name: model.get_submodule(name) for name in LAYERS}
+    return {
+        name: package.decompress(dict(layer.state_dict()), layer.quantization_scheme)["weight"]
+        for name, layer in layers.items()
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -264,6 +283,102 @@ def test_what_compressed_tensors_wrote_is_loaded_and_written_byte_for_byte(kind,
         for file, read in (("model.safetensors", bytes), ("config.json", json.loads)):
             ours, theirs = (read((tmp_path / folder / file).read_bytes()) for folder in (name, "theirs"))
             assert ours == theirs
+
+
+FORMATS = [Int4Format(32, symmetric=False), Int4Format(32, packed=True), Int4Format(0), Int4Format(0, False, True)]  # noqa: FBT003
+
+
+@pytest.mark.parametrize("int4", FORMATS, ids=str)
+def test_weights_of_4_bits_of_compressed_tensors_are_loaded_and_written_exactly(int4, tmp_path):
+    rng = fresh(int4)
+    tied = bool(rng.integers(2))
+    want = written(rng, tmp_path / "theirs", "dynamic", int4=int4, tie_word_embeddings=tied)
+    model, ids = from_pretrained(tmp_path / "theirs"), drawn_ids(rng)
+    assert int8_names(model) == LAYERS
+    for name in LAYERS:
+        layer = model.get_submodule(name)
+        assert layer.group_size == (int4.group_size or 128)
+        assert layer.weight_scale.dtype is torch.float32
+        assert torch.equal(layer.weight, want[name])
+    plain = llama(fresh(), tie_word_embeddings=tied)
+    assert set(load_(plain, tmp_path / "theirs")) == LAYERS
+    assert plain.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in model.state_dict().items())
+    base = from_pretrained(tmp_path / "theirs", kind=transformers.AutoModel)
+    with torch.no_grad():
+        assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
+    assert_survives_saving(model, ids, tmp_path)
+    model = copy.deepcopy(model)
+    fuse_(model)
+    model.save_pretrained(tmp_path / "fused")
+    ours, fused, theirs = (load_file(tmp_path / each / "model.safetensors") for each in ("ours", "fused", "theirs"))
+    assert all(torch.equal(fused[name], tensor) for name, tensor in ours.items())
+    fields = [json.loads((tmp_path / each / "config.json").read_text()) for each in ("ours", "fused", "theirs")]
+    assert fields[0] == fields[1]
+    if not int4.packed:
+        assert fields[0] == fields[2]
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], tensor.to(ours[name].dtype)) for name, tensor in theirs.items())
+
+
+def test_other_group_scales_are_rounded_only_if_the_config_says_so(tmp_path):
+    rng = fresh()
+    written(rng, tmp_path / "theirs", "inexact", int4=Int4Format(32))
+    with pytest.raises(
+        InvalidRecord, match=r"layer model\.layers\.0\.[a-z_.]+: tensor weight_scale must.*round_scales=True"
+    ):
+        from_pretrained(tmp_path / "theirs")
+    plain, ids = llama(rng), drawn_ids(rng)
+    with pytest.warns(UserWarning, match="14 layers have group scales rounded"):
+        load_(plain, tmp_path / "theirs", round_scales=True)
+    with (
+        pytest.warns(UserWarning, match="round_scales"),
+        pytest.warns(UserWarning, match="14 layers have group scales"),
+    ):
+        model = from_pretrained(tmp_path / "theirs", quantization_config=SkudaConfig(round_scales=True))
+    assert torch.equal(logits(model, ids), logits(plain, ids))
+    assert_survives_saving(model, ids, tmp_path)
+    # Their multiples of scales are not exact.
+    assert json.loads((tmp_path / "one" / "config.json").read_text())["quantization_config"]["quant_method"] == "skuda"
+
+
+@pytest.mark.parametrize("size", [0, 32])
+def test_compressed_tensors_reads_symmetric_weights_of_4_bits(size, tmp_path, monkeypatch):
+    rng = fresh(size)
+    llama(rng, torch.float32).save_pretrained(tmp_path)
+    config = SkudaConfig(weights="int4", group_size=size, symmetric=True)
+    model, ids = from_pretrained(tmp_path, quantization_config=config), drawn_ids(rng)
+    assert_survives_saving(model, ids, tmp_path)
+    monkeypatch.setitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "compressed-tensors", _CompressedTensorsConfig.own)
+    theirs = from_pretrained(tmp_path / "one")
+    assert torch.nn.functional.cosine_similarity(logits(theirs, ids), logits(model, ids), dim=-1).min() > 0.99
+    for name in LAYERS:
+        assert type(theirs.get_submodule(name)) is nn.Linear
+        assert torch.equal(theirs.get_submodule(name).weight, model.get_submodule(name).weight)
+
+
+@pytest.mark.parametrize(
+    ("part", "tensor"),
+    [
+        ("weight", None),
+        ("weight_g_idx", torch.zeros(64, dtype=torch.int32)),
+        ("more", torch.zeros(64).to(torch.float8_e4m3fn)),
+    ],
+)
+def test_a_tensor_of_4_bit_weights_that_does_not_fit_is_refused_by_its_name(part, tensor, tmp_path):
+    written(fresh(part), tmp_path, "dynamic", int4=Int4Format(32))
+    tensors = load_file(tmp_path / "model.safetensors") | {f"{UP}.{part}": tensor}
+    save_file({n: t for n, t in tensors.items() if t is not None}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidRecord, match=rf"{UP}\b.*{part} must"):
+        from_pretrained(tmp_path)
+
+
+def test_a_model_of_4_bit_weights_that_transformers_loaded_is_not_converted(tmp_path, monkeypatch):
+    written(fresh(), tmp_path, "dynamic", int4=Int4Format(32))
+    monkeypatch.setitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "compressed-tensors", _CompressedTensorsConfig.own)
+    model = from_pretrained(tmp_path)
+    with pytest.raises(InvalidRecord, match=r"import skuda\.torch\.transformers before from_pretrained"):
+        convert_(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -531,9 +646,12 @@ def test_a_model_of_floats_is_not_converted():
         convert_(llama(fresh()))
 
 
-def test_other_formats_are_read_as_before():
-    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
-    fields = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+@pytest.mark.parametrize("format_", ["float-quantized", "pack-quantized"])
+def test_other_formats_are_read_as_before(format_):
+    weights = (
+        {"num_bits": 4, "strategy": "channel"} if format_ == "pack-quantized" else {"num_bits": 8, "type": "float"}
+    )
+    fields = {"quant_method": "compressed-tensors", "format": format_}
     fields["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
     found = auto.AutoQuantizationConfig.from_dict(fields)
     assert type(found) is transformers.CompressedTensorsConfig

@@ -6,10 +6,11 @@ import decoders
 import pytest
 import torch
 from support import fresh
+from tensors import same
 from torch import nn
 
 from skuda.registry.errors import InvalidProblem
-from skuda.torch import Dynamic, FakeQuant, Mixed, quantize_
+from skuda.torch import Dynamic, FakeQuant, Mixed, fuse_, quantize_
 from skuda.torch.exact import exact_
 from skuda.torch.update import update_
 
@@ -44,6 +45,31 @@ def test_after_a_step_the_served_model_has_the_bits_of_the_trained_one(config, t
     assert {name: tensor.data_ptr() for name, tensor in served.state_dict().items()} == addresses
 
 
+@pytest.mark.parametrize(
+    ("how", "trained_as"),
+    [({"group_size": 32}, None), ({"group_size": 0}, Mixed()), ({"symmetric": True}, FakeQuant())],
+    ids=str,
+)
+def test_served_weights_of_4_bits_become_those_of_the_quantizer(how, trained_as):
+    """In the memory of a fused model, whose head has 8 bits. In training, such layers may also be those of torch."""
+    rng = fresh(how, trained_as)
+    config = Dynamic(weights="int4", **how)
+    served, trained = (decoders.small("Qwen2", rng).bfloat16() for _ in range(2))
+    fresh_ = copy.deepcopy(trained)
+    for model in (served, fresh_):
+        quantize_(model, config, lambda _, name: name != "lm_head")
+        quantize_(model, Dynamic())
+        fuse_(model)
+    quantize_(trained, trained_as or Mixed(), None if trained_as else lambda _, name: name == "lm_head")
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in served.state_dict().items()}
+    update_(served, trained, *([] if how == {"group_size": 32} else [config]))
+    want = fresh_.state_dict()
+    for name, tensor in served.state_dict().items():
+        assert tensor.data_ptr() == before[name][0]
+        assert same(tensor, want[name])
+        assert not torch.equal(tensor, before[name][1])
+
+
 BAD = {
     "nan": (lambda _, trained: trained.lm_head.weight.data[3, 5].fill_(torch.nan), "lm_head.weight must be finite"),
     "shape": (
@@ -65,3 +91,24 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(case):
         update_(served, trained)
     after = served.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+INT4 = Dynamic(weights="int4", group_size=32)
+
+
+@pytest.mark.parametrize(
+    ("value", "config", "message"),
+    [
+        (torch.nan, None, "0.weight must be finite; nothing was changed"),
+        (1.0, INT4, r"0.weight must have the shape of the served one.*\[1, 1, 1152\], served \[1, 1, 1056\]"),
+        (1.0, Dynamic(), "config must be a Dynamic with weights='int4'"),
+    ],
+)
+def test_weights_of_4_bits_that_do_not_fit_are_refused(value, config, message):
+    served, trained = nn.Sequential(nn.Linear(40, 16)), nn.Sequential(nn.Linear(40, 16))
+    quantize_(served, Dynamic(weights="int4"))
+    before = served.state_dict()["0.weight"].clone()
+    trained[0].weight.data[3, 5] = value
+    with pytest.raises(InvalidProblem, match=message):
+        update_(served, trained, config)
+    assert same(served.state_dict()["0.weight"], before)
