@@ -131,8 +131,8 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
 def _copies_of_part(source: str, name: str, part: Part, layer: Int8Linear) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the buffers of a joined layer's part, each with the tensor to copy into it."""
     if not isinstance(layer, DynamicLinear):
-        rule = "be dynamic, as the model's layer, which fuse_ has joined with others: load before fuse_"
-        raise InvalidRecord(source, name, "a scheme with a fixed scale of the input", rule)
+        rule = "be a DynamicLinear, as the model's layer, which fuse_ has joined with others: load before fuse_"
+        raise InvalidRecord(source, name, f"a {type(layer).__name__}", rule)
     held = dict(layer.named_buffers())
     for own, view in part.views().items():
         tensor = held[own]
