@@ -461,7 +461,7 @@ class StaticLinear(Int8Linear):
         except (AttributeError, TraceError):
             return self._other(input)  # type: ignore[no-any-return]
         if torch.is_grad_enabled() and input.requires_grad:
-            rule = "be detached, or run under torch.no_grad(): only DynamicLinear passes gradients on"
+            rule = "be detached, or run under torch.no_grad(): only dynamic layers pass gradients on"
             raise InvalidProblem(type(self).__name__, "input", "a tensor that requires grad", rule)
         return self._product_of(self._product(self.codes(input), input.dtype), input.dtype)
 

@@ -27,7 +27,7 @@ from skuda.tools.demo.ways import Tokens, cosine, embed
 
 
 class PerChannel(st.SmoothDynamic):
-    """Four bits as usual, for comparison: one scale per channel, half of the largest magnitude over 7.5, no offset."""
+    """Four bits as usual, for comparison: a scale per channel, its largest magnitude over 7.5, and no offset."""
 
     def _quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         scale = weight.float().abs().amax(1, keepdim=True) / 7.5
