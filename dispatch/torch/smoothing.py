@@ -29,6 +29,7 @@ ALPHAS = tuple(i / 20 for i in range(21))
 """The strengths that a search tries."""
 
 Smoothed = DynamicLinear | SmoothedLinear | StaticLinear
+"""What the configs make."""
 
 _MOST_CHANNELS = 4096
 """Number of output channels whose exact product in f64 is in memory at a time."""
