@@ -111,9 +111,23 @@ def vllm_times(record: Path = EVIDENCE / "h200-vllm-exact.txt") -> str:
     return markdown_table(("", *names.values()), rows)
 
 
+def int4_error(record: Path = EVIDENCE / "int4-error.json") -> str:
+    """Return the errors of weights of 8 and 4 bits, which ``tests/programs/int4_error.py`` recorded."""
+    found = json.loads(record.read_text(encoding="utf-8"))
+    kinds = ("plain", "smoothed")
+    header = [f"{figure}, {kind}" for figure in ("error", "worst cosine") for kind in kinds]
+    rows = [
+        (way, *(f"{errors[kind][name]:.3f}" for name in ("error", "worst cosine") for kind in kinds))
+        for way, errors in found["errors"].items()
+    ]
+    used = f"{found['calibration sentences']} sentences calibrate, {found['held-out sentences']} are held out"
+    return f"{markdown_table(('weights', *header), rows)}\n{found['model']}, {found['layers']} layers; {used}.\n"
+
+
 TABLES = {
     "make tables": matrix,
     "python docs/tables.py exact": exact_cost,
+    "python docs/tables.py int4": int4_error,
     "python docs/tables.py vllm": vllm_times,
 }
 """Tables that no `skuda` command prints, by the command of their blocks."""

@@ -17,14 +17,14 @@ from skuda.torch.dequantize import Dequantization, dequantize_
 from skuda.torch.fuse import Fusion, fuse_
 from skuda.torch.graph import fuse_graph, fused_backend, graph_pass
 from skuda.torch.group import TorchGroup
-from skuda.torch.int8_linear import CodesLinear, DynamicLinear, Int8Linear, StaticLinear
+from skuda.torch.int8_linear import CodesLinear, DynamicLinear, Int8Linear, SmoothedLinear, StaticLinear
 from skuda.torch.ops import linear_codes, linear_dynamic, linear_scaled, linear_static, register
 from skuda.torch.parallelize import Parallelization, parallelize_
 from skuda.torch.preparation import prepare
 from skuda.torch.quantize import Config, Dynamic, Report, quantize_
 from skuda.torch.sampling import log_probs, sample
 from skuda.torch.sharded_linear import ColumnLinear, RowLinear
-from skuda.torch.smoothing import SmoothStatic
+from skuda.torch.smoothing import SmoothDynamic, SmoothStatic
 from skuda.torch.training import FakeQuant, FakeQuantLinear, Mixed, MixedLinear, observe
 from skuda.torch.update import update_
 
@@ -46,7 +46,9 @@ __all__ = [
     "Parallelization",
     "Report",
     "RowLinear",
+    "SmoothDynamic",
     "SmoothStatic",
+    "SmoothedLinear",
     "StaticLinear",
     "TorchGroup",
     "calibrate",

@@ -80,29 +80,35 @@ def _first_order(backward: Callable[..., Gradients]) -> Callable[[Any, Tensor], 
 class _FrozenLinear(_Function):
     @staticmethod
     def forward(
-        input: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor | None, output_element: str | None
+        input: Tensor,
+        weight_q: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        smooth: Tensor | None,
+        output_element: str | None,
     ) -> Tensor:
+        if smooth is not None:
+            output_element = output_element or str(element_of(input.dtype))
+            input = torch.ops.skuda.smooth.default(input, smooth)
         return linear_dynamic(input, weight_q, weight_scale, bias, output_element=output_element)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004  torch's signature
-        input, weight_q, weight_scale, bias, _ = inputs
+        input, weight_q, weight_scale, bias, smooth, _ = inputs
         ctx.dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype
         ctx.width = input.shape[-1]
-        ctx.save_for_backward(weight_q, weight_scale)
+        ctx.save_for_backward(weight_q, weight_scale, *(() if smooth is None else (smooth,)))
 
     @staticmethod
     @_first_order
-    def backward(ctx: Any, grad: Tensor, weight_q: Tensor, weight_scale: Tensor) -> Gradients:
-        wants_input, _, _, wants_bias, _ = ctx.needs_input_grad
-        grad = grad.to(ctx.dtype)
-        return (
-            grad @ dequantized(weight_q, weight_scale, grad.dtype, ctx.width) if wants_input else None,
-            None,
-            None,
-            _summed(grad, ctx.bias_dtype) if wants_bias else None,
-            None,
-        )
+    def backward(ctx: Any, grad: Tensor, weight_q: Tensor, weight_scale: Tensor, *smooth: Tensor) -> Gradients:
+        wants_input, _, _, wants_bias, *_ = ctx.needs_input_grad
+        grad, found = grad.to(ctx.dtype), None
+        if wants_input:
+            found = grad @ dequantized(weight_q, weight_scale, grad.dtype, ctx.width)
+            for factors in smooth:
+                found = (found / factors).to(ctx.dtype)
+        return found, None, None, _summed(grad, ctx.bias_dtype) if wants_bias else None, None, None
 
 
 def frozen_linear(
@@ -112,6 +118,7 @@ def frozen_linear(
     bias: Tensor | None = None,
     *,
     output_element: str | None = None,
+    smooth: Tensor | None = None,
 ) -> Tensor:
     """Return `skuda.torch.linear_dynamic` with gradients of the input and the bias: the frozen int8 base of LoRA.
 
@@ -126,6 +133,8 @@ def frozen_linear(
     bias : tensor of shape (N,), f32 or narrower, optional
     output_element : str, optional
         Element of the result; by default that of the input.
+    smooth : tensor of shape (K,), f32, optional
+        Divisors of the input's channels, as `skuda.torch.SmoothedLinear` has them.
 
     Returns
     -------
@@ -141,7 +150,7 @@ def frozen_linear(
     if weight_scale.requires_grad:
         rule = "be detached: codes are fixed. FakeQuantLinear(learn_scale=True) learns scales"
         raise InvalidProblem("frozen_linear", "weight_scale", "a tensor that requires grad", rule)
-    found: Tensor = _FrozenLinear.apply(input, weight_q, weight_scale, bias, output_element)
+    found: Tensor = _FrozenLinear.apply(input, weight_q, weight_scale, bias, smooth, output_element)
     return found
 
 

@@ -104,7 +104,7 @@ def calibrate(
     filter_fn : callable, optional
         Selects layers. It takes the layer and its qualified name. By default all `nn.Linear` and `Conv1D` are selected.
     rows : int
-        Number of rows to keep for each layer. Only ``SmoothStatic(alpha="search")`` needs them.
+        Number of rows to keep for each layer. Only the search of `SmoothStatic` and `SmoothDynamic` needs them.
     seed : int
         Seed of the sample of rows, which also depends on the layer's name.
 

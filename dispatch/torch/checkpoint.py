@@ -43,7 +43,7 @@ from skuda.torch.int4_checkpoint import Int4Format, int4_tensors, unpacked_int4,
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import Part, int8_layers, is_joined
 from skuda.torch.replaceable_layers import carry, describe_saving
-from skuda.torch.scheme import Scheme
+from skuda.torch.scheme import ActivationScheme, Scheme
 from skuda.torch.sharded_linear import ShardedLinear
 from skuda.torch.stored import Kind, Tensors, check_values, int8_layer
 
@@ -133,8 +133,8 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
 def _copies_of_part(source: str, name: str, part: Part, layer: Int8Linear) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the buffers of a joined layer's part, each with the tensor to copy into it."""
     if not isinstance(layer, DynamicLinear):
-        rule = "be dynamic, as the model's layer, which fuse_ has joined with others: load before fuse_"
-        raise InvalidRecord(source, name, "a scheme with a fixed scale of the input", rule)
+        rule = "be a DynamicLinear, as the model's layer, which fuse_ has joined with others: load before fuse_"
+        raise InvalidRecord(source, name, f"a {type(layer).__name__}", rule)
     held = dict(layer.named_buffers())
     for own, view in part.views().items():
         tensor = held[own]
@@ -268,6 +268,8 @@ def _int4(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, tuple[dict[
     for name, layer in int8_layers(model):
         if layer.group_size is None:
             continue
+        if ActivationScheme.of(layer) is not ActivationScheme.DYNAMIC:
+            return {}  # in that format, activations of 4-bit weights are dynamic
         k = layer.whole[1] if isinstance(layer, Part | ShardedLinear) else layer.in_features
         weight = unpacked_int4(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"], k)
         try:

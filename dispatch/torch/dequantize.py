@@ -14,7 +14,7 @@ from torch import nn
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.dequantized_weight import weight_of
 from skuda.torch.fused_modules import Fused
-from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
+from skuda.torch.int8_linear import DynamicLinear, Int8Linear, SmoothedLinear, StaticLinear
 from skuda.torch.joined import JoinedLinear, Part
 from skuda.torch.replaceable_layers import check_model, has_adapters, hooked, table
 from skuda.torch.training import FakeQuantLinear, MixedLinear
@@ -116,7 +116,7 @@ def _check(name: str, layer: nn.Module) -> None:
         raise InvalidProblem("dequantize_", "model", f"a {type(layer).__name__} itself", rule)
     if isinstance(layer, Int8Linear) and layer.sharded:
         _refuse(name, layer, "be a whole layer: use skuda.torch.save, and load_ the checkpoint into a whole model")
-    if type(layer) not in (DynamicLinear, StaticLinear, Part, *_TRAINED):
+    if type(layer) not in (DynamicLinear, SmoothedLinear, StaticLinear, Part, *_TRAINED):
         _refuse(name, layer, "be a DynamicLinear or a StaticLinear: what this class computes has no known float form")
     if hooked(layer) or "forward" in vars(layer):
         _refuse(name, layer, "have no hooks and its own forward, which would be lost: remove them first")

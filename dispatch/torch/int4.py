@@ -8,7 +8,7 @@ may be shorter. `skuda.kernels.linear.packed` has the layout that kernels read.
 from __future__ import annotations
 
 from math import inf
-from typing import NamedTuple, NoReturn, cast
+from typing import Literal, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from skuda.kernels.linear.packed import GROUP_SIZES
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.int8_linear import DynamicLinear, quantized_weight
+
+Weights = Literal["int8", "int4"]
+"""The bits of a weight, in configs."""
 
 _STEPS = 15
 """The largest level."""
@@ -68,6 +71,23 @@ def int4_linear(linear: nn.Linear, group_size: int = 128, *, symmetric: bool = F
     made = int4_weight(linear.weight, group_size, symmetric=symmetric)
     given = made.packed(group_size), made.channel_scale, linear.bias
     return DynamicLinear(*given, dtype=linear.weight.dtype, in_features=linear.in_features)
+
+
+def held_weight(weight: Tensor, weights: Weights, group_size: int) -> tuple[Tensor, Tensor]:
+    """Return codes, packed if they have 4 bits, and channel scales of a weight; errors as `int4_weight`."""
+    if weights == "int8":
+        return quantized_weight(weight)
+    made = int4_weight(weight, group_size)
+    return made.packed(group_size), made.channel_scale
+
+
+def check_weights(subject: str, weights: object, group_size: object) -> None:
+    """Raise `InvalidProblem` for a config whose weights `held_weight` does not make."""
+    if weights not in ("int8", "int4"):
+        raise InvalidProblem(subject, "weights", shown(weights), "be 'int8' or 'int4'")
+    check_group_size(subject, group_size)
+    if weights == "int8" and group_size != 128:
+        raise InvalidProblem(subject, "group_size", shown(group_size), "be left out, or weights be 'int4'")
 
 
 def check_group_size(subject: str, group_size: object) -> None:

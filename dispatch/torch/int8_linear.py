@@ -313,12 +313,72 @@ class DynamicLinear(Int8Linear):
         return found
 
 
-class StaticLinear(Int8Linear):
-    """W8A8 with one scale for the whole input, from calibration.
+class SmoothedLinear(Int8Linear):
+    """A `DynamicLinear` that divides the channels of its input first, which takes one more pass over the input.
 
     Parameters
     ----------
-    weight, weight_scale, bias, dtype
+    weight, weight_scale, bias, dtype, in_features
+        As in `Int8Linear`.
+    smooth : tensor of shape (K,), f32
+        Divisors of the input's channels, which the codes have taken over.
+
+    Raises
+    ------
+    InvalidProblem
+        For a tensor of another shape or dtype.
+    """
+
+    op = "quantized_linear"
+    smooth: Tensor
+
+    def __init__(
+        self,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None = None,
+        *,
+        smooth: Tensor,
+        dtype: torch.dtype | None = None,
+        in_features: int | None = None,
+    ) -> None:
+        super().__init__(weight, weight_scale, bias, dtype=dtype, in_features=in_features)
+        self._hold("smooth", smooth, self.in_features, (self.in_features,))
+
+    def take_smooth(self) -> None:
+        """Become a `DynamicLinear`, because what makes the input divides it now."""
+        del self.smooth
+        self.__class__ = DynamicLinear  # type: ignore[assignment]
+
+    def _arguments(self, input: Tensor) -> Arguments:
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        return self._product(torch.empty(input.shape, dtype=dtype, device="meta"), input.dtype)
+
+    def _product(self, rows: Tensor, dtype: torch.dtype) -> Arguments:
+        held = self._held
+        tensors = rows, held("weight"), held("weight_scale"), None, held("bias")
+        return tensors, {"output_element": str(element_of(dtype))}
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output for an input of shape (..., K). It has the dtype of the input."""
+        try:
+            input = self._taken(input)
+        except (AttributeError, TraceError):
+            return self._other(input)  # type: ignore[no-any-return]
+        smooth = self._held("smooth")
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *self._buffers.values()) if t is not None):
+            return frozen_linear(input, self.weight_q, self.weight_scale.view(-1), self.bias, smooth=smooth)
+        rows = torch.ops.skuda.smooth(input, smooth)
+        # Products of codes have the same family, and are told by a dtype alone.
+        return self._product_of(self._product(rows, input.dtype), "smoothed", input.dtype)
+
+
+class StaticLinear(Int8Linear):
+    """W8A8 with one scale for the whole input, from calibration. The codes may be packed, as for `DynamicLinear`.
+
+    Parameters
+    ----------
+    weight, weight_scale, bias, dtype, in_features
         As in `Int8Linear`.
     input_scale : tensor of one element, f32 or narrower
         Real units per code of the (smoothed) input.
@@ -349,8 +409,9 @@ class StaticLinear(Int8Linear):
         input_zero_point: Tensor | None = None,
         smooth: Tensor | None = None,
         dtype: torch.dtype | None = None,
+        in_features: int | None = None,
     ) -> None:
-        super().__init__(weight, weight_scale, bias, dtype=dtype)
+        super().__init__(weight, weight_scale, bias, dtype=dtype, in_features=in_features)
         self._hold("input_scale", input_scale, 1, (1,))
         self._hold("smooth", smooth, self.in_features, (self.in_features,))
         if input_zero_point is not None:
@@ -359,6 +420,10 @@ class StaticLinear(Int8Linear):
             input_zero_point = input_zero_point.detach().to(torch.int32).reshape(1)
         self.register_buffer("input_zero_point", input_zero_point)
         self._hold_zero()
+
+    def take_smooth(self) -> None:
+        """Divide no more, because what makes the input divides it now."""
+        self.smooth = None
 
     def codes(self, input: Tensor) -> Tensor:
         """Return the input's codes, s8 of shape (..., K)."""
@@ -396,7 +461,7 @@ class StaticLinear(Int8Linear):
         except (AttributeError, TraceError):
             return self._other(input)  # type: ignore[no-any-return]
         if torch.is_grad_enabled() and input.requires_grad:
-            rule = "be detached, or run under torch.no_grad(): only DynamicLinear passes gradients on"
+            rule = "be detached, or run under torch.no_grad(): only dynamic layers pass gradients on"
             raise InvalidProblem(type(self).__name__, "input", "a tensor that requires grad", rule)
         return self._product_of(self._product(self.codes(input), input.dtype), input.dtype)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.autograd import spread
-from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear, autocast
+from skuda.torch.int8_linear import DynamicLinear, Int8Linear, SmoothedLinear, StaticLinear, autocast
 
 Nonfinite = Literal["ignore", "propagate"]
 """What an int8 layer does with a NaN or an infinity in its input."""
@@ -32,6 +32,25 @@ class PropagatingDynamicLinear(DynamicLinear):
         return propagating(whole)
 
 
+class PropagatingSmoothedLinear(SmoothedLinear):
+    """A `SmoothedLinear` that turns a row with a NaN or an infinity into a row of NaN."""
+
+    whole_kind = SmoothedLinear
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output for an input of shape (..., K)."""
+        return super().forward(spread(input))
+
+    def like(self, whole: Int8Linear) -> Int8Linear:
+        """Return another layer that propagates likewise."""
+        return propagating(whole)
+
+    def take_smooth(self) -> None:
+        """Become a `PropagatingDynamicLinear`."""
+        super().take_smooth()
+        propagating(self)
+
+
 class PropagatingStaticLinear(StaticLinear):
     """A `StaticLinear` that turns a row with a NaN or an infinity into a row of NaN."""
 
@@ -48,7 +67,11 @@ class PropagatingStaticLinear(StaticLinear):
         return propagating(whole)
 
 
-_KINDS: dict[type, type] = {DynamicLinear: PropagatingDynamicLinear, StaticLinear: PropagatingStaticLinear}
+_KINDS: dict[type, type] = {
+    DynamicLinear: PropagatingDynamicLinear,
+    SmoothedLinear: PropagatingSmoothedLinear,
+    StaticLinear: PropagatingStaticLinear,
+}
 
 
 def propagates(layer: object) -> bool:
@@ -62,7 +85,7 @@ def propagating(layer: Layer) -> Layer:
     Raises
     ------
     InvalidProblem
-        For a layer that is neither a `DynamicLinear` nor a `StaticLinear`.
+        For a layer that is no `DynamicLinear`, `SmoothedLinear` or `StaticLinear`.
     """
     kind = _KINDS.get(type(layer))
     if kind is None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line, shown
-from skuda.torch.int4 import check_group_size, int4_linear
+from skuda.torch.int4 import Weights, check_weights, int4_linear
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear
 from skuda.torch.nonfinite import Nonfinite, check_nonfinite, propagating
 from skuda.torch.replaceable_layers import (
@@ -81,17 +81,13 @@ class Dynamic:
     """
 
     nonfinite: Nonfinite = "ignore"
-    weights: Literal["int8", "int4"] = "int8"
+    weights: Weights = "int8"
     group_size: int = 128
     symmetric: bool = False
 
     def __post_init__(self) -> None:
         check_nonfinite("Dynamic", self.nonfinite)
-        if self.weights not in ("int8", "int4"):
-            raise InvalidProblem("Dynamic", "weights", shown(self.weights), "be 'int8' or 'int4'")
-        check_group_size("Dynamic", self.group_size)
-        if self.weights == "int8" and self.group_size != 128:
-            raise InvalidProblem("Dynamic", "group_size", shown(self.group_size), "be left out, or weights be 'int4'")
+        check_weights("Dynamic", self.weights, self.group_size)
         if self.symmetric not in ((False, True) if self.weights == "int4" else (False,)):
             raise InvalidProblem("Dynamic", "symmetric", shown(self.symmetric), "be False, or True with weights='int4'")
 
@@ -151,7 +147,7 @@ class Report:
         lines += table("left:", self.left)
         lines += table("folded into", {name: norm for norm, names in self.folded.items() for name in names})
         lines += table("not folded:", self.not_folded)
-        if {"DynamicLinear", "StaticLinear"}.intersection(self.converted.values()):
+        if {"DynamicLinear", "SmoothedLinear", "StaticLinear"}.intersection(self.converted.values()):
             lines.append('  a NaN in an input counts as 0: with nonfinite="propagate", its row of the output is NaN')
         return "\n".join(lines)
 
@@ -176,7 +172,8 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
     model : torch.nn.Module
         The model. Wrap it for data parallelism afterwards.
     config : Config
-        `Dynamic`, `SmoothStatic`, `FakeQuant`, `Mixed`, or any object with a method ``convert(name, linear)``.
+        `Dynamic`, `SmoothDynamic`, `SmoothStatic`, `FakeQuant`, `Mixed`, or any object with a method
+        ``convert(name, linear)``.
     filter_fn : callable, optional
         Selects layers. It takes the layer and its qualified name, and returns True or False. By default all layers are
         selected.

@@ -1,8 +1,8 @@
 """`Scheme`: the `quantization_config` of a compressed-tensors checkpoint, which says how layers are quantized.
 
-Only W8A8 with symmetric weights is supported, and 4-bit weights with dynamic activations. A weight of 8 bits has one
-scale, or one per output channel. Activations have a dynamic scale per token, or one scale from calibration. Any other
-field is refused by name, so that no checkpoint is misread.
+Only W8A8 with symmetric weights and W4A8 are supported. A weight of 8 bits has one scale, or one per output channel.
+Activations have a dynamic scale per token, or one scale from calibration; those of other projects' 4-bit weights must
+be dynamic. Any other field is refused by name, so that no checkpoint is misread.
 
 Source: the package compressed-tensors 0.20. The tests read a config that it wrote.
 """
@@ -23,7 +23,7 @@ from skuda.kernels.linear.packed import GROUP_SIZES
 from skuda.registry.errors import InvalidProblem, InvalidRecord
 from skuda.registry.text import shown
 from skuda.torch.int4_checkpoint import PACK_QUANTIZED, Int4Format
-from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
+from skuda.torch.int8_linear import DynamicLinear, Int8Linear, SmoothedLinear, StaticLinear
 from skuda.torch.joined import Part, int8_layers, is_joined
 from skuda.torch.replaceable_layers import hooked, is_conv1d, original_of
 
@@ -48,7 +48,7 @@ class ActivationScheme(StrEnum):
     def of(cls, layer: Int8Linear | Part) -> Self | None:
         """Return how a module quantizes its input, or None if the format cannot express it."""
         kind = getattr(layer, "whole_kind", None) or getattr(layer, "stored_as", type(layer))
-        if kind in (DynamicLinear, Part):
+        if kind in (DynamicLinear, Part, SmoothedLinear):
             return cls("dynamic")
         if kind is StaticLinear:
             return cls("static" if layer.input_zero_point is None else "static with a zero point")
@@ -288,7 +288,7 @@ def _group_of(read: _Reader, formats: list[str], default: str) -> SchemeGroup:
         group_size = weights.one_of("group_size", [*GROUP_SIZES]) if packed else None
         weights.common(bits=4 if packed else 8)
     inputs = _Reader(read.source, f"{read.place}.input_activations", read.take("input_activations"))
-    dynamic = inputs.one_of("dynamic", [True] if packed or int4 else [False, True], default=False)
+    dynamic = inputs.one_of("dynamic", [True] if int4 else [False, True], default=False)
     inputs.one_of("strategy", ["token" if dynamic else "tensor"])
     symmetric = inputs.one_of("symmetric", [True] if dynamic else [True, False], default=True)
     inputs.common()

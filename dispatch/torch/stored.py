@@ -12,7 +12,7 @@ from torch import Tensor
 from skuda.kernels.linear.packed import shape_of
 from skuda.registry.errors import InvalidRecord
 from skuda.torch.int4_checkpoint import read_int4
-from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
+from skuda.torch.int8_linear import DynamicLinear, Int8Linear, SmoothedLinear, StaticLinear
 from skuda.torch.replaceable_layers import original_of, sizes_of
 from skuda.torch.scheme import ActivationScheme, SchemeGroup
 
@@ -125,7 +125,7 @@ def int8_layer(
     smooth: bool = False,
     rounded: Callable[[float], object] | None = None,
     device: torch.device | None = None,
-) -> DynamicLinear | StaticLinear:
+) -> DynamicLinear | SmoothedLinear | StaticLinear:
     """Return the int8 replacement of a module. It shares no memory with the stored tensors.
 
     Parameters
@@ -169,10 +169,9 @@ def int8_layer(
         scale = scale.reshape(-1, 1).expand(n, 1).contiguous()
         found.take_zeros("weight_zero_point")
     bias = None if module.bias is None else taken("bias", module.bias.dtype, (n,))
-    made: DynamicLinear | StaticLinear
-    if group.activation is ActivationScheme.DYNAMIC:
-        made = DynamicLinear(weight, scale, bias, dtype=dtype, in_features=k)
-    else:
+    factors = taken("smooth", torch.float32, (k,)) if smooth and "smooth" in found else None
+    made: DynamicLinear | SmoothedLinear | StaticLinear
+    if group.activation is not ActivationScheme.DYNAMIC:
         shifted = group.activation is ActivationScheme.SHIFTED
         if not shifted:
             found.take_zeros("input_zero_point")
@@ -182,9 +181,14 @@ def int8_layer(
             bias,
             input_scale=taken("input_scale", _SCALES, *_ONE),
             input_zero_point=taken("input_zero_point", _CODES, *_ONE) if shifted else None,
-            smooth=taken("smooth", torch.float32, (k,)) if smooth and "smooth" in found else None,
+            smooth=factors,
             dtype=dtype,
+            in_features=k,
         )
+    elif factors is not None:
+        made = SmoothedLinear(weight, scale, bias, smooth=factors, dtype=dtype, in_features=k)
+    else:
+        made = DynamicLinear(weight, scale, bias, dtype=dtype, in_features=k)
     made.original = original_of(module)
     return made
 

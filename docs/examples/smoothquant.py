@@ -44,7 +44,7 @@ with st.calibrate(model) as calibration:
     for _ in range(8):
         model(batch())
 
-# `alpha` is the share of the range that moves into the weights. "search" tries 0, 0.05, ..., 1 on the kept rows.
+# `alpha` is the share of the range that moves into the weights. "search" tries none, and 0, 0.05 to 1 on the kept rows.
 configs = {
     "one static scale": st.SmoothStatic(calibration, alpha=None),
     "SmoothQuant": st.SmoothStatic(calibration, alpha="search"),

@@ -94,6 +94,20 @@ def test_the_table_of_vllm_has_the_medians_of_its_rounds(tables, tmp_path):
     ]
 
 
+def test_the_table_of_4_bits_has_a_row_for_each_way(tables, tmp_path):
+    plain, smoothed = ({"error": e, "mean cosine": 0.5, "worst cosine": w} for e, w in ((0.25, 0.75), (0.125, 0.875)))
+    record = {"model": "m 1", "layers": 7, "calibration sentences": 3, "held-out sentences": 4}
+    record["errors"] = {"W9A9": {"plain": plain, "smoothed": smoothed}}
+    (tmp_path / "int4.json").write_text(json.dumps(record))
+    assert tables.int4_error(tmp_path / "int4.json").splitlines() == [
+        "| weights | error, plain | error, smoothed | worst cosine, plain | worst cosine, smoothed |",
+        "| --- | --- | --- | --- | --- |",
+        "| W9A9 | 0.250 | 0.125 | 0.750 | 0.875 |",
+        "",
+        "m 1, 7 layers; 3 sentences calibrate, 4 are held out.",
+    ]
+
+
 @pytest.mark.parametrize("command", ["skuda nonsense", "ls"])
 def test_a_block_of_a_command_that_fails_is_an_error(tables, command):
     with pytest.raises(ValueError, match=f"cannot make a block with `{command}`"):

@@ -20,7 +20,8 @@ from tensors import same
 from torch import nn
 
 from skuda.registry.errors import InvalidProblem, InvalidRecord
-from skuda.torch import CodesLinear, DynamicLinear, StaticLinear, load_, save
+from skuda.torch import CodesLinear, DynamicLinear, SmoothedLinear, StaticLinear, load_, save
+from skuda.torch.int4 import held_weight
 from skuda.torch.scheme import ActivationScheme, Scheme, SchemeGroup
 
 DYNAMIC = Scheme((SchemeGroup(("Linear",), ActivationScheme.DYNAMIC),))
@@ -45,6 +46,10 @@ class Net(nn.Module):
         return self.head(x + self.block["down"](torch.relu(self.block["up"](x))))
 
 
+OWN = {"smooth", "smoothed"}
+LAYERS = {"dynamic": DynamicLinear, "smoothed": SmoothedLinear}
+
+
 def drawn(rng, dtype=torch.float32, **kinds):
     """Return a net with random values, and layers of `block` int8 of these kinds."""
     net = Net(dtype, tied=kinds.pop("tied", False)).eval()
@@ -53,14 +58,16 @@ def drawn(rng, dtype=torch.float32, **kinds):
             parameter.copy_(torch.from_numpy(rng.standard_normal(parameter.shape)))
     for name, kind in kinds.items():
         linear = net.block[name]
-        layer = DynamicLinear.from_linear(linear)
-        if kind != "dynamic":
-            extra = {"input_scale": torch.tensor([float(rng.uniform(0.01, 0.1))], dtype=dtype)}
-            if kind == "shifted":
-                extra["input_zero_point"] = torch.tensor([int(rng.integers(-128, 128))], dtype=torch.int32)
-            if kind == "smooth":
-                extra["smooth"] = torch.from_numpy(rng.uniform(0.5, 2, linear.in_features).astype("float32"))
-            layer = StaticLinear(layer.weight_q, layer.weight_scale, layer.bias, **extra)
+        bits = rng.choice(["int8", "int4"]) if kind in OWN else "int8"
+        given = *held_weight(linear.weight, bits, int(rng.choice([0, 32, 64]))), linear.bias
+        extra = {"dtype": dtype, "in_features": linear.in_features}
+        if kind in OWN:
+            extra["smooth"] = torch.from_numpy(rng.uniform(0.5, 2, linear.in_features).astype("float32"))
+        if kind not in ("dynamic", "smoothed"):
+            extra["input_scale"] = torch.tensor([float(rng.uniform(0.01, 0.1))], dtype=dtype)
+        if kind == "shifted":
+            extra["input_zero_point"] = torch.tensor([int(rng.integers(-128, 128))], dtype=torch.int32)
+        layer = LAYERS.get(kind, StaticLinear)(*given, **extra)
         net.block[name] = layer.eval()
     return net
 
@@ -82,7 +89,7 @@ def assert_loads(folder, net):
     assert_same(net, found, fresh())
 
 
-KINDS = ("dynamic", "static", "shifted", "smooth", "")
+KINDS = ("dynamic", "smoothed", "static", "shifted", "smooth", "")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +115,7 @@ def test_what_is_saved_is_loaded_bit_for_bit(up, down, dtype, tmp_path):
     save(found, tmp_path / "b")
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-    method = "skuda" if "smooth" in (up, down) else "compressed-tensors"
+    method = "skuda" if OWN & {up, down} else "compressed-tensors"
     assert json.loads((tmp_path / "a" / "config.json").read_text())["quantization_config"]["quant_method"] == method
     assert_same(net, loaded_over(found, tmp_path / "a"), rng)
 

@@ -17,6 +17,7 @@ from skuda.torch import (
     DynamicLinear,
     FakeQuant,
     Mixed,
+    SmoothDynamic,
     SmoothStatic,
     dequantize_,
     fuse_,
@@ -45,6 +46,7 @@ KINDS = {
     "fused": fused,
     "smooth": lambda model, x: quantize_(model, SmoothStatic(calibrated(model, x), fold=False)),
     "folded": lambda model, x: quantize_(model, SmoothStatic(calibrated(model, x))),
+    "smoothed": lambda model, x: quantize_(model, SmoothDynamic(calibrated(model, x), 0.5, fold=False)),
 }
 
 

@@ -17,7 +17,17 @@ from torch.nn.functional import linear
 
 from skuda.dispatch.shard import on_ranks
 from skuda.registry.errors import InvalidProblem
-from skuda.torch import CodesLinear, ColumnLinear, Dynamic, DynamicLinear, RowLinear, StaticLinear, fuse_, quantize_
+from skuda.torch import (
+    CodesLinear,
+    ColumnLinear,
+    Dynamic,
+    DynamicLinear,
+    RowLinear,
+    SmoothedLinear,
+    StaticLinear,
+    fuse_,
+    quantize_,
+)
 from skuda.torch.dequantized_weight import DequantizedWeight
 from skuda.torch.int8_linear import quantized_weight
 
@@ -36,6 +46,11 @@ def static(rng, dtype=torch.float32):
     return StaticLinear(*codes, normal(rng, N), input_scale=SCALE, smooth=smooth, dtype=dtype)
 
 
+def smoothed(rng, dtype=torch.float32):
+    smooth = torch.from_numpy(rng.uniform(0.5, 2, K).astype("float32"))
+    return SmoothedLinear(*quantized_weight(normal(rng, N, K)), normal(rng, N), smooth=smooth, dtype=dtype)
+
+
 def codes(rng, dtype=torch.float32):
     return CodesLinear(*quantized_weight(normal(rng, N, K)), normal(rng, N), input_scale=SCALE, dtype=dtype)
 
@@ -50,7 +65,7 @@ def part(rng, dtype=torch.float32):
     return made
 
 
-MADE = (dynamic, static, codes, part)
+MADE = (dynamic, smoothed, static, codes, part)
 
 
 def meant(layer):
@@ -73,7 +88,7 @@ def test_it_is_the_weight_that_multiplies_the_input(make, dtype):
     exact = meant(layer)
     error = (weight.double() - exact).abs() / exact.abs().clamp_min(1e-9)
     assert error.max() <= torch.finfo(dtype).eps / 2 + 2 * torch.finfo(torch.float32).eps
-    if make is not static:
+    if make not in (smoothed, static):
         assert_same(
             weight.clone(),
             (layer.weight_q * layer.weight_scale.to(torch.promote_types(dtype, torch.float32))).to(dtype),

@@ -16,6 +16,7 @@ from skuda.torch import (
     DynamicLinear,
     FakeQuantLinear,
     MixedLinear,
+    SmoothedLinear,
     StaticLinear,
     fuse_,
     observe,
@@ -29,6 +30,11 @@ N, K = 4, 8
 def static(rng):
     weight = quantized_weight(normal(rng, N, K))
     return StaticLinear(*weight, normal(rng, N), input_scale=torch.tensor([0.02])), normal(rng, 3, K)
+
+
+def smoothed(rng):
+    smooth = torch.from_numpy(rng.uniform(0.5, 2, K).astype("float32"))
+    return SmoothedLinear(*quantized_weight(normal(rng, N, K)), normal(rng, N), smooth=smooth), normal(rng, 3, K)
 
 
 def codes(rng):
@@ -45,7 +51,7 @@ def emptied(layer):
         torch.use_deterministic_algorithms(mode=False)
 
 
-@pytest.mark.parametrize("make", [static, codes])
+@pytest.mark.parametrize("make", [smoothed, static, codes])
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_layer_made_without_data_is_whole_after_loading(make, assign):
     layer, x = make(fresh(assign))
@@ -56,12 +62,18 @@ def test_a_layer_made_without_data_is_whole_after_loading(make, assign):
     assert all(tensor.device.type == "cpu" for tensor in again.buffers())
 
 
-@pytest.mark.parametrize("make", [static, codes])
-def test_static_layers_call_what_they_explain(make):
-    layer, x = make(fresh())
+@pytest.mark.parametrize("make", [smoothed, static, codes])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_call_what_they_explain(make, dtype):
+    layer, x = make(fresh(dtype))
+    x = x if make is codes else x.to(dtype)
     name, arguments = layer.call(x)
-    taken = layer.codes(x) if isinstance(layer, StaticLinear) else x
-    assert same(getattr(torch.ops.skuda, name)(**{**arguments, "act_q": taken}), layer(x))
+    if make is smoothed:
+        assert arguments["activation"].dtype is torch.float32
+        taken = {"activation": torch.ops.skuda.smooth(x, layer.smooth)}
+    else:
+        taken = {"act_q": layer.codes(x) if make is static else x}
+    assert same(getattr(torch.ops.skuda, name)(**{**arguments, **taken}), layer(x))
 
 
 @pytest.mark.parametrize("fused", [False, True])

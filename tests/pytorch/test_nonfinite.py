@@ -10,8 +10,19 @@ from tensors import GatedMLP, assert_same, normal
 from torch import nn
 
 from skuda.registry.errors import InvalidProblem
-from skuda.torch import Dynamic, FakeQuant, SmoothStatic, calibrate, fuse_, load_, prepare, quantize_, save
-from skuda.torch.nonfinite import PropagatingDynamicLinear, PropagatingStaticLinear, propagating
+from skuda.torch import (
+    Dynamic,
+    FakeQuant,
+    SmoothDynamic,
+    SmoothStatic,
+    calibrate,
+    fuse_,
+    load_,
+    prepare,
+    quantize_,
+    save,
+)
+from skuda.torch.nonfinite import propagates, propagating
 
 VALUES = (np.nan, np.inf, -np.inf)
 K = 24
@@ -37,13 +48,14 @@ def converted(kind, nonfinite, dtype=torch.float32, state=None):
     else:
         with calibrate(model) as calibration, torch.no_grad():
             model(torch.ones(2, K, dtype=dtype))
-        quantize_(model, SmoothStatic(calibration, nonfinite=nonfinite))
+        kind = SmoothStatic if kind == "static" else SmoothDynamic
+        quantize_(model, kind(calibration, 0.5, nonfinite=nonfinite))
     return model
 
 
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["dynamic", "smoothed", "static"])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does it
 def test_a_row_that_is_not_finite_becomes_nan_and_no_other_changes(kind, compiles, value):
     rng = fresh(kind, compiles, value)
@@ -67,7 +79,7 @@ def test_a_row_that_is_not_finite_becomes_nan_and_no_other_changes(kind, compile
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["dynamic", "smoothed", "static"])
 def test_what_autocast_makes_infinite_is_noticed(kind, dtype):
     model = converted(kind, "propagate")
     x = torch.ones(2, K)
@@ -89,14 +101,15 @@ def test_gradients_of_finite_rows_do_not_change():
     assert_same(*grads)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["dynamic", "smoothed", "static"])
 def test_checkpoints_hold_the_layers_and_loading_keeps_what_they_do(kind, tmp_path):
     rng = fresh(kind)
     model, other = (converted(kind, "propagate") for _ in range(2))
     save(model, tmp_path)
     load_(other, tmp_path)
     assert type(other.first) is type(model.first)
-    assert type(model.first) is (PropagatingDynamicLinear if kind == "dynamic" else PropagatingStaticLinear)
+    assert propagates(model.first)
+    assert (getattr(model.first, "smooth", None) is None) is (kind == "dynamic")
     x = normal(rng, 3, K)
     x[1, 0] = np.nan
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""`SmoothStatic`: the bits of `skuda.tools.smoothquant`, the search for alpha, and folding into norms."""
+"""`SmoothStatic` and `SmoothDynamic`: the bits of their layers, the search for alpha, and folding into norms."""
 
 from __future__ import annotations
 
@@ -6,20 +6,44 @@ import copy
 import math
 from functools import partial
 
+import decoders
 import numpy as np
 import pytest
 import torch
+import transformers
 from support import dispatcher, fresh, sampled
-from tensors import calibrated
+from tensors import GatedMLP, calibrated, normal
 from torch import nn
 
-from skuda.registry import InvalidProblem
+from skuda.registry import InvalidProblem, InvalidRecord
 from skuda.tools.smoothquant import ActivationRanges, SmoothQuantLayer, smoothing_factors
-from skuda.torch import Calibration, SmoothStatic, calibrate, quantize_
+from skuda.torch import (
+    Calibration,
+    Dynamic,
+    DynamicLinear,
+    Int8Linear,
+    SmoothDynamic,
+    SmoothedLinear,
+    SmoothStatic,
+    calibrate,
+    fuse_,
+    linear_dynamic,
+    linear_static,
+    load_,
+    quantize_,
+    save,
+)
+from skuda.torch.dequantize import float_linear
+from skuda.torch.int4 import int4_weight
 from skuda.torch.int8_linear import quantized_weight
+from skuda.torch.joined import Quantized, product
+from skuda.torch.nonfinite import PropagatingDynamicLinear, PropagatingSmoothedLinear
 from skuda.torch.smoothing import ALPHAS
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+SIZES = (None, 32, 64, 128, 0)
+TRIED = (None, *ALPHAS)
+KINDS = (SmoothStatic, SmoothDynamic)
 
 
 def tensor(rng, *shape, dtype=torch.float32):
@@ -114,6 +138,14 @@ def test_values_that_are_not_finite_stay():
     assert "finite" in left(model, config)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_factors_with_which_inputs_overflow_stay(kind):
+    model = nn.Sequential(nn.Linear(2, 2))
+    with torch.no_grad():
+        model[0].weight.fill_(1e5)
+    assert "finite after smoothing" in left(model, kind(calibrated(model, torch.tensor([[3e38, 1]])), 0))
+
+
 def test_a_search_needs_rows():
     model, x = nn.Sequential(nn.Linear(3, 3)), torch.ones(2, 3)
     assert "no finite rows" in left(model, SmoothStatic(calibrated(model, x, rows=0), "search"))
@@ -141,13 +173,13 @@ def test_bad_calibrations():
 
 
 def errors(layer, x):
-    """The squared error of the layer of `skuda.tools.smoothquant` at each strength."""
+    """The squared error of the layer of `skuda.tools.smoothquant` without smoothing, and at each strength."""
     weight = layer.weight.detach().double()
     exact = x.double() @ weight.T
     plain = copy.deepcopy(layer)
     plain.bias = None
     found = [
-        layer_of_tools(plain, x.abs().amax(0).float().numpy(), alpha).run(dispatcher(), x.float()) for alpha in ALPHAS
+        layer_of_tools(plain, x.abs().amax(0).float().numpy(), alpha).run(dispatcher(), x.float()) for alpha in TRIED
     ]
     return [float((torch.from_numpy(y).double() - exact).square().sum()) for y in found]
 
@@ -160,21 +192,245 @@ def test_a_search_finds_the_least_error(dtype):
     calibration = calibrated(model, x)
     quantize_(model, SmoothStatic(calibration, "search"), strict=True)
     found = errors(layer, x)
-    same(model[0], layer_of_tools(layer, x.abs().amax(0).float().numpy(), ALPHAS[found.index(min(found))]), x)
+    same(model[0], layer_of_tools(layer, x.abs().amax(0).float().numpy(), TRIED[found.index(min(found))]), x)
     again = nn.Sequential(layer)
     quantize_(again, SmoothStatic(calibration, "search"), strict=True)
     assert torch.equal(again[0].smooth, model[0].smooth)
 
 
-def test_of_equal_strengths_the_smallest_is_taken():
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_equals_no_smoothing_and_then_the_smallest_strength_is_taken(kind):
     layer, x = nn.Linear(3, 2), torch.tensor([[1.0, 10, 100]])
     nn.init.zeros_(layer.weight)  # every strength is exact
     model = nn.Sequential(layer)
-    quantize_(model, SmoothStatic(calibrated(model, x), "search"), strict=True)
-    want = smoothing_factors(x[0].numpy(), np.zeros(3, np.float32), ALPHAS[0])
-    assert np.array_equal(model[0].smooth.numpy(), want)
+    quantize_(model, kind(calibrated(model, x), "search"), strict=True)
+    assert getattr(model[0], "smooth", None) is None
     assert tuple(sorted(set(ALPHAS))) == ALPHAS
     assert (ALPHAS[0], ALPHAS[-1]) == (0, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_search_for_4_bits_finds_the_least_error_of_4_bits(kind):
+    rng = fresh(kind)
+    layer, x = linear(rng, 12, 70, bias=False), tensor(rng, 30, 70)
+    config = partial(kind, calibrated(nn.Sequential(layer), x), weights="int4", group_size=32)
+    exact = x.double() @ layer.weight.detach().double().T
+    found = {}
+    for alpha in ("search", *TRIED):
+        model = nn.Sequential(copy.deepcopy(layer))
+        quantize_(model, config(alpha), strict=True)
+        with torch.no_grad():
+            found[alpha] = float((model(x).double() - exact).square().sum()), model
+    error, model = found.pop("search")
+    least = min(found, key=lambda alpha: found[alpha][0])
+    assert error == found[least][0]
+    assert alike(model, found[least][1])
+    eight = nn.Sequential(copy.deepcopy(layer))
+    quantize_(eight, kind(config.args[0], "search"), strict=True)
+    assert eight[0].weight_q.dtype is torch.int8
+
+
+def test_what_has_an_error_of_nan_is_not_taken():
+    layer, x = nn.Linear(2, 2), torch.tensor([[3e38, 1]])
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([1e-5, 1e5]))  # whose scale overflows with that of the row: 0 times infinity
+    model = nn.Sequential(layer)
+    quantize_(model, SmoothDynamic(calibrated(model, x)), strict=True)
+    with torch.no_grad():
+        assert model(x).isfinite().all()
+
+
+# --- dynamic scales, and 4 bits --------------------------------------------------------------------------------------
+
+
+def alike(one, other):
+    """Whether two models have the same tensors."""
+    states = one.state_dict(), other.state_dict()
+    return states[0].keys() == states[1].keys() and all(torch.equal(states[0][n], t) for n, t in states[1].items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "size", "alpha"),
+    sampled(
+        [pytest.param(t, z, a) for t in FLOATS for z in SIZES for a in (None, 0, 0.4, 1)], 2, each=lambda _, z, __: z
+    ),
+)
+def test_a_layer_has_the_bits_of_its_codes_and_divided_input(kind, dtype, size, alpha):
+    rng = fresh(kind, dtype, size, alpha)
+    n, k = rng.integers(1, 150, 2).tolist()
+    layer, x = linear(rng, n, k, bias=bool(rng.integers(2)), dtype=dtype), tensor(rng, 2, 5, k, dtype=dtype)
+    model = nn.Sequential(layer)
+    given = {} if size is None else {"weights": "int4", "group_size": size}
+    quantize_(model, kind(calibrated(model, x), alpha, **given), strict=True)
+    maxima, weight, rows = x.flatten(0, 1).abs().amax(0).float(), layer.weight.detach(), x
+    if alpha is not None:
+        factors = torch.from_numpy(smoothing_factors(maxima.numpy(), weight.abs().amax(0).float().numpy(), alpha))
+        maxima, weight, rows = maxima / factors, weight.float() * factors, x.float() / factors
+    made = None if size is None else int4_weight(weight, size)
+    codes, scale = quantized_weight(weight) if made is None else (made.codes(), made.channel_scale)
+    element = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}[dtype]
+    if kind is SmoothStatic:
+        step, limits = maxima.amax()[None] / 127, {"q_min": -127, "q_max": 127, "output_element": "s8"}
+        given = torch.ops.skuda.quantize_per_tensor(rows, step, torch.zeros(1, dtype=torch.int32), **limits)
+        want = linear_static(given, step, codes, scale, model[0].bias, output_element=element)
+    else:
+        want = linear_dynamic(rows, codes, scale, model[0].bias, output_element=element)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for run in (model, model, compiled):  # the second time by a launch
+            assert torch.equal(run(x), want)
+    assert model[0].group_size == (None if size is None else size or 128)
+    assert kind is SmoothStatic or type(model[0]) is (DynamicLinear if alpha is None else SmoothedLinear)
+
+
+@pytest.mark.parametrize("dtype", FLOATS[1:])
+def test_a_smoothed_layer_passes_gradients_on_and_keeps_its_bits(dtype):
+    rng = fresh(dtype)
+    layer, x = linear(rng, 20, 40, dtype=dtype), tensor(rng, 3, 40, dtype=dtype)
+    model = nn.Sequential(layer)
+    report = quantize_(model, SmoothDynamic(calibrated(model, x), 0.5, weights="int4"), strict=True)
+    assert 'nonfinite="propagate"' in str(report)
+    with torch.no_grad():
+        want = model(x)
+    x.requires_grad_()
+    found = model(x)
+    assert found.dtype is dtype
+    assert torch.equal(found, want)
+    grad = tensor(rng, 3, 20, dtype=dtype)
+    found.backward(grad)
+    weight = float_linear(model[0], torch.float32).weight.detach()
+    # The weight, the sums and the quotients are rounded to the dtype, each by at most half an eps.
+    bound = 4 * torch.finfo(dtype).eps * (grad.float().abs() @ weight.abs())
+    assert ((x.grad.float() - grad.float() @ weight).abs() <= bound).all()
+
+
+def test_products_of_codes_of_the_same_sizes_are_told_from_those_of_smoothed_rows():
+    rng = fresh()
+    plain, other = nn.Sequential(linear(rng, 20, 40)), nn.Sequential(linear(rng, 20, 40))
+    x = tensor(rng, 3, 40)
+    quantize_(other, SmoothDynamic(calibrated(other, x), 0.5))
+    quantize_(plain, Dynamic())
+    codes, scale, _ = torch.ops.skuda.dynamic_range(x, q_min=-127, q_max=127, output_element="s8")
+    with torch.no_grad():
+        want = other(x)
+        for _ in range(2):
+            assert torch.equal(product(plain[0], Quantized(codes, scale, x.dtype)), plain(x))
+            assert torch.equal(other(x), want)
+
+
+def test_folded_layers_are_dynamic_and_others_divide_for_themselves():
+    rng = fresh()
+    model, x = Attention(rng, nn.LayerNorm), tensor(rng, 2, 6, 16)
+    whole, alone = (copy.deepcopy(model) for _ in range(2))
+    calibration = calibrated(model, x)
+    given = {"weights": "int4", "group_size": 32, "nonfinite": "propagate"}
+    report = quantize_(model, SmoothDynamic(calibration, 0.3, **given), strict=True)
+    quantize_(alone, SmoothDynamic(calibration, 0.3, fold=False, **given), strict=True)
+    assert dict(report.folded) == NORMS
+    kinds = {"o": PropagatingSmoothedLinear, "down": PropagatingSmoothedLinear}
+    for name in ("q", "k", "v", "up", "o", "down"):
+        assert type(model.get_submodule(name)) is kinds.get(name, PropagatingDynamicLinear), name
+    assert report.converted["q"] == "PropagatingDynamicLinear"
+    shared = calibration.norms["norm2"]
+    assert shared == ("up",)  # whose factors are those of the layer alone
+    assert torch.equal(model.up.weight_q, alone.up.weight_q)
+    quotient = whole.norm2.weight / model.norm2.weight
+    torch.testing.assert_close(alone.up.smooth, quotient, rtol=1e-6, atol=0)
+    with torch.no_grad():
+        bad = x.clone()
+        bad[1, 2, 3] = torch.nan
+        assert model.up(bad)[1, 2].isnan().all()
+
+
+def test_a_norm_whose_layers_are_best_without_smoothing_keeps_its_weight(monkeypatch):
+    rng = fresh()
+    model = Attention(rng, nn.LayerNorm)
+
+    def trial(_, name, __):  # only one of the layers is better with factors, and only a little
+        return lambda smooth: float(smooth is None) if name == "q" else 9 * float(smooth is not None)
+
+    monkeypatch.setattr(SmoothDynamic, "_trial", trial)
+    before = model.norm1.weight
+    config = SmoothDynamic(calibrated(model, tensor(rng, 2, 6, 16)), weights="int4")
+    report = quantize_(model, config, strict=True)
+    assert report.not_folded["norm1"] == "no smoothing has the least error"
+    assert model.norm1.weight is before
+    assert [type(model.get_submodule(name)) for name in NORMS["norm1"]] == [DynamicLinear] * 3
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore:fuse_ left")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_smoothed_model_of_4_bits_is_saved_and_loaded(kind, tmp_path):
+    rng = fresh(kind)
+    floats = decoders.small("Llama", rng)
+    floats.save_pretrained(tmp_path / "floats")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(tmp_path / "floats")
+    ids = torch.from_numpy(rng.integers(1, 64, (2, 9)))
+    config = kind(calibrated(model, ids), 0.3, weights="int4", group_size=32)
+    report = quantize_(model, config, lambda _, name: name != "lm_head", strict=True)
+    assert len(report.folded) == 4
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+    model.save_pretrained(tmp_path / "one")
+    save(model, tmp_path / "two")
+    for folder in ("one", "two"):
+        again = load(tmp_path / folder)
+        assert alike(again, model)
+        with torch.no_grad():
+            assert torch.equal(again(ids, use_cache=False).logits, want)
+    load_(floats, tmp_path / "two")
+    assert alike(floats, model)
+
+
+def test_fuse_leaves_layers_that_divide_for_themselves():
+    rng = fresh()
+    mlp, x = GatedMLP(32, 48), normal(rng, 3, 32)
+    quantize_(mlp, SmoothDynamic(calibrated(mlp, x), 0.5), lambda _, name: name == "down_proj")
+    quantize_(mlp, Dynamic())
+    with torch.no_grad():
+        want = mlp(x)
+        with pytest.warns(UserWarning, match="down_proj is SmoothedLinear, no DynamicLinear"):
+            fuse_(mlp)
+        assert torch.equal(mlp(x), want)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_a_filter_smooths_what_norms_take_over_and_the_rest_is_fused(tmp_path):
+    rng = fresh()
+    model, again = (decoders.small("Llama", fresh("model")) for _ in range(2))
+    ids = torch.from_numpy(rng.integers(1, 64, (2, 9)))
+    calibration = calibrated(model, ids)
+    free = {name for names in calibration.norms.values() for name in names}
+    quantize_(model, SmoothDynamic(calibration, 0.3, weights="int4"), lambda _, name: name in free)
+    quantize_(model, Dynamic(weights="int4"), lambda _, name: name != "lm_head")
+    assert {type(layer) for layer in model.modules() if isinstance(layer, Int8Linear)} == {DynamicLinear}
+    assert not fuse_(model).left
+    save(model, tmp_path)
+    load_(again, tmp_path)
+    fuse_(again)
+    with torch.no_grad():
+        assert torch.equal(again(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+def test_a_fused_model_refuses_factors(tmp_path):
+    rng = fresh()
+    one, two = (GatedMLP(32, 48) for _ in range(2))
+    quantize_(one, SmoothDynamic(calibrated(one, normal(rng, 3, 32)), 0.5))
+    save(one, tmp_path)
+    quantize_(two, Dynamic())
+    fuse_(two)
+    with pytest.raises(InvalidRecord, match=r"gate_proj must be a DynamicLinear.*had a SmoothedLinear"):
+        load_(two, tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("given", [{"weights": "int2"}, {"weights": "int4", "group_size": 48}, {"group_size": 64}])
+def test_other_bits_are_refused(kind, given):
+    with pytest.raises(InvalidProblem, match=f"{kind.__name__}: {list(given)[-1]} must be"):
+        kind(calibrated(nn.Sequential()), **given)
 
 
 # --- folding ---------------------------------------------------------------------------------------------------------
