@@ -136,7 +136,9 @@ def _check_cuts(layer: nn.Module, parts: Sequence[int], n: int, k_of_rank: int, 
     if sum(parts) != n or len(parts) > 1:
         for rows in parts:
             if rows % ROWS:
-                _refuse(name, f"a part of {rows} rows on a rank", f"have multiples of {ROWS} with 4 bits, or be ignored")
+                _refuse(
+                    name, f"a part of {rows} rows on a rank", f"have multiples of {ROWS} with 4 bits, or be ignored"
+                )
     if k_of_rank != k and k_of_rank % BLOCK:
         _refuse(name, f"a K of {k_of_rank} on a rank", f"have a multiple of {BLOCK} with 4 bits, or be ignored")
 

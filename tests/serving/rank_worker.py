@@ -34,11 +34,13 @@ from vllm_layers import (
     load,
     made,
     memory,
+    quantization,
     ready,
     reloading,
 )
 
 import skuda.vllm
+from skuda.torch.int4 import int4_weight
 from skuda.torch.int8_linear import quantized_weight
 from skuda.vllm import linear_method
 from skuda.vllm.config import SkudaConfig
@@ -67,9 +69,9 @@ def drawn(*case):
     return np.random.default_rng([SEED, *map(ord, " ".join(map(str, case)))])
 
 
-def inputs(rng, rows, dtype):
+def inputs(rng, rows, dtype, k=K):
     """Rows whose largest magnitude is on one rank."""
-    return torch.from_numpy(rng.standard_normal((rows, K)) * rng.uniform(0.01, 3, (rows, K)) ** 3).to(dtype)
+    return torch.from_numpy(rng.standard_normal((rows, k)) * rng.uniform(0.01, 3, (rows, k)) ** 3).to(dtype)
 
 
 def own(kind, whole, degree):
@@ -163,6 +165,32 @@ def floating(degree):
         load(layer, weights)
         ready(layer)
         yield right(layer, kind, inputs(rng, 5, dtype), whole, degree, DYNAMIC)
+
+
+def four_bits(degree):
+    """Packed weights: of a checkpoint, quantized on the way, and loaded again by the layerwise reload of vLLM."""
+    small = PARTS["column"], PARTS["merged"]
+    PARTS["column"], PARTS["merged"] = {None: 64}, {0: 64, 1: 128}  # 16 rows of each part on a rank, or more
+    for kind, group_size, floating in itertools.product(PARTS, (0, 32, 128), (False, True)):
+        rng = drawn("four bits", kind, group_size, floating)
+        model = nn.ModuleDict({"layer": made(kind, torch.bfloat16, quantization(group_size=group_size), k=WIDE)})
+        layer = model["layer"]
+        layerwise.record_metadata_for_reloading(model)
+        yield layer.weight.dtype is torch.uint8
+        for reloads in (False, False, True):
+            parts = checkpoint(kind, rng, group_size=group_size, k=WIDE)
+            given = {part: dict(tensors) for part, tensors in parts.items()}
+            for part, n in PARTS[kind].items() if floating else ():
+                del given[part]["weight_scale"]
+                weight = given[part]["weight"] = torch.from_numpy(rng.standard_normal((n, WIDE))).bfloat16()
+                whole = int4_weight(weight, group_size)
+                parts[part] |= {"weight": whole.packed(group_size), "weight_scale": whole.channel_scale.view(-1, 1)}
+            with reloading(model) if reloads else nullcontext():
+                load(layer, given)
+            if not reloads:
+                ready(layer)
+            yield right(layer, kind, inputs(rng, 5, torch.bfloat16, WIDE), parts, degree, DYNAMIC)
+    PARTS["column"], PARTS["merged"] = small
 
 
 def compiled(degree):
@@ -288,7 +316,7 @@ with set_current_vllm_config(CONFIG):
     while degree <= COUNT:
         ensure_model_parallel_initialized(degree, 1)
         with torch.inference_mode():
-            for case in (schemes, rows_with, not_split, floating, compiled, gated, in_place, head, faults):
+            for case in (schemes, rows_with, not_split, floating, four_bits, compiled, gated, in_place, head, faults):
                 every[f"{case.__name__} {degree}"] = list(case(degree))
         destroy_model_parallel()
         degree *= 2
