@@ -98,7 +98,8 @@ def right(layer, kind, x, parts, degree, scheme, forward=None):
 
 def new(kind, dtype, scheme, **more):
     """A layer of a checkpoint without weights."""
-    return made(kind, dtype, SkudaConfig.from_config(described(**scheme)), **more)
+    config = quantization(**scheme) if "group_size" in scheme else SkudaConfig.from_config(described(**scheme))
+    return made(kind, dtype, config, **more)
 
 
 def floats(kind, rng, dtype):
@@ -173,7 +174,7 @@ def four_bits(degree):
     PARTS["column"], PARTS["merged"] = {None: 64}, {0: 64, 1: 128}  # 16 rows of each part on a rank, or more
     for kind, group_size, floating in itertools.product(PARTS, (0, 32, 128), (False, True)):
         rng = drawn("four bits", kind, group_size, floating)
-        model = nn.ModuleDict({"layer": made(kind, torch.bfloat16, quantization(group_size=group_size), k=WIDE)})
+        model = nn.ModuleDict({"layer": new(kind, torch.bfloat16, {"group_size": group_size}, k=WIDE)})
         layer = model["layer"]
         layerwise.record_metadata_for_reloading(model)
         yield layer.weight.dtype is torch.uint8
@@ -196,16 +197,17 @@ def four_bits(degree):
 def compiled(degree):
     """One graph for any number of rows."""
     backend = "inductor" if degree == 2 else "aot_eager"
-    for kind, scheme in itertools.product(PARTS if degree == COUNT else ("row",), (DYNAMIC, STATIC)):
-        rng = drawn("compiled", kind, scheme["dynamic"])
-        layer, parts = new(kind, torch.bfloat16, scheme), checkpoint(kind, rng, **scheme)
+    cases = itertools.product(PARTS if degree == COUNT else ("row",), (DYNAMIC, STATIC))
+    for kind, scheme in (*cases, ("row", DYNAMIC | {"group_size": 64})):
+        rng, k = drawn("compiled", kind, *scheme.items()), WIDE if "group_size" in scheme else K
+        layer, parts = new(kind, torch.bfloat16, scheme, k=k), checkpoint(kind, rng, **scheme, k=k)
         load(layer, parts)
         ready(layer)
         torch.compiler.reset()
         forward = torch.compile(layer.forward, fullgraph=True, dynamic=True, backend=backend)
         with torch._dynamo.config.patch(error_on_recompile=True):
             for rows in (3, 8, 5):
-                yield right(layer, kind, inputs(rng, rows, torch.bfloat16), parts, degree, scheme, forward)
+                yield right(layer, kind, inputs(rng, rows, torch.bfloat16, k), parts, degree, scheme, forward)
 
 
 class Gated(nn.Module):
