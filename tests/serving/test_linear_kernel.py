@@ -36,6 +36,7 @@ def test_a_layer_of_every_scheme_has_the_bits_of_the_reference(served, kind, nam
             want = expected(x, parts, **scheme)
             assert output.dtype is dtype
             assert torch.equal(output.view(torch.uint8), want.view(torch.uint8))
+        assert torch.equal(layer(x[3:4])[0].view(torch.uint8), output[3:4].view(torch.uint8))  # alone
 
 
 @pytest.mark.parametrize("name", SCHEMES)
