@@ -43,7 +43,7 @@ class SkudaConfig(QuantizationConfig):
     Parameters
     ----------
     described : mapping, optional
-        `quantization_config` of a checkpoint of compressed-tensors. It stands for 4-bit weights with ``weights="int4"``.
+        `quantization_config` of a checkpoint of compressed-tensors. With ``weights="int4"``, its weights are packed.
     ignore : tuple of str
         Names of layers that stay floating, or regular expressions after ``re:``, where nothing is described.
     head : bool
@@ -245,6 +245,7 @@ def _check(config: Mapping[str, Any]) -> None:
     for field in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if config.get(field):
             _refuse(field, config[field], "be left out: skuda serves none")
+    _check_bits(config)
     _one_of("format", config.get("format"), ("int-quantized",))
     found = []
     for name, group in (config.get("config_groups") or {}).items():
@@ -267,6 +268,14 @@ def _check(config: Mapping[str, Any]) -> None:
         found.append(scheme)
     if not found or any(scheme != found[0] for scheme in found):
         _refuse("config_groups", config.get("config_groups"), "have groups of one scheme, and at least one group")
+
+
+def _check_bits(config: Mapping[str, Any]) -> None:
+    """Say what to do with a checkpoint of 4-bit weights. vLLM cuts its floating group scales, and skuda needs rows."""
+    for name, group in (config.get("config_groups") or {}).items():
+        if (group.get("weights") or {}).get("num_bits") == 4:
+            rule = "be 8: skuda.torch.load_ reads 4-bit weights, and skuda.torch.save writes them as served here"
+            _refuse(f"config_groups.{name}.weights.num_bits", 4, rule)
 
 
 def _one_of(field: str, had: Any, allowed: tuple[Any, ...]) -> None:

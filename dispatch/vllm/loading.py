@@ -102,7 +102,7 @@ def accept_floats(layer: Any, weight: str, weight_scale: str, group_size: int | 
         if param.is_meta:
             with _disable_current_modes():  # or the scales would count as codes, too
                 held.weight_loader(held, torch.empty(shape[0], 1, device="meta"), *shard, **named)
-            form = shape if group_size is None else shape_of(*shape, group_size)
+            form = shape if group_size is None else shape_of(shape[0], shape[1], group_size)
             return loader(layer, param, torch.empty(form, dtype=param.dtype, device="meta"), *shard, **named)
         codes, scale = coded(loaded_weight.to(param.device), group_size)
         held.weight_loader(held, scale.view(-1, 1), *shard, **named)

@@ -170,6 +170,13 @@ def test_other_schemes_are_refused_by_name(config_of, place, value, field):
     assert refusal.value.field.startswith(field)
 
 
+@pytest.mark.parametrize("form", ["int-quantized", "pack-quantized"])
+def test_whoever_has_4_bit_weights_of_other_projects_is_told_what_to_do(config_of, form):
+    config = changed(f"{WEIGHTS}.num_bits", 4) | {"format": form}
+    with pytest.raises(InvalidProblem, match=r"skuda\.torch\.load_"):
+        quantized(config_of(config, quantization="skuda"))
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("bits", 8), ("weights", "int2"), ("weights", "int4"), ("group_size", 48), ("group_size", 64)]
 )

@@ -109,7 +109,7 @@ def test_the_reload_of_vllm_lands_in_the_same_memory(served, kind, name):
     with reloading(model):
         load(layer, {part: {"weight": tensors["weight"]} for part, tensors in parts.items()})
     assert memory(layer) == before
-    for tensors in parts.values():
-        tensors |= coded(tensors["weight"], scheme.get("group_size"))
+    for part, tensors in parts.items():
+        parts[part] = tensors | coded(tensors["weight"], scheme.get("group_size"))
     per_channel = scheme | {"per_channel": True}
     assert_same(layer, new(kind, torch.bfloat16, parts, per_channel), rng)
