@@ -170,8 +170,9 @@ def floating(degree):
 
 def four_bits(degree):
     """Packed weights: of a checkpoint, quantized on the way, and loaded again by the layerwise reload of vLLM."""
-    small = PARTS["column"], PARTS["merged"]
-    PARTS["column"], PARTS["merged"] = {None: 64}, {0: 64, 1: 128}  # 16 rows of each part on a rank, or more
+    before = PARTS.copy()
+    # 16 rows of each part on a rank, or more; rows that are not cut, any number.
+    PARTS.update({"column": {None: 64}, "merged": {0: 64, 1: 128}, "row": {None: 40}})
     for kind, group_size, floating in itertools.product(PARTS, (0, 32, 128), (False, True)):
         rng = drawn("four bits", kind, group_size, floating)
         model = nn.ModuleDict({"layer": new(kind, torch.bfloat16, {"group_size": group_size}, k=WIDE)})
@@ -191,7 +192,7 @@ def four_bits(degree):
             if not reloads:
                 ready(layer)
             yield right(layer, kind, inputs(rng, 5, torch.bfloat16, WIDE), parts, degree, DYNAMIC)
-    PARTS["column"], PARTS["merged"] = small
+    PARTS.update(before)
 
 
 def compiled(degree):
