@@ -78,8 +78,9 @@ class SkudaConfig(QuantizationConfig):
         )
 
         super().__init__()
+        self._saved = described is not None and weights == "int4"
         if described is None:
-            described = _coded(("Linear",), ignore)
+            described = _coded(("Linear",), ("lm_head", *ignore))
         _check(described)
         dynamic = Dynamic(weights=weights, group_size=group_size)
         self.exact, self.head = exact, head or exact
@@ -187,6 +188,11 @@ class SkudaConfig(QuantizationConfig):
 
     def _quantizes(self, layer: nn.Module, prefix: str) -> bool:
         """Whether the checkpoint has codes for an embedding or a head."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        if self._saved:  # it names all layers in floating point, some without the prefixes that vLLM has
+            floating = {name.rpartition(".")[2] for name in self.checkpoint.ignore}
+            return isinstance(layer, ParallelLMHead) and prefix.rpartition(".")[2] not in floating
         try:
             scheme = self.checkpoint.get_scheme_dict(layer, prefix)
         except ValueError:  # vLLM 0.26 found no target that names it
@@ -222,8 +228,8 @@ def _coded(targets: tuple[str, ...], ignore: tuple[str, ...]) -> dict[str, Any]:
     weights = {**code, "strategy": "channel", "dynamic": False}
     inputs = {**code, "strategy": "token", "dynamic": True}
     group = {"targets": list(targets), "weights": weights, "input_activations": inputs}
-    every = ["lm_head", *ignore]
-    return {"quant_method": CHECKPOINT, "format": "int-quantized", "ignore": every, "config_groups": {"linear": group}}
+    groups = {"linear": group}
+    return {"quant_method": CHECKPOINT, "format": "int-quantized", "ignore": list(ignore), "config_groups": groups}
 
 
 def _of_skuda(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:

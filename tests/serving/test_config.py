@@ -88,7 +88,7 @@ def test_vllm_gets_the_config(config_of, description, overrides, ignored):
 
 FOUR = SHORT | {"weights": "int4"}
 OWN = Scheme(
-    (SchemeGroup(("Linear",), ActivationScheme.DYNAMIC, group_size=32),), ("re:.*down_proj",), own=True
+    (SchemeGroup(("Linear",), ActivationScheme.DYNAMIC, group_size=32),), ("lm_head", "re:.*down_proj"), own=True
 ).fields()
 
 
@@ -220,12 +220,13 @@ def test_layers_that_are_ignored_stay_floating(served, ignore):
 
 
 def test_embeddings_and_heads_stay_floating(served):
-    for config in (SkudaConfig(), SkudaConfig(described())):
+    for config in (SkudaConfig(), SkudaConfig(described()), SkudaConfig.from_config(OWN)):
         for kind in (VocabParallelEmbedding, ParallelLMHead):
             assert type(kind(128, 64, quant_config=config, prefix="lm_head").quant_method) is UnquantizedEmbeddingMethod
     config = changed(f"{GROUP}.targets", ["Linear", "re:.*lm_head"]) | {"ignore": []}
-    with pytest.raises(InvalidProblem, match="lm_head"):
-        ParallelLMHead(128, 64, quant_config=SkudaConfig(config), prefix="lm_head")
+    for wrong in (SkudaConfig(config), SkudaConfig.from_config(OWN | {"ignore": []})):
+        with pytest.raises(InvalidProblem, match="lm_head"):
+            ParallelLMHead(128, 64, quant_config=wrong, prefix="lm_head")
 
 
 def test_experts_are_refused_unless_they_are_ignored(alone):
