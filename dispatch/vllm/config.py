@@ -1,13 +1,14 @@
 """``quantization="skuda"`` of vLLM: int8 layers whose bits do not depend on the degree of tensor parallelism.
 
-It serves checkpoints of compressed-tensors, and floating ones, whose linear layers are quantized while they are loaded.
+It serves W8A8 checkpoints of compressed-tensors, skuda's own ones of 4-bit weights, and floating ones, whose linear
+layers are quantized while they are loaded.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from pydantic import ValidationError
@@ -17,6 +18,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
+from skuda.torch.quantize import Dynamic
+from skuda.torch.scheme import Scheme
 from skuda.vllm.status import NAME
 
 if TYPE_CHECKING:
@@ -40,7 +43,7 @@ class SkudaConfig(QuantizationConfig):
     Parameters
     ----------
     described : mapping, optional
-        `quantization_config` of a checkpoint of compressed-tensors.
+        `quantization_config` of a checkpoint of compressed-tensors. With ``weights="int4"``, its weights are packed.
     ignore : tuple of str
         Names of layers that stay floating, or regular expressions after ``re:``, where nothing is described.
     head : bool
@@ -48,11 +51,15 @@ class SkudaConfig(QuantizationConfig):
     exact : bool
         Whether everything from the linear layers to the tokens must be exact; includes the head. See
         `skuda.vllm.exact`.
+    weights : {"int8", "int4"}
+        With ``"int4"``, weights of linear layers are packed; see `skuda.torch.int4.int4_weight`.
+    group_size : int
+        Elements of a row that share 16 levels, for ``"int4"``: 32, 64 or 128; or 0, for whole rows.
 
     Raises
     ------
     InvalidProblem
-        For a description of anything but int8 weights and int8 activations in one scheme.
+        For a description of anything but int8 weights and int8 activations in one scheme, and for an invalid value.
     """
 
     def __init__(
@@ -62,6 +69,8 @@ class SkudaConfig(QuantizationConfig):
         *,
         head: bool = False,
         exact: bool = False,
+        weights: Literal["int8", "int4"] = "int8",
+        group_size: int = 128,
     ) -> None:
         # It is not imported with the plug-in: vLLM imports it where it is ready to.
         from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
@@ -69,10 +78,13 @@ class SkudaConfig(QuantizationConfig):
         )
 
         super().__init__()
+        self._saved = described is not None and weights == "int4"
         if described is None:
-            described = _floating(ignore)
+            described = _coded(("Linear",), ("lm_head", *ignore))
         _check(described)
+        dynamic = Dynamic(weights=weights, group_size=group_size)
         self.exact, self.head = exact, head or exact
+        self.group_size = dynamic.group_size if dynamic.weights == "int4" else None
         self.checkpoint = CompressedTensorsConfig.from_config(copy.deepcopy(dict(described)))
 
     def get_name(self) -> Any:
@@ -100,13 +112,16 @@ class SkudaConfig(QuantizationConfig):
         Parameters
         ----------
         config : dict
-            That of compressed-tensors; or ``{"quant_method": "skuda", "ignore": [...]}`` for a floating checkpoint.
-            Both may have ``"head": True`` or ``"exact": True``.
+            That of compressed-tensors, or of a checkpoint of skuda with 4-bit weights; or ``{"quant_method": "skuda",
+            "ignore": [...], "weights": "int4", "group_size": 128}`` for a floating checkpoint. All may have ``"head":
+            True`` or ``"exact": True``.
 
         Raises
         ------
         InvalidProblem
             For a description of anything else.
+        InvalidRecord
+            For one of skuda's own checkpoints that this version does not know.
         """
         others = dict(config)
         switches = {name: others.pop(name, False) for name in ("head", "exact")}
@@ -114,9 +129,14 @@ class SkudaConfig(QuantizationConfig):
             _one_of(name, had, (True, False))
         if config.get("quant_method") != NAME:
             return cls(others, **switches)
+        if "config_groups" in config:
+            described, size = _of_skuda(others)
+            return cls(described, **switches, weights="int4", group_size=size)
+        four = {name: others.pop(name) for name in ("weights", "group_size") if name in others}
         for field in others.keys() - {"quant_method", "ignore"}:
-            _refuse(field, config[field], "be left out: with quant_method skuda there are only ignore, head and exact")
-        return cls(ignore=tuple(config.get("ignore") or ()), **switches)
+            known = "ignore, weights, group_size, head and exact"
+            _refuse(field, config[field], f"be left out: with quant_method skuda there are only {known}")
+        return cls(ignore=tuple(config.get("ignore") or ()), **switches, **four)
 
     @classmethod
     def override_quantization_method(
@@ -154,7 +174,7 @@ class SkudaConfig(QuantizationConfig):
                 self._check_exact(layer, prefix)
                 return UnquantizedLinearMethod()
             layer.scheme = scheme
-            return SkudaLinearMethod(checkpoint)
+            return SkudaLinearMethod(checkpoint, self.group_size)
         if isinstance(layer, RoutedExperts):
             self._check_exact(layer, prefix)
             self._check_experts(layer, prefix)
@@ -168,6 +188,11 @@ class SkudaConfig(QuantizationConfig):
 
     def _quantizes(self, layer: nn.Module, prefix: str) -> bool:
         """Whether the checkpoint has codes for an embedding or a head."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        if self._saved:  # it names all layers in floating point, some without the prefixes that vLLM has
+            floating = {name.rpartition(".")[2] for name in self.checkpoint.ignore}
+            return isinstance(layer, ParallelLMHead) and prefix.rpartition(".")[2] not in floating
         try:
             scheme = self.checkpoint.get_scheme_dict(layer, prefix)
         except ValueError:  # vLLM 0.26 found no target that names it
@@ -177,7 +202,7 @@ class SkudaConfig(QuantizationConfig):
     def _check_exact(self, layer: nn.Module, prefix: str) -> None:
         """Refuse a layer that stays floating if everything must be exact."""
         if self.exact:
-            rule = 'be quantized, or "exact" left out: only int8 layers are exact'
+            rule = 'be quantized, or "exact" left out: only quantized layers are exact'
             raise InvalidProblem("quantization='skuda'", prefix, f"a {type(layer).__name__} in floating point", rule)
 
     def _check_experts(self, layer: nn.Module, prefix: str) -> None:
@@ -197,14 +222,26 @@ def register() -> None:
     register_quantization_config(NAME)(SkudaConfig)
 
 
-def _floating(ignore: tuple[str, ...]) -> dict[str, Any]:
-    """Describe what becomes of a floating checkpoint."""
+def _coded(targets: tuple[str, ...], ignore: tuple[str, ...]) -> dict[str, Any]:
+    """Describe layers with dynamic inputs. Packed weights are described as those of 8 bits that they stand for."""
     code = {"num_bits": 8, "type": "int", "symmetric": True}
     weights = {**code, "strategy": "channel", "dynamic": False}
     inputs = {**code, "strategy": "token", "dynamic": True}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    every = ["lm_head", *ignore]
-    return {"quant_method": CHECKPOINT, "format": "int-quantized", "ignore": every, "config_groups": {"linear": group}}
+    group = {"targets": list(targets), "weights": weights, "input_activations": inputs}
+    groups = {"linear": group}
+    return {"quant_method": CHECKPOINT, "format": "int-quantized", "ignore": list(ignore), "config_groups": groups}
+
+
+def _of_skuda(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return the description of a checkpoint of skuda with packed weights, and the size of their groups."""
+    scheme = Scheme.parse("quantization_config", config)
+    targets = tuple(target for group in scheme.groups for target in group.targets)
+    sizes = {group.group_size for group in scheme.groups}
+    size = sizes.pop()
+    if size is None or sizes or "Conv1D" in targets:
+        rule = "have packed 4-bit weights of linear layers in one group size: vLLM has no other layers of skuda's own"
+        _refuse("config_groups", config["config_groups"], rule)
+    return _coded(targets, scheme.ignore), size
 
 
 def _check(config: Mapping[str, Any]) -> None:
@@ -214,6 +251,7 @@ def _check(config: Mapping[str, Any]) -> None:
     for field in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if config.get(field):
             _refuse(field, config[field], "be left out: skuda serves none")
+    _check_bits(config)
     _one_of("format", config.get("format"), ("int-quantized",))
     found = []
     for name, group in (config.get("config_groups") or {}).items():
@@ -236,6 +274,14 @@ def _check(config: Mapping[str, Any]) -> None:
         found.append(scheme)
     if not found or any(scheme != found[0] for scheme in found):
         _refuse("config_groups", config.get("config_groups"), "have groups of one scheme, and at least one group")
+
+
+def _check_bits(config: Mapping[str, Any]) -> None:
+    """Say what to do with a checkpoint of 4-bit weights. vLLM cuts its floating group scales, and skuda needs rows."""
+    for name, group in (config.get("config_groups") or {}).items():
+        if (group.get("weights") or {}).get("num_bits") == 4:
+            rule = "be 8: skuda.torch.load_ reads 4-bit weights, and skuda.torch.save writes them as served here"
+            _refuse(f"config_groups.{name}.weights.num_bits", 4, rule)
 
 
 def _one_of(field: str, had: Any, allowed: tuple[Any, ...]) -> None:

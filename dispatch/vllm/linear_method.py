@@ -20,7 +20,9 @@ from vllm.model_executor.layers.linear import RowParallelLinear, register_weight
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsLinearMethod,
 )
+from vllm.model_executor.parameter import PackedvLLMParameter
 
+from skuda.kernels.linear.packed import BLOCK, ROWS, shape_of
 from skuda.kernels.linear.problem import longest_k
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
@@ -37,7 +39,18 @@ _REDUCTIONS = {"max": distributed.ReduceOp.MAX, "sum": distributed.ReduceOp.SUM}
 
 @register_weight_loader_v2_supported_method
 class SkudaLinearMethod(CompressedTensorsLinearMethod):
-    """Makes, loads and runs the weights of a layer. Floating weights are quantized while they are loaded."""
+    """Makes, loads and runs the weights of a layer. Floating weights are quantized while they are loaded.
+
+    Parameters
+    ----------
+    config : CompressedTensorsConfig
+    group_size : int, optional
+        Elements of a group of 4-bit weights, 0 for one group a row. None for weights of 8 bits.
+    """
+
+    def __init__(self, config: Any, group_size: int | None = None) -> None:
+        super().__init__(config)
+        self.group_size = group_size
 
     def create_weights(
         self,
@@ -49,12 +62,13 @@ class SkudaLinearMethod(CompressedTensorsLinearMethod):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Make the parameters of a rank's part, as vLLM's layers of compressed-tensors have them.
+        """Make the parameters of a rank's part, as vLLM's layers of compressed-tensors have them, or packed.
 
         Raises
         ------
         InvalidProblem
-            If skuda has no kernel for this card, or the ranks would not get the bits of one rank.
+            If skuda has no kernel for this card, the ranks would not get the bits of one rank, or packed weights cannot
+            be cut where parts and ranks begin.
         """
         sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
         super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
@@ -64,7 +78,19 @@ class SkudaLinearMethod(CompressedTensorsLinearMethod):
             _refuse(layer.prefix, type(kernel).__name__, f"be served by skuda: {why}")
         if not kernel.config.is_channelwise:
             loading.spread_scales(layer, "weight_scale")
-        loading.accept_floats(layer, "weight", "weight_scale")
+        if self.group_size is not None:
+            _check_cuts(layer, output_partition_sizes, output_size, input_size_per_partition, input_size)
+            form = shape_of(sum(output_partition_sizes), input_size_per_partition, self.group_size)
+            # vLLM cuts it as any weight of which it packs so many rows together.
+            layer.weight = PackedvLLMParameter(
+                data=torch.empty(form, dtype=torch.uint8, device=layer.weight.device),
+                input_dim=1,
+                output_dim=0,
+                packed_dim=0,
+                packed_factor=ROWS,
+                weight_loader=layer.weight.weight_loader,
+            )
+        loading.accept_floats(layer, "weight", "weight_scale", self.group_size)
         if input_size_per_partition != input_size:
             _check_split(layer, input_size)
             layer.reduce_results = False
@@ -92,7 +118,7 @@ class _SplitKernel(SkudaInt8ScaledMMLinearKernel):
             codes, scale = _OPS.amax_quantize.default(rows, largest, q_min=-Q_MAX, q_max=Q_MAX, output_element="s8")
         if zero_point is not None:  # a row of ones gives the sums of the weight's rows, with the same exchange
             codes = torch.cat((codes, codes.new_ones(1, codes.shape[1])))
-        sums = _OPS.scaled_linear.default(codes, weight, output_element="s32")
+        sums = _OPS.scaled_linear.default(codes, weight, n=len(weight_scale), output_element="s32")
         sums = _OPS.all_reduce.default(sums, "sum", self.group)
         if zero_point is not None:
             sums, of_channels = sums[:-1], sums[-1]
@@ -102,6 +128,19 @@ class _SplitKernel(SkudaInt8ScaledMMLinearKernel):
             act_scale_scope="tensor" if self.config.is_static_input_scheme else "token",
         )  # fmt: skip
         return output.reshape(*x.shape[:-1], output.shape[-1])
+
+
+def _check_cuts(layer: nn.Module, parts: Sequence[int], n: int, k_of_rank: int, k: int) -> None:
+    """Refuse a layer whose parts, or ranks, do not begin where packed weights can be cut."""
+    name = layer.prefix or type(layer).__name__
+    if sum(parts) != n or len(parts) > 1:
+        for rows in parts:
+            if rows % ROWS:
+                _refuse(
+                    name, f"a part of {rows} rows on a rank", f"have multiples of {ROWS} with 4 bits, or be ignored"
+                )
+    if k_of_rank != k and k_of_rank % BLOCK:
+        _refuse(name, f"a K of {k_of_rank} on a rank", f"have a multiple of {BLOCK} with 4 bits, or be ignored")
 
 
 def _check_split(layer: nn.Module, k: int) -> None:

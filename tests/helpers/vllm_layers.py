@@ -1,7 +1,8 @@
-"""Linear layers of vLLM with int8 weights, as a checkpoint of compressed-tensors describes them."""
+"""Linear layers of vLLM with int8 weights, as a checkpoint of compressed-tensors describes them, or with 4-bit ones."""
 
 from __future__ import annotations
 
+import itertools
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -16,6 +17,10 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.model_loader.reload import layerwise
 
+from skuda.kernels.linear.packed import group_of
+from skuda.torch.int4 import int4_weight
+from skuda.vllm.config import SkudaConfig
+
 K, HEAD = 64, 16
 PARTS = {
     "column": {None: 48},
@@ -26,10 +31,21 @@ PARTS = {
 }
 """For each kind of layer, the output channels of its parts by what vLLM's loaders call them."""
 ELEMENTS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
+SCHEMES = {
+    f"{dynamic=}, {symmetric=}, {per_channel=}": {
+        "dynamic": dynamic,
+        "symmetric": symmetric,
+        "per_channel": per_channel,
+    }
+    for dynamic, symmetric, per_channel in itertools.product((True, False), repeat=3)
+} | {f"{group_size=}": {"group_size": group_size} for group_size in (0, 32, 64, 128)}
+"""What the functions below take. With a group size, weights have 4 bits."""
 
 
-def quantization(**scheme):
-    """vLLM's own config of a checkpoint whose linear layers are int8."""
+def quantization(*, group_size=None, **scheme):
+    """vLLM's own config of a checkpoint whose linear layers are int8, or skuda's of 4-bit weights."""
+    if group_size is not None:
+        return SkudaConfig(weights="int4", group_size=group_size)
     return CompressedTensorsConfig.from_config(described(**scheme))
 
 
@@ -74,13 +90,15 @@ def default_dtype(dtype):
         torch.set_default_dtype(before)
 
 
-def checkpoint(kind, rng, *, dynamic=True, symmetric=True, per_channel=True, bias=True, k=K):
+def checkpoint(kind, rng, *, dynamic=True, symmetric=True, per_channel=True, group_size=None, bias=True, k=K):
     """Tensors of each part of a layer by their names in a checkpoint. Parts share the scale of the input."""
     input_scale, zero_point = torch.tensor([rng.uniform(0.01, 0.1)]), torch.tensor([rng.integers(-90, 90)])
     found = {}
     for part, n in PARTS[kind].items():
         codes = torch.from_numpy(rng.integers(-128, 128, (n, k), dtype="int8"))
         scale = torch.from_numpy(rng.uniform(0.001, 0.1, (n, 1) if per_channel else ())).float()
+        if group_size is not None:
+            codes = int4_weight(torch.from_numpy(rng.standard_normal((n, k))).float(), group_size).packed(group_size)
         found[part] = {"weight": codes, "weight_scale": scale}
         if bias:
             found[part]["bias"] = torch.from_numpy(rng.standard_normal(n))
@@ -122,15 +140,15 @@ def memory(layer):
 def joined(parts, name):
     """A tensor of the whole layer; a scale for each output channel."""
     tensors = [
-        (t[name].expand(len(t["weight"]), 1) if name == "weight_scale" else t[name])
+        (t[name].expand(len(t["weight"]), 1) if name == "weight_scale" and t[name].numel() == 1 else t[name])
         for t in parts.values()
         if name in t
     ]
     return torch.cat(tensors) if tensors else None
 
 
-def expected(x, parts, *, dynamic, symmetric):
-    """The layer's output by the ops of skuda, on whole tensors."""
+def expected(x, parts, *, dynamic=True, symmetric=True, **_):
+    """The layer's output by the ops of skuda, on whole tensors. Weights of 4 bits are unpacked first."""
     ops, low = torch.ops.skuda, -127 if dynamic and symmetric else -128
     fields = {"q_min": low, "q_max": 127, "output_element": "s8"}
     first = next(iter(parts.values()))
@@ -140,13 +158,15 @@ def expected(x, parts, *, dynamic, symmetric):
     else:
         scale, zero_point = first["input_scale"], first.get("input_zero_point", torch.zeros(1)).to(torch.int32)
         codes = ops.quantize_per_tensor(x, scale, zero_point, **fields)
-    bias = joined(parts, "bias")
+    bias, weight, weight_scale = (joined(parts, name) for name in ("bias", "weight", "weight_scale"))
+    if weight.dtype is torch.uint8:
+        weight = ops.unpack_weight(weight, n=len(weight_scale), k=x.shape[-1], group_size=group_of(weight.shape[-1]))
     return ops.scaled_linear(
         codes,
-        joined(parts, "weight"),
+        weight,
         scale,
         None if symmetric else zero_point,
-        joined(parts, "weight_scale").reshape(-1),
+        weight_scale.reshape(-1),
         None,
         None if bias is None else bias.to(x.dtype),
         output_element=ELEMENTS[x.dtype],

@@ -34,11 +34,13 @@ from vllm_layers import (
     load,
     made,
     memory,
+    quantization,
     ready,
     reloading,
 )
 
 import skuda.vllm
+from skuda.torch.int4 import int4_weight
 from skuda.torch.int8_linear import quantized_weight
 from skuda.vllm import linear_method
 from skuda.vllm.config import SkudaConfig
@@ -67,9 +69,9 @@ def drawn(*case):
     return np.random.default_rng([SEED, *map(ord, " ".join(map(str, case)))])
 
 
-def inputs(rng, rows, dtype):
+def inputs(rng, rows, dtype, k=K):
     """Rows whose largest magnitude is on one rank."""
-    return torch.from_numpy(rng.standard_normal((rows, K)) * rng.uniform(0.01, 3, (rows, K)) ** 3).to(dtype)
+    return torch.from_numpy(rng.standard_normal((rows, k)) * rng.uniform(0.01, 3, (rows, k)) ** 3).to(dtype)
 
 
 def own(kind, whole, degree):
@@ -96,7 +98,8 @@ def right(layer, kind, x, parts, degree, scheme, forward=None):
 
 def new(kind, dtype, scheme, **more):
     """A layer of a checkpoint without weights."""
-    return made(kind, dtype, SkudaConfig.from_config(described(**scheme)), **more)
+    config = quantization(**scheme) if "group_size" in scheme else SkudaConfig.from_config(described(**scheme))
+    return made(kind, dtype, config, **more)
 
 
 def floats(kind, rng, dtype):
@@ -165,19 +168,47 @@ def floating(degree):
         yield right(layer, kind, inputs(rng, 5, dtype), whole, degree, DYNAMIC)
 
 
+def four_bits(degree):
+    """Packed weights: of a checkpoint, quantized on the way, and loaded again by the layerwise reload of vLLM."""
+    before = PARTS.copy()
+    # 16 rows of each part on a rank, or more; rows that are not cut, any number.
+    PARTS.update({"column": {None: 64}, "merged": {0: 64, 1: 128}, "row": {None: 40}})
+    for kind, group_size, floating in itertools.product(PARTS, (0, 32, 128), (False, True)):
+        rng = drawn("four bits", kind, group_size, floating)
+        model = nn.ModuleDict({"layer": new(kind, torch.bfloat16, {"group_size": group_size}, k=WIDE)})
+        layer = model["layer"]
+        layerwise.record_metadata_for_reloading(model)
+        yield layer.weight.dtype is torch.uint8
+        for reloads in (False, False, True):
+            parts = checkpoint(kind, rng, group_size=group_size, k=WIDE)
+            given = {part: dict(tensors) for part, tensors in parts.items()}
+            for part, n in PARTS[kind].items() if floating else ():
+                del given[part]["weight_scale"]
+                weight = given[part]["weight"] = torch.from_numpy(rng.standard_normal((n, WIDE))).bfloat16()
+                whole = int4_weight(weight, group_size)
+                parts[part] |= {"weight": whole.packed(group_size), "weight_scale": whole.channel_scale.view(-1, 1)}
+            with reloading(model) if reloads else nullcontext():
+                load(layer, given)
+            if not reloads:
+                ready(layer)
+            yield right(layer, kind, inputs(rng, 5, torch.bfloat16, WIDE), parts, degree, DYNAMIC)
+    PARTS.update(before)
+
+
 def compiled(degree):
     """One graph for any number of rows."""
     backend = "inductor" if degree == 2 else "aot_eager"
-    for kind, scheme in itertools.product(PARTS if degree == COUNT else ("row",), (DYNAMIC, STATIC)):
-        rng = drawn("compiled", kind, scheme["dynamic"])
-        layer, parts = new(kind, torch.bfloat16, scheme), checkpoint(kind, rng, **scheme)
+    cases = itertools.product(PARTS if degree == COUNT else ("row",), (DYNAMIC, STATIC))
+    for kind, scheme in (*cases, ("row", DYNAMIC | {"group_size": 64})):
+        rng, k = drawn("compiled", kind, *scheme.items()), WIDE if "group_size" in scheme else K
+        layer, parts = new(kind, torch.bfloat16, scheme, k=k), checkpoint(kind, rng, **scheme, k=k)
         load(layer, parts)
         ready(layer)
         torch.compiler.reset()
         forward = torch.compile(layer.forward, fullgraph=True, dynamic=True, backend=backend)
         with torch._dynamo.config.patch(error_on_recompile=True):
             for rows in (3, 8, 5):
-                yield right(layer, kind, inputs(rng, rows, torch.bfloat16), parts, degree, scheme, forward)
+                yield right(layer, kind, inputs(rng, rows, torch.bfloat16, k), parts, degree, scheme, forward)
 
 
 class Gated(nn.Module):
@@ -288,7 +319,7 @@ with set_current_vllm_config(CONFIG):
     while degree <= COUNT:
         ensure_model_parallel_initialized(degree, 1)
         with torch.inference_mode():
-            for case in (schemes, rows_with, not_split, floating, compiled, gated, in_place, head, faults):
+            for case in (schemes, rows_with, not_split, floating, four_bits, compiled, gated, in_place, head, faults):
                 every[f"{case.__name__} {degree}"] = list(case(degree))
         destroy_model_parallel()
         degree *= 2

@@ -28,6 +28,7 @@ from vllm_layers import PARTS, described, made, quantization
 
 import skuda.vllm
 from skuda.registry import InvalidProblem
+from skuda.torch.scheme import ActivationScheme, Scheme, SchemeGroup
 from skuda.vllm.config import SkudaConfig
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel as Kernel
 from skuda.vllm.linear_method import SkudaLinearMethod
@@ -85,7 +86,27 @@ def test_vllm_gets_the_config(config_of, description, overrides, ignored):
         assert each.checkpoint.ignore == ignored
 
 
-@pytest.mark.parametrize("description", [described(), SHORT])
+FOUR = SHORT | {"weights": "int4"}
+OWN = Scheme(
+    (SchemeGroup(("Linear",), ActivationScheme.DYNAMIC, group_size=32),), ("lm_head", "re:.*down_proj"), own=True
+).fields()
+
+
+@pytest.mark.parametrize(
+    ("description", "group_size"), [(SHORT, None), (FOUR, 128), (FOUR | {"group_size": 0}, 0), (OWN, 32)]
+)
+def test_weights_have_4_bits_if_the_config_says_so(config_of, served, description, group_size):
+    found = quantized(config_of(description, quantization="skuda"))
+    for config in (found, pickle.loads(pickle.dumps(found))):  # noqa: S301  as above
+        assert config.group_size == group_size
+        assert config.checkpoint.ignore == ["lm_head", "re:.*down_proj"]
+        layer = made("column", torch.bfloat16, config)
+        assert layer.weight.dtype is (torch.int8 if group_size is None else torch.uint8)
+    if description is OWN:
+        assert type(quantized(config_of(OWN))) is SkudaConfig  # the checkpoint names it
+
+
+@pytest.mark.parametrize("description", [described(), SHORT, OWN])
 def test_the_head_is_quantized_if_the_config_says_so(config_of, description):
     for head in (True, False):
         found = quantized(config_of(description | {"head": head}, quantization="skuda"))
@@ -149,9 +170,41 @@ def test_other_schemes_are_refused_by_name(config_of, place, value, field):
     assert refusal.value.field.startswith(field)
 
 
-def test_what_a_floating_checkpoint_cannot_say_is_refused(config_of):
-    with pytest.raises(InvalidProblem, match="bits"):
-        quantized(config_of({"quant_method": "skuda", "bits": 8}, quantization="skuda"))
+@pytest.mark.parametrize("form", ["int-quantized", "pack-quantized"])
+def test_whoever_has_4_bit_weights_of_other_projects_is_told_what_to_do(config_of, form):
+    config = changed(f"{WEIGHTS}.num_bits", 4) | {"format": form}
+    with pytest.raises(InvalidProblem, match=r"skuda\.torch\.load_"):
+        quantized(config_of(config, quantization="skuda"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("bits", 8), ("weights", "int2"), ("weights", "int4"), ("group_size", 48), ("group_size", 64)]
+)
+def test_what_a_floating_checkpoint_cannot_say_is_refused(config_of, field, value):
+    wrong = {"quant_method": "skuda", field: value} | ({"group_size": 16} if value == "int4" else {})
+    with pytest.raises(InvalidProblem, match="group_size" if value == "int4" else field):
+        quantized(config_of(wrong, quantization="skuda"))
+
+
+def own(*groups):
+    """What the config says of a checkpoint that only skuda reads."""
+    return Scheme(
+        tuple(SchemeGroup(targets, ActivationScheme.DYNAMIC, group_size=g) for targets, g in groups), own=True
+    )
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        own((("Linear",), None)),
+        own((("Conv1D",), 64)),
+        own((("a",), 64), (("b",), 32)),
+        own((("a",), 64), (("b",), None)),
+    ],
+)
+def test_checkpoints_of_skuda_without_packed_weights_of_one_form_are_refused(config_of, scheme):
+    with pytest.raises(InvalidProblem, match="packed"):
+        quantized(config_of(scheme.fields()))
 
 
 @pytest.mark.parametrize("ignore", [["re:.*[qkv]_proj"], [f"layers.0.self_attn.{name}_proj" for name in "qkv"]])
@@ -167,12 +220,13 @@ def test_layers_that_are_ignored_stay_floating(served, ignore):
 
 
 def test_embeddings_and_heads_stay_floating(served):
-    for config in (SkudaConfig(), SkudaConfig(described())):
+    for config in (SkudaConfig(), SkudaConfig(described()), SkudaConfig.from_config(OWN)):
         for kind in (VocabParallelEmbedding, ParallelLMHead):
             assert type(kind(128, 64, quant_config=config, prefix="lm_head").quant_method) is UnquantizedEmbeddingMethod
     config = changed(f"{GROUP}.targets", ["Linear", "re:.*lm_head"]) | {"ignore": []}
-    with pytest.raises(InvalidProblem, match="lm_head"):
-        ParallelLMHead(128, 64, quant_config=SkudaConfig(config), prefix="lm_head")
+    for wrong in (SkudaConfig(config), SkudaConfig.from_config(OWN | {"ignore": []})):
+        with pytest.raises(InvalidProblem, match="lm_head"):
+            ParallelLMHead(128, 64, quant_config=wrong, prefix="lm_head")
 
 
 def test_experts_are_refused_unless_they_are_ignored(alone):
@@ -217,6 +271,22 @@ def test_what_ranks_cannot_make_whole_is_refused_by_name(two, monkeypatch):
         made("row", torch.bfloat16, SkudaConfig())
 
 
+def test_packed_weights_are_cut_at_rows_and_elements_that_fit_or_refused(two, monkeypatch):
+    def part(kind, rows, k=256):
+        monkeypatch.setitem(PARTS, kind, rows)
+        return made(kind, torch.bfloat16, SkudaConfig(weights="int4"), k=k).weight.shape
+
+    assert part("column", {None: 64}) == (2, 2, 1056)
+    assert part("row", {None: 40}) == (3, 1, 1056)
+    assert part("replicated", {None: 40}, 200) == (3, 2, 1056)
+    with pytest.raises(InvalidProblem, match=r"up_proj .* multiples of 16 .* 24 rows"):
+        part("column", {None: 48})
+    with pytest.raises(InvalidProblem, match=r"gate_up_proj .* multiples of 16 .* 8 rows"):
+        part("merged", {0: 32, 1: 16})
+    with pytest.raises(InvalidProblem, match=r"o_proj .* multiple of 128 .* a K of 192"):
+        part("row", {None: 48}, 384)
+
+
 def test_what_reduces_after_a_layer_is_off(two):
     two.compilation_config.pass_config.fuse_allreduce_rms = True
     assert made("row", torch.bfloat16, quantization()).reduce_results
@@ -252,7 +322,7 @@ def test_a_row_parallel_layer_of_one_rank_is_vllms(served):
 
 
 def test_vllm_keeps_no_layer_for_its_reload(served):
-    for config in (SkudaConfig(described(per_channel=False)), SkudaConfig()):
+    for config in (SkudaConfig(described(per_channel=False)), SkudaConfig(), SkudaConfig(weights="int4")):
         model = nn.ModuleDict({"layer": made("qkv", torch.bfloat16, config)})
         record_metadata_for_reloading(model)
         alive = weakref.ref(model["layer"])

@@ -152,15 +152,15 @@ class Block(torch.nn.Module):
         """A layer's output from the codes that an op writes, and what else the op returns."""
         parts = self.parts[name]
         first, zero, scale = next(iter(parts.values())), None, None
-        if self.scheme["dynamic"]:
+        if self.scheme.get("dynamic", True):
             codes, scale, *rest = op(*tensors, **fields, **DYNAMIC)
         else:
             scale = first["input_scale"]
             given = first.get("input_zero_point", torch.zeros(1)).to(torch.int32)
             codes, *rest = op(*tensors, scale, given, **fields, **STATIC)
-            zero = None if self.scheme["symmetric"] else given
+            zero = None if self.scheme.get("symmetric", True) else given
         bias, weight_scale = joined(parts, "bias").to(self.dtype), joined(parts, "weight_scale").reshape(-1)
-        scope = "token" if self.scheme["dynamic"] else "tensor"
+        scope = "token" if self.scheme.get("dynamic", True) else "tensor"
         given = codes, joined(parts, "weight"), scale, zero, weight_scale, None, bias
         return OPS.scaled_linear(*given, output_element=ELEMENTS[self.dtype], act_scale_scope=scope), rest
 
@@ -174,6 +174,7 @@ SCHEMES = {
     "dynamic": {"dynamic": True, "symmetric": True},
     "static": {"dynamic": False, "symmetric": True},
     "static with zero points": {"dynamic": False, "symmetric": False},
+    "4 bits": {"group_size": 64},
 }
 
 

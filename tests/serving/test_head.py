@@ -60,9 +60,9 @@ def expected(x, weight):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("described", [{}, described()])
+@pytest.mark.parametrize("described", [{}, {"weights": "int4"}, described()])
 def test_logits_are_f32_and_those_of_the_op_alone_and_in_a_batch(served, dtype, described):
-    rng = fresh(dtype, bool(described))
+    rng = fresh(dtype, *described)
     layer, weight = made(dtype, config(**described)), drawn(rng, dtype=dtype)
     load(layer, weight=weight)
     ready(layer)

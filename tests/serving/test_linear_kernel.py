@@ -9,7 +9,7 @@ import torch
 from support import fresh
 from vllm.model_executor.kernels import linear as kernels
 from vllm.platforms.interface import PlatformEnum
-from vllm_layers import PARTS, K, checkpoint, expected, load, made, quantization, ready
+from vllm_layers import PARTS, SCHEMES, K, checkpoint, expected, load, made, quantization, ready
 
 import skuda.vllm
 from skuda.torch.tensor_op import TensorOp
@@ -17,35 +17,34 @@ from skuda.vllm import linear_kernel
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel as Kernel
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-SCHEMES = tuple(itertools.product((True, False), repeat=3))
 
 
 @pytest.mark.parametrize("kind", PARTS)
-@pytest.mark.parametrize(("dynamic", "symmetric", "per_channel"), SCHEMES)
-def test_a_layer_of_every_scheme_has_the_bits_of_the_reference(served, kind, dynamic, symmetric, per_channel):
-    rng = fresh(kind, dynamic, symmetric, per_channel)
-    scheme = {"dynamic": dynamic, "symmetric": symmetric}
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_layer_of_every_scheme_has_the_bits_of_the_reference(served, kind, name):
+    rng, scheme = fresh(kind, name), SCHEMES[name]
+    k = 5 * K // 2 if "group_size" in scheme else K  # one block and a half of another
     for dtype, bias in itertools.product(DTYPES, (True, False)):
-        layer = made(kind, dtype, quantization(**scheme, per_channel=per_channel), bias=bias)
+        layer = made(kind, dtype, quantization(**scheme), bias=bias, k=k)
         assert type(layer.scheme.kernel) is Kernel
-        parts = checkpoint(kind, rng, **scheme, per_channel=per_channel, bias=bias)
+        parts = checkpoint(kind, rng, **scheme, bias=bias, k=k)
         load(layer, parts)
         ready(layer)
         for rows in (1, 7):
-            x = torch.from_numpy(rng.standard_normal((rows, K)) * rng.uniform(0.1, 10)).to(dtype)
+            x = torch.from_numpy(rng.standard_normal((rows, k)) * rng.uniform(0.1, 10)).to(dtype)
             output, _ = layer(x)
             want = expected(x, parts, **scheme)
             assert output.dtype is dtype
             assert torch.equal(output.view(torch.uint8), want.view(torch.uint8))
+        assert torch.equal(layer(x[3:4])[0].view(torch.uint8), output[3:4].view(torch.uint8))  # alone
 
 
-@pytest.mark.parametrize(("dynamic", "symmetric", "per_channel"), SCHEMES)
-def test_calls_like_an_earlier_one_are_not_checked_in_full_again(served, monkeypatch, dynamic, symmetric, per_channel):
-    rng = fresh(dynamic, symmetric, per_channel)
-    scheme = {"dynamic": dynamic, "symmetric": symmetric}
-    layers = [made("qkv", torch.bfloat16, quantization(**scheme, per_channel=per_channel)) for _ in range(2)]
+@pytest.mark.parametrize("name", SCHEMES)
+def test_calls_like_an_earlier_one_are_not_checked_in_full_again(served, monkeypatch, name):
+    rng, scheme = fresh(name), SCHEMES[name]
+    layers = [made("qkv", torch.bfloat16, quantization(**scheme)) for _ in range(2)]
     for layer in layers:
-        load(layer, checkpoint("qkv", rng, **scheme, per_channel=per_channel))
+        load(layer, checkpoint("qkv", rng, **scheme))
         ready(layer)
     x = torch.from_numpy(rng.standard_normal((5, K))).to(torch.bfloat16)
     first, _ = layers[0](x)

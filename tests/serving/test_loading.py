@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from support import fresh
 from torch import nn
 from vllm.model_executor.model_loader.reload import layerwise
-from vllm_layers import PARTS, K, checkpoint, load, made, memory, quantization, ready, reloading
+from vllm_layers import PARTS, SCHEMES, K, checkpoint, load, made, memory, quantization, ready, reloading
 
 from skuda.registry import InvalidProblem
+from skuda.torch.int4 import int4_weight
 from skuda.torch.int8_linear import quantized_weight
 
-SCHEMES = tuple(itertools.product((True, False), repeat=3))
-NAMES = ("dynamic", "symmetric", "per_channel")
 
-
-def named(*values):
-    return dict(zip(NAMES, values, strict=True))
+def coded(weight, group_size=None):
+    """What becomes of a floating weight."""
+    if group_size is None:
+        codes, scale = quantized_weight(weight)
+    else:
+        found = int4_weight(weight, group_size)
+        codes, scale = found.packed(group_size), found.channel_scale
+    return {"weight": codes, "weight_scale": scale.view(-1, 1)}
 
 
 def new(kind, dtype, parts, scheme):
@@ -35,9 +37,9 @@ def assert_same(layer, other, rng):
 
 
 @pytest.mark.parametrize("kind", PARTS)
-@pytest.mark.parametrize(NAMES, SCHEMES)
-def test_weights_are_replaced_in_their_memory(served, kind, dynamic, symmetric, per_channel):
-    rng, scheme = fresh(kind, dynamic, symmetric, per_channel), named(dynamic, symmetric, per_channel)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_weights_are_replaced_in_their_memory(served, kind, name):
+    rng, scheme = fresh(kind, name), SCHEMES[name]
     layer = new(kind, torch.bfloat16, checkpoint(kind, rng, **scheme), scheme)
     before, parts = memory(layer), checkpoint(kind, rng, **scheme)
     load(layer, parts)
@@ -50,35 +52,47 @@ def test_weights_are_replaced_in_their_memory(served, kind, dynamic, symmetric, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", PARTS)
-@pytest.mark.parametrize("per_channel", [True, False])
-def test_floating_weights_are_quantized_on_the_way(served, kind, per_channel, dtype):
-    rng, scheme = fresh(kind, dtype, per_channel), {"per_channel": per_channel}
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.get("dynamic", True)])
+def test_floating_weights_are_quantized_on_the_way(served, kind, name, dtype):
+    rng, scheme = fresh(kind, dtype, name), SCHEMES[name]
     layer = new(kind, torch.bfloat16, checkpoint(kind, rng, **scheme), scheme)
     before = memory(layer)
     floats = {part: torch.from_numpy(rng.standard_normal((n, K))).to(dtype) for part, n in PARTS[kind].items()}
     load(layer, {part: {"weight": weight} for part, weight in floats.items()})
     assert memory(layer) == before
-    codes, scale, _ = torch.ops.skuda.dynamic_range(
-        torch.cat(list(floats.values())), q_min=-127, q_max=127, output_element="s8"
-    )
-    assert torch.equal(layer.weight, codes)
-    assert torch.equal(layer.weight_scale.view(-1), scale)
+    want = coded(torch.cat(list(floats.values())), scheme.get("group_size"))
+    assert torch.equal(layer.weight, want["weight"])
+    assert torch.equal(layer.weight_scale, want["weight_scale"])
 
 
-def test_a_weight_that_is_not_finite_or_no_matrix_is_refused(served):
-    rng = fresh()
-    layer = new("row", torch.bfloat16, checkpoint("row", rng), {})
+WRONG = {
+    "not finite": torch.full((PARTS["row"][None], K), torch.nan),
+    "no matrix": torch.ones(K),
+    "codes of one axis": torch.ones(K, dtype=torch.int8),
+}
+PACKED = {
+    "codes of 8 bits": torch.ones(PARTS["row"][None], K, dtype=torch.int8),
+    "unpacked codes of three axes": torch.ones(3, 1, 1088, dtype=torch.int8),
+    "packed in other groups": torch.zeros(3, 1, 1152, dtype=torch.uint8),
+}
+
+
+@pytest.mark.parametrize(
+    ("group_size", "wrong"), [*((None, wrong) for wrong in WRONG), *((64, w) for w in WRONG | PACKED)]
+)
+def test_a_weight_that_a_layer_cannot_hold_is_refused(served, group_size, wrong):
+    rng, scheme = fresh(), {"group_size": group_size}
+    layer = new("row", torch.bfloat16, checkpoint("row", rng, **scheme), scheme)
     codes = layer.weight.clone()
-    for wrong in (torch.full((PARTS["row"][None], K), torch.nan), torch.ones(K)):
-        with pytest.raises(InvalidProblem, match="weight"):
-            load(layer, {None: {"weight": wrong}})
+    with pytest.raises(InvalidProblem, match="weight"):
+        load(layer, {None: {"weight": (WRONG | PACKED)[wrong]}})
     assert torch.equal(layer.weight, codes)
 
 
 @pytest.mark.parametrize("kind", PARTS)
-@pytest.mark.parametrize(NAMES, SCHEMES)
-def test_the_reload_of_vllm_lands_in_the_same_memory(served, kind, dynamic, symmetric, per_channel):
-    rng, scheme = fresh(kind, dynamic, symmetric, per_channel), named(dynamic, symmetric, per_channel)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_reload_of_vllm_lands_in_the_same_memory(served, kind, name):
+    rng, scheme = fresh(kind, name), SCHEMES[name]
     model = nn.ModuleDict({"layer": made(kind, torch.bfloat16, quantization(**scheme))})
     layer = model["layer"]
     layerwise.record_metadata_for_reloading(model)
@@ -95,9 +109,7 @@ def test_the_reload_of_vllm_lands_in_the_same_memory(served, kind, dynamic, symm
     with reloading(model):
         load(layer, {part: {"weight": tensors["weight"]} for part, tensors in parts.items()})
     assert memory(layer) == before
-    for tensors in parts.values():
-        codes, scale = quantized_weight(tensors["weight"])
-        tensors |= {"weight": codes, "weight_scale": scale.view(-1, 1)}
-    other = made(kind, torch.bfloat16, quantization(**{**scheme, "per_channel": True}))
-    load(other, parts)
-    assert_same(layer, ready(other), rng)
+    for part, tensors in parts.items():
+        parts[part] = tensors | coded(tensors["weight"], scheme.get("group_size"))
+    per_channel = scheme | {"per_channel": True}
+    assert_same(layer, new(kind, torch.bfloat16, parts, per_channel), rng)

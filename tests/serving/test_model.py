@@ -8,6 +8,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file
 from support import fresh
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -16,8 +18,24 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm_layers import default_dtype, described, memory, ready, reloading
 
 import skuda.torch
+from skuda.torch.int4 import int4_weight
+from skuda.torch.int8_linear import quantized_weight
+from skuda.torch.scheme import ActivationScheme, Scheme, SchemeGroup
 
+GROUP = 64
+OWN = Scheme((SchemeGroup(("Linear",), ActivationScheme.DYNAMIC, group_size=GROUP),), ("lm_head",), own=True)
+FOUR = {"quant_method": "skuda", "weights": "int4", "group_size": GROUP}
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    **SIZES,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+    "head_dim": 16,
+    "dtype": "bfloat16",
+}
 LINEAR = {"q_proj": (64, 64), "k_proj": (32, 64), "v_proj": (32, 64), "o_proj": (64, 64)}
 LINEAR = {f"self_attn.{name}": shape for name, shape in LINEAR.items()}
 LINEAR |= {"mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96)}
@@ -27,21 +45,12 @@ LINEAR |= {"mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": 
 def model(served, tmp_path, monkeypatch):
     """Return a function that makes a Llama of two layers without weights, by default for a checkpoint with codes."""
     monkeypatch.setattr(Attention, "forward", lambda self, query, key, value: query)  # the real one needs a GPU
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **SIZES,
-        "num_hidden_layers": 2,
-        "vocab_size": 128,
-        "max_position_embeddings": 128,
-        "head_dim": 16,
-        "dtype": "bfloat16",
-    }
     number = iter(range(9))
 
     def new(quantization=None, form=coded, **overrides):
-        codes = {"quantization_config": described()} if form is coded else {}
-        (tmp_path / "config.json").write_text(json.dumps(config | codes))
+        codes = form if isinstance(form, dict) else {coded: described(), packed: OWN.fields(), four: FOUR}.get(form)
+        more = {} if codes is None else {"quantization_config": codes}
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | more))
         more = {"quantization": quantization, "hf_overrides": overrides, "max_model_len": 64}
         of_model = ModelConfig(str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16", **more)
         whole = VllmConfig(model_config=of_model)
@@ -66,16 +75,31 @@ def floats(rng):
     return found
 
 
-def coded(weights):
+def coded(weights, quantized=quantized_weight):
     """The same weights as a checkpoint of compressed-tensors."""
     found = {}
     for name, weight in weights.items():
         if "_proj" not in name:
             found[name] = weight
             continue
-        found[name], scale = skuda.torch.int8_linear.quantized_weight(weight)
+        found[name], scale = quantized(weight)
         found[f"{name}_scale"] = scale.view(-1, 1)
     return found
+
+
+def packed(weights):
+    """The same weights in 4 bits, as a checkpoint of skuda."""
+
+    def quantized(weight):
+        found = int4_weight(weight, GROUP)
+        return found.packed(GROUP), found.channel_scale
+
+    return coded(weights, quantized)
+
+
+def four(weights):
+    """The same weights for a model that quantizes them to 4 bits."""
+    return weights
 
 
 def processed(model):
@@ -95,6 +119,7 @@ def outputs(model):
     [
         *itertools.product((None,), (coded,), (coded, dict), ("load_weights", "reload")),
         *itertools.product(("skuda",), (coded, dict), (coded, dict), ("load_weights", "reload")),
+        *itertools.product((None,), (packed, four), (packed, four), ("load_weights", "reload")),
     ],
 )
 def test_new_weights_land_in_the_same_memory(model, quantization, first, form, way):
@@ -107,8 +132,9 @@ def test_new_weights_land_in_the_same_memory(model, quantization, first, form, w
     with reloading(given) if way == "reload" else nullcontext():
         given.load_weights(form(new).items())
     assert memory(given) == places
-    other = model()
-    other.load_weights(coded(new).items())
+    right = packed if first in (packed, four) else coded
+    other = model(form=right)
+    other.load_weights(right(new).items())
     got, want = outputs(given), outputs(processed(other))
     assert torch.equal(got.view(torch.int16), want.view(torch.int16))
     assert not torch.equal(got, before)
@@ -124,3 +150,27 @@ def test_a_floating_checkpoint_is_quantized_while_it_is_loaded(model):
         assert kinds == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"} - set(kept)  # before it is loaded
         assert {name for name in held if not name.endswith("_scale")} == given.load_weights(weights.items())
         assert torch.equal(held["lm_head.weight"][:128], weights["lm_head.weight"])
+
+
+@pytest.mark.parametrize("save", ["save_pretrained", "save"])
+def test_a_checkpoint_of_skuda_has_the_bits_that_its_writer_has(model, tmp_path, save):
+    rng = fresh(save)
+    writer = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).bfloat16()
+    weights = {name: torch.from_numpy(rng.standard_normal(w.shape) / 8) for name, w in writer.state_dict().items()}
+    writer.load_state_dict(weights)
+    rule = skuda.torch.Dynamic(weights="int4", group_size=GROUP)
+    skuda.torch.quantize_(writer, rule, lambda _, name: name != "lm_head")
+    folder = tmp_path / "written"
+    if save == "save":
+        skuda.torch.save(writer, folder)
+    else:
+        writer.save_pretrained(folder)
+    given = model(None, json.loads((folder / "config.json").read_text())["quantization_config"])
+    given.load_weights(load_file(folder / "model.safetensors").items())
+    processed(given)
+    layers, own = dict(given.named_modules()), dict(writer.named_modules())
+    for joined, names in {"qkv": "qkv", "gate_up": ("gate", "up"), "o": "o", "down": ("down",)}.items():
+        at = f"model.layers.1.{'self_attn' if joined in ('qkv', 'o') else 'mlp'}"
+        x = torch.from_numpy(rng.standard_normal((5, 96 if joined == "down" else 64))).bfloat16()
+        want = torch.cat([own[f"{at}.{name}_proj"](x) for name in names], -1)
+        assert torch.equal(layers[f"{at}.{joined}_proj"](x)[0], want)

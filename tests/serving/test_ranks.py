@@ -11,7 +11,7 @@ from support import fresh
 HERE = Path(__file__).parent
 COUNT = 4
 DEGREES = (1, 2, 4)
-CASES = ("schemes", "rows_with", "not_split", "floating", "compiled", "gated", "in_place", "head")
+CASES = ("schemes", "rows_with", "not_split", "floating", "four_bits", "compiled", "gated", "in_place", "head")
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +23,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("degree", DEGREES)
-@pytest.mark.parametrize(
-    "case", ["schemes", "rows_with", "not_split", "floating", "compiled", "gated", "in_place", "head"]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_every_degree_has_the_bits_of_one_rank(ranks, case, degree):
     for found in ranks:
         checks = found[f"{case} {degree}"]

@@ -460,7 +460,7 @@ def test_what_cannot_be_exact_is_refused_by_name(served, field, more):
 def test_exact_includes_the_head_and_refuses_floating_layers(served):
     from vllm.model_executor.layers.linear import ReplicatedLinear
 
-    for of in ({"quant_method": "skuda"}, described()):
+    for of in ({"quant_method": "skuda"}, {"quant_method": "skuda", "weights": "int4"}, described()):
         found = SkudaConfig.from_config(of | {"exact": True})
         assert found.exact
         assert found.head

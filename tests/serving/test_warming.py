@@ -10,6 +10,7 @@ from torch import nn
 import skuda.torch  # noqa: F401  it defines the ops
 from skuda.dispatch import Dispatcher
 from skuda.registry import InvalidProblem
+from skuda.torch.int4 import int4_weight
 from skuda.torch.tensor_op import OPS
 from skuda.vllm.warming import problems_of, warm
 
@@ -28,11 +29,12 @@ class Block(nn.Module):
         return ops.silu_mul_quantize(gate_up=wide, **CODES)[0], ops.quantized_linear(total, codes, scale)
 
 
-def arguments(rng, rows):
+def arguments(rng, rows, bits=8):
     x, residual, weight = (
         torch.from_numpy(rng.standard_normal(shape)).to(torch.bfloat16) for shape in ((rows, K), (rows, K), (K,))
     )
-    return x, residual, weight, torch.from_numpy(rng.integers(-127, 128, (N, K), dtype="int8")), torch.ones(N, 1)
+    codes = torch.from_numpy(rng.integers(-127, 128, (N, K), dtype="int8"))
+    return x, residual, weight, codes if bits == 8 else int4_weight(codes.float(), 32).packed(32), torch.ones(N, 1)
 
 
 def called(x, residual, weight, codes, scale):
@@ -47,16 +49,21 @@ def called(x, residual, weight, codes, scale):
     }
 
 
-def test_the_problems_of_a_graph_are_those_of_its_calls():
-    rng, sizes, known = fresh(), (1, 3, 40), set()
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_problems_of_a_graph_are_those_of_its_calls(bits):
+    rng, sizes, known = fresh(bits), (1, 3, 40), set()
     tokens = torch.export.Dim("tokens", max=4096)
     shapes = ({0: tokens}, {0: tokens}, None, None, None)
     with torch.no_grad():
-        graph = torch.export.export(Block(), arguments(rng, 7), dynamic_shapes=shapes).graph
-        fixed = torch.export.export(Block(), arguments(rng, 7)).graph
-    assert problems_of(graph, sizes, known) == set().union(*(called(*arguments(rng, rows)) for rows in sizes))
+        graph = torch.export.export(Block(), arguments(rng, 7, bits), dynamic_shapes=shapes).graph
+        fixed = torch.export.export(Block(), arguments(rng, 7, bits)).graph
+    assert problems_of(graph, sizes, known) == set().union(*(called(*arguments(rng, rows, bits)) for rows in sizes))
     assert problems_of(graph, sizes, known) == set()
-    assert problems_of(fixed, sizes, known) == called(*arguments(rng, 7))
+    assert problems_of(fixed, sizes, known) == called(*arguments(rng, 7, bits))
+    elements = {
+        problem.weight_element for problem in problems_of(fixed, sizes, set()) if hasattr(problem, "weight_element")
+    }
+    assert elements == {f"s{bits}"}
 
 
 def test_a_problem_that_fails_stops_no_other(monkeypatch):
