@@ -130,9 +130,8 @@ class ShardedLinear(Int8Linear):
         if shards.axis != self.axis or shards.count != group.count:
             had, rule = f"axis {shards.axis}, {shards.count} ranks", f"have axis {self.axis} and {group.count} ranks"
             raise InvalidProblem(name, "shards", had, rule)
-        if shards.sizes is None and is_packed(whole):
-            even = split(sizes["nk".index(self.axis)], group.count, packed.BLOCK)
-            shards = shards.model_copy(update={"sizes": even})
+        if is_packed(whole):
+            shards = _in_blocks(shards, *sizes)
         if parts is not None:
             if self.axis != "n" or any(len(each) != group.count for each in parts) or shards.output == "whole":
                 raise InvalidProblem(name, "parts", shown(parts), "have a size for each rank, with the output columns")
@@ -455,6 +454,15 @@ def check_parts(subject: str, field: str, layer: nn.Module, axis: str, parts: tu
 def is_packed(layer: object) -> bool:
     """Return whether a layer has 4-bit weights."""
     return getattr(layer, "group_size", None) is not None
+
+
+def _in_blocks(shards: Shards, n: int, k: int) -> Shards:
+    """Return shards with parts of whole blocks where sizes are left out."""
+    lengths = {"sizes": n if shards.axis == "n" else k}
+    if (shards.axis, shards.input) == ("n", "columns"):
+        lengths["input_sizes"] = k
+    even = {field: split(length, shards.count, packed.BLOCK) for field, length in lengths.items()}
+    return shards.model_copy(update={field: even[field] for field in even if getattr(shards, field) is None})
 
 
 def _lengths(tensor: Tensor, axis: str, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from skuda.torch import (
     ColumnLinear,
     Dynamic,
     DynamicLinear,
+    Mixed,
     RowLinear,
     fuse_,
     load_,
@@ -30,7 +31,9 @@ from skuda.torch import (
     save,
 )
 from skuda.torch.digest import digest, sums
+from skuda.torch.int4 import int4_linear
 from skuda.torch.scheme import Scheme
+from skuda.torch.update import update_
 
 HERE = Path(__file__).parent
 
@@ -233,6 +236,58 @@ def test_what_cannot_be_shared_is_refused_and_left(tmp_path):
         assert torch.equal(again[0].weight_q[4 * group.rank :][:4], column.weight_q)
         with pytest.raises(InvalidProblem, match="have no gradient"):
             column(torch.ones(1, 8, requires_grad=True))
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize(
+    ("axis", "sizes", "words"),
+    [
+        ("n", (24, 16), "begin at multiples of 16 output channels"),
+        ("k", (64, 236), "begin at multiples of 128 inputs"),
+    ],
+)
+def test_parts_of_4_bit_weights_are_whole_units(axis, sizes, words):
+    whole = int4_linear(nn.Linear(300, 40))
+
+    def work(group):
+        kind = ColumnLinear if axis == "n" else RowLinear
+        with pytest.raises(InvalidProblem, match=words) as caught:
+            kind(whole, group, Shards(axis=axis, count=2, sizes=sizes))
+        assert str(sizes) in str(caught.value)
+
+    on_ranks(2, work)
+
+
+def test_heads_of_4_bits_that_begin_within_a_unit_leave_the_model_as_it_was():
+    """With 3 ranks, those of 2, 1 and 1 heads of keys."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, **SIZES))
+    quantize_(model, Dynamic(weights="int4"))
+    models = [copy.deepcopy(model) for _ in range(3)]
+
+    def work(group):
+        mine = models[group.rank]
+        with pytest.raises(InvalidProblem, match=r"self_attn.q_proj .* multiples of 16 output channels"):
+            parallelize_(mine, group)
+        assert not any(isinstance(module, ColumnLinear | RowLinear) for module in mine.modules())
+
+    on_ranks(3, work)
+
+
+def test_a_split_model_of_4_bits_is_not_updated():
+    models = [GatedMLP(24, 272, nn.SiLU()) for _ in range(2)]
+    for each in models:
+        torch.manual_seed(0)
+        each.load_state_dict(GatedMLP(24, 272, nn.SiLU()).state_dict())
+        quantize_(each, Dynamic(weights="int4"))
+    trained = GatedMLP(24, 272, nn.SiLU())
+    quantize_(trained, Mixed())
+
+    def work(group):
+        mine = models[group.rank]
+        parallelize_(mine, group)
+        with pytest.raises(InvalidProblem, match="have 8-bit weights"):
+            update_(mine, trained)
 
     on_ranks(2, work)
 
