@@ -447,7 +447,7 @@ def check_parts(subject: str, field: str, layer: nn.Module, axis: str, parts: tu
     """Raise `InvalidProblem` for parts of 4-bit weights that are no slices of the packed ones."""
     if is_packed(layer) and not packed.fits(axis, tuple(itertools.chain.from_iterable(parts))):
         unit, what = packed.UNITS[axis], {"n": "output channels", "k": "inputs"}[axis]
-        rule = f"begin at multiples of {unit} {what} on every rank, because its weights have 4 bits"
+        rule = f"begin at multiples of {unit} {what}, as its weights have 4 bits: take other sizes or ranks, or 8 bits"
         raise InvalidProblem(subject, field, f"parts of {' and '.join(shown(sizes) for sizes in parts)}", rule)
 
 

@@ -274,19 +274,17 @@ def test_heads_of_4_bits_that_begin_within_a_unit_leave_the_model_as_it_was():
     on_ranks(3, work)
 
 
-def test_a_split_model_of_4_bits_is_not_updated():
-    models = [GatedMLP(24, 272, nn.SiLU()) for _ in range(2)]
-    for each in models:
-        torch.manual_seed(0)
-        each.load_state_dict(GatedMLP(24, 272, nn.SiLU()).state_dict())
-        quantize_(each, Dynamic(weights="int4"))
-    trained = GatedMLP(24, 272, nn.SiLU())
+@pytest.mark.parametrize(("weights", "words"), [("int8", "which must be whole"), ("int4", "have 8-bit weights")])
+def test_a_split_model_is_not_updated(weights, words):
+    model, trained = (GatedMLP(24, 272, nn.SiLU()) for _ in range(2))
+    quantize_(model, Dynamic(weights=weights))
     quantize_(trained, Mixed())
+    models = [model, copy.deepcopy(model)]
 
     def work(group):
         mine = models[group.rank]
         parallelize_(mine, group)
-        with pytest.raises(InvalidProblem, match="have 8-bit weights"):
+        with pytest.raises(InvalidProblem, match=words):
             update_(mine, trained)
 
     on_ranks(2, work)
