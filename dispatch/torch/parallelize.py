@@ -128,8 +128,8 @@ def parallelize_(
     Raises
     ------
     InvalidProblem
-        For an argument of the wrong type, an unknown structure, and layers that are split already. The model is then
-        unchanged.
+        For an argument of the wrong type, an unknown structure, heads of 4-bit weights that begin within 16 channels,
+        and layers that are split already. The model is then unchanged.
     GroupMismatch
         If the ranks split differently, or a layer has other codes, scales or biases on another rank. The error names
         the first such layer. The model is then unchanged.
@@ -326,9 +326,9 @@ def _planned(model: nn.Module, plan: Mapping[str, str], wishes: _Wishes) -> Iter
                 raise InvalidProblem("parallelize_", name, type(modules[name]).__name__, "be a whole int8 layer")
             kind, axis = kinds[how]
             chunks = wishes.chunks if axis == "k" else None
-            # The parts of an 8-bit layer fit those of 4-bit ones.
-            length = _width(modules[name], "nk".index(axis))
-            sizes = split(length, wishes.count, packed.BLOCK) if in_blocks else None
+            sizes = None
+            if in_blocks:  # so that the parts of 8-bit layers fit those of 4-bit ones
+                sizes = split(_width(modules[name], "nk".index(axis)), wishes.count, packed.BLOCK)
             given = {"count": wishes.count, "chunks": chunks, "link": wishes.link}
             shards = Shards(axis=axis, sizes=sizes, **given)  # type: ignore[arg-type]
             yield _Cut(name, kind, shards)

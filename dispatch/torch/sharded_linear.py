@@ -387,7 +387,8 @@ class ColumnLinear(ShardedLinear):
     Raises
     ------
     InvalidProblem
-        For an argument of the wrong type, and for sizes that do not add up.
+        For an argument of the wrong type, for sizes that do not add up, and for parts of 4-bit weights that begin
+        within a unit.
     """
 
     axis = "n"
@@ -411,7 +412,8 @@ class RowLinear(ShardedLinear):
     Raises
     ------
     InvalidProblem
-        For an argument of the wrong type, sizes that do not add up, and a K whose sums could leave s32.
+        For an argument of the wrong type, sizes that do not add up, parts of 4-bit weights that begin within a block,
+        and a K whose sums could leave s32.
     """
 
     axis = "k"
