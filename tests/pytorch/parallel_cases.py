@@ -219,7 +219,7 @@ def fused_checkpoints(group, seed, weights, folder):
     for path, own_seed in zip(paths[:2], (seed, seed + 1), strict=True):
         torch.manual_seed(own_seed)
         model = llama("silu", weights)
-        quantize_(model, scheme(np.random.default_rng(own_seed), weights))
+        quantize_(model, scheme(np.random.default_rng(seed), weights))
         if group.rank == 0:
             save(model, path)
         fuse_(model)
