@@ -192,6 +192,11 @@ class CodedLayer(nn.Module):
     in_features: int
 
     @property
+    def width(self) -> int:
+        """K of the weight."""
+        return self.in_features
+
+    @property
     @abstractmethod
     def weight_q(self) -> Tensor:
         """Codes, s8 of shape (N, K), or a packed weight, u8; see `skuda.kernels.linear.packed`."""
@@ -204,8 +209,8 @@ class CodedLayer(nn.Module):
         """
         held = self.coded()
         if torch.compiler.is_compiling():
-            return weight_of(*held, dtype=self.weight_dtype, width=self.in_features)
-        return DequantizedWeight(held, self.weight_dtype, type(self).__name__, self.in_features)
+            return weight_of(*held, dtype=self.weight_dtype, width=self.width)
+        return DequantizedWeight(held, self.weight_dtype, type(self).__name__, self.width)
 
     def coded(self) -> tuple[Tensor, ...]:
         """Return the codes, the scales and, if there are some, the divisors of the input."""

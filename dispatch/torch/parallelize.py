@@ -18,6 +18,7 @@ from skuda.dispatch.shard.cost import Traffic
 from skuda.dispatch.shard.group import Group, GroupMismatch, differing
 from skuda.dispatch.shard.plan import compare
 from skuda.dispatch.shard.shards import NVLINK, Link, Shards, split
+from skuda.kernels.linear import packed
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.digest import digest
@@ -27,7 +28,7 @@ from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import JoinedLinear, Part
 from skuda.torch.nonfinite import propagates
 from skuda.torch.replaceable_layers import check_count, check_model
-from skuda.torch.sharded_linear import ColumnLinear, RowLinear, ShardedLinear
+from skuda.torch.sharded_linear import ColumnLinear, RowLinear, ShardedLinear, check_parts, is_packed
 from skuda.torch.source import Forward, NotProven
 
 _QKV, _O = ("q_proj", "k_proj", "v_proj"), "o_proj"
@@ -91,6 +92,9 @@ def parallelize_(
     and values stay with their queries. Gated MLPs with ``gate_proj``, ``up_proj`` and ``down_proj`` are split by inner
     channels. Neither needs to divide evenly. The source of ``forward`` must show that this is right.
 
+    Layers of 4-bit weights are split at multiples of 16 output channels, or of 128 inputs; inner channels beside such
+    a layer at multiples of 128. An ``o_proj`` whose heads begin elsewhere is split along its outputs.
+
     The layers give the same bits on any number of ranks. The modules between them may not: on CPUs, torch's functions
     such as SiLU may round the last elements of a tensor differently from the others.
 
@@ -124,8 +128,8 @@ def parallelize_(
     Raises
     ------
     InvalidProblem
-        For an argument of the wrong type, an unknown structure, and layers that are split already. The model is then
-        unchanged.
+        For an argument of the wrong type, an unknown structure, heads of 4-bit weights that begin within 16 channels,
+        and layers that are split already. The model is then unchanged.
     GroupMismatch
         If the ranks split differently, or a layer has other codes, scales or biases on another rank. The error names
         the first such layer. The model is then unchanged.
@@ -151,14 +155,21 @@ def parallelize_(
         cuts.append(_Cut("lm_head", ColumnLinear, shards))
     elif lm_head:
         raise InvalidProblem("parallelize_", "lm_head", "True", "be False: there is no int8 layer of this name")
-    for cut in cuts:
-        if propagates(model.get_submodule(cut.name)):
-            rule = "be made without nonfinite='propagate': ranks do not pass on what is not finite"
-            raise InvalidProblem("parallelize_", cut.name, "a layer that propagates NaN", rule)
+    _check_cuts(model, cuts)
     kinds = {cut.name: f"{cut.kind.__name__} {list(model.get_submodule(cut.name).weight.shape)}" for cut in cuts}
     compare(ranks, {"version": version("skuda"), "layers": kinds, "shards": {c.name: str(c.shards) for c in cuts}})
     _compare_weights(model, ranks)
     return _applied(model, ranks, cuts)
+
+
+def _check_cuts(model: nn.Module, cuts: list[_Cut]) -> None:
+    """Raise for a layer that cannot be split so."""
+    for cut in cuts:
+        layer = model.get_submodule(cut.name)
+        if propagates(layer):
+            rule = "be made without nonfinite='propagate': ranks do not pass on what is not finite"
+            raise InvalidProblem("parallelize_", cut.name, "a layer that propagates NaN", rule)
+        check_parts("parallelize_", cut.name, layer, cut.shards.axis, cut.parts or ())
 
 
 def _compare_weights(model: nn.Module, ranks: Group) -> None:
@@ -255,7 +266,10 @@ class _Wishes:
             if type(act).__module__ not in _ELEMENTWISE or "softmax" in type(act).__name__.lower():
                 raise NotProven(f"its activation, {type(act).__name__}, is not known to work element by element")
         inner = _width(getattr(module, _DOWN), 1)
-        sizes = split(inner, self.count, _UNIT if inner >= _UNIT * self.count else 1)
+        unit = _UNIT if inner >= _UNIT * self.count else 1
+        if any(is_packed(getattr(module, each)) for each in (*_GATE_UP, _DOWN)):
+            unit = packed.BLOCK
+        sizes = split(inner, self.count, unit)
         if isinstance(module, FusedGatedMLP):
             joined = module.fused_form.joined
             cuts = [self._column(_within(name, joined), module.get_submodule(joined), (sizes, sizes))]
@@ -279,9 +293,12 @@ class _Wishes:
             raise NotProven(f"{name} takes {k} channels, not {sum(sizes)}")
         given = {"count": self.count, "chunks": self.chunks, "link": self.link}
         row = Shards(axis="k", sizes=sizes, **given)
-        if self.rows is None:
+        fits = not is_packed(layer) or packed.fits("k", sizes)
+        if self.rows is None and fits:
             return _Cut(name, RowLinear, row)
         column = Shards(axis="n", input="columns", output="whole", input_sizes=sizes, **given)
+        if not fits:
+            return _Cut(name, ColumnLinear, column)
         dynamic = isinstance(layer, DynamicLinear)
         traffic = Traffic(m=self.rows, n=n, k=k, output_bytes=2, dynamic=dynamic, scale_bytes=4 * dynamic)
         best = traffic.cheapest((row, column))
@@ -292,6 +309,7 @@ def _planned(model: nn.Module, plan: Mapping[str, str], wishes: _Wishes) -> Iter
     if not isinstance(plan, Mapping):
         raise InvalidProblem("parallelize_", "plan", shown(plan), "map names to column or row")
     modules = dict(model.named_modules())
+    in_blocks = any(map(is_packed, modules.values()))
     kinds: dict[str, tuple[type[ColumnLinear | RowLinear], str]] = {
         "column": (ColumnLinear, "n"),
         "row": (RowLinear, "k"),
@@ -308,7 +326,11 @@ def _planned(model: nn.Module, plan: Mapping[str, str], wishes: _Wishes) -> Iter
                 raise InvalidProblem("parallelize_", name, type(modules[name]).__name__, "be a whole int8 layer")
             kind, axis = kinds[how]
             chunks = wishes.chunks if axis == "k" else None
-            shards = Shards(axis=axis, count=wishes.count, chunks=chunks, link=wishes.link)  # type: ignore[arg-type]
+            sizes = None
+            if in_blocks:  # so that the parts of 8-bit layers fit those of 4-bit ones
+                sizes = split(_width(modules[name], "nk".index(axis)), wishes.count, packed.BLOCK)
+            given = {"count": wishes.count, "chunks": chunks, "link": wishes.link}
+            shards = Shards(axis=axis, sizes=sizes, **given)  # type: ignore[arg-type]
             yield _Cut(name, kind, shards)
 
 

@@ -10,11 +10,11 @@ import itertools
 from abc import abstractmethod
 from functools import lru_cache
 from math import prod
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from skuda.dispatch.preference import PlanPreference
 from skuda.dispatch.select.explanation import Explanation
@@ -22,9 +22,9 @@ from skuda.dispatch.shard import layer
 from skuda.dispatch.shard.cost import Traffic
 from skuda.dispatch.shard.group import Group
 from skuda.dispatch.shard.layer import Course, LayerInput, Steps, Sums
-from skuda.dispatch.shard.shards import Shards, own
+from skuda.dispatch.shard.shards import Shards, own, span, split
 from skuda.functional import default_dispatcher
-from skuda.kernels.linear import ScaledLinearDescriptor
+from skuda.kernels.linear import ScaledLinearDescriptor, packed
 from skuda.kernels.linear.problem import longest_k
 from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
@@ -44,6 +44,9 @@ class ShardedLinear(Int8Linear):
 
     The buffers have the names of the whole layer's buffers. There are no gradients.
 
+    Parts of 4-bit weights begin at multiples of 16 output channels, or of 128 inputs. By default they have multiples of
+    128 along either axis, so that the parts of one layer fit those of the next. Ranks for which none is left are empty.
+
     Many rows run in chunks, so that the ranks exchange one chunk while they compute the next; see `Shards.chunks`.
     Under ``torch.compile`` there is one chunk, because torch does not trace a collective that is only started.
     Therefore every rank must compile the layer, or none.
@@ -60,7 +63,7 @@ class ShardedLinear(Int8Linear):
 
     op = "scaled_linear"
     sharded = True
-    axis: str
+    axis: Literal["n", "k"]
     input_scale: Tensor | None
     input_zero_point: Tensor | None
     smooth: Tensor | None
@@ -79,25 +82,17 @@ class ShardedLinear(Int8Linear):
         if propagates(whole):
             rule = "be made without nonfinite='propagate': ranks do not pass on what is not finite"
             raise InvalidProblem(name, "whole", type(whole).__name__, rule)
-        shards = Shards(axis=self.axis, count=group.count) if shards is None else shards  # type: ignore[arg-type]
-        if shards.axis != self.axis or shards.count != group.count:
-            had, rule = f"axis {shards.axis}, {shards.count} ranks", f"have axis {self.axis} and {group.count} ranks"
-            raise InvalidProblem(name, "shards", had, rule)
         n, k = whole.out_features, whole.in_features
-        if parts is not None:
-            if self.axis != "n" or any(len(sizes) != group.count for sizes in parts) or shards.output == "whole":
-                raise InvalidProblem(name, "parts", shown(parts), "have a size for each rank, with the output columns")
-            shards = shards.model_copy(update={"sizes": tuple(map(sum, zip(*parts, strict=True)))})
         self._check_k(k)
-        cut = parts or (shards.parts(n, k),)
-        shards.parts(n, k)
+        shards, cut = self._shared(whole, group, shards, parts)
         columns = shards.columns(k) if shards.input == "columns" else ()
         weight = _cut(whole.weight_q, self.axis, cut, group.rank)
         scale, bias = whole.weight_scale, whole.bias
         if self.axis == "n":
             scale = _cut(scale, "n", cut, group.rank)
             bias = None if bias is None else _cut(bias, "n", cut, group.rank)
-        super().__init__(weight, scale, bias, dtype=whole.weight_dtype)
+        width = k if self.axis == "n" else cut[0][group.rank]
+        super().__init__(weight, scale, bias, dtype=whole.weight_dtype, in_features=width)
         self.original = whole.original
         self.group, self.shards, self.whole, self.parts = group, shards, (n, k), cut
         kind = getattr(whole, "stored_as", type(whole))
@@ -106,6 +101,8 @@ class ShardedLinear(Int8Linear):
         self._columns = columns
         self.in_features = columns[group.rank] if columns else k
         self.out_features = shards.parts(n, k)[group.rank] if shards.output == "columns" else n
+        # The rows of a packed weight are known only in units.
+        self._of_sums: dict[str, Any] = {"output_element": "s32"} | ({"n": n} if is_packed(whole) else {})
         static = isinstance(whole, StaticLinear)
         self.register_buffer("input_scale", whole.input_scale if static else None)
         self.register_buffer("input_zero_point", whole.input_zero_point if static else None)
@@ -123,6 +120,26 @@ class ShardedLinear(Int8Linear):
         _layers[self._number] = self
         self._split = f"{list(self.whole)} split by {shards}"
         self.train(whole.training)
+
+    def _shared(
+        self, whole: Int8Linear, group: Group, shards: Shards | None, parts: tuple[tuple[int, ...], ...] | None
+    ) -> tuple[Shards, tuple[tuple[int, ...], ...]]:
+        """Return the split, and the lengths of its parts."""
+        name, sizes = type(self).__name__, (whole.out_features, whole.in_features)
+        shards = Shards(axis=self.axis, count=group.count) if shards is None else shards
+        if shards.axis != self.axis or shards.count != group.count:
+            had, rule = f"axis {shards.axis}, {shards.count} ranks", f"have axis {self.axis} and {group.count} ranks"
+            raise InvalidProblem(name, "shards", had, rule)
+        if is_packed(whole):
+            shards = _in_blocks(shards, *sizes)
+        if parts is not None:
+            if self.axis != "n" or any(len(each) != group.count for each in parts) or shards.output == "whole":
+                raise InvalidProblem(name, "parts", shown(parts), "have a size for each rank, with the output columns")
+            shards = shards.model_copy(update={"sizes": tuple(map(sum, zip(*parts, strict=True)))})
+        cut = parts or (shards.parts(*sizes),)
+        shards.parts(*sizes)
+        check_parts(name, "parts" if parts else "shards", whole, self.axis, cut)
+        return shards, cut
 
     @abstractmethod
     def _check_k(self, k: int) -> None:
@@ -154,12 +171,14 @@ class ShardedLinear(Int8Linear):
             whole = {name: self._gathered(name, held).cpu() for name, held in self._buffers.items() if held is not None}
         tensors: Any = whole["weight"], whole["weight_scale"], whole.get("bias")
         more: Any = {name: whole.get(name) for name in ("input_scale", "input_zero_point", "smooth")}
-        dtype = self.weight_dtype
+        dtype, k = self.weight_dtype, self.whole[1]
         made: DynamicLinear | StaticLinear
         if self.whole_kind is JoinedLinear:
-            made = JoinedLinear(*tensors, sizes=self.whole_sizes, dtype=dtype)
+            made = JoinedLinear(*tensors, sizes=self.whole_sizes, dtype=dtype, in_features=k)
+        elif self.dynamic:
+            made = DynamicLinear(*tensors, dtype=dtype, in_features=k)
         else:
-            made = DynamicLinear(*tensors, dtype=dtype) if self.dynamic else StaticLinear(*tensors, **more, dtype=dtype)
+            made = StaticLinear(*tensors, **more, dtype=dtype)
         made.train(self.training)
         return made
 
@@ -167,12 +186,18 @@ class ShardedLinear(Int8Linear):
         """Return a buffer of the whole layer."""
         if name == "smooth" and self._columns:
             return torch.as_tensor(self.group.gather(held, 0, self._columns))
+        parts = [_lengths(held, self.axis, sizes) for sizes in self.parts]
         if self.axis == "k":
-            return torch.as_tensor(self.group.gather(held, 1, self.parts[0])) if name == "weight" else held
+            return torch.as_tensor(self.group.gather(held, 1, parts[0])) if name == "weight" else held
         if name not in ("weight", "weight_scale", "bias"):
             return held
-        pieces = zip(held.split(self.sizes), self.parts, strict=True)
+        pieces = zip(held.split([sizes[self.group.rank] for sizes in parts]), parts, strict=True)
         return torch.cat([torch.as_tensor(self.group.gather(piece, 0, sizes)) for piece, sizes in pieces])
+
+    @property
+    def width(self) -> int:
+        """K of this rank's part of the weight."""
+        return self.whole[1] if self.axis == "n" else self.sizes[0]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -186,7 +211,7 @@ class ShardedLinear(Int8Linear):
 
     def held_of(self, number: int, whole: Tensor) -> Tensor:
         """Return this rank's part of a buffer of a joined layer, split along the first axis."""
-        return cast("Tensor", own(whole, 0, self.parts[number], self.group.rank))
+        return _own(whole, "n", self.parts[number], self.group.rank)
 
     @property
     def dynamic(self) -> bool:
@@ -291,8 +316,8 @@ class ShardedLinear(Int8Linear):
 
         def sums(codes: Tensor) -> Tensor:
             if not spare:
-                return cast("Tensor", _OPS.scaled_linear.default(codes, self.weight_q, output_element="s32"))
-            problem = _sums_of(*codes.shape, len(self.weight_q))
+                return cast("Tensor", _OPS.scaled_linear.default(codes, self.weight_q, **self._of_sums))
+            problem = _sums_of(*codes.shape, self.out_features, self.group_size)
             preference = PlanPreference(spare_multiprocessors=spare)
             return cast("Tensor", default_dispatcher().run(problem, preference, act_q=codes, weight_q=self.weight_q))
 
@@ -324,10 +349,9 @@ class ShardedLinear(Int8Linear):
 
     def _arguments(self, input: Tensor) -> Arguments:
         """Return the arguments of this rank's product, for `explain`."""
-        codes = torch.empty(*input.shape[:-1], self.weight_q.shape[1], dtype=torch.int8, device="meta")
-        fields: dict[str, Any] = {"output_element": "s32"}
+        codes = torch.empty(*input.shape[:-1], self.width, dtype=torch.int8, device="meta")
         if self.axis == "k":
-            return (codes, self.weight_q), fields
+            return (codes, self.weight_q), self._of_sums
         rows = torch.empty(codes.shape[:-1] if self.dynamic else (1,), device="meta")
         tensors = codes, self.weight_q, rows, self.input_zero_point, self.weight_scale.view(-1), None, self.bias
         scope = "token" if self.dynamic else "tensor"
@@ -363,7 +387,8 @@ class ColumnLinear(ShardedLinear):
     Raises
     ------
     InvalidProblem
-        For an argument of the wrong type, and for sizes that do not add up.
+        For an argument of the wrong type, for sizes that do not add up, and for parts of 4-bit weights that begin
+        within a unit.
     """
 
     axis = "n"
@@ -387,7 +412,8 @@ class RowLinear(ShardedLinear):
     Raises
     ------
     InvalidProblem
-        For an argument of the wrong type, sizes that do not add up, and a K whose sums could leave s32.
+        For an argument of the wrong type, sizes that do not add up, parts of 4-bit weights that begin within a block,
+        and a K whose sums could leave s32.
     """
 
     axis = "k"
@@ -399,9 +425,11 @@ class RowLinear(ShardedLinear):
 
 
 @lru_cache(maxsize=4096)
-def _sums_of(m: int, k: int, n: int) -> ScaledLinearDescriptor:
+def _sums_of(m: int, k: int, n: int, group_size: int | None) -> ScaledLinearDescriptor:
     """Return the `scaled_linear` problem with exact s32 sums."""
-    return ScaledLinearDescriptor(m=m, n=n, k=k, output_element=ElementKind.S32)
+    element = ElementKind.S8 if group_size is None else ElementKind.S4
+    weight = {"weight_element": element, "group_size": group_size or 0}
+    return ScaledLinearDescriptor(m=m, n=n, k=k, output_element=ElementKind.S32, **weight)
 
 
 _layers: WeakValueDictionary[int, ShardedLinear] = WeakValueDictionary()
@@ -417,10 +445,45 @@ def _compiled_course(number: int, rows: int, dtype: torch.dtype) -> Course:
     return _layers[number].course(rows, dtype, compiles=True)
 
 
-def _cut(tensor: Tensor, axis: str, parts: tuple[tuple[int, ...], ...], rank: int) -> Tensor:
-    """Copy a rank's part of a tensor of shape (N, K), (N, 1) or (N,)."""
+def check_parts(subject: str, field: str, layer: nn.Module, axis: str, parts: tuple[tuple[int, ...], ...]) -> None:
+    """Raise `InvalidProblem` for parts of 4-bit weights that are no slices of the packed ones."""
+    if is_packed(layer) and not packed.fits(axis, tuple(itertools.chain.from_iterable(parts))):
+        unit, what = packed.UNITS[axis], {"n": "output channels", "k": "inputs"}[axis]
+        rule = f"begin at multiples of {unit} {what}, as its weights have 4 bits: take other sizes or ranks, or 8 bits"
+        raise InvalidProblem(subject, field, f"parts of {' and '.join(shown(sizes) for sizes in parts)}", rule)
+
+
+def is_packed(layer: object) -> bool:
+    """Return whether a layer has 4-bit weights."""
+    return getattr(layer, "group_size", None) is not None
+
+
+def _in_blocks(shards: Shards, n: int, k: int) -> Shards:
+    """Return shards with parts of whole blocks where sizes are left out."""
+    lengths = {"sizes": n if shards.axis == "n" else k}
+    if (shards.axis, shards.input) == ("n", "columns"):
+        lengths["input_sizes"] = k
+    even = {field: split(length, shards.count, packed.BLOCK) for field, length in lengths.items()}
+    return shards.model_copy(update={field: even[field] for field in even if getattr(shards, field) is None})
+
+
+def _lengths(tensor: Tensor, axis: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return lengths in rows or columns as those along an axis of a tensor, which a packed weight has in units."""
+    unit = packed.UNITS[axis] if tensor.dtype is torch.uint8 else 1
+    return tuple(-(-size // unit) for size in sizes)
+
+
+def _own(tensor: Tensor, axis: Literal["n", "k"], sizes: tuple[int, ...], rank: int) -> Tensor:
+    """Return a rank's part of a tensor of shape (N, K), (N, 1) or (N,), or of a packed weight: a view."""
+    if tensor.dtype is torch.uint8:
+        at = span(sizes, rank)
+        return cast("Tensor", packed.cut(tensor, axis, at.start, at.stop))
+    return cast("Tensor", own(tensor, "nk".index(axis), sizes, rank))
+
+
+def _cut(tensor: Tensor, axis: Literal["n", "k"], parts: tuple[tuple[int, ...], ...], rank: int) -> Tensor:
+    """Copy a rank's part of a tensor; see `_own`. Along n, it has the parts of the joined layers."""
     if axis == "k":
-        part: Tensor = own(tensor, 1, parts[0], rank)
-        return part.clone(memory_format=torch.contiguous_format)
-    pieces = tensor.split([sum(sizes) for sizes in parts])
-    return torch.cat([own(piece, 0, sizes, rank) for piece, sizes in zip(pieces, parts, strict=True)])
+        return _own(tensor, axis, parts[0], rank).clone(memory_format=torch.contiguous_format)
+    pieces = tensor.split(_lengths(tensor, axis, tuple(map(sum, parts))))
+    return torch.cat([_own(piece, axis, sizes, rank) for piece, sizes in zip(pieces, parts, strict=True)])

@@ -15,7 +15,8 @@ bytes: scale and 128 + offset of row r, then those of row r + 8.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +29,8 @@ from skuda.registry.errors import InvalidProblem
 
 ROWS, BLOCK = 16, 128
 """Rows of a unit, and elements of K of a block."""
+UNITS = {"n": ROWS, "k": BLOCK}
+"""What is cut only as a whole, by axis."""
 GROUP_SIZES = (32, 64, 128)
 LEVELS = ROWS * BLOCK // 2
 """Bytes of the levels of a block."""
@@ -86,6 +89,12 @@ def packed(levels: Array, scale: Array, offset: Array, group_size: int) -> Array
     return np.concatenate([codes, groups.reshape(units, blocks, num_bytes - LEVELS)], axis=2)
 
 
+def fits(axis: str, sizes: Sequence[int]) -> bool:
+    """Return whether `cut` gives consecutive parts of these lengths, which add up to the whole axis."""
+    begins = accumulate((0, *sizes))
+    return all(begin % UNITS[axis] == 0 for begin, size in zip(begins, sizes, strict=False) if size)
+
+
 def cut(weight: Any, axis: Literal["n", "k"], start: int, stop: int) -> Any:
     """Return rows, or elements of K, of a packed weight: a view of an array or tensor.
 
@@ -102,7 +111,7 @@ def cut(weight: Any, axis: Literal["n", "k"], start: int, stop: int) -> Any:
     InvalidProblem
         For other ends.
     """
-    unit, count = (ROWS, weight.shape[0]) if axis == "n" else (BLOCK, weight.shape[1])
+    unit, count = UNITS[axis], weight.shape["nk".index(axis)]
     last = unit * (count - 1)
     if not 0 <= start <= stop <= unit * count or (start < stop and (start % unit or (stop % unit and stop < last))):
         rule = f"be within the weight and begin and end at multiples of {unit}, or at its end"

@@ -14,9 +14,11 @@ from torch import distributed
 
 from skuda.dispatch.shard import Shards
 from skuda.dispatch.shard.shards import own
+from skuda.kernels.linear.packed import UNITS
 from skuda.torch import ColumnLinear, DynamicLinear, RowLinear, StaticLinear, TorchGroup
+from skuda.torch.int4 import int4_linear
 
-KINDS = ("dynamic", "static", "shifted and smooth")
+KINDS = ("dynamic", "static", "shifted and smooth", "4 bits")
 CUTS = (
     *(("n", given, output) for given in ("whole", "rows", "columns") for output in ("whole", "columns")),
     *(("k", "columns", output) for output in ("whole", "rows")),
@@ -40,9 +42,9 @@ class Worker:
         """Draw an integer from `low` to `high`, without it."""
         return int(torch.randint(low, high, (), generator=self.host))
 
-    def cut(self, total: int) -> tuple[int, ...]:
-        """Draw sizes that are uneven, and may be 0."""
-        ends = sorted(self.number(0, total + 1) for _ in range(self.group.count - 1))
+    def cut(self, total: int, unit: int = 1) -> tuple[int, ...]:
+        """Draw sizes that are uneven, and may be 0. Parts begin at multiples of a unit."""
+        ends = sorted(unit * self.number(0, total // unit + 1) for _ in range(self.group.count - 1))
         return tuple(b - a for a, b in itertools.pairwise((0, *ends, total)))
 
     def uniform(self, size: int, low: float, high: float) -> torch.Tensor:
@@ -51,6 +53,11 @@ class Worker:
 
     def layer(self, kind: str, n: int, k: int) -> DynamicLinear | StaticLinear:
         """Draw a whole layer."""
+        if kind == "4 bits":
+            linear = torch.nn.Linear(k, n, device=self.place)
+            for parameter in linear.parameters():
+                parameter.normal_(generator=self.generator)
+            return int4_linear(linear, (0, 32, 64, 128)[self.number(0, 4)])
         weight = torch.empty(n, k, dtype=torch.int8, device=self.place).random_(-127, 128, generator=self.generator)
         scale = self.uniform(n, 0.001, 0.01)
         bias = self.uniform(n, -1, 1)
@@ -92,7 +99,7 @@ class Worker:
         axis, given, output = cut
         whole = self.layer(kind, n, k)
         rank, split = self.group.rank, (n if axis == "n" else k)
-        sizes = self.cut(split) if number % 2 else None
+        sizes = self.cut(split, UNITS[axis] if kind == "4 bits" else 1) if number % 2 else None
         of_input = self.cut(k) if (axis, given) == ("n", "columns") else None
         shards = Shards(
             axis=axis, count=self.group.count, sizes=sizes, input=given, output=output, input_sizes=of_input
@@ -100,6 +107,7 @@ class Worker:
         if shards.divisible:
             shards = shards.model_copy(update={"chunks": self.number(1, 6)})
         shared = (ColumnLinear if axis == "n" else RowLinear)(whole, self.group, shards)
+        shards = shared.shards  # with sizes for 4-bit weights
 
         def part(array: torch.Tensor, of: str, columns: tuple[int, ...]) -> torch.Tensor:
             """Return what this rank has of an array of all rows and columns."""
@@ -137,7 +145,9 @@ class Worker:
         parts = {name: buffer.cpu() for name, buffer in whole.named_buffers()}
         kept = {name: parts.get(name) for name in ("weight", "weight_scale", "bias")}
         more = {name: parts.get(name) for name in ("input_scale", "input_zero_point", "smooth")}
-        made = type(whole)(*kept.values(), **({} if isinstance(whole, DynamicLinear) else more))
+        if isinstance(whole, DynamicLinear):
+            more = {"in_features": whole.in_features}
+        made = type(whole)(*kept.values(), **more)
         return made(x.cpu())
 
     def replayed(self, name, shared, x, mine, wanted) -> None:
@@ -165,7 +175,7 @@ class Worker:
         """Do all cases."""
         rows, sizes = (0, 1, 2, 3, 16, 128), ((40, 72), (33, 17))
         for number, (kind, cut) in enumerate(itertools.product(KINDS, CUTS)):
-            for n, k in sizes:
+            for n, k in (*sizes, *(((40, 300),) if kind == "4 bits" else ())):
                 self.case(number, kind, cut, n, k, rows)
             if self.on_gpu:
                 self.case(number, kind, cut, 1536, 4097, (*rows, 2048))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from skuda.dispatch.shard.problems import course
-from skuda.dispatch.shard.shards import own
+from skuda.dispatch.shard.shards import own, span
 from skuda.kernels.linear import packed
 
 WAYS = [
@@ -26,8 +26,12 @@ def part(problem, shards, rank, inputs):
     if problem.weight_element == "s4":
         if shards.axis == "n":
             cut |= {n: own(inputs[n], 0, way.parts, rank) for n in ("weight_scale", "bias") if n in inputs}
-        axis = "nk".index(shards.axis)
-        cut["weight_q"] = _part_of_packed(problem, inputs["weight_q"], lambda a: own(a, axis, way.parts, rank), axis)
+        axis, weight = "nk".index(shards.axis), inputs["weight_q"]
+        if packed.fits(shards.axis, way.parts):
+            at = span(way.parts, rank)
+            cut["weight_q"] = packed.cut(weight, shards.axis, at.start, at.stop)
+        else:
+            cut["weight_q"] = _part_of_packed(problem, weight, lambda a: own(a, axis, way.parts, rank), axis)
     elif shards.axis == "k":
         cut["weight_q"] = own(inputs["weight_q"], 1, way.parts, rank)
     else:
@@ -36,9 +40,10 @@ def part(problem, shards, rank, inputs):
     return cut
 
 
-def cuttable(problem, inputs):
-    """Inputs with one scale and offset for all groups of a row of a packed weight, which then may be cut anywhere."""
-    if problem.weight_element != "s4":
+def cuttable(problem, shards, inputs):
+    """Inputs with one scale and offset for all groups of a row of a packed weight, if it is cut within units."""
+    _, n, k = problem.sizes
+    if problem.weight_element != "s4" or packed.fits(shards.axis, shards.parts(n, k)):
         return inputs
     weight = inputs["weight_q"].copy()
     groups = weight[..., 1024:].reshape(*weight.shape[:2], 8, 128 // problem.group_size, 4)

@@ -119,6 +119,7 @@ def test_a_cut_has_the_codes_of_its_rows_or_elements(axis):
     weight = run(problem, pack_weight.draw(problem, "normal", rng))["output"]
     total, codes = {"n": n, "k": k}[axis], unpacked(weight, n, k)
     ends = [0, *sorted(unit * rng.integers(0, total // unit + 1, 4)), total, total]
+    assert packed.fits(axis, np.diff(ends).tolist())
     for start, stop in itertools.pairwise(map(int, ends)):
         part = packed.cut(weight, axis, start, stop)
         assert part.base is not None
@@ -144,6 +145,14 @@ def test_a_cut_within_a_unit_is_refused(axis, start, stop):
     with pytest.raises(InvalidProblem) as caught:
         packed.cut(np.zeros(packed.shape_of(60, 200, 32), np.uint8), axis, start, stop)
     assert caught.value.field == axis
+
+
+@pytest.mark.parametrize("sizes", [(8, 52), (0, 24, 36), (32, 20, 0, 8)])
+def test_parts_that_begin_within_a_unit_do_not_fit(sizes):
+    assert not packed.fits("n", sizes)
+    assert not packed.fits("k", [8 * size for size in sizes])
+    assert packed.fits("n", [16 * size for size in sizes])
+    assert packed.fits("k", [128 * size for size in sizes])
 
 
 def test_what_is_behind_the_weight_is_zero():

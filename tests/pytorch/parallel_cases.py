@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 import torch
-from tensors import GatedMLP, same
+from tensors import GatedMLP, normal, same
 from torch import nn
 
 from skuda.dispatch.shard import GroupMismatch, Shards
@@ -17,6 +17,7 @@ from skuda.torch import (
     DynamicLinear,
     RowLinear,
     StaticLinear,
+    TorchGroup,
     fuse_,
     load_,
     parallelize_,
@@ -24,9 +25,20 @@ from skuda.torch import (
     save,
 )
 from skuda.torch.checkpoint import TENSORS
+from skuda.torch.exact import exact_
+from skuda.torch.int4 import int4_linear
+
+WEIGHTS = ("int8", "int4")
+GROUPS = (32, 64, 128, 0)
 
 
 def layer(rng, kind, n, k):
+    if kind == "packed":
+        linear = nn.Linear(k, n, bias=bool(rng.random() < 0.5))
+        with torch.no_grad():
+            for parameter in linear.parameters():
+                parameter.copy_(normal(rng, *parameter.shape))
+        return int4_linear(linear, int(rng.choice(GROUPS)))
     weight = torch.from_numpy(rng.integers(-127, 128, (n, k), dtype=np.int8))
     scale = torch.from_numpy(rng.uniform(0.001, 0.01, n).astype(np.float32))
     bias = torch.from_numpy(rng.normal(size=n).astype(np.float32)) if rng.random() < 0.5 else None
@@ -49,54 +61,76 @@ def data(rng, shape, dtype):
     return x
 
 
-def llama(act, attention="eager", head_dim=8):
+def scheme(rng, weights):
+    return Dynamic() if weights == "int8" else Dynamic(weights="int4", group_size=int(rng.choice(GROUPS)))
+
+
+def llama(act, weights, attention="eager", head_dim=None):
+    """A small model. With 4-bit weights, o_proj is split along K on 2 ranks, and along N on more."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=64,
-        intermediate_size=112,
+        intermediate_size=112 if weights == "int8" else 304,
         num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=4,
-        head_dim=head_dim,
+        head_dim=head_dim or (8 if weights == "int8" else 32),
         hidden_act=act,
         attn_implementation=attention,
     )
     return LlamaForCausalLM(config).eval()
 
 
-def hashes(group, seed):
-    """Hashes of a small Llama's logits: whole, shared, shared after `fuse_`, and that with int8 attention."""
+WAYS = {
+    "int8": ("whole", "shared", "cheapest", "fused", "attended"),
+    "int4": ("whole", "shared", "fused", "exact"),
+}
+
+
+def hashes(group, seed, weights):
+    """Hashes of a small Llama's logits: whole, shared, shared after `fuse_`, that with int8 attention, and exact."""
     import skuda.torch.attention  # noqa: F401  it registers it
 
     found = {}
-    for way in ("whole", "shared", "cheapest", "fused", "attended"):
+    for way in WAYS[weights]:
         torch.manual_seed(seed)
         # SiLU of torch on a CPU may round the end of a tensor, after the last full vectors, in another way. It has none
-        # here: an even number of tokens times a multiple of 16 channels. And ReLU rounds nothing.
-        fuses = way in ("fused", "attended")
-        model = llama("silu" if fuses else "relu", *(("skuda", 32) if way == "attended" else ()))
-        tokens = torch.randint(0, 64, (2, 5))
-        quantize_(model, Dynamic())
-        if fuses:
+        # here: an even number of tokens times a multiple of 16 channels. And ReLU rounds nothing. Attention has less
+        # than 400 products a head, from which on the bits of torch.bmm depend on the number of heads.
+        fuses, attends = way in ("fused", "attended", "exact"), way in ("attended", "exact")
+        model = llama("silu" if fuses else "relu", weights, *(("skuda", 32) if attends else ()))
+        tokens = torch.randint(0, 64, (2, 3))
+        quantize_(model, scheme(np.random.default_rng(seed), weights), *((lambda *_: True,) if way == "exact" else ()))
+        if way == "exact":
+            exact_(model)
+        elif fuses:
             fuse_(model)
         if way != "whole":
             rows, chunks = (4, 3) if way == "cheapest" else (None, 2 if way == "shared" else None)
-            report = parallelize_(model, group, lm_head=way == "shared", rows=rows, chunks=chunks)
+            head = way in ("shared", "exact")
+            report = parallelize_(model, group, lm_head=head, rows=rows, chunks=chunks)
             chunked = [module.shards.chunks for module in model.modules() if isinstance(module, RowLinear)]
             assert set(chunked) <= {chunks}
-            assert len(report.converted) == (14 + (way == "shared") if not fuses else 8), str(report)
+            assert len(report.converted) == (8 if fuses else 14) + head, str(report)
         with torch.no_grad():
             logits = model(tokens, use_cache=False).logits
         found[way] = hashlib.sha256(logits.numpy().tobytes()).hexdigest()
     return found
 
 
-def compiled(group, seed):
+class SparingGroup(TorchGroup):
+    """A group whose products leave multiprocessors free, as on GPUs."""
+
+    spare_multiprocessors = 4
+
+
+def compiled(group, seed, weights):
     """A pair of layers, and a fused gated MLP, each in one graph."""
     rng = np.random.default_rng(seed)
-    up, down = layer(rng, "dynamic", 40, 24), layer(rng, "dynamic", 24, 40)
+    kind, inner = ("dynamic", 40) if weights == "int8" else ("packed", 272)
+    up, down = layer(rng, kind, inner, 24), layer(rng, kind, 24, inner)
     chunks = Shards(axis="k", count=group.count, chunks=2)
     pair = nn.Sequential(ColumnLinear(up, group), nn.ReLU(), RowLinear(down, group, chunks))
     x = data(rng, (3, 24), torch.float32)
@@ -104,8 +138,8 @@ def compiled(group, seed):
         want = down(torch.relu(up(x)))
         found = [same(f(x), want) for f in (pair, torch.compile(pair, fullgraph=True, backend="aot_eager"))]
         for act in (nn.SiLU(), nn.GELU()):
-            x, mlp = data(rng, (2, 3, 24), torch.bfloat16), GatedMLP(24, 40, act)
-            quantize_(mlp, Dynamic())
+            x, mlp = data(rng, (2, 3, 24), torch.bfloat16), GatedMLP(24, inner, act)
+            quantize_(mlp, scheme(rng, weights))
             fuse_(mlp)
             want = mlp(x)
             parallelize_(mlp, group)
@@ -115,12 +149,19 @@ def compiled(group, seed):
 
 
 class Mixture(nn.Module):
-    """Layers of every kind, one of which stays in floating point."""
+    """Layers of every kind, one of which stays in floating point. Layers of 8 bits are beside those of 4."""
 
-    def __init__(self, rng):
+    def __init__(self, rng, weights):
         super().__init__()
-        self.up, self.down = layer(rng, "dynamic", 40, 24), layer(rng, "static", 24, 40)
-        self.wide, self.narrow = layer(rng, "shifted", 33, 24), layer(rng, "shifted", 5, 33)
+        inner, outer = (40, 33) if weights == "int8" else (300, 400)
+        kinds = (
+            ("dynamic", "static", "shifted", "shifted")
+            if weights == "int8"
+            else (*2 * ("packed",), "shifted", "packed")
+        )
+        sizes = ((inner, 24), (24, inner), (outer, 24), (5, outer))
+        for name, kind, size in zip(SPLIT, kinds, sizes, strict=True):
+            setattr(self, name, layer(rng, kind, *size))
         for each in list(self.children()):  # whether there is a bias is the model's, not the checkpoint's
             each.bias = torch.from_numpy(rng.normal(size=each.out_features).astype(np.float32))
         self.last = nn.Linear(5, 3)
@@ -135,14 +176,14 @@ class Mixture(nn.Module):
 SPLIT = {"up": "column", "down": "row", "wide": "column", "narrow": "row"}
 
 
-def checkpoints(group, seed, folder):
+def checkpoints(group, seed, weights, folder):
     """Checkpoints that ranks write have the bytes of the whole model's, and are read by any number of ranks."""
     rng = np.random.default_rng(seed)
-    model, other = Mixture(rng), Mixture(rng)
+    model, other = Mixture(rng, weights), Mixture(rng, weights)
     x = data(rng, (3, 24), torch.float32)
-    mine = folder / f"whole {group.count} {group.rank}"
+    mine = folder / f"whole {weights} {group.count} {group.rank}"
     save(model, mine)
-    shared = folder / f"shared {group.count}"
+    shared = folder / f"shared {weights} {group.count}"
     found = []
     with torch.no_grad():
         want = model(x)
@@ -150,16 +191,16 @@ def checkpoints(group, seed, folder):
         save(model, shared)
         found += [(shared / name).read_bytes() == (mine / name).read_bytes() for name in ("config.json", TENSORS)]
         parallelize_(other, group, SPLIT)
-        for source in (shared, folder / f"shared {max(1, group.count - 1)}"):
+        for source in (shared, folder / f"shared {weights} {max(1, group.count - 1)}"):
             for name in SPLIT:
                 getattr(other, name).weight_q.zero_()
             found.append(not same(other(x), want))
             found.append(load_(other, source) == ("up", "down", "wide", "narrow"))
             found += [same(other(x), want), type(other.down).__name__ == "RowLinear", other.down.name == "down"]
-        whole = Mixture(rng)
+        whole = Mixture(rng, weights)
         load_(whole, shared)
         found.append(same(whole(x), want))
-        blocked = folder / f"blocked {group.count}"
+        blocked = folder / f"blocked {weights} {group.count}"
         blocked.mkdir(exist_ok=True)
         (blocked / "model.safetensors.index.json").write_text("{}")
         try:
@@ -169,16 +210,16 @@ def checkpoints(group, seed, folder):
     return {"right": found}
 
 
-def fused_checkpoints(group, seed, folder):
+def fused_checkpoints(group, seed, weights, folder):
     """Joined layers, on ranks or not, are written like those they join, and are read from what others wrote."""
     found, logits = [], []
-    tokens = torch.randint(0, 64, (2, 5), generator=torch.Generator().manual_seed(seed))
-    paths = [folder / f"joined {name} {group.count}" for name in ("plain", "other", "fused", "shared")]
+    tokens = torch.randint(0, 64, (2, 3), generator=torch.Generator().manual_seed(seed))
+    paths = [folder / f"joined {name} {weights} {group.count}" for name in ("plain", "other", "fused", "shared")]
     models = []
     for path, own_seed in zip(paths[:2], (seed, seed + 1), strict=True):
         torch.manual_seed(own_seed)
-        model = llama("silu")
-        quantize_(model, Dynamic())
+        model = llama("silu", weights)
+        quantize_(model, scheme(np.random.default_rng(seed), weights))
         if group.rank == 0:
             save(model, path)
         fuse_(model)

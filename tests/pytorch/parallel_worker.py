@@ -19,11 +19,14 @@ found = {}
 for size in range(1, count + 1):
     ranks = distributed.new_group(range(size))
     if rank < size:
-        group = TorchGroup(ranks)
-        cases = (parallel_cases.hashes, *((parallel_cases.compiled,) if size == 2 else ()))
-        found |= {f"{case.__name__} {size}": case(group, seed) for case in cases}
-        found[f"checkpoints {size}"] = parallel_cases.checkpoints(group, seed, folder)
-        found[f"fused checkpoints {size}"] = parallel_cases.fused_checkpoints(group, seed, folder)
+        group = (parallel_cases.SparingGroup if size == 2 else TorchGroup)(ranks)
+        for weights in parallel_cases.WEIGHTS:
+            cases = (parallel_cases.hashes, *((parallel_cases.compiled,) if size == 2 else ()))
+            found |= {f"{case.__name__} {weights} {size}": case(group, seed, weights) for case in cases}
+            found[f"checkpoints {weights} {size}"] = parallel_cases.checkpoints(group, seed, weights, folder)
+            found[f"fused checkpoints {weights} {size}"] = parallel_cases.fused_checkpoints(
+                group, seed, weights, folder
+            )
 found["differing"] = parallel_cases.differing(TorchGroup(), seed)
 (folder / f"{rank}.json").write_text(json.dumps(found))
 distributed.barrier()

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraph
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear
 
-from skuda.dispatch.shard import on_ranks
+from skuda.dispatch.shard import Shards, on_ranks
 from skuda.registry.errors import InvalidProblem
 from skuda.torch import (
     CodesLinear,
@@ -29,6 +29,7 @@ from skuda.torch import (
     quantize_,
 )
 from skuda.torch.dequantized_weight import DequantizedWeight
+from skuda.torch.int4 import int4_linear
 from skuda.torch.int8_linear import quantized_weight
 
 N, K = 6, 10
@@ -320,17 +321,25 @@ def test_what_moves_layers_puts_codes_back():
             layer(x)
 
 
-def test_a_ranks_part_reads_as_its_part_of_the_weight():
-    rng = fresh()
-    whole = [dynamic(rng, torch.bfloat16), static(rng, torch.bfloat16)]
+@pytest.mark.parametrize("kind", ["dynamic", "static", "packed"])
+def test_a_ranks_part_reads_as_its_part_of_the_weight(kind):
+    rng = fresh(kind)
+    if kind == "packed":
+        layer = int4_linear(nn.Linear(256, 130), int(rng.choice((0, 32, 64, 128))))
+    else:
+        layer = (dynamic if kind == "dynamic" else static)(rng, torch.bfloat16)
+    n, k = layer.weight.shape
+    ways = [{"axis": "n"}, {"axis": "k"}, *([{"axis": "n", "input": "columns"}] if kind == "packed" else [])]
 
     def work(group):
-        for layer in whole:
-            rows, columns = ColumnLinear(layer, group), RowLinear(layer, group)
-            assert_same(rows.weight.clone(), layer.weight.tensor_split(group.count)[group.rank].clone())
-            assert_same(columns.weight.clone(), layer.weight.tensor_split(group.count, 1)[group.rank].clone())
-            assert same(rows.gathered().weight.clone(), layer.weight.clone())
-            with pytest.raises(InvalidProblem, match="ColumnLinear: weight must not be changed"):
-                rows.weight.zero_()
+        for way in ways:
+            shards = Shards(count=group.count, **way)
+            made = (ColumnLinear if shards.axis == "n" else RowLinear)(layer, group, shards)
+            own = layer.weight.split(made.shards.parts(n, k), "nk".index(shards.axis))[group.rank]
+            assert_same(made.weight.clone(), own.clone())
+            assert made.explain().chosen
+            assert same(made.gathered().weight.clone(), layer.weight.clone())
+            with pytest.raises(InvalidProblem, match="Linear: weight must not be changed"):
+                made.weight.zero_()
 
     on_ranks(2, work)

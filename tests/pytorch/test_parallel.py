@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from parallel_cases import WEIGHTS
 from processes import ran_on_ranks
 from support import fresh
 from tensors import GatedMLP, normal
@@ -21,6 +22,7 @@ from skuda.torch import (
     ColumnLinear,
     Dynamic,
     DynamicLinear,
+    Mixed,
     RowLinear,
     fuse_,
     load_,
@@ -29,7 +31,9 @@ from skuda.torch import (
     save,
 )
 from skuda.torch.digest import digest, sums
+from skuda.torch.int4 import int4_linear
 from skuda.torch.scheme import Scheme
+from skuda.torch.update import update_
 
 HERE = Path(__file__).parent
 
@@ -46,24 +50,28 @@ def cases(ranks, name):
     return [found for rank in ranks for case, found in rank.items() if case.startswith(name)]
 
 
-def test_a_llama_has_one_hash_on_any_number_of_ranks(ranks):
-    every = cases(ranks, "hashes")
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_llama_has_one_hash_on_any_number_of_ranks(ranks, weights):
+    every = cases(ranks, f"hashes {weights}")
     assert len(every) == 1 + 2 + 3 + 4
-    assert len({found[way] for found in every for way in ("whole", "shared", "cheapest")}) == 1
-    assert len({found["fused"] for found in every}) == 1
-    assert len({found["attended"] for found in every}) == 1
+    assert len({found[way] for found in every for way in ("whole", "shared", "cheapest") if way in found}) == 1
+    for way in every[0]:
+        assert len({found[way] for found in every}) == 1, way
 
 
-def test_checkpoints_are_whole_and_read_by_any_number_of_ranks(ranks):
-    assert cases(ranks, "checkpoints") == [{"right": [True] * 14}] * (1 + 2 + 3 + 4)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_checkpoints_are_whole_and_read_by_any_number_of_ranks(ranks, weights):
+    assert cases(ranks, f"checkpoints {weights}") == [{"right": [True] * 14}] * (1 + 2 + 3 + 4)
 
 
-def test_checkpoints_of_joined_layers_are_those_of_the_layers(ranks):
-    assert cases(ranks, "fused checkpoints") == [{"right": [True] * 8}] * (1 + 2 + 3 + 4)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_checkpoints_of_joined_layers_are_those_of_the_layers(ranks, weights):
+    assert cases(ranks, f"fused checkpoints {weights}") == [{"right": [True] * 8}] * (1 + 2 + 3 + 4)
 
 
-def test_layers_of_ranks_compile_to_one_graph(ranks):
-    assert cases(ranks, "compiled") == [{"same": [True] * 6}] * 2
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_layers_of_ranks_compile_to_one_graph(ranks, weights):
+    assert cases(ranks, f"compiled {weights}") == [{"same": [True] * 6}] * 2
 
 
 def test_ranks_that_do_something_else_are_named_on_every_rank(ranks):
@@ -228,6 +236,56 @@ def test_what_cannot_be_shared_is_refused_and_left(tmp_path):
         assert torch.equal(again[0].weight_q[4 * group.rank :][:4], column.weight_q)
         with pytest.raises(InvalidProblem, match="have no gradient"):
             column(torch.ones(1, 8, requires_grad=True))
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize(
+    ("axis", "sizes", "words"),
+    [
+        ("n", (24, 16), "begin at multiples of 16 output channels"),
+        ("k", (64, 236), "begin at multiples of 128 inputs"),
+    ],
+)
+def test_parts_of_4_bit_weights_are_whole_units(axis, sizes, words):
+    whole = int4_linear(nn.Linear(300, 40))
+
+    def work(group):
+        kind = ColumnLinear if axis == "n" else RowLinear
+        with pytest.raises(InvalidProblem, match=words) as caught:
+            kind(whole, group, Shards(axis=axis, count=2, sizes=sizes))
+        assert str(sizes) in str(caught.value)
+
+    on_ranks(2, work)
+
+
+def test_heads_of_4_bits_that_begin_within_a_unit_leave_the_model_as_it_was():
+    """With 3 ranks, those of 2, 1 and 1 heads of keys."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, **SIZES))
+    quantize_(model, Dynamic(weights="int4"))
+    models = [copy.deepcopy(model) for _ in range(3)]
+
+    def work(group):
+        mine = models[group.rank]
+        with pytest.raises(InvalidProblem, match=r"self_attn.q_proj .* multiples of 16 output channels"):
+            parallelize_(mine, group)
+        assert not any(isinstance(module, ColumnLinear | RowLinear) for module in mine.modules())
+
+    on_ranks(3, work)
+
+
+@pytest.mark.parametrize(("weights", "words"), [("int8", "which must be whole"), ("int4", "have 8-bit weights")])
+def test_a_split_model_is_not_updated(weights, words):
+    model, trained = (GatedMLP(24, 272, nn.SiLU()) for _ in range(2))
+    quantize_(model, Dynamic(weights=weights))
+    quantize_(trained, Mixed())
+    models = [model, copy.deepcopy(model)]
+
+    def work(group):
+        mine = models[group.rank]
+        parallelize_(mine, group)
+        with pytest.raises(InvalidProblem, match=words):
+            update_(mine, trained)
 
     on_ranks(2, work)
 

@@ -76,7 +76,7 @@ def drawn_layers(rng):
         shards = Shards(axis=axis, count=COUNT, input=held, output=back)
         if shards.divisible:
             shards = shards.model_copy(update={"chunks": int(rng.integers(1, 6))})
-        inputs = cuttable(case.problem, draw(op, case, rng).inputs)
+        inputs = cuttable(case.problem, shards, draw(op, case, rng).inputs)
         given.append((case.problem, shards, [part(case.problem, shards, rank, inputs) for rank in range(COUNT)]))
         wanted.append(run(case.problem, inputs)["output"])
     return given, wanted

@@ -14,7 +14,12 @@ from support import assert_same_bits, dispatcher, draw, fresh, run, sampled
 from skuda.dispatch import Dispatcher, PlanPreference
 from skuda.dispatch.shard import NVLINK, Link, Shards, on_ranks, select_shards, split
 from skuda.kernels.catalog import built_in_ops
-from skuda.kernels.linear import QuantizedLinearDescriptor, ScaledLinearDescriptor, SmoothQuantLinearDescriptor
+from skuda.kernels.linear import (
+    QuantizedLinearDescriptor,
+    ScaledLinearDescriptor,
+    SmoothQuantLinearDescriptor,
+    packed,
+)
 from skuda.registry import InvalidProblem, Registry, Unsupported
 from skuda.registry.elements import ElementKind
 from skuda.registry.guarantee import PrecisionRequirement
@@ -38,23 +43,27 @@ def on_shards(problem, shards, inputs, preference=None):
 
 
 def assert_invariant(problem, shards, inputs):
-    inputs = cuttable(problem, inputs)
+    inputs = cuttable(problem, shards, inputs)
     whole = run(problem, inputs)["output"]
     for rank, got in enumerate(on_shards(problem, shards, inputs)):
         assert_same_bits(got, wanted_of(whole, problem, shards, rank), f"rank {rank} of {shards}")
 
 
 def shards_for(way, problem, rng, count=None):
-    """Shards of a way: even or arbitrary parts, empty ones too, over a fast or a slow link, in chunks or not."""
+    """Shards of a way: even or arbitrary parts, empty ones too, over a fast or a slow link, in chunks or not.
+
+    Half of the packed weights are cut in whole units.
+    """
     axis, given, wanted = way
     count = count or int(rng.integers(1, 9))
     _, n, k = problem.sizes
 
-    def cuts(total):
-        ends = np.sort(rng.integers(0, total + 1, count - 1))
+    def cuts(total, unit=1):
+        ends = np.sort(unit * rng.integers(0, total // unit + 1, count - 1))
         return tuple(np.diff([0, *ends, total]).tolist()) if rng.random() < 0.5 else None
 
-    sizes = cuts(n if axis == "n" else k)
+    in_units = problem.weight_element == "s4" and rng.random() < 0.5
+    sizes = cuts(*((n, packed.ROWS) if axis == "n" else (k, packed.BLOCK))[: 1 + in_units])
     of_input = cuts(k) if (axis, given) == ("n", "columns") else None
     link = NVLINK if rng.random() < 0.5 else SLOW
     shards = Shards(axis=axis, count=count, sizes=sizes, input=given, output=wanted, input_sizes=of_input, link=link)

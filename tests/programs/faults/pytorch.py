@@ -70,6 +70,7 @@ FAULTS = listed(
         },
         "dispatch/torch/parallelize.py": {
             "parallel-ranks-do-not-compare-weights": ("    _compare_weights(model, ranks)\n", "", PARALLEL),
+            "parallel-heads-begin-within-a-block": ('packed.fits("k", sizes)', "True", PARALLEL),
         },
         "dispatch/torch/calibration.py": {
             "calibrate-the-last-batch-wins": (
@@ -205,7 +206,7 @@ FAULTS = listed(
             "parallel-ranks-do-not-compare-inputs": ("digest(given.data, given.scale)", "", PARALLEL),
             "parallel-channel-sums-of-bytes": ("torch.int32)", "torch.int8).int()", PARALLEL),
             "parallel-joined-layers-are-cut-as-one": (
-                "pieces = tensor.split([sum(sizes) for sizes in parts]",
+                "pieces = tensor.split(_lengths(tensor, axis, tuple(map(sum, parts)))",
                 "pieces, parts = (tensor,), (tuple(map(sum, zip(*parts, strict=True))),",
                 ["tests/pytorch/test_parallel.py", "tests/pytorch/test_fuse.py", "tests/pytorch/test_transformers.py"],
             ),
