@@ -28,6 +28,8 @@ from skuda.tools.verify.evidence import load_records
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 EVIDENCE = ROOT / "docs" / "evidence"
+_LARGE = 32 << 20
+"""Elements of a weight whose times count in a mean."""
 
 _BLOCK = re.compile(
     r"^(?P<begin><!-- (?:[^`\n]+: )?made by `(?P<command>[^`\n]+)` -->\n)"
@@ -124,10 +126,42 @@ def int4_error(record: Path = EVIDENCE / "int4-error.json") -> str:
     return f"{markdown_table(('weights', *header), rows)}\n{found['model']}, {found['layers']} layers; {used}.\n"
 
 
+def int4_times(record: Path = EVIDENCE / "h100-int4.json") -> str:
+    """Return the times of 4-bit weights and of others over them, which ``tests/programs/int4_times.py`` recorded."""
+    found = json.loads(record.read_text(encoding="utf-8"))
+    rows = list(dict.fromkeys(each["m"] for each in found["times"]))
+    others = list(dict.fromkeys(name for each in found["times"] for name in each["us"] if name != "W4A8"))
+    over = {
+        (e["n"], e["k"], e["m"]): {name: us / e["us"]["W4A8"] for name, us in e["us"].items()} for e in found["times"]
+    }
+    times = {(e["n"], e["k"], e["m"]): e["us"]["W4A8"] for e in found["times"]}
+    weights = list(dict.fromkeys((n, k) for n, k, _ in over))
+    table = [
+        (
+            f"{n} x {k}",
+            *(f"{times[n, k, m]:.1f} ({over[n, k, m]['W8A8']:.2f}, {over[n, k, m]['bf16']:.2f})" for m in rows),
+        )
+        for n, k in weights
+    ]
+    large = [(n, k) for n, k in weights if n * k >= _LARGE]
+    means = [
+        (name, *(f"{statistics.geometric_mean(over[n, k, m][name] for n, k in large):.2f}" for m in rows))
+        for name in others
+    ]
+    return "\n".join(
+        (
+            markdown_table(("weight", *(f"M = {m}" for m in rows)), table),
+            markdown_table(("over W4A8, geometric mean", *(f"M = {m}" for m in rows)), means),
+            f"{found['card']}. The means are over weights of 32 MB and more in 8 bits.\n",
+        )
+    )
+
+
 TABLES = {
     "make tables": matrix,
     "python docs/tables.py exact": exact_cost,
     "python docs/tables.py int4": int4_error,
+    "python docs/tables.py int4-times": int4_times,
     "python docs/tables.py vllm": vllm_times,
 }
 """Tables that no `skuda` command prints, by the command of their blocks."""

@@ -71,6 +71,8 @@ class Answer(Value):
 class Row(Value):
     """One problem: its fields without defaults, the common start of its kernels' ids, and selections by device.
 
+    Devices with the same selection share a key: their names, separated by ``, ``.
+
     A new field with a default does not change it.
     """
 
@@ -102,7 +104,7 @@ class Lock(Value):
             for row in rows:
                 fields = {name: v if isinstance(v, str) else json.dumps(v) for name, v in row.problem.items()}
                 problem = " ".join(f"{name}={text}" for name, text in fields.items())
-                for device, found in row.on.items():
+                for device, found in ((name, found) for names, found in row.on.items() for name in names.split(", ")):
                     sku = f"{row.kernels}.{found.kernel}" if found.kernel is not None else None
                     yield (op, problem, device), found.model_copy(update={"kernel": sku})
 
@@ -150,7 +152,7 @@ def make_lock(dispatcher: Dispatcher, problems: Iterable[Descriptor], devices: M
         row = Row(
             problem=problem.model_dump(mode="json", exclude_defaults=True),
             kernels=_parted(candidates[0])[0] if candidates else "",
-            on={name: _answer(dispatcher, problem, device) for name, device in devices.items()},
+            on=_together({name: _answer(dispatcher, problem, device) for name, device in devices.items()}),
         )
         selection[problem.op_name()].append(row)
     return Lock(
@@ -159,6 +161,11 @@ def make_lock(dispatcher: Dispatcher, problems: Iterable[Descriptor], devices: M
         skus={name: tuple(ids) for name, ids in sorted(skus.items())},
         selection={op: tuple(rows) for op, rows in selection.items() if rows},
     )
+
+
+def _together(answers: dict[str, Answer]) -> dict[str, Answer]:
+    """Return answers with the names of all devices that have the same one."""
+    return {", ".join(n for n, found in answers.items() if found == each): each for each in answers.values()}
 
 
 def _answer(dispatcher: Dispatcher, problem: Descriptor, device: Device) -> Answer:
