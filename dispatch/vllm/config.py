@@ -19,7 +19,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.quantize import Dynamic
-from skuda.torch.scheme import Scheme
+from skuda.torch.scheme import ActivationScheme, Scheme
 from skuda.vllm.status import NAME
 
 if TYPE_CHECKING:
@@ -238,8 +238,11 @@ def _of_skuda(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     targets = tuple(target for group in scheme.groups for target in group.targets)
     sizes = {group.group_size for group in scheme.groups}
     size = sizes.pop()
-    if size is None or sizes or "Conv1D" in targets:
-        rule = "have packed 4-bit weights of linear layers in one group size: vLLM has no other layers of skuda's own"
+    dynamic = all(group.activation is ActivationScheme.DYNAMIC for group in scheme.groups)
+    if size is None or sizes or "Conv1D" in targets or not dynamic:
+        rule = (
+            "have linear layers with packed 4-bit weights in one group size and dynamic activations: vLLM has no others"
+        )
         _refuse("config_groups", config["config_groups"], rule)
     return _coded(targets, scheme.ignore), size
 

@@ -62,7 +62,9 @@ def data(rng, shape, dtype):
 
 
 def scheme(rng, weights):
-    return Dynamic() if weights == "int8" else Dynamic(weights="int4", group_size=int(rng.choice(GROUPS)))
+    if weights == "int8":
+        return Dynamic()
+    return Dynamic(weights="int4", group_size=int(rng.choice(GROUPS)), symmetric=bool(rng.integers(2)))
 
 
 def llama(act, weights, attention="eager", head_dim=None):

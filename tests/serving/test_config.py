@@ -186,11 +186,9 @@ def test_what_a_floating_checkpoint_cannot_say_is_refused(config_of, field, valu
         quantized(config_of(wrong, quantization="skuda"))
 
 
-def own(*groups):
+def own(*groups, activation=ActivationScheme.DYNAMIC):
     """What the config says of a checkpoint that only skuda reads."""
-    return Scheme(
-        tuple(SchemeGroup(targets, ActivationScheme.DYNAMIC, group_size=g) for targets, g in groups), own=True
-    )
+    return Scheme(tuple(SchemeGroup(targets, activation, group_size=g) for targets, g in groups), own=True)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +198,7 @@ def own(*groups):
         own((("Conv1D",), 64)),
         own((("a",), 64), (("b",), 32)),
         own((("a",), 64), (("b",), None)),
+        own((("Linear",), 64), activation=ActivationScheme.STATIC),
     ],
 )
 def test_checkpoints_of_skuda_without_packed_weights_of_one_form_are_refused(config_of, scheme):
