@@ -28,6 +28,9 @@ SAMPLING = ["tests/kernels/test_sampling_on_cpu.py"]
 MEANING = ["tests/kernels/test_sampling.py"]
 PACKED = ["tests/kernels/test_packed_weight.py"]
 
+_READS_PACKED = "test_kernels_that_read_packed_weights_equal_the_reference"
+STREAMED_PACKED = [f"tests/kernels/test_hopper_on_cpu.py::{_READS_PACKED}[scaled_linear-True-8-32]"]
+
 
 def packing(op: str) -> list[str]:
     """Return the tests of an op on packed weights."""
@@ -307,7 +310,11 @@ FAULTS = listed(
         },
         "kernels/linear/unpacked_codes.cuh": {
             "kernel-the-first-group-of-a-block-is-all-of-it": ("j * groups / 4", "0", packing("unpack_weight")),
-            "kernel-words-end-behind-the-row": ("w[part], k - column", "w[part], 4", packing("unpack_weight")),
+            "kernel-codes-end-behind-the-row": ("codes, k - column", "codes", packing("unpack_weight")),
+        },
+        "kernels/linear/packed_streamed.cuh": {
+            "kernel-ones-beyond-k": ("32 * j < left ? 0x01010101u : 0", "0x01010101u", STREAMED_PACKED),
+            "kernel-codes-are-read-without-the-swizzle": ("(unit ^ lane % 8) * 16", "unit * 16", STREAMED_PACKED),
         },
         "kernels/linear/pack_weight.py": {
             "reference-a-level-0-that-does-not-occur-fits": (" | (least < -128)", "", PACKED),
