@@ -9,12 +9,14 @@ import sys
 import time
 
 
-def ran_on_ranks(worker, count, folder, seed, *, seconds, **settings):
+def ran_on_ranks(worker, count, folder, seed, *, seconds, paths=(), **settings):
     """Run a program once for each rank and return what each wrote. All are killed when one fails, or in the end.
 
-    The program takes its rank, the number of ranks, a folder for `RANK.json` and a seed.
+    The program takes its rank, the number of ranks, a folder for `RANK.json` and a seed. It imports from `paths` first,
+    and then from where this process does.
     """
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | settings
+    imports = os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": imports} | settings
     command = [sys.executable, worker]
     started = [
         subprocess.Popen([*command, str(rank), str(count), folder, seed], env=environment) for rank in range(count)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +41,8 @@ HERE = Path(__file__).parent
 def ranks(tmp_path_factory):
     """What every case returned on each of four processes, by its name and number of ranks."""
     folder, seed = tmp_path_factory.mktemp("ranks"), str(int(fresh().integers(2**31)))
-    path = f"{HERE}{os.pathsep}{HERE.parent}/helpers"
-    return ran_on_ranks(HERE / "parallel_worker.py", 4, folder, seed, seconds=600, PYTHONPATH=path)
+    paths = (HERE, HERE.parent / "helpers")
+    return ran_on_ranks(HERE / "parallel_worker.py", 4, folder, seed, seconds=600, paths=paths)
 
 
 def cases(ranks, name):

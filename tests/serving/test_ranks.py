@@ -18,8 +18,8 @@ CASES = ("schemes", "rows_with", "not_split", "floating", "four_bits", "compiled
 def ranks(tmp_path_factory):
     """What every case found on each of four processes, by its name and the number of ranks."""
     folder, seed = tmp_path_factory.mktemp("ranks"), str(int(fresh().integers(2**31)))
-    settings = {"PYTHONPATH": f"{HERE.parent}/helpers", "PYTHONWARNINGS": "ignore"}
-    return ran_on_ranks(HERE / "rank_worker.py", COUNT, folder, seed, seconds=900, **settings)
+    worker, paths = HERE / "rank_worker.py", (HERE.parent / "helpers",)
+    return ran_on_ranks(worker, COUNT, folder, seed, seconds=900, paths=paths, PYTHONWARNINGS="ignore")
 
 
 @pytest.mark.parametrize("degree", DEGREES)
