@@ -33,7 +33,7 @@ CODES, ZERO = torch.arange(-48, 48, dtype=torch.int8).reshape(2, 3, 16), torch.t
         ({"weight_scale": SCALE.to(torch.complex64)}, r"weight_scale must be .* complex64"),
         ({"activation": X > 0}, r"activation must be of one of .* torch\.bool"),
         ({"activation": torch.tensor(1.0)}, r"activation must have the axes \(m, k\); had shape \(\)"),
-        ({"weight_q": W[None]}, r"weight_q must have the axes \(c_out, k\)"),
+        ({"weight_q": W[None]}, r"weight_q must have as its last axis the bytes of a packed block"),
         ({"weight_q": W[:, :8]}, r"weight_q must be an array of shape \(8, 16\)"),
         ({"weight_q": W.t()}, r"weight_q must be an array of shape \(16, 16\)"),
         ({"weight_scale": SCALE[None]}, r"weight_scale must have the axes \(c_out\)"),
