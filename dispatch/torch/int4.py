@@ -68,16 +68,15 @@ class Int4Weight(NamedTuple):
 
 def int4_linear(linear: nn.Linear, group_size: int = 128, *, symmetric: bool = False) -> DynamicLinear:
     """Return the layer of the 4-bit weight of a layer; arguments and errors as `int4_weight`."""
-    made = int4_weight(linear.weight, group_size, symmetric=symmetric)
-    given = made.packed(group_size), made.channel_scale, linear.bias
+    given = *held_weight(linear.weight, "int4", group_size, symmetric=symmetric), linear.bias
     return DynamicLinear(*given, dtype=linear.weight.dtype, in_features=linear.in_features)
 
 
-def held_weight(weight: Tensor, weights: Weights, group_size: int) -> tuple[Tensor, Tensor]:
+def held_weight(weight: Tensor, weights: Weights, group_size: int, *, symmetric: bool = False) -> tuple[Tensor, Tensor]:
     """Return codes, packed if they have 4 bits, and channel scales of a weight; errors as `int4_weight`."""
     if weights == "int8":
         return quantized_weight(weight)
-    made = int4_weight(weight, group_size)
+    made = int4_weight(weight, group_size, symmetric=symmetric)
     return made.packed(group_size), made.channel_scale
 
 

@@ -18,32 +18,30 @@ Nonfinite = Literal["ignore", "propagate"]
 Layer = TypeVar("Layer")
 
 
-class PropagatingDynamicLinear(DynamicLinear):
+class _Propagating(Int8Linear):
+    """What layers that propagate have in common."""
+
+    def like(self, whole: Int8Linear) -> Int8Linear:
+        """Return another layer that propagates likewise."""
+        return propagating(whole)
+
+
+class _Spreading(_Propagating):
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output for an input of shape (..., K)."""
+        return super().forward(spread(input))  # type: ignore[no-any-return]
+
+
+class PropagatingDynamicLinear(_Spreading, DynamicLinear):
     """A `DynamicLinear` that turns a row with a NaN or an infinity into a row of NaN."""
 
     whole_kind = DynamicLinear
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's output for an input of shape (..., K)."""
-        return super().forward(spread(input))
 
-    def like(self, whole: Int8Linear) -> Int8Linear:
-        """Return another layer that propagates likewise."""
-        return propagating(whole)
-
-
-class PropagatingSmoothedLinear(SmoothedLinear):
+class PropagatingSmoothedLinear(_Spreading, SmoothedLinear):
     """A `SmoothedLinear` that turns a row with a NaN or an infinity into a row of NaN."""
 
     whole_kind = SmoothedLinear
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's output for an input of shape (..., K)."""
-        return super().forward(spread(input))
-
-    def like(self, whole: Int8Linear) -> Int8Linear:
-        """Return another layer that propagates likewise."""
-        return propagating(whole)
 
     def take_smooth(self) -> None:
         """Become a `PropagatingDynamicLinear`."""
@@ -51,7 +49,7 @@ class PropagatingSmoothedLinear(SmoothedLinear):
         propagating(self)
 
 
-class PropagatingStaticLinear(StaticLinear):
+class PropagatingStaticLinear(_Propagating, StaticLinear):
     """A `StaticLinear` that turns a row with a NaN or an infinity into a row of NaN."""
 
     whole_kind = StaticLinear
@@ -61,10 +59,6 @@ class PropagatingStaticLinear(StaticLinear):
         found, input = super().forward(input), autocast(input)
         # The difference is NaN for a NaN and an infinity, and otherwise 0.
         return found.masked_fill((input - input).sum(-1, keepdim=True).isnan(), torch.nan)
-
-    def like(self, whole: Int8Linear) -> Int8Linear:
-        """Return another layer that propagates likewise."""
-        return propagating(whole)
 
 
 _KINDS: dict[type, type] = {
