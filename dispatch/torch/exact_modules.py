@@ -129,10 +129,6 @@ class ExactAttention(FusedRopeAttention):
         """Return queries, keys and values, of shape (batch, columns, heads * head_size)."""
         return self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)
 
-    def warm(self, rows: Tensor) -> None:
-        """Run the products."""
-        self.heads(rows)
-
     def with_gradient(
         self, found: Tensor, heads: tuple[Tensor, ...], cos_sin: Any, mask: Tensor | None, window: int | None
     ) -> Tensor:

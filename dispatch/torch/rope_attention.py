@@ -173,6 +173,12 @@ class FusedRopeAttention(FusedAttention):
     trains: ClassVar[bool] = False
     """Whether a call without a cache has a gradient."""
 
+    def warm(self, rows: Tensor) -> None:
+        """Run everything but the last product, on one sequence without a cache."""
+        heads = tuple(each[None] for each in self.heads(rows))
+        if self.config._attn_implementation == attention.NAME and len(rows):  # noqa: SLF001  of transformers
+            self.attend(heads, None, None, torch.arange(len(rows), device=rows.device)[None], None)
+
     def heads(self, rows: Any) -> tuple[Tensor, ...]:
         """Return queries, keys and values, of shape (batch, columns, heads * head_size)."""
         joined = getattr(self, self.fused_form.joined)

@@ -223,20 +223,16 @@ def ranks_of(scores: Tensor, ids: Tensor) -> Tensor:
     return (scores >= scores.gather(1, ids[:, None])).sum(1)
 
 
-def problems(most: int, width: int) -> Iterator[Descriptor]:
-    """Return the problems of steps of 1 to `most` rows of so many logits, but for log-probabilities of several ids."""
-
-    def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    for rows in range(1, most + 1):
-        logits, number, long = made(rows, width), made(rows), made(rows, dtype=torch.int64)
-        yield OPS["argmax"].problem(logits=logits)
-        yield OPS["log_softmax_at"].problem(logits=logits, tokens=long[:, None])
-        keys: dict[str, Any] = {"temperature": number, "seed": long, "sequence": long, "position": long}
-        top_k, top_p = {"top_k": number.int()}, {"top_p": number}
-        for sets in ({}, top_k, top_p, top_k | top_p):
-            yield OPS["sample"].problem(logits=logits, **keys, **sets)
+def problems(width: int) -> Iterator[Descriptor]:
+    """Return the problems of a step with one row of so many logits, and one id to score."""
+    logits, number, long = (torch.empty(shape, device="meta") for shape in ((1, width), (1,), (1,)))
+    long = long.long()
+    yield OPS["argmax"].problem(logits=logits)
+    yield OPS["log_softmax_at"].problem(logits=logits, tokens=long[:, None])
+    keys: dict[str, Any] = {"temperature": number, "seed": long, "sequence": long, "position": long}
+    top_k, top_p = {"top_k": number.int()}, {"top_p": number}
+    for sets in ({}, top_k, top_p, top_k | top_p):
+        yield OPS["sample"].problem(logits=logits, **keys, **sets)
 
 
 def signed(seed: int) -> int:
