@@ -119,7 +119,7 @@ def prepare_rows(
     failed: list[tuple[str, str]] = []
     wanted = needed(planner, machine, rows, device) if device.processor == "cuda" else []
     # Those with the most flags are products, which take the longest to compile.
-    wanted.sort(key=lambda each: -len(machine.kernel_of(*each[:2], device, each.choice)[0]))
+    wanted.sort(key=lambda each: -len(machine.kernel_of(each.sku, each.problem, device, each.choice)[0]))
     with KERNELS.expected(), ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
         ready = machine.make_ready
         running = {pool.submit(ready, each.sku, each.problem, device, each.choice): each for each in wanted}
