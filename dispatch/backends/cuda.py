@@ -171,7 +171,9 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
         with found.using(found.primary_context(ordinal)):
             known = key in self._kernels
             kernel = self._kernel(sku, launch, device)
-            steps = tuple(Step(entry, (1, 1, 1), (1, 1, 1), ()) for entry in kernel.entries)
+            # Kernels have names of C. Functions of C++ that were not inlined may be listed, too.
+            entries = [entry for entry in kernel.entries if not entry.startswith("_Z")]
+            steps = tuple(Step(entry, (1, 1, 1), (1, 1, 1), ()) for entry in entries)
             self.engine(kernel.module, Packed(steps, tuple(map(packing, steps)), sku.op), ordinal)
         return None if known else kernel.built
 
