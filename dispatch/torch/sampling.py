@@ -95,9 +95,9 @@ class _LogProbs(torch.autograd.Function):
         # In compiled code torch would compute other bits, elsewhere it can differentiate the formula again.
         run: Any = torch.ops.skuda.log_probs_backward.default if torch.compiler.is_compiling() else _gradients
         of_temperature = ctx.needs_input_grad[2]
-        found = ctx.saved_tensors[3]
-        given = (torch.zeros_like(found) if grad is None else grad for grad in grads)
-        slope, *heat = run(*ctx.saved_tensors, *given, of_temperature=of_temperature)
+        *saved, entropy = ctx.saved_tensors  # once, as checkpointing demands
+        given = (torch.zeros_like(entropy) if grad is None else grad for grad in grads)
+        slope, *heat = run(*saved, entropy, *given, of_temperature=of_temperature)
         return slope, None, heat[0] if of_temperature else None
 
     @staticmethod

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support import fresh
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.sampling import log_probs, sample
@@ -36,7 +37,10 @@ def test_values_and_gradients_are_those_of_the_log_softmax(dtype, temperature):
     assert found[0].dtype is found[1].dtype is torch.float32
     for a, b in zip(found, want, strict=True):
         assert (a - b).abs().max() < 5e-6
-    got, right = (torch.autograd.grad((weights[0] * a + weights[1] * b).sum(), given) for a, b in (found, want))
+    again = checkpoint(log_probs, logits, tokens, temperature, use_reentrant=False)
+    results = (found, want, again)
+    got, right, same = (torch.autograd.grad((weights[0] * a + weights[1] * b).sum(), given) for a, b in results)
+    assert all(map(torch.equal, got, same))
     for a, b in zip(got, right, strict=True):
         assert a.shape == b.shape
         assert (a - b).abs().max() < (1e-5 if dtype is torch.float32 else 0.02) * b.abs().max()
