@@ -145,6 +145,7 @@ class FusedRopeAttention(FusedAttention):
             and given.get("is_causal") is not False
             and self.is_causal
             and getattr(self.config, "is_causal", True)
+            and getattr(given.get("attention_mask"), "causal", True)
             and isinstance(ids, Tensor)
             and ids.dim() == 2
             and form.renamed.isdisjoint(kwargs)
@@ -186,7 +187,12 @@ class FusedRopeAttention(FusedAttention):
         return found
 
     def attend(
-        self, heads: tuple[Tensor, ...], cache: Int8Cache | None, mask: Tensor | None, ids: Tensor, window: int | None
+        self,
+        heads: tuple[Tensor, ...],
+        cache: Int8Cache | None,
+        mask: attention.Mask | None,
+        ids: Tensor,
+        window: int | None,
     ) -> Tensor:
         """Return the attention of new heads, of shape (batch, columns, heads * head_size)."""
         form, size = self.fused_form, self.head_dim
@@ -202,7 +208,7 @@ class FusedRopeAttention(FusedAttention):
         return found.view(batch, new, -1)
 
     def with_gradient(
-        self, found: Tensor, heads: tuple[Tensor, ...], cos_sin: Any, mask: Tensor | None, window: int | None
+        self, found: Tensor, heads: tuple[Tensor, ...], cos_sin: Any, mask: attention.Mask | None, window: int | None
     ) -> Tensor:
         """Return the same values with a gradient, where `trains`."""
         raise NotImplementedError
