@@ -47,6 +47,9 @@ from skuda.torch.quantize import Dynamic, Report, quantize_
 from skuda.torch.scheme import FORMAT, METHOD, OWN_METHOD, ActivationScheme, Scheme, SchemeGroup, matches
 from skuda.torch.stored import Tensors, check_values, int8_layer
 
+for _known in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
+    _known.pop(OWN_METHOD, None)  # that of an import that was interrupted afterwards; registering again is an error
+
 
 @register_quantization_config(OWN_METHOD)
 class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -118,6 +121,7 @@ class _CompressedTensorsConfig:
     """Replaces transformers' own class for reading a `quantization_config`."""
 
     own = auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD]
+    own = getattr(own, "own", own)  # an import that was interrupted afterwards may have replaced it
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], *arguments: Any, **named: Any) -> Any:
@@ -127,7 +131,8 @@ class _CompressedTensorsConfig:
 
 
 auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = _CompressedTensorsConfig
-auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (SkudaConfig,)
+_others = (kind for kind in auto.LOADING_ATTRIBUTES_CONFIG_TYPES if kind.__module__ != __name__)
+auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*_others, SkudaConfig)
 
 
 @register_quantizer(OWN_METHOD)
