@@ -19,7 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
 from skuda.torch.recorder import Recorder, Site
+from skuda.torch.replaceable_layers import check_count
+from skuda.torch.tensor_op import refuse_other
 from skuda.torch.ways import ALONE, FIXED, LEFT, Batch, Logprobs, batches, cache_name, cache_of, keep, run
 
 LENGTHS = (3, 130, 41, 7, 200)
@@ -127,8 +130,7 @@ def certify(
     InvalidProblem
         For a prompt of less than two tokens, or a batch of less than two.
     """
-    if batch < 2:
-        raise InvalidProblem("certify", "batch", str(batch), "be at least 2")
+    _check(model, prompts, seed, batch)
     rng = torch.Generator().manual_seed(seed)
     if prompts is None:
         prompts = [torch.randint(model.config.vocab_size, (length,), generator=rng) for length in LENGTHS]
@@ -159,6 +161,20 @@ def certify(
     if on_gpu:
         found += _on_cpu(model, prompts, ways[ALONE], cpu_layers, report)
     return Certificate(tuple(found), sum(map(len, want.values())))
+
+
+def _check(model: Any, prompts: Any, seed: object, batch: object) -> None:
+    """Raise `InvalidProblem` for arguments of `certify` of a wrong kind."""
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise InvalidProblem("certify", "model", shown(model), "be a language model of transformers")
+    check_count("certify", "batch", batch, least=2)
+    check_count("certify", "seed", seed)
+    if int(seed) >= 1 << 64:  # type: ignore[call-overload]
+        raise InvalidProblem("certify", "seed", shown(seed), "be below 2^64")
+    if prompts is not None and (not isinstance(prompts, Sequence) or not prompts):
+        raise InvalidProblem("certify", "prompts", shown(prompts), "be a list of tensors, at least one, or left out")
+    for prompt in prompts or ():
+        refuse_other("certify", "prompts", prompt)
 
 
 def _told(runs: Mapping[str, Run], report: Callable[[str], None] | None) -> Iterator[tuple[str, Run]]:

@@ -330,9 +330,12 @@ def _called(name: str, given: tuple[torch.Tensor | None, ...], **fields: str | N
     """Call an op. Of an argument that is no tensor, torch itself would raise an error of its schema."""
     try:
         found: torch.Tensor = getattr(torch.ops.skuda, name).default(*given, **fields)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
+        for field, text in fields.items():
+            if text is not None and not isinstance(text, str):
+                raise InvalidProblem(name, field, shown(text), "be a string, or left out") from None
         for argument, value in zip(OPS[name].names, given, strict=False):
-            if value is not None:
+            if value is not None or argument in OPS[name].always:
                 refuse_other(name, argument, value)
         raise
     return found

@@ -44,6 +44,7 @@ from skuda.torch.int4_checkpoint import PACK_QUANTIZED, warn_rounded
 from skuda.torch.int8_linear import Int8Linear, StaticLinear
 from skuda.torch.joined import int8_layers
 from skuda.torch.quantize import Dynamic, Report, quantize_
+from skuda.torch.replaceable_layers import check_flag
 from skuda.torch.scheme import FORMAT, METHOD, OWN_METHOD, ActivationScheme, Scheme, SchemeGroup, matches
 from skuda.torch.stored import Tensors, check_values, int8_layer
 
@@ -85,6 +86,10 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
         round_scales: bool = False,
         scheme: Scheme | None = None,
     ) -> None:
+        for name, flag in (("exact", exact), ("round_scales", round_scales)):
+            check_flag("SkudaConfig", name, flag)
+        if not (ignore is None or isinstance(ignore, (list, tuple, set, frozenset, str))):
+            raise InvalidProblem("SkudaConfig", "ignore", shown(ignore), "be a list of names")
         if exact and ignore:
             raise InvalidProblem("SkudaConfig", "ignore", shown(ignore), "be left out with exact=True")
         if ignore is not None and (isinstance(ignore, str) or not all(isinstance(name, str) for name in ignore)):
