@@ -21,6 +21,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from skuda.registry.descriptor import Descriptor
+from skuda.torch.sampling import as_top_k
 from skuda.torch.tensor_op import OPS
 
 _LEAST_TEMPERATURE = 1e-5
@@ -171,7 +172,7 @@ def draw(logits: Tensor, seed: Tensor, position: Tensor, top_k: Tensor | None, t
         Ids; 0 for a row without a distribution, since vLLM looks every id up.
     """
     ones, zeros = torch.ones_like(seed, dtype=torch.float32), torch.zeros_like(seed)
-    top_k = None if top_k is None else top_k.to(torch.int32)
+    top_k = None if top_k is None else as_top_k(top_k)
     found: Tensor = torch.ops.skuda.sample.default(logits, ones, seed, zeros, position, top_k, top_p)
     return found.clamp_(min=0)
 

@@ -286,6 +286,8 @@ def test_requests_of_one_seed_differ_by_position_and_those_without_one_by_name(a
     logits = torch.zeros(2000, WIDTH)
     position, seed = torch.arange(2000), torch.full((2000,), 4)
     assert len(sampler.draw(logits, seed, position, None, None).unique()) > WIDTH / 2
+    wide = [torch.full((2000,), number) for number in (2**32 + 2, 0)]  # both mean all
+    assert torch.equal(*(sampler.draw(logits, seed, position, top_k, None) for top_k in wide))
 
 
 def test_seeds_are_those_of_requests_of_any_sign(alone):
