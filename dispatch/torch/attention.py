@@ -356,7 +356,6 @@ def _check_window(module: nn.Module, config: Any, given: int | None) -> None:
         raise InvalidProblem(_in(module), "sliding_window", str(given), rule)
 
 
-@functools.cache
 def _stranger(model: type[PreTrainedModel]) -> str | None:
     """Return the name of an attention in a file of a model's class that does not call the interface, if there is one.
 

@@ -12,7 +12,8 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.registry.value import expect_integer, expect_real
 from skuda.torch.derivatives import refuse_tangent
-from skuda.torch.ops import LIBRARY, NAMESPACE, TAGS
+from skuda.torch.ops import TAGS
+from skuda.torch.registering import NAMESPACE, registering
 from skuda.torch.tensor_op import refuse_other
 
 Number: TypeAlias = float | Tensor
@@ -68,14 +69,15 @@ def _gradients(
     return [slope.masked_fill(unused[:, None], 0).to(logits.dtype), *results]
 
 
-LIBRARY.define(
-    "log_probs_backward(Tensor logits, Tensor tokens, Tensor? temperature, Tensor found, Tensor entropy, Tensor grad, "
-    "Tensor of_entropy, *, bool of_temperature) -> Tensor[]",
-    tags=TAGS,
-)
-for _key in ("CPU", "CUDA"):
-    LIBRARY.impl("log_probs_backward", _gradients, _key)
-torch.library.register_fake(f"{NAMESPACE}::log_probs_backward", _gradients, lib=LIBRARY)
+with registering("log_probs_backward") as _library:
+    _library.define(
+        "log_probs_backward(Tensor logits, Tensor tokens, Tensor? temperature, Tensor found, Tensor entropy, "
+        "Tensor grad, Tensor of_entropy, *, bool of_temperature) -> Tensor[]",
+        tags=TAGS,
+    )
+    for _key in ("CPU", "CUDA"):
+        _library.impl("log_probs_backward", _gradients, _key)
+    torch.library.register_fake(f"{NAMESPACE}::log_probs_backward", _gradients, lib=_library)
 
 
 class _LogProbs(torch.autograd.Function):

@@ -28,7 +28,8 @@ from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.autograd import Q_MAX
 from skuda.torch.dtypes import element_of
-from skuda.torch.ops import LIBRARY, TAGS
+from skuda.torch.ops import TAGS
+from skuda.torch.registering import registering
 from skuda.vllm import loading
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel, logger
 
@@ -194,7 +195,8 @@ def _fake(input: Tensor, how: str, group: str) -> Tensor:
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 
-LIBRARY.define("all_reduce(Tensor input, str how, str group) -> Tensor", tags=TAGS)
-for _key in ("CPU", "CUDA"):
-    LIBRARY.impl("all_reduce", _all_reduce, _key)
-torch.library.register_fake("skuda::all_reduce", _fake, lib=LIBRARY)
+with registering("all_reduce") as _library:
+    _library.define("all_reduce(Tensor input, str how, str group) -> Tensor", tags=TAGS)
+    for _key in ("CPU", "CUDA"):
+        _library.impl("all_reduce", _all_reduce, _key)
+    torch.library.register_fake("skuda::all_reduce", _fake, lib=_library)
