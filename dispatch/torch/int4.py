@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from skuda.kernels.linear.packed import GROUP_SIZES
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
+from skuda.registry.value import expect
 from skuda.torch.int8_linear import DynamicLinear, check_linear, quantized_weight
-from skuda.torch.replaceable_layers import check_flag
 from skuda.torch.tensor_op import check_tensors
 
 Weights = Literal["int8", "int4"]
@@ -127,7 +127,7 @@ def int4_weight(weight: Tensor, group_size: int = 128, *, symmetric: bool = Fals
         If the weight is not a finite matrix of such a dtype, or for another group size.
     """
     check_group_size("int4_weight", group_size)
-    check_flag("int4_weight", "symmetric", symmetric)
+    expect("int4_weight", "symmetric", symmetric, bool, "be True or False")
     codes, channel_scale = quantized_weight(weight)
     (n, k), size = codes.shape, group_size or max(codes.shape[1], 1)
     levels = torch.empty_like(codes, dtype=torch.uint8)

@@ -12,6 +12,7 @@ from torch import nn
 
 from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line, shown
+from skuda.registry.value import expect
 from skuda.torch.int4 import Weights, check_weights, int4_linear
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear
 from skuda.torch.nonfinite import Nonfinite, check_nonfinite, propagating
@@ -24,7 +25,6 @@ from skuda.torch.replaceable_layers import (
     as_linear,
     bytes_of,
     carry,
-    check_flag,
     check_model,
     describe_saving,
     is_conv1d,
@@ -89,7 +89,7 @@ class Dynamic:
     def __post_init__(self) -> None:
         check_nonfinite("Dynamic", self.nonfinite)
         check_weights("Dynamic", self.weights, self.group_size)
-        check_flag("Dynamic", "symmetric", self.symmetric)
+        expect("Dynamic", "symmetric", self.symmetric, bool, "be True or False")
         if self.symmetric not in ((False, True) if self.weights == "int4" else (False,)):
             raise InvalidProblem("Dynamic", "symmetric", shown(self.symmetric), "be False, or True with weights='int4'")
 

@@ -66,12 +66,6 @@ def check_count(subject: str, field: str, number: object, least: int = 0) -> Non
         raise InvalidProblem(subject, field, shown(number), f"be an integer, at least {least}")
 
 
-def check_flag(subject: str, field: str, flag: object) -> None:
-    """Raise `InvalidProblem` unless the flag is True or False."""
-    if not isinstance(flag, bool):
-        raise InvalidProblem(subject, field, shown(flag), "be True or False")
-
-
 def is_conv1d(module: nn.Module) -> bool:
     """Whether this is the linear layer of GPT-2 in transformers, whose weight has the shape (K, N)."""
     # Without an import: if nobody has imported transformers, no module is one.
@@ -292,9 +286,7 @@ def describe_saving(model: nn.Module) -> None:
 
     Without the scheme, a reader would take the codes for weights in floating point.
     """
-    loaded = sys.modules.get("transformers.modeling_utils")
-    kind = getattr(loaded, "PreTrainedModel", None)
-    if kind is None or not any(isinstance(module, kind) for module in model.modules()):
+    if not any(is_of_transformers(module) for module in model.modules()):
         return
     try:
         bridge = importlib.import_module("skuda.torch.transformers")  # by name, because it imports this module
@@ -303,6 +295,13 @@ def describe_saving(model: nn.Module) -> None:
         warnings.warn(f"{text}, or: pip install 'skuda[transformers]'", stacklevel=3)
     else:
         bridge.describe_(model)
+
+
+def is_of_transformers(module: object) -> bool:
+    """Whether this is a model of transformers."""
+    # Without an import, as in `is_conv1d`.
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return kind is not None and isinstance(module, kind)
 
 
 def table(title: str, of: Mapping[str, str]) -> list[str]:

@@ -29,8 +29,6 @@ from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependen
 from skuda.registry.text import one_line, shown
 
 try:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
     from transformers.modeling_utils import PreTrainedModel
     from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -38,13 +36,14 @@ except ImportError as error:
     raise MissingDependency("transformers", "pip install 'skuda[transformers]'") from error
 
 import skuda.torch.attention  # noqa: F401  it registers an attention
-from skuda.torch.checkpoint import described, opened_files
+from skuda.torch.checkpoint import described, opened_files, scheme_of
 from skuda.torch.exact import exact_
 from skuda.torch.int4_checkpoint import PACK_QUANTIZED, warn_rounded
 from skuda.torch.int8_linear import Int8Linear, StaticLinear
 from skuda.torch.joined import int8_layers
 from skuda.torch.quantize import Dynamic, Report, quantize_
-from skuda.torch.replaceable_layers import check_flag
+from skuda.torch.renaming import cast_, dtype_of, in_model, planned, renamed, untie_, without_codes
+from skuda.torch.replaceable_layers import check_flag, sizes_of
 from skuda.torch.scheme import FORMAT, METHOD, OWN_METHOD, ActivationScheme, Scheme, SchemeGroup, matches
 from skuda.torch.stored import Tensors, check_values, int8_layer
 
@@ -158,6 +157,10 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
     report: Report | None = None
     _unread: Mapping[str, tuple[nn.Module, SchemeGroup]] = MappingProxyType({})
     """Layers of which transformers reads the tensors as they are stored."""
+    _codes: tuple[str, ...] = ()
+    """Tensors of int8 layers in the checkpoint."""
+    _dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
+    """Dtypes of tensors. Those in which transformers loads them may differ, also by its version."""
 
     @property
     def is_trainable(self) -> bool:
@@ -179,6 +182,11 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
         owner, name = param_name.rpartition(".")[::2]
         return name == "weight" and getattr(model.get_submodule(owner), "group_size", None) is not None
 
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
+        """Return the conversions of a checkpoint without those that would change codes and not their scales."""
+        found: list[Any] = super().update_weight_conversions(without_codes(weight_conversions, self._codes), *model)
+        return found
+
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> None:
@@ -190,30 +198,44 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             had = shown([file.name for file in files])
             raise InvalidProblem("from_pretrained", "checkpoint", had, "be safetensors files, with their config")
         with opened_files(*files) as found:
-            # transformers applies the same renaming later, when it loads them.
-            renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
-            tensors = found.renamed(lambda name: _name_in(model, rename_source_key(name, renamings, [])[0]))
-            layers = list(scheme.layers(model))
+            stored = renamed(model, found)
+            tensors, self._codes = stored.tensors, stored.codes
+            # transformers makes models of the dtype that the user asks for, or else of that in the config.
+            default = torch.get_default_dtype()
+            said = stored.dtypes(scheme.dtypes) if scheme.dtypes and scheme.dtypes.default is default else {}
+            plan = planned(model, default)
+            layers = list(scheme.renamed(stored.module).layers(model, stored.files))
             self._unread = {name: (module, group) for name, module, group in layers if group.int4 is not None}
-            for name in self._unread:
-                layer: nn.Module = nn.Module()
-                for part, empty in tensors.within(name).empty().items():
-                    layer.register_buffer(part, empty)
-                model.set_submodule(name, layer)
+            kept: dict[str, torch.dtype] = {}
             for name, module, group in layers:
-                if name in self._unread:
-                    continue
-                # The model has no memory yet, and transformers will read the tensors. This only checks them.
-                layer = int8_layer(module, group, tensors.within(name), smooth=scheme.own)
-                tensors.within(name).finish()
-                # transformers compares shapes, and writers store a single scale or a vector in several.
-                for part, buffer in layer.named_buffers():
-                    if f"{name}.{part}" in tensors:
-                        setattr(layer, part, buffer.new_empty(tensors.kinds[f"{name}.{part}"][1]))
+                part = tensors.within(name)
+                dtype = said.get(f"{name}.weight", plan(f"{name}.weight"))
+                bias = {} if module.bias is None else {"bias": said.get(f"{name}.bias", plan(f"{name}.bias"))}
+                if group.int4 is not None:
+                    layer: nn.Module = _Stored(module, part, dtype)
+                else:
+                    # The model has no memory yet, and transformers will read the tensors. This only checks them.
+                    layer = int8_layer(module, group, part, smooth=scheme.own, dtype=dtype)
+                    part.finish()
+                for own, buffer in layer.named_buffers():
+                    if own not in part:
+                        continue
+                    # transformers compares shapes, and writers store a single scale or a vector in several.
+                    empty = part.without_values(own)
+                    kept[f"{name}.{own}"] = bias.get(own, empty.dtype)
+                    setattr(layer, own, buffer.new_empty(empty.shape, dtype=kept[f"{name}.{own}"]))
                 model.set_submodule(name, layer)
+        untie_(model, {name for name, *_ in layers})
+        for name, tensor in model.state_dict().items():
+            if tensor.is_floating_point() and name not in kept:
+                own = plan(name) if plan(name) is not default else tensor.dtype
+                kept[name] = said.get(name, own)
+        self._dtypes = kept
+        cast_(model, kept)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         if self.pre_quantized:
+            cast_(model, self._dtypes)
             self._make_unread(model)
             for name, layer in model.named_modules():
                 if not isinstance(layer, Int8Linear):
@@ -237,7 +259,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             rule = "have a torch.nn.Linear that can be int8; load it without quantization_config"
             had = one_line(f"{type(model).__name__}, {self.report}", 200)
             raise InvalidProblem("from_pretrained", "model", had, rule)
-        config.scheme = Scheme.of(model)
+        config.scheme = scheme_of(model)
         if config.exact:
             exact_(model)
         return model
@@ -246,7 +268,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
         """Make the layers of 4-bit weights from stored tensors that transformers has read."""
         rounded: dict[str, float] = {}
         for name, (module, group) in self._unread.items():
-            held = model.get_submodule(name)
+            held: Any = model.get_submodule(name)
             tensors = _held("from_pretrained", name, held)
             layer = int8_layer(
                 module,
@@ -254,6 +276,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
                 tensors,
                 rounded=partial(rounded.__setitem__, name) if self.quantization_config.round_scales else None,
                 device=next((each.device for each in held.buffers()), None),
+                dtype=held.dtype,
             )
             tensors.finish()
             model.set_submodule(name, layer.train(held.training))
@@ -298,18 +321,26 @@ def convert_(model: Any) -> tuple[str, ...]:
             rule = "have 8 bits: import skuda.torch.transformers before from_pretrained, or use skuda.torch.load_"
             raise InvalidRecord("convert_", "weights", "4 bits", rule)
         layers = {}
-        for name, module, group in scheme.layers(model):
+        scheme, files, said = in_model(model, scheme)
+        plan = planned(model, dtype_of(model))
+        for name, module, group in scheme.layers(model, files):
             tensors = _held("convert_", name, module)
-            layers[name] = int8_layer(module, group, tensors)
+            dtype = said.get(f"{name}.weight", plan(f"{name}.weight"))
+            layers[name] = int8_layer(module, group, tensors, dtype=dtype)
             tensors.finish()
             check_values("convert_", name, layers[name])
+        for name, tensor in model.state_dict().items():
+            other = name.rpartition(".")[0] not in layers and said.get(name, tensor.dtype) is not tensor.dtype
+            if other and tensor.is_floating_point():
+                rule = f"be {said[name]}, as in the file: import skuda.torch.transformers before from_pretrained"
+                raise InvalidProblem("convert_", name, str(tensor.dtype), rule)
         for name, layer in layers.items():
             model.set_submodule(name, layer.train(model.get_submodule(name).training))
         # It would look for codes to convert at the first call.
         hook = model.__dict__.pop("ct_decompress_hook", None)
         if hook is not None:
             hook.remove()
-    now = Scheme.of(model)
+    now = scheme_of(model)
     config.quantization_config = SkudaConfig(scheme=now)
     model.hf_quantizer = SkudaQuantizer(config.quantization_config, pre_quantized=True)
     model.is_quantized, model.quantization_method = True, OWN_METHOD
@@ -322,13 +353,12 @@ def describe_(model: nn.Module) -> None:
     A model that has a quantizer already, or no int8 layer, does not change. Unlike `convert_`, this does not prevent
     casting and training.
     """
+    untie_(model)
     described: dict[int, SkudaQuantizer] = {}
     inside: set[int] = set()
     for module in model.modules():
         if not isinstance(module, PreTrainedModel):
             continue
-        if isinstance(module.get_output_embeddings(), Int8Linear):
-            module.config.tie_word_embeddings = False  # codes share no memory with an embedding
         if id(module) not in inside:
             # The config of the outer model also describes inner models that have their own config.
             inside |= {id(part) for part in module.modules()}
@@ -372,18 +402,17 @@ def _held(source: str, name: str, module: nn.Module) -> Tensors:
     return Tensors(f"{source}, layer {name}", kinds, held.__getitem__)
 
 
-def _name_in(model: Any, name: str) -> str:
-    """Return the model's name of a tensor, if the checkpoint is of the model with or without its head."""
-    prefix = f"{model.base_model_prefix}."
-    if hasattr(model, model.base_model_prefix):
-        return name if name.startswith(prefix) or _has(model, name) else prefix + name
-    return name.removeprefix(prefix)
+class _Stored(nn.Module):
+    """Holds the tensors of a layer of 4-bit weights as they are stored, while transformers reads them.
 
+    Models read the sizes, the weight and the bias of their layers to initialize them.
+    """
 
-def _has(model: nn.Module, name: str) -> bool:
-    """Whether a model has the module of a tensor of this name."""
-    try:
-        model.get_submodule(name.rpartition(".")[0])
-    except AttributeError:
-        return False
-    return True
+    def __init__(self, module: nn.Module, tensors: Tensors, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.out_features, self.in_features = sizes_of(module)
+        self.dtype = dtype
+        self.register_buffer("weight", torch.empty(0, self.in_features, device="meta"), persistent=False)
+        self.register_buffer("bias", None)
+        for part, empty in tensors.empty().items():
+            self.register_buffer(part, empty)

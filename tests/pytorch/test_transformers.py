@@ -469,24 +469,6 @@ def test_a_version_that_cannot_save_is_reported(monkeypatch):
     assert int8_names(model) > LAYERS
 
 
-def test_a_model_whose_tensors_have_other_names_in_files_survives_saving(tmp_path):
-    rng = fresh()
-    config = transformers.ViTConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
-    )
-    image = torch.from_numpy(rng.standard_normal((2, 3, 16, 16)).astype("float32"))
-    model = transformers.ViTModel(config).eval()
-    model.save_pretrained(tmp_path / "floats")
-    found = from_pretrained(tmp_path / "floats", kind=transformers.ViTModel, quantization_config=SkudaConfig())
-    quantize_(model, Dynamic())
-    for n, each in enumerate((found, model)):
-        each.save_pretrained(tmp_path / str(n))
-        again = from_pretrained(tmp_path / str(n), kind=transformers.ViTModel)
-        assert int8_names(again) == int8_names(model)
-        with torch.no_grad():
-            assert torch.equal(again(image).last_hidden_state, model(image).last_hidden_state)
-
-
 def test_a_model_with_nothing_to_quantize_is_refused_with_the_reason(tmp_path):
     llama(fresh()).save_pretrained(tmp_path)
     with pytest.raises(InvalidProblem, match=r"(?s)have a torch\.nn\.Linear.*LlamaForCausalLM, 0 converted"):
