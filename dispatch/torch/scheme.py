@@ -25,7 +25,7 @@ from skuda.registry.text import shown
 from skuda.torch.int4_checkpoint import PACK_QUANTIZED, Int4Format
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, SmoothedLinear, StaticLinear
 from skuda.torch.joined import Part, int8_layers, is_joined
-from skuda.torch.replaceable_layers import hooked, is_conv1d, original_of
+from skuda.torch.replaceable_layers import hooked, is_conv1d, is_linear, original_of
 
 FORMAT = "int-quantized"
 PACKED = "skuda-int4"
@@ -134,11 +134,14 @@ class Scheme:
         Targets of layers that stay in floating point.
     own : bool
         Whether only skuda reads it: layers may have smoothing factors or 4-bit weights, or be codes of a `Conv1D`.
+    exact : bool
+        Whether the model is exact; see `skuda.torch.exact.exact_`. Other readers ignore it.
     """
 
     groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...] = ()
     own: bool = False
+    exact: bool = False
 
     def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, SchemeGroup]]:
         """Yield the name, module and group of each layer that the scheme makes int8. Joined layers appear as `Part`.
@@ -154,7 +157,7 @@ class Scheme:
             group = self._group(name, module)
             if group is None or matches(self.ignore, name, module) or is_joined(module):
                 continue
-            if not isinstance(module, Int8Linear | Part) and type(module) is not nn.Linear and not is_conv1d(module):
+            if not isinstance(module, Int8Linear | Part) and not is_linear(module) and not is_conv1d(module):
                 if next(module.parameters(recurse=False), None) is None:
                     continue
                 _refuse(name, type(module).__name__, "be a torch.nn.Linear: add it to ignore")
@@ -212,7 +215,8 @@ class Scheme:
         floats = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) or is_conv1d(module))
         smooth = any(getattr(layer, "smooth", None) is not None for layer in layers.values())
         packed = any(group.group_size is not None for group in groups)
-        return cls(groups, tuple(floats), own=smooth or packed or "Conv1D" in kinds)
+        exact = any(getattr(part, "fused_exact", False) for part in model.modules())
+        return cls(groups, tuple(floats), own=smooth or packed or "Conv1D" in kinds, exact=exact)
 
     def fields(self) -> dict[str, Any]:
         """Return the `quantization_config`."""
@@ -237,7 +241,7 @@ class Scheme:
             "sparsity_config": {},
             "transform_config": {},
             "version": _VERSION,
-        }
+        } | ({"exact": True} if self.exact else {})
 
     @classmethod
     def parse(cls, source: str, fields: object) -> Self:
@@ -262,7 +266,7 @@ class Scheme:
         read.one_of("quantization_status", ["compressed"], default="compressed")
         read.absent("kv_cache_scheme", "sparsity_config", "transform_config", "moe_sparsity_config")
         read.free("global_compression_ratio", "version")
-        ignore = read.targets("ignore", default=())
+        ignore, exact = read.targets("ignore", default=()), read.one_of("exact", [False, True], default=False)
         groups = _Reader(source, "config_groups", read.take("config_groups"))
         found = tuple(
             _group_of(_Reader(source, name, groups.take(name)), formats, given) for name in tuple(groups.names)
@@ -270,7 +274,7 @@ class Scheme:
         if not found:
             groups.refuse("", "no group", "hold a group of layers")
         read.finish()
-        return cls(found, ignore, own=own)
+        return cls(found, ignore, own=own, exact=exact)
 
 
 def _group_of(read: _Reader, formats: list[str], default: str) -> SchemeGroup:
