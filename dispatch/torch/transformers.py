@@ -10,6 +10,11 @@ import also registers `attn_implementation="skuda"`; see `skuda.torch.attention`
     model = AutoModelForCausalLM.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(floats, quantization_config=SkudaConfig())
     model.save_pretrained(folder)  # a checkpoint that vLLM reads, too
+
+Weights of int8 layers are buffers, so that nothing trains them. ``next(model.parameters())`` therefore fails for a
+module of int8 layers alone. `device`, `dtype` and `num_parameters()` of a model count them. With a device map to the
+disk, floats are offloaded, and codes stay in memory. ``model.dequantize()`` does what `skuda.torch.dequantize_` does. A
+layer that a checkpoint lacks, such as the head of a classifier from a language model, is a new one of floats.
 """
 
 from __future__ import annotations
