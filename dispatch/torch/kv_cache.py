@@ -17,6 +17,7 @@ from skuda.kernels.attention.cache import PAGE
 from skuda.registry.errors import InvalidProblem, MissingDependency
 from skuda.registry.text import shown
 from skuda.torch.dtypes import element_of
+from skuda.torch.handed import Handed
 from skuda.torch.sequences import Sequences
 from skuda.torch.tensor_op import launched, run_module
 
@@ -180,8 +181,8 @@ class Int8Layer(CacheLayerMixin):  # type: ignore[misc]
                 tensor[target] = tensor[source]
 
 
-class NewKeys:
-    """New keys on their way from `Int8Cache.update` to the attention of skuda. Anything else refuses them.
+class NewKeys(Handed):
+    """New keys on their way from `Int8Cache.update` to the attention of skuda.
 
     Attributes
     ----------
@@ -196,14 +197,8 @@ class NewKeys:
     def __init__(self, cache: Int8Cache, layer: int, states: Tensor) -> None:
         self.cache, self.layer, self.states = cache, layer, states
 
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self.__torch_function__()
-
-    @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:
-        """Refuse any function of torch."""
+    def refuse(self) -> NoReturn:
+        """Refuse another attention."""
         rule = 'be "skuda" for an Int8Cache: use model.set_attn_implementation("skuda")'
         raise InvalidProblem("Int8Cache", "attn_implementation", "another one", rule)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from skuda.kernels.attention.cache import PAGE
+from skuda.kernels.attention.rope_table import MOST_POSITIONS
 from skuda.registry.errors import InvalidProblem
 
 _SUBJECT = "Int8Cache"
@@ -120,7 +121,8 @@ class Sequences:
         """Give each sequence pages for this many blocks, at least."""
         if blocks <= self.blocks:
             return
-        blocks = max(blocks, self.blocks + self.blocks // 2)  # so that copies are few
+        # So that copies are few; but not to more positions than there are cosines for.
+        blocks = max(blocks, min(self.blocks + self.blocks // 2, MOST_POSITIONS // PAGE))
         with torch.inference_mode(False):  # noqa: FBT003  as in `start`
             pages = torch.arange(self.batch * (blocks - self.blocks), dtype=torch.int32, device=self.order.device)
             self.block_table = torch.cat((self.block_table, pages.view(-1, self.batch).t() + self.pages), 1)

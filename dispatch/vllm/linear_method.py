@@ -118,7 +118,7 @@ class _SplitKernel(SkudaInt8ScaledMMLinearKernel):
             codes, scale = _OPS.amax_quantize.default(rows, largest, q_min=-Q_MAX, q_max=Q_MAX, output_element="s8")
         if zero_point is not None:  # a row of ones gives the sums of the weight's rows, with the same exchange
             codes = torch.cat((codes, codes.new_ones(1, codes.shape[1])))
-        sums = _OPS.scaled_linear.default(codes, weight, n=len(weight_scale), output_element="s32")
+        sums = _OPS.scaled_linear.default(codes, weight, n=weight_scale.shape[0], output_element="s32")
         sums = _OPS.all_reduce.default(sums, "sum", self.group)
         if zero_point is not None:
             sums, of_channels = sums[:-1], sums[-1]
