@@ -13,14 +13,13 @@ from torch import nn
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.dequantized_weight import weight_of
-from skuda.torch.exact_modules import ExactFakeQuantHead, ExactFakeQuantLinear, ExactHead, ExactMixedHead
 from skuda.torch.fused_modules import Fused
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, SmoothedLinear, StaticLinear
 from skuda.torch.joined import JoinedLinear, Part
 from skuda.torch.replaceable_layers import check_model, has_adapters, hooked, table
 from skuda.torch.training import FakeQuantLinear, MixedLinear
 
-_TRAINED = (FakeQuantLinear, MixedLinear, ExactFakeQuantLinear, ExactFakeQuantHead, ExactMixedHead)
+_TRAINED = (FakeQuantLinear, MixedLinear)
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,8 @@ def _check(name: str, layer: nn.Module) -> None:
         raise InvalidProblem("dequantize_", "model", f"a {type(layer).__name__} itself", rule)
     if isinstance(layer, Int8Linear) and layer.sharded:
         _refuse(name, layer, "be a whole layer: use skuda.torch.save, and load_ the checkpoint into a whole model")
-    if type(layer) not in (DynamicLinear, SmoothedLinear, StaticLinear, ExactHead, Part, *_TRAINED):
+    kind = getattr(layer, "stored_as", type(layer))
+    if kind not in (DynamicLinear, SmoothedLinear, StaticLinear, Part, *_TRAINED):
         _refuse(name, layer, "be a DynamicLinear or a StaticLinear: what this class computes has no known float form")
     if hooked(layer) or "forward" in vars(layer):
         _refuse(name, layer, "have no hooks and its own forward, which would be lost: remove them first")

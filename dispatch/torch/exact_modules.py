@@ -162,7 +162,7 @@ class ExactHead(DynamicLinear):
 
     output_dtype = torch.float32
     stored_as = DynamicLinear
-    """The class of the layer that checkpoints describe."""
+    """The class of the layer without what makes it exact, which checkpoints describe."""
 
     def like(self, whole: Int8Linear) -> Self:
         """Return another layer of these sizes as a head."""
@@ -184,6 +184,7 @@ class ExactFakeQuantLinear(FakeQuantLinear):
     """A layer of `FakeQuant` with the values of the int8 product, and its own gradients."""
 
     output_element: str | None = None
+    stored_as = FakeQuantLinear
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K)."""
@@ -201,6 +202,8 @@ class ExactFakeQuantHead(ExactFakeQuantLinear):
 
 class ExactMixedHead(MixedLinear):
     """A layer of `Mixed` whose outputs are f32: logits."""
+
+    stored_as = MixedLinear
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the logits, f32 of shape (..., N), for an input of shape (..., K)."""
