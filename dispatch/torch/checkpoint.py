@@ -43,7 +43,7 @@ from skuda.dispatch.system.files import open_regular
 from skuda.dispatch.system.writing import replacing
 from skuda.registry.errors import InvalidProblem, InvalidRecord, MissingDependency
 from skuda.registry.text import path_of, shown
-from skuda.torch.int4 import from_grouped
+from skuda.torch.int4 import from_grouped, per_row, warn_per_row
 from skuda.torch.int4_checkpoint import Int4Format, int4_tensors, unpacked_int4, warn_rounded
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, StaticLinear
 from skuda.torch.joined import Part, int8_layers, is_joined
@@ -73,6 +73,7 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
     """Load a checkpoint into a model. Linear layers that are int8 in the checkpoint become int8 in the model.
 
     They keep the attributes that users have set. A single scale of a weight becomes the scale of every output channel.
+    A checkpoint of an exact model makes the model exact; see `skuda.torch.exact.exact_`.
 
     The whole checkpoint is read and checked first. If this raises, the model has not changed. Tensors outside of int8
     layers must have the same dtype as in the model, and so must tensors of layers that `fuse_` has joined. Names may be
@@ -97,7 +98,8 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
     Raises
     ------
     InvalidProblem
-        If `model` is not a module, has another architecture or dtype, or has a layer that cannot be replaced.
+        If `model` is not a module, has another architecture or dtype, has a layer that cannot be replaced, or cannot be
+        exact as the checkpoint is.
     InvalidRecord
         If the files are not such a checkpoint, or have an unsupported scheme. The error names the field or tensor.
     MissingDependency
@@ -120,6 +122,7 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
         if renaming is not None:
             state = {name: own for name, own in state.items() if name in tensors or name not in renaming.derived(model)}
         names: list[str] = []
+        rows: list[str] = []
         rounded: dict[str, float] = {}
         layers: dict[str, Int8Linear] = {}
         copies: list[tuple[Tensor, Tensor]] = []
@@ -132,6 +135,8 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
             layer = int8_layer(module, group, tensors.within(name), smooth=scheme.own, rounded=note)
             check_values(tensors.source, name, layer)
             names.append(name)
+            if per_row(layer):
+                rows.append(name)
             if isinstance(module, Part):
                 copies += _copies_of_part(tensors.source, name, module, layer)
             else:
@@ -139,14 +144,31 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, round_scales: bool 
                 carry(module, layers[name])
         copies += _copies(state, set(names), tensors)
         tensors.finish()
+        before = {name: model.get_submodule(name) for name in layers}
+        for name, layer in layers.items():
+            model.set_submodule(name, layer.train(before[name].training))
+        if scheme.exact:
+            _make_exact(model, before)
         with torch.no_grad():
             for own, tensor in copies:
                 own.copy_(tensor)
-    for name, layer in layers.items():
-        model.set_submodule(name, layer.train(model.get_submodule(name).training))
     describe_saving(model)
     warn_rounded(rounded, stacklevel=2)
+    warn_per_row(rows, stacklevel=2)
     return tuple(names)
+
+
+def _make_exact(model: nn.Module, before: dict[str, nn.Module]) -> None:
+    """Make a model exact that is not. If it cannot be, put back the modules that it had before, and raise."""
+    exact: Any = importlib.import_module("skuda.torch.exact")  # by name, because it needs transformers
+    if exact.is_exact(model):
+        return
+    try:
+        exact.exact_inside_(model)
+    except InvalidProblem:
+        for name, module in before.items():
+            model.set_submodule(name, module)
+        raise
 
 
 def _copies_of_part(source: str, name: str, part: Part, layer: Int8Linear) -> Iterator[tuple[Tensor, Tensor]]:

@@ -25,7 +25,7 @@ from skuda.torch.exact_modules import (
 from skuda.torch.fuse import LAYER, Fusion, become, fuse_, gated_form, norm_form
 from skuda.torch.fused_modules import Fused, FusedAttention, MLPForm
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear
-from skuda.torch.joined import Part, is_joined
+from skuda.torch.joined import Part, int8_layers, is_joined
 from skuda.torch.replaceable_layers import check_model
 from skuda.torch.rope_attention import FusedRopeAttention, RopeForm, rope_forms
 from skuda.torch.source import Forward, NotProven
@@ -100,6 +100,23 @@ def exact_(model: nn.Module) -> Fusion:
         if isinstance(module, Fused):
             module.fused_exact = True
     return Fusion(changed, {})
+
+
+def is_exact(model: nn.Module) -> bool:
+    """Whether `exact_` has made a model, or one inside of it, exact."""
+    return any(isinstance(module, Fused) and module.fused_exact for module in model.modules())
+
+
+def exact_inside_(model: nn.Module) -> None:
+    """Make the models of transformers with int8 layers inside a module exact; errors as `exact_`."""
+    inside: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and id(module) not in inside:
+            inside |= {id(part) for part in module.modules()}
+            if any(True for _ in int8_layers(module)):
+                exact_(module)
+    if not inside:
+        exact_(model)  # which says why not
 
 
 def _planned(

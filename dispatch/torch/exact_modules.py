@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from skuda.torch.autograd import (
     valued,
 )
 from skuda.torch.fused_modules import Fused, MLPForm, gated_rows
-from skuda.torch.int8_linear import DynamicLinear, autocast
+from skuda.torch.int8_linear import DynamicLinear, Int8Linear, autocast
 from skuda.torch.ops import linear_dynamic
 from skuda.torch.rope_attention import FusedRopeAttention
 from skuda.torch.tensor_op import launched, run_module
@@ -162,7 +162,14 @@ class ExactHead(DynamicLinear):
 
     output_dtype = torch.float32
     stored_as = DynamicLinear
-    """The class of the layer that checkpoints describe."""
+    """The class of the layer without what makes it exact, which checkpoints describe."""
+
+    def like(self, whole: Int8Linear) -> Self:
+        """Return another layer of these sizes as a head."""
+        if type(whole) is not DynamicLinear:
+            raise InvalidProblem(type(self).__name__, "the loaded layer", f"a {type(whole).__name__}", "be dynamic")
+        whole.__class__ = type(self)  # type: ignore[assignment]
+        return whole  # type: ignore[return-value]
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the logits, f32 of shape (..., N), for an input of shape (..., K)."""
@@ -177,6 +184,7 @@ class ExactFakeQuantLinear(FakeQuantLinear):
     """A layer of `FakeQuant` with the values of the int8 product, and its own gradients."""
 
     output_element: str | None = None
+    stored_as = FakeQuantLinear
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K)."""
@@ -194,6 +202,8 @@ class ExactFakeQuantHead(ExactFakeQuantLinear):
 
 class ExactMixedHead(MixedLinear):
     """A layer of `Mixed` whose outputs are f32: logits."""
+
+    stored_as = MixedLinear
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the logits, f32 of shape (..., N), for an input of shape (..., K)."""

@@ -9,7 +9,6 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -205,7 +204,7 @@ def _applied(model: nn.Module, ranks: Group, cuts: list[_Cut]) -> Parallelizatio
         model.set_submodule(cut.name, made)
         converted[cut.name] = f"{cut.kind.__name__}, {made.shards.parts(*made.whole)} along {cut.shards.axis}"
     left = [n for n, m in model.named_modules() if isinstance(m, Int8Linear) and not isinstance(m, ShardedLinear)]
-    return Parallelization(MappingProxyType(converted), tuple(left))
+    return Parallelization(converted, tuple(left))
 
 
 @dataclass(frozen=True)

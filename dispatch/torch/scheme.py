@@ -27,7 +27,7 @@ from skuda.registry.text import shown
 from skuda.torch.int4_checkpoint import PACK_QUANTIZED, Int4Format
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear, SmoothedLinear, StaticLinear
 from skuda.torch.joined import Part, int8_layers, is_joined
-from skuda.torch.replaceable_layers import hooked, is_conv1d, linears, original_of, other_matrices
+from skuda.torch.replaceable_layers import hooked, is_conv1d, is_linear, linears, original_of, other_matrices
 
 FORMAT = "int-quantized"
 PACKED = "skuda-int4"
@@ -237,12 +237,15 @@ class Scheme:
         Whether only skuda reads it: layers may have smoothing factors or 4-bit weights, or be codes of a `Conv1D`.
     dtypes : Dtypes or None
         The dtypes of tensors, if they differ and a reader could not know them.
+    exact : bool
+        Whether the model is exact; see `skuda.torch.exact.exact_`. Other readers ignore it.
     """
 
     groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...] = ()
     own: bool = False
     dtypes: Dtypes | None = None
+    exact: bool = False
 
     def renamed(self, module: Callable[[str], str]) -> Self:
         """Return the scheme with the names that a model has for modules besides those of the file."""
@@ -277,7 +280,7 @@ class Scheme:
             group = self._group(name, module, stored)
             if group is None or matches(self.ignore, name, module, stored) or is_joined(module):
                 continue
-            if not isinstance(module, Int8Linear | Part) and type(module) is not nn.Linear and not is_conv1d(module):
+            if not isinstance(module, Int8Linear | Part) and not is_linear(module) and not is_conv1d(module):
                 if next(module.parameters(recurse=False), None) is None:
                     continue
                 _refuse(name, type(module).__name__, "be a torch.nn.Linear: add it to ignore")
@@ -346,7 +349,8 @@ class Scheme:
         smooth = any(getattr(layer, "smooth", None) is not None for layer in layers.values())
         packed = any(group.group_size is not None for group in groups)
         own = smooth or packed or "Conv1D" in kinds
-        return cls(groups, _ignored(names.matrices(model), coded.values()), own=own, dtypes=dtypes)
+        exact = any(getattr(part, "fused_exact", False) for part in model.modules())
+        return cls(groups, _ignored(names.matrices(model), coded.values()), own=own, dtypes=dtypes, exact=exact)
 
     def fields(self) -> dict[str, Any]:
         """Return the `quantization_config`."""
@@ -372,7 +376,7 @@ class Scheme:
             "sparsity_config": {},
             "transform_config": {},
             "version": _VERSION,
-        }
+        } | ({"exact": True} if self.exact else {})
 
     @classmethod
     def parse(cls, source: str, fields: object) -> Self:
@@ -397,7 +401,7 @@ class Scheme:
         read.one_of("quantization_status", ["compressed"], default="compressed")
         read.absent("kv_cache_scheme", "sparsity_config", "transform_config", "moe_sparsity_config")
         read.free("global_compression_ratio", "version")
-        ignore = read.targets("ignore", default=())
+        ignore, exact = read.targets("ignore", default=()), read.one_of("exact", [False, True], default=False)
         dtypes = read.take("dtypes", default=None)
         groups = _Reader(source, "config_groups", read.take("config_groups"))
         found = tuple(
@@ -406,7 +410,8 @@ class Scheme:
         if not found:
             groups.refuse("", "no group", "hold a group of layers")
         read.finish()
-        return cls(found, ignore, own=own, dtypes=None if dtypes is None else Dtypes.parse(source, dtypes))
+        kept = None if dtypes is None else Dtypes.parse(source, dtypes)
+        return cls(found, ignore, own=own, dtypes=kept, exact=exact)
 
 
 def _group_of(read: _Reader, formats: list[str], default: str) -> SchemeGroup:

@@ -10,17 +10,23 @@ import also registers `attn_implementation="skuda"`; see `skuda.torch.attention`
     model = AutoModelForCausalLM.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(floats, quantization_config=SkudaConfig())
     model.save_pretrained(folder)  # a checkpoint that vLLM reads, too
+
+Weights of int8 layers are buffers, so that nothing trains them. ``next(model.parameters())`` therefore fails for a
+module of int8 layers alone. `device`, `dtype` and `num_parameters()` of a model count them. With a device map to the
+disk, floats are offloaded, and codes stay in memory. ``model.dequantize()`` does what `skuda.torch.dequantize_` does. A
+layer that a checkpoint lacks, such as the head of a classifier from a language model, is a new one of floats.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial, wraps
+from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -37,18 +43,24 @@ except ImportError as error:
 
 import skuda.torch.attention  # noqa: F401  it registers an attention
 from skuda.torch.checkpoint import described, opened_files, scheme_of
+from skuda.torch.dequantize import dequantize_
 from skuda.torch.exact import exact_
+from skuda.torch.int4 import warn_per_row
 from skuda.torch.int4_checkpoint import PACK_QUANTIZED, warn_rounded
 from skuda.torch.int8_linear import Int8Linear, StaticLinear
 from skuda.torch.joined import int8_layers
-from skuda.torch.quantize import Dynamic, Report, quantize_
+from skuda.torch.quantize import Dynamic, Report, quantize_, report_of_loaded
 from skuda.torch.renaming import cast_, dtype_of, in_model, planned, renamed, untie_, without_codes
-from skuda.torch.replaceable_layers import check_flag, sizes_of
+from skuda.torch.replaceable_layers import sizes_of
 from skuda.torch.scheme import FORMAT, METHOD, OWN_METHOD, ActivationScheme, Scheme, SchemeGroup, matches
 from skuda.torch.stored import Tensors, check_values, int8_layer
 
 for _known in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
     _known.pop(OWN_METHOD, None)  # that of an import that was interrupted afterwards; registering again is an error
+
+_OPTIONS = ("ignore", "weights", "group_size", "symmetric", "exact", "round_scales")
+_OF_FLOATS = ("ignore", "weights", "group_size", "symmetric")
+"""Options that choose how floats are quantized."""
 
 
 @register_quantization_config(OWN_METHOD)
@@ -56,37 +68,50 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The `quantization_config` of `from_pretrained` for int8 layers with dynamic scales.
 
     `from_pretrained` loads the whole checkpoint of floats, then quantizes layer by layer. So it needs the memory of the
-    floats for a while. The report of `quantize_` is in ``model.hf_quantizer.report``.
+    floats for a while. The report of `quantize_` is in ``model.hf_quantizer.report``. A mapping such as
+    ``{"quant_method": "skuda", "weights": "int4"}`` does the same.
+
+    For a checkpoint that is quantized already, only `exact` and `round_scales` apply. Others are refused, except for
+    `weights` that it has.
 
     Parameters
     ----------
     ignore : sequence of str, optional
         Layers that stay in floating point: names, or patterns of ``re:`` and a regular expression that matches from the
         start of a name. By default the layer that returns the logits.
-    weights, group_size, symmetric
+    weights, group_size, symmetric : optional
         As in `skuda.torch.Dynamic`.
-    exact : bool
+    exact : bool, optional
         Whether the whole model becomes exact, the head included; see `skuda.torch.exact.exact_`. Then `ignore` must be
-        left out.
+        left out. By default as the checkpoint says; one of floats does not become exact.
     round_scales : bool
         As in `skuda.torch.load_`, for a checkpoint of 4-bit weights, whose own config says all else.
     scheme : Scheme, optional
-        The scheme of an int8 checkpoint. With it, nothing is quantized.
+        The scheme of an int8 checkpoint, in place of all other arguments.
+
+    Raises
+    ------
+    InvalidProblem
+        For an invalid value.
     """
+
+    asked: Scheme | None = None
+    """The scheme in the config that a user gave for a checkpoint with its own."""
 
     def __init__(
         self,
         ignore: Sequence[str] | None = None,
         *,
-        weights: Literal["int8", "int4"] = "int8",
-        group_size: int = 128,
-        symmetric: bool = False,
-        exact: bool = False,
+        weights: Literal["int8", "int4"] | None = None,
+        group_size: int | None = None,
+        symmetric: bool | None = None,
+        exact: bool | None = None,
         round_scales: bool = False,
         scheme: Scheme | None = None,
     ) -> None:
         for name, flag in (("exact", exact), ("round_scales", round_scales)):
-            check_flag("SkudaConfig", name, flag)
+            if flag is not None and not isinstance(flag, bool):
+                raise InvalidProblem("SkudaConfig", name, shown(flag), "be True or False")
         if not (ignore is None or isinstance(ignore, (list, tuple, set, frozenset, str))):
             raise InvalidProblem("SkudaConfig", "ignore", shown(ignore), "be a list of names")
         if exact and ignore:
@@ -100,25 +125,80 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
                 rule = f"be names and regular expressions ({error})"
                 raise InvalidProblem("SkudaConfig", "ignore", pattern, rule) from error
         self.quant_method = OWN_METHOD
-        self.ignore = () if exact else None if ignore is None else tuple(ignore)
-        self.dynamic = Dynamic(weights=weights, group_size=group_size, symmetric=symmetric)
-        self.exact = exact
-        self.round_scales = round_scales
+        self.ignore = None if ignore is None else tuple(ignore)
+        self.weights, self.group_size, self.symmetric = weights, group_size, symmetric
+        self.exact, self.round_scales = exact, round_scales
         self.scheme = scheme
+        _ = self.dynamic
+        if scheme is not None and self._given():
+            raise InvalidProblem("SkudaConfig", "scheme", "a scheme beside other arguments", "be the only argument")
+
+    @property
+    def dynamic(self) -> Dynamic:
+        """How layers of floats are quantized."""
+        given = {name: value for name, value in self._given().items() if name in _OF_FLOATS[1:]}
+        return Dynamic(**given)
+
+    def _given(self) -> dict[str, Any]:
+        """Return the options that differ from those of `SkudaConfig()`, as JSON has them."""
+        held = {name: getattr(self, name) for name in _OPTIONS}
+        given = {name: value for name, value in held.items() if value is not None}
+        if self.ignore is not None:
+            given["ignore"] = list(self.ignore)
+        if not self.round_scales:
+            del given["round_scales"]
+        return given
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002  the signature of transformers
-        """Read the `quantization_config` of a checkpoint; errors as `Scheme.parse`."""
-        found = cls(scheme=Scheme.parse("config.json", config_dict))
+        """Read what `to_dict` returns: the `quantization_config` of a checkpoint, or options.
+
+        Raises
+        ------
+        InvalidProblem
+            For options that are unknown, or have invalid values.
+        InvalidRecord
+            As `Scheme.parse`.
+        """
+        if config_dict.get("quant_method") == OWN_METHOD and not {"config_groups", "format"} & config_dict.keys():
+            options = {name: value for name, value in config_dict.items() if name != "quant_method"}
+            for name in options.keys() - set(_OPTIONS):
+                rule = f"be left out: the options are {', '.join(_OPTIONS)}"
+                raise InvalidProblem("SkudaConfig", name, shown(options[name]), rule)
+            found = cls(**options)
+        else:
+            found = cls(scheme=Scheme.parse("config.json", config_dict))
         return (found, kwargs) if return_unused_kwargs else found
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """Return what transformers gives to the config of a checkpoint."""
-        return {"round_scales": self.round_scales}
+        """Return what transformers gives to the config of a checkpoint. `check_checkpoint` then checks it."""
+        asked = {} if self.scheme is None else {"asked": self.scheme}
+        return self._given() | {"round_scales": self.round_scales} | asked
+
+    def check_checkpoint(self) -> None:
+        """Raise `InvalidProblem` for an option that a checkpoint which is quantized already cannot take."""
+        if self.scheme is None:
+            rule = "describe int8 layers: to quantize floats, give it to from_pretrained, not in config.json"
+            raise InvalidProblem("from_pretrained", "quantization_config", shown(self.to_dict()), rule)
+        if self.asked not in (None, self.scheme):
+            rule = "be that of the checkpoint's own config, or be left out"
+            raise InvalidProblem("from_pretrained", "scheme", "another scheme", rule)
+        fields = [group.weights() for group in self.scheme.groups]
+        held = " and ".join(sorted({f"int{each['num_bits']}" for each in fields}))
+        for name in _OF_FLOATS:
+            value = getattr(self, name)
+            if value is not None and (name != "weights" or value != held):
+                rule = f"be left out: the checkpoint is quantized already, with weights of {held}, as its config says"
+                raise InvalidProblem("from_pretrained", name, shown(value), rule)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the `quantization_config` of a checkpoint. Before quantization it has only the method."""
-        return {"quant_method": OWN_METHOD} if self.scheme is None else self.scheme.fields()
+        """Return the `quantization_config` of a checkpoint or, before quantization, the options."""
+        return {"quant_method": OWN_METHOD, **self._given()} if self.scheme is None else self.scheme.fields()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SkudaConfig) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class _CompressedTensorsConfig:
@@ -139,6 +219,40 @@ _others = (kind for kind in auto.LOADING_ATTRIBUTES_CONFIG_TYPES if kind.__modul
 auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*_others, SkudaConfig)
 
 
+def _answers() -> None:
+    """Let models tell device, dtype and number of parameters of int8 layers, whose weights are no parameters."""
+    told: Any = PreTrainedModel
+    device, dtype, count = told.device.fget, told.dtype.fget, told.num_parameters
+
+    def asked(ask: Callable[[Any], Any], of_layer: Callable[[Any], Any]) -> property:
+        @wraps(ask)
+        def answer(model: Any) -> Any:
+            try:
+                return ask(model)
+            except StopIteration:  # it has no parameter
+                layer = next((layer for _, layer in int8_layers(model)), None)
+                if layer is None:
+                    raise
+                return of_layer(layer)
+
+        return property(answer)
+
+    @wraps(count)
+    def num_parameters(model: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:  # noqa: FBT001, FBT002  the signature of transformers
+        found: int = count(model, only_trainable, exclude_embeddings)
+        if only_trainable:
+            return found
+        tensors = [each for _, layer in int8_layers(model) for each in (layer.weight, layer.bias) if each is not None]
+        return found + sum(int(tensor.numel()) for tensor in tensors)
+
+    told.device = asked(device, lambda layer: layer.weight_q.device)
+    told.dtype = asked(dtype, lambda layer: layer.weight_dtype)
+    told.num_parameters = num_parameters
+
+
+_answers()
+
+
 @register_quantizer(OWN_METHOD)
 class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
     """Puts int8 layers into a model: before loading an int8 checkpoint, or after loading a checkpoint of floats.
@@ -147,7 +261,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
     ----------
     report : Report or None
         The report of `quantize_`, which a user finds in ``model.hf_quantizer.report``. It lists what `ignore` excludes,
-        too. None for an int8 checkpoint.
+        too. That of an int8 checkpoint compares its layers with the same layers of floats.
     """
 
     requires_calibration = False
@@ -155,12 +269,23 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
 
     quantization_config: SkudaConfig
     report: Report | None = None
-    _unread: Mapping[str, tuple[nn.Module, SchemeGroup]] = MappingProxyType({})
-    """Layers of which transformers reads the tensors as they are stored."""
-    _codes: tuple[str, ...] = ()
-    """Tensors of int8 layers in the checkpoint."""
-    _dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
-    """Dtypes of tensors. Those in which transformers loads them may differ, also by its version."""
+
+    def __init__(self, quantization_config: SkudaConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._unread: dict[str, tuple[nn.Module, SchemeGroup]] = {}
+        """Layers of which transformers reads the tensors as they are stored."""
+        self._codes: tuple[str, ...] = ()
+        """Tensors of int8 layers in the checkpoint."""
+        self._dtypes: dict[str, torch.dtype] = {}
+        """Dtypes of tensors. Those in which transformers loads them may differ, also by its version."""
+
+    def validate_environment(self, *_: Any, **__: Any) -> None:
+        """Raise `InvalidProblem` for options that a checkpoint cannot take."""
+        if self.pre_quantized:
+            self.quantization_config.check_checkpoint()
+        elif self.quantization_config.scheme is not None:
+            rule = "be left out: the checkpoint is of floats, and nothing says that it is quantized"
+            raise InvalidProblem("from_pretrained", "scheme", "a scheme of int8 layers", rule)
 
     @property
     def is_trainable(self) -> bool:
@@ -188,9 +313,14 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
         return found
 
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: Sequence[str] | None = None, **_: Any
+        self,
+        model: Any,
+        checkpoint_files: Sequence[str] | None = None,
+        device_map: Mapping[str, Any] | str | None = None,
+        **_: Any,
     ) -> None:
         if not self.pre_quantized:
+            _check_one_device(device_map)
             return
         scheme = self.quantization_config.scheme
         files = [Path(file) for file in checkpoint_files or ()]
@@ -204,7 +334,8 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             default = torch.get_default_dtype()
             said = stored.dtypes(scheme.dtypes) if scheme.dtypes and scheme.dtypes.default is default else {}
             plan = planned(model, default)
-            layers = list(scheme.renamed(stored.module).layers(model, stored.files))
+            every = list(scheme.renamed(stored.module).layers(model, stored.files))
+            layers = [each for each in every if not _is_new(model, each[0], tensors)] or every
             self._unread = {name: (module, group) for name, module, group in layers if group.int4 is not None}
             kept: dict[str, torch.dtype] = {}
             for name, module, group in layers:
@@ -235,6 +366,10 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         if self.pre_quantized:
+            for name, layer in model.named_modules():
+                # Reading the codes also mends what a device map has put in their place.
+                if isinstance(layer, Int8Linear) and layer.weight_q.is_meta:
+                    _refuse_offloaded(name)
             cast_(model, self._dtypes)
             self._make_unread(model)
             for name, layer in model.named_modules():
@@ -248,20 +383,51 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
                     if layer.input_zero_point is not None:
                         layer.input_zero_point = layer.input_zero_point.reshape(1).to(torch.int32)
                 check_values("from_pretrained", name, layer)
+            scheme = self.quantization_config.scheme
+            assert scheme is not None
+            self.report = report_of_loaded(model)
+            warn_per_row(self.report.per_row, stacklevel=3)
+            self._make_exact(model, scheme)
             return model
-        ignore = self.quantization_config.ignore
+        _check_one_device(getattr(model, "hf_device_map", None))
+        config, ignore = self.quantization_config, self.quantization_config.ignore
         if ignore is None:
-            logits = model.get_output_embeddings()
+            logits = None if config.exact else model.get_output_embeddings()
             ignore = tuple(name for name, module in model.named_modules() if module is logits)
-        config = self.quantization_config
         self.report = quantize_(model, config.dynamic, lambda module, name: not matches(ignore, name, module))
         if not self.report.converted:
             rule = "have a torch.nn.Linear that can be int8; load it without quantization_config"
             had = one_line(f"{type(model).__name__}, {self.report}", 200)
             raise InvalidProblem("from_pretrained", "model", had, rule)
-        config.scheme = scheme_of(model)
+        warn_per_row(self.report.per_row, stacklevel=3)
         if config.exact:
             exact_(model)
+        self._describe(model, scheme_of(model))
+        return model
+
+    def _describe(self, model: Any, scheme: Scheme) -> None:
+        """Put the scheme in the place of the options, in a config of the model's own."""
+        self.quantization_config = model.config.quantization_config = SkudaConfig(scheme=scheme)
+
+    def _make_exact(self, model: Any, scheme: Scheme) -> None:
+        """Make a model of int8 layers exact if the file, or the user, says so."""
+        asked = self.quantization_config.exact
+        exact = scheme.exact if asked is None else asked
+        if exact:
+            try:
+                exact_(model)
+            except InvalidProblem as problem:
+                if asked:
+                    raise
+                rule = (
+                    f"{problem.must}: the checkpoint says that it is exact; SkudaConfig(exact=False) loads its layers"
+                )
+                raise InvalidProblem("from_pretrained", problem.field, problem.had, rule) from problem
+        self._describe(model, replace(scheme, exact=exact))
+
+    def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """Return the model with layers in floating point, as `dequantize_` makes them; see there."""
+        dequantize_(model, dtype)
         return model
 
     def _make_unread(self, model: nn.Module) -> None:
@@ -269,17 +435,22 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
         rounded: dict[str, float] = {}
         for name, (module, group) in self._unread.items():
             held: Any = model.get_submodule(name)
+            device = next((each.device for each in held.state_dict().values()), None)
+            if device is not None and device.type == "meta":
+                _refuse_offloaded(name)
             tensors = _held("from_pretrained", name, held)
             layer = int8_layer(
                 module,
                 group,
                 tensors,
                 rounded=partial(rounded.__setitem__, name) if self.quantization_config.round_scales else None,
-                device=next((each.device for each in held.buffers()), None),
+                device=device,
                 dtype=held.dtype,
             )
             tensors.finish()
             model.set_submodule(name, layer.train(held.training))
+            if hasattr(held, "_hf_hook"):  # of a device map
+                import_module("accelerate.hooks").add_hook_to_module(layer, held._hf_hook)  # noqa: SLF001  its only name
         self._unread = {}
         warn_rounded(rounded, stacklevel=2)
 
@@ -385,6 +556,30 @@ def _is_integer(fields: Mapping[str, Any]) -> bool:
     if fields.get("format") != PACK_QUANTIZED or not isinstance(groups, Mapping):
         return fields.get("format") == FORMAT
     return all(isinstance(group, Mapping) and group.get("input_activations") for group in groups.values())
+
+
+def _is_new(model: Any, name: str, tensors: Tensors) -> bool:
+    """Whether a layer was not in the model that the checkpoint is of, as a classifier's. It stays as it is initialized.
+
+    The model's own class has no such layer, and none lacks in a row of layers of which the checkpoint has others.
+    """
+    if type(model).__name__ in (model.config.architectures or ()):
+        return False
+    numbered = re.compile(re.sub("[0-9]+", "[0-9]+", re.escape(name)) + r"\.weight_scale")
+    return not any(found.startswith(f"{name}.") or numbered.fullmatch(found) for found in tensors.kinds)
+
+
+def _check_one_device(device_map: Mapping[str, Any] | str | None) -> None:
+    """Refuse a map to several places for floats that are to be quantized. Their layers cannot be replaced then."""
+    places = set(map(str, device_map.values())) if isinstance(device_map, Mapping) else set()
+    if len(places) > 1 or "disk" in places:
+        rule = "be one device: quantize and save the model there, and load what it saved with this map"
+        raise InvalidProblem("from_pretrained", "device_map", ", ".join(sorted(places)), rule)
+
+
+def _refuse_offloaded(name: str) -> NoReturn:
+    rule = "be False: the codes of int8 layers are buffers, and stay in memory"
+    raise InvalidProblem("from_pretrained", "offload_buffers", f"True, for {name}", rule)
 
 
 def _held(source: str, name: str, module: nn.Module) -> Tensors:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import decoders
 import pytest
@@ -12,8 +13,8 @@ from support import fresh
 from torch import nn
 
 from skuda.registry.errors import InvalidProblem
-from skuda.torch import Dynamic, FakeQuant, Mixed, fuse_, quantize_
-from skuda.torch.exact import exact_
+from skuda.torch import Dynamic, FakeQuant, Mixed, dequantize_, fuse_, load_, quantize_, save
+from skuda.torch.exact import exact_, is_exact
 from skuda.torch.kv_cache import Int8Cache
 from skuda.torch.transformers import SkudaConfig
 
@@ -110,6 +111,10 @@ def test_a_copy_and_a_pickle_are_exact(config):
     assert same(logits(model, ids), want)
 
 
+def made(config):
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @torch.no_grad()
 def test_from_pretrained_makes_a_checkpoint_exact_and_saves_it(tied, tmp_path):
@@ -123,9 +128,33 @@ def test_from_pretrained_makes_a_checkpoint_exact_and_saves_it(tied, tmp_path):
     plain.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)  # `bfloat16` has rounded its frequencies
     assert same(logits(exact(plain), ids), want)
     model.save_pretrained(tmp_path / "codes")
-    again = load(tmp_path / "codes")
-    exact_(again)
-    assert same(logits(again, ids), want)
+    save(model, tmp_path / "ours")
+    warnings.filterwarnings("ignore", ".*already has a `quantization_config`")
+    layers = load(tmp_path / "codes", quantization_config=SkudaConfig(exact=False))
+    assert not is_exact(layers)
+    layers.save_pretrained(tmp_path / "layers")
+    for found in (
+        load(tmp_path / "codes"),
+        load(tmp_path / "ours", quantization_config=SkudaConfig(exact=True)),
+        load(tmp_path / "layers", quantization_config=SkudaConfig(exact=True)),
+        *(loaded := [copy.deepcopy(model), made(model.config)]),
+    ):
+        if any(found is each for each in loaded):
+            load_(found, tmp_path / "ours")
+        assert same(logits(found, ids), want)
+    assert load(tmp_path / "codes").config.quantization_config.to_dict()["exact"] is True
+    load_(model, tmp_path / "layers")  # it stays exact
+    assert same(logits(model, ids), want)
+    with pytest.raises(InvalidProblem, match=r"score must .*SkudaConfig\(exact=False\)"):
+        transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "codes")
+    other = made(model.config)
+    other.model.layers[1].mlp.act_fn = nn.ReLU()
+    kinds, before = [type(each) for each in other.modules()], copy.deepcopy(other.state_dict())
+    with pytest.raises(InvalidProblem, match="mlp must"):
+        load_(other, tmp_path / "ours")
+    assert [type(each) for each in other.modules()] == kinds
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+    assert {"lm_head": "ExactHead"}.items() <= dequantize_(model).converted.items()
     with pytest.raises(InvalidProblem, match="ignore must be left out with exact=True"):
         SkudaConfig(["lm_head"], exact=True)
 
