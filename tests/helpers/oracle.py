@@ -150,14 +150,14 @@ def real_of(q: int, zero_point: int, scale: float, element: str) -> float:
 
 
 def dynamic_range(
-    values: Iterable[float], low: int, high: int, element: str, *, symmetric: bool = True
+    values: Iterable[float], low: int, high: int, element: str, *, symmetric: bool = True, propagate: bool = False
 ) -> tuple[float, int]:
-    """Scale and zero point of one segment."""
+    """Scale and zero point of one segment, in which a NaN is skipped, or to `propagate` counts as an infinity."""
     c = compute(element)
     values = list(values)
     if not values:
         return 1.0, 0
-    known = [v for v in values if not math.isnan(v)]
+    known = [INF if math.isnan(v) else v for v in values if propagate or not math.isnan(v)]
     if symmetric:
         peak = max((abs(v) for v in known), default=0.0)
         return divide(peak, float(high), c) or 1.0, 0
@@ -605,7 +605,7 @@ def _rope_quantize_append_op(problem: Any, inputs: dict[str, Any]) -> Definition
                 x = turned(normalized(x, name), positions[row])
             if name == "k" and "k_offset" in inputs:
                 x = [_plus(v, -float(o), "f32") for v, o in zip(x, inputs["k_offset"][number], strict=True)]
-            heads[key] = dynamic_range(x, -127, 127, "f32")[0], x
+            heads[key] = dynamic_range(x, -127, 127, "f32", propagate=True)[0], x
         return heads[key]
 
     def code(name: str, row: int, number: int, element: int) -> float:
@@ -613,8 +613,8 @@ def _rope_quantize_append_op(problem: Any, inputs: dict[str, Any]) -> Definition
         return code_of(steps_of(x[element], scale, "f32"), 0, -127, 127)
 
     def scale_in_cache(name: str, row: int, number: int) -> float:
-        peak = max((abs(v) for v in head(name, row, number)[1] if not math.isnan(v)), default=0.0)
-        return divide(peak, 127.0, "f32")
+        scale, x = head(name, row, number)
+        return 0.0 if scale == 1 and not divide(max(map(abs, x)), 127.0, "f32") else scale
 
     def at(name: str, where: Coordinate) -> float:
         if name.startswith("q"):

@@ -64,6 +64,22 @@ def test_a_token_has_the_same_logits_alone_in_a_batch_in_parts_and_in_training(f
         assert same(trained.detach()[mask == 1], want[mask == 1])
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("config", ["Mixed", "FakeQuant"])
+@torch.no_grad()
+def test_a_loss_is_nan_where_any_parameter_is_not_finite(config, value):
+    rng = fresh(config, value)
+    model = exact(decoders.small("Qwen3", rng, tie_word_embeddings=bool(rng.integers(2))), config)
+    ids = torch.arange(64).reshape(2, 32)
+    assert logits(model, ids).isfinite().all()
+    for name, parameter in model.named_parameters():
+        at = parameter.view(-1)[int(rng.integers(parameter.numel()))]
+        before = at.clone()
+        at.fill_(value)
+        assert logits(model, ids).log_softmax(-1).mean().isnan(), name
+        at.copy_(before)
+
+
 @pytest.mark.parametrize("config", ["Mixed", "FakeQuant"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_near_those_of_the_float_model(family, config):
