@@ -33,6 +33,7 @@
 // that are not aligned, and turns of a number of elements that 16 does not divide, take the slow path: partners are
 // computed again from memory.
 #include "griddepcontrol.cuh"
+#include "nonfinite.cuh"
 #include "quotient.cuh"
 
 typedef SKUDA_INPUT Data;
@@ -227,8 +228,7 @@ DEVICE f32 quantize(const Append& p, const f32 (&x)[OCTET], u32 (&codes)[OCTET])
 #pragma unroll
   for (int j = 0; j < OCTET; ++j) most = max_of(most, bits_of(fabsf(x[j])));
   for (u32 half = p.lanes() / 2; half > 0; half /= 2) most = max_of(most, __shfl_xor_sync(ALL, most, half));
-  most = most < Infinity<f32>::bits() ? most : Infinity<f32>::bits();
-  const f32 scale = div_rn(number_of(most), 127.0f);
+  const f32 scale = div_rn(number_of(capped(most)), 127.0f);
   const Segment<f32> own[1] = {Segment<f32>::make(scale == 0 ? 1.0f : scale, 0, -127, 127, true)};
   if (all_quick(own) && all_finite(x)) quick_codes_within(x, own[0], codes);
   else quantized(x, own, codes);

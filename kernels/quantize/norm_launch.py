@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from skuda.kernels import nonfinite
 from skuda.kernels.launch import (
     Constant,
     Launch,
@@ -47,7 +48,7 @@ def norm(problem: NormProblem, device: Device) -> Launch:
         parameters=_parameters(problem, ahead, lanes),
         overlaps=device.overlaps_launches,
     )
-    return Launch(steps=(step,))
+    return Launch(steps=(step,), flags=nonfinite.flags(problem))
 
 
 def _geometry(problem: NormProblem, multiprocessors: int) -> tuple[str, int, int]:
