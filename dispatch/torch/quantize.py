@@ -14,7 +14,7 @@ from skuda.registry.errors import InvalidProblem, SkudaError
 from skuda.registry.text import one_line, shown
 from skuda.torch.int4 import Weights, check_weights, int4_linear
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear
-from skuda.torch.nonfinite import Nonfinite, check_nonfinite, propagating
+from skuda.torch.nonfinite import Nonfinite, check_nonfinite, kind_of, propagating
 from skuda.torch.replaceable_layers import (
     ALREADY,
     NOT_SELECTED,
@@ -63,8 +63,7 @@ class Dynamic:
     ----------
     nonfinite : {"ignore", "propagate"}
         What a NaN or an infinity in an input does. By default a NaN counts as 0, so later layers do not see it. With
-        ``"propagate"`` its row of the output becomes NaN, which takes one more pass over the input. `fuse_` leaves such
-        layers, and `parallelize_` refuses them.
+        ``"propagate"`` its row of the output becomes NaN, at no cost, also in fused models and on several ranks.
     weights : {"int8", "int4"}
         With ``"int4"``, a weight takes half the memory; see `skuda.torch.int4.int4_weight`. Layers in training then
         stay.
@@ -228,7 +227,7 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
     adopt_adapters(model)
     folded = joint.fold(model, converted) if hasattr(joint, "fold") else {}
     return Report(
-        converted=MappingProxyType({name: type(new).__name__ for name, new in converted.items()}),
+        converted=MappingProxyType({name: kind_of(new) for name, new in converted.items()}),
         left=MappingProxyType(left | {each.name: each.reason for each in others}),
         folded=MappingProxyType(folded),
         not_folded=MappingProxyType(getattr(joint, "not_folded", {})),
