@@ -17,7 +17,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.tensor_op import OPS
 from skuda.vllm import loading
-from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel
+from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel, nonfinite
 from skuda.vllm.warming import warm
 
 _WEIGHT, _SCALE = "weight", "weight_scale"
@@ -49,6 +49,7 @@ class SkudaHeadMethod(QuantizeMethodBase):
         if not supported:
             _refuse("True", f"be left out: {why}")
         n, config = sum(output_partition_sizes), get_current_vllm_config_or_none()
+        self.fields = {"output_element": "f32", "nonfinite": nonfinite()}
         self.dtype, self.most = params_dtype, 0 if config is None else config.scheduler_config.max_num_seqs
         codes = torch.zeros(n, input_size_per_partition, dtype=torch.int8)
         for name, value in ((_WEIGHT, codes), (_SCALE, torch.zeros(n, 1, dtype=torch.float32))):
@@ -71,12 +72,12 @@ class SkudaHeadMethod(QuantizeMethodBase):
         held = {name: torch.empty_like(tensor, device="meta") for name, tensor in held.items()}
         rows = torch.empty(self.most, held["weight_q"].shape[1], dtype=self.dtype, device="meta")
         op = OPS["quantized_linear"]
-        return {op.problem(activation=rows[:m], output_element="f32", **held) for m in range(1, self.most + 1)}
+        return {op.problem(activation=rows[:m], **self.fields, **held) for m in range(1, self.most + 1)}
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return logits, f32 of shape (rows, N), for hidden states of shape (rows, K)."""
         run = torch.ops.skuda.quantized_linear.default
-        logits: Tensor = run(x, layer.weight, layer.weight_scale, None, bias, output_element="f32")
+        logits: Tensor = run(x, layer.weight, layer.weight_scale, None, bias, **self.fields)
         return logits
 
 
