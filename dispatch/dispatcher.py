@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from skuda.dispatch.advance import Prepared, Progress, Rows, prepare_rows
 from skuda.dispatch.backends.base import Backend, BackendStatus
 from skuda.dispatch.launches import Launches, Positions
 from skuda.dispatch.machine import Machine
@@ -143,6 +145,29 @@ class Dispatcher:
         if plan is None:
             raise Unsupported(self.explain(problem, preference, device))
         return plan
+
+    def prepare_rows(
+        self, rows: Iterable[Rows], device: Device | str | None = None, progress: Progress | None = None
+    ) -> Prepared:
+        """Load every kernel that problems with any number of rows can choose: compile or find them, side by side.
+
+        Parameters
+        ----------
+        rows : iterable of Rows
+            The problems; `skuda.dispatch.advance.rows_of` makes them.
+        device : Device, str or None
+            As in `select`. A CPU needs nothing.
+        progress : callable or None
+            Called with the number of kernels that are ready, and that of all, whenever there is one more.
+        """
+        rows, here = tuple(rows), HOST
+        for each in rows:
+            _, _, here = checked(self._machine, each.problem, None, device)
+        return prepare_rows(self._planner, self._machine, rows, here, progress)
+
+    def recorded(self) -> AbstractContextManager[set[tuple[Descriptor, Device]]]:
+        """Return a context whose value gets every problem that is planned inside, with its device."""
+        return self._planner.recorded()
 
     def prepare(self, plan: Plan) -> Plan:
         """Make a plan from JSON, a pickle or another dispatcher ready to run here, with the same kernel.

@@ -160,6 +160,25 @@ class Machine:
         # A backend without configurations need not accept the parameter.
         return backend.prepare(sku, problem, device, **({"choice": choice} if choice else {}))
 
+    def kernel_of(
+        self, sku: KernelSku, problem: Descriptor, device: Device, choice: str
+    ) -> tuple[tuple[str, ...], int]:
+        """Return what tells a kernel from others of its SKU; see `Backend.kernel_of`."""
+        return self.backends[sku.backend].kernel_of(sku, problem, device, choice)
+
+    def make_ready(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str) -> bool | None:
+        """Load a kernel, and return whether it was compiled; see `Backend.make_ready`.
+
+        Raises
+        ------
+        Misbehaved
+            If the backend of a plug-in fails.
+        """
+        if sku.backend in self._brought:
+            self.prepared(sku, problem, device, choice)
+            return None
+        return self.backends[sku.backend].make_ready(sku, problem, device, choice)
+
     def choices(self, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[str, ...]:
         """Return the names of a kernel's configurations, best first. Empty if it has one, or if its backend fails."""
         backend = self.backends.get(sku.backend)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from skuda.dispatch.launches import Launches
 from skuda.dispatch.machine import Machine
 from skuda.dispatch.plan import Plan
 from skuda.dispatch.plugins.asking import Misbehaved
-from skuda.dispatch.preference import PlanPreference
+from skuda.dispatch.preference import NO_PREFERENCE, PlanPreference
 from skuda.dispatch.select import match
 from skuda.dispatch.select.pick import Pick
 from skuda.dispatch.system.locks import Locks, lock
@@ -61,15 +62,52 @@ class Planner:
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()  # finding the first key of a dict takes long
         self._lock = lock()
         self._making = Locks()
+        self._recordings: list[set[tuple[Descriptor, Device]]] = []
 
     def plan(
         self, problem: Descriptor, preference: PlanPreference, device: Device, behind: KernelSku | None = None
     ) -> Plan | None:
         """Return a plan with the best kernel, or the best one ranked after `behind`. Return None if there is none."""
+        for recording in self._recordings:
+            recording.add((problem, device))
         # Keyed by place, not by "the current device", which can change between calls.
         where = device.place if device.ordinal is not None else device
         key = (problem, preference, where) if behind is None else (problem, preference, where, behind.id)
         return self._plans.get(key) or self._selected(key, problem, preference, device, behind)
+
+    def chooser(
+        self, problem: Descriptor, device: Device, fields: Collection[str]
+    ) -> tuple[Callable[[Descriptor], Pick | None], KernelSku | None]:
+        """Return a function that chooses for problems that differ in some fields, and the kernel that it always takes.
+
+        That is None if the choice depends on the fields. They are not part of the functional key.
+        """
+        registry, how = self._machine.registry, (device, NO_PREFERENCE, self._machine.obstacles)
+        if self._tuned is not None:
+            return (lambda each: match.choose(registry, each, *how, tuned=self._tuned)), None
+        fitting = match.shortlist(registry, problem.key(), *how)
+        fixed = type(problem).model_fields.keys() - fields
+        picks = []
+        for sku in fitting:
+            rules = [rule for rule in sku.constraints if not fixed.issuperset(rule.fields)]
+            if all(rule.serves(problem) for rule in sku.constraints if rule not in rules):
+                picks.append((Pick(sku), rules))
+
+        def choose(each: Descriptor) -> Pick | None:
+            return next((pick for pick, rules in picks if all(rule.serves(each) for rule in rules)), None)
+
+        return choose, picks[0][0].sku if picks and not picks[0][1] else None
+
+    @contextmanager
+    def recorded(self) -> Iterator[set[tuple[Descriptor, Device]]]:
+        """Yield a set that gets every problem that is planned inside, with its device."""
+        found: set[tuple[Descriptor, Device]] = set()
+        self._recordings.append(found)
+        self._launches.forget()  # a known launch asks for no plan
+        try:
+            yield found
+        finally:
+            self._recordings = [each for each in self._recordings if each is not found]
 
     def prepare(self, plan: Plan) -> Plan:
         """Return a plan with the same kernel that is ready here; see `Dispatcher.prepare`."""

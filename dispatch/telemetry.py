@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skuda.dispatch.settings import logged_topics
+from skuda.dispatch.system.locks import lock
 from skuda.registry.cached import cached_property
 from skuda.registry.errors import InvalidProblem, MissingDependency, Unsupported
 from skuda.registry.text import one_line, shown
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from skuda.registry.sku import KernelSku
 
 _log = logging.getLogger("skuda.dispatch")
+_MOST_TOLD = 16
+"""Late kernels of which each is told."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,76 @@ def _outcome(selection: Selection) -> str:
         trouble = one_line(str(selection.error))
         return f"{chose}, which could not be prepared: {type(selection.error).__name__}: {trouble}"
     return f"{chose}, prepared in {selection.preparation * 1e3:.3f} ms"
+
+
+class Loaded(NamedTuple):
+    """A kernel that was loaded.
+
+    Attributes
+    ----------
+    sku : str
+        Its id.
+    built : bool
+        Whether it was compiled here. Otherwise it came from a bundle or the cache.
+    seconds : float
+        The time until it was loaded.
+    """
+
+    sku: str
+    built: bool
+    seconds: float
+
+
+class Kernels:
+    """Counts the kernels that this process loads onto GPUs.
+
+    Attributes
+    ----------
+    compiled, found : int
+        Kernels that were compiled here, and that came from a bundle or the cache.
+    late : list of Loaded
+        Those of them that were loaded outside of `expected`, after `watch`: a call had to wait for each.
+    """
+
+    def __init__(self) -> None:
+        self.compiled = self.found = 0
+        self.late: list[Loaded] = []
+        self._lock, self._expected = lock(), 0
+        self._tell: Callable[[str], object] | None = None
+
+    def add(self, loaded: Loaded) -> None:
+        """Count a kernel, and tell if it is late. Of many late ones, those with numbers that are powers of two."""
+        with self._lock:
+            if loaded.built:
+                self.compiled += 1
+            else:
+                self.found += 1
+            tell = None if self._expected else self._tell
+            if tell is not None:
+                self.late.append(loaded)
+            number = len(self.late)
+        if tell is not None and (number <= _MOST_TOLD or number & (number - 1) == 0):
+            how = "compiled" if loaded.built else "loaded"
+            tell(f"{loaded.sku} was {how} in {loaded.seconds:.2f} s while a call waited: kernel {number} of this kind")
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """Return a context inside of which, in any thread, no kernel is late."""
+        with self._lock:
+            self._expected += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._expected -= 1
+
+    def watch(self, tell: Callable[[str], object] = _log.warning) -> None:
+        """From now on, kernels are late. `tell` gets a line about each."""
+        self._tell = tell
+
+
+KERNELS = Kernels()
+"""The kernels of this process."""
 
 
 class _ToStandardError(logging.Handler):

@@ -1,11 +1,13 @@
 """Pages and parts of pages that are made from the registry and the records, and the hooks that MkDocs calls.
 
-Generated pages: one for every op, and copies of CONTRIBUTING and CHANGELOG. Generated parts: a comment
-``<!-- made here: NAME -->`` in a page is replaced by one of `PARTS`.
+Generated pages: one for every op, one for every module that ops' definitions refer to, and copies of CONTRIBUTING and
+CHANGELOG. Generated parts: a comment ``<!-- made here: NAME -->`` in a page is replaced by one of `PARTS`.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 import re
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from skuda.tools.words.problem import default_words, fields_of, type_words
 
 ROOT = Path(__file__).resolve().parent.parent
 _MARK = re.compile(r"^<!-- made here: (\S+) -->$", re.MULTILINE)
+_NAMED = re.compile(r"`(skuda\.kernels(?:\.\w+)+)`")
 _STALE = "`skuda verify` compares every kernel with its reference. A stale kernel was verified before a change."
 
 
@@ -34,9 +37,32 @@ def pages() -> dict[str, str]:
     """Return every generated page by its path below docs/."""
     registry, recorded = built_in_registry(), load_records(None)
     found = {f"ops/{op.name}.md": op_page(registry, op, recorded) for op in registry.ops.values()}
+    found |= {page: f"# {name}\n\n::: {name}\n" for name, page in definitions().items() if page not in found}
     for name in ("CONTRIBUTING", "CHANGELOG"):
         found[f"{name.lower()}.md"] = moved((ROOT / f"{name}.md").read_text(encoding="utf-8"))
     return found
+
+
+@functools.cache
+def definitions() -> dict[str, str]:
+    """Return the page below docs/ of every module that holds definitions of ops, by the module's name.
+
+    These are the modules of ops, the modules that these refer to, and so on.
+    """
+    ops = sorted(built_in_registry().ops.values(), key=lambda op: op.name, reverse=True)
+    found = {op.descriptor.__module__: f"ops/{op.name}.md" for op in ops}
+    texts = [op.documentation for op in ops]
+    while texts:
+        new = {_module_of(name) for name in _NAMED.findall(texts.pop())} - found.keys()
+        texts += [inspect.getsource(importlib.import_module(name)) for name in new]
+        found |= {name: f"definitions/{name.removeprefix('skuda.kernels.')}.md" for name in new}
+    return found
+
+
+def _module_of(name: str) -> str:
+    """Return the module that a name is of, or in."""
+    above = name.rpartition(".")[0]
+    return name if hasattr(importlib.import_module(above), "__path__") else above
 
 
 def moved(text: str) -> str:
@@ -90,7 +116,8 @@ def op_page(registry: Registry, op: Op, recorded: Records) -> str:
         f"Descriptor: [`{name}`][{name}]. At a terminal: `skuda show {op.name}`, `skuda explain {op.name}`.\n",
     ]
     # The sections of the docstring are numpy's: a title over a line of dashes.
-    facts.append(re.sub(r"^(\w[\w ]*)\n-+$", r"## \1\n", _plain(text.strip()), flags=re.MULTILINE) + "\n")
+    text = re.sub(r"^(\w[\w ]*)\n-+$", r"## \1\n", _plain(text.strip()), flags=re.MULTILINE)
+    facts.append(_NAMED.sub(_linked, text) + "\n")
     said = field_descriptions(op.descriptor)
     fields = (
         (_code(key), type_words(field), default_words(field), _plain(said.get(key, "")))
@@ -107,6 +134,11 @@ def op_page(registry: Registry, op: Op, recorded: Records) -> str:
     ]
     facts += ["## Verified\n", _verified(registry, op, recorded)]
     return "\n".join(facts)
+
+
+def _linked(named: re.Match[str]) -> str:
+    """Return a name with a link to where it is defined, in a page of an op."""
+    return f"[{named[0]}](../{definitions()[_module_of(named[1])]})"
 
 
 def field_descriptions(kind: type[Descriptor]) -> dict[str, str]:
@@ -236,8 +268,9 @@ def fetched_from_elsewhere(name: str, text: str) -> list[str]:
 
 
 def on_config(config: Any) -> Any:
-    """Put the ops' pages into the navigation."""
+    """Put the pages of ops and their definitions into the navigation."""
     below = ["ops.md", *(f"ops/{name}.md" for name in sorted(built_in_registry().ops))]
+    below += sorted(page for page in definitions().values() if page.startswith("definitions/"))
     config.nav = [{"Ops": below} if entry == {"Ops": "ops/"} else entry for entry in config.nav]
     return config
 

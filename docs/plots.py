@@ -10,6 +10,9 @@ import io
 import json
 import math
 import re
+import statistics
+from ast import literal_eval
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +20,8 @@ from typing import Any, NamedTuple
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from skuda.tools.bench.record import OURS, BenchRecord
-from skuda.tools.bench.report import given_codes, names_of, of_layer
+from skuda.tools.bench.record import BenchRecord
+from skuda.tools.bench.report import compared
 from skuda.tools.files import write_whole
 from skuda.tools.studies.commands import records
 from skuda.tools.studies.parallel import INT8_ALL, ParallelRecord
@@ -43,7 +46,7 @@ _STYLE: Any = {
     # matplotlib would read dollar signs in a name as a formula.
     "text.parse_math": False,
 }
-_BOLD = ("skuda", "skuda xN", "fake", "exact")
+_BOLD = ("skuda", "skuda, 4 bits", "skuda, exact", "skuda, exact, 4 bits", "skuda xN", "fake", "exact")
 _MARKS = {
     **dict.fromkeys(_BOLD, ("#0072B2", "o")),
     **dict.fromkeys(("cutlass", "mixed"), ("#D55E00", "s")),
@@ -54,9 +57,25 @@ _MARKS = {
     "torchao": ("#4A90C2", "X"),
     "compile": ("#B8860B", "<"),
     "bitsandbytes": ("#C4649A", "P"),
+    "skuda, 4 bits": ("#4A90C2", "X"),
+    "skuda, exact": ("#0A3D62", "d"),
+    "skuda, exact, 4 bits": ("#6C5CE7", "*"),
+    "int8": ("#D55E00", "s"),
+    "W4A16": ("#B8860B", "<"),
 }
 """Colour and marker by name: Okabe and Ito's palette, with light colours darkened to be visible on white."""
 _OTHER = ("#7A7F85", "h")
+_ENGINES = {
+    "skuda": "skuda",
+    "skudaint4": "skuda, 4 bits",
+    "skudaexact": "skuda, exact",
+    "skudaint4exact": "skuda, exact, 4 bits",
+    "stock": "int8",
+    "fp8": "fp8",
+    "w4a16": "W4A16",
+    "bf16": "bf16",
+}
+"""Engines of vLLM by their names in a record, ours first. The others run vLLM's own kernels."""
 
 
 class Series(NamedTuple):
@@ -110,17 +129,17 @@ def plots_of(record: Record) -> list[Plot]:
 
 def _layer(record: BenchRecord) -> list[Plot]:
     """Return ``layer``: the speed of the layer and of its rivals over bf16, by rows."""
-    cases = of_layer(record)
+    cases, names = compared(record, "layer")
     if len(cases) < 2:
         return []
     base = {case.shape: case.times.get("bf16 compiled", case.times.get("bf16", math.nan)) for case in cases}
     series = []
-    for name in (OURS, *names_of(cases)):
+    for name in names:
         mine = [case for case in cases if name in case.times]
         points = [case.shape[0] for case in mine], [base[case.shape] / case.times[name] for case in mine]
         series.append(Series(name, *points))
     ticks = [case.shape[0] for case in cases]
-    panel = Panel(series, "rows, M", "speed over bf16", " ".join(given_codes(cases)), "x", ticks)
+    panel = Panel(series, "rows, M", "speed over bf16", "", "x", ticks)
     return [Plot("layer", f"Linear layer of 4096 x 4096: {record.where}", [panel])]
 
 
@@ -162,6 +181,23 @@ def policy(courses: Mapping[str, Sequence[Mapping[str, float]]], device: str) ->
         ticks = range(0, max(len(one.x) for one in series), 3)
         panels.append(Panel(series, "step" if panels else "", label, "", "y", ticks, 2.2, least))
     return [Plot("ratio", f"The served and the trained policy before each update, on {device}", panels)]
+
+
+def engines(text: str, card: str) -> list[Plot]:
+    """Return ``steps``: milliseconds of a decode step by sequences, for each engine whose rounds a text has."""
+    found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for name, measured in re.findall(r"^round \d+ (\S+) (\{.*\})$", text, re.MULTILINE):
+        for what, value in literal_eval(measured).items():
+            if what.startswith("step_ms "):
+                found[name][int(what.split()[1])].append(value)
+    series = [
+        Series(label, [*found[name]], [statistics.median(times) for times in found[name].values()])
+        for name, label in _ENGINES.items()
+        if name in found
+    ]
+    ticks = sorted({count for times in found.values() for count in times})
+    panel = Panel(series, "sequences", "ms a step", "", "xy", ticks)
+    return [Plot("steps", f"A decode step of Llama 3 8B's shape in vLLM, on an {card}", [panel])]
 
 
 # --- drawing ---------------------------------------------------------------------------------------------------------
@@ -259,12 +295,12 @@ def draw(folder: Path, names: frozenset[str]) -> frozenset[str]:
 def drawable(folder: Path) -> dict[str, tuple[str, list[Plot]]]:
     """Return the digest and the plots of every record in a folder, by the stem of its file.
 
-    They are records of studies, and what ``docs/examples/policy.py`` wrote.
+    They are records of studies, what ``docs/examples/policy.py`` wrote, and what a program printed of vLLM's engines.
     """
     found = {path.stem: (record.digest(), plots_of(record)) for path, (_, record) in records(folder).items()}
-    for path in sorted(folder.glob("*-policy.json")):
+    for path in sorted({*folder.glob("*-policy.json"), *folder.glob("*-vllm-engines.txt")}):
         text = path.read_text(encoding="utf-8")
-        plots = policy(**json.loads(text))
+        plots = policy(**json.loads(text)) if path.suffix == ".json" else engines(text, path.stem.split("-")[0].upper())
         found[path.stem] = hashlib.sha256(text.encode()).hexdigest()[:16], plots
     return found
 

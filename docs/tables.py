@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
 import statistics
 import sys
@@ -157,12 +158,19 @@ def int4_times(record: Path = EVIDENCE / "h100-int4.json") -> str:
     )
 
 
+def attention_error() -> str:
+    """Return the errors of int8 attention, which ``tests/programs/attention_error.py`` computes."""
+    program = runpy.run_path(str(ROOT / "tests" / "programs" / "attention_error.py"))
+    return str(program["table"]())
+
+
 TABLES = {
     "make tables": matrix,
     "python docs/tables.py exact": exact_cost,
     "python docs/tables.py int4": int4_error,
     "python docs/tables.py int4-times": int4_times,
     "python docs/tables.py vllm": vllm_times,
+    "python tests/programs/attention_error.py": attention_error,
 }
 """Tables that no `skuda` command prints, by the command of their blocks."""
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -24,6 +25,7 @@ from skuda.registry.op import Case, Op, Values
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
+_finfo: Any = ml_dtypes.finfo  # it has no annotations
 _MIN_EXTENT = 5
 """Smallest extent of an axis on which one slice is set to zeros and one to subnormals."""
 
@@ -59,9 +61,55 @@ def draw(op: Op, case: Case, rng: np.random.Generator) -> Drawn:
     problem, arguments = case.problem, case.problem.arguments()
     flat = _flat_shape(arguments, rng)
     shapes = {a.name: flat if a.flat else a.shape for a in arguments if not a.is_scalar}
-    if op.draw is not None:
-        return Drawn(dict(op.draw(problem, case.values, rng)), shapes)
-    return Drawn(by_role(problem, shapes, case.values, rng), shapes)
+    drawn = op.draw(problem, case.values, rng) if op.draw is not None else by_role(problem, shapes, case.values, rng)
+    return Drawn(dict(drawn) | _moved(problem, drawn, case.values, own=op.draw is not None), shapes)
+
+
+def _moved(problem: Descriptor, drawn: Mapping[str, Any], values: Values, *, own: bool) -> dict[str, Any]:
+    """Return the data that ``tail`` and the small values change; of an op's `own` draw, also the last scale."""
+    arrays = {a.name: a for a in problem.arguments() if a.role is Role.INPUT and a.elements[0].is_float and a.shape}
+    present = [name for name in arrays if isinstance(drawn.get(name), np.ndarray) and drawn[name].size]
+    data = [name for name in present if "scale" not in name]
+    if values == "tail":
+        return {name: _with_tail(drawn[name]) for name in data}
+    if values == "small_data":
+        return {name: _small(drawn[name], _least_normal(drawn[name].dtype)) for name in data[:1]}
+    scales = [name for name in present if name not in data and not name.startswith("output")]
+    if values == "small_scales" and own and scales:
+        return {scales[-1]: _small(drawn[scales[-1]], _small_scale(problem, drawn[scales[-1]].dtype))}
+    return {}
+
+
+def _with_tail(data: Array) -> Array:
+    """Return data with one large element in each row, beyond the largest power of two: the last, or one before it."""
+    extent = data.shape[-1]
+    rows: Array = data.reshape(-1, extent).astype(np.float64)
+    number = np.arange(len(rows))
+    at = extent - 1 - number % max(1, min(3, extent - (1 << max(extent - 1, 1).bit_length() - 1)))
+    most = np.nan_to_num(np.abs(rows)).max(axis=1)
+    rows /= 256
+    rows[number, at] = np.where(most > 0, most, 1) * np.where(number % 2, -1, 1)
+    with np.errstate(all="ignore"):
+        return rows.astype(data.dtype).reshape(data.shape)
+
+
+def _small(numbers: Array, most: float) -> Array:
+    """Return numbers in proportion, the largest of which is `most`."""
+    wide = np.nan_to_num(numbers.astype(np.float64), posinf=0, neginf=0)
+    with np.errstate(all="ignore"):
+        return np.asarray((wide / (np.abs(wide).max() or 1) * most).astype(numbers.dtype))
+
+
+def _least_normal(dtype: Any) -> float:
+    return float(_finfo(dtype).smallest_normal)
+
+
+def _small_scale(problem: Descriptor, dtype: Any) -> float:
+    """Return a scale, in a dtype, whose products with codes are subnormal in the problem's floating element."""
+    kinds = [getattr(problem, name, None) for name in (problem.element_field, "output_element", "input_element")]
+    element = next((kind for kind in kinds if isinstance(kind, ElementKind) and kind.is_float), ElementKind.F32)
+    least = float(_finfo(dtype).smallest_subnormal)
+    return max(_least_normal(storage_dtype(element)) / 256, 3 * least)
 
 
 def by_role(
@@ -123,7 +171,8 @@ def _draw_argument(
     limits = element.integer_range
     match argument.role:
         case Role.SCALE:
-            return _as_scalar(_scales((), problem, element, values, rng), argument, rng)
+            kind = _scale_values(argument, values)
+            return _as_scalar(_scales((), problem, element, kind, rng), argument, rng)
         case Role.ZERO_POINT:
             return _as_scalar(zero_points((), problem, values, rng), argument, rng)
         case Role.VALUE if limits is not None:
@@ -141,8 +190,13 @@ def _draw_argument(
         low, high = (0, 255) if element.is_packed else limits
         return rng.integers(low, high, storage_shape(shape, element), storage_dtype(element), endpoint=True)
     if "scale" in argument.name:
-        return _scales(shape, problem, element, values, rng)
+        return _scales(shape, problem, element, _scale_values(argument, values), rng)
     return _data(problem, argument.name, element, shape, scale, values, rng)
+
+
+def _scale_values(argument: Argument, values: Values) -> Values:
+    """Return how a scale is drawn: only one factor of a product is small, and none that divides it."""
+    return "normal" if values == "small_scales" and argument.name not in ("scale", "weight_scale") else values
 
 
 def _sums(shape: Shape, rng: np.random.Generator) -> Array:
@@ -175,6 +229,11 @@ def _data(
 
 def _scales(shape: Shape, problem: Descriptor, element: ElementKind, values: Values, rng: np.random.Generator) -> Array:
     """Draw scales: with `tie_scales` for ``ties``; also zero, NaN, infinite and negative ones for ``special``."""
+    if values == "small_scales":
+        least = _small_scale(problem, storage_dtype(element))
+        return rounded(least * np.exp2(rng.uniform(0, 1, shape)), element)
+    if values == "small_data":
+        return rounded(np.exp2(rng.uniform(0, 8, shape)), element)
     if values == "ties":
         data: ElementKind = getattr(problem, problem.element_field)
         return rounded(tie_scales(shape, data if data.is_float else element, rng), element)

@@ -20,6 +20,9 @@ ZEROS = "zeros"
 
 MOST_ZEROS = 4096
 
+ANY_ROWS = 2**63 - 1
+"""`Launch.alike` of a rule whose flags do not depend on the number of rows."""
+
 _OTHERS_SHOWN = 3
 
 
@@ -208,6 +211,9 @@ class Launch(NamedTuple):
         Name of the configuration of this launch; empty if there is only one.
     notes : tuple of str
         Further remarks for the user.
+    alike : int
+        Problems with more rows, up to so many, that differ in nothing else certainly have the same flags. 0: perhaps
+        not even one. Whoever prepares every number of rows then asks the rule for each.
     """
 
     steps: tuple[Step, ...]
@@ -218,6 +224,7 @@ class Launch(NamedTuple):
     choices: tuple[Choice, ...] = ()
     choice: str = ""
     notes: tuple[str, ...] = ()
+    alike: int = 0
 
     def explanation(self) -> tuple[str, ...]:
         """Return lines for the user: the chosen configuration with some alternatives, then the notes."""

@@ -12,7 +12,7 @@ from skuda.registry.sku import KernelSku
 from skuda.registry.text import lines
 from skuda.registry.vocabulary import OpCategory
 
-Values = Literal["normal", "special", "infinite", "zero", "ties", "extreme"]
+Values = Literal["normal", "special", "infinite", "zero", "ties", "extreme", "tail", "small_data", "small_scales"]
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,10 @@ class Case:
     values : str
         How floating inputs are drawn: ``normal`` (finite, over many binades), ``special`` (also NaN, zeros and
         subnormals, sometimes infinities, and unusable scales), ``infinite`` (both infinities and NaN, usable scales),
-        ``zero`` (all data is 0), ``ties`` (quotients by the scale on a rounding boundary or one number beside it) or
-        ``extreme`` (codes of linear layers at the ends of their range, so that sums of products are large).
+        ``zero`` (all data is 0), ``ties`` (quotients by the scale on a rounding boundary or one number beside it),
+        ``extreme`` (codes of linear layers at the ends of their range, so that sums of products are large), ``tail``
+        (the largest of each row is one of its last elements), ``small_data`` (subnormal, over scales above 1) or
+        ``small_scales`` (so small that products with codes are subnormal).
     """
 
     problem: Descriptor

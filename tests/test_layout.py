@@ -61,6 +61,7 @@ ORDER = (
     "torch.scheme",
     "torch.stored",
     "torch.checkpoint",
+    "torch.handed",
     "torch.sequences",
     "torch.kv_cache",
     "torch.attention",

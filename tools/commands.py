@@ -169,6 +169,8 @@ OPTIONS: dict[str, Any] = {
     "ranks": _number("Ranks that share the layers; 2 on the CPU, or all GPUs, if left out."),
     "certify batch": _number("Sequences of the largest batch; 16 if left out.", least=2),
     "cpu_layers": _number("Layers that a GPU shares with the CPU; all of small models, or 2, if left out.", "LAYERS"),
+    "certify layers": _number("The first layers of the model; all if left out.", "LAYERS"),
+    "certify prompts": _number("Prompts, of 5 that are drawn; all if left out.", most=5),
     "plain": _flag("--plain", "Show the model in floating point beside it."),
     # Measurements and verification.
     "seed": _number("Draw inputs from this; fresh if left out.", least=0, most=_MOST),
@@ -347,13 +349,14 @@ _command(
 _command(
     "certify",
     "studies.certify",
-    "model device ranks batch cpu_layers plain seed output as_json",
+    "model device ranks batch cpu_layers layers prompts plain seed output as_json",
     """Show that a model has the same bits in every way.
 
     Makes the model exact, and computes the log-probabilities of random prompts alone, step by step, in chunks, padded,
     in batches, after a shared prefix, compiled, on ranks, in training and, from a GPU, captured and on the CPU. Prints
-    a hash of each way. Exits with 1 where one differs, and names the first layer, op and row. The models named llama,
-    mistral, qwen2 and qwen3 are small and random, and so is one whose folder has only a config. Needs transformers.
+    a hash of each way and, without a terminal, a line as each ends; the record of --output grows with them. Exits with
+    1 where one differs, and names the first layer, op and row. The models named llama, mistral, qwen2 and qwen3 are
+    small and random, and so is one whose folder has only a config. Needs transformers.
     """,
 )
 _command(

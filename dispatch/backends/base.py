@@ -82,6 +82,27 @@ class Backend(ABC):
         """Return remarks on how a kernel would run a problem, for example its tile. The device may be absent."""
         return ()
 
+    def kernel_of(
+        self,
+        sku: KernelSku,  # noqa: ARG002  as above
+        problem: Descriptor,  # noqa: ARG002
+        device: Device,  # noqa: ARG002
+        choice: str = "",
+    ) -> tuple[tuple[str, ...], int]:
+        """Return what tells the kernel that `make_ready` loads from others of the SKU, and `Launch.alike`. Pure."""
+        return (choice,), 0
+
+    def make_ready(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> bool | None:
+        """Compile and load all that a run needs, as `prepare` does, but allocate nothing.
+
+        Returns
+        -------
+        bool or None
+            Whether it was compiled; False if it came from elsewhere; None if nothing was to be done.
+        """
+        self.prepare(sku, problem, device, **({"choice": choice} if choice else {}))
+        return None
+
     @abstractmethod
     def prepare(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> Runner:
         """Make `sku` ready to run `problem` on `device`: compile, load, allocate scratch.

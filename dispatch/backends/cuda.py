@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from functools import cache
 from struct import Struct
+from time import perf_counter
 from typing import Generic, NamedTuple, TypeVar, cast
 
 from skuda.dispatch.backends.base import Backend, BackendStatus, Runner
@@ -19,6 +20,7 @@ from skuda.dispatch.cuda.arrays import current_streams
 from skuda.dispatch.cuda.driver import FORK_REMEDY, NOT_INITIALIZED, driver
 from skuda.dispatch.cuda.packing import Packed, formats_of, packing
 from skuda.dispatch.cuda.runner import CudaRunner, Engine, NoSteps
+from skuda.dispatch.telemetry import KERNELS, Loaded
 from skuda.kernels.launch import Choice, Launch, Step
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.device import Device
@@ -48,6 +50,8 @@ class _Kernel(NamedTuple, Generic[Module]):
         Notes on the launch and the origin of the cubin.
     packings : dict of Struct
         How steps pack their parameters, by entry point and formats. All of them agree with the compiled kernel.
+    built : bool
+        Whether it was compiled here.
     """
 
     sku: KernelSku
@@ -55,6 +59,7 @@ class _Kernel(NamedTuple, Generic[Module]):
     entries: dict[str, Kernel]
     notes: tuple[str, ...]
     packings: dict[tuple[str, tuple[str, ...]], Struct]
+    built: bool
 
     def packing(self, step: Step) -> Struct:
         """Return how a step packs its parameters. Raise `CompileError` if the compiled kernel takes others."""
@@ -145,6 +150,33 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
             engine = self.engine(kernel.module, packed, ordinal)
             return CudaRunner(problem, launch, engine, found, (ordinal, context), kernel.notes)
 
+    def kernel_of(
+        self, sku: KernelSku, problem: Descriptor, device: Device, choice: str = ""
+    ) -> tuple[tuple[str, ...], int]:
+        """Return the compiler flags of a launch, and how many rows have them certainly."""
+        launch = self.launch_of(sku, problem, device, choice)
+        return launch.flags, launch.alike
+
+    def make_ready(self, sku: KernelSku, problem: Descriptor, device: Device, choice: str = "") -> bool | None:
+        """Compile or find a kernel, and load it with all of its functions. Errors as `prepare`.
+
+        Returns
+        -------
+        bool or None
+            Whether it was compiled; None if it was loaded already.
+        """
+        found, ordinal = driver(), device.ordinal or 0
+        launch = self.launch_of(sku, problem, device, choice)
+        key = (sku, launch.flags, device)
+        with found.using(found.primary_context(ordinal)):
+            known = key in self._kernels
+            kernel = self._kernel(sku, launch, device)
+            # Kernels have names of C. Functions of C++ that were not inlined may be listed, too.
+            entries = [entry for entry in kernel.entries if not entry.startswith("_Z")]
+            steps = tuple(Step(entry, (1, 1, 1), (1, 1, 1), ()) for entry in entries)
+            self.engine(kernel.module, Packed(steps, tuple(map(packing, steps)), sku.op), ordinal)
+        return None if known else kernel.built
+
     def _kernel(self, sku: KernelSku, launch: Launch, device: Device) -> _Kernel[Module]:
         """Return the loaded kernel of a launch. It is looked up once, so a later change of its source has no effect.
 
@@ -153,11 +185,14 @@ class CudaBackend(CubinProvider, Backend, Generic[Module]):
         key = (sku, launch.flags, device)
         found = self._kernels.get(key)
         if found is None:
-            ordinal = device.ordinal or 0
+            start, ordinal = perf_counter(), device.ordinal or 0
             _refuse_capture(sku, ordinal)
             cubin = self.shipped(sku, launch, device) or self.cubin(sku, launch, device)
             module, notes = self._loaded(sku, cubin.cubin, ordinal), (*self.notes(), *cubin.notes)
-            found = self._kernels.setdefault(key, _Kernel(sku, module, read_kernels(cubin.cubin), notes, {}))
+            made = _Kernel(sku, module, read_kernels(cubin.cubin), notes, {}, cubin.built)
+            found = self._kernels.setdefault(key, made)
+            if found is made:
+                KERNELS.add(Loaded(sku.id, cubin.built, perf_counter() - start))
         return found
 
     def choices(self, sku: KernelSku, problem: Descriptor, device: Device) -> tuple[Choice, ...]:

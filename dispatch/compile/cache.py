@@ -54,10 +54,14 @@ _locks = Locks()
 
 
 class Found(NamedTuple):
-    """A cubin with notes for the user, for example about a corrupt entry or a cache that cannot be written."""
+    """A cubin with notes for the user, for example about a corrupt entry or a cache that cannot be written.
+
+    `built` says whether it was compiled now.
+    """
 
     cubin: bytes
     notes: tuple[str, ...] = ()
+    built: bool = False
 
 
 class CacheEntry(NamedTuple):

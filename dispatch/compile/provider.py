@@ -154,7 +154,7 @@ class CubinProvider(ABC):
         if log is not None and not built:
             log.info("%s for %s: found in %s", sku.id, arch, self.cache.folder)
         placed(sku, launch.steps, found.cubin)
-        return found
+        return found._replace(built=built)
 
     def cached(self, sku: KernelSku, launch: Launch, device: Device) -> bool:
         """Return whether `cubin` would compile nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import lru_cache
 
 from skuda.dispatch.cuda.driver import driver
 from skuda.kernels.launch import TensorMap
@@ -15,6 +16,8 @@ UNIT = 16
 """Addresses and strides must be multiples of this many bytes."""
 
 _MOST_REMEMBERED = 256
+_MOST_ENCODED = 8192
+"""Maps that all launches share: launches of other numbers of rows read the same weights."""
 _BOX_BYTES = 128
 # CUtensorMapDataType, Interleave, Swizzle, L2promotion, FloatOOBfill
 _U8, _NO_INTERLEAVE, _SWIZZLE_128, _ZEROS = 0, 0, 3, 0
@@ -34,6 +37,7 @@ def refuse_unaligned(op: str, name: str, address: int, leading: int) -> None:
 def encoder(parameter: TensorMap, op: str) -> Encoder:
     """Return an encoder of a matrix's map; it caches the latest maps, because encoding takes about a microsecond."""
     known: dict[tuple[int, int], bytes] = {}
+    matrix = (parameter.columns, parameter.rows), parameter.box_rows, parameter.promotion
 
     def encode(address: int, leading: int) -> bytes:
         found = known.get((address, leading))
@@ -41,7 +45,7 @@ def encoder(parameter: TensorMap, op: str) -> Encoder:
             # A single row has no next one, but the driver checks the stride all the same.
             distance = leading if parameter.rows > 1 else -(-parameter.columns // UNIT) * UNIT
             refuse_unaligned(op, parameter.name, address, distance)
-            found = _encoded(parameter, address, distance)
+            found = _encoded(*matrix, address, distance)
             if len(known) >= _MOST_REMEMBERED:
                 known.clear()
             known[address, leading] = found
@@ -50,7 +54,8 @@ def encoder(parameter: TensorMap, op: str) -> Encoder:
     return encode
 
 
-def _encoded(parameter: TensorMap, address: int, leading: int) -> bytes:
+@lru_cache(_MOST_ENCODED)
+def _encoded(shape: tuple[int, int], box_rows: int, promotion: int, address: int, leading: int) -> bytes:
     room = ctypes.create_string_buffer(BYTES + ALIGNMENT)
     place = -(-ctypes.addressof(room) // ALIGNMENT) * ALIGNMENT
     driver().call(
@@ -59,13 +64,13 @@ def _encoded(parameter: TensorMap, address: int, leading: int) -> bytes:
         _U8,
         2,
         ctypes.c_void_p(address),
-        (ctypes.c_uint64 * 2)(parameter.columns, parameter.rows),
+        (ctypes.c_uint64 * 2)(*shape),
         (ctypes.c_uint64 * 1)(leading),
-        (ctypes.c_uint32 * 2)(_BOX_BYTES, parameter.box_rows),
+        (ctypes.c_uint32 * 2)(_BOX_BYTES, box_rows),
         (ctypes.c_uint32 * 2)(1, 1),
         _NO_INTERLEAVE,
         _SWIZZLE_128,
-        _PROMOTIONS[parameter.promotion],
+        _PROMOTIONS[promotion],
         _ZEROS,
     )
     return ctypes.string_at(place, BYTES)

@@ -139,7 +139,7 @@ class _Rules:
 
 
 @lru_cache(maxsize=1024)
-def _shortlist(
+def shortlist(
     registry: Registry, key: FunctionalKey, device: Device, preference: PlanPreference, obstacles: Obstacles
 ) -> tuple[KernelSku, ...]:
     """Return the kernels that can serve problems of a key, best first. `serves` then checks the sizes.
@@ -174,7 +174,7 @@ def choose(
     With `behind`, only kernels ranked after that one count. With `tuned`, measured times may overrule the ranking; see
     `Tuned.weigh`. Only kernels under the problem's exact key are checked, so the time does not grow with the registry.
     """
-    fitting = _shortlist(registry, problem.key(), device, preference, obstacles)
+    fitting = shortlist(registry, problem.key(), device, preference, obstacles)
     accepted = (sku for sku in fitting if serves(sku, problem, preference))
     if tuned is None and behind is None:
         best = next(accepted, None)

@@ -5,6 +5,8 @@ Importing this package imports torch and registers ``torch.ops.skuda``. No other
 
 from __future__ import annotations
 
+import sys
+
 if __name__ != "skuda.torch":
     # In a checkout the folder lies in that of `skuda.dispatch`. A second import would register the ops twice.
     raise ImportError("this package is imported as skuda.torch", name=__name__)
@@ -76,3 +78,10 @@ __all__ = [
     "save",
     "update_",
 ]
+
+# Python makes a module an attribute of its package when it loads it. It does not do so again for what an interrupted
+# import of the package has left.
+for _name, _module in tuple(sys.modules.items()):
+    _package, _, _own = _name.rpartition(".")
+    if _package.partition(".")[0] == "skuda":
+        vars(sys.modules[_package]).setdefault(_own, _module)

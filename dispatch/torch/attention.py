@@ -14,21 +14,24 @@ number for each sequence, and the model never makes one of four axes. What this 
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers import masking_utils
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
+from skuda.torch.handed import Handed
 from skuda.torch.kv_cache import Int8Cache, Int8Layer, NewKeys
 from skuda.torch.sequences import Sequences, check
 
-__all__ = ["NAME", "SUBJECT", "Int8Cache", "attention", "check_call", "layer_of", "mask_of_call"]
+__all__ = ["NAME", "SUBJECT", "Int8Cache", "Mask", "attention", "check_call", "layer_of", "mask_of_call"]
 
 NAME = "skuda"
 """The name of the implementation."""
@@ -49,6 +52,48 @@ _IGNORED = frozenset(
 """Arguments of models that reach an attention function and change nothing that it does."""
 
 
+class Mask(Handed):
+    """What the attention has to know of a mask, on its way from `mask_of_call` to `attention`.
+
+    A model that computes its attention itself would take a tensor for a bias, and None for no mask. This it cannot use.
+
+    Attributes
+    ----------
+    rows : tensor or None
+        None without padding. For a causal mask s32 of shape (batch, 2): the position of the first new column of each
+        sequence, negative in padding to the left, and the tokens after the call. Else u8 of shape (batch, columns).
+    causal : bool
+        Whether a token sees no later ones.
+    window : int or None
+        How many tokens a token sees, its own included.
+    subject : str
+        What errors are about.
+    """
+
+    ndim = 4  # transformers asks for it, where a mask comes back to `mask_of_call`
+
+    def __init__(self, rows: Tensor | None, subject: str, window: int | None = None, *, causal: bool) -> None:
+        self.rows, self.subject, self.window, self.causal = rows, subject, window, causal
+
+    def refuse(self) -> NoReturn:
+        """Refuse another attention."""
+        raise InvalidProblem(self.subject, "attention", "own code for masks", _RULE)
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> Mask:
+        """Return it on another device, for models that are on several."""
+        if isinstance(device, (torch.dtype, Tensor)):
+            self.refuse()
+        rows = None if self.rows is None else self.rows.to(device, non_blocking=non_blocking)
+        return Mask(rows, self.subject, self.window, causal=self.causal)
+
+
+_RULE = 'be that of transformers\' attention interface: use another implementation, such as "eager", for this model'
+
+
+def _in(module: nn.Module) -> str:
+    return f"{SUBJECT} in a {type(module).__name__}"
+
+
 def mask_of_call(
     batch_size: int,  # noqa: ARG001  the signature of transformers
     q_length: int,
@@ -56,9 +101,9 @@ def mask_of_call(
     q_offset: Any = 0,
     kv_offset: int = 0,  # noqa: ARG001
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | Mask | None = None,
     **others: Any,
-) -> Tensor | None:
+) -> Mask:
     """Return what the attention has to know of a mask.
 
     Parameters
@@ -70,31 +115,38 @@ def mask_of_call(
     mask_function : callable
         What transformers would make a mask of.
     attention_mask : tensor of shape (batch, columns), bool, optional
-        Which columns are no padding.
+        Which columns are no padding. A mask of an earlier call is returned, if it is of this kind.
     **others
         Further arguments of transformers.
 
     Returns
     -------
-    tensor or None
-        None without padding. If `mask_function` is causal, s32 of shape (batch, 1, 1, 2): the position of the first new
-        column of each sequence, negative in padding to the left, and the tokens after the call. Else u8 of shape
-        (batch, 1, 1, columns): the mask.
+    Mask
+        Only `attention` can take it.
 
     Raises
     ------
     InvalidProblem
         For other masks than causal ones, windows and whole sequences, and for padding between tokens.
     """
-    causal = _is_causal(mask_function, q_length, others)
+    subject = f"{SUBJECT} in a model of {type(others.get('config')).__name__}"
+    causal = _is_causal(mask_function, q_length, others, subject)
+    window = others.get("local_size") if causal and mask_function is not masking_utils.causal_mask_function else None
+    if isinstance(attention_mask, Mask):
+        given = attention_mask.causal, attention_mask.window
+        if given != (causal, window):
+            had, rule = (f"causal={each[0]}, window={each[1]}" for each in (given, (causal, window)))
+            raise InvalidProblem(subject, "attention_mask", had, f"be one of {rule}")
+        return attention_mask
     if attention_mask is None:
-        return None
+        return Mask(None, subject, window, causal=causal)
     columns = attention_mask.shape[1]
     if columns < q_length or (isinstance(q_offset, int) and columns != q_offset + q_length):
         had = f"{columns} columns"
-        raise InvalidProblem(SUBJECT, "attention_mask", had, f"have {q_offset + q_length}, those of all tokens so far")
+        rule = f"have {q_offset + q_length}, those of all tokens so far"
+        raise InvalidProblem(subject, "attention_mask", had, rule)
     if not causal:
-        return attention_mask.to(torch.uint8)[:, None, None]
+        return Mask(attention_mask.to(torch.uint8), subject, causal=False)
     new = attention_mask[:, columns - q_length :]
     before = attention_mask[:, : columns - q_length].sum(1)
     if q_length > 1:
@@ -103,10 +155,11 @@ def mask_of_call(
         check((begins <= (before == 0)).all(), "attention_mask", "zeros between the tokens", rule)
     leading = (new.cumsum(1) == 0).sum(1)
     first = torch.where(before > 0, before, -leading)
-    return torch.stack((first, before + new.sum(1)), 1).to(torch.int32)[:, None, None]
+    rows = torch.stack((first, before + new.sum(1)), 1).to(torch.int32)
+    return Mask(rows, subject, window, causal=True)
 
 
-def _is_causal(function: Callable[..., Any], new: int, others: dict[str, Any]) -> bool:
+def _is_causal(function: Callable[..., Any], new: int, others: dict[str, Any], subject: str) -> bool:
     """Whether a mask is causal, apart from a window; False if all see all."""
     if function is masking_utils.causal_mask_function:
         return True
@@ -120,7 +173,7 @@ def _is_causal(function: Callable[..., Any], new: int, others: dict[str, Any]) -
     rule = "be causal, with a window or without, or see all tokens: no packed sequences, and no masks of your own"
     if torch.compiler.is_compiling():  # what tells that sequences are packed is then not known
         rule += "; without a cache, pass an attention_mask"
-    raise InvalidProblem(SUBJECT, "mask", getattr(function, "__qualname__", shown(function)), rule)
+    raise InvalidProblem(subject, "mask", getattr(function, "__qualname__", shown(function)), rule)
 
 
 def _is_window(function: Callable[..., Any]) -> bool:
@@ -143,7 +196,7 @@ def attention(
     query: Tensor,
     key: Tensor | NewKeys,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Mask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -160,7 +213,7 @@ def attention(
         New queries, after rope.
     key, value : tensors of shape (batch, kv_heads, columns, head_size)
         New keys and values. Keys that came from an `Int8Cache` join it.
-    attention_mask : tensor, optional
+    attention_mask : Mask, optional
         What `mask_of_call` returned.
     scaling : float, optional
         What scores are multiplied by; by default 1 / sqrt(head_size).
@@ -169,7 +222,7 @@ def attention(
     sliding_window : int, optional
         How many tokens a token sees, its own included.
     is_causal : bool, optional
-        Whether a token sees no later ones. By default what the module says.
+        Whether a token sees no later ones where no mask says it. By default what the module says.
     **others
         Further arguments of the model.
 
@@ -184,33 +237,34 @@ def attention(
         For what it cannot do.
     """
     causal = check_call(module, value, attention_mask, dropout, sliding_window, is_causal, others)
-    batch, _, new, size = query.shape
+    new, size = query.shape[2:]
     cache, number, states = (key.cache, key.layer, key.states) if isinstance(key, NewKeys) else (None, 0, key)
     if states.shape[2] != new:
         had = f"{states.shape[2]} for {new} queries"
         rule = "be as many as queries: it needs an Int8Cache(model.config) as the cache, and has no cross-attention"
-        raise InvalidProblem(SUBJECT, "keys", had, rule)
+        raise InvalidProblem(_in(module), "keys", had, rule)
     if cache is not None and not causal:
-        raise InvalidProblem(SUBJECT, "cache", "an Int8Cache", "be left out where tokens see later ones")
+        raise InvalidProblem(_in(module), "cache", "an Int8Cache", "be left out where tokens see later ones")
     scaling = 1 / math.sqrt(size) if scaling is None else float(scaling)
     shape = tuple(states.shape)
-    if causal or attention_mask is None:
+    rows = None if attention_mask is None else attention_mask.rows
+    if causal or rows is None:
         layer = layer_of(cache, number, shape, query.device, attention_mask)
         found = _attended(layer, query, states, value, scaling, sliding_window, causal=causal)
         if cache is not None:
             cache.end(number)
         return found, None
     # Tokens to the end, so that all padding lies to the left.
-    mask = attention_mask.view(batch, new)
-    order = mask.argsort(dim=1, stable=True)
-    counts = mask.sum(1, dtype=torch.int32)
-    layer = layer_of(cache, number, shape, query.device, torch.stack((counts - new, counts), 1))
+    order = rows.argsort(dim=1, stable=True)
+    counts = rows.sum(1, dtype=torch.int32)
+    ends = Mask(torch.stack((counts - new, counts), 1), "", causal=True)
+    layer = layer_of(cache, number, shape, query.device, ends)
     q, k, v = (_picked(each, order, 2) for each in (query, states, value))
     found = _attended(layer, q, k, v, scaling, None, causal=False)
     return _picked(found, order.argsort(1), 1), None
 
 
-def layer_of(cache: Any, number: int, shape: tuple[int, ...], device: torch.device, mask: Tensor | None) -> Int8Layer:
+def layer_of(cache: Any, number: int, shape: tuple[int, ...], device: torch.device, mask: Mask | None) -> Int8Layer:
     """Return a layer that is ready for the tokens of a call.
 
     Parameters
@@ -219,11 +273,11 @@ def layer_of(cache: Any, number: int, shape: tuple[int, ...], device: torch.devi
         Where it belongs. Without one, the layer lasts as long as the call.
     number, shape, device
         As in `Int8Cache.begin`.
-    mask : tensor, optional
+    mask : Mask, optional
         What `mask_of_call` returned for causal attention.
     """
     batch, heads, new, size = shape
-    rows = None if mask is None else mask.view(batch, 2)
+    rows = None if mask is None else mask.rows
     if cache is not None:
         found: Int8Layer = cache.begin(number, shape, device, rows)
         return found
@@ -252,7 +306,7 @@ def _picked(states: Tensor, order: Tensor, axis: int) -> Tensor:
 def check_call(
     module: nn.Module,
     value: Tensor,
-    mask: Tensor | None,
+    mask: Mask | None,
     dropout: float,
     window: int | None,
     is_causal: Any,
@@ -262,24 +316,32 @@ def check_call(
     config = getattr(module, "config", None)
     if torch.is_grad_enabled() and value.requires_grad:
         rule = "be computed under torch.no_grad(): int8 attention has no gradient; train with another implementation"
-        raise InvalidProblem(SUBJECT, "value", "a tensor that requires grad", rule)
+        raise InvalidProblem(_in(module), "value", "a tensor that requires grad", rule)
     if dropout:
-        raise InvalidProblem(SUBJECT, "dropout", str(dropout), "be 0: use model.eval(), or attention_dropout=0")
+        raise InvalidProblem(_in(module), "dropout", str(dropout), "be 0: use model.eval(), or attention_dropout=0")
     for name, given in others.items():
         if name not in _IGNORED and given is not None and given is not False:
             had = f"a {type(given).__name__}" if isinstance(given, Tensor) else shown(given)
-            raise InvalidProblem(SUBJECT, name, had, 'be left out; other implementations, such as "sdpa", may take it')
+            raise InvalidProblem(
+                _in(module), name, had, 'be left out; other implementations, such as "sdpa", may take it'
+            )
     if getattr(config, "is_encoder_decoder", False):
-        raise InvalidProblem(SUBJECT, "model", type(module).__name__, "be no encoder-decoder: it has cross-attention")
+        raise InvalidProblem(
+            _in(module), "model", type(module).__name__, "be no encoder-decoder: it has cross-attention"
+        )
+    if mask is not None and not isinstance(mask, Mask):
+        had = f"{str(mask.dtype).removeprefix('torch.')} of shape {tuple(mask.shape)}"
+        rule = "be one of two axes, (batch, tokens), with ones and zeros, or left out"
+        raise InvalidProblem(_in(module), "attention_mask", had, rule)
+    _check_window(module, config, window)
+    if mask is not None:
+        if mask.window != window:
+            rule = f"be {mask.window}, as in the model's mask; it does not understand this model"
+            raise InvalidProblem(_in(module), "sliding_window", str(window), rule)
+        return mask.causal
     causal = is_causal
     if causal is None:
         causal = getattr(module, "is_causal", True) and getattr(config, "is_causal", True)
-    wanted = torch.int32 if causal else torch.uint8
-    if mask is not None and (mask.dim() != 4 or mask.dtype is not wanted):
-        had = f"{str(mask.dtype).removeprefix('torch.')} of shape {tuple(mask.shape)}"
-        rule = "be one of two axes, (batch, tokens), with ones and zeros, or left out"
-        raise InvalidProblem(SUBJECT, "attention_mask", had, rule)
-    _check_window(module, config, window)
     return bool(causal)
 
 
@@ -291,8 +353,67 @@ def _check_window(module: nn.Module, config: Any, given: int | None) -> None:
         wanted = None
     if given != wanted:
         rule = f"be {wanted}, as in the model's config; it does not understand this model"
-        raise InvalidProblem(SUBJECT, "sliding_window", str(given), rule)
+        raise InvalidProblem(_in(module), "sliding_window", str(given), rule)
 
 
+def _stranger(model: type[PreTrainedModel]) -> str | None:
+    """Return the name of an attention in a file of a model's class that does not call the interface, if there is one.
+
+    That is any class of attention where nothing of the file can call it, and a table of classes by implementation.
+    """
+    for each in model.__mro__:
+        if not issubclass(each, PreTrainedModel) or each is PreTrainedModel:
+            continue
+        names = vars(sys.modules.get(each.__module__, object))
+        calls = any(isinstance(one, AttentionInterface) for one in names.values())
+        for name, one in names.items():
+            if isinstance(one, dict) and "eager" in one and NAME not in one:
+                return name
+            own = isinstance(one, type) and issubclass(one, nn.Module) and one.__module__ == each.__module__
+            if own and not calls and "Attention" in name and "forward" in vars(one):
+                return name
+    return None
+
+
+_correct = PreTrainedModel.get_correct_attn_implementation
+_set = PreTrainedModel.set_attn_implementation
+
+
+@functools.wraps(_correct)
+def _checked(model: PreTrainedModel, requested_attention: str | None, *args: Any, **more: Any) -> Any:
+    """Refuse a model that would not call the attention, when it is made or takes it."""
+    if requested_attention == NAME and (stranger := _stranger(type(model))):
+        raise InvalidProblem(SUBJECT, "attention", f"{stranger}, of a {type(model).__name__}", _RULE)
+    return _correct(model, requested_attention, *args, **more)
+
+
+@functools.wraps(_set)
+def _set_or_refused(model: PreTrainedModel, attn_implementation: Any, *args: Any, **more: Any) -> None:
+    """Refuse what transformers would only warn of: models that keep their implementation."""
+    parts = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    before = [(each.config, each.config._attn_implementation) for each in parts]  # noqa: SLF001  of transformers
+    _set(model, attn_implementation, *args, **more)
+    asked = {id(each) for each in _asked(model.config, attn_implementation)}
+    for part in parts:
+        wanted = id(part.config) in asked or attn_implementation == NAME
+        if wanted and part.config._attn_implementation != NAME:  # noqa: SLF001
+            for config, name in before:
+                config._attn_implementation_internal = name  # noqa: SLF001
+            raise InvalidProblem(SUBJECT, "attention", f"one of a {type(part).__name__}", _RULE)
+
+
+def _asked(config: Any, implementation: Any) -> Iterator[Any]:
+    """Yield the configs for which `set_attn_implementation` is to set it."""
+    own = implementation.get("") if isinstance(implementation, dict) else implementation
+    if own == NAME:
+        yield config
+    for key in config.sub_configs:
+        if (part := getattr(config, key, None)) is not None:
+            yield from _asked(part, implementation.get(key) if isinstance(implementation, dict) else implementation)
+
+
+# Transformers tells a model's class to no hook.
+PreTrainedModel.get_correct_attn_implementation = _checked
+PreTrainedModel.set_attn_implementation = _set_or_refused
 AttentionInterface.register(NAME, attention)
 masking_utils.AttentionMaskInterface.register(NAME, mask_of_call)

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from skuda.kernels.linear.packed import group_of
 from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
 from skuda.torch.dtypes import element_of
 from skuda.torch.ops import linear_dynamic
+from skuda.torch.tensor_op import check_tensors
 
 Q_MAX = 127
 """Bound of the symmetric range -127..127. Without -128, every code has a negative."""
@@ -152,6 +154,13 @@ def frozen_linear(
     Unsupported
         If no kernel can serve the problem.
     """
+    _check_element("frozen_linear", output_element)
+    check_tensors("frozen_linear", input=input, weight_q=weight_q, weight_scale=weight_scale)
+    if smooth is not None:
+        check_tensors("frozen_linear", smooth=smooth)
+        if smooth.shape != input.shape[-1:]:
+            had = f"shape {list(smooth.shape)}"
+            raise InvalidProblem("frozen_linear", "smooth", had, f"have shape {list(input.shape[-1:])}")
     if weight_scale.requires_grad:
         rule = "be detached: codes are fixed. FakeQuantLinear(learn_scale=True) learns scales"
         raise InvalidProblem("frozen_linear", "weight_scale", "a tensor that requires grad", rule)
@@ -228,8 +237,15 @@ def mixed_linear(
     ---------------
     As in `frozen_linear`.
     """
+    _check_element("mixed_linear", output_element)
+    check_tensors("mixed_linear", input=input, weight=weight, weight_q=weight_q, weight_scale=weight_scale)
     found: Tensor = _MixedLinear.apply(input, weight, bias, weight_q, weight_scale, output_element)
     return found
+
+
+def _check_element(subject: str, element: object) -> None:
+    if element is not None and not isinstance(element, str):
+        raise InvalidProblem(subject, "output_element", shown(element), "be the name of an element, such as 'f32'")
 
 
 def row_codes(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -394,6 +410,7 @@ def fake_quantize(input: Tensor, scale: Tensor) -> Tensor:
     InvalidProblem
         For a scale of another shape, or a second backward pass.
     """
+    check_tensors("fake_quantize", input=input, scale=scale)
     if not _is_per_row(scale, input):
         if scale.numel() != 1:
             rule = f"have shape {list(input.shape[:-1])}, or one element"

@@ -19,12 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
 from skuda.torch.recorder import Recorder, Site
+from skuda.torch.replaceable_layers import check_count
+from skuda.torch.tensor_op import refuse_other
 from skuda.torch.ways import ALONE, FIXED, LEFT, Batch, Logprobs, batches, cache_name, cache_of, keep, run
 
 LENGTHS = (3, 130, 41, 7, 200)
 """Tokens of the prompts that are drawn: less than a page of the cache, and more."""
 _DIGITS = 16
+_CALL = 8
+"""Tokens that take as long as a call does besides."""
 _SMALL, _FEW_LAYERS = 100_000_000, 2
 """Parameters of a model that is compared on the CPU as a whole, and the layers that are compared of others."""
 Run = Callable[[], Logprobs]
@@ -83,7 +88,7 @@ class Certificate:
 
 def certify(
     model: Any,
-    prompts: Sequence[Tensor] | None = None,
+    prompts: Sequence[Tensor] | int | None = None,
     *,
     seed: int = 0,
     batch: int = 16,
@@ -92,6 +97,7 @@ def certify(
     compiler: str | None = None,
     others: Mapping[str, Callable[[Sequence[Tensor]], Logprobs]] | None = None,
     report: Callable[[str], None] | None = None,
+    done: Callable[[Way, float], None] | None = None,
 ) -> Certificate:
     """Compare the log-probabilities of tokens, bit for bit, over the ways to compute them.
 
@@ -99,8 +105,8 @@ def certify(
     ----------
     model : PreTrainedModel
         A language model of transformers in eval mode, after `skuda.torch.exact.exact_`. Any other is shown to differ.
-    prompts : sequence of tensors of shape (tokens,), s64, optional
-        Ids, two or more of each. By default they are drawn.
+    prompts : sequence of tensors of shape (tokens,), s64, or int, optional
+        Ids, two or more of each. By default five are drawn, or as many as the number says.
     seed : int
         Draws prompts, chunks, places and the other sequences of batches.
     batch : int
@@ -117,6 +123,8 @@ def certify(
         Further ways by name: functions that return the log-probabilities of prompts.
     report : callable, optional
         Called with the name of each way before it is run.
+    done : callable, optional
+        Called with each way after it was run, and with the share of all work that is done then, an estimate.
 
     Returns
     -------
@@ -127,11 +135,11 @@ def certify(
     InvalidProblem
         For a prompt of less than two tokens, or a batch of less than two.
     """
-    if batch < 2:
-        raise InvalidProblem("certify", "batch", str(batch), "be at least 2")
+    _check(model, prompts, seed, batch)
     rng = torch.Generator().manual_seed(seed)
-    if prompts is None:
-        prompts = [torch.randint(model.config.vocab_size, (length,), generator=rng) for length in LENGTHS]
+    if prompts is None or isinstance(prompts, int):
+        lengths = LENGTHS[:prompts]
+        prompts = [torch.randint(model.config.vocab_size, (length,), generator=rng) for length in lengths]
     prompts = [prompt.cpu() for prompt in prompts]
     if any(prompt.dim() != 1 or len(prompt) < 2 for prompt in prompts):
         had = str([list(prompt.shape) for prompt in prompts])
@@ -148,6 +156,7 @@ def certify(
         runs["in training"] = partial(run, trainer, prompts, ways[LEFT], recorded=True)
     runs |= {name: partial(other, prompts) for name, other in (others or {}).items()}
     found: list[Way] = []
+    work = _Work(ways, [*runs, *["on the CPU"] * on_gpu], done)
     want: Logprobs = {}
     for name, each in _told(runs, report):
         got = each()
@@ -156,9 +165,48 @@ def certify(
         if note and name in ways:
             note += located(model, prompts, ways[ALONE], ways[name])
         found.append(Way(name, digest(got), not note, note))
+        work.end(found[-1])
     if on_gpu:
         found += _on_cpu(model, prompts, ways[ALONE], cpu_layers, report)
+        work.end(found[-1])
     return Certificate(tuple(found), sum(map(len, want.values())))
+
+
+def _check(model: Any, prompts: Any, seed: object, batch: object) -> None:
+    """Raise `InvalidProblem` for arguments of `certify` of a wrong kind."""
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise InvalidProblem("certify", "model", shown(model), "be a language model of transformers")
+    check_count("certify", "batch", batch, least=2)
+    check_count("certify", "seed", seed)
+    if int(seed) >= 1 << 64:  # type: ignore[call-overload]
+        raise InvalidProblem("certify", "seed", shown(seed), "be below 2^64")
+    if isinstance(prompts, int) and not isinstance(prompts, bool):
+        if not 1 <= prompts <= len(LENGTHS):
+            raise InvalidProblem("certify", "prompts", shown(prompts), f"be at least 1 and at most {len(LENGTHS)}")
+        return
+    if prompts is not None and (not isinstance(prompts, Sequence) or not prompts):
+        raise InvalidProblem("certify", "prompts", shown(prompts), "be a list of tensors, at least one, or left out")
+    for prompt in prompts or ():
+        refuse_other("certify", "prompts", prompt)
+
+
+class _Work:
+    """What is done of all ways, by their tokens and calls. Other ways than those of batches count as one batch."""
+
+    def __init__(
+        self, ways: Mapping[str, list[Batch]], names: Sequence[str], done: Callable[[Way, float], None] | None
+    ) -> None:
+        costs = {
+            name: sum(b.ids.numel() + _CALL * (len(b.ends) + 1) for b in several) for name, several in ways.items()
+        }
+        self._costs = [costs.get(name, costs[LEFT]) for name in names]
+        self._done, self._ended = done, 0
+
+    def end(self, way: Way) -> None:
+        """Tell that the next way has ended."""
+        self._ended += 1
+        if self._done is not None:
+            self._done(way, sum(self._costs[: self._ended]) / sum(self._costs))
 
 
 def _told(runs: Mapping[str, Run], report: Callable[[str], None] | None) -> Iterator[tuple[str, Run]]:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.autograd import dequantized
+from skuda.torch.tensor_op import not_scripted
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 """Views of the whole weight, which need no values."""
@@ -190,6 +191,7 @@ class CodedLayer(nn.Module):
     weight_scale: Tensor
     weight_dtype: torch.dtype
     in_features: int
+    __prepare_scriptable__ = not_scripted
 
     @property
     def width(self) -> int:

@@ -18,6 +18,7 @@ from torch.func import functional_call
 from torch.nn import functional as F  # noqa: N812  torch's name
 
 from skuda.registry.errors import InvalidProblem
+from skuda.torch.attention import Mask
 from skuda.torch.autograd import (
     CODES,
     frozen_linear,
@@ -128,19 +129,15 @@ class ExactAttention(FusedRopeAttention):
         """Return queries, keys and values, of shape (batch, columns, heads * head_size)."""
         return self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)
 
-    def warm(self, rows: Tensor) -> None:
-        """Run the products."""
-        self.heads(rows)
-
     def with_gradient(
-        self, found: Tensor, heads: tuple[Tensor, ...], cos_sin: Any, mask: Tensor | None, window: int | None
+        self, found: Tensor, heads: tuple[Tensor, ...], cos_sin: Any, mask: Mask | None, window: int | None
     ) -> Tensor:
         """Return the same values, with the gradient of torch's attention at the dequantized heads."""
         weights = [getattr(self, name).weight for name in self.fused_form.norms]
         return recomputed(found, partial(self._formula, cos_sin, mask, window), *heads, *weights)
 
     def _formula(
-        self, cos_sin: Any, mask: Tensor | None, window: int | None, q: Tensor, k: Tensor, v: Tensor, *weights: Tensor
+        self, cos_sin: Any, mask: Mask | None, window: int | None, q: Tensor, k: Tensor, v: Tensor, *weights: Tensor
     ) -> Tensor:
         """Return torch's attention at the dequantized heads, with these weights of the norms of q and k."""
         batch, new, _ = shape = q.shape
@@ -153,7 +150,7 @@ class ExactAttention(FusedRopeAttention):
         q, k = (each * cos + _half_turned(each) * sin for each in (q, k))
         q, k, v = (round_rows(each) for each in (q, k, v))
         given: dict[str, Any] = {"is_causal": True}
-        if mask is not None or window is not None:
+        if (mask is not None and mask.rows is not None) or window is not None:
             given = {"attn_mask": _seen(mask, batch, new, window, q.device)}
         floats = F.scaled_dot_product_attention(q, k, v, scale=self.scaling, enable_gqa=True, **given)
         return floats.transpose(1, 2).reshape(shape)
@@ -211,13 +208,13 @@ def _half_turned(heads: Tensor) -> Tensor:
     return torch.cat((-second, first), -1)
 
 
-def _seen(mask: Tensor | None, batch: int, new: int, window: int | None, device: torch.device) -> Tensor:
+def _seen(mask: Mask | None, batch: int, new: int, window: int | None, device: torch.device) -> Tensor:
     """Return which columns each column sees, bool of shape (batch, 1, columns, columns); padding sees itself.
 
     `mask` is what `skuda.torch.attention.mask_of_call` returned for causal attention.
     """
     column = torch.arange(new, device=device)
-    rows = mask.view(batch, 2) if mask is not None else torch.tensor([[0, new]] * batch, device=device)
+    rows = mask.rows if mask is not None and mask.rows is not None else torch.tensor([[0, new]] * batch, device=device)
     at = rows[:, :1] + column  # positions; negative ones are padding to the left
     ahead = at[:, :, None] - at[:, None, :]
     token = (at >= 0) & (at < rows[:, 1:])

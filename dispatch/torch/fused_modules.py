@@ -30,7 +30,7 @@ from skuda.registry.errors import InvalidProblem
 from skuda.torch.autograd import CODES
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear
 from skuda.torch.joined import JoinedLinear, Part, Quantized, projected
-from skuda.torch.tensor_op import launched, refuse_other, run_module
+from skuda.torch.tensor_op import launched, not_scripted, refuse_other, run_module
 
 _VECTORS = {"rms_norm_quantize": ("weight",), "layer_norm_quantize": ("weight", "bias")}
 """The vectors of a norm's op, in the order of its schema, after the input and the residual."""
@@ -61,6 +61,8 @@ class Fused(nn.Module):
     fused_exact : bool
         Whether the original ``forward``, whose bits differ, is refused.
     """
+
+    __prepare_scriptable__ = not_scripted
 
     fused_form: Any
     fused_held: tuple[tuple[tuple[str, nn.Module], ...], tuple[dict[int, Any], ...], tuple[dict[str, Any], ...]]

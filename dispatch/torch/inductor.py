@@ -57,8 +57,9 @@ def lower(name: str) -> None:
         function = f"skuda_{name.replace('.', '_')}_{hashlib.sha256(repr(given).encode()).hexdigest()[:16]}"
         for output in pytree.tree_leaves(made):
             output.skip_size_stride_alignment_checks = True  # our ops keep to their schema
-            output.inputs[0].python_kernel_name = function
-            output.inputs[0].definition = f"from skuda.torch.inductor import site; {function} = site({name!r}, {given})"
+            call = output if isinstance(output, _Launched) else output.inputs[0]  # a single one, since torch 2.14
+            call.python_kernel_name = function
+            call.definition = f"from skuda.torch.inductor import site; {function} = site({name!r}, {given})"
         return pytree.tree_map(ir.TensorBox.create, made)
 
     register_lowering(called, type_promotion_kind=None)(handler)

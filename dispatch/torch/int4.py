@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from skuda.kernels.linear.packed import GROUP_SIZES
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
-from skuda.torch.int8_linear import DynamicLinear, quantized_weight
+from skuda.torch.int8_linear import DynamicLinear, check_linear, quantized_weight
+from skuda.torch.replaceable_layers import check_flag
+from skuda.torch.tensor_op import check_tensors
 
 Weights = Literal["int8", "int4"]
 """The bits of a weight, in configs."""
@@ -54,6 +56,7 @@ class Int4Weight(NamedTuple):
 
     def packed(self, group_size: int) -> Tensor:
         """Return the weight in the layout that kernels read; `group_size` 0 stands for one group a row."""
+        check_group_size("Int4Weight.packed", group_size)
         # All codes are s8, so none can misfit.
         packed, _ = torch.ops.skuda.pack_weight.default(
             self.levels, self.group_scale.int(), self.group_offset.int(), group_size=group_size
@@ -68,6 +71,7 @@ class Int4Weight(NamedTuple):
 
 def int4_linear(linear: nn.Linear, group_size: int = 128, *, symmetric: bool = False) -> DynamicLinear:
     """Return the layer of the 4-bit weight of a layer; arguments and errors as `int4_weight`."""
+    check_linear("int4_linear", linear)
     given = *held_weight(linear.weight, "int4", group_size, symmetric=symmetric), linear.bias
     return DynamicLinear(*given, dtype=linear.weight.dtype, in_features=linear.in_features)
 
@@ -91,7 +95,7 @@ def check_weights(subject: str, weights: object, group_size: object) -> None:
 
 def check_group_size(subject: str, group_size: object) -> None:
     """Raise `InvalidProblem` unless `int4_weight` has such groups."""
-    if isinstance(group_size, bool) or group_size not in (0, *GROUP_SIZES):
+    if type(group_size) is not int or group_size not in (0, *GROUP_SIZES):
         rule = f"be {', '.join(map(str, GROUP_SIZES))}, or 0 for one group a row"
         raise InvalidProblem(subject, "group_size", shown(group_size), rule)
 
@@ -123,6 +127,7 @@ def int4_weight(weight: Tensor, group_size: int = 128, *, symmetric: bool = Fals
         If the weight is not a finite matrix of such a dtype, or for another group size.
     """
     check_group_size("int4_weight", group_size)
+    check_flag("int4_weight", "symmetric", symmetric)
     codes, channel_scale = quantized_weight(weight)
     (n, k), size = codes.shape, group_size or max(codes.shape[1], 1)
     levels = torch.empty_like(codes, dtype=torch.uint8)
@@ -176,6 +181,9 @@ def from_grouped(levels: Tensor, scales: Tensor, zero_points: Tensor | None = No
     InvalidProblem
         For a tensor of another dtype, shape or range, or scales that are not finite.
     """
+    check_tensors("from_grouped", levels=levels, scales=scales)
+    if zero_points is not None:
+        check_tensors("from_grouped", zero_points=zero_points)
     if levels.dtype is not torch.int8 or levels.dim() != 2 or _outside(levels):
         _refuse("levels", levels, "be int8 of shape [N, K], in -8..7")
     n, k = levels.shape

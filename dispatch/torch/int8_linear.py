@@ -28,7 +28,7 @@ from skuda.registry.text import shown
 from skuda.torch.autograd import Q_MAX, frozen_linear
 from skuda.torch.dequantized_weight import CodedLayer, DequantizedWeight, codes_in
 from skuda.torch.dtypes import element_of
-from skuda.torch.tensor_op import OPS, launched, refuse_other, run_module
+from skuda.torch.tensor_op import OPS, check_tensors, launched, refuse_other, run_module
 
 Call = tuple[str, dict[str, Any]]
 """Name and arguments of a call of an op."""
@@ -88,6 +88,8 @@ class Int8Linear(CodedLayer):
         in_features: int | None = None,
     ) -> None:
         super().__init__()
+        given = {"weight": weight, "weight_scale": weight_scale} | ({} if bias is None else {"bias": bias})
+        check_tensors(type(self).__name__, **given)
         if weight.dtype is torch.uint8 and in_features is not None:
             self.out_features, self.in_features = weight_scale.numel(), in_features
             shapes = {shape_of(self.out_features, in_features, size): size for size in GROUP_SIZES}
@@ -129,6 +131,7 @@ class Int8Linear(CodedLayer):
     def _hold(self, name: str, vector: Tensor | None, size: int, shape: tuple[int, ...]) -> None:
         """Register a vector of scales or biases as a buffer of this shape."""
         if vector is not None:
+            check_tensors(type(self).__name__, **{name: vector})
             if not vector.is_floating_point() or vector.dtype is torch.float64 or vector.numel() != size:
                 self._refuse(name, vector, f"be float32, bfloat16 or float16 of shape {list(shape)}")
             vector = vector.detach().reshape(shape)
@@ -200,7 +203,8 @@ class Int8Linear(CodedLayer):
 
     def _taken(self, input: Tensor) -> Tensor:
         """Return an input as the op takes it. Check its width, because the op would blame the weight."""
-        if input.shape[-1:] != (self.in_features,):
+        if input.is_nested or input.shape[-1:] != (self.in_features,):
+            refuse_other(type(self).__name__, "input", input)
             had = f"shape {list(input.shape)}"
             raise InvalidProblem(type(self).__name__, "input", had, f"have shape [..., {self.in_features}]")
         return autocast(input)
@@ -297,6 +301,7 @@ class DynamicLinear(Int8Linear):
         InvalidProblem
             If the weight is not finite, or not f16, bf16 or f32.
         """
+        check_linear(cls.__name__, linear)
         return cls(*quantized_weight(linear.weight), linear.bias, dtype=linear.weight.dtype)
 
     def _arguments(self, input: Tensor) -> Arguments:
@@ -309,7 +314,7 @@ class DynamicLinear(Int8Linear):
         held = self._buffers.get
         try:
             key = self.family, input.shape
-        except AttributeError:
+        except (AttributeError, RuntimeError):  # a nested tensor has no shape
             return self._other(input)  # type: ignore[no-any-return]
         found: Tensor | None = launched(key, input, held("weight"), held("weight_scale"), None, held("bias"))
         return self._first(key, input) if found is None else found
@@ -491,7 +496,10 @@ class StaticLinear(Int8Linear):
         if held("smooth") is not None or self.nonfinite is not None:
             return None
         scale, zero_point = held("input_scale"), held("input_zero_point")
-        shifted, shape = zero_point is not None, input.shape
+        try:
+            shifted, shape = zero_point is not None, input.shape
+        except RuntimeError:  # a nested tensor has no shape
+            return None
         quantizing = "quantize_per_tensor", shifted, shape
         codes = launched(quantizing, input, scale, zero_point if shifted else held("zero"))
         if codes is None:
@@ -577,6 +585,7 @@ def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     InvalidProblem
         If the weight is not a finite matrix of f16, bf16 or f32.
     """
+    check_tensors("quantized_weight", weight=weight)
     matrix = weight.detach()
     if matrix.dtype not in (torch.float16, torch.bfloat16, torch.float32) or matrix.dim() != 2:
         had = f"{matrix.dtype} of shape {list(matrix.shape)}"
@@ -587,8 +596,16 @@ def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
+def check_linear(subject: str, linear: object) -> None:
+    """Raise `InvalidProblem` for what is no linear layer."""
+    if not isinstance(linear, nn.Module) or not isinstance(getattr(linear, "weight", None), Tensor):
+        raise InvalidProblem(subject, "linear", shown(linear), "be a torch.nn.Linear, with a weight")
+
+
 def autocast(input: Tensor) -> Tensor:
     """Cast an input as autocast casts the inputs of `torch.nn.functional.linear`."""
+    if not isinstance(input, Tensor):
+        refuse_other("a layer in training", "input", input)
     kind = input.device.type
     # torch has no autocast for tensors without data, and raises if asked about it.
     enabled = kind != "meta" and torch.is_autocast_enabled(kind)

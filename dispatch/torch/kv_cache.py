@@ -17,6 +17,8 @@ from skuda.kernels.attention.cache import PAGE
 from skuda.registry.errors import InvalidProblem, MissingDependency
 from skuda.registry.text import shown
 from skuda.torch.dtypes import element_of
+from skuda.torch.handed import Handed
+from skuda.torch.replaceable_layers import check_count, check_flag
 from skuda.torch.sequences import Sequences
 from skuda.torch.tensor_op import launched, run_module
 
@@ -180,8 +182,8 @@ class Int8Layer(CacheLayerMixin):  # type: ignore[misc]
                 tensor[target] = tensor[source]
 
 
-class NewKeys:
-    """New keys on their way from `Int8Cache.update` to the attention of skuda. Anything else refuses them.
+class NewKeys(Handed):
+    """New keys on their way from `Int8Cache.update` to the attention of skuda.
 
     Attributes
     ----------
@@ -196,14 +198,8 @@ class NewKeys:
     def __init__(self, cache: Int8Cache, layer: int, states: Tensor) -> None:
         self.cache, self.layer, self.states = cache, layer, states
 
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self.__torch_function__()
-
-    @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:
-        """Refuse any function of torch."""
+    def refuse(self) -> NoReturn:
+        """Refuse another attention."""
         rule = 'be "skuda" for an Int8Cache: use model.set_attn_implementation("skuda")'
         raise InvalidProblem("Int8Cache", "attn_implementation", "another one", rule)
 
@@ -232,8 +228,13 @@ class Int8Cache(Cache):  # type: ignore[misc]
 
     def __init__(self, config: Any, max_cache_len: int | None = None, *, offloading: bool = False) -> None:
         most: object = max_cache_len
-        if most is not None and (not isinstance(most, int) or not 0 < most < 2**31 - PAGE):
+        if most is not None and (type(most) is not int or not 0 < most < 2**31 - PAGE):
             raise InvalidProblem("Int8Cache", "max_cache_len", shown(max_cache_len), f"be in [1, {2**31 - PAGE - 1}]")
+        check_flag("Int8Cache", "offloading", offloading)
+        if not callable(getattr(config, "get_text_config", None)):
+            raise InvalidProblem(
+                "Int8Cache", "config", shown(config), "be that of a model of transformers: model.config"
+            )
         text = config.get_text_config(decoder=True)
         types = set(getattr(text, "layer_types", None) or _SERVED[:1])
         if getattr(text, "attention_chunk_size", None) is not None:
@@ -333,8 +334,9 @@ class Int8Cache(Cache):  # type: ignore[misc]
         InvalidProblem
             For a positive number, or columns with padding between tokens or to the right.
         """
-        if tokens_to_remove > 0:
-            raise InvalidProblem("Int8Cache.crop", "tokens_to_remove", str(tokens_to_remove), "be negative or 0")
+        given: object = tokens_to_remove
+        if isinstance(given, bool) or not isinstance(given, int) or given > 0:
+            raise InvalidProblem("Int8Cache.crop", "tokens_to_remove", shown(given), "be an integer, negative or 0")
         if tokens_to_remove and self.sequences.started:
             self.sequences.crop(-tokens_to_remove)
             self._own_pages()
@@ -345,7 +347,13 @@ class Int8Cache(Cache):  # type: ignore[misc]
             self.batch_select_indices(torch.arange(self.sequences.batch))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Let sequence i be what sequence `indices[i]` was. Full pages are shared, the last one is copied."""
+        """Let sequence i be what sequence `indices[i]` was. Full pages are shared, the last one is copied.
+
+        Raises
+        ------
+        InvalidProblem
+            For anything but a tensor of one axis: numbers of sequences, or a bool for each.
+        """
         if self.sequences.started:
             pages = self.sequences.select(indices)
             for layer in self.layers:
@@ -356,6 +364,9 @@ class Int8Cache(Cache):  # type: ignore[misc]
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence."""
+        """Repeat each sequence; `repeats` is at least 1."""
+        check_count("Int8Cache.batch_repeat_interleave", "repeats", repeats, least=1)
+        if repeats >= 1 << 31:
+            raise InvalidProblem("Int8Cache.batch_repeat_interleave", "repeats", shown(repeats), "be below 2^31")
         if self.sequences.started:
             self.batch_select_indices(torch.arange(self.sequences.batch).repeat_interleave(repeats))

@@ -24,6 +24,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
+from torch.library import Library
 
 from skuda.functional import default_dispatcher
 from skuda.kernels.attention.rope_table import cos_sin
@@ -33,11 +34,8 @@ from skuda.registry.errors import InvalidProblem
 from skuda.registry.op import Op
 from skuda.registry.text import one_line, shown
 from skuda.torch.derivatives import refusing
+from skuda.torch.registering import NAMESPACE, registering
 from skuda.torch.tensor_op import OPS, TensorOp, refuse_gradient, refuse_other
-
-NAMESPACE = "skuda"
-LIBRARY = torch.library.Library(NAMESPACE, "DEF")
-"""The library of the ops. It lives as long as the process."""
 
 # Results are contiguous and follow from the values of the inputs, not from their strides. So Inductor may pass inputs
 # in any layout. With torch's default, `needs_exact_strides`, it would copy inputs that it lays out differently from
@@ -59,18 +57,20 @@ def _register(op: Op) -> None:
     made = TensorOp(op)
     for schema in made.schemas.values():
         torch._C.parse_schema(f"{NAMESPACE}::{schema}")  # noqa: SLF001  all overloads or none are defined
-    for name, schema in made.schemas.items():
-        LIBRARY.define(schema, tags=TAGS if not made.state else TAGS_IN_PLACE)
-        run, fake = (made.run_in_place, made.fake) if made.state else (made.run, _faked(made, name))
-        _implement(name, made.names, run, fake, made.refuse)
-        torch.library.register_vmap(f"{NAMESPACE}::{name}", made.mapped, lib=LIBRARY)
-        if not made.state:  # `run_in_place` must see every call
-            called = overload_of(name)
-            called._op = made.before(called._op)  # noqa: SLF001  what an overload calls; the rest of torch does not use it
-    OPS[op.name] = made
+    with registering(op.name) as library:
+        for name, schema in made.schemas.items():
+            library.define(schema, tags=TAGS if not made.state else TAGS_IN_PLACE)
+            run, fake = (made.run_in_place, made.fake) if made.state else (made.run, _faked(made, name))
+            _implement(library, name, made.names, run, fake, made.refuse)
+            torch.library.register_vmap(f"{NAMESPACE}::{name}", made.mapped, lib=library)
+            if not made.state:  # `run_in_place` must see every call
+                called = overload_of(name)
+                called._op = made.before(called._op)  # noqa: SLF001  what an overload calls; the rest of torch does not use it
+        OPS[op.name] = made
 
 
 def _implement(
+    library: Library,
     name: str,
     names: Sequence[str],
     run: Callable[..., Any],
@@ -79,12 +79,12 @@ def _implement(
 ) -> None:
     """Register the implementations of an overload that is defined."""
     for key in ("CPU", "CUDA"):
-        LIBRARY.impl(name, run, key)
+        library.impl(name, run, key)
     kernel = refusing(name.partition(".")[0], overload_of(name), names, run)
-    LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+    library.impl(name, kernel, "Autograd", with_keyset=True)
     for key in _OTHERS:
-        LIBRARY.impl(name, refuse, key)
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+        library.impl(name, refuse, key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
 
 
 def overload_of(name: str) -> Any:
@@ -166,8 +166,9 @@ def _refuse_smooth(input: torch.Tensor, factors: torch.Tensor) -> NoReturn:
 
 
 # An op, because torch's compilers may replace the division by one that is not correctly rounded.
-LIBRARY.define("smooth(Tensor input, Tensor factors) -> Tensor", tags=TAGS)
-_implement("smooth", ("input", "factors"), _smooth, _smooth, _refuse_smooth)
+with registering("smooth") as _library:
+    _library.define("smooth(Tensor input, Tensor factors) -> Tensor", tags=TAGS)
+    _implement(_library, "smooth", ("input", "factors"), _smooth, _smooth, _refuse_smooth)
 
 
 def _rope_table(frequencies: torch.Tensor, positions: int, scaling: float) -> torch.Tensor:
@@ -184,8 +185,9 @@ def _refuse_rope_table(frequencies: torch.Tensor, positions: int, scaling: float
 
 
 # An op, because torch's cosines differ from device to device; compilers do not look into it.
-LIBRARY.define("rope_table(Tensor frequencies, int positions, float scaling) -> Tensor", tags=TAGS)
-_implement("rope_table", ("frequencies",), _rope_table, _fake_rope_table, _refuse_rope_table)
+with registering("rope_table") as _library:
+    _library.define("rope_table(Tensor frequencies, int positions, float scaling) -> Tensor", tags=TAGS)
+    _implement(_library, "rope_table", ("frequencies",), _rope_table, _fake_rope_table, _refuse_rope_table)
 
 
 def linear_dynamic(
@@ -332,9 +334,12 @@ def _called(name: str, given: tuple[torch.Tensor | None, ...], **fields: str | N
     """Call an op. Of an argument that is no tensor, torch itself would raise an error of its schema."""
     try:
         found: torch.Tensor = getattr(torch.ops.skuda, name).default(*given, **fields)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
+        for field, text in fields.items():
+            if text is not None and not isinstance(text, str):
+                raise InvalidProblem(name, field, shown(text), "be a string, or left out") from None
         for argument, value in zip(OPS[name].names, given, strict=False):
-            if value is not None:
+            if value is not None or argument in OPS[name].always:
                 refuse_other(name, argument, value)
         raise
     return found

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 _CASTS = (_prims.convert_element_type.default, _aten._to_copy.default)  # noqa: SLF001  the op's name
@@ -285,6 +284,8 @@ def alike(node: fx.Node, other: fx.Node) -> bool:
 
 def same_sizes(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether sizes are equal, whatever the symbolic ones are. To compare them would make guards; vLLM drops these."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow, so not with the module
+
     return len(some) == len(others) and all(statically_known_true(a == b) for a, b in zip(some, others, strict=True))
 
 

@@ -176,5 +176,11 @@ def _including(own: Any) -> Any:
     return wrapped
 
 
-lora.LoraConfig.__post_init__ = _registering(lora.LoraConfig.__post_init__)
-tuners_utils._maybe_include_all_linear_layers = _including(tuners_utils._maybe_include_all_linear_layers)  # noqa: SLF001  it has no public name
+def _original(function: Any) -> Any:
+    """Return a function of peft without the wrapper that an import has left which was interrupted afterwards."""
+    return function.__wrapped__ if function.__globals__["__name__"] == __name__ else function
+
+
+_all_linear = "_maybe_include_all_linear_layers"  # it has no public name
+lora.LoraConfig.__post_init__ = _registering(_original(lora.LoraConfig.__post_init__))
+setattr(tuners_utils, _all_linear, _including(_original(getattr(tuners_utils, _all_linear))))

@@ -1,25 +1,39 @@
-"""`prepare`: does the work of first calls in advance."""
+"""`prepare`: does the work of first calls in advance, for some numbers of rows or for all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
+from skuda.dispatch.advance import rows_of
+from skuda.dispatch.telemetry import KERNELS
+from skuda.functional import default_dispatcher
+from skuda.registry.descriptor import Descriptor
+from skuda.registry.device import Device
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.fused_modules import Fused
 from skuda.torch.int8_linear import CodesLinear, Int8Linear
 from skuda.torch.replaceable_layers import check_count, check_model
 
+_log = logging.getLogger("skuda.compile")
+
 
 def prepare(
-    model: nn.Module, rows: Iterable[int] = (1, 16), dtype: torch.dtype | None = None
+    model: nn.Module,
+    rows: Iterable[int] = (1, 16),
+    dtype: torch.dtype | None = None,
+    *,
+    tokens: int | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, dict[int, str]]:
     """Run every int8 layer and fused module of a model once for each number of rows.
 
-    This compiles and plans their kernels. A CUDA graph with these numbers of rows can then be captured at once.
+    This compiles and plans their kernels. A CUDA graph with these numbers of rows can then be captured at once. With
+    `tokens`, every kernel that any number of rows up to it can choose is compiled and loaded, too, side by side.
 
     Parameters
     ----------
@@ -28,6 +42,12 @@ def prepare(
         Numbers of rows of the inputs: the product of all leading axes.
     dtype : torch.dtype, optional
         Dtype of the inputs. By default that of the model's first floating-point parameter, or torch's default.
+    tokens : int, optional
+        Largest number of rows. Afterwards no call of the layers and fused modules with at most so many rows compiles
+        or loads anything, whatever the number of its sequences. `skuda.dispatch.telemetry.KERNELS` counts later
+        kernels, and the log warns of them.
+    progress : callable, optional
+        Called with the number of kernels for `tokens` that are ready, and that of all, whenever there is one more.
 
     Returns
     -------
@@ -42,19 +62,16 @@ def prepare(
         If no kernel can serve a layer.
     """
     check_model("prepare", model, None)
-    try:
-        counts = tuple(rows)
-    except TypeError:
-        raise InvalidProblem("prepare", "rows", shown(rows), "be numbers of rows, such as (1, 16)") from None
-    for count in counts:
-        check_count("prepare", "rows", count)
+    counts = _checked(rows)
+    if tokens is not None:
+        check_count("prepare", "tokens", tokens, 1)
     if dtype is None:
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
     elif not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise InvalidProblem("prepare", "dtype", shown(dtype), "be a floating-point dtype")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Int8Linear)}
     planned: dict[str, dict[int, str]] = {name: {} for name in layers}
-    with torch.no_grad():
+    with torch.no_grad(), default_dispatcher().recorded() as seen:
         for name, layer in layers.items():
             for count in counts:
                 given = torch.int8 if isinstance(layer, CodesLinear) else dtype
@@ -66,4 +83,31 @@ def prepare(
                 device = next(module.buffers()).device
                 for count in counts:
                     module.warm(torch.zeros(count, module.width, dtype=dtype, device=device))
+    if tokens is not None:
+        _prepare_all(seen, tokens, progress)
     return planned
+
+
+def _checked(rows: Iterable[int]) -> tuple[int, ...]:
+    """Return numbers of rows, or raise `InvalidProblem` for anything else."""
+    try:
+        counts = tuple(rows)
+    except TypeError:
+        raise InvalidProblem("prepare", "rows", shown(rows), "be numbers of rows, such as (1, 16)") from None
+    for count in counts:
+        check_count("prepare", "rows", count)
+    return counts
+
+
+def _prepare_all(
+    seen: Iterable[tuple[Descriptor, Device]], tokens: int, progress: Callable[[int, int], object] | None
+) -> None:
+    """Load the kernels of problems with all numbers of rows, on each GPU that has some."""
+    problems: dict[Device, list[Descriptor]] = {}
+    for problem, device in seen:
+        problems.setdefault(device, []).append(problem)
+    for device, each in problems.items():
+        if device.processor == "cuda":
+            rows = [found for problem in each for found in rows_of(problem, tokens)]
+            _log.info("%s: %s", device.describe(), default_dispatcher().prepare_rows(rows, device, progress))
+            KERNELS.watch(_log.warning)

@@ -24,6 +24,7 @@ from skuda.torch.replaceable_layers import (
     as_linear,
     bytes_of,
     carry,
+    check_flag,
     check_model,
     describe_saving,
     is_conv1d,
@@ -87,6 +88,7 @@ class Dynamic:
     def __post_init__(self) -> None:
         check_nonfinite("Dynamic", self.nonfinite)
         check_weights("Dynamic", self.weights, self.group_size)
+        check_flag("Dynamic", "symmetric", self.symmetric)
         if self.symmetric not in ((False, True) if self.weights == "int4" else (False,)):
             raise InvalidProblem("Dynamic", "symmetric", shown(self.symmetric), "be False, or True with weights='int4'")
 

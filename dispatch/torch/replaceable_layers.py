@@ -66,6 +66,12 @@ def check_count(subject: str, field: str, number: object, least: int = 0) -> Non
         raise InvalidProblem(subject, field, shown(number), f"be an integer, at least {least}")
 
 
+def check_flag(subject: str, field: str, flag: object) -> None:
+    """Raise `InvalidProblem` unless the flag is True or False."""
+    if not isinstance(flag, bool):
+        raise InvalidProblem(subject, field, shown(flag), "be True or False")
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Whether this is the linear layer of GPT-2 in transformers, whose weight has the shape (K, N)."""
     # Without an import: if nobody has imported transformers, no module is one.

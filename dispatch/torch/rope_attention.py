@@ -145,6 +145,7 @@ class FusedRopeAttention(FusedAttention):
             and given.get("is_causal") is not False
             and self.is_causal
             and getattr(self.config, "is_causal", True)
+            and getattr(given.get("attention_mask"), "causal", True)
             and isinstance(ids, Tensor)
             and ids.dim() == 2
             and form.renamed.isdisjoint(kwargs)
@@ -173,6 +174,12 @@ class FusedRopeAttention(FusedAttention):
     trains: ClassVar[bool] = False
     """Whether a call without a cache has a gradient."""
 
+    def warm(self, rows: Tensor) -> None:
+        """Run everything but the last product, on one sequence without a cache."""
+        heads = tuple(each[None] for each in self.heads(rows))
+        if self.config._attn_implementation == attention.NAME and len(rows):  # noqa: SLF001  of transformers
+            self.attend(heads, None, None, torch.arange(len(rows), device=rows.device)[None], None)
+
     def heads(self, rows: Any) -> tuple[Tensor, ...]:
         """Return queries, keys and values, of shape (batch, columns, heads * head_size)."""
         joined = getattr(self, self.fused_form.joined)
@@ -180,7 +187,12 @@ class FusedRopeAttention(FusedAttention):
         return found
 
     def attend(
-        self, heads: tuple[Tensor, ...], cache: Int8Cache | None, mask: Tensor | None, ids: Tensor, window: int | None
+        self,
+        heads: tuple[Tensor, ...],
+        cache: Int8Cache | None,
+        mask: attention.Mask | None,
+        ids: Tensor,
+        window: int | None,
     ) -> Tensor:
         """Return the attention of new heads, of shape (batch, columns, heads * head_size)."""
         form, size = self.fused_form, self.head_dim
@@ -196,7 +208,7 @@ class FusedRopeAttention(FusedAttention):
         return found.view(batch, new, -1)
 
     def with_gradient(
-        self, found: Tensor, heads: tuple[Tensor, ...], cos_sin: Any, mask: Tensor | None, window: int | None
+        self, found: Tensor, heads: tuple[Tensor, ...], cos_sin: Any, mask: attention.Mask | None, window: int | None
     ) -> Tensor:
         """Return the same values with a gradient, where `trains`."""
         raise NotImplementedError

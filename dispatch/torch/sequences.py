@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from skuda.kernels.attention.cache import PAGE
+from skuda.kernels.attention.rope_table import MOST_POSITIONS
 from skuda.registry.errors import InvalidProblem
+from skuda.registry.text import shown
+from skuda.torch.tensor_op import refuse_other
 
 _SUBJECT = "Int8Cache"
 
@@ -120,7 +123,8 @@ class Sequences:
         """Give each sequence pages for this many blocks, at least."""
         if blocks <= self.blocks:
             return
-        blocks = max(blocks, self.blocks + self.blocks // 2)  # so that copies are few
+        # So that copies are few; but not to more positions than there are cosines for.
+        blocks = max(blocks, min(self.blocks + self.blocks // 2, MOST_POSITIONS // PAGE))
         with torch.inference_mode(False):  # noqa: FBT003  as in `start`
             pages = torch.arange(self.batch * (blocks - self.blocks), dtype=torch.int32, device=self.order.device)
             self.block_table = torch.cat((self.block_table, pages.view(-1, self.batch).t() + self.pages), 1)
@@ -212,9 +216,9 @@ class Sequences:
         Raises
         ------
         InvalidProblem
-            For more sequences than there is room for, where `most` is given.
+            For what is no index of sequences, and for more sequences than there is room for, where `most` is given.
         """
-        index = torch.arange(self.batch)[index.cpu()]  # it may be a mask
+        index = torch.arange(self.batch)[self._checked(index)]
         device, batch = self.lengths.device, len(index)
         if self.most is not None and batch > self.batch:
             rule = f"be at most {self.batch} with max_cache_len: use a cache without it"
@@ -245,6 +249,20 @@ class Sequences:
         self.block_table.copy_(torch.from_numpy(table))
         pages = torch.from_numpy(np.stack((wanted[copied], given[copied])).astype(np.int64)).to(device)
         return pages[0], pages[1]
+
+    def _checked(self, index: Tensor) -> Tensor:
+        """Return an index or a mask of sequences, on the CPU."""
+        refuse_other(_SUBJECT, "indices", index)
+        index, mask = index.cpu(), index.dtype is torch.bool
+        numbers = not (index.is_floating_point() or index.is_complex())
+        good = index.dim() == 1 and (len(index) == self.batch if mask else numbers)
+        if not good or (not mask and bool(((index < 0) | (index >= self.batch)).any())):
+            had = f"{index.dtype} of shape {list(index.shape)}"
+            had += f", {shown(index.tolist())}" if index.dim() == 1 else ""
+            raise InvalidProblem(
+                _SUBJECT, "indices", had, f"be numbers of sequences in [0, {self.batch - 1}], or a bool for each"
+            )
+        return index
 
     def crop(self, columns: int) -> None:
         """Remove the last columns.

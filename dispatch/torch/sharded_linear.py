@@ -450,13 +450,16 @@ _layers: WeakValueDictionary[int, ShardedLinear] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-@torch.compiler.assume_constant_result
 def _compiled_course(number: int, rows: int, dtype: torch.dtype) -> Course:
     """Return the course of a layer in compiled code, where the number of rows is constant.
 
     Layers have numbers, because torch 2.11 accepts only constants here.
     """
     return _layers[number].course(rows, dtype, compiles=True)
+
+
+# As `torch.compiler.assume_constant_result`, which imports the compiler.
+_compiled_course._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def check_parts(subject: str, field: str, layer: nn.Module, axis: str, parts: tuple[tuple[int, ...], ...]) -> None:

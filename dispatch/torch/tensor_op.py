@@ -105,6 +105,8 @@ class TensorOp:
         The inputs that are tensors, in the order of the schema.
     names : tuple of str
         Their names.
+    always : frozenset of str
+        Names of the arguments that every problem has.
     outputs : tuple of ArgumentSpec
         The results. A problem may have only some of them.
     state : frozenset of str
@@ -114,7 +116,7 @@ class TensorOp:
     def __init__(self, op: Op) -> None:
         self.name = op.name
         self._fields = Fields(op)
-        self._always = always = self._fields.always
+        self.always = always = self._fields.always
         given = tuple(each for each in self._fields.arguments.values() if each.role not in (Role.OUTPUT, Role.SCRATCH))
         self.inputs = tuple(sorted(given, key=lambda argument: (argument.name not in always, argument.is_scalar)))
         self.names = tuple(argument.name for argument in self.inputs)
@@ -154,7 +156,7 @@ class TensorOp:
             for argument in self.inputs:
                 written = f"({argument.name}!)" if argument.name in self.state else ""
                 kind = scalars.get(argument.role, f"Tensor{written}")
-                needed = argument.name in self._always
+                needed = argument.name in self.always
                 arguments.append(f"{kind} {argument.name}" if needed else f"{kind}? {argument.name}=None")
             return f"{self.name}{overload}({', '.join(arguments + keywords)}) -> {result}"
 
@@ -233,7 +235,11 @@ class TensorOp:
                 given = {name: value for name, value in fields.items() if value is not None}
                 while arguments and arguments[-1] is None:
                     arguments = arguments[:-1]
-                found = self.known(self.how(given), arguments)
+                try:
+                    found = self.known(self.how(given), arguments)
+                except RuntimeError:  # a nested tensor has no shape, and torch has a kernel that refuses it
+                    if not any(isinstance(each, Tensor) and each.is_nested for each in arguments):
+                        raise
             return dispatched(*arguments, **fields) if found is None else found
 
         return run
@@ -501,6 +507,19 @@ def refuse_other(subject: str, name: str, value: object) -> None:
         kind = f"quantized, {value.dtype}" if value.is_quantized else "nested" if value.is_nested else value.layout
         rule = "be dense: use to_dense(), dequantize() or to_padded_tensor()"
         raise InvalidProblem(subject, name, f"a tensor that is {kind}", rule)
+
+
+def check_tensors(subject: str, **given: object) -> None:
+    """Raise `InvalidProblem` for anything but dense tensors. Compiled code, which dynamo has checked, is not slowed."""
+    if not _compiles():
+        for name, value in given.items():
+            refuse_other(subject, name, value)
+
+
+def not_scripted(module: object) -> NoReturn:
+    """Raise `InvalidProblem`: torch calls this as ``__prepare_scriptable__`` of the modules of a model."""
+    rule = "be compiled with torch.compile, exported, or traced with torch.jit.trace: TorchScript has no such layers"
+    raise InvalidProblem(type(module).__name__, "module", "a call of torch.jit.script", rule)
 
 
 def refuse_gradient(op: str, name: str) -> None:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.autograd import Q_MAX, fake_quantize, mixed_linear, round_rows, row_codes
-from skuda.torch.int8_linear import DynamicLinear, StaticLinear, autocast, quantized_weight
+from skuda.torch.int8_linear import DynamicLinear, StaticLinear, autocast, check_linear, quantized_weight
 from skuda.torch.replaceable_layers import check_model
+from skuda.torch.tensor_op import not_scripted
 
 ActivationScope = Literal["token", "tensor"]
 TRAINED = (torch.float16, torch.bfloat16, torch.float32)
@@ -36,7 +37,10 @@ class _SharedLinear(nn.Linear):
         If the weight is not f16, bf16 or f32.
     """
 
+    __prepare_scriptable__ = not_scripted
+
     def __init__(self, linear: nn.Linear) -> None:
+        check_linear(type(self).__name__, linear)
         weight, bias = linear.weight, linear.bias
         if weight.dtype not in TRAINED:
             raise InvalidProblem(type(self).__name__, "weight", str(weight.dtype), "be float16, bfloat16 or float32")

@@ -44,8 +44,12 @@ from skuda.torch.int4_checkpoint import PACK_QUANTIZED, warn_rounded
 from skuda.torch.int8_linear import Int8Linear, StaticLinear
 from skuda.torch.joined import int8_layers
 from skuda.torch.quantize import Dynamic, Report, quantize_
+from skuda.torch.replaceable_layers import check_flag
 from skuda.torch.scheme import FORMAT, METHOD, OWN_METHOD, ActivationScheme, Scheme, SchemeGroup, matches
 from skuda.torch.stored import Tensors, check_values, int8_layer
+
+for _known in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
+    _known.pop(OWN_METHOD, None)  # that of an import that was interrupted afterwards; registering again is an error
 
 
 @register_quantization_config(OWN_METHOD)
@@ -82,6 +86,10 @@ class SkudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
         round_scales: bool = False,
         scheme: Scheme | None = None,
     ) -> None:
+        for name, flag in (("exact", exact), ("round_scales", round_scales)):
+            check_flag("SkudaConfig", name, flag)
+        if not (ignore is None or isinstance(ignore, (list, tuple, set, frozenset, str))):
+            raise InvalidProblem("SkudaConfig", "ignore", shown(ignore), "be a list of names")
         if exact and ignore:
             raise InvalidProblem("SkudaConfig", "ignore", shown(ignore), "be left out with exact=True")
         if ignore is not None and (isinstance(ignore, str) or not all(isinstance(name, str) for name in ignore)):
@@ -118,6 +126,7 @@ class _CompressedTensorsConfig:
     """Replaces transformers' own class for reading a `quantization_config`."""
 
     own = auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD]
+    own = getattr(own, "own", own)  # an import that was interrupted afterwards may have replaced it
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], *arguments: Any, **named: Any) -> Any:
@@ -127,7 +136,8 @@ class _CompressedTensorsConfig:
 
 
 auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = _CompressedTensorsConfig
-auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (SkudaConfig,)
+_others = (kind for kind in auto.LOADING_ATTRIBUTES_CONFIG_TYPES if kind.__module__ != __name__)
+auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*_others, SkudaConfig)
 
 
 @register_quantizer(OWN_METHOD)

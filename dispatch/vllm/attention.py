@@ -38,7 +38,7 @@ from skuda.registry.text import shown
 from skuda.torch.dtypes import element_of
 from skuda.vllm.linear_kernel import logger
 from skuda.vllm.status import missing
-from skuda.vllm.warming import warm
+from skuda.vllm.warming import prepare, select, want
 
 CACHE_DTYPE = "int8_per_token_head"
 """What vLLM calls a cache of int8 codes with an f32 scale for each key and value of a head."""
@@ -169,7 +169,10 @@ class ExactTablesBuilder(AttentionMetadataBuilder[ExactTables]):  # type: ignore
         layers = vllm_config.compilation_config.static_forward_context
         _check_layers(layers, layers[layer_names[0]])
         if device.type == "cuda":
-            warm(_problems_of_graphs(layers[layer_names[0]], vllm_config), str(device))
+            problems = _problems_of_graphs(layers[layer_names[0]], vllm_config)
+            want(problems, vllm_config.scheduler_config.max_num_batched_tokens)
+            prepare(str(device))
+            select(problems, str(device))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: Any = None

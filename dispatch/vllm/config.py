@@ -16,6 +16,7 @@ from torch import nn
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
+from skuda.dispatch.system.interrupts import held_back
 from skuda.registry.errors import InvalidProblem
 from skuda.registry.text import shown
 from skuda.torch.quantize import Dynamic
@@ -219,7 +220,8 @@ class SkudaConfig(QuantizationConfig):
 
 def register() -> None:
     """Let vLLM know ``quantization="skuda"``."""
-    register_quantization_config(NAME)(SkudaConfig)
+    with held_back():  # vLLM notes the name in two places, the second only together with the first
+        register_quantization_config(NAME)(SkudaConfig)
 
 
 def _coded(targets: tuple[str, ...], ignore: tuple[str, ...]) -> dict[str, Any]:

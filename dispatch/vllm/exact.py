@@ -16,11 +16,11 @@ from skuda.registry.text import shown
 from skuda.vllm.attention import CACHE_DTYPE
 from skuda.vllm.config import SkudaConfig
 from skuda.vllm.linear_kernel import logger
-from skuda.vllm.warming import warm
+from skuda.vllm.warming import attend, want
 
 
 def offer() -> None:
-    """Let every worker of vLLM that begins after this have the sampler, if its config asks for it."""
+    """Let every worker of vLLM that begins after this prepare its kernels, and have the sampler if its config asks."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     original: Any = WorkerWrapperBase.init_device
@@ -30,6 +30,7 @@ def offer() -> None:
     @wraps(original)
     def init_device(wrapper: Any, *given: Any, **named: Any) -> Any:
         found = original(wrapper, *given, **named)
+        attend(wrapper.worker)
         serve(wrapper.worker)
         return found
 
@@ -64,8 +65,8 @@ def serve(worker: Any) -> None:
     else:
         runner.sampler = sampler.ExactSampler(runner)
     if runner.device.type == "cuda":
-        shape = config.scheduler_config.max_num_seqs, config.model_config.get_vocab_size()
-        warm(sampler.problems(*shape), str(runner.device))
+        problems = sampler.problems(config.model_config.get_vocab_size())
+        want(problems, config.scheduler_config.max_num_batched_tokens)
     logger.info_once("Tokens are drawn, and log-probabilities computed, by skuda's ops")
 
 

@@ -28,7 +28,7 @@ from skuda.torch import graph as graphs
 from skuda.torch import patterns
 from skuda.torch.fuse import Fusion
 from skuda.vllm.status import NAME
-from skuda.vllm.warming import problems_of, warm
+from skuda.vllm.warming import prepare, problems_of, select, want
 
 logger = init_logger("vllm.skuda")
 
@@ -62,7 +62,8 @@ class FusionPass(InductorPass):  # type: ignore[misc]
     gates : bool
         Whether gated activations are, too.
     sizes : tuple of int
-        Numbers of tokens for which kernels are prepared.
+        Numbers of tokens that are planned in advance, so that graphs of them can be captured. Kernels are prepared for
+        all numbers up to the largest.
     """
 
     def __init__(
@@ -83,7 +84,10 @@ class FusionPass(InductorPass):  # type: ignore[misc]
                 graphs.fuse(copy.deepcopy(graph), "fused", gates=self.gates)
                 _tell(graphs.fuse(graph, "fused", gates=self.gates))
             if torch.cuda.is_available():
-                warm(problems_of(graph, self.sizes, self._warmed), f"cuda:{torch.cuda.current_device()}")
+                device, problems = f"cuda:{torch.cuda.current_device()}", problems_of(graph, self.sizes, self._warmed)
+                want(problems, max(self.sizes))
+                prepare(device)
+                select(problems, device)
         except Exception as error:
             logger.warning_once("skuda leaves a graph that it cannot read: %s", error)
             logger.debug("skuda could not read this graph:\n%s", graph, exc_info=True)

@@ -18,7 +18,7 @@ from skuda.registry.errors import InvalidProblem
 from skuda.torch.tensor_op import OPS
 from skuda.vllm import loading
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel, nonfinite
-from skuda.vllm.warming import warm
+from skuda.vllm.warming import want
 
 _WEIGHT, _SCALE = "weight", "weight_scale"
 
@@ -50,7 +50,8 @@ class SkudaHeadMethod(QuantizeMethodBase):
             _refuse("True", f"be left out: {why}")
         n, config = sum(output_partition_sizes), get_current_vllm_config_or_none()
         self.fields = {"output_element": "f32", "nonfinite": nonfinite()}
-        self.dtype, self.most = params_dtype, 0 if config is None else config.scheduler_config.max_num_seqs
+        # A row for each sequence that gets a token, but for log-probabilities of prompts a row for each token.
+        self.dtype, self.most = params_dtype, 0 if config is None else config.scheduler_config.max_num_batched_tokens
         codes = torch.zeros(n, input_size_per_partition, dtype=torch.int8)
         for name, value in ((_WEIGHT, codes), (_SCALE, torch.zeros(n, 1, dtype=torch.float32))):
             parameter = nn.Parameter(value, requires_grad=False)
@@ -59,20 +60,16 @@ class SkudaHeadMethod(QuantizeMethodBase):
         loading.accept_floats(layer, _WEIGHT, _SCALE)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Quantize what vLLM's layerwise reload brought, and prepare the kernels for every number of sequences."""
+        """Quantize what vLLM's layerwise reload brought, and let the kernels for every number of rows get ready."""
         loading.accept_floats(layer, _WEIGHT, _SCALE)
         loading.quantize_reloaded(layer, _WEIGHT)
         weight: Any = layer.weight
         if weight.is_cuda:
-            warm(self.problems(layer), str(weight.device))
-
-    def problems(self, layer: nn.Module) -> set[Any]:
-        """Return the problems of a step in which so many sequences get a token, up to the most that vLLM has."""
-        held: dict[str, Any] = {"weight_q": layer.weight, "weight_scale": layer.weight_scale}
-        held = {name: torch.empty_like(tensor, device="meta") for name, tensor in held.items()}
-        rows = torch.empty(self.most, held["weight_q"].shape[1], dtype=self.dtype, device="meta")
-        op = OPS["quantized_linear"]
-        return {op.problem(activation=rows[:m], **self.fields, **held) for m in range(1, self.most + 1)}
+            row = torch.empty(1, weight.shape[1], dtype=self.dtype, device="meta")
+            held: dict[str, Any] = {"weight_q": weight, "weight_scale": layer.weight_scale}
+            held = {name: torch.empty_like(tensor, device="meta") for name, tensor in held.items()}
+            problem = OPS["quantized_linear"].problem(activation=row, **self.fields, **held)
+            want([problem], max(1, self.most))
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return logits, f32 of shape (rows, N), for hidden states of shape (rows, K)."""

@@ -28,7 +28,8 @@ from skuda.registry.elements import ElementKind
 from skuda.registry.errors import InvalidProblem
 from skuda.torch.autograd import Q_MAX
 from skuda.torch.dtypes import element_of
-from skuda.torch.ops import LIBRARY, TAGS
+from skuda.torch.ops import TAGS
+from skuda.torch.registering import registering
 from skuda.vllm import loading
 from skuda.vllm.linear_kernel import SkudaInt8ScaledMMLinearKernel, logger
 
@@ -118,7 +119,7 @@ class _SplitKernel(SkudaInt8ScaledMMLinearKernel):
             codes, scale = _OPS.amax_quantize.default(rows, largest, q_min=-Q_MAX, q_max=Q_MAX, output_element="s8")
         if zero_point is not None:  # a row of ones gives the sums of the weight's rows, with the same exchange
             codes = torch.cat((codes, codes.new_ones(1, codes.shape[1])))
-        sums = _OPS.scaled_linear.default(codes, weight, n=len(weight_scale), output_element="s32")
+        sums = _OPS.scaled_linear.default(codes, weight, n=weight_scale.shape[0], output_element="s32")
         sums = _OPS.all_reduce.default(sums, "sum", self.group)
         if zero_point is not None:
             sums, of_channels = sums[:-1], sums[-1]
@@ -194,7 +195,8 @@ def _fake(input: Tensor, how: str, group: str) -> Tensor:
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 
-LIBRARY.define("all_reduce(Tensor input, str how, str group) -> Tensor", tags=TAGS)
-for _key in ("CPU", "CUDA"):
-    LIBRARY.impl("all_reduce", _all_reduce, _key)
-torch.library.register_fake("skuda::all_reduce", _fake, lib=LIBRARY)
+with registering("all_reduce") as _library:
+    _library.define("all_reduce(Tensor input, str how, str group) -> Tensor", tags=TAGS)
+    for _key in ("CPU", "CUDA"):
+        _library.impl("all_reduce", _all_reduce, _key)
+    torch.library.register_fake("skuda::all_reduce", _fake, lib=_library)

@@ -21,6 +21,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from skuda.registry.descriptor import Descriptor
+from skuda.torch.sampling import as_top_k
 from skuda.torch.tensor_op import OPS
 
 _LEAST_TEMPERATURE = 1e-5
@@ -171,7 +172,7 @@ def draw(logits: Tensor, seed: Tensor, position: Tensor, top_k: Tensor | None, t
         Ids; 0 for a row without a distribution, since vLLM looks every id up.
     """
     ones, zeros = torch.ones_like(seed, dtype=torch.float32), torch.zeros_like(seed)
-    top_k = None if top_k is None else top_k.to(torch.int32)
+    top_k = None if top_k is None else as_top_k(top_k)
     found: Tensor = torch.ops.skuda.sample.default(logits, ones, seed, zeros, position, top_k, top_p)
     return found.clamp_(min=0)
 
@@ -223,20 +224,16 @@ def ranks_of(scores: Tensor, ids: Tensor) -> Tensor:
     return (scores >= scores.gather(1, ids[:, None])).sum(1)
 
 
-def problems(most: int, width: int) -> Iterator[Descriptor]:
-    """Return the problems of steps of 1 to `most` rows of so many logits, but for log-probabilities of several ids."""
-
-    def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    for rows in range(1, most + 1):
-        logits, number, long = made(rows, width), made(rows), made(rows, dtype=torch.int64)
-        yield OPS["argmax"].problem(logits=logits)
-        yield OPS["log_softmax_at"].problem(logits=logits, tokens=long[:, None])
-        keys: dict[str, Any] = {"temperature": number, "seed": long, "sequence": long, "position": long}
-        top_k, top_p = {"top_k": number.int()}, {"top_p": number}
-        for sets in ({}, top_k, top_p, top_k | top_p):
-            yield OPS["sample"].problem(logits=logits, **keys, **sets)
+def problems(width: int) -> Iterator[Descriptor]:
+    """Return the problems of a step with one row of so many logits, and one id to score."""
+    logits, number, long = (torch.empty(shape, device="meta") for shape in ((1, width), (1,), (1,)))
+    long = long.long()
+    yield OPS["argmax"].problem(logits=logits)
+    yield OPS["log_softmax_at"].problem(logits=logits, tokens=long[:, None])
+    keys: dict[str, Any] = {"temperature": number, "seed": long, "sequence": long, "position": long}
+    top_k, top_p = {"top_k": number.int()}, {"top_p": number}
+    for sets in ({}, top_k, top_p, top_k | top_p):
+        yield OPS["sample"].problem(logits=logits, **keys, **sets)
 
 
 def signed(seed: int) -> int:

@@ -1,21 +1,36 @@
-"""Kernels are compiled and loaded side by side when vLLM compiles a graph, so that capturing it compiles nothing."""
+"""Kernels of all numbers of tokens are compiled and loaded before vLLM says that it is ready.
+
+What a worker will call is known in two ways. While it starts, it runs the model, the head and the sampler, and the
+dispatcher records every problem. Attention and ops of the sampler, which it does not run then, are named by `want`.
+Each problem stands for all numbers of rows up to the engine's limit. When vLLM compiles a graph, the ops of the graph
+are prepared first, with all that is known by then, so that kernels compile side by side.
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from time import monotonic
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from vllm.logger import init_logger
 
+from skuda.dispatch.advance import Prepared, Rows, rows_of
+from skuda.dispatch.telemetry import KERNELS
 from skuda.functional import default_dispatcher
 from skuda.registry.descriptor import Descriptor
 from skuda.registry.errors import SkudaError
 from skuda.torch.tensor_op import OPS
 
-_MOST_THREADS = 16
+logger = init_logger("vllm.skuda")  # vLLM shows what loggers below its own say
+
+_BETWEEN = 5.0
+"""Seconds between two lines of progress."""
+_wanted: set[Rows] = set()
+_prepared: set[tuple[str, Rows]] = set()
+"""What was prepared before, so that nobody asks again, by device."""
 
 
 def problems_of(graph: fx.Graph, sizes: Iterable[int], known: set[Any]) -> set[Descriptor]:
@@ -79,15 +94,67 @@ def _at(value: Any, symbols: set[Any], count: int) -> Any:
     return size(value)
 
 
-def warm(problems: Iterable[Descriptor], device: str) -> None:
-    """Choose and load a kernel for every problem. What fails now fails again, with its reason, where it is called."""
+def select(problems: Iterable[Descriptor], device: str) -> None:
+    """Plan problems, so that a graph with them can be captured. What fails now fails again where it is called."""
     dispatcher = default_dispatcher()
-
-    def ready(problem: Descriptor) -> None:
+    for problem in problems:
         try:
             dispatcher.select(problem, device=device)
         except SkudaError:
-            return
+            continue
 
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
-        list(pool.map(ready, problems))
+
+def want(problems: Iterable[Descriptor], most: int) -> None:
+    """Let the next preparation include problems with every number of rows from 1 to `most`."""
+    _wanted.update(rows for problem in problems for rows in rows_of(problem, most))
+
+
+def prepare(device: str) -> Prepared | None:
+    """Load all kernels that are wanted and not ready, with lines of progress in the log. None if there was nothing."""
+    missing = [rows for rows in _wanted if (device, rows) not in _prepared]
+    _wanted.clear()
+    if not missing:
+        return None
+    shown = monotonic()
+
+    def progress(done: int, count: int) -> None:
+        nonlocal shown
+        if monotonic() - shown > _BETWEEN and done < count:
+            shown = monotonic()
+            logger.info("skuda: %d of %d kernels are ready", done, count)
+
+    found = default_dispatcher().prepare_rows(missing, device, progress)
+    _prepared.update((device, rows) for rows in missing)
+    logger.info("skuda: %s", found)
+    for sku, reason in found.failed:
+        logger.warning("skuda: %s cannot be prepared: %s", sku, reason)
+    return found
+
+
+def attend(worker: Any) -> None:
+    """Prepare everything when a worker has warmed up, from what it has run until then; later kernels are late.
+
+    Parameters
+    ----------
+    worker
+        Of vLLM. Its device is set up, and nothing else. vLLM calls `compile_or_warm_up_model` last, in every worker.
+    """
+    runner = worker.model_runner
+    if runner.device.type != "cuda":
+        return
+    watching, device = ExitStack(), str(runner.device)
+    seen = watching.enter_context(default_dispatcher().recorded())
+    watching.enter_context(KERNELS.expected())
+    original = worker.compile_or_warm_up_model
+
+    def compile_or_warm_up_model() -> Any:
+        with watching:
+            found = original()
+        most = worker.vllm_config.scheduler_config.max_num_batched_tokens
+        want((problem for problem, where in seen if where.processor == "cuda"), most)
+        prepare(device)
+        if seen:
+            KERNELS.watch(lambda line: logger.warning("skuda: %s", line))
+        return found
+
+    worker.compile_or_warm_up_model = compile_or_warm_up_model

@@ -7,7 +7,7 @@
 //   block_table         pages of the sequences, [sequences, most_blocks]
 //   lengths, starts     keys of the sequences; their first rows, and the end of the last
 //   output              Data, [tokens, heads, D]
-//   c                   scale log2(e)
+//   c                   scale log2(e), rounded to f64, then to f32
 //   group               heads of q for each of the kv_heads
 //   causal, window      whether rows see only keys up to their own; how many of those, 0 for all
 //

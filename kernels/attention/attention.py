@@ -8,11 +8,13 @@ the last `window` if given, else all keys of its sequence; if p is negative, non
 h // (heads / kv_heads).
 FMA(a, b, c) = RN(a b + c), rounded once. Numbers are f32, sums of codes exact.
 
-c = RN(scale log2(e)); z = RN(q_scale c). In a block of 128 positions aligned to position 0, over the keys that the row
-sees: y = RN(acc k_scale) with acc the sum of products of codes; n = ceil(z max y), of the exact product;
+c = RN(RN64(scale l)), where l = 0x1.71547652b82fep+0 is log2(e) in f64: the product is rounded to f64, then to f32.
+z = RN(q_scale c). In a block of 128 positions aligned to position 0, over the keys that the row sees:
+y = RN(acc k_scale) with acc the sum of products of codes; n = ceil(z max y), of the exact product;
 e = E(FMA(z, y, 512 - n)), about 2^(z y - n), by `skuda.kernels.attention.exp2`; p = RN(e v_scale); 2^m = the least
 power of two not below max p; w = rne(255 p 2^-m), 0 to 255; S = sum of w v; L = sum of rne(65536 e). Where max p is
-below 2^-118, w = 0 and m = -512.
+below 2^-118, w = 0 and m = -512. So a key whose p is below 1/510 to 1/255 of the block's largest counts in L and not
+in S.
 
 Partial sums (n, m, S, L) are added so: N = max(n1, n2); d = max(n - N, -512) for each; M = max(m1 + d1, m2 + d2);
 S = FMA(S1, T(m1 + d1 - M), RN(S2 T(m2 + d2 - M))); L = FMA(L1, T(d1), RN(L2 T(d2))); (N, M, S, L). T(d) = 2^d, and 0
@@ -177,7 +179,7 @@ class AttentionDescriptor(CacheProblem):
 
     @property
     def exponent(self) -> float:
-        """c, the scale of exponents of two."""
+        """c, the scale of exponents of two: rounded to f64, then to f32."""
         with np.errstate(all="ignore"):
             return float(np.float32(self.scale * math.log2(math.e)))
 

@@ -5,7 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from skuda.kernels.attention.cache import CHUNK, PAGE
-from skuda.kernels.launch import MOST_ZEROS, ZEROS, Constant, Launch, Parameter, Step, TensorMap, pointers, s32, s64
+from skuda.kernels.launch import (
+    ANY_ROWS,
+    MOST_ZEROS,
+    ZEROS,
+    Constant,
+    Launch,
+    Parameter,
+    Step,
+    TensorMap,
+    pointers,
+    s32,
+    s64,
+)
 from skuda.registry.elements import ElementKind
 
 if TYPE_CHECKING:
@@ -39,7 +51,7 @@ def attention(problem: AttentionDescriptor, device: Device) -> Launch:
         block=(_WARP * _WARPS, 1, 1),
         parameters=parameters(problem),
     )
-    return quantized(problem, device, Launch(steps=(step,)))
+    return quantized(problem, device, Launch(steps=(step,), alike=ANY_ROWS))
 
 
 def warpgroup(problem: AttentionDescriptor, device: Device) -> Launch:
@@ -60,7 +72,7 @@ def warpgroup(problem: AttentionDescriptor, device: Device) -> Launch:
         shared=_WARPGROUP_SHARED,
         overlaps=device.overlaps_launches,
     )
-    launch = Launch(steps=(step,), aligned=("q_codes", "k_scale", "v_scale", "output"))
+    launch = Launch(steps=(step,), aligned=("q_codes", "k_scale", "v_scale", "output"), alike=ANY_ROWS)
     return quantized(problem, device, launch)
 
 
@@ -88,6 +100,7 @@ def split(problem: AttentionDescriptor, device: Device) -> Launch:
         scratch=scratch,
         aligned=("q_codes", "k_codes", "k_scale", "v_codes", "v_scale"),
         notes=(f"at most {splits} blocks share the keys of {rows} rows",),
+        alike=ANY_ROWS,
     )
     return quantized(problem, device, launch)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skuda.kernels.launch import Constant, Launch, Parameter, Step, pointers, s32, s64, strided
+from skuda.kernels.launch import ANY_ROWS, Constant, Launch, Parameter, Step, pointers, s32, s64, strided
 from skuda.registry.elements import ElementKind
 from skuda.registry.vocabulary import RotaryLayout
 
@@ -42,7 +42,7 @@ def append(problem: RopeQuantizeAppendDescriptor, device: Device) -> Launch:
         parameters=_parameters(problem, parts, value_blocks),
         overlaps=device.overlaps_launches,
     )
-    return Launch(steps=(step,))
+    return Launch(steps=(step,), alike=ANY_ROWS)
 
 
 def _parameters(problem: RopeQuantizeAppendDescriptor, parts: int, value_blocks: int) -> tuple[Parameter, ...]:

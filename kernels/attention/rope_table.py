@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from skuda.registry.errors import InvalidProblem
+
 Array = npt.NDArray[Any]
 
 _HALF_PI, _HALF_PI_REST = 1.5707963267341256, 6.077100506506192e-11  # 33 bits, and the rest
 MOST_POSITIONS = 1 << 20
-"""Products of as many quarter turns with `_HALF_PI` are exact."""
+"""Of a table. Products of as many quarter turns with `_HALF_PI` are exact."""
 _TERMS = 8
 
 
@@ -32,7 +34,18 @@ def cos_sin(frequencies: Array, positions: int, scaling: float = 1.0) -> Array:
         How many, from 0 on; at most 2^20.
     scaling : float
         What cosines and sines are multiplied by, in f32.
+
+    Raises
+    ------
+    InvalidProblem
+        For more positions, and for a frequency with which the last angle is more than 2^20 quarter turns.
     """
+    if not 0 <= positions <= MOST_POSITIONS:
+        raise InvalidProblem("cos_sin", "positions", str(positions), f"be in [0, {MOST_POSITIONS}]")
+    most = np.abs(frequencies).max(initial=0.0)
+    if not most * max(positions - 1, 0) * (2 / np.pi) <= MOST_POSITIONS:  # also a NaN
+        rule = f"turn the last position by at most {MOST_POSITIONS} quarter turns"
+        raise InvalidProblem("cos_sin", "frequencies", f"{most} for {positions} positions", rule)
     at = np.arange(positions, dtype=np.float32)[:, None]
     angles = np.multiply(at, frequencies.astype(np.float32)[None]).astype(np.float64)
     turns = np.rint(angles * (2 / np.pi))

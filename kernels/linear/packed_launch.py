@@ -119,4 +119,6 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     )
     aligned = ("act_q_scratch" if problem.dynamic else "act_q", "weight_q")
     flags = (*tile.flags, f"-DGROUPS={BLOCK // problem.group_size}", *parameters.epilogue_flags(problem))
-    return parameters.launch_product(problem, product, aligned=aligned, flags=flags, notes=(hopper.ALIGNED,), **chosen)
+    return parameters.launch_product(
+        problem, product, aligned=aligned, flags=flags, notes=(hopper.ALIGNED,), alike=tile.tokens, **chosen
+    )

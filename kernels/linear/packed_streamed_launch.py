@@ -28,6 +28,9 @@ _MOST_UNITS = 8
 """Units of a tile of mma.sync: with more, a block has a part of K for each warp no longer, and too few in flight."""
 _ENOUGH_STAGES, _MOST_STAGES = 3, 12
 _ATOM = 1024
+_ALIKE = 8
+"""So many numbers of rows share a ranking. No tile has fewer tokens, and those of all tiles, also divided by 4, are
+multiples of it, so nothing tells these numbers apart."""
 _MANY = 256
 """Tokens with which a warpgroup of producers gives registers away."""
 
@@ -152,7 +155,8 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     m, n, k = problem.sizes
     sm_count = device.sm_count or hopper.H200
     card = sm_count, hopper.bandwidth(device)
-    tile, chosen = parameters.choose(*_ranked(max(1, m), max(1, n), k, problem.group_size, card), choice)
+    alike = -(-max(1, m) // _ALIKE) * _ALIKE
+    tile, chosen = parameters.choose(*_ranked(alike, max(1, n), k, problem.group_size, card), choice)
     zero_points = problem.shifts_activation
     stages, shared = tile.ring(k, problem.group_size, problem.output.bits // 8, zero_points=zero_points)
     name, otherwise = ("act_q_scratch", "codes") if problem.dynamic else ("act_q", "")
@@ -172,5 +176,5 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
     )
     flags = (*tile.flags, f"-DGROUPS={BLOCK // problem.group_size}", *parameters.epilogue_flags(problem))
     return parameters.launch_product(
-        problem, product, aligned=("weight_q",), flags=flags, notes=(hopper.ALIGNED,), **chosen
+        problem, product, aligned=("weight_q",), flags=flags, notes=(hopper.ALIGNED,), alike=alike, **chosen
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skuda.kernels.launch import Launch, Step
+from skuda.kernels.launch import ANY_ROWS, Launch, Step
 from skuda.kernels.linear import parameters
 from skuda.kernels.linear.problem import LinearProblem
 from skuda.registry.constraints import Between, Constraint
@@ -33,4 +33,4 @@ def launch(problem: LinearProblem, device: Device) -> Launch:  # noqa: ARG001  e
         block=(parameters.THREADS, 1, 1),
         parameters=(*parameters.activation_parameters(problem), *parameters.layer_parameters(problem)),
     )
-    return parameters.launch_product(problem, product)
+    return parameters.launch_product(problem, product, alike=ANY_ROWS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skuda.kernels.launch import Launch, Pointer, Step, s32, s64, strided
+from skuda.kernels.launch import ANY_ROWS, Launch, Pointer, Step, s32, s64, strided
 from skuda.kernels.linear import parameters
 
 if TYPE_CHECKING:
@@ -50,4 +50,4 @@ def rescale(problem: RescaleDescriptor, device: Device) -> Launch:
     )
     zero_points = problem.has_act_zero_point or problem.has_weight_zero_point
     flags = (f"-DSKUDA_EPILOGUE={problem.epilogue.name}", f"-DSKUDA_ZERO_POINTS={int(zero_points)}")
-    return Launch(steps=(step,), flags=flags)
+    return Launch(steps=(step,), flags=flags, alike=ANY_ROWS)

@@ -158,4 +158,4 @@ def launch(problem: LinearProblem, device: Device, choice: str = "") -> Launch:
         scratch = (*scratch, ("code_sums", 4 * problem.num_code_sums))
         notes = ("zero points: a launch in front adds up codes", *notes)
     flags = (*tile_flags, *parameters.epilogue_flags(problem))
-    return parameters.launch_product(problem, *steps, scratch=scratch, flags=flags, notes=notes, **chosen)
+    return parameters.launch_product(problem, *steps, scratch=scratch, flags=flags, notes=notes, alike=alike, **chosen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from skuda.kernels import nonfinite
-from skuda.kernels.launch import Launch, Parameter, Step, pointers, s32, s64, strided
+from skuda.kernels.launch import ANY_ROWS, Launch, Parameter, Step, pointers, s32, s64, strided
 from skuda.kernels.quantize.elementwise_launch import THREADS, WARP, width_of
 
 if TYPE_CHECKING:
@@ -64,4 +64,4 @@ def _by_rows(
         block=(threads, 1, 1),
         parameters=(*parameters, *s32(lanes), *bounds),
     )
-    return Launch(steps=(step,))
+    return Launch(steps=(step,), alike=ANY_ROWS)

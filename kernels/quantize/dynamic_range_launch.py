@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from skuda.kernels.launch import Constant, Launch, Parameter, Step, pointers, s32, s64, strided
+from skuda.kernels.launch import ANY_ROWS, Constant, Launch, Parameter, Step, pointers, s32, s64, strided
 from skuda.kernels.quantize.elementwise_launch import (
     MAX_BLOCKS,
     THREADS,
@@ -57,7 +57,8 @@ def _one_pass(problem: DynamicRangeQuantizeDescriptor, device: Device) -> Launch
             *s32(not share_bytes),
         ),
     )
-    return Launch(steps=(step, _codes(problem, device, (inner, segments))) if share_bytes else (step,))
+    steps = (step, _codes(problem, device, (inner, segments))) if share_bytes else (step,)
+    return Launch(steps=steps, alike=ANY_ROWS)
 
 
 def _held(chunks: int) -> tuple[int, int]:
@@ -104,7 +105,7 @@ def _three_passes(
     )
     scratch = (("partial", 2 * parts * segments * problem.input_element.compute.bits // 8),)
     steps = (ranges, scales, _codes(problem, device, segmentation)) if n * d else (ranges, scales)
-    return Launch(steps=steps, scratch=scratch)
+    return Launch(steps=steps, scratch=scratch, alike=ANY_ROWS)
 
 
 def _codes(problem: DynamicRangeQuantizeDescriptor, device: Device, segmentation: tuple[int, int] | None) -> Step:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from skuda.kernels.launch import (
+    ANY_ROWS,
     Columns,
     Constant,
     Launch,
@@ -51,7 +52,7 @@ def elementwise(problem: AffineProblem, device: Device) -> Launch:
         block=(threads, 1, 1),
         parameters=(*strided(*data), *_scale_parameters(problem), Rows(), Columns(), *shape),
     )
-    return Launch(steps=(step,) if numel else (), view=data)
+    return Launch(steps=(step,) if numel else (), view=data, alike=ANY_ROWS)
 
 
 _SCALES = ("scale", "zero_point")

@@ -5,7 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from skuda.kernels import nonfinite
-from skuda.kernels.launch import MOST_ZEROS, ZEROS, Constant, Launch, Pointer, Step, pointers, s32, s64, strided
+from skuda.kernels.launch import (
+    ANY_ROWS,
+    MOST_ZEROS,
+    ZEROS,
+    Constant,
+    Launch,
+    Pointer,
+    Step,
+    pointers,
+    s32,
+    s64,
+    strided,
+)
 from skuda.kernels.quantize.elementwise_launch import THREADS, WARP, width_of
 from skuda.registry.elements import ElementKind
 
@@ -55,4 +67,6 @@ def gated_amax(problem: GatedAmaxProblem, device: Device) -> Launch:
             *s32(lanes),
         ),
     )
-    return Launch(steps=(step,), scratch=((ZEROS, zeros),) if shared else (), flags=nonfinite.flags(problem))
+    return Launch(
+        steps=(step,), scratch=((ZEROS, zeros),) if shared else (), alike=ANY_ROWS, flags=nonfinite.flags(problem)
+    )

@@ -5,7 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from skuda.kernels import nonfinite
-from skuda.kernels.launch import Constant, Launch, Number, Parameter, Pointer, Step, Which, pointers, s32, s64, strided
+from skuda.kernels.launch import (
+    ANY_ROWS,
+    Constant,
+    Launch,
+    Number,
+    Parameter,
+    Pointer,
+    Step,
+    Which,
+    pointers,
+    s32,
+    s64,
+    strided,
+)
 from skuda.kernels.quantize.elementwise_launch import MAX_BLOCKS, THREADS, WARP, width_of
 from skuda.registry.elements import ElementKind
 from skuda.registry.vocabulary import Scaling
@@ -25,7 +38,9 @@ def gated(problem: GatedProblem, device: Device) -> Launch:
         return Launch(steps=())
     chunks = -(-problem.d // width_of(problem.input_element))
     step = _ranged(problem, chunks) if problem.scaling is Scaling.DYNAMIC else _scaled(problem, chunks, device.sm_count)
-    return Launch(steps=(step._replace(overlaps=device.overlaps_launches),), flags=nonfinite.flags(problem))
+    return Launch(
+        steps=(step._replace(overlaps=device.overlaps_launches),), alike=ANY_ROWS, flags=nonfinite.flags(problem)
+    )
 
 
 def _ranged(problem: GatedProblem, chunks: int) -> Step:

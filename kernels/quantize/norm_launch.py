@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from skuda.kernels import nonfinite
 from skuda.kernels.launch import (
+    ANY_ROWS,
     Constant,
     Launch,
     Number,
@@ -48,7 +49,7 @@ def norm(problem: NormProblem, device: Device) -> Launch:
         parameters=_parameters(problem, ahead, lanes),
         overlaps=device.overlaps_launches,
     )
-    return Launch(steps=(step,), flags=nonfinite.flags(problem))
+    return Launch(steps=(step,), alike=ANY_ROWS, flags=nonfinite.flags(problem))
 
 
 def _geometry(problem: NormProblem, multiprocessors: int) -> tuple[str, int, int]:

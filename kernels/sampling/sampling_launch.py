@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skuda.kernels.launch import Launch, Parameter, Step, pointers, s32, s64, strided
+from skuda.kernels.launch import ANY_ROWS, Launch, Parameter, Step, pointers, s32, s64, strided
 from skuda.registry.elements import ElementKind
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def _launch(problem: LogitsProblem, *steps: Step) -> Launch:
     return Launch(
         steps=tuple(step for step in steps if 0 not in step.grid),
         scratch=tuple(need for need in needs if pointers(need[0])[0] in used and problem.n),
+        alike=ANY_ROWS,
     )
 
 

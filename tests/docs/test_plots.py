@@ -73,6 +73,19 @@ def test_the_layer_is_drawn_by_rows_over_bf16(program):
     assert program.plots_of(record_of(cases[0])) == [], "one point is no curve"
 
 
+def test_engines_are_drawn_by_sequences_ours_first(program, tmp_path):
+    said = "loaded after 9 s\nround 0 fp8 {'step_ms 1': 3.0, 'step_ms 16': 5.0, 'prefill 8x2048': 9}\n"
+    said += "round 0 skuda {'step_ms 1': 2.0}\nround 1 skuda {'step_ms 1': 4.0}\nround 0 unknown {'step_ms 1': 1.0}\n"
+    (tmp_path / "h100-vllm-engines.txt").write_text(said)
+    ((stem, (_, (plot,))),) = program.drawable(tmp_path).items()
+    assert (stem, plot.name) == ("h100-vllm-engines", "steps")
+    assert plot.title.endswith("on an H100")
+    assert [(one.name, one.x, one.y) for one in plot.panels[0].series] == [
+        ("skuda", [1], [3.0]),
+        ("fp8", [1, 16], [3.0, 5.0]),
+    ]
+
+
 def test_times_and_ratios_stand_over_the_rows_at_which_each_was_timed(program):
     points = [(1, {"a": 4.0, "b": 2.0}, {"a": 2.0, "b": 1.0}), (16, {"b": 3.0}, {})]
     above, below = program.by_rows(points)

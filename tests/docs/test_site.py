@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import pkgutil
 import re
 
 import pytest
@@ -54,6 +56,19 @@ def test_every_op_has_a_page_with_everything_about_it(pages):
         skus = registry.skus_of(op.name)
         assert sum(int(row[-1]) for row in rows_of(page, "Kernels")) == len(skus)
         assert {row[0].strip("`") for row in rows_of(page, "Verified")} == {sku.backend for sku in skus}
+
+
+def test_every_module_that_a_definition_refers_to_is_in_a_page_that_is_linked(pages):
+    found = set()
+    for op in built_in_registry().ops.values():
+        for name in re.findall(r"`(skuda\.kernels[\w.]+)`", op.documentation):
+            part = pkgutil.resolve_name(name)
+            module = part.__name__ if inspect.ismodule(part) else part.__module__
+            (link,) = set(re.findall(rf"\[`{name}`\]\(\.\./(.+?)\)", pages[f"ops/{op.name}.md"]))
+            other = built_in_registry().ops.get(link.removeprefix("ops/").removesuffix(".md"))
+            assert f"\n::: {module}\n" in pages[link] if other is None else other.descriptor.__module__ == module
+            found.add(module.removeprefix("skuda.kernels."))
+    assert found >= {"attention.cache", "attention.exp2", "linear.packed", "sampling.weights"}
 
 
 def test_the_page_of_ops_leads_to_every_op(generate):

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import struct
+
 from skuda.dispatch.compile.member import Key
 
 KEY = Key("5" * 64, ("-fmad=false",), "sm_90", "scaled rule", "pycuda")
 CUBIN = b"\x7fELF" + bytes(range(256)) * 2
+
+
+def elf(text):
+    """An ELF file without kernels, with a text behind its only section header."""
+    header = b"\x7fELF\x02\x01" + bytes(34) + struct.pack("<Q", 64) + bytes(10) + struct.pack("<HHH", 64, 1, 0)
+    return header + struct.pack("<IIQQQQ", 0, 8, 0, 0, 128, 1) + bytes(24) + b"\0" + text.encode()
 
 
 class NoCompiler(Exception):

@@ -10,10 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from cubins import elf
 from toy import toy_op, toy_sku
 
 from skuda.dispatch import Backend, BackendStatus, Dispatcher
+from skuda.dispatch.backends import cuda
 from skuda.dispatch.backends.numpy import HostRunner, NumpyBackend
+from skuda.dispatch.compile.cache import CubinCache
 from skuda.dispatch.cuda.driver import Capture
 from skuda.dispatch.cuda.packing import packer
 from skuda.dispatch.cuda.runner import CudaRunner
@@ -255,6 +258,43 @@ class FakeCuda(Backend):
     def prepare(self, sku: Any, problem: Any, device: Any, choice: str = "") -> Any:
         self.prepared.append((sku.variant, choice))
         return HostRunner(problem, lambda problem, *, x, y: np.add(x, x, out=y))
+
+
+class LoadingCuda(cuda.CudaBackend[int]):
+    """A CUDA backend over no driver, which writes down the cubins that it loads."""
+
+    spec = next(spec for spec in BUILT_IN if spec.name == "cuda_core")
+    compilers = "none"
+
+    def __init__(self, folder: Any) -> None:
+        super().__init__(CubinCache(folder), ())
+        self.loaded: list[bytes] = []
+
+    trouble = versions = compiler = lambda self: None
+
+    def status(self) -> BackendStatus:
+        return BackendStatus(available=True, detail="made up")
+
+    def devices(self) -> Any:
+        return (DEVICE,)
+
+    def load(self, cubin: bytes, ordinal: int) -> int:
+        self.loaded.append(cubin)
+        return len(self.loaded)
+
+    def engine(self, module: int, packed: Any, ordinal: int) -> Any:
+        return cuda.NoSteps()
+
+
+def loading_cuda(monkeypatch: Any, folder: Any, **how: Any) -> Any:
+    """Return a `LoadingCuda` with the cache in a folder and a compiler that compiles nothing, with its `jobs`."""
+    driver, made = FakeDriver(), LoadingCuda(folder)
+    driver.primary_context = lambda ordinal: CONTEXT  # type: ignore[attr-defined]
+    monkeypatch.setattr(cuda, "driver", lambda: driver)
+    monkeypatch.setattr(cuda, "current_streams", lambda ordinal: ())
+    monkeypatch.setattr(cuda, "_modules", {})
+    made.jobs = fake_compiler(monkeypatch, made, cubin=lambda job: elf(f"{job.sku} {job.flags}"), **how)  # type: ignore[attr-defined]
+    return made
 
 
 def fake_compiler(

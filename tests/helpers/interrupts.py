@@ -19,10 +19,13 @@ def bytecodes(call: Callable[[], Any], *within: str) -> int:
     return _traced(call, within, 0)
 
 
-def interrupted(call: Callable[[], Any], at: int, *within: str) -> bool:
-    """Run `call` and let Ctrl-C arrive before bytecode `at`, counted from 1 as by `bytecodes`; return if it raised."""
+def interrupted(call: Callable[[], Any], at: int, *within: str, error: bool = False) -> bool:
+    """Run `call` and let Ctrl-C arrive before bytecode `at`, counted from 1 as by `bytecodes`; return if it raised.
+
+    With `error` it is no signal, which code can hold back, but an error of the bytecode.
+    """
     try:
-        _traced(call, within, at)
+        _traced(call, within, at, error=error)
     except KeyboardInterrupt:
         return True
     return False
@@ -45,7 +48,7 @@ def fork() -> int:
         return os.fork()
 
 
-def _traced(call: Callable[[], Any], within: tuple[str, ...], at: int) -> int:
+def _traced(call: Callable[[], Any], within: tuple[str, ...], at: int, *, error: bool = False) -> int:
     # Looking up a missing key runs C code alone. After a call in Python, the handler would run here, not in `call`.
     arrive = defaultdict(partial(_thread.interrupt_main, signal.SIGINT))
     count = 0
@@ -59,6 +62,8 @@ def _traced(call: Callable[[], Any], within: tuple[str, ...], at: int) -> int:
             count += 1
             if count == at:
                 sys.settrace(None)
+                if error:
+                    raise KeyboardInterrupt
                 arrive[at]
         return trace
 

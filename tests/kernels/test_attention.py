@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -39,6 +40,19 @@ def test_power_of_two_goes_down_to_zero():
     assert_same_bits(power[:-1], ((power_of_two(u[:-1] + 1) * np.float64(2**126) - 1) * 2.0**-126).astype(np.float32))
     assert (np.diff(power) >= 0).all()
     assert_same_bits(power_of_two(np.float32([385, 384.9, 0, -3e38, -np.inf])), np.zeros(5, np.float32))
+
+
+def test_the_scale_of_exponents_is_rounded_to_f64_and_then_to_f32():
+    rng = fresh()
+    log2_e = Fraction("1.4426950408889634073599246810018921374266459541529859")
+    while True:
+        even = int(rng.integers(2**22, 2**23)) * 2
+        half = Fraction(2 * even + 1, 2**24)  # half-way between two f32, of which the lower one is even
+        scale = float(half / log2_e)
+        if half < Fraction(scale) * log2_e and float(Fraction(scale) * log2_e) == half:
+            break
+    problem = AttentionDescriptor(**SIZES | REST | {"scale": scale})
+    assert problem.exponent == even / 2**23, "rounded once, it is the next one"
 
 
 # --- a cache of whole sequences --------------------------------------------------------------------------------------

@@ -357,17 +357,20 @@ class Encoding:
 def encoding(monkeypatch):
     driver = Encoding()
     monkeypatch.setattr(tensor_maps, "driver", lambda: driver)
-    return driver
+    tensor_maps._encoded.cache_clear()
+    yield driver
+    tensor_maps._encoded.cache_clear()
 
 
 def test_a_map_is_made_once_for_an_address_and_a_stride(encoding):
     encode = tensor_maps.encoder(TensorMap("w", 300, 1024, 64), "op")
     first = encode(0x1000, 2048)
     assert encode(0x1000, 2048) is first
+    assert tensor_maps.encoder(TensorMap("v", 300, 1024, 64), "of other rows")(0x1000, 2048) is first
     assert first == bytes([0xA1]) * 128
     assert encode(0x1000, 1024) != first
     assert encoding.made[0] == (0, 2, 0x1000, (1024, 300), (2048,), (128, 64), (1, 1), (0, 3, 2, 0))
-    for at in range(1000):
+    for at in range(10_000):
         encode(0x2000 + 16 * at, 1024)
     assert encode(0x1000, 2048) != first, "only the latest are kept"
     tensor_maps.encoder(TensorMap("a", 1, 100, 64), "op")(0x1000, 7)

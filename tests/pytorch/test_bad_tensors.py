@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
+from contextlib import suppress
+from functools import partial
+
 import pytest
 import torch
 from support import fresh
 from tensors import GatedMLP
 
-from skuda.registry import InvalidProblem
+from skuda.registry import InvalidProblem, SkudaError
 from skuda.torch import (
     CodesLinear,
     Dynamic,
     DynamicLinear,
+    FakeQuant,
+    Mixed,
     StaticLinear,
+    fake_quantize,
+    frozen_linear,
     fuse_,
     linear_dynamic,
     linear_scaled,
+    mixed_linear,
     quantize_,
 )
+from skuda.torch.int4 import from_grouped, int4_linear, int4_weight
 from skuda.torch.ops import OPS
 
 SKUDA = torch.ops.skuda
@@ -178,3 +188,104 @@ def test_a_function_refuses_what_is_no_tensor(value):
         linear_scaled(CODES, value, W, SCALE)
     with pytest.raises(RuntimeError, match="for argument 'activation' but instead found type"):  # torch's own words
         SKUDA.quantized_linear(value, W, SCALE)
+
+
+NOT = (None, "a", 2.5, True, [1], {}, -1, 2**70, float("nan"), object(), X.to(torch.complex64), X.to_sparse(), X[:0])
+"""What few arguments take."""
+
+
+def layer(config):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8))
+    quantize_(model, config)
+    return model[0]
+
+
+def cache(*, started=True, **given):
+    kv_cache = pytest.importorskip("skuda.torch.kv_cache")
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 8}
+    config = importlib.import_module("transformers").LlamaConfig(num_hidden_layers=1, intermediate_size=8, **sizes)
+    found = kv_cache.Int8Cache(**{"config": config} | given)
+    if started:
+        q, k = torch.ones(6, 64), torch.ones(6, 32)
+        found.begin(0, (2, 1, 3, 32), k.device, None).append(q, k, k, 2)
+    return found
+
+
+WEIGHT, SCALES = torch.ones(8, 64), torch.ones(8, 2)
+FIXED = {"weight_q": W, "weight_scale": SCALE}
+LEVELS = SCALES.to(torch.int8).repeat_interleave(32, 1)
+CALLS = {
+    "Dynamic": (Dynamic, {"nonfinite": "ignore", "weights": "int4", "group_size": 64, "symmetric": False}),
+    "int4_weight": (int4_weight, {"weight": WEIGHT, "group_size": 64, "symmetric": True}),
+    "int4_linear": (int4_linear, {"linear": torch.nn.Linear(64, 8), "group_size": 64, "symmetric": True}),
+    "packed": (int4_weight(WEIGHT, 64).packed, {"group_size": 64}),
+    "from_grouped": (from_grouped, {"levels": LEVELS, "scales": SCALES, "zero_points": SCALES.to(torch.int8)}),
+    "DynamicLinear": (DynamicLinear, {"weight": W, "weight_scale": SCALE, "bias": SCALE}),
+    "StaticLinear": (StaticLinear, {"weight": W, "weight_scale": SCALE, "input_scale": SCALE[:1]}),
+    "from_linear": (DynamicLinear.from_linear, {"linear": torch.nn.Linear(16, 8)}),
+    "a dynamic layer": (DynamicLinear(W, SCALE), {"input": X}),
+    "a static layer": (StaticLinear(W, SCALE, input_scale=SCALE[:1]), {"input": X}),
+    "a mixed layer": (layer(Mixed()), {"input": X}),
+    "a layer that rounds": (layer(FakeQuant()), {"input": X}),
+    "linear_dynamic": (linear_dynamic, {"input": X, **FIXED, "epilogue": None, "output_element": "f32"}),
+    "fake_quantize": (fake_quantize, {"input": X, "scale": SCALE[0]}),
+    "mixed_linear": (mixed_linear, {"input": X, "weight": SCALES.new_ones(8, 16), "bias": None, **FIXED}),
+    "frozen_linear": (frozen_linear, {"input": X, **FIXED, "output_element": "f32", "smooth": X[0]}),
+    "crop": (lambda **given: cache().crop(**given), {"tokens_to_remove": -1}),
+    "crop before tokens": (lambda **given: cache(started=False).crop(**given), {"tokens_to_remove": -1}),
+    "reorder_cache": (lambda **given: cache().reorder_cache(**given), {"beam_idx": torch.tensor([1, 0])}),
+    "select": (lambda **given: cache().batch_select_indices(**given), {"indices": torch.tensor([True, False])}),
+    "repeat": (lambda **given: cache().batch_repeat_interleave(**given), {"repeats": 2}),
+    "Int8Cache": (partial(cache, started=False), {"max_cache_len": 8, "offloading": False}),
+    "SkudaConfig": (
+        lambda **given: pytest.importorskip("skuda.torch.transformers").SkudaConfig(**given),
+        {"ignore": ["a"], "weights": "int4", "group_size": 64, "symmetric": False, "exact": False},
+    ),
+}
+WRONG = {
+    "group_size": (64.0, True, 96, "64", [64]),
+    "symmetric": (0, 1.0, X),
+    "beam_idx": ([1, 0], torch.tensor([0, 2]), torch.tensor([-1, 0]), torch.tensor([[0]]), torch.tensor([0.5])),
+    "indices": (torch.tensor([True]), None),
+    "tokens_to_remove": ("a", 1, -1.0, True, X),
+    "repeats": (0, -1, 1.5, 2**70),
+    "input": (X.tolist(), *OTHERS.values(), torch.Tensor.to_mkldnn),
+    "weight": (X.tolist(), X.to_sparse()),
+    "levels": (X.tolist(),),
+}
+"""What is wrong for certain, besides."""
+NAMED = {"beam_idx": "indices", "input": "(input|activation)"}
+"""What errors call an argument, if not by its own name."""
+
+
+@IGNORED
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:Sparse")
+@pytest.mark.parametrize("call", CALLS)
+def test_no_argument_raises_another_error_than_a_refusal(call):
+    function, good = CALLS[call]
+    function(**good)
+    for name in good:
+        for value in NOT:
+            with suppress(SkudaError):  # some of them are right
+                function(**good | {name: value})
+        for value in WRONG.get(name, ()):
+            with pytest.raises(InvalidProblem, match=rf"{NAMED.get(name, name)}\b.* must "):
+                function(**good | {name: value(X) if callable(value) else value})
+
+
+def test_a_cache_needs_a_config():
+    for value in NOT:
+        with pytest.raises(InvalidProblem, match="Int8Cache: config must be that of a model"):
+            cache(config=value)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("config", [Dynamic(), Mixed(), FakeQuant()])
+def test_a_model_is_not_scripted_but_traced(config):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8))
+    quantize_(model, config)
+    for each in (model, model[0]):
+        with pytest.raises(InvalidProblem, match=r"a call of torch\.jit\.script"):
+            torch.jit.script(each)
+    with torch.no_grad():
+        assert torch.equal(torch.jit.trace(model, X)(X), model(X))

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
+from decoders import small
+from support import fresh
 from tensors import GatedMLP, calibrated
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from skuda.functional import default_dispatcher
 from skuda.registry import InvalidProblem
+from skuda.registry.device import KNOWN_DEVICES
 from skuda.torch import (
     Dynamic,
     SmoothStatic,
     fuse_,
+    preparation,
     prepare,
     quantize_,
 )
@@ -80,6 +87,46 @@ def test_what_a_fused_module_runs_between_its_products_is_prepared():
     assert ran.rows["skuda::silu_mul_quantize"] == [2, 5]
 
 
+class OnGpu:
+    """A dispatcher that runs on the CPU, says that it was a GPU, and keeps what shall be prepared there."""
+
+    def __init__(self):
+        self.rows = []
+
+    @contextmanager
+    def recorded(self):
+        seen = set()
+        with default_dispatcher().recorded() as found:
+            yield seen
+        seen.update((problem, KNOWN_DEVICES["h200"]) for problem, _ in found)
+
+    def prepare_rows(self, rows, device, progress):
+        self.rows += rows
+        progress(1, 2)
+        return f"all for {device.name}"
+
+
+@pytest.mark.parametrize("fuses", [True, False])
+def test_all_numbers_of_tokens_are_prepared_also_for_attention(fuses, monkeypatch, caplog):
+    model, gpu, steps = small("Qwen3", fresh()), OnGpu(), []
+    quantize_(model, Dynamic())
+    if fuses:
+        assert fuse_(model).fused
+    monkeypatch.setattr(preparation, "default_dispatcher", lambda: gpu)
+    monkeypatch.setattr(preparation.KERNELS, "watch", steps.append)
+    with caplog.at_level("INFO"):
+        prepare(model, (2,), tokens=70, progress=lambda *step: steps.append(step))
+    assert steps == [(1, 2), preparation._log.warning]
+    assert "all for NVIDIA H200" in caplog.text
+    fused = {"rms_norm_quantize", "silu_mul_quantize", "scaled_linear", "attention", "rope_quantize_append"}
+    ops = {each.problem.op for each in gpu.rows}
+    assert fused <= ops if fuses else ops == {"quantized_linear"}
+    assert {each.most for each in gpu.rows if each.fields} == {70}
+    gpu.rows.clear()
+    prepare(model, (2,))
+    assert not gpu.rows
+
+
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [((None,), "model"), ((5,), "rows"), (([1, -1],), "rows"), (([True],), "rows"), (((1,), "bf16"), "dtype")],
@@ -91,3 +138,5 @@ def test_bad_arguments(arguments, field):
     assert refused.value.field == field
     with pytest.raises(InvalidProblem, match="floating"):
         prepare(nn.Sequential(), (1,), torch.int8)
+    with pytest.raises(InvalidProblem, match="tokens"):
+        prepare(nn.Sequential(), tokens=0)

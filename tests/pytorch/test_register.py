@@ -93,3 +93,21 @@ def test_what_cannot_be_an_op_of_torch_is_refused(monkeypatch):
     refused(monkeypatch, undeclared(), "bare", "declares its signature")
     refused(monkeypatch, named("smooth"), "smooth", r"torch\.ops\.skuda\.smooth is something else")
     refused(monkeypatch, named("odd", "x-y"), "odd", "have names that a schema of torch can hold")
+
+
+def test_an_op_that_torch_knows_in_part_is_forgotten(monkeypatch):
+    op = named("half_known")
+    brings(monkeypatch, op)
+    right = torch.library.Library.impl
+
+    def fails(library, name, function, key, **options):
+        right(library, name, function, key, **options)
+        if key == "Autograd":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.library.Library, "impl", fails)
+        with pytest.raises(KeyboardInterrupt):
+            register("half_known")
+    assert not hasattr(torch.ops.skuda, "half_known")
+    assert register("half_known") is torch.ops.skuda.half_known

@@ -576,10 +576,12 @@ def test_the_hash_of_the_config_says_whether_graphs_have_ops_of_skuda(monkeypatc
 def test_kernels_are_prepared_for_every_size_that_vllm_captures_and_errors_are_logged(config, monkeypatch):
     config.compilation_config.cudagraph_capture_sizes = [1, 2, 4]
     config.scheduler_config.max_num_batched_tokens = 64
-    warmed, logger = [], Mock()
+    warmed, ready, logger = [], [], Mock()
     monkeypatch.setattr(fusion.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(fusion.torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(fusion, "warm", lambda problems, device: warmed.extend((device, each) for each in problems))
+    monkeypatch.setattr(fusion, "select", lambda problems, device: warmed.extend((device, each) for each in problems))
+    monkeypatch.setattr(fusion, "want", lambda problems, most: ready.append((len(problems), most)))
+    monkeypatch.setattr(fusion, "prepare", ready.append)
     add_pass()
     shapes = {0: torch.export.Dim("tokens", max=4096)}, None, None
     graph = torch.export.export(Product(), (torch.ones(6, K), *weights()), dynamic_shapes=shapes).graph
@@ -587,6 +589,7 @@ def test_kernels_are_prepared_for_every_size_that_vllm_captures_and_errors_are_l
         config.compilation_config.inductor_compile_config[KEY](graph)
         assert sorted(problem.m for _, problem in warmed) == [1, 2, 4, 64]
     assert {device for device, _ in warmed} == {"cuda:3"}
+    assert ready == [(4, 64), "cuda:3", (0, 64), "cuda:3"]
     monkeypatch.setattr(fusion, "problems_of", lambda *_: 1 / 0)
     monkeypatch.setattr(fusion, "logger", logger)
     config.compilation_config.inductor_compile_config[KEY](graph)

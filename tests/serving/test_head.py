@@ -133,17 +133,15 @@ def test_a_card_without_kernels_and_other_values_are_refused(served, monkeypatch
         made()
 
 
-def test_kernels_are_ready_for_every_number_of_sequences(served, monkeypatch):
-    monkeypatch.setattr(get_current_vllm_config().scheduler_config, "max_num_seqs", 3)
+def test_kernels_get_ready_for_every_number_of_rows(served, monkeypatch):
+    monkeypatch.setattr(get_current_vllm_config().scheduler_config, "max_num_batched_tokens", 30)
     layer, seen = made(), []
     load(layer, weight=drawn(fresh()))
     of = {"weight_q": torch.empty(128, K, dtype=torch.int8), "weight_scale": torch.empty(128, 1)}
-    want = {
-        OPS["quantized_linear"].problem(activation=drawn(fresh(), m), output_element="f32", **of) for m in (1, 2, 3)
-    }
-    monkeypatch.setattr(head, "warm", lambda problems, device: seen.append((problems, device)))
+    want = OPS["quantized_linear"].problem(activation=drawn(fresh(), 1), output_element="f32", **of)
+    monkeypatch.setattr(head, "want", lambda problems, most: seen.append((problems, most)))
     ready(layer)
     assert not seen
     monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
     ready(layer)
-    assert seen == [(want, "cpu")]
+    assert seen == [([want], 30)]

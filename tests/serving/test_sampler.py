@@ -286,6 +286,8 @@ def test_requests_of_one_seed_differ_by_position_and_those_without_one_by_name(a
     logits = torch.zeros(2000, WIDTH)
     position, seed = torch.arange(2000), torch.full((2000,), 4)
     assert len(sampler.draw(logits, seed, position, None, None).unique()) > WIDTH / 2
+    wide = [torch.full((2000,), number) for number in (2**32 + 2, 0)]  # both mean all
+    assert torch.equal(*(sampler.draw(logits, seed, position, top_k, None) for top_k in wide))
 
 
 def test_seeds_are_those_of_requests_of_any_sign(alone):
@@ -473,18 +475,18 @@ def test_exact_includes_the_head_and_refuses_floating_layers(served):
         SkudaConfig.from_config({"quant_method": "skuda", "exact": "yes"})
 
 
-def test_kernels_are_loaded_for_every_number_of_rows_and_choice_of_sets(served, monkeypatch):
-    found = list(sampler.problems(4, WIDTH))
-    sets = {(each.n, each.has_top_k, each.has_top_p) for each in found if each.op == "sample"}
-    assert sets == {(n, k, p) for n in range(1, 5) for k in (False, True) for p in (False, True)}
-    for op in ("argmax", "log_softmax_at"):
-        assert [each.n for each in found if each.op == op] == [1, 2, 3, 4]
-    assert {each.v for each in found} == {WIDTH}
+def test_kernels_get_ready_for_every_number_of_rows_and_choice_of_sets(served, monkeypatch):
+    found = list(sampler.problems(WIDTH))
+    sets = {(each.has_top_k, each.has_top_p) for each in found if each.op == "sample"}
+    assert sets == {(k, p) for k in (False, True) for p in (False, True)}
+    assert {each.op for each in found} == {"sample", "argmax", "log_softmax_at"}
+    assert {(each.n, each.v) for each in found} == {(1, WIDTH)}
     seen = []
-    monkeypatch.setattr(exact, "warm", lambda problems, device: seen.append((list(problems), device)))
+    monkeypatch.setattr(exact, "want", lambda problems, most: seen.append((list(problems), most)))
+    monkeypatch.setattr(exact, "attend", lambda worker: None)
     config = config_of()
-    config.scheduler_config.max_num_seqs, config.model_config.get_vocab_size = 4, lambda: WIDTH
+    config.scheduler_config.max_num_batched_tokens, config.model_config.get_vocab_size = 40, lambda: WIDTH
     worker_of(config)
     assert not seen
     worker_of(config, "cuda:1")
-    assert seen == [(found, "cuda:1")]
+    assert seen == [(found, 40)]

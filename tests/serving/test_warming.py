@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import count
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 import torch
+from fakes import loading_cuda
 from support import fresh
 from torch import nn
 
 import skuda.torch  # noqa: F401  it defines the ops
 from skuda.dispatch import Dispatcher
+from skuda.dispatch.backends import cuda
+from skuda.dispatch.telemetry import Kernels
+from skuda.kernels.attention import AttentionDescriptor
 from skuda.registry import InvalidProblem
 from skuda.torch.int4 import int4_weight
 from skuda.torch.tensor_op import OPS
-from skuda.vllm.warming import problems_of, warm
+from skuda.vllm import sampler, warming
+from skuda.vllm.warming import problems_of
 
 N, K = 96, 64
 CODES = {"q_min": -127, "q_max": 127, "output_element": "s8"}
@@ -75,8 +84,91 @@ def test_a_problem_that_fails_stops_no_other(monkeypatch):
         raise InvalidProblem("select", "problem", "this", "be another")
 
     monkeypatch.setattr(Dispatcher, "select", select)
-    warm(every, "cuda:1")
+    warming.select(every, "cuda:1")
     assert set(seen) == every
     monkeypatch.setattr(Dispatcher, "select", lambda self, problem, device: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        warm(every, "cuda:1")
+        warming.select(every, "cuda:1")
+
+
+@pytest.fixture
+def backend(monkeypatch, tmp_path):
+    """The backend of a GPU that `default_dispatcher` of `warming` has."""
+    made = loading_cuda(monkeypatch, tmp_path)
+    dispatcher = Dispatcher(backends=[made])
+    monkeypatch.setattr(warming, "default_dispatcher", lambda: dispatcher)
+    monkeypatch.setattr(warming, "logger", Mock())
+    monkeypatch.setattr(warming, "_prepared", set())
+    monkeypatch.setattr(warming, "KERNELS", Kernels())
+    monkeypatch.setattr(cuda, "KERNELS", warming.KERNELS)
+    made.select = lambda problem: dispatcher.select(problem, device="cuda:0")
+    return made
+
+
+def started(backend, most, ran, *, wanted=()):
+    """Start a worker that runs problems while it warms up. Gives what it returned."""
+    limits = SimpleNamespace(max_num_batched_tokens=most)
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(device=torch.device("cuda", 0)),
+        vllm_config=SimpleNamespace(scheduler_config=limits),
+        compile_or_warm_up_model=lambda: [backend.select(problem) for problem in ran] and "times",
+    )
+    warming.attend(worker)
+    warming.want(wanted, most)
+    return worker.compile_or_warm_up_model()
+
+
+def test_after_the_start_no_number_of_tokens_loads_a_kernel(backend):
+    rng, most, counts = fresh(), 200, warming.KERNELS
+    ran, sampled = called(*arguments(rng, most)), set(sampler.problems(40))
+    sizes = {"heads": 8, "kv_heads": 2, "head_size": 128, "pages": 50, "most_blocks": 9, "scale": 0.1}
+    attended = AttentionDescriptor(tokens=most, sequences=1, **sizes, output_element="bf16")
+    assert started(backend, most, ran, wanted={*sampled, attended}) == "times"
+    ((line, found),) = [call.args for call in warming.logger.info.call_args_list]
+    assert (line, found.kernels) == ("skuda: %s", len(backend.loaded))
+    assert (counts.compiled, counts.late) == (len(backend.loaded), [])
+    before = len(backend.loaded)
+    assert before > len(ran) + 4
+    for tokens in range(1, most + 1):
+        for problem in called(*arguments(rng, tokens)):
+            backend.select(problem)
+        for problem in sampled:
+            backend.select(problem.model_copy(update={"n": tokens}))
+        backend.select(attended.model_copy(update={"tokens": tokens, "sequences": int(rng.integers(1, tokens + 1))}))
+    assert len(backend.loaded) == before
+    # What the worker did not run, and beyond its limit: late kernels are counted, and told of.
+    other = called(*arguments(rng, 5, bits=4)) - called(*arguments(rng, 5))
+    for problem in other:
+        backend.select(problem)
+    assert len(counts.late) == len(backend.loaded) - before > 0
+    assert warming.logger.warning.call_count == len(counts.late)
+    started(backend, most, ran)  # another engine
+    assert len(counts.late) == len(backend.loaded) - before
+
+
+def test_a_worker_without_our_kernels_and_a_cpu_are_left_alone(backend):
+    assert started(backend, 64, ()) == []
+    assert not warming.logger.info.called
+    runner = SimpleNamespace(device=torch.device("cpu"))
+    warming.attend(SimpleNamespace(model_runner=runner))
+
+
+def test_progress_is_shown_and_what_fails_is_named(backend, monkeypatch):
+    times = count(0, 6)
+    monkeypatch.setattr(warming, "monotonic", lambda: next(times))
+    load = backend.load
+
+    def fails(cubin, ordinal):
+        if b"silu" in cubin:
+            raise ValueError("no memory")
+        load(cubin, ordinal)
+
+    monkeypatch.setattr(backend, "load", fails)
+    warming.want(called(*arguments(fresh(), 3)), 90)
+    found = warming.prepare("cuda:0")
+    assert len(found.failed) == 1
+    assert "silu" in str(warming.logger.warning.call_args)
+    shown = [call.args for call in warming.logger.info.call_args_list]
+    line = "skuda: %d of %d kernels are ready"
+    assert shown == [*((line, n, found.kernels) for n in range(1, found.kernels)), ("skuda: %s", found)]
+    assert warming.prepare("cuda:0") is None

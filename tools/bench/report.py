@@ -18,8 +18,10 @@ _ROWS = {"M >= 1000": (1000, math.inf), "64 <= M < 1000": (64, 999), "M < 64": (
 """Classes of rows for the means of a product: the first is bound by arithmetic and the last by memory."""
 _FEW = 64
 """Rows up to which a product is bound by reading the weight, and attention by reading the keys."""
-_LAYER = ("quantized_linear", (4096, 4096))
-"""Op, N and K of the layer that is compared with what else a user of PyTorch could run."""
+_COMPARED = {"layer": "quantized_linear", "product": "smoothquant_linear"}
+"""Ops that are shown beside what else a user could run: a layer, and its product alone, whose codes are given."""
+_SIZES = (4096, 4096)
+"""N and K of both."""
 _TERA = 1e12
 _NO_JOB = "copy"
 """A rival of older records that does not do the op's work; its bandwidth is the ceiling."""
@@ -29,7 +31,7 @@ def sections(record: BenchRecord) -> Sections:
     """Return the sections.
 
     ``cases`` (a table for every op), ``means`` (geometric means of products by rows), ``bandwidth`` (the other ops at
-    their largest shapes), ``facts``, ``layer`` (see `_LAYER`), and every op.
+    their largest shapes), ``facts``, ``layer`` and ``product`` (see `_COMPARED`), and every op.
     """
     ops = {title: _cases(title, list(cases), record) for title, cases in groupby(record.cases, key=_title)}
     return {
@@ -37,14 +39,14 @@ def sections(record: BenchRecord) -> Sections:
         "means": _means(record),
         "bandwidth": _bandwidth(record),
         "facts": (_facts(record),),
-        "layer": _layer(record),
+        **{name: _by_rows(*compared(record, name)) for name in _COMPARED},
         **{title: parts[:1] for title, parts in ops.items()},
     }
 
 
 def apart(record: BenchRecord) -> list[str]:
     """Return the sections that repeat others."""
-    return ["layer", *dict.fromkeys(map(_title, record.cases))]
+    return [*_COMPARED, *dict.fromkeys(map(_title, record.cases))]
 
 
 def _title(case: CaseResult) -> str:
@@ -181,22 +183,19 @@ def _facts(record: BenchRecord) -> Facts:
     return record.facts(**own, **rivals, **{f"absent: {name}": why for name, why in record.absent.items()})
 
 
-def of_layer(record: BenchRecord) -> list[CaseResult]:
-    """Return the timed cases of the layer, by rows."""
+def compared(record: BenchRecord, what: str) -> tuple[list[CaseResult], list[str]]:
+    """Return the timed cases of a ``layer`` or a ``product``, by rows, and the rivals that did the same work.
+
+    Rivals that got an activation in codes where ours did not, or wrote sums where ours wrote results, are left out.
+    """
     timed = (case for case in record.cases if case.timing and not case.drawn)
-    found = (case for case in timed if (case.op, case.shape[1:]) == _LAYER)
-    return sorted(found, key=lambda case: case.shape)
+    found = [case for case in timed if (case.op, case.shape[1:], case.element) == (_COMPARED[what], _SIZES, "bf16")]
+    rivals = [one for case in found for one in case.rivals]
+    less = {one.name for one in rivals if "quantized before" in one.computes or "no dequantization" in one.computes}
+    names = [OURS, *(name for name in names_of(found) if name not in less)]
+    return sorted(found, key=lambda case: case.shape), names
 
 
-def _layer(record: BenchRecord) -> Parts:
-    cases = of_layer(record)
-    names = [OURS, *names_of(cases)]
+def _by_rows(cases: Sequence[CaseResult], names: Sequence[str]) -> Parts:
     rows = [(case.shape[0], *(f"{case.times[n]:.1f}" if n in case.times else "-" for n in names)) for case in cases]
-    return (Table(("M", *(f"{name}, us" for name in names)), rows, words=0), *given_codes(cases)) if rows else ()
-
-
-def given_codes(cases: Sequence[CaseResult]) -> list[str]:
-    """Return a line that names the rivals whose activation was quantized before they were timed, if there are any."""
-    rivals = (one for case in cases for one in case.rivals if one.timing and "quantized before" in one.computes)
-    names = dict.fromkeys(one.name for one in rivals)
-    return [f"{words(names)}: activation quantized before."] if names else []
+    return (Table(("M", *(f"{name}, us" for name in names)), rows, words=0),) if rows else ()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import Any
 
 from skuda.dispatch import Dispatcher
@@ -48,6 +49,8 @@ def run(
     ranks: int | None = None,
     batch: int = 16,
     cpu_layers: int | None = None,
+    layers: int | None = None,
+    prompts: int | None = None,
     plain: bool = False,
     seed: int | None = None,
     output: Path | None = None,
@@ -77,25 +80,19 @@ def run(
 
         told(f"loading {model}")
         floats = loaded(model, seed, place)
+        _cut(floats, layers)
+        card = next((d.name for d in Dispatcher().devices if d.processor == ("cuda" if on_gpu else "cpu")), "")
+        cut = {name: n for name, n in (("layers", layers), ("prompts", prompts)) if n is not None}
+        course = _Course({"model": model, "device": card, "seed": seed, **cut}, output, shown=watch is None)
         served, trained = exact(floats, Path(folder)), exact(floats, None)
         others = {f"on {count} ranks": _Ranks(count, Path(folder, "model.pt"), on_gpu)} if count > 1 else {}
-        given: dict[str, Any] = {"seed": seed, "batch": batch, "report": told}
-        found = certify(served, trainer=trained, cpu_layers=cpu_layers, others=others, **given)
-        beside = certify(floats, compiler="", cpu_layers=cpu_layers, **given) if plain else None
-    card = next((d.name for d in Dispatcher().devices if d.processor == ("cuda" if on_gpu else "cpu")), "")
-    value = {
-        "kind": "skuda certify",
-        "model": model,
-        "device": card,
-        "versions": versions(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "seed": seed,
-        "exact": asdict(found),
-        **({} if beside is None else {"plain": asdict(beside)}),
-    }
-    text = json.dumps(value, indent=1) + "\n"
-    if output is not None:
-        write_whole(output, text)
+        given: dict[str, Any] = {"prompts": prompts, "seed": seed, "batch": batch, "report": told}
+        given |= {"cpu_layers": cpu_layers}
+
+        found = certify(served, trainer=trained, others=others, done=course.of("exact"), **given)
+        beside = certify(floats, compiler="", done=course.of("plain"), **given) if plain else None
+    course.known |= {"exact": asdict(found), **({} if beside is None else {"plain": asdict(beside)})}
+    text = course.save()
     if as_json:
         sys.stdout.write(text)
     else:
@@ -108,6 +105,50 @@ def run(
         return 1
     tell(f"PASS: {len(found.ways)} ways have the same bits", "green")
     return 0
+
+
+class _Course:
+    """The record of a run, which grows as ways end, and a line for each of them, with an estimate of what is left."""
+
+    def __init__(self, about: dict[str, Any], output: Path | None, *, shown: bool) -> None:
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        self.about = {"kind": "skuda certify", **about, "versions": versions(), "date": date}
+        self.output, self.shown = output, shown
+        self.known: dict[str, Any] = {}
+
+    def of(self, kind: str) -> Callable[[Any, float], None]:
+        """Return what `skuda.torch.certify` calls after each way."""
+        began = perf_counter()
+        ends = [began]
+
+        def done(way: Any, share: float) -> None:
+            ends.append(perf_counter())
+            if self.shown:
+                left = (ends[-1] - began) * (1 / share - 1)
+                verdict = f"{'same' if way.same else 'DIFFERS'}, {ends[-1] - ends[-2]:.1f} s"
+                tell(f"{kind}, {way.name}: {verdict}; about {left:.0f} s left")
+            self.known.setdefault(kind, {"ways": []})["ways"].append(asdict(way))
+            self.save(partial=True)
+
+        return done
+
+    def save(self, *, partial: bool = False) -> str:
+        """Write the record, if a file is named, and return its text."""
+        text = json.dumps({**self.about, **({"partial": True} if partial else {}), **self.known}, indent=1) + "\n"
+        if self.output is not None:
+            write_whole(self.output, text)
+        return text
+
+
+def _cut(model: Any, layers: int | None) -> None:
+    """Leave the first layers of a model, if a number is given."""
+    most = model.config.num_hidden_layers
+    if layers is None:
+        return
+    if not 1 <= layers <= most:
+        raise InvalidProblem("certify", "--layers", str(layers), f"be at least 1 and at most {most}, those of MODEL")
+    model.base_model.layers = model.base_model.layers[:layers]
+    model.config.num_hidden_layers = layers
 
 
 def loaded(name: str, seed: int, place: Any) -> Any:

@@ -34,7 +34,7 @@ _LONG_SUMS = 10
 Constraints = tuple[Constraint, ...]
 Place = tuple[str, int | None]
 """A field that determines an array's extent, and an index into it if it is a tuple."""
-_VALUES: tuple[Values, ...] = ("normal", "ties", "special", "infinite", "zero", "extreme")
+_VALUES: tuple[Values, ...] = ("normal", "ties", "special", "infinite", "zero", "extreme", "small_data", "small_scales")
 
 
 class Numbered(NamedTuple):
@@ -86,7 +86,10 @@ def _derived(key: FunctionalKey, constraints: Constraints, known: tuple[Case, ..
         found += [Case(problem, "special") for problem in _variants(base, {place: 1})]
     found += [Case(problem) for problem in _variants(base, dict.fromkeys(places, 1))]
     for place in places:
-        found += _long(constraints, base, place, _powers(base, place))
+        long = list(_long(constraints, base, place, _powers(base, place)))
+        found += long
+        if long and long[-1].values == "extreme":
+            found.append(Case(long[-1].problem, "tail"))
     found += [Case(other, "special") for other in forms]
     for other in forms[:_FORMS]:
         for place in axes_of(other):
@@ -114,7 +117,12 @@ def _long(constraints: Constraints, base: Descriptor, place: Place, powers: Iter
         odd, aligned = (least + 3, least + 16, least + 128), (3 * least // 2,)
         longer = _fitted(constraints, base, place, (*aligned, *odd) if power % 2 else (*odd, *aligned))
         if longer is not None:
-            yield Case(longer, "extreme" if power >= _LONG_SUMS else "normal")
+            yield Case(longer, ("extreme" if _has_codes(longer) else "tail") if power >= _LONG_SUMS else "normal")
+
+
+def _has_codes(problem: Descriptor) -> bool:
+    """Return whether a problem has inputs of codes, whose sums become large."""
+    return any(a.role is Role.INPUT and not a.elements[0].is_float and not a.is_scalar for a in _arrays(problem))
 
 
 def _forms(key: FunctionalKey, base: Descriptor, problems: Iterable[Descriptor]) -> list[Descriptor]:

@@ -8,10 +8,10 @@ import json
 import os
 import shutil
 import stat
-import struct
 import textwrap
 
 import pytest
+from cubins import elf
 from fakes import fake_compiler
 from paths import TESTS
 from stub_driver.build import build, run_over_stub
@@ -31,12 +31,6 @@ FILL = ["--op", "fill", "--arch", "sm_90", "--backend", "cuda_core"]
 FILE = "skuda.kernels.elementwise:fill.cu"
 SOURCE = hashlib.sha256(b"source").hexdigest()
 KEY = Key(SOURCE, ("-fmad=false",), "sm_90", "filled rule", "cuda_core")
-
-
-def elf(text):
-    """Return an ELF file without kernels, with a text behind its only section header."""
-    header = b"\x7fELF\x02\x01" + bytes(34) + struct.pack("<Q", 64) + bytes(10) + struct.pack("<HHH", 64, 1, 0)
-    return header + struct.pack("<IIQQQQ", 0, 8, 0, 0, 128, 1) + bytes(24) + b"\0" + text.encode()
 
 
 CUBINS = {name: elf(name * 40) for name in ("one", "two", "three")}

@@ -17,10 +17,6 @@ from skuda.tools.study.view import markdown
 from skuda.tools.verify.fingerprint import source_hash
 
 EVIDENCE = ROOT / "docs" / "evidence"
-LAYER = [
-    measured("quantized_linear", (m, 4096, 4096), us, **{"bf16 compiled": 30.0, "fp8": 20.0})
-    for m, us in ((16, 10.0), (64, 12.0), (2048, 20.0))
-]
 
 
 def section(record, name):
@@ -175,7 +171,7 @@ def test_a_pipe_gets_every_section_as_markdown(shown):
 
 
 def test_another_section_is_refused(shown):
-    said = "--markdown must be one of all, cases, means, bandwidth, facts, layer, smoothquant_linear"
+    said = "--markdown must be one of all, cases, means, bandwidth, facts, layer, product, smoothquant_linear"
     status, out, err = shown(some_record(), "--markdown", "tables")
     assert (status, out) == (2, "")
     assert said in err
@@ -184,9 +180,14 @@ def test_another_section_is_refused(shown):
 # --- the layer that users compare ------------------------------------------------------------------------------------
 
 
-def test_the_layer_is_shown_by_rows_in_microseconds():
-    record = record_of(measured("quantized_linear", (8, 512, 512), 1.0), *reversed(LAYER))
-    head, _, *rows = section(record, "layer").splitlines()
-    assert head == "| M | skuda, us | bf16 compiled, us | fp8, us |"
-    assert rows == ["| 16 | 10.0 | 30.0 | 20.0 |", "| 64 | 12.0 | 30.0 | 20.0 |", "| 2048 | 20.0 | 30.0 | 20.0 |"]
-    assert "layer" in STUDY.apart(record), "it repeats what the op's table has"
+@pytest.mark.parametrize(("what", "op"), [("layer", "quantized_linear"), ("product", "smoothquant_linear")])
+def test_only_rivals_that_do_the_same_work_are_shown_by_rows(what, op):
+    said = {"cutlass": "a product, activation quantized before", "int_mm": "int32 sums, no dequantization"}
+    less = [RivalResult(name=name, computes=what, timing=Timing.of([1.0])) for name, what in said.items()]
+    cases = [measured(op, (m, 4096, 4096), us, bf16=30.0, fp8=20.0) for m, us in ((2048, 20.0), (16, 10.0))]
+    cases[0] = cases[0].model_copy(update={"rivals": (*cases[0].rivals, *less)})
+    others = measured(op, (8, 512, 512), 1.0), measured(op, (16, 4096, 4096), 1.0, "f16")
+    head, _, *rows = section(record_of(*others, *cases), what).splitlines()
+    assert head == "| M | skuda, us | bf16, us | fp8, us |"
+    assert rows == ["| 16 | 10.0 | 30.0 | 20.0 |", "| 2048 | 20.0 | 30.0 | 20.0 |"]
+    assert what in STUDY.apart(record_of(*cases)), "it repeats what the op's table has"

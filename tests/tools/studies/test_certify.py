@@ -43,6 +43,7 @@ def test_all_ways_have_one_hash_and_the_plain_model_has_several(run):
     status, record, out, err = run(plain=True, whole=True)
     found = record["exact"]["ways"]
     assert status == 0
+    assert "partial" not in record
     assert "PASS: 11 ways have the same bits" in err
     assert len(found) == 11
     assert found[-1]["name"] == "on 2 ranks"
@@ -74,9 +75,15 @@ def test_a_fault_among_ranks_is_found(run, fault):
     assert "FAIL: other bits on 2 ranks" in err
 
 
-def test_a_rank_that_dies_ends_it(run):
+def test_a_rank_that_dies_ends_it_and_leaves_the_record_so_far(run, tmp_path, capsys):
     with pytest.raises(certify.RankFailed, match="rank 1 failed: killed by SIGKILL"):
-        run(fault="is_killed")
+        run(fault="is_killed", layers=1, prompts=1)
+    record, lines = json.loads((tmp_path / "record.json").read_text()), capsys.readouterr().err
+    assert (record["partial"], record["layers"], record["prompts"]) == (True, 1, 1)
+    assert record["exact"]["ways"][-1]["name"] == "in training"
+    for way in record["exact"]["ways"]:
+        assert f"exact, {way['name']}: same, " in lines
+    assert lines.count(" s left") == len(record["exact"]["ways"])
 
 
 def test_a_folder_with_a_config_is_a_random_model(run, tmp_path):
@@ -92,6 +99,7 @@ def test_a_folder_with_a_config_is_a_random_model(run, tmp_path):
     ("given", "message"),
     [
         ({"ranks": 9}, "--ranks must be at least 1 and at most 8"),
+        ({"layers": 3}, "--layers must be at least 1 and at most 2"),
         ({"device": "moon"}, "--device must be one of auto, gpu, host"),
         ({"model": "/nowhere"}, "MODEL must be one of llama, mistral"),
     ],

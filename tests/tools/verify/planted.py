@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
@@ -37,6 +38,9 @@ BASES = {
     "fake": "fake_quantize_per_token.f32.plain",
     "half": "fake_quantize.bf16.plain",
     "mask": "fake_quantize_backward.f32.plain",
+    "decoded": "dequantize_per_token.f32-s8.plain",
+    "halved": "dequantize_per_tensor.f16-s8.plain",
+    "slope": "quantize_per_token_backward.f32.plain",
     "range": "dynamic_range.f32-s8.plain",
     "linear": "quantized_linear.f32-s8.rcr-identity",
     "relu": "quantized_linear.f32-s8.rcr-bias_relu",
@@ -180,6 +184,55 @@ def wrong_where(problem: Any, *, wrong: Callable[[Any], bool], **arrays: Any) ->
 
 FAULTS |= {
     f"wrong_{name}": Fault(base, "meaning", partial(wrong_where, wrong=wrong)) for name, (base, wrong) in SIZES.items()
+}
+
+
+def without_tail(problem: Any, *, least: int, **arrays: Any) -> None:
+    """Leave the last elements of a long row out of what all of it decides."""
+    name = "activation" if "activation" in arrays else "input"
+    x = arrays[name] = np.array(arrays[name])
+    if x.shape[-1] > least:
+        x[..., least - x.shape[-1] :] = 0
+    right(problem, **arrays)
+
+
+FAULTS |= {
+    f"{base}_without_the_{what}": Fault(base, "meaning", partial(without_tail, least=least))
+    for base in ("range", "linear", "token", "fake")
+    for what, least in (("tail_of_65536", 65536), ("tail_of_65538", 65538))
+}
+
+
+def flushed(problem: Any, *, names: tuple[str, ...], **arrays: Any) -> None:
+    """Take subnormal inputs, or give subnormal outputs, as 0."""
+    arrays |= {name: flush(arrays[name]) for name in names if name not in OUTPUTS}
+    right(problem, **arrays)
+    for name in OUTPUTS.intersection(names):
+        arrays[name][...] = flush(arrays[name])
+
+
+OUTPUTS = {"output", "d_input", "scale_out"}
+
+
+def flush(array: Any) -> Any:
+    with np.errstate(all="ignore"):
+        return np.where(abs(array) < ml_dtypes.finfo(array.dtype).smallest_normal, np.zeros_like(array), array)
+
+
+FAULTS |= {
+    f"{base}_flushes_{name}": Fault(base, "meaning", partial(flushed, names=(name,)))
+    for base, several in {
+        "fake": ("output", "input", "scale"),
+        "half": ("output",),
+        "decoded": ("output", "scale"),
+        "halved": ("output",),
+        "slope": ("d_input", "d_output"),
+        "mask": ("d_input",),
+        "range": ("scale_out", "input"),
+        "linear": ("output", "activation", "weight_scale"),
+        "smooth": ("output",),
+    }.items()
+    for name in several
 }
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------

@@ -22,7 +22,15 @@ KERNELS = [sku for sku in built_in_registry() if sku.backend == "numpy"]
 def test_every_kernel_is_asked_for_every_kind_of_input_and_every_power_of_two():
     for sku in KERNELS:
         cases = [each.case for each in cases_of(sku, OPS[sku.op])]
-        assert {case.values for case in cases} >= {"ties", "special", "infinite", "zero", "extreme"}, sku.id
+        assert {case.values for case in cases} >= {
+            "ties",
+            "special",
+            "infinite",
+            "zero",
+            "extreme",
+            "small_data",
+            "small_scales",
+        }, sku.id
         extents = {extent for case in cases for a in case.problem.arguments() for extent in a.shape}
         assert {0, 1} <= extents, sku.id
         assert {extent.bit_length() - 1 for extent in extents} >= set(range(17)) - {0, 1, 2, 3, 4}, sku.id
