@@ -42,6 +42,7 @@ ORDER = (
     "torch.peers",
     "torch.group",
     "torch.tensor_op",
+    "torch.registering",
     "torch.derivatives",
     "torch.ops",
     "torch.inductor",

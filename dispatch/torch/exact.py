@@ -51,7 +51,8 @@ def exact_(model: nn.Module) -> Fusion:
     """Make all of a model exact, in place: each token's logits have the same bits wherever and however they are made.
 
     They are the same alone and in any batch, with padding to the left or right, in chunks and step by step, with a
-    cache or without, eager or compiled, on a CPU and on a GPU, and in training. Logits are f32.
+    cache or without, eager or compiled, on a CPU and on a GPU, and in training. Logits are f32. A token that is not
+    finite somewhere has logits of NaN, wherever they are made: all layers become those of ``nonfinite="propagate"``.
 
     The model gets `attn_implementation="skuda"`. Dynamic int8 layers are fused, see `skuda.torch.fuse_`. With layers of
     `Mixed`, the model can be trained; a call without a cache then has gradients.
@@ -89,6 +90,9 @@ def exact_(model: nn.Module) -> Fusion:
         name, why = next(iter(refused.items()))
         more = f" ({len(refused)} parts are not exact)" if len(refused) > 1 else ""
         raise InvalidProblem("exact_", name or "model", why, f"be a part of an exact model{more}")
+    for layer in model.modules():
+        if isinstance(layer, Int8Linear):
+            layer.propagating()
     changed = dict(fuse_(model).fused)
     for name, form in (forms | plan).items():
         module = model.get_submodule(name)
@@ -99,6 +103,7 @@ def exact_(model: nn.Module) -> Fusion:
     for module in model.modules():
         if isinstance(module, Fused):
             module.fused_exact = True
+            module.propagate()
     return Fusion(changed, {})
 
 

@@ -26,7 +26,6 @@ from skuda.torch.autograd import (
     recomputed,
     round_rows,
     row_codes,
-    spread,
     valued,
 )
 from skuda.torch.fused_modules import Fused, MLPForm, gated_rows
@@ -175,9 +174,10 @@ class ExactHead(DynamicLinear):
         """Return the logits, f32 of shape (..., N), for an input of shape (..., K)."""
         input = self._taken(input)
         if torch.is_grad_enabled() and input.requires_grad:
-            return frozen_linear(input, self.weight_q, self.weight_scale.view(-1), self.bias, output_element="f32")
-        tensors, _ = self._arguments(input)
-        return self._product_of((tensors, {"output_element": "f32"}), "f32")
+            how = {"output_element": "f32", "nonfinite": self.nonfinite}
+            return frozen_linear(input, self.weight_q, self.weight_scale.view(-1), self.bias, **how)
+        tensors, fields = self._arguments(input)
+        return self._product_of((tensors, fields | {"output_element": "f32"}), "f32")
 
 
 class ExactFakeQuantLinear(FakeQuantLinear):
@@ -189,8 +189,9 @@ class ExactFakeQuantLinear(FakeQuantLinear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for an input of shape (..., K)."""
         floats = super().forward(input)
-        given = (spread(autocast(input)), *row_codes(self.weight), self.bias)
-        values = linear_dynamic(*(None if t is None else t.detach() for t in given), output_element=self.output_element)
+        given = (autocast(input), *row_codes(self.weight), self.bias)
+        how = {"output_element": self.output_element, "nonfinite": "propagate"}
+        values = linear_dynamic(*(None if t is None else t.detach() for t in given), **how)
         return valued(values, floats)
 
 

@@ -165,9 +165,9 @@ def _check_cuts(model: nn.Module, cuts: list[_Cut]) -> None:
     """Raise for a layer that cannot be split so."""
     for cut in cuts:
         layer = model.get_submodule(cut.name)
-        if propagates(layer):
-            rule = "be made without nonfinite='propagate': ranks do not pass on what is not finite"
-            raise InvalidProblem("parallelize_", cut.name, "a layer that propagates NaN", rule)
+        if isinstance(layer, StaticLinear) and propagates(layer):
+            rule = "be made without nonfinite='propagate': ranks pass on what is not finite in dynamic layers alone"
+            raise InvalidProblem("parallelize_", cut.name, "a static layer that propagates NaN", rule)
         check_parts("parallelize_", cut.name, layer, cut.shards.axis, cut.parts or ())
 
 

@@ -15,7 +15,7 @@ from skuda.registry.value import expect
 from skuda.torch.int4 import Weights, check_weights, int4_linear, per_row, per_row_text
 from skuda.torch.int8_linear import DynamicLinear, Int8Linear
 from skuda.torch.joined import Part, int8_layers
-from skuda.torch.nonfinite import Nonfinite, check_nonfinite, propagating
+from skuda.torch.nonfinite import Nonfinite, check_nonfinite, kind_of, propagating
 from skuda.torch.replaceable_layers import (
     ALREADY,
     NOT_SELECTED,
@@ -66,8 +66,7 @@ class Dynamic:
     ----------
     nonfinite : {"ignore", "propagate"}
         What a NaN or an infinity in an input does. By default a NaN counts as 0, so later layers do not see it. With
-        ``"propagate"`` its row of the output becomes NaN, which takes one more pass over the input. `fuse_` leaves such
-        layers, and `parallelize_` refuses them.
+        ``"propagate"`` its row of the output becomes NaN, at no cost, also in fused models and on several ranks.
     weights : {"int8", "int4"}
         With ``"int4"``, a weight takes half the memory; see `skuda.torch.int4.int4_weight`. Layers in training then
         stay.
@@ -237,7 +236,7 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Filter | None = None,
     adopt_adapters(model)
     folded = joint.fold(model, converted) if hasattr(joint, "fold") else {}
     return Report(
-        converted={name: type(new).__name__ for name, new in converted.items()},
+        converted={name: kind_of(new) for name, new in converted.items()},
         left=left | {each.name: each.reason for each in others},
         folded=folded,
         not_folded=dict(getattr(joint, "not_folded", {})),

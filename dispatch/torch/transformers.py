@@ -366,28 +366,7 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         if self.pre_quantized:
-            for name, layer in model.named_modules():
-                # Reading the codes also mends what a device map has put in their place.
-                if isinstance(layer, Int8Linear) and layer.weight_q.is_meta:
-                    _refuse_offloaded(name)
-            cast_(model, self._dtypes)
-            self._make_unread(model)
-            for name, layer in model.named_modules():
-                if not isinstance(layer, Int8Linear):
-                    continue
-                layer.weight_scale = layer.weight_scale.reshape(-1, 1).expand(layer.out_features, 1).contiguous()
-                if isinstance(layer, StaticLinear):
-                    # transformers does not initialize tensors that are in no file, and keeps the dtype of the file.
-                    layer.zero.zero_()
-                    layer.input_scale = layer.input_scale.reshape(1)
-                    if layer.input_zero_point is not None:
-                        layer.input_zero_point = layer.input_zero_point.reshape(1).to(torch.int32)
-                check_values("from_pretrained", name, layer)
-            scheme = self.quantization_config.scheme
-            assert scheme is not None
-            self.report = report_of_loaded(model)
-            warn_per_row(self.report.per_row, stacklevel=3)
-            self._make_exact(model, scheme)
+            self._finish(model)
             return model
         _check_one_device(getattr(model, "hf_device_map", None))
         config, ignore = self.quantization_config, self.quantization_config.ignore
@@ -404,6 +383,31 @@ class SkudaQuantizer(HfQuantizer):  # type: ignore[misc]
             exact_(model)
         self._describe(model, scheme_of(model))
         return model
+
+    def _finish(self, model: Any) -> None:
+        """Check the int8 layers that transformers has read, and make the model exact if it is to be."""
+        for name, layer in model.named_modules():
+            # Reading the codes also mends what a device map has put in their place.
+            if isinstance(layer, Int8Linear) and layer.weight_q.is_meta:
+                _refuse_offloaded(name)
+        cast_(model, self._dtypes)
+        self._make_unread(model)
+        for name, layer in model.named_modules():
+            if not isinstance(layer, Int8Linear):
+                continue
+            layer.weight_scale = layer.weight_scale.reshape(-1, 1).expand(layer.out_features, 1).contiguous()
+            if isinstance(layer, StaticLinear):
+                # transformers does not initialize tensors that are in no file, and keeps the dtype of the file.
+                layer.zero.zero_()
+                layer.input_scale = layer.input_scale.reshape(1)
+                if layer.input_zero_point is not None:
+                    layer.input_zero_point = layer.input_zero_point.reshape(1).to(torch.int32)
+            check_values("from_pretrained", name, layer)
+        scheme = self.quantization_config.scheme
+        assert scheme is not None
+        self.report = report_of_loaded(model)
+        warn_per_row(self.report.per_row, stacklevel=3)
+        self._make_exact(model, scheme)
 
     def _describe(self, model: Any, scheme: Scheme) -> None:
         """Put the scheme in the place of the options, in a config of the model's own."""

@@ -65,6 +65,46 @@ def test_a_token_has_the_same_logits_alone_in_a_batch_in_parts_and_in_training(f
         assert same(trained.detach()[mask == 1], want[mask == 1])
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("config", ["Mixed", "FakeQuant"])
+@torch.no_grad()
+def test_a_loss_is_nan_where_any_parameter_is_not_finite(config, value):
+    rng = fresh(config, value)
+    model = exact(decoders.small("Qwen3", rng, tie_word_embeddings=bool(rng.integers(2))), config)
+    ids = torch.arange(64).reshape(2, 32)
+    assert logits(model, ids).isfinite().all()
+    for name, parameter in model.named_parameters():
+        at = parameter.view(-1)[int(rng.integers(parameter.numel()))]
+        before = at.clone()
+        at.fill_(value)
+        assert logits(model, ids).log_softmax(-1).mean().isnan(), name
+        at.copy_(before)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_server_shows_what_is_not_finite_where_its_trainer_does(family, value):
+    rng = fresh(family, value)
+    plain = decoders.small(family, rng)
+    served, trained = exact(copy.deepcopy(plain)), exact(copy.deepcopy(plain), "Mixed")
+    ids = torch.from_numpy(rng.integers(1, 64, (2, 23)))
+    ids[0, 9] = 5
+    for name, parameter in served.named_parameters():
+        others = [parameter, trained.get_parameter(name)]
+        before, at = parameter.clone(), int(rng.integers(parameter.shape[-1]))
+        for each in others:
+            (each[5] if each.dim() > 1 else each)[at] = value
+        cache, want = Int8Cache(served.config), logits(trained, ids)
+        steps = [logits(served, ids[:, i : i + 1], **{CACHE: cache}) for i in range(12)]
+        assert want[0, 9:].isnan().all(), name
+        for got in (logits(served, ids), torch.cat(steps, 1)):
+            assert torch.equal(got.isnan(), want[:, : got.shape[1]].isnan()), name
+            assert same(got.nan_to_num(), want[:, : got.shape[1]].nan_to_num()), name
+        for each in others:
+            each.copy_(before)
+
+
 @pytest.mark.parametrize("config", ["Mixed", "FakeQuant"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_near_those_of_the_float_model(family, config):
