@@ -106,12 +106,37 @@ def vllm_times(record: Path = EVIDENCE / "h200-vllm-exact.txt") -> str:
     for what, times in found.items():
         if shape := re.fullmatch(r"(step_ms|prefill) (\d+)x(\d+)(?: tokens/s)?", what):
             medians = [statistics.median(times[name]) for name in names]
+            if shape[3] == "128":  # `vllm_engines` has them
+                continue
             if shape[1] == "step_ms":
                 rows.append((f"{shape[2]} x {shape[3]}, ms", *(f"{ms:.2f}" for ms in medians)))
             else:
                 rows.append((f"prompts of {shape[2]} x {shape[3]}, tokens/s", *(f"{rate:,.0f}" for rate in medians)))
     rows.append(("tokens of cache in a GiB", *(f"{tokens[name]:,}" for name in names)))
     return markdown_table(("", *names.values()), rows)
+
+
+def vllm_engines(record: Path = EVIDENCE / "h200-vllm-engines.txt") -> str:
+    """Return what was printed of engines of vLLM: decode steps, prompts, and mixed requests the first and second time."""
+    names = {"skuda": "skuda", "skudaint4": "skuda, 4 bits", "skudaexact": "skuda, exact"}
+    names |= {"skudaint4exact": "skuda, exact, 4 bits", "stock": "int8", "fp8": "fp8", "w4a16": "W4A16", "bf16": "bf16"}
+    rounds: dict[str, dict[str, float]] = {}
+    mixed: dict[str, list[float]] = defaultdict(list)
+    for line in record.read_text(encoding="utf-8").splitlines():
+        if one := re.fullmatch(r"round 0 (\S+) (\{.*\})", line):
+            rounds[one[1]] = literal_eval(one[2])
+        elif one := re.fullmatch(r"mixed (\S+) (\{.*\})", line):
+            mixed[one[1]].append(literal_eval(one[2])["s"])
+    rows = [
+        (
+            label,
+            *(f"{rounds[name][f'step_ms {count}']:.2f}" for count in (1, 64)),
+            f"{rounds[name]['prefill 8x2048']:,}",
+            *(f"{seconds:.2f}" for seconds in mixed[name]),
+        )
+        for name, label in names.items()
+    ]
+    return markdown_table(("", "1, ms", "64, ms", "prompts, tokens/s", "requests, s", "again, s"), rows)
 
 
 def int4_error(record: Path = EVIDENCE / "int4-error.json") -> str:
@@ -170,6 +195,7 @@ TABLES = {
     "python docs/tables.py int4": int4_error,
     "python docs/tables.py int4-times": int4_times,
     "python docs/tables.py vllm": vllm_times,
+    "python docs/tables.py vllm-engines": vllm_engines,
     "python tests/programs/attention_error.py": attention_error,
 }
 """Tables that no `skuda` command prints, by the command of their blocks."""
